@@ -138,8 +138,8 @@ class Bucket:
 
     def _table(self, name: str) -> tuple[int, dict[str, int]]:
         """Return the highest revision and its table; 0 and a local store's aliases.json, where that was copied here."""
-        found = [child.removesuffix(".json") for child in self._objects.children(name, TABLES)]
-        revision = max((int(child) for child in found if VERSION.fullmatch(child)), default=0)
+        revisions = [child.removesuffix(".json") for child in self._objects.children(name, TABLES)]
+        revision = max((int(child) for child in revisions if VERSION.fullmatch(child)), default=0)
         path = f"{name}/{TABLES}/{revision}.json" if revision else f"{name}/{ALIASES}"
         data = self._objects.read(path, MAX_MANIFEST)
         if data is None and revision:
@@ -173,8 +173,8 @@ class Objects:
         import fsspec
         from fsspec.config import conf
 
-        own, configured = _OPTIONS.get(self._scheme, {}), conf.get(self._scheme, {})
-        options: dict[str, Any] = {name: value | configured.get(name, {}) for name, value in own.items()}
+        defaults, configured = _OPTIONS.get(self._scheme, {}), conf.get(self._scheme, {})
+        options: dict[str, Any] = {name: value | configured.get(name, {}) for name, value in defaults.items()}
         try:
             opened = fsspec.filesystem(self._scheme, use_listings_cache=False, **options)
         except ImportError as error:
@@ -191,14 +191,14 @@ class Objects:
         path = self._path(*parts)
         with self._errors(path):
             try:
-                found = self._fs.ls(path, detail=False)
+                listing = self._fs.ls(path, detail=False)
             except FileNotFoundError:
                 container = self._root.partition("/")[0]
                 if not parts and self._scheme != "memory" and not self._fs.exists(container):
                     raise StoreRefused(f"there is no {container!r}", file=self.url, cure="Create it first") from None
                 return []
         base = f"{path}/"
-        below = (str(name).strip("/") for name in found)
+        below = (str(name).strip("/") for name in listing)
         return sorted({name.removeprefix(base).partition("/")[0] for name in below if name.startswith(base)})
 
     def read(self, path: str, limit: int) -> bytes | None:
@@ -267,13 +267,13 @@ class Objects:
         except (errors.BundleError, FileExistsError):
             raise
         except Exception as error:  # the libraries behind the schemes share no base class
-            said, where = one_line(error), f"{self._scheme}://{path}"
+            problem, where = one_line(error), f"{self._scheme}://{path}"
             if _no_answer(error):
                 raise StoreUnreachable(
-                    f"no answer: {said}", file=where, cure="Check connection and endpoint"
+                    f"no answer: {problem}", file=where, cure="Check connection and endpoint"
                 ) from error
             cure = "Check the credentials, what they allow, the endpoint and the bucket's region"
-            raise StoreRefused(said, file=where, cure=cure) from error
+            raise StoreRefused(problem, file=where, cure=cure) from error
 
 
 def _no_answer(error: BaseException) -> bool:

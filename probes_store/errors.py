@@ -95,7 +95,7 @@ class HubUnreachable(HubError, code="hub_unreachable", status=503):
 class StoreNotWritable(BundleError, code="store_not_writable", cure="Make the store writable, or name another one"):
     """The store's folder cannot be written."""
 class StoreUnreachable(BundleError, code="store_unreachable", status=503):
-    """No answer from a store's URL, and no copy on this machine that could stand for it."""
+    """No answer from a store's URL."""
 class StoreRefused(BundleError, code="store_refused", status=502):
     """The server of a store's URL refused a request, or cannot do what a store needs."""
 

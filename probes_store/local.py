@@ -40,7 +40,7 @@ class LocalBackend:
     def versions(self, name: str) -> set[int]:
         """Return the published versions; a folder that is still being written has no number."""
         try:
-            return {int(found) for found in os.listdir(self.folders / name) if VERSION.fullmatch(found)}
+            return {int(entry) for entry in os.listdir(self.folders / name) if VERSION.fullmatch(entry)}
         except OSError:
             return set()
 
@@ -63,11 +63,11 @@ class LocalBackend:
         """Return what changes where something of a version does, its signature too; nothing is fetched."""
         folder = self.folder(name, version)
         try:
-            found = [(str(path), path.lstat()) for path in sorted((folder, *folder.rglob("*")))]
+            states = [(str(path), path.lstat()) for path in sorted((folder, *folder.rglob("*")))]
         except OSError as error:
             return str(error)  # whoever reads it will say so
-        said = [(path, at.st_ino, at.st_size, at.st_mode, at.st_mtime_ns, at.st_ctime_ns) for path, at in found]
-        return hashlib.sha256(repr(said).encode()).hexdigest()
+        facts = [(path, at.st_ino, at.st_size, at.st_mode, at.st_mtime_ns, at.st_ctime_ns) for path, at in states]
+        return hashlib.sha256(repr(facts).encode()).hexdigest()
 
     def check_writable(self) -> None:
         """Test that something can be published, before long work."""

@@ -231,7 +231,8 @@ class Recalibration(Record):
     """A strictly increasing map from the classifier's risk to the one that is served, so that rows keep their order.
 
     risk -> sigmoid(a log(risk) - b log(1 - risk) + c), or linear between knots where there are any.  a = b = 1: prior
-    shift, intercept; a = b: Platt; else beta calibration (Kull, Silva Filho and Flach 2017, AISTATS)."""
+    shift, intercept; of bundles that an older release recalibrated also a = b: Platt; else beta calibration (Kull,
+    Silva Filho and Flach 2017, AISTATS)."""
 
     method: Method  # how it was found
     a: NotNegative = 1.0

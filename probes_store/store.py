@@ -3,29 +3,26 @@
 ``Store.load`` is the one way from a reference to a bundle: ``resolve`` finds its folder on this machine, ``_read``
 reads that strictly and asks whether it is trusted.  Of a store at a URL the folder is a copy:
 
-CACHE/NAME/VERSION/   in the layout of a local store; aliases.json as it was last read"""
+CACHE/NAME/VERSION/   in the layout of a local store"""
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import logging
 import os
 import shutil
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from probes_store import errors
 from probes_store.bucket import Bucket
 from probes_store.bundle import SIGNATURE, Bundle, BundleDraft, check_total, load_version, render
-from probes_store.errors import BadValue, BundleConflict, BundleDamaged, BundleError, BundleNotFound, StoreUnreachable
+from probes_store.errors import BadValue, BundleConflict, BundleDamaged, BundleError, BundleNotFound
 from probes_store.local import LocalBackend, atomic_write, writing
 from probes_store.manifest import MANIFEST, Manifest, manifest_bytes, read_manifest
 from probes_store.syntax import (
-    ALIASES,
     HUB,
     PRODUCTION,
     check_name,
@@ -33,7 +30,6 @@ from probes_store.syntax import (
     expanded,
     is_url,
     parse_reference,
-    readable_json,
 )
 from probes_store.trust import RequiredSignature, Signing, check_bundle_closed, check_closed
 
@@ -41,98 +37,41 @@ if TYPE_CHECKING:
     from probes_store.hub import HubSource
 
 log = logging.getLogger("hallutracer")
-T = TypeVar("T")
 SHIPPED = Path(__file__).parent / "shipped"  # bundles that come with the package, used as a fallback
-STAYS_DOWN_S = 10.0  # after no answer the copies are taken at once: each further question could wait for its timeout
 
 
 class RemoteBackend:
-    """The bundles of a source; see ``LocalBackend`` for what the methods do.
+    """The bundles of a source, each fetched once into a cache; see ``LocalBackend`` for what the methods do.
 
-    Reading goes on with the copies where the source gives no answer, and says so in the log.  A refusal is an error."""
+    What they mean is asked of the source each time: without its answer nothing is read, though a copy is here."""
 
     def __init__(self, source: Bucket | HubSource, cache: Path) -> None:
         """``cache``: the folder of all sources' copies."""
         self._source, self.where = source, source.where
         self._copies = LocalBackend(cache / hashlib.sha256(source.where.encode()).hexdigest()[:16])
         self.folders = self._copies.folders
-        self._down_until, self._stand_in = 0.0, True
+        self.names, self.versions, self.aliases = source.names, source.versions, source.aliases
         self.check_writable, self.publish, self.add = source.check_writable, source.publish, source.add
         self.set_alias, self.write_signature = source.set_alias, source.write_signature
 
-    def answering(self) -> RemoteBackend:
-        """Return the same, where no answer is an error."""
-        other = copy.copy(self)
-        other._down_until, other._stand_in = 0.0, False
-        return other
-
-    def names(self) -> Sequence[str]:
-        """Return names with a version."""
-        return self._or_copy(self._source.names, self._copies.names)
-
-    def versions(self, name: str) -> set[int]:
-        """Return the published versions."""
-        return self._or_copy(lambda: self._source.versions(name), lambda: self._copies.versions(name))
-
-    def aliases(self, name: str) -> dict[str, int]:
-        """Return the newest table, or the one that was read last where there is no answer."""
-
-        def ask() -> dict[str, int]:
-            table, path = self._source.aliases(name), self.folders / name / ALIASES
-            self._make_folder()
-            with writing(path.parent):
-                path.parent.mkdir(exist_ok=True)
-                _update(path, readable_json(table))
-            return table
-
-        def last() -> dict[str, int]:
-            table = self._copies.aliases(name)
-            said = ", ".join(f"{alias} -> {version}" for alias, version in sorted(table.items())) or "none"
-            log.warning("aliases of %s as they were when %s last answered: %s", name, self.where, said)
-            return table
-
-        return self._or_copy(ask, last)
-
     def folder(self, name: str, version: int) -> Path:
         """Return the version's copy, fetched and checked where there is none yet; else compared with the source's."""
-
-        def last() -> Path:
-            if version not in self._copies.versions(name):
-                raise StoreUnreachable(f"no answer from {self.where}, no copy of {name}:{version} in {self.folders}")
-            return self._copies.folder(name, version)
-
-        return self._or_copy(lambda: self._fetched(name, version), last)
-
-    def stamp(self, name: str, version: int) -> str:
-        """Return the hashes of manifest and signature: any other change of a version is an error."""
-
-        def ask() -> str:
-            parts = self._source.manifest(name, version), self._source.signature(name, version) or b""
-            return " ".join(hashlib.sha256(part).hexdigest() for part in parts)
-
-        return self._or_copy(ask, lambda: self._copies.stamp(name, version))
-
-    def _fetched(self, name: str, version: int) -> Path:
         data, signature = self._source.manifest(name, version), self._source.signature(name, version)
         shown = f"{name}/{version}/{MANIFEST}"
         if version in self._copies.versions(name):
             path = self._copies.folder(name, version)
             try:
-                here = load_version(name, path).manifest
+                copied = load_version(name, path).manifest
             except BundleDamaged:
                 with writing(path):
                     shutil.rmtree(path)  # fetched again
             else:
-                if manifest_bytes(here) != data:
+                if manifest_bytes(copied) != data:
                     problem = f"{self.where} has another bundle under this version than before"
                     cure = f"Ask who changed it, or remove {path} to take it"
-                    raise BundleConflict(problem, file=here.reference, expected=here.seal,
+                    raise BundleConflict(problem, file=copied.reference, expected=copied.seal,
                                          found=read_manifest(data, shown).seal, cure=cure)  # fmt: skip
-                with writing(path):  # a signature may have come after its bundle, or changed
-                    if signature is None:
-                        (path / SIGNATURE).unlink(missing_ok=True)
-                    else:
-                        _update(path / SIGNATURE, signature)
+                _update_signature(path / SIGNATURE, signature)
                 return path
         manifest = read_manifest(data, shown)
         if manifest.reference != f"{name}:{version}":
@@ -140,35 +79,28 @@ class RemoteBackend:
                            expected=f"{name}:{version}", found=manifest.reference)  # fmt: skip
         check_total(manifest)
         files = {MANIFEST: data, **self._source.files(manifest)} | ({} if signature is None else {SIGNATURE: signature})
-        self._make_folder()
-        self._copies.add(manifest, files)  # False: another process of ours was faster
-        return self._copies.folder(name, version)
-
-    def _make_folder(self) -> None:
         with writing(self.folders):
             self.folders.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             self.folders.mkdir(exist_ok=True, mode=0o700)
+        self._copies.add(manifest, files)  # False: another process of ours was faster
+        return self._copies.folder(name, version)
 
-    def _or_copy(self, ask: Callable[[], T], last: Callable[[], T]) -> T:
-        """Return what the source says, and what the copies say where there is no answer."""
-        if time.monotonic() < self._down_until:
-            return last()
-        try:
-            return ask()
-        except StoreUnreachable as error:
-            if not self._stand_in or not self._copies.names():
-                raise
-            log.warning("%s; going on with the copies in %s", error, self.folders)
-            self._down_until = time.monotonic() + STAYS_DOWN_S
-            return last()
+    def stamp(self, name: str, version: int) -> str:
+        """Return the hashes of manifest and signature: any other change of a version is an error."""
+        parts = self._source.manifest(name, version), self._source.signature(name, version) or b""
+        return " ".join(hashlib.sha256(part).hexdigest() for part in parts)
+
+
+def _update_signature(path: Path, signature: bytes | None) -> None:
+    """Make a copy's signature the source's: it may have come after its bundle, or changed."""
+    with writing(path):
+        if signature is None:
+            path.unlink(missing_ok=True)
+        elif not path.is_file() or path.read_bytes() != signature:
+            atomic_write(path, signature)
 
 
 Backend = LocalBackend | RemoteBackend
-
-
-def _update(path: Path, data: bytes) -> None:
-    if not path.is_file() or path.read_bytes() != data:
-        atomic_write(path, data)
 
 
 @dataclass(frozen=True)
@@ -206,23 +138,23 @@ class Store:
     OpenStore and, at a URL, StoreRefused and StoreUnreachable; those that write also StoreNotWritable."""
 
     def __init__(
-        self, place: Path | str, fallbacks: Sequence[Path] = (), *, trust: Trust = Trust(), cache: Path | None = None
+        self, location: Path | str, fallbacks: Sequence[Path] = (), *, trust: Trust = Trust(), cache: Path | None = None
     ) -> None:
         """``cache``: where copies are kept if ``place`` is a URL.  Raises InvalidReference for a wrong URL,
         and for a folder in a home that does not exist."""
         self.own: Backend
-        if isinstance(place, str) and is_url(place):
+        if isinstance(location, str) and is_url(location):
             source: Bucket | HubSource
-            if place.startswith(HUB):
+            if location.startswith(HUB):
                 from probes_store.hub import HubSource  # huggingface_hub takes a while to import
 
-                source = HubSource(place)
+                source = HubSource(location)
             else:
-                source = Bucket(place)
+                source = Bucket(location)
             caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "hallutracer" / "stores"
             self.own = RemoteBackend(source, expanded(caches if cache is None else cache, "HALLUTRACER_STORE_CACHE"))
         else:
-            self.own = LocalBackend(expanded(place, "HALLUTRACER_STORE"))
+            self.own = LocalBackend(expanded(location, "HALLUTRACER_STORE"))
         self.behind: tuple[Backend, ...] = tuple(LocalBackend(Path(fallback)) for fallback in fallbacks)
         self.trust = trust
         self._told: set[str] = set()
@@ -255,13 +187,6 @@ class Store:
         backend, name, version = self._find(reference)
         return f"{backend.where} {name}:{version} {backend.stamp(name, version)}"
 
-    def answering(self) -> Store:
-        """Return the same store, where no answer from its URL is an error, rather than a reason to take copies."""
-        store = copy.copy(self)
-        if isinstance(self.own, RemoteBackend):
-            store.own = self.own.answering()
-        return store
-
     def load(self, reference: str) -> Bundle:
         """Resolve and load; the whole bundle is validated, compared with a pin, and must be trusted.
 
@@ -271,10 +196,10 @@ class Store:
     def _load(self, reference: str, signature: RequiredSignature | None) -> Bundle:
         wanted = parse_reference(reference)
         bundle = self._read(wanted.name, self.resolve(reference), signature)
-        found = bundle.manifest.digest
-        if wanted.digest is not None and wanted.digest != found:
+        digest = bundle.manifest.digest
+        if wanted.digest is not None and wanted.digest != digest:
             raise errors.DigestMismatch("this is not the bundle that the reference pins", file=bundle.reference,
-                                        field="digest", expected=wanted.digest, found=found,
+                                        field="digest", expected=wanted.digest, found=digest,
                                         cure="Pin the one that 'hallutracer bundle list' shows")  # fmt: skip
         return bundle
 
@@ -355,7 +280,8 @@ class Store:
     def _backend(self, name: str) -> tuple[Backend, set[int]]:
         """Return the store itself or the first fallback that has versions of this name, and these."""
         self.check_closed()
-        having = [(at, found) for at in (self.own, *self.behind) if (found := at.versions(name))]
+        versions = [(backend, backend.versions(name)) for backend in (self.own, *self.behind)]
+        having = [(backend, numbers) for backend, numbers in versions if numbers]
         if not having:
             known = sorted({known for backend in (self.own, *self.behind) for known in backend.names()})
             near = did_you_mean(name, known)

@@ -37,8 +37,7 @@ def copy(bundle: Bundle, into: Store, *, source: str, take_over: bool = False) -
     """Add a bundle from the store ``source`` to another one; return the bundle there, and whether it was new.
 
     Raises what ``add`` raises; the other store is then as it was."""
-    new = held(into, bundle.manifest) is None
-    return add(into, files_of(bundle), {"repository": source}, take_over=take_over), new
+    return add(into, bundle.manifest, files_of(bundle), {"repository": source}, take_over=take_over)
 
 
 def held(store: Store, manifest: Manifest) -> Bundle | None:
@@ -48,12 +47,12 @@ def held(store: Store, manifest: Manifest) -> Bundle | None:
     for backend in (store.own, *store.behind):
         if manifest.version not in backend.versions(manifest.name):
             continue
-        found = load_version(manifest.name, backend.folder(manifest.name, manifest.version))
-        if found.manifest.digest == manifest.digest:
-            return found
+        bundle = load_version(manifest.name, backend.folder(manifest.name, manifest.version))
+        if bundle.manifest.digest == manifest.digest:
+            return bundle
         if backend is store.own:
             raise BundleConflict("another bundle has this version already", file=manifest.reference,
-                                 expected=found.manifest.digest, found=manifest.digest,
+                                 expected=bundle.manifest.digest, found=manifest.digest,
                                  cure="Name another store with --store, or remove the version here")  # fmt: skip
     return None
 
@@ -67,49 +66,55 @@ def _check_addition(store: Store, manifest: Manifest, origin: Mapping[str, str],
         before = store.resolve(manifest.name)
     except errors.BundleNotFound:
         return
-    own = store.is_own(before)
-    moves = not own or (PRODUCTION not in store.own.aliases(manifest.name) and manifest.version > int(before.name))
+    is_own = store.is_own(before)
+    moves = not is_own or (PRODUCTION not in store.own.aliases(manifest.name) and manifest.version > int(before.name))
     try:
         came_from = parse_json((before / ORIGIN).read_bytes(), ORIGIN)
     except (OSError, BundleDamaged):
         came_from = None  # published here, or nobody can tell
     if moves and not take_over and came_from != origin:
-        pin = f"Pin it with 'hallutracer bundle alias {manifest.name} production {before.name}', n" if own else "N"
-        problem = f"'{manifest.name}' would mean this bundle instead of version {before.name}, which is not from there"
+        pin = f"Pin it with 'hallutracer bundle alias {manifest.name} production {before.name}', n" if is_own else "N"
+        problem = f"'{manifest.name}' means version {before.name}, from another source; this bundle would replace it"
         cure = f"{pin}ame another store with --store, or agree with --take-over"
         raise BundleConflict(problem, file=manifest.reference, cure=cure)
 
 
-def add(store: Store, files: Mapping[str, bytes], origin: Mapping[str, str], *, take_over: bool = False) -> Bundle:
-    """Add a version under its own number, in one step.
+def add(
+    store: Store,
+    manifest: Manifest,
+    files: Mapping[str, bytes],
+    origin: Mapping[str, str],
+    *,
+    take_over: bool = False,
+) -> tuple[Bundle, bool]:
+    """Add a version under its own number, in one step; return it, and whether it was new.
 
     files: as of ``files_of``; origin: kept beside them in a folder.  Everything is read as ``Store.verify`` reads it
     before the store is touched.  Raises what that and ``held`` raise, BundleConflict and StoreNotWritable."""
+    _check_place(manifest)
     with tempfile.TemporaryDirectory() as outside:
-        manifest = read_manifest(files[MANIFEST])
-        _check_place(manifest)
         write_files(Path(outside, manifest.name, str(manifest.version)), files)
-        Store(Path(outside), trust=store.trust).verify(manifest.reference)
+        bundle = Store(Path(outside), trust=store.trust).verify(manifest.reference)
     store.check_closed()
-    existing = held(store, manifest)
+    existing = held(store, bundle.manifest)
     if existing is not None:
         signature = files.get(SIGNATURE)  # it may have come after its bundle; one that is here stays
-        here = store.is_own(existing.path) and not (existing.path / SIGNATURE).exists()
-        if here and signature and manifest_bytes(existing.manifest) == files[MANIFEST]:
+        unsigned = store.is_own(existing.path) and not (existing.path / SIGNATURE).exists()
+        if unsigned and signature and manifest_bytes(existing.manifest) == files[MANIFEST]:
             store.own.write_signature(manifest.name, manifest.version, signature)
-        return existing
-    _check_addition(store, manifest, origin, take_over)
-    taken = not store.own.add(manifest, {ORIGIN: readable_json(dict(origin)), **files})
-    if taken and (existing := held(store, manifest)):  # somebody else was faster: the same, or a conflict
-        return existing
-    return load_version(manifest.name, store.own.folder(manifest.name, manifest.version))
+        return existing, False
+    _check_addition(store, bundle.manifest, origin, take_over)
+    taken = not store.own.add(bundle.manifest, {ORIGIN: readable_json(dict(origin)), **files})
+    if taken and (existing := held(store, bundle.manifest)):  # somebody else was faster: the same, or a conflict
+        return existing, False
+    return replace(bundle, path=store.own.folder(manifest.name, manifest.version)), True
 
 
 def _check_place(manifest: Manifest) -> None:
     """Raise InvalidReference or BadValue for a name or a number that no store can hold."""
     check_name(manifest.name, "a bundle")
-    if not VERSION.fullmatch(found := str(manifest.version)):
-        raise errors.BadValue("bad value", file=MANIFEST, field="version", expected=VERSIONS, found=found)
+    if not VERSION.fullmatch(version := str(manifest.version)):
+        raise errors.BadValue("bad value", file=MANIFEST, field="version", expected=VERSIONS, found=version)
 
 
 @dataclass(frozen=True)
@@ -163,8 +168,8 @@ def pull(
     store.check_writable()
     arrived = None if bar is None else bar(sum(record.bytes for record in manifest.files.values()))
     files = hub.files(manifest, commit, arrived=arrived, cached=snapshot is None)
-    bundle = add(store, {MANIFEST: data, **files, **signature}, origin, take_over=take_over)
-    return Pulled(bundle, commit, existing is None, offline, left_out)
+    bundle, added = add(store, manifest, {MANIFEST: data, **files, **signature}, origin, take_over=take_over)
+    return Pulled(bundle, commit, added, offline, left_out)
 
 
 def _compare(manifest: Manifest, snapshot: Snapshot) -> list[str]:

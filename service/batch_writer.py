@@ -90,11 +90,11 @@ class BatchWriter(ABC, Generic[Item]):
                         lambda: self._heard or self.closing or len(self._queue) >= self._batch, self._gather_s
                     )
                 batch = [self._queue.popleft() for _ in range(min(self._batch, len(self._queue)))]
-                self._heard -= sum(one.done is not None for one in batch)
+                self._heard -= sum(queued.done is not None for queued in batch)
             if self.closing and not batch:
                 break
             again = self.write(batch)
             with self.changed:
-                self._size += sum(one.size for one in again) - sum(one.size for one in batch)
+                self._size += sum(queued.size for queued in again) - sum(queued.size for queued in batch)
                 self._queue.extendleft(reversed(again))
         self.release()

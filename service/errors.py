@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pydantic import BaseModel, ValidationError
@@ -30,18 +30,6 @@ class HalluTracerError(Exception):
         self.param = param  # the request field or option that is wrong
         if retry_after_s is not None:
             self.retry_after_s = retry_after_s
-
-
-E = TypeVar("E", bound=HalluTracerError)
-
-
-def _kind(
-    parent: type[E], status: int, code: str, why: str, *, name: str = "", retry_after_s: int | None = None
-) -> type[E]:
-    """Return a class for errors that differ from their parent's in these alone; its name is by default the code's."""
-    said: dict[str, int | str] = {} if retry_after_s is None else {"retry_after_s": retry_after_s}
-    name = name or "".join(map(str.title, code.split("_")))
-    return type(name, (parent,), {"__doc__": why}, status=status, code=code, **said)
 
 
 class RequestError(HalluTracerError, status=422, code="invalid_request"):
@@ -68,14 +56,28 @@ class PromptTooLong(RequestError, status=413, code="prompt_too_long"):
     """Longer than the model's context.  Prompts are never truncated."""
 
 
-ContextLengthExceeded = _kind(
-    PromptTooLong, 400, "context_length_exceeded", "PromptTooLong, as OpenAI's routes say it."
-)
-EmptyPrompt = _kind(RequestError, 422, "empty_prompt", "A prompt without tokens has no answer onset.")
-BodyTooSlow = _kind(RequestError, 408, "body_too_slow", "The request body did not arrive before the deadline.")
-NotHttp = _kind(RequestError, 400, "invalid_http", "What arrived is not HTTP/1.1.", name="NotHttp")
-HeadersTooSlow = _kind(RequestError, 408, "headers_too_slow", "The request's line and headers did not come in time.")
-HeadersTooLarge = _kind(RequestError, 431, "headers_too_large", "Headers or trailers exceed their limits.")
+class ContextLengthExceeded(PromptTooLong, status=400, code="context_length_exceeded"):
+    """PromptTooLong, as OpenAI's routes say it."""
+
+
+class EmptyPrompt(RequestError, status=422, code="empty_prompt"):
+    """A prompt without tokens has no answer onset."""
+
+
+class BodyTooSlow(RequestError, status=408, code="body_too_slow"):
+    """The request body did not arrive before the deadline."""
+
+
+class NotHttp(RequestError, status=400, code="invalid_http"):
+    """What arrived is not HTTP/1.1."""
+
+
+class HeadersTooSlow(RequestError, status=408, code="headers_too_slow"):
+    """The request's line and headers did not come in time."""
+
+
+class HeadersTooLarge(RequestError, status=431, code="headers_too_large"):
+    """Headers or trailers exceed their limits."""
 
 
 class Unauthorized(HalluTracerError, status=401, code="unauthorized"):
@@ -106,42 +108,80 @@ class AuditUnavailable(HalluTracerError, status=503, code="audit_unavailable", r
     """The audit log cannot be written: what has to be in it is not done."""
 
 
-KeyExpired = _kind(Unauthorized, 401, "key_expired", "The bearer key was valid until a while ago.")
-KeyRevoked = _kind(Unauthorized, 401, "key_revoked", "The operator has taken the bearer key back.")
-MissingScope = _kind(HalluTracerError, 403, "missing_scope", "The bearer key does not open this route.")
-NotFound = _kind(HalluTracerError, 404, "not_found", "The bundle or model is not loaded.")
-ReloadFailed = _kind(HalluTracerError, 409, "reload_failed", "What was to be read again cannot be; all in force stays.")
-WrongHost = _kind(HalluTracerError, 421, "wrong_host", "The request is addressed to a name that is not this service's.")
-Overloaded = _kind(HalluTracerError, 429, "overloaded", "The queue is full.", retry_after_s=1)
-ClientGone = _kind(HalluTracerError, 499, "client_closed_request", "In logs and metrics only.", name="ClientGone")
-UpstreamFailed = _kind(HalluTracerError, 502, "upstream_failed", "The server that a policy falls back on is unwell.")
-BodiesFull = _kind(HalluTracerError, 503, "bodies_full", "All bodies together take their memory.", retry_after_s=1)
-DeadlineExceeded = _kind(HalluTracerError, 504, "deadline_exceeded", "The deadline passed before the answer.")
+class KeyExpired(Unauthorized, status=401, code="key_expired"):
+    """The bearer key was valid until a while ago."""
+
+
+class KeyRevoked(Unauthorized, status=401, code="key_revoked"):
+    """The operator has taken the bearer key back."""
+
+
+class MissingScope(HalluTracerError, status=403, code="missing_scope"):
+    """The bearer key does not open this route."""
+
+
+class NotFound(HalluTracerError, status=404, code="not_found"):
+    """The bundle or model is not loaded."""
+
+
+class ReloadFailed(HalluTracerError, status=409, code="reload_failed"):
+    """What was to be read again cannot be; all in force stays."""
+
+
+class WrongHost(HalluTracerError, status=421, code="wrong_host"):
+    """The request is addressed to a name that is not this service's."""
+
+
+class Overloaded(HalluTracerError, status=429, code="overloaded", retry_after_s=1):
+    """The queue is full."""
+
+
+class ClientGone(HalluTracerError, status=499, code="client_closed_request"):
+    """The client has gone, so nobody reads this: it is in logs and metrics only."""
+
+
+class UpstreamFailed(HalluTracerError, status=502, code="upstream_failed"):
+    """The server that a policy falls back on is unwell."""
+
+
+class BodiesFull(HalluTracerError, status=503, code="bodies_full", retry_after_s=1):
+    """All bodies together take their memory."""
+
+
+class DeadlineExceeded(HalluTracerError, status=504, code="deadline_exceeded"):
+    """The deadline passed before the answer."""
 
 
 class EngineError(HalluTracerError, status=500, code="engine_error"):
     """The engine failed."""
 
 
-EngineFailed = _kind(EngineError, 500, "engine_error", "The engine raised no error of ours: the cause, for no caller.",
-                     name="EngineFailed")  # fmt: skip
+class EngineFailed(EngineError, status=500, code="engine_error"):
+    """The engine raised no error of ours: the cause, for no caller."""
 
 
 class ModelLoadError(EngineError, status=500, code="model_load_error"):
     """The model could not be loaded."""
 
 
-# It failed on this request and not on others: the next replica, or a moment later the same one, can answer it.
-EngineBusy = _kind(EngineError, 503, "engine_error", "The engine gave up this request, which can be sent again.",
-                   name="EngineBusy", retry_after_s=1)  # fmt: skip
-UnknownFamily = _kind(HalluTracerError, 500, "unknown_family", "A model of the type is not read at that site.")
-NonFiniteReadout = _kind(EngineError, 500, "non_finite_readout", "A NaN or infinity came out of the forward pass.")
-# The next request writes it again.
-ProbeReplaced = _kind(EngineError, 503, "probe_replaced", "Another server has put its probe into this slot of vLLM's.",
-                      retry_after_s=1)  # fmt: skip
-# The golden prompts have to be replayed first.
-WeightsChanged = _kind(EngineError, 503, "weights_changed", "The model's weights are not those that were tested.",
-                       retry_after_s=5)  # fmt: skip
+class EngineBusy(EngineError, status=503, code="engine_error", retry_after_s=1):
+    """The engine gave up this request alone; another replica, or the same one a moment later, can answer it."""
+
+
+class UnknownFamily(HalluTracerError, status=500, code="unknown_family"):
+    """A model of the type is not read at that site."""
+
+
+class NonFiniteReadout(EngineError, status=500, code="non_finite_readout"):
+    """A NaN or infinity came out of the forward pass."""
+
+
+class ProbeReplaced(EngineError, status=503, code="probe_replaced", retry_after_s=1):
+    """Another server has put its probe into this slot of vLLM's; the next request writes ours again."""
+
+
+class WeightsChanged(EngineError, status=503, code="weights_changed", retry_after_s=5):
+    """The model's weights are not those that were tested: the golden prompts have to be replayed first."""
 
 
 class TrainingError(HalluTracerError, status=500, code="training_error"):
@@ -152,8 +192,12 @@ class NoDirection(TrainingError, status=500, code="no_direction"):
     """All coefficients of every probe of a layer are zero."""
 
 
-RunMismatch = _kind(TrainingError, 500, "run_mismatch", "The run folder is of another model, data or set of options.")
-NoThreshold = _kind(TrainingError, 500, "no_threshold", "No threshold keeps a calibration's promise at its alphas.")
+class RunMismatch(TrainingError, status=500, code="run_mismatch"):
+    """The run folder is of another model, data or set of options."""
+
+
+class NoThreshold(TrainingError, status=500, code="no_threshold"):
+    """No threshold keeps a calibration's promise at its alphas."""
 
 
 class DataError(TrainingError, status=500, code="bad_data"):
@@ -175,24 +219,27 @@ def _grouped(problems: Sequence[str]) -> list[str]:
     must be the number 1 or 0, found "yes" (the others are like it)``."""
     kinds: dict[str, list[tuple[str, str]]] = {}
     for problem in problems:
-        place, _, what = problem.partition(": ") if problem.startswith("line ") else ("", "", problem)
-        kind = re.sub(r"'[^']*'|\"[^\"]*\"|\d+", "", what) if place else what
-        kinds.setdefault(kind, []).append((place, what))
+        line, _, fault = problem.partition(": ") if problem.startswith("line ") else ("", "", problem)
+        kind = re.sub(r"'[^']*'|\"[^\"]*\"|\d+", "", fault) if line else fault
+        kinds.setdefault(kind, []).append((line, fault))
     grouped = []
-    for (place, what), *others in kinds.values():
-        lines = len({other for other, _ in others} - {place})
-        more = f" and {lines} more line{'' if lines == 1 else 's'}" if lines else ""
-        like = " (the others are like it)" if lines and any(other != what for _, other in others) else ""
-        grouped.append(f"{place}{more}: {what}{like}" if place else what)
+    for alike in kinds.values():
+        line, fault = alike[0]
+        count = len({where for where, _ in alike}) - 1
+        more = f" and {count} more line{'' if count == 1 else 's'}" if count else ""
+        varied = " (the others are like it)" if count and len({text for _, text in alike}) > 1 else ""
+        grouped.append(f"{line}{more}: {fault}{varied}" if line else fault)
     return grouped
 
 
 def first_problem(error: ValidationError, model: type[BaseModel]) -> str:
     """Return which field of a file's ``model`` is wrong and what was expected; never the value, which may be secret."""
     # A misspelt field before the one that is missing for it.
-    first = min(error.errors(include_url=False, include_input=False), key=lambda one: one["type"] != "extra_forbidden")
+    first = min(
+        error.errors(include_url=False, include_input=False), key=lambda problem: problem["type"] != "extra_forbidden"
+    )
     where = ".".join(map(str, first["loc"]))
     if first["type"] == "extra_forbidden":
         return f"unknown field {where!r}; known: {', '.join(model.model_fields)}"
-    said = first["msg"].removeprefix("Value error, ")
-    return f"{where}: {said}" if where else said
+    message = first["msg"].removeprefix("Value error, ")
+    return f"{where}: {message}" if where else message

@@ -26,8 +26,8 @@ def excess(*documents: bytes, elements: int = MOST_ELEMENTS) -> str | None:
     if not documents or _passed(limits, map(_counts, documents)) is None:  # texts included: cheap, mostly enough
         return None
     counted = list[tuple[int, int, int]]()
-    for one in documents:
-        for part in _outside_texts(one):
+    for document in documents:
+        for part in _outside_texts(document):
             counted.append(_counts(part))
             if (what := _passed(limits, counted)) is not None:
                 return what
@@ -41,8 +41,10 @@ def _counts(part: bytes) -> tuple[int, int, int]:
 
 def _passed(limits: Mapping[str, int], counted: Iterable[tuple[int, int, int]]) -> str | None:
     sums = map(sum, zip(*counted, strict=True))
-    passed = (f"more than {most} {what}" for (what, most), one in zip(limits.items(), sums, strict=True) if one > most)
-    return next(passed, None)
+    for (what, most), count in zip(limits.items(), sums, strict=True):
+        if count > most:
+            return f"more than {most} {what}"
+    return None
 
 
 def _outside_texts(document: bytes) -> Iterable[bytes]:
@@ -70,19 +72,19 @@ def size_within(value: Any, *, levels: int, values: int = MOST_VALUES, character
     count = length = 0
     level: list[Any] = [value]
     for depth in range(levels + 1):
-        objects = [one for one in level if type(one) is dict]
-        lists = [one for one in level if type(one) in (list, tuple)]
+        objects = [item for item in level if type(item) is dict]
+        lists = [item for item in level if type(item) in (list, tuple)]
         count += 2 * sum(map(len, objects)) + sum(map(len, lists))  # keys, too
         if count > values:
             raise ValueError(f"at most {values} values are taken, names, numbers, texts, lists and objects together")
-        length += sum(len(one) for one in chain(level, *objects) if type(one) is str)
+        length += sum(len(item) for item in chain(level, *objects) if type(item) is str)
         if length > characters:
             raise ValueError(f"at most {characters} characters are taken")
         if depth == levels and (objects or lists):
             raise ValueError(f"at most {levels} levels of lists and objects are taken")
         if not objects and not lists:
             break
-        level = [*chain.from_iterable(one.values() for one in objects), *chain.from_iterable(lists)]
+        level = [*chain.from_iterable(item.values() for item in objects), *chain.from_iterable(lists)]
     return length + 2 * count
 
 
@@ -91,19 +93,19 @@ def lone_surrogate(value: Any) -> tuple[tuple[str | int, ...], str] | None:
 
     The place is the path to the text, or to the object of whose keys one has it."""
     if isinstance(value, str):
-        return None if (said := _half_of_a_pair(value)) is None else ((), said)
-    pending: list[tuple[Any, tuple[str | int, ...]]] = [(value, ())]
+        return None if (fault := _half_of_a_pair(value)) is None else ((), fault)
+    pending: list[tuple[Any, tuple[str | int, ...]]] = [(value, ())] if isinstance(value, dict | list) else []
     while pending:
-        one, path = pending.pop()
-        if isinstance(one, dict):
-            for key in one:
-                if (said := _half_of_a_pair(key)) is not None:
-                    return path, f"a key: {said}"
-        for name, inner in one.items() if isinstance(one, dict) else enumerate(one) if isinstance(one, list) else ():
+        container, path = pending.pop()
+        if isinstance(container, dict):
+            for key in container:
+                if (fault := _half_of_a_pair(key)) is not None:
+                    return path, f"a key: {fault}"
+        for name, inner in container.items() if isinstance(container, dict) else enumerate(container):
             if isinstance(inner, dict | list):
                 pending.append((inner, (*path, name)))
-            elif isinstance(inner, str) and (said := _half_of_a_pair(inner)) is not None:
-                return (*path, name), said
+            elif isinstance(inner, str) and (fault := _half_of_a_pair(inner)) is not None:
+                return (*path, name), fault
     return None
 
 

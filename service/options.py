@@ -85,32 +85,38 @@ class Sources(Env):
             raise CycloptsError(msg=f"{path} is not TOML: {error}.") from None
         _check(document, path, dict(commands_of(root)))
         # A name may be both: [bundle.list] is a table, bundle = ["a"] an option.
-        given = {key: (key, value) for key, value in document.items() if not isinstance(value, dict)}
+        options = {key: (key, value) for key, value in document.items() if not isinstance(value, dict)}
         for command in (LIKE.get(self.commands, self.commands), self.commands):
             table: Any = document
             for name in command:
                 table = table.get(name, {}) if isinstance(table, dict) else {}
-            given |= {key: (".".join((*command, key)), table[key]) for key in table}
+            options |= {key: (".".join((*command, key)), table[key]) for key in table}
         for argument in options_of(self.arguments):
-            if not argument.tokens and argument.name not in COMMON and (key := key_of(argument)) in given:
-                keyword, value = given[key]
+            if not argument.tokens and argument.name not in COMMON and (key := key_of(argument)) in options:
+                keyword, value = options[key]
                 values = value if isinstance(value, list) else [value]
-                texts = [str(one).lower() if isinstance(one, bool) else str(one) for one in values]
+                texts = [str(item).lower() if isinstance(item, bool) else str(item) for item in values]
                 _fill(argument, texts, keyword, path)
 
     def unknown(self) -> tuple[str, ...]:
         """Return a warning for each ``HALLUTRACER_`` variable that no command reads, or that is an older name."""
-        own = {env(argument.name): argument for argument in options_of(self.arguments)}
-        others = sorted(name for name in self.environment if name.startswith(PREFIX) and name not in own)
-        every = [arguments for _, arguments in commands_of(self.root())] if others and self.root else []
-        known = {*own, *NO_OPTIONS, *(env(argument.name) for arguments in every for argument in options_of(arguments))}
-        older = {env(old): name for name, argument in own.items() for old in list(argument.parameter.name or ())[1:]}
+        read_here = {env(argument.name): argument for argument in options_of(self.arguments)}
+        unread = sorted(name for name in self.environment if name.startswith(PREFIX) and name not in read_here)
+        every = [arguments for _, arguments in commands_of(self.root())] if unread and self.root else []
+        known = {
+            *read_here,
+            *NO_OPTIONS,
+            *(env(argument.name) for arguments in every for argument in options_of(arguments)),
+        }
+        older = {
+            env(old): name for name, argument in read_here.items() for old in list(argument.parameter.name or ())[1:]
+        }
         warnings = []
-        for name in others:
+        for name in unread:
             if name in older:
                 warnings.append(f"{name} is not read here; the variable is {older[name]}")
             elif name not in known:
-                short = [other.removeprefix(PREFIX) for other in sorted(known)]
+                short = [variable.removeprefix(PREFIX) for variable in sorted(known)]
                 close = difflib.get_close_matches(name.removeprefix(PREFIX), short, n=1, cutoff=0.75)
                 warnings.append(f"{name} is not read here" + (f"; did you mean {PREFIX}{close[0]}?" if close else ""))
         return tuple(warnings)
@@ -193,17 +199,17 @@ def _check(
     known = {key_of(a): a for arguments in here for a in options_of(arguments) if a.name not in COMMON}
     tables = {command[len(table)] for command in commands if command[: len(table)] == table and command != table}
     for key, value in document.items():
-        place = ".".join((*table, key))
+        dotted = ".".join((*table, key))
         if key in tables and isinstance(value, dict):
             _check(value, path, commands, (*table, key))
         elif key not in known:
             close = difflib.get_close_matches(key, [*known, *tables], n=1)
             hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(sorted({*known, *tables}))}."
             what = "table" if isinstance(value, dict) else "key"
-            raise CycloptsError(msg=f"{path}: unknown {what} {place}; {hint}")
+            raise CycloptsError(msg=f"{path}: unknown {what} {dotted}; {hint}")
         elif fault := _misfit(value, known[key].hint):
             got = "" if known[key].parameter.metavar in (SECRET, DATABASE) else f", not {value!r}"
-            raise CycloptsError(msg=f"{path}: {place}: {fault}{got}.")
+            raise CycloptsError(msg=f"{path}: {dotted}: {fault}{got}.")
 
 
 def _misfit(value: Any, hint: Any) -> str | None:

@@ -30,8 +30,8 @@ def as_prompt_format(value: str) -> PromptFormat:
 
 def chat_ending(engine: Engine) -> tuple[int, ...]:
     """Return the last token ids, two at most, that the chat template puts behind every question, whatever it is."""
-    one, other = (engine.render_chat([{"role": "user", "content": text}]) for text in ("a", "1"))
-    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(reversed(one), reversed(other), strict=False))
+    first, second = (engine.render_chat([{"role": "user", "content": text}]) for text in ("a", "1"))
+    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(reversed(first), reversed(second), strict=False))
     return tuple(token for token, _ in islice(pairs, 2))[::-1]
 
 

@@ -37,7 +37,7 @@ class Proxies:
 
     def scheme_of(self, url: httpx.URL) -> str | None:
         """Return under which key of ``by_scheme`` a URL's proxy stands; None where the host is asked directly."""
-        scheme = next((one for one in (url.scheme, "all") if one in self.by_scheme), None)
+        scheme = next((name for name in (url.scheme, "all") if name in self.by_scheme), None)
         return None if scheme is None or any(_fits(entry, url) for entry in self.without) else scheme
 
     def described(self, url: httpx.URL) -> str:

@@ -82,9 +82,9 @@ def _shown(default: Any) -> str | None:
     return str(default).replace(os.path.expanduser("~"), "~", 1) if isinstance(default, Path) else str(default)
 
 
-def section(title: str, place: int) -> Parameter:
+def section(title: str, order: int) -> Parameter:
     """Decorate a class whose fields are options of their own, under this title in the help."""
-    return Parameter(name="*", group=Group(title, sort_key=place), negative_iterable="", negative_none="")
+    return Parameter(name="*", group=Group(title, sort_key=order), negative_iterable="", negative_none="")
 
 
 AT_LEAST_1 = Range(1)
@@ -123,8 +123,8 @@ StorePlace = Annotated[str, option(
     "Folder or URL (s3://BUCKET/PREFIX, gs://, az://, hf://OWNER/NAME) of published bundles; those shipped with the "
     "package are found as well.", everyday=True)]  # fmt: skip
 StoreCache = Annotated[Path | None, option(
-    "Folder for copies of bundles from a URL, which are used where it gives no answer.  Default: "
-    "~/.cache/hallutracer/stores.")]  # fmt: skip
+    "Folder for copies of bundles from a URL, so that each is fetched once.  Default: ~/.cache/hallutracer/stores."
+)]  # fmt: skip
 RequireSignature = Annotated[str | None, option(
     "Load only bundles of the store that are signed ('hallutracer bundle sign') by this public key or under these "
     "certificates, a PEM file, or by sigstore:IDENTITY@ISSUER.", metavar="FILE|IDENTITY")]  # fmt: skip

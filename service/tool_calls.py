@@ -40,7 +40,7 @@ class Tools:
     @property
     def names(self) -> frozenset[str]:
         """Return what may be called."""
-        return frozenset(one["function"]["name"] for one in self.definitions)
+        return frozenset(tool["function"]["name"] for tool in self.definitions)
 
     def only_calls(self, answer: str) -> bool:
         """Return whether an answer is one or more calls, and white space around them, and nothing else."""
@@ -74,9 +74,9 @@ class CallReader:
             before, block = self._held[:at], self._held[at:]
             end = _end_of(block)
             if end is None and len(block) <= MOST_CHARACTERS:
-                said = before.rstrip()
-                parts += [said] if said else []
-                self._held = before[len(said) :] + block
+                shown = before.rstrip()
+                parts += [shown] if shown else []
+                self._held = before[len(shown) :] + block
                 return parts
             end = len(block) if end is None else end
             call = call_in(block[:end], self._names)
@@ -94,8 +94,8 @@ class CallReader:
 
     def end(self) -> list[Part]:
         """Return what was held of an answer that has ended: a call that is not complete is text."""
-        rest, self._held = self._held, ""
-        return [rest] if rest.strip() or (rest and not self._called) else []
+        held, self._held = self._held, ""
+        return [held] if held.strip() or (held and not self._called) else []
 
 
 def call_in(block: str, names: Collection[str]) -> ToolCall | None:
@@ -103,10 +103,10 @@ def call_in(block: str, names: Collection[str]) -> ToolCall | None:
     if len(block) > MOST_CHARACTERS or not block.endswith(END):
         return None
     try:
-        found = json.loads(block[len(BEGIN) : -len(END)], parse_constant=_refuse, object_pairs_hook=_each_once)
-        if not isinstance(found, dict) or found.keys() != {"name", "arguments"}:
+        call = json.loads(block[len(BEGIN) : -len(END)], parse_constant=_refuse, object_pairs_hook=_each_once)
+        if not isinstance(call, dict) or call.keys() != {"name", "arguments"}:
             return None
-        name, arguments = found["name"], found["arguments"]
+        name, arguments = call["name"], call["arguments"]
         if not isinstance(name, str) or name not in names or not isinstance(arguments, dict):
             return None
         if deeper_than(arguments, MOST_DEPTH):
@@ -122,16 +122,18 @@ def deeper_than(value: Any, most: int) -> bool:
     """Return whether lists and objects are nested more than ``most`` deep."""
     level = [value]
     for _ in range(most + 1):
-        inner = [one for one in level if isinstance(one, dict | list)]
-        level = [below for one in inner for below in (one.values() if isinstance(one, dict) else one)]
+        inner = [container for container in level if isinstance(container, dict | list)]
+        level = [
+            below for container in inner for below in (container.values() if isinstance(container, dict) else container)
+        ]
         if not inner:
             return False
     return True
 
 
 def _end_of(block: str) -> int | None:
-    found = (match.end() for match in _STRING_OR_END.finditer(block) if match[0] == END)
-    return next(found, None)
+    ends = (match.end() for match in _STRING_OR_END.finditer(block) if match[0] == END)
+    return next(ends, None)
 
 
 def _undecided(text: str) -> int:
@@ -145,7 +147,7 @@ def _refuse(constant: str) -> None:
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    document = dict(pairs)
+    if len(document) != len(pairs):
         raise ValueError("a key stands twice in an object")
-    return found
+    return document

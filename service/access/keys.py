@@ -69,7 +69,7 @@ def read_keys(path: Path, policies: Collection[str] | None = None) -> tuple[Key,
 
 
 def parse_keys(text: str, where: str, policies: Collection[str] | None = None) -> tuple[Key, ...]:
-    """Do what ``read_keys`` does, of a text."""
+    """Parse the text of a keys file; ``where``: what errors call it.  Returns and raises what ``read_keys`` does."""
     try:
         tables = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # the second: nested too deep
@@ -84,15 +84,15 @@ def parse_keys(text: str, where: str, policies: Collection[str] | None = None) -
         if not NAME.fullmatch(name):
             raise HalluTracerError(f"{key}: a name has lower-case letters, digits, '_' and '-', at most 64")
         try:
-            found = KeyTable.model_validate(table)
+            entry = KeyTable.model_validate(table)
         except ValidationError as error:
             problem = first_problem(error, KeyTable)
             raise HalluTracerError(f"{key}: {problem}; 'hallutracer keys make' writes a table") from None
-        for one in found.policies or ():
-            if policies is not None and one not in policies:
+        for policy in entry.policies or ():
+            if policies is not None and policy not in policies:
                 known = ", ".join(sorted(policies))
-                raise HalluTracerError(f"{key}: policies: no policy {one!r} is known here; known: {known}")
-        keys.append(Key(name=name, digest=found.sha256, **found.model_dump(exclude={"sha256", "created"})))
+                raise HalluTracerError(f"{key}: policies: no policy {policy!r} is known here; known: {known}")
+        keys.append(Key(name=name, digest=entry.sha256, **entry.model_dump(exclude={"sha256", "created"})))
     digests = [key.digest for key in keys]
     if twice := [key.name for key in keys if digests.count(key.digest) > 1]:
         raise HalluTracerError(f"{where}: {' and '.join(twice)} are the same key")
@@ -149,11 +149,12 @@ class KeyRing:
     def read(self) -> tuple[dict[str, Key], Changes]:
         """Return what the file says now, by digest, and what that would change.  Raises HalluTracerError."""
         self._read_at = self._signature()
-        found = self._by_digest()
-        old, new = ({key.name: key for key in keys.values()} for keys in (self._keys, found))
+        latest = self._by_digest()
+        old = {key.name: key for key in self._keys.values()}
+        new = {key.name: key for key in latest.values()}
         changed = (name for name in old.keys() & new.keys() if old[name] != new[name])
         every = (new.keys() - old.keys(), old.keys() - new.keys(), changed)
-        return found, Changes(*(tuple(sorted(names)) for names in every))
+        return latest, Changes(*(tuple(sorted(names)) for names in every))
 
     def use(self, keys: dict[str, Key]) -> None:
         """Put ``keys`` in force from the next request on."""
@@ -165,17 +166,17 @@ class KeyRing:
 
     def _by_digest(self) -> dict[str, Key]:
         every = [*self._fixed, *(() if self._path is None else read_keys(self._path, self._policies))]
-        found, names = {key.digest: key for key in every}, [key.name for key in every]
+        by_digest, names = {key.digest: key for key in every}, [key.name for key in every]
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise HalluTracerError(f"two keys are named {twice!r}; in the log they could not be told apart")
-        if len(found) < len(every):
+        if len(by_digest) < len(every):
             raise HalluTracerError(f"{self._path} holds a key that is given by --api-key or --api-key-file, too")
-        return found
+        return by_digest
 
     def _signature(self) -> tuple[int, ...] | None:
         try:
-            found = self._path.stat() if self._path is not None else None
+            status = self._path.stat() if self._path is not None else None
         except OSError:
             return None
         # ctime: a mode that changed, too
-        return found and (found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino)
+        return status and (status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino)

@@ -6,13 +6,12 @@ import asyncio
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import lru_cache
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request
-from pydantic import ConfigDict, Field, create_model
+from pydantic import ConfigDict, Field
 
 from probes_store.bundle import Bundle
-from probes_store.records import Applicability, Guarantee, GuaranteeStratum, Record, RefitInterval, Uncertainty
 from service.access.routes import SAMPLE_ROUTE, SCORE_ROUTES
 from service.api.auth import TheService, check_page, who_of
 from service.api.reply import FAILURES, errors
@@ -20,9 +19,8 @@ from service.api.request_schema import Risk, Strict
 from service.api.score import answer, requested
 from service.engines.base import Sampling
 from service.errors import NotFound
-from service.feedback.rows import Tally
 from service.judging import evaluation
-from service.judging.drift import Drift
+from service.judging.evaluation import Share
 from service.scoring import Scorer
 from service.serving import observers
 from service.serving.metrics import Comparison
@@ -35,60 +33,152 @@ class _OfRecord(Strict):
     model_config = ConfigDict(from_attributes=True)
 
 
-def _mirror(name: str, record: type, says: str | None = None, **types: Any) -> Any:
-    """Return the response model of a record's fields; of a manifest's records without their limits.
+class BundleGuarantee(_OfRecord):
+    """What the threshold of a bundle promises; the statement says for whom, and when it is void."""
 
-    ``says`` instead of the record's docstring; ``types`` of fields that are records themselves."""
-    fields: dict[str, Any] = {}
-    for field, hint in get_type_hints(record, include_extras=not issubclass(record, Record)).items():
-        base, *notes = get_args(hint) if get_origin(hint) is Annotated else (hint,)
-        base = types.get(field, base)
-        fields[field] = (Annotated[(base, *notes)] if notes else base, ...)
-    return create_model(name, __base__=_OfRecord, __doc__=says or record.__doc__, **fields)
+    alpha: float
+    delta: float
+    threshold: float
+    groups: int
+    hallucinated: int
+    p_value: float
+    answered: float
+    risk_control_threshold: float | None
+    rows: int
+    all_groups: int
+    data_digest: str
+    labels: str
+    judge: str | None
+    dtype: str
+    seed: int
+    statement: str
 
 
-if TYPE_CHECKING:
-    from probes_store.records import Applicability as BundleApplicability
-    from probes_store.records import Guarantee as BundleGuarantee
-    from probes_store.records import GuaranteeStratum as BundleStratum
-    from probes_store.records import Uncertainty as BundleUncertainty
-    from service.feedback.rows import Tally as LabelsOut
-    from service.judging.drift import Drift as DriftOut
-    from service.judging.evaluation import Coverage as CoverageOut
-    from service.judging.evaluation import FormTable as FormsOut
-    from service.judging.evaluation import SampleQuestion as SampleQuestionOut
-else:
-    BundleGuarantee = _mirror(
-        "BundleGuarantee", Guarantee, labels=str, dtype=str,
-        says="What the threshold of a bundle promises; the statement says for whom, and when it is void.",
-    )  # fmt: skip
-    BundleStratum = _mirror("BundleStratum", GuaranteeStratum)
-    BundleUncertainty = _mirror(
-        "BundleUncertainty", Uncertainty,
-        says="What a bundle knows of its risks' uncertainty; the statement says what it means.",
-        interval=_mirror("BundleInterval", RefitInterval, "How wide an interval of the risk is: see the bundle format.")
-        | None,
-    )  # fmt: skip
-    BundleApplicability = _mirror(
-        "BundleApplicability", Applicability,
-        says="Where P(asks) is below the threshold, a prompt asks for no fact; the statement says what it means.",
-        questions_below=Annotated[float, Field(
-            description="share of the training questions that are taken for no question")],
-        others_above=Annotated[float, Field(
-            description="share of the other training prompts that are taken for questions")],
-    )  # fmt: skip
-    DriftOut = _mirror("DriftOut", Drift)
-    LabelsOut = _mirror(
-        "LabelsOut", Tally,
-        says="Answers that were drawn at random under this bundle, one for each different prompt, up to the newest "
-        "label.",
-        labelled=Annotated[int, Field(description="of these; the others are taken for right")],
-    )  # fmt: skip
-    _GATE = _mirror("GateOut", evaluation.CoverageGate)
-    _TENTHS = list[_mirror("TenthOut", evaluation.Tenth)]
-    CoverageOut = _mirror("CoverageOut", evaluation.Coverage, gates=list[_GATE], own=_GATE | None, tenths=_TENTHS)
-    FormsOut = _mirror("FormsOut", evaluation.FormTable, data=list[_mirror("FormOut", evaluation.FormRow)])
-    SampleQuestionOut = _mirror("SampleQuestionOut", evaluation.SampleQuestion, answers=list[str])
+class BundleStratum(_OfRecord):
+    """The guarantee for the questions with, or without, a passage beside them, which were tested apart.
+
+    It is about these alone, at confidence 1 - its own ``delta``."""
+
+    passage: bool
+    delta: float
+    threshold: float
+    groups: int
+    hallucinated: int
+    p_value: float
+    answered: float
+    rows: int
+    labelled: int
+
+
+class BundleInterval(_OfRecord):
+    """How wide an interval of the risk is: see the bundle format."""
+
+    level: float
+    fits: int
+    centre: float
+    base: float
+    by_log_odds: float
+    by_distance: float
+
+
+class BundleUncertainty(_OfRecord):
+    """What a bundle knows of its risks' uncertainty; the statement says what it means."""
+
+    outside_share: float
+    outside_rows: int
+    interval: BundleInterval | None
+    statement: str
+
+
+class BundleApplicability(_OfRecord):
+    """Where P(asks) is below the threshold, a prompt asks for no fact; the statement says what it means."""
+
+    threshold: float
+    questions_below: float = Field(description="share of the training questions that are taken for no question")
+    others_above: float = Field(description="share of the other training prompts that are taken for questions")
+    statement: str
+
+
+class DriftOut(_OfRecord):
+    """The newest window of prompts that this bundle judged, beside its training rows."""
+
+    prompts: int = Field(description="different ones, the newest")
+    independent: float = Field(description="prompts that tell as much, since neighbours are alike; limits follow it")
+    ks: float = Field(description="largest distance of the two distribution functions of the risk")
+    psi: float = Field(description="population stability index over the tenths of training")
+    shift: float = Field(description="mean risk of the window less that of training")
+    outside: float | None = Field(description="share of prompts outside training; null where the bundle cannot tell")
+
+
+class LabelsOut(_OfRecord):
+    """Answers that were drawn at random under this bundle, one for each different prompt, up to the newest label."""
+
+    drawn: int
+    labelled: int = Field(description="of these; the others are taken for right")
+    wrong: int
+
+
+class GateOut(_OfRecord):
+    """What answering below one threshold does, as shares of the training rows."""
+
+    threshold: Share
+    answered: Share
+    wrong_among_answered: Share | None = Field(description="null where nothing is answered")
+    right_withheld: Share = Field(description="of the rows that the model answers right")
+
+
+class TenthOut(_OfRecord):
+    """A tenth of the training rows, ordered by risk."""
+
+    low: Share = Field(description="its smallest risk")
+    high: Share = Field(description="its largest")
+    right: Share = Field(description="share that the model answered right")
+
+
+class CoverageOut(_OfRecord):
+    """What a bundle would answer and get wrong over thresholds, on questions like its training rows."""
+
+    source: evaluation.CoverageSource = Field(
+        description="counted from the out-of-fold risks of the training rows; or nothing but the bundle's own "
+        "threshold is known"
+    )
+    rows: int
+    hallucinated: Share = Field(description="share of the rows: what is wrong where everything is answered")
+    gates: list[GateOut] = Field(description="at the thresholds 0, 0.01 ... 1; may be empty")
+    own: GateOut | None = Field(description="measured at the bundle's own threshold, by cross-validation")
+    tenths: list[TenthOut] = Field(
+        description="lowest risks first; empty where the rows' risks were not kept, or are too few"
+    )
+
+
+class FormOut(_OfRecord):
+    """What a bundle's risk is worth on questions that were asked in one form of conversation."""
+
+    form: str
+    rows: int
+    wrong: Share = Field(description="share that the model answers wrong")
+    mean_risk: Share = Field(description="far from 'wrong', the risk is no probability in this form")
+    calibration_error: Share = Field(description="debiased")
+    auroc: Share | None = Field(description="null where the rows are of one class")
+    answered: Share | None = Field(description="null, as the next, where a calibration has set another threshold since")
+    wrong_among_answered: Share | None = Field(description="null where nothing is answered")
+
+
+class FormsOut(_OfRecord):
+    """A bundle's risk by form of conversation."""
+
+    source: evaluation.FormsSource = Field(
+        description="measured on held-out rows, or on the training rows by folds that never saw the row"
+    )
+    data: list[FormOut]
+
+
+class SampleQuestionOut(_OfRecord):
+    """A held-out question that the bundle carries."""
+
+    prompt: str
+    answers: list[str] = Field(description="accepted ones")
+    kind: str = Field(description="'' where the data name none")
 
 
 class ModelCard(Strict):
@@ -267,10 +357,10 @@ async def model(name: str, service: TheService) -> ModelCard:
 def _loaded_model(service: Service) -> ModelCard:
     service.lifecycle.check_ready()
     scorers = service.catalogue.scorers
-    one, bundles = scorers[0].engine.identity, [scorer.bundle.reference for scorer in scorers]
+    identity, bundles = scorers[0].engine.identity, [scorer.bundle.reference for scorer in scorers]
     return ModelCard(
-        id=one.model, created=service.created, architecture=one.architecture, revision=one.revision, dtype=one.dtype,
-        max_model_len=one.max_tokens, bundles=bundles, root=one.model,
+        id=identity.model, created=service.created, architecture=identity.architecture, revision=identity.revision,
+        dtype=identity.dtype, max_model_len=identity.max_tokens, bundles=bundles, root=identity.model,
     )  # fmt: skip
 
 
@@ -303,8 +393,8 @@ async def one_bundle(bundle: str, service: TheService) -> BundleDetail:
     """One loaded bundle, as name, name:version or name@alias: its classes, what its thresholds do, its forms."""
     scorer = service.ready.scorer(bundle, None)
     card, probes = _card(scorer, service), scorer.bundle.probes
-    mean, std = ([dict(zip(("hallucinated", "factual"), one.tolist(), strict=True))
-                  for one in (probes.trajectory_mean, probes.trajectory_std)])  # fmt: skip
+    mean, std = ([dict(zip(("hallucinated", "factual"), array.tolist(), strict=True))
+                  for array in (probes.trajectory_mean, probes.trajectory_std)])  # fmt: skip
     return BundleDetail(
         **card,
         trajectories=ClassTrajectories(**mean, **{f"{name}_std": values for name, values in std.items()}),
@@ -314,12 +404,15 @@ async def one_bundle(bundle: str, service: TheService) -> BundleDetail:
 
 @lru_cache(maxsize=32)  # reads a file; a bundle never changes
 def _evaluated(bundle: Bundle) -> dict[str, Any]:
-    read = {"coverage": evaluation.coverage, "forms": evaluation.form_table, "sample": evaluation.sample_of}
-    return {name: one(bundle) for name, one in read.items()}
+    return {
+        "coverage": evaluation.coverage(bundle),
+        "forms": evaluation.form_table(bundle),
+        "sample": evaluation.sample_of(bundle),
+    }
 
 
 def _card(scorer: Scorer, service: Service) -> dict[str, Any]:
-    manifest, found, allowed = scorer.bundle.manifest, scorer.golden.found, scorer.golden.allowed
+    manifest, deviation, allowed = scorer.bundle.manifest, scorer.golden.found, scorer.golden.allowed
     rollout, monitor = service.catalogue.rollout, service.catalogue.monitors.get(manifest.reference)
     role = rollout.role(scorer, service.catalogue.scorers[0])
     alike = ("name", "version", "digest", "created", "logit_scale", "signals", "prompt_format", "threshold",
@@ -334,20 +427,20 @@ def _card(scorer: Scorer, service: Service) -> dict[str, Any]:
         "drift": monitor and monitor.drift, "labels": monitor and monitor.labels,
         "void": [] if monitor is None else monitor.reasons,
         "golden": GoldenOut(
-            risk=found.risk, risk_tolerance=allowed.risk,
-            trajectory=found.trajectory, trajectory_tolerance=allowed.trajectory,
+            risk=deviation.risk, risk_tolerance=allowed.risk,
+            trajectory=deviation.trajectory, trajectory_tolerance=allowed.trajectory,
         ),
     }  # fmt: skip
 
 
-def _compared(found: Comparison) -> ComparedOut:
-    counts = found.by_verdict
+def _compared(comparison: Comparison) -> ComparedOut:
+    counts = comparison.by_verdict
     prompts = sum(counts.values())
-    given = prompts - counts["failed"]
+    scored = prompts - counts["failed"]
     return ComparedOut(
         prompts=prompts, **{str(verdict): count for verdict, count in counts.items() if verdict != "agrees"},
         disagreement=1.0 - counts["agrees"] / prompts if prompts else None,
-        mean_difference=found.difference / given if given else None,
+        mean_difference=comparison.difference / scored if scored else None,
     )  # fmt: skip
 
 
@@ -367,25 +460,25 @@ async def sample_answer(bundle: str, number: int, request: Request, service: The
     if sample is None or not 0 <= number < count:
         raise NotFound(f"{scorer.bundle.reference} carries {count} questions, and none of number {number}")
     prompts, reference = [sample.questions[number].prompt], scorer.bundle.reference
-    asked = requested(request, service, SCORE_ROUTES[0], "prompt", prompts, bundle=reference)
-    key = asked.scorer.bundle.manifest.digest, number, asked.policy
+    spec = requested(request, service, SCORE_ROUTES[0], "prompt", prompts, bundle=reference)
+    key = spec.scorer.bundle.manifest.digest, number, spec.policy
     judgement = service.sampled.get(key)
     if judgement is None:
         sampling = Sampling(max_tokens=min(sample.max_tokens, service.settings.max_new_tokens))
-        reply = await answer(request, service, replace(asked, sampling=sampling, of_sample=True))
+        reply = await answer(request, service, replace(spec, sampling=sampling, of_sample=True))
         reply.end()
-        served = {one.bundle.manifest.digest for one in service.catalogue.scorers}
-        for other in [other for other in service.sampled if other[0] not in served]:
-            del service.sampled[other]  # of bundles that were served before
+        served = {current.bundle.manifest.digest for current in service.catalogue.scorers}
+        for old_key in [old_key for old_key in service.sampled if old_key[0] not in served]:
+            del service.sampled[old_key]  # of bundles that were served before
         judgement = service.sampled[key] = reply.judgement
     else:
         id, who = record_of(request).request_id, who_of(request)
-        await observers.judged(service, replace(judgement, request_id=id, caller=asked.caller, who=who))
+        await observers.judged(service, replace(judgement, request_id=id, caller=spec.caller, who=who))
     (prompt,) = judgement.prompts
-    found = judged(sample, number, asked.scorer, prompt.token_ids, prompt.report)
-    question, report = found.question, found.report
+    answered = judged(sample, number, spec.scorer, prompt.token_ids, prompt.report)
+    question, report = answered.question, answered.report
     return SampleAnswerOut(
         number=number, prompt=question.prompt, kind=question.kind, risk=report.risk, flagged=report.verdict.flagged,
         decision=str(report.decision), threshold=report.verdict.threshold, outside_training=report.uncertain.outside,
-        applies=report.context.said, answer=found.answer, verdict=found.verdict, accepted=list(question.answers),
+        applies=report.context.said, answer=answered.answer, verdict=answered.verdict, accepted=list(question.answers),
     )  # fmt: skip

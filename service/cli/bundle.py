@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -42,7 +43,7 @@ def list_(*, store: StoreOptions = StoreOptions(), as_json: Json = False, common
     if not rows:
         print_line(f"no bundles in {store.store}")
         return
-    columns = [name for name in rows[0] if name not in ("path", "problem") and any(row[name] for row in rows)]
+    columns = [name for name in rows[0] if name not in ("path", "problem") and any(map(itemgetter(name), rows))]
     shown = [row | {"digest": (row["digest"] or "").removeprefix("sha256:")[:12]} for row in rows]
     print_table(shown, columns)
     for row in filter(lambda row: row["problem"], rows):
@@ -102,14 +103,14 @@ def compare(
         raise UsageError("REFERENCES", "name two bundles or more")
     opened = open_store(store)
     bundles = [opened.load(reference) for reference in references]
-    found = side_by_side(bundles)
-    print_line(found.markdown)
+    comparison = side_by_side(bundles)
+    print_line(comparison.markdown)
     if len(bundles) == 2:
         first, second = bundles
         rows = [list(row) for row in differences(first.manifest, second.manifest)]
         print_line(markdown_table(["field", first.reference, second.reference], rows) if rows else "the same bundle")
         print_line(probes_apart(first, second))
-    for caveat in found.caveats:
+    for caveat in comparison.caveats:
         note(caveat)
 
 
@@ -181,10 +182,10 @@ def promote(
     if service is not None:
         with running_service(service, service_key) as get:
             served = get("/v1/bundles")
-        found = promotion_findings(bundle, served, PromotionBounds(least_prompts, most_disagreement, most_drift))
-        for one in found:
-            print_line(f"{'ok  ' if one.fine else 'FAIL'}  {one.text}")
-        if not all(one.fine for one in found):
+        findings = promotion_findings(bundle, served, PromotionBounds(least_prompts, most_disagreement, most_drift))
+        for finding in findings:
+            print_line(f"{'ok  ' if finding.fine else 'FAIL'}  {finding.text}")
+        if not all(finding.fine for finding in findings):
             raise HalluTracerError(f"{bundle.reference} is not promoted: nothing was changed")
     opened.set_alias(name, PRODUCTION, version, PREVIOUS)
     print_line(f"{name}@{PRODUCTION} -> {bundle.reference}")
@@ -284,15 +285,17 @@ def _push_to_store(reference: str, to: str, store: StoreOptions, *, private: boo
 
     if private:
         raise UsageError("--private", "is about the Hugging Face hub; who may read a URL is up to its server")
-    own, there = open_store(store), open_store(replace(store, store=check_url(to)))
-    bundle = own.verify(reference)
+    source, target = open_store(store), open_store(replace(store, store=check_url(to)))
+    bundle = source.verify(reference)
     if dry_run:
-        there.check_writable()
-        print_line(f"{bundle.reference}: {'is there' if held(there, bundle.manifest) else 'would be added'}")
+        target.check_writable()
+        print_line(f"{bundle.reference}: {'is there' if held(target, bundle.manifest) else 'would be added'}")
         return
-    done, added = copy(bundle, there, source=own.where, take_over=True)  # its publisher says what a name means there
-    print_line(f"{done.reference}: {'added to' if added else 'the same is there already:'} {there.where}")
-    print_line(f"hallutracer bundle verify {_pinned(done)} --store {there.where}")
+    done, added = copy(
+        bundle, target, source=source.where, take_over=True
+    )  # its publisher says what a name means there
+    print_line(f"{done.reference}: {'added to' if added else 'the same is there already:'} {target.where}")
+    print_line(f"hallutracer bundle verify {_pinned(done)} --store {target.where}")
 
 
 def pull(
@@ -313,15 +316,15 @@ def pull(
 
     hallutracer bundle pull hf://some-name/some-probe@v1
     hallutracer bundle pull s3://my-bucket/probes/my-probe:3"""
-    own = open_store(store)
+    target = open_store(store)
     if is_url(source) and not source.startswith(HUB):
         from probes_store.transfer import copy
 
         url, _, reference = source.rpartition("/")
         there = open_store(replace(store, store=check_url(url)))
         pinned = there.verify(reference if digest is None else f"{reference}@{digest}")
-        bundle, added = copy(pinned, own, source=there.where, take_over=take_over)
-        place = source
+        bundle, added = copy(pinned, target, source=there.where, take_over=take_over)
+        origin = source
     else:
         from tqdm import tqdm
 
@@ -335,14 +338,15 @@ def pull(
                 shown = tqdm(total=total, unit="B", unit_scale=True, desc=str(address), disable=None, leave=False)
                 return stack.enter_context(shown).update
 
-            done = pull_from_hub(own, address, digest=digest, take_over=take_over, bar=bar)
-        bundle, added, place = done.bundle, done.added, f"{address} at commit {done.commit}"
+            done = pull_from_hub(target, address, digest=digest, take_over=take_over, bar=bar)
+        bundle, added = done.bundle, done.added
+        origin = f"{address} at commit {done.commit}"
         if done.offline:
             note(f"{done.offline}\nno connection to the hub: taken from the cache, which may lack the newest version")
         if done.left_out:
             shown = ", ".join(map(ascii, done.left_out[:10])) + (", ..." if len(done.left_out) > 10 else "")
             note(f"not part of the bundle and not downloaded: {shown}")
-    print_line(f"{bundle.reference}: {'pulled from' if added else 'here already, the same as'} {place}")
+    print_line(f"{bundle.reference}: {'pulled from' if added else 'here already, the same as'} {origin}")
     print_line(f"{bundle.manifest.digest}, for {ascii(bundle.manifest.model.name)[1:-1]}")
     print_line(f"hallutracer bundle verify {bundle.reference} --model MODEL")
 

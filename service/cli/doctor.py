@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from cyclopts import Parameter
 
 from service.audit.file import AuditFile
-from service.cli.loading import LeaveOut, bundle_names, load_engine, load_scorers, open_store
+from service.cli.loading import OptionalBundles, bundle_names, load_engine, load_scorers, open_store
 from service.cli.options import BundleOptions, EngineChoice, Json
 from service.cli.output import print_json, print_line
 from service.cli.running import listen
@@ -50,13 +50,13 @@ def doctor(
       hallutracer doctor --model ./my-model --bundle my-probe --load"""
     loaded: dict[str, Bundle] = {}
     store = open_store(bundles)
-    kept: list[Finding] = []
+    findings: list[Finding] = []
     ranks = engine.tensor_parallel_size * engine.pipeline_parallel_size
     plan, database = rollout.plan, feedback.location
 
     def bundle_checks() -> Iterator[Finding]:
-        own = bundle_names(engine.model, bundles)
-        yield from model.check_bundles(store, tuple(dict.fromkeys((*own, *plan.references))), loaded)
+        served = bundle_names(engine.model, bundles)
+        yield from model.check_bundles(store, tuple(dict.fromkeys((*served, *plan.references))), loaded)
 
     def model_checks() -> Iterator[Finding]:
         options = engine.options_for(list(loaded))
@@ -65,8 +65,10 @@ def doctor(
 
     def rollout_checks() -> Iterator[Finding]:
         yield from model.check_rollout(plan, loaded, rollout.watch_s)
-        judging = [one for place, (name, one) in enumerate(loaded.items()) if not place or name == plan.canary]
-        yield from model.check_drift({one.reference: one for one in judging}.values(), rollout.replay_s)
+        judging = {bundle.reference: bundle for bundle in list(loaded.values())[:1]}
+        if plan.canary in loaded:
+            judging[loaded[plan.canary].reference] = loaded[plan.canary]
+        yield from model.check_drift(judging.values(), rollout.replay_s)
 
     def folders() -> Iterator[Finding]:
         where = database()
@@ -83,18 +85,19 @@ def doctor(
         ("port", lambda: _port(settings)), ("feedback", lambda: _feedback(feedback)),
         ("traces", lambda: _traces(traces)), ("disk", folders),
         ("files", lambda: machine.check_files(settings.max_connections)),
-        ("clock", lambda: machine.check_clock(max((one.manifest.created for one in loaded.values()), default=None))),
-        ("load", lambda: _loads(engine, loaded) if load and worst(kept) != "fail" else ()),
+        ("clock", lambda: machine.check_clock(
+            max((bundle.manifest.created for bundle in loaded.values()), default=None))),
+        ("load", lambda: _loads(engine, loaded) if load and worst(findings) != "fail" else ()),
     ]  # fmt: skip
     for finding in run(checks):
-        kept.append(finding)
+        findings.append(finding)
         if not as_json:
             print_line(finding.line())
-    status = worst(kept)
+    status = worst(findings)
     if as_json:
-        print_json({"status": status, "checks": [asdict(finding) for finding in kept]})
+        print_json({"status": status, "checks": [asdict(finding) for finding in findings]})
     else:
-        print_line(summary(kept).line())
+        print_line(summary(findings).line())
     if status == "fail":
         raise SystemExit(1)
 
@@ -123,7 +126,7 @@ def _audit(access: AccessOptions) -> Iterator[Finding]:
         return
     if path.exists():
         AuditFile(path).close()  # writes nothing
-        yield ok("audit", f"{path} is gone on with")
+        yield ok("audit", f"lines are appended to {path}")
     elif os.access(folder := path.absolute().parent, os.W_OK | os.X_OK):
         yield ok("audit", f"{path} will be made")
     else:
@@ -145,8 +148,8 @@ def _port(settings: ServiceSettings) -> Iterator[Finding]:
         else:
             yield fail("port", str(error))
     else:
-        found = f"{settings.port} on {settings.host} is free" if settings.port else f"any free one on {settings.host}"
-        yield ok("port", found)
+        free = f"{settings.port} on {settings.host} is free" if settings.port else f"any free one on {settings.host}"
+        yield ok("port", free)
 
 
 def _traces(traces: TraceOptions) -> Iterator[Finding]:
@@ -183,7 +186,7 @@ def _feedback(feedback: FeedbackOptions) -> Iterator[Finding]:
 def _loads(engine: EngineChoice, loaded: dict[str, Bundle]) -> Iterator[Finding]:
     began = time.monotonic()
     with closing(load_engine(engine, bundles=tuple(loaded.values()))) as running:
-        scorers = load_scorers(running, loaded, leave_out=LeaveOut(tuple(loaded)[1:]))
+        scorers = load_scorers(running, loaded, leave_out=OptionalBundles(tuple(loaded)[1:]))
         names, identity = ", ".join(scorer.bundle.reference for scorer in scorers.values()), running.identity
     yield ok("load", f"{identity.model} ({identity.dtype}) in {time.monotonic() - began:.0f} s; the golden prompts of "
              f"{names} gave the recorded risks")  # fmt: skip

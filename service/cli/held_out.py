@@ -12,7 +12,7 @@ from cyclopts import Parameter
 
 from service.cli.loading import bundle_names, load_engine, load_scorers, open_store, running_service
 from service.cli.options import BundleOptions, EngineChoice, Json, StoreOptions, UsageError
-from service.cli.output import Seen, Tried, draw_sorted, print_json, print_line, progress_bar
+from service.cli.output import QuestionResult, TryReport, draw_sorted, print_json, print_line, progress_bar
 from service.demo import Passage
 from service.errors import HalluTracerError
 from service.library.engine import DEMO, SHIPPED
@@ -25,7 +25,7 @@ SHOWN = 24  # questions, where the bundle carries more
 @section("Trying", 5)
 @dataclass(frozen=True, kw_only=True)
 class TryOptions:
-    """What is asked, and whom."""
+    """Number of questions, and the address of the service that is asked."""
 
     show: Annotated[int, option("So many of the bundle's questions.", limits=Range(1))] = SHOWN
     url: Annotated[str | None, option(
@@ -53,7 +53,7 @@ def held_out(
         draw_sorted(tried)
 
 
-def _asked_here(options: TryOptions, bundles: BundleOptions, engine: EngineChoice) -> Tried:
+def _asked_here(options: TryOptions, bundles: BundleOptions, engine: EngineChoice) -> TryReport:
     from service.engines.bridge import gather_all, wait_for
     from service.judging.evaluation import coverage, sample_of
     from service.serving.sampled import TOGETHER, ask
@@ -68,19 +68,19 @@ def _asked_here(options: TryOptions, bundles: BundleOptions, engine: EngineChoic
     ):
         (scorer,) = load_scorers(loaded, {bundle.reference: bundle}).values()
 
-        async def one(number: int) -> Seen:
-            found = await ask(scorer, sample, number)
+        async def one(number: int) -> QuestionResult:
+            judged = await ask(scorer, sample, number)
             bar.update()
-            question, report = found.question, found.report
-            return Seen(
-                question.prompt, found.answer, question.answers, report.risk, report.verdict.flagged, found.verdict
+            question, report = judged.question, judged.report
+            return QuestionResult(
+                question.prompt, judged.answer, question.answers, report.risk, report.verdict.flagged, judged.verdict
             )
 
         seen, model = wait_for(gather_all([one(number) for number in numbers], TOGETHER)), loaded.identity.model
     return _tried(bundle.reference, model, bundle.manifest.threshold, seen, coverage(bundle).tenths)
 
 
-def _asked_there(options: TryOptions, bundles: BundleOptions) -> Tried:
+def _asked_there(options: TryOptions, bundles: BundleOptions) -> TryReport:
     from concurrent.futures import ThreadPoolExecutor
 
     from service.judging.evaluation import Tenth
@@ -97,15 +97,21 @@ def _asked_there(options: TryOptions, bundles: BundleOptions) -> Tried:
         numbers = range(min(options.show, len(card["sample"]["questions"])))
         seen = []
         with progress_bar(len(numbers), "asking", "question") as bar, ThreadPoolExecutor(TOGETHER) as pool:
-            for one in pool.map(lambda number: get(f"/v1/bundles/{name}/sample/{number}"), numbers):
-                accepted, threshold = tuple(one["accepted"]), one["threshold"]
-                seen.append(Seen(one["prompt"], one["answer"], accepted, one["risk"], one["flagged"], one["verdict"]))
+            for answered in pool.map(lambda number: get(f"/v1/bundles/{name}/sample/{number}"), numbers):
+                threshold = answered["threshold"]
+                fields = {field: answered[field] for field in ("prompt", "answer", "risk", "flagged", "verdict")}
+                seen.append(QuestionResult(**fields, accepted=tuple(answered["accepted"])))
                 bar.update()
-        return _tried(card["id"], card["model"], threshold, seen, [Tenth(**one) for one in card["coverage"]["tenths"]])
+        tenths = [Tenth(**tenth) for tenth in card["coverage"]["tenths"]]
+        return _tried(card["id"], card["model"], threshold, seen, tenths)
 
 
-def _tried(reference: str, model: str, threshold: float, seen: Sequence[Seen], tenths: Sequence[Any]) -> Tried:
-    return Tried(reference, model, threshold, tuple(sorted(seen, key=lambda one: one.risk)), tuple(tenths))
+def _tried(
+    reference: str, model: str, threshold: float, seen: Sequence[QuestionResult], tenths: Sequence[Any]
+) -> TryReport:
+    return TryReport(
+        reference, model, threshold, tuple(sorted(seen, key=lambda question: question.risk)), tuple(tenths)
+    )
 
 
 def _nothing(reference: str) -> HalluTracerError:
@@ -122,8 +128,12 @@ def info(*, as_json: Json = False, store: StoreOptions = StoreOptions(), common:
     opened = open_store(store)
     bundles = [opened.load(name) for name in SHIPPED[DEMO]]
     if as_json:
-        named = [(one, {key: getattr(one.manifest, key) for key in ("name", "version", "digest")}) for one in bundles]
-        print_json({"model": str(MODEL_DIR), "bundles": [facts | {"path": str(one.path)} for one, facts in named]})
+        rows = []
+        for bundle in bundles:
+            manifest = bundle.manifest
+            row = {"name": manifest.name, "version": manifest.version, "digest": manifest.digest}
+            rows.append(row | {"path": str(bundle.path)})
+        print_json({"model": str(MODEL_DIR), "bundles": rows})
         return
     print_line(f"model    {MODEL_DIR}")
     for bundle in bundles:

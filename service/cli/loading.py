@@ -72,38 +72,40 @@ def load_engine(
 def _import_engine() -> None:
     from transformers import utils  # which loads scikit-learn and scipy for what no command has
 
-    own = {name: getattr(utils, name) for name in ("is_sklearn_available", "is_scipy_available")}
+    originals = {name: getattr(utils, name) for name in ("is_sklearn_available", "is_scipy_available")}
     try:
-        vars(utils).update(dict.fromkeys(own, lambda: False))
+        vars(utils).update(dict.fromkeys(originals, lambda: False))
         import service.engines.transformers.engine  # noqa: F401
     finally:
-        vars(utils).update(own)
+        vars(utils).update(originals)
 
 
 @dataclass
-class LeaveOut:
-    """The references that are logged and left out where they cannot be used, and in ``reasons`` why they were.
+class OptionalBundles:
+    """References that ``may`` fail to load: they are logged and left out, and ``reasons`` says why.
 
-    Not where a store did not ``must_answer``: then nobody knows whether they could be used."""
+    ``must_answer``: a store that gives no answer is an error all the same, for it does not say that they would fail."""
 
     may: Collection[str]
     must_answer: bool = False
     reasons: dict[str, str] = field(default_factory=dict)
 
 
-def load_bundles(store: Store, names: Sequence[str], leave_out: LeaveOut | None = None) -> dict[str, Bundle]:
+def load_bundles(store: Store, names: Sequence[str], leave_out: OptionalBundles | None = None) -> dict[str, Bundle]:
     """Return the bundle of each reference."""
     return _usable(names, store.load, leave_out)
 
 
 def load_scorers(
-    engine: Engine, bundles: Mapping[str, Bundle], report: Report = note, leave_out: LeaveOut | None = None,
+    engine: Engine, bundles: Mapping[str, Bundle], report: Report = note, leave_out: OptionalBundles | None = None,
     loaded: Sequence[Scorer] = (),
 ) -> dict[str, Scorer]:  # fmt: skip
     """Match each bundle with the model and replay its golden prompts, unless it is one of those ``loaded``."""
     from service.scoring import Scorer
 
-    known = {(one.bundle.reference, one.bundle.manifest.digest): one for one in loaded if one.engine is engine}
+    known = {
+        (scorer.bundle.reference, scorer.bundle.manifest.digest): scorer for scorer in loaded if scorer.engine is engine
+    }
 
     def scorer_of(name: str) -> Scorer:
         bundle = bundles[name]
@@ -114,7 +116,7 @@ def load_scorers(
         return _usable(tuple(bundles), scorer_of, leave_out)
 
 
-def _usable(names: Sequence[str], load: Callable[[str], T], leave_out: LeaveOut | None) -> dict[str, T]:
+def _usable(names: Sequence[str], load: Callable[[str], T], leave_out: OptionalBundles | None) -> dict[str, T]:
     from probes_store.errors import BundleError, HubError, StoreRefused, StoreUnreachable
 
     usable: dict[str, T] = {}
@@ -140,10 +142,10 @@ def running_service(url: str, key: str | None) -> Iterator[Callable[[str], Any]]
         answer = client.get(path)
         if answer.status_code != 200:
             try:
-                said = answer.json()["error"]["message"]
+                message = answer.json()["error"]["message"]
             except (ValueError, LookupError, TypeError):
-                said = answer.text[:200]
-            raise HalluTracerError(f"GET {client.base_url}{path.lstrip('/')} answered {answer.status_code}: {said}")
+                message = answer.text[:200]
+            raise HalluTracerError(f"GET {client.base_url}{path.lstrip('/')} answered {answer.status_code}: {message}")
         return answer.json()
 
     headers = {} if key is None else {"authorization": f"Bearer {key}"}

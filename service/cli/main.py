@@ -78,7 +78,7 @@ RESEARCH_HELP: Mapping[str, str] = {
 }
 
 
-def own(name: str) -> Any:
+def command_of(name: str) -> Any:
     """Return the function of one of COMMANDS, or a group's help and commands."""
     module, _, attribute = COMMANDS[name][0].partition(":")
     return getattr(import_module(module), attribute)
@@ -88,7 +88,7 @@ def installed(only: str | None = None) -> dict[str, Any]:
     """Return what is behind each command, or behind one: its function, or a group's help and commands.
 
     COMMANDS, and those of distributions with entry points of GROUP; groups are joined by name."""
-    found = {name: own(name) for name in COMMANDS if only in (None, name)}
+    commands = {name: command_of(name) for name in COMMANDS if only in (None, name)}
     for point in _points():
         if only not in (None, point.name):
             continue
@@ -96,39 +96,39 @@ def installed(only: str | None = None) -> dict[str, Any]:
             entry = point.load()
         except ImportError:  # half installed, or for another release: what serves is not held up by it
             continue
-        if isinstance(group := found.get(point.name), tuple):
+        if isinstance(group := commands.get(point.name), tuple):
             entry = (entry[0], group[1] | entry[1])
-        found[point.name] = entry
-    return found
+        commands[point.name] = entry
+    return commands
 
 
 def _points() -> list[EntryPoint]:
     return sorted(entry_points(group=GROUP), key=lambda point: point.name)
 
 
-def _listed(given: Sequence[str]) -> tuple[str, dict[str, str]]:
-    """Return the command that is asked for, "" where none is, and what the list says of the others."""
-    said = {name: help for name, (_, help) in COMMANDS.items()}
+def _listed(typed: Sequence[str]) -> tuple[str, dict[str, str]]:
+    """Return the command that is typed, "" where there is none, and the help of each other command."""
+    helps = {name: help for name, (_, help) in COMMANDS.items()}
     for point in _points():
-        said[point.name] = RESEARCH_HELP.get(
+        helps[point.name] = RESEARCH_HELP.get(
             point.name, f"A command of {point.dist.name if point.dist else point.value}."
         )
-    asked = next((word for word in given if word in said), "")
-    said.pop(asked, None)
-    return asked, said
+    command = next((word for word in typed if word in helps), "")
+    helps.pop(command, None)
+    return command, helps
 
 
-def make_app(sources: Sources, *, whole_help: bool = True, given: Sequence[str] | None = None) -> App:
+def make_app(sources: Sources, *, whole_help: bool = True, typed: Sequence[str] | None = None) -> App:
     """Return the command line, with ``sources`` for what it leaves open; ``whole_help``: with all options.
 
-    ``given``: its words, of which only the command that they ask for is imported."""
+    ``typed``: its words; only the command that they name is imported."""
     app = App(
         name="hallutracer", help=HELP, help_format="plaintext", help_flags=HELP_FLAGS,
         default_parameter=None if whole_help else Parameter(show_env_var=False), version=f"hallutracer {__version__}",
         version_flags=("--version",), config=[sources], result_action="return_value",
     )  # fmt: skip
-    asked, others = (None, {}) if given is None else _listed(given)
-    for name, entry in installed(asked).items():
+    chosen, listed = (None, {}) if typed is None else _listed(typed)
+    for name, entry in installed(chosen).items():
         if isinstance(entry, tuple):
             title, commands = entry
             app.command(group := App(name=name, help=title, help_flags=HELP_FLAGS, version_flags=()))
@@ -137,9 +137,9 @@ def make_app(sources: Sources, *, whole_help: bool = True, given: Sequence[str] 
         else:
             shown = Parameter(show=False) if name in MANY_OPTIONS and not whole_help else None
             app.command(entry, name=name, help=_paragraphs(entry), version_flags=(), default_parameter=shown)
-    for name, help in others.items():
+    for name, help in listed.items():
         app.command(App(name=name, help=help, help_flags=HELP_FLAGS, version_flags=()))
-    sources.root = (lambda: app) if given is None else (lambda: make_app(Sources()))
+    sources.root = (lambda: app) if typed is None else (lambda: make_app(Sources()))
     return app
 
 
@@ -151,10 +151,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # Without a home that can be written it works all the same, and tells of its folders in two lines.
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     sources = Sources()
-    given = sys.argv[1:] if arguments is None else arguments
+    typed = sys.argv[1:] if arguments is None else arguments
     try:
-        command, bound, _ = make_app(sources, whole_help=HELP_ALL in given, given=given).parse_args(
-            given, exit_on_error=False, print_error=False
+        command, bound, _ = make_app(sources, whole_help=HELP_ALL in typed, typed=typed).parse_args(
+            typed, exit_on_error=False, print_error=False
         )
         common = bound.arguments.get("common", Common())
         if common.print_config:
@@ -164,7 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 bound.arguments["common"] = replace(common, warnings=sources.unknown())
             command(*bound.args, **bound.kwargs)
     except CycloptsError as error:
-        _fail(one_line(error) + _cure(error, given), 2)
+        _fail(one_line(error) + _cure(error, typed), 2)
     except UsageError as error:
         _fail(str(error), 2)
     except (HalluTracerError, BundleError) as error:
@@ -179,23 +179,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.exit(0)
 
 
-def _cure(error: CycloptsError, given: Sequence[str]) -> str:
+def _cure(error: CycloptsError, typed: Sequence[str]) -> str:
     """Return what to do about a wrong command line, behind the error; "" where the error says it."""
     if isinstance(error, UnknownCommandError):
-        return _hint(given)
-    if isinstance(error, MissingArgumentError) and tuple(given[:1]) == ("train",):
+        return _hint(typed)
+    if isinstance(error, MissingArgumentError) and tuple(typed[:1]) == ("train",):
         return "  For example: hallutracer train --model ./my-model"
     if isinstance(error, UnusedCliTokensError):
         return "  What an option takes follows its name, such as --model demo; a value with spaces is put in quotes"
     return ""
 
 
-def _hint(given: Sequence[str]) -> str:
+def _hint(typed: Sequence[str]) -> str:
     """Return how to get the command of ``RESEARCH`` that was asked for and is not installed; "" where none."""
     known: set[tuple[str, ...]] = set()
-    for name, entry in installed(next(iter(given), "")).items():
+    for name, entry in installed(next(iter(typed), "")).items():
         known |= {(name,)} | ({(name, child) for child in entry[1]} if isinstance(entry, tuple) else set())
-    absent = [" ".join(words) for words in RESEARCH if tuple(given[: len(words)]) == words and words not in known]
+    absent = [" ".join(words) for words in RESEARCH if tuple(typed[: len(words)]) == words and words not in known]
     return f".  {absent[0]!r} comes with hallutracer-research: pip install ./research" if absent else ""
 
 

@@ -28,6 +28,7 @@ COLUMN = 5  # characters a layer takes, where the terminal is wide enough
 MARKS = {"right": ("\u2713", "green"), "wrong": ("\u2717", "red"), "abstained": ("-", "dim")}
 BAR = 40  # characters of a bar of 100 %
 FRONT_MATTER = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)
+BOLD = re.compile(r"\*\*(.+)\*\*")
 IMAGE = re.compile(r"!\[(?P<title>[^\]]*)\]\((?P<path>[^)]*)\)")
 NAMES = 30  # characters of a wide table's first column, which every part of it repeats, where it has so many
 PADDING = 2
@@ -64,24 +65,24 @@ def print_table(rows: Sequence[dict[str, Any]], columns: Sequence[str], console:
     from rich.text import Text
 
     console = console or output_console()
-    cells = {
-        name: [", ".join(cell) if isinstance(cell := row[name], list) else str(cell or "") for row in rows]
-        for name in columns
-    }
+    cells: dict[str, list[str]] = {}
+    for name in columns:
+        values = [row[name] for row in rows]
+        cells[name] = [", ".join(value) if isinstance(value, list) else str(value or "") for value in values]
     widths = {name: max(map(cell_len, (name, *texts))) for name, texts in cells.items()}
-    first, *rest = columns
+    first, *remaining = columns
     whole = Console(file=console.file, highlight=False, width=UNBOUNDED, no_color=console.no_color)
-    while rest:
-        taken = [first, rest.pop(0)]
-        while rest and sum(widths[name] + PADDING for name in (*taken, rest[0])) - PADDING <= console.width:
-            taken.append(rest.pop(0))
+    while remaining:
+        taken = [first, remaining.pop(0)]
+        while remaining and sum(widths[name] + PADDING for name in (*taken, remaining[0])) - PADDING <= console.width:
+            taken.append(remaining.pop(0))
         table = Table(box=None, pad_edge=False)
         for name in taken:
             table.add_column(name, no_wrap=True)
-        for place in range(len(rows)):
-            table.add_row(*(Text(cells[name][place]) for name in taken))
+        for number in range(len(rows)):
+            table.add_row(*(Text(cells[name][number]) for name in taken))
         whole.print(table)
-        if rest:
+        if remaining:
             whole.print()
 
 
@@ -145,8 +146,8 @@ def plot_lines(trajectory: NDArray[np.float64], class_means: NDArray[np.float64]
     step = (high - low) / (ROWS - 1) or 1.0
     grid = [[(" ", "")] * (len(shown) * column) for _ in range(ROWS)]
     for values, mark, style in series:
-        for place, layer in enumerate(shown):
-            grid[round((high - float(values[layer])) / step)][place * column + column // 2] = (mark, style)
+        for number, layer in enumerate(shown):
+            grid[round((high - float(values[layer])) / step)][number * column + column // 2] = (mark, style)
     lines = [Text("truth logit")]
     for row, cells in enumerate(grid):
         label = f"{high - row * step:8.2f} " if row in (0, ROWS // 2, ROWS - 1) else " " * 9
@@ -162,7 +163,7 @@ def plot_lines(trajectory: NDArray[np.float64], class_means: NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class QuestionResult:
     """One question, its risk, and what came of it."""
 
     prompt: str
@@ -174,22 +175,20 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True)
-class Tried:
+class TryReport:
     """All that ``hallutracer try`` shows."""
 
     bundle: str
     model: str
     threshold: float
-    seen: tuple[Seen, ...]  # lowest risks first
+    seen: tuple[QuestionResult, ...]  # lowest risks first
     tenths: tuple[Tenth, ...]  # of the training rows, by folds that never saw the row
 
     @property
     def halves(self) -> tuple[dict[str, int], dict[str, int]]:
         """Return questions and right answers by half of the risks; the middle one of an odd number is in the lower."""
         middle = (len(self.seen) + 1) // 2
-        halves = (self.seen[:middle], self.seen[middle:])
-        lower, upper = ({"questions": len(h), "right": sum(s.verdict == "right" for s in h)} for h in halves)
-        return lower, upper
+        return _counts(self.seen[:middle]), _counts(self.seen[middle:])
 
     def document(self) -> dict[str, Any]:
         """Return it for --json."""
@@ -197,7 +196,11 @@ class Tried:
         return asdict(self) | {"lower_half": lower, "upper_half": upper}
 
 
-def draw_sorted(tried: Tried, console: Console | None = None) -> None:
+def _counts(results: Sequence[QuestionResult]) -> dict[str, int]:
+    return {"questions": len(results), "right": sum(result.verdict == "right" for result in results)}
+
+
+def draw_sorted(tried: TryReport, console: Console | None = None) -> None:
     """Print the table of questions, the tenths as bars, and the two numbers that matter."""
     from rich.text import Text
 
@@ -206,34 +209,34 @@ def draw_sorted(tried: Tried, console: Console | None = None) -> None:
     if tried.tenths:
         lines = [Text("right answers among the training questions, in tenths by risk (risks by folds that never saw "
                       "them)")]  # fmt: skip
-        for one in tried.tenths:
-            bar = ("\u2588" * round(BAR * one.right), "green")
-            lines.append(Text.assemble(f"{one.low:.2f} to {one.high:.2f}  ", bar, f" {one.right:.0%}"))
+        for tenth in tried.tenths:
+            bar = ("\u2588" * round(BAR * tenth.right), "green")
+            lines.append(Text.assemble(f"{tenth.low:.2f} to {tenth.high:.2f}  ", bar, f" {tenth.right:.0%}"))
         console.print("", *lines, sep="\n")
     lower, upper = tried.halves
-    judged = [one.verdict for one in tried.seen if one.verdict is not None]
+    judged = [question.verdict for question in tried.seen if question.verdict is not None]
     right = (
         f"{_none(lower['right'])} of the {lower['questions']} with the lower risks, in {_none(upper['right'])} of the "
         f"{upper['questions']} with the higher."
     )
     if len(judged) < len(tried.seen):  # what is withheld says nothing of a half
         right = f"{_none(judged.count('right'))} of the {len(judged)} that were answered.{_not_judged(tried)}"
-    said = f"right in {right}" if judged else f"no answer was given.{_not_judged(tried)}"
-    asked = f"asked {len(tried.seen)} questions that {tried.bundle} was not fitted on"
-    console.print(f"\n{tried.model}, {asked}: {said}", soft_wrap=True, markup=False)
+    result = f"right in {right}" if judged else f"no answer was given.{_not_judged(tried)}"
+    questions = f"asked {len(tried.seen)} questions that {tried.bundle} was not fitted on"
+    console.print(f"\n{tried.model}, {questions}: {result}", soft_wrap=True, markup=False)
 
 
 def _none(number: int) -> str:
     return str(number) if number else "none"
 
 
-def _not_judged(tried: Tried) -> str:
-    count = sum(one.verdict is None for one in tried.seen)
-    said = f"  The service's policy withholds {count} of the answers: whether they would be right is not known."
-    return said if count else ""
+def _not_judged(tried: TryReport) -> str:
+    count = sum(question.verdict is None for question in tried.seen)
+    withheld = f"  The service's policy withholds {count} of the answers: whether they would be right is not known."
+    return withheld if count else ""
 
 
-def _table(tried: Tried, width: int) -> Table:
+def _table(tried: TryReport, width: int) -> Table:
     """Return the questions, cut to fit a terminal; whole where there is none."""
     from rich.table import Table
     from rich.text import Text
@@ -244,14 +247,14 @@ def _table(tried: Tried, width: int) -> Table:
     for title, ratio in (("question", 5), ("answer", 4), ("right?", 2)):
         table.add_column(title, ratio=None if whole else ratio, no_wrap=True, overflow="ellipsis")
     above = False
-    for one in tried.seen:
-        if one.flagged and not above:
+    for question in tried.seen:
+        if question.flagged and not above:
             above = True
             table.add_row("", Text(f"a gate withholds {tried.threshold:.2f} and more:", style="bold"), "", "")
-        mark, style = MARKS.get(one.verdict or "", ("", "dim"))
-        right = Text(mark if one.verdict == "right" else f"{mark} {one.accepted[0]}".strip(), style=style)
-        shown = (one.prompt, "(withheld)" if one.answer is None else one.answer)
-        table.add_row(f"{one.risk:.2f}", *(Text(" ".join(text.split())) for text in shown), right)
+        mark, style = MARKS.get(question.verdict or "", ("", "dim"))
+        right = Text(mark if question.verdict == "right" else f"{mark} {question.accepted[0]}".strip(), style=style)
+        shown = (question.prompt, "(withheld)" if question.answer is None else question.answer)
+        table.add_row(f"{question.risk:.2f}", *(Text(" ".join(text.split())) for text in shown), right)
     return table
 
 
@@ -280,8 +283,8 @@ def _rendered(card: str, folder: Path, width: int) -> Iterator[RenderableType]:
             yield from _tables(block, width)
             yield Text()
         elif kind == "plot":
-            for found in filter(None, map(IMAGE.fullmatch, block)):
-                yield Text.assemble((f"{found['title']}: ", "bold"), str(folder / found["path"]))
+            for image in filter(None, map(IMAGE.fullmatch, block)):
+                yield Text.assemble((f"{image['title']}: ", "bold"), str(folder / image["path"]))
         elif "".join(block).strip():
             yield Markdown("\n".join(block))
             yield Text()
@@ -293,18 +296,18 @@ def _tables(lines: list[str], width: int) -> Iterator[Table | Text]:
     from rich.text import Text
 
     header, _, *rows = [_cells(line) for line in lines]
-    widths = [
-        max(len(text) for text in (*title.plain.split(), *(cell.plain for cell in column), ""))
-        for title, *column in zip(header, *rows, strict=True)
-    ]
-    names, rest = min(widths[0], max(NAMES, width // 3)), list(range(1, len(header)))
-    facts = len(rest) == 1  # the second column wraps
-    while rest:
-        taken, used = [rest.pop(0)], names + PADDING
+    widths = []
+    for title, *below in zip(header, *rows, strict=True):
+        texts = [*title.plain.split(), *(cell.plain for cell in below)]
+        widths.append(max(map(len, texts), default=0))
+    names, remaining = min(widths[0], max(NAMES, width // 3)), list(range(1, len(header)))
+    facts = len(remaining) == 1  # the second column wraps
+    while remaining:
+        taken, used = [remaining.pop(0)], names + PADDING
         used += widths[taken[0]] + PADDING
-        while rest and used + widths[rest[0]] + PADDING <= width:
-            used += widths[rest[0]] + PADDING
-            taken.append(rest.pop(0))
+        while remaining and used + widths[remaining[0]] + PADDING <= width:
+            used += widths[remaining[0]] + PADDING
+            taken.append(remaining.pop(0))
         table = Table(box=None, pad_edge=False, show_header=any(header[column].plain for column in (0, *taken)))
         table.add_column(header[0], overflow="fold", max_width=None if facts else names, style="bold" if facts else "")
         for column in taken:
@@ -313,7 +316,7 @@ def _tables(lines: list[str], width: int) -> Iterator[Table | Text]:
         for row in rows:
             table.add_row(*(row[column] for column in (0, *taken)))
         yield table
-        if rest:
+        if remaining:
             yield Text()
 
 
@@ -321,6 +324,9 @@ def _cells(line: str) -> list[Text]:
     """Return the cells of a row; **bold** is kept, and code loses its backticks."""
     from rich.text import Text
 
-    cells = [cell.strip().replace("\\|", "|").replace("`", "") for cell in re.split(r"(?<!\\)\|", line.strip()[1:-1])]
-    bold = re.compile(r"\*\*(.+)\*\*")
-    return [Text(found[1], "bold") if (found := bold.fullmatch(cell)) else Text(cell) for cell in cells]
+    cells = []
+    for cell in re.split(r"(?<!\\)\|", line.strip()[1:-1]):
+        text = cell.strip().replace("\\|", "|").replace("`", "")
+        bold = BOLD.fullmatch(text)
+        cells.append(Text(bold[1], "bold") if bold else Text(text))
+    return cells

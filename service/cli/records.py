@@ -7,6 +7,7 @@ import re
 import sys
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -73,7 +74,7 @@ def list_keys(*, keys: KeysFile = None, as_json: Json = False, common: Common = 
     if as_json:
         print_json(rows)
         return
-    limits = [name for name in ("policies", "may") if any(row[name] for row in rows)]
+    limits = [name for name in ("policies", "may") if any(map(itemgetter(name), rows))]
     shown = [row | {"expires": (row["expires"] or "never")[:10]} for row in rows]
     print_table(shown, ["name", "scopes", "state", "expires", *limits])
 
@@ -119,26 +120,26 @@ def verify(
 
     if not files:
         raise UsageError("FILES", "name the audit log")
-    found = follow(files, None if seen is None else seen.removeprefix("sha256:"))
+    report = follow(files, None if seen is None else seen.removeprefix("sha256:"))
     if as_json:
-        print_json({**vars(found), "lines": found.lines, "whole": not found.problems})
+        print_json({**vars(report), "lines": report.lines, "whole": not report.problems})
     else:
-        events = ", ".join(f"{count} {event}" for event, count in found.events.most_common())
-        print_line(f"{found.lines} lines: {events or 'none'}")
+        events = ", ".join(f"{count} {event}" for event, count in report.events.most_common())
+        print_line(f"{report.lines} lines: {events or 'none'}")
         for count, text in (
-            (found.missed, f"{found.missed} decisions could not be written at the time, and are missing"),
-            (found.torn, f"{found.torn} lines were cut short by a crash or a full disk"),
-            (found.no_head, f"{found.no_head} times its head file was gone: whether the lines before were all is not "
+            (report.missed, f"{report.missed} decisions could not be written at the time, and are missing"),
+            (report.torn, f"{report.torn} lines were cut short by a crash or a full disk"),
+            (report.no_head, f"{report.no_head} times its head file was gone: whether the lines before were all is not "
                             "known"),
-            (found.continues, "the chain began in an earlier file"),
-            (not found.end_known, "no head file beside it and no --seen: whether lines are gone from its end is not "
+            (report.continues, "the chain began in an earlier file"),
+            (not report.end_known, "no head file beside it and no --seen: whether lines are gone from its end is not "
                                   "known"),
         ):  # fmt: skip
             if count:
                 print_line(text)
-        print_line(f"digest of the last line: sha256:{found.head}")
-    if found.problems:
-        shown = [*found.problems[:20], *(["..."] if len(found.problems) > 20 else [])]
+        print_line(f"digest of the last line: sha256:{report.head}")
+    if report.problems:
+        shown = [*report.problems[:20], *(["..."] if len(report.problems) > 20 else [])]
         sys.stdout.flush()
         raise HalluTracerError("the audit log is not whole:\n  " + "\n  ".join(shown))
 

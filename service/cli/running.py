@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from service.access.callers import address_in, on_loopback
 from service.cli.held_out import SHOWN
-from service.cli.loading import LeaveOut, load_bundles, load_scorers
+from service.cli.loading import OptionalBundles, load_bundles, load_scorers
 from service.cli.options import UsageError
 from service.cli.output import print_line
 from service.errors import HalluTracerError
@@ -101,8 +101,8 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         taken = f"port {port} on {host} is taken; choose another with --port (0: any free)"
-        other = f"cannot listen on {host}:{port}: {error.strerror or error}"
-        raise HalluTracerError(taken if error.errno == errno.EADDRINUSE else other) from None
+        failed = f"cannot listen on {host}:{port}: {error.strerror or error}"
+        raise HalluTracerError(taken if error.errno == errno.EADDRINUSE else failed) from None
     return listener
 
 
@@ -116,8 +116,8 @@ def known_hosts(settings: ServiceSettings, *, keyed: bool) -> tuple[str, ...]:
             raise UsageError("--allowed-host", f"{name!r} is not a host's name, without scheme and port, or * for any")
     if settings.allowed_hosts or on_loopback(settings.host):
         return settings.allowed_hosts or ("localhost",)
-    own = (settings.host,) if address_in(settings.host) is None else ()
-    return ("*",) if keyed else ("localhost", socket.gethostname(), *own)
+    named = (settings.host,) if address_in(settings.host) is None else ()
+    return ("*",) if keyed else ("localhost", socket.gethostname(), *named)
 
 
 def in_url(host: str) -> str:
@@ -128,10 +128,10 @@ def in_url(host: str) -> str:
 
 def first_line(service: Service) -> str | None:
     """Return how to gate, where nothing is withheld; or that callers of this machine may open the gate."""
-    own = service.catalogue.policy(None, None)
-    if own.action is Action.OBSERVE:
+    policy = service.catalogue.policy(None, None)
+    if policy.action is Action.OBSERVE:
         return (
-            f"policy {own.name}: every answer passes and its risk is told; --policy gate withholds answers from the "
+            f"policy {policy.name}: every answer passes and its risk is told; --policy gate withholds answers from the "
             "threshold on"
         )
     owned = (
@@ -145,7 +145,7 @@ async def greet(service: Service, address: str, say: Say = print_line) -> None:
     """Print that it is ready, a request of the bundle's own held-out questions (``example``), and where to go on."""
     scorer = service.catalogue.scorers[0]
     identity = scorer.engine.identity
-    references = ", ".join(one.bundle.reference for one in service.catalogue.scorers)
+    references = ", ".join(served.bundle.reference for served in service.catalogue.scorers)
     say(f"ready: {identity.model} ({identity.dtype}) read by {references}")
     body = {"prompt": await example(scorer), "generate": {"max_tokens": 16}}
     if service.catalogue.policy(None, None).action is Action.OBSERVE:
@@ -206,7 +206,8 @@ def watch(service: Service, look: Callable[[], Stamps], before: Stamps, seconds:
     from service.serving.service import in_own_thread
 
     async def again() -> None:
-        seen, wait, again_at = before, seconds, 0.0
+        seen = before
+        wait, again_at = seconds, 0.0
         while not service.lifecycle.stopping:
             await asyncio.sleep(seconds)
             try:
@@ -216,9 +217,9 @@ def watch(service: Service, look: Callable[[], Stamps], before: Stamps, seconds:
                 continue
             moved, failing = now != seen, None in now.values() or service.lifecycle.reload_error is not None
             if moved or (failing and time.monotonic() >= again_at):
-                seen, said = now, service.lifecycle.reload_error
+                seen, reported = now, service.lifecycle.reload_error
                 error = await service.lifecycle.reload_bundles(Who(by="alias"))
-                if error is None or str(error) != said:  # what was said of the last one is not said again
+                if error is None or str(error) != reported:  # what was said of the last one is not said again
                     _report(service, error, say)
                 wait = seconds if moved else min(2 * wait, max(seconds, SELDOM_S))
                 again_at = time.monotonic() + wait
@@ -247,8 +248,8 @@ def load_again(
     """Return what the references mean now; ``may`` be left out where the store answers, and ``left_out`` says why.
 
     The golden prompts of bundles that are ``loaded`` are not replayed."""
-    again = LeaveOut(may, must_answer=True)
-    scorers = load_scorers(engine, load_bundles(store.answering(), names, again), log.info, again, loaded)
+    again = OptionalBundles(may, must_answer=True)
+    scorers = load_scorers(engine, load_bundles(store, names, again), log.info, again, loaded)
     left_out.clear()
     left_out.update(again.reasons)
     return scorers
@@ -258,16 +259,15 @@ def stamps(store: Store, names: Sequence[str]) -> Stamps:
     """Return what each reference means now, or why it means nothing; None where the store gives no answer."""
     from probes_store.errors import BundleError, StoreUnreachable
 
-    store = store.answering()
-    found: dict[str, str | None] = {}
+    stamp_of: dict[str, str | None] = {}
     for name in names:
         try:
-            found[name] = store.stamp(name)
+            stamp_of[name] = store.stamp(name)
         except StoreUnreachable:
             return dict.fromkeys(names)  # each further question could wait for its timeout
         except BundleError as error:
-            found[name] = str(error)
-    return found
+            stamp_of[name] = str(error)
+    return stamp_of
 
 
 def in_background(work: Coroutine[Any, Any, None]) -> None:
@@ -283,5 +283,5 @@ def _report(service: Service, error: Exception | None, say: Say) -> None:
         return
     rollout, scorers = service.catalogue.rollout, service.catalogue.scorers
     roles = ((scorer.bundle.reference, rollout.role(scorer, scorers[0])) for scorer in scorers)
-    told = [name if role in ("default", "none") else f"{name} ({role})" for name, role in roles]
-    say(f"read by {', '.join(told)} from now on")
+    judges = [name if role in ("default", "none") else f"{name} ({role})" for name, role in roles]
+    say(f"read by {', '.join(judges)} from now on")

@@ -152,7 +152,9 @@ def _read_rows(path: Path) -> Rows:
 
 def _render_rows(scorer: Scorer, rows: Rows, source: str) -> list[list[int]]:
     """Return the token ids of all prompts, before the first is scored.  Raises DataError, by line."""
-    prompts, problems, limit = [], [], scorer.engine.identity.max_tokens
+    prompts: list[list[int]] = []
+    problems: list[str] = []
+    limit = scorer.engine.identity.max_tokens
     for line, row in rows:
         try:
             messages = split_answer(row["messages"])[0] if "messages" in row else None

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from service.cli import running
 from service.cli.loading import (
-    LeaveOut,
+    OptionalBundles,
     bundle_names,
     chosen_model,
     load_bundles,
@@ -47,17 +47,17 @@ def serve(
       hallutracer serve --bundle my-probe --canary my-probe@canary --canary-share 0.1 --shadow my-probe:3
       hallutracer serve --host 0.0.0.0 --keys keys.toml --audit-log audit.jsonl --engine vllm"""
     store = open_store(bundles)
-    own, plan = bundle_names(engine.model, bundles), rollout.plan
-    names = tuple(dict.fromkeys((*own, *plan.references)))
+    served, plan = bundle_names(engine.model, bundles), rollout.plan
+    names = tuple(dict.fromkeys((*served, *plan.references)))
     # At the start what is named beside the default may be missing; later only the rollout's, for others have users.
-    at_start = LeaveOut(names[1:])
+    at_start = OptionalBundles(names[1:])
     seen = running.stamps(store, names) if rollout.watch_s else {}
     opened = load_bundles(store, names, at_start)
     policies, keys = access.rules(settings.policy)
     settings = replace(settings, allowed_hosts=running.known_hosts(settings, keyed=keys.closed))
     open_to_all = access.check_open(settings.host, settings.protect_metrics, keys)
     access.check_audit()
-    kept = feedback.location()
+    database = feedback.location()
     tracing = traces.opened()
     chosen = chosen_model(engine, tuple(opened.values()))  # refused before anybody is told that it listens
 
@@ -84,16 +84,18 @@ def serve(
     def broken() -> None:
         server.should_exit = True  # with status 1, so that a supervisor starts the service again
 
-    metrics, audit, answers, left_out = Metrics(), None, None, at_start.reasons
+    metrics, left_out = Metrics(), at_start.reasons
+    audit: Auditor | None = None
+    answers: Feedback | None = None
     if access.audit_log is not None:
         audit = Auditor(access.audit_log, required=access.audit_required, count=metrics.audit_lines)
-    if kept is not None:
-        answers = Feedback(kept, metrics, prompts=feedback.feedback_prompts, days=feedback.feedback_days,
+    if database is not None:
+        answers = Feedback(database, metrics, prompts=feedback.feedback_prompts, days=feedback.feedback_days,
                            share=feedback.feedback_share)  # fmt: skip
     service = Service(
         load,
         load_again=lambda on: running.load_again(
-            left_out, on, store, names, set(plan.references) - set(own), service.catalogue.matching
+            left_out, on, store, names, set(plan.references) - set(served), service.catalogue.matching
         ),
         left_out=left_out, aliases_of=store.aliases, settings=settings, policies=policies, plan=plan, keys=keys,
         metrics=metrics, feedback=answers, audit=audit, tracing=tracing, on_broken=broken,

@@ -73,12 +73,11 @@ class AccessOptions:
         Raises UsageError where nobody said that it is meant, and for a host that is more than one or none."""
         if not _HOST.fullmatch(host):
             cure = "give one such as 127.0.0.1, ::1 or :: (all); the port has --port"
-            said = f"{host!r} is no name or address alone: {cure}"
-            raise UsageError("--host", said)
+            raise UsageError("--host", f"{host!r} is no name or address alone: {cure}")
         everybody = not (keys.closed or on_loopback(host))
         if everybody and not self.allow_anonymous:
-            said = f"whoever reaches {host} could use the service; give --keys, --api-key-file or --allow-anonymous"
-            raise UsageError("--host", said)
+            cure = "give --keys, --api-key-file or --allow-anonymous"
+            raise UsageError("--host", f"whoever reaches {host} could use the service; {cure}")
         if protect_metrics and not keys.closed:
             raise UsageError("--protect-metrics", "needs --keys, --api-key or --api-key-file")
         return everybody
@@ -142,12 +141,12 @@ class FeedbackOptions:
     def location(self) -> Location | None:
         """Return where feedback is kept; None: nowhere.  Raises UsageError."""
         if not self.feedback_db:
-            for flag, given in (
+            for flag, is_set in (
                 ("--feedback-prompts", self.feedback_prompts),
                 ("--feedback-days", self.feedback_days),
                 ("--feedback-share", self.feedback_share != DEFAULT_DRAWN),
             ):
-                if given:
+                if is_set:
                     raise UsageError(flag, "needs --feedback-db")
             return None
         if self.feedback_prompts and self.feedback_days is None:
@@ -208,11 +207,11 @@ def _check_endpoint(flag: str, signal: str, endpoint: str) -> None:
         raise UsageError(flag, f"sends {HTTP}; {name} asks for {os.environ[name]!r}: unset it, or set it to {HTTP}")
 
 
-def load_keys(given: tuple[str, ...], path: Path | None) -> tuple[ApiKey, ...]:
+def load_keys(secrets: tuple[str, ...], path: Path | None) -> tuple[ApiKey, ...]:
     """Return the keys of the options and of the file, whose lines are ``KEY [name=NAME] [may=policy,threshold]``.
 
     Raises HalluTracerError, also for a file without a key: it must not open the service."""
-    keys = [_key(secret, [], "--api-key", f"key-{number}") for number, secret in enumerate(given, 1)]
+    keys = [_key(secret, [], "--api-key", f"key-{number}") for number, secret in enumerate(secrets, 1)]
     if path is not None:
         try:
             lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
@@ -227,7 +226,7 @@ def load_keys(given: tuple[str, ...], path: Path | None) -> tuple[ApiKey, ...]:
             if line and not line.startswith("#"):
                 secret, *words = line.split()
                 keys.append(_key(secret, words, f"line {number} of {path}", f"key-{len(keys) + 1}"))
-        if len(keys) == len(given):
+        if len(keys) == len(secrets):
             raise HalluTracerError(f"the keys file {path} holds no key; put one on each line")
     if len({key.secret for key in keys}) < len(keys):
         raise HalluTracerError("the same key is given twice")
@@ -243,8 +242,8 @@ def _key(secret: str, words: list[str], where: str, default_name: str) -> ApiKey
     for word in words:
         attribute, _, value = word.partition("=")
         if attribute not in ("name", "may") or attribute in attributes:
-            found = repr(word) if "=" in word else "a word without '='"  # which may be another key
-            raise HalluTracerError(f"{where}: after the key may stand name=NAME and may=FIELD,..; found {found}")
+            shown = repr(word) if "=" in word else "a word without '='"  # which may be another key
+            raise HalluTracerError(f"{where}: after the key may stand name=NAME and may=FIELD,..; found {shown}")
         attributes[attribute] = value
     rights = tuple(filter(None, attributes.get("may", "").split(",")))
     if unknown := [right for right in rights if right not in get_args(Right)]:

@@ -62,7 +62,7 @@ def train(
     chosen = engine.options_for()  # a wrong option is reported before rows are read
     with _console(options.folder) as console:
         trained = run_training(options, chosen, open_store(store), threads=engine.threads, console=console)
-    print_line(f"{trained.reference}  {trained.bundle.manifest.digest}\n{trained.folder}")
+    _print_published(trained.bundle)
     where = [] if store.store == DEFAULT_STORE else ["--store", store.store]
     model = [] if engine.model is None else ["--model", engine.model]
     model += [] if engine.adapter is None else ["--adapter", engine.adapter]
@@ -100,9 +100,10 @@ def guarantee(
         for row in _run_on(engine, store, bundle, rows_to_label, options):
             print_line(json.dumps(row, ensure_ascii=False))
         return
-    found = _run_on(engine, store, bundle, run, options)
-    if found is not None and found.manifest.guarantee is not None:
-        print_line(f"{found.reference}  {found.manifest.digest}\n{found.path}\n{found.manifest.guarantee.statement}")
+    published = _run_on(engine, store, bundle, run, options)
+    if published is not None and published.manifest.guarantee is not None:
+        _print_published(published)
+        print_line(published.manifest.guarantee.statement)
 
 
 def recalibrate(
@@ -112,8 +113,8 @@ def recalibrate(
     """Recalibrate a bundle's risk for the base rate of your traffic, and publish it as the bundle's next version.
 
     A risk is a probability at the training rows' share of hallucinations.  Candidates are the risk as it is, prior
-    shift (by --traffic), intercept, Platt, beta and isotonic; the simplest one whose held-out log loss is within one
-    standard error of the best is published.  Where that is the risk as it is nothing is.  The rows must be new to the
+    shift (by --traffic), intercept and isotonic; the simplest one whose held-out log loss is within one standard error
+    of the best is published.  Where that is the risk as it is, nothing is published.  The rows must be new to the
     bundle and drawn at random from your traffic; 'hallutracer guarantee' may not use them again.
 
       hallutracer recalibrate --bundle my-probe --data labelled.jsonl --traffic risks.jsonl --model ./my-model
@@ -124,13 +125,13 @@ def recalibrate(
         from service.trainer.feedback import recalibrate_by_feedback
 
         with _console() as console:
-            found = recalibrate_by_feedback(bundle, options, store, console=console)
+            published = recalibrate_by_feedback(bundle, options, store, console=console)
     else:
         from service.trainer.recalibrate import recalibrate as run
 
-        found = _run_on(engine, store, bundle, run, options)
-    if found is not None:
-        print_line(f"{found.reference}  {found.manifest.digest}\n{found.path}")
+        published = _run_on(engine, store, bundle, run, options)
+    if published is not None:
+        _print_published(published)
 
 
 def one_bundle(bundles: BundleOptions, purpose: str) -> tuple[Store, Bundle]:
@@ -139,6 +140,10 @@ def one_bundle(bundles: BundleOptions, purpose: str) -> tuple[Store, Bundle]:
         raise UsageError("--bundle", f"name the bundle {purpose}")
     store = open_store(bundles)
     return store, store.load(bundles.bundle[0])
+
+
+def _print_published(bundle: Bundle) -> None:
+    print_line(f"{bundle.reference}  {bundle.manifest.digest}\n{bundle.path}")
 
 
 @contextmanager

@@ -46,7 +46,7 @@ class Finding:
     cure: str = ""
 
     def line(self) -> str:
-        """Return it for people."""
+        """Format it as one line."""
         text = f"{self.status:<5} {self.check:<9} {self.found}"
         return f"{text} -> {self.cure}" if self.cure else text
 
@@ -73,12 +73,13 @@ def worst(findings: Iterable[Finding]) -> Status:
 
 def summary(findings: Sequence[Finding]) -> Finding:
     """Return the last line, for people: whether it would serve."""
-    failed, warned = (sum(finding.status == status for finding in findings) for status in ("fail", "warn"))
+    statuses = [finding.status for finding in findings]
+    failed, warned = statuses.count("fail"), statuses.count("warn")
     if failed:
-        said = f"serve would not serve: {failed} failed, {warned} warned"
-        return fail("result", said, "mend what failed, from the top")
-    said = f"serve would serve; not all is as it should be: {warned} warned"
-    return warn("result", said) if warned else ok("result", "serve would serve")
+        counts = f"serve would not serve: {failed} failed, {warned} warned"
+        return fail("result", counts, "mend what failed, from the top")
+    counts = f"serve would serve; not all is as it should be: {warned} warned"
+    return warn("result", counts) if warned else ok("result", "serve would serve")
 
 
 def check_packages() -> Iterator[Finding]:
@@ -94,16 +95,16 @@ def check_packages() -> Iterator[Finding]:
         return
     if installed != __version__:
         yield warn("packages", f"hallutracer {installed} is installed, and {__version__} runs", "pip install . again")
-    needed = [one for one in wanted if one.marker is None or one.marker.evaluate({"extra": ""})]
+    needed = [wish for wish in wanted if wish.marker is None or wish.marker.evaluate({"extra": ""})]
     wrong = {}
     for requirement in needed:
         try:
-            if not requirement.specifier.contains(found := version(requirement.name), prereleases=True):
-                wrong[requirement] = f"{found}, wanted {requirement.specifier}"
+            if not requirement.specifier.contains(actual := version(requirement.name), prereleases=True):
+                wrong[requirement] = f"{actual}, wanted {requirement.specifier}"
         except PackageNotFoundError:
             wrong[requirement] = "is missing"
-    for requirement, said in wrong.items():
-        yield fail("packages", f"{requirement.name} {said}", f"pip install '{requirement}'")
+    for requirement, problem in wrong.items():
+        yield fail("packages", f"{requirement.name} {problem}", f"pip install '{requirement}'")
     if not wrong:
         yield ok("packages", f"hallutracer {__version__} and the {len(needed)} packages that it needs")
 
@@ -133,24 +134,24 @@ def check_extras(postgres: bool) -> Iterator[Finding]:
 
 def check_gpu(device: str, ranks: int) -> Iterator[Finding]:
     """Compare what nvidia-smi says with the device that was asked for and torch's build."""
-    found: list[str] = []
+    gpus: list[str] = []
     if program := shutil.which("nvidia-smi"):
         command = [program, "--query-gpu=name,memory.free,driver_version", "--format=csv,noheader"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-        found = [" ".join(line.split()) for line in done.stdout.splitlines() if line.strip() and not done.returncode]
+        gpus = [" ".join(line.split()) for line in done.stdout.splitlines() if line.strip() and not done.returncode]
     cpu_build = "+cpu" in version("torch")
-    if not found and (device == "cuda" or ranks > 1 and not cpu_build):
+    if not gpus and (device == "cuda" or ranks > 1 and not cpu_build):
         yield fail("gpu", "no NVIDIA GPU is seen here (nvidia-smi)", "check the driver and the container's GPUs, or "
                    "--device cpu")  # fmt: skip
-    elif not found:
+    elif not gpus:
         yield ok("gpu", "none; the model runs on the CPU")
     elif cpu_build and device != "cpu":
-        yield (fail if device == "cuda" else warn)("gpu", f"{found[0]}, and torch {version('torch')} knows no GPU",
+        yield (fail if device == "cuda" else warn)("gpu", f"{gpus[0]}, and torch {version('torch')} knows no GPU",
                "install torch's CUDA build (docs/install.md), or --device cpu")  # fmt: skip
-    elif ranks > len(found) and not cpu_build:
-        yield fail("gpu", f"{len(found)} GPUs for {ranks} ranks", "lower --tensor-parallel-size, or add GPUs")
+    elif ranks > len(gpus) and not cpu_build:
+        yield fail("gpu", f"{len(gpus)} GPUs for {ranks} ranks", "lower --tensor-parallel-size, or add GPUs")
     else:
-        yield ok("gpu", "; ".join(found))
+        yield ok("gpu", "; ".join(gpus))
 
 
 def check_cpu(threads: int | None) -> Iterator[Finding]:
@@ -168,15 +169,15 @@ def check_cpu(threads: int | None) -> Iterator[Finding]:
 
 def memory_free() -> int | None:
     """Return the bytes that a new process could take, by the machine and the control group; None: nobody can tell."""
-    found = []
+    limits = []
     try:
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        found.append(int(lines["MemAvailable"].split()[0]) * 1024)
+        limits.append(int(lines["MemAvailable"].split()[0]) * 1024)
         group = Path("/sys/fs/cgroup")
-        found.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+        limits.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
     except (OSError, ValueError, KeyError):
         pass
-    return min(found, default=None)
+    return min(limits, default=None)
 
 
 def check_disk(folders: dict[str, Path]) -> Iterator[Finding]:
@@ -188,11 +189,11 @@ def check_disk(folders: dict[str, Path]) -> Iterator[Finding]:
             continue
         seen.add(device)
         free, enough = shutil.disk_usage(there).free, ENOUGH.get(what, GIB)
-        found = f"{size_text(free)} free for {what} in {folder}"
+        space = f"{size_text(free)} free for {what} in {folder}"
         if free < enough // 10:
-            yield fail("disk", found, "make room, or choose another place")
+            yield fail("disk", space, "make room, or choose another place")
         else:
-            yield warn("disk", found, "make room before more comes") if free < enough else ok("disk", found)
+            yield warn("disk", space, "make room before more comes") if free < enough else ok("disk", space)
 
 
 def check_files(connections: int) -> Iterator[Finding]:

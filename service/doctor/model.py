@@ -34,7 +34,7 @@ def check_store(store: Store) -> Iterator[Finding]:
     elif not root.is_dir() or not os.access(root, os.R_OK | os.X_OK):
         yield fail("store", f"{root} cannot be read", "check --store and the folder's permissions")
         return
-    elif loose := [one for one in (root, *root.iterdir()) if one.is_dir() and one.stat().st_mode & stat.S_IWOTH]:
+    elif loose := [path for path in (root, *root.iterdir()) if path.is_dir() and path.stat().st_mode & stat.S_IWOTH]:
         yield warn("store", f"anyone on this machine can put bundles into {loose[0]}", f"chmod o-w {loose[0]}")
     else:
         writable = "" if os.access(root, os.W_OK) else ", read-only: nothing can be published here"
@@ -58,11 +58,11 @@ def check_store(store: Store) -> Iterator[Finding]:
 
 def check_bundles(store: Store, names: Sequence[str], loaded: dict[str, Bundle]) -> Iterator[Finding]:
     """Read every byte of each; what could be read is added to ``loaded``.  Of several, only the first is necessary."""
-    for place, name in enumerate(names):
+    for number, name in enumerate(names):
         try:
             bundle = store.verify(name)
         except BundleError as error:
-            yield _left_out("bundle", name, error) if place else fail("bundle", _about(name, error))
+            yield _left_out("bundle", name, error) if number else fail("bundle", _about(name, error))
             continue
         loaded[name] = bundle
         yield ok("bundle", f"{bundle.reference}, {bundle.manifest.digest[:19]}, for {bundle.manifest.model.name}")
@@ -84,12 +84,12 @@ def check_model(options: EngineOptions, loaded: dict[str, Bundle], unpack: bool)
     from service.engines import places
     from service.engines.places import place_of
 
-    place = place_of(options.model)
-    if place is not None and places.is_gguf(place) and not unpack and places.unpacked(place) is None:
-        yield ok("model", f"{place.name}, {place.stat().st_size / 2**20:.0f} MiB, unpacked at the first start; "
+    source = place_of(options.model)
+    if source is not None and places.is_gguf(source) and not unpack and places.unpacked(source) is None:
+        yield ok("model", f"{source.name}, {source.stat().st_size / 2**20:.0f} MiB, unpacked at the first start; "
                  "--load unpacks it and compares it with its bundles")  # fmt: skip
         return
-    if place is None and not places.reachable(options.model, options.revision):
+    if source is None and not places.reachable(options.model, options.revision):
         yield warn("model", f"{options.model}: the hub cannot be reached, the cache is read", HUB_ADVICE)
     from service.engines.adapters import digest_of
     from service.engines.checkpoint import folder_fingerprint, weight_files
@@ -100,7 +100,7 @@ def check_model(options: EngineOptions, loaded: dict[str, Bundle], unpack: bool)
 
     files = find_model_files(options)
     weights = weight_files(files.folder)
-    if place is None and not weights:
+    if source is None and not weights:
         yield ok("model", f"{options.model} on the hub, not downloaded yet")
         return
     config, tokens = files.config, Tokens(files.tokenizer)
@@ -120,17 +120,17 @@ def check_model(options: EngineOptions, loaded: dict[str, Bundle], unpack: bool)
         else:
             of = "" if free is None else f" of {size_text(free)} that are free"
             yield ok("memory", f"{size_text(needed)} for the weights{of}")
-    found: Any = SimpleNamespace(
+    identity: Any = SimpleNamespace(
         model=files.name, fingerprint=folder_fingerprint(files.folder), revision=files.revision,
         geometry=geometry(config),
         architecture=str((config.architectures or [type(config).__name__])[0]), tokenizer=tokens.digest,
         chat_template=tokens.chat_template_digest,
-        template_arguments=next((one.manifest.chat_template.arguments for one in loaded.values()), None),
+        template_arguments=next((bundle.manifest.chat_template.arguments for bundle in loaded.values()), None),
         adapter=None if options.adapter is None else digest_of(options.adapter),
     )  # fmt: skip
     for number, (name, bundle) in enumerate(list(loaded.items())):
         try:
-            check_identity(bundle.manifest, found)
+            check_identity(bundle.manifest, identity)
         except BundleError as error:
             if number:
                 del loaded[name]
@@ -147,11 +147,11 @@ def folders(store: Store, feedback: Path | None) -> dict[str, Path]:
 
     from service.engines.places import cache_folder
 
-    found = {
+    written = {
         "bundles": store.root.absolute(), "downloaded models": Path(constants.HF_HUB_CACHE).absolute(),
         "unpacked models": cache_folder().absolute(), TEMPORARY: Path(tempfile.gettempdir()),
     }  # fmt: skip
-    return found | ({} if feedback is None else {"feedback": feedback.absolute().parent})
+    return written | ({} if feedback is None else {"feedback": feedback.absolute().parent})
 
 
 def check_rollout(plan: RolloutPlan, loaded: Mapping[str, Bundle], watch_s: float) -> Iterator[Finding]:
@@ -160,8 +160,10 @@ def check_rollout(plan: RolloutPlan, loaded: Mapping[str, Bundle], watch_s: floa
     from service.serving.catalogue import rolled_out
 
     scorers = {  # what a rollout looks at in a scorer, without the model
-        name: cast("Scorer", SimpleNamespace(bundle=one, prompt_format=as_prompt_format(one.manifest.prompt_format)))
-        for name, one in loaded.items()
+        name: cast(
+            "Scorer", SimpleNamespace(bundle=bundle, prompt_format=as_prompt_format(bundle.manifest.prompt_format))
+        )
+        for name, bundle in loaded.items()
     }
     if not scorers:
         return  # the check of the bundles has said why
@@ -195,8 +197,8 @@ def check_drift(judging: Iterable[Bundle], replay_s: float) -> Iterator[Finding]
             yield warn("drift", f"{bundle.reference} is not watched: {error}", "copy it again")
             continue
         if reference is None:
-            found = f"{bundle.reference} keeps none of its training's risks: no change of the questions is seen"
-            yield warn("drift", found, "train it again with this release")
+            problem = f"{bundle.reference} keeps none of its training's risks: no change of the questions is seen"
+            yield warn("drift", problem, "train it again with this release")
             continue
         yield ok("drift", f"{bundle.reference} is compared with its training's risks")
     if not replay_s:

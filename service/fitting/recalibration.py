@@ -49,28 +49,6 @@ def fit_intercept(label: Labels, risk: Floats) -> Recalibration | None:
     return Recalibration("intercept", c=(low + high) / 2)
 
 
-def fit_platt(label: Labels, risk: Floats) -> Recalibration | None:
-    """Return slope and intercept of the log odds (Cox 1958, Platt 1999); None where risks do not rise with label 0."""
-    weight, intercept = _logistic(label, _log_odds(risk)[:, None])
-    slope = float(weight[0])
-    return Recalibration("platt", slope, slope, intercept) if slope > 0 else None
-
-
-def fit_beta(label: Labels, risk: Floats) -> Recalibration | None:
-    """Return Kull, Silva Filho and Flach's map (2017): logistic regression on log(risk) and -log(1 - risk), a, b >= 0.
-    A coefficient that comes out negative is 0 and the other is fitted alone, as in the paper."""
-    inside = np.clip(np.asarray(risk, np.float64), EDGE, 1 - EDGE)
-    features = np.stack([np.log(inside), -np.log1p(-inside)], axis=1)
-    kept = [0, 1]
-    while kept:
-        weight, intercept = _logistic(label, features[:, kept])
-        if (weight > 0).all():
-            a, b = (float(weight[kept.index(place)]) if place in kept else 0.0 for place in (0, 1))
-            return Recalibration("beta", a, b, intercept)
-        kept.remove(kept[int(weight.argmin())])
-    return None
-
-
 def fit_isotonic(label: Labels, risk: Floats) -> Recalibration | None:
     """Return pool-adjacent-violators, linear between its blocks' means, so that rows of one block keep their order.
     Values are drawn towards the rows' share by one row's weight: a block without an error is no proof of risk 0.
@@ -90,15 +68,7 @@ def fit_isotonic(label: Labels, risk: Floats) -> Recalibration | None:
     return Recalibration("isotonic", knots=tuple(knots[inner].tolist()), values=tuple(ends[inner].tolist()))
 
 
-FITS: dict[Method, MapFit] = {  # from simple to flexible
-    "intercept": fit_intercept, "platt": fit_platt, "beta": fit_beta, "isotonic": fit_isotonic,
-}  # fmt: skip
-
-
-def _logistic(label: Labels, features: NDArray[np.float64]) -> tuple[Floats, float]:
-    """Return weights [k] and intercept of P(hallucinated): features [n, k]."""
-    classifier = fit_classifier(features, np.asarray(label))  # of factual: every sign turns
-    return -classifier.weight, -classifier.intercept
+FITS: dict[Method, MapFit] = {"intercept": fit_intercept, "isotonic": fit_isotonic}  # from simple to flexible
 
 
 def _log_odds(risk: Floats, edge: float = EDGE) -> NDArray[np.float64]:
@@ -208,8 +178,8 @@ def fit_cox_line(label: Labels, risk: Floats) -> CoxLine | None:
     x, bad = _log_odds(risk, 1e-9), np.asarray(label) == 0
     if not bad.any() or bad.all() or x[bad].max() <= x[~bad].min() or x[~bad].max() <= x[bad].min():
         return None
-    weight, intercept = _logistic(label, x[:, None])
-    return CoxLine(float(weight[0]), intercept)
+    of_factual = fit_classifier(x[:, None], np.asarray(label))  # of hallucinated: every sign turns
+    return CoxLine(-float(of_factual.weight[0]), -of_factual.intercept)
 
 
 def cox_line(label: Labels, group: Labels, risks: Floats, folds: int | None = None) -> dict[str, Any]:

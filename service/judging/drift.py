@@ -6,11 +6,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
 
 from probes_store.bundle import Bundle
 from service.judging.evaluation import training_risks
@@ -62,14 +60,12 @@ class Reference:
 class Drift:
     """The newest window of prompts that this bundle judged, beside its training rows."""
 
-    prompts: Annotated[int, Field(description="different ones, the newest")]
-    independent: Annotated[float, Field(
-        description="prompts that tell as much, since neighbours are alike; limits follow it")]  # fmt: skip
-    ks: Annotated[float, Field(description="largest distance of the two distribution functions of the risk")]
-    psi: Annotated[float, Field(description="population stability index over the tenths of training")]
-    shift: Annotated[float, Field(description="mean risk of the window less that of training")]
-    outside: Annotated[float | None, Field(
-        description="share of prompts outside training; null where the bundle cannot tell")]  # fmt: skip
+    prompts: int  # different ones
+    independent: float  # prompts that tell as much, since neighbours are alike; limits follow it
+    ks: float  # largest distance of the two distribution functions of the risk
+    psi: float  # population stability index over the tenths of training
+    shift: float  # mean risk of the window less that of training
+    outside: float | None  # share of prompts outside training; None where the bundle cannot tell
 
 
 def reference_of(bundle: Bundle) -> Reference | None:

@@ -26,43 +26,35 @@ THRESHOLDS = tuple(round(step / 100, 2) for step in range(101))
 ENOUGH = 100  # rows: ten in each tenth
 
 
-def _says(description: str) -> Any:
-    return Field(description=description)
-
-
 @dataclass(frozen=True, slots=True)
 class CoverageGate:
     """What answering below one threshold does, as shares of the training rows."""
 
     threshold: Share
     answered: Share
-    wrong_among_answered: Annotated[Share | None, _says("null where nothing is answered")]
-    right_withheld: Annotated[Share, _says("of the rows that the model answers right")]
+    wrong_among_answered: Share | None  # None where nothing is answered
+    right_withheld: Share  # of the rows that the model answers right
 
 
 @dataclass(frozen=True, slots=True)
 class Tenth:
     """A tenth of the training rows, ordered by risk."""
 
-    low: Annotated[Share, _says("its smallest risk")]
-    high: Annotated[Share, _says("its largest")]
-    right: Annotated[Share, _says("share that the model answered right")]
-
-
-_COUNTED_FROM = "the out-of-fold risks of the training rows; or nothing but the bundle's own threshold is known"
+    low: Share  # its smallest risk
+    high: Share
+    right: Share  # that the model answered right
 
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
     """What a bundle would answer and get wrong over thresholds, on questions like its training rows."""
 
-    source: Annotated[CoverageSource, _says(f"counted from {_COUNTED_FROM}")]
+    source: CoverageSource  # of the gates and tenths; with "own_threshold" there are none
     rows: int
-    hallucinated: Annotated[Share, _says("share of the rows: what is wrong where everything is answered")]
-    gates: Annotated[tuple[CoverageGate, ...], _says("at the thresholds 0, 0.01 ... 1; may be empty")]
-    own: Annotated[CoverageGate | None, _says("measured at the bundle's own threshold, by cross-validation")]
-    tenths: Annotated[tuple[Tenth, ...], _says(
-        "lowest risks first; empty where the rows' risks were not kept, or are too few")]  # fmt: skip
+    hallucinated: Share  # of the rows: what is wrong where everything is answered
+    gates: tuple[CoverageGate, ...]  # at THRESHOLDS; may be empty
+    own: CoverageGate | None  # measured at the bundle's own threshold, by cross-validation
+    tenths: tuple[Tenth, ...]  # lowest risks first; empty where the rows' risks were not kept, or are too few
 
 
 def coverage(bundle: Bundle) -> Coverage:
@@ -131,22 +123,19 @@ class FormRow:
 
     form: str
     rows: Annotated[int, Field(strict=True)]
-    wrong: Annotated[Share, _says("share that the model answers wrong")]
-    mean_risk: Annotated[Share, _says("far from 'wrong', the risk is no probability in this form")]
-    calibration_error: Annotated[Share, _says("debiased")]
-    auroc: Annotated[Share | None, _says("null where the rows are of one class")]
-    answered: Annotated[Share | None, _says("null, as the next, where a calibration has set another threshold since")]
-    wrong_among_answered: Annotated[Share | None, _says("null where nothing is answered")]
-
-
-_MEASURED_ON = "held-out rows, or on the training rows by folds that never saw the row"
+    wrong: Share  # that the model answers wrong
+    mean_risk: Share  # far from ``wrong``, the risk is no probability in this form
+    calibration_error: Share  # debiased
+    auroc: Share | None  # None where the rows are of one class
+    answered: Share | None  # None, as the next, where a calibration has set another threshold since
+    wrong_among_answered: Share | None  # None where nothing is answered
 
 
 @dataclass(frozen=True, slots=True)
 class FormTable:
     """A bundle's risk by form of conversation."""
 
-    source: Annotated[FormsSource, _says(f"measured on {_MEASURED_ON}")]
+    source: FormsSource  # out_of_fold: on the training rows, by folds that never saw the row
     data: tuple[FormRow, ...]
 
 
@@ -191,8 +180,8 @@ class SampleQuestion:
     """A held-out question that the bundle carries."""
 
     prompt: str
-    answers: Annotated[tuple[str, ...], _says("accepted ones")]
-    kind: Annotated[str, _says("'' where the data name none")]
+    answers: tuple[str, ...]  # accepted ones
+    kind: str  # "" where the data name none
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,14 +71,14 @@ class Risks(Sequence[Risk]):
     bundle: Bundle = field(repr=False)
 
     @overload
-    def __getitem__(self, place: int) -> Risk: ...
+    def __getitem__(self, index: int) -> Risk: ...
 
     @overload
-    def __getitem__(self, place: slice) -> Risks: ...
+    def __getitem__(self, index: slice) -> Risks: ...
 
-    def __getitem__(self, place: int | slice) -> Risk | Risks:
+    def __getitem__(self, index: int | slice) -> Risk | Risks:
         """Return one risk, or a part of them."""
-        return Risks(self.rows[place], self.bundle) if isinstance(place, slice) else self.rows[place]
+        return Risks(self.rows[index], self.bundle) if isinstance(index, slice) else self.rows[index]
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -104,7 +104,8 @@ class Risks(Sequence[Risk]):
         ends = [row.interval or (np.nan, np.nan) for row in self.rows]
         known: dict[str, list[Any]] = {"low": [low for low, _ in ends], "high": [high for _, high in ends]}
         columns: dict[str, Any] = {"prompt": [row.text for row in self.rows]}
-        columns |= {name: known.get(name) or [getattr(row, name, None) for row in self.rows] for name in names}
+        for name in names:
+            columns[name] = known.get(name) or [getattr(row, name, None) for row in self.rows]
         if trajectory:
             columns |= {f"layer_{layer}": values for layer, values in enumerate(self.trajectory.T)}
         return frame(columns)
@@ -255,14 +256,14 @@ class Detector:
         from service.policies.guard import GATE
         from service.serving.judgement import Judgement
 
-        given = as_prompts(prompts)
+        inputs = as_prompts(prompts)
         ids = [
             self._scorer.render(prompt=prompt) if isinstance(prompt, str) else self._scorer.render(messages=prompt)
-            for prompt in given
+            for prompt in inputs
         ]
         standings = [
             self._scorer.standing(prompt) if isinstance(prompt, str) else self._scorer.standing(messages=prompt)
-            for prompt in given
+            for prompt in inputs
         ]
         policy = GATE.at(threshold)
         if generate < 0:
@@ -273,7 +274,7 @@ class Detector:
             else self._scorer.score(ids, policy, standings)
         )
         judgement = Judgement.of(self._scorer, policy, reports)
-        return Risks(tuple(map(risk_of, given, judgement.prompts)), self.bundle)
+        return Risks(tuple(map(risk_of, inputs, judgement.prompts)), self.bundle)
 
     def close(self) -> None:
         """Free the model; later calls raise EngineError."""
@@ -308,13 +309,13 @@ def load(
     name = None if model is None else str(model)
     if bundle is None and name not in (None, *SHIPPED):
         place_of(str(name))  # a path where nothing is, rather than the question which bundle reads it
-    found = open_store(store, require_signature=require_signature).load(bundle or default_bundles(name)[0])
+    opened = open_store(store, require_signature=require_signature).load(bundle or default_bundles(name)[0])
     chosen = engine or Engine()
     loaded = load_engine(
-        chosen.options(name, [found.manifest.name]), bundles=[found], threads=chosen.threads, report=report
+        chosen.options(name, [opened.manifest.name]), bundles=[opened], threads=chosen.threads, report=report
     )
     try:
-        return Detector(Scorer(loaded, found))
+        return Detector(Scorer(loaded, opened))
     except BaseException:
         loaded.close()
         raise
@@ -324,17 +325,20 @@ def as_prompts(prompts: Prompts) -> list[str | list[Message]]:
     """Return one prompt or several as a list; a list of messages is one.  Raises RequestError."""
     if isinstance(prompts, str):
         return [prompts]
-    given = list(prompts)
-    if given and all(isinstance(one, Mapping) for one in given):
-        return [_conversation(given, "prompts")]
-    return [one if isinstance(one, str) else _conversation(one, f"prompts[{at}]") for at, one in enumerate(given)]
+    items = list(prompts)
+    if items and all(isinstance(prompt, Mapping) for prompt in items):
+        return [_conversation(items, "prompts")]
+    return [
+        prompt if isinstance(prompt, str) else _conversation(prompt, f"prompts[{at}]")
+        for at, prompt in enumerate(items)
+    ]
 
 
 def _conversation(messages: object, name: str) -> list[Message]:
-    if not isinstance(messages, Sequence) or not all(isinstance(one, Mapping) for one in messages):
+    if not isinstance(messages, Sequence) or not all(isinstance(message, Mapping) for message in messages):
         raise RequestError(f"{name} is {type(messages).__name__}: a text or a list of messages is expected",
                            param="prompts")  # fmt: skip
-    for one in messages:
-        if set(one) != {"role", "content"} or not all(isinstance(text, str) for text in one.values()):
+    for message in messages:
+        if set(message) != {"role", "content"} or not all(isinstance(text, str) for text in message.values()):
             raise RequestError("a message has exactly a text 'role' and a text 'content'", param="prompts")
-    return [{"role": one["role"], "content": one["content"]} for one in messages]
+    return [{"role": message["role"], "content": message["content"]} for message in messages]

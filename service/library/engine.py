@@ -46,7 +46,7 @@ class NoDefaultBundle(HalluTracerError):
 
 def short_name(bundle: str) -> str | None:
     """Return the short name of the model that a shipped bundle of this name belongs to."""
-    return next((model for model, own in SHIPPED.items() if bundle in own), None)
+    return next((model for model, names in SHIPPED.items() if bundle in names), None)
 
 
 def default_model(bundles: Sequence[str] = ()) -> str:
@@ -65,8 +65,8 @@ def default_bundles(model: str | None) -> tuple[str, ...]:
         return SHIPPED[chosen]
     if (file := Path(os.path.expanduser(chosen))).is_file():
         size = file.stat().st_size  # told before anything is read
-        if size in {known for known, _ in FILES} and (own := FILES.get((size, sha256_of(file)))):
-            return own
+        if size in {known for known, _ in FILES} and (bundles := FILES.get((size, sha256_of(file)))):
+            return bundles
     one_file = next((name for names in FILES.values() for name in names if name in chosen.lower()), None)
     also = "" if one_file is None else (
         f"; or give the GGUF file that the shipped bundle {one_file} reads, which 'hallutracer bundle show {one_file}' "
@@ -143,7 +143,7 @@ class Engine:
 
 
 def open_store(
-    place: str | Path, *, cache: str | Path | None = None, require_signature: str | Path | None = None,
+    location: str | Path, *, cache: str | Path | None = None, require_signature: str | Path | None = None,
     allow_open_store: bool = False,
 ) -> "Store":  # fmt: skip
     """Return the store in a folder or at a URL, with the shipped bundles behind it; nothing is read yet but the key.
@@ -156,7 +156,7 @@ def open_store(
 
     required = None if require_signature is None else required_signature(str(require_signature))
     trust = Trust(required, allow_open_store)
-    return Store(place, fallbacks=[STORE], trust=trust, cache=None if cache is None else Path(cache))
+    return Store(location, fallbacks=[STORE], trust=trust, cache=None if cache is None else Path(cache))
 
 
 def load_engine(
@@ -261,27 +261,28 @@ def _refuse_other_files(options: "EngineOptions", bundle: "Bundle") -> None:
     from probes_store.manifest import LOCAL, another_commit
     from service.engines import checkpoint
 
-    own, place = bundle.manifest.model, place_of(options.model)
+    trained, path = bundle.manifest.model, place_of(options.model)
     weights: str | None = None
-    if place is not None and is_gguf(place):
-        name, commit, told = place.name, LOCAL, checkpoint.gguf_shape(place)
-        if _agree(told, own) and (folder := unpacked(place)) is not None:
+    if path is not None and is_gguf(path):
+        name, commit = path.name, LOCAL
+        shape = checkpoint.gguf_shape(path)
+        if _agree(shape, trained) and (folder := unpacked(path)) is not None:
             weights = checkpoint.fingerprint_on_disk(folder)
     else:
-        if place is not None:
-            checkpoint.check_folder(place)
-        folder = place or checkpoint.snapshot_of(options.model, options.revision)
-        name, commit = (options.model, folder.name) if place is None else (place.resolve().name, LOCAL)
-        weights, told = checkpoint.fingerprint_on_disk(folder), checkpoint.shape_of(folder)
-    if weights == own.fingerprint or ((weights is None or options.engine == "vllm") and _agree(told, own)):
+        if path is not None:
+            checkpoint.check_folder(path)
+        folder = path or checkpoint.snapshot_of(options.model, options.revision)
+        name, commit = (options.model, folder.name) if path is None else (path.resolve().name, LOCAL)
+        weights, shape = checkpoint.fingerprint_on_disk(folder), checkpoint.shape_of(folder)
+    if weights == trained.fingerprint or ((weights is None or options.engine == "vllm") and _agree(shape, trained)):
         return
     raise another_commit(bundle.manifest, name, commit) or _wrong(
         bundle, f"{name} has other weights or another configuration"
     )
 
 
-def _agree(told: Mapping[str, str | int], own: "ModelRecord") -> bool:
-    return all(getattr(own, field) == value for field, value in told.items())
+def _agree(shape: Mapping[str, str | int], trained: "ModelRecord") -> bool:
+    return all(getattr(trained, field) == value for field, value in shape.items())
 
 
 def _refuse_model_of_hub(options: "EngineOptions", bundle: "Bundle") -> None:
@@ -291,14 +292,14 @@ def _refuse_model_of_hub(options: "EngineOptions", bundle: "Bundle") -> None:
     weights, without asking the hub."""
     from huggingface_hub import try_to_load_from_cache
 
-    own = bundle.manifest.model
-    if own.revision != "local" or own.name in (options.model, options.model.rpartition("/")[2]):
+    trained = bundle.manifest.model
+    if trained.revision != "local" or trained.name in (options.model, options.model.rpartition("/")[2]):
         return
     config = try_to_load_from_cache(options.model, CONFIG, revision=options.revision)
     if isinstance(config, str):
         from service.engines.checkpoint import fingerprint_on_disk
 
-        if fingerprint_on_disk(Path(config).parent) == own.fingerprint:
+        if fingerprint_on_disk(Path(config).parent) == trained.fingerprint:
             return
     why = f"{options.model!r} is no folder or GGUF file here, and a model of the hub is another"
     raise _wrong(bundle, why)
@@ -308,16 +309,16 @@ def refuse_another_adapter(options: "EngineOptions", bundle: "Bundle") -> None:
     """Raise WrongModel where the bundle reads another adapter, and ModelLoadError where the option names none."""
     from service.engines.adapters import digest_of
 
-    own, given = bundle.manifest.model.adapter, None if options.adapter is None else digest_of(options.adapter)
-    if own != given:
-        found, expected = (f"the adapter {one[:12]}" if one else "no adapter" for one in (given, own))
-        raise WrongModel(f"{owner(bundle)} with {expected}, and this is one with {found}",
+    trained, loaded = bundle.manifest.model.adapter, None if options.adapter is None else digest_of(options.adapter)
+    if trained != loaded:
+        actual, expected = (f"the adapter {digest[:12]}" if digest else "no adapter" for digest in (loaded, trained))
+        raise WrongModel(f"{owner(bundle)} with {expected}, and this is one with {actual}",
                          cure="Name the adapter that it was trained with, or another bundle")  # fmt: skip
 
 
 def _wrong(bundle: "Bundle", why: str) -> WrongModel:
-    own = short_name(bundle.manifest.name)
-    cure = f"Name the model {own}" if own else "Name that model"
+    name = short_name(bundle.manifest.name)
+    cure = f"Name the model {name}" if name else "Name that model"
     return WrongModel(
         f"{owner(bundle)}: {why}", cure=f"{cure}, or a bundle of the model that you name, or train one for it"
     )

@@ -62,8 +62,8 @@ class Trained:
     figures: tuple[SignalFigures, ...] = ()  # of the nested cross-validation; () without evaluate
 
     def __repr__(self) -> str:
-        own = self.own
-        figures = "not evaluated" if own is None else f"AUROC {own.auroc:.3f} [{own.low:.3f}, {own.high:.3f}]"
+        row = self.own
+        figures = "not evaluated" if row is None else f"AUROC {row.auroc:.3f} [{row.low:.3f}, {row.high:.3f}]"
         return f"<Trained: {self.reference}, {figures}; {self.folder}>"
 
     @property
@@ -86,11 +86,11 @@ class Trained:
     @property
     def own(self) -> SignalFigures | None:
         """Return the figures of the bundle's own risk; None without ``evaluate``."""
-        return next((one for one in self.figures if one.own), None)
+        return next((row for row in self.figures if row.own), None)
 
     def to_frame(self) -> DataFrame:
         """Return the figures, a row for each signal.  Needs pandas."""
-        return frame([vars(one) for one in self.figures])
+        return frame([vars(row) for row in self.figures])
 
 
 @dataclass
@@ -152,8 +152,8 @@ def train(
     folder = Path(run_dir) if run_dir is not None else Path("runs") / (name or bundle_name(named))
     if not isinstance(options.get("forms", ""), str):
         options["forms"] = ",".join(options["forms"]) or "none"
-    if isinstance(given := options.get("chat_template_kwargs"), Mapping):
-        options["chat_template_kwargs"] = json.dumps(given)
+    if isinstance(arguments := options.get("chat_template_kwargs"), Mapping):
+        options["chat_template_kwargs"] = json.dumps(arguments)
     options |= {key: Path(value) for key, value in options.items() if key in ("test", "calibration") and value}
     data = () if rows is None else (str(rows_file(rows, folder)),)
     wanted = TrainOptions(name=name, data=data, labels=labels,
@@ -226,14 +226,16 @@ def extract(
     with closing(load_engine(options, rows=[where], threads=chosen.threads, report=report)) as loaded:
         prompt_format = default_prompt_format(loaded)
         ids = [
-            render(loaded, one if isinstance(one, str) else None, None if isinstance(one, str) else one, prompt_format)
-            for one in as_prompts(prompts)
+            render(loaded, prompt, None, prompt_format)
+            if isinstance(prompt, str)
+            else render(loaded, None, prompt, prompt_format)
+            for prompt in as_prompts(prompts)
         ]
         geometry = loaded.identity.geometry
-        found = np.empty((len(ids), geometry.num_layers, geometry.width(where)), np.float32)
-        for batch in batches(np.array([len(one) for one in ids]), BATCH_ROWS):  # as ``train`` reads them
-            found[batch] = loaded.extract([ids[row] for row in batch], [where]).activations[where]
-    return geometry.by_head(found, where) if where is Site.ATTENTION_HEAD else found
+        activations = np.empty((len(ids), geometry.num_layers, geometry.width(where)), np.float32)
+        for batch in batches(np.array([len(prompt) for prompt in ids]), BATCH_ROWS):  # as ``train`` reads them
+            activations[batch] = loaded.extract([ids[row] for row in batch], [where]).activations[where]
+    return geometry.by_head(activations, where) if where is Site.ATTENTION_HEAD else activations
 
 
 def run_training(
@@ -256,12 +258,20 @@ def figures_of(evaluation: Mapping[str, Any]) -> tuple[SignalFigures, ...]:
     crossed = evaluation.get("cross_validation")
     if crossed is None:
         return ()
-    own = evaluation["signal_of_the_bundle"]
+    served = evaluation["signal_of_the_bundle"]
     return tuple(
-        SignalFigures(name, SIGNALS[name], name == own, row["auroc"]["mean"], row["auroc"]["low"], row["auroc"]["high"],
-                      row["ece"]["mean"], row["brier"]["mean"])
+        SignalFigures(
+            signal=name,
+            title=SIGNALS[name],
+            own=name == served,
+            auroc=row["auroc"]["mean"],
+            low=row["auroc"]["low"],
+            high=row["auroc"]["high"],
+            ece=row["ece"]["mean"],
+            brier=row["brier"]["mean"],
+        )
         for name, row in crossed["signals"].items()
-    )  # fmt: skip
+    )
 
 
 def completed(options: TrainOptions, model: str | None) -> TrainOptions:
@@ -305,15 +315,7 @@ def rows_file(rows: str | Path | Iterable[Mapping[str, Any]], folder: Path, stem
     """Return the file of the rows: the one that is named, or one that is written into the run folder."""
     if isinstance(rows, str | Path):
         return Path(os.path.expanduser(rows))
-    given = (
-        {
-            key: value
-            for key, value in row.items()  # without what a DataFrame has where nothing was
-            if value is not None and not (isinstance(value, float) and math.isnan(value))
-        }
-        for row in rows
-    )
-    lines = [json.dumps(row, ensure_ascii=False, default=_plain) + "\n" for row in given]
+    lines = [json.dumps(_without_gaps(row), ensure_ascii=False, default=_plain) + "\n" for row in rows]
     text = "".join(lines).encode("utf-8", "surrogatepass")
     folder.mkdir(parents=True, exist_ok=True)
     names = chain([f"{stem}.jsonl"], (f"{stem}-{number}.jsonl" for number in count(2)))
@@ -323,6 +325,12 @@ def rows_file(rows: str | Path | Iterable[Mapping[str, Any]], folder: Path, stem
         if path.read_bytes() == text:  # rows of an earlier run stay as they are
             return path
     raise AssertionError
+
+
+def _without_gaps(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row without None and NaN, which a DataFrame has where there was nothing."""
+    gaps = {key for key, value in row.items() if value is None or (isinstance(value, float) and math.isnan(value))}
+    return {key: value for key, value in row.items() if key not in gaps}
 
 
 def _plain(value: Any) -> Any:

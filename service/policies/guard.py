@@ -52,7 +52,7 @@ class Action(StrEnum):
         return self.decision is not Decision.CONTINUE
 
     @property
-    def says(self) -> bool:
+    def has_message(self) -> bool:
         """Return whether it comes with a message."""
         return self.message is not None
 
@@ -114,8 +114,8 @@ class Policy:
     def __post_init__(self) -> None:
         """Raises RequestError for a threshold outside [0, 1], or a share of true passages outside (0, 1]."""
         if not 0.0 < self.passage_truth <= 1.0:
-            said = f"passage_truth must lie above 0 and be at most 1, not {self.passage_truth}"
-            raise RequestError(said, param="passage_truth")
+            problem = f"passage_truth must lie above 0 and be at most 1, not {self.passage_truth}"
+            raise RequestError(problem, param="passage_truth")
         if self.threshold is not None:
             check_threshold(self.threshold)
 
@@ -181,6 +181,6 @@ def judge(
 
 def stopped_by(policy: Policy, verdict: Verdict, risk: float | None) -> Verdict:
     """Return the verdict with the policy's action: its decision and its words, with this risk where there is one."""
-    says = policy.message if policy.action.says else None
+    message = policy.message if policy.action.has_message else None
     shown = "unknown" if risk is None else f"{risk:.2f}"
-    return replace(verdict, decision=policy.action.decision, message=says and says.replace("{risk}", shown))
+    return replace(verdict, decision=policy.action.decision, message=message and message.replace("{risk}", shown))

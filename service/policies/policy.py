@@ -46,7 +46,7 @@ class Rule(BaseModel):
     def fits(self, route: str, model: str, key: str) -> bool:
         """Return whether it applies to a request on ``route``, for ``model``, with the key of this name."""
         pairs = ((self.route, canonical(route)), (self.model, model), (self.key, key))
-        return all(wanted in (None, own) for wanted, own in pairs)
+        return all(wanted in (None, actual) for wanted, actual in pairs)
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def read_policies(path: Path, message: str = DEFAULT_MESSAGE) -> Policies:
     named = built_in(message) | {name: _policy(path, name, table, message) for name, table in tables.items()}
     if not isinstance(rules, list):
         raise HalluTracerError(f"{path}: 'rule' is no policy's name; rules are written [[rule]]")
-    return Policies(named, tuple(_rule(f"{path}, rule {place}", rule, named) for place, rule in enumerate(rules, 1)))
+    return Policies(named, tuple(_rule(f"{path}, rule {number}", rule, named) for number, rule in enumerate(rules, 1)))
 
 
 class PolicyTable(BaseModel):
@@ -105,8 +105,8 @@ class PolicyTable(BaseModel):
 
     @model_validator(mode="after")
     def _belongs_to_its_action(self) -> PolicyTable:
-        if self.message is not None and not self.action.says:
-            speaking = ", ".join(one for one in Action if one.says)
+        if self.message is not None and not self.action.has_message:
+            speaking = ", ".join(action for action in Action if action.has_message)
             raise ValueError(f"only actions {speaking} have a message; remove it or change the action")
         for field in ("withhold_outside", "withhold_no_fact"):
             if getattr(self, field) and not self.action.withholds:
@@ -118,10 +118,10 @@ class PolicyTable(BaseModel):
             raise ValueError("tools = 'gate' needs another action than 'observe', which lets every answer through")
         if self.recheck and self.stop_at is not None:
             raise ValueError("recheck holds an answer to its end and stop_at ends one under way: remove one of them")
-        given = {field for field in self.model_fields_set if field.startswith("upstream")}
-        if given and self.action is not Action.FALLBACK:
-            raise ValueError(f"only action fallback has {min(given)}; remove it or change the action")
-        if self.action is Action.FALLBACK and (missing := {"upstream", "upstream_model"} - given):
+        upstream_fields = {field for field in self.model_fields_set if field.startswith("upstream")}
+        if upstream_fields and self.action is not Action.FALLBACK:
+            raise ValueError(f"only action fallback has {min(upstream_fields)}; remove it or change the action")
+        if self.action is Action.FALLBACK and (missing := {"upstream", "upstream_model"} - upstream_fields):
             raise ValueError(f"action 'fallback' needs {min(missing)}")
         return self
 
@@ -137,9 +137,9 @@ class PolicyTable(BaseModel):
             usable = False
         if not usable or parts.query or parts.fragment:
             raise HalluTracerError("upstream must be an address up to /v1, such as https://api.example.com/v1")
-        found = Upstream(url, self.upstream_model, self.upstream_key_env, self.upstream_timeout_s)
-        found.headers()
-        return found
+        upstream = Upstream(url, self.upstream_model, self.upstream_key_env, self.upstream_timeout_s)
+        upstream.headers()
+        return upstream
 
 
 def _rule(where: str, table: Any, named: Mapping[str, Policy]) -> Rule:
@@ -160,12 +160,12 @@ def _policy(path: Path, name: str, table: Any, message: str) -> Policy:
     if not isinstance(table, dict):
         raise HalluTracerError(f"{path}: {name!r} is outside a table; write [policy-name] above it")
     try:
-        found = PolicyTable.model_validate(table)
-        upstream = found.sent_to()
+        parsed = PolicyTable.model_validate(table)
+        upstream = parsed.sent_to()
     except ValidationError as error:
         raise HalluTracerError(f"{where}: {first_problem(error, PolicyTable)}") from None
     except HalluTracerError as error:
         raise HalluTracerError(f"{where}: {error}") from None
-    says = (found.message or found.action.message or message) if found.action.says else None
-    chosen = found.withhold_outside, found.withhold_no_fact, found.recheck, found.stop_at
-    return Policy(name, found.action, found.threshold, says, *chosen, upstream, found.tools, found.passage_truth)
+    says = (parsed.message or parsed.action.message or message) if parsed.action.has_message else None
+    chosen = parsed.withhold_outside, parsed.withhold_no_fact, parsed.recheck, parsed.stop_at
+    return Policy(name, parsed.action, parsed.threshold, says, *chosen, upstream, parsed.tools, parsed.passage_truth)

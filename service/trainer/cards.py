@@ -60,8 +60,7 @@ PLOTS = {
 }  # fmt: skip
 MAPS = {
     "identity": "the risk as it is", "prior_shift": "prior shift, by traffic and labels",
-    "intercept": "intercept, by labels", "platt": "Platt: slope and intercept", "beta": "beta calibration",
-    "isotonic": "isotonic",
+    "intercept": "intercept, by labels", "isotonic": "isotonic",
 }  # fmt: skip
 CHANCE = 0.5  # AUROC
 SHOWN_RISKS = (0.1, 0.25, 0.5, 0.75, 0.9)  # with their intervals

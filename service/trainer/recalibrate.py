@@ -93,7 +93,9 @@ def recalibrate(
     if traffic is not None:
         lines.append(f"{len(traffic.rows)} rows of traffic{'' if traffic.scored else ', to be scored'}")
     if traffic is not None and source is None:
-        lines.append("whether prior shift alone explains the traffic cannot be tested: you insisted")
+        lines.append(
+            "whether prior shift alone explains the traffic cannot be tested: going on because of --allow-other-shift"
+        )
     if bundle.manifest.guarantee is not None:
         lines.append(f"the guarantee of {bundle.reference} will not be carried over: run 'hallutracer guarantee' on "
                      "the new version, with other rows")  # fmt: skip
@@ -152,7 +154,9 @@ def check_not_recalibrated(bundle: Bundle, evaluation: Mapping[str, Any]) -> Non
 def _score(file: TrafficFile, scorer: Scorer, batch_rows: int) -> Floats:
     if file.scored:
         return np.array([row.risk for row in file.rows], np.float64)
-    prompts, problems, limit = [], [], scorer.engine.identity.max_tokens
+    prompts: list[list[int]] = []
+    problems: list[str] = []
+    limit = scorer.engine.identity.max_tokens
     for row in file.rows:
         try:
             prompts.append(scorer.render(row.prompt, row.messages))
@@ -187,12 +191,14 @@ def _tested(
                   f"{test.p_value:.2g})")  # fmt: skip
     if test.explained:
         return test
-    found = ("prior shift alone does not explain the traffic: its risks differ from every mixture of training's classes"
-             f" by {test.distance:.3f}, where at most {test.limit:.3f} would pass")  # fmt: skip
+    finding = (
+        "prior shift alone does not explain the traffic: its risks differ from every mixture of training's classes by "
+        f"{test.distance:.3f}, where at most {test.limit:.3f} would pass"
+    )
     if not options.allow_other_shift:
-        raise TrainingError(f"{found}. Nothing was spent: leave --traffic out and recalibrate by the labelled rows, or "
-                            "insist with --allow-other-shift", param="traffic")  # fmt: skip
-    console.print(f"{found}; you insisted")
+        cure = "leave --traffic out and recalibrate by the labelled rows, or insist with --allow-other-shift"
+        raise TrainingError(f"{finding}. Nothing was spent: {cure}", param="traffic")
+    console.print(f"{finding}; going on because of --allow-other-shift")
     return test
 
 
@@ -203,28 +209,28 @@ def _prior_shift(
     """Return the map by the share of hallucinations on the traffic, and what evaluation.json has of it.
 
     Nothing but this share has shifted; a prompt in both files counts as a labelled row."""
-    used = [data.dataset.rows[place] for place in data.labelled.index.tolist()]
+    used = [data.dataset.rows[index] for index in data.labelled.index.tolist()]
     labelled = {row.prompt_digest for row in used}
-    kept = [place for place, row in enumerate(file.rows) if row.prompt_digest not in labelled]
-    if not kept:
+    unlabelled = [index for index, row in enumerate(file.rows) if row.prompt_digest not in labelled]
+    if not unlabelled:
         raise TrainingError("every row of the traffic is among the labelled rows: leave --traffic out", param="traffic")
     named = [f"group {row.group}" if row.group else f"prompt {row.prompt_digest.hex()}" for row in used]
-    groups, of_labelled = number_together([file.rows[place].group for place in kept], named)
-    traffic = Traffic(risk[kept], groups)
+    groups, of_labelled = number_together([file.rows[index].group for index in unlabelled], named)
+    traffic = Traffic(risk[unlabelled], groups)
     alone = estimate_share(traffic, prior, seed=seed)
     with_labels = estimate_share(traffic, prior, data.inputs.label, of_labelled, seed)
-    if left_out := len(file.rows) - len(kept):
+    if left_out := len(file.rows) - len(unlabelled):
         console.print(f"{left_out} rows of the traffic are among the labelled rows and count once")
     for what, share in (("traffic alone", alone), ("traffic and labels", with_labels)):
-        moved = shift_to(share.value, prior, len(kept)).c
+        moved = shift_to(share.value, prior, len(unlabelled)).c
         ends = f"[{share.low:.1%}, {share.high:.1%}]"
         console.print(f"{what}: {share.value:.1%} {ends} hallucinated by prior shift, log odds {moved:+.3f}")
 
     def fit(label: NDArray[np.integer], _: Floats) -> Recalibration:
-        return shift_to(most_likely_share(traffic, prior, label), prior, len(kept) + len(label))
+        return shift_to(most_likely_share(traffic, prior, label), prior, len(unlabelled) + len(label))
 
     return fit, {
-        "file": file.path.name, "digest": file.digest, "rows": len(kept), "left_out": left_out,
+        "file": file.path.name, "digest": file.digest, "rows": len(unlabelled), "left_out": left_out,
         "groups": len(np.unique(traffic.group)), "share": rounded(asdict(alone)),
         "share_with_labels": rounded(asdict(with_labels)), "test": None if test is None else rounded(asdict(test)),
         "explained": None if test is None else test.explained,
@@ -253,12 +259,12 @@ def choose_and_publish(
     )  # fmt: skip
     gates = {"before": at_threshold(label, risk, old), "after": at_threshold(label, recalibration(risk), new)}
     figures = {
-        one.name: rounded({
-            "log_loss": {"mean": one.log_loss} | one.log_loss_interval._asdict(),
-            "gain": {"mean": one.gain} | one.gain_interval._asdict(),
-            "calibration_debiased": {"mean": one.error} | one.error_interval._asdict(),
+        candidate.name: rounded({
+            "log_loss": {"mean": candidate.log_loss} | candidate.log_loss_interval._asdict(),
+            "gain": {"mean": candidate.gain} | candidate.gain_interval._asdict(),
+            "calibration_debiased": {"mean": candidate.error} | candidate.error_interval._asdict(),
         })
-        for one in choice.candidates
+        for candidate in choice.candidates
     }  # fmt: skip
     record |= {
         "from": bundle.reference, "from_digest": bundle.manifest.digest,
@@ -269,8 +275,8 @@ def choose_and_publish(
     }  # fmt: skip
     evaluation["recalibrations"] = [*evaluation.get("recalibrations", []), record]
     if "gates" in evaluation.get("out_of_fold", {}):  # where a guarantee of the new version begins
-        found = evaluation["out_of_fold"]
-        for gate in (found["gates"], *found.get("gates_by_passage", {}).values()):
+        out_of_fold = evaluation["out_of_fold"]
+        for gate in (out_of_fold["gates"], *out_of_fold.get("gates_by_passage", {}).values()):
             # 1, which everything lies below, stays.
             gate["thresholds"] = [1.0 if at >= 1.0 else float(recalibration(at)) for at in gate["thresholds"]]
     golden = replace(bundle.golden, risk=recalibration(bundle.golden.risk))

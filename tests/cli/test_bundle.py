@@ -86,7 +86,7 @@ def test_a_bundle_of_the_hub_is_pulled_first() -> None:
 
 def test_the_commands_stay_light() -> None:
     heavy = ("fsspec", "s3fs", "model_signing", "sigstore", "huggingface_hub")
-    commands = "from service.cli.main import COMMANDS, own; [own(name) for name in COMMANDS]"
+    commands = "from service.cli.main import COMMANDS, command_of; [command_of(name) for name in COMMANDS]"
     code = f"import sys, probes_store.store; {commands}; print([n for n in {heavy} if n in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

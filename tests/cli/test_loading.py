@@ -22,7 +22,7 @@ from huggingface_hub import constants
 from probes_store.errors import BundleError, WrongModel
 from probes_store.manifest import MANIFEST
 from probes_store.store import SHIPPED, Store
-from service.cli.loading import LeaveOut, bundle_names, chosen_model, load_bundles
+from service.cli.loading import OptionalBundles, bundle_names, chosen_model, load_bundles
 from service.cli.loading import load_engine as load_of_command
 from service.cli.options import BundleOptions, EngineChoice, UsageError
 from service.demo import MODEL_DIR
@@ -54,10 +54,10 @@ def test_a_damaged_bundle_beside_others_is_left_out_and_the_default_never_is(
     manifest.write_bytes(manifest.read_bytes()[:-10])
     store = Store(tmp_path, fallbacks=[SHIPPED])
     with caplog.at_level(logging.ERROR):
-        assert list(load_bundles(store, ["demo", "demo-fused"], others := LeaveOut(["demo-fused"]))) == ["demo"]
+        assert list(load_bundles(store, ["demo", "demo-fused"], others := OptionalBundles(["demo-fused"]))) == ["demo"]
     assert "demo-fused is left out" in caplog.text
     assert list(others.reasons) == ["demo-fused"]
-    for names, leave_out in ((["demo", "demo-fused"], None), (["demo-fused", "demo"], LeaveOut(["demo"]))):
+    for names, leave_out in ((["demo", "demo-fused"], None), (["demo-fused", "demo"], OptionalBundles(["demo"]))):
         with pytest.raises(BundleError):
             load_bundles(store, names, leave_out)
 

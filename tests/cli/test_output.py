@@ -14,7 +14,7 @@ from rich.console import Console
 
 from probes_store.bundle import BundleDraft, load_bundle
 from probes_store.store import SHIPPED, Store
-from service.cli.output import Seen, Tried, draw_report, draw_sorted, plot_lines, print_card, print_table
+from service.cli.output import QuestionResult, TryReport, draw_report, draw_sorted, plot_lines, print_card, print_table
 from service.engines.scheduler import Scheduled
 from service.judging.evaluation import Tenth
 from service.library.detector import risk_of
@@ -73,13 +73,13 @@ def test_a_service_tells_the_same(here: dict[str, Any]) -> None:
 
 def test_the_table_is_sorted_and_has_the_gates_line() -> None:
     seen = [
-        Seen("Capital of\nFrance?", "It is Paris.", ("Paris",), 0.1, False, "right"),
-        Seen("Capital of Palau?", "It is [red]Koror.", ("Ngerulmud", "Melekeok"), 0.7, True, "wrong"),
-        Seen("Capital of Chad?", "I do not know.", ("N'Djamena",), 0.9, True, "abstained"),
+        QuestionResult("Capital of\nFrance?", "It is Paris.", ("Paris",), 0.1, False, "right"),
+        QuestionResult("Capital of Palau?", "It is [red]Koror.", ("Ngerulmud", "Melekeok"), 0.7, True, "wrong"),
+        QuestionResult("Capital of Chad?", "I do not know.", ("N'Djamena",), 0.9, True, "abstained"),
     ]
     tenths = tuple(Tenth(place / 10, (place + 1) / 10, 1 - place / 10) for place in range(10))
     console = Console(file=StringIO(), width=100)
-    draw_sorted(Tried("probe:1", "model", 0.5, tuple(seen), tenths), console)
+    draw_sorted(TryReport("probe:1", "model", 0.5, tuple(seen), tenths), console)
     assert isinstance(console.file, StringIO)
     lines = console.file.getvalue().splitlines()
     assert [line.split()[0] for line in lines[:5]] == ["risk", "0.10", "a", "0.70", "0.90"]
@@ -98,7 +98,7 @@ LONG = "Can you say what the chemical symbol of the element with the atomic numb
 
 
 def test_questions_are_cut_for_a_terminal_and_whole_for_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
-    tried = Tried("probe:1", "model", 0.5, (Seen(LONG, "word " * 40, ("Cl",), 0.1, False, "right"),), ())
+    tried = TryReport("probe:1", "model", 0.5, (QuestionResult(LONG, "word " * 40, ("Cl",), 0.1, False, "right"),), ())
     console = Console(file=StringIO(), width=80, force_terminal=True)
     draw_sorted(tried, console)
     assert isinstance(console.file, StringIO)
@@ -142,12 +142,12 @@ def test_a_pipe_gets_a_line_for_each_bundle_however_narrow() -> None:
 
 def test_what_a_service_withholds_is_said_to_be_unknown() -> None:
     seen = (
-        Seen("Capital of France?", "It is Paris.", ("Paris",), 0.1, False, "right"),
-        Seen("Capital of Palau?", None, ("Ngerulmud",), 0.7, True, None),
-        Seen("Capital of Chad?", "It is", ("N'Djamena",), 0.9, True, None),  # ended under way
+        QuestionResult("Capital of France?", "It is Paris.", ("Paris",), 0.1, False, "right"),
+        QuestionResult("Capital of Palau?", None, ("Ngerulmud",), 0.7, True, None),
+        QuestionResult("Capital of Chad?", "It is", ("N'Djamena",), 0.9, True, None),  # ended under way
     )
     console = Console(file=StringIO(), width=200)
-    draw_sorted(Tried("probe:1", "model", 0.5, seen, ()), console)
+    draw_sorted(TryReport("probe:1", "model", 0.5, seen, ()), console)
     assert isinstance(console.file, StringIO)
     text = console.file.getvalue()
     assert "(withheld)" in text.splitlines()[3]
@@ -165,11 +165,11 @@ def test_what_a_service_withholds_is_said_to_be_unknown() -> None:
 )
 def test_what_is_none_is_told_in_words(verdicts: list[Any], said: str) -> None:
     seen = tuple(
-        Seen("Capital?", None if verdict is None else "It is", ("Oslo",), 0.1 * number, False, verdict)
+        QuestionResult("Capital?", None if verdict is None else "It is", ("Oslo",), 0.1 * number, False, verdict)
         for number, verdict in enumerate(verdicts)
     )
     console = Console(file=StringIO(), width=200)
-    draw_sorted(Tried("probe:1", "model", 0.5, seen, ()), console)
+    draw_sorted(TryReport("probe:1", "model", 0.5, seen, ()), console)
     assert isinstance(console.file, StringIO)
     assert said in console.file.getvalue().splitlines()[-1]
 

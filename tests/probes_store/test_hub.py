@@ -389,7 +389,7 @@ def test_a_name_of_the_package_or_of_another_repository_keeps_its_meaning(place:
     assert not place.pull("hf://me/same", into=Store(place.folder / "new", fallbacks=[package])).added
     place.hub.repository("mallory/tiny", files_of(place.made(version=2, seed=1)))
     place.pull()
-    with pytest.raises(BundleConflict, match="not from there"):
+    with pytest.raises(BundleConflict, match="from another source; this bundle would replace it"):
         place.pull("hf://mallory/tiny")
 
 
@@ -452,7 +452,7 @@ def pushed(place: Place, ask: Callable[[str], None], keys: KeyPair) -> Bundle:
 
 
 def test_a_repository_is_read_as_a_store(
-    pushed: Bundle, opens: Opens, keys: KeyPair, ask: Callable[[str], None], caplog: pytest.LogCaptureFixture
+    pushed: Bundle, opens: Opens, keys: KeyPair, ask: Callable[[str], None]
 ) -> None:
     store = opens(URL)
     with pytest.raises(HubMissing):  # no repository is no empty store
@@ -470,10 +470,9 @@ def test_a_repository_is_read_as_a_store(
     assert Store(URL, [SHIPPED], cache=store.root.parent).load("demo").path == SHIPPED / "demo" / "1"
     opens(URL, "other").load("tiny:1")
     ask(NOWHERE)
-    assert opens(URL, "other").load("tiny").reference == "tiny:1"  # without an answer the copies serve
-    assert "going on with the copies in" in caplog.text
-    with pytest.raises(errors.StoreUnreachable):
-        opens(URL, "new").load("tiny")
+    for cache in ("other", "new"):  # huggingface_hub's cache and ours have tiny:1
+        with pytest.raises(errors.StoreUnreachable):
+            opens(URL, cache).load("tiny:1")
     for action in (store.check_writable, lambda: store.publish(make_draft(2)),
                    lambda: store.own.set_alias("tiny", "production", 1, "previous"),
                    lambda: store.own.write_signature("tiny", 1, b""),

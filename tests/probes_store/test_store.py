@@ -19,9 +19,10 @@ from probes_store.bucket import Objects
 from probes_store.bundle import read_files
 from probes_store.errors import BadValue, BundleConflict, BundleNotFound, InvalidReference, StoreNotWritable, Truncated
 from probes_store.local import LocalBackend, write_files
-from probes_store.manifest import MANIFEST
+from probes_store.manifest import MANIFEST, Manifest
 from probes_store.store import SHIPPED, Store
 from probes_store.syntax import is_url
+from probes_store.tensors import ProbeTensors, read_probes
 from probes_store.transfer import copy
 from tests.kit.bundles import ANSWER, make_draft, write_bundle
 from tests.probes_store.conftest import S3_LONG, Opens
@@ -151,13 +152,25 @@ def test_a_bundle_in_another_place_is_refused(where: str, opens: Opens) -> None:
             opens(where).load(reference)
 
 
-def test_a_bundle_of_another_store_keeps_its_number(where: str, opens: Opens, tmp_path: Path) -> None:
+def test_a_bundle_of_another_store_keeps_its_number_and_is_parsed_once(
+    where: str, opens: Opens, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = Store(tmp_path / "source")
     for seed in range(2):
         bundle = source.publish(make_draft(seed))
     there = opens(where)
-    done, added = copy(bundle, there, source=source.where)
+    parsed: list[str] = []
+
+    def counted(data: bytes, manifest: Manifest, file: str) -> ProbeTensors:
+        parsed.append(file)
+        return read_probes(data, manifest, file)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("probes_store.bundle.read_probes", counted)
+        done, added = copy(bundle, there, source=source.where)
+    assert parsed == ["tiny/2/probes.safetensors"]
     assert (done.reference, added, done.manifest) == ("tiny:2", True, bundle.manifest)
+    assert done.path == there.root / "tiny" / "2"
     assert copy(bundle, there, source=source.where)[1] is False
     other = write_bundle(make_draft(7), tmp_path / "elsewhere" / "tiny" / "2", version=2)
     with pytest.raises(BundleConflict, match="has this version already"):
