@@ -82,7 +82,7 @@ HEAD_SECONDS = 10.0  # from the connection, or the first byte after an answer, t
 BODY_BYTES, BODY_SECONDS = 1024, 10.0
 SEND_BYTES, SEND_SECONDS = 1024, 10.0
 # Each part of a body, a chunk or a packet, costs as much as many bytes do.  Beyond so many parts their average counts.
-SMALL_PARTS, PART_BYTES = 4096, 16
+SMALL_PARTS, PART_BYTES = 2048, 64
 GIVEN_BYTES = 16 * 1024  # of a body, which the app gets together: each time a task is woken
 SEND_BUFFER_BYTES = 64 * 1024  # of an answer that the kernel holds and has not sent: else it may be megabytes
 HEALTH_PLACES = 32  # connections beyond the limit, for health checks alone

@@ -403,7 +403,7 @@ def test_who_sends_slowly_and_goes_on_is_served() -> None:
 
 
 @pytest.mark.parametrize("at_once", [1, 3000])
-@pytest.mark.parametrize(("size", "count", "refused"), [(1, 4369, False), (1, 4370, True), (16, 70_000, False)])
+@pytest.mark.parametrize(("size", "count", "refused"), [(1, 2080, False), (1, 2081, True), (64, 20_000, False)])
 def test_parts_of_a_body_are_bounded_by_its_bytes_and_given_together(
     size: int, count: int, refused: bool, at_once: int
 ) -> None:
