@@ -26,6 +26,7 @@ DEFAULT_DRAWN = 0.05  # of the unflagged answers, to be labelled
 KV_TOKENS = 16_384  # prompt and answer tokens of all answers being decoded: each holds its keys and values
 SPARE_FILES = 128  # open files of the service that are not connections
 LEAST_CONNECTIONS = 16
+MOST_PROMPTS = 4096  # of one request, whatever the operator allows
 SECRET = "KEY"  # the metavar of values that are never printed
 DATABASE = "FILE|URL"  # and of addresses, which are not printed either: they may hold a password
 
@@ -157,11 +158,11 @@ class ServiceSettings:
     ] = 2.0
     deadline_s: DeadlineS = 30.0  # a request's own deadline_ms included
     stall_s: Annotated[float, option(
-        "Not ready while prompts wait and the engine has given nothing for so long.",
+        "Not ready while prompts wait and the engine has given nothing for so long, waits for a CPU left out.",
         limits=Range(positive=True))] = 20.0  # a forward pass over a long prompt gives nothing meanwhile  # fmt: skip
     drain_s: Annotated[float, option(
         "How long running requests may take to finish after SIGTERM or Ctrl-C.", limits=Range(0))] = 30.0  # fmt: skip
-    max_prompts: Annotated[int, option("Prompts in one request.", limits=Range(1, 4096))] = 256
+    max_prompts: Annotated[int, option("Prompts in one request.", limits=Range(1, MOST_PROMPTS))] = 256
     max_new_tokens: Annotated[int, option(
         "Upper limit of a request's generate.max_tokens.",
         "max-completion-tokens", "max-new-tokens", limits=AT_LEAST_1)] = 1024  # fmt: skip

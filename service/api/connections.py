@@ -23,7 +23,15 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from service.access.callers import address_in, on_loopback
 from service.access.routes import is_health_check
 from service.api.error_bodies import error_body
-from service.errors import BodyTooSlow, HalluTracerError, HeadersTooLarge, HeadersTooSlow, NotHttp, Overloaded
+from service.errors import (
+    BodyTooLarge,
+    BodyTooSlow,
+    HalluTracerError,
+    HeadersTooLarge,
+    HeadersTooSlow,
+    NotHttp,
+    Overloaded,
+)
 from service.settings import LEAST_CONNECTIONS, SPARE_FILES
 
 if TYPE_CHECKING:
@@ -73,8 +81,12 @@ HEAD_SECONDS = 10.0  # from the connection, or the first byte after an answer, t
 # A body, and an answer that waits for its reader, advance by so many bytes in so many seconds.
 BODY_BYTES, BODY_SECONDS = 1024, 10.0
 SEND_BYTES, SEND_SECONDS = 1024, 10.0
+# Each part of a body, a chunk or a packet, costs as much as many bytes do.  Beyond so many parts their average counts.
+SMALL_PARTS, PART_BYTES = 2048, 64
+GIVEN_BYTES = 16 * 1024  # of a body, which the app gets together: each time a task is woken
 SEND_BUFFER_BYTES = 64 * 1024  # of an answer that the kernel holds and has not sent: else it may be megabytes
 HEALTH_PLACES = 32  # connections beyond the limit, for health checks alone
+MOST_ASKED = 8  # connections that are asked for their progress where one has to give way
 LEFT_TO_OTHERS = 8  # an address leaves one in so many places to other addresses
 LOG_SECONDS = 10.0  # between two lines about too many connections
 
@@ -89,6 +101,7 @@ class Places:
     def __init__(self, most: int) -> None:
         self.most = most
         self.waiting: dict[Connection, None] = {}  # for their client, by the time of their last progress
+        self._waiting_of: dict[str, dict[Connection, None]] = {}  # the same of each address
         self.health: dict[Connection, None] = {}  # beyond the limit, in the order in which they came
         self._held: Counter[str] = Counter()  # address -> places
         self._taken = 0
@@ -111,7 +124,7 @@ class Places:
 
     def leave(self, connection: Connection) -> None:
         """Free the place of a connection that has ended."""
-        self.waiting.pop(connection, None)
+        self.busy(connection)
         if connection in self.health:
             del self.health[connection]
             return
@@ -122,22 +135,33 @@ class Places:
 
     def progressed(self, connection: Connection) -> None:
         """Put a connection that waits for its client behind the others that do."""
-        self.waiting.pop(connection, None)
+        self.busy(connection)
         if not connection.ended and connection not in self.health:
             self.waiting[connection] = None
+            self._waiting_of.setdefault(connection.address, {})[connection] = None
+
+    def busy(self, connection: Connection) -> None:
+        """Note that a connection does not wait for its client."""
+        if connection in self.waiting:
+            del self.waiting[connection]
+            of_address = self._waiting_of[connection.address]
+            del of_address[connection]
+            if not of_address:
+                del self._waiting_of[connection.address]
 
     def share(self, address: str) -> int:
         """Return how many of the places an address may have."""
         return self.most if on_loopback(address) else self.most - self.most // LEFT_TO_OTHERS
 
     def _victim(self, address: str | None) -> Connection | None:
-        """Return the one without progress for longest, of an address or of all."""
-        waiting = [one for one in self.waiting if address in (None, one.address)]
-        for connection in waiting:
-            if not connection.has_sent_more():
-                return connection
-            self.progressed(connection)
-        return waiting[0] if waiting else None
+        """Return the one without progress for longest, of an address or of all; of few, since each newcomer asks."""
+        for _ in range(MOST_ASKED):
+            waiting = self.waiting if address is None else self._waiting_of.get(address, {})
+            oldest = next(iter(waiting), None)
+            if oldest is None or not oldest.has_sent_more():
+                return oldest
+            self.progressed(oldest)
+        return next(iter(waiting), oldest)
 
     def _take_health(self, newcomer: Connection) -> None:
         if len(self.health) >= HEALTH_PLACES:
@@ -175,6 +199,8 @@ class Connection(HttpToolsProtocol):
         self._send_timer: asyncio.TimerHandle | None = None
         self._lines = self._unread = 0  # header lines of this request; bytes that were neither a whole head nor a body
         self._body = self._unsent = 0  # bytes of a body since its last progress; of answers when they last advanced
+        self._parts = self._received = 0  # of this body, and its bytes
+        self._kept = bytearray()  # of this body, not given to the app yet
         self._advanced = False
         self._last = False  # the answer under way is the connection's last: what else arrives is dropped
         self._health_only = self.ended = False
@@ -248,7 +274,8 @@ class Connection(HttpToolsProtocol):
             self._reason = Overloaded(f"all {count} connections wait for an answer; the operator can raise the limit: "
                                       "--max-connections")  # fmt: skip
             raise ValueError
-        self._body = 0
+        self._body = self._parts = self._received = 0
+        self._kept.clear()
         self._start(BODY_SECONDS, self._body_is_late)
         super().on_headers_complete()
         if (self.leaving or self._health_only) and self.cycle is not None:
@@ -257,18 +284,33 @@ class Connection(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         """Take a part of the body."""
         self._advanced = True
+        self._parts += 1
+        self._received += len(body)
+        if self._parts > SMALL_PARTS + self._received // PART_BYTES:
+            least = f"{SMALL_PARTS} parts, chunks or packets, may be smaller than {PART_BYTES} bytes on average"
+            self._reason = BodyTooLarge(f"the body arrived in {self._parts} parts of {self._received} bytes: {least}; "
+                                       "write larger ones")  # fmt: skip
+            raise ValueError
         self._body += len(body)
         if self._body >= BODY_BYTES:
             self.places.progressed(self)
-        super().on_body(body)
+        self._kept += body
+        if len(self._kept) >= GIVEN_BYTES:
+            self._give()
+
+    def _give(self) -> None:
+        if self._kept:
+            super().on_body(bytes(self._kept))
+            self._kept.clear()
 
     def on_message_complete(self) -> None:
         """Wait for the answer, whose clock is the request's deadline."""
+        self._give()
         super().on_message_complete()
         if self._answers():
             self._stop()
             if not self.flow.write_paused:
-                self.places.waiting.pop(self, None)
+                self.places.busy(self)
 
     def on_response_complete(self) -> None:
         """Wait for the next request, as long as uvicorn's ``timeout_keep_alive``."""
@@ -295,7 +337,7 @@ class Connection(HttpToolsProtocol):
             self._send_timer = None
         self.places.progressed(self)
         if self._answers() and not self.cycle.more_body:
-            self.places.waiting.pop(self, None)
+            self.places.busy(self)
 
     def has_sent_more(self) -> bool:
         """Return whether its reader took more of the answer since this was asked, or since it began to wait."""

@@ -118,13 +118,15 @@ async def _validation_error(request: Request, error: Exception) -> JSONResponse:
 def _most_telling(entries: Sequence[Any]) -> Any:
     """Return the error to tell of: each branch of a union reports one, and one branch was meant.
 
-    That is the branch that took most of the value: whose error is deepest, or else about more than the value's type, or
-    else at a later element of a list.  What is missing was meant by what does not exist."""
+    That is the branch that took most of the value: whose error is of a list's length alone, or else deepest, or else
+    about more than the value's type, or else at a later element of a list.  What is missing was meant by what does not
+    exist."""
 
-    def rank(entry: Any) -> tuple[int, bool, int, bool]:
+    def rank(entry: Any) -> tuple[bool, int, bool, int, bool]:
         path = _field_path(entry["loc"])
         element = int(path[-1]) if path and path[-1].isdecimal() else 0
-        return len(path), entry["type"] not in _OF_TYPES, element, entry["type"] != "missing"
+        kind = entry["type"]
+        return kind == "too_long", len(path), kind not in _OF_TYPES, element, kind != "missing"
 
     return max(entries, key=rank)
 

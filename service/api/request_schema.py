@@ -17,12 +17,13 @@ from pydantic_core import PydanticCustomError
 from probes_store.records import TemplateArgument, template_arguments
 from service.engines.base import MAX_STOP_CHARACTERS, MAX_STOPS
 from service.engines.chat import texts_in
+from service.settings import MOST_PROMPTS
 
 Include = Literal["trajectory", "running_mean", "answer_risk"]
 Kind = Literal["prompt", "text", "messages", "input_ids"]  # a text's own form is the bundle's; "text": no template
 Risk = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]
 # fail_fast and MAX_FIELDS bound the work: a million wrong elements must not become a million errors on the event loop.
-Texts = Annotated[list[StrictStr], Field(fail_fast=True)]
+Texts = Annotated[list[StrictStr], Field(fail_fast=True, max_length=MOST_PROMPTS)]
 Ids = Annotated[list[StrictInt], Field(fail_fast=True)]
 Batches = Annotated[list[Ids], Field(fail_fast=True)]
 StopText = Annotated[StrictStr, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]

@@ -386,6 +386,10 @@ class Engine(LoadedModel, Protocol):
     def prefill_speed(self) -> float | None:
         """Prompt tokens a second of large forward passes, the fastest of late; None where none was measured."""
 
+    @property
+    def waited_for_cpu_s(self) -> float:
+        """Seconds for which its thread could have run and no CPU was free, so far; 0 where that is not known."""
+
     def answer(
         self, prompt: TokenIds, probes: Sequence[Probes], *, first_token: bool = False,
         sampling: Sampling | None = None, gate: EngineGate | None = None, turn: Turn = FIRST_COME,

@@ -14,8 +14,9 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from service.engines import base
@@ -87,6 +88,14 @@ class Scheduled:
         """Prompt tokens a second of forward passes at least half full, the fastest of late; None: none was."""
         now = self._clock()
         return max((speed for at, speed in self._speeds if now - at <= SPEED_LASTS_S), default=None)
+
+    @property
+    def waited_for_cpu_s(self) -> float:
+        """As Linux counts it, with the time for which a container's limit held the thread; 0 elsewhere."""
+        with suppress(OSError, ValueError, IndexError):
+            number = None if self._thread is None else self._thread.native_id
+            return int(Path(f"/proc/self/task/{number}/schedstat").read_text("ascii").split()[1]) / 1e9
+        return 0.0
 
     @property
     def alive(self) -> bool:

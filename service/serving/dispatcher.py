@@ -188,7 +188,8 @@ class Dispatcher:
         """Call on the event loop that admits requests.
 
         ``max_queue`` prompts may wait; ``stall_s`` seconds without anything from the engine although prompts wait make
-        it ``stalled``.  ``on_broken`` is called once if the engine is gone or fails on every prompt."""
+        it ``stalled``; those for which it waited for a CPU do not count.  ``on_broken`` is called once if the engine is
+        gone or fails on every prompt."""
         self._engine, self._metrics, self._stall_s = engine, metrics, stall_s
         self._on_broken, self._clock = on_broken, clock
         self._loop = asyncio.get_running_loop()
@@ -391,8 +392,12 @@ class Dispatcher:
 
     async def _watch_engine(self) -> None:
         """Notice an engine that ends while no request runs, and one that stands still while some do."""
+        waited = self._engine.waited_for_cpu_s
         while self._engine.alive:
             await asyncio.sleep(WATCH_S)
+            # An engine that gets no CPU is slow, as all of a busy machine is: one that hangs waits for none.
+            before, waited = waited, self._engine.waited_for_cpu_s
+            self._progress_at = min(self._clock(), self._progress_at + max(0.0, waited - before))
             if self._tasks and not self.stalled and self._clock() - self._progress_at > self._stall_s:
                 self.stalled = True
                 log.error("the engine has given nothing for %g s although prompts wait: not ready", self._stall_s)

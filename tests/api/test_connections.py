@@ -402,6 +402,33 @@ def test_who_sends_slowly_and_goes_on_is_served() -> None:
     asyncio.run(sending())
 
 
+@pytest.mark.parametrize("at_once", [1, 3000])
+@pytest.mark.parametrize(("size", "count", "refused"), [(1, 2080, False), (1, 2081, True), (64, 20_000, False)])
+def test_parts_of_a_body_are_bounded_by_its_bytes_and_given_together(
+    size: int, count: int, refused: bool, at_once: int
+) -> None:
+    wakes = list[int]()
+
+    async def sending() -> None:
+        protocol, transport = slow()
+        protocol.data_received(CHUNKED)
+        cycle = protocol.cycle
+        cycle.message_event.set = lambda: wakes.append(len(cycle.body))
+        chunk = b"%x\r\n%s\r\n" % (size, b" " * size)
+        arriving, read = chunk * count, len(chunk) * at_once
+        for start in range(0, len(arriving), read):
+            protocol.data_received(arriving[start : start + read])
+        await asyncio.sleep(0)
+        assert (b"413 body_too_large" in transport.written) == refused
+        assert bool(transport.written) == refused
+        if not refused:
+            protocol.data_received(b"0\r\n\r\n")
+            assert len(cycle.body) == size * count
+            assert len(wakes) <= 2 + size * count // connections.GIVEN_BYTES
+
+    asyncio.run(sending())
+
+
 def test_who_has_read_more_is_not_the_one_that_gives_way() -> None:
     async def choosing() -> None:
         room = connections.Places(3)
@@ -422,6 +449,44 @@ def test_who_has_read_more_is_not_the_one_that_gives_way() -> None:
         assert list(room.waiting) == [third, first]
 
     asyncio.run(choosing())
+
+
+class Reading:
+    """A connection whose reader goes on; ``asked`` counts how often anything was looked at."""
+
+    asked = 0
+    ended = False
+
+    def __init__(self, address: str) -> None:
+        self._address, self.closed = address, False
+
+    @property
+    def address(self) -> str:
+        Reading.asked += 1
+        return self._address
+
+    def has_sent_more(self) -> bool:
+        Reading.asked += 1
+        return True
+
+    def give_way(self) -> None:
+        self.closed = True
+
+
+def test_who_gives_way_is_chosen_without_a_look_at_all() -> None:
+    """With thousands of connections each newcomer would hold up all others."""
+    room: Any = connections.Places(1600)
+    share = room.share("10.0.0.0")
+    for number in range(1600):
+        reader = Reading("10.0.0.0" if number < share else f"10.0.1.{number - share}")
+        assert room.take(reader)
+        room.progressed(reader)
+    held = list(room.waiting)
+    for address in ("10.0.0.0", "10.9.9.9"):
+        Reading.asked = 0
+        assert room.take(Reading(address))
+        assert Reading.asked < 100
+    assert [reader.closed for reader in held].count(True) == 2
 
 
 # --- what comes with or after a request ---

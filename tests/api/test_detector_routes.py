@@ -11,6 +11,7 @@ import pytest
 
 from service.access.routes import CONTENTS_DETECTOR, DETECTOR_ROUTES, MESSAGES_DETECTOR
 from service.policies.guard import GATE, Action
+from service.settings import MOST_PROMPTS
 from tests.api.test_openai_routes import POLICIES
 from tests.api.test_reply import CAREFUL, known
 from tests.running import App
@@ -104,6 +105,15 @@ def test_what_cannot_be_read_is_detected(app: App, given: dict[str, Any]) -> Non
     (found,) = detect(app, MESSAGES_DETECTOR, {"threshold": 1.0}, **given)
     assert (found["detection"], found["score"], "read" in found["metadata"]["error"]) == ("unreadable", 1.0, True)
     assert detect(app, MESSAGES_DETECTOR, {"policy": "observe"}, **given) == []
+
+
+def test_texts_are_counted_before_anything_is_made_of_each(app: App) -> None:
+    """An observing policy lets pass what it cannot read, with an empty list for each text."""
+    observe, most = {"policy": "observe"}, ["A"] * MOST_PROMPTS
+    assert detect(app, CONTENTS_DETECTOR, observe, contents=most) == [[]] * MOST_PROMPTS
+    for chosen in (observe, None):
+        refused = detect(app, CONTENTS_DETECTOR, chosen, 422, contents=[*most, "A"])
+        assert f"at most {MOST_PROMPTS}" in refused["message"]
 
 
 @pytest.mark.parametrize(

@@ -364,6 +364,7 @@ def test_elsewhere_a_context_that_is_too_long_is_what_it_was(app: App) -> None:
         (TEXT_ROUTE, {"prompt": "a", "echo": True}, "echo", "supported"),
         (TEXT_ROUTE, {"prompt": ["a", 1]}, "prompt.1", "valid string"),
         (TEXT_ROUTE, {"prompt": [1, "a"]}, "prompt.1", "valid integer"),
+        (TEXT_ROUTE, {"prompt": ["a"] * 4097}, "prompt", "at most 4096 items"),
         (TEXT_ROUTE, {"prompt": [10**6]}, "prompt", "vocabulary"),
         (TEXT_ROUTE, {"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options", "needs 'stream'"),
         ("/score", {"prompt": "a", "stream": True}, "stream", "needs 'generate'"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -226,6 +227,19 @@ async def test_the_speed_is_of_passes_at_least_half_full_and_of_late(timed: Time
         assert timed.engine.prefill_speed == 8, "the fastest"
         timed.now += 61
         assert timed.engine.prefill_speed is None
+
+
+async def test_how_long_the_engine_waited_for_a_cpu_is_known_where_the_system_counts_it(timed: Timed) -> None:
+    async with timed.open():
+        assert timed.engine.waited_for_cpu_s == 0.0, "there is no thread"
+        await timed.answer("a")
+        thread = timed.engine._thread
+        assert thread is not None
+        counts = Path(f"/proc/self/task/{thread.native_id}/schedstat")
+        if counts.exists():
+            before, told, after = counts.read_text(), timed.engine.waited_for_cpu_s, counts.read_text()
+            assert int(before.split()[1]) <= round(1e9 * told) <= int(after.split()[1])
+    assert timed.engine.waited_for_cpu_s == 0.0, "it has ended"
 
 
 def test_long_scores_hold_at_most_half_of_the_cache() -> None:

@@ -329,6 +329,24 @@ async def test_an_engine_that_stands_still_is_stalled_until_it_goes_on(bench: Be
         assert not await stalled()
 
 
+@opened(stall_s=20, watch_s=0.001)
+async def test_an_engine_that_waits_for_a_cpu_is_slow_and_does_not_stand_still(
+    bench: Bench, monkeypatch: Patch
+) -> None:
+    waited = [0.0]
+    monkeypatch.setattr(Scheduled, "waited_for_cpu_s", property(lambda _: waited[0]))
+    await asyncio.sleep(0.03)  # the watch has looked
+    await bench.hold()
+    for _ in range(3):
+        waited[0] += 18
+        await asyncio.sleep(0.03)
+        bench.now += 18.5
+        await asyncio.sleep(0.03)
+        assert not bench.dispatcher.stalled
+    bench.now += 21
+    await until(lambda: bench.dispatcher.stalled)
+
+
 @opened(max_kv_tokens=700)
 async def test_scores_are_not_refused_for_answers_that_wait_for_the_cache(bench: Bench) -> None:
     bench.script.answer = "x" * 300

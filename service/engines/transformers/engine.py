@@ -74,7 +74,7 @@ class TransformersEngine:
         self._alone = family.alone
         recurrent = family.notes == families.UNKNOWN and hooks.is_recurrent(model.config)
         self._longest_in_chunks = hooks.longest_in_chunks(model.config, whole=family.whole or recurrent)
-        self._doubled_at = hooks.attention_costs_as_much_at(self._modules)
+        self._pass_cost = hooks.pass_cost(self._modules, self._device)
         self._equal_lengths = self._alone or hooks.depends_on_longest(model.config)
         self._windows = hooks.has_windows(model.config)
         shares = self._options.padding_side == "right" and not self._equal_lengths and not self._windows
@@ -153,7 +153,7 @@ class TransformersEngine:
             stack = self._stack(probes)
             [batch] = self._batches([prompt], kept=kept)
             whole = len(prompt) > self._longest_in_chunks
-            *before, last = [batch] if whole else hooks.chunks(batch, self.max_batch_tokens, self._doubled_at)
+            *before, last = [batch] if whole else hooks.chunks(batch, self.max_batch_tokens, self._pass_cost)
             cache = self._new_cache(batch) if before or kept or batch.prefix else None
         for chunk in before:
             with self._running(()), hooks.ended_after(self._modules.blocks[-1]):

@@ -34,6 +34,9 @@ MIN_PREFIX = 8  # tokens; shorter beginnings are not worth a cache
 LENGTH_DEPENDENT_ROPE = frozenset({"longrope", "dynamic"})
 # Else a large model's cache would take as much memory as its weights: of 7B with 8 key-value heads 4 GiB instead of 14.
 MAX_DECODE_TOKENS = 32_768
+# ``PassCost`` on a CPU: torch's kernel takes an operation of attention about twice as slowly as a product of matrices,
+# and each pass copies all kept keys and values of each layer (the cache grows, key-value heads are repeated).
+CPU_ATTENTION, CPU_COPIED = 2.0, 40.0
 
 
 @dataclass(frozen=True)
@@ -110,14 +113,50 @@ def inputs_of(model: Any, batch: Batch, key_value_cache: Any) -> dict[str, Any]:
     return given | ({"use_cache": False} if key_value_cache is None else with_cache(model, key_value_cache))
 
 
-def chunks(batch: Batch, most: int, doubled_at: float) -> list[Batch]:
+@dataclass(frozen=True)
+class PassCost:
+    """What a pass behind kept tokens costs, in tokens of a pass that has none to attend to."""
+
+    doubled_at: float  # kept tokens to which a token's attention takes as many operations as the weights' products
+    attention: float = 1.0  # how long one of attention's operations takes, over one of those
+    copied: float = 0.0  # of ``doubled_at`` kept tokens, however few tokens the pass has
+
+    def of(self, tokens: int, kept: int) -> float:
+        """Return the cost of a pass of so many tokens behind ``kept``."""
+        return tokens * self._of_token(kept) + self._of_copies(kept)
+
+    def most_tokens(self, most: int, kept: int) -> int:
+        """Return how many tokens behind ``kept`` cost as much as ``most`` behind none.
+
+        Where copying alone takes more than half of that, as many as cost the same as the copying: fewer would read on
+        for little else."""
+        copies = self._of_copies(kept)
+        return min(most, max(1, int(max(most - copies, copies) / self._of_token(kept))))
+
+    def _of_token(self, kept: int) -> float:
+        return 1 + self.attention * kept / self.doubled_at
+
+    def _of_copies(self, kept: int) -> float:
+        return self.copied * kept / self.doubled_at
+
+
+def pass_cost(modules: ModelModules, device: torch.device) -> PassCost:
+    """Return what passes of a model cost, from its shape and, on a CPU, from measurements of SmolLM2."""
+    weights = sum(parameter.numel() for block in modules.blocks for parameter in block.parameters())
+    shape = modules.geometry
+    doubled_at = weights / (2 * shape.num_layers * shape.num_heads * shape.head_dim)
+    if device.type != "cpu":
+        return PassCost(doubled_at)
+    return PassCost(doubled_at, CPU_ATTENTION, CPU_COPIED)
+
+
+def chunks(batch: Batch, most: int, cost: PassCost) -> list[Batch]:
     """Cut a micro-batch of one prompt into such of at most ``most`` columns, which follow each other in one cache.
 
-    Each is about the same work: behind ``doubled_at`` tokens one costs twice as much, for all of them are attended to.
-    """
+    Each takes about as long as one of ``most`` columns behind nothing: all tokens before it are attended to."""
     columns, ends = batch.input_ids.shape[1], [0]
     while (left := columns - ends[-1]) > 0:
-        size = max(1, int(most / (1 + (batch.prefix + ends[-1]) / doubled_at)))
+        size = cost.most_tokens(most, batch.prefix + ends[-1])
         size = size if left >= 2 * size else -(-left // 2) if left > size else left  # the last one is no single token
         ends.append(ends[-1] + size)
     positions = torch.arange(batch.prefix, batch.prefix + columns, device=batch.input_ids.device)[None]
@@ -199,13 +238,6 @@ def longest_in_chunks(config: Any, *, whole: bool) -> float:
     entries = [vars(own), parameters, *(value for value in parameters.values() if isinstance(value, dict))]
     names = ("original_max_position_embeddings", "max_position_embeddings")
     return min(int(entry[name]) for entry in entries for name in names if entry.get(name) is not None)
-
-
-def attention_costs_as_much_at(modules: ModelModules) -> float:
-    """Return behind how many tokens a token's attention takes as many operations as its products with the weights."""
-    weights = sum(parameter.numel() for block in modules.blocks for parameter in block.parameters())
-    shape = modules.geometry
-    return weights / (2 * shape.num_layers * shape.num_heads * shape.head_dim)
 
 
 def tokens_worth_the_weights(model: Any) -> int:

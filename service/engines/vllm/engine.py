@@ -60,6 +60,7 @@ class VllmEngine:
 
     scores_overtake_answers = False
     prefill_speed: float | None = None  # it schedules by itself
+    waited_for_cpu_s = 0.0  # its processes are not looked at
     torch_model = None  # the modules are in vLLM's processes
     _request_numbers = count()  # of all engines, several of which may be around one ``AsyncLLM``
 

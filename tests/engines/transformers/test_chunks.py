@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,7 @@ from service.engines.families import FAMILIES, family_of
 from service.engines.transformers import hooks
 from service.engines.transformers.decoding import KvContinuation
 from service.engines.transformers.engine import TransformersEngine
-from service.engines.transformers.hooks import chunks, pad
+from service.engines.transformers.hooks import PassCost, chunks, pad
 from service.errors import NonFiniteReadout, PromptTooLong
 from tests.engines import tiny
 from tests.engines.test_families import MORE, UNKNOWN
@@ -23,25 +25,66 @@ from tests.engines.transformers.test_decoding import decoded
 
 MOST, LENGTHS = 20, (83, 61)  # tokens of a pass, and of the prompts: windows are shorter, and passes are not alike
 WHOLE = {"bamba", "jamba"}
+EQUAL = PassCost(math.inf)
 
 
+@pytest.mark.parametrize("cost", [PassCost(40.0), PassCost(40.0, 2.0), PassCost(400.0, 2.0, 12.0)], ids=repr)
 @pytest.mark.parametrize(("columns", "prefix"), [(1, 0), (20, 0), (21, 0), (83, 0), (200, 7)])
-def test_passes_are_of_about_the_same_work(columns: int, prefix: int) -> None:
+def test_passes_are_of_about_the_same_work(columns: int, prefix: int, cost: PassCost) -> None:
     [whole] = [pad([list(range(columns + prefix))], [0], "right", 0, torch.device("cpu"), prefix)]
-    cut = chunks(whole, MOST, 40.0)
+    cut = chunks(whole, MOST, cost)
     assert torch.cat([one.input_ids for one in cut], dim=1).tolist() == whole.input_ids.tolist()
     ends = prefix
     for one in cut:
         assert one.prefix == ends
         assert one.position_ids is not None
         assert one.position_ids.tolist() == [list(range(ends, ends + one.lengths[0]))]
-        assert one.lengths[0] * (1 + ends / 40) <= MOST
+        assert cost.of(one.lengths[0], ends) <= MOST
         ends += one.lengths[0]
     sizes = [one.lengths[0] for one in cut]
     assert sizes == sorted(sizes, reverse=True)
     assert len(cut) == 1 or sizes[-1] >= sizes[-2] / 2
-    equal = [one.lengths[0] for one in chunks(whole, MOST, math.inf)]
+    equal = [one.lengths[0] for one in chunks(whole, MOST, EQUAL)]
     assert len(equal) == -(-columns // MOST)
+
+
+# What passes of SmolLM2 took on one core: tokens, tokens before them, milliseconds.
+FIRST_PASS_MS = 1590
+PASSES = (
+    (384, 1000, 1735),
+    (512, 2000, 2896),
+    (40, 4000, 548),
+    (100, 4000, 990),
+    (192, 4000, 1682),
+    (16, 7600, 565),
+    (70, 7600, 1403),
+    (142, 7600, 2710),
+    (256, 8000, 4218),
+)
+
+
+def test_no_pass_over_a_long_prompt_takes_longer_than_its_first() -> None:
+    shape = replace(tiny.engine().identity.geometry, num_layers=30, num_heads=9, head_dim=64)
+    block = torch.nn.Linear(106_200_000 // 64, 64, bias=False, device="meta")
+    modules: Any = SimpleNamespace(geometry=shape, blocks=[block])
+    cost = hooks.pass_cost(modules, torch.device("cpu"))
+    for tokens, kept, milliseconds in PASSES:
+        assert 1 <= cost.of(tokens, kept) / 512 * FIRST_PASS_MS / milliseconds <= 1.4
+    for kept in range(0, 8192, 64):
+        tokens = cost.most_tokens(512, kept)
+        assert cost.of(tokens, kept) <= 512
+        assert cost.of(tokens + 1, kept) > 512
+    assert hooks.pass_cost(modules, torch.device("cuda")) == PassCost(cost.doubled_at)
+
+
+def test_a_pass_reads_at_least_as_much_as_it_copies() -> None:
+    cost = PassCost(100.0, 2.0, 40.0)
+    for kept in (0, 25, 50, 100, 10_000):
+        tokens = cost.most_tokens(20, kept)
+        copies = cost.of(0, kept)
+        assert 1 <= tokens <= 20
+        assert cost.of(tokens, kept) <= max(20, 2 * copies)
+        assert cost.of(tokens + 1, kept) > min(20, 2 * copies)
 
 
 def result_of(passes: Iterator[Any], count: int, *, more: bool = False) -> Any:
@@ -103,7 +146,7 @@ def test_the_families_that_take_one_pass_are_those_whose_caches_do_not_go_on() -
 def test_what_chats_begin_with_is_read_once_in_front_of_passes_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hooks, "MIN_PREFIX", 4)
     engine = tiny.engine(max_batch_tokens=MOST)
-    engine._doubled_at = math.inf
+    engine._pass_cost = EQUAL
     chat = engine.render_chat([{"role": "user", "content": "x" * 60}])
     probes = [tiny.probes(engine.identity.geometry)]
     [whole] = engine.score([chat], probes)
@@ -117,7 +160,7 @@ def test_what_chats_begin_with_is_read_once_in_front_of_passes_too(monkeypatch: 
 
 def test_positions_that_depend_on_the_longest_take_one_pass_where_they_would_differ() -> None:
     engine: Any = tiny.longrope_engine()
-    engine.max_batch_tokens, engine._doubled_at = 6, math.inf
+    engine.max_batch_tokens, engine._pass_cost = 6, EQUAL
     probes = [tiny.probes(engine.identity.geometry)]
     for length, count in ((16, 3), (17, 1), (40, 1)):  # encoded otherwise beyond 16
         [prompt] = tiny.prompts([length])
@@ -127,6 +170,7 @@ def test_positions_that_depend_on_the_longest_take_one_pass_where_they_would_dif
 
 def test_passes_raise_what_one_pass_raises() -> None:
     engine: TransformersEngine = tiny.engine(max_batch_tokens=MOST)
+    engine._pass_cost = EQUAL
     probes = [tiny.probes(engine.identity.geometry)]
     with pytest.raises(PromptTooLong):
         next(engine.in_chunks([1] * (tiny.CONTEXT + 1), probes))
@@ -142,6 +186,7 @@ def test_passes_raise_what_one_pass_raises() -> None:
 
 def test_a_pass_that_is_not_the_last_ends_with_the_blocks() -> None:
     engine = tiny.engine(max_batch_tokens=MOST)
+    engine._pass_cost = EQUAL
     called: list[str] = []
     engine._head.register_forward_hook(lambda *_: called.append("head"))
     passes = engine.in_chunks(tiny.prompts([30])[0], [], kept=True)
