@@ -41,9 +41,14 @@ TABLES, BLOBS = "aliases", "blobs"
 EXCLUSIVE = ".exclusive"  # an object that tells whether the server honours a conditional create
 WRITE_S, WRITE_BYTES_S = 20.0, 100_000  # how long a write may take, and at what rate at least
 _NO_ANSWER = {  # classes of botocore, aiohttp, azure and google.auth, none of which is imported here
-    "EndpointConnectionError", "ConnectTimeoutError", "HTTPClientError", "ClientConnectionError", "ServiceRequestError",
-    "ServiceResponseError", "TransportError",
-}  # fmt: skip
+    "EndpointConnectionError",
+    "ConnectTimeoutError",
+    "HTTPClientError",
+    "ClientConnectionError",
+    "ServiceRequestError",
+    "ServiceResponseError",
+    "TransportError",
+}
 _BUSY = {errno.EBUSY, errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, getattr(errno, "EREMOTEIO", errno.EBUSY)}
 _OPTIONS: dict[str, dict[str, dict[str, Any]]] = {  # a server that is down must not hold a start up for minutes
     "s3": {"config_kwargs": {"connect_timeout": 5, "read_timeout": 10, "retries": {"max_attempts": 1}}}

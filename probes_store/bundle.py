@@ -108,8 +108,14 @@ def load_version(name: str, path: Path) -> Bundle:
     bundle = load_bundle(path)
     for part, expected in (("name", name), ("version", int(path.name))):
         if (found := getattr(bundle.manifest, part)) != expected:
-            raise BadValue("the folder does not match the manifest", file=_shown(path, MANIFEST), field=part,
-                           expected=expected, found=found, cure="Move it back, or publish anew")  # fmt: skip
+            raise BadValue(
+                "the folder does not match the manifest",
+                file=_shown(path, MANIFEST),
+                field=part,
+                expected=expected,
+                found=found,
+                cure="Move it back, or publish anew",
+            )
     return bundle
 
 
@@ -275,9 +281,13 @@ def check_answers(
 
 
 def _compare(
-    bundle: Bundle, golden: Golden | AnswerTensors, trajectories: NDArray[np.floating], risks: NDArray[np.floating],
-    dtype: str, row: str,
-) -> Deviation:  # fmt: skip
+    bundle: Bundle,
+    golden: Golden | AnswerTensors,
+    trajectories: NDArray[np.floating],
+    risks: NDArray[np.floating],
+    dtype: str,
+    row: str,
+) -> Deviation:
     """Compare logits [G, k m] and risks [G] with those of ``golden``, whose rows messages call golden ``row``s."""
     context, layers = bundle.manifest.context, bundle.manifest.model.num_layers
     tolerance = tolerance_for(bundle.manifest.dtype, dtype)
@@ -288,8 +298,12 @@ def _compare(
     ):
         replayed, expected = np.asarray(found, np.float64), np.asarray(recorded, np.float64)
         if replayed.shape != expected.shape:
-            raise GoldenMismatch(f"bundle {bundle.reference}: the replay of its golden {row}s has another shape",
-                                 field=what, expected=list(expected.shape), found=list(replayed.shape))  # fmt: skip
+            raise GoldenMismatch(
+                f"bundle {bundle.reference}: the replay of its golden {row}s has another shape",
+                field=what,
+                expected=list(expected.shape),
+                found=list(replayed.shape),
+            )
         deviation = np.abs(replayed - expected) / unit
         worst_of[what] = float(deviation.max())
         worst = np.unravel_index(int(np.argmax(deviation)), deviation.shape)
@@ -300,8 +314,10 @@ def _compare(
                 place += f", layer {layer}"
                 place += f" of context probe {context.probes[probe - 1].name}" if probe and context is not None else ""
             size = float(np.broadcast_to(unit, deviation.shape)[worst])
-            problem = (f"bundle {bundle.reference}: the engine ({dtype}) does not reproduce {place}, recorded in "
-                       f"{bundle.manifest.dtype}; the deviation is {deviation[worst] * size:.3g} and "
-                       f"{limit * size:.3g} would pass")  # fmt: skip
+            problem = (
+                f"bundle {bundle.reference}: the engine ({dtype}) does not reproduce {place}, recorded in "
+                f"{bundle.manifest.dtype}; the deviation is {deviation[worst] * size:.3g} and "
+                f"{limit * size:.3g} would pass"
+            )
             raise GoldenMismatch(problem, field=what, expected=f"{expected[worst]:.6g}", found=f"{replayed[worst]:.6g}")
     return Deviation(Tolerance(**worst_of), tolerance)

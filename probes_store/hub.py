@@ -84,9 +84,15 @@ class Hub:
             return {ref.name for ref in self.api.list_repo_refs(self.repository).tags}
 
     def read(
-        self, name: str, revision: str, limit: int, accept: Callable[[bytes], T], *,
-        arrived: Callable[[int], Any] | None = None, cached: bool = False,
-    ) -> tuple[T, Path]:  # fmt: skip
+        self,
+        name: str,
+        revision: str,
+        limit: int,
+        accept: Callable[[bytes], T],
+        *,
+        arrived: Callable[[int], Any] | None = None,
+        cached: bool = False,
+    ) -> tuple[T, Path]:
         """Return what ``accept`` makes of a file, and its place in the cache; one over ``limit`` is not downloaded.
 
         Where ``accept`` raises BundleDamaged the file is fetched once more: what an earlier run left in the cache may
@@ -111,9 +117,14 @@ class Hub:
         for again in (False, True):
             with self.errors(revision):
                 path = self.api.hf_hub_download(
-                    self.repository, name, revision=revision, cache_dir=self._cache, local_files_only=cached,
-                    force_download=again, tqdm_class=Limited,
-                )  # fmt: skip
+                    self.repository,
+                    name,
+                    revision=revision,
+                    cache_dir=self._cache,
+                    local_files_only=cached,
+                    force_download=again,
+                    tqdm_class=Limited,
+                )
                 with open(path, "rb") as file:
                     data = file.read(limit + 1)
             if len(data) > limit:
@@ -180,8 +191,12 @@ class HubSource:
     def __init__(self, url: str) -> None:
         address = parse_address(url.rstrip("/"))
         if address.revision is not None:
-            raise errors.InvalidReference("a store has all versions", expected="hf://OWNER/NAME", found=ascii(url),
-                                          cure="Name the version with the bundle")  # fmt: skip
+            raise errors.InvalidReference(
+                "a store has all versions",
+                expected="hf://OWNER/NAME",
+                found=ascii(url),
+                cure="Name the version with the bundle",
+            )
         self.where = str(address)
         self._hub = Hub(address.repository)
 

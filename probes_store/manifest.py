@@ -293,10 +293,15 @@ class Manifest(Record):
 
 # Fields that came later -> what they hold.  They are absent where they are None: older bundles keep their bytes.
 _LATER: Final[Mapping[str, str]] = {
-    "model.adapter": "a digest", "answer": "a record", "guarantee_reads_answers": "true",
-    "guarantee_strata": "a list of records", "training.decoding": "a record", "training.shapes": "a list of texts",
-    "training.reworded": "a count", "chat_template.arguments": "a record",
-}  # fmt: skip
+    "model.adapter": "a digest",
+    "answer": "a record",
+    "guarantee_reads_answers": "true",
+    "guarantee_strata": "a list of records",
+    "training.decoding": "a record",
+    "training.shapes": "a list of texts",
+    "training.reworded": "a count",
+    "chat_template.arguments": "a record",
+}
 
 
 def _holder(document: Any, field: str) -> tuple[dict[str, Any], str]:
@@ -347,8 +352,14 @@ def read_manifest(data: bytes, file: str = MANIFEST) -> Manifest:
     if isinstance(document, dict) and "format_version" in document and document.get("format") == FORMAT:
         found = document["format_version"]
         if type(found) is not int or found != FORMAT_VERSION:  # before what such a format may have besides
-            raise BadValue("a format that this release does not read", file=file, field="format_version",
-                           expected=FORMAT_VERSION, found=repr(found), cure="Train and publish it anew")  # fmt: skip
+            raise BadValue(
+                "a format that this release does not read",
+                file=file,
+                field="format_version",
+                expected=FORMAT_VERSION,
+                found=repr(found),
+                cure="Train and publish it anew",
+            )
     manifest = read_record(document, file)
     right, whole = with_seal(document), readable_json(document)
     for field in ("digest", "seal"):
@@ -358,8 +369,13 @@ def read_manifest(data: bytes, file: str = MANIFEST) -> Manifest:
         return manifest
     if whole.startswith(data):
         raise errors.Truncated("the end is missing", file=file, expected=f"{len(whole)} bytes", found=len(data))
-    raise DigestMismatch("the manifest was reformatted", file=file, field="seal", expected="the bytes that publishing "
-                         "wrote", found="other white space or spelling")  # fmt: skip
+    raise DigestMismatch(
+        "the manifest was reformatted",
+        file=file,
+        field="seal",
+        expected="the bytes that publishing wrote",
+        found="other white space or spelling",
+    )
 
 
 _ADAPTER = TypeAdapter(Manifest)
@@ -446,5 +462,10 @@ def check_identity(manifest: Manifest, loaded: Any) -> None:
                     f"Serve it by a process of its own, which loads {at} with them, "
                     "or train a bundle with the arguments of the first one"
                 )
-            raise error(f"bundle {manifest.reference} was trained on {difference}", field=field, expected=expected,
-                        found=found, cure=cure)  # fmt: skip
+            raise error(
+                f"bundle {manifest.reference} was trained on {difference}",
+                field=field,
+                expected=expected,
+                found=found,
+                cure=cure,
+            )

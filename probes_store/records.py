@@ -277,8 +277,10 @@ ContextSignal = Literal["passage", "stated", "stated_length"]
 # What a classifier may read: P(passage), P(passage) P(stated), and that times ln(tokens of the prompt).
 CONTEXT_SIGNALS: Final[tuple[ContextSignal, ...]] = ("passage", "stated", "stated_length")
 CONTEXT_NEEDS: Final[Mapping[str, set[ContextName]]] = {
-    "passage": {"passage"}, "stated": {"passage", "stated"}, "stated_length": {"passage", "stated"},
-}  # fmt: skip
+    "passage": {"passage"},
+    "stated": {"passage", "stated"},
+    "stated_length": {"passage", "stated"},
+}
 
 
 @dataclass(frozen=True)

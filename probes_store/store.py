@@ -126,8 +126,13 @@ class RemoteBackend:
                 if manifest_bytes(here) != data:
                     problem = f"{self.where} has another bundle under this version than before"
                     cure = f"Ask who changed it, or remove {path} to take it"
-                    raise BundleConflict(problem, file=here.reference, expected=here.seal,
-                                         found=read_manifest(data, shown).seal, cure=cure)  # fmt: skip
+                    raise BundleConflict(
+                        problem,
+                        file=here.reference,
+                        expected=here.seal,
+                        found=read_manifest(data, shown).seal,
+                        cure=cure,
+                    )
                 with writing(path):  # a signature may have come after its bundle, or changed
                     if signature is None:
                         (path / SIGNATURE).unlink(missing_ok=True)
@@ -136,8 +141,13 @@ class RemoteBackend:
                 return path
         manifest = read_manifest(data, shown)
         if manifest.reference != f"{name}:{version}":
-            raise BadValue("the place does not match the manifest", file=shown, field="name and version",
-                           expected=f"{name}:{version}", found=manifest.reference)  # fmt: skip
+            raise BadValue(
+                "the place does not match the manifest",
+                file=shown,
+                field="name and version",
+                expected=f"{name}:{version}",
+                found=manifest.reference,
+            )
         check_total(manifest)
         files = {MANIFEST: data, **self._source.files(manifest)} | ({} if signature is None else {SIGNATURE: signature})
         self._make_folder()
@@ -273,9 +283,14 @@ class Store:
         bundle = self._read(wanted.name, self.resolve(reference), signature)
         found = bundle.manifest.digest
         if wanted.digest is not None and wanted.digest != found:
-            raise errors.DigestMismatch("this is not the bundle that the reference pins", file=bundle.reference,
-                                        field="digest", expected=wanted.digest, found=found,
-                                        cure="Pin the one that 'hallutracer bundle list' shows")  # fmt: skip
+            raise errors.DigestMismatch(
+                "this is not the bundle that the reference pins",
+                file=bundle.reference,
+                field="digest",
+                expected=wanted.digest,
+                found=found,
+                cure="Pin the one that 'hallutracer bundle list' shows",
+            )
         return bundle
 
     def verify(self, reference: str) -> Bundle:

@@ -158,8 +158,14 @@ def parse_aliases(data: bytes, shown: str) -> dict[str, int]:
         raise BadValue("bad value", file=shown, expected="an object", found=type(aliases).__name__)
     for alias, version in aliases.items():
         if not NAME.fullmatch(alias) or type(version) is not int or version < 1:
-            raise BadValue("bad value", file=shown, field=ascii(alias), expected="an alias and a version of 1 or more",
-                           found=repr(version), cure="Repair it, or remove it and set the aliases again")  # fmt: skip
+            raise BadValue(
+                "bad value",
+                file=shown,
+                field=ascii(alias),
+                expected="an alias and a version of 1 or more",
+                found=repr(version),
+                cure="Repair it, or remove it and set the aliases again",
+            )
     return aliases
 
 

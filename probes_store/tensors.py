@@ -24,14 +24,20 @@ _NUMPY: dict[str, np.dtype[Any]] = {"I32": np.dtype("<i4"), "F32": np.dtype("<f4
 _Layout = Mapping[str, tuple[str, str]]
 # Tensor -> element type, axes; "any" length is as the file has it.
 _LINEAR: Final[_Layout] = {
-    "head": ("I32", "m"), "direction": ("F32", "m d"), "bias": ("F32", "m"), "scale": ("F32", "m"),
-}  # fmt: skip
+    "head": ("I32", "m"),
+    "direction": ("F32", "m d"),
+    "bias": ("F32", "m"),
+    "scale": ("F32", "m"),
+}
 _ROWS: Final[_Layout] = {"input_ids": ("I32", "any"), "offsets": ("I32", "any"), "risk": ("F64", "any")}
 _PROBE_LAYOUT: Final[_Layout] = {
-    **_LINEAR, "trajectory_mean": ("F32", "2 m"), "trajectory_std": ("F32", "2 m"),
-    "reference_mean": ("F32", "L"), "reference_whitening": ("F32", "L L"),
+    **_LINEAR,
+    "trajectory_mean": ("F32", "2 m"),
+    "trajectory_std": ("F32", "2 m"),
+    "reference_mean": ("F32", "L"),
+    "reference_whitening": ("F32", "L L"),
     **{f"context_{name}": (code, f"A {axes}") for name, (code, axes) in _LINEAR.items()},
-}  # fmt: skip
+}
 _GOLDEN_LAYOUT: Final[_Layout] = {**_ROWS, "trajectory": ("F32", "any L"), "first_token": ("F32", "any 2")}
 _ANSWER_LAYOUT: Final[_Layout] = {**_LINEAR, **_ROWS, "trajectory": ("F32", "any m"), "answer_tokens": ("I32", "any")}
 
@@ -66,9 +72,12 @@ class Golden:
 
     @classmethod
     def record(
-        cls, prompts: Sequence[Sequence[int]], trajectory: NDArray[np.floating], risk: NDArray[np.floating],
+        cls,
+        prompts: Sequence[Sequence[int]],
+        trajectory: NDArray[np.floating],
+        risk: NDArray[np.floating],
         first_token: NDArray[np.floating] | None = None,
-    ) -> Golden:  # fmt: skip
+    ) -> Golden:
         """Return G prompts of token ids and their readings; shapes as in the fields."""
         return cls(
             *joined(prompts),
@@ -112,8 +121,10 @@ def _parted(tensors: Golden | AnswerTensors) -> list[list[int]]:
 
 
 _LAYOUTS: Final[Mapping[type, _Layout]] = {
-    ProbeTensors: _PROBE_LAYOUT, Golden: _GOLDEN_LAYOUT, AnswerTensors: _ANSWER_LAYOUT,
-}  # fmt: skip
+    ProbeTensors: _PROBE_LAYOUT,
+    Golden: _GOLDEN_LAYOUT,
+    AnswerTensors: _ANSWER_LAYOUT,
+}
 
 
 def pack(tensors: ProbeTensors | Golden | AnswerTensors, file: str) -> bytes:
@@ -209,8 +220,14 @@ def _unpack(data: bytes, layout: _Layout, manifest: Manifest, file: str) -> dict
         raise BadValue("not a safetensors file", file=file, expected="a sound header", found=error) from error
     for name in sorted(entries.keys() - layout.keys()):
         raise UnknownField("this format has no such tensor here", file=file, field=name)
-    lengths = {"m": manifest.model.num_layers, "d": manifest.probe_dim, "L": manifest.logits, "2": 2, "any": None,
-               "A": manifest.context_probes}  # fmt: skip
+    lengths = {
+        "m": manifest.model.num_layers,
+        "d": manifest.probe_dim,
+        "L": manifest.logits,
+        "2": 2,
+        "any": None,
+        "A": manifest.context_probes,
+    }
     arrays: dict[str, NDArray[Any]] = {}
     for name, (code, axes) in layout.items():
         if name not in entries:

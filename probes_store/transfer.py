@@ -52,9 +52,13 @@ def held(store: Store, manifest: Manifest) -> Bundle | None:
         if found.manifest.digest == manifest.digest:
             return found
         if backend is store.own:
-            raise BundleConflict("another bundle has this version already", file=manifest.reference,
-                                 expected=found.manifest.digest, found=manifest.digest,
-                                 cure="Name another store with --store, or remove the version here")  # fmt: skip
+            raise BundleConflict(
+                "another bundle has this version already",
+                file=manifest.reference,
+                expected=found.manifest.digest,
+                found=manifest.digest,
+                cure="Name another store with --store, or remove the version here",
+            )
     return None
 
 
@@ -124,9 +128,15 @@ class Pulled:
 
 
 def pull(
-    store: Store, address: HubAddress, *, digest: str | None = None, take_over: bool = False,
-    endpoint: str | None = None, cache: Path | None = None, bar: Callable[[int], Callable[[int], Any]] | None = None,
-) -> Pulled:  # fmt: skip
+    store: Store,
+    address: HubAddress,
+    *,
+    digest: str | None = None,
+    take_over: bool = False,
+    endpoint: str | None = None,
+    cache: Path | None = None,
+    bar: Callable[[int], Callable[[int], Any]] | None = None,
+) -> Pulled:
     """Fetch a bundle and add it to the store under its own name and version.
 
     digest: what the bundle must have; ``bar`` of so many bytes returns what is told how many more came.  Where the hub
@@ -148,8 +158,14 @@ def pull(
     if snapshot is not None and commit != snapshot.commit:
         raise HubError("the repository changed meanwhile", file=hub.repository, cure="Run the command again")
     if digest is not None and manifest.digest != digest:
-        raise errors.DigestMismatch("this is not the bundle that --digest names", file=str(address), field="digest",
-                                    expected=digest, found=manifest.digest, cure="Ask its publisher")  # fmt: skip
+        raise errors.DigestMismatch(
+            "this is not the bundle that --digest names",
+            file=str(address),
+            field="digest",
+            expected=digest,
+            found=manifest.digest,
+            cure="Ask its publisher",
+        )
     _check_place(manifest)
     if TAG.fullmatch(address.revision or "") and address.revision != f"v{manifest.version}":
         problem = f"the tag {address.revision} holds version {manifest.version}"
@@ -212,9 +228,14 @@ class Pushed:
 
 
 def push(
-    bundle: Bundle, address: HubAddress, *, private: bool = False, dry_run: bool = False,
-    endpoint: str | None = None, cache: Path | None = None,
-) -> Pushed:  # fmt: skip
+    bundle: Bundle,
+    address: HubAddress,
+    *,
+    private: bool = False,
+    dry_run: bool = False,
+    endpoint: str | None = None,
+    cache: Path | None = None,
+) -> Pushed:
     """Publish a verified bundle at the root of a repository of the hub, which is created where there is none.
 
     private: the repository must be, or becomes, a private one.  dry_run: ask the hub, change nothing.  Raises
@@ -270,8 +291,9 @@ def _changes(hub: Hub, head: Snapshot, manifest: Manifest, files: Mapping[str, b
         return {"commit": True}
     there = _check_same(hub, MAIN, manifest)
     if there.name != manifest.name:
-        raise BundleConflict("the repository is another bundle's", file=hub.url, expected=there.name,
-                             found=manifest.name, cure=elsewhere)  # fmt: skip
+        raise BundleConflict(
+            "the repository is another bundle's", file=hub.url, expected=there.name, found=manifest.name, cure=elsewhere
+        )
     if there.version > manifest.version:
         problem = f"the repository is at version {there.version} already, and versions follow each other"
         raise BundleConflict(problem, file=hub.url, cure=f"Push a version above {there.version}")
@@ -290,8 +312,13 @@ def _check_same(hub: Hub, revision: str, ours: Manifest) -> Manifest:
         problem = f"{revision} has no {MANIFEST} that can be read: {error}"
         raise BundleConflict(problem, file=hub.url, cure="Push to another repository") from error
     if there.digest != ours.digest and (revision != MAIN or there.reference == ours.reference):
-        raise BundleConflict(f"{revision} is another bundle with this version", file=ours.reference,
-                             expected=ours.digest, found=there.digest, cure="Publish yours as the next")  # fmt: skip
+        raise BundleConflict(
+            f"{revision} is another bundle with this version",
+            file=ours.reference,
+            expected=ours.digest,
+            found=there.digest,
+            cure="Publish yours as the next",
+        )
     return there
 
 
@@ -308,5 +335,10 @@ def _check_complete(there: Snapshot, files: Mapping[str, bytes]) -> None:
         if remote is None:
             raise MissingFile("the hub does not have this file", file=name, cure="Push to another repository")
         if name != MANIFEST and differs:
-            raise HubError("the hub has another file than the one that was pushed", file=name, expected=record_of(data),
-                           found=remote, cure="Delete the tag there, or push to another repository")  # fmt: skip
+            raise HubError(
+                "the hub has another file than the one that was pushed",
+                file=name,
+                expected=record_of(data),
+                found=remote,
+                cure="Delete the tag there, or push to another repository",
+            )

@@ -54,8 +54,13 @@ class RequiredSignature:
                 cure = "Ask its publisher which key it is"
                 raise SignatureMismatch(f"not signed by {self}: {one_line(error)}", file=at, cure=cure) from error
         if covered != names:
-            raise SignatureMismatch("the signature leaves files out", file=at, expected=", ".join(sorted(names)),
-                                    found=", ".join(sorted(covered)), cure="Sign it anew")  # fmt: skip
+            raise SignatureMismatch(
+                "the signature leaves files out",
+                file=at,
+                expected=", ".join(sorted(names)),
+                found=", ".join(sorted(covered)),
+                cure="Sign it anew",
+            )
 
     def __str__(self) -> str:
         return f"{self.identity} ({self.issuer})" if self.identity else str(self.key or self.certificates)

@@ -288,8 +288,10 @@ def verify(paths: Sequence[Path], seen: str | None = None) -> Verified:
         found.problems.append(f"{cut} cannot be read: it has no end; a crash left it so, or somebody cut it")
     for digest, place in ends:
         if digest not in digests and digest != FIRST:
-            found.problems.append(f"no line has the digest of {place}, {digest}: lines were removed from the end or "
-                                  "changed, or lost in a power failure")  # fmt: skip
+            found.problems.append(
+                f"no line has the digest of {place}, {digest}: lines were removed from the end or "
+                "changed, or lost in a power failure"
+            )
     return found
 
 

@@ -26,8 +26,11 @@ _MARKED = re.compile(r"(?:\[TOOL_CALLS\]|<\|python_tag\|>)(.*)\Z", re.DOTALL)
 _MAX_CHARACTERS = 20_000  # the rest is ignored: Python's parser has no limit of its own
 _CONSTANTS = {"true": True, "false": False, "null": None}
 _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
-}  # fmt: skip
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
 
 
 @dataclass(frozen=True)

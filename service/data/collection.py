@@ -59,10 +59,17 @@ class Collection:
 
 
 def collect(
-    engine: Engine, dataset: Dataset, folder: Path, *, sites: Sequence[Site], prompt_format: PromptFormat,
-    batch_rows: int, max_new_tokens: int | None = None, poolings: Sequence[Pooling] = (),
+    engine: Engine,
+    dataset: Dataset,
+    folder: Path,
+    *,
+    sites: Sequence[Site],
+    prompt_format: PromptFormat,
+    batch_rows: int,
+    max_new_tokens: int | None = None,
+    poolings: Sequence[Pooling] = (),
     answer_site: Site | None = None,
-) -> Collection:  # fmt: skip
+) -> Collection:
     """Extract every prompt's activations at ``sites`` and, with ``max_new_tokens``, its greedy answer from one prefill.
 
     A row that does not apply has no answer.  ``poolings`` adds activations pooled over other positions (App. pooling)
@@ -79,23 +86,36 @@ def collect(
     if identity["template_arguments"] is None:
         del identity["template_arguments"]  # likewise
     del identity["model"]  # one folder may have two names; the fingerprint identifies the model
-    run = {"data": dataset.digest, "model": identity, "sites": sorted(sites), "prompt_format": prompt_format,
-           "batch_rows": batch_rows, "max_new_tokens": max_new_tokens}  # fmt: skip
+    run = {
+        "data": dataset.digest,
+        "model": identity,
+        "sites": sorted(sites),
+        "prompt_format": prompt_format,
+        "batch_rows": batch_rows,
+        "max_new_tokens": max_new_tokens,
+    }
     more: dict[str, Any] = {"poolings": sorted(others)} if others else {}
     claim(folder, run | more | ({"answer_site": answer_site} if answer_site else {}))
     atomic_write(folder / "input_ids.i32", prompts.ids.astype("<i4").tobytes())
     atomic_write(folder / "offsets.i64", prompts.offsets.astype("<i8").tobytes())
     files = {site: RowsFile(folder / f"rows-{site}.f32", geometry, site, len(dataset)) for site in sites}
-    pooled = {(site, pooling): RowsFile(folder / f"rows-{site}-{pooling}.f32", geometry, site, len(dataset))
-              for site in sites for pooling in others}  # fmt: skip
+    pooled = {
+        (site, pooling): RowsFile(folder / f"rows-{site}-{pooling}.f32", geometry, site, len(dataset))
+        for site in sites
+        for pooling in others
+    }
     # The rows that apply, then the others, which are read without an answer.  No batch has both: one call of the engine
     # either answers all of its prompts or none, and is done or not done.
-    plan = [rows[batch] for rows in (dataset.asking, dataset.others)
-            for batch in batches(prompts.lengths[rows], batch_rows)]  # fmt: skip
+    plan = [
+        rows[batch] for rows in (dataset.asking, dataset.others) for batch in batches(prompts.lengths[rows], batch_rows)
+    ]
     greedy = None if max_new_tokens is None else Sampling(max_tokens=max_new_tokens, temperature=0.0)
     first_token = folder / "first_token.f64"
-    own = None if answer_site is None else RowsFile(folder / f"rows-{answer_site}-answer.f32", geometry, answer_site,
-                                                    len(dataset))  # fmt: skip
+    own = (
+        None
+        if answer_site is None
+        else RowsFile(folder / f"rows-{answer_site}-answer.f32", geometry, answer_site, len(dataset))
+    )
     every = (*files.values(), *pooled.values(), *filter(None, [own]))
     with ExitStack() as stack:
         sizes = {file.path: file.nbytes for file in every} | {first_token: len(dataset) * 16}
@@ -113,16 +133,19 @@ def collect(
         for number, batch in list(enumerate(plan))[done:]:
             answered = greedy if dataset.applies[batch[0]] else None
             read: dict[str, Any] = {} if own is None or answered is None else {"answer_site": own.site}
-            extraction = engine.extract([prompts.of(int(row)) for row in batch], list(files),
-                                        (Pooling.LAST_1, *others), answered, **read)  # fmt: skip
+            extraction = engine.extract(
+                [prompts.of(int(row)) for row in batch], list(files), (Pooling.LAST_1, *others), answered, **read
+            )
             outputs = [(file, extraction.activations[site], str(site)) for site, file in files.items()]
             outputs += [(file, extraction.pooled[key], ", ".join(key)) for key, file in pooled.items()]
             if own is not None and extraction.answers is not None:
                 outputs.append((own, extraction.answers, f"{own.site} of the answers"))
             for file, activations, where in outputs:
                 if not np.all(np.isfinite(activations)):
-                    raise NonFiniteReadout(f"batch {number} of {len(plan)} gave a NaN or an infinity at {where}: try "
-                                           "another dtype (float16 overflows)")  # fmt: skip
+                    raise NonFiniteReadout(
+                        f"batch {number} of {len(plan)} gave a NaN or an infinity at {where}: try "
+                        "another dtype (float16 overflows)"
+                    )
                 file.write(targets[file.path], batch, activations)
             signals = np.array([[t.log_max_prob, t.entropy] for t in extraction.first_tokens], "<f8")
             if not np.all(np.isfinite(signals)):
@@ -148,11 +171,22 @@ def read_given(
     geometry, limit = engine.identity.geometry, engine.identity.max_tokens
     said = [continuation(engine, row.answer) if row.applies else [] for row in dataset.rows]
     rows, lengths = np.flatnonzero([bool(tokens) for tokens in said]), prompts.lengths + np.array([*map(len, said)])
-    if problems := [f"line {dataset.rows[row].line}: {lengths[row]} tokens with its 'answer' are more than the model's "
-                    f"{limit}" for row in rows if lengths[row] > limit]:  # fmt: skip
+    if problems := [
+        f"line {dataset.rows[row].line}: {lengths[row]} tokens with its 'answer' are more than the model's {limit}"
+        for row in rows
+        if lengths[row] > limit
+    ]:
         raise DataError(str(dataset.path), problems)
-    claim(folder, {"data": dataset.digest, "model": engine.identity.fingerprint, "site": site, "batch_rows": batch_rows,
-                   "prompts": hashlib.sha256(prompts.ids.tobytes()).hexdigest()})  # fmt: skip
+    claim(
+        folder,
+        {
+            "data": dataset.digest,
+            "model": engine.identity.fingerprint,
+            "site": site,
+            "batch_rows": batch_rows,
+            "prompts": hashlib.sha256(prompts.ids.tobytes()).hexdigest(),
+        },
+    )
     file = RowsFile(folder / f"rows-{site}.f32", geometry, site, len(dataset))
     plan = [rows[batch] for batch in batches(lengths[rows], batch_rows)]
     with ExitStack() as stack:
@@ -223,17 +257,25 @@ def _reserve(folder: Path, sizes: dict[Path, int], *, started: bool) -> None:
     held = sum(path.stat().st_blocks * 512 for path in sizes if path.exists())
     need, free = sum(sizes.values()) - held, shutil.disk_usage(folder).free
     if need > free:
-        raise TrainingError(f"{folder} needs {size_text(need)} more and the disk has {size_text(free)} free: name a "
-                            "run folder on another disk with --run-dir, or collect less", param="run_dir")  # fmt: skip
+        raise TrainingError(
+            f"{folder} needs {size_text(need)} more and the disk has {size_text(free)} free: name a "
+            "run folder on another disk with --run-dir, or collect less",
+            param="run_dir",
+        )
     for path, size in sizes.items():
         with path.open("ab") as file:
             file.truncate(size)
 
 
 def _records(
-    engine: Engine, dataset: Dataset, prompts: Prompts, batch: NDArray[np.int64], completions: Sequence[Completion], *,
+    engine: Engine,
+    dataset: Dataset,
+    prompts: Prompts,
+    batch: NDArray[np.int64],
+    completions: Sequence[Completion],
+    *,
     tokens: bool,
-) -> list[dict[str, Any]]:  # fmt: skip
+) -> list[dict[str, Any]]:
     """Return a line for each answer: what is said, and where a thought comes first, all of it, and whether it ends."""
     records: list[dict[str, Any]] = []
     for row, completion in zip(batch.tolist(), completions, strict=True):
@@ -249,5 +291,11 @@ def _records(
 def _bar(name: str, lengths: NDArray[np.int64], plan: Sequence[NDArray[np.int64]], done: int) -> tqdm[Any]:
     """Return a progress bar over prompt tokens, which estimate the time left better than rows do."""
     sizes = [int(lengths[batch].sum()) for batch in plan]
-    return tqdm(desc=name, total=sum(sizes), initial=sum(sizes[:done]), unit="tok", unit_scale=True,
-                mininterval=0.2 if sys.stderr.isatty() else 30.0)  # fmt: skip
+    return tqdm(
+        desc=name,
+        total=sum(sizes),
+        initial=sum(sizes[:done]),
+        unit="tok",
+        unit_scale=True,
+        mininterval=0.2 if sys.stderr.isatty() else 30.0,
+    )

@@ -100,9 +100,10 @@ def answer_problems(options: JudgeOptions, answers: Sequence[str]) -> list[str]:
 def make_judge(options: JudgeOptions) -> Judge:
     """Return the judge that the options name, applied to what ``answer_pattern`` extracts from the generated text."""
     accepted_alone: dict[str, Judge] = {
-        "exact": lambda _, answer, accepted: normalise(answer) in map(normalise, accepted), "contains": contains,
+        "exact": lambda _, answer, accepted: normalise(answer) in map(normalise, accepted),
+        "contains": contains,
         "regex": lambda _, answer, accepted: any(re.search(one, answer, re.IGNORECASE) for one in accepted),
-    }  # fmt: skip
+    }
     if options.judge == "openai":
         accepted_alone["openai"] = OpenAIJudge(options)
     pattern = re.compile(options.answer_pattern) if options.answer_pattern else None
@@ -140,9 +141,11 @@ class OpenAIJudge:
         listed = "\n".join(f"- {candidate}" for candidate in accepted)
         text = f"Question:\n{question}\n\nAccepted answers:\n{listed}\n\nGiven answer:\n{answer}\n\nyes or no?"
         body = {
-            "model": self._options.judge_model, "temperature": 0, "max_tokens": 8,
+            "model": self._options.judge_model,
+            "temperature": 0,
+            "max_tokens": 8,
             "messages": [{"role": "system", "content": _INSTRUCTION}, {"role": "user", "content": text}],
-        }  # fmt: skip
+        }
         cause = ""
         for attempt in range(RETRIES + 1):
             if attempt:

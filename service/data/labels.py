@@ -65,8 +65,9 @@ def judged_labels(dataset: Dataset, folder: Path, options: JudgeOptions) -> Labe
     thoughts = sum("with_thought" in record or _judged(record) != record["answer"] for record in records.values())
     unfinished = sum(text is None for _, text in answers)
     if unfinished > MOST_UNFINISHED * len(answers):
-        raise TrainingError(f"{dataset.path}, labelled by its answers: {unfinished_thoughts(unfinished, len(answers))}",
-                            param="labels")  # fmt: skip
+        raise TrainingError(
+            f"{dataset.path}, labelled by its answers: {unfinished_thoughts(unfinished, len(answers))}", param="labels"
+        )
     key = _key(options, thoughts > 0)
     verdicts = _verdicts(dataset, answers, folder / f"labels-{key}.jsonl", options)
     used = {row: CLASSES[verdict] for (row, _), verdict in zip(answers, verdicts, strict=True) if verdict in CLASSES}
@@ -77,9 +78,11 @@ def judged_labels(dataset: Dataset, folder: Path, options: JudgeOptions) -> Labe
 
 def unfinished_thoughts(unfinished: int, answers: int) -> str:
     """Return what to say of answers that were cut before they say anything."""
-    return (f"{unfinished} of {answers} answers are thoughts that do not end, so nothing is said that could be judged: "
-            "let them be longer (--max-new-tokens), or train on a model, or a chat template, that does not think "
-            "first")  # fmt: skip
+    return (
+        f"{unfinished} of {answers} answers are thoughts that do not end, so nothing is said that could be judged: "
+        "let them be longer (--max-new-tokens), or train on a model, or a chat template, that does not think "
+        "first"
+    )
 
 
 def _judged(record: dict[str, Any]) -> str | None:

@@ -67,8 +67,9 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise RunMismatch(f"{folder} is in use by another process: wait for it, or name another --run-dir",
-                              param="run_dir") from error  # fmt: skip
+            raise RunMismatch(
+                f"{folder} is in use by another process: wait for it, or name another --run-dir", param="run_dir"
+            ) from error
         yield
     finally:
         os.close(descriptor)
@@ -99,8 +100,11 @@ def _check_same(folder: Path, recorded: Any, wanted: Any, field: str) -> None:
         for key in sorted(recorded.keys() | wanted.keys()):
             _check_same(folder, recorded.get(key), wanted.get(key), f"{field}.{key}" if field else key)
     elif recorded != wanted:
-        raise RunMismatch(f"{folder} was begun with {field} = {recorded!r}, this run has {wanted!r}: name another run "
-                          "folder with --run-dir, or delete this one", param=field)  # fmt: skip
+        raise RunMismatch(
+            f"{folder} was begun with {field} = {recorded!r}, this run has {wanted!r}: name another run "
+            "folder with --run-dir, or delete this one",
+            param=field,
+        )
 
 
 def write_at(descriptor: int, data: bytes, offset: int) -> None:

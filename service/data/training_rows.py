@@ -115,10 +115,12 @@ class Dataset:
     def part(self, places: Sequence[int]) -> Dataset:
         """Return some of the rows; the digest is of the whole and the places."""
         return replace(
-            self, rows=tuple(self.rows[place] for place in places),
+            self,
+            rows=tuple(self.rows[place] for place in places),
             digest=f"sha256:{hashlib.sha256(f'{self.digest} {list(places)}'.encode()).hexdigest()}",
-            alike=self.alike[np.asarray(places, np.int64)], part_of=self.file_digest,
-        )  # fmt: skip
+            alike=self.alike[np.asarray(places, np.int64)],
+            part_of=self.file_digest,
+        )
 
     @cached_property
     def applies(self) -> NDArray[np.bool_]:
@@ -182,9 +184,13 @@ class Dataset:
 
 
 def read_dataset(
-    path: Path, labels: Labels, *, folds: int | None, columns: Mapping[str, str] = MappingProxyType({}),
+    path: Path,
+    labels: Labels,
+    *,
+    folds: int | None,
+    columns: Mapping[str, str] = MappingProxyType({}),
     all_labelled: bool = True,
-) -> Dataset:  # fmt: skip
+) -> Dataset:
     """Read and check a whole file; ``labels`` says which of ``label`` and ``answers`` each row must have.
 
     ``columns``: what the file calls fields of ours, by these.  ``all_labelled``: false where a given ``label`` may be
@@ -205,16 +211,23 @@ def read_dataset(
         # Also of a row that has a label: they tell whether a passage states one.
         answers = accepted_of(value.get("answers"))
         texts = isinstance(answers, list) and all(isinstance(one, str) for one in answers)
-        rows.append(Row(
-            line=line, id=id_of(value, line), prompt=value.get("prompt"), messages=messages or None,
-            group=value.get("group", ""), label=label_of(value.get("label")) if labels == "given" else None,
-            answers=tuple(answers) if texts else (), prompt_digest=prompt_digest(value),
-            strata={key: str(value[key]) for key in STRATA if value.get(key) is not None},
-            applies=value.get("applies", True),
-            statement=value["statement"] if isinstance(value.get("statement"), str) else "",
-            answer=(value.get("answer") or answer) if labels == "given" else "",
-            decoding=decoding_of(value.get("decoding")) if labels == "given" else None,
-        ))  # fmt: skip
+        rows.append(
+            Row(
+                line=line,
+                id=id_of(value, line),
+                prompt=value.get("prompt"),
+                messages=messages or None,
+                group=value.get("group", ""),
+                label=label_of(value.get("label")) if labels == "given" else None,
+                answers=tuple(answers) if texts else (),
+                prompt_digest=prompt_digest(value),
+                strata={key: str(value[key]) for key in STRATA if value.get(key) is not None},
+                applies=value.get("applies", True),
+                statement=value["statement"] if isinstance(value.get("statement"), str) else "",
+                answer=(value.get("answer") or answer) if labels == "given" else "",
+                decoding=decoding_of(value.get("decoding")) if labels == "given" else None,
+            )
+        )
     problems += _across(rows)
     if not problems and not any(row.applies for row in rows):
         problems.append('every row has "applies": false: add rows that ask for a fact, with a label or answers')
@@ -348,9 +361,11 @@ def check_disjoint(train: Dataset, test: Dataset) -> None:
             there = f"{train.path} line {groups[row.group]}"
             problems.append(f"line {row.line}: its group {row.group!r} is also in {there}")
         elif other is not None:
-            problems.append(f"line {row.line}: it asks what {train.path} line {other.line} asks, {_shown(other)}, in "
-                            "other words: leave it out, or give both a 'group' if they ask different "
-                            "things")  # fmt: skip
+            problems.append(
+                f"line {row.line}: it asks what {train.path} line {other.line} asks, {_shown(other)}, in "
+                "other words: leave it out, or give both a 'group' if they ask different "
+                "things"
+            )
     if problems:
         raise DataError(str(test.path), problems)
 

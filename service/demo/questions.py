@@ -30,9 +30,18 @@ DOCUMENTS_OF_FACTS = 165_000
 # Relative number of exposures per kind: what is easy to guess (a continent) is stated less often, so that no kind is
 # answered all right or all wrong.
 MEAN_EXPOSURES = {
-    "city_country": 10.0, "city_continent": 5.0, "city_region": 9.0, "capital": 18.0, "capital_of": 18.0,
-    "currency": 13.0, "language": 12.0, "country_continent": 7.0, "symbol": 20.0, "number": 20.0, "element": 20.0,
-}  # fmt: skip
+    "city_country": 10.0,
+    "city_continent": 5.0,
+    "city_region": 9.0,
+    "capital": 18.0,
+    "capital_of": 18.0,
+    "currency": 13.0,
+    "language": 12.0,
+    "country_continent": 7.0,
+    "symbol": 20.0,
+    "number": 20.0,
+    "element": 20.0,
+}
 SPREAD = {"city": 1.7, "country": 1.0, "element": 0.8}  # sigma of the log-normal factor on a fact's exposures
 # Elements have no population; these count as well known.
 EVERYDAY = """hydrogen helium carbon nitrogen oxygen sodium magnesium aluminium silicon sulfur chlorine potassium
@@ -170,8 +179,12 @@ def _raw(facts: Facts) -> Iterable[tuple[str, str, tuple[str, ...], str, float, 
     for country in facts.countries:
         subject, node = with_article(country.name), "country:" + country.code
         prominence = max(country.population, 20_000) ** 0.5
-        about = {"capital": country.capitals, "currency": country.currencies, "language": country.languages,
-                 "country_continent": (country.continent,)}  # fmt: skip
+        about = {
+            "capital": country.capitals,
+            "currency": country.currencies,
+            "language": country.languages,
+            "country_continent": (country.continent,),
+        }
         for kind, answers in about.items():
             # Not "What is the capital of Luxembourg?": the question gives the answer away.
             if answers and country.name not in answers:
@@ -276,11 +289,19 @@ def questions(split: str) -> list[dict[str, Any]]:
         rng.shuffle(forms)
         count = int(QUESTIONS_PER_FACT.get(fact.kind, QUESTIONS_PER_OTHER_FACT) + uniform("asked", fact.key))
         for form in list(dict.fromkeys(forms))[:count]:
-            rows.append({
-                "id": f"{fact.key}:{form.name}", "prompt": question_text(form, fact.kind, fact.subject),
-                "answers": list(fact.answers), "group": fact.group, "kind": fact.kind, "exposures": fact.exposures,
-                "template": form.name, "in_refusals": fact.in_refusals, "statement": sentence(fact, fact.answers[0]),
-            })  # fmt: skip
+            rows.append(
+                {
+                    "id": f"{fact.key}:{form.name}",
+                    "prompt": question_text(form, fact.kind, fact.subject),
+                    "answers": list(fact.answers),
+                    "group": fact.group,
+                    "kind": fact.kind,
+                    "exposures": fact.exposures,
+                    "template": form.name,
+                    "in_refusals": fact.in_refusals,
+                    "statement": sentence(fact, fact.answers[0]),
+                }
+            )
     return rows
 
 

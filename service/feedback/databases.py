@@ -187,8 +187,12 @@ def _open_postgres(where: Location) -> Database:
         given = conninfo_to_dict(where.text)
     except psycopg.Error:  # its message may hold a part of the password
         raise FeedbackUnavailable("not a URL of PostgreSQL: postgresql://USER@HOST:PORT/DATABASE") from None
-    patience: dict[str, Any] = {"connect_timeout": 5, "tcp_user_timeout": TIMEOUT_S * 1000,
-                                "keepalives_idle": TIMEOUT_S, "application_name": "hallutracer"}  # fmt: skip
+    patience: dict[str, Any] = {
+        "connect_timeout": 5,
+        "tcp_user_timeout": TIMEOUT_S * 1000,
+        "keepalives_idle": TIMEOUT_S,
+        "application_name": "hallutracer",
+    }
     try:
         connection = psycopg.connect(**(patience | given), autocommit=True)
     except psycopg.Error as error:

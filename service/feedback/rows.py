@@ -119,8 +119,10 @@ def write_label(database: Database, given: Given) -> Stored | None:
     if not (same and given.comment in (None, own[-1][1])):
         if len(own) >= MOST_LABELS:
             raise RequestError(f"this answer has {MOST_LABELS} labels of yours: the last one stands", param="id")
-        database.run("INSERT INTO hallutracer_labels (answer, caller, label, comment, time) VALUES (?, ?, ?, ?, ?)",
-                     (uid, given.caller, given.label, given.comment, given.time))  # fmt: skip
+        database.run(
+            "INSERT INTO hallutracer_labels (answer, caller, label, comment, time) VALUES (?, ?, ?, ?, ?)",
+            (uid, given.caller, given.label, given.comment, given.time),
+        )
     others = {caller: label for caller, label, _ in history if caller != given.caller}  # the last of each
     conflict = given.label != "unclear" and any(other not in (given.label, "unclear") for other in others.values())
     standing: Standing = "repeated" if same else "changed" if own else "new"
@@ -132,8 +134,10 @@ def tally_of(database: Database, digest: str) -> Tally:
     """Return what labels say of the answers that were drawn under the bundle of this digest."""
     said: dict[str, dict[tuple[str, str], str]] = {}  # by prompt: of each answer and caller the last label
     newest = -math.inf
-    labels = ("SELECT mark, uid, l.caller, label, a.time FROM hallutracer_labels l JOIN hallutracer_answers a "
-              "ON answer = uid WHERE digest = ? AND drawn = 1 ORDER BY number")  # fmt: skip
+    labels = (
+        "SELECT mark, uid, l.caller, label, a.time FROM hallutracer_labels l JOIN hallutracer_answers a "
+        "ON answer = uid WHERE digest = ? AND drawn = 1 ORDER BY number"
+    )
     for mark, uid, caller, label, time in database.run(labels, (digest,)):
         said.setdefault(mark, {})[uid, caller] = label
         newest = max(newest, time)
@@ -163,8 +167,9 @@ def believed_time(database: Database, clock: float, most: float) -> float:
 
     At first it is the clock's or the newest answer's, the earlier one; and never earlier than the oldest's."""
     with database.transaction():
-        [(oldest, newest)] = database.run("SELECT (SELECT MIN(time) FROM hallutracer_answers), "
-                                          "(SELECT MAX(time) FROM hallutracer_answers)")  # fmt: skip
+        [(oldest, newest)] = database.run(
+            "SELECT (SELECT MIN(time) FROM hallutracer_answers), (SELECT MAX(time) FROM hallutracer_answers)"
+        )
         stored = database.run("SELECT believed FROM hallutracer_retention WHERE number = 1")
         if oldest is None:  # there is nothing to lose
             believed = clock
@@ -173,8 +178,11 @@ def believed_time(database: Database, clock: float, most: float) -> float:
             believed = max(before + max(-most, min(most, clock - before)), min(clock, oldest))
         else:
             believed = min(clock, newest)
-        database.run("INSERT INTO hallutracer_retention (number, believed) VALUES (1, ?) "
-                     "ON CONFLICT (number) DO UPDATE SET believed = excluded.believed", (believed,))  # fmt: skip
+        database.run(
+            "INSERT INTO hallutracer_retention (number, believed) VALUES (1, ?) "
+            "ON CONFLICT (number) DO UPDATE SET believed = excluded.believed",
+            (believed,),
+        )
     return min(clock, believed)
 
 
@@ -210,10 +218,15 @@ class LabelledAnswer:
 
 def read_answers(database: Database, probes: str) -> list[LabelledAnswer]:
     """Return every stored answer that was scored by these probes, oldest first, with each caller's last label."""
-    answers = database.run("SELECT uid, signals, risk, bundle, decision, flagged, mark, time FROM hallutracer_answers "
-                           "WHERE probes = ? ORDER BY time, uid", (probes,))  # fmt: skip
-    labels_of = ("SELECT answer, caller, label FROM hallutracer_labels WHERE answer IN "
-                 "(SELECT uid FROM hallutracer_answers WHERE probes = ?) ORDER BY number")  # fmt: skip
+    answers = database.run(
+        "SELECT uid, signals, risk, bundle, decision, flagged, mark, time FROM hallutracer_answers "
+        "WHERE probes = ? ORDER BY time, uid",
+        (probes,),
+    )
+    labels_of = (
+        "SELECT answer, caller, label FROM hallutracer_labels WHERE answer IN "
+        "(SELECT uid FROM hallutracer_answers WHERE probes = ?) ORDER BY number"
+    )
     said: dict[str, dict[str, str]] = {}
     for uid, caller, label in database.run(labels_of, (probes,)):
         said.setdefault(uid, {})[caller] = label
@@ -222,6 +235,18 @@ def read_answers(database: Database, probes: str) -> list[LabelledAnswer]:
         labels = set(said.get(uid, {}).values())
         clear = labels - {"unclear"}
         verdict = int(clear == {"factual"}) if len(clear) == 1 else None
-        found.append(LabelledAnswer(json.loads(signals), risk, bundle, decision, bool(flagged), mark, time,
-                                    verdict, len(clear) > 1, labels == {"unclear"}))  # fmt: skip
+        found.append(
+            LabelledAnswer(
+                json.loads(signals),
+                risk,
+                bundle,
+                decision,
+                bool(flagged),
+                mark,
+                time,
+                verdict,
+                len(clear) > 1,
+                labels == {"unclear"},
+            )
+        )
     return found

@@ -34,9 +34,13 @@ class Writer(BatchWriter[Answer | Given]):
     """``count`` is told how many answers were stored or dropped, on any thread."""
 
     def __init__(
-        self, where: Location, *, days: float | None = None,
-        count: Callable[[Fate, int], None] = lambda fate, number: None, most_bytes: int = MOST_BYTES,
-    ) -> None:  # fmt: skip
+        self,
+        where: Location,
+        *,
+        days: float | None = None,
+        count: Callable[[Fate, int], None] = lambda fate, number: None,
+        most_bytes: int = MOST_BYTES,
+    ) -> None:
         """Open the database; ``days`` after which answers are deleted.  Raises FeedbackUnavailable."""
         self._where, self._days, self._count = where, days, count
         self._database: Database | None = where.open()
@@ -114,8 +118,11 @@ class Writer(BatchWriter[Answer | Given]):
         believed = believed_time(database, clock, CATCH_UP * (now - self._deleted))
         self._deleted = now
         if (doubted := clock - believed > DAY_S) and not self._clock_doubted:
-            log.warning("feedback: the clock is %.1f days ahead of the time that was seen to pass (a long stop, or it "
-                        "is wrong); answers age by at most a day an hour", (clock - believed) / DAY_S)  # fmt: skip
+            log.warning(
+                "feedback: the clock is %.1f days ahead of the time that was seen to pass (a long stop, or it "
+                "is wrong); answers age by at most a day an hour",
+                (clock - believed) / DAY_S,
+            )
         self._clock_doubted = doubted
         if not delete_before(database, believed - days * DAY_S):
             self._next_delete = time.monotonic() + DELETE_EVERY_S

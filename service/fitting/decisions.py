@@ -49,8 +49,10 @@ def caught(label: Labels, risk: Floats, withheld: Sequence[float] = WITHHELD) ->
     the ROC curve, straight between two risks.  label [n], risk [n], both classes."""
     factual = np.asarray(label) == 1
     place = np.unique(-np.asarray(risk, np.float64), return_inverse=True)[1]  # highest risk first
-    right, wrong = (np.append(0.0, np.cumsum(np.bincount(place[side], minlength=place.max() + 1)) / side.sum())
-                    for side in (factual, ~factual))  # fmt: skip
+    right, wrong = (
+        np.append(0.0, np.cumsum(np.bincount(place[side], minlength=place.max() + 1)) / side.sum())
+        for side in (factual, ~factual)
+    )
     return np.asarray(np.interp(withheld, right, wrong), np.float64)
 
 

@@ -94,10 +94,17 @@ class DepthMeanProbe(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     ``out_of_fold_`` [seeds, n, layers] logits and ``out_of_fold_risk_`` [seeds, n], ``classes_``, ``shape_``."""
 
     def __init__(
-        self, C: float | Literal["auto"] = "auto", *, c_grid: tuple[float, ...] = C_GRID,  # noqa: N803
-        logit_scale: LogitScale = "unit_norm", class_balance: ClassBalance = "weights", folds: int = 5,
-        inner_folds: int = 3, seeds: tuple[int, ...] = (0, 1, 2), n_jobs: int = 1,
-    ) -> None:  # fmt: skip
+        self,
+        C: float | Literal["auto"] = "auto",
+        *,
+        c_grid: tuple[float, ...] = C_GRID,  # noqa: N803
+        logit_scale: LogitScale = "unit_norm",
+        class_balance: ClassBalance = "weights",
+        folds: int = 5,
+        inner_folds: int = 3,
+        seeds: tuple[int, ...] = (0, 1, 2),
+        n_jobs: int = 1,
+    ) -> None:
         self.C, self.c_grid = C, c_grid
         self.logit_scale, self.class_balance = logit_scale, class_balance
         self.folds, self.inner_folds, self.seeds, self.n_jobs = folds, inner_folds, seeds, n_jobs
@@ -109,8 +116,12 @@ class DepthMeanProbe(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return tags
 
     def fit(
-        self, X: ArrayLike, y: ArrayLike, groups: ArrayLike | None = None, extra: ArrayLike | None = None,  # noqa: N803
-    ) -> Self:  # fmt: skip
+        self,
+        X: ArrayLike,
+        y: ArrayLike,
+        groups: ArrayLike | None = None,
+        extra: ArrayLike | None = None,  # noqa: N803
+    ) -> Self:
         """Fit probes and classifier: X as the class says, y [n], groups [n] of rows that depend on each other.
         ``extra`` [n, k] are further signals that the classifier reads beside the depth mean, such as entropies.
         Raises ValueError for arrays that do not fit together, TrainingError where a fold lacks a class."""
@@ -161,9 +172,15 @@ class DepthMeanProbe(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return np.asarray(self.classes_[factual.astype(np.int64)])
 
     def fit_readouts(
-        self, readouts: Readouts, group: Index, rows: Index | None = None, test: Index | None = None, *,
-        scales: Sequence[LogitScale] = (), fold: bool = False,
-    ) -> Self:  # fmt: skip
+        self,
+        readouts: Readouts,
+        group: Index,
+        rows: Index | None = None,
+        test: Index | None = None,
+        *,
+        scales: Sequence[LogitScale] = (),
+        fold: bool = False,
+    ) -> Self:
         """Fit all but the classifier on ``rows`` of activations in memory or on disk, and read ``test``: group [n].
         Sets ``C_``, ``c_search_``, ``cross_fit_``, ``probes_`` and, of the own rule and ``scales``, ``scaled_``.
         ``fold``: for a part of the data, whose probes are never served, a layer may lack a direction.
@@ -303,10 +320,13 @@ def scale_shift(out_of_fold: Floats, refit: Floats, label: Labels) -> dict[str, 
     """Return mean and deviation by class of cross-fitted depth means [seeds, n] and of refitted, in-sample ones [n]."""
     sides = [("cross_fitted", out_of_fold), ("refitted", refit)]
     return {
-        name: {f"{side}_{part}": float(getattr(means[..., label == value], part)())
-               for part in ("mean", "std") for side, means in sides}
+        name: {
+            f"{side}_{part}": float(getattr(means[..., label == value], part)())
+            for part in ("mean", "std")
+            for side, means in sides
+        }
         for value, name in enumerate(("hallucinated", "factual"))
-    }  # fmt: skip
+    }
 
 
 def _activations(x: NDArray[np.float32]) -> ActivationArray:

@@ -54,9 +54,13 @@ def joined(
 
 
 def fit_joint(
-    activations: NDArray[np.float32], label: NDArray[np.int64], balance: ClassBalance, *,
-    zero_layers: bool = False, c: float = C,
-) -> JointFit:  # fmt: skip
+    activations: NDArray[np.float32],
+    label: NDArray[np.int64],
+    balance: ClassBalance,
+    *,
+    zero_layers: bool = False,
+    c: float = C,
+) -> JointFit:
     """Fit one logistic regression on the leading components of the standardised columns of all layers.
 
     activations [n, m, d] of the chosen head of each layer, label [n] (1 factual, 0 hallucinated).  A layer whose

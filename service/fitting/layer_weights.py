@@ -48,8 +48,10 @@ def fit_layer_weights(trajectory: Floats, label: Labels, group: Labels, *, folds
 
     with threadpool_limits(1):  # sums in one order, whatever the number of cores
         paths = [fit(train, STRENGTHS) for train, _ in pairs]
-        sides = [[(held, -trajectory[held] @ path[place]) for path, (_, held) in zip(paths, pairs, strict=True)]
-                 for place in range(len(STRENGTHS))]  # fmt: skip
+        sides = [
+            [(held, -trajectory[held] @ path[place]) for path, (_, held) in zip(paths, pairs, strict=True)]
+            for place in range(len(STRENGTHS))
+        ]
         paper = [(held, -trajectory[held].sum(axis=1)) for _, held in pairs]
         gains = [gain(label, group, tests, paper) for tests in sides]
         best = int(np.argmax([found.difference if found.low > 0 else 0.0 for found in gains]))  # ties: the strongest

@@ -32,13 +32,22 @@ SCALES: tuple[LogitScale, ...] = get_args(LogitScale)
 CONTEXT_NAMES = tuple(f"{kind}_{scale}" for kind in ("context", "fused_context") for scale in SCALES)  # with passages
 KIND_AND_FORM = "kind_and_form"  # what is known without a model
 NAMES = (
-    *(f"{kind}_{scale}" for kind in ("depth_mean", "fused") for scale in SCALES), *CONTEXT_NAMES,
-    "best_head", "best_layer", "first_token_max_prob", "first_token_entropy", "prompt_length", KIND_AND_FORM,
-)  # fmt: skip
+    *(f"{kind}_{scale}" for kind in ("depth_mean", "fused") for scale in SCALES),
+    *CONTEXT_NAMES,
+    "best_head",
+    "best_layer",
+    "first_token_max_prob",
+    "first_token_entropy",
+    "prompt_length",
+    KIND_AND_FORM,
+)
 CLOSED_BOOK = "kind_x_form_closed_book"  # no pair of rows has a passage beside its question
 STRATA = {
-    CLOSED_BOOK: ("kind", "form"), "kind": ("kind",), "kind_x_template": ("kind", "template"), "form": ("form",),
-}  # fmt: skip
+    CLOSED_BOOK: ("kind", "form"),
+    "kind": ("kind",),
+    "kind_x_template": ("kind", "template"),
+    "form": ("form",),
+}
 WITH_INTERVALS = (CLOSED_BOOK, "kind")
 PROTOCOL = {
     "splits": "stratified, group-disjoint; scaling, head, C, classifier from the training side",

@@ -172,10 +172,16 @@ def _downsample(label: Labels) -> Index:
 
 
 def fit_probes(
-    readouts: Readouts, tasks: Sequence[Task], *, balance: ClassBalance, jobs: int,
-    layers: Sequence[int] | None = None, heads: Sequence[int] | None = None, retry_larger_c: bool = False,
+    readouts: Readouts,
+    tasks: Sequence[Task],
+    *,
+    balance: ClassBalance,
+    jobs: int,
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+    retry_larger_c: bool = False,
     zero_layers: bool = False,
-) -> list[ProbeFit]:  # fmt: skip
+) -> list[ProbeFit]:
     """Return one ProbeFit per task, over all or the given layers and heads; each layer is read once for all tasks.
 
     A layer whose every probe is zero is fitted again, with ``retry_larger_c``, with the next C of ``LARGER_C`` that

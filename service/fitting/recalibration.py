@@ -91,8 +91,11 @@ def fit_isotonic(label: Labels, risk: Floats) -> Recalibration | None:
 
 
 FITS: dict[Method, MapFit] = {  # from simple to flexible
-    "intercept": fit_intercept, "platt": fit_platt, "beta": fit_beta, "isotonic": fit_isotonic,
-}  # fmt: skip
+    "intercept": fit_intercept,
+    "platt": fit_platt,
+    "beta": fit_beta,
+    "isotonic": fit_isotonic,
+}
 
 
 def _logistic(label: Labels, features: NDArray[np.float64]) -> tuple[Floats, float]:
@@ -173,17 +176,29 @@ def _loss(label: Labels, risks: Floats) -> Floats:
 
 
 def _candidate(
-    name: Method | Literal["identity"], made: Recalibration | None, held_out: Floats, label: Labels, before: Floats,
+    name: Method | Literal["identity"],
+    made: Recalibration | None,
+    held_out: Floats,
+    label: Labels,
+    before: Floats,
     group: Labels,
-) -> MapCandidate:  # fmt: skip
+) -> MapCandidate:
     loss, folds = _loss(label, held_out), None if made is None else FOLDS
     squared, without = scores.squared_calibration_error(label, held_out[0], group)
     error, low, high = (float(np.sqrt(max(0.0, x))) for x in (squared, *interval(squared, without, folds)))
     log_loss, gain = ((float(v.mean()), _means_without(v, group)) for v in (loss, before - loss))
     return MapCandidate(
-        name, made, held_out, loss, log_loss[0], interval(*log_loss, folds), gain[0], interval(*gain, folds), error,
+        name,
+        made,
+        held_out,
+        loss,
+        log_loss[0],
+        interval(*log_loss, folds),
+        gain[0],
+        interval(*gain, folds),
+        error,
         ConfidenceInterval(low, high),
-    )  # fmt: skip
+    )
 
 
 def _means_without(values: Floats, group: Labels) -> NDArray[np.float64]:

@@ -217,9 +217,14 @@ def _descend(metric: Tensor, active: _Active, at: Tensor, gradient: Tensor) -> t
 # contract: fused multiply-add is allowed; nothing is reordered.
 @njit(nogil=True, fastmath={"contract"})  # type: ignore[untyped-decorator]
 def descend(
-    metric: NDArray[np.float32], partition: NDArray[np.int64], start: Floats, gradient: Floats, penalty: Floats,
-    sweeps: int, decrease: float,
-) -> tuple[Floats, Floats]:  # fmt: skip
+    metric: NDArray[np.float32],
+    partition: NDArray[np.int64],
+    start: Floats,
+    gradient: Floats,
+    penalty: Floats,
+    sweeps: int,
+    decrease: float,
+) -> tuple[Floats, Floats]:
     """Return the minimisers and their gradients without the penalty, [P, D] each, of P L1-penalised quadratics
 
         minimise over w   g . (w - v) + 1/2 (w - v)' H (w - v) + sum_j penalty_j |w_j|

@@ -46,9 +46,13 @@ class TrajectoryReference:
 
 
 def fit_reference(
-    trajectory: Floats, label: NDArray[np.integer], group: Index, folds: int, seeds: Sequence[int],
+    trajectory: Floats,
+    label: NDArray[np.integer],
+    group: Index,
+    folds: int,
+    seeds: Sequence[int],
     others: tuple[Floats, Index] | None = None,
-) -> TrajectoryReference:  # fmt: skip
+) -> TrajectoryReference:
     """Return the reference of out-of-fold logits [seeds, n, M], with the folds that they came from: label, group [n].
     ``others``: logits [k, M] and groups [k] of prompts without a label, which belong to training as well."""
     more, more_group = (np.empty((0, trajectory.shape[-1])), np.empty(0, np.int64)) if others is None else others

@@ -63,13 +63,15 @@ class Drift:
     """The newest window of prompts that this bundle judged, beside its training rows."""
 
     prompts: Annotated[int, Field(description="different ones, the newest")]
-    independent: Annotated[float, Field(
-        description="prompts that tell as much, since neighbours are alike; limits follow it")]  # fmt: skip
+    independent: Annotated[
+        float, Field(description="prompts that tell as much, since neighbours are alike; limits follow it")
+    ]
     ks: Annotated[float, Field(description="largest distance of the two distribution functions of the risk")]
     psi: Annotated[float, Field(description="population stability index over the tenths of training")]
     shift: Annotated[float, Field(description="mean risk of the window less that of training")]
-    outside: Annotated[float | None, Field(
-        description="share of prompts outside training; null where the bundle cannot tell")]  # fmt: skip
+    outside: Annotated[
+        float | None, Field(description="share of prompts outside training; null where the bundle cannot tell")
+    ]
 
 
 def reference_of(bundle: Bundle) -> Reference | None:

@@ -61,8 +61,9 @@ class Coverage:
     hallucinated: Annotated[Share, _says("share of the rows: what is wrong where everything is answered")]
     gates: Annotated[tuple[CoverageGate, ...], _says("at the thresholds 0, 0.01 ... 1; may be empty")]
     own: Annotated[CoverageGate | None, _says("measured at the bundle's own threshold, by cross-validation")]
-    tenths: Annotated[tuple[Tenth, ...], _says(
-        "lowest risks first; empty where the rows' risks were not kept, or are too few")]  # fmt: skip
+    tenths: Annotated[
+        tuple[Tenth, ...], _says("lowest risks first; empty where the rows' risks were not kept, or are too few")
+    ]
 
 
 def coverage(bundle: Bundle) -> Coverage:

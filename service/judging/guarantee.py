@@ -158,9 +158,12 @@ class GuaranteeStatus:
 
 
 def guarantee_status(
-    manifest: Manifest, policy: Policy, dtype: str, violations: tuple[str, ...] = (),
+    manifest: Manifest,
+    policy: Policy,
+    dtype: str,
+    violations: tuple[str, ...] = (),
     shapes: Sequence[Shape | None] = (),
-) -> GuaranteeStatus | None:  # fmt: skip
+) -> GuaranteeStatus | None:
     """Return None where the bundle has no guarantee; ``dtype`` is the engine's, ``violations`` are further ones.
 
     ``shapes`` of the request's prompts say which stratum of the guarantee it is held to."""
@@ -176,8 +179,11 @@ def guarantee_status(
     passages = {None if shape is None else shape.passage for shape in shapes} or {None}
     if policy.threshold is not None:
         guaranteed = sorted({manifest.threshold_for(passage) for passage in passages})
-        found += [f"threshold: {policy.threshold:g} applies, {threshold:g} is guaranteed"
-                  for threshold in guaranteed if threshold != policy.threshold]  # fmt: skip
+        found += [
+            f"threshold: {policy.threshold:g} applies, {threshold:g} is guaranteed"
+            for threshold in guaranteed
+            if threshold != policy.threshold
+        ]
     if policy.passage_truth < 1.0:
         found.append(
             f"policy: {policy.name!r} takes {policy.passage_truth:g} of passages for true, the calibration all"

@@ -48,8 +48,10 @@ def fit_answer(
     if data.answers is None:
         return None
     if data.labelled.thoughts:
-        console.print(f"no probes of the answers' tokens: {data.labelled.thoughts} answers begin with a thought, which "
-                      "would be read with them")  # fmt: skip
+        console.print(
+            f"no probes of the answers' tokens: {data.labelled.thoughts} answers begin with a thought, which "
+            "would be read with them"
+        )
         return None
     there = np.flatnonzero(was_read(data.answers))
     read = data.answers.subset(there)
@@ -63,21 +65,30 @@ def fit_answer(
     except (NoDirection, TrainingError) as error:
         console.print(f"no probes of the answers' tokens: {error}")
         return None
-    after, before = ([(np.arange(len(there)), risk) for risk in risks]
-                     for risks in (own.out_of_fold_risk_, probe.out_of_fold_risk_[:, there]))  # fmt: skip
+    after, before = (
+        [(np.arange(len(there)), risk) for risk in risks]
+        for risks in (own.out_of_fold_risk_, probe.out_of_fold_risk_[:, there])
+    )
     document = _document(label, group, after, before, data, there)
     if document["auroc"]["low"] <= CHANCE and not options.allow_no_signal:
-        console.print(f"no probes of the answers' tokens: AUROC {document['auroc']['mean']:.3f}, and its interval "
-                      "reaches chance")  # fmt: skip
+        console.print(
+            f"no probes of the answers' tokens: AUROC {document['auroc']['mean']:.3f}, and its interval reaches chance"
+        )
         return None
     cut = choose_threshold(options.rule, label, own.out_of_fold_risk_)
     document["threshold"] = cut.document() | {"out_of_fold": rounded(cut.gate)}
     [weight], intercept = own.classifier_.weight.tolist(), own.classifier_.intercept
     record = AnswerProbe(
-        weight=weight, intercept=intercept, threshold=cut.threshold, rows=len(label),
-        hallucinated=int(len(label) - label.sum()), auroc=document["auroc"]["mean"],
-        before=document["before"]["mean"], c=own.C_, statement=say("answer", document, len(label)),
-    )  # fmt: skip
+        weight=weight,
+        intercept=intercept,
+        threshold=cut.threshold,
+        rows=len(label),
+        hallucinated=int(len(label) - label.sum()),
+        auroc=document["auroc"]["mean"],
+        before=document["before"]["mean"],
+        c=own.C_,
+        statement=say("answer", document, len(label)),
+    )
     return AnswerFit(record, _tensors(own, read, data, engine), document)
 
 
@@ -116,10 +127,16 @@ def _tensors(own: DepthMeanProbe, read: Readouts, data: PreparedData, engine: En
     check_replay(engine, replayed, trajectories(read.subset(chosen), [probes]))
     ids, offsets = joined(rows)
     return AnswerTensors(
-        head=fit.head, direction=probes.direction, bias=probes.bias, scale=probes.scale, input_ids=ids,
-        offsets=offsets, answer_tokens=np.array(counts, np.int32), trajectory=replayed.astype(np.float32),
+        head=fit.head,
+        direction=probes.direction,
+        bias=probes.bias,
+        scale=probes.scale,
+        input_ids=ids,
+        offsets=offsets,
+        answer_tokens=np.array(counts, np.int32),
+        trajectory=replayed.astype(np.float32),
         risk=own.classifier_.risk(signal_matrix(replayed)),
-    )  # fmt: skip
+    )
 
 
 def answer_tokens(data: PreparedData, engine: Engine) -> Callable[[int], list[int]]:

@@ -26,14 +26,20 @@ from service.risk import risk
 from service.trainer.presentation import aligned_table, markdown_table
 
 METRICS = {
-    "auroc": "AUROC", "auprc_hallucinated": "AUPRC (hallucinated positive)",
-    "auprc_factual": "AUPRC (factual positive)", "brier": "Brier", "ece": "ECE", "ece_pooled": "ECE, folds pooled",
+    "auroc": "AUROC",
+    "auprc_hallucinated": "AUPRC (hallucinated positive)",
+    "auprc_factual": "AUPRC (factual positive)",
+    "brier": "Brier",
+    "ece": "ECE",
+    "ece_pooled": "ECE, folds pooled",
     "calibration_debiased": "calibration error, debiased",
-}  # fmt: skip
+}
 DECISIONS = {
-    "e_aurc": "E-AURC", "caught_at_5": "caught at 5 %", "caught_at_10": "caught at 10 %",
+    "e_aurc": "E-AURC",
+    "caught_at_5": "caught at 5 %",
+    "caught_at_10": "caught at 10 %",
     "caught_at_20": "caught at 20 %",
-}  # fmt: skip
+}
 _SCALES = {"unit_norm": "unit norm", "standardized": "standardised", "joint": "fitted together"}
 _READ = {
     "fused": "fused: depth mean ({}) and first token",
@@ -41,28 +47,40 @@ _READ = {
     "fused_context": "fused: depth mean ({}), first token, passage and its answer",
 }
 SIGNALS = {
-    "bundle": "this bundle", "depth_mean_unit_norm": "depth mean, unit norm (the paper's rule)",
+    "bundle": "this bundle",
+    "depth_mean_unit_norm": "depth mean, unit norm (the paper's rule)",
     "depth_mean_standardized": "depth mean, standardised logits",
     "depth_mean_joint": "depth mean, directions fitted together",
     **{f"{kind}_{scale}": text.format(word) for kind, text in _READ.items() for scale, word in _SCALES.items()},
-    "best_head": "best single head", "best_layer": "best single layer",
-    "first_token_max_prob": "first-token maximum probability", "first_token_entropy": "first-token entropy",
-    "prompt_length": "prompt length", "kind_and_form": "kind and form of the question, no model",
-}  # fmt: skip
+    "best_head": "best single head",
+    "best_layer": "best single layer",
+    "first_token_max_prob": "first-token maximum probability",
+    "first_token_entropy": "first-token entropy",
+    "prompt_length": "prompt length",
+    "kind_and_form": "kind and form of the question, no model",
+}
 WITHIN = {
     "auroc_within_kind_x_form_closed_book": "within kind x form, closed book",
-    "auroc_within_kind": "within kind", "auroc_within_kind_x_template": "within kind x template",
+    "auroc_within_kind": "within kind",
+    "auroc_within_kind_x_template": "within kind x template",
     "auroc_within_form": "within form",
-}  # fmt: skip
+}
 PLOTS = {
-    "roc.png": "ROC", "precision_recall.png": "Precision and recall", "coverage.png": "Coverage and error",
-    "reliability.png": "Reliability", "trajectories.png": "Class-mean trajectories", "layers.png": "AUROC by layer",
-}  # fmt: skip
+    "roc.png": "ROC",
+    "precision_recall.png": "Precision and recall",
+    "coverage.png": "Coverage and error",
+    "reliability.png": "Reliability",
+    "trajectories.png": "Class-mean trajectories",
+    "layers.png": "AUROC by layer",
+}
 MAPS = {
-    "identity": "the risk as it is", "prior_shift": "prior shift, by traffic and labels",
-    "intercept": "intercept, by labels", "platt": "Platt: slope and intercept", "beta": "beta calibration",
+    "identity": "the risk as it is",
+    "prior_shift": "prior shift, by traffic and labels",
+    "intercept": "intercept, by labels",
+    "platt": "Platt: slope and intercept",
+    "beta": "beta calibration",
     "isotonic": "isotonic",
-}  # fmt: skip
+}
 CHANCE = 0.5  # AUROC
 SHOWN_RISKS = (0.1, 0.25, 0.5, 0.75, 0.9)  # with their intervals
 FEW_IN_A_FOLD = 5  # rows of the rarer class: with fewer, the spread over folds says nothing
@@ -76,9 +94,12 @@ CAUTION = (
 _FIRST_TOKEN = "the first answer token's log maximum probability and entropy"
 _GUARANTEE = re.compile(r"## Guarantee\n.*?(?=^## |\Z)", re.DOTALL | re.MULTILINE)
 _TEMPLATES = Environment(
-    loader=FileSystemLoader(Path(__file__).parent / "templates"), undefined=StrictUndefined, trim_blocks=True,
-    lstrip_blocks=True, keep_trailing_newline=True,
-)  # fmt: skip
+    loader=FileSystemLoader(Path(__file__).parent / "templates"),
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+)
 _TEMPLATES.filters["fmt"] = format
 _TEMPLATES.globals["least_answered"] = LEAST_ANSWERED
 
@@ -93,9 +114,13 @@ def say(macro: str, *values: Any) -> str:
 
 
 def write_card(
-    manifest: Manifest, evaluation: Mapping[str, Any], *, signal_std: Sequence[float], left_out: Mapping[str, int],
+    manifest: Manifest,
+    evaluation: Mapping[str, Any],
+    *,
+    signal_std: Sequence[float],
+    left_out: Mapping[str, int],
     plots: Sequence[str],
-) -> str:  # fmt: skip
+) -> str:
     """Return the whole README.md: front matter as the Hugging Face hub reads it, then the card."""
     crossed, test = evaluation.get("cross_validation"), evaluation.get("held_out")
     own, rarer = evaluation["signal_of_the_bundle"], min(manifest.training.factual, manifest.training.hallucinated)
@@ -107,18 +132,30 @@ def write_card(
     tables = [(of, *kept) for of in ("form", "kind") if (kept := kept_strata(evaluation, f"by_{of}"))]
     rule, record = rule_in_words(evaluation["threshold"]), manifest.uncertainty
     text = _render(
-        "card.md", m=manifest, beside=_beside_the_depth_mean(manifest),
-        t=manifest.training, data=evaluation["data"], left_out=left_out, crossed=crossed,
-        group_warning=group_warning(evaluation["data"]), few=few, rarer=rarer, own=own, test=test,
+        "card.md",
+        m=manifest,
+        beside=_beside_the_depth_mean(manifest),
+        t=manifest.training,
+        data=evaluation["data"],
+        left_out=left_out,
+        crossed=crossed,
+        group_warning=group_warning(evaluation["data"]),
+        few=few,
+        rarer=rarer,
+        own=own,
+        test=test,
         cheaper=crossed and cheaper_and_better(crossed["signals"], own),
         crossed_tables=crossed and _tables(crossed["signals"], partial(_unless_few, few), own),
         no_signal=crossed and crossed["signals"][own]["auroc"].get("low", 1.0) <= CHANCE,
         test_tables=test and _tables(test["signals"], "{:.3f}".format, "bundle"),
-        plots=[(title, file) for file, title in PLOTS.items() if file in plots], signals=signals,
-        cut=evaluation["threshold"], rule=rule[0].upper() + rule[1:], tables=tables,
+        plots=[(title, file) for file, title in PLOTS.items() if file in plots],
+        signals=signals,
+        cut=evaluation["threshold"],
+        rule=rule[0].upper() + rule[1:],
+        tables=tables,
         answer=evaluation.get("answer", {}),
         intervals=[] if record.interval is None else [(at, *_ends(record.interval, at)) for at in SHOWN_RISKS],
-    )  # fmt: skip
+    )
     return f"---\n{_hub_data(manifest, evaluation).to_yaml()}\n---\n{text}"
 
 
@@ -155,19 +192,26 @@ def _hub_data(manifest: Manifest, evaluation: Mapping[str, Any]) -> ModelCardDat
         scores = {key: value["mean"] for key, value in row.items() if value is not None}
     results = [
         EvalResult(
-            task_type="text-classification", task_name="Hallucination risk at the answer onset", dataset_type=file,
-            dataset_name=file, metric_type=kind, metric_value=round(scores[key], 4),
+            task_type="text-classification",
+            task_name="Hallucination risk at the answer onset",
+            dataset_type=file,
+            dataset_name=file,
+            metric_type=kind,
+            metric_value=round(scores[key], 4),
             metric_name=f"{METRICS[key]}, {protocol}",
         )
         for key, kind in (("auroc", "roc_auc"), ("brier", "brier_score"))
         if scores
-    ]  # fmt: skip
+    ]
     return ModelCardData(
-        library_name="hallutracer", pipeline_tag="text-classification",
-        tags=["hallucination-detection", "linear-probe", "hallutracer"], base_model=manifest.model.name,
-        metrics=["roc_auc", "brier_score"], model_name=manifest.name if results else None,
+        library_name="hallutracer",
+        pipeline_tag="text-classification",
+        tags=["hallucination-detection", "linear-probe", "hallutracer"],
+        base_model=manifest.model.name,
+        metrics=["roc_auc", "brier_score"],
+        model_name=manifest.name if results else None,
         eval_results=results or None,
-    )  # fmt: skip
+    )
 
 
 def _ends(interval: RefitInterval, shown: float) -> list[float]:
@@ -230,16 +274,20 @@ class GuaranteePart:
         return 0 if self.step is None else self.step.rows
 
 
-def statement(
-    guarantee: Guarantee, manifest: Manifest, max_new_tokens: int, parts: Sequence[GuaranteePart]
-) -> str:  # fmt: skip
+def statement(guarantee: Guarantee, manifest: Manifest, max_new_tokens: int, parts: Sequence[GuaranteePart]) -> str:
     """Return for whom the guarantee holds and what voids it."""
     text = _render(
-        "statement.txt", g=guarantee, m=manifest, judged=guarantee.labels == "generate", parts=parts,
-        closed=all(part.step is None for part in parts), scored=sum(part.record.rows for part in parts),
-        labelled=sum(part.record.labelled for part in parts), max_new_tokens=max_new_tokens,
+        "statement.txt",
+        g=guarantee,
+        m=manifest,
+        judged=guarantee.labels == "generate",
+        parts=parts,
+        closed=all(part.step is None for part in parts),
+        scored=sum(part.record.rows for part in parts),
+        labelled=sum(part.record.labelled for part in parts),
+        max_new_tokens=max_new_tokens,
         by_row=_by_row(guarantee, parts),
-    )  # fmt: skip
+    )
     return " ".join(text.split())
 
 
@@ -263,12 +311,19 @@ def recalibrated_card(card: str, manifest: Manifest, record: Mapping[str, Any], 
     assert manifest.recalibration is not None
     feedback = record.get("feedback")
     section = _render(
-        "recalibration.md", r=record, d=record["data"], names=MAPS, formula=say("formula", manifest.recalibration),
-        before=record["candidates"]["identity"], after=record["candidates"][record["chosen"]],
-        gate=record["at_threshold"]["after"], candidates=candidates, caution=CAUTION,
+        "recalibration.md",
+        r=record,
+        d=record["data"],
+        names=MAPS,
+        formula=say("formula", manifest.recalibration),
+        before=record["candidates"]["identity"],
+        after=record["candidates"][record["chosen"]],
+        gate=record["at_threshold"]["after"],
+        candidates=candidates,
+        caution=CAUTION,
         feedback={} if feedback is None else feedback_lines(feedback),
         tenths=[(place, *row) for place, row in enumerate((feedback or {}).get("by_tenth", ())) if row[0]],
-    )  # fmt: skip
+    )
     return _before_limits(_GUARANTEE.sub("", card), section)
 
 
@@ -282,8 +337,11 @@ def candidates_table(choice: ChosenMap) -> str:
     rows = []
     for one in choice.candidates:
         name = f"**{MAPS[one.name]}**" if one is choice.chosen else MAPS[one.name]
-        figures = ((one.log_loss, one.log_loss_interval, ""), (one.gain, one.gain_interval, "+"),
-                   (one.error, one.error_interval, ""))  # fmt: skip
+        figures = (
+            (one.log_loss, one.log_loss_interval, ""),
+            (one.gain, one.gain_interval, "+"),
+            (one.error, one.error_interval, ""),
+        )
         cells = [f"{value:{sign}.4f} [{ends.low:{sign}.4f}, {ends.high:{sign}.4f}]" for value, ends, sign in figures]
         rows.append([name, cells[0], "" if one is choice.before else cells[1], cells[2]])
     return markdown_table(["held-out", "log loss", "less by", "calibration error, debiased"], rows)
@@ -323,7 +381,7 @@ def summary_table(signals: Mapping[str, Any], own: str) -> str:
     lines = [
         [("> " if name == own else "") + SIGNALS[name], *(_brief(row.get(key), key) for key in keys)]
         for name, row in ((name, signals[name]) for name in NAMES if name in signals)
-    ]  # fmt: skip
+    ]
     titles = WITHIN | {"auroc": "AUROC [95 %]", "ece": "ECE", "calibration_debiased": "debiased"}
     return aligned_table(["", *(titles[key] for key in keys)], lines)
 
@@ -347,5 +405,7 @@ def better_options(inputs: Inputs, nested: Evaluation, own: str) -> Iterator[str
                 continue
             found = gain(inputs.label, inputs.group, nested.tests[name], nested.tests[own])
             if found.low > 0:
-                yield (f"--logit-scale {scale} --signals {signals} gains {found.difference:.3f} "
-                       f"[{found.low:.3f}, {found.high:.3f}] of AUROC")  # fmt: skip
+                yield (
+                    f"--logit-scale {scale} --signals {signals} gains {found.difference:.3f} "
+                    f"[{found.low:.3f}, {found.high:.3f}] of AUROC"
+                )

@@ -30,15 +30,18 @@ def compare(bundles: Sequence[Bundle]) -> BundleComparison:
     documents = [bundle.evaluation() for bundle in bundles]
     manifests = [bundle.manifest for bundle in bundles]
     lines: list[list[str]] = [
-        ["model", *(one.model.name for one in manifests)], ["site", *(one.readout.site for one in manifests)],
+        ["model", *(one.model.name for one in manifests)],
+        ["site", *(one.readout.site for one in manifests)],
         ["signal", *(SIGNALS[document["signal_of_the_bundle"]] for document in documents)],
         ["training rows", *(f"{one.training.rows:,}" for one in manifests)],
         ["threshold", *(f"{one.threshold:.4f}" for one in manifests)],
-    ]  # fmt: skip
+    ]
     for title, place in (("nested CV", "cross_validation"), ("held out", "held_out")):
         own = ["bundle" if place == "held_out" else document["signal_of_the_bundle"] for document in documents]
-        rows = [(document.get(place) or {"signals": {name: {}}})["signals"][name]
-                for name, document in zip(own, documents, strict=True)]  # fmt: skip
+        rows = [
+            (document.get(place) or {"signals": {name: {}}})["signals"][name]
+            for name, document in zip(own, documents, strict=True)
+        ]
         for key in SHOWN:
             if any(row.get(key) is not None for row in rows):
                 name = METRICS.get(key) or f"AUROC {WITHIN[key]}"
@@ -94,8 +97,9 @@ def promotion_findings(bundle: Bundle, served: Mapping[str, Any], bounds: Promot
 def _findings(bundle: Bundle, served: Mapping[str, Any], bounds: PromotionBounds) -> Iterator[PromotionFinding]:
     card = next((one for one in served["data"] if one["digest"] == bundle.manifest.digest), None)
     if card is None:
-        yield PromotionFinding(False, f"the service has not loaded {bundle.reference} "
-                                      f"({bundle.manifest.digest[:19]}..)")  # fmt: skip
+        yield PromotionFinding(
+            False, f"the service has not loaded {bundle.reference} ({bundle.manifest.digest[:19]}..)"
+        )
         return
     compared, golden = card.get("compared"), card["golden"]
     if compared is None:
@@ -141,7 +145,11 @@ def probes_apart(before: Bundle, after: Bundle) -> str:
     same = first.head == second.head
     text = f"{int((~same).sum())} of {len(same)} layers read another head"
     cosine = np.sum(first.direction[same] * second.direction[same], axis=-1)
-    return text if not same.any() else (
-        f"{text}; where it is the same, the directions' cosine is {np.median(cosine):.3f} in the median, "
-        f"{cosine.min():.3f} at least"
-    )  # fmt: skip
+    return (
+        text
+        if not same.any()
+        else (
+            f"{text}; where it is the same, the directions' cosine is {np.median(cosine):.3f} in the median, "
+            f"{cosine.min():.3f} at least"
+        )
+    )

@@ -41,13 +41,16 @@ def _described(
     judged = [decisions[place] for place in used]
     tenths = (column.astype(int).tolist() for column in (every, labelled, wrong))
     return {
-        "answers": len(answers), "labelled": len(used), "share": float((label == 0).mean()),
+        "answers": len(answers),
+        "labelled": len(used),
+        "share": float((label == 0).mean()),
         "weighted": float((every[known] * wrong[known] / labelled[known]).sum() / every[known].sum()),
         "covered": float(every[known].sum() / every.sum()),
-        "highest": float(risk[used].max()), "highest_answer": float(risk.max()),
+        "highest": float(risk[used].max()),
+        "highest_answer": float(risk.max()),
         "by_tenth": list(map(list, zip(*tenths, strict=True))),
         "by_decision": {one: [decisions.count(one), judged.count(one)] for one in sorted(set(decisions))},
-    }  # fmt: skip
+    }
 
 
 def recalibrate_by_feedback(
@@ -92,8 +95,10 @@ def recalibrate_by_feedback(
     marks, label = [answer.mark for answer in answers], np.array([answers[place].label for place in used], np.int64)
     described = _described(answers, risk, used, label) | {"left_out": left_out}
     (groups,) = number_together([marks[place] for place in used])
-    console.print(f"{len(answers)} answers of the probes of {bundle.reference}, {len(used)} with a label that is used, "
-                  f"of {len(np.unique(groups))} prompts")  # fmt: skip
+    console.print(
+        f"{len(answers)} answers of the probes of {bundle.reference}, {len(used)} with a label that is used, "
+        f"of {len(np.unique(groups))} prompts"
+    )
     prior_fit = _prior_shift(bundle, evaluation, options, risk, marks, described)
     for key, text in feedback_lines(described).items():
         console.print(f"{key}: {text}")
@@ -107,25 +112,38 @@ def recalibrate_by_feedback(
         digest.update(json.dumps([row.mark, row.time, row.signals, row.label], sort_keys=True).encode() + b"\n")
     record = {
         "data": {
-            "file": "feedback", "digest": f"sha256:{digest.hexdigest()}", "rows": len(rows),
-            "factual": int(label.sum()), "hallucinated": int((label == 0).sum()), "groups": len(np.unique(groups)),
+            "file": "feedback",
+            "digest": f"sha256:{digest.hexdigest()}",
+            "rows": len(rows),
+            "factual": int(label.sum()),
+            "hallucinated": int((label == 0).sum()),
+            "groups": len(np.unique(groups)),
             "left_out": sum(left_out.values()),
         },
-        "labels": "feedback", "judge": None, "feedback": rounded(described),
+        "labels": "feedback",
+        "judge": None,
+        "feedback": rounded(described),
         "spent": Marks(frozenset(row.mark for row in rows), frozenset()).document(),
-    }  # fmt: skip
-    published = choose_and_publish(bundle, evaluation, options, (label, risk[used], groups), prior_fit, record, store,
-                                   console)  # fmt: skip
+    }
+    published = choose_and_publish(
+        bundle, evaluation, options, (label, risk[used], groups), prior_fit, record, store, console
+    )
     if published is not None and "production" not in store.aliases(name := published.manifest.name):
-        console.print(f"{name} has no alias 'production', so whoever asks for {name} gets its highest version, this "
-                      f"one: 'hallutracer bundle alias {name} production N' keeps another")  # fmt: skip
+        console.print(
+            f"{name} has no alias 'production', so whoever asks for {name} gets its highest version, this "
+            f"one: 'hallutracer bundle alias {name} production N' keeps another"
+        )
     return published
 
 
 def _prior_shift(
-    bundle: Bundle, evaluation: dict[str, Any], options: RecalibrateOptions, risk: NDArray[np.float64],
-    marks: list[str], described: dict[str, Any],
-) -> MapFit | None:  # fmt: skip
+    bundle: Bundle,
+    evaluation: dict[str, Any],
+    options: RecalibrateOptions,
+    risk: NDArray[np.float64],
+    marks: list[str],
+    described: dict[str, Any],
+) -> MapFit | None:
     """Return the candidate that all answers give without labels, noted in ``described``; None, and the reason."""
     prior, source = prior_of(bundle), recorded_risks(evaluation)
     (groups,) = number_together(marks)
@@ -142,9 +160,10 @@ def _prior_shift(
     else:
         share = estimate_share(traffic, prior, seed=options.seed)
         described["traffic"] = {
-            "share": asdict(share), "test": None if test is None else asdict(test),
+            "share": asdict(share),
+            "test": None if test is None else asdict(test),
             "explained": None if test is None else test.explained,
-        }  # fmt: skip
+        }
         shift = shift_to(share.value, prior, len(traffic.risk))
         return lambda label, risk: shift  # neither labels nor risks of the labelled rows matter
     return None

@@ -63,10 +63,13 @@ class GuaranteePlan:
         """Return what is asked of the rows: asked again, it has the same answer."""
         options, judge = self.rows.options, self.rows.judge
         return {
-            "alphas": list(options.alphas), "delta": options.delta, "seed": options.seed,
-            "labels": options.answers, "judge": judge,
+            "alphas": list(options.alphas),
+            "delta": options.delta,
+            "seed": options.seed,
+            "labels": options.answers,
+            "judge": judge,
             "max_new_tokens": None if judge is None else options.answer_tokens,
-        } | ({"recheck": True} if options.recheck else {})  # fmt: skip
+        } | ({"recheck": True} if options.recheck else {})
 
     @cached_property
     def standings(self) -> tuple[Standing, ...]:
@@ -176,8 +179,9 @@ def plan(bundle: Bundle, options: GuaranteeOptions, store: Store) -> GuaranteePl
     rows = new_rows.read_new_rows(bundle, options, store, all_labelled=False)
     evaluation, dataset = rows.evaluation, rows.dataset
     if options.recheck and bundle.manifest.answer is None:
-        raise TrainingError(f"{bundle.reference} has no probes of answers: train it on answers, or leave --recheck out",
-                            param="recheck")  # fmt: skip
+        raise TrainingError(
+            f"{bundle.reference} has no probes of answers: train it on answers, or leave --recheck out", param="recheck"
+        )
     # Training's out-of-fold risks do not say which answers their own tokens flag.
     kept: dict[str, Any] = {} if options.recheck else evaluation.get("out_of_fold", {})
     gates = {passage: _profile(one) for passage, one in kept.get("gates_by_passage", {}).items()}
@@ -192,9 +196,12 @@ def plan(bundle: Bundle, options: GuaranteeOptions, store: Store) -> GuaranteePl
     largest = max(made.tested, key=lambda stratum: stratum.groups)
     least = least_groups(max(options.alphas), largest.delta)
     if largest.groups < least:
-        raise TrainingError(f"{dataset.path} has {largest.groups} groups for the test, and no threshold can pass at "
-                            f"alpha = {max(options.alphas):g}, delta = {largest.delta:g} with less than {least} "
-                            "answering ones: add groups (nothing was spent)", param="data")  # fmt: skip
+        raise TrainingError(
+            f"{dataset.path} has {largest.groups} groups for the test, and no threshold can pass at "
+            f"alpha = {max(options.alphas):g}, delta = {largest.delta:g} with less than {least} "
+            "answering ones: add groups (nothing was spent)",
+            param="data",
+        )
     if made.gates is None and options.answers == "given":  # of each row either the thresholds or the test reads it
         new_rows.check_labelled(dataset, np.arange(len(dataset)))
     return made
@@ -303,11 +310,16 @@ class StratumResult:
         """Return the manifest's record."""
         step = self.step
         return GuaranteeStratum(
-            passage=bool(self.stratum.passage), delta=self.stratum.delta,
-            threshold=CLOSED if step is None else step.threshold, groups=0 if step is None else step.groups,
-            hallucinated=0 if step is None else step.wrong, p_value=1.0 if step is None else step.p_value,
-            answered=self.answered, rows=self.rows, labelled=self.labelled,
-        )  # fmt: skip
+            passage=bool(self.stratum.passage),
+            delta=self.stratum.delta,
+            threshold=CLOSED if step is None else step.threshold,
+            groups=0 if step is None else step.groups,
+            hallucinated=0 if step is None else step.wrong,
+            p_value=1.0 if step is None else step.p_value,
+            answered=self.answered,
+            rows=self.rows,
+            labelled=self.labelled,
+        )
 
 
 def strata_tests(made: GuaranteePlan, data: CalibrationRows, alpha: float) -> list[StratumResult]:
@@ -350,38 +362,63 @@ def carry_out(made: GuaranteePlan, engine: Engine, store: Store, console: Consol
     strictest = min((one.record for one in served), key=lambda record: record.threshold)
     group = rows.dataset.groups[data.place]
     record = Guarantee(
-        alpha=alpha, delta=made.each_delta, threshold=strictest.threshold, groups=strictest.groups,
-        hallucinated=strictest.hallucinated, p_value=strictest.p_value,
-        answered=sum(one.answered * one.rows for one in served) / len(data.place), risk_control_threshold=None,
-        rows=len(data.place), all_groups=len(np.unique(group)), data_digest=rows.dataset.digest,
-        labels=options.answers, judge=rows.judge, dtype=cast(DType, engine.identity.dtype), seed=options.seed,
+        alpha=alpha,
+        delta=made.each_delta,
+        threshold=strictest.threshold,
+        groups=strictest.groups,
+        hallucinated=strictest.hallucinated,
+        p_value=strictest.p_value,
+        answered=sum(one.answered * one.rows for one in served) / len(data.place),
+        risk_control_threshold=None,
+        rows=len(data.place),
+        all_groups=len(np.unique(group)),
+        data_digest=rows.dataset.digest,
+        labels=options.answers,
+        judge=rows.judge,
+        dtype=cast(DType, engine.identity.dtype),
+        seed=options.seed,
         statement="",
-    )  # fmt: skip
+    )
     manifest = replace(
-        bundle.manifest, guarantee_shapes=made.shapes, guarantee_reads_answers=True if options.recheck else None,
+        bundle.manifest,
+        guarantee_shapes=made.shapes,
+        guarantee_reads_answers=True if options.recheck else None,
         guarantee_strata=tuple(one.record for one in served) if named else None,
-        name=options.new_name or bundle.manifest.name, threshold=record.threshold,
-    )  # fmt: skip
+        name=options.new_name or bundle.manifest.name,
+        threshold=record.threshold,
+    )
     parts = [GuaranteePart(one.stratum.passage, one.record, one.step) for one in served]
     record = replace(record, statement=statement(record, manifest, options.answer_tokens, parts))
     manifest = replace(manifest, guarantee=record)
     evaluation, known = bundle.evaluation(), data.label[data.label != UNKNOWN_LABEL]
     ledger = {
         "data": {
-            "file": rows.dataset.path.name, "digest": rows.dataset.digest, "rows": len(rows.dataset),
-            "labelled": len(known), "factual": int((known == 1).sum()), "hallucinated": int((known == 0).sum()),
-            "left_out": data.left_out, "groups": len(np.unique(rows.dataset.groups)),
+            "file": rows.dataset.path.name,
+            "digest": rows.dataset.digest,
+            "rows": len(rows.dataset),
+            "labelled": len(known),
+            "factual": int((known == 1).sum()),
+            "hallucinated": int((known == 0).sum()),
+            "left_out": data.left_out,
+            "groups": len(np.unique(rows.dataset.groups)),
         },
         "question": made.question,
         "thresholds_from": "training's out-of-fold risks" if made.gates else f"one group of {PILOT_SHARE}",
         "promises": [
-            {"alpha": at, "delta": one.test.delta, "threshold": one.test.threshold,
-             "least_alpha": rounded(one.test.least_alpha), "passage": one.stratum.passage,
-             "steps": rounded([asdict(step) for step in one.test.steps])}
-            for at, found in tests.items() for one in found if one.test is not None
+            {
+                "alpha": at,
+                "delta": one.test.delta,
+                "threshold": one.test.threshold,
+                "least_alpha": rounded(one.test.least_alpha),
+                "passage": one.stratum.passage,
+                "steps": rounded([asdict(step) for step in one.test.steps]),
+            }
+            for at, found in tests.items()
+            for one in found
+            if one.test is not None
         ],
         "spent": Marks.of(rows.dataset).document(),
-    }  # fmt: skip
+    }
     evaluation["calibrations"] = [*evaluation.get("calibrations", []), ledger]
     card = guaranteed_card(card_of(bundle), manifest, parts)
     published = store.publish(new_rows.draft_of(bundle, manifest, evaluation, card))
@@ -423,6 +460,9 @@ def _check_question(made: GuaranteePlan) -> None:
     path = made.rows.question
     if path.exists() and (before := json.loads(path.read_text(encoding="utf-8"))) != made.question:
         changed = ", ".join(f"{key} = {before.get(key)!r}" for key in before if before[key] != made.question.get(key))
-        raise RunMismatch(f"the rows of {made.rows.dataset.path} are spent: they were tested before, with {changed}. A "
-                          "question that an earlier answer led to carries no guarantee; use new "
-                          "rows", param="data")  # fmt: skip
+        raise RunMismatch(
+            f"the rows of {made.rows.dataset.path} are spent: they were tested before, with {changed}. A "
+            "question that an earlier answer led to carries no guarantee; use new "
+            "rows",
+            param="data",
+        )

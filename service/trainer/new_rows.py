@@ -92,8 +92,11 @@ def seen_by(
     held_out = (evaluation.get("held_out") or {}).get("digest")
     for what, digest in (("training", bundle.manifest.training.data_digest), ("held-out", held_out)):
         if not recorded and digest is not None and digest not in {dataset.digest for dataset in files}:
-            raise TrainingError(f"{bundle.reference} does not record which rows it has seen: name its {what} file "
-                                f"({digest}) with --trained-on", param="trained_on")  # fmt: skip
+            raise TrainingError(
+                f"{bundle.reference} does not record which rows it has seen: name its {what} file "
+                f"({digest}) with --trained-on",
+                param="trained_on",
+            )
 
 
 def spent_sets(store: Store, bundle: Bundle) -> list[tuple[str, Bundle, dict[str, Any]]]:
@@ -177,13 +180,27 @@ class NewRows(Generic[Options]):
         return replace(found, index=places[found.index])
 
     def _prepared(
-        self, engine: Engine, dataset: Dataset, name: str, folds: int | None, *, answers: bool = False,
+        self,
+        engine: Engine,
+        dataset: Dataset,
+        name: str,
+        folds: int | None,
+        *,
+        answers: bool = False,
         labelled: bool = True,
-    ) -> PreparedData:  # fmt: skip
+    ) -> PreparedData:
         manifest = self.bundle.manifest
-        return prepare(engine, dataset, self.options, as_prompt_format(manifest.prompt_format), name,
-                       sites=[Site(manifest.readout.site)], folds=folds, answer_probes=answers,
-                       labelled=labelled)  # fmt: skip
+        return prepare(
+            engine,
+            dataset,
+            self.options,
+            as_prompt_format(manifest.prompt_format),
+            name,
+            sites=[Site(manifest.readout.site)],
+            folds=folds,
+            answer_probes=answers,
+            labelled=labelled,
+        )
 
 
 def check_labelled(dataset: Dataset, places: NDArray[np.int64]) -> None:
@@ -203,18 +220,23 @@ def read_new_rows(
     options.check()
     options = options.of(bundle.manifest.name, bundle.manifest.training)
     if options.new_name == bundle.manifest.name and not store.is_own(bundle.path):
-        raise TrainingError(f"{bundle.reference} is not in {store.where}, and a version there would hide it: publish "
-                            "under another name (--new-name)", param="name")  # fmt: skip
-    dataset = read_dataset(options.file, options.answers, folds=folds, columns=options.names,
-                           all_labelled=all_labelled)  # fmt: skip
+        raise TrainingError(
+            f"{bundle.reference} is not in {store.where}, and a version there would hide it: publish "
+            "under another name (--new-name)",
+            param="name",
+        )
+    dataset = read_dataset(options.file, options.answers, folds=folds, columns=options.names, all_labelled=all_labelled)
     check_all_apply(dataset)
     if options.answers == "generate":
         check_answers(dataset, options)
     asked = bundle.manifest.decoding or GREEDY  # as requests are that name no temperature
     if other := next((one for one in dataset.decodings if one is not None and not one.same(asked)), None):
-        raise TrainingError(f"rows of {dataset.path} have answers that were {other}, and under {bundle.reference} "
-                            f"answers are {asked} where a request names no temperature: label answers that "
-                            "were decoded so", param="data")  # fmt: skip
+        raise TrainingError(
+            f"rows of {dataset.path} have answers that were {other}, and under {bundle.reference} "
+            f"answers are {asked} where a request names no temperature: label answers that "
+            "were decoded so",
+            param="data",
+        )
     return NewRows(bundle, bundle.evaluation(), dataset, options)
 
 
@@ -271,21 +293,30 @@ def answers_withheld(bundle: Bundle, data: PreparedData) -> NDArray[np.bool_]:
     assert record is not None
     assert stored is not None
     if read is None:
-        raise TrainingError("no answer of these rows was read: have them generated, or name each as 'answer' beside "
-                            "its label (transformers engine)", param="recheck")  # fmt: skip
+        raise TrainingError(
+            "no answer of these rows was read: have them generated, or name each as 'answer' beside "
+            "its label (transformers engine)",
+            param="recheck",
+        )
     means = depth_mean(trajectories(read, [Probes.of(Site(bundle.manifest.readout.site), stored)]))
     found = risk(means[:, None], np.array([record.weight]), record.intercept)
     return ~was_read(read) | (found >= record.threshold)
 
 
 def draft_of(
-    bundle: Bundle, manifest: Manifest, evaluation: dict[str, Any], card: str, *, golden: Golden | None = None,
+    bundle: Bundle,
+    manifest: Manifest,
+    evaluation: dict[str, Any],
+    card: str,
+    *,
+    golden: Golden | None = None,
     plots: Mapping[str, bytes] = MappingProxyType({}),
-) -> BundleDraft:  # fmt: skip
+) -> BundleDraft:
     """Return the bundle's probes, the answer's too, and plots with another manifest, evaluation and card.
 
     ``plots`` are further ones."""
     files = [name for name in bundle.manifest.files if "/" in name]
     own = {name.removeprefix("plots/"): (bundle.path / name).read_bytes() for name in files}
-    return BundleDraft(manifest, bundle.probes, golden or bundle.golden, evaluation, card, own | dict(plots),
-                       answer=bundle.answer)  # fmt: skip
+    return BundleDraft(
+        manifest, bundle.probes, golden or bundle.golden, evaluation, card, own | dict(plots), answer=bundle.answer
+    )

@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from service.fitting.estimator import DepthMeanProbe
     from service.fitting.thresholds import GateRule
 
-FIELDS = ("prompt", "messages", "answers", "answer", "label", "group", "id", "kind", "applies",
-          "decoding")  # fmt: skip
+FIELDS = ("prompt", "messages", "answers", "answer", "label", "group", "id", "kind", "applies", "decoding")
 LEAST_ROWS = 40  # below, whether there is a signal cannot be told
 MIXTURE = "mixture"  # of all forms of conversation, by weight, with requests that ask for no fact
 SIGNALS: dict[str, tuple[Signal, ...]] = {
-    "depth_mean": (DEPTH_MEAN,), "depth_mean,first_token": (DEPTH_MEAN, *FIRST_TOKEN),
-}  # fmt: skip
+    "depth_mean": (DEPTH_MEAN,),
+    "depth_mean,first_token": (DEPTH_MEAN, *FIRST_TOKEN),
+}
 _FITS, _GUARANTEE = Group("Fits and folds", sort_key=40), Group("Guarantee", sort_key=36)
 _RECALIBRATION = Group("Recalibration", sort_key=6)
 Made = TypeVar("Made", bound="NewRowsOptions")
@@ -67,9 +67,14 @@ class FoldOptions:
     # From Python also a tuple, the seeds themselves.
     seeds: Annotated[int, option("Shuffles of the folds: seeds 0 .. K-1.", limits=Range(1, 100), group=_FITS)] = 3
     folds: Annotated[int, option("Group-disjoint stratified folds.", limits=Range(2), group=_FITS)] = 5
-    c: Annotated[float | None, option(
-        "Inverse strength of the probes' regularisation.  Default: chosen by inner grouped cross-validation.",
-        limits=Range(positive=True), group=_FITS)] = None  # fmt: skip
+    c: Annotated[
+        float | None,
+        option(
+            "Inverse strength of the probes' regularisation.  Default: chosen by inner grouped cross-validation.",
+            limits=Range(positive=True),
+            group=_FITS,
+        ),
+    ] = None
     jobs: Annotated[int, option("Processes for the probe fits; 0: all cores.", limits=Range(0), group=_FITS)] = 0
     batch_rows: Annotated[BatchRows, Parameter(group=_FITS)] = BATCH_ROWS  # of the run's identity, as padding rounds
 
@@ -87,9 +92,14 @@ class RowsOptions(JudgeOptions, LabelOptions):
     data: Data = ()
     labels: GeneratedLabels = None
     run_dir: RunDir = None
-    columns: Annotated[str, option(
-        "What your files call the fields of a row: FIELD=YOURS with commas, such as "
-        "prompt=question,answers=answer.", metavar="NAMES")] = ""  # fmt: skip
+    columns: Annotated[
+        str,
+        option(
+            "What your files call the fields of a row: FIELD=YOURS with commas, such as "
+            "prompt=question,answers=answer.",
+            metavar="NAMES",
+        ),
+    ] = ""
 
     def check(self) -> None:
         """Raise TrainingError for an invalid value, such as names of columns that name none."""
@@ -102,8 +112,10 @@ class RowsOptions(JudgeOptions, LabelOptions):
         pairs = [part.strip().partition("=") for part in self.columns.split(",") if part.strip()]
         wrong = [field for field, _, own in pairs if field not in FIELDS or not own]
         if wrong:
-            raise TrainingError(f"columns: FIELD=YOURS is expected, where FIELD is one of {', '.join(FIELDS)}, and "
-                                f"not {wrong[0]!r}", param="columns")  # fmt: skip
+            raise TrainingError(
+                f"columns: FIELD=YOURS is expected, where FIELD is one of {', '.join(FIELDS)}, and not {wrong[0]!r}",
+                param="columns",
+            )
         return {field: own for field, _, own in pairs}
 
     @property
@@ -123,14 +135,25 @@ class RowsOptions(JudgeOptions, LabelOptions):
 class ConfidenceOptions(RowsOptions):
     """What a guaranteed threshold keeps, and how surely."""
 
-    alpha: Annotated[str, option(
-        "Largest share of hallucinations among the answered question groups, counted equally; several with commas, of "
-        "which the first that a threshold qualifies for is served.", group=_GUARANTEE)] = "0.1"  # fmt: skip
-    delta: Annotated[float, option(
-        "Probability of calibration rows that mislead, split evenly among the alphas.",
-        limits=Range(1e-9, 0.5), group=_GUARANTEE)] = 0.05  # fmt: skip
-    publish_closed: Annotated[bool, option(
-        "Where no threshold qualifies, publish a gate that answers nothing.", group=_GUARANTEE)] = False  # fmt: skip
+    alpha: Annotated[
+        str,
+        option(
+            "Largest share of hallucinations among the answered question groups, counted equally; several with commas, "
+            "of which the first that a threshold qualifies for is served.",
+            group=_GUARANTEE,
+        ),
+    ] = "0.1"
+    delta: Annotated[
+        float,
+        option(
+            "Probability of calibration rows that mislead, split evenly among the alphas.",
+            limits=Range(1e-9, 0.5),
+            group=_GUARANTEE,
+        ),
+    ] = 0.05
+    publish_closed: Annotated[
+        bool, option("Where no threshold qualifies, publish a gate that answers nothing.", group=_GUARANTEE)
+    ] = False
 
     def check(self) -> None:
         """Raise TrainingError for an invalid value, such as a share that is none."""
@@ -140,8 +163,9 @@ class ConfidenceOptions(RowsOptions):
         except ValueError:
             alphas = ()
         if not alphas or not all(0 < one < 1 for one in alphas) or len(set(alphas)) < len(alphas):
-            raise TrainingError(f"alpha must be one or more distinct numbers between 0 and 1, not {self.alpha!r}",
-                                param="alpha")  # fmt: skip
+            raise TrainingError(
+                f"alpha must be one or more distinct numbers between 0 and 1, not {self.alpha!r}", param="alpha"
+            )
 
     @property
     def alphas(self) -> tuple[float, ...]:
@@ -154,11 +178,17 @@ class ConfidenceOptions(RowsOptions):
 class NewRowsOptions(RowsOptions):
     """Rows that a published bundle has never seen, and what is published from them."""
 
-    new_name: Annotated[str | None, option(
-        "Name to publish under.  Default: the bundle's own, as its next version.")] = None  # fmt: skip
-    trained_on: Annotated[tuple[str, ...], option(
-        "The bundle's own training and held-out files, repeatable: for bundles that do not record which rows they "
-        "have seen."), Parameter(metavar="FILE")] = ()  # fmt: skip
+    new_name: Annotated[
+        str | None, option("Name to publish under.  Default: the bundle's own, as its next version.")
+    ] = None
+    trained_on: Annotated[
+        tuple[str, ...],
+        option(
+            "The bundle's own training and held-out files, repeatable: for bundles that do not record which rows they "
+            "have seen."
+        ),
+        Parameter(metavar="FILE"),
+    ] = ()
     seed: Seed = 0
     dry_run: Annotated[bool, DRY_RUN] = False
     batch_rows: BatchRows = BATCH_ROWS
@@ -196,10 +226,14 @@ class NewRowsOptions(RowsOptions):
 class GuaranteeOptions(ConfidenceOptions, NewRowsOptions):
     """One guarantee for a threshold of a published bundle."""
 
-    recheck: Annotated[bool, option(
-        "Of answers that a policy with recheck gives: below the threshold, and not flagged by their own tokens.  Needs "
-        "a bundle with probes of answers, and rows whose answers are generated or given.",
-        group=_GUARANTEE)] = False  # fmt: skip
+    recheck: Annotated[
+        bool,
+        option(
+            "Of answers that a policy with recheck gives: below the threshold, and not flagged by their own tokens.  "
+            "Needs a bundle with probes of answers, and rows whose answers are generated or given.",
+            group=_GUARANTEE,
+        ),
+    ] = False
 
 
 @section("New rows", 5)
@@ -207,19 +241,39 @@ class GuaranteeOptions(ConfidenceOptions, NewRowsOptions):
 class RecalibrateOptions(NewRowsOptions):
     """One recalibration of a published bundle for another base rate; ``data`` are drawn at random from the traffic."""
 
-    feedback: Annotated[str, option(
-        "Instead of --data and --traffic: what a service kept with --feedback-db, the same file or URL.  Loads no "
-        "model.", metavar=DATABASE, group=_RECALIBRATION)] = ""  # fmt: skip
-    traffic: Annotated[Path | None, option(
-        "Unlabelled JSONL of the same traffic: risks as 'hallutracer score --output' writes them, or prompts to be "
-        "scored.", group=_RECALIBRATION)] = None  # fmt: skip
-    threshold_rule: Annotated[Literal["map", "keep"], option(
-        "map: the threshold is carried along, so that the same prompts are flagged.  keep: the same number on the new "
-        "scale, right for a threshold by --wrong-costs: what a wrong answer costs has not changed, and the new risk "
-        "is a probability of your traffic.", group=_RECALIBRATION)] = "map"  # fmt: skip
-    allow_other_shift: Annotated[bool, option(
-        "Use the traffic although prior shift alone does not explain it, or although nobody can tell.",
-        group=_RECALIBRATION)] = False  # fmt: skip
+    feedback: Annotated[
+        str,
+        option(
+            "Instead of --data and --traffic: what a service kept with --feedback-db, the same file or URL.  Loads no "
+            "model.",
+            metavar=DATABASE,
+            group=_RECALIBRATION,
+        ),
+    ] = ""
+    traffic: Annotated[
+        Path | None,
+        option(
+            "Unlabelled JSONL of the same traffic: risks as 'hallutracer score --output' writes them, or prompts to be "
+            "scored.",
+            group=_RECALIBRATION,
+        ),
+    ] = None
+    threshold_rule: Annotated[
+        Literal["map", "keep"],
+        option(
+            "map: the threshold is carried along, so that the same prompts are flagged.  keep: the same number on the "
+            "new scale, right for a threshold by --wrong-costs: what a wrong answer costs has not changed, and the new "
+            "risk is a probability of your traffic.",
+            group=_RECALIBRATION,
+        ),
+    ] = "map"
+    allow_other_shift: Annotated[
+        bool,
+        option(
+            "Use the traffic although prior shift alone does not explain it, or although nobody can tell.",
+            group=_RECALIBRATION,
+        ),
+    ] = False
 
     def check(self) -> None:
         """Raise TrainingError for an invalid value, and for rows beside feedback."""
@@ -236,13 +290,19 @@ class TrainOptions(FoldOptions, ConfidenceOptions):
     """One training run."""
 
     name: Annotated[str, option("Name of the bundle.", group="Parameters")]
-    test: Annotated[Path | None, option(
-        "Held-out rows, scored with the final bundle and used for nothing else.")] = None  # fmt: skip
+    test: Annotated[Path | None, option("Held-out rows, scored with the final bundle and used for nothing else.")] = (
+        None
+    )
     labels: GeneratedLabels = "given"
-    answers_decoding: Annotated[str | None, option(
-        f"How the answers were decoded that given labels are about: {DECODINGS}.  The bundle records it, and requests "
-        "that name no temperature are decoded so.  Default: what the rows' own field 'decoding' says, if all say the "
-        "same.", metavar="DECODING")] = None  # fmt: skip
+    answers_decoding: Annotated[
+        str | None,
+        option(
+            f"How the answers were decoded that given labels are about: {DECODINGS}.  The bundle records it, and "
+            "requests that name no temperature are decoded so.  Default: what the rows' own field 'decoding' says, if "
+            "all say the same.",
+            metavar="DECODING",
+        ),
+    ] = None
     chat_template_kwargs: Annotated[
         str | None,
         option(
@@ -251,45 +311,76 @@ class TrainOptions(FoldOptions, ConfidenceOptions):
             metavar="JSON",
         ),
     ] = None
-    forms: Annotated[str | None, option(
-        "Forms of conversation that questions are asked in.  mixture: all, by weight, a quarter of the questions in "
-        "three more wordings each, and requests that ask for no fact.  none: as they are.  Else families or names of "
-        "'hallutracer data forms', with commas.  Default: mixture; none with given labels, which belong to the "
-        "prompts as they are.",
-        metavar="NAMES")] = None  # fmt: skip
-    readout: Annotated[SiteName, option(
-        "attention_head is the paper's default.")] = "attention_head"  # where a_l is taken (Eq. readout)  # fmt: skip
-    logit_scale: Annotated[LogitScale, option(
-        "unit_norm is the paper's rule; standardized divides each layer's logit by its within-class deviation; joint "
-        "fits the directions of all layers together, which reads less of a question's wording."
-    )] = "unit_norm"  # fmt: skip
+    forms: Annotated[
+        str | None,
+        option(
+            "Forms of conversation that questions are asked in.  mixture: all, by weight, a quarter of the questions "
+            "in three more wordings each, and requests that ask for no fact.  none: as they are.  Else families or "
+            "names of 'hallutracer data forms', with commas.  Default: mixture; none with given labels, which belong "
+            "to the prompts as they are.",
+            metavar="NAMES",
+        ),
+    ] = None
+    readout: Annotated[SiteName, option("attention_head is the paper's default.")] = (
+        "attention_head"  # where a_l is taken (Eq. readout)
+    )
+    logit_scale: Annotated[
+        LogitScale,
+        option(
+            "unit_norm is the paper's rule; standardized divides each layer's logit by its within-class deviation; "
+            "joint fits the directions of all layers together, which reads less of a question's wording."
+        ),
+    ] = "unit_norm"
     signals: Annotated[str, option("depth_mean, or depth_mean,first_token.")] = "depth_mean"
     class_balance: Annotated[ClassBalance, option("In the probe fit only.")] = "weights"
-    wrong_costs: Annotated[float | None, option(
-        "K: a wrong answer costs as much as K withheld right ones, and the threshold is 1 / (1 + K).  Default: 1, "
-        "answer what is more likely right than wrong.", limits=Range(positive=True))] = None  # fmt: skip
-    target: Annotated[str | None, option(
-        'Instead of --wrong-costs, by out-of-fold risks: "wrong<=0.2" is the largest threshold with at most this '
-        'share of wrong among the answered (20 rows or more), "answered>=0.5" the smallest that answers this share.  '
-        'Out of reach: the closest threshold is published, and run and card say so.',
-        metavar="TARGET")] = None  # fmt: skip
-    keep_sample: Annotated[bool, option(
-        "Keep up to 48 questions with their accepted answers in the bundle, for 'hallutracer try' and the playground: "
-        "of --test, else of rows that then leave training (5 % at most).  --no-sample where your questions are "
-        "private."), Parameter(negative="--no-sample")] = True  # fmt: skip
-    answer_probes: Annotated[bool, option(
-        "Also fit probes on answers' own tokens, for the risk of a finished answer: of those that --labels generate "
-        "has, or that rows with a label bring as 'answer' (transformers engine).")] = True  # fmt: skip
-    evaluate: Annotated[bool, option(
-        "Nested cross-validation for the model card; without it the card reports no performance.")] = True  # fmt: skip
-    allow_no_signal: Annotated[bool, option(
-        "Publish although the nested AUROC's interval reaches chance, as it does on labels drawn by a "
-        "coin.")] = False  # fmt: skip
-    allow_few: Annotated[bool, option(
-        f"Train although fewer than {LEAST_ROWS} rows ask for a fact.")] = False  # fmt: skip
-    calibration: Annotated[Path | None, option(
-        "Further rows, in groups of their own: the last step publishes a second version with a threshold that is "
-        "guaranteed on them, as 'hallutracer guarantee' does.")] = None  # fmt: skip
+    wrong_costs: Annotated[
+        float | None,
+        option(
+            "K: a wrong answer costs as much as K withheld right ones, and the threshold is 1 / (1 + K).  Default: 1, "
+            "answer what is more likely right than wrong.",
+            limits=Range(positive=True),
+        ),
+    ] = None
+    target: Annotated[
+        str | None,
+        option(
+            'Instead of --wrong-costs, by out-of-fold risks: "wrong<=0.2" is the largest threshold with at most this '
+            'share of wrong among the answered (20 rows or more), "answered>=0.5" the smallest that answers this '
+            "share.  Out of reach: the closest threshold is published, and run and card say so.",
+            metavar="TARGET",
+        ),
+    ] = None
+    keep_sample: Annotated[
+        bool,
+        option(
+            "Keep up to 48 questions with their accepted answers in the bundle, for 'hallutracer try' and the "
+            "playground: of --test, else of rows that then leave training (5 % at most).  --no-sample where your "
+            "questions are private."
+        ),
+        Parameter(negative="--no-sample"),
+    ] = True
+    answer_probes: Annotated[
+        bool,
+        option(
+            "Also fit probes on answers' own tokens, for the risk of a finished answer: of those that --labels "
+            "generate has, or that rows with a label bring as 'answer' (transformers engine)."
+        ),
+    ] = True
+    evaluate: Annotated[
+        bool, option("Nested cross-validation for the model card; without it the card reports no performance.")
+    ] = True
+    allow_no_signal: Annotated[
+        bool,
+        option("Publish although the nested AUROC's interval reaches chance, as it does on labels drawn by a coin."),
+    ] = False
+    allow_few: Annotated[bool, option(f"Train although fewer than {LEAST_ROWS} rows ask for a fact.")] = False
+    calibration: Annotated[
+        Path | None,
+        option(
+            "Further rows, in groups of their own: the last step publishes a second version with a threshold that is "
+            "guaranteed on them, as 'hallutracer guarantee' does."
+        ),
+    ] = None
     sites: Annotated[tuple[Site, ...], PYTHON] = ()  # further sites to collect in the same pass
     inner_folds: Annotated[int, Parameter(parse=False, validator=Range(2))] = 3  # inside a training partition
     c_grid: Annotated[tuple[float, ...], Parameter(parse=False, validator=Range(positive=True))] = C_GRID
@@ -303,7 +394,7 @@ class TrainOptions(FoldOptions, ConfidenceOptions):
             (len(set(seeds)) == len(seeds) > 0, "seeds", "one or more distinct seeds"),
             (all(0 <= seed < 2**32 for seed in seeds), "seeds", "numbers from 0 to 2**32 - 1"),
             (len(self.c_grid) > 0, "c_grid", "one or more numbers"),
-        )  # fmt: skip
+        )
         for fine, field, expected in checks:
             if not fine:
                 raise TrainingError(f"{field} must be {expected}, not {getattr(self, field)!r}", param=field)
@@ -314,8 +405,11 @@ class TrainOptions(FoldOptions, ConfidenceOptions):
         if self.forms is None or self.wanted_forms == ():
             return
         if self.answers == "given":
-            raise TrainingError("given labels belong to the prompts as they are: forms must be none, or let the labels "
-                                "be generated (--labels generate)", param="forms")  # fmt: skip
+            raise TrainingError(
+                "given labels belong to the prompts as they are: forms must be none, or let the labels "
+                "be generated (--labels generate)",
+                param="forms",
+            )
         from service.data.forms import chosen
 
         try:
@@ -370,18 +464,24 @@ class TrainOptions(FoldOptions, ConfidenceOptions):
         ``of_rows``: what the rows say of their own answers.  Raises TrainingError where they and the options differ."""
         told = None if self.answers_decoding is None else decoding_of(self.answers_decoding)
         if self.answers_decoding is not None and told is None:
-            raise TrainingError(f"answers_decoding must be {DECODINGS}, not {self.answers_decoding!r}",
-                                param="answers_decoding")  # fmt: skip
+            raise TrainingError(
+                f"answers_decoding must be {DECODINGS}, not {self.answers_decoding!r}", param="answers_decoding"
+            )
         if self.answers == "generate":
             if told not in (None, GREEDY):
-                raise TrainingError("generated labels are of greedy answers: answers_decoding belongs to given ones",
-                                    param="answers_decoding")  # fmt: skip
+                raise TrainingError(
+                    "generated labels are of greedy answers: answers_decoding belongs to given ones",
+                    param="answers_decoding",
+                )
             return GREEDY
         if told is None:
             return next(iter(of_rows)) if len(of_rows) == 1 else None
         if other := next((one for one in of_rows if one is not None and not one.same(told)), None):
-            raise TrainingError(f"answers_decoding says that the answers are {told}, and rows of {self.file.name} say "
-                                f"{other}: correct one of them", param="answers_decoding")  # fmt: skip
+            raise TrainingError(
+                f"answers_decoding says that the answers are {told}, and rows of {self.file.name} say "
+                f"{other}: correct one of them",
+                param="answers_decoding",
+            )
         return told
 
     @property
@@ -403,7 +503,12 @@ class TrainOptions(FoldOptions, ConfidenceOptions):
         from service.fitting.estimator import DepthMeanProbe
 
         return DepthMeanProbe(
-            "auto" if self.c is None else self.c, c_grid=self.c_grid, logit_scale=self.logit_scale,
-            class_balance=self.class_balance, folds=self.folds, inner_folds=self.inner_folds, seeds=self.shuffles,
+            "auto" if self.c is None else self.c,
+            c_grid=self.c_grid,
+            logit_scale=self.logit_scale,
+            class_balance=self.class_balance,
+            folds=self.folds,
+            inner_folds=self.inner_folds,
+            seeds=self.shuffles,
             n_jobs=int(self.jobs or cpu_count()),
-        )  # fmt: skip
+        )

@@ -79,8 +79,13 @@ def _roc(axes: Axes, data: PlotData) -> None:
         thin = look.thinned(len(wrong), _MAX_POINTS)
         axes.plot(wrong[thin], caught[thin], line, color=colour, label=name, linewidth=1.6)
     axes.plot([0, 1], [0, 1], color=look.GREY, linewidth=0.8, label="chance")
-    _shares(axes, "ROC, hallucinated is the positive class", "factual prompts flagged (share)",
-            "hallucinated prompts flagged (share)", square=True)  # fmt: skip
+    _shares(
+        axes,
+        "ROC, hallucinated is the positive class",
+        "factual prompts flagged (share)",
+        "hallucinated prompts flagged (share)",
+        square=True,
+    )
 
 
 def _precision_recall(axes: Axes, data: PlotData) -> None:
@@ -90,9 +95,13 @@ def _precision_recall(axes: Axes, data: PlotData) -> None:
         axes.step(recall[thin], precision[thin], line, where="post", color=colour, label=name, linewidth=1.4)
     share = float(np.mean(data.label == 0))
     axes.axhline(share, color=look.GREY, linewidth=0.8, label=f"share of hallucinated rows ({share:.2f})")
-    _shares(axes, "Precision and recall, hallucinated is the positive class",
-            "recall: hallucinated prompts flagged (share)",
-            "precision: flagged prompts that are\nhallucinated (share)", 0)  # fmt: skip
+    _shares(
+        axes,
+        "Precision and recall, hallucinated is the positive class",
+        "recall: hallucinated prompts flagged (share)",
+        "precision: flagged prompts that are\nhallucinated (share)",
+        0,
+    )
 
 
 def _reliability(axes: Axes, data: PlotData) -> None:
@@ -118,8 +127,18 @@ def _with_bands(
     ends = np.array(
         [scores.share_interval(float(share), group[bins == place]) for place, share in enumerate(observed)]
     ).T
-    axes.errorbar(predicted, observed, np.abs(ends - observed), linestyle=line, color=colour, zorder=3,
-                  label=f"{name}, 95 % bands", linewidth=1.4, elinewidth=1.0, capsize=2.5)  # fmt: skip
+    axes.errorbar(
+        predicted,
+        observed,
+        np.abs(ends - observed),
+        linestyle=line,
+        color=colour,
+        zorder=3,
+        label=f"{name}, 95 % bands",
+        linewidth=1.4,
+        elinewidth=1.0,
+        capsize=2.5,
+    )
     axes.scatter(predicted, observed, 22.0 * size / size.mean(), color=colour, marker=marker, zorder=3)
     return size
 
@@ -131,23 +150,39 @@ def _coverage(axes: Axes, data: PlotData) -> None:
         axes.plot(answered[thin], wrong[thin], line, color=colour, label=name, linewidth=1.4)
     gate = decisions.at_threshold(data.label, data.risk[data.own], data.threshold)
     if gate["answered"]:
-        axes.plot(gate["answered"], gate["wrong_among_answered"], "o", color=_LINES[list(data.risk).index(data.own)][0],
-                  markersize=8, markeredgecolor="black", zorder=4, clip_on=False,
-                  label=f"the bundle's threshold, {data.threshold:.3f}")  # fmt: skip
+        axes.plot(
+            gate["answered"],
+            gate["wrong_among_answered"],
+            "o",
+            color=_LINES[list(data.risk).index(data.own)][0],
+            markersize=8,
+            markeredgecolor="black",
+            zorder=4,
+            clip_on=False,
+            label=f"the bundle's threshold, {data.threshold:.3f}",
+        )
     else:
         axes.plot([], [], " ", label=f"the bundle's threshold, {data.threshold:.3f}, answers nothing")
     share = float(np.mean(data.label == 0))
     axes.axhline(share, color=look.GREY, linewidth=0.8, label=f"everything answered ({share:.2f})")
-    axes.set(title="Coverage and error, lowest risks answered first", xlabel="prompts answered (share)",
-             ylabel="hallucinated among the answered (share)", xlim=(-0.01, 1.01), ylim=(0, None))  # fmt: skip
+    axes.set(
+        title="Coverage and error, lowest risks answered first",
+        xlabel="prompts answered (share)",
+        ylabel="hallucinated among the answered (share)",
+        xlim=(-0.01, 1.01),
+        ylim=(0, None),
+    )
     look.legend_below(axes)
 
 
 def _trajectories(axes: Axes, data: PlotData) -> None:
     classes = zip(("factual", "hallucinated"), data.trajectory_mean[::-1], data.trajectory_std[::-1], strict=True)
     look.class_bands(axes, [(f"{name}: mean, band of 1 std", mean, std) for name, mean, std in classes])
-    axes.set(title="Truth logit over depth, out of fold", xlabel="layer (0 is the first block)",
-             ylabel=f"truth logit\n({data.logit_unit})")  # fmt: skip
+    axes.set(
+        title="Truth logit over depth, out of fold",
+        xlabel="layer (0 is the first block)",
+        ylabel=f"truth logit\n({data.logit_unit})",
+    )
     look.layer_ticks(axes, data.trajectory_mean.shape[1], 16)
     look.legend_below(axes, columns=3)
 
@@ -162,8 +197,12 @@ def _layers(axes: Axes, data: PlotData) -> None:
     axes.axhline(0.5, color=look.GREY, linewidth=0.8, label="chance")
     low, high = min(0.5, float(mean.min())), max(best, float(mean.max()), 0.55)
     margin = 0.06 * (high - low)
-    axes.set(title="Separation by layer, out of fold", xlabel="layer (0 is the first block)",
-             ylabel="AUROC", ylim=(low - margin, min(1.005, high + 4 * margin)))  # fmt: skip
+    axes.set(
+        title="Separation by layer, out of fold",
+        xlabel="layer (0 is the first block)",
+        ylabel="AUROC",
+        ylim=(low - margin, min(1.005, high + 4 * margin)),
+    )
     look.layer_ticks(axes, len(layers), 16)
     look.legend_below(axes, columns=3)
 

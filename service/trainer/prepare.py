@@ -60,16 +60,27 @@ class PreparedData:
         """Return rows by class, as the manifest and the evaluation name them; ``rows`` are those that apply."""
         label = self.labelled.label
         return {
-            "rows": len(self.dataset.asking), "others": len(self.dataset.others), "factual": int(label.sum()),
-            "hallucinated": int(len(label) - label.sum()), "left_out": sum(self.labelled.left_out.values()),
+            "rows": len(self.dataset.asking),
+            "others": len(self.dataset.others),
+            "factual": int(label.sum()),
+            "hallucinated": int(len(label) - label.sum()),
+            "left_out": sum(self.labelled.left_out.values()),
             "groups": len(np.unique(self.inputs.group)),
-        }  # fmt: skip
+        }
 
 
 def prepare(
-    engine: Engine, dataset: Dataset, options: TrainOptions | NewRowsOptions, prompt_format: PromptFormat, name: str, *,
-    sites: Sequence[Site], folds: int | None, answer_probes: bool = False, labelled: bool = True,
-) -> PreparedData:  # fmt: skip
+    engine: Engine,
+    dataset: Dataset,
+    options: TrainOptions | NewRowsOptions,
+    prompt_format: PromptFormat,
+    name: str,
+    *,
+    sites: Sequence[Site],
+    folds: int | None,
+    answer_probes: bool = False,
+    labelled: bool = True,
+) -> PreparedData:
     """Run one file through the engine, into the folder ``name`` of the run, where it resumes, and label it.
 
     sites: what is collected, the site that the probes read first; folds: how many groups each class must have once the
@@ -78,10 +89,15 @@ def prepare(
     Raises what ``collect`` and ``judged_labels`` raise, and TrainingError for a class with too few groups."""
     folder, generate = options.folder / name, labelled and options.answers == "generate"
     collection = collect(
-        engine, dataset, folder, sites=sites, prompt_format=prompt_format, batch_rows=options.batch_rows,
+        engine,
+        dataset,
+        folder,
+        sites=sites,
+        prompt_format=prompt_format,
+        batch_rows=options.batch_rows,
         max_new_tokens=options.answer_tokens if generate else None,
         answer_site=sites[0] if answer_probes and generate and engine.reads_answers else None,
-    )  # fmt: skip
+    )
     if not labelled:
         found = Labelled(dataset.asking, np.full(len(dataset.asking), UNKNOWN_LABEL, np.int64), {})
     elif not generate:
@@ -98,10 +114,12 @@ def prepare(
     tokens = collection.prompts.lengths[index]
     inputs = Inputs(
         readouts=Readouts(collection.rows[sites[0]], index, found.label),
-        group=dataset.groups[index], first_token=collection.first_token[index], prompt_tokens=tokens,
+        group=dataset.groups[index],
+        first_token=collection.first_token[index],
+        prompt_tokens=tokens,
         strata=tuple(dataset.rows[row].strata for row in index.tolist()),
         prompts=prompt_labels(dataset, index, tokens),
-    )  # fmt: skip
+    )
     read = collection.answers
     if answer_probes and engine.reads_answers and any(row.answer for row in dataset.rows):
         read = read_given(engine, dataset, collection.prompts, folder / "answers", sites[0], options.batch_rows)
@@ -129,8 +147,13 @@ def prompt_labels(dataset: Dataset, index: Index, tokens: Index) -> PromptLabels
     """Return what prompts of so many ``tokens`` show: a passage, by form or shape, and an accepted answer."""
     rows = [dataset.rows[row] for row in index.tolist()]
     forms = [FORMS.get(row.strata.get(FORM, "")) for row in rows]
-    passage = np.array([has_passage(row.texts[-1]) if form is None else form.family in WITH_PASSAGE
-                        for row, form in zip(rows, forms, strict=True)], np.bool_)  # fmt: skip
+    passage = np.array(
+        [
+            has_passage(row.texts[-1]) if form is None else form.family in WITH_PASSAGE
+            for row, form in zip(rows, forms, strict=True)
+        ],
+        np.bool_,
+    )
     stated = np.array([contains("", "\n".join(row.texts), row.answers) for row in rows], np.bool_)
     return PromptLabels(passage, stated & passage, tokens)
 
@@ -160,8 +183,9 @@ class BundleContext:
         """Return the ``context_`` arrays of ``ProbeTensors``."""
         names = ("head", "direction", "bias", "scale")
         stacked = {name: np.stack([getattr(fit.probe, name) for fit in self.fits]) for name in names}
-        return {f"context_{name}": array if name == "head" else array.astype(np.float32)
-                for name, array in stacked.items()}  # fmt: skip
+        return {
+            f"context_{name}": array if name == "head" else array.astype(np.float32) for name, array in stacked.items()
+        }
 
 
 def fit_context(data: PreparedData, probe: DepthMeanProbe) -> BundleContext | None:

@@ -40,14 +40,23 @@ GOLDEN_PROMPTS = 8
 
 
 def probe_tensors(
-    fit: ProbeFit, scale: Floats, class_mean: Floats, class_std: Floats, reference: TrajectoryReference,
+    fit: ProbeFit,
+    scale: Floats,
+    class_mean: Floats,
+    class_std: Floats,
+    reference: TrajectoryReference,
     context: BundleContext | None = None,
-) -> ProbeTensors:  # fmt: skip
+) -> ProbeTensors:
     """Return a fit in the element types that are stored: scale [m]; class_mean, class_std [2, m] out of fold."""
     arrays = {
-        "direction": fit.direction, "bias": fit.bias, "scale": scale, "trajectory_mean": class_mean,
-        "trajectory_std": class_std, "reference_mean": reference.mean, "reference_whitening": reference.whitening,
-    }  # fmt: skip
+        "direction": fit.direction,
+        "bias": fit.bias,
+        "scale": scale,
+        "trajectory_mean": class_mean,
+        "trajectory_std": class_std,
+        "reference_mean": reference.mean,
+        "reference_whitening": reference.whitening,
+    }
     stored: dict[str, Any] = {name: array.astype(np.float32) for name, array in arrays.items()}
     return ProbeTensors(head=fit.head, **stored, **({} if context is None else context.tensors()))
 
@@ -60,9 +69,14 @@ def golden_rows(risk: Floats, count: int = GOLDEN_PROMPTS) -> Index:
 
 
 def record_golden(
-    engine: Engine, prompts: Sequence[Sequence[int]], probes: Sequence[Probes], classifier: FinalClassifier,
-    signals: Sequence[stored.Signal], collected: Floats, context: Context | None = None,
-) -> Golden:  # fmt: skip
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    probes: Sequence[Probes],
+    classifier: FinalClassifier,
+    signals: Sequence[stored.Signal],
+    collected: Floats,
+    context: Context | None = None,
+) -> Golden:
     """Replay G prompts of token ids through ``Engine.score`` and return what a server must reproduce.
 
     ``collected`` [G, (1 + A) m] are the same prompts' logits from the run folder.
@@ -86,20 +100,28 @@ def check_replay(engine: Engine, replayed: Floats, collected: Floats) -> None:
     layers, limit = engine.identity.geometry.num_layers, tolerance_for(dtype).trajectory
     worst = float(np.max(np.abs(replayed - collected) / spreads(collected, layers)))
     if not worst <= limit:
-        raise EngineError(f"serving and training read different logits: they differ by {worst:.3g} spreads, "
-                          f"{limit:.3g} would pass in {dtype}; if another run says so, too, the engine does not fit "
-                          "this model")  # fmt: skip
+        raise EngineError(
+            f"serving and training read different logits: they differ by {worst:.3g} spreads, "
+            f"{limit:.3g} would pass in {dtype}; if another run says so, too, the engine does not fit "
+            "this model"
+        )
 
 
 def model_record(identity: ModelIdentity) -> stored.ModelRecord:
     """Return the manifest's record.  Of a folder it has only the last part: the path on this machine is private."""
     geometry, folder = identity.geometry, Path(identity.model)
     return stored.ModelRecord(
-        name=folder.resolve().name if folder.is_dir() else identity.model, revision=identity.revision,
-        fingerprint=identity.fingerprint, architecture=identity.architecture, model_type=identity.model_type,
-        num_layers=geometry.num_layers, num_heads=geometry.num_heads, head_dim=geometry.head_dim,
-        hidden_size=geometry.hidden_size, adapter=identity.adapter,
-    )  # fmt: skip
+        name=folder.resolve().name if folder.is_dir() else identity.model,
+        revision=identity.revision,
+        fingerprint=identity.fingerprint,
+        architecture=identity.architecture,
+        model_type=identity.model_type,
+        num_layers=geometry.num_layers,
+        num_heads=geometry.num_heads,
+        head_dim=geometry.head_dim,
+        hidden_size=geometry.hidden_size,
+        adapter=identity.adapter,
+    )
 
 
 def _template_record(identity: ModelIdentity) -> stored.ChatTemplateRecord:
@@ -108,46 +130,72 @@ def _template_record(identity: ModelIdentity) -> stored.ChatTemplateRecord:
 
 
 def manifest_of(
-    options: TrainOptions, identity: ModelIdentity, prompt_format: PromptFormat, data: PreparedData, c: float,
-    classifier: FinalClassifier, threshold: float, uncertainty: Uncertainty, context: BundleContext | None = None,
+    options: TrainOptions,
+    identity: ModelIdentity,
+    prompt_format: PromptFormat,
+    data: PreparedData,
+    c: float,
+    classifier: FinalClassifier,
+    threshold: float,
+    uncertainty: Uncertainty,
+    context: BundleContext | None = None,
     answer: AnswerProbe | None = None,
-) -> stored.Manifest:  # fmt: skip
+) -> stored.Manifest:
     """Return the manifest, without what publishing adds: version, time, digests and files."""
     counts = {key: count for key, count in data.counts.items() if key != "others"}  # only the evaluation names them
     training = stored.TrainingRecord(
-        data_digest=data.dataset.origin.file_digest, labels=options.answers,
-        judge=options.judged_by if options.answers == "generate" else None, seeds=options.shuffles,
-        folds=options.folds, c=c, c_grid=tuple(sorted(set(options.c_grid))) if options.c is None else (),
-        class_balance=options.class_balance, hallutracer_version=service.__version__,
-        decoding=options.decoding(data.dataset.origin.decodings), shapes=shapes_of(data.dataset.rows, prompt_format),
+        data_digest=data.dataset.origin.file_digest,
+        labels=options.answers,
+        judge=options.judged_by if options.answers == "generate" else None,
+        seeds=options.shuffles,
+        folds=options.folds,
+        c=c,
+        c_grid=tuple(sorted(set(options.c_grid))) if options.c is None else (),
+        class_balance=options.class_balance,
+        hallutracer_version=service.__version__,
+        decoding=options.decoding(data.dataset.origin.decodings),
+        shapes=shapes_of(data.dataset.rows, prompt_format),
         reworded=None if context is None else context.reworded,
         **counts,
-    )  # fmt: skip
+    )
     return stored.Manifest(
-        name=options.name, model=model_record(identity), tokenizer=stored.TokenizerRecord(identity.tokenizer),
-        chat_template=_template_record(identity), prompt_format=prompt_format,
+        name=options.name,
+        model=model_record(identity),
+        tokenizer=stored.TokenizerRecord(identity.tokenizer),
+        chat_template=_template_record(identity),
+        prompt_format=prompt_format,
         dtype=cast(DType, identity.dtype),  # checked on publishing
-        readout=stored.ReadoutRecord(options.readout, "last"), logit_scale=options.logit_scale,
+        readout=stored.ReadoutRecord(options.readout, "last"),
+        logit_scale=options.logit_scale,
         signals=with_context(options.reads, context),
-        classifier=stored.Classifier(tuple(classifier.weight.tolist()), classifier.intercept), threshold=threshold,
-        uncertainty=uncertainty, context=None if context is None else context.record(), training=training,
+        classifier=stored.Classifier(tuple(classifier.weight.tolist()), classifier.intercept),
+        threshold=threshold,
+        uncertainty=uncertainty,
+        context=None if context is None else context.record(),
+        training=training,
         answer=answer,
-    )  # fmt: skip
+    )
 
 
 def evaluation_document(
-    options: TrainOptions, signals: Sequence[stored.Signal], data: PreparedData, probe: DepthMeanProbe,
-    gates: GateProfile, risks: Floats, nested: Evaluation | None,
-) -> dict[str, Any]:  # fmt: skip
+    options: TrainOptions,
+    signals: Sequence[stored.Signal],
+    data: PreparedData,
+    probe: DepthMeanProbe,
+    gates: GateProfile,
+    risks: Floats,
+    nested: Evaluation | None,
+) -> dict[str, Any]:
     """Return evaluation.json of a bundle with these ``signals``, whose fitted ``probe`` was calibrated."""
     label, group, scaled = data.inputs.label, data.inputs.group, probe.scaled_[options.logit_scale]
     layers, means = layer_aurocs(label, scaled.out_of_fold)
     shift = scale_shift(scaled.out_of_fold.mean(axis=-1), scaled.trajectory.mean(axis=-1), label)
     counts: dict[str, Any] = {
-        "file": options.file.name, "digest": data.dataset.origin.file_digest,
+        "file": options.file.name,
+        "digest": data.dataset.origin.file_digest,
         "effective_groups": rounded(effective_groups(group)),
         "largest_group_share": rounded(float(np.unique(group, return_counts=True)[1].max() / len(group))),
-    } | data.counts  # fmt: skip
+    } | data.counts
     if data.labelled.left_out:
         counts["left_out_because"] = data.labelled.left_out
     forms = [row.strata.get(FORM) for row in data.dataset.rows]
@@ -156,15 +204,18 @@ def evaluation_document(
     if data.dataset.left_out_forms:
         counts["left_out_forms"] = list(data.dataset.left_out_forms)
     document: dict[str, Any] = {
-        "data": counts, "c_search": rounded(probe.c_search_),
+        "data": counts,
+        "c_search": rounded(probe.c_search_),
         "out_of_fold": {
-            "layer_auroc": rounded(layers.mean(axis=0).tolist()), "depth_mean_auroc": rounded(float(means.mean())),
-            "depth_mean_cross_fitted_and_refitted": rounded(shift), "gates": asdict(gates),
+            "layer_auroc": rounded(layers.mean(axis=0).tolist()),
+            "depth_mean_auroc": rounded(float(means.mean())),
+            "depth_mean_cross_fitted_and_refitted": rounded(shift),
+            "gates": asdict(gates),
             "risks": risks_document(risks, label, group),
         },
         "rows_seen": {"training": Marks.of(data.dataset).document()},
         "signal_of_the_bundle": name_of(signals, options.logit_scale),
-    }  # fmt: skip
+    }
     if nested is not None:
         document["cross_validation"] = nested.document
     return document
@@ -257,21 +308,31 @@ def by_stratum(
         inside = stratum == name
         own, risks = label[inside], risk[:, inside]
         both, answered = 0 < own.sum() < len(own), risks < threshold
-        table[name] = rounded({
-            "rows": len(own), "wrong": float(1 - own.mean()), "mean_risk": float(risks.mean()),
-            "calibration_error": float(np.mean([debiased_calibration_error(own, of_seed) for of_seed in risks])),
-            "auroc": float(np.mean([risk_auroc(own, of_seed) for of_seed in risks])) if both else None,
-            "answered": float(answered.mean()),
-            "wrong_among_answered": (1 - own)[np.nonzero(answered)[1]].mean() if answered.any() else None,
-            "mean_risk_among_answered": risks[answered].mean() if answered.any() else None,
-        })  # fmt: skip
+        table[name] = rounded(
+            {
+                "rows": len(own),
+                "wrong": float(1 - own.mean()),
+                "mean_risk": float(risks.mean()),
+                "calibration_error": float(np.mean([debiased_calibration_error(own, of_seed) for of_seed in risks])),
+                "auroc": float(np.mean([risk_auroc(own, of_seed) for of_seed in risks])) if both else None,
+                "answered": float(answered.mean()),
+                "wrong_among_answered": (1 - own)[np.nonzero(answered)[1]].mean() if answered.any() else None,
+                "mean_risk_among_answered": risks[answered].mean() if answered.any() else None,
+            }
+        )
     return table
 
 
 def plot_data(
-    options: TrainOptions, signals: Sequence[stored.Signal], inputs: Inputs, out_of_fold: Floats, class_mean: Floats,
-    class_std: Floats, nested: Evaluation | None, threshold: float,
-) -> PlotData:  # fmt: skip
+    options: TrainOptions,
+    signals: Sequence[stored.Signal],
+    inputs: Inputs,
+    out_of_fold: Floats,
+    class_mean: Floats,
+    class_std: Floats,
+    nested: Evaluation | None,
+    threshold: float,
+) -> PlotData:
     """Return the numbers of the plots on the card of a bundle with these ``signals``."""
     layers, means = layer_aurocs(inputs.label, out_of_fold)
     groups = {"first token": FIRST_TOKEN, "passage": CONTEXT_SIGNALS}
@@ -280,12 +341,23 @@ def plot_data(
     risks: dict[str, Floats] = {}
     if nested is not None:  # the first seed's folds; together they cover every row once
         shown = {
-            "depth mean": name_of(options.reads[:1], options.logit_scale), own: name_of(signals, options.logit_scale),
-            "first-token probability": "first_token_max_prob", "prompt length": "prompt_length",
-        }  # fmt: skip
+            "depth mean": name_of(options.reads[:1], options.logit_scale),
+            own: name_of(signals, options.logit_scale),
+            "first-token probability": "first_token_max_prob",
+            "prompt length": "prompt_length",
+        }
         risks = {text: nested.risk[name][0] for text, name in shown.items()}
     units = {"unit_norm": "distance from the probe's plane", "standardized": "within-class std", "joint": "log odds"}
     return PlotData(
-        inputs.label, inputs.group, risks, class_mean, class_std, layers, means, logit_unit=units[options.logit_scale],
-        own=own, threshold=threshold, ranking_only=("prompt length",),
-    )  # fmt: skip
+        inputs.label,
+        inputs.group,
+        risks,
+        class_mean,
+        class_std,
+        layers,
+        means,
+        logit_unit=units[options.logit_scale],
+        own=own,
+        threshold=threshold,
+        ranking_only=("prompt length",),
+    )

@@ -73,9 +73,12 @@ def _plan(
         )
         source = next((dataset for dataset in files if dataset.digest == held_out.get("digest")), None)
     if source is None and not options.allow_other_shift:
-        raise TrainingError(f"{bundle.reference} records no risks of its training rows to compare the traffic with: "
-                            "name its held-out file with --trained-on, leave --traffic out, or insist with "
-                            "--allow-other-shift", param="traffic")  # fmt: skip
+        raise TrainingError(
+            f"{bundle.reference} records no risks of its training rows to compare the traffic with: "
+            "name its held-out file with --trained-on, leave --traffic out, or insist with "
+            "--allow-other-shift",
+            param="traffic",
+        )
     return rows, traffic, source
 
 
@@ -88,15 +91,20 @@ def recalibrate(
     rows, traffic, source = _plan(bundle, options, store)
     dataset = rows.dataset
     groups = len(np.unique(dataset.groups))
-    lines = [f"{len(dataset)} labelled rows in {groups} groups, new to {bundle.reference}", *dataset.remarks,
-             f"{bundle.reference} was fitted on rows of which {prior_of(bundle):.1%} are hallucinated"]  # fmt: skip
+    lines = [
+        f"{len(dataset)} labelled rows in {groups} groups, new to {bundle.reference}",
+        *dataset.remarks,
+        f"{bundle.reference} was fitted on rows of which {prior_of(bundle):.1%} are hallucinated",
+    ]
     if traffic is not None:
         lines.append(f"{len(traffic.rows)} rows of traffic{'' if traffic.scored else ', to be scored'}")
     if traffic is not None and source is None:
         lines.append("whether prior shift alone explains the traffic cannot be tested: you insisted")
     if bundle.manifest.guarantee is not None:
-        lines.append(f"the guarantee of {bundle.reference} will not be carried over: run 'hallutracer guarantee' on "
-                     "the new version, with other rows")  # fmt: skip
+        lines.append(
+            f"the guarantee of {bundle.reference} will not be carried over: run 'hallutracer guarantee' on "
+            "the new version, with other rows"
+        )
     for line in lines:
         console.print(line)
     if options.dry_run:
@@ -117,14 +125,17 @@ def recalibrate(
         console.print(f"labelled rows: {share:.1%} [{low:.1%}, {high:.1%}] of {len(label)} hallucinated")
         record: dict[str, Any] = {
             "data": {"file": rows.dataset.path.name, "digest": rows.dataset.digest} | data.counts,
-            "labels": options.answers, "judge": rows.judge, "spent": Marks.of(rows.dataset).document(),
-        }  # fmt: skip
+            "labels": options.answers,
+            "judge": rows.judge,
+            "spent": Marks.of(rows.dataset).document(),
+        }
         fit = None
         if traffic is not None:
             prior = prior_of(bundle)
             fit, record["traffic"] = _prior_shift(traffic, risk_of_traffic, test, prior, data, options.seed, console)
-        published = choose_and_publish(bundle, rows.evaluation, options, (label, risk, group), fit, record, store,
-                                       console)  # fmt: skip
+        published = choose_and_publish(
+            bundle, rows.evaluation, options, (label, risk, group), fit, record, store, console
+        )
         if published is None:
             console.print("the labels of these rows were looked at: do not use them for 'hallutracer guarantee'")
         return published
@@ -145,8 +156,11 @@ def recorded_risks(evaluation: Mapping[str, Any]) -> LabelledRisks | None:
 def check_not_recalibrated(bundle: Bundle, evaluation: Mapping[str, Any]) -> None:
     """Raise TrainingError where a bundle has a recalibration already."""
     if bundle.manifest.recalibration is not None:
-        raise TrainingError(f"{bundle.reference} is recalibrated already: recalibrate the version that it came from, "
-                            f"{evaluation['recalibrations'][-1]['from']}", param="bundle")  # fmt: skip
+        raise TrainingError(
+            f"{bundle.reference} is recalibrated already: recalibrate the version that it came from, "
+            f"{evaluation['recalibrations'][-1]['from']}",
+            param="bundle",
+        )
 
 
 def _score(file: TrafficFile, scorer: Scorer, batch_rows: int) -> Floats:
@@ -168,9 +182,13 @@ def _score(file: TrafficFile, scorer: Scorer, batch_rows: int) -> Floats:
 
 
 def _tested(
-    rows: NewRows[RecalibrateOptions], traffic: TrafficFile, source: LabelledRisks | Dataset | None,
-    risk: Floats, engine: Engine, console: Console,
-) -> PriorShiftTest | None:  # fmt: skip
+    rows: NewRows[RecalibrateOptions],
+    traffic: TrafficFile,
+    source: LabelledRisks | Dataset | None,
+    risk: Floats,
+    engine: Engine,
+    console: Console,
+) -> PriorShiftTest | None:
     """Return whether prior shift alone explains the traffic (else TrainingError, unless someone insists), or None."""
     options = rows.options
     if isinstance(source, Dataset):  # the held-out file is read now
@@ -182,24 +200,36 @@ def _tested(
         return None
     (groups,) = number_together([row.group for row in traffic.rows])
     test = prior_shift_test(source, Traffic(risk, groups), options.seed)
-    console.print(f"the traffic against the best mixture of training's classes ({test.share:.1%} hallucinated): "
-                  f"distance {test.distance:.3f}, up to {test.limit:.3f} is chance or negligible (p = "
-                  f"{test.p_value:.2g})")  # fmt: skip
+    console.print(
+        f"the traffic against the best mixture of training's classes ({test.share:.1%} hallucinated): "
+        f"distance {test.distance:.3f}, up to {test.limit:.3f} is chance or negligible (p = "
+        f"{test.p_value:.2g})"
+    )
     if test.explained:
         return test
-    found = ("prior shift alone does not explain the traffic: its risks differ from every mixture of training's classes"
-             f" by {test.distance:.3f}, where at most {test.limit:.3f} would pass")  # fmt: skip
+    found = (
+        "prior shift alone does not explain the traffic: its risks differ from every mixture of training's classes"
+        f" by {test.distance:.3f}, where at most {test.limit:.3f} would pass"
+    )
     if not options.allow_other_shift:
-        raise TrainingError(f"{found}. Nothing was spent: leave --traffic out and recalibrate by the labelled rows, or "
-                            "insist with --allow-other-shift", param="traffic")  # fmt: skip
+        raise TrainingError(
+            f"{found}. Nothing was spent: leave --traffic out and recalibrate by the labelled rows, or "
+            "insist with --allow-other-shift",
+            param="traffic",
+        )
     console.print(f"{found}; you insisted")
     return test
 
 
 def _prior_shift(
-    file: TrafficFile, risk: Floats, test: PriorShiftTest | None, prior: float, data: PreparedData, seed: int,
+    file: TrafficFile,
+    risk: Floats,
+    test: PriorShiftTest | None,
+    prior: float,
+    data: PreparedData,
+    seed: int,
     console: Console,
-) -> tuple[MapFit, dict[str, Any]]:  # fmt: skip
+) -> tuple[MapFit, dict[str, Any]]:
     """Return the map by the share of hallucinations on the traffic, and what evaluation.json has of it.
 
     Nothing but this share has shifted; a prompt in both files counts as a labelled row."""
@@ -224,17 +254,28 @@ def _prior_shift(
         return shift_to(most_likely_share(traffic, prior, label), prior, len(kept) + len(label))
 
     return fit, {
-        "file": file.path.name, "digest": file.digest, "rows": len(kept), "left_out": left_out,
-        "groups": len(np.unique(traffic.group)), "share": rounded(asdict(alone)),
-        "share_with_labels": rounded(asdict(with_labels)), "test": None if test is None else rounded(asdict(test)),
+        "file": file.path.name,
+        "digest": file.digest,
+        "rows": len(kept),
+        "left_out": left_out,
+        "groups": len(np.unique(traffic.group)),
+        "share": rounded(asdict(alone)),
+        "share_with_labels": rounded(asdict(with_labels)),
+        "test": None if test is None else rounded(asdict(test)),
         "explained": None if test is None else test.explained,
-    }  # fmt: skip
+    }
 
 
 def choose_and_publish(
-    bundle: Bundle, evaluation: dict[str, Any], options: RecalibrateOptions, rows: LabelsRisksGroups,
-    prior_shift: MapFit | None, record: dict[str, Any], store: Store, console: Console,
-) -> Bundle | None:  # fmt: skip
+    bundle: Bundle,
+    evaluation: dict[str, Any],
+    options: RecalibrateOptions,
+    rows: LabelsRisksGroups,
+    prior_shift: MapFit | None,
+    record: dict[str, Any],
+    store: Store,
+    console: Console,
+) -> Bundle | None:
     """Publish the bundle with the best map on ``rows``; None where that is the risk as it is."""
     choice = choose_map(*rows, prior_shift, options.seed)
     console.print(candidates_table(choice))
@@ -247,26 +288,39 @@ def choose_and_publish(
     old = bundle.manifest.threshold
     new = float(np.clip(recalibration(old) if options.threshold_rule == "map" else old, _OPEN, 1 - _OPEN))
     manifest = replace(
-        bundle.manifest, name=options.new_name or bundle.manifest.name, threshold=new, guarantee=None,
-        guarantee_shapes=None, guarantee_reads_answers=None, guarantee_strata=None,
+        bundle.manifest,
+        name=options.new_name or bundle.manifest.name,
+        threshold=new,
+        guarantee=None,
+        guarantee_shapes=None,
+        guarantee_reads_answers=None,
+        guarantee_strata=None,
         recalibration=recalibration,
-    )  # fmt: skip
+    )
     gates = {"before": at_threshold(label, risk, old), "after": at_threshold(label, recalibration(risk), new)}
     figures = {
-        one.name: rounded({
-            "log_loss": {"mean": one.log_loss} | one.log_loss_interval._asdict(),
-            "gain": {"mean": one.gain} | one.gain_interval._asdict(),
-            "calibration_debiased": {"mean": one.error} | one.error_interval._asdict(),
-        })
+        one.name: rounded(
+            {
+                "log_loss": {"mean": one.log_loss} | one.log_loss_interval._asdict(),
+                "gain": {"mean": one.gain} | one.gain_interval._asdict(),
+                "calibration_debiased": {"mean": one.error} | one.error_interval._asdict(),
+            }
+        )
         for one in choice.candidates
-    }  # fmt: skip
+    }
     record |= {
-        "from": bundle.reference, "from_digest": bundle.manifest.digest,
-        "had_guarantee": bundle.manifest.guarantee is not None, "prior": prior_of(bundle), "seed": options.seed,
-        "chosen": choice.chosen.name, "best": choice.best.name, "left_out": list(choice.left_out),
-        "candidates": figures, "thresholds": {"rule": options.threshold_rule, "before": old, "after": new},
+        "from": bundle.reference,
+        "from_digest": bundle.manifest.digest,
+        "had_guarantee": bundle.manifest.guarantee is not None,
+        "prior": prior_of(bundle),
+        "seed": options.seed,
+        "chosen": choice.chosen.name,
+        "best": choice.best.name,
+        "left_out": list(choice.left_out),
+        "candidates": figures,
+        "thresholds": {"rule": options.threshold_rule, "before": old, "after": new},
         "at_threshold": rounded(gates),
-    }  # fmt: skip
+    }
     evaluation["recalibrations"] = [*evaluation.get("recalibrations", []), record]
     if "gates" in evaluation.get("out_of_fold", {}):  # where a guarantee of the new version begins
         found = evaluation["out_of_fold"]

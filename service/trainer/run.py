@@ -44,9 +44,14 @@ from service.trainer.training_set import draw_sample, spread
 
 
 def train(
-    options: TrainOptions, engine_factory: Callable[[], Engine], store: Store, *, console: Console,
-    probe: DepthMeanProbe | None = None, began_in: Callable[[Path], object] = lambda folder: None,
-) -> Bundle:  # fmt: skip
+    options: TrainOptions,
+    engine_factory: Callable[[], Engine],
+    store: Store,
+    *,
+    console: Console,
+    probe: DepthMeanProbe | None = None,
+    began_in: Callable[[Path], object] = lambda folder: None,
+) -> Bundle:
     """Train one bundle and publish it; with ``options.calibration`` also a version with a guaranteed threshold.
 
     ``probe`` was fitted on the labelled rows already, by the options' folds and seeds.  ``began_in`` is told the run's
@@ -55,8 +60,11 @@ def train(
     Raises NoThreshold (the bundle was published, no threshold of it can be guaranteed), DataError, RunMismatch,
     NoDirection and TrainingError (the data carry no probe under these options), and BundleError (of the store)."""
     if not NAME.fullmatch(options.name):
-        raise TrainingError("name must be 1 to 64 of a-z 0-9 . _ -, begin with a letter or digit and have no '..'; not "
-                            f"{options.name!r}", param="name")  # fmt: skip
+        raise TrainingError(
+            "name must be 1 to 64 of a-z 0-9 . _ -, begin with a letter or digit and have no '..'; not "
+            f"{options.name!r}",
+            param="name",
+        )
     options.check()
     dataset, test = _read(options)
     store.check_writable()
@@ -97,18 +105,28 @@ def _reads(options: TrainOptions, dataset: Dataset, test: Dataset | None, engine
     del identity["model"]  # one folder may have two names; the fingerprint identifies the model
     generated = options.answers == "generate"
     return {
-        "data": dataset.digest, "test": None if test is None else test.digest, "model": identity,
-        "sites": sorted({options.site, *options.sites}), "prompt_format": options.prompt_format,
-        "batch_rows": options.batch_rows, "forms": list(options.wanted_forms),
+        "data": dataset.digest,
+        "test": None if test is None else test.digest,
+        "model": identity,
+        "sites": sorted({options.site, *options.sites}),
+        "prompt_format": options.prompt_format,
+        "batch_rows": options.batch_rows,
+        "forms": list(options.wanted_forms),
         "max_new_tokens": options.answer_tokens if generated else None,
-        "answer_probes": options.answer_probes, "seed": options.shuffles[0] if options.wanted_forms else None,
-    }  # fmt: skip
+        "answer_probes": options.answer_probes,
+        "seed": options.shuffles[0] if options.wanted_forms else None,
+    }
 
 
 def _draft(
-    options: TrainOptions, dataset: Dataset, test: Dataset | None, sample: Sample | None, engine: Engine,
-    console: Console, fitted: DepthMeanProbe | None,
-) -> tuple[BundleDraft, list[str]]:  # fmt: skip
+    options: TrainOptions,
+    dataset: Dataset,
+    test: Dataset | None,
+    sample: Sample | None,
+    engine: Engine,
+    console: Console,
+    fitted: DepthMeanProbe | None,
+) -> tuple[BundleDraft, list[str]]:
     # Collect and label.
     prompt_format = default_prompt_format(engine) if options.prompt_format == "auto" else options.prompt_format
     dataset, test = spread(options, dataset, test, engine, prompt_format, console)
@@ -164,10 +182,13 @@ def _draft(
         nested.document.update(publish.rewording(data, crossed, threshold))
         auroc = nested.document["signals"][own]["auroc"]
         if auroc["low"] <= CHANCE and not options.allow_no_signal:
-            raise TrainingError(f"no signal: the nested AUROC is {auroc['mean']:.3f} [{auroc['low']:.3f}, "
-                                f"{auroc['high']:.3f}], and its 95 % interval reaches chance. Add rows, in more "
-                                "groups, or check their labels (--allow-no-signal publishes all the "
-                                "same)", param="data")  # fmt: skip
+            raise TrainingError(
+                f"no signal: the nested AUROC is {auroc['mean']:.3f} [{auroc['low']:.3f}, "
+                f"{auroc['high']:.3f}], and its 95 % interval reaches chance. Add rows, in more "
+                "groups, or check their labels (--allow-no-signal publishes all the "
+                "same)",
+                param="data",
+            )
     interval = None if nested is None else fit_interval(nested.risk[own], reference, options.folds)
     uncertainty = Uncertainty(reference.share, reference.rows, interval, say("outside", reference, interval))
     first = risks[0]  # of one seed, so that each row counts once
@@ -188,12 +209,15 @@ def _draft(
     if held is not None:
         document["rows_seen"]["held-out"] = Marks.of(held.dataset).document()
         logits = trajectories(held.inputs.readouts, probes)
-        read = served_signals(logits, held.inputs.first_token, held.inputs.prompt_tokens, names, record,
-                              len(final.head))  # fmt: skip
+        read = served_signals(
+            logits, held.inputs.first_token, held.inputs.prompt_tokens, names, record, len(final.head)
+        )
         own_file = held.dataset.origin
         document["held_out"] = held_out(held.inputs, classifier, threshold, read, inputs) | {
-            "file": own_file.path.name, "digest": own_file.file_digest, "left_out": held.counts["left_out"],
-        }  # fmt: skip
+            "file": own_file.path.name,
+            "digest": own_file.file_digest,
+            "left_out": held.counts["left_out"],
+        }
         risk = classifier.risk(read)[None]
         document["held_out"] |= publish.strata_tables(held.inputs.label, risk, held.inputs.strata, threshold)
         document["held_out"] |= publish.rewording(held, risk, threshold)
@@ -204,10 +228,25 @@ def _draft(
     prompts = [data.collection.prompts.of(int(row)) for row in inputs.readouts.index[chosen]]
     collected = trajectories(inputs.readouts.subset(chosen), probes)
     golden = publish.record_golden(engine, prompts, probes, classifier, names, collected, record)
-    manifest = publish.manifest_of(options, engine.identity, prompt_format, data, probe.C_, classifier, threshold,
-                                   uncertainty, context, None if answer is None else answer.record)  # fmt: skip
-    card = write_card(manifest, document, signal_std=probe.signals_.std(axis=0).tolist(),
-                      left_out=data.labelled.left_out, plots=sorted(plots))  # fmt: skip
+    manifest = publish.manifest_of(
+        options,
+        engine.identity,
+        prompt_format,
+        data,
+        probe.C_,
+        classifier,
+        threshold,
+        uncertainty,
+        context,
+        None if answer is None else answer.record,
+    )
+    card = write_card(
+        manifest,
+        document,
+        signal_std=probe.signals_.std(axis=0).tolist(),
+        left_out=data.labelled.left_out,
+        plots=sorted(plots),
+    )
     better = [] if nested is None else list(better_options(inputs, nested, own))
     second = None if answer is None else answer.tensors
     return BundleDraft(manifest, tensors, golden, document, card, plots, second), better
@@ -222,9 +261,12 @@ def _check_fitted(probe: DepthMeanProbe, readouts: Readouts) -> None:
         or len(own) != len(readouts.label)
         or not np.allclose(trajectories(readouts, [served]), own, rtol=1e-3, atol=1e-3 * own.std())
     ):
-        raise TrainingError(f"the probe was fitted on other activations than this model has at these "
-                            f"{len(readouts.label)} labelled rows: fit it on what extract gives for the same prompts, "
-                            "in the same order", param="probe")  # fmt: skip
+        raise TrainingError(
+            f"the probe was fitted on other activations than this model has at these "
+            f"{len(readouts.label)} labelled rows: fit it on what extract gives for the same prompts, "
+            "in the same order",
+            param="probe",
+        )
 
 
 def _read(options: TrainOptions) -> tuple[Dataset, Dataset | None]:
@@ -234,9 +276,11 @@ def _read(options: TrainOptions) -> tuple[Dataset, Dataset | None]:
     if options.test is not None:
         test = read_dataset(options.test, options.answers, folds=0, columns=options.names)
     if (count := len(dataset.asking)) < LEAST_ROWS and not options.allow_few:
-        raise TrainingError(f"{options.file.name} has {count} rows that ask for a fact, and a probe needs at least "
-                            f"{LEAST_ROWS}, better some hundreds: add rows, or insist with --allow-few",
-                            param="data")  # fmt: skip
+        raise TrainingError(
+            f"{options.file.name} has {count} rows that ask for a fact, and a probe needs at least "
+            f"{LEAST_ROWS}, better some hundreds: add rows, or insist with --allow-few",
+            param="data",
+        )
     every = (dataset,) if test is None else (dataset, test)
     for data in every:
         if options.answers == "generate":

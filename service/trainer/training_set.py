@@ -63,8 +63,10 @@ def draw_sample(
         left = dataset.part(np.flatnonzero(~np.isin(dataset.groups, dataset.groups[places])).tolist())
         if options.answers == "given" and missing_groups(left, options.folds):
             return dataset, None
-        console.print(f"{len(places)} questions are left out of training and kept in the bundle for `hallutracer try` "
-                      f"({len(dataset) - len(left)} rows; --no-sample)")  # fmt: skip
+        console.print(
+            f"{len(places)} questions are left out of training and kept in the bundle for `hallutracer try` "
+            f"({len(dataset) - len(left)} rows; --no-sample)"
+        )
         dataset = left
     rows = [source.rows[place] for place in places]
     length = min(options.answer_tokens, MOST_TOKENS)
@@ -141,9 +143,13 @@ class Fits:
 
 
 def spread(
-    options: TrainOptions, dataset: Dataset, test: Dataset | None, engine: Engine, prompt_format: PromptFormat,
+    options: TrainOptions,
+    dataset: Dataset,
+    test: Dataset | None,
+    engine: Engine,
+    prompt_format: PromptFormat,
     console: Console,
-) -> tuple[Dataset, Dataset | None]:  # fmt: skip
+) -> tuple[Dataset, Dataset | None]:
     """Return training and held-out rows in the forms that the options want; as they are where none are wanted.
 
     The answers of lone questions and the files are kept in the run folder.
@@ -169,8 +175,10 @@ def _forms(options: TrainOptions, prompt_format: PromptFormat, console: Console)
         console.print("prompts are plain text, without a chat template: questions take forms of a single message only")
     elif len(single) < len(forms):
         names = ", ".join(form.name for form in forms if form not in single)
-        raise TrainingError("prompts are plain text, without a chat template: leave out forms of several messages, "
-                            f"{names}", param="forms")  # fmt: skip
+        raise TrainingError(
+            f"prompts are plain text, without a chat template: leave out forms of several messages, {names}",
+            param="forms",
+        )
     return single
 
 
@@ -205,8 +213,11 @@ def _in_forms(
     result = replace(read_dataset(path, "generate", folds=None), made_of=dataset)
     forms_met = {row.strata["form"] for row in result.rows if row.applies}
     added = len(result.others) - len(dataset.others)
-    console.print(f"{len(result.asking):,} rows of {dataset.path.name} in {len(forms_met)} forms"
-                  + (f", and {added:,} requests that ask for no fact" if added else "") + f": {path}")  # fmt: skip
+    console.print(
+        f"{len(result.asking):,} rows of {dataset.path.name} in {len(forms_met)} forms"
+        + (f", and {added:,} requests that ask for no fact" if added else "")
+        + f": {path}"
+    )
     return result
 
 
@@ -231,9 +242,14 @@ def _said(options: TrainOptions, dataset: Dataset, folder: str, fits: Fits) -> d
     if not places:
         return {}
     collection = collect(
-        fits.engine, dataset.part(places), options.folder / folder, sites=(options.site,),
-        prompt_format=fits.prompt_format, batch_rows=options.batch_rows, max_new_tokens=options.answer_tokens,
-    )  # fmt: skip
+        fits.engine,
+        dataset.part(places),
+        options.folder / folder,
+        sites=(options.site,),
+        prompt_format=fits.prompt_format,
+        batch_rows=options.batch_rows,
+        max_new_tokens=options.answer_tokens,
+    )
     return read_said(collection.folder / "answers.jsonl")
 
 

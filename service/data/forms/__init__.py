@@ -78,8 +78,9 @@ class Surroundings:
 
     def facts(self, count: int) -> str:
         """Return true sentences that have nothing to do with the question."""
-        return " ".join(self.one_of(*WORDINGS["facts"], *(one.note for one in self.noted[:STATED]))
-                        for _ in range(count))  # fmt: skip
+        return " ".join(
+            self.one_of(*WORDINGS["facts"], *(one.note for one in self.noted[:STATED])) for _ in range(count)
+        )
 
     def one_of(self, *texts: Any) -> Any:
         """Return one of them."""
@@ -126,8 +127,9 @@ def chosen(names: Iterable[str]) -> list[Form]:
     for name in names:
         own = {form.name: form for form in FORMS.values() if name in (form.name, form.family, "all")}
         if not own:
-            raise HalluTracerError(f"no form is called {name!r}: all, {', '.join(families())}, or one of "
-                                   f"{', '.join(FORMS)}")  # fmt: skip
+            raise HalluTracerError(
+                f"no form is called {name!r}: all, {', '.join(families())}, or one of {', '.join(FORMS)}"
+            )
         found |= own
     return list(found.values())
 
@@ -234,8 +236,10 @@ def _turns_mixed(question: Question, around: Surroundings) -> list[Message]:
 
 def _turns_with_system(question: Question, around: Surroundings) -> list[Message]:
     system = around.one_of(*WORDINGS["short_system"], *WORDINGS["personas"])
-    return [{"role": "system", "content": system},
-            *around.one_of(_turn_right, _greeting, _small_talk)(question, around)]  # fmt: skip
+    return [
+        {"role": "system", "content": system},
+        *around.one_of(_turn_right, _greeting, _small_talk)(question, around),
+    ]
 
 
 def _few_shot(question: Question, around: Surroundings) -> list[Message]:
@@ -305,22 +309,31 @@ _FORMS: Sequence[tuple[str, str, float, Make]] = (
     ("turns_with_system", "turns", 1.0, _turns_with_system),
     ("few_shot", "few_shot", 1.0, _few_shot),
     ("fact_before", "facts", 1.5, lambda q, around: _asked("before", q, around, f=around.facts(1))),
-    ("fact_behind", "facts", 2.5, lambda q, around: _asked("behind", q, around,
-                                                           f=around.facts(around.one_of(1, 1, 1, 2, 3)))),
+    (
+        "fact_behind",
+        "facts",
+        2.5,
+        lambda q, around: _asked("behind", q, around, f=around.facts(around.one_of(1, 1, 1, 2, 3))),
+    ),
     ("passage_right", "passages", 2.0, lambda q, around: _passage(q, around, [q.note, *around.notes(2)])),
     ("passage_unrelated", "passages", 1.5, lambda q, around: _passage(q, around, around.notes(3))),
     ("passage_contradicting", "passages", 0.1, _passage_contradicting),
     ("passages_several", "passages", 1.5, _passages_several),
     ("context_1k", "long", 0.6, lambda q, around: _long(q, around, 700)),
     ("context_4k", "long", 0.1, lambda q, around: _long(q, around, 2800)),
-)  # fmt: skip
+)
 FORMS = {row[0]: Form(*row) for row in _FORMS}
 
 
 def in_forms(
-    rows: Sequence[Row], forms: Sequence[Form], *, per_row: int = 1, seed: int = 0, said: dict[str, str] | None = None,
+    rows: Sequence[Row],
+    forms: Sequence[Form],
+    *,
+    per_row: int = 1,
+    seed: int = 0,
+    said: dict[str, str] | None = None,
     fits: Callable[[Form, list[Message]], bool] | None = None,
-) -> list[Row]:  # fmt: skip
+) -> list[Row]:
     """Return each row in ``per_row`` different forms, drawn by their weights; the same seed and rows give the same.
 
     ``said`` is what the model answered, by id, for the forms with its own earlier answers.  A row that has ``messages``
@@ -380,7 +393,11 @@ def _others(question: Question, pool: Sequence[Question], draw: random.Random) -
 def _question(row: Row, said: dict[str, str]) -> Question:
     accepted, _ = split_answers([str(one) for one in row.get("answers") or ()])  # what else a judge needs is no text
     return Question(
-        id=str(row["id"]), text=str(row["prompt"]).strip(), answer=accepted[0] if accepted else "",
-        said=said.get(str(row["id"]), "").strip(), statement=str(row.get("statement", "")),
-        group=str(row.get("group") or row["id"]), kind=str(row.get("kind", "")),
-    )  # fmt: skip
+        id=str(row["id"]),
+        text=str(row["prompt"]).strip(),
+        answer=accepted[0] if accepted else "",
+        said=said.get(str(row["id"]), "").strip(),
+        statement=str(row.get("statement", "")),
+        group=str(row.get("group") or row["id"]),
+        kind=str(row.get("kind", "")),
+    )

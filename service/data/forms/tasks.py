@@ -16,19 +16,38 @@ from typing import Any, NamedTuple
 from service.data.forms import TURNS, WORDINGS, Message, Question, Surroundings, Unfit, chosen
 
 _SLOTS = {
-    "topic": "topics", "place": "places", "person": "people", "matter": "matters", "role": "roles",
-    "language": "languages", "view": "opinions", "ideas": "ideas", "trouble": "troubles", "plan": "plans",
-    "constraint": "constraints", "piece": "pieces", "hello": "hellos", "chat": "chat", "bye": "byes",
-    "you": "about_you", "meta": "meta", "name": "first_names", "job": "code_jobs", "query": "queries",
-}  # fmt: skip
+    "topic": "topics",
+    "place": "places",
+    "person": "people",
+    "matter": "matters",
+    "role": "roles",
+    "language": "languages",
+    "view": "opinions",
+    "ideas": "ideas",
+    "trouble": "troubles",
+    "plan": "plans",
+    "constraint": "constraints",
+    "piece": "pieces",
+    "hello": "hellos",
+    "chat": "chat",
+    "bye": "byes",
+    "you": "about_you",
+    "meta": "meta",
+    "name": "first_names",
+    "job": "code_jobs",
+    "query": "queries",
+}
 SLOTS: dict[str, list[str]] = {slot: WORDINGS[name] for slot, name in _SLOTS.items()}
 ALONE = 0.45
 AROUND = ("system", "turns", "few_shot", "facts", "passage_unrelated", "context_1k")
 BEFORE_FOLLOW_UP = ("turn_right", "turn_wrong", "turn_own", "turns_own", "turns_mixed")
 
 # Wordings of questions that suit any request: were they left to the questions, they would give them away.
-_AROUND_QUESTIONS = [one for one in (*WORDINGS["polite"], *WORDINGS["formats"])
-                     if not any(word in one for word in ("tell me", "several answers"))]  # fmt: skip
+_AROUND_QUESTIONS = [
+    one
+    for one in (*WORDINGS["polite"], *WORDINGS["formats"])
+    if not any(word in one for word in ("tell me", "several answers"))
+]
 
 
 class TaskRequest(NamedTuple):
@@ -183,17 +202,28 @@ def _of(wordings: str) -> Make:
 
 
 _TASKS: Sequence[tuple[str, float, Make]] = (
-    ("greeting", 1.0, _of("greeting")), ("chat", 1.0, _of("chatting")), ("thanks_and_goodbye", 0.7, _of("leaving")),
-    ("about_you", 0.7, _of("about")), ("writing", 1.5, _of("writing")), ("letter", 1.0, _of("letters")),
+    ("greeting", 1.0, _of("greeting")),
+    ("chat", 1.0, _of("chatting")),
+    ("thanks_and_goodbye", 0.7, _of("leaving")),
+    ("about_you", 0.7, _of("about")),
+    ("writing", 1.5, _of("writing")),
+    ("letter", 1.0, _of("letters")),
     ("rewriting", 1.5, lambda draw: _handed(draw, "rewriting", _one_of(draw, "clumsy", "sentences", "facts"))),
     ("translating", 1.3, lambda draw: _handed(draw, "translating", _one_of(draw, "sentences", "sentences", "facts"))),
-    ("code", 1.2, _of("coding")), ("code_help", 1.0, _code_help),
+    ("code", 1.2, _of("coding")),
+    ("code_help", 1.0, _code_help),
     ("summary", 1.5, lambda draw: _handed(draw, "summary", _text(draw), in_passages=True)),
     ("extracting", 1.0, lambda draw: _handed(draw, "extracting", _text(draw), in_passages=True)),
     ("classifying", 1.0, lambda draw: _handed(draw, "classifying", _reviews(draw))),
-    ("brainstorm", 1.0, _of("brainstorm")), ("advice", 1.0, _of("advice")), ("planning", 0.7, _of("planning")),
-    ("role_play", 1.0, _of("role_play")), ("formatting", 1.0, _formatting), ("constraint", 0.7, _of("creative")),
-    ("opinion", 1.0, _of("opinion")), ("meta", 0.7, _of("meta_requests")), ("follow_up", 1.0, _of("follow_ups")),
+    ("brainstorm", 1.0, _of("brainstorm")),
+    ("advice", 1.0, _of("advice")),
+    ("planning", 0.7, _of("planning")),
+    ("role_play", 1.0, _of("role_play")),
+    ("formatting", 1.0, _formatting),
+    ("constraint", 0.7, _of("creative")),
+    ("opinion", 1.0, _of("opinion")),
+    ("meta", 0.7, _of("meta_requests")),
+    ("follow_up", 1.0, _of("follow_ups")),
     ("nonsense", 0.6, _nonsense),
-)  # fmt: skip
+)
 TASKS = {name: Task(name, weight, name == "follow_up", make) for name, weight, make in _TASKS}
