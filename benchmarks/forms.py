@@ -55,7 +55,7 @@ def plan(
     questions = [row for row in rows if "prompt" in row]
     random.Random(seed).shuffle(questions)
     drawn = questions[: max(4 * per_form, COMPANY)]
-    asked = [(form, row) for form in forms for row in in_forms(drawn, [form], seed=seed, said=said)[:per_form]]
+    asked = [(form, row) for form in forms for row in in_forms(drawn, [form], seed=seed, model_answers=said)[:per_form]]
     return [
         Job(row["id"], {"messages": row["messages"], "policy": "observe", "generate": GENERATE}, row["answers"],
             {"form": form.name, "group": row["group"]})

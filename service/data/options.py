@@ -1,4 +1,4 @@
-"""Options of rows, labels and judges, each declared once: fields of the library's dataclasses and of the commands."""
+"""Declares the options of rows, labels and judges once, as fields of dataclasses for the library and the commands."""
 
 import re
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ ABSTAIN = (
     r"|\b(no|not enough|insufficient)\s+(idea|information)\b|\bunknown to me\b"
     r"|\bi\s+(do\s+not|don't|dont)\s+have\s+((that|any|enough|this)\s+)?information\b"
 )
-BATCH_ROWS = 128  # answers of fewer prompts read all weights more often, to little use
+BATCH_ROWS = 128  # with fewer prompts in a batch, decoding reads all weights more often
 MAX_NEW_TOKENS = 48
 
 Labels = Literal["given", "generate"]
@@ -53,21 +53,22 @@ Seed = Annotated[int, option("Another seed draws others; of guarantee, the order
 
 
 def check_fields(options: Any) -> None:
-    """Raise TrainingError naming the first field of a dataclass of options that is not of its type or its limits."""
+    """Raise TrainingError that names the first field of ``options`` with a wrong type or outside its limits."""
     from pydantic import TypeAdapter, ValidationError
 
     for name, hint in get_type_hints(type(options), include_extras=True).items():
-        value, kind, (*_, first) = getattr(options, name), get_args(hint)[0], get_args(hint)[:2]
+        kind, parameter, *_ = get_args(hint)
+        value = getattr(options, name)
         value = value.tolist() if hasattr(value, "tolist") else value
         value = tuple(value) if isinstance(value, list) else value
-        seeds = name == "seeds" and isinstance(value, tuple)  # from Python the seeds themselves, else how many
+        seeds = name == "seeds" and isinstance(value, tuple)  # Python code may pass the seeds; else it is their number
         try:
             TypeAdapter(tuple[int, ...] if seeds else kind).validate_python(value, strict=True)
-            for limits in () if seeds else first.validator:
+            for limits in () if seeds else parameter.validator:
                 limits(hint, value)
         except (ValidationError, ValueError) as error:
             wrong = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
-            shown = "" if first.metavar == SECRET else f", not {value!r}"
+            shown = "" if parameter.metavar == SECRET else f", not {value!r}"
             raise TrainingError(f"{name}: {wrong.rstrip('.').lower()}{shown}", param=name) from None
 
 
@@ -137,7 +138,7 @@ class JudgeOptions:
     ] = None
 
     def check(self) -> None:
-        """Raise TrainingError naming the first field at fault: its type, its limits, a pattern, a lacking endpoint."""
+        """Raise TrainingError that names the first invalid field: wrong type, limits or pattern, or no endpoint."""
         check_fields(self)
         for name in ("abstain_pattern", "answer_pattern"):
             pattern = getattr(self, name) or ""
@@ -157,7 +158,7 @@ class JudgeOptions:
 
     @property
     def abstains(self) -> re.Pattern[str]:
-        """Return what an answer that belongs to neither class matches."""
+        """Return the pattern of answers that belong to neither class."""
         return re.compile(ABSTAIN if self.abstain_pattern is None else self.abstain_pattern)
 
     @property

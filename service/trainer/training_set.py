@@ -192,7 +192,7 @@ def _in_forms(
     key = PATTERNS if options.judge == "regex" else ANSWERS
     rows = [_object(row, group, key) for row, group in zip(dataset.rows, group_names(dataset), strict=True)]
     seed = options.shuffles[0]
-    made = in_forms(rows, forms, seed=seed, said=said, fits=fits)
+    made = in_forms(rows, forms, seed=seed, model_answers=said, fits=fits)
     ids = {row["id"] for row in made}
     left = [row for row in rows if ids.isdisjoint({row["id"], *(f"{row['id']}+{form.name}" for form in forms)})]
     made += in_forms(left, [FORMS["lone"]])  # no form fits them, and to lose them would help nobody
