@@ -1,4 +1,4 @@
-"""The options of training, guarantee and recalibration: the commands take these dataclasses as they are."""
+"""Declares the options of training, guarantee and recalibration as dataclasses for the library and the commands."""
 
 import json
 from collections.abc import Collection
@@ -35,21 +35,26 @@ if TYPE_CHECKING:
     from service.fitting.thresholds import GateRule
 
 FIELDS = ("prompt", "messages", "answers", "answer", "label", "group", "id", "kind", "applies", "decoding")
-LEAST_ROWS = 40  # below, whether there is a signal cannot be told
-MIXTURE = "mixture"  # of all forms of conversation, by weight, with requests that ask for no fact
+LEAST_ROWS = 40  # with fewer rows a signal cannot be recognised
+MIXTURE = "mixture"  # all forms of conversation, by weight, and requests that ask for no fact
 SIGNALS: dict[str, tuple[Signal, ...]] = {
     "depth_mean": (DEPTH_MEAN,),
     "depth_mean,first_token": (DEPTH_MEAN, *FIRST_TOKEN),
 }
 _FITS, _GUARANTEE = Group("Fits and folds", sort_key=40), Group("Guarantee", sort_key=36)
 _RECALIBRATION = Group("Recalibration", sort_key=6)
-Made = TypeVar("Made", bound="NewRowsOptions")
+Options = TypeVar("Options", bound="NewRowsOptions")
 
 
-def made_of(kind: type[Made], options: object, **changes: Any) -> Made:
-    """Return options of ``kind`` with the fields that ``options`` has, too, and with ``changes``."""
-    shared = {one.name: getattr(options, one.name) for one in fields(kind) if hasattr(options, one.name)}
-    return kind(**shared | changes)
+def made_of(kind: type[Options], options: object, **changes: Any) -> Options:
+    """Return options of ``kind`` with the fields that it shares with ``options``, and with ``changes``."""
+    names = [declared.name for declared in fields(kind) if hasattr(options, declared.name)]
+    return kind(**{name: getattr(options, name) for name in names} | changes)
+
+
+def other_decoding(decodings: Collection[Decoding | None], expected: Decoding) -> Decoding | None:
+    """Return a known decoding that differs from ``expected``; None if there is none."""
+    return next((known for known in decodings if known is not None and not known.same(expected)), None)
 
 
 class Console(Protocol):
@@ -64,7 +69,7 @@ class Console(Protocol):
 class FoldOptions:
     """How probes are fitted and cross-validated."""
 
-    # From Python also a tuple, the seeds themselves.
+    # Python code may also pass a tuple of seeds.
     seeds: Annotated[int, option("Shuffles of the folds: seeds 0 .. K-1.", limits=Range(1, 100), group=_FITS)] = 3
     folds: Annotated[int, option("Group-disjoint stratified folds.", limits=Range(2), group=_FITS)] = 5
     c: Annotated[
@@ -76,13 +81,15 @@ class FoldOptions:
         ),
     ] = None
     jobs: Annotated[int, option("Processes for the probe fits; 0: all cores.", limits=Range(0), group=_FITS)] = 0
-    batch_rows: Annotated[BatchRows, Parameter(group=_FITS)] = BATCH_ROWS  # of the run's identity, as padding rounds
+    batch_rows: Annotated[BatchRows, Parameter(group=_FITS)] = (
+        BATCH_ROWS  # part of the run's identity, since padding changes rounding
+    )
 
     @property
     def shuffles(self) -> tuple[int, ...]:
         """Return the seeds, one for each shuffle of the folds."""
-        given = cast("int | tuple[int, ...]", self.seeds)
-        return tuple(range(given)) if isinstance(given, int) else tuple(given)
+        seeds = cast("int | tuple[int, ...]", self.seeds)
+        return tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,38 +109,38 @@ class RowsOptions(JudgeOptions, LabelOptions):
     ] = ""
 
     def check(self) -> None:
-        """Raise TrainingError for an invalid value, such as names of columns that name none."""
+        """Raise TrainingError for an invalid value."""
         super().check()
         _ = self.names
 
     @property
     def names(self) -> dict[str, str]:
-        """Return what the files call a field, by the field.  Raises TrainingError for what is not FIELD=YOURS."""
+        """Return the files' name of each renamed field.  Raises TrainingError for text that is not FIELD=YOURS."""
         pairs = [part.strip().partition("=") for part in self.columns.split(",") if part.strip()]
-        wrong = [field for field, _, own in pairs if field not in FIELDS or not own]
+        wrong = [field for field, _, column in pairs if field not in FIELDS or not column]
         if wrong:
             raise TrainingError(
                 f"columns: FIELD=YOURS is expected, where FIELD is one of {', '.join(FIELDS)}, and not {wrong[0]!r}",
                 param="columns",
             )
-        return {field: own for field, _, own in pairs}
+        return {field: column for field, _, column in pairs}
 
     @property
     def file(self) -> Path:
-        """Return the file of the rows.  Raises TrainingError without one."""
+        """Return the file of the rows.  Raises TrainingError unless there is exactly one."""
         if len(self.data) != 1:
             raise TrainingError("name one file of rows, such as rows.jsonl", param="data")
         return Path(self.data[0])
 
     @property
     def answers(self) -> Labels:
-        """Return where the labels that everything is measured by come from: the rows, or greedy answers."""
+        """Return where the labels come from: the rows, or greedy answers of the model."""
         return self.labels or "given"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConfidenceOptions(RowsOptions):
-    """What a guaranteed threshold keeps, and how surely."""
+    """The limit that a guaranteed threshold keeps, and the confidence."""
 
     alpha: Annotated[
         str,
@@ -156,13 +163,13 @@ class ConfidenceOptions(RowsOptions):
     ] = False
 
     def check(self) -> None:
-        """Raise TrainingError for an invalid value, such as a share that is none."""
+        """Raise TrainingError for an invalid value, such as an ``alpha`` that is no share."""
         super().check()
         try:
             alphas = self.alphas
         except ValueError:
             alphas = ()
-        if not alphas or not all(0 < one < 1 for one in alphas) or len(set(alphas)) < len(alphas):
+        if not alphas or not all(0 < alpha < 1 for alpha in alphas) or len(set(alphas)) < len(alphas):
             raise TrainingError(
                 f"alpha must be one or more distinct numbers between 0 and 1, not {self.alpha!r}", param="alpha"
             )
@@ -176,7 +183,7 @@ class ConfidenceOptions(RowsOptions):
 @section("New rows", 5)
 @dataclass(frozen=True, kw_only=True)
 class NewRowsOptions(RowsOptions):
-    """Rows that a published bundle has never seen, and what is published from them."""
+    """Options of commands that publish a bundle's next version from rows that it has never seen."""
 
     new_name: Annotated[
         str | None, option("Name to publish under.  Default: the bundle's own, as its next version.")
@@ -194,7 +201,7 @@ class NewRowsOptions(RowsOptions):
     batch_rows: BatchRows = BATCH_ROWS
 
     def check(self) -> None:
-        """Raise TrainingError for an invalid value, and for what belongs to training."""
+        """Raise TrainingError for an invalid value, and for an option of training."""
         super().check()
         _ = self.file
         if self.prompt_format != "auto":
@@ -206,9 +213,9 @@ class NewRowsOptions(RowsOptions):
         return self.run_dir or Path("runs") / (self.new_name or "")
 
     def of(self, name: str, training: TrainingRecord) -> Self:
-        """Return the options with what they leave open filled in from the record of the bundle ``name``.
+        """Return the options, completed from the training record of the bundle ``name``.
 
-        Raises TrainingError where a judge is needed that the record does not describe wholly."""
+        Raises TrainingError if they need a judge that the record does not describe completely."""
         filled = replace(self, labels=self.labels or training.labels, new_name=self.new_name or name)
         if self.judge is not None:
             return filled
@@ -424,7 +431,7 @@ class TrainOptions(FoldOptions, ConfidenceOptions):
 
     @property
     def template_arguments(self) -> dict[str, TemplateArgument] | None:
-        """Return what the chat template is given besides messages and tools; None: nothing.  Raises TrainingError."""
+        """Return the chat template's further arguments, or None.  Raises TrainingError."""
         if self.chat_template_kwargs is None:
             return None
         try:
@@ -434,7 +441,7 @@ class TrainOptions(FoldOptions, ConfidenceOptions):
 
     @property
     def guarantee(self) -> GuaranteeOptions | None:
-        """Return the options of the last step, if it was asked for: its rows are labelled as those of training."""
+        """Return the options of the last step, or None without it; its rows get labels as those of training do."""
         if self.calibration is None:
             return None
         rows = {"data": (str(self.calibration),), "labels": self.answers, "run_dir": self.folder}
@@ -442,7 +449,7 @@ class TrainOptions(FoldOptions, ConfidenceOptions):
 
     @property
     def wanted_forms(self) -> tuple[str, ...]:
-        """Return names of the forms, or the mixture: the default where the model answers anyway, so labels allow it."""
+        """Return names of the forms, or the mixture: the default where labels are generated."""
         if self.forms is None:
             return (MIXTURE,) if self.answers == "generate" else ()
         names = tuple(part.strip() for part in self.forms.split(",") if part.strip())
@@ -459,34 +466,34 @@ class TrainOptions(FoldOptions, ConfidenceOptions):
         return SIGNALS[self.signals]
 
     def decoding(self, of_rows: Collection[Decoding | None]) -> Decoding | None:
-        """Return how the answers were decoded that the labels are about; None where that is not known.
+        """Return how the labelled answers were decoded; None if it is unknown.
 
-        ``of_rows``: what the rows say of their own answers.  Raises TrainingError where they and the options differ."""
-        told = None if self.answers_decoding is None else decoding_of(self.answers_decoding)
-        if self.answers_decoding is not None and told is None:
+        ``of_rows`` are the decodings that the rows state.  Raises TrainingError if they differ from the options."""
+        stated = None if self.answers_decoding is None else decoding_of(self.answers_decoding)
+        if self.answers_decoding is not None and stated is None:
             raise TrainingError(
                 f"answers_decoding must be {DECODINGS}, not {self.answers_decoding!r}", param="answers_decoding"
             )
         if self.answers == "generate":
-            if told not in (None, GREEDY):
+            if stated not in (None, GREEDY):
                 raise TrainingError(
                     "generated labels are of greedy answers: answers_decoding belongs to given ones",
                     param="answers_decoding",
                 )
             return GREEDY
-        if told is None:
+        if stated is None:
             return next(iter(of_rows)) if len(of_rows) == 1 else None
-        if other := next((one for one in of_rows if one is not None and not one.same(told)), None):
+        if differing := other_decoding(of_rows, stated):
             raise TrainingError(
-                f"answers_decoding says that the answers are {told}, and rows of {self.file.name} say "
-                f"{other}: correct one of them",
+                f"answers_decoding says that the answers are {stated}, and rows of {self.file.name} say "
+                f"{differing}: correct one of them",
                 param="answers_decoding",
             )
-        return told
+        return stated
 
     @property
     def rule(self) -> "GateRule":
-        """Return the threshold's rule.  Raises TrainingError where there are two, or one that cannot be read."""
+        """Return the threshold's rule.  Raises TrainingError for two rules or an invalid one."""
         from service.fitting.thresholds import Target, WrongCosts
 
         if self.target is None:
@@ -497,7 +504,7 @@ class TrainOptions(FoldOptions, ConfidenceOptions):
 
     @property
     def probe(self) -> "DepthMeanProbe":
-        """Return the estimator that is fitted; by default on all cores that this process may use."""
+        """Return the estimator to fit; it uses ``jobs`` processes, by default one for each available core."""
         from joblib import cpu_count
 
         from service.fitting.estimator import DepthMeanProbe

@@ -1,4 +1,4 @@
-"""What a run publishes: stored probes, golden prompts, manifest, evaluation.json and the plots' numbers."""
+"""Makes the parts of a bundle: stored probes, golden prompts, manifest, evaluation.json and the plots' numbers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def probe_tensors(
     reference: TrajectoryReference,
     context: BundleContext | None = None,
 ) -> ProbeTensors:
-    """Return a fit in the element types that are stored: scale [m]; class_mean, class_std [2, m] out of fold."""
+    """Return a fit in the stored element types: scale [m]; class_mean, class_std [2, m] out of fold."""
     arrays = {
         "direction": fit.direction,
         "bias": fit.bias,
@@ -62,10 +62,10 @@ def probe_tensors(
 
 
 def golden_rows(risk: Floats, count: int = GOLDEN_PROMPTS) -> Index:
-    """Return positions of ``count`` rows spread evenly over the ranks of risk [n], lowest and highest included."""
+    """Return positions of ``count`` rows, evenly spread over the ranks of risk [n], with the lowest and the highest."""
     order = np.argsort(risk, kind="stable")
-    places = np.linspace(0, len(order) - 1, min(count, len(order))).round().astype(np.int64)
-    return order[np.unique(places)]
+    ranks = np.linspace(0, len(order) - 1, min(count, len(order))).round().astype(np.int64)
+    return order[np.unique(ranks)]
 
 
 def record_golden(
@@ -77,10 +77,10 @@ def record_golden(
     collected: Floats,
     context: Context | None = None,
 ) -> Golden:
-    """Replay G prompts of token ids through ``Engine.score`` and return what a server must reproduce.
+    """Replay G prompts of token ids through ``Engine.score`` and return what a service must reproduce.
 
     ``collected`` [G, (1 + A) m] are the same prompts' logits from the run folder.
-    Raises EngineError: the two differ, so the probes were fitted on something that serving does not read."""
+    Raises EngineError if the two differ: then the probes were fitted on activations that serving does not read."""
     needs_first_token = any(name in signals for name in FIRST_TOKEN)
     onsets = engine.score(prompts, probes, first_token=needs_first_token)
     replayed = np.stack([np.concatenate(onset.trajectories) for onset in onsets])
@@ -88,14 +88,15 @@ def record_golden(
     layers = engine.identity.geometry.num_layers
     first_token = np.zeros((len(prompts), 2))
     if needs_first_token:
-        first_token = np.array([[t.log_max_prob, t.entropy] for t in (onset.first_token for onset in onsets) if t])
+        first_tokens = [onset.first_token for onset in onsets]
+        first_token = np.array([[t.log_max_prob, t.entropy] for t in first_tokens if t])
     tokens = np.array([onset.prompt_tokens for onset in onsets])
     risk = classifier.risk(served_signals(replayed, first_token, tokens, signals, context, layers))
     return Golden.record(prompts, replayed, risk, first_token if needs_first_token else None)
 
 
 def check_replay(engine: Engine, replayed: Floats, collected: Floats) -> None:
-    """Raise EngineError where the engine replays other logits, [G, k m], than it collected of the same tokens."""
+    """Raise EngineError if the engine's replayed logits, [G, k m], differ from those that it collected before."""
     dtype = engine.identity.dtype
     layers, limit = engine.identity.geometry.num_layers, tolerance_for(dtype).trajectory
     worst = float(np.max(np.abs(replayed - collected) / spreads(collected, layers)))
@@ -108,7 +109,7 @@ def check_replay(engine: Engine, replayed: Floats, collected: Floats) -> None:
 
 
 def model_record(identity: ModelIdentity) -> stored.ModelRecord:
-    """Return the manifest's record.  Of a folder it has only the last part: the path on this machine is private."""
+    """Return the manifest's record.  It names only the last part of a model's folder, since the path is private."""
     geometry, folder = identity.geometry, Path(identity.model)
     return stored.ModelRecord(
         name=folder.resolve().name if folder.is_dir() else identity.model,
@@ -141,7 +142,7 @@ def manifest_of(
     context: BundleContext | None = None,
     answer: AnswerProbe | None = None,
 ) -> stored.Manifest:
-    """Return the manifest, without what publishing adds: version, time, digests and files."""
+    """Return the manifest without version, time, digests and files, which publishing adds."""
     counts = {key: count for key, count in data.counts.items() if key != "others"}  # only the evaluation names them
     training = stored.TrainingRecord(
         data_digest=data.dataset.origin.file_digest,
@@ -186,8 +187,9 @@ def evaluation_document(
     risks: Floats,
     nested: Evaluation | None,
 ) -> dict[str, Any]:
-    """Return evaluation.json of a bundle with these ``signals``, whose fitted ``probe`` was calibrated."""
-    label, group, scaled = data.inputs.label, data.inputs.group, probe.scaled_[options.logit_scale]
+    """Return evaluation.json of a bundle with these ``signals`` and the fitted and calibrated ``probe``."""
+    label, group = data.inputs.label, data.inputs.group
+    scaled = probe.scaled_[options.logit_scale]
     layers, means = layer_aurocs(label, scaled.out_of_fold)
     shift = scale_shift(scaled.out_of_fold.mean(axis=-1), scaled.trajectory.mean(axis=-1), label)
     counts: dict[str, Any] = {
@@ -221,24 +223,24 @@ def evaluation_document(
     return document
 
 
-LEAST_PROFILED = 100  # groups of a stratum, below which the profile of all rows says more
+LEAST_PROFILED = 100  # groups; a stratum with fewer has no profile of its own
 
 
 def gates_by_passage(
     label: NDArray[np.int64], risk: Floats, group: NDArray[np.int64], passage: NDArray[np.bool_]
 ) -> dict[str, Any]:
-    """Return the profile of the rows with a passage beside the question ("true") and of those without ("false").
+    """Return the profile of the rows with a passage ("true") and of those without ("false"); label .. passage [n].
 
-    label, risk, group, passage [n]; of a stratum with few groups none."""
-    return {
-        str(beside).lower(): asdict(gate_profile(label[inside], risk[inside], group[inside]))
-        for beside in (False, True)
-        if len(np.unique(group[inside := passage == beside])) >= LEAST_PROFILED
-    }
+    A stratum with few groups has none."""
+    profiles = {}
+    for name, inside in (("false", ~passage), ("true", passage)):
+        if len(np.unique(group[inside])) >= LEAST_PROFILED:
+            profiles[name] = asdict(gate_profile(label[inside], risk[inside], group[inside]))
+    return profiles
 
 
 def risks_document(risk: Floats, label: NDArray[np.integer], group: NDArray[np.integer]) -> dict[str, str]:
-    """Return risk, class and group of each row [n]: texts, since lists would take a line for each number."""
+    """Return risk, class and group of each row [n], as texts, since a list takes a line for each number."""
     numbers = np.unique(group, return_inverse=True)[1]
     return {
         "risk": " ".join(f"{value:.6f}" for value in risk),
@@ -248,32 +250,32 @@ def risks_document(risk: Floats, label: NDArray[np.integer], group: NDArray[np.i
 
 
 def read_risks(document: Mapping[str, str]) -> LabelledRisks:
-    """Return what ``risks_document`` wrote."""
+    """Parse what ``risks_document`` returns."""
     hallucinated, group = (np.array(document[key].split(), np.int64) for key in ("hallucinated", "group"))
     return LabelledRisks(np.array(document["risk"].split(), np.float64), 1 - hallucinated, group)
 
 
-MOST_KINDS = 20  # of a table by kind: a mixture's sources have subjects, of which there may be hundreds
+MOST_KINDS = 20  # in a table by kind; some sources have hundreds of kinds
 BY_STRATUM = {"by_form": FORM, "by_kind": "kind"}
 
 
 def strata_tables(
     label: NDArray[np.int64], risk: Floats, strata: Sequence[Mapping[str, str]], threshold: float
 ) -> dict[str, Any]:
-    """Return ``by_stratum`` for each of ``BY_STRATUM`` that every row names, and of kinds where there are few."""
-    found = {name: by_stratum(label, risk, strata, threshold, key) for name, key in BY_STRATUM.items()}
-    return {name: table for name, table in found.items() if table and (name != "by_kind" or len(table) <= MOST_KINDS)}
+    """Return ``by_stratum`` for each key of ``BY_STRATUM`` that every row has; by kind only if the kinds are few."""
+    tables = {name: by_stratum(label, risk, strata, threshold, key) for name, key in BY_STRATUM.items()}
+    return {name: table for name, table in tables.items() if table and (name != "by_kind" or len(table) <= MOST_KINDS)}
 
 
-LEAST_WORDINGS = 3  # of a question, where a decision could differ
+LEAST_WORDINGS = 3  # wordings that a question needs to be measured
 
 
 def rewording(data: PreparedData, risk: Floats, threshold: float) -> dict[str, Any]:
-    """Return how decisions hold where a question is asked in other words, for evaluation.json: risk [seeds, n] of the
-    labelled rows; empty where no question has ``LEAST_WORDINGS``.
+    """Return for evaluation.json how much decisions depend on a question's wording; risk [seeds, n] of labelled rows.
 
-    ``decided_differently``: share of the questions that were answered alike, all right or all wrong, whose decision is
-    not the same in every wording; ``log_odds_spread``: standard deviation of a risk's log odds within a question."""
+    Empty if no question has ``LEAST_WORDINGS``.  ``decided_differently``: of the questions whose answers are all right
+    or all wrong, the share whose decision is not the same in every wording.  ``log_odds_spread``: standard deviation of
+    a risk's log odds within a question."""
     label, wordings = data.inputs.label, defaultdict[str, list[int]](list)
     for position, number in enumerate(data.labelled.index.tolist()):
         row = data.dataset.rows[number]
@@ -298,25 +300,25 @@ def rewording(data: PreparedData, risk: Floats, threshold: float) -> dict[str, A
 def by_stratum(
     label: NDArray[np.int64], risk: Floats, strata: Sequence[Mapping[str, str]], threshold: float, key: str = FORM
 ) -> dict[str, Any]:
-    """Return rows, share wrong, mean risk, its error, AUROC and the gate of each form or kind, for evaluation.json.
+    """Return for evaluation.json rows, share wrong, mean risk, its error, AUROC and the gate of each form or kind.
 
-    label [n], risk [seeds, n]; means over seeds.  ``calibration_error`` is debiased.  No AUROC where a stratum has one
-    class only, nothing of answered rows where there are none.  Empty unless every row names its ``key``."""
+    label [n], risk [seeds, n]; means over seeds.  ``calibration_error`` is debiased.  AUROC is None if a stratum has
+    only one class; figures of answered rows are None if none is answered.  Empty unless every row has its ``key``."""
     names = [row[key] for row in strata if row.get(key)]
     stratum, table = np.array(names), dict[str, Any]()
     for name in sorted(set(names)) if len(names) == len(strata) else ():
         inside = stratum == name
-        own, risks = label[inside], risk[:, inside]
-        both, answered = 0 < own.sum() < len(own), risks < threshold
+        labels, risks = label[inside], risk[:, inside]
+        both, answered = 0 < labels.sum() < len(labels), risks < threshold
         table[name] = rounded(
             {
-                "rows": len(own),
-                "wrong": float(1 - own.mean()),
+                "rows": len(labels),
+                "wrong": float(1 - labels.mean()),
                 "mean_risk": float(risks.mean()),
-                "calibration_error": float(np.mean([debiased_calibration_error(own, of_seed) for of_seed in risks])),
-                "auroc": float(np.mean([risk_auroc(own, of_seed) for of_seed in risks])) if both else None,
+                "calibration_error": float(np.mean([debiased_calibration_error(labels, of_seed) for of_seed in risks])),
+                "auroc": float(np.mean([risk_auroc(labels, of_seed) for of_seed in risks])) if both else None,
                 "answered": float(answered.mean()),
-                "wrong_among_answered": (1 - own)[np.nonzero(answered)[1]].mean() if answered.any() else None,
+                "wrong_among_answered": (1 - labels)[np.nonzero(answered)[1]].mean() if answered.any() else None,
                 "mean_risk_among_answered": risks[answered].mean() if answered.any() else None,
             }
         )
@@ -336,13 +338,13 @@ def plot_data(
     """Return the numbers of the plots on the card of a bundle with these ``signals``."""
     layers, means = layer_aurocs(inputs.label, out_of_fold)
     groups = {"first token": FIRST_TOKEN, "passage": CONTEXT_SIGNALS}
-    read = (words for words, names in groups.items() if any(name in signals for name in names))
-    own = " and ".join(["depth mean", *read])
+    read = (words for words, names in groups.items() if set(names) & set(signals))
+    served = " and ".join(["depth mean", *read])
     risks: dict[str, Floats] = {}
     if nested is not None:  # the first seed's folds; together they cover every row once
         shown = {
             "depth mean": name_of(options.reads[:1], options.logit_scale),
-            own: name_of(signals, options.logit_scale),
+            served: name_of(signals, options.logit_scale),
             "first-token probability": "first_token_max_prob",
             "prompt length": "prompt_length",
         }
@@ -357,7 +359,7 @@ def plot_data(
         layers,
         means,
         logit_unit=units[options.logit_scale],
-        own=own,
+        served=served,
         threshold=threshold,
         ranking_only=("prompt length",),
     )
