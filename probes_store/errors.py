@@ -1,19 +1,20 @@
-"""All errors about bundles and the store.
+"""Defines all errors about bundles and the store.
 
-``status`` (the parent's where none is given) and ``code`` are what the API sends: HTTP status, machine-readable code.
-"""
+The API sends their ``status`` (by default that of the base class) as HTTP status, and their ``code``."""
 
 from __future__ import annotations
 
 
 class BundleError(Exception):
-    """The base class, whose message names file, field, expected and found values and the cure, where known."""
+    """The base class.  Its message names file, field, expected and found values and the cure, as far as known."""
 
     status, code = 500, "bundle_error"
     default_cure: str | None = None
 
     def __init_subclass__(cls, *, code: str, status: int | None = None, cure: str | None = None) -> None:
-        cls.code, cls.status, cls.default_cure = code, status or cls.status, cure or cls.default_cure
+        cls.code = code
+        cls.status = status or cls.status
+        cls.default_cure = cure or cls.default_cure
 
     def __init__(
         self,
@@ -25,10 +26,11 @@ class BundleError(Exception):
         found: object = None,
         cure: str | None = None,
     ) -> None:
-        self.file, self.field, self.expected, self.found = file, field, expected, found
+        self.file, self.field = file, field
+        self.expected, self.found = expected, found
         self.cure = cure or self.default_cure
-        place = " ".join(part for part in (file, field and f"field {field}") if part)
-        text = f"{place}: {problem}" if place else problem
+        source = " ".join(part for part in (file, field and f"field {field}") if part)
+        text = f"{source}: {problem}" if source else problem
         if expected is not None:
             text += f"; expected {_short(expected)}, found {_short(found)}"
         self.message = f"{text}. {self.cure}" if self.cure else text
@@ -42,7 +44,7 @@ def _short(value: object, limit: int = 120) -> str:
 
 
 def one_line(error: object, limit: int = 300) -> str:
-    """Return what a server or a library says as one printable line without a full stop."""
+    """Return an error's message as one printable line without a full stop."""
     text = " ".join(str(error).split()) or type(error).__name__
     return "".join(c if c.isprintable() else " " for c in text)[:limit].rstrip(".")
 
@@ -120,7 +122,7 @@ class WrongChatTemplate(BundleRefused, code="bundle_wrong_chat_template"):
 
 
 class GoldenMismatch(BundleRefused, code="bundle_golden_mismatch", cure="Check dtype, engine and model"):
-    """The engine does not reproduce the bundle's golden prompts, so that no risk can be trusted."""
+    """The engine does not reproduce the bundle's golden prompts, so no risk can be trusted."""
 
 
 class BundleConflict(BundleError, code="bundle_conflict", status=409):
@@ -136,7 +138,7 @@ class HubMissing(HubError, code="hub_missing", status=404):
 
 
 class HubUnreachable(HubError, code="hub_unreachable", status=503):
-    """No answer from the hub, and nothing in the cache that could stand for it."""
+    """No answer from the hub, and no copy in the cache."""
 
 
 class StoreNotWritable(BundleError, code="store_not_writable", cure="Make the store writable, or name another one"):
@@ -144,7 +146,7 @@ class StoreNotWritable(BundleError, code="store_not_writable", cure="Make the st
 
 
 class StoreUnreachable(BundleError, code="store_unreachable", status=503):
-    """No answer from a store's URL, and no copy on this machine that could stand for it."""
+    """No answer from a store's URL, and no copy on this machine."""
 
 
 class StoreRefused(BundleError, code="store_refused", status=502):
@@ -156,11 +158,11 @@ class SigningError(BundleError, code="signing_error"):
 
 
 class BundleUntrusted(BundleError, code="bundle_untrusted", status=503):
-    """The bytes are sound, but the operator asked for more than that."""
+    """The bytes are intact, but the operator requires more."""
 
 
 class OpenStore(BundleUntrusted, code="open_store"):
-    """Anyone on this machine can write to the store, so whoever did may have made its bundles."""
+    """Anyone on this machine can write to the store, so anyone may have made its bundles."""
 
 
 class SignatureMissing(BundleUntrusted, code="signature_missing"):
@@ -168,4 +170,4 @@ class SignatureMissing(BundleUntrusted, code="signature_missing"):
 
 
 class SignatureMismatch(BundleUntrusted, code="signature_mismatch"):
-    """The signature is another key's, or it is of other files."""
+    """The signature belongs to another key or to other files."""

@@ -1,9 +1,9 @@
-"""A store of bundles, in a folder or at a URL, with read-only folders behind it: what a reference means, and trust.
+"""Resolves references in a store of bundles, in a folder or at a URL, with read-only fallbacks, and checks trust.
 
-``Store.load`` is the one way from a reference to a bundle: ``resolve`` finds its folder on this machine, ``_read``
-reads that strictly and asks whether it is trusted.  Of a store at a URL the folder is a copy:
+``Store.load`` is the only way from a reference to a bundle: ``resolve`` finds its folder on this machine; ``_read``
+reads it strictly and checks whether it is trusted.  For a store at a URL the folder is a copy:
 
-CACHE/NAME/VERSION/   in the layout of a local store; aliases.json as it was last read"""
+CACHE/NAME/VERSION/   in the layout of a local store; aliases.json is the table that was read last"""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ if TYPE_CHECKING:
 log = logging.getLogger("hallutracer")
 T = TypeVar("T")
 SHIPPED = Path(__file__).parent / "shipped"  # bundles that come with the package, used as a fallback
-STAYS_DOWN_S = 10.0  # after no answer the copies are taken at once: each further question could wait for its timeout
+STAYS_DOWN_S = 10.0  # after no answer, take the copies at once for so long, instead of a timeout for each question
 
 
 class RemoteBackend:
-    """The bundles of a source; see ``LocalBackend`` for what the methods do.
+    """The bundles of a source; ``LocalBackend`` documents the methods.
 
-    Reading goes on with the copies where the source gives no answer, and says so in the log.  A refusal is an error."""
+    If the source gives no answer, reading uses the copies and logs that.  A refusal is an error."""
 
     def __init__(self, source: Bucket | HubSource, cache: Path) -> None:
         """``cache``: the folder of all sources' copies."""
@@ -57,14 +57,15 @@ class RemoteBackend:
         self._copies = LocalBackend(cache / hashlib.sha256(source.where.encode()).hexdigest()[:16])
         self.folders = self._copies.folders
         self._down_until, self._stand_in = 0.0, True
-        self.check_writable, self.publish, self.add = source.check_writable, source.publish, source.add
+        self.check_writable = source.check_writable
+        self.publish, self.add = source.publish, source.add
         self.set_alias, self.write_signature = source.set_alias, source.write_signature
 
     def answering(self) -> RemoteBackend:
-        """Return the same, where no answer is an error."""
-        other = copy.copy(self)
-        other._down_until, other._stand_in = 0.0, False
-        return other
+        """Return the same backend, except that no answer is an error."""
+        strict = copy.copy(self)
+        strict._down_until, strict._stand_in = 0.0, False
+        return strict
 
     def names(self) -> Sequence[str]:
         """Return names with a version."""
@@ -75,7 +76,7 @@ class RemoteBackend:
         return self._or_copy(lambda: self._source.versions(name), lambda: self._copies.versions(name))
 
     def aliases(self, name: str) -> dict[str, int]:
-        """Return the newest table, or the one that was read last where there is no answer."""
+        """Return the newest table, or the one that was read last if there is no answer."""
 
         def ask() -> dict[str, int]:
             table, path = self._source.aliases(name), self.folders / name / ALIASES
@@ -87,14 +88,14 @@ class RemoteBackend:
 
         def last() -> dict[str, int]:
             table = self._copies.aliases(name)
-            said = ", ".join(f"{alias} -> {version}" for alias, version in sorted(table.items())) or "none"
-            log.warning("aliases of %s as they were when %s last answered: %s", name, self.where, said)
+            shown = ", ".join(f"{alias} -> {version}" for alias, version in sorted(table.items())) or "none"
+            log.warning("aliases of %s as they were when %s last answered: %s", name, self.where, shown)
             return table
 
         return self._or_copy(ask, last)
 
     def folder(self, name: str, version: int) -> Path:
-        """Return the version's copy, fetched and checked where there is none yet; else compared with the source's."""
+        """Return the version's copy; it is fetched and checked, or if it exists, compared with the source."""
 
         def last() -> Path:
             if version not in self._copies.versions(name):
@@ -104,7 +105,7 @@ class RemoteBackend:
         return self._or_copy(lambda: self._fetched(name, version), last)
 
     def stamp(self, name: str, version: int) -> str:
-        """Return the hashes of manifest and signature: any other change of a version is an error."""
+        """Return the hashes of manifest and signature; nothing else of a version may change."""
 
         def ask() -> str:
             parts = self._source.manifest(name, version), self._source.signature(name, version) or b""
@@ -133,7 +134,7 @@ class RemoteBackend:
                         found=read_manifest(data, shown).seal,
                         cure=cure,
                     )
-                with writing(path):  # a signature may have come after its bundle, or changed
+                with writing(path):  # a signature may be newer than its bundle
                     if signature is None:
                         (path / SIGNATURE).unlink(missing_ok=True)
                     else:
@@ -151,7 +152,7 @@ class RemoteBackend:
         check_total(manifest)
         files = {MANIFEST: data, **self._source.files(manifest)} | ({} if signature is None else {SIGNATURE: signature})
         self._make_folder()
-        self._copies.add(manifest, files)  # False: another process of ours was faster
+        self._copies.add(manifest, files)  # returns False if another process was faster
         return self._copies.folder(name, version)
 
     def _make_folder(self) -> None:
@@ -160,7 +161,7 @@ class RemoteBackend:
             self.folders.mkdir(exist_ok=True, mode=0o700)
 
     def _or_copy(self, ask: Callable[[], T], last: Callable[[], T]) -> T:
-        """Return what the source says, and what the copies say where there is no answer."""
+        """Return the result of ``ask``, or that of ``last`` if the source gives no answer."""
         if time.monotonic() < self._down_until:
             return last()
         try:
@@ -183,7 +184,7 @@ def _update(path: Path, data: bytes) -> None:
 
 @dataclass(frozen=True)
 class BundleSummary:
-    """One line of a listing.  A damaged bundle, or one that is not trusted, has an error and no manifest."""
+    """One line of a listing.  A damaged or untrusted bundle has an error and no manifest."""
 
     name: str
     version: int
@@ -203,44 +204,45 @@ Summaries = list[BundleSummary]  # ``Store.list`` hides the builtin
 
 @dataclass(frozen=True)
 class Trust:
-    """What a bundle of the store must have beside sound bytes.  Fallbacks are trusted as the package is."""
+    """The requirements on a bundle of the store besides intact bytes.  Fallbacks are trusted like the package."""
 
     signature: RequiredSignature | None = None
-    open_store: bool = False  # whether anyone on this machine may be able to write to the store
+    open_store: bool = False  # accept a store that anyone on this machine can write to
 
 
 class Store:
     """Bundles in a folder or at a URL; names that it lacks are looked up in the read-only ``fallbacks``.
 
-    Methods raise InvalidReference and BundleNotFound; of a damaged bundle or aliases.json a subclass of BundleDamaged,
-    OpenStore and, at a URL, StoreRefused and StoreUnreachable; those that write also StoreNotWritable."""
+    Methods raise InvalidReference and BundleNotFound, a subclass of BundleDamaged for a damaged bundle or aliases.json,
+    OpenStore and, at a URL, StoreRefused and StoreUnreachable; methods that write also raise StoreNotWritable."""
 
     def __init__(
-        self, place: Path | str, fallbacks: Sequence[Path] = (), *, trust: Trust = Trust(), cache: Path | None = None
+        self, location: Path | str, fallbacks: Sequence[Path] = (), *, trust: Trust = Trust(), cache: Path | None = None
     ) -> None:
-        """``cache``: where copies are kept if ``place`` is a URL.  Raises InvalidReference for a wrong URL,
-        and for a folder in a home that does not exist."""
+        """``cache`` is the folder for copies if ``location`` is a URL.
+
+        Raises InvalidReference for a wrong URL, and for a folder in a home that does not exist."""
         self.own: Backend
-        if isinstance(place, str) and is_url(place):
+        if isinstance(location, str) and is_url(location):
             source: Bucket | HubSource
-            if place.startswith(HUB):
+            if location.startswith(HUB):
                 from probes_store.hub import HubSource  # huggingface_hub takes a while to import
 
-                source = HubSource(place)
+                source = HubSource(location)
             else:
-                source = Bucket(place)
+                source = Bucket(location)
             caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "hallutracer" / "stores"
             self.own = RemoteBackend(source, expanded(caches if cache is None else cache, "HALLUTRACER_STORE_CACHE"))
         else:
-            self.own = LocalBackend(expanded(place, "HALLUTRACER_STORE"))
+            self.own = LocalBackend(expanded(location, "HALLUTRACER_STORE"))
         self.behind: tuple[Backend, ...] = tuple(LocalBackend(Path(fallback)) for fallback in fallbacks)
         self.trust = trust
-        self._told: set[str] = set()
+        self._warned: set[str] = set()  # names whose fallback is hidden
         self.where = self.own.where  # the folder or the URL, as ``--store`` takes it
-        self.root = self.own.folders  # of the folders ROOT/NAME/VERSION of its own bundles; of a URL, of the copies
+        self.root = self.own.folders  # its own bundles, or their copies, are in ROOT/NAME/VERSION
 
     def check_writable(self) -> None:
-        """Test that something can be published, before long work."""
+        """Check that the store can be written, before long work."""
         self.check_closed()
         self.own.check_writable()
 
@@ -254,26 +256,26 @@ class Store:
         return load_version(name, self.own.folder(name, self.own.publish(manifest, files)))
 
     def resolve(self, reference: str) -> Path:
-        """Return the folder of a reference, fetched from a URL if need be; a pin is not compared here.
+        """Return the folder of a reference, fetched from a URL if necessary; this does not check a pin.
 
-        A bare name is the alias ``production`` where it is set, and else the highest version."""
+        A bare name means the alias ``production`` if it is set, else the highest version."""
         backend, name, version = self._find(reference)
         return backend.folder(name, version)
 
     def stamp(self, reference: str) -> str:
-        """Return what changes where the reference means another version, or its bytes or signature change."""
+        """Return a text that changes if the reference means another version, or if its bytes or signature change."""
         backend, name, version = self._find(reference)
         return f"{backend.where} {name}:{version} {backend.stamp(name, version)}"
 
     def answering(self) -> Store:
-        """Return the same store, where no answer from its URL is an error, rather than a reason to take copies."""
+        """Return the same store, except that no answer from its URL is an error and copies are not used."""
         store = copy.copy(self)
         if isinstance(self.own, RemoteBackend):
             store.own = self.own.answering()
         return store
 
     def load(self, reference: str) -> Bundle:
-        """Resolve and load; the whole bundle is validated, compared with a pin, and must be trusted.
+        """Resolve a reference, load and validate the whole bundle, compare it with a pin, and check trust.
 
         Raises what ``resolve`` and ``load_bundle`` raise, DigestMismatch and BundleUntrusted."""
         return self._load(reference, self.trust.signature)
@@ -281,27 +283,27 @@ class Store:
     def _load(self, reference: str, signature: RequiredSignature | None) -> Bundle:
         wanted = parse_reference(reference)
         bundle = self._read(wanted.name, self.resolve(reference), signature)
-        found = bundle.manifest.digest
-        if wanted.digest is not None and wanted.digest != found:
+        digest = bundle.manifest.digest
+        if wanted.digest is not None and wanted.digest != digest:
             raise errors.DigestMismatch(
                 "this is not the bundle that the reference pins",
                 file=bundle.reference,
                 field="digest",
                 expected=wanted.digest,
-                found=found,
+                found=digest,
                 cure="Pin the one that 'hallutracer bundle list' shows",
             )
         return bundle
 
     def verify(self, reference: str) -> Bundle:
-        """Do as ``load``, and read the evaluation and the card.  Raises what ``load`` raises."""
+        """Load a bundle, and also read its evaluation and card.  Raises what ``load`` raises."""
         bundle = self.load(reference)
         bundle.evaluation()
         bundle.card()
         return bundle
 
     def sign(self, reference: str, signing: Signing) -> Bundle:
-        """Put a signature beside a bundle of the store itself.  Raises what ``load`` does and SigningError."""
+        """Sign a bundle of the store itself.  Raises what ``load`` raises and SigningError."""
         bundle = self._load(reference, None)
         if not self.is_own(bundle.path):
             raise BundleConflict("it comes with the package", file=reference, cure="Sign bundles of your own store")
@@ -315,7 +317,7 @@ class Store:
     def set_alias(self, name: str, alias: str, version: int, keep_as: str | None = None) -> None:
         """Point an alias at a version that loads, in one step: a reader sees the old or the new version.
 
-        In the same step the alias ``keep_as`` gets the version before, which need not load: that may be why it goes."""
+        In the same step the alias ``keep_as`` gets the previous version, which need not load."""
         check_name(alias, "an alias")
         if not self.own.versions(check_name(name, "a bundle")):
             raise BundleNotFound(
@@ -325,7 +327,7 @@ class Store:
         self.own.set_alias(name, alias, version, keep_as)
 
     def list(self) -> Summaries:
-        """Return every version of every name, sorted, without shadowed fallbacks; damaged bundles with their error."""
+        """Return every version of every name, sorted, without hidden fallbacks; damaged bundles have their error."""
         self.check_closed()
         seen: dict[str, Backend] = {}
         for backend in (self.own, *self.behind):
@@ -337,10 +339,12 @@ class Store:
         shared: BundleError | None = None
         try:
             aliases = backend.aliases(name)
-        except BundleError as error:  # without its aliases a name cannot be resolved: told of each of its versions
+        except BundleError as error:  # without its aliases a name cannot be resolved: each version has this error
             aliases, shared = {}, error
         for version in sorted(backend.versions(name)):
-            path, manifest, error_here = None, None, shared
+            path: Path | None = None
+            manifest: Manifest | None = None
+            error_here = shared
             try:
                 path = backend.folder(name, version)
                 manifest = self._read(name, path, self.trust.signature).manifest
@@ -350,7 +354,7 @@ class Store:
             yield BundleSummary(name, version, path, names, manifest, error_here)
 
     def _find(self, reference: str) -> tuple[Backend, str, int]:
-        """Return where the version that a reference means is, its name and its number."""
+        """Return the backend, the name and the number of the version that a reference means."""
         wanted = parse_reference(reference)
         backend, versions = self._backend(wanted.name)
         version = wanted.version
@@ -368,21 +372,23 @@ class Store:
         return backend, wanted.name, version
 
     def _backend(self, name: str) -> tuple[Backend, set[int]]:
-        """Return the store itself or the first fallback that has versions of this name, and these."""
+        """Return the store's own backend or the first fallback that has versions of this name, and the versions."""
         self.check_closed()
-        having = [(at, found) for at in (self.own, *self.behind) if (found := at.versions(name))]
+        backends = (self.own, *self.behind)
+        having = [(backend, backend.versions(name)) for backend in backends]
+        having = [(backend, versions) for backend, versions in having if versions]
         if not having:
-            known = sorted({known for backend in (self.own, *self.behind) for known in backend.names()})
+            known = sorted({known for backend in backends for known in backend.names()})
             near = did_you_mean(name, known)
             cure = f"{near}Train and publish it there, name another store, or use one of: {', '.join(known) or 'none'}"
             raise BundleNotFound(f"no bundle {name} in {self.where}", cure=cure)
-        if having[0][0] is self.own and len(having) > 1 and name not in self._told:
-            self._told.add(name)
+        if having[0][0] is self.own and len(having) > 1 and name not in self._warned:
+            self._warned.add(name)
             log.warning("%s is that of %s, which hides the one that comes with the package", name, self.where)
         return having[0]
 
     def _read(self, name: str, path: Path, signature: RequiredSignature | None) -> Bundle:
-        """Read the bundle in a folder of the store's or of a fallback.  Raises what ``load`` raises."""
+        """Read the bundle in a folder of the store or of a fallback.  Raises what ``load`` raises."""
         bundle = load_version(name, path)
         if self.is_own(path):
             if not self.trust.open_store:
@@ -392,10 +398,10 @@ class Store:
         return bundle
 
     def is_own(self, path: Path) -> bool:
-        """Return whether a bundle's folder is the store's, rather than a fallback's."""
+        """Return whether a bundle's folder belongs to the store and not to a fallback."""
         return path.parent.parent.resolve() == self.root.resolve()
 
     def check_closed(self) -> None:
-        """Raise OpenStore where anyone on this machine can write to the store, unless that was agreed to."""
+        """Raise OpenStore if anyone on this machine can write to the store, unless ``open_store`` allows it."""
         if not self.trust.open_store:
             check_closed(self.root)

@@ -247,7 +247,7 @@ def served_signals(
 ) -> Floats:
     """Return the classifier's input [n, k] as a service computes it, from logits [n, (1 + A) m] and prompt lengths."""
     columns: Floats | None = None
-    if context is not None and all(context.place(name) is not None for name in ("passage", "stated")):
+    if context is not None and all(context.position(name) is not None for name in ("passage", "stated")):
         means = depth_mean(logits.reshape(len(logits), -1, layers))[:, 1:]
         read = [prompt_context(context, *row) for row in zip(means.tolist(), tokens.tolist(), strict=True)]
         columns = np.array([(values.passage, values.stated, values.stated_length) for values in read], np.float64)

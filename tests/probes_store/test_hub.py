@@ -389,7 +389,7 @@ def test_a_name_of_the_package_or_of_another_repository_keeps_its_meaning(place:
     assert not place.pull("hf://me/same", into=Store(place.folder / "new", fallbacks=[package])).added
     place.hub.repository("mallory/tiny", files_of(place.made(version=2, seed=1)))
     place.pull()
-    with pytest.raises(BundleConflict, match="not from there"):
+    with pytest.raises(BundleConflict, match="of another source"):
         place.pull("hf://mallory/tiny")
 
 
