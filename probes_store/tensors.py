@@ -128,7 +128,7 @@ _LAYOUTS: Final[Mapping[type, _Layout]] = {
 
 
 def pack(tensors: ProbeTensors | Golden | AnswerTensors, file: str) -> bytes:
-    """Return safetensors bytes.  Raises WrongShape where an element type would lose something (int64 ids, say)."""
+    """Return safetensors bytes.  Raises WrongShape if an element type would lose something (int64 ids, say)."""
     layout, arrays = _LAYOUTS[type(tensors)], {}
     for name, value in vars(tensors).items():
         if value is None:

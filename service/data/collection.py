@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from probes_store.local import atomic_write
-from service.data.labels import said_in
+from service.data.labels import answer_texts
 from service.data.run_folder import AppendLog, RowsFile, claim, write_at
 from service.data.training_rows import Dataset
 from service.engines.base import Completion, Engine, Sampling
@@ -55,7 +55,7 @@ class Collection:
     rows: dict[Site, RowsFile]
     first_token: NDArray[np.float64]  # [N, 2] log maximum probability, entropy (nats)
     pooled: dict[tuple[Site, Pooling], RowsFile] = field(default_factory=dict)  # never last_1, which is ``rows``
-    answers: RowsFile | None = None  # means over an answer's own tokens; zeros where none was read
+    answers: RowsFile | None = None  # means over an answer's own tokens; zeros if none was read
 
 
 def collect(
@@ -294,7 +294,7 @@ def _records(
     for row, completion in zip(batch.tolist(), completions, strict=True):
         record: dict[str, Any] = {"id": dataset.rows[row].id, "row": row, "answer": completion.text}
         record["finish"] = completion.finish_reason
-        with_thought, spoken_text = said_in(completion, prompts.of(row), engine)
+        with_thought, spoken_text = answer_texts(completion, prompts.of(row), engine)
         if spoken_text != completion.text:
             record |= {
                 "answer": spoken_text or "",

@@ -47,10 +47,11 @@ def normalise(text: str) -> str:
     folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
     joined = re.sub(r"(?<=\w)['\u2019](?=\w)|(?<=\d),(?=\d{3})", "", folded)
     number_marks = {match.start() for match in re.finditer(r"(?<!\w)[-\u2212](?=\d)|(?<=\d)\.(?=\d)", joined)}
-    words = "".join(
-        char.replace("\u2212", "-") if position in number_marks or unicodedata.category(char)[0] not in "PSZC" else " "
-        for position, char in enumerate(joined)
-    ).split()
+    characters = []
+    for position, char in enumerate(joined):
+        is_kept = position in number_marks or unicodedata.category(char)[0] not in "PSZC"
+        characters.append(char.replace("\u2212", "-") if is_kept else " ")
+    words = "".join(characters).split()
     return " ".join(word for position, word in enumerate(words) if word not in _ARTICLES or position == len(words) - 1)
 
 
@@ -195,7 +196,7 @@ def parts(*answers: Sequence[str]) -> str:
 
 
 def parts_of(answers: Sequence[str]) -> list[list[str]] | None:
-    """Return the accepted answers of each part, or None where a row asks for one fact."""
+    """Return the accepted answers of each part, or None if a row asks for one fact."""
     return next((value["parts"] for value in map(_object, answers) if value is not None and "parts" in value), None)
 
 

@@ -60,7 +60,7 @@ def check_answers(dataset: Dataset, options: JudgeOptions) -> None:
 def judged_labels(dataset: Dataset, folder: Path, options: JudgeOptions) -> Labelled:
     """Judge ``answers.jsonl`` of a collection, which has an answer of each row that applies.
 
-    Raises TrainingError where most of the answers are thoughts that do not end."""
+    Raises TrainingError if most of the answers are thoughts that do not end."""
     with (folder / "answers.jsonl").open(encoding="utf-8") as file:
         records = {record["row"]: record for record in map(json.loads, file)}
     answers = sorted((row, _judged(record)) for row, record in records.items())
@@ -88,20 +88,20 @@ def unfinished_thoughts(unfinished: int, answers: int) -> str:
 
 
 def _judged(record: dict[str, Any]) -> str | None:
-    """Return the answer in a record of answers.jsonl without its thought; None where the thought does not end."""
+    """Return the answer in a record of answers.jsonl without its thought; None if the thought does not end."""
     return spoken(record["answer"]) if record.get("thought_ends", True) else None
 
 
-def said_in(completion: Completion, prompt: TokenIds, engine: LoadedModel) -> tuple[str, str | None]:
+def answer_texts(completion: Completion, prompt: TokenIds, engine: LoadedModel) -> tuple[str, str | None]:
     """Return the text of an answer with the marks of its thoughts, and the text without thoughts and marks.
 
-    The latter is None where a thought does not end; ``prompt`` may have opened the first."""
+    The latter is None if a thought does not end; ``prompt`` may have opened the first."""
     text = with_marks(completion.text, engine.spell(list(completion.token_ids)), engine.special_tokens)
     return text, spoken_behind(prompt, text, engine)
 
 
 def spoken_behind(prompt: TokenIds, text: str, engine: LoadedModel) -> str | None:
-    """Return the text of an answer without its thoughts; None where a thought does not end.
+    """Return the text of an answer without its thoughts; None if a thought does not end.
 
     ``prompt`` may have opened the first thought."""
     return spoken(OPENED + text if opens_thought(engine.spell(prompt[-TAIL:])) else text)

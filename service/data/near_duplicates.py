@@ -97,10 +97,12 @@ def _compared(prompts: Sequence[Sequence[str]]) -> list[Content]:
     share, rows = INSTRUCTION
     most = max(share * len(prompts), rows)
     often = Counter(content for content in last_paragraphs if content)
-    return [
-        content if content and often[content] <= most else content_of("\n".join(texts))
-        for texts, content in zip(prompts, last_paragraphs, strict=True)
-    ]
+    contents = []
+    for texts, content in zip(prompts, last_paragraphs, strict=True):
+        if content is None or often[content] > most:
+            content = content_of("\n".join(texts))
+        contents.append(content)
+    return contents
 
 
 def _in_order(some: Iterable[str], every: Iterable[str]) -> bool:

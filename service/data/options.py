@@ -153,7 +153,7 @@ class JudgeOptions:
 
     @property
     def judge_name(self) -> JudgeName:
-        """Return the judge's name, the default where none was chosen."""
+        """Return the judge's name, the default if none was chosen."""
         return self.judge or "contains"
 
     @property

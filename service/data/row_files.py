@@ -119,7 +119,7 @@ def read_lines(path: Path) -> Lines:
 
 
 def _rows_below(first: bytes, second: bytes) -> str:
-    """Return the key whose value is the list of all rows, where the file is a single JSON object; else ""."""
+    """Return the key whose value is the list of all rows, if the file is a single JSON object; else ""."""
     if first == b"{":
         listed = re.match(rb'"(\w+)"\s*:\s*\[$', second)
         key = listed[1].decode() if listed else ""

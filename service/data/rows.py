@@ -48,7 +48,7 @@ def accepted_of(value: Any) -> Any:
 
 
 def likely_columns(value: Mapping[str, Any], *fields: str) -> dict[str, str]:
-    """Return for each of ``fields`` that the row lacks the key that probably holds it, where there is one."""
+    """Return for each of ``fields`` that the row lacks the key that probably holds it, if there is one."""
     missing = [field for field in fields if field not in value]
     likely: dict[str, str] = {}
     for key in value:
@@ -97,7 +97,7 @@ def _renamed(value: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any
 
 
 def id_of(value: dict[str, Any], line: int) -> str:
-    """Return a row's ``id`` as text, or its line number where it has none."""
+    """Return a row's ``id`` as text, or its line number if it has none."""
     return str(value.get("id", line))
 
 

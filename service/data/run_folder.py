@@ -4,7 +4,7 @@ run.json             data, model and options of this folder; another run is refu
 input_ids.i32, offsets.i64     rendered prompts, one after the other
 rows-<site>.f32      [m, N, width] little-endian float32, row i is data row i
 rows-<site>-<pooling>.f32      the same pooled over other positions than t*
-rows-<site>-answer.f32         mean over the tokens of a generated answer; zeros where there is none
+rows-<site>-answer.f32         mean over the tokens of a generated answer; zeros if there is none
 first_token.f64      [N, 2] log maximum probability, entropy (nats)
 journal.jsonl        one line per finished batch, written after its data reached the disk
 answers.jsonl        generated answers, one line per row that applies, in the order of the plan

@@ -68,15 +68,15 @@ class Row:
     id: str
     prompt: str | None
     messages: list[Message] | None
-    group: str  # "" where the row has none
-    label: int | None  # 1 factual, 0 hallucinated; None where it is to be generated
+    group: str  # "" if the row has none
+    label: int | None  # 1 factual, 0 hallucinated; None if it is to be generated
     answers: tuple[str, ...]
     strata: dict[str, str]  # those of STRATA that the row has
     prompt_digest: bytes
     applies: bool = True  # False: it asks for no fact, so an answer is neither right nor wrong
     statement: str = ""  # a sentence that gives the answer, for the forms that state facts
     answer: str = ""  # the answer that ``label`` is about, exactly as it stands behind the prompt
-    decoding: Decoding | None = None  # how that answer was decoded; None where the row does not say
+    decoding: Decoding | None = None  # how that answer was decoded; None if the row does not say
 
     @property
     def question(self) -> str:
@@ -100,8 +100,8 @@ class Dataset:
     digest: str
     own_groups: bool  # whether any row names its group
     alike: NDArray[np.int64]  # [N] near-duplicates have the same number
-    made_of: Dataset | None = None  # the user's file, where the rows are its questions in forms
-    part_of: str | None = None  # digest of the whole file, where these are some of its rows
+    made_of: Dataset | None = None  # the user's file, if the rows are its questions in forms
+    part_of: str | None = None  # digest of the whole file, if these are some of its rows
     unread_answers: str = ""  # an unread key that probably holds the ``answer`` of rows with labels
     left_out_forms: tuple[str, ...] = ()  # forms in which the model can be asked none of the questions
 
@@ -319,7 +319,7 @@ def _answer_in(value: dict[str, Any]) -> str:
 
 
 def _unread_answers(values: Sequence[tuple[int, dict[str, Any]]]) -> str:
-    """Return the key of the first row that probably holds the model's answer; "" where there is none."""
+    """Return the key of the first row that probably holds the model's answer; "" if there is none."""
     return next((key for key in values[0][1] if key.lower() in ANSWERS), "")
 
 
@@ -436,7 +436,7 @@ class TrafficRow(NamedTuple):
     prompt: str | None
     messages: list[Message] | None
     group: str  # the row's group, or a name that rows with the same prompt share
-    prompt_digest: bytes | None  # None where the line has a risk and no prompt
+    prompt_digest: bytes | None  # None if the line has a risk and no prompt
 
 
 @dataclass(frozen=True)

@@ -171,7 +171,7 @@ def card_of(bundle: Bundle) -> str:
 
 
 def _beside_the_depth_mean(manifest: Manifest) -> str:
-    """Return the clause that names the further signals of the classifier; nothing where there are none."""
+    """Return the clause that names the further signals of the classifier; nothing if there are none."""
     read = [_FIRST_TOKEN] if manifest.needs_first_token else []
     if any(name in CONTEXT_SIGNALS for name in manifest.signals):
         stated = " and whether that states an answer" if {"stated", "stated_length"} & set(manifest.signals) else ""

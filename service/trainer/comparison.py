@@ -26,7 +26,7 @@ class BundleComparison(NamedTuple):
 
 
 def compare(bundles: Sequence[Bundle]) -> BundleComparison:
-    """Return a table with a column for each bundle: model, signal, figures, threshold; "-" where it has none."""
+    """Return a table with a column for each bundle: model, signal, figures, threshold; "-" if it has none."""
     documents = [bundle.evaluation() for bundle in bundles]
     manifests = [bundle.manifest for bundle in bundles]
     lines: list[list[str]] = [

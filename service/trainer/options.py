@@ -449,7 +449,7 @@ class TrainOptions(FoldOptions, ConfidenceOptions):
 
     @property
     def wanted_forms(self) -> tuple[str, ...]:
-        """Return names of the forms, or the mixture: the default where labels are generated."""
+        """Return names of the forms, or the mixture: the default if labels are generated."""
         if self.forms is None:
             return (MIXTURE,) if self.answers == "generate" else ()
         names = tuple(part.strip() for part in self.forms.split(",") if part.strip())

@@ -53,7 +53,7 @@ class PreparedData:
     collection: Collection
     labelled: Labelled
     inputs: Inputs
-    answers: Readouts | None = None  # readouts of the labelled rows' answers; zeros where no token was read
+    answers: Readouts | None = None  # readouts of the labelled rows' answers; zeros if no token was read
 
     @property
     def counts(self) -> dict[str, int]:

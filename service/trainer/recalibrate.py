@@ -28,6 +28,7 @@ from service.fitting.nested_cv import rounded
 from service.fitting.recalibration import (
     FOLDS,
     LabelledRisks,
+    MapCandidate,
     MapFit,
     PriorShiftTest,
     Traffic,
@@ -64,7 +65,7 @@ def _plan(
     if traffic is None:
         return rows, None, None
     source: LabelledRisks | Dataset | None = recorded_risks(evaluation)
-    if source is None:  # the held-out file, where it is named
+    if source is None:  # the held-out file, if --trained-on names it
         held_out = evaluation.get("held_out") or {}
         labels = bundle.manifest.training.labels
         files = (
@@ -85,7 +86,7 @@ def recalibrate(
 ) -> Bundle | None:
     """Publish a version of a bundle with a recalibrated risk; return None for a dry run, or if no map is better.
 
-    Raises DataError, TrainingError (also where prior shift alone does not explain the traffic), and BundleError."""
+    Raises DataError, TrainingError (also if prior shift alone does not explain the traffic), and BundleError."""
     rows, traffic, source = _plan(bundle, options, store)
     dataset = rows.dataset
     groups = len(np.unique(dataset.groups))
@@ -271,6 +272,16 @@ def _prior_shift(
     }
 
 
+def _figures(candidate: MapCandidate) -> dict[str, Any]:
+    """Return evaluation.json's record of a map."""
+    figures = {
+        "log_loss": {"mean": candidate.log_loss} | candidate.log_loss_interval._asdict(),
+        "gain": {"mean": candidate.gain} | candidate.gain_interval._asdict(),
+        "calibration_debiased": {"mean": candidate.error} | candidate.error_interval._asdict(),
+    }
+    return dict(rounded(figures))
+
+
 def choose_and_publish(
     bundle: Bundle,
     evaluation: dict[str, Any],
@@ -303,16 +314,6 @@ def choose_and_publish(
         recalibration=recalibration,
     )
     gates = {"before": at_threshold(label, risk, old), "after": at_threshold(label, recalibration(risk), new)}
-    figures = {
-        candidate.name: rounded(
-            {
-                "log_loss": {"mean": candidate.log_loss} | candidate.log_loss_interval._asdict(),
-                "gain": {"mean": candidate.gain} | candidate.gain_interval._asdict(),
-                "calibration_debiased": {"mean": candidate.error} | candidate.error_interval._asdict(),
-            }
-        )
-        for candidate in choice.candidates
-    }
     record |= {
         "from": bundle.reference,
         "from_digest": bundle.manifest.digest,
@@ -322,7 +323,7 @@ def choose_and_publish(
         "chosen": choice.chosen.name,
         "best": choice.best.name,
         "left_out": list(choice.left_out),
-        "candidates": figures,
+        "candidates": {candidate.name: _figures(candidate) for candidate in choice.candidates},
         "thresholds": {"rule": options.threshold_rule, "before": old, "after": new},
         "at_threshold": rounded(gates),
     }

@@ -14,7 +14,7 @@ import numpy as np
 
 from probes_store.local import atomic_write
 from service.data.collection import collect, render_all
-from service.data.forms import FORMS, Form, Message, chosen, in_forms, is_one_message, read_said
+from service.data.forms import FORMS, Form, Message, chosen, in_forms, is_one_message, read_model_answers
 from service.data.forms.crossed import PLAIN_WORDING, held_out_families, in_wordings, training_families
 from service.data.forms.several import no_fact_rows
 from service.data.forms.tasks import task_rows
@@ -261,7 +261,7 @@ def _own_answers(options: TrainOptions, dataset: Dataset, folder: str, fits: Fit
         batch_rows=options.batch_rows,
         max_new_tokens=options.answer_tokens,
     )
-    return read_said(collection.folder / "answers.jsonl")
+    return read_model_answers(collection.folder / "answers.jsonl")
 
 
 def group_names(dataset: Dataset) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from service.data.forms import FORMS, WORDINGS, Form, chosen, families, in_forms, is_one_message, read_said
+from service.data.forms import FORMS, WORDINGS, Form, chosen, families, in_forms, is_one_message, read_model_answers
 from service.data.forms.tasks import TASKS, task_rows
 from service.errors import DataError, HalluTracerError
 from tests.command_line import run
@@ -171,10 +171,10 @@ def test_forms_and_families_by_name() -> None:
 def test_answers_of_a_run_are_read_or_refused(tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
     path.write_text(json.dumps({"id": "q1", "row": 0, "answer": "", "finish": "stop"}) + "\n")
-    assert read_said(path) == {"q1": ""}
+    assert read_model_answers(path) == {"q1": ""}
     path.write_text('{"id": "q1", "answers": ["x"]}\n{"id": 3\n')
     with pytest.raises(DataError) as caught:
-        read_said(path)
+        read_model_answers(path)
     assert [problem.split(":")[0] for problem in caught.value.problems] == ["line 1", "line 2"]
 
 

@@ -42,12 +42,12 @@ class Question:
 
     @property
     def reply(self) -> str:
-        """Return a right answer, as a sentence where there is one."""
+        """Return a right answer, as a sentence if there is one."""
         return self.statement or self.answer
 
     @property
     def note(self) -> str:
-        """Return a sentence or two that give the answer.  Raises Unfit where it is not known."""
+        """Return a sentence or two that give the answer.  Raises Unfit if it is not known."""
         if not (self.statement or self.answer):
             raise Unfit
         return self.statement or f"{INSTRUCTION.sub('', self.text)} {self.answer}."
@@ -70,7 +70,7 @@ class Surroundings:
         return self.random.sample(pool, count)
 
     def wrong(self, question: Question) -> str:
-        """Return an answer to another question of the kind, not to this one.  Raises Unfit where there is none."""
+        """Return an answer to another question of the kind, not to this one.  Raises Unfit if there is none."""
         answers = [
             neighbour.answer
             for neighbour in self.same_kind or self.other_kinds
@@ -97,7 +97,7 @@ class Surroundings:
         return stated if len(stated) >= STATED else pool
 
     def notes(self, count: int) -> list[str]:
-        """Return notes of different other questions.  Raises Unfit where there are fewer."""
+        """Return notes of different other questions.  Raises Unfit if there are fewer."""
         if len(self.noted) < count:
             raise Unfit
         return [neighbour.note for neighbour in self.random.sample(self.noted, count)]
@@ -376,7 +376,7 @@ def in_forms(
     return made_rows
 
 
-def read_said(path: Path) -> dict[str, str]:
+def read_model_answers(path: Path) -> dict[str, str]:
     """Return the model's answers by id, from a run's ``answers.jsonl``.  Raises DataError."""
     problems: list[str] = []
     answers: dict[str, str] = {}

@@ -44,14 +44,14 @@ class Company:
         return self.random.choice(TEXTS[f"test_{name}" if self.test else name])
 
     def partner(self, relation: str = "") -> Row:
-        """Return an unused row of another group.  Raises Unfit where none is left."""
+        """Return an unused row of another group.  Raises Unfit if none is left."""
         row = next(self.pairs.get(relation, iter(())) if relation else self.partners, None)
         if row is None:
             raise Unfit
         return row
 
     def sibling(self, row: Row) -> Row:
-        """Return a row about the same subject.  Raises Unfit where there is none."""
+        """Return a row about the same subject.  Raises Unfit if there is none."""
         pool = [
             candidate for candidate in self.siblings.get(_subject(row), ()) if candidate["relation"] != row["relation"]
         ]
