@@ -76,7 +76,7 @@ def near_duplicates(prompts: Sequence[Sequence[str]]) -> NDArray[np.int64]:
             having[word].add(number)
     rarity = {word: math.log((len(contents) + 1) / len(numbers)) ** 2 for word, numbers in having.items()}
     weight = [math.fsum(map(rarity.__getitem__, words)) for words, _ in contents]
-    joined = DisjointSet(range(len(contents)))
+    joined = DisjointSet(number for number in range(len(contents)))
     for number, (words, digits) in enumerate(contents):
         having_word = sorted((having[word] for word in words), key=len)
         if len(having_word[0]) == 1:  # a word that no other prompt has
