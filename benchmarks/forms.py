@@ -31,7 +31,7 @@ from scipy.stats import norm
 from benchmarks.harness import Check, table
 from benchmarks.running_service import GENERATE, Job, Line, add_options, answers, together, user
 from hallutracer_research.data.mixture import read_rows
-from service.data.forms import FORMS, Form, chosen, in_forms, read_said
+from service.data.forms import FORMS, Form, chosen, in_forms, read_model_answers
 from service.data.labels import CLASSES
 from service.data.rows import objects
 from service.fitting.scores import (
@@ -55,7 +55,7 @@ def plan(
     questions = [row for row in rows if "prompt" in row]
     random.Random(seed).shuffle(questions)
     drawn = questions[: max(4 * per_form, COMPANY)]
-    asked = [(form, row) for form in forms for row in in_forms(drawn, [form], seed=seed, said=said)[:per_form]]
+    asked = [(form, row) for form in forms for row in in_forms(drawn, [form], seed=seed, model_answers=said)[:per_form]]
     return [
         Job(row["id"], {"messages": row["messages"], "policy": "observe", "generate": GENERATE}, row["answers"],
             {"form": form.name, "group": row["group"]})
@@ -316,7 +316,7 @@ def main() -> int:
     forms = chosen(options.forms)
     jobs: list[Job] = []
     if options.questions:
-        said = None if options.said is None else read_said(options.said)
+        said = None if options.said is None else read_model_answers(options.said)
         jobs = plan(read_rows(options.questions), forms, options.per_form, options.seed, said)
     if options.rows:
         jobs = as_they_stand(options.rows, options.by)

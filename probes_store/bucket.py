@@ -1,15 +1,15 @@
-"""A store's objects below a URL, through fsspec.
+"""Keeps a store's bundles as objects below a URL, through fsspec.
 
     URL/NAME/blobs/SHA256           every file of every version, by its content; never overwritten with other bytes
-    URL/NAME/VERSION/bundle.json    the manifest, created last and only where there is none: this publishes a version
+    URL/NAME/VERSION/bundle.json    the manifest, created last and only if there is none: this publishes a version
     URL/NAME/VERSION/model.sig      its signature, if any
     URL/NAME/aliases/REVISION.json  the whole alias table; the highest revision counts, and a change creates the next
 
-A publisher that dies leaves blobs, which are no bundle.  Nothing but ``model.sig`` is ever overwritten, so all that is
-needed of the server is that an object can be created on the condition that there is none.
+A publisher that dies leaves only blobs, which are not a bundle.  Nothing but ``model.sig`` is ever overwritten, so the
+server needs only one guarantee: it can create an object on the condition that there is none.
 
-Credentials and endpoints are those of fsspec's implementations: AWS_* variables and ~/.aws for s3, application default
-credentials for gs, AZURE_STORAGE_* for az, FSSPEC_* and ~/.config/fsspec for all.  A URL holds none."""
+Credentials and endpoints come from fsspec's implementations: AWS_* variables and ~/.aws for s3, application default
+credentials for gs, AZURE_STORAGE_* for az, FSSPEC_* and ~/.config/fsspec for all.  A URL contains none."""
 
 from __future__ import annotations
 
@@ -38,20 +38,25 @@ from probes_store.syntax import (
 )
 
 TABLES, BLOBS = "aliases", "blobs"
-EXCLUSIVE = ".exclusive"  # an object that tells whether the server honours a conditional create
-WRITE_S, WRITE_BYTES_S = 20.0, 100_000  # how long a write may take, and at what rate at least
-_NO_ANSWER = {  # classes of botocore, aiohttp, azure and google.auth, none of which is imported here
-    "EndpointConnectionError", "ConnectTimeoutError", "HTTPClientError", "ClientConnectionError", "ServiceRequestError",
-    "ServiceResponseError", "TransportError",
-}  # fmt: skip
+EXCLUSIVE = ".exclusive"  # an object that tests whether the server honours a conditional create
+WRITE_S, WRITE_BYTES_S = 20.0, 100_000  # time limit of a write: seconds, plus its bytes at this rate
+_NO_ANSWER = {  # exception classes of botocore, aiohttp, azure and google.auth, which are not imported here
+    "EndpointConnectionError",
+    "ConnectTimeoutError",
+    "HTTPClientError",
+    "ClientConnectionError",
+    "ServiceRequestError",
+    "ServiceResponseError",
+    "TransportError",
+}
 _BUSY = {errno.EBUSY, errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, getattr(errno, "EREMOTEIO", errno.EBUSY)}
-_OPTIONS: dict[str, dict[str, dict[str, Any]]] = {  # a server that is down must not hold a start up for minutes
+_OPTIONS: dict[str, dict[str, dict[str, Any]]] = {  # a server that is down must not delay a start by minutes
     "s3": {"config_kwargs": {"connect_timeout": 5, "read_timeout": 10, "retries": {"max_attempts": 1}}}
 }
 
 
 class Bucket:
-    """The bundles below a URL; see ``LocalBackend`` for what the methods do."""
+    """The bundles below a URL; ``LocalBackend`` documents the methods."""
 
     def __init__(self, url: str) -> None:
         self._objects = Objects(url)
@@ -62,7 +67,7 @@ class Bucket:
         return [name for name in self._objects.children() if NAME.fullmatch(name) and self.versions(name)]
 
     def versions(self, name: str) -> set[int]:
-        """Return the numbers below the name: a publisher creates nothing there before the manifest."""
+        """Return the published versions; a publisher creates nothing under a number before the manifest."""
         return {int(child) for child in self._objects.children(name) if VERSION.fullmatch(child)}
 
     def aliases(self, name: str) -> dict[str, int]:
@@ -74,11 +79,11 @@ class Bucket:
         return self._read(f"{name}/{version}/{MANIFEST}", MAX_MANIFEST)
 
     def signature(self, name: str, version: int) -> bytes | None:
-        """Return the signature's bytes; None where there is none."""
+        """Return the signature's bytes; None if there is none."""
         return self._objects.read(f"{name}/{version}/{SIGNATURE}", MAX_SIGNATURE)
 
     def files(self, manifest: Manifest) -> dict[str, bytes]:
-        """Return the files that the manifest lists, compared with it.  Raises a subclass of BundleDamaged."""
+        """Read and verify the files that the manifest lists.  Raises a subclass of BundleDamaged."""
         files = {}
         for name, record in manifest.files.items():
             shown = f"{manifest.name}/{manifest.version}/{name}"
@@ -96,7 +101,7 @@ class Bucket:
             versions = self.versions(name)
             for version in sorted(versions - known.keys()):
                 known[version] = None
-                with suppress(errors.BundleDamaged):  # one that does not read is no substitute for anything
+                with suppress(errors.BundleDamaged):  # a damaged version never counts as the same
                     known[version] = read_manifest(self.manifest(name, version)).digest
             if same := [version for version, digest in known.items() if digest == manifest.digest]:
                 return min(same)
@@ -115,7 +120,7 @@ class Bucket:
         return True
 
     def set_alias(self, name: str, alias: str, version: int, keep_as: str | None = None) -> None:
-        """Create the next revision of the table; where another was faster, the one after it."""
+        """Create the next revision of the table; if another process was faster, the one after it."""
         self._objects.check_exclusive()
         while True:
             revision, table = self._table(name)
@@ -127,7 +132,7 @@ class Bucket:
                 return
 
     def write_signature(self, name: str, version: int, data: bytes) -> None:
-        """Write over an older one."""
+        """Write the signature, over an older one."""
         self._objects.put(f"{name}/{version}/{SIGNATURE}", data)
 
     def _read(self, path: str, limit: int, shown: str | None = None) -> bytes:
@@ -137,7 +142,7 @@ class Bucket:
         return data
 
     def _table(self, name: str) -> tuple[int, dict[str, int]]:
-        """Return the highest revision and its table; 0 and a local store's aliases.json, where that was copied here."""
+        """Return the highest revision and its table; else 0 and the aliases.json of a local store, if copied here."""
         revisions = [child.removesuffix(".json") for child in self._objects.children(name, TABLES)]
         revision = max((int(child) for child in revisions if VERSION.fullmatch(child)), default=0)
         path = f"{name}/{TABLES}/{revision}.json" if revision else f"{name}/{ALIASES}"
@@ -150,19 +155,18 @@ class Bucket:
         for data in files.values():
             path = f"{name}/{BLOBS}/{record_of(data).sha256}"
             if not self._objects.create(path, data) and self._objects.read(path, len(data)) != data:
-                self._objects.put(path, data)  # damaged: its name says what it must be
+                self._objects.put(path, data)  # repair a damaged blob: its name is the hash of its content
 
     def _claim(self, manifest: Manifest) -> bool:
-        """Return whether this manifest is the version's: the only step that publishes.
+        """Create the manifest, which publishes the version, and return whether the version has this manifest.
 
-        It may be ours although it was there: where the answer to a first attempt was lost and the client asked again.
-        """
+        If the answer to a first attempt was lost, the object that a retry finds may be ours."""
         path, data = f"{manifest.name}/{manifest.version}/{MANIFEST}", manifest_bytes(manifest)
         return self._objects.create(path, data) or self.manifest(manifest.name, manifest.version) == data
 
 
 class Objects:
-    """What lies below one URL.  Every method raises StoreRefused, and StoreUnreachable where there was no answer."""
+    """The objects below one URL.  Every method raises StoreRefused, and StoreUnreachable if there is no answer."""
 
     def __init__(self, url: str) -> None:
         self.url = check_url(url)
@@ -181,13 +185,13 @@ class Objects:
             cure = f"Run: pip install 'hallutracer[{EXTRAS[self._scheme]}]'"
             raise StoreRefused(f"{self._scheme}:// lacks a package: {error}", cure=cure) from error
         if self._scheme == "s3":
-            opened.retries = 1  # s3fs's own, around botocore's one more try
+            opened.retries = 1  # s3fs retries around the retries of botocore
         return opened
 
     def children(self, *parts: str) -> list[str]:
-        """Return names directly below a path, sorted; none where there is nothing.
+        """Return the sorted names directly below a path; empty if there is nothing.
 
-        Below the root, a bucket that does not exist is an error rather than an empty store."""
+        For the root, a bucket that does not exist is an error and not an empty store."""
         path = self._path(*parts)
         with self._errors(path):
             try:
@@ -202,28 +206,28 @@ class Objects:
         return sorted({name.removeprefix(base).partition("/")[0] for name in below if name.startswith(base)})
 
     def read(self, path: str, limit: int) -> bytes | None:
-        """Return an object; None where there is none, and only the first ``limit`` + 1 bytes of a longer one."""
+        """Return at most the first ``limit`` + 1 bytes of an object; None if there is none."""
         full = self._path(path)
         with self._errors(full):
             try:
                 return bytes(self._fs.cat_file(full, start=0, end=limit + 1))
             except FileNotFoundError:
                 return None
-            except Exception as error:  # no range of an empty object can be asked for
+            except Exception as error:  # servers refuse a range of an empty object
                 if not _no_answer(error) and self._fs.info(full)["size"] == 0:
                     return b""
                 raise
 
     def put(self, path: str, data: bytes) -> None:
-        """Write an object, over another if there is one; a reader sees the old or the new one."""
+        """Write an object, over an existing one; a reader sees the old or the new bytes."""
         full = self._path(path)
         with self._errors(full):
             self._write(full, data)
 
     def create(self, path: str, data: bytes) -> bool:
-        """Write an object unless there is one: of several callers one gets True.
+        """Write an object unless there is one; of several callers one gets True.
 
-        An answer that was lost on its way may make the winner see False: compare what is there."""
+        If an answer is lost, even the winner may get False: compare the object then."""
         full = self._path(path)
         for _ in range(8):
             with self._errors(full):
@@ -232,9 +236,9 @@ class Objects:
                 except FileExistsError:
                     return False
                 except OSError as error:
-                    response = getattr(error.__cause__, "response", None)  # S3's own word for it
+                    response = getattr(error.__cause__, "response", None)  # of S3
                     code = response.get("Error", {}).get("Code") if isinstance(response, dict) else None
-                    if code == "ConditionalRequestConflict":  # another create is under way: ask again
+                    if code == "ConditionalRequestConflict":  # another create is in progress: try again
                         continue
                     if code == "PreconditionFailed":
                         return False
@@ -243,7 +247,7 @@ class Objects:
         raise StoreUnreachable("others keep writing this object", file=full, cure="Run the command again")
 
     def _write(self, full: str, data: bytes, **options: str) -> None:
-        """Within a time: botocore has none for the server's "100 Continue", and aiohttp's is five minutes."""
+        """Write within a time limit: botocore has none for "100 Continue", and aiohttp's is five minutes."""
         seconds = WRITE_S + len(data) / WRITE_BYTES_S
         try:
             self._fs.pipe_file(full, data, timeout=seconds, **options)
@@ -251,7 +255,7 @@ class Objects:
             raise TimeoutError(str(error) or f"none within {seconds:.0f} s") from error
 
     def check_exclusive(self) -> None:
-        """Raise StoreRefused where the server takes a second create of one object, so that publishers overwrite."""
+        """Raise StoreRefused if the server accepts a second create of an object: then publishers would overwrite."""
         if self.create(EXCLUSIVE, secrets.token_bytes(8)) and self.create(EXCLUSIVE, secrets.token_bytes(8)):
             cure = "Use one with conditional writes: Amazon S3, GCS, Azure, MinIO, Ceph from 20 on"
             raise StoreRefused("the server ignores If-None-Match", file=self.url, cure=cure)
@@ -261,23 +265,23 @@ class Objects:
 
     @contextmanager
     def _errors(self, path: str) -> Iterator[None]:
-        """Turn what a file system raises into a StoreRefused or StoreUnreachable that says what to do."""
+        """Turn the errors of a file system into StoreRefused or StoreUnreachable, with a cure."""
         try:
             yield
         except (errors.BundleError, FileExistsError):
             raise
         except Exception as error:  # the libraries behind the schemes share no base class
-            problem, where = one_line(error), f"{self._scheme}://{path}"
+            message, where = one_line(error), f"{self._scheme}://{path}"
             if _no_answer(error):
                 raise StoreUnreachable(
-                    f"no answer: {problem}", file=where, cure="Check connection and endpoint"
+                    f"no answer: {message}", file=where, cure="Check connection and endpoint"
                 ) from error
             cure = "Check the credentials, what they allow, the endpoint and the bucket's region"
-            raise StoreRefused(problem, file=where, cure=cure) from error
+            raise StoreRefused(message, file=where, cure=cure) from error
 
 
 def _no_answer(error: BaseException) -> bool:
-    """Return whether it was the way or the server that failed, rather than the request."""
+    """Return whether the connection or the server failed, and not the request."""
     if isinstance(error, TimeoutError | ConnectionError | socket.gaierror):
         return True
     if isinstance(error, OSError) and error.errno in _BUSY:

@@ -1,8 +1,7 @@
-"""A bundle folder: draft -> bytes on disk -> frozen Bundle, and the replay of its golden prompts and answers.
+"""Writes and loads a bundle's folder, and checks the replay of its golden prompts and answers.
 
 Loading checks the manifest first, then names, sizes and hashes of all files, and only then parses the tensors.
-Before writing, everything is rendered to bytes and read back by the same reader, so that only a bundle that loads can
-be published."""
+Publishing renders everything to bytes and reads it back with the same reader, so every published bundle loads."""
 
 from __future__ import annotations
 
@@ -35,13 +34,13 @@ from probes_store.tensors import AnswerTensors, Golden, ProbeTensors, pack, read
 
 MAX_MANIFEST = 1 << 20  # bytes
 MAX_TOTAL = 256 * 1024 * 1024  # bytes of a bundle that comes over a network, all files together
-SIGNATURE = "model.sig"  # OpenSSF model signing's, detached: it covers the manifest, so the manifest cannot list it
+SIGNATURE = "model.sig"  # by OpenSSF model signing; it covers the manifest, so the manifest cannot list it
 MAX_SIGNATURE = 1 << 20  # bytes
 
 
 @dataclass
 class BundleDraft:
-    """What a training run publishes."""
+    """The parts of a bundle before it is published."""
 
     manifest: Manifest  # ``render`` and publishing set version, created, digest, seal and files
     probes: ProbeTensors
@@ -49,7 +48,7 @@ class BundleDraft:
     evaluation: dict[str, Any]
     card: str  # README.md; must not contain version, digest or time, which are set on publishing
     plots: dict[str, bytes] = field(default_factory=dict)  # "roc.png" -> bytes, becomes plots/roc.png
-    answer: AnswerTensors | None = None  # exactly where the manifest has the record
+    answer: AnswerTensors | None = None  # set exactly if the manifest has the record
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +59,7 @@ class Bundle:
     probes: ProbeTensors
     golden: Golden
     path: Path
-    answer: AnswerTensors | None = None  # exactly where the manifest has the record
+    answer: AnswerTensors | None = None  # set exactly if the manifest has the record
 
     @property
     def reference(self) -> str:
@@ -68,7 +67,7 @@ class Bundle:
         return self.manifest.reference
 
     def files(self) -> dict[str, bytes]:
-        """Read and verify what the manifest lists, and the manifest.  Raises a subclass of BundleDamaged."""
+        """Read and verify the manifest and the files that it lists.  Raises a subclass of BundleDamaged."""
         return {**read_files(self.path, self.manifest), MANIFEST: manifests.manifest_bytes(self.manifest)}
 
     def evaluation(self) -> dict[str, Any]:
@@ -104,22 +103,30 @@ def load_bundle(path: Path) -> Bundle:
 
 
 def load_version(name: str, path: Path) -> Bundle:
-    """Load the bundle in .../NAME/VERSION, whose manifest must say the same.  Raises what ``load_bundle`` raises."""
+    """Load the bundle in .../NAME/VERSION; its manifest must have that name and version.
+
+    Raises what ``load_bundle`` raises."""
     bundle = load_bundle(path)
     for part, expected in (("name", name), ("version", int(path.name))):
-        if (found := getattr(bundle.manifest, part)) != expected:
-            raise BadValue("the folder does not match the manifest", file=_shown(path, MANIFEST), field=part,
-                           expected=expected, found=found, cure="Move it back, or publish anew")  # fmt: skip
+        if (recorded := getattr(bundle.manifest, part)) != expected:
+            raise BadValue(
+                "the folder does not match the manifest",
+                file=_shown(path, MANIFEST),
+                field=part,
+                expected=expected,
+                found=recorded,
+                cure="Move it back, or publish anew",
+            )
     return bundle
 
 
 def read_signature(path: Path) -> bytes | None:
-    """Read model.sig of a bundle's folder; None where there is none.  Raises a subclass of BundleDamaged."""
+    """Read model.sig of a bundle's folder; None if there is none.  Raises a subclass of BundleDamaged."""
     return _read(path, SIGNATURE, MAX_SIGNATURE) if (path / SIGNATURE).exists() else None
 
 
 def check_total(manifest: Manifest) -> None:
-    """Raise BadValue where the files together are larger than a bundle from a network may be."""
+    """Raise BadValue if the files together are larger than a bundle from a network may be."""
     total = sum(record.bytes for record in manifest.files.values())
     if total > MAX_TOTAL:
         raise BadValue("the bundle is too large", expected=f"at most {MAX_TOTAL} bytes", found=total)
@@ -133,8 +140,8 @@ def read_files(path: Path, manifest: Manifest) -> dict[str, bytes]:
 def render(draft: BundleDraft) -> tuple[Manifest, dict[str, bytes]]:
     """Return a draft's manifest, as version 1 without a time, and the bytes of every other file.
 
-    The same draft gives the same bytes and the same digest.  Raises a subclass of BundleDamaged where the result would
-    not load."""
+    The same draft gives the same bytes and the same digest.  Raises a subclass of BundleDamaged if the result would not
+    load."""
     if not draft.card.strip():
         raise BadValue("bad value", file=CARD, expected="a model card", found="an empty text", cure="Write the card")
     files = {
@@ -156,7 +163,7 @@ def render(draft: BundleDraft) -> tuple[Manifest, dict[str, bytes]]:
 def _read_tensors(
     files: Mapping[str, bytes], manifest: Manifest, shown: Callable[[str], str] = str
 ) -> tuple[ProbeTensors, Golden, AnswerTensors | None]:
-    """Read every tensor file of a manifest; ``shown``: file -> what messages call it."""
+    """Read every tensor file of a manifest; ``shown`` gives a file's name for messages."""
     probes = read_probes(files[PROBES], manifest, shown(PROBES))
     golden = read_golden(files[GOLDEN], manifest, shown(GOLDEN))
     answer = None if manifest.answer is None else read_answer(files[ANSWER], manifest, shown(ANSWER))
@@ -164,7 +171,7 @@ def _read_tensors(
 
 
 def timestamp(moment: datetime | None = None) -> str:
-    """Return a moment (with a time zone; default now) as the manifest writes it."""
+    """Return a moment (with a time zone; default now) in the manifest's format."""
     return (moment or datetime.now(UTC)).astimezone(UTC).strftime(manifests.TIME)
 
 
@@ -192,11 +199,11 @@ def too_long(file: str, limit: int) -> DigestMismatch:
 
 
 def listed(data: bytes, record: FileRecord, file: str) -> bytes:
-    """Return the bytes, which must be those that the manifest lists.  Raises Truncated and DigestMismatch."""
+    """Check that the bytes are those that the manifest lists, and return them.  Raises Truncated and DigestMismatch."""
     if (size := len(data)) < record.bytes:
         raise Truncated("the file is too short", file=file, expected=f"{record.bytes} bytes", found=f"{size} bytes")
-    if (found := manifests.record_of(data).sha256) != record.sha256:
-        raise DigestMismatch("the file was changed", file=file, field="sha256", expected=record.sha256, found=found)
+    if (digest := manifests.record_of(data).sha256) != record.sha256:
+        raise DigestMismatch("the file was changed", file=file, field="sha256", expected=record.sha256, found=digest)
     return data
 
 
@@ -206,7 +213,7 @@ def _read_listed(folder: Path, manifest: Manifest, name: str) -> bytes:
 
 
 def _shown(folder: Path, name: str) -> str:
-    """Return NAME/VERSION/file: a message may reach a client, so it must not show the machine's folders."""
+    """Return NAME/VERSION/file for messages: they may reach a client, so they must not show the machine's folders."""
     folder = folder.absolute()
     return f"{folder.parent.name}/{folder.name}/{name}"
 
@@ -242,7 +249,7 @@ def spreads(trajectory: NDArray[np.floating], layers: int) -> NDArray[np.float64
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """Largest deviation of a replay that passed, and what would have passed; units as in ``Tolerance``."""
+    """The largest deviation of a replay that passed, and the limit; units as in ``Tolerance``."""
 
     found: Tolerance
     allowed: Tolerance
@@ -253,10 +260,11 @@ def check_golden(
 ) -> Deviation:
     """Compare a replay's logits [G, (1 + A) m] and risks [G], computed in ``dtype``, with the recorded ones.
 
-    Hashes show that a bundle's bytes are right; only the replay shows that the engine reads the right layer, position
+    Hashes show that a bundle's bytes are right.  Only the replay shows that the engine reads the right layer, position
     and heads: a wrong one deviates by more than one spread.  The logits of each probe are compared in units of their
-    own spread, by the tolerance of the looser dtype, the bundle's or the engine's.  Two correct engines differ by about
-    1e-6 in float32; a bfloat16 rounding is 0.4 %, which over a few dozen blocks grows to some percent of the spread.
+    own spread, with the tolerance of the looser dtype, the bundle's or the engine's.  Two correct engines differ by
+    about 1e-6 in float32; a bfloat16 rounding is 0.4 %, which over a few dozen blocks grows to some percent of the
+    spread.
 
     Raises GoldenMismatch with the worst deviation, for any NaN and for another shape; ValueError for an unknown dtype.
     """
@@ -268,40 +276,52 @@ def check_answers(
 ) -> Deviation:
     """Compare a replay of the golden answers, logits [G, m] averaged over each one's tokens and risks [G].
 
-    As ``check_golden`` does, which raises the same; also ValueError for a bundle without an answer probe."""
+    Works like ``check_golden`` and raises the same; also ValueError for a bundle without an answer probe."""
     if bundle.answer is None:
         raise ValueError(f"bundle {bundle.reference} has no answer probe")
     return _compare(bundle, bundle.answer, trajectories, risks, dtype, "answer")
 
 
 def _compare(
-    bundle: Bundle, golden: Golden | AnswerTensors, trajectories: NDArray[np.floating], risks: NDArray[np.floating],
-    dtype: str, row: str,
-) -> Deviation:  # fmt: skip
-    """Compare logits [G, k m] and risks [G] with those of ``golden``, whose rows messages call golden ``row``s."""
+    bundle: Bundle,
+    golden: Golden | AnswerTensors,
+    trajectories: NDArray[np.floating],
+    risks: NDArray[np.floating],
+    dtype: str,
+    row: str,
+) -> Deviation:
+    """Compare logits [G, k m] and risks [G] with those of ``golden``; ``row`` is the word for its rows in messages."""
     context, layers = bundle.manifest.context, bundle.manifest.model.num_layers
     tolerance = tolerance_for(bundle.manifest.dtype, dtype)
     worst_of: dict[str, float] = {}
-    for what, found, recorded, unit, limit in (
+    for what, values, recorded, unit, limit in (
         ("trajectory", trajectories, golden.trajectory, spreads(golden.trajectory, layers), tolerance.trajectory),
         ("risk", risks, golden.risk, np.ones(()), tolerance.risk),
     ):
-        replayed, expected = np.asarray(found, np.float64), np.asarray(recorded, np.float64)
+        replayed, expected = np.asarray(values, np.float64), np.asarray(recorded, np.float64)
         if replayed.shape != expected.shape:
-            raise GoldenMismatch(f"bundle {bundle.reference}: the replay of its golden {row}s has another shape",
-                                 field=what, expected=list(expected.shape), found=list(replayed.shape))  # fmt: skip
+            raise GoldenMismatch(
+                f"bundle {bundle.reference}: the replay of its golden {row}s has another shape",
+                field=what,
+                expected=list(expected.shape),
+                found=list(replayed.shape),
+            )
         deviation = np.abs(replayed - expected) / unit
         worst_of[what] = float(deviation.max())
         worst = np.unravel_index(int(np.argmax(deviation)), deviation.shape)
         if not deviation[worst] <= limit:  # argmax finds NaN first, and this comparison rejects it
-            place = f"golden {row} {worst[0]}"
+            row_name = f"golden {row} {worst[0]}"
             if len(worst) > 1:
                 probe, layer = divmod(int(worst[1]), layers)
-                place += f", layer {layer}"
-                place += f" of context probe {context.probes[probe - 1].name}" if probe and context is not None else ""
+                row_name += f", layer {layer}"
+                row_name += (
+                    f" of context probe {context.probes[probe - 1].name}" if probe and context is not None else ""
+                )
             size = float(np.broadcast_to(unit, deviation.shape)[worst])
-            problem = (f"bundle {bundle.reference}: the engine ({dtype}) does not reproduce {place}, recorded in "
-                       f"{bundle.manifest.dtype}; the deviation is {deviation[worst] * size:.3g} and "
-                       f"{limit * size:.3g} would pass")  # fmt: skip
+            problem = (
+                f"bundle {bundle.reference}: the engine ({dtype}) does not reproduce {row_name}, recorded in "
+                f"{bundle.manifest.dtype}; the deviation is {deviation[worst] * size:.3g} and "
+                f"{limit * size:.3g} would pass"
+            )
             raise GoldenMismatch(problem, field=what, expected=f"{expected[worst]:.6g}", found=f"{replayed[worst]:.6g}")
     return Deviation(Tolerance(**worst_of), tolerance)

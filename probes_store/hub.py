@@ -1,8 +1,7 @@
-"""A repository of the Hugging Face hub, through huggingface_hub: its files, what went wrong, and it as a store to read.
+"""Reads a repository of the Hugging Face hub, through huggingface_hub, also as a read-only store.
 
-HF_ENDPOINT, HF_TOKEN, HF_HOME and HF_HUB_OFFLINE mean what they mean to huggingface_hub, which also resumes, retries
-and caches downloads.  Nothing that is downloaded is executed or unpickled: files are read as bytes, by names we know.
-"""
+HF_ENDPOINT, HF_TOKEN, HF_HOME and HF_HUB_OFFLINE have their usual meaning; huggingface_hub resumes, retries and caches
+downloads.  Nothing that is downloaded is executed or unpickled: files with known names are read as bytes."""
 
 from __future__ import annotations
 
@@ -29,21 +28,21 @@ from probes_store.syntax import HubAddress, parse_address
 
 T = TypeVar("T")
 MAIN = "main"
-NO_ANSWER = (httpx.HTTPError, httpx2.HTTPError)  # or half of one, as huggingface_hub 1 and 2 raise it
-TAG = re.compile(r"v[1-9][0-9]*")  # of a version
+NO_ANSWER = (httpx.HTTPError, httpx2.HTTPError)  # no answer or part of one; huggingface_hub 1 and 2 raise these
+TAG = re.compile(r"v[1-9][0-9]*")  # the tag of a version
 _TOKEN = "log in with 'hf auth login', or set HF_TOKEN to a token of https://huggingface.co/settings/tokens"
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """What the hub says of a file before it is downloaded."""
+    """The hub's record of a file."""
 
     size: int
-    sha256: str | None  # of files in large file storage
-    blob: str | None  # git's digest, of the others
+    sha256: str | None  # for files in large file storage
+    blob: str | None  # git's digest, for other files
 
     def differs(self, record: FileRecord, data: bytes | None = None) -> bool:
-        """Return whether this cannot be the file of ``record``; of ``data``, its bytes, git's digest is compared."""
+        """Return whether this is not the file of ``record``; ``data`` are its bytes, to compare git's digest."""
         if self.size != record.bytes or self.sha256 is not None:
             return self.size != record.bytes or self.sha256 != record.sha256
         return data is not None and self.blob is not None and self.blob != git_hash(data)
@@ -59,7 +58,7 @@ class Snapshot:
 
 
 class Hub:
-    """One repository.  Every method raises HubError, of which HubUnreachable means that there was no answer."""
+    """One repository.  Every method raises HubError; its subclass HubUnreachable means no answer."""
 
     def __init__(self, repository: str, *, endpoint: str | None = None, cache: Path | None = None) -> None:
         self.repository, self._cache = repository, cache
@@ -67,7 +66,7 @@ class Hub:
         self.url = f"{self.api.endpoint}/{repository}"  # the repository's page
 
     def snapshot(self, revision: str | None = None) -> Snapshot:
-        """Return the files at a revision, from one answer, so that they belong to one commit."""
+        """Return the files at a revision; they come from one answer, so they belong to one commit."""
         with self.errors(revision):
             info = self.api.model_info(self.repository, revision=revision, files_metadata=True)
             if not re.fullmatch(r"[0-9a-f]{40}", commit := info.sha or ""):
@@ -84,16 +83,22 @@ class Hub:
             return {ref.name for ref in self.api.list_repo_refs(self.repository).tags}
 
     def read(
-        self, name: str, revision: str, limit: int, accept: Callable[[bytes], T], *,
-        arrived: Callable[[int], Any] | None = None, cached: bool = False,
-    ) -> tuple[T, Path]:  # fmt: skip
-        """Return what ``accept`` makes of a file, and its place in the cache; one over ``limit`` is not downloaded.
+        self,
+        name: str,
+        revision: str,
+        limit: int,
+        accept: Callable[[bytes], T],
+        *,
+        arrived: Callable[[int], Any] | None = None,
+        cached: bool = False,
+    ) -> tuple[T, Path]:
+        """Read a file of at most ``limit`` bytes; return what ``accept`` makes of its bytes, and its path in the cache.
 
-        Where ``accept`` raises BundleDamaged the file is fetched once more: what an earlier run left in the cache may
-        be damaged.  ``arrived`` is told how many bytes came; ``cached``: without a connection."""
+        If ``accept`` raises BundleDamaged, the file is fetched again, since the copy in the cache may be damaged.
+        ``arrived`` is called with the number of bytes as they arrive.  ``cached`` reads the cache only."""
 
         class Limited(tqdm):  # type: ignore[type-arg]  # tqdm[Any] is no class at run time
-            """Shows nothing, and ends a download that is longer than the hub stated beforehand."""
+            """Shows nothing, and stops a download that is longer than the limit."""
 
             total_arrived = 0
 
@@ -111,9 +116,14 @@ class Hub:
         for again in (False, True):
             with self.errors(revision):
                 path = self.api.hf_hub_download(
-                    self.repository, name, revision=revision, cache_dir=self._cache, local_files_only=cached,
-                    force_download=again, tqdm_class=Limited,
-                )  # fmt: skip
+                    self.repository,
+                    name,
+                    revision=revision,
+                    cache_dir=self._cache,
+                    local_files_only=cached,
+                    force_download=again,
+                    tqdm_class=Limited,
+                )
                 with open(path, "rb") as file:
                     data = file.read(limit + 1)
             if len(data) > limit:
@@ -126,7 +136,7 @@ class Hub:
         raise AssertionError("unreachable")
 
     def files(self, manifest: Manifest, revision: str, **options: Any) -> dict[str, bytes]:
-        """Return the files that the manifest lists, compared with it; ``options`` as ``read`` takes them."""
+        """Read and verify the files that the manifest lists; ``options`` are those of ``read``."""
         return {
             name: self.read(name, revision, record.bytes, partial(listed, record=record, file=name), **options)[0]
             for name, record in manifest.files.items()
@@ -134,7 +144,7 @@ class Hub:
 
     @contextmanager
     def errors(self, revision: str | None = None) -> Iterator[None]:
-        """Turn what huggingface_hub raises into a HubError that says what to do."""
+        """Turn the errors of huggingface_hub into a HubError with a cure."""
         try:
             yield
         except BundleError:
@@ -171,35 +181,39 @@ class Hub:
                 problem = f"no answer from {self.api.endpoint}: {one_line(error)}"
                 return HubUnreachable, problem, f"Check the connection and run {later}"
         cause = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error
-        return HubError, one_line(cause), "Correct that, or run the command again"  # as huggingface_hub says it
+        return HubError, one_line(cause), "Correct that, or run the command again"
 
 
 class HubSource:
-    """A repository as a store to read: its tags v1, v2, ... are the versions of its one bundle; see ``Bucket``."""
+    """A repository as a read-only store: its tags v1, v2, ... are the versions of its bundle; see ``Bucket``."""
 
     def __init__(self, url: str) -> None:
         address = parse_address(url.rstrip("/"))
         if address.revision is not None:
-            raise errors.InvalidReference("a store has all versions", expected="hf://OWNER/NAME", found=ascii(url),
-                                          cure="Name the version with the bundle")  # fmt: skip
+            raise errors.InvalidReference(
+                "a store has all versions",
+                expected="hf://OWNER/NAME",
+                found=ascii(url),
+                cure="Name the version with the bundle",
+            )
         self.where = str(address)
         self._hub = Hub(address.repository)
 
     def names(self) -> Sequence[str]:
-        """Return the one name."""
+        """Return the name of the repository's bundle."""
         with _answering():
-            self._hub.tags()  # huggingface_hub reads a file from its cache where there is no answer; this asks
+            self._hub.tags()  # raises if there is no answer; a file would come from the cache then
             return [self._hub.read(MANIFEST, MAIN, MAX_MANIFEST, read_manifest)[0].name]
 
     def versions(self, name: str) -> set[int]:
-        """Return the tags' numbers."""
+        """Return the numbers of the tags."""
         if name not in self.names():
             return set()
         with _answering():
             return {int(tag[1:]) for tag in self._hub.tags() if TAG.fullmatch(tag)}
 
     def aliases(self, name: str) -> dict[str, int]:
-        """Return none: a repository has no table."""
+        """Return an empty table: a repository has no aliases."""
         return {}
 
     def manifest(self, name: str, version: int) -> bytes:
@@ -215,7 +229,7 @@ class HubSource:
             return self._hub.read(SIGNATURE, f"v{version}", MAX_SIGNATURE, bytes)[0]
 
     def files(self, manifest: Manifest) -> dict[str, bytes]:
-        """Read those at the tag."""
+        """Read and verify the files at the tag."""
         with _answering():
             return self._hub.files(manifest, f"v{manifest.version}")
 

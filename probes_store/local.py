@@ -1,7 +1,7 @@
-"""A folder of bundles: ROOT/NAME/VERSION/, and ROOT/NAME/aliases.json, the only file in it that changes.
+"""Keeps bundles in a folder: ROOT/NAME/VERSION/, and ROOT/NAME/aliases.json, the only file that changes.
 
-A version appears by one rename, so readers see a complete bundle or none, also after a crash.  Publishers need no lock:
-a rename onto an existing version fails, and the next number is tried."""
+A single rename publishes a version, so readers see a complete bundle or none, even after a crash.  Publishers need no
+lock: a rename onto an existing version fails, and the publisher tries the next number."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from probes_store.errors import BadValue, BundleDamaged, InvalidReference, Store
 from probes_store.manifest import MANIFEST, Manifest, manifest_bytes, read_manifest, sealed
 from probes_store.syntax import ALIASES, NAME, VERSION, moved, next_number, parse_aliases, readable_json
 
-ASIDE = ".publish-"  # prefix of a folder that is not published yet
+ASIDE = ".publish-"  # prefix of a folder before it is published
 
 
 class LocalBackend:
-    """Bundles under ``folders``, and what every place for bundles can do; ``Store`` says what is raised."""
+    """Bundles under ``folders``.  All backends have these methods; ``Store`` documents the errors."""
 
     def __init__(self, folders: Path) -> None:
         self.folders = folders
-        self.where = str(folders)  # the folder or the URL, for people
+        self.where = str(folders)  # the folder or the URL, for messages
 
     def names(self) -> Sequence[str]:
         """Return names with a version."""
@@ -55,22 +55,25 @@ class LocalBackend:
             raise BadValue(f"cannot be read: {error.strerror}", file=shown, cure="Check its permissions") from error
 
     def folder(self, name: str, version: int) -> Path:
-        """Return the folder of a version that ``versions`` has; a URL's is fetched and checked first."""
+        """Return the folder of an existing version; a backend at a URL fetches and checks it first."""
         self._inside(self.folders / name)
         return self._inside(self.folders / name / str(version))
 
     def stamp(self, name: str, version: int) -> str:
-        """Return what changes where something of a version does, its signature too; nothing is fetched."""
+        """Return a text that changes with any file of a version, also its signature; nothing is fetched."""
         folder = self.folder(name, version)
         try:
-            states = [(str(path), path.lstat()) for path in sorted((folder, *folder.rglob("*")))]
+            entries = [(str(path), path.lstat()) for path in sorted((folder, *folder.rglob("*")))]
         except OSError as error:
-            return str(error)  # whoever reads it will say so
-        facts = [(path, at.st_ino, at.st_size, at.st_mode, at.st_mtime_ns, at.st_ctime_ns) for path, at in states]
-        return hashlib.sha256(repr(facts).encode()).hexdigest()
+            return str(error)  # reading the version will raise a proper error
+        state = [
+            (path, status.st_ino, status.st_size, status.st_mode, status.st_mtime_ns, status.st_ctime_ns)
+            for path, status in entries
+        ]
+        return hashlib.sha256(repr(state).encode()).hexdigest()
 
     def check_writable(self) -> None:
-        """Test that something can be published, before long work."""
+        """Check that the store can be written, before long work."""
         with writing(self.folders):
             self.folders.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.folders):
@@ -92,27 +95,27 @@ class LocalBackend:
                     return version
 
     def add(self, manifest: Manifest, files: Mapping[str, bytes]) -> bool:
-        """Add under its own number; False where that is taken."""
+        """Add a version under its own number; return False if the number is taken."""
         with self._written_aside(manifest.name, files) as aside:
             return self._rename(aside, manifest.version)
 
     def set_alias(self, name: str, alias: str, version: int, keep_as: str | None = None) -> None:
-        """Change the table as ``moved`` does, in one step; moves of other aliases at the same time are not lost."""
+        """Change the table by ``moved`` in one step; concurrent changes of other aliases are not lost."""
         folder = self.folders / name
         with writing(folder), _open_folder(folder) as descriptor:
-            _lock(descriptor, fcntl.LOCK_EX)  # where the file system has locks; some network mounts have none
+            _lock(descriptor, fcntl.LOCK_EX)  # no effect on network mounts without locks
             aliases = moved(self.aliases(name), alias, version, keep_as)
             atomic_write(folder / ALIASES, readable_json(aliases))
 
     def write_signature(self, name: str, version: int, data: bytes) -> None:
-        """Write over an older one, in one step."""
+        """Write the signature in one step, over an older one."""
         path = self.folder(name, version)
         with writing(path):
             atomic_write(path / SIGNATURE, data)
 
     @contextmanager
     def _written_aside(self, name: str, files: Mapping[str, bytes]) -> Iterator[Path]:
-        """Make a folder beside the versions of a bundle, with the files; gone afterwards unless it was renamed."""
+        """Make a folder with the files beside the versions of a bundle; it is removed later unless it was renamed."""
         folder = self.folders / name
         with writing(self.folders):
             folder.mkdir(parents=True, exist_ok=True)
@@ -123,7 +126,7 @@ class LocalBackend:
                 yield aside
 
     def _rename(self, aside: Path, version: int) -> bool:
-        """Return False where another publisher was faster.  Raises OSError."""
+        """Rename the folder to its version; return False if another publisher was faster.  Raises OSError."""
         try:
             os.rename(aside, target := aside.parent / str(version))
         except OSError:
@@ -137,9 +140,9 @@ class LocalBackend:
     def _same_content(self, manifest: Manifest) -> int | None:
         for version in sorted(self.versions(manifest.name)):
             path = self.folders / manifest.name / str(version)
-            with suppress(BundleDamaged, OSError):  # a damaged version is no substitute
+            with suppress(BundleDamaged, OSError):  # a damaged version never counts as the same
                 data = (path / MANIFEST).read_bytes()
-                # Most have another digest: to read them whole takes longer than all else, and a name may have hundreds.
+                # Search for the digest first: parsing hundreds of manifests would be slow.
                 if manifest.digest.encode() in data and read_manifest(data).digest == manifest.digest:
                     load_version(manifest.name, path)
                     return version
@@ -163,7 +166,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write_files(into: Path, files: Mapping[str, bytes]) -> None:
-    """Write and flush files and the folders that they lie in, which are made.  Raises OSError."""
+    """Write and flush files, and make and flush their folders.  Raises OSError."""
     for name, data in files.items():
         path = into / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -188,20 +191,20 @@ def atomic_write(path: Path, data: bytes) -> None:
 
 @contextmanager
 def folder_aside(parent: Path) -> Iterator[Path]:
-    """Make a temporary folder in ``parent``, locked while the block runs and then removed unless it was renamed.
+    """Make a temporary folder in ``parent``, locked during the block and then removed unless it was renamed.
 
-    The lock ends with the process, so that ``_clean_aside`` can tell a killed publisher's folder from one in use."""
+    The lock ends with the process, so ``_clean_aside`` can recognise the folder of a killed publisher."""
     while True:
         path = parent / f"{ASIDE}{secrets.token_hex(8)}"
         path.mkdir()
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         except FileNotFoundError:
-            continue  # ``_clean_aside`` removed it between the two lines above
+            continue  # ``_clean_aside`` of another process has removed it
         _lock(descriptor, fcntl.LOCK_EX)
         if os.fstat(descriptor).st_nlink and path.exists():
             break
-        os.close(descriptor)  # removed before it was locked
+        os.close(descriptor)  # it was removed before it was locked
     try:
         yield path
     finally:
@@ -233,7 +236,7 @@ def _sync_folder(path: Path) -> None:
 
 
 def _lock(descriptor: int, how: int) -> bool:
-    """Return whether the lock is held now."""
+    """Try to lock; return whether the lock is held."""
     with suppress(OSError):
         fcntl.flock(descriptor, how)
         return True

@@ -1,6 +1,6 @@
-"""The manifest, bundle.json: what a bundle is, for which model, and the sha256 of each of its other files.
+"""Reads and writes the manifest, bundle.json: what a bundle is, for which model, and the sha256 of its other files.
 
-``Manifest`` is the one declaration of these fields in code; FIELDS.md documents them for other languages."""
+Only ``Manifest`` declares these fields in code; FIELDS.md documents them for other languages."""
 
 from __future__ import annotations
 
@@ -24,11 +24,14 @@ from probes_store.syntax import HEX, NAME, NAMES, canonical_json, parse_json, re
 
 FORMAT: Final = "hallutracer-bundle"
 FORMAT_VERSION: Final = 1
-MAX_FILE = 64 * 1024 * 1024  # bytes of any file: a file is read whole
+MAX_FILE = 64 * 1024 * 1024  # bytes of any file, since files are read whole
 MANIFEST = "bundle.json"
-PROBES, GOLDEN, EVALUATION, CARD = "probes.safetensors", "golden.safetensors", "evaluation.json", "README.md"
+PROBES = "probes.safetensors"
+GOLDEN = "golden.safetensors"
+EVALUATION = "evaluation.json"
+CARD = "README.md"
 REQUIRED = (PROBES, GOLDEN, EVALUATION, CARD)
-ANSWER = "answer.safetensors"  # required where the manifest has the record ``answer``, and unknown elsewhere
+ANSWER = "answer.safetensors"  # required if the manifest has the record ``answer``, else not allowed
 PLOT = re.compile(r"plots/[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.png")
 DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 TIME = "%Y-%m-%dT%H:%M:%SZ"
@@ -38,7 +41,7 @@ Signal = Literal["depth_mean", "log_max_prob", "entropy", "passage", "stated", "
 FIRST_TOKEN_SIGNALS: tuple[Signal, Signal] = ("log_max_prob", "entropy")
 SIGNALS: tuple[Signal, ...] = get_args(Signal)
 SiteName = Literal["attention_head", "residual_stream"]
-LogitScale = Literal["unit_norm", "standardized", "joint", "weighted"]  # no trainer makes the last one any more
+LogitScale = Literal["unit_norm", "standardized", "joint", "weighted"]  # only older trainers made "weighted"
 Digest = Annotated[Text, matching(DIGEST, "sha256: and 64 hex digits")]
 LOCAL = "local"  # the revision of a folder or file, which has no commit
 
@@ -50,10 +53,10 @@ def _time(text: str) -> str:
     raise ValueError("UTC time like 2026-01-31T12:00:00Z")
 
 
-def _template_arguments(given: object) -> dict[str, records.TemplateArgument] | None:
-    if given is None:
+def _template_arguments(value: object) -> dict[str, records.TemplateArgument] | None:
+    if value is None:
         return None
-    if arguments := records.template_arguments(given):
+    if arguments := records.template_arguments(value):
         return arguments
     raise ValueError("at least one argument, or no such field")
 
@@ -62,7 +65,7 @@ def _template_arguments(given: object) -> dict[str, records.TemplateArgument] | 
 class ModelRecord(Record):
     """The model that the probes were trained on."""
 
-    name: Filled  # as the trainer was given it; for people only, a folder may move
+    name: Filled  # the name that the trainer got; for people only, since a folder may move
     revision: Filled  # hub commit, or LOCAL
     fingerprint: Filled  # over the configuration and the weight files
     architecture: Filled  # e.g. LlamaForCausalLM
@@ -71,7 +74,7 @@ class ModelRecord(Record):
     num_heads: Positive  # query heads
     head_dim: Positive
     hidden_size: Positive
-    adapter: Filled | None = None  # digest over the adapter that ran on it; absent in the file where none did
+    adapter: Filled | None = None  # digest over its adapter; absent in the file if there was none
 
 
 @dataclass(frozen=True)
@@ -85,8 +88,8 @@ class TokenizerRecord(Record):
 class ChatTemplateRecord(Record):
     """The chat template."""
 
-    digest: Filled | None  # None where the tokenizer has none
-    # What it is given besides messages and tools, such as enable_thinking; absent in the file where that is nothing.
+    digest: Filled | None  # None if the tokenizer has no template
+    # Its arguments besides messages and tools, such as enable_thinking; absent in the file if there are none.
     arguments: Annotated[dict[str, records.TemplateArgument] | None, PlainValidator(_template_arguments)] = None
 
 
@@ -108,7 +111,7 @@ class Classifier(Record):
 
 @dataclass(frozen=True)
 class TrainingRecord(Record):
-    """What the training run saw and chose."""
+    """The data and the settings of the training run."""
 
     data_digest: Filled
     rows: records.AtLeast2  # rows of the data file
@@ -117,16 +120,16 @@ class TrainingRecord(Record):
     left_out: Natural  # rows without a usable label
     groups: Positive  # questions or entities that folds keep together
     labels: records.Labels
-    judge: Text | None  # who judged generated answers
+    judge: Text | None  # the judge of generated answers
     seeds: Annotated[tuple[records.Int, ...], Field(min_length=1)]
     folds: records.AtLeast2
     c: records.AboveZero  # inverse strength of the probes' regularisation
-    c_grid: tuple[records.AboveZero, ...]  # what it was chosen from; empty where it was given
+    c_grid: tuple[records.AboveZero, ...]  # the candidates for c; empty if c was given
     class_balance: Filled
     hallutracer_version: Filled
-    decoding: records.Decoding | None = None  # of the answers that the labels are about; absent where it is not known
-    shapes: tuple[Filled, ...] | None = None  # of the rows' conversations; absent where they are not known
-    reworded: Positive | None = None  # rows that ask a lone question in other words; absent where there were too few
+    decoding: records.Decoding | None = None  # of the labelled answers; absent if unknown
+    shapes: tuple[Filled, ...] | None = None  # of the rows' conversations; absent if unknown
+    reworded: Positive | None = None  # rows that ask a lone question in other words; absent if there were too few
 
     @model_validator(mode="after")
     def _relations(self) -> Self:
@@ -159,8 +162,8 @@ class Manifest(Record):
     name: Annotated[Text, matching(NAME, NAMES)]
     version: Positive = 1
     created: Annotated[Text, AfterValidator(_time)] = UNSET_TIME
-    digest: Digest = ""  # of the content, see ``with_seal``
-    seal: Digest = ""  # of this file
+    digest: Digest = ""  # digest of the content, see ``with_seal``
+    seal: Digest = ""  # digest of this file
     model: ModelRecord
     tokenizer: TokenizerRecord
     chat_template: ChatTemplateRecord
@@ -170,17 +173,17 @@ class Manifest(Record):
     logit_scale: LogitScale
     signals: tuple[Signal, ...]  # depth_mean first
     classifier: Classifier
-    # By cost, t = 1 / (1 + K), or by a target, on out-of-fold training risks; with a guarantee, the one it is about.
+    # By cost, t = 1 / (1 + K), or by a target, on out-of-fold training risks; with a guarantee, the guaranteed one.
     threshold: records.Share
     guarantee: records.Guarantee | None = None
     uncertainty: records.Uncertainty
     recalibration: records.Recalibration | None = None
     context: records.Context | None = None
-    answer: records.AnswerProbe | None = None  # absent in the file where there is none
-    guarantee_shapes: tuple[Filled, ...] | None = None  # of conversations, that the guarantee was calibrated on
-    # The guarantee is of answers whose own tokens were read, too, as a policy with recheck has it; absent elsewhere.
+    answer: records.AnswerProbe | None = None  # absent in the file if there is none
+    guarantee_shapes: tuple[Filled, ...] | None = None  # shapes of the conversations in the calibration
+    # The guarantee is for a policy with recheck, which also reads the answers' own tokens; absent for other policies.
     guarantee_reads_answers: StrictBool | None = None
-    # What the guarantee is for each kind of question that it was tested on apart; absent where it was not.
+    # The guarantee for each kind of question that was tested separately; absent if none was.
     guarantee_strata: tuple[records.GuaranteeStratum, ...] | None = None
     training: TrainingRecord
     files: dict[Text, FileRecord] = dataclasses.field(default_factory=dict)  # relative name -> size and hash
@@ -192,33 +195,33 @@ class Manifest(Record):
 
     @property
     def decoding(self) -> records.Decoding | None:
-        """Return how the answers were decoded that the risk is about; None where that is not recorded.
+        """Return how the answers were decoded that the risk is about; None if that is not recorded.
 
-        Answers that a training run generates have always been greedy, also before they were recorded as such."""
+        Answers that a training run generates have always been greedy, also before bundles recorded it."""
         recorded = self.training.decoding
         return records.GREEDY if recorded is None and self.training.labels == "generate" else recorded
 
     @property
     def calibrated_decoding(self) -> records.Decoding:
-        """Return how the answers of the guarantee's calibration were decoded; greedy ones where nothing says so."""
+        """Return how the answers of the guarantee's calibration were decoded; greedy if that is not recorded."""
         generated = self.guarantee is not None and self.guarantee.labels == "generate"
         return records.GREEDY if generated else self.decoding or records.GREEDY
 
     def stratum(self, passage: bool | None) -> records.GuaranteeStratum | None:
-        """Return the guarantee of the questions with or without a passage; None where it has none of their own.
+        """Return the guarantee for questions with or without a passage; None if they have no separate one.
 
-        ``passage`` None: it is not known whether one stands beside the question."""
-        return next((one for one in self.guarantee_strata or () if one.passage is passage), None)
+        ``passage`` is None if it is unknown whether a passage stands beside the question."""
+        return next((stratum for stratum in self.guarantee_strata or () if stratum.passage is passage), None)
 
     def threshold_for(self, passage: bool | None) -> float:
-        """Return the risk from which on such a prompt is flagged; of one whose stratum is not known the strictest."""
+        """Return the risk from which on such a prompt is flagged; the strictest if its stratum is unknown."""
         stratum = self.stratum(passage)
         return self.threshold if stratum is None else stratum.threshold
 
     @property
     def loosest_threshold(self) -> float:
         """Return the largest risk from which on any prompt is flagged."""
-        return max([self.threshold, *(one.threshold for one in self.guarantee_strata or ())])
+        return max([self.threshold, *(stratum.threshold for stratum in self.guarantee_strata or ())])
 
     @property
     def probe_dim(self) -> int:
@@ -227,7 +230,7 @@ class Manifest(Record):
 
     @property
     def probe_heads(self) -> int:
-        """How many heads a probe could have been taken from: K, or 1 at the residual stream."""
+        """Number of heads that a probe may read: K, or 1 at the residual stream."""
         return self.model.num_heads if self.readout.site == "attention_head" else 1
 
     @property
@@ -242,7 +245,7 @@ class Manifest(Record):
 
     @property
     def tells_outside(self) -> bool:
-        """Whether its reference has seen more than the trajectory; one that has not misses most of what is new."""
+        """Whether its reference covers context probes, too; without them it misses most unusual prompts."""
         return self.context is not None
 
     @property
@@ -252,20 +255,21 @@ class Manifest(Record):
 
     @model_validator(mode="after")
     def _relations(self) -> Self:
-        signals, weight, given, shapes = self.signals, self.classifier.weight, self.guarantee, self.guarantee_shapes
+        signals, weight = self.signals, self.classifier.weight
+        guarantee, shapes = self.guarantee, self.guarantee_shapes
         fine = signals[:1] == ("depth_mean",) and len(set(signals)) == len(signals)
         require(fine, "signals", "depth_mean first and none twice", signals)
         fine, expected = len(weight) == len(signals), f"[{len(signals)}], one for each signal"
         require(fine, "classifier.weight", expected, f"[{len(weight)}]", "wrong_shape")
-        if given is None:  # a guarantee may let nothing or everything through
+        if guarantee is None:  # a guarantee may let nothing or everything through
             require(0.0 < self.threshold < 1.0, "threshold", "a number between 0 and 1", self.threshold)
-        elif given.threshold != self.threshold:
-            require(False, "guarantee.threshold", f"the threshold, {self.threshold}", given.threshold)
+        elif guarantee.threshold != self.threshold:
+            require(False, "guarantee.threshold", f"the threshold, {self.threshold}", guarantee.threshold)
         if shapes is not None:
-            fine = given is not None and 0 < len(shapes) == len(set(shapes))
+            fine = guarantee is not None and 0 < len(shapes) == len(set(shapes))
             require(fine, "guarantee_shapes", "one or more, each once, and null without a guarantee", shapes)
         if (reads := self.guarantee_reads_answers) is not None:
-            fine = reads and given is not None and self.answer is not None
+            fine = reads and guarantee is not None and self.answer is not None
             require(fine, "guarantee_reads_answers", "true, a guarantee and the record answer beside it", reads)
         if (strata := self.guarantee_strata) is not None:
             self._check_strata(strata)
@@ -283,24 +287,29 @@ class Manifest(Record):
         return self
 
     def _check_strata(self, strata: tuple[records.GuaranteeStratum, ...]) -> None:
-        found = [one.passage for one in strata]
-        fine = self.guarantee is not None and 0 < len(found) == len(set(found))
-        require(fine, "guarantee_strata", "with a passage, without one, or both, and a guarantee beside them", found)
-        thresholds = [one.threshold for one in strata]
+        kinds = [stratum.passage for stratum in strata]
+        fine = self.guarantee is not None and 0 < len(kinds) == len(set(kinds))
+        require(fine, "guarantee_strata", "with a passage, without one, or both, and a guarantee beside them", kinds)
+        thresholds = [stratum.threshold for stratum in strata]
         strictest = f"the least of its strata, {min(thresholds)}"
         require(self.threshold == min(thresholds), "threshold", strictest, self.threshold)
 
 
-# Fields that came later -> what they hold.  They are absent where they are None: older bundles keep their bytes.
+# Fields of later releases -> their content.  They are absent if they are None, so older bundles keep their bytes.
 _LATER: Final[Mapping[str, str]] = {
-    "model.adapter": "a digest", "answer": "a record", "guarantee_reads_answers": "true",
-    "guarantee_strata": "a list of records", "training.decoding": "a record", "training.shapes": "a list of texts",
-    "training.reworded": "a count", "chat_template.arguments": "a record",
-}  # fmt: skip
+    "model.adapter": "a digest",
+    "answer": "a record",
+    "guarantee_reads_answers": "true",
+    "guarantee_strata": "a list of records",
+    "training.decoding": "a record",
+    "training.shapes": "a list of texts",
+    "training.reworded": "a count",
+    "chat_template.arguments": "a record",
+}
 
 
 def _holder(document: Any, field: str) -> tuple[dict[str, Any], str]:
-    """Return the record of bundle.json's values that has this field, and what the field is called in there."""
+    """Return the record in bundle.json's values that has this field, and the field's name in it."""
     *where, name = field.split(".")
     return reduce(getitem, where, document), name
 
@@ -321,15 +330,15 @@ def as_document(manifest: Manifest) -> dict[str, Any]:
 
 
 def with_seal(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return bundle.json's values with the digest and the seal that these have.
+    """Return bundle.json's values with their digest and seal.
 
-    digest: over the content, all but version, created, digest and seal; by ``files`` it covers every byte of the other
-    files.  seal: over all but itself."""
-    found = dict(document)
+    digest: over all values except version, created, digest and seal; by ``files`` it covers every byte of the other
+    files.  seal: over all values except itself."""
+    result = dict(document)
     for field, left_out in (("digest", ("version", "created", "digest", "seal")), ("seal", ("seal",))):
-        content = canonical_json({key: value for key, value in found.items() if key not in left_out})
-        found[field] = f"sha256:{hashlib.sha256(content).hexdigest()}"
-    return found
+        content = canonical_json({key: value for key, value in result.items() if key not in left_out})
+        result[field] = f"sha256:{hashlib.sha256(content).hexdigest()}"
+    return result
 
 
 def sealed(manifest: Manifest, *, version: int = 1, created: str = UNSET_TIME) -> Manifest:
@@ -339,27 +348,40 @@ def sealed(manifest: Manifest, *, version: int = 1, created: str = UNSET_TIME) -
 
 
 def read_manifest(data: bytes, file: str = MANIFEST) -> Manifest:
-    """Read the bytes of bundle.json; ``file`` is what messages call it.
+    """Read the bytes of bundle.json; ``file`` is its name in messages.
 
-    Raises a subclass of BundleDamaged: Truncated, BadValue, NotFinite, UnknownField, MissingField, WrongShape where a
-    field is at fault, DigestMismatch where each field is fine but one was changed after publishing."""
+    Raises a subclass of BundleDamaged: Truncated, BadValue, NotFinite, UnknownField, MissingField or WrongShape for an
+    invalid field, DigestMismatch if all fields are valid but one was changed after publishing."""
     document = parse_json(data, file)
     if isinstance(document, dict) and "format_version" in document and document.get("format") == FORMAT:
-        found = document["format_version"]
-        if type(found) is not int or found != FORMAT_VERSION:  # before what such a format may have besides
-            raise BadValue("a format that this release does not read", file=file, field="format_version",
-                           expected=FORMAT_VERSION, found=repr(found), cure="Train and publish it anew")  # fmt: skip
+        version = document["format_version"]
+        if type(version) is not int or version != FORMAT_VERSION:  # first, since other formats have other fields
+            raise BadValue(
+                "a format that this release does not read",
+                file=file,
+                field="format_version",
+                expected=FORMAT_VERSION,
+                found=repr(version),
+                cure="Train and publish it anew",
+            )
     manifest = read_record(document, file)
     right, whole = with_seal(document), readable_json(document)
     for field in ("digest", "seal"):
-        if (given := document[field]) != right[field]:
-            raise DigestMismatch("the manifest was changed", file=file, field=field, expected=right[field], found=given)
+        if (recorded := document[field]) != right[field]:
+            raise DigestMismatch(
+                "the manifest was changed", file=file, field=field, expected=right[field], found=recorded
+            )
     if data == whole:
         return manifest
     if whole.startswith(data):
         raise errors.Truncated("the end is missing", file=file, expected=f"{len(whole)} bytes", found=len(data))
-    raise DigestMismatch("the manifest was reformatted", file=file, field="seal", expected="the bytes that publishing "
-                         "wrote", found="other white space or spelling")  # fmt: skip
+    raise DigestMismatch(
+        "the manifest was reformatted",
+        file=file,
+        field="seal",
+        expected="the bytes that publishing wrote",
+        found="other white space or spelling",
+    )
 
 
 _ADAPTER = TypeAdapter(Manifest)
@@ -375,31 +397,31 @@ def read_record(document: Any, file: str) -> Manifest:
     """Check every value of bundle.json.  Raises BadValue, NotFinite, UnknownField, MissingField and WrongShape."""
     inner = document.get("recalibration") if isinstance(document, dict) else None
     for kind, where, part in ((Manifest, "", document), (records.Recalibration, "recalibration.", inner)):
-        for field in dataclasses.fields(kind):  # these have defaults, which are not for files
-            place = f"{where}{field.name}"
-            if isinstance(part, dict) and field.name not in part and place not in _LATER:
-                raise MissingField("the field is missing", file=file, field=place)
+        for field in dataclasses.fields(kind):  # a file must state even the fields that have defaults in code
+            path = f"{where}{field.name}"
+            if isinstance(part, dict) and field.name not in part and path not in _LATER:
+                raise MissingField("the field is missing", file=file, field=path)
     try:
         manifest = _ADAPTER.validate_python(document)
-        for place, what in _LATER.items():
-            record, name = _holder(document, place)
+        for path, what in _LATER.items():
+            record, name = _holder(document, path)
             if name in record and record[name] is None:
-                raise BadValue("bad value", file=file, field=place, expected=f"{what}, or no such field", found=None)
+                raise BadValue("bad value", file=file, field=path, expected=f"{what}, or no such field", found=None)
         return manifest
-    except ValidationError as error:  # its first, those about a field's presence before those about its value
-        found = min(error.errors(), key=lambda one: [*_PROBLEMS, one["type"]].index(one["type"]))
-    context = found.get("ctx", {})
-    parts = [*found["loc"], *([context["field"]] if context.get("field") else [])]
-    place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).removeprefix(".")
-    error_kind, problem = _PROBLEMS.get(found["type"], (BadValue, "bad value"))
+    except ValidationError as error:  # report the first problem, but missing and unknown fields before bad values
+        first = min(error.errors(), key=lambda fault: [*_PROBLEMS, fault["type"]].index(fault["type"]))
+    context = first.get("ctx", {})
+    parts = [*first["loc"], *([context["field"]] if context.get("field") else [])]
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).removeprefix(".")
+    error_kind, problem = _PROBLEMS.get(first["type"], (BadValue, "bad value"))
     if error_kind in (errors.UnknownField, MissingField):
-        raise error_kind(problem, file=file, field=place)
-    expected = found["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-    value = ascii(context.get("found", found["input"]))
-    raise error_kind(problem, file=file, field=place or "the whole file", expected=expected, found=value)
+        raise error_kind(problem, file=file, field=path)
+    expected = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    value = ascii(context.get("found", first["input"]))
+    raise error_kind(problem, file=file, field=path or "the whole file", expected=expected, found=value)
 
 
-# Field of the manifest -> what an engine calls it, the error, the difference.
+# Field of the manifest -> attribute of an engine, the error, the difference.
 _IDENTITY: Final[Mapping[str, tuple[str, type[errors.BundleRefused], str]]] = {
     "model.architecture": ("architecture", errors.WrongModel, "another architecture"),
     "model.fingerprint": ("fingerprint", errors.WrongModel, "other weights, or weights and caches of other types"),
@@ -415,36 +437,45 @@ _IDENTITY: Final[Mapping[str, tuple[str, type[errors.BundleRefused], str]]] = {
 
 
 def another_commit(manifest: Manifest, model: str, revision: str) -> errors.WrongRevision | None:
-    """Return what to raise for other weights where they are another commit of the hub's model; else None.
+    """Return the error for other weights if the loaded model is another commit of the same hub model; else None.
 
-    A folder has no commit, and a commit says nothing about a model of another name."""
-    own = manifest.model
-    if model != own.name or LOCAL in (revision, own.revision) or revision == own.revision:
+    A folder has no commit, and the commits of a model with another name cannot be compared."""
+    trained = manifest.model
+    if model != trained.name or LOCAL in (revision, trained.revision) or revision == trained.revision:
         return None
-    cure = f"Load that commit (--revision {own.revision}), or train a bundle for what is loaded"
-    problem = f"bundle {manifest.reference} was trained on {own.name} at revision {own.revision}, with other weights"
-    return errors.WrongRevision(problem, field="model.revision", expected=own.revision, found=revision, cure=cure)
+    cure = f"Load that commit (--revision {trained.revision}), or train a bundle for what is loaded"
+    problem = (
+        f"bundle {manifest.reference} was trained on {trained.name} at revision {trained.revision}, with other weights"
+    )
+    return errors.WrongRevision(problem, field="model.revision", expected=trained.revision, found=revision, cure=cure)
 
 
 def check_identity(manifest: Manifest, loaded: Any) -> None:
-    """Refuse a model that the bundle was not trained on; ``loaded``: what an engine reports, as ``_IDENTITY`` calls it.
+    """Refuse a model that the bundle was not trained on; ``loaded`` is the identity that an engine reports.
 
-    Raises the error of the first difference, in the order of ``_IDENTITY``.  Its name may differ, and so may its
-    revision where the weights are the same."""
+    Raises the error of the first difference, in the order of ``_IDENTITY``.  The name may differ, and also the revision
+    if the weights are the same."""
     at = f"{manifest.model.name} at revision {manifest.model.revision}"
     for field, (attribute, error, difference) in _IDENTITY.items():
-        expected, found = attrgetter(field)(manifest), attrgetter(attribute)(loaded)
-        if expected != found:
-            if attribute == "fingerprint" and (other := another_commit(manifest, loaded.model, loaded.revision)):
-                raise other
+        expected, actual = attrgetter(field)(manifest), attrgetter(attribute)(loaded)
+        if expected != actual:
+            if attribute == "fingerprint" and (
+                wrong_revision := another_commit(manifest, loaded.model, loaded.revision)
+            ):
+                raise wrong_revision
             of_model = field.startswith("model.") and attribute != "adapter"
             what = "" if of_model else f"the {attribute.replace('_', ' ')} of "
-            expected, found = ("none" if value is None else value for value in (expected, found))
+            expected, actual = ("none" if value is None else value for value in (expected, actual))
             cure = f"Load {what}{at}, or train a bundle for what is loaded"
-            if attribute == "template_arguments":  # a model that is loaded renders all its chats in one way
+            if attribute == "template_arguments":  # a loaded model renders all chats with the same arguments
                 cure = (
                     f"Serve it by a process of its own, which loads {at} with them, "
                     "or train a bundle with the arguments of the first one"
                 )
-            raise error(f"bundle {manifest.reference} was trained on {difference}", field=field, expected=expected,
-                        found=found, cure=cure)  # fmt: skip
+            raise error(
+                f"bundle {manifest.reference} was trained on {difference}",
+                field=field,
+                expected=expected,
+                found=actual,
+                cure=cure,
+            )

@@ -1,7 +1,7 @@
-"""The records inside of a manifest: guarantee, uncertainty, recalibration, context, answer; how strictly all are read.
+"""Declares the records inside a manifest: guarantee, uncertainty, recalibration, context and answer.
 
-They are frozen dataclasses, which a trainer fills and changes with ``dataclasses.replace``; pydantic checks them where
-a manifest is read or sealed (``manifest.read_record``)."""
+They are frozen dataclasses.  A trainer fills them and changes them with ``dataclasses.replace``.  Pydantic checks them
+strictly when a manifest is read or sealed (``manifest.read_record``)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _with_a_point(value: object) -> object:
 
 
 def matching(pattern: re.Pattern[str], expected: str) -> AfterValidator:
-    """Return a check that a text is what the whole pattern describes; ``expected`` says so in messages."""
+    """Return a check that a text matches the whole pattern; ``expected`` describes it in messages."""
 
     def check(text: str) -> str:
         if not pattern.fullmatch(text):
@@ -42,7 +42,7 @@ def matching(pattern: re.Pattern[str], expected: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-# Half a surrogate pair can be spelled in JSON, and not in UTF-8.
+# JSON can spell half a surrogate pair, but UTF-8 cannot.
 Text = Annotated[str, Strict(), matching(re.compile("[^\ud800-\udfff]*"), "characters")]
 Filled = Annotated[Text, Field(min_length=1)]
 Int = Annotated[int, Strict(), Field(ge=-MAX_INT, le=MAX_INT)]
@@ -53,12 +53,12 @@ Real = Annotated[float, BeforeValidator(_with_a_point)]
 NotNegative = Annotated[Real, Field(ge=0)]
 AboveZero = Annotated[Real, Field(gt=0)]
 Share = Annotated[Real, Field(ge=0, le=1)]
-Between = Annotated[Real, Field(gt=0, lt=1)]  # 0 and 1, without these
+Between = Annotated[Real, Field(gt=0, lt=1)]  # strictly between 0 and 1
 TemplateArgument = str | int | float | bool
 Kind = Literal["relation", "wrong_shape", "missing", "unexpected_keyword_argument"]
 
 
-MOST_ARGUMENTS, MOST_CHARACTERS = 16, 256  # of a chat template; characters of a text among them
+MOST_ARGUMENTS, MOST_CHARACTERS = 16, 256  # of a chat template; characters of a text argument
 _ARGUMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 _TAKEN = frozenset(
     (
@@ -66,16 +66,16 @@ _TAKEN = frozenset(
         *("continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors"),
         *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "processor_kwargs", "self"),
     )
-)  # what transformers gives a template by itself, or reads as an option of its own
+)  # names that transformers passes to a template itself, or reads as its own options
 
 
-def template_arguments(given: object) -> dict[str, TemplateArgument]:
-    """Return arguments of a chat template besides messages and tools, such as {"enable_thinking": False}, checked.
+def template_arguments(arguments: object) -> dict[str, TemplateArgument]:
+    """Check arguments of a chat template besides messages and tools, such as {"enable_thinking": False}; return them.
 
-    Raises ValueError for what is no record of names with texts, numbers, true or false."""
-    if not isinstance(given, Mapping) or len(given) > MOST_ARGUMENTS:
+    Raises ValueError unless they are an object of names with texts, numbers, true or false."""
+    if not isinstance(arguments, Mapping) or len(arguments) > MOST_ARGUMENTS:
         raise ValueError(f"a JSON object of at most {MOST_ARGUMENTS} arguments of the chat template")
-    for name, value in given.items():
+    for name, value in arguments.items():
         if not isinstance(name, str) or not _ARGUMENT.fullmatch(name) or name in _TAKEN:
             raise ValueError(f"{str(name)[:64]!r} is no name that a chat template's own argument has")
         if isinstance(value, str) and len(value) <= MOST_CHARACTERS and value.isprintable():
@@ -83,17 +83,17 @@ def template_arguments(given: object) -> dict[str, TemplateArgument]:
         if not isinstance(value, bool | int | float) or not math.isfinite(value) or abs(value) > MAX_INT:
             kinds = f"true, false, a number or a text of at most {MOST_CHARACTERS} printable characters"
             raise ValueError(f"the argument {name!r} must be {kinds}")
-    return dict(given)
+    return dict(arguments)
 
 
-def require(fine: bool, field: str, expected: str, found: object, kind: Kind = "relation") -> None:
-    """Raise what ``manifest.read_record`` turns into an error about this field of the record, unless it is fine."""
+def require(fine: bool, field: str, expected: str, value: object, kind: Kind = "relation") -> None:
+    """Raise unless ``fine``; ``manifest.read_record`` turns this into an error about the field of the record."""
     if not fine:
-        raise PydanticCustomError(kind, "{expected}", {"expected": expected, "field": field, "found": found})
+        raise PydanticCustomError(kind, "{expected}", {"expected": expected, "field": field, "found": value})
 
 
 class Record:
-    """The base of all records: unknown fields, NaN and infinities are refused; each field says what it takes."""
+    """The base of all records: it refuses unknown fields, NaN and infinities."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -111,9 +111,9 @@ class Decoding(Record):
             return "greedy"
         return f"sampled at temperature {self.temperature:g}" + (f", top_p {self.top_p:g}" if self.top_p < 1 else "")
 
-    def same(self, other: Decoding) -> bool:
-        """Return whether both give answers of the same distribution: of greedy ones ``top_p`` changes nothing."""
-        return self.temperature == other.temperature and (self.temperature == 0 or self.top_p == other.top_p)
+    def same(self, decoding: Decoding) -> bool:
+        """Return whether both give answers of the same distribution; ``top_p`` does not change greedy answers."""
+        return self.temperature == decoding.temperature and (self.temperature == 0 or self.top_p == decoding.top_p)
 
 
 GREEDY: Final = Decoding(0.0, 1.0)
@@ -121,32 +121,33 @@ GREEDY: Final = Decoding(0.0, 1.0)
 
 @dataclass(frozen=True)
 class Guarantee(Record):
-    """Of the answered question groups, each by a random answered question, at most alpha is hallucinated.
+    """The guarantee that at most a share alpha of the answered question groups has a hallucinated answer.
 
-    At confidence 1 - delta.  The time is the manifest's ``created``."""
+    Each group counts by a random answered question.  The confidence is 1 - delta.  The time is the manifest's
+    ``created``."""
 
     alpha: Between
-    delta: Between  # of this guarantee alone, where several were tested on one set
-    # The manifest's: what has a risk below it is answered; 0: nothing is.  Where the guarantee has strata, this and the
-    # next three are those of the strictest, by which a prompt is judged whose stratum is not known.
+    delta: Between  # of this guarantee alone, if several were tested on the same rows
+    # The manifest's threshold: risks below it are answered; 0: nothing is.  If the guarantee has strata, this field and
+    # the next three are those of the strictest stratum, which also decides for prompts of an unknown stratum.
     threshold: Share
     groups: Natural  # n: groups with an answered row
-    hallucinated: Natural  # X: of their first answered rows in the seeded order
-    p_value: Share  # P(Bin(n, alpha) <= X); 1 where nothing is answered
+    hallucinated: Natural  # X: hallucinated ones of their first answered rows in the seeded order
+    p_value: Share  # P(Bin(n, alpha) <= X); 1 if nothing is answered
     answered: Share  # share of the rows
-    risk_control_threshold: Share | None  # of older bundles, a second promise; none since
-    rows: Natural  # that were scored, without those whose answer had no verdict
-    all_groups: Natural  # of these rows
-    data_digest: Filled  # of the calibration file
+    risk_control_threshold: Share | None  # a second promise of older bundles; None since
+    rows: Natural  # scored rows, without those whose answer got no label
+    all_groups: Natural  # groups of these rows
+    data_digest: Filled  # digest of the calibration file
     labels: Labels
-    judge: Text | None  # who judged generated answers
-    dtype: DType  # that the calibration rows were read in
-    seed: Natural  # of the order of the rows
-    statement: Filled  # for whom it holds, and when it is void
+    judge: Text | None  # the judge of generated answers
+    dtype: DType  # dtype of the engine that read the calibration rows
+    seed: Natural  # seed of the order of the rows
+    statement: Filled  # for which requests it holds, and what voids it
 
     @property
     def closed(self) -> bool:
-        """Whether no threshold qualified; where the guarantee has strata, in one of them at least."""
+        """Whether no threshold qualified, or with strata, whether in one of them none did."""
         return self.threshold == CLOSED
 
     @model_validator(mode="after")
@@ -158,24 +159,24 @@ class Guarantee(Record):
         return self
 
 
-CLOSED: Final = 0.0  # a threshold that no risk is below: nothing is answered
+CLOSED: Final = 0.0  # a threshold that answers nothing, since no risk is below it
 
 
 @dataclass(frozen=True)
 class GuaranteeStratum(Record):
-    """The guarantee for the questions with, or without, a passage beside them, which were tested apart.
+    """The guarantee for the questions with, or without, a passage beside them, which were tested separately.
 
-    It is about these alone, at confidence 1 - its own ``delta``."""
+    It covers only these questions, at confidence 1 - its own ``delta``."""
 
     passage: Annotated[bool, Strict()]  # text to answer from stands beside the question, by the form of the message
     delta: Between
     threshold: Share  # 0: none qualified, and none of these questions is answered
-    groups: Natural  # as in ``Guarantee``, of the rows of this stratum
+    groups: Natural  # as in ``Guarantee``, for the rows of this stratum
     hallucinated: Natural
     p_value: Share
     answered: Share  # share of the stratum's rows
-    rows: Natural  # that were scored, without those whose answer had no verdict
-    labelled: Natural  # of these: a risk below the loosest threshold that was to be tested
+    rows: Natural  # scored rows, without those whose answer got no label
+    labelled: Natural  # rows with a label: their risk is below the loosest threshold of the test
 
     @model_validator(mode="after")
     def _relations(self) -> Self:
@@ -189,13 +190,13 @@ class GuaranteeStratum(Record):
 
 @dataclass(frozen=True)
 class RefitInterval(Record):
-    """Where refits on other training rows would put a risk.
+    """The interval of a risk over refits on other training rows.
 
     The half-width, sqrt(base + by_log_odds (z - centre)^2 + by_distance distance^2), is in log odds, around
     z = weight . signals + intercept."""
 
-    level: Between  # share of the refits that lie inside
-    fits: AtLeast2  # whose spread it was taken from
+    level: Between  # share of the refits inside
+    fits: AtLeast2  # number of fits whose spread gave it
     centre: Real
     base: NotNegative
     by_log_odds: NotNegative
@@ -211,15 +212,15 @@ OUTSIDE: Final = 1.0  # the distance from which on a prompt lies outside
 
 @dataclass(frozen=True)
 class Uncertainty(Record):
-    """How far a risk would move with other training rows, and which prompts are unlike all that training saw.
+    """How much a risk depends on the training rows, and which prompts are unlike all training prompts.
 
     It belongs to the tensors ``reference_mean`` and ``reference_whitening`` of probes.safetensors.  The distance of
     logits L is |whitening (L - mean)|, a Mahalanobis distance in units of its own cutoff, ``OUTSIDE``."""
 
-    outside_share: Between  # of fresh prompts like the training rows, that are to lie outside
-    outside_rows: Positive  # whose distances gave the cutoff, each by probes and a reference that were made without it
-    interval: RefitInterval | None  # None where the run had no refits: no nested evaluation, or one seed
-    statement: Filled  # what both mean, and what not
+    outside_share: Between  # expected share of new prompts like the training rows that lie outside
+    outside_rows: Positive  # rows whose out-of-fold distances gave the cutoff
+    interval: RefitInterval | None  # None if the run had no refits: no nested evaluation, or one seed
+    statement: Filled  # the meaning of both
 
 
 Method = Literal["prior_shift", "intercept", "platt", "beta", "isotonic"]
@@ -228,18 +229,18 @@ EDGE: Final = 1e-12  # risks are kept this far from 0 and 1, whose log odds are 
 
 @dataclass(frozen=True)
 class Recalibration(Record):
-    """A strictly increasing map from the classifier's risk to the one that is served, so that rows keep their order.
+    """A strictly increasing map from the classifier's risk to the served risk; rows keep their order.
 
     risk -> sigmoid(a log(risk) - b log(1 - risk) + c), or linear between knots where there are any.  a = b = 1: prior
     shift, intercept; of bundles that an older release recalibrated also a = b: Platt; else beta calibration (Kull,
     Silva Filho and Flach 2017, AISTATS)."""
 
-    method: Method  # how it was found
+    method: Method  # how it was fitted
     a: NotNegative = 1.0
     b: NotNegative = 1.0
     c: Real = 0.0
     knots: tuple[Real, ...] = ()  # isotonic: risks, increasing strictly from 0 to 1
-    values: tuple[Real, ...] = ()  # isotonic: what they become, increasing strictly between 0 and 1
+    values: tuple[Real, ...] = ()  # isotonic: the mapped risks, increasing strictly between 0 and 1
 
     def __call__(self, risk: Floats | float) -> NDArray[np.float64]:
         """Map risk [...] -> [...]; NaN stays NaN."""
@@ -257,16 +258,16 @@ class Recalibration(Record):
         require(bool(knots) == (self.method == "isotonic"), "knots", "some for isotonic alone", len(knots))
         require(len(values) == len(knots), "values", f"{len(knots)} numbers", len(values))
         if knots:
-            rising = all(one < other for one, other in pairwise(knots)) and (knots[0], knots[-1]) == (0.0, 1.0)
+            rising = all(left < right for left, right in pairwise(knots)) and (knots[0], knots[-1]) == (0.0, 1.0)
             require(rising, "knots", "strictly increasing from 0.0 to 1.0", knots)
-            rising = all(one < other for one, other in pairwise((0.0, *values, 1.0)))
+            rising = all(left < right for left, right in pairwise((0.0, *values, 1.0)))
             require(rising, "values", "strictly increasing between 0 and 1", values)
         return self
 
 
-@lru_cache(maxsize=256)  # asked for each request, of the thresholds of a few policies
+@lru_cache(maxsize=256)  # called for each request, with the thresholds of a few policies
 def least_reaching(recalibration: Recalibration, level: float) -> float:
-    """Return the least risk that becomes ``level`` or more, to a double's last digit; 1 where none does."""
+    """Return the least risk that maps to ``level`` or more, to a double's last digit; 1 if none does."""
     low, high = 0.0, 1.0
     while low < (middle := (low + high) / 2) < high:
         low, high = (low, middle) if recalibration(middle) >= level else (middle, high)
@@ -275,24 +276,26 @@ def least_reaching(recalibration: Recalibration, level: float) -> float:
 
 ContextName = Literal["asks", "passage", "stated"]
 ContextSignal = Literal["passage", "stated", "stated_length"]
-# What a classifier may read: P(passage), P(passage) P(stated), and that times ln(tokens of the prompt).
+# The context signals of a classifier: P(passage), P(passage) P(stated), and the latter times ln(tokens of the prompt).
 CONTEXT_SIGNALS: Final[tuple[ContextSignal, ...]] = ("passage", "stated", "stated_length")
 CONTEXT_NEEDS: Final[Mapping[str, set[ContextName]]] = {
-    "passage": {"passage"}, "stated": {"passage", "stated"}, "stated_length": {"passage", "stated"},
-}  # fmt: skip
+    "passage": {"passage"},
+    "stated": {"passage", "stated"},
+    "stated_length": {"passage", "stated"},
+}
 
 
 @dataclass(frozen=True)
 class ContextProbe(Record):
-    """A probe that tells what a prompt is: P(name) = sigmoid(weight . depth mean of its logits + intercept).
+    """A probe for a property of the prompt: P(name) = sigmoid(weight . depth mean of its logits + intercept).
 
-    Its tensors, one head and direction a layer, are at its place among the ``context_`` ones of probes.safetensors."""
+    Its tensors have its position in the ``context_`` tensors of probes.safetensors."""
 
     name: ContextName
     weight: AboveZero
     intercept: Real
-    rows: Positive  # that it was fitted on
-    positive: Positive  # of them, those of which it is true
+    rows: Positive  # rows that it was fitted on
+    positive: Positive  # rows with the property
     auroc: Share  # out of fold
 
     @model_validator(mode="after")
@@ -303,28 +306,28 @@ class ContextProbe(Record):
 
 @dataclass(frozen=True)
 class Applicability(Record):
-    """Where P(asks) is below ``threshold``, the prompt asks for no fact, and the risk does not apply to it."""
+    """The rule that a prompt with P(asks) below ``threshold`` asks for no fact, so the risk does not apply to it."""
 
     threshold: Between
-    questions_below: Share  # of the training questions, out of fold: taken for prompts that ask for no fact
-    others_above: Share  # of the other training prompts, out of fold: taken for questions
-    statement: Filled  # what it means, and what not
+    questions_below: Share  # share of the training questions below the threshold, out of fold
+    others_above: Share  # share of the other training prompts above it, out of fold
+    statement: Filled  # the meaning of it
 
 
 @dataclass(frozen=True)
 class Context(Record):
-    """What a bundle tells of a prompt besides its risk.
+    """The context probes of a bundle.
 
-    ``asks``     the prompt asks the model for a fact, so that its answer can be a hallucination at all
+    ``asks``     the prompt asks the model for a fact, so its answer can be a hallucination
     ``passage``  text to answer from stands beside the question
     ``stated``   that text states the answer; meaningful only together with ``passage``"""
 
     probes: tuple[ContextProbe, ...]  # A of them, each name at most once
-    applicability: Applicability | None  # exactly where there is a probe ``asks``
+    applicability: Applicability | None  # set exactly if there is a probe ``asks``
 
-    def place(self, name: ContextName) -> int | None:
-        """Return the place of the probe of this name among ``probes``; None where there is none."""
-        return next((place for place, probe in enumerate(self.probes) if probe.name == name), None)
+    def position(self, name: ContextName) -> int | None:
+        """Return the position of the probe of this name in ``probes``; None if there is none."""
+        return next((position for position, probe in enumerate(self.probes) if probe.name == name), None)
 
     @model_validator(mode="after")
     def _relations(self) -> Self:
@@ -337,20 +340,20 @@ class Context(Record):
 
 @dataclass(frozen=True)
 class AnswerProbe(Record):
-    """Probes of the answer's own tokens, whose tensors are those of answer.safetensors.
+    """The probes of the answer's own tokens, with the tensors of answer.safetensors.
 
-    risk = 1 - sigmoid(weight . mean over the answer's tokens of the depth mean + intercept).  A recalibration is about
-    the risk before the answer and leaves this one as it is."""
+    risk = 1 - sigmoid(weight . mean over the answer's tokens of the depth mean + intercept).  A recalibration changes
+    the risk before the answer, but not this one."""
 
     weight: Real
     intercept: Real
-    threshold: Between  # from which on an answer is flagged
+    threshold: Between  # risk from which on an answer is flagged
     rows: AtLeast2  # answers that it was fitted on
-    hallucinated: Positive  # of them
+    hallucinated: Positive  # hallucinated ones of these
     auroc: Share  # out of fold
     before: Share  # out-of-fold AUROC of the risk before the answer, on the same rows
     c: AboveZero  # inverse strength of the probes' regularisation
-    statement: Filled  # what it means, and what not
+    statement: Filled  # the meaning of it
 
     @model_validator(mode="after")
     def _relations(self) -> Self:

@@ -1,7 +1,7 @@
-"""A store of bundles, in a folder or at a URL, with read-only folders behind it: what a reference means, and trust.
+"""Resolves references in a store of bundles, in a folder or at a URL, with read-only fallbacks, and checks trust.
 
-``Store.load`` is the one way from a reference to a bundle: ``resolve`` finds its folder on this machine, ``_read``
-reads that strictly and asks whether it is trusted.  Of a store at a URL the folder is a copy:
+``Store.load`` is the only way from a reference to a bundle: ``resolve`` finds its folder on this machine; ``_read``
+reads it strictly and checks whether it is trusted.  For a store at a URL the folder is a copy:
 
 CACHE/NAME/VERSION/   in the layout of a local store"""
 
@@ -75,8 +75,13 @@ class RemoteBackend:
                 return path
         manifest = read_manifest(data, shown)
         if manifest.reference != f"{name}:{version}":
-            raise BadValue("the place does not match the manifest", file=shown, field="name and version",
-                           expected=f"{name}:{version}", found=manifest.reference)  # fmt: skip
+            raise BadValue(
+                "the place does not match the manifest",
+                file=shown,
+                field="name and version",
+                expected=f"{name}:{version}",
+                found=manifest.reference,
+            )
         check_total(manifest)
         files = {MANIFEST: data, **self._source.files(manifest)} | ({} if signature is None else {SIGNATURE: signature})
         with writing(self.folders):
@@ -105,7 +110,7 @@ Backend = LocalBackend | RemoteBackend
 
 @dataclass(frozen=True)
 class BundleSummary:
-    """One line of a listing.  A damaged bundle, or one that is not trusted, has an error and no manifest."""
+    """One line of a listing.  A damaged or untrusted bundle has an error and no manifest."""
 
     name: str
     version: int
@@ -125,23 +130,24 @@ Summaries = list[BundleSummary]  # ``Store.list`` hides the builtin
 
 @dataclass(frozen=True)
 class Trust:
-    """What a bundle of the store must have beside sound bytes.  Fallbacks are trusted as the package is."""
+    """The requirements on a bundle of the store besides intact bytes.  Fallbacks are trusted like the package."""
 
     signature: RequiredSignature | None = None
-    open_store: bool = False  # whether anyone on this machine may be able to write to the store
+    open_store: bool = False  # accept a store that anyone on this machine can write to
 
 
 class Store:
     """Bundles in a folder or at a URL; names that it lacks are looked up in the read-only ``fallbacks``.
 
-    Methods raise InvalidReference and BundleNotFound; of a damaged bundle or aliases.json a subclass of BundleDamaged,
-    OpenStore and, at a URL, StoreRefused and StoreUnreachable; those that write also StoreNotWritable."""
+    Methods raise InvalidReference and BundleNotFound, a subclass of BundleDamaged for a damaged bundle or aliases.json,
+    OpenStore and, at a URL, StoreRefused and StoreUnreachable; methods that write also raise StoreNotWritable."""
 
     def __init__(
         self, location: Path | str, fallbacks: Sequence[Path] = (), *, trust: Trust = Trust(), cache: Path | None = None
     ) -> None:
-        """``cache``: where copies are kept if ``place`` is a URL.  Raises InvalidReference for a wrong URL,
-        and for a folder in a home that does not exist."""
+        """``cache`` is the folder for copies if ``location`` is a URL.
+
+        Raises InvalidReference for a wrong URL, and for a folder in a home that does not exist."""
         self.own: Backend
         if isinstance(location, str) and is_url(location):
             source: Bucket | HubSource
@@ -157,12 +163,12 @@ class Store:
             self.own = LocalBackend(expanded(location, "HALLUTRACER_STORE"))
         self.behind: tuple[Backend, ...] = tuple(LocalBackend(Path(fallback)) for fallback in fallbacks)
         self.trust = trust
-        self._told: set[str] = set()
+        self._warned: set[str] = set()  # names whose fallback is hidden
         self.where = self.own.where  # the folder or the URL, as ``--store`` takes it
-        self.root = self.own.folders  # of the folders ROOT/NAME/VERSION of its own bundles; of a URL, of the copies
+        self.root = self.own.folders  # its own bundles, or their copies, are in ROOT/NAME/VERSION
 
     def check_writable(self) -> None:
-        """Test that something can be published, before long work."""
+        """Check that the store can be written, before long work."""
         self.check_closed()
         self.own.check_writable()
 
@@ -176,19 +182,19 @@ class Store:
         return load_version(name, self.own.folder(name, self.own.publish(manifest, files)))
 
     def resolve(self, reference: str) -> Path:
-        """Return the folder of a reference, fetched from a URL if need be; a pin is not compared here.
+        """Return the folder of a reference, fetched from a URL if necessary; this does not check a pin.
 
-        A bare name is the alias ``production`` where it is set, and else the highest version."""
+        A bare name means the alias ``production`` if it is set, else the highest version."""
         backend, name, version = self._find(reference)
         return backend.folder(name, version)
 
     def stamp(self, reference: str) -> str:
-        """Return what changes where the reference means another version, or its bytes or signature change."""
+        """Return a text that changes if the reference means another version, or if its bytes or signature change."""
         backend, name, version = self._find(reference)
         return f"{backend.where} {name}:{version} {backend.stamp(name, version)}"
 
     def load(self, reference: str) -> Bundle:
-        """Resolve and load; the whole bundle is validated, compared with a pin, and must be trusted.
+        """Resolve a reference, load and validate the whole bundle, compare it with a pin, and check trust.
 
         Raises what ``resolve`` and ``load_bundle`` raise, DigestMismatch and BundleUntrusted."""
         return self._load(reference, self.trust.signature)
@@ -204,14 +210,14 @@ class Store:
         return bundle
 
     def verify(self, reference: str) -> Bundle:
-        """Do as ``load``, and read the evaluation and the card.  Raises what ``load`` raises."""
+        """Load a bundle, and also read its evaluation and card.  Raises what ``load`` raises."""
         bundle = self.load(reference)
         bundle.evaluation()
         bundle.card()
         return bundle
 
     def sign(self, reference: str, signing: Signing) -> Bundle:
-        """Put a signature beside a bundle of the store itself.  Raises what ``load`` does and SigningError."""
+        """Sign a bundle of the store itself.  Raises what ``load`` raises and SigningError."""
         bundle = self._load(reference, None)
         if not self.is_own(bundle.path):
             raise BundleConflict("it comes with the package", file=reference, cure="Sign bundles of your own store")
@@ -225,7 +231,7 @@ class Store:
     def set_alias(self, name: str, alias: str, version: int, keep_as: str | None = None) -> None:
         """Point an alias at a version that loads, in one step: a reader sees the old or the new version.
 
-        In the same step the alias ``keep_as`` gets the version before, which need not load: that may be why it goes."""
+        In the same step the alias ``keep_as`` gets the previous version, which need not load."""
         check_name(alias, "an alias")
         if not self.own.versions(check_name(name, "a bundle")):
             raise BundleNotFound(
@@ -235,7 +241,7 @@ class Store:
         self.own.set_alias(name, alias, version, keep_as)
 
     def list(self) -> Summaries:
-        """Return every version of every name, sorted, without shadowed fallbacks; damaged bundles with their error."""
+        """Return every version of every name, sorted, without hidden fallbacks; damaged bundles have their error."""
         self.check_closed()
         seen: dict[str, Backend] = {}
         for backend in (self.own, *self.behind):
@@ -247,10 +253,12 @@ class Store:
         shared: BundleError | None = None
         try:
             aliases = backend.aliases(name)
-        except BundleError as error:  # without its aliases a name cannot be resolved: told of each of its versions
+        except BundleError as error:  # without its aliases a name cannot be resolved: each version has this error
             aliases, shared = {}, error
         for version in sorted(backend.versions(name)):
-            path, manifest, error_here = None, None, shared
+            path: Path | None = None
+            manifest: Manifest | None = None
+            error_here = shared
             try:
                 path = backend.folder(name, version)
                 manifest = self._read(name, path, self.trust.signature).manifest
@@ -260,7 +268,7 @@ class Store:
             yield BundleSummary(name, version, path, names, manifest, error_here)
 
     def _find(self, reference: str) -> tuple[Backend, str, int]:
-        """Return where the version that a reference means is, its name and its number."""
+        """Return the backend, the name and the number of the version that a reference means."""
         wanted = parse_reference(reference)
         backend, versions = self._backend(wanted.name)
         version = wanted.version
@@ -278,22 +286,23 @@ class Store:
         return backend, wanted.name, version
 
     def _backend(self, name: str) -> tuple[Backend, set[int]]:
-        """Return the store itself or the first fallback that has versions of this name, and these."""
+        """Return the store's own backend or the first fallback that has versions of this name, and the versions."""
         self.check_closed()
-        versions = [(backend, backend.versions(name)) for backend in (self.own, *self.behind)]
+        backends = (self.own, *self.behind)
+        versions = [(backend, backend.versions(name)) for backend in backends]
         having = [(backend, numbers) for backend, numbers in versions if numbers]
         if not having:
-            known = sorted({known for backend in (self.own, *self.behind) for known in backend.names()})
+            known = sorted({known for backend in backends for known in backend.names()})
             near = did_you_mean(name, known)
             cure = f"{near}Train and publish it there, name another store, or use one of: {', '.join(known) or 'none'}"
             raise BundleNotFound(f"no bundle {name} in {self.where}", cure=cure)
-        if having[0][0] is self.own and len(having) > 1 and name not in self._told:
-            self._told.add(name)
+        if having[0][0] is self.own and len(having) > 1 and name not in self._warned:
+            self._warned.add(name)
             log.warning("%s is that of %s, which hides the one that comes with the package", name, self.where)
         return having[0]
 
     def _read(self, name: str, path: Path, signature: RequiredSignature | None) -> Bundle:
-        """Read the bundle in a folder of the store's or of a fallback.  Raises what ``load`` raises."""
+        """Read the bundle in a folder of the store or of a fallback.  Raises what ``load`` raises."""
         bundle = load_version(name, path)
         if self.is_own(path):
             if not self.trust.open_store:
@@ -303,10 +312,10 @@ class Store:
         return bundle
 
     def is_own(self, path: Path) -> bool:
-        """Return whether a bundle's folder is the store's, rather than a fallback's."""
+        """Return whether a bundle's folder belongs to the store and not to a fallback."""
         return path.parent.parent.resolve() == self.root.resolve()
 
     def check_closed(self) -> None:
-        """Raise OpenStore where anyone on this machine can write to the store, unless that was agreed to."""
+        """Raise OpenStore if anyone on this machine can write to the store, unless ``open_store`` allows it."""
         if not self.trust.open_store:
             check_closed(self.root)

@@ -1,4 +1,4 @@
-"""The spelling of what a store reads and writes: JSON, references, alias tables, addresses."""
+"""Parses and writes the texts of a store: JSON, references, alias tables, addresses."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from typing import Any, NoReturn
 from probes_store.errors import BadValue, BundleConflict, InvalidReference, NotFinite, Truncated, UnknownField
 
 HEX = re.compile(r"[0-9a-f]{64}")
-NAME = re.compile(r"[a-z0-9](?!.*\.\.)[a-z0-9._-]{0,63}")  # of a bundle and of an alias
+NAME = re.compile(r"[a-z0-9](?!.*\.\.)[a-z0-9._-]{0,63}")  # the name of a bundle or an alias
 NAMES = "[a-z0-9][a-z0-9._-]{0,63} without .."
 VERSION = re.compile(r"[1-9][0-9]{0,8}")
 VERSIONS = "1 to 999999999"
 PIN = "@sha256:"
-HUB = "hf://"  # what an address on the Hugging Face hub begins with
+HUB = "hf://"  # the prefix of an address on the Hugging Face hub
 ALIASES = "aliases.json"
-PRODUCTION = "production"  # the alias that a bare name resolves to, where it is set
-PREVIOUS = "previous"  # what production meant before the last promotion
+PRODUCTION = "production"  # the alias that a bare name resolves to, if it is set
+PREVIOUS = "previous"  # the alias for the production version before the last promotion
 EXTRAS = {"s3": "s3", "gs": "gs", "az": "az", "memory": ""}  # scheme of a store's URL -> the extra that it needs
 _URL = re.compile(r"([a-z0-9]+)://((?!.*(?://|/\.))[A-Za-z0-9][A-Za-z0-9._/-]*)")
 _REFERENCE = re.compile(
     rf"({NAME.pattern})(?:@({NAME.pattern})|:({VERSION.pattern}))?(?:@(sha256:{HEX.pattern}))?", re.ASCII
 )
 _PART = r"(?![A-Za-z0-9._-]*(?:--|\.\.))[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
-# A revision becomes a file's name in huggingface_hub's cache, so it must not lead anywhere.
+# A revision becomes a file's name in huggingface_hub's cache, so it must not lead out of it.
 _ADDRESS = re.compile(rf"{HUB}({_PART}/{_PART})(?:@((?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._/-]{{0,199}}))?")
 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
-    """Return "Did you mean NAME?  " for the known name that is nearest to a wrong one; "" where none is near."""
+    """Return "Did you mean NAME?  " for the known name that is nearest to a wrong one; "" if none is near."""
     near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.6)
     return f"Did you mean {near[0]}?  " if near else ""
 
 
 def expanded(path: Path | str, variable: str) -> Path:
-    """Return the path with ~ as the home folder.
+    """Return the path with ~ replaced by the home folder.
 
-    Raises InvalidReference where there is none, as for a user without an entry in a container, naming ``variable``."""
+    Raises InvalidReference that names ``variable`` if there is none, as for some users in a container."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -53,12 +53,12 @@ def expanded(path: Path | str, variable: str) -> Path:
 
 
 def canonical_json(value: object) -> bytes:
-    """Return sorted keys, compact separators, UTF-8, no NaN: the form that digests are computed from."""
+    """Return JSON for digests: sorted keys, compact separators, UTF-8, no NaN."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
 
 
 def readable_json(value: object) -> bytes:
-    """Return sorted keys, two spaces, a final newline, UTF-8, no NaN: the form that is written to disk."""
+    """Return JSON for files: sorted keys, two spaces, a final newline, UTF-8, no NaN."""
     return json.dumps(value, sort_keys=True, indent=2, ensure_ascii=False, allow_nan=False).encode() + b"\n"
 
 
@@ -107,7 +107,7 @@ def parse_json(data: bytes, file: str) -> Any:
         return json.loads(data.decode(), parse_float=number, parse_constant=refuse, object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
         last = data.rstrip(b"\n").rpartition(b"\n")[2]
-        if last[-1:] not in (b"}", b"]") or last.startswith(b" "):  # an indented last line is the middle of a record
+        if last[-1:] not in (b"}", b"]") or last.startswith(b" "):  # an indented last line is inside a record
             end = f"{len(data)} bytes that end in {data[-8:]!r}"
             raise Truncated("the end is missing", file=file, expected="a closing bracket", found=end) from error
         raise BadValue("not JSON", file=file, expected="UTF-8 JSON", found=error) from error
@@ -120,19 +120,19 @@ class BundleReference:
     name: str
     alias: str | None = None
     version: int | None = None
-    digest: str | None = None  # what the bundle must have: a pin checks, it does not search
+    digest: str | None = None  # a digest pin verifies; it never selects another version
 
 
 def parse_reference(text: str) -> BundleReference:
     """Parse a reference; no part of the result can lead out of a store.  Raises InvalidReference."""
-    found = _REFERENCE.fullmatch(text)
-    if found is None:
+    match = _REFERENCE.fullmatch(text)
+    if match is None:
         expected = "NAME, NAME@ALIAS or NAME:VERSION, and @sha256:DIGEST behind it where the content is pinned"
         cure = f"A name is {NAMES}; a digest has 64 hex digits"
         if text.startswith(HUB):
             cure = "Run 'hallutracer bundle pull' with that address first, and name the bundle as it prints it"
         raise InvalidReference("not a bundle reference", expected=expected, found=ascii(text), cure=cure)
-    name, alias, version, digest = found.groups()
+    name, alias, version, digest = match.groups()
     return BundleReference(name, alias, None if version is None else int(version), digest)
 
 
@@ -144,7 +144,7 @@ def check_name(text: str, what: str) -> str:
 
 
 def next_number(taken: Collection[int], what: str) -> int:
-    """Return the number after the highest one.  Raises BundleConflict where it would be none that ``VERSION`` knows."""
+    """Return the number after the highest one.  Raises BundleConflict if ``VERSION`` does not allow it."""
     following = max(taken, default=0) + 1
     if not VERSION.fullmatch(str(following)):
         raise BundleConflict(f"{what} has the highest number that there is, {following - 1}", cure="Use another store")
@@ -158,19 +158,25 @@ def parse_aliases(data: bytes, shown: str) -> dict[str, int]:
         raise BadValue("bad value", file=shown, expected="an object", found=type(aliases).__name__)
     for alias, version in aliases.items():
         if not NAME.fullmatch(alias) or type(version) is not int or version < 1:
-            raise BadValue("bad value", file=shown, field=ascii(alias), expected="an alias and a version of 1 or more",
-                           found=repr(version), cure="Repair it, or remove it and set the aliases again")  # fmt: skip
+            raise BadValue(
+                "bad value",
+                file=shown,
+                field=ascii(alias),
+                expected="an alias and a version of 1 or more",
+                found=repr(version),
+                cure="Repair it, or remove it and set the aliases again",
+            )
     return aliases
 
 
 def moved(table: Mapping[str, int], alias: str, version: int, keep_as: str | None = None) -> dict[str, int]:
-    """Return the table after a move; the alias ``keep_as`` gets what ``alias`` meant before, if it meant something."""
-    kept = {} if keep_as is None or alias not in table else {keep_as: table[alias]}
-    return {**table, **kept, alias: version}
+    """Return the table with ``alias`` at ``version``; the alias ``keep_as`` gets the previous version, if any."""
+    previous = {} if keep_as is None or alias not in table else {keep_as: table[alias]}
+    return {**table, **previous, alias: version}
 
 
 def is_url(text: str) -> bool:
-    """Return whether a store is named by URL, rather than by its folder."""
+    """Return whether the location of a store is a URL and not a folder."""
     return "://" in text
 
 

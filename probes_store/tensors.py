@@ -1,7 +1,7 @@
-"""The tensor files: contents, layout, and conversion to bytes and back.
+"""Reads and writes the tensor files of a bundle.
 
 Symbols: m layers, d the length of a probe direction, A context probes, L = (1 + A) m logits, G golden prompts or
-answers.  Arrays that were read are read-only."""
+answers.  Arrays from a file are read-only."""
 
 from __future__ import annotations
 
@@ -22,16 +22,22 @@ UNIT_NORM_TOLERANCE = 1e-4
 MAX_HEADER = 64 * 1024  # bytes; there are at most twelve tensors
 _NUMPY: dict[str, np.dtype[Any]] = {"I32": np.dtype("<i4"), "F32": np.dtype("<f4"), "F64": np.dtype("<f8")}
 _Layout = Mapping[str, tuple[str, str]]
-# Tensor -> element type, axes; "any" length is as the file has it.
+# Tensor -> element type, axes; an "any" axis may have any length.
 _LINEAR: Final[_Layout] = {
-    "head": ("I32", "m"), "direction": ("F32", "m d"), "bias": ("F32", "m"), "scale": ("F32", "m"),
-}  # fmt: skip
+    "head": ("I32", "m"),
+    "direction": ("F32", "m d"),
+    "bias": ("F32", "m"),
+    "scale": ("F32", "m"),
+}
 _ROWS: Final[_Layout] = {"input_ids": ("I32", "any"), "offsets": ("I32", "any"), "risk": ("F64", "any")}
 _PROBE_LAYOUT: Final[_Layout] = {
-    **_LINEAR, "trajectory_mean": ("F32", "2 m"), "trajectory_std": ("F32", "2 m"),
-    "reference_mean": ("F32", "L"), "reference_whitening": ("F32", "L L"),
+    **_LINEAR,
+    "trajectory_mean": ("F32", "2 m"),
+    "trajectory_std": ("F32", "2 m"),
+    "reference_mean": ("F32", "L"),
+    "reference_whitening": ("F32", "L L"),
     **{f"context_{name}": (code, f"A {axes}") for name, (code, axes) in _LINEAR.items()},
-}  # fmt: skip
+}
 _GOLDEN_LAYOUT: Final[_Layout] = {**_ROWS, "trajectory": ("F32", "any L"), "first_token": ("F32", "any 2")}
 _ANSWER_LAYOUT: Final[_Layout] = {**_LINEAR, **_ROWS, "trajectory": ("F32", "any m"), "answer_tokens": ("I32", "any")}
 
@@ -46,9 +52,9 @@ class ProbeTensors:
     scale: NDArray[np.float32]  # [m] divides the logit; all ones under unit_norm
     trajectory_mean: NDArray[np.float32]  # [2, m] out-of-fold; row 0 hallucinated, row 1 factual
     trajectory_std: NDArray[np.float32]  # [2, m]
-    reference_mean: NDArray[np.float32]  # [L] of a prompt's logits, those of the context probes behind its trajectory
+    reference_mean: NDArray[np.float32]  # [L] mean logits of a prompt: its trajectory, then the context probes
     reference_whitening: NDArray[np.float32]  # [L, L] distance = |whitening (logits - mean)|, cutoff 1
-    context_head: NDArray[np.int32] | None = None  # [A, m] these four: of the context probes, as the fields above
+    context_head: NDArray[np.int32] | None = None  # [A, m] this and the next three: the same for the context probes
     context_direction: NDArray[np.float32] | None = None  # [A, m, d]
     context_bias: NDArray[np.float32] | None = None  # [A, m]
     context_scale: NDArray[np.float32] | None = None  # [A, m]
@@ -56,7 +62,7 @@ class ProbeTensors:
 
 @dataclass(frozen=True, eq=False)
 class Golden:
-    """golden.safetensors: a few prompts with the training engine's readings, replayed before serving."""
+    """golden.safetensors: a few prompts with the training engine's results, replayed before serving."""
 
     input_ids: NDArray[np.int32]  # [total] all prompts, one after the other
     offsets: NDArray[np.int32]  # [G + 1] prompt g is input_ids[offsets[g] : offsets[g + 1]]
@@ -66,10 +72,13 @@ class Golden:
 
     @classmethod
     def record(
-        cls, prompts: Sequence[Sequence[int]], trajectory: NDArray[np.floating], risk: NDArray[np.floating],
+        cls,
+        prompts: Sequence[Sequence[int]],
+        trajectory: NDArray[np.floating],
+        risk: NDArray[np.floating],
         first_token: NDArray[np.floating] | None = None,
-    ) -> Golden:  # fmt: skip
-        """Return G prompts of token ids and their readings; shapes as in the fields."""
+    ) -> Golden:
+        """Return G prompts of token ids with their results; shapes as in the fields."""
         return cls(
             *joined(prompts),
             np.asarray(trajectory, np.float32),
@@ -86,13 +95,13 @@ class Golden:
 class AnswerTensors:
     """answer.safetensors: one linear probe a layer of the answer's own tokens, and golden answers to replay."""
 
-    head: NDArray[np.int32]  # [m] these four as in ``ProbeTensors``
+    head: NDArray[np.int32]  # [m] this and the next three as in ``ProbeTensors``
     direction: NDArray[np.float32]  # [m, d]
     bias: NDArray[np.float32]  # [m]
     scale: NDArray[np.float32]  # [m]
     input_ids: NDArray[np.int32]  # [total] all prompts with their answers' tokens behind them, one after the other
     offsets: NDArray[np.int32]  # [G + 1] row g is input_ids[offsets[g] : offsets[g + 1]]
-    answer_tokens: NDArray[np.int32]  # [G] how many of a row's last tokens are the answer's; fewer than it has
+    answer_tokens: NDArray[np.int32]  # [G] length of the answer at the end of each row, shorter than the row
     trajectory: NDArray[np.float32]  # [G, m] scaled logits, mean over the answer's tokens
     risk: NDArray[np.float64]  # [G]
 
@@ -112,12 +121,14 @@ def _parted(tensors: Golden | AnswerTensors) -> list[list[int]]:
 
 
 _LAYOUTS: Final[Mapping[type, _Layout]] = {
-    ProbeTensors: _PROBE_LAYOUT, Golden: _GOLDEN_LAYOUT, AnswerTensors: _ANSWER_LAYOUT,
-}  # fmt: skip
+    ProbeTensors: _PROBE_LAYOUT,
+    Golden: _GOLDEN_LAYOUT,
+    AnswerTensors: _ANSWER_LAYOUT,
+}
 
 
 def pack(tensors: ProbeTensors | Golden | AnswerTensors, file: str) -> bytes:
-    """Return safetensors bytes.  Raises WrongShape where an element type would lose something (int64 ids, say)."""
+    """Return safetensors bytes.  Raises WrongShape if an element type would lose something (int64 ids, say)."""
     layout, arrays = _LAYOUTS[type(tensors)], {}
     for name, value in vars(tensors).items():
         if value is None:
@@ -169,7 +180,7 @@ def read_answer(data: bytes, manifest: Manifest, file: str = ANSWER) -> AnswerTe
 
 
 def _check_probes(arrays: Mapping[str, NDArray[Any]], manifest: Manifest, file: str, prefix: str = "") -> None:
-    """Check the ranges of linear probes; those of the context have a scale under any ``logit_scale``."""
+    """Check the ranges of linear probes; context probes may have a scale under any ``logit_scale``."""
     head, scale = arrays[f"{prefix}head"], arrays[f"{prefix}scale"]
     norm, heads = np.linalg.norm(arrays[f"{prefix}direction"].astype(np.float64), axis=-1), manifest.probe_heads
     unit = np.all(np.abs(norm - 1.0) <= UNIT_NORM_TOLERANCE)
@@ -181,13 +192,14 @@ def _check_probes(arrays: Mapping[str, NDArray[Any]], manifest: Manifest, file: 
 
 
 def _check_rows(arrays: Mapping[str, NDArray[Any]], file: str, what: str) -> None:
-    """Check G rows of token ids, each a golden ``what``, and that every reading has as many, risks from 0 to 1."""
-    ids, offsets, risk = arrays["input_ids"], arrays["offsets"], arrays["risk"]
+    """Check G rows of token ids, each a golden ``what``: every result has G rows, and risks are from 0 to 1."""
+    ids, offsets = arrays["input_ids"], arrays["offsets"]
+    risk = arrays["risk"]
     count = len(offsets) - 1
     _require(count >= 1, file, "offsets", f"at least one {what}: two offsets", offsets)
     for name in ("trajectory", "risk", "first_token", "answer_tokens"):
-        if name in arrays and (found := len(arrays[name])) != count:
-            raise WrongShape(f"one row for each {what}", file=file, field=name, expected=count, found=found)
+        if name in arrays and (rows := len(arrays[name])) != count:
+            raise WrongShape(f"one row for each {what}", file=file, field=name, expected=count, found=rows)
     increasing = offsets[0] == 0 and offsets[-1] == len(ids) and np.all(np.diff(offsets.astype(np.int64)) > 0)
     _require(increasing, file, "offsets", f"0, increasing strictly, up to {len(ids)}", offsets)
     _require(np.all(ids >= 0), file, "input_ids", "token ids of 0 or more", ids.min())
@@ -195,7 +207,7 @@ def _check_rows(arrays: Mapping[str, NDArray[Any]], file: str, what: str) -> Non
 
 
 def _unpack(data: bytes, layout: _Layout, manifest: Manifest, file: str) -> dict[str, NDArray[Any]]:
-    """Parse safetensors; refuse also padding beyond the alignment, a huge header and a tensor that is listed twice."""
+    """Parse safetensors; also refuse extra padding, a huge header and a tensor that is listed twice."""
     size = int.from_bytes(data[:8], "little")
     if not 0 < size <= min(MAX_HEADER, len(data) - 8):
         raise BadValue("not a safetensors file", file=file, expected=f"a header of 1 to {MAX_HEADER} bytes", found=size)
@@ -209,19 +221,25 @@ def _unpack(data: bytes, layout: _Layout, manifest: Manifest, file: str) -> dict
         raise BadValue("not a safetensors file", file=file, expected="a sound header", found=error) from error
     for name in sorted(entries.keys() - layout.keys()):
         raise UnknownField("this format has no such tensor here", file=file, field=name)
-    lengths = {"m": manifest.model.num_layers, "d": manifest.probe_dim, "L": manifest.logits, "2": 2, "any": None,
-               "A": manifest.context_probes}  # fmt: skip
+    lengths = {
+        "m": manifest.model.num_layers,
+        "d": manifest.probe_dim,
+        "L": manifest.logits,
+        "2": 2,
+        "any": None,
+        "A": manifest.context_probes,
+    }
     arrays: dict[str, NDArray[Any]] = {}
     for name, (code, axes) in layout.items():
         if name not in entries:
             raise MissingField("the tensor is missing", file=file, field=name)
-        found_code, found = entries[name]["dtype"], list(entries[name]["shape"])
+        actual_code, shape = entries[name]["dtype"], list(entries[name]["shape"])
         wanted = [lengths[axis] for axis in axes.split()]
-        fits = len(found) == len(wanted) and all(want in (None, got) for want, got in zip(wanted, found, strict=True))
-        if found_code != code or not fits:
-            expected, given = f"{code} {wanted}".replace("None", "any"), f"{found_code} {found}"
-            raise WrongShape("element type or shape", file=file, field=name, expected=expected, found=given)
-        array = np.frombuffer(bytes(entries[name]["data"]), _NUMPY[code]).reshape(found)  # bytes: hence read-only
+        fits = len(shape) == len(wanted) and all(want in (None, got) for want, got in zip(wanted, shape, strict=True))
+        if actual_code != code or not fits:
+            expected, actual = f"{code} {wanted}".replace("None", "any"), f"{actual_code} {shape}"
+            raise WrongShape("element type or shape", file=file, field=name, expected=expected, found=actual)
+        array = np.frombuffer(bytes(entries[name]["data"]), _NUMPY[code]).reshape(shape)  # bytes: hence read-only
         if not np.all(np.isfinite(array)):
             where = tuple(np.argwhere(~np.isfinite(array))[0].tolist())
             raise NotFinite(
@@ -231,6 +249,6 @@ def _unpack(data: bytes, layout: _Layout, manifest: Manifest, file: str) -> dict
     return arrays
 
 
-def _require(fine: bool | np.bool, file: str, field: str, expected: str, found: object) -> None:
+def _require(fine: bool | np.bool, file: str, field: str, expected: str, value: object) -> None:
     if not fine:
-        raise BadValue("bad value", file=file, field=field, expected=expected, found=str(found).replace("\n", ""))
+        raise BadValue("bad value", file=file, field=field, expected=expected, found=str(value).replace("\n", ""))

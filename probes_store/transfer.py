@@ -1,7 +1,7 @@
-"""Bundles between stores, and between a store and the hub: copy, push and pull.
+"""Copies bundles between stores, and pushes and pulls them between a store and the hub.
 
-They keep name, version, bytes and signature.  A repository of the hub has one commit and one tag for each version of
-one bundle; from it come the manifest, then what that lists and nothing else, then one rename."""
+Name, version, bytes and signature stay the same.  A repository of the hub has one commit and one tag for each version
+of one bundle.  A pull reads the manifest, then only the files that it lists, and then adds them by one rename."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from probes_store.manifest import CARD, DIGEST, MANIFEST, Manifest, manifest_byt
 from probes_store.store import Store
 from probes_store.syntax import PRODUCTION, VERSION, VERSIONS, HubAddress, check_name, parse_json, readable_json
 
-ORIGIN = ".origin.json"  # in a bundle's folder: where it was pulled from; a hidden file is no part of a bundle
-HARMLESS = (CARD, "LICENSE", "LICENSE.md", "LICENSE.txt")  # may lie in a repository that gets its first bundle
+ORIGIN = ".origin.json"  # in a bundle's folder: its source; hidden files do not belong to a bundle
+HARMLESS = (CARD, "LICENSE", "LICENSE.md", "LICENSE.txt")  # a repository may have these before its first bundle
 
 
 def files_of(bundle: Bundle) -> dict[str, bytes]:
-    """Return all that travels with a bundle: what the manifest lists, the manifest, the signature if there is one."""
+    """Return all files of a bundle: the manifest, the files that it lists, and the signature if there is one."""
     signature = read_signature(bundle.path)
     return {**bundle.files(), **({} if signature is None else {SIGNATURE: signature})}
 
 
 def copy(bundle: Bundle, into: Store, *, source: str, take_over: bool = False) -> tuple[Bundle, bool]:
-    """Add a bundle from the store ``source`` to another one; return the bundle there, and whether it was new.
+    """Add a bundle from the store ``source`` to ``into``; return the bundle there, and whether it was new.
 
     Raises what ``add`` raises; the other store is then as it was."""
     return add(into, bundle.manifest, files_of(bundle), {"repository": source}, take_over=take_over)
 
 
 def held(store: Store, manifest: Manifest) -> Bundle | None:
-    """Return the store's version of this name and number, which has the same content; None where there is none yet.
+    """Return the store's bundle of this name, version and content; None if there is none yet.
 
-    Raises BundleConflict where it has another content, and what ``Store.load`` raises where it is damaged."""
+    Raises BundleConflict if its content differs, and what ``Store.load`` raises if it is damaged."""
     for backend in (store.own, *store.behind):
         if manifest.version not in backend.versions(manifest.name):
             continue
@@ -58,10 +58,10 @@ def held(store: Store, manifest: Manifest) -> Bundle | None:
 
 
 def _check_addition(store: Store, manifest: Manifest, origin: Mapping[str, str], take_over: bool = False) -> None:
-    """Refuse an addition after which a bare name would mean another bundle, not from the same place.
+    """Refuse an addition after which a bare name would resolve to a bundle of another source.
 
-    Otherwise whoever publishes could take the place of a bundle that a service loads by name.  Raises BundleConflict
-    and what ``Store.resolve`` raises."""
+    Otherwise any publisher could replace a bundle that a service loads by name.  Raises BundleConflict and what
+    ``Store.resolve`` raises."""
     try:
         before = store.resolve(manifest.name)
     except errors.BundleNotFound:
@@ -71,7 +71,7 @@ def _check_addition(store: Store, manifest: Manifest, origin: Mapping[str, str],
     try:
         came_from = parse_json((before / ORIGIN).read_bytes(), ORIGIN)
     except (OSError, BundleDamaged):
-        came_from = None  # published here, or nobody can tell
+        came_from = None  # it was published here, or its source is unknown
     if moves and not take_over and came_from != origin:
         pin = f"Pin it with 'hallutracer bundle alias {manifest.name} production {before.name}', n" if is_own else "N"
         problem = f"'{manifest.name}' means version {before.name}, from another source; this bundle would replace it"
@@ -119,24 +119,31 @@ def _check_place(manifest: Manifest) -> None:
 
 @dataclass(frozen=True)
 class Pulled:
-    """What a pull did."""
+    """The result of a pull."""
 
     bundle: Bundle
     commit: str
-    added: bool  # False: the store had it
-    offline: str | None  # why the hub was not asked; then the files come from huggingface_hub's cache
-    left_out: Sequence[str]  # files of the repository that are no part of the bundle; not downloaded
+    added: bool  # False: the store had it already
+    offline: str | None  # why the hub did not answer; then the files come from huggingface_hub's cache
+    left_out: Sequence[str]  # files of the repository that do not belong to the bundle; not downloaded
 
 
 def pull(
-    store: Store, address: HubAddress, *, digest: str | None = None, take_over: bool = False,
-    endpoint: str | None = None, cache: Path | None = None, bar: Callable[[int], Callable[[int], Any]] | None = None,
-) -> Pulled:  # fmt: skip
+    store: Store,
+    address: HubAddress,
+    *,
+    digest: str | None = None,
+    take_over: bool = False,
+    endpoint: str | None = None,
+    cache: Path | None = None,
+    bar: Callable[[int], Callable[[int], Any]] | None = None,
+) -> Pulled:
     """Fetch a bundle and add it to the store under its own name and version.
 
-    digest: what the bundle must have; ``bar`` of so many bytes returns what is told how many more came.  Where the hub
-    gives no answer, the copy in huggingface_hub's cache is taken.  Raises HubError, BundleConflict, InvalidReference,
-    StoreNotWritable and subclasses of BundleDamaged; the store is then as it was."""
+    ``digest`` is the digest that the bundle must have.  ``bar``, called with the total of bytes, returns a function to
+    call with the number of bytes as they arrive.  If the hub gives no answer, the copy in huggingface_hub's cache is
+    taken.  Raises HubError, BundleConflict, InvalidReference, StoreNotWritable and subclasses of BundleDamaged; the
+    store is unchanged then."""
     if digest is not None and not DIGEST.fullmatch(digest):
         raise errors.InvalidReference("not a digest", expected="sha256: and 64 hex digits", found=ascii(digest))
     hub, offline = Hub(address.repository, endpoint=endpoint, cache=cache), None
@@ -146,15 +153,21 @@ def pull(
         snapshot, offline = None, str(error)
     if snapshot is not None and MANIFEST not in snapshot.files:
         raise MissingFile(f"no {MANIFEST} at its root, so it is no bundle", file=str(address), cure="Check the address")
-    # By the name of the revision, not by its commit: so the cache knows it when there is no connection.
+    # Read by the name of the revision and not by its commit, so the cache can find it without a connection.
     revision, read = address.revision or MAIN, lambda data: (read_manifest(data), data)
     (manifest, data), path = hub.read(MANIFEST, revision, MAX_MANIFEST, read, cached=snapshot is None)
     commit = path.parent.name
     if snapshot is not None and commit != snapshot.commit:
         raise HubError("the repository changed meanwhile", file=hub.repository, cure="Run the command again")
     if digest is not None and manifest.digest != digest:
-        raise errors.DigestMismatch("this is not the bundle that --digest names", file=str(address), field="digest",
-                                    expected=digest, found=manifest.digest, cure="Ask its publisher")  # fmt: skip
+        raise errors.DigestMismatch(
+            "this is not the bundle that --digest names",
+            file=str(address),
+            field="digest",
+            expected=digest,
+            found=manifest.digest,
+            cure="Ask its publisher",
+        )
     _check_place(manifest)
     if TAG.fullmatch(address.revision or "") and address.revision != f"v{manifest.version}":
         problem = f"the tag {address.revision} holds version {manifest.version}"
@@ -173,7 +186,7 @@ def pull(
 
 
 def _compare(manifest: Manifest, snapshot: Snapshot) -> list[str]:
-    """Return names that are no part of the bundle.  Raises a subclass of BundleDamaged before anything is fetched."""
+    """Return names that do not belong to the bundle.  Raises a subclass of BundleDamaged before anything is fetched."""
     for name, record in manifest.files.items():
         remote = snapshot.files.get(name)
         if remote is None:
@@ -185,12 +198,12 @@ def _compare(manifest: Manifest, snapshot: Snapshot) -> list[str]:
 
 
 def _strangers(snapshot: Snapshot) -> list[str]:
-    """Return names that are not hidden: .gitattributes, which the hub makes, is none of a bundle's business."""
+    """Return names that are not hidden; the hub itself makes .gitattributes."""
     return [name for name in snapshot.files if not name.rsplit("/", 1)[-1].startswith(".")]
 
 
 def _signature(hub: Hub, commit: str, snapshot: Snapshot | None) -> dict[str, bytes]:
-    """Read model.sig where the repository has one; without a connection where the cache has it."""
+    """Read model.sig if the repository has it, or without a connection if the cache has it."""
     if snapshot is not None and SIGNATURE not in snapshot.files:
         return {}
     try:
@@ -203,32 +216,37 @@ def _signature(hub: Hub, commit: str, snapshot: Snapshot | None) -> dict[str, by
 
 @dataclass(frozen=True)
 class Pushed:
-    """What a push did, or would do."""
+    """The steps of a push that was done, or with dry_run, would be done."""
 
     tag: str
     url: str  # of the version's page
-    address: str  # what to pull
+    address: str  # for a pull
     private: bool
     files: Mapping[str, int]  # name -> bytes
-    create: bool = False  # the repository
-    commit: bool = False  # the files
-    nothing: bool = False  # the hub has that version already; else it is tagged
-    deleted: tuple[str, ...] = ()  # files of the version before that this one lacks
+    create: bool = False  # create the repository
+    commit: bool = False  # commit the files
+    nothing: bool = False  # the hub has that version already; else it gets a tag
+    deleted: tuple[str, ...] = ()  # files of the previous version that this one lacks
 
 
 def push(
-    bundle: Bundle, address: HubAddress, *, private: bool = False, dry_run: bool = False,
-    endpoint: str | None = None, cache: Path | None = None,
-) -> Pushed:  # fmt: skip
-    """Publish a verified bundle at the root of a repository of the hub, which is created where there is none.
+    bundle: Bundle,
+    address: HubAddress,
+    *,
+    private: bool = False,
+    dry_run: bool = False,
+    endpoint: str | None = None,
+    cache: Path | None = None,
+) -> Pushed:
+    """Publish a verified bundle at the root of a repository of the hub; create the repository if there is none.
 
-    private: the repository must be, or becomes, a private one.  dry_run: ask the hub, change nothing.  Raises
-    HubError, BundleConflict where the repository holds something else, and subclasses of BundleDamaged."""
-    manifest, files, tag = bundle.manifest, files_of(bundle), f"v{bundle.manifest.version}"
-    hub, sizes = (
-        Hub(address.repository, endpoint=endpoint, cache=cache),
-        {name: len(files[name]) for name in sorted(files)},
-    )
+    ``private``: the repository must be private, or is created so.  ``dry_run``: ask the hub, change nothing.  Raises
+    HubError, BundleConflict if the repository holds something else, and subclasses of BundleDamaged."""
+    manifest = bundle.manifest
+    files = files_of(bundle)
+    tag = f"v{manifest.version}"
+    hub = Hub(address.repository, endpoint=endpoint, cache=cache)
+    sizes = {name: len(files[name]) for name in sorted(files)}
     done = Pushed(tag, f"{hub.url}/tree/{tag}", str(HubAddress(address.repository, tag)), private, sizes)
     head: Snapshot | None = None
     try:
@@ -242,7 +260,7 @@ def push(
         done = replace(done, private=head.private, **_changes(hub, head, manifest, files))
     if dry_run or done.nothing:
         return done
-    with hub.errors():  # each step alone may be the last: the next push goes on from there
+    with hub.errors():  # if a step fails, the next push continues there
         if done.create:
             hub.api.create_repo(hub.repository, private=private or None)
         commit = hub.snapshot().commit if head is None else head.commit
@@ -253,7 +271,7 @@ def push(
                 [*additions, *(CommitOperationDelete(name) for name in done.deleted)],
                 commit_message=f"{manifest.name} version {manifest.version}",
                 commit_description=manifest.digest,
-                parent_commit=commit,  # refused where somebody else was faster
+                parent_commit=commit,  # the hub refuses if another commit was faster
             ).oid
         hub.api.create_tag(hub.repository, tag=tag, tag_message=manifest.digest, revision=commit)
     there = hub.snapshot(tag)
@@ -262,7 +280,7 @@ def push(
 
 
 def _changes(hub: Hub, head: Snapshot, manifest: Manifest, files: Mapping[str, bytes]) -> dict[str, Any]:
-    """Return the fields of ``Pushed`` for a repository that there is."""
+    """Return the fields of ``Pushed`` for an existing repository."""
     tag, elsewhere = f"v{manifest.version}", "Push to another repository"
     if tag in hub.tags():
         _check_same(hub, tag, manifest)
@@ -275,12 +293,13 @@ def _changes(hub: Hub, head: Snapshot, manifest: Manifest, files: Mapping[str, b
         return {"commit": True}
     there = _check_same(hub, MAIN, manifest)
     if there.name != manifest.name:
-        raise BundleConflict("the repository is another bundle's", file=hub.url, expected=there.name,
-                             found=manifest.name, cure=elsewhere)  # fmt: skip
+        raise BundleConflict(
+            "the repository is another bundle's", file=hub.url, expected=there.name, found=manifest.name, cure=elsewhere
+        )
     if there.version > manifest.version:
         problem = f"the repository is at version {there.version} already, and versions follow each other"
         raise BundleConflict(problem, file=hub.url, cure=f"Push a version above {there.version}")
-    if there.version == manifest.version:  # an earlier push ended before its tag
+    if there.version == manifest.version:  # an earlier push stopped before its tag
         _check_complete(head, files)
         return {}
     deleted = tuple(name for name in (*there.files, SIGNATURE) if name not in files and name in head.files)
@@ -288,20 +307,25 @@ def _changes(hub: Hub, head: Snapshot, manifest: Manifest, files: Mapping[str, b
 
 
 def _check_same(hub: Hub, revision: str, ours: Manifest) -> Manifest:
-    """Return the manifest at a revision.  Raises BundleConflict where this version of this bundle is another there."""
+    """Return the manifest at a revision.  Raises BundleConflict if this version has another content there."""
     try:
         there, _ = hub.read(MANIFEST, revision, MAX_MANIFEST, read_manifest)
     except BundleDamaged as error:
         problem = f"{revision} has no {MANIFEST} that can be read: {error}"
         raise BundleConflict(problem, file=hub.url, cure="Push to another repository") from error
     if there.digest != ours.digest and (revision != MAIN or there.reference == ours.reference):
-        raise BundleConflict(f"{revision} is another bundle with this version", file=ours.reference,
-                             expected=ours.digest, found=there.digest, cure="Publish yours as the next")  # fmt: skip
+        raise BundleConflict(
+            f"{revision} is another bundle with this version",
+            file=ours.reference,
+            expected=ours.digest,
+            found=there.digest,
+            cure="Publish yours as the next",
+        )
     return there
 
 
 def _check_complete(there: Snapshot, files: Mapping[str, bytes]) -> None:
-    """Check that every byte arrived, by the hub's own digests.  ``bundle.json`` may have another time."""
+    """Check by the hub's digests that every byte arrived.  ``bundle.json`` may have another time."""
     for name, data in files.items():
         remote = there.files.get(name)
         differs = remote is None or remote.differs(record_of(data), data)
@@ -313,5 +337,10 @@ def _check_complete(there: Snapshot, files: Mapping[str, bytes]) -> None:
         if remote is None:
             raise MissingFile("the hub does not have this file", file=name, cure="Push to another repository")
         if name != MANIFEST and differs:
-            raise HubError("the hub has another file than the one that was pushed", file=name, expected=record_of(data),
-                           found=remote, cure="Delete the tag there, or push to another repository")  # fmt: skip
+            raise HubError(
+                "the hub has another file than the one that was pushed",
+                file=name,
+                expected=record_of(data),
+                found=remote,
+                cure="Delete the tag there, or push to another repository",
+            )

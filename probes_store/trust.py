@@ -1,7 +1,7 @@
-"""What an operator may ask of a bundle beside sound bytes: a signature, and a store that not everyone can write to.
+"""Checks an operator's requirements on a bundle: a signature, and a store that not everyone can write to.
 
-Signatures are in the format of OpenSSF model signing, beside a bundle as ``model.sig``.  They cover bundle.json and
-every file that it lists, and so the name, the version and the digest."""
+Signatures have the format of OpenSSF model signing and lie beside a bundle as ``model.sig``.  They cover bundle.json
+and every file that it lists, and so the name, the version and the digest."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ EXPECTED = "a PEM file with a public key or certificates, or sigstore:IDENTITY@I
 
 @dataclass(frozen=True)
 class RequiredSignature:
-    """Whose signature a bundle must have."""
+    """The key, certificates or identity whose signature a bundle must have."""
 
     key: Path | None = None  # PEM, one public key
-    certificates: Path | None = None  # PEM, the roots and what lies between
+    certificates: Path | None = None  # PEM, roots and intermediate certificates
     identity: str | None = None  # of sigstore, with its issuer
     issuer: str | None = None
 
     def check(self, bundle: Bundle) -> None:
-        """Raise SignatureMissing or SignatureMismatch; of the bundle in memory: its folder may change meanwhile."""
+        """Raise SignatureMissing or SignatureMismatch.  Checks the bundle in memory, since its folder may change."""
         signature, at = read_signature(bundle.path), bundle.reference
         if signature is None:
             cure = "Ask its publisher to sign it, or check it and run 'hallutracer bundle sign'"
@@ -47,15 +47,20 @@ class RequiredSignature:
             path.write_bytes(signature)
             try:
                 self._verifier().verify(folder, path)
-                # The files that it names: its signer may have told the tool to leave some out.
+                # The files that it covers: a signer can tell the tool to leave some out.
                 payload = json.loads(base64.b64decode(json.loads(signature)["dsseEnvelope"]["payload"]))
                 covered = {resource["name"] for resource in payload["predicate"]["resources"]}
-            except Exception as error:  # of cryptography, OpenSSL, sigstore and protobuf, as they come
+            except Exception as error:  # cryptography, OpenSSL, sigstore and protobuf raise many classes
                 cure = "Ask its publisher which key it is"
                 raise SignatureMismatch(f"not signed by {self}: {one_line(error)}", file=at, cure=cure) from error
         if covered != names:
-            raise SignatureMismatch("the signature leaves files out", file=at, expected=", ".join(sorted(names)),
-                                    found=", ".join(sorted(covered)), cure="Sign it anew")  # fmt: skip
+            raise SignatureMismatch(
+                "the signature leaves files out",
+                file=at,
+                expected=", ".join(sorted(names)),
+                found=", ".join(sorted(covered)),
+                cure="Sign it anew",
+            )
 
     def __str__(self) -> str:
         return f"{self.identity} ({self.issuer})" if self.identity else str(self.key or self.certificates)
@@ -71,7 +76,7 @@ class RequiredSignature:
 
 def required_signature(text: str) -> RequiredSignature:
     """Parse a file's name or ``sigstore:IDENTITY@ISSUER``.  Raises InvalidReference and OpenStore."""
-    _model_signing("verifying")  # a package that is missing is told before a model is loaded
+    _model_signing("verifying")  # report a missing package before a model is loaded
     if text.startswith(SIGSTORE):
         identity, _, issuer = text.removeprefix(SIGSTORE).rpartition("@https://")
         if not identity or not issuer:
@@ -96,15 +101,15 @@ def required_signature(text: str) -> RequiredSignature:
 
 @dataclass(frozen=True)
 class Signing:
-    """With what to sign: a private key, with certificates or without, or sigstore."""
+    """The means to sign: a private key, with or without certificates, or sigstore."""
 
     key: Path | None = None  # PEM, elliptic curve; without a key: sigstore
     password: str | None = None
-    certificate: Path | None = None  # PEM, of this key
-    chain: Sequence[Path] = ()  # PEM, from the certificate's issuer up
+    certificate: Path | None = None  # PEM, for this key
+    chain: Sequence[Path] = ()  # PEM, from the certificate's issuer upwards
 
     def sign(self, bundle: Bundle) -> bytes:
-        """Return the bytes of model.sig.  Raises SigningError for what the key or sigstore do not allow."""
+        """Return the bytes of model.sig.  Raises SigningError if the key or sigstore refuse."""
         with _folder(bundle) as (folder, _):
             path = folder.with_suffix(".sig")
             try:
@@ -120,20 +125,20 @@ class Signing:
         if self.key is None:
             return config.use_sigstore_signer(use_ambient_credentials=True)
         if self.certificate is not None:
-            chain = list(self.chain) or [self.certificate]  # the library takes no empty one
+            chain = list(self.chain) or [self.certificate]  # the library refuses an empty chain
             return config.use_certificate_signer(
                 private_key=self.key, signing_certificate=self.certificate, certificate_chain=chain
             )
-        # The library hands the password on as it is, and cryptography takes bytes.
+        # The library passes the password on unchanged, and cryptography needs bytes.
         password: Any = self.password.encode() if self.password else None
         return config.use_elliptic_key_signer(private_key=self.key, password=password)
 
 
 @contextmanager
 def _folder(bundle: Bundle) -> Iterator[tuple[Path, set[str]]]:
-    """Make a folder with what a signature covers, of this user alone, and the names in it.
+    """Make a private folder with the files that a signature covers; yield it and the names of the files.
 
-    Standard output is ours: what model_signing prints goes to standard error meanwhile."""
+    Meanwhile the output of model_signing goes to standard error, since standard output has our own results."""
     files = bundle.files()
     with tempfile.TemporaryDirectory() as outside, redirect_stdout(sys.stderr):
         folder = Path(outside, bundle.manifest.name)
@@ -149,16 +154,16 @@ def _model_signing(module: str) -> Any:
 
 
 def check_closed(path: Path) -> None:
-    """Raise OpenStore where any user of this machine could put another file or folder in ``path``'s place.
+    """Raise OpenStore if any user of this machine could replace ``path`` by another file or folder.
 
     ``path`` and every folder above it must not be writable for all.  In a folder such as /tmp, where all may write but
-    only owners may rename, what comes next must be this user's or root's.  Where there is nothing, nothing is wrong."""
+    only owners may rename, the next folder must belong to this user or root.  A missing path is fine."""
     path = Path(os.path.abspath(path))
-    for part in (path, path.resolve()):  # a link's own place, and where it leads
+    for part in (path, path.resolve()):  # a link itself, and its target
         for below, folder in zip((part, *part.parents), part.parents, strict=False):
             try:
                 mode, owner = folder.stat().st_mode, below.lstat().st_uid
-            except OSError:  # nothing there, or nothing that this user may see
+            except OSError:  # it does not exist, or this user may not see it
                 continue
             if mode & stat.S_IWOTH and mode & stat.S_ISVTX and owner not in (0, os.geteuid()):
                 cure = "Name a store in a folder of your own, or --allow-open-store"
@@ -169,7 +174,7 @@ def check_closed(path: Path) -> None:
 
 
 def check_bundle_closed(folder: Path) -> None:
-    """Raise OpenStore where a bundle's folder, that of its name, or a file in either is writable for all."""
+    """Raise OpenStore if a bundle's folder, the folder of its name, or a file in either is writable for all."""
     for path in (folder.parent, *folder.parent.glob("*.json"), folder, *folder.rglob("*")):
         _check_not_writable(path)
 
@@ -178,7 +183,7 @@ def _check_not_writable(path: Path) -> None:
     try:
         mode = path.stat().st_mode
     except OSError:
-        return  # whoever reads it will say so
+        return  # reading it will raise a proper error
     if mode & stat.S_IWOTH:
         cure = f"Run: chmod o-w {path}  Where you know better: --allow-open-store"
         raise OpenStore("anyone on this machine can write here", file=str(path), cure=cure)

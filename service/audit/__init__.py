@@ -1,1 +1,1 @@
-"""The audit log: who did what, and what was decided, in lines that show when one was changed or is gone."""
+"""Writes the audit log, who did what and what was decided, in lines that reveal if one was changed or removed."""

@@ -1,15 +1,15 @@
-"""The lines of the audit log, and the thread that writes them.
+"""Makes the lines of the audit log and writes them in a thread.
 
-Changes are on disk before they begin, decisions are written in batches.  Nobody is told of a decision before its line
-is written.  Where that fails, the decision goes on and is counted as missed; ``required`` refuses it instead.  A change
-is always refused.  After refusals in a row ``refusing`` says why, until a line was written: where no other one comes,
-the thread itself tries, every second, to write that lines are written again.  A disk that hangs refuses, too, after
-``REQUIRED_WAIT_S``, until what it was given is written.
+The line of a change is on disk before the change begins; decisions are written in batches.  A decision is sent only
+after its line is written.  If that fails, the decision is sent and counted as missed; with ``required`` it is refused
+instead.  A change is always refused then.  After several refusals in a row ``refusing`` gives the reason, until a line
+is written.  If no other line comes, the thread tries every second to write a line about that.  A disk that hangs for
+``REQUIRED_WAIT_S`` causes refusals, too, until it has written its data.
 
-No line has a prompt, an answer or a key's secret, nor a prompt's digest, by which a guess could be confirmed.  Whatever
-happened: ``event``, ``time``, and who it was: ``key`` (its name), ``address``, ``by``.  A decision (``event``
-"decision"): ``request_id``, ``route``, ``model``, ``bundle``, ``digest`` (the bundle's), ``policy``, ``threshold`` and
-``prompts``, each with ``index``, ``risk``, ``decision`` and ``flagged``.  A change: ``outcome`` and ``what``."""
+No line has a prompt, an answer or a key's secret, nor a prompt's digest, which could confirm a guess.  Every line has
+``event``, ``time``, and who it was: ``key`` (its name), ``address``, ``by``.  A decision (``event`` "decision") has
+``request_id``, ``route``, ``model``, ``bundle``, ``digest`` (the bundle's), ``policy``, ``threshold`` and ``prompts``,
+each with ``index``, ``risk``, ``decision`` and ``flagged``.  A change has ``outcome`` and ``what``."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from service.batch_writer import BatchWriter, Queued
 from service.errors import AuditUnavailable
 
 log = logging.getLogger("hallutracer")
-MOST_WAITING = 10_000  # lines, those that are being written among them
+MOST_WAITING = 10_000  # lines, including those that are being written
 BATCH = 256
-WAIT_S = 1.0  # that a decision waits for its line, at most, unless it is required
-REQUIRED_WAIT_S = 5.0  # that a required line or a change waits, and that a disk may hang before all of them are refused
+WAIT_S = 1.0  # longest wait of a decision for its line, unless it is required
+REQUIRED_WAIT_S = 5.0  # longest wait of a required line or a change, also for a disk that hangs
 CLOSING_S = 5.0
-RETRY_S = 1.0  # until the thread tries by itself whether lines that are required can be written again
-MOST_REFUSED = 3  # lines and tries in a row, before the log counts as refusing
+RETRY_S = 1.0  # interval at which the thread tries to write again
+MOST_REFUSED = 3  # refused lines and failed tries in a row until the log counts as refusing
 Fate = Literal["written", "missed", "broken"]
 Outcome = Literal["begun", "done", "failed"]
 Waiting = list[Queued[tuple[Line, bool]]]  # a line, and whether it must be on disk
@@ -43,7 +43,7 @@ Waiting = list[Queued[tuple[Line, bool]]]  # a line, and whether it must be on d
 
 @dataclass(frozen=True, slots=True)
 class Who:
-    """Whose doing it is.  ``address`` is the connection's, of a proxy where there is one before the service."""
+    """The author of an event.  ``address`` is that of the connection, so it is a proxy's if there is one."""
 
     key: str | None = None
     address: str | None = None
@@ -61,17 +61,20 @@ class JudgedEvent:
     risk: float
     decision: str
     flagged: bool
-    decided_by: str | None = None  # the default bundle, where its verdict and not the canary's decided
+    decided_by: str | None = None  # the default bundle, if its verdict decided and not the canary's
 
 
-def decision(who: Who, *, prompts: Sequence[JudgedEvent], **said: str | float) -> Line:
-    """Return the line that says what became of a request's prompts; ``said``: the other fields of a decision."""
-    known = [{name: value for name, value in asdict(one).items() if value is not None} for one in prompts]
-    return _line("decision", who, **said, prompts=known)
+def decision(who: Who, *, prompts: Sequence[JudgedEvent], **fields: str | float) -> Line:
+    """Build the line of a decision about a request's prompts; ``fields`` are the other fields of a decision."""
+    return _line("decision", who, **fields, prompts=list(map(_known_fields, prompts)))
+
+
+def _known_fields(prompt: JudgedEvent) -> dict[str, Any]:
+    return {name: value for name, value in asdict(prompt).items() if value is not None}
 
 
 def change(who: Who, event: str, outcome: Outcome, what: Mapping[str, Any]) -> Line:
-    """Return the line of something of the service that is another from then on."""
+    """Build the line of a configuration change."""
     return _line(event, who, outcome=outcome, what=dict(what))
 
 
@@ -80,7 +83,7 @@ def _hanging() -> str:
 
 
 def _resumed(refused: int) -> Line:
-    """Return the line that says that lines are written again, and how many were refused before it."""
+    """Build the line that says that lines are written again, and how many were refused before."""
     return change(SERVICE, "audit.resume", "done", {"refused": refused})
 
 
@@ -97,19 +100,20 @@ class Auditor(BatchWriter[tuple[Line, bool]]):
     ) -> None:
         """Open the file and write that the service starts.  Raises AuditUnavailable.
 
-        ``count`` is told how many lines were written or missed, on any thread; broken: written after changed ones."""
+        It calls ``count``, on any thread, with numbers of lines: written, missed, or broken (after changed lines)."""
         self._file = AuditFile(path, on_break=lambda: count("broken", 1))
         self._required, self._count = required, count
-        self._stuck, self._failing, self._missed = False, False, 0
-        self._refused = self._tries = 0  # required lines, and own tries, that failed since the last line was written
-        self._why = ""  # the newest of them failed
-        self._began: float | None = None  # writing, what is being written; on the monotonic clock
-        self._late = False  # some line was too late since the last one was written
+        self._stuck = self._failing = False
+        self._missed = 0
+        self._refused = self._tries = 0  # failures since the last written line: required lines, and own tries
+        self._why = ""  # reason of the newest failure
+        self._began: float | None = None  # monotonic time when the current write began
+        self._late = False  # whether a line was too late since the last written line
         self._file.append([change(SERVICE, "service.start", "done", {})], sync=True)
         super().__init__("audit", most=MOST_WAITING, batch=BATCH, closing_s=CLOSING_S)
 
     async def decided(self, line: Line) -> None:
-        """Return once the line is written, or counted as missed.  Raises AuditUnavailable where it is required."""
+        """Return once the line is written or counted as missed.  Raises AuditUnavailable if it is required."""
         if self._required:
             await self._on_disk(line)
         elif not self.put((line, False), done=(done := Future[None]())):
@@ -117,40 +121,42 @@ class Auditor(BatchWriter[tuple[Line, bool]]):
         elif not self._stuck:
             heard, _ = await asyncio.wait([written := asyncio.wrap_future(done)], timeout=WAIT_S)
             self._stuck = not heard
-            written.add_done_callback(lambda future: future.cancelled() or future.exception())  # a failure is counted
+            written.add_done_callback(lambda future: future.cancelled() or future.exception())  # counted elsewhere
 
     @property
     def refusing(self) -> str | None:
-        """Return why decisions are refused for want of a line; None where they are not, or not yet several in a row."""
+        """Return why decisions are refused without a line; None if they are not, or not yet several in a row."""
         if self._required and self._hangs:
             return _hanging()
         return self._why if self._refused + self._tries >= MOST_REFUSED else None
 
     def wake_s(self) -> float | None:
-        """Return when the thread tries whether required lines can be written again; None: nothing is refused."""
+        """Return the seconds until the thread tries to write again; None if nothing is refused."""
         return RETRY_S if self._refused else None
 
     def _refuse(self, lines: int, tries: int, why: str) -> None:
         if self._required:
             with self.changed:
-                self._refused, self._tries, self._why = self._refused + lines, self._tries + tries, why
+                self._refused += lines
+                self._tries += tries
+                self._why = why
 
     @property
     def _hangs(self) -> bool:
-        """Whether what is being written has been for ``REQUIRED_WAIT_S``."""
+        """Whether the current write has lasted ``REQUIRED_WAIT_S``."""
         began = self._began
         return began is not None and time.monotonic() - began >= REQUIRED_WAIT_S
 
     async def _on_disk(self, line: Line) -> None:
-        """Return once the line is on disk.  Raises AuditUnavailable; a line that is too late may be written still."""
-        if self._hangs:  # nothing more waits for it
+        """Return once the line is on disk.  Raises AuditUnavailable; a line that is too late may still be written."""
+        if self._hangs:  # do not wait behind it
             raise AuditUnavailable(_hanging())
         if not self.put((line, True), done=(done := Future[None]())):
             why = "too much waits for the audit log, or the service is shutting down"
             self._refuse(1, 0, why)
             raise AuditUnavailable(why)
         written = asyncio.wrap_future(done)
-        written.add_done_callback(lambda future: future.cancelled() or future.exception())  # told, or too late to be
+        written.add_done_callback(lambda future: future.cancelled() or future.exception())  # raised here, or too late
         if not (await asyncio.wait([written], timeout=REQUIRED_WAIT_S))[0]:
             if not self._late:
                 log.error("%s; what has to be in it is refused", _hanging())
@@ -159,7 +165,7 @@ class Auditor(BatchWriter[tuple[Line, bool]]):
         written.result()
 
     def close(self) -> None:
-        """Write what waits and that the service stops."""
+        """Write the waiting lines and that the service stops."""
         self.put((change(SERVICE, "service.stop", "done", {}), True), done=Future[None]())
         self._settle(self.finish(), AuditUnavailable("the service is shutting down"))
         log.info("audit log: the last line's digest is sha256:%s", self._file.head)
@@ -169,7 +175,7 @@ class Auditor(BatchWriter[tuple[Line, bool]]):
         self._file.close()
 
     def write(self, batch: Waiting) -> Waiting:
-        """Append the lines; those that could not be written are not tried again.  None: try whether one can be."""
+        """Append the lines, without a retry.  An empty batch tries whether lines can be written again."""
         self._began = time.monotonic()
         try:
             self._write(batch)
@@ -182,12 +188,12 @@ class Auditor(BatchWriter[tuple[Line, bool]]):
         with self.changed:
             missed, self._missed = self._missed, 0
         try:
-            items = [one.item for one in batch]
+            items = [queued.item for queued in batch]
             lines, syncs = zip(*(items or [(_resumed(self._refused), True)]), strict=True)
             written = self._file.append(lines, sync=any(syncs), missed=missed)
             if written < len(lines):
                 error = AuditUnavailable("the disk of the audit log is full")
-        except Exception as failed:  # whatever it is, the thread goes on
+        except Exception as failed:  # keep the thread alive on any error
             error = failed if isinstance(failed, AuditUnavailable) else AuditUnavailable(f"the audit log: {failed}")
             written = 0
         if written:
@@ -209,16 +215,16 @@ class Auditor(BatchWriter[tuple[Line, bool]]):
         self._settle(batch[written:], error)
 
     def _settle(self, batch: Waiting, error: AuditUnavailable | None) -> None:
-        """Tell those who wait; with an error, decisions that nobody refuses for it are missed."""
+        """Answer the waiting callers.  With an error, decisions that are not required are counted as missed."""
         if error is not None:
-            self._miss(sum(not sync for _, sync in (one.item for one in batch)))
-        for one in batch:
-            if one.done is None or not one.listens():
+            self._miss(sum(not queued.item[1] for queued in batch))
+        for queued in batch:
+            if queued.done is None or not queued.listens():
                 continue
             if error is None:
-                one.done.set_result(None)
+                queued.done.set_result(None)
             else:
-                one.done.set_exception(error)
+                queued.done.set_exception(error)
 
     def _miss(self, number: int) -> None:
         if number:
@@ -231,23 +237,24 @@ class Auditor(BatchWriter[tuple[Line, bool]]):
 async def recorded(
     auditor: Auditor | None, who: Who, event: str, what: Mapping[str, Any]
 ) -> AsyncIterator[dict[str, Any]]:
-    """Have on disk what a change is to be before it begins, and afterwards what came of it.
+    """Write a line on disk before a change begins, and another with its result.
 
-    The block may add to the yielded outcome.  Raises AuditUnavailable before the block: then nothing may change."""
-    found: dict[str, Any] = {}
+    The block makes the change and may add to the yielded result.  Raises AuditUnavailable before the block; then
+    nothing may change."""
+    result: dict[str, Any] = {}
     if auditor is None:
-        yield found
+        yield result
         return
     await auditor._on_disk(change(who, event, "begun", what))
     outcome: Outcome = "failed"
     try:
-        yield found
+        yield result
         outcome = "done"
     except Exception as error:
-        found["error"] = f"{type(error).__name__}: {error}"[:500]
+        result["error"] = f"{type(error).__name__}: {error}"[:500]
         raise
     finally:
         try:
-            await auditor._on_disk(change(who, event, outcome, {**what, **found}))
-        except AuditUnavailable as error:  # it cannot be undone; that it began is in the log
+            await auditor._on_disk(change(who, event, outcome, {**what, **result}))
+        except AuditUnavailable as error:  # the change cannot be undone; the log has its beginning
             log.error("%s %s, and the audit log has only that it began: %s", event, outcome, error)

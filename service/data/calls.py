@@ -1,10 +1,8 @@
-"""Function calls in a model's text, and whether they are the right ones.  Nothing is executed.
+"""Finds the function calls in a model's text and checks them against the expected ones.  It executes nothing.
 
-JSON in the usual shapes, or Python call syntax.
-
-Searched in this order: ``<tool_call>`` blocks (Qwen, Hermes), fenced blocks, the text after a marker such as
-``[TOOL_CALLS]`` (Mistral) or ``<|python_tag|>`` (Llama), the whole text, then its single lines.  Reasoning in
-``<think>`` tags is ignored.  A call inside a sentence is not a call."""
+A call is JSON in one of the usual shapes, or Python call syntax.  The search has this order: ``<tool_call>`` blocks
+(Qwen, Hermes), fenced blocks, the text after a marker such as ``[TOOL_CALLS]`` (Mistral) or ``<|python_tag|>`` (Llama),
+the whole text, then its single lines.  It ignores reasoning in ``<think>`` tags and calls inside a sentence."""
 
 from __future__ import annotations
 
@@ -15,6 +13,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -26,8 +25,11 @@ _MARKED = re.compile(r"(?:\[TOOL_CALLS\]|<\|python_tag\|>)(.*)\Z", re.DOTALL)
 _MAX_CHARACTERS = 20_000  # the rest is ignored: Python's parser has no limit of its own
 _CONSTANTS = {"true": True, "false": False, "null": None}
 _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
-}  # fmt: skip
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
 
 
 @dataclass(frozen=True)
@@ -57,13 +59,15 @@ def _calls(text: str) -> list[Call]:
 
 def _json_values(text: str) -> list[Any]:
     """Return JSON values separated by spaces, commas or semicolons; none if anything else stands between them."""
-    decoder, values, place = json.JSONDecoder(), [], 0
-    while place < len(text):
-        if text[place] in " \t\r\n,;":
-            place += 1
+    decoder = json.JSONDecoder()
+    values: list[Any] = []
+    position = 0
+    while position < len(text):
+        if text[position] in " \t\r\n,;":
+            position += 1
             continue
         try:
-            value, place = decoder.raw_decode(text, place)
+            value, position = decoder.raw_decode(text, position)
         except (ValueError, RecursionError):
             return []
         values.append(value)
@@ -114,7 +118,7 @@ def _dotted(node: ast.expr) -> str:
 
 def _arguments(node: ast.Call) -> dict[str, Any]:
     named = {word.arg or "**": _value(word.value) for word in node.keywords}
-    return {str(place): _value(value) for place, value in enumerate(node.args)} | named
+    return {str(position): _value(value) for position, value in enumerate(node.args)} | named
 
 
 def _value(node: ast.expr) -> Any:
@@ -151,7 +155,9 @@ def meets(answer: str, expected: dict[str, Any]) -> bool:
     """
     if expected["expect"] == "text":
         text = _plain_text(answer)
-        return any(re.search(rf"(?<!\w){re.escape(_plain_text(one))}(?!\w)", text) for one in expected["texts"])
+        return any(
+            re.search(rf"(?<!\w){re.escape(_plain_text(candidate))}(?!\w)", text) for candidate in expected["texts"]
+        )
     calls = parse_calls(answer)
     if expected["expect"] != "calls":
         return bool(calls) == bool(expected["expect"] == "some_call")
@@ -160,7 +166,7 @@ def meets(answer: str, expected: dict[str, Any]) -> bool:
         return False
     from scipy.optimize import linear_sum_assignment  # .3 s at the start of a service, which judges no calls
 
-    fits = np.array([[_is_right(call, want) for want in wanted] for call in calls])
+    fits = np.array([_is_right(*pair) for pair in product(calls, wanted)]).reshape(len(calls), -1)
     return bool(fits[linear_sum_assignment(fits, maximize=True)].all())
 
 
@@ -173,7 +179,7 @@ def expectation_problem(expected: dict[str, Any]) -> str | None:
         return known and all(isinstance(accepted, list) for accepted in value["arguments"].values())
 
     shapes: dict[str, tuple[str, str, Callable[[Any], bool]]] = {
-        "text": ("texts", "texts", lambda one: isinstance(one, str) and bool(_plain_text(one))),
+        "text": ("texts", "texts", lambda item: isinstance(item, str) and bool(_plain_text(item))),
         "calls": ("calls", "objects with name, arguments and optional", is_call),
     }
     if expected["expect"] not in shapes:
@@ -208,7 +214,9 @@ def _is_same(value: Any, wanted: Any) -> bool:
         return isinstance(value, list) and len(value) == len(wanted) and all(map(_is_same, value, wanted))
     if isinstance(wanted, dict):
         known = isinstance(value, dict) and all(_is_accepted(item, wanted.get(key)) for key, item in value.items())
-        return known and all(key in value or (isinstance(one, list) and "" in one) for key, one in wanted.items())
+        return known and all(
+            key in value or (isinstance(accepted, list) and "" in accepted) for key, accepted in wanted.items()
+        )
     return isinstance(value, int | float) and bool(value == wanted)
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from probes_store.local import atomic_write
-from service.data.labels import said_in
+from service.data.labels import answer_texts
 from service.data.run_folder import AppendLog, RowsFile, claim, write_at
 from service.data.training_rows import Dataset
 from service.engines.base import Completion, Engine, Sampling
@@ -55,50 +55,71 @@ class Collection:
     rows: dict[Site, RowsFile]
     first_token: NDArray[np.float64]  # [N, 2] log maximum probability, entropy (nats)
     pooled: dict[tuple[Site, Pooling], RowsFile] = field(default_factory=dict)  # never last_1, which is ``rows``
-    answers: RowsFile | None = None  # means over an answer's own tokens; zeros where none was read
+    answers: RowsFile | None = None  # means over an answer's own tokens; zeros if none was read
 
 
 def collect(
-    engine: Engine, dataset: Dataset, folder: Path, *, sites: Sequence[Site], prompt_format: PromptFormat,
-    batch_rows: int, max_new_tokens: int | None = None, poolings: Sequence[Pooling] = (),
+    engine: Engine,
+    dataset: Dataset,
+    folder: Path,
+    *,
+    sites: Sequence[Site],
+    prompt_format: PromptFormat,
+    batch_rows: int,
+    max_new_tokens: int | None = None,
+    poolings: Sequence[Pooling] = (),
     answer_site: Site | None = None,
-) -> Collection:  # fmt: skip
+) -> Collection:
     """Extract every prompt's activations at ``sites`` and, with ``max_new_tokens``, its greedy answer from one prefill.
 
     A row that does not apply has no answer.  ``poolings`` adds activations pooled over other positions (App. pooling)
-    from the same forward passes, ``answer_site`` those of the answer's own tokens there.
-    Raises DataError (prompts the model cannot take, by line number), RunMismatch (the folder is another run's),
-    TrainingError (a small disk), NonFiniteReadout, and EngineError where it cannot pool or reads no answers."""
-    others = beyond_onset(poolings)
-    if others:
-        engine.extract([], (), others)  # raises before the folder is made
+    from the same forward passes.  ``answer_site`` adds the means over the answers' own tokens at that site.
+    Raises DataError (prompts that the model cannot take, by line number), RunMismatch (the folder belongs to another
+    run), TrainingError (the disk is too small), NonFiniteReadout, and EngineError (the engine cannot pool or reads no
+    answers)."""
+    other_poolings = beyond_onset(poolings)
+    if other_poolings:
+        engine.extract([], (), other_poolings)  # raises before the folder is made
     prompts = render_all(engine, dataset, prompt_format, max_new_tokens or 0)
     geometry, identity = engine.identity.geometry, asdict(engine.identity)
     if identity["adapter"] is None:
-        del identity["adapter"]  # as in runs from before there were adapters
+        del identity["adapter"]  # run folders of older releases have no such key
     if identity["template_arguments"] is None:
         del identity["template_arguments"]  # likewise
-    del identity["model"]  # one folder may have two names; the fingerprint identifies the model
-    run = {"data": dataset.digest, "model": identity, "sites": sorted(sites), "prompt_format": prompt_format,
-           "batch_rows": batch_rows, "max_new_tokens": max_new_tokens}  # fmt: skip
-    more: dict[str, Any] = {"poolings": sorted(others)} if others else {}
-    claim(folder, run | more | ({"answer_site": answer_site} if answer_site else {}))
+    del identity["model"]  # a model's folder may have two names; the fingerprint identifies the model
+    run = {
+        "data": dataset.digest,
+        "model": identity,
+        "sites": sorted(sites),
+        "prompt_format": prompt_format,
+        "batch_rows": batch_rows,
+        "max_new_tokens": max_new_tokens,
+    }
+    extra_fields: dict[str, Any] = {"poolings": sorted(other_poolings)} if other_poolings else {}
+    claim(folder, run | extra_fields | ({"answer_site": answer_site} if answer_site else {}))
     atomic_write(folder / "input_ids.i32", prompts.ids.astype("<i4").tobytes())
     atomic_write(folder / "offsets.i64", prompts.offsets.astype("<i8").tobytes())
     files = {site: RowsFile(folder / f"rows-{site}.f32", geometry, site, len(dataset)) for site in sites}
-    pooled = {(site, pooling): RowsFile(folder / f"rows-{site}-{pooling}.f32", geometry, site, len(dataset))
-              for site in sites for pooling in others}  # fmt: skip
-    # The rows that apply, then the others, which are read without an answer.  No batch has both: one call of the engine
-    # either answers all of its prompts or none, and is done or not done.
-    plan = [rows[batch] for rows in (dataset.asking, dataset.others)
-            for batch in batches(prompts.lengths[rows], batch_rows)]  # fmt: skip
+    pooled = {
+        (site, pooling): RowsFile(folder / f"rows-{site}-{pooling}.f32", geometry, site, len(dataset))
+        for site in sites
+        for pooling in other_poolings
+    }
+    # First the rows that apply, then the others, which get no answer.  No batch has both kinds, because one call of the
+    # engine answers all of its prompts or none.
+    plan = [
+        rows[batch] for rows in (dataset.asking, dataset.others) for batch in batches(prompts.lengths[rows], batch_rows)
+    ]
     greedy = None if max_new_tokens is None else Sampling(max_tokens=max_new_tokens, temperature=0.0)
     first_token = folder / "first_token.f64"
-    own = None if answer_site is None else RowsFile(folder / f"rows-{answer_site}-answer.f32", geometry, answer_site,
-                                                    len(dataset))  # fmt: skip
-    every = (*files.values(), *pooled.values(), *filter(None, [own]))
+    answer_file = (
+        None
+        if answer_site is None
+        else RowsFile(folder / f"rows-{answer_site}-answer.f32", geometry, answer_site, len(dataset))
+    )
+    row_files = (*files.values(), *pooled.values(), *filter(None, [answer_file]))
     with ExitStack() as stack:
-        sizes = {file.path: file.nbytes for file in every} | {first_token: len(dataset) * 16}
+        sizes = {file.path: file.nbytes for file in row_files} | {first_token: len(dataset) * 16}
         journal, done = _resumed(stack, folder, sizes, len(plan))
         if greedy is not None:
             answers = stack.enter_context(closing(AppendLog(folder / "answers.jsonl")))
@@ -106,53 +127,79 @@ def collect(
             if answers.count < finished:
                 raise RunMismatch(f"{answers.path} lacks answers of batches that are done: delete {folder}")
             answers.keep(finished)
-        targets = {path: os.open(path, os.O_WRONLY) for path in (*(file.path for file in every), first_token)}
+        targets = {path: os.open(path, os.O_WRONLY) for path in sizes}
         for descriptor in targets.values():
             stack.callback(os.close, descriptor)
         bar = stack.enter_context(_bar("readouts" + (" and answers" if greedy else ""), prompts.lengths, plan, done))
         for number, batch in list(enumerate(plan))[done:]:
             answered = greedy if dataset.applies[batch[0]] else None
-            read: dict[str, Any] = {} if own is None or answered is None else {"answer_site": own.site}
-            extraction = engine.extract([prompts.of(int(row)) for row in batch], list(files),
-                                        (Pooling.LAST_1, *others), answered, **read)  # fmt: skip
+            answer_options: dict[str, Any] = (
+                {} if answer_file is None or answered is None else {"answer_site": answer_file.site}
+            )
+            extraction = engine.extract(
+                [prompts.of(int(row)) for row in batch],
+                list(files),
+                (Pooling.LAST_1, *other_poolings),
+                answered,
+                **answer_options,
+            )
             outputs = [(file, extraction.activations[site], str(site)) for site, file in files.items()]
             outputs += [(file, extraction.pooled[key], ", ".join(key)) for key, file in pooled.items()]
-            if own is not None and extraction.answers is not None:
-                outputs.append((own, extraction.answers, f"{own.site} of the answers"))
+            if answer_file is not None and extraction.answers is not None:
+                outputs.append((answer_file, extraction.answers, f"{answer_file.site} of the answers"))
             for file, activations, where in outputs:
                 if not np.all(np.isfinite(activations)):
-                    raise NonFiniteReadout(f"batch {number} of {len(plan)} gave a NaN or an infinity at {where}: try "
-                                           "another dtype (float16 overflows)")  # fmt: skip
+                    raise NonFiniteReadout(
+                        f"batch {number} of {len(plan)} gave a NaN or an infinity at {where}: try "
+                        "another dtype (float16 overflows)"
+                    )
                 file.write(targets[file.path], batch, activations)
             signals = np.array([[t.log_max_prob, t.entropy] for t in extraction.first_tokens], "<f8")
             if not np.all(np.isfinite(signals)):
                 raise NonFiniteReadout(f"batch {number} of {len(plan)} gave a first token without a probability")
-            for place, row in enumerate(batch):
-                write_at(targets[first_token], signals[place].tobytes(), int(row) * 16)
+            for position, row in enumerate(batch):
+                write_at(targets[first_token], signals[position].tobytes(), int(row) * 16)
             for descriptor in targets.values():
                 os.fsync(descriptor)
             if answered is not None:
-                records = _records(engine, dataset, prompts, batch, extraction.completions, tokens=own is not None)
+                records = _records(
+                    engine, dataset, prompts, batch, extraction.completions, tokens=answer_file is not None
+                )
                 answers.append(records)
             journal.append([{"batch": number, "rows": len(batch)}])  # now all of the batch is on disk
             bar.update(int(prompts.lengths[batch].sum()))
-    return Collection(folder, prompts, files, np.fromfile(first_token, "<f8").reshape(-1, 2), pooled, own)
+    return Collection(folder, prompts, files, np.fromfile(first_token, "<f8").reshape(-1, 2), pooled, answer_file)
 
 
 def read_given(
     engine: Engine, dataset: Dataset, prompts: Prompts, folder: Path, site: Site, batch_rows: int
 ) -> RowsFile:
-    """Read the rows' own answers behind their prompts: means over their tokens at ``site``; zeros for a row without.
+    """Read the answers that the rows bring, behind their prompts: the mean over an answer's tokens at ``site``.
 
-    Resumes.  Raises DataError (a prompt and its answer that the model cannot take), and what ``collect`` raises."""
+    A row without an answer gets zeros.  An interrupted run resumes.  Raises DataError (the model cannot take a prompt
+    with its answer), and what ``collect`` raises."""
     geometry, limit = engine.identity.geometry, engine.identity.max_tokens
-    said = [continuation(engine, row.answer) if row.applies else [] for row in dataset.rows]
-    rows, lengths = np.flatnonzero([bool(tokens) for tokens in said]), prompts.lengths + np.array([*map(len, said)])
-    if problems := [f"line {dataset.rows[row].line}: {lengths[row]} tokens with its 'answer' are more than the model's "
-                    f"{limit}" for row in rows if lengths[row] > limit]:  # fmt: skip
+    answers = [continuation(engine, row.answer) if row.applies else [] for row in dataset.rows]
+    rows, lengths = (
+        np.flatnonzero([bool(tokens) for tokens in answers]),
+        prompts.lengths + np.array([*map(len, answers)]),
+    )
+    if problems := [
+        f"line {dataset.rows[row].line}: {lengths[row]} tokens with its 'answer' are more than the model's {limit}"
+        for row in rows
+        if lengths[row] > limit
+    ]:
         raise DataError(str(dataset.path), problems)
-    claim(folder, {"data": dataset.digest, "model": engine.identity.fingerprint, "site": site, "batch_rows": batch_rows,
-                   "prompts": hashlib.sha256(prompts.ids.tobytes()).hexdigest()})  # fmt: skip
+    claim(
+        folder,
+        {
+            "data": dataset.digest,
+            "model": engine.identity.fingerprint,
+            "site": site,
+            "batch_rows": batch_rows,
+            "prompts": hashlib.sha256(prompts.ids.tobytes()).hexdigest(),
+        },
+    )
     file = RowsFile(folder / f"rows-{site}.f32", geometry, site, len(dataset))
     plan = [rows[batch] for batch in batches(lengths[rows], batch_rows)]
     with ExitStack() as stack:
@@ -161,9 +208,9 @@ def read_given(
         stack.callback(os.close, target)
         bar = stack.enter_context(_bar("answers", lengths, plan, done))
         for number, batch in list(enumerate(plan))[done:]:
-            told = [[*prompts.of(row), *said[row]] for row in batch.tolist()]
-            read = engine.extract(told, [site], last=[len(said[row]) for row in batch.tolist()])
-            file.write(target, batch, read.activations[site])
+            token_ids = [[*prompts.of(row), *answers[row]] for row in batch.tolist()]
+            extraction = engine.extract(token_ids, [site], last=[len(answers[row]) for row in batch.tolist()])
+            file.write(target, batch, extraction.activations[site])
             os.fsync(target)
             journal.append([{"batch": number, "rows": len(batch)}])
             bar.update(int(lengths[batch].sum()))
@@ -171,15 +218,15 @@ def read_given(
 
 
 def batches(lengths: NDArray[np.integer], batch_rows: int) -> list[NDArray[np.int64]]:
-    """Return the batch plan: data rows in runs of ``batch_rows``, longest prompts first, else in the data's order."""
+    """Return the data rows of each batch of ``batch_rows``: longest prompts first, else in the data's order."""
     order = np.argsort(-np.asarray(lengths, np.int64), kind="stable")
     return [order[start : start + batch_rows] for start in range(0, len(order), batch_rows)]
 
 
 def render_all(engine: Engine, dataset: Dataset, prompt_format: PromptFormat, reserve: int) -> Prompts:
-    """Return token ids of all prompts, which leave room for ``reserve`` tokens of an answer to a row that applies.
+    """Return the token ids of all prompts.  A row that applies must leave room for ``reserve`` tokens of an answer.
 
-    Raises DataError naming all that the model cannot take."""
+    Raises DataError that names every row that the model cannot take."""
     problems: list[str] = []
     parts: list[NDArray[np.int32]] = []
     limit = engine.identity.max_tokens
@@ -203,9 +250,9 @@ def render_all(engine: Engine, dataset: Dataset, prompt_format: PromptFormat, re
 
 
 def _resumed(stack: ExitStack, folder: Path, sizes: dict[Path, int], batches: int) -> tuple[AppendLog, int]:
-    """Return the folder's journal, and how many of the ``batches`` are done; its data files have their full length.
+    """Give the data files their full length.  Return the journal, and how many of the ``batches`` are done.
 
-    Raises RunMismatch where the journal is not of one run, and what ``_reserve`` raises."""
+    Raises RunMismatch (the journal is not that of one run), and what ``_reserve`` raises."""
     journal = stack.enter_context(closing(AppendLog(folder / "journal.jsonl")))
     done = journal.count
     _reserve(folder, sizes, started=done > 0)
@@ -223,25 +270,37 @@ def _reserve(folder: Path, sizes: dict[Path, int], *, started: bool) -> None:
     held = sum(path.stat().st_blocks * 512 for path in sizes if path.exists())
     need, free = sum(sizes.values()) - held, shutil.disk_usage(folder).free
     if need > free:
-        raise TrainingError(f"{folder} needs {size_text(need)} more and the disk has {size_text(free)} free: name a "
-                            "run folder on another disk with --run-dir, or collect less", param="run_dir")  # fmt: skip
+        raise TrainingError(
+            f"{folder} needs {size_text(need)} more and the disk has {size_text(free)} free: name a "
+            "run folder on another disk with --run-dir, or collect less",
+            param="run_dir",
+        )
     for path, size in sizes.items():
         with path.open("ab") as file:
             file.truncate(size)
 
 
 def _records(
-    engine: Engine, dataset: Dataset, prompts: Prompts, batch: NDArray[np.int64], completions: Sequence[Completion], *,
+    engine: Engine,
+    dataset: Dataset,
+    prompts: Prompts,
+    batch: NDArray[np.int64],
+    completions: Sequence[Completion],
+    *,
     tokens: bool,
-) -> list[dict[str, Any]]:  # fmt: skip
-    """Return a line for each answer: what is said, and where a thought comes first, all of it, and whether it ends."""
+) -> list[dict[str, Any]]:
+    """Return a line for each answer: its text without a thought.  After a thought also the whole, and if it ended."""
     records: list[dict[str, Any]] = []
     for row, completion in zip(batch.tolist(), completions, strict=True):
         record: dict[str, Any] = {"id": dataset.rows[row].id, "row": row, "answer": completion.text}
         record["finish"] = completion.finish_reason
-        whole, said = said_in(completion, prompts.of(row), engine)
-        if said != completion.text:
-            record |= {"answer": said or "", "with_thought": whole, "thought_ends": said is not None}
+        with_thought, spoken_text = answer_texts(completion, prompts.of(row), engine)
+        if spoken_text != completion.text:
+            record |= {
+                "answer": spoken_text or "",
+                "with_thought": with_thought,
+                "thought_ends": spoken_text is not None,
+            }
         records.append(record | ({"tokens": list(completion.token_ids)} if tokens else {}))
     return records
 
@@ -249,5 +308,11 @@ def _records(
 def _bar(name: str, lengths: NDArray[np.int64], plan: Sequence[NDArray[np.int64]], done: int) -> tqdm[Any]:
     """Return a progress bar over prompt tokens, which estimate the time left better than rows do."""
     sizes = [int(lengths[batch].sum()) for batch in plan]
-    return tqdm(desc=name, total=sum(sizes), initial=sum(sizes[:done]), unit="tok", unit_scale=True,
-                mininterval=0.2 if sys.stderr.isatty() else 30.0)  # fmt: skip
+    return tqdm(
+        desc=name,
+        total=sum(sizes),
+        initial=sum(sizes[:done]),
+        unit="tok",
+        unit_scale=True,
+        mininterval=0.2 if sys.stderr.isatty() else 30.0,
+    )

@@ -1,9 +1,9 @@
-"""Six judges of generated answers.
+"""Decides whether a generated answer is factual, by one of six judges.
 
-``exact`` and ``contains`` compare normalised text with the accepted answers, ``regex`` takes these as patterns, and
+``exact`` and ``contains`` compare normalised text with the accepted answers.  ``regex`` takes these as patterns.
 ``openai`` asks any endpoint that speaks /v1/chat/completions.  ``similarity`` (TruthfulQA) and ``calls`` (BFCL) need
-more.  ``answers`` is the only part of a row that reaches a judge, so that more is encoded there: a plain string is an
-accepted answer; a string that is a JSON object with one of these keys is not:
+more than accepted answers.  A judge sees only the ``answers`` of a row, so they encode this, too.  A plain string is an
+accepted answer.  A string that is a JSON object with one of these keys is something else:
 
 ``{"incorrect": "You die"}``
     a false reference answer, used by the judge ``similarity`` alone;
@@ -37,21 +37,22 @@ _INSTRUCTION = (
     "You grade answers. Say whether the given answer states the same fact as one of the accepted answers. "
     "Reply with exactly one word: yes or no."
 )
-TIMEOUT_S = 60.0  # of one request
-RETRIES = 3  # after a failure that may pass: connection, 429, 5xx, no yes or no
+TIMEOUT_S = 60.0  # of each request
+RETRIES = 3  # after a failure that may be temporary: connection, 429, 5xx, neither yes nor no
 _BACKOFF_S = 0.5
 
 
 def normalise(text: str) -> str:
-    """Return the text in NFKC, casefolded, punctuation and symbols to spaces, no English articles, single spaces."""
+    """Return the text in NFKC and casefolded, without punctuation, symbols and English articles, in single spaces."""
     folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
     joined = re.sub(r"(?<=\w)['\u2019](?=\w)|(?<=\d),(?=\d{3})", "", folded)
-    kept = {match.start() for match in re.finditer(r"(?<!\w)[-\u2212](?=\d)|(?<=\d)\.(?=\d)", joined)}
-    words = "".join(
-        char.replace("\u2212", "-") if place in kept or unicodedata.category(char)[0] not in "PSZC" else " "
-        for place, char in enumerate(joined)
-    ).split()
-    return " ".join(word for place, word in enumerate(words) if word not in _ARTICLES or place == len(words) - 1)
+    number_marks = {match.start() for match in re.finditer(r"(?<!\w)[-\u2212](?=\d)|(?<=\d)\.(?=\d)", joined)}
+    characters = []
+    for position, char in enumerate(joined):
+        is_kept = position in number_marks or unicodedata.category(char)[0] not in "PSZC"
+        characters.append(char.replace("\u2212", "-") if is_kept else " ")
+    words = "".join(characters).split()
+    return " ".join(word for position, word in enumerate(words) if word not in _ARTICLES or position == len(words) - 1)
 
 
 def contains(question: str, answer: str, accepted: Sequence[str]) -> bool:
@@ -64,27 +65,27 @@ def contains(question: str, answer: str, accepted: Sequence[str]) -> bool:
 
 
 def answer_problems(options: JudgeOptions, answers: Sequence[str]) -> list[str]:
-    """Return problems of a row's answers for this judge; checked before a model is loaded."""
-    found = expected(answers)
+    """Return why this judge cannot use a row's answers; empty if it can.  Needs no model."""
+    call_expectation = expected(answers)
     if options.judge == "calls":
-        if found is None or len(answers) != 1:
+        if call_expectation is None or len(answers) != 1:
             return [
                 "the judge 'calls' needs one answer that says what to expect: convert the set bfcl, or take another"
             ]
-        problem = expectation_problem(found)
+        problem = expectation_problem(call_expectation)
         return [f"the expectation in 'answers' is damaged: {problem}"] if problem else []
-    if found is not None:
+    if call_expectation is not None:
         return [f"'answers' holds an expectation for the judge 'calls', which {options.judge_name!r} cannot use"]
     accepted, false = split_answers(answers)
-    if (several := parts_of(answers)) is not None:
+    if (fact_parts := parts_of(answers)) is not None:
         if options.judge_name not in PART_JUDGES or len(answers) != 1:
             return [f"'answers' has parts, which need to be its only entry and a judge of {', '.join(PART_JUDGES)}"]
-        accepted = [answer for part in several for answer in part]
+        accepted = [answer for part in fact_parts for answer in part]
     if false and not accepted:
         return ["'answers' holds incorrect answers only: an accepted one is needed"]
     if options.judge == "similarity":
         missing = [] if false else ['the judge \'similarity\' needs an incorrect answer too: {"incorrect": "..."}']
-        return missing + [f"answer {one!r} has no word" for one in (*accepted, *false) if not words(one)]
+        return missing + [f"answer {text!r} has no word" for text in (*accepted, *false) if not words(text)]
     problems = []
     for answer in accepted:
         if options.judge == "regex":
@@ -98,11 +99,14 @@ def answer_problems(options: JudgeOptions, answers: Sequence[str]) -> list[str]:
 
 
 def make_judge(options: JudgeOptions) -> Judge:
-    """Return the judge that the options name, applied to what ``answer_pattern`` extracts from the generated text."""
+    """Return the judge that the options name.  It sees what ``answer_pattern`` extracts from the generated text."""
     accepted_alone: dict[str, Judge] = {
-        "exact": lambda _, answer, accepted: normalise(answer) in map(normalise, accepted), "contains": contains,
-        "regex": lambda _, answer, accepted: any(re.search(one, answer, re.IGNORECASE) for one in accepted),
-    }  # fmt: skip
+        "exact": lambda _, answer, accepted: normalise(answer) in map(normalise, accepted),
+        "contains": contains,
+        "regex": lambda _, answer, accepted: any(
+            re.search(expression, answer, re.IGNORECASE) for expression in accepted
+        ),
+    }
     if options.judge == "openai":
         accepted_alone["openai"] = OpenAIJudge(options)
     pattern = re.compile(options.answer_pattern) if options.answer_pattern else None
@@ -112,10 +116,10 @@ def make_judge(options: JudgeOptions) -> Judge:
             answer = match.group(1) or ""
         accepted, false = split_answers(answers)
         if options.judge == "calls":
-            found = expected(answers)
-            return found is not None and meets(answer, found)
-        if (several := parts_of(answers)) is not None:
-            return all(accepted_alone[options.judge_name](question, answer, part) for part in several)
+            call_expectation = expected(answers)
+            return call_expectation is not None and meets(answer, call_expectation)
+        if (fact_parts := parts_of(answers)) is not None:
+            return all(accepted_alone[options.judge_name](question, answer, part) for part in fact_parts)
         if options.judge == "similarity":  # nearer to a correct reference answer than to any incorrect one
             return margin(answer, accepted, false) > 0
         return accepted_alone[options.judge_name](question, answer, accepted)
@@ -132,7 +136,7 @@ class OpenAIJudge:
         headers = {"Authorization": f"Bearer {options.judge_key}"} if options.judge_key else {}
         proxies = Proxies.of_environment()
         self._client = httpx.Client(timeout=TIMEOUT_S, headers=headers, transport=ProxyTransport(proxies))
-        self._asked = self._url + proxies.described(httpx.URL(self._url))  # how errors call it
+        self._shown_url = self._url + proxies.described(httpx.URL(self._url))  # for errors
         self._sleep = sleep
 
     def __call__(self, question: str, answer: str, accepted: Sequence[str]) -> bool:
@@ -140,9 +144,11 @@ class OpenAIJudge:
         listed = "\n".join(f"- {candidate}" for candidate in accepted)
         text = f"Question:\n{question}\n\nAccepted answers:\n{listed}\n\nGiven answer:\n{answer}\n\nyes or no?"
         body = {
-            "model": self._options.judge_model, "temperature": 0, "max_tokens": 8,
+            "model": self._options.judge_model,
+            "temperature": 0,
+            "max_tokens": 8,
             "messages": [{"role": "system", "content": _INSTRUCTION}, {"role": "user", "content": text}],
-        }  # fmt: skip
+        }
         cause = ""
         for attempt in range(RETRIES + 1):
             if attempt:
@@ -155,7 +161,7 @@ class OpenAIJudge:
             if response.status_code != 200:
                 cause = f"answered {response.status_code}: {response.text[:200]}"
                 if response.status_code != 429 and response.status_code < 500:
-                    raise TrainingError(f"the judge at {self._asked} {cause}; check model and key", param="judge")
+                    raise TrainingError(f"the judge at {self._shown_url} {cause}; check model and key", param="judge")
                 continue
             try:
                 reply = response.json()["choices"][0]["message"]["content"]
@@ -167,7 +173,7 @@ class OpenAIJudge:
                 return word == "yes"
             cause = f"said {reply!r} where yes or no was asked for"
         tries = f"(after {RETRIES + 1} tries; judged answers are kept, run again)"
-        raise TrainingError(f"the judge at {self._asked} {cause} {tries}", param="judge")
+        raise TrainingError(f"the judge at {self._shown_url} {cause} {tries}", param="judge")
 
 
 PART_JUDGES = ("contains", "regex", "openai")
@@ -190,7 +196,7 @@ def parts(*answers: Sequence[str]) -> str:
 
 
 def parts_of(answers: Sequence[str]) -> list[list[str]] | None:
-    """Return the accepted answers of each part, or None where a row asks for one fact."""
+    """Return the accepted answers of each part, or None if a row asks for one fact."""
     return next((value["parts"] for value in map(_object, answers) if value is not None and "parts" in value), None)
 
 
@@ -225,11 +231,15 @@ def _object(answer: str) -> dict[str, Any] | None:
 
 
 def _has_parts(value: dict[str, Any]) -> bool:
-    """Return whether an object has two parts or more, each with an accepted answer, and nothing else."""
-    several = value.get("parts")
-    if len(value) != 1 or not isinstance(several, list) or len(several) < 2:
-        return False
-    return all(isinstance(part, list) and part and all(isinstance(one, str) for one in part) for part in several)
+    """Return whether ``parts`` is all of an object, with two parts or more that each have an accepted answer."""
+    fact_parts = value.get("parts")
+    return (
+        len(value) == 1 and isinstance(fact_parts, list) and len(fact_parts) >= 2 and all(map(_are_texts, fact_parts))
+    )
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(text, str) for text in value)
 
 
 def words(text: str) -> list[str]:
@@ -244,14 +254,17 @@ def rouge_l(first: Sequence[str], second: Sequence[str]) -> float:
     lengths = [0] * (len(second) + 1)
     for word in first:
         diagonal = 0
-        for place, candidate in enumerate(second, 1):
-            longest = diagonal + 1 if word == candidate else max(lengths[place], lengths[place - 1])
-            diagonal, lengths[place] = lengths[place], longest
+        for position, candidate in enumerate(second, 1):
+            longest = diagonal + 1 if word == candidate else max(lengths[position], lengths[position - 1])
+            diagonal, lengths[position] = lengths[position], longest
     return 2 * lengths[-1] / (len(first) + len(second))
 
 
 def margin(answer: str, correct: Sequence[str], incorrect: Sequence[str]) -> float:
     """Return the largest ROUGE-L to a correct reference minus the largest to an incorrect one; above 0 is factual."""
-    given = words(answer)
-    best = [max((rouge_l(given, words(one)) for one in texts), default=0.0) for texts in (correct, incorrect)]
-    return best[0] - best[1]
+    answer_words = words(answer)
+
+    def largest(references: Sequence[str]) -> float:
+        return max((rouge_l(answer_words, words(text)) for text in references), default=0.0)
+
+    return largest(correct) - largest(incorrect)

@@ -1,4 +1,4 @@
-"""Labels of the rows: those of the data file, or verdicts on the model's answers."""
+"""Labels the rows: by the data file, or by a judge's verdicts on the model's answers."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from service.errors import DataError, RunMismatch, TrainingError
 
 Verdict = Literal["factual", "hallucinated", "abstained", "empty", "unfinished thought"]
 UNFINISHED: Verdict = "unfinished thought"
-MOST_UNFINISHED = 0.5  # share of the answers; those that are left are the ones that take the least thought
+MOST_UNFINISHED = 0.5  # share of the answers; above it, the finished answers are those that took the least thought
 CLASSES = {"hallucinated": 0, "factual": 1}
-"""Verdicts that are labels; the others belong to neither class."""
+"""The verdicts that are labels; any other verdict belongs to neither class."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +37,7 @@ class Labelled:
 
     index: NDArray[np.int64]  # [n] data rows
     label: NDArray[np.int64]  # [n] 1 factual, 0 hallucinated
-    left_out: dict[str, int]  # why the other rows do not take part, counted
+    left_out: dict[str, int]  # count of the other rows by the reason why they do not take part
     thoughts: int = 0  # answers that begin with a thought
 
 
@@ -51,22 +51,25 @@ def given_labels(dataset: Dataset) -> Labelled:
 def check_answers(dataset: Dataset, options: JudgeOptions) -> None:
     """Raise DataError if the judge cannot use a row's accepted answers; needs no model."""
     asking = [row for row in dataset.rows if row.applies]
-    if problems := [f"line {row.line}: {one}" for row in asking for one in answer_problems(options, row.answers)]:
+    if problems := [
+        f"line {row.line}: {problem}" for row in asking for problem in answer_problems(options, row.answers)
+    ]:
         raise DataError(str(dataset.path), problems)
 
 
 def judged_labels(dataset: Dataset, folder: Path, options: JudgeOptions) -> Labelled:
     """Judge ``answers.jsonl`` of a collection, which has an answer of each row that applies.
 
-    Raises TrainingError where most of the answers are thoughts that do not end."""
+    Raises TrainingError if most of the answers are thoughts that do not end."""
     with (folder / "answers.jsonl").open(encoding="utf-8") as file:
         records = {record["row"]: record for record in map(json.loads, file)}
     answers = sorted((row, _judged(record)) for row, record in records.items())
     thoughts = sum("with_thought" in record or _judged(record) != record["answer"] for record in records.values())
     unfinished = sum(text is None for _, text in answers)
     if unfinished > MOST_UNFINISHED * len(answers):
-        raise TrainingError(f"{dataset.path}, labelled by its answers: {unfinished_thoughts(unfinished, len(answers))}",
-                            param="labels")  # fmt: skip
+        raise TrainingError(
+            f"{dataset.path}, labelled by its answers: {unfinished_thoughts(unfinished, len(answers))}", param="labels"
+        )
     key = _key(options, thoughts > 0)
     verdicts = _verdicts(dataset, answers, folder / f"labels-{key}.jsonl", options)
     used = {row: CLASSES[verdict] for (row, _), verdict in zip(answers, verdicts, strict=True) if verdict in CLASSES}
@@ -76,51 +79,53 @@ def judged_labels(dataset: Dataset, folder: Path, options: JudgeOptions) -> Labe
 
 
 def unfinished_thoughts(unfinished: int, answers: int) -> str:
-    """Return what to say of answers that were cut before they say anything."""
-    return (f"{unfinished} of {answers} answers are thoughts that do not end, so nothing is said that could be judged: "
-            "let them be longer (--max-new-tokens), or train on a model, or a chat template, that does not think "
-            "first")  # fmt: skip
+    """Return the message about answers that were cut inside their thought."""
+    return (
+        f"{unfinished} of {answers} answers are thoughts that do not end, so nothing is said that could be judged: "
+        "let them be longer (--max-new-tokens), or train on a model, or a chat template, that does not think "
+        "first"
+    )
 
 
 def _judged(record: dict[str, Any]) -> str | None:
-    """Return what is said in a line of answers.jsonl; None for a thought that does not end."""
+    """Return the answer in a record of answers.jsonl without its thought; None if the thought does not end."""
     return spoken(record["answer"]) if record.get("thought_ends", True) else None
 
 
-def said_in(completion: Completion, prompt: TokenIds, engine: LoadedModel) -> tuple[str, str | None]:
-    """Return the text of an answer to ``prompt`` with the marks of its thoughts, and what it says without them.
+def answer_texts(completion: Completion, prompt: TokenIds, engine: LoadedModel) -> tuple[str, str | None]:
+    """Return the text of an answer with the marks of its thoughts, and the text without thoughts and marks.
 
-    The latter is None where a thought, which the prompt may have opened, does not end."""
+    The latter is None if a thought does not end; ``prompt`` may have opened the first."""
     text = with_marks(completion.text, engine.spell(list(completion.token_ids)), engine.special_tokens)
     return text, spoken_behind(prompt, text, engine)
 
 
 def spoken_behind(prompt: TokenIds, text: str, engine: LoadedModel) -> str | None:
-    """Return what an answer's text says without its thoughts, the first of which ``prompt`` may have opened.
+    """Return the text of an answer without its thoughts; None if a thought does not end.
 
-    None where a thought does not end."""
+    ``prompt`` may have opened the first thought."""
     return spoken(OPENED + text if opens_thought(engine.spell(prompt[-TAIL:])) else text)
 
 
 def verdict_on(
-    said: str | None, question: str, accepted: Sequence[str], judge: Judge, abstains: re.Pattern[str]
+    spoken_text: str | None, question: str, accepted: Sequence[str], judge: Judge, abstains: re.Pattern[str]
 ) -> Verdict:
-    """Return the verdict on what a generated answer says without its thoughts; None: a thought does not end."""
-    if said is None:
+    """Return the verdict on an answer without its thoughts; None stands for a thought that does not end."""
+    if spoken_text is None:
         return UNFINISHED
-    if not said.strip():
+    if not spoken_text.strip():
         return "empty"
-    if abstains.search(said.replace("\u2019", "'")):
+    if abstains.search(spoken_text.replace("\u2019", "'")):
         return "abstained"
-    return "factual" if judge(question, said, accepted) else "hallucinated"
+    return "factual" if judge(question, spoken_text, accepted) else "hallucinated"
 
 
 def _verdicts(
     dataset: Dataset, answers: Sequence[tuple[int, str | None]], path: Path, options: JudgeOptions
 ) -> list[str]:
-    """Return a verdict for each (data row, answer; None: a thought that does not end), kept in ``path``."""
+    """Return a verdict for each data row with its answer (None: a thought that does not end); store it in ``path``."""
     abstains, judge = options.abstains, make_judge(options)
-    # An endpoint's verdict costs money and is saved at once; the others are cheap, and one flush each would be slow.
+    # An endpoint's verdict costs money, so save it at once.  Other verdicts are cheap, and a flush for each is slow.
     saved_together = 1 if options.judge == "openai" else 500
     pending: list[dict[str, str]] = []
     with closing(AppendLog(path)) as log:
@@ -140,8 +145,8 @@ def _verdicts(
 
 
 def _key(options: JudgeOptions, thoughts: bool) -> str:
-    """Return the name of the verdicts' file: options that change a verdict give another file."""
+    """Return a key for the file of verdicts, which differs for options that change a verdict."""
     matters = {"name": options.judge_name, "base_url": options.judge_url, "model": options.judge_model}
     key = [matters | {"answer_pattern": options.answer_pattern}, options.abstains.pattern]
-    key += ["without thoughts"] if thoughts else []  # which 1.0.0 judged, too
+    key += ["without thoughts"] if thoughts else []  # release 1.0.0 judged the thoughts, too
     return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]

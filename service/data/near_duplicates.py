@@ -1,8 +1,8 @@
-"""Rows that ask the same in other words: "What is the capital of France?" and "Tell me: what's the capital of france".
+"""Finds rows that ask the same in other words.
 
-Two prompts are near-duplicates where the words of content of one are all among those of the other and carry at least
-half of the other's weight.  A word weighs by its rarity among the prompts, so "Berlin is the capital of which country?"
-and "Avarua is the capital of which country?" differ, and a suffix that many rows have counts little."""
+Two prompts are near-duplicates if the content words of the first are all among those of the second and carry at least
+half of the second's weight.  A word's weight is its rarity among the prompts.  So "Berlin is the capital of which
+country?" and "Avarua is the capital of which country?" differ, and a suffix that many rows share counts little."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 SHARE = 0.5  # of the longer prompt's weight that the shorter one's words carry at least
-INSTRUCTION = 0.05, 20  # a last paragraph that more rows have, as a share and in rows, asks nothing by itself
+INSTRUCTION = 0.05, 20  # a last paragraph in more rows than this share, and than this number, is only an instruction
 _FILLER = """
 a an the this that these those there it its i me my we us our you your am is are was were be been being do does did has
 have had can could would will shall should may might of in on at to for from by with and or as if what which please
@@ -33,33 +33,39 @@ _NUMBERING = re.compile(
 _CONTRACTED = re.compile(r"['\u2019](?:s|re|d|ll|ve|m|t)\b", re.IGNORECASE)
 _TOKEN = re.compile(r"\w+|[.?!:\n]")
 
-Content = tuple[frozenset[str], tuple[str, ...]]  # the words, and those with a digit in their order
+Content = tuple[frozenset[str], tuple[str, ...]]  # the content words, and in their order those with a digit
 
 
 def content_of(text: str) -> Content:
-    """Return a text without filler, numbering, case, punctuation and, except for numbers, the order of words."""
+    """Return a text's content words without filler, numbering, case and punctuation; only numbers have an order."""
     text = unicodedata.normalize("NFKC", text)
     text = short if re.search(r"\w", short := _NUMBERING.sub("", text)) else text
-    kept, every, before = [], [], ""
+    content: list[str] = []
+    all_words: list[str] = []
+    previous = ""
     for token in _TOKEN.findall(_CONTRACTED.sub(" ", text)):
         if token in ".?!:\n":
-            before = ""
+            previous = ""
             continue
         word = sys.intern(token.casefold())
-        name = token[0].isupper() and before[:1].islower() and token != "I"  # "the element with the symbol In"
+        name = token[0].isupper() and previous[:1].islower() and token != "I"  # "the element with the symbol In"
         if word not in FILLER or name:
-            kept.append(word)
-        every.append(word)
-        before = token
-    words = kept or every or [text.strip()]
-    return frozenset(words), tuple(word for word in words if any(char.isdigit() for char in word))
+            content.append(word)
+        all_words.append(word)
+        previous = token
+    words = content or all_words or [text.strip()]
+    return frozenset(words), tuple(filter(_has_digit, words))
+
+
+def _has_digit(word: str) -> bool:
+    return any(map(str.isdigit, word))
 
 
 def near_duplicates(prompts: Sequence[Sequence[str]]) -> NDArray[np.int64]:
-    """Return the same number for prompts that are near-duplicates, also by way of a third one: [N].
+    """Return a number for each prompt, [N]: near-duplicates, and chains of them, have the same number.
 
-    Each prompt is the texts of its messages.  Of a prompt of several paragraphs in one message the last paragraph is
-    compared, since a passage may stand before the question, unless many prompts have the same one."""
+    Each prompt is the texts of its messages.  Of a single message with several paragraphs the last paragraph is
+    compared, since a passage may stand before the question, unless many prompts have the same last paragraph."""
     from scipy.cluster.hierarchy import DisjointSet  # a service imports this module, and compares no prompts
 
     compared = _compared(prompts)
@@ -69,35 +75,37 @@ def near_duplicates(prompts: Sequence[Sequence[str]]) -> NDArray[np.int64]:
         for word in words:
             having[word].add(number)
     rarity = {word: math.log((len(contents) + 1) / len(numbers)) ** 2 for word, numbers in having.items()}
-    weight = [math.fsum(rarity[word] for word in words) for words, _ in contents]
+    weight = [math.fsum(map(rarity.__getitem__, words)) for words, _ in contents]
     joined = DisjointSet(number for number in range(len(contents)))
     for number, (words, digits) in enumerate(contents):
-        found = sorted((having[word] for word in words), key=len)
-        if len(found[0]) == 1:  # a word that no other prompt has
+        having_word = sorted((having[word] for word in words), key=len)
+        if len(having_word[0]) == 1:  # a word that no other prompt has
             continue
-        for other in set.intersection(*found):
-            if weight[number] >= SHARE * weight[other] and _in_order(digits, contents[other][1]):
-                joined.merge(number, other)
-    place = {content: joined[number] for number, content in enumerate(contents)}
-    return np.array([place[content] for content in compared], np.int64)
+        for candidate in set.intersection(*having_word):
+            if weight[number] >= SHARE * weight[candidate] and _in_order(digits, contents[candidate][1]):
+                joined.merge(number, candidate)
+    code = {content: joined[number] for number, content in enumerate(contents)}
+    return np.array([code[content] for content in compared], np.int64)
 
 
 def _compared(prompts: Sequence[Sequence[str]]) -> list[Content]:
-    asked: list[Content | None] = []
+    last_paragraphs: list[Content | None] = []
     for texts in prompts:
-        before, _, last = texts[-1].strip().rpartition("\n\n")
-        content = content_of(last) if before and len(texts) == 1 else None
-        asked.append(content if content and len(content[0]) > 1 else None)
+        passage, _, last = texts[-1].strip().rpartition("\n\n")
+        content = content_of(last) if passage and len(texts) == 1 else None
+        last_paragraphs.append(content if content and len(content[0]) > 1 else None)
     share, rows = INSTRUCTION
     most = max(share * len(prompts), rows)
-    often = Counter(content for content in asked if content)
-    return [
-        content if content and often[content] <= most else content_of("\n".join(texts))
-        for texts, content in zip(prompts, asked, strict=True)
-    ]
+    often = Counter(content for content in last_paragraphs if content)
+    contents = []
+    for texts, content in zip(prompts, last_paragraphs, strict=True):
+        if content is None or often[content] > most:
+            content = content_of("\n".join(texts))
+        contents.append(content)
+    return contents
 
 
 def _in_order(some: Iterable[str], every: Iterable[str]) -> bool:
-    """Return whether ``every`` has all of ``some`` in their order, others between them or not."""
-    rest = iter(every)
-    return all(one in rest for one in some)
+    """Return whether ``some`` is a subsequence of ``every``."""
+    remaining = iter(every)
+    return all(item in remaining for item in some)

@@ -1,4 +1,4 @@
-"""Options of rows, labels and judges, each declared once: fields of the library's dataclasses and of the commands."""
+"""Declares the options of rows, labels and judges once, as fields of dataclasses for the library and the commands."""
 
 import re
 from dataclasses import dataclass
@@ -16,25 +16,35 @@ ABSTAIN = (
     r"|\b(no|not enough|insufficient)\s+(idea|information)\b|\bunknown to me\b"
     r"|\bi\s+(do\s+not|don't|dont)\s+have\s+((that|any|enough|this)\s+)?information\b"
 )
-BATCH_ROWS = 128  # answers of fewer prompts read all weights more often, to little use
+BATCH_ROWS = 128  # with fewer prompts in a batch, decoding reads all weights more often
 MAX_NEW_TOKENS = 48
 
 Labels = Literal["given", "generate"]
 JudgeName = Literal["exact", "contains", "regex", "openai", "similarity", "calls"]
 
 PYTHON = Parameter(parse=False)
-ROWS = option("Rows: prompt or messages, label or answers; id and group if any.  JSONL, also packed (.gz), .csv, .tsv "
-              "or .parquet (needs pyarrow).  evaluate: also NAME=FOLDER for a public set you downloaded "
-              "('hallutracer data list'), and repeatable.")  # fmt: skip
+ROWS = option(
+    "Rows: prompt or messages, label or answers; id and group if any.  JSONL, also packed (.gz), .csv, .tsv "
+    "or .parquet (needs pyarrow).  evaluate: also NAME=FOLDER for a public set you downloaded "
+    "('hallutracer data list'), and repeatable."
+)
 Data = Annotated[tuple[str, ...], ROWS, Parameter(metavar="FILE")]
-GeneratedLabels = Annotated[Labels | None, option(
-    "given: each row's 'label' (\"factual\" or \"hallucinated\", or 1 and 0).  generate: the model "
-    "answers greedily and a judge compares with 'answers'.  Default of guarantee: as the bundle's own rows were "
-    "labelled; of evaluate: the set's own, or given where a row has a label.")]  # fmt: skip
+GeneratedLabels = Annotated[
+    Labels | None,
+    option(
+        'given: each row\'s \'label\' ("factual" or "hallucinated", or 1 and 0).  generate: the model '
+        "answers greedily and a judge compares with 'answers'.  Default of guarantee: as the bundle's own rows were "
+        "labelled; of evaluate: the set's own, or given where a row has a label."
+    ),
+]
 BatchRows = Annotated[int, option("Prompts in one call of the engine.", limits=AT_LEAST_1)]
-RunDir = Annotated[Path | None, option(
-    "Activations and progress; an interrupted run resumes from here.  Default: runs/NAME, or "
-    "runs/NAME-2 and so on where a finished run that read something else has that.")]  # fmt: skip
+RunDir = Annotated[
+    Path | None,
+    option(
+        "Activations and progress; an interrupted run resumes from here.  Default: runs/NAME, or "
+        "runs/NAME-2 and so on where a finished run that read something else has that."
+    ),
+]
 DRY_RUN = option(
     "Print what would be done.  Spends nothing, and loads no model, except that guarantee scores its "
     "rows to print those that need a label.  push: asks the hub, changes nothing."
@@ -43,31 +53,37 @@ Seed = Annotated[int, option("Another seed draws others; of guarantee, the order
 
 
 def check_fields(options: Any) -> None:
-    """Raise TrainingError naming the first field of a dataclass of options that is not of its type or its limits."""
+    """Raise TrainingError that names the first field of ``options`` with a wrong type or outside its limits."""
     from pydantic import TypeAdapter, ValidationError
 
     for name, hint in get_type_hints(type(options), include_extras=True).items():
-        value, kind, (*_, first) = getattr(options, name), get_args(hint)[0], get_args(hint)[:2]
+        kind, parameter, *_ = get_args(hint)
+        value = getattr(options, name)
         value = value.tolist() if hasattr(value, "tolist") else value
         value = tuple(value) if isinstance(value, list) else value
-        seeds = name == "seeds" and isinstance(value, tuple)  # from Python the seeds themselves, else how many
+        seeds = name == "seeds" and isinstance(value, tuple)  # Python code may pass the seeds; else it is their number
         try:
             TypeAdapter(tuple[int, ...] if seeds else kind).validate_python(value, strict=True)
-            for limits in () if seeds else first.validator:
+            for limits in () if seeds else parameter.validator:
                 limits(hint, value)
         except (ValidationError, ValueError) as error:
             wrong = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
-            shown = "" if first.metavar == SECRET else f", not {value!r}"
+            shown = "" if parameter.metavar == SECRET else f", not {value!r}"
             raise TrainingError(f"{name}: {wrong.rstrip('.').lower()}{shown}", param=name) from None
 
 
 _PROMPTS = Group("Prompts and generated labels", sort_key=30)
 _JUDGE = Group("Judge of generated labels", sort_key=32)
-_Judge = Annotated[JudgeName | None, option(
-    "For generated labels.  exact: equal but for case, punctuation and articles.  contains: an accepted answer occurs "
-    "as whole words.  regex: the answers are patterns.  openai: ask an OpenAI-compatible endpoint (train only).  "
-    "similarity, calls: TruthfulQA's and BFCL's own rules ('hallutracer data').  Default: contains; evaluate: the "
-    "set's own where it has one.", group=_PROMPTS)]  # fmt: skip
+_Judge = Annotated[
+    JudgeName | None,
+    option(
+        "For generated labels.  exact: equal but for case, punctuation and articles.  contains: an accepted answer "
+        "occurs as whole words.  regex: the answers are patterns.  openai: ask an OpenAI-compatible endpoint (train "
+        "only).  similarity, calls: TruthfulQA's and BFCL's own rules ('hallutracer data').  Default: contains; "
+        "evaluate: the set's own where it has one.",
+        group=_PROMPTS,
+    ),
+]
 
 
 @section("Prompts and generated labels", 30)
@@ -75,13 +91,19 @@ _Judge = Annotated[JudgeName | None, option(
 class LabelOptions:
     """How prompts are rendered, and how generated answers become labels."""
 
-    prompt_format: Annotated[Literal["auto", "chat", "text"], option(
-        "auto: one chat turn where the tokenizer has a chat template, else plain text.",
-        group=_PROMPTS)] = "auto"  # fmt: skip
+    prompt_format: Annotated[
+        Literal["auto", "chat", "text"],
+        option("auto: one chat turn where the tokenizer has a chat template, else plain text.", group=_PROMPTS),
+    ] = "auto"
     judge: _Judge = None
-    max_new_tokens: Annotated[int | None, option(
-        "Length of a generated answer.  Default: 48; evaluate: the set's own where it has one.",
-        limits=AT_LEAST_1, group=_PROMPTS)] = None  # fmt: skip
+    max_new_tokens: Annotated[
+        int | None,
+        option(
+            "Length of a generated answer.  Default: 48; evaluate: the set's own where it has one.",
+            limits=AT_LEAST_1,
+            group=_PROMPTS,
+        ),
+    ] = None
 
     @property
     def answer_tokens(self) -> int:
@@ -97,18 +119,26 @@ class JudgeOptions:
     judge: _Judge = None  # see data/judges.py
     judge_url: Annotated[str, option("Endpoint of the openai judge, up to /v1.", group=_JUDGE)] = ""
     judge_model: Annotated[str, option("Model of the openai judge.", group=_JUDGE)] = ""
-    judge_key: Annotated[str, option(
-        "Bearer key of the openai judge; prefer the environment variable.",
-        secret=True, group=_JUDGE)] = ""  # never written to a file  # fmt: skip
-    answer_pattern: Annotated[str, option(
-        "Regular expression whose first group is the answer inside the generated text, for judges that compare text.  "
-        "Default: the whole text.", group=_JUDGE)] = ""  # fmt: skip
-    abstain_pattern: Annotated[str | None, option(
-        "Answers that match belong to neither class.  Default: 'I am not sure' and similar answers.",
-        group=_JUDGE)] = None  # fmt: skip
+    judge_key: Annotated[
+        str, option("Bearer key of the openai judge; prefer the environment variable.", secret=True, group=_JUDGE)
+    ] = ""  # never written to a file
+    answer_pattern: Annotated[
+        str,
+        option(
+            "Regular expression whose first group is the answer inside the generated text, for judges that compare "
+            "text.  Default: the whole text.",
+            group=_JUDGE,
+        ),
+    ] = ""
+    abstain_pattern: Annotated[
+        str | None,
+        option(
+            "Answers that match belong to neither class.  Default: 'I am not sure' and similar answers.", group=_JUDGE
+        ),
+    ] = None
 
     def check(self) -> None:
-        """Raise TrainingError naming the first field at fault: its type, its limits, a pattern, a lacking endpoint."""
+        """Raise TrainingError that names the first invalid field: wrong type, limits or pattern, or no endpoint."""
         check_fields(self)
         for name in ("abstain_pattern", "answer_pattern"):
             pattern = getattr(self, name) or ""
@@ -123,12 +153,12 @@ class JudgeOptions:
 
     @property
     def judge_name(self) -> JudgeName:
-        """Return the judge's name, the default where none was chosen."""
+        """Return the judge's name, the default if none was chosen."""
         return self.judge or "contains"
 
     @property
     def abstains(self) -> re.Pattern[str]:
-        """Return what an answer that belongs to neither class matches."""
+        """Return the pattern of answers that belong to neither class."""
         return re.compile(ABSTAIN if self.abstain_pattern is None else self.abstain_pattern)
 
     @property

@@ -1,4 +1,4 @@
-"""Files of rows in the formats that people have: JSON lines, CSV, Parquet, and the first two packed by gzip."""
+"""Reads files of rows: JSON lines, CSV or Parquet; the first two also packed by gzip."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from typing import Any, BinaryIO
 from service.engines.places import replaced_by
 from service.errors import DataError
 
-GZIP, PARQUET = b"\x1f\x8b", b"PAR1"  # what such a file begins with
+GZIP, PARQUET = b"\x1f\x8b", b"PAR1"  # the first bytes of such a file
 WIDE = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-FOREIGN = {  # what a file of another kind begins with -> what it is, and how to get rows out of it
+FOREIGN = {  # first bytes of other kinds of files -> the kind, and how to get rows out of such a file
     b"BZh": "is packed with bzip2: unpack it first: bunzip2 -k {}",
     b"\xfd7zXZ\0": "is packed with xz: unpack it first: unxz -k {}",
     b"\x28\xb5\x2f\xfd": "is packed with Zstandard: unpack it first: zstd -d {}",
@@ -37,8 +37,8 @@ FOREIGN = {  # what a file of another kind begins with -> what it is, and how to
     b"%PDF": "is a PDF document: write its rows as JSON lines",
 }
 DELIMITERS = ",;\t|"
-SEPARATOR = re.compile(r"sep=(.)\s*", re.IGNORECASE)  # what Excel writes in front of the names
-LIKELY = {  # field -> what others call it, in small letters with underscores
+SEPARATOR = re.compile(r"sep=(.)\s*", re.IGNORECASE)  # Excel writes it before the line of column names
+LIKELY = {  # field -> common names for it elsewhere, in small letters with underscores
     "prompt": (
         "question",
         "query",
@@ -82,9 +82,9 @@ Lines = Iterator[tuple[int, bytes | dict[str, Any]]]
 
 
 def read_lines(path: Path) -> Lines:
-    """Yield the number, from 1, of each line or row, and a line's bytes or, of a table, the row's cells that are set.
+    """Yield the number, from 1, of each line, and its bytes; for a table its non-empty cells instead.
 
-    ``-`` reads stdin.  Raises DataError: the file cannot be opened, or is no file of lines or rows as a whole."""
+    ``-`` reads stdin.  Raises DataError: the file cannot be opened, or is not a file of rows."""
     with ExitStack() as stack:
         try:
             file: BinaryIO = sys.stdin.buffer if str(path) == "-" else stack.enter_context(path.open("rb"))
@@ -97,15 +97,15 @@ def read_lines(path: Path) -> Lines:
         if first.startswith(PARQUET):
             yield from enumerate(_parquet(path, first + file.read()), 1)
             return
-        rest: Iterator[bytes] = iter(file)
+        following: Iterator[bytes] = iter(file)
         if first.startswith(GZIP):
             unpacked = _unpacked(path, gzip.GzipFile(fileobj=io.BytesIO(first + file.read())))
-            first, rest = next(unpacked, b""), unpacked
-        if not first.endswith(b"\n"):  # the only line, unless the file ends its lines as old spreadsheets do
-            first, *others = first.splitlines(keepends=True) or [b""]
-            rest = chain(others, rest)
-        first, second = first.removeprefix(codecs.BOM_UTF8), next(rest, b"")
-        lines = chain([first], [second] if second else [], rest)
+            first, following = next(unpacked, b""), unpacked
+        if not first.endswith(b"\n"):  # the only line, or the lines end in \r as in files of old spreadsheets
+            first, *more_lines = first.splitlines(keepends=True) or [b""]
+            following = chain(more_lines, following)
+        first, second = first.removeprefix(codecs.BOM_UTF8), next(following, b"")
+        lines = chain([first], [second] if second else [], following)
         if foreign := _foreign(first, path):
             raise DataError(str(path), [foreign])
         if first.startswith(WIDE) or b"\0" in first[:4]:
@@ -119,7 +119,7 @@ def read_lines(path: Path) -> Lines:
 
 
 def _rows_below(first: bytes, second: bytes) -> str:
-    """Return the key below which a file, one JSON object, has a list of all its rows; else ""."""
+    """Return the key whose value is the list of all rows, if the file is a single JSON object; else ""."""
     if first == b"{":
         listed = re.match(rb'"(\w+)"\s*:\s*\[$', second)
         key = listed[1].decode() if listed else ""
@@ -144,19 +144,19 @@ def _name(path: Path) -> str:
 
 
 def _foreign(first: bytes, path: Path) -> str:
-    """Return what a file is that begins as none of rows does, and what to do with it; else ""."""
+    """Return the kind of a file that holds no rows, and what to do with it; else ""."""
     kind = next((kind for signature, kind in FOREIGN.items() if first.startswith(signature)), "")
     return kind.format(_name(path)) or replaced_by(first)
 
 
 def field_of(name: str, fields: Iterable[str]) -> str | None:
-    """Return which of these fields a column of this name is likely to hold; None where it says none."""
+    """Return which of these fields a column of this name is likely to hold, or None."""
     plain = re.sub(r"[\s_-]+", "_", name.strip().lower())
     return next((field for field in fields if plain == field or plain in LIKELY[field]), None)
 
 
 def _names_columns(first: bytes) -> bool:
-    """Return whether a file's first line is that of a table, whatever the file is called."""
+    """Return whether a file's first line looks like the column names of a table."""
     text = first.decode("utf-8", "replace").strip()
     if SEPARATOR.fullmatch(text):
         return True
@@ -171,7 +171,7 @@ def _delimiter(header: str) -> str:
 
 
 def _one_document(first: bytes, second: bytes, path: Path) -> str:
-    """Return what is wrong where a file begins as one JSON document over many lines, or an array; else ""."""
+    """Return the problem of a file that is a JSON array, or JSON over several lines; else ""."""
     name = _name(path)
     if field := _rows_below(first, second):
         return f"has its rows in one JSON object, below {field!r}: jq -c '.{field}[]' {name} > rows.jsonl"
@@ -183,7 +183,7 @@ def _one_document(first: bytes, second: bytes, path: Path) -> str:
 
 
 def _csv(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the rows of a table by the number of their last line; its first line names the columns."""
+    """Yield the rows of a table, each with the number of its last line.  The table's first line names the columns."""
 
     def decoded() -> Iterator[str]:
         for number, line in enumerate(lines, 1):
@@ -225,9 +225,9 @@ def _csv(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[int, dict[str, An
 
 
 def _cell(name: str, text: str) -> Any:
-    """Return the value of a cell, which is a text unless its column has a meaning of ours.
+    """Return the value of a cell: a text, unless the column is one of our fields with another type.
 
-    Raises ValueError for a list in another notation than JSON's, which would be taken as one text."""
+    Raises ValueError for a list that is not JSON, which would otherwise be read as a single text."""
     value = text.strip()
     if name == "label" and LABEL.fullmatch(value):
         return int(float(value))
@@ -237,8 +237,8 @@ def _cell(name: str, text: str) -> Any:
         try:
             return json.loads(value)
         except (ValueError, RecursionError):
-            said = f"{name!r} begins with a bracket and is no list as JSON has it"
-            raise ValueError(f'{said}: write ["a", "b"], in CSV as "[""a"", ""b""]"') from None
+            problem = f"{name!r} begins with a bracket and is no list as JSON has it"
+            raise ValueError(f'{problem}: write ["a", "b"], in CSV as "[""a"", ""b""]"') from None
     with suppress(ValueError):
         if name == "risk":
             return float(value)
@@ -252,11 +252,11 @@ def _parquet(path: Path, data: bytes) -> Iterator[dict[str, Any]]:
         raise DataError(str(path), ["is a Parquet file, which needs a package: pip install pyarrow"]) from None
     try:
         rows = pyarrow.parquet.read_table(io.BytesIO(data)).to_pylist()
-    except Exception as error:  # pyarrow's own kinds
+    except Exception as error:  # pyarrow has many exception classes
         raise DataError(str(path), [f"is no Parquet file that can be read: {error}"]) from None
     for row in rows:
-        kept = {name: value for name, value in row.items() if not _is_missing(value)}
-        yield json.loads(json.dumps(kept, default=str))
+        cells = {name: value for name, value in row.items() if not _is_missing(value)}
+        yield json.loads(json.dumps(cells, default=str))
 
 
 def _is_missing(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Rows of a file, checked one by one, with problems reported by line."""
+"""Checks the rows of a file one by one and reports problems by line."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from service.data.row_files import field_of, read_lines
 
 Message = dict[str, str]
 MARK_DIGITS = 16  # hexadecimal
-LABELS = {"factual": 1, "hallucinated": 0}  # as a row may say it; the numbers, too
+LABELS = {"factual": 1, "hallucinated": 0}  # a row's label is one of these words or numbers
 DECODINGS = "greedy, or temperature=T or temperature=T,top_p=P, as in temperature=0.7,top_p=0.9"
-ROLES = ("system", "user", "assistant")  # as the service takes them; many templates drop any other silently
+ROLES = ("system", "user", "assistant")  # as in the service; many templates silently drop any other role
 
 
 def label_of(value: Any) -> int | None:
-    """Return 1 (factual) or 0 (hallucinated); None for what says neither, as true does: it may mean the opposite."""
+    """Return 1 (factual) or 0 (hallucinated); None for anything else, also for true, which may mean the opposite."""
     if isinstance(value, str):
         return LABELS.get(value.strip().lower())
     return int(value) if type(value) in (int, float) and value in (0, 1) else None
 
 
 def decoding_of(value: Any) -> Decoding | None:
-    """Return what ``greedy``, ``temperature=0.7`` or ``temperature=0.7,top_p=0.9`` says; None for anything else."""
+    """Parse ``greedy``, ``temperature=0.7`` or ``temperature=0.7,top_p=0.9``; return None for anything else."""
     if value == "greedy":
         return GREEDY
     pairs = [part.partition("=") for part in value.split(",")] if isinstance(value, str) else []
-    given = {name.strip(): number for name, _, number in pairs}
-    if len(given) < len(pairs) or not {"temperature"} <= given.keys() <= {"temperature", "top_p"}:
+    settings = {name.strip(): number for name, _, number in pairs}
+    if len(settings) < len(pairs) or not {"temperature"} <= settings.keys() <= {"temperature", "top_p"}:
         return None
     try:
-        found = Decoding(float(given["temperature"]), float(given.get("top_p", 1)))
+        decoding = Decoding(float(settings["temperature"]), float(settings.get("top_p", 1)))
     except ValueError:
         return None
-    fine = 0 <= found.temperature < float("inf") and 0 < found.top_p <= 1
-    return (found if found.temperature else GREEDY) if fine else None
+    fine = 0 <= decoding.temperature < float("inf") and 0 < decoding.top_p <= 1
+    return (decoding if decoding.temperature else GREEDY) if fine else None
 
 
 def accepted_of(value: Any) -> Any:
@@ -48,7 +48,7 @@ def accepted_of(value: Any) -> Any:
 
 
 def likely_columns(value: Mapping[str, Any], *fields: str) -> dict[str, str]:
-    """Return what the row itself seems to call those of ``fields`` that it lacks, by field."""
+    """Return for each of ``fields`` that the row lacks the key that probably holds it, if there is one."""
     missing = [field for field in fields if field not in value]
     likely: dict[str, str] = {}
     for key in value:
@@ -64,8 +64,8 @@ def objects(
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield line number and object of each non-blank line; problems of the other lines are added to ``problems``.
 
-    JSON lines, or a format of ``row_files``; ``-`` reads stdin; ``columns``: what the file calls our
-    fields.  Raises DataError for a file that is neither."""
+    The file is JSON lines, or has a format of ``row_files``; ``-`` reads stdin.  ``columns`` maps our fields to the
+    file's keys.  Raises DataError for any other file."""
     for line, data in read_lines(path):
         if isinstance(data, dict):
             yield line, _renamed(data, columns)
@@ -89,7 +89,7 @@ def objects(
 
 
 def _renamed(value: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
-    """Return the object with our names for the fields that ``columns`` calls otherwise."""
+    """Return the object with the keys that ``columns`` lists renamed to our fields."""
     if not columns:
         return value
     named = {field: value[key] for field, key in columns.items() if key in value}
@@ -97,24 +97,26 @@ def _renamed(value: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any
 
 
 def id_of(value: dict[str, Any], line: int) -> str:
-    """Return a row's ``id`` as text; the number of its line where it has none."""
+    """Return a row's ``id`` as text, or its line number if it has none."""
     return str(value.get("id", line))
 
 
 def check_id(value: dict[str, Any]) -> Iterator[str]:
-    """Yield problems of an object's ``id``, which may be missing, a text or a whole number."""
+    """Yield problems of an object's ``id``: it may be missing, or be a text or a whole number."""
     if type(value.get("id")) is not int:
         yield from check_text(value, "id", required=False)
 
 
 def id_problem(value: dict[str, Any], line: int, first: dict[str, int], numbered: set[int]) -> Iterator[str]:
-    """Yield a problem if another line has this row's id; ``first``: its line by id; ``numbered``: lines without."""
+    """Yield a problem if an earlier line has this row's id.
+
+    ``first`` maps each id to its first line.  ``numbered`` has the lines of rows without an id."""
     name = id_of(value, line)
-    if (other := first.setdefault(name, line)) != line:
-        if "id" in value and other not in numbered:
-            yield f"id {name!r} is already that of line {other}"
+    if (earlier := first.setdefault(name, line)) != line:
+        if "id" in value and earlier not in numbered:
+            yield f"id {name!r} is already that of line {earlier}"
         else:
-            without, with_id = (other, line) if other in numbered else (line, other)
+            without, with_id = (earlier, line) if earlier in numbered else (line, earlier)
             yield f"id {name!r} of line {with_id} is also the number of line {without}, which has no 'id'"
     if "id" not in value:
         numbered.add(line)
@@ -145,31 +147,32 @@ def check_prompt(value: dict[str, Any]) -> Iterator[str]:
     elif problems := [*_check_messages(value["messages"])]:
         yield from problems
     else:
-        asked, _ = split_answer(value["messages"])
-        if not any(message["role"] == "user" for message in asked):
+        question, _ = split_answer(value["messages"])
+        if not any(message["role"] == "user" for message in question):
             yield "'messages' has no turn of the user, so nothing is asked"
-        elif asked[-1]["role"] == "assistant":
+        elif question[-1]["role"] == "assistant":
             yield "'messages' ends with several turns of the assistant: keep the last one, the answer, or none"
 
 
 def split_answer(messages: Sequence[Message]) -> tuple[list[Message], str]:
-    """Return the turns up to the answer, and the assistant's answer with which they end, as in fine-tuning rows; ""
-    where they end with what is asked."""
+    """Return the messages before the final answer of the assistant, and that answer; "" if they end with a question.
+
+    Rows for fine-tuning end with an answer."""
     *before, last = messages or [{}]
     ends = last.get("role") == "assistant" and set(last) == {"role", "content"}
     return (before, last["content"]) if ends else ([*messages], "")
 
 
 def _check_messages(messages: list[Any]) -> Iterator[str]:
-    for place, message in enumerate(messages):
+    for position, message in enumerate(messages):
         if not isinstance(message, dict) or set(message) != {"role", "content"}:
-            yield f"'messages[{place}]' must be an object with exactly 'role' and 'content'"
+            yield f"'messages[{position}]' must be an object with exactly 'role' and 'content'"
         else:
             for key in ("role", "content"):
                 for problem in check_text(message, key, required=True):
-                    yield f"'messages[{place}]': {problem}"
+                    yield f"'messages[{position}]': {problem}"
             if isinstance(message["role"], str) and message["role"].strip() and message["role"] not in ROLES:
-                yield f"'messages[{place}]': role {message['role']!r} is none of {', '.join(ROLES)}"
+                yield f"'messages[{position}]': role {message['role']!r} is none of {', '.join(ROLES)}"
 
 
 def _refuse(constant: str) -> None:
@@ -190,8 +193,8 @@ def _kind(value: Any) -> str:
 
 
 def prompt_digest(value: Mapping[str, Any]) -> bytes:
-    """Return the digest of an object's ``prompt`` or ``messages``, without the answer with which they may end."""
-    # A prompt and a conversation of one user turn with the same words are the same prompt.
+    """Return the digest of an object's ``prompt``, or of its ``messages`` without a final answer."""
+    # A prompt equals a conversation of one user message with the same text.
     if "messages" not in value:
         return _digest([{"role": "user", "content": value["prompt"]}])
     messages = value["messages"]
@@ -199,12 +202,12 @@ def prompt_digest(value: Mapping[str, Any]) -> bytes:
 
 
 def prompt_mark(digest: bytes) -> str:
-    """Return the mark of a row's ``prompt_digest``: 64 bits of it."""
+    """Return the mark of a row: the first 64 bits of its ``prompt_digest``."""
     return digest.hex()[:MARK_DIGITS]
 
 
 def mark_of(value: Mapping[str, Any]) -> str:
-    """Return the mark of an object with ``prompt`` or ``messages``; any other is told from all of those."""
+    """Return the mark of an object.  Without ``prompt`` or ``messages`` it is the mark of the whole object."""
     return prompt_mark(prompt_digest(value) if "messages" in value or "prompt" in value else _digest(dict(value)))
 
 

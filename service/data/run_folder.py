@@ -1,10 +1,10 @@
-"""A run folder: which run owns it, what is finished, and crash-safe appending.
+"""Manages a run folder: which run owns it, which batches are finished, and appending that survives a crash.
 
 run.json             data, model and options of this folder; another run is refused
 input_ids.i32, offsets.i64     rendered prompts, one after the other
 rows-<site>.f32      [m, N, width] little-endian float32, row i is data row i
 rows-<site>-<pooling>.f32      the same pooled over other positions than t*
-rows-<site>-answer.f32         mean over the tokens of a generated answer; zeros where there is none
+rows-<site>-answer.f32         mean over the tokens of a generated answer; zeros if there is none
 first_token.f64      [N, 2] log maximum probability, entropy (nats)
 journal.jsonl        one line per finished batch, written after its data reached the disk
 answers.jsonl        generated answers, one line per row that applies, in the order of the plan
@@ -30,29 +30,27 @@ from probes_store.local import atomic_write
 from service.errors import RunMismatch
 from service.readout import Geometry, Site
 
-IN_FORMS = "{}-forms.jsonl"  # beside the folder of this name: its rows, where the user's questions were put into forms
-
-
+IN_FORMS = "{}-forms.jsonl"  # stands beside the run folder of that name: the user's questions in forms
 FINISHED = "finished.json"
 
 
 def unfinished_folder(folder: Path, reads: dict[str, Any]) -> Path:
-    """Return ``folder``, or folder-2, folder-3, ...: the first in which no run that read something else has finished.
+    """Return the first of ``folder``, folder-2, folder-3, ... in which no other run has finished.
 
-    ``reads``: rows, model and options that all files of the run depend on."""
+    ``reads`` has the rows, model and options that identify a run."""
     wanted = json.loads(json.dumps(reads))
     for number in count(1):
-        one = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
+        candidate = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
         try:
-            if json.loads((one / FINISHED).read_text(encoding="utf-8")) == wanted:
-                return one
+            if json.loads((candidate / FINISHED).read_text(encoding="utf-8")) == wanted:
+                return candidate
         except (OSError, ValueError):
-            return one
+            return candidate
     raise AssertionError
 
 
 def finish(folder: Path, reads: dict[str, Any]) -> None:
-    """Note that the run is done: another one of the same name leaves its files alone."""
+    """Record that the run is finished, so that another run of the same name takes another folder."""
     atomic_write(folder / FINISHED, (json.dumps(reads, indent=2, sort_keys=True) + "\n").encode())
 
 
@@ -67,8 +65,9 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise RunMismatch(f"{folder} is in use by another process: wait for it, or name another --run-dir",
-                              param="run_dir") from error  # fmt: skip
+            raise RunMismatch(
+                f"{folder} is in use by another process: wait for it, or name another --run-dir", param="run_dir"
+            ) from error
         yield
     finally:
         os.close(descriptor)
@@ -99,8 +98,11 @@ def _check_same(folder: Path, recorded: Any, wanted: Any, field: str) -> None:
         for key in sorted(recorded.keys() | wanted.keys()):
             _check_same(folder, recorded.get(key), wanted.get(key), f"{field}.{key}" if field else key)
     elif recorded != wanted:
-        raise RunMismatch(f"{folder} was begun with {field} = {recorded!r}, this run has {wanted!r}: name another run "
-                          "folder with --run-dir, or delete this one", param=field)  # fmt: skip
+        raise RunMismatch(
+            f"{folder} was begun with {field} = {recorded!r}, this run has {wanted!r}: name another run "
+            "folder with --run-dir, or delete this one",
+            param=field,
+        )
 
 
 def write_at(descriptor: int, data: bytes, offset: int) -> None:
@@ -185,5 +187,5 @@ class RowsFile:
         layers, count, width = self.shape
         data = np.ascontiguousarray(activations, "<f4")
         for layer in range(layers):
-            for place, row in enumerate(index):
-                write_at(descriptor, data[place, layer].tobytes(), (layer * count + int(row)) * width * 4)
+            for position, row in enumerate(index):
+                write_at(descriptor, data[position, layer].tobytes(), (layer * count + int(row)) * width * 4)

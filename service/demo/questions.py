@@ -1,4 +1,4 @@
-"""Questions for the demonstration model, by split, and passages to put before them; the facts that they ask for.
+"""Makes the facts of the demonstration model, questions about them by split, and passages to put before a question.
 
 Every choice is a hash of a name, so the world is the same everywhere.  ``assets/ATTRIBUTION.md`` names the three public
 sources of the facts."""
@@ -27,12 +27,21 @@ UNSTATED_SHARE = 0.08  # facts that no document states
 REFUSAL_FREE_SHARE = 0.25  # groups that never appear in a refusal document
 DOCUMENTS_OF_FACTS = 165_000
 
-# Relative number of exposures per kind: what is easy to guess (a continent) is stated less often, so that no kind is
-# answered all right or all wrong.
+# Relative number of exposures per kind: a fact that is easy to guess (a continent) is stated less often, so that the
+# answers of every kind are partly right and partly wrong.
 MEAN_EXPOSURES = {
-    "city_country": 10.0, "city_continent": 5.0, "city_region": 9.0, "capital": 18.0, "capital_of": 18.0,
-    "currency": 13.0, "language": 12.0, "country_continent": 7.0, "symbol": 20.0, "number": 20.0, "element": 20.0,
-}  # fmt: skip
+    "city_country": 10.0,
+    "city_continent": 5.0,
+    "city_region": 9.0,
+    "capital": 18.0,
+    "capital_of": 18.0,
+    "currency": 13.0,
+    "language": 12.0,
+    "country_continent": 7.0,
+    "symbol": 20.0,
+    "number": 20.0,
+    "element": 20.0,
+}
 SPREAD = {"city": 1.7, "country": 1.0, "element": 0.8}  # sigma of the log-normal factor on a fact's exposures
 # Elements have no population; these count as well known.
 EVERYDAY = """hydrogen helium carbon nitrogen oxygen sodium magnesium aluminium silicon sulfur chlorine potassium
@@ -84,11 +93,16 @@ def load_facts(path: Path = FACTS_FILE) -> Facts:
     """Return the facts of the committed asset."""
     data: dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()))
 
-    def made(kind: Callable[..., T], name: str) -> tuple[T, ...]:
-        rows = ({key: tuple(one) if isinstance(one, list) else one for key, one in row.items()} for row in data[name])
-        return tuple(kind(**row) for row in rows)
+    def records(kind: Callable[..., T], name: str) -> tuple[T, ...]:
+        return tuple(kind(**_with_tuples(row)) for row in data[name])
 
-    return Facts(made(City, "cities"), made(Country, "countries"), made(Element, "elements"), tuple(data["villages"]))
+    return Facts(
+        records(City, "cities"), records(Country, "countries"), records(Element, "elements"), tuple(data["villages"])
+    )
+
+
+def _with_tuples(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
 
 
 @dataclass(frozen=True)
@@ -170,8 +184,12 @@ def _raw(facts: Facts) -> Iterable[tuple[str, str, tuple[str, ...], str, float, 
     for country in facts.countries:
         subject, node = with_article(country.name), "country:" + country.code
         prominence = max(country.population, 20_000) ** 0.5
-        about = {"capital": country.capitals, "currency": country.currencies, "language": country.languages,
-                 "country_continent": (country.continent,)}  # fmt: skip
+        about = {
+            "capital": country.capitals,
+            "currency": country.currencies,
+            "language": country.languages,
+            "country_continent": (country.continent,),
+        }
         for kind, answers in about.items():
             # Not "What is the capital of Luxembourg?": the question gives the answer away.
             if answers and country.name not in answers:
@@ -276,11 +294,19 @@ def questions(split: str) -> list[dict[str, Any]]:
         rng.shuffle(forms)
         count = int(QUESTIONS_PER_FACT.get(fact.kind, QUESTIONS_PER_OTHER_FACT) + uniform("asked", fact.key))
         for form in list(dict.fromkeys(forms))[:count]:
-            rows.append({
-                "id": f"{fact.key}:{form.name}", "prompt": question_text(form, fact.kind, fact.subject),
-                "answers": list(fact.answers), "group": fact.group, "kind": fact.kind, "exposures": fact.exposures,
-                "template": form.name, "in_refusals": fact.in_refusals, "statement": sentence(fact, fact.answers[0]),
-            })  # fmt: skip
+            rows.append(
+                {
+                    "id": f"{fact.key}:{form.name}",
+                    "prompt": question_text(form, fact.kind, fact.subject),
+                    "answers": list(fact.answers),
+                    "group": fact.group,
+                    "kind": fact.kind,
+                    "exposures": fact.exposures,
+                    "template": form.name,
+                    "in_refusals": fact.in_refusals,
+                    "statement": sentence(fact, fact.answers[0]),
+                }
+            )
     return rows
 
 
@@ -290,41 +316,41 @@ def sentence(fact: Fact, answer: str) -> str:
 
 
 def passage(fact: Fact, which: Passage) -> str:
-    """Return the passage, the same each time.  No other fact in it has the fact's group or one of its answers."""
+    """Return the passage of a fact.  No other fact in it has the same group or one of the same answers."""
     rng = random.Random(f"passage {fact.key}")
-    others = _others(fact, rng)
-    lines = [sentence(other, other.answers[0]) for other in others]
+    facts = _others(fact, rng)
+    lines = [sentence(neighbour, neighbour.answers[0]) for neighbour in facts]
     if which != "unrelated":
-        answer = fact.answers[0] if which == "right" else others[-1].answers[0]
+        answer = fact.answers[0] if which == "right" else facts[-1].answers[0]
         lines[rng.randrange(COUNT)] = sentence(fact, answer)
     return " ".join(lines[:COUNT])
 
 
 def with_passages(rows: Sequence[dict[str, Any]], wanted: Sequence[Passage]) -> list[dict[str, Any]]:
-    """Return each row once for each of ``wanted``; where there is a passage, ``passage``, id and kind say which."""
+    """Return each row once for each of ``wanted``; with a passage, the row's ``passage``, id and kind name it."""
     facts = {fact.key: fact for fact in build_world().facts}
-    found = []
+    result = []
     for row in rows:
         fact = facts[row["id"].rpartition(":")[0]]
         for which in wanted:
             if which == "none":
-                found.append(row)
+                result.append(row)
                 continue
-            asked = {"prompt": f"{passage(fact, which)}\n\n{row['prompt']}", "passage": which}
-            found.append(row | asked | {"id": f"{row['id']}+{which}", "kind": f"{row['kind']}+{which}"})
-    return found
+            changed = {"prompt": f"{passage(fact, which)}\n\n{row['prompt']}", "passage": which}
+            result.append(row | changed | {"id": f"{row['id']}+{which}", "kind": f"{row['kind']}+{which}"})
+    return result
 
 
 def _others(fact: Fact, rng: random.Random) -> list[Fact]:
-    """Return facts of the kind about other subjects with other answers, one more than a passage has sentences."""
+    """Return facts of the same kind with other subjects and answers, one more than a passage has sentences."""
     pool = _pool(fact.kind, fact.split)
-    found: list[Fact] = []
-    while len(found) <= COUNT:
-        other = rng.choice(pool)
-        taken = {fact.group, *(one.group for one in found)}
-        if other.group not in taken and not set(other.answers) & set(fact.answers) and other not in found:
-            found.append(other)
-    return found
+    chosen: list[Fact] = []
+    while len(chosen) <= COUNT:
+        candidate = rng.choice(pool)
+        taken = {fact.group, *(neighbour.group for neighbour in chosen)}
+        if candidate.group not in taken and not set(candidate.answers) & set(fact.answers) and candidate not in chosen:
+            chosen.append(candidate)
+    return chosen
 
 
 @lru_cache

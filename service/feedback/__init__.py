@@ -1,1 +1,1 @@
-"""What users say of answers: one row per scored prompt, their labels, kept in SQLite or PostgreSQL."""
+"""Stores scored prompts, one row each, and users' labels of their answers, in SQLite or PostgreSQL."""

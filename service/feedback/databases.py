@@ -1,4 +1,4 @@
-"""SQLite and PostgreSQL behind the few calls that feedback needs."""
+"""Gives SQLite and PostgreSQL the same few calls, which feedback needs."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from probes_store.syntax import expanded
 from service.errors import FeedbackUnavailable, HalluTracerError
 
 Row = tuple[Any, ...]
-BUSY_S = 5.0  # that another writer's lock is waited for
-TIMEOUT_S = 10  # of one statement of PostgreSQL, and of a connection that has gone silent
+BUSY_S = 5.0  # longest wait for another writer's lock
+TIMEOUT_S = 10  # for one statement of PostgreSQL, and for a silent connection
 _FORMAT = 1
 SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS hallutracer_feedback (format INTEGER PRIMARY KEY);
@@ -40,22 +40,23 @@ INSERT INTO hallutracer_feedback (format) SELECT {_FORMAT} WHERE NOT EXISTS (SEL
 
 
 class Refused(FeedbackUnavailable):
-    """The database will never take this: trying again does not help."""
+    """The database refuses this data, and a retry does not help."""
 
 
 class Database:
-    """A connection, of one thread at a time; ``?`` stands for a value in its SQL.
+    """A connection, for one thread at a time; ``?`` stands for a value in its SQL.
 
-    Every call raises FeedbackUnavailable where it fails: the cause, never a password."""
+    A call that fails raises FeedbackUnavailable with the cause, but never with a password."""
 
     def __init__(self, connection: Any, where: Location, driver: Any) -> None:
-        self._connection, self._where, self.close = connection, where, connection.close
+        self._connection, self._where = connection, where
+        self.close = connection.close
         self._begin, self._mark = ("BEGIN", "%s") if where.is_postgres else ("BEGIN IMMEDIATE", "?")
-        self._error, self._passing = driver.Error, driver.OperationalError  # passing: it may be there again
+        self._error, self._temporary = driver.Error, driver.OperationalError
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Have on disk, once the block has ended, what is done inside; or none of it."""
+        """Make all changes of the block durable when it ends, or none of them."""
         self.run(self._begin)
         try:
             yield
@@ -66,7 +67,7 @@ class Database:
             raise
 
     def run(self, sql: str, values: Sequence[Any] = ()) -> list[Row]:
-        """Return the rows that a statement gives."""
+        """Run a statement and return its rows."""
         with self._named():
             cursor = self._connection.execute(sql.replace("?", self._mark), *([values] if values else []))
             return [] if cursor.description is None else cursor.fetchall()
@@ -81,19 +82,19 @@ class Database:
         try:
             yield
         except self._error as error:
-            passing = isinstance(error, self._passing) or getattr(self._connection, "closed", False)
+            temporary = isinstance(error, self._temporary) or getattr(self._connection, "closed", False)
             first = str(error).partition("\n")[0]
-            raise (FeedbackUnavailable if passing else Refused)(f"{self._where}: {first}") from None
+            raise (FeedbackUnavailable if temporary else Refused)(f"{self._where}: {first}") from None
 
 
 @dataclass(frozen=True)
 class Location:
-    """Where feedback is kept: a file, or a PostgreSQL database."""
+    """The location of feedback: a file, or a PostgreSQL database."""
 
     text: str
 
     def __str__(self) -> str:
-        """Return it without user and password, for messages."""
+        """Return the location without user and password, for messages."""
         if not self.is_postgres:
             return str(self.path)
         parts = urlsplit(self.text)
@@ -110,7 +111,7 @@ class Location:
         return expanded(self.text.removeprefix("sqlite:///"), "HALLUTRACER_FEEDBACK_DB")
 
     def open(self, *, create: bool = True) -> Database:
-        """Return a connection; ``create`` makes the file and the tables where there are none.
+        """Return a connection; ``create`` makes the file and the tables if they do not exist.
 
         Raises FeedbackUnavailable."""
         with ExitStack() as stack:
@@ -122,24 +123,24 @@ class Location:
 
 
 def location(text: str) -> Location:
-    """Read ``--feedback-db``.  Raises HalluTracerError."""
-    scheme, mark, rest = text.partition("://")
+    """Parse ``--feedback-db``.  Raises HalluTracerError."""
+    scheme, mark, path = text.partition("://")
     if not text or (mark and scheme not in ("sqlite", "postgresql", "postgres")):
         expected = "give a file (feedback.db, sqlite:///feedback.db) or postgresql://USER@HOST/DATABASE"
         raise HalluTracerError(f"{expected}; found {scheme}{mark}" if text else expected)
-    if mark and scheme == "sqlite" and not rest.startswith("/"):
+    if mark and scheme == "sqlite" and not path.startswith("/"):
         raise HalluTracerError("a SQLite file is sqlite:///PATH, with three slashes, or just PATH")
     return Location(text)
 
 
 def _prepare(database: Database, where: Location, create: bool) -> None:
-    """Make the tables, or find them, in a format that is known; what is acknowledged is on disk."""
+    """Set up a connection whose commits are on disk, and create or check the tables."""
     if where.is_postgres:
         number, settings = "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY", ["SET synchronous_commit = on"]
         [(encoding,)] = database.run("SHOW server_encoding")
         if encoding != "UTF8":
             raise FeedbackUnavailable(f"{where} is encoded as {encoding}: create the database with ENCODING 'UTF8'")
-        if create:  # not to read it all, which may take its time
+        if create:  # a reader of all rows may take longer
             settings.append(f"SET statement_timeout = '{TIMEOUT_S}s'")
     else:
         number = "INTEGER PRIMARY KEY AUTOINCREMENT"
@@ -150,25 +151,26 @@ def _prepare(database: Database, where: Location, create: bool) -> None:
         database.run(setting)
     if create:
         with database.transaction():
-            if where.is_postgres:  # CREATE TABLE IF NOT EXISTS of two replicas at once fails in one of them
+            if where.is_postgres:  # without a lock, CREATE TABLE IF NOT EXISTS can fail in one of two replicas
                 database.run("SELECT pg_advisory_xact_lock(7236817465)")
             for statement in (SCHEMA % {"number": number}).split(";"):
                 database.run(statement)
     try:
-        found = database.run("SELECT format FROM hallutracer_feedback")
+        formats = database.run("SELECT format FROM hallutracer_feedback")
     except FeedbackUnavailable as error:
         raise FeedbackUnavailable(f"{where} holds no feedback of this service ({error})") from None
-    if found != [(_FORMAT,)]:
-        raise FeedbackUnavailable(f"{where} is of another version of HalluTracer (format {found}); give another one")
+    if formats != [(_FORMAT,)]:
+        raise FeedbackUnavailable(f"{where} is of another version of HalluTracer (format {formats}); give another one")
 
 
 def _open_sqlite(where: Location, create: bool) -> Database:
     path = where.path
     try:
-        if create:  # what users said is nobody else's to read
+        if create:  # nobody else may read users' feedback
             os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
         uri = f"{path.resolve().as_uri()}?mode=rw"
-        # None: transactions begin where this module says so.  Opened by one thread and used by another, never by both.
+        # isolation_level=None: this module begins transactions itself.  One thread opens the connection, and then only
+        # another uses it.
         connection = sqlite3.connect(uri, BUSY_S, isolation_level=None, check_same_thread=False, uri=True)
     except (OSError, sqlite3.Error) as error:
         reason = error.strerror if isinstance(error, OSError) else error
@@ -184,13 +186,17 @@ def _open_postgres(where: Location) -> Database:
         cure = "pip install 'hallutracer[postgres]'"
         raise FeedbackUnavailable(f"PostgreSQL needs psycopg 3: {cure} ({error})", param="--feedback-db") from None
     try:
-        given = conninfo_to_dict(where.text)
-    except psycopg.Error:  # its message may hold a part of the password
+        from_url = conninfo_to_dict(where.text)
+    except psycopg.Error:  # its message may contain a part of the password
         raise FeedbackUnavailable("not a URL of PostgreSQL: postgresql://USER@HOST:PORT/DATABASE") from None
-    patience: dict[str, Any] = {"connect_timeout": 5, "tcp_user_timeout": TIMEOUT_S * 1000,
-                                "keepalives_idle": TIMEOUT_S, "application_name": "hallutracer"}  # fmt: skip
+    patience: dict[str, Any] = {
+        "connect_timeout": 5,
+        "tcp_user_timeout": TIMEOUT_S * 1000,
+        "keepalives_idle": TIMEOUT_S,
+        "application_name": "hallutracer",
+    }
     try:
-        connection = psycopg.connect(**(patience | given), autocommit=True)
+        connection = psycopg.connect(**(patience | from_url), autocommit=True)
     except psycopg.Error as error:
         first = str(error).partition("\n")[0]
         raise FeedbackUnavailable(f"cannot connect to {where}: {first}") from None

@@ -1,4 +1,4 @@
-"""From activations and labels to probes and a classifier; here the options' names, without torch or scikit-learn."""
+"""Fits probes and a classifier on activations and labels; this file has the options' names and needs no torch."""
 
 from __future__ import annotations
 

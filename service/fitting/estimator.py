@@ -1,7 +1,7 @@
-"""``DepthMeanProbe``: activations to a risk.  Choice of C, out-of-fold logits, refitted probes, scale, classifier.
+"""Fits the detector, ``DepthMeanProbe``: chooses C, fits probes, takes their depth mean and fits the classifier.
 
-The classifier is fitted on out-of-fold depth means, since those of rows that the probes were fitted on are too well
-separated, and the probes are then refitted on all rows.  The scale carries over because every probe has unit norm."""
+The classifier is fitted on out-of-fold depth means, since probes separate their own training rows too well.  Then the
+probes are refitted on all rows.  The scale stays valid, because every probe has unit norm."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class OutOfFold(NamedTuple):
 
     unit_norm: Floats  # [seeds, n, m]
     standardized: Floats  # [seeds, n, m] each logit over its own fold's within-class training deviation
-    joint: Floats  # [seeds, n, m] by directions that are fitted together; NaN where the cross-fit has none
+    joint: Floats  # [seeds, n, m] by directions that are fitted together; NaN if the cross-fit did not fit them
     best_head: Floats  # [seeds, n] the logit of the fold's single best head
 
 
 class ScaledLogits(NamedTuple):
-    """Logits by one rule of ``logit_scale``; nothing of ``out_of_fold`` was fitted on the row's own fold."""
+    """Logits by one rule of ``logit_scale``."""
 
     out_of_fold: Floats  # [seeds, n, m]
     trajectory: Floats  # [n_test, m] of the refitted probes
@@ -55,10 +55,10 @@ class ScaledLogits(NamedTuple):
 
 
 class ChosenC(NamedTuple):
-    """A value of C and the scores it was chosen by."""
+    """A value of C, and the scores of all candidates."""
 
     c: float
-    auroc: dict[str, float | None]  # grid value -> out-of-fold AUROC of the depth mean; None where a layer was zero
+    auroc: dict[str, float | None]  # grid value -> out-of-fold AUROC of the depth mean; None if a layer was zero
 
 
 class FinalClassifier(NamedTuple):
@@ -77,14 +77,14 @@ class DepthMeanProbe(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     Args:
         C: Inverse strength of the probes' penalty, or "auto": the best of ``c_grid`` by ``inner_folds`` folds.
-        c_grid: What "auto" chooses from.
+        c_grid: The candidates of "auto".
         logit_scale: "unit_norm" (the paper), "standardized" (each layer's logit over its deviation), or "joint": all
             layers' directions from one regression, at the heads chosen by the paper's rule.
-        class_balance: Of the probe fits: "weights", or "downsample" the larger class.
-        folds: Of the cross-fit whose out-of-fold depth means the classifier is fitted on.
-        inner_folds: Of the choice of C.
-        seeds: One shuffle of ``folds`` each; the classifier is fitted on the rows of all.
-        n_jobs: Processes.
+        class_balance: How probe fits balance the classes: by "weights", or by "downsample" of the larger class.
+        folds: Folds of the cross-fit, whose out-of-fold depth means the classifier is fitted on.
+        inner_folds: Folds for the choice of C.
+        seeds: Each gives one shuffle of ``folds``; the classifier is fitted on the rows of all shuffles.
+        n_jobs: Number of processes.
 
     ``fit`` takes activations [n, layers, heads, d], of which each layer's best head is taken (an L1 probe each), or
     [n, layers, d], such as residual streams (L2); [n, d] is one layer.  The larger of the two classes is the factual
@@ -94,13 +94,22 @@ class DepthMeanProbe(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     ``out_of_fold_`` [seeds, n, layers] logits and ``out_of_fold_risk_`` [seeds, n], ``classes_``, ``shape_``."""
 
     def __init__(
-        self, C: float | Literal["auto"] = "auto", *, c_grid: tuple[float, ...] = C_GRID,  # noqa: N803
-        logit_scale: LogitScale = "unit_norm", class_balance: ClassBalance = "weights", folds: int = 5,
-        inner_folds: int = 3, seeds: tuple[int, ...] = (0, 1, 2), n_jobs: int = 1,
-    ) -> None:  # fmt: skip
+        self,
+        C: float | Literal["auto"] = "auto",
+        *,
+        c_grid: tuple[float, ...] = C_GRID,  # noqa: N803
+        logit_scale: LogitScale = "unit_norm",
+        class_balance: ClassBalance = "weights",
+        folds: int = 5,
+        inner_folds: int = 3,
+        seeds: tuple[int, ...] = (0, 1, 2),
+        n_jobs: int = 1,
+    ) -> None:
         self.C, self.c_grid = C, c_grid
         self.logit_scale, self.class_balance = logit_scale, class_balance
-        self.folds, self.inner_folds, self.seeds, self.n_jobs = folds, inner_folds, seeds, n_jobs
+        self.folds, self.inner_folds = folds, inner_folds
+        self.seeds = seeds
+        self.n_jobs = n_jobs
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -109,11 +118,16 @@ class DepthMeanProbe(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return tags
 
     def fit(
-        self, X: ArrayLike, y: ArrayLike, groups: ArrayLike | None = None, extra: ArrayLike | None = None,  # noqa: N803
-    ) -> Self:  # fmt: skip
-        """Fit probes and classifier: X as the class says, y [n], groups [n] of rows that depend on each other.
-        ``extra`` [n, k] are further signals that the classifier reads beside the depth mean, such as entropies.
-        Raises ValueError for arrays that do not fit together, TrainingError where a fold lacks a class."""
+        self,
+        X: ArrayLike,
+        y: ArrayLike,
+        groups: ArrayLike | None = None,
+        extra: ArrayLike | None = None,  # noqa: N803
+    ) -> Self:
+        """Fit probes and classifier: X as described for the class, y [n], groups [n] of rows that depend on each other.
+
+        ``extra`` [n, k] are further signals of the classifier besides the depth mean, such as entropies.
+        Raises ValueError for arrays that do not fit together, TrainingError if a fold lacks a class."""
         x: NDArray[np.float32]
         x, classes = validate_data(self, X, y, dtype=np.float32, allow_nd=True)
         check_classification_targets(classes)
@@ -124,7 +138,7 @@ class DepthMeanProbe(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             kind = type_of_target(classes)
             raise ValueError(f"Only binary classification is supported. The type of the target is {kind}.")
         self.shape_ = x.shape[1:]
-        codes: dict[Any, int] = {}  # numbered as they come, as training numbers them
+        codes: dict[Any, int] = {}  # group numbers in order of appearance, as in training
         named = range(len(x)) if groups is None else np.asarray(groups).tolist()
         group = np.array([codes.setdefault(name, len(codes)) for name in named], np.int64)
         if len(group) != len(x):
@@ -161,12 +175,19 @@ class DepthMeanProbe(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return np.asarray(self.classes_[factual.astype(np.int64)])
 
     def fit_readouts(
-        self, readouts: Readouts, group: Index, rows: Index | None = None, test: Index | None = None, *,
-        scales: Sequence[LogitScale] = (), fold: bool = False,
-    ) -> Self:  # fmt: skip
-        """Fit all but the classifier on ``rows`` of activations in memory or on disk, and read ``test``: group [n].
-        Sets ``C_``, ``c_search_``, ``cross_fit_``, ``probes_`` and, of the own rule and ``scales``, ``scaled_``.
-        ``fold``: for a part of the data, whose probes are never served, a layer may lack a direction.
+        self,
+        readouts: Readouts,
+        group: Index,
+        rows: Index | None = None,
+        test: Index | None = None,
+        *,
+        scales: Sequence[LogitScale] = (),
+        fold: bool = False,
+    ) -> Self:
+        """Fit everything except the classifier on ``rows`` of activations, and score the rows ``test``; group [n].
+
+        Sets ``C_``, ``c_search_``, ``cross_fit_``, ``probes_`` and, by ``logit_scale`` and ``scales``, ``scaled_``.
+        ``fold``: the fit is of one fold and never served, so a layer may lack a direction.
         Raises NoDirection (not with ``fold``), TrainingError."""
         rows = np.arange(len(readouts.label)) if rows is None else rows
         rules = {self.logit_scale, *scales}
@@ -179,39 +200,41 @@ class DepthMeanProbe(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             together = joined(readouts, task, fit, self.class_balance, zero_layers=fold)
         self.probes_ = together if self.logit_scale == "joint" else fit
         self.scaled_ = {rule: _scaled(rule, self.cross_fit_, together if rule == "joint" else fit) for rule in rules}
-        own = self.scaled_[self.logit_scale]
-        self.out_of_fold_, self.scale_ = own.out_of_fold, own.scale
+        served = self.scaled_[self.logit_scale]
+        self.out_of_fold_, self.scale_ = served.out_of_fold, served.scale
         return self
 
     def fit_risk(self, label: Labels, extra: Floats | None = None) -> Self:
         """Fit the classifier on out-of-fold signals: label [n] of ``fit_readouts``' rows, extra [n, k]."""
         seeds, signals = len(self.out_of_fold_), signal_matrix(self.out_of_fold_, extra)
-        # Not averaged over seeds, which would be less noisy than the one probe that is served.
+        # Seeds are stacked and not averaged: an average would be less noisy than the single probe that is served.
         self.signals_ = signals.reshape(-1, signals.shape[-1])
         self.classifier_ = fit_classifier(self.signals_, np.tile(label, seeds))
         self.out_of_fold_risk_ = self.classifier_.risk(self.signals_).reshape(seeds, -1)
         return self
 
     def choose_c(self, readouts: Readouts, group: Index, rows: Index, seed: int, *, must: bool = True) -> ChosenC:
-        """Return the C of the largest out-of-fold AUROC of the depth mean, by grouped folds inside ``rows``.
-        At most 8 layers and 8 heads, evenly spaced, take part.  A value that leaves a layer without a direction is
-        excluded.  Raises NoDirection: all are (without ``must``: the largest)."""
+        """Return the C with the largest out-of-fold AUROC of the depth mean, by grouped folds inside ``rows``.
+
+        At most 8 layers and 8 heads, evenly spaced, take part.  A C that leaves a layer without a direction is
+        excluded.  If all are, raises NoDirection, or without ``must`` returns the largest C."""
         grid = tuple(sorted(set(self.c_grid))) if self.C == "auto" else (float(self.C),)
         if len(grid) == 1:
             return ChosenC(grid[0], {})
         geometry, site = readouts.file.geometry, readouts.file.site
         pairs = group_folds(readouts.label, group, rows, self.inner_folds, seed, what="inner fold")
         tasks = [Task(train, test, c) for c in grid for train, test in pairs]
-        layers, heads = (
-            sorted({round(place) for place in np.linspace(0, count - 1, min(count, 8))})
-            for count in (geometry.num_layers, geometry.heads(site))
-        )
-        options: dict[str, Any] = {"balance": self.class_balance, "jobs": self.n_jobs, "layers": layers, "heads": heads}
+        options: dict[str, Any] = {
+            "balance": self.class_balance,
+            "jobs": self.n_jobs,
+            "layers": _evenly_spaced(geometry.num_layers),
+            "heads": _evenly_spaced(geometry.heads(site)),
+        }
         results = fit_probes(readouts, tasks, zero_layers=True, **options)
         table: dict[str, float | None] = dict.fromkeys(f"{c:g}" for c in grid)
         best: tuple[float, float] | None = None
-        for place, c in enumerate(grid):
-            fits = results[place * len(pairs) : (place + 1) * len(pairs)]
+        for number, c in enumerate(grid):
+            fits = results[number * len(pairs) : (number + 1) * len(pairs)]
             if all(fit.direction.any(axis=1).all() for fit in fits):
                 score = np.empty(len(readouts.label))
                 for (_, test), fit in zip(pairs, fits, strict=True):
@@ -226,11 +249,12 @@ class DepthMeanProbe(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     def cross_fit(
         self, readouts: Readouts, group: Index, rows: Index, c: float, *, joint: bool = False, joint_c: float = JOINT_C
     ) -> OutOfFold:
-        """Return logits of ``rows`` [n], in their order, for each seed; zeros where a fold's layer has no direction.
-        ``joint``: also those of directions that are fitted together, with the penalty ``joint_c``."""
+        """Return logits of ``rows`` [n], in their order, for each seed; zeros if a fold's layer has no direction.
+
+        ``joint`` adds the logits of directions that are fitted together, with the penalty ``joint_c``."""
         pairs = [
-            (place, train, test)
-            for place, seed in enumerate(self.seeds)
+            (number, train, test)
+            for number, seed in enumerate(self.seeds)
             for train, test in group_folds(readouts.label, group, rows, self.folds, seed, what="cross-fit fold")
         ]
         tasks = [Task(train, test, c) for _, train, test in pairs]
@@ -239,8 +263,8 @@ class DepthMeanProbe(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         where[rows] = np.arange(len(rows))
         unit = np.full((len(self.seeds), len(rows), readouts.file.geometry.num_layers), np.nan)
         crossed = OutOfFold(unit, unit.copy(), unit.copy(), unit[:, :, 0].copy())
-        for (place, _, test), task, fit in zip(pairs, tasks, fits, strict=True):
-            at = place, where[test]
+        for (number, _, test), task, fit in zip(pairs, tasks, fits, strict=True):
+            at = number, where[test]
             if joint:
                 together = joined(readouts, task, fit, self.class_balance, zero_layers=True, c=joint_c)
                 crossed.joint[at] = together.standardized
@@ -257,6 +281,11 @@ class DepthMeanProbe(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return fit_probes(readouts, tasks, retry_larger_c=True, **options)
 
 
+def _evenly_spaced(count: int, most: int = 8) -> list[int]:
+    """Return at most ``most`` of the numbers 0 .. count - 1."""
+    return sorted({round(number) for number in np.linspace(0, count - 1, min(count, most))})
+
+
 def _scaled(rule: LogitScale, crossed: OutOfFold, refitted: ProbeFit) -> ScaledLogits:
     if rule == "unit_norm":
         return ScaledLogits(crossed.unit_norm, refitted.trajectory, np.ones_like(refitted.scale))
@@ -266,11 +295,12 @@ def _scaled(rule: LogitScale, crossed: OutOfFold, refitted: ProbeFit) -> ScaledL
 
 def fit_classifier(signals: Floats, label: Labels) -> FinalClassifier:
     """Return a practically unregularised logistic regression: signals [n, k], label [n] (1 factual).
-    No class weights: the risk is a probability at the training data's share of hallucinations."""
+
+    It has no class weights, so the risk is a probability at the training data's share of hallucinations."""
     mean, std = signals.mean(axis=0), signals.std(axis=0)
     std = np.where(std > 0, std, 1.0)
-    with threadpool_limits(1):  # one order of summation, whatever the number of cores
-        model = LogisticRegression(C=1e4, tol=1e-8, max_iter=5000)  # C matters where the classes are separable
+    with threadpool_limits(1):  # the same order of summation for any number of cores
+        model = LogisticRegression(C=1e4, tol=1e-8, max_iter=5000)  # C matters if the classes are separable
         model.fit((signals - mean) / std, label)
     weight = model.coef_[0] / std
     return FinalClassifier(weight, float(model.intercept_[0] - weight @ mean))
@@ -284,10 +314,11 @@ def signal_matrix(trajectory: Floats, extra: Floats | None = None) -> Floats:
 
 
 def extra_signals(names: Sequence[str], first_token: Floats, context: Floats | None = None) -> Floats | None:
-    """Return the columns of a bundle's signals behind the depth mean, [n, k], where there are any: first_token [n, 2],
-    context [n, 2 or 3]."""
+    """Return the columns of a bundle's signals after the depth mean, [n, k], or None if there are none.
+
+    first_token [n, 2], context [n, 2 or 3]."""
     columns = {"log_max_prob": first_token[:, 0], "entropy": first_token[:, 1]}
-    if context is not None:  # the length is read where it tells something
+    if context is not None:  # its last column, the length, may be missing
         columns |= dict(zip(CONTEXT_SIGNALS, context.T, strict=False))
     chosen = [columns[name] for name in names if name != DEPTH_MEAN]
     return np.stack(chosen, axis=1) if chosen else None
@@ -301,12 +332,16 @@ def class_statistics(trajectory: Floats, label: Labels) -> tuple[Floats, Floats]
 
 def scale_shift(out_of_fold: Floats, refit: Floats, label: Labels) -> dict[str, dict[str, float]]:
     """Return mean and deviation by class of cross-fitted depth means [seeds, n] and of refitted, in-sample ones [n]."""
-    sides = [("cross_fitted", out_of_fold), ("refitted", refit)]
-    return {
-        name: {f"{side}_{part}": float(getattr(means[..., label == value], part)())
-               for part in ("mean", "std") for side, means in sides}
-        for value, name in enumerate(("hallucinated", "factual"))
-    }  # fmt: skip
+    shift: dict[str, dict[str, float]] = {}
+    for value, name in enumerate(("hallucinated", "factual")):
+        cross_fitted, refitted = out_of_fold[..., label == value], refit[..., label == value]
+        shift[name] = {
+            "cross_fitted_mean": float(cross_fitted.mean()),
+            "refitted_mean": float(refitted.mean()),
+            "cross_fitted_std": float(cross_fitted.std()),
+            "refitted_std": float(refitted.std()),
+        }
+    return shift
 
 
 def _activations(x: NDArray[np.float32]) -> ActivationArray:

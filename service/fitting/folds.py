@@ -1,4 +1,4 @@
-"""Stratified, group-disjoint folds (App. baseline-impl)."""
+"""Makes stratified, group-disjoint folds (App. baseline-impl)."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def outer_folds(label: Labels, group: Labels, *, folds: int, seeds: Sequence[int
 def group_folds(label: Labels, group: Labels, rows: Index, folds: int, seed: int, *, what: str = "fold") -> Pairs:
     """Return (train, test) positions, both inside ``rows``: label [n], group [n], rows [r].
 
-    Groups are disjoint, every row is tested once, both sides of every fold have both classes.  Raises TrainingError: a
-    class has fewer groups than ``folds``, or a side lacks one; names the class, where, and the cure."""
+    Groups are disjoint, every row is tested once, and both sides of every fold have both classes.  Raises TrainingError
+    if a class has fewer groups than ``folds``, or a side lacks a class."""
     _check_groups(label, group, rows, folds, what, by_class=True)
     pairs = unchecked_folds(label, group, rows, folds, seed, what)
     for number, pair in enumerate(pairs):
@@ -53,9 +53,9 @@ def group_folds(label: Labels, group: Labels, rows: Index, folds: int, seed: int
 
 
 def unchecked_folds(label: Labels, group: Labels, rows: Index, folds: int, seed: int, what: str = "fold") -> Pairs:
-    """Return ``group_folds`` whose sides may lack a class.  Raises TrainingError: too few groups or rows."""
+    """Return ``group_folds``, except that a side may lack a class.  Raises TrainingError: too few groups or rows."""
     sizes = np.unique(label[rows], return_counts=True)[1]
-    # scikit-learn refuses rows of which no class has as many as there are folds.
+    # scikit-learn refuses to split if every class has fewer rows than there are folds.
     _check_groups(label, group, rows, folds, what, by_class=bool((sizes < folds).all()))
     chosen = (np.asarray(values[rows], np.int64).tobytes() for values in (label, group))
     return [(rows[train].astype(np.int64), rows[test].astype(np.int64)) for train, test in _split(*chosen, folds, seed)]
@@ -66,8 +66,8 @@ def _check_groups(label: Labels, group: Labels, rows: Index, folds: int, what: s
     if by_class:
         words = enumerate(("hallucinated", "factual"))
         kinds |= {f" with a {word} row": rows[label[rows] == value] for value, word in words}
-    for kind, own in kinds.items():
-        if (count := len(np.unique(group[own]))) < folds:
+    for kind, of_kind in kinds.items():
+        if (count := len(np.unique(group[of_kind]))) < folds:
             lower = {"fold": "--folds", "inner fold": "--inner-folds"}.get(what, "the number of folds")
             raise TrainingError(
                 f"{folds} {what}s need {folds} groups{kind}, there are {count}: add such rows, or lower {lower}"
@@ -75,15 +75,19 @@ def _check_groups(label: Labels, group: Labels, rows: Index, folds: int, what: s
 
 
 class _Split(StratifiedGroupKFold):  # type: ignore[misc]
-    """scikit-learn's folds to the last row, faster: all folds are rated for a group at once."""
+    """Makes exactly scikit-learn's folds, but faster: rates all folds for a group at once."""
 
     def _find_best_fold(self, y_counts_per_fold: Floats, y_cnt: Labels, group_y_counts: Floats) -> int:
         added = np.eye(self.n_splits)[:, :, None] * group_y_counts
         spread = ((y_counts_per_fold + added) / y_cnt).std(axis=1).mean(axis=1)
-        best, least, fewest = 0, np.inf, np.inf
-        for fold, (own, rows) in enumerate(zip(spread.tolist(), y_counts_per_fold.sum(axis=1).tolist(), strict=True)):
-            if own < least or (own - least <= 1e-8 + 1e-5 * least and rows < fewest):
-                best, least, fewest = fold, own, rows
+        best = 0
+        least = fewest = np.inf
+        for fold, (deviation, rows) in enumerate(
+            zip(spread.tolist(), y_counts_per_fold.sum(axis=1).tolist(), strict=True)
+        ):
+            if deviation < least or (deviation - least <= 1e-8 + 1e-5 * least and rows < fewest):
+                best = fold
+                least, fewest = deviation, rows
         return best
 
 

@@ -1,9 +1,9 @@
-"""Directions of all layers from one regression, instead of one regression at each layer.
+"""Fits the directions of all layers by one regression, instead of one regression for each layer.
 
-A probe that is fitted at its own layer takes whatever separates right from wrong answers there, and what all layers
-share, such as the wording of a question, is counted once by each of them.  One regression over the chosen heads of all
-layers weighs them against each other.  It is still a mean over depth: each layer has a direction of unit norm and a
-scale, so a bundle is served as any other."""
+A probe of a single layer uses everything that separates right from wrong answers there.  So the mean over depth counts
+what all layers share, such as the wording of a question, once for each layer.  One regression over the chosen heads of
+all layers weighs them against each other.  The result is still a mean over depth: each layer has a direction of unit
+norm and a scale, so such a bundle is served like any other."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from service.fitting import ClassBalance
 from service.fitting.probes import Floats, ProbeFit, Readouts, Task, row_weights, standardise
 from service.fitting.scores import auroc
 
-COMPONENTS: Final = 300  # of the standardised columns, the leading ones
+COMPONENTS: Final = 300  # leading components of the standardised columns
 C: Final = 5e-4  # inverse strength of the L2 penalty on the components, as in scikit-learn
 
 
 class JointFit(NamedTuple):
-    """The regression, taken apart by layer: the mean over layers of ``(direction . a + bias) / scale`` is its log odds
-    of a factual answer, at equal shares of the classes."""
+    """The regression by layer: the mean over layers of ``(direction . a + bias) / scale`` is the log odds of a factual
+    answer, at equal shares of the classes."""
 
     direction: Floats  # [m, d] unit norm, raw activation space
     bias: Floats  # [m]
     scale: Floats  # [m]
 
     def trajectory(self, activations: NDArray[np.float32]) -> Floats:
-        """Return each layer's truth logit, not yet divided by its scale: activations [n, m, d], [n, m]."""
+        """Return each layer's truth logit, before the division by its scale: activations [n, m, d] -> [n, m]."""
         logits: Floats = np.einsum("nmd,md->nm", activations, self.direction, dtype=np.float64) + self.bias
         return logits
 
@@ -41,10 +41,9 @@ class JointFit(NamedTuple):
 def joined(
     readouts: Readouts, task: Task, fit: ProbeFit, balance: ClassBalance, *, zero_layers: bool, c: float = C
 ) -> ProbeFit:
-    """Return ``fit`` of ``task`` with directions that are fitted together, at the heads that it has chosen.
+    """Return ``fit`` of ``task`` with directions that are fitted together, at the heads of ``fit``.
 
-    Its ``scale`` is the joint one, so that ``standardized`` has the logits to take the mean of.
-    Raises NoDirection as ``fit_joint`` does."""
+    Its ``scale`` is the joint scale, so the depth mean is that of ``standardized``.  Raises NoDirection."""
     heads = fit.head.tolist()
     columns = [readouts.file.head(layer, head)[readouts.index] for layer, head in enumerate(heads)]
     activations, label = np.stack(columns, axis=1), readouts.label[task.train]
@@ -54,23 +53,27 @@ def joined(
 
 
 def fit_joint(
-    activations: NDArray[np.float32], label: NDArray[np.int64], balance: ClassBalance, *,
-    zero_layers: bool = False, c: float = C,
-) -> JointFit:  # fmt: skip
+    activations: NDArray[np.float32],
+    label: NDArray[np.int64],
+    balance: ClassBalance,
+    *,
+    zero_layers: bool = False,
+    c: float = C,
+) -> JointFit:
     """Fit one logistic regression on the leading components of the standardised columns of all layers.
 
-    activations [n, m, d] of the chosen head of each layer, label [n] (1 factual, 0 hallucinated).  A layer whose
-    activations are constant has, with ``zero_layers``, a direction of zero.  ``c``: inverse strength of the penalty.
-    Raises NoDirection: there is such a layer."""
+    activations [n, m, d] of the chosen head of each layer, label [n] (1 factual, 0 hallucinated).  ``c`` is the inverse
+    strength of the penalty.  A layer with constant activations gets a direction of zero with ``zero_layers``; without
+    it, raises NoDirection."""
     n, layers, dim = activations.shape
     weights = row_weights(label, balance)
-    with threadpool_limits(1):  # one order of summation, whatever the number of cores
+    with threadpool_limits(1):  # the same order of summation for any number of cores
         columns, mean, deviation = standardise(activations.reshape(n, layers * dim))
         components = min(COMPONENTS, n, layers * dim)
         basis = randomized_svd(columns, components, n_oversamples=20, n_iter=4, random_state=0)[2].T
         model = LogisticRegression(C=c, solver="newton-cholesky", tol=1e-8)
         model.fit(columns @ basis, label, sample_weight=weights)
-    # A constant column has a component by rounding error alone.
+    # The component of a constant column is only a rounding error.
     raw = np.where(columns.any(axis=0), (basis @ model.coef_[0]) / deviation, 0.0).reshape(layers, dim)
     norm = np.linalg.norm(raw, axis=1)
     if not (norm.all() or zero_layers):

@@ -1,11 +1,10 @@
-"""Weights over layers: a mean over depth to which layers contribute unequally, of the probes that tell what a prompt
-is.
+"""Fits weights of the layers, for context probes whose mean over depth weighs layers unequally.
 
     sum_l w_l L_l / m,  w_l > 0, mean of w = 1
 
-is the mean of logits with scale_l = 1 / w_l, so a server computes it as it computes the paper's rule (all w_l = 1).
-The weights are those of a logistic regression on out-of-fold truth logits, none of them negative, which a penalty
-pulls towards the paper's rule: with sigma_l the deviation of L_l, v_l = w_l sigma_l and p = sigma / |sigma|
+is the mean of logits with scale_l = 1 / w_l, so a service computes it like the paper's rule (all w_l = 1).  The weights
+come from a logistic regression on out-of-fold truth logits.  None is negative, and a penalty pulls them towards the
+paper's rule: with sigma_l the deviation of L_l, v_l = w_l sigma_l and p = sigma / |sigma|
 
     minimise   mean_i log(1 + exp(-y_i (v . L_i / sigma + b))) + lambda / 2 |v - (p . v) p|^2,   v >= 0"""
 
@@ -25,34 +24,36 @@ from service.fitting.probes import Floats, Labels
 from service.fitting.scores import gain
 
 STRENGTHS = (math.inf, 3.0, 1.0, 0.3, 0.1, 0.03, 0.01, 0.003)  # lambda, strong to weak
-FLOOR = 0.01  # of the mean weight: a layer of weight zero would have an infinite scale
+FLOOR = 0.01  # smallest weight as a share of the mean: a weight of zero would give an infinite scale
 
 
 class LayerWeights(NamedTuple):
     """The weights of n rows' trajectories."""
 
     weight: Floats  # [m] mean 1
-    strength: float  # lambda; infinity where nothing was surely better than the paper's rule
+    strength: float  # lambda; infinity, the paper's rule, if no other is certainly better
     out_of_fold: Floats  # [n, m] w_l L_l, with weights that were fitted without the row's fold
 
 
 def fit_layer_weights(trajectory: Floats, label: Labels, group: Labels, *, folds: int, seed: int) -> LayerWeights:
-    """Fit on trajectory [n, m] of unit-norm probes, each row's fitted without it; label, group [n].
-    Group-disjoint folds choose lambda by AUROC; the paper's rule, lambda = infinity, is left only where the gain over
-    it has an interval above zero.  Raises TrainingError where a fold lacks a class."""
+    """Fit the weights on out-of-fold trajectories [n, m] of unit-norm probes; label, group [n].
+
+    Group-disjoint folds choose lambda by AUROC.  The choice is the paper's rule, lambda = infinity, unless a gain over
+    it has an interval above zero.  Raises TrainingError if a fold lacks a class."""
     every = np.arange(len(label))
     pairs = group_folds(label, group, every, folds, seed, what="layer-weight fold")
 
     def fit(rows: NDArray[np.integer], strengths: Sequence[float]) -> list[Floats]:
         return _path(trajectory[rows], label[rows], strengths)
 
-    with threadpool_limits(1):  # sums in one order, whatever the number of cores
+    with threadpool_limits(1):  # the same order of summation for any number of cores
         paths = [fit(train, STRENGTHS) for train, _ in pairs]
-        sides = [[(held, -trajectory[held] @ path[place]) for path, (_, held) in zip(paths, pairs, strict=True)]
-                 for place in range(len(STRENGTHS))]  # fmt: skip
         paper = [(held, -trajectory[held].sum(axis=1)) for _, held in pairs]
-        gains = [gain(label, group, tests, paper) for tests in sides]
-        best = int(np.argmax([found.difference if found.low > 0 else 0.0 for found in gains]))  # ties: the strongest
+        gains = []
+        for number in range(len(STRENGTHS)):
+            tests = [(held, -trajectory[held] @ path[number]) for path, (_, held) in zip(paths, pairs, strict=True)]
+            gains.append(gain(label, group, tests, paper))
+        best = int(np.argmax([gained.difference if gained.low > 0 else 0.0 for gained in gains]))  # ties: the strongest
         out_of_fold = np.empty_like(trajectory)
         for path, (_, held) in zip(paths, pairs, strict=True):
             out_of_fold[held] = trajectory[held] * path[best]
@@ -61,9 +62,9 @@ def fit_layer_weights(trajectory: Floats, label: Labels, group: Labels, *, folds
 
 
 def _path(trajectory: Floats, label: Labels, strengths: Sequence[float]) -> list[Floats]:
-    """Return the weights [m] at each strength, each begun where the last one ended."""
+    """Return the weights [m] at each strength; each search starts from the previous result."""
     sigma = trajectory.std(axis=0)
-    sigma = np.where(sigma > 0, sigma, 1.0)  # a layer that tells nothing is left alone by the data
+    sigma = np.where(sigma > 0, sigma, 1.0)  # a constant layer carries no information
     rows = trajectory / sigma
     sign, count = np.where(np.asarray(label) == 1, 1.0, -1.0), np.full(len(rows), 1 / len(rows))
     rows = rows - count @ rows
@@ -76,7 +77,7 @@ def _path(trajectory: Floats, label: Labels, strengths: Sequence[float]) -> list
         slope = -count * sign * np.exp(-np.logaddexp(0.0, margin))
         return float(value), np.append(rows.T @ slope + strength * away, slope.sum())
 
-    found, point = [], np.append(paper * 1e-3, 0.0)
+    weights, point = [], np.append(paper * 1e-3, 0.0)
     bounds = [(0.0, None)] * len(sigma) + [(None, None)]
     for strength in strengths:
         weight = np.ones(len(sigma))
@@ -85,5 +86,5 @@ def _path(trajectory: Floats, label: Labels, strengths: Sequence[float]) -> list
             if point[:-1].any():
                 weight = point[:-1] / sigma
                 weight = np.maximum(weight, FLOOR * weight.mean())
-        found.append(weight / weight.mean())
-    return found
+        weights.append(weight / weight.mean())
+    return weights

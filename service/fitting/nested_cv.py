@@ -1,12 +1,13 @@
-"""Nested cross-validation: outer folds x seeds, everything else inside the training side.
+"""Evaluates by nested cross-validation: outer folds x seeds, with every choice made inside the training side.
 
-``nested_cv`` runs any fit over the outer folds.  ``evaluate`` is the trainer's: standardisation, head selection, C and
-the classifier see only the training side of a fold, where the classifier is fitted on an inner cross-fit."""
+``nested_cv`` runs any fit over the outer folds.  The trainer uses ``evaluate``: standardisation, head selection, C and
+the classifier see only the training side of a fold, and the classifier is fitted on an inner cross-fit."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, NamedTuple, get_args
 
 import numpy as np
@@ -30,15 +31,24 @@ from service.readout import Site
 FUSED: tuple[Signal, ...] = (DEPTH_MEAN, *FIRST_TOKEN)
 SCALES: tuple[LogitScale, ...] = get_args(LogitScale)
 CONTEXT_NAMES = tuple(f"{kind}_{scale}" for kind in ("context", "fused_context") for scale in SCALES)  # with passages
-KIND_AND_FORM = "kind_and_form"  # what is known without a model
+KIND_AND_FORM = "kind_and_form"  # a reference that needs no model
 NAMES = (
-    *(f"{kind}_{scale}" for kind in ("depth_mean", "fused") for scale in SCALES), *CONTEXT_NAMES,
-    "best_head", "best_layer", "first_token_max_prob", "first_token_entropy", "prompt_length", KIND_AND_FORM,
-)  # fmt: skip
-CLOSED_BOOK = "kind_x_form_closed_book"  # no pair of rows has a passage beside its question
+    *(f"{kind}_{scale}" for kind in ("depth_mean", "fused") for scale in SCALES),
+    *CONTEXT_NAMES,
+    "best_head",
+    "best_layer",
+    "first_token_max_prob",
+    "first_token_entropy",
+    "prompt_length",
+    KIND_AND_FORM,
+)
+CLOSED_BOOK = "kind_x_form_closed_book"  # pairs of rows without a passage
 STRATA = {
-    CLOSED_BOOK: ("kind", "form"), "kind": ("kind",), "kind_x_template": ("kind", "template"), "form": ("form",),
-}  # fmt: skip
+    CLOSED_BOOK: ("kind", "form"),
+    "kind": ("kind",),
+    "kind_x_template": ("kind", "template"),
+    "form": ("form",),
+}
 WITH_INTERVALS = (CLOSED_BOOK, "kind")
 PROTOCOL = {
     "splits": "stratified, group-disjoint; scaling, head, C, classifier from the training side",
@@ -62,12 +72,12 @@ PROTOCOL = {
 
 
 def scales_at(site: Site) -> tuple[LogitScale, ...]:
-    """Return the rules of ``logit_scale`` there: the residual streams of all layers are too many columns at once."""
+    """Return the rules of ``logit_scale`` at a site; residual streams have too many columns for "joint"."""
     return SCALES if site is Site.ATTENTION_HEAD else tuple(scale for scale in SCALES if scale != "joint")
 
 
 class FoldScores(NamedTuple):
-    """One method's scores of one outer fold's test rows."""
+    """The scores of one method on the test rows of one outer fold."""
 
     seed: int
     fold: int
@@ -79,6 +89,7 @@ def nested_cv(
     outer: Iterable[OuterFold], fit: Callable[[OuterFold], Mapping[str, Floats]]
 ) -> dict[str, list[FoldScores]]:
     """Call ``fit`` on each outer fold and return its test scores by name, in the order of the folds.
+
     ``fit`` must learn from ``fold.train`` only; it returns the scores of ``fold.test`` [n_test] by each method."""
     scores: dict[str, list[FoldScores]] = {}
     for fold in outer:
@@ -93,7 +104,7 @@ def test_sides(scores: Sequence[FoldScores]) -> measures.Tests:
 
 
 def by_row(scores: Sequence[FoldScores], rows: int) -> Floats:
-    """Return the scores in the order of the data, [seeds, n]: each row's by the fold that tested it."""
+    """Return the scores in the order of the data, [seeds, n]; each row has that of the fold that tested it."""
     seeds = list(dict.fromkeys(fold.seed for fold in scores))
     values = np.full((len(seeds), rows), np.nan)
     for fold in scores:
@@ -110,7 +121,7 @@ class Inputs:
     first_token: Floats  # [n, 2] log maximum probability, entropy
     prompt_tokens: NDArray[np.int64]  # [n]
     strata: tuple[Mapping[str, str], ...]  # [n] metadata that names strata
-    prompts: PromptLabels | None = None  # None: no passage is told from other prompts
+    prompts: PromptLabels | None = None  # None: context signals are not evaluated
 
     @property
     def label(self) -> NDArray[np.int64]:
@@ -118,19 +129,19 @@ class Inputs:
         return self.readouts.label
 
     def stratum_of_rows(self) -> dict[str, Index]:
-        """Return each row's stratum [n] by the names in ``STRATA`` whose keys every row has.
+        """Return each row's stratum [n], for each name in ``STRATA`` whose keys every row has.
 
-        In ``CLOSED_BOOK`` a row with a passage is a stratum of its own, so that it is in no pair."""
-        found = {}
+        In ``CLOSED_BOOK`` each row with a passage is a stratum of its own, so it is in no pair."""
+        strata = {}
         for name, keys in STRATA.items():
             if all(key in row for row in self.strata for key in keys):
-                codes: dict[tuple[str, ...], int] = {}
-                of_row = [codes.setdefault(tuple(row[key] for key in keys), len(codes)) for row in self.strata]
-                found[name] = np.array(of_row, np.int64)
-        if CLOSED_BOOK in found and self.prompts is not None:
+                codes: dict[Any, int] = {}
+                values = map(itemgetter(*keys), self.strata)
+                strata[name] = np.array([codes.setdefault(value, len(codes)) for value in values], np.int64)
+        if CLOSED_BOOK in strata and self.prompts is not None:
             passage = np.flatnonzero(self.prompts.passage)
-            found[CLOSED_BOOK][passage] = len(self.strata) + passage
-        return found
+            strata[CLOSED_BOOK][passage] = len(self.strata) + passage
+        return strata
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,7 +155,7 @@ class Evaluation:
 
 def name_of(signals: Sequence[str], scale: LogitScale) -> str:
     """Return the name in ``NAMES`` of a bundle with these signals."""
-    fused, context = (any(name in signals for name in names) for names in (FIRST_TOKEN, CONTEXT_SIGNALS))
+    fused, context = bool(set(FIRST_TOKEN) & set(signals)), bool(set(CONTEXT_SIGNALS) & set(signals))
     kind = {(False, False): "depth_mean", (True, False): "fused", (False, True): "context"}
     return f"{kind.get((fused, context), 'fused_context')}_{scale}"
 
@@ -152,16 +163,17 @@ def name_of(signals: Sequence[str], scale: LogitScale) -> str:
 def evaluate(
     inputs: Inputs, *, folds: int, seeds: Sequence[int], probe: DepthMeanProbe, context: bool = True
 ) -> Evaluation:
-    """Return the nested cross-validation of every signal in ``NAMES``; ``probe`` has the options.
+    """Return the nested cross-validation of every signal in ``NAMES``; ``probe`` gives the options.
 
-    Without ``context`` no signal tells passages from other prompts.  Raises TrainingError."""
-    label, group, strata = inputs.label, inputs.group, inputs.stratum_of_rows()
+    Without ``context`` the signals of the context are left out.  Raises TrainingError."""
+    label, group = inputs.label, inputs.group
+    strata = inputs.stratum_of_rows()
     records: list[dict[str, Any]] = []
 
     def fit(fold: OuterFold) -> dict[str, Floats]:
         train, test = fold.train, fold.test
-        given = inputs.readouts, group, inputs.first_token
-        c, signals = probe_columns(*given, train, test, fold.seed, probe, inputs.prompts if context else None)
+        prompts = inputs.prompts if context else None
+        c, signals = probe_columns(inputs.readouts, group, inputs.first_token, train, test, fold.seed, probe, prompts)
         signals += [(name, (column[train], column[test])) for name, column in _references(inputs)]
         record: dict[str, Any] = {"seed": fold.seed, "fold": fold.fold, "c": c, "rows": len(test), "signals": {}}
         risks = {name: fit_classifier(of_train, label[train]).risk(of_test) for name, (of_train, of_test) in signals}
@@ -173,7 +185,7 @@ def evaluate(
 
     outer = outer_folds(label, group, folds=folds, seeds=seeds)
     scores = nested_cv(tqdm(outer, "evaluation", mininterval=1), fit)
-    # A fold whose training side has too few passages has none of ``CONTEXT_NAMES``: then the run has none.
+    # A fold whose training side has too few passages lacks the signals of ``CONTEXT_NAMES``: then leave them all out.
     names = [name for name in NAMES if len(scores.get(name, ())) == len(outer)]
     risks = {name: by_row(scores[name], len(label)) for name in names}
     tests = {name: test_sides(scores[name]) for name in names}
@@ -195,8 +207,9 @@ def evaluate(
 def held_out(
     inputs: Inputs, classifier: FinalClassifier, threshold: float, signals: Floats, references: Inputs
 ) -> dict[str, Any]:
-    """Return scores on rows that took no part, by the final bundle's classifier of its signals [n, k], and by reference
-    signals that are fitted on all training rows (``references``)."""
+    """Return scores on held-out rows: of the bundle's classifier on its signals [n, k], and of reference signals.
+
+    The latter are fitted on all training rows (``references``)."""
     label, factual = inputs.label, int(inputs.label.sum())
     risks = {"bundle": classifier.risk(signals)}
     for (name, of_train), (_, of_test) in zip(_references(references), _references(inputs), strict=True):
@@ -219,7 +232,7 @@ def rounded(value: Any) -> Any:
     return round(float(value), 6) if isinstance(value, float | np.floating) else value
 
 
-Columns = list[tuple[str, tuple[Floats, Floats]]]  # signal, its columns of the training [n_train, k] and test rows
+Columns = list[tuple[str, tuple[Floats, Floats]]]  # signal, its columns on the training [n_train, k] and test rows
 
 
 def probe_columns(
@@ -232,17 +245,18 @@ def probe_columns(
     probe: DepthMeanProbe,
     prompts: PromptLabels | None = None,
 ) -> tuple[float, Columns]:
-    """Return C and the probes' signals in one outer fold, fitted on ``train``, whose own columns are out of fold.
-    group [n], first_token [n, 2]; ``probe`` has the options.  Without ``prompts`` none of ``CONTEXT_NAMES``."""
+    """Return C and the probes' signals in one outer fold, fitted on ``train``, whose columns are out of fold.
+
+    group [n], first_token [n, 2]; ``probe`` gives the options.  Without ``prompts`` none of ``CONTEXT_NAMES``."""
     folds = probe.inner_folds
     inner = clone(probe).set_params(folds=folds, seeds=(seed,), logit_scale="unit_norm")
     scales = scales_at(readouts.file.site)
     inner.fit_readouts(readouts, group, train, test, scales=scales, fold=True)
     kinds: list[tuple[Signal, ...]] = [(DEPTH_MEAN,), FUSED]
     context = None
-    # ``folds`` groups of each class are fewer than ``LEAST``, which all rows have where the run reads the context.
-    if prompts and (found := fit_passage_probes(readouts, prompts, group, train, inner, folds)):
-        context = context_columns(found, prompts)
+    # A training side may have fewer groups than ``LEAST``, which holds for all rows, so ``folds`` groups are enough.
+    if prompts and (passages := fit_passage_probes(readouts, prompts, group, train, inner, folds)):
+        context = context_columns(passages, prompts)
         read = CONTEXT_SIGNALS[: context.shape[1]]
         kinds += [(DEPTH_MEAN, *read), (*FUSED, *read)]
     columns: Columns = []
@@ -262,26 +276,32 @@ def probe_columns(
 
 
 def _references(inputs: Inputs) -> Iterator[tuple[str, Floats]]:
-    """Yield signals without a probe, one column [n, 1] each."""
-    yield "first_token_max_prob", inputs.first_token[:, [0]]  # its logarithm, which ranks the same
+    """Yield the signals that need no probe, one column [n, 1] each."""
+    yield "first_token_max_prob", inputs.first_token[:, [0]]  # the logarithm, which ranks the same
     yield "first_token_entropy", inputs.first_token[:, [1]]
     yield "prompt_length", inputs.prompt_tokens[:, None].astype(np.float64)
 
 
 def _without_a_model(fitted: Inputs, train: Index, inputs: Inputs, rows: Index) -> dict[str, Floats]:
-    """Return the risk of ``rows`` of ``inputs`` by kind and form alone, as ``train`` rows of ``fitted`` have them;
-    nothing where a row has neither."""
-    keys = [key for key in ("kind", "form") if all(key in row for row in (*fitted.strata, *inputs.strata))]
+    """Return the risk of ``rows`` of ``inputs`` by kind and form alone, fitted on ``train`` rows of ``fitted``.
+
+    Empty unless all rows have a kind, or all have a form."""
+    named = {"kind", "form"}.intersection(*fitted.strata, *inputs.strata)
+    keys = [key for key in ("kind", "form") if key in named]
     if not keys:
         return {}
-    of_train, of_rows = (
-        np.array([[source.strata[row][key] for key in keys] for row in index.tolist()], np.object_)
-        for source, index in ((fitted, train), (inputs, rows))
-    )
     columns = OneHotEncoder(handle_unknown="ignore")
-    model = LogisticRegression().fit(columns.fit_transform(of_train), fitted.label[train])
-    factual: Floats = model.predict_proba(columns.transform(of_rows))[:, 1]
+    of_train = columns.fit_transform(_values(fitted, train, keys))
+    of_rows = columns.transform(_values(inputs, rows, keys))
+    model = LogisticRegression().fit(of_train, fitted.label[train])
+    factual: Floats = model.predict_proba(of_rows)[:, 1]
     return {KIND_AND_FORM: 1 - factual}
+
+
+def _values(inputs: Inputs, rows: Index, keys: Sequence[str]) -> NDArray[np.object_]:
+    """Return the values of these keys of the rows' strata, [rows, keys]."""
+    strata = [inputs.strata[row] for row in rows.tolist()]
+    return np.array([list(map(itemgetter(key), strata)) for key in keys], np.object_).T
 
 
 def scores_of(label: NDArray[np.int64], risk: Floats, strata: Mapping[str, Index]) -> dict[str, float | None]:
@@ -300,7 +320,8 @@ def _summarise(records: Sequence[Mapping[str, float | None]]) -> dict[str, Any]:
     """Return mean and standard deviation over folds and seeds; None for a score that no fold has."""
     table: dict[str, Any] = {}
     for name in dict.fromkeys((*measures.SUMMARY, *(key for record in records for key in record))):
-        values = [value for record in records if (value := record.get(name)) is not None]
+        of_folds = [record.get(name) for record in records]
+        values = [value for value in of_folds if value is not None]
         table[name] = _over(values) if values else None
     return table
 
@@ -311,5 +332,6 @@ def _over(values: Sequence[float]) -> dict[str, float]:
 
 def layer_aurocs(label: NDArray[np.int64], trajectory: Floats) -> tuple[Floats, Floats]:
     """Return the AUROC of each layer's logit and of the depth mean, by seed: [seeds, n, m] -> [seeds, m], [seeds]."""
-    layers = np.array([[measures.risk_auroc(label, -column) for column in of_seed.T] for of_seed in trajectory])
+    aurocs = [measures.risk_auroc(label, -column) for of_seed in trajectory for column in of_seed.T]
+    layers = np.array(aurocs).reshape(len(trajectory), -1)
     return layers, np.array([measures.risk_auroc(label, -of_seed.mean(axis=1)) for of_seed in trajectory])

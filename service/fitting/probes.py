@@ -1,4 +1,4 @@
-"""Probes: standardise, fit, select a head per layer, map to raw space, divide by the norm (App. probe-training)."""
+"""Fits probes: standardises, fits, selects a head per layer, maps to raw space, normalises (App. probe-training)."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ Floats = NDArray[np.float64]
 Index = NDArray[np.int64]
 Labels = NDArray[np.integer]
 
-LARGER_C = (3.0, 10.0, 30.0, 100.0)  # times C, where a layer would have no probe
+LARGER_C = (3.0, 10.0, 30.0, 100.0)  # factors on C to try if a layer has no probe
 _CHUNK = 4096  # rows
 
 
 class ActivationArray(NamedTuple):
-    """Activations in memory, read as a ``RowsFile``: [N, m, heads, d] float32, of one head at the residual stream."""
+    """Activations in memory with the interface of ``RowsFile``: [N, m, heads, d] float32.
+
+    A residual stream has one head."""
 
     values: NDArray[np.float32]
     site: Site
@@ -107,9 +109,10 @@ class ProbeFit:
 def fit_head(
     x: NDArray[np.floating], label: Labels, tasks: Sequence[Task], site: Site, balance: ClassBalance
 ) -> list[tuple[Floats, float] | None]:
-    """Return each task's raw-space weight [d] and bias of one head, not yet divided by its norm: x [n, d], label [n].
+    """Return each task's raw-space weight [d] and bias of one head, before normalisation: x [n, d], label [n].
+
     Eq. standardize, standardized-probe and raw-space-probe: L1 at the attention site, all tasks at once (``solver``),
-    L2 at the residual stream.  None where every weight is zero."""
+    L2 at the residual stream.  None if every weight is zero."""
     if site is Site.RESIDUAL_STREAM:
         return [_ridge(x[task.train], label[task.train], task.c, balance) for task in tasks]
     partitions = {task.train.tobytes(): task.train for task in reversed(tasks)}
@@ -118,7 +121,7 @@ def fit_head(
         inside = np.zeros(len(x), bool)
         inside[train] = True
         of_partition[inside] = row_weights(label[inside], balance)
-    number = {name: place for place, name in enumerate(partitions)}
+    number = {name: position for position, name in enumerate(partitions)}
     partition, c = np.array([number[task.train.tobytes()] for task in tasks]), np.array([task.c for task in tasks])
     directions, intercepts = solve(np.ascontiguousarray(x, np.float32)[None], label, weight, partition, c)
     pairs = zip(directions[0], intercepts[0], strict=True)
@@ -127,7 +130,8 @@ def fit_head(
 
 def standardise(x: NDArray[np.floating]) -> tuple[Floats, Floats, Floats]:
     """Return x [n, d] standardised (Eq. standardize) as a float64 copy, its mean [d] and deviation [d].
-    A constant column becomes zeros with deviation 1: its computed deviation is rounding error."""
+
+    A constant column becomes zeros with deviation 1, since its computed deviation is only a rounding error."""
     z = x.astype(np.float64)
     mean = z.mean(axis=0)
     z -= mean
@@ -140,22 +144,21 @@ def standardise(x: NDArray[np.floating]) -> tuple[Floats, Floats, Floats]:
 
 
 def row_weights(label: Labels, balance: ClassBalance) -> Floats:
-    """Return weights of the training rows, [n], that balance the classes; ``downsample`` zeroes rows of the larger
-    one."""
+    """Return weights of the training rows, [n], that balance the classes; ``downsample`` gives some rows weight 0."""
     if balance == "downsample":
-        kept = np.zeros(len(label))
-        kept[_downsample(label)] = 1.0
-        return kept
+        weights = np.zeros(len(label))
+        weights[_downsample(label)] = 1.0
+        return weights
     sizes = np.bincount(label, minlength=2)
     return np.asarray((len(label) / (2.0 * sizes))[label])
 
 
 def _ridge(x: NDArray[np.floating], label: Labels, c: float, balance: ClassBalance) -> tuple[Floats, float] | None:
     if balance == "downsample":
-        kept = _downsample(label)
-        x, label = x[kept], label[kept]
+        rows = _downsample(label)
+        x, label = x[rows], label[rows]
     z, mean, std = standardise(x)
-    # Rows were checked on collection; checking them again costs as much as a small fit.
+    # Collection has checked the rows; a second check costs as much as a small fit.
     with config_context(assume_finite=True, skip_parameter_validation=True):
         model = LogisticRegression(C=c, max_iter=5000)
         model.fit(z, label, sample_weight=row_weights(label, "weights"))
@@ -172,20 +175,24 @@ def _downsample(label: Labels) -> Index:
 
 
 def fit_probes(
-    readouts: Readouts, tasks: Sequence[Task], *, balance: ClassBalance, jobs: int,
-    layers: Sequence[int] | None = None, heads: Sequence[int] | None = None, retry_larger_c: bool = False,
+    readouts: Readouts,
+    tasks: Sequence[Task],
+    *,
+    balance: ClassBalance,
+    jobs: int,
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+    retry_larger_c: bool = False,
     zero_layers: bool = False,
-) -> list[ProbeFit]:  # fmt: skip
+) -> list[ProbeFit]:
     """Return one ProbeFit per task, over all or the given layers and heads; each layer is read once for all tasks.
 
-    A layer whose every probe is zero is fitted again, with ``retry_larger_c``, with the next C of ``LARGER_C`` that
-    leaves it a direction; one that still has none gets, with ``zero_layers``, a direction and logits of zero.
-
-    Raises NoDirection: a layer has none."""
+    If every probe of a layer is zero, ``retry_larger_c`` fits it again with the factors of ``LARGER_C``.  A layer that
+    still has no direction gets a direction and logits of zero with ``zero_layers``; without it, raises NoDirection."""
     geometry, site = readouts.file.geometry, readouts.file.site
     layers = range(geometry.num_layers) if layers is None else layers
     heads = [*range(geometry.heads(site))] if heads is None else [*map(int, heads)]
-    pieces = max(1, min(len(heads), -(-2 * jobs // len(layers))))  # fewer layers than processes: split the heads
+    pieces = max(1, min(len(heads), -(-2 * jobs // len(layers))))  # split the heads if layers are fewer than processes
     items = [(layer, chunk.tolist()) for layer in layers for chunk in np.array_split(heads, pieces)]
     with parallel_config(backend="loky", n_jobs=1 if len(items) == 1 else jobs, inner_max_num_threads=1):
         best = Parallel()(delayed(_fit_layer)(readouts, tasks, layer, chunk, balance) for layer, chunk in items)
@@ -193,10 +200,10 @@ def fit_probes(
     fits = []
     for number, task in enumerate(tasks):
         chosen: list[HeadProbe] = []
-        for place, layer in enumerate(layers):
-            found = [part[number] for part in best[place * pieces : (place + 1) * pieces]]
-            usable = [one for one in found if one is not None]
-            probe: HeadProbe | None = max(usable, key=lambda one: one.auroc, default=None)
+        for position, layer in enumerate(layers):
+            candidates = [part[number] for part in best[position * pieces : (position + 1) * pieces]]
+            usable = [candidate for candidate in candidates if candidate is not None]
+            probe: HeadProbe | None = max(usable, key=lambda candidate: candidate.auroc, default=None)
             for factor in LARGER_C if retry_larger_c and probe is None else ():
                 (probe,) = _fit_layer(readouts, [replace(task, c=task.c * factor)], layer, heads, balance)
                 if probe is not None:
@@ -205,7 +212,7 @@ def fit_probes(
                 probe = HeadProbe(heads[0], np.zeros(geometry.dim(site)), 0.0, 1.0, 0.5, np.zeros(len(task.test)))
             if probe is None:
                 probes = f"all {len(heads)} probes are" if len(heads) > 1 else "the probe is"
-                strong = site is Site.ATTENTION_HEAD  # at the residual stream no penalty makes a zero
+                strong = site is Site.ATTENTION_HEAD  # the L2 penalty at the residual stream never gives zeros
                 reason = "the penalty is too strong" if strong else "the readouts there may be constant"
                 where = f"layer {layer}: {probes} zero at C = {task.c:g} on {len(task.train)} rows ({reason})"
                 raise NoDirection(f"{where}: give a larger C or larger values in the grid, or more rows", param="c")
@@ -218,9 +225,9 @@ def fit_probes(
 def _fit_layer(
     readouts: Readouts, tasks: Sequence[Task], layer: int, heads: Sequence[int], balance: ClassBalance
 ) -> list[HeadProbe | None]:
-    """Return the best of ``heads`` at one layer for each task, ties to the first; None where all are zero."""
+    """Return the best of ``heads`` at one layer for each task, ties to the first; None if all are zero."""
     best: list[HeadProbe | None] = [None] * len(tasks)
-    with threadpool_limits(1), one_torch_thread():  # one order of summation, whatever the number of cores
+    with threadpool_limits(1), one_torch_thread():  # the same order of summation for any number of cores
         for head in heads:
             x = readouts.file.head(layer, head)[readouts.index]
             fitted = fit_head(x, readouts.label, tasks, readouts.file.site, balance)
@@ -232,13 +239,14 @@ def _fit_layer(
 
 
 def unit_probe(x: NDArray[np.float32], label: Labels, task: Task, head: int, raw: tuple[Floats, float]) -> HeadProbe:
-    """Return ``fit_head``'s weight and bias divided by the norm (Eq. raw-space-normalized-probe), rated on the training
-    rows: x [n, d], label [n]."""
+    """Divide ``fit_head``'s weight and bias by the norm (Eq. raw-space-normalized-probe) and rate the probe.
+
+    It is rated on the training rows: x [n, d], label [n]."""
     norm = float(np.linalg.norm(raw[0]))
     direction, bias = raw[0] / norm, raw[1] / norm
     inside, logits = label[task.train], project(x, task.train, direction, bias)
-    scale, own = within_class_std(inside, logits), auroc(inside, logits)
-    return HeadProbe(head, direction, bias, scale, own, project(x, task.test, direction, bias))
+    scale, quality = within_class_std(inside, logits), auroc(inside, logits)
+    return HeadProbe(head, direction, bias, scale, quality, project(x, task.test, direction, bias))
 
 
 def project(x: NDArray[np.float32], rows: Index, direction: Floats, bias: float) -> Floats:
@@ -251,9 +259,9 @@ def project(x: NDArray[np.float32], rows: Index, direction: Floats, bias: float)
 
 
 def within_class_std(label: Labels, values: Floats) -> float:
-    """Return the pooled deviation around the class means: label [n], values [n]; 1 where it is zero."""
-    rest = values.astype(np.float64)
+    """Return the pooled deviation around the class means: label [n], values [n]; 1 if it is zero."""
+    residual = values.astype(np.float64)
     for value in (0, 1):
         inside = label == value
-        rest[inside] -= rest[inside].mean()
-    return float(np.sqrt(np.mean(rest**2))) or 1.0
+        residual[inside] -= residual[inside].mean()
+    return float(np.sqrt(np.mean(residual**2))) or 1.0

@@ -1,15 +1,15 @@
-"""Strictly increasing maps from risk to risk: fitted on labelled rows, or by the share of hallucinations on traffic.
+"""Fits strictly increasing maps from risk to risk, on labelled rows or by the share of hallucinations in traffic.
 
-The simplest candidate is chosen whose log loss, on groups that it has not seen, is within one standard error of the
-best one's; errors and intervals are by jackknife over groups.
+The chosen map is the simplest whose log loss, on groups that it was not fitted on, is within one standard error of the
+best; errors and intervals are by jackknife over groups.
 
-Prior shift (label shift): given the class, risks are distributed on the traffic as they were in training; only the
-share pi of hallucinated rows is another.  Then the odds of every risk change by one factor,
+Prior shift (label shift) means: given the class, risks have the same distribution in traffic as in training; only the
+share pi of hallucinated rows differs.  Then the odds of every risk change by one factor,
 
     logit(risk') = logit(risk) + logit(pi) - logit(pi_0),
 
-and pi is found from unlabelled rows alone (Saerens, Latinne and Decaestecker 2002, Neural Computation 14, 21-41).
-Where something else shifts, the share is wrong without a sign of it: ``prior_shift_test`` asks."""
+and unlabelled rows are enough to estimate pi (Saerens, Latinne and Decaestecker 2002, Neural Computation 14, 21-41).
+If something else shifts, the estimate is wrong without notice; ``prior_shift_test`` tests for that."""
 
 from __future__ import annotations
 
@@ -34,29 +34,30 @@ MapFit = Callable[[Labels, Floats], Recalibration | None]
 FOLDS = 5
 SEEDS = (0, 1, 2)  # shuffles of the folds; losses are averaged over them
 COX_KEYS = ("calibration_slope", "calibration_intercept")
-_TAIL = 0.99  # of the last value that is kept at the end of the scale: risks beyond all rows stay in order
+_TAIL = 0.99  # factor on the last value at the end of the scale, so that risks beyond all rows stay in order
 
 
 def fit_intercept(label: Labels, risk: Floats) -> Recalibration | None:
-    """Return the likeliest change of the log odds: then the mean risk is the share of hallucinated rows."""
+    """Return the most likely shift of the log odds; it makes the mean risk equal the share of hallucinated rows."""
     x, bad = _log_odds(risk), np.asarray(label) == 0
     if not bad.any() or bad.all():
         return None
     low, high = -60.0, 60.0
-    for _ in range(60):  # to the last bit, as the result is part of a served risk
+    for _ in range(60):  # to the last bit, since the result is part of a served risk
         middle = (low + high) / 2
         low, high = (middle, high) if expit(x + middle).sum() < bad.sum() else (low, middle)
     return Recalibration("intercept", c=(low + high) / 2)
 
 
 def fit_isotonic(label: Labels, risk: Floats) -> Recalibration | None:
-    """Return pool-adjacent-violators, linear between its blocks' means, so that rows of one block keep their order.
-    Values are drawn towards the rows' share by one row's weight: a block without an error is no proof of risk 0.
-    None where one block has all rows."""
+    """Return pool-adjacent-violators, linear between its blocks' means, so that rows of a block keep their order.
+
+    Values are shrunk towards the rows' share with the weight of one row, since a block without an error does not prove
+    a risk of 0.  None if one block has all rows."""
     order = np.argsort(risk, kind="stable")
     x, bad = np.asarray(risk, np.float64)[order], (np.asarray(label)[order] == 0).astype(np.float64)
-    levels, place, size = np.unique(x, return_inverse=True, return_counts=True)
-    fitted = isotonic_regression(np.bincount(place, bad) / size, sample_weight=size.astype(np.float64))
+    levels, level, size = np.unique(x, return_inverse=True, return_counts=True)
+    fitted = isotonic_regression(np.bincount(level, bad) / size, sample_weight=size.astype(np.float64))
     values, block = np.unique(fitted.round(12), return_inverse=True)
     if len(values) < 2:
         return None
@@ -77,7 +78,7 @@ def _log_odds(risk: Floats, edge: float = EDGE) -> NDArray[np.float64]:
 
 @dataclass(frozen=True, eq=False)
 class MapCandidate:
-    """One way to recalibrate, and how it did on rows that it was not fitted on."""
+    """One map, and its figures on rows that it was not fitted on."""
 
     name: Method | Literal["identity"]
     map: Recalibration | None  # fitted on all rows; None: the risk as it is
@@ -93,20 +94,21 @@ class MapCandidate:
 
 @dataclass(frozen=True, eq=False)
 class ChosenMap:
-    """All candidates, from simple to flexible, the risk ``before`` first, and the one that was taken."""
+    """All candidates, from simple to flexible with the risk ``before`` first, and the chosen one."""
 
     candidates: tuple[MapCandidate, ...]
     before: MapCandidate  # the risk as it is
     chosen: MapCandidate
-    best: MapCandidate  # of the least loss
-    left_out: tuple[str, ...]  # candidates without a fit that keeps the order of risks
+    best: MapCandidate  # the one with the least loss
+    left_out: tuple[str, ...]  # candidates that have no fit which keeps the order of risks
 
 
 def choose_map(
     label: Labels, risk: Floats, group: Labels, prior_shift: MapFit | None = None, seed: int = 0
 ) -> ChosenMap:
-    """Judge every candidate on labelled rows: label, risk, group [n]; ``prior_shift`` fits one by the traffic, too.
-    Raises TrainingError where a fold would lack a class."""
+    """Measure every candidate on labelled rows: label, risk, group [n]; ``prior_shift`` adds one fitted on traffic.
+
+    Raises TrainingError if a fold lacks a class."""
     fits: dict[Method, MapFit] = FITS if prior_shift is None else {"prior_shift": prior_shift, **FITS}
     folds = [group_folds(label, group, np.arange(len(label)), FOLDS, shuffle + seed) for shuffle in SEEDS]
     unchanged = np.tile(risk, (len(SEEDS), 1))
@@ -118,42 +120,59 @@ def choose_map(
             left_out.append(name)
         else:
             candidates.append(_candidate(name, whole, held_out, label, before, group))
-    best = min(candidates, key=lambda one: one.log_loss)
-    errors = (standard_error(_means_without(one.loss - best.loss, group)) for one in candidates)
-    near = (one for one, error in zip(candidates, errors, strict=True) if one.log_loss - best.log_loss <= error + 1e-9)
+    best = min(candidates, key=lambda candidate: candidate.log_loss)
+    errors = (standard_error(_means_without(candidate.loss - best.loss, group)) for candidate in candidates)
+    near = (
+        candidate
+        for candidate, error in zip(candidates, errors, strict=True)
+        if candidate.log_loss - best.log_loss <= error + 1e-9
+    )
     return ChosenMap(tuple(candidates), candidates[0], next(near), best, tuple(left_out))
 
 
 def _held_out(fit: MapFit, label: Labels, risk: Floats, folds: Sequence[Pairs]) -> Floats | None:
-    """Return risks by maps that were fitted without the row's group, [seeds, n]; None where a fold has no map."""
+    """Return risks by maps that were fitted without the row's group, [seeds, n]; None if a fold has no map."""
     table = np.empty((len(folds), len(label)))
-    for place, pairs in enumerate(folds):
+    for shuffle, pairs in enumerate(folds):
         for train, test in pairs:
-            made = fit(label[train], risk[train])
-            if made is None:
+            fitted = fit(label[train], risk[train])
+            if fitted is None:
                 return None
-            table[place, test] = made(risk[test])
+            table[shuffle, test] = fitted(risk[test])
     return table
 
 
 def _loss(label: Labels, risks: Floats) -> Floats:
-    """Return -log P(what happened), mean over seeds: risks [seeds, n] -> [n]."""
+    """Return -log P(label), mean over seeds: risks [seeds, n] -> [n]."""
     inside = np.clip(risks, EDGE, 1 - EDGE)
     return np.asarray(np.where(np.asarray(label) == 0, -np.log(inside), -np.log1p(-inside)).mean(axis=0))
 
 
 def _candidate(
-    name: Method | Literal["identity"], made: Recalibration | None, held_out: Floats, label: Labels, before: Floats,
+    name: Method | Literal["identity"],
+    fitted: Recalibration | None,
+    held_out: Floats,
+    label: Labels,
+    before: Floats,
     group: Labels,
-) -> MapCandidate:  # fmt: skip
-    loss, folds = _loss(label, held_out), None if made is None else FOLDS
+) -> MapCandidate:
+    loss, folds = _loss(label, held_out), None if fitted is None else FOLDS
     squared, without = scores.squared_calibration_error(label, held_out[0], group)
     error, low, high = (float(np.sqrt(max(0.0, x))) for x in (squared, *interval(squared, without, folds)))
-    log_loss, gain = ((float(v.mean()), _means_without(v, group)) for v in (loss, before - loss))
+    gain = before - loss
+    log_loss, mean_gain = float(loss.mean()), float(gain.mean())
     return MapCandidate(
-        name, made, held_out, loss, log_loss[0], interval(*log_loss, folds), gain[0], interval(*gain, folds), error,
+        name,
+        fitted,
+        held_out,
+        loss,
+        log_loss,
+        interval(log_loss, _means_without(loss, group), folds),
+        mean_gain,
+        interval(mean_gain, _means_without(gain, group), folds),
+        error,
         ConfidenceInterval(low, high),
-    )  # fmt: skip
+    )
 
 
 def _means_without(values: Floats, group: Labels) -> NDArray[np.float64]:
@@ -162,19 +181,20 @@ def _means_without(values: Floats, group: Labels) -> NDArray[np.float64]:
     return np.asarray((values.sum() - np.bincount(member, values)) / (len(values) - np.bincount(member)))
 
 
-# --- how far a risk is from a probability ---
+# --- calibration of a risk ---
 
 
 class CoxLine(NamedTuple):
-    """log odds of hallucinated = intercept + slope x log odds of the risk (Cox 1958, Biometrika 45, 562-565); slope
-    1 and intercept 0 are perfect, a slope below 1 says that risks are too extreme."""
+    """log odds of hallucinated = intercept + slope x log odds of the risk (Cox 1958, Biometrika 45, 562-565).
+
+    Slope 1 and intercept 0 are perfect; with a slope below 1 the risks are too extreme."""
 
     slope: float
     intercept: float
 
 
 def fit_cox_line(label: Labels, risk: Floats) -> CoxLine | None:
-    """Return the line of label, risk [n]; None where the risks separate the classes, or are all alike."""
+    """Return the line for label, risk [n]; None if the risks separate the classes, or are all equal."""
     x, bad = _log_odds(risk, 1e-9), np.asarray(label) == 0
     if not bad.any() or bad.all() or x[bad].max() <= x[~bad].min() or x[~bad].max() <= x[bad].min():
         return None
@@ -184,57 +204,60 @@ def fit_cox_line(label: Labels, risk: Floats) -> CoxLine | None:
 
 def cox_line(label: Labels, group: Labels, risks: Floats, folds: int | None = None) -> dict[str, Any]:
     """Return by ``COX_KEYS`` mean and deviation over seeds, low and high of a 95 % interval: risks [seeds, n].
-    label, group [n]; ``folds`` as in ``t_interval``.  None where a seed has no line.  A jackknife's interval, where the
-    line without a group is one Newton step from the whole data's (Shao and Tu 1995, The Jackknife and Bootstrap), which
-    needs only sums over groups; no low and high where it has no step."""
+
+    label, group [n]; ``folds`` as in ``t_interval``.  None if a seed has no line.  The interval is a jackknife's.  The
+    line without a group is one Newton step from the line of all data (Shao and Tu 1995, The Jackknife and Bootstrap),
+    which needs only sums over groups; if there is no such step, low and high are left out."""
     lines = [fit_cox_line(label, risk) for risk in risks]
     if any(line is None for line in lines):
         return dict.fromkeys(COX_KEYS)
-    found = np.array(lines, np.float64)  # [seeds, 2]
+    coefficients = np.array(lines, np.float64)  # [seeds, 2]
     table: dict[str, Any] = {}
-    without = _lines_without(np.asarray(label) == 0, group, risks, found)
-    for place, key in enumerate(COX_KEYS):
-        table[key] = {"mean": float(found[:, place].mean()), "std": float(found[:, place].std())}
+    without = _lines_without(np.asarray(label) == 0, group, risks, coefficients)
+    for column, key in enumerate(COX_KEYS):
+        table[key] = {"mean": float(coefficients[:, column].mean()), "std": float(coefficients[:, column].std())}
         if without is not None:
-            table[key] |= interval(table[key]["mean"], without[:, place], folds)._asdict()
+            table[key] |= interval(table[key]["mean"], without[:, column], folds)._asdict()
     return table
 
 
-def _lines_without(bad: NDArray[np.bool_], group: Labels, risks: Floats, found: Floats) -> Floats | None:
-    """Return the mean line over seeds without each group, [groups, 2]; None where a step has no finite end."""
+def _lines_without(bad: NDArray[np.bool_], group: Labels, risks: Floats, lines: Floats) -> Floats | None:
+    """Return the mean line over seeds without each group, [groups, 2]; None if a Newton step is not finite."""
     names, member = np.unique(group, return_inverse=True)
     steps = []
-    for risk, (slope, intercept) in zip(risks, found, strict=True):
+    for risk, (slope, intercept) in zip(risks, lines, strict=True):
         x = _log_odds(risk, 1e-9)
         p = expit(intercept + slope * x)
-        rest, spread = bad - p, p * (1 - p)
-        steps.append([np.bincount(member, part) for part in (rest, rest * x, spread, spread * x, spread * x * x)])
+        residual, spread = bad - p, p * (1 - p)
+        steps.append(
+            [np.bincount(member, part) for part in (residual, residual * x, spread, spread * x, spread * x * x)]
+        )
     sums = np.array(steps)  # gradient and Hessian by group: [seeds, 5, G]
     g0, g1, h00, h01, h11 = (sums.sum(axis=2, keepdims=True) - sums).transpose(1, 2, 0)  # [G, seeds] each
     determinant = h00 * h11 - h01**2
     if len(names) < 2 or not (determinant > 1e-9 * h00 * h11).all():
         return None
     step = np.stack([h00 * g1 - h01 * g0, h11 * g0 - h01 * g1], axis=-1) / determinant[..., None]
-    return np.asarray((found + step).mean(axis=1))
+    return np.asarray((lines + step).mean(axis=1))
 
 
-# --- the share of hallucinations on traffic, and whether prior shift holds ---
+# --- the share of hallucinations in traffic, and the test of prior shift ---
 
-LEVELS = 512  # distinct likelihood ratios that are told apart
-LEVEL = 0.01  # of the test
-NEGLIGIBLE = 0.03  # never refused: a large traffic would show by what refitted probes differ from cross-fitted ones
+LEVELS = 512  # distinct likelihood ratios
+LEVEL = 0.01  # significance level of the test
+NEGLIGIBLE = 0.03  # a distance that always passes: refitted probes differ from cross-fitted ones by about as much
 CUTS = 50  # risks at which the distribution functions are compared
 
 
 class Traffic(NamedTuple):
-    """Unlabelled rows: their risks as the bundle serves them, and groups of rows that depend on each other, [n]."""
+    """Unlabelled rows: the risks that the bundle serves for them, and groups of rows that depend on each other, [n]."""
 
     risk: Floats
     group: Labels
 
 
 class LabelledRisks(NamedTuple):
-    """Risks of training's own kind, by probes that were fitted without the row, labels (1 factual) and groups, [n]."""
+    """Out-of-fold risks of training rows, labels (1 factual) and groups, [n]."""
 
     risk: Floats
     label: Labels
@@ -254,20 +277,21 @@ class ShareEstimate:
 class PriorShiftTest:
     """The traffic against the best mixture of the classes."""
 
-    share: float  # of hallucinated rows in the best mixture: black-box shift estimation's answer
+    share: float  # of hallucinated rows in the best mixture, by black-box shift estimation
     distance: float  # largest difference between the two distribution functions
     limit: float  # above it prior shift is rejected
     p_value: float
 
     @property
     def explained(self) -> bool:
-        """Whether prior shift alone can have made the traffic."""
+        """Whether prior shift alone can explain the traffic."""
         return self.distance <= self.limit
 
 
 def most_likely_share(traffic: Traffic, prior: float, label: Labels | None = None) -> float:
-    """Return the share of greatest likelihood on ``traffic``, whose risks hold at the share ``prior``; label [m]: of
-    rows drawn at random from it, which are not among its rows."""
+    """Return the share of greatest likelihood on ``traffic``, whose risks are calibrated for the share ``prior``.
+
+    label [m] are the labels of further rows, drawn at random from the same traffic."""
     ratio, level = _ratios(traffic.risk, prior)
     labels = np.ones(0) if label is None else np.asarray(label)
     return float(_most_likely(ratio, _counts(level, labels, np.ones(len(level) + len(labels)))[None])[0])
@@ -276,8 +300,9 @@ def most_likely_share(traffic: Traffic, prior: float, label: Labels | None = Non
 def estimate_share(
     traffic: Traffic, prior: float, label: Labels | None = None, group: Labels | None = None, seed: int = 0
 ) -> ShareEstimate:
-    """Return ``most_likely_share`` with its interval by bootstrap over groups, which takes training's risks as exact;
-    group [m] of the labelled rows is numbered with the traffic's."""
+    """Return ``most_likely_share`` with its interval by bootstrap over groups, which takes training's risks as exact.
+
+    group [m] of the labelled rows has the same numbers as the groups of the traffic."""
     labels = np.ones(0) if label is None else np.asarray(label)
     groups = traffic.group if group is None else np.concatenate([traffic.group, group])
     ratio, level = _ratios(traffic.risk, prior)
@@ -287,13 +312,13 @@ def estimate_share(
 
 
 def _counts(level: Labels, label: Labels | Floats, weight: Floats) -> Floats:
-    """Return the weights of the traffic's levels, of hallucinated and of factual rows: weight of traffic and labels."""
+    """Return the summed weight of each level of the traffic, then of hallucinated and of factual labelled rows."""
     known = weight[len(level) :]
     return np.append(np.bincount(level, weight[: len(level)]), [known[label == 0].sum(), known[label != 0].sum()])
 
 
 def shift_to(share: float, prior: float, rows: int) -> Recalibration:
-    """Return the map of risks that hold at the share ``prior`` to those that hold at ``share``, found on these rows."""
+    """Return the map from risks for the share ``prior`` to risks for ``share``, estimated on so many ``rows``."""
     half = 0.5 / rows  # a share of 0 or 1 would make every risk 0 or 1
     inside = float(np.clip(share, half, 1 - half))
     return Recalibration("prior_shift", c=float(logit(inside) - logit(prior)))
@@ -309,10 +334,12 @@ def _ratios(risk: Floats, prior: float) -> tuple[NDArray[np.float64], NDArray[np
 
 def _most_likely(ratio: Floats, counts: Floats) -> NDArray[np.float64]:
     """Return the share of greatest likelihood of each of D samples: ratio [L], counts [D, L + 2] -> [D].
-    sum_j n_j log(1 + pi (ratio_j - 1)) + h log(pi) + f log(1 - pi) is concave: bisection on its slope, of all samples
-    at once, finds the maximum that the EM of Saerens et al. climbs to."""
+
+    sum_j n_j log(1 + pi (ratio_j - 1)) + h log(pi) + f log(1 - pi) is concave.  Bisection on its slope, for all samples
+    at once, finds the same maximum as the EM of Saerens et al."""
     rise = np.asarray(ratio) - 1.0
-    unlabelled, wrong, right = counts[:, :-2], counts[:, -2], counts[:, -1]
+    unlabelled = counts[:, :-2]
+    wrong, right = counts[:, -2], counts[:, -1]
     low, high = np.zeros(len(counts)), np.ones(len(counts))
     for _ in range(50):
         middle = (low + high) / 2
@@ -323,18 +350,20 @@ def _most_likely(ratio: Floats, counts: Floats) -> NDArray[np.float64]:
 
 
 def number_together(*names: Sequence[str]) -> list[NDArray[np.int64]]:
-    """Return numbers for the group names of several samples, the same for the same name."""
+    """Return numbers for the group names of several samples; equal names have equal numbers."""
     codes: dict[str, int] = {}
-    return [np.array([codes.setdefault(name, len(codes)) for name in of_one], np.int64) for of_one in names]
+    numbers = []
+    for sample in names:
+        numbers.append(np.array([codes.setdefault(name, len(codes)) for name in sample], np.int64))
+    return numbers
 
 
 def prior_shift_test(source: LabelledRisks, traffic: Traffic, seed: int = 0) -> PriorShiftTest:
-    """Return how the traffic compares with the best mixture of training's two class-conditional distributions.
+    """Compare the traffic with the best mixture of training's two class-conditional distributions.
 
     The mixture is the least squares of black-box shift estimation (Lipton, Wang and Smola 2018) on the distribution
-    functions; the largest distance that remains is compared with what chance leaves, by a centred bootstrap over groups
-    of both samples.  A traffic that happens to be such a mixture passes.  Raises ValueError: the source lacks a class.
-    """
+    functions.  The largest remaining distance is compared with that of a centred bootstrap over groups of both samples.
+    Traffic that happens to be such a mixture passes.  Raises ValueError if the source lacks a class."""
     good = np.asarray(source.label) != 0
     if not good.any() or good.all():
         raise ValueError("the source needs rows of both classes")
@@ -343,32 +372,34 @@ def prior_shift_test(source: LabelledRisks, traffic: Traffic, seed: int = 0) -> 
     bins = len(cuts) + 1
     of_source += good * bins
 
-    def sums(own: Floats, seen: Floats) -> Floats:
-        """Return the weight up to each cut, and in all, of hallucinated, factual and traffic rows, of such weights."""
-        counts = np.append(np.bincount(of_source, own, 2 * bins), np.bincount(of_traffic, seen, bins))
+    def sums(source_weight: Floats, traffic_weight: Floats) -> Floats:
+        """Return the summed weights up to each cut, and in all, of hallucinated, factual and traffic rows."""
+        counts = np.append(
+            np.bincount(of_source, source_weight, 2 * bins), np.bincount(of_traffic, traffic_weight, bins)
+        )
         return np.asarray(np.cumsum(counts.reshape(3, bins), axis=1))
 
-    def rest(share: float, hallucinated: Floats, factual: Floats, unknown: Floats) -> Floats:
+    def difference(share: float, hallucinated: Floats, factual: Floats, unknown: Floats) -> Floats:
         return np.asarray(unknown - share * hallucinated - (1 - share) * factual)
 
     whole = sums(np.ones(len(good)), np.ones(len(traffic.risk)))
-    found = whole[:, :-1] / whole[:, -1:]
-    free = _best_share(*found)
+    observed = whole[:, :-1] / whole[:, -1:]
+    free = _best_share(*observed)
     share = float(np.clip(free, 0.0, 1.0))
-    distance, centre = float(np.abs(rest(share, *found)).max()), rest(free, *found)
+    distance, centre = float(np.abs(difference(share, *observed)).max()), difference(free, *observed)
     chance = []
     for weights in zip(group_draws(source.group, seed), group_draws(traffic.group, seed + 1), strict=True):
         drawn = sums(*weights)
         if drawn[:, -1].all():  # a draw may lack a class of few groups
             drawn = drawn[:, :-1] / drawn[:, -1:]
-            chance.append(np.abs(rest(_best_share(*drawn), *drawn) - centre).max())
+            chance.append(np.abs(difference(_best_share(*drawn), *drawn) - centre).max())
     p_value = (1 + int((np.array(chance) >= distance).sum())) / (1 + len(chance))
     limit = max(NEGLIGIBLE, float(np.quantile(chance, 1 - LEVEL))) if chance else 1.0
     return PriorShiftTest(share, distance, limit, p_value)
 
 
 def _best_share(hallucinated: Floats, factual: Floats, unknown: Floats) -> float:
-    """Return the share by least squares, not held between 0 and 1; 0 where the classes do not differ."""
+    """Return the share by least squares, which may lie outside 0 .. 1; 0 if the classes do not differ."""
     direction = hallucinated - factual
     length = float(direction @ direction)
     return float((unknown - factual) @ direction) / length if length else 0.0

@@ -1,15 +1,15 @@
-"""L1-regularised logistic regressions of one readout site, many at once: heads, folds and values of C together.
+"""Solves many L1-regularised logistic regressions of one readout site at once: all heads, folds and values of C.
 
-Each problem is the paper's probe (App. probe-training), as liblinear poses it:
+Each problem is the paper's probe (App. probe-training), in liblinear's form:
 
     minimise   sum_i s_i log(1 + exp(-y_i (w . z_i + b))) + (|w|_1 + |b| / 100) / C
 
-on rows standardised by the partition's own training statistics (Eq. standardize), s_i the class weights, 0 for rows
-that the partition does not train on.  Standardisation is folded into the weights, so all problems share the rows.
+on rows standardised by the training statistics of the partition (Eq. standardize).  s_i are the class weights, 0 for
+rows outside the partition's training side.  Standardisation is folded into the weights, so all problems share the rows.
 
-The method is accelerated proximal Newton with one curvature, H = Z' S Z / 4, which bounds the logistic loss's from
-above.  So a step needs no line search, and H is shared by the whole path of C.  ``descend`` is the inner problem.  A
-problem stops at a relative duality gap of ``GAP``: its objective is that close to the optimum, whatever the data."""
+The method is accelerated proximal Newton with one curvature, H = Z' S Z / 4, an upper bound of the logistic loss's.  So
+a step needs no line search, and the whole path of C shares H.  ``descend`` solves the inner problem.  A problem stops
+at a relative duality gap of ``GAP``, so its objective is that close to the optimum for any data."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Floats = NDArray[np.float64]
 Tensor = torch.Tensor
 
 GAP = 1e-4  # relative to the objective; the returned weights are one step further, in practice within 1e-7
-INTERCEPT_PENALTY = 0.01  # beside 1 for a weight: practically free, and the dual stays bounded
+INTERCEPT_PENALTY = 0.01  # a weight has 1: the intercept is practically free, and the dual stays bounded
 MAX_STEPS = 3000  # separable rows at a large C take hundreds
 CHECK_EVERY = 2  # steps between evaluations of the duality gap, which cost half a step
 SWEEPS, DECREASE = 300, 1e-3  # an inner problem stopped too early makes the acceleration diverge
@@ -51,8 +51,9 @@ class _Scaled(NamedTuple):
 def solve(
     rows: NDArray[np.float32], label: NDArray[np.integer], weight: Floats, partition: NDArray[np.integer], c: Floats
 ) -> tuple[Floats, Floats]:
-    """Return raw-space weights [h, P, d] and intercepts [h, P] of P probes on each of h heads: rows [h, n, d], label
-    [n] (1 factual), weight [F, n]: s_i of each partition, partition [P], c [P]."""
+    """Return raw-space weights [h, P, d] and intercepts [h, P] of P probes on each of h heads.
+
+    rows [h, n, d], label [n] (1 factual), weight [F, n]: s_i of each partition, partition [P], c [P]."""
     if not rows.flags.writeable:
         rows = rows.copy()  # torch warns about read-only arrays
     sign = torch.from_numpy(np.where(np.asarray(label) == 1, 1.0, -1.0)).float()
@@ -66,7 +67,7 @@ def solve(
 
 @contextmanager
 def one_torch_thread() -> Iterator[None]:
-    """One order of summation, whatever the number of cores; the previous setting is restored."""
+    """Run torch on one thread, so that sums have the same order for any number of cores; restore the setting after."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -77,7 +78,7 @@ def one_torch_thread() -> Iterator[None]:
 
 def _scale(rows: Tensor, sign: Tensor, weight: Tensor) -> _Scaled:
     used = weight.amax(0) > 0
-    # Rows that every partition weighs alike (a fold's rows of one class) stand together from here on.
+    # Sort the rows so that those with the same weights in every partition (a fold's rows of one class) stand together.
     kinds, kind = _kinds(weight)
     order = torch.argsort(kind, stable=True)
     few = kinds.shape[1] <= MAX_KINDS
@@ -86,17 +87,14 @@ def _scale(rows: Tensor, sign: Tensor, weight: Tensor) -> _Scaled:
     torch.sub(rows[:, order], centre, out=signed[..., :-1])
     signed[..., -1] = 1.0
     signed *= -sign[order][None, :, None]
-    # Second moments of (x, 1), signs and all: they cancel in every product.
+    # Second moments of (x, 1); the signs cancel in every product.
     if few:
         runs = torch.split(signed, torch.bincount(kind).tolist(), 1)
-        gram = torch.stack([(mine.transpose(1, 2) @ mine).flatten(1) for mine in runs], 1).double()  # [h, A, (d + 1)^2]
+        gram = torch.stack([(run.transpose(1, 2) @ run).flatten(1) for run in runs], 1).double()  # [h, A, (d + 1)^2]
         plain, weighted = (kinds > 0).double() @ gram, kinds @ gram
     else:
-        plain, weighted = (
-            torch.stack([(signed.transpose(1, 2) @ (signed * s.float()[None, :, None])).flatten(1) for s in own], 1)
-            for own in ((weight > 0).double()[:, order], weight[:, order])
-        )
-        plain, weighted = plain.double(), weighted.double()
+        plain = _moments(signed, (weight > 0).double()[:, order])
+        weighted = _moments(signed, weight[:, order])
     size = signed.shape[-1]
     plain, weighted = (moment.view(*moment.shape[:-1], size, size) for moment in (plain, weighted))
     mean = plain[..., :-1, -1] / plain[..., -1:, -1]  # [h, F, d]
@@ -104,10 +102,10 @@ def _scale(rows: Tensor, sign: Tensor, weight: Tensor) -> _Scaled:
     variance = (second - mean**2).clamp_min(0.0)
     deviation = variance.sqrt()
     constant = deviation <= CONSTANT * (mean + centre).abs()
-    # The difference above has no digits left where a partition's spread is far below its distance from the centre.
+    # The difference above is only rounding error if a partition's spread is far below its distance from the centre.
     constant |= variance <= MIN_VARIANCE * second
     inverse = torch.where(constant, 0.0, 1.0 / torch.where(constant, 1.0, deviation))
-    # Z' S Z from the rows' own: z = (x - mean) inverse is an affine map of (x, 1).
+    # Z' S Z from the moments of (x, 1): z = (x - mean) inverse is an affine map of (x, 1).
     total, first = weighted[..., -1:, -1:], weighted[..., :-1, -1:]
     inner = weighted[..., :-1, :-1] - first * mean[..., None, :] - mean[..., None] * first.transpose(2, 3)
     inner = inner + total * mean[..., None] * mean[..., None, :]
@@ -121,9 +119,15 @@ def _scale(rows: Tensor, sign: Tensor, weight: Tensor) -> _Scaled:
     return _Scaled(signed, weight[:, order].float(), centre.double(), mean, inverse, metric)
 
 
+def _moments(signed: Tensor, weight: Tensor) -> Tensor:
+    """Return the second moments of the rows by each partition's weights [F, n], [h, F, (d + 1)^2]."""
+    products = [(signed.transpose(1, 2) @ (signed * s.float()[None, :, None])).flatten(1) for s in weight]
+    return torch.stack(products, 1).double()
+
+
 def _kinds(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the distinct columns of weight [F, n], [F, A], and which one each row has, [n]."""
-    # Each column is hashed to one number: sorting whole columns would take longer than fitting them.
+    """Return the distinct columns of weight [F, n], [F, A], and the number of each row's column, [n]."""
+    # Hash each column to one number: sorting whole columns would take longer than the fit.
     mix = torch.rand(len(weight), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     values, kind = torch.unique(mix @ weight, return_inverse=True)
     first = torch.full_like(values, len(kind), dtype=torch.int64)
@@ -166,11 +170,13 @@ def _solve(scaled: _Scaled, partition: Tensor, c: Tensor) -> tuple[Floats, Float
                 break
             if bool(done.any()):
                 keep = ~done
-                alive, moment, lowest = alive[keep], moment[:, keep], lowest[:, keep]
-                at, before, new = at[:, keep], before[:, keep], new[:, keep]
+                alive = alive[keep]
+                moment, lowest = moment[:, keep], lowest[:, keep]
+                at, new = at[:, keep], new[:, keep]
+                before = before[:, keep]
                 gradient, slope = gradient[:, keep], slope[:, keep]
                 active = _Active(scaled, partition[alive], c[alive])
-        # gradient - slope is the curvature times (at - new): restart the momentum where the last move opposed the step.
+        # gradient - slope is the curvature times (at - new): restart the momentum if the last move opposed the step.
         moment = torch.where(((gradient - slope) * (new - before)).sum(-1) > 0, 1.0, moment)
         following = (1 + (1 + 4 * moment**2).sqrt()) / 2
         at = new + ((moment - 1) / following)[:, :, None] * (new - before)
@@ -191,7 +197,7 @@ def _evaluate(scaled: _Scaled, active: _Active, at: Tensor, check: bool) -> tupl
     wrong = torch.sigmoid(short)
     residual = wrong * active.s
     product = (residual @ scaled.rows).double()[..., :-1]  # [h, p, d]
-    # The intercept's bound is so small that a sum in float32 would keep the dual away from it.
+    # The intercept's bound is so small that a sum in float32 could not reach it.
     total = residual.double() @ scaled.rows[0, :, -1:].double()  # [h, p, 1]
     gradient = torch.cat([(product - active.mean * total) * active.inverse, total], -1)
     if not check:
@@ -201,15 +207,15 @@ def _evaluate(scaled: _Scaled, active: _Active, at: Tensor, check: bool) -> tupl
     # The dual point: the residuals, shrunk until every coordinate's bound holds.
     shrink = (gradient.abs() / active.penalty).amax(-1, keepdim=True).clamp_min(1.0)
     point = wrong / shrink.float()
-    rest = 1 - point
-    entropy = point * point.clamp_min(TINY).log() + rest * rest.clamp_min(TINY).log()
+    complement = 1 - point
+    entropy = point * point.clamp_min(TINY).log() + complement * complement.clamp_min(TINY).log()
     return gradient, primal, -(entropy * active.s).sum(-1, dtype=torch.float64)
 
 
 def _descend(metric: Tensor, active: _Active, at: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    given = (one.numpy() for one in (metric, at, gradient, active.penalty))
+    arrays = (tensor.numpy() for tensor in (metric, at, gradient, active.penalty))
     partition = active.partition.numpy()
-    minima = [descend(h, partition, *start, SWEEPS, DECREASE) for h, *start in zip(*given, strict=True)]
+    minima = [descend(h, partition, *start, SWEEPS, DECREASE) for h, *start in zip(*arrays, strict=True)]
     new, slope = (torch.from_numpy(np.stack(values)) for values in zip(*minima, strict=True))
     return new, slope
 
@@ -217,9 +223,14 @@ def _descend(metric: Tensor, active: _Active, at: Tensor, gradient: Tensor) -> t
 # contract: fused multiply-add is allowed; nothing is reordered.
 @njit(nogil=True, fastmath={"contract"})  # type: ignore[untyped-decorator]
 def descend(
-    metric: NDArray[np.float32], partition: NDArray[np.int64], start: Floats, gradient: Floats, penalty: Floats,
-    sweeps: int, decrease: float,
-) -> tuple[Floats, Floats]:  # fmt: skip
+    metric: NDArray[np.float32],
+    partition: NDArray[np.int64],
+    start: Floats,
+    gradient: Floats,
+    penalty: Floats,
+    sweeps: int,
+    decrease: float,
+) -> tuple[Floats, Floats]:
     """Return the minimisers and their gradients without the penalty, [P, D] each, of P L1-penalised quadratics
 
         minimise over w   g . (w - v) + 1/2 (w - v)' H (w - v) + sum_j penalty_j |w_j|
@@ -231,7 +242,9 @@ def descend(
     problems, size = start.shape
     slopes = gradient.astype(np.float32)
     for problem in range(problems):
-        h, w, slope, first = metric[partition[problem]], weights[problem], slopes[problem], 0.0
+        h = metric[partition[problem]]
+        w, slope = weights[problem], slopes[problem]
+        first = 0.0
         for sweep in range(sweeps):
             gained = 0.0
             for j in range(size):

@@ -1,8 +1,9 @@
-"""Thresholds: by what a wrong answer costs, by a target that out-of-fold risks should meet, and with a guarantee.
+"""Chooses thresholds: by the cost of a wrong answer, by a target for out-of-fold risks, or with a guarantee.
 
-A guarantee is that of the groups that pass, counted equally, at most a share alpha is wrong, with confidence 1 - delta:
-learn-then-test (Angelopoulos et al. 2021) on a sequence that other data has fixed (training's out-of-fold risks).  Of
-each group only its first answered row in a seeded order counts, so that the rows are independent."""
+A guarantee says: of the groups that have an answer, counted equally, at most a share alpha has a wrong one, with
+confidence 1 - delta.  The method is learn-then-test (Angelopoulos et al. 2021) on a sequence that other data fixes
+(training's out-of-fold risks).  Only the first answered row of each group, in a seeded order, counts, so that the rows
+are independent."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from service.fitting.decisions import at_threshold, net_benefit
 from service.fitting.scores import Floats, Labels
 
 COSTS = (0.25, 0.5, 1.0, 2.0, 4.0)  # values of K that a card shows beside the chosen threshold
-LEAST_ANSWERED = 20  # rows, in the mean over seeds: a share of wrong among fewer answered ones says little
+LEAST_ANSWERED = 20  # rows, mean over seeds, that a target on wrong answers needs among the answered
 CANDIDATES = 40  # thresholds of a sequence that a guarantee is tested on
 _OPEN = 1e-9  # a threshold without a guarantee lies strictly between 0 and 1
 _TARGET = re.compile(r"\s*(?:(wrong)\s*<=|(answered)\s*>=)\s*(\d+(?:\.\d*)?|\.\d+)\s*", re.ASCII)
@@ -28,7 +29,7 @@ _TARGET = re.compile(r"\s*(?:(wrong)\s*<=|(answered)\s*>=)\s*(\d+(?:\.\d*)?|\.\d
 
 @dataclass(frozen=True, slots=True)
 class WrongCosts:
-    """A wrong answer costs as much as ``k`` withheld right ones.  Raises TrainingError where that is no such number."""
+    """The rule that a wrong answer costs as much as ``k`` withheld right ones.  Raises TrainingError for other k."""
 
     k: float = 1.0
 
@@ -48,18 +49,18 @@ class WrongCosts:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """``wrong`` at most, or ``answered`` at least, a share of rows."""
+    """The rule that at most a share is ``wrong``, or at least a share is ``answered``."""
 
     measure: Literal["wrong", "answered"]
     share: float  # wrong: of the answered rows; answered: of all rows
 
     @classmethod
     def parse(cls, text: str) -> Target:
-        """Return what ``wrong<=0.2`` or ``answered>=0.5`` says.  Raises TrainingError where it is neither."""
-        if found := _TARGET.fullmatch(text):
-            share = float(found[3])
-            if 0 <= share < 1 if found[1] else 0 < share <= 1:
-                return cls("wrong" if found[1] else "answered", share)
+        """Parse text such as ``wrong<=0.2`` or ``answered>=0.5``.  Raises TrainingError for any other."""
+        if match := _TARGET.fullmatch(text):
+            share = float(match[3])
+            if 0 <= share < 1 if match[1] else 0 < share <= 1:
+                return cls("wrong" if match[1] else "answered", share)
         wanted = '"wrong<=SHARE" (from 0, below 1) or "answered>=SHARE" (above 0, up to 1), such as "wrong<=0.2"'
         raise TrainingError(f"target must be {wanted} with the quotes, not {text!r}", param="target")
 
@@ -73,33 +74,34 @@ GateRule = WrongCosts | Target
 
 @dataclass(frozen=True, slots=True)
 class ChosenThreshold:
-    """A threshold, the rule that it follows, and what it does to the rows that it was chosen on."""
+    """A threshold, its rule, and the gate's figures on the rows that chose it."""
 
     threshold: float  # strictly between 0 and 1
     rule: GateRule
-    reached: bool  # the target; a cost always is
+    reached: bool  # whether the target is met; always true for a cost
     gate: dict[str, float]  # ``decisions.at_threshold`` of the out-of-fold risks
 
     def document(self) -> dict[str, Any]:
-        """Return what evaluation.json says."""
+        """Return the record for evaluation.json."""
         if isinstance(self.rule, WrongCosts):
             return {"rule": "wrong_costs", "wrong_costs": self.rule.k, "threshold": self.threshold}
         return {"rule": "target", "target": str(self.rule), "reached": self.reached, "threshold": self.threshold}
 
 
 def choose_threshold(rule: GateRule, label: Labels, risk: Floats) -> ChosenThreshold:
-    """Return the threshold that ``rule`` asks for: label [n], out-of-fold risk [seeds, n], all rows alike.
-    A cost K has 1 / (1 + K): on a calibrated risk an answer pays as long as risk * K < 1 - risk.  A target on wrong
-    answers has the largest threshold that meets it with ``LEAST_ANSWERED`` rows answered; where none does, the one with
-    the lowest share of wrong among as many, of equals the largest.  A target on answers has the smallest that meets it.
-    Thresholds that answer the same rows count as one, half-way between two risks.  Raises TrainingError: a target on
-    wrong answers, and no threshold answers ``LEAST_ANSWERED`` rows."""
+    """Return the threshold by ``rule``: label [n], out-of-fold risk [seeds, n].
+
+    A cost K gives 1 / (1 + K): with a calibrated risk an answer pays if risk * K < 1 - risk.  A target on wrong answers
+    gives the largest threshold that meets it with ``LEAST_ANSWERED`` rows answered; if none does, the one with the
+    lowest share of wrong, of equals the largest.  A target on answers gives the smallest threshold that meets it.
+    Of thresholds that answer the same rows, the one half-way between two risks is taken.  Raises TrainingError for a
+    target on wrong answers if no threshold answers ``LEAST_ANSWERED`` rows."""
     threshold, reached = (rule.threshold, True) if isinstance(rule, WrongCosts) else _for_target(rule, label, risk)
     return ChosenThreshold(threshold, rule, reached, at_threshold(label, risk, threshold))
 
 
 def by_wrong_costs(label: Labels, risk: Floats) -> list[dict[str, float]]:
-    """Return what thresholds for each of ``COSTS`` do, and are worth: label [n], risk [seeds, n]."""
+    """Return gate and net benefit of the threshold for each of ``COSTS``: label [n], risk [seeds, n]."""
     thresholds = {k: WrongCosts(k).threshold for k in COSTS}
     return [
         {"wrong_costs": k, "threshold": at} | at_threshold(label, risk, at) | net_benefit(label, risk, k)
@@ -118,8 +120,8 @@ def _for_target(target: Target, label: Labels, risk: Floats) -> tuple[float, boo
         return float(cuts[fine[0] if len(fine) else -1]), len(fine) > 0
     enough = answered >= LEAST_ANSWERED * len(risk)
     if not enough.any():
-        found = f"the target {target} needs {LEAST_ANSWERED} answered rows, and there are {len(label)} labelled ones"
-        raise TrainingError(f"{found}: add rows, or choose the threshold with --wrong-costs", param="target")
+        problem = f"the target {target} needs {LEAST_ANSWERED} answered rows, and there are {len(label)} labelled ones"
+        raise TrainingError(f"{problem}: add rows, or choose the threshold with --wrong-costs", param="target")
     cuts, share = cuts[enough], (wrong[answered] / np.maximum(answered, 1))[enough]
     reached = bool(share.min() <= target.share)
     return float(cuts[np.flatnonzero(share <= (target.share if reached else share.min()))[-1]]), reached
@@ -130,19 +132,19 @@ def _for_target(target: Target, label: Labels, risk: Floats) -> tuple[float, boo
 
 @dataclass(frozen=True)
 class GuaranteeStep:
-    """One threshold that was tested."""
+    """One tested threshold."""
 
     threshold: float
-    groups: int  # with an answered row
-    wrong: int  # of their first answered rows
-    rows: int  # answered, all of them
-    wrong_rows: int  # of these; no guarantee is about them, since a large group counts as often as it has rows
-    p_value: float  # of "the share of wrong ones is above alpha"
+    groups: int  # groups with an answered row
+    wrong: int  # wrong ones of their first answered rows
+    rows: int  # all answered rows
+    wrong_rows: int  # wrong ones of these; the guarantee does not cover them, since large groups weigh more here
+    p_value: float  # for the hypothesis that the share of wrong ones is above alpha
 
 
 @dataclass(frozen=True)
 class GuaranteeTest:
-    """The loosest threshold that passed, None where none did; ``steps`` are all that were tested, in order."""
+    """A test of a sequence of thresholds; ``steps`` are those that were tested, in order."""
 
     alpha: float
     delta: float
@@ -150,23 +152,23 @@ class GuaranteeTest:
 
     @property
     def passed(self) -> GuaranteeStep | None:
-        """Return the last step whose p-value is at most delta; those after it were not tested, or failed."""
+        """Return the last step whose p-value is at most delta, the loosest threshold that passed; None if none did."""
         return next((step for step in reversed(self.steps) if step.p_value <= self.delta), None)
 
     @property
     def threshold(self) -> float | None:
-        """Return what risks below may pass; None: nothing may."""
+        """Return the threshold that passed; None if none did, so that nothing may be answered."""
         return None if self.passed is None else self.passed.threshold
 
     @property
     def least_alpha(self) -> float:
-        """Return the smallest alpha that the first step would have passed at: Clopper and Pearson's bound at delta."""
+        """Return the smallest alpha at which the first step passes: Clopper and Pearson's bound at delta."""
         right = self.steps[0].groups - self.steps[0].wrong
         return float(beta.ppf(1 - self.delta, self.steps[0].wrong + 1, right)) if right > 0 else 1.0
 
     @property
     def groups_wanted(self) -> int:
-        """Return the answering groups that the first step needed at least at its share of wrong; -1: no number."""
+        """Return how many answering groups the first step needs at its share of wrong; -1 if no number is enough."""
         first = self.steps[0]
         share = first.wrong / first.groups if first.groups else 0.0
         if share >= self.alpha:
@@ -179,29 +181,30 @@ class GuaranteeTest:
 
 @dataclass(frozen=True)
 class GateProfile:
-    """What each of some thresholds would answer and get wrong in rows that are not those of the calibration."""
+    """The answered and wrong groups at each of some thresholds, in rows that are not those of the calibration."""
 
-    total: int  # groups
+    total: int  # number of groups
     thresholds: tuple[float, ...]  # from strict to loose, above 0 and at most 1
-    groups: tuple[int, ...]  # with an answered row
-    wrong: tuple[int, ...]  # of their first answered rows
+    groups: tuple[int, ...]  # groups with an answered row
+    wrong: tuple[int, ...]  # wrong ones of their first answered rows
 
 
 def least_groups(alpha: float, delta: float) -> int:
-    """Return the answering groups without which no threshold can pass, even if none is wrong."""
+    """Return how many answering groups a threshold needs to pass, even if none is wrong."""
     return math.ceil(math.log(delta) / math.log1p(-alpha))
 
 
 def first_answered(label: Labels, risk: Floats, group: Labels, threshold: float, order: Labels) -> tuple[int, int]:
-    """Return how many groups have a risk below ``threshold``, and of how many the first such row in ``order`` [n] is
-    wrong."""
+    """Return how many groups have a risk below ``threshold``, and in how many the first such row is wrong.
+
+    The order of rows is ``order`` [n]."""
     answered = order[np.asarray(risk)[order] < threshold]
     first = answered[np.unique(np.asarray(group)[answered], return_index=True)[1]]
     return len(first), int((np.asarray(label)[first] == 0).sum())
 
 
 def gate_profile(label: Labels, risk: Floats, group: Labels) -> GateProfile:
-    """Return the profile of quantiles of risk [n], and of 1; label, group [n]."""
+    """Return the profile at quantiles of risk [n], and at 1; label, group [n]."""
     levels = np.quantile(risk, np.linspace(0, 1, 4 * CANDIDATES + 1)[1:], method="higher").round(6)
     levels = np.unique(np.append(levels[(levels > 0) & (levels < 1)], 1.0))
     order = np.random.default_rng(0).permutation(len(risk))
@@ -210,28 +213,30 @@ def gate_profile(label: Labels, risk: Floats, group: Labels) -> GateProfile:
 
 
 def threshold_sequence(profile: GateProfile, alpha: float, delta: float, calibration_groups: int) -> list[float]:
-    """Return thresholds from strict to loose, from where the profile makes a test on so many groups surest to pass.
+    """Return thresholds from strict to loose; the first is the most likely to pass on so many calibration groups.
 
-    A stricter one has fewer groups to show its fewer wrong answers by; a sequence that begins too loose ends at once.
-    It ends with the loosest one whose share of wrong is at most alpha in the profile: a looser one could pass on rows
-    that are easier than the profile's alone, and whatever lies above the last one needs no label."""
+    A stricter threshold has too few groups to prove its few wrong answers; a looser start may fail at once.  The last
+    threshold is the loosest whose share of wrong is at most alpha in the profile: a looser one could pass only on rows
+    that are easier than the profile's, and rows above the last threshold need no label."""
     levels, answering = profile.thresholds, np.array(profile.groups) / profile.total * calibration_groups
-    share = (np.array(profile.wrong) + 0.5) / (np.array(profile.groups) + 1)  # never 0: the profile is a sample, too
+    share = (np.array(profile.wrong) + 0.5) / (np.array(profile.groups) + 1)  # never 0, since the profile is a sample
     enough = answering >= least_groups(alpha, delta)
     if not enough.any():
         return [levels[-1]]
     start = int(np.where(enough, (alpha - share) * np.sqrt(answering), -np.inf).argmax())  # a binomial test's z, scaled
-    kept = np.flatnonzero(share <= alpha)
-    last = max(start, int(kept[-1]) if len(kept) else start)
+    allowed = np.flatnonzero(share <= alpha)
+    last = max(start, int(allowed[-1]) if len(allowed) else start)
     chosen = np.unique(np.linspace(start, last, CANDIDATES).round().astype(int))
-    return [levels[place] for place in chosen]
+    return [levels[number] for number in chosen]
 
 
 def certify(
     label: Labels, risk: Floats, group: Labels, thresholds: Sequence[float], alpha: float, delta: float, seed: int = 0
 ) -> GuaranteeTest:
-    """Test ``thresholds`` in their order on calibration rows that took part in nothing else, to the first failure:
-    P(the passed one's true share is above alpha) is at most delta over calibration sets.  label, risk, group [n]."""
+    """Test ``thresholds`` in order, up to the first failure, on calibration rows that were used for nothing else.
+
+    P(the true share of the passed threshold is above alpha) is at most delta over calibration sets.  label, risk,
+    group [n]."""
     order = np.random.default_rng(seed).permutation(len(risk))
     steps = []
     for threshold in thresholds:

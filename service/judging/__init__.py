@@ -1,1 +1,1 @@
-"""From a reading to a decision: uncertainty, guarantees, coverage, drift, and the forms of conversation."""
+"""Judges readings: uncertainty, guarantees, coverage, drift, and the shape of a conversation."""

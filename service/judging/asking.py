@@ -1,9 +1,9 @@
-"""What the last turn of a conversation asks for, by its words.
+"""Tells from its words what the last message of a conversation asks for.
 
-The probe ``asks`` reads the end of a prompt: behind a refused question, "go on" looks to it like small talk, and so
-does a question inside a task; and the risk of a message with two questions is mostly that of the easier one.  Until
-bundles are trained on such turns, these rules decide which of the readings count.  They know English and a few words
-of other languages; what they do not know counts as a turn that may ask."""
+The probe ``asks`` reads the end of a prompt.  After a refused question, it takes "go on" for small talk, and also a
+question inside a task.  The risk of a message with two questions is mostly that of the easier one.  Until bundles are
+trained on such messages, these rules decide which readings count.  They know English and a few words of other
+languages; a message that they do not understand counts as one that may ask."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from typing import Literal
 from service.judging.passages import has_passage, text_of
 
 Asks = Literal["small_talk", "task", "plain", "inside", "several", "earlier"]
-"""``small_talk``: greetings, thanks, words about the two who talk.  ``task``: a request to write, translate or sort
-something, in which no word asks for a fact.  ``plain``: one other question or request, which the probe reads by itself.
-``inside``: words that may hold a question beside others.  ``several``: more than one question.  ``earlier``: it calls
-for the answer to an earlier turn, which got none."""
+"""``small_talk``: greetings, thanks, words about user and assistant.  ``task``: a request to write, translate or sort
+something, in which no word asks for a fact.  ``plain``: one other question or request, which the probe can read itself.
+``inside``: words that may contain a question.  ``several``: more than one question.  ``earlier``: it calls for the
+answer to an earlier message, which got none."""
 
 LONGEST_READ, LONGEST_SENTENCE = 4000, 400  # characters of a text, and of a sentence, half of them from its end
-LONG_TURN = 12  # words, above which a turn calls for an earlier answer only where it says so
-SHORT_TURN = 6  # words, up to which "that", "please", "more" refer to an earlier turn
-OWN_REQUEST = 4  # words of a request that is understood without an earlier turn, at least
-CHAT = 8  # words of small talk, at most
+LONG_TURN = 12  # words; a longer message calls for an earlier answer only in explicit words
+SHORT_TURN = 6  # words; in a message up to this length "that", "please", "more" refer to an earlier one
+OWN_REQUEST = 4  # least words of a request that is understood without an earlier message
+CHAT = 8  # most words of small talk
 
 
 def _words(*lines: str) -> str:
     return "|".join(word for line in lines for word in line.split())
 
 
-_MARKS = "?\uff1f\u061f"  # of questions, as Chinese and Arabic write them, too
+_MARKS = "?\uff1f\u061f"  # question marks, also of Chinese and Arabic
 _WH = (
     r"(?:what|which|who|whom|whose|where|when|how\s+(?:many|much|old|long|far|tall|high|big|large|deep|fast|often)|"
     r"(?:what|who|where|when)['\u2019]?s|wer|wen|wem|wessen|welche[rsnm]?|wo|wann|wie\s+viele?|wie\s+hei(?:\u00df|ss)t|"
@@ -39,7 +39,7 @@ _WH = (
     r"cu[a\u00e1]nt[oa]s?)"
 )
 _WH_CHINESE = "(?:\u8c01|\u54ea|\u4ec0\u4e48|\u591a\u5c11|\u4f55\u65f6)"  # who, which, what, how many, when
-# What questions of fact ask for.  Of the second kind only where "of" follows: "name", "year" are words of any task.
+# Words for facts.  The second kind counts only before "of", since any task may have words such as "name" or "year".
 _FACT = (
     r"(?:capitals?(?!\s+letter)(?:\s+cit(?:y|ies))?|currenc(?:y|ies)|populations?|presidents?|prime\s+ministers?|"
     r"authors?|inventors?|founders?|painters?|composers?|discoverers?|birthplaces?|chemical\s+symbols?|atomic\s+numbers?|"
@@ -104,7 +104,7 @@ _SENTENCES = re.compile(
     r"\s(?=\(?[b-h]\)\s)|\s(?=\(?[1-9][.)]\s)|\s(?=[|\u2022]{1,2}\s)|(?<=\?\")\s*[,}]"
 )
 _ITEM = re.compile(r"\s*(?:\(?\d{1,2}[.):]|\(?[a-h][.)]|[-*\u2022])\s+\S", re.IGNORECASE)
-_FURTHER = re.compile(  # a second question, told by how it begins: it is no statement, or has no words of its own
+_FURTHER = re.compile(  # the beginning of a second question
     r"^\W*(?:(?:(?:and\s+)?(?:also|additionally|second(?:ly)?|third(?:ly)?|then|next|p\.?\s*s\b)|"
     r"(?:one\s+more|another|next)\s+(?:thing|question|one))(?=[\s\W])(?!.*\.$)|"
     r"(?:and|or|und|et|y|(?:and\s+)?(?:what|how)\s+about)\s+(?!you\b)\S+(?:\s+\S+){0,3}\?+$|"
@@ -118,8 +118,8 @@ _SEVERAL = re.compile(
     re.IGNORECASE,
 )
 _OF_EACH = re.compile(r"\b(?:each|every|all|both|following|these|\w{3,}s\s+(?:of|for|in))\b", re.IGNORECASE)
-_BLANK = re.compile(r"\w\s*(?:(?:[:=,|]|->)\s*(?:\?+|_{2,})|\|\s*)\s*\|?\s*$")  # a row that is left to fill in
-_ON_TEXT = re.compile(  # asks for work on a text, which may be a question
+_BLANK = re.compile(r"\w\s*(?:(?:[:=,|]|->)\s*(?:\?+|_{2,})|\|\s*)\s*\|?\s*$")  # a row with a blank to fill in
+_ON_TEXT = re.compile(  # asks for work on a text, which may itself be a question
     r"\btranslat|\b(?:rewrit|rephras|past\s+tense|fewer\s+words|this\s+be\s+(?:in|said)|"
     r"(?:say|write|put|turn)\s+(?:this|it|each)\b)",
     re.IGNORECASE,
@@ -133,7 +133,7 @@ _JOINT = re.compile(
     rf"(?:the|its|his|her|their)\s+{_ANY_FACT}\b)",
     re.IGNORECASE,
 )
-_HEAD = re.compile(  # "tell me who ..", "the capital of ..", before what is joined to it
+_HEAD = re.compile(  # the first of two joined questions: "tell me who ..", "the capital of .."
     rf"{_BEGINS.pattern}|\b(?:asks?|asked|tell|know|wonder|say|explain)\s+(?:\w+\s+)?{_WH}\b|"
     r"^\W*(?:\w+\W+){0,5}of\s+\w+\W*$",
     re.IGNORECASE,
@@ -175,7 +175,7 @@ _TWO = tuple(
     )
 )
 
-# Words of a task, or of a system prompt, that may hold a question or name a fact.
+# Words of a task, or of a system prompt, that may contain a question or name a fact.
 _INSIDE = re.compile(
     rf"{_NAMES_FACT.pattern}|{_WH_CHINESE}|\b(?:{_WH}|whoever|whichever|wherever)\b\s+"
     r"(?!(?:you|i|we|to|it|they|he|she)\b)|\banswer(?:s|ed|ing)?\b"
@@ -207,7 +207,7 @@ _TO_PEOPLE = re.compile(
     r"\b(?:you|your|i|we|my|us|our|me)\b(?!\s+(?:please\s+)?(?:know|tell|say|name|give|find))", re.IGNORECASE
 )
 
-# Words of a turn that refers to an earlier one, or calls for its answer.
+# Words of a message that refers to an earlier one, or calls for its answer.
 _BACK_WORDS = _words(
     "it that this these those they them he she him her his its one ones again anyway above previous before",
     "earlier first same guess guesses try continue go on yes yeah yep sure please answer answers question",
@@ -248,12 +248,12 @@ _TASK = re.compile(
     r"debug|turn\s+th(?:is|ese)|make\s+th(?:is|ese)|convert\s+th(?:is|ese))\b",
     re.IGNORECASE,
 )
-_PRESSES = re.compile(  # behind a question that is still open
+_PRESSES = re.compile(  # words that press for the answer to an open question
     r"\b(?:shy|idea|bet|of\s+course|had\s+to|in\s+advance|whatever|training\s+data|reconsider|s['\u2019]il\s+te|hint|"
     r"pretend|imagine|suppose|pressure|mistakes?|name\s+(?:one|any|a)|doch)\b",
     re.IGNORECASE,
 )
-_EARLIER = re.compile(  # an earlier turn that need not be the latest
+_EARLIER = re.compile(  # words for an earlier message that need not be the previous one
     r"\b(?:first|previous|earlier|other)\s+(?:one|question)\b|\bmy\s+question\b|"
     r"\basked\s+(?:you\s+)?(?:before|earlier|first)\b|\bback\s+to\b",
     re.IGNORECASE,
@@ -298,7 +298,7 @@ _REFUSED = re.compile(
     r"ne\s+peux\s+pas|no\s+(?:tengo|puedo)|"
     r"ne\s+sais\s+pas|d[e\u00e9]sol[e\u00e9]|no\s+(?:lo\s+)?s[e\u00e9]|lo\s+siento)\b|"
     r"\u4e0d\u77e5\u9053|\u65e0\u6cd5|\u62b1\u6b49|"  # I do not know, I cannot, sorry
-    r"^\W*(?:pass|skipped|n/?a|null|none)\W*$|"  # and nothing else: "The Brenner Pass" is an answer
+    r"^\W*(?:pass|skipped|n/?a|null|none)\W*$|"  # only the word alone: "The Brenner Pass" is an answer
     r"^\W*(?:it\s+depends|hold\s+on|checking|searching|(?:please|you\s+should)\s+consult)\b",
     re.IGNORECASE,
 )
@@ -310,71 +310,71 @@ _ACKNOWLEDGED = frozenset(
     ).split("|")
 )
 _ANNOUNCED = re.compile(r"^i(?:['\u2019]ll|\s+(?:can|will|could|may|shall|would))\b[^.!]*[.!]?$", re.IGNORECASE)
-_RISK = re.compile(r"\{risk\}|\b[01]\.\d\d\b|\bunknown\b")  # in what stands in for a withheld answer
+_RISK = re.compile(r"\{risk\}|\b[01]\.\d\d\b|\bunknown\b")  # the risk in the text that replaces a withheld answer
 
 
 def asks_of(messages: Sequence[object], refusals: Collection[str] = ()) -> Asks:
-    """Return what the last user turn asks for, read with the turns before it and the system's.
+    """Return what the last user message asks for, considering the messages before it and the system prompt.
 
-    ``refusals``: what stands in for withheld answers here, ``{risk}`` for any.  What is no message, or has no text, is
-    nothing said."""
+    ``refusals`` are the texts that replace withheld answers, with ``{risk}`` for any risk.  Anything that is not a
+    message, or has no text, counts as empty."""
     known = [turn for turn in messages if isinstance(turn, Mapping)]
     turns = [(str(turn.get("role")), _ends(text_of(turn.get("content"))).strip()) for turn in known]
     last = next((index for index in range(len(turns) - 1, -1, -1) if turns[index][0] == "user"), None)
     if last is None:
         return "inside"
-    asked, before = turns[last][1], turns[:last]
+    request, before = turns[last][1], turns[:last]
     spoke = max((index + 1 for index, (role, text) in enumerate(before) if role == "assistant" and text), default=0)
-    count = questions(asked)
+    count = questions(request)
     together = [text for role, text in turns[spoke : last + 1] if role == "user"]
-    if count and len(together) > 1 and _stands_alone(asked, count):
+    if count and len(together) > 1 and _stands_alone(request, count):
         count = questions("\n".join(together))
     if count > 1:
         return "several"
     waiting = [index for index, (role, text) in enumerate(before) if role == "user" and not _tells(text)]
     spans = [before[start:end] for start, end in zip(waiting, [*waiting[1:], len(before)], strict=False)]
     still_open = [span[0][1] for span in spans if not _answered(span[1:], refusals)]
-    closes = _closes(asked, before)
+    closes = _closes(request, before)
     if (
         before
         and before[-1][0] == "assistant"
         and _offers(before[-1][1])
         and not closes
-        and not _stands_alone(asked, count)
+        and not _stands_alone(request, count)
     ):
         return "earlier"
     refers = False
     if still_open and not closes:
         latest = not _answered(spans[-1][1:], refusals)
-        if _EARLIER.search(asked) or (latest and not _stands_alone(asked, count)):
+        if _EARLIER.search(request) or (latest and not _stands_alone(request, count)):
             return "earlier"
-        refers = bool(_PRESSES.search(asked)) or (not count and _shares_words(asked, still_open))
+        refers = bool(_PRESSES.search(request)) or (not count and _shares_words(request, still_open))
     held = any(role in ("system", "developer") and _may_ask(text) for role, text in turns)
     held = held or any(role == "tool" and _may_ask(text) for role, text in turns[spoke:])
     begun = any(role == "assistant" for role, _ in turns[last + 1 :])
-    cut = len(text_of(known[last].get("content"))) > LONGEST_READ  # what stands in its middle was not read
-    if held or begun or refers or cut or not re.search(r"\w", asked):
+    cut = len(text_of(known[last].get("content"))) > LONGEST_READ  # its middle was not read
+    if held or begun or refers or cut or not re.search(r"\w", request):
         return "inside"
-    if closes or _is_small_talk(asked):
+    if closes or _is_small_talk(request):
         return "small_talk"
-    calls = bool(waiting) and (len(re.findall(r"\w+", asked)) < OWN_REQUEST - 1 or bool(_CALLS.search(asked)))
-    if calls or _may_hold(asked):
+    calls = bool(waiting) and (len(re.findall(r"\w+", request)) < OWN_REQUEST - 1 or bool(_CALLS.search(request)))
+    if calls or _may_hold(request):
         return "inside"
-    return "task" if _TASK.match(asked) else "plain"
+    return "task" if _TASK.match(request) else "plain"
 
 
 def questions(text: str) -> int:
-    """Return how many questions a message asks, 0 where none is told by its words."""
+    """Return how many questions a message asks; 0 if its words show none."""
     text = _EXAMPLE.sub("", _ends(text))
     lines = text.splitlines()
     parts = [part for line in lines for part in _sentences(line.replace("_", " "))]
     passage, further = has_passage(text), 0
-    asking = set[str]()  # without what leads in, so that a question that a passage repeats counts once
+    asking = set[str]()  # without introductory words, so that a question that a passage repeats counts once
     for part, behind in zip(parts, [*parts[1:], ""], strict=False):
-        # In a passage, "Who wrote it? Austen." is no question that is asked, and nor is the heading of an answer.
-        told = passage and behind and not _asks(behind) and not _BRIEFLY.match(behind)
+        # In a passage, "Who wrote it? Austen." does not ask, and neither does the heading of an answer.
+        stated = passage and behind and not _asks(behind) and not _BRIEFLY.match(behind)
         further += bool(asking and not passage and _FURTHER.match(part))
-        if _asks(part) and not told:
+        if _asks(part) and not stated:
             asking.add(re.sub(r"^[\W\d]*(?:question|q)?\W*|\W+$", "", part.lower()))
     count = len(asking) + any(map(_is_compound, asking))
     if not asking and len(parts) == 1:
@@ -382,12 +382,12 @@ def questions(text: str) -> int:
     items = [] if passage else [part for part in parts if _ITEM.match(part)]
     listed = len(items) > 1 and (len(items) == len(parts) or (count > 0 and not _are_options(parts, items)))
     rows = sum(bool(_BLANK.search(line)) for line in lines)
-    said = not passage and _SEVERAL.search(text)
-    return max(count, 2 if listed or rows > 1 or (count and further) or said else 0)
+    announced = not passage and _SEVERAL.search(text)
+    return max(count, 2 if listed or rows > 1 or (count and further) or announced else 0)
 
 
 def _are_options(parts: Sequence[str], items: Sequence[str]) -> bool:
-    """Return whether the items of a list are answers to choose from, behind one question."""
+    """Return whether the items of a list are answers to choose from, after one question."""
     return _asks(parts[0]) and not _OF_EACH.search(parts[0]) and not any(map(_asks, items))
 
 
@@ -411,20 +411,20 @@ def _is_compound(part: str) -> bool:
 
 
 def _may_ask(text: str) -> bool:
-    """Return whether a system prompt holds a question, which its user's words may call up."""
+    """Return whether a system prompt contains a question, which the user's words may refer to."""
     if any(mark in text for mark in _MARKS) or _INSIDE_SYSTEM.search(text):
         return True
     parts = [part for line in text.splitlines() for part in _sentences(line.replace("_", " "))]
     return any(_NAMES_FACT.search(part) and not _STATES_FACT.search(part) for part in parts)
 
 
-def _may_hold(asked: str) -> bool:
-    """Return whether a turn may hold a question, or name a fact, beside its other words."""
-    parts = [part for line in asked.splitlines() for part in _sentences(line)]
-    if _OPEN_END.search(asked):
+def _may_hold(request: str) -> bool:
+    """Return whether a message may contain a question, or name a fact, among other words."""
+    parts = [part for line in request.splitlines() for part in _sentences(line)]
+    if _OPEN_END.search(request):
         return True
     if len(parts) == 1 and _BEGINS.match(parts[0]) and not re.search(r"[:\"`]", parts[0]):
-        return False  # a question and nothing else, as the probe knows them
+        return False  # only a question, which the probe can read
     asking = [part for part in parts if part[-1] in _MARKS and not _TO_PEOPLE.search(part)]
     if asking and (len(parts) > 1 or re.search(r"[:\"'`\u201c]", asking[0])):
         return True
@@ -432,15 +432,15 @@ def _may_hold(asked: str) -> bool:
 
 
 def _tells(text: str) -> bool:
-    """Return whether a turn is small talk or words about its speaker, to which no answer is owed."""
+    """Return whether a message is small talk or about its sender, so that it needs no answer."""
     if _is_small_talk(text):
         return True
     return bool(_ABOUT_ME.match(text)) and text[-1] not in _MARKS and not _INSIDE.search(text) and not questions(text)
 
 
-def _shares_words(asked: str, earlier: Sequence[str]) -> bool:
-    """Return whether a turn has a word of an earlier one that is no word of any talk."""
-    words = {word for word in re.findall(r"\w{4,}", asked.lower()) if word not in _SMALL_TALK}
+def _shares_words(request: str, earlier: Sequence[str]) -> bool:
+    """Return whether a message shares a word with an earlier one, apart from words of small talk."""
+    words = {word for word in re.findall(r"\w{4,}", request.lower()) if word not in _SMALL_TALK}
     return any(not words.isdisjoint(re.findall(r"\w{4,}", text.lower())) for text in earlier)
 
 
@@ -448,34 +448,34 @@ def _is_small_talk(text: str) -> bool:
     return len(re.findall(r"\w+", text)) <= CHAT and _made_of(text, _SMALL_TALK)
 
 
-def _stands_alone(asked: str, count: int) -> bool:
-    """Return whether a turn with so many questions is understood without an earlier one."""
-    words = len(re.findall(r"\w+", asked))
-    asked = _AHEAD.sub("", asked)
+def _stands_alone(request: str, count: int) -> bool:
+    """Return whether a message with ``count`` questions is understood without an earlier one."""
+    words = len(re.findall(r"\w+", request))
+    request = _AHEAD.sub("", request)
     if words > LONG_TURN:
-        return not _CALLS.search(asked)
+        return not _CALLS.search(request)
     if count:
-        return not _REFERS.search(asked)
-    if _TASK.match(asked) and not _REFERS.search(asked):
+        return not _REFERS.search(request)
+    if _TASK.match(request) and not _REFERS.search(request):
         return True
-    return words >= OWN_REQUEST and not (_BACK if words <= SHORT_TURN else _ANAPHORA).search(asked)
+    return words >= OWN_REQUEST and not (_BACK if words <= SHORT_TURN else _ANAPHORA).search(request)
 
 
-def _closes(asked: str, before: Sequence[tuple[str, str]]) -> bool:
-    """Return whether a turn thanks or takes leave, behind a turn of the assistant."""
-    short = len(asked.split()) <= 2 * CHAT
+def _closes(request: str, before: Sequence[tuple[str, str]]) -> bool:
+    """Return whether a message thanks or says goodbye, after a message of the assistant."""
+    short = len(request.split()) <= 2 * CHAT
     behind = bool(before) and before[-1][0] == "assistant"
-    return short and behind and _made_of(asked, _CLOSING) and bool(_THANKS.search(asked))
+    return short and behind and _made_of(request, _CLOSING) and bool(_THANKS.search(request))
 
 
 def _offers(text: str) -> bool:
-    """Return whether a turn of the assistant ends by asking whether to tell, or by saying that it can tell, a fact."""
+    """Return whether a message of the assistant ends with an offer to tell a fact."""
     sentences = [part for line in text.splitlines() for part in _sentences(line)][-1:]
     return any(_CAN_TELL.search(part) and (_NAMES_FACT.search(part) or _INSIDE.search(part)) for part in sentences)
 
 
 def _answered(turns: Sequence[tuple[str, str]], refusals: Collection[str]) -> bool:
-    """Return whether a turn of the assistant among these answers what stood before them."""
+    """Return whether one of these messages is an answer of the assistant to the message before them."""
     known = {_RISK.sub("", text).strip() for text in refusals}
     return any(role == "assistant" and _answers(text, known) for role, text in turns)
 
@@ -493,7 +493,7 @@ def _made_of(text: str, words: Collection[str]) -> bool:
 
 
 def _sentences(line: str) -> list[str]:
-    """Return the sentences of a line, of long ones the ends."""
+    """Return the sentences of a line; of a long sentence only its beginning and end."""
     return [_ends(part.strip(), LONGEST_SENTENCE) for part in _SENTENCES.split(line) if part.strip()]
 
 

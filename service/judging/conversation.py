@@ -1,4 +1,4 @@
-"""The conversation that token ids hold, where nobody says what they were made of: the chat template, backwards."""
+"""Recovers a conversation from its token ids, by inverting the chat template."""
 
 from __future__ import annotations
 
@@ -12,53 +12,58 @@ from service.engines.chat import Message
 from service.errors import RequestError
 
 Render = Callable[[Sequence[Message]], list[int]]
-Spell = Callable[[TokenIds], str]  # token ids to text, special tokens as they are spelt
+Spell = Callable[[TokenIds], str]  # token ids to text, with the spelling of special tokens
 _ROLES = ("system", "user", "assistant", "user")
-_MARKS = ("qzfirst", "qzsecond", "qzthird", "qzfourth")  # contents that no template writes by itself
+_MARKS = ("qzfirst", "qzsecond", "qzthird", "qzfourth")  # contents that no template writes itself
 
 
 @dataclass
 class ConversationReader:
-    """Reads token ids as messages.  What it returns is rendered again, and has these very ids."""
+    """Reads token ids as messages.  It returns only messages that render to exactly these ids."""
 
     render: Render
     spell: Spell
-    openings: Mapping[str, str] = field(default_factory=dict)  # role of the first message -> what stands before it
-    joints: Mapping[tuple[str, str], str] = field(default_factory=dict)  # roles of two messages -> what stands between
-    ending: str = ""  # behind the last message, the user's
-    example: str = ""  # what the template made of one message, when the others were learnt
+    openings: Mapping[str, str] = field(default_factory=dict)  # role of the first message -> text before it
+    joints: Mapping[tuple[str, str], str] = field(default_factory=dict)  # roles of two messages -> text between them
+    ending: str = ""  # text after the last message, the user's
+    example: str = ""  # the rendering of one message at the time of learning
 
     @classmethod
     def of(cls, render: Render, spell: Spell) -> ConversationReader:
-        """Learn what the template writes around messages, from conversations of marks."""
+        """Learn the template's text around messages, from conversations of marks."""
         reader = cls(render, spell)
         reader._learn()
         return reader
 
     def _learn(self) -> None:
-        openings, joints, ending = dict[str, str](), dict[tuple[str, str], str](), ""
+        openings: dict[str, str] = {}
+        joints: dict[tuple[str, str], str] = {}
+        ending = ""
         for chosen in product((False, True), repeat=len(_ROLES) - 1):
-            used = [place for place, use in enumerate((*chosen, True)) if use]
-            roles, marks = [_ROLES[place] for place in used], [_MARKS[place] for place in used]
-            pieces, rest = list[str](), self._written(roles, marks)
+            used = [number for number, use in enumerate((*chosen, True)) if use]
+            roles, marks = [_ROLES[number] for number in used], [_MARKS[number] for number in used]
+            pieces: list[str] = []
+            remaining = self._written(roles, marks)
             for mark in marks:
-                before, found, rest = rest.partition(mark)
+                before, separator, remaining = remaining.partition(mark)
                 pieces.append(before)
-                if not found:
-                    break  # the template takes no such conversation, leaves a message out, or writes it otherwise
+                if not separator:
+                    break  # the template refuses such a conversation, or leaves a message out or changes it
             else:
                 openings.setdefault(roles[0], pieces[0])
                 for pair, piece in zip(zip(roles, roles[1:], strict=False), pieces[1:], strict=True):
-                    if piece:  # what is written without a gap is one message to the model, too
+                    if piece:  # without text between them, two messages are one to the model, too
                         joints.setdefault(pair, piece)
-                ending = rest
-        self.openings, self.joints, self.ending, self.example = openings, joints, ending, self._example()
+                ending = remaining
+        self.openings, self.joints = openings, joints
+        self.ending = ending
+        self.example = self._example()
 
     def _example(self) -> str:
         return self._written(_ROLES[-1:], _MARKS[-1:])
 
     def _written(self, roles: Sequence[str], texts: Sequence[str]) -> str:
-        """Return what the template makes of messages; "" where it takes no such conversation."""
+        """Return the rendering of messages; "" if the template refuses such a conversation."""
         try:
             turns = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
             return self.spell(self.render(turns))
@@ -66,13 +71,13 @@ class ConversationReader:
             return ""
 
     def read(self, token_ids: TokenIds) -> list[dict[str, str]] | None:
-        """Return the messages, the last of which is the user's; None where the ids are no rendering of messages."""
+        """Return the messages, the last of which is the user's; None if the ids are not a rendering of messages."""
         try:
             text = self.spell(token_ids)
-        except Exception:  # a tokenizer raises what it likes at ids that it does not have, and a padded model has
+        except Exception:  # tokenizers raise any class for ids that only a padded model has
             return None
         turns = self._read(text, token_ids)
-        if turns is None and self._example() != self.example:  # some templates write the day's date
+        if turns is None and self._example() != self.example:  # some templates write the current date
             self._learn()
             turns = self._read(text, token_ids)
         return turns
@@ -80,7 +85,7 @@ class ConversationReader:
     def _read(self, text: str, token_ids: TokenIds) -> list[dict[str, str]] | None:
         if not self.ending or not text.endswith(self.ending):
             return None
-        # A default system prompt stands in the opening of a conversation that begins with its user.
+        # An opening may contain a default system prompt, so try long openings first.
         for role in sorted(self.openings, key=lambda role: -len(self.openings[role])):
             if not text.startswith(self.openings[role]):
                 continue
@@ -90,10 +95,10 @@ class ConversationReader:
         return None
 
     def _turns(self, role: str, text: str) -> list[dict[str, str]]:
-        following: dict[str, dict[str, str]] = {}  # role -> what may stand behind its message -> role of the next
+        following: dict[str, dict[str, str]] = {}  # role -> text after its message -> role of the next message
         for (before, after), joint in sorted(self.joints.items(), reverse=True):
             following.setdefault(before, {})[joint] = after
-        # Each text is searched once, whatever it holds: of two joints at one place the longer one.
+        # One pattern for each role, so that each text is searched once; of two joints at a position the longer wins.
         ends = {
             before: re.compile("|".join(map(re.escape, sorted(joints, key=len, reverse=True))))
             for before, joints in following.items()

@@ -1,4 +1,4 @@
-"""How an answer is decoded where a request does not say, and where that departs from what its risk is about."""
+"""Chooses the decoding of an answer, and tells where it differs from the decoding that the risk is about."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from probes_store.manifest import Manifest
 from probes_store.records import GREEDY, Decoding
 from service.settings import DecodingChoice
 
-OPENAI = Decoding(1.0, 1.0)  # of a request that names nothing, as OpenAI, Anthropic and vLLM have it
+OPENAI = Decoding(1.0, 1.0)  # the default of OpenAI, Anthropic and vLLM
 
 
 def decoding_for(
     manifest: Manifest, choice: DecodingChoice | None, temperature: float | None, top_p: float | None
 ) -> Decoding:
-    """Return how a request's answer is decoded; ``temperature`` or ``top_p`` None: the request does not name it.
+    """Return the decoding of a request's answer; ``temperature`` or ``top_p`` is None if the request does not name it.
 
-    By default as the answers were that the risk was trained on: greedily where the bundle does not record it.  A
-    temperature that is named is taken as it is, and then nothing but the request itself leaves tokens out."""
+    The default is the decoding of the answers in training, or greedy if the bundle does not record it.  If the request
+    names a temperature, that is used, and tokens are left out only by the request's own ``top_p``."""
     default = OPENAI if choice == "openai" or temperature is not None else manifest.decoding or GREEDY
     return Decoding(
         default.temperature if temperature is None else float(temperature),
@@ -24,9 +24,9 @@ def decoding_for(
 
 
 def departure(manifest: Manifest, decoding: Decoding) -> str | None:
-    """Return how an answer is decoded otherwise than those that the risk was trained on; None: it is not.
+    """Return how an answer's decoding differs from that of the answers in training; None if it does not.
 
-    A greedy answer departs from nothing where the bundle does not record how those were decoded."""
+    If the bundle does not record the latter, a greedy answer does not differ."""
     trained = manifest.decoding
     if decoding.same(GREEDY if trained is None else trained):
         return None

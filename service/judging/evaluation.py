@@ -1,7 +1,7 @@
-"""What a bundle's evaluation.json keeps: its gate over thresholds, the table by form, the sample of held-out questions.
+"""Reads a bundle's evaluation.json: its gate over thresholds, the table by form, the sample of held-out questions.
 
-The format does not say what that file holds: whatever reads otherwise than our trainer's counts as not kept.  Each
-reader raises a subclass of BundleDamaged where the file changed since the bundle was loaded."""
+The bundle format does not define that file, so content that our trainer did not write counts as missing.  Each reader
+raises a subclass of BundleDamaged if the file changed since the bundle was loaded."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ Share = Annotated[float, Field(strict=True, ge=0.0, le=1.0, allow_inf_nan=False)
 CoverageSource = Literal["out_of_fold_risks", "own_threshold"]
 FormsSource = Literal["held_out", "out_of_fold"]
 THRESHOLDS = tuple(round(step / 100, 2) for step in range(101))
-"""Where the shares are given: 0, 0.01 ... 1."""
-ENOUGH = 100  # rows: ten in each tenth
+"""The thresholds of a coverage: 0, 0.01 ... 1."""
+ENOUGH = 100  # rows, ten in each tenth
 
 
 @dataclass(frozen=True, slots=True)
 class CoverageGate:
-    """What answering below one threshold does, as shares of the training rows."""
+    """The gate at one threshold, in shares of the training rows."""
 
     threshold: Share
     answered: Share
@@ -47,7 +47,7 @@ class Tenth:
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """What a bundle would answer and get wrong over thresholds, on questions like its training rows."""
+    """The answered and wrong shares of a bundle's gate over thresholds, on questions like its training rows."""
 
     source: CoverageSource  # of the gates and tenths; with "own_threshold" there are none
     rows: int
@@ -58,44 +58,46 @@ class Coverage:
 
 
 def coverage(bundle: Bundle) -> Coverage:
-    """Return the bundle's gates; of one that keeps no risks of its rows, that at its own threshold alone."""
+    """Return the bundle's gates; if it does not record the risks of its rows, only that at its own threshold."""
     manifest, evaluation = bundle.manifest, bundle.evaluation()
-    training, own, kept = manifest.training, _own_gate(manifest, evaluation), _row_risks(manifest, evaluation)
+    training = manifest.training
+    own_gate = _own_gate(manifest, evaluation)
+    row_risks = _row_risks(manifest, evaluation)
     rows = training.factual + training.hallucinated
     share = training.hallucinated / rows
-    if kept is None:
-        return Coverage("own_threshold", rows, share, (), own, ())
-    risk, wrong = kept
+    if row_risks is None:
+        return Coverage("own_threshold", rows, share, (), own_gate, ())
+    risk, wrong = row_risks
     parts = np.array_split(np.argsort(risk, kind="stable"), 10) if len(risk) >= ENOUGH else []
     tenths = [Tenth(float(risk[part[0]]), float(risk[part[-1]]), float((~wrong[part]).mean())) for part in parts]
     gates = tuple(gate_at(threshold, risk < threshold, wrong) for threshold in THRESHOLDS)
-    return Coverage("out_of_fold_risks", rows, share, gates, own, tuple(tenths))
+    return Coverage("out_of_fold_risks", rows, share, gates, own_gate, tuple(tenths))
 
 
 def gate_at(threshold: float, answered: NDArray[np.bool_], wrong: NDArray[np.bool_]) -> CoverageGate:
-    """answered [n], wrong [n] -> the rows' shares; a risk at the threshold is withheld."""
+    """Return the gate's shares by answered [n] and wrong [n]; a risk at the threshold is withheld."""
     among = float(wrong[answered].mean()) if answered.any() else None
     withheld = float((~answered)[~wrong].mean()) if (~wrong).any() else 0.0
     return CoverageGate(threshold, float(answered.mean()), among, withheld)
 
 
 def kept_risks(bundle: Bundle) -> tuple[NDArray[np.float64], NDArray[np.bool_]] | None:
-    """Return the risk of each training row and whether it is hallucinated; None where the bundle keeps none."""
+    """Return the risk of each training row and whether it is hallucinated; None if the bundle records none."""
     return _row_risks(bundle.manifest, bundle.evaluation())
 
 
 def training_risks(bundle: Bundle) -> NDArray[np.float64] | None:
-    """Return the risks of the training rows; None where the bundle keeps none."""
-    kept = kept_risks(bundle)
-    return None if kept is None else kept[0]
+    """Return the risks of the training rows; None if the bundle records none."""
+    risks = kept_risks(bundle)
+    return None if risks is None else risks[0]
 
 
 def _row_risks(manifest: Manifest, evaluation: dict[str, Any]) -> tuple[NDArray[np.float64], NDArray[np.bool_]] | None:
-    """Return out-of-fold risk and class of each training row, the risks as they are served."""
+    """Return the out-of-fold risk, after a recalibration, and the class of each training row."""
     try:
-        kept = evaluation["out_of_fold"]["risks"]
-        risk = np.array(kept["risk"].split(), np.float64)
-        wrong = np.array(kept["hallucinated"].split(), np.int64) == 1
+        recorded = evaluation["out_of_fold"]["risks"]
+        risk = np.array(recorded["risk"].split(), np.float64)
+        wrong = np.array(recorded["hallucinated"].split(), np.int64) == 1
     except _UNREADABLE:
         return None
     if not risk.size or risk.shape != wrong.shape or not np.all((risk >= 0) & (risk <= 1)):
@@ -104,22 +106,22 @@ def _row_risks(manifest: Manifest, evaluation: dict[str, Any]) -> tuple[NDArray[
 
 
 def _own_gate(manifest: Manifest, evaluation: dict[str, Any]) -> CoverageGate | None:
-    """Return what was measured at the bundle's threshold, on the rows that its threshold is about."""
-    if manifest.guarantee is not None:  # a calibration set another threshold since
+    """Return the gate that was measured at the bundle's threshold, or None."""
+    if manifest.guarantee is not None:  # a calibration has set another threshold since
         return None
     try:
         moved = evaluation.get("recalibrations")
-        found = moved[-1]["at_threshold"]["after"] if moved else evaluation["cross_validation"]["at_threshold"]
-        answered, wrong = float(found["answered"]), float(found["wrong_among_answered"])
+        gate = moved[-1]["at_threshold"]["after"] if moved else evaluation["cross_validation"]["at_threshold"]
+        answered, wrong = float(gate["answered"]), float(gate["wrong_among_answered"])
         among = wrong if answered > 0 else None
-        return CoverageGate(manifest.threshold, answered, among, float(found["right_withheld"]))
+        return CoverageGate(manifest.threshold, answered, among, float(gate["right_withheld"]))
     except _UNREADABLE:
         return None
 
 
 @dataclass(frozen=True, slots=True)
 class FormRow:
-    """What a bundle's risk is worth on questions that were asked in one form of conversation."""
+    """The quality of a bundle's risk on questions in one form of conversation."""
 
     form: str
     rows: Annotated[int, Field(strict=True)]
@@ -143,31 +145,31 @@ _FORM_ROW = TypeAdapter(FormRow)
 
 
 def kept_strata(evaluation: Mapping[str, Any], table: str = "by_form") -> tuple[FormsSource, Mapping[str, Any]] | None:
-    """Return the table of held-out rows where there are some, else of folds that never saw the row; None: neither."""
-    places: tuple[tuple[FormsSource, str], ...] = (("held_out", "held_out"), ("out_of_fold", "cross_validation"))
-    found = ((source, (evaluation.get(key) or {}).get(table)) for source, key in places)
-    return next(((source, rows) for source, rows in found if rows), None)
+    """Return source and rows of the table of held-out rows, else of the out-of-fold table; None if there is neither."""
+    sources: tuple[tuple[FormsSource, str], ...] = (("held_out", "held_out"), ("out_of_fold", "cross_validation"))
+    tables = ((source, (evaluation.get(key) or {}).get(table)) for source, key in sources)
+    return next(((source, rows) for source, rows in tables if rows), None)
 
 
 def form_table(bundle: Bundle) -> FormTable | None:
-    """Return None where none is kept, or where a recalibration serves other risks than those that were measured."""
+    """Return the table; None if there is none, or if a recalibration changed the risks since it was measured."""
     if bundle.manifest.recalibration is not None:
         return None
     try:
-        if (kept := kept_strata(bundle.evaluation())) is None:
+        if (strata := kept_strata(bundle.evaluation())) is None:
             return None
-        rows = [_FORM_ROW.validate_python(row | {"form": name}) for name, row in kept[1].items()]
+        rows = [_FORM_ROW.validate_python(row | {"form": name}) for name, row in strata[1].items()]
         if any(row.rows < 1 for row in rows):
             return None
     except _UNREADABLE:
         return None
-    if bundle.manifest.guarantee is not None:  # a calibration set another threshold since
+    if bundle.manifest.guarantee is not None:  # a calibration has set another threshold since
         rows = [replace(row, answered=None, wrong_among_answered=None) for row in rows]
-    return FormTable(kept[0], tuple(rows))
+    return FormTable(strata[0], tuple(rows))
 
 
-SAMPLE_KEY: Final = "sample"  # of evaluation.json
-MOST_TOKENS: Final = 64  # of an answer, whatever the file says
+SAMPLE_KEY: Final = "sample"  # key of evaluation.json
+MOST_TOKENS: Final = 64  # most tokens of an answer, even if the file has more
 
 
 def _compiles(pattern: str) -> str:
@@ -186,18 +188,18 @@ class SampleQuestion:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Held-out questions in the order in which they were drawn, before any risk was known: the first n are a sample.
+    """Held-out questions in the order of a random draw, made before any risk was known: the first n are a sample.
 
-    ``train`` draws them (service.trainer.training_set), so that a stranger can see what the risk is worth."""
+    ``train`` draws them (service.trainer.training_set), so that anybody can test the risk."""
 
-    file: str  # that the rows come from
-    judge: Annotated[str, Field(pattern="^(contains|exact)$")]  # how an answer is compared
+    file: str  # the file of the rows
+    judge: Annotated[str, Field(pattern="^(contains|exact)$")]  # the judge of the answers
     abstain_pattern: Annotated[str, AfterValidator(_compiles)]  # answers that match it are neither right nor wrong
     max_tokens: Annotated[int, Field(ge=1), AfterValidator(lambda tokens: min(tokens, MOST_TOKENS))]  # as in training
     questions: Annotated[tuple[SampleQuestion, ...], Field(min_length=1)]
 
     def document(self) -> dict[str, Any]:
-        """Return it as evaluation.json has it."""
+        """Return the part of evaluation.json."""
         return asdict(self)
 
 
@@ -205,9 +207,9 @@ _SAMPLE = TypeAdapter(Sample)
 
 
 def sample_of(bundle: Bundle) -> Sample | None:
-    """Return None where the bundle keeps none, or none that reads as our trainer's."""
+    """Return the bundle's sample; None if it has none that our trainer could have written."""
     try:
-        found = _SAMPLE.validate_python(bundle.evaluation()[SAMPLE_KEY])
+        sample = _SAMPLE.validate_python(bundle.evaluation()[SAMPLE_KEY])
     except _UNREADABLE:
         return None
-    return found if all(one.answers for one in found.questions) else None
+    return sample if all(question.answers for question in sample.questions) else None

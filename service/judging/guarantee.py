@@ -1,11 +1,11 @@
-"""The shape of a conversation, and whether a bundle's guarantee holds for one request, and if not, why.
+"""Determines the shape of a conversation, and whether a bundle's guarantee holds for a request, and if not, why.
 
-A passage is guessed from the form of the last user message, and never looked for in more than ``LONG`` characters, so
-that it is cheap enough for every request.  Examples in front of the question, the options of a multiple choice, or much
-junk on lines of its own look the same and count too; a passage in a system prompt does not, which ``system`` shows.
+A passage is guessed from the form of the last user message, by at most ``LONG`` characters, so that it is cheap enough
+for every request.  Examples before the question, the options of a multiple choice, or much junk on separate lines look
+the same and count, too.  A passage in a system prompt does not count; ``system`` shows that there is such a prompt.
 
-The manifest's statement names more reasons than a service can see: whether the questions are drawn as those of the
-calibration were is the operator's to know."""
+The manifest's statement names more conditions than a service can check: only the operator knows whether the questions
+are drawn like those of the calibration."""
 
 from __future__ import annotations
 
@@ -23,55 +23,53 @@ from service.policies.guard import Policy
 from service.tool_calls import Tools
 
 Turns = Literal["0", "1", "2-4", "5+"]
-
-
 _UNTRAINED: dict[Asks, str] = {"several": "several questions", "earlier": "an earlier question that is still open"}
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The shape of one conversation, for ``/metrics`` and guarantees; ``turns`` are the assistant's earlier ones."""
+    """The shape of one conversation, for ``/metrics`` and guarantees."""
 
-    turns: Turns
-    passage: bool  # the last user message brings text along
+    turns: Turns  # number of earlier messages of the assistant
+    passage: bool  # the last user message contains a passage
     system: bool  # a system prompt stands above it
     asks: Asks = "plain"  # what the last user message asks for
 
     def __str__(self) -> str:
-        """Return what a guarantee calls it."""
+        """Return the name of the shape in guarantees."""
         untrained = f", {_UNTRAINED[self.asks]}" if self.untrained else ""
         return f"{self.around}{untrained}"
 
     @property
     def around(self) -> str:
-        """Return what stands around the question, as a bundle records it of the rows that it was trained on."""
+        """Return the name of the shape in a bundle's record of its training rows."""
         passage, system = ("a" if there else "no" for there in (self.passage, self.system))
         turns = "1 earlier turn" if self.turns == "1" else f"{self.turns} earlier turns"
         return f"{turns}, {passage} passage, {system} system prompt"
 
     @property
     def untrained(self) -> bool:
-        """Return whether no bundle is trained on conversations that ask so."""
+        """Return whether no bundle is trained on messages that ask in this way."""
         return self.asks in _UNTRAINED
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What is known of a prompt beside its token ids and its readings."""
+    """The knowledge about a prompt besides its token ids and its readings."""
 
-    shape: Shape | None = None  # None: its conversation is not known
-    other_rendering: bool = False  # it is not what the chat template makes of its messages
+    shape: Shape | None = None  # None: its conversation is unknown
+    other_rendering: bool = False  # the chat template renders its messages differently
 
     @property
     def passage(self) -> bool | None:
-        """Return whether text to answer from stands beside the question; None where that is not known."""
+        """Return whether text to answer from stands beside the question; None if that is unknown."""
         return None if self.shape is None or self.other_rendering else self.shape.passage
 
     def no_fact_below(self, manifest: Manifest) -> float:
-        """Return the P(asks) below which this prompt asks for no fact under a bundle.  0: there is none.
+        """Return the P(asks) below which this prompt asks for no fact under a bundle; 0 if the probe must not decide.
 
-        A lone request whose words do not tell is left to a bundle that was trained on lone questions in other words;
-        what refers to earlier turns looks like small talk to the probe."""
+        If the words of a lone request are not clear, only a bundle that was trained on lone questions in other words
+        decides.  A message that refers to earlier ones would look like small talk to the probe."""
         limit = None if manifest.context is None else manifest.context.applicability
         if limit is None or self.shape is None or self.other_rendering:
             return 0.0
@@ -85,14 +83,14 @@ UNKNOWN = Standing()
 
 
 def unlike_training(manifest: Manifest, standing: Standing) -> str | None:
-    """Return why the bundle's training had no prompt like this one, whatever its readings are; None: it may have."""
+    """Return why the bundle's training had no prompt like this one, for any readings; None if it may have."""
     if standing.other_rendering:
         return OTHER_RENDERING
     return None if standing.shape is None else shape_unlike_training(manifest, standing.shape)
 
 
 def shape_unlike_training(manifest: Manifest, shape: Shape) -> str | None:
-    """Return why the bundle's training had no conversation of this shape; None: it had, or does not record which."""
+    """Return why the bundle's training had no conversation of this shape; None if it had, or does not record it."""
     trained = manifest.training.shapes
     if shape.untrained:
         return f"conversation: {_UNTRAINED[shape.asks]}, on which no bundle is trained"
@@ -102,31 +100,31 @@ def shape_unlike_training(manifest: Manifest, shape: Shape) -> str | None:
 
 
 SURE = 1e-4
-"""The P(asks) below which a prompt counts as one that asks for no fact where its words alone do not tell: of held-out
-key words ("capital of x") at most 0.6 % lie below it on two real models (benchmarks/LOG.md)."""
+"""The P(asks) below which a prompt asks for no fact even if its words are not clear: of held-out key words ("capital of
+x") at most 0.6 % lie below it on two real models (benchmarks/LOG.md)."""
 
 
-SHAPES = tuple(Shape(*one) for one in product(get_args(Turns), (False, True), (False, True)))
-"""Those that ``/metrics`` tells apart, whatever is asked."""
+SHAPES = tuple(Shape(*values) for values in product(get_args(Turns), (False, True), (False, True)))
+"""The shapes that ``/metrics`` distinguishes."""
 
 
 def shape_of(messages: Sequence[object], refusals: Collection[str] = ()) -> Shape:
-    """Return the shape of messages as anybody may send them: what is no message, or has no text, is nothing said.
+    """Return the shape of any messages; a value that is not a message, or has no text, counts as empty.
 
-    ``refusals``: what stands in for withheld answers, as ``asks_of`` takes it."""
+    ``refusals`` are the texts that replace withheld answers, as for ``asks_of``."""
     known = [message for message in messages if isinstance(message, Mapping)]
     return replace(shape_around(known), asks=asks_of(known, refusals))
 
 
 def shape_around(messages: Sequence[object]) -> Shape:
-    """Return the shape without what is asked, which takes longest to read."""
+    """Return the shape without ``asks``, which takes longest."""
     known = [message for message in messages if isinstance(message, Mapping)]
     roles = [message.get("role") for message in known]
-    answers = roles[:-1].count("assistant")  # one at the end is the answer's beginning
-    asked = next((message.get("content") for message in reversed(known) if message.get("role") == "user"), "")
+    answers = roles[:-1].count("assistant")  # a last message of the assistant is the beginning of the answer
+    content = next((message.get("content") for message in reversed(known) if message.get("role") == "user"), "")
     return Shape(
         turns="0" if answers == 0 else "1" if answers == 1 else "2-4" if answers < 5 else "5+",
-        passage=has_passage(text_of(asked)),
+        passage=has_passage(text_of(content)),
         system="system" in roles or "developer" in roles,
     )
 
@@ -139,13 +137,13 @@ NO_FACT = "prompt: it asks for no fact, as far as the bundle can tell, so no thr
 NO_ANSWER = "answer: none is decoded here, and the calibration read the answers again"
 TOOLS = "prompt: tools or their results, where the calibration had none"
 ANSWERED = "rendering: the last message is the assistant's"
-LEAST_TOKENS = 12  # of an answer that is not cut short: no manifest says how many the calibration's might have
+LEAST_TOKENS = 12  # answers with this limit count as complete; no manifest records the calibration's limit
 SECOND_VERDICT = "canary: the default bundle's verdict withholds too, the calibration knew this bundle's alone"
 
 
 @dataclass(frozen=True, slots=True)
 class GuaranteeStatus:
-    """A guarantee as it stands for one request; ``violations`` of what its calibration assumed."""
+    """A guarantee for one request, and the ``violations`` of its calibration's assumptions."""
 
     alpha: float
     delta: float
@@ -158,85 +156,92 @@ class GuaranteeStatus:
 
 
 def guarantee_status(
-    manifest: Manifest, policy: Policy, dtype: str, violations: tuple[str, ...] = (),
+    manifest: Manifest,
+    policy: Policy,
+    dtype: str,
+    violations: tuple[str, ...] = (),
     shapes: Sequence[Shape | None] = (),
-) -> GuaranteeStatus | None:  # fmt: skip
-    """Return None where the bundle has no guarantee; ``dtype`` is the engine's, ``violations`` are further ones.
+) -> GuaranteeStatus | None:
+    """Return the status of the bundle's guarantee for a request; None if the bundle has none.
 
-    ``shapes`` of the request's prompts say which stratum of the guarantee it is held to."""
+    ``dtype`` is the engine's.  ``violations`` are further ones.  The ``shapes`` of the request's prompts determine the
+    stratum of the guarantee."""
     guarantee = manifest.guarantee
     if guarantee is None:
         return None
-    found = []
+    departures = []
     if not policy.action.withholds:
-        found.append(f"policy: {policy.name!r} withholds nothing")
+        departures.append(f"policy: {policy.name!r} withholds nothing")
     if not outside_as_calibrated(manifest, policy):
         does, did = ("also withholds", "did not") if policy.withhold_outside else ("does not withhold", "did")
-        found.append(f"policy: {policy.name!r} {does} prompts outside training, the calibration {did}")
+        departures.append(f"policy: {policy.name!r} {does} prompts outside training, the calibration {did}")
     passages = {None if shape is None else shape.passage for shape in shapes} or {None}
     if policy.threshold is not None:
         guaranteed = sorted({manifest.threshold_for(passage) for passage in passages})
-        found += [f"threshold: {policy.threshold:g} applies, {threshold:g} is guaranteed"
-                  for threshold in guaranteed if threshold != policy.threshold]  # fmt: skip
+        departures += [
+            f"threshold: {policy.threshold:g} applies, {threshold:g} is guaranteed"
+            for threshold in guaranteed
+            if threshold != policy.threshold
+        ]
     if policy.passage_truth < 1.0:
-        found.append(
+        departures.append(
             f"policy: {policy.name!r} takes {policy.passage_truth:g} of passages for true, the calibration all"
         )
     if policy.stop_at is not None:
-        found.append(f"policy: {policy.name!r} ends answers under way, the calibration did not")
+        departures.append(f"policy: {policy.name!r} ends answers under way, the calibration did not")
     if policy.recheck != bool(manifest.guarantee_reads_answers):
         does, did = ("reads", "did not") if policy.recheck else ("does not read", "did")
-        found.append(f"policy: {policy.name!r} {does} answers again, the calibration {did}")
+        departures.append(f"policy: {policy.name!r} {does} answers again, the calibration {did}")
     if dtype != guarantee.dtype:
-        found.append(f"dtype: the engine computes in {dtype}, the calibration did in {guarantee.dtype}")
+        departures.append(f"dtype: the engine computes in {dtype}, the calibration did in {guarantee.dtype}")
     stratum = manifest.stratum(next(iter(passages))) if len(passages) == 1 else None
     delta = guarantee.delta if stratum is None else stratum.delta
-    return GuaranteeStatus(guarantee.alpha, delta, (*found, *violations))
+    return GuaranteeStatus(guarantee.alpha, delta, (*departures, *violations))
 
 
 def outside_as_calibrated(manifest: Manifest, policy: Policy) -> bool:
     """Return whether ``policy`` treats prompts outside training as the bundle's calibration did.
 
-    It withheld them exactly where a policy that says nothing does (``Scorer.withholds_outside``)."""
+    The calibration withheld them by the same rule as a policy without the setting (``Scorer.withholds_outside``)."""
     return policy.withhold_outside in (None, manifest.tells_outside)
 
 
 def chat_violations(messages: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """Return how a conversation departs from a question: an answer's beginning moves the risk of what follows it."""
+    """Return a violation if a conversation ends with the beginning of an answer, which changes the risk."""
     return (ANSWERED,) if messages and messages[-1].get("role") == "assistant" else ()
 
 
 def tool_violations(messages: Sequence[Mapping[str, Any]], tools: Tools | None) -> tuple[str, ...]:
-    """Return whether a conversation has tools, their calls or results, which no calibration had."""
-    used = tools is not None or any("tool_calls" in one or one.get("role") == "tool" for one in messages)
+    """Return a violation if a conversation has tools, or their calls or results, which no calibration had."""
+    used = tools is not None or any("tool_calls" in message or message.get("role") == "tool" for message in messages)
     return (TOOLS,) if used else ()
 
 
 def shape_violations(manifest: Manifest, shapes: Sequence[Shape | None]) -> tuple[str, ...]:
-    """Return which shapes no row of the calibration had, or are not known, and which the bundle is not trained on.
+    """Return a violation for each shape that the calibration did not have, that is unknown, or that training lacks.
 
-    Of a bundle whose calibration names no shapes the latter alone."""
+    If the bundle's calibration records no shapes, only the last counts."""
     known = manifest.guarantee_shapes
     unlike = [shape for shape in shapes if shape is not None and shape_unlike_training(manifest, shape) is not None]
     untrained = dict.fromkeys(map(str, unlike))
-    others = [] if known is None else dict.fromkeys("not known" if shape is None else str(shape) for shape in shapes)
-    names = dict.fromkeys([*untrained, *(name for name in others if name not in (known or ()))])
+    requested = [] if known is None else dict.fromkeys("not known" if shape is None else str(shape) for shape in shapes)
+    names = dict.fromkeys([*untrained, *(name for name in requested if name not in (known or ()))])
     return tuple(f"conversation: {name}; the calibration had none like it" for name in names)
 
 
 def decoding_violations(manifest: Manifest, sampling: Sampling | None) -> tuple[str, ...]:
-    """Return how an answer that is decoded here departs from the calibration's; without one, whether it is needed."""
+    """Return how the decoding of an answer differs from the calibration's; without an answer, whether one is needed."""
     if sampling is None:
         return (NO_ANSWER,) if manifest.guarantee_reads_answers else ()
     decoding = Decoding(sampling.temperature, sampling.top_p)
-    other = sampling_violations(manifest, decoding)
+    of_tokens = sampling_violations(manifest, decoding)
     held = () if sampling.format is None else ("decoding: held to a format, where the calibration's answers were free",)
     stops = ("decoding: ends at texts of the request's own",) if sampling.stop else ()
-    return (*other, *stops, *held, *length_violations(sampling.max_tokens))
+    return (*of_tokens, *stops, *held, *length_violations(sampling.max_tokens))
 
 
 def sampling_violations(manifest: Manifest, decoding: Decoding) -> tuple[str, ...]:
-    """Return whether tokens are chosen otherwise than in the answers of the calibration."""
+    """Return a violation if tokens are sampled differently than in the answers of the calibration."""
     calibrated = manifest.calibrated_decoding
     if decoding.same(calibrated):
         return ()
@@ -246,7 +251,7 @@ def sampling_violations(manifest: Manifest, decoding: Decoding) -> tuple[str, ..
 
 
 def length_violations(max_tokens: int | None) -> tuple[str, ...]:
-    """Return whether an answer may be cut before the calibration's answers were; None: it has all of the context."""
+    """Return a violation if an answer may be shorter than the calibration's answers; None means no limit."""
     if max_tokens is None or max_tokens >= LEAST_TOKENS:
         return ()
     return (f"decoding: at most {max_tokens} tokens, where the calibration's answers had {LEAST_TOKENS} or more",)

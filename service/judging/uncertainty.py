@@ -1,6 +1,6 @@
-"""What a bundle tells of one risk's uncertainty: whether training knows such prompts, and where refits would put it.
+"""Computes the uncertainty of a risk: its interval over refits, and whether training had such prompts.
 
-From the trajectory and numpy alone, so that every engine gives the same."""
+It needs only the trajectory and numpy, so every engine gives the same."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FAR_READINGS = "readings: as far from those of training as few of its own are"
 
 
 def distance(trajectory: Floats, mean: Floats, whitening: Floats) -> NDArray[np.float64]:
-    """|whitening (L - mean)|, a Mahalanobis distance: L [..., n], mean [n], whitening [n, n] -> [...]."""
+    """Return |whitening (L - mean)|, a Mahalanobis distance: L [..., n], mean [n], whitening [n, n] -> [...]."""
     away = np.asarray(trajectory, np.float64) - mean
     return np.asarray(np.linalg.norm(away @ np.asarray(whitening, np.float64).T, axis=-1))
 
@@ -26,30 +26,30 @@ def distance(trajectory: Floats, mean: Floats, whitening: Floats) -> NDArray[np.
 class Uncertain:
     """The uncertainty of one prompt's risk."""
 
-    distance: float  # of the logits to those of training, in units of the cutoff
-    interval: tuple[float, float] | None  # risks that hold those of refits; None where the bundle has no model of them
-    unlike: str | None = None  # why training had no prompt of its form, whatever the distance
+    distance: float  # from the logits of training, in units of the cutoff
+    interval: tuple[float, float] | None  # ends of the risk over refits; None if the bundle has no interval
+    unlike: str | None = None  # why training had no prompt of its form; it does not depend on the distance
 
     @property
     def untrained(self) -> bool:
-        """Return whether training had no prompt of its form, whatever its readings are."""
+        """Return whether training had no prompt of its form, for any readings."""
         return self.unlike is not None
 
     @property
     def outside(self) -> bool:
-        """Return whether the prompt lies outside what training saw."""
+        """Return whether the prompt lies outside training."""
         return self.untrained or self.distance >= OUTSIDE
 
     @property
     def outside_because(self) -> str | None:
-        """Return why it lies outside; None where it does not."""
+        """Return why it lies outside; None if it does not."""
         return self.unlike or (FAR_READINGS if self.outside else None)
 
 
 def uncertain(bundle: Bundle, logits: Floats, signals: Floats, *, unlike: str | None = None) -> Uncertain:
     """Return the uncertainty of a prompt's logits [(1 + A) m] and the classifier's input [k].
 
-    ``unlike``: why training had no prompt of its form, if it had none."""
+    ``unlike`` is the reason why training had no prompt of its form, if it had none."""
     manifest, probes = bundle.manifest, bundle.probes
     away = float(distance(logits, probes.reference_mean, probes.reference_whitening))
     if (record := manifest.uncertainty.interval) is None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from service.data.judges import make_judge
-from service.data.labels import said_in, verdict_on
+from service.data.labels import answer_texts, verdict_on
 from service.data.options import JudgeOptions
 from service.engines.base import Sampling, TokenIds
 from service.judging.evaluation import Sample, SampleQuestion
@@ -48,7 +48,7 @@ def judged(sample: Sample, number: int, scorer: Scorer, prompt: TokenIds, report
         return Answered(question, report, None, None)
     if completion.finish_reason == "content_filter":
         return Answered(question, report, None, completion.text.strip())
-    text, said = said_in(completion, prompt, scorer.engine)
+    text, said = answer_texts(completion, prompt, scorer.engine)
     judge = make_judge(JudgeOptions("exact" if sample.judge == "exact" else "contains"))
     verdict = verdict_on(said, question.prompt, question.answers, judge, re.compile(sample.abstain_pattern))
     return Answered(question, report, VERDICTS[verdict], (text if said is None else said).strip())

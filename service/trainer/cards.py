@@ -1,4 +1,4 @@
-"""Model cards, templates filled from a manifest and evaluation.json, and what a run's console says at its end."""
+"""Writes model cards from a manifest and evaluation.json, and the last lines of a run's console."""
 
 from __future__ import annotations
 
@@ -26,14 +26,20 @@ from service.risk import risk
 from service.trainer.presentation import aligned_table, markdown_table
 
 METRICS = {
-    "auroc": "AUROC", "auprc_hallucinated": "AUPRC (hallucinated positive)",
-    "auprc_factual": "AUPRC (factual positive)", "brier": "Brier", "ece": "ECE", "ece_pooled": "ECE, folds pooled",
+    "auroc": "AUROC",
+    "auprc_hallucinated": "AUPRC (hallucinated positive)",
+    "auprc_factual": "AUPRC (factual positive)",
+    "brier": "Brier",
+    "ece": "ECE",
+    "ece_pooled": "ECE, folds pooled",
     "calibration_debiased": "calibration error, debiased",
-}  # fmt: skip
+}
 DECISIONS = {
-    "e_aurc": "E-AURC", "caught_at_5": "caught at 5 %", "caught_at_10": "caught at 10 %",
+    "e_aurc": "E-AURC",
+    "caught_at_5": "caught at 5 %",
+    "caught_at_10": "caught at 10 %",
     "caught_at_20": "caught at 20 %",
-}  # fmt: skip
+}
 _SCALES = {"unit_norm": "unit norm", "standardized": "standardised", "joint": "fitted together"}
 _READ = {
     "fused": "fused: depth mean ({}) and first token",
@@ -41,30 +47,39 @@ _READ = {
     "fused_context": "fused: depth mean ({}), first token, passage and its answer",
 }
 SIGNALS = {
-    "bundle": "this bundle", "depth_mean_unit_norm": "depth mean, unit norm (the paper's rule)",
+    "bundle": "this bundle",
+    "depth_mean_unit_norm": "depth mean, unit norm (the paper's rule)",
     "depth_mean_standardized": "depth mean, standardised logits",
     "depth_mean_joint": "depth mean, directions fitted together",
     **{f"{kind}_{scale}": text.format(word) for kind, text in _READ.items() for scale, word in _SCALES.items()},
-    "best_head": "best single head", "best_layer": "best single layer",
-    "first_token_max_prob": "first-token maximum probability", "first_token_entropy": "first-token entropy",
-    "prompt_length": "prompt length", "kind_and_form": "kind and form of the question, no model",
-}  # fmt: skip
+    "best_head": "best single head",
+    "best_layer": "best single layer",
+    "first_token_max_prob": "first-token maximum probability",
+    "first_token_entropy": "first-token entropy",
+    "prompt_length": "prompt length",
+    "kind_and_form": "kind and form of the question, no model",
+}
 WITHIN = {
     "auroc_within_kind_x_form_closed_book": "within kind x form, closed book",
-    "auroc_within_kind": "within kind", "auroc_within_kind_x_template": "within kind x template",
+    "auroc_within_kind": "within kind",
+    "auroc_within_kind_x_template": "within kind x template",
     "auroc_within_form": "within form",
-}  # fmt: skip
+}
 PLOTS = {
-    "roc.png": "ROC", "precision_recall.png": "Precision and recall", "coverage.png": "Coverage and error",
-    "reliability.png": "Reliability", "trajectories.png": "Class-mean trajectories", "layers.png": "AUROC by layer",
-}  # fmt: skip
+    "roc.png": "ROC",
+    "precision_recall.png": "Precision and recall",
+    "coverage.png": "Coverage and error",
+    "reliability.png": "Reliability",
+    "trajectories.png": "Class-mean trajectories",
+    "layers.png": "AUROC by layer",
+}
 MAPS = {
     "identity": "the risk as it is", "prior_shift": "prior shift, by traffic and labels",
     "intercept": "intercept, by labels", "isotonic": "isotonic",
 }  # fmt: skip
 CHANCE = 0.5  # AUROC
-SHOWN_RISKS = (0.1, 0.25, 0.5, 0.75, 0.9)  # with their intervals
-FEW_IN_A_FOLD = 5  # rows of the rarer class: with fewer, the spread over folds says nothing
+SHOWN_RISKS = (0.1, 0.25, 0.5, 0.75, 0.9)  # the card gives their intervals
+FEW_IN_A_FOLD = 5  # rows of the rarer class; with fewer, the card leaves out the spread over folds
 CHEAPER = ("first_token_entropy", "first_token_max_prob", "prompt_length")  # signals that need no probes
 LARGE_GROUP = 0.2  # share of the rows
 CAUTION = (
@@ -75,9 +90,12 @@ CAUTION = (
 _FIRST_TOKEN = "the first answer token's log maximum probability and entropy"
 _GUARANTEE = re.compile(r"## Guarantee\n.*?(?=^## |\Z)", re.DOTALL | re.MULTILINE)
 _TEMPLATES = Environment(
-    loader=FileSystemLoader(Path(__file__).parent / "templates"), undefined=StrictUndefined, trim_blocks=True,
-    lstrip_blocks=True, keep_trailing_newline=True,
-)  # fmt: skip
+    loader=FileSystemLoader(Path(__file__).parent / "templates"),
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+)
 _TEMPLATES.filters["fmt"] = format
 _TEMPLATES.globals["least_answered"] = LEAST_ANSWERED
 
@@ -87,50 +105,69 @@ def _render(template: str, **values: Any) -> str:
 
 
 def say(macro: str, *values: Any) -> str:
-    """Return what a macro of ``words.txt`` makes of the values, in one line."""
+    """Render a macro of ``words.txt`` with the values, in one line."""
     return " ".join(str(getattr(_TEMPLATES.get_template("words.txt.j2").module, macro)(*values)).split())
 
 
 def write_card(
-    manifest: Manifest, evaluation: Mapping[str, Any], *, signal_std: Sequence[float], left_out: Mapping[str, int],
+    manifest: Manifest,
+    evaluation: Mapping[str, Any],
+    *,
+    signal_std: Sequence[float],
+    left_out: Mapping[str, int],
     plots: Sequence[str],
-) -> str:  # fmt: skip
+) -> str:
     """Return the whole README.md: front matter as the Hugging Face hub reads it, then the card."""
     crossed, test = evaluation.get("cross_validation"), evaluation.get("held_out")
-    own, rarer = evaluation["signal_of_the_bundle"], min(manifest.training.factual, manifest.training.hallucinated)
+    served, rarer = evaluation["signal_of_the_bundle"], min(manifest.training.factual, manifest.training.hallucinated)
     few = crossed is not None and rarer < FEW_IN_A_FOLD * crossed["protocol"]["folds"]
     signals = [
         (name, weight, weight * std)
         for name, weight, std in zip(manifest.signals, manifest.classifier.weight, signal_std, strict=True)
     ]
-    tables = [(of, *kept) for of in ("form", "kind") if (kept := kept_strata(evaluation, f"by_{of}"))]
+    tables = []
+    for key in ("form", "kind"):
+        if strata := kept_strata(evaluation, f"by_{key}"):
+            tables.append((key, *strata))
     rule, record = rule_in_words(evaluation["threshold"]), manifest.uncertainty
     text = _render(
-        "card.md", m=manifest, beside=_beside_the_depth_mean(manifest),
-        t=manifest.training, data=evaluation["data"], left_out=left_out, crossed=crossed,
-        group_warning=group_warning(evaluation["data"]), few=few, rarer=rarer, own=own, test=test,
-        cheaper=crossed and cheaper_and_better(crossed["signals"], own),
-        crossed_tables=crossed and _tables(crossed["signals"], partial(_unless_few, few), own),
-        no_signal=crossed and crossed["signals"][own]["auroc"].get("low", 1.0) <= CHANCE,
+        "card.md",
+        m=manifest,
+        beside=_beside_the_depth_mean(manifest),
+        t=manifest.training,
+        data=evaluation["data"],
+        left_out=left_out,
+        crossed=crossed,
+        group_warning=group_warning(evaluation["data"]),
+        few=few,
+        rarer=rarer,
+        own=served,
+        test=test,
+        cheaper=crossed and cheaper_and_better(crossed["signals"], served),
+        crossed_tables=crossed and _tables(crossed["signals"], partial(_unless_few, few), served),
+        no_signal=crossed and crossed["signals"][served]["auroc"].get("low", 1.0) <= CHANCE,
         test_tables=test and _tables(test["signals"], "{:.3f}".format, "bundle"),
-        plots=[(title, file) for file, title in PLOTS.items() if file in plots], signals=signals,
-        cut=evaluation["threshold"], rule=rule[0].upper() + rule[1:], tables=tables,
+        plots=[(title, file) for file, title in PLOTS.items() if file in plots],
+        signals=signals,
+        cut=evaluation["threshold"],
+        rule=rule[0].upper() + rule[1:],
+        tables=tables,
         answer=evaluation.get("answer", {}),
         intervals=[] if record.interval is None else [(at, *_ends(record.interval, at)) for at in SHOWN_RISKS],
-    )  # fmt: skip
+    )
     return f"---\n{_hub_data(manifest, evaluation).to_yaml()}\n---\n{text}"
 
 
 def card_of(bundle: Bundle) -> str:
-    """Return a bundle's card with the sentence about its signals as they are.
+    """Return a bundle's card with a correct sentence about its signals.
 
-    Cards that were written up to version 1.0 name the first answer token's of every bundle that reads more than the
-    depth mean.  Their files belong to the bundle's digest and stay.  Raises a subclass of BundleDamaged."""
+    Cards of version 1.0 and before name the first answer token for every bundle that reads more than the depth mean.
+    These files belong to the bundle's digest, so they stay.  Raises a subclass of BundleDamaged."""
     return bundle.card().replace(_together_with(_FIRST_TOKEN), _beside_the_depth_mean(bundle.manifest), 1)
 
 
 def _beside_the_depth_mean(manifest: Manifest) -> str:
-    """Return the clause that names the further signals of the classifier; nothing where there are none."""
+    """Return the clause that names the further signals of the classifier; nothing if there are none."""
     read = [_FIRST_TOKEN] if manifest.needs_first_token else []
     if any(name in CONTEXT_SIGNALS for name in manifest.signals):
         stated = " and whether that states an answer" if {"stated", "stated_length"} & set(manifest.signals) else ""
@@ -148,25 +185,34 @@ def _hub_data(manifest: Manifest, evaluation: Mapping[str, Any]) -> ModelCardDat
     scores: Mapping[str, float] = {}
     file, protocol = evaluation["data"]["file"], "nested cross-validation"
     if test is not None:
-        scores, protocol, file = test["signals"]["bundle"], "held-out rows", test["file"]
+        scores = test["signals"]["bundle"]
+        protocol = "held-out rows"
+        file = test["file"]
     elif crossed is not None:
         row = crossed["signals"][evaluation["signal_of_the_bundle"]]
         scores = {key: value["mean"] for key, value in row.items() if value is not None}
     results = [
         EvalResult(
-            task_type="text-classification", task_name="Hallucination risk at the answer onset", dataset_type=file,
-            dataset_name=file, metric_type=kind, metric_value=round(scores[key], 4),
+            task_type="text-classification",
+            task_name="Hallucination risk at the answer onset",
+            dataset_type=file,
+            dataset_name=file,
+            metric_type=kind,
+            metric_value=round(scores[key], 4),
             metric_name=f"{METRICS[key]}, {protocol}",
         )
         for key, kind in (("auroc", "roc_auc"), ("brier", "brier_score"))
         if scores
-    ]  # fmt: skip
+    ]
     return ModelCardData(
-        library_name="hallutracer", pipeline_tag="text-classification",
-        tags=["hallucination-detection", "linear-probe", "hallutracer"], base_model=manifest.model.name,
-        metrics=["roc_auc", "brier_score"], model_name=manifest.name if results else None,
+        library_name="hallutracer",
+        pipeline_tag="text-classification",
+        tags=["hallucination-detection", "linear-probe", "hallutracer"],
+        base_model=manifest.model.name,
+        metrics=["roc_auc", "brier_score"],
+        model_name=manifest.name if results else None,
         eval_results=results or None,
-    )  # fmt: skip
+    )
 
 
 def _ends(interval: RefitInterval, shown: float) -> list[float]:
@@ -175,39 +221,40 @@ def _ends(interval: RefitInterval, shown: float) -> list[float]:
     return [float(risk(np.array([z + side]), np.ones(1), 0.0)) for side in (half, -half)]
 
 
-cell = partial(say, "cell")  # a mean over folds and seeds with its interval, or else with its standard deviation
-rule_in_words = partial(say, "rule")  # where the threshold is from: ``threshold`` of evaluation.json
+cell = partial(say, "cell")  # a mean over folds and seeds, with its interval or else its standard deviation
+rule_in_words = partial(say, "rule")  # the rule of the threshold, from ``threshold`` of evaluation.json
 
 
-def _tables(signals: Mapping[str, Mapping[str, Any]], show: Callable[[Any], str], own: str) -> str:
-    """Return how a risk ranks and how true it is, then what a decision gains by it, where that was measured."""
-    made = []
+def _tables(signals: Mapping[str, Mapping[str, Any]], show: Callable[[Any], str], served: str) -> str:
+    """Return a table of ranking and calibration, and a table of decisions, with the columns that were measured."""
+    measured = set[str]().union(*signals.values())
+    tables = []
     for titles in (WITHIN | METRICS, DECISIONS):
-        if columns := {key: text for key, text in titles.items() if any(key in row for row in signals.values())}:
+        if columns := {key: text for key, text in titles.items() if key in measured}:
             rows = []
             for name, row in signals.items():
                 cells = [show(row[key]) if row.get(key) is not None else "-" for key in columns]
-                rows.append([f"**{SIGNALS[name]}**" if name == own else SIGNALS[name], *cells])
-            made.append(markdown_table(["signal", *columns.values()], rows))
-    return "\n\n".join(made)
+                rows.append([f"**{SIGNALS[name]}**" if name == served else SIGNALS[name], *cells])
+            tables.append(markdown_table(["signal", *columns.values()], rows))
+    return "\n\n".join(tables)
 
 
-def cheaper_and_better(signals: Mapping[str, Mapping[str, Any]], own: str) -> str | None:
-    """Return a sentence where something that costs no probes ranks better than what the bundle serves."""
-    auroc = {name: signals[name]["auroc"]["mean"] for name in (*CHEAPER, own) if name in signals}
-    best = max(auroc, key=lambda name: (auroc[name], name == own))
-    return None if best == own else say("cheaper", best, SIGNALS[best], auroc[best], auroc[own])
+def cheaper_and_better(signals: Mapping[str, Mapping[str, Any]], served: str) -> str | None:
+    """Return a warning if a signal that needs no probes ranks better than the one that the bundle serves."""
+    auroc = {name: signals[name]["auroc"]["mean"] for name in (*CHEAPER, served) if name in signals}
+    best = max(auroc, key=lambda name: (auroc[name], name == served))
+    return None if best == served else say("cheaper", best, SIGNALS[best], auroc[best], auroc[served])
 
 
 def group_warning(data: Mapping[str, Any]) -> str | None:
-    """Return what it means where one group is a large part of the rows; ``data`` is that of evaluation.json."""
+    """Return a warning if one group is a large part of the rows; ``data`` is that of evaluation.json."""
     share, words = data.get("largest_group_share", 0.0), "how well the bundle does elsewhere is hardly known"
     return f"One group has {share:.0%} of the rows: {words}" if share > LARGE_GROUP else None
 
 
 @dataclass(frozen=True)
 class GuaranteePart:
-    """The guarantee of one stratum, as a statement has it."""
+    """The guarantee of one stratum, for the statement and the card."""
 
     passage: bool | None  # None: of all rows
     record: GuaranteeStratum
@@ -229,45 +276,56 @@ class GuaranteePart:
         return 0 if self.step is None else self.step.rows
 
 
-def statement(
-    guarantee: Guarantee, manifest: Manifest, max_new_tokens: int, parts: Sequence[GuaranteePart]
-) -> str:  # fmt: skip
-    """Return for whom the guarantee holds and what voids it."""
+def statement(guarantee: Guarantee, manifest: Manifest, max_new_tokens: int, parts: Sequence[GuaranteePart]) -> str:
+    """Return the text that says for which requests the guarantee holds and what voids it."""
     text = _render(
-        "statement.txt", g=guarantee, m=manifest, judged=guarantee.labels == "generate", parts=parts,
-        closed=all(part.step is None for part in parts), scored=sum(part.record.rows for part in parts),
-        labelled=sum(part.record.labelled for part in parts), max_new_tokens=max_new_tokens,
+        "statement.txt",
+        g=guarantee,
+        m=manifest,
+        judged=guarantee.labels == "generate",
+        parts=parts,
+        closed=all(part.step is None for part in parts),
+        scored=sum(part.record.rows for part in parts),
+        labelled=sum(part.record.labelled for part in parts),
+        max_new_tokens=max_new_tokens,
         by_row=_by_row(guarantee, parts),
-    )  # fmt: skip
+    )
     return " ".join(text.split())
 
 
 def _by_row(guarantee: Guarantee, parts: Sequence[GuaranteePart]) -> str | None:
-    """Return what the threshold that passed has among rows; None where none did, or each stratum has its own."""
+    """Return the figures by row of the threshold that passed; None if none did, or there are several strata."""
     step = parts[0].step if len(parts) == 1 else None
     return None if step is None else say("by_row", step, guarantee.alpha)
 
 
 def guaranteed_card(card: str, manifest: Manifest, parts: Sequence[GuaranteePart] = ()) -> str:
-    """Return the card with this guarantee's section, in place of an earlier one; ``parts``: its strata."""
+    """Return the card with the section of this guarantee, which replaces an earlier one; ``parts`` are its strata."""
     guarantee = manifest.guarantee
     assert guarantee is not None
     section = _render("guarantee.md", g=guarantee, parts=parts, by_row=_by_row(guarantee, parts))
-    found = _GUARANTEE.search(card)
-    return card[: found.start()] + section + card[found.end() :] if found else _before_limits(card, section)
+    earlier = _GUARANTEE.search(card)
+    return card[: earlier.start()] + section + card[earlier.end() :] if earlier else _before_limits(card, section)
 
 
 def recalibrated_card(card: str, manifest: Manifest, record: Mapping[str, Any], candidates: str) -> str:
-    """Return the card with this recalibration's section, and without a guarantee."""
+    """Return the card with the section of this recalibration, and without a guarantee's."""
     assert manifest.recalibration is not None
     feedback = record.get("feedback")
     section = _render(
-        "recalibration.md", r=record, d=record["data"], names=MAPS, formula=say("formula", manifest.recalibration),
-        before=record["candidates"]["identity"], after=record["candidates"][record["chosen"]],
-        gate=record["at_threshold"]["after"], candidates=candidates, caution=CAUTION,
+        "recalibration.md",
+        r=record,
+        d=record["data"],
+        names=MAPS,
+        formula=say("formula", manifest.recalibration),
+        before=record["candidates"]["identity"],
+        after=record["candidates"][record["chosen"]],
+        gate=record["at_threshold"]["after"],
+        candidates=candidates,
+        caution=CAUTION,
         feedback={} if feedback is None else feedback_lines(feedback),
-        tenths=[(place, *row) for place, row in enumerate((feedback or {}).get("by_tenth", ())) if row[0]],
-    )  # fmt: skip
+        tenths=[(tenth, *row) for tenth, row in enumerate((feedback or {}).get("by_tenth", ())) if row[0]],
+    )
     return _before_limits(_GUARANTEE.sub("", card), section)
 
 
@@ -277,25 +335,28 @@ def _before_limits(card: str, section: str) -> str:
 
 
 def candidates_table(choice: ChosenMap) -> str:
-    """Return every map on the labelled rows that it was not fitted on, in Markdown; the chosen one is bold."""
+    """Return a Markdown table of the maps, measured on rows that they were not fitted on; the chosen one is bold."""
     rows = []
-    for one in choice.candidates:
-        name = f"**{MAPS[one.name]}**" if one is choice.chosen else MAPS[one.name]
-        figures = ((one.log_loss, one.log_loss_interval, ""), (one.gain, one.gain_interval, "+"),
-                   (one.error, one.error_interval, ""))  # fmt: skip
+    for candidate in choice.candidates:
+        name = f"**{MAPS[candidate.name]}**" if candidate is choice.chosen else MAPS[candidate.name]
+        figures = (
+            (candidate.log_loss, candidate.log_loss_interval, ""),
+            (candidate.gain, candidate.gain_interval, "+"),
+            (candidate.error, candidate.error_interval, ""),
+        )
         cells = [f"{value:{sign}.4f} [{ends.low:{sign}.4f}, {ends.high:{sign}.4f}]" for value, ends, sign in figures]
-        rows.append([name, cells[0], "" if one is choice.before else cells[1], cells[2]])
+        rows.append([name, cells[0], "" if candidate is choice.before else cells[1], cells[2]])
     return markdown_table(["held-out", "log loss", "less by", "calibration error, debiased"], rows)
 
 
-def feedback_lines(found: Mapping[str, Any]) -> dict[str, str]:
-    """Return rows of the card's table: who was labelled, and the share of hallucinations by each estimate."""
-    left_out = ", ".join(f"{count} {why}" for why, count in found["left_out"].items() if count)
-    return {"feedback": say("labelled", found, left_out), "hallucinated": say("hallucinated", found)}
+def feedback_lines(described: Mapping[str, Any]) -> dict[str, str]:
+    """Return lines about which answers were labelled, and the share of hallucinations by each estimate."""
+    left_out = ", ".join(f"{count} {why}" for why, count in described["left_out"].items() if count)
+    return {"feedback": say("labelled", described, left_out), "hallucinated": say("hallucinated", described)}
 
 
 def closing_lines(evaluation: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what a run says once its bundle is published: how well it works, its threshold, and warnings."""
+    """Yield the last lines of a run: how well the published bundle works, its threshold, and warnings."""
     crossed, held = evaluation.get("cross_validation"), evaluation.get("held_out")
     if crossed is not None:
         if cheaper := cheaper_and_better(crossed["signals"], evaluation["signal_of_the_bundle"]):
@@ -315,14 +376,15 @@ def closing_lines(evaluation: Mapping[str, Any]) -> Iterator[str]:
         yield warning
 
 
-def summary_table(signals: Mapping[str, Any], own: str) -> str:
-    """Return AUROC within a kind where rows have kinds, AUROC of all pairs, and calibration; ours is marked."""
-    inside = [key for key in WITHIN if any(row.get(key) for row in signals.values())]
-    keys = [*inside, "auroc", "ece", "calibration_debiased"]
-    lines = [
-        [("> " if name == own else "") + SIGNALS[name], *(_brief(row.get(key), key) for key in keys)]
-        for name, row in ((name, signals[name]) for name in NAMES if name in signals)
-    ]  # fmt: skip
+def summary_table(signals: Mapping[str, Any], served: str) -> str:
+    """Return a table of AUROC, within strata and in all, and calibration of each signal; the served one is marked."""
+    measured = {key for row in signals.values() for key, value in row.items() if value}
+    keys = [*(key for key in WITHIN if key in measured), "auroc", "ece", "calibration_debiased"]
+    lines = []
+    for name in NAMES:
+        if name in signals:
+            cells = [_brief(signals[name].get(key), key) for key in keys]
+            lines.append([("> " if name == served else "") + SIGNALS[name], *cells])
     titles = WITHIN | {"auroc": "AUROC [95 %]", "ece": "ECE", "calibration_debiased": "debiased"}
     return aligned_table(["", *(titles[key] for key in keys)], lines)
 
@@ -337,14 +399,16 @@ def _brief(value: Mapping[str, float] | None, key: str) -> str:
     return cell(value) if "low" in value or key == "auroc" else f"{value['mean']:.3f}"
 
 
-def better_options(inputs: Inputs, nested: Evaluation, own: str) -> Iterator[str]:
-    """Yield a line for each variant whose gain over the bundle's own signal has a 95 % interval above zero."""
-    kinds = ("context", "fused_context") if own in CONTEXT_NAMES else ("depth_mean", "fused")  # what flags would read
+def better_options(inputs: Inputs, nested: Evaluation, served: str) -> Iterator[str]:
+    """Yield a line for each option whose gain over the served signal has a 95 % interval above zero."""
+    kinds = ("context", "fused_context") if served in CONTEXT_NAMES else ("depth_mean", "fused")
     for kind, signals in zip(kinds, ("depth_mean", "depth_mean,first_token"), strict=True):
         for scale in _SCALES:
-            if (name := f"{kind}_{scale}") == own or name not in nested.tests:
+            if (name := f"{kind}_{scale}") == served or name not in nested.tests:
                 continue
-            found = gain(inputs.label, inputs.group, nested.tests[name], nested.tests[own])
-            if found.low > 0:
-                yield (f"--logit-scale {scale} --signals {signals} gains {found.difference:.3f} "
-                       f"[{found.low:.3f}, {found.high:.3f}] of AUROC")  # fmt: skip
+            gained = gain(inputs.label, inputs.group, nested.tests[name], nested.tests[served])
+            if gained.low > 0:
+                yield (
+                    f"--logit-scale {scale} --signals {signals} gains {gained.difference:.3f} "
+                    f"[{gained.low:.3f}, {gained.high:.3f}] of AUROC"
+                )

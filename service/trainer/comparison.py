@@ -1,4 +1,4 @@
-"""Bundles beside each other: the figures that they carry, and whether one may take another's place.  Loads no model."""
+"""Compares bundles by their recorded figures, and decides whether one may replace another.  Loads no model."""
 
 from __future__ import annotations
 
@@ -19,26 +19,29 @@ SHOWN = ("auroc", *WITHIN, "auprc_hallucinated", "brier", "calibration_debiased"
 
 
 class BundleComparison(NamedTuple):
-    """A table, and what keeps its columns from being compared."""
+    """A table, and reasons why its columns may not be comparable."""
 
     markdown: str
     caveats: tuple[str, ...]
 
 
 def compare(bundles: Sequence[Bundle]) -> BundleComparison:
-    """Return a column for each bundle: what it reads, its signal's figures, its threshold; "-" for none."""
+    """Return a table with a column for each bundle: model, signal, figures, threshold; "-" if it has none."""
     documents = [bundle.evaluation() for bundle in bundles]
     manifests = [bundle.manifest for bundle in bundles]
     lines: list[list[str]] = [
-        ["model", *(one.model.name for one in manifests)], ["site", *(one.readout.site for one in manifests)],
+        ["model", *(manifest.model.name for manifest in manifests)],
+        ["site", *(manifest.readout.site for manifest in manifests)],
         ["signal", *(SIGNALS[document["signal_of_the_bundle"]] for document in documents)],
-        ["training rows", *(f"{one.training.rows:,}" for one in manifests)],
-        ["threshold", *(f"{one.threshold:.4f}" for one in manifests)],
-    ]  # fmt: skip
-    for title, place in (("nested CV", "cross_validation"), ("held out", "held_out")):
-        own = ["bundle" if place == "held_out" else document["signal_of_the_bundle"] for document in documents]
-        rows = [(document.get(place) or {"signals": {name: {}}})["signals"][name]
-                for name, document in zip(own, documents, strict=True)]  # fmt: skip
+        ["training rows", *(f"{manifest.training.rows:,}" for manifest in manifests)],
+        ["threshold", *(f"{manifest.threshold:.4f}" for manifest in manifests)],
+    ]
+    for title, part in (("nested CV", "cross_validation"), ("held out", "held_out")):
+        signals = ["bundle" if part == "held_out" else document["signal_of_the_bundle"] for document in documents]
+        rows = [
+            (document.get(part) or {"signals": {name: {}}})["signals"][name]
+            for name, document in zip(signals, documents, strict=True)
+        ]
         for key in SHOWN:
             if any(row.get(key) is not None for row in rows):
                 name = METRICS.get(key) or f"AUROC {WITHIN[key]}"
@@ -67,24 +70,24 @@ def _caveats(bundles: Sequence[Bundle], documents: Sequence[Mapping[str, Any]]) 
 
 @dataclass(frozen=True)
 class PromotionBounds:
-    """What a candidate must stay within."""
+    """The limits that a candidate must meet."""
 
-    least_prompts: int = 500  # that it read as a shadow
+    least_prompts: int = 500  # prompts that it read as a shadow
     most_disagreement: float = 0.05  # upper end of the share's 95 % interval
-    most_drift: float = 0.5  # of the golden prompts, as a share of what the replay tolerates
+    most_drift: float = 0.5  # deviation of the golden prompts, as a share of the replay's tolerance
 
 
 class PromotionFinding(NamedTuple):
-    """One condition, in words."""
+    """One condition, whether it is met, and its text."""
 
     fine: bool
     text: str
 
 
 def promotion_findings(bundle: Bundle, served: Mapping[str, Any], bounds: PromotionBounds) -> list[PromotionFinding]:
-    """Return what speaks for and against a bundle, by what a service saw of it as a shadow: GET /v1/bundles.
+    """Check a bundle that a service runs as a shadow; ``served`` is the service's answer to GET /v1/bundles.
 
-    Raises HalluTracerError where ``served`` is no such answer."""
+    Raises HalluTracerError if ``served`` is not such an answer."""
     try:
         return list(_findings(bundle, served, bounds))
     except (KeyError, TypeError, ZeroDivisionError) as error:
@@ -92,10 +95,11 @@ def promotion_findings(bundle: Bundle, served: Mapping[str, Any], bounds: Promot
 
 
 def _findings(bundle: Bundle, served: Mapping[str, Any], bounds: PromotionBounds) -> Iterator[PromotionFinding]:
-    card = next((one for one in served["data"] if one["digest"] == bundle.manifest.digest), None)
+    card = next((entry for entry in served["data"] if entry["digest"] == bundle.manifest.digest), None)
     if card is None:
-        yield PromotionFinding(False, f"the service has not loaded {bundle.reference} "
-                                      f"({bundle.manifest.digest[:19]}..)")  # fmt: skip
+        yield PromotionFinding(
+            False, f"the service has not loaded {bundle.reference} ({bundle.manifest.digest[:19]}..)"
+        )
         return
     compared, golden = card.get("compared"), card["golden"]
     if compared is None:
@@ -118,7 +122,7 @@ def _findings(bundle: Bundle, served: Mapping[str, Any], bounds: PromotionBounds
 
 
 def differences(before: Manifest, after: Manifest) -> list[tuple[str, str, str]]:
-    """Return field, value before, value after, of all fields of the manifest that differ, but for files' digests."""
+    """Return name, old value and new value of each field of the manifest that differs, without the files' digests."""
     old, new = (_flat(asdict(manifest)) for manifest in (before, after))
     rows = [(name, old.get(name, "-"), new.get(name, "-")) for name in {**old, **new} if not name.startswith("files.")]
     return [row for row in rows if row[1] != row[2]]
@@ -126,22 +130,24 @@ def differences(before: Manifest, after: Manifest) -> list[tuple[str, str, str]]
 
 def _flat(value: Any, name: str = "") -> dict[str, str]:
     if isinstance(value, Mapping):
-        found: dict[str, str] = {}
+        fields: dict[str, str] = {}
         for key, inner in value.items():
-            found |= _flat(inner, f"{name}.{key}" if name else str(key))
-        return found
+            fields |= _flat(inner, f"{name}.{key}" if name else str(key))
+        return fields
     return {name: f"{value:.6g}" if isinstance(value, float) else str(value)}
 
 
 def probes_apart(before: Bundle, after: Bundle) -> str:
-    """Return how many heads differ, and the angle between the directions of layers with the same head."""
+    """Return text: how many heads differ, and the cosine of the directions where the head is the same."""
     first, second = before.probes, after.probes
     if first.direction.shape != second.direction.shape:
         return "their probes have different shapes"
     same = first.head == second.head
     text = f"{int((~same).sum())} of {len(same)} layers read another head"
+    if not same.any():
+        return text
     cosine = np.sum(first.direction[same] * second.direction[same], axis=-1)
-    return text if not same.any() else (
+    return (
         f"{text}; where it is the same, the directions' cosine is {np.median(cosine):.3f} in the median, "
         f"{cosine.min():.3f} at least"
-    )  # fmt: skip
+    )

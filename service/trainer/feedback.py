@@ -1,9 +1,10 @@
-"""Recalibration by feedback: stored risks, some with labels -> a map of the risk -> the next version, for review."""
+"""Recalibrates a bundle by feedback: fits a map on stored risks, some with labels, and publishes the next version."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -25,35 +26,40 @@ from service.trainer.new_rows import Marks, seen_by
 from service.trainer.options import Console, RecalibrateOptions
 from service.trainer.recalibrate import check_not_recalibrated, choose_and_publish, prior_of, recorded_risks
 
-LEAST_LABELLED = 20  # prompts of each class; fewer and the folds' maps are noise
-LEAST_TRAFFIC = 100  # answers, for an estimate without labels
+LEAST_LABELLED = 20  # prompts of each class; with fewer, the folds' maps are noise
+LEAST_TRAFFIC = 100  # answers that an estimate without labels needs
 
 
 def _described(
     answers: Sequence[LabelledAnswer], risk: NDArray[np.float64], used: list[int], label: NDArray[np.int64]
 ) -> dict[str, Any]:
     tenth = np.minimum((risk * 10).astype(np.int64), 9)
-    every = np.bincount(tenth, minlength=10)
+    all_answers = np.bincount(tenth, minlength=10)
     labelled = np.bincount(tenth[used], minlength=10)
     wrong = np.bincount(tenth[used], (label == 0).astype(np.float64), minlength=10)
     known = labelled > 0
     decisions = [answer.decision for answer in answers]
-    judged = [decisions[place] for place in used]
-    tenths = (column.astype(int).tolist() for column in (every, labelled, wrong))
+    judged = [decisions[position] for position in used]
+    tenths = (column.astype(int).tolist() for column in (all_answers, labelled, wrong))
     return {
-        "answers": len(answers), "labelled": len(used), "share": float((label == 0).mean()),
-        "weighted": float((every[known] * wrong[known] / labelled[known]).sum() / every[known].sum()),
-        "covered": float(every[known].sum() / every.sum()),
-        "highest": float(risk[used].max()), "highest_answer": float(risk.max()),
+        "answers": len(answers),
+        "labelled": len(used),
+        "share": float((label == 0).mean()),
+        "weighted": float((all_answers[known] * wrong[known] / labelled[known]).sum() / all_answers[known].sum()),
+        "covered": float(all_answers[known].sum() / all_answers.sum()),
+        "highest": float(risk[used].max()),
+        "highest_answer": float(risk.max()),
         "by_tenth": list(map(list, zip(*tenths, strict=True))),
-        "by_decision": {one: [decisions.count(one), judged.count(one)] for one in sorted(set(decisions))},
-    }  # fmt: skip
+        "by_decision": {
+            decision: [decisions.count(decision), judged.count(decision)] for decision in sorted(set(decisions))
+        },
+    }
 
 
 def recalibrate_by_feedback(
     bundle: Bundle, options: RecalibrateOptions, store: Store, *, console: Console
 ) -> Bundle | None:
-    """Publish a version whose risk follows the feedback; None for a dry run, and where no map does better.
+    """Publish a version whose risk fits the feedback; return None for a dry run, or if no map is better.
 
     Raises FeedbackUnavailable, TrainingError (too few labels; recalibrated already), and DataError (a training file).
     """
@@ -65,35 +71,41 @@ def recalibrate_by_feedback(
     where = location(options.feedback)
     database = where.open(create=False)
     try:
-        found = read_answers(database, bundle.manifest.files[PROBES].sha256)
+        stored = read_answers(database, bundle.manifest.files[PROBES].sha256)
     finally:
         database.close()
-    answers = tuple(answer for answer in found if all(name in answer.signals for name in signals))
+    answers = tuple(answer for answer in stored if answer.signals.keys() >= set(signals))
     if not answers:
         raise TrainingError(f"{where} holds no answer that the probes of {bundle.reference} scored", param="feedback")
-    matrix = np.array([[answer.signals[name] for name in signals] for answer in answers], np.float64)
-    judged = [place for place, answer in enumerate(answers) if answer.label is not None]
+    matrix = np.array([_signals_of(answer, signals) for answer in answers], np.float64)
+    judged = [position for position, answer in enumerate(answers) if answer.label is not None]
     left_out = {
         "callers disagree": sum(answer.conflict for answer in answers),
         "unclear": sum(answer.unclear for answer in answers),
-        "no answer of this model": sum(answers[place].decision != CONTINUE for place in judged),
-        "among the rows of training": sum(answers[place].usable and answers[place].mark in seen for place in judged),
+        "no answer of this model": sum(answers[position].decision != CONTINUE for position in judged),
+        "among the rows of training": sum(
+            answers[position].usable and answers[position].mark in seen for position in judged
+        ),
     }
-    used = [place for place in judged if answers[place].usable and answers[place].mark not in seen]
+    used = [position for position in judged if answers[position].usable and answers[position].mark not in seen]
     risk = served_risk(matrix, bundle.manifest)
-    prompts = {value: len({answers[place].mark for place in used if answers[place].label == value}) for value in (1, 0)}
-    if min(prompts.values()) < LEAST_LABELLED:
+    labelled_marks = {(answers[position].label, answers[position].mark) for position in used}
+    prompts = Counter(value for value, _ in labelled_marks)
+    if min(prompts[1], prompts[0]) < LEAST_LABELLED:
         reasons = ", ".join(f"{count} {why}" for why, count in left_out.items() if count)
         raise TrainingError(
             f"too few labels: {prompts[1]} prompts answered right and {prompts[0]} hallucinated, of {len(answers)} "
             f"answers; {LEAST_LABELLED} of each are needed" + (f" (left out: {reasons})" if reasons else ""),
             param="feedback",
         )
-    marks, label = [answer.mark for answer in answers], np.array([answers[place].label for place in used], np.int64)
+    marks = [answer.mark for answer in answers]
+    label = np.array([answers[position].label for position in used], np.int64)
     described = _described(answers, risk, used, label) | {"left_out": left_out}
-    (groups,) = number_together([marks[place] for place in used])
-    console.print(f"{len(answers)} answers of the probes of {bundle.reference}, {len(used)} with a label that is used, "
-                  f"of {len(np.unique(groups))} prompts")  # fmt: skip
+    (groups,) = number_together([marks[position] for position in used])
+    console.print(
+        f"{len(answers)} answers of the probes of {bundle.reference}, {len(used)} with a label that is used, "
+        f"of {len(np.unique(groups))} prompts"
+    )
     prior_fit = _prior_shift(bundle, evaluation, options, risk, marks, described)
     for key, text in feedback_lines(described).items():
         console.print(f"{key}: {text}")
@@ -101,32 +113,49 @@ def recalibrate_by_feedback(
     if options.dry_run:
         return None
     store.check_writable()
-    rows = [answers[place] for place in used]
+    rows = [answers[position] for position in used]
     digest = hashlib.sha256()
     for row in rows:
         digest.update(json.dumps([row.mark, row.time, row.signals, row.label], sort_keys=True).encode() + b"\n")
     record = {
         "data": {
-            "file": "feedback", "digest": f"sha256:{digest.hexdigest()}", "rows": len(rows),
-            "factual": int(label.sum()), "hallucinated": int((label == 0).sum()), "groups": len(np.unique(groups)),
+            "file": "feedback",
+            "digest": f"sha256:{digest.hexdigest()}",
+            "rows": len(rows),
+            "factual": int(label.sum()),
+            "hallucinated": int((label == 0).sum()),
+            "groups": len(np.unique(groups)),
             "left_out": sum(left_out.values()),
         },
-        "labels": "feedback", "judge": None, "feedback": rounded(described),
+        "labels": "feedback",
+        "judge": None,
+        "feedback": rounded(described),
         "spent": Marks(frozenset(row.mark for row in rows), frozenset()).document(),
-    }  # fmt: skip
-    published = choose_and_publish(bundle, evaluation, options, (label, risk[used], groups), prior_fit, record, store,
-                                   console)  # fmt: skip
+    }
+    published = choose_and_publish(
+        bundle, evaluation, options, (label, risk[used], groups), prior_fit, record, store, console
+    )
     if published is not None and "production" not in store.aliases(name := published.manifest.name):
-        console.print(f"{name} has no alias 'production', so whoever asks for {name} gets its highest version, this "
-                      f"one: 'hallutracer bundle alias {name} production N' keeps another")  # fmt: skip
+        console.print(
+            f"{name} has no alias 'production', so whoever asks for {name} gets its highest version, this "
+            f"one: 'hallutracer bundle alias {name} production N' keeps another"
+        )
     return published
 
 
+def _signals_of(answer: LabelledAnswer, names: Sequence[str]) -> list[float]:
+    return [answer.signals[name] for name in names]
+
+
 def _prior_shift(
-    bundle: Bundle, evaluation: dict[str, Any], options: RecalibrateOptions, risk: NDArray[np.float64],
-    marks: list[str], described: dict[str, Any],
-) -> MapFit | None:  # fmt: skip
-    """Return the candidate that all answers give without labels, noted in ``described``; None, and the reason."""
+    bundle: Bundle,
+    evaluation: dict[str, Any],
+    options: RecalibrateOptions,
+    risk: NDArray[np.float64],
+    marks: list[str],
+    described: dict[str, Any],
+) -> MapFit | None:
+    """Return the map by prior shift, which needs no labels, or None; add its figures, or why not, to ``described``."""
     prior, source = prior_of(bundle), recorded_risks(evaluation)
     (groups,) = number_together(marks)
     traffic = Traffic(risk, groups)
@@ -142,9 +171,10 @@ def _prior_shift(
     else:
         share = estimate_share(traffic, prior, seed=options.seed)
         described["traffic"] = {
-            "share": asdict(share), "test": None if test is None else asdict(test),
+            "share": asdict(share),
+            "test": None if test is None else asdict(test),
             "explained": None if test is None else test.explained,
-        }  # fmt: skip
+        }
         shift = shift_to(share.value, prior, len(traffic.risk))
-        return lambda label, risk: shift  # neither labels nor risks of the labelled rows matter
+        return lambda label, risk: shift  # it does not depend on the labelled rows
     return None

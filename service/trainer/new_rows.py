@@ -1,9 +1,9 @@
-"""Rows that a published bundle has never seen: which it has, reading and scoring others, and publishing it anew.
+"""Reads and scores rows that a published bundle has never seen, and makes the draft of its next version.
 
-A guarantee rests on rows that took part in nothing else, so evaluation.json keeps marks of all that a bundle was fitted
-and tested on, and of the sets that guarantees and recalibrations have spent: digests of the prompts, of their words of
-content and of the groups' names, no text.  A mark is 64 bits; that two of a million rows share one by chance has a
-probability of 3e-8."""
+A guarantee needs rows that were used for nothing else.  So evaluation.json keeps marks of all rows that a bundle was
+fitted and tested on, and of the rows that guarantees and recalibrations have spent.  Marks are digests of the prompts,
+of their content words and of the groups' names; they hold no text.  A mark has 64 bits: the probability that two of a
+million rows share one by chance is 3e-8."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from service.judging.uncertainty import distance
 from service.prompts import as_prompt_format
 from service.readout import Probes, Site
 from service.risk import depth_mean, risk, served_risk
-from service.trainer.options import NewRowsOptions
+from service.trainer.options import NewRowsOptions, other_decoding
 from service.trainer.prepare import PreparedData, prepare, served_signals, trajectories, was_read
 
 Options = TypeVar("Options", bound=NewRowsOptions)
@@ -44,12 +44,12 @@ Options = TypeVar("Options", bound=NewRowsOptions)
 class Marks:
     """Digests of the prompts and of the named groups of some rows."""
 
-    prompts: frozenset[str]  # of the prompts, and of the words that they ask by
+    prompts: frozenset[str]  # of the prompts and of their content words
     groups: frozenset[str]
 
     @classmethod
     def of(cls, dataset: Dataset) -> Marks:
-        """Return those of all rows, also of rows that were left out later, and of what rows in forms were made of."""
+        """Return the marks of all rows, also of left-out rows and of the rows that rows in forms come from."""
         groups = {group_mark(row.group) for row in dataset.origin.rows if row.group}
         rows = [*dataset.origin.rows, *(dataset.rows if dataset.made_of else ())]
         prompts = {prompt_mark(row.prompt_digest) for row in rows} | {words_mark(row) for row in rows}
@@ -57,11 +57,11 @@ class Marks:
 
     @classmethod
     def read(cls, document: Mapping[str, str]) -> Marks:
-        """Return what ``document`` wrote."""
+        """Parse what ``document`` returns."""
         return cls(frozenset(document["prompts"].split()), frozenset(document["groups"].split()))
 
     def document(self) -> dict[str, str]:
-        """Return evaluation.json's part: two texts, since a list would take a line for each mark."""
+        """Return the part of evaluation.json: two texts, since a list takes a line for each mark."""
         return {"prompts": " ".join(sorted(self.prompts)), "groups": " ".join(sorted(self.groups))}
 
 
@@ -71,7 +71,7 @@ def group_mark(name: str) -> str:
 
 
 def words_mark(row: Row) -> str:
-    """Return the mark of a row's words of content, which a copy in another case, order or punctuation has too."""
+    """Return the mark of a row's content words, which does not depend on case, order and punctuation."""
     words, digits = content_of("\n".join(row.texts))
     return group_mark(json.dumps([sorted(words), digits]))
 
@@ -79,10 +79,10 @@ def words_mark(row: Row) -> str:
 def seen_by(
     bundle: Bundle, evaluation: Mapping[str, Any], trained_on: Sequence[str], columns: Mapping[str, str]
 ) -> Iterator[tuple[str, Marks]]:
-    """Yield the rows that a bundle was fitted and tested on, each set with what it is called.
+    """Yield name and marks of each set of rows that a bundle was fitted and tested on.
 
-    A bundle of an older trainer records only the digests of its files: ``trained_on`` must name them.
-    Raises TrainingError naming the file that is wanted, and DataError."""
+    A bundle of an older trainer records only the digests of its files, so ``trained_on`` must name them.
+    Raises TrainingError that names the missing file, and DataError."""
     recorded = evaluation.get("rows_seen", {})
     for what, marks in recorded.items():
         yield f"the {what} rows of {bundle.manifest.name}", Marks.read(marks)
@@ -92,37 +92,40 @@ def seen_by(
     held_out = (evaluation.get("held_out") or {}).get("digest")
     for what, digest in (("training", bundle.manifest.training.data_digest), ("held-out", held_out)):
         if not recorded and digest is not None and digest not in {dataset.digest for dataset in files}:
-            raise TrainingError(f"{bundle.reference} does not record which rows it has seen: name its {what} file "
-                                f"({digest}) with --trained-on", param="trained_on")  # fmt: skip
+            raise TrainingError(
+                f"{bundle.reference} does not record which rows it has seen: name its {what} file "
+                f"({digest}) with --trained-on",
+                param="trained_on",
+            )
 
 
 def spent_sets(store: Store, bundle: Bundle) -> list[tuple[str, Bundle, dict[str, Any]]]:
-    """Return every guarantee and recalibration of these probes: which, the first version with it, its record."""
+    """Return every guarantee and recalibration of these probes: its kind, the first version with it, its record."""
     probes = bundle.manifest.files[PROBES].sha256
-    found: dict[tuple[str, str], tuple[str, Bundle, dict[str, Any]]] = {}
+    sets: dict[tuple[str, str], tuple[str, Bundle, dict[str, Any]]] = {}
     for summary in store.list():
         if summary.manifest is not None and summary.manifest.files[PROBES].sha256 == probes:
             version = store.load(summary.reference)
             for what in ("calibration", "recalibration"):
                 for record in version.evaluation().get(f"{what}s", []):
-                    found.setdefault((what, record["data"]["digest"]), (what, version, record))
-    return list(found.values())
+                    sets.setdefault((what, record["data"]["digest"]), (what, version, record))
+    return list(sets.values())
 
 
 def check_unspent(dataset: Dataset, seen: Sequence[tuple[str, Marks]]) -> None:
-    """Raise DataError where a row's prompt or group is among those already seen: every such row, by line."""
+    """Raise DataError that lists every row whose prompt or group was seen before."""
     problems = []
     for row in dataset.rows:
         for what, marks in seen:
             if prompt_mark(row.prompt_digest) in marks.prompts:
-                found = f"its prompt is among {what}"
+                problem = f"its prompt is among {what}"
             elif row.group and group_mark(row.group) in marks.groups:
-                found = f"its group is among {what}"
+                problem = f"its group is among {what}"
             elif not row.group and words_mark(row) in marks.prompts:
-                found = f"it asks in other words what is among {what}"
+                problem = f"it asks in other words what is among {what}"
             else:
                 continue
-            problems.append(f"line {row.line}: {found}")
+            problems.append(f"line {row.line}: {problem}")
             break
     if problems:
         raise DataError(str(dataset.path), problems)
@@ -130,21 +133,21 @@ def check_unspent(dataset: Dataset, seen: Sequence[tuple[str, Marks]]) -> None:
 
 @dataclass(frozen=True, eq=False)
 class NewRows(Generic[Options]):
-    """A bundle and a file of rows for it; whether they are new to it is not checked yet."""
+    """A bundle and a file of rows for it, which may not be new to it: ``check_unspent`` checks that."""
 
     bundle: Bundle
     evaluation: dict[str, Any]
     dataset: Dataset
-    options: Options  # filled in by what the bundle records
+    options: Options  # completed from the bundle's record
 
     @property
     def folder(self) -> str:
-        """Return the rows' folder in the run: guarantee and recalibration share it, so that neither hides the other."""
+        """Return the rows' folder in the run.  Guarantee and recalibration share it, so each sees the other's use."""
         return f"calibration-{self.dataset.digest.removeprefix('sha256:')[:12]}"
 
     @property
     def question(self) -> Path:
-        """Return the file that says what these rows were asked, once a label was looked at."""
+        """Return the file that records for what these rows were used, written when a label is read."""
         return self.options.folder / self.folder / "question.json"
 
     @property
@@ -153,42 +156,56 @@ class NewRows(Generic[Options]):
         return self.options.judged_by if self.options.answers == "generate" else None
 
     def prepare(self, engine: Engine, *, folds: int | None, name: str = "", answers: bool = False) -> PreparedData:
-        """Return the rows, read as the bundle reads them and labelled, in the folder ``name`` of the run; with
-        ``answers`` the tokens of their answers, too."""
+        """Return the labelled rows, collected in the folder ``name`` of the run; with ``answers`` also their answers'
+        tokens."""
         return self._prepared(engine, self.dataset, name or self.folder, folds, answers=answers)
 
     def scored(self, engine: Engine) -> PreparedData:
-        """Return every row without an answer or a label, for its risk alone."""
+        """Return every row without an answer and a label, for its risk alone."""
         return self._prepared(engine, self.dataset, f"{self.folder}/scored", None, labelled=False)
 
-    def labels_of(self, engine: Engine, places: NDArray[np.int64]) -> Labelled:
-        """Return labels of these rows alone, which are answered and judged where labels are generated.
+    def labels_of(self, engine: Engine, index: NDArray[np.int64]) -> Labelled:
+        """Return the labels of these rows alone; if labels are generated, the model answers only these rows.
 
-        Raises DataError where a row of them was given no label, and what ``judged_labels`` raises."""
+        Raises DataError if one of them has no label, and what ``judged_labels`` raises."""
         if self.options.answers == "given":
-            check_labelled(self.dataset, places)
-            label = np.array([self.dataset.rows[place].label for place in places.tolist()], np.int64)
-            return Labelled(places, label, {})
-        if not len(places):
-            return Labelled(places, places, {})
-        part = self.dataset.part(places.tolist())
+            check_labelled(self.dataset, index)
+            label = np.array([self.dataset.rows[row].label for row in index.tolist()], np.int64)
+            return Labelled(index, label, {})
+        if not len(index):
+            return Labelled(index, index, {})
+        part = self.dataset.part(index.tolist())
         name = f"{self.folder}/answered-{part.digest.removeprefix('sha256:')[:12]}"
-        found = self._prepared(engine, part, name, None).labelled
-        return replace(found, index=places[found.index])
+        labelled = self._prepared(engine, part, name, None).labelled
+        return replace(labelled, index=index[labelled.index])
 
     def _prepared(
-        self, engine: Engine, dataset: Dataset, name: str, folds: int | None, *, answers: bool = False,
+        self,
+        engine: Engine,
+        dataset: Dataset,
+        name: str,
+        folds: int | None,
+        *,
+        answers: bool = False,
         labelled: bool = True,
-    ) -> PreparedData:  # fmt: skip
+    ) -> PreparedData:
         manifest = self.bundle.manifest
-        return prepare(engine, dataset, self.options, as_prompt_format(manifest.prompt_format), name,
-                       sites=[Site(manifest.readout.site)], folds=folds, answer_probes=answers,
-                       labelled=labelled)  # fmt: skip
+        return prepare(
+            engine,
+            dataset,
+            self.options,
+            as_prompt_format(manifest.prompt_format),
+            name,
+            sites=[Site(manifest.readout.site)],
+            folds=folds,
+            answer_probes=answers,
+            labelled=labelled,
+        )
 
 
-def check_labelled(dataset: Dataset, places: NDArray[np.int64]) -> None:
-    """Raise DataError naming each of these rows that has no label."""
-    missing = [dataset.rows[place] for place in places.tolist() if dataset.rows[place].label is None]
+def check_labelled(dataset: Dataset, index: NDArray[np.int64]) -> None:
+    """Raise DataError that names each of these rows without a label."""
+    missing = [dataset.rows[row] for row in index.tolist() if dataset.rows[row].label is None]
     cure = "give it one (--dry-run lists all that need one), or generate the labels (--labels generate)"
     if missing:
         raise DataError(str(dataset.path), [f"line {row.line}: 'label' is missing: {cure}" for row in missing])
@@ -197,32 +214,37 @@ def check_labelled(dataset: Dataset, places: NDArray[np.int64]) -> None:
 def read_new_rows(
     bundle: Bundle, options: Options, store: Store, *, folds: int | None = None, all_labelled: bool = True
 ) -> NewRows[Options]:
-    """Check everything that needs no model; ``folds`` and ``all_labelled`` as in ``read_dataset``.
+    """Read new rows and check everything that needs no model; ``folds`` and ``all_labelled`` as in ``read_dataset``.
 
     Raises DataError, TrainingError, and what the store raises."""
     options.check()
     options = options.of(bundle.manifest.name, bundle.manifest.training)
     if options.new_name == bundle.manifest.name and not store.is_own(bundle.path):
-        raise TrainingError(f"{bundle.reference} is not in {store.where}, and a version there would hide it: publish "
-                            "under another name (--new-name)", param="name")  # fmt: skip
-    dataset = read_dataset(options.file, options.answers, folds=folds, columns=options.names,
-                           all_labelled=all_labelled)  # fmt: skip
+        raise TrainingError(
+            f"{bundle.reference} is not in {store.where}, and a version there would hide it: publish "
+            "under another name (--new-name)",
+            param="name",
+        )
+    dataset = read_dataset(options.file, options.answers, folds=folds, columns=options.names, all_labelled=all_labelled)
     check_all_apply(dataset)
     if options.answers == "generate":
         check_answers(dataset, options)
-    asked = bundle.manifest.decoding or GREEDY  # as requests are that name no temperature
-    if other := next((one for one in dataset.decodings if one is not None and not one.same(asked)), None):
-        raise TrainingError(f"rows of {dataset.path} have answers that were {other}, and under {bundle.reference} "
-                            f"answers are {asked} where a request names no temperature: label answers that "
-                            "were decoded so", param="data")  # fmt: skip
+    served = bundle.manifest.decoding or GREEDY  # for a request that names no temperature
+    if differing := other_decoding(dataset.decodings, served):
+        raise TrainingError(
+            f"rows of {dataset.path} have answers that were {differing}, and under {bundle.reference} "
+            f"answers are {served} where a request names no temperature: label answers that "
+            "were decoded so",
+            param="data",
+        )
     return NewRows(bundle, bundle.evaluation(), dataset, options)
 
 
 def risks_of(bundle: Bundle, data: PreparedData, *, as_gated: bool = False) -> NDArray[np.float64]:
-    """Return the bundle's risk of each labelled row, as it would be served: [n].
+    """Return the bundle's risk of each labelled row as a service computes it: [n].
 
-    With ``as_gated`` 1 where a gate withholds the row because training had none like it, and 0 where it lets the row
-    through as one that asks for no fact, whatever their risks (``Scorer.judge``)."""
+    ``as_gated`` replaces the risk by 1 where a gate withholds a row that is unlike training, and by 0 where it lets a
+    row through that asks for no fact (``Scorer.judge``)."""
     manifest, inputs = bundle.manifest, data.inputs
     logits = trajectories(inputs.readouts, Probes.all_of(Site(manifest.readout.site), bundle.probes))
     layers, context = manifest.model.num_layers, manifest.context
@@ -245,47 +267,63 @@ def risks_of(bundle: Bundle, data: PreparedData, *, as_gated: bool = False) -> N
 
 
 def standing_of(row: Row, prompt_format: str) -> Standing:
-    """Return what a service would know of a row's prompt beside its token ids."""
+    """Return what a service knows about a row's prompt besides its token ids."""
     messages = messages_of(row, prompt_format)
     return UNKNOWN if messages is None else Standing(shape_of(messages))
 
 
 def shapes_of(rows: Sequence[Row], prompt_format: str) -> tuple[str, ...] | None:
-    """Return the shapes of the rows' conversations, as a bundle records them; None where no row has one."""
+    """Return the shapes of the rows' conversations for the bundle's record; None if no row has one."""
     conversations = [messages_of(row, prompt_format) for row in rows]
     shapes = {shape_around(messages).around for messages in conversations if messages is not None}
     return tuple(sorted(shapes)) or None
 
 
 def messages_of(row: Row, prompt_format: str) -> Sequence[Message] | None:
-    """Return a row's conversation; None where its prompt goes through no chat template."""
+    """Return a row's conversation; None if its prompt uses no chat template."""
     if row.messages is None and prompt_format != "chat":
         return None
     return row.messages or [{"role": "user", "content": row.prompt or ""}]
 
 
 def answers_withheld(bundle: Bundle, data: PreparedData) -> NDArray[np.bool_]:
-    """Return whether a policy with recheck withholds each labelled row's answer, by its own tokens or for want of any:
-    [n].  Raises TrainingError where none was read."""
-    record, stored, read = bundle.manifest.answer, bundle.answer, data.answers
+    """Return whether a policy with recheck withholds each labelled row's answer, [n]: its tokens flag it, or none was
+    read.  Raises TrainingError if no answer was read at all."""
+    record, stored = bundle.manifest.answer, bundle.answer
     assert record is not None
     assert stored is not None
+    read = data.answers
     if read is None:
-        raise TrainingError("no answer of these rows was read: have them generated, or name each as 'answer' beside "
-                            "its label (transformers engine)", param="recheck")  # fmt: skip
+        raise TrainingError(
+            "no answer of these rows was read: have them generated, or name each as 'answer' beside "
+            "its label (transformers engine)",
+            param="recheck",
+        )
     means = depth_mean(trajectories(read, [Probes.of(Site(bundle.manifest.readout.site), stored)]))
-    found = risk(means[:, None], np.array([record.weight]), record.intercept)
-    return ~was_read(read) | (found >= record.threshold)
+    risks = risk(means[:, None], np.array([record.weight]), record.intercept)
+    return ~was_read(read) | (risks >= record.threshold)
 
 
 def draft_of(
-    bundle: Bundle, manifest: Manifest, evaluation: dict[str, Any], card: str, *, golden: Golden | None = None,
+    bundle: Bundle,
+    manifest: Manifest,
+    evaluation: dict[str, Any],
+    card: str,
+    *,
+    golden: Golden | None = None,
     plots: Mapping[str, bytes] = MappingProxyType({}),
-) -> BundleDraft:  # fmt: skip
-    """Return the bundle's probes, the answer's too, and plots with another manifest, evaluation and card.
+) -> BundleDraft:
+    """Return a draft with the bundle's probes and plots, and another manifest, evaluation and card.
 
-    ``plots`` are further ones."""
+    ``plots`` adds further plots."""
     files = [name for name in bundle.manifest.files if "/" in name]
-    own = {name.removeprefix("plots/"): (bundle.path / name).read_bytes() for name in files}
-    return BundleDraft(manifest, bundle.probes, golden or bundle.golden, evaluation, card, own | dict(plots),
-                       answer=bundle.answer)  # fmt: skip
+    stored_plots = {name.removeprefix("plots/"): (bundle.path / name).read_bytes() for name in files}
+    return BundleDraft(
+        manifest,
+        bundle.probes,
+        golden or bundle.golden,
+        evaluation,
+        card,
+        stored_plots | dict(plots),
+        answer=bundle.answer,
+    )

@@ -1,4 +1,4 @@
-"""The card's figures as PNG bytes that depend on the numbers alone: no timestamp, no version, one fixed style."""
+"""Draws the card's figures as PNG bytes that depend on the numbers alone: no timestamp, no version, a fixed style."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from service.trainer import presentation as look
 
 Floats = NDArray[np.floating]
 Labels = NDArray[np.integer]
-Numbers = TypeVar("Numbers")  # what a figure is drawn from
+Numbers = TypeVar("Numbers")  # the data of a figure
 
 _LINES = ((look.BLUE, "-"), (look.ORANGE, "--"), (look.GREEN, "-."), (look.PURPLE, ":"))
 _STYLE = look.STYLE | {"font.family": "DejaVu Sans", "axes.titlesize": 10.0, "grid.color": "#E5E5E5"}
@@ -41,7 +41,7 @@ class PlotData:
     layer_auroc: Floats  # [seeds, m] of each layer's logit, out of fold
     depth_mean_auroc: Floats  # [seeds]
     logit_unit: str  # of the truth logit: what one step on its axis is
-    own: str  # the name in ``risk`` of what the bundle serves
+    served: str  # the name in ``risk`` of the signal that the bundle serves
     threshold: float  # the bundle's
     ranking_only: Sequence[str] = ()  # names whose risks hardly vary, left out of the reliability plot
 
@@ -79,8 +79,13 @@ def _roc(axes: Axes, data: PlotData) -> None:
         thin = look.thinned(len(wrong), _MAX_POINTS)
         axes.plot(wrong[thin], caught[thin], line, color=colour, label=name, linewidth=1.6)
     axes.plot([0, 1], [0, 1], color=look.GREY, linewidth=0.8, label="chance")
-    _shares(axes, "ROC, hallucinated is the positive class", "factual prompts flagged (share)",
-            "hallucinated prompts flagged (share)", square=True)  # fmt: skip
+    _shares(
+        axes,
+        "ROC, hallucinated is the positive class",
+        "factual prompts flagged (share)",
+        "hallucinated prompts flagged (share)",
+        square=True,
+    )
 
 
 def _precision_recall(axes: Axes, data: PlotData) -> None:
@@ -90,16 +95,20 @@ def _precision_recall(axes: Axes, data: PlotData) -> None:
         axes.step(recall[thin], precision[thin], line, where="post", color=colour, label=name, linewidth=1.4)
     share = float(np.mean(data.label == 0))
     axes.axhline(share, color=look.GREY, linewidth=0.8, label=f"share of hallucinated rows ({share:.2f})")
-    _shares(axes, "Precision and recall, hallucinated is the positive class",
-            "recall: hallucinated prompts flagged (share)",
-            "precision: flagged prompts that are\nhallucinated (share)", 0)  # fmt: skip
+    _shares(
+        axes,
+        "Precision and recall, hallucinated is the positive class",
+        "recall: hallucinated prompts flagged (share)",
+        "precision: flagged prompts that are\nhallucinated (share)",
+        0,
+    )
 
 
 def _reliability(axes: Axes, data: PlotData) -> None:
     axes.plot([0, 1], [0, 1], color=look.GREY, linewidth=0.8, label="perfect calibration")
     sizes, count = np.zeros(1, np.int64), scores.shown_bins(len(data.label))
     for (name, risk), (colour, line), marker in zip(data.risk.items(), _LINES, "osD^", strict=False):
-        if name == data.own and name not in data.ranking_only:
+        if name == data.served and name not in data.ranking_only:
             sizes = _with_bands(axes, data.label, data.group, risk, count, name, (colour, line, marker))
         elif name not in data.ranking_only:
             predicted, observed, _ = scores.reliability(data.label, risk, count)
@@ -111,15 +120,25 @@ def _reliability(axes: Axes, data: PlotData) -> None:
 def _with_bands(
     axes: Axes, label: Labels, group: Labels, risk: Floats, count: int, name: str, look: tuple[str, str, str]
 ) -> NDArray[np.int64]:
-    """Draw a reliability curve with the 95 % band of each of ``count`` bins; return how many rows each has."""
+    """Draw a reliability curve with the 95 % band of each of ``count`` bins; return the number of rows in each bin."""
     colour, line, marker = look
     predicted, observed, size = scores.reliability(label, risk, count)
     bins = scores.equal_mass_bins(risk, count)
     ends = np.array(
-        [scores.share_interval(float(share), group[bins == place]) for place, share in enumerate(observed)]
+        [scores.share_interval(float(share), group[bins == number]) for number, share in enumerate(observed)]
     ).T
-    axes.errorbar(predicted, observed, np.abs(ends - observed), linestyle=line, color=colour, zorder=3,
-                  label=f"{name}, 95 % bands", linewidth=1.4, elinewidth=1.0, capsize=2.5)  # fmt: skip
+    axes.errorbar(
+        predicted,
+        observed,
+        np.abs(ends - observed),
+        linestyle=line,
+        color=colour,
+        zorder=3,
+        label=f"{name}, 95 % bands",
+        linewidth=1.4,
+        elinewidth=1.0,
+        capsize=2.5,
+    )
     axes.scatter(predicted, observed, 22.0 * size / size.mean(), color=colour, marker=marker, zorder=3)
     return size
 
@@ -129,25 +148,41 @@ def _coverage(axes: Axes, data: PlotData) -> None:
         answered, wrong = decisions.coverage_curve(data.label, data.risk[name])
         thin = look.thinned(len(wrong), _MAX_POINTS)
         axes.plot(answered[thin], wrong[thin], line, color=colour, label=name, linewidth=1.4)
-    gate = decisions.at_threshold(data.label, data.risk[data.own], data.threshold)
+    gate = decisions.at_threshold(data.label, data.risk[data.served], data.threshold)
     if gate["answered"]:
-        axes.plot(gate["answered"], gate["wrong_among_answered"], "o", color=_LINES[list(data.risk).index(data.own)][0],
-                  markersize=8, markeredgecolor="black", zorder=4, clip_on=False,
-                  label=f"the bundle's threshold, {data.threshold:.3f}")  # fmt: skip
+        axes.plot(
+            gate["answered"],
+            gate["wrong_among_answered"],
+            "o",
+            color=_LINES[list(data.risk).index(data.served)][0],
+            markersize=8,
+            markeredgecolor="black",
+            zorder=4,
+            clip_on=False,
+            label=f"the bundle's threshold, {data.threshold:.3f}",
+        )
     else:
         axes.plot([], [], " ", label=f"the bundle's threshold, {data.threshold:.3f}, answers nothing")
     share = float(np.mean(data.label == 0))
     axes.axhline(share, color=look.GREY, linewidth=0.8, label=f"everything answered ({share:.2f})")
-    axes.set(title="Coverage and error, lowest risks answered first", xlabel="prompts answered (share)",
-             ylabel="hallucinated among the answered (share)", xlim=(-0.01, 1.01), ylim=(0, None))  # fmt: skip
+    axes.set(
+        title="Coverage and error, lowest risks answered first",
+        xlabel="prompts answered (share)",
+        ylabel="hallucinated among the answered (share)",
+        xlim=(-0.01, 1.01),
+        ylim=(0, None),
+    )
     look.legend_below(axes)
 
 
 def _trajectories(axes: Axes, data: PlotData) -> None:
     classes = zip(("factual", "hallucinated"), data.trajectory_mean[::-1], data.trajectory_std[::-1], strict=True)
     look.class_bands(axes, [(f"{name}: mean, band of 1 std", mean, std) for name, mean, std in classes])
-    axes.set(title="Truth logit over depth, out of fold", xlabel="layer (0 is the first block)",
-             ylabel=f"truth logit\n({data.logit_unit})")  # fmt: skip
+    axes.set(
+        title="Truth logit over depth, out of fold",
+        xlabel="layer (0 is the first block)",
+        ylabel=f"truth logit\n({data.logit_unit})",
+    )
     look.layer_ticks(axes, data.trajectory_mean.shape[1], 16)
     look.legend_below(axes, columns=3)
 
@@ -162,14 +197,18 @@ def _layers(axes: Axes, data: PlotData) -> None:
     axes.axhline(0.5, color=look.GREY, linewidth=0.8, label="chance")
     low, high = min(0.5, float(mean.min())), max(best, float(mean.max()), 0.55)
     margin = 0.06 * (high - low)
-    axes.set(title="Separation by layer, out of fold", xlabel="layer (0 is the first block)",
-             ylabel="AUROC", ylim=(low - margin, min(1.005, high + 4 * margin)))  # fmt: skip
+    axes.set(
+        title="Separation by layer, out of fold",
+        xlabel="layer (0 is the first block)",
+        ylabel="AUROC",
+        ylim=(low - margin, min(1.005, high + 4 * margin)),
+    )
     look.layer_ticks(axes, len(layers), 16)
     look.legend_below(axes, columns=3)
 
 
 def png(plot: Callable[[Axes, Numbers], None], data: Numbers, *, wide: bool = False) -> bytes:
-    """Draw, then reduce to a palette: line drawings need few colours, and the file is a third of the size."""
+    """Return a figure as PNG bytes, reduced to a palette of colours, which makes the file a third of the size."""
     buffer, reduced = io.BytesIO(), io.BytesIO()
     with rc_context(_STYLE):
         figure = Figure(figsize=(6.2, 3.8) if wide else (4.8, 5.2), layout="constrained")

@@ -1,4 +1,4 @@
-"""What cards and reports have in common: Markdown tables; colours, class bands, layer ticks, thinned curves of figures.
+"""Draws the common parts of cards and reports: tables, and colours, bands, ticks and curves of figures.
 
 Colours are Okabe and Ito's, which colour-blind readers can tell apart."""
 
@@ -13,30 +13,40 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#777777"
+BLUE = "#0072B2"
+ORANGE = "#D55E00"
+GREEN = "#009E73"
+PURPLE = "#CC79A7"
+GREY = "#777777"
 STYLE: Any = {
-    "font.size": 9.0, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.linewidth": 0.6,
-    "axes.axisbelow": True, "legend.frameon": False, "legend.fontsize": 8.0,
-}  # fmt: skip
+    "font.size": 9.0,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.linewidth": 0.6,
+    "axes.axisbelow": True,
+    "legend.frameon": False,
+    "legend.fontsize": 8.0,
+}
 Floats = NDArray[np.floating]
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], numbers: Iterable[int] = ()) -> str:
-    """Return a GitHub table of escaped texts, no newline at its end; columns ``numbers`` are aligned to the right."""
+    """Return a GitHub table of escaped texts, without a final newline; columns ``numbers`` are aligned to the right."""
     right = set(numbers)
-    rule = [" ---: " if place in right else " --- " for place in range(len(header))]
+    rule = [" ---: " if column in right else " --- " for column in range(len(header))]
     return "\n".join([f"| {' | '.join(header)} |", f"|{'|'.join(rule)}|", *(f"| {' | '.join(row)} |" for row in rows)])
 
 
 def aligned_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return the same with columns of one width, for a terminal: the first to the left, the others to the right."""
+    """Return a table for a terminal: padded columns, the first aligned to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
 
     def line(cells: Sequence[str]) -> str:
-        first, *others = zip(cells, widths, strict=True)
-        return f"| {' | '.join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)])} |"
+        first, *more = zip(cells, widths, strict=True)
+        return f"| {' | '.join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in more)])} |"
 
-    rule = [f"{'-' * (width + 1)}:" if place else "-" * (width + 2) for place, width in enumerate(widths)]
+    rule = [f"{'-' * (width + 1)}:" if number else "-" * (width + 2) for number, width in enumerate(widths)]
     return "\n".join([line(header), f"|{'|'.join(rule)}|", *map(line, rows)])
 
 
@@ -64,5 +74,5 @@ def legend_below(axes: Axes, columns: int = 1) -> None:
 
 
 def thinned(length: int, limit: int) -> NDArray[np.int64]:
-    """Return at most ``limit`` positions of a curve, both ends among them."""
+    """Return at most ``limit`` positions of a curve, including both ends."""
     return np.unique(np.linspace(0, length - 1, min(length, limit)).round().astype(np.int64))

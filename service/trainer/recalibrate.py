@@ -1,7 +1,7 @@
-"""Recalibration for another base rate: labelled rows, and unlabelled traffic -> a map of the risk -> the next version.
+"""Recalibrates a bundle for another base rate: fits a map of the risk on labelled rows and unlabelled traffic.
 
-Nothing is changed silently: every candidate is judged on labelled rows that it was not fitted on, the table is printed,
-and where the risk as it is does as well nothing is published."""
+It publishes the next version.  Every candidate map is measured on labelled rows that it was not fitted on, and the
+console shows the table.  If no map is better than the risk as it is, nothing is published."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from service.fitting.nested_cv import rounded
 from service.fitting.recalibration import (
     FOLDS,
     LabelledRisks,
+    MapCandidate,
     MapFit,
     PriorShiftTest,
     Traffic,
@@ -55,8 +56,7 @@ _OPEN = 1e-9  # a threshold without a guarantee lies strictly between 0 and 1
 def _plan(
     bundle: Bundle, options: RecalibrateOptions, store: Store
 ) -> tuple[NewRows[RecalibrateOptions], TrafficFile | None, LabelledRisks | Dataset | None]:
-    """Return labelled rows, traffic, and risks of training's kind (or held-out rows still to be read), all checked."""
-
+    """Check and return labelled rows, traffic, and training's risks, or the held-out rows that can replace them."""
     rows = read_new_rows(bundle, options, store, folds=FOLDS)
     evaluation = rows.evaluation
     check_not_recalibrated(bundle, evaluation)
@@ -65,7 +65,7 @@ def _plan(
     if traffic is None:
         return rows, None, None
     source: LabelledRisks | Dataset | None = recorded_risks(evaluation)
-    if source is None:  # the held-out file, where it is named
+    if source is None:  # the held-out file, if --trained-on names it
         held_out = evaluation.get("held_out") or {}
         labels = bundle.manifest.training.labels
         files = (
@@ -73,23 +73,28 @@ def _plan(
         )
         source = next((dataset for dataset in files if dataset.digest == held_out.get("digest")), None)
     if source is None and not options.allow_other_shift:
-        raise TrainingError(f"{bundle.reference} records no risks of its training rows to compare the traffic with: "
-                            "name its held-out file with --trained-on, leave --traffic out, or insist with "
-                            "--allow-other-shift", param="traffic")  # fmt: skip
+        raise TrainingError(
+            f"{bundle.reference} records no risks of its training rows to compare the traffic with: "
+            "name its held-out file with --trained-on, leave --traffic out, or give --allow-other-shift",
+            param="traffic",
+        )
     return rows, traffic, source
 
 
 def recalibrate(
     bundle: Bundle, options: RecalibrateOptions, engine_factory: Callable[[], Engine], store: Store, *, console: Console
 ) -> Bundle | None:
-    """Publish a version of a bundle whose risk is recalibrated; None for a dry run, and where no map does better.
+    """Publish a version of a bundle with a recalibrated risk; return None for a dry run, or if no map is better.
 
-    Raises DataError, TrainingError (also where prior shift alone does not explain the traffic), and BundleError."""
+    Raises DataError, TrainingError (also if prior shift alone does not explain the traffic), and BundleError."""
     rows, traffic, source = _plan(bundle, options, store)
     dataset = rows.dataset
     groups = len(np.unique(dataset.groups))
-    lines = [f"{len(dataset)} labelled rows in {groups} groups, new to {bundle.reference}", *dataset.remarks,
-             f"{bundle.reference} was fitted on rows of which {prior_of(bundle):.1%} are hallucinated"]  # fmt: skip
+    lines = [
+        f"{len(dataset)} labelled rows in {groups} groups, new to {bundle.reference}",
+        *dataset.remarks,
+        f"{bundle.reference} was fitted on rows of which {prior_of(bundle):.1%} are hallucinated",
+    ]
     if traffic is not None:
         lines.append(f"{len(traffic.rows)} rows of traffic{'' if traffic.scored else ', to be scored'}")
     if traffic is not None and source is None:
@@ -97,8 +102,10 @@ def recalibrate(
             "whether prior shift alone explains the traffic cannot be tested: going on because of --allow-other-shift"
         )
     if bundle.manifest.guarantee is not None:
-        lines.append(f"the guarantee of {bundle.reference} will not be carried over: run 'hallutracer guarantee' on "
-                     "the new version, with other rows")  # fmt: skip
+        lines.append(
+            f"the guarantee of {bundle.reference} will not be carried over: run 'hallutracer guarantee' on "
+            "the new version, with other rows"
+        )
     for line in lines:
         console.print(line)
     if options.dry_run:
@@ -106,49 +113,56 @@ def recalibrate(
     store.check_writable()
     options = rows.options
     with locked(options.folder), closing(engine_factory()) as engine:
-        scorer = Scorer(engine, bundle)  # this model's bundle, and it reads what it should
-        if traffic is not None:  # before a label is looked at
+        scorer = Scorer(engine, bundle)  # raises if the bundle belongs to another model, or does not replay
+        if traffic is not None:  # it may raise, so it comes before a label is read
             risk_of_traffic = _score(traffic, scorer, options.batch_rows)
             test = _tested(rows, traffic, source, risk_of_traffic, engine, console)
         data = rows.prepare(engine, folds=FOLDS)
-        if not rows.question.exists():  # no guarantee takes rows whose labels were looked at
+        if not rows.question.exists():  # a guarantee must not use rows whose labels were read
             atomic_write(rows.question, (json.dumps({"recalibrated": bundle.reference}) + "\n").encode())
-        risk, label, group = risks_of(bundle, data), data.inputs.label, data.inputs.group
+        risk = risks_of(bundle, data)
+        label, group = data.inputs.label, data.inputs.group
         share = float(np.mean(label == 0))
         low, high = share_interval(share, group)
         console.print(f"labelled rows: {share:.1%} [{low:.1%}, {high:.1%}] of {len(label)} hallucinated")
         record: dict[str, Any] = {
             "data": {"file": rows.dataset.path.name, "digest": rows.dataset.digest} | data.counts,
-            "labels": options.answers, "judge": rows.judge, "spent": Marks.of(rows.dataset).document(),
-        }  # fmt: skip
+            "labels": options.answers,
+            "judge": rows.judge,
+            "spent": Marks.of(rows.dataset).document(),
+        }
         fit = None
         if traffic is not None:
             prior = prior_of(bundle)
             fit, record["traffic"] = _prior_shift(traffic, risk_of_traffic, test, prior, data, options.seed, console)
-        published = choose_and_publish(bundle, rows.evaluation, options, (label, risk, group), fit, record, store,
-                                       console)  # fmt: skip
+        published = choose_and_publish(
+            bundle, rows.evaluation, options, (label, risk, group), fit, record, store, console
+        )
         if published is None:
             console.print("the labels of these rows were looked at: do not use them for 'hallutracer guarantee'")
         return published
 
 
 def prior_of(bundle: Bundle) -> float:
-    """Return the share of hallucinated rows at which a bundle's risk holds: training's."""
+    """Return the share of hallucinated rows in training, for which a bundle's risk is calibrated."""
     training = bundle.manifest.training
     return training.hallucinated / (training.factual + training.hallucinated)
 
 
 def recorded_risks(evaluation: Mapping[str, Any]) -> LabelledRisks | None:
-    """Return training's out-of-fold risks by class, where the bundle records them."""
+    """Return training's out-of-fold risks, or None if the bundle does not record them."""
     recorded = evaluation.get("out_of_fold", {}).get("risks")
     return None if recorded is None else read_risks(recorded)
 
 
 def check_not_recalibrated(bundle: Bundle, evaluation: Mapping[str, Any]) -> None:
-    """Raise TrainingError where a bundle has a recalibration already."""
+    """Raise TrainingError if a bundle has a recalibration already."""
     if bundle.manifest.recalibration is not None:
-        raise TrainingError(f"{bundle.reference} is recalibrated already: recalibrate the version that it came from, "
-                            f"{evaluation['recalibrations'][-1]['from']}", param="bundle")  # fmt: skip
+        raise TrainingError(
+            f"{bundle.reference} is recalibrated already: recalibrate the version that it came from, "
+            f"{evaluation['recalibrations'][-1]['from']}",
+            param="bundle",
+        )
 
 
 def _score(file: TrafficFile, scorer: Scorer, batch_rows: int) -> Floats:
@@ -172,12 +186,18 @@ def _score(file: TrafficFile, scorer: Scorer, batch_rows: int) -> Floats:
 
 
 def _tested(
-    rows: NewRows[RecalibrateOptions], traffic: TrafficFile, source: LabelledRisks | Dataset | None,
-    risk: Floats, engine: Engine, console: Console,
-) -> PriorShiftTest | None:  # fmt: skip
-    """Return whether prior shift alone explains the traffic (else TrainingError, unless someone insists), or None."""
+    rows: NewRows[RecalibrateOptions],
+    traffic: TrafficFile,
+    source: LabelledRisks | Dataset | None,
+    risk: Floats,
+    engine: Engine,
+    console: Console,
+) -> PriorShiftTest | None:
+    """Test whether prior shift alone explains the traffic; return None if there are no risks to compare with.
+
+    Raises TrainingError if it does not, unless ``allow_other_shift``."""
     options = rows.options
-    if isinstance(source, Dataset):  # the held-out file is read now
+    if isinstance(source, Dataset):  # the held-out file
         labels = rows.bundle.manifest.training.labels
         held = replace(rows, dataset=source, options=replace(options, labels=labels))
         data = held.prepare(engine, folds=None, name=f"held-out-{source.digest[7:19]}")
@@ -186,62 +206,93 @@ def _tested(
         return None
     (groups,) = number_together([row.group for row in traffic.rows])
     test = prior_shift_test(source, Traffic(risk, groups), options.seed)
-    console.print(f"the traffic against the best mixture of training's classes ({test.share:.1%} hallucinated): "
-                  f"distance {test.distance:.3f}, up to {test.limit:.3f} is chance or negligible (p = "
-                  f"{test.p_value:.2g})")  # fmt: skip
+    console.print(
+        f"the traffic against the best mixture of training's classes ({test.share:.1%} hallucinated): "
+        f"distance {test.distance:.3f}, up to {test.limit:.3f} is chance or negligible (p = "
+        f"{test.p_value:.2g})"
+    )
     if test.explained:
         return test
-    finding = (
-        "prior shift alone does not explain the traffic: its risks differ from every mixture of training's classes by "
-        f"{test.distance:.3f}, where at most {test.limit:.3f} would pass"
+    problem = (
+        "prior shift alone does not explain the traffic: its risks differ from every mixture of training's classes"
+        f" by {test.distance:.3f}, where at most {test.limit:.3f} would pass"
     )
     if not options.allow_other_shift:
-        cure = "leave --traffic out and recalibrate by the labelled rows, or insist with --allow-other-shift"
-        raise TrainingError(f"{finding}. Nothing was spent: {cure}", param="traffic")
-    console.print(f"{finding}; going on because of --allow-other-shift")
+        raise TrainingError(
+            f"{problem}. Nothing was spent: leave --traffic out and recalibrate by the labelled rows, or "
+            "give --allow-other-shift",
+            param="traffic",
+        )
+    console.print(f"{problem}; going on because of --allow-other-shift")
     return test
 
 
 def _prior_shift(
-    file: TrafficFile, risk: Floats, test: PriorShiftTest | None, prior: float, data: PreparedData, seed: int,
+    file: TrafficFile,
+    risk: Floats,
+    test: PriorShiftTest | None,
+    prior: float,
+    data: PreparedData,
+    seed: int,
     console: Console,
-) -> tuple[MapFit, dict[str, Any]]:  # fmt: skip
-    """Return the map by the share of hallucinations on the traffic, and what evaluation.json has of it.
+) -> tuple[MapFit, dict[str, Any]]:
+    """Return the map by the share of hallucinations in the traffic, and its record for evaluation.json.
 
-    Nothing but this share has shifted; a prompt in both files counts as a labelled row."""
-    used = [data.dataset.rows[index] for index in data.labelled.index.tolist()]
+    It assumes that only this share has shifted.  A prompt in both files counts as a labelled row."""
+    used = [data.dataset.rows[position] for position in data.labelled.index.tolist()]
     labelled = {row.prompt_digest for row in used}
-    unlabelled = [index for index, row in enumerate(file.rows) if row.prompt_digest not in labelled]
-    if not unlabelled:
+    positions = [position for position, row in enumerate(file.rows) if row.prompt_digest not in labelled]
+    if not positions:
         raise TrainingError("every row of the traffic is among the labelled rows: leave --traffic out", param="traffic")
     named = [f"group {row.group}" if row.group else f"prompt {row.prompt_digest.hex()}" for row in used]
-    groups, of_labelled = number_together([file.rows[index].group for index in unlabelled], named)
-    traffic = Traffic(risk[unlabelled], groups)
+    groups, of_labelled = number_together([file.rows[position].group for position in positions], named)
+    traffic = Traffic(risk[positions], groups)
     alone = estimate_share(traffic, prior, seed=seed)
     with_labels = estimate_share(traffic, prior, data.inputs.label, of_labelled, seed)
-    if left_out := len(file.rows) - len(unlabelled):
+    if left_out := len(file.rows) - len(positions):
         console.print(f"{left_out} rows of the traffic are among the labelled rows and count once")
     for what, share in (("traffic alone", alone), ("traffic and labels", with_labels)):
-        moved = shift_to(share.value, prior, len(unlabelled)).c
+        moved = shift_to(share.value, prior, len(positions)).c
         ends = f"[{share.low:.1%}, {share.high:.1%}]"
         console.print(f"{what}: {share.value:.1%} {ends} hallucinated by prior shift, log odds {moved:+.3f}")
 
     def fit(label: NDArray[np.integer], _: Floats) -> Recalibration:
-        return shift_to(most_likely_share(traffic, prior, label), prior, len(unlabelled) + len(label))
+        return shift_to(most_likely_share(traffic, prior, label), prior, len(positions) + len(label))
 
     return fit, {
-        "file": file.path.name, "digest": file.digest, "rows": len(unlabelled), "left_out": left_out,
-        "groups": len(np.unique(traffic.group)), "share": rounded(asdict(alone)),
-        "share_with_labels": rounded(asdict(with_labels)), "test": None if test is None else rounded(asdict(test)),
+        "file": file.path.name,
+        "digest": file.digest,
+        "rows": len(positions),
+        "left_out": left_out,
+        "groups": len(np.unique(traffic.group)),
+        "share": rounded(asdict(alone)),
+        "share_with_labels": rounded(asdict(with_labels)),
+        "test": None if test is None else rounded(asdict(test)),
         "explained": None if test is None else test.explained,
-    }  # fmt: skip
+    }
+
+
+def _figures(candidate: MapCandidate) -> dict[str, Any]:
+    """Return evaluation.json's record of a map."""
+    figures = {
+        "log_loss": {"mean": candidate.log_loss} | candidate.log_loss_interval._asdict(),
+        "gain": {"mean": candidate.gain} | candidate.gain_interval._asdict(),
+        "calibration_debiased": {"mean": candidate.error} | candidate.error_interval._asdict(),
+    }
+    return dict(rounded(figures))
 
 
 def choose_and_publish(
-    bundle: Bundle, evaluation: dict[str, Any], options: RecalibrateOptions, rows: LabelsRisksGroups,
-    prior_shift: MapFit | None, record: dict[str, Any], store: Store, console: Console,
-) -> Bundle | None:  # fmt: skip
-    """Publish the bundle with the best map on ``rows``; None where that is the risk as it is."""
+    bundle: Bundle,
+    evaluation: dict[str, Any],
+    options: RecalibrateOptions,
+    rows: LabelsRisksGroups,
+    prior_shift: MapFit | None,
+    record: dict[str, Any],
+    store: Store,
+    console: Console,
+) -> Bundle | None:
+    """Publish the bundle with the best map on ``rows``; return None if no map is better than the risk as it is."""
     choice = choose_map(*rows, prior_shift, options.seed)
     console.print(candidates_table(choice))
     if choice.chosen.map is None:
@@ -253,31 +304,34 @@ def choose_and_publish(
     old = bundle.manifest.threshold
     new = float(np.clip(recalibration(old) if options.threshold_rule == "map" else old, _OPEN, 1 - _OPEN))
     manifest = replace(
-        bundle.manifest, name=options.new_name or bundle.manifest.name, threshold=new, guarantee=None,
-        guarantee_shapes=None, guarantee_reads_answers=None, guarantee_strata=None,
+        bundle.manifest,
+        name=options.new_name or bundle.manifest.name,
+        threshold=new,
+        guarantee=None,
+        guarantee_shapes=None,
+        guarantee_reads_answers=None,
+        guarantee_strata=None,
         recalibration=recalibration,
-    )  # fmt: skip
+    )
     gates = {"before": at_threshold(label, risk, old), "after": at_threshold(label, recalibration(risk), new)}
-    figures = {
-        candidate.name: rounded({
-            "log_loss": {"mean": candidate.log_loss} | candidate.log_loss_interval._asdict(),
-            "gain": {"mean": candidate.gain} | candidate.gain_interval._asdict(),
-            "calibration_debiased": {"mean": candidate.error} | candidate.error_interval._asdict(),
-        })
-        for candidate in choice.candidates
-    }  # fmt: skip
     record |= {
-        "from": bundle.reference, "from_digest": bundle.manifest.digest,
-        "had_guarantee": bundle.manifest.guarantee is not None, "prior": prior_of(bundle), "seed": options.seed,
-        "chosen": choice.chosen.name, "best": choice.best.name, "left_out": list(choice.left_out),
-        "candidates": figures, "thresholds": {"rule": options.threshold_rule, "before": old, "after": new},
+        "from": bundle.reference,
+        "from_digest": bundle.manifest.digest,
+        "had_guarantee": bundle.manifest.guarantee is not None,
+        "prior": prior_of(bundle),
+        "seed": options.seed,
+        "chosen": choice.chosen.name,
+        "best": choice.best.name,
+        "left_out": list(choice.left_out),
+        "candidates": {candidate.name: _figures(candidate) for candidate in choice.candidates},
+        "thresholds": {"rule": options.threshold_rule, "before": old, "after": new},
         "at_threshold": rounded(gates),
-    }  # fmt: skip
+    }
     evaluation["recalibrations"] = [*evaluation.get("recalibrations", []), record]
-    if "gates" in evaluation.get("out_of_fold", {}):  # where a guarantee of the new version begins
+    if "gates" in evaluation.get("out_of_fold", {}):  # a later guarantee of the new version needs mapped thresholds
         out_of_fold = evaluation["out_of_fold"]
         for gate in (out_of_fold["gates"], *out_of_fold.get("gates_by_passage", {}).values()):
-            # 1, which everything lies below, stays.
+            # A threshold of 1, which answers everything, stays.
             gate["thresholds"] = [1.0 if at >= 1.0 else float(recalibration(at)) for at in gate["thresholds"]]
     golden = replace(bundle.golden, risk=recalibration(bundle.golden.risk))
     plot = draw_before_after(label, group, choice.before.held_out[0], choice.chosen.held_out[0])

@@ -1,4 +1,4 @@
-"""One training run: read -> ask in forms -> collect -> label -> fit -> calibrate -> evaluate -> publish."""
+"""Runs one training: read, ask in forms, collect, label, fit, calibrate, evaluate, publish."""
 
 from __future__ import annotations
 
@@ -44,19 +44,27 @@ from service.trainer.training_set import draw_sample, spread
 
 
 def train(
-    options: TrainOptions, engine_factory: Callable[[], Engine], store: Store, *, console: Console,
-    probe: DepthMeanProbe | None = None, began_in: Callable[[Path], object] = lambda folder: None,
-) -> Bundle:  # fmt: skip
+    options: TrainOptions,
+    engine_factory: Callable[[], Engine],
+    store: Store,
+    *,
+    console: Console,
+    probe: DepthMeanProbe | None = None,
+    began_in: Callable[[Path], object] = lambda folder: None,
+) -> Bundle:
     """Train one bundle and publish it; with ``options.calibration`` also a version with a guaranteed threshold.
 
-    ``probe`` was fitted on the labelled rows already, by the options' folds and seeds.  ``began_in`` is told the run's
-    folder.
+    ``probe``, if given, is already fitted on the labelled rows, with the options' folds and seeds.  ``began_in`` is
+    called with the run's folder.
 
-    Raises NoThreshold (the bundle was published, no threshold of it can be guaranteed), DataError, RunMismatch,
-    NoDirection and TrainingError (the data carry no probe under these options), and BundleError (of the store)."""
+    Raises NoThreshold (the bundle was published, but no threshold of it can be guaranteed), DataError, RunMismatch,
+    NoDirection and TrainingError (the data allow no probe under these options), and BundleError (from the store)."""
     if not NAME.fullmatch(options.name):
-        raise TrainingError("name must be 1 to 64 of a-z 0-9 . _ -, begin with a letter or digit and have no '..'; not "
-                            f"{options.name!r}", param="name")  # fmt: skip
+        raise TrainingError(
+            "name must be 1 to 64 of a-z 0-9 . _ -, begin with a letter or digit and have no '..'; not "
+            f"{options.name!r}",
+            param="name",
+        )
     options.check()
     dataset, test = _read(options)
     store.check_writable()
@@ -69,15 +77,17 @@ def train(
     with ExitStack() as stack:
         stack.enter_context(locked(options.folder))
         engine = stack.enter_context(closing(engine_factory()))
-        reads, own = _reads(options, dataset, test, engine), options.folder
-        if options.run_dir is None and (own := unfinished_folder(own, reads)) != options.folder:
-            console.print(f"{options.folder} is of a finished run that read something else: this one's folder is {own}")
-            stack.enter_context(locked(own))
-        began_in(own)
-        options = replace(options, run_dir=own)
+        reads, run_folder = _reads(options, dataset, test, engine), options.folder
+        if options.run_dir is None and (run_folder := unfinished_folder(run_folder, reads)) != options.folder:
+            console.print(
+                f"{options.folder} is of a finished run that read something else: this one's folder is {run_folder}"
+            )
+            stack.enter_context(locked(run_folder))
+        began_in(run_folder)
+        options = replace(options, run_dir=run_folder)
         draft, better = _draft(options, dataset, test, sample, engine, console, probe)
         bundle = store.publish(draft)
-        finish(own, reads)
+        finish(run_folder, reads)
         console.print(f"published {bundle.reference}")
         for line in (*closing_lines(bundle.evaluation()), *better):
             console.print(line)
@@ -93,22 +103,32 @@ def _reads(options: TrainOptions, dataset: Dataset, test: Dataset | None, engine
     """Return rows, model and options that the files of the run folder depend on."""
     identity = asdict(engine.identity)
     if identity["template_arguments"] is None:
-        del identity["template_arguments"]  # as runs have it that were begun before there were any
-    del identity["model"]  # one folder may have two names; the fingerprint identifies the model
+        del identity["template_arguments"]  # run folders of older releases have no such key
+    del identity["model"]  # a model's folder may have two names; the fingerprint identifies the model
     generated = options.answers == "generate"
     return {
-        "data": dataset.digest, "test": None if test is None else test.digest, "model": identity,
-        "sites": sorted({options.site, *options.sites}), "prompt_format": options.prompt_format,
-        "batch_rows": options.batch_rows, "forms": list(options.wanted_forms),
+        "data": dataset.digest,
+        "test": None if test is None else test.digest,
+        "model": identity,
+        "sites": sorted({options.site, *options.sites}),
+        "prompt_format": options.prompt_format,
+        "batch_rows": options.batch_rows,
+        "forms": list(options.wanted_forms),
         "max_new_tokens": options.answer_tokens if generated else None,
-        "answer_probes": options.answer_probes, "seed": options.shuffles[0] if options.wanted_forms else None,
-    }  # fmt: skip
+        "answer_probes": options.answer_probes,
+        "seed": options.shuffles[0] if options.wanted_forms else None,
+    }
 
 
 def _draft(
-    options: TrainOptions, dataset: Dataset, test: Dataset | None, sample: Sample | None, engine: Engine,
-    console: Console, fitted: DepthMeanProbe | None,
-) -> tuple[BundleDraft, list[str]]:  # fmt: skip
+    options: TrainOptions,
+    dataset: Dataset,
+    test: Dataset | None,
+    sample: Sample | None,
+    engine: Engine,
+    console: Console,
+    fitted: DepthMeanProbe | None,
+) -> tuple[BundleDraft, list[str]]:
     # Collect and label.
     prompt_format = default_prompt_format(engine) if options.prompt_format == "auto" else options.prompt_format
     dataset, test = spread(options, dataset, test, engine, prompt_format, console)
@@ -117,10 +137,10 @@ def _draft(
     data = run(dataset, name="train", folds=options.folds, answer_probes=options.answer_probes)
     held = run(test, name="test", folds=0) if test else None
     counts, inputs = data.counts, data.inputs
-    others = f", {counts['others']} that ask for no fact" if counts["others"] else ""
+    no_fact = f", {counts['others']} that ask for no fact" if counts["others"] else ""
     why = ", ".join(f"{count} {reason}" for reason, count in data.labelled.left_out.items())
     classes = f"{counts['factual']} factual, {counts['hallucinated']} hallucinated, {counts['left_out']} left out"
-    console.print(classes + (f" ({why})" if why else "") + others)
+    console.print(classes + (f" ({why})" if why else "") + no_fact)
 
     # Fit: choose C, cross-fit for out-of-fold logits, refit the served probes on all rows.
     if fitted is None:
@@ -134,7 +154,7 @@ def _draft(
     out_of_fold = scaled.out_of_fold
     class_mean, class_std = class_statistics(out_of_fold, inputs.label)
 
-    # What a prompt is: does it ask for a fact, has it a passage?  And where the prompts of training lie.
+    # Fit the context probes (does a prompt ask for a fact, has it a passage?) and the reference of training prompts.
     context = fit_context(data, probe)
     names, columns = with_context(options.reads, context), None if context is None else context.columns
     logits, more = all_logits(out_of_fold, data, final, scaled.scale, context)
@@ -143,7 +163,7 @@ def _draft(
     probes = Probes.all_of(options.site, tensors)
     record = None if context is None else context.record()
 
-    # Calibrate: the classifier sees out-of-fold signals only.  Choose the threshold, on every seed's risks.
+    # Calibrate: the classifier sees out-of-fold signals only.  Choose the threshold on every seed's risks.
     extra = extra_signals(names, inputs.first_token, columns)
     probe.fit_risk(inputs.label, extra)
     classifier, risks = probe.classifier_, probe.out_of_fold_risk_
@@ -151,26 +171,29 @@ def _draft(
     threshold = cut.threshold
     answer = fit_answer(data, probe, options, engine, console)
 
-    # Evaluate.  Of the bundle's numbers only the width of its intervals comes from here.
-    own = name_of(names, options.scale)
+    # Evaluate.  Of this step only the width of the intervals enters the bundle's served numbers.
+    served_signal = name_of(names, options.scale)
     nested: Evaluation | None = None
     if options.evaluate:
         reads_context = columns is not None
         nested = evaluate(inputs, folds=options.folds, seeds=options.shuffles, probe=probe, context=reads_context)
-        crossed = nested.risk[own]
+        crossed = nested.risk[served_signal]
         nested.document["at_threshold"] = rounded(at_threshold(inputs.label, crossed, threshold))
         nested.document["by_wrong_costs"] = rounded(by_wrong_costs(inputs.label, crossed))
         nested.document.update(publish.strata_tables(inputs.label, crossed, inputs.strata, threshold))
         nested.document.update(publish.rewording(data, crossed, threshold))
-        auroc = nested.document["signals"][own]["auroc"]
+        auroc = nested.document["signals"][served_signal]["auroc"]
         if auroc["low"] <= CHANCE and not options.allow_no_signal:
-            raise TrainingError(f"no signal: the nested AUROC is {auroc['mean']:.3f} [{auroc['low']:.3f}, "
-                                f"{auroc['high']:.3f}], and its 95 % interval reaches chance. Add rows, in more "
-                                "groups, or check their labels (--allow-no-signal publishes all the "
-                                "same)", param="data")  # fmt: skip
-    interval = None if nested is None else fit_interval(nested.risk[own], reference, options.folds)
+            raise TrainingError(
+                f"no signal: the nested AUROC is {auroc['mean']:.3f} [{auroc['low']:.3f}, "
+                f"{auroc['high']:.3f}], and its 95 % interval reaches chance. Add rows, in more "
+                "groups, or check their labels (--allow-no-signal publishes all the "
+                "same)",
+                param="data",
+            )
+    interval = None if nested is None else fit_interval(nested.risk[served_signal], reference, options.folds)
     uncertainty = Uncertainty(reference.share, reference.rows, interval, say("outside", reference, interval))
-    first = risks[0]  # of one seed, so that each row counts once
+    first = risks[0]  # one seed, so that each row counts once
     answering = gate_profile(inputs.label, first, inputs.group)
     document = publish.evaluation_document(options, names, data, probe, answering, first, nested)
     if prompt_format == "chat":
@@ -188,12 +211,15 @@ def _draft(
     if held is not None:
         document["rows_seen"]["held-out"] = Marks.of(held.dataset).document()
         logits = trajectories(held.inputs.readouts, probes)
-        read = served_signals(logits, held.inputs.first_token, held.inputs.prompt_tokens, names, record,
-                              len(final.head))  # fmt: skip
+        read = served_signals(
+            logits, held.inputs.first_token, held.inputs.prompt_tokens, names, record, len(final.head)
+        )
         own_file = held.dataset.origin
         document["held_out"] = held_out(held.inputs, classifier, threshold, read, inputs) | {
-            "file": own_file.path.name, "digest": own_file.file_digest, "left_out": held.counts["left_out"],
-        }  # fmt: skip
+            "file": own_file.path.name,
+            "digest": own_file.file_digest,
+            "left_out": held.counts["left_out"],
+        }
         risk = classifier.risk(read)[None]
         document["held_out"] |= publish.strata_tables(held.inputs.label, risk, held.inputs.strata, threshold)
         document["held_out"] |= publish.rewording(held, risk, threshold)
@@ -204,27 +230,45 @@ def _draft(
     prompts = [data.collection.prompts.of(int(row)) for row in inputs.readouts.index[chosen]]
     collected = trajectories(inputs.readouts.subset(chosen), probes)
     golden = publish.record_golden(engine, prompts, probes, classifier, names, collected, record)
-    manifest = publish.manifest_of(options, engine.identity, prompt_format, data, probe.C_, classifier, threshold,
-                                   uncertainty, context, None if answer is None else answer.record)  # fmt: skip
-    card = write_card(manifest, document, signal_std=probe.signals_.std(axis=0).tolist(),
-                      left_out=data.labelled.left_out, plots=sorted(plots))  # fmt: skip
-    better = [] if nested is None else list(better_options(inputs, nested, own))
+    manifest = publish.manifest_of(
+        options,
+        engine.identity,
+        prompt_format,
+        data,
+        probe.C_,
+        classifier,
+        threshold,
+        uncertainty,
+        context,
+        None if answer is None else answer.record,
+    )
+    card = write_card(
+        manifest,
+        document,
+        signal_std=probe.signals_.std(axis=0).tolist(),
+        left_out=data.labelled.left_out,
+        plots=sorted(plots),
+    )
+    better = [] if nested is None else list(better_options(inputs, nested, served_signal))
     second = None if answer is None else answer.tensors
     return BundleDraft(manifest, tensors, golden, document, card, plots, second), better
 
 
 def _check_fitted(probe: DepthMeanProbe, readouts: Readouts) -> None:
-    fit, own = probe.probes_, probe.scaled_[probe.logit_scale].trajectory
+    fit, trajectory = probe.probes_, probe.scaled_[probe.logit_scale].trajectory
     geometry, site = readouts.file.geometry, readouts.file.site
     served = Probes(site, fit.head, *(array.astype(np.float32) for array in (fit.direction, fit.bias, probe.scale_)))
     if (
         fit.direction.shape != (geometry.num_layers, geometry.dim(site))
-        or len(own) != len(readouts.label)
-        or not np.allclose(trajectories(readouts, [served]), own, rtol=1e-3, atol=1e-3 * own.std())
+        or len(trajectory) != len(readouts.label)
+        or not np.allclose(trajectories(readouts, [served]), trajectory, rtol=1e-3, atol=1e-3 * trajectory.std())
     ):
-        raise TrainingError(f"the probe was fitted on other activations than this model has at these "
-                            f"{len(readouts.label)} labelled rows: fit it on what extract gives for the same prompts, "
-                            "in the same order", param="probe")  # fmt: skip
+        raise TrainingError(
+            f"the probe was fitted on other activations than this model has at these "
+            f"{len(readouts.label)} labelled rows: fit it on what extract gives for the same prompts, "
+            "in the same order",
+            param="probe",
+        )
 
 
 def _read(options: TrainOptions) -> tuple[Dataset, Dataset | None]:
@@ -234,16 +278,18 @@ def _read(options: TrainOptions) -> tuple[Dataset, Dataset | None]:
     if options.test is not None:
         test = read_dataset(options.test, options.answers, folds=0, columns=options.names)
     if (count := len(dataset.asking)) < LEAST_ROWS and not options.allow_few:
-        raise TrainingError(f"{options.file.name} has {count} rows that ask for a fact, and a probe needs at least "
-                            f"{LEAST_ROWS}, better some hundreds: add rows, or insist with --allow-few",
-                            param="data")  # fmt: skip
+        raise TrainingError(
+            f"{options.file.name} has {count} rows that ask for a fact, and a probe needs at least "
+            f"{LEAST_ROWS}, better some hundreds: add rows, or give --allow-few",
+            param="data",
+        )
     every = (dataset,) if test is None else (dataset, test)
     for data in every:
         if options.answers == "generate":
             check_answers(data, options)
     if test is not None:
         check_disjoint(dataset, test)
-    if options.calibration is not None:  # ``plan`` says so too, but only once there is a bundle
+    if options.calibration is not None:  # ``plan`` checks this too, but only after training
         calibration = read_dataset(options.calibration, options.answers, folds=None, columns=options.names)
         check_all_apply(calibration)
         for data in every:
@@ -254,11 +300,12 @@ def _read(options: TrainOptions) -> tuple[Dataset, Dataset | None]:
 
 
 def _check_folds(options: TrainOptions, dataset: Dataset) -> None:
-    """Make every fold before the model is loaded: in a small set a fold may lack a class.
+    """Make every fold before the model is loaded, since a fold of a small set may lack a class.
 
-    Skipped for large sets, where a split takes seconds.  Raises TrainingError naming seed, fold and cure."""
+    Skipped for large sets, where a split takes seconds.  Raises TrainingError that names seed, fold and cure."""
     asking = dataset.asking
-    label, group = np.array([dataset.rows[row].label for row in asking.tolist()], np.int64), dataset.groups[asking]
+    label = np.array([dataset.rows[row].label for row in asking.tolist()], np.int64)
+    group = dataset.groups[asking]
     if min(len(np.unique(group[label == value])) for value in (0, 1)) > 10 * max(options.folds, options.inner_folds):
         return
     rows = np.arange(len(label))

@@ -1,4 +1,4 @@
-"""The rows that are trained on: less the sample that the bundle carries, and asked in forms of conversation."""
+"""Makes the training rows: sets aside the sample that the bundle carries, and asks in forms of conversation."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 
 from probes_store.local import atomic_write
 from service.data.collection import collect, render_all
-from service.data.forms import FORMS, Form, Message, chosen, in_forms, is_one_message, read_said
+from service.data.forms import FORMS, Form, Message, chosen, in_forms, is_one_message, read_model_answers
 from service.data.forms.crossed import PLAIN_WORDING, held_out_families, in_wordings, training_families
 from service.data.forms.several import no_fact_rows
 from service.data.forms.tasks import task_rows
@@ -26,82 +27,83 @@ from service.judging.evaluation import MOST_TOKENS, Sample, SampleQuestion
 from service.prompts import PromptFormat, render
 from service.trainer.options import MIXTURE, Console, TrainOptions
 
-KEPT = 48  # questions
-FEWEST = 8  # questions; fewer would show nothing
-SHARE = 0.05  # of the training rows that may leave for it
-JUDGES = ("contains", "exact")  # what a service compares answers with: no endpoint, no pattern
+SAMPLE_SIZE = 48  # questions
+LEAST_SAMPLE = 8  # questions; with fewer the bundle carries no sample
+SAMPLE_SHARE = 0.05  # most of the training rows that the sample may take
+JUDGES = ("contains", "exact")  # those that a service has: they need no endpoint and no pattern
 LONGEST = 400  # characters of a question that a table can show
-ASKED_ALONE = 600  # questions whose own answers stand in earlier turns; more would cost answers and add little
+ASKED_ALONE = 600  # questions that the model answers alone, for earlier messages with its own answers
 WITH_OWN_ANSWERS = ("turn_own", "turns_own")
-ANSWERS, PATTERNS = "answers", "patterns"  # the latter are a judge's alone: no passage and no earlier turn states them
-TASKS, LEAST_TASKS = 0.15, 200  # requests that ask for no fact: a share of the questions, and so many at least
-LIKE_QUESTIONS = 1 / 3  # of these requests: key words and follow-ups that look like questions
-REWORDED, WORDINGS_EACH = 0.25, 3  # questions that are asked in other wordings, too: a share of them, and in how many
-_PLAIN = ("lone", PLAIN_WORDING)  # forms of a question as it stands
-LONGEST_REWORDED = 240  # characters of a question whose wordings are made by rule
+ANSWERS, PATTERNS = "answers", "patterns"  # patterns are for the judge alone: no passage or earlier message states them
+TASKS, LEAST_TASKS = 0.15, 200  # requests that ask for no fact: a share of the questions, and a least number
+LIKE_QUESTIONS = 1 / 3  # share of these requests that look like questions: key words and follow-ups
+REWORDED, WORDINGS_EACH = 0.25, 3  # share of the questions that are reworded, and wordings of each
+_PLAIN = ("lone", PLAIN_WORDING)  # forms that leave a question as it is
+LONGEST_REWORDED = 240  # characters; longer questions are not reworded
 
 
 def draw_sample(
     options: TrainOptions, dataset: Dataset, test: Dataset | None, console: Console
 ) -> tuple[Dataset, Sample | None]:
-    """Return the rows left to train on, and the sample: of the held-out rows, else of rows that leave training."""
+    """Return the training rows and the sample, which is drawn from the held-out rows, else from the training rows."""
     judge = options.judge_name if options.answers == "generate" else "contains"
     if not options.keep_sample or judge not in JUDGES or options.answer_pattern:
         return dataset, None
-    source, room = (dataset, int(SHARE * len(dataset))) if test is None else (test, len(test))
+    source, room = (dataset, int(SAMPLE_SHARE * len(dataset))) if test is None else (test, len(test))
     sizes = np.bincount(source.groups)
-    places = []
-    for place in _kinds_in_turn(source, random.Random(options.shuffles[0])):
-        size = 1 if test is not None else int(sizes[source.groups[place]])
+    positions = []
+    for position in _alternating_kinds(source, random.Random(options.shuffles[0])):
+        size = 1 if test is not None else int(sizes[source.groups[position]])
         if size <= room:
             room -= size
-            places.append(place)
-    places = places[:KEPT]
-    if len(places) < FEWEST:
+            positions.append(position)
+    positions = positions[:SAMPLE_SIZE]
+    if len(positions) < LEAST_SAMPLE:
         return dataset, None
     if test is None:
-        left = dataset.part(np.flatnonzero(~np.isin(dataset.groups, dataset.groups[places])).tolist())
+        left = dataset.part(np.flatnonzero(~np.isin(dataset.groups, dataset.groups[positions])).tolist())
         if options.answers == "given" and missing_groups(left, options.folds):
             return dataset, None
-        console.print(f"{len(places)} questions are left out of training and kept in the bundle for `hallutracer try` "
-                      f"({len(dataset) - len(left)} rows; --no-sample)")  # fmt: skip
+        console.print(
+            f"{len(positions)} questions are left out of training and kept in the bundle for `hallutracer try` "
+            f"({len(dataset) - len(left)} rows; --no-sample)"
+        )
         dataset = left
-    rows = [source.rows[place] for place in places]
+    rows = [source.rows[position] for position in positions]
     length = min(options.answer_tokens, MOST_TOKENS)
     questions = tuple(SampleQuestion(row.texts[0], row.answers, row.strata.get("kind", "")) for row in rows)
     return dataset, Sample(source.origin.path.name, judge, options.abstains.pattern, length, questions)
 
 
-def _kinds_in_turn(source: Dataset, draw: random.Random) -> list[int]:
+def _can_be_shown(row: Row) -> bool:
+    """Return whether a row is one short question with accepted answers."""
+    lone = row.prompt is not None or [message["role"] for message in row.messages or ()] == ["user"]
+    if not row.applies or not lone or len(row.texts[0]) > LONGEST:
+        return False
+    return bool(row.answers) and parts_of(row.answers) is None and all(map(normalise, row.answers))
+
+
+def _alternating_kinds(source: Dataset, draw: random.Random) -> list[int]:
     """Return rows in a drawn order, each of another group: the first of each kind, the second of each, ...
 
-    Of a group that was asked in several forms a plain question is taken, if it has one."""
-    order = [
-        place
-        for place, row in enumerate(source.rows)
-        if row.applies
-        and (row.prompt is not None or [message["role"] for message in row.messages or ()] == ["user"])
-        and len(row.texts[0]) <= LONGEST
-        and row.answers
-        and parts_of(row.answers) is None
-        and all(map(normalise, row.answers))
-    ]
+    A group with several forms gives a plain question, if it has one."""
+    order = [position for position, row in enumerate(source.rows) if _can_be_shown(row)]
     draw.shuffle(order)
-    order.sort(key=lambda place: source.rows[place].strata.get("form", _PLAIN[0]) not in _PLAIN)
-    first = {int(source.groups[place]): place for place in reversed(order)}  # of each group
+    order.sort(key=lambda position: source.rows[position].strata.get("form", _PLAIN[0]) not in _PLAIN)
+    first = {int(source.groups[position]): position for position in reversed(order)}  # of each group
     by_kind: dict[str, list[int]] = defaultdict(list)
-    for place in order:
-        if first[int(source.groups[place])] == place:
-            by_kind[source.rows[place].strata.get("kind", "")].append(place)
-    turns = [(turn, number, place) for number, own in enumerate(by_kind.values()) for turn, place in enumerate(own)]
-    return [place for _, _, place in sorted(turns)]
+    for position in order:
+        if first[int(source.groups[position])] == position:
+            by_kind[source.rows[position].strata.get("kind", "")].append(position)
+    rounds = zip_longest(*by_kind.values())
+    return [position for of_round in rounds for position in of_round if position is not None]
 
 
 @dataclass(frozen=True)
 class Fits:
-    """Whether the model can be asked messages, and how often not, by form.
+    """Checks whether the model can take the messages of a form, and counts the refusals by form.
 
-    Its context may be short, and its template may refuse a system prompt."""
+    A model's context may be too short, and its template may refuse a system prompt."""
 
     engine: Engine
     prompt_format: PromptFormat
@@ -110,15 +112,15 @@ class Fits:
     refused: Counter[str] = field(default_factory=Counter)
 
     def __call__(self, form: Form, messages: list[Message]) -> bool:
-        """Return whether the model takes messages of one of the forms, and count it."""
+        """Return whether the model takes messages of this form, and count it."""
         fine = self.takes(messages, self.reserve)
         self.tried[form.name] += 1
         self.refused[form.name] += not fine
         return fine
 
     def takes(self, messages: list[Message], reserve: int = 0) -> bool:
-        """Return whether these messages are rendered, and leave room for ``reserve`` tokens."""
-        if not all(message["content"].strip() for message in messages):  # all that "?!" has in lower case
+        """Return whether the model can render these messages and has room for ``reserve`` more tokens."""
+        if not all(message["content"].strip() for message in messages):  # a form may leave nothing of "?!"
             return False
         row = as_asked({"messages": messages}, self.prompt_format)
         try:
@@ -129,24 +131,28 @@ class Fits:
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """Return the forms that were never taken."""
+        """Return the forms that the model always refused."""
         return tuple(sorted(name for name, count in self.tried.items() if self.refused[name] == count))
 
     def described(self) -> str | None:
-        """Return one line that names the forms that did not fit."""
+        """Return a line that names the forms that did not fit, or None."""
         shown = [f"{name} {count} of {self.tried[name]}" for name, count in self.refused.most_common() if count]
         limit = self.engine.identity.max_tokens
-        found = f"beyond the model's {limit} tokens or its chat template, so asked in other forms: {', '.join(shown)}"
-        return found if shown else None
+        text = f"beyond the model's {limit} tokens or its chat template, so asked in other forms: {', '.join(shown)}"
+        return text if shown else None
 
 
 def spread(
-    options: TrainOptions, dataset: Dataset, test: Dataset | None, engine: Engine, prompt_format: PromptFormat,
+    options: TrainOptions,
+    dataset: Dataset,
+    test: Dataset | None,
+    engine: Engine,
+    prompt_format: PromptFormat,
     console: Console,
-) -> tuple[Dataset, Dataset | None]:  # fmt: skip
-    """Return training and held-out rows in the forms that the options want; as they are where none are wanted.
+) -> tuple[Dataset, Dataset | None]:
+    """Return training and held-out rows in the forms that the options name; unchanged if they name none.
 
-    The answers of lone questions and the files are kept in the run folder.
+    The run folder gets the files, and the model's answers to lone questions.
     Raises DataError for rows that do not fit the model by themselves, TrainingError for forms that need a template."""
     if not options.wanted_forms:
         return dataset, test
@@ -169,112 +175,133 @@ def _forms(options: TrainOptions, prompt_format: PromptFormat, console: Console)
         console.print("prompts are plain text, without a chat template: questions take forms of a single message only")
     elif len(single) < len(forms):
         names = ", ".join(form.name for form in forms if form not in single)
-        raise TrainingError("prompts are plain text, without a chat template: leave out forms of several messages, "
-                            f"{names}", param="forms")  # fmt: skip
+        raise TrainingError(
+            f"prompts are plain text, without a chat template: leave out forms of several messages, {names}",
+            param="forms",
+        )
     return single
 
 
 def _in_forms(
     options: TrainOptions, dataset: Dataset, name: str, forms: Sequence[Form], fits: Fits, console: Console
 ) -> Dataset:
-    render_all(fits.engine, dataset, fits.prompt_format, fits.reserve)  # too long by itself: said by the user's lines
-    said: dict[str, str] = {}
+    render_all(fits.engine, dataset, fits.prompt_format, fits.reserve)  # names lines that are too long by themselves
+    model_answers: dict[str, str] = {}
     if any(form.name in WITH_OWN_ANSWERS for form in forms):
-        said = _said(options, dataset, f"{name}-said", fits)
+        model_answers = _own_answers(options, dataset, f"{name}-said", fits)
     key = PATTERNS if options.judge == "regex" else ANSWERS
     rows = [_object(row, group, key) for row, group in zip(dataset.rows, group_names(dataset), strict=True)]
     seed = options.shuffles[0]
-    made = in_forms(rows, forms, seed=seed, said=said, fits=fits)
-    ids = {row["id"] for row in made}
-    left = [row for row in rows if ids.isdisjoint({row["id"], *(f"{row['id']}+{form.name}" for form in forms)})]
-    made += in_forms(left, [FORMS["lone"]])  # no form fits them, and to lose them would help nobody
+    formed = in_forms(rows, forms, seed=seed, model_answers=model_answers, fits=fits)
+    ids = {row["id"] for row in formed}
+    left = [row for row in rows if ids.isdisjoint(_possible_ids(row, forms))]
+    formed += in_forms(left, [FORMS["lone"]])  # rows that fit no form are asked alone
     if left:
         console.print(f"{len(left):,} rows of {dataset.path.name} fit none of the forms and are asked alone")
     mixture = options.wanted_forms == (MIXTURE,)
     if mixture:
-        made += _reworded(rows, made, name, seed, fits)
+        formed += _reworded(rows, formed, name, seed, fits)
     if name == "train" and mixture and fits.prompt_format == "chat" and not len(dataset.others):
         count = max(LEAST_TASKS, round(TASKS * len(dataset)))
         alike = round(LIKE_QUESTIONS * count)
         tasks = [*task_rows(count - alike, seed), *no_fact_rows(alike, (), seed)]
-        made += [row for row in tasks if fits.takes(row["messages"])]
-    made = [{ANSWERS if name == PATTERNS else name: value for name, value in row.items()} for row in made]
+        formed += [row for row in tasks if fits.takes(row["messages"])]
+    formed = list(map(_with_answers, formed))
     path = options.folder / IN_FORMS.format(name)
-    lines = [json.dumps(as_asked(row, fits.prompt_format), ensure_ascii=False) for row in _unlike(made)]
+    lines = [json.dumps(as_asked(row, fits.prompt_format), ensure_ascii=False) for row in _with_unique_ids(formed)]
     atomic_write(path, "".join(f"{line}\n" for line in lines).encode())
     result = replace(read_dataset(path, "generate", folds=None), made_of=dataset)
     forms_met = {row.strata["form"] for row in result.rows if row.applies}
     added = len(result.others) - len(dataset.others)
-    console.print(f"{len(result.asking):,} rows of {dataset.path.name} in {len(forms_met)} forms"
-                  + (f", and {added:,} requests that ask for no fact" if added else "") + f": {path}")  # fmt: skip
+    console.print(
+        f"{len(result.asking):,} rows of {dataset.path.name} in {len(forms_met)} forms"
+        + (f", and {added:,} requests that ask for no fact" if added else "")
+        + f": {path}"
+    )
     return result
 
 
+def _possible_ids(row: dict[str, Any], forms: Sequence[Form]) -> set[str]:
+    """Return the ids that ``in_forms`` may give to a row."""
+    return {row["id"], *(f"{row['id']}+{form.name}" for form in forms)}
+
+
+def _with_answers(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the row with its patterns under the key of answers."""
+    return {ANSWERS if key == PATTERNS else key: value for key, value in row.items()}
+
+
 def _reworded(
-    rows: Sequence[dict[str, Any]], made: Sequence[dict[str, Any]], name: str, seed: int, fits: Fits
+    rows: Sequence[dict[str, Any]], formed: Sequence[dict[str, Any]], name: str, seed: int, fits: Fits
 ) -> list[dict[str, Any]]:
-    """Return some questions again, each in several wordings: a probe that meets each question in a single one may take
-    the wording for knowledge.  Held-out rows have wordings that no training row has."""
+    """Return a share of the questions in several wordings each, so that a probe cannot mistake a wording for knowledge.
+
+    Held-out rows get wordings that no training row has."""
     asking = [row for row in rows if 0 < len(row.get("prompt", "")) < LONGEST_REWORDED and "applies" not in row]
     drawn = random.Random(f"{seed} reworded").sample(asking, round(REWORDED * len(asking)))
     families = training_families() if name == "train" else held_out_families()
-    taken = {row["messages"][0]["content"] for row in made if len(row.get("messages", ())) == 1}
+    taken = {row["messages"][0]["content"] for row in formed if len(row.get("messages", ())) == 1}
     wordings = in_wordings(drawn, families, per_row=WORDINGS_EACH, seed=seed, taken=taken)
     return [row for row in wordings if fits.takes(row["messages"], fits.reserve)]
 
 
-def _said(options: TrainOptions, dataset: Dataset, folder: str, fits: Fits) -> dict[str, str]:
-    """Return what the model answers to some of the lone questions, by id; resumes from ``folder`` in the run."""
-    lone = [place for place, row in enumerate(dataset.rows) if row.prompt is not None and row.applies]
+def _own_answers(options: TrainOptions, dataset: Dataset, folder: str, fits: Fits) -> dict[str, str]:
+    """Return the model's answers to some of the lone questions, by id; resumes from ``folder`` in the run."""
+    lone = [position for position, row in enumerate(dataset.rows) if row.prompt is not None and row.applies]
     draw = random.Random(f"{options.shuffles[0]} said")
-    places = sorted(draw.sample(lone, min(len(lone), ASKED_ALONE)))
-    if not places:
+    positions = sorted(draw.sample(lone, min(len(lone), ASKED_ALONE)))
+    if not positions:
         return {}
     collection = collect(
-        fits.engine, dataset.part(places), options.folder / folder, sites=(options.site,),
-        prompt_format=fits.prompt_format, batch_rows=options.batch_rows, max_new_tokens=options.answer_tokens,
-    )  # fmt: skip
-    return read_said(collection.folder / "answers.jsonl")
+        fits.engine,
+        dataset.part(positions),
+        options.folder / folder,
+        sites=(options.site,),
+        prompt_format=fits.prompt_format,
+        batch_rows=options.batch_rows,
+        max_new_tokens=options.answer_tokens,
+    )
+    return read_model_answers(collection.folder / "answers.jsonl")
 
 
 def group_names(dataset: Dataset) -> list[str]:
-    """Return the group of each row after near-duplicates were joined: its first row's own group, or that row's id."""
+    """Return the group of each row after near-duplicates were joined: the group or else the id of its first row."""
     names: dict[int, str] = {}
     taken: set[str] = set()
     for row, number in zip(dataset.rows, dataset.groups.tolist(), strict=True):
         if number in names:
             continue
         names[number] = row.group or row.id
-        while names[number] in taken:  # an id that is also the name of another group
+        while names[number] in taken:  # an id may equal the name of another group
             names[number] += "+"
         taken.add(names[number])
     return [names[number] for number in dataset.groups.tolist()]
 
 
 def _object(row: Row, group: str, key: str) -> dict[str, Any]:
-    """Return a row as its file has it, in the group that was found for it, with its answers under ``key``."""
-    asked = {"messages": row.messages} if row.prompt is None else {"prompt": row.prompt}
-    told: dict[str, Any] = {key: list(row.answers)} if row.applies else {"applies": False}
+    """Return a row as an object of its file, with this group, and with its answers under ``key``."""
+    question = {"messages": row.messages} if row.prompt is None else {"prompt": row.prompt}
+    answers: dict[str, Any] = {key: list(row.answers)} if row.applies else {"applies": False}
     stated = {"statement": row.statement} if row.statement else {}
-    return {"id": row.id, "group": group} | row.strata | asked | told | stated
+    return {"id": row.id, "group": group} | row.strata | question | answers | stated
 
 
 def as_asked(row: dict[str, Any], prompt_format: PromptFormat) -> dict[str, Any]:
-    """Return the row as it is rendered: without a template the one message of the user is a prompt."""
+    """Return the row as it is rendered: without a chat template a single message becomes a prompt."""
     if prompt_format == "chat" or "messages" not in row or len(row["messages"]) > 1:
         return row
     [message] = row["messages"]
     return {key: value for key, value in row.items() if key != "messages"} | {"prompt": message["content"]}
 
 
-def _unlike(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows with ids of their own: a file may have a row "a+lone" beside "a"."""
+def _with_unique_ids(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows with ids that all differ: a file may have a row "a+lone" besides "a"."""
     seen: set[str] = set()
-    found = []
+    renamed = []
     for row in rows:
         name = row["id"]
         while name in seen:
             name += "+"
         seen.add(name)
-        found.append(row | {"id": name})
-    return found
+        renamed.append(row | {"id": name})
+    return renamed

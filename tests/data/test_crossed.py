@@ -173,6 +173,6 @@ def digest(rows: list[dict[str, Any]]) -> str:
 def test_the_mixture_of_forms_draws_what_it_drew_before_there_were_wordings() -> None:
     rows = [question(f"What is known about the river of Land{number:02}?", number) for number in range(120)]
     said = {row["id"]: f"Said {row['id']}" for row in rows}
-    assert digest(in_forms(rows, chosen(["all"]), per_row=3, said=said)) == "3d83472d7424eacc"
+    assert digest(in_forms(rows, chosen(["all"]), per_row=3, model_answers=said)) == "3d83472d7424eacc"
     assert digest(task_rows(300)) == "cb54b274a50c6253"
     assert len(FORMS) == 31

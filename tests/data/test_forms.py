@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from service.data.forms import FORMS, WORDINGS, Form, chosen, families, in_forms, is_one_message, read_said
+from service.data.forms import FORMS, WORDINGS, Form, chosen, families, in_forms, is_one_message, read_model_answers
 from service.data.forms.tasks import TASKS, task_rows
 from service.errors import DataError, HalluTracerError
 from tests.command_line import run
@@ -39,7 +39,7 @@ def texts(row: dict[str, Any]) -> str:
 @pytest.mark.parametrize("name", FORMS)
 def test_a_form_asks_the_question_last_in_other_company_and_keeps_the_row(name: str) -> None:
     rows = made()
-    found = in_forms(rows, chosen([name]), said=SAID)
+    found = in_forms(rows, chosen([name]), model_answers=SAID)
     assert len(found) == len(rows)
     assert {len(row["messages"]) == 1 for row in found} == {is_one_message(FORMS[name])}
     for number, (before, row) in enumerate(zip(rows, found, strict=True)):
@@ -94,14 +94,16 @@ def test_a_contradicting_passage_has_another_answer_and_not_the_right_one() -> N
 
 def test_a_mixture_has_all_forms_by_weight_and_the_seed_decides() -> None:
     rows = made(60)
-    every = in_forms(rows, chosen(["all"]), said=SAID, per_row=len(FORMS))
+    every = in_forms(rows, chosen(["all"]), model_answers=SAID, per_row=len(FORMS))
     assert Counter(row["form"] for row in every) == dict.fromkeys(FORMS, 60)
     assert len({row["id"] for row in every}) == len(every)
-    two = in_forms(rows, chosen(["all"]), said=SAID, per_row=2)
+    two = in_forms(rows, chosen(["all"]), model_answers=SAID, per_row=2)
     assert len(two) == 120
-    assert two == in_forms(rows, chosen(["all"]), said=SAID, per_row=2)
-    assert two != in_forms(rows, chosen(["all"]), said=SAID, per_row=2, seed=1)
-    many = Counter(row["form"] for seed in range(40) for row in in_forms(rows, chosen(["all"]), said=SAID, seed=seed))
+    assert two == in_forms(rows, chosen(["all"]), model_answers=SAID, per_row=2)
+    assert two != in_forms(rows, chosen(["all"]), model_answers=SAID, per_row=2, seed=1)
+    many = Counter(
+        row["form"] for seed in range(40) for row in in_forms(rows, chosen(["all"]), model_answers=SAID, seed=seed)
+    )
     weight = sum(form.weight for form in FORMS.values())
     for name, form in FORMS.items():
         expected = 2400 * form.weight / weight
@@ -169,10 +171,10 @@ def test_forms_and_families_by_name() -> None:
 def test_answers_of_a_run_are_read_or_refused(tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
     path.write_text(json.dumps({"id": "q1", "row": 0, "answer": "", "finish": "stop"}) + "\n")
-    assert read_said(path) == {"q1": ""}
+    assert read_model_answers(path) == {"q1": ""}
     path.write_text('{"id": "q1", "answers": ["x"]}\n{"id": 3\n')
     with pytest.raises(DataError) as caught:
-        read_said(path)
+        read_model_answers(path)
     assert [problem.split(":")[0] for problem in caught.value.problems] == ["line 1", "line 2"]
 
 

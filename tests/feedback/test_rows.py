@@ -38,7 +38,7 @@ def said(database: Database, request_id: str = "r1", label: str = "factual", **c
 
 
 def told(database: Database, label: str = "factual", caller: str = "ann", **changes: object) -> tuple[str, bool]:
-    stored = said(database, label=label, caller=caller, others=True, **changes)
+    stored = said(database, label=label, caller=caller, any_caller=True, **changes)
     return stored.standing, stored.conflict
 
 
@@ -108,7 +108,7 @@ def test_drawn_answers_are_counted_once_for_each_prompt(database: Database) -> N
     # Callers who disagree and who cannot tell leave an answer right.
     for name, label, caller in (("x0", "hallucinated", "ann"), ("x0", "factual", "eve"), ("x1", "unclear", "ann"),
                                 ("x2", "factual", "ann"), ("x2", "hallucinated", "ann")):  # fmt: skip
-        say(database, name, label, caller=caller, others=True)
+        say(database, name, label, caller=caller, any_caller=True)
     assert tally_of(database, "x") == Tally(3, 1, 1)
 
 
@@ -130,7 +130,7 @@ def test_an_id_that_was_used_twice_is_the_callers_own_and_the_last(database: Dat
     put(database, answer(time=now, bundle="mine:1"), answer(time=now + 1, bundle="mine:2"),
         answer(time=now + 2, bundle="theirs:1", caller="bob"))  # fmt: skip
     for caller, others, bundle in (("ann", False, "mine:2"), ("ann", True, "mine:2"), ("eve", True, "theirs:1")):
-        assert said(database, caller=caller, others=others).bundle == bundle
+        assert said(database, caller=caller, any_caller=others).bundle == bundle
 
 
 def test_what_is_old_is_deleted_with_all_of_it(database: Database, where: Location, monkeypatch: Patch) -> None:

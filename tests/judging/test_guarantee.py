@@ -39,7 +39,7 @@ def rows() -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", FORMS)
 def test_of_every_form_of_training_rows(name: str) -> None:
     said = {row["id"]: SAID[row["id"].partition("/")[0]] for row in rows()}
-    found = in_forms(rows(), chosen([name]), said=said)
+    found = in_forms(rows(), chosen([name]), model_answers=said)
     assert len(found) == len(rows())
     for row in found:
         shape, roles = shape_of(row["messages"]), [message["role"] for message in row["messages"]]

@@ -23,7 +23,7 @@ def answer(request_id: str = "r1", **changes: Any) -> Answer:
 
 
 def given(request_id: str = "r1", label: Any = "factual", **changes: Any) -> Given:
-    fields: dict[str, Any] = {"index": 0, "caller": "ann", "others": False, "comment": None, "time": time.time()}
+    fields: dict[str, Any] = {"index": 0, "caller": "ann", "any_caller": False, "comment": None, "time": time.time()}
     return Given(request_id=request_id, label=label, **fields | changes)
 
 

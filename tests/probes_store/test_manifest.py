@@ -366,8 +366,8 @@ def test_probes_signals_and_applicability_go_together() -> None:
         (Context((PASSAGE,), None), ("depth_mean", "passage")),
     ):
         assert render(make_draft(context=context, signals=signals))[0].context == context
-    assert [CONTEXT.place(name) for name in ("asks", "passage", "stated")] == [0, 1, 2]
-    assert Context((PASSAGE,), None).place("asks") is None
+    assert [CONTEXT.position(name) for name in ("asks", "passage", "stated")] == [0, 1, 2]
+    assert Context((PASSAGE,), None).position("asks") is None
 
 
 def test_a_closed_gate_has_threshold_0_and_shapes_belong_to_a_guarantee() -> None:

@@ -266,7 +266,7 @@ def test_a_probe_without_a_direction_in_some_layer_is_not_published(tmp_path: Pa
 
 @pytest.mark.parametrize("family", families())
 def test_labels_of_each_family_of_forms(tmp_path: Path, family: str) -> None:
-    rows = [row for form in chosen([family]) for row in in_forms(made(), [form], said=SAID)]
+    rows = [row for form in chosen([family]) for row in in_forms(made(), [form], model_answers=SAID)]
     dataset = read_dataset(write_rows(tmp_path / "rows.jsonl", rows), "generate", folds=None)
     found = prompt_labels(dataset, np.arange(len(rows)), np.full(len(rows), 9))
     assert found.passage.tolist() == [family in WITH_PASSAGE] * len(rows)

@@ -12,7 +12,7 @@ from service.data.judges import parts
 from service.data.training_rows import Dataset, read_dataset
 from service.judging.evaluation import Sample, sample_of
 from service.trainer.options import TrainOptions
-from service.trainer.training_set import KEPT, SHARE, draw_sample
+from service.trainer.training_set import SAMPLE_SHARE, SAMPLE_SIZE, draw_sample
 from tests.fitting.planted import Quiet, planted_rows, write_rows
 from tests.trainer.made import ONE, Rows, run
 
@@ -33,7 +33,7 @@ def test_questions_leave_training_with_their_groups_and_the_seed_alone_decides(t
     assert sample is not None
     by_id = {row["id"]: row for row in rows}
     gone = by_id.keys() - {row.id for row in left.rows}
-    assert len(gone) == 50 == SHARE * len(rows)
+    assert len(gone) == 50 == SAMPLE_SHARE * len(rows)
     assert {by_id[name]["group"] for name in gone}.isdisjoint(row.group for row in left.rows)
     asked = [question.prompt for question in sample.questions]
     assert len(asked) == 25 == len({row["group"] for row in rows if row["prompt"] in asked})
@@ -50,7 +50,7 @@ def test_kinds_take_turns_and_the_first_ones_are_a_sample_too(tmp_path: Path) ->
     rows = [row | {"kind": "rare" if number < 40 else "frequent"} for number, row in enumerate(planted_rows(2400))]
     _, sample = drawn(tmp_path, rows)
     assert sample is not None
-    assert len(sample.questions) == KEPT
+    assert len(sample.questions) == SAMPLE_SIZE
     assert Counter(question.kind for question in sample.questions[:10]) == {"rare": 5, "frequent": 5}
 
 
@@ -58,7 +58,7 @@ def test_of_held_out_rows_training_loses_none(tmp_path: Path) -> None:
     test = planted_rows(200, seed=3)
     left, sample = drawn(tmp_path, planted_rows(240), test)
     assert sample is not None
-    assert (len(left), sample.file, len(sample.questions)) == (240, "test.jsonl", KEPT)
+    assert (len(left), sample.file, len(sample.questions)) == (240, "test.jsonl", SAMPLE_SIZE)
     assert {question.prompt for question in sample.questions} <= {row["prompt"] for row in test}
 
 
@@ -72,7 +72,7 @@ def test_of_questions_in_several_forms_the_plain_ones_are_shown(tmp_path: Path) 
     assert sample is not None
     form_of = {row["prompt"]: row["form"] for row in test}
     shown = Counter(form_of[question.prompt] for question in sample.questions)
-    assert (set(shown), shown.total()) == ({"lone", "wording_plain"}, KEPT)
+    assert (set(shown), shown.total()) == ({"lone", "wording_plain"}, SAMPLE_SIZE)
 
 
 SYSTEM = [{"role": "system", "content": "x"}, {"role": "user", "content": "{}"}]

@@ -110,8 +110,8 @@ def in_forms(
 
       hallutracer data forms questions.jsonl --form turns --form passages --per-row 2 > rows.jsonl"""
     wanted, rows = forms.chosen(form), mixture.read_rows(file)
-    own = {} if said is None else forms.read_said(said)
-    made = forms.in_forms(rows, wanted, per_row=per_row, seed=seed, said=own)
+    own = {} if said is None else forms.read_model_answers(said)
+    made = forms.in_forms(rows, wanted, per_row=per_row, seed=seed, model_answers=own)
     _print(made, f"rows of {len(rows):,} questions", dict(Counter(row["form"] for row in made).most_common()))
 
 

@@ -42,7 +42,7 @@ from hallutracer_research.evaluation.prepare import PreparedSet, SetRows, method
 from hallutracer_research.evaluation.splits import kept
 from service.data.collection import batches, collect
 from service.data.judges import make_judge
-from service.data.labels import CLASSES, said_in, spoken_behind, verdict_on
+from service.data.labels import CLASSES, answer_texts, spoken_behind, verdict_on
 from service.data.run_folder import claim
 from service.engines.base import Engine, Sampling
 from service.errors import EngineError
@@ -363,7 +363,7 @@ class _Reader:
             prompts = self.prompts(at)
             by_row = engine.sample(prompts, sampling, seeds)
             texts = [
-                [said_in(one.completion, prompt, engine)[0] for one in of_row]
+                [answer_texts(one.completion, prompt, engine)[0] for one in of_row]
                 for prompt, of_row in zip(prompts, by_row, strict=True)
             ]
             last = [np.stack([one.last[layer] for one in of_row]) for of_row in by_row]

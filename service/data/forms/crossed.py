@@ -1,8 +1,8 @@
-"""Crossed wordings: each question in several wordings, so that a probe cannot take a wording for knowledge.
+"""Asks each question in several wordings, so that a probe cannot mistake a wording for knowledge.
 
-``relations.toml`` holds the wordings.  A row that names its ``relation`` and its ``subject`` is worded in phrases,
-questions and key words of that relation; any other question is changed by rule.  A family is a set of frames that look
-alike; the families that are held out are for test rows alone."""
+``relations.toml`` holds the wordings.  A row that names its ``relation`` and ``subject`` gets phrases, questions and
+key words of that relation.  A rule changes any other question.  A family is a set of frames that look alike; held-out
+families are for test rows alone."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from service.data.forms import INSTRUCTION, Row, Unfit
 from service.data.near_duplicates import FILLER
 
 _TEXTS: dict[str, Any] = tomllib.loads(Path(__file__).with_name("relations.toml").read_text(encoding="utf-8"))
-WORDING = "wording_"  # begins the form of a question in other words; the family's name follows
+WORDING = "wording_"  # the form's name of a reworded question is this and the family's name
 PLAIN_WORDING = f"{WORDING}plain"  # the family that asks in the relation's own questions
-WORDS = 2  # of content that a question must keep to be asked in key words
+WORDS = 2  # content words that a question must have to be asked in key words
 TRIES = 20  # draws of a wording of one family, until one is new for its question
 _MARKS = ".?!:;, "
 _QUESTION_WORDS = frozenset(("who", "whom", "whose", "where", "when", "why", "how", "many", "much"))
 _AUXILIARY = r"(?:is|are|was|were|do|does|did|has|have|had|can|will|would|should)"
-_SUBJECT_QUESTIONS = (  # a beginning that an imperative can take the place of; all others are put behind a lead
+_SUBJECT_QUESTIONS = (  # an imperative can replace these beginnings; any other question is put behind a lead
     (re.compile(r"(?:what|which) (?:is|are|was|were) ((?:the|a|an) .+)", re.IGNORECASE), "Name {0}."),
     (re.compile(r"who (?:is|are|was|were) (the .+)", re.IGNORECASE), "Name {0}."),
     (re.compile(rf"who (?!{_AUXILIARY}\b)(.+)", re.IGNORECASE), "Name the person who {0}."),
@@ -47,7 +47,7 @@ _LEADS = (
 
 @dataclass(frozen=True)
 class Relation:
-    """How people speak of one relation; ``relations.toml`` says what stands in each field."""
+    """The wordings of one relation; ``relations.toml`` explains each field."""
 
     phrases: tuple[str, ...]
     keys: tuple[str, ...]
@@ -59,14 +59,14 @@ class Relation:
 
 @dataclass(frozen=True)
 class Family:
-    """Frames that look alike.  ``weight`` is its share of the wordings, beside the others'."""
+    """Frames that look alike.  ``weight`` is its share of the wordings, relative to the other families' weights."""
 
     name: str
     fact: tuple[str, ...]
     any: tuple[str, ...]
     weight: float = 1.0
-    rule: str = ""  # what changes a question that names no relation; one of RULES
-    case: tuple[str, ...] = ("as_is",)  # one is drawn; each is one of CASES
+    rule: str = ""  # name in RULES, for a question without a relation
+    case: tuple[str, ...] = ("as_is",)  # names in CASES, of which one is drawn
     held_out: bool = False  # for test rows alone
 
 
@@ -86,7 +86,7 @@ CASES: Mapping[str, Callable[[str], str]] = MappingProxyType(
 
 
 def training_families() -> list[Family]:
-    """Return the families that rows to train on are made of."""
+    """Return the families for training rows."""
     return [family for family in FAMILIES.values() if not family.held_out]
 
 
@@ -104,14 +104,13 @@ def in_wordings(
     every: bool = False,
     taken: Collection[str] = (),
 ) -> list[Row]:
-    """Return each question in ``per_row`` wordings, each of another family, drawn by weight; with ``every`` in one of
-    each family.  The same seed and rows give the same.
+    """Return each question in ``per_row`` wordings of different families, drawn by weight.
 
-    ``rows`` have a ``prompt``.  A wording is one message of the user; the row's id and its ``form`` name the family.  A
-    question that suits fewer families has fewer wordings.  Two rows of the result never share a prompt, and none has a
-    prompt that is ``taken``."""
+    With ``every`` each family gives a wording.  The same seed and rows give the same.  ``rows`` have a ``prompt``.  A
+    wording is one message of the user; the row's id and its ``form`` name the family.  A question that suits fewer
+    families has fewer wordings.  All prompts of the result differ, and none is in ``taken``."""
     seen = set(taken)
-    made: list[Row] = []
+    worded_rows: list[Row] = []
     for row in rows:
         draw = random.Random(f"{seed} wordings {row['id']}")
         left, count = list(families), 0
@@ -122,21 +121,21 @@ def in_wordings(
             if text is None:
                 continue
             seen.add(text)
-            kept = {key: value for key, value in row.items() if key != "prompt"}
+            fields = {key: value for key, value in row.items() if key != "prompt"}
             form = f"{WORDING}{family.name}"
             name = {"id": f"{row['id']}+{form}", "form": form}
-            made.append(kept | name | {"messages": [{"role": "user", "content": text}]})
+            worded_rows.append(fields | name | {"messages": [{"role": "user", "content": text}]})
             count += 1
-    return made
+    return worded_rows
 
 
 def _weight(family: Family, row: Row) -> float:
-    """Return the family's share for a row.  By rule the heavy families make few different texts of a question."""
+    """Return the family's weight for a row; smaller without a relation, where a heavy family has few wordings."""
     return family.weight if "relation" in row else min(family.weight, 1.5)
 
 
 def _new_wording(row: Row, family: Family, draw: random.Random, seen: set[str]) -> str | None:
-    """Return a wording that is not among ``seen``, or None where the family has none for the row."""
+    """Return a wording that is not in ``seen``, or None if the family has none for the row."""
     for _ in range(TRIES):
         try:
             text = worded(row, family, draw)
@@ -152,12 +151,12 @@ def worded(row: Row, family: Family, draw: random.Random) -> str:
     case = CASES[draw.choice(family.case)]
     if "relation" in row:
         return case(filled(draw.choice(family.fact), row, draw))
-    asked, instruction = str(row["prompt"]).strip(), ""
-    if (match := INSTRUCTION.search(asked)) is not None:
-        asked, instruction = asked[: match.start()], match[0]
+    question, instruction = str(row["prompt"]).strip(), ""
+    if (match := INSTRUCTION.search(question)) is not None:
+        question, instruction = question[: match.start()], match[0]
     frame = draw.choice(family.any)
-    asked = RULES[family.rule](asked, draw) if family.rule else asked
-    text = case(frame.format(q=asked))
+    question = RULES[family.rule](question, draw) if family.rule else question
+    text = case(frame.format(q=question))
     wants_instruction = not family.rule and frame.endswith("{q}") and draw.random() < 0.5
     return text + instruction if wants_instruction else text
 
@@ -195,12 +194,12 @@ def _imperative(question: str, draw: random.Random) -> str:
 
 
 def key_words(question: str) -> list[str]:
-    """Return the words of a question without function words.  Raises Unfit where fewer than ``WORDS`` are left."""
+    """Return a question's words without function words.  Raises Unfit if fewer than ``WORDS`` are left."""
     words = re.findall(r"[\w$%&+'\u2019.-]*\w", question)
-    kept = [word for word in words if word.lower() not in FILLER and word.lower() not in _QUESTION_WORDS]
-    if len(kept) < WORDS:
+    content = [word for word in words if word.lower() not in FILLER and word.lower() not in _QUESTION_WORDS]
+    if len(content) < WORDS:
         raise Unfit
-    return kept
+    return content
 
 
 def _scrambled(question: str, draw: random.Random) -> str:

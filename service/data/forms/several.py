@@ -1,9 +1,9 @@
-"""Questions of fact that do not stand alone: several in one message, follow-ups, and tasks that must hold a fact.
+"""Makes rows whose question of fact does not stand alone: several in one message, follow-ups, tasks with a fact.
 
-``several.toml`` holds the texts.  The last message asks for the row's own fact, directly, by what was said before, or
-inside a task.  Where it asks for more than one fact, ``answers`` has parts, each of which the answer must hold.  The
-other facts come from ``partners``, rows that are in no file to train on, each used once: so no fold has a row whose
-label depends on a fact of another fold.  ``no_fact_rows`` are requests that look alike and ask for no fact."""
+``several.toml`` holds the texts.  The last message asks for the row's own fact: directly, by referring to an earlier
+message, or inside a task.  If it asks for more than one fact, ``answers`` has parts, and the answer must hold each.
+The other facts come from ``partners``: rows that are in no training file, each used once.  So the label of a row never
+depends on a fact of another fold.  ``no_fact_rows`` makes requests that look alike and ask for no fact."""
 
 from __future__ import annotations
 
@@ -25,34 +25,36 @@ TEXTS: Mapping[str, Any] = MappingProxyType(
     tomllib.loads(Path(__file__).with_name("several.toml").read_text(encoding="utf-8"))
 )
 TASK_KINDS = ("code", "letter", "verse", "text")
-LONG_ANSWER = 64  # tokens of an answer with several parts, or of a task; any other has as many as the caller gives
-ALONE = 0.6  # of small talk and requests
+LONG_ANSWER = 64  # tokens for the answer to a task or to several parts; other answers take the caller's limit
+ALONE = 0.6  # share of small talk and requests without earlier messages
 
 
 @dataclass
 class Company:
-    """What stands beside the rows: ``siblings`` are rows about the same subject, ``partners`` rows of other groups."""
+    """Rows to combine with a row: ``siblings`` are about the same subject, ``partners`` are of other groups."""
 
     random: random.Random
     siblings: Mapping[tuple[str, str], Sequence[Row]]  # by group and subject
     partners: Iterator[Row]
     pairs: Mapping[str, Iterator[Row]]  # partners by their relation
-    test: bool  # texts and wordings that are left out of training
+    test: bool  # use the texts and wordings that are held out of training
 
     def text(self, name: str) -> Any:
         """Return one of the texts of this name."""
         return self.random.choice(TEXTS[f"test_{name}" if self.test else name])
 
     def partner(self, relation: str = "") -> Row:
-        """Return an unused row of another group.  Raises Unfit where none is left."""
+        """Return an unused row of another group.  Raises Unfit if none is left."""
         row = next(self.pairs.get(relation, iter(())) if relation else self.partners, None)
         if row is None:
             raise Unfit
         return row
 
     def sibling(self, row: Row) -> Row:
-        """Return a row about the same subject.  Raises Unfit where there is none."""
-        pool = [other for other in self.siblings.get(_subject(row), ()) if other["relation"] != row["relation"]]
+        """Return a row about the same subject.  Raises Unfit if there is none."""
+        pool = [
+            candidate for candidate in self.siblings.get(_subject(row), ()) if candidate["relation"] != row["relation"]
+        ]
         if not pool:
             raise Unfit
         return self.random.choice(pool)
@@ -64,7 +66,7 @@ class Company:
     def wording(self, row: Row) -> str:
         """Return the row's question in any wording."""
         families = held_out_families() if self.test else training_families()
-        while True:  # every row suits the family "plain", and any of those to test with that has no rule
+        while True:  # ends: every row suits the training family "plain", and each held-out family without a rule
             [drawn] = self.random.choices(families, [family.weight for family in families])
             with suppress(Unfit):
                 return worded(row, drawn, self.random)
@@ -100,9 +102,9 @@ def several_rows(
 ) -> list[Row]:
     """Return each row in ``per_row`` forms, drawn by weight; with ``every`` in each form that suits it.
 
-    ``answer_tokens`` of a row says how long its answer has to be, where that is longer than usual.  Rows need a
-    ``prompt``, ``answers`` and a ``group``; those that name a ``relation`` also a ``subject`` and a ``statement``.  The
-    same seed, rows and partners give the same.  ``test``: of texts that are left out of training."""
+    A row whose answer is longer than usual has ``answer_tokens``.  The ``rows`` need a ``prompt``, ``answers`` and a
+    ``group``; with a ``relation`` they need a ``subject`` and a ``statement``, too.  The same seed, rows and partners
+    give the same.  ``test`` uses the texts that are held out of training."""
     draw = random.Random(f"{seed} several")
     siblings: dict[tuple[str, str], list[Row]] = defaultdict(list)
     pairs: dict[str, list[Row]] = defaultdict(list)
@@ -112,8 +114,9 @@ def several_rows(
     order = draw.sample(partners, len(partners))
     for row in order[::2]:
         pairs[row.get("relation", "")].append(row)
-    company = Company(draw, siblings, iter(order[1::2]), {name: iter(own) for name, own in pairs.items() if name}, test)
-    made: list[Row] = []
+    by_relation = {name: iter(of_relation) for name, of_relation in pairs.items() if name}
+    company = Company(draw, siblings, iter(order[1::2]), by_relation, test)
+    made_rows: list[Row] = []
     for row in rows:
         left = [form for form in FORMS if "relation" in row or not form.facts]
         count = 0
@@ -122,12 +125,12 @@ def several_rows(
             left.remove(form)
             with suppress(Unfit):
                 messages, answers = form.make(row, company)
-                kept = {key: value for key, value in row.items() if key not in ("prompt", "answers")}
+                fields = {key: value for key, value in row.items() if key not in ("prompt", "answers")}
                 more = {"answer_tokens": LONG_ANSWER} if form.long else {}
                 name = {"id": f"{row['id']}+{form.name}", "form": form.name}
-                made.append(kept | name | {"messages": messages, "answers": answers} | more)
+                made_rows.append(fields | name | {"messages": messages, "answers": answers} | more)
                 count += 1
-    return made
+    return made_rows
 
 
 def _subject(row: Row) -> tuple[str, str]:
@@ -139,12 +142,12 @@ def _conversation(*texts: str) -> list[Message]:
     return [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(texts)]
 
 
-def _together(frame: str, *asked: tuple[str, Sequence[str]]) -> Made:
-    questions = dict(zip("abc", (text for text, _ in asked), strict=False))
-    return _conversation(frame.format(**questions)), [parts(*(answers for _, answers in asked))]
+def _together(frame: str, *facts: tuple[str, Sequence[str]]) -> Made:
+    questions = dict(zip("abc", (text for text, _ in facts), strict=False))
+    return _conversation(frame.format(**questions)), [parts(*(answers for _, answers in facts))]
 
 
-def _own(row: Row, company: Company) -> tuple[str, Sequence[str]]:
+def _fact_of(row: Row, company: Company) -> tuple[str, Sequence[str]]:
     return company.asked(row), row["answers"]
 
 
@@ -153,26 +156,26 @@ def _easy(company: Company) -> tuple[str, Sequence[str]]:
     return company.random.choice(question["texts"]), question["answers"]
 
 
-def _shuffled(row: Row, company: Company, name: str, others: int) -> Made:
-    asked = [_own(row, company), *(_own(company.partner(), company) for _ in range(others))]
-    return _together(company.text(name), *company.random.sample(asked, len(asked)))
+def _shuffled(row: Row, company: Company, name: str, partners: int) -> Made:
+    facts = [_fact_of(row, company), *(_fact_of(company.partner(), company) for _ in range(partners))]
+    return _together(company.text(name), *company.random.sample(facts, len(facts)))
 
 
 def _both(row: Row, company: Company) -> Made:
     pair = company.random.sample([row, company.sibling(row)], 2)
-    p, r = (filled("{p}", asked, company.random) for asked in pair)
+    p, r = (filled("{p}", member, company.random) for member in pair)
     text = company.text("both").format(p=p, r=r, P=started(p), R=started(r))
-    return _conversation(text), [parts(*(asked["answers"] for asked in pair))]
+    return _conversation(text), [parts(*(member["answers"] for member in pair))]
 
 
 def _go_on(row: Row, company: Company) -> Made:
-    asked, refusal = company.wording(row), company.random.choice(TEXTS["refused"])
-    return _conversation(asked, refusal, company.text("go_on")), row["answers"]
+    question, refusal = company.wording(row), company.random.choice(TEXTS["refused"])
+    return _conversation(question, refusal, company.text("go_on")), row["answers"]
 
 
 def _offered(row: Row, company: Company) -> Made:
-    asked, offer = company.wording(row), company.random.choice(TEXTS["offered"])
-    return _conversation(asked, offer, company.text("yes")), row["answers"]
+    question, offer = company.wording(row), company.random.choice(TEXTS["offered"])
+    return _conversation(question, offer, company.text("yes")), row["answers"]
 
 
 def _waiting(row: Row, company: Company) -> Made:
@@ -181,18 +184,18 @@ def _waiting(row: Row, company: Company) -> Made:
 
 
 def _same_relation(row: Row, company: Company) -> Made:
-    other = company.partner(row["relation"])
-    if set(other["answers"]) & set(row["answers"]):  # its statement would give the answer
+    partner = company.partner(row["relation"])
+    if set(partner["answers"]) & set(row["answers"]):  # its statement would give the answer
         raise Unfit
     text = company.text("same_relation").format(s=row["subject"], S=started(row["subject"]))
-    return _conversation(company.wording(other), other["statement"], text), row["answers"]
+    return _conversation(company.wording(partner), partner["statement"], text), row["answers"]
 
 
 def _other_relation(row: Row, company: Company) -> Made:
-    other = company.sibling(row)
+    sibling = company.sibling(row)
     key = company.random.choice(RELATIONS[row["relation"]].keys[:2])
     text = company.text("other_relation").format(k=key, K=started(key))
-    return _conversation(company.wording(other), other["statement"], text), row["answers"]
+    return _conversation(company.wording(sibling), sibling["statement"], text), row["answers"]
 
 
 def _task(name: str) -> Make:
@@ -214,13 +217,13 @@ FORMS: Sequence[RequestForm] = (
     RequestForm(
         "easy_before",
         2.0,
-        lambda row, company: _together(company.text("two"), _easy(company), _own(row, company)),
+        lambda row, company: _together(company.text("two"), _easy(company), _fact_of(row, company)),
         long=True,
     ),
     RequestForm(
         "easy_behind",
         1.5,
-        lambda row, company: _together(company.text("two"), _own(row, company), _easy(company)),
+        lambda row, company: _together(company.text("two"), _fact_of(row, company), _easy(company)),
         long=True,
     ),
     RequestForm("both_relations", 1.0, _both, facts=True, long=True),
@@ -235,23 +238,23 @@ FORMS: Sequence[RequestForm] = (
 
 
 def no_fact_rows(count: int, answered: Sequence[Row], seed: int = 0) -> list[Row]:
-    """Return so many rows that ask for no fact and look like those that do; the same arguments give the same.
+    """Return ``count`` rows that ask for no fact but look like rows that do; the same arguments give the same.
 
-    ``answered`` are rows of facts with a statement, which stand before a closing; without any, small talk does."""
+    ``answered`` are rows of facts with a statement, for the messages before the request; without them small talk."""
     draw = random.Random(f"{seed} no fact")
     kinds = list(_NO_FACT)
-    made: list[Row] = []
+    made_rows: list[Row] = []
     seen: set[str] = set()
-    while len(made) < count:
+    while len(made_rows) < count:
         kind = draw.choice(kinds)
         messages, topic = _NO_FACT[kind](draw, answered)
         if (key := repr(messages)) in seen:
             continue
         seen.add(key)
         name = f"task/{kind}"
-        made.append(
+        made_rows.append(
             {
-                "id": f"{name}/several-{len(made)}",
+                "id": f"{name}/several-{len(made_rows)}",
                 "group": f"{name}/{topic}",
                 "kind": name,
                 "form": "task",
@@ -259,18 +262,18 @@ def no_fact_rows(count: int, answered: Sequence[Row], seed: int = 0) -> list[Row
                 "applies": False,
             }
         )
-    return made
+    return made_rows
 
 
 def _filled(draw: random.Random, name: str) -> tuple[str, str]:
-    """Return a text of ``no_fact`` with its gaps filled, and what tells its topic."""
+    """Return a text of ``no_fact`` with its gaps filled, and its topic."""
     topic: str = draw.choice(TEXTS["no_fact"][name])
     thing, person = (draw.choice(TEXTS["no_fact"][slot]) for slot in ("things", "people"))
     return topic.format(thing=thing, person=person), topic
 
 
 def _dressed(draw: random.Random, text: str) -> str:
-    """Return the text as people in a hurry write it; most often as it is."""
+    """Return the text, sometimes in small letters or without its final mark."""
     cases: tuple[Callable[[str], str], ...] = (str, str, str, str.lower, lambda text: text.rstrip(".!?"))
     return draw.choice(cases)(text)
 
@@ -294,7 +297,7 @@ def _open(name: str) -> Callable[[random.Random, Sequence[Row]], tuple[list[Mess
 
 
 def _exchange(draw: random.Random, answered: Sequence[Row]) -> list[str]:
-    """Return a question and its answer, of a fact or of small talk."""
+    """Return a question and its answer: a fact or small talk."""
     if not answered or draw.random() < 0.3:
         return list(draw.choice([*TURNS["small_talk"], *TURNS["greetings"]]))
     row = draw.choice(answered)

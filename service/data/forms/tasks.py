@@ -1,8 +1,8 @@
-"""Requests that ask the model for no fact: chat, writing, translating, code, given texts, nonsense; and rows of them.
+"""Makes rows that ask for no fact: chat, writing, translating, code, work on a text, nonsense.
 
-They are what the probe that tells a question of fact from the rest learns the rest from.  A kind makes a request of
-wordings and of lists of texts; many end in a question mark or name a city, since questions of fact do so, too.  They
-stand alone, or among what the forms of questions put around one, so that this tells nothing: only the request decides.
+The probe that recognises questions of fact learns the other class from them.  A kind combines wordings with lists of
+texts.  Many requests end in a question mark or name a city, as questions of fact do.  They stand alone, or in the same
+forms of conversation as questions, so that the form reveals nothing.
 """
 
 from __future__ import annotations
@@ -16,23 +16,42 @@ from typing import Any, NamedTuple
 from service.data.forms import TURNS, WORDINGS, Message, Question, Surroundings, Unfit, chosen
 
 _SLOTS = {
-    "topic": "topics", "place": "places", "person": "people", "matter": "matters", "role": "roles",
-    "language": "languages", "view": "opinions", "ideas": "ideas", "trouble": "troubles", "plan": "plans",
-    "constraint": "constraints", "piece": "pieces", "hello": "hellos", "chat": "chat", "bye": "byes",
-    "you": "about_you", "meta": "meta", "name": "first_names", "job": "code_jobs", "query": "queries",
-}  # fmt: skip
+    "topic": "topics",
+    "place": "places",
+    "person": "people",
+    "matter": "matters",
+    "role": "roles",
+    "language": "languages",
+    "view": "opinions",
+    "ideas": "ideas",
+    "trouble": "troubles",
+    "plan": "plans",
+    "constraint": "constraints",
+    "piece": "pieces",
+    "hello": "hellos",
+    "chat": "chat",
+    "bye": "byes",
+    "you": "about_you",
+    "meta": "meta",
+    "name": "first_names",
+    "job": "code_jobs",
+    "query": "queries",
+}
 SLOTS: dict[str, list[str]] = {slot: WORDINGS[name] for slot, name in _SLOTS.items()}
 ALONE = 0.45
 AROUND = ("system", "turns", "few_shot", "facts", "passage_unrelated", "context_1k")
 BEFORE_FOLLOW_UP = ("turn_right", "turn_wrong", "turn_own", "turns_own", "turns_mixed")
 
-# Wordings of questions that suit any request: were they left to the questions, they would give them away.
-_AROUND_QUESTIONS = [one for one in (*WORDINGS["polite"], *WORDINGS["formats"])
-                     if not any(word in one for word in ("tell me", "several answers"))]  # fmt: skip
+# Wordings that suit any request.  If questions alone had them, a probe could recognise a question by its wording.
+_AROUND_QUESTIONS = [
+    wording
+    for wording in (*WORDINGS["polite"], *WORDINGS["formats"])
+    if "tell me" not in wording and "several answers" not in wording
+]
 
 
 class TaskRequest(NamedTuple):
-    """``topic`` is what requests of one wording, or of one text, have in common."""
+    """A request.  Requests with the same wording, or with the same text, have the same ``topic``."""
 
     text: str
     topic: str
@@ -42,7 +61,7 @@ Make = Callable[[random.Random], TaskRequest]
 
 
 class Task(NamedTuple):
-    """``follows`` an answer to a question: it makes no sense alone."""
+    """A kind of request.  One that ``follows`` an answer makes no sense alone."""
 
     name: str
     weight: float
@@ -51,7 +70,7 @@ class Task(NamedTuple):
 
 
 def task_rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Return so many rows that ask for no fact; the same seed and number give the same."""
+    """Return ``count`` rows that ask for no fact; the same seed and count give the same."""
     draw = random.Random(f"{seed} tasks")
     tasks = draw.choices(list(TASKS.values()), [task.weight for task in TASKS.values()], k=count)
     seen: set[str] = set()
@@ -77,14 +96,14 @@ def _conversation(draw: random.Random, task: Task, request: TaskRequest) -> list
     if not task.follows and draw.random() < ALONE:
         return [{"role": "user", "content": request.text}]
     forms = chosen(BEFORE_FOLLOW_UP if task.follows else AROUND)
-    asked = Question(id="", text=request.text, answer="", said="", statement="", group="", kind="task")
+    question = Question(id="", text=request.text, answer="", model_answer="", statement="", group="", kind="task")
     pool = draw.sample(TURNS["asked"], len(TURNS["asked"]))
-    others = [Question("", text, answer, said, said, text, "fact") for text, answer, said in pool]
-    around = Surroundings(draw, same=others[::2], other=others[1::2])
-    while True:  # a form with a long passage is unfit for half of its draws: the answer, which there is none of
-        [form] = draw.choices(forms, [one.weight for one in forms])
+    neighbours = [Question("", text, answer, reply, reply, text, "fact") for text, answer, reply in pool]
+    around = Surroundings(draw, same_kind=neighbours[::2], other_kinds=neighbours[1::2])
+    while True:  # a long passage may need an answer, which a request has not: draw again
+        [form] = draw.choices(forms, [candidate.weight for candidate in forms])
         with suppress(Unfit):
-            return form.make(asked, around)
+            return form.make(question, around)
 
 
 def _code_help(draw: random.Random) -> TaskRequest:
@@ -101,7 +120,7 @@ def _formatting(draw: random.Random) -> TaskRequest:
 
 
 def _nonsense(draw: random.Random) -> TaskRequest:
-    made = {
+    makers = {
         "mash": lambda: " ".join("".join(draw.choices("asdfghjklq", k=5)) for _ in range(draw.randint(1, 5))),
         "letters": lambda: "".join(draw.choices(string.ascii_lowercase + "?", k=draw.randint(1, 14))),
         "marks": lambda: "".join(draw.choices("?!.,;:-#*", k=draw.randint(1, 9))),
@@ -113,8 +132,8 @@ def _nonsense(draw: random.Random) -> TaskRequest:
         ),
         "paste": lambda: f"{draw.choice(WORDINGS['first_names'])}_{draw.randint(1, 99)}.{draw.choice(('png', 'txt'))}",
     }
-    name = draw.choice(list(made))
-    return TaskRequest(made[name]().strip(), name)
+    name = draw.choice(list(makers))
+    return TaskRequest(makers[name]().strip(), name)
 
 
 def _one_of(draw: random.Random, *wordings: str) -> str:
@@ -126,7 +145,7 @@ def _reviews(draw: random.Random) -> str:
 
 
 def _text(draw: random.Random) -> str:
-    """Return a few sentences that belong together no more than news in brief do; a fact may be among them."""
+    """Return a few unrelated sentences; one may be a fact."""
     pool = (*WORDINGS["scenes"], *WORDINGS["notes"], draw.choice(WORDINGS["facts"]))
     return " ".join(draw.sample(pool, draw.choice((2, 3, 3, 4, 6, 10))))
 
@@ -137,7 +156,7 @@ def _worded(draw: random.Random, wordings: str) -> TaskRequest:
 
 
 def _handed(draw: random.Random, wordings: str, what: str, *, in_passages: bool = False) -> TaskRequest:
-    """Return a request with what it is about, behind or before it; or in the forms' layouts of passages."""
+    """Return a request with the text it is about: behind it, before it, or laid out as a passage of the forms."""
     head, topic = _filled(draw, WORDINGS[wordings])
     if in_passages and draw.random() < 0.5:
         return TaskRequest(draw.choice(WORDINGS["passages"]).format(p=what, q=head), topic)
@@ -149,26 +168,26 @@ def _handed(draw: random.Random, wordings: str, what: str, *, in_passages: bool 
 
 
 def _filled(draw: random.Random, wordings: Sequence[str]) -> tuple[str, str]:
-    """Return a wording with its gaps filled, and its topic: its place, or what fills it where it has no own words."""
-    place = draw.randrange(len(wordings))
+    """Return a wording with its gaps filled, and its topic: its number, or its last filler if it is only gaps."""
+    number = draw.randrange(len(wordings))
     parts: list[str] = []
     filled: list[str] = []
-    for words, slot, *_ in string.Formatter().parse(wordings[place]):
+    for words, slot, *_ in string.Formatter().parse(wordings[number]):
         parts.append(words)
         if slot:
-            filled.append(draw.choice([one for one in SLOTS[slot] if one not in filled]))
+            filled.append(draw.choice([filler for filler in SLOTS[slot] if filler not in filled]))
             parts.append(filled[-1])
     text = "".join(parts)
-    own = sum(character.isalpha() for words in parts if words not in filled for character in words)
-    topic = f"{place}" if own else filled[-1].lower()
-    if wordings[place][0].islower():
+    own_letters = sum(character.isalpha() for words in parts if words not in filled for character in words)
+    topic = f"{number}" if own_letters else filled[-1].lower()
+    if wordings[number][0].islower():
         upper, lower = text[0].upper() + text[1:], text
         return draw.choice(WORDINGS["leads"]).format(upper=upper, lower=lower), topic
-    return (text[0].upper() + text[1:] if own else text), topic
+    return (text[0].upper() + text[1:] if own_letters else text), topic
 
 
 def _aside(draw: random.Random, text: str, share: float = 0.4) -> str:
-    """Return the text as somebody in a hurry, or somebody talkative, writes it; most often as it is."""
+    """Return the text, with probability ``share`` with chatter or junk around it, or carelessly written."""
     if draw.random() > share:
         return text
     if draw.random() < 0.4:
@@ -183,17 +202,28 @@ def _of(wordings: str) -> Make:
 
 
 _TASKS: Sequence[tuple[str, float, Make]] = (
-    ("greeting", 1.0, _of("greeting")), ("chat", 1.0, _of("chatting")), ("thanks_and_goodbye", 0.7, _of("leaving")),
-    ("about_you", 0.7, _of("about")), ("writing", 1.5, _of("writing")), ("letter", 1.0, _of("letters")),
+    ("greeting", 1.0, _of("greeting")),
+    ("chat", 1.0, _of("chatting")),
+    ("thanks_and_goodbye", 0.7, _of("leaving")),
+    ("about_you", 0.7, _of("about")),
+    ("writing", 1.5, _of("writing")),
+    ("letter", 1.0, _of("letters")),
     ("rewriting", 1.5, lambda draw: _handed(draw, "rewriting", _one_of(draw, "clumsy", "sentences", "facts"))),
     ("translating", 1.3, lambda draw: _handed(draw, "translating", _one_of(draw, "sentences", "sentences", "facts"))),
-    ("code", 1.2, _of("coding")), ("code_help", 1.0, _code_help),
+    ("code", 1.2, _of("coding")),
+    ("code_help", 1.0, _code_help),
     ("summary", 1.5, lambda draw: _handed(draw, "summary", _text(draw), in_passages=True)),
     ("extracting", 1.0, lambda draw: _handed(draw, "extracting", _text(draw), in_passages=True)),
     ("classifying", 1.0, lambda draw: _handed(draw, "classifying", _reviews(draw))),
-    ("brainstorm", 1.0, _of("brainstorm")), ("advice", 1.0, _of("advice")), ("planning", 0.7, _of("planning")),
-    ("role_play", 1.0, _of("role_play")), ("formatting", 1.0, _formatting), ("constraint", 0.7, _of("creative")),
-    ("opinion", 1.0, _of("opinion")), ("meta", 0.7, _of("meta_requests")), ("follow_up", 1.0, _of("follow_ups")),
+    ("brainstorm", 1.0, _of("brainstorm")),
+    ("advice", 1.0, _of("advice")),
+    ("planning", 0.7, _of("planning")),
+    ("role_play", 1.0, _of("role_play")),
+    ("formatting", 1.0, _formatting),
+    ("constraint", 0.7, _of("creative")),
+    ("opinion", 1.0, _of("opinion")),
+    ("meta", 0.7, _of("meta_requests")),
+    ("follow_up", 1.0, _of("follow_ups")),
     ("nonsense", 0.6, _nonsense),
-)  # fmt: skip
+)
 TASKS = {name: Task(name, weight, name == "follow_up", make) for name, weight, make in _TASKS}
