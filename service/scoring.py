@@ -33,7 +33,7 @@ from service.prompts import as_prompt_format, chat_ending, render
 from service.readout import Probes, Site
 from service.risk import depth_mean, risk, served_risk
 from service.tool_calls import Tools
-from service.turn import AnswerRisk, Chunk, Ended, Event, Outcome, Text, Turn, stops, verdict_on_answer
+from service.turn import AnswerRisk, Chunk, Ended, Event, Outcome, Text, Turn
 
 _ROUNDING = 1e-9  # of a recalibrated risk, relative
 
@@ -82,6 +82,12 @@ class RiskReport:
     def bundle_risk(self) -> float:
         """The risk as the bundle has it, whose passages are true, for what compares it with training's."""
         return self.risk if self.trained_risk is None else self.trained_risk
+
+    @property
+    def shown(self) -> Completion:
+        """What was shown of the answer; ask for it where the outcome is one that ``shows``."""
+        assert self.completion is not None
+        return self.completion
 
     def before_answer(self) -> RiskReport:
         """Return what is sent before an answer, which may be complete.  What was withheld has none to come."""
@@ -297,19 +303,6 @@ class Scorer:
             return report
         return replace(report, decoding=departure(self.bundle.manifest, Decoding(sampling.temperature, sampling.top_p)))
 
-    @staticmethod
-    def stops(report: RiskReport, policy: Policy, answer: AnswerRisk | None, tokens: int, *, last: bool) -> bool:
-        """Return whether ``policy`` ends an answer here, of which so many tokens were shown, by what was read of it.
-
-        ``last``: it has ended by itself."""
-        return stops(policy, answer, tokens, applies=report.context.applies, last=last)
-
-    @staticmethod
-    def rechecked(report: RiskReport, policy: Policy, answer: AnswerRisk | None) -> RiskReport:
-        """Return the report of an answer that has ended; under ``recheck`` with the verdict on its own tokens."""
-        verdict = verdict_on_answer(policy, report.verdict, answer, applies=report.context.applies)
-        return replace(report, answer=answer, verdict=verdict)
-
     def in_words(self, policy: Policy) -> str:
         """Return, for the log, which bundle judges by which policy and threshold, and where it reads which model."""
         manifest, identity = self.bundle.manifest, self.engine.identity
@@ -447,9 +440,3 @@ def ended_report(report: RiskReport, ended: Ended) -> RiskReport:
         tool_call=called and report.decision is not Decision.CONTINUE,
         decided_by=None if called else report.decided_by,
     )
-
-
-def called(report: RiskReport) -> RiskReport:
-    """Return the report of a turn that is nothing but calls of tools, which is no answer: it is given."""
-    verdict = replace(report.verdict, decision=Decision.CONTINUE, message=None) if report.held else report.verdict
-    return replace(report, verdict=verdict, answer=None, held=False, tool_call=report.held, decided_by=None)

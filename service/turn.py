@@ -52,6 +52,11 @@ class Outcome(StrEnum):
     STOPPED = "stopped"  # the risk of its own tokens ended the answer; the text before that was shown
     WITHHELD = "withheld"  # nothing was shown
 
+    @property
+    def shows(self) -> bool:
+        """Return whether an answer was shown, or its beginning."""
+        return self in (Outcome.ANSWERED, Outcome.CALLED, Outcome.STOPPED)
+
 
 def _not_read() -> None:
     return None

@@ -22,6 +22,7 @@ from service.serving.admission import Deadline
 from service.serving.judgement import Judgement
 from service.serving.service import Service
 from service.tool_calls import Tools
+from service.turn import Outcome
 
 RISKS = "bundle, policy, guarantee and data as /v1/risk/score answers them"
 
@@ -71,7 +72,7 @@ async def answered(request: Request, service: Service, body: AnswerRequest, want
 
 
 def withheld(report: RiskReport) -> bool:
-    """Return whether the model's own answer is not given."""
+    """Return whether an answer to a prompt that is only scored would not be given."""
     return report.decision is not Decision.CONTINUE
 
 
@@ -80,7 +81,7 @@ def annotation(report: RiskReport, found: Format | None = None) -> str:
 
     Its reader would not find the JSON that was asked for; ``hallutracer`` has the message all the same."""
     message = report.verdict.message
-    return "" if message is None or withheld(report) or found is not None else f"{message}\n\n"
+    return "" if message is None or report.outcome is Outcome.WITHHELD or found is not None else f"{message}\n\n"
 
 
 def note(judgement: Judgement, reports: Sequence[RiskReport] | None = None) -> dict[str, Any]:

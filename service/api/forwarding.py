@@ -14,7 +14,7 @@ from service.errors import HalluTracerError, UpstreamFailed
 from service.json_limits import excess
 from service.policies.guard import Upstream
 from service.proxies import AsyncProxyTransport, Proxies
-from service.serving.metrics import Metrics, Outcome
+from service.serving.metrics import Metrics, UpstreamOutcome
 
 if TYPE_CHECKING:
     from service.serving.tracing import RequestTrace, UpstreamCall
@@ -61,7 +61,7 @@ class Forwarder:
         timeout = httpx.Timeout(upstream.timeout_s, connect=min(CONNECT_S, upstream.timeout_s))
         address = upstream.url + route.removeprefix("/v1")
         asked = upstream.host + self._proxies.described(httpx.URL(address))
-        outcome: Outcome = "given_up"  # the client left, or the deadline passed
+        outcome: UpstreamOutcome = "given_up"  # the client left, or the deadline passed
         code: str | None = outcome
         try:
             headers = upstream.headers() | {"accept-encoding": "identity"} | ({} if call is None else call.headers)

@@ -15,7 +15,7 @@ from pydantic import Field, create_model
 
 from service.access.routes import MESSAGES_ROUTE
 from service.api import reply as wire
-from service.api.answering import RISKS, Wanted, annotation, answered, beside, note, whole, withheld
+from service.api.answering import RISKS, Wanted, annotation, answered, beside, note, whole
 from service.api.auth import TheService
 from service.api.error_bodies import anthropic_body
 from service.api.json_body import JsonRoute
@@ -25,6 +25,7 @@ from service.errors import HalluTracerError
 from service.scoring import RiskReport
 from service.serving.dispatcher import Piece
 from service.tool_calls import CallReader, Part, ToolCall, Tools
+from service.turn import Outcome
 
 REFUSAL = "refusal"
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "content_filter": REFUSAL}
@@ -85,10 +86,10 @@ async def messages(body: Annotated[MessagesRequest, Body()], request: Request, s
 
 def _blocks(report: RiskReport, tools: Tools | None) -> tuple[list[dict[str, Any]], int]:
     """Return the answer's blocks, or those of what is said instead, and how many of them are calls of tools."""
-    if report.completion is None:
+    if report.outcome is Outcome.WITHHELD:
         message = report.verdict.message
         return ([] if message is None else [text_block(message)]), 0
-    text, calls = split(tools, report.completion.text)
+    text, calls = split(tools, report.shown.text)
     text = annotation(report) + text
     used = [_tool_use(call) | {"input": json.loads(call.arguments)} for call in calls]
     return [*([text_block(text)] if text or not calls else []), *used], len(calls)
@@ -100,9 +101,9 @@ def _tool_use(call: ToolCall) -> dict[str, Any]:
 
 
 def _ended(report: RiskReport, calls: int = 0) -> dict[str, Any]:
-    completion = report.completion
-    if completion is None:
+    if report.outcome is Outcome.WITHHELD:
         return {"stop_reason": REFUSAL, "stop_sequence": None}
+    completion = report.shown
     if completion.finish_reason == "stop" and completion.stop is not None:
         return {"stop_reason": "stop_sequence", "stop_sequence": completion.stop}
     ended = wire.finish_reason(completion)
@@ -175,7 +176,7 @@ async def _events(reply: wire.Reply, tools: Tools | None) -> AsyncIterator[bytes
         return b"".join(blocks.text(one, **more) if isinstance(one, str) else blocks.call(one) for one in parts)
 
     def over(reports: list[RiskReport]) -> bytes:
-        stop = (told(reader.end()) if reader is not None and reports[0].completion is not None else b"") + blocks.end()
+        stop = (told(reader.end()) if reader is not None and reports[0].outcome.shows else b"") + blocks.end()
         more = beside(wire.answer_note(reports[0].answer, reports[0].decoding))
         ended = event("message_delta", delta=_ended(reports[0], blocks.calls), usage=_counted(reports), **more)
         return stop + ended + event("message_stop")
@@ -190,7 +191,7 @@ async def _events(reply: wire.Reply, tools: Tools | None) -> AsyncIterator[bytes
 
     first: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": _counted([report])}
     yield event("message_start", message=_head(reply) | first | {"hallutracer": note(judgement)})
-    if withheld(report):
+    if report.outcome is Outcome.WITHHELD:
         said = report.verdict.message
         yield (b"" if said is None else blocks.text(said)) + over([report])
         return

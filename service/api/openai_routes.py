@@ -15,7 +15,7 @@ from pydantic import Field, create_model
 
 from service.access.routes import CHAT_ROUTE, TEXT_ROUTE
 from service.api import reply as wire
-from service.api.answering import RISKS, Wanted, annotation, answered, beside, note, whole, withheld
+from service.api.answering import RISKS, Wanted, annotation, answered, beside, note, whole
 from service.api.auth import TheService
 from service.api.forwarding import Forwarder
 from service.api.json_body import JsonRoute
@@ -29,6 +29,7 @@ from service.serving.dispatcher import Piece
 from service.serving.judgement import Judgement
 from service.serving.service import Service
 from service.tool_calls import ToolCall
+from service.turn import Outcome
 
 Route = Literal["chat", "text"]
 Chunks = AsyncGenerator[dict[str, Any], None]
@@ -147,16 +148,16 @@ def _counted(reports: list[RiskReport]) -> dict[str, Any]:
 
 
 def _finish_reason(report: RiskReport, calls: int) -> str:
-    if report.completion is None:
+    if report.outcome is Outcome.WITHHELD:
         return WITHHELD
-    ended = wire.finish_reason(report.completion)
+    ended = wire.finish_reason(report.shown)
     return "tool_calls" if calls and ended == "stop" else ended
 
 
 def _choice(to: Route, index: int, report: RiskReport, wanted: Wanted, in_content: bool) -> dict[str, Any]:
     said, calls = _refusal(report, in_content), list[ToolCall]()
-    if report.completion is not None:
-        text, calls = split(wanted.tools, report.completion.text)
+    if report.outcome.shows:
+        text, calls = split(wanted.tools, report.shown.text)
         said = {"content": annotation(report, wanted.format) + text, "refusal": None}
     if calls:
         said |= {"content": said["content"] or None, "tool_calls": [called(call) for call in calls]}
@@ -200,7 +201,7 @@ async def _chunks(
         ended = _finish_reason(reports[0], deltas.calls)
         return rest + chunk({}, ended, wire.answer_note(reports[0].answer, reports[0].decoding)) + used(reports)
 
-    if foreign is None and withheld(report):
+    if foreign is None and report.outcome is Outcome.WITHHELD:
         said = {"role": "assistant", **_refusal(report, in_content)}
         yield chunk(said, WITHHELD, hallutracer=note(reply.judgement)) + used([report])
     else:

@@ -238,7 +238,7 @@ def retrieval_out(judgement: Judgement) -> RetrievalOut | None:
 def usage(reports: Sequence[RiskReport]) -> Usage:
     """Return the token counts of a request."""
     prompts = sum(report.prompt_tokens for report in reports)
-    answers = sum(report.completion.tokens for report in reports if report.completion)
+    answers = sum(report.shown.tokens for report in reports if report.outcome.shows)
     cached = sum(report.cached_tokens for report in reports)
     return Usage(prompt_tokens=prompts, cached_tokens=cached, completion_tokens=answers, total_tokens=prompts + answers)
 
@@ -255,7 +255,8 @@ def risk_out(index: int, report: RiskReport, include: Collection[Include] = ()) 
         decided_by=report.decided_by, passage_truth=report.passage_truth,
         trajectory=report.trajectory.tolist() if "trajectory" in include else None,
         running_mean=running_means(report.trajectory).tolist() if "running_mean" in include else None,
-        completion=completion_out(report.completion), **answer_note(report.answer),
+        completion=None if report.completion is None else completion_out(report.completion),
+        **answer_note(report.answer),
     )  # fmt: skip
 
 
@@ -306,10 +307,8 @@ def running_note(answer: AnswerRisk | None) -> dict[str, Any]:
     return {} if answer is None else {"answer_risk": answer.risk, "answer_tokens": answer.tokens}
 
 
-def completion_out(completion: Completion | None) -> CompletionOut | None:
-    """Return an answer, where there is one."""
-    if completion is None:
-        return None
+def completion_out(completion: Completion) -> CompletionOut:
+    """Return an answer."""
     assert completion.finish_reason != "cancelled", "a cancelled answer has no reader"
     return CompletionOut(
         text=completion.text, finish_reason=finish_reason(completion), completion_tokens=completion.tokens

@@ -12,6 +12,7 @@ from service.api.responses_items import Output, refusal_parts
 from service.api.responses_schema import ResponsesRequest
 from service.scoring import RiskReport
 from service.tool_calls import CallReader
+from service.turn import Outcome
 
 _REASONS = {"length": "max_output_tokens", "content_filter": "content_filter"}
 
@@ -37,7 +38,7 @@ class Told:
     def ends(self, report: RiskReport) -> bytes:
         """Return the events with which an answer's items end, or those of what is said instead of an answer."""
         output, status = self.output, _status(report)[0]
-        if report.completion is None:
+        if report.outcome is Outcome.WITHHELD:
             return output.message(refusal_parts(report.verdict.message, self._in_content), status)
         rest = b"" if self._reader is None else output.add(self._reader.end())
         if output.index < 0:  # nothing was said and nothing called
@@ -46,9 +47,9 @@ class Told:
 
     def whole(self, report: RiskReport, noted: Mapping[str, Any]) -> dict[str, Any]:
         """Return the response with its answer."""
-        if report.completion is not None:
+        if report.outcome.shows:
             self.begins()
-            self.piece(report.completion.text)
+            self.piece(report.shown.text)
         self.ends(report)
         return self.response(noted, report)
 
@@ -87,7 +88,7 @@ class Told:
 
 
 def _status(report: RiskReport) -> tuple[str, dict[str, str] | None]:
-    ended = "content_filter" if report.completion is None else wire.finish_reason(report.completion)
+    ended = "content_filter" if report.outcome is Outcome.WITHHELD else wire.finish_reason(report.shown)
     return ("completed", None) if ended == "stop" else ("incomplete", {"reason": _REASONS[ended]})
 
 

@@ -13,7 +13,7 @@ from pydantic import Field, create_model
 
 from service.access.routes import RESPONSES_ROUTE
 from service.api import reply as wire
-from service.api.answering import RISKS, Wanted, answered, beside, note, whole, withheld
+from service.api.answering import RISKS, Wanted, answered, beside, note, whole
 from service.api.auth import TheService
 from service.api.error_bodies import error_body
 from service.api.json_body import JsonRoute
@@ -22,6 +22,7 @@ from service.api.responses_schema import ResponsesRequest
 from service.errors import HalluTracerError
 from service.scoring import RiskReport
 from service.serving.dispatcher import Piece
+from service.turn import Outcome
 
 # What the document says of an answer.
 _PART: Any = create_model(
@@ -93,7 +94,7 @@ async def _events(told: Told) -> AsyncIterator[bytes]:
         return told.output.event("error", code=error.code, message=error.message, param=error.param, **body)
 
     yield told.begun(note(judgement))
-    if withheld(report):
+    if report.outcome is Outcome.WITHHELD:
         yield told.over(report, note(judgement))
         return
     yield told.begins()

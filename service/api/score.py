@@ -28,7 +28,7 @@ from service.engines.checks import check_length, check_special_tokens
 from service.errors import ClientGone, EmptyPrompt, RequestError
 from service.judging import guarantee
 from service.judging.decoding import decoding_for
-from service.policies.guard import Action, Decision, Policy
+from service.policies.guard import Action, Policy
 from service.scoring import RiskReport, Scorer
 from service.serving import observers
 from service.serving.admission import Deadline
@@ -39,6 +39,7 @@ from service.serving.request_log import record_of
 from service.serving.service import Service
 from service.settings import ServiceSettings
 from service.tool_calls import Tools
+from service.turn import Outcome
 
 
 @dataclass(frozen=True)
@@ -371,13 +372,12 @@ async def _events(reply: wire.Reply, first: str) -> AsyncIterator[bytes]:
         return chunk(one.text, **wire.running_note(one.answer))
 
     def last(reports: list[RiskReport]) -> bytes:
-        completion = wire.completion_out(reports[0].completion)
-        assert completion is not None
+        completion = wire.completion_out(reports[0].shown)
         known = wire.answer_note(reports[0].answer, reports[0].decoding)
         return chunk("", completion.finish_reason, usage=wire.usage(reports).model_dump(), **known)
 
     yield wire.event(first)
-    if reply.judgement.reports[0].decision is Decision.CONTINUE:
+    if reply.judgement.reports[0].outcome is not Outcome.WITHHELD:
         async for part in wire.answer_events(reply, piece, last):
             yield part
     yield wire.DONE

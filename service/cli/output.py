@@ -115,8 +115,8 @@ def draw_report(bundle: Bundle, report: RiskReport, console: Console | None = No
             console.print(known.unlike)
     if not report.context.applies:
         console.print(f"asks for no fact (P(asks) {report.context.asks:.2f}): the risk does not apply")
-    if report.completion is not None:
-        console.print(Text.assemble(("answer ", "bold"), report.completion.text.strip()))
+    if report.outcome.shows:
+        console.print(Text.assemble(("answer ", "bold"), report.shown.text.strip()))
     if report.answer is not None:
         side = "flagged" if report.answer.flagged else "not flagged"
         console.print(f"risk of this answer, by its own tokens: {report.answer.risk:.3f} ({side})")

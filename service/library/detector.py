@@ -142,7 +142,7 @@ def risk_of(prompt: str | Sequence[Message], judged: JudgedPrompt) -> Risk:
         threshold=report.verdict.threshold, decision=report.decision.value, depth_mean=report.depth_mean,
         trajectory=trajectory, interval=None if known is None else known.interval,
         outside_training=None if known is None else known.outside, applies=report.context.said,
-        answer=None if report.completion is None else report.completion.text.strip(),
+        answer=report.shown.text.strip() if report.outcome.shows else None,
         prompt_tokens=report.prompt_tokens, answer_risk=None if report.answer is None else report.answer.risk,
     )  # fmt: skip
 

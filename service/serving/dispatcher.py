@@ -27,13 +27,13 @@ from service.errors import (
     WeightsChanged,
 )
 from service.judging.guarantee import UNKNOWN, Standing
-from service.policies.guard import OBSERVE, Decision, Policy
+from service.policies.guard import OBSERVE, Policy
 from service.scoring import RiskReport, Scorer
 from service.serving.admission import Deadline, FairShare, Speed, check_space, check_time_to_read
 from service.serving.judgement import AnswerEnd, PromptTimings
 from service.serving.metrics import Metrics
 from service.tool_calls import Tools
-from service.turn import AnswerRisk
+from service.turn import AnswerRisk, Outcome
 
 log = logging.getLogger("hallutracer")
 MAX_PIECES = 64  # pieces of text handed on together
@@ -76,10 +76,9 @@ class Job:
 
     def end(self) -> AnswerEnd:
         """Return how its answer has ended, or how far it had come."""
-        if (report := self.report) is None or (report.completion is None and report.decision is Decision.CONTINUE):
+        if self.report is None:
             return AnswerEnd(self.tokens, self.decode_s)
-        tokens = report.completion.tokens if report.completion else self.tokens
-        return AnswerEnd(tokens, self.decode_s, report.completion, report.answer)
+        return AnswerEnd.of(self.report, self.tokens, self.decode_s)
 
 
 @dataclass(eq=False)
@@ -300,7 +299,7 @@ class Dispatcher:
             return
         if request.done.is_set():
             return
-        if job.result().completion is not None:
+        if job.result().outcome.shows:
             job.decode_s = self._clock() - scored_at
         if job.state == "decoding":
             self._leave(request, job)
@@ -319,7 +318,7 @@ class Dispatcher:
             self._speeds[True].add(tokens)
         self._leave(request, job)
         self._queue.served(job.turn.place)
-        if request.sampling is not None and (report.decision is Decision.CONTINUE or report.held):
+        if request.sampling is not None and report.outcome is not Outcome.WITHHELD:
             job.state = "decoding"
             self._decoding += 1
         self._report_queue()

@@ -29,7 +29,7 @@ from service.judging.drift import Drift, DriftLimits, LabelTest, Reference, comp
 from service.judging.guarantee import NO_FACT, GuaranteeStatus, Shape, guarantee_status
 from service.policies.guard import Policy
 from service.scoring import RiskReport, Scorer
-from service.turn import AnswerRisk
+from service.turn import AnswerRisk, Outcome
 
 log = logging.getLogger("hallutracer")
 _KEY = secrets.token_bytes(16)  # this process's own: a digest tells nobody else anything
@@ -297,5 +297,15 @@ class AnswerEnd:
 
     tokens: int = 0  # decoded; what was decoded before a reader left was decoded all the same
     decode_s: float | None = None  # from the verdict to the last token; None where nothing was decoded to its end
-    completion: Completion | None = None
+    outcome: Outcome = Outcome.SCORED  # of one that has not ended, too
+    completion: Completion | None = None  # what was shown
     risk: AnswerRisk | None = None  # of the whole answer
+
+    @classmethod
+    def of(cls, report: RiskReport, tokens: int, decode_s: float | None = None) -> AnswerEnd:
+        """Return how an answer has ended by its last report, or how far it had come; ``tokens``: decoded so far."""
+        completion = report.completion
+        if report.outcome is Outcome.SCORED:
+            return cls(tokens, decode_s)
+        counted = tokens if completion is None else completion.tokens
+        return cls(counted, decode_s, report.outcome, completion, report.answer)

@@ -38,8 +38,9 @@ from service.policies.guard import Decision
 from service.scoring import RiskReport, ShadowRisk
 from service.serving.judgement import CAUSES, AnswerEnd, Cause, Judgement
 from service.serving.log_queue import Fate as LogFate
+from service.turn import Outcome
 
-Outcome = Literal["answered", "failed", "given_up"]  # of a prompt that was sent to an upstream
+UpstreamOutcome = Literal["answered", "failed", "given_up"]  # of a prompt that was sent to an upstream
 ShadowVerdict = Literal["agrees", "stricter", "looser", "failed"]
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
@@ -172,7 +173,7 @@ _SERIES: tuple[tuple[str, str, Any, tuple[str, ...], str], ...] = (
 # Label sets that exist as 0: without a bundle from the first scrape, behind a bundle's own from its loading.
 _FIRST: dict[str, Iterable[str]] = {
     "errors_total": STATUS_OF, "http_requests_total": [str(status) for status in {200, *STATUS_OF.values()}],
-    "upstream_requests_total": get_args(Outcome), "feedback_answers_total": get_args(Fate),
+    "upstream_requests_total": get_args(UpstreamOutcome), "feedback_answers_total": get_args(Fate),
     "audit_lines_total": get_args(AuditFate), "log_lines_total": get_args(LogFate), "reloads_total": ("done", "failed"),
 }  # fmt: skip
 _SHAPES = [_labels(shape) for shape in (*SHAPES, None)]
@@ -292,8 +293,7 @@ class Metrics:
             if answer.risk is not None:
                 observe("answer_risk", by=answer.risk.risk)
                 count("answers_flagged_total", by=int(answer.risk.flagged and not report.verdict.flagged))
-            ended = answer.completion is not None and answer.completion.finish_reason == "content_filter"
-            count("answers_stopped_total", by=int(ended))
+            count("answers_stopped_total", by=int(answer.outcome is Outcome.STOPPED))
             count("tool_calls_let_through_total", by=int(report.tool_call))
             if answer.decode_s is not None:
                 self._all["decode_seconds"].observe(answer.decode_s)

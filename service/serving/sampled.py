@@ -11,8 +11,9 @@ from service.data.labels import answer_texts, verdict_on
 from service.data.options import JudgeOptions
 from service.engines.base import Sampling, TokenIds
 from service.judging.evaluation import Sample, SampleQuestion
-from service.policies.guard import OBSERVE, Decision
+from service.policies.guard import OBSERVE
 from service.scoring import RiskReport, Scorer
+from service.turn import Outcome
 
 TOGETHER = 8  # questions that ``hallutracer try`` asks at once; more would crowd out traffic
 Verdict = Literal["right", "wrong", "abstained"]
@@ -43,12 +44,12 @@ def judged(sample: Sample, number: int, scorer: Scorer, prompt: TokenIds, report
     """Return question ``number``, rendered as ``prompt``, with its last report, judged.
 
     A thought does not count, whether the answer or the end of the prompt opened it."""
-    question, completion = sample.questions[number], report.completion
-    if completion is None or report.decision is not Decision.CONTINUE:
+    question = sample.questions[number]
+    if not report.outcome.shows:
         return Answered(question, report, None, None)
-    if completion.finish_reason == "content_filter":
-        return Answered(question, report, None, completion.text.strip())
-    text, said = answer_texts(completion, prompt, scorer.engine)
+    if report.outcome is Outcome.STOPPED:
+        return Answered(question, report, None, report.shown.text.strip())
+    text, said = answer_texts(report.shown, prompt, scorer.engine)
     judge = make_judge(JudgeOptions("exact" if sample.judge == "exact" else "contains"))
     verdict = verdict_on(said, question.prompt, question.answers, judge, re.compile(sample.abstain_pattern))
     return Answered(question, report, VERDICTS[verdict], (text if said is None else said).strip())

@@ -177,7 +177,7 @@ class RequestTrace:
                 reasons.append(end.completion.finish_reason)
             elif sampling is not None:  # as OpenAI's routes say of a withheld answer
                 reasons.append(UNKNOWN if prompt is None or decodes else "content_filter")
-            finished &= prompt is not None and (end.completion is not None or not decodes)
+            finished &= prompt is not None and (end.outcome.shows or not decodes)
             over = max(over, ended)
             if place >= MOST_PROMPTS:
                 continue
@@ -188,7 +188,7 @@ class RequestTrace:
             if decodes:
                 own = {"gen_ai.usage.output_tokens": end.tokens, "gen_ai.response.finish_reasons": reasons[-1:]}
                 decode = self._tracer.start_span("decode", below, SpanKind.INTERNAL, own, start_time=judged)
-                _fail(decode, code if end.completion is None else None)
+                _fail(decode, None if end.outcome.shows else code)
                 decode.end(ended)
             if self._events is not None:
                 same: Attributes = {"gen_ai.response.id": judgement.answer_id, "hallutracer.index": index}

@@ -1,16 +1,12 @@
-"""A turn that may call tools: which a request offers, and what is held until it is known whether it is a call.
-
-A call is what ``service.tool_calls`` takes for one, the form of Qwen2.5 and Hermes.  vLLM's own parser words it."""
+"""The tools of a request to vLLM's server: which functions it offers, and whether its conversation has used any."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
 
-from vllm.sampling_params import RequestOutputKind
-
 from service.judging.guarantee import tool_violations
-from service.tool_calls import Tools, may_be_calls
+from service.tool_calls import Tools
 
 
 def offered(content: dict[str, Any]) -> Tools | None:
@@ -33,25 +29,3 @@ def used(content: dict[str, Any], turns: Iterable[Any]) -> bool:
     kinds = [one.get("type") for one in (*messages, *blocks) if isinstance(one, dict)]
     of_tools = any(isinstance(kind, str) and kind in _OF_TOOLS for kind in kinds)
     return bool(content.get("tools")) or of_tools or bool(tool_violations(messages, None))
-
-
-class MaybeCalls:
-    """The outputs of an answer for as long as it may be nothing but calls."""
-
-    def __init__(self, tools: Tools, kind: RequestOutputKind) -> None:
-        """``kind``: of the outputs."""
-        self.outputs = list[Any]()
-        self.are_calls = False  # it has ended, and is nothing else
-        self.undecided = True
-        self.tokens = 0
-        self._tools, self._text, self._delta = tools, "", kind is RequestOutputKind.DELTA
-
-    def add(self, output: Any) -> None:
-        """Take one more output; of one answer, as ``n`` is 1."""
-        one = output.outputs[0]
-        self._text = self._text + one.text if self._delta else one.text
-        self.tokens = self.tokens + len(one.token_ids) if self._delta else len(one.token_ids)
-        self.outputs.append(output)
-        if output.finished:
-            self.are_calls = one.finish_reason == "stop" and self._tools.only_calls(self._text)
-        self.undecided = not output.finished and may_be_calls(self._text)

@@ -27,12 +27,13 @@ from service.engines.vllm.wire import CHANGES
 from service.errors import HalluTracerError
 from service.judging.conversation import ConversationReader
 from service.judging.guarantee import UNKNOWN, Standing, shape_of
-from service.policies.guard import Decision, Policy
+from service.policies.guard import Policy
 from service.scoring import Scorer
 from service.serving.adapters import Adapters
 from service.serving.catalogue import untemplated
 from service.serving.service import in_own_thread
 from service.settings import env
+from service.turn import Turn
 from service.vllm_plugin.options import PluginOptions
 
 log = logging.getLogger("hallutracer")
@@ -74,7 +75,8 @@ class Gate:
         except HalluTracerError as error:
             log.warning("request %s has no risk: %s", request.request_id, error)
             return f"hallutracer: withheld, since {error}" if policy.action.withholds else None
-        if report.decision is Decision.CONTINUE:
+        turn = Turn(policy, report.verdict, applies=report.context.applies)
+        if not list(turn.begin()):  # it has not ended: the answer may begin
             return None
         why = ", outside training" if report.uncertain.outside and not report.verdict.flagged else ""
         return f"hallutracer: withheld, risk {report.risk:.3f}{why}"

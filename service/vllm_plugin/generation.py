@@ -27,7 +27,7 @@ from service.serving.adapters import Adapters
 from service.serving.service import Service
 from service.settings import DecodingChoice, env
 from service.vllm_plugin.note import CURRENT, IN_BACKGROUND, NO_PLACE, OURS, Note
-from service.vllm_plugin.turn import Turn
+from service.vllm_plugin.turn import TurnDriver
 
 Generate = Callable[..., AsyncGenerator[Any, None]]
 OWN = ("retrieval_of", "include")  # our own service's alone
@@ -105,10 +105,10 @@ def judging_generate(
         note.violations = tuple(dict.fromkeys((*note.violations, *violations)))
         same, rendering = partial(adapters.check, adapter, scorer), _rendering(note, scorer, prompt)
         compared = scorer.prompt_format == "chat" and rendering in ((), note.answered)
-        turn = Turn(
+        driver = TurnDriver(
             service, engine, scorer, policy, note, place, parameters, request_id, same, rendering, compared=compared
         )
-        return _reported(note, turn.outputs(start))
+        return _reported(note, driver.outputs(start))
 
     return wrapped
 

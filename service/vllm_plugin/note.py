@@ -19,10 +19,11 @@ from service.api.reply import answer_note, risk_headers, risk_note, risk_out
 from service.audit.auditor import Who
 from service.engines.chat import texts_in
 from service.judging.guarantee import TOOLS, chat_violations
-from service.policies.guard import Decision, Verdict
+from service.policies.guard import Verdict
+from service.scoring import RiskReport
 from service.serving.judgement import Judgement
 from service.tool_calls import Tools
-from service.turn import AnswerRisk
+from service.turn import Outcome
 from service.vllm_plugin.calls import offered, used
 from service.vllm_plugin.rendering import Chat, conversation
 
@@ -84,8 +85,6 @@ class Note:
     misplaced: tuple[str, ...] = ()  # arguments of ours outside vllm_xargs
     xargs: dict[str, Any] = field(default_factory=dict)  # vllm_xargs of a beam search, which vLLM drops
     reads_answers: bool = False  # whether answers' own tokens are read
-    answers: dict[int, AnswerRisk | None] = field(default_factory=dict)  # of what was read, where an answer has ended
-    stopped: bool = False  # whether a policy has ended an answer, whose text so far is shown
     error: tuple[int, str] | None = None  # HTTP status and reason, where the request was refused or failed
     spelt: tuple[str | None] | None = None  # the special token that one of its texts spells out; None: not looked for
     who: Who = Who()  # for the audit log; without a key's name, as vLLM's own keys have none
@@ -126,13 +125,29 @@ class Note:
 
     def withheld(self, place: int) -> Verdict | None:
         """Return the verdict that withheld this prompt's answer; None where none did, or not yet."""
-        judgement = self.judgements[place] if place < len(self.judgements) else None
-        verdict = None if judgement is None else judgement.reports[0].verdict
-        return None if verdict is None or verdict.decision is Decision.CONTINUE else verdict
+        report = self._report(place)
+        return report.verdict if report is not None and report.outcome is Outcome.WITHHELD else None
 
     def refusal(self) -> Verdict | None:
         """Return the verdict that withheld the answer to any prompt; None where none did, or not yet."""
         return next(filter(None, map(self.withheld, range(len(self.judgements)))), None)
+
+    @property
+    def stopped(self) -> bool:
+        """Return whether a policy has ended an answer, whose text so far is shown."""
+        reports = map(self._report, range(len(self.judgements)))
+        return any(report is not None and report.outcome is Outcome.STOPPED for report in reports)
+
+    def end_tokens(self, places: Iterable[int] | None = None) -> int:
+        """Return how many answers, of these prompts or all, were ended with nothing shown.
+
+        An end token stands for each, which is not counted."""
+        reports = map(self._report, range(len(self.judgements)) if places is None else places)
+        return sum(report is not None and _shows_nothing(report) for report in reports)
+
+    def _report(self, place: int) -> RiskReport | None:
+        judgement = self.judgements[place] if place < len(self.judgements) else None
+        return None if judgement is None else judgement.reports[0]
 
     def body(self) -> dict[str, Any] | None:
         """Return what the response says, with the violations of all its prompts; None: nothing yet."""
@@ -143,19 +158,24 @@ class Note:
             return None
         prompts = tuple(prompt for judgement in judged for prompt in judgement.prompts)
         whole = replace(judged[-1], prompts=prompts, request_violations=self.violations)
-        return risk_note(whole, [risk_out(one.index, one.report) for one in prompts])
+        return risk_note(whole, [risk_out(prompt.index, replace(prompt.report, completion=None)) for prompt in prompts])
 
     def answer_note(self, place: int) -> dict[str, Any]:
         """Return what is said of this prompt's answer where a stream of it ends; nothing where it was not read."""
-        judgement = self.judgements[place] if place < len(self.judgements) else None
-        decoding = None if judgement is None else judgement.reports[0].decoding
-        return answer_note(self.answers.get(place), decoding)
+        report = self._report(place)
+        return {} if report is None else answer_note(report.answer, report.decoding)
 
     def headers(self) -> dict[str, str]:
         """Return those of ``/v1/risk/score``, where there is one prompt."""
         if len(self.judgements) != 1 or (judgement := self.judgements[0]) is None:
             return {}
         return risk_headers(judgement.scorer, judgement.reports)
+
+
+def _shows_nothing(report: RiskReport) -> bool:
+    shown = report.completion
+    stopped = report.outcome is Outcome.STOPPED and shown is not None and not shown.tokens
+    return stopped or report.outcome is Outcome.WITHHELD
 
 
 CURRENT: ContextVar[Note | None] = ContextVar("hallutracer_note", default=None)

@@ -1,11 +1,11 @@
-"""One prompt of vLLM's server: judged at its first output, held where it may be a call, ended where withheld."""
+"""One prompt of vLLM's server: it is judged at its first output, and drives a turn by all of them."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm.sampling_params import RequestOutputKind
@@ -25,20 +25,20 @@ from service.judging.guarantee import (
     shape_unlike_training,
     shape_violations,
 )
-from service.policies.guard import Action, Decision, Policy
-from service.scoring import RiskReport, Scorer, called
+from service.policies.guard import Action, Policy
+from service.scoring import RiskReport, Scorer, ended_report
 from service.serving import observers
 from service.serving.catalogue import untemplated
 from service.serving.judgement import AnswerEnd, JudgedPrompt, Judgement, PromptTimings
 from service.serving.service import Service
-from service.vllm_plugin.answers import Answer
-from service.vllm_plugin.calls import MaybeCalls
+from service.turn import Ended, Event, Phase, Turn
+from service.vllm_plugin.answers import AnswerOutputs, AnswerReader
 from service.vllm_plugin.note import Note
 from service.vllm_plugin.rendering import is_rendering
 
 
-class Turn:
-    """The outputs of one prompt, and what becomes of them."""
+class TurnDriver:
+    """The outputs of one prompt: it drives the prompt's turn by them, and shows what the turn shows."""
 
     def __init__(
         self, service: Service, engine: VllmEngine, scorer: Scorer, policy: Policy, note: Note, place: int,
@@ -55,35 +55,37 @@ class Turn:
         # As the caller reads it: what is seen here is cumulative where each token has to be seen.
         self._final = parameters.output_kind is RequestOutputKind.FINAL_ONLY
         self._tools = note.tools if parameters.n == 1 and policy.tools != "gate" else None
-        self._lease: ProbeLease | None = None
-        self._judgement: Judgement | None = None
-        self._answer = Answer(scorer, policy, None, parameters.output_kind)
-        self._calls: MaybeCalls | None = None  # while the answer is held because it may be calls of tools
-        self._over = False
+        self._lease: ProbeLease | None = None  # None: the prompt is not read
+        self._begun: _Begun | None = None
 
     async def outputs(self, start: Callable[[], AsyncGenerator[Any, None]]) -> AsyncGenerator[Any, None]:
-        """Yield vLLM's outputs; of a gated answer one, empty and finished.  Raises HalluTracerError."""
+        """Yield vLLM's outputs, as far as the turn shows them.  Raises HalluTracerError."""
         try:
             self._lease = await self._prepare()
             self._note.reads_answers = self._lease.directive.answer is not None
         except HalluTracerError as error:
             self._unread(error)
+        reads = self._lease is not None
         try:
             async with aclosing(start()) as outputs:
                 async for output in outputs:
-                    for shown in await self._shown(output):
-                        if shown.finished or not self._final:
-                            yield shown
-                    if self._over:
+                    ended = output.finished
+                    if self._begun is None and reads:
+                        reads = self._judge(output)
+                    if self._begun is None:
+                        if ended or not self._final:
+                            yield output
+                        continue
+                    for shown in await self._shown(self._begun, output):
+                        yield shown
+                    if self._begun.turn.over and not ended:
                         return
         finally:
             if self._lease is not None:
                 self._lease.release()
-            if self._judgement is not None:
-                risk = self._answer.risk if self._answer.over else None
-                tokens = self._answer.tokens if self._calls is None else self._calls.tokens
-                end = AnswerEnd(tokens, completion=self._answer.completion, risk=risk)
-                observers.ended(self._service, self._judgement, [end])
+            if self._begun is not None:
+                end = AnswerEnd.of(self._begun.report, self._begun.outputs.tokens)
+                observers.ended(self._service, self._begun.judgement, [end])
 
     async def _prepare(self) -> ProbeLease:
         """Hold the probe in its slot and put the directive into the request."""
@@ -146,45 +148,25 @@ class Turn:
             raise error
         self._note.unread = str(error)
 
-    async def _shown(self, output: Any) -> Sequence[Any]:
-        """Return what the caller may see by now."""
-        if self._judgement is None and self._lease is not None:
-            try:
-                self._judgement = self._judge(self._lease, output)
-            except HalluTracerError as error:
-                self._unread(error)
-            else:
-                await self._begin()
-                if self._withheld and self._calls is None:
-                    return [self._withhold(output)]
-        if self._judgement is None:
-            return [output]
-        arrived = [output]
-        if self._calls is not None:
-            self._calls.add(output)
-            if self._calls.undecided:
-                return []
-            arrived = self._calls.outputs
-            await self._decide(self._calls)
-            if self._withheld:
-                return [self._withhold(output)]
-        return arrived if self._over else await self._read(arrived)
+    def _judge(self, output: Any) -> bool:
+        """Begin the turn with the first output, which has the prefill; return whether its prompt could be judged."""
+        assert self._lease is not None
+        try:
+            judgement = self._judgement(self._lease, output)
+        except HalluTracerError as error:
+            self._unread(error)
+            return False
+        report = judgement.reports[0]
+        reader = AnswerReader(self._scorer, self._policy, self._lease)
+        self._begun = _Begun(
+            judgement,
+            Turn(self._policy, report.verdict, applies=report.context.applies, tools=self._tools),
+            reader,
+            AnswerOutputs(reader, self._parameters, self._engine.end_token or 0),
+        )
+        return True
 
-    async def _read(self, arrived: Sequence[Any]) -> Sequence[Any]:
-        """Read an answer that is no call, and return what may be shown of it."""
-        shown = list[Any]()
-        for one in arrived:
-            shown += self._answer.add(self._report, one)
-            self._note.stopped = self._over = self._answer.completion is not None
-            if self._answer.over:
-                await self._recheck()
-                if self._withheld:
-                    return [self._withhold(one)]
-            if self._over:
-                break
-        return shown
-
-    def _judge(self, lease: ProbeLease, output: Any) -> Judgement:
+    def _judgement(self, lease: ProbeLease, output: Any) -> Judgement:
         self._same()
         token_ids = output.prompt_token_ids or ()
         result, _ = lease.prefill(output, len(token_ids))
@@ -200,62 +182,42 @@ class Turn:
             monitor=self._service.catalogue.monitors.get(self._scorer.bundle.reference),
         )  # fmt: skip
 
-    async def _begin(self) -> None:
-        """Tell what was decided before the answer, where nothing after it decides."""
-        kind = self._parameters.output_kind
-        self._answer = Answer(self._scorer, self._policy, self._lease, kind)
-        if self._tools is not None and (self._withheld or self._policy.reads_answers_for):
-            self._calls = MaybeCalls(self._tools, kind)
-        elif not self._policy.recheck or self._withheld:
-            await self._tell()
+    async def _shown(self, begun: _Begun, output: Any) -> Sequence[Any]:
+        """Return what the caller may see by now.  Raises AuditUnavailable, where the audit log is required."""
+        turn, events = begun.turn, list[Event]()
+        # 1) The turn decides.
+        if turn.phase is Phase.PROMPT:
+            events += turn.begin()
+        if not turn.over:
+            events += turn.feed(begun.outputs.chunk(output))
+        if turn.phase is Phase.ANSWER:
+            begun.reader.read()  # nothing is kept that needs not be
+        # 2) What it says is noted and told before anything is shown.
+        if events and isinstance(events[-1], Ended):
+            begun.report = ended_report(begun.report, events[-1])
+        if events:
+            self._note.judgements[self._place] = begun.judgement
+        if events and not begun.told:
+            begun.told = True
+            await observers.judged(self._service, begun.judgement)
+        # 3) It is shown in vLLM's form.
+        return list(begun.outputs.shown(events, output))
 
-    async def _decide(self, calls: MaybeCalls) -> None:
-        """Let an answer through that is nothing but calls; treat any other as one without tools."""
-        if calls.are_calls:
-            self._replace(called(replace(self._report, held=self._withheld)))
-        if calls.are_calls or self._withheld or not self._policy.recheck:
-            await self._tell()
-        if calls.are_calls:
-            self._over = True
-        elif not self._withheld:
-            self._calls = None
 
-    async def _recheck(self) -> None:
-        """Judge an answer that is over by what was read of it."""
-        self._replace(self._scorer.rechecked(self._report, self._policy, self._answer.risk))
-        self._note.judgements[self._place], self._note.answers[self._place] = self._judged, self._answer.risk
-        if self._policy.recheck:
-            await self._tell()
+@dataclass
+class _Begun:
+    """A turn that has begun: its prompt was judged."""
 
-    async def _tell(self) -> None:
-        """Raises AuditUnavailable, where the audit log is required."""
-        self._note.judgements[self._place] = self._judged
-        await observers.judged(self._service, self._judged)
-
-    @property
-    def _judged(self) -> Judgement:
-        assert self._judgement is not None
-        return self._judgement
+    judgement: Judgement
+    turn: Turn
+    reader: AnswerReader
+    outputs: AnswerOutputs
+    told: bool = False  # whether the observers know of it
 
     @property
-    def _report(self) -> RiskReport:
-        return self._judged.reports[0]
+    def report(self) -> RiskReport:
+        return self.judgement.reports[0]
 
-    @property
-    def _withheld(self) -> bool:
-        return self._report.decision is not Decision.CONTINUE
-
-    def _replace(self, report: RiskReport) -> None:
-        self._judgement = replace(self._judged, prompts=(replace(self._judged.prompts[0], report=report),))
-
-    def _withhold(self, output: Any) -> Any:
-        """Return the output with an end token as each choice's answer: vLLM's streams skip one without a token."""
-        from vllm.logprobs import Logprob
-
-        self._over = True
-        token, first = self._engine.end_token or 0, output.outputs[0]
-        logprobs = None if first.logprobs is None else [{token: Logprob(0.0, 1, "")}]  # nothing of the first token's
-        empty = replace(first, text="", token_ids=[token], logprobs=logprobs, cumulative_logprob=None,
-                        finish_reason="stop", stop_reason=None)  # fmt: skip
-        output.outputs, output.finished = [replace(empty, index=index) for index in range(self._choices)], True
-        return output
+    @report.setter
+    def report(self, report: RiskReport) -> None:
+        self.judgement = replace(self.judgement, prompts=(replace(self.judgement.prompts[0], report=report),))

@@ -88,13 +88,13 @@ class ChatWords:
         return content
 
     def _uncount(self, content: Body, streams: bool) -> None:
-        """Take the end token that stands for a withheld answer out of the usage."""
+        """Take the end token that stands for an answer of which nothing is shown out of the usage."""
         note, usage = self._note, content.get("usage")
         if not usage or not usage.get("completion_tokens"):
             return
         whole = not content["choices"] or not streams  # else a chunk's own, of its choices alone
         places = range(len(note.judgements)) if whole else {one["index"] // note.choices for one in content["choices"]}
-        counted = sum(note.withheld(place) is not None for place in places) * (note.choices if whole else 1)
+        counted = note.end_tokens(places) * (note.choices if whole else 1)
         usage["completion_tokens"] -= counted
         usage["total_tokens"] -= counted
 
@@ -139,8 +139,8 @@ class MessagesWords:
         note = self._note
         if note.refusal() is not None or note.stopped:
             end |= {"stop_reason": anthropic.REFUSAL, "stop_sequence": None}
-        if note.refusal() is not None and (usage := counted.get("usage")) and usage.get("output_tokens"):
-            usage["output_tokens"] -= 1  # the end token that stands for the answer
+        if (usage := counted.get("usage")) and usage.get("output_tokens"):
+            usage["output_tokens"] -= note.end_tokens()
         return counted
 
 
@@ -199,9 +199,9 @@ class ResponsesWords:
             item = message_item(f"msg_{response['id']}", "incomplete", parts)
             others = [one for one in response["output"] if one.get("type") != "message"]
             response["output"] = others + ([item] if parts else [])
-            if (usage := response.get("usage")) and usage["output_tokens"]:
-                usage["output_tokens"] -= 1  # the end token that stands for the answer
-                usage["total_tokens"] -= 1
+        if (usage := response.get("usage")) and usage["output_tokens"]:
+            usage["output_tokens"] -= note.end_tokens()
+            usage["total_tokens"] -= note.end_tokens()
         if verdict is not None or note.stopped:
             response |= {"status": "incomplete", "incomplete_details": {"reason": WITHHELD}}
         return response | note.decoded | _beside(note)

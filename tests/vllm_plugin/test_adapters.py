@@ -188,7 +188,7 @@ def test_the_plugin_reads_the_adapters_that_vllm_starts_with_and_loads(
     def named(service: Any, engine: Any, scorer: Any, *_: Any, **_options: Any) -> Any:
         return SimpleNamespace(outputs=lambda start: scorer.bundle.manifest.name)
 
-    monkeypatch.setattr(generation, "Turn", named)
+    monkeypatch.setattr(generation, "TurnDriver", named)
     client = Client()
     served: Any = object.__new__(OpenAIServingModels)  # vLLM's own, whose route asks it for adapters
     served.engine_client, served.lora_requests, served.registry = (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -18,9 +17,7 @@ from tests.engines.vllm.installed import vllm_or_skip
 
 vllm_or_skip()
 
-from vllm.sampling_params import RequestOutputKind  # noqa: E402
-
-from service.vllm_plugin.calls import MaybeCalls, offered, used  # noqa: E402
+from service.vllm_plugin.calls import offered, used  # noqa: E402
 from tests.vllm_plugin.conftest import KNOWN, MODEL, UNKNOWN, serving  # noqa: E402
 
 NAME = "look_up"
@@ -64,33 +61,6 @@ def test_what_names_no_function_offers_nothing(tools: Any) -> None:
 )  # fmt: skip
 def test_a_conversation_with_tools_is_unlike_the_calibrations(content: Any, turns: Any, found: bool) -> None:
     assert used(content, turns) is found
-
-
-@pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE])
-@pytest.mark.parametrize(
-    ("text", "reason", "calls", "shown"),
-    [(CALL, "stop", True, None), (f"\n{CALL} ", "stop", True, None), (CALL, "length", False, None),
-     ("Honiara", "stop", False, 1), (f"{CALL} Honiara", "stop", False, None), (CALL[:-3], "stop", False, None),
-     ("", "stop", False, None), (CALL.replace(NAME, "other"), "stop", False, None)],
-)  # fmt: skip
-def test_what_is_held_and_for_how_long(
-    kind: RequestOutputKind, text: str, reason: str, calls: bool, shown: int | None
-) -> None:
-    """``shown``: after how many characters it is known to be text."""
-    tools = offered({"tools": TOOLS[CHAT_ROUTE]})
-    assert tools is not None
-    held = MaybeCalls(tools, kind)
-    for at in range(len(text) + 1):
-        last = at == len(text)
-        piece = (text[at - 1 : at] if at else "") if kind is RequestOutputKind.DELTA else text[:at]
-        one = SimpleNamespace(text=piece, token_ids=[7] if kind is RequestOutputKind.DELTA else [7] * (at + 1),
-                              finish_reason=reason if last else None)  # fmt: skip
-        held.add(SimpleNamespace(outputs=[one], finished=last))
-        if not held.undecided:
-            break
-    assert held.are_calls is calls
-    assert at == (len(text) if shown is None else shown)
-    assert (len(held.outputs), held.tokens) == (at + 1, at + 1)
 
 
 @pytest.fixture(scope="module")

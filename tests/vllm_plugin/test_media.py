@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.policies.guard import Action, Decision, Policy
+from service.policies.guard import Action, Decision, Policy, Verdict
 from tests.engines.vllm.installed import vllm_or_skip
 
 vllm_or_skip()
@@ -33,7 +33,8 @@ def scorer(judged: list[Policy]) -> Any:
     def judge(result: Any, policy: Policy, *, standing: Standing, place: int = 0) -> Any:
         assert result == len(IDS)
         judged.append(policy)
-        return SimpleNamespace(decision=Decision.CONTINUE, risk=0.1)
+        verdict = Verdict(Decision.CONTINUE, flagged=False, threshold=0.5, message=None)
+        return SimpleNamespace(verdict=verdict, context=SimpleNamespace(applies=True), risk=0.1)
 
     return Judge(prompt_format="chat", chat_ending=(4, 5), judge=judge)
 
@@ -57,9 +58,11 @@ def test_the_gate_in_the_engine_withholds_an_image_outside_training(features: An
 @pytest.mark.parametrize(("flagged", "why"), [(True, ""), (False, ", outside training")])
 def test_the_stop_reason_says_what_withholds_an_answer_whose_risk_is_low(flagged: bool, why: str) -> None:
     report = SimpleNamespace(
-        decision=Decision.ABSTAIN, risk=0.1, verdict=SimpleNamespace(flagged=flagged),
+        risk=0.1,
+        verdict=Verdict(Decision.ABSTAIN, flagged, 0.05, None),
+        context=SimpleNamespace(applies=True),
         uncertain=SimpleNamespace(outside=True),
-    )  # fmt: skip
+    )
     own: Any = Judge(prompt_format="chat", chat_ending=(4, 5), judge=lambda *given, **named: report)
     lease: Any = SimpleNamespace(result=lambda wire, tokens: tokens)
     request = SimpleNamespace(

@@ -48,7 +48,7 @@ from service.vllm_plugin import turn as turns  # noqa: E402
 from service.vllm_plugin.front_end import note_renderings  # noqa: E402
 from service.vllm_plugin.note import CHATS, CURRENT, Note, read  # noqa: E402
 from service.vllm_plugin.rendering import Chat, is_rendering  # noqa: E402
-from service.vllm_plugin.turn import Turn  # noqa: E402
+from service.vllm_plugin.turn import TurnDriver  # noqa: E402
 from tests.engines import tiny  # noqa: E402
 from tests.engines.tool_template import TOOL_TEMPLATE  # noqa: E402
 from tests.kit.bundles import GUARANTEE  # noqa: E402
@@ -502,7 +502,9 @@ def test_a_prompt_is_compared_where_a_guarantee_or_a_gate_depends_on_it_and_off_
     for compared, rendered, moved in ((True, ids, False), (True, ids[:-1], True), (False, ids[:-1], False)):
         threads.clear()
         note = Note(chats=[Chat([turn()], (), rendered)], judgements=[None])
-        one = Turn(service, engine, scorer, policy, note, 0, SamplingParams(), "a", lambda: None, (), compared=compared)
+        one = TurnDriver(
+            service, engine, scorer, policy, note, 0, SamplingParams(), "a", lambda: None, (), compared=compared
+        )
         asyncio.run(one._check_rendering())
         matters = compared and (guaranteed or policy.action.withholds)
         other = matters and moved
@@ -523,7 +525,7 @@ def test_what_the_turns_before_ask_is_known_of_each_prompt() -> None:
     scorer: Any = SimpleNamespace(bundle=SimpleNamespace(manifest=manifest), prompt_format="chat")
     note, policy = Note(chats=[Chat(asked, (), [1])], judgements=[None]), Policy("observe", Action.OBSERVE)
     engine: Any = None
-    one = Turn(service, engine, scorer, policy, note, 0, SamplingParams(), "a", lambda: None, (), compared=True)
+    one = TurnDriver(service, engine, scorer, policy, note, 0, SamplingParams(), "a", lambda: None, (), compared=True)
     asyncio.run(one._check_rendering())
     assert one._standing.shape is not None
     assert one._standing.shape.untrained
@@ -549,7 +551,7 @@ def test_several_questions_are_known_of_a_chat_that_is_rendered_otherwise_or_hol
         alone = content.replace(both, "Hi!") if isinstance(content, str) else [image, {"type": "text", "text": "Hi!"}]
         for asked, several in ((content, True), (alone, False)):
             note = Note(chats=[Chat([turn(asked)], (), [1])], judgements=[None], moves=moves)
-            one = Turn(
+            one = TurnDriver(
                 service, engine, scorer, Policy("gate", Action.ABSTAIN), note, 0, SamplingParams(), "a", lambda: None,
                 rendering, compared=compared,
             )  # fmt: skip
@@ -577,7 +579,7 @@ def test_a_chat_that_the_caller_has_rendered_is_known_from_its_token_ids() -> No
         for ids, several, another in ((both, True, False), (alone, False, False), (other, False, True)):
             note = Note(templated=False)
             place = note.add({"prompt_token_ids": ids})
-            one = Turn(
+            one = TurnDriver(
                 service, engine, scorer, Policy("gate", Action.ABSTAIN), note, place, SamplingParams(), "a",
                 lambda: None, (NO_TEMPLATE,), compared=False,
             )  # fmt: skip
@@ -607,7 +609,7 @@ def test_a_shape_that_training_never_had_is_known_of_a_chat_however_it_is_render
             )
             engine: Any = tokens
             note = Note(chats=[Chat([turn("Hi!"), *before, turn(content)], (), [1])], judgements=[None])
-            one = Turn(
+            one = TurnDriver(
                 service,
                 engine,
                 scorer,
@@ -640,7 +642,7 @@ def test_a_chats_shape_is_told_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> 
     )
     note, policy = Note(chats=[Chat([turn()], (), [1])], judgements=[None]), Policy("observe", Action.OBSERVE)
     engine: Any = None
-    one = Turn(service, engine, scorer, policy, note, 0, SamplingParams(), "a", lambda: None, (), compared=True)
+    one = TurnDriver(service, engine, scorer, policy, note, 0, SamplingParams(), "a", lambda: None, (), compared=True)
     asyncio.run(one._check_rendering())
     assert threads
     assert threading.main_thread() not in threads

@@ -34,7 +34,7 @@ from service.vllm_plugin import generation, plugin  # noqa: E402
 from service.vllm_plugin.note import CURRENT, Note  # noqa: E402
 from service.vllm_plugin.options import PluginOptions  # noqa: E402
 from service.vllm_plugin.plugin import TRIES, HalluTracerPlugin  # noqa: E402
-from service.vllm_plugin.turn import Turn  # noqa: E402
+from service.vllm_plugin.turn import TurnDriver  # noqa: E402
 
 
 class Client:
@@ -257,12 +257,12 @@ def test_a_healthy_start_says_what_judges(server: Server, caplog: pytest.LogCapt
 def test_a_prompt_that_the_template_did_not_make_of_its_messages_is_noticed(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Kept(Turn):
+    class Kept(TurnDriver):
         def outputs(self, start: Any) -> Any:
             return self
 
     monkeypatch.setattr(generation, "_reported", lambda note, outputs: outputs)
-    monkeypatch.setattr(generation, "Turn", Kept)
+    monkeypatch.setattr(generation, "TurnDriver", Kept)
     server.engine.encode_chat = server.engine.render_chat
     asked = [{"role": "user", "content": "Who?"}]
 

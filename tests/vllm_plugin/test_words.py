@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from service.engines.base import Completion
 from service.policies.guard import Decision, Verdict
+from service.turn import Outcome
 from service.vllm_plugin.note import Note
-from service.vllm_plugin.words import MessagesWords, ResponsesWords
+from service.vllm_plugin.words import ChatWords, MessagesWords, ResponsesWords
 
-REFUSED = Verdict(Decision.ABSTAIN, True, 0.5, "Not sure.")  # noqa: FBT003
+REFUSED = Verdict(Decision.ABSTAIN, flagged=True, threshold=0.5, message="Not sure.")
+PASSED = Verdict(Decision.CONTINUE, flagged=False, threshold=0.5, message=None)
 
 
-def withheld(monkeypatch: pytest.MonkeyPatch) -> Note:
-    monkeypatch.setattr(Note, "refusal", lambda _: REFUSED)
-    return Note()
+def ended(outcome: Outcome, shown: int | None = None) -> Note:
+    """The note of an answer that ended so; ``shown``: tokens."""
+    completion = None if shown is None else Completion("x" * shown, (), "content_filter", shown)
+    verdict = REFUSED if outcome is Outcome.WITHHELD else PASSED
+    note, report = Note(), SimpleNamespace(outcome=outcome, verdict=verdict, completion=completion)
+    judgement: Any = SimpleNamespace(reports=[report])
+    note.judgements.append(judgement)
+    return note
+
+
+@pytest.fixture(autouse=True)
+def without_risks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Note, "body", lambda _: None)
+    monkeypatch.setattr(Note, "answer_note", lambda _, place: {})
 
 
 def read(events: bytes) -> list[Any]:
@@ -32,8 +47,8 @@ def response(status: str, *output: Any) -> dict[str, Any]:
     return {"id": "resp_1", "object": "response", "status": status, "output": [*output], "usage": usage}
 
 
-def test_what_vllm_streams_of_a_withheld_response_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ResponsesWords(withheld(monkeypatch), message_in_content=False)
+def test_what_vllm_streams_of_a_withheld_response_is_dropped() -> None:
+    words = ResponsesWords(ended(Outcome.WITHHELD), message_in_content=False)
     began = {"type": "response.created", "sequence_number": 0, "response": response("in_progress")}
     assert words.events(began) == b"", "it is held until the verdict"
     call = {"id": "fc_1", "type": "function_call", "name": "f", "arguments": "{}"}
@@ -52,9 +67,34 @@ def test_what_vllm_streams_of_a_withheld_response_is_dropped(monkeypatch: pytest
     assert "Ottawa" not in json.dumps(found)
 
 
-def test_a_withheld_message_has_the_policys_text_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = MessagesWords(withheld(monkeypatch), message_in_content=False)
+def test_a_withheld_message_has_the_policys_text_alone() -> None:
+    words = MessagesWords(ended(Outcome.WITHHELD), message_in_content=False)
     body = {"type": "message", "content": [{"type": "text", "text": "Ottawa"}], "stop_reason": "end_turn", "usage": {}}
     found = words.whole(body)
     assert found is not None
     assert (found["content"], found["stop_reason"]) == ([{"type": "text", "text": "Not sure."}], "refusal")
+
+
+@pytest.mark.parametrize(
+    ("outcome", "shown", "counted"),
+    [(Outcome.WITHHELD, None, 0), (Outcome.STOPPED, 0, 0), (Outcome.STOPPED, 4, 1), (Outcome.ANSWERED, 1, 1)],
+)
+def test_an_end_token_that_stands_for_an_answer_is_billed_in_no_protocol(
+    outcome: Outcome, shown: int | None, counted: int
+) -> None:
+    """Each body has one token; it is billed unless nothing of the answer was shown."""
+    note = ended(outcome, shown)
+    chat = {"choices": [{"index": 0, "message": {}, "finish_reason": "stop"}]}
+    chat |= {"usage": {"completion_tokens": 1, "total_tokens": 5}}  # type: ignore[dict-item]
+    body = ChatWords(note, message_in_content=False).whole(chat)
+    assert body is not None
+    assert body["usage"] == {"completion_tokens": counted, "total_tokens": 4 + counted}
+    message = {"type": "message", "content": [], "stop_reason": "end_turn", "usage": {"output_tokens": 1}}
+    body = MessagesWords(note, message_in_content=False).whole(message)
+    assert body is not None
+    assert body["usage"] == {"output_tokens": counted}
+    assert body["stop_reason"] == ("end_turn" if outcome is Outcome.ANSWERED else "refusal")
+    body = ResponsesWords(note, message_in_content=False).whole(response("completed", item("Ott")))
+    assert body is not None
+    assert body["usage"] == {"output_tokens": counted, "total_tokens": 4 + counted}
+    assert body["status"] == ("completed" if outcome is Outcome.ANSWERED else "incomplete")

@@ -224,7 +224,7 @@ POINTS = [
     Point("note", "inputs/engine.py", "TokensInput", has="prompt_token_ids"),
     Point("generation", "sampling_params.py", "SamplingParams", has="temperature max_tokens extra_args"),
     Point("generation", "exceptions.py", "VLLMValidationError.__init__", "message * parameter"),
-    Point("turn", "logprobs.py", "Logprob", has="logprob rank decoded_token"),
+    Point("answers", "logprobs.py", "Logprob", has="logprob rank decoded_token"),
 ]  # fmt: skip
 
 
