@@ -13,12 +13,14 @@ from anthropic.types import ErrorResponse, MessageTokensCount
 
 from service.access.routes import COUNT_ROUTE, MESSAGES_ROUTE
 from tests.api.test_auth import named
-from tests.api.test_messages import ASKED, client_of
-from tests.api.test_messages_tools import TOOLS
+from tests.api.test_clients import USER as ASKED
+from tests.api.test_clients import anthropic_client as client_of
 from tests.api.test_protocols import FIRST
+from tests.kit.api import MESSAGES
 from tests.running import App, Running, running
 from tests.serve_process import serve
 
+TOOLS = MESSAGES.tools
 CALL = {"type": "tool_use", "id": "t1", "name": "find", "input": {"q": "Pâris"}}
 TURNS = [
     *ASKED, {"role": "assistant", "content": [{"type": "text", "text": "Let me look."}, CALL]},
