@@ -90,6 +90,9 @@ def test_ids_headers_and_counts(app: App, name: str) -> None:
     assert usage.get("completion_tokens", usage.get("output_tokens")) == len("It is so.")
     [scored] = app.client.post("/score", json={"input_ids": rendered}).json()["data"]
     assert row["risk"] == scored["risk"]
+    streamed = send_to(app, WIRES[name], chosen=NOTHING, stream=True).headers
+    assert streamed["content-type"].startswith("text/event-stream")
+    assert streamed["x-hallutracer-risk"] == headers["x-hallutracer-risk"]
 
 
 @EACH
@@ -162,7 +165,7 @@ def test_a_policy_that_may_send_a_prompt_on_is_refused(app: App, wire: Wire, str
 
 
 @pytest.mark.parametrize("refuses", [True, False])
-@EACH
+@pytest.mark.parametrize("wire", [SCORE, *CHATS.values()], ids=["score", *CHATS])
 def test_a_special_token_is_read_as_its_characters(
     tmp_path: Path,
     wire: Wire,
@@ -185,9 +188,12 @@ def test_a_special_token_is_read_as_its_characters(
                 messages=messages,
                 **fields,
             )
-            if not refuses:
-                [row] = app.client.post("/score", json={"messages": same}).json()["data"]
-                assert note_of(response.json())["data"][0]["risk"] == row["risk"]
+            if refuses:
+                error = response.json()["error"]
+                assert wire in (RESPONSES, MESSAGES) or error["param"] == "messages.0.content"
+                continue
+            [row] = app.client.post("/score", json={"messages": same}).json()["data"]
+            assert note_of(response.json())["data"][0]["risk"] == row["risk"]
 
 
 @STREAMS
@@ -395,7 +401,8 @@ def test_what_fails_under_way_is_the_last_event(
             assert wire is MESSAGES or error["code"] == "engine_error"
             assert wire not in (RESPONSES, MESSAGES) or last["type"] == "error"
             assert "Zero" not in response.text
-        assert "errors_total" in app.client.get("/metrics").text
+        errors = 'hallutracer_errors_total{code="engine_error"} 5.0'
+        assert errors in app.client.get("/metrics").text
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -290,6 +290,21 @@ def test_where_the_template_takes_no_tools_they_are_refused(app: App, wire: str)
         app.engine.takes_tools = True
 
 
+def test_callers_may_not_choose_a_policy_that_lets_calls_through(tmp_path: Path) -> None:
+    strict = Policy("strict", Action.ABSTAIN, message="I am not sure.", tools="gate")
+    with App(
+        tmp_path,
+        callers_may=(),
+        policies={"strict": strict},
+        policy="strict",
+    ).started() as app:
+        for policy in ("gate", "block"):
+            error = refusal_of(app, "/score", {"prompt": "one", "policy": policy}, 403)
+            assert "lets calls of tools through" in error["message"]
+        response = app.client.post("/score", json={"prompt": "one", "policy": "strict"})
+        assert response.status_code == 200
+
+
 # --- the embedded engine's own calls ---
 
 
