@@ -6,12 +6,10 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 from anthropic import Anthropic
 from openai import OpenAI
 
 from service.access.routes import CHAT_ROUTE, MESSAGES_ROUTE, RESPONSES_ROUTE
-from tests.running import App, Running
 
 ROUTES = (CHAT_ROUTE, RESPONSES_ROUTE, MESSAGES_ROUTE)
 NEW = (RESPONSES_ROUTE, MESSAGES_ROUTE)
@@ -28,12 +26,6 @@ def body_of(
     given |= {"input": turns} if route == RESPONSES_ROUTE else {"messages": turns}
     given |= {"max_output_tokens" if route == RESPONSES_ROUTE else "max_tokens": tokens}
     return given | more
-
-
-def post(service: Running | App, route: str, body: dict[str, Any], **headers: str) -> httpx.Response:
-    if isinstance(service, Running):
-        return httpx.post(f"{service.url}{route}", json=body, timeout=30, headers=headers)
-    return service.client.post(route, json=body, headers=headers)
 
 
 def sse(text: str) -> Iterator[tuple[str | None, dict[str, Any]]]:
