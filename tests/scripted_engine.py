@@ -246,6 +246,7 @@ class ScriptedContinuation:
         self.completion: Completion | None = None  # the answer so far; None before ``decode``
         self.answer_probes: Probes | None = None
         self.reading: AnswerReading | None = None
+        self._read_ends = list[NDArray[np.float64]]()  # at each token of the answer, the newest first
         engine.counters.open_continuations += 1
 
     def decode(self, sampling: Sampling, cancelled: Callable[[], bool] = lambda: False) -> Iterator[str]:
@@ -287,8 +288,10 @@ class ScriptedContinuation:
     def _went_on(self, ids: list[int]) -> None:
         """Read the answer's tokens so far, each of which the next one follows."""
         if self.answer_probes is not None and ids:
-            mean = self._engine.read_last([*self._prompt, *ids], len(ids), self.answer_probes)
-            self.reading = AnswerReading(len(ids), mean)
+            for count in range(len(self._read_ends) + 1, len(ids) + 1):
+                end = self._engine.read_last([*self._prompt, *ids[:count]], 1, self.answer_probes)
+                self._read_ends.insert(0, end)
+            self.reading = AnswerReading(len(ids), np.asarray(np.mean(self._read_ends, axis=0)))
 
     def close(self) -> None:
         """Safe to call twice."""

@@ -1,27 +1,19 @@
-"""One question in each protocol that answers conversations, and what comes back, in words that all three share."""
+"""One question in each protocol that answers conversations; the clients' answers."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
-import httpx
 from anthropic import Anthropic
 from openai import OpenAI
 
 from service.access.routes import CHAT_ROUTE, MESSAGES_ROUTE, RESPONSES_ROUTE
-from tests.running import App, Running
 
 ROUTES = (CHAT_ROUTE, RESPONSES_ROUTE, MESSAGES_ROUTE)
 NEW = (RESPONSES_ROUTE, MESSAGES_ROUTE)
 ASKED = [{"role": "user", "content": "What is the capital of France?"}]
-# Each protocol's words for how an answer ended, in chat's.
-_ENDS = {
-    "completed": "stop", "max_output_tokens": "length", "end_turn": "stop", "stop_sequence": "stop",
-    "max_tokens": "length", "refusal": "content_filter",
-}  # fmt: skip
 
 
 def body_of(
@@ -36,32 +28,6 @@ def body_of(
     return given | more
 
 
-@dataclass
-class Answer:
-    """What was said; ``reason`` in chat's words."""
-
-    text: str
-    refusal: str | None
-    reason: str
-    first: dict[str, Any]  # the note that came before the answer, or with it
-    last: dict[str, Any] | None  # the note behind a streamed answer
-    running: list[dict[str, Any]]  # the notes between
-    raw: str
-
-
-def ask(service: Running | App, route: str, stream: bool, *given: Any, **more: Any) -> Answer:
-    """Ask and read."""
-    response = post(service, route, body_of(route, *given, stream=stream, **more))
-    assert response.status_code == 200, response.text
-    return (read_stream if stream else read)(route, response.text)
-
-
-def post(service: Running | App, route: str, body: dict[str, Any], **headers: str) -> httpx.Response:
-    if isinstance(service, Running):
-        return httpx.post(f"{service.url}{route}", json=body, timeout=30, headers=headers)
-    return service.client.post(route, json=body, headers=headers)
-
-
 def sse(text: str) -> Iterator[tuple[str | None, dict[str, Any]]]:
     """Each event's name and its data."""
     for block in text.split("\n\n"):
@@ -69,59 +35,6 @@ def sse(text: str) -> Iterator[tuple[str | None, dict[str, Any]]]:
         if lines and lines["data"] != "[DONE]":
             assert set(lines) <= {"event", "data"}
             yield lines.get("event"), json.loads(lines["data"])
-
-
-def read(route: str, text: str) -> Answer:
-    """A whole answer."""
-    found = json.loads(text)
-    if route == CHAT_ROUTE:
-        choice = found["choices"][0]
-        said, refusal, reason = choice["message"]["content"], choice["message"]["refusal"], choice["finish_reason"]
-    elif route == RESPONSES_ROUTE:
-        said, refusal, reason = _of_response(found)
-    else:
-        said, refusal, reason = _of_message(found["content"], found["stop_reason"])
-    return Answer(said or "", refusal, _ENDS.get(reason, reason), found["hallutracer"], None, [], text)
-
-
-def _of_response(found: dict[str, Any]) -> tuple[str, str | None, str]:
-    parts = [part for item in found["output"] for part in item["content"]]
-    reason = (found["incomplete_details"] or {}).get("reason", found["status"])
-    refusal = next((part["refusal"] for part in parts if part["type"] == "refusal"), None)
-    return "".join(part.get("text", "") for part in parts), refusal, reason
-
-
-def _of_message(content: list[dict[str, Any]], reason: str) -> tuple[str, str | None, str]:
-    """A message has no place for a refusal: it is the text."""
-    text = "".join(block["text"] for block in content)
-    return text, None, reason
-
-
-def read_stream(route: str, text: str) -> Answer:
-    """A streamed answer, put together from its pieces."""
-    told = list(sse(text))
-    events = [event for _, event in told]
-    assert not any("error" in event for event in events), text
-    notes = [event["hallutracer"] for event in events if "hallutracer" in event]
-    if route == CHAT_ROUTE:
-        choices = [event["choices"][0] for event in events if event["choices"]]
-        said = "".join(choice["delta"].get("content") or "" for choice in choices)
-        refusal = next((found for one in choices if (found := one["delta"].get("refusal"))), None)
-        reason, first = choices[-1]["finish_reason"], notes.pop(0)
-        last = notes.pop() if notes else None
-        return Answer(said, refusal, reason, first, last, notes, text)
-    assert all(name == event["type"] for name, event in told)
-    if route == RESPONSES_ROUTE:
-        first, final = events[0]["response"]["hallutracer"], events[-1]["response"]
-        said, refusal, reason = _of_response(final)
-        pieces = [event["delta"] for event in events if event["type"] == "response.output_text.delta"]
-        assert "".join(pieces) == said
-        return Answer(said, refusal, _ENDS.get(reason, reason), first, final["hallutracer"], notes, text)
-    said = "".join(event["delta"]["text"] for event in events if event["type"] == "content_block_delta")
-    end = next(event for event in events if event["type"] == "message_delta")
-    reason, first = end["delta"]["stop_reason"], events[0]["message"]["hallutracer"]
-    last = notes.pop() if "hallutracer" in end else None
-    return Answer(said, None, _ENDS.get(reason, reason), first, last, notes, text)
 
 
 def in_openais_client(

@@ -1,116 +1,129 @@
-"""The risk of a finished answer on the wire: where an answer was given, after its last token, and nowhere else."""
+"""The risk of an answer's own tokens: its numbers, who counts them, and policies that decide by it.
+
+What a policy makes of the risk: tests/test_turn.py; where it is shown: test_turns.py."""
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
 from hallutracer_client import Client, Generate
-from probes_store.bundle import Bundle
-from service.engines.base import AnswerReading
-from service.errors import NonFiniteReadout
+from service.engines.base import AnswerReading, Sampling
+from service.engines.scheduler import Scheduled
+from service.errors import HalluTracerError, NonFiniteReadout
+from service.judging.guarantee import guarantee_status
+from service.policies.guard import OBSERVE, Action, Policy
+from service.policies.policy import read_policies
 from service.readout import Probes, Site
 from service.risk import depth_mean, risk
-from service.scoring import Scorer
-from tests.api.test_score import events
-from tests.kit.bundles import ANSWER, write_bundle
-from tests.matching import matching_bundle, matching_draft, with_answer
-from tests.running import Running, running
+from service.scoring import RiskReport, Scorer
+from service.turn import LEAST_READ
+from tests.api.test_no_token import answered, responses
+from tests.kit.api import all_flagged, refusal_of, stream_events, two_parts
+from tests.kit.bundles import ANSWER, GUARANTEE
+from tests.matching import matching_bundle, matching_draft
+from tests.running import App, Running, running, until
 from tests.scripted_engine import ScriptedEngine
 
-NOTE = {"answer_risk", "answer_tokens", "answer_flagged"}
-
-
-def two_parts(engine: ScriptedEngine, folder: Path) -> Bundle:
-    return write_bundle(with_answer(matching_draft(engine, "both", 3), engine), folder / "both")
+TEXT = "It is so, and so it was."
+OBSERVED: dict[str, Any] = {"bundle": "both", "threshold": 1}
+ANSWERED = OBSERVED | {"generate": {"max_tokens": 6}}
+WORDS = ["one", "two", "three", "four"]
+ONCE = Policy("once", Action.ABSTAIN, message="No.")
+AGAIN = replace(ONCE, name="again", recheck=True)
+STOPS = replace(ONCE, name="stops", stop_at=0.6)
+POLICIES = {
+    "once": ONCE,
+    "again": AGAIN,
+    "again-warn": replace(AGAIN, name="again-warn", action=Action.ANNOTATE),
+    "again-fetch": replace(AGAIN, name="again-fetch", action=Action.RETRIEVE),
+    "stops": STOPS,
+    "later": replace(STOPS, name="later", stop_at=0.9),
+    "below": replace(STOPS, name="below", stop_at=ANSWER.threshold - 0.01),
+}
 
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with running(tmp_path_factory.mktemp("app"), names=("one",), add=[two_parts]) as service:
+    folder = tmp_path_factory.mktemp("app")
+    with running(folder, names=("one",), add=[two_parts], policy="observe") as service:
+        service.engine.answer = TEXT
         yield service
 
 
-def by_hand(service: Running, prompt: list[int], answer: str) -> float:
-    stored = service.bundles[1].answer
+def by_hand(app: App, word: str, tokens: int) -> float:
+    """The risk of the first tokens of the answer to a word, each of which another one follows."""
+    stored = app.bundles[-1].answer
     assert stored is not None
+    prompt = app.engine.render_chat([{"role": "user", "content": word}])
     probes = Probes.of(Site.ATTENTION_HEAD, stored)
-    went_on = answer.encode()[:-1]
-    mean = depth_mean(service.engine.read_last([*prompt, *went_on], len(went_on), probes))
+    mean = depth_mean(app.engine.read_last([*prompt, *TEXT.encode()[:tokens]], tokens, probes))
     return float(risk(mean[None], np.array([ANSWER.weight]), ANSWER.intercept))
 
 
-ANSWERED: dict[str, Any] = {"bundle": "both", "threshold": 1, "generate": {"max_tokens": 6}}
+# --- its numbers ---
 
 
 def test_a_finished_answer_has_a_risk_of_its_own(service: Running) -> None:
-    prompts = ["one", "two", "three", "four"]
-    rows = service.post(prompt=prompts, **ANSWERED).json()["data"]
-    ids = [service.engine.render_chat([{"role": "user", "content": prompt}]) for prompt in prompts]
-    found = [row["answer_risk"] for row in rows]
-    assert found == pytest.approx([by_hand(service, one, "It is ") for one in ids])
-    assert [row["answer_flagged"] for row in rows] == [one >= ANSWER.threshold for one in found]
-    assert {row["answer_flagged"] for row in rows} == {True, False}, "else this tells nothing"
+    rows = service.post(prompt=WORDS, **ANSWERED).json()["data"]
+    risks = [row["answer_risk"] for row in rows]
+    assert risks == pytest.approx([by_hand(service, word, 5) for word in WORDS])
+    assert [row["answer_flagged"] for row in rows] == [value >= ANSWER.threshold for value in risks]
+    assert {row["answer_flagged"] for row in rows} == {True, False}
 
 
 @pytest.mark.parametrize(
     "body",
-    [{"bundle": "both"}, {"bundle": "both", "threshold": 0, "generate": {}}, {**ANSWERED, "bundle": "one"},
-     {**ANSWERED, "generate": {"max_tokens": 1}}],
+    [
+        {"bundle": "both"},
+        {"bundle": "both", "policy": "gate", "threshold": 0, "generate": {}},
+        {**ANSWERED, "bundle": "one"},
+        {**ANSWERED, "generate": {"max_tokens": 1}},
+    ],
     ids=["score alone", "withheld", "a bundle without", "no token that the model went on from"],
-)  # fmt: skip
+)
 def test_there_is_none_elsewhere(service: Running, body: dict[str, Any]) -> None:
     [row] = service.post(prompt="one", **body).json()["data"]
-    assert not NOTE & set(row)
+    assert not {"answer_risk", "answer_tokens", "answer_flagged"} & set(row)
 
 
-def test_a_stream_tells_it_at_its_end(service: Running) -> None:
-    [whole] = service.post(prompt="one", **ANSWERED).json()["data"]
-    first, *pieces, last = events(service.post(prompt="one", stream=True, **ANSWERED).text)
-    assert not NOTE & set(first["data"][0])
-    assert not any(NOTE & set(piece) for piece in pieces)
-    assert {name: last[name] for name in NOTE} == {name: whole[name] for name in NOTE}
+def test_a_stream_has_the_risk_of_the_answer_so_far_and_the_client_follows_it(
+    service: Running,
+) -> None:
+    expected = [by_hand(service, "one", tokens) for tokens in range(1, len(TEXT))]
+    body = OBSERVED | {"generate": {"max_tokens": 40}, "include": ["answer_risk"]}
+    _, first, *pieces, _, _ = stream_events(service.post(prompt="one", stream=True, **body).text)
+    assert "answer_risk" not in first, "nothing of the answer was read before it"
+    assert [piece["answer_risk"] for piece in pieces] == pytest.approx(expected)
+    body["generate"] = Generate(max_tokens=40)
+    with Client(service.url) as client, client.stream(prompt="one", **body) as answer:
+        assert answer.answer_risk is None
+        seen = [(piece, answer.answer_risk) for piece in answer]
+        assert "".join(piece for piece, _ in seen) == TEXT
+        assert [value for _, value in seen] == [None, *map(pytest.approx, expected)]
+        assert answer.answer_risk == pytest.approx(expected[-1])
+        assert answer.answer_flagged is (expected[-1] >= ANSWER.threshold)
 
 
-def test_the_client_says_it(service: Running) -> None:
-    with Client(service.url) as client:
-        [row] = service.post(prompt="one", **ANSWERED).json()["data"]
-        assert client.score(prompt="one", bundle="both").only.answer_risk is None
-        with client.stream(prompt="one", bundle="both", threshold=1, generate=Generate(max_tokens=6)) as answer:
-            assert answer.answer_risk is None
-            assert "".join(answer) == "It is "
-            assert (answer.answer_risk, answer.answer_flagged) == (row["answer_risk"], row["answer_flagged"])
+def test_what_is_sent_before_an_answer_has_no_risk_of_it(tmp_path: Path) -> None:
+    engine = ScriptedEngine(answer=TEXT)
+    scorer = Scorer(Scheduled(engine), two_parts(engine, tmp_path))
 
+    async def reports() -> list[RiskReport]:
+        steps = scorer.run(scorer.render("one"), OBSERVE, Sampling(40), running=True)
+        return [report async for report, _ in steps]
 
-@pytest.mark.parametrize("route", ["chat/completions", "completions"])
-def test_openai_s_routes_tell_it_under_our_name(service: Running, route: str) -> None:
-    import httpx
-
-    asked = {"messages": [{"role": "user", "content": "one"}]} if route.startswith("chat") else {"prompt": "one"}
-    body = {"model": "scripted", "max_tokens": 6, "temperature": 0, "hallutracer_bundle": "both"}
-    body |= asked | {"vllm_xargs": {"hallutracer_bundle": "both", "hallutracer_threshold": 1.0}}
-    del body["hallutracer_bundle"]
-    whole = httpx.post(f"{service.url}/v1/{route}", json=body, timeout=30).json()
-    [row] = whole["hallutracer"]["data"]
-    assert set(row) >= NOTE
-    chunks = events(httpx.post(f"{service.url}/v1/{route}", json=body | {"stream": True}, timeout=30).text)
-    assert not NOTE & set(chunks[0]["hallutracer"]["data"][0])
-    ends = [chunk for chunk in chunks if chunk["choices"] and chunk["choices"][0]["finish_reason"]]
-    assert [chunk["hallutracer"] for chunk in ends] == [{name: row[name] for name in NOTE}]
-    assert sum("hallutracer" in chunk for chunk in chunks) == 2
-
-
-def test_what_only_the_second_look_flags_is_counted(tmp_path: Path) -> None:
-    with running(tmp_path, names=("one",), add=[two_parts]) as service:
-        rows = service.post(prompt=["one", "two", "three", "four"], **ANSWERED).json()["data"]
-        service.post(prompt="five", bundle="one", threshold=1, generate={})
-        assert service.metric("hallutracer_answer_risk_count") == 4
-        assert service.metric("hallutracer_answer_risk_sum") == pytest.approx(sum(row["answer_risk"] for row in rows))
-        assert service.metric("hallutracer_answers_flagged_total") == sum(row["answer_flagged"] for row in rows) > 0
+    seen = asyncio.run(reports())
+    assert [report.answer is None for report in seen] == [True, True] + [False] * len(TEXT)
+    assert {report.before_answer().answer for report in seen} == {None}
 
 
 def test_no_nan_is_served_as_a_risk(tmp_path: Path) -> None:
@@ -121,3 +134,206 @@ def test_no_nan_is_served_as_a_risk(tmp_path: Path) -> None:
     without = Scorer(engine, matching_bundle(engine, tmp_path, "without"))
     assert without.judge_answer(AnswerReading(3, np.zeros(4))) is None
     assert scorer.judge_answer(None) is None
+
+
+def test_a_bundle_without_answer_probes_has_none_to_include(service: Running) -> None:
+    body = {
+        "prompt": "one",
+        "bundle": "one",
+        "include": ["answer_risk"],
+        "generate": {},
+        "stream": True,
+    }
+    error = refusal_of(service, "/score", body, 422)
+    assert (error["param"], "one:1 reads no answers here" in error["message"]) == ("include", True)
+
+
+# --- who counts it ---
+
+
+def test_what_only_the_answer_s_own_risk_flags_is_counted(tmp_path: Path) -> None:
+    with running(tmp_path, names=("one",), add=[two_parts]) as service:
+        rows = service.post(prompt=WORDS, **ANSWERED).json()["data"]
+        service.post(prompt="five", bundle="one", threshold=1, generate={})
+        assert service.metric("hallutracer_answer_risk_count") == 4
+        assert service.metric("hallutracer_answer_risk_sum") == pytest.approx(
+            sum(row["answer_risk"] for row in rows),
+        )
+        flagged = sum(row["answer_flagged"] for row in rows)
+        assert service.metric("hallutracer_answers_flagged_total") == flagged > 0
+
+
+def test_a_reader_that_leaves_counts_no_finished_answer(tmp_path: Path) -> None:
+    with running(tmp_path, names=(), add=[two_parts], policy="observe") as service:
+        engine, gone = service.engine, threading.Event()
+        engine.answer = TEXT
+        engine.wait = lambda: engine.counters.decode_steps < 5 or gone.wait(30)  # type: ignore
+        body = OBSERVED | {"prompt": "one", "generate": {"max_tokens": 40}, "stream": True}
+        body["include"] = ["answer_risk"]
+        with httpx.stream("POST", f"{service.url}/score", json=body, timeout=30) as answer:
+            lines = answer.iter_lines()
+            while "answer_risk" not in next(lines):
+                pass
+        until(lambda: service.metric("hallutracer_requests_in_flight") == 0)
+        gone.set()
+        until(lambda: engine.counters.open_continuations == 0)
+        assert service.metric("hallutracer_answer_risk_count") == 0
+
+
+def test_of_a_stopped_answer_no_more_is_decoded_than_was_read(tmp_path: Path) -> None:
+    with running(
+        tmp_path,
+        names=(),
+        add=[all_flagged],
+        policies=POLICIES,
+        policy="stops",
+    ) as service:
+        engine, go_on = service.engine, threading.Event()
+        engine.answer = TEXT
+
+        def wait() -> None:
+            if engine.counters.decode_steps > LEAST_READ:  # the verdict is known
+                assert go_on.wait(30)
+
+        engine.wait = wait  # type: ignore[method-assign]
+        try:
+            service.post(prompt="one", threshold=1, generate={"max_tokens": 40})
+        finally:
+            go_on.set()
+        assert service.metric("hallutracer_answers_stopped_total") == 1
+        assert service.metric("hallutracer_answer_risk_count") == 1
+        until(lambda: engine.counters.open_continuations == 0)
+        assert engine.counters.decode_steps <= LEAST_READ + 2
+
+
+# --- policies that decide by it ---
+
+
+@pytest.mark.parametrize(
+    ("policy", "blind", "message"),
+    [
+        (
+            AGAIN,
+            False,
+            "policy 'again' has recheck, and bundle one:1 has no probes of answers: train it",
+        ),
+        (
+            AGAIN,
+            True,
+            "has recheck, and bundle both:1 has probes of answers, which this engine does not read",
+        ),
+        (STOPS, False, "policy 'stops' has stop_at, and bundle one:1 has no probes of answers"),
+    ],
+)
+def test_a_service_that_cannot_read_answers_does_not_start(
+    tmp_path: Path,
+    policy: Policy,
+    blind: bool,
+    message: str,
+) -> None:
+    app = App(
+        tmp_path,
+        names=() if blind else ("one",),
+        add=[two_parts],
+        policies={policy.name: policy},
+    )
+    app.served.reads_answers = not blind
+    with app.client:
+        until(lambda: app.state.lifecycle.failure is not None)
+    assert message in str(app.state.lifecycle.error)
+
+
+@pytest.mark.parametrize(
+    ("policy", "stricter", "looser"),
+    [
+        ("again", {"again", "again-fetch"}, {"once", "observe", "again-warn"}),
+        ("stops", {"stops", "again"}, {"once", "observe", "later"}),
+        ("below", {"below"}, {"again"}),
+    ],
+)
+def test_a_caller_may_only_be_stricter(
+    tmp_path: Path,
+    policy: str,
+    stricter: set[str],
+    looser: set[str],
+) -> None:
+    options: dict[str, Any] = {
+        "names": (),
+        "add": [two_parts],
+        "policies": POLICIES,
+        "policy": policy,
+    }
+    reasons = {
+        "again": "does not read the answer again",
+        "stops": "does not end an answer as early",
+    }
+    with App(tmp_path, callers_may=(), **options).started() as app:
+        for choice in stricter:
+            response = app.client.post("/score", json={"prompt": "one", "policy": choice})
+            assert response.status_code == 200, choice
+        for choice in looser:
+            error = refusal_of(app, "/score", {"prompt": "one", "policy": choice}, 403)
+            assert error["param"] == "policy"
+            assert choice != "once" or reasons[policy] in error["message"]
+
+
+def test_no_request_sees_more_than_the_first_tokens_of_answers_that_are_all_flagged(
+    tmp_path: Path,
+) -> None:
+    """The requests of ``test_no_token``, under a first risk that lets all of them begin."""
+    options: dict[str, Any] = {
+        "names": (),
+        "add": [all_flagged],
+        "policies": POLICIES,
+        "threshold": 1.0,
+    }
+    with App(tmp_path / "again", callers_may=(), policy="again", **options).started() as app:
+        for request, _, text in responses(app.client, 1000):
+            assert not answered(text), request
+        assert app.engine.counters.decode_steps > 100, "answers were begun, and held"
+    with App(tmp_path / "stops", callers_may=(), policy="stops", **options).started() as app:
+        app.engine.answer = "@" * 30
+        for request, content, text in responses(app.client, 1000):
+            assert text.count("@") <= LEAST_READ * (1 + content.count(b",")), request
+            assert "@" * (LEAST_READ + 1) not in text, request
+        assert app.served.counters.decode_steps > 100, "answers were begun, and ended"
+
+
+@pytest.mark.parametrize(
+    ("policy", "reason"),
+    [(ONCE, ""), (AGAIN, "reads answers again"), (STOPS, "ends answers under way")],
+)
+def test_a_guarantee_is_void_under_it(policy: Policy, reason: str) -> None:
+    draft = matching_draft(
+        ScriptedEngine(),
+        "promised",
+        0,
+        guarantee=GUARANTEE,
+        threshold=GUARANTEE.threshold,
+    )
+    status = guarantee_status(draft.manifest, policy, GUARANTEE.dtype)
+    assert status is not None
+    reasons = [violation for violation in status.violations if "answers" in violation]
+    assert [reason in violation for violation in reasons] == ([True] if reason else [])
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ("action = 'abstain'\nstop_at = 0", "greater than 0"),
+        ("action = 'abstain'\nstop_at = 1.1", "less than or equal"),
+        ("action = 'abstain'\nstop_at = 'high'", "number"),
+        ("action = 'observe'\nstop_at = 0.5", "another action"),
+        ("action = 'abstain'\nstop_at = 0.5\nrecheck = true", "remove one of them"),
+        ("action = 'abstain'\nstopat = 0.5", "stopat"),
+        ("action = 'annotate'\nstop_at = 0.8", ""),
+    ],
+)
+def test_a_table_that_cannot_hold_is_refused(tmp_path: Path, table: str, message: str) -> None:
+    path = tmp_path / "policies.toml"
+    path.write_text(f"[mine]\n{table}\n")
+    if not message:
+        assert read_policies(path).named["mine"].stop_at == 0.8
+        return
+    with pytest.raises(HalluTracerError, match=message):
+        read_policies(path)

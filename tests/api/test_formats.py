@@ -16,8 +16,8 @@ from pydantic import BaseModel
 from service.policies.guard import Action, Policy
 from service.serving.admission import MAX_FORMATS_OF_CALLER
 from tests import running as scripted
-from tests.api.test_tools import EVERYTHING, NOTHING, TOOLS
 from tests.engines import tiny
+from tests.kit.api import CHAT as CHATS
 from tests.kit.bundles import make_draft
 from tests.running import Running, running
 
@@ -28,6 +28,8 @@ SCHEMA: dict[str, Any] = {"type": "object", "properties": {"city": {"enum": ["Pa
 CHAT = {"type": "json_schema", "json_schema": {"name": "city", "schema": SCHEMA, "strict": True}}
 RESPONSES = {"type": "json_schema", "name": "city", "schema": SCHEMA, "strict": True}
 USER = [{"role": "user", "content": "Who?"}]
+TOOLS = CHATS.tools
+EVERYTHING, NOTHING = {"hallutracer_threshold": 0.0}, {"hallutracer_threshold": 1.0}
 
 
 class City(BaseModel):

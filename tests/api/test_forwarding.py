@@ -73,33 +73,7 @@ def streamed(chunks: list[Any]) -> str:
     return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
 
 
-# --- annotate and retrieve ---
-
-
-def test_an_annotated_answer_begins_with_the_warning(service: Running) -> None:
-    found = ask(service, "warn")
-    (row,), message = note(found)["data"], found.choices[0].message
-    said = f"Take care (risk {row['risk']:.2f})."
-    assert (row["decision"], row["flagged"], row["message"]) == ("continue", True, said)
-    assert (message.content, message.refusal) == (f"{said}\n\nIt is so.", None)
-    assert streamed(list(ask(service, "warn", stream=True))) == message.content
-    score = service.post(messages=ASKED, policy="warn", generate={"max_tokens": 20}).json()["data"][0]
-    assert (score["message"], score["completion"]["text"]) == (said, "It is so.")
-    assert ask(service, "warn", xargs=NOT_FLAGGED).choices[0].message.content == "It is so."
-
-
-def test_a_second_call_names_the_first_and_tells_the_drop(service: Running) -> None:
-    decoded = service.engine.counters.decode_steps
-    first = ask(service, "fetch")
-    (choice,), before = first.choices, note(first)["data"][0]
-    assert (choice.message.content, choice.message.refusal) == (None, "Fetch a passage.")
-    assert (choice.finish_reason, before["decision"]) == ("content_filter", "retrieve")
-    assert service.engine.counters.decode_steps == decoded
-    again = [{"role": "user", "content": "Paris is the capital of France. What is the capital of France?"}]
-    second = ask(service, "fetch", messages=again, xargs={"hallutracer_retrieval_of": first.id} | NOT_FLAGGED)
-    drop = pytest.approx(before["risk"] - note(second)["data"][0]["risk"], abs=1e-9)
-    assert note(second)["retrieval"] == {"of": first.id, "known": True, "risk_before": before["risk"], "drop": drop}
-    assert second.choices[0].message.content == "It is so."
+# --- retrieve, and whose policy it is ---
 
 
 def test_nobody_is_sent_twice_and_an_unknown_first_call_is_told(service: Running) -> None:

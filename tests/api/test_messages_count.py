@@ -13,12 +13,13 @@ from anthropic.types import ErrorResponse, MessageTokensCount
 
 from service.access.routes import COUNT_ROUTE, MESSAGES_ROUTE
 from tests.api.test_auth import named
-from tests.api.test_messages import ASKED, client_of
-from tests.api.test_messages_tools import TOOLS
+from tests.api.test_clients import USER as ASKED
+from tests.api.test_clients import anthropic_client as client_of
 from tests.api.test_protocols import FIRST
+from tests.kit.api import MESSAGES
 from tests.running import App, Running, running
-from tests.serve_process import serve
 
+TOOLS = MESSAGES.tools
 CALL = {"type": "tool_use", "id": "t1", "name": "find", "input": {"q": "Pâris"}}
 TURNS = [
     *ASKED, {"role": "assistant", "content": [{"type": "text", "text": "Let me look."}, CALL]},
@@ -128,13 +129,3 @@ def test_before_the_model_is_loaded_it_says_so(tmp_path: Path) -> None:
     app = App(tmp_path)  # never started
     found = app.client.post(COUNT_ROUTE, json={"model": "scripted", "messages": ASKED})
     assert (found.status_code, found.json()["error"]["type"]) == (503, "overloaded_error")
-
-
-def test_the_demo_models_own_template() -> None:
-    with serve() as service:
-        client = anthropic.Anthropic(base_url=service.url, api_key="none", max_retries=0)
-        model = httpx.get(f"{service.url}/v1/models").json()["data"][0]["id"]
-        given: dict[str, Any] = {"model": model, "messages": ASKED, "system": "Be brief."}
-        counted = client.messages.count_tokens(**given).input_tokens
-        read = client.messages.create(max_tokens=2, **given).usage
-        assert counted == read.input_tokens + (read.cache_read_input_tokens or 0)

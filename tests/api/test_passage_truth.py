@@ -9,15 +9,14 @@ from typing import Any
 
 import pytest
 
-from service.access.routes import CHAT_ROUTE, MESSAGES_ROUTE, RESPONSES_ROUTE
 from service.engines.base import PromptContext
 from service.errors import HalluTracerError, RequestError
 from service.judging.guarantee import UNKNOWN, Shape, Standing
 from service.policies.guard import OBSERVE, Action, Policy, risk_beside_passage
 from service.policies.policy import read_policies
 from service.scoring import beside_passage
-from tests.api.protocols import body_of, post, read, read_stream
 from tests.api.test_reply import guaranteed
+from tests.kit.api import WIRES, note_of, send_to
 from tests.running import App
 
 TRUTH = 0.5
@@ -25,8 +24,6 @@ HALF, WATCH = Policy("half", Action.ABSTAIN, message="No.", passage_truth=TRUTH)
 POLICIES = {"half": HALF, "watch": replace(WATCH, passage_truth=TRUTH), "plain": WATCH}
 QUESTION = "Why?"
 BESIDE = f"Context: {'A fact. ' * 60}\n\n{QUESTION}"
-STREAMS = pytest.mark.parametrize("stream", [False, True])
-EACH = pytest.mark.parametrize("route", [CHAT_ROUTE, RESPONSES_ROUTE, MESSAGES_ROUTE])
 
 
 @pytest.fixture(scope="module")
@@ -57,20 +54,20 @@ def test_the_risk_beside_a_passage_rises_before_the_threshold_and_is_said(app: A
     assert unknown["risk"] == pytest.approx(1 - TRUTH * (1 - read_so["risk"])), "it may be a passage"
 
 
-@STREAMS
-@EACH
-def test_each_protocol_withholds_by_it(app: App, route: str, stream: bool) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("wire", ["chat", "responses", "messages"])
+def test_each_protocol_withholds_by_it(app: App, wire: str, stream: bool) -> None:
     [own] = scored(app, "plain", prompt=BESIDE)["data"]
     between = (own["risk"] + 1 - TRUTH * (1 - own["risk"])) / 2
-    decoded = app.engine.counters.decode_steps
+    messages = [{"role": "user", "content": BESIDE}]
     for policy, withheld in (("half", True), ("plain", False)):
-        xargs = {"hallutracer_policy": policy, "hallutracer_threshold": between}
-        response = post(app, route, body_of(route, BESIDE, xargs, stream=stream))
-        answer = (read_stream if stream else read)(route, response.text)
-        assert (answer.reason == "content_filter") is withheld, policy
-        if withheld:
-            assert answer.first["data"][0]["passage_truth"] == TRUTH
-            assert app.engine.counters.decode_steps == decoded, "no token of it"
+        decoded = app.engine.counters.decode_steps
+        chosen = {"policy": policy, "threshold": between}
+        response = send_to(app, WIRES[wire], messages=messages, chosen=chosen, stream=stream)
+        assert (app.engine.counters.decode_steps == decoded) is withheld, policy
+        assert (f'"passage_truth": {TRUTH}' in response.text) is withheld
+        if withheld and not stream:
+            assert note_of(response.json())["data"][0]["passage_truth"] == TRUTH
 
 
 def test_a_guarantee_is_void(app: App) -> None:

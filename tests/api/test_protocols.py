@@ -1,10 +1,11 @@
-"""Chats, Responses and Messages are one gate: what one withholds, ends, says or refuses, the others do, too."""
+"""What all protocols share: ids and headers, doors that no request opens, words of failures.
+
+Bodies and events of every turn: test_turns.py."""
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,417 +13,429 @@ from typing import Any
 import httpx
 import pytest
 
+from probes_store.bundle import Bundle
 from service.access.callers import Scope
-from service.access.routes import CHAT_ROUTE, MESSAGES_ROUTE, RESPONSES_ROUTE, TEXT_ROUTE
 from service.policies.guard import Action, Policy, Upstream
-from service.serving import admission
-from tests.api.protocols import ASKED, NEW, ROUTES, ask, body_of, post, sse
-from tests.api.test_answer_risk import two_parts
+from service.policies.policy import Rule
 from tests.api.test_auth import bearer, named
-from tests.api.test_recheck import all_flagged
 from tests.api.test_reply import guaranteed, known
-from tests.api.test_score import Held, send
+from tests.api.test_score import send
 from tests.engine_kinds import KINDS
-from tests.kit.bundles import ANSWER
+from tests.kit.api import (
+    CHAT,
+    MESSAGES,
+    QUESTION,
+    RESPONSES,
+    SCORE,
+    TEXT,
+    WIRES,
+    Wire,
+    note_of,
+    refusal_of,
+    request_of,
+    send_to,
+    stream_events,
+)
+from tests.matching import Held
 from tests.running import App, Running, running, until
+from tests.scripted_engine import ScriptedEngine
 
-EVERYTHING, NOTHING = {"hallutracer_threshold": 0.0}, {"hallutracer_threshold": 1.0}
+EVERYTHING, NOTHING = {"threshold": 0.0}, {"threshold": 1.0}
 FIRST = {
     "gate": Policy("gate", Action.ABSTAIN, message="I am not sure."),
     "warn": Policy("warn", Action.ANNOTATE, 0.0, "Take care (risk {risk})."),
     "fetch": Policy("fetch", Action.RETRIEVE, 0.0, "Fetch a passage."),
     "send": Policy("send", Action.FALLBACK, 1.0, upstream=Upstream("http://127.0.0.1:9/v1", "x")),
 }
-POLICIES = FIRST | {
-    "again": Policy("again", Action.ABSTAIN, message="No: {risk}.", recheck=True),
-    "stops": Policy("stops", Action.ABSTAIN, message="No.", stop_at=0.6),
+CHATS = {"chat": CHAT, "responses": RESPONSES, "messages": MESSAGES}
+EACH = pytest.mark.parametrize("wire", CHATS.values(), ids=CHATS)
+EVERY = pytest.mark.parametrize("wire", WIRES.values(), ids=WIRES)
+STREAMS = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+PREFIX = {
+    "score": "risk-",
+    "chat": "chatcmpl-",
+    "text": "cmpl-",
+    "responses": "resp_",
+    "messages": "msg_",
 }
-STREAMS = pytest.mark.parametrize("stream", [False, True])
-EACH = pytest.mark.parametrize("route", ROUTES)
-EACH_NEW = pytest.mark.parametrize("route", NEW)
-WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight"]
+SYSTEM_FIELD = {RESPONSES.route: "instructions", MESSAGES.route: "system"}
+PREFILL = [*QUESTION, {"role": "assistant", "content": "It is"}]
+SYSTEM = [{"role": "system", "content": "Be brief."}, *QUESTION]
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def service(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Running]:
-    folder = tmp_path_factory.mktemp("service")
-    with running(folder, request.param, names=(), add=[two_parts], policies=POLICIES) as service:
-        yield service
+@pytest.fixture(scope="module")
+def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
+    with App(tmp_path_factory.mktemp("app"), policies=FIRST).started() as app:
+        yield app
 
 
-def refused_with(route: str, response: httpx.Response) -> tuple[int, str, str]:
-    """Status, type and message of an error; on Anthropic's route the whole of it is in Anthropic's shape."""
-    document = response.json()
-    if route == MESSAGES_ROUTE:
-        assert (set(document), document["type"]) == ({"type", "error", "request_id"}, "error")
-        assert document["request_id"] == response.headers["x-request-id"]
-        assert set(document["error"]) == {"type", "message"}
-    else:
-        assert set(document["error"]) == {"message", "type", "param", "code"}
-    return response.status_code, document["error"]["type"], document["error"]["message"]
+# --- ids, headers, counts ---
 
 
-# --- what each policy makes of a prompt ---
-
-
-@STREAMS
-@EACH
-def test_an_answer_and_its_risk(service: Running, route: str, stream: bool) -> None:
-    found = ask(service, route, stream, ASKED, NOTHING)
-    score = service.post(messages=ASKED, threshold=1.0, generate={"max_tokens": 40}).json()
-    [row] = score["data"]
-    answer = {name: row.pop(name) for name in ("answer_risk", "answer_flagged", "answer_tokens")}
-    del row["completion"]
-    assert (found.text, found.refusal, found.reason) == ("It is so.", None, "stop")
-    assert (found.first["bundle"], found.first["policy"]) == (score["bundle"], "gate")
-    assert found.first["data"] == [row if stream else row | answer]
-    if stream:
-        last = {"data": [row | answer]} if route == RESPONSES_ROUTE else answer
-        assert {name: (found.last or {}).get(name) for name in last} == last
-
-
-@STREAMS
-@EACH
-def test_a_withheld_answer_costs_no_token(service: Running, route: str, stream: bool) -> None:
-    decoded = service.engine.counters.decode_steps
-    for policy, message in (("gate", "I am not sure."), ("fetch", "Fetch a passage."), ("block", None)):
-        found = ask(service, route, stream, ASKED, EVERYTHING | {"hallutracer_policy": policy})
-        said = (message or "", None) if route == MESSAGES_ROUTE else ("", message)
-        assert (found.text, found.refusal, found.reason) == (*said, "content_filter"), policy
-        assert "It" not in found.text
-    assert service.engine.counters.decode_steps == decoded
-
-
-@STREAMS
-@EACH
-def test_a_warning_stands_before_an_annotated_answer(service: Running, route: str, stream: bool) -> None:
-    found = ask(service, route, stream, ASKED, {"hallutracer_policy": "warn"})
-    [row] = found.first["data"]
-    assert found.text == f"Take care (risk {row['risk']:.2f}).\n\nIt is so."
-    assert (found.refusal, found.reason, row["decision"]) == (None, "stop", "continue")
+@pytest.mark.parametrize("name", WIRES)
+def test_ids_headers_and_counts(app: App, name: str) -> None:
+    response = send_to(app, WIRES[name], chosen=NOTHING, tokens=200)
+    document, headers = response.json(), response.headers
+    [row] = note_of(document)["data"]
+    assert document["id"] == PREFIX[name] + headers["x-request-id"]
+    if name == "responses":
+        assert document["output"][0]["id"] == f"msg_{headers['x-request-id']}"
+    assert float(headers["x-hallutracer-risk"]) == pytest.approx(row["risk"], abs=1e-6)
+    assert headers["x-hallutracer-decision"] == "continue"
+    rendered = app.engine.render_chat(QUESTION)  # type: ignore[arg-type]
+    if name == "text":
+        rendered = app.engine.tokenize(QUESTION[0]["content"])
+    usage = document["usage"]
+    assert usage.get("prompt_tokens", usage.get("input_tokens")) == len(rendered)
+    assert usage.get("completion_tokens", usage.get("output_tokens")) == len("It is so.")
+    [scored] = app.client.post("/score", json={"input_ids": rendered}).json()["data"]
+    assert row["risk"] == scored["risk"]
+    streamed = send_to(app, WIRES[name], chosen=NOTHING, stream=True).headers
+    assert streamed["content-type"].startswith("text/event-stream")
+    assert streamed["x-hallutracer-risk"] == headers["x-hallutracer-risk"]
 
 
 @EACH
-def test_a_second_call_names_the_first_by_its_id(service: Running, route: str) -> None:
-    fetch = {"hallutracer_policy": "fetch"}
-    first = ask(service, route, False, ASKED, EVERYTHING | fetch)
-    id = json.loads(first.raw)["id"]
-    second = ask(service, route, False, "Paris.", NOTHING | fetch | {"hallutracer_retrieval_of": id})
-    drop = first.first["data"][0]["risk"] - second.first["data"][0]["risk"]
-    assert second.first["retrieval"]["known"]
-    assert second.first["retrieval"]["drop"] == pytest.approx(drop)
-
-
-@STREAMS
-@EACH_NEW
-def test_a_policy_that_may_send_a_prompt_on_is_refused(service: Running, route: str, stream: bool) -> None:
-    body = body_of(route, ASKED, {"hallutracer_policy": "send", **NOTHING}, stream=stream)
-    status, kind, message = refused_with(route, post(service, route, body))
-    assert (status, kind) == (400, "invalid_request_error")
-    assert "'send' may send a prompt on" in message
-    assert CHAT_ROUTE in message
-
-
-@STREAMS
-@EACH
-def test_an_answer_that_is_read_again_is_held(service: Running, route: str, stream: bool) -> None:
-    told = set()
-    for word in WORDS[:4]:
-        found = ask(service, route, stream, word, NOTHING | {"hallutracer_policy": "again"}, 6)
-        [row] = found.first["data"]
-        told.add(row["decision"])
-        if row["decision"] == "continue":
-            assert (found.text, found.reason) == ("It is ", "length")
-            continue
-        assert row["answer_risk"] >= ANSWER.threshold
-        assert "It" not in found.raw.replace("It is not", ""), "not a piece of the answer"
-        assert (found.refusal or found.text, found.reason) == (f"No: {row['answer_risk']:.2f}.", "content_filter")
-    assert told == {"continue", "abstain"}
-
-
-@STREAMS
-@EACH
-def test_an_answer_ends_where_its_running_risk_is_too_high(service: Running, route: str, stream: bool) -> None:
-    service.engine.answer = said = "It is so, and so it was."
-    ends = {}
-    try:
-        for word in WORDS:
-            given = {"policy": "stops", "threshold": 1, "generate": {"max_tokens": 40}}
-            completion = service.post(prompt=word, **given).json()["data"][0]["completion"]
-            found = ask(service, route, stream, word, NOTHING | {"hallutracer_policy": "stops"})
-            assert (found.text, found.reason) == (completion["text"], completion["finish_reason"])
-            assert found.refusal is None
-            ends[found.reason] = found.text
-    finally:
-        service.engine.answer = "It is so."
-    assert ends["stop"] == said
-    assert 4 <= len(ends["content_filter"]) < len(said)
-
-
-@EACH
-def test_a_stream_tells_the_risk_of_the_answer_so_far(service: Running, route: str) -> None:
-    xargs = NOTHING | {"hallutracer_include": ["answer_risk"]}
-    found = ask(service, route, True, ASKED, xargs, 8)
-    assert [note["answer_tokens"] for note in found.running] == list(range(1, 8))
-    assert ask(service, route, True, ASKED, NOTHING, 8).running == []
-
-
-@STREAMS
-@EACH
-def test_an_answer_that_is_cut_or_ends_at_a_text_of_the_request(service: Running, route: str, stream: bool) -> None:
-    found = ask(service, route, stream, ASKED, NOTHING, 4)
-    assert (found.text, found.reason) == ("It i", "length")
-    if route != RESPONSES_ROUTE:  # which has no such field
-        stops = {"stop" if route == CHAT_ROUTE else "stop_sequences": ["x", "so"]}
-        found = ask(service, route, stream, ASKED, NOTHING, **stops)
-        assert (found.text, found.reason) == ("It is ", "stop")
-        assert route == CHAT_ROUTE or '"stop_sequence": "so"' in found.raw
-
-
-@STREAMS
-def test_texts_that_end_an_answer_are_few_and_short(service: Running, stream: bool) -> None:
-    """Each costs work at each token; at the bounds they are taken."""
-    for route, body, field in (
-        (CHAT_ROUTE, body_of(CHAT_ROUTE, stream=stream), "stop"),
-        (MESSAGES_ROUTE, body_of(MESSAGES_ROUTE, stream=stream), "stop_sequences"),
-        (TEXT_ROUTE, {"model": "scripted", "prompt": "Is it so?", "max_tokens": 8, "stream": stream}, "stop"),
-        ("/score", {"prompt": "Is it so?", "stream": stream}, "generate.stop"),
-    ):
-        outer, _, inner = field.rpartition(".")
-        alone = route in (CHAT_ROUTE, TEXT_ROUTE)
-        for stops, taken in (
-            (["x" * 256] * 8, True), (["x" * 257], False), (["x"] * 9, False), ([""], False),
-            *((("x" * 256, True), ("x" * 257, False), ("", False)) if alone else ()),
-        ):  # fmt: skip
-            response = post(service, route, body | ({outer: {inner: stops}} if outer else {inner: stops}))
-            assert (response.status_code == 200) == taken, (route, stops, response.text)
-            if not taken:
-                error = response.json()["error"]
-                assert response.status_code in (400, 422)
-                assert inner in error["message"]
-                assert len(response.text) < 600, "the text is not repeated"
-                assert route == MESSAGES_ROUTE or error["param"].startswith(field), response.text
+def test_a_second_call_names_the_first_by_its_id(app: App, wire: Wire) -> None:
+    first = send_to(app, wire, chosen=EVERYTHING | {"policy": "fetch"}).json()
+    passage = [{"role": "user", "content": "Paris."}]
+    chosen = NOTHING | {"policy": "fetch", "retrieval_of": first["id"]}
+    second = note_of(send_to(app, wire, messages=passage, chosen=chosen).json())
+    before = note_of(first)["data"][0]["risk"]
+    drop = pytest.approx(before - second["data"][0]["risk"])
+    assert second["retrieval"] == {
+        "of": first["id"],
+        "known": True,
+        "risk_before": before,
+        "drop": drop,
+    }
 
 
 # --- doors ---
 
 
 @EACH
-def test_a_request_cannot_open_the_gate(tmp_path: Path, route: str) -> None:
+def test_a_request_cannot_open_the_gate(tmp_path: Path, wire: Wire) -> None:
     with App(tmp_path, threshold=0.0, callers_may=(), policies=FIRST).started() as app:
-        for xargs in ({"hallutracer_policy": "observe"}, NOTHING, {"hallutracer_bundle": "two"},
-                      {"hallutracer_policy": "warn"}):  # fmt: skip
-            status, kind, _ = refused_with(route, post(app, route, body_of(route, ASKED, xargs)))
-            assert (status, kind in ("permission_error", "invalid_request_error")) == (403, True), xargs
-        for stream in (False, True):
-            assert ask(app, route, stream).reason == "content_filter"
-        wrong = 422 if route == CHAT_ROUTE else 400
-        for more in ({"hallutracer_policy": "observe"}, {"policy": "observe"}, {"vllm_xargs": {"policy": "observe"}},
-                     {"vllm_xargs": []}, {"stream": "yes"}, {"stream": 1}, {"temperature": "0"}, {"gate": False},
-                     {"n": 2}, {"tools": [{"type": "function", "name": "f"}]}, {"prompt": "a"}):  # fmt: skip
-            assert post(app, route, body_of(route) | more).status_code == wrong, more
+        for chosen in ({"policy": "observe"}, NOTHING, {"bundle": "two"}, {"policy": "warn"}):
+            kind = error_of(
+                wire,
+                app.client.post(wire.route, json=request_of(wire, chosen=chosen)),
+                403,
+            )[0]
+            assert kind == ("permission_error" if wire is MESSAGES else "invalid_request_error")
+        wrong: list[dict[str, Any]] = [
+            {"hallutracer_policy": "observe"},
+            {"policy": "observe"},
+            {"vllm_xargs": {"policy": "observe"}},
+            {"vllm_xargs": []},
+            {"stream": "yes"},
+            {"stream": 1},
+            {"temperature": "0"},
+            {"gate": False},
+            {"n": 2},
+            {"tools": [{"type": "function", "name": "f"}]},
+            {"prompt": "a"},
+        ]
+        for fields in wrong:
+            send_to(app, wire, wire.refuses, **fields)
+        send_to(app, wire)
         assert app.engine.counters.decode_steps == 0
 
 
-def test_a_rule_chooses_by_the_new_routes_too(tmp_path: Path) -> None:
-    from service.policies.policy import Rule
-
+def test_a_rule_chooses_by_route(tmp_path: Path) -> None:
     with App(tmp_path, policies=FIRST, policy="observe").started() as app:
-        policies = app.state.catalogue.policies
-        rules = (Rule(policy="block", route=RESPONSES_ROUTE), Rule(policy="gate", route=MESSAGES_ROUTE))
-        app.state.catalogue.policies = replace(policies, rules=rules)
-        policy = {route: ask(app, route, False).first["policy"] for route in ROUTES}
-        assert policy == {CHAT_ROUTE: "observe", RESPONSES_ROUTE: "block", MESSAGES_ROUTE: "gate"}
+        rules = (
+            Rule(policy="block", route=RESPONSES.route),
+            Rule(policy="gate", route=MESSAGES.route),
+        )
+        app.state.catalogue.policies = replace(app.state.catalogue.policies, rules=rules)
+        policies = [note_of(send_to(app, wire).json())["policy"] for wire in CHATS.values()]
+        assert policies == ["observe", "block", "gate"]
 
 
 @STREAMS
-@EACH
-def test_no_token_of_answers_that_are_all_flagged(tmp_path: Path, route: str, stream: bool) -> None:
-    options: dict[str, Any] = {"names": (), "add": [all_flagged], "policies": POLICIES, "policy": "again"}
-    with App(tmp_path, threshold=1.0, callers_may=(), **options).started() as app:
-        found = ask(app, route, stream)
-        assert found.reason == "content_filter"
-        assert "It" not in found.text
-        assert app.engine.counters.decode_steps > 0, "it was begun, and held"
+@pytest.mark.parametrize("wire", [RESPONSES, MESSAGES], ids=["responses", "messages"])
+def test_a_policy_that_may_send_a_prompt_on_is_refused(app: App, wire: Wire, stream: bool) -> None:
+    body = request_of(wire, chosen=NOTHING | {"policy": "send"}, stream=stream)
+    kind, message = error_of(wire, app.client.post(wire.route, json=body), 400)
+    assert kind == "invalid_request_error"
+    assert "'send' may send a prompt on" in message
+    assert CHAT.route in message
 
 
-SYSTEM_FIELD = {RESPONSES_ROUTE: "instructions", MESSAGES_ROUTE: "system"}
-
-
-@EACH
 @pytest.mark.parametrize("refuses", [True, False])
-def test_a_special_token_is_read_as_its_characters(tmp_path: Path, route: str, refuses: bool) -> None:
+@pytest.mark.parametrize("wire", [SCORE, *CHATS.values()], ids=["score", *CHATS])
+def test_a_special_token_is_read_as_its_characters(
+    tmp_path: Path,
+    wire: Wire,
+    refuses: bool,
+) -> None:
     odd = "a <|end|> b"
-    system, asked = [{"role": "system", "content": odd}, *ASKED], [{"role": "user", "content": odd}]
-    apart = [(body_of(route, ASKED, NOTHING) | {SYSTEM_FIELD[route]: odd}, system)] if route in SYSTEM_FIELD else []
+    system, user = (
+        [{"role": "system", "content": odd}, *QUESTION],
+        [{"role": "user", "content": odd}],
+    )
+    cases: list[tuple[Any, dict[str, Any], Any]] = [(user, {}, user), (system, {}, system)]
+    if wire.route in SYSTEM_FIELD:
+        cases.append((QUESTION, {SYSTEM_FIELD[wire.route]: odd}, system))
     with App(tmp_path, refuse_special_tokens=refuses).started() as app:
-        for body, same in ((body_of(route, asked, NOTHING), asked), (body_of(route, system, NOTHING), system), *apart):
-            answer = post(app, route, body)
+        for messages, fields, same in cases:
+            response = send_to(
+                app,
+                wire,
+                wire.refuses if refuses else 200,
+                messages=messages,
+                **fields,
+            )
             if refuses:
-                assert answer.status_code == (422 if route == CHAT_ROUTE else 400)
+                error = response.json()["error"]
+                assert wire in (RESPONSES, MESSAGES) or error["param"] == "messages.0.content"
                 continue
-            score = app.client.post("/score", json={"messages": same}).json()
-            assert answer.json()["hallutracer"]["data"][0]["risk"] == score["data"][0]["risk"]
+            [row] = app.client.post("/score", json={"messages": same}).json()["data"]
+            assert note_of(response.json())["data"][0]["risk"] == row["risk"]
 
 
-PREFILL = [*ASKED, {"role": "assistant", "content": "It is"}]
-SYSTEM = [{"role": "system", "content": "Be brief."}, *ASKED]
-
-
-@EACH
-def test_a_guarantee_is_void_for_the_reasons_of_chats(tmp_path: Path, route: str) -> None:
-    alone = "0 earlier turns, no passage, no system prompt"
-
-    def shaped(engine: Any, folder: Path) -> Any:
-        return guaranteed(engine, folder, "alone", (alone,))
-
-    with App(tmp_path, names=(), add=[shaped]).started() as app:
-
-        def status(xargs: dict[str, Any] | None = None, messages: Any = ASKED, **more: Any) -> Any:
-            answer = post(app, route, body_of(route, messages, xargs) | more)
-            assert answer.status_code == 200, answer.text
-            return answer.json()["hallutracer"]["guarantee"]
-
-        assert status()["holds"], status()
-        for given, reason in (
-            (status(temperature=1), "temperature 1"), (status({"hallutracer_threshold": 0.1}), "threshold"),
-            (status({"hallutracer_policy": "observe"}), "withholds nothing"), (status(messages=SYSTEM), "conversation"),
-            (status(messages=PREFILL), "the last message is the assistant's"),
-        ):  # fmt: skip
-            assert not given["holds"]
-            assert any(reason in one for one in given["void"]), given
-        if route in SYSTEM_FIELD:
-            assert status(**{SYSTEM_FIELD[route]: "Be brief."}) == status(messages=SYSTEM)
+@STREAMS
+def test_texts_that_end_an_answer_are_few_and_short(app: App, stream: bool) -> None:
+    """Each costs work at each token; at the bounds they are taken."""
+    for wire in (SCORE, CHAT, TEXT, MESSAGES):
+        assert wire.stop is not None
+        field = "generate.stop" if wire is SCORE else wire.stop
+        cases: list[tuple[Any, bool]] = [
+            (["x" * 256] * 8, True),
+            (["x" * 257], False),
+            (["x"] * 9, False),
+            ([""], False),
+        ]
+        if wire in (CHAT, TEXT):  # which take a text alone, too
+            cases += [("x" * 256, True), ("x" * 257, False), ("", False)]
+        for stop, taken in cases:
+            body = request_of(wire, tokens=8, stream=stream)
+            body |= {"generate": {"stop": stop}} if wire is SCORE else {wire.stop: stop}
+            response = app.client.post(wire.route, json=body)
+            assert response.status_code == (200 if taken else wire.refuses), (wire.route, stop)
+            if not taken:
+                error = response.json()["error"]
+                assert wire.stop in error["message"]
+                assert len(response.text) < 600, "the text is not repeated"
+                assert wire is MESSAGES or error["param"].startswith(field)
 
 
 @EACH
-def test_an_answer_s_beginning_is_judged_as_what_went_through_no_template(tmp_path: Path, route: str) -> None:
+def test_a_guarantee_is_void_for_the_reasons_of_chats(tmp_path: Path, wire: Wire) -> None:
+    shape = "0 earlier turns, no passage, no system prompt"
+
+    def alone(engine: ScriptedEngine, folder: Path) -> Bundle:
+        return guaranteed(engine, folder, "alone", (shape,))
+
+    with App(tmp_path, names=(), add=[alone]).started() as app:
+
+        def void(**options: Any) -> str:
+            status = note_of(send_to(app, wire, **options).json())["guarantee"]
+            assert status["holds"] is not bool(status["void"])
+            return "\n".join(status["void"])
+
+        cases: list[tuple[dict[str, Any], str]] = [
+            ({"temperature": 1}, "temperature 1"),
+            ({"chosen": {"threshold": 0.1}}, "threshold"),
+            ({"chosen": {"policy": "observe"}}, "withholds nothing"),
+            ({"messages": SYSTEM}, "conversation"),
+            ({"messages": PREFILL}, "the last message is the assistant's"),
+        ]
+        assert void() == ""
+        assert [reason in void(**options) for options, reason in cases] == [True] * len(cases)
+        if wire.route in SYSTEM_FIELD:
+            assert void(**{SYSTEM_FIELD[wire.route]: "Be brief."}) == void(messages=SYSTEM)
+
+
+@pytest.mark.parametrize("wire", [RESPONSES, MESSAGES], ids=["responses", "messages"])
+def test_an_answer_s_beginning_is_judged_as_what_went_through_no_template(
+    tmp_path: Path,
+    wire: Wire,
+) -> None:
     with App(tmp_path, names=(), add=[known]).started() as app:
-        chat = post(app, CHAT_ROUTE, body_of(CHAT_ROUTE, PREFILL)).json()["hallutracer"]
-        assert post(app, route, body_of(route, PREFILL)).json()["hallutracer"] == chat
+        chat, same = (note_of(send_to(app, each, messages=PREFILL).json()) for each in (CHAT, wire))
+        assert same == chat
 
 
 @EACH
-def test_keys_scopes_and_rights(tmp_path: Path, route: str) -> None:
+def test_keys_scopes_and_rights(tmp_path: Path, wire: Wire) -> None:
     keys = [named("asks"), named("looks", scopes=frozenset({Scope.OBSERVE}))]
+    kinds = ["invalid_request_error"] * 2
+    if wire is MESSAGES:
+        kinds = ["authentication_error", "permission_error"]
     with App(tmp_path, api_keys=keys, callers_may=()).started() as app:
-        body, anthropic = body_of(route), route == MESSAGES_ROUTE
-        status, kind, _ = refused_with(route, post(app, route, body))
-        assert (status, kind) == (401, "authentication_error" if anthropic else "invalid_request_error")
-        status, kind, _ = refused_with(route, post(app, route, body, **bearer("looks")))
-        assert (status, kind) == (403, "permission_error" if anthropic else "invalid_request_error")
+        body = request_of(wire)
+        for headers, status, kind in (({}, 401, kinds[0]), (bearer("looks"), 403, kinds[1])):
+            response = app.client.post(wire.route, json=body, headers=headers)
+            assert error_of(wire, response, status)[0] == kind
         for headers in (bearer("asks"), {"x-api-key": "asks"}):
-            assert post(app, route, body, **headers).status_code == 200
-        text = app.client.get("/metrics").text
-        counted = [line for line in text.splitlines() if "route_prompts_total{" in line and f'route="{route}"' in line]
-        assert sum(float(line.rpartition(" ")[2]) for line in counted) == 2
+            assert app.client.post(wire.route, json=body, headers=headers).status_code == 200
+        lines = app.client.get("/metrics").text.splitlines()
+        prompts = [line for line in lines if "route_prompts_total{" in line]
+        counts = [line for line in prompts if f'route="{wire.route}"' in line]
+        assert sum(float(line.rpartition(" ")[2]) for line in counts) == 2
 
 
 # --- failures ---
 
-TYPES = {404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
-         504: "timeout_error", 500: "api_error", 405: "invalid_request_error"}  # fmt: skip
+TYPES = {
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 
-def type_on(route: str, status: int) -> str:
-    if route == MESSAGES_ROUTE:
+def error_of(wire: Wire, response: httpx.Response, status: int) -> tuple[str, str]:
+    """Type and message of an error; on Anthropic's route it has Anthropic's shape."""
+    document = response.json()
+    assert response.status_code == status, response.text
+    if wire is MESSAGES:
+        assert (set(document), document["type"]) == ({"type", "error", "request_id"}, "error")
+        assert document["request_id"] == response.headers["x-request-id"]
+        assert set(document["error"]) == {"type", "message"}
+    else:
+        assert set(document["error"]) == {"message", "type", "param", "code"}
+    return (
+        document["error"]["type"],
+        document["error"]["message"],
+    )
+
+
+def type_of(wire: Wire, status: int) -> str:
+    """The type that an error of a status has."""
+    if wire is MESSAGES:
         return TYPES.get(status, "invalid_request_error")
     return "invalid_request_error" if status < 500 else "server_error"
 
 
 @EACH
-def test_errors_are_said_in_the_protocol_s_words(tmp_path: Path, route: str) -> None:
+def test_errors_are_in_the_protocol_s_words(tmp_path: Path, wire: Wire) -> None:
+    image = {"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}
+    wrong, user = wire.refuses, {"role": "user"}
+    cases: list[tuple[Mapping[str, Any], int]] = [
+        ({"model": "other"}, 404),
+        ({"messages": [user | {"content": "x" * 8000}]}, 400),
+        ({"messages": [user | {"content": "x" * 9000}]}, 413),
+        ({"tokens": -1 if wire is MESSAGES else 10**6}, wrong),
+        ({"model": 3}, wrong),
+        ({"messages": []}, wrong),
+        ({"messages": [{"role": "tool", "content": "a"}]}, wrong),
+        ({"tokens": 0}, wrong),
+        ({"messages": [image]}, wrong),
+        ({"messages": [user | {"content": None}]}, wrong),
+        ({"top_p": 0}, wrong),
+    ]
     with App(tmp_path, max_body_bytes=9000).started() as app:
-        wrong = 422 if route == CHAT_ROUTE else 400
-        for body, status in (
-            (body_of(route, model="other"), 404), (body_of(route, "x" * 8000), 400), (body_of(route, "x" * 9000), 413),
-            (body_of(route, tokens=-1 if route == MESSAGES_ROUTE else 10**6), wrong),
-            (body_of(route, model=3), wrong), (body_of(route, []), wrong),
-            (body_of(route, [{"role": "tool", "content": "a"}]), wrong), (body_of(route, tokens=0), wrong),
-            (body_of(route, [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]), wrong),
-            (body_of(route, [{"role": "user", "content": None}]), wrong), (body_of(route, top_p=0), wrong),
-        ):  # fmt: skip
-            assert refused_with(route, post(app, route, body))[:2] == (status, type_on(route, status)), body
-        for content, status in ((b"{", 400), (b'{"model": "a", "model": "b"}', 400), (b"[" * 5000, 400)):
-            answer = app.client.post(route, content=content, headers={"content-type": "application/json"})
-            assert refused_with(route, answer)[:2] == (status, type_on(route, status)), content
-        assert refused_with(route, app.client.post(route, content=b"a"))[0] == wrong
-        assert refused_with(route, app.client.get(route))[:2] == (405, type_on(route, 405))
+        for options, status in cases:
+            response = app.client.post(wire.route, json=request_of(wire, **options))
+            assert error_of(wire, response, status)[0] == type_of(wire, status), options
+        headers = {"content-type": "application/json"}
+        for content in (b"{", b'{"model": "a", "model": "b"}', b"[" * 5000):
+            response = app.client.post(wire.route, content=content, headers=headers)
+            assert error_of(wire, response, 400)[0] == type_of(wire, 400), content
+        error_of(wire, app.client.post(wire.route, content=b"a"), wrong)
+        assert error_of(wire, app.client.get(wire.route), 405)[0] == "invalid_request_error"
         app.engine.fail = RuntimeError("secret detail")
-        status, kind, message = refused_with(route, post(app, route, body_of(route)))
-        assert (status, kind, "secret" in message) == (500, type_on(route, 500), False)
+        kind, message = error_of(wire, app.client.post(wire.route, json=request_of(wire)), 500)
+        assert (kind, "secret" in message) == (type_of(wire, 500), False)
 
 
 @EACH
-def test_a_service_that_is_not_ready_says_when_to_come_back(tmp_path: Path, route: str) -> None:
-    answer = post(App(tmp_path), route, body_of(route))  # which nobody has started
-    assert refused_with(route, answer)[:2] == (503, type_on(route, 503))
-    assert answer.headers["retry-after"]
+def test_a_service_that_is_not_ready_says_when_to_come_back(tmp_path: Path, wire: Wire) -> None:
+    response = App(tmp_path).client.post(
+        wire.route,
+        json=request_of(wire),
+    )  # which nobody has started
+    assert error_of(wire, response, 503)[0] == type_of(wire, 503)
+    assert response.headers["retry-after"]
 
 
-@EACH
-def test_a_full_queue_refuses_before_the_body_is_read(tmp_path: Path, route: str) -> None:
+def test_a_full_queue_refuses_before_the_body_is_read(tmp_path: Path) -> None:
     with running(tmp_path, max_queue=1, max_prompts=1) as service:
         service.engine.before = held = Held()
         first = send(service, {"prompt": "held"})
         assert held.entered.wait(20)
-        answer = httpx.post(service.url + route, content=b"{", headers={"content-type": "application/json"})
-        assert refused_with(route, answer)[:2] == (429, type_on(route, 429))
-        assert int(answer.headers["retry-after"]) >= 1
+        headers = {"content-type": "application/json"}
+        for wire in CHATS.values():
+            response = httpx.post(service.url + wire.route, content=b"{", headers=headers)
+            assert error_of(wire, response, 429)[0] == type_of(wire, 429)
+            assert int(response.headers["retry-after"]) >= 1
         held.release.set()
         assert first.recv(4096).startswith(b"HTTP/1.1 200")
         first.close()
 
 
-@EACH_NEW
-def test_what_fails_under_way_is_the_last_event(service: Running, route: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    turns = 0
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_fails_under_way_is_the_last_event(
+    tmp_path: Path,
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps = 0
 
     def wait() -> None:
-        nonlocal turns
-        turns += 1
+        nonlocal steps
+        steps += 1
         time.sleep(0.05)  # a piece is sent meanwhile
-        if turns == 5:
+        if steps == 5:
             raise ZeroDivisionError
 
-    monkeypatch.setattr(service.engine, "wait", wait)
-    response = post(service, route, body_of(route, ASKED, NOTHING, stream=True))
-    *events, (name, last) = list(sse(response.text))
-    assert (response.status_code, name, last["type"]) == (200, "error", "error")
-    assert any(event["type"] in ("response.output_text.delta", "content_block_delta") for _, event in events)
-    assert not any(event["type"] in ("response.completed", "message_delta") for _, event in events)
-    wanted = {"api_error"} if route == MESSAGES_ROUTE else {"server_error"}
-    assert {last["error"]["type"]} == wanted
-    assert "Zero" not in response.text
-
-
-@EACH_NEW
-def test_an_answer_that_may_be_long_ends_before_the_deadline(
-    tmp_path: Path, route: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(admission, "SPARE_S", 2.5)  # as long as a busy machine may stand still
-    with running(tmp_path, deadline_s=5.0) as service:
-        service.engine.answer, service.engine.sleep_s = "x" * 800, 0.02
-        named = body_of(route, ASKED, NOTHING, 700)
-        unnamed = {name: value for name, value in named.items() if name != "max_output_tokens"}
-        for body in (named, unnamed)[: 1 + (route == RESPONSES_ROUTE)]:  # in Anthropic's protocol each names a length
-            answer = post(service, route, body).json()
-            assert answer.get("stop_reason", answer.get("incomplete_details")) in (
-                "max_tokens", {"reason": "max_output_tokens"},
-            )  # fmt: skip
+    with App(tmp_path, kind).started() as app:
+        monkeypatch.setattr(app.engine, "wait", wait)
+        for name, wire in WIRES.items():
+            steps = 0
+            response = send_to(app, wire, chosen=NOTHING, stream=True)
+            *events, last = [event for event in stream_events(response.text) if event != "[DONE]"]
+            assert ("[DONE]" in response.text) is (name in ("score", "chat", "text"))
+            assert any("delta" in str(event) or "text" in str(event) for event in events[1:])
+            assert '"stop"' not in response.text
+            ends = ("response.completed", "message_delta")
+            assert not any(event.get("type") in ends for event in events)
+            error = last["error"]
+            assert error["type"] == ("api_error" if wire is MESSAGES else "server_error")
+            assert wire is MESSAGES or error["code"] == "engine_error"
+            assert wire not in (RESPONSES, MESSAGES) or last["type"] == "error"
+            assert "Zero" not in response.text
+        errors = 'hallutracer_errors_total{code="engine_error"} 5.0'
+        assert errors in app.client.get("/metrics").text
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@EACH_NEW
-def test_a_reader_that_leaves_ends_the_work(tmp_path: Path, route: str, kind: str) -> None:
+def test_a_reader_that_leaves_ends_the_work(tmp_path: Path, kind: str) -> None:
     with running(tmp_path, kind) as service:
         service.engine.answer, service.engine.sleep_s = "x" * 800, 0.01
-        with httpx.stream("POST", service.url + route, json=body_of(route, ASKED, NOTHING, 700, stream=True)) as answer:
-            assert next(answer.iter_lines())
-        until(lambda: service.engine.counters.open_continuations == 0, 10)
-        until(lambda: service.metric("hallutracer_requests_in_flight") == 0)
-        assert service.engine.counters.decode_steps < 500
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(service.url + route, json=body_of(route, ASKED, NOTHING, 700), timeout=0.5)
-        until(lambda: service.engine.counters.open_continuations == 0, 10)
-        until(lambda: service.metric("hallutracer_requests_in_flight") == 0)
+        for wire in CHATS.values():
+            decoded = service.engine.counters.decode_steps
+            body = request_of(wire, chosen=NOTHING, tokens=700, stream=True)
+            with httpx.stream("POST", service.url + wire.route, json=body) as response:
+                assert next(response.iter_lines())
+            until_idle(service)
+            assert service.engine.counters.decode_steps - decoded < 500
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.post(service.url + wire.route, json=body | {"stream": False}, timeout=0.5)
+            until_idle(service)
+
+
+def until_idle(service: Running) -> None:
+    until(lambda: service.engine.counters.open_continuations == 0, 10)
+    until(lambda: service.metric("hallutracer_requests_in_flight") == 0)
+
+
+@EVERY
+def test_without_a_length_an_answer_is_of_the_service_s_limit(tmp_path: Path, wire: Wire) -> None:
+    """In Anthropic's protocol each request names a length: its own default as often as a wish."""
+    with App(tmp_path, max_new_tokens=3).started() as app:
+        body = request_of(wire, chosen=NOTHING, tokens=200)
+        if wire is not MESSAGES:
+            error = refusal_of(app, wire.route, body, wire.refuses)
+            assert "at most 3 answer tokens here" in error["message"]
+            assert error["param"] == ("generate.max_tokens" if wire is SCORE else wire.tokens)
+            body.pop(wire.tokens, None)
+        if wire is not SCORE:
+            response = app.client.post(wire.route, json=body)
+            assert '"It "' in response.text

@@ -79,24 +79,13 @@ def idle(service: Running) -> bool:
 # --- what is answered ---
 
 
-def test_one_prompt(app: App) -> None:
-    question = "What is the capital of France?"
-    response = app.client.post("/score", json={"prompt": question}, headers={"X-Request-Id": "abc-1"})
-    body = response.json()
-    assert (response.headers["x-request-id"], body["id"], body["object"]) == ("abc-1", "risk-abc-1", "risk.list")
-    assert body["bundle"] == {"name": "one", "version": 1, "digest": app.bundles[0].manifest.digest}
-    (row,) = body["data"]
-    assert set(row) == {"index", "risk", "depth_mean", "decision", "flagged", "threshold", "outside_training",
-                        "distance"}  # fmt: skip
-    assert row["decision"] == ("abstain" if row["risk"] >= row["threshold"] else "continue")
-    tokens = len(app.engine.render_chat([{"role": "user", "content": question}]))
-    assert body["usage"] == {"prompt_tokens": tokens, "cached_tokens": 0, "completion_tokens": 0,
-                             "total_tokens": tokens}  # fmt: skip
-    assert float(response.headers["x-hallutracer-risk"]) == pytest.approx(row["risk"], abs=1e-6)
-    assert response.headers["x-hallutracer-decision"] == row["decision"]
+def test_ids_and_times_are_headers(app: App) -> None:
+    response = app.client.post("/score", json={"prompt": "a"}, headers={"X-Request-Id": "abc-1"})
+    assert (response.headers["x-request-id"], response.json()["id"]) == ("abc-1", "risk-abc-1")
+    assert response.json()["bundle"]["digest"] == app.bundles[0].manifest.digest
     assert all(float(response.headers[f"x-{name}-time"]) >= 0 for name in ("queue", "inference", "total"))
-    made = app.client.post("/score", json={"prompt": "a"}, headers={"X-Request-Id": "bad id\t"})
-    assert len(made.headers["x-request-id"]) == 32
+    response = app.client.post("/score", json={"prompt": "a"}, headers={"X-Request-Id": "bad id\t"})
+    assert len(response.headers["x-request-id"]) == 32
 
 
 def test_lists_messages_and_ids_agree_with_single_prompts_on_both_routes(app: App) -> None:
@@ -157,34 +146,6 @@ def test_policies_and_whose_threshold_counts(tmp_path: Path) -> None:
         assert app.client.get("/v1/bundles").json()["policies"] == ["support", "block", "gate", "observe"]
 
 
-def test_generate_goes_on_only_below_the_threshold(app: App) -> None:
-    decoded = app.engine.counters.decode_steps
-    for policy, decision, message in (("gate", "abstain", "I am not sure."), ("block", "block", None)):
-        withheld = {"prompt": "b", "threshold": 0, "generate": {}, "policy": policy}
-        (only,) = events(app.client.post("/score", json=withheld | {"stream": True}).text)
-        for row in (score(app, **withheld)["data"][0], only["data"][0]):
-            assert (row["decision"], row.get("message"), "completion" in row) == (decision, message, False)
-    assert app.engine.counters.decode_steps == decoded
-    (row,) = score(app, prompt="b", threshold=1, generate={"max_tokens": 4})["data"]
-    assert row["completion"] == {"text": "It i", "finish_reason": "length", "completion_tokens": 4}
-
-
-def test_a_stream_is_the_risk_then_the_answer(service: Running) -> None:
-    response = service.post(prompt="a", generate={"max_tokens": 5}, threshold=1, stream=True)
-    assert response.headers["content-type"].startswith("text/event-stream")
-    first, *pieces, last = events(response.text)
-    plain = service.post(prompt="a", generate={"max_tokens": 5}, threshold=1).json()
-    assert (first["object"], "completion" in first["data"][0]) == ("risk.list", False)
-    risk = first["data"][0]["risk"]
-    assert risk == plain["data"][0]["risk"] == pytest.approx(float(response.headers["x-hallutracer-risk"]), abs=1e-6)
-    assert {piece["object"] for piece in pieces} == {"completion.chunk"}
-    assert {piece["finish_reason"] for piece in pieces} == {None}
-    completion = plain["data"][0]["completion"]
-    assert "".join(piece["delta"]["text"] for piece in pieces) == completion["text"]
-    assert (last["finish_reason"], completion["finish_reason"], last["usage"]) == ("length", "length", plain["usage"])
-    assert {event["id"] for event in (first, *pieces, last)} == {f"risk-{response.headers['x-request-id']}"}
-
-
 def test_cached_tokens_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with running(tmp_path) as service:
         answer_of = service.served.answer
@@ -241,6 +202,7 @@ CHAT = {"model": "scripted", "messages": [{"role": "user", "content": "a"}]}
             ("generate.max_tokens", {"generate": {"max_tokens": 0}}), ("deadline_ms", {"deadline_ms": 0}),
             ("generate.max_tokens", {"generate": {"max_tokens": 10**6}}), ("deadline_ms", {"deadline_ms": 40_000}))),
         ({"prompt": "a" * 600}, 413, "prompt_too_long", "prompt"),
+        ({"prompt": "a" * 600, "generate": {}, "stream": True}, 413, "prompt_too_long", "prompt"),
         ({"input_ids": [65] * 3000}, 413, "prompt_too_long", "input_ids"),
         ({"messages": [{"role": "user", "content": "a" * 600}]}, 413, "prompt_too_long", "messages"),
         ({"prompt": "a", "policy": "none"}, 404, "not_found", "policy"),
@@ -336,15 +298,6 @@ def test_an_empty_prompt_among_others_is_named(app: App) -> None:
     assert (error["message"], error["param"]) == ("prompt 1 is empty", "prompt")
 
 
-@pytest.mark.parametrize("refuses", [True, False])
-def test_a_special_token_spelled_out_is_refused_where_the_operator_wants_it(tmp_path: Path, refuses: bool) -> None:
-    with App(tmp_path, refuse_special_tokens=refuses).started() as app:
-        asked = [{"role": "user", "content": "a"}]
-        score(app, messages=[*asked, {"role": "assistant", "content": "a"}])
-        odd = score(app, 422 if refuses else 200, messages=[*asked, {"role": "assistant", "content": "a <|end|> b"}])
-        assert not refuses or odd["error"]["param"] == "messages.1.content"
-
-
 # --- failures, deadlines, clients that leave ---
 
 
@@ -356,26 +309,6 @@ def test_engine_failures_are_500_without_details(tmp_path: Path) -> None:
         assert ("secret" in response.text, response.headers["x-request-id"]) == (False, "abc")
         app.engine.fail, app.engine.nan_layer = None, 0
         assert score(app, 500, prompt="a")["error"]["code"] == "non_finite_readout"
-
-
-def test_an_error_before_the_risk_is_plain_and_one_after_it_an_event(
-    service: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    response = service.post(prompt="a" * 5000, generate={}, stream=True)
-    assert (response.status_code, response.json()["error"]["code"]) == (413, "prompt_too_long")
-    turns = 0
-
-    def wait() -> None:
-        nonlocal turns
-        turns += 1
-        time.sleep(0.05)
-        if turns == 5:
-            raise ZeroDivisionError
-
-    monkeypatch.setattr(service.engine, "wait", wait)
-    response = service.post(prompt="a", generate={}, threshold=1, stream=True)
-    assert (response.status_code, events(response.text)[-1]["error"]["code"]) == (200, "engine_error")
-    assert service.metric("hallutracer_errors_total") == 2
 
 
 def test_a_deadline_under_way_is_an_event(service: Running, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,10 +18,10 @@ from playwright.sync_api import Browser, Page, expect
 from probes_store.bundle import Bundle
 from service.errors import EngineError
 from service.policies.guard import Action, Policy
-from tests.api.test_answer_risk import two_parts
 from tests.api.test_reply import known
 from tests.api.test_score import events
 from tests.browser.chromium import Tab, faults, sideways, tab
+from tests.kit.api import two_parts
 from tests.kit.bundles import write_bundle
 from tests.matching import contextual_bundle, matching_draft
 from tests.running import Running, running, until

@@ -14,8 +14,9 @@ import pytest
 from service.errors import HalluTracerError
 from service.serving import tracing
 from service.serving.tracing import MOST_PROMPTS, Tracing
-from tests.api.test_answer_risk import ANSWERED, two_parts
+from tests.api.test_answer_risk import ANSWERED
 from tests.api.test_reply import known
+from tests.kit.api import two_parts
 from tests.kit.bundles import ANSWER
 from tests.matching import SMALL_TALKS, contextual_bundle
 from tests.otlp import Collector, collector

@@ -1,0 +1,187 @@
+"""Requests in every protocol, bundles that read answers, documents of bodies and streams."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from probes_store.bundle import Bundle
+from service.access.routes import (
+    CHAT_ROUTE,
+    MESSAGES_ROUTE,
+    RESPONSES_ROUTE,
+    SCORE_ROUTES,
+    TEXT_ROUTE,
+)
+from tests.kit.bundles import ANSWER, write_bundle
+from tests.matching import answers_read, matching_draft, with_answer
+from tests.running import App
+from tests.scripted_engine import ScriptedEngine
+
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+SCHEMA = {"type": "object", "properties": {"q": {"type": "string"}}}
+# Each tool's fields but its schema: the strict flag says nothing to the model.
+FIND = {"name": "find", "description": "Looks it up."}
+
+
+@dataclass(frozen=True)
+class Wire:
+    """How a protocol spells a request."""
+
+    route: str
+    messages: str = "messages"  # the field of the conversation
+    tokens: str = "max_tokens"
+    stop: str | None = "stop"
+    tools: tuple[dict[str, Any], ...] = ()  # "find" and "add"; none where it takes no tools
+    no_tools: Any = "none"  # the choice by which the model is told of none
+    one_call: Mapping[str, Any] | None = None  # fields: one call at most
+    refuses: int = 422  # the status of a body that is wrong
+
+
+SCORE = Wire(SCORE_ROUTES[0])
+TEXT = Wire(TEXT_ROUTE)
+CHAT = Wire(
+    CHAT_ROUTE,
+    tools=(
+        {"type": "function", "function": FIND | {"parameters": SCHEMA}},
+        {"type": "function", "function": {"name": "add", "strict": True}},
+    ),
+    one_call={"parallel_tool_calls": False},
+)
+RESPONSES = Wire(
+    RESPONSES_ROUTE,
+    messages="input",
+    tokens="max_output_tokens",
+    stop=None,
+    tools=(
+        {"type": "function", "parameters": SCHEMA} | FIND,
+        {"type": "function", "name": "add", "strict": True},
+    ),
+    one_call={"parallel_tool_calls": False},
+    refuses=400,
+)
+MESSAGES = Wire(
+    MESSAGES_ROUTE,
+    stop="stop_sequences",
+    tools=(FIND | {"input_schema": SCHEMA}, {"name": "add", "input_schema": {"type": "object"}}),
+    no_tools={"type": "none"},
+    one_call={"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+    refuses=400,
+)
+WIRES = {"score": SCORE, "chat": CHAT, "text": TEXT, "responses": RESPONSES, "messages": MESSAGES}
+
+
+def request_of(
+    wire: Wire,
+    messages: Sequence[Mapping[str, Any]] = QUESTION,
+    *,
+    tokens: int = 40,
+    stop: Sequence[str] = (),
+    stream: bool = False,
+    chosen: Mapping[str, Any] | None = None,
+    **fields: Any,
+) -> dict[str, Any]:
+    """A greedy request; ``chosen``: policy, threshold, bundle and so on, by plain names."""
+    chosen = chosen or {}
+    if wire is SCORE:
+        generate = {"max_tokens": tokens, "stop": list(stop)}
+        return {"messages": messages, "generate": generate, "stream": stream, **chosen, **fields}
+    body: dict[str, Any] = {
+        "model": "scripted",
+        "temperature": 0,
+        "stream": stream,
+        wire.tokens: tokens,
+    }
+    body["vllm_xargs"] = {f"hallutracer_{name}": value for name, value in chosen.items()}
+    body |= {"prompt": messages[-1]["content"]} if wire is TEXT else {wire.messages: messages}
+    return body | ({wire.stop: stop} if wire.stop and stop else {}) | fields
+
+
+def send_to(app: App, wire: Wire, status: int = 200, **options: Any) -> httpx.Response:
+    """Ask by ``request_of``'s options."""
+    response = app.client.post(wire.route, json=request_of(wire, **options))
+    assert response.status_code == status, response.text
+    return response
+
+
+def note_of(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Bundle, policy and risks of a whole answer in any protocol."""
+    note: dict[str, Any] = document.get("hallutracer") or dict(document)
+    return note
+
+
+def refusal_of(app: App, route: str, body: Mapping[str, Any], status: int) -> dict[str, Any]:
+    """The error with which a body is refused."""
+    response = app.client.post(route, json=body)
+    assert response.status_code == status, response.text
+    error: dict[str, Any] = response.json()["error"]
+    return error
+
+
+def stream_events(text: str) -> list[Any]:
+    """The documents of a stream, each under the name that it has; the end mark as its text."""
+    events = list[Any]()
+    for block in filter(None, text.split("\n\n")):
+        fields = dict(line.split(": ", 1) for line in block.splitlines())
+        assert set(fields) <= {"event", "data"}
+        events.append("[DONE]" if fields["data"] == "[DONE]" else json.loads(fields["data"]))
+        assert "event" not in fields or fields["event"] == events[-1]["type"]
+    return events
+
+
+_ID = re.compile(
+    r"(?P<kind>chatcmpl-|cmpl-|risk-|resp_|msg_|call_|fc_|toolu_)?"
+    r"(?P<id>[0-9a-f]{32})(?P<part>_\d+)?",
+)
+_TIMES = {"created", "created_at", "completed_at"}
+
+
+class Plain:
+    """Documents without what differs from run to run: ids, times, digests, last digits."""
+
+    def __init__(self) -> None:
+        self._numbers = dict[str, int]()
+
+    def __call__(self, value: Any, name: str = "") -> Any:
+        if isinstance(value, dict):
+            return {key: self(item, key) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self(item) for item in value]
+        if isinstance(value, float):
+            return float(f"{value:.6g}")
+        if isinstance(value, int) and name in _TIMES:
+            return "time"
+        if name == "digest":
+            return "digest"
+        if isinstance(value, str) and (match := _ID.fullmatch(value)):
+            number = self._numbers.setdefault(match["id"], len(self._numbers) + 1)
+            return f"{match['kind'] or ''}#{number}{match['part'] or ''}"
+        return value
+
+
+def reads_answers(
+    name: str,
+    intercept: float = ANSWER.intercept,
+) -> Callable[[ScriptedEngine, Path], Bundle]:
+    """Makes a bundle with probes of answers; an intercept of -60 flags all answers, 60 none."""
+
+    def make(engine: ScriptedEngine, folder: Path) -> Bundle:
+        draft = with_answer(matching_draft(engine, name, 3), engine)
+        manifest = draft.manifest = replace(
+            draft.manifest,
+            answer=replace(ANSWER, intercept=intercept),
+        )
+        draft.answer = answers_read(engine, manifest)
+        return write_bundle(draft, folder / name)
+
+    return make
+
+
+two_parts = reads_answers("both")
+all_flagged = reads_answers("both", -60.0)
