@@ -185,6 +185,26 @@ _INSIDE = re.compile(
     r"(?:[\w-]{1,40}\s+){0,2}\w{4}|\bthe\s+[A-Z][\w-]{1,40}\s+\w{4}",
     re.IGNORECASE,
 )
+_PLAIN_WORDS = _words(
+    "a an and are as at be but can could did do does he her his how i if in is it let let's my no of on or our please",
+    "she should so that the their there these they this was we were what when where which who whose why will would yes",
+    "you your i'm i've i'd i'll it's",
+)
+_NAMED = re.compile(  # a capital or a letter of another script in no plain word; a number, quotation, code; "Mozart's"
+    rf"(?<!\A)(?!(?i:{_PLAIN_WORDS})(?![\w'\u2019]))[^\W\d_a-z\u00df-\u00ff]|\d|"
+    r"[\"`\u201c\u201e\u00ab\[{=<]|^\W*\w+(?:['\u2019]s\b|,)"
+)
+_OF_FACT = re.compile(  # words of facts about what has no name: "the planet closest to the sun"
+    rf"\b(?:{_DID}|{_ANY_FACT}|answers?|facts?|names?|named|called|numbers?|stands\s+for|first|last|most|\w{{3,}}est|"
+    r"how\s+(?:many|much|old|long|far|tall|high|big|large|deep|fast|often))\b",
+    re.IGNORECASE,
+)
+_LANGUAGE = re.compile(  # that a text is put into
+    r"\b(?:in|into|to|from)\s+(?:\w+\s+)?(?:english|french|german|spanish|italian|portuguese|dutch|polish|russian|"
+    r"swedish|danish|norwegian|finnish|greek|turkish|czech|hungarian|romanian|arabic|hebrew|hindi|japanese|korean|"
+    r"chinese|latin)\b(?!\s+(?!that\b|please\b)\w)",
+    re.IGNORECASE,
+)
 _OPEN_END = re.compile(r"(?:[:=,(>_-]|\.\.|\u2026|\b(?:is|are|was|of|in|by))[\s_\"'`]*$")  # a text to be continued
 _INSIDE_SYSTEM = re.compile(
     rf"(?i:{_WH_CHINESE}|\b{_WH}\s+(?:\w+\s+){{0,3}}{_DID}\b|"
@@ -213,7 +233,7 @@ _BACK_WORDS = _words(
     "earlier first same guess guesses try continue go on yes yeah yep sure please answer answers question",
     "questions know think say so then well instead also more less short shorter shortly confident certain",
     "correct right wrong come proceed ahead best attempt anything something any just only ja oui si s\u00ed",
-    "weiter bitte",
+    "weiter bitte ears listening hear hearing waiting ready time rush hurry attention floor turn patient patience",
 )
 _TELL = r"tell(?!\s+me\s+an?\s)"
 _ANAPHORIC_WORDS = _words(
@@ -263,7 +283,7 @@ _CLOSING = frozenset(
         "oh ah alright too bad great good nice cool perfect fine got it i see no problem never mind nevermind thanks",
         "thank you thx ty cheers bye goodbye night day later tomorrow take care very so much a lot again anyway that",
         "helped helps was helpful is s all will be for your the help then ok okay danke merci gracias tschuss",
-        "tsch\u00fcss have evening weekend me",
+        "tsch\u00fcss have evening weekend me love loved like liked lovely beautiful brilliant wonderful amazing",
     ).split("|")
 )
 _THANKS = re.compile(
@@ -358,7 +378,7 @@ def asks_of(messages: Sequence[object], refusals: Collection[str] = ()) -> Asks:
     if closes or _is_small_talk(request):
         return "small_talk"
     calls = bool(waiting) and (len(re.findall(r"\w+", request)) < OWN_REQUEST - 1 or bool(_CALLS.search(request)))
-    if calls or _may_hold(request):
+    if calls or _may_hold(request, alone=len(turns) == 1):
         return "inside"
     return "task" if _TASK.match(request) else "plain"
 
@@ -418,17 +438,34 @@ def _may_ask(text: str) -> bool:
     return any(_NAMES_FACT.search(part) and not _STATES_FACT.search(part) for part in parts)
 
 
-def _may_hold(request: str) -> bool:
-    """Return whether a message may contain a question, or name a fact, among other words."""
+def _may_hold(request: str, *, alone: bool) -> bool:
+    """Return whether a message may contain a question, or name a fact, among other words.
+
+    ``alone``: no other message says what it is about."""
     parts = [part for line in request.splitlines() for part in _sentences(line)]
     if _OPEN_END.search(request):
         return True
     if len(parts) == 1 and _BEGINS.match(parts[0]) and not re.search(r"[:\"`]", parts[0]):
         return False  # only a question, which the probe can read
-    asking = [part for part in parts if part[-1] in _MARKS and not _TO_PEOPLE.search(part)]
+    marked = [part for part in parts if part[-1] in _MARKS]
+    asking = [part for part in marked if not _TO_PEOPLE.search(part)]
     if asking and (len(parts) > 1 or re.search(r"[:\"'`\u201c]", asking[0])):
         return True
+    to_people = all(_TO_PEOPLE.search(part.rpartition(":")[2]) for part in marked)
+    if alone and to_people and _names_nothing(request):
+        return False
     return any(_INSIDE.search(part) for part in parts)
+
+
+def _names_nothing(request: str) -> bool:
+    """Return whether a message has neither a name, number or quotation nor a word of facts.
+
+    "Be a ghost who is afraid" asks for no fact, though it has "who".  A message with a sentence that begins without a
+    capital may write names without one, too."""
+    if not request[:1].isupper() or re.search(r"[.!?]\s+[a-z]", request):
+        return False
+    request = re.sub(r"^\W+", "", _LANGUAGE.sub(" ", request))
+    return not (_OPEN_END.search(request) or _NAMED.search(request) or _OF_FACT.search(request))
 
 
 def _tells(text: str) -> bool:
@@ -458,6 +495,8 @@ def _stands_alone(request: str, count: int) -> bool:
         return not _REFERS.search(request)
     if _TASK.match(request) and not _REFERS.search(request):
         return True
+    if words <= SHORT_TURN and _ABOUT_ME.match(request):
+        return False  # "I'm all ears": whoever waits for an answer
     return words >= OWN_REQUEST and not (_BACK if words <= SHORT_TURN else _ANAPHORA).search(request)
 
 

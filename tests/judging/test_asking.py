@@ -120,12 +120,15 @@ def test_one_question_with_much_around_it(text: str) -> None:
     "last",
     ["Just give me your best guess.", "ok, go on", "Are you sure?", "Try again.", "Hi", "yes", "Please?", "And?", "...",
      "?", "One word is enough.", "Rate einfach.", "Think about it and then tell me.", "Put it into a haiku.", "ok",
-     "It's fine, I won't be angry if you are wrong.", "Answer anyway."],
+     "It's fine, I won't be angry if you are wrong.", "Answer anyway.", "I'm all ears.", "We are listening, professor.",
+     "My pencil is sharpened.", "The floor is yours.", "Take your time, no rush.", "You have my full attention.",
+     "Whenever you are ready.", "Let's hear it, friend."],
 )  # fmt: skip
 @pytest.mark.parametrize(
     "reply",
-    [REFUSED, "", "Shall I answer this question?", "Of course. Let me think.", "Certainly!", "I can answer that.",
-     "I'm sorry, but I don't have that information.", "Das weiß ich leider nicht.", "Ask the help desk (risk 0.77)."],
+    [REFUSED, "", "Hm, let me see.", "Shall I answer this question?", "Of course. Let me think.", "Certainly!",
+     "I can answer that.", "I'm sorry, but I don't have that information.", "Das weiß ich leider nicht.",
+     "Ask the help desk (risk 0.77)."],
 )  # fmt: skip
 def test_a_call_for_the_answer_to_an_earlier_question(last: str, reply: str) -> None:
     refusals = ["Ask the help desk (risk {risk})."]
@@ -246,6 +249,7 @@ def test_a_system_prompt_that_asks_for_nothing(system: str) -> None:
         "Fix this: he go home.",
         "Tell me a joke.",
         "Too bad. Thanks anyway.",
+        "Love it! Thank you!!",
     ],
 )
 def test_a_turn_of_its_own_behind_a_refusal(last: str) -> None:
@@ -293,6 +297,45 @@ def test_a_turn_of_its_own_behind_a_refusal(last: str) -> None:
 )
 def test_what_else_is_left_to_ask(messages: list[dict[str, Any]], asks: str) -> None:
     assert asks_of(messages) == asks
+
+
+NAMES_NOTHING = (
+    "Be a ghost who is afraid of people.",
+    "Write a thank-you card for the woman who watered my plants.",
+    "Say in French that the shop on the corner is closed.",
+    "Turn this complaint into a compliment: The waiter never stopped talking.",
+    "Should I wear the red scarf or the green one?",
+    "How do I jump to the end of the line?",
+)
+
+
+@pytest.mark.parametrize("text", NAMES_NOTHING)
+def test_a_lone_request_that_names_nothing_is_left_to_the_probe(text: str) -> None:
+    assert asks_of(turns(text)) in ("plain", "task")
+    # Behind another turn or a system prompt, what it is about may stand there.
+    assert asks_of(turns("Hi!", "Hello!", text)) == "inside"
+    assert asks_of(turns(text, system="You know all about Samoa.")) == "inside"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Write one Dutch sentence about where Nairobi is.",
+        "Draft a memo which says when the Titanic sank.",
+        "Write a note to the man who invented the zip.",
+        "A ballad on the planet closest to the sun.",
+        "Be a pirate who knows how many legs a spider has.",
+        "Write a couplet about the actor called 007.",
+        "Mozart's house, in a poem about the street where it is.",
+        "write a memo which says when the war is over",  # without capitals no name is told
+        "Two lines for my fridge, please. the money that people use in samoa has to turn up in them.",
+        'Fridge note with the thing that "au" is short for.',
+        "A riddle about the man from Зальцбург.",
+        "Excuse me, one question: When did they stop putting lead in paint?",
+    ],
+)
+def test_a_task_that_names_something_or_asks_may_hold_a_fact(text: str) -> None:
+    assert asks_of(turns(text)) == "inside"
 
 
 @pytest.mark.parametrize(

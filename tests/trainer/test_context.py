@@ -15,14 +15,17 @@ from numpy.typing import NDArray
 from probes_store.bundle import Bundle, check_golden
 from probes_store.records import CONTEXT_SIGNALS
 from service.data.forms import FORMS, chosen, families, in_forms
+from service.data.forms.crossed import PLAIN_WORDING, WORDING
 from service.data.training_rows import read_dataset
 from service.engines.base import Completion, Sampling, TokenIds
+from service.fitting.context import LEAST
+from service.fitting.estimator import DepthMeanProbe
 from service.fitting.nested_cv import CONTEXT_NAMES
 from service.readout import Site
 from service.scoring import Scorer
 from service.trainer.new_rows import risks_of
 from service.trainer.options import TrainOptions
-from service.trainer.prepare import WITH_PASSAGE, PreparedData, prepare, prompt_labels
+from service.trainer.prepare import WITH_PASSAGE, PreparedData, fit_context, prepare, prompt_labels
 from tests.data.test_forms import SAID, made
 from tests.fitting.planted import PlantedEngine, planted_rows, write_rows
 from tests.trainer.made import FUSED, Rows, run, served
@@ -178,6 +181,41 @@ def test_requests_that_ask_for_no_fact_do_not_apply_when_served(trained: Bundle)
     assert (asks[asking] >= context.applicability.threshold).mean() > 0.96
     assert (asks[~asking] < context.applicability.threshold).mean() > 0.9
     assert np.array_equal(applies[~asking], asks[~asking] >= context.applicability.threshold)  # poems to write: tasks
+
+
+def in_other_words(groups: int) -> Rows:
+    """Return questions in other words, alone and behind another turn, of so many groups each; plain ones; and poems."""
+    count = 2 * groups
+    asked = planted_rows(2 * count + 20, seed=6)
+    before = [{"role": "user", "content": "Hi!"}, {"role": "assistant", "content": "Hello! Ask me anything."}]
+    for number, row in enumerate(asked):
+        row["form"] = PLAIN_WORDING if count <= number < count + 20 else f"{WORDING}bait"
+        if number % 10 == 0:
+            row["prompt"] += " about a poem"  # looks like a request that asks for no fact
+        if number >= count + 20:
+            row["messages"] = [*before, {"role": "user", "content": row.pop("prompt")}]
+    return [*asked, *reading_rows(1, 60)[1:]]
+
+
+@pytest.mark.parametrize("groups", [LEAST, LEAST - 1])
+def test_lone_questions_set_the_limit_where_enough_are_in_other_words(tmp_path: Path, groups: int) -> None:
+    rows = in_other_words(groups)
+    data = prepared(tmp_path, rows, ReadingEngine())
+    context = fit_context(data, DepthMeanProbe(0.3, folds=2, seeds=(0,)))
+    assert context is not None
+    applicability = context.record().applicability
+    assert applicability is not None
+    asks = context.fits[0].probability[: context.labelled]
+    alone = np.array(["prompt" in rows[index] for index in data.labelled.index.tolist()])
+    assert np.array_equal(context.alone, alone)
+    # A question behind another turn neither counts as one in other words nor sets the limit: one in a thousand of the
+    # lone ones falls below it.  With one group too few, three in a thousand of all questions do.
+    enough = groups == LEAST
+    assert context.reworded == (2 * LEAST if enough else None)
+    limit = np.quantile(asks[alone], 0.001) if enough else np.quantile(asks, 0.003)
+    assert 1e-6 < limit < 0.5, "the limit is not one of the bounds that it is clipped to"
+    assert applicability.threshold == pytest.approx(limit, rel=1e-12)
+    assert applicability.questions_below == pytest.approx((asks < limit).mean())
 
 
 def test_without_such_rows_a_bundle_has_none_and_its_former_version(tmp_path: Path) -> None:
