@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from os.path import commonprefix
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -237,7 +237,7 @@ def end_tokens(model: Any) -> frozenset[int]:
     return frozenset()
 
 
-def _is_token(value: Any) -> bool:
+def _is_token(value: Any) -> TypeGuard[float]:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and value >= 0 and float(value).is_integer()
 
