@@ -196,11 +196,6 @@ class Conversation(ForeignModel):
             raise ValueError("'thinking' is {'type': 'adaptive'} or {'type': 'disabled'} here: no thought is asked for")
         return given
 
-    @field_validator("system", mode="before")
-    @classmethod
-    def _without_nothing(cls, given: Any) -> Any:
-        return None if given == [] else given
-
     @field_validator("tool_choice", mode="before")
     @classmethod
     def _not_forced(cls, found: Any) -> Any:
