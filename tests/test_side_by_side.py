@@ -64,7 +64,7 @@ class Side:
 
     def run(self, *command: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
         """In the app's folder, by its Python where no program is given, without variables of ours or of this run."""
-        environment = inherited() | {"HALLUTRACER_STORE": str(self.app / "none")} | variables
+        environment = inherited() | {"HALLUTRACER_STORE": str(self.app)} | variables  # which holds no bundle
         if "PYTHONPATH" not in variables:
             environment.pop("PYTHONPATH", None)
         command = command if isinstance(command[0], Path) else (self.python, *command)

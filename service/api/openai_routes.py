@@ -108,7 +108,8 @@ async def _served(
     forwarder: Forwarder = request.app.state.forwarder
     # The policy that judged: with a passage, a fetching policy has become one that abstains.
     upstream = reply.judgement.policy.upstream if reply.judgement.reports[0].decision is Decision.FALLBACK else None
-    left_out = {"vllm_xargs", "chat_template_kwargs", "reasoning_effort"}  # which are about this model
+    # What is about this model, or about a cache of OpenAI's own of which only the name is kept.
+    left_out = {"vllm_xargs", "chat_template_kwargs", "reasoning_effort", "prompt_cache_options"}
     sent_on = body.model_dump(mode="json", exclude_none=True, exclude=left_out)
     in_content, trace = settings.message_in_content, reply.record.trace
     if body.stream:

@@ -15,6 +15,7 @@ from service.api.request_schema import (
     VLLM_NEUTRAL,
     AnswerRequest,
     Batches,
+    CacheOptions,
     Effort,
     ForeignModel,
     Ids,
@@ -46,7 +47,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_k": (-1, 0), "min_p": (0,), "min_tokens": (0,), "logit_bias": ({},), "logprobs": (False, 0),
     "top_logprobs": (0,), "echo": (False,), "suffix": ("",), "tools": ([],), "functions": ([],),
     "tool_choice": ("none", "auto"), "function_call": ("none", "auto"), "response_format": ({"type": "text"},),
-    "modalities": (["text"],), "web_search_options": (), "audio": (), "prediction": (),
+    "modalities": (["text"],), "moderation": (), "web_search_options": (), "audio": (), "prediction": (),
     **VLLM_NEUTRAL,
 }  # fmt: skip
 """Parameters that no engine here has -> the values that change nothing; null changes nothing either."""
@@ -159,6 +160,7 @@ class ChatRequest(OpenAIRequest):
 
     chat_template_kwargs: TemplateArguments = None
     reasoning_effort: Effort | None = None
+    prompt_cache_options: CacheOptions | None = Field(None, description="ignored")
 
     neutral = NEUTRAL | {"add_special_tokens": (False,)}
 

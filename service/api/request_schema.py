@@ -156,7 +156,9 @@ def size_of(kind: Kind, prompts: Sequence[Any]) -> int:
 
 
 class ForeignModel(RequestModel):
-    """An object of a protocol that is not ours, whose further fields are told apart: what changes nothing is taken."""
+    """An object of a protocol that is not ours, whose further fields are told apart: what changes nothing is taken.
+
+    So is a null, also of a field that a newer client writes and nobody here knows."""
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}  # what is not there -> the values of its absence; null is one
     ignored: ClassVar[frozenset[str]] = frozenset()
@@ -167,7 +169,8 @@ class ForeignModel(RequestModel):
         """Drop what is ignored, and refuse what would change the answer."""
         if not isinstance(data, dict):
             return data
-        dropped = (cls.neutral.keys() | cls.ignored) - cls.model_fields.keys()
+        unset = {name for name, value in data.items() if value is None}
+        dropped = (cls.neutral.keys() | cls.ignored | unset) - cls.model_fields.keys()
         for name, value in data.items():
             if name not in dropped or name in cls.ignored or value is None:
                 continue
@@ -175,6 +178,13 @@ class ForeignModel(RequestModel):
                 than = f", except as {' or '.join(map(repr, allowed))}" if allowed else ""
                 raise at_fault(name, f"{name!r} is not supported here{than}; leave it out")
         return {name: value for name, value in data.items() if name not in dropped}
+
+
+class CacheOptions(ForeignModel):
+    """Of OpenAI's own prompt cache."""
+
+    neutral = {"prewarm": (False,), "comparison_response_id": ()}
+    ignored = frozenset(("mode", "ttl"))
 
 
 def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:

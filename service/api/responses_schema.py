@@ -14,6 +14,7 @@ from service.api.request_schema import (
     VLLM_IGNORED,
     VLLM_NEUTRAL,
     AnswerRequest,
+    CacheOptions,
     Effort,
     ForeignModel,
     TemplateArguments,
@@ -161,13 +162,6 @@ class Reasoning(ForeignModel):
     effort: Effort | None = None
 
 
-class CacheOptions(ForeignModel):
-    """Of OpenAI's own prompt cache."""
-
-    neutral = {"prewarm": (False,), "comparison_response_id": ()}
-    ignored = frozenset(("mode", "ttl"))
-
-
 class ResponsesStreamOptions(ForeignModel):
     """What a stream has besides."""
 
@@ -179,7 +173,8 @@ class ResponsesRequest(AnswerRequest):
 
     neutral = {
         "previous_response_id": (), "conversation": (), "prompt": (), "background": (False,),
-        "include": ([], ["reasoning.encrypted_content"]), "top_logprobs": (0,), "truncation": ("disabled",),
+        "background_options": ({},), "include": ([], ["reasoning.encrypted_content"]), "top_logprobs": (0,),
+        "truncation": ("disabled",),
         "context_management": ([],), "moderation": (), "access_programs": (), "image": ({},), "stop": ([],),
         "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},), **VLLM_NEUTRAL,
     }  # fmt: skip

@@ -34,7 +34,7 @@ def list_(*, store: StoreOptions = StoreOptions(), as_json: Json = False, common
     """List every bundle; damaged ones with what is wrong."""
     if not is_url(store.store) and store.store != DEFAULT_STORE and not Path(os.path.expanduser(store.store)).is_dir():
         note(f"there is no folder {store.store}: only the shipped bundles are listed")
-    rows = [_described(summary) for summary in open_store(store).list()]
+    rows = [_described(summary) for summary in open_store(store, to_read=False).list()]
     if as_json:
         print_json(rows)
         return
@@ -316,7 +316,7 @@ def pull(
 
     hallutracer bundle pull hf://some-name/some-probe@v1
     hallutracer bundle pull s3://my-bucket/probes/my-probe:3"""
-    target = open_store(store)
+    target = open_store(store, to_read=False)
     if is_url(source) and not source.startswith(HUB):
         from probes_store.transfer import copy
 

@@ -24,7 +24,7 @@ from service.doctor.machine import Finding, fail, ok, run, summary, warn, worst
 from service.errors import HalluTracerError
 from service.library.engine import refuse_another_name
 from service.options import Common
-from service.settings import ServiceSettings, option
+from service.settings import DEFAULT_STORE, ServiceSettings, option
 
 if TYPE_CHECKING:
     from probes_store.bundle import Bundle
@@ -49,14 +49,14 @@ def doctor(
       hallutracer doctor
       hallutracer doctor --model ./my-model --bundle my-probe --load"""
     loaded: dict[str, Bundle] = {}
-    store = open_store(bundles)
+    store = open_store(bundles, to_read=False)
     findings: list[Finding] = []
     ranks = engine.tensor_parallel_size * engine.pipeline_parallel_size
     plan, database = rollout.plan, feedback.location
 
     def bundle_checks() -> Iterator[Finding]:
         served = bundle_names(engine.model, bundles)
-        yield from model.check_bundles(store, tuple(dict.fromkeys((*served, *plan.references))), loaded)
+        yield from model.check_bundles(store, served, plan.references, loaded)
 
     def model_checks() -> Iterator[Finding]:
         options = engine.options_for(list(loaded))
@@ -78,7 +78,7 @@ def doctor(
         ("packages", machine.check_packages), ("engine", lambda: machine.check_engine(engine.engine, ranks)),
         ("options", lambda: (warn("options", text, "correct or unset it") for text in common.warnings)),
         ("gpu", lambda: machine.check_gpu(engine.device, ranks)), ("cpu", lambda: machine.check_cpu(engine.threads)),
-        ("store", lambda: model.check_store(store)), ("bundle", bundle_checks),
+        ("store", lambda: model.check_store(store, named=bundles.store != DEFAULT_STORE)), ("bundle", bundle_checks),
         ("model", model_checks),
         ("rollout", rollout_checks), ("keys", lambda: _keys(settings, access)),
         ("policies", lambda: _policies(settings, access)), ("audit", lambda: _audit(access)),

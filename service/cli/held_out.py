@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from service.cli.loading import bundle_names, load_engine, load_scorers, open_store, running_service
+from service.cli.loading import bundle_names, load_engine, load_first, load_scorers, open_store, running_service
 from service.cli.options import BundleOptions, EngineChoice, Json, StoreOptions, UsageError
 from service.cli.output import QuestionResult, TryReport, draw_sorted, print_json, print_line, progress_bar
 from service.demo import Passage
@@ -58,7 +58,7 @@ def _asked_here(options: TryOptions, bundles: BundleOptions, engine: EngineChoic
     from service.judging.evaluation import coverage, sample_of
     from service.serving.sampled import TOGETHER, ask
 
-    bundle = open_store(bundles).load(bundle_names(engine.model, bundles)[0])
+    bundle = load_first(open_store(bundles), bundle_names(engine.model, bundles))
     if (sample := sample_of(bundle)) is None:
         raise _nothing(bundle.reference)
     numbers = range(min(options.show, len(sample.questions)))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from service.cli.options import BundleOptions, EngineChoice, StoreOptions, UsageError, check_place
 from service.errors import HalluTracerError
 from service.library import engine as library
-from service.library.engine import NoDefaultBundle, default_bundles
+from service.library.engine import NoDefaultBundle, check_store, default_bundles
 from service.progress import Report, note, progress
 
 if TYPE_CHECKING:
@@ -25,12 +25,20 @@ log = logging.getLogger("hallutracer")
 T = TypeVar("T")
 
 
-def open_store(options: StoreOptions) -> Store:
-    """Return the user's store, with the shipped bundles behind it."""
-    return library.open_store(
+def open_store(options: StoreOptions, *, to_read: bool = True) -> Store:
+    """Return the user's store, with the shipped bundles behind it.
+
+    ``to_read``: the command makes nothing in it.  Then UsageError is raised for one that was named and is not there."""
+    store = library.open_store(
         options.store, cache=options.store_cache, require_signature=options.require_signature,
         allow_open_store=options.allow_open_store,
     )  # fmt: skip
+    if to_read:
+        try:
+            check_store(options.store)
+        except HalluTracerError as error:
+            raise UsageError("--store", error.message) from None
+    return store
 
 
 def bundle_names(model: str | None, options: BundleOptions) -> tuple[str, ...]:
@@ -88,7 +96,18 @@ class OptionalBundles:
 
     may: Collection[str]
     must_answer: bool = False
+    must_be_there: Collection[str] = ()  # of these, what the store has to know: a misspelt name is no damaged bundle
     reasons: dict[str, str] = field(default_factory=dict)
+
+
+def load_first(store: Store, names: Sequence[str]) -> Bundle:
+    """Return the bundle of the first reference, for a command that takes one.
+
+    The others, which a variable that ``serve`` reads may name, are not loaded; BundleError is raised where the store
+    does not know one."""
+    for name in names[1:]:
+        store.stamp(name)
+    return store.load(names[0])
 
 
 def load_bundles(store: Store, names: Sequence[str], leave_out: OptionalBundles | None = None) -> dict[str, Bundle]:
@@ -117,7 +136,14 @@ def load_scorers(
 
 
 def _usable(names: Sequence[str], load: Callable[[str], T], leave_out: OptionalBundles | None) -> dict[str, T]:
-    from probes_store.errors import BundleError, HubError, StoreRefused, StoreUnreachable
+    from probes_store.errors import (
+        BundleError,
+        BundleNotFound,
+        HubError,
+        InvalidReference,
+        StoreRefused,
+        StoreUnreachable,
+    )
 
     usable: dict[str, T] = {}
     for name in names:
@@ -125,6 +151,8 @@ def _usable(names: Sequence[str], load: Callable[[str], T], leave_out: OptionalB
             usable[name] = load(name)
         except BundleError as error:
             if leave_out is None or name not in leave_out.may:
+                raise
+            if name in leave_out.must_be_there and isinstance(error, BundleNotFound | InvalidReference):
                 raise
             if leave_out.must_answer and isinstance(error, StoreUnreachable | StoreRefused | HubError):
                 raise

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from service.cli.loading import bundle_names, load_engine, load_scorers, open_store
+from service.cli.loading import bundle_names, load_engine, load_first, load_scorers, open_store
 from service.cli.options import BundleOptions, EngineChoice, Json, Output, UsageError
 from service.cli.output import draw_report, print_line, progress_bar
 from service.data.rows import check_prompt, likely_columns, objects, split_answer
@@ -86,7 +86,7 @@ def score(
     rows = None if source is None else _read_rows(source)
     if output is not None and output.is_dir():
         raise UsageError("--output", f"{output} is a folder; name a file")
-    bundle = open_store(bundles).load(bundle_names(engine.model, bundles)[0])
+    bundle = load_first(open_store(bundles), bundle_names(engine.model, bundles))
     with closing(load_engine(engine, bundles=[bundle])) as loaded:
         (scorer,) = load_scorers(loaded, {bundle.reference: bundle}).values()
         if rows is not None:

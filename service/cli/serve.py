@@ -49,8 +49,9 @@ def serve(
     store = open_store(bundles)
     served, plan = bundle_names(engine.model, bundles), rollout.plan
     names = tuple(dict.fromkeys((*served, *plan.references)))
-    # At the start what is named beside the default may be missing; later only the rollout's, for others have users.
-    at_start = OptionalBundles(names[1:])
+    # At the start what stands beside the default may be damaged, and the rollout's may be missing; later only the
+    # rollout's may be either, for others have users.
+    at_start = OptionalBundles(names[1:], must_be_there=served)
     seen = running.stamps(store, names) if rollout.watch_s else {}
     opened = load_bundles(store, names, at_start)
     policies, keys = access.rules(settings.policy)

@@ -61,7 +61,9 @@ def train(
     check(options)
     chosen = engine.options_for()  # a wrong option is reported before rows are read
     with _console(options.folder) as console:
-        trained = run_training(options, chosen, open_store(store), threads=engine.threads, console=console)
+        trained = run_training(
+            options, chosen, open_store(store, to_read=False), threads=engine.threads, console=console
+        )
     _print_published(trained.bundle)
     where = [] if store.store == DEFAULT_STORE else ["--store", store.store]
     model = [] if engine.model is None else ["--model", engine.model]
@@ -138,7 +140,7 @@ def one_bundle(bundles: BundleOptions, purpose: str) -> tuple[Store, Bundle]:
     """Return the store and the one bundle that is named.  Raises UsageError, and what the store raises."""
     if len(bundles.bundle) != 1:
         raise UsageError("--bundle", f"name the bundle {purpose}")
-    store = open_store(bundles)
+    store = open_store(bundles, to_read=False)  # what is made of a shipped bundle may be the first in it
     return store, store.load(bundles.bundle[0])
 
 

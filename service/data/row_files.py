@@ -77,6 +77,7 @@ LIKELY = {  # field -> common names for it elsewhere, in small letters with unde
         "completion",
     ),
 }
+MOST_CHARACTERS = 16 * 1024 * 1024  # of a cell of a table: Python's own limit is less than a long passage
 LABEL = re.compile(r"[01](\.0+)?")
 Lines = Iterator[tuple[int, bytes | dict[str, Any]]]
 
@@ -204,10 +205,11 @@ def _csv(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[int, dict[str, An
         yield header
         yield from texts
 
+    csv.field_size_limit(max(MOST_CHARACTERS, csv.field_size_limit()))
     reader = csv.reader(again(), delimiter=delimiter, strict=True)
     try:
         names = [name.strip() for name in next(reader, [])]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
+        if twice := sorted({name for name in names if name and names.count(name) > 1}):
             raise DataError(str(path), [f"line {1 + skipped}: the column {twice[0]!r} appears twice"])
         for cells in reader:
             line = reader.line_num + skipped
@@ -215,7 +217,8 @@ def _csv(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[int, dict[str, An
                 problem = f"line {line}: {len(cells)} cells, and line {1 + skipped} names {len(names)} columns"
                 raise DataError(str(path), [problem])
             try:
-                row = {name: _cell(name, text) for name, text in zip(names, cells, strict=False) if text.strip()}
+                named_cells = ((name, text) for name, text in zip(names, cells, strict=False) if name and text.strip())
+                row = {name: _cell(name, text) for name, text in named_cells}
             except ValueError as error:
                 raise DataError(str(path), [f"line {line}: {error}"]) from None
             if row:
@@ -254,9 +257,27 @@ def _parquet(path: Path, data: bytes) -> Iterator[dict[str, Any]]:
         rows = pyarrow.parquet.read_table(io.BytesIO(data)).to_pylist()
     except Exception as error:  # pyarrow has many exception classes
         raise DataError(str(path), [f"is no Parquet file that can be read: {error}"]) from None
-    for row in rows:
-        cells = {name: value for name, value in row.items() if not _is_missing(value)}
-        yield json.loads(json.dumps(cells, default=str))
+    for number, row in enumerate(rows, 1):
+        kept: dict[str, Any] = {}
+        for name, value in row.items():
+            try:
+                if not _is_missing(value):
+                    kept[name] = _set(value)
+            except UnicodeDecodeError:
+                problem = f"row {number}: {name!r} holds bytes that are no UTF-8: write texts"
+                raise DataError(str(path), [problem]) from None
+        yield json.loads(json.dumps(kept, default=str))
+
+
+def _set(value: Any) -> Any:
+    """Return a cell's value without the fields that are null: a column's objects all have those that one has.
+
+    Texts that were written as bytes are decoded.  Raises UnicodeDecodeError."""
+    if isinstance(value, bytes):
+        return value.decode("utf-8")
+    if isinstance(value, dict):
+        return {name: _set(inner) for name, inner in value.items() if inner is not None}
+    return [_set(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _is_missing(value: Any) -> bool:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -56,6 +57,7 @@ FORM = "form"  # the key of a row that names its form
 STRATA = ("kind", "template", FORM)
 SHOWN = 60  # characters of a prompt that a message shows as an example
 ANSWERS = ("completion", "response", "output", "generation", "generated_answer", "model_answer", "prediction")
+WRITTEN_LIST = re.compile(r"\[\s*(['\"].*)?\]", re.DOTALL)  # as JSON, Python and pandas write one
 KEYS_SHOWN = 120  # characters that a message spends on the keys of a row
 REMARKED = 0.01  # share of rows; from it on, near-duplicates in different named groups cause a remark
 
@@ -305,6 +307,9 @@ def _check_row(value: dict[str, Any], labels: Labels, all_labelled: bool) -> Ite
         cure = " (there is a 'label': use the given labels, --labels given)" if "label" in value else ""
         cure = cure or (renamed if "answers" in likely else "")
         yield f"'answers' is missing{cure}"
+    elif isinstance(value["answers"], str) and WRITTEN_LIST.fullmatch(value["answers"].strip()):
+        # No model's answer holds it, so that each label would be "hallucinated".
+        yield '\'answers\' is a text that looks like a list: write it as JSON has it, ["a", "b"], not in quotes'
     elif not isinstance(answers := accepted_of(value["answers"]), list) or not answers:
         yield "'answers' must be a string or a non-empty list of strings"
     elif not all(isinstance(answer, str) and answer.strip() for answer in answers):

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
-from probes_store.errors import BundleError
+from probes_store.errors import BundleError, BundleNotFound, InvalidReference
 from probes_store.syntax import is_url
 from service.doctor.machine import TEMPORARY, Finding, fail, memory_free, ok, warn
 from service.progress import size_text
@@ -25,9 +25,15 @@ if TYPE_CHECKING:
 HUB_ADVICE = "huggingface.co is asked at the start; HF_HUB_OFFLINE=1 reads the cache alone"
 
 
-def check_store(store: Store) -> Iterator[Finding]:
-    """Look at the folder, who may write to it, every bundle in it that is damaged, and aliases that lead nowhere."""
+def check_store(store: Store, *, named: bool = False) -> Iterator[Finding]:
+    """Look at the folder, who may write to it, every bundle in it that is damaged, and aliases that lead nowhere.
+
+    ``named``: by the operator, so that it has to be there."""
     root, remote = store.root, is_url(store.where)
+    if named and not remote and not root.exists():
+        cure = "correct --store, publish there first, or leave it out for the bundles that come with the package"
+        yield fail("store", f"there is no folder {root}", cure)
+        return
     if not root.exists():
         there = f"{store.where}, nothing is copied from it yet" if remote else f"{root} is not there yet: bundles that "
         yield ok("store", there if remote else there + "come with the package are found")
@@ -56,13 +62,20 @@ def check_store(store: Store) -> Iterator[Finding]:
                 yield warn("store", f"{name}@{alias} means version {version}, which is not there", cure)
 
 
-def check_bundles(store: Store, names: Sequence[str], loaded: dict[str, Bundle]) -> Iterator[Finding]:
-    """Read every byte of each; what could be read is added to ``loaded``.  Of several, only the first is necessary."""
-    for number, name in enumerate(names):
+def check_bundles(
+    store: Store, served: Sequence[str], of_rollout: Sequence[str], loaded: dict[str, Bundle]
+) -> Iterator[Finding]:
+    """Read every byte of each; what could be read is added to ``loaded``.
+
+    Of ``served`` the service needs the first, and that the store knows the others; those of the rollout may be
+    missing."""
+    for index, name in enumerate(dict.fromkeys((*served, *of_rollout))):
         try:
             bundle = store.verify(name)
         except BundleError as error:
-            yield _left_out("bundle", name, error) if number else fail("bundle", _about(name, error))
+            unknown = name in served and isinstance(error, BundleNotFound | InvalidReference)
+            necessary = index == 0 or unknown
+            yield fail("bundle", _about(name, error)) if necessary else _left_out("bundle", name, error)
             continue
         loaded[name] = bundle
         yield ok("bundle", f"{bundle.reference}, {bundle.manifest.digest[:19]}, for {bundle.manifest.model.name}")

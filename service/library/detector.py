@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from service.engines.places import place_of
 from service.errors import RequestError
-from service.library.engine import SHIPPED, Engine, default_bundles, load_engine, open_store
+from service.library.engine import SHIPPED, Engine, check_store, default_bundles, load_engine, open_store
 from service.progress import Report, note
 from service.risk import running_means
 from service.settings import DEFAULT_STORE
@@ -297,8 +297,9 @@ def load(
         engine: How the model is loaded: dtype, device, threads, vLLM.
         report: Takes lines about what takes long; the default writes them to standard error.
 
-    Raises ModelLoadError, NoDefaultBundle (the model comes without bundles, and none is named), and BundleError: there
-    is no such bundle, it is damaged, or it is for another model.
+    Raises HalluTracerError for a named store that is not there, ModelLoadError, NoDefaultBundle (the model comes
+    without bundles, and none is named), and BundleError: there is no such bundle, it is damaged, or it is for another
+    model.
 
     >>> import hallutracer as ht
     >>> with ht.load("demo") as detector:
@@ -309,6 +310,7 @@ def load(
     name = None if model is None else str(model)
     if bundle is None and name not in (None, *SHIPPED):
         place_of(str(name))  # a path where nothing is, rather than the question which bundle reads it
+    check_store(store)
     opened = open_store(store, require_signature=require_signature).load(bundle or default_bundles(name)[0])
     chosen = engine or Engine()
     loaded = load_engine(

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from probes_store.errors import WrongModel
+from probes_store.syntax import expanded, is_url
 from service.engines.places import CONFIG, PACKAGED, is_gguf, place_of, reachable, sha256_of, unpacked
 from service.errors import HalluTracerError, ModelLoadError, TrainingError
 from service.progress import Report, note, progress
-from service.settings import AT_LEAST_1, KV_TOKENS, option, section
+from service.settings import AT_LEAST_1, DEFAULT_STORE, KV_TOKENS, env, option, section
 
 if TYPE_CHECKING:
     from probes_store.bundle import Bundle
@@ -140,6 +141,26 @@ class Engine:
             dtype=self.dtype, device=self.device, max_batch_tokens=self.max_batch_tokens, engine=self.engine,
             adapter=self.adapter, extra=dict(self.extra),
         )  # fmt: skip
+
+
+def check_store(place: str | Path) -> None:
+    """Raise HalluTracerError for a store that was named, to be read, and is no folder that can be.
+
+    Else its bundles would be passed over, and those that come with the package would judge in their stead.  The default
+    store need not be there; whether there is one at a URL is asked once something is read."""
+    if str(place) == DEFAULT_STORE or is_url(str(place)):
+        return
+    folder = expanded(place, env("store"))
+    if folder.is_dir() and os.access(folder, os.R_OK | os.X_OK):
+        return
+    reason = f"there is no folder {folder}"
+    if folder.exists():
+        reason = f"{folder} cannot be read" if folder.is_dir() else f"{folder} is not a folder"
+    raise HalluTracerError(
+        f"{reason}; correct it, publish there first ('hallutracer train' and 'bundle pull' make the folder), or leave "
+        "it out for the bundles that come with the package",
+        param="store",
+    )
 
 
 def open_store(

@@ -14,7 +14,7 @@ from probes_store.store import Store
 from service import settings
 from service.audit.file import AuditFile
 from service.errors import HalluTracerError
-from service.library.engine import open_store
+from service.library.engine import check_store, open_store
 from service.options import parse
 from service.policies.guard import Action
 from service.policies.policy import Policies, load_policies
@@ -124,6 +124,10 @@ def read_options(environment: Mapping[str, str] | None = None) -> PluginOptions:
         variables.store, cache=variables.store_cache, require_signature=variables.require_signature,
         allow_open_store=variables.allow_open_store,
     )  # fmt: skip
+    try:
+        check_store(variables.store)
+    except HalluTracerError as error:
+        raise HalluTracerError(f"{env('store')}: {error}") from None
     policies = load_policies(variables.policies, variables.abstain_message, variables.policy)
     own = "needs HalluTracer's own service (hallutracer serve --engine vllm)"
     if policies.rules:

@@ -153,6 +153,30 @@ def test_fields_of_vllm_s_clients_are_taken_with_the_values_that_change_nothing(
         assert route == MESSAGES_ROUTE or error["param"] == name, error
 
 
+@pytest.mark.parametrize("route", [CHAT_ROUTE, TEXT_ROUTE, RESPONSES_ROUTE, MESSAGES_ROUTE])
+def test_a_field_that_is_null_is_none_also_of_a_client_newer_than_this(app: App, route: str) -> None:
+    """Clients that write all fields of their newest protocol give those that nobody set as null."""
+    body = {"model": "scripted", "prompt": "a", "max_tokens": 4} if route == TEXT_ROUTE else body_of(route)
+    assert risk(post(app, route, **body | {"of_next_year": None})) == risk(post(app, route, **body))
+    error = post(app, route, 422 if route in (CHAT_ROUTE, TEXT_ROUTE) else 400, **body | {"of_next_year": False})
+    assert "of_next_year: no such field" in error["error"]["message"]
+
+
+def test_newer_fields_of_openai_s_change_nothing(app: App) -> None:
+    for route, neutral in (
+        (CHAT_ROUTE, {"moderation": None, "prompt_cache_options": {"mode": "implicit", "ttl": "1h"}}),
+        (RESPONSES_ROUTE, {"background_options": None, "prompt_cache_options": {"prewarm": False}}),
+        (RESPONSES_ROUTE, {"background_options": {}}),
+    ):
+        assert risk(post(app, route, **body_of(route) | neutral)) == risk(post(app, route, **body_of(route))), neutral
+    for route, field, value in (
+        (CHAT_ROUTE, "moderation", {"model": "m"}), (CHAT_ROUTE, "prompt_cache_options", {"prewarm": True}),
+        (RESPONSES_ROUTE, "background_options", {"x": 1}),
+    ):  # fmt: skip
+        error = post(app, route, 422 if route == CHAT_ROUTE else 400, **body_of(route) | {field: value})["error"]
+        assert (error["param"].split(".")[0], "not supported here" in error["message"]) == (field, True)
+
+
 def test_special_tokens_are_neutral_as_each_route_has_them(app: App) -> None:
     text = {"model": "scripted", "prompt": "a"}
     for route, body, neutral in ((CHAT_ROUTE, body_of(CHAT_ROUTE), False), (TEXT_ROUTE, text, True)):

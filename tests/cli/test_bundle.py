@@ -240,7 +240,8 @@ def test_what_does_not_vouch_is_refused_before_a_model_is_loaded(command: tuple[
     refused(hallutracer(*command, *options), 1, f"chmod o-w {store}")
     refused(hallutracer(*verify), 1)
     fine(hallutracer(*verify, "--allow-open-store"))
-    shipped_one = ("--require-signature", str(folder / "key.pub"), "--store", str(folder / "empty"))
+    (empty := folder / "empty").mkdir(exist_ok=True)
+    shipped_one = ("--require-signature", str(folder / "key.pub"), "--store", str(empty))
     fine(hallutracer(*verify[:4], *shipped_one), "demo:1: comes with the package, which vouches for it")
 
 

@@ -288,7 +288,7 @@ def test_a_store_that_is_not_there_is_said(tmp_path: Path) -> None:
     assert "demo:1" in told.stdout
     assert hallutracer("bundle", "list", HALLUTRACER_STORE=str(tmp_path)).stderr == ""
     done = hallutracer("bundle", "show", "nothing", HALLUTRACER_STORE=str(tmp_path / "empty"))
-    assert (done.returncode, str(tmp_path / "empty") in done.stderr) == (1, True)
+    assert (done.returncode, str(tmp_path / "empty") in done.stderr) == (2, True)
 
 
 @pytest.mark.parametrize(

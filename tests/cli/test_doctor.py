@@ -38,7 +38,8 @@ def doctor(tmp_path: Path) -> Doctor:
     """The exit status and what was found."""
 
     def command(*arguments: str, **variables: str) -> tuple[int, list[dict[str, str]]]:
-        own = {"HALLUTRACER_STORE": str(tmp_path / "store"), "HALLUTRACER_PORT": "0"} | variables
+        (store := tmp_path / "store").mkdir(exist_ok=True)
+        own = {"HALLUTRACER_STORE": str(store), "HALLUTRACER_PORT": "0"} | variables
         done = hallutracer("doctor", "--json", *arguments, **own)
         document = json.loads(done.stdout)
         statuses = [finding["status"] for finding in document["checks"]]
@@ -66,7 +67,7 @@ def test_a_sound_installation_passes_and_no_model_is_loaded(doctor: Doctor, monk
 
 
 def test_it_is_one_line_for_each_check_and_a_sentence_at_the_end(tmp_path: Path) -> None:
-    options = ("--device", "cpu", "--port", "0", "--store", str(tmp_path / "store"))
+    options = ("--device", "cpu", "--port", "0", "--store", str(tmp_path))
     lines = hallutracer("doctor", *options, "--bundle", "nothing").stdout.splitlines()
     assert all(line.split()[0] in ("ok", "warn", "fail") for line in lines)
     assert {line.split()[1] for line in lines} >= CHECKS - {"identity", "rollout", "drift"}
@@ -135,8 +136,10 @@ FAULTS = [  # what is wrong, options, findings: check, status, word
      "bundle fail Train and publish it there|keys fail --api-key-file|audit fail give --audit-log|"
      "policies fail support|cpu warn --threads|files warn --max-connections|drift warn --replay-s 600"),
     ("", "--bundle smollm2", "identity fail trained on other weights"),
+    ("", "--store =prbes", "store fail there is no folder"),
+    ("file prbes", "--store =prbes", "store fail cannot be read"),
     ("", "--bundle demo --bundle smollm2 --bundle nothing --canary demo@canary --host 0.0.0.0 --allow-anonymous "
-         "--audit-log =audit", "identity warn left out|bundle warn left out|keys warn whoever reaches|"
+         "--audit-log =audit", "identity warn left out|bundle fail no bundle nothing|keys warn whoever reaches|"
      "bundle warn demo@canary is left out: bundle demo has no alias|audit ok will be made"),
     ("", "--model /no/such/model --bundle demo", "bundle fail no folder or GGUF file"),
     ("", "--model unheard-of --api-key REPLACE-ME-app-one", "bundle fail --bundle|keys fail placeholder"),

@@ -31,7 +31,7 @@ from service.engines.base import EngineOptions
 from service.engines.checkpoint import gguf_shape
 from service.engines.places import PACKAGED, PackagedModel, sha256_of
 from service.engines.vllm.launch import STAGES, say, stages
-from service.errors import ModelLoadError, UnknownFamily
+from service.errors import HalluTracerError, ModelLoadError, UnknownFamily
 from service.library import engine as library
 from service.library.engine import DEMO, SMOLLM2, default_model, load_engine
 from service.library.engine import SHIPPED as OWN
@@ -60,6 +60,56 @@ def test_a_damaged_bundle_beside_others_is_left_out_and_the_default_never_is(
     for names, leave_out in ((["demo", "demo-fused"], None), (["demo-fused", "demo"], OptionalBundles(["demo"]))):
         with pytest.raises(BundleError):
             load_bundles(store, names, leave_out)
+
+
+@pytest.mark.parametrize(
+    ("command", "further", "word"),
+    [
+        *((command, "nope", "no bundle nope in") for command in ("score hi", "try", "demo retrieval")),
+        ("serve --port 0", "nope", "no bundle nope in"), ("serve --port 0", "demo:9", "version 9, which is not there"),
+        ("serve --port 0", "demo@nope", "demo has no alias nope"),
+        ("serve --port 0", "demo,demo-fused", "'demo,demo-fused'"), ("serve --port 0", "demo@sha256:ab", "reference"),
+    ],
+)  # fmt: skip
+def test_a_further_bundle_that_is_nowhere_is_refused_wherever_it_is_named(
+    command: str, further: str, word: str
+) -> None:
+    """By the variable, whose values a space separates, and by the repeated flag: it is never passed over."""
+    words = command.split()
+    for done in (
+        hallutracer(*words, HALLUTRACER_BUNDLE=f"demo {further}"),
+        hallutracer(*words, "--bundle", "demo", "--bundle", further),
+    ):
+        assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
+        assert word in done.stderr
+        assert "listening" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    "command", ["serve --port 0", "score hi", "try", "demo info", "demo retrieval", "bundle verify demo",
+                "bundle show demo", "bundle compare demo demo-fused"]
+)  # fmt: skip
+def test_a_store_that_is_named_and_is_not_there_is_refused(command: str, tmp_path: Path) -> None:
+    missing, file = tmp_path / "prbes", tmp_path / "file"
+    file.write_text("")
+    for place, reason in ((missing, "there is no folder"), (file, "is not a folder")):
+        for done in (
+            hallutracer(*command.split(), "--store", str(place)),
+            hallutracer(*command.split(), HALLUTRACER_STORE=str(place)),
+        ):
+            said = done.stderr + done.stdout
+            assert done.returncode == 2, said
+            for word in ("--store", reason, str(place), "leave it out"):
+                assert word in said
+            assert "listening" not in said
+    assert not missing.exists()
+
+
+def test_a_home_without_a_store_is_as_a_fresh_machine(tmp_path: Path) -> None:
+    assert hallutracer("demo", "info", HOME=str(tmp_path)).returncode == 0
+    with pytest.raises(HalluTracerError, match="there is no folder"):
+        library.check_store(tmp_path / "prbes")
+    library.check_store("s3://nowhere/probes")  # a URL is asked once something is read
 
 
 @pytest.mark.parametrize("installed", [True, False])

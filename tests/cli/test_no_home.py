@@ -60,7 +60,7 @@ def test_a_home_of_an_unknown_user_is_no_traceback() -> None:
 
 
 def test_with_a_store_it_scores(no_home: None, tmp_path: Path) -> None:
-    done = hallutracer("score", "hi", HALLUTRACER_STORE=str(tmp_path / "store"), HALLUTRACER_CACHE=str(tmp_path / "c"))
+    done = hallutracer("score", "hi", HALLUTRACER_STORE=str(tmp_path), HALLUTRACER_CACHE=str(tmp_path / "c"))
     assert (done.returncode, done.stdout.startswith("risk ")) == (0, True)
 
 

@@ -184,6 +184,52 @@ def test_a_parquet_file_is_read(tmp_path: Path) -> None:
     assert read(path) == read(plain)
 
 
+def test_a_parquet_file_s_nested_cells_are_those_that_are_set(tmp_path: Path) -> None:
+    """A column's values have all its fields, null where one lacks it; older writers keep texts as bytes."""
+    parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    path = tmp_path / "rows.parquet"
+    turns = [{"role": "system", "content": "s", "name": None}, {"role": "user", "content": "a", "name": None}]
+    table = [{"messages": turns, "answers": ["x", "y"]}, {"messages": turns[1:], "answers": ["z"]}]
+    parquet.write_table(arrow.Table.from_pylist(table), path)
+    rows = read_dataset(path, "generate", folds=None).rows
+    assert [len(row.messages or ()) for row in rows] == [2, 1]
+    assert [row.answers for row in rows] == [("x", "y"), ("z",)]
+    schema = arrow.schema([("prompt", arrow.binary()), ("answers", arrow.list_(arrow.binary()))])
+    for text, answer in (("où?".encode(), b"x"), (b"\xff", b"x"), (b"a", b"\xff")):
+        parquet.write_table(arrow.Table.from_pylist([{"prompt": text, "answers": [answer]}], schema=schema), path)
+        if b"\xff" not in (text, answer):
+            assert read(path, "generate") == [("où?", None, ("x",))]
+            continue
+        field = "prompt" if answer == b"x" else "answers"
+        assert refused(path, "generate") == [f"row 1: {field!r} holds bytes that are no UTF-8: write texts"]
+
+
+def test_a_table_s_unnamed_columns_are_no_fields(tmp_path: Path) -> None:
+    """Spreadsheets end lines with empty columns, and pandas begins them with a number."""
+    path = tmp_path / "rows.csv"
+    path.write_text(",prompt,label,,\n0,a,1,,\n1,b,0,,note\n")
+    assert read(path) == [("a", 1, ()), ("b", 0, ())]
+    assert [sorted(row) for _, row in objects(path, [])] == [["label", "prompt"]] * 2
+
+
+@pytest.mark.parametrize("answers", ['["a", "b"]', "['a', 'b']", ' ["a"]\n', "[]"])
+def test_a_list_that_was_written_as_a_text_is_no_accepted_answer(tmp_path: Path, answers: str) -> None:
+    """No answer of a model holds it, so that each label would be "hallucinated"."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "a", "answers": answers}))
+    (problem,) = refused(path, "generate")
+    assert problem.startswith("line 1: 'answers' is a text that looks like a list")
+    assert 'write it as JSON has it, ["a", "b"]' in problem
+    path.write_text(json.dumps({"prompt": "a", "answers": ["[a] bracket", "x]"]}))
+    assert read(path, "generate") == [("a", None, ("[a] bracket", "x]"))]
+
+
+def test_a_long_passage_fits_into_a_cell(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text(f'prompt,label\n"{"word " * 40_000}",1\nb,0\n')
+    assert [len(prompt or "") for prompt, _, _ in read(path)] == [200_000, 1]
+
+
 @pytest.mark.parametrize(
     ("label", "number"),
     [("factual", 1), ("hallucinated", 0), ("Factual", 1), (1, 1), (0, 0), (1.0, 1), (0.0, 0)],

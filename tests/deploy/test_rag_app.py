@@ -33,7 +33,8 @@ def guard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """The variables of an app before a real service."""
     folder = tmp_path_factory.mktemp("guard")
     (keys := folder / "api-keys").write_text("the-key-of-the-app\nthe-key-of-the-figures may=policy\n")
-    with serve(HALLUTRACER_STORE=str(folder / "store"), HALLUTRACER_API_KEY_FILE=str(keys)) as service:
+    (store := folder / "store").mkdir()
+    with serve(HALLUTRACER_STORE=str(store), HALLUTRACER_API_KEY_FILE=str(keys)) as service:
         yield {"HALLUTRACER_URL": service.url, "HALLUTRACER_API_KEY_FILE": str(keys)}
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from fastapi.testclient import TestClient
 from huggingface_hub import constants, hf_api
 from safetensors.torch import load_file, save
 
@@ -18,16 +20,20 @@ import hallutracer as ht
 from probes_store.bundle import BundleDraft
 from probes_store.errors import WrongModel, WrongRevision
 from probes_store.store import Store
+from service.api.app import create_app
 from service.demo import MODEL_DIR
 from service.demo.questions import questions
 from service.engines import loading, places
 from service.engines.base import EngineOptions
 from service.library.engine import load_engine
 from service.scoring import Scorer
+from service.serving.service import Service
+from service.settings import ServiceSettings
 from tests.command_line import hallutracer
 from tests.engines import test_gguf
 from tests.fitting.planted import write_rows
 from tests.kit.hub_stand_in import Hub, hub_stand_in
+from tests.running import until
 from tests.serve_process import ServeProcess
 
 NAME, SHARDED = "acme/tiny", "acme/sharded"
@@ -160,6 +166,48 @@ def test_a_gguf_file_is_trained_and_scored(store: Path, monkeypatch: pytest.Monk
     file = str(test_gguf.write(tmp_path / "tiny.gguf", "qwen2"))
     assert f" --model {file} " in trained(store, file, "gguf")
     assert 0 < score(store, file, "gguf") < 1
+
+
+REFUSES_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system prompt here') }}{% endif %}"
+ALTERNATE = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("made", "refused", "said"),
+    [
+        (lambda template: None, [{"role": "user", "content": QUESTION}], "has no chat template: /v1/completions takes"),
+        (lambda template: REFUSES_SYSTEM + template,
+         [{"role": "system", "content": "Be brief."}, {"role": "user", "content": QUESTION}], "no system prompt here"),
+        (lambda template: ALTERNATE + template, [{"role": "user", "content": QUESTION}] * 2, "roles must alternate"),
+    ],
+    ids=["none", "refuses system", "refuses two turns of the user"],
+)  # fmt: skip
+def test_a_model_is_trained_scored_and_served_whatever_its_template_takes(
+    made: Callable[[str], str | None], refused: list[dict[str, str]], said: str, store: Path, tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:  # fmt: skip
+    name = str(request.node.callspec.id).replace(" ", "-")
+    folder, template = tmp_path / "model", made((MODEL_DIR / "chat_template.jinja").read_text())
+    shutil.copytree(MODEL_DIR, folder)
+    (folder / "chat_template.jinja").unlink()
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
+    trained(store, str(folder), name)
+    risk = score(store, str(folder), name)
+    bundle = Store(store).load(name)
+    engine = load_engine(EngineOptions(str(folder)), bundles=[bundle], **QUIET)
+    state = Service(lambda: {name: Scorer(engine, bundle)}, settings=ServiceSettings(model_names=("*",)))
+    with closing(engine), TestClient(create_app(state)) as client:
+        until(lambda: state.lifecycle.is_ready, 300)
+        answer = client.post("/score", json={"prompt": QUESTION}).json()
+        assert answer["data"][0]["risk"] == pytest.approx(risk, abs=1e-6)
+        chat = client.post("/v1/chat/completions", json={"model": "x", "messages": refused, "max_tokens": 1})
+        assert (chat.status_code, said in chat.json()["error"]["message"]) == (422, True), chat.text
+        plain = client.post("/v1/completions", json={"model": "x", "prompt": QUESTION, "max_tokens": 1})
+        assert plain.status_code == 200, plain.text
 
 
 def without_commit(store: Path, name: str) -> None:

@@ -52,6 +52,7 @@ FALLBACK = '[a]\naction = "fallback"\nupstream = "http://b/v1"\nupstream_model =
         ({}, '[[rule]]\npolicy = "gate"', "[[rule]] in the policies file needs"),
         ({"AUDIT_REQUIRED": "true"}, "", "HALLUTRACER_AUDIT_REQUIRED needs HALLUTRACER_AUDIT_LOG"),
         ({"AUDIT_LOG": "no/folder/audit.jsonl"}, "", "cannot write the audit log"),
+        ({"STORE": "no/such/folder"}, "", "HALLUTRACER_STORE: there is no folder no/such/folder; correct it"),
         ({}, '[a]\naction = "block"', None),
     ],
 )

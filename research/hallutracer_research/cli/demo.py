@@ -8,7 +8,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from service.cli.loading import bundle_names, load_bundles, load_engine, load_scorers, open_store
+from service.cli.loading import bundle_names, load_engine, load_first, load_scorers, open_store
 from service.cli.options import BundleOptions, EngineChoice, Out
 from service.cli.output import print_line
 from service.library.engine import Threads
@@ -55,10 +55,9 @@ def retrieval(
 
     from hallutracer_research.demo.retrieval import ask, document, markdown
 
-    names = bundle_names(engine.model, bundles)[:1]
-    opened = load_bundles(open_store(bundles), names)
-    with closing(load_engine(engine, bundles=tuple(opened.values()))) as loaded:
-        (scorer,) = load_scorers(loaded, opened).values()
+    bundle = load_first(open_store(bundles), bundle_names(engine.model, bundles))
+    with closing(load_engine(engine, bundles=[bundle])) as loaded:
+        (scorer,) = load_scorers(loaded, {bundle.reference: bundle}).values()
         facts = {"model": loaded.identity.model, "bundle": scorer.bundle.reference, "split": "test"}
         found = document(ask(scorer, "test", questions, max_tokens), facts)
     folder = out or Path("retrieval")

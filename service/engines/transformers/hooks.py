@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from os.path import commonprefix
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -258,12 +258,20 @@ def context_length(config: Any) -> int:
 
 
 def end_tokens(model: Any) -> frozenset[int]:
-    """Return the tokens that end an answer: from the generation config if it has any, else from the config."""
+    """Return the tokens that end an answer: from the generation config if it has any, else from the config.
+
+    What is no token's number (a file may hold anything: an empty list, -1, a text) says nothing of the end."""
     for config in (getattr(model, "generation_config", None), model.config, text_config(model.config)):
-        tokens = getattr(config, "eos_token_id", None)
-        if tokens is not None:
-            return frozenset(int(token) for token in (tokens if isinstance(tokens, list | tuple) else [tokens]))
+        given = getattr(config, "eos_token_id", None)
+        listed = given if isinstance(given, list | tuple) else [given]
+        if tokens := frozenset(int(token) for token in listed if _is_token(token)):
+            return tokens
     return frozenset()
+
+
+def _is_token(value: Any) -> TypeGuard[float]:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and value >= 0 and float(value).is_integer()
 
 
 Tensor = torch.Tensor

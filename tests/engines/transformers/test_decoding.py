@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -337,6 +338,23 @@ def test_answers_of_mixed_lengths_come_from_one_prefill_with_the_readouts(name: 
     for here, there in zip(together.first_tokens, apart.first_tokens, strict=True):
         assert here.token == there.token
         assert here.entropy == pytest.approx(there.entropy, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("generation", "own", "ends"),
+    [
+        ([7, 8], 5, {7, 8}), (7, 5, {7}), (None, 5, {5}), (None, None, set[int]()), ((7,), 5, {7}), (0, 5, {0}),
+        # What a file may hold, and what says nothing of where an answer ends: then the model's own config does.
+        ([], 5, {5}), (-1, 5, {5}), ([-1], [5, 6], {5, 6}), ("</s>", 5, {5}), ([None, 7], 5, {7}), ([[7], 8], 5, {8}),
+        (7.0, 5, {7}), (True, 5, {5}), (float("inf"), 5, {5}), ({"eos": 7}, 5, {5}), ([], [], set[int]()),
+    ],
+)  # fmt: skip
+def test_an_answer_ends_where_the_first_config_that_names_a_token_says(
+    generation: Any, own: Any, ends: set[int]
+) -> None:
+    config = SimpleNamespace(eos_token_id=own)
+    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=generation), config=config)
+    assert hooks.end_tokens(model) == ends
 
 
 def test_rows_that_finish_early_leave_and_the_rest_go_on_rightly() -> None:
