@@ -1,8 +1,10 @@
-"""Where HalluTracer's programs begin, under a name that no app has; ``service`` is one that many have.
+"""Where HalluTracer's programs begin, under a name that no app has; ``service`` is one that many
+have.
 
-A folder on PYTHONPATH, or the one that ``python -m`` was started in, may hold another ``service``.  In a process of our
-own, ours goes first.  In a process of others, vLLM's, their path stays as it is, and nothing is answered unguarded.
-Imports nothing but the standard library before that is settled.
+A folder on PYTHONPATH, or the one that ``python -m`` was started in, may hold another ``service``.
+In a process of our own, ours goes first.  In a process of others, vLLM's, their path stays as it
+is, and nothing is answered unguarded. Imports nothing but the standard library before that is
+settled.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).resolve().parent  # site-packages, or the checkout
 CURE = (
-    "Give HalluTracer an environment of its own (a venv, pipx, uv tool, a container) and start it without that folder "
-    "on PYTHONPATH; an app asks it over HTTP, with hallutracer-client."
+    "Give HalluTracer an environment of its own (a venv, pipx, uv tool, a container) and start it"
+    " without that folder on PYTHONPATH; an app asks it over HTTP, with hallutracer-client."
 )
 
 
@@ -32,7 +34,8 @@ def main() -> None:
 
 
 def check_vllm() -> None:
-    """What vLLM calls in each of its processes: see ``service.vllm_plugin.front_end``.  Raises SystemExit."""
+    """What vLLM calls in each of its processes: see ``service.vllm_plugin.front_end``.  Raises
+    SystemExit."""
     broken = None
     if (found := stranger()) is not None:
         broken = _taken(found)
@@ -44,23 +47,28 @@ def check_vllm() -> None:
         except Exception as error:
             broken = f"the guard cannot be loaded: {type(error).__name__}: {error}"
     if broken and (variable := _asking()):  # else it is vLLM inside an app that wants no risks
-        # vLLM loads plugins once: a program that goes on, and tries again, would have an engine without us.
+        # vLLM loads plugins once: a program that goes on, and tries again, would have an engine
+        # without us.
         if plugins := sys.modules.get("vllm.plugins"):
             plugins.plugins_loaded = False  # type: ignore[attr-defined]
         raise SystemExit(f"hallutracer: {variable} is set, and {broken}")
 
 
 def _asking() -> str | None:
-    """Return a variable that asks for the guard: ``service.vllm_plugin.options`` cannot be had to read them."""
+    """Return a variable that asks for the guard: ``service.vllm_plugin.options`` cannot be had to
+    read them."""
     observes = os.environ.get("HALLUTRACER_POLICY") == "observe"
     names = ["BUNDLE"] if observes else ["BUNDLE", "POLICY", "POLICIES", "THRESHOLD"]
     if os.environ.get("HALLUTRACER_AUDIT_REQUIRED", "").lower() in ("yes", "y", "1", "true", "t"):
         names.append("AUDIT_REQUIRED")
-    return next((name for name in (f"HALLUTRACER_{one}" for one in names) if os.environ.get(name)), None)
+    return next(
+        (name for name in (f"HALLUTRACER_{one}" for one in names) if os.environ.get(name)), None
+    )
 
 
 def load_vllm() -> HalluTracerPlugin:
-    """The plugin, as vLLM asks for it.  Raises SystemExit, since vLLM starts without a plugin that fails otherwise."""
+    """The plugin, as vLLM asks for it.  Raises SystemExit, since vLLM starts without a plugin that
+    fails otherwise."""
     if (found := stranger()) is not None:
         raise SystemExit(f"hallutracer: {_taken(found)}")
     from service.vllm_plugin import load
@@ -69,7 +77,8 @@ def load_vllm() -> HalluTracerPlugin:
 
 
 def ours_first() -> None:
-    """Make ``import service`` find the package beside this file, here and in processes started from here.
+    """Make ``import service`` find the package beside this file, here and in processes started from
+    here.
 
     Raises SystemExit where another one has been imported already, or was installed over ours.
     """
@@ -81,8 +90,8 @@ def ours_first() -> None:
 
     if not (service.__doc__ or "").startswith("HalluTracer"):
         raise SystemExit(
-            f"hallutracer: {HERE / 'service'} is not HalluTracer's any more: another distribution has installed a "
-            f"package named 'service' over it.  {CURE}"
+            f"hallutracer: {HERE / 'service'} is not HalluTracer's any more: another distribution"
+            f" has installed a package named 'service' over it.  {CURE}"
         )
 
 

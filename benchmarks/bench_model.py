@@ -1,7 +1,10 @@
-"""Model folders and bundles for the load tests, and a process that calls the engine on them directly.
+"""Model folders and bundles for the load tests, and a process that calls the engine on them
+directly.
 
-    python -m benchmarks.bench_model prepare --shape qwen2.5-0.5b --cache DIR     prints what to serve, as JSON
-    python -m benchmarks.bench_model direct --shape ... --cache ... [--threads N]  answers JSON lines on stdin
+    python -m benchmarks.bench_model prepare --shape qwen2.5-0.5b \\
+        --cache DIR     prints what to serve, as JSON
+    python -m benchmarks.bench_model direct --shape ... --cache ... [--threads N]  answers JSON
+    lines on stdin
 
 The callers (``Prepared``, ``Direct``) load no torch; only these two processes do."""
 
@@ -27,12 +30,18 @@ from tests.serve_process import ROOT
 SHIPPED_BUNDLES = {"demo": ("demo", "demo-fused"), "smollm2": ("smollm2", "smollm2-fused")}
 SHAPES = ("qwen2.5-0.5b", *SHIPPED_BUNDLES)
 RECIPE = 1  # increase to rebuild what the cache holds
-QUESTIONS = ["What is the capital of Italy?", "What is the capital of the Solomon Islands?", "Who are you?", "Hello."]
+QUESTIONS = [
+    "What is the capital of Italy?",
+    "What is the capital of the Solomon Islands?",
+    "Who are you?",
+    "Hello.",
+]
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What to serve: arguments of ``hallutracer serve``, two bundles of one model, its folder and its context."""
+    """What to serve: arguments of ``hallutracer serve``, two bundles of one model, its folder and
+    its context."""
 
     shape: str
     folder: str
@@ -43,10 +52,21 @@ class Prepared:
 
 def prepare(shape: str, cache: Path = CACHE) -> Prepared:
     """Make missing folders and bundles, in a separate process."""
-    command = [sys.executable, "-m", "benchmarks.bench_model", "prepare", "--shape", shape, "--cache", str(cache)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.bench_model",
+        "prepare",
+        "--shape",
+        shape,
+        "--cache",
+        str(cache),
+    ]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     answer = json.loads(done.stdout.splitlines()[-1])
-    return Prepared(shape, answer["folder"], answer["arguments"], tuple(answer["bundles"]), answer["max_tokens"])
+    return Prepared(
+        shape, answer["folder"], answer["arguments"], tuple(answer["bundles"]), answer["max_tokens"]
+    )
 
 
 class Bench:
@@ -62,7 +82,9 @@ class Bench:
         raise NotImplementedError
 
     def add(self, name: str, figure: str, target: str, passed: bool | None, note: str = "") -> None:
-        self.checks.append(check := Check(f"{self.prepared.shape}: {name}", figure, target, passed, note))
+        self.checks.append(
+            check := Check(f"{self.prepared.shape}: {name}", figure, target, passed, note)
+        )
         say(table([check]))
 
 
@@ -86,17 +108,24 @@ def run_shapes(options: argparse.Namespace, bench_of: type[Bench]) -> int:
 
 
 class Direct(Talker):
-    """The engine in a process of its own, called without a server, and stopped between the calls."""
+    """The engine in a process of its own, called without a server, and stopped between the
+    calls."""
 
     def __init__(self, shape: str, cache: Path = CACHE, threads: int | None = None) -> None:
         command = ["benchmarks.bench_model", "direct", "--shape", shape, "--cache", str(cache)]
         cache.mkdir(parents=True, exist_ok=True)
-        super().__init__([*command, *(["--threads", str(threads)] if threads else [])], cache / f"direct-{shape}.log")
+        super().__init__(
+            [*command, *(["--threads", str(threads)] if threads else [])],
+            cache / f"direct-{shape}.log",
+        )
         self.threads = int(self.hello["threads"])
-        self.max_batch_tokens = int(self.hello["max_batch_tokens"])  # padded tokens in one forward pass
+        self.max_batch_tokens = int(
+            self.hello["max_batch_tokens"]
+        )  # padded tokens in one forward pass
 
     def score(self, prompts: Sequence[list[int] | str], batch: int) -> list[float]:
-        """Return the seconds of each ``engine.score`` call on ``batch`` prompts; strings are rendered in them."""
+        """Return the seconds of each ``engine.score`` call on ``batch`` prompts; strings are
+        rendered in them."""
         with self.turn():
             return [float(value) for value in self.ask(prompts=prompts, batch=batch)["seconds"]]
 
@@ -127,7 +156,13 @@ def _prepare(shape: str, cache: Path) -> dict[str, Any]:
             _save(folder)
             _publish(folder, store, names)
             done.write_text(json.dumps(recipe))
-        arguments = ["--model", str(folder), "--store", str(store), *(f"--bundle={name}" for name in names)]
+        arguments = [
+            "--model",
+            str(folder),
+            "--store",
+            str(store),
+            *(f"--bundle={name}" for name in names),
+        ]
     context = json.loads((folder / "config.json").read_text())["max_position_embeddings"]
     return {"folder": str(folder), "arguments": arguments, "bundles": names, "max_tokens": context}
 
@@ -142,8 +177,8 @@ def _save(folder: Path) -> None:
 
     model, _ = build("qwen2.5-0.5b")
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
-    # Ids that the tokenizer does not have, and the end token, are given no weight: greedy answers are then text,
-    # and as long as was asked.  The work stays the same.
+    # Ids that the tokenizer does not have, and the end token, are given no weight: greedy answers
+    # are then text, and as long as was asked. The work stays the same.
     with torch.no_grad():
         embedding: torch.Tensor = model.get_parameter("model.embed_tokens.weight")
         embedding[len(tokenizer) :] = 0
@@ -156,7 +191,8 @@ def _save(folder: Path) -> None:
 
 
 def _publish(folder: Path, store: Path, names: list[str]) -> None:
-    """Bundles of random probes, whose golden prompts are recorded through the engine that serves."""
+    """Bundles of random probes, whose golden prompts are recorded through the engine that
+    serves."""
     from probes_store.store import Store
     from service.engines.base import EngineOptions
     from service.engines.transformers.engine import TransformersEngine
@@ -166,7 +202,9 @@ def _publish(folder: Path, store: Path, names: list[str]) -> None:
     golden = [engine.render_chat([{"role": "user", "content": question}]) for question in QUESTIONS]
     for seed, name in enumerate(names):
         card = f"# {name}\n\nRandom probes on random weights, for load tests.\n"
-        Store(store).publish(matching_draft(engine, name, seed, golden, card=card, evaluation={}, plots={}))
+        Store(store).publish(
+            matching_draft(engine, name, seed, golden, card=card, evaluation={}, plots={})
+        )
 
 
 def _direct(shape: str, cache: Path, threads: int | None) -> None:
@@ -185,10 +223,18 @@ def _direct(shape: str, cache: Path, threads: int | None) -> None:
     bundle = Store(store, fallbacks=[SHIPPED]).load(_prepare(shape, cache)["bundles"][0])
     probes = [Probes.of(Site(bundle.manifest.readout.site), bundle.probes)]
     prompt_format = as_prompt_format(bundle.manifest.prompt_format)
-    print(json.dumps({"threads": torch.get_num_threads(), "max_batch_tokens": engine.max_batch_tokens}), flush=True)
+    print(
+        json.dumps(
+            {"threads": torch.get_num_threads(), "max_batch_tokens": engine.max_batch_tokens}
+        ),
+        flush=True,
+    )
 
     def ids_of(prompts: list[list[int] | str]) -> list[list[int]]:
-        return [render(engine, one, None, prompt_format) if isinstance(one, str) else one for one in prompts]
+        return [
+            render(engine, one, None, prompt_format) if isinstance(one, str) else one
+            for one in prompts
+        ]
 
     for line in sys.stdin:
         job, seconds = json.loads(line), []
@@ -201,7 +247,9 @@ def _direct(shape: str, cache: Path, threads: int | None) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=["prepare", "direct"])
     parser.add_argument("--shape", choices=SHAPES, required=True)
     parser.add_argument("--cache", type=Path, default=CACHE)

@@ -1,4 +1,5 @@
-"""What a bad day does to the service: nothing acknowledged is lost, no risk is wrong, and it is ready again by itself.
+"""What a bad day does to the service: nothing acknowledged is lost, no risk is wrong, and it is
+ready again by itself.
 
     python -m benchmarks.chaos [--only NAME ...] [--quick] [--json OUT]
 
@@ -7,10 +8,11 @@
     store         the store cannot be read while an alias moves and the bundles are reloaded
     store-url     the same with a store on S3, whose server gives no answer
 
-The script plays the supervisor only: it starts again what has ended.  In each scenario answers are replayed with the
-bundle that they name, labels that were acknowledged are looked for in the database, and answers in the audit log
-(--audit-required).  What needs something that is not here is said to be left out, and fails where --only asks for it.
-The exit status is 1 where something falls short."""
+The script plays the supervisor only: it starts again what has ended.  In each scenario answers are
+replayed with the bundle that they name, labels that were acknowledged are looked for in the
+database, and answers in the audit log (--audit-required).  What needs something that is not here is
+said to be left out, and fails where --only asks for it. The exit status is 1 where something falls
+short."""
 
 from __future__ import annotations
 
@@ -72,25 +74,49 @@ class Stage:
         say(self.witness.held())
         for replica in self.fleet.replicas:
             took = asyncio.run(replica.ready_within(READY_S))
-            found.append(Check(f"ready again, {replica.name}", "no" if took is None else f"{took:.1f} s after the end",
-                               f"<= {READY_S:.0f} s", took is not None))  # fmt: skip
-        labels = fleets.kept(self.witness, lambda: {(id, index): label for id, index, label in
-                                             rows(location(self.database), STORED)})  # fmt: skip
+            found.append(
+                Check(
+                    f"ready again, {replica.name}",
+                    "no" if took is None else f"{took:.1f} s after the end",
+                    f"<= {READY_S:.0f} s",
+                    took is not None,
+                )
+            )
+        labels = fleets.kept(
+            self.witness,
+            lambda: {
+                (id, index): label for id, index, label in rows(location(self.database), STORED)
+            },
+        )
         risks = fleets.replay(self.witness, self.digests, self.store.root)
         return [*found, risks, labels, fleets.recorded(self.witness, self.audit)]
 
 
 @contextmanager
 def stage(
-    options: argparse.Namespace, replicas: int, *flags: str, place: str | None = None, **variables: str
+    options: argparse.Namespace,
+    replicas: int,
+    *flags: str,
+    place: str | None = None,
+    **variables: str,
 ) -> Iterator[Stage]:
-    """Yield replicas behind nginx, a store with two versions at ``place``, a database and an audit log they share."""
+    """Yield replicas behind nginx, a store with two versions at ``place``, a database and an audit
+    log they share."""
     with tempfile.TemporaryDirectory() as folder, a_database(replicas > 1) as (database, _):
         own = Path(folder)
         store, digests = fleets.two_versions(place or own / "store", own / "cache of this process")
         audit = own / "audit.jsonl"
-        arguments = (*FLAGS, f"--audit-log={audit}", "--audit-required", *flags, f"--feedback-db={database}")
-        variables |= {"HALLUTRACER_STORE": store.where, "HALLUTRACER_STORE_CACHE": str(own / "cache")}
+        arguments = (
+            *FLAGS,
+            f"--audit-log={audit}",
+            "--audit-required",
+            *flags,
+            f"--feedback-db={database}",
+        )
+        variables |= {
+            "HALLUTRACER_STORE": store.where,
+            "HALLUTRACER_STORE_CACHE": str(own / "cache"),
+        }
         with fleets.fleet(own / "nginx", replicas, *arguments, **variables) as made:
             witness = fleets.Witness(made.address, fleets.questions(DISTINCT), labels=LABELS)
             yield Stage(made, witness, store, digests, database, audit, options.quick)
@@ -116,9 +142,13 @@ def whole_answers(witness: fleets.Witness) -> Check:
     """Check that everything is answered but streams, which cannot be begun again."""
     count = sum(witness.failures.values())
     note = "; ".join(f"{number} x {name}" for name, number in witness.failures.most_common(3))
-    return Check("failed requests, but for streams", f"{count - witness.streams_failed} of {witness.sent}",
-                 "0", count == witness.streams_failed and witness.answered > 0,
-                 f"streams: {witness.streams_failed}; {note or witness.latency()}")  # fmt: skip
+    return Check(
+        "failed requests, but for streams",
+        f"{count - witness.streams_failed} of {witness.sent}",
+        "0",
+        count == witness.streams_failed and witness.answered > 0,
+        f"streams: {witness.streams_failed}; {note or witness.latency()}",
+    )
 
 
 def stopped(options: argparse.Namespace) -> list[Check]:
@@ -175,8 +205,11 @@ def unreachable(options: argparse.Namespace) -> list[Check]:
             return cut_off(on, options.rate, lambda: silent(partial(os.kill, process)))
 
 
-def cut_off(on: Stage, rate: float, outage: Callable[[], AbstractContextManager[None]]) -> list[Check]:
-    """Check that what is loaded goes on judging, and the alias that moved takes effect when the store is back."""
+def cut_off(
+    on: Stage, rate: float, outage: Callable[[], AbstractContextManager[None]]
+) -> list[Check]:
+    """Check that what is loaded goes on judging, and the alias that moved takes effect when the
+    store is back."""
 
     def told() -> int:
         return len({digest for _, digest in on.witness.seen})
@@ -193,10 +226,20 @@ def cut_off(on: Stage, rate: float, outage: Callable[[], AbstractContextManager[
         while told() < 2 and time.monotonic() < end:
             await asyncio.sleep(0.2)
         return [
-            Check("POST /v1/admin/reload while it was away", str(status), "409 or 200", status in (409, 200)),
+            Check(
+                "POST /v1/admin/reload while it was away",
+                str(status),
+                "409 or 200",
+                status in (409, 200),
+            ),
             Check("publish while it was away", published, "an error", published != "done"),
             Check("ready while it was away", str(ready is not None), "True", ready is not None),
-            Check("the moved alias took effect afterwards", f"{told()} bundles answered", "2", told() == 2),
+            Check(
+                "the moved alias took effect afterwards",
+                f"{told()} bundles answered",
+                "2",
+                told() == 2,
+            ),
         ]
 
     return [*on.play(act, rate), on.witness.failed()]
@@ -211,13 +254,18 @@ def publishing(store: Store) -> str:
 
 
 SCENARIOS: dict[str, Callable[[argparse.Namespace], list[Check]]] = {
-    "killed": killed, "stopped": stopped, "store": unreadable, "store-url": unreachable,
-}  # fmt: skip
+    "killed": killed,
+    "stopped": stopped,
+    "store": unreadable,
+    "store-url": unreachable,
+}
 
 
 def main() -> int:
     arguments = parser(__doc__, quick="two kills, short pauses", cache=False)
-    arguments.add_argument("--only", choices=SCENARIOS, action="append", help="this scenario, repeatable")
+    arguments.add_argument(
+        "--only", choices=SCENARIOS, action="append", help="this scenario, repeatable"
+    )
     arguments.add_argument("--kills", type=int, default=20)
     arguments.add_argument("--rate", type=float, default=20.0, help="requests a second")
     options = arguments.parse_args()
@@ -229,7 +277,10 @@ def main() -> int:
             found = SCENARIOS[name](options)
         except LeftOut as reason:
             found = [Check("left out", str(reason), "", False if options.only else None)]
-        checks += [Check(f"{name}: {one.name}", one.figure, one.target, one.passed, one.note) for one in found]
+        checks += [
+            Check(f"{name}: {one.name}", one.figure, one.target, one.passed, one.note)
+            for one in found
+        ]
         say(f"{name}: {time.monotonic() - start:.0f} s")
     return conclude(checks, options.json, {})
 

@@ -1,22 +1,25 @@
-"""Rows in crossed wordings, with a model's own answers and their labels; and rows of wordings that are left out.
+"""Rows in crossed wordings, with a model's own answers and their labels; and rows of wordings that
+are left out.
 
     hallutracer data convert opentriviaqa ./OpenTriviaQA > opentriviaqa.jsonl
     hallutracer data convert nq-open ./natural-questions/nq_open > nq-open.jsonl
-    python -m benchmarks.crossed_rows draw --questions opentriviaqa.jsonl nq-open.jsonl --folder crossed
-    python -m benchmarks.crossed_rows answer --folder crossed --run runs/crossed [--model smollm2] [--limit ROWS]
-    python -m benchmarks.crossed_rows export --folder crossed --run runs/crossed --to docs/smollm2-crossed
+    python -m benchmarks.crossed_rows draw --questions opentriviaqa.jsonl nq-open.jsonl --folder
+    crossed python -m benchmarks.crossed_rows answer --folder crossed --run runs/crossed
+    [--model smollm2] [--limit ROWS] python -m benchmarks.crossed_rows export --folder crossed --run
+    runs/crossed --to docs/smollm2-crossed
 
-``draw`` writes the rows without answers.  ``train.jsonl`` has facts, trivia and NQ-Open in three wordings each,
-several questions in one message, follow-ups, tasks, and requests that ask for no fact.  ``test.jsonl`` has facts of
-entities that no row to train on is about, in wordings and forms that no such row has, and in the plain one.
-``--rows``, by default the shipped ones, say which trivia is asked, what its groups are called, and which prompts are
-not asked again.  Both files are shuffled by fact: each beginning is a sample of the whole, with all wordings of its
-facts.
+``draw`` writes the rows without answers.  ``train.jsonl`` has facts, trivia and NQ-Open in three
+wordings each, several questions in one message, follow-ups, tasks, and requests that ask for no
+fact.  ``test.jsonl`` has facts of entities that no row to train on is about, in wordings and forms
+that no such row has, and in the plain one. ``--rows``, by default the shipped ones, say which
+trivia is asked, what its groups are called, and which prompts are not asked again.  Both files are
+shuffled by fact: each beginning is a sample of the whole, with all wordings of its facts.
 
-``answer`` reads and answers them chunk by chunk, greedily, 24 tokens or what the row says, and labels them as training
-does with ``contains``.  A run that was ended goes on where it stopped.  ``export`` writes the labelled rows of all
-finished chunks to ``TO-rows.jsonl.gz`` and ``TO-test-rows.jsonl.gz``.  What is neither right nor wrong is left out, and
-what has an answer that is a common word, such as the symbol of helium: any sentence would be judged right."""
+``answer`` reads and answers them chunk by chunk, greedily, 24 tokens or what the row says, and
+labels them as training does with ``contains``.  A run that was ended goes on where it stopped.
+``export`` writes the labelled rows of all finished chunks to ``TO-rows.jsonl.gz`` and
+``TO-test-rows.jsonl.gz``.  What is neither right nor wrong is left out, and what has an answer that
+is a common word, such as the symbol of helium: any sentence would be judged right."""
 
 from __future__ import annotations
 
@@ -49,7 +52,11 @@ from service.readout import Site
 Row = dict[str, Any]
 SHIPPED = Path("docs/smollm2-rows.jsonl.gz")
 PER_ROW = 3
-CITIES = {"city_country": 260, "city_continent": 100, "city_region": 140}  # facts; of other relations all
+CITIES = {
+    "city_country": 260,
+    "city_continent": 100,
+    "city_region": 140,
+}  # facts; of other relations all
 TRIVIA = {"opentriviaqa": 590, "nq-open": 240}  # questions in wordings
 TRIVIA_SEVERAL = 300  # questions, of those, that also stand beside others, in follow-ups and tasks
 PARTNERS = 900  # trivia questions that stand beside others
@@ -75,21 +82,33 @@ def draw(questions: Sequence[Path], shipped: Path, seed: int) -> dict[str, list[
     facts = _first_of_each(_facts("train", names, rng), CITIES)
     others = _facts("dev", names, rng)
     partners = [*others, *partners]
-    train = in_wordings([*facts, *trivia], training_families(), per_row=PER_ROW, seed=seed, taken=taken)
+    train = in_wordings(
+        [*facts, *trivia], training_families(), per_row=PER_ROW, seed=seed, taken=taken
+    )
     several = [*facts, *rng.sample(trivia, min(TRIVIA_SEVERAL, len(trivia)))]
-    train += several_rows(several, [row for number, row in enumerate(partners) if number % TEST_PARTNERS], seed=seed)
+    train += several_rows(
+        several, [row for number, row in enumerate(partners) if number % TEST_PARTNERS], seed=seed
+    )
     train += no_fact_rows(NO_FACT, others, seed)
-    held_out = _first_of_each(_facts("test", {}, rng), dict.fromkeys(TEST_RELATIONS, TEST_FACTS), others=False)
+    held_out = _first_of_each(
+        _facts("test", {}, rng), dict.fromkeys(TEST_RELATIONS, TEST_FACTS), others=False
+    )
     families = [FAMILIES["plain"], *held_out_families()]
     test = in_wordings(held_out, families, seed=seed, every=True, taken=taken)
     few = _first_of_each(held_out, dict.fromkeys(TEST_RELATIONS, TEST_SEVERAL))
     test += several_rows(few, partners[::TEST_PARTNERS], seed=seed, test=True, every=True)
     digests = {prompt_digest(row) for row in known}
-    return {name: _shuffled(without_copies(rows, digests), rng) for name, rows in (("train", train), ("test", test))}
+    return {
+        name: _shuffled(without_copies(rows, digests), rng)
+        for name, rows in (("train", train), ("test", test))
+    }
 
 
-def _trivia(paths: Sequence[Path], groups: Mapping[str, str], rng: random.Random) -> tuple[list[Row], list[Row]]:
-    """Return questions that are among the shipped rows, in the groups that these have, and some of the others."""
+def _trivia(
+    paths: Sequence[Path], groups: Mapping[str, str], rng: random.Random
+) -> tuple[list[Row], list[Row]]:
+    """Return questions that are among the shipped rows, in the groups that these have, and some of
+    the others."""
     rows = [
         row | {"id": f"{path.stem}/{row['id']}", "kind": f"{path.stem}/{row['kind']}"}
         for path in paths
@@ -110,8 +129,11 @@ def _facts(split: str, groups: Mapping[str, str], rng: random.Random) -> list[Ro
     return rows
 
 
-def _first_of_each(rows: Sequence[Row], counts: Mapping[str, int], *, others: bool = True) -> list[Row]:
-    """Return the first rows of each relation that has a count, and of the ``others`` all, relation by relation."""
+def _first_of_each(
+    rows: Sequence[Row], counts: Mapping[str, int], *, others: bool = True
+) -> list[Row]:
+    """Return the first rows of each relation that has a count, and of the ``others`` all, relation
+    by relation."""
     relations = dict.fromkeys(row["relation"] for row in rows) if others else counts
     return [
         row
@@ -135,8 +157,8 @@ def _of_source(rows: Sequence[Row], name: str) -> list[Row]:
 
 
 def _shipped_groups(groups: Mapping[str, str]) -> dict[str, str]:
-    """Return what the shipped rows call the group of a fact, by its own name: where a trivia question asks the same,
-    the two are one."""
+    """Return what the shipped rows call the group of a fact, by its own name: where a trivia
+    question asks the same, the two are one."""
     own = {fact.key: fact.group for fact in build_world().facts}
     keys = {name.removeprefix("facts/").rpartition(":")[0]: group for name, group in groups.items()}
     return {own[key]: group for key, group in keys.items() if key in own}
@@ -183,7 +205,10 @@ def chunks(folder: Path) -> list[Chunk]:
 
 
 def _cut(name: str, rows: Sequence[Row]) -> list[Chunk]:
-    return [(f"{name}-{start // CHUNK:03}", [*rows[start : start + CHUNK]]) for start in range(0, len(rows), CHUNK)]
+    return [
+        (f"{name}-{start // CHUNK:03}", [*rows[start : start + CHUNK]])
+        for start in range(0, len(rows), CHUNK)
+    ]
 
 
 def _lines(path: Path) -> list[Row]:
@@ -201,7 +226,9 @@ def answer(folder: Path, run: Path, model: str, limit: int | None) -> None:
         if _verdicts_of(run, name).exists():
             continue
         if engine is None:
-            engine = library.load_engine(library.Engine().options(model), rows=[Site.ATTENTION_HEAD], threads=1)
+            engine = library.load_engine(
+                library.Engine().options(model), rows=[Site.ATTENTION_HEAD], threads=1
+            )
         verdicts = answered(engine, name, rows, run)
         lines = [json.dumps(line, ensure_ascii=False) + "\n" for line in verdicts]
         temporary = _verdicts_of(run, name).with_suffix(".part")
@@ -213,15 +240,18 @@ def answer(folder: Path, run: Path, model: str, limit: int | None) -> None:
 
 
 def answered(engine: Engine, name: str, rows: Sequence[Row], run: Path) -> list[Row]:
-    """Return id, answer and label of each row: no answer for one that asks for no fact, no label for what is neither
-    right nor wrong.  Readouts stay in the run folder; rows of one length of answer are read together."""
+    """Return id, answer and label of each row: no answer for one that asks for no fact, no label
+    for what is neither right nor wrong.  Readouts stay in the run folder; rows of one length of
+    answer are read together."""
     verdicts: dict[str, Row] = {str(row["id"]): {"id": row["id"]} for row in rows}
     for tokens in sorted({row.get("answer_tokens", ANSWER_TOKENS) for row in rows}):
         part = run / f"{name}-{tokens}"
         part.parent.mkdir(parents=True, exist_ok=True)
         own = [row for row in rows if row.get("answer_tokens", ANSWER_TOKENS) == tokens]
         path = part.with_suffix(".jsonl")
-        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in own), encoding="utf-8")
+        path.write_text(
+            "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in own), encoding="utf-8"
+        )
         dataset = read_dataset(path, "generate", folds=None)
         collect(
             engine,
@@ -249,7 +279,9 @@ def export(folder: Path, run: Path, to: Path) -> None:
     done = [(name, rows) for name, rows in chunks(folder) if _verdicts_of(run, name).exists()]
     for file in FILES:
         kept: list[Row] = []
-        for name, rows in sorted((chunk for chunk in done if chunk[0].startswith(file)), key=lambda chunk: chunk[0]):
+        for name, rows in sorted(
+            (chunk for chunk in done if chunk[0].startswith(file)), key=lambda chunk: chunk[0]
+        ):
             verdicts = {line["id"]: line for line in _lines(_verdicts_of(run, name))}
             for row in rows:
                 verdict = verdicts[row["id"]]
@@ -260,21 +292,28 @@ def export(folder: Path, run: Path, to: Path) -> None:
         path = to.with_name(f"{to.name}{'' if file == 'train' else '-test'}-rows.jsonl.gz")
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept)
         path.write_bytes(gzip.compress(text.encode(), 9, mtime=0))
-        counts = Counter({1: "right", 0: "wrong", None: "no fact"}[row.get("label")] for row in kept)
+        counts = Counter(
+            {1: "right", 0: "wrong", None: "no fact"}[row.get("label")] for row in kept
+        )
         print(f"{path}: {len(kept):,} rows, {dict(counts)}", file=sys.stderr)
 
 
 def in_any_sentence(row: Row) -> bool:
-    """Return whether an accepted answer is a word that most sentences hold, so that the judge can tell nothing."""
+    """Return whether an accepted answer is a word that most sentences hold, so that the judge can
+    tell nothing."""
     answers = [answer for part in parts_of(row["answers"]) or [row["answers"]] for answer in part]
     return any(normalise(answer) in COMMON for answer in answers)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one of the three steps."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     steps = parser.add_subparsers(dest="step", required=True)
-    drawing, answering, exporting = (steps.add_parser(step) for step in ("draw", "answer", "export"))
+    drawing, answering, exporting = (
+        steps.add_parser(step) for step in ("draw", "answer", "export")
+    )
     for step in (drawing, answering, exporting):
         step.add_argument("--folder", type=Path, required=True)
     drawing.add_argument("--questions", type=Path, nargs="+", required=True)

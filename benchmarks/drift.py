@@ -1,10 +1,11 @@
-"""How soon does the monitor see a shift, and labels that the guarantee is broken, and how often do they cry wolf?
+"""How soon does the monitor see a shift, and labels that the guarantee is broken, and how often do
+they cry wolf?
 
     python -m benchmarks.drift --requests 4000000 --draws 200
 
-Depth means of two classes, as a bundle's classifier reads them, and a monitor as the service has it; a reference of
-training rows is drawn anew for every 20,000 requests and each draw.  In a run prompts come after each other whose depth
-means share a part of their variance."""
+Depth means of two classes, as a bundle's classifier reads them, and a monitor as the service has
+it; a reference of training rows is drawn anew for every 20,000 requests and each draw.  In a run
+prompts come after each other whose depth means share a part of their variance."""
 
 from __future__ import annotations
 
@@ -31,22 +32,36 @@ MOST = 20_000  # prompts that a shift may take to be seen
 SHIFTS = {
     "depth mean + 0.25 deviations (gate opens)": lambda mean: mean + 0.25,
     "depth mean - 0.25 deviations (gate closes)": lambda mean: mean - 0.25,
-    "depth mean + 0.5 deviations": lambda mean: mean + 0.5, "depth mean - 0.5 deviations": lambda mean: mean - 0.5,
-    "depth mean + 1 deviation": lambda mean: mean + 1.0, "depth mean + 2 deviations": lambda mean: mean + 2.0,
-    "a constant (a blind gate)": lambda mean: np.full_like(mean, 1.5), "half as wide": lambda mean: 0.5 * mean,
-}  # fmt: skip
+    "depth mean + 0.5 deviations": lambda mean: mean + 0.5,
+    "depth mean - 0.5 deviations": lambda mean: mean - 0.5,
+    "depth mean + 1 deviation": lambda mean: mean + 1.0,
+    "depth mean + 2 deviations": lambda mean: mean + 2.0,
+    "a constant (a blind gate)": lambda mean: np.full_like(mean, 1.5),
+    "half as wide": lambda mean: 0.5 * mean,
+}
 
 
-def means(draw: np.random.Generator, count: int, *, wrong: float = WRONG, run: int = 1, shared: float = 0.0) -> Floats:
+def means(
+    draw: np.random.Generator,
+    count: int,
+    *,
+    wrong: float = WRONG,
+    run: int = 1,
+    shared: float = 0.0,
+) -> Floats:
     """Depth means [count] of prompts of which a share ``wrong`` is answered wrong."""
-    common = np.repeat(draw.standard_normal(count // run + 2), run)[(offset := draw.integers(run)) : offset + count]
+    common = np.repeat(draw.standard_normal(count // run + 2), run)[
+        (offset := draw.integers(run)) : offset + count
+    ]
     own = draw.standard_normal(count)
     hallucinated = draw.random(count) < wrong
     noise = np.sqrt(shared) * common + np.sqrt(1 - shared) * own
     return np.asarray(noise + np.where(hallucinated, -APART / 2, APART / 2))
 
 
-Traffic = Callable[[np.random.Generator, int], tuple[Floats, NDArray[np.int64]]]  # depth means and prompts [count]
+Traffic = Callable[
+    [np.random.Generator, int], tuple[Floats, NDArray[np.int64]]
+]  # depth means and prompts [count]
 
 
 def fresh(**how: Any) -> Traffic:
@@ -73,11 +88,14 @@ def half_a_loop(draw: np.random.Generator, count: int) -> tuple[Floats, NDArray[
 
 
 TRAFFIC: dict[str, Traffic] = {
-    "independent": fresh(), "sessions of five, 0.3 shared": fresh(run=5, shared=0.3),
-    "runs of 50, 0.5 shared": fresh(run=50, shared=0.5), "runs of 200, 0.5 shared": fresh(run=200, shared=0.5),
-    "each prompt ten times in a row": ten_times, "each prompt ten times, interleaved": interleaved,
+    "independent": fresh(),
+    "sessions of five, 0.3 shared": fresh(run=5, shared=0.3),
+    "runs of 50, 0.5 shared": fresh(run=50, shared=0.5),
+    "runs of 200, 0.5 shared": fresh(run=200, shared=0.5),
+    "each prompt ten times in a row": ten_times,
+    "each prompt ten times, interleaved": interleaved,
     "half of it one client's twenty prompts": half_a_loop,
-}  # fmt: skip
+}
 
 
 def risks(mean: Floats) -> Floats:
@@ -87,7 +105,9 @@ def risks(mean: Floats) -> Floats:
 def watching(draw: np.random.Generator, limits: DriftLimits) -> Monitor:
     """A bundle's monitor, new, whose reference are ``ROWS`` training rows."""
     found = " ".join(map(repr, risks(means(draw, ROWS)).tolist()))
-    evaluation = {"out_of_fold": {"risks": {"risk": found, "hallucinated": " ".join("01" * (ROWS // 2))}}}
+    evaluation = {
+        "out_of_fold": {"risks": {"risk": found, "hallucinated": " ".join("01" * (ROWS // 2))}}
+    }
     record = SimpleNamespace(outside_share=0.0)
     manifest = SimpleNamespace(guarantee=None, uncertainty=record, recalibration=None)
     bundle = SimpleNamespace(reference="a:1", manifest=manifest, evaluation=lambda: evaluation)
@@ -101,7 +121,10 @@ def void_after(monitor: Monitor, served: Floats, prompts: NDArray[np.int64]) -> 
     """Whether the monitor cries, after each ``every`` requests."""
     rest: Any = {"uncertain": Uncertain(0.0, None), "context": UNKNOWN}
     reports: list[Any] = [SimpleNamespace(bundle_risk=risk, **rest) for risk in served.tolist()]
-    names, step = [number.to_bytes(8, signed=True) for number in prompts.tolist()], monitor.limits.every
+    names, step = (
+        [number.to_bytes(8, signed=True) for number in prompts.tolist()],
+        monitor.limits.every,
+    )
     for start in range(0, len(reports), step):
         monitor.observe(reports[start : start + step], names[start : start + step])
         yield "drift" in monitor.violations
@@ -122,16 +145,21 @@ def until_seen(shifted: Floats, before: Floats, monitor: Monitor) -> int | None:
 
 ALPHA, DRAWN = 0.1, 5000  # of the guarantee; answers that are drawn, at most
 LABELS = {  # share of wrong answers, of these that are labelled, of right ones that are
-    "none, all are labelled": (ALPHA, 1.0, 1.0), "none, wrong ones alone are labelled": (ALPHA, 1.0, 0.0),
+    "none, all are labelled": (ALPHA, 1.0, 1.0),
+    "none, wrong ones alone are labelled": (ALPHA, 1.0, 0.0),
     "none, complaints: wrong ones are labelled twice as often": (ALPHA, 0.4, 0.2),
-    "twice alpha, all are labelled": (2 * ALPHA, 1.0, 1.0), "twice alpha, 80 % are labelled": (2 * ALPHA, 0.8, 0.8),
+    "twice alpha, all are labelled": (2 * ALPHA, 1.0, 1.0),
+    "twice alpha, 80 % are labelled": (2 * ALPHA, 0.8, 0.8),
     "twice alpha, half are labelled": (2 * ALPHA, 0.5, 0.5),
     "three times alpha, all are labelled": (3 * ALPHA, 1.0, 1.0),
-}  # fmt: skip
+}
 
 
-def void_by_labels(draw: np.random.Generator, share: float, wrong: float, right: float) -> int | None:
-    """Answers that were drawn, one for each prompt, until labels void the guarantee; looked at after every label."""
+def void_by_labels(
+    draw: np.random.Generator, share: float, wrong: float, right: float
+) -> int | None:
+    """Answers that were drawn, one for each prompt, until labels void the guarantee; looked at
+    after every label."""
     is_wrong = draw.random(DRAWN) < share
     labelled = draw.random(DRAWN) < np.where(is_wrong, wrong, right)
     known, test = np.cumsum(is_wrong & labelled), LabelTest(ALPHA)
@@ -146,8 +174,16 @@ def labels_table(draw: np.random.Generator, draws: int) -> str:
         seen = np.array([void_by_labels(draw, *case) or DRAWN + 1 for _ in range(draws)])
         low, middle, high = np.quantile(seen, [0.1, 0.5, 0.9])
         found = np.mean(seen <= DRAWN)
-        rows.append([name, f"{found:.3f}", f"{middle:,.0f} [{low:,.0f}, {high:,.0f}]" if found > 0.9 else ""])
-    return markdown_table(["wrong answers", f"void within {DRAWN:,} drawn", "drawn until then"], rows)
+        rows.append(
+            [
+                name,
+                f"{found:.3f}",
+                f"{middle:,.0f} [{low:,.0f}, {high:,.0f}]" if found > 0.9 else "",
+            ]
+        )
+    return markdown_table(
+        ["wrong answers", f"void within {DRAWN:,} drawn", "drawn until then"], rows
+    )
 
 
 def main() -> None:
@@ -165,18 +201,29 @@ def main() -> None:
             found += alarms(risks(mean), prompts, watching(draw, limits))
         rows.append([f"none, {kind}", f"{found / (pieces * PIECE) * 1e4:.3f} ({found})", "", ""])
     cases = {name: (change, WRONG) for name, change in SHIFTS.items()}
-    cases |= {f"wrong {share:.0%} instead of {WRONG:.0%}": (lambda mean: mean, share) for share in (0.2, 0.5, 0.7)}
+    cases |= {
+        f"wrong {share:.0%} instead of {WRONG:.0%}": (lambda mean: mean, share)
+        for share in (0.2, 0.5, 0.7)
+    }
     for name, (change, wrong) in cases.items():
         seen = []
         for _ in tqdm(range(given.draws), desc=name):
             before = risks(means(draw, limits.window))
-            seen.append(until_seen(risks(change(means(draw, MOST, wrong=wrong))), before, watching(draw, limits)))
+            seen.append(
+                until_seen(
+                    risks(change(means(draw, MOST, wrong=wrong))), before, watching(draw, limits)
+                )
+            )
         prompts = np.array([MOST if one is None else one for one in seen], float)
         low, middle, high = np.quantile(prompts, [0.1, 0.5, 0.9])
         share = np.mean([one is not None for one in seen])
         rows.append([name, "", f"{share:.0%}", f"{middle:,.0f} [{low:,.0f}, {high:,.0f}]"])
-    head = ["shift", "false alarms in 10,000 requests", f"seen within {MOST:,}",
-            "prompts to detection: median [a tenth, nine tenths]"]  # fmt: skip
+    head = [
+        "shift",
+        "false alarms in 10,000 requests",
+        f"seen within {MOST:,}",
+        "prompts to detection: median [a tenth, nine tenths]",
+    ]
     print(markdown_table(head, rows))
     print(f"\n{labels_table(draw, 5 * given.draws)}")
 

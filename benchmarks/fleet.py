@@ -1,5 +1,6 @@
-"""Replicas of the service behind the shipped balancer (started, drained, killed, stopped, reloaded; Linux only), and
-clients that know what they asked: every answer is kept with its bundle's digest, and replayed with the library."""
+"""Replicas of the service behind the shipped balancer (started, drained, killed, stopped, reloaded;
+Linux only), and clients that know what they asked: every answer is kept with its bundle's digest,
+and replayed with the library."""
 
 from __future__ import annotations
 
@@ -20,7 +21,17 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from benchmarks import harness
-from benchmarks.harness import Check, Pool, Reply, ServiceProcess, Unexpected, events, percentile, post, require
+from benchmarks.harness import (
+    Check,
+    Pool,
+    Reply,
+    ServiceProcess,
+    Unexpected,
+    events,
+    percentile,
+    post,
+    require,
+)
 from probes_store.bundle import BundleDraft
 from probes_store.store import SHIPPED, Store
 from service.access.routes import FEEDBACK_ROUTE, RELOAD_ROUTE
@@ -34,7 +45,8 @@ SOURCES = ("demo", "demo-fused")  # what the two versions are: their risks diffe
 
 
 def two_versions(place: Path | str, cache: Path | None = None) -> tuple[Store, dict[str, str]]:
-    """Return a store with two versions of one bundle, production at the first, and digest -> reference."""
+    """Return a store with two versions of one bundle, production at the first, and digest ->
+    reference."""
     store, digests = Store(place, fallbacks=[SHIPPED], cache=cache), {}
     for source in SOURCES:
         made = store.publish(draft(source))
@@ -46,7 +58,9 @@ def two_versions(place: Path | str, cache: Path | None = None) -> tuple[Store, d
 def draft(source: str) -> BundleDraft:
     one = Store(SHIPPED).load(source)
     manifest = replace(one.manifest, name=NAME)
-    return BundleDraft(manifest, one.probes, one.golden, one.evaluation(), one.card(), answer=one.answer)
+    return BundleDraft(
+        manifest, one.probes, one.golden, one.evaluation(), one.card(), answer=one.answer
+    )
 
 
 class Replica:
@@ -123,31 +137,42 @@ class Fleet:
     def complaints(self) -> str:
         """Return what nginx wrote to its error log, counted."""
         lines = (self.balancer.log.parent / "errors").read_text(errors="replace").splitlines()
-        found = Counter(re.sub(r"^.*?\*\d+ |, client: .*$", "", line) for line in lines if " [notice] " not in line)
+        found = Counter(
+            re.sub(r"^.*?\*\d+ |, client: .*$", "", line)
+            for line in lines
+            if " [notice] " not in line
+        )
         return "; ".join(f"{count} x {words}" for words, count in found.most_common(6))
 
 
 @contextmanager
 def fleet(folder: Path, count: int, *arguments: str, **variables: str) -> Iterator[Fleet]:
-    """Yield ready replicas on one thread each behind nginx; whatever still runs at the end is stopped."""
+    """Yield ready replicas on one thread each behind nginx; whatever still runs at the end is
+    stopped."""
     with ExitStack() as stack:
-        replicas = tuple(Replica(*arguments, **{"HALLUTRACER_THREADS": "1"} | variables) for _ in range(count))
+        replicas = tuple(
+            Replica(*arguments, **{"HALLUTRACER_THREADS": "1"} | variables) for _ in range(count)
+        )
         for replica in replicas:
             stack.callback(lambda replica=replica: replica.process and replica.drain())
             replica.start()
         folder.mkdir(parents=True, exist_ok=True)
-        yield Fleet(replicas, stack.enter_context(balancing(folder, [replica.name for replica in replicas])))
+        yield Fleet(
+            replicas, stack.enter_context(balancing(folder, [replica.name for replica in replicas]))
+        )
 
 
 TOLERANCE = 1e-5  # of a risk in float32, whatever stands beside it in a batch (docs/serving.md)
 AUDITED = 6  # places of a risk in the audit log
 TIMEOUT_S = 90.0
-# Requests under way: fewer than would be refused while one of two replicas starts on a machine that others use, too.
+# Requests under way: fewer than would be refused while one of two replicas starts on a machine that
+# others use, too.
 AT_ONCE = 128
 KEPT = 50_000  # latencies
 GENERATE, STREAM = 0.1, 0.05  # shares of the requests
 TOKENS = 8
-SEEN_S = 0.25  # from an answer to its label: another replica knows of an answer once it is written, 0.05 s later
+# from an answer to its label: another replica knows of an answer once it is written, 0.05 s later
+SEEN_S = 0.25
 
 
 def questions(count: int, seed: int = 0) -> list[dict[str, Any]]:
@@ -175,7 +200,8 @@ class Range:
 
 @dataclass
 class Witness:
-    """What clients asked at ``address`` and what they were told.  ``labels``: the share of answers they label."""
+    """What clients asked at ``address`` and what they were told.  ``labels``: the share of answers
+    they label."""
 
     address: tuple[str, int]
     contents: list[dict[str, Any]]
@@ -186,8 +212,12 @@ class Witness:
     held_back: int = 0  # requests that had to wait for others before they were sent
     failures: Counter[str] = field(default_factory=Counter)  # of requests that read a prompt
     streams_failed: int = 0  # of these
-    unlabelled: Counter[str] = field(default_factory=Counter)  # labels that were not acknowledged, and why
-    acknowledged: dict[tuple[str, int], str] = field(default_factory=dict)  # (answer's id, index) -> label
+    unlabelled: Counter[str] = field(
+        default_factory=Counter
+    )  # labels that were not acknowledged, and why
+    acknowledged: dict[tuple[str, int], str] = field(
+        default_factory=dict
+    )  # (answer's id, index) -> label
     told: dict[str, tuple[str, float]] = field(default_factory=dict)  # request's id -> digest, risk
     latencies: list[float] = field(default_factory=list)
     stopped: asyncio.Event = field(default_factory=asyncio.Event)
@@ -198,7 +228,8 @@ class Witness:
         self._pool = Pool(*self.address)
 
     async def open_loop(self, rate: float) -> None:
-        """Send ``rate`` requests a second until ``stopped``, ``AT_ONCE`` of them at a time; wait for all answers."""
+        """Send ``rate`` requests a second until ``stopped``, ``AT_ONCE`` of them at a time; wait
+        for all answers."""
         tasks: set[asyncio.Task[None]] = set()
         due = time.perf_counter()
         while not self.stopped.is_set():
@@ -240,13 +271,18 @@ class Witness:
             reply = await self._pool.exchange(post("/score", json.dumps(body).encode()), TIMEOUT_S)
             answer = self._read(reply, streams)
         except (OSError, Unexpected, ValueError, LookupError) as error:
-            self.failures[f"{'stream, ' if streams else ''}{type(error).__name__}: {str(error)[:160]}"] += 1
+            self.failures[
+                f"{'stream, ' if streams else ''}{type(error).__name__}: {str(error)[:160]}"
+            ] += 1
             self.streams_failed += streams
             return
         self.answered += 1
         self._keep(time.perf_counter() - due)
         (one,) = answer["data"]
-        self.told[reply.header("x-request-id") or ""] = answer["bundle"]["digest"], round(one["risk"], AUDITED)
+        self.told[reply.header("x-request-id") or ""] = (
+            answer["bundle"]["digest"],
+            round(one["risk"], AUDITED),
+        )
         self.seen.setdefault((number, answer["bundle"]["digest"]), Range()).add(one["risk"])
         if self._draw.random() < self.labels:
             await self._label(answer["id"])
@@ -278,28 +314,42 @@ class Witness:
             self.unlabelled[str(reply.status)] += 1
 
     def held(self) -> str:
-        return f"{self.held_back / max(1, self.sent):.1%} waited to be sent, because {AT_ONCE} were under way"
+        return (
+            f"{self.held_back / max(1, self.sent):.1%} waited to be sent, because {AT_ONCE} were"
+            " under way"
+        )
 
     def latency(self) -> str:
         if not self.latencies:
             return "no answers"
-        return ", ".join(f"{name} {percentile(self.latencies, share) * 1e3:.0f} ms"
-                         for name, share in (("p50", 0.5), ("p99", 0.99), ("worst", 1.0)))  # fmt: skip
+        return ", ".join(
+            f"{name} {percentile(self.latencies, share) * 1e3:.0f} ms"
+            for name, share in (("p50", 0.5), ("p99", 0.99), ("worst", 1.0))
+        )
 
     def failed(self, allowed: int = 0) -> Check:
         """Check that of the requests that read a prompt at most ``allowed`` were not answered."""
         count = sum(self.failures.values())
         note = "; ".join(f"{number} x {name}" for name, number in self.failures.most_common(4))
-        return Check("failed requests", f"{count} of {self.sent}", f"<= {allowed}" if allowed else "0",
-                     count <= allowed and self.answered > 0, note or self.latency())  # fmt: skip
+        return Check(
+            "failed requests",
+            f"{count} of {self.sent}",
+            f"<= {allowed}" if allowed else "0",
+            count <= allowed and self.answered > 0,
+            note or self.latency(),
+        )
 
 
 def replay(witness: Witness, digests: Mapping[str, str], store: Path, model: str = "demo") -> Check:
-    """Score every distinct (prompt, digest) with the library: the service's risks are those of the named bundle."""
+    """Score every distinct (prompt, digest) with the library: the service's risks are those of the
+    named bundle."""
     import hallutracer as ht
 
-    wrong: list[str] = [f"digest {digest}, which was never published" for _, digest in witness.seen
-                        if digest not in digests]  # fmt: skip
+    wrong: list[str] = [
+        f"digest {digest}, which was never published"
+        for _, digest in witness.seen
+        if digest not in digests
+    ]
     worst = 0.0
     for digest, reference in digests.items():
         numbers = sorted(number for number, named in witness.seen if named == digest)
@@ -314,12 +364,20 @@ def replay(witness: Witness, digests: Mapping[str, str], store: Path, model: str
             off = max(abs(found.low - risk), abs(found.high - risk))
             worst = max(worst, off)
             if not off <= TOLERANCE:
-                wrong.append(f"{witness.contents[number]}: {found.low} to {found.high} by {reference}, replayed {risk}")
+                wrong.append(
+                    f"{witness.contents[number]}: {found.low} to {found.high} by {reference},"
+                    f" replayed {risk}"
+                )
     answers = sum(found.count for found in witness.seen.values())
-    return Check("risks unlike their digest's on replay", f"{len(wrong)} of {len(witness.seen)}", "0",
-                 not wrong and bool(witness.seen), "; ".join(wrong[:3]) or
-                 f"{answers} answers by {len({name for _, name in witness.seen})} bundles, off by at most {worst:.1g} "
-                 f"(tolerance {TOLERANCE:g})")  # fmt: skip
+    return Check(
+        "risks unlike their digest's on replay",
+        f"{len(wrong)} of {len(witness.seen)}",
+        "0",
+        not wrong and bool(witness.seen),
+        "; ".join(wrong[:3])
+        or f"{answers} answers by {len({name for _, name in witness.seen})} bundles, off by at "
+        f"most {worst:.1g} (tolerance {TOLERANCE:g})",
+    )
 
 
 def kept(witness: Witness, stored: Callable[[], Mapping[tuple[str, int], str]]) -> Check:
@@ -327,21 +385,33 @@ def kept(witness: Witness, stored: Callable[[], Mapping[tuple[str, int], str]]) 
     there = stored()
     lost = [key for key, label in witness.acknowledged.items() if there.get(key) != label]
     note = ", ".join(f"{count} x {why}" for why, count in witness.unlabelled.items())
-    return Check("acknowledged labels that are lost", f"{len(lost)} of {len(witness.acknowledged)}", "0",
-                 not lost and bool(witness.acknowledged), f"not acknowledged: {note or 'none'}")  # fmt: skip
+    return Check(
+        "acknowledged labels that are lost",
+        f"{len(lost)} of {len(witness.acknowledged)}",
+        "0",
+        not lost and bool(witness.acknowledged),
+        f"not acknowledged: {note or 'none'}",
+    )
 
 
 def recorded(witness: Witness, log: Path) -> Check:
-    """Check that answers that were given are in an audit log without which none may be given; its chain is whole."""
+    """Check that answers that were given are in an audit log without which none may be given; its
+    chain is whole."""
     chain = verify([log])
-    there: set[tuple[str, str, float]] = set()  # one request has two where a replica died before it could answer
+    there: set[tuple[str, str, float]] = (
+        set()
+    )  # one request has two where a replica died before it could answer
     for line in log.read_bytes().splitlines():
         with suppress(ValueError, LookupError):  # torn, or no decision
             event = json.loads(line)
             there.add((event["request_id"], event["digest"], event["prompts"][0]["risk"]))
     lost = [id for id, told in witness.told.items() if (id, *told) not in there]
     wrong = [f"{len(lost)} answers have no line of their own"] * bool(lost) + chain.problems
-    return Check("answers without their line in the audit log, faults of its chain",
-                 f"{len(lost)} of {len(witness.told)}, {len(chain.problems)}", "0, 0",
-                 not wrong and bool(witness.told), "; ".join(wrong[:3]) or
-                 f"{chain.lines} lines, {chain.torn} cut short, {chain.missed} missed")  # fmt: skip
+    return Check(
+        "answers without their line in the audit log, faults of its chain",
+        f"{len(lost)} of {len(witness.told)}, {len(chain.problems)}",
+        "0, 0",
+        not wrong and bool(witness.told),
+        "; ".join(wrong[:3])
+        or f"{chain.lines} lines, {chain.torn} cut short, {chain.missed} missed",
+    )

@@ -1,9 +1,11 @@
-"""The load tests' harness: arrivals, percentiles, intervals, checks; an HTTP client; a served process; load.
+"""The load tests' harness: arrivals, percentiles, intervals, checks; an HTTP client; a served
+process; load.
 
-The client is HTTP/1.1 keep-alive on asyncio streams, cheap enough to load a server from the machine it runs on.  The
-served model is a process of its own, watched through /proc and /metrics (Linux only).  Closed loop: each client sends
-its next request when its last one is answered.  Open loop: requests are sent at the times given, and latencies count
-from those, which avoids coordinated omission."""
+The client is HTTP/1.1 keep-alive on asyncio streams, cheap enough to load a server from the machine
+it runs on.  The served model is a process of its own, watched through /proc and /metrics (Linux
+only).  Closed loop: each client sends its next request when its last one is answered.  Open loop:
+requests are sent at the times given, and latencies count from those, which avoids coordinated
+omission."""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ CACHE = Path(tempfile.gettempdir()) / "hallutracer-bench"
 
 
 def poisson_arrivals(rate: float, seconds: float, seed: int) -> Floats:
-    """Return arrival times in [0, ``seconds``) of a Poisson process with ``rate`` per second, ascending."""
+    """Return arrival times in [0, ``seconds``) of a Poisson process with ``rate`` per second,
+    ascending."""
     if not (rate > 0 and seconds > 0):
         raise ValueError(f"rate and seconds must be positive, not {rate} and {seconds}")
     generator = np.random.default_rng(seed)
@@ -49,17 +52,23 @@ def poisson_arrivals(rate: float, seconds: float, seed: int) -> Floats:
 
 
 def percentile(values: ArrayLike, share: float) -> float:
-    """Return the smallest observed value that at least ``share`` of all values do not exceed (no interpolation)."""
+    """Return the smallest observed value that at least ``share`` of all values do not exceed (no
+    interpolation)."""
     ordered = np.sort(np.asarray(values, np.float64))
     if ordered.size == 0 or not 0.0 < share <= 1.0:
-        raise ValueError(f"a percentile needs values and a share in (0, 1], not {ordered.size} values and {share}")
-    # 0.99 * 100 is slightly more than 99 in binary; without the correction it would select the 100th value.
+        raise ValueError(
+            f"a percentile needs values and a share in (0, 1], not {ordered.size} values and"
+            f" {share}"
+        )
+    # 0.99 * 100 is slightly more than 99 in binary; without the correction it would select the
+    # 100th value.
     return float(ordered[max(1, math.ceil(share * ordered.size - 1e-9)) - 1])
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One request.  Times in seconds since the run's start; ``status`` 0: no answer (``error`` says why)."""
+    """One request.  Times in seconds since the run's start; ``status`` 0: no answer (``error`` says
+    why)."""
 
     intended: float  # when it should have been sent; in a closed loop, when it was
     sent: float
@@ -104,7 +113,8 @@ def statuses(outcomes: Sequence[Outcome]) -> dict[str, int]:
 
 
 def steady(outcomes: Sequence[Outcome], warm: int) -> tuple[list[Outcome], float]:
-    """Return the outcomes after the first ``warm`` answers, and the seconds from that answer to the last one."""
+    """Return the outcomes after the first ``warm`` answers, and the seconds from that answer to the
+    last one."""
     ordered = sorted(outcomes, key=lambda outcome: outcome.done)
     if len(ordered) <= warm:
         raise ValueError(f"{len(ordered)} answers, and the first {warm} are warm-up; run longer")
@@ -123,8 +133,11 @@ class Goodput:
 
 
 def goodput(outcomes: Sequence[Outcome], deadline_s: float, window_s: float) -> Goodput:
-    """Return the goodput of an open-loop run whose arrivals lasted ``window_s``, which may cut a batch in half."""
-    good = [outcome for outcome in outcomes if outcome.status == 200 and outcome.latency <= deadline_s]
+    """Return the goodput of an open-loop run whose arrivals lasted ``window_s``, which may cut a
+    batch in half."""
+    good = [
+        outcome for outcome in outcomes if outcome.status == 200 and outcome.latency <= deadline_s
+    ]
     late = sum(outcome.status == 200 for outcome in outcomes) - len(good)
     inside = sum(outcome.done <= window_s for outcome in good)
     overall = len(good) / max(window_s, *(outcome.done for outcome in outcomes))
@@ -137,7 +150,9 @@ def bad_refusals(outcomes: Sequence[Outcome]) -> dict[str, int]:
     for outcome in outcomes:
         wait = outcome.retry_after
         if outcome.status in (429, 503):
-            bad[f"{outcome.name} with Retry-After {wait}"] += not (wait and wait.isdigit() and int(wait) > 0)
+            bad[f"{outcome.name} with Retry-After {wait}"] += not (
+                wait and wait.isdigit() and int(wait) > 0
+            )
         else:
             bad[outcome.name] += outcome.status != 200
     return dict(+bad)
@@ -169,8 +184,8 @@ class Slope(NamedTuple):
 
 
 def slope(seconds: ArrayLike, values: ArrayLike, block_s: float = 10.0) -> Slope:
-    """Return the least squares through means of blocks of ``block_s``, which are nearly independent.
-    Raises ValueError where fewer than four blocks hold samples."""
+    """Return the least squares through means of blocks of ``block_s``, which are nearly
+    independent. Raises ValueError where fewer than four blocks hold samples."""
     from scipy import stats
 
     times, series = np.asarray(seconds, np.float64), np.asarray(values, np.float64)
@@ -198,11 +213,15 @@ class Check:
 
 def parser(description: str | None, *, quick: str, cache: bool = True) -> argparse.ArgumentParser:
     """Return a bench's: --json and --quick, which do as ``quick`` says, and --cache."""
-    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     made.add_argument("--quick", action="store_true", help=quick)
     made.add_argument("--json", type=Path, help="write the checks and everything behind them there")
     if cache:
-        made.add_argument("--cache", type=Path, default=CACHE, help="model folders (2 GB), kept between runs")
+        made.add_argument(
+            "--cache", type=Path, default=CACHE, help="model folders (2 GB), kept between runs"
+        )
     return made
 
 
@@ -214,18 +233,24 @@ def say(line: str = "") -> None:
 def table(checks: Sequence[Check]) -> str:
     """Return the checks as aligned text, each note on a line of its own."""
     words = {True: "pass", False: "FALLS SHORT", None: "-"}
-    rows = [(check.name, check.figure, check.target, words[check.passed], check.note) for check in checks]
+    rows = [
+        (check.name, check.figure, check.target, words[check.passed], check.note)
+        for check in checks
+    ]
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(4)]
     lines = []
     for row in rows:
-        lines.append("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip())
+        lines.append(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip()
+        )
         if row[4]:
             lines.append(f"    {row[4]}")
     return "\n".join(lines)
 
 
 def conclude(checks: Sequence[Check], path: Path | None, record: dict[str, Any]) -> int:
-    """Print the table and write everything to ``path`` if given.  Return the exit status, 1 if a check failed."""
+    """Print the table and write everything to ``path`` if given.  Return the exit status, 1 if a
+    check failed."""
     print(table(checks), flush=True)
     if path is not None:
         write_json(path, checks, record)
@@ -238,13 +263,16 @@ def write_json(path: Path, checks: Sequence[Check], record: dict[str, Any]) -> N
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 
-IDLE_LIMIT_S = 2.0  # below any server's keep-alive timeout, so that no request meets the server's close
+IDLE_LIMIT_S = (
+    2.0  # below any server's keep-alive timeout, so that no request meets the server's close
+)
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A whole response.  ``sent``: when its request was; ``pieces``: the body's chunks, each with its arrival."""
+    """A whole response.  ``sent``: when its request was; ``pieces``: the body's chunks, each with
+    its arrival."""
 
     status: int
     head: bytes
@@ -256,12 +284,19 @@ class Reply:
         return b"".join(piece for _, piece in self.pieces)
 
     def header(self, name: str) -> str | None:
-        found = re.search(rb"\r\n" + re.escape(name.encode()) + rb":[ \t]*([^\r]*)", self.head, re.IGNORECASE)
+        found = re.search(
+            rb"\r\n" + re.escape(name.encode()) + rb":[ \t]*([^\r]*)", self.head, re.IGNORECASE
+        )
         return found and found[1].decode("latin-1").strip()
 
 
 def post(path: str, body: bytes, host: str = "localhost") -> bytes:
-    lines = (f"POST {path} HTTP/1.1", f"Host: {host}", "Content-Type: application/json", f"Content-Length: {len(body)}")
+    lines = (
+        f"POST {path} HTTP/1.1",
+        f"Host: {host}",
+        "Content-Type: application/json",
+        f"Content-Length: {len(body)}",
+    )
     return "\r\n".join((*lines, "", "")).encode() + body
 
 
@@ -276,7 +311,8 @@ def require(condition: bool, found: object) -> None:
 
 
 def events(body: bytes) -> list[dict[str, Any]]:
-    """Return the events of a whole stream; raise Unexpected where it does not end with [DONE] or holds an error."""
+    """Return the events of a whole stream; raise Unexpected where it does not end with [DONE] or
+    holds an error."""
     parts = body.decode().split("\n\n")
     require(parts[-2:] == ["data: [DONE]", ""], body[-200:])
     found = [json.loads(part.removeprefix("data: ")) for part in parts[:-2]]
@@ -315,7 +351,11 @@ class Pool:
     async def _take(self) -> Streams:
         while self._idle:
             last_used, (reader, writer) = self._idle.pop()
-            if not reader.at_eof() and not writer.is_closing() and time.perf_counter() - last_used < IDLE_LIMIT_S:
+            if (
+                not reader.at_eof()
+                and not writer.is_closing()
+                and time.perf_counter() - last_used < IDLE_LIMIT_S
+            ):
                 return reader, writer
             writer.close()
         self.opened += 1
@@ -343,7 +383,11 @@ async def _read(reader: asyncio.StreamReader, sent: float) -> Reply:
     return reply
 
 
-GAUGES = ("hallutracer_queue_depth", "hallutracer_running_decodes", "hallutracer_requests_in_flight")
+GAUGES = (
+    "hallutracer_queue_depth",
+    "hallutracer_running_decodes",
+    "hallutracer_requests_in_flight",
+)
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -351,15 +395,26 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 class Metrics:
     def __init__(self, text: str) -> None:
         families = text_string_to_metric_families(text)
-        self.samples = [(sample.name, sample.labels, sample.value) for family in families for sample in family.samples]
+        self.samples = [
+            (sample.name, sample.labels, sample.value)
+            for family in families
+            for sample in family.samples
+        ]
 
     def total(self, name: str, **labels: str) -> float:
         """Return the sum over all series of ``name`` with ``labels``; 0 without any."""
-        return sum(value for series, own, value in self.samples if series == name and labels.items() <= own.items())
+        return sum(
+            value
+            for series, own, value in self.samples
+            if series == name and labels.items() <= own.items()
+        )
 
     def by(self, name: str, label: str, **labels: str) -> dict[str, float]:
-        values = {own[label] for series, own, _ in self.samples
-                  if series == name and label in own and labels.items() <= own.items()}  # fmt: skip
+        values = {
+            own[label]
+            for series, own, _ in self.samples
+            if series == name and label in own and labels.items() <= own.items()
+        }
         return {value: self.total(name, **{label: value}, **labels) for value in sorted(values)}
 
     def has(self, name: str) -> bool:
@@ -417,8 +472,11 @@ def cpu_seconds(pid: int) -> float:
 
 
 def machine_busy_seconds() -> float:
-    """Return the CPU time that all processes of this machine have used, over all cores; stolen time included."""
-    user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:9])
+    """Return the CPU time that all processes of this machine have used, over all cores; stolen time
+    included."""
+    user, nice, system, _, _, irq, softirq, steal = map(
+        int, Path("/proc/stat").read_text().split("\n")[0].split()[1:9]
+    )
     return (user + nice + system + irq + softirq + steal) / _TICKS
 
 
@@ -427,30 +485,61 @@ class CpuMeter:
 
     def __init__(self, pids: dict[str, int]) -> None:
         self._pids = pids
-        self._start = (time.monotonic(), machine_busy_seconds(), {name: cpu_seconds(pid) for name, pid in pids.items()})
+        self._start = (
+            time.monotonic(),
+            machine_busy_seconds(),
+            {name: cpu_seconds(pid) for name, pid in pids.items()},
+        )
 
     def cores(self) -> dict[str, float]:
         """Return the mean cores in use, by name; ``others`` are all other processes."""
         since, busy, used = self._start
         seconds = time.monotonic() - since
         own = {name: (cpu_seconds(pid) - used[name]) / seconds for name, pid in self._pids.items()}
-        return own | {"others": max(0.0, (machine_busy_seconds() - busy) / seconds - sum(own.values()))}
+        return own | {
+            "others": max(0.0, (machine_busy_seconds() - busy) / seconds - sum(own.values()))
+        }
 
 
-CITIES = ["Rome", "Oslo", "Lima", "Accra", "Hanoi", "Quito", "Riga", "Dakar", "Turin", "Osaka", "Perth", "Leeds"]
-FORMS = ["Which country is {} in?", "What continent is {} on?", "Where is {}?", "In which region does {} lie?"]
+CITIES = [
+    "Rome",
+    "Oslo",
+    "Lima",
+    "Accra",
+    "Hanoi",
+    "Quito",
+    "Riga",
+    "Dakar",
+    "Turin",
+    "Osaka",
+    "Perth",
+    "Leeds",
+]
+FORMS = [
+    "Which country is {} in?",
+    "What continent is {} on?",
+    "Where is {}?",
+    "In which region does {} lie?",
+]
 MIXES = {"mixed 32-96": (32, 96), "fixed 64": (64, 64)}  # token ids, neither rendered nor tokenised
 TEXT = "text"  # strings, which the service or the direct engine's process must render first
 QUESTIONS = (4, 13)  # in a text; about as long as the token ids
-MAX_CONNECTIONS = 4096  # of an open loop; further requests wait here, which counts into their latency
+MAX_CONNECTIONS = (
+    4096  # of an open loop; further requests wait here, which counts into their latency
+)
 
-KeepGoing = Callable[[int, float], bool]  # requests sent, seconds since the start -> send another one?
+KeepGoing = Callable[
+    [int, float], bool
+]  # requests sent, seconds since the start -> send another one?
 
 
 def make_prompts(count: int, mix: str, seed: int) -> list[list[int]]:
     """Return random token ids in every shape's vocabulary; lengths uniform over the mix's range."""
     draw = np.random.default_rng(seed)
-    return [draw.integers(10, 4_000, size).tolist() for size in draw.integers(*MIXES[mix], count, endpoint=True)]
+    return [
+        draw.integers(10, 4_000, size).tolist()
+        for size in draw.integers(*MIXES[mix], count, endpoint=True)
+    ]
 
 
 def make_texts(count: int, seed: int) -> list[str]:
@@ -480,7 +569,8 @@ async def closed_loop(
     keep_going: KeepGoing = lambda sent, elapsed: True,
     timeout_s: float = 900.0,
 ) -> list[Outcome]:
-    """Send from ``clients`` at once, each on its own connection, until ``requests`` ends or ``keep_going`` says no."""
+    """Send from ``clients`` at once, each on its own connection, until ``requests`` ends or
+    ``keep_going`` says no."""
     outcomes: list[Outcome] = []
     pools = [Pool(*address) for _ in range(clients)]
     sent = 0
@@ -492,7 +582,9 @@ async def closed_loop(
             if (request := next(requests, None)) is None:
                 return
             sent += 1
-            outcomes.append(await _exchange(pool, request, time.perf_counter() - start, start, timeout_s))
+            outcomes.append(
+                await _exchange(pool, request, time.perf_counter() - start, start, timeout_s)
+            )
 
     try:
         await asyncio.gather(*(client(pool) for pool in pools))
@@ -503,7 +595,10 @@ async def closed_loop(
 
 
 async def open_loop(
-    address: tuple[str, int], requests: Iterator[bytes], arrivals: Sequence[float], timeout_s: float = 120.0
+    address: tuple[str, int],
+    requests: Iterator[bytes],
+    arrivals: Sequence[float],
+    timeout_s: float = 120.0,
 ) -> list[Outcome]:
     """Send a request at each of ``arrivals`` (seconds, ascending); end when all are answered."""
     pool = Pool(*address)
@@ -533,7 +628,9 @@ async def exchange(pool: Pool, request: bytes, start: float, timeout_s: float) -
     return await _exchange(pool, request, time.perf_counter() - start, start, timeout_s)
 
 
-async def _exchange(pool: Pool, request: bytes, intended: float, start: float, timeout_s: float) -> Outcome:
+async def _exchange(
+    pool: Pool, request: bytes, intended: float, start: float, timeout_s: float
+) -> Outcome:
     sent = time.perf_counter() - start
     try:
         reply = await pool.exchange(request, timeout_s)

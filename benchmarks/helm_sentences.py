@@ -1,10 +1,12 @@
-"""Long answers, sentence by sentence: is each sentence of a passage right, before it is written and behind it?
+"""Long answers, sentence by sentence: is each sentence of a passage right, before it is written and
+behind it?
 
-The sentences of HELM (of MIND) were written by six other models and labelled by people; a model reads the passage up to
-a sentence, and then the sentence as the answer to it.
+The sentences of HELM (of MIND) were written by six other models and labelled by people; a model
+reads the passage up to a sentence, and then the sentence as the answer to it.
 
     python -m benchmarks.helm_sentences rows HELM > sentences.jsonl
-    hallutracer train --model smollm2 --data sentences.jsonl --prompt-format text --run-dir run --name sentences \\
+    hallutracer train --model smollm2 --data sentences.jsonl --prompt-format text \\
+        --run-dir run --name sentences \\
       --store ./probes --allow-no-signal
     python -m benchmarks.helm_sentences report sentences.jsonl run/train"""
 
@@ -36,13 +38,23 @@ def rows(folder: Path) -> list[dict[str, Any]]:
             text = passage["prompt"]
             for place, one in enumerate(passage["sentences"]):
                 sentence = f" {one['sentence'].strip()}"
-                found.append({"id": f"{model}-{number}-{place}", "prompt": text, "answer": sentence, "subset": model,
-                              "label": 1 - one["label"], "group": f"passage/{number}"})  # fmt: skip
+                found.append(
+                    {
+                        "id": f"{model}-{number}-{place}",
+                        "prompt": text,
+                        "answer": sentence,
+                        "subset": model,
+                        "label": 1 - one["label"],
+                        "group": f"passage/{number}",
+                    }
+                )
                 text += sentence
     said: dict[tuple[str, str], set[int]] = {}
     for row in found:
         said.setdefault((row["prompt"], row["answer"]), set()).add(row["label"])
-    return [row for row in found if len(said[row["prompt"], row["answer"]]) == 1]  # people disagree on one
+    return [
+        row for row in found if len(said[row["prompt"], row["answer"]]) == 1
+    ]  # people disagree on one
 
 
 def within(risk: Scores, wrong: Scores, source: NDArray[np.str_]) -> float:
@@ -55,16 +67,24 @@ def within(risk: Scores, wrong: Scores, source: NDArray[np.str_]) -> float:
 
 
 def report(given: list[dict[str, Any]], run: Path) -> None:
-    """Print the AUROC before a sentence, behind it and the difference, with 95 % intervals over passages."""
+    """Print the AUROC before a sentence, behind it and the difference, with 95 % intervals over
+    passages."""
     factual = np.array([row["label"] for row in given])
     group, source = (np.array([row[name] for row in given]) for name in ("group", "subset"))
     geometry = json.loads((run / "run.json").read_text())["model"]["geometry"]
     shape = geometry["num_layers"], len(given), geometry["num_heads"], geometry["head_dim"]
     risks = []
     for file in ("rows-attention_head.f32", "answers/rows-attention_head.f32"):
-        read, risk = np.fromfile(run / file, np.float32).reshape(shape).swapaxes(0, 1), np.zeros(len(given))
-        for train, test in StratifiedGroupKFold(5, shuffle=True, random_state=0).split(read, factual, group):
-            probe = DepthMeanProbe(1.0, folds=3, seeds=(0,)).fit(read[train], factual[train], groups=group[train])
+        read, risk = (
+            np.fromfile(run / file, np.float32).reshape(shape).swapaxes(0, 1),
+            np.zeros(len(given)),
+        )
+        for train, test in StratifiedGroupKFold(5, shuffle=True, random_state=0).split(
+            read, factual, group
+        ):
+            probe = DepthMeanProbe(1.0, folds=3, seeds=(0,)).fit(
+                read[train], factual[train], groups=group[train]
+            )
             risk[test] = probe.predict_proba(read[test])[:, list(probe.classes_).index(0)]
         risks.append(risk)
     wrong = 1.0 - factual
@@ -74,10 +94,15 @@ def report(given: list[dict[str, Any]], run: Path) -> None:
     }
     names = np.unique(group)
     for name, measure in measures.items():
-        both = [[measure(risk, kept) for risk in risks] for kept in (group == group, *(group != one for one in names))]
+        both = [
+            [measure(risk, kept) for risk in risks]
+            for kept in (group == group, *(group != one for one in names))
+        ]
         values = np.array([[before, after, after - before] for before, after in both]) * 100
         left = values[1:]
-        error = np.sqrt((len(names) - 1) / len(names) * ((left - left.mean(0)) ** 2).sum(0))  # jackknife
+        error = np.sqrt(
+            (len(names) - 1) / len(names) * ((left - left.mean(0)) ** 2).sum(0)
+        )  # jackknife
         told = [
             f"{value:.1f} [{value - 1.96 * se:.1f}, {value + 1.96 * se:.1f}]"
             for value, se in zip(values[0], error, strict=True)

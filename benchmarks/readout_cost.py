@@ -1,20 +1,23 @@
-"""The readout's cost: our score-only prefill compared with the bare forward of the same engine, in one run.
+"""The readout's cost: our score-only prefill compared with the bare forward of the same engine, in
+one run.
 
-    python -m benchmarks.readout_cost [--pairs 30] [--shapes qwen2.5-0.5b,demo] [--tokens 64,256] [--json OUT]
+    python -m benchmarks.readout_cost [--pairs 30] [--shapes qwen2.5-0.5b,demo] \\
+        [--tokens 64,256] [--json OUT]
     python -m benchmarks.readout_cost --answers 1,32 [--pairs 200]
 
-Ways to spend one prefill on the same ids, interleaved in random order, reported as paired ratios (median, and the
-interval of the middle 90 %), so that a drift of the machine's speed cancels:
+Ways to spend one prefill on the same ids, interleaved in random order, reported as paired ratios
+(median, and the interval of the middle 90 %), so that a drift of the machine's speed cancels:
 
   bare      the blocks and the final norm, no lm_head: less than any serving engine does
   bare+head the same with the lm_head on the last position, as a serving engine's prefill does
   score     TransformersEngine.score: readout, depth mean, stop after the last readout
-  score+1st the same with first-token signals: the whole forward with the lm_head on the last position
+  score+1st the same with first-token signals: the whole forward with the lm_head on the last
+  position
   hidden    output_hidden_states=True, its last position, then numpy
   residual  TransformersEngine.score at the residual stream, the site that ``hidden`` reads
 
-With ``--answers``, ways to decode one more token of so many answers together: step, the same again, and step+read,
-which reads each answer's token by probes."""
+With ``--answers``, ways to decode one more token of so many answers together: step, the same again,
+and step+read, which reads each answer's token by probes."""
 
 from __future__ import annotations
 
@@ -38,29 +41,42 @@ from service.readout import Site
 from tests.engines.tiny import probes
 
 RATIOS = [
-    ("score", "bare", "<= 1.02"), ("score", "bare+head", "<= 1.02"), ("score+1st", "bare+head", "<= 1.02"),
-    ("score", "hidden", "< 1"), ("residual", "bare", "<= 1.02"), ("residual", "hidden", "< 1"),
-]  # fmt: skip
+    ("score", "bare", "<= 1.02"),
+    ("score", "bare+head", "<= 1.02"),
+    ("score+1st", "bare+head", "<= 1.02"),
+    ("score", "hidden", "< 1"),
+    ("residual", "bare", "<= 1.02"),
+    ("residual", "hidden", "< 1"),
+]
 
 OF_STEPS = [("step again", "step", "1"), ("step+read", "step", "<= 1.03")]
 
 
 def build(shape: str) -> tuple[PreTrainedModel, TransformersEngine]:
-    """Return a model of random weights in a known shape, or the demo model; and the engine on it."""
+    """Return a model of random weights in a known shape, or the demo model; and the engine on
+    it."""
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
     if shape == "demo":
         model = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32)
         return model, TransformersEngine(model, tokenizer)
     config = Qwen2Config(
-        vocab_size=151_936, hidden_size=896, intermediate_size=4_864, num_hidden_layers=24, num_attention_heads=14,
-        num_key_value_heads=2, tie_word_embeddings=True, max_position_embeddings=32_768,
-    )  # fmt: skip
+        vocab_size=151_936,
+        hidden_size=896,
+        intermediate_size=4_864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        max_position_embeddings=32_768,
+    )
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()  # type: ignore[no-untyped-call]
     return model, TransformersEngine(model, tokenizer)
 
 
-def ways(model: PreTrainedModel, engine: TransformersEngine, ids: list[int]) -> dict[str, Callable[[], object]]:
+def ways(
+    model: PreTrainedModel, engine: TransformersEngine, ids: list[int]
+) -> dict[str, Callable[[], object]]:
     tensor = torch.tensor([ids])
     heads, stream = (probes(engine.identity.geometry, site) for site in Site)
 
@@ -70,7 +86,13 @@ def ways(model: PreTrainedModel, engine: TransformersEngine, ids: list[int]) -> 
 
     @torch.inference_mode()
     def bare_head() -> object:
-        return model(tensor, use_cache=False, logits_to_keep=1).logits[:, -1].float().log_softmax(-1).numpy()
+        return (
+            model(tensor, use_cache=False, logits_to_keep=1)
+            .logits[:, -1]
+            .float()
+            .log_softmax(-1)
+            .numpy()
+        )
 
     @torch.inference_mode()
     def hidden() -> object:
@@ -79,20 +101,28 @@ def ways(model: PreTrainedModel, engine: TransformersEngine, ids: list[int]) -> 
         return np.mean(np.einsum("ld,ld->l", rows, stream.direction) + stream.bias)
 
     return {
-        "bare": bare, "bare+head": bare_head, "hidden": hidden, "score": lambda: engine.score([ids], [heads]),
+        "bare": bare,
+        "bare+head": bare_head,
+        "hidden": hidden,
+        "score": lambda: engine.score([ids], [heads]),
         "score+1st": lambda: engine.score([ids], [heads], first_token=True),
         "residual": lambda: engine.score([ids], [stream]),
-    }  # fmt: skip
+    }
 
 
-def steps(engine: TransformersEngine, ids: list[int], answers: int) -> dict[str, Callable[[], object]]:
+def steps(
+    engine: TransformersEngine, ids: list[int], answers: int
+) -> dict[str, Callable[[], object]]:
     one = probes(engine.identity.geometry, Site.ATTENTION_HEAD)
 
     def way(read: bool) -> Callable[[], object]:
         begun = engine.begin([ids] * answers, [])
         for continuation in begun:
             continuation.answer_probes = one if read else None
-        running = [continuation.decode(Sampling(max_tokens=engine.identity.max_tokens)) for continuation in begun]
+        running = [
+            continuation.decode(Sampling(max_tokens=engine.identity.max_tokens))
+            for continuation in begun
+        ]
 
         def step() -> None:
             engine.step_together(begun)
@@ -108,7 +138,8 @@ def steps(engine: TransformersEngine, ids: list[int], answers: int) -> dict[str,
 def measure(
     contestants: dict[str, Callable[[], object]], pairs: int, clock: Callable[[], float]
 ) -> dict[str, list[float]]:
-    """Return seconds per call, all contestants once in each round, in random order; the first two are warm-up."""
+    """Return seconds per call, all contestants once in each round, in random order; the first two
+    are warm-up."""
     repeats = max(1, round(0.02 / min(_once(call, clock) for call in contestants.values())))
     names = list(contestants)
     times: dict[str, list[float]] = {name: [] for name in contestants}
@@ -132,7 +163,9 @@ def _once(call: Callable[[], object], clock: Callable[[], float]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--pairs", type=int, default=30)
     parser.add_argument("--shapes", default="qwen2.5-0.5b,demo")
     parser.add_argument("--tokens", default="64,256")
@@ -152,18 +185,33 @@ def main() -> None:
         for length in map(int, options.tokens.split(",")):
             limit = engine.identity.max_tokens
             if length > limit:
-                print(f"{shape}, {length} tokens: longer than the model's context of {limit}, left out\n")
+                print(
+                    f"{shape}, {length} tokens: longer than the model's context of {limit}, left"
+                    " out\n"
+                )
                 continue
             ids = np.random.default_rng(length).integers(10, 4_000, length).tolist()
             for answers in map(int, (options.answers or "0").split(",")):
                 contestants = steps(engine, ids, answers) if answers else ways(model, engine, ids)
                 times = measure(contestants, options.pairs, clock)
-                medians = (f"{name} {statistics.median(values) * 1e3:.2f} ms" for name, values in times.items())
-                print(f"{shape}, {length} tokens{f', {answers} answers' if answers else ''}: {', '.join(medians)}")
+                medians = (
+                    f"{name} {statistics.median(values) * 1e3:.2f} ms"
+                    for name, values in times.items()
+                )
+                print(
+                    f"{shape}, {length} tokens{f', {answers} answers' if answers else ''}:"
+                    f" {', '.join(medians)}"
+                )
                 for ours, theirs, target in OF_STEPS if answers else RATIOS:
                     ratio = spread(np.array(times[ours]) / np.array(times[theirs]))
                     print(f"  {ours:>9} / {theirs:<9} {ratio}   target {target}")
-                    which = {"shape": shape, "tokens": length, "answers": answers, "ours": ours, "theirs": theirs}
+                    which = {
+                        "shape": shape,
+                        "tokens": length,
+                        "answers": answers,
+                        "ours": ours,
+                        "theirs": theirs,
+                    }
                     record.append(which | {"median": ratio.median})
                 print()
     if options.json:

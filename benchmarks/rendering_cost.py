@@ -1,8 +1,10 @@
-"""What it costs in ``vllm serve`` to compare a chat's prompt with our own rendering, beside vLLM's own.
+"""What it costs in ``vllm serve`` to compare a chat's prompt with our own rendering, beside vLLM's
+own.
 
     python -m benchmarks.rendering_cost [--model DIR] [--tokens 500,4000] [--rounds 200]
 
-Ways to treat one chat, interleaved, as medians in ms [5th, 95th percentile] of wall-clock time on the front end's loop:
+Ways to treat one chat, interleaved, as medians in ms [5th, 95th percentile] of wall-clock time on
+the front end's loop:
 
   front end  vLLM's renderer: the request's messages parsed, the template rendered, the text encoded
   compare    ``is_rendering`` in a thread, as a request waits for it
@@ -48,15 +50,28 @@ async def measure(folder: Path, lengths: list[int], rounds: int) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokens, model = Tokens(tokenizer), ModelConfig(model=str(MODEL_DIR), dtype="float32")
     model.max_model_len = 2 * max(lengths)
-    renderer = HfRenderer(VllmConfig(model_config=model), get_cached_tokenizer(AutoTokenizer.from_pretrained(folder)))
-    vllm = OnlineRenderer(model, renderer, request_logger=None, chat_template=None, chat_template_content_format="auto")
+    renderer = HfRenderer(
+        VllmConfig(model_config=model), get_cached_tokenizer(AutoTokenizer.from_pretrained(folder))
+    )
+    vllm = OnlineRenderer(
+        model,
+        renderer,
+        request_logger=None,
+        chat_template=None,
+        chat_template_content_format="auto",
+    )
     for length in lengths:
         messages = [{"role": "user", "content": QUESTION}]
         while len(tokens.encode_chat(messages)) < length:
-            turns = [{"role": "assistant", "content": "I am not sure."}, {"role": "user", "content": QUESTION}]
+            turns = [
+                {"role": "assistant", "content": "I am not sure."},
+                {"role": "user", "content": QUESTION},
+            ]
             messages += turns
         body = {"messages": messages}
-        taken: dict[str, list[float]] = {name: [] for name in ("front end", "compare", "stall", "spelt")}
+        taken: dict[str, list[float]] = {
+            name: [] for name in ("front end", "compare", "stall", "spelt")
+        }
         for _ in range(rounds):
             note = Note(route=CHATS)
             read(note, json.dumps(body).encode())
@@ -77,15 +92,21 @@ async def measure(folder: Path, lengths: list[int], rounds: int) -> None:
             done.set()
             taken["stall"].append(await watch)
         cells = [
-            f"{name} {np.median(of) * 1e3:.3f} {np.round(np.percentile(of, [5, 95]) * 1e3, 3).tolist()}"
+            f"{name} {np.median(of) * 1e3:.3f}"
+            f" {np.round(np.percentile(of, [5, 95]) * 1e3, 3).tolist()}"
             for name, of in taken.items()
         ]
-        print(f"{len(prompts[0]['prompt_token_ids'])} tokens, {len(messages)} messages:", "; ".join(cells))
+        print(
+            f"{len(prompts[0]['prompt_token_ids'])} tokens, {len(messages)} messages:",
+            "; ".join(cells),
+        )
     renderer.shutdown()
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", type=Path, default=MODEL_DIR, help="folder of the tokenizer")
     parser.add_argument("--tokens", default="500,4000", help="lengths of chats")
     parser.add_argument("--rounds", type=int, default=200)

@@ -1,17 +1,19 @@
 """Short scores beside long work: does one request, or one caller, hold up the others?
 
-    python -m benchmarks.service_fairness [--model smollm2] [--long-tokens 5600] [--seconds 60] [--quick] [--json OUT]
+    python -m benchmarks.service_fairness [--model smollm2] [--long-tokens 5600] \\
+        [--seconds 60] [--quick] [--json OUT]
 
-The service runs on one thread, with a key for each of two callers.  Short scores arrive at random (Poisson) for so many
-seconds, alone and then beside each of
+The service runs on one thread, with a key for each of two callers.  Short scores arrive at random
+(Poisson) for so many seconds, alone and then beside each of
 
   a long prompt   one score of --long-tokens after another
   answers         --answers clients, each of which has one answer after another decoded
   both
 
-sent with the key of the short scores (one caller) and with another key (two callers).  Latencies count from the moment
-when a request should have been sent; readiness and liveness are asked for ten times a second meanwhile.  The service's
-deadline is long enough for the long prompt (--flags).  The exit status is 1 where something falls short."""
+sent with the key of the short scores (one caller) and with another key (two callers).  Latencies
+count from the moment when a request should have been sent; readiness and liveness are asked for ten
+times a second meanwhile.  The service's deadline is long enough for the long prompt (--flags).  The
+exit status is 1 where something falls short."""
 
 from __future__ import annotations
 
@@ -33,7 +35,10 @@ import numpy as np
 from benchmarks import harness
 from benchmarks.harness import Check, Outcome, Summary
 
-SHORT, OTHER = "bench-short-scores-key", "bench-other-work-key"  # of a service that only this script reaches
+SHORT, OTHER = (
+    "bench-short-scores-key",
+    "bench-other-work-key",
+)  # of a service that only this script reaches
 LONG, ANSWERS = "a long prompt", "answers"
 WORK = ((LONG,), (ANSWERS,), (LONG, ANSWERS))
 SLOWER = 3.0  # target: p50 of another caller's short scores, over quiet
@@ -72,7 +77,8 @@ def signed(path: str, body: dict[str, Any], key: str) -> bytes:
 
 
 def scores(lengths: tuple[int, int], key: str, seed: int, generate: int = 0) -> Iterator[bytes]:
-    """Yield scores of random token ids without end, no two alike; ``generate``: with so many tokens of an answer."""
+    """Yield scores of random token ids without end, no two alike; ``generate``: with so many tokens
+    of an answer."""
     draw = np.random.default_rng(seed)
     more = {"generate": {"max_tokens": generate}} if generate else {}
     while True:
@@ -80,25 +86,36 @@ def scores(lengths: tuple[int, int], key: str, seed: int, generate: int = 0) -> 
         yield signed("/score", {"input_ids": ids, **more}, key)
 
 
-async def measure(server: harness.ServiceProcess, options: Any, work: tuple[str, ...], key: str, seed: int) -> Run:
+async def measure(
+    server: harness.ServiceProcess, options: Any, work: tuple[str, ...], key: str, seed: int
+) -> Run:
     """Send short scores, beside ``work`` sent with ``key``."""
     run, going = Run(), asyncio.Event()
     going.set()
     clients = [scores((options.long_tokens,) * 2, key, seed)] if LONG in work else []
     if ANSWERS in work:
-        clients += [scores(SHORT_TOKENS, key, seed + 1 + n, options.answer_tokens) for n in range(options.answers)]
+        clients += [
+            scores(SHORT_TOKENS, key, seed + 1 + n, options.answer_tokens)
+            for n in range(options.answers)
+        ]
     beside = [asyncio.create_task(work_on(server, client, going.is_set, run)) for client in clients]
-    beside += [asyncio.create_task(look(server, name, going.is_set, run.looks[name])) for name in run.looks]
+    beside += [
+        asyncio.create_task(look(server, name, going.is_set, run.looks[name])) for name in run.looks
+    ]
     try:
         if clients:
-            await asyncio.sleep(options.lead_s)  # the work has the engine when the first short score comes
+            await asyncio.sleep(
+                options.lead_s
+            )  # the work has the engine when the first short score comes
         arrivals = harness.poisson_arrivals(options.rate, options.seconds, seed).tolist()
         run.short = await harness.open_loop(
             server.address, scores(SHORT_TOKENS, SHORT, seed + 100), arrivals, timeout_s=TIMEOUT_S
         )
     finally:
         going.clear()
-        await asyncio.gather(*beside)  # what was begun is answered: the next measurement begins in quiet
+        await asyncio.gather(
+            *beside
+        )  # what was begun is answered: the next measurement begins in quiet
     return run
 
 
@@ -114,9 +131,14 @@ async def work_on(
     pool.close()
 
 
-async def look(server: harness.ServiceProcess, name: str, going: Callable[[], bool], looks: Looks) -> None:
-    """Ask for the service's health while ``going``, each time on a connection of its own, as balancers do."""
-    request = f"GET /health/{name} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode()
+async def look(
+    server: harness.ServiceProcess, name: str, going: Callable[[], bool], looks: Looks
+) -> None:
+    """Ask for the service's health while ``going``, each time on a connection of its own, as
+    balancers do."""
+    request = (
+        f"GET /health/{name} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode()
+    )
     while going():
         pool, begun, status = harness.Pool(*server.address), time.perf_counter(), 0
         with suppress(OSError):
@@ -126,8 +148,11 @@ async def look(server: harness.ServiceProcess, name: str, going: Callable[[], bo
         await asyncio.sleep(PAUSE_S)
 
 
-def checks_of(name: str, run: Run, quiet: Summary, *, other: bool, judge_times: bool) -> list[Check]:
-    """Return the figures of one measurement beside ``quiet``.  ``other``: the work was another caller's."""
+def checks_of(
+    name: str, run: Run, quiet: Summary, *, other: bool, judge_times: bool
+) -> list[Check]:
+    """Return the figures of one measurement beside ``quiet``.  ``other``: the work was another
+    caller's."""
     found = harness.summarise(run.short, max(outcome.done for outcome in run.short))
     lost = {status: count for status, count in found.statuses.items() if status != "200"}
     ready, live = run.looks["ready"], run.looks["live"]
@@ -136,53 +161,106 @@ def checks_of(name: str, run: Run, quiet: Summary, *, other: bool, judge_times: 
     ratio = found.p50_ms / quiet.p50_ms if quiet.p50_ms > 0 else math.nan
     judged = ratio <= SLOWER if other and judge_times else None
     return [
-        Check(f"{name}: latency", f"p50 {found.p50_ms:.0f}, p99 {found.p99_ms:.0f}, max {found.worst_ms:.0f} ms",
-              "(reported)", None, f"{alone}; {found.requests} short scores"),
-        Check(f"{name}: p50 over quiet", f"{ratio:.2f}", f"<= {SLOWER:g}" if other else "(reported)", judged),
+        Check(
+            f"{name}: latency",
+            f"p50 {found.p50_ms:.0f}, p99 {found.p99_ms:.0f}, max {found.worst_ms:.0f} ms",
+            "(reported)",
+            None,
+            f"{alone}; {found.requests} short scores",
+        ),
+        Check(
+            f"{name}: p50 over quiet",
+            f"{ratio:.2f}",
+            f"<= {SLOWER:g}" if other else "(reported)",
+            judged,
+        ),
         Check(f"{name}: short scores refused or late", str(lost or 0), "0", not lost),
-        Check(f"{name}: not ready", f"{ready.failed} of {ready.asked}", "0", ready.asked > 0 and not ready.failed,
-              f"longest answer: ready {ready.worst_ms:.0f} ms, live {live.worst_ms:.0f} ms, "
-              f"not live {live.failed} of {live.asked}"),
+        Check(
+            f"{name}: not ready",
+            f"{ready.failed} of {ready.asked}",
+            "0",
+            ready.asked > 0 and not ready.failed,
+            f"longest answer: ready {ready.worst_ms:.0f} ms, live {live.worst_ms:.0f} ms, "
+            f"not live {live.failed} of {live.asked}",
+        ),
         Check(f"{name}: answers of the work", str(work or 0), "some", work.get("200", 0) > 0),
-    ]  # fmt: skip
+    ]
 
 
 def main() -> int:
-    arguments = harness.parser(__doc__, quick="smoke: the demo model for seconds, and no time is judged", cache=False)
+    arguments = harness.parser(
+        __doc__, quick="smoke: the demo model for seconds, and no time is judged", cache=False
+    )
     arguments.add_argument("--model", default="smollm2")
     arguments.add_argument("--long-tokens", type=int, default=5600)
-    arguments.add_argument("--answers", type=int, default=8, help="clients that have answers decoded")
+    arguments.add_argument(
+        "--answers", type=int, default=8, help="clients that have answers decoded"
+    )
     arguments.add_argument("--answer-tokens", type=int, default=64)
     arguments.add_argument("--rate", type=float, default=2.0, help="short scores a second")
-    arguments.add_argument("--seconds", type=float, default=60.0, help="how long short scores arrive, each time")
-    arguments.add_argument("--lead-s", type=float, default=1.0, help="from the work's begin to the first short score")
+    arguments.add_argument(
+        "--seconds", type=float, default=60.0, help="how long short scores arrive, each time"
+    )
+    arguments.add_argument(
+        "--lead-s", type=float, default=1.0, help="from the work's begin to the first short score"
+    )
     arguments.add_argument("--threads", type=int, default=1)
-    arguments.add_argument("--flags", default="--deadline-s 120", help="further options of the service")
+    arguments.add_argument(
+        "--flags", default="--deadline-s 120", help="further options of the service"
+    )
     options = arguments.parse_args()
     if options.quick:
-        options.model, options.long_tokens, options.answers, options.answer_tokens = "demo", 160, 2, 8
+        options.model, options.long_tokens, options.answers, options.answer_tokens = (
+            "demo",
+            160,
+            2,
+            8,
+        )
         options.rate, options.seconds, options.lead_s = 10.0, 2.0, 0.2
     checks: list[Check] = []
-    record: dict[str, Any] = {"options": {name: str(value) for name, value in vars(options).items()}, "runs": {}}
+    record: dict[str, Any] = {
+        "options": {name: str(value) for name, value in vars(options).items()},
+        "runs": {},
+    }
     with tempfile.NamedTemporaryFile("w", suffix=".keys") as keys:
         keys.write(f"{SHORT} name=short\n{OTHER} name=other\n")
         keys.flush()
-        chosen = ("--model", options.model, "--threads", str(options.threads), "--api-key-file", keys.name)
-        with harness.ServiceProcess(*chosen, *shlex.split(options.flags), HALLUTRACER_POLICY="observe") as server:
+        chosen = (
+            "--model",
+            options.model,
+            "--threads",
+            str(options.threads),
+            "--api-key-file",
+            keys.name,
+        )
+        with harness.ServiceProcess(
+            *chosen, *shlex.split(options.flags), HALLUTRACER_POLICY="observe"
+        ) as server:
             asyncio.run(measure(server, options, (), SHORT, seed=1))  # warm-up
             quiet_run = asyncio.run(measure(server, options, (), SHORT, seed=2))
-            quiet = harness.summarise(quiet_run.short, max(outcome.done for outcome in quiet_run.short))
+            quiet = harness.summarise(
+                quiet_run.short, max(outcome.done for outcome in quiet_run.short)
+            )
             harness.say(f"quiet: p50 {quiet.p50_ms:.0f}, p99 {quiet.p99_ms:.0f} ms")
             record["runs"]["quiet"] = asdict(quiet_run)
             seeds = itertools.count(10, 1000)
             for work, other in itertools.product(WORK, (False, True)):
                 name = f"beside {' and '.join(work)}, {'two callers' if other else 'one caller'}"
-                run = asyncio.run(measure(server, options, work, OTHER if other else SHORT, next(seeds)))
+                run = asyncio.run(
+                    measure(server, options, work, OTHER if other else SHORT, next(seeds))
+                )
                 own = checks_of(name, run, quiet, other=other, judge_times=not options.quick)
-                harness.say(f"{name}: {own[0].figure}; refused or late {own[2].figure}; not ready {own[3].figure}")
+                harness.say(
+                    f"{name}: {own[0].figure}; refused or late {own[2].figure}; not ready"
+                    f" {own[3].figure}"
+                )
                 checks += own
                 record["runs"][name] = asdict(run)
-            checks.append(Check("the process", "alive" if server.alive() else "ended", "alive", server.alive()))
+            checks.append(
+                Check(
+                    "the process", "alive" if server.alive() else "ended", "alive", server.alive()
+                )
+            )
         checks.append(server.end())
     return harness.conclude(checks, options.json, record)
 

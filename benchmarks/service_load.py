@@ -1,16 +1,20 @@
 """The service under load, compared with direct calls of the engine, in one run.
 
-    python -m benchmarks.service_load [--shapes qwen2.5-0.5b,demo] [--parts rate,latency,sweep,overload]
+    python -m benchmarks.service_load [--shapes qwen2.5-0.5b,demo] \\
+        [--parts rate,latency,sweep,overload]
                                        [--quick] [--json OUT]
 
-Three processes: the server, the engine called directly (same model, same threads, same prompts), and this one, which
-makes the load.  The server and the direct engine take turns, one idle while the other works.
+Three processes: the server, the engine called directly (same model, same threads, same prompts),
+and this one, which makes the load.  The server and the direct engine take turns, one idle while the
+other works.
 
-  rate      /score with 32 clients over engine.score, paired rounds in alternating order; engine.score gets batches
-            of 32 or one prompt at a time, whichever is faster; prompts as token ids, and as text rendered on both sides
+  rate      /score with 32 clients over engine.score, paired rounds in alternating order;
+            engine.score gets batches of 32 or one prompt at a time, whichever is faster; prompts as
+            token ids, and as text rendered on both sides
   latency   one client over one call at a time, in small paired groups
   sweep     1 to 256 clients: p50, p99 and rate
-  overload  open loop, Poisson arrivals at three times the capacity measured before and after, default limits
+  overload  open loop, Poisson arrivals at three times the capacity measured before and after,
+            default limits
 
 The exit status is 1 where something falls short of its target."""
 
@@ -59,11 +63,14 @@ class ServiceBench(Bench):
                 if "sweep" in parts:
                     self.sweep(server, direct)
         if "overload" in parts:
-            with harness.ServiceProcess(*common, *shlex.split(self.options.overload_flags)) as server:
+            with harness.ServiceProcess(
+                *common, *shlex.split(self.options.overload_flags)
+            ) as server:
                 self.overload(server)
 
     def rate(self, server: harness.ServiceProcess, direct: Direct, mix: str) -> None:
-        """Time fixed work, both ways; a ratio for each round, over the better way to call the engine."""
+        """Time fixed work, both ways; a ratio for each round, over the better way to call the
+        engine."""
         count = self._work(direct, mix)
         prompts = any_prompts(count, mix, seed=1)
         requests = harness.score_requests(prompts)
@@ -89,22 +96,33 @@ class ServiceBench(Bench):
         medians = {side: statistics.median(one[side] for one in rounds) for side in SIDES}
         cores = meter.cores()
         carried = (
-            "text, rendered and tokenised on both sides" if mix == harness.TEXT else "token ids, nothing to render"
+            "text, rendered and tokenised on both sides"
+            if mix == harness.TEXT
+            else "token ids, nothing to render"
         )
         note = (
-            f"{carried}; service {medians['service']:.4g}/s, direct "
-            f"{medians['direct']:.4g}/s {way(size)}; at most {direct.max_batch_tokens} padded tokens in a forward pass "
-            f"on both sides; {shown(cores)}"
+            f"{carried}; service {medians['service']:.4g}/s, direct {medians['direct']:.4g}/s"
+            f" {way(size)}; at most {direct.max_batch_tokens} padded tokens in a forward pass on"
+            f" both sides; {shown(cores)}"
         )
         self.add(
-            f"rate at {BATCH} clients / direct, {mix}", str(ratio), f">= {RATE_TARGET}",
-            ratio.median >= RATE_TARGET and not failed, note + (f"; not answered: {failed}" if failed else ""),
-        )  # fmt: skip
-        self.record[f"rate, {mix}"] = {"prompts": count, "rounds": rounds, "ratio": asdict(ratio), "failed": failed}
+            f"rate at {BATCH} clients / direct, {mix}",
+            str(ratio),
+            f">= {RATE_TARGET}",
+            ratio.median >= RATE_TARGET and not failed,
+            note + (f"; not answered: {failed}" if failed else ""),
+        )
+        self.record[f"rate, {mix}"] = {
+            "prompts": count,
+            "rounds": rounds,
+            "ratio": asdict(ratio),
+            "failed": failed,
+        }
         self.record[f"rate, {mix}"] |= {"direct_by_batch": by_size, "cores": cores}
 
     async def latency(self, server: harness.ServiceProcess, direct: Direct, mix: str) -> None:
-        """Time one at a time, both ways, in groups of about 0.2 s in alternating order; the first two are warm-up."""
+        """Time one at a time, both ways, in groups of about 0.2 s in alternating order; the first
+        two are warm-up."""
         pool = harness.Pool(*server.address)
         once = statistics.median(direct.score(harness.make_prompts(8, mix, seed=2), 1))
         size = max(1, round(0.2 / once))
@@ -132,23 +150,33 @@ class ServiceBench(Bench):
         pool.close()
         failed = +failed
         figures = {
-            side: (statistics.median(values), harness.percentile(values, 0.99)) for side, values in times.items()
+            side: (statistics.median(values), harness.percentile(values, 0.99))
+            for side, values in times.items()
         }
         ratio = figures["service"][0] / figures["direct"][0]
-        paired = harness.spread([a / b for a, b in zip(times["service"], times["direct"], strict=True)])
-        words = ", ".join(f"{side} p50 {p50 * 1e3:.2f} p99 {p99 * 1e3:.2f} ms" for side, (p50, p99) in figures.items())
-        # The bound was set for the 0.5B shape; on a model of 4 ms the same milliseconds are another share.
+        paired = harness.spread(
+            [a / b for a, b in zip(times["service"], times["direct"], strict=True)]
+        )
+        words = ", ".join(
+            f"{side} p50 {p50 * 1e3:.2f} p99 {p99 * 1e3:.2f} ms"
+            for side, (p50, p99) in figures.items()
+        )
+        # The bound was set for the 0.5B shape; on a model of 4 ms the same milliseconds are another
+        # share.
         judged = self.prepared.shape == "qwen2.5-0.5b"
         self.add(
-            f"median latency at 1 client / direct, {mix}", f"{ratio:.3f}",
+            f"median latency at 1 client / direct, {mix}",
+            f"{ratio:.3f}",
             f"<= {LATENCY_TARGET}" if judged else "(reported)",
             (ratio <= LATENCY_TARGET and not failed) if judged else (False if failed else None),
-            f"{words}; {len(times['direct'])} pairs {paired}; {shown(meter.cores())}; not answered: {failed or 'none'}",
-        )  # fmt: skip
+            f"{words}; {len(times['direct'])} pairs {paired}; {shown(meter.cores())}; not answered:"
+            f" {failed or 'none'}",
+        )
         self.record[f"latency, {mix}"] = {"ratio": ratio, "paired": asdict(paired), **times}
 
     def sweep(self, server: harness.ServiceProcess, direct: Direct) -> None:
-        """Run a closed loop at each number of clients, after as many warm-up answers as there are clients."""
+        """Run a closed loop at each number of clients, after as many warm-up answers as there are
+        clients."""
         mix = next(iter(harness.MIXES))
         prompts = harness.make_prompts(512, mix, seed=3)
         requests = harness.score_requests(prompts)
@@ -156,9 +184,14 @@ class ServiceBench(Bench):
         some = prompts[: min(len(prompts), max(BATCH, self._work(direct, mix)))]
         by_size = self._direct_rates(direct, some)
         size = better(by_size)
-        record: dict[str, Any] = {"direct_rate": by_size[size], "direct_way": way(size), "levels": []}
+        record: dict[str, Any] = {
+            "direct_rate": by_size[size],
+            "direct_way": way(size),
+            "levels": [],
+        }
         harness.say(
-            f"{'clients':>8} {'rate/s':>9} {'p50 ms':>9} {'p99 ms':>9} {'answers':>8}  not 200, and cores in use"
+            f"{'clients':>8} {'rate/s':>9} {'p50 ms':>9} {'p99 ms':>9} {'answers':>8}  not 200, and"
+            " cores in use"
         )
         failed: Counter[str] = Counter()
         for clients in self.options.clients:
@@ -170,8 +203,8 @@ class ServiceBench(Bench):
             failed.update(not_answered(outcomes))
             record["levels"].append({"clients": clients, **asdict(summary), "cores": cores})
             harness.say(
-                f"{clients:8} {summary.rate:9.2f} {summary.p50_ms:9.1f} {summary.p99_ms:9.1f} {len(kept):8}  "
-                f"{not_answered(outcomes) or 'none'}; {shown(cores)}"
+                f"{clients:8} {summary.rate:9.2f} {summary.p50_ms:9.1f} {summary.p99_ms:9.1f}"
+                f" {len(kept):8}  {not_answered(outcomes) or 'none'}; {shown(cores)}"
             )
         self.add("sweep: requests not answered with 200", str(dict(failed) or 0), "0", not failed)
         self.record["sweep"] = record
@@ -192,7 +225,10 @@ class ServiceBench(Bench):
             self.add("overload", "no capacity: no request was answered with 200", "", False)
             return
         arrivals = harness.poisson_arrivals(OVERLOAD * before, seconds, seed=5)
-        harness.say(f"capacity {before:.2f}/s with {clients} clients; {len(arrivals)} arrivals in {seconds:g} s")
+        harness.say(
+            f"capacity {before:.2f}/s with {clients} clients; {len(arrivals)} arrivals in"
+            f" {seconds:g} s"
+        )
         meter = harness.CpuMeter({"server": server.pid, "load": os.getpid()})
         sending = harness.open_loop(
             server.address, itertools.cycle(requests), arrivals.tolist(), timeout_s=4 * deadline
@@ -208,32 +244,50 @@ class ServiceBench(Bench):
         summary = harness.summarise(outcomes, seconds)
         waits = sorted({outcome.retry_after for outcome in outcomes if outcome.retry_after})
         name = f"overload {OVERLOAD:g}x"
-        self.add(f"{name}: refusals other than 429/503 with Retry-After",
-                  str(bad or (0 if refused else "nothing was refused")), "0", not bad and refused > 0,
-                  f"{harness.statuses(outcomes)}; Retry-After {', '.join(waits[:6]) or '-'}")  # fmt: skip
         self.add(
-            f"{name}: goodput / capacity", f"{found.overall / reference:.3f}", f">= {GOODPUT_TARGET}",
+            f"{name}: refusals other than 429/503 with Retry-After",
+            str(bad or (0 if refused else "nothing was refused")),
+            "0",
+            not bad and refused > 0,
+            f"{harness.statuses(outcomes)}; Retry-After {', '.join(waits[:6]) or '-'}",
+        )
+        self.add(
+            f"{name}: goodput / capacity",
+            f"{found.overall / reference:.3f}",
+            f">= {GOODPUT_TARGET}",
             found.overall >= GOODPUT_TARGET * reference,
-            f"{found.overall:.4g}/s, while arriving {found.in_window:.4g}/s ({found.in_window / reference:.3f}); "
-            f"capacity {before:.4g}/s before, {after:.4g}/s after; {found.late} later than {deadline:g} s",
-        )  # fmt: skip
-        self.add(f"{name}: latency of answers", f"p50 {summary.p50_ms:.0f} ms, p99 {summary.p99_ms:.0f} ms",
-                  "(reported)", None, "from the intended send time; the generator's own lag p99 "
-                  f"{lag * 1e3:.1f} ms; {shown(cores)}")  # fmt: skip
+            f"{found.overall:.4g}/s, while arriving {found.in_window:.4g}/s"
+            f" ({found.in_window / reference:.3f}); capacity {before:.4g}/s before, {after:.4g}/s"
+            f" after; {found.late} later than {deadline:g} s",
+        )
+        self.add(
+            f"{name}: latency of answers",
+            f"p50 {summary.p50_ms:.0f} ms, p99 {summary.p99_ms:.0f} ms",
+            "(reported)",
+            None,
+            "from the intended send time; the generator's own lag p99 "
+            f"{lag * 1e3:.1f} ms; {shown(cores)}",
+        )
         self.record["overload"] = {
-            "capacity": [before, after], "goodput": asdict(found), "summary": asdict(summary), "bad_refusals": bad,
-            "generator_lag_p99_s": lag, "cores": cores,
-        }  # fmt: skip
+            "capacity": [before, after],
+            "goodput": asdict(found),
+            "summary": asdict(summary),
+            "bad_refusals": bad,
+            "generator_lag_p99_s": lag,
+            "cores": cores,
+        }
 
     def _direct_rates(self, direct: Direct, prompts: Sequence[list[int] | str]) -> dict[int, float]:
-        """Return prompts per second by batch size, 32 and 1 (without padding: perhaps the better on a CPU)."""
+        """Return prompts per second by batch size, 32 and 1 (without padding: perhaps the better on
+        a CPU)."""
         seconds = {BATCH: 0.0, 1: 0.0}
         for size in (BATCH, 1, 1, BATCH):
             seconds[size] += sum(direct.score(prompts, size))
         return {size: 2 * len(prompts) / value for size, value in seconds.items()}
 
     def _work(self, direct: Direct, mix: str) -> int:
-        """Return how many prompts, a multiple of 32, the direct engine scores in about --round-seconds."""
+        """Return how many prompts, a multiple of 32, the direct engine scores in about
+        --round-seconds."""
         prompts = any_prompts(BATCH, mix, seed=0)
         direct.score(prompts, BATCH)
         seconds: float = self.options.round_seconds
@@ -241,19 +295,34 @@ class ServiceBench(Bench):
         return BATCH * max(least, round(seconds / direct.score(prompts, BATCH)[0]))
 
     def _for_seconds(
-        self, server: harness.ServiceProcess, requests: list[bytes], clients: int, seconds: float, least: int
+        self,
+        server: harness.ServiceProcess,
+        requests: list[bytes],
+        clients: int,
+        seconds: float,
+        least: int,
     ) -> list[harness.Outcome]:
         """Send in a closed loop for so long, and at least so many requests."""
-        going = harness.closed_loop(server.address, itertools.cycle(requests), clients,
-                            lambda sent, elapsed: elapsed < seconds or sent < least)  # fmt: skip
+        going = harness.closed_loop(
+            server.address,
+            itertools.cycle(requests),
+            clients,
+            lambda sent, elapsed: elapsed < seconds or sent < least,
+        )
         return asyncio.run(going)
 
-    def _closed(self, server: harness.ServiceProcess, requests: list[bytes], clients: int) -> list[harness.Outcome]:
+    def _closed(
+        self, server: harness.ServiceProcess, requests: list[bytes], clients: int
+    ) -> list[harness.Outcome]:
         return asyncio.run(harness.closed_loop(server.address, iter(requests), clients))
 
 
 def any_prompts(count: int, mix: str, seed: int) -> Sequence[list[int] | str]:
-    return harness.make_texts(count, seed) if mix == harness.TEXT else harness.make_prompts(count, mix, seed)
+    return (
+        harness.make_texts(count, seed)
+        if mix == harness.TEXT
+        else harness.make_prompts(count, mix, seed)
+    )
 
 
 def better(rates: dict[int, float]) -> int:
@@ -279,16 +348,30 @@ def main() -> int:
     arguments.add_argument("--shapes", default="qwen2.5-0.5b,demo", help=", ".join(SHAPES))
     arguments.add_argument("--parts", default="rate,latency,sweep,overload")
     arguments.add_argument("--rounds", type=int, default=7, help="paired rounds of the rate")
-    arguments.add_argument("--round-seconds", type=float, default=10.0, help="direct work in one round, about")
+    arguments.add_argument(
+        "--round-seconds", type=float, default=10.0, help="direct work in one round, about"
+    )
     arguments.add_argument("--latency-seconds", type=float, default=40.0)
     arguments.add_argument("--sweep-seconds", type=float, default=12.0, help="per level, at least")
-    arguments.add_argument("--overload-seconds", type=float, default=90.0, help="how long requests arrive")
-    arguments.add_argument("--clients", type=lambda text: [int(one) for one in text.split(",")], default=CLIENTS)
+    arguments.add_argument(
+        "--overload-seconds", type=float, default=90.0, help="how long requests arrive"
+    )
+    arguments.add_argument(
+        "--clients", type=lambda text: [int(one) for one in text.split(",")], default=CLIENTS
+    )
     arguments.add_argument("--capacity-clients", type=int, default=64)
-    arguments.add_argument("--deadline-s", type=float, default=30.0, help="goodput's; the service's default is 30")
-    arguments.add_argument("--flags", default="--deadline-s 600", help="of the server, for all parts but the overload")
-    arguments.add_argument("--overload-flags", default="", help="of the overload's server; none: its defaults")
-    arguments.add_argument("--threads", type=int, help="of the server and of the direct engine; default: all cores")
+    arguments.add_argument(
+        "--deadline-s", type=float, default=30.0, help="goodput's; the service's default is 30"
+    )
+    arguments.add_argument(
+        "--flags", default="--deadline-s 600", help="of the server, for all parts but the overload"
+    )
+    arguments.add_argument(
+        "--overload-flags", default="", help="of the overload's server; none: its defaults"
+    )
+    arguments.add_argument(
+        "--threads", type=int, help="of the server and of the direct engine; default: all cores"
+    )
     options = arguments.parse_args()
     options.least_batches = 2
     if options.quick:

@@ -1,11 +1,13 @@
 """Ten minutes of mixed traffic: correct answers, constant memory, consistent metrics.
 
-    python -m benchmarks.service_soak [--shape demo] [--seconds 600] [--clients 16] [--quick] [--json OUT]
+    python -m benchmarks.service_soak [--shape demo] [--seconds 600] [--clients 16] \\
+        [--quick] [--json OUT]
 
-Clients send scores, generations, streams, gated ones and bad requests, and check every answer; others disconnect
-half-way, by an orderly close or by a reset.  Those use the second bundle, so that the metrics of the first must match
-the answers exactly.  Afterwards the gauges must be back at zero, no token may be prefilled or decoded any more, the
-process must be idle, and its sockets closed.  The exit status is 1 where something falls short."""
+Clients send scores, generations, streams, gated ones and bad requests, and check every answer;
+others disconnect half-way, by an orderly close or by a reset.  Those use the second bundle, so that
+the metrics of the first must match the answers exactly.  Afterwards the gauges must be back at
+zero, no token may be prefilled or decoded any more, the process must be idle, and its sockets
+closed.  The exit status is 1 where something falls short."""
 
 from __future__ import annotations
 
@@ -29,12 +31,18 @@ from benchmarks.harness import Check, Metrics, ServiceProcess
 from benchmarks.traffic import Tally, Traffic
 
 WARM_UP = 0.2  # share of the run whose memory is not judged
-MAX_GROWTH, MAX_SLOPE = 1.05, 1.0  # last third over first third, after warm-up; estimate in MiB per minute
+MAX_GROWTH, MAX_SLOPE = (
+    1.05,
+    1.0,
+)  # last third over first third, after warm-up; estimate in MiB per minute
 KEPT = 20_000  # latencies per kind
 WORK = (
-    "hallutracer_prompt_tokens_total", "hallutracer_completion_tokens_total", "hallutracer_batch_prompts_count",
-    "hallutracer_prefill_seconds_count", "hallutracer_decode_seconds_count",
-)  # fmt: skip
+    "hallutracer_prompt_tokens_total",
+    "hallutracer_completion_tokens_total",
+    "hallutracer_batch_prompts_count",
+    "hallutracer_prefill_seconds_count",
+    "hallutracer_decode_seconds_count",
+)
 
 
 @dataclass
@@ -68,7 +76,9 @@ async def client(server: ServiceProcess, traffic: Traffic, soak: Soak, until: fl
     pool.close()
 
 
-async def hang_up(server: ServiceProcess, traffic: Traffic, bundle: str, soak: Soak, until: float) -> None:
+async def hang_up(
+    server: ServiceProcess, traffic: Traffic, bundle: str, soak: Soak, until: float
+) -> None:
     """Break off all requests of one client."""
     draw = random.Random(0)
     while time.monotonic() < until and server.alive():
@@ -83,7 +93,9 @@ async def hang_up(server: ServiceProcess, traffic: Traffic, bundle: str, soak: S
         await asyncio.sleep(draw.uniform(0, 0.2))
 
 
-async def break_off(address: tuple[str, int], request: bytes, moment: str, draw: random.Random) -> str:
+async def break_off(
+    address: tuple[str, int], request: bytes, moment: str, draw: random.Random
+) -> str:
     """Send, wait for the moment, hang up.  Return when it really happened."""
     reader, writer = await asyncio.open_connection(*address)
     try:
@@ -112,21 +124,37 @@ def left_behind(server: ServiceProcess, files_before: int, within_s: float = 30.
     """Check that nothing goes on for those who hung up."""
     start = time.monotonic()
     while (
-        any(left := [server.metrics().total(gauge) for gauge in harness.GAUGES]) and time.monotonic() - start < within_s
+        any(left := [server.metrics().total(gauge) for gauge in harness.GAUGES])
+        and time.monotonic() - start < within_s
     ):
         time.sleep(0.05)
     took, before, cpu = time.monotonic() - start, server.metrics(), harness.cpu_seconds(server.pid)
     time.sleep(2.0)
-    after, idle, files = server.metrics(), harness.cpu_seconds(server.pid) - cpu, server.open_files()
+    after, idle, files = (
+        server.metrics(),
+        harness.cpu_seconds(server.pid) - cpu,
+        server.open_files(),
+    )
     grown = sum(after.total(name) - before.total(name) for name in WORK)
     missing = [gauge for gauge in harness.GAUGES if not after.has(gauge)]
     return [
-        Check("gauges afterwards", ", ".join(f"{value:g}" for value in left), "0, 0, 0", not any(left) and not missing,
-              f"{', '.join(harness.GAUGES)}; zero after {took:.2f} s; missing: {', '.join(missing) or 'none'}"),
+        Check(
+            "gauges afterwards",
+            ", ".join(f"{value:g}" for value in left),
+            "0, 0, 0",
+            not any(left) and not missing,
+            f"{', '.join(harness.GAUGES)}; zero after {took:.2f} s; missing:"
+            f" {', '.join(missing) or 'none'}",
+        ),
         Check("tokens and batches in 2 s afterwards", f"{grown:g}", "0", not grown),
         Check("CPU in 2 s afterwards", f"{idle:.2f} s", "<= 0.10 s", idle <= 0.10),
-        Check("open files: before, afterwards", f"{files_before}, {files}", "<= 4 more", files <= files_before + 4),
-    ]  # fmt: skip
+        Check(
+            "open files: before, afterwards",
+            f"{files_before}, {files}",
+            "<= 4 more",
+            files <= files_before + 4,
+        ),
+    ]
 
 
 async def watch(server: ServiceProcess, soak: Soak, until: float) -> None:
@@ -135,8 +163,12 @@ async def watch(server: ServiceProcess, soak: Soak, until: float) -> None:
     while time.monotonic() < until and server.alive():
         soak.memory.append((time.monotonic() - start, server.rss_mib()))
         if len(soak.memory) % 60 == 0:
-            print(f"{soak.memory[-1][0]:5.0f} s  {sum(soak.counts.values())} requests, {len(soak.failures)} failed, "
-                  f"{sum(soak.broken.values())} broken off, {soak.memory[-1][1]:.0f} MiB", flush=True)  # fmt: skip
+            print(
+                f"{soak.memory[-1][0]:5.0f} s  {sum(soak.counts.values())} requests,"
+                f" {len(soak.failures)} failed, {sum(soak.broken.values())} broken off,"
+                f" {soak.memory[-1][1]:.0f} MiB",
+                flush=True,
+            )
         await asyncio.sleep(1)
 
 
@@ -159,21 +191,33 @@ def memory_checks(series: list[tuple[float, float]]) -> list[Check]:
     third = len(values) // 3
     growth = float(values[-third:].mean() / values[:third].mean())
     checks = [
-        Check("resident memory: last third / first third, after warm-up", f"{growth:.4f}", f"<= {MAX_GROWTH}",
-              growth <= MAX_GROWTH, f"{values[:third].mean():.1f} -> {values[-third:].mean():.1f} MiB, at most "
-              f"{values.max():.1f}"),
-    ]  # fmt: skip
+        Check(
+            "resident memory: last third / first third, after warm-up",
+            f"{growth:.4f}",
+            f"<= {MAX_GROWTH}",
+            growth <= MAX_GROWTH,
+            f"{values[:third].mean():.1f} -> {values[-third:].mean():.1f} MiB, at most "
+            f"{values.max():.1f}",
+        ),
+    ]
     try:
-        found = harness.slope(times, values, block_s=10.0 if times[-1] > 120 else max(1.0, times[-1] / 10))
+        found = harness.slope(
+            times, values, block_s=10.0 if times[-1] > 120 else max(1.0, times[-1] / 10)
+        )
     except ValueError as error:
         return [*checks, Check("resident memory: slope", "-", "", None, str(error))]
     judged = times[-1] >= 300  # in a short run the allocator's own warm-up is all there is
-    return [*checks, Check("resident memory: slope, MiB per minute",
-                           f"{found.per_minute:+.3f} [{found.low:+.3f}, {found.high:+.3f}]",
-                           f"<= {MAX_SLOPE:g}" if judged else "(reported)",
-                           found.per_minute <= MAX_SLOPE if judged else None,
-                           f"least squares, 95 % interval: growth beyond {found.high:+.3f} is ruled out"
-                           + ("" if found.high <= MAX_SLOPE else f", beyond {MAX_SLOPE:g} is not"))]  # fmt: skip
+    return [
+        *checks,
+        Check(
+            "resident memory: slope, MiB per minute",
+            f"{found.per_minute:+.3f} [{found.low:+.3f}, {found.high:+.3f}]",
+            f"<= {MAX_SLOPE:g}" if judged else "(reported)",
+            found.per_minute <= MAX_SLOPE if judged else None,
+            f"least squares, 95 % interval: growth beyond {found.high:+.3f} is ruled out"
+            + ("" if found.high <= MAX_SLOPE else f", beyond {MAX_SLOPE:g} is not"),
+        ),
+    ]
 
 
 def metric_checks(before: Metrics, after: Metrics, soak: Soak, bundle: str) -> list[Check]:
@@ -182,39 +226,85 @@ def metric_checks(before: Metrics, after: Metrics, soak: Soak, bundle: str) -> l
     def grown(name: str, **labels: str) -> int:
         return round(after.total(name, **labels) - before.total(name, **labels))
 
-    reference = next((value for value in after.by("hallutracer_prompts_total", "bundle")
-                      if value.split(":")[0] == bundle), bundle)  # fmt: skip
+    reference = next(
+        (
+            value
+            for value in after.by("hallutracer_prompts_total", "bundle")
+            if value.split(":")[0] == bundle
+        ),
+        bundle,
+    )
     tally, broken = soak.tally, sum(soak.broken.values())
     mine = {"bundle": reference}
-    codes = {code for one in (before, after) for code in one.by("hallutracer_errors_total", "code")} | {*tally.codes}
+    codes = {
+        code for one in (before, after) for code in one.by("hallutracer_errors_total", "code")
+    } | {*tally.codes}
     counted: list[tuple[str, dict[str, str], int]] = [
-        *(("prompts_total", {"decision": one, **mine}, tally.prompts[one]) for one in ("continue", "abstain", "block")),
-        ("flagged_total", mine, tally.flagged), ("prompt_tokens_total", mine, tally.prompt_tokens),
-        ("completion_tokens_total", mine, tally.completion_tokens), ("risk_count", mine, tally.prompts.total()),
-        *(("errors_total", {"code": code}, tally.codes[code]) for code in sorted(codes - {"client_closed_request"})),
-        *(("http_requests_total", {"status": str(status)}, count) for status, count in sorted(tally.statuses.items())
-          if status != 200),
-    ]  # fmt: skip
-    pairs = [(" ".join([name, *(value for key, value in labels.items() if key != "bundle")]),
-              grown(f"hallutracer_{name}", **labels), count) for name, labels, count in counted]  # fmt: skip
-    wrong = [f"{name}: {theirs}, clients counted {ours}" for name, theirs, ours in pairs if theirs != ours]
+        *(
+            ("prompts_total", {"decision": one, **mine}, tally.prompts[one])
+            for one in ("continue", "abstain", "block")
+        ),
+        ("flagged_total", mine, tally.flagged),
+        ("prompt_tokens_total", mine, tally.prompt_tokens),
+        ("completion_tokens_total", mine, tally.completion_tokens),
+        ("risk_count", mine, tally.prompts.total()),
+        *(
+            ("errors_total", {"code": code}, tally.codes[code])
+            for code in sorted(codes - {"client_closed_request"})
+        ),
+        *(
+            ("http_requests_total", {"status": str(status)}, count)
+            for status, count in sorted(tally.statuses.items())
+            if status != 200
+        ),
+    ]
+    pairs = [
+        (
+            " ".join([name, *(value for key, value in labels.items() if key != "bundle")]),
+            grown(f"hallutracer_{name}", **labels),
+            count,
+        )
+        for name, labels, count in counted
+    ]
+    wrong = [
+        f"{name}: {theirs}, clients counted {ours}"
+        for name, theirs, ours in pairs
+        if theirs != ours
+    ]
     answered = grown("hallutracer_http_requests_total", status="200") - tally.statuses[200]
     closed = grown("hallutracer_errors_total", code="client_closed_request")
     return [
-        Check("metrics of the first bundle unlike the answers", str(len(wrong)), f"0 of {len(pairs)}", not wrong,
-              "; ".join(wrong) or ", ".join(f"{name} {ours}" for name, _, ours in pairs if ours)),
-        Check("http_requests_total 200 beyond the answers", str(answered), f"0 to {broken}", 0 <= answered <= broken,
-              "a request that was broken off may have been counted as answered"),
-        Check("errors_total client_closed_request", str(closed), f"1 to {broken}", 0 < closed <= broken,
-              "0: disconnects went unnoticed"),
-    ]  # fmt: skip
+        Check(
+            "metrics of the first bundle unlike the answers",
+            str(len(wrong)),
+            f"0 of {len(pairs)}",
+            not wrong,
+            "; ".join(wrong) or ", ".join(f"{name} {ours}" for name, _, ours in pairs if ours),
+        ),
+        Check(
+            "http_requests_total 200 beyond the answers",
+            str(answered),
+            f"0 to {broken}",
+            0 <= answered <= broken,
+            "a request that was broken off may have been counted as answered",
+        ),
+        Check(
+            "errors_total client_closed_request",
+            str(closed),
+            f"1 to {broken}",
+            0 < closed <= broken,
+            "0: disconnects went unnoticed",
+        ),
+    ]
 
 
 def kinds_table(soak: Soak) -> str:
     lines = [f"{'':28} {'requests':>9} {'p50 ms':>8} {'p99 ms':>8}"]
     for kind, values in sorted(soak.latencies.items()):
-        lines.append(f"{kind:28} {soak.counts[kind]:9} {harness.percentile(values, 0.5) * 1e3:8.1f} "
-                     f"{harness.percentile(values, 0.99) * 1e3:8.1f}")  # fmt: skip
+        lines.append(
+            f"{kind:28} {soak.counts[kind]:9} {harness.percentile(values, 0.5) * 1e3:8.1f} "
+            f"{harness.percentile(values, 0.99) * 1e3:8.1f}"
+        )
     broken = ", ".join(f"{name} {count}" for name, count in sorted(soak.broken.items()))
     return "\n".join([*lines, f"broken off: {broken or 'none'}"])
 
@@ -240,16 +330,33 @@ def main() -> int:
         cores = meter.cores()
         total = sum(soak.counts.values())
         print(kinds_table(soak))
-        checks.append(Check("requests without the expected answer", f"{len(soak.failures)} of {total}", "0",
-                            not soak.failures and total > 0, "; ".join(soak.failures[:5])))  # fmt: skip
-        end = "" if server.alive() else f"exit status {server.process.poll()}; {server.log()[-2000:]}"
-        checks.append(Check("the server is alive", str(server.alive()), "True", server.alive(), end))
+        checks.append(
+            Check(
+                "requests without the expected answer",
+                f"{len(soak.failures)} of {total}",
+                "0",
+                not soak.failures and total > 0,
+                "; ".join(soak.failures[:5]),
+            )
+        )
+        end = (
+            "" if server.alive() else f"exit status {server.process.poll()}; {server.log()[-2000:]}"
+        )
+        checks.append(
+            Check("the server is alive", str(server.alive()), "True", server.alive(), end)
+        )
         if server.alive():
             checks += left_behind(server, files)
             checks += metric_checks(before, server.metrics(), soak, prepared.bundles[0])
         checks += memory_checks(soak.memory)
-        record |= {"tally": vars(soak.tally), "counts": dict(soak.counts), "failures": soak.failures[:100],
-                   "broken": dict(soak.broken), "memory": soak.memory, "cores": cores}  # fmt: skip
+        record |= {
+            "tally": vars(soak.tally),
+            "counts": dict(soak.counts),
+            "failures": soak.failures[:100],
+            "broken": dict(soak.broken),
+            "memory": soak.memory,
+            "cores": cores,
+        }
     checks.append(server.end())
     rate = total / options.seconds
     print(f"\n{rate:.1f} requests/s, cores: server {cores['server']:.2f}\n")

@@ -1,4 +1,5 @@
-"""The soak's requests and the expected answers, which are tallied for comparison with the server's metrics."""
+"""The soak's requests and the expected answers, which are tallied for comparison with the server's
+metrics."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ class Tally:
         self.completion_tokens += usage["completion_tokens"]
 
 
-Verify = Callable[[int, bytes, Tally], None]  # status, body; raises Unexpected, ValueError or LookupError
+Verify = Callable[
+    [int, bytes, Tally], None
+]  # status, body; raises Unexpected, ValueError or LookupError
 
 
 @dataclass(frozen=True)
@@ -53,24 +56,38 @@ class Traffic:
         self._bundle, self._max_tokens = bundle, max_tokens  # the model's context
         self._random = random.Random(seed)
         self._kinds: list[tuple[int, str, Callable[[], tuple[bytes, Verify]]]] = [
-            (20, "score, text", lambda: self._score({"prompt": self._text()}, 1)), (10, "score, list", self._list),
+            (20, "score, text", lambda: self._score({"prompt": self._text()}, 1)),
+            (10, "score, list", self._list),
             (10, "score, messages", lambda: self._score({"messages": self._messages()}, 1)),
             (10, "score, input_ids", lambda: self._score({"input_ids": self._ids()}, 1)),
-            (5, "score, lists of input_ids", lambda: self._score({"input_ids": [self._ids(), self._ids()]}, 2)),
+            (
+                5,
+                "score, lists of input_ids",
+                lambda: self._score({"input_ids": [self._ids(), self._ids()]}, 2),
+            ),
             (5, "score, trajectory", self._trajectory),
             (10, "generate", lambda: self._generate({"prompt": self._text()}, 1)),
-            (4, "generate, sampled list", self._sampled), (6, "generate, gated", self._gated),
-            (10, "stream", lambda: self._stream(1.0)), (4, "stream, gated", lambda: self._stream(0.0)),
+            (4, "generate, sampled list", self._sampled),
+            (6, "generate, gated", self._gated),
+            (10, "stream", lambda: self._stream(1.0)),
+            (4, "stream, gated", lambda: self._stream(0.0)),
             (6, "bad request", self._bad),
-        ]  # fmt: skip
+        ]
 
     def next(self) -> Request:
-        _, name, make = self._random.choices(self._kinds, [weight for weight, _, _ in self._kinds])[0]
+        _, name, make = self._random.choices(self._kinds, [weight for weight, _, _ in self._kinds])[
+            0
+        ]
         return Request(name, *make())
 
     def broken_off(self, bundle: str) -> bytes:
         """Return a long generation or stream for ``bundle``, to be hung up on."""
-        content = {"input_ids": self._ids(), "bundle": bundle, "threshold": 1.0, "generate": {"max_tokens": 100}}
+        content = {
+            "input_ids": self._ids(),
+            "bundle": bundle,
+            "threshold": 1.0,
+            "generate": {"max_tokens": 100},
+        }
         return _post(content | ({"stream": True} if self._random.random() < 0.5 else {}))
 
     def _text(self) -> str:
@@ -94,7 +111,9 @@ class Traffic:
         return self._score({"prompt": texts}, len(texts))
 
     def _trajectory(self) -> tuple[bytes, Verify]:
-        return self._own({"prompt": self._text(), "include": ["trajectory", "running_mean"]}), _expect_trajectory
+        return self._own(
+            {"prompt": self._text(), "include": ["trajectory", "running_mean"]}
+        ), _expect_trajectory
 
     def _generate(self, content: Content, prompts: int, **sampling: Any) -> tuple[bytes, Verify]:
         most = self._random.randint(1, 24)
@@ -102,25 +121,44 @@ class Traffic:
         return self._own(full), partial(_expect_completions, prompts, most)
 
     def _sampled(self) -> tuple[bytes, Verify]:
-        texts, seed = [self._text() for _ in range(self._random.randint(2, 4))], self._random.randrange(99)
+        texts, seed = (
+            [self._text() for _ in range(self._random.randint(2, 4))],
+            self._random.randrange(99),
+        )
         return self._generate({"prompt": texts}, len(texts), temperature=0.8, top_p=0.9, seed=seed)
 
     def _gated(self) -> tuple[bytes, Verify]:
-        return self._own({"prompt": self._text(), "threshold": 0.0, "generate": {"max_tokens": 16}}), _expect_gated
+        return self._own(
+            {"prompt": self._text(), "threshold": 0.0, "generate": {"max_tokens": 16}}
+        ), _expect_gated
 
     def _stream(self, threshold: float) -> tuple[bytes, Verify]:
-        content = {"prompt": self._text(), "threshold": threshold, "stream": True, "generate": {"max_tokens": 16}}
+        content = {
+            "prompt": self._text(),
+            "threshold": threshold,
+            "stream": True,
+            "generate": {"max_tokens": 16},
+        }
         return self._own(content), _expect_gated_stream if threshold == 0 else _expect_stream
 
     def _bad(self) -> tuple[bytes, Verify]:
         text = self._text()
         cases: list[tuple[Content, int]] = [
-            ({}, 422), ({"prompt": text, "input_ids": [1, 2]}, 422), ({"prompt": text, "no_such_field": 1}, 422),
-            ({"prompt": text, "threshold": 1.5}, 422), ({"prompt": []}, 422), ({"input_ids": [1, 10**9]}, 422),
-            ({"prompt": text, "stream": True}, 422), ({"prompt": text, "bundle": "no-such-bundle"}, 404),
-            ({"prompt": text, "model": "no-such-model"}, 404), ({"input_ids": [11] * (self._max_tokens + 1)}, 413),
-        ]  # fmt: skip
-        made = [(post("/score", b'{"prompt": "no end'), 400), *((_post(content), status) for content, status in cases)]
+            ({}, 422),
+            ({"prompt": text, "input_ids": [1, 2]}, 422),
+            ({"prompt": text, "no_such_field": 1}, 422),
+            ({"prompt": text, "threshold": 1.5}, 422),
+            ({"prompt": []}, 422),
+            ({"input_ids": [1, 10**9]}, 422),
+            ({"prompt": text, "stream": True}, 422),
+            ({"prompt": text, "bundle": "no-such-bundle"}, 404),
+            ({"prompt": text, "model": "no-such-model"}, 404),
+            ({"input_ids": [11] * (self._max_tokens + 1)}, 413),
+        ]
+        made = [
+            (post("/score", b'{"prompt": "no end'), 400),
+            *((_post(content), status) for content, status in cases),
+        ]
         data, status = self._random.choice(made)
         return data, partial(_expect_error, status)
 
@@ -139,7 +177,9 @@ def _answer(status: int, body: bytes, prompts: int) -> dict[str, Any]:
 def _check_data(answer: dict[str, Any], prompts: int) -> None:
     require([one["index"] for one in answer["data"]] == list(range(prompts)), answer)
     require(all(0.0 <= one["risk"] <= 1.0 for one in answer["data"]), answer)
-    require(all(one["flagged"] == (one["risk"] >= one["threshold"]) for one in answer["data"]), answer)
+    require(
+        all(one["flagged"] == (one["risk"] >= one["threshold"]) for one in answer["data"]), answer
+    )
 
 
 def _expect_scores(prompts: int, status: int, body: bytes, tally: Tally) -> None:
@@ -158,7 +198,11 @@ def _expect_trajectory(status: int, body: bytes, tally: Tally) -> None:
 
 def _expect_completions(prompts: int, most: int, status: int, body: bytes, tally: Tally) -> None:
     answer = _answer(status, body, prompts)
-    counts = [one["completion"]["completion_tokens"] for one in answer["data"] if one["decision"] == "continue"]
+    counts = [
+        one["completion"]["completion_tokens"]
+        for one in answer["data"]
+        if one["decision"] == "continue"
+    ]
     require(len(counts) == prompts and all(1 <= count <= most for count in counts), answer)
     require(answer["usage"]["completion_tokens"] == sum(counts), answer)
     tally.add(answer, answer["usage"])
@@ -179,7 +223,10 @@ def _expect_stream(status: int, body: bytes, tally: Tally) -> None:
     require(bool(chunks) and all(chunk["object"] == "completion.chunk" for chunk in chunks), chunks)
     require([chunk["finish_reason"] for chunk in chunks[:-1]] == [None] * (len(chunks) - 1), chunks)
     require(chunks[-1]["finish_reason"] in ("stop", "length"), chunks)
-    require(first["usage"]["completion_tokens"] == 0 < chunks[-1]["usage"]["completion_tokens"] <= 16, chunks)
+    require(
+        first["usage"]["completion_tokens"] == 0 < chunks[-1]["usage"]["completion_tokens"] <= 16,
+        chunks,
+    )
     tally.add(first, chunks[-1]["usage"])
 
 

@@ -1,14 +1,17 @@
 """vLLM's processes that take turns on one machine, and intervals of their paired times.
 
-    python -m benchmarks.vllm_contestant --model FOLDER --kind ours [--stats] [--arguments JSON] [--adapter DIR]
+    python -m benchmarks.vllm_contestant --model FOLDER --kind ours [--stats] \\
+        [--arguments JSON] [--adapter DIR]
 
-vLLM's worker spins for a second after a request, and its sampling threads poll, which would disturb the next
-measurement on two cores.  So a process without the turn is stopped (SIGSTOP to its whole process group).
+vLLM's worker spins for a second after a request, and its sampling threads poll, which would disturb
+the next measurement on two cores.  So a process without the turn is stopped (SIGSTOP to its whole
+process group).
 
-The command is one ``LLM``, answering JSON lines: a job {"prompts": [[ids]], "tokens": n} is ``LLM.generate`` on all of
-them at once; with "read": true, of the kind reads, the answers' own tokens are read, too.  The answer has the wall
-seconds of the call and, with --stats, what vLLM's core measured: seconds of each prefill and seconds per decoded token.
-All kinds get the same engine arguments; only the worker and its plan differ."""
+The command is one ``LLM``, answering JSON lines: a job {"prompts": [[ids]], "tokens": n} is
+``LLM.generate`` on all of them at once; with "read": true, of the kind reads, the answers' own
+tokens are read, too.  The answer has the wall seconds of the call and, with --stats, what vLLM's
+core measured: seconds of each prefill and seconds per decoded token. All kinds get the same engine
+arguments; only the worker and its plan differ."""
 
 from __future__ import annotations
 
@@ -35,17 +38,26 @@ from tests.serve_process import ROOT, inherited
 
 WORKER = "service.engines.vllm.worker.Worker"
 MAX_LENGTH = 2048
-# Prefix caching off, so that a prefill is one; the same small cache for all, so that several fit on one machine.
+# Prefix caching off, so that a prefill is one; the same small cache for all, so that several fit on
+# one machine.
 SAME: dict[str, Any] = {
-    "dtype": "float32", "kv_cache_memory_bytes": 256 << 20, "enable_prefix_caching": False,
-    "max_num_batched_tokens": MAX_LENGTH, "max_num_seqs": 64,
-}  # fmt: skip
+    "dtype": "float32",
+    "kv_cache_memory_bytes": 256 << 20,
+    "enable_prefix_caching": False,
+    "max_num_batched_tokens": MAX_LENGTH,
+    "max_num_seqs": 64,
+}
 KINDS: dict[str, tuple[tuple[Site, ...], int]] = {  # sites that are read, slots of each
-    "bare": ((), 0), "again": ((), 0),  # the same in a second process: the noise
-    "ours": ((Site.ATTENTION_HEAD,), 1), "both": (tuple(Site), 4), "reads": ((Site.ATTENTION_HEAD,), 1),
-}  # fmt: skip
+    "bare": ((), 0),
+    "again": ((), 0),  # the same in a second process: the noise
+    "ours": ((Site.ATTENTION_HEAD,), 1),
+    "both": (tuple(Site), 4),
+    "reads": ((Site.ATTENTION_HEAD,), 1),
+}
 ANSWERS = {"reads"}  # may read answers' own tokens
-NO_POLICY = {"HALLUTRACER_POLICY": ""}  # with a policy and without a bundle, the plugin ends a vLLM of its own
+NO_POLICY = {
+    "HALLUTRACER_POLICY": ""
+}  # with a policy and without a bundle, the plugin ends a vLLM of its own
 
 
 class Interval(NamedTuple):
@@ -61,7 +73,8 @@ class Interval(NamedTuple):
 
 
 def interval(values: ArrayLike) -> Interval:
-    """Return the median of ``values`` and the middle 95 % of the medians of 4,000 resampled ones."""
+    """Return the median of ``values`` and the middle 95 % of the medians of 4,000 resampled
+    ones."""
     found = np.asarray(values, np.float64)
     drawn = np.random.default_rng(0).choice(found, (4_000, found.size))
     low, high = np.quantile(np.median(drawn, axis=1), [0.025, 0.975])
@@ -69,16 +82,25 @@ def interval(values: ArrayLike) -> Interval:
 
 
 class Group:
-    """A process and all that it starts, in a process group of its own; stopped between turns.  A context manager."""
+    """A process and all that it starts, in a process group of its own; stopped between turns.  A
+    context manager."""
 
-    def __init__(self, command: Sequence[str], log: Path, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, command: Sequence[str], log: Path, environment: dict[str, str] | None = None
+    ) -> None:
         self._log = log
         with log.open("wb") as stderr:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", *command], cwd=ROOT, env=inherited() | NO_POLICY | (environment or {}),
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True, bufsize=1,
+                [sys.executable, "-m", *command],
+                cwd=ROOT,
+                env=inherited() | NO_POLICY | (environment or {}),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                bufsize=1,
                 start_new_session=True,
-            )  # fmt: skip
+            )
         try:
             self._until_ready()
         except BaseException:
@@ -125,7 +147,8 @@ class Group:
 
 
 class Talker(Group):
-    """Prints a JSON line when ready, then answers JSON lines; only the process that has the turn may ``ask``."""
+    """Prints a JSON line when ready, then answers JSON lines; only the process that has the turn
+    may ``ask``."""
 
     def ask(self, **job: Any) -> dict[str, Any]:
         """Return the answer to one job.  Raises RuntimeError where the process has ended."""
@@ -150,7 +173,9 @@ class Talker(Group):
 class Listener(Group):
     """An HTTP server on a port of this machine; ready when ``health`` answers 200."""
 
-    def __init__(self, command: Sequence[str], log: Path, health: str, environment: dict[str, str]) -> None:
+    def __init__(
+        self, command: Sequence[str], log: Path, health: str, environment: dict[str, str]
+    ) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.address: tuple[str, int] = free.getsockname()[:2]
         self._health = health
@@ -159,7 +184,9 @@ class Listener(Group):
     def _until_ready(self) -> None:
         out = self._process.stdout
         assert out is not None
-        threading.Thread(target=lambda: [None for _ in out], daemon=True).start()  # so that it never waits for a reader
+        threading.Thread(
+            target=lambda: [None for _ in out], daemon=True
+        ).start()  # so that it never waits for a reader
         limit = time.monotonic() + 400
         while not self._healthy():
             if self._process.poll() is not None or time.monotonic() > limit:
@@ -167,7 +194,10 @@ class Listener(Group):
             time.sleep(0.5)
 
     def _healthy(self) -> bool:
-        with closing(http.client.HTTPConnection(*self.address, timeout=5)) as connection, suppress(OSError):
+        with (
+            closing(http.client.HTTPConnection(*self.address, timeout=5)) as connection,
+            suppress(OSError),
+        ):
             connection.request("GET", self._health)
             return connection.getresponse().status == 200
         return False
@@ -182,7 +212,9 @@ def start(model: str, kind: str, stats: bool, more: dict[str, Any]) -> Any:
     from vllm import LLM
 
     context = json.loads((Path(model) / "config.json").read_text())["max_position_embeddings"]
-    arguments = SAME | {"max_model_len": min(MAX_LENGTH, context)} | more | {"disable_log_stats": not stats}
+    arguments = (
+        SAME | {"max_model_len": min(MAX_LENGTH, context)} | more | {"disable_log_stats": not stats}
+    )
     sites, slots = KINDS[kind]
     if sites:
         plan = {"sites": [*map(str, sites)], "slots": slots, "answers": kind in ANSWERS}
@@ -191,7 +223,8 @@ def start(model: str, kind: str, stats: bool, more: dict[str, Any]) -> Any:
 
 
 def put_probes(llm: Any, kind: str) -> tuple[Any, Any]:
-    """Write random unit probes into every slot.  Return what is read, as a ``wire.Plan``, and the last one's place."""
+    """Write random unit probes into every slot.  Return what is read, as a ``wire.Plan``, and the
+    last one's place."""
     from service.engines.vllm.wire import Plan, probe_digest
     from service.readout import Geometry
 
@@ -221,7 +254,10 @@ def serve(llm: Any, kind: str, adapter: str | None, answer: Any) -> None:
     lora = None if adapter is None else LoRARequest("adapter", 1, adapter)
     for line in sys.stdin:
         job = json.loads(line)
-        read, directive = job.get("read", False), Directive(answer=last if job.get("read") else None)
+        read, directive = (
+            job.get("read", False),
+            Directive(answer=last if job.get("read") else None),
+        )
         extra = None if plan is None else directive.encode()
         fixed = {"temperature": 0.0, "ignore_eos": True, "detokenize": False, "extra_args": extra}
         parameters = SamplingParams(max_tokens=job["tokens"], **fixed)
@@ -232,10 +268,15 @@ def serve(llm: Any, kind: str, adapter: str | None, answer: Any) -> None:
         if any(len(output.outputs[0].token_ids) != job["tokens"] for output in outputs):
             raise RuntimeError("vLLM gave fewer tokens than were asked for")
         if plan is not None and job["tokens"] == 1:  # with more, only the last output is handed out
-            payloads = [Payload.decode(output.prompt_token_id_logprobs, plan, directive) for output in outputs]
+            payloads = [
+                Payload.decode(output.prompt_token_id_logprobs, plan, directive)
+                for output in outputs
+            ]
             if not all(abs(payload.trajectories).min() > 0 for payload in payloads):
                 raise RuntimeError("a reading is zero: no probe was written")
-        if plan is not None and job["tokens"] > 1:  # the last token's: here vLLM keeps what came last
+        if (
+            plan is not None and job["tokens"] > 1
+        ):  # the last token's: here vLLM keeps what came last
             came = [output.prompt_token_id_logprobs for output in outputs]
             if read and not all(abs(answer_read(one, plan)).min() > 0 for one in came):
                 raise RuntimeError("no answer was read")
@@ -243,16 +284,22 @@ def serve(llm: Any, kind: str, adapter: str | None, answer: Any) -> None:
             times = [output.metrics for output in outputs]
             found["prefill"] = [one.first_token_ts - one.scheduled_ts for one in times]
             if job["tokens"] > 1:
-                found["decode"] = [(one.last_token_ts - one.first_token_ts) / (job["tokens"] - 1) for one in times]
+                found["decode"] = [
+                    (one.last_token_ts - one.first_token_ts) / (job["tokens"] - 1) for one in times
+                ]
         answer(found)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", required=True)
     parser.add_argument("--kind", choices=list(KINDS), required=True)
     parser.add_argument("--stats", action="store_true", help="vLLM's own times of each request")
-    parser.add_argument("--arguments", type=json.loads, default={}, help="more engine arguments, as JSON")
+    parser.add_argument(
+        "--arguments", type=json.loads, default={}, help="more engine arguments, as JSON"
+    )
     parser.add_argument("--adapter", help="folder of a LoRA adapter with which every request runs")
     options = parser.parse_args()
     answers = os.dup(1)  # away from what vLLM itself prints

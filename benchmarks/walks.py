@@ -1,9 +1,11 @@
-"""How much of the code a newcomer would open to follow one thing: our files and functions that it enters.
+"""How much of the code a newcomer would open to follow one thing: our files and functions that it
+enters.
 
     python -m benchmarks.walks
 
-A prompt (POST /score on a loaded service), a bundle (``hallutracer bundle verify demo --model demo``) and training rows
-(``hallutracer train`` on questions of the demo).  Modules that are only imported are not counted."""
+A prompt (POST /score on a loaded service), a bundle (``hallutracer bundle verify demo --model
+demo``) and training rows (``hallutracer train`` on questions of the demo).  Modules that are only
+imported are not counted."""
 
 from __future__ import annotations
 
@@ -58,7 +60,11 @@ def prompt() -> None:
         with httpx.Client(base_url=url, timeout=120) as client:
             while not _ready(client):
                 time.sleep(0.2)
-            body = {"prompt": "What is the capital of Italy?", "generate": {"max_tokens": 4}, "policy": "observe"}
+            body = {
+                "prompt": "What is the capital of Italy?",
+                "generate": {"max_tokens": 4},
+                "policy": "observe",
+            }
             client.post("/score", json=body)
             time.sleep(1)
             entered.clear()
@@ -91,11 +97,35 @@ def rows() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "rows.jsonl"
-        lines = ({"id": q["id"], "prompt": q["prompt"], "group": q["group"], "label": int(q["exposures"] < 5)}
-                 for q in questions("train")[::12])  # fmt: skip
+        lines = (
+            {
+                "id": q["id"],
+                "prompt": q["prompt"],
+                "group": q["group"],
+                "label": int(q["exposures"] < 5),
+            }
+            for q in questions("train")[::12]
+        )
         data.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        command("train", "--model", "demo", "--data", str(data), "--name", "walk", "--seeds", "1",
-                "--folds", "3", "--jobs", "1", "--run-dir", f"{folder}/run", "--store", f"{folder}/store")  # fmt: skip
+        command(
+            "train",
+            "--model",
+            "demo",
+            "--data",
+            str(data),
+            "--name",
+            "walk",
+            "--seeds",
+            "1",
+            "--folds",
+            "3",
+            "--jobs",
+            "1",
+            "--run-dir",
+            f"{folder}/run",
+            "--store",
+            f"{folder}/store",
+        )
 
 
 def walk(step: Callable[[], None]) -> tuple[int, int]:

@@ -1,10 +1,12 @@
-"""The service and a Prometheus as plain processes (as in docker compose), then traffic, then a picture.
+"""The service and a Prometheus as plain processes (as in docker compose), then traffic, then a
+picture.
 
     make tools                                    # once: Debian's prometheus, unpacked into .tools/
     python deploy/walkthrough.py --out risk.png   # four minutes; --seconds 60 for a short one
 
-The questions are first well known to the demo model, then hardly known, then mixed.  The picture shows decisions, the
-gated share and the distribution of the risk, queried from Prometheus' HTTP API."""
+The questions are first well known to the demo model, then hardly known, then mixed.  The picture
+shows decisions, the gated share and the distribution of the risk, queried from Prometheus' HTTP
+API."""
 
 from __future__ import annotations
 
@@ -75,7 +77,8 @@ def prometheus_config(folder: Path, address: str) -> Path:
 
 
 def send_questions(url: str, rows: list[list[str]], seconds: float, rate: float) -> Iterator[str]:
-    """Send each phase's questions for its share of the time, at ``rate`` a second on average; yields phase names."""
+    """Send each phase's questions for its share of the time, at ``rate`` a second on average;
+    yields phase names."""
     with Client(url) as client:
         for name, texts in zip(PHASES, rows, strict=True):
             yield name
@@ -87,7 +90,9 @@ def send_questions(url: str, rows: list[list[str]], seconds: float, rate: float)
                 time.sleep(random.Random(text).expovariate(rate))
 
 
-def series(url: str, query: str, start: float, end: float) -> dict[tuple[str, ...], tuple[Any, Any]]:
+def series(
+    url: str, query: str, start: float, end: float
+) -> dict[tuple[str, ...], tuple[Any, Any]]:
     """Prometheus' answer to a range query: label values -> (times, values)."""
     parameters = {"query": query, "start": start, "end": end, "step": STEP}
     answer = httpx.get(f"{url}/api/v1/query_range", params=parameters, timeout=30).json()
@@ -96,7 +101,10 @@ def series(url: str, query: str, start: float, end: float) -> dict[tuple[str, ..
     results = {}
     for result in answer["data"]["result"]:
         points = np.array(result["values"], dtype=float)
-        results[tuple(value for _, value in sorted(result["metric"].items()))] = (points[:, 0] - start, points[:, 1])
+        results[tuple(value for _, value in sorted(result["metric"].items()))] = (
+            points[:, 0] - start,
+            points[:, 1],
+        )
     return results
 
 
@@ -122,7 +130,9 @@ def draw(url: str, start: float, starts: list[float], end: float, path: Path) ->
     times = buckets[bounds[0],][0]
     counts = np.diff(np.stack([buckets[le,][1] for le in bounds]), axis=0, prepend=0)
     portion = counts / np.maximum(counts.sum(axis=0), 1e-9)
-    mesh = axes[2].pcolormesh(times, np.arange(0.05, 1, 0.1), portion, cmap="Oranges", shading="nearest", vmin=0)
+    mesh = axes[2].pcolormesh(
+        times, np.arange(0.05, 1, 0.1), portion, cmap="Oranges", shading="nearest", vmin=0
+    )
     figure.colorbar(mesh, ax=axes[2], label="share of prompts")
     axes[2].set_ylabel("risk")
     axes[2].set_xlabel("seconds")
@@ -138,8 +148,12 @@ def draw(url: str, start: float, starts: list[float], end: float, path: Path) ->
 
 def main() -> None:
     """Parse the options, start both processes, send questions, draw."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("risk_rates.png"), help="where the picture goes")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("risk_rates.png"), help="where the picture goes"
+    )
     parser.add_argument("--seconds", type=float, default=240, help="how long to send traffic")
     parser.add_argument("--rate", type=float, default=10, help="questions a second")
     options = parser.parse_args()
@@ -160,13 +174,21 @@ def main() -> None:
                 free.bind(("127.0.0.1", 0))
                 url = f"http://127.0.0.1:{free.getsockname()[1]}"
             config, seen = prometheus_config(work / "prometheus", address), work / "prometheus.log"
-            command = [prometheus, f"--config.file={config}", f"--storage.tsdb.path={work / 'data'}"]
-            with process([*command, f"--web.listen-address={url.removeprefix('http://')}"], seen) as scraper:
+            command = [
+                prometheus,
+                f"--config.file={config}",
+                f"--storage.tsdb.path={work / 'data'}",
+            ]
+            with process(
+                [*command, f"--web.listen-address={url.removeprefix('http://')}"], seen
+            ) as scraper:
                 wait_for(scraper, seen, r"(Server is ready)")
                 print(f"service {address}   Prometheus {url}", flush=True)
                 time.sleep(2 * STEP)
                 start, starts = time.time(), []
-                for name in send_questions(address, [known, hardly, known + hardly], options.seconds, options.rate):
+                for name in send_questions(
+                    address, [known, hardly, known + hardly], options.seconds, options.rate
+                ):
                     starts.append(time.time() - start)
                     print(f"{starts[-1]:5.0f} s  questions: {name}", flush=True)
                 end = time.time()

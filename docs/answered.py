@@ -1,10 +1,13 @@
-"""Draw docs/answered.svg: how many questions without a passage are answered, and how many of these answers are wrong.
+"""Draw docs/answered.svg: how many questions without a passage are answered, and how many of these
+answers are wrong.
 
-    python docs/answered.py --model "SmolLM2-135M" BUNDLE ROWS [RUN] --model "Qwen2.5-Coder-1.5B" BUNDLE ROWS [RUN]
+    python docs/answered.py --model "SmolLM2-135M" BUNDLE ROWS [RUN] \\
+        --model "Qwen2.5-Coder-1.5B" BUNDLE ROWS [RUN]
 
-BUNDLE is a bundle's folder, whose record has the cross-fitted risk of each row; ROWS its training file, JSONL or
-JSONL.gz; RUN the run folder of that training, for the entropy of the first token.  Kind + form + text is a logistic
-regression, cross-fitted on the same groups.  Run it after a new bundle."""
+BUNDLE is a bundle's folder, whose record has the cross-fitted risk of each row; ROWS its training
+file, JSONL or JSONL.gz; RUN the run folder of that training, for the entropy of the first token.
+Kind + form + text is a logistic regression, cross-fitted on the same groups.  Run it after a new
+bundle."""
 
 from __future__ import annotations
 
@@ -34,14 +37,19 @@ from service.trainer.publish import read_risks
 TARGET = Path(__file__).parent / "answered.svg"
 FOLDS, SEED = 5, 0
 SHARES = np.linspace(0.01, 1.0, 100)  # of the questions that are answered
-COLOURS = {"the bundle": "#0072b2", "first-token entropy": "#e69f00", "kind + form + text, no model": "#009e73"}
+COLOURS = {
+    "the bundle": "#0072b2",
+    "first-token entropy": "#e69f00",
+    "kind + form + text, no model": "#009e73",
+}
 Row = Mapping[str, Any]
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Questions:
-    """The questions of one training without a passage beside them: wrong, group [n], and scores [n] by signal."""
+    """The questions of one training without a passage beside them: wrong, group [n], and scores [n]
+    by signal."""
 
     title: str
     wrong: Floats
@@ -49,11 +57,16 @@ class Questions:
     scores: dict[str, Floats]  # the higher, the later the question is answered
     threshold: float  # of questions without a passage
     guaranteed: bool
-    break_even: float  # the share of wrong answers at which answering is worth as much as withholding
+    break_even: (
+        float  # the share of wrong answers at which answering is worth as much as withholding
+    )
 
 
-def questions(title: str, bundle: Bundle, rows: Sequence[Row], first_token: Floats | None) -> Questions:
-    """Return the labelled rows without a passage; ``first_token`` [all rows, 2] is the run's, of all of ``rows``.
+def questions(
+    title: str, bundle: Bundle, rows: Sequence[Row], first_token: Floats | None
+) -> Questions:
+    """Return the labelled rows without a passage; ``first_token`` [all rows, 2] is the run's, of
+    all of ``rows``.
 
     Raises ValueError where the rows are not those of the bundle's training."""
     evaluation, manifest = bundle.evaluation(), bundle.manifest
@@ -61,9 +74,13 @@ def questions(title: str, bundle: Bundle, rows: Sequence[Row], first_token: Floa
     asking = [number for number, row in enumerate(rows) if row.get("label") is not None]
     label = np.array([rows[number]["label"] for number in asking], np.int64)
     if not np.array_equal(label, recorded.label):
-        raise ValueError(f"{title}: the labels of the rows are not those that {manifest.reference} records")
+        raise ValueError(
+            f"{title}: the labels of the rows are not those that {manifest.reference} records"
+        )
     if first_token is not None and len(first_token) != len(rows):
-        raise ValueError(f"{title}: the run has {len(first_token)} prompts, the file {len(rows)} rows")
+        raise ValueError(
+            f"{title}: the run has {len(first_token)} prompts, the file {len(rows)} rows"
+        )
     kept = np.array([not beside_passage(rows[number]) for number in asking])
     scores = {"the bundle": recorded.risk[kept]}
     if first_token is not None:
@@ -82,7 +99,8 @@ def questions(title: str, bundle: Bundle, rows: Sequence[Row], first_token: Floa
 
 
 def beside_passage(row: Row) -> bool:
-    """Return whether text to answer from stands beside the row's question, by its form or by its shape."""
+    """Return whether text to answer from stands beside the row's question, by its form or by its
+    shape."""
     form = FORMS.get(str(row.get("form")))
     return has_passage(texts_of(row)[-1]) if form is None else form.family in WITH_PASSAGE
 
@@ -94,8 +112,11 @@ def texts_of(row: Row) -> list[str]:
     return [str(message["content"]) for message in messages[: last + 1]]
 
 
-def without_model(rows: Sequence[Row], label: NDArray[np.int64], group: NDArray[np.int64]) -> Floats:
-    """Return the cross-fitted score [n] of a logistic regression on kind, form and words; no model reads the prompt."""
+def without_model(
+    rows: Sequence[Row], label: NDArray[np.int64], group: NDArray[np.int64]
+) -> Floats:
+    """Return the cross-fitted score [n] of a logistic regression on kind, form and words; no model
+    reads the prompt."""
     from sklearn.feature_extraction import DictVectorizer
     from sklearn.feature_extraction.text import TfidfVectorizer
     from sklearn.linear_model import LogisticRegression
@@ -104,7 +125,10 @@ def without_model(rows: Sequence[Row], label: NDArray[np.int64], group: NDArray[
     texts = ["\n".join(texts_of(row)) for row in rows]
     score = np.zeros(len(rows))
     for train, test in group_folds(label, group, np.arange(len(rows)), FOLDS, SEED):
-        of_names, of_texts = DictVectorizer(), TfidfVectorizer(ngram_range=(1, 2), min_df=2, sublinear_tf=True)
+        of_names, of_texts = (
+            DictVectorizer(),
+            TfidfVectorizer(ngram_range=(1, 2), min_df=2, sublinear_tf=True),
+        )
         fitted = hstack(
             [
                 of_names.fit_transform([names[row] for row in train]),
@@ -112,7 +136,10 @@ def without_model(rows: Sequence[Row], label: NDArray[np.int64], group: NDArray[
             ]
         ).tocsr()
         scored = hstack(
-            [of_names.transform([names[row] for row in test]), of_texts.transform([texts[row] for row in test])]
+            [
+                of_names.transform([names[row] for row in test]),
+                of_texts.transform([texts[row] for row in test]),
+            ]
         ).tocsr()
         fit = LogisticRegression(C=1.0, solver="liblinear").fit(fitted, 1 - label[train])
         score[test] = fit.decision_function(scored)
@@ -120,7 +147,8 @@ def without_model(rows: Sequence[Row], label: NDArray[np.int64], group: NDArray[
 
 
 def wrong_among_answered(wrong: Floats, score: Floats, weight: Floats | None = None) -> Floats:
-    """Return the share of wrong answers [100] where ``SHARES`` of the questions are answered, lowest scores first.
+    """Return the share of wrong answers [100] where ``SHARES`` of the questions are answered,
+    lowest scores first.
 
     wrong, score, weight [n]: how often each row counts."""
     order = np.argsort(score, kind="stable")
@@ -139,7 +167,8 @@ def band(wrong: Floats, score: Floats, group: NDArray[np.int64]) -> tuple[Floats
 
 
 def at_threshold(own: Questions) -> tuple[float, float] | None:
-    """Return which share is answered below the threshold, and which of these wrong; None where nothing is."""
+    """Return which share is answered below the threshold, and which of these wrong; None where
+    nothing is."""
     below = own.scores["the bundle"] < own.threshold
     return (float(below.mean()), float(own.wrong[below].mean())) if below.any() else None
 
@@ -151,12 +180,19 @@ def panel(axes: Axes, own: Questions) -> None:
         low, high = band(own.wrong, score, own.group)
         axes.fill_between(SHARES, low, high, color=colour, alpha=0.15, linewidth=0)
         axes.plot(SHARES, wrong_among_answered(own.wrong, score), color=colour, label=name)
-    axes.axhline(own.break_even, color="#555555", linewidth=0.8, linestyle="--", label="withhold everything")
+    axes.axhline(
+        own.break_even, color="#555555", linewidth=0.8, linestyle="--", label="withhold everything"
+    )
     if (point := at_threshold(own)) is not None:
         face = COLOURS["the bundle"] if own.guaranteed else "white"
         label = "the certified threshold" if own.guaranteed else "the threshold, by cost"
         axes.plot(*point, "o", color=COLOURS["the bundle"], markerfacecolor=face, label=label)
-    axes.set(title=f"{own.title}, {len(own.wrong):,} questions", xlim=(0, 1), ylim=(0, 1), xlabel="answered")
+    axes.set(
+        title=f"{own.title}, {len(own.wrong):,} questions",
+        xlim=(0, 1),
+        ylim=(0, 1),
+        xlabel="answered",
+    )
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=7, loc="lower right")
 
@@ -164,7 +200,9 @@ def panel(axes: Axes, own: Questions) -> None:
 def draw(models: Sequence[Questions], target: Path) -> None:
     """Write the picture, a panel for each model."""
     with plt.rc_context({"svg.hashsalt": "answered", "font.size": 8}):
-        figure, panels = plt.subplots(1, len(models), figsize=(4 * len(models), 3), layout="constrained", squeeze=False)
+        figure, panels = plt.subplots(
+            1, len(models), figsize=(4 * len(models), 3), layout="constrained", squeeze=False
+        )
         for axes, own in zip(panels[0], models, strict=True):
             panel(axes, own)
         panels[0][0].set_ylabel("wrong among the answered")
@@ -174,17 +212,22 @@ def draw(models: Sequence[Questions], target: Path) -> None:
 
 def figures(own: Questions) -> str:
     """Return a line for each signal, for the text beside the picture."""
-    lines = [f"{own.title}: {len(own.wrong):,} questions without a passage, {own.wrong.mean():.3f} answered wrong"]
+    lines = [
+        f"{own.title}: {len(own.wrong):,} questions without a passage, {own.wrong.mean():.3f}"
+        " answered wrong"
+    ]
     for name, score in own.scores.items():
         curve = wrong_among_answered(own.wrong, score)
         shares = ", ".join(
-            f"{curve[np.argmin(abs(SHARES - share))]:.3f} of {share:.0%}" for share in (0.05, 0.1, 0.2, 0.5)
+            f"{curve[np.argmin(abs(SHARES - share))]:.3f} of {share:.0%}"
+            for share in (0.05, 0.1, 0.2, 0.5)
         )
         lines.append(f"  {name}: wrong {shares}")
     if (point := at_threshold(own)) is not None:
         kind = "certified" if own.guaranteed else "by cost"
         lines.append(
-            f"  at the threshold {own.threshold:.3f} ({kind}): {point[0]:.3f} answered, {point[1]:.3f} of these wrong"
+            f"  at the threshold {own.threshold:.3f} ({kind}): {point[0]:.3f} answered,"
+            f" {point[1]:.3f} of these wrong"
         )
     return "\n".join(lines)
 
@@ -198,14 +241,24 @@ def read_rows(path: Path) -> list[Row]:
 
 def main() -> int:
     """Draw the picture of the models that are named, and print what it shows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", nargs="+", action="append", required=True, help="TITLE BUNDLE ROWS [RUN]")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", nargs="+", action="append", required=True, help="TITLE BUNDLE ROWS [RUN]"
+    )
     parser.add_argument("--to", type=Path, default=TARGET)
     options = parser.parse_args()
     models = []
     for title, folder, rows, *run in options.model:
-        first_token = np.fromfile(Path(run[0]) / "train" / "first_token.f64", "<f8").reshape(-1, 2) if run else None
-        models.append(questions(title, load_bundle(Path(folder)), read_rows(Path(rows)), first_token))
+        first_token = (
+            np.fromfile(Path(run[0]) / "train" / "first_token.f64", "<f8").reshape(-1, 2)
+            if run
+            else None
+        )
+        models.append(
+            questions(title, load_bundle(Path(folder)), read_rows(Path(rows)), first_token)
+        )
     draw(models, options.to)
     sys.stdout.write("\n".join(map(figures, models)) + "\n")
     return 0

@@ -1,4 +1,5 @@
-"""Write docs/cli.md from the command line's own declarations.  Run it after a change of a command or an option."""
+"""Write docs/cli.md from the command line's own declarations.  Run it after a change of a command
+or an option."""
 
 from __future__ import annotations
 
@@ -93,7 +94,9 @@ def groups_of(arguments: Iterable[Any]) -> dict[str, dict[str, str]]:
         (group,) = argument.parameter.group or (None,)
         groups.setdefault(group, {})[argument.name] = row(argument)
     ordered = sorted(groups.items(), key=lambda item: (item[0].sort_key or 0) if item[0] else 0)
-    titles = {group: group.name if group and group.name != "Parameters" else "Options" for group in groups}
+    titles = {
+        group: group.name if group and group.name != "Parameters" else "Options" for group in groups
+    }
     return {titles[group]: rows for group, rows in ordered}
 
 
@@ -112,11 +115,18 @@ def document() -> str:
     app = make_app(Sources())
     commands = {" ".join(path): (path, list(arguments)) for path, arguments in commands_of(app)}
     options = {name: groups_of(arguments) for name, (_, arguments) in commands.items()}
-    every = [(title, rows) for groups in options.values() for title, rows in groups.items() if title != "Options"]
+    every = [
+        (title, rows)
+        for groups in options.values()
+        for title, rows in groups.items()
+        if title != "Options"
+    ]
     uses = Counter((title, one) for title, rows in every for one in rows.values())
     shared: dict[str, dict[str, str]] = {}
     for title, rows in every:
-        shared.setdefault(title, {}).update({name: one for name, one in rows.items() if uses[title, one] > 1})
+        shared.setdefault(title, {}).update(
+            {name: one for name, one in rows.items() if uses[title, one] > 1}
+        )
     parts = [HEAD, "\n## Commands\n\n| command | |\n| --- | --- |\n"]
     helps = {name: help_of(app, path) for name, (path, _) in commands.items()}
     for name, (first, *_) in helps.items():
@@ -125,16 +135,26 @@ def document() -> str:
         first, *rest = helps[name]
         parts.append(f"\n## hallutracer {name}\n\n{first}\n")
         parts += [prose(paragraph) for paragraph in rest if not paragraph.startswith(" ")]
-        if examples := [inspect.cleandoc(paragraph) for paragraph in rest if paragraph.startswith(" ")]:
+        if examples := [
+            inspect.cleandoc(paragraph) for paragraph in rest if paragraph.startswith(" ")
+        ]:
             parts.append("\n```text\n" + "\n".join(examples) + "\n```\n")
         positional = [one for one in arguments if one.index is not None]
-        own = [f"| `{one.name}` | argument | {cell(one.parameter.help or '')} |" for one in positional]
+        own = [
+            f"| `{one.name}` | argument | {cell(one.parameter.help or '')} |" for one in positional
+        ]
         links = []
         for title, found in options[name].items():
             common = shared.get(title, {})
             own += [one for option, one in found.items() if common.get(option) != one]
-            if names := [f"`{option}`" for option, one in found.items() if common.get(option) == one]:
-                links.append(link(title) if len(names) == len(common) else f"{', '.join(names)} of {link(title)}")
+            if names := [
+                f"`{option}`" for option, one in found.items() if common.get(option) == one
+            ]:
+                links.append(
+                    link(title)
+                    if len(names) == len(common)
+                    else f"{', '.join(names)} of {link(title)}"
+                )
         if own:
             parts.append(table(own))
         if links:
@@ -154,7 +174,11 @@ def help_of(app: Any, path: Iterable[str]) -> list[str]:
 
 def prose(paragraph: str) -> str:
     """A paragraph of a command's help, in lines of a readable length."""
-    return "\n" + "\n".join(textwrap.wrap(paragraph, 150, break_long_words=False, break_on_hyphens=False)) + "\n"
+    return (
+        "\n"
+        + "\n".join(textwrap.wrap(paragraph, 150, break_long_words=False, break_on_hyphens=False))
+        + "\n"
+    )
 
 
 if __name__ == "__main__":

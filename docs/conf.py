@@ -1,4 +1,5 @@
-"""The site's configuration.  `make docs` builds it into build/docs/ from Markdown pages of the whole checkout."""
+"""The site's configuration.  `make docs` builds it into build/docs/ from Markdown pages of the
+whole checkout."""
 
 from __future__ import annotations
 
@@ -11,11 +12,25 @@ extensions = ["myst_parser"]
 source_suffix = {".md": "markdown"}
 root_doc = "README"
 include_patterns = [
-    "README.md", "CHANGELOG.md", "docs/*.md", "deploy/README.md",
-    "deploy/platforms/README.md", "deploy/sidecar/README.md", "probes_store/FORMAT.md", "probes_store/FIELDS.md",
-]  # fmt: skip
+    "README.md",
+    "CHANGELOG.md",
+    "docs/*.md",
+    "deploy/README.md",
+    "deploy/platforms/README.md",
+    "deploy/sidecar/README.md",
+    "probes_store/FORMAT.md",
+    "probes_store/FIELDS.md",
+]
 # Records, not pages: a generated report and a list of licences.
-exclude_patterns = [".*", "build", "runs", "probes", "evaluation", "docs/*-report.md", "docs/licences.md"]
+exclude_patterns = [
+    ".*",
+    "build",
+    "runs",
+    "probes",
+    "evaluation",
+    "docs/*-report.md",
+    "docs/licences.md",
+]
 
 myst_heading_anchors = 4
 # Pages such as a generated report leave out a heading level; browsers do not mind.
@@ -89,10 +104,12 @@ def add_navigation(app: Any, docname: str, source: list[str]) -> None:
         source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{entries}\n```\n"
 
 
-# What the theme and docutils leave out for readers without a mouse or a screen; each replacement is found once only.
+# What the theme and docutils leave out for readers without a mouse or a screen; each replacement is
+# found once only.
 ACCESSIBLE = {
     'role="heading">': 'role="heading" aria-level="2">',
-    "<pre>": '<pre tabindex="0">',  # wide ones scroll sideways, which a keyboard can only where the focus is
+    # wide ones scroll sideways, which a keyboard can only where the focus is
+    "<pre>": '<pre tabindex="0">',
     '<div class="table-wrapper': '<div tabindex="0" class="table-wrapper',
     '<th class="head"><p></p></th>': '<td class="head"></td>',
     '<aside class="sidebar-drawer">': '<aside class="sidebar-drawer" aria-label="Pages">',

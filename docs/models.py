@@ -1,4 +1,5 @@
-"""Write the table of docs/models.md from the shipped bundles' own records.  Run it after a bundle changed."""
+"""Write the table of docs/models.md from the shipped bundles' own records.  Run it after a bundle
+changed."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ from service.library.engine import SHIPPED as MODELS
 from service.trainer.presentation import markdown_table
 
 TARGET = Path(__file__).parent / "models.md"
-BEGIN = "<!-- the table: written by docs/models.py from the bundles' records; a test compares it -->\n"
+BEGIN = (
+    "<!-- the table: written by docs/models.py from the bundles' records; a test compares it -->\n"
+)
 END = "<!-- the end of the table -->\n"
 
 
@@ -30,14 +33,27 @@ def row(bundle: Bundle) -> list[str]:
     if risks is not None:
         risk, wrong = risks
         found = decisions(1 - wrong.astype(np.int64), risk)
-        gate = gate or gate_at(manifest.threshold, risk < manifest.threshold, wrong)  # none: certified since
+        gate = gate or gate_at(
+            manifest.threshold, risk < manifest.threshold, wrong
+        )  # none: certified since
     return [
-        f"`{manifest.name}`", manifest.model.name, f"{rows:,}", f"{training.factual / rows:.1%}",
-        interval(own["auroc_within_kind"]), interval(own["auroc"]), number(found.get("e_aurc")),
-        "-" if not found else f"{found['caught_at_10']:.1%}", number(own["calibration_debiased"]["mean"]),
-        f"{manifest.threshold:.3f}", "-" if gate is None else f"{gate.answered:.1%}",
-        "-" if gate is None or gate.wrong_among_answered is None else f"{gate.wrong_among_answered:.1%}",
-    ]  # fmt: skip
+        f"`{manifest.name}`",
+        manifest.model.name,
+        f"{rows:,}",
+        f"{training.factual / rows:.1%}",
+        interval(own["auroc_within_kind"]),
+        interval(own["auroc"]),
+        number(found.get("e_aurc")),
+        "-" if not found else f"{found['caught_at_10']:.1%}",
+        number(own["calibration_debiased"]["mean"]),
+        f"{manifest.threshold:.3f}",
+        "-" if gate is None else f"{gate.answered:.1%}",
+        (
+            "-"
+            if gate is None or gate.wrong_among_answered is None
+            else f"{gate.wrong_among_answered:.1%}"
+        ),
+    ]
 
 
 def interval(value: dict[str, float]) -> str:
@@ -54,9 +70,19 @@ def number(value: float | None) -> str:
 def page() -> str:
     """The whole page, with the table as it is to be."""
     titles = [
-        "bundle", "model", "rows", "right", "AUROC within kind", "AUROC [95 %]", "E-AURC", "caught at 10 %",
-        "calibration error", "threshold", "answered", "wrong among answered",
-    ]  # fmt: skip
+        "bundle",
+        "model",
+        "rows",
+        "right",
+        "AUROC within kind",
+        "AUROC [95 %]",
+        "E-AURC",
+        "caught at 10 %",
+        "calibration error",
+        "threshold",
+        "answered",
+        "wrong among answered",
+    ]
     store: Any = Store(SHIPPED)
     bundles = [store.load(name) for names in (*FILES.values(), *MODELS.values()) for name in names]
     table = markdown_table(titles, [row(bundle) for bundle in bundles], range(2, len(titles)))
@@ -71,8 +97,10 @@ def promise(bundle: Bundle) -> str:
     if given is None:
         return ""
     name, share, sure = bundle.manifest.name, f"{given.alpha:.0%}", f"{1 - given.delta:.0%}"
-    return (f"The threshold of `{name}` is [guaranteed](guarantees.md): of the question groups that it answers, at\n"
-            f"most {share} are answered wrong, with confidence {sure}.\n")  # fmt: skip
+    return (
+        f"The threshold of `{name}` is [guaranteed](guarantees.md): of the question groups that it"
+        f" answers, at\nmost {share} are answered wrong, with confidence {sure}.\n"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Write docs/openapi.json, the HTTP API of a service that asks for keys.  Run it after a change of a route."""
+"""Write docs/openapi.json, the HTTP API of a service that asks for keys.  Run it after a change of
+a route."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ TARGET = Path(__file__).parent / "openapi.json"
 
 
 def document() -> str:
-    """The OpenAPI document as text.  A key makes the app declare what asks for one; no model is loaded."""
+    """The OpenAPI document as text.  A key makes the app declare what asks for one; no model is
+    loaded."""
 
     def load() -> Scorers:
         raise AssertionError("the app is only described, not started")

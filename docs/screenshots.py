@@ -1,7 +1,8 @@
-"""Draw the playground, the terminal and the tenths, of a service that runs: python docs/screenshots.py URL.
+"""Draw the playground, the terminal and the tenths, of a service that runs: python
+docs/screenshots.py URL.
 
-Writes docs/playground.png, docs/playground-phone.png, docs/try.svg and docs/tenths.svg of SmolLM2, of another model
-docs/playground-BUNDLE.png, and docs/answers.png where the bundle reads answers."""
+Writes docs/playground.png, docs/playground-phone.png, docs/try.svg and docs/tenths.svg of SmolLM2,
+of another model docs/playground-BUNDLE.png, and docs/answers.png where the bundle reads answers."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ WAIT_MS = 600_000
 
 def page(browser: Browser, url: str, target: Path, width: int, height: int) -> None:
     """The playground as it opens, once all questions are answered."""
-    context = browser.new_context(viewport={"width": width, "height": height}, reduced_motion="reduce")
+    context = browser.new_context(
+        viewport={"width": width, "height": height}, reduced_motion="reduce"
+    )
     opened = context.new_page()
     opened.goto(url)
     expect(opened.locator("#sample-rows tr[data-number]")).to_have_count(ROWS, timeout=WAIT_MS)
@@ -56,7 +59,9 @@ def terminal(url: str, target: Path, width: int = 108) -> None:
     console = Console(record=True, width=width, file=open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     console.print(Text.from_ansi(done.stdout))
     drawn = console.export_svg(title="hallutracer try")
-    own = re.sub(r"@font-face \{.*?\}\s*", "", drawn, flags=re.DOTALL)  # a font of others would be fetched
+    own = re.sub(
+        r"@font-face \{.*?\}\s*", "", drawn, flags=re.DOTALL
+    )  # a font of others would be fetched
     target.write_text(own, encoding="utf-8")
 
 
@@ -69,8 +74,12 @@ def tenths(url: str, target: Path) -> None:
         figure, axes = plt.subplots(figsize=(8, 1.9), layout="constrained")
         bars = axes.bar(names, shares, color="#2b6cb0", width=0.8)
         axes.bar_label(bars, [f"{share:.0f} %" for share in shares], padding=2)
-        axes.set(ylim=(0, 1.25 * max(shares)), yticks=[], xlabel="a tenth of the questions, by risk before the answer",
-                 title="answered right")  # fmt: skip
+        axes.set(
+            ylim=(0, 1.25 * max(shares)),
+            yticks=[],
+            xlabel="a tenth of the questions, by risk before the answer",
+            title="answered right",
+        )
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.tick_params(axis="x", length=0, labelsize=7)
         figure.savefig(target, metadata={"Date": None})

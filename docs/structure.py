@@ -1,4 +1,5 @@
-"""Draw docs/structure.svg: the layers of tests/test_imports.py, highest first.  Run it after a change of the layers."""
+"""Draw docs/structure.svg: the layers of tests/test_imports.py, highest first.  Run it after a
+change of the layers."""
 
 from __future__ import annotations
 
@@ -68,13 +69,18 @@ def draw() -> str:
         raise SystemExit(f"docs/structure.py: add to ROLES what these do: {', '.join(unknown)}")
     height = len(rows) * (ROW + GAP) + GAP
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif">',
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}"'
+            ' font-family="sans-serif">'
+        ),
         "<title>The layers of the code; each may import those below it</title>",
         f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>',
         f'<path d="M20 {GAP}V{height - GAP - 10}" stroke="#666666" stroke-width="2"/>',
         f'<path d="M14 {height - GAP - 12}h12l-6 12z" fill="#666666"/>',
-        f'<text transform="translate(14 {height // 2}) rotate(-90)" font-size="12" fill="#444444" '
-        'text-anchor="middle">may import</text>',
+        (
+            f'<text transform="translate(14 {height // 2}) rotate(-90)" font-size="12"'
+            ' fill="#444444" text-anchor="middle">may import</text>'
+        ),
     ]
     for place, row in enumerate(rows):
         width = (WIDTH - LEFT - GAP * len(row)) / len(row)
@@ -84,12 +90,18 @@ def draw() -> str:
             x = LEFT + column * (width + GAP)
             middle = x + width / 2
             parts += [
-                f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{ROW}" rx="5" fill="{colour}" '
-                'stroke="#888888"/>',
-                f'<text x="{middle:.1f}" y="{y + 18}" font-size="13" font-weight="bold" fill="#111111" '
-                f'text-anchor="middle">{escape(name)}</text>',
-                f'<text x="{middle:.1f}" y="{y + 35}" font-size="12" fill="#333333" '
-                f'text-anchor="middle">{escape(role)}</text>',
+                (
+                    f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{ROW}" rx="5"'
+                    f' fill="{colour}" stroke="#888888"/>'
+                ),
+                (
+                    f'<text x="{middle:.1f}" y="{y + 18}" font-size="13" font-weight="bold"'
+                    f' fill="#111111" text-anchor="middle">{escape(name)}</text>'
+                ),
+                (
+                    f'<text x="{middle:.1f}" y="{y + 35}" font-size="12" fill="#333333" '
+                    f'text-anchor="middle">{escape(role)}</text>'
+                ),
             ]
     return "\n".join([*parts, "</svg>"]) + "\n"
 

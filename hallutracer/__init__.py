@@ -1,12 +1,13 @@
-"""HalluTracer from Python: the risk that an LLM's answer is a hallucination, before its first answer token.
+"""HalluTracer from Python: the risk that an LLM's answer is a hallucination, before its first
+answer token.
 
     import hallutracer as ht
 
     detector = ht.load("demo")
     detector.score(["What is the capital of Italy?", "What is the capital of Palau?"]).plot()
 
-Importing it loads neither torch nor vLLM.  For a service that runs elsewhere there is a client of its own
-(docs/python.md).
+Importing it loads neither torch nor vLLM.  For a service that runs elsewhere there is a client of
+its own (docs/python.md).
 """
 
 from __future__ import annotations
@@ -49,9 +50,24 @@ _HOMES = {
 }
 
 __all__ = [
-    "BundleError", "DepthMeanProbe", "Detector", "Engine", "Evaluated", "HalluTracerError", "MethodFigures", "Risk",
-    "Risks", "SignalFigures", "Trained", "__version__", "evaluate", "extract", "load", "publish", "train",
-]  # fmt: skip
+    "BundleError",
+    "DepthMeanProbe",
+    "Detector",
+    "Engine",
+    "Evaluated",
+    "HalluTracerError",
+    "MethodFigures",
+    "Risk",
+    "Risks",
+    "SignalFigures",
+    "Trained",
+    "__version__",
+    "evaluate",
+    "extract",
+    "load",
+    "publish",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -62,7 +78,9 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != "hallutracer_research":
             raise
-        raise ImportError(f"{name} comes with hallutracer-research: pip install ./research") from None
+        raise ImportError(
+            f"{name} comes with hallutracer-research: pip install ./research"
+        ) from None
 
 
 def __dir__() -> list[str]:

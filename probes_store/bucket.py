@@ -1,15 +1,20 @@
 """Keeps a store's bundles as objects below a URL, through fsspec.
 
-    URL/NAME/blobs/SHA256           every file of every version, by its content; never overwritten with other bytes
-    URL/NAME/VERSION/bundle.json    the manifest, created last and only if there is none: this publishes a version
+    URL/NAME/blobs/SHA256           every file of every version, by its content; never overwritten
+                                    with other bytes
+    URL/NAME/VERSION/bundle.json    the manifest, created last and only if there is none: this
+                                    publishes a version
     URL/NAME/VERSION/model.sig      its signature, if any
-    URL/NAME/aliases/REVISION.json  the whole alias table; the highest revision counts, and a change creates the next
+    URL/NAME/aliases/REVISION.json  the whole alias table; the highest revision counts, and a change
+                                    creates the next
 
-A publisher that dies leaves only blobs, which are not a bundle.  Nothing but ``model.sig`` is ever overwritten, so the
-server needs only one guarantee: it can create an object on the condition that there is none.
+A publisher that dies leaves only blobs, which are not a bundle.  Nothing but ``model.sig`` is ever
+overwritten, so the server needs only one guarantee: it can create an object on the condition that
+there is none.
 
-Credentials and endpoints come from fsspec's implementations: AWS_* variables and ~/.aws for s3, application default
-credentials for gs, AZURE_STORAGE_* for az, FSSPEC_* and ~/.config/fsspec for all.  A URL contains none."""
+Credentials and endpoints come from fsspec's implementations: AWS_* variables and ~/.aws for s3,
+application default credentials for gs, AZURE_STORAGE_* for az, FSSPEC_* and ~/.config/fsspec for
+all.  A URL contains none."""
 
 from __future__ import annotations
 
@@ -24,7 +29,14 @@ from typing import Any
 from probes_store import errors
 from probes_store.bundle import MAX_MANIFEST, MAX_SIGNATURE, SIGNATURE, listed, timestamp
 from probes_store.errors import MissingFile, StoreRefused, StoreUnreachable, one_line
-from probes_store.manifest import MANIFEST, Manifest, manifest_bytes, read_manifest, record_of, sealed
+from probes_store.manifest import (
+    MANIFEST,
+    Manifest,
+    manifest_bytes,
+    read_manifest,
+    record_of,
+    sealed,
+)
 from probes_store.syntax import (
     ALIASES,
     EXTRAS,
@@ -39,8 +51,12 @@ from probes_store.syntax import (
 
 TABLES, BLOBS = "aliases", "blobs"
 EXCLUSIVE = ".exclusive"  # an object that tests whether the server honours a conditional create
-WRITE_S, WRITE_BYTES_S = 20.0, 100_000  # time limit of a write: seconds, plus its bytes at this rate
-_NO_ANSWER = {  # exception classes of botocore, aiohttp, azure and google.auth, which are not imported here
+WRITE_S, WRITE_BYTES_S = (
+    20.0,
+    100_000,
+)  # time limit of a write: seconds, plus its bytes at this rate
+# exception classes of botocore, aiohttp, azure and google.auth, which are not imported here
+_NO_ANSWER = {
     "EndpointConnectionError",
     "ConnectTimeoutError",
     "HTTPClientError",
@@ -49,9 +65,19 @@ _NO_ANSWER = {  # exception classes of botocore, aiohttp, azure and google.auth,
     "ServiceResponseError",
     "TransportError",
 }
-_BUSY = {errno.EBUSY, errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, getattr(errno, "EREMOTEIO", errno.EBUSY)}
-_OPTIONS: dict[str, dict[str, dict[str, Any]]] = {  # a server that is down must not delay a start by minutes
-    "s3": {"config_kwargs": {"connect_timeout": 5, "read_timeout": 10, "retries": {"max_attempts": 1}}}
+_BUSY = {
+    errno.EBUSY,
+    errno.ETIMEDOUT,
+    errno.EHOSTUNREACH,
+    errno.ENETUNREACH,
+    getattr(errno, "EREMOTEIO", errno.EBUSY),
+}
+_OPTIONS: dict[
+    str, dict[str, dict[str, Any]]
+] = {  # a server that is down must not delay a start by minutes
+    "s3": {
+        "config_kwargs": {"connect_timeout": 5, "read_timeout": 10, "retries": {"max_attempts": 1}}
+    }
 }
 
 
@@ -64,10 +90,15 @@ class Bucket:
 
     def names(self) -> Sequence[str]:
         """Return names with a version."""
-        return [name for name in self._objects.children() if NAME.fullmatch(name) and self.versions(name)]
+        return [
+            name
+            for name in self._objects.children()
+            if NAME.fullmatch(name) and self.versions(name)
+        ]
 
     def versions(self, name: str) -> set[int]:
-        """Return the published versions; a publisher creates nothing under a number before the manifest."""
+        """Return the published versions; a publisher creates nothing under a number before the
+        manifest."""
         return {int(child) for child in self._objects.children(name) if VERSION.fullmatch(child)}
 
     def aliases(self, name: str) -> dict[str, int]:
@@ -83,7 +114,8 @@ class Bucket:
         return self._objects.read(f"{name}/{version}/{SIGNATURE}", MAX_SIGNATURE)
 
     def files(self, manifest: Manifest) -> dict[str, bytes]:
-        """Read and verify the files that the manifest lists.  Raises a subclass of BundleDamaged."""
+        """Read and verify the files that the manifest lists.  Raises a subclass of
+        BundleDamaged."""
         files = {}
         for name, record in manifest.files.items():
             shown = f"{manifest.name}/{manifest.version}/{name}"
@@ -120,7 +152,8 @@ class Bucket:
         return True
 
     def set_alias(self, name: str, alias: str, version: int, keep_as: str | None = None) -> None:
-        """Create the next revision of the table; if another process was faster, the one after it."""
+        """Create the next revision of the table; if another process was faster, the one after
+        it."""
         self._objects.check_exclusive()
         while True:
             revision, table = self._table(name)
@@ -142,31 +175,41 @@ class Bucket:
         return data
 
     def _table(self, name: str) -> tuple[int, dict[str, int]]:
-        """Return the highest revision and its table; else 0 and the aliases.json of a local store, if copied here."""
+        """Return the highest revision and its table; else 0 and the aliases.json of a local store,
+        if copied here."""
         revisions = [child.removesuffix(".json") for child in self._objects.children(name, TABLES)]
         revision = max((int(child) for child in revisions if VERSION.fullmatch(child)), default=0)
         path = f"{name}/{TABLES}/{revision}.json" if revision else f"{name}/{ALIASES}"
         data = self._objects.read(path, MAX_MANIFEST)
         if data is None and revision:
-            raise MissingFile("the alias table was removed", file=path, cure="Set the aliases again")
+            raise MissingFile(
+                "the alias table was removed", file=path, cure="Set the aliases again"
+            )
         return revision, {} if data is None else parse_aliases(data, path)
 
     def _upload(self, name: str, files: Mapping[str, bytes]) -> None:
         for data in files.values():
             path = f"{name}/{BLOBS}/{record_of(data).sha256}"
             if not self._objects.create(path, data) and self._objects.read(path, len(data)) != data:
-                self._objects.put(path, data)  # repair a damaged blob: its name is the hash of its content
+                self._objects.put(
+                    path, data
+                )  # repair a damaged blob: its name is the hash of its content
 
     def _claim(self, manifest: Manifest) -> bool:
-        """Create the manifest, which publishes the version, and return whether the version has this manifest.
+        """Create the manifest, which publishes the version, and return whether the version has this
+        manifest.
 
         If the answer to a first attempt was lost, the object that a retry finds may be ours."""
         path, data = f"{manifest.name}/{manifest.version}/{MANIFEST}", manifest_bytes(manifest)
-        return self._objects.create(path, data) or self.manifest(manifest.name, manifest.version) == data
+        return (
+            self._objects.create(path, data)
+            or self.manifest(manifest.name, manifest.version) == data
+        )
 
 
 class Objects:
-    """The objects below one URL.  Every method raises StoreRefused, and StoreUnreachable if there is no answer."""
+    """The objects below one URL.  Every method raises StoreRefused, and StoreUnreachable if there
+    is no answer."""
 
     def __init__(self, url: str) -> None:
         self.url = check_url(url)
@@ -178,7 +221,9 @@ class Objects:
         from fsspec.config import conf
 
         defaults, configured = _OPTIONS.get(self._scheme, {}), conf.get(self._scheme, {})
-        options: dict[str, Any] = {name: value | configured.get(name, {}) for name, value in defaults.items()}
+        options: dict[str, Any] = {
+            name: value | configured.get(name, {}) for name, value in defaults.items()
+        }
         try:
             opened = fsspec.filesystem(self._scheme, use_listings_cache=False, **options)
         except ImportError as error:
@@ -199,11 +244,15 @@ class Objects:
             except FileNotFoundError:
                 container = self._root.partition("/")[0]
                 if not parts and self._scheme != "memory" and not self._fs.exists(container):
-                    raise StoreRefused(f"there is no {container!r}", file=self.url, cure="Create it first") from None
+                    raise StoreRefused(
+                        f"there is no {container!r}", file=self.url, cure="Create it first"
+                    ) from None
                 return []
         base = f"{path}/"
         below = (str(name).strip("/") for name in listing)
-        return sorted({name.removeprefix(base).partition("/")[0] for name in below if name.startswith(base)})
+        return sorted(
+            {name.removeprefix(base).partition("/")[0] for name in below if name.startswith(base)}
+        )
 
     def read(self, path: str, limit: int) -> bytes | None:
         """Return at most the first ``limit`` + 1 bytes of an object; None if there is none."""
@@ -237,17 +286,26 @@ class Objects:
                     return False
                 except OSError as error:
                     response = getattr(error.__cause__, "response", None)  # of S3
-                    code = response.get("Error", {}).get("Code") if isinstance(response, dict) else None
-                    if code == "ConditionalRequestConflict":  # another create is in progress: try again
+                    code = (
+                        response.get("Error", {}).get("Code")
+                        if isinstance(response, dict)
+                        else None
+                    )
+                    if (
+                        code == "ConditionalRequestConflict"
+                    ):  # another create is in progress: try again
                         continue
                     if code == "PreconditionFailed":
                         return False
                     raise
                 return True
-        raise StoreUnreachable("others keep writing this object", file=full, cure="Run the command again")
+        raise StoreUnreachable(
+            "others keep writing this object", file=full, cure="Run the command again"
+        )
 
     def _write(self, full: str, data: bytes, **options: str) -> None:
-        """Write within a time limit: botocore has none for "100 Continue", and aiohttp's is five minutes."""
+        """Write within a time limit: botocore has none for "100 Continue", and aiohttp's is five
+        minutes."""
         seconds = WRITE_S + len(data) / WRITE_BYTES_S
         try:
             self._fs.pipe_file(full, data, timeout=seconds, **options)
@@ -255,8 +313,11 @@ class Objects:
             raise TimeoutError(str(error) or f"none within {seconds:.0f} s") from error
 
     def check_exclusive(self) -> None:
-        """Raise StoreRefused if the server accepts a second create of an object: then publishers would overwrite."""
-        if self.create(EXCLUSIVE, secrets.token_bytes(8)) and self.create(EXCLUSIVE, secrets.token_bytes(8)):
+        """Raise StoreRefused if the server accepts a second create of an object: then publishers
+        would overwrite."""
+        if self.create(EXCLUSIVE, secrets.token_bytes(8)) and self.create(
+            EXCLUSIVE, secrets.token_bytes(8)
+        ):
             cure = "Use one with conditional writes: Amazon S3, GCS, Azure, MinIO, Ceph from 20 on"
             raise StoreRefused("the server ignores If-None-Match", file=self.url, cure=cure)
 
@@ -286,6 +347,10 @@ def _no_answer(error: BaseException) -> bool:
         return True
     if isinstance(error, OSError) and error.errno in _BUSY:
         return True
-    status = getattr(error, "status", None) or getattr(error, "status_code", None) or getattr(error, "code", None)
+    status = (
+        getattr(error, "status", None)
+        or getattr(error, "status_code", None)
+        or getattr(error, "code", None)
+    )
     known = bool({kind.__name__ for kind in type(error).__mro__} & _NO_ANSWER)
     return known or (isinstance(status, int) and status >= 500)

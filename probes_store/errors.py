@@ -1,17 +1,21 @@
 """Defines all errors about bundles and the store.
 
-The API sends their ``status`` (by default that of the base class) as HTTP status, and their ``code``."""
+The API sends their ``status`` (by default that of the base class) as HTTP status, and their
+``code``."""
 
 from __future__ import annotations
 
 
 class BundleError(Exception):
-    """The base class.  Its message names file, field, expected and found values and the cure, as far as known."""
+    """The base class.  Its message names file, field, expected and found values and the cure, as
+    far as known."""
 
     status, code = 500, "bundle_error"
     default_cure: str | None = None
 
-    def __init_subclass__(cls, *, code: str, status: int | None = None, cure: str | None = None) -> None:
+    def __init_subclass__(
+        cls, *, code: str, status: int | None = None, cure: str | None = None
+    ) -> None:
         cls.code = code
         cls.status = status or cls.status
         cls.default_cure = cure or cls.default_cure
@@ -57,7 +61,9 @@ class InvalidReference(BundleError, code="invalid_bundle_reference", status=422)
     """Not NAME, NAME@ALIAS or NAME:VERSION, or a path that leads out of the store."""
 
 
-class BundleDamaged(BundleError, code="bundle_damaged", status=503, cure="Restore it, or train and publish it again"):
+class BundleDamaged(
+    BundleError, code="bundle_damaged", status=503, cure="Restore it, or train and publish it again"
+):
     """The bytes on disk are not those that were published."""
 
 
@@ -65,7 +71,11 @@ class MissingFile(BundleDamaged, code="bundle_missing_file"):
     """A file of the bundle is missing."""
 
 
-class UnknownFile(BundleDamaged, code="bundle_unknown_file", cure="Remove the file: a published bundle is immutable"):
+class UnknownFile(
+    BundleDamaged,
+    code="bundle_unknown_file",
+    cure="Remove the file: a published bundle is immutable",
+):
     """The folder holds a file that the manifest does not list and no digest covers."""
 
 
@@ -97,7 +107,9 @@ class BadValue(BundleDamaged, code="bundle_bad_value"):
     """A value of the wrong type, or outside its range."""
 
 
-class BundleRefused(BundleError, code="bundle_refused", status=503, cure="Load what the bundle was trained on"):
+class BundleRefused(
+    BundleError, code="bundle_refused", status=503, cure="Load what the bundle was trained on"
+):
     """The bundle is valid but belongs to another model than the one that is loaded."""
 
 
@@ -121,7 +133,9 @@ class WrongChatTemplate(BundleRefused, code="bundle_wrong_chat_template"):
     """Another chat template: the answer onset would follow other tokens."""
 
 
-class GoldenMismatch(BundleRefused, code="bundle_golden_mismatch", cure="Check dtype, engine and model"):
+class GoldenMismatch(
+    BundleRefused, code="bundle_golden_mismatch", cure="Check dtype, engine and model"
+):
     """The engine does not reproduce the bundle's golden prompts, so no risk can be trusted."""
 
 
@@ -141,7 +155,9 @@ class HubUnreachable(HubError, code="hub_unreachable", status=503):
     """No answer from the hub, and no copy in the cache."""
 
 
-class StoreNotWritable(BundleError, code="store_not_writable", cure="Make the store writable, or name another one"):
+class StoreNotWritable(
+    BundleError, code="store_not_writable", cure="Make the store writable, or name another one"
+):
     """The store's folder cannot be written."""
 
 
@@ -154,7 +170,8 @@ class StoreRefused(BundleError, code="store_refused", status=502):
 
 
 class SigningError(BundleError, code="signing_error"):
-    """Nothing can be signed or verified: the key does not fit, sigstore refused, or the package is missing."""
+    """Nothing can be signed or verified: the key does not fit, sigstore refused, or the package is
+    missing."""
 
 
 class BundleUntrusted(BundleError, code="bundle_untrusted", status=503):

@@ -1,7 +1,8 @@
 """Reads a repository of the Hugging Face hub, through huggingface_hub, also as a read-only store.
 
-HF_ENDPOINT, HF_TOKEN, HF_HOME and HF_HUB_OFFLINE have their usual meaning; huggingface_hub resumes, retries and caches
-downloads.  Nothing that is downloaded is executed or unpickled: files with known names are read as bytes."""
+HF_ENDPOINT, HF_TOKEN, HF_HOME and HF_HUB_OFFLINE have their usual meaning; huggingface_hub resumes,
+retries and caches downloads.  Nothing that is downloaded is executed or unpickled: files with known
+names are read as bytes."""
 
 from __future__ import annotations
 
@@ -28,7 +29,10 @@ from probes_store.syntax import HubAddress, parse_address
 
 T = TypeVar("T")
 MAIN = "main"
-NO_ANSWER = (httpx.HTTPError, httpx2.HTTPError)  # no answer or part of one; huggingface_hub 1 and 2 raise these
+NO_ANSWER = (
+    httpx.HTTPError,
+    httpx2.HTTPError,
+)  # no answer or part of one; huggingface_hub 1 and 2 raise these
 TAG = re.compile(r"v[1-9][0-9]*")  # the tag of a version
 _TOKEN = "log in with 'hf auth login', or set HF_TOKEN to a token of https://huggingface.co/settings/tokens"
 
@@ -42,7 +46,8 @@ class RemoteFile:
     blob: str | None  # git's digest, for other files
 
     def differs(self, record: FileRecord, data: bytes | None = None) -> bool:
-        """Return whether this is not the file of ``record``; ``data`` are its bytes, to compare git's digest."""
+        """Return whether this is not the file of ``record``; ``data`` are its bytes, to compare
+        git's digest."""
         if self.size != record.bytes or self.sha256 is not None:
             return self.size != record.bytes or self.sha256 != record.sha256
         return data is not None and self.blob is not None and self.blob != git_hash(data)
@@ -58,23 +63,31 @@ class Snapshot:
 
 
 class Hub:
-    """One repository.  Every method raises HubError; its subclass HubUnreachable means no answer."""
+    """One repository.  Every method raises HubError; its subclass HubUnreachable means no
+    answer."""
 
-    def __init__(self, repository: str, *, endpoint: str | None = None, cache: Path | None = None) -> None:
+    def __init__(
+        self, repository: str, *, endpoint: str | None = None, cache: Path | None = None
+    ) -> None:
         self.repository, self._cache = repository, cache
         self.api = HfApi(endpoint=endpoint, library_name="hallutracer")
         self.url = f"{self.api.endpoint}/{repository}"  # the repository's page
 
     def snapshot(self, revision: str | None = None) -> Snapshot:
-        """Return the files at a revision; they come from one answer, so they belong to one commit."""
+        """Return the files at a revision; they come from one answer, so they belong to one
+        commit."""
         with self.errors(revision):
             info = self.api.model_info(self.repository, revision=revision, files_metadata=True)
             if not re.fullmatch(r"[0-9a-f]{40}", commit := info.sha or ""):
-                raise HubError("the hub names no commit", found=ascii(commit), expected="40 hex digits")
+                raise HubError(
+                    "the hub names no commit", found=ascii(commit), expected="40 hex digits"
+                )
             files = {}
             for file in info.siblings or []:
                 size = file.size if isinstance(file.size, int) else -1
-                files[file.rfilename] = RemoteFile(size, file.lfs.sha256 if file.lfs else None, file.blob_id)
+                files[file.rfilename] = RemoteFile(
+                    size, file.lfs.sha256 if file.lfs else None, file.blob_id
+                )
             return Snapshot(commit, bool(info.private), files)
 
     def tags(self) -> set[str]:
@@ -92,10 +105,12 @@ class Hub:
         arrived: Callable[[int], Any] | None = None,
         cached: bool = False,
     ) -> tuple[T, Path]:
-        """Read a file of at most ``limit`` bytes; return what ``accept`` makes of its bytes, and its path in the cache.
+        """Read a file of at most ``limit`` bytes; return what ``accept`` makes of its bytes, and
+        its path in the cache.
 
-        If ``accept`` raises BundleDamaged, the file is fetched again, since the copy in the cache may be damaged.
-        ``arrived`` is called with the number of bytes as they arrive.  ``cached`` reads the cache only."""
+        If ``accept`` raises BundleDamaged, the file is fetched again, since the copy in the cache
+        may be damaged. ``arrived`` is called with the number of bytes as they arrive.  ``cached``
+        reads the cache only."""
 
         class Limited(tqdm):  # type: ignore[type-arg]  # tqdm[Any] is no class at run time
             """Shows nothing, and stops a download that is longer than the limit."""
@@ -138,7 +153,9 @@ class Hub:
     def files(self, manifest: Manifest, revision: str, **options: Any) -> dict[str, bytes]:
         """Read and verify the files that the manifest lists; ``options`` are those of ``read``."""
         return {
-            name: self.read(name, revision, record.bytes, partial(listed, record=record, file=name), **options)[0]
+            name: self.read(
+                name, revision, record.bytes, partial(listed, record=record, file=name), **options
+            )[0]
             for name, record in manifest.files.items()
         }
 
@@ -151,17 +168,31 @@ class Hub:
             raise
         except (of_hub.EntryNotFoundError, *NO_ANSWER, OSError, ValueError, RuntimeError) as error:
             kind, problem, cure = self._explained(error)
-            raise kind(problem, file=str(HubAddress(self.repository, revision)), cure=cure) from error
+            raise kind(
+                problem, file=str(HubAddress(self.repository, revision)), cure=cure
+            ) from error
 
     def _explained(self, error: Exception) -> tuple[type[BundleError], str, str | None]:
         later = "the command again: finished files are kept in the cache"
         match error:
             case of_hub.GatedRepoError():
-                return HubError, "the repository is gated", f"Accept its terms at {self.url} and then: {_TOKEN}"
+                return (
+                    HubError,
+                    "the repository is gated",
+                    f"Accept its terms at {self.url} and then: {_TOKEN}",
+                )
             case of_hub.RepositoryNotFoundError():
-                return errors.HubMissing, "no such repository, or it is private", f"Check the spelling, or {_TOKEN}"
+                return (
+                    errors.HubMissing,
+                    "no such repository, or it is private",
+                    f"Check the spelling, or {_TOKEN}",
+                )
             case of_hub.RevisionNotFoundError():
-                return HubError, "no such revision", f"Its tags and branches are at {self.url}/tree/main"
+                return (
+                    HubError,
+                    "no such revision",
+                    f"Its tags and branches are at {self.url}/tree/main",
+                )
             case of_hub.OfflineModeIsEnabled() | of_hub.LocalEntryNotFoundError():
                 offline = isinstance(error, of_hub.OfflineModeIsEnabled)
                 problem = "HF_HUB_OFFLINE is set" if offline else "not in the cache"
@@ -169,7 +200,9 @@ class Hub:
             case of_hub.EntryNotFoundError():
                 return errors.MissingFile, "the repository has no such file", None
             case of_hub.HfHubHTTPError() if error.response.status_code in (401, 403):
-                problem = f"the hub refused the token, or asks for one ({error.response.status_code})"
+                problem = (
+                    f"the hub refused the token, or asks for one ({error.response.status_code})"
+                )
                 return HubError, problem, f"Try this: {_TOKEN}"
             case of_hub.HfHubHTTPError():
                 status = error.response.status_code
@@ -185,7 +218,8 @@ class Hub:
 
 
 class HubSource:
-    """A repository as a read-only store: its tags v1, v2, ... are the versions of its bundle; see ``Bucket``."""
+    """A repository as a read-only store: its tags v1, v2, ... are the versions of its bundle; see
+    ``Bucket``."""
 
     def __init__(self, url: str) -> None:
         address = parse_address(url.rstrip("/"))
@@ -235,7 +269,9 @@ class HubSource:
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         cure = "Publish and sign in a store of your own, and run 'hallutracer bundle push'"
-        raise errors.StoreRefused("a repository of the hub is only read", file=self.where, cure=cure)
+        raise errors.StoreRefused(
+            "a repository of the hub is only read", file=self.where, cure=cure
+        )
 
     check_writable = publish = add = set_alias = write_signature = _refuse
 

@@ -1,6 +1,8 @@
-"""Keeps bundles in a folder: ROOT/NAME/VERSION/, and ROOT/NAME/aliases.json, the only file that changes.
+"""Keeps bundles in a folder: ROOT/NAME/VERSION/, and ROOT/NAME/aliases.json, the only file that
+changes.
 
-A single rename publishes a version, so readers see a complete bundle or none, even after a crash.  Publishers need no
+A single rename publishes a version, so readers see a complete bundle or none, even after a crash.
+Publishers need no
 lock: a rename onto an existing version fails, and the publisher tries the next number."""
 
 from __future__ import annotations
@@ -18,13 +20,22 @@ from pathlib import Path
 from probes_store.bundle import SIGNATURE, load_version, timestamp
 from probes_store.errors import BadValue, BundleDamaged, InvalidReference, StoreNotWritable
 from probes_store.manifest import MANIFEST, Manifest, manifest_bytes, read_manifest, sealed
-from probes_store.syntax import ALIASES, NAME, VERSION, moved, next_number, parse_aliases, readable_json
+from probes_store.syntax import (
+    ALIASES,
+    NAME,
+    VERSION,
+    moved,
+    next_number,
+    parse_aliases,
+    readable_json,
+)
 
 ASIDE = ".publish-"  # prefix of a folder before it is published
 
 
 class LocalBackend:
-    """Bundles under ``folders``.  All backends have these methods; ``Store`` documents the errors."""
+    """Bundles under ``folders``.  All backends have these methods; ``Store`` documents the
+    errors."""
 
     def __init__(self, folders: Path) -> None:
         self.folders = folders
@@ -33,14 +44,20 @@ class LocalBackend:
     def names(self) -> Sequence[str]:
         """Return names with a version."""
         try:
-            return [name for name in os.listdir(self.folders) if NAME.fullmatch(name) and self.versions(name)]
+            return [
+                name
+                for name in os.listdir(self.folders)
+                if NAME.fullmatch(name) and self.versions(name)
+            ]
         except OSError:
             return []
 
     def versions(self, name: str) -> set[int]:
         """Return the published versions; a folder that is still being written has no number."""
         try:
-            return {int(entry) for entry in os.listdir(self.folders / name) if VERSION.fullmatch(entry)}
+            return {
+                int(entry) for entry in os.listdir(self.folders / name) if VERSION.fullmatch(entry)
+            }
         except OSError:
             return set()
 
@@ -52,22 +69,33 @@ class LocalBackend:
         except FileNotFoundError:
             return {}
         except OSError as error:
-            raise BadValue(f"cannot be read: {error.strerror}", file=shown, cure="Check its permissions") from error
+            raise BadValue(
+                f"cannot be read: {error.strerror}", file=shown, cure="Check its permissions"
+            ) from error
 
     def folder(self, name: str, version: int) -> Path:
-        """Return the folder of an existing version; a backend at a URL fetches and checks it first."""
+        """Return the folder of an existing version; a backend at a URL fetches and checks it
+        first."""
         self._inside(self.folders / name)
         return self._inside(self.folders / name / str(version))
 
     def stamp(self, name: str, version: int) -> str:
-        """Return a text that changes with any file of a version, also its signature; nothing is fetched."""
+        """Return a text that changes with any file of a version, also its signature; nothing is
+        fetched."""
         folder = self.folder(name, version)
         try:
             entries = [(str(path), path.lstat()) for path in sorted((folder, *folder.rglob("*")))]
         except OSError as error:
             return str(error)  # reading the version will raise a proper error
         state = [
-            (path, status.st_ino, status.st_size, status.st_mode, status.st_mtime_ns, status.st_ctime_ns)
+            (
+                path,
+                status.st_ino,
+                status.st_size,
+                status.st_mode,
+                status.st_mtime_ns,
+                status.st_ctime_ns,
+            )
             for path, status in entries
         ]
         return hashlib.sha256(repr(state).encode()).hexdigest()
@@ -80,17 +108,21 @@ class LocalBackend:
                 pass
 
     def publish(self, manifest: Manifest, files: Mapping[str, bytes]) -> int:
-        """Publish an unsealed manifest as the next version, or find the same content: the version."""
+        """Publish an unsealed manifest as the next version, or find the same content: the
+        version."""
         if (existing := self._same_content(manifest)) is not None:
             return existing
         with self._written_aside(manifest.name, files) as aside:
             while True:
-                # Take the number before the search: if the same content is published in between, the rename fails.
+                # Take the number before the search: if the same content is published in between,
+                # the rename fails.
                 version = next_number(self.versions(manifest.name), manifest.name)
                 if (existing := self._same_content(manifest)) is not None:
                     return existing
                 dated = sealed(manifest, version=version, created=timestamp())
-                write_files(aside, {MANIFEST: manifest_bytes(dated)})  # last: until then the folder is no bundle
+                write_files(
+                    aside, {MANIFEST: manifest_bytes(dated)}
+                )  # last: until then the folder is no bundle
                 if self._rename(aside, version):
                     return version
 
@@ -100,7 +132,8 @@ class LocalBackend:
             return self._rename(aside, manifest.version)
 
     def set_alias(self, name: str, alias: str, version: int, keep_as: str | None = None) -> None:
-        """Change the table by ``moved`` in one step; concurrent changes of other aliases are not lost."""
+        """Change the table by ``moved`` in one step; concurrent changes of other aliases are not
+        lost."""
         folder = self.folders / name
         with writing(folder), _open_folder(folder) as descriptor:
             _lock(descriptor, fcntl.LOCK_EX)  # no effect on network mounts without locks
@@ -115,7 +148,8 @@ class LocalBackend:
 
     @contextmanager
     def _written_aside(self, name: str, files: Mapping[str, bytes]) -> Iterator[Path]:
-        """Make a folder with the files beside the versions of a bundle; it is removed later unless it was renamed."""
+        """Make a folder with the files beside the versions of a bundle; it is removed later unless
+        it was renamed."""
         folder = self.folders / name
         with writing(self.folders):
             folder.mkdir(parents=True, exist_ok=True)
@@ -126,7 +160,8 @@ class LocalBackend:
                 yield aside
 
     def _rename(self, aside: Path, version: int) -> bool:
-        """Rename the folder to its version; return False if another publisher was faster.  Raises OSError."""
+        """Rename the folder to its version; return False if another publisher was faster.  Raises
+        OSError."""
         try:
             os.rename(aside, target := aside.parent / str(version))
         except OSError:
@@ -143,7 +178,10 @@ class LocalBackend:
             with suppress(BundleDamaged, OSError):  # a damaged version never counts as the same
                 data = (path / MANIFEST).read_bytes()
                 # Search for the digest first: parsing hundreds of manifests would be slow.
-                if manifest.digest.encode() in data and read_manifest(data).digest == manifest.digest:
+                if (
+                    manifest.digest.encode() in data
+                    and read_manifest(data).digest == manifest.digest
+                ):
                     load_version(manifest.name, path)
                     return version
         return None
@@ -152,7 +190,9 @@ class LocalBackend:
         """Return ``path``, unless a link in it leads out of the store.  Raises InvalidReference."""
         if not path.resolve().is_relative_to(self.folders.resolve()):
             shown = str(path.relative_to(self.folders))
-            raise InvalidReference("a link that leads out of the store", file=shown, cure="Replace it by a copy")
+            raise InvalidReference(
+                "a link that leads out of the store", file=shown, cure="Replace it by a copy"
+            )
         return path
 
 
@@ -162,7 +202,9 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StoreNotWritable(f"cannot write: {error.strerror or error}", file=str(path)) from error
+        raise StoreNotWritable(
+            f"cannot write: {error.strerror or error}", file=str(path)
+        ) from error
 
 
 def write_files(into: Path, files: Mapping[str, bytes]) -> None:
@@ -179,7 +221,8 @@ def write_files(into: Path, files: Mapping[str, bytes]) -> None:
 
 
 def atomic_write(path: Path, data: bytes) -> None:
-    """Write to a temporary file and rename it over ``path``: readers see the old bytes or the new ones."""
+    """Write to a temporary file and rename it over ``path``: readers see the old bytes or the new
+    ones."""
     aside = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
     try:
         write_files(path.parent, {aside.name: data})
@@ -191,9 +234,11 @@ def atomic_write(path: Path, data: bytes) -> None:
 
 @contextmanager
 def folder_aside(parent: Path) -> Iterator[Path]:
-    """Make a temporary folder in ``parent``, locked during the block and then removed unless it was renamed.
+    """Make a temporary folder in ``parent``, locked during the block and then removed unless it was
+    renamed.
 
-    The lock ends with the process, so ``_clean_aside`` can recognise the folder of a killed publisher."""
+    The lock ends with the process, so ``_clean_aside`` can recognise the folder of a killed
+    publisher."""
     while True:
         path = parent / f"{ASIDE}{secrets.token_hex(8)}"
         path.mkdir()
@@ -213,7 +258,8 @@ def folder_aside(parent: Path) -> Iterator[Path]:
 
 
 def _clean_aside(parent: Path) -> None:
-    """Remove the temporary folders of killed publishers; without working locks they stay, unlisted."""
+    """Remove the temporary folders of killed publishers; without working locks they stay,
+    unlisted."""
     for path in parent.glob(f"{ASIDE}*"):
         with suppress(OSError), _open_folder(path, os.O_NOFOLLOW) as descriptor:
             if _lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB):

@@ -1,4 +1,5 @@
-"""Reads and writes the manifest, bundle.json: what a bundle is, for which model, and the sha256 of its other files.
+"""Reads and writes the manifest, bundle.json: what a bundle is, for which model, and the sha256 of
+its other files.
 
 Only ``Manifest`` declares these fields in code; FIELDS.md documents them for other languages."""
 
@@ -15,7 +16,15 @@ from functools import reduce
 from operator import attrgetter, getitem
 from typing import Annotated, Any, Final, Literal, Self, get_args
 
-from pydantic import AfterValidator, Field, PlainValidator, StrictBool, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    PlainValidator,
+    StrictBool,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 
 from probes_store import errors, records
 from probes_store.errors import BadValue, DigestMismatch, MissingField
@@ -31,7 +40,9 @@ GOLDEN = "golden.safetensors"
 EVALUATION = "evaluation.json"
 CARD = "README.md"
 REQUIRED = (PROBES, GOLDEN, EVALUATION, CARD)
-ANSWER = "answer.safetensors"  # required if the manifest has the record ``answer``, else not allowed
+ANSWER = (  # required if the manifest has the record ``answer``, else not allowed
+    "answer.safetensors"
+)
 PLOT = re.compile(r"plots/[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.png")
 DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 TIME = "%Y-%m-%dT%H:%M:%SZ"
@@ -41,7 +52,9 @@ Signal = Literal["depth_mean", "log_max_prob", "entropy", "passage", "stated", "
 FIRST_TOKEN_SIGNALS: tuple[Signal, Signal] = ("log_max_prob", "entropy")
 SIGNALS: tuple[Signal, ...] = get_args(Signal)
 SiteName = Literal["attention_head", "residual_stream"]
-LogitScale = Literal["unit_norm", "standardized", "joint", "weighted"]  # only older trainers made "weighted"
+LogitScale = Literal[
+    "unit_norm", "standardized", "joint", "weighted"
+]  # only older trainers made "weighted"
 Digest = Annotated[Text, matching(DIGEST, "sha256: and 64 hex digits")]
 LOCAL = "local"  # the revision of a folder or file, which has no commit
 
@@ -89,8 +102,11 @@ class ChatTemplateRecord(Record):
     """The chat template."""
 
     digest: Filled | None  # None if the tokenizer has no template
-    # Its arguments besides messages and tools, such as enable_thinking; absent in the file if there are none.
-    arguments: Annotated[dict[str, records.TemplateArgument] | None, PlainValidator(_template_arguments)] = None
+    # Its arguments besides messages and tools, such as enable_thinking; absent in the file if there
+    # are none.
+    arguments: Annotated[
+        dict[str, records.TemplateArgument] | None, PlainValidator(_template_arguments)
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -129,14 +145,21 @@ class TrainingRecord(Record):
     hallutracer_version: Filled
     decoding: records.Decoding | None = None  # of the labelled answers; absent if unknown
     shapes: tuple[Filled, ...] | None = None  # of the rows' conversations; absent if unknown
-    reworded: Positive | None = None  # rows that ask a lone question in other words; absent if there were too few
+    reworded: Positive | None = (
+        None  # rows that ask a lone question in other words; absent if there were too few
+    )
 
     @model_validator(mode="after")
     def _relations(self) -> Self:
         used = self.factual + self.hallucinated
         require(used <= self.rows, "rows", f"at least factual + hallucinated = {used}", self.rows)
         if self.shapes is not None:
-            require(0 < len(self.shapes) == len(set(self.shapes)), "shapes", "one or more, each once", self.shapes)
+            require(
+                0 < len(self.shapes) == len(set(self.shapes)),
+                "shapes",
+                "one or more, each once",
+                self.shapes,
+            )
         return self
 
 
@@ -155,7 +178,8 @@ def record_of(data: bytes) -> FileRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest(Record):
-    """bundle.json.  Fields with a default are set on publishing, or null; a file must have every field."""
+    """bundle.json.  Fields with a default are set on publishing, or null; a file must have every
+    field."""
 
     format: Literal["hallutracer-bundle"] = FORMAT
     format_version: Literal[1] = FORMAT_VERSION
@@ -173,20 +197,26 @@ class Manifest(Record):
     logit_scale: LogitScale
     signals: tuple[Signal, ...]  # depth_mean first
     classifier: Classifier
-    # By cost, t = 1 / (1 + K), or by a target, on out-of-fold training risks; with a guarantee, the guaranteed one.
+    # By cost, t = 1 / (1 + K), or by a target, on out-of-fold training risks; with a guarantee, the
+    # guaranteed one.
     threshold: records.Share
     guarantee: records.Guarantee | None = None
     uncertainty: records.Uncertainty
     recalibration: records.Recalibration | None = None
     context: records.Context | None = None
     answer: records.AnswerProbe | None = None  # absent in the file if there is none
-    guarantee_shapes: tuple[Filled, ...] | None = None  # shapes of the conversations in the calibration
-    # The guarantee is for a policy with recheck, which also reads the answers' own tokens; absent for other policies.
+    guarantee_shapes: tuple[Filled, ...] | None = (
+        None  # shapes of the conversations in the calibration
+    )
+    # The guarantee is for a policy with recheck, which also reads the answers' own tokens; absent
+    # for other policies.
     guarantee_reads_answers: StrictBool | None = None
     # The guarantee for each kind of question that was tested separately; absent if none was.
     guarantee_strata: tuple[records.GuaranteeStratum, ...] | None = None
     training: TrainingRecord
-    files: dict[Text, FileRecord] = dataclasses.field(default_factory=dict)  # relative name -> size and hash
+    files: dict[Text, FileRecord] = dataclasses.field(
+        default_factory=dict
+    )  # relative name -> size and hash
 
     @property
     def reference(self) -> str:
@@ -197,36 +227,48 @@ class Manifest(Record):
     def decoding(self) -> records.Decoding | None:
         """Return how the answers were decoded that the risk is about; None if that is not recorded.
 
-        Answers that a training run generates have always been greedy, also before bundles recorded it."""
+        Answers that a training run generates have always been greedy, also before bundles recorded
+        it."""
         recorded = self.training.decoding
-        return records.GREEDY if recorded is None and self.training.labels == "generate" else recorded
+        return (
+            records.GREEDY if recorded is None and self.training.labels == "generate" else recorded
+        )
 
     @property
     def calibrated_decoding(self) -> records.Decoding:
-        """Return how the answers of the guarantee's calibration were decoded; greedy if that is not recorded."""
+        """Return how the answers of the guarantee's calibration were decoded; greedy if that is not
+        recorded."""
         generated = self.guarantee is not None and self.guarantee.labels == "generate"
         return records.GREEDY if generated else self.decoding or records.GREEDY
 
     def stratum(self, passage: bool | None) -> records.GuaranteeStratum | None:
-        """Return the guarantee for questions with or without a passage; None if they have no separate one.
+        """Return the guarantee for questions with or without a passage; None if they have no
+        separate one.
 
         ``passage`` is None if it is unknown whether a passage stands beside the question."""
-        return next((stratum for stratum in self.guarantee_strata or () if stratum.passage is passage), None)
+        return next(
+            (stratum for stratum in self.guarantee_strata or () if stratum.passage is passage), None
+        )
 
     def threshold_for(self, passage: bool | None) -> float:
-        """Return the risk from which on such a prompt is flagged; the strictest if its stratum is unknown."""
+        """Return the risk from which on such a prompt is flagged; the strictest if its stratum is
+        unknown."""
         stratum = self.stratum(passage)
         return self.threshold if stratum is None else stratum.threshold
 
     @property
     def loosest_threshold(self) -> float:
         """Return the largest risk from which on any prompt is flagged."""
-        return max([self.threshold, *(stratum.threshold for stratum in self.guarantee_strata or ())])
+        return max(
+            [self.threshold, *(stratum.threshold for stratum in self.guarantee_strata or ())]
+        )
 
     @property
     def probe_dim(self) -> int:
         """d, the length of one probe direction."""
-        return self.model.head_dim if self.readout.site == "attention_head" else self.model.hidden_size
+        return (
+            self.model.head_dim if self.readout.site == "attention_head" else self.model.hidden_size
+        )
 
     @property
     def probe_heads(self) -> int:
@@ -245,7 +287,8 @@ class Manifest(Record):
 
     @property
     def tells_outside(self) -> bool:
-        """Whether its reference covers context probes, too; without them it misses most unusual prompts."""
+        """Whether its reference covers context probes, too; without them it misses most unusual
+        prompts."""
         return self.context is not None
 
     @property
@@ -262,25 +305,53 @@ class Manifest(Record):
         fine, expected = len(weight) == len(signals), f"[{len(signals)}], one for each signal"
         require(fine, "classifier.weight", expected, f"[{len(weight)}]", "wrong_shape")
         if guarantee is None:  # a guarantee may let nothing or everything through
-            require(0.0 < self.threshold < 1.0, "threshold", "a number between 0 and 1", self.threshold)
+            require(
+                0.0 < self.threshold < 1.0, "threshold", "a number between 0 and 1", self.threshold
+            )
         elif guarantee.threshold != self.threshold:
-            require(False, "guarantee.threshold", f"the threshold, {self.threshold}", guarantee.threshold)
+            require(
+                False,
+                "guarantee.threshold",
+                f"the threshold, {self.threshold}",
+                guarantee.threshold,
+            )
         if shapes is not None:
             fine = guarantee is not None and 0 < len(shapes) == len(set(shapes))
-            require(fine, "guarantee_shapes", "one or more, each once, and null without a guarantee", shapes)
+            require(
+                fine,
+                "guarantee_shapes",
+                "one or more, each once, and null without a guarantee",
+                shapes,
+            )
         if (reads := self.guarantee_reads_answers) is not None:
             fine = reads and guarantee is not None and self.answer is not None
-            require(fine, "guarantee_reads_answers", "true, a guarantee and the record answer beside it", reads)
+            require(
+                fine,
+                "guarantee_reads_answers",
+                "true, a guarantee and the record answer beside it",
+                reads,
+            )
         if (strata := self.guarantee_strata) is not None:
             self._check_strata(strata)
         probes = {probe.name for probe in self.context.probes} if self.context is not None else None
         for name in signals:
             needed = records.CONTEXT_NEEDS.get(name, set())
             field = "context" if probes is None else "context.probes"
-            require(needed <= (probes or set()), field, f"the probes {sorted(needed)} of the signal {name}", probes)
+            require(
+                needed <= (probes or set()),
+                field,
+                f"the probes {sorted(needed)} of the signal {name}",
+                probes,
+            )
         required = REQUIRED if self.answer is None else (*REQUIRED, ANSWER)
         for file in required:
-            require(file in self.files, f"files.{file}", "a file that this bundle must have", None, "missing")
+            require(
+                file in self.files,
+                f"files.{file}",
+                "a file that this bundle must have",
+                None,
+                "missing",
+            )
         for file in self.files:
             fine = file in required or bool(PLOT.fullmatch(file))
             require(fine, f"files.{file}", "", None, "unexpected_keyword_argument")
@@ -289,13 +360,19 @@ class Manifest(Record):
     def _check_strata(self, strata: tuple[records.GuaranteeStratum, ...]) -> None:
         kinds = [stratum.passage for stratum in strata]
         fine = self.guarantee is not None and 0 < len(kinds) == len(set(kinds))
-        require(fine, "guarantee_strata", "with a passage, without one, or both, and a guarantee beside them", kinds)
+        require(
+            fine,
+            "guarantee_strata",
+            "with a passage, without one, or both, and a guarantee beside them",
+            kinds,
+        )
         thresholds = [stratum.threshold for stratum in strata]
         strictest = f"the least of its strata, {min(thresholds)}"
         require(self.threshold == min(thresholds), "threshold", strictest, self.threshold)
 
 
-# Fields of later releases -> their content.  They are absent if they are None, so older bundles keep their bytes.
+# Fields of later releases -> their content. They are absent if they are None, so older bundles keep
+# their bytes.
 _LATER: Final[Mapping[str, str]] = {
     "model.adapter": "a digest",
     "answer": "a record",
@@ -332,17 +409,23 @@ def as_document(manifest: Manifest) -> dict[str, Any]:
 def with_seal(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return bundle.json's values with their digest and seal.
 
-    digest: over all values except version, created, digest and seal; by ``files`` it covers every byte of the other
-    files.  seal: over all values except itself."""
+    digest: over all values except version, created, digest and seal; by ``files`` it covers every
+    byte of the other files.  seal: over all values except itself."""
     result = dict(document)
-    for field, left_out in (("digest", ("version", "created", "digest", "seal")), ("seal", ("seal",))):
-        content = canonical_json({key: value for key, value in result.items() if key not in left_out})
+    for field, left_out in (
+        ("digest", ("version", "created", "digest", "seal")),
+        ("seal", ("seal",)),
+    ):
+        content = canonical_json(
+            {key: value for key, value in result.items() if key not in left_out}
+        )
         result[field] = f"sha256:{hashlib.sha256(content).hexdigest()}"
     return result
 
 
 def sealed(manifest: Manifest, *, version: int = 1, created: str = UNSET_TIME) -> Manifest:
-    """Return the same content under a version and a time, with digest and seal.  Raises what ``read_record`` raises."""
+    """Return the same content under a version and a time, with digest and seal.  Raises what
+    ``read_record`` raises."""
     document = as_document(manifest) | {"version": version, "created": created}
     return read_record(with_seal(document), MANIFEST)
 
@@ -350,12 +433,19 @@ def sealed(manifest: Manifest, *, version: int = 1, created: str = UNSET_TIME) -
 def read_manifest(data: bytes, file: str = MANIFEST) -> Manifest:
     """Read the bytes of bundle.json; ``file`` is its name in messages.
 
-    Raises a subclass of BundleDamaged: Truncated, BadValue, NotFinite, UnknownField, MissingField or WrongShape for an
-    invalid field, DigestMismatch if all fields are valid but one was changed after publishing."""
+    Raises a subclass of BundleDamaged: Truncated, BadValue, NotFinite, UnknownField, MissingField
+    or WrongShape for an invalid field, DigestMismatch if all fields are valid but one was changed
+    after publishing."""
     document = parse_json(data, file)
-    if isinstance(document, dict) and "format_version" in document and document.get("format") == FORMAT:
+    if (
+        isinstance(document, dict)
+        and "format_version" in document
+        and document.get("format") == FORMAT
+    ):
         version = document["format_version"]
-        if type(version) is not int or version != FORMAT_VERSION:  # first, since other formats have other fields
+        if (
+            type(version) is not int or version != FORMAT_VERSION
+        ):  # first, since other formats have other fields
             raise BadValue(
                 "a format that this release does not read",
                 file=file,
@@ -369,12 +459,18 @@ def read_manifest(data: bytes, file: str = MANIFEST) -> Manifest:
     for field in ("digest", "seal"):
         if (recorded := document[field]) != right[field]:
             raise DigestMismatch(
-                "the manifest was changed", file=file, field=field, expected=right[field], found=recorded
+                "the manifest was changed",
+                file=file,
+                field=field,
+                expected=right[field],
+                found=recorded,
             )
     if data == whole:
         return manifest
     if whole.startswith(data):
-        raise errors.Truncated("the end is missing", file=file, expected=f"{len(whole)} bytes", found=len(data))
+        raise errors.Truncated(
+            "the end is missing", file=file, expected=f"{len(whole)} bytes", found=len(data)
+        )
     raise DigestMismatch(
         "the manifest was reformatted",
         file=file,
@@ -394,10 +490,16 @@ _PROBLEMS = {
 
 
 def read_record(document: Any, file: str) -> Manifest:
-    """Check every value of bundle.json.  Raises BadValue, NotFinite, UnknownField, MissingField and WrongShape."""
+    """Check every value of bundle.json.  Raises BadValue, NotFinite, UnknownField, MissingField and
+    WrongShape."""
     inner = document.get("recalibration") if isinstance(document, dict) else None
-    for kind, where, part in ((Manifest, "", document), (records.Recalibration, "recalibration.", inner)):
-        for field in dataclasses.fields(kind):  # a file must state even the fields that have defaults in code
+    for kind, where, part in (
+        (Manifest, "", document),
+        (records.Recalibration, "recalibration.", inner),
+    ):
+        for field in dataclasses.fields(
+            kind
+        ):  # a file must state even the fields that have defaults in code
             path = f"{where}{field.name}"
             if isinstance(part, dict) and field.name not in part and path not in _LATER:
                 raise MissingField("the field is missing", file=file, field=path)
@@ -406,25 +508,43 @@ def read_record(document: Any, file: str) -> Manifest:
         for path, what in _LATER.items():
             record, name = _holder(document, path)
             if name in record and record[name] is None:
-                raise BadValue("bad value", file=file, field=path, expected=f"{what}, or no such field", found=None)
+                raise BadValue(
+                    "bad value",
+                    file=file,
+                    field=path,
+                    expected=f"{what}, or no such field",
+                    found=None,
+                )
         return manifest
-    except ValidationError as error:  # report the first problem, but missing and unknown fields before bad values
-        first = min(error.errors(), key=lambda fault: [*_PROBLEMS, fault["type"]].index(fault["type"]))
+    except (
+        ValidationError
+    ) as error:  # report the first problem, but missing and unknown fields before bad values
+        first = min(
+            error.errors(), key=lambda fault: [*_PROBLEMS, fault["type"]].index(fault["type"])
+        )
     context = first.get("ctx", {})
     parts = [*first["loc"], *([context["field"]] if context.get("field") else [])]
-    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).removeprefix(".")
+    path = "".join(
+        f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts
+    ).removeprefix(".")
     error_kind, problem = _PROBLEMS.get(first["type"], (BadValue, "bad value"))
     if error_kind in (errors.UnknownField, MissingField):
         raise error_kind(problem, file=file, field=path)
     expected = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     value = ascii(context.get("found", first["input"]))
-    raise error_kind(problem, file=file, field=path or "the whole file", expected=expected, found=value)
+    raise error_kind(
+        problem, file=file, field=path or "the whole file", expected=expected, found=value
+    )
 
 
 # Field of the manifest -> attribute of an engine, the error, the difference.
 _IDENTITY: Final[Mapping[str, tuple[str, type[errors.BundleRefused], str]]] = {
     "model.architecture": ("architecture", errors.WrongModel, "another architecture"),
-    "model.fingerprint": ("fingerprint", errors.WrongModel, "other weights, or weights and caches of other types"),
+    "model.fingerprint": (
+        "fingerprint",
+        errors.WrongModel,
+        "other weights, or weights and caches of other types",
+    ),
     "model.adapter": ("adapter", errors.WrongModel, "another adapter"),
     "model.num_layers": ("geometry.num_layers", errors.WrongGeometry, "another shape"),
     "model.num_heads": ("geometry.num_heads", errors.WrongGeometry, "another shape"),
@@ -432,29 +552,42 @@ _IDENTITY: Final[Mapping[str, tuple[str, type[errors.BundleRefused], str]]] = {
     "model.hidden_size": ("geometry.hidden_size", errors.WrongGeometry, "another shape"),
     "tokenizer.digest": ("tokenizer", errors.WrongTokenizer, "another tokenizer"),
     "chat_template.digest": ("chat_template", errors.WrongChatTemplate, "another chat template"),
-    "chat_template.arguments": ("template_arguments", errors.WrongChatTemplate, "other arguments of the chat template"),
+    "chat_template.arguments": (
+        "template_arguments",
+        errors.WrongChatTemplate,
+        "other arguments of the chat template",
+    ),
 }
 
 
 def another_commit(manifest: Manifest, model: str, revision: str) -> errors.WrongRevision | None:
-    """Return the error for other weights if the loaded model is another commit of the same hub model; else None.
+    """Return the error for other weights if the loaded model is another commit of the same hub
+    model; else None.
 
     A folder has no commit, and the commits of a model with another name cannot be compared."""
     trained = manifest.model
-    if model != trained.name or LOCAL in (revision, trained.revision) or revision == trained.revision:
+    if (
+        model != trained.name
+        or LOCAL in (revision, trained.revision)
+        or revision == trained.revision
+    ):
         return None
     cure = f"Load that commit (--revision {trained.revision}), or train a bundle for what is loaded"
     problem = (
-        f"bundle {manifest.reference} was trained on {trained.name} at revision {trained.revision}, with other weights"
+        f"bundle {manifest.reference} was trained on {trained.name} at revision {trained.revision},"
+        " with other weights"
     )
-    return errors.WrongRevision(problem, field="model.revision", expected=trained.revision, found=revision, cure=cure)
+    return errors.WrongRevision(
+        problem, field="model.revision", expected=trained.revision, found=revision, cure=cure
+    )
 
 
 def check_identity(manifest: Manifest, loaded: Any) -> None:
-    """Refuse a model that the bundle was not trained on; ``loaded`` is the identity that an engine reports.
+    """Refuse a model that the bundle was not trained on; ``loaded`` is the identity that an engine
+    reports.
 
-    Raises the error of the first difference, in the order of ``_IDENTITY``.  The name may differ, and also the revision
-    if the weights are the same."""
+    Raises the error of the first difference, in the order of ``_IDENTITY``.  The name may differ,
+    and also the revision if the weights are the same."""
     at = f"{manifest.model.name} at revision {manifest.model.revision}"
     for field, (attribute, error, difference) in _IDENTITY.items():
         expected, actual = attrgetter(field)(manifest), attrgetter(attribute)(loaded)
@@ -467,7 +600,9 @@ def check_identity(manifest: Manifest, loaded: Any) -> None:
             what = "" if of_model else f"the {attribute.replace('_', ' ')} of "
             expected, actual = ("none" if value is None else value for value in (expected, actual))
             cure = f"Load {what}{at}, or train a bundle for what is loaded"
-            if attribute == "template_arguments":  # a loaded model renders all chats with the same arguments
+            if (
+                attribute == "template_arguments"
+            ):  # a loaded model renders all chats with the same arguments
                 cure = (
                     f"Serve it by a process of its own, which loads {at} with them, "
                     "or train a bundle with the arguments of the first one"

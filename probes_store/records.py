@@ -1,7 +1,8 @@
-"""Declares the records inside a manifest: guarantee, uncertainty, recalibration, context and answer.
+"""Declares the records inside a manifest: guarantee, uncertainty, recalibration, context and
+answer.
 
-They are frozen dataclasses.  A trainer fills them and changes them with ``dataclasses.replace``.  Pydantic checks them
-strictly when a manifest is read or sealed (``manifest.read_record``)."""
+They are frozen dataclasses.  A trainer fills them and changes them with ``dataclasses.replace``.
+Pydantic checks them strictly when a manifest is read or sealed (``manifest.read_record``)."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def _with_a_point(value: object) -> object:
 
 
 def matching(pattern: re.Pattern[str], expected: str) -> AfterValidator:
-    """Return a check that a text matches the whole pattern; ``expected`` describes it in messages."""
+    """Return a check that a text matches the whole pattern; ``expected`` describes it in
+    messages."""
 
     def check(text: str) -> str:
         if not pattern.fullmatch(text):
@@ -62,34 +64,68 @@ MOST_ARGUMENTS, MOST_CHARACTERS = 16, 256  # of a chat template; characters of a
 _ARGUMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 _TAKEN = frozenset(
     (
-        *("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt"),
-        *("continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors"),
-        *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "processor_kwargs", "self"),
+        *(
+            "conversation",
+            "messages",
+            "tools",
+            "documents",
+            "chat_template",
+            "add_generation_prompt",
+        ),
+        *(
+            "continue_final_message",
+            "tokenize",
+            "padding",
+            "truncation",
+            "max_length",
+            "return_tensors",
+        ),
+        *(
+            "return_dict",
+            "return_assistant_tokens_mask",
+            "tokenizer_kwargs",
+            "processor_kwargs",
+            "self",
+        ),
     )
 )  # names that transformers passes to a template itself, or reads as its own options
 
 
 def template_arguments(arguments: object) -> dict[str, TemplateArgument]:
-    """Check arguments of a chat template besides messages and tools, such as {"enable_thinking": False}; return them.
+    """Check arguments of a chat template besides messages and tools, such as {"enable_thinking":
+    False}; return them.
 
     Raises ValueError unless they are an object of names with texts, numbers, true or false."""
     if not isinstance(arguments, Mapping) or len(arguments) > MOST_ARGUMENTS:
-        raise ValueError(f"a JSON object of at most {MOST_ARGUMENTS} arguments of the chat template")
+        raise ValueError(
+            f"a JSON object of at most {MOST_ARGUMENTS} arguments of the chat template"
+        )
     for name, value in arguments.items():
         if not isinstance(name, str) or not _ARGUMENT.fullmatch(name) or name in _TAKEN:
-            raise ValueError(f"{str(name)[:64]!r} is no name that a chat template's own argument has")
+            raise ValueError(
+                f"{str(name)[:64]!r} is no name that a chat template's own argument has"
+            )
         if isinstance(value, str) and len(value) <= MOST_CHARACTERS and value.isprintable():
             continue
-        if not isinstance(value, bool | int | float) or not math.isfinite(value) or abs(value) > MAX_INT:
-            kinds = f"true, false, a number or a text of at most {MOST_CHARACTERS} printable characters"
+        if (
+            not isinstance(value, bool | int | float)
+            or not math.isfinite(value)
+            or abs(value) > MAX_INT
+        ):
+            kinds = (
+                f"true, false, a number or a text of at most {MOST_CHARACTERS} printable characters"
+            )
             raise ValueError(f"the argument {name!r} must be {kinds}")
     return dict(arguments)
 
 
 def require(fine: bool, field: str, expected: str, value: object, kind: Kind = "relation") -> None:
-    """Raise unless ``fine``; ``manifest.read_record`` turns this into an error about the field of the record."""
+    """Raise unless ``fine``; ``manifest.read_record`` turns this into an error about the field of
+    the record."""
     if not fine:
-        raise PydanticCustomError(kind, "{expected}", {"expected": expected, "field": field, "found": value})
+        raise PydanticCustomError(
+            kind, "{expected}", {"expected": expected, "field": field, "found": value}
+        )
 
 
 class Record:
@@ -109,11 +145,16 @@ class Decoding(Record):
         """Return it in words, such as ``sampled at temperature 0.7``."""
         if self.temperature == 0:
             return "greedy"
-        return f"sampled at temperature {self.temperature:g}" + (f", top_p {self.top_p:g}" if self.top_p < 1 else "")
+        return f"sampled at temperature {self.temperature:g}" + (
+            f", top_p {self.top_p:g}" if self.top_p < 1 else ""
+        )
 
     def same(self, decoding: Decoding) -> bool:
-        """Return whether both give answers of the same distribution; ``top_p`` does not change greedy answers."""
-        return self.temperature == decoding.temperature and (self.temperature == 0 or self.top_p == decoding.top_p)
+        """Return whether both give answers of the same distribution; ``top_p`` does not change
+        greedy answers."""
+        return self.temperature == decoding.temperature and (
+            self.temperature == 0 or self.top_p == decoding.top_p
+        )
 
 
 GREEDY: Final = Decoding(0.0, 1.0)
@@ -121,15 +162,17 @@ GREEDY: Final = Decoding(0.0, 1.0)
 
 @dataclass(frozen=True)
 class Guarantee(Record):
-    """The guarantee that at most a share alpha of the answered question groups has a hallucinated answer.
+    """The guarantee that at most a share alpha of the answered question groups has a hallucinated
+    answer.
 
-    Each group counts by a random answered question.  The confidence is 1 - delta.  The time is the manifest's
-    ``created``."""
+    Each group counts by a random answered question.  The confidence is 1 - delta.  The time is the
+    manifest's ``created``."""
 
     alpha: Between
     delta: Between  # of this guarantee alone, if several were tested on the same rows
-    # The manifest's threshold: risks below it are answered; 0: nothing is.  If the guarantee has strata, this field and
-    # the next three are those of the strictest stratum, which also decides for prompts of an unknown stratum.
+    # The manifest's threshold: risks below it are answered; 0: nothing is. If the guarantee has
+    # strata, this field and the next three are those of the strictest stratum, which also decides
+    # for prompts of an unknown stratum.
     threshold: Share
     groups: Natural  # n: groups with an answered row
     hallucinated: Natural  # X: hallucinated ones of their first answered rows in the seeded order
@@ -153,8 +196,18 @@ class Guarantee(Record):
     @model_validator(mode="after")
     def _relations(self) -> Self:
         counts = [self.hallucinated, self.groups, self.all_groups, self.rows]
-        require(counts == sorted(counts), "hallucinated", "hallucinated <= groups <= all_groups <= rows", counts)
-        require(self.p_value <= self.delta or self.closed, "p_value", f"at most delta, {self.delta}", self.p_value)
+        require(
+            counts == sorted(counts),
+            "hallucinated",
+            "hallucinated <= groups <= all_groups <= rows",
+            counts,
+        )
+        require(
+            self.p_value <= self.delta or self.closed,
+            "p_value",
+            f"at most delta, {self.delta}",
+            self.p_value,
+        )
         require(not self.closed or self.groups == 0, "groups", "0 at threshold 0", self.groups)
         return self
 
@@ -164,11 +217,14 @@ CLOSED: Final = 0.0  # a threshold that answers nothing, since no risk is below 
 
 @dataclass(frozen=True)
 class GuaranteeStratum(Record):
-    """The guarantee for the questions with, or without, a passage beside them, which were tested separately.
+    """The guarantee for the questions with, or without, a passage beside them, which were tested
+    separately.
 
     It covers only these questions, at confidence 1 - its own ``delta``."""
 
-    passage: Annotated[bool, Strict()]  # text to answer from stands beside the question, by the form of the message
+    passage: Annotated[
+        bool, Strict()
+    ]  # text to answer from stands beside the question, by the form of the message
     delta: Between
     threshold: Share  # 0: none qualified, and none of these questions is answered
     groups: Natural  # as in ``Guarantee``, for the rows of this stratum
@@ -181,9 +237,19 @@ class GuaranteeStratum(Record):
     @model_validator(mode="after")
     def _relations(self) -> Self:
         counts = [self.hallucinated, self.groups, self.labelled, self.rows]
-        require(counts == sorted(counts), "hallucinated", "hallucinated <= groups <= labelled <= rows", counts)
+        require(
+            counts == sorted(counts),
+            "hallucinated",
+            "hallucinated <= groups <= labelled <= rows",
+            counts,
+        )
         closed = self.threshold == CLOSED
-        require(self.p_value <= self.delta or closed, "p_value", f"at most delta, {self.delta}", self.p_value)
+        require(
+            self.p_value <= self.delta or closed,
+            "p_value",
+            f"at most delta, {self.delta}",
+            self.p_value,
+        )
         require(not closed or self.groups == 0, "groups", "0 at threshold 0", self.groups)
         return self
 
@@ -192,8 +258,8 @@ class GuaranteeStratum(Record):
 class RefitInterval(Record):
     """The interval of a risk over refits on other training rows.
 
-    The half-width, sqrt(base + by_log_odds (z - centre)^2 + by_distance distance^2), is in log odds, around
-    z = weight . signals + intercept."""
+    The half-width, sqrt(base + by_log_odds (z - centre)^2 + by_distance distance^2), is in log
+    odds, around z = weight . signals + intercept."""
 
     level: Between  # share of the refits inside
     fits: AtLeast2  # number of fits whose spread gave it
@@ -204,7 +270,11 @@ class RefitInterval(Record):
 
     def half_width(self, log_odds: float, distance: float) -> float:
         """Return the half-width in log odds."""
-        return math.sqrt(self.base + self.by_log_odds * (log_odds - self.centre) ** 2 + self.by_distance * distance**2)
+        return math.sqrt(
+            self.base
+            + self.by_log_odds * (log_odds - self.centre) ** 2
+            + self.by_distance * distance**2
+        )
 
 
 OUTSIDE: Final = 1.0  # the distance from which on a prompt lies outside
@@ -212,14 +282,18 @@ OUTSIDE: Final = 1.0  # the distance from which on a prompt lies outside
 
 @dataclass(frozen=True)
 class Uncertainty(Record):
-    """How much a risk depends on the training rows, and which prompts are unlike all training prompts.
+    """How much a risk depends on the training rows, and which prompts are unlike all training
+    prompts.
 
-    It belongs to the tensors ``reference_mean`` and ``reference_whitening`` of probes.safetensors.  The distance of
-    logits L is |whitening (L - mean)|, a Mahalanobis distance in units of its own cutoff, ``OUTSIDE``."""
+    It belongs to the tensors ``reference_mean`` and ``reference_whitening`` of probes.safetensors.
+    The distance of logits L is |whitening (L - mean)|, a Mahalanobis distance in units of its own
+    cutoff, ``OUTSIDE``."""
 
     outside_share: Between  # expected share of new prompts like the training rows that lie outside
     outside_rows: Positive  # rows whose out-of-fold distances gave the cutoff
-    interval: RefitInterval | None  # None if the run had no refits: no nested evaluation, or one seed
+    interval: (
+        RefitInterval | None
+    )  # None if the run had no refits: no nested evaluation, or one seed
     statement: Filled  # the meaning of both
 
 
@@ -229,11 +303,12 @@ EDGE: Final = 1e-12  # risks are kept this far from 0 and 1, whose log odds are 
 
 @dataclass(frozen=True)
 class Recalibration(Record):
-    """A strictly increasing map from the classifier's risk to the served risk; rows keep their order.
+    """A strictly increasing map from the classifier's risk to the served risk; rows keep their
+    order.
 
-    risk -> sigmoid(a log(risk) - b log(1 - risk) + c), or linear between knots where there are any.  a = b = 1: prior
-    shift, intercept; of bundles that an older release recalibrated also a = b: Platt; else beta calibration (Kull,
-    Silva Filho and Flach 2017, AISTATS)."""
+    risk -> sigmoid(a log(risk) - b log(1 - risk) + c), or linear between knots where there are
+    any.  a = b = 1: prior shift, intercept; of bundles that an older release recalibrated also a =
+    b: Platt; else beta calibration (Kull, Silva Filho and Flach 2017, AISTATS)."""
 
     method: Method  # how it was fitted
     a: NotNegative = 1.0
@@ -255,10 +330,18 @@ class Recalibration(Record):
     def _relations(self) -> Self:
         knots, values = self.knots, self.values
         require(self.a + self.b > 0.0, "a", "above 0 where b is 0", self.a)
-        require(bool(knots) == (self.method == "isotonic"), "knots", "some for isotonic alone", len(knots))
+        require(
+            bool(knots) == (self.method == "isotonic"),
+            "knots",
+            "some for isotonic alone",
+            len(knots),
+        )
         require(len(values) == len(knots), "values", f"{len(knots)} numbers", len(values))
         if knots:
-            rising = all(left < right for left, right in pairwise(knots)) and (knots[0], knots[-1]) == (0.0, 1.0)
+            rising = all(left < right for left, right in pairwise(knots)) and (
+                knots[0],
+                knots[-1],
+            ) == (0.0, 1.0)
             require(rising, "knots", "strictly increasing from 0.0 to 1.0", knots)
             rising = all(left < right for left, right in pairwise((0.0, *values, 1.0)))
             require(rising, "values", "strictly increasing between 0 and 1", values)
@@ -267,7 +350,8 @@ class Recalibration(Record):
 
 @lru_cache(maxsize=256)  # called for each request, with the thresholds of a few policies
 def least_reaching(recalibration: Recalibration, level: float) -> float:
-    """Return the least risk that maps to ``level`` or more, to a double's last digit; 1 if none does."""
+    """Return the least risk that maps to ``level`` or more, to a double's last digit; 1 if none
+    does."""
     low, high = 0.0, 1.0
     while low < (middle := (low + high) / 2) < high:
         low, high = (low, middle) if recalibration(middle) >= level else (middle, high)
@@ -276,7 +360,8 @@ def least_reaching(recalibration: Recalibration, level: float) -> float:
 
 ContextName = Literal["asks", "passage", "stated"]
 ContextSignal = Literal["passage", "stated", "stated_length"]
-# The context signals of a classifier: P(passage), P(passage) P(stated), and the latter times ln(tokens of the prompt).
+# The context signals of a classifier: P(passage), P(passage) P(stated), and the latter times
+# ln(tokens of the prompt).
 CONTEXT_SIGNALS: Final[tuple[ContextSignal, ...]] = ("passage", "stated", "stated_length")
 CONTEXT_NEEDS: Final[Mapping[str, set[ContextName]]] = {
     "passage": {"passage"},
@@ -287,7 +372,8 @@ CONTEXT_NEEDS: Final[Mapping[str, set[ContextName]]] = {
 
 @dataclass(frozen=True)
 class ContextProbe(Record):
-    """A probe for a property of the prompt: P(name) = sigmoid(weight . depth mean of its logits + intercept).
+    """A probe for a property of the prompt: P(name) = sigmoid(weight . depth mean of its logits +
+    intercept).
 
     Its tensors have its position in the ``context_`` tensors of probes.safetensors."""
 
@@ -306,7 +392,8 @@ class ContextProbe(Record):
 
 @dataclass(frozen=True)
 class Applicability(Record):
-    """The rule that a prompt with P(asks) below ``threshold`` asks for no fact, so the risk does not apply to it."""
+    """The rule that a prompt with P(asks) below ``threshold`` asks for no fact, so the risk does
+    not apply to it."""
 
     threshold: Between
     questions_below: Share  # share of the training questions below the threshold, out of fold
@@ -327,14 +414,18 @@ class Context(Record):
 
     def position(self, name: ContextName) -> int | None:
         """Return the position of the probe of this name in ``probes``; None if there is none."""
-        return next((position for position, probe in enumerate(self.probes) if probe.name == name), None)
+        return next(
+            (position for position, probe in enumerate(self.probes) if probe.name == name), None
+        )
 
     @model_validator(mode="after")
     def _relations(self) -> Self:
         names = [probe.name for probe in self.probes]
         require(0 < len(names) == len(set(names)), "probes", "one or more, each name once", names)
         both = (self.applicability is None) == ("asks" not in names)
-        require(both, "applicability", "null exactly where there is no probe 'asks'", self.applicability)
+        require(
+            both, "applicability", "null exactly where there is no probe 'asks'", self.applicability
+        )
         return self
 
 
@@ -342,8 +433,8 @@ class Context(Record):
 class AnswerProbe(Record):
     """The probes of the answer's own tokens, with the tensors of answer.safetensors.
 
-    risk = 1 - sigmoid(weight . mean over the answer's tokens of the depth mean + intercept).  A recalibration changes
-    the risk before the answer, but not this one."""
+    risk = 1 - sigmoid(weight . mean over the answer's tokens of the depth mean + intercept).  A
+    recalibration changes the risk before the answer, but not this one."""
 
     weight: Real
     intercept: Real
@@ -357,5 +448,10 @@ class AnswerProbe(Record):
 
     @model_validator(mode="after")
     def _relations(self) -> Self:
-        require(self.hallucinated < self.rows, "hallucinated", f"1 to {self.rows - 1}", self.hallucinated)
+        require(
+            self.hallucinated < self.rows,
+            "hallucinated",
+            f"1 to {self.rows - 1}",
+            self.hallucinated,
+        )
         return self

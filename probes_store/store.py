@@ -1,7 +1,9 @@
-"""Resolves references in a store of bundles, in a folder or at a URL, with read-only fallbacks, and checks trust.
+"""Resolves references in a store of bundles, in a folder or at a URL, with read-only fallbacks, and
+checks trust.
 
-``Store.load`` is the only way from a reference to a bundle: ``resolve`` finds its folder on this machine; ``_read``
-reads it strictly and checks whether it is trusted.  For a store at a URL the folder is a copy:
+``Store.load`` is the only way from a reference to a bundle: ``resolve`` finds its folder on this
+machine; ``_read`` reads it strictly and checks whether it is trusted.  For a store at a URL the
+folder is a copy:
 
 CACHE/NAME/VERSION/   in the layout of a local store"""
 
@@ -37,13 +39,17 @@ if TYPE_CHECKING:
     from probes_store.hub import HubSource
 
 log = logging.getLogger("hallutracer")
-SHIPPED = Path(__file__).parent / "shipped"  # bundles that come with the package, used as a fallback
+SHIPPED = (
+    Path(__file__).parent / "shipped"
+)  # bundles that come with the package, used as a fallback
 
 
 class RemoteBackend:
-    """The bundles of a source, each fetched once into a cache; see ``LocalBackend`` for what the methods do.
+    """The bundles of a source, each fetched once into a cache; see ``LocalBackend`` for what the
+    methods do.
 
-    What they mean is asked of the source each time: without its answer nothing is read, though a copy is here."""
+    What they mean is asked of the source each time: without its answer nothing is read, though a
+    copy is here."""
 
     def __init__(self, source: Bucket | HubSource, cache: Path) -> None:
         """``cache``: the folder of all sources' copies."""
@@ -51,12 +57,20 @@ class RemoteBackend:
         self._copies = LocalBackend(cache / hashlib.sha256(source.where.encode()).hexdigest()[:16])
         self.folders = self._copies.folders
         self.names, self.versions, self.aliases = source.names, source.versions, source.aliases
-        self.check_writable, self.publish, self.add = source.check_writable, source.publish, source.add
+        self.check_writable, self.publish, self.add = (
+            source.check_writable,
+            source.publish,
+            source.add,
+        )
         self.set_alias, self.write_signature = source.set_alias, source.write_signature
 
     def folder(self, name: str, version: int) -> Path:
-        """Return the version's copy, fetched and checked where there is none yet; else compared with the source's."""
-        data, signature = self._source.manifest(name, version), self._source.signature(name, version)
+        """Return the version's copy, fetched and checked where there is none yet; else compared
+        with the source's."""
+        data, signature = (
+            self._source.manifest(name, version),
+            self._source.signature(name, version),
+        )
         shown = f"{name}/{version}/{MANIFEST}"
         if version in self._copies.versions(name):
             path = self._copies.folder(name, version)
@@ -69,8 +83,13 @@ class RemoteBackend:
                 if manifest_bytes(copied) != data:
                     problem = f"{self.where} has another bundle under this version than before"
                     cure = f"Ask who changed it, or remove {path} to take it"
-                    raise BundleConflict(problem, file=copied.reference, expected=copied.seal,
-                                         found=read_manifest(data, shown).seal, cure=cure)  # fmt: skip
+                    raise BundleConflict(
+                        problem,
+                        file=copied.reference,
+                        expected=copied.seal,
+                        found=read_manifest(data, shown).seal,
+                        cure=cure,
+                    )
                 _update_signature(path / SIGNATURE, signature)
                 return path
         manifest = read_manifest(data, shown)
@@ -83,7 +102,9 @@ class RemoteBackend:
                 found=manifest.reference,
             )
         check_total(manifest)
-        files = {MANIFEST: data, **self._source.files(manifest)} | ({} if signature is None else {SIGNATURE: signature})
+        files = {MANIFEST: data, **self._source.files(manifest)} | (
+            {} if signature is None else {SIGNATURE: signature}
+        )
         with writing(self.folders):
             self.folders.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             self.folders.mkdir(exist_ok=True, mode=0o700)
@@ -91,7 +112,8 @@ class RemoteBackend:
         return self._copies.folder(name, version)
 
     def stamp(self, name: str, version: int) -> str:
-        """Return the hashes of manifest and signature: any other change of a version is an error."""
+        """Return the hashes of manifest and signature: any other change of a version is an
+        error."""
         parts = self._source.manifest(name, version), self._source.signature(name, version) or b""
         return " ".join(hashlib.sha256(part).hexdigest() for part in parts)
 
@@ -130,20 +152,28 @@ Summaries = list[BundleSummary]  # ``Store.list`` hides the builtin
 
 @dataclass(frozen=True)
 class Trust:
-    """The requirements on a bundle of the store besides intact bytes.  Fallbacks are trusted like the package."""
+    """The requirements on a bundle of the store besides intact bytes.  Fallbacks are trusted like
+    the package."""
 
     signature: RequiredSignature | None = None
     open_store: bool = False  # accept a store that anyone on this machine can write to
 
 
 class Store:
-    """Bundles in a folder or at a URL; names that it lacks are looked up in the read-only ``fallbacks``.
+    """Bundles in a folder or at a URL; names that it lacks are looked up in the read-only
+    ``fallbacks``.
 
-    Methods raise InvalidReference and BundleNotFound, a subclass of BundleDamaged for a damaged bundle or aliases.json,
-    OpenStore and, at a URL, StoreRefused and StoreUnreachable; methods that write also raise StoreNotWritable."""
+    Methods raise InvalidReference and BundleNotFound, a subclass of BundleDamaged for a damaged
+    bundle or aliases.json, OpenStore and, at a URL, StoreRefused and StoreUnreachable; methods that
+    write also raise StoreNotWritable."""
 
     def __init__(
-        self, location: Path | str, fallbacks: Sequence[Path] = (), *, trust: Trust = Trust(), cache: Path | None = None
+        self,
+        location: Path | str,
+        fallbacks: Sequence[Path] = (),
+        *,
+        trust: Trust = Trust(),
+        cache: Path | None = None,
     ) -> None:
         """``cache`` is the folder for copies if ``location`` is a URL.
 
@@ -158,10 +188,14 @@ class Store:
             else:
                 source = Bucket(location)
             caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "hallutracer" / "stores"
-            self.own = RemoteBackend(source, expanded(caches if cache is None else cache, "HALLUTRACER_STORE_CACHE"))
+            self.own = RemoteBackend(
+                source, expanded(caches if cache is None else cache, "HALLUTRACER_STORE_CACHE")
+            )
         else:
             self.own = LocalBackend(expanded(location, "HALLUTRACER_STORE"))
-        self.behind: tuple[Backend, ...] = tuple(LocalBackend(Path(fallback)) for fallback in fallbacks)
+        self.behind: tuple[Backend, ...] = tuple(
+            LocalBackend(Path(fallback)) for fallback in fallbacks
+        )
         self.trust = trust
         self._warned: set[str] = set()  # names whose fallback is hidden
         self.where = self.own.where  # the folder or the URL, as ``--store`` takes it
@@ -173,28 +207,33 @@ class Store:
         self.own.check_writable()
 
     def publish(self, draft: BundleDraft) -> Bundle:
-        """Publish a draft as the next version of its name, or return the version that has the same content.
+        """Publish a draft as the next version of its name, or return the version that has the same
+        content.
 
-        Raises what ``render`` raises for a draft that would not load, and what ``check_writable`` raises."""
+        Raises what ``render`` raises for a draft that would not load, and what ``check_writable``
+        raises."""
         name = check_name(draft.manifest.name, "a bundle")
         manifest, files = render(draft)
         self.check_closed()
         return load_version(name, self.own.folder(name, self.own.publish(manifest, files)))
 
     def resolve(self, reference: str) -> Path:
-        """Return the folder of a reference, fetched from a URL if necessary; this does not check a pin.
+        """Return the folder of a reference, fetched from a URL if necessary; this does not check a
+        pin.
 
         A bare name means the alias ``production`` if it is set, else the highest version."""
         backend, name, version = self._find(reference)
         return backend.folder(name, version)
 
     def stamp(self, reference: str) -> str:
-        """Return a text that changes if the reference means another version, or if its bytes or signature change."""
+        """Return a text that changes if the reference means another version, or if its bytes or
+        signature change."""
         backend, name, version = self._find(reference)
         return f"{backend.where} {name}:{version} {backend.stamp(name, version)}"
 
     def load(self, reference: str) -> Bundle:
-        """Resolve a reference, load and validate the whole bundle, compare it with a pin, and check trust.
+        """Resolve a reference, load and validate the whole bundle, compare it with a pin, and check
+        trust.
 
         Raises what ``resolve`` and ``load_bundle`` raise, DigestMismatch and BundleUntrusted."""
         return self._load(reference, self.trust.signature)
@@ -204,9 +243,14 @@ class Store:
         bundle = self._read(wanted.name, self.resolve(reference), signature)
         digest = bundle.manifest.digest
         if wanted.digest is not None and wanted.digest != digest:
-            raise errors.DigestMismatch("this is not the bundle that the reference pins", file=bundle.reference,
-                                        field="digest", expected=wanted.digest, found=digest,
-                                        cure="Pin the one that 'hallutracer bundle list' shows")  # fmt: skip
+            raise errors.DigestMismatch(
+                "this is not the bundle that the reference pins",
+                file=bundle.reference,
+                field="digest",
+                expected=wanted.digest,
+                found=digest,
+                cure="Pin the one that 'hallutracer bundle list' shows",
+            )
         return bundle
 
     def verify(self, reference: str) -> Bundle:
@@ -220,8 +264,12 @@ class Store:
         """Sign a bundle of the store itself.  Raises what ``load`` raises and SigningError."""
         bundle = self._load(reference, None)
         if not self.is_own(bundle.path):
-            raise BundleConflict("it comes with the package", file=reference, cure="Sign bundles of your own store")
-        self.own.write_signature(bundle.manifest.name, bundle.manifest.version, signing.sign(bundle))
+            raise BundleConflict(
+                "it comes with the package", file=reference, cure="Sign bundles of your own store"
+            )
+        self.own.write_signature(
+            bundle.manifest.name, bundle.manifest.version, signing.sign(bundle)
+        )
         return bundle
 
     def aliases(self, name: str) -> dict[str, int]:
@@ -229,19 +277,22 @@ class Store:
         return self._backend(check_name(name, "a bundle"))[0].aliases(name)
 
     def set_alias(self, name: str, alias: str, version: int, keep_as: str | None = None) -> None:
-        """Point an alias at a version that loads, in one step: a reader sees the old or the new version.
+        """Point an alias at a version that loads, in one step: a reader sees the old or the new
+        version.
 
         In the same step the alias ``keep_as`` gets the previous version, which need not load."""
         check_name(alias, "an alias")
         if not self.own.versions(check_name(name, "a bundle")):
             raise BundleNotFound(
-                f"no bundle {name} in this store; fallbacks are only read", cure="Publish it here first"
+                f"no bundle {name} in this store; fallbacks are only read",
+                cure="Publish it here first",
             )
         self.load(f"{name}:{version}")
         self.own.set_alias(name, alias, version, keep_as)
 
     def list(self) -> Summaries:
-        """Return every version of every name, sorted, without hidden fallbacks; damaged bundles have their error."""
+        """Return every version of every name, sorted, without hidden fallbacks; damaged bundles
+        have their error."""
         self.check_closed()
         seen: dict[str, Backend] = {}
         for backend in (self.own, *self.behind):
@@ -253,7 +304,9 @@ class Store:
         shared: BundleError | None = None
         try:
             aliases = backend.aliases(name)
-        except BundleError as error:  # without its aliases a name cannot be resolved: each version has this error
+        except (
+            BundleError
+        ) as error:  # without its aliases a name cannot be resolved: each version has this error
             aliases, shared = {}, error
         for version in sorted(backend.versions(name)):
             path: Path | None = None
@@ -277,16 +330,22 @@ class Store:
             version = aliases.get(wanted.alias or PRODUCTION)
             if version is None and wanted.alias is not None:
                 near = did_you_mean(wanted.alias, aliases)
-                cure = f"{near}Set it, or use one of its aliases: {', '.join(sorted(aliases)) or 'none'}"
+                cure = (
+                    f"{near}Set it, or use one of its aliases:"
+                    f" {', '.join(sorted(aliases)) or 'none'}"
+                )
                 raise BundleNotFound(f"bundle {wanted.name} has no alias {wanted.alias}", cure=cure)
             version = version or max(versions)
         if version not in versions:
             cure = f"Use one of its versions: {', '.join(map(str, sorted(versions)))}"
-            raise BundleNotFound(f"{reference} names version {version}, which is not there", cure=cure)
+            raise BundleNotFound(
+                f"{reference} names version {version}, which is not there", cure=cure
+            )
         return backend, wanted.name, version
 
     def _backend(self, name: str) -> tuple[Backend, set[int]]:
-        """Return the store's own backend or the first fallback that has versions of this name, and the versions."""
+        """Return the store's own backend or the first fallback that has versions of this name, and
+        the versions."""
         self.check_closed()
         backends = (self.own, *self.behind)
         versions = [(backend, backend.versions(name)) for backend in backends]
@@ -294,15 +353,23 @@ class Store:
         if not having:
             known = sorted({known for backend in backends for known in backend.names()})
             near = did_you_mean(name, known)
-            cure = f"{near}Train and publish it there, name another store, or use one of: {', '.join(known) or 'none'}"
+            cure = (
+                f"{near}Train and publish it there, name another store, or use one of:"
+                f" {', '.join(known) or 'none'}"
+            )
             raise BundleNotFound(f"no bundle {name} in {self.where}", cure=cure)
         if having[0][0] is self.own and len(having) > 1 and name not in self._warned:
             self._warned.add(name)
-            log.warning("%s is that of %s, which hides the one that comes with the package", name, self.where)
+            log.warning(
+                "%s is that of %s, which hides the one that comes with the package",
+                name,
+                self.where,
+            )
         return having[0]
 
     def _read(self, name: str, path: Path, signature: RequiredSignature | None) -> Bundle:
-        """Read the bundle in a folder of the store or of a fallback.  Raises what ``load`` raises."""
+        """Read the bundle in a folder of the store or of a fallback.  Raises what ``load``
+        raises."""
         bundle = load_version(name, path)
         if self.is_own(path):
             if not self.trust.open_store:
@@ -316,6 +383,7 @@ class Store:
         return path.parent.parent.resolve() == self.root.resolve()
 
     def check_closed(self) -> None:
-        """Raise OpenStore if anyone on this machine can write to the store, unless ``open_store`` allows it."""
+        """Raise OpenStore if anyone on this machine can write to the store, unless ``open_store``
+        allows it."""
         if not self.trust.open_store:
             check_closed(self.root)

@@ -12,7 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from probes_store.errors import BadValue, BundleConflict, InvalidReference, NotFinite, Truncated, UnknownField
+from probes_store.errors import (
+    BadValue,
+    BundleConflict,
+    InvalidReference,
+    NotFinite,
+    Truncated,
+    UnknownField,
+)
 
 HEX = re.compile(r"[0-9a-f]{64}")
 NAME = re.compile(r"[a-z0-9](?!.*\.\.)[a-z0-9._-]{0,63}")  # the name of a bundle or an alias
@@ -24,18 +31,27 @@ HUB = "hf://"  # the prefix of an address on the Hugging Face hub
 ALIASES = "aliases.json"
 PRODUCTION = "production"  # the alias that a bare name resolves to, if it is set
 PREVIOUS = "previous"  # the alias for the production version before the last promotion
-EXTRAS = {"s3": "s3", "gs": "gs", "az": "az", "memory": ""}  # scheme of a store's URL -> the extra that it needs
+EXTRAS = {
+    "s3": "s3",
+    "gs": "gs",
+    "az": "az",
+    "memory": "",
+}  # scheme of a store's URL -> the extra that it needs
 _URL = re.compile(r"([a-z0-9]+)://((?!.*(?://|/\.))[A-Za-z0-9][A-Za-z0-9._/-]*)")
 _REFERENCE = re.compile(
-    rf"({NAME.pattern})(?:@({NAME.pattern})|:({VERSION.pattern}))?(?:@(sha256:{HEX.pattern}))?", re.ASCII
+    rf"({NAME.pattern})(?:@({NAME.pattern})|:({VERSION.pattern}))?(?:@(sha256:{HEX.pattern}))?",
+    re.ASCII,
 )
 _PART = r"(?![A-Za-z0-9._-]*(?:--|\.\.))[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 # A revision becomes a file's name in huggingface_hub's cache, so it must not lead out of it.
-_ADDRESS = re.compile(rf"{HUB}({_PART}/{_PART})(?:@((?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._/-]{{0,199}}))?")
+_ADDRESS = re.compile(
+    rf"{HUB}({_PART}/{_PART})(?:@((?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._/-]{{0,199}}))?"
+)
 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
-    """Return "Did you mean NAME?  " for the known name that is nearest to a wrong one; "" if none is near."""
+    """Return "Did you mean NAME?  " for the known name that is nearest to a wrong one; "" if none
+    is near."""
     near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.6)
     return f"Did you mean {near[0]}?  " if near else ""
 
@@ -43,27 +59,35 @@ def did_you_mean(name: str, known: Collection[str]) -> str:
 def expanded(path: Path | str, variable: str) -> Path:
     """Return the path with ~ replaced by the home folder.
 
-    Raises InvalidReference that names ``variable`` if there is none, as for some users in a container."""
+    Raises InvalidReference that names ``variable`` if there is none, as for some users in a
+    container."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
         raise InvalidReference(
-            f"{path} cannot be found: this process has no home folder", cure=f"Set {variable}, or HOME"
+            f"{path} cannot be found: this process has no home folder",
+            cure=f"Set {variable}, or HOME",
         ) from None
 
 
 def canonical_json(value: object) -> bytes:
     """Return JSON for digests: sorted keys, compact separators, UTF-8, no NaN."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+    return json.dumps(
+        value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+    ).encode()
 
 
 def readable_json(value: object) -> bytes:
     """Return JSON for files: sorted keys, two spaces, a final newline, UTF-8, no NaN."""
-    return json.dumps(value, sort_keys=True, indent=2, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+    return (
+        json.dumps(value, sort_keys=True, indent=2, ensure_ascii=False, allow_nan=False).encode()
+        + b"\n"
+    )
 
 
 def plain(value: object, file: str, where: str = "") -> Any:
-    """Convert Python and numpy values to JSON types, for writing.  Raises NotFinite and BadValue."""
+    """Convert Python and numpy values to JSON types, for writing.  Raises NotFinite and
+    BadValue."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str) and not any(0xD800 <= ord(letter) <= 0xDFFF for letter in value):
@@ -72,11 +96,15 @@ def plain(value: object, file: str, where: str = "") -> Any:
         return int(value)
     if isinstance(value, numbers.Real):
         if not math.isfinite(value):
-            raise NotFinite("not finite", file=file, field=where, expected="a finite number", found=value)
+            raise NotFinite(
+                "not finite", file=file, field=where, expected="a finite number", found=value
+            )
         return float(value)
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         inner = {key: f"{where}.{key}" if where else key for key in value}
-        return {plain(key, file, where): plain(item, file, inner[key]) for key, item in value.items()}
+        return {
+            plain(key, file, where): plain(item, file, inner[key]) for key, item in value.items()
+        }
     if isinstance(value, list | tuple):
         return [plain(item, file, f"{where}[{i}]") for i, item in enumerate(value)]
     expected = "what JSON can hold, with strings as keys, in text that UTF-8 can encode"
@@ -86,7 +114,8 @@ def plain(value: object, file: str, where: str = "") -> Any:
 def parse_json(data: bytes, file: str) -> Any:
     """Return the plain values of bytes that ``readable_json`` wrote.
 
-    Raises Truncated, NotFinite (NaN, Infinity, 1e999), UnknownField (a key twice) and BadValue (not JSON, not UTF-8).
+    Raises Truncated, NotFinite (NaN, Infinity, 1e999), UnknownField (a key twice) and BadValue (not
+    JSON, not UTF-8).
     """
 
     def refuse(text: str) -> NoReturn:
@@ -104,12 +133,21 @@ def parse_json(data: bytes, file: str) -> Any:
         return seen
 
     try:
-        return json.loads(data.decode(), parse_float=number, parse_constant=refuse, object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+        return json.loads(
+            data.decode(), parse_float=number, parse_constant=refuse, object_pairs_hook=unique
+        )
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
         last = data.rstrip(b"\n").rpartition(b"\n")[2]
-        if last[-1:] not in (b"}", b"]") or last.startswith(b" "):  # an indented last line is inside a record
+        if last[-1:] not in (b"}", b"]") or last.startswith(
+            b" "
+        ):  # an indented last line is inside a record
             end = f"{len(data)} bytes that end in {data[-8:]!r}"
-            raise Truncated("the end is missing", file=file, expected="a closing bracket", found=end) from error
+            raise Truncated(
+                "the end is missing", file=file, expected="a closing bracket", found=end
+            ) from error
         raise BadValue("not JSON", file=file, expected="UTF-8 JSON", found=error) from error
 
 
@@ -124,14 +162,23 @@ class BundleReference:
 
 
 def parse_reference(text: str) -> BundleReference:
-    """Parse a reference; no part of the result can lead out of a store.  Raises InvalidReference."""
+    """Parse a reference; no part of the result can lead out of a store.  Raises
+    InvalidReference."""
     match = _REFERENCE.fullmatch(text)
     if match is None:
-        expected = "NAME, NAME@ALIAS or NAME:VERSION, and @sha256:DIGEST behind it where the content is pinned"
+        expected = (
+            "NAME, NAME@ALIAS or NAME:VERSION, and @sha256:DIGEST behind it where the content is"
+            " pinned"
+        )
         cure = f"A name is {NAMES}; a digest has 64 hex digits"
         if text.startswith(HUB):
-            cure = "Run 'hallutracer bundle pull' with that address first, and name the bundle as it prints it"
-        raise InvalidReference("not a bundle reference", expected=expected, found=ascii(text), cure=cure)
+            cure = (
+                "Run 'hallutracer bundle pull' with that address first, and name the bundle as it"
+                " prints it"
+            )
+        raise InvalidReference(
+            "not a bundle reference", expected=expected, found=ascii(text), cure=cure
+        )
     name, alias, version, digest = match.groups()
     return BundleReference(name, alias, None if version is None else int(version), digest)
 
@@ -139,20 +186,27 @@ def parse_reference(text: str) -> BundleReference:
 def check_name(text: str, what: str) -> str:
     """Return the name of a bundle or an alias unchanged.  Raises InvalidReference."""
     if not NAME.fullmatch(text):
-        raise InvalidReference(f"not a name for {what}", expected=NAMES, found=ascii(text), cure="Choose another name")
+        raise InvalidReference(
+            f"not a name for {what}", expected=NAMES, found=ascii(text), cure="Choose another name"
+        )
     return text
 
 
 def next_number(taken: Collection[int], what: str) -> int:
-    """Return the number after the highest one.  Raises BundleConflict if ``VERSION`` does not allow it."""
+    """Return the number after the highest one.  Raises BundleConflict if ``VERSION`` does not allow
+    it."""
     following = max(taken, default=0) + 1
     if not VERSION.fullmatch(str(following)):
-        raise BundleConflict(f"{what} has the highest number that there is, {following - 1}", cure="Use another store")
+        raise BundleConflict(
+            f"{what} has the highest number that there is, {following - 1}",
+            cure="Use another store",
+        )
     return following
 
 
 def parse_aliases(data: bytes, shown: str) -> dict[str, int]:
-    """Return a table, alias -> version; ``shown`` names the file in errors.  Raises a subclass of BundleDamaged."""
+    """Return a table, alias -> version; ``shown`` names the file in errors.  Raises a subclass of
+    BundleDamaged."""
     aliases = parse_json(data, shown)
     if not isinstance(aliases, dict):
         raise BadValue("bad value", file=shown, expected="an object", found=type(aliases).__name__)
@@ -169,8 +223,11 @@ def parse_aliases(data: bytes, shown: str) -> dict[str, int]:
     return aliases
 
 
-def moved(table: Mapping[str, int], alias: str, version: int, keep_as: str | None = None) -> dict[str, int]:
-    """Return the table with ``alias`` at ``version``; the alias ``keep_as`` gets the previous version, if any."""
+def moved(
+    table: Mapping[str, int], alias: str, version: int, keep_as: str | None = None
+) -> dict[str, int]:
+    """Return the table with ``alias`` at ``version``; the alias ``keep_as`` gets the previous
+    version, if any."""
     previous = {} if keep_as is None or alias not in table else {keep_as: table[alias]}
     return {**table, **previous, alias: version}
 
@@ -184,9 +241,14 @@ def check_url(text: str) -> str:
     """Return a store's URL without a slash at its end.  Raises InvalidReference."""
     match = _URL.fullmatch(text.rstrip("/"))
     if match is None or match[1] not in EXTRAS:
-        expected = "s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX, or hf://OWNER/NAME to read"
+        expected = (
+            "s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX, or hf://OWNER/NAME to"
+            " read"
+        )
         cure = "Credentials come from the environment, not from the URL"
-        raise InvalidReference("not the URL of a store", expected=expected, found=ascii(text), cure=cure)
+        raise InvalidReference(
+            "not the URL of a store", expected=expected, found=ascii(text), cure=cure
+        )
     return match[0]
 
 
@@ -205,6 +267,8 @@ def parse_address(text: str) -> HubAddress:
     """Parse an address on the hub.  Raises InvalidReference."""
     match = _ADDRESS.fullmatch(text)
     if match is None:
-        expected = "hf://OWNER/NAME, or hf://OWNER/NAME@REVISION: a tag such as v1, a branch or a commit"
+        expected = (
+            "hf://OWNER/NAME, or hf://OWNER/NAME@REVISION: a tag such as v1, a branch or a commit"
+        )
         raise InvalidReference("not an address on the hub", expected=expected, found=ascii(text))
     return HubAddress(match[1], match[2])

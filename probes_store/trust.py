@@ -1,7 +1,8 @@
-"""Checks an operator's requirements on a bundle: a signature, and a store that not everyone can write to.
+"""Checks an operator's requirements on a bundle: a signature, and a store that not everyone can
+write to.
 
-Signatures have the format of OpenSSF model signing and lie beside a bundle as ``model.sig``.  They cover bundle.json
-and every file that it lists, and so the name, the version and the digest."""
+Signatures have the format of OpenSSF model signing and lie beside a bundle as ``model.sig``.  They
+cover bundle.json and every file that it lists, and so the name, the version and the digest."""
 
 from __future__ import annotations
 
@@ -19,7 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from probes_store.bundle import Bundle, read_signature
-from probes_store.errors import InvalidReference, OpenStore, SignatureMismatch, SignatureMissing, SigningError, one_line
+from probes_store.errors import (
+    InvalidReference,
+    OpenStore,
+    SignatureMismatch,
+    SignatureMissing,
+    SigningError,
+    one_line,
+)
 from probes_store.local import write_files
 from probes_store.syntax import expanded
 
@@ -37,22 +45,31 @@ class RequiredSignature:
     issuer: str | None = None
 
     def check(self, bundle: Bundle) -> None:
-        """Raise SignatureMissing or SignatureMismatch.  Checks the bundle in memory, since its folder may change."""
+        """Raise SignatureMissing or SignatureMismatch.  Checks the bundle in memory, since its
+        folder may change."""
         signature, at = read_signature(bundle.path), bundle.reference
         if signature is None:
             cure = "Ask its publisher to sign it, or check it and run 'hallutracer bundle sign'"
-            raise SignatureMissing("a signature is required here, and this bundle has none", file=at, cure=cure)
+            raise SignatureMissing(
+                "a signature is required here, and this bundle has none", file=at, cure=cure
+            )
         with _folder(bundle) as (folder, names):
             path = folder.with_suffix(".sig")
             path.write_bytes(signature)
             try:
                 self._verifier().verify(folder, path)
                 # The files that it covers: a signer can tell the tool to leave some out.
-                payload = json.loads(base64.b64decode(json.loads(signature)["dsseEnvelope"]["payload"]))
+                payload = json.loads(
+                    base64.b64decode(json.loads(signature)["dsseEnvelope"]["payload"])
+                )
                 covered = {resource["name"] for resource in payload["predicate"]["resources"]}
-            except Exception as error:  # cryptography, OpenSSL, sigstore and protobuf raise many classes
+            except (
+                Exception
+            ) as error:  # cryptography, OpenSSL, sigstore and protobuf raise many classes
                 cure = "Ask its publisher which key it is"
-                raise SignatureMismatch(f"not signed by {self}: {one_line(error)}", file=at, cure=cure) from error
+                raise SignatureMismatch(
+                    f"not signed by {self}: {one_line(error)}", file=at, cure=cure
+                ) from error
         if covered != names:
             raise SignatureMismatch(
                 "the signature leaves files out",
@@ -63,7 +80,11 @@ class RequiredSignature:
             )
 
     def __str__(self) -> str:
-        return f"{self.identity} ({self.issuer})" if self.identity else str(self.key or self.certificates)
+        return (
+            f"{self.identity} ({self.issuer})"
+            if self.identity
+            else str(self.key or self.certificates)
+        )
 
     def _verifier(self) -> Any:
         config = _model_signing("verifying").Config()
@@ -75,28 +96,37 @@ class RequiredSignature:
 
 
 def required_signature(text: str) -> RequiredSignature:
-    """Parse a file's name or ``sigstore:IDENTITY@ISSUER``.  Raises InvalidReference and OpenStore."""
+    """Parse a file's name or ``sigstore:IDENTITY@ISSUER``.  Raises InvalidReference and
+    OpenStore."""
     _model_signing("verifying")  # report a missing package before a model is loaded
     if text.startswith(SIGSTORE):
         identity, _, issuer = text.removeprefix(SIGSTORE).rpartition("@https://")
         if not identity or not issuer:
-            raise InvalidReference("no identity", expected=EXPECTED, found=ascii(text), cure="ISSUER is a https URL")
+            raise InvalidReference(
+                "no identity", expected=EXPECTED, found=ascii(text), cure="ISSUER is a https URL"
+            )
         return RequiredSignature(identity=identity, issuer=f"https://{issuer}")
     path = expanded(text, "HALLUTRACER_REQUIRE_SIGNATURE")
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise InvalidReference(f"cannot be read: {error.strerror}", file=str(path), cure=f"Name {EXPECTED}") from error
+        raise InvalidReference(
+            f"cannot be read: {error.strerror}", file=str(path), cure=f"Name {EXPECTED}"
+        ) from error
     _check_not_writable(path)
     if b"PRIVATE KEY" in data:
         raise InvalidReference(
-            "a private key", file=str(path), cure="Take the public one: openssl pkey -in KEY -pubout"
+            "a private key",
+            file=str(path),
+            cure="Take the public one: openssl pkey -in KEY -pubout",
         )
     if b"-----BEGIN CERTIFICATE-----" in data:
         return RequiredSignature(certificates=path)
     if b"-----BEGIN PUBLIC KEY-----" in data:
         return RequiredSignature(key=path)
-    raise InvalidReference("no key", file=str(path), expected=EXPECTED, found="other bytes", cure="Name another file")
+    raise InvalidReference(
+        "no key", file=str(path), expected=EXPECTED, found="other bytes", cure="Name another file"
+    )
 
 
 @dataclass(frozen=True)
@@ -136,9 +166,11 @@ class Signing:
 
 @contextmanager
 def _folder(bundle: Bundle) -> Iterator[tuple[Path, set[str]]]:
-    """Make a private folder with the files that a signature covers; yield it and the names of the files.
+    """Make a private folder with the files that a signature covers; yield it and the names of the
+    files.
 
-    Meanwhile the output of model_signing goes to standard error, since standard output has our own results."""
+    Meanwhile the output of model_signing goes to standard error, since standard output has our own
+    results."""
     files = bundle.files()
     with tempfile.TemporaryDirectory() as outside, redirect_stdout(sys.stderr):
         folder = Path(outside, bundle.manifest.name)
@@ -150,14 +182,17 @@ def _model_signing(module: str) -> Any:
     try:
         return importlib.import_module(f"model_signing.{module}")
     except ImportError as error:
-        raise SigningError(f"no package for it: {error}", cure="Run: pip install 'hallutracer[signing]'") from error
+        raise SigningError(
+            f"no package for it: {error}", cure="Run: pip install 'hallutracer[signing]'"
+        ) from error
 
 
 def check_closed(path: Path) -> None:
     """Raise OpenStore if any user of this machine could replace ``path`` by another file or folder.
 
-    ``path`` and every folder above it must not be writable for all.  In a folder such as /tmp, where all may write but
-    only owners may rename, the next folder must belong to this user or root.  A missing path is fine."""
+    ``path`` and every folder above it must not be writable for all.  In a folder such as /tmp,
+    where all may write but only owners may rename, the next folder must belong to this user or
+    root.  A missing path is fine."""
     path = Path(os.path.abspath(path))
     for part in (path, path.resolve()):  # a link itself, and its target
         for below, folder in zip((part, *part.parents), part.parents, strict=False):
@@ -167,14 +202,19 @@ def check_closed(path: Path) -> None:
                 continue
             if mode & stat.S_IWOTH and mode & stat.S_ISVTX and owner not in (0, os.geteuid()):
                 cure = "Name a store in a folder of your own, or --allow-open-store"
-                raise OpenStore("another user made this, in a folder where all may write", file=str(below), cure=cure)
+                raise OpenStore(
+                    "another user made this, in a folder where all may write",
+                    file=str(below),
+                    cure=cure,
+                )
             if not mode & stat.S_ISVTX:
                 _check_not_writable(folder)
     _check_not_writable(path)
 
 
 def check_bundle_closed(folder: Path) -> None:
-    """Raise OpenStore if a bundle's folder, the folder of its name, or a file in either is writable for all."""
+    """Raise OpenStore if a bundle's folder, the folder of its name, or a file in either is writable
+    for all."""
     for path in (folder.parent, *folder.parent.glob("*.json"), folder, *folder.rglob("*")):
         _check_not_writable(path)
 

@@ -1,4 +1,5 @@
-"""A thread that writes, in batches, what others put into its bounded queue, as feedback and the audit log do."""
+"""A thread that writes, in batches, what others put into its bounded queue, as feedback and the
+audit log do."""
 
 from __future__ import annotations
 
@@ -27,16 +28,22 @@ class Queued(Generic[Item]):
 
 
 class BatchWriter(ABC, Generic[Item]):
-    """A bounded queue and its thread, which calls the subclass's ``write``, ``wake_s`` and, at the end, ``release``."""
+    """A bounded queue and its thread, which calls the subclass's ``write``, ``wake_s`` and, at the
+    end, ``release``."""
 
-    def __init__(self, name: str, *, most: int, batch: int, closing_s: float, gather_s: float = 0.0) -> None:
-        """Start the thread, last of all.  ``most``: the sum of sizes that may wait or are being written.
+    def __init__(
+        self, name: str, *, most: int, batch: int, closing_s: float, gather_s: float = 0.0
+    ) -> None:
+        """Start the thread, last of all.  ``most``: the sum of sizes that may wait or are being
+        written.
 
-        ``batch`` items are written at once; where nobody waits for any, others are waited for ``gather_s``.
-        ``closing_s`` is how long the last ones may take."""
+        ``batch`` items are written at once; where nobody waits for any, others are waited for
+        ``gather_s``. ``closing_s`` is how long the last ones may take."""
         self._most, self._batch, self._closing_s, self._gather_s = most, batch, closing_s, gather_s
         self._queue: deque[Queued[Item]] = deque()
-        self._size = self._heard = 0  # of the queue and what is being written; items that somebody waits for
+        self._size = self._heard = (
+            0  # of the queue and what is being written; items that somebody waits for
+        )
         self.closing = False
         self.changed = threading.Condition()
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
@@ -44,10 +51,12 @@ class BatchWriter(ABC, Generic[Item]):
 
     @abstractmethod
     def write(self, batch: list[Queued[Item]]) -> Sequence[Queued[Item]]:
-        """Write a batch and tell who waits; return those that are to be tried again, first.  It must not raise."""
+        """Write a batch and tell who waits; return those that are to be tried again, first.  It
+        must not raise."""
 
     def wake_s(self) -> float | None:
-        """Return after how many seconds ``write`` is called at the latest, with an empty batch; None: never."""
+        """Return after how many seconds ``write`` is called at the latest, with an empty batch;
+        None: never."""
         return None
 
     @abstractmethod
@@ -87,7 +96,8 @@ class BatchWriter(ABC, Generic[Item]):
                 self.changed.wait_for(lambda: self._queue or self.closing, self.wake_s())
                 if self._queue and not self._heard:
                     self.changed.wait_for(
-                        lambda: self._heard or self.closing or len(self._queue) >= self._batch, self._gather_s
+                        lambda: self._heard or self.closing or len(self._queue) >= self._batch,
+                        self._gather_s,
                     )
                 batch = [self._queue.popleft() for _ in range(min(self._batch, len(self._queue)))]
                 self._heard -= sum(queued.done is not None for queued in batch)
@@ -95,6 +105,8 @@ class BatchWriter(ABC, Generic[Item]):
                 break
             again = self.write(batch)
             with self.changed:
-                self._size += sum(queued.size for queued in again) - sum(queued.size for queued in batch)
+                self._size += sum(queued.size for queued in again) - sum(
+                    queued.size for queued in batch
+                )
                 self._queue.extendleft(reversed(again))
         self.release()

@@ -1,4 +1,5 @@
-"""All errors of the service, the engines and the trainer; those of bundles are in ``probes_store.errors``.
+"""All errors of the service, the engines and the trainer; those of bundles are in
+``probes_store.errors``.
 
 ``status`` and ``code`` are what the API sends."""
 
@@ -20,11 +21,14 @@ class HalluTracerError(Exception):
     retry_after_s: int | None = None  # the Retry-After header, seconds
 
     def __init_subclass__(cls, **declared: int | str) -> None:
-        """Take ``status``, ``code`` and ``retry_after_s`` from the class's first line, else from its parent."""
+        """Take ``status``, ``code`` and ``retry_after_s`` from the class's first line, else from
+        its parent."""
         for name, value in declared.items():
             setattr(cls, name, value)
 
-    def __init__(self, message: str, *, param: str | None = None, retry_after_s: int | None = None) -> None:
+    def __init__(
+        self, message: str, *, param: str | None = None, retry_after_s: int | None = None
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.param = param  # the request field or option that is wrong
@@ -45,7 +49,8 @@ class WrongEncoding(RequestError, status=400, code="invalid_encoding"):
 
 
 class UnknownEncoding(RequestError, status=415, code="unknown_encoding"):
-    """The request body has a Content-Encoding that is not taken; ``accepted``: those that are, as a header's value."""
+    """The request body has a Content-Encoding that is not taken; ``accepted``: those that are, as a
+    header's value."""
 
     def __init__(self, message: str, *, accepted: str) -> None:
         super().__init__(message)
@@ -100,7 +105,9 @@ class NotReady(HalluTracerError, status=503, code="not_ready", retry_after_s=1):
         self.retry_after_s = type(self).retry_after_s if retry else None
 
 
-class FeedbackUnavailable(HalluTracerError, status=503, code="feedback_unavailable", retry_after_s=5):
+class FeedbackUnavailable(
+    HalluTracerError, status=503, code="feedback_unavailable", retry_after_s=5
+):
     """The database of feedback cannot be read or written; answers do not depend on it."""
 
 
@@ -165,7 +172,8 @@ class ModelLoadError(EngineError, status=500, code="model_load_error"):
 
 
 class EngineBusy(EngineError, status=503, code="engine_error", retry_after_s=1):
-    """The engine gave up this request alone; another replica, or the same one a moment later, can answer it."""
+    """The engine gave up this request alone; another replica, or the same one a moment later, can
+    answer it."""
 
 
 class UnknownFamily(HalluTracerError, status=500, code="unknown_family"):
@@ -177,11 +185,13 @@ class NonFiniteReadout(EngineError, status=500, code="non_finite_readout"):
 
 
 class ProbeReplaced(EngineError, status=503, code="probe_replaced", retry_after_s=1):
-    """Another server has put its probe into this slot of vLLM's; the next request writes ours again."""
+    """Another server has put its probe into this slot of vLLM's; the next request writes ours
+    again."""
 
 
 class WeightsChanged(EngineError, status=503, code="weights_changed", retry_after_s=5):
-    """The model's weights are not those that were tested: the golden prompts have to be replayed first."""
+    """The model's weights are not those that were tested: the golden prompts have to be replayed
+    first."""
 
 
 class TrainingError(HalluTracerError, status=500, code="training_error"):
@@ -215,11 +225,13 @@ class DataError(TrainingError, status=500, code="bad_data"):
 def _grouped(problems: Sequence[str]) -> list[str]:
     """Return each kind of problem once: its first line, and on how many more lines it is.
 
-    Problems are of one kind where they differ in numbers and quoted words at most: ``line 3 and 597 more lines: 'label'
-    must be the number 1 or 0, found "yes" (the others are like it)``."""
+    Problems are of one kind where they differ in numbers and quoted words at most: ``line 3 and 597
+    more lines: 'label' must be the number 1 or 0, found "yes" (the others are like it)``."""
     kinds: dict[str, list[tuple[str, str]]] = {}
     for problem in problems:
-        line, _, fault = problem.partition(": ") if problem.startswith("line ") else ("", "", problem)
+        line, _, fault = (
+            problem.partition(": ") if problem.startswith("line ") else ("", "", problem)
+        )
         kind = re.sub(r"'[^']*'|\"[^\"]*\"|\d+", "", fault) if line else fault
         kinds.setdefault(kind, []).append((line, fault))
     grouped = []
@@ -227,16 +239,20 @@ def _grouped(problems: Sequence[str]) -> list[str]:
         line, fault = alike[0]
         count = len({where for where, _ in alike}) - 1
         more = f" and {count} more line{'' if count == 1 else 's'}" if count else ""
-        varied = " (the others are like it)" if count and len({text for _, text in alike}) > 1 else ""
+        varied = (
+            " (the others are like it)" if count and len({text for _, text in alike}) > 1 else ""
+        )
         grouped.append(f"{line}{more}: {fault}{varied}" if line else fault)
     return grouped
 
 
 def first_problem(error: ValidationError, model: type[BaseModel]) -> str:
-    """Return which field of a file's ``model`` is wrong and what was expected; never the value, which may be secret."""
+    """Return which field of a file's ``model`` is wrong and what was expected; never the value,
+    which may be secret."""
     # A misspelt field before the one that is missing for it.
     first = min(
-        error.errors(include_url=False, include_input=False), key=lambda problem: problem["type"] != "extra_forbidden"
+        error.errors(include_url=False, include_input=False),
+        key=lambda problem: problem["type"] != "extra_forbidden",
     )
     where = ".".join(map(str, first["loc"]))
     if first["type"] == "extra_forbidden":

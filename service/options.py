@@ -1,6 +1,8 @@
-"""Where an option's value comes from: flag, then environment variable, then configuration file, then default.
+"""Where an option's value comes from: flag, then environment variable, then configuration file,
+then default.
 
-The configuration file is TOML: a table for each command, and keys above the tables for every command that has them.
+The configuration file is TOML: a table for each command, and keys above the tables for every
+command that has them.
 
     model = "./my-model"
 
@@ -8,9 +10,9 @@ The configuration file is TOML: a table for each command, and keys above the tab
     port = 9000
     api_key_file = "keys.txt"
 
-An unknown key, a value of another type and a value out of range are errors wherever they stand.  Of cyclopts' own
-configurations ``Env`` gives names and help alone: it takes an empty variable for a value, and ``Toml`` has no shared
-keys and converts ``port = "9"``."""
+An unknown key, a value of another type and a value out of range are errors wherever they stand.  Of
+cyclopts' own configurations ``Env`` gives names and help alone: it takes an empty variable for a
+value, and ``Toml`` has no shared keys and converts ``port = "9"``."""
 
 from __future__ import annotations
 
@@ -32,8 +34,13 @@ from service.settings import DATABASE, NEVER_EMPTY, NO_OPTIONS, PREFIX, SECRET, 
 
 T = TypeVar("T")
 Command = tuple[str, ...]  # ("bundle", "list")
-LIKE: Mapping[Command, Command] = {("doctor",): ("serve",)}  # command -> another whose table holds, after its own
-COMMON = ("--config", "--print-config")  # said on the command line or, the first, by a variable; never in the file
+LIKE: Mapping[Command, Command] = {
+    ("doctor",): ("serve",)
+}  # command -> another whose table holds, after its own
+COMMON = (
+    "--config",
+    "--print-config",
+)  # said on the command line or, the first, by a variable; never in the file
 
 
 @section("Configuration", 90)
@@ -41,38 +48,55 @@ COMMON = ("--config", "--print-config")  # said on the command line or, the firs
 class Common:
     """What every command takes."""
 
-    config: Annotated[Path | None, option(
-        "TOML file of options: one table per command; keys above the tables are shared.",
-        everyday=True)] = None  # fmt: skip
+    config: Annotated[
+        Path | None,
+        option(
+            "TOML file of options: one table per command; keys above the tables are shared.",
+            everyday=True,
+        ),
+    ] = None
     print_config: Annotated[
-        bool, option("Print the effective options as TOML, each with its source, and exit."),
+        bool,
+        option("Print the effective options as TOML, each with its source, and exit."),
         Parameter(negative="", show_env_var=False),
-    ] = False  # fmt: skip
-    warnings: Annotated[tuple[str, ...], Parameter(parse=False)] = ()  # about the environment, for services to log
+    ] = False
+    warnings: Annotated[
+        tuple[str, ...], Parameter(parse=False)
+    ] = ()  # about the environment, for services to log
 
 
 class Sources(Env):
-    """Fills the options that the command line left open, from the environment and the configuration file."""
+    """Fills the options that the command line left open, from the environment and the configuration
+    file."""
 
-    def __init__(self, environment: Mapping[str, str] | None = None, root: Callable[[], App] | None = None) -> None:
+    def __init__(
+        self, environment: Mapping[str, str] | None = None, root: Callable[[], App] | None = None
+    ) -> None:
         super().__init__(PREFIX, command=False)
         self.environment = os.environ if environment is None else environment
-        self.root = root  # makes the app with all commands, whose tables a configuration file may hold
+        self.root = (
+            root  # makes the app with all commands, whose tables a configuration file may hold
+        )
         self.commands: Command = ()  # of the last parse, as are the arguments
         self.arguments: Sequence[Argument] = ()
 
     def __call__(self, app: App, commands: Command, arguments: ArgumentCollection) -> None:
-        """Called by cyclopts between reading the command line and converting values.  Raises CycloptsError."""
+        """Called by cyclopts between reading the command line and converting values.  Raises
+        CycloptsError."""
         self.commands, self.arguments = commands, arguments
         for argument in options_of(arguments):
             if argument.tokens or argument.name == "--print-config":
                 continue
             name = env(argument.name)
             text = self.environment.get(name)
-            if text == "" and name in NEVER_EMPTY:  # other empty variables are unset: compose files pass them
+            if (
+                text == "" and name in NEVER_EMPTY
+            ):  # other empty variables are unset: compose files pass them
                 raise CycloptsError(msg=f"{name} is set but empty; unset it or give a value.")
             _fill(argument, argument.env_var_split(text) if text else (), name, "the environment")
-        path = next((a.tokens[0].value for a in arguments if a.name == "--config" and a.tokens), None)
+        path = next(
+            (a.tokens[0].value for a in arguments if a.name == "--config" and a.tokens), None
+        )
         if path is not None and self.root is not None:
             self._from_file(path, self.root())
 
@@ -80,36 +104,53 @@ class Sources(Env):
         try:
             document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
-            raise CycloptsError(msg=f"Cannot read the configuration file {path}: {error.strerror or error}.") from None
+            raise CycloptsError(
+                msg=f"Cannot read the configuration file {path}: {error.strerror or error}."
+            ) from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise CycloptsError(msg=f"{path} is not TOML: {error}.") from None
         _check(document, path, dict(commands_of(root)))
         # A name may be both: [bundle.list] is a table, bundle = ["a"] an option.
-        options = {key: (key, value) for key, value in document.items() if not isinstance(value, dict)}
+        options = {
+            key: (key, value) for key, value in document.items() if not isinstance(value, dict)
+        }
         for command in (LIKE.get(self.commands, self.commands), self.commands):
             table: Any = document
             for name in command:
                 table = table.get(name, {}) if isinstance(table, dict) else {}
             options |= {key: (".".join((*command, key)), table[key]) for key in table}
         for argument in options_of(self.arguments):
-            if not argument.tokens and argument.name not in COMMON and (key := key_of(argument)) in options:
+            if (
+                not argument.tokens
+                and argument.name not in COMMON
+                and (key := key_of(argument)) in options
+            ):
                 keyword, value = options[key]
                 values = value if isinstance(value, list) else [value]
-                texts = [str(item).lower() if isinstance(item, bool) else str(item) for item in values]
+                texts = [
+                    str(item).lower() if isinstance(item, bool) else str(item) for item in values
+                ]
                 _fill(argument, texts, keyword, path)
 
     def unknown(self) -> tuple[str, ...]:
-        """Return a warning for each ``HALLUTRACER_`` variable that no command reads, or that is an older name."""
+        """Return a warning for each ``HALLUTRACER_`` variable that no command reads, or that is an
+        older name."""
         read_here = {env(argument.name): argument for argument in options_of(self.arguments)}
-        unread = sorted(name for name in self.environment if name.startswith(PREFIX) and name not in read_here)
-        every = [arguments for _, arguments in commands_of(self.root())] if unread and self.root else []
+        unread = sorted(
+            name for name in self.environment if name.startswith(PREFIX) and name not in read_here
+        )
+        every = (
+            [arguments for _, arguments in commands_of(self.root())] if unread and self.root else []
+        )
         known = {
             *read_here,
             *NO_OPTIONS,
             *(env(argument.name) for arguments in every for argument in options_of(arguments)),
         }
         older = {
-            env(old): name for name, argument in read_here.items() for old in list(argument.parameter.name or ())[1:]
+            env(old): name
+            for name, argument in read_here.items()
+            for old in list(argument.parameter.name or ())[1:]
         }
         warnings = []
         for name in unread:
@@ -117,16 +158,25 @@ class Sources(Env):
                 warnings.append(f"{name} is not read here; the variable is {older[name]}")
             elif name not in known:
                 short = [variable.removeprefix(PREFIX) for variable in sorted(known)]
-                close = difflib.get_close_matches(name.removeprefix(PREFIX), short, n=1, cutoff=0.75)
-                warnings.append(f"{name} is not read here" + (f"; did you mean {PREFIX}{close[0]}?" if close else ""))
+                close = difflib.get_close_matches(
+                    name.removeprefix(PREFIX), short, n=1, cutoff=0.75
+                )
+                warnings.append(
+                    f"{name} is not read here"
+                    + (f"; did you mean {PREFIX}{close[0]}?" if close else "")
+                )
         return tuple(warnings)
 
     def values(self) -> dict[str, Any]:
         """Return the converted value of each option of the last parse, by its configuration key."""
-        return {key_of(a): a.value if a.tokens else a.field_info.default for a in options_of(self.arguments)}
+        return {
+            key_of(a): a.value if a.tokens else a.field_info.default
+            for a in options_of(self.arguments)
+        }
 
     def effective(self) -> str:
-        """Return the options of the last parse as TOML, each with its source; secrets are masked."""
+        """Return the options of the last parse as TOML, each with its source; secrets are
+        masked."""
         lines, values = [f"[{'.'.join(self.commands)}]"], self.values()
         for argument in options_of(self.arguments):
             if argument.name in COMMON:
@@ -134,15 +184,22 @@ class Sources(Env):
             value, source = values[key_of(argument)], "default"
             if argument.tokens:
                 token = argument.tokens[0]
-                source = "command line" if token.source == "cli" else f"{token.keyword} in {token.source}"
+                source = (
+                    "command line"
+                    if token.source == "cli"
+                    else f"{token.keyword} in {token.source}"
+                )
             hidden = value and argument.parameter.metavar in (SECRET, DATABASE)
             text = '"***"' if hidden else "" if value is None else _toml(value)
-            lines.append(f"{'# ' if hidden or value is None else ''}{key_of(argument)} = {text}  # {source}")
+            lines.append(
+                f"{'# ' if hidden or value is None else ''}{key_of(argument)} = {text}  # {source}"
+            )
         return "\n".join(lines)
 
 
 def parse(cls: type[T], environment: Mapping[str, str] | None = None) -> tuple[T, tuple[str, ...]]:
-    """Return the options of a dataclass from the environment alone, and warnings; raises HalluTracerError."""
+    """Return the options of a dataclass from the environment alone, and warnings; raises
+    HalluTracerError."""
     app = App(config=[sources := Sources(environment)], result_action="return_value")
     app.default(cls)
     try:
@@ -154,7 +211,11 @@ def parse(cls: type[T], environment: Mapping[str, str] | None = None) -> tuple[T
 
 def options_of(arguments: Iterable[Argument]) -> Iterator[Argument]:
     """Return the arguments that are options: neither positional nor a dataclass of options."""
-    return (a for a in arguments if a.parse and a.index is None and not a.children and a.name.startswith("--"))
+    return (
+        a
+        for a in arguments
+        if a.parse and a.index is None and not a.children and a.name.startswith("--")
+    )
 
 
 def key_of(argument: Argument) -> str:
@@ -183,7 +244,11 @@ def _toml(value: Any) -> str:
         return f"[{', '.join(map(_toml, value))}]"
     if isinstance(value, bool):
         return str(value).lower()
-    return repr(value) if isinstance(value, int | float) else json.dumps(str(value), ensure_ascii=False)
+    return (
+        repr(value)
+        if isinstance(value, int | float)
+        else json.dumps(str(value), ensure_ascii=False)
+    )
 
 
 def _fill(argument: Argument, texts: Iterable[str], keyword: str, source: str) -> None:
@@ -192,19 +257,32 @@ def _fill(argument: Argument, texts: Iterable[str], keyword: str, source: str) -
 
 
 def _check(
-    document: Mapping[str, Any], path: str, commands: Mapping[Command, ArgumentCollection], table: Command = ()
+    document: Mapping[str, Any],
+    path: str,
+    commands: Mapping[Command, ArgumentCollection],
+    table: Command = (),
 ) -> None:
     """Refuse keys that no command has and values of another type, in every table."""
     here = [arguments for command, arguments in commands.items() if not table or command == table]
-    known = {key_of(a): a for arguments in here for a in options_of(arguments) if a.name not in COMMON}
-    tables = {command[len(table)] for command in commands if command[: len(table)] == table and command != table}
+    known = {
+        key_of(a): a for arguments in here for a in options_of(arguments) if a.name not in COMMON
+    }
+    tables = {
+        command[len(table)]
+        for command in commands
+        if command[: len(table)] == table and command != table
+    }
     for key, value in document.items():
         dotted = ".".join((*table, key))
         if key in tables and isinstance(value, dict):
             _check(value, path, commands, (*table, key))
         elif key not in known:
             close = difflib.get_close_matches(key, [*known, *tables], n=1)
-            hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(sorted({*known, *tables}))}."
+            hint = (
+                f"did you mean {close[0]}?"
+                if close
+                else f"known: {', '.join(sorted({*known, *tables}))}."
+            )
             what = "table" if isinstance(value, dict) else "key"
             raise CycloptsError(msg=f"{path}: unknown {what} {dotted}; {hint}")
         elif fault := _misfit(value, known[key].hint):
@@ -213,7 +291,8 @@ def _check(
 
 
 def _misfit(value: Any, hint: Any) -> str | None:
-    """Return what is wrong with a value's type, by pydantic's strict JSON mode; ranges are checked when converted."""
+    """Return what is wrong with a value's type, by pydantic's strict JSON mode; ranges are checked
+    when converted."""
     from pydantic import TypeAdapter, ValidationError
 
     try:

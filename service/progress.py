@@ -27,10 +27,13 @@ def size_text(size: float) -> str:
 
 
 @contextmanager
-def progress(what: str, report: Report = note, stage: Callable[[], str] | None = None) -> Iterator[None]:
+def progress(
+    what: str, report: Report = note, stage: Callable[[], str] | None = None
+) -> Iterator[None]:
     """Report a step that takes longer than 3 s: then, every 15 s, and at its end.
 
-    ``stage`` says what the step is doing, "" where it does not know; a new stage is reported when it begins."""
+    ``stage`` says what the step is doing, "" where it does not know; a new stage is reported when
+    it begins."""
     start, done = time.monotonic(), threading.Event()
     reported = threading.Event()
 

@@ -1,7 +1,7 @@
 """From a prompt or messages to token ids ending at the answer onset t*.
 
-Training and serving both render through this module: a probe fitted on chat-rendered prompts must not be served on
-raw ones."""
+Training and serving both render through this module: a probe fitted on chat-rendered prompts must
+not be served on raw ones."""
 
 from __future__ import annotations
 
@@ -29,26 +29,34 @@ def as_prompt_format(value: str) -> PromptFormat:
 
 
 def chat_ending(engine: Engine) -> tuple[int, ...]:
-    """Return the last token ids, two at most, that the chat template puts behind every question, whatever it is."""
+    """Return the last token ids, two at most, that the chat template puts behind every question,
+    whatever it is."""
     first, second = (engine.render_chat([{"role": "user", "content": text}]) for text in ("a", "1"))
-    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(reversed(first), reversed(second), strict=False))
+    pairs = takewhile(
+        lambda pair: pair[0] == pair[1], zip(reversed(first), reversed(second), strict=False)
+    )
     return tuple(token for token, _ in islice(pairs, 2))[::-1]
 
 
 def continuation(engine: Engine, text: str) -> list[int]:
-    """Return the text's tokens without those that the tokenizer puts before any text, as behind other tokens."""
+    """Return the text's tokens without those that the tokenizer puts before any text, as behind
+    other tokens."""
     ids, begin = engine.tokenize(text), engine.tokenize("")
     return ids[len(begin) :] if ids[: len(begin)] == begin else ids
 
 
 def render(
-    engine: Engine, prompt: str | None, messages: Sequence[Message] | None, prompt_format: PromptFormat,
+    engine: Engine,
+    prompt: str | None,
+    messages: Sequence[Message] | None,
+    prompt_format: PromptFormat,
     tools: Sequence[ToolDefinition] = (),
-) -> list[int]:  # fmt: skip
+) -> list[int]:
     """Return token ids of one prompt, ending at t*.
 
-    Under ``chat``, ``prompt`` is rendered as one user turn by the chat template; under ``text`` it is plain text.
-    ``messages`` are always rendered by the template, with its generation prompt; ``tools`` are offered beside them.
+    Under ``chat``, ``prompt`` is rendered as one user turn by the chat template; under ``text`` it
+    is plain text. ``messages`` are always rendered by the template, with its generation prompt;
+    ``tools`` are offered beside them.
 
     Raises:
         RequestError: not exactly one of ``prompt`` and ``messages``, or no template for messages.
@@ -57,7 +65,9 @@ def render(
         raise RequestError("give exactly one of 'prompt' and 'messages'", param="prompt")
     if messages is not None:
         if not messages:
-            raise EmptyPrompt("'messages' is empty: at least one message is needed", param="messages")
+            raise EmptyPrompt(
+                "'messages' is empty: at least one message is needed", param="messages"
+            )
         return engine.render_chat(messages, tools)
     if not (prompt := prompt or "").strip():
         raise EmptyPrompt("the prompt is empty", param="prompt")

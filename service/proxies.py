@@ -1,7 +1,9 @@
-"""Which requests go through a proxy: HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY, in either case.
+"""Which requests go through a proxy: HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY, in either
+case.
 
-httpx reads them too, but cannot be started with an IPv6 network in NO_PROXY, and takes a network for the name of a
-host.  As with curl and Go a network is compared with addresses alone: names are not looked up for it."""
+httpx reads them too, but cannot be started with an IPv6 network in NO_PROXY, and takes a network
+for the name of a host.  As with curl and Go a network is compared with addresses alone: names are
+not looked up for it."""
 
 from __future__ import annotations
 
@@ -23,34 +25,48 @@ Transport = TypeVar("Transport", httpx.HTTPTransport, httpx.AsyncHTTPTransport)
 class Proxies:
     """The proxies of an environment."""
 
-    by_scheme: Mapping[str, str]  # "http", "https" or "all" -> the proxy's address, which may hold a password
+    by_scheme: Mapping[
+        str, str
+    ]  # "http", "https" or "all" -> the proxy's address, which may hold a password
     without: tuple[str, ...]  # the entries of NO_PROXY
 
     @classmethod
     def of_environment(cls) -> Proxies:
         """Return those of this process's environment, as they are now."""
         named = getproxies()
-        addresses = {scheme: named[scheme] for scheme in ("http", "https", "all") if named.get(scheme)}
+        addresses = {
+            scheme: named[scheme] for scheme in ("http", "https", "all") if named.get(scheme)
+        }
         entries = re.split(r"[,\s]+", named.get("no", "").strip().lower())
-        by_scheme = {scheme: at if "://" in at else f"http://{at}" for scheme, at in addresses.items()}
+        by_scheme = {
+            scheme: at if "://" in at else f"http://{at}" for scheme, at in addresses.items()
+        }
         return cls(by_scheme, tuple(entry for entry in entries if entry))
 
     def scheme_of(self, url: httpx.URL) -> str | None:
-        """Return under which key of ``by_scheme`` a URL's proxy stands; None where the host is asked directly."""
+        """Return under which key of ``by_scheme`` a URL's proxy stands; None where the host is
+        asked directly."""
         scheme = next((name for name in (url.scheme, "all") if name in self.by_scheme), None)
-        return None if scheme is None or any(_fits(entry, url) for entry in self.without) else scheme
+        return (
+            None if scheme is None or any(_fits(entry, url) for entry in self.without) else scheme
+        )
 
     def described(self, url: httpx.URL) -> str:
-        """Return words about a URL's proxy that go behind its host's name in an error; "" where it has none."""
+        """Return words about a URL's proxy that go behind its host's name in an error; "" where it
+        has none."""
         if (scheme := self.scheme_of(url)) is None:
             return ""
         shown = self.by_scheme[scheme].rpartition("://")[2].rpartition("@")[2].partition("/")[0]
         variable = f"{scheme.upper()}_PROXY"
-        return f" through the proxy {shown} ({variable}; NO_PROXY lists hosts to be reached without it)"
+        return (
+            f" through the proxy {shown} ({variable}; NO_PROXY lists hosts to be reached"
+            " without it)"
+        )
 
 
 def _fits(entry: str, url: httpx.URL) -> bool:
-    """Return whether an entry of NO_PROXY names a URL's host: a name, an address or a network, perhaps with a port."""
+    """Return whether an entry of NO_PROXY names a URL's host: a name, an address or a network,
+    perhaps with a port."""
     if entry == "*":
         return True
     scheme, _, named = entry.rpartition("://")
@@ -71,7 +87,8 @@ def _fits(entry: str, url: httpx.URL) -> bool:
 
 
 class _Routes(Generic[Transport]):
-    """The transports of one client: a direct one, and one for each proxy, made when it is first needed."""
+    """The transports of one client: a direct one, and one for each proxy, made when it is first
+    needed."""
 
     def __init__(self, proxies: Proxies, make: Callable[..., Transport]) -> None:
         self._proxies, self._trusted = proxies, httpx.create_ssl_context()
@@ -79,14 +96,23 @@ class _Routes(Generic[Transport]):
         self.made: dict[str | None, Transport] = {}
 
     def of(self, request: httpx.Request) -> Transport:
-        """Return the request's.  Raises ProxyError where the proxy's address is none that can be used."""
+        """Return the request's.  Raises ProxyError where the proxy's address is none that can be
+        used."""
         scheme = self._proxies.scheme_of(request.url)
         if scheme not in self.made:
             proxy = None if scheme is None else self._proxies.by_scheme[scheme]
             try:
                 self.made[scheme] = self._make(verify=self._trusted, proxy=proxy)
-            except (ValueError, TypeError, ImportError, httpx.InvalidURL):  # told without the address's password
-                why = "the proxy's address must begin with http:// or https://, or socks5:// with httpx[socks]"
+            except (
+                ValueError,
+                TypeError,
+                ImportError,
+                httpx.InvalidURL,
+            ):  # told without the address's password
+                why = (
+                    "the proxy's address must begin with http:// or https://, or socks5:// with"
+                    " httpx[socks]"
+                )
                 raise httpx.ProxyError(why, request=request) from None
         return self.made[scheme]
 

@@ -1,6 +1,7 @@
 """Where activations are read: site, position, shapes.  Numpy only.
 
-An *activation* is a vector read at one layer and one position (or pooled over several), before a head is selected:
+An *activation* is a vector read at one layer and one position (or pooled over several), before a
+head is selected:
 ``attention_head``: the whole input of the attention output projection, [num_heads * head_dim];
 ``residual_stream``: the block's output hidden state, [hidden_size] (App. readout-ablation).
 A *readout* a_l (Eq. readout) is the part of an activation that a probe reads, [dim]."""
@@ -26,9 +27,10 @@ class Site(StrEnum):
 class Pooling(StrEnum):
     """The prompt tokens over which an activation is pooled (App. pooling, Tab. ablation_pooling).
 
-    ``last_1`` is the activation at t* itself, the only one that is served; the others exist for the ablation.
-    ``last_k`` is the mean over the last k tokens, or over all if the prompt has fewer.  ``mean`` and ``max``
-    (of each coordinate) include every token, special ones too; ``content_`` includes content words only."""
+    ``last_1`` is the activation at t* itself, the only one that is served; the others exist for the
+    ablation. ``last_k`` is the mean over the last k tokens, or over all if the prompt has fewer.
+    ``mean`` and ``max`` (of each coordinate) include every token, special ones too; ``content_``
+    includes content words only."""
 
     LAST_1 = "last_1"
     LAST_4 = "last_4"
@@ -42,7 +44,8 @@ class Pooling(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """A model's shape as the readout sees it.  ``num_heads`` counts QUERY heads, also under grouped-query attention."""
+    """A model's shape as the readout sees it.  ``num_heads`` counts QUERY heads, also under
+    grouped-query attention."""
 
     num_layers: int
     num_heads: int
@@ -62,11 +65,15 @@ class Geometry:
         return self.width(site) // self.heads(site)
 
     def by_head(self, activations: NDArray[np.floating], site: Site) -> NDArray[np.floating]:
-        """View activations [..., width] as readouts [..., heads, dim]; head k is the slice [k d, (k + 1) d)."""
+        """View activations [..., width] as readouts [..., heads, dim]; head k is the slice
+        [k d, (k + 1) d)."""
         return activations.reshape(*activations.shape[:-1], self.heads(site), self.dim(site))
 
-    def select(self, activations: NDArray[np.floating], head: NDArray[np.integer], site: Site) -> NDArray[np.floating]:
-        """Select each layer's head: activations [..., m, width], head [m] -> readout [..., m, dim]."""
+    def select(
+        self, activations: NDArray[np.floating], head: NDArray[np.integer], site: Site
+    ) -> NDArray[np.floating]:
+        """Select each layer's head: activations [..., m, width], head [m] -> readout
+        [..., m, dim]."""
         index = np.asarray(head).reshape(*(1,) * (activations.ndim - 2), -1, 1, 1)
         return np.take_along_axis(self.by_head(activations, site), index, axis=-2)[..., 0, :]
 
@@ -91,6 +98,13 @@ class Probes:
     @classmethod
     def all_of(cls, site: Site, stored: ProbeTensors) -> tuple[Probes, ...]:
         """Return the stored probes of the risk, and behind them the A context probes."""
-        arrays = (stored.context_head, stored.context_direction, stored.context_bias, stored.context_scale)
-        context = [] if arrays[0] is None else [cls(site, *of_probe) for of_probe in zip(*arrays, strict=True)]  # type: ignore[arg-type]
+        arrays = (
+            stored.context_head,
+            stored.context_direction,
+            stored.context_bias,
+            stored.context_scale,
+        )
+        if stored.context_head is None:
+            return (cls.of(site, stored),)
+        context = [cls(site, *parts) for parts in zip(*arrays, strict=True)]  # type: ignore[arg-type]
         return (cls.of(site, stored), *context)

@@ -1,7 +1,8 @@
 """A request without HTTP: token ids -> engine -> risk report, gated or continued.
 
-The way of a prompt: ``prompts.render`` -> ``Engine.answer`` (prefill, readout, truth logits) -> ``Scorer.judge``
-(``risk.risk``, ``guard.judge``) -> the rest of the answer, where the decision allows."""
+The way of a prompt: ``prompts.render`` -> ``Engine.answer`` (prefill, readout, truth logits) ->
+``Scorer.judge`` (``risk.risk``, ``guard.judge``) -> the rest of the answer, where the decision
+allows."""
 
 from __future__ import annotations
 
@@ -19,16 +20,38 @@ from probes_store.bundle import Bundle, check_answers, check_golden
 from probes_store.manifest import SIGNALS, check_identity
 from probes_store.records import Context, Decoding, least_reaching
 from service.engines import base
-from service.engines.base import Completion, Engine, EngineGate, PrefillResult, Sampling, TokenIds, Update
+from service.engines.base import (
+    Completion,
+    Engine,
+    EngineGate,
+    PrefillResult,
+    Sampling,
+    TokenIds,
+    Update,
+)
 from service.engines.bridge import gather_all, wait_for
 from service.engines.chat import Message, ToolDefinition
 from service.engines.checks import check_sampling
 from service.errors import EngineFailed, HalluTracerError, NonFiniteReadout
 from service.judging.conversation import ConversationReader
 from service.judging.decoding import departure
-from service.judging.guarantee import UNKNOWN, Standing, shape_of, shape_unlike_training, unlike_training
+from service.judging.guarantee import (
+    UNKNOWN,
+    Standing,
+    shape_of,
+    shape_unlike_training,
+    unlike_training,
+)
 from service.judging.uncertainty import Uncertain, uncertain
-from service.policies.guard import GATE, Decision, Policy, Verdict, judge, risk_beside_passage, stopped_by
+from service.policies.guard import (
+    GATE,
+    Decision,
+    Policy,
+    Verdict,
+    judge,
+    risk_beside_passage,
+    stopped_by,
+)
 from service.prompts import as_prompt_format, chat_ending, render
 from service.readout import Probes, Site
 from service.risk import depth_mean, risk, served_risk
@@ -40,7 +63,8 @@ _ROUNDING = 1e-9  # of a recalibrated risk, relative
 
 @dataclass(frozen=True)
 class ShadowRisk:
-    """What a shadow would have said of a prompt, read on the same forward.  ``risk`` None: it gave no number."""
+    """What a shadow would have said of a prompt, read on the same forward.  ``risk`` None: it gave
+    no number."""
 
     bundle: str  # name:version
     risk: float | None
@@ -62,16 +86,26 @@ class RiskReport:
     context: base.PromptContext = base.UNKNOWN
     outcome: Outcome = Outcome.SCORED  # until its turn has ended
     completion: Completion | None = None
-    answer: AnswerRisk | None = None  # of ``completion``; None where nothing reads answers, or no token was read
+    answer: AnswerRisk | None = (
+        None  # of ``completion``; None where nothing reads answers, or no token was read
+    )
     cached_tokens: int = 0  # of the prompt, found in the engine's prefix cache
     judge_s: float = 0.0  # from truth logits to the verdict
     shadows: tuple[ShadowRisk, ...] = ()  # they decide nothing
-    held: bool = False  # decoded although withheld, until it is known whether it is a call of a tool
+    held: bool = (
+        False  # decoded although withheld, until it is known whether it is a call of a tool
+    )
     tool_call: bool = False  # it was held, and is given: it is nothing but calls
-    decoding: str | None = None  # how its answer is decoded otherwise than those were that the risk is about
-    passage_truth: float | None = None  # where a passage counted as true in this share only; the risk is so already
+    decoding: str | None = (
+        None  # how its answer is decoded otherwise than those were that the risk is about
+    )
+    passage_truth: float | None = (
+        None  # where a passage counted as true in this share only; the risk is so already
+    )
     trained_risk: float | None = None  # the bundle's own, where the risk is another
-    decided_by: str | None = None  # name:version of the second bundle, where its verdict and not this bundle's decides
+    decided_by: str | None = (
+        None  # name:version of the second bundle, where its verdict and not this bundle's decides
+    )
 
     @property
     def decision(self) -> Decision:
@@ -80,7 +114,8 @@ class RiskReport:
 
     @property
     def bundle_risk(self) -> float:
-        """The risk as the bundle has it, whose passages are true, for what compares it with training's."""
+        """The risk as the bundle has it, whose passages are true, for what compares it with
+        training's."""
         return self.risk if self.trained_risk is None else self.trained_risk
 
     @property
@@ -90,7 +125,8 @@ class RiskReport:
         return self.completion
 
     def before_answer(self) -> RiskReport:
-        """Return what is sent before an answer, which may be complete.  What was withheld has none to come."""
+        """Return what is sent before an answer, which may be complete.  What was withheld has none
+        to come."""
         if self.decision is not Decision.CONTINUE:
             return self
         return replace(self, outcome=Outcome.SCORED, completion=None, answer=None)
@@ -112,11 +148,14 @@ class Scorer:
     """One engine and one bundle that belong together."""
 
     def __init__(self, engine: Engine, bundle: Bundle) -> None:
-        """Check the bundle against the model and replay its golden prompts.  Raises a subclass of BundleRefused."""
+        """Check the bundle against the model and replay its golden prompts.  Raises a subclass of
+        BundleRefused."""
         check_identity(bundle.manifest, engine.identity)
         self.engine, self.bundle = engine, bundle
         self.prompt_format = as_prompt_format(bundle.manifest.prompt_format)
-        self.probes = Probes.all_of(Site(bundle.manifest.readout.site), bundle.probes)  # the risk's, then the context's
+        self.probes = Probes.all_of(
+            Site(bundle.manifest.readout.site), bundle.probes
+        )  # the risk's, then the context's
         self.needs_first_token = bundle.manifest.needs_first_token
         self.answer_probes: Probes | None = None
         if (answer := bundle.answer) is not None and engine.reads_answers:
@@ -131,8 +170,12 @@ class Scorer:
         return other
 
     def replayed(self, reports: Sequence[RiskReport]) -> None:
-        """Keep in ``golden`` how far the golden prompts' reports are from the record.  Raises GoldenMismatch."""
-        logits, risks = np.stack([one.logits for one in reports]), np.array([one.risk for one in reports])
+        """Keep in ``golden`` how far the golden prompts' reports are from the record.  Raises
+        GoldenMismatch."""
+        logits, risks = (
+            np.stack([one.logits for one in reports]),
+            np.array([one.risk for one in reports]),
+        )
         self.golden = check_golden(self.bundle, logits, risks, dtype=self.engine.identity.dtype)
 
     def _replay_answers(self) -> None:
@@ -140,7 +183,9 @@ class Scorer:
         stored = self.bundle.answer
         if stored is None or self.answer_probes is None:
             return
-        read = self.engine.score(stored.rows(), [self.answer_probes], last=stored.answer_tokens.tolist())
+        read = self.engine.score(
+            stored.rows(), [self.answer_probes], last=stored.answer_tokens.tolist()
+        )
         trajectories = np.stack([one.trajectories[0] for one in read])
         risks = np.array([self._answer_risk(trajectory) for trajectory in trajectories])
         check_answers(self.bundle, trajectories, risks, dtype=self.engine.identity.dtype)
@@ -148,37 +193,52 @@ class Scorer:
     def _answer_risk(self, trajectory: NDArray[np.float64]) -> float:
         record = self.bundle.manifest.answer
         assert record is not None
-        return float(risk(depth_mean(trajectory)[None], np.array([record.weight]), record.intercept))
+        return float(
+            risk(depth_mean(trajectory)[None], np.array([record.weight]), record.intercept)
+        )
 
     def judge_answer(self, reading: base.AnswerReading | None) -> AnswerRisk | None:
-        """Return the risk of an answer whose tokens were read; None where none was.  Raises NonFiniteReadout."""
+        """Return the risk of an answer whose tokens were read; None where none was.  Raises
+        NonFiniteReadout."""
         record = self.bundle.manifest.answer
         if reading is None or record is None:
             return None
         value = self._answer_risk(reading.trajectory)
         if not np.isfinite(value):
-            raise NonFiniteReadout("a decode step gave a NaN or an infinity; no risk of the answer is served")
+            raise NonFiniteReadout(
+                "a decode step gave a NaN or an infinity; no risk of the answer is served"
+            )
         return AnswerRisk(value, value >= record.threshold, reading.tokens)
 
     def render(
-        self, prompt: str | None = None, messages: Sequence[Message] | None = None, tools: Sequence[ToolDefinition] = ()
+        self,
+        prompt: str | None = None,
+        messages: Sequence[Message] | None = None,
+        tools: Sequence[ToolDefinition] = (),
     ) -> list[int]:
-        """Return token ids, rendered the way this bundle's training prompts were; ``tools`` go beside messages."""
+        """Return token ids, rendered the way this bundle's training prompts were; ``tools`` go
+        beside messages."""
         return render(self.engine, prompt, messages, self.prompt_format, tools)
 
     def standing(
-        self, prompt: str | None = None, messages: Sequence[Message] | None = None, refusals: Collection[str] = ()
+        self,
+        prompt: str | None = None,
+        messages: Sequence[Message] | None = None,
+        refusals: Collection[str] = (),
     ) -> Standing:
-        """Return what is known of what ``render`` renders; ``refusals``: what stands in for withheld answers here."""
+        """Return what is known of what ``render`` renders; ``refusals``: what stands in for
+        withheld answers here."""
         if messages is None and (prompt is None or self.prompt_format != "chat"):
             return UNKNOWN
         turns = [{"role": "user", "content": prompt}] if messages is None else messages
         return Standing(shape_of(turns, refusals))
 
     def standing_of_ids(self, token_ids: TokenIds, refusals: Collection[str] = ()) -> Standing:
-        """Return what is known of token ids that somebody else rendered, read back; ``refusals`` as ``standing`` has.
+        """Return what is known of token ids that somebody else rendered, read back; ``refusals`` as
+        ``standing`` has.
 
-        It takes as long as rendering them: not for an event loop's thread.  Nothing of theirs passes as small talk."""
+        It takes as long as rendering them: not for an event loop's thread.  Nothing of theirs
+        passes as small talk."""
         ending = self.chat_ending if self.prompt_format == "chat" else ()
         if not ending or tuple(token_ids[-len(ending) :]) != ending:
             return UNKNOWN
@@ -186,7 +246,11 @@ class Scorer:
         if messages is None:
             return Standing(other_rendering=True)
         shape = shape_of(messages, refusals)
-        return UNKNOWN if shape_unlike_training(self.bundle.manifest, shape) is None else Standing(shape)
+        return (
+            UNKNOWN
+            if shape_unlike_training(self.bundle.manifest, shape) is None
+            else Standing(shape)
+        )
 
     @cached_property
     def _conversations(self) -> ConversationReader:
@@ -200,56 +264,85 @@ class Scorer:
     def score(
         self, prompts: Sequence[TokenIds], policy: Policy = GATE, standings: Sequence[Standing] = ()
     ) -> list[RiskReport]:
-        """Prefill and report; nothing is decoded.  ``standings``: one for each prompt, or none are known."""
+        """Prefill and report; nothing is decoded.  ``standings``: one for each prompt, or none are
+        known."""
         results = self.engine.score(prompts, self.probes, first_token=self.needs_first_token)
         known = standings or [UNKNOWN] * len(results)
-        return [self.judge(result, policy, standing=standing) for result, standing in zip(results, known, strict=True)]
+        return [
+            self.judge(result, policy, standing=standing)
+            for result, standing in zip(results, known, strict=True)
+        ]
 
     def score_or_continue(
-        self, prompts: Sequence[TokenIds], sampling: Sampling, policy: Policy = GATE,
+        self,
+        prompts: Sequence[TokenIds],
+        sampling: Sampling,
+        policy: Policy = GATE,
         standings: Sequence[Standing] = (),
-    ) -> list[RiskReport]:  # fmt: skip
-        """Prefill once; prompts that may continue decode from the same KV cache, the others emit no token.
+    ) -> list[RiskReport]:
+        """Prefill once; prompts that may continue decode from the same KV cache, the others emit no
+        token.
 
         ``standings``: as ``score`` takes them.  The first failure ends them all and is raised."""
         check_sampling(sampling)
         pairs = list(zip(prompts, standings or [UNKNOWN] * len(prompts), strict=True))
 
         async def reports() -> list[RiskReport]:
-            return await gather_all([self.last_report(prompt, policy, sampling, known) for prompt, known in pairs])
+            return await gather_all(
+                [self.last_report(prompt, policy, sampling, known) for prompt, known in pairs]
+            )
 
         return wait_for(reports())
 
     async def last_report(
-        self, prompt: TokenIds, policy: Policy, sampling: Sampling | None = None, standing: Standing = UNKNOWN
+        self,
+        prompt: TokenIds,
+        policy: Policy,
+        sampling: Sampling | None = None,
+        standing: Standing = UNKNOWN,
     ) -> RiskReport:
-        """Return the last report of ``run``, with the completion where there is one.  Raises what ``run`` raises."""
+        """Return the last report of ``run``, with the completion where there is one.  Raises what
+        ``run`` raises."""
         async with aclosing(self.run(prompt, policy, sampling, standing=standing)) as steps:
             async for report, _ in steps:
                 last = report
         return last
 
     async def run(
-        self, prompt: TokenIds, policy: Policy, sampling: Sampling | None = None, *, turn: base.Turn = base.FIRST_COME,
-        shadows: Sequence[Scorer] = (), second: Scorer | None = None, running: bool = False, tools: Tools | None = None,
+        self,
+        prompt: TokenIds,
+        policy: Policy,
+        sampling: Sampling | None = None,
+        *,
+        turn: base.Turn = base.FIRST_COME,
+        shadows: Sequence[Scorer] = (),
+        second: Scorer | None = None,
+        running: bool = False,
+        tools: Tools | None = None,
         standing: Standing = UNKNOWN,
-    ) -> AsyncGenerator[tuple[RiskReport, Update], None]:  # fmt: skip
-        """Yield one prompt's report with each of the engine's updates; the last report has the completion, if any.
+    ) -> AsyncGenerator[tuple[RiskReport, Update], None]:
+        """Yield one prompt's report with each of the engine's updates; the last report has the
+        completion, if any.
 
-        ``turn``: as ``Engine.answer`` takes it; ``shadows`` read the same forward; so does ``second``, and the
-        stricter of both verdicts counts; ``running``: reports have the risk of the answer so far; ``standing``: what is
-        known of the prompt beside its ids.  Where the decision is not to continue, one update without text is all; with
-        ``tools``, unless the policy gates their calls, the answer is decoded and held for as long as it may be a call:
-        the last report then has it, or says that it is withheld.  Closing the generator ends the request in the engine.
-        Raises what ``judge`` raises, and of the engine's errors those that are ours; EngineFailed from any other."""
+        ``turn``: as ``Engine.answer`` takes it; ``shadows`` read the same forward; so does
+        ``second``, and the stricter of both verdicts counts; ``running``: reports have the risk of
+        the answer so far; ``standing``: what is known of the prompt beside its ids.  Where the
+        decision is not to continue, one update without text is all; with ``tools``, unless the
+        policy gates their calls, the answer is decoded and held for as long as it may be a call:
+        the last report then has it, or says that it is withheld.  Closing the generator ends the
+        request in the engine. Raises what ``judge`` raises, and of the engine's errors those that
+        are ours; EngineFailed from any other."""
         readers = [self, *shadows, *(() if second is None else (second,))]
         holds_calls = tools is not None and policy.tools != "gate"
         updates = self.engine.answer(
-            prompt, [probes for scorer in readers for probes in scorer.probes],
-            first_token=any(scorer.needs_first_token for scorer in readers), sampling=sampling, turn=turn,
+            prompt,
+            [probes for scorer in readers for probes in scorer.probes],
+            first_token=any(scorer.needs_first_token for scorer in readers),
+            sampling=sampling,
+            turn=turn,
             gate=None if sampling is None or holds_calls else self.gate(policy, standing),
             answer_probes=self.answer_probes,
-        )  # fmt: skip
+        )
         machine: Turn | None = None
         async with aclosing(_engine_updates(updates)) as own:
             async for update in own:
@@ -258,13 +351,17 @@ class Scorer:
                 if machine is None:
                     report = self._first_report(update, policy, sampling, standing, shadows, second)
                     applies, answers = report.context.applies, sampling is not None
-                    machine = Turn(policy, report.verdict, applies=applies, answers=answers, tools=tools)
+                    machine = Turn(
+                        policy, report.verdict, applies=applies, answers=answers, tools=tools
+                    )
                     events += machine.begin()
                 # 2) What was decoded is shown, is held, or ends the answer.
                 begun = not machine.over
                 if begun:
                     risk_so_far = partial(self.judge_answer, update.answer)
-                    events += machine.feed(Chunk(update.piece, update.tokens, risk_so_far, update.completion))
+                    events += machine.feed(
+                        Chunk(update.piece, update.tokens, risk_so_far, update.completion)
+                    )
                 text = "".join(event.text for event in events if isinstance(event, Text))
                 # 3) The last report says how the turn has ended.
                 if machine.over:
@@ -289,7 +386,8 @@ class Scorer:
         shadows: Sequence[Scorer],
         second: Scorer | None,
     ) -> RiskReport:
-        """Return the report of a prompt from the engine's first update, with what the other readers make of it."""
+        """Return the report of a prompt from the engine's first update, with what the other readers
+        make of it."""
         prefill, place = base.prefill_of(update), len(self.probes)
         report = self.judge(prefill, policy, standing=standing, cached_tokens=update.cached_tokens)
         risks = list[ShadowRisk]()
@@ -301,19 +399,27 @@ class Scorer:
             report = second.stricter(report, prefill, policy, place, standing)
         if sampling is None:
             return report
-        return replace(report, decoding=departure(self.bundle.manifest, Decoding(sampling.temperature, sampling.top_p)))
+        return replace(
+            report,
+            decoding=departure(
+                self.bundle.manifest, Decoding(sampling.temperature, sampling.top_p)
+            ),
+        )
 
     def in_words(self, policy: Policy) -> str:
-        """Return, for the log, which bundle judges by which policy and threshold, and where it reads which model."""
+        """Return, for the log, which bundle judges by which policy and threshold, and where it
+        reads which model."""
         manifest, identity = self.bundle.manifest, self.engine.identity
         return (
-            f"bundle {manifest.reference} ({manifest.digest[:19]}) judges by policy {policy.name} ({policy.action}) "
-            f"from threshold {self.threshold(policy):.3g} on; it reads {identity.model} ({identity.dtype}) at the site "
-            f"{manifest.readout.site} of {manifest.model.num_layers} layers"
+            f"bundle {manifest.reference} ({manifest.digest[:19]}) judges by policy {policy.name}"
+            f" ({policy.action}) from threshold {self.threshold(policy):.3g} on; it reads"
+            f" {identity.model} ({identity.dtype}) at the site {manifest.readout.site} of"
+            f" {manifest.model.num_layers} layers"
         )
 
     def threshold(self, policy: Policy, standing: Standing = UNKNOWN) -> float:
-        """Return the risk from which on ``policy`` flags a prompt of this bundle; the strictest if little is known."""
+        """Return the risk from which on ``policy`` flags a prompt of this bundle; the strictest if
+        little is known."""
         own = self.bundle.manifest.threshold_for(standing.passage)
         return own if policy.threshold is None else policy.threshold
 
@@ -326,14 +432,19 @@ class Scorer:
         return policy.action.withholds and self.bundle.manifest.tells_outside
 
     def withholds(self, known: Uncertain, policy: Policy) -> bool:
-        """Return whether ``policy`` treats this prompt as a flagged one because training had none like it.
+        """Return whether ``policy`` treats this prompt as a flagged one because training had none
+        like it.
 
-        One of a form that no training had is, unless the operator opened that (``withhold_outside = false``)."""
-        untrained = known.untrained and policy.action.withholds and policy.withhold_outside is not False
+        One of a form that no training had is, unless the operator opened that (``withhold_outside =
+        false``)."""
+        untrained = (
+            known.untrained and policy.action.withholds and policy.withhold_outside is not False
+        )
         return untrained or (known.outside and self.withholds_outside(policy))
 
     def _context(self, standing: Standing) -> Context | None:
-        """Return the bundle's context record with the P(asks) below which this prompt asks for no fact, if any is."""
+        """Return the bundle's context record with the P(asks) below which this prompt asks for no
+        fact, if any is."""
         context = self.bundle.manifest.context
         if context is None or (limit := context.applicability) is None:
             return context
@@ -341,24 +452,34 @@ class Scorer:
         return replace(context, applicability=replace(limit, threshold=below) if below else None)
 
     def gate(self, policy: Policy, standing: Standing = UNKNOWN) -> EngineGate | None:
-        """Return when an engine that decodes by itself must not begin; None where ``policy`` ends no answer.
+        """Return when an engine that decodes by itself must not begin; None where ``policy`` ends
+        no answer.
 
-        It only saves work: the decision is ``judge``'s.  At threshold 1 there is nothing to save, since only a risk
-        that was rounded to 1 reaches it."""
+        It only saves work: the decision is ``judge``'s.  At threshold 1 there is nothing to save,
+        since only a risk that was rounded to 1 reaches it."""
         manifest, threshold = self.bundle.manifest, self.threshold(policy, standing)
-        if policy.passage_truth < 1.0 and standing.passage is True:  # else the probes tell, too late for the engine
+        if (
+            policy.passage_truth < 1.0 and standing.passage is True
+        ):  # else the probes tell, too late for the engine
             threshold = max(0.0, 1.0 - (1.0 - threshold) / policy.passage_truth * (1.0 - _ROUNDING))
-        if manifest.recalibration is not None:  # the engine compares the classifier's own risk; rather too late
+        if (
+            manifest.recalibration is not None
+        ):  # the engine compares the classifier's own risk; rather too late
             threshold = least_reaching(manifest.recalibration, threshold) * (1 + _ROUNDING)
         if not policy.action.withholds or threshold >= 1.0:
             return None
-        given: dict[str, float] = dict(zip(manifest.signals, manifest.classifier.weight, strict=True))
+        given: dict[str, float] = dict(
+            zip(manifest.signals, manifest.classifier.weight, strict=True)
+        )
         weight = tuple(given.get(name, 0.0) for name in SIGNALS)
         context = self._context(UNKNOWN if policy.withhold_no_fact else standing)
         return EngineGate(weight, manifest.classifier.intercept, threshold, context)
 
-    def shadowed(self, result: PrefillResult, policy: Policy, place: int, standing: Standing) -> ShadowRisk:
-        """Return what this bundle would have said; nothing that is wrong with it is the request's fault."""
+    def shadowed(
+        self, result: PrefillResult, policy: Policy, place: int, standing: Standing
+    ) -> ShadowRisk:
+        """Return what this bundle would have said; nothing that is wrong with it is the request's
+        fault."""
         try:
             report = self.judge(result, policy, standing=standing, place=place)
         except NonFiniteReadout:
@@ -366,11 +487,18 @@ class Scorer:
         return ShadowRisk(self.bundle.reference, report.risk, report.verdict.flagged)
 
     def stricter(
-        self, report: RiskReport, result: PrefillResult, policy: Policy, place: int, standing: Standing
+        self,
+        report: RiskReport,
+        result: PrefillResult,
+        policy: Policy,
+        place: int,
+        standing: Standing,
     ) -> RiskReport:
-        """Return another bundle's report, with this bundle's verdict where that one lets the answer pass and this not.
+        """Return another bundle's report, with this bundle's verdict where that one lets the answer
+        pass and this not.
 
-        Closed where this bundle gives no number; ``place`` and ``standing`` as ``judge`` takes them."""
+        Closed where this bundle gives no number; ``place`` and ``standing`` as ``judge`` takes
+        them."""
         if report.verdict.acts:
             return report
         try:
@@ -383,13 +511,18 @@ class Scorer:
         return replace(report, verdict=verdict, decided_by=self.bundle.reference)
 
     def judge(
-        self, result: PrefillResult, policy: Policy, *, standing: Standing = UNKNOWN, cached_tokens: int = 0,
+        self,
+        result: PrefillResult,
+        policy: Policy,
+        *,
+        standing: Standing = UNKNOWN,
+        cached_tokens: int = 0,
         place: int = 0,
-    ) -> RiskReport:  # fmt: skip
+    ) -> RiskReport:
         """Return the report: the one place where a risk becomes a decision.
 
-        ``standing``: what is known of the prompt beside its ids; ``place``: of this bundle's first trajectory in the
-        result.  Raises NonFiniteReadout rather than report a NaN.
+        ``standing``: what is known of the prompt beside its ids; ``place``: of this bundle's first
+        trajectory in the result.  Raises NonFiniteReadout rather than report a NaN.
         """
         started, manifest = time.perf_counter(), self.bundle.manifest
         trajectory, *others = result.trajectories[place : place + len(self.probes)]
@@ -402,7 +535,9 @@ class Scorer:
         vector = np.array([signals[name] for name in manifest.signals], np.float64)
         value, logits = float(served_risk(vector, manifest)), np.concatenate([trajectory, *others])
         if not np.isfinite(value) or not np.isfinite(logits).all():
-            raise NonFiniteReadout("the forward pass gave a NaN or an infinity at the answer onset; no risk is served")
+            raise NonFiniteReadout(
+                "the forward pass gave a NaN or an infinity at the answer onset; no risk is served"
+            )
         known = uncertain(self.bundle, logits, vector, unlike=unlike_training(manifest, standing))
         outside = self.withholds(known, policy)
         truth = policy.passage_truth if beside_passage(standing, context) else 1.0
@@ -410,17 +545,29 @@ class Scorer:
         if truth < 1.0 and (interval := known.interval) is not None:
             low, high = (risk_beside_passage(one, truth) for one in interval)
             known = replace(known, interval=(low, high))
-        verdict = judge(told, policy, self.threshold(policy, standing), outside=outside, applies=context.applies)
+        verdict = judge(
+            told, policy, self.threshold(policy, standing), outside=outside, applies=context.applies
+        )
         return RiskReport(
-            passage_truth=truth if truth < 1.0 else None, trained_risk=value if truth < 1.0 else None, risk=told,
-            depth_mean=mean, trajectory=trajectory, logits=logits, verdict=verdict,
-            signals=tuple(vector.tolist()), uncertain=known, context=context, prompt_tokens=result.prompt_tokens,
-            cached_tokens=cached_tokens, judge_s=time.perf_counter() - started,
-        )  # fmt: skip
+            passage_truth=truth if truth < 1.0 else None,
+            trained_risk=value if truth < 1.0 else None,
+            risk=told,
+            depth_mean=mean,
+            trajectory=trajectory,
+            logits=logits,
+            verdict=verdict,
+            signals=tuple(vector.tolist()),
+            uncertain=known,
+            context=context,
+            prompt_tokens=result.prompt_tokens,
+            cached_tokens=cached_tokens,
+            judge_s=time.perf_counter() - started,
+        )
 
 
 def beside_passage(standing: Standing, context: base.PromptContext) -> bool:
-    """Return whether text to answer from stands beside the question, by its form or by what the bundle reads.
+    """Return whether text to answer from stands beside the question, by its form or by what the
+    bundle reads.
 
     A prompt of which neither tells counts as one with such text: its risk may only be too high."""
     reads = None if context.passage is None else context.passage >= 0.5

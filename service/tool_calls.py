@@ -1,7 +1,9 @@
-"""The calls of tools in an answer, as the chat templates of Qwen2.5 and Hermes have a model write them.
+"""The calls of tools in an answer, as the chat templates of Qwen2.5 and Hermes have a model write
+them.
 
-A call is a block, ``<tool_call>{"name": .., "arguments": {..}}</tool_call>``.  What is not exactly that is text: the
-name has to be an offered tool's, the arguments a JSON object, and nothing else may stand in the block."""
+A call is a block, ``<tool_call>{"name": .., "arguments": {..}}</tool_call>``.  What is not exactly
+that is text: the name has to be an offered tool's, the arguments a JSON object, and nothing else
+may stand in the block."""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from typing import Any
 BEGIN, END = "<tool_call>", "</tool_call>"
 MOST_CHARACTERS = 65_536  # of one block
 MOST_DEPTH = 32  # of lists and objects within arguments, and within a tool's parameters
-# A string, to its end or the text's, or the end of the block: the end's characters may stand in a string.
+# A string, to its end or the text's, or the end of the block: the end's characters may stand in a
+# string.
 _STRING_OR_END = re.compile(rf'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)|{END}', re.DOTALL)
 
 
@@ -43,7 +46,8 @@ class Tools:
         return frozenset(tool["function"]["name"] for tool in self.definitions)
 
     def only_calls(self, answer: str) -> bool:
-        """Return whether an answer is one or more calls, and white space around them, and nothing else."""
+        """Return whether an answer is one or more calls, and white space around them, and nothing
+        else."""
         parts = self.parts(answer)
         return bool(parts) and all(isinstance(part, ToolCall) for part in parts)
 
@@ -60,7 +64,8 @@ def may_be_calls(beginning: str) -> bool:
 
 
 class CallReader:
-    """Tells the calls in an answer from its text as the pieces come; what may belong to a call is held."""
+    """Tells the calls in an answer from its text as the pieces come; what may belong to a call is
+    held."""
 
     def __init__(self, tools: Tools) -> None:
         self._names, self._parallel = tools.names, tools.parallel
@@ -103,7 +108,9 @@ def call_in(block: str, names: Collection[str]) -> ToolCall | None:
     if len(block) > MOST_CHARACTERS or not block.endswith(END):
         return None
     try:
-        call = json.loads(block[len(BEGIN) : -len(END)], parse_constant=_refuse, object_pairs_hook=_each_once)
+        call = json.loads(
+            block[len(BEGIN) : -len(END)], parse_constant=_refuse, object_pairs_hook=_each_once
+        )
         if not isinstance(call, dict) or call.keys() != {"name", "arguments"}:
             return None
         name, arguments = call["name"], call["arguments"]
@@ -124,7 +131,9 @@ def deeper_than(value: Any, most: int) -> bool:
     for _ in range(most + 1):
         inner = [container for container in level if isinstance(container, dict | list)]
         level = [
-            below for container in inner for below in (container.values() if isinstance(container, dict) else container)
+            below
+            for container in inner
+            for below in (container.values() if isinstance(container, dict) else container)
         ]
         if not inner:
             return False
@@ -137,8 +146,11 @@ def _end_of(block: str) -> int | None:
 
 
 def _undecided(text: str) -> int:
-    """Return how many last characters may be the white space before a call and the beginning of its mark."""
-    length = next(length for length in range(len(BEGIN) - 1, -1, -1) if text.endswith(BEGIN[:length]))
+    """Return how many last characters may be the white space before a call and the beginning of its
+    mark."""
+    length = next(
+        length for length in range(len(BEGIN) - 1, -1, -1) if text.endswith(BEGIN[:length])
+    )
     return len(text) - len(text[: len(text) - length].rstrip())
 
 

@@ -1,7 +1,7 @@
 """One prompt under one policy, from the verdict on the prompt to the end of its answer.
 
-A ``Turn`` decides what the caller may see of an answer and how it ends.  It knows no engine, no protocol and no clock:
-a driver feeds it what was decoded, chunk by chunk, and acts on the events.
+A ``Turn`` decides what the caller may see of an answer and how it ends.  It knows no engine, no
+protocol and no clock: a driver feeds it what was decoded, chunk by chunk, and acts on the events.
 
 >>> from service.policies.guard import GATE, judge
 >>> turn = Turn(GATE, judge(0.2, GATE, default_threshold=0.7), applies=True)
@@ -49,7 +49,9 @@ class Outcome(StrEnum):
     SCORED = "scored"  # no answer was asked for
     ANSWERED = "answered"  # the whole answer was shown
     CALLED = "called"  # nothing but calls of the request's tools, shown whatever the risk
-    STOPPED = "stopped"  # the risk of its own tokens ended the answer; the text before that was shown
+    STOPPED = (
+        "stopped"  # the risk of its own tokens ended the answer; the text before that was shown
+    )
     WITHHELD = "withheld"  # nothing was shown
 
     @property
@@ -88,7 +90,9 @@ class Ended:
 
     outcome: Outcome
     verdict: Verdict  # on the prompt; under ``recheck`` on the answer, where that changed it
-    completion: Completion | None = None  # what was shown of the answer, of one that is not withheld
+    completion: Completion | None = (
+        None  # what was shown of the answer, of one that is not withheld
+    )
     answer: AnswerRisk | None = None  # the risk that decided, or that of the whole answer
 
 
@@ -96,15 +100,20 @@ Event = Text | Ended
 
 
 def judges_answer(policy: Policy, *, applies: bool) -> bool:
-    """Return whether an answer's own tokens count under ``policy``; ``applies``: its prompt asks for a fact."""
+    """Return whether an answer's own tokens count under ``policy``; ``applies``: its prompt asks
+    for a fact."""
     return applies or policy.withhold_no_fact
 
 
-def stops(policy: Policy, answer: AnswerRisk | None, shown_tokens: int, *, applies: bool, last: bool) -> bool:
-    """Return whether ``policy`` ends an answer here, of which so many tokens were shown, by what was read of it.
+def stops(
+    policy: Policy, answer: AnswerRisk | None, shown_tokens: int, *, applies: bool, last: bool
+) -> bool:
+    """Return whether ``policy`` ends an answer here, of which so many tokens were shown, by what
+    was read of it.
 
-    ``applies``: its prompt asks for a fact.  ``last``: it has ended by itself.  Closed where nothing was read, but for
-    the first token, which nothing was read before, and for the end behind it."""
+    ``applies``: its prompt asks for a fact.  ``last``: it has ended by itself.  Closed where
+    nothing was read, but for the first token, which nothing was read before, and for the end behind
+    it."""
     if policy.stop_at is None or not judges_answer(policy, applies=applies):
         return False
     if answer is None:
@@ -112,7 +121,9 @@ def stops(policy: Policy, answer: AnswerRisk | None, shown_tokens: int, *, appli
     return answer.tokens >= LEAST_READ and answer.risk >= policy.stop_at
 
 
-def verdict_on_answer(policy: Policy, verdict: Verdict, answer: AnswerRisk | None, *, applies: bool) -> Verdict:
+def verdict_on_answer(
+    policy: Policy, verdict: Verdict, answer: AnswerRisk | None, *, applies: bool
+) -> Verdict:
     """Return the verdict on a whole answer: under ``recheck`` by its own tokens, else the prompt's.
 
     Closed where nothing was read."""
@@ -123,7 +134,8 @@ def verdict_on_answer(policy: Policy, verdict: Verdict, answer: AnswerRisk | Non
 
 
 class Phase(Enum):
-    """How far a turn has come.  A thought before the answer would be one phase more, with a decision at its end."""
+    """How far a turn has come.  A thought before the answer would be one phase more, with a
+    decision at its end."""
 
     PROMPT = auto()  # judged, and nothing decoded
     MAYBE_CALL = auto()  # the answer so far may be nothing but calls of tools
@@ -132,17 +144,24 @@ class Phase(Enum):
 
 
 class Turn:
-    """One prompt, one policy, at most one answer: call ``begin``, then ``feed`` until an ``Ended`` comes.
+    """One prompt, one policy, at most one answer: call ``begin``, then ``feed`` until an ``Ended``
+    comes.
 
     Both return iterators, which the driver has to exhaust."""
 
     def __init__(
-        self, policy: Policy, verdict: Verdict, *, applies: bool, answers: bool = True, tools: Tools | None = None
+        self,
+        policy: Policy,
+        verdict: Verdict,
+        *,
+        applies: bool,
+        answers: bool = True,
+        tools: Tools | None = None,
     ) -> None:
         """Make the turn of a prompt that was judged.
 
-        ``applies``: the prompt asks for a fact.  ``answers``: an answer was asked for.  ``tools``: the request's; a
-        policy that gates calls as it gates answers knows none."""
+        ``applies``: the prompt asks for a fact.  ``answers``: an answer was asked for.  ``tools``:
+        the request's; a policy that gates calls as it gates answers knows none."""
         self.phase = Phase.PROMPT
         self._policy, self._verdict, self._answers = policy, verdict, answers
         self._tools = None if policy.tools == "gate" else tools
@@ -159,7 +178,8 @@ class Turn:
 
     @property
     def undecided(self) -> bool:
-        """Return whether a withheld prompt's answer is held all the same, since it may be calls of tools."""
+        """Return whether a withheld prompt's answer is held all the same, since it may be calls of
+        tools."""
         return self._withheld and self.phase is Phase.MAYBE_CALL
 
     def begin(self) -> Iterator[Event]:
@@ -174,8 +194,11 @@ class Turn:
             self.phase = Phase.ANSWER
 
     def feed(self, chunk: Chunk) -> Iterator[Event]:
-        """Yield what follows from one more chunk of the answer.  Raises what ``chunk.answer_risk`` raises."""
-        assert self.phase in (Phase.MAYBE_CALL, Phase.ANSWER), f"a turn is fed that is at {self.phase.name}"
+        """Yield what follows from one more chunk of the answer.  Raises what ``chunk.answer_risk``
+        raises."""
+        assert self.phase in (Phase.MAYBE_CALL, Phase.ANSWER), (
+            f"a turn is fed that is at {self.phase.name}"
+        )
         self._held.append(chunk)
         if self.phase is Phase.MAYBE_CALL:
             yield from self._maybe_call(chunk)
@@ -187,10 +210,16 @@ class Turn:
         self._beginning += chunk.text
         if chunk.end is not None and self._is_call(chunk.end):
             yield from self._show_held()
-            verdict = replace(self._verdict, decision=Decision.CONTINUE, message=None) if self._withheld else None
+            verdict = (
+                replace(self._verdict, decision=Decision.CONTINUE, message=None)
+                if self._withheld
+                else None
+            )
             yield self._end(Outcome.CALLED, verdict, chunk.end)
             return
-        holds = self._withheld or self._policy.reads_answers_for is not None  # a call has no risk of its own
+        holds = (
+            self._withheld or self._policy.reads_answers_for is not None
+        )  # a call has no risk of its own
         if chunk.end is None and may_be_calls(self._beginning):
             if not holds:
                 yield from self._show_held()
@@ -202,12 +231,14 @@ class Turn:
         yield from self._answer(chunk)
 
     def _is_call(self, completion: Completion) -> bool:
-        """Return whether an answer ended by itself and is nothing but calls: one that was cut is none."""
+        """Return whether an answer ended by itself and is nothing but calls: one that was cut is
+        none."""
         assert self._tools is not None
         return completion.finish_reason == "stop" and self._tools.only_calls(completion.text)
 
     def _answer(self, chunk: Chunk) -> Iterator[Event]:
-        """Show what is held, unless the policy decides by the answer's own tokens and these say otherwise."""
+        """Show what is held, unless the policy decides by the answer's own tokens and these say
+        otherwise."""
         if self._policy.recheck:
             if chunk.end is not None:
                 yield from self._recheck(chunk, chunk.end)
@@ -232,7 +263,8 @@ class Turn:
     def _show_until_it_stops(self) -> Iterator[Event]:
         """Show what is held up to the chunk at which ``stop_at`` ends the answer, if there is one.
 
-        Chunks that were held as a possible call are judged one after the other, as where no tools are offered."""
+        Chunks that were held as a possible call are judged one after the other, as where no tools
+        are offered."""
         for chunk in self._held:
             answer, last = chunk.answer_risk(), chunk.end is not None
             if stops(self._policy, answer, self._shown_tokens, applies=self._applies, last=last):

@@ -1,4 +1,5 @@
-"""``hallutracer`` commands in this process: what a user types, without importing torch anew for each command."""
+"""``hallutracer`` commands in this process: what a user types, without importing torch anew for
+each command."""
 
 from __future__ import annotations
 
@@ -17,14 +18,20 @@ ROOT = Path(__file__).parents[1]
 
 
 def hallutracer(*arguments: str, stdin: str = "", **variables: str) -> CompletedProcess[str]:
-    """Run a command to its end.  Of our variables it sees only ``variables``, and the demo model as default."""
+    """Run a command to its end.  Of our variables it sees only ``variables``, and the demo model as
+    default."""
     out, err, status = io.StringIO(), io.StringIO(), 0
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("HALLUTRACER_")}
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith("HALLUTRACER_")
+    }
     with (
         patch.dict(os.environ, kept | {"HALLUTRACER_MODEL": "demo"} | variables, clear=True),
         patch("sys.stdin", io.TextIOWrapper(io.BytesIO(stdin.encode()), encoding="utf-8")),
-        patch("sys.argv", ["hallutracer", *arguments]), chdir(ROOT), redirect_stdout(out), redirect_stderr(err),
-    ):  # fmt: skip
+        patch("sys.argv", ["hallutracer", *arguments]),
+        chdir(ROOT),
+        redirect_stdout(out),
+        redirect_stderr(err),
+    ):
         try:
             main()
         except SystemExit as ended:

@@ -1,4 +1,5 @@
-"""What all tests share: threads, certificates, and which files run side by side under pytest-xdist."""
+"""What all tests share: threads, certificates, and which files run side by side under
+pytest-xdist."""
 
 from __future__ import annotations
 
@@ -10,14 +11,16 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-# One thread for each worker and each process that a test starts, since the workers share the cores.  Before torch.
+# One thread for each worker and each process that a test starts, since the workers share the cores.
+# Before torch.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A busy machine must not fail a test: no example has a time limit.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 # Tests are about the embedded model, also where another is installed; those of another one say so.
 os.environ.setdefault("HALLUTRACER_MODEL", "demo")
-# httpx reads all certificates for every client, which takes longer than most requests of these tests.
+# httpx reads all certificates for every client, which takes longer than most requests of these
+# tests.
 ssl.create_default_context = functools.cache(ssl.create_default_context)  # type: ignore[assignment]
 
 
@@ -31,7 +34,8 @@ LONGEST = ("evaluation/test_run", "trainer/test_run", "deploy/test_obs", "deploy
 
 
 def scope_of(file: str, nodeid: str, long: bool) -> str:
-    """What one worker runs in order: a file, or all of vLLM's files; of ``make test-long`` a model family's starts."""
+    """What one worker runs in order: a file, or all of vLLM's files; of ``make test-long`` a model
+    family's starts."""
     if not starts_vllm(file):
         return file
     if not long:
@@ -47,15 +51,18 @@ def is_long(config: pytest.Config) -> bool:
 
 
 def starts_vllm(path: str) -> bool:
-    """Whether a test file starts vLLM.  In ``make test`` those share one worker: one start is most of a core."""
+    """Whether a test file starts vLLM.  In ``make test`` those share one worker: one start is most
+    of a core."""
     return "vllm" in path or "parity" in path
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """vLLM's files first: with pytest-xdist one worker runs them while the other runs everything else.
+    """vLLM's files first: with pytest-xdist one worker runs them while the other runs everything
+    else.
 
-    Then the longest ones, so that no worker is alone with one of them at the end.  Of ``make test-long`` the longest
-    are those without vLLM, then vLLM's files, some of which take minutes; the families' starts fill the end."""
+    Then the longest ones, so that no worker is alone with one of them at the end.  Of ``make
+    test-long`` the longest are those without vLLM, then vLLM's files, some of which take minutes;
+    the families' starts fill the end."""
 
     def place(item: pytest.Item) -> int:
         file = item.nodeid.split("::")[0]
@@ -68,7 +75,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """One file goes to one worker, so that its fixtures are made once; all of vLLM's files go to the same one."""
+    """One file goes to one worker, so that its fixtures are made once; all of vLLM's files go to
+    the same one."""
     from xdist.scheduler import LoadFileScheduling
 
     class OneVllm(LoadFileScheduling):

@@ -1,4 +1,5 @@
-"""The scripted engine as the service sees it: scheduled, on the caller's event loop or on a loop of its own."""
+"""The scripted engine as the service sees it: scheduled, on the caller's event loop or on a loop of
+its own."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ class OnOwnLoop(Scheduled):
         super().__init__(script, **options)
         self.loop = asyncio.new_event_loop()
         self._relayed = Outboxes()
-        self._loop_thread = threading.Thread(target=self.loop.run_forever, name="own loop", daemon=True)
+        self._loop_thread = threading.Thread(
+            target=self.loop.run_forever, name="own loop", daemon=True
+        )
         self._loop_thread.start()
 
     async def answer(self, *arguments: Any, **options: Any) -> AsyncGenerator[Update, None]:

@@ -35,10 +35,15 @@ def matching_draft(
     """Random probes for ``engine``, with golden ``prompts`` recorded through ``engine.score``."""
     identity = engine.identity
     draft = make_draft(
-        seed, name=name, model=model_record(identity), tokenizer=identity.tokenizer, dtype=identity.dtype,
-        chat_template=identity.chat_template, template_arguments=identity.template_arguments,
+        seed,
+        name=name,
+        model=model_record(identity),
+        tokenizer=identity.tokenizer,
+        dtype=identity.dtype,
+        chat_template=identity.chat_template,
+        template_arguments=identity.template_arguments,
         **{"classifier": Classifier((WEIGHT,), INTERCEPT)} | changes,
-    )  # fmt: skip
+    )
     probes = Probes.of(Site.ATTENTION_HEAD, draft.probes)
     trajectory = np.stack([onset.trajectories[0] for onset in engine.score(prompts, [probes])])
     if "golden" not in changes:
@@ -47,7 +52,9 @@ def matching_draft(
     return draft
 
 
-def matching_bundle(engine: LoadedModel, folder: Path, name: str = "tiny", seed: int = 0, **changes: Any) -> Bundle:
+def matching_bundle(
+    engine: LoadedModel, folder: Path, name: str = "tiny", seed: int = 0, **changes: Any
+) -> Bundle:
     """A bundle folder of such a draft."""
     return write_bundle(matching_draft(engine, name, seed, **changes), folder / name)
 
@@ -77,34 +84,49 @@ def with_answer(draft: BundleDraft, engine: LoadedModel) -> BundleDraft:
 
 
 def with_context(
-    draft: BundleDraft, engine: LoadedModel, names: Sequence[ContextName] = PROBES, *, applies_from: float = 0.5,
-    reach: float | None = None, signals: Mapping[str, float] = MappingProxyType({"depth_mean": WEIGHT}),
+    draft: BundleDraft,
+    engine: LoadedModel,
+    names: Sequence[ContextName] = PROBES,
+    *,
+    applies_from: float = 0.5,
+    reach: float | None = None,
+    signals: Mapping[str, float] = MappingProxyType({"depth_mean": WEIGHT}),
     prompts: list[list[int]] = GOLDEN,
-) -> BundleDraft:  # fmt: skip
+) -> BundleDraft:
     """The draft with random context probes; ``signals``: the classifier's weights.
 
-    ``reach``: with a reference that ends at this distance from 0, and no guarantee of its own; else far away."""
+    ``reach``: with a reference that ends at this distance from 0, and no guarantee of its own; else
+        far away."""
     generator, shape = np.random.default_rng(len(names)), draft.probes.direction.shape
     drawn = generator.standard_normal((len(names), *shape))
     probes = tuple(
-        ContextProbe(name, 3.0, 0.05 * place, rows=90, positive=40, auroc=0.9) for place, name in enumerate(names)
+        ContextProbe(name, 3.0, 0.05 * place, rows=90, positive=40, auroc=0.9)
+        for place, name in enumerate(names)
     )
     asks = Applicability(applies_from, 0.01, 0.02, "What it means.") if "asks" in names else None
     classifier = Classifier(tuple(signals.values()), INTERCEPT)
     changes: dict[str, Any] = {} if reach is None else {"uncertainty": UNCERTAINTY}
     manifest = draft.manifest = replace(
-        draft.manifest, context=Context(probes, asks), signals=tuple(signals), classifier=classifier, **changes
+        draft.manifest,
+        context=Context(probes, asks),
+        signals=tuple(signals),
+        classifier=classifier,
+        **changes,
     )
     draft.probes = replace(
         draft.probes,
         context_head=generator.integers(0, manifest.probe_heads, drawn.shape[:2]).astype(np.int32),
-        context_direction=(drawn / np.linalg.norm(drawn, axis=-1, keepdims=True)).astype(np.float32),
+        context_direction=(drawn / np.linalg.norm(drawn, axis=-1, keepdims=True)).astype(
+            np.float32
+        ),
         context_bias=generator.standard_normal(drawn.shape[:2]).astype(np.float32) / 4,
         context_scale=np.ones(drawn.shape[:2], np.float32),
         reference_mean=np.zeros(manifest.logits, np.float32),
         reference_whitening=np.eye(manifest.logits, dtype=np.float32) / (reach or 1e3),
     )
-    results = engine.score(prompts, Probes.all_of(Site(manifest.readout.site), draft.probes), first_token=True)
+    results = engine.score(
+        prompts, Probes.all_of(Site(manifest.readout.site), draft.probes), first_token=True
+    )
     means = np.array([[depth_mean(one) for one in result.trajectories] for result in results])
     columns = {"depth_mean": means[:, 0]}
     for place, probe in enumerate(probes, 1):
@@ -123,17 +145,27 @@ def with_context(
 
 
 def contextual_bundle(
-    engine: LoadedModel, folder: Path, name: str = "context", seed: int = 0, *,
-    manifest: Mapping[str, Any] = MappingProxyType({}), **options: Any,
-) -> Bundle:  # fmt: skip
-    """A bundle that tells of a prompt what it is; ``manifest``: fields to replace, ``options`` of ``with_context``."""
+    engine: LoadedModel,
+    folder: Path,
+    name: str = "context",
+    seed: int = 0,
+    *,
+    manifest: Mapping[str, Any] = MappingProxyType({}),
+    **options: Any,
+) -> Bundle:
+    """A bundle that tells of a prompt what it is; ``manifest``: fields to replace, ``options`` of
+    ``with_context``."""
     draft = matching_draft(engine, name, seed)
     draft.manifest = replace(draft.manifest, **manifest)
     return write_bundle(with_context(draft, engine, **options), folder / name)
 
 
-SMALL_TALK = Standing(Shape("0", passage=False, system=False, asks="small_talk"))  # the bundle's own limit counts
-SMALL_TALKS = [" ".join(words) for words in product(("hi", "hello", "hey", "thanks", "ok", "nice"), repeat=3)]
+SMALL_TALK = Standing(
+    Shape("0", passage=False, system=False, asks="small_talk")
+)  # the bundle's own limit counts
+SMALL_TALKS = [
+    " ".join(words) for words in product(("hi", "hello", "hey", "thanks", "ok", "nice"), repeat=3)
+]
 
 
 class Held:

@@ -104,11 +104,18 @@ def spans_of(body: bytes) -> Iterator[Span]:
         for scope in part.scope_spans:
             for span in scope.spans:
                 yield Span(
-                    span.name, KINDS[span.kind], span.trace_id.hex(), span.span_id.hex(), span.parent_span_id.hex(),
-                    span.start_time_unix_nano, span.end_time_unix_nano, span.status.code == 2,
-                    _attributes(span.attributes), _attributes(part.resource.attributes),
+                    span.name,
+                    KINDS[span.kind],
+                    span.trace_id.hex(),
+                    span.span_id.hex(),
+                    span.parent_span_id.hex(),
+                    span.start_time_unix_nano,
+                    span.end_time_unix_nano,
+                    span.status.code == 2,
+                    _attributes(span.attributes),
+                    _attributes(part.resource.attributes),
                     f"{span}{part.resource}{scope.scope}",
-                )  # fmt: skip
+                )
 
 
 def events_of(body: bytes) -> Iterator[Event]:
@@ -116,10 +123,14 @@ def events_of(body: bytes) -> Iterator[Event]:
         for scope in part.scope_logs:
             for one in scope.log_records:
                 yield Event(
-                    one.event_name, one.trace_id.hex(), one.span_id.hex(), one.time_unix_nano,
-                    _attributes(one.attributes), _attributes(part.resource.attributes),
+                    one.event_name,
+                    one.trace_id.hex(),
+                    one.span_id.hex(),
+                    one.time_unix_nano,
+                    _attributes(one.attributes),
+                    _attributes(part.resource.attributes),
                     f"{one}{part.resource}{scope.scope}",
-                )  # fmt: skip
+                )
 
 
 def _attributes(pairs: Any) -> dict[str, Any]:
@@ -128,4 +139,8 @@ def _attributes(pairs: Any) -> dict[str, Any]:
 
 def _value(value: Any) -> Any:
     kind = value.WhichOneof("value")
-    return [_value(one) for one in value.array_value.values] if kind == "array_value" else getattr(value, kind)
+    return (
+        [_value(one) for one in value.array_value.values]
+        if kind == "array_value"
+        else getattr(value, kind)
+    )

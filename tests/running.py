@@ -35,32 +35,52 @@ from tests.scripted_engine import ScriptedEngine
 
 
 class App:
-    """The app on a scripted engine; ``kind`` is one of ``KINDS``, ``names`` its bundles, ``add`` makes further ones."""
+    """The app on a scripted engine; ``kind`` is one of ``KINDS``, ``names`` its bundles, ``add``
+    makes further ones."""
 
     def __init__(
-        self, tmp_path: Path, kind: str = KINDS[0], *, names: Sequence[str] = ("one", "two"),
+        self,
+        tmp_path: Path,
+        kind: str = KINDS[0],
+        *,
+        names: Sequence[str] = ("one", "two"),
         policies: Mapping[str, Policy] = MappingProxyType({}),
         aliases_of: Callable[[str], Mapping[str, int]] = lambda name: {},
-        add: Sequence[Callable[[ScriptedEngine, Path], Bundle]] = (), max_kv_tokens: int = 16_384,
-        api_keys: Sequence[str | ApiKey | Key] = (), keys_file: Path | None = None,
-        callers_may: Sequence[Right] = get_args(Right), tracing: Tracing | None = None,
-        feedback: Callable[[Metrics], Feedback] | None = None, audit: Callable[[Metrics], Auditor] | None = None,
+        add: Sequence[Callable[[ScriptedEngine, Path], Bundle]] = (),
+        max_kv_tokens: int = 16_384,
+        api_keys: Sequence[str | ApiKey | Key] = (),
+        keys_file: Path | None = None,
+        callers_may: Sequence[Right] = get_args(Right),
+        tracing: Tracing | None = None,
+        feedback: Callable[[Metrics], Feedback] | None = None,
+        audit: Callable[[Metrics], Auditor] | None = None,
         **settings: Any,
-    ) -> None:  # fmt: skip
-        named = [ApiKey(key, f"key-{n}") if isinstance(key, str) else key for n, key in enumerate(api_keys, 1)]
+    ) -> None:
+        named = [
+            ApiKey(key, f"key-{n}") if isinstance(key, str) else key
+            for n, key in enumerate(api_keys, 1)
+        ]
         keys = [key.hashed() if isinstance(key, ApiKey) else key for key in named]
         self.engine = ScriptedEngine()
         self.served = engine_of(self.engine, kind, max_kv_tokens=max_kv_tokens)
-        self.bundles = [matching_bundle(self.engine, tmp_path, name, seed) for seed, name in enumerate(names)]
+        self.bundles = [
+            matching_bundle(self.engine, tmp_path, name, seed) for seed, name in enumerate(names)
+        ]
         self.bundles += [make(self.engine, tmp_path) for make in add]
         metrics, named_policies = Metrics(), built_in() | policies
         self.state = Service(
             lambda: {bundle.reference: Scorer(self.served, bundle) for bundle in self.bundles},
-            aliases_of=aliases_of, policies=Policies(named_policies), keys=KeyRing(keys, keys_file, named_policies),
-            settings=ServiceSettings(callers_may=tuple(callers_may), **{"policy": "gate"} | settings),
-            metrics=metrics, feedback=None if feedback is None else feedback(metrics),
-            audit=None if audit is None else audit(metrics), tracing=tracing,
-        )  # fmt: skip
+            aliases_of=aliases_of,
+            policies=Policies(named_policies),
+            keys=KeyRing(keys, keys_file, named_policies),
+            settings=ServiceSettings(
+                callers_may=tuple(callers_may), **{"policy": "gate"} | settings
+            ),
+            metrics=metrics,
+            feedback=None if feedback is None else feedback(metrics),
+            audit=None if audit is None else audit(metrics),
+            tracing=tracing,
+        )
         self.app = create_app(self.state)
         self.client = TestClient(self.app, raise_server_exceptions=False)
 
@@ -78,7 +98,9 @@ class Running(App):
     def __init__(self, tmp_path: Path, kind: str = KINDS[0], **options: Any) -> None:
         super().__init__(tmp_path, kind, **options)
         self.server = uvicorn.Server(
-            uvicorn.Config(self.app, log_level="warning", timeout_graceful_shutdown=10, timeout_keep_alive=75)
+            uvicorn.Config(
+                self.app, log_level="warning", timeout_graceful_shutdown=10, timeout_keep_alive=75
+            )
         )
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.port: int = self.socket.getsockname()[1]
@@ -89,7 +111,10 @@ class Running(App):
 
     def metric(self, name: str) -> float:
         """The sum of a metric's series, as a scraper reads them."""
-        lines = [line.rpartition(" ") for line in httpx.get(f"{self.url}/metrics", timeout=60).text.splitlines()]
+        lines = [
+            line.rpartition(" ")
+            for line in httpx.get(f"{self.url}/metrics", timeout=60).text.splitlines()
+        ]
         values = [float(value) for series, _, value in lines if series.partition("{")[0] == name]
         assert values, f"{name} is not on /metrics"
         return sum(values)

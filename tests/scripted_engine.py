@@ -1,7 +1,8 @@
 """A deterministic engine without a model and without torch, for tests of what is above engines.
 
-Activations are drawn from a generator seeded by the sha256 of the token ids, so equal prompts have equal activations in
-any batch and process.  Text is UTF-8 bytes.  Settings are plain attributes that can be changed between calls."""
+Activations are drawn from a generator seeded by the sha256 of the token ids, so equal prompts have
+equal activations in any batch and process.  Text is UTF-8 bytes.  Settings are plain attributes
+that can be changed between calls."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from service.engines.base import (
     Sampling,
     TokenIds,
     TracedAnswer,
-)  # fmt: skip
+)
 from service.engines.chat import Message, ToolDefinition, check_shown
 from service.engines.checks import check_onset_only, check_prompts, refuse_tracing
 from service.engines.formats import LIMITS, Format, refused
@@ -41,43 +42,70 @@ VOCABULARY = 259
 class ScriptedEngine:
     """Implements ``base.BatchEngine`` with generated numbers.
 
-    ``answer`` is the text of every completion, one byte per token.  ``sleep_s`` delays every forward pass and decode
-    step, ``fail`` is raised by every forward pass, ``nan_layer`` fills that layer's activations with NaN, and
-    ``before`` is called with the method's name at the start of each forward pass, so that a test can block or count."""
+    ``answer`` is the text of every completion, one byte per token.  ``sleep_s`` delays every
+    forward pass and decode step, ``fail`` is raised by every forward pass, ``nan_layer`` fills that
+    layer's activations with NaN, and ``before`` is called with the method's name at the start of
+    each forward pass, so that a test can block or count."""
 
     def __init__(
-        self, geometry: Geometry | None = None, *, model: str = "scripted", answer: str = "It is so.",
-        max_tokens: int = 512, chat: bool = True,
-    ) -> None:  # fmt: skip
-        self.answer, self.sleep_s, self.closed, self._chat, self.takes_tools = answer, 0.0, False, chat, False
+        self,
+        geometry: Geometry | None = None,
+        *,
+        model: str = "scripted",
+        answer: str = "It is so.",
+        max_tokens: int = 512,
+        chat: bool = True,
+    ) -> None:
+        self.answer, self.sleep_s, self.closed, self._chat, self.takes_tools = (
+            answer,
+            0.0,
+            False,
+            chat,
+            False,
+        )
         self.fail: Exception | None = None
         self.nan_layer: int | None = None
         self.before: Callable[[str], None] | None = None
         self.counters, self.max_batch_tokens, self.torch_model = Counters(), 8192, None
         self.special_tokens, self.reads_answers = ("<|end|>",), True
         self.identity = ModelIdentity(
-            model=model, revision="local", fingerprint=_sha("scripted"), architecture="ScriptedForCausalLM",
-            model_type="scripted", tokenizer=_sha("utf-8"), chat_template=_sha("role: content") if chat else None,
-            dtype="float32", max_tokens=max_tokens,
+            model=model,
+            revision="local",
+            fingerprint=_sha("scripted"),
+            architecture="ScriptedForCausalLM",
+            model_type="scripted",
+            tokenizer=_sha("utf-8"),
+            chat_template=_sha("role: content") if chat else None,
+            dtype="float32",
+            max_tokens=max_tokens,
             geometry=geometry or Geometry(num_layers=4, num_heads=2, head_dim=8, hidden_size=16),
-        )  # fmt: skip
+        )
 
     def tokenize(self, text: str) -> list[int]:
         """BOS and the UTF-8 bytes.  Raises RequestError on lone surrogates."""
         return [BOS, *_utf8(text)]
 
-    def render_chat(self, messages: Sequence[Message], tools: Sequence[ToolDefinition] = ()) -> list[int]:
-        """``role: content`` lines, with ``takes_tools`` calls and tools as JSON, and a generation prompt.
+    def render_chat(
+        self, messages: Sequence[Message], tools: Sequence[ToolDefinition] = ()
+    ) -> list[int]:
+        """``role: content`` lines, with ``takes_tools`` calls and tools as JSON, and a generation
+        prompt.
 
         Raises RequestError without messages or a template, and for what it would leave out."""
         if not self._chat or not messages:
-            said = "'messages' is empty" if self._chat else "this model's tokenizer has no chat template"
+            said = (
+                "'messages' is empty"
+                if self._chat
+                else "this model's tokenizer has no chat template"
+            )
             raise RequestError(said, param="messages")
         text = self._template(messages, tools)
         check_shown(self._template, messages, tools)
         return [BOS, *_utf8(text), CHAT]
 
-    def renders_alike(self, messages: Sequence[Message], tools: Sequence[ToolDefinition], arguments: object) -> bool:
+    def renders_alike(
+        self, messages: Sequence[Message], tools: Sequence[ToolDefinition], arguments: object
+    ) -> bool:
         """Its template reads no arguments."""
         return True
 
@@ -85,7 +113,9 @@ class ScriptedEngine:
         def more(found: object) -> str:
             return json.dumps(found, ensure_ascii=False) if found and self.takes_tools else ""
 
-        turns = [f"{one['role']}: {one['content']}{more(one.get('tool_calls'))}\n" for one in messages]
+        turns = [
+            f"{one['role']}: {one['content']}{more(one.get('tool_calls'))}\n" for one in messages
+        ]
         return more(tools) + "".join(turns)
 
     def detokenize(self, token_ids: TokenIds) -> str:
@@ -113,7 +143,9 @@ class ScriptedEngine:
         probability = (byte + 1) / 257
         entropy = -probability * np.log(probability) - (1 - probability) * np.log1p(-probability)
         token = self.answer.encode()[0] if self.answer else END
-        return FirstToken(log_max_prob=float(np.log(probability)), entropy=float(entropy), token=token)
+        return FirstToken(
+            log_max_prob=float(np.log(probability)), entropy=float(entropy), token=token
+        )
 
     def check(self, prompts: Sequence[TokenIds]) -> None:
         """Raise EmptyPrompt, PromptTooLong or RequestError for the first invalid prompt."""
@@ -128,30 +160,48 @@ class ScriptedEngine:
         return asked
 
     def score(
-        self, prompts: Sequence[TokenIds], probes: Sequence[Probes], *, first_token: bool = False,
+        self,
+        prompts: Sequence[TokenIds],
+        probes: Sequence[Probes],
+        *,
+        first_token: bool = False,
         last: Sequence[int] = (),
-    ) -> list[PrefillResult]:  # fmt: skip
+    ) -> list[PrefillResult]:
         """Truth logits; a NaN is not refused, for tests of the callers."""
         self._forward("score", prompts)
         if not last:
             return [self._read(prompt, probes, first_token) for prompt in prompts]
         return [
-            PrefillResult(tuple(self.read_last(prompt, count, one) for one in probes), None, len(prompt))
+            PrefillResult(
+                tuple(self.read_last(prompt, count, one) for one in probes), None, len(prompt)
+            )
             for prompt, count in zip(prompts, last, strict=True)
         ]
 
     def read_last(self, tokens: TokenIds, count: int, probes: Probes) -> NDArray[np.float64]:
         """The mean of the truth logits at so many last tokens, [m]."""
         ends = [tokens[: len(tokens) - left] for left in range(count)]
-        return np.asarray(np.mean([self._read(end, [probes], False).trajectories[0] for end in ends], axis=0))
+        return np.asarray(
+            np.mean([self._read(end, [probes], False).trajectories[0] for end in ends], axis=0)
+        )
 
-    def begin(self, prompts: Sequence[TokenIds], probes: Sequence[Probes]) -> list[ScriptedContinuation]:
+    def begin(
+        self, prompts: Sequence[TokenIds], probes: Sequence[Probes]
+    ) -> list[ScriptedContinuation]:
         """As ``score``, with continuations that yield ``answer``."""
         self._forward("begin", prompts)
-        return [ScriptedContinuation(self, self._read(prompt, probes, True), prompt) for prompt in prompts]
+        return [
+            ScriptedContinuation(self, self._read(prompt, probes, True), prompt)
+            for prompt in prompts
+        ]
 
     def in_chunks(
-        self, prompt: TokenIds, probes: Sequence[Probes], *, first_token: bool = False, kept: bool = False
+        self,
+        prompt: TokenIds,
+        probes: Sequence[Probes],
+        *,
+        first_token: bool = False,
+        kept: bool = False,
     ) -> Generator[PrefillResult | ScriptedContinuation | None, None, None]:
         """As many passes as the prompt takes; ``before`` hears ``chunk`` of each but the last."""
         self.check([prompt])
@@ -160,7 +210,11 @@ class ScriptedEngine:
             self._forward("chunk", ())
             self.counters.forward_tokens += self.max_batch_tokens
             yield None
-        [result] = self.begin([prompt], probes) if kept else self.score([prompt], probes, first_token=first_token)
+        [result] = (
+            self.begin([prompt], probes)
+            if kept
+            else self.score([prompt], probes, first_token=first_token)
+        )
         self.counters.forward_tokens -= (passes - 1) * self.max_batch_tokens
         yield result
 
@@ -168,27 +222,51 @@ class ScriptedEngine:
         """Each runs by itself."""
 
     def extract(
-        self, prompts: Sequence[TokenIds], sites: Sequence[Site], poolings: Sequence[Pooling] = (Pooling.LAST_1,),
-        sampling: Sampling | None = None, answer_site: Site | None = None, last: Sequence[int] = (),
-    ) -> Extraction:  # fmt: skip
-        """Activations [n, m, width], and answers.  Raises EngineError for any pooling but last_1."""
+        self,
+        prompts: Sequence[TokenIds],
+        sites: Sequence[Site],
+        poolings: Sequence[Pooling] = (Pooling.LAST_1,),
+        sampling: Sampling | None = None,
+        answer_site: Site | None = None,
+        last: Sequence[int] = (),
+    ) -> Extraction:
+        """Activations [n, m, width], and answers.  Raises EngineError for any pooling but
+        last_1."""
         check_onset_only(poolings)
         self._forward("extract", prompts)
         geometry, activations = self.identity.geometry, {}
         for site in sites:
-            ends = [[prompt[: len(prompt) - left] for left in range(count)]
-                    for prompt, count in zip(prompts, last or [1] * len(prompts), strict=True)]  # fmt: skip
-            rows = np.array([np.mean([self.activations(end, site) for end in own], axis=0) for own in ends], np.float32)
-            activations[site] = rows.reshape(len(prompts), geometry.num_layers, geometry.width(site))
+            ends = [
+                [prompt[: len(prompt) - left] for left in range(count)]
+                for prompt, count in zip(prompts, last or [1] * len(prompts), strict=True)
+            ]
+            rows = np.array(
+                [np.mean([self.activations(end, site) for end in own], axis=0) for own in ends],
+                np.float32,
+            )
+            activations[site] = rows.reshape(
+                len(prompts), geometry.num_layers, geometry.width(site)
+            )
         completions = () if sampling is None else tuple(self.generate(prompts, sampling))
         read = None
         if answer_site is not None:
-            read = np.zeros((len(prompts), geometry.num_layers, geometry.width(answer_site)), np.float32)
+            read = np.zeros(
+                (len(prompts), geometry.num_layers, geometry.width(answer_site)), np.float32
+            )
             for row, (prompt, said) in enumerate(zip(prompts, completions, strict=True)):
-                ends = [[*prompt, *said.token_ids[:place]] for place in range(1, len(said.token_ids))]
+                ends = [
+                    [*prompt, *said.token_ids[:place]] for place in range(1, len(said.token_ids))
+                ]
                 if ends:
-                    read[row] = np.mean([self.activations(end, answer_site) for end in ends], axis=0)
-        return Extraction(activations, tuple(map(self.first_token, prompts)), completions=completions, answers=read)
+                    read[row] = np.mean(
+                        [self.activations(end, answer_site) for end in ends], axis=0
+                    )
+        return Extraction(
+            activations,
+            tuple(map(self.first_token, prompts)),
+            completions=completions,
+            answers=read,
+        )
 
     def generate(self, prompts: Sequence[TokenIds], sampling: Sampling) -> list[Completion]:
         """``answer``, for every prompt."""
@@ -205,7 +283,9 @@ class ScriptedEngine:
         """Raises EngineError."""
         refuse_tracing("scripted")
 
-    def next_token(self, prompts: Sequence[TokenIds], candidates: Sequence[int]) -> NDArray[np.float64]:
+    def next_token(
+        self, prompts: Sequence[TokenIds], candidates: Sequence[int]
+    ) -> NDArray[np.float64]:
         """Raises EngineError."""
         refuse_tracing("scripted")
 
@@ -233,9 +313,13 @@ class ScriptedEngine:
     def _read(self, prompt: TokenIds, probes: Sequence[Probes], first_token: bool) -> PrefillResult:
         trajectories = []
         for one in probes:
-            readout = self.identity.geometry.select(self.activations(prompt, one.site), one.head, one.site)
+            readout = self.identity.geometry.select(
+                self.activations(prompt, one.site), one.head, one.site
+            )
             trajectories.append(truth_logits(readout, one.direction, one.bias, one.scale))
-        return PrefillResult(tuple(trajectories), self.first_token(prompt) if first_token else None, len(prompt))
+        return PrefillResult(
+            tuple(trajectories), self.first_token(prompt) if first_token else None, len(prompt)
+        )
 
 
 class ScriptedContinuation:
@@ -246,20 +330,28 @@ class ScriptedContinuation:
         self.completion: Completion | None = None  # the answer so far; None before ``decode``
         self.answer_probes: Probes | None = None
         self.reading: AnswerReading | None = None
-        self._read_ends = list[NDArray[np.float64]]()  # at each token of the answer, the newest first
+        self._read_ends = list[
+            NDArray[np.float64]
+        ]()  # at each token of the answer, the newest first
         engine.counters.open_continuations += 1
 
-    def decode(self, sampling: Sampling, cancelled: Callable[[], bool] = lambda: False) -> Iterator[str]:
+    def decode(
+        self, sampling: Sampling, cancelled: Callable[[], bool] = lambda: False
+    ) -> Iterator[str]:
         """Yield the answer's characters; each of a character's UTF-8 bytes counts as a token."""
         if not self._open or self.completion is not None:
-            raise EngineError("this continuation is closed or being decoded; call begin again for another answer")
+            raise EngineError(
+                "this continuation is closed or being decoded; call begin again for another answer"
+            )
         self.completion = Completion("", (), "cancelled")
         return self._decode(sampling, cancelled)
 
     def _decode(self, sampling: Sampling, cancelled: Callable[[], bool]) -> Iterator[str]:
         text, reason, ids = "", "cancelled", list[int]()
         answer, counters = self._engine.answer, self._engine.counters
-        limit = min(sampling.max_tokens, self._engine.identity.max_tokens - self.prefill.prompt_tokens)
+        limit = min(
+            sampling.max_tokens, self._engine.identity.max_tokens - self.prefill.prompt_tokens
+        )
         found = [(at, stop) for stop in sampling.stop if (at := answer.find(stop)) >= 0]
         (end, stop), ended_by = min(found, default=(len(answer), None)), None
         try:
@@ -307,4 +399,6 @@ def _utf8(text: str) -> bytes:
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise RequestError("the text holds a lone surrogate; send well-formed Unicode", param="prompt") from error
+        raise RequestError(
+            "the text holds a lone surrogate; send well-formed Unicode", param="prompt"
+        ) from error

@@ -16,40 +16,60 @@ from typing import Self
 
 ROOT = Path(__file__).parent.parent
 CLIENT = ROOT / "clients" / "python"
-PACKAGES = os.environ.get("TESTED_PACKAGES")  # a folder of other versions, which tests/parity/test_transformers.py sets
-PATHS = os.pathsep.join([*filter(None, [PACKAGES]), str(ROOT), str(CLIENT)])  # of a process that sees this checkout
-MAY_CHOOSE = {"HALLUTRACER_CALLERS_MAY": "policy threshold bundle"}  # for tests that choose what a caller may not
+PACKAGES = os.environ.get(
+    "TESTED_PACKAGES"
+)  # a folder of other versions, which tests/parity/test_transformers.py sets
+PATHS = os.pathsep.join(
+    [*filter(None, [PACKAGES]), str(ROOT), str(CLIENT)]
+)  # of a process that sees this checkout
+MAY_CHOOSE = {
+    "HALLUTRACER_CALLERS_MAY": "policy threshold bundle"
+}  # for tests that choose what a caller may not
 
 
 def inherited() -> dict[str, str]:
-    """The environment without variables of ours, but for the model, the demo's, and the policy, which gates."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HALLUTRACER_", "RAG_"))}
+    """The environment without variables of ours, but for the model, the demo's, and the policy,
+    which gates."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("HALLUTRACER_", "RAG_"))
+    }
     return kept | {"HALLUTRACER_MODEL": "demo", "HALLUTRACER_POLICY": "gate"}
 
 
 class ServeProcess:
-    """``hallutracer serve`` as a user starts it, on a free port unless ``--port`` is given; a context manager: ready on
-    entry, ended on exit.
+    """``hallutracer serve`` as a user starts it, on a free port unless ``--port`` is given; a
+    context manager: ready on entry, ended on exit.
 
-    No variable of ours is inherited.  ``process.returncode`` is, after exit, its status after SIGTERM; -SIGKILL where
-    it did not stop."""
+    No variable of ours is inherited.  ``process.returncode`` is, after exit, its status after
+    SIGTERM; -SIGKILL where it did not stop."""
 
     def __init__(
-        self, *arguments: str, on_listening: Callable[[int], None] = lambda pid: None,
-        program: Sequence[str | Path] = (sys.executable, "-m", "service.cli"), folder: Path = ROOT,
-        stderr: int | None = None, **variables: str,
-    ) -> None:  # fmt: skip
-        """``on_listening`` is called with the process id while the model loads; ``folder`` is where it is started.
+        self,
+        *arguments: str,
+        on_listening: Callable[[int], None] = lambda pid: None,
+        program: Sequence[str | Path] = (sys.executable, "-m", "service.cli"),
+        folder: Path = ROOT,
+        stderr: int | None = None,
+        **variables: str,
+    ) -> None:
+        """``on_listening`` is called with the process id while the model loads; ``folder`` is where
+        it is started.
 
         ``stderr``: a descriptor, instead of the file that ``log`` reads."""
         self._on_listening = on_listening
         port = () if "--port" in arguments else ("--port", "0")
         self._stderr = tempfile.NamedTemporaryFile("w")  # noqa: SIM115  (closed on exit)
         self.process = subprocess.Popen(
-            [*program, "serve", *port, *arguments], cwd=folder, text=True,
-            stdout=subprocess.PIPE, stderr=self._stderr if stderr is None else stderr, start_new_session=True,
+            [*program, "serve", *port, *arguments],
+            cwd=folder,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr if stderr is None else stderr,
+            start_new_session=True,
             env=inherited() | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": PATHS} | variables,
-        )  # fmt: skip
+        )
         self.url = self.said = ""  # its address; what it printed until it was ready
 
     def log(self) -> str:
@@ -57,7 +77,8 @@ class ServeProcess:
         return Path(self._stderr.name).read_text(errors="replace")
 
     def __enter__(self) -> Self:
-        """Wait until it can score.  Raises RuntimeError with the end of its log if it ends or takes five minutes."""
+        """Wait until it can score.  Raises RuntimeError with the end of its log if it ends or takes
+        five minutes."""
         assert self.process.stdout is not None
         limit = threading.Timer(300, self.process.kill)
         limit.start()
@@ -73,9 +94,13 @@ class ServeProcess:
         if address is None or "API reference" not in lines:
             words = lines + self.log()[-3000:]
             self.__exit__()
-            raise RuntimeError(f"the server did not become ready (exit status {self.process.returncode}):\n{words}")
+            raise RuntimeError(
+                f"the server did not become ready (exit status {self.process.returncode}):\n{words}"
+            )
         self.url, self.said = address[1], lines
-        threading.Thread(target=self.process.stdout.read, daemon=True).start()  # a full pipe would stop the service
+        threading.Thread(
+            target=self.process.stdout.read, daemon=True
+        ).start()  # a full pipe would stop the service
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,4 +1,5 @@
-"""The scripts that measure the risk through a service, on made-up answers: tables, targets, resumption, search."""
+"""The scripts that measure the risk through a service, on made-up answers: tables, targets,
+resumption, search."""
 
 from __future__ import annotations
 
@@ -23,22 +24,39 @@ from service.errors import RunMismatch
 from tests.kit.local_server import answer, listening
 
 ROWS = [
-    {"id": f"q{number}", "prompt": f"What is thing {number}?", "answers": [f"A{number}"], "group": f"g{number // 2}"}
+    {
+        "id": f"q{number}",
+        "prompt": f"What is thing {number}?",
+        "answers": [f"A{number}"],
+        "group": f"g{number // 2}",
+    }
     for number in range(12)
 ]
 
 
 def scored(risk: float, text: str | None = None, **more: Any) -> Line:
     flagged = risk >= 0.5
-    return {"bundle": "sha256:a", "risk": risk, "threshold": 0.5, "flagged": flagged, "outside": False, "applies": None,
-            "decision": "abstain" if flagged else "continue", "answer": text} | more  # fmt: skip
+    return {
+        "bundle": "sha256:a",
+        "risk": risk,
+        "threshold": 0.5,
+        "flagged": flagged,
+        "outside": False,
+        "applies": None,
+        "decision": "abstain" if flagged else "continue",
+        "answer": text,
+    } | more
 
 
 def row(form: str, verdict: str, risk: float, group: str, **more: Any) -> Line:
-    return scored(risk, "x", **{"form": form, "verdict": verdict, "group": group, "id": group, **more})
+    return scored(
+        risk, "x", **{"form": form, "verdict": verdict, "group": group, "id": group, **more}
+    )
 
 
-def form_rows(form: str, wrong: int, right: int, risk_wrong: float, risk_right: float) -> list[Line]:
+def form_rows(
+    form: str, wrong: int, right: int, risk_wrong: float, risk_right: float
+) -> list[Line]:
     made = [row(form, "hallucinated", risk_wrong, f"w{number}") for number in range(wrong)]
     return made + [row(form, "factual", risk_right, f"r{number}") for number in range(right)]
 
@@ -71,11 +89,17 @@ def measured(lines: list[Line], **options: bool) -> forms.Worth:
 
 
 def test_the_figures_of_a_form_by_hand_where_an_abstention_is_left_out_or_wrong() -> None:
-    found = measured([*form_rows("lone", 2, 2, 0.8, 0.3), row("lone", "abstained", 0.9, "z", outside=True)])
+    found = measured(
+        [*form_rows("lone", 2, 2, 0.8, 0.3), row("lone", "abstained", 0.9, "z", outside=True)]
+    )
     assert (found.rows, found.left_out, found.wrong, found.answered) == (4, 1, 0.5, 2)
     assert (found.risk, found.off, found.answered_off) == pytest.approx((0.55, 0.05, 0.3))
     assert (found.auroc, found.low, found.high, found.outside) == (1.0, 1.0, 1.0, 0.0)
-    lines = [*form_rows("lone", 1, 1, 0.8, 0.3), row("lone", "abstained", 0.9, "z"), row("lone", "empty", 0.9, "y")]
+    lines = [
+        *form_rows("lone", 1, 1, 0.8, 0.3),
+        row("lone", "abstained", 0.9, "z"),
+        row("lone", "empty", 0.9, "y"),
+    ]
     left_out, counted = measured(lines), measured(lines, abstained_wrong=True)
     assert (left_out.rows, left_out.wrong) == (2, 0.5)
     assert (counted.rows, counted.left_out, counted.wrong) == (4, 0, 0.75)
@@ -95,7 +119,10 @@ def test_an_interval_counts_groups_and_not_rows() -> None:
 def test_a_difference_is_held_against_chance_by_group_and_by_how_many_forms_there_are() -> None:
     rng, alone = np.random.default_rng(1), np.arange(400)
     risk = rng.uniform(0.2, 0.9, 400)
-    z = [forms.difference_z((rng.random(400) > risk).astype(np.int64), risk, alone) for _ in range(300)]
+    z = [
+        forms.difference_z((rng.random(400) > risk).astype(np.int64), risk, alone)
+        for _ in range(300)
+    ]
     assert 0.9 < float(np.std(np.array(z, np.float64))) < 1.1
     label = (rng.random(400) > risk - 0.1).astype(np.int64)
     apart, together_ = (forms.difference_z(label, risk, group) for group in (alone, alone // 40))
@@ -120,11 +147,21 @@ def test_each_target_names_the_forms_that_miss_it() -> None:
         *form_rows("long", 60, 0, 0.98, 0.0),  # one class, none answered
     ]
     off, ranking, answered = targets(worths(lines))
-    assert (off.passed, off.figure, off.note) == (False, "met by 3 of 4", "missed by turns +0.150 (z +2.9)")
+    assert (off.passed, off.figure, off.note) == (
+        False,
+        "met by 3 of 4",
+        "missed by turns +0.150 (z +2.9)",
+    )
     assert (ranking.passed, ranking.figure) == (False, "met by 2 of 3")
     assert ranking.note.startswith("missed by facts -1.000; 1 not judged")
-    assert (answered.passed, answered.figure) == (False, "met by 1 of 3")  # lone and turns answer right ones only
-    assert answered.note == "missed by turns +0.400, lone +0.250; 1 not judged, fewer than 20 answered: long"
+    assert (answered.passed, answered.figure) == (
+        False,
+        "met by 1 of 3",
+    )  # lone and turns answer right ones only
+    assert (
+        answered.note
+        == "missed by turns +0.400, lone +0.250; 1 not judged, fewer than 20 answered: long"
+    )
     assert targets(worths(form_rows("lone", 30, 30, 0.8, 0.3)))[0].passed  # 0.55 for 0.5
     few = targets(worths(form_rows("turns", 5, 5, 0.8, 0.3)))
     assert [check.passed for check in few] == [True, None, None]  # no lone question, ten answered
@@ -134,13 +171,26 @@ def test_rows_are_asked_as_they_stand_and_told_by_their_kind(tmp_path: Path) -> 
     path = tmp_path / "rows.jsonl"
     chat = [{"role": "user", "content": "Hello."}, {"role": "user", "content": "Who?"}]
     rows = [
-        {"id": "a", "messages": chat, "answers": ["A"], "group": "g", "kind": "people", "form": "turns"},
+        {
+            "id": "a",
+            "messages": chat,
+            "answers": ["A"],
+            "group": "g",
+            "kind": "people",
+            "form": "turns",
+        },
         {"id": 2, "prompt": "Where?", "answers": ["B"], "kind": "places"},
     ]
     path.write_text("".join(json.dumps(one) + "\n" for one in rows))
     first, second = forms.as_they_stand(path, "kind")
-    assert (first.body["messages"], second.body["messages"]) == (chat, [{"role": "user", "content": "Where?"}])
-    assert (first.accepted, first.known) == (["A"], {"form": "people", "group": "g", "kind": "people"})
+    assert (first.body["messages"], second.body["messages"]) == (
+        chat,
+        [{"role": "user", "content": "Where?"}],
+    )
+    assert (first.accepted, first.known) == (
+        ["A"],
+        {"form": "people", "group": "g", "kind": "people"},
+    )
     assert (second.id, second.known) == ("2", {"form": "places", "group": 2, "kind": "places"})
     assert [job.known["form"] for job in forms.as_they_stand(path, "form")] == ["turns", "none"]
     # Each kind has equal risks: all that tells a right answer from a wrong one is the kind.
@@ -179,8 +229,10 @@ def test_a_killed_run_goes_on_and_a_whole_record_starts_nothing(tmp_path: Path) 
 def test_a_record_of_other_requests_or_of_another_bundle_is_refused(log: AppendLog) -> None:
     ask = Answers(Fake(lambda body: scored(0.2) | {"bundle": body["bundle"]}).start, log)
     ask(Job("one", {"prompt": "?", "bundle": "a"}))
-    for name, body, why in (("one", {"prompt": "!", "bundle": "a"}, "another request"),
-                            ("two", {"prompt": "?", "bundle": "b"}, "of bundle a, not of b")):  # fmt: skip
+    for name, body, why in (
+        ("one", {"prompt": "!", "bundle": "a"}, "another request"),
+        ("two", {"prompt": "?", "bundle": "b"}, "of bundle a, not of b"),
+    ):
         with pytest.raises(RunMismatch, match=why):
             ask(Job(name, body))
 
@@ -199,8 +251,15 @@ def test_a_refused_conversation_is_a_line_and_any_other_refusal_an_error() -> No
         "policy": (422, {"code": "invalid_request", "param": "policy"}),
         "busy": (429, {"code": "overloaded", "param": None}),
     }
-    whole = {"risk": 0.25, "threshold": 0.5, "flagged": False, "decision": "continue", "applies": False,
-             "outside_training": True, "completion": {"text": "Rome."}}  # fmt: skip
+    whole = {
+        "risk": 0.25,
+        "threshold": 0.5,
+        "flagged": False,
+        "decision": "continue",
+        "applies": False,
+        "outside_training": True,
+        "completion": {"text": "Rome."},
+    }
 
     def behave(request: BaseHTTPRequestHandler, body: bytes) -> None:
         name = json.loads(body)["prompt"]
@@ -208,7 +267,10 @@ def test_a_refused_conversation_is_a_line_and_any_other_refusal_an_error() -> No
         content = {"error": error} if error else {"bundle": {"digest": "sha256:a"}, "data": [whole]}
         answer(request, status, json.dumps(content).encode())
 
-    with listening(behave, "HTTP/1.1") as address, httpx.Client(base_url=f"http://{address}") as client:
+    with (
+        listening(behave, "HTTP/1.1") as address,
+        httpx.Client(base_url=f"http://{address}") as client,
+    ):
         expected = scored(0.25, "Rome.", outside=True, applies=False)
         assert post(client, {}, {"prompt": "fine"}) == expected
         assert post(client, {}, {"prompt": "long"}) == {"refused": "prompt_too_long"}
@@ -218,7 +280,7 @@ def test_a_refused_conversation_is_a_line_and_any_other_refusal_an_error() -> No
                 post(client, {}, {"prompt": name})
 
 
-def test_a_chat_is_asked_under_a_policy_that_withholds_nothing_and_says_where_its_decoding_departs() -> None:
+def test_a_chat_is_asked_under_a_policy_that_withholds_nothing() -> None:
     whole = {
         "risk": 0.25,
         "threshold": 0.5,
@@ -238,12 +300,20 @@ def test_a_chat_is_asked_under_a_policy_that_withholds_nothing_and_says_where_it
         error = {"error": {"code": "context_length_exceeded", "param": "messages"}}
         answer(request, status, json.dumps(reply if status == 200 else error).encode())
 
-    with listening(behave, "HTTP/1.1") as address, httpx.Client(base_url=f"http://{address}") as client:
+    with (
+        listening(behave, "HTTP/1.1") as address,
+        httpx.Client(base_url=f"http://{address}") as client,
+    ):
         line = post_chat(client, "m", "mine", {"messages": "short", "temperature": 0.7})
         assert line == scored(0.25, "Rome.", outside=True, applies=False, departs="sampled")
-        assert post_chat(client, "m", None, {"messages": "long"}) == {"refused": "context_length_exceeded"}
+        assert post_chat(client, "m", None, {"messages": "long"}) == {
+            "refused": "context_length_exceeded"
+        }
     observing = {"hallutracer_policy": "observe"}
-    assert [body["vllm_xargs"] for _, body in asked] == [observing | {"hallutracer_bundle": "mine"}, observing]
+    assert [body["vllm_xargs"] for _, body in asked] == [
+        observing | {"hallutracer_bundle": "mine"},
+        observing,
+    ]
     assert asked[0][0] == "/v1/chat/completions"
     assert asked[0][1]["temperature"] == 0.7
 
@@ -253,7 +323,12 @@ def words(body: Body) -> str:
 
 
 def searched(risk_of: Callable[[str], float]) -> list[Line]:
-    return search(lambda job: job.known | scored(risk_of(words(job.body)), "It is A0."), (ROWS[0], 0.9), "gate", 0)
+    return search(
+        lambda job: job.known | scored(risk_of(words(job.body)), "It is A0."),
+        (ROWS[0], 0.9),
+        "gate",
+        0,
+    )
 
 
 def test_the_search_keeps_and_extends_what_lowers_the_risk() -> None:
@@ -276,10 +351,16 @@ def way(name: str, question: str, risk: float, verdict: str = "hallucinated", **
 
 
 def test_of_several_lines_of_a_question_the_lowest_risk_counts() -> None:
-    found = freed([
-        way("...", "a", 0.4, "factual"), way("junk", "a", 0.3, outside=True), way("...", "b", 0.2, "factual"),
-        way("...", "c", 0.9), way("junk", "d", 0.1, "abstained"), {"question": "e", "refused": "invalid_request"},
-    ])  # fmt: skip
+    found = freed(
+        [
+            way("...", "a", 0.4, "factual"),
+            way("junk", "a", 0.3, outside=True),
+            way("...", "b", 0.2, "factual"),
+            way("...", "c", 0.9),
+            way("junk", "d", 0.1, "abstained"),
+            {"question": "e", "refused": "invalid_request"},
+        ]
+    )
     assert (found.tried, found.free, found.right, found.wrong, found.outside) == (4, 3, 1, 1, 1)
     assert found.share.startswith("0.75 [")
 
@@ -287,7 +368,10 @@ def test_of_several_lines_of_a_question_the_lowest_risk_counts() -> None:
 def test_questions_of_several_files_are_taken_in_turn_and_one_of_each_group(tmp_path: Path) -> None:
     paths = [tmp_path / name for name in ("facts.jsonl", "trivia.jsonl")]
     shared = {"id": "t0", "prompt": "What is thing 0, again?", "answers": ["A0"], "group": "g0"}
-    others = [{"id": f"t{number}", "prompt": "Why?", "answers": ["x"], "group": f"t{number}"} for number in (1, 2)]
+    others = [
+        {"id": f"t{number}", "prompt": "Why?", "answers": ["x"], "group": f"t{number}"}
+        for number in (1, 2)
+    ]
     for path, rows in zip(paths, (ROWS, [shared, *others]), strict=True):
         path.write_text("".join(json.dumps(one) + "\n" for one in rows))
     chosen_rows = decoding.one_of_each_group(paths, 6, seed=0)
@@ -295,12 +379,18 @@ def test_questions_of_several_files_are_taken_in_turn_and_one_of_each_group(tmp_
     assert len(set(groups)) == len(groups) == 6
     assert {"t1", "t2"} < set(groups), "the files are taken in turn"
     assert decoding.one_of_each_group(paths, 6, seed=0) == chosen_rows
-    assert len(decoding.one_of_each_group(paths, 100, seed=0)) == 8, "6 groups of one file, 2 more of the other"
+    assert len(decoding.one_of_each_group(paths, 100, seed=0)) == 8, (
+        "6 groups of one file, 2 more of the other"
+    )
 
 
 def test_each_way_of_decoding_is_asked_as_often_as_it_can_differ() -> None:
     jobs = decoding.jobs_of(ROWS[:2], 4)
-    named = [(job.known["way"], job.body.get("temperature"), job.body["seed"]) for job in jobs if job.id[:2] == "q0"]
+    named = [
+        (job.known["way"], job.body.get("temperature"), job.body["seed"])
+        for job in jobs
+        if job.id[:2] == "q0"
+    ]
     assert named == [
         ("temperature 0", 0.0, 0),
         *(("none named", None, draw) for draw in range(4)),
@@ -321,7 +411,10 @@ def test_what_was_told_stands_beside_what_was_wrong_by_way_of_decoding() -> None
         *(decoded("none named", "hallucinated", 0.6, f"w{number}") for number in range(10)),
         decoded("none named", "abstained", 0.9, "z"),
         {"way": "none named", "group": "y", "refused": "prompt_too_long"},
-        *(decoded("temperature 1", "hallucinated", 0.2, f"r{number}", "sampled") for number in range(10)),
+        *(
+            decoded("temperature 1", "hallucinated", 0.2, f"r{number}", "sampled")
+            for number in range(10)
+        ),
     ]
     text = decoding.differences(lines)
     assert "temperature 0.7" not in text, "nobody asked so"
@@ -330,8 +423,13 @@ def test_what_was_told_stands_beside_what_was_wrong_by_way_of_decoding() -> None
     assert text.splitlines()[3].endswith("| 10 | 1.000 | 0.200 | 10 |")
     found = decoding.target(lines)
     assert (found.passed, found.figure) == (False, "0.100")
-    assert decoding.target([line for line in lines if line["way"] == "temperature 1"]).passed is None
-    met = [decoded("none named", "factual", 0.2, "a"), decoded("none named", "hallucinated", 0.76, "b")]
+    assert (
+        decoding.target([line for line in lines if line["way"] == "temperature 1"]).passed is None
+    )
+    met = [
+        decoded("none named", "factual", 0.2, "a"),
+        decoded("none named", "hallucinated", 0.76, "b"),
+    ]
     assert decoding.target(met).passed
     once = [*lines[:20]]
     drawn = [line for line in once for _ in range(4)]

@@ -1,4 +1,5 @@
-"""The scripts that run for minutes, run for seconds, so that they do not rot; and their judges, which can fail."""
+"""The scripts that run for minutes, run for seconds, so that they do not rot; and their judges,
+which can fail."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ def truth(published: tuple[Path, dict[str, str]]) -> dict[tuple[int, str], float
     for digest, reference in digests.items():
         with ht.load("demo", bundle=reference, store=store) as detector:
             for number, content in enumerate(CONTENTS):
-                found[number, digest] = detector.score(content.get("prompt") or content["messages"])[0].risk
+                found[number, digest] = detector.score(
+                    content.get("prompt") or content["messages"]
+                )[0].risk
     return found
 
 
@@ -52,7 +55,9 @@ def witness(truth: dict[tuple[int, str], float]) -> Witness:
     return made
 
 
-def test_the_truth_passes_and_each_lie_is_found(witness: Witness, published: tuple[Path, dict[str, str]]) -> None:
+def test_the_truth_passes_and_each_lie_is_found(
+    witness: Witness, published: tuple[Path, dict[str, str]]
+) -> None:
     store, digests = published
     assert replay(witness, digests, store).passed
     key = next(iter(witness.seen))
@@ -63,7 +68,10 @@ def test_the_truth_passes_and_each_lie_is_found(witness: Witness, published: tup
         assert (found.passed, found.figure) == (False, "1 of 8")
     first, second = digests
     swapped = deepcopy(witness)  # a risk under another bundle's digest
-    swapped.seen[0, first], swapped.seen[0, second] = swapped.seen[0, second], swapped.seen[0, first]
+    swapped.seen[0, first], swapped.seen[0, second] = (
+        swapped.seen[0, second],
+        swapped.seen[0, first],
+    )
     assert not replay(swapped, digests, store).passed
     witness.seen[0, "sha256:other"] = Range(0.5, 0.5, 1)  # which nobody published
     assert not replay(witness, digests, store).passed
@@ -71,7 +79,9 @@ def test_the_truth_passes_and_each_lie_is_found(witness: Witness, published: tup
 
 def test_whatever_is_no_whole_answer_counts_as_failed() -> None:
     turn = iter(range(100))
-    whole = json.dumps({"id": "risk-1", "bundle": {"digest": "sha256:a"}, "data": [{"risk": 0.5}]}).encode()
+    whole = json.dumps(
+        {"id": "risk-1", "bundle": {"digest": "sha256:a"}, "data": [{"risk": 0.5}]}
+    ).encode()
 
     def behave(request: BaseHTTPRequestHandler, _: bytes) -> None:
         number = next(turn)
@@ -125,11 +135,15 @@ def test_growth_is_judged_by_life() -> None:
     assert [check.passed for check in grown({(0, 1): growing[:100]}, 240)] == [None]
 
 
-def test_the_soaks_judge_sees_each_fault(witness: Witness, published: tuple[Path, dict[str, str]]) -> None:
+def test_the_soaks_judge_sees_each_fault(
+    witness: Witness, published: tuple[Path, dict[str, str]]
+) -> None:
     store, digests = published
 
     def failing(events: Events) -> list[str]:
-        return [check.name for check in judge(witness, digests, store, events, 10) if not check.passed]
+        return [
+            check.name for check in judge(witness, digests, store, events, 10) if not check.passed
+        ]
 
     assert failing(Events(swaps=10, exits=[0, 0])) == []
     assert failing(Events(swaps=9, exits=[0, 0])) == ["swaps"]
@@ -152,14 +166,19 @@ def test_a_plan_by_hand() -> None:
     prefill, decode = capacity.seconds(gpu, model, capacity.Load(1000, 10, 1.0))
     assert prefill == pytest.approx(2 * 10e9 * 1000 / 40e12 * 1.03)
     assert decode == pytest.approx(10 * (20e9 + 64 * 100_000 * 1010) / 600e9 / 64 * 1.03)
-    assert capacity.replicas(10, prefill) == 9 + 1  # 5.15 s of work a second, at most 0.6 of a replica's time
+    assert (
+        capacity.replicas(10, prefill) == 9 + 1
+    )  # 5.15 s of work a second, at most 0.6 of a replica's time
     assert capacity.replicas(4000, 1e-9) == 10 + 1  # the front ends decide
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
     "command",
-    ["rollout_soak", *(f"chaos --only {part}" for part in ("killed", "stopped", "store", "store-url"))],
+    [
+        "rollout_soak",
+        *(f"chaos --only {part}" for part in ("killed", "stopped", "store", "store-url")),
+    ],
 )
 def test_a_script_runs_and_passes(command: str, tmp_path: Path) -> None:
     binary("nginx")
@@ -176,12 +195,16 @@ def test_a_script_runs_and_passes(command: str, tmp_path: Path) -> None:
 def test_the_fairness_script_runs(tmp_path: Path) -> None:
     record = tmp_path / "record.json"
     run = [sys.executable, "-m", "benchmarks.service_fairness", "--quick", "--json", str(record)]
-    done = subprocess.run(run, cwd=ROOT, env=inherited(), capture_output=True, text=True, check=False, timeout=600)
+    done = subprocess.run(
+        run, cwd=ROOT, env=inherited(), capture_output=True, text=True, check=False, timeout=600
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     written = json.loads(record.read_text())
     assert len(written["runs"]) == 7
     assert all(
-        outcome["status"] == 200 for run in written["runs"].values() for outcome in [*run["short"], *run["beside"]]
+        outcome["status"] == 200
+        for run in written["runs"].values()
+        for outcome in [*run["short"], *run["beside"]]
     )
     beside = [len(run["beside"]) for name, run in written["runs"].items() if name != "quiet"]
     assert min(beside) > 0
@@ -189,7 +212,9 @@ def test_the_fairness_script_runs(tmp_path: Path) -> None:
 
 def _fair_run(short: int, ready: int, work: int) -> service_fairness.Run:
     """A hundred short scores and ten looks, of which so many fail, and work with this status."""
-    run = service_fairness.Run([Outcome(n, n, n + 0.1, 200 if n >= short else 503) for n in range(100)])
+    run = service_fairness.Run(
+        [Outcome(n, n, n + 0.1, 200 if n >= short else 503) for n in range(100)]
+    )
     run.beside = [Outcome(0, 0, 1, 503), Outcome(1, 1, 2, work)]
     for n in range(10):
         run.looks["ready"].add(200 if n >= ready else 503, 0.01)
@@ -199,17 +224,22 @@ def _fair_run(short: int, ready: int, work: int) -> service_fairness.Run:
 @pytest.mark.parametrize(
     ("short", "ready", "work", "quiet_ms", "other", "judged"),
     [
-        (0, 0, 200, 50, True, [None, True, True, True, True]), (0, 0, 200, 50, False, [None, None, True, True, True]),
-        (1, 0, 200, 50, True, [None, True, False, True, True]), (0, 1, 200, 50, True, [None, True, True, False, True]),
-        (0, 0, 200, 20, True, [None, False, True, True, True]), (0, 0, 504, 50, True, [None, True, True, True, False]),
+        (0, 0, 200, 50, True, [None, True, True, True, True]),
+        (0, 0, 200, 50, False, [None, None, True, True, True]),
+        (1, 0, 200, 50, True, [None, True, False, True, True]),
+        (0, 1, 200, 50, True, [None, True, True, False, True]),
+        (0, 0, 200, 20, True, [None, False, True, True, True]),
+        (0, 0, 504, 50, True, [None, True, True, True, False]),
         (100, 0, 200, 50, True, [None, False, False, True, True]),
     ],
-)  # fmt: skip
+)
 def test_the_judge_of_fairness_sees_each_fault(
     short: int, ready: int, work: int, quiet_ms: float, other: bool, judged: list[bool | None]
 ) -> None:
     quiet = Summary(10, {"200": 10}, 1.0, 10.0, quiet_ms, quiet_ms, quiet_ms)
-    found = service_fairness.checks_of("x", _fair_run(short, ready, work), quiet, other=other, judge_times=True)
+    found = service_fairness.checks_of(
+        "x", _fair_run(short, ready, work), quiet, other=other, judge_times=True
+    )
     assert [check.passed for check in found] == judged
 
 
@@ -218,7 +248,9 @@ def test_the_gpus_script_runs_without_one(tmp_path: Path) -> None:
     vllm_or_skip()
     record = tmp_path / "record.json"
     run = [sys.executable, "-m", "benchmarks.gpu", "--tiny", "--json", str(record)]
-    done = subprocess.run(run, cwd=ROOT, env=inherited(), capture_output=True, text=True, check=False, timeout=1200)
+    done = subprocess.run(
+        run, cwd=ROOT, env=inherited(), capture_output=True, text=True, check=False, timeout=1200
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     written = json.loads(record.read_text())
     checks = {check["name"]: check for check in written["checks"]}

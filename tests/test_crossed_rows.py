@@ -1,4 +1,5 @@
-"""The script that makes rows in crossed wordings: what it draws, and that a run resumes and is exported."""
+"""The script that makes rows in crossed wordings: what it draws, and that a run resumes and is
+exported."""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Row]]:
             "id": f"{path.stem}/{path.stem}-{number}+lone",
             "group": f"joined {path.stem} {number}",
             "kind": "x",
-            "messages": [{"role": "user", "content": f"Who built the tower of {path.stem}{number}?"}],
+            "messages": [
+                {"role": "user", "content": f"Who built the tower of {path.stem}{number}?"}
+            ],
         }
         for path in paths
         for number in range(30)
@@ -86,7 +89,13 @@ def test_training_rows_have_nothing_of_the_test_rows(drawn: dict[str, list[Row]]
 
 def test_a_prompt_is_kept_once_and_loses_what_only_its_making_needs() -> None:
     asked = [{"role": "user", "content": "Where?"}]
-    row = {"id": "a", "messages": asked, "relation": "capital", "statement": "It is there.", "subject": "x"}
+    row = {
+        "id": "a",
+        "messages": asked,
+        "relation": "capital",
+        "statement": "It is there.",
+        "subject": "x",
+    }
     other = row | {"messages": [{"role": "user", "content": "When?"}]}
     kept = [{"id": "a", "messages": asked, "subject": "x"}]
     assert [*crossed_rows.without_copies([row, row, other], {prompt_digest(other)})] == kept
@@ -161,7 +170,11 @@ def test_a_run_resumes_chunk_by_chunk_and_exports_what_is_done(
     common = ASKED[1] | {"id": "facts/symbol:helium+wording_plain", "answers": ["He"]}
     write(folder / "train.jsonl", [*ASKED[:1], common, *ASKED[2:]])
     write(folder / "test.jsonl", [row | {"id": f"test {row['id']}"} for row in ASKED[:3]])
-    assert [(name, len(rows)) for name, rows in chunks(folder)] == [("train-000", 5), ("train-001", 5), ("test-000", 3)]
+    assert [(name, len(rows)) for name, rows in chunks(folder)] == [
+        ("train-000", 5),
+        ("train-001", 5),
+        ("test-000", 3),
+    ]
     answer(folder, run, "demo", limit=6)
     assert [path.name for path in run.glob("*.labels.jsonl")] == ["train-000.labels.jsonl"]
     before = (run / "train-000.labels.jsonl").read_bytes()
@@ -181,7 +194,9 @@ def test_a_run_resumes_chunk_by_chunk_and_exports_what_is_done(
         assert row["label"] == 0
         assert row["answer"]
         assert row["messages"] == names[row["id"]]["messages"]
-    assert {row["id"].partition(" ")[0] for row in gzipped(tmp_path / "demo-crossed-test-rows.jsonl.gz")} <= {"test"}
+    assert {
+        row["id"].partition(" ")[0] for row in gzipped(tmp_path / "demo-crossed-test-rows.jsonl.gz")
+    } <= {"test"}
     lengths = {path.name for path in run.iterdir() if path.is_dir()}
     assert lengths == {
         f"train-000-{ANSWER_TOKENS}",
@@ -194,6 +209,8 @@ def test_a_run_resumes_chunk_by_chunk_and_exports_what_is_done(
 
 @pytest.mark.parametrize("model", ["smollm2", "qwen2.5-coder-1.5b"])
 def test_the_rows_of_a_model_are_one_training_file(model: str) -> None:
-    files = [Path("docs") / f"{model}{part}-rows.jsonl.gz" for part in ("", "-crossed", "-crossed-test")]
+    files = [
+        Path("docs") / f"{model}{part}-rows.jsonl.gz" for part in ("", "-crossed", "-crossed-test")
+    ]
     names = [row["id"] for file in files for row in gzipped(file)]
     assert len(names) == len(set(names))

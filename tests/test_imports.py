@@ -12,7 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-# Each layer may import the layers below it and itself; siblings (same line) do not import each other.
+# Each layer may import the layers below it and itself; siblings (same line) do not import each
+# other.
 LAYERS = [
     ["hallutracer"],
     ["hallutracer_research"],
@@ -50,7 +51,11 @@ RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 
 def owner(module: str) -> str | None:
     """The layer entry that a dotted module belongs to: the longest that fits."""
-    return max((name for name in RANK if module == name or module.startswith(name + ".")), key=len, default=None)
+    return max(
+        (name for name in RANK if module == name or module.startswith(name + ".")),
+        key=len,
+        default=None,
+    )
 
 
 def module_name(path: Path, root: Path = ROOT) -> str:
@@ -58,11 +63,14 @@ def module_name(path: Path, root: Path = ROOT) -> str:
     return ".".join(parts[1:] if parts[0] == "research" else parts).removesuffix(".__init__")
 
 
-Imports = dict[str, set[str]]  # module -> names that it asks for: "package.module" or "package.module.name"
+Imports = dict[
+    str, set[str]
+]  # module -> names that it asks for: "package.module" or "package.module.name"
 
 
 def read(paths: list[Path], root: Path = ROOT) -> Imports:
-    """What each module imports anywhere in it, under ``TYPE_CHECKING`` too.  Each file is parsed once."""
+    """What each module imports anywhere in it, under ``TYPE_CHECKING`` too.  Each file is parsed
+    once."""
     found: Imports = {}
     for path in paths:
         names = found[module_name(path, root)] = set()
@@ -104,14 +112,29 @@ def test_imports_go_one_way(imports: Imports) -> None:
 
 
 def test_the_store_imports_nothing_of_ours(imports: Imports) -> None:
-    stored = {module: names for module, names in imports.items() if module.startswith("probes_store")}
-    assert [module for module, names in stored.items() if any(name.startswith("service") for name in names)] == []
+    stored = {
+        module: names for module, names in imports.items() if module.startswith("probes_store")
+    }
+    assert [
+        module
+        for module, names in stored.items()
+        if any(name.startswith("service") for name in names)
+    ] == []
 
 
 def test_nothing_that_serves_imports_research(imports: Imports) -> None:
-    """``hallutracer`` names its ``evaluate`` for type checkers, and loads it where it is asked for."""
-    serving = {module: names for module, names in imports.items() if module.startswith(("service", "probes_store"))}
-    assert [module for module, names in serving.items() if any("hallutracer_research" in name for name in names)] == []
+    """``hallutracer`` names its ``evaluate`` for type checkers, and loads it where it is asked
+    for."""
+    serving = {
+        module: names
+        for module, names in imports.items()
+        if module.startswith(("service", "probes_store"))
+    }
+    assert [
+        module
+        for module, names in serving.items()
+        if any("hallutracer_research" in name for name in names)
+    ] == []
 
 
 def circle(imports: Imports) -> list[str]:
@@ -134,7 +157,12 @@ def test_no_modules_import_each_other(imports: Imports) -> None:
 
 @pytest.mark.parametrize("indent", ["", "if TYPE_CHECKING:\n    ", "def late():\n    "])
 def test_a_circle_would_be_caught(tmp_path: Path, indent: str) -> None:
-    sources = {"a": "from p import b\n", "b": "import p.c\n", "c": f"{indent}from p.a import name\n", "__init__": ""}
+    sources = {
+        "a": "from p import b\n",
+        "b": "import p.c\n",
+        "c": f"{indent}from p.a import name\n",
+        "__init__": "",
+    }
     (tmp_path / "p").mkdir()
     for name, text in sources.items():
         (tmp_path / "p" / f"{name}.py").write_text(text)
@@ -176,13 +204,20 @@ LIGHT = (
 
 def test_a_service_starts_without_what_only_training_needs() -> None:
     names = ("scipy", "sklearn", "matplotlib", "pandas", "numba")
-    code = f"import sys, service.cli.serve, service.api.app; print([m for m in {names} if m in sys.modules])"
-    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    code = (
+        f"import sys, service.cli.serve, service.api.app; print([m for m in {names} if m in"
+        " sys.modules])"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert out.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize("module", LIGHT)
 def test_import_stays_light(module: str) -> None:
     code = f"import sys, {module}; print([m for m in {HEAVY} if m in sys.modules])"
-    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    out = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert out.stdout.strip() == "[]"

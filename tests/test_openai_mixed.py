@@ -1,8 +1,8 @@
 """Thousands of mixed requests through OpenAI's routes, on both engines and the demo model.
 
-Chats and texts, whole and streamed, under policies that gate and that observe, some given up midway.  No token of a
-withheld answer is sent; a greedy answer is the same byte for byte whatever the policy, and the same as the model's own
-without us."""
+Chats and texts, whole and streamed, under policies that gate and that observe, some given up
+midway.  No token of a withheld answer is sent; a greedy answer is the same byte for byte whatever
+the policy, and the same as the model's own without us."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ from service.demo.questions import questions
 from tests.engines.vllm.installed import vllm_or_skip
 from tests.serve_process import MAY_CHOOSE, serve
 
-REQUESTS = int(os.environ.get("HALLUTRACER_TEST_REQUESTS", "1500"))  # to each engine; 5,000 take two minutes
+REQUESTS = int(
+    os.environ.get("HALLUTRACER_TEST_REQUESTS", "1500")
+)  # to each engine; 5,000 take two minutes
 CLIENTS = 16
 MOST = 12  # answer tokens
 VLLM = ("--engine", "vllm", "--engine-arg", "enforce_eager=true")
@@ -50,37 +52,58 @@ class Mixed:
         return "/v1/chat/completions" if self.chat else "/v1/completions"
 
     def body(self, model: str) -> dict[str, Any]:
-        asked = {"messages": [{"role": "user", "content": self.question}]} if self.chat else {"prompt": self.question}
+        asked = (
+            {"messages": [{"role": "user", "content": self.question}]}
+            if self.chat
+            else {"prompt": self.question}
+        )
         sampling = {"temperature": 0} if self.greedy else {"temperature": 0.8, "seed": 1}
         xargs = {"vllm_xargs": {"hallutracer_policy": self.policy}}
-        return {"model": model, "max_tokens": self.tokens, "stream": self.stream} | asked | sampling | xargs
+        return (
+            {"model": model, "max_tokens": self.tokens, "stream": self.stream}
+            | asked
+            | sampling
+            | xargs
+        )
 
 
 def mixed(number: int) -> Mixed:
     draw = Random(number)
     stream = draw.random() < 0.5
     return Mixed(
-        chat=draw.random() < 0.6, question=draw.choice(ASKED), tokens=draw.randint(1, MOST), greedy=draw.random() < 0.8,
-        policy=draw.choice(["gate", "gate", "block", "observe"]), stream=stream,
+        chat=draw.random() < 0.6,
+        question=draw.choice(ASKED),
+        tokens=draw.randint(1, MOST),
+        greedy=draw.random() < 0.8,
+        policy=draw.choice(["gate", "gate", "block", "observe"]),
+        stream=stream,
         leaves=stream and draw.random() < 0.2,
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture(scope="module")
 def alone() -> dict[tuple[bool, str], list[str]]:
-    """The model's own greedy answers, by transformers: each question's text after 1, 2 .. ``MOST`` tokens."""
+    """The model's own greedy answers, by transformers: each question's text after 1, 2 .. ``MOST``
+    tokens."""
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
     model = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32)
     found = {}
     for chat, question in ((chat, question) for chat in (True, False) for question in ASKED):
         turn = [{"role": "user", "content": question}]
-        ids = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False) if chat else None
+        ids = (
+            tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False)
+            if chat
+            else None
+        )
         prompt = torch.tensor([tokenizer(question)["input_ids"] if ids is None else ids])
         with torch.inference_mode():
             mask = torch.ones_like(prompt)
             made = model.generate(prompt, attention_mask=mask, max_new_tokens=MOST, do_sample=False)
         answer = made[0, prompt.shape[1] :]
-        texts = [tokenizer.decode(answer[:count], skip_special_tokens=True) for count in range(1, MOST + 1)]
+        texts = [
+            tokenizer.decode(answer[:count], skip_special_tokens=True)
+            for count in range(1, MOST + 1)
+        ]
         found[chat, question] = texts
     return found
 
@@ -104,12 +127,15 @@ def test_no_token_of_a_withheld_answer_and_every_byte_of_the_others(
         text, reason, note, message = ask(client, url + one.path, one, model)
         (row,) = note["data"]
         withheld = row["decision"] != "continue"
-        # A prompt that went through no template is withheld outside training, too (docs/serving.md).
+        # A prompt that went through no template is withheld outside training, too
+        # (docs/serving.md).
         closed = row["flagged"] or (not one.chat and row["outside_training"])
         assert withheld == (one.policy != "observe" and closed), (one, row)
         if withheld:
             assert (text, reason) == ("", "content_filter"), (one, text, reason)
-            assert not one.chat or message == ("I am not sure." if one.policy == "gate" else None), (one, message)
+            assert not one.chat or message == (
+                "I am not sure." if one.policy == "gate" else None
+            ), (one, message)
             return "withheld"
         own = alone[one.chat, one.question]
         if one.leaves:
@@ -120,14 +146,17 @@ def test_no_token_of_a_withheld_answer_and_every_byte_of_the_others(
             return f"equal, {one.policy}"
         return "sampled"
 
-    # The server closes what was idle for 5 s, and httpx would use it as long: on a busy machine the two would meet.
+    # The server closes what was idle for 5 s, and httpx would use it as long: on a busy machine the
+    # two would meet.
     limits = httpx.Limits(max_connections=CLIENTS, keepalive_expiry=2)
     with httpx.Client(timeout=120, limits=limits) as client, ThreadPoolExecutor(CLIENTS) as pool:
         outcomes = Counter(pool.map(send, range(REQUESTS)))
     print(dict(outcomes))
     kinds = ("withheld", "left", "sampled", "equal, gate", "equal, observe")
     assert min(outcomes[name] for name in kinds) > REQUESTS // 50
-    decoding = [line for line in httpx.get(f"{url}/metrics").text.splitlines() if "running_decodes " in line]
+    decoding = [
+        line for line in httpx.get(f"{url}/metrics").text.splitlines() if "running_decodes " in line
+    ]
     assert [float(line.split()[-1]) for line in decoding if not line.startswith("#")] == [0.0]
 
 
@@ -145,7 +174,11 @@ def ask(
             content = json.loads(data)
             note = note or content["hallutracer"]
             for choice in content["choices"]:
-                said = choice["delta" if one.stream else "message"] if one.chat else {"content": choice["text"]}
+                said = (
+                    choice["delta" if one.stream else "message"]
+                    if one.chat
+                    else {"content": choice["text"]}
+                )
                 text += said.get("content") or ""
                 message = said.get("refusal", message)
                 reason = choice["finish_reason"] or reason

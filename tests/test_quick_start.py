@@ -1,4 +1,5 @@
-"""The quick start, for real: shipped models and bundles, the command line, a listening service, and its SIGHUP."""
+"""The quick start, for real: shipped models and bundles, the command line, a listening service, and
+its SIGHUP."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ from tests.running import until
 from tests.serve_process import MAY_CHOOSE, ServeProcess
 
 
-def hallutracer(store: Path, *arguments: str, fails: str = "", stdin: str = "", **variables: str) -> str:
+def hallutracer(
+    store: Path, *arguments: str, fails: str = "", stdin: str = "", **variables: str
+) -> str:
     """What a command printed; ``fails``: a word of its error instead."""
     variables = {"HALLUTRACER_STORE": str(store), "HALLUTRACER_THREADS": "1"} | variables
     done = command_line.hallutracer(*arguments, stdin=stdin, **variables)
@@ -53,13 +56,19 @@ def test_score_prints_risk_decision_and_plot(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bundle", ["demo", "demo-fused"])
-def test_a_shipped_bundle_verifies_and_tells_a_known_fact_from_an_obscure_one(tmp_path: Path, bundle: str) -> None:
-    for dtype in ("auto", "bfloat16") if bundle == "demo" else ("auto",):  # half precision passes the golden replay
+def test_a_shipped_bundle_verifies_and_tells_a_known_fact_from_an_obscure_one(
+    tmp_path: Path, bundle: str
+) -> None:
+    for dtype in (
+        ("auto", "bfloat16") if bundle == "demo" else ("auto",)
+    ):  # half precision passes the golden replay
         verified = hallutracer(tmp_path, "bundle", "verify", bundle, "--dtype", dtype)
         assert "golden prompts gave the recorded risks" in verified
     assert hallutracer(tmp_path, "bundle", "show", bundle).startswith("---\n")
     arguments = ("score", "--input", "-", "--bundle", bundle, "--trajectory")
-    known, unknown = map(json.loads, hallutracer(tmp_path, *arguments, stdin=rows(KNOWN, UNKNOWN)).splitlines())
+    known, unknown = map(
+        json.loads, hallutracer(tmp_path, *arguments, stdin=rows(KNOWN, UNKNOWN)).splitlines()
+    )
     assert (known["n"], unknown["n"], len(known["trajectory"])) == (0, 1, 8)
     assert known["risk"] < known["threshold"] <= unknown["risk"]
     assert (known["decision"], unknown["decision"]) == ("continue", "abstain")
@@ -68,7 +77,10 @@ def test_a_shipped_bundle_verifies_and_tells_a_known_fact_from_an_obscure_one(tm
 def test_an_output_that_cannot_be_whole_is_absent(tmp_path: Path) -> None:
     arguments, target = ("score", "--input", "-"), str(tmp_path / "no" / "risks.jsonl")
     hallutracer(tmp_path, *arguments, "--output", target, stdin=rows(KNOWN), fails="cannot write")
-    assert hallutracer(tmp_path, *arguments, stdin=rows(*[KNOWN] * 3, "why " * 900), fails="line 4") == ""
+    assert (
+        hallutracer(tmp_path, *arguments, stdin=rows(*[KNOWN] * 3, "why " * 900), fails="line 4")
+        == ""
+    )
 
 
 def test_demo_info_and_questions(tmp_path: Path) -> None:
@@ -77,7 +89,12 @@ def test_demo_info_and_questions(tmp_path: Path) -> None:
     assert [bundle["name"] for bundle in info["bundles"]] == ["demo", "demo-fused"]
     groups = []
     for split in ("train", "test"):
-        found = list(map(json.loads, hallutracer(tmp_path, "demo", "questions", "--split", split).splitlines()))
+        found = list(
+            map(
+                json.loads,
+                hallutracer(tmp_path, "demo", "questions", "--split", split).splitlines(),
+            )
+        )
         assert {"id", "prompt", "answers", "group", "kind", "exposures"} <= set(found[0])
         groups.append({row["group"] for row in found})
     assert not groups[0] & groups[1]
@@ -104,11 +121,15 @@ class Shop:
 
 
 @contextmanager
-def opened(folder: Path, move: Callable[[Store, int], None], *arguments: str, **more: str) -> Iterator[Shop]:
+def opened(
+    folder: Path, move: Callable[[Store, int], None], *arguments: str, **more: str
+) -> Iterator[Shop]:
     """``move`` is called while the model loads, after the bundles were read."""
     store, digests = two_versions(folder)
     shop, more = Shop(store, *digests), more | {"HALLUTRACER_STORE": str(folder)} | MAY_CHOOSE
-    with ServeProcess(*arguments, "--threads=1", on_listening=lambda pid: move(store, pid), **more) as shop.process:
+    with ServeProcess(
+        *arguments, "--threads=1", on_listening=lambda pid: move(store, pid), **more
+    ) as shop.process:
         yield shop
 
 
@@ -121,7 +142,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
     options = [f"--bundle={name}" for name in ("demo", "demo-fused", PRODUCTION)]
     with collector() as sink:
         options.append(f"--otlp-traces-endpoint={sink.endpoint}")
-        with opened(tmp_path_factory.mktemp("store"), move, *options, OTEL_BSP_SCHEDULE_DELAY="600000") as shop:
+        with opened(
+            tmp_path_factory.mktemp("store"), move, *options, OTEL_BSP_SCHEDULE_DELAY="600000"
+        ) as shop:
             shop.collector = sink
             yield shop
 
@@ -146,7 +169,10 @@ def test_a_moved_alias_takes_effect_at_a_hangup_even_one_while_loading(served: S
 
 
 def test_curl_answers(served: Shop) -> None:
-    assert httpx.get(f"{served.process.url}/health/ready").json()["bundles"][:2] == ["demo:1", "demo-fused:1"]
+    assert httpx.get(f"{served.process.url}/health/ready").json()["bundles"][:2] == [
+        "demo:1",
+        "demo-fused:1",
+    ]
     body = served.post(prompt=[KNOWN, UNKNOWN], generate={"max_tokens": 16})
     known, unknown = body["data"]
     assert known["risk"] < known["threshold"] <= unknown["risk"]
@@ -154,7 +180,12 @@ def test_curl_answers(served: Shop) -> None:
     assert "completion" not in unknown
     assert body["model"] == "hallutracer-demo"
     assert served.post(prompt="why " * 2000)["error"]["code"] == "prompt_too_long"
-    prompts = [KNOWN, UNKNOWN, "What is the chemical symbol of gold?", "Which country is Aba in, I wonder?"]
+    prompts = [
+        KNOWN,
+        UNKNOWN,
+        "What is the chemical symbol of gold?",
+        "Which country is Aba in, I wonder?",
+    ]
     together = [row["risk"] for row in served.post(prompt=prompts)["data"]]
     alone = [served.post(prompt=prompt)["data"][0]["risk"] for prompt in prompts]
     assert together == pytest.approx(alone, abs=1e-5)
@@ -170,7 +201,9 @@ def test_streams_and_answers_equal_the_engines_own_greedy_ones(served: Shop) -> 
     for text, answer in zip(texts, expected, strict=True):
         body = {"prompt": text, "generate": {"max_tokens": 24}}
         assert served.post(**body, policy="observe")["data"][0]["completion"]["text"] == answer
-        streamed = httpx.post(f"{served.process.url}/score", json=body | {"stream": True}, timeout=60).text
+        streamed = httpx.post(
+            f"{served.process.url}/score", json=body | {"stream": True}, timeout=60
+        ).text
         *lines, done = [line.removeprefix("data: ") for line in streamed.split("\n\n") if line]
         assert done == "[DONE]"
         first, *rest = map(json.loads, lines)
@@ -189,8 +222,15 @@ def test_ctrl_c_ends_it_cleanly(served: Shop) -> None:
 
 
 def test_a_watched_alias_brings_a_canary_and_takes_it_back(tmp_path: Path) -> None:
-    arguments = (f"--bundle={PRODUCTION}", f"--canary={NAME}@canary", "--canary-share=1", "--watch-s=0.2")
-    with opened(tmp_path, lambda store, _: store.set_alias(NAME, "canary", 2), *arguments) as served:
+    arguments = (
+        f"--bundle={PRODUCTION}",
+        f"--canary={NAME}@canary",
+        "--canary-share=1",
+        "--watch-s=0.2",
+    )
+    with opened(
+        tmp_path, lambda store, _: store.set_alias(NAME, "canary", 2), *arguments
+    ) as served:
 
         def bundles() -> Any:
             return httpx.get(f"{served.process.url}/v1/bundles").json()
@@ -222,8 +262,13 @@ def test_smollm2s_bundles_pass_a_known_fact_and_withhold_a_confabulated_one(
 
     monkeypatch.setattr(TransformersEngine, "load", once)
     monkeypatch.setattr(TransformersEngine, "close", lambda _: None)
-    monkeypatch.setattr(checkpoint, "folder_fingerprint", functools.cache(checkpoint.folder_fingerprint))
-    known_fact, confabulated = "Which city is the capital of Yemen?", "Which city is the capital of Dominica?"
+    monkeypatch.setattr(
+        checkpoint, "folder_fingerprint", functools.cache(checkpoint.folder_fingerprint)
+    )
+    known_fact, confabulated = (
+        "Which city is the capital of Yemen?",
+        "Which city is the capital of Dominica?",
+    )
 
     def score(*arguments: str) -> Any:
         options = ("--json", "--generate", "16", *arguments)

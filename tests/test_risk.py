@@ -45,14 +45,22 @@ def test_depth_means_of_a_set_are_taken_row_by_row(trajectories: Array) -> None:
 @given(st.integers(1, 4), st.integers(1, 6), st.integers(1, 8), SEEDS, st.booleans())
 def test_truth_logits_equal_a_plain_loop(n: int, m: int, d: int, seed: int, scaled: bool) -> None:
     generator = np.random.default_rng(seed)
-    readout, direction, bias = generator.normal(size=(n, m, d)), generator.normal(size=(m, d)), generator.normal(size=m)
+    readout, direction, bias = (
+        generator.normal(size=(n, m, d)),
+        generator.normal(size=(m, d)),
+        generator.normal(size=m),
+    )
     scale = generator.uniform(0.1, 10, m) if scaled else np.ones(m)
     logits = truth_logits(readout, direction, bias, scale if scaled else 1.0)
     assert logits.shape == (n, m)
     for i, layer in np.ndindex(n, m):
         dot = math.fsum(float(direction[layer, j]) * float(readout[i, layer, j]) for j in range(d))
-        assert logits[i, layer] == pytest.approx((dot + bias[layer]) / scale[layer], rel=1e-9, abs=1e-9)
-    np.testing.assert_allclose(truth_logits(readout[0], direction, bias, scale), logits[0], rtol=1e-12, atol=1e-12)
+        assert logits[i, layer] == pytest.approx(
+            (dot + bias[layer]) / scale[layer], rel=1e-9, abs=1e-9
+        )
+    np.testing.assert_allclose(
+        truth_logits(readout[0], direction, bias, scale), logits[0], rtol=1e-12, atol=1e-12
+    )
 
 
 def test_truth_logits_of_float32_are_summed_in_float64() -> None:
@@ -61,8 +69,14 @@ def test_truth_logits_of_float32_are_summed_in_float64() -> None:
     assert (logits.dtype, logits[0]) == (np.float64, 1.0)
 
 
-@given(hnp.arrays(np.float64, st.integers(1, 50), elements=ANY), st.floats(-1e8, 1e8), st.floats(-1e8, 1e8))
-def test_risk_is_a_probability_without_overflow(means: Array, weight: float, intercept: float) -> None:
+@given(
+    hnp.arrays(np.float64, st.integers(1, 50), elements=ANY),
+    st.floats(-1e8, 1e8),
+    st.floats(-1e8, 1e8),
+)
+def test_risk_is_a_probability_without_overflow(
+    means: Array, weight: float, intercept: float
+) -> None:
     with np.errstate(over="raise", invalid="raise", under="ignore"):
         if np.abs(means).max() < 1e290:  # beyond that w x itself leaves float64
             values = risk(means[:, None], np.array([weight]), intercept)
@@ -70,7 +84,12 @@ def test_risk_is_a_probability_without_overflow(means: Array, weight: float, int
             assert np.all((values >= 0) & (values <= 1))
 
 
-@given(st.lists(MODERATE, min_size=2, max_size=40), st.floats(1e-3, 50), st.floats(-20, 20), st.floats(-30, 30))
+@given(
+    st.lists(MODERATE, min_size=2, max_size=40),
+    st.floats(1e-3, 50),
+    st.floats(-20, 20),
+    st.floats(-30, 30),
+)
 def test_risk_falls_as_the_depth_mean_rises_and_is_one_minus_the_sigmoid(
     means: list[float], weight: float, intercept: float, z: float
 ) -> None:
@@ -90,11 +109,15 @@ def test_risk_at_the_extremes_and_the_middle_and_of_several_signals() -> None:
     assert several[0] == pytest.approx(1 / (1 + math.exp(0.3 - 0.2 - 0.5 + 0.7)))
 
 
-GEOMETRIES = st.builds(Geometry, st.integers(1, 5), st.integers(1, 6), st.integers(1, 7), st.integers(1, 20))
+GEOMETRIES = st.builds(
+    Geometry, st.integers(1, 5), st.integers(1, 6), st.integers(1, 7), st.integers(1, 20)
+)
 
 
 @given(GEOMETRIES, st.sampled_from(Site), st.lists(st.integers(1, 3), max_size=2), SEEDS)
-def test_a_layers_own_head_is_its_slice_of_the_row(shape: Geometry, site: Site, leading: list[int], seed: int) -> None:
+def test_a_layers_own_head_is_its_slice_of_the_row(
+    shape: Geometry, site: Site, leading: list[int], seed: int
+) -> None:
     heads, d = shape.heads(site), shape.dim(site)
     assert heads * d == shape.width(site)
     generator = np.random.default_rng(seed)
@@ -107,11 +130,16 @@ def test_a_layers_own_head_is_its_slice_of_the_row(shape: Geometry, site: Site, 
     selected = shape.select(rows, head, site)
     assert selected.shape == (*leading, shape.num_layers, d)
     for layer, k in enumerate(head):
-        np.testing.assert_array_equal(selected[..., layer, :], rows[..., layer, k * d : (k + 1) * d])
+        np.testing.assert_array_equal(
+            selected[..., layer, :], rows[..., layer, k * d : (k + 1) * d]
+        )
 
 
 def test_widths_do_not_assume_that_heads_make_the_hidden_size_and_heads_exist() -> None:
     shape = Geometry(num_layers=3, num_heads=4, head_dim=16, hidden_size=32)
-    assert [(shape.width(site), shape.heads(site), shape.dim(site)) for site in Site] == [(64, 4, 16), (32, 1, 32)]
+    assert [(shape.width(site), shape.heads(site), shape.dim(site)) for site in Site] == [
+        (64, 4, 16),
+        (32, 1, 32),
+    ]
     with pytest.raises(IndexError):
         shape.select(np.zeros((3, 64)), np.array([0, 4, 1]), Site.ATTENTION_HEAD)

@@ -21,7 +21,14 @@ from service.engines.base import EngineGate, Sampling
 from service.engines.scheduler import Scheduled
 from service.errors import EmptyPrompt, EngineError, NonFiniteReadout, RequestError
 from service.judging.asking import Asks
-from service.judging.guarantee import OTHER_RENDERING, SURE, UNKNOWN, Shape, Standing, unlike_training
+from service.judging.guarantee import (
+    OTHER_RENDERING,
+    SURE,
+    UNKNOWN,
+    Shape,
+    Standing,
+    unlike_training,
+)
 from service.judging.uncertainty import FAR_READINGS
 from service.policies.guard import BLOCK, GATE, OBSERVE, Action, Decision, Policy, judge
 from service.readout import Probes, Site
@@ -29,7 +36,15 @@ from service.risk import depth_mean, risk, truth_logits
 from service.scoring import RiskReport, Scorer
 from tests.engine_kinds import KINDS, engine_of
 from tests.kit.bundles import write_bundle
-from tests.matching import GOLDEN, INTERCEPT, SMALL_TALK, WEIGHT, contextual_bundle, matching_bundle, matching_draft
+from tests.matching import (
+    GOLDEN,
+    INTERCEPT,
+    SMALL_TALK,
+    WEIGHT,
+    contextual_bundle,
+    matching_bundle,
+    matching_draft,
+)
 from tests.scripted_engine import ScriptedEngine
 
 Patch = pytest.MonkeyPatch
@@ -41,7 +56,9 @@ def script() -> ScriptedEngine:
 
 
 @pytest.fixture(params=KINDS)
-def scorer(tmp_path: Path, script: ScriptedEngine, request: pytest.FixtureRequest) -> Iterator[Scorer]:
+def scorer(
+    tmp_path: Path, script: ScriptedEngine, request: pytest.FixtureRequest
+) -> Iterator[Scorer]:
     engine = engine_of(script, request.param)
     yield Scorer(engine, matching_bundle(script, tmp_path))
     engine.close()
@@ -58,20 +75,28 @@ def check_gated(scorer: Scorer, count: int = 20) -> list[RiskReport]:
     middle = sorted(report.risk for report in alone)[count // 2]
     reports = scorer.score_or_continue(ids, Sampling(), GATE.at(middle))
     assert [report.risk for report in reports] == [report.risk for report in alone]
-    assert [report.completion is None for report in reports] == [report.risk >= middle for report in alone]
+    assert [report.completion is None for report in reports] == [
+        report.risk >= middle for report in alone
+    ]
     assert {report.completion.text for report in reports if report.completion} == {"It is so."}
     return alone
 
 
-def test_risk_is_the_papers_rule_on_the_engines_rows(scorer: Scorer, script: ScriptedEngine) -> None:
+def test_risk_is_the_papers_rule_on_the_engines_rows(
+    scorer: Scorer, script: ScriptedEngine
+) -> None:
     ids = scorer.render(prompt="What is the capital of France?")
     (report,) = scorer.score([ids])
     probes, shape = scorer.bundle.probes, script.identity.geometry
-    readout = shape.select(script.activations(ids, Site.ATTENTION_HEAD), probes.head, Site.ATTENTION_HEAD)
+    readout = shape.select(
+        script.activations(ids, Site.ATTENTION_HEAD), probes.head, Site.ATTENTION_HEAD
+    )
     expected = truth_logits(readout, probes.direction, probes.bias)
     np.testing.assert_allclose(report.trajectory, expected, atol=1e-6)
     assert report.depth_mean == pytest.approx(float(depth_mean(expected)))
-    assert report.risk == pytest.approx(float(risk(depth_mean(expected)[None], np.array([WEIGHT]), INTERCEPT)))
+    assert report.risk == pytest.approx(
+        float(risk(depth_mean(expected)[None], np.array([WEIGHT]), INTERCEPT))
+    )
     assert report.prompt_tokens == len(ids)
 
 
@@ -82,9 +107,13 @@ def test_gate_and_continue(scorer: Scorer, honoured: bool, monkeypatch: Patch) -
     check_gated(scorer)
 
 
-def test_what_is_gated_impossible_or_nothing_costs_no_work(scorer: Scorer, script: ScriptedEngine) -> None:
+def test_what_is_gated_impossible_or_nothing_costs_no_work(
+    scorer: Scorer, script: ScriptedEngine
+) -> None:
     gated = scorer.score_or_continue(asked(scorer, 3), Sampling(), GATE.at(0.0))
-    assert all(report.decision is Decision.ABSTAIN and report.completion is None for report in gated)
+    assert all(
+        report.decision is Decision.ABSTAIN and report.completion is None for report in gated
+    )
     assert script.counters.decode_steps == 0
     before = scorer.engine.counters.prefills
     assert scorer.score_or_continue([], Sampling()) == []
@@ -96,20 +125,26 @@ def test_what_is_gated_impossible_or_nothing_costs_no_work(scorer: Scorer, scrip
     assert scorer.engine.counters.prefills == before
 
 
-def test_one_failure_ends_them_all(scorer: Scorer, script: ScriptedEngine, monkeypatch: Patch) -> None:
+def test_one_failure_ends_them_all(
+    scorer: Scorer, script: ScriptedEngine, monkeypatch: Patch
+) -> None:
     monkeypatch.setattr(script, "wait", lambda: 1 // 0)
     with pytest.raises(EngineError, match="ZeroDivisionError: integer division") as failed:
         scorer.score_or_continue([[256, 65]] * 3, Sampling(), GATE.at(1.0))
     assert isinstance(failed.value.__cause__, ZeroDivisionError)
 
 
-def test_an_answer_that_the_engine_alone_gated_is_an_error(scorer: Scorer, monkeypatch: Patch) -> None:
+def test_an_answer_that_the_engine_alone_gated_is_an_error(
+    scorer: Scorer, monkeypatch: Patch
+) -> None:
     monkeypatch.setattr(EngineGate, "closes", lambda *_: True)
     with pytest.raises(EngineError, match="complete"):
         scorer.score_or_continue([[256, 65]], Sampling(), GATE.at(0.999999))
 
 
-def test_another_model_or_other_golden_risks_are_refused(tmp_path: Path, script: ScriptedEngine) -> None:
+def test_another_model_or_other_golden_risks_are_refused(
+    tmp_path: Path, script: ScriptedEngine
+) -> None:
     bundle, other = matching_bundle(script, tmp_path), ScriptedEngine()
     other.identity = replace(other.identity, architecture="OtherForCausalLM")
     with pytest.raises(WrongModel):
@@ -119,7 +154,10 @@ def test_another_model_or_other_golden_risks_are_refused(tmp_path: Path, script:
         bias = np.array(context.probes.context_bias)
         bias[place, 1] += 0.1
         with pytest.raises(GoldenMismatch, match=f"layer 1 of context probe {name}"):
-            Scorer(Scheduled(script), replace(context, probes=replace(context.probes, context_bias=bias)))
+            Scorer(
+                Scheduled(script),
+                replace(context, probes=replace(context.probes, context_bias=bias)),
+            )
     script.activations = lambda prompt, site: np.ones((4, 16), np.float32)  # type: ignore[method-assign]
     with pytest.raises(GoldenMismatch):
         Scorer(Scheduled(script), bundle)
@@ -131,7 +169,13 @@ def test_the_gate_closes_where_the_verdict_says_so(scorer: Scorer) -> None:
         assert gate is not None
         assert (gate.weight, gate.intercept) == ((WEIGHT, 0.0, 0.0, 0.0, 0.0, 0.0), INTERCEPT)
         for depth in np.linspace(-3, 3, 61):
-            value = float(risk(np.array([depth, -0.5, 0.7, 0.0, 0.0, 0.0]), np.array(gate.weight), gate.intercept))
+            value = float(
+                risk(
+                    np.array([depth, -0.5, 0.7, 0.0, 0.0, 0.0]),
+                    np.array(gate.weight),
+                    gate.intercept,
+                )
+            )
             verdict = judge(value, policy, scorer.bundle.manifest.threshold)
             assert (value >= gate.threshold) == (verdict.decision is not Decision.CONTINUE)
     for policy in (OBSERVE, OBSERVE.at(0.0), GATE.at(1.0)):  # which end nothing
@@ -142,12 +186,21 @@ def test_weights_go_to_their_signals(tmp_path: Path, script: ScriptedEngine) -> 
     plain, weights = matching_bundle(script, tmp_path, "plain"), (2.0, 0.5, -0.25)
     results = script.score(GOLDEN, [Probes.of(Site.ATTENTION_HEAD, plain.probes)], first_token=True)
     trajectories = np.stack([one.trajectories[0] for one in results])
-    tokens = [(one.first_token.entropy, one.first_token.log_max_prob) for one in results if one.first_token]
+    tokens = [
+        (one.first_token.entropy, one.first_token.log_max_prob)
+        for one in results
+        if one.first_token
+    ]
     signals = np.column_stack([depth_mean(trajectories), np.array(tokens)])
     bundle = matching_bundle(
-        script, tmp_path, signals=("depth_mean", "entropy", "log_max_prob"), classifier=Classifier(weights, INTERCEPT),
-        golden=Golden.record(GOLDEN, trajectories, risk(signals, np.array(weights), INTERCEPT), signals[:, [2, 1]]),
-    )  # fmt: skip
+        script,
+        tmp_path,
+        signals=("depth_mean", "entropy", "log_max_prob"),
+        classifier=Classifier(weights, INTERCEPT),
+        golden=Golden.record(
+            GOLDEN, trajectories, risk(signals, np.array(weights), INTERCEPT), signals[:, [2, 1]]
+        ),
+    )
     scorer = Scorer(Scheduled(script), bundle)
     gate = scorer.gate(GATE)
     assert gate is not None
@@ -219,51 +272,73 @@ def test_context_probes_are_read_with_the_risks(
         stated = passage * chance["stated"] if "stated" in names else None
         told = report.context
         found = {"asks": told.asks, "passage": told.passage, "stated": told.stated}
-        assert found == pytest.approx({"asks": chance["asks"], "passage": passage, "stated": stated}, abs=1e-6)
+        assert found == pytest.approx(
+            {"asks": chance["asks"], "passage": passage, "stated": stated}, abs=1e-6
+        )
         values = {"depth_mean": means[0], "passage": passage, "stated": stated}
         values["stated_length"] = None if stated is None else stated * np.log(len(prompt))
         z = sum(weight * values[name] for name, weight in signals.items()) + INTERCEPT
         assert report.risk == pytest.approx(1 / (1 + np.exp(z)), abs=1e-6)
         [told] = scorer.score([prompt], GATE, [SMALL_TALK])
         assert told.context.applies is bool(chance["asks"] >= 0.5)
-        assert report.context.applies  # where the conversation is not known, something may be left to ask
+        assert (
+            report.context.applies
+        )  # where the conversation is not known, something may be left to ask
     risks, asks, *others = result.trajectories
     with pytest.raises(NonFiniteReadout):  # a NaN of a context probe is never told
         scorer.judge(replace(result, trajectories=(risks, asks * np.nan, *others)), GATE)
 
 
-def test_shadows_read_their_own_places_behind_context_probes(tmp_path: Path, script: ScriptedEngine) -> None:
+def test_shadows_read_their_own_places_behind_context_probes(
+    tmp_path: Path, script: ScriptedEngine
+) -> None:
     engine = Scheduled(script)
     own, asking, reading = (
         Scorer(engine, contextual_bundle(script, tmp_path, name, seed, **options))
         for seed, (name, options) in enumerate(
-            {"own": {}, "asking": {"names": ("asks",)},
-             "reading": {"names": ("passage", "stated"), "signals": CONTEXT_SIGNALS}}.items()
+            {
+                "own": {},
+                "asking": {"names": ("asks",)},
+                "reading": {"names": ("passage", "stated"), "signals": CONTEXT_SIGNALS},
+            }.items()
         )
-    )  # fmt: skip
-    plain, last = (Scorer(engine, matching_bundle(script, tmp_path, name, seed)) for seed, name in ((3, "p"), (4, "l")))
+    )
+    plain, last = (
+        Scorer(engine, matching_bundle(script, tmp_path, name, seed))
+        for seed, name in ((3, "p"), (4, "l"))
+    )
 
     async def read(scorer: Scorer, prompt: list[int], others: list[Scorer]) -> RiskReport:
         async with aclosing(scorer.run(prompt, GATE, shadows=others)) as steps:
             return (await anext(steps))[0]
 
-    for scorer, others in ((own, [plain, asking, last, reading]), (plain, [own, plain, asking, last, reading])):
+    for scorer, others in (
+        (own, [plain, asking, last, reading]),
+        (plain, [own, plain, asking, last, reading]),
+    ):
         for prompt in asked(scorer, 5):
             report = asyncio.run(read(scorer, prompt, others))
             assert report.risk == pytest.approx(scorer.score([prompt])[0].risk, abs=1e-9)
             alone = [other.score([prompt])[0] for other in others]
-            assert [one.risk for one in report.shadows] == pytest.approx([one.risk for one in alone], abs=1e-9)
+            assert [one.risk for one in report.shadows] == pytest.approx(
+                [one.risk for one in alone], abs=1e-9
+            )
             assert [one.flagged for one in report.shadows] == [one.verdict.flagged for one in alone]
     engine.close()
 
 
 @pytest.mark.parametrize("no_fact", [False, True])
-@pytest.mark.parametrize("recalibration", [None, *RECALIBRATIONS], ids=lambda one: str(one and one.method))
+@pytest.mark.parametrize(
+    "recalibration", [None, *RECALIBRATIONS], ids=lambda one: str(one and one.method)
+)
 def test_gate_and_verdict_agree_on_every_kind_of_prompt(
     tmp_path: Path, script: ScriptedEngine, recalibration: Recalibration | None, no_fact: bool
 ) -> None:
     manifest = {"recalibration": recalibration}
-    scorer = Scorer(Scheduled(script), contextual_bundle(script, tmp_path, signals=CONTEXT_SIGNALS, manifest=manifest))
+    scorer = Scorer(
+        Scheduled(script),
+        contextual_bundle(script, tmp_path, signals=CONTEXT_SIGNALS, manifest=manifest),
+    )
     ids = asked(scorer)
     middle = sorted(report.risk for report in scorer.score(ids))[30]
     policy = replace(GATE, threshold=middle, withhold_no_fact=no_fact)
@@ -275,28 +350,42 @@ def test_gate_and_verdict_agree_on_every_kind_of_prompt(
         high, applies = report.risk >= middle, (report.context.asks or 0.0) >= 0.5
         assert report.context.applies is applies
         assert report.verdict.flagged is (high and (applies or no_fact))
-        assert (report.completion is None) is report.verdict.flagged is (report.decision is Decision.ABSTAIN)
+        assert (
+            (report.completion is None)
+            is report.verdict.flagged
+            is (report.decision is Decision.ABSTAIN)
+        )
         if report.risk != middle:  # there the gate leaves it to the verdict
             assert gate.closes(result) is report.verdict.flagged
         seen.add((high, applies))
     assert len(seen) == 4
 
 
-def test_a_prompt_that_asks_for_no_fact_decodes_behind_a_gate_for_all(tmp_path: Path, script: ScriptedEngine) -> None:
+def test_a_prompt_that_asks_for_no_fact_decodes_behind_a_gate_for_all(
+    tmp_path: Path, script: ScriptedEngine
+) -> None:
     """The embedded engine's own gate is open for it: one prefill, and the answer from it."""
     scorer = Scorer(Scheduled(script), contextual_bundle(script, tmp_path))
     ids = asked(scorer)
     scored = scorer.score(ids, GATE, [SMALL_TALK] * len(ids))
-    none = [prompt for prompt, report in zip(ids, scored, strict=True) if not report.context.applies]
+    none = [
+        prompt for prompt, report in zip(ids, scored, strict=True) if not report.context.applies
+    ]
     standings = [SMALL_TALK] * len(none)
     before = script.counters.prefills
     reports = scorer.score_or_continue(none, Sampling(), GATE.at(0.0), standings)
     assert script.counters.prefills == before + len(none)
     assert {report.completion and report.completion.text for report in reports} == {script.answer}
-    assert all(report.decision is Decision.CONTINUE and not report.verdict.flagged for report in reports)
+    assert all(
+        report.decision is Decision.CONTINUE and not report.verdict.flagged for report in reports
+    )
     judging_all = replace(GATE, threshold=0.0, withhold_no_fact=True)
     for report in scorer.score_or_continue(none, Sampling(), judging_all, standings):
-        assert (report.decision, report.completion, report.context.applies) == (Decision.ABSTAIN, None, False)
+        assert (report.decision, report.completion, report.context.applies) == (
+            Decision.ABSTAIN,
+            None,
+            False,
+        )
 
 
 @pytest.mark.parametrize("asks", ["inside", "several", "earlier", "plain", None])
@@ -304,7 +393,9 @@ def test_no_fact_counts_only_where_nothing_is_left_to_ask(
     tmp_path: Path, script: ScriptedEngine, asks: Asks | None
 ) -> None:
     scorer = Scorer(Scheduled(script), contextual_bundle(script, tmp_path))
-    standing = UNKNOWN if asks is None else Standing(Shape("0", passage=False, system=False, asks=asks))
+    standing = (
+        UNKNOWN if asks is None else Standing(Shape("0", passage=False, system=False, asks=asks))
+    )
     gate, untrained = scorer.gate(GATE.at(0.0), standing), asks in ("several", "earlier")
     assert gate is not None
     for prompt in asked(scorer):
@@ -315,7 +406,10 @@ def test_no_fact_counts_only_where_nothing_is_left_to_ask(
         (result,) = script.score([prompt], scorer.probes)
         assert gate.closes(result) is not sure
         [report] = scorer.score([prompt], GATE.at(1.0), [standing])
-        assert (report.uncertain.untrained, report.decision is Decision.ABSTAIN) == (untrained, untrained)
+        assert (report.uncertain.untrained, report.decision is Decision.ABSTAIN) == (
+            untrained,
+            untrained,
+        )
 
 
 def test_a_bundle_of_reworded_questions_tells_small_talk_in_any_words_where_it_stands_alone(
@@ -328,10 +422,15 @@ def test_a_bundle_of_reworded_questions_tells_small_talk_in_any_words_where_it_s
     limit = reworded.context.applicability.threshold
     assert limit > SURE
     for turns, asks, manifest, expected in (
-        ("0", "plain", reworded, limit), ("0", "task", reworded, limit), ("0", "inside", reworded, 0.0),
-        ("0", "several", reworded, 0.0), ("1", "plain", reworded, SURE), ("1", "small_talk", reworded, limit),
-        ("0", "plain", bundle.manifest, SURE), ("0", "small_talk", bundle.manifest, limit),
-    ):  # fmt: skip
+        ("0", "plain", reworded, limit),
+        ("0", "task", reworded, limit),
+        ("0", "inside", reworded, 0.0),
+        ("0", "several", reworded, 0.0),
+        ("1", "plain", reworded, SURE),
+        ("1", "small_talk", reworded, limit),
+        ("0", "plain", bundle.manifest, SURE),
+        ("0", "small_talk", bundle.manifest, limit),
+    ):
         standing = Standing(Shape(turns, passage=False, system=False, asks=asks))
         assert standing.no_fact_below(manifest) == expected, (turns, asks)
     assert UNKNOWN.no_fact_below(reworded) == 0.0
@@ -344,12 +443,18 @@ def test_what_training_had_nothing_like_is_withheld_unless_the_operator_opened_t
     several = Standing(Shape("0", passage=False, system=False, asks="several"))
     prompt = asked(scorer)[0]
     for standing, policy, withheld in (
-        (several, GATE, True), (several, BLOCK, True), (Standing(other_rendering=True), GATE, True),
-        (several, OBSERVE, False), (several, replace(GATE, withhold_outside=False), False), (UNKNOWN, GATE, False),
-    ):  # fmt: skip
+        (several, GATE, True),
+        (several, BLOCK, True),
+        (Standing(other_rendering=True), GATE, True),
+        (several, OBSERVE, False),
+        (several, replace(GATE, withhold_outside=False), False),
+        (UNKNOWN, GATE, False),
+    ):
         [report] = scorer.score([prompt], replace(policy, threshold=1.0), [standing])
         assert (report.decision is not Decision.CONTINUE) is withheld, (standing, policy)
-        assert report.uncertain.outside is (unlike_training(scorer.bundle.manifest, standing) is not None)
+        assert report.uncertain.outside is (
+            unlike_training(scorer.bundle.manifest, standing) is not None
+        )
 
 
 @pytest.mark.parametrize("tells_outside", [True, False])
@@ -372,12 +477,21 @@ def test_a_shape_that_training_never_had_is_outside_where_the_bundle_records_whi
         scorers[shapes] = Scorer(engine, bundle)
     for shapes, scorer in scorers.items():
         for shape in (lone, replace(lone, asks="task"), in_chat, replace(in_chat, asks="inside")):
-            [report] = scorer.score(asked(scorer, 1), replace(GATE, threshold=1.0), [Standing(shape)])
+            [report] = scorer.score(
+                asked(scorer, 1), replace(GATE, threshold=1.0), [Standing(shape)]
+            )
             outside = shapes is not None and shape.around not in shapes
-            because = f"conversation: {shape.around}; training had none like it" if outside else None
-            assert (report.uncertain.outside, report.uncertain.outside_because) == (outside, because)
+            because = (
+                f"conversation: {shape.around}; training had none like it" if outside else None
+            )
+            assert (report.uncertain.outside, report.uncertain.outside_because) == (
+                outside,
+                because,
+            )
             assert (report.decision is Decision.ABSTAIN) is outside
-            [report] = scorer.score(asked(scorer, 1), replace(OBSERVE, threshold=1.0), [Standing(shape)])
+            [report] = scorer.score(
+                asked(scorer, 1), replace(OBSERVE, threshold=1.0), [Standing(shape)]
+            )
             assert (report.uncertain.outside, report.decision) == (outside, Decision.CONTINUE)
         [report] = scorer.score(asked(scorer, 1), replace(GATE, threshold=1.0), [UNKNOWN])
         assert not report.uncertain.outside, "what is not known is judged by its readings"
@@ -385,14 +499,20 @@ def test_a_shape_that_training_never_had_is_outside_where_the_bundle_records_whi
 
 
 def test_why_a_prompt_lies_outside_is_named(tmp_path: Path, script: ScriptedEngine) -> None:
-    plain, several = (Standing(Shape("0", passage=False, system=False, asks=asks)) for asks in ("plain", "several"))
+    plain, several = (
+        Standing(Shape("0", passage=False, system=False, asks=asks))
+        for asks in ("plain", "several")
+    )
     for name, reach, standing, because in (
         ("a", 1e-3, plain, FAR_READINGS),
         ("b", 1e3, plain, None),
         ("c", 1e-3, several, "conversation: several questions, on which no bundle is trained"),
         ("d", 1e3, Standing(other_rendering=True), OTHER_RENDERING),
     ):
-        scorer = Scorer(Scheduled(script), contextual_bundle(script, tmp_path, name, reach=reach, applies_from=0.01))
+        scorer = Scorer(
+            Scheduled(script),
+            contextual_bundle(script, tmp_path, name, reach=reach, applies_from=0.01),
+        )
         [report] = scorer.score(asked(scorer, 1), GATE, [standing])
         assert report.uncertain.outside_because == because
 

@@ -1,4 +1,5 @@
-"""The server's package in one environment with an app that has a package named ``service``, as a wheel and editable."""
+"""The server's package in one environment with an app that has a package named ``service``, as a
+wheel and editable."""
 
 from __future__ import annotations
 
@@ -13,11 +14,14 @@ import pytest
 
 from tests.serve_process import ROOT, inherited
 
-DEPENDENCIES = Path(cyclopts.__file__).parents[1]  # this environment's: only the package is installed anew
+DEPENDENCIES = Path(cyclopts.__file__).parents[
+    1
+]  # this environment's: only the package is installed anew
 HOOKS = """
 from importlib.metadata import entry_points
 for group in ("vllm.general_plugins", "vllm.endpoint_plugins"):
-    hook = next(one for one in entry_points(group=group) if one.value.startswith("hallutracer_start:"))
+    hooks = [hook for hook in entry_points(group=group)]
+    hook = next(hook for hook in hooks if hook.value.startswith("hallutracer_start:"))
     try:
         print(group, hook.load()())
     except SystemExit as error:
@@ -48,27 +52,47 @@ class Side:
         for name in ("pyproject.toml", "README.md", "LICENSE", "hallutracer_start.py"):
             shutil.copy(ROOT / name, source)
         for name in ("hallutracer", "service", "probes_store"):
-            shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(
+                ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__")
+            )
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
         (packages,) = (venv / "lib").glob("python3*/site-packages")
         (packages / "dependencies.pth").write_text(f"{DEPENDENCIES}\n")
-        pip = [sys.executable, "-m", "pip", "--python", str(self.python), "install", "--quiet", "--no-deps"]
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "--python",
+            str(self.python),
+            "install",
+            "--quiet",
+            "--no-deps",
+        ]
         kind = ["--editable"] if form == "editable" else []
-        done = subprocess.run([*pip, "--no-build-isolation", *kind, source], capture_output=True, text=True)
+        done = subprocess.run(
+            [*pip, "--no-build-isolation", *kind, source], capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr
         self.home = source if form == "editable" else packages
         (self.app / "service").mkdir(parents=True)
         (self.app / "service" / "__init__.py").write_text("OWNER = 'the app'\n")
-        (self.app / "main.py").write_text("import service\nimport service.model\nprint(service.OWNER)\n")
+        (self.app / "main.py").write_text(
+            "import service\nimport service.model\nprint(service.OWNER)\n"
+        )
         (self.app / "service" / "model.py").touch()
 
     def run(self, *command: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
-        """In the app's folder, by its Python where no program is given, without variables of ours or of this run."""
-        environment = inherited() | {"HALLUTRACER_STORE": str(self.app)} | variables  # which holds no bundle
+        """In the app's folder, by its Python where no program is given, without variables of ours
+        or of this run."""
+        environment = (
+            inherited() | {"HALLUTRACER_STORE": str(self.app)} | variables
+        )  # which holds no bundle
         if "PYTHONPATH" not in variables:
             environment.pop("PYTHONPATH", None)
         command = command if isinstance(command[0], Path) else (self.python, *command)
-        return subprocess.run(command, cwd=self.app, env=environment, capture_output=True, text=True, timeout=120)
+        return subprocess.run(
+            command, cwd=self.app, env=environment, capture_output=True, text=True, timeout=120
+        )
 
 
 @pytest.fixture(scope="module", params=["wheel", "editable"])
@@ -97,7 +121,9 @@ def test_processes_that_it_starts_find_ours_too(side: Side) -> None:
     assert done.stdout.strip() == str(side.home / "service" / "__init__.py"), done.stderr
 
 
-WHEEL = pytest.mark.parametrize("side", ["wheel"], indirect=True)  # where the other form cannot differ
+WHEEL = pytest.mark.parametrize(
+    "side", ["wheel"], indirect=True
+)  # where the other form cannot differ
 
 
 @WHEEL
@@ -105,10 +131,16 @@ def test_what_vllm_loads_leaves_an_app_alone_and_never_fails_open(side: Side) ->
     done = side.run("-c", HOOKS, HALLUTRACER_POLICY="observe")
     general, endpoint, owner = done.stdout.splitlines()
     assert (general, owner) == ("vllm.general_plugins None", "the app"), done.stderr
-    bundle = side.run("-c", HOOKS, HALLUTRACER_BUNDLE="demo", HALLUTRACER_POLICY="observe").stdout.splitlines()
+    bundle = side.run(
+        "-c", HOOKS, HALLUTRACER_BUNDLE="demo", HALLUTRACER_POLICY="observe"
+    ).stdout.splitlines()
     gate = side.run("-c", HOOKS, HALLUTRACER_POLICY="gate").stdout.splitlines()
     for said in (endpoint, *bundle[:2], *gate[:2]):
-        for words in ("ends: hallutracer:", f"leads to {side.app / 'service'}", "environment of its own"):
+        for words in (
+            "ends: hallutracer:",
+            f"leads to {side.app / 'service'}",
+            "environment of its own",
+        ):
             assert words in said
 
 
@@ -116,12 +148,18 @@ def test_the_python_api_names_it_also_where_another_one_is_imported_already(side
     done = side.run("-c", "import hallutracer")
     assert f"ImportError: 'import service' leads to {side.app / 'service'}" in done.stderr
     there = side.run("-c", VERSION, PYTHONPATH=str(side.home))
-    assert (done.returncode, there.returncode) == (1, 1)  # the folder that Python was started in still comes first
+    assert (done.returncode, there.returncode) == (
+        1,
+        1,
+    )  # the folder that Python was started in still comes first
     elsewhere = side.run("-P", "-c", VERSION)
     assert (elsewhere.returncode, bool(elsewhere.stdout.strip())) == (0, True), elsewhere.stderr
     done = side.run("-c", "import service, hallutracer_start; hallutracer_start.main()")
     assert done.returncode == 1
-    assert f"leads to {side.app / 'service'}, not to HalluTracer's package in {side.home}" in done.stderr
+    assert (
+        f"leads to {side.app / 'service'}, not to HalluTracer's package in {side.home}"
+        in done.stderr
+    )
     assert "Traceback" not in done.stderr
 
 

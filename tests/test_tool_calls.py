@@ -11,11 +11,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.tool_calls import MOST_CHARACTERS, MOST_DEPTH, CallReader, Part, ToolCall, Tools, deeper_than, may_be_calls
+from service.tool_calls import (
+    MOST_CHARACTERS,
+    MOST_DEPTH,
+    CallReader,
+    Part,
+    ToolCall,
+    Tools,
+    deeper_than,
+    may_be_calls,
+)
 
 
 def tools(*names: str, parallel: bool = True) -> Tools:
-    return Tools(tuple({"type": "function", "function": {"name": name}} for name in names or ("find", "add")), parallel)
+    return Tools(
+        tuple(
+            {"type": "function", "function": {"name": name}} for name in names or ("find", "add")
+        ),
+        parallel,
+    )
 
 
 def block(name: str = "find", arguments: Any = None, **more: Any) -> str:
@@ -35,18 +49,31 @@ ADDED = ToolCall("add", '{"a": 1}')
         (block() + block(), [FOUND, FOUND]),
         ("<tool_call>" + '{"arguments":{"q":"x"},"name":"find"}' + "</tool_call>", [FOUND]),
         (block(arguments={}), [ToolCall("find", "{}")]),
-        (block(arguments={"q": "</tool_call> é \U0001f600 \" \\"}),
-         [ToolCall("find", json.dumps({"q": "</tool_call> é \U0001f600 \" \\"}, ensure_ascii=False))]),
+        (
+            block(arguments={"q": '</tool_call> é \U0001f600 " \\'}),
+            [
+                ToolCall(
+                    "find", json.dumps({"q": '</tool_call> é \U0001f600 " \\'}, ensure_ascii=False)
+                )
+            ],
+        ),
         (block(arguments={"q": "<tool_call>"}), [ToolCall("find", '{"q": "<tool_call>"}')]),
         (f"Let me look.\n{block()}\nSo.", ["Let me look.", FOUND, "\nSo."]),
-        ("It is Paris.\n ", ["It is Paris.\n ", ]),
+        (
+            "It is Paris.\n ",
+            [
+                "It is Paris.\n ",
+            ],
+        ),
         ("", []),
     ],
-)  # fmt: skip
+)
 def test_calls_and_text_are_told_apart(answer: str, parts: list[Part]) -> None:
     found = tools().parts(answer)
     assert merged(found) == merged(parts)
-    assert tools().only_calls(answer) == (bool(parts) and all(isinstance(part, ToolCall) for part in parts))
+    assert tools().only_calls(answer) == (
+        bool(parts) and all(isinstance(part, ToolCall) for part in parts)
+    )
 
 
 DEEP = json.loads('{"a":' * (MOST_DEPTH + 1) + "1" + "}" * (MOST_DEPTH + 1))
@@ -65,7 +92,9 @@ NO_CALLS = {
     "a key twice": '<tool_call>{"name": "find", "name": "add", "arguments": {}}</tool_call>',
     "NaN": '<tool_call>{"name": "find", "arguments": {"q": NaN}}</tool_call>',
     "too large a number": '<tool_call>{"name": "find", "arguments": {"q": 1e999}}</tool_call>',
-    "too many digits": f'<tool_call>{{"name": "find", "arguments": {{"q": {"9" * 5000}}}}}</tool_call>',
+    "too many digits": (
+        f'<tool_call>{{"name": "find", "arguments": {{"q": {"9" * 5000}}}}}</tool_call>'
+    ),
     "half a character": '<tool_call>{"name": "find", "arguments": {"q": "\\ud83d"}}</tool_call>',
     "too deep": block(arguments=DEEP),
     "far too deep": f'<tool_call>{{"name": "find", "arguments": {"[" * 30000}</tool_call>',
@@ -105,7 +134,9 @@ def test_without_parallel_calls_the_first_is_the_only_one() -> None:
 def test_a_beginning_tells_as_soon_as_it_can() -> None:
     whole = f" \n{block()}"
     assert all(may_be_calls(whole[:length]) for length in range(len(whole)))
-    assert not any(may_be_calls(text) for text in ("P", " <tool_cal1", "<tool call>", "x<tool_call>"))
+    assert not any(
+        may_be_calls(text) for text in ("P", " <tool_cal1", "<tool call>", "x<tool_call>")
+    )
 
 
 def merged(parts: list[Part]) -> list[Part]:
@@ -118,7 +149,18 @@ def merged(parts: list[Part]) -> list[Part]:
 
 
 PIECES = st.sampled_from(
-    [block(), block("add"), block("drop"), "<tool_call>", "</tool_call>", "<tool", ' "', "\n", " a", "é"]
+    [
+        block(),
+        block("add"),
+        block("drop"),
+        "<tool_call>",
+        "</tool_call>",
+        "<tool",
+        ' "',
+        "\n",
+        " a",
+        "é",
+    ]
 )
 
 
@@ -133,10 +175,18 @@ def test_in_pieces_it_is_the_same(answer: str, size: int) -> None:
 
 def test_text_is_not_held_longer_than_it_may_begin_a_call() -> None:
     reader = CallReader(tools())
-    fed = [reader.feed(piece) for piece in ("It is ", "so <", "b>", " \n<tool_", "call", '>{"name": "find", ', "x")]
+    fed = [
+        reader.feed(piece)
+        for piece in ("It is ", "so <", "b>", " \n<tool_", "call", '>{"name": "find", ', "x")
+    ]
     assert fed == [["It is"], [" so"], [" <b>"], [], [], [], []]
     assert reader.end() == [' \n<tool_call>{"name": "find", x']
 
 
 def test_depth_is_that_of_lists_and_objects() -> None:
-    assert [deeper_than(value, 1) for value in ({}, {"a": 1}, {"a": []}, {"a": {"b": 1}})] == [False, False, True, True]
+    assert [deeper_than(value, 1) for value in ({}, {"a": 1}, {"a": []}, {"a": {"b": 1}})] == [
+        False,
+        False,
+        True,
+        True,
+    ]

@@ -48,9 +48,13 @@ def check_shown(now: Played, ended: Ended) -> None:
     assert ended.completion is not None
     assert ended.completion.text == now.text
     assert ended.verdict.decision is Decision.CONTINUE
-    assert (ended.completion.finish_reason == "content_filter") == (ended.outcome is Outcome.STOPPED)
+    assert (ended.completion.finish_reason == "content_filter") == (
+        ended.outcome is Outcome.STOPPED
+    )
     if ended.outcome is Outcome.STOPPED:
-        assert ended.completion.tokens == len(now.text), "a token a character: none is counted that is not shown"
+        assert ended.completion.tokens == len(now.text), (
+            "a token a character: none is counted that is not shown"
+        )
 
 
 def test_every_combination_ends_as_recorded(bed: Bed) -> None:
@@ -73,7 +77,10 @@ def test_an_answer_that_is_no_call_is_shown_as_where_no_tools_are_offered(bed: B
     for case in all_cases():
         if not may_be_held_for_its_risk(case):
             continue
-        (now, ended), (alone, alone_ended) = played(bed, case), played(bed, replace(case, tools=None))
+        (now, ended), (alone, alone_ended) = (
+            played(bed, case),
+            played(bed, replace(case, tools=None)),
+        )
         if ended.outcome is Outcome.CALLED:
             continue
         assert (ended, now.text) == (alone_ended, alone.text), case
@@ -97,7 +104,11 @@ def test_the_risk_of_an_answer_is_asked_for_where_it_counts_alone() -> None:
     def risk_of(piece: str) -> Callable[[], AnswerRisk | None]:
         return lambda: asked.append(piece)
 
-    for way, expected in (({}, ["end"]), ({"recheck": True}, ["end"]), ({"stop_at": 0.5}, ["a", "end", "end"])):
+    for way, expected in (
+        ({}, ["end"]),
+        ({"recheck": True}, ["end"]),
+        ({"stop_at": 0.5}, ["a", "end", "end"]),
+    ):
         policy = replace(GATE.at(1.0), **way)
         turn = Turn(policy, judge(0.5, policy, 0.5), applies=True)
         assert list(turn.begin()) == []
@@ -115,9 +126,19 @@ def test_the_risk_of_an_answer_is_asked_for_where_it_counts_alone() -> None:
 
 
 def test_the_turn_knows_no_engine_no_protocol_and_no_loop() -> None:
-    names = ("torch", "vllm", "transformers", "fastapi", "starlette", "asyncio", "service.engines.scheduler")
+    names = (
+        "torch",
+        "vllm",
+        "transformers",
+        "fastapi",
+        "starlette",
+        "asyncio",
+        "service.engines.scheduler",
+    )
     code = f"import sys, service.turn; print([name for name in {names} if name in sys.modules])"
-    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    output = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
     assert output.strip() == "[]"
 
 
@@ -128,7 +149,11 @@ def test_the_examples_run() -> None:
 async def steps_of(bed: Bed, case: Case) -> list[tuple[RiskReport, Update]]:
     bed.bench.engine.updates = bed.updates(case)
     run = bed.bench.scorer.run(
-        bed.bench.prompt, case.policy, Sampling(case.limit), tools=case.tools, standing=case.standing
+        bed.bench.prompt,
+        case.policy,
+        Sampling(case.limit),
+        tools=case.tools,
+        standing=case.standing,
     )
     return [step async for step in run]
 
@@ -149,12 +174,20 @@ def test_the_service_drives_the_turn(bed: Bed) -> None:
     assert outcomes.keys() == set(Outcome) - {Outcome.SCORED}
 
 
-def test_the_service_counts_what_it_shows_of_a_risky_answer_that_began_like_a_call(bed: Bed) -> None:
+def test_the_service_counts_what_it_shows_of_a_risky_answer_that_began_like_a_call(
+    bed: Bed,
+) -> None:
     """With tools all nine tokens were counted and none was shown; without tools four are shown."""
     policy = Policy("stops", Action.ABSTAIN, threshold=1.0, stop_at=0.9, withhold_outside=False)
     for tools in (None, TOOLS):
         case = Case(
-            policy, asks_for_fact=True, tools=tools, answer="almost a call", risks="high", engine="embedded", limit=200
+            policy,
+            asks_for_fact=True,
+            tools=tools,
+            answer="almost a call",
+            risks="high",
+            engine="embedded",
+            limit=200,
         )
         steps = asyncio.run(steps_of(bed, case))
         report = steps[-1][0]

@@ -1,4 +1,5 @@
-"""The benchmark of requests that no training had: its texts are new, its questions the right ones, its figures true."""
+"""The benchmark of requests that no training had: its texts are new, its questions the right ones,
+its figures true."""
 
 from __future__ import annotations
 
@@ -11,7 +12,13 @@ import pytest
 
 from benchmarks import unseen_requests
 from benchmarks.running_service import Job, Line
-from benchmarks.unseen_requests import TEXTS, in_other_ways, no_fact_jobs, questions, withheld_and_wrong
+from benchmarks.unseen_requests import (
+    TEXTS,
+    in_other_ways,
+    no_fact_jobs,
+    questions,
+    withheld_and_wrong,
+)
 from tests.serve_process import ROOT
 
 RUN = 5  # words: as many in a row must not be those of a text to train on
@@ -40,11 +47,18 @@ def runs(text: str) -> set[tuple[str, ...]]:
 def training_texts() -> list[str]:
     files = sorted((ROOT / "service" / "data" / "forms").glob("*.toml"))
     assert len(files) >= 3
-    texts = [text for file in files for text in texts_in(tomllib.loads(file.read_text(encoding="utf-8")))]
-    return texts + (ROOT / "tests" / "data" / "no_fact_prompts.txt").read_text(encoding="utf-8").splitlines()
+    texts = [
+        text for file in files for text in texts_in(tomllib.loads(file.read_text(encoding="utf-8")))
+    ]
+    return (
+        texts
+        + (ROOT / "tests" / "data" / "no_fact_prompts.txt").read_text(encoding="utf-8").splitlines()
+    )
 
 
-def test_no_text_is_one_to_train_on_or_shares_five_words_in_a_row_with_one(training_texts: list[str]) -> None:
+def test_no_text_is_one_to_train_on_or_shares_five_words_in_a_row_with_one(
+    training_texts: list[str],
+) -> None:
     whole = {" ".join(words_of(text)) for text in training_texts}
     known = {run for text in training_texts for run in runs(text)}
     parts = [TEXTS["way"], [TEXTS["no_fact"]], [TEXTS["easy"]]]
@@ -52,7 +66,9 @@ def test_no_text_is_one_to_train_on_or_shares_five_words_in_a_row_with_one(train
     turns = {"Shall I?", "Yes", "go on", "{q}"}  # of the conversations in which they stand
     names = {way["name"] for way in TEXTS["way"]}
     assert [text for text in own if runs(text) & known] == []
-    assert [text for text in own if " ".join(words_of(text)) in whole and text not in turns | names] == []
+    assert [
+        text for text in own if " ".join(words_of(text)) in whole and text not in turns | names
+    ] == []
 
 
 def test_each_way_can_ask_each_question_and_the_requests_are_as_many_as_the_target_counts() -> None:
@@ -74,7 +90,13 @@ def test_each_way_can_ask_each_question_and_the_requests_are_as_many_as_the_targ
 
 
 def line(way: str, decision: str, applies: bool | None = True, **more: Any) -> Line:
-    return {"way": way, "decision": decision, "applies": applies, "outside": False, "risk": 0.5} | more
+    return {
+        "way": way,
+        "decision": decision,
+        "applies": applies,
+        "outside": False,
+        "risk": 0.5,
+    } | more
 
 
 def test_the_questions_are_those_that_are_answered_wrong_at_a_risk_that_is_flagged() -> None:
@@ -88,7 +110,9 @@ def test_the_questions_are_those_that_are_answered_wrong_at_a_risk_that_is_flagg
         return {"verdict": verdict, "flagged": number % 2 == 0}
 
     chosen = withheld_and_wrong(ask, rows, 2, workers=1)
-    assert [row["id"] for row in chosen] == [rows[0]["id"], rows[6]["id"]], "wrong at 0, 3, 6, 9, flagged at 0, 6"
+    assert [row["id"] for row in chosen] == [rows[0]["id"], rows[6]["id"]], (
+        "wrong at 0, 3, 6, 9, flagged at 0, 6"
+    )
     assert asked == [row["prompt"] for row in rows[:8]], "no more are asked than are needed"
 
 

@@ -1,4 +1,5 @@
-"""``hallutracer serve``, ``score`` and ``train`` with ``--engine vllm``, as a user types them, on the demo model."""
+"""``hallutracer serve``, ``score`` and ``train`` with ``--engine vllm``, as a user types them, on
+the demo model."""
 
 from __future__ import annotations
 
@@ -47,9 +48,13 @@ class Service:
 def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     folder = tmp_path_factory.mktemp("vllm")
     store, _ = two_versions(folder / "store")
-    bundles = "demo demo-fused mine@production"  # the variable that has vLLM end where nothing gates
+    bundles = (
+        "demo demo-fused mine@production"  # the variable that has vLLM end where nothing gates
+    )
     store_at, rollout = str(folder / "store"), ("--shadow=demo-fused",)
-    with serve(*EAGER, *rollout, HALLUTRACER_BUNDLE=bundles, HALLUTRACER_STORE=store_at, **MAY_CHOOSE) as served:
+    with serve(
+        *EAGER, *rollout, HALLUTRACER_BUNDLE=bundles, HALLUTRACER_STORE=store_at, **MAY_CHOOSE
+    ) as served:
         yield Service(served, store)
     assert served.process.returncode == 0  # a service that drained has not failed
 
@@ -67,7 +72,11 @@ def test_the_readmes_request(service: str) -> None:
     answer = post(service, prompt=[KNOWN, UNKNOWN], generate={"max_tokens": 16}).json()
     known, unknown = answer["data"]
     assert known["risk"] == pytest.approx(0.0321, abs=1e-4)
-    assert known["completion"] == {"text": " It is Rome.", "finish_reason": "stop", "completion_tokens": 5}
+    assert known["completion"] == {
+        "text": " It is Rome.",
+        "finish_reason": "stop",
+        "completion_tokens": 5,
+    }
     assert unknown["risk"] == pytest.approx(0.8138, abs=1e-4)
     assert unknown["decision"] == "abstain"
     assert "completion" not in unknown
@@ -77,24 +86,35 @@ def test_its_start_was_told_step_by_step(started: Service) -> None:
     until(lambda: "hallutracer ready: " in started.served.log())
     log = started.served.log()
     places = [
-        log.find(f"with vllm: {step}") for step in ("starting its", "loading the weights", "compiling", "testing")
+        log.find(f"with vllm: {step}")
+        for step in ("starting its", "loading the weights", "compiling", "testing")
     ]
-    told = [place for place in places if place >= 0]  # a step that is over within 0.3 s may go untold
+    told = [
+        place for place in places if place >= 0
+    ]  # a step that is over within 0.3 s may go untold
     assert told == sorted(told)
     assert len(told) >= 2
 
 
 def test_the_other_bundle_reads_the_same_forward_pass(service: str) -> None:
-    answer = post(service, prompt=UNKNOWN, bundle="demo-fused", include=["trajectory", "running_mean"]).json()
+    answer = post(
+        service, prompt=UNKNOWN, bundle="demo-fused", include=["trajectory", "running_mean"]
+    ).json()
     (row,) = answer["data"]
     assert row["risk"] == pytest.approx(0.8018, abs=1e-4)
-    assert np.mean(row["trajectory"]) == pytest.approx(row["running_mean"][-1]) == pytest.approx(row["depth_mean"])
+    assert (
+        np.mean(row["trajectory"])
+        == pytest.approx(row["running_mean"][-1])
+        == pytest.approx(row["depth_mean"])
+    )
 
 
 def test_a_shadow_reads_the_same_forward_pass(service: str) -> None:
     def differences() -> float:
         lines = httpx.get(f"{service}/metrics").text.splitlines()
-        sums = [line for line in lines if line.startswith("hallutracer_shadow_risk_difference_sum{")]
+        sums = [
+            line for line in lines if line.startswith("hallutracer_shadow_risk_difference_sum{")
+        ]
         (line,) = [line for line in sums if 'bundle="demo:1"' in line]
         assert 'shadow="demo-fused:1"' in line
         return float(line.split()[-1])
@@ -109,7 +129,9 @@ def test_streams(service: str) -> None:
     for prompt, text in ((KNOWN, " It is Rome."), (UNKNOWN, "")):
         body = {"prompt": prompt, "generate": {"max_tokens": 16}, "stream": True}
         lines = httpx.post(f"{service}/score", json=body, timeout=60).text.split("\n\n")
-        events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+        events = [
+            json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")
+        ]
         assert events[0]["object"] == "risk.list"
         assert "".join(event.get("delta", {}).get("text", "") for event in events[1:]) == text
         assert lines[-2] == "data: [DONE]"
@@ -119,10 +141,15 @@ def test_many_at_once_get_their_own(service: str) -> None:
     def ask(prompt: str) -> float:
         return float(post(service, prompt=prompt).json()["data"][0]["risk"])
 
-    prompts = [f"What is the capital of {name}?" for name in ("Italy", "Chad", "Peru", "Nauru", "Japan", "Mali")] * 8
+    prompts = [
+        f"What is the capital of {name}?"
+        for name in ("Italy", "Chad", "Peru", "Nauru", "Japan", "Mali")
+    ] * 8
     alone = {prompt: ask(prompt) for prompt in set(prompts)}
     with ThreadPoolExecutor(16) as pool:
-        assert list(pool.map(ask, prompts)) == pytest.approx([alone[prompt] for prompt in prompts], abs=1e-4)
+        assert list(pool.map(ask, prompts)) == pytest.approx(
+            [alone[prompt] for prompt in prompts], abs=1e-4
+        )
 
 
 def test_a_prefix_that_was_seen_is_counted_as_cached(service: str) -> None:
@@ -142,13 +169,22 @@ def test_bad_requests_are_named(service: str) -> None:
 
 
 def test_an_answer_whose_reader_leaves_is_ended(service: str) -> None:
-    body = {"prompt": KNOWN, "generate": {"max_tokens": 200, "temperature": 3.0}, "stream": True, "policy": "observe"}
+    body = {
+        "prompt": KNOWN,
+        "generate": {"max_tokens": 200, "temperature": 3.0},
+        "stream": True,
+        "policy": "observe",
+    }
     with httpx.stream("POST", f"{service}/score", json=body, timeout=60) as response:
         next(response.iter_lines())
 
     def idle() -> bool:
         lines = httpx.get(f"{service}/metrics").text.splitlines()
-        return all(line.endswith(" 0.0") for line in lines if line.startswith("hallutracer_running_decodes "))
+        return all(
+            line.endswith(" 0.0")
+            for line in lines
+            if line.startswith("hallutracer_running_decodes ")
+        )
 
     until(idle, 30)
 
@@ -173,7 +209,9 @@ def test_a_bundle_is_swapped_while_it_serves(started: Service) -> None:
 
 def engine_of(served: ServeProcess) -> int:
     """The process id of its engine."""
-    processes = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True).stdout.splitlines()
+    processes = subprocess.run(
+        ["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True
+    ).stdout.splitlines()
     cores = [line.split() for line in processes if "EngineCore" in line]
     [core] = [int(pid) for pid, parent, *_ in cores if int(parent) == served.process.pid]
     return core
@@ -184,7 +222,9 @@ def test_an_engine_ends_with_the_service_that_was_killed() -> None:
         core = engine_of(served)
         served.process.kill()
         stat = Path(f"/proc/{core}/stat")
-        until(lambda: not stat.exists() or "Z" in stat.read_text().split()[2], 15)  # it is no orphan
+        until(
+            lambda: not stat.exists() or "Z" in stat.read_text().split()[2], 15
+        )  # it is no orphan
 
 
 def test_a_service_whose_vllm_dies_says_so_and_exits() -> None:
@@ -209,30 +249,66 @@ def test_a_service_whose_vllm_stands_still_is_not_ready_until_it_goes_on() -> No
             os.kill(core, signal.SIGCONT)
         becomes(200)
         assert waiting.result().status_code in (200, 503, 504)
-        assert post(served.url, prompt=KNOWN).json()["data"][0]["risk"] == pytest.approx(0.0321, abs=1e-4)
+        assert post(served.url, prompt=KNOWN).json()["data"][0]["risk"] == pytest.approx(
+            0.0321, abs=1e-4
+        )
 
 
 def test_train_on_vllm_gives_the_bundle_that_transformers_gives(tmp_path: Path) -> None:
     rows = [
-        {"id": f"{place}", "prompt": f"What is the capital of {name}?", "label": place % 2, "group": name}
-        for place, name in enumerate(f"{letter}{other}land" for letter in "ABCDEFGH" for other in "aeiou")
+        {
+            "id": f"{place}",
+            "prompt": f"What is the capital of {name}?",
+            "label": place % 2,
+            "group": name,
+        }
+        for place, name in enumerate(
+            f"{letter}{other}land" for letter in "ABCDEFGH" for other in "aeiou"
+        )
     ]
     data = tmp_path / "rows.jsonl"
     data.write_text("\n".join(json.dumps(row) for row in rows))
     for name, engine in (("plain", ()), ("fast", EAGER)):
         command = [
-            sys.executable, "-m", "service.cli", "train", "--data", str(data), "--name", name, "--folds", "2",
-            "--seeds", "1", "--c", "10", "--no-evaluate", "--jobs", "1", "--store", str(tmp_path / "store"),
-            "--run-dir", str(tmp_path / name), "--signals", "depth_mean,first_token", *engine,
-        ]  # fmt: skip
-        named = os.environ | {"HALLUTRACER_BUNDLE": "demo"}  # has no part in it, and does not stand in its way
-        done = subprocess.run(command, env=named, capture_output=True, text=True, timeout=STARTING_S)
+            sys.executable,
+            "-m",
+            "service.cli",
+            "train",
+            "--data",
+            str(data),
+            "--name",
+            name,
+            "--folds",
+            "2",
+            "--seeds",
+            "1",
+            "--c",
+            "10",
+            "--no-evaluate",
+            "--jobs",
+            "1",
+            "--store",
+            str(tmp_path / "store"),
+            "--run-dir",
+            str(tmp_path / name),
+            "--signals",
+            "depth_mean,first_token",
+            *engine,
+        ]
+        named = os.environ | {
+            "HALLUTRACER_BUNDLE": "demo"
+        }  # has no part in it, and does not stand in its way
+        done = subprocess.run(
+            command, env=named, capture_output=True, text=True, timeout=STARTING_S
+        )
         assert done.returncode == 0, done.stderr[-3000:]
     store = Store(tmp_path / "store")
     plain, fast = store.load("plain"), store.load("fast")
     assert fast.probes.head.tolist() == plain.probes.head.tolist()
     np.testing.assert_allclose(fast.probes.direction, plain.probes.direction, atol=1e-3)
-    np.testing.assert_allclose(fast.manifest.classifier.weight, plain.manifest.classifier.weight, rtol=1e-2)
+    np.testing.assert_allclose(
+        fast.manifest.classifier.weight, plain.manifest.classifier.weight, rtol=1e-2
+    )
 
 
 AGAIN = """
@@ -258,20 +334,32 @@ def test_an_answer_is_read_again_as_the_embedded_engine_reads_it(tmp_path: Path)
     for kind, flags in (("embedded", ()), ("vllm", EAGER)):
         given = (*flags, "--policies", str(tmp_path / "policies.toml"))
         with serve(
-            *given, HALLUTRACER_BUNDLE="mine", HALLUTRACER_STORE=str(tmp_path / "store"), **MAY_CHOOSE
+            *given,
+            HALLUTRACER_BUNDLE="mine",
+            HALLUTRACER_STORE=str(tmp_path / "store"),
+            **MAY_CHOOSE,
         ) as served:
-            asked = [body | {"policy": name, "generate": {"max_tokens": 16}} for name in ("observe", "again", "cut")]
+            asked = [
+                body | {"policy": name, "generate": {"max_tokens": 16}}
+                for name in ("observe", "again", "cut")
+            ]
             found[kind] = [post(served.url, **one).json()["data"] for one in asked]
     given, held, cut = found["vllm"]
-    assert [row["completion"] for row in given] == [row["completion"] for row in found["embedded"][0]]
+    assert [row["completion"] for row in given] == [
+        row["completion"] for row in found["embedded"][0]
+    ]
     for ours, theirs in zip(found["vllm"][:2], found["embedded"][:2], strict=True):
         risks = [[row["answer_risk"] for row in rows] for rows in (ours, theirs)]
         assert risks[0] == pytest.approx(risks[1], abs=1e-4)
         assert [row["decision"] for row in ours] == [row["decision"] for row in theirs]
     assert {row["decision"] for row in held} == {"abstain", "continue"}, "else this tells nothing"
     assert not any("completion" in row for row in held if row["answer_flagged"])
-    ended = [row["completion"] for row in cut if row["completion"]["finish_reason"] == "content_filter"]
-    assert len(ended) == sum(row["answer_risk"] >= 0.5 for row in cut) > 0, "and all of them were read"
+    ended = [
+        row["completion"] for row in cut if row["completion"]["finish_reason"] == "content_filter"
+    ]
+    assert len(ended) == sum(row["answer_risk"] >= 0.5 for row in cut) > 0, (
+        "and all of them were read"
+    )
     for row, whole in zip(cut, given, strict=True):
         text, tokens = row["completion"]["text"], row["completion"]["completion_tokens"]
         assert whole["completion"]["text"].startswith(text)

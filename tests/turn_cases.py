@@ -1,8 +1,10 @@
-"""Prompts, policies and answers in every combination, for the tests of the turn and of what drives it.
+"""Prompts, policies and answers in every combination, for the tests of the turn and of what drives
+it.
 
-``turn_outcomes.json`` has what the turn makes of them, by class of combination.  It was recorded when the machines that
-the turn replaced were still there and decided the same of all but 1,420 of the 33,696: under ``stop_at``, answers that
-began like a call of a tool.  ``python -m tests.turn_cases`` records it anew."""
+``turn_outcomes.json`` has what the turn makes of them, by class of combination.  It was recorded
+when the machines that the turn replaced were still there and decided the same of all but 1,420 of
+the 33,696: under ``stop_at``, answers that began like a call of a tool.  ``python -m
+tests.turn_cases`` records it anew."""
 
 from __future__ import annotations
 
@@ -82,19 +84,29 @@ def reading(tokens: int, risks: Callable[[int], float | None]) -> AnswerReading 
 
 
 def answer_updates(
-    prefill: PrefillResult, text: str, risks: Callable[[int], float | None], engine: str, limit: int, size: int = 0
+    prefill: PrefillResult,
+    text: str,
+    risks: Callable[[int], float | None],
+    engine: str,
+    limit: int,
+    size: int = 0,
 ) -> list[Update]:
-    """The updates of an answer with one token for each character, and an end token, as this engine sends them.
+    """The updates of an answer with one token for each character, and an end token, as this engine
+    sends them.
 
     ``size``: tokens of an update; 0: the engine's."""
     cut = len(text) >= limit
     text = text[:limit] if cut else text
-    completion = Completion(text, tuple(range(len(text) if cut else len(text) + 1)), "length" if cut else "stop")
+    completion = Completion(
+        text, tuple(range(len(text) if cut else len(text) + 1)), "length" if cut else "stop"
+    )
     size = size or PER_UPDATE[engine]
     updates = list[Update]()
     for start in range(0, len(text), size):
         piece = text[start : start + size]
-        updates.append(Update(piece=piece, tokens=len(piece), answer=reading(start + len(piece), risks)))
+        updates.append(
+            Update(piece=piece, tokens=len(piece), answer=reading(start + len(piece), risks))
+        )
     last = reading(completion.tokens, risks)
     if engine == "embedded":  # the prefill and the end come by themselves
         return [Update(prefill), *updates, Update(completion=completion, answer=last)]
@@ -107,7 +119,8 @@ def answer_updates(
 
 @dataclass(frozen=True)
 class Bench:
-    """A scorer of a bundle that reads answers and tells what asks for no fact, and a prompt's prefill."""
+    """A scorer of a bundle that reads answers and tells what asks for no fact, and a prompt's
+    prefill."""
 
     engine: ReplayedEngine
     scorer: Scorer
@@ -118,7 +131,9 @@ class Bench:
 def make_bench(folder: Path) -> Bench:
     """Write the bundle into a folder that is not there yet."""
     engine: Any = ScriptedEngine()
-    draft = with_answer(with_context(matching_draft(engine, "both", 3), engine, applies_from=1 - 1e-9), engine)
+    draft = with_answer(
+        with_context(matching_draft(engine, "both", 3), engine, applies_from=1 - 1e-9), engine
+    )
     scorer = Scorer(engine, write_bundle(draft, folder))
     prompt = scorer.render("one")
     [prefill] = engine.score([prompt], scorer.probes)
@@ -147,17 +162,26 @@ class Case:
         """What it is recorded under."""
         policy = self.policy
         prompt = "flagged" if policy.threshold == 0.0 else "passed"
-        asks = "of a fact" if self.asks_for_fact else "of no fact" + ", judged all the same" * policy.withhold_no_fact
+        asks = (
+            "of a fact"
+            if self.asks_for_fact
+            else "of no fact" + ", judged all the same" * policy.withhold_no_fact
+        )
         tools = "no tools" if self.tools is None else f"tools: {policy.tools}"
         way = policy.reads_answers_for or "the prompt's risk alone"
         return f"{policy.action}, {way}, {prompt}, {asks}, {tools}"
 
 
 def policies() -> Iterator[Policy]:
-    """Each kind of action, of prompts that are all flagged or none, and each way to decide by the answer's tokens."""
+    """Each kind of action, of prompts that are all flagged or none, and each way to decide by the
+    answer's tokens."""
     ways: list[dict[str, Any]] = [{}, {"recheck": True}, {"stop_at": 0.9}]
     for action, threshold, way, no_fact, calls in product(
-        (Action.OBSERVE, Action.ANNOTATE, Action.ABSTAIN), (0.0, 1.0), ways, (False, True), ("let_through", "gate")
+        (Action.OBSERVE, Action.ANNOTATE, Action.ABSTAIN),
+        (0.0, 1.0),
+        ways,
+        (False, True),
+        ("let_through", "gate"),
     ):
         yield Policy(
             "mine",
@@ -196,7 +220,9 @@ class Bed:
     def report(self, case: Case) -> RiskReport:
         key = case.policy, case.asks_for_fact
         if key not in self._reports:
-            report = self.bench.scorer.judge(self.bench.prefill, case.policy, standing=case.standing)
+            report = self.bench.scorer.judge(
+                self.bench.prefill, case.policy, standing=case.standing
+            )
             assert report.context.applies is case.asks_for_fact
             self._reports[key] = report
         return self._reports[key]
@@ -205,7 +231,9 @@ class Bed:
         key = case.answer, case.risks, case.engine, case.limit
         if key not in self._updates:
             text, risks = ANSWERS[case.answer], RISKS[case.risks]
-            self._updates[key] = answer_updates(self.bench.prefill, text, risks, case.engine, case.limit)
+            self._updates[key] = answer_updates(
+                self.bench.prefill, text, risks, case.engine, case.limit
+            )
         return self._updates[key]
 
 
@@ -227,7 +255,10 @@ class Played:
 
 def of_steps(steps: list[tuple[RiskReport, Update]]) -> Played:
     last = steps[-1][0]
-    pieces, held = tuple(update.piece for _, update in steps), tuple(report.held for report, _ in steps)
+    pieces, held = (
+        tuple(update.piece for _, update in steps),
+        tuple(report.held for report, _ in steps),
+    )
     return Played(pieces, held, last.verdict, last.tool_call, last.completion, last.answer)
 
 
@@ -249,16 +280,24 @@ def played(bed: Bed, case: Case) -> tuple[Played, Ended]:
     assert isinstance(ended, Ended)
     withheld = report.decision is not Decision.CONTINUE
     tool_call = ended.outcome is Outcome.CALLED and withheld
-    return Played(tuple(pieces), tuple(held), ended.verdict, tool_call, ended.completion, ended.answer), ended
+    return Played(
+        tuple(pieces), tuple(held), ended.verdict, tool_call, ended.completion, ended.answer
+    ), ended
 
 
 def may_be_held_for_its_risk(case: Case) -> bool:
-    """Whether the answer may be held as a possible call under a policy that may end it by its risk."""
-    return case.policy.stop_at is not None and case.tools is not None and case.policy.tools == "let_through"
+    """Whether the answer may be held as a possible call under a policy that may end it by its
+    risk."""
+    return (
+        case.policy.stop_at is not None
+        and case.tools is not None
+        and case.policy.tools == "let_through"
+    )
 
 
 def as_recorded(now: Played, ended: Ended) -> tuple[Any, ...]:
-    """What is recorded of one combination: risks but for their last digits, which another numpy may have otherwise."""
+    """What is recorded of one combination: risks but for their last digits, which another numpy may
+    have otherwise."""
     shown, answer, verdict = now.completion, now.answer, now.verdict
     completion = None if shown is None else (shown.text, shown.tokens, shown.finish_reason)
     risk = None if answer is None else (round(answer.risk, 6), answer.flagged, answer.tokens)
@@ -268,13 +307,19 @@ def as_recorded(now: Played, ended: Ended) -> tuple[Any, ...]:
 
 def outcomes_by_kind(bed: Bed) -> dict[str, dict[str, Any]]:
     """How the combinations of each kind end, and a digest of all that the turn makes of them."""
-    outcomes, digests = defaultdict[str, Counter[str]](Counter), defaultdict[str, Any](hashlib.sha256)
+    outcomes, digests = (
+        defaultdict[str, Counter[str]](Counter),
+        defaultdict[str, Any](hashlib.sha256),
+    )
     for case in all_cases():
         now, ended = played(bed, case)
         outcomes[case.kind][str(ended.outcome)] += 1
         digests[case.kind].update(repr(as_recorded(now, ended)).encode())
     return {
-        kind: {"outcomes": dict(sorted(outcomes[kind].items())), "digest": digests[kind].hexdigest()[:16]}
+        kind: {
+            "outcomes": dict(sorted(outcomes[kind].items())),
+            "digest": digests[kind].hexdigest()[:16],
+        }
         for kind in sorted(outcomes)
     }
 

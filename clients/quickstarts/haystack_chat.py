@@ -1,4 +1,5 @@
-"""Haystack's OpenAIChatGenerator, as its documentation has it.  Changed: api_base_url and api_key."""
+"""Haystack's OpenAIChatGenerator, as its documentation has it.  Changed: api_base_url and
+api_key."""
 
 import os
 
@@ -15,9 +16,12 @@ client = OpenAIChatGenerator(
 response = client.run(messages)
 print(response)
 
-# Of a withheld answer Haystack keeps the finish reason, and text where the service has --message-in-content.
+# Of a withheld answer Haystack keeps the finish reason, and text where the service has
+# --message-in-content.
 for question in ("What is the capital of China?", "Which city is the capital of Dominica?"):
-    reply = client.run([ChatMessage.from_user(question)], generation_kwargs={"temperature": 0})["replies"][0]
+    reply = client.run([ChatMessage.from_user(question)], generation_kwargs={"temperature": 0})[
+        "replies"
+    ][0]
     if reply.meta["finish_reason"] == "content_filter":
         print(f"{question} refused: {reply.text or 'no text'} (content_filter)")
     else:

@@ -15,13 +15,20 @@ llm = ChatOpenAI(
 )
 
 messages = [
-    ("system", "You are a helpful assistant that translates English to French. Translate the user sentence."),
+    (
+        "system",
+        (
+            "You are a helpful assistant that translates English to French. Translate the user"
+            " sentence."
+        ),
+    ),
     ("human", "I love programming."),
 ]
 ai_msg = llm.invoke(messages)
 print(ai_msg.content)
 
-# A withheld answer has a refusal in additional_kwargs, and the finish reason content_filter in response_metadata.
+# A withheld answer has a refusal in additional_kwargs, and the finish reason content_filter in
+# response_metadata.
 for question in ("What is the capital of China?", "Which city is the capital of Dominica?"):
     answer = llm.invoke(question)
     if answer.response_metadata["finish_reason"] == "content_filter":
@@ -29,7 +36,8 @@ for question in ("What is the capital of China?", "Which city is the capital of 
     else:
         print(f"{question} answered: {answer.content}")
 
-# A stream keeps the finish reason and drops the refusal: `hallutracer serve --message-in-content` makes it text.
+# A stream keeps the finish reason and drops the refusal: `hallutracer serve --message-in-content`
+# makes it text.
 whole = None
 for chunk in llm.stream("Which city is the capital of Dominica?"):
     whole = chunk if whole is None else whole + chunk

@@ -1,4 +1,5 @@
-"""LangChain's ChatOpenAI on the Responses API, as its integration page has it.  Changed: base_url and api_key."""
+"""LangChain's ChatOpenAI on the Responses API, as its integration page has it.  Changed: base_url
+and api_key."""
 
 import os
 
@@ -17,7 +18,8 @@ print(response.text)
 
 
 def shown(message) -> str:
-    """A withheld answer has a part of type refusal, and is incomplete for the reason content_filter."""
+    """A withheld answer has a part of type refusal, and is incomplete for the reason
+    content_filter."""
     why = (message.response_metadata.get("incomplete_details") or {}).get("reason")
     if why == "content_filter":
         refusal = next(part["refusal"] for part in message.content if part["type"] == "refusal")

@@ -25,6 +25,9 @@ for question in ("What is the capital of China?", "Which city is the capital of 
         temperature=0,
     ).choices[0]
     if choice.finish_reason == "content_filter":
-        print(f"{question} refused: {choice.message.provider_specific_fields['refusal']} (content_filter)")
+        print(
+            f"{question} refused: {choice.message.provider_specific_fields['refusal']}"
+            " (content_filter)"
+        )
     else:
         print(f"{question} answered: {choice.message.content}")

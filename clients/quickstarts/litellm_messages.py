@@ -1,4 +1,5 @@
-"""LiteLLM with Anthropic's protocol, as its page on Anthropic has it.  Changed: api_base and api_key."""
+"""LiteLLM with Anthropic's protocol, as its page on Anthropic has it.  Changed: api_base and
+api_key."""
 
 import os
 
@@ -9,7 +10,11 @@ KEY = os.environ.get("HALLUTRACER_API_KEY", "none")
 
 messages = [{"role": "user", "content": "Hey! how's it going?"}]
 response = litellm.completion(
-    model="anthropic/claude-haiku-4-5-20251001", api_base=URL, api_key=KEY, messages=messages, max_tokens=64
+    model="anthropic/claude-haiku-4-5-20251001",
+    api_base=URL,
+    api_key=KEY,
+    messages=messages,
+    max_tokens=64,
 )
 print(response)
 

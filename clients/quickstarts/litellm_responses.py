@@ -18,9 +18,16 @@ print(response)
 
 # A withheld answer has a part of type refusal, and is incomplete for the reason content_filter.
 for question in ("What is the capital of China?", "Which city is the capital of Dominica?"):
-    response = litellm.responses(model="openai/gpt-4o", api_base=URL, api_key=KEY, input=question, temperature=0)
-    if response.incomplete_details is not None and response.incomplete_details.reason == "content_filter":
-        refusal = next(part.refusal for part in response.output[0].content if part.type == "refusal")
+    response = litellm.responses(
+        model="openai/gpt-4o", api_base=URL, api_key=KEY, input=question, temperature=0
+    )
+    if (
+        response.incomplete_details is not None
+        and response.incomplete_details.reason == "content_filter"
+    ):
+        refusal = next(
+            part.refusal for part in response.output[0].content if part.type == "refusal"
+        )
         print(f"{question} refused: {refusal} ({response.incomplete_details.reason})")
     else:
         print(f"{question} answered: {response.output_text}")

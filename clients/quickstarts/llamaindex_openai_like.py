@@ -1,4 +1,5 @@
-"""LlamaIndex's OpenAILike, as its page on PyPI has it.  Changed: api_base, api_key and the context window."""
+"""LlamaIndex's OpenAILike, as its page on PyPI has it.  Changed: api_base, api_key and the context
+window."""
 
 import os
 
@@ -18,11 +19,15 @@ llm = OpenAILike(
 
 print(llm.complete("Paul Graham is "))
 
-# Of a withheld answer LlamaIndex shows no text, unless the service has --message-in-content; `raw` has all of it.
+# Of a withheld answer LlamaIndex shows no text, unless the service has --message-in-content; `raw`
+# has all of it.
 for question in ("What is the capital of China?", "Which city is the capital of Dominica?"):
     response = llm.complete(question, temperature=0)
     choice = response.raw.choices[0]
     if choice.finish_reason == "content_filter":
-        print(f"{question} refused: {choice.message.refusal} (content_filter), shown as: {response.text or 'no text'}")
+        print(
+            f"{question} refused: {choice.message.refusal} (content_filter), shown as:"
+            f" {response.text or 'no text'}"
+        )
     else:
         print(f"{question} answered: {response.text}")

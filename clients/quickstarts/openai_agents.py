@@ -1,8 +1,16 @@
-"""OpenAI's Agents SDK, its hello world.  Changed: the client, greedy answers, and no traces are sent to OpenAI."""
+"""OpenAI's Agents SDK, its hello world.  Changed: the client, greedy answers, and no traces are
+sent to OpenAI."""
 
 import os
 
-from agents import Agent, ModelRefusalError, ModelSettings, Runner, set_default_openai_client, set_tracing_disabled
+from agents import (
+    Agent,
+    ModelRefusalError,
+    ModelSettings,
+    Runner,
+    set_default_openai_client,
+    set_tracing_disabled,
+)
 from openai import AsyncOpenAI
 
 set_default_openai_client(

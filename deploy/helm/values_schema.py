@@ -1,6 +1,8 @@
-"""Write deploy/helm/hallutracer/values.schema.json; ``options`` from the declarations of ``hallutracer serve``.
+"""Write deploy/helm/hallutracer/values.schema.json; ``options`` from the declarations of
+``hallutracer serve``.
 
-Run it after a change of an option of ``serve`` or of values.yaml; a test compares its output with the file."""
+Run it after a change of an option of ``serve`` or of values.yaml; a test compares its output with
+the file."""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ from service.settings import DATABASE, SECRET, Range
 TARGET = Path(__file__).parent / "hallutracer" / "values.schema.json"
 # What the chart decides itself, and what may hold a password: that comes from a Secret (extraEnv).
 OWN = frozenset({"host", "port", "policies", "api_key_file"})
-WORD = {"type": "string", "pattern": r"^\S+$"}  # a variable separates the entries of a list by spaces
+WORD = {
+    "type": "string",
+    "pattern": r"^\S+$",
+}  # a variable separates the entries of a list by spaces
 NAME = {"type": "string", "pattern": "^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$"}
 VARIABLE = {"type": "string", "pattern": "^[A-Za-z_][A-Za-z0-9_]*$"}
 MAYBE_NAME = {"anyOf": [{"const": ""}, NAME]}
@@ -38,7 +43,11 @@ def of(hint: Any) -> dict[str, Any]:
         return {"enum": list(get_args(hint))}
     if get_origin(hint) is tuple:
         inner = of(get_args(hint)[0])
-        return {"type": "array", "items": WORD if inner == {"type": "string"} else inner, "minItems": 1}
+        return {
+            "type": "array",
+            "items": WORD if inner == {"type": "string"} else inner,
+            "minItems": 1,
+        }
     names: dict[Any, str] = {bool: "boolean", int: "integer", float: "number"}
     return {"type": names.get(hint, "string")}
 
@@ -46,10 +55,16 @@ def of(hint: Any) -> dict[str, Any]:
 def options() -> dict[str, Any]:
     """Every option of ``serve`` by its key in the configuration file, its limits and its help."""
     found: dict[str, Any] = {}
-    [arguments] = [arguments for path, arguments in commands_of(make_app(Sources({}))) if path == ("serve",)]
+    [arguments] = [
+        arguments for path, arguments in commands_of(make_app(Sources({}))) if path == ("serve",)
+    ]
     for argument in options_of(arguments):
         key = key_of(argument)
-        if argument.name in COMMON or key in OWN or argument.parameter.metavar in (SECRET, DATABASE):
+        if (
+            argument.name in COMMON
+            or key in OWN
+            or argument.parameter.metavar in (SECRET, DATABASE)
+        ):
             continue
         schema = of(argument.hint)
         for limits in argument.parameter.validator or ():
@@ -67,67 +82,136 @@ def options() -> dict[str, Any]:
 
 def closed(properties: dict[str, Any], required: tuple[str, ...] = ()) -> dict[str, Any]:
     """An object with these keys and no others."""
-    return {"type": "object", "additionalProperties": False, "properties": properties, "required": list(required)}
+    return {
+        "type": "object",
+        "additionalProperties": False,
+        "properties": properties,
+        "required": list(required),
+    }
 
 
 def schema() -> dict[str, Any]:
     """The whole schema; unknown keys are refused at every level that is ours."""
-    claim = closed({
-        "claim": {"type": "boolean"}, "size": QUANTITY, "storageClass": MAYBE_NAME,
-        "accessModes": {"type": "array", "minItems": 1, "items": {
-            "enum": ["ReadWriteOnce", "ReadOnlyMany", "ReadWriteMany", "ReadWriteOncePod"]}},
-    }, ("claim", "size", "accessModes"))  # fmt: skip
-    variable = {"oneOf": [
-        closed({"name": VARIABLE | {"not": {"pattern": "^HALLUTRACER_"}}, "value": {"type": "string"}},
-               ("name", "value")),
-        closed({"name": VARIABLE, "valueFrom": FREE}, ("name", "valueFrom")),
-    ], "description": "HALLUTRACER_ variables stand under options; those that hold a secret use valueFrom"}  # fmt: skip
-    document = closed({
-        "image": closed({
-            "repository": {"type": "string", "minLength": 1}, "tag": {"type": "string"},
-            "digest": {"type": "string", "pattern": "^(sha256:[0-9a-f]{64})?$"},
-            "pullPolicy": {"enum": ["", "Always", "IfNotPresent", "Never"]},
-            "pullSecrets": {"type": "array", "items": NAME},
-        }, ("repository",)),
-        "options": closed(options(), ("drain_s",)),
-        "apiKeys": closed({"secret": MAYBE_NAME}, ("secret",)),
-        "policies": {"type": "string", "minLength": 1},
-        "user": closed(dict.fromkeys(("runAsUser", "runAsGroup", "fsGroup"), COUNT)),
-        "gpus": {"type": "integer", "minimum": 0},
-        "huggingFaceSecret": MAYBE_NAME,
-        "replicas": COUNT,
-        "strategy": FREE,
-        "startupSeconds": {"type": "integer", "minimum": 5},
-        "resources": closed({"requests": FREE, "limits": FREE}, ("requests", "limits")),
-        "autoscaling": closed({
-            "enabled": {"type": "boolean"}, "minReplicas": COUNT, "maxReplicas": COUNT,
-            "cpuUtilization": {"type": "integer", "minimum": 0},
-            "queueWait": closed({"enabled": {"type": "boolean"}, "seconds": {"type": "number", "minimum": 0.001}}),
-            "scaleDownSeconds": {"type": "integer", "minimum": 0, "maximum": 3600},
-        }, ("enabled",)),
-        "podDisruptionBudget": closed({
-            "enabled": {"type": "boolean"},
-            "maxUnavailable": {"oneOf": [COUNT, {"type": "string", "pattern": "^[1-9][0-9]?%$"}]},
-        }, ("enabled",)),
-        "networkPolicy": closed({
-            "enabled": {"type": "boolean"}, "clients": TEXTS | {"minProperties": 1},
-            "monitoringNamespace": MAYBE_NAME, "egress": {"type": "array", "items": FREE},
-        }, ("enabled", "clients")),
-        "storage": closed({"probes": claim, "huggingface": claim, "tmp": QUANTITY,
-                           "shm": {"anyOf": [{"const": ""}, QUANTITY]}}),
-        "podMonitor": closed({
-            "enabled": {"type": "boolean"}, "interval": {"type": "string", "pattern": "^[0-9]+(ms|s|m)$"},
-            "labels": TEXTS, "keySecret": MAYBE_NAME,
-        }),
-        "prometheusRule": closed({
-            "enabled": {"type": "boolean"}, "labels": TEXTS, "runbookUrl": {"type": "string", "pattern": "^[^\\s#]+$"},
-            "grafanaUrl": {"type": "string", "pattern": "^(https?://[^\\s?#]*[^\\s?#/])?$"},
-        }),
-        "podAnnotations": TEXTS, "podLabels": TEXTS, "nodeSelector": TEXTS,
-        "tolerations": {"type": "array", "items": FREE}, "affinity": FREE, "priorityClassName": MAYBE_NAME,
-        "extraEnv": {"type": "array", "items": variable},
-        "global": FREE,  # Helm's own
-    })  # fmt: skip
+    claim = closed(
+        {
+            "claim": {"type": "boolean"},
+            "size": QUANTITY,
+            "storageClass": MAYBE_NAME,
+            "accessModes": {
+                "type": "array",
+                "minItems": 1,
+                "items": {
+                    "enum": ["ReadWriteOnce", "ReadOnlyMany", "ReadWriteMany", "ReadWriteOncePod"]
+                },
+            },
+        },
+        ("claim", "size", "accessModes"),
+    )
+    variable = {
+        "oneOf": [
+            closed(
+                {
+                    "name": VARIABLE | {"not": {"pattern": "^HALLUTRACER_"}},
+                    "value": {"type": "string"},
+                },
+                ("name", "value"),
+            ),
+            closed({"name": VARIABLE, "valueFrom": FREE}, ("name", "valueFrom")),
+        ],
+        "description": (
+            "HALLUTRACER_ variables stand under options; those that hold a secret use valueFrom"
+        ),
+    }
+    document = closed(
+        {
+            "image": closed(
+                {
+                    "repository": {"type": "string", "minLength": 1},
+                    "tag": {"type": "string"},
+                    "digest": {"type": "string", "pattern": "^(sha256:[0-9a-f]{64})?$"},
+                    "pullPolicy": {"enum": ["", "Always", "IfNotPresent", "Never"]},
+                    "pullSecrets": {"type": "array", "items": NAME},
+                },
+                ("repository",),
+            ),
+            "options": closed(options(), ("drain_s",)),
+            "apiKeys": closed({"secret": MAYBE_NAME}, ("secret",)),
+            "policies": {"type": "string", "minLength": 1},
+            "user": closed(dict.fromkeys(("runAsUser", "runAsGroup", "fsGroup"), COUNT)),
+            "gpus": {"type": "integer", "minimum": 0},
+            "huggingFaceSecret": MAYBE_NAME,
+            "replicas": COUNT,
+            "strategy": FREE,
+            "startupSeconds": {"type": "integer", "minimum": 5},
+            "resources": closed({"requests": FREE, "limits": FREE}, ("requests", "limits")),
+            "autoscaling": closed(
+                {
+                    "enabled": {"type": "boolean"},
+                    "minReplicas": COUNT,
+                    "maxReplicas": COUNT,
+                    "cpuUtilization": {"type": "integer", "minimum": 0},
+                    "queueWait": closed(
+                        {
+                            "enabled": {"type": "boolean"},
+                            "seconds": {"type": "number", "minimum": 0.001},
+                        }
+                    ),
+                    "scaleDownSeconds": {"type": "integer", "minimum": 0, "maximum": 3600},
+                },
+                ("enabled",),
+            ),
+            "podDisruptionBudget": closed(
+                {
+                    "enabled": {"type": "boolean"},
+                    "maxUnavailable": {
+                        "oneOf": [COUNT, {"type": "string", "pattern": "^[1-9][0-9]?%$"}]
+                    },
+                },
+                ("enabled",),
+            ),
+            "networkPolicy": closed(
+                {
+                    "enabled": {"type": "boolean"},
+                    "clients": TEXTS | {"minProperties": 1},
+                    "monitoringNamespace": MAYBE_NAME,
+                    "egress": {"type": "array", "items": FREE},
+                },
+                ("enabled", "clients"),
+            ),
+            "storage": closed(
+                {
+                    "probes": claim,
+                    "huggingface": claim,
+                    "tmp": QUANTITY,
+                    "shm": {"anyOf": [{"const": ""}, QUANTITY]},
+                }
+            ),
+            "podMonitor": closed(
+                {
+                    "enabled": {"type": "boolean"},
+                    "interval": {"type": "string", "pattern": "^[0-9]+(ms|s|m)$"},
+                    "labels": TEXTS,
+                    "keySecret": MAYBE_NAME,
+                }
+            ),
+            "prometheusRule": closed(
+                {
+                    "enabled": {"type": "boolean"},
+                    "labels": TEXTS,
+                    "runbookUrl": {"type": "string", "pattern": "^[^\\s#]+$"},
+                    "grafanaUrl": {"type": "string", "pattern": "^(https?://[^\\s?#]*[^\\s?#/])?$"},
+                }
+            ),
+            "podAnnotations": TEXTS,
+            "podLabels": TEXTS,
+            "nodeSelector": TEXTS,
+            "tolerations": {"type": "array", "items": FREE},
+            "affinity": FREE,
+            "priorityClassName": MAYBE_NAME,
+            "extraEnv": {"type": "array", "items": variable},
+            "global": FREE,  # Helm's own
+        }
+    )
     return {"$schema": "http://json-schema.org/draft-07/schema#", "title": "hallutracer"} | document
 
 

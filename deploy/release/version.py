@@ -3,8 +3,8 @@
     python deploy/release/version.py            print it
     python deploy/release/version.py 1.0.0      write it into every file that names it
 
-``service/__init__.py`` has it.  The client and the research package are built from folders of their own; Helm, Docker
-and compose read no Python.  They name it again, and a test compares them."""
+``service/__init__.py`` has it.  The client and the research package are built from folders of their
+own; Helm, Docker and compose read no Python.  They name it again, and a test compares them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,18 @@ PLACES = {
     "deploy/helm/hallutracer/Chart.yaml": "^version: |^appVersion: ",
     "docs/openapi.json": '^    "version": "',
     "Dockerfile": "hallutracer:|ARG VERSION=",
-    **dict.fromkeys(("docker-compose.yml", "deploy/README.md", "deploy/sidecar/sidecar.yaml"), "hallutracer:"),
+    **dict.fromkeys(
+        ("docker-compose.yml", "deploy/README.md", "deploy/sidecar/sidecar.yaml"), "hallutracer:"
+    ),
 }
 NUMBER = r"\d+\.\d+\.\d+"  # the form that Python, Helm and Docker read alike
 
 
 def versions(name: str) -> list[str]:
     """Every version that a file of ``PLACES`` names."""
-    return re.findall(f"(?:{PLACES[name]})({NUMBER})", (ROOT / name).read_text(encoding="utf-8"), re.MULTILINE)
+    return re.findall(
+        f"(?:{PLACES[name]})({NUMBER})", (ROOT / name).read_text(encoding="utf-8"), re.MULTILINE
+    )
 
 
 def set_version(version: str) -> None:

@@ -1,17 +1,19 @@
-"""Retrieval-augmented generation guarded by HalluTracer: retrieve only if the model's own answer is flagged.
+"""Retrieval-augmented generation guarded by HalluTracer: retrieve only if the model's own answer is
+flagged.
 
     score the question ── below the threshold ──> the model's answer
             │ flagged
-    retrieve, score with the passages ── below the threshold ──> the model's answer, with the passages
-            │ flagged
+    retrieve, score with the passages ── below the threshold ──> the model's answer, with the
+            passages │ flagged
     no answer: the passages themselves
 
-Run:  python deploy/sidecar/rag_app.py "What is the capital of Italy?" "What is the capital of the Solomon Islands?"
-      uvicorn --app-dir deploy/sidecar rag_app:app
-Environment: HALLUTRACER_URL, HALLUTRACER_API_KEY_FILE, RAG_PASSAGES (a file, one passage a line; without it the
-demo's facts), RAG_WHEN_GUARD_FAILS (refuse | passages), and as a service RAG_TOKEN_FILE (a file of the tokens that
-callers send, since it asks the guard with its own key for them), or RAG_ALLOW_ANONYMOUS (true), and RAG_ALLOWED_HOSTS
-(names that requests may be addressed to beside IP addresses)."""
+Run:  python deploy/sidecar/rag_app.py "What is the capital of Italy?" "What is the capital of the
+      Solomon Islands?" uvicorn --app-dir deploy/sidecar rag_app:app
+Environment: HALLUTRACER_URL, HALLUTRACER_API_KEY_FILE, RAG_PASSAGES (a file, one passage a line;
+without it the demo's facts), RAG_WHEN_GUARD_FAILS (refuse | passages), and as a service
+RAG_TOKEN_FILE (a file of the tokens that callers send, since it asks the guard with its own key for
+them), or RAG_ALLOW_ANONYMOUS (true), and RAG_ALLOWED_HOSTS (names that requests may be addressed to
+beside IP addresses)."""
 
 from __future__ import annotations
 
@@ -84,7 +86,11 @@ class Retriever:
     def find(self, question: str, k: int = TOP_K) -> list[Passage]:
         """The ``k`` most similar texts with at least one word in common, best first."""
         scores = (self._matrix @ self._words.transform([question]).T).toarray().ravel()
-        return [Passage(self._texts[i], round(float(scores[i]), 4)) for i in (-scores).argsort()[:k] if scores[i] > 0]
+        return [
+            Passage(self._texts[i], round(float(scores[i]), 4))
+            for i in (-scores).argsort()[:k]
+            if scores[i] > 0
+        ]
 
 
 @dataclass(frozen=True)
@@ -101,10 +107,17 @@ class Reply:
 
 
 def with_passages(question: str, passages: Sequence[Passage]) -> list[dict[str, str]]:
-    """The passages in front of the question, in one user turn: the form in which SmolLM2's bundles were trained.
+    """The passages in front of the question, in one user turn: the form in which SmolLM2's bundles
+    were trained.
 
-    A risk is calibrated for prompts of the form that training saw.  Change this only with the training rows."""
-    return [{"role": "user", "content": f"{' '.join(passage.text for passage in passages)}\n\n{question}"}]
+    A risk is calibrated for prompts of the form that training saw.  Change this only with the
+    training rows."""
+    return [
+        {
+            "role": "user",
+            "content": f"{' '.join(passage.text for passage in passages)}\n\n{question}",
+        }
+    ]
 
 
 class GuardedRag:
@@ -143,7 +156,9 @@ class GuardedRag:
 
     async def _guarded(self, messages: list[dict[str, str]]) -> Risk:
         """One request: the risk, and the answer unless gated."""
-        return (await self._client.score(messages=messages, policy="gate", generate=self._generate)).only
+        return (
+            await self._client.score(messages=messages, policy="gate", generate=self._generate)
+        ).only
 
 
 def client_from_environment() -> AsyncClient:
@@ -155,27 +170,38 @@ def client_from_environment() -> AsyncClient:
         seconds = float(given)
     except ValueError:
         raise ValueError(f"RAG_TIMEOUT_S is a number of seconds, not {given!r}") from None
-    return AsyncClient(os.environ.get("HALLUTRACER_URL", "http://127.0.0.1:8765"), api_key=key, timeout=seconds)
+    return AsyncClient(
+        os.environ.get("HALLUTRACER_URL", "http://127.0.0.1:8765"), api_key=key, timeout=seconds
+    )
 
 
 def tokens_from_environment() -> tuple[str, ...]:
-    """The tokens of RAG_TOKEN_FILE; none where RAG_ALLOW_ANONYMOUS says so.  Raises OSError, ValueError."""
-    path, anonymous = os.environ.get("RAG_TOKEN_FILE"), os.environ.get("RAG_ALLOW_ANONYMOUS", "false")
+    """The tokens of RAG_TOKEN_FILE; none where RAG_ALLOW_ANONYMOUS says so.  Raises OSError,
+    ValueError."""
+    path, anonymous = (
+        os.environ.get("RAG_TOKEN_FILE"),
+        os.environ.get("RAG_ALLOW_ANONYMOUS", "false"),
+    )
     if path is not None:
         tokens = tuple(line.split()[0] for line in lines_of(path, "a token"))
         if min(map(len, tokens)) < LEAST_CHARACTERS:
             raise ValueError(f"a token of {path} is shorter than {LEAST_CHARACTERS} characters")
         return tokens
     if anonymous != "true":
-        said = "whoever reaches this app could ask with its key: set RAG_TOKEN_FILE, or RAG_ALLOW_ANONYMOUS=true"
+        said = (
+            "whoever reaches this app could ask with its key: set RAG_TOKEN_FILE, or"
+            " RAG_ALLOW_ANONYMOUS=true"
+        )
         raise ValueError(said)
     return ()
 
 
 def is_ours(host: str, names: Collection[str]) -> bool:
-    """Whether ``Host``, its port left out, is one of ``names`` or an IP address, which no foreign page's name can be.
+    """Whether ``Host``, its port left out, is one of ``names`` or an IP address, which no foreign
+    page's name can be.
 
-    A page can have its own name resolve to this machine (DNS rebinding); the browser still sends that name."""
+    A page can have its own name resolve to this machine (DNS rebinding); the browser still sends
+    that name."""
     name, _, port = host.rpartition(":")
     name = (name if name and port.isdigit() else host).lower()
     if name in names:
@@ -192,7 +218,9 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
     """Read the environment, index the passages."""
     app.state.when_guard_fails = os.environ.get("RAG_WHEN_GUARD_FAILS", "refuse")
     if app.state.when_guard_fails not in ("refuse", "passages"):
-        raise ValueError(f"RAG_WHEN_GUARD_FAILS is refuse or passages, not {app.state.when_guard_fails!r}")
+        raise ValueError(
+            f"RAG_WHEN_GUARD_FAILS is refuse or passages, not {app.state.when_guard_fails!r}"
+        )
     app.state.tokens = tokens_from_environment()
     app.state.hosts = frozenset(os.environ.get("RAG_ALLOWED_HOSTS", "localhost").lower().split())
     async with client_from_environment() as client:
@@ -205,13 +233,22 @@ app = FastAPI(title="A guarded RAG example", lifespan=lifespan)
 
 
 @app.middleware("http")
-async def check_caller(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
+async def check_caller(
+    request: Request, call_next: Callable[[Request], Awaitable[Response]]
+) -> Response:
     """421 for another service's name, 401 without a token; probes ask /health without one."""
-    state, (scheme, _, sent) = request.app.state, request.headers.get("authorization", "").partition(" ")
+    state, (scheme, _, sent) = (
+        request.app.state,
+        request.headers.get("authorization", "").partition(" "),
+    )
     if not is_ours(request.headers.get("host", ""), state.hosts):
-        return JSONResponse({"detail": "the Host header names another service: RAG_ALLOWED_HOSTS"}, 421)
+        return JSONResponse(
+            {"detail": "the Host header names another service: RAG_ALLOWED_HOSTS"}, 421
+        )
     given = sent.strip().encode()
-    known = scheme.lower() == "bearer" and any(hmac.compare_digest(given, one.encode()) for one in state.tokens)
+    known = scheme.lower() == "bearer" and any(
+        hmac.compare_digest(given, one.encode()) for one in state.tokens
+    )
     if state.tokens and not known and request.url.path != "/health":
         said = "send a token of RAG_TOKEN_FILE as 'Authorization: Bearer TOKEN'"
         return JSONResponse({"detail": said}, 401, {"WWW-Authenticate": "Bearer"})
@@ -235,7 +272,9 @@ async def ask(body: Ask, request: Request) -> dict[str, Any]:
             raise HTTPException(422, error.message) from None
         if request.app.state.when_guard_fails == "passages":
             return asdict(rag.found(body.question))
-        raise HTTPException(503, f"not answered, because the risk could not be scored: {error}") from None
+        raise HTTPException(
+            503, f"not answered, because the risk could not be scored: {error}"
+        ) from None
 
 
 @app.get("/health")
@@ -248,15 +287,24 @@ async def health(request: Request) -> dict[str, Any]:
 
 
 def _row(question: str, reply: Reply) -> list[str]:
-    risks = [f"{risk:.2f}" if risk is not None else "-" for risk in (reply.risk_before, reply.risk_after)]
+    risks = [
+        f"{risk:.2f}" if risk is not None else "-" for risk in (reply.risk_before, reply.risk_after)
+    ]
     if reply.answer is None:
         found = "\n".join(passage.text for passage in reply.passages)
         return [question, *risks, "withheld: see the passages", found or "nothing was found"]
-    return [question, *risks, "answered with passages" if reply.passages else "answered at once", reply.answer]
+    return [
+        question,
+        *risks,
+        "answered with passages" if reply.passages else "answered at once",
+        reply.answer,
+    ]
 
 
 async def _ask_all(questions: list[str]) -> Table:
-    table = Table("question", "risk before", "risk after", "decision", "answer or passages", show_lines=True)
+    table = Table(
+        "question", "risk before", "risk after", "decision", "answer or passages", show_lines=True
+    )
     async with client_from_environment() as client:
         rag = GuardedRag(client, Retriever(passages_from_environment()))
         for question in questions:

@@ -1,6 +1,7 @@
 """The README's figures: how risk and correctness change with retrieval, on the demo's questions.
 
-Run against a service that lets every answer through, because those which a gate would withhold are judged too:
+Run against a service that lets every answer through, because those which a gate would withhold are
+judged too:
 
     hallutracer serve
     python deploy/sidecar/rag_figures.py --split test --limit 600"""
@@ -26,7 +27,8 @@ MAX_CONCURRENCY = 4
 
 @dataclass(frozen=True)
 class Outcome:
-    """One question: both risks, both answers right or wrong, and whether the passages hold an accepted answer."""
+    """One question: both risks, both answers right or wrong, and whether the passages hold an
+    accepted answer."""
 
     before: Risk
     after: Risk
@@ -35,14 +37,20 @@ class Outcome:
     found: bool
 
 
-async def _outcome(client: AsyncClient, retriever: Retriever, row: dict[str, Any], bundle: str) -> Outcome:
+async def _outcome(
+    client: AsyncClient, retriever: Retriever, row: dict[str, Any], bundle: str
+) -> Outcome:
     question, accepted = row["prompt"], row["answers"]
     passages = retriever.find(question)
 
     async def ask(messages: list[dict[str, str]]) -> tuple[Risk, bool]:
         options = Generate(max_tokens=24, temperature=0.0)
-        risk = (await client.score(messages=messages, policy="observe", bundle=bundle, generate=options)).only
-        return risk, risk.completion is not None and contains(question, risk.completion.text, accepted)
+        risk = (
+            await client.score(messages=messages, policy="observe", bundle=bundle, generate=options)
+        ).only
+        return risk, risk.completion is not None and contains(
+            question, risk.completion.text, accepted
+        )
 
     before, right_before = await ask([{"role": "user", "content": question}])
     after, right_after = await ask(with_passages(question, passages))
@@ -68,7 +76,8 @@ def _withheld(risk: Risk) -> bool:
 
 @dataclass(frozen=True)
 class Way:
-    """What one way of using retrieval and guard comes to; sums over questions, which may be expectations."""
+    """What one way of using retrieval and guard comes to; sums over questions, which may be
+    expectations."""
 
     name: str
     retrievals: float
@@ -80,41 +89,74 @@ class Way:
         """Cells of the table, shares of ``count`` questions."""
         wrong = f"{1 - self.right / self.answered:.3f}" if self.answered else "-"
         told = f"{self.risk / self.answered:.3f}" if self.answered else "-"
-        return [self.name, f"{self.retrievals:.0f}", f"{self.answered / count:.3f}", wrong, told,
-                f"{self.right / count:.3f}"]  # fmt: skip
+        return [
+            self.name,
+            f"{self.retrievals:.0f}",
+            f"{self.answered / count:.3f}",
+            wrong,
+            told,
+            f"{self.right / count:.3f}",
+        ]
 
 
 def ways(outcomes: Sequence[Outcome]) -> list[Way]:
-    """Without and with a guard: retrieve never, where the first look flags, as often at random, and always."""
+    """Without and with a guard: retrieve never, where the first look flags, as often at random, and
+    always."""
 
     def way(name: str, looks: Sequence[tuple[bool, Risk, bool]], guarded: bool) -> Way:
         kept = [(risk, right) for _, risk, right in looks if not (guarded and _withheld(risk))]
         retrievals = sum(retrieved for retrieved, _, _ in looks)
-        return Way(name, retrievals, len(kept), sum(right for _, right in kept), sum(risk.risk for risk, _ in kept))
+        return Way(
+            name,
+            retrievals,
+            len(kept),
+            sum(right for _, right in kept),
+            sum(risk.risk for risk, _ in kept),
+        )
 
     def between(name: str, never: Way, always: Way, share: float) -> Way:
         """Retrieving for this share of the questions, drawn at random: what is to be expected."""
-        pairs = ((never.retrievals, always.retrievals), (never.answered, always.answered),
-                 (never.right, always.right), (never.risk, always.risk))  # fmt: skip
+        pairs = (
+            (never.retrievals, always.retrievals),
+            (never.answered, always.answered),
+            (never.right, always.right),
+            (never.risk, always.risk),
+        )
         return Way(name, *((1 - share) * low + share * high for low, high in pairs))
 
     found = []
     before = [(False, one.before, one.right_before) for one in outcomes]
     after = [(True, one.after, one.right_after) for one in outcomes]
-    chosen = [second if _withheld(first[1]) else first for first, second in zip(before, after, strict=True)]
+    chosen = [
+        second if _withheld(first[1]) else first
+        for first, second in zip(before, after, strict=True)
+    ]
     for guard, guarded in (("no guard", False), ("guard", True)):
         never, app, always = (
             way(f"{name}, {guard}", looks, guarded)
-            for name, looks in (("never", before), ("where the first look withholds", chosen), ("always", after))
+            for name, looks in (
+                ("never", before),
+                ("where the first look withholds", chosen),
+                ("always", after),
+            )
         )
-        at_random = between(f"as often, at random, {guard}", never, always, app.retrievals / len(outcomes))
+        at_random = between(
+            f"as often, at random, {guard}", never, always, app.retrievals / len(outcomes)
+        )
         found += [never, at_random, app, always]
     return found
 
 
 def report(outcomes: Sequence[Outcome]) -> str:
     """The table, and what the passages and the risk are worth."""
-    header = ["retrieval", "retrievals", "answered", "wrong among answered", "their mean risk", "right, of all"]
+    header = [
+        "retrieval",
+        "retrievals",
+        "answered",
+        "wrong among answered",
+        "their mean risk",
+        "right, of all",
+    ]
     rows = [one.row(len(outcomes)) for one in ways(outcomes)]
     lines = [markdown_table(header, rows, range(1, len(header)))]
     found = sum(one.found for one in outcomes)
@@ -124,7 +166,9 @@ def report(outcomes: Sequence[Outcome]) -> str:
         ("with", [one.after.risk for one in outcomes], [one.right_after for one in outcomes]),
     ):
         wrong = 1 - sum(right) / len(right)
-        lines.append(f"{name} passages: mean risk {sum(risks) / len(risks):.3f}, share wrong {wrong:.3f}")
+        lines.append(
+            f"{name} passages: mean risk {sum(risks) / len(risks):.3f}, share wrong {wrong:.3f}"
+        )
     return "\n".join(lines)
 
 
@@ -132,7 +176,11 @@ def main(
     *,
     split: Annotated[str, Parameter(help="train, dev or test.")] = "test",
     limit: Annotated[
-        int, Parameter(help="At most this many questions, spread over the split.", validator=validators.Number(gte=1))
+        int,
+        Parameter(
+            help="At most this many questions, spread over the split.",
+            validator=validators.Number(gte=1),
+        ),
     ] = 10**6,
     bundle: Annotated[str, Parameter(help="Which bundle reads the risk.")] = "smollm2",
 ) -> None:

@@ -1,9 +1,11 @@
-"""The SBOM of what a service runs on: cyclonedx-py's document of an environment, without tools and tests, with models.
+"""The SBOM of what a service runs on: cyclonedx-py's document of an environment, without tools and
+tests, with models.
 
     python deploy/supply_chain/sbom.py ENVIRONMENT.cdx.json OUT.cdx.json      `make sbom` calls it
 
-Kept are torch and the packages of requirements-hashed.txt, in these versions; the extras (vLLM, PostgreSQL, notebooks)
-are left out.  Added are the bundles and the model that come inside the package, with their digests."""
+Kept are torch and the packages of requirements-hashed.txt, in these versions; the extras (vLLM,
+PostgreSQL, notebooks) are left out.  Added are the bundles and the model that come inside the
+package, with their digests."""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ def normal(name: str) -> str:
 
 
 def locked() -> dict[str, str]:
-    """Package -> version, of requirements-hashed.txt; a package that is for other platforms only is left out."""
+    """Package -> version, of requirements-hashed.txt; a package that is for other platforms only is
+    left out."""
     from packaging.requirements import Requirement
 
     lines = (ROOT / "requirements-hashed.txt").read_text(encoding="utf-8").splitlines()
@@ -34,18 +37,26 @@ def locked() -> dict[str, str]:
 
 
 def pruned(document: dict[str, Any]) -> dict[str, Any]:
-    """The document without what is not ``locked``.  Raises SystemExit where the environment has another version."""
+    """The document without what is not ``locked``.  Raises SystemExit where the environment has
+    another version."""
     pins = locked()
     components = {
         component["bom-ref"]: component
         for component in document["components"]
         if normal(component["name"]) in pins or component["name"] == "torch"
     }
-    versions = {normal(component["name"]): component["version"] for component in components.values()}
+    versions = {
+        normal(component["name"]): component["version"] for component in components.values()
+    }
     if wrong := sorted(name for name, pin in pins.items() if versions.get(name) != pin):
-        raise SystemExit(f"the environment has not what requirements-hashed.txt names: {', '.join(wrong)}")
+        raise SystemExit(
+            f"the environment has not what requirements-hashed.txt names: {', '.join(wrong)}"
+        )
     root, own = document["metadata"]["component"]["bom-ref"], models()
-    edges = {entry["ref"]: set(entry.get("dependsOn", [])) & set(components) for entry in document["dependencies"]}
+    edges = {
+        entry["ref"]: set(entry.get("dependsOn", [])) & set(components)
+        for entry in document["dependencies"]
+    }
     top = edges[root] | {model["bom-ref"] for model in own}
     return document | {
         "components": [component for _, component in sorted(components.items())] + own,
@@ -63,19 +74,32 @@ def models() -> list[dict[str, Any]]:
     found = []
     for summary in Store(SHIPPED).list():
         assert summary.manifest is not None, summary.error
-        found.append({
-            "type": "data", "bom-ref": f"bundle:{summary.reference}", "name": summary.name,
-            "version": str(summary.version), "description": f"probes for {summary.manifest.model.name}",
-            "hashes": [{"alg": "SHA-256", "content": summary.manifest.digest.removeprefix("sha256:")}],
-            "licenses": [{"license": {"id": "Apache-2.0"}}],
-        })  # fmt: skip
+        found.append(
+            {
+                "type": "data",
+                "bom-ref": f"bundle:{summary.reference}",
+                "name": summary.name,
+                "version": str(summary.version),
+                "description": f"probes for {summary.manifest.model.name}",
+                "hashes": [
+                    {"alg": "SHA-256", "content": summary.manifest.digest.removeprefix("sha256:")}
+                ],
+                "licenses": [{"license": {"id": "Apache-2.0"}}],
+            }
+        )
     weights = ROOT / "service/demo/assets/hallutracer-demo/model.safetensors"
-    found.append({
-        "type": "machine-learning-model", "bom-ref": "model:hallutracer-demo", "name": "hallutracer-demo",
-        "description": "the demo model; its training data: service/demo/assets/ATTRIBUTION.md",
-        "hashes": [{"alg": "SHA-256", "content": hashlib.sha256(weights.read_bytes()).hexdigest()}],
-        "licenses": [{"license": {"id": "Apache-2.0"}}],
-    })  # fmt: skip
+    found.append(
+        {
+            "type": "machine-learning-model",
+            "bom-ref": "model:hallutracer-demo",
+            "name": "hallutracer-demo",
+            "description": "the demo model; its training data: service/demo/assets/ATTRIBUTION.md",
+            "hashes": [
+                {"alg": "SHA-256", "content": hashlib.sha256(weights.read_bytes()).hexdigest()}
+            ],
+            "licenses": [{"license": {"id": "Apache-2.0"}}],
+        }
+    )
     return found
 
 
@@ -84,10 +108,15 @@ def licences(document: dict[str, Any]) -> str:
     rows = []
     for component in document["components"]:
         declared = [
-            entry.get("expression") or entry["license"].get("id") or entry["license"].get("name", "").split(" :: ")[-1]
+            entry.get("expression")
+            or entry["license"].get("id")
+            or entry["license"].get("name", "").split(" :: ")[-1]
             for entry in component.get("licenses", [])
         ]
-        shown = "; ".join(dict.fromkeys(" ".join(text.split())[:60] for text in declared if text)) or "not declared"
+        shown = (
+            "; ".join(dict.fromkeys(" ".join(text.split())[:60] for text in declared if text))
+            or "not declared"
+        )
         rows.append(f"| {component['name']} | {component.get('version', '')} | {shown} |")
     return HEAD + "\n".join(sorted(rows, key=str.lower)) + "\n"
 

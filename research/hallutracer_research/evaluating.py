@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from service.trainer.options import Console
 
 
-EvaluationData: TypeAlias = str | Path | Iterable[Mapping[str, Any]] | Mapping[str, str | Path] | None
+EvaluationData: TypeAlias = (
+    str | Path | Iterable[Mapping[str, Any]] | Mapping[str, str | Path] | None
+)
 
 
 class BadSource(ValueError):
@@ -77,8 +79,9 @@ def evaluate(
     """Put HalluTracer and the baselines on the same rows of your model, and write a report.
 
     Args:
-        data: A JSONL file; the rows themselves; or {NAME: FOLDER} of public sets that were downloaded ("hallutracer
-            data list").  None: the demo's questions, for the shipped models.
+        data: A JSONL file; the rows themselves; or {NAME: FOLDER} of public sets that were
+            downloaded ("hallutracer data list").  None: the demo's questions, for the shipped
+            models.
         model: As of ``load``.
         out: Folder of the results; the same call resumes from it.
         methods: Names, as of ``hallutracer evaluate --methods``.  None: those that decode nothing.
@@ -86,7 +89,8 @@ def evaluate(
         limit: About so many rows of each set, in whole groups.
         engine: How the model is loaded.
         report: Takes the lines of progress.
-        options: Any other field of ``hallutracer_research.evaluation.options.EvaluateOptions``, such as ``seeds``.
+        options: Any other field of ``hallutracer_research.evaluation.options.EvaluateOptions``,
+            such as ``seeds``.
 
     Raises:
         BadSource: The data is neither a file nor a known set.
@@ -101,8 +105,8 @@ def evaluate(
     ...     for row in questions("train")[::15]
     ... ]
     >>> found = ht.evaluate(
-    ...     rows, "demo", out=tempfile.mkdtemp(), methods=["hallutracer", "prompt-length"], report=lambda line: None,
-    ...     seeds=1, folds=3, c=0.1, jobs=1,
+    ...     rows, "demo", out=tempfile.mkdtemp(), methods=["hallutracer", "prompt-length"],
+    ...     report=lambda line: None, seeds=1, folds=3, c=0.1, jobs=1,
     ... )
     >>> [one.method for one in found.figures]
     ['HalluTracer (depth mean)', 'Prompt length']
@@ -122,22 +126,33 @@ def evaluate(
     wanted = EvaluateOptions(sources=sources, out=folder, suite=suite, methods=names, **options)
     chosen = engine or Engine()
     return run_evaluation(
-        wanted, chosen.options(name), threads=chosen.threads, console=Lines(report), report=report,
+        wanted,
+        chosen.options(name),
+        threads=chosen.threads,
+        console=Lines(report),
+        report=report,
         command="hallutracer.evaluate, from Python",
-    )  # fmt: skip
+    )
 
 
 def run_evaluation(
-    options: EvaluateOptions, engine: EngineOptions, *, threads: int | None, console: Console, command: str,
+    options: EvaluateOptions,
+    engine: EngineOptions,
+    *,
+    threads: int | None,
+    console: Console,
+    command: str,
     report: Report = note,
-) -> Evaluated:  # fmt: skip
+) -> Evaluated:
     """Run what the command line and ``evaluate`` share, from checked options to the report."""
     from hallutracer_research.evaluation.run import evaluate as run
     from hallutracer_research.paper.report import write_report
     from service.readout import Site
 
     other = (
-        None if options.other_model is None else replace(Engine().options(options.other_model), device=engine.device)
+        None
+        if options.other_model is None
+        else replace(Engine().options(options.other_model), device=engine.device)
     )
 
     def load(model: EngineOptions) -> Any:
@@ -148,17 +163,23 @@ def run_evaluation(
     files = write_report(result, command)
     figures = [
         MethodFigures(
-            set=row["set"], method=row["method"], auroc=row["auroc"]["mean"], low=row["auroc"].get("low"),
-            high=row["auroc"].get("high"), auprc_hallucinated=row["auprc_hallucinated"]["mean"],
-            auprc_factual=row["auprc_factual"]["mean"], cost=row["cost"],
+            set=row["set"],
+            method=row["method"],
+            auroc=row["auroc"]["mean"],
+            low=row["auroc"].get("low"),
+            high=row["auroc"].get("high"),
+            auprc_hallucinated=row["auprc_hallucinated"]["mean"],
+            auprc_factual=row["auprc_factual"]["mean"],
+            cost=row["cost"],
         )
         for row in cast(Sequence[Mapping[str, Any]], result.main.rows)
-    ]  # fmt: skip
+    ]
     return Evaluated(options.out, tuple(files), tuple(figures), result)
 
 
 def sources_of(data: EvaluationData, model: str | None) -> tuple[EvaluationSource, ...]:
-    """Return what ``evaluate`` takes as data: for a shipped model the demo's questions.  Raises BadSource."""
+    """Return what ``evaluate`` takes as data: for a shipped model the demo's questions.  Raises
+    BadSource."""
     from hallutracer_research.evaluation.options import EvaluationSource
     from service.demo.questions import questions
 
@@ -166,7 +187,9 @@ def sources_of(data: EvaluationData, model: str | None) -> tuple[EvaluationSourc
         if model is not None and model not in SHIPPED:
             raise BadSource("name the data to evaluate this model on")
         title = "questions about real facts (the training split), answered by the model itself"
-        return (EvaluationSource("demo-questions", None, rows=lambda: questions("train"), title=title),)
+        return (
+            EvaluationSource("demo-questions", None, rows=lambda: questions("train"), title=title),
+        )
     if isinstance(data, str | Path):
         return (source(str(data)),)
     if isinstance(data, Mapping):
@@ -186,4 +209,6 @@ def source(text: str) -> EvaluationSource:
     path = Path(text).expanduser()
     if path.is_file():
         return EvaluationSource(path.stem, path)
-    raise BadSource(f"{text!r} is neither a JSONL file nor NAME=FOLDER with NAME one of {', '.join(SETS)}")
+    raise BadSource(
+        f"{text!r} is neither a JSONL file nor NAME=FOLDER with NAME one of {', '.join(SETS)}"
+    )

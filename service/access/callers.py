@@ -1,5 +1,5 @@
-"""Who sends a request: which routes its key opens, what it may choose that lets more through than the operator's own
-policy, and whose answers it may label."""
+"""Who sends a request: which routes its key opens, what it may choose that lets more through than
+the operator's own policy, and whose answers it may label."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from typing import Literal
 
 Right = Literal["policy", "threshold", "bundle", "rendering", "feedback"]
 Loosened = Literal[Right, "none"]  # as an operator says it of all callers; "none": that it was said
-OWNERS: frozenset[Right] = frozenset({"policy", "threshold"})  # on loopback, where there are no keys
+OWNERS: frozenset[Right] = frozenset(
+    {"policy", "threshold"}
+)  # on loopback, where there are no keys
 
 
 class Scope(StrEnum):
@@ -30,7 +32,8 @@ USER_SCOPES = frozenset({Scope.SCORE, Scope.OBSERVE})
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """A bearer key, the name that stands for it in the log, and the request fields that it may loosen."""
+    """A bearer key, the name that stands for it in the log, and the request fields that it may
+    loosen."""
 
     secret: str = field(repr=False)
     name: str
@@ -60,7 +63,8 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """One client: a key's name, or an address where there are no keys.  Callers share the engine evenly."""
+    """One client: a key's name, or an address where there are no keys.  Callers share the engine
+    evenly."""
 
     name: str = ""
     may: frozenset[Loosened] = frozenset()
@@ -71,21 +75,26 @@ _START = datetime.now(UTC), time.monotonic()
 
 
 def now() -> datetime:
-    """Return the clock's time; where it was set back since the process began, the time that it would show."""
+    """Return the clock's time; where it was set back since the process began, the time that it
+    would show."""
     began, ticks = _START
     return max(datetime.now(UTC), began + timedelta(seconds=time.monotonic() - ticks))
 
 
-_PLACEHOLDER = re.compile(r"(replace|change)[\W_]*me|your[\W_]*(api[\W_]*)?key|placeholder", re.IGNORECASE)
+_PLACEHOLDER = re.compile(
+    r"(replace|change)[\W_]*me|your[\W_]*(api[\W_]*)?key|placeholder", re.IGNORECASE
+)
 
 
 def is_placeholder(secret: str) -> bool:
-    """Return whether it stands in an example for a key that is still to be made, as ``REPLACE-ME-app-one``."""
+    """Return whether it stands in an example for a key that is still to be made, as
+    ``REPLACE-ME-app-one``."""
     return _PLACEHOLDER.search(secret) is not None
 
 
 def digest_of(secret: str) -> str:
-    """Return the SHA-256 in hexadecimal: enough for a secret of 256 random bits, which nobody can guess."""
+    """Return the SHA-256 in hexadecimal: enough for a secret of 256 random bits, which nobody can
+    guess."""
     return hashlib.sha256(secret.encode("utf-8", "surrogateescape")).hexdigest()
 
 

@@ -14,18 +14,26 @@ COUNT_ROUTE = f"{MESSAGES_ROUTE}/count_tokens"  # no answer and no risk: it only
 CONVERSATION_ROUTES = (CHAT_ROUTE, RESPONSES_ROUTE, MESSAGES_ROUTE)
 LITELLM_ROUTE = "/beta/litellm_basic_guardrail_api"  # LiteLLM's own name
 CLASSIFY_ROUTE = "/classify"
-CONTENTS_DETECTOR, MESSAGES_DETECTOR = "/api/v1/text/contents", "/api/v1/text/chat"  # of FMS Guardrails
+CONTENTS_DETECTOR, MESSAGES_DETECTOR = (
+    "/api/v1/text/contents",
+    "/api/v1/text/chat",
+)  # of FMS Guardrails
 DETECTOR_ROUTES = (CONTENTS_DETECTOR, MESSAGES_DETECTOR)
 FEEDBACK_ROUTE = "/v1/feedback"
 ANSWER_ROUTES = (*SCORE_ROUTES, CHAT_ROUTE, TEXT_ROUTE, RESPONSES_ROUTE, MESSAGES_ROUTE)
 PROMPT_ROUTES = (*ANSWER_ROUTES, LITELLM_ROUTE, CLASSIFY_ROUTE, *DETECTOR_ROUTES)
 CALLED = frozenset({*PROMPT_ROUTES, COUNT_ROUTE, FEEDBACK_ROUTE})
 CATALOGUE = ("/v1/models", "/v1/bundles")
-SAMPLE_ROUTE = "/v1/bundles/{bundle}/sample/{number}"  # it answers a question that the bundle carries
+SAMPLE_ROUTE = (
+    "/v1/bundles/{bundle}/sample/{number}"  # it answers a question that the bundle carries
+)
 _SAMPLE = re.compile(r"/v1/bundles/[^/]+/sample(/.*)?", re.DOTALL)
 METRICS = "/metrics"
 HEALTH = frozenset({"/health", "/health/live", "/health/ready"})
-PLAIN_CHECK = ("OPTIONS", "/")  # by it HAProxy asks for a server's health where nothing else is named
+PLAIN_CHECK = (
+    "OPTIONS",
+    "/",
+)  # by it HAProxy asks for a server's health where nothing else is named
 ADMIN = "/v1/admin/"  # what changes the service is below it
 RELOAD_ROUTE = f"{ADMIN}reload"
 OTHER = "other"  # of vLLM's own server, whose further routes read prompts, too

@@ -1,4 +1,5 @@
-"""What the routes of other protocols share: from a request to its reply, and what is said of an answer."""
+"""What the routes of other protocols share: from a request to its reply, and what is said of an
+answer."""
 
 from __future__ import annotations
 
@@ -42,33 +43,70 @@ class Wanted:
     format: Format | None = None  # of the answer
 
 
-async def answered(request: Request, service: Service, body: AnswerRequest, wanted: Wanted) -> wire.Reply:
-    """Return the reply, as ``score.answer`` does, under the bundle, policy and threshold that the body chooses."""
+async def answered(
+    request: Request, service: Service, body: AnswerRequest, wanted: Wanted
+) -> wire.Reply:
+    """Return the reply, as ``score.answer`` does, under the bundle, policy and threshold that the
+    body chooses."""
     deadline, limit = Deadline(service.settings.deadline_s), service.settings.max_new_tokens
     chosen, kind, prompts = body.vllm_xargs or Arguments(), wanted.kind, wanted.prompts
     asked = requested(
-        request, service, wanted.route, kind, prompts, wanted.field, model=body.model,
-        bundle=chosen.hallutracer_bundle, policy=chosen.hallutracer_policy, threshold=chosen.hallutracer_threshold,
-    )  # fmt: skip
+        request,
+        service,
+        wanted.route,
+        kind,
+        prompts,
+        wanted.field,
+        model=body.model,
+        bundle=chosen.hallutracer_bundle,
+        policy=chosen.hallutracer_policy,
+        threshold=chosen.hallutracer_threshold,
+    )
     policy = asked.policy
     if body.stream and len(prompts) != 1:
-        raise RequestError("'stream' takes exactly one prompt; send one request per prompt", param="prompt")
+        raise RequestError(
+            "'stream' takes exactly one prompt; send one request per prompt", param="prompt"
+        )
     if policy.action is Action.FALLBACK and not wanted.forwards:
-        said = f"policy {policy.name!r} may send a prompt on, in OpenAI's older protocol, which this route does not "
-        raise RequestError(said + "speak: ask /v1/chat/completions, or under another policy", param="policy")
+        said = (
+            f"policy {policy.name!r} may send a prompt on, in OpenAI's older protocol, which this"
+            " route does not "
+        )
+        raise RequestError(
+            said + "speak: ask /v1/chat/completions, or under another policy", param="policy"
+        )
     if policy.action is Action.FALLBACK and (len(prompts) != 1 or kind == "input_ids"):
-        raise RequestError(f"policy {policy.name!r} may send a prompt on: give exactly one, as text", param="prompt")
+        raise RequestError(
+            f"policy {policy.name!r} may send a prompt on: give exactly one, as text",
+            param="prompt",
+        )
     if wanted.most > limit:
         raise RequestError(beyond_limit(limit, wanted.most), param=wanted.most_field)
-    decoding = decoding_for(asked.scorer.bundle.manifest, service.settings.decoding, body.temperature, body.top_p)
-    sampling = Sampling(
-        wanted.most, decoding.temperature, decoding.top_p, body.seed, body.stops(), format=wanted.format
+    decoding = decoding_for(
+        asked.scorer.bundle.manifest, service.settings.decoding, body.temperature, body.top_p
     )
-    return await answer(request, service, replace(
-        asked, sampling=sampling, deadline=deadline, stream=bool(body.stream),
-        retrieval_of=chosen.hallutracer_retrieval_of, running=bool(chosen.hallutracer_include),
-        tools=wanted.tools, of_template=body.of_template(),
-    ))  # fmt: skip
+    sampling = Sampling(
+        wanted.most,
+        decoding.temperature,
+        decoding.top_p,
+        body.seed,
+        body.stops(),
+        format=wanted.format,
+    )
+    return await answer(
+        request,
+        service,
+        replace(
+            asked,
+            sampling=sampling,
+            deadline=deadline,
+            stream=bool(body.stream),
+            retrieval_of=chosen.hallutracer_retrieval_of,
+            running=bool(chosen.hallutracer_include),
+            tools=wanted.tools,
+            of_template=body.of_template(),
+        ),
+    )
 
 
 def withheld(report: RiskReport) -> bool:
@@ -77,22 +115,31 @@ def withheld(report: RiskReport) -> bool:
 
 
 def annotation(report: RiskReport, found: Format | None = None) -> str:
-    """Return what stands before an answer that is given with a warning; nothing before one of a format.
+    """Return what stands before an answer that is given with a warning; nothing before one of a
+    format.
 
-    Its reader would not find the JSON that was asked for; ``hallutracer`` has the message all the same."""
+    Its reader would not find the JSON that was asked for; ``hallutracer`` has the message all the
+    same."""
     message = report.verdict.message
-    return "" if message is None or report.outcome is Outcome.WITHHELD or found is not None else f"{message}\n\n"
+    return (
+        ""
+        if message is None or report.outcome is Outcome.WITHHELD or found is not None
+        else f"{message}\n\n"
+    )
 
 
 def note(judgement: Judgement, reports: Sequence[RiskReport] | None = None) -> dict[str, Any]:
-    """Return the risks, without the answers; ``reports``: those at the end of a stream, with the answers' own risks."""
+    """Return the risks, without the answers; ``reports``: those at the end of a stream, with the
+    answers' own risks."""
     found = judgement.reports if reports is None else reports
     risks = [
         wire.risk_out(one.index, replace(report, completion=None))
         for one, report in zip(judgement.prompts, found, strict=True)
     ]
     said, retrieved = wire.risk_note(judgement, risks), wire.retrieval_out(judgement)
-    return said if retrieved is None else said | {"retrieval": retrieved.model_dump(exclude_none=True)}
+    return (
+        said if retrieved is None else said | {"retrieval": retrieved.model_dump(exclude_none=True)}
+    )
 
 
 def beside(noted: Mapping[str, Any]) -> dict[str, Any]:

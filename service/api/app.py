@@ -1,9 +1,10 @@
-"""The FastAPI application, built from a ``Service``.  Reads no environment and loads no model itself.
+"""The FastAPI application, built from a ``Service``.  Reads no environment and loads no model
+itself.
 
-The pages for a browser, the playground at / and the API reference at /docs, hold nothing of the model, the bundles or
-the requests, so they need no key: what they show comes from the API, with the key of whoever looks.  Everything is
-served from here, and the policy in ``HEADERS`` has the browser refuse the rest: no script inside a page, no request to
-another host, no frame around it."""
+The pages for a browser, the playground at / and the API reference at /docs, hold nothing of the
+model, the bundles or the requests, so they need no key: what they show comes from the API, with the
+key of whoever looks.  Everything is served from here, and the policy in ``HEADERS`` has the browser
+refuse the rest: no script inside a page, no request to another host, no frame around it."""
 
 from __future__ import annotations
 
@@ -47,28 +48,55 @@ from service.serving.service import Service
 
 # A new route is a module with a ``router``, named here.
 ROUTERS = (
-    score.router, openai_routes.router, responses_routes.router, messages_routes.router, messages_count.router,
-    guardrail_routes.guarding, guardrail_routes.router, detector_routes.router, feedback_routes.router,
-    catalogue.router, health.admin, health.router,
-)  # fmt: skip
-EXPOSED_HEADERS = ["x-request-id", "x-queue-time", "x-inference-time", "x-total-time", "retry-after",
-                   "x-hallutracer-bundle", "x-hallutracer-risk", "x-hallutracer-decision"]  # fmt: skip
-LINK_BACK = '<nav aria-label="Elsewhere"><a href="./">Playground</a></nav>\n'  # of /docs, where there is a playground
+    score.router,
+    openai_routes.router,
+    responses_routes.router,
+    messages_routes.router,
+    messages_count.router,
+    guardrail_routes.guarding,
+    guardrail_routes.router,
+    detector_routes.router,
+    feedback_routes.router,
+    catalogue.router,
+    health.admin,
+    health.router,
+)
+EXPOSED_HEADERS = [
+    "x-request-id",
+    "x-queue-time",
+    "x-inference-time",
+    "x-total-time",
+    "retry-after",
+    "x-hallutracer-bundle",
+    "x-hallutracer-risk",
+    "x-hallutracer-decision",
+]
+# of /docs, where there is a playground
+LINK_BACK = '<nav aria-label="Elsewhere"><a href="./">Playground</a></nav>\n'
 HEADERS = {
-    "content-security-policy": "default-src 'self'; img-src 'self' data:; object-src 'none'; base-uri 'none'; "
-    "form-action 'none'; frame-ancestors 'none'",
+    "content-security-policy": (
+        "default-src 'self'; img-src 'self' data:; object-src 'none'; base-uri 'none'; "
+        "form-action 'none'; frame-ancestors 'none'"
+    ),
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
-    "cache-control": "no-cache",  # asked again each time: an upgrade must not meet yesterday's script
+    # asked again each time: an upgrade must not meet yesterday's script
+    "cache-control": "no-cache",
     "vary": "accept-encoding",
 }
 _GZIP = re.compile(r"\bgzip\b(?!\s*;\s*q=0(\.0*)?\s*(,|$))", re.IGNORECASE)
 _PIECE = 64 * 1024  # bytes of a page that are sent at once
-_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+_TYPES = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+}
 
 
 def create_app(service: Service, on_loaded: Callable[[], None] | None = None) -> FastAPI:
-    """Build the app around ``service``; ``on_loaded`` is called when loading has succeeded or failed."""
+    """Build the app around ``service``; ``on_loaded`` is called when loading has succeeded or
+    failed."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -86,34 +114,52 @@ def create_app(service: Service, on_loaded: Callable[[], None] | None = None) ->
         await asyncio.to_thread(service.stop)
 
     app = FastAPI(
-        title="HalluTracer", summary="The risk that an answer is a hallucination, before its first token.",
-        version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None,  # FastAPI's pages load foreign scripts
-    )  # fmt: skip
+        title="HalluTracer",
+        summary="The risk that an answer is a hallucination, before its first token.",
+        version=__version__,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,  # FastAPI's pages load foreign scripts
+    )
     app.state.service, app.state.forwarder = service, Forwarder(service.metrics)
     app.state.long_bodies = LongBodies()
-    settings, keys, found = service.settings, service.access.keys, pages(service.settings.playground)
+    settings, keys, found = (
+        service.settings,
+        service.access.keys,
+        pages(service.settings.playground),
+    )
     app.add_middleware(LoadShedder, service=service)
     app.add_middleware(EncodedBodies, service=service)
     # Middleware added last is outermost: a 401 still has a request id, a log line and CORS headers.
     hosts = () if "*" in settings.allowed_hosts else settings.allowed_hosts
-    app.add_middleware(BearerKeys, keys=keys, protect_metrics=settings.protect_metrics, pages=found, hosts=hosts)
+    app.add_middleware(
+        BearerKeys, keys=keys, protect_metrics=settings.protect_metrics, pages=found, hosts=hosts
+    )
     if keys.closed:
         _declare_keys(app, settings.protect_metrics)
     if settings.cors_origins:
-        # The origins are the operator's choice; whatever headers its pages' clients send of their own are allowed.
+        # The origins are the operator's choice; whatever headers its pages' clients send of their
+        # own are allowed.
         app.add_middleware(
-            CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["GET", "POST"], allow_headers=["*"],
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
             expose_headers=EXPOSED_HEADERS,
-        )  # fmt: skip
+        )
     app.add_middleware(RequestFrame, service=service)
     error_handlers.install(app)
     for router in ROUTERS:
         app.include_router(router)
-    if "/" not in found:  # a balancer asks there for the service's health, by OPTIONS (``health.plain_check``)
+    if (
+        "/" not in found
+    ):  # a balancer asks there for the service's health, by OPTIONS (``health.plain_check``)
         app.router.routes.append(Route("/", _absent, methods=["GET"], include_in_schema=False))
     for path, file in found.items():
         without = LINK_BACK if path == "/docs" and not settings.playground else ""
-        app.router.routes.append(Route(path, _page(file, without), methods=["GET"], include_in_schema=False))
+        app.router.routes.append(
+            Route(path, _page(file, without), methods=["GET"], include_in_schema=False)
+        )
     return app
 
 
@@ -123,7 +169,9 @@ def _declare_keys(app: FastAPI, protect_metrics: bool) -> None:
 
     def openapi() -> dict[str, Any]:
         document = build()
-        document.setdefault("components", {})["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        document.setdefault("components", {})["securitySchemes"] = {
+            "key": {"type": "http", "scheme": "bearer"}
+        }
         for path, operations in document["paths"].items():
             if not path.startswith("/health") and (protect_metrics or path != "/metrics"):
                 for operation in operations.values():
@@ -137,10 +185,17 @@ def _declare_keys(app: FastAPI, protect_metrics: bool) -> None:
 def pages(playground: bool) -> Mapping[str, Path]:
     """Return path -> file of all that is served without a key; with or without the playground."""
     here = Path(__file__).parent
-    swagger = Path(str(files("fastapi_offline"))) / "static"  # its files; the package's own page has an inline script
+    swagger = (
+        Path(str(files("fastapi_offline"))) / "static"
+    )  # its files; the package's own page has an inline script
     found = {"/docs": here / "reference" / "index.html"}
-    found |= {f"/docs/{name}": here / "reference" / name for name in ("icon.svg", "reference.css", "reference.js")}
-    found |= {f"/docs/{name}": swagger / name for name in ("swagger-ui-bundle.js", "swagger-ui.css")}
+    found |= {
+        f"/docs/{name}": here / "reference" / name
+        for name in ("icon.svg", "reference.css", "reference.js")
+    }
+    found |= {
+        f"/docs/{name}": swagger / name for name in ("swagger-ui-bundle.js", "swagger-ui.css")
+    }
     if playground:
         folder = here / "playground"
         found |= {"/": folder / "index.html"}
@@ -151,7 +206,9 @@ def pages(playground: bool) -> Mapping[str, Path]:
 def _page(file: Path, without: str) -> Callable[[Request], Any]:
     async def send(request: Request) -> Response:
         if without:
-            return HTMLResponse(file.read_text(encoding="utf-8").replace(without, ""), headers=HEADERS)
+            return HTMLResponse(
+                file.read_text(encoding="utf-8").replace(without, ""), headers=HEADERS
+            )
         if not _GZIP.search(request.headers.get("accept-encoding", "")):
             return FileResponse(file, media_type=_TYPES[file.suffix], headers=HEADERS)
         content = await asyncio.to_thread(_compressed, file)

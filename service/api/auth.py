@@ -1,6 +1,8 @@
-"""Who may ask: known hosts, bearer keys for every route but health, pages and open metrics, and what routes depend on.
+"""Who may ask: known hosts, bearer keys for every route but health, pages and open metrics, and
+what routes depend on.
 
-Plain ASGI: before the body is read.  Unknown paths need a key too, so that the routes cannot be probed without one."""
+Plain ASGI: before the body is read.  Unknown paths need a key too, so that the routes cannot be
+probed without one."""
 
 from __future__ import annotations
 
@@ -34,14 +36,20 @@ FORWARDED = ("x-forwarded-for", "forwarded", "x-real-ip", "via")
 
 
 class BearerKeys:
-    """Answers 401 unless ``Authorization: Bearer KEY``, or without that header ``X-Api-Key``, holds one of ``keys``.
+    """Answers 401 unless ``Authorization: Bearer KEY``, or without that header ``X-Api-Key``, holds
+    one of ``keys``.
 
-    403 where the key does not open the route.  Without any keys all routes are open, except to other machines those
-    that change the service.  Before all that 421 to who names neither an address nor one of ``hosts``; none: any name.
-    ``pages`` are paths of files that all may get."""
+    403 where the key does not open the route.  Without any keys all routes are open, except to
+    other machines those that change the service.  Before all that 421 to who names neither an
+    address nor one of ``hosts``; none: any name. ``pages`` are paths of files that all may get."""
 
     def __init__(
-        self, app: ASGIApp, keys: KeyRing, protect_metrics: bool, pages: Collection[str], hosts: Collection[str]
+        self,
+        app: ASGIApp,
+        keys: KeyRing,
+        protect_metrics: bool,
+        pages: Collection[str],
+        hosts: Collection[str],
     ) -> None:
         self.app, self._keys, self._pages = app, keys, frozenset(pages)
         self._open = frozenset() if protect_metrics else frozenset({METRICS})
@@ -73,7 +81,9 @@ class BearerKeys:
 
 
 def _secret(headers: Headers) -> str | None:
-    scheme, _, secret = headers.get("authorization", f"Bearer {headers.get('x-api-key', '')}").partition(" ")
+    scheme, _, secret = headers.get(
+        "authorization", f"Bearer {headers.get('x-api-key', '')}"
+    ).partition(" ")
     return secret.strip() if scheme.lower() == "bearer" else None
 
 
@@ -84,12 +94,13 @@ def key_of(request: HTTPConnection) -> Key | None:
 
 
 def check_scopes(request: HTTPConnection, keys: KeyRing, wanted: Collection[KeyScope]) -> None:
-    """Raise Unauthorized or MissingScope unless the request's key has one of these scopes; none: any key will do."""
+    """Raise Unauthorized or MissingScope unless the request's key has one of these scopes; none:
+    any key will do."""
     if not keys.closed:
         if KeyScope.ADMIN in wanted and ("origin" in request.headers or not from_here(request)):
             raise MissingScope(
-                "without keys only programs on this machine may change the service; elsewhere it takes a key: "
-                "hallutracer keys make NAME --scope admin"
+                "without keys only programs on this machine may change the service; elsewhere it"
+                " takes a key: hallutracer keys make NAME --scope admin"
             )
         return
     key = key_of(request)
@@ -98,27 +109,41 @@ def check_scopes(request: HTTPConnection, keys: KeyRing, wanted: Collection[KeyS
     if key.revoked is not None:
         raise KeyRevoked(f"key {key.name!r} was revoked; ask the operator for another")
     if key.expired():
-        raise KeyExpired(f"key {key.name!r} expired on {key.expires:%Y-%m-%d}; ask the operator for another")
+        raise KeyExpired(
+            f"key {key.name!r} expired on {key.expires:%Y-%m-%d}; ask the operator for another"
+        )
     if wanted and not key.scopes & set(wanted):
         needed = " or ".join(repr(str(one)) for one in sorted(wanted))
-        raise MissingScope(f"this route needs the scope {needed}; key {key.name!r} has {', '.join(sorted(key.scopes))}")
+        raise MissingScope(
+            f"this route needs the scope {needed}; key {key.name!r} has"
+            f" {', '.join(sorted(key.scopes))}"
+        )
 
 
 def from_here(request: HTTPConnection) -> bool:
-    """Return whether no proxy passes a connection of this machine on, and no foreign web page has a browser make it."""
+    """Return whether no proxy passes a connection of this machine on, and no foreign web page has a
+    browser make it."""
     if request.client is None or any(name in request.headers for name in FORWARDED):
         return False
-    page, own = request.headers.get("origin"), f"{request.url.scheme}://{request.headers.get('host')}"
+    page, own = (
+        request.headers.get("origin"),
+        f"{request.url.scheme}://{request.headers.get('host')}",
+    )
     if page is not None and (page != own or not on_loopback(request.url.hostname or "")):
         return False
     return on_loopback(request.client.host)
 
 
 def check_page(request: HTTPConnection, origins: Collection[str]) -> None:
-    """Raise NotAllowed where a browser says that a page of another site asks, and its origin is none of ``origins``.
+    """Raise NotAllowed where a browser says that a page of another site asks, and its origin is
+    none of ``origins``.
 
-    For a GET that has the engine work: any page can have a browser send one, as the address of an image."""
-    page, own = request.headers.get("origin"), f"{request.url.scheme}://{request.headers.get('host')}"
+    For a GET that has the engine work: any page can have a browser send one, as the address of an
+    image."""
+    page, own = (
+        request.headers.get("origin"),
+        f"{request.url.scheme}://{request.headers.get('host')}",
+    )
     if page is None:
         foreign = request.headers.get("sec-fetch-site") in ("cross-site", "same-site")
     else:
@@ -131,16 +156,19 @@ def check_page(request: HTTPConnection, origins: Collection[str]) -> None:
 def _check_host(headers: Headers, version: str, hosts: Collection[str]) -> None:
     """Raise WrongHost unless ``Host`` names this service.
 
-    A page of a foreign site can have its own name resolve to 127.0.0.1 (DNS rebinding), and then read what a service
-    there answers.  The browser still sends the foreign name; an address as ``Host`` cannot be such a page's.  HTTP/1.0
-    has no ``Host``: no browser speaks it, and balancers' health checks do."""
+    A page of a foreign site can have its own name resolve to 127.0.0.1 (DNS rebinding), and then
+    read what a service there answers.  The browser still sends the foreign name; an address as
+    ``Host`` cannot be such a page's.  HTTP/1.0 has no ``Host``: no browser speaks it, and
+    balancers' health checks do."""
     host = headers.get("host")
     if host is None:
         if version != "1.0":
             raise WrongHost("there is no Host header, which HTTP/1.1 asks for")
     elif not _names_us(host, hosts):
-        raise WrongHost(f"the Host header names another service, {_shown(host)}; the operator can add its name: "
-                        "--allowed-host")  # fmt: skip
+        raise WrongHost(
+            f"the Host header names another service, {_shown(host)}; the operator can add its name:"
+            " --allowed-host"
+        )
 
 
 def _shown(host: str, limit: int = 80) -> str:
@@ -149,10 +177,13 @@ def _shown(host: str, limit: int = 80) -> str:
 
 
 def _names_us(host: str, hosts: Collection[str]) -> bool:
-    """Return whether ``Host``, its port left out, is one of ``hosts`` or an IP address as browsers write it."""
+    """Return whether ``Host``, its port left out, is one of ``hosts`` or an IP address as browsers
+    write it."""
     name, _, port = host.rpartition(":")
     name = (name if name and port.isdigit() else host).lower()
-    if name in hosts or (name.removesuffix(".") in hosts and name != "."):  # a last dot: a whole name, as DNS has it
+    if name in hosts or (
+        name.removesuffix(".") in hosts and name != "."
+    ):  # a last dot: a whole name, as DNS has it
         return True
     try:
         if name.startswith("[") and name.endswith("]"):
@@ -164,7 +195,8 @@ def _names_us(host: str, hosts: Collection[str]) -> bool:
 
 
 async def running_service(request: Request) -> Service:
-    """Return the service that the app factory attached.  A coroutine: plain functions go through a thread pool."""
+    """Return the service that the app factory attached.  A coroutine: plain functions go through a
+    thread pool."""
     service: Service = request.app.state.service
     return service
 
@@ -178,18 +210,21 @@ def caller_of(request: HTTPConnection, service: Service) -> Caller:
 
 
 def who_of(request: HTTPConnection) -> Who:
-    """Return whom the audit log names; the address is a proxy's where there is one before the service."""
+    """Return whom the audit log names; the address is a proxy's where there is one before the
+    service."""
     key, client = key_of(request), request.client
     return Who(key=None if key is None else key.name, address=client.host if client else None)
 
 
 def knows_caller(request: HTTPConnection, service: Service) -> bool:
-    """Return whether the request has a key, where there are keys; the health routes are open to all."""
+    """Return whether the request has a key, where there are keys; the health routes are open to
+    all."""
     return not service.access.keys.closed or key_of(request) is not None
 
 
 async def administrator(request: Request, service: TheService) -> Who:
-    """Return who calls a route of ``KeyScope.ADMIN``.  Raises as ``check_scopes``, whatever the path asks for."""
+    """Return who calls a route of ``KeyScope.ADMIN``.  Raises as ``check_scopes``, whatever the
+    path asks for."""
     check_scopes(request, service.access.keys, {KeyScope.ADMIN})
     return who_of(request)
 

@@ -1,4 +1,5 @@
-"""GET /v1/models, /v1/bundles and one bundle: what is loaded, what it keeps, and the schema of all that."""
+"""GET /v1/models, /v1/bundles and one bundle: what is loaded, what it keeps, and the schema of all
+that."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ class BundleGuarantee(_OfRecord):
 
 
 class BundleStratum(_OfRecord):
-    """The guarantee for the questions with, or without, a passage beside them, which were tested apart.
+    """The guarantee for the questions with, or without, a passage beside them, which were tested
+    apart.
 
     It is about these alone, at confidence 1 - its own ``delta``."""
 
@@ -91,11 +93,16 @@ class BundleUncertainty(_OfRecord):
 
 
 class BundleApplicability(_OfRecord):
-    """Where P(asks) is below the threshold, a prompt asks for no fact; the statement says what it means."""
+    """Where P(asks) is below the threshold, a prompt asks for no fact; the statement says what it
+    means."""
 
     threshold: float
-    questions_below: float = Field(description="share of the training questions that are taken for no question")
-    others_above: float = Field(description="share of the other training prompts that are taken for questions")
+    questions_below: float = Field(
+        description="share of the training questions that are taken for no question"
+    )
+    others_above: float = Field(
+        description="share of the other training prompts that are taken for questions"
+    )
     statement: str
 
 
@@ -103,15 +110,20 @@ class DriftOut(_OfRecord):
     """The newest window of prompts that this bundle judged, beside its training rows."""
 
     prompts: int = Field(description="different ones, the newest")
-    independent: float = Field(description="prompts that tell as much, since neighbours are alike; limits follow it")
+    independent: float = Field(
+        description="prompts that tell as much, since neighbours are alike; limits follow it"
+    )
     ks: float = Field(description="largest distance of the two distribution functions of the risk")
     psi: float = Field(description="population stability index over the tenths of training")
     shift: float = Field(description="mean risk of the window less that of training")
-    outside: float | None = Field(description="share of prompts outside training; null where the bundle cannot tell")
+    outside: float | None = Field(
+        description="share of prompts outside training; null where the bundle cannot tell"
+    )
 
 
 class LabelsOut(_OfRecord):
-    """Answers that were drawn at random under this bundle, one for each different prompt, up to the newest label."""
+    """Answers that were drawn at random under this bundle, one for each different prompt, up to the
+    newest label."""
 
     drawn: int
     labelled: int = Field(description="of these; the others are taken for right")
@@ -136,16 +148,23 @@ class TenthOut(_OfRecord):
 
 
 class CoverageOut(_OfRecord):
-    """What a bundle would answer and get wrong over thresholds, on questions like its training rows."""
+    """What a bundle would answer and get wrong over thresholds, on questions like its training
+    rows."""
 
     source: evaluation.CoverageSource = Field(
-        description="counted from the out-of-fold risks of the training rows; or nothing but the bundle's own "
-        "threshold is known"
+        description=(
+            "counted from the out-of-fold risks of the training rows; or nothing but the bundle's"
+            " own threshold is known"
+        )
     )
     rows: int
-    hallucinated: Share = Field(description="share of the rows: what is wrong where everything is answered")
+    hallucinated: Share = Field(
+        description="share of the rows: what is wrong where everything is answered"
+    )
     gates: list[GateOut] = Field(description="at the thresholds 0, 0.01 ... 1; may be empty")
-    own: GateOut | None = Field(description="measured at the bundle's own threshold, by cross-validation")
+    own: GateOut | None = Field(
+        description="measured at the bundle's own threshold, by cross-validation"
+    )
     tenths: list[TenthOut] = Field(
         description="lowest risks first; empty where the rows' risks were not kept, or are too few"
     )
@@ -157,10 +176,14 @@ class FormOut(_OfRecord):
     form: str
     rows: int
     wrong: Share = Field(description="share that the model answers wrong")
-    mean_risk: Share = Field(description="far from 'wrong', the risk is no probability in this form")
+    mean_risk: Share = Field(
+        description="far from 'wrong', the risk is no probability in this form"
+    )
     calibration_error: Share = Field(description="debiased")
     auroc: Share | None = Field(description="null where the rows are of one class")
-    answered: Share | None = Field(description="null, as the next, where a calibration has set another threshold since")
+    answered: Share | None = Field(
+        description="null, as the next, where a calibration has set another threshold since"
+    )
     wrong_among_answered: Share | None = Field(description="null where nothing is answered")
 
 
@@ -168,7 +191,9 @@ class FormsOut(_OfRecord):
     """A bundle's risk by form of conversation."""
 
     source: evaluation.FormsSource = Field(
-        description="measured on held-out rows, or on the training rows by folds that never saw the row"
+        description=(
+            "measured on held-out rows, or on the training rows by folds that never saw the row"
+        )
     )
     data: list[FormOut]
 
@@ -204,7 +229,8 @@ class ModelList(Strict):
 
 
 class GoldenOut(Strict):
-    """The golden prompts, replayed when the bundle was loaded: the largest deviation from what was recorded."""
+    """The golden prompts, replayed when the bundle was loaded: the largest deviation from what was
+    recorded."""
 
     risk: float
     risk_tolerance: float
@@ -219,7 +245,9 @@ class ComparedOut(Strict):
     stricter: int = Field(description="prompts that it alone flags")
     looser: int = Field(description="prompts that it alone does not flag")
     failed: int = Field(description="prompts of which it gave no number")
-    disagreement: float | None = Field(description="share that was not agreed on, failures included")
+    disagreement: float | None = Field(
+        description="share that was not agreed on, failures included"
+    )
     mean_difference: float | None = Field(description="of the two risks, absolute")
 
 
@@ -236,7 +264,9 @@ class LoadedOut(Strict):
     since: str = Field(description="when the loaded bundles began to serve, UTC")
     left_out: list[LeftOut]
     reload_error: str | None = Field(description="why the newest reload changed nothing")
-    reload_failing_since: str | None = Field(description="when the first reload failed since one was done, UTC")
+    reload_failing_since: str | None = Field(
+        description="when the first reload failed since one was done, UTC"
+    )
 
 
 class BundleCard(Strict):
@@ -260,43 +290,62 @@ class BundleCard(Strict):
         None, description="tells prompts that ask for no fact; null where the bundle cannot"
     )
     guarantee_shapes: list[str] | None = Field(
-        None, description="shapes of conversation that the guarantee was calibrated on; null where it does not say"
+        None,
+        description=(
+            "shapes of conversation that the guarantee was calibrated on; null where it does"
+            " not say"
+        ),
     )
     guarantee_strata: list[BundleStratum] | None = Field(
         None,
-        description="the guarantee with and without a passage beside the question; null where it was not tested apart",
+        description=(
+            "the guarantee with and without a passage beside the question; null where it was not"
+            " tested apart"
+        ),
     )
     role: Literal["default", "canary", "shadow", "none"] = Field(
         description="what it does for requests that name no bundle; none: nothing"
     )
-    share: float | None = Field(None, description="of these requests, that a default or a canary judges")
+    share: float | None = Field(
+        None, description="of these requests, that a default or a canary judges"
+    )
     compared: ComparedOut | None = Field(None, description="of a shadow, since the service started")
     reads_answers: bool = Field(description="it reads an answer's own tokens, and the engine does")
     golden: GoldenOut
-    drift: DriftOut | None = Field(None, description="none before the first window, or without a reference")
-    labels: LabelsOut | None = Field(None, description="what the guarantee is held against; none without both")
-    void: list[str] = Field(description="why a guarantee does not hold just now, whatever the request")
+    drift: DriftOut | None = Field(
+        None, description="none before the first window, or without a reference"
+    )
+    labels: LabelsOut | None = Field(
+        None, description="what the guarantee is held against; none without both"
+    )
+    void: list[str] = Field(
+        description="why a guarantee does not hold just now, whatever the request"
+    )
     default: bool
 
 
 class ClassTrajectories(Strict):
     """Where the truth logits of the training rows lie, out of fold, layer by layer."""
 
-    factual: list[float] = Field(description="mean over the rows that the model answered right, one for each layer")
+    factual: list[float] = Field(
+        description="mean over the rows that the model answered right, one for each layer"
+    )
     hallucinated: list[float] = Field(description="the same over the rows that it answered wrong")
     factual_std: list[float]
     hallucinated_std: list[float]
 
 
 class SampleOut(_OfRecord):
-    """Held-out questions that were drawn before any risk was known: what the risk is worth, for a stranger to see."""
+    """Held-out questions that were drawn before any risk was known: what the risk is worth, for a
+    stranger to see."""
 
     file: str = Field(description="of the rows that they were drawn from")
     questions: list[SampleQuestionOut]
 
 
 class SampleAnswerOut(Strict):
-    """What came of a question of the sample under the caller's policy, and the risk that was read before the answer."""
+    """What came of a question of the sample under the caller's policy, and the risk that was read
+    before the answer."""
 
     object: Literal["sample.answer"] = "sample.answer"
     number: int = Field(description="of the question, from 0")
@@ -305,11 +354,19 @@ class SampleAnswerOut(Strict):
     risk: Risk
     threshold: Risk
     flagged: bool = Field(description="what a gate would withhold")
-    decision: str = Field(description="what the caller's policy does: continue, or how it withholds the answer")
+    decision: str = Field(
+        description="what the caller's policy does: continue, or how it withholds the answer"
+    )
     outside_training: bool | None = Field(description="null where the bundle cannot tell")
-    applies: bool | None = Field(description="false: it asks for no fact; null where the bundle cannot tell")
-    answer: str | None = Field(description="null where the policy withholds it: none is decoded then")
-    verdict: Verdict | None = Field(description="null where the policy withholds the answer, or ends it under way")
+    applies: bool | None = Field(
+        description="false: it asks for no fact; null where the bundle cannot tell"
+    )
+    answer: str | None = Field(
+        description="null where the policy withholds it: none is decoded then"
+    )
+    verdict: Verdict | None = Field(
+        description="null where the policy withholds the answer, or ends it under way"
+    )
     accepted: list[str] = Field(description="answers that are right")
 
 
@@ -318,8 +375,12 @@ class BundleDetail(BundleCard):
 
     trajectories: ClassTrajectories
     coverage: CoverageOut
-    forms: FormsOut | None = Field(None, description="null where none is kept, and after a recalibration")
-    sample: SampleOut | None = Field(None, description="null where the bundle carries none (train --no-sample)")
+    forms: FormsOut | None = Field(
+        None, description="null where none is kept, and after a recalibration"
+    )
+    sample: SampleOut | None = Field(
+        None, description="null where the bundle carries none (train --no-sample)"
+    )
 
 
 class BundleList(Strict):
@@ -332,7 +393,9 @@ class BundleList(Strict):
 
 
 router = APIRouter(tags=["catalogue"])
-RESPONSES = errors(_401="no bearer key, or an unknown one", _503="not ready: loading, or shutting down")
+RESPONSES = errors(
+    _401="no bearer key, or an unknown one", _503="not ready: loading, or shutting down"
+)
 
 
 @router.get("/v1/models/", include_in_schema=False)  # else the model of the name ""
@@ -345,9 +408,10 @@ async def models(service: TheService) -> ModelList:
 
 
 @router.get(
-    "/v1/models/{name:path}", summary="The loaded model, by a name",
+    "/v1/models/{name:path}",
+    summary="The loaded model, by a name",
     responses=RESPONSES | errors(_404="no such model is loaded"),
-)  # fmt: skip
+)
 async def model(name: str, service: TheService) -> ModelCard:
     """The loaded model, by one of its names."""
     service.ready.scorer(None, name)
@@ -359,24 +423,38 @@ def _loaded_model(service: Service) -> ModelCard:
     scorers = service.catalogue.scorers
     identity, bundles = scorers[0].engine.identity, [scorer.bundle.reference for scorer in scorers]
     return ModelCard(
-        id=identity.model, created=service.created, architecture=identity.architecture, revision=identity.revision,
-        dtype=identity.dtype, max_model_len=identity.max_tokens, bundles=bundles, root=identity.model,
-    )  # fmt: skip
+        id=identity.model,
+        created=service.created,
+        architecture=identity.architecture,
+        revision=identity.revision,
+        dtype=identity.dtype,
+        max_model_len=identity.max_tokens,
+        bundles=bundles,
+        root=identity.model,
+    )
 
 
 @router.get("/v1/bundles", summary="Loaded bundles and policies", responses=RESPONSES)
 async def bundles(service: TheService) -> BundleList:
     """The loaded bundles, what each does, and the available policies."""
-    default, loaded, lifecycle = service.settings.policy, service.catalogue.loaded, service.lifecycle
+    default, loaded, lifecycle = (
+        service.settings.policy,
+        service.catalogue.loaded,
+        service.lifecycle,
+    )
     lifecycle.check_ready()
     return BundleList(
         data=[BundleCard(**_card(scorer, service)) for scorer in service.catalogue.scorers],
         policies=[default, *sorted(set(service.catalogue.policies.named) - {default})],
         status=LoadedOut(
             since=_time(loaded.time),
-            left_out=[LeftOut(reference=name, reason=reason) for name, reason in loaded.left_out.items()],
+            left_out=[
+                LeftOut(reference=name, reason=reason) for name, reason in loaded.left_out.items()
+            ],
             reload_error=lifecycle.reload_error,
-            reload_failing_since=None if lifecycle.failing_since is None else _time(lifecycle.failing_since),
+            reload_failing_since=(
+                None if lifecycle.failing_since is None else _time(lifecycle.failing_since)
+            ),
         ),
     )
 
@@ -386,18 +464,24 @@ def _time(seconds: float) -> str:
 
 
 @router.get(
-    "/v1/bundles/{bundle}", summary="One bundle: what its thresholds and risks are worth",
+    "/v1/bundles/{bundle}",
+    summary="One bundle: what its thresholds and risks are worth",
     responses=RESPONSES | errors(_404="no such bundle is loaded"),
-)  # fmt: skip
+)
 async def one_bundle(bundle: str, service: TheService) -> BundleDetail:
-    """One loaded bundle, as name, name:version or name@alias: its classes, what its thresholds do, its forms."""
+    """One loaded bundle, as name, name:version or name@alias: its classes, what its thresholds do,
+    its forms."""
     scorer = service.ready.scorer(bundle, None)
     card, probes = _card(scorer, service), scorer.bundle.probes
-    mean, std = ([dict(zip(("hallucinated", "factual"), array.tolist(), strict=True))
-                  for array in (probes.trajectory_mean, probes.trajectory_std)])  # fmt: skip
+    mean, std = [
+        dict(zip(("hallucinated", "factual"), array.tolist(), strict=True))
+        for array in (probes.trajectory_mean, probes.trajectory_std)
+    ]
     return BundleDetail(
         **card,
-        trajectories=ClassTrajectories(**mean, **{f"{name}_std": values for name, values in std.items()}),
+        trajectories=ClassTrajectories(
+            **mean, **{f"{name}_std": values for name, values in std.items()}
+        ),
         **await asyncio.to_thread(_evaluated, scorer.bundle),
     )
 
@@ -412,25 +496,53 @@ def _evaluated(bundle: Bundle) -> dict[str, Any]:
 
 
 def _card(scorer: Scorer, service: Service) -> dict[str, Any]:
-    manifest, deviation, allowed = scorer.bundle.manifest, scorer.golden.found, scorer.golden.allowed
+    manifest, deviation, allowed = (
+        scorer.bundle.manifest,
+        scorer.golden.found,
+        scorer.golden.allowed,
+    )
     rollout, monitor = service.catalogue.rollout, service.catalogue.monitors.get(manifest.reference)
     role = rollout.role(scorer, service.catalogue.scorers[0])
-    alike = ("name", "version", "digest", "created", "logit_scale", "signals", "prompt_format", "threshold",
-             "guarantee", "uncertainty", "guarantee_shapes", "guarantee_strata")  # fmt: skip
+    alike = (
+        "name",
+        "version",
+        "digest",
+        "created",
+        "logit_scale",
+        "signals",
+        "prompt_format",
+        "threshold",
+        "guarantee",
+        "uncertainty",
+        "guarantee_shapes",
+        "guarantee_strata",
+    )
     compared = service.metrics.compared.get(manifest.reference, Comparison())
     return {name: getattr(manifest, name) for name in alike} | {
-        "id": manifest.reference, "model": manifest.model.name, "site": manifest.readout.site,
+        "id": manifest.reference,
+        "model": manifest.model.name,
+        "site": manifest.readout.site,
         "applicability": None if manifest.context is None else manifest.context.applicability,
-        "default": role == "default", "role": role, "reads_answers": scorer.answer_probes is not None,
-        "share": {"default": 1.0 if rollout.canary is None else 1.0 - rollout.share, "canary": rollout.share}.get(role),
+        "default": role == "default",
+        "role": role,
+        "reads_answers": scorer.answer_probes is not None,
+        "share": (
+            {
+                "default": 1.0 if rollout.canary is None else 1.0 - rollout.share,
+                "canary": rollout.share,
+            }.get(role)
+        ),
         "compared": _compared(compared) if rollout.shadowed(manifest.digest) else None,
-        "drift": monitor and monitor.drift, "labels": monitor and monitor.labels,
+        "drift": monitor and monitor.drift,
+        "labels": monitor and monitor.labels,
         "void": [] if monitor is None else monitor.reasons,
         "golden": GoldenOut(
-            risk=deviation.risk, risk_tolerance=allowed.risk,
-            trajectory=deviation.trajectory, trajectory_tolerance=allowed.trajectory,
+            risk=deviation.risk,
+            risk_tolerance=allowed.risk,
+            trajectory=deviation.trajectory,
+            trajectory_tolerance=allowed.trajectory,
         ),
-    }  # fmt: skip
+    }
 
 
 def _compared(comparison: Comparison) -> ComparedOut:
@@ -438,27 +550,37 @@ def _compared(comparison: Comparison) -> ComparedOut:
     prompts = sum(counts.values())
     scored = prompts - counts["failed"]
     return ComparedOut(
-        prompts=prompts, **{str(verdict): count for verdict, count in counts.items() if verdict != "agrees"},
+        prompts=prompts,
+        **{str(verdict): count for verdict, count in counts.items() if verdict != "agrees"},
         disagreement=1.0 - counts["agrees"] / prompts if prompts else None,
         mean_difference=comparison.difference / scored if scored else None,
-    )  # fmt: skip
+    )
 
 
 @router.get(
-    SAMPLE_ROUTE, summary="A held-out question, judged under the caller's policy, and its answer",
+    SAMPLE_ROUTE,
+    summary="A held-out question, judged under the caller's policy, and its answer",
     responses=FAILURES | errors(_404="no such bundle is loaded, or it carries no such question"),
-)  # fmt: skip
-async def sample_answer(bundle: str, number: int, request: Request, service: TheService) -> SampleAnswerOut:
-    """One question of the bundle's sample: the risk before the answer, and where the policy lets it the answer.
+)
+async def sample_answer(
+    bundle: str, number: int, request: Request, service: TheService
+) -> SampleAnswerOut:
+    """One question of the bundle's sample: the risk before the answer, and where the policy lets it
+    the answer.
 
-    It is asked as a prompt of /v1/risk/score is: in the queue, by the deadline, and in the audit log each time.  What
-    was answered once under a policy is kept.  Neither feedback nor the drift monitor is told: it is no traffic."""
+    It is asked as a prompt of /v1/risk/score is: in the queue, by the deadline, and in the audit
+    log each time.  What was answered once under a policy is kept.  Neither feedback nor the drift
+    monitor is told: it is no traffic."""
     check_page(request, service.settings.cors_origins)
     scorer = service.ready.scorer(bundle, None)
-    sample: evaluation.Sample | None = (await asyncio.to_thread(_evaluated, scorer.bundle))["sample"]
+    sample: evaluation.Sample | None = (await asyncio.to_thread(_evaluated, scorer.bundle))[
+        "sample"
+    ]
     count = 0 if sample is None else len(sample.questions)
     if sample is None or not 0 <= number < count:
-        raise NotFound(f"{scorer.bundle.reference} carries {count} questions, and none of number {number}")
+        raise NotFound(
+            f"{scorer.bundle.reference} carries {count} questions, and none of number {number}"
+        )
     prompts, reference = [sample.questions[number].prompt], scorer.bundle.reference
     spec = requested(request, service, SCORE_ROUTES[0], "prompt", prompts, bundle=reference)
     key = spec.scorer.bundle.manifest.digest, number, spec.policy
@@ -473,12 +595,23 @@ async def sample_answer(bundle: str, number: int, request: Request, service: The
         judgement = service.sampled[key] = reply.judgement
     else:
         id, who = record_of(request).request_id, who_of(request)
-        await observers.judged(service, replace(judgement, request_id=id, caller=spec.caller, who=who))
+        await observers.judged(
+            service, replace(judgement, request_id=id, caller=spec.caller, who=who)
+        )
     (prompt,) = judgement.prompts
     answered = judged(sample, number, spec.scorer, prompt.token_ids, prompt.report)
     question, report = answered.question, answered.report
     return SampleAnswerOut(
-        number=number, prompt=question.prompt, kind=question.kind, risk=report.risk, flagged=report.verdict.flagged,
-        decision=str(report.decision), threshold=report.verdict.threshold, outside_training=report.uncertain.outside,
-        applies=report.context.said, answer=answered.answer, verdict=answered.verdict, accepted=list(question.answers),
-    )  # fmt: skip
+        number=number,
+        prompt=question.prompt,
+        kind=question.kind,
+        risk=report.risk,
+        flagged=report.verdict.flagged,
+        decision=str(report.decision),
+        threshold=report.verdict.threshold,
+        outside_training=report.uncertain.outside,
+        applies=report.context.said,
+        answer=answered.answer,
+        verdict=answered.verdict,
+        accepted=list(question.answers),
+    )

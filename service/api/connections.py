@@ -1,6 +1,8 @@
-"""uvicorn's connections with bounds: on each state's time without progress, on a request's head, and on their number.
+"""uvicorn's connections with bounds: on each state's time without progress, on a request's head,
+and on their number.
 
-uvicorn bounds none of them with its fast parser: a client without a key could take all memory or all sockets."""
+uvicorn bounds none of them with its fast parser: a client without a key could take all memory or
+all sockets."""
 
 from __future__ import annotations
 
@@ -41,8 +43,8 @@ if TYPE_CHECKING:
 class OneWrite:
     """``transport``, whose writes are joined until the turn ends.
 
-    uvicorn writes an answer's head and its body one after the other: a process that dies between the two leaves half an
-    answer, which a balancer cannot ask of another replica."""
+    uvicorn writes an answer's head and its body one after the other: a process that dies between
+    the two leaves half an answer, which a balancer cannot ask of another replica."""
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         self._transport, self._loop = transport, loop
@@ -55,7 +57,8 @@ class OneWrite:
     def write(self, data: bytes | bytearray | memoryview[Any]) -> None:
         """Send ``data`` when this turn ends, with what else it brings; at once where that is much.
 
-        Else a page that is written piece by piece would be held whole, however little of it its reader takes."""
+        Else a page that is written piece by piece would be held whole, however little of it its
+        reader takes."""
         if not self._parts:
             self._loop.call_soon(self._send)
         self._parts.append(data)
@@ -77,14 +80,19 @@ class OneWrite:
 log = logging.getLogger("hallutracer")
 HEAD_BYTES = 64 * 1024  # of a request line with its headers; of trailers, too
 HEAD_LINES = 100
-HEAD_SECONDS = 10.0  # from the connection, or the first byte after an answer, to the end of the request's head
+HEAD_SECONDS = (
+    10.0  # from the connection, or the first byte after an answer, to the end of the request's head
+)
 # A body, and an answer that waits for its reader, advance by so many bytes in so many seconds.
 BODY_BYTES, BODY_SECONDS = 1024, 10.0
 SEND_BYTES, SEND_SECONDS = 1024, 10.0
-# Each part of a body, a chunk or a packet, costs as much as many bytes do.  Beyond so many parts their average counts.
+# Each part of a body, a chunk or a packet, costs as much as many bytes do. Beyond so many parts
+# their average counts.
 SMALL_PARTS, PART_BYTES = 2048, 64
 GIVEN_BYTES = 16 * 1024  # of a body, which the app gets together: each time a task is woken
-SEND_BUFFER_BYTES = 64 * 1024  # of an answer that the kernel holds and has not sent: else it may be megabytes
+SEND_BUFFER_BYTES = (
+    64 * 1024
+)  # of an answer that the kernel holds and has not sent: else it may be megabytes
 HEALTH_PLACES = 32  # connections beyond the limit, for health checks alone
 MOST_ASKED = 8  # connections that are asked for their progress where one has to give way
 LEFT_TO_OTHERS = 8  # an address leaves one in so many places to other addresses
@@ -92,17 +100,23 @@ LOG_SECONDS = 10.0  # between two lines about too many connections
 
 
 class Places:
-    """The connections of one server: ``most``, and ``HEALTH_PLACES`` more that may ask for nothing but its health.
+    """The connections of one server: ``most``, and ``HEALTH_PLACES`` more that may ask for nothing
+    but its health.
 
-    A further one takes the place of the one that has made no progress for longest: that sends no request, or waits for
-    one or for its reader.  Those whose answer is being made keep their places.  Of an address beyond its share one of
-    its own gives way; this machine's addresses, from which a proxy may pass on everybody, have no share."""
+    A further one takes the place of the one that has made no progress for longest: that sends no
+    request, or waits for one or for its reader.  Those whose answer is being made keep their
+    places.  Of an address beyond its share one of its own gives way; this machine's addresses, from
+    which a proxy may pass on everybody, have no share."""
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self.waiting: dict[Connection, None] = {}  # for their client, by the time of their last progress
+        self.waiting: dict[
+            Connection, None
+        ] = {}  # for their client, by the time of their last progress
         self._waiting_of: dict[str, dict[Connection, None]] = {}  # the same of each address
-        self.health: dict[Connection, None] = {}  # beyond the limit, in the order in which they came
+        self.health: dict[
+            Connection, None
+        ] = {}  # beyond the limit, in the order in which they came
         self._held: Counter[str] = Counter()  # address -> places
         self._taken = 0
         self._logged = -LOG_SECONDS
@@ -113,7 +127,9 @@ class Places:
         own = share < self.most and self._held[newcomer.address] >= share
         if own or self._taken >= self.most:
             if (victim := self._victim(newcomer.address if own else None)) is None:
-                self._log("and all wait for an answer: health checks alone are answered beside them", own)
+                self._log(
+                    "and all wait for an answer: health checks alone are answered beside them", own
+                )
                 self._take_health(newcomer)
                 return False
             self._log("the one without progress for longest is closed", own)
@@ -154,7 +170,8 @@ class Places:
         return self.most if on_loopback(address) else self.most - self.most // LEFT_TO_OTHERS
 
     def _victim(self, address: str | None) -> Connection | None:
-        """Return the one without progress for longest, of an address or of all; of few, since each newcomer asks."""
+        """Return the one without progress for longest, of an address or of all; of few, since each
+        newcomer asks."""
         for _ in range(MOST_ASKED):
             waiting = self.waiting if address is None else self._waiting_of.get(address, {})
             oldest = next(iter(waiting), None)
@@ -171,7 +188,11 @@ class Places:
     def _log(self, what: str, own: bool) -> None:
         if time.monotonic() - self._logged > LOG_SECONDS:
             self._logged = time.monotonic()
-            where = "one address has its share of --max-connections" if own else f"{self.most} connections are open"
+            where = (
+                "one address has its share of --max-connections"
+                if own
+                else f"{self.most} connections are open"
+            )
             log.warning("%s: %s", where, what)
 
 
@@ -187,7 +208,8 @@ def _in_words(error: httptools.HttpParserError) -> str:
 
 
 class Connection(HttpToolsProtocol):
-    """One connection, with a clock for each of its states: a head, a body, an answer being read, and none of these."""
+    """One connection, with a clock for each of its states: a head, a body, an answer being read,
+    and none of these."""
 
     places: ClassVar[Places]
     leaving: ClassVar[bool] = False  # the server stops: each connection ends with its answer
@@ -197,18 +219,28 @@ class Connection(HttpToolsProtocol):
         self.address = ""
         self._timer: asyncio.TimerHandle | None = None  # of a head or a body
         self._send_timer: asyncio.TimerHandle | None = None
-        self._lines = self._unread = 0  # header lines of this request; bytes that were neither a whole head nor a body
-        self._body = self._unsent = 0  # bytes of a body since its last progress; of answers when they last advanced
+        self._lines = self._unread = (
+            0  # header lines of this request; bytes that were neither a whole head nor a body
+        )
+        self._body = self._unsent = (
+            0  # bytes of a body since its last progress; of answers when they last advanced
+        )
         self._parts = self._received = 0  # of this body, and its bytes
         self._kept = bytearray()  # of this body, not given to the app yet
         self._advanced = False
-        self._last = False  # the answer under way is the connection's last: what else arrives is dropped
+        self._last = (
+            False  # the answer under way is the connection's last: what else arrives is dropped
+        )
         self._health_only = self.ended = False
-        self._reason: HalluTracerError | None = None  # why the parser is ended; None: by what the client sent
+        self._reason: HalluTracerError | None = (
+            None  # why the parser is ended; None: by what the client sent
+        )
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Find a place for it; where there is none, it may ask for the server's health alone."""
-        transport.set_write_buffer_limits(high=0)  # the clock runs while anything waits for the reader
+        transport.set_write_buffer_limits(
+            high=0
+        )  # the clock runs while anything waits for the reader
         _bound_send_buffer(transport)
         super().connection_made(OneWrite(transport, self.loop))  # type: ignore[arg-type]
         self.address = _subscriber(self.client[0]) if self.client else ""
@@ -229,7 +261,8 @@ class Connection(HttpToolsProtocol):
         self._end()
 
     def data_received(self, data: bytes) -> None:
-        """Parse, in parts that end where the bound of a head is reached, however it was cut into packets."""
+        """Parse, in parts that end where the bound of a head is reached, however it was cut into
+        packets."""
         self._unset_keepalive_if_required()
         if self._timer is None and not self._answers():
             self._start(HEAD_SECONDS, self._head_is_late)  # the next request begins
@@ -243,16 +276,22 @@ class Connection(HttpToolsProtocol):
             try:
                 self.parser.feed_data(part)
             except httptools.HttpParserUpgrade:
-                self._end_after_answer()  # a WebSocket's handshake is answered as the GET that it is
+                # a WebSocket's handshake is answered as the GET that it is
+                self._end_after_answer()
             except httptools.HttpParserError as error:
-                if self._answers() and not self.cycle.more_body:  # an answer under way is not to be written into
+                if (
+                    self._answers() and not self.cycle.more_body
+                ):  # an answer under way is not to be written into
                     self._end_after_answer()
                 else:
-                    self._refuse(self._reason or NotHttp(f"this is not HTTP/1.1: {_in_words(error)}"))
+                    self._refuse(
+                        self._reason or NotHttp(f"this is not HTTP/1.1: {_in_words(error)}")
+                    )
             self._unread = 0 if self._advanced else self._unread + len(part)
 
     def on_message_begin(self) -> None:
-        """Begin a request; a second one before the first is answered ends the connection after that answer."""
+        """Begin a request; a second one before the first is answered ends the connection after that
+        answer."""
         if self._answers():
             raise ValueError  # the parser ends; no client needs it
         super().on_message_begin()
@@ -269,10 +308,14 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Begin to answer a request."""
         self._advanced = True
-        if self._health_only and not is_health_check(self.parser.get_method().decode("ascii"), self._path()):
+        if self._health_only and not is_health_check(
+            self.parser.get_method().decode("ascii"), self._path()
+        ):
             count = self.places.most
-            self._reason = Overloaded(f"all {count} connections wait for an answer; the operator can raise the limit: "
-                                      "--max-connections")  # fmt: skip
+            self._reason = Overloaded(
+                f"all {count} connections wait for an answer; the operator can raise the limit: "
+                "--max-connections"
+            )
             raise ValueError
         self._body = self._parts = self._received = 0
         self._kept.clear()
@@ -287,9 +330,14 @@ class Connection(HttpToolsProtocol):
         self._parts += 1
         self._received += len(body)
         if self._parts > SMALL_PARTS + self._received // PART_BYTES:
-            least = f"{SMALL_PARTS} parts, chunks or packets, may be smaller than {PART_BYTES} bytes on average"
-            self._reason = BodyTooLarge(f"the body arrived in {self._parts} parts of {self._received} bytes: {least}; "
-                                       "write larger ones")  # fmt: skip
+            least = (
+                f"{SMALL_PARTS} parts, chunks or packets, may be smaller than {PART_BYTES} bytes on"
+                " average"
+            )
+            self._reason = BodyTooLarge(
+                f"the body arrived in {self._parts} parts of {self._received} bytes: {least}; "
+                "write larger ones"
+            )
             raise ValueError
         self._body += len(body)
         if self._body >= BODY_BYTES:
@@ -340,7 +388,8 @@ class Connection(HttpToolsProtocol):
             self.places.busy(self)
 
     def has_sent_more(self) -> bool:
-        """Return whether its reader took more of the answer since this was asked, or since it began to wait."""
+        """Return whether its reader took more of the answer since this was asked, or since it began
+        to wait."""
         if self._send_timer is None:
             return False
         before, self._unsent = self._unsent, self.transport.get_write_buffer_size()
@@ -379,12 +428,18 @@ class Connection(HttpToolsProtocol):
     def _head_is_late(self) -> None:
         self._timer = None
         if self._unread and not self._answers():
-            self._refuse(HeadersTooSlow(f"the request's line and headers did not arrive within {HEAD_SECONDS:g} s"))
+            self._refuse(
+                HeadersTooSlow(
+                    f"the request's line and headers did not arrive within {HEAD_SECONDS:g} s"
+                )
+            )
         else:
             self.transport.close()
 
     def _body_is_late(self) -> None:
-        if self._body < BODY_BYTES and not self.flow.read_paused:  # paused: the service reads no more for now
+        if (
+            self._body < BODY_BYTES and not self.flow.read_paused
+        ):  # paused: the service reads no more for now
             least = f"{BODY_BYTES} bytes in {BODY_SECONDS:g} s"
             self._refuse(BodyTooSlow(f"the body arrived more slowly than {least}"))
             return
@@ -404,7 +459,10 @@ class Connection(HttpToolsProtocol):
             self.transport.abort()
             return
         body = json.dumps(error_body(error.status, error.message, error.code))
-        head = f"HTTP/1.1 {error.status} {error.code}\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        head = (
+            f"HTTP/1.1 {error.status} {error.code}\r\ncontent-type: application/json\r\nconnection:"
+            " close\r\n"
+        )
         if error.retry_after_s is not None:
             head += f"retry-after: {error.retry_after_s}\r\n"
         self._last = True
@@ -421,7 +479,8 @@ def _subscriber(host: str) -> str:
 
 
 def _bound_send_buffer(transport: asyncio.Transport) -> None:
-    """Have the kernel hold little that it has not sent, where it can: by itself it takes megabytes for each reader."""
+    """Have the kernel hold little that it has not sent, where it can: by itself it takes megabytes
+    for each reader."""
     listening = transport.get_extra_info("socket")
     if listening is not None and hasattr(socket, "TCP_NOTSENT_LOWAT"):
         with suppress(OSError):  # a Unix socket's
@@ -429,10 +488,13 @@ def _bound_send_buffer(transport: asyncio.Transport) -> None:
 
 
 def connections(most: int) -> type[Connection]:
-    """Return the protocol for one server with ``most`` connections, or as many as ``places``, and raise as that."""
+    """Return the protocol for one server with ``most`` connections, or as many as ``places``, and
+    raise as that."""
     if (possible := places(most)) < most:
         files = possible + SPARE_FILES
-        log.warning("at most %d connections: this process may open %d files (ulimit -Hn)", possible, files)
+        log.warning(
+            "at most %d connections: this process may open %d files (ulimit -Hn)", possible, files
+        )
 
     class Bounded(Connection):
         places: ClassVar[Places] = Places(possible)
@@ -441,15 +503,17 @@ def connections(most: int) -> type[Connection]:
 
 
 def places(most: int) -> int:
-    """Return how many connections there can be, at most ``most``; raises this process' soft limit of open files.
+    """Return how many connections there can be, at most ``most``; raises this process' soft limit
+    of open files.
 
     Raises HalluTracerError where the hard limit leaves too few to serve with."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted, least = most + SPARE_FILES, LEAST_CONNECTIONS + SPARE_FILES
     if hard != resource.RLIM_INFINITY and hard < least:
         raise HalluTracerError(
-            f"this process may open {hard} files (ulimit -Hn), and a service needs at least {least}; raise the limit: "
-            f"ulimit -n {wanted}, LimitNOFILE={wanted} in a systemd unit, --ulimit nofile={wanted} for a container"
+            f"this process may open {hard} files (ulimit -Hn), and a service needs at least"
+            f" {least}; raise the limit: ulimit -n {wanted}, LimitNOFILE={wanted} in a systemd"
+            f" unit, --ulimit nofile={wanted} for a container"
         )
     if soft != resource.RLIM_INFINITY and soft < wanted:
         soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
@@ -457,17 +521,22 @@ def places(most: int) -> int:
     return most if soft == resource.RLIM_INFINITY else min(most, soft - SPARE_FILES)
 
 
-LEAVING_S = 1.0  # without a request: longer than what was sent before a refusal was read takes, on a busy machine too
-# With requests: nginx.conf lets a replica rest for 5 s that has come back, and asks this one until then.
+# without a request: longer than what was sent before a refusal was read takes, on a busy machine
+# too
+LEAVING_S = 1.0
+# With requests: nginx.conf lets a replica rest for 5 s that has come back, and asks this one until
+# then.
 MOST_S = 7.0
 
 
 class LeavingServer(uvicorn.Server):
-    """Where it has clients it refuses new work until none has come for ``LEAVING_S``, and then stops.
+    """Where it has clients it refuses new work until none has come for ``LEAVING_S``, and then
+    stops.
 
-    uvicorn closes its socket at once, and a request on its way would meet a reset.  After ``leave`` the app answers
-    503, which a balancer takes elsewhere.  What still runs ``drain_s`` seconds later is ended by ``cut``: a stream with
-    an event that says so, which uvicorn, a little later, would only break off."""
+    uvicorn closes its socket at once, and a request on its way would meet a reset.  After ``leave``
+    the app answers 503, which a balancer takes elsewhere.  What still runs ``drain_s`` seconds
+    later is ended by ``cut``: a stream with an event that says so, which uvicorn, a little later,
+    would only break off."""
 
     def __init__(self, config: uvicorn.Config, lifecycle: Lifecycle) -> None:
         super().__init__(config)
@@ -479,7 +548,9 @@ class LeavingServer(uvicorn.Server):
         if self.server_state.connections:
             setattr(self.config.http_protocol_class, "leaving", True)  # noqa: B010  (a Connection)
             await self._refuse()
-        cutting = asyncio.get_running_loop().call_later(self._lifecycle.settings.drain_s, self._lifecycle.cut)
+        cutting = asyncio.get_running_loop().call_later(
+            self._lifecycle.settings.drain_s, self._lifecycle.cut
+        )
         await super().shutdown(sockets)
         cutting.cancel()
 

@@ -1,7 +1,9 @@
-"""The detector API of FMS Guardrails, whose orchestrator is in TrustyAI and OpenShift AI; LiteLLM calls it, too.
+"""The detector API of FMS Guardrails, whose orchestrator is in TrustyAI and OpenShift AI; LiteLLM
+calls it, too.
 
-A prompt whose answer the policy withholds has one detection, any other none.  Its score is the risk; where something
-else withholds (the prompt is unlike training's, or cannot be read), 1: a caller's own threshold must not let it pass.
+A prompt whose answer the policy withholds has one detection, any other none.  Its score is the
+risk; where something else withholds (the prompt is unlike training's, or cannot be read), 1: a
+caller's own threshold must not let it pass.
 """
 
 from __future__ import annotations
@@ -65,7 +67,9 @@ class Detection(BaseModel):
     detection: str = Field(description="the policy's decision, or unreadable")
     detection_type: str = TYPE
     score: Risk
-    metadata: dict[str, Any] = Field(description="the risk, as OpenAI's routes have it, or why there is none")
+    metadata: dict[str, Any] = Field(
+        description="the risk, as OpenAI's routes have it, or why there is none"
+    )
 
 
 class ContentDetection(Detection):
@@ -84,22 +88,37 @@ class DetectorError(BaseModel):
 
 
 DetectorId = Annotated[
-    str, Header(description=f"{OWN}: the service's own bundle; else that of this name, as 'bundle' of /v1/risk/score")
+    str,
+    Header(
+        description=(
+            f"{OWN}: the service's own bundle; else that of this name, as 'bundle' of"
+            " /v1/risk/score"
+        )
+    ),
 ]
 FAILURES: dict[int | str, dict[str, Any]] = {
-    status: said | {"model": DetectorError} for status, said in wire.FAILURES.items() if status != 502
-}  # fmt: skip
+    status: said | {"model": DetectorError}
+    for status, said in wire.FAILURES.items()
+    if status != 502
+}
 router = APIRouter(tags=["guardrail"], route_class=GuardRoute, responses=FAILURES)
 
 
 @router.post(
-    CONTENTS_DETECTOR, summary="Detector of texts, for FMS Guardrails", response_model=list[list[ContentDetection]]
+    CONTENTS_DETECTOR,
+    summary="Detector of texts, for FMS Guardrails",
+    response_model=list[list[ContentDetection]],
 )
 async def contents(
-    body: Annotated[ContentsRequest, Body()], request: Request, service: TheService, detector_id: DetectorId = OWN
+    body: Annotated[ContentsRequest, Body()],
+    request: Request,
+    service: TheService,
+    detector_id: DetectorId = OWN,
 ) -> Response:
     """A list of detections for each text: of a detector of type text_contents, before a call."""
-    asked = _asked(request, service, CONTENTS_DETECTOR, "prompt", body.contents, "contents", detector_id, body)
+    asked = _asked(
+        request, service, CONTENTS_DETECTOR, "prompt", body.contents, "contents", detector_id, body
+    )
     try:
         with unread(asked.policy, request):
             found, headers = _detected(await answer(request, service, asked))
@@ -114,27 +133,53 @@ async def contents(
     return sent(placed, headers)
 
 
-@router.post(MESSAGES_DETECTOR, summary="Detector of chats, for FMS Guardrails", response_model=list[Detection])
+@router.post(
+    MESSAGES_DETECTOR,
+    summary="Detector of chats, for FMS Guardrails",
+    response_model=list[Detection],
+)
 async def chat(
-    body: Annotated[ChatDetectorRequest, Body()], request: Request, service: TheService, detector_id: DetectorId = OWN
+    body: Annotated[ChatDetectorRequest, Body()],
+    request: Request,
+    service: TheService,
+    detector_id: DetectorId = OWN,
 ) -> Response:
     """The detections of a conversation: of a detector of type text_chat, before a call."""
-    asked = _asked(request, service, MESSAGES_DETECTOR, "messages", [body.messages], "messages", detector_id, body)
+    asked = _asked(
+        request,
+        service,
+        MESSAGES_DETECTOR,
+        "messages",
+        [body.messages],
+        "messages",
+        detector_id,
+        body,
+    )
     try:
         with unread(asked.policy, request):
             check_readable(tools=body.tools)
             asked = replace(asked, prompts=[conversation(body.messages, "messages")])
         reply = await read(request, service, asked)
     except CannotRead as error:
-        return sent([_detection("unreadable", 1.0, error=str(error))] if asked.policy.action.withholds else [])
+        return sent(
+            [_detection("unreadable", 1.0, error=str(error))]
+            if asked.policy.action.withholds
+            else []
+        )
     found, headers = _detected(reply)
     return sent(found[0], headers)
 
 
 def _asked(
-    request: Request, service: Service, route: str, kind: Kind, prompts: Sequence[Any], field: str, detector_id: str,
+    request: Request,
+    service: Service,
+    route: str,
+    kind: Kind,
+    prompts: Sequence[Any],
+    field: str,
+    detector_id: str,
     body: ContentsRequest | ChatDetectorRequest,
-) -> ScoringRequest:  # fmt: skip
+) -> ScoringRequest:
     bundle, chosen = None if detector_id == OWN else detector_id, body.detector_params.model_dump()
     asked = requested(request, service, route, kind, prompts, field, bundle=bundle, **chosen)
     check_sees_no_answer(asked.policy)
@@ -147,7 +192,11 @@ def _detected(reply: wire.Reply) -> tuple[list[list[dict[str, Any]]], dict[str, 
     noted = note(reply.judgement)
     rows = zip(reply.judgement.reports, noted["data"], strict=True)
     found = [
-        [_detection(row["decision"], _score(report), bundle=noted["bundle"], **row)] if withheld(report) else []
+        (
+            [_detection(row["decision"], _score(report), bundle=noted["bundle"], **row)]
+            if withheld(report)
+            else []
+        )
         for report, row in rows
     ]
     return found, reply.headers()

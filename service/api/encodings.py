@@ -1,7 +1,8 @@
-"""Bodies that a client has compressed, as their Content-Encoding says: decoded as they arrive, within the body's limit.
+"""Bodies that a client has compressed, as their Content-Encoding says: decoded as they arrive,
+within the body's limit.
 
-Whatever stands behind reads a plain body.  Only what is read is decoded, in pieces, so that a few bytes that stand for
-gigabytes cost no more than the largest body does."""
+Whatever stands behind reads a plain body.  Only what is read is decoded, in pieces, so that a few
+bytes that stand for gigabytes cost no more than the largest body does."""
 
 from __future__ import annotations
 
@@ -24,14 +25,18 @@ from service.serving.service import Service
 PIECE = 65_536  # bytes that are decoded at once
 _GZIP, _ZLIB, _RAW = 31, 15, -15  # zlib's ``wbits``
 _MOST_MEMBERS = 1000  # of one body; each costs a decoder, and may be of nothing
-_ZSTD_MODULES = ("compression.zstd", "backports.zstd")  # Python's own from 3.14 on, and the same for older ones
+_ZSTD_MODULES = (
+    "compression.zstd",
+    "backports.zstd",
+)  # Python's own from 3.14 on, and the same for older ones
 
 
 class Decoder(Protocol):
     """Decodes what arrives in pieces."""
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Yield what ``data`` decodes to, in pieces of at most ``PIECE`` bytes.  Raises ValueError if it is wrong."""
+        """Yield what ``data`` decodes to, in pieces of at most ``PIECE`` bytes.  Raises ValueError
+        if it is wrong."""
 
     @property
     def complete(self) -> bool:
@@ -39,7 +44,8 @@ class Decoder(Protocol):
 
 
 class _Zlib:
-    """Of gzip, whose members may follow each other, and of deflate, which is zlib's format or, as some send it, raw."""
+    """Of gzip, whose members may follow each other, and of deflate, which is zlib's format or, as
+    some send it, raw."""
 
     def __init__(self, *windows: int, members: int = 1) -> None:
         self._windows, self._members, self._begun = windows, members, b""
@@ -108,7 +114,8 @@ class _Zstd:
 
 
 def decoders() -> Mapping[str, Callable[[], Decoder]]:
-    """Return Content-Encoding -> what makes its decoder; zstd where a module for it is installed."""
+    """Return Content-Encoding -> what makes its decoder; zstd where a module for it is
+    installed."""
     known: dict[str, Callable[[], Decoder]] = {
         "gzip": partial(_Zlib, _GZIP, members=_MOST_MEMBERS),
         "x-gzip": partial(_Zlib, _GZIP, members=_MOST_MEMBERS),
@@ -121,8 +128,8 @@ def decoders() -> Mapping[str, Callable[[], Decoder]]:
 
 
 class EncodedBodies:
-    """Decodes a body, or answers 415 where its Content-Encoding is not taken, 400 where the body is not what that says,
-    and 413 where it decodes to more than the service's limit."""
+    """Decodes a body, or answers 415 where its Content-Encoding is not taken, 400 where the body is
+    not what that says, and 413 where it decodes to more than the service's limit."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self.app, self._most, self._decoders = app, service.settings.max_body_bytes, decoders()
@@ -132,11 +139,17 @@ class EncodedBodies:
         """Serve or refuse one request."""
         headers = Headers(scope=scope) if scope["type"] == "http" else Headers()
         named = ", ".join(headers.getlist("content-encoding")).strip().lower()
-        has_body = "transfer-encoding" in headers or headers.get("content-length", "0").strip("0") != ""
+        has_body = (
+            "transfer-encoding" in headers or headers.get("content-length", "0").strip("0") != ""
+        )
         coding = ", ".join(headers.getlist("transfer-encoding")).strip().lower()
-        if coding not in ("", "chunked"):  # the server takes chunks apart, and nothing else that they may be in
+        if coding not in (
+            "",
+            "chunked",
+        ):  # the server takes chunks apart, and nothing else that they may be in
             said = (
-                f"Transfer-Encoding {coding[:80]!r} is not taken, only chunked: Content-Encoding is for packed bodies"
+                f"Transfer-Encoding {coding[:80]!r} is not taken, only chunked: Content-Encoding is"
+                " for packed bodies"
             )
             await respond(UnknownEncoding(said, accepted=self._accepted), scope, receive, send)
             return
@@ -144,7 +157,10 @@ class EncodedBodies:
             await self.app(scope, receive, send)
             return
         if named not in self._decoders:
-            said = f"Content-Encoding {named[:80]!r} is not taken; send the body plain, or as one of {self._accepted}"
+            said = (
+                f"Content-Encoding {named[:80]!r} is not taken; send the body plain, or as one of"
+                f" {self._accepted}"
+            )
             await respond(UnknownEncoding(said, accepted=self._accepted), scope, receive, send)
             return
         body = self._decoded(self._decoders[named](), named, receive)
@@ -163,8 +179,11 @@ class EncodedBodies:
         scope["headers"] = [*kept, (b"transfer-encoding", b"chunked")]
         await self.app(scope, decoded, send)
 
-    async def _decoded(self, decoder: Decoder, name: str, receive: Receive) -> AsyncIterator[Message]:
-        """Yield the body's messages, decoded; only the last, or that the client has left, is without ``more_body``."""
+    async def _decoded(
+        self, decoder: Decoder, name: str, receive: Receive
+    ) -> AsyncIterator[Message]:
+        """Yield the body's messages, decoded; only the last, or that the client has left, is
+        without ``more_body``."""
         length, more = 0, True
         while more:
             message = await receive()
@@ -176,15 +195,27 @@ class EncodedBodies:
                 for piece in decoder.feed(message.get("body", b"")):
                     length += len(piece)
                     if length > self._most:
-                        said = f"the body is larger than {self._most} bytes once it is decoded ({name})"
-                        raise Refused(BodyTooLarge(f"{said}; split the prompts over several requests"))
+                        said = (
+                            f"the body is larger than {self._most} bytes once it is decoded"
+                            f" ({name})"
+                        )
+                        raise Refused(
+                            BodyTooLarge(f"{said}; split the prompts over several requests")
+                        )
                     yield {"type": "http.request", "body": piece, "more_body": True}
-                    await asyncio.sleep(0)  # a piece takes the event loop for a fraction of a millisecond
+                    await asyncio.sleep(
+                        0
+                    )  # a piece takes the event loop for a fraction of a millisecond
             except ValueError:
-                said = f"the body is not what Content-Encoding: {name} says; compress it, or leave the header out"
+                said = (
+                    f"the body is not what Content-Encoding: {name} says; compress it, or leave the"
+                    " header out"
+                )
                 raise Refused(WrongEncoding(said)) from None
         if not decoder.complete:
-            raise Refused(WrongEncoding(f"the body ends before its end, as Content-Encoding: {name} has it"))
+            raise Refused(
+                WrongEncoding(f"the body ends before its end, as Content-Encoding: {name} has it")
+            )
         yield {"type": "http.request", "body": b"", "more_body": False}
 
 

@@ -1,4 +1,5 @@
-"""An error in the words of a route's protocol: OpenAI's envelope, which is ours, Anthropic's or a detector's."""
+"""An error in the words of a route's protocol: OpenAI's envelope, which is ours, Anthropic's or a
+detector's."""
 
 from __future__ import annotations
 
@@ -17,9 +18,14 @@ _AS_400 = (RESPONSES_ROUTE, MESSAGES_ROUTE, COUNT_ROUTE)
 # Both protocols answer 400 where a prompt is too long, and OpenAI's clients act on the code.
 _TOO_LONG_AS_400 = (CHAT_ROUTE, TEXT_ROUTE, RESPONSES_ROUTE, MESSAGES_ROUTE, COUNT_ROUTE)
 _ANTHROPIC = {
-    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
-    429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
-}  # fmt: skip
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 
 def error_body(status: int, message: str, code: str, param: str | None = None) -> dict[str, object]:

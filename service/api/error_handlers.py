@@ -13,13 +13,26 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-from service.access.routes import CHAT_ROUTE, MESSAGES_ROUTE, RESPONSES_ROUTE, SCORE_ROUTES, TEXT_ROUTE
+from service.access.routes import (
+    CHAT_ROUTE,
+    MESSAGES_ROUTE,
+    RESPONSES_ROUTE,
+    SCORE_ROUTES,
+    TEXT_ROUTE,
+)
 from service.api.error_bodies import said_on
 from service.api.messages_schema import MessagesRequest
 from service.api.openai_schema import ChatRequest, TextRequest
 from service.api.request_schema import AT_FAULT, Arguments, Generate, RequestModel, ScoreRequest
 from service.api.responses_schema import ResponsesRequest
-from service.errors import BodiesFull, BodyTooLarge, BodyTooSlow, HalluTracerError, Unauthorized, UnknownEncoding
+from service.errors import (
+    BodiesFull,
+    BodyTooLarge,
+    BodyTooSlow,
+    HalluTracerError,
+    Unauthorized,
+    UnknownEncoding,
+)
 from service.serving.request_log import log_failure, record_of
 
 _FIELD = re.compile(r"[A-Za-z_]\w*")
@@ -30,9 +43,10 @@ CODES = {
     **{error.status: error.code for error in (BodiesFull, BodyTooSlow, BodyTooLarge)},
 }
 NO_ROUTE = (
-    "no such route: {path}; this service has /score (also as /v1/risk/score), of OpenAI's API /v1/chat/completions, "
-    "/v1/completions, /v1/responses and /v1/models: the base URL of OpenAI's clients ends in /v1; and of Anthropic's "
-    "/v1/messages: that of its clients ends before it.  Health checks are /health/live and /health/ready"
+    "no such route: {path}; this service has /score (also as /v1/risk/score), of OpenAI's API"
+    " /v1/chat/completions, /v1/completions, /v1/responses and /v1/models: the base URL of OpenAI's"
+    " clients ends in /v1; and of Anthropic's /v1/messages: that of its clients ends before it. "
+    " Health checks are /health/live and /health/ready"
 )
 _PATH_SHOWN = 200  # characters of an unknown path that its error repeats
 # Route -> its request, the field that holds others, and what these are.
@@ -44,22 +58,41 @@ _REQUESTS: dict[str, tuple[type[RequestModel], str, type[RequestModel]]] = {
     **dict.fromkeys(SCORE_ROUTES, (ScoreRequest, "generate", Generate)),
 }
 _OF_TYPES = frozenset(
-    ("string_type", "int_type", "float_type", "bool_type", "list_type", "dict_type", "model_type",
-     "model_attributes_type", "none_required")
-)  # fmt: skip
-_AN_OBJECT = "Input should be a valid dictionary or object to extract fields from"  # pydantic's, of an object
-# What other protocols, and people, call a field -> what it is called here, on whichever route has it.
+    (
+        "string_type",
+        "int_type",
+        "float_type",
+        "bool_type",
+        "list_type",
+        "dict_type",
+        "model_type",
+        "model_attributes_type",
+        "none_required",
+    )
+)
+# pydantic's, of an object
+_AN_OBJECT = "Input should be a valid dictionary or object to extract fields from"
+# What other protocols, and people, call a field -> what it is called here, on whichever route has
+# it.
 _CALLED = {
     "prompt": ("messages", "input"),
     "messages": ("input", "prompt"),
-    **dict.fromkeys(("input", "inputs", "text", "question", "query"), ("prompt", "messages", "input")),
+    **dict.fromkeys(
+        ("input", "inputs", "text", "question", "query"), ("prompt", "messages", "input")
+    ),
     "system": ("instructions", "messages"),
     "instructions": ("system", "messages"),
     "stop": ("stop_sequences",),
     "stop_sequences": ("stop",),
     "response_format": ("text",),
     **dict.fromkeys(
-        ("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens", "num_predict"),
+        (
+            "max_tokens",
+            "max_completion_tokens",
+            "max_output_tokens",
+            "max_new_tokens",
+            "num_predict",
+        ),
         ("max_tokens", "max_output_tokens"),
     ),
     "input_schema": ("tools",),
@@ -98,7 +131,10 @@ async def _validation_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     if isinstance(error.body, bytes):  # FastAPI parses a body only if it is declared as JSON
         declared = request.headers.get("content-type", "")[:80] or "none"
-        message = f"send JSON with the header 'Content-Type: application/json'; found Content-Type {declared}"
+        message = (
+            "send JSON with the header 'Content-Type: application/json'; found Content-Type"
+            f" {declared}"
+        )
         return _answer(request, 422, message, "invalid_request")
     entries = error.errors()[:MAX_ERRORS]
     first = _most_telling(entries)
@@ -112,15 +148,21 @@ async def _validation_error(request: Request, error: Exception) -> JSONResponse:
     if first["type"] == AT_FAULT:
         param = [*path, first["ctx"]["field"]]
     shown = ".".join(path)
-    return _answer(request, 422, f"{shown}: {message}" if path else message, "invalid_request", ".".join(param) or None)
+    return _answer(
+        request,
+        422,
+        f"{shown}: {message}" if path else message,
+        "invalid_request",
+        ".".join(param) or None,
+    )
 
 
 def _most_telling(entries: Sequence[Any]) -> Any:
     """Return the error to tell of: each branch of a union reports one, and one branch was meant.
 
-    That is the branch that took most of the value: whose error is of a list's length alone, or else deepest, or else
-    about more than the value's type, or else at a later element of a list.  What is missing was meant by what does not
-    exist."""
+    That is the branch that took most of the value: whose error is of a list's length alone, or else
+    deepest, or else about more than the value's type, or else at a later element of a list.  What
+    is missing was meant by what does not exist."""
 
     def rank(entry: Any) -> tuple[bool, int, bool, int, bool]:
         path = _field_path(entry["loc"])
@@ -141,7 +183,11 @@ def _body_problem(error: Any) -> str:
 
 
 def _told(error: Any) -> str:
-    return str(error["msg"]).removeprefix("Value error, ").replace(_AN_OBJECT, "Input should be an object")
+    return (
+        str(error["msg"])
+        .removeprefix("Value error, ")
+        .replace(_AN_OBJECT, "Input should be an object")
+    )
 
 
 def _in_words(route: str, error: Any, entries: Sequence[Any]) -> str:
@@ -152,7 +198,11 @@ def _in_words(route: str, error: Any, entries: Sequence[Any]) -> str:
     if error["type"] in ("model_type", "model_attributes_type") and path[-1:] == ["generate"]:
         return 'expected an object, such as {"max_tokens": 64}'
     if error["type"] in _OF_TYPES:
-        same = (entry for entry in entries if entry["type"] in _OF_TYPES and _field_path(entry["loc"]) == path)
+        same = (
+            entry
+            for entry in entries
+            if entry["type"] in _OF_TYPES and _field_path(entry["loc"]) == path
+        )
         first, *others = dict.fromkeys(map(_told, same))
         return " or ".join([first, *(other.removeprefix(_SHOULD_BE) for other in others)])
     if error["type"] != "extra_forbidden":
@@ -168,21 +218,36 @@ def _in_words(route: str, error: Any, entries: Sequence[Any]) -> str:
         return "no such field"
     known = list((inner if path[:-1] else model).model_fields)
     if name == "extra_body":
-        return "no such field: what a client takes as extra_body it sends as fields of the request itself"
-    if (called := next((field for field in _CALLED.get(name, ()) if field in known), None)) is not None:
+        return (
+            "no such field: what a client takes as extra_body it sends as fields of the request"
+            " itself"
+        )
+    if (
+        called := next((field for field in _CALLED.get(name, ()) if field in known), None)
+    ) is not None:
         return f"no such field; it is {called!r} here"
     close = get_close_matches(name, known, n=1)
-    return f"no such field; did you mean {close[0]!r}?" if close else f"no such field; there are {', '.join(known)}"
+    return (
+        f"no such field; did you mean {close[0]!r}?"
+        if close
+        else f"no such field; there are {', '.join(known)}"
+    )
 
 
 def _field_path(location: tuple[int | str, ...]) -> list[str]:
-    """Return the path in the request, without pydantic's names of union branches and constraints."""
+    """Return the path in the request, without pydantic's names of union branches and
+    constraints."""
     tags = ("body", "str", "int", "float", "dict", "none")
-    return [str(part) for part in location if isinstance(part, int) or _FIELD.fullmatch(part) and part not in tags]
+    return [
+        str(part)
+        for part in location
+        if isinstance(part, int) or _FIELD.fullmatch(part) and part not in tags
+    ]
 
 
 class Refused(HTTPException):
-    """Carries an error of the service out of the reading of a body, where FastAPI makes a plain 400 of any other."""
+    """Carries an error of the service out of the reading of a body, where FastAPI makes a plain 400
+    of any other."""
 
     def __init__(self, error: HalluTracerError) -> None:
         super().__init__(error.status)
@@ -196,13 +261,16 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
     status, headers = error.status_code, dict(error.headers or {})
     message = NO_ROUTE.format(path=_shown(request.url.path)) if status == 404 else str(error.detail)
     if status == 405:
-        allowed = next((value for name, value in headers.items() if name.lower() == "allow"), "another method")
+        allowed = next(
+            (value for name, value in headers.items() if name.lower() == "allow"), "another method"
+        )
         message = f"{request.method} is not for this route; it takes {allowed}"
     return _answer(request, status, message, CODES.get(status, "http_error"), **headers)
 
 
 def _shown(path: str) -> str:
-    """Return a path as an error may repeat it: whole up to a limit, and with nothing that a terminal would obey."""
+    """Return a path as an error may repeat it: whole up to a limit, and with nothing that a
+    terminal would obey."""
     cut = path[:_PATH_SHOWN] + ("..." if len(path) > _PATH_SHOWN else "")
     return "".join(letter if letter.isprintable() else "?" for letter in cut)
 

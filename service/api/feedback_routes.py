@@ -27,15 +27,21 @@ def _text(value: str) -> str:
 class FeedbackRequest(RequestModel):
     """What somebody says of an earlier answer."""
 
-    model_config = RequestModel.model_config | {"json_schema_extra": {"example": EXAMPLES["feedback"]}}
+    model_config = RequestModel.model_config | {
+        "json_schema_extra": {"example": EXAMPLES["feedback"]}
+    }
 
     id: StrictStr = Field(
         pattern=r"^[A-Za-z0-9._:-]{1,140}$",
-        description="of an answer (risk-.., chatcmpl-.., cmpl-.., resp_.., msg_..), or its x-request-id where a "
-        "route has no ids",
+        description=(
+            "of an answer (risk-.., chatcmpl-.., cmpl-.., resp_.., msg_..), or its x-request-id"
+            " where a route has no ids"
+        ),
     )
     index: StrictInt = Field(0, ge=0, le=4095, description="of the prompt, in a request of several")
-    label: Label = Field(description="unclear: looked at and undecided; it also takes an earlier label back")
+    label: Label = Field(
+        description="unclear: looked at and undecided; it also takes an earlier label back"
+    )
     comment: Annotated[StrictStr, Field(max_length=2000), AfterValidator(_text)] | None = Field(
         None, description="kept beside the label, as it is"
     )
@@ -48,11 +54,19 @@ class FeedbackResponse(Strict):
     id: str
     index: int
     label: Label
-    standing: Standing = Field(description="new; repeated: you said so before; changed: your earlier label is history")
+    standing: Standing = Field(
+        description="new; repeated: you said so before; changed: your earlier label is history"
+    )
     conflict: bool = Field(description="another caller says otherwise")
-    drawn: bool = Field(description="the service drew this answer at random when it gave it: only such labels are "
-                        "held against a guarantee")  # fmt: skip
-    counts: bool = Field(description="whether a recalibration would use this answer's label as things stand")
+    drawn: bool = Field(
+        description=(
+            "the service drew this answer at random when it gave it: only such labels are "
+            "held against a guarantee"
+        )
+    )
+    counts: bool = Field(
+        description="whether a recalibration would use this answer's label as things stand"
+    )
     reason: str | None = Field(description="why it does not count")
 
 
@@ -71,24 +85,30 @@ RESPONSES = errors(
 
 
 @router.post(FEEDBACK_ROUTE, summary="Say whether an answer was right", responses=RESPONSES)
-async def feedback(body: Annotated[FeedbackRequest, Body()], request: Request, service: TheService) -> FeedbackResponse:
+async def feedback(
+    body: Annotated[FeedbackRequest, Body()], request: Request, service: TheService
+) -> FeedbackResponse:
     """Store whether an answer was right.  The response is sent once the label is on disk."""
     kept = service.feedback
     if kept is None:
-        raise NotFound("this service keeps no feedback: its operator can start it with --feedback-db")
+        raise NotFound(
+            "this service keeps no feedback: its operator can start it with --feedback-db"
+        )
     caller = caller_of(request, service)
     seconds = service.settings.deadline_s
     try:
         async with while_connected(request), asyncio.timeout(seconds):
             stored = await kept.label(caller, body.id, body.index, body.label, body.comment)
     except TimeoutError:
-        message = f"the label was not on disk within {seconds:g} s and may come to be: send it again"
+        message = (
+            f"the label was not on disk within {seconds:g} s and may come to be: send it again"
+        )
         raise DeadlineExceeded(message) from None
     if stored is None:
         past = "" if kept.days is None else f", it is older than {kept.days:g} days"
         raise NotFound(
-            f"no answer with this id and index {body.index} is known to this caller: the id is another one, of another "
-            f"caller{past}, or the answer was not kept",
+            f"no answer with this id and index {body.index} is known to this caller: the id is"
+            f" another one, of another caller{past}, or the answer was not kept",
             param="id",
         )
     monitor = service.catalogue.monitors.get(stored.bundle)
@@ -102,6 +122,12 @@ async def feedback(body: Annotated[FeedbackRequest, Body()], request: Request, s
     elif stored.conflict:
         reason = "another caller says otherwise"
     return FeedbackResponse(
-        id=body.id, index=body.index, label=body.label, standing=stored.standing, conflict=stored.conflict,
-        drawn=stored.drawn, counts=reason is None, reason=reason,
-    )  # fmt: skip
+        id=body.id,
+        index=body.index,
+        label=body.label,
+        standing=stored.standing,
+        conflict=stored.conflict,
+        drawn=stored.drawn,
+        counts=reason is None,
+        reason=reason,
+    )

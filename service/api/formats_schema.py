@@ -15,15 +15,20 @@ _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _NAMED = frozenset(("name", "schema", "strict", "description"))
 
 
-def checked_format(asked: Mapping[str, Any] | None, param: str, inner: str | None = None) -> Format | None:
-    """Return the format that ``asked_format`` has taken, without checking its schema again; None: a text."""
+def checked_format(
+    asked: Mapping[str, Any] | None, param: str, inner: str | None = None
+) -> Format | None:
+    """Return the format that ``asked_format`` has taken, without checking its schema again; None: a
+    text."""
     if asked is None or asked.get("type") != "json_schema":
         return asked_format(asked, param, inner)
     schema = (asked if inner is None else asked[inner])["schema"]
     return Format(json.dumps(schema, ensure_ascii=False, allow_nan=False), param)
 
 
-def asked_format(found: Mapping[str, Any] | None, param: str, inner: str | None = None) -> Format | None:
+def asked_format(
+    found: Mapping[str, Any] | None, param: str, inner: str | None = None
+) -> Format | None:
     """Return what is asked for; None: a text.  Raises ValueError, which names what is wrong.
 
     ``inner``: the field that holds name and schema; None: they stand beside the type."""
@@ -45,12 +50,18 @@ def asked_format(found: Mapping[str, Any] | None, param: str, inner: str | None 
         raise ValueError(f"'{where}name' is 1 to 64 letters, digits, - and _")
     if not isinstance(schema := named.get("schema"), Mapping):
         raise ValueError(f"'{where}schema' is a JSON schema, an object")
-    if not isinstance(named.get("strict"), bool | None) or not isinstance(named.get("description"), str | None):
+    if not isinstance(named.get("strict"), bool | None) or not isinstance(
+        named.get("description"), str | None
+    ):
         raise ValueError(f"'{where}strict' is true or false, and '{where}description' a text")
     if (length := len(named.get("description") or "")) > MOST_CHARACTERS:
-        raise ValueError(f"'{where}description' has {length} characters; at most {MOST_CHARACTERS} are taken")
+        raise ValueError(
+            f"'{where}description' has {length} characters; at most {MOST_CHARACTERS} are taken"
+        )
     try:
-        size_within(schema, levels=MOST_LEVELS, values=MOST_CHARACTERS // 2, characters=MOST_CHARACTERS)
+        size_within(
+            schema, levels=MOST_LEVELS, values=MOST_CHARACTERS // 2, characters=MOST_CHARACTERS
+        )
         return Format(check_schema(schema), param)
     except ValueError as error:
         raise ValueError(f"'{where}schema': {error}") from None
@@ -60,5 +71,7 @@ def check_alone(found: Format | None, tools: object) -> None:
     """Raise ValueError for a format beside tools: a call of one is not of the format."""
     if found is not None and tools is not None:
         raise at_fault(
-            found.param, f"{found.param!r} and 'tools' exclude each other here: a call of a tool is not of the format"
+            found.param,
+            f"{found.param!r} and 'tools' exclude each other here: a call of a tool is not of the"
+            " format",
         )

@@ -1,4 +1,5 @@
-"""What a policy with action ``fallback`` withholds, answered by another OpenAI-compatible server."""
+"""What a policy with action ``fallback`` withholds, answered by another OpenAI-compatible
+server."""
 
 from __future__ import annotations
 
@@ -28,23 +29,35 @@ class Forwarder:
 
     def __init__(self, metrics: Metrics) -> None:
         self._proxies, self._metrics = Proxies.of_environment(), metrics
-        self._client = httpx.AsyncClient(transport=AsyncProxyTransport(self._proxies), follow_redirects=False)
+        self._client = httpx.AsyncClient(
+            transport=AsyncProxyTransport(self._proxies), follow_redirects=False
+        )
 
     async def close(self) -> None:
         """End what is under way."""
         await self._client.aclose()
 
     async def whole(
-        self, upstream: Upstream, route: str, body: Mapping[str, Any], trace: RequestTrace | None = None
+        self,
+        upstream: Upstream,
+        route: str,
+        body: Mapping[str, Any],
+        trace: RequestTrace | None = None,
     ) -> dict[str, Any]:
-        """Return the upstream's answer: ``model``, ``choices`` and ``usage``.  Raises UpstreamFailed."""
+        """Return the upstream's answer: ``model``, ``choices`` and ``usage``.  Raises
+        UpstreamFailed."""
         async with self._response(upstream, route, body, trace) as (response, call):
             return _document(upstream, await response.aread(), call)
 
     async def stream(
-        self, upstream: Upstream, route: str, body: Mapping[str, Any], trace: RequestTrace | None = None
+        self,
+        upstream: Upstream,
+        route: str,
+        body: Mapping[str, Any],
+        trace: RequestTrace | None = None,
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield its chunks likewise.  Raises UpstreamFailed, also where the stream ends without [DONE]."""
+        """Yield its chunks likewise.  Raises UpstreamFailed, also where the stream ends without
+        [DONE]."""
         async with self._response(upstream, route, body, trace) as (response, call):
             async for event in EventSource(response).aiter_sse():
                 if event.data == "[DONE]":
@@ -64,13 +77,24 @@ class Forwarder:
         outcome: UpstreamOutcome = "given_up"  # the client left, or the deadline passed
         code: str | None = outcome
         try:
-            headers = upstream.headers() | {"accept-encoding": "identity"} | ({} if call is None else call.headers)
+            headers = (
+                upstream.headers()
+                | {"accept-encoding": "identity"}
+                | ({} if call is None else call.headers)
+            )
             content = {**body, "model": upstream.model}
-            async with self._client.stream("POST", address, json=content, headers=headers, timeout=timeout) as response:
+            async with self._client.stream(
+                "POST", address, json=content, headers=headers, timeout=timeout
+            ) as response:
                 if response.status_code != httpx.codes.OK:
                     raise UpstreamFailed(f"{asked} answered with status {response.status_code}")
-                if response.headers.get("content-encoding", "").strip().lower() not in ("", "identity"):
-                    raise UpstreamFailed(f"{upstream.host} sent a compressed answer, though asked for a plain one")
+                if response.headers.get("content-encoding", "").strip().lower() not in (
+                    "",
+                    "identity",
+                ):
+                    raise UpstreamFailed(
+                        f"{upstream.host} sent a compressed answer, though asked for a plain one"
+                    )
                 response.stream = _Bounded(upstream, response.stream)
                 yield response, call
             outcome, code = "answered", None
@@ -79,7 +103,9 @@ class Forwarder:
                 error = UpstreamFailed(f"{asked} took longer than {upstream.timeout_s:g} s")
             elif not isinstance(error, HalluTracerError):
                 why = f": {error}" if isinstance(error, httpx.ProxyError) else ""
-                error = UpstreamFailed(f"{asked} could not be reached or read: {type(error).__name__}{why}")
+                error = UpstreamFailed(
+                    f"{asked} could not be reached or read: {type(error).__name__}{why}"
+                )
             outcome, code = "failed", error.code
             raise error from None
         finally:
@@ -89,9 +115,12 @@ class Forwarder:
 
 
 class _Bounded(httpx.AsyncByteStream):
-    """What an upstream sends; no more of it than ``MOST_BYTES`` is kept, be it a line, an event or an answer."""
+    """What an upstream sends; no more of it than ``MOST_BYTES`` is kept, be it a line, an event or
+    an answer."""
 
-    def __init__(self, upstream: Upstream, stream: httpx.SyncByteStream | httpx.AsyncByteStream) -> None:
+    def __init__(
+        self, upstream: Upstream, stream: httpx.SyncByteStream | httpx.AsyncByteStream
+    ) -> None:
         assert isinstance(stream, httpx.AsyncByteStream)
         self._upstream, self._stream = upstream, stream
         self.kept = 0  # bytes that whoever reads still holds
@@ -122,4 +151,6 @@ def _document(upstream: Upstream, content: bytes, call: UpstreamCall | None) -> 
     if call is not None:
         call.note(found)
     usage = found.get("usage")
-    return {"model": upstream.model, "choices": found["choices"]} | ({"usage": usage} if usage else {})
+    return {"model": upstream.model, "choices": found["choices"]} | (
+        {"usage": usage} if usage else {}
+    )

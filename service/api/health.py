@@ -1,4 +1,5 @@
-"""Liveness, readiness and metrics, and the reload.  Ready: the model is loaded and every golden prompt matched."""
+"""Liveness, readiness and metrics, and the reload.  Ready: the model is loaded and every golden
+prompt matched."""
 
 from __future__ import annotations
 
@@ -28,16 +29,21 @@ class Status(Strict):
 
 router, admin = APIRouter(tags=["operations"]), APIRouter(tags=["admin"])
 _TEXT: dict[int | str, dict[str, Any]] = {
-    200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "Prometheus' text format"}
+    200: {
+        "content": {"text/plain": {"schema": {"type": "string"}}},
+        "description": "Prometheus' text format",
+    }
 }
 NOT_READY = errors(_503="loading, loading failed, or shutting down; the message says which")
 
 
 @router.head("/health/live", include_in_schema=False)
 @router.get(
-    "/health/live", summary="Is the process alive?", response_model_exclude_none=True,
+    "/health/live",
+    summary="Is the process alive?",
+    response_model_exclude_none=True,
     responses=errors(_503="the process must be restarted"),
-)  # fmt: skip
+)
 async def live(service: TheService, request: Request) -> Status:
     """200 unless the process must be restarted."""
     with _reasons_for(service, request):
@@ -47,8 +53,15 @@ async def live(service: TheService, request: Request) -> Status:
 
 @router.head("/health/ready", include_in_schema=False)
 @router.head("/health", include_in_schema=False)
-@router.get("/health/ready", summary="Can it score?", response_model_exclude_none=True, responses=NOT_READY)
-@router.get("/health", summary="Can it score? (/health/ready)", response_model_exclude_none=True, responses=NOT_READY)
+@router.get(
+    "/health/ready", summary="Can it score?", response_model_exclude_none=True, responses=NOT_READY
+)
+@router.get(
+    "/health",
+    summary="Can it score? (/health/ready)",
+    response_model_exclude_none=True,
+    responses=NOT_READY,
+)
 async def ready(service: TheService, request: Request) -> Status:
     """200 once scores can be served, until then 503 with the reason."""
     with _reasons_for(service, request):
@@ -63,7 +76,8 @@ async def ready(service: TheService, request: Request) -> Status:
 
 @router.options("/", include_in_schema=False)
 async def plain_check(service: TheService, request: Request) -> Response:
-    """204 once scores can be served, as HAProxy's ``option httpchk`` asks where it names nothing else."""
+    """204 once scores can be served, as HAProxy's ``option httpchk`` asks where it names nothing
+    else."""
     with _reasons_for(service, request):
         service.lifecycle.check_ready()
     return Response(status_code=204)
@@ -81,9 +95,11 @@ def _reasons_for(service: Service, request: Request) -> Iterator[None]:
 
 
 @router.get(
-    "/metrics", summary="Prometheus metrics", response_class=Response,
+    "/metrics",
+    summary="Prometheus metrics",
+    response_class=Response,
     responses=_TEXT | errors(_401="metrics are protected and no key was sent"),
-)  # fmt: skip
+)
 def metrics(service: TheService) -> Response:
     """Counters, histograms and gauges of this service."""
     service.metrics.ready(service.lifecycle.is_ready)
@@ -93,16 +109,23 @@ def metrics(service: TheService) -> Response:
 
 RELOADED = errors(
     _401="no bearer key, or an unknown one",
-    _403="the key does not have the scope admin, or there are no keys and the caller is not on this machine",
+    _403=(
+        "the key does not have the scope admin, or there are no keys and the caller is not on this"
+        " machine"
+    ),
     _404="this service was not started by a command that can reload",
-    _409="the keys or the bundles cannot be used; the message tells of each, and what cannot be used is as before",
+    _409=(
+        "the keys or the bundles cannot be used; the message tells of each, and what cannot be used"
+        " is as before"
+    ),
     _503="not ready: loading, or shutting down; or the audit log cannot be written",
 )
 
 
 @admin.post(RELOAD_ROUTE, summary="Load keys and bundles again", responses=RELOADED)
 async def reload(service: TheService, who: Admin) -> BundleList:
-    """Read the keys again, look the bundles up again and swap them; requests under way end with what they began with.
+    """Read the keys again, look the bundles up again and swap them; requests under way end with
+    what they began with.
 
     Of keys and bundles each is taken where it can be, whatever is wrong with the other."""
     if service.lifecycle.load_again is None:
@@ -111,5 +134,7 @@ async def reload(service: TheService, who: Admin) -> BundleList:
     if keys is None and error is None:
         return await bundles(service)
     swapped = "swapped" if error is None else f"not swapped, those that were loaded stay: {error}"
-    kind = next((one for one in (NotReady, AuditUnavailable) if isinstance(error, one)), ReloadFailed)
+    kind = next(
+        (one for one in (NotReady, AuditUnavailable) if isinstance(error, one)), ReloadFailed
+    )
     raise kind(f"keys: {keys or 'as their file says'}; bundles: {swapped}")

@@ -1,7 +1,9 @@
-"""A request's body as JSON: in UTF-8, without a key twice, without half characters, and with only so many values.
+"""A request's body as JSON: in UTF-8, without a key twice, without half characters, and with only
+so many values.
 
-Python's parser and validation hold the event loop, and make garbage collection walk all that they have made.  So what a
-body may hold is counted in its bytes first, and a long one is parsed and validated in a thread."""
+Python's parser and validation hold the event loop, and make garbage collection walk all that they
+have made.  So what a body may hold is counted in its bytes first, and a long one is parsed and
+validated in a thread."""
 
 from __future__ import annotations
 
@@ -22,11 +24,15 @@ from service.api.auth import caller_of
 from service.json_limits import excess, lone_surrogate
 
 T = TypeVar("T")
-# Bytes of a body up to which it is parsed and validated on the event loop: a schema of so many takes two milliseconds,
-# a longer one so much that a burst of a caller's requests would hold up the health checks.
+# Bytes of a body up to which it is parsed and validated on the event loop: a schema of so many
+# takes two milliseconds, a longer one so much that a burst of a caller's requests would hold up the
+# health checks.
 INLINE = 4096
-MOST_THREADS = 2  # that read long bodies: they share one interpreter, so more would only hold up the event loop
-MOST_OF_CALLER = 1  # of these threads, so that one caller's bodies wait for each other and for nobody else's
+# that read long bodies: they share one interpreter, so more would only hold up the event loop
+MOST_THREADS = 2
+MOST_OF_CALLER = (
+    1  # of these threads, so that one caller's bodies wait for each other and for nobody else's
+)
 MOST_KEY_CHARACTERS = 4096  # a key may be repeated in an error
 MOST_DIGITS = 100  # of a whole number: the time to read one grows with their square
 _DIGITS_AS_9 = bytes(0x39 if code in b"0123456789" else 0x20 for code in range(256))
@@ -35,16 +41,21 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # also of a whole pair
 
 
 class LongBodies:
-    """Reads bodies in threads.  A caller has ``MOST_OF_CALLER`` of them; its further bodies wait in their order."""
+    """Reads bodies in threads.  A caller has ``MOST_OF_CALLER`` of them; its further bodies wait in
+    their order."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="body")
-        self._callers: dict[str, tuple[asyncio.Semaphore, set[object]]] = {}  # with the bodies that wait or are read
+        self._callers: dict[
+            str, tuple[asyncio.Semaphore, set[object]]
+        ] = {}  # with the bodies that wait or are read
 
     async def read(self, caller: str, work: Callable[[], T]) -> T:
         """Return ``work()``, which runs in a thread; raises what it raises."""
         body = object()
-        places, bodies = self._callers.setdefault(caller, (asyncio.Semaphore(MOST_OF_CALLER), set()))
+        places, bodies = self._callers.setdefault(
+            caller, (asyncio.Semaphore(MOST_OF_CALLER), set())
+        )
         bodies.add(body)
         try:
             await places.acquire()
@@ -58,7 +69,9 @@ class LongBodies:
 
         reading = asyncio.get_running_loop().run_in_executor(self._threads, work)
         reading.add_done_callback(end)
-        return await asyncio.shield(reading)  # a request that is cancelled keeps its place until the thread is free
+        return await asyncio.shield(
+            reading
+        )  # a request that is cancelled keeps its place until the thread is free
 
     def _leave(self, caller: str, body: object) -> None:
         bodies = self._callers[caller][1]
@@ -72,7 +85,8 @@ class LongBodies:
 
 
 class _Invalid(HTTPException):
-    """Carries a validation error past FastAPI, which turns any other exception of a parser into a plain 400."""
+    """Carries a validation error past FastAPI, which turns any other exception of a parser into a
+    plain 400."""
 
     def __init__(self, error: RequestValidationError) -> None:
         super().__init__(422)
@@ -122,10 +136,11 @@ class JsonRoute(APIRoute):
 
 
 class GuardRoute(JsonRoute):
-    """A route that is asked about prompts which go elsewhere, and that answers about those, too, that cannot be read.
+    """A route that is asked about prompts which go elsewhere, and that answers about those, too,
+    that cannot be read.
 
-    ``request.state.unreadable`` is the refusal of a body with texts that are no Unicode, or None; the route raises it
-    where its policy withholds."""
+    ``request.state.unreadable`` is the refusal of a body with texts that are no Unicode, or None;
+    the route raises it where its policy withholds."""
 
     takes_surrogates = True
 
@@ -133,7 +148,8 @@ class GuardRoute(JsonRoute):
 def parse(body: bytes) -> Any:
     """Return a body's value.
 
-    Raises json.JSONDecodeError, and HTTPException for what a parser would take and nobody can have meant."""
+    Raises json.JSONDecodeError, and HTTPException for what a parser would take and nobody can have
+    meant."""
     value = _loaded(body)
     if (found := _surrogate(body, value)) is not None:
         path, said = found
@@ -142,7 +158,8 @@ def parse(body: bytes) -> Any:
 
 
 def parse_repaired(body: bytes) -> tuple[Any, HTTPException | None]:
-    """Return a body's value, with "?" for each half of a surrogate pair, and what ``parse`` would refuse of it.
+    """Return a body's value, with "?" for each half of a surrogate pair, and what ``parse`` would
+    refuse of it.
 
     Raises as ``parse`` does for all else."""
     value = _loaded(body)
@@ -163,11 +180,16 @@ def _loaded(body: bytes) -> Any:
     if not body.strip():
         raise json.JSONDecodeError("it is empty: send an object", "", 0)
     if body.startswith(codecs.BOM_UTF8):
-        raise json.JSONDecodeError("it begins with a byte order mark: send UTF-8 without one", "", 0)
+        raise json.JSONDecodeError(
+            "it begins with a byte order mark: send UTF-8 without one", "", 0
+        )
     try:
-        # Translated: an expression looks at 4 MB for 65 ms, and no other thread runs meanwhile; this takes a tenth.
+        # Translated: an expression looks at 4 MB for 65 ms, and no other thread runs meanwhile;
+        # this takes a tenth.
         whole_number = _few_digits if _LONG_NUMBER in body.translate(_DIGITS_AS_9) else None
-        value = json.loads(body.decode("utf-8"), object_pairs_hook=_distinct, parse_int=whole_number)
+        value = json.loads(
+            body.decode("utf-8"), object_pairs_hook=_distinct, parse_int=whole_number
+        )
     except UnicodeDecodeError as error:
         raise json.JSONDecodeError(f"not UTF-8, at byte {error.start}", "", 0) from None
     except RecursionError:
@@ -177,12 +199,15 @@ def _loaded(body: bytes) -> Any:
 
 def _few_digits(number: str) -> int:
     if len(number) > MOST_DIGITS:
-        raise json.JSONDecodeError(f"a number has {len(number)} digits; at most {MOST_DIGITS} are taken", "", 0)
+        raise json.JSONDecodeError(
+            f"a number has {len(number)} digits; at most {MOST_DIGITS} are taken", "", 0
+        )
     return int(number)
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Two readers of a body with a key twice may each see another value: what was checked may not be what is used."""
+    """Two readers of a body with a key twice may each see another value: what was checked may not
+    be what is used."""
     content = dict(pairs)
     if len(content) < len(pairs):
         raise json.JSONDecodeError("an object has the same key twice", "", 0)
@@ -192,4 +217,6 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _invalid(said: str, *path: str | int) -> _Invalid:
-    return _Invalid(RequestValidationError([{"type": "value_error", "loc": ("body", *path), "msg": said}]))
+    return _Invalid(
+        RequestValidationError([{"type": "value_error", "loc": ("body", *path), "msg": said}])
+    )

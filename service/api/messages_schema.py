@@ -52,15 +52,28 @@ def joined(content: str | list[TextBlock]) -> str:
     return content if isinstance(content, str) else "".join(block.text for block in content)
 
 
-THOUGHTS = frozenset(("thinking", "redacted_thinking"))  # of earlier turns: no chat template is given any
+THOUGHTS = frozenset(
+    ("thinking", "redacted_thinking")
+)  # of earlier turns: no chat template is given any
 
 
 class Block(ForeignModel):
-    """A block of a turn: a text, a call of a tool, the result of one, or what an earlier answer was thought with."""
+    """A block of a turn: a text, a call of a tool, the result of one, or what an earlier answer was
+    thought with."""
 
     neutral = {"toolset_name": ()}
     ignored = frozenset(
-        ("cache_control", "citations", "caller", "is_error", "annotations", "index", "thinking", "signature", "data")
+        (
+            "cache_control",
+            "citations",
+            "caller",
+            "is_error",
+            "annotations",
+            "index",
+            "thinking",
+            "signature",
+            "data",
+        )
     )
 
     type: Literal["text", "tool_use", "tool_result", "thinking", "redacted_thinking"]
@@ -73,9 +86,17 @@ class Block(ForeignModel):
 
     @model_validator(mode="after")
     def _is_what_it_says(self) -> Block:
-        of_kind = {"text": {"text"}, "tool_use": {"id", "name", "input"}, "tool_result": {"tool_use_id"}}
+        of_kind = {
+            "text": {"text"},
+            "tool_use": {"id", "name", "input"},
+            "tool_result": {"tool_use_id"},
+        }
         needed = of_kind.get(self.type, set())
-        given = {name for name in type(self).model_fields if name != "type" and getattr(self, name) is not None}
+        given = {
+            name
+            for name in type(self).model_fields
+            if name != "type" and getattr(self, name) is not None
+        }
         if missing := needed - given:
             raise ValueError(f"a block of type {self.type!r} needs {min(missing)!r}")
         if other := given - needed - ({"content"} if self.type == "tool_result" else set()):
@@ -93,21 +114,40 @@ class AnthropicMessage(ForeignModel):
     """One turn; an answer may come back with all that it had besides."""
 
     ignored = frozenset(
-        ("id", "type", "index", "model", "stop_reason", "stop_sequence", "stop_details", "usage", "container",
-         "annotations", "cache_control", "reasoning_content", "hallutracer")
-    )  # fmt: skip
+        (
+            "id",
+            "type",
+            "index",
+            "model",
+            "stop_reason",
+            "stop_sequence",
+            "stop_details",
+            "usage",
+            "container",
+            "annotations",
+            "cache_control",
+            "reasoning_content",
+            "hallutracer",
+        )
+    )
 
     role: Literal["user", "assistant", "system"]
-    content: StrictStr | Annotated[list[Block], Field(fail_fast=True, min_length=1, max_length=1024)]
+    content: (
+        StrictStr | Annotated[list[Block], Field(fail_fast=True, min_length=1, max_length=1024)]
+    )
 
     @model_validator(mode="after")
     def _calls_are_the_models(self) -> AnthropicMessage:
         by = {"tool_use": "assistant", "tool_result": "user"} | dict.fromkeys(THOUGHTS, "assistant")
         for block in self.blocks:
             if by.get(block.type, self.role) != self.role:
-                raise ValueError(f"a block of type {block.type!r} belongs into a turn of role {by[block.type]!r}")
+                raise ValueError(
+                    f"a block of type {block.type!r} belongs into a turn of role {by[block.type]!r}"
+                )
         if self.blocks and all(block.type in THOUGHTS for block in self.blocks):
-            raise ValueError("a turn has a text, a call or a result beside its thoughts, which are not read")
+            raise ValueError(
+                "a turn has a text, a call or a result beside its thoughts, which are not read"
+            )
         return self
 
     @property
@@ -116,7 +156,8 @@ class AnthropicMessage(ForeignModel):
         return () if isinstance(self.content, str) else self.content
 
     def rendered(self) -> list[dict[str, Any]]:
-        """Return it for the chat template: each result of a tool is a message of its own, in its place."""
+        """Return it for the chat template: each result of a tool is a message of its own, in its
+        place."""
         if isinstance(self.content, str):
             return [{"role": self.role, "content": self.content}]
         turns, texts, calls = list[dict[str, Any]](), list[str](), list[dict[str, Any]]()
@@ -131,7 +172,10 @@ class AnthropicMessage(ForeignModel):
                 result = joined(block.content or "")
                 turns.append({"role": "tool", "content": result, "tool_call_id": block.tool_use_id})
         if texts or calls:
-            turns.append({"role": self.role, "content": "".join(texts)} | ({"tool_calls": calls} if calls else {}))
+            turns.append(
+                {"role": self.role, "content": "".join(texts)}
+                | ({"tool_calls": calls} if calls else {})
+            )
         return turns
 
 
@@ -171,7 +215,8 @@ class OutputConfig(ForeignModel):
 
 
 class Thinking(ForeignModel):
-    """Whether the model thinks first: ``adaptive`` is as much as it sees fit, which may be nothing."""
+    """Whether the model thinks first: ``adaptive`` is as much as it sees fit, which may be
+    nothing."""
 
     ignored = frozenset(("display",))
 
@@ -181,26 +226,36 @@ class Thinking(ForeignModel):
 class Conversation(ForeignModel):
     """What the model is shown: turns, a system message and tools."""
 
-    messages: Annotated[list[AnthropicMessage], Field(fail_fast=True, min_length=1, max_length=1024)]
+    messages: Annotated[
+        list[AnthropicMessage], Field(fail_fast=True, min_length=1, max_length=1024)
+    ]
     system: Texts | None = None
     output_config: OutputConfig | None = None
     thinking: Thinking | None = None
     tools: Annotated[list[MessagesTool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
-    tool_choice: ToolChoice | None = Field(None, description="none: the model is not told of the tools")
+    tool_choice: ToolChoice | None = Field(
+        None, description="none: the model is not told of the tools"
+    )
 
     @field_validator("thinking", mode="before")
     @classmethod
     def _no_thoughts_of_a_length(cls, given: Any) -> Any:
         known = isinstance(given, dict) and given.get("type") in ("disabled", "adaptive")
         if given is not None and (not known or given.keys() - {"type", "display"}):
-            raise ValueError("'thinking' is {'type': 'adaptive'} or {'type': 'disabled'} here: no thought is asked for")
+            raise ValueError(
+                "'thinking' is {'type': 'adaptive'} or {'type': 'disabled'} here: no thought is"
+                " asked for"
+            )
         return given
 
     @field_validator("tool_choice", mode="before")
     @classmethod
     def _not_forced(cls, found: Any) -> Any:
         if isinstance(found, dict) and found.get("type") not in ("auto", "none"):
-            raise ValueError("'tool_choice' has the type 'auto' or 'none' here: nothing makes the model call a tool")
+            raise ValueError(
+                "'tool_choice' has the type 'auto' or 'none' here: nothing makes the model call a"
+                " tool"
+            )
         return found
 
     @model_validator(mode="after")
@@ -211,12 +266,16 @@ class Conversation(ForeignModel):
             for place, block in enumerate(message.blocks):
                 seen += [] if block.id is None else [(None, block.id)]
                 result = block.tool_use_id
-                seen += [] if result is None else [(f"messages.{number}.content.{place}.type", result)]
+                seen += (
+                    [] if result is None else [(f"messages.{number}.content.{place}.type", result)]
+                )
         check_results(seen)
         try:
             size_within(inputs, levels=MOST_DEPTH + 1)
         except ValueError as error:
-            raise at_fault("messages", f"'messages': {error}, in all blocks' 'input' together") from None
+            raise at_fault(
+                "messages", f"'messages': {error}, in all blocks' 'input' together"
+            ) from None
         _ = self.offered
         return self
 
@@ -226,10 +285,13 @@ class Conversation(ForeignModel):
         choice, tools = self.tool_choice, self.tools or []
         if choice is None:
             return offered(tools, told=True)
-        return offered(tools, told=choice.type != "none", parallel=not choice.disable_parallel_tool_use)
+        return offered(
+            tools, told=choice.type != "none", parallel=not choice.disable_parallel_tool_use
+        )
 
     def of_template(self) -> dict[str, Mapping[str, TemplateArgument]]:
-        """Return the arguments of the chat template that the request asks for, by the field that does."""
+        """Return the arguments of the chat template that the request asks for, by the field that
+        does."""
         unthinking = self.thinking is not None and self.thinking.type == "disabled"
         return {"thinking": UNTHINKING} if unthinking else {}
 
@@ -245,24 +307,47 @@ class MessagesRequest(AnswerRequest, Conversation):
     chat_template_kwargs: TemplateArguments = None
 
     neutral = {
-        **VLLM_NEUTRAL, "container": (), "mcp_servers": ([],), "output_format": (), "speed": ("standard",),
+        **VLLM_NEUTRAL,
+        "container": (),
+        "mcp_servers": ([],),
+        "output_format": (),
+        "speed": ("standard",),
         # What is cleared are thoughts, of which none are read.
-        "context_management": ({"edits": []}, {"edits": [{"type": "clear_thinking_20251015"}]},
-                               {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
-    }  # fmt: skip
+        "context_management": (
+            {"edits": []},
+            {"edits": [{"type": "clear_thinking_20251015"}]},
+            {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        ),
+    }
     ignored = frozenset(
-        ("metadata", "service_tier", "cache_control", "inference_geo", "diagnostics", "user_profile_id", "workspace_id")
+        (
+            "metadata",
+            "service_tier",
+            "cache_control",
+            "inference_geo",
+            "diagnostics",
+            "user_profile_id",
+            "workspace_id",
+        )
     ).union(VLLM_IGNORED)
 
     max_tokens: StrictInt = Field(
-        ge=1, description="an answer may end earlier: at the service's own limit, or shortly before the deadline"
+        ge=1,
+        description=(
+            "an answer may end earlier: at the service's own limit, or shortly before the deadline"
+        ),
     )
     stop_sequences: StopTexts | None = None
-    temperature: float | None = Field(None, ge=0.0, le=1.0, strict=True, description=OWN_TEMPERATURE)
+    temperature: float | None = Field(
+        None, ge=0.0, le=1.0, strict=True, description=OWN_TEMPERATURE
+    )
 
     def of_template(self) -> dict[str, Mapping[str, TemplateArgument]]:
-        """Return the arguments of the chat template that the request asks for, by the field that does."""
-        return Conversation.of_template(self) | {"chat_template_kwargs": self.chat_template_kwargs or {}}
+        """Return the arguments of the chat template that the request asks for, by the field that
+        does."""
+        return Conversation.of_template(self) | {
+            "chat_template_kwargs": self.chat_template_kwargs or {}
+        }
 
     def stops(self) -> tuple[str, ...]:
         """Return the texts that end the answer."""
@@ -273,7 +358,8 @@ class CountRequest(Conversation):
     """POST /v1/messages/count_tokens."""
 
     neutral = {
-        name: MessagesRequest.neutral[name] for name in ("mcp_servers", "context_management", "output_format", "speed")
+        name: MessagesRequest.neutral[name]
+        for name in ("mcp_servers", "context_management", "output_format", "speed")
     }
     ignored = frozenset(("cache_control", "user_profile_id", "workspace_id", "vllm_xargs"))
 

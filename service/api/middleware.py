@@ -1,4 +1,5 @@
-"""What stands around every request: its id, its time, its body's limits, unhandled errors, the log line.
+"""What stands around every request: its id, its time, its body's limits, unhandled errors, the log
+line.
 
 Plain ASGI: no response is buffered."""
 
@@ -18,7 +19,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from service.access.routes import has_engine_work
 from service.api.auth import caller_of
 from service.api.error_handlers import respond
-from service.errors import BodiesFull, BodyTooLarge, BodyTooSlow, ClientGone, HalluTracerError, NotReady, Overloaded
+from service.errors import (
+    BodiesFull,
+    BodyTooLarge,
+    BodyTooSlow,
+    ClientGone,
+    HalluTracerError,
+    NotReady,
+    Overloaded,
+)
 from service.serving.request_log import RequestRecord, log_failure
 from service.serving.service import Service
 
@@ -26,7 +35,8 @@ _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 class RequestFrame:
-    """Sets x-request-id and x-total-time (ms), refuses bodies that are too large or too slow, answers unhandled errors.
+    """Sets x-request-id and x-total-time (ms), refuses bodies that are too large or too slow,
+    answers unhandled errors.
 
     Writes one log line per request; requests to the scoring routes are counted."""
 
@@ -39,7 +49,11 @@ class RequestFrame:
             await self.app(scope, receive, send)
             return
         started, headers = time.perf_counter(), Headers(scope=scope)
-        metrics, tracing, settings = self._service.metrics, self._service.tracing, self._service.settings
+        metrics, tracing, settings = (
+            self._service.metrics,
+            self._service.tracing,
+            self._service.settings,
+        )
         given = headers.get("x-request-id", "")
         id = given if _ID.fullmatch(given) else f"{random.getrandbits(128):032x}"
         record = RequestRecord(request_id=id, method=scope["method"], path=scope["path"][:256])
@@ -90,44 +104,64 @@ class RequestFrame:
                 self._service.lifecycle.count_ended(code, arrived_late=arrived_late)
             if record.trace is not None:
                 route = getattr(scope.get("route"), "path", None)
-                record.trace.end(record.request_id, route, status, code, record.judgement, record.answers)
+                record.trace.end(
+                    record.request_id, route, status, code, record.judgement, record.answers
+                )
 
 
 class _Body:
-    """Limits the size and the arrival time of a request's body, and notices when the client disconnects."""
+    """Limits the size and the arrival time of a request's body, and notices when the client
+    disconnects."""
 
     def __init__(self, receive: Receive, max_bytes: int, seconds: float) -> None:
-        self._receive, self._max_bytes, self._deadline = receive, max_bytes, time.monotonic() + seconds
+        self._receive, self._max_bytes, self._deadline = (
+            receive,
+            max_bytes,
+            time.monotonic() + seconds,
+        )
         self._received, self._complete = 0, False
         self.gone = self.cut_off = False  # the second: gone before the body was complete
 
     async def receive(self) -> Message:
-        """Return the next message.  Raises HTTPException: FastAPI turns any other exception here into a plain 400."""
+        """Return the next message.  Raises HTTPException: FastAPI turns any other exception here
+        into a plain 400."""
         try:
-            async with asyncio.timeout(None if self._complete else self._deadline - time.monotonic()):
+            async with asyncio.timeout(
+                None if self._complete else self._deadline - time.monotonic()
+            ):
                 message = await self._receive()
         except TimeoutError:
-            raise HTTPException(BodyTooSlow.status, "the body did not arrive before the deadline") from None
+            raise HTTPException(
+                BodyTooSlow.status, "the body did not arrive before the deadline"
+            ) from None
         if message["type"] == "http.disconnect":
             self.gone = True
             self.cut_off = self.cut_off or not self._complete
-        self._complete = self._complete or (message["type"] == "http.request" and not message.get("more_body", False))
+        self._complete = self._complete or (
+            message["type"] == "http.request" and not message.get("more_body", False)
+        )
         self._received += len(message.get("body", b""))
         if self._received > self._max_bytes:
             raise HTTPException(BodyTooLarge.status, self.too_large().message)
         return message
 
     def too_large(self) -> BodyTooLarge:
-        return BodyTooLarge(f"the body is larger than {self._max_bytes} bytes; split the prompts over several requests")
+        return BodyTooLarge(
+            f"the body is larger than {self._max_bytes} bytes; split the prompts over several"
+            " requests"
+        )
 
 
-FREE = 16 * 1024  # bytes of each body that are not counted: most have no more, and ``max_connections`` bounds them
+FREE = (
+    16 * 1024
+)  # bytes of each body that are not counted: most have no more, and ``max_connections`` bounds them
 LEAST = 128 * 2**20  # bytes of all bodies that are always allowed
 LARGEST = 32  # so many of the largest bodies as well
 
 
 class LoadShedder:
-    """Answers 429 if ``Lifecycle.check_not_full`` raises Overloaded, 503 if ``BodyMemory`` raises BodiesFull."""
+    """Answers 429 if ``Lifecycle.check_not_full`` raises Overloaded, 503 if ``BodyMemory`` raises
+    BodiesFull."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self.app, self._service = app, service
@@ -147,7 +181,9 @@ class LoadShedder:
                 return
         headers = Headers(scope=scope)
         length = headers.get("content-length", "0")
-        told = length.isdecimal() and "transfer-encoding" not in headers  # then the server lets no more arrive
+        told = (
+            length.isdecimal() and "transfer-encoding" not in headers
+        )  # then the server lets no more arrive
         size = int(length) if told else 0
         if told and size <= FREE:
             await self.app(scope, receive, send)
@@ -159,12 +195,17 @@ class LoadShedder:
             if (more := size - FREE - taken) > 0:
                 try:
                     memory.take(caller, more)
-                except BodiesFull as full:  # FastAPI turns any other exception here into a plain 400
-                    raise HTTPException(full.status, full.message, {"Retry-After": str(full.retry_after_s)}) from None
+                except (
+                    BodiesFull
+                ) as full:  # FastAPI turns any other exception here into a plain 400
+                    raise HTTPException(
+                        full.status, full.message, {"Retry-After": str(full.retry_after_s)}
+                    ) from None
                 taken += more
 
         async def whole() -> Message:
-            """Take the body's memory before it is read, or as it comes; in one message, since Starlette joins parts."""
+            """Take the body's memory before it is read, or as it comes; in one message, since
+            Starlette joins parts."""
             nonlocal parts
             take(size)
             while (message := await receive())["type"] == "http.request":
@@ -182,10 +223,11 @@ class LoadShedder:
 
 
 class BodyMemory:
-    """The bytes of all requests' bodies, from their arrival to the end of the answer, shared by callers.
+    """The bytes of all requests' bodies, from their arrival to the end of the answer, shared by
+    callers.
 
-    A caller may hold as much as it leaves free (dynamic thresholds: Choudhury, Hahne, 1998): one alone a half, two a
-    third each, and a newcomer finds something left.  On the event loop only."""
+    A caller may hold as much as it leaves free (dynamic thresholds: Choudhury, Hahne, 1998): one
+    alone a half, two a third each, and a newcomer finds something left.  On the event loop only."""
 
     def __init__(self, most: int) -> None:
         self.free = most  # bytes
@@ -196,8 +238,9 @@ class BodyMemory:
         held = self._held[caller]
         if held + size > self.free - size:
             raise BodiesFull(
-                f"the bodies of this caller's unfinished requests hold {held} bytes, and {size} more do not fit now; "
-                f"try again in {BodiesFull.retry_after_s} s, or send fewer at once"
+                f"the bodies of this caller's unfinished requests hold {held} bytes, and {size}"
+                f" more do not fit now; try again in {BodiesFull.retry_after_s} s, or send fewer at"
+                " once"
             )
         self._held[caller] += size
         self.free -= size

@@ -1,7 +1,8 @@
-"""POST /v1/chat/completions and /v1/completions, for clients of OpenAI's API: the answer, where its risk allows one.
+"""POST /v1/chat/completions and /v1/completions, for clients of OpenAI's API: the answer, where its
+risk allows one.
 
-The risk is the response's ``hallutracer``.  A withheld answer has no text and the finish reason ``content_filter``, in
-a chat the policy's message as ``refusal``: OpenAI's clients know both."""
+The risk is the response's ``hallutracer``.  A withheld answer has no text and the finish reason
+``content_filter``, in a chat the policy's message as ``refusal``: OpenAI's clients know both."""
 
 from __future__ import annotations
 
@@ -39,53 +40,84 @@ WITHHELD = "content_filter"
 # What the document says of an answer, which is made by ``_served``.
 _DETAILS = create_model("TokenDetails", __doc__="Of the prompt's tokens.", cached_tokens=int)
 _USAGE = create_model(
-    "OpenAIUsage", __doc__="Token counts.", prompt_tokens=int, completion_tokens=int, total_tokens=int,
+    "OpenAIUsage",
+    __doc__="Token counts.",
+    prompt_tokens=int,
+    completion_tokens=int,
+    total_tokens=int,
     prompt_tokens_details=_DETAILS,
-)  # fmt: skip
+)
 _ROLE: Any = (Literal["assistant"], "assistant")
 _CALLED: Any = create_model(
     "CalledByAnswer", __doc__="A call's tool, and its arguments' JSON.", name=str, arguments=str
 )
 _CALL: Any = create_model(
-    "AnswerToolCall", __doc__="A call of a tool.", id=str, type=Literal["function"], function=_CALLED
+    "AnswerToolCall",
+    __doc__="A call of a tool.",
+    id=str,
+    type=Literal["function"],
+    function=_CALLED,
 )
 _MESSAGE: Any = create_model(
-    "AnswerMessage", __doc__="A chat's answer.", role=_ROLE, content=(str | None, None),
-    refusal=(str | None, Field(None, description="the policy's message, where the answer is withheld")),
+    "AnswerMessage",
+    __doc__="A chat's answer.",
+    role=_ROLE,
+    content=(str | None, None),
+    refusal=(
+        str | None,
+        Field(None, description="the policy's message, where the answer is withheld"),
+    ),
     tool_calls=(list[_CALL] | None, Field(None, description="of the request's tools")),
-)  # fmt: skip
+)
 _CHOICE: Any = create_model(
-    "Choice", __doc__="The answer to one prompt: ``message`` of a chat, ``text`` of a text completion.", index=int,
-    message=(_MESSAGE | None, None), text=(str | None, None),
-    finish_reason=Literal["stop", "length", "content_filter", "tool_calls"], logprobs=(None, None),
-)  # fmt: skip
+    "Choice",
+    __doc__="The answer to one prompt: ``message`` of a chat, ``text`` of a text completion.",
+    index=int,
+    message=(_MESSAGE | None, None),
+    text=(str | None, None),
+    finish_reason=Literal["stop", "length", "content_filter", "tool_calls"],
+    logprobs=(None, None),
+)
 _ANSWER = create_model(
-    "OpenAIResponse", __doc__="A whole answer.", id=str, object=Literal["chat.completion", "text_completion"],
-    created=int, model=str, choices=list[_CHOICE], usage=_USAGE,
+    "OpenAIResponse",
+    __doc__="A whole answer.",
+    id=str,
+    object=Literal["chat.completion", "text_completion"],
+    created=int,
+    model=str,
+    choices=list[_CHOICE],
+    usage=_USAGE,
     hallutracer=(dict[str, Any], Field(description=RISKS)),
-)  # fmt: skip
+)
 
 router = APIRouter(tags=["openai"], route_class=JsonRoute)
 _EVENTS = "chat.completion.chunk or text_completion objects, the first with the risk, or an error"
 RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {
-        "model": _ANSWER, "headers": wire.HEADERS,
+        "model": _ANSWER,
+        "headers": wire.HEADERS,
         "description": "the answer, or with 'stream' its chunks; of a withheld answer its refusal",
         "content": {"text/event-stream": {"schema": wire.events_schema(_EVENTS)}},
     },
     **wire.FAILURES,
-}  # fmt: skip
+}
 
 
-@router.post(CHAT_ROUTE, summary="Chat, as OpenAI's, with the risk beside the answer", responses=RESPONSES)
-async def chat(body: Annotated[ChatRequest, Body()], request: Request, service: TheService) -> Response:
+@router.post(
+    CHAT_ROUTE, summary="Chat, as OpenAI's, with the risk beside the answer", responses=RESPONSES
+)
+async def chat(
+    body: Annotated[ChatRequest, Body()], request: Request, service: TheService
+) -> Response:
     """An answer to a conversation; its risk is known before its first token."""
     conversation = [message.rendered() for message in body.messages]
     return await _served("chat", CHAT_ROUTE, body, request, service, "messages", [conversation])
 
 
 @router.post(TEXT_ROUTE, summary="Text completion, as OpenAI's, with the risk", responses=RESPONSES)
-async def text(body: Annotated[TextRequest, Body()], request: Request, service: TheService) -> Response:
+async def text(
+    body: Annotated[TextRequest, Body()], request: Request, service: TheService
+) -> Response:
     """A continuation of each prompt, which goes through no chat template."""
     prompts = body.prompts()
     kind: Kind = "text" if not prompts or isinstance(prompts[0], str) else "input_ids"
@@ -93,32 +125,53 @@ async def text(body: Annotated[TextRequest, Body()], request: Request, service: 
 
 
 async def _served(
-    to: Route, route: str, body: ChatRequest | TextRequest, request: Request, service: Service, kind: Kind,
+    to: Route,
+    route: str,
+    body: ChatRequest | TextRequest,
+    request: Request,
+    service: Service,
+    kind: Kind,
     prompts: list[Any],
-) -> Response:  # fmt: skip
+) -> Response:
     settings, most = service.settings, service.settings.max_new_tokens
     limit = body.length or (most if to == "chat" else min(TEXT_MAX_TOKENS, most))
     field = "messages" if to == "chat" else "prompt"
     tools, found = (body.offered, body.format) if isinstance(body, ChatRequest) else (None, None)
     wanted = Wanted(
-        route=route, kind=kind, prompts=prompts, field=field, most=limit, most_field=body.length_field, forwards=True,
-        tools=tools, format=found,
-    )  # fmt: skip
+        route=route,
+        kind=kind,
+        prompts=prompts,
+        field=field,
+        most=limit,
+        most_field=body.length_field,
+        forwards=True,
+        tools=tools,
+        format=found,
+    )
     reply = await answered(request, service, body, wanted)
     forwarder: Forwarder = request.app.state.forwarder
     # The policy that judged: with a passage, a fetching policy has become one that abstains.
-    upstream = reply.judgement.policy.upstream if reply.judgement.reports[0].decision is Decision.FALLBACK else None
+    upstream = (
+        reply.judgement.policy.upstream
+        if reply.judgement.reports[0].decision is Decision.FALLBACK
+        else None
+    )
     # What is about this model, or about a cache of OpenAI's own of which only the name is kept.
     left_out = {"vllm_xargs", "chat_template_kwargs", "reasoning_effort", "prompt_cache_options"}
     sent_on = body.model_dump(mode="json", exclude_none=True, exclude=left_out)
     in_content, trace = settings.message_in_content, reply.record.trace
     if body.stream:
         foreign = None if upstream is None else forwarder.stream(upstream, route, sent_on, trace)
-        return wire.EventStream(reply, _chunks(to, reply, wanted, body.with_usage, in_content, foreign))
+        return wire.EventStream(
+            reply, _chunks(to, reply, wanted, body.with_usage, in_content, foreign)
+        )
     try:
         reports = reply.judgement.reports
         content = _head(to, reply.judgement) | {
-            "choices": [_choice(to, index, report, wanted, in_content) for index, report in enumerate(reports)],
+            "choices": [
+                _choice(to, index, report, wanted, in_content)
+                for index, report in enumerate(reports)
+            ],
             "usage": _counted(reports),
             "hallutracer": note(reply.judgement),
         }
@@ -155,37 +208,58 @@ def _finish_reason(report: RiskReport, calls: int) -> str:
     return "tool_calls" if calls and ended == "stop" else ended
 
 
-def _choice(to: Route, index: int, report: RiskReport, wanted: Wanted, in_content: bool) -> dict[str, Any]:
+def _choice(
+    to: Route, index: int, report: RiskReport, wanted: Wanted, in_content: bool
+) -> dict[str, Any]:
     said, calls = _refusal(report, in_content), list[ToolCall]()
     if report.outcome.shows:
         text, calls = split(wanted.tools, report.shown.text)
         said = {"content": annotation(report, wanted.format) + text, "refusal": None}
     if calls:
         said |= {"content": said["content"] or None, "tool_calls": [called(call) for call in calls]}
-    own = {"text": said["content"] or ""} if to == "text" else {"message": {"role": "assistant", **said}}
-    return {"index": index, **own, "finish_reason": _finish_reason(report, len(calls)), "logprobs": None}
+    own = (
+        {"text": said["content"] or ""}
+        if to == "text"
+        else {"message": {"role": "assistant", **said}}
+    )
+    return {
+        "index": index,
+        **own,
+        "finish_reason": _finish_reason(report, len(calls)),
+        "logprobs": None,
+    }
 
 
 def _refusal(report: RiskReport, in_content: bool) -> dict[str, Any]:
-    """Return what a withheld answer's message holds; many clients show its ``content`` and drop its ``refusal``."""
+    """Return what a withheld answer's message holds; many clients show its ``content`` and drop its
+    ``refusal``."""
     message = report.verdict.message
     return {"content": message if in_content else None, "refusal": message}
 
 
 async def _chunks(
-    to: Route, reply: wire.Reply, wanted: Wanted, with_usage: bool, in_content: bool, foreign: Chunks | None
+    to: Route,
+    reply: wire.Reply,
+    wanted: Wanted,
+    with_usage: bool,
+    in_content: bool,
+    foreign: Chunks | None,
 ) -> AsyncIterator[bytes]:
-    """Yield the stream of one prompt; ``foreign`` are the chunks of the server that answers instead."""
+    """Yield the stream of one prompt; ``foreign`` are the chunks of the server that answers
+    instead."""
     same = _head(to, reply.judgement, chunk=True) | ({"usage": None} if with_usage else {})
     report, deltas = reply.judgement.reports[0], Deltas(wanted.tools)
 
     def sent(content: dict[str, Any]) -> bytes:
         return wire.event(json.dumps(same | content, ensure_ascii=False))
 
-    def chunk(delta: dict[str, Any], end: str | None = None, hallutracer: dict[str, Any] | None = None) -> bytes:
+    def chunk(
+        delta: dict[str, Any], end: str | None = None, hallutracer: dict[str, Any] | None = None
+    ) -> bytes:
         own = {"delta": delta} if to == "chat" else {"text": delta.get("content") or ""}
         return sent(
-            {"choices": [{"index": 0, "finish_reason": end, "logprobs": None} | own]} | beside(hallutracer or {})
+            {"choices": [{"index": 0, "finish_reason": end, "logprobs": None} | own]}
+            | beside(hallutracer or {})
         )
 
     def used(reports: list[RiskReport]) -> bytes:
@@ -200,14 +274,19 @@ async def _chunks(
     def last(reports: list[RiskReport]) -> bytes:
         rest = b"".join(map(chunk, deltas.rest()))
         ended = _finish_reason(reports[0], deltas.calls)
-        return rest + chunk({}, ended, wire.answer_note(reports[0].answer, reports[0].decoding)) + used(reports)
+        return (
+            rest
+            + chunk({}, ended, wire.answer_note(reports[0].answer, reports[0].decoding))
+            + used(reports)
+        )
 
     if foreign is None and report.outcome is Outcome.WITHHELD:
         said = {"role": "assistant", **_refusal(report, in_content)}
         yield chunk(said, WITHHELD, hallutracer=note(reply.judgement)) + used([report])
     else:
         yield chunk(
-            {"role": "assistant", "content": annotation(report, wanted.format)}, hallutracer=note(reply.judgement)
+            {"role": "assistant", "content": annotation(report, wanted.format)},
+            hallutracer=note(reply.judgement),
         )
         if foreign is None:
             async for part in wire.answer_events(reply, piece, last):
@@ -223,7 +302,8 @@ async def _chunks(
 
 
 async def _in_time(reply: wire.Reply, foreign: Chunks) -> Chunks:
-    """Yield each chunk before the request's deadline, and the service's end.  Raises DeadlineExceeded, NotReady."""
+    """Yield each chunk before the request's deadline, and the service's end.  Raises
+    DeadlineExceeded, NotReady."""
     while True:
         try:
             async with reply.service.lifecycle.until_cut(), reply.handle.deadline.enforced():

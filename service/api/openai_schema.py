@@ -43,23 +43,61 @@ from service.tool_calls import Tools
 
 TEXT_MAX_TOKENS = 16  # of a request on TEXT_ROUTE that names none, as OpenAI and vLLM have it
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,), "best_of": (1,), "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,),
-    "top_k": (-1, 0), "min_p": (0,), "min_tokens": (0,), "logit_bias": ({},), "logprobs": (False, 0),
-    "top_logprobs": (0,), "echo": (False,), "suffix": ("",), "tools": ([],), "functions": ([],),
-    "tool_choice": ("none", "auto"), "function_call": ("none", "auto"), "response_format": ({"type": "text"},),
-    "modalities": (["text"],), "moderation": (), "web_search_options": (), "audio": (), "prediction": (),
+    "n": (1,),
+    "best_of": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "top_k": (-1, 0),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "logit_bias": ({},),
+    "logprobs": (False, 0),
+    "top_logprobs": (0,),
+    "echo": (False,),
+    "suffix": ("",),
+    "tools": ([],),
+    "functions": ([],),
+    "tool_choice": ("none", "auto"),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "moderation": (),
+    "web_search_options": (),
+    "audio": (),
+    "prediction": (),
     **VLLM_NEUTRAL,
-}  # fmt: skip
-"""Parameters that no engine here has -> the values that change nothing; null changes nothing either."""
+}
+"""Parameters that no engine here has -> the values that change nothing; null changes nothing
+either."""
 IGNORED = frozenset(
-    ("user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key",
-     "verbosity", "prompt_cache_retention", *VLLM_IGNORED)
-)  # fmt: skip
+    (
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "parallel_tool_calls",
+        "safety_identifier",
+        "prompt_cache_key",
+        "verbosity",
+        "prompt_cache_retention",
+        *VLLM_IGNORED,
+    )
+)
 # Of an earlier answer, as clients keep it: no chat template is given any of it.
 OF_HISTORY = frozenset(
-    ("id", "index", "annotations", "cache_control", "reasoning", "reasoning_content", "reasoning_details",
-     "thinking_blocks", "parsed")
-)  # fmt: skip
+    (
+        "id",
+        "index",
+        "annotations",
+        "cache_control",
+        "reasoning",
+        "reasoning_content",
+        "reasoning_details",
+        "thinking_blocks",
+        "parsed",
+    )
+)
 
 
 class TextPart(ForeignModel):
@@ -72,14 +110,19 @@ class TextPart(ForeignModel):
 
 
 class ChatMessage(ForeignModel):
-    """One turn.  ``developer`` is OpenAI's newer name of ``system``; ``tool`` is the result of a call."""
+    """One turn.  ``developer`` is OpenAI's newer name of ``system``; ``tool`` is the result of a
+    call."""
 
     neutral = {"audio": (), "function_call": ()}
     ignored = OF_HISTORY
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: StrictStr | Annotated[list[TextPart], Field(fail_fast=True, max_length=1024)] | None = None
-    refusal: StrictStr | None = Field(None, description="of an earlier answer that was withheld; read as its text")
+    content: (
+        StrictStr | Annotated[list[TextPart], Field(fail_fast=True, max_length=1024)] | None
+    ) = None
+    refusal: StrictStr | None = Field(
+        None, description="of an earlier answer that was withheld; read as its text"
+    )
     name: Reference | None = Field(None, description="ignored: chat templates have no place for it")
     tool_calls: Annotated[list[Call], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
     tool_call_id: CallId | None = None
@@ -87,9 +130,11 @@ class ChatMessage(ForeignModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nothing(cls, data: Any) -> Any:
-        """An answer of ours that comes back in a conversation has all of OpenAI's keys, most of them null.
+        """An answer of ours that comes back in a conversation has all of OpenAI's keys, most of
+        them null.
 
-        LiteLLM puts what it does not know of an answer, its refusal too, under ``provider_specific_fields``."""
+        LiteLLM puts what it does not know of an answer, its refusal too, under
+        ``provider_specific_fields``."""
         if not isinstance(data, dict):
             return data
         moved = data.get("provider_specific_fields") if data.get("role") == "assistant" else None
@@ -100,21 +145,34 @@ class ChatMessage(ForeignModel):
 
     @model_validator(mode="after")
     def _says_something(self) -> ChatMessage:
-        if self.content is None and (self.role != "assistant" or (self.refusal is None and not self.tool_calls)):
+        if self.content is None and (
+            self.role != "assistant" or (self.refusal is None and not self.tool_calls)
+        ):
             raise ValueError(
-                "'content' is missing; only a withheld answer has a 'refusal', or a turn 'tool_calls', instead"
+                "'content' is missing; only a withheld answer has a 'refusal', or a turn"
+                " 'tool_calls', instead"
             )
         if self.tool_calls and self.role != "assistant":
             raise ValueError("only an assistant's turn has 'tool_calls'")
         if (self.role == "tool") != (self.tool_call_id is not None):
-            raise ValueError("'tool_call_id' names the call that a message of role 'tool' answers; no other has it")
+            raise ValueError(
+                "'tool_call_id' names the call that a message of role 'tool' answers; no other"
+                " has it"
+            )
         return self
 
     def rendered(self) -> dict[str, Any]:
         """Return it for the chat template."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
+        text = (
+            self.content
+            if isinstance(self.content, str)
+            else "".join(part.text for part in self.content or ())
+        )
         role = "system" if self.role == "developer" else self.role
-        turn: dict[str, Any] = {"role": role, "content": text if self.content is not None else self.refusal or ""}
+        turn: dict[str, Any] = {
+            "role": role,
+            "content": text if self.content is not None else self.refusal or "",
+        }
         if self.tool_calls:
             turn["tool_calls"] = [call.rendered() for call in self.tool_calls]
         return turn | ({} if self.tool_call_id is None else {"tool_call_id": self.tool_call_id})
@@ -147,7 +205,13 @@ class OpenAIRequest(AnswerRequest):
 
     def stops(self) -> tuple[str, ...]:
         """Return the texts that end the answer."""
-        return () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        return (
+            ()
+            if self.stop is None
+            else (self.stop,)
+            if isinstance(self.stop, str)
+            else tuple(self.stop)
+        )
 
     @property
     def with_usage(self) -> bool:
@@ -165,12 +229,21 @@ class ChatRequest(OpenAIRequest):
     neutral = NEUTRAL | {"add_special_tokens": (False,)}
 
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=1024)]
-    max_completion_tokens: StrictInt | None = Field(None, ge=1, description="OpenAI's newer name of max_tokens")
+    max_completion_tokens: StrictInt | None = Field(
+        None, ge=1, description="OpenAI's newer name of max_tokens"
+    )
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
-    tool_choice: ToolChoice | None = Field(None, description="none: the model is not told of the tools")
-    parallel_tool_calls: StrictBool | None = Field(None, description="false: of an answer's calls the first is given")
+    tool_choice: ToolChoice | None = Field(
+        None, description="none: the model is not told of the tools"
+    )
+    parallel_tool_calls: StrictBool | None = Field(
+        None, description="false: of an answer's calls the first is given"
+    )
     response_format: dict[str, Any] | None = Field(
-        None, description="of type text, json_object or json_schema, with json_schema: name, schema, strict"
+        None,
+        description=(
+            "of type text, json_object or json_schema, with json_schema: name, schema, strict"
+        ),
     )
 
     @field_validator("messages", mode="before")
@@ -189,10 +262,16 @@ class ChatRequest(OpenAIRequest):
         seen = list[tuple[str | None, str]]()
         for number, message in enumerate(self.messages):
             seen += [(None, call.id) for call in message.tool_calls or ()]
-            seen += [] if message.tool_call_id is None else [(f"messages.{number}", message.tool_call_id)]
+            seen += (
+                []
+                if message.tool_call_id is None
+                else [(f"messages.{number}", message.tool_call_id)]
+            )
         check_results(seen)
         check_alone(self.format, self.offered)
-        if not self.tools:  # another server, which a policy may ask instead, refuses what belongs to none
+        if (
+            not self.tools
+        ):  # another server, which a policy may ask instead, refuses what belongs to none
             self.tools = self.tool_choice = self.parallel_tool_calls = None
         return self
 
@@ -202,7 +281,8 @@ class ChatRequest(OpenAIRequest):
         return checked_format(self.response_format, "response_format", "json_schema")
 
     def of_template(self) -> dict[str, Mapping[str, TemplateArgument]]:
-        """Return the arguments of the chat template that the request asks for, by the field that does."""
+        """Return the arguments of the chat template that the request asks for, by the field that
+        does."""
         effort = of_effort(self.reasoning_effort)
         return {"chat_template_kwargs": self.chat_template_kwargs or {}, "reasoning_effort": effort}
 
@@ -210,7 +290,11 @@ class ChatRequest(OpenAIRequest):
     def offered(self) -> Tools | None:
         """Return the tools that the model is told of."""
         functions = [tool.function for tool in self.tools or ()]
-        return offered(functions, told=self.tool_choice != "none", parallel=self.parallel_tool_calls is not False)
+        return offered(
+            functions,
+            told=self.tool_choice != "none",
+            parallel=self.parallel_tool_calls is not False,
+        )
 
     @property
     def length(self) -> int | None:

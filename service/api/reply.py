@@ -1,4 +1,5 @@
-"""From a judgement to the wire: the schema of what the scoring routes answer, and body, headers and stream of one."""
+"""From a judgement to the wire: the schema of what the scoring routes answer, and body, headers and
+stream of one."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ class CompletionOut(Strict):
 
     text: str
     finish_reason: Literal["stop", "length", "content_filter"] = Field(
-        description="content_filter: the policy ended it where the risk of its own tokens reached stop_at"
+        description=(
+            "content_filter: the policy ended it where the risk of its own tokens reached stop_at"
+        )
     )
     completion_tokens: int
 
@@ -50,11 +53,15 @@ class GuaranteeOut(Strict):
     """The promise of the bundle's threshold, as it stands for this request."""
 
     alpha: float = Field(
-        description="of the question groups that are answered, counted equally, at most this share is answered with a "
-        "hallucination"
+        description=(
+            "of the question groups that are answered, counted equally, at most this share is"
+            " answered with a hallucination"
+        )
     )
     delta: float = Field(description="the promise has confidence 1 - delta")
-    holds: bool = Field(description="nothing is known here that voids it; GET /v1/bundles has its whole statement")
+    holds: bool = Field(
+        description="nothing is known here that voids it; GET /v1/bundles has its whole statement"
+    )
     void: list[str] = Field(description="why it does not hold for this request")
 
 
@@ -64,35 +71,84 @@ class RiskOut(Strict):
     index: int
     risk: Risk
     depth_mean: float
-    decision: Annotated[str, WithJsonSchema({"type": "string", "enum": [*map(str, Decision)], "title": "Decision"})]
-    flagged: bool = Field(description="the risk applies and reached the threshold, whatever the policy's action")
+    decision: Annotated[
+        str, WithJsonSchema({"type": "string", "enum": [*map(str, Decision)], "title": "Decision"})
+    ]
+    flagged: bool = Field(
+        description="the risk applies and reached the threshold, whatever the policy's action"
+    )
     threshold: float
-    # fmt: off
-    interval: list[Risk] | None = Field(None, min_length=2, max_length=2, description="where 95 % of refits on other "
-        "training rows would put the risk; not where the truth lies")
-    outside_training: bool | None = Field(None, description="the prompt lies outside what training saw")
+
+    interval: list[Risk] | None = Field(
+        None,
+        min_length=2,
+        max_length=2,
+        description=(
+            "where 95 % of refits on other "
+            "training rows would put the risk; not where the truth lies"
+        ),
+    )
+    outside_training: bool | None = Field(
+        None, description="the prompt lies outside what training saw"
+    )
     outside_because: str | None = Field(None, description="why it does; null where it does not")
-    distance: float | None = Field(None, description="of the prompt's logits to training's; outside from 1 on")
-    applies: bool | None = Field(None, description="false: the prompt asks for no fact, so the risk says nothing of "
-        "it; null: the bundle cannot tell")
-    tool_call: bool | None = Field(None, description="an answer would have been withheld; this is nothing but "
-        "calls of the request's tools, and is given")
-    decoding: str | None = Field(None, description="how the answer is decoded otherwise than those were that `risk` "
-        "and `answer_risk` were trained on; null: it is not, or none is wanted")
-    passage_truth: float | None = Field(None, description="where a passage stands beside the question and the policy "
-        "takes only this share of passages for true; `risk` and `interval` are so already")
-    decided_by: str | None = Field(None, description="the default bundle, as name:version, where its verdict on the "
-        "same prefill decides although `bundle`, a canary, lets the answer pass")
-    # fmt: on
+    distance: float | None = Field(
+        None, description="of the prompt's logits to training's; outside from 1 on"
+    )
+    applies: bool | None = Field(
+        None,
+        description=(
+            "false: the prompt asks for no fact, so the risk says nothing of "
+            "it; null: the bundle cannot tell"
+        ),
+    )
+    tool_call: bool | None = Field(
+        None,
+        description=(
+            "an answer would have been withheld; this is nothing but "
+            "calls of the request's tools, and is given"
+        ),
+    )
+    decoding: str | None = Field(
+        None,
+        description=(
+            "how the answer is decoded otherwise than those were that `risk` "
+            "and `answer_risk` were trained on; null: it is not, or none is wanted"
+        ),
+    )
+    passage_truth: float | None = Field(
+        None,
+        description=(
+            "where a passage stands beside the question and the policy "
+            "takes only this share of passages for true; `risk` and `interval` are so already"
+        ),
+    )
+    decided_by: str | None = Field(
+        None,
+        description=(
+            "the default bundle, as name:version, where its verdict on the "
+            "same prefill decides although `bundle`, a canary, lets the answer pass"
+        ),
+    )
+
     asks: Risk | None = Field(None, description="the probability that the prompt asks for a fact")
-    message: str | None = Field(None, description="to show instead of an answer; before it, if that is given")
+    message: str | None = Field(
+        None, description="to show instead of an answer; before it, if that is given"
+    )
     trajectory: list[float] | None = Field(None, description="truth logit of each layer")
-    running_mean: list[float] | None = Field(None, description="mean of the truth logits up to each layer")
+    running_mean: list[float] | None = Field(
+        None, description="mean of the truth logits up to each layer"
+    )
     completion: CompletionOut | None = None
     answer_risk: Risk | None = Field(
-        None, description="that the answer is wrong, by its own tokens; if the bundle and the engine read answers"
+        None,
+        description=(
+            "that the answer is wrong, by its own tokens; if the bundle and the engine read answers"
+        ),
     )
-    answer_flagged: bool | None = Field(None, description="that risk reached the bundle's threshold for answers")
+    answer_flagged: bool | None = Field(
+        None, description="that risk reached the bundle's threshold for answers"
+    )
     answer_tokens: int | None = Field(None, description="of the answer that were read for it")
 
 
@@ -109,7 +165,9 @@ class RetrievalOut(Strict):
     """What fetching a passage changed."""
 
     of: str = Field(description="id of the earlier answer")
-    known: bool = Field(description="this service remembers its risk, and the same bundle says both")
+    known: bool = Field(
+        description="this service remembers its risk, and the same bundle says both"
+    )
     risk_before: Risk | None = None
     drop: float | None = Field(None, description="risk_before minus the risk now")
 
@@ -130,15 +188,19 @@ class ScoreResponse(Strict):
 
 
 _ERROR = create_model(
-    "ErrorBody", __doc__="The cause and the remedy.",
-    message=str, type=Literal["invalid_request_error", "server_error"],
-    param=str | None, code=str,
-)  # fmt: skip
+    "ErrorBody",
+    __doc__="The cause and the remedy.",
+    message=str,
+    type=Literal["invalid_request_error", "server_error"],
+    param=str | None,
+    code=str,
+)
 _ERROR_RESPONSE = create_model("ErrorResponse", __doc__="The error envelope.", error=_ERROR)
 
 
 def events_schema(data: str, end: str = "; at last [DONE]") -> dict[str, Any]:
-    """Return the schema of server-sent events, as their readers see each; ``data``: what its JSON may be."""
+    """Return the schema of server-sent events, as their readers see each; ``data``: what its JSON
+    may be."""
     return {
         "type": "object",
         "required": ["data"],
@@ -158,20 +220,27 @@ HEADERS: dict[str, Any] = {
         "x-hallutracer-decision": "if there is one prompt",
     }.items()
 }
-_RETRY = {"headers": {"Retry-After": {"description": "seconds to wait", "schema": {"type": "integer"}}}}
+_RETRY = {
+    "headers": {"Retry-After": {"description": "seconds to wait", "schema": {"type": "integer"}}}
+}
 
 
 def errors(**descriptions: str) -> dict[int | str, dict[str, Any]]:
     """Return the OpenAPI responses of the error envelope: ``errors(_404="no such bundle")``."""
     return {
-        int(status.removeprefix("_")): {"model": _ERROR_RESPONSE, "description": description}
-        | (_RETRY if status in ("_429", "_503") else {})
+        int(status.removeprefix("_")): (
+            {"model": _ERROR_RESPONSE, "description": description}
+            | (_RETRY if status in ("_429", "_503") else {})
+        )
         for status, description in descriptions.items()
     }
 
 
 FAILURES = errors(
-    _400="the body is not JSON, or not encoded as declared; on OpenAI's routes also a prompt that is too long",
+    _400=(
+        "the body is not JSON, or not encoded as declared; on OpenAI's routes also a prompt that is"
+        " too long"
+    ),
     _401="no bearer key, or an unknown one",
     _403="the request lets more through than its caller may (--callers-may)",
     _404="no such model, bundle or policy is loaded",
@@ -187,8 +256,13 @@ FAILURES = errors(
 )
 """Of every route that reads a prompt."""
 _AS_400 = "the body is not JSON, the prompt is too long, or a field is wrong or not supported"
-FAILURES_400 = {status: said for status, said in FAILURES.items() if status not in (422, 502)} | errors(_400=_AS_400)
-FAILURES_400["default"] = {"model": _ERROR_RESPONSE, "description": "any other error"}  # else FastAPI adds a 422
+FAILURES_400 = {
+    status: said for status, said in FAILURES.items() if status not in (422, 502)
+} | errors(_400=_AS_400)
+FAILURES_400["default"] = {
+    "model": _ERROR_RESPONSE,
+    "description": "any other error",
+}  # else FastAPI adds a 422
 """Of a route in whose protocol a wrong field is a 400, and where no other server answers."""
 
 
@@ -206,7 +280,9 @@ class Reply:
         jobs = [(job.timings, job.decode_s or 0.0) for job in self.handle.jobs]
         return {
             "x-queue-time": f"{max(times.queue for times, _ in jobs) * 1e3:.3f}",
-            "x-inference-time": f"{max(times.prefill + times.probe + decode for times, decode in jobs) * 1e3:.3f}",
+            "x-inference-time": (
+                f"{max(times.prefill + times.probe + decode for times, decode in jobs) * 1e3:.3f}"
+            ),
         } | risk_headers(self.judgement.scorer, self.judgement.reports)
 
     def end(self) -> None:
@@ -219,10 +295,16 @@ def score_response(judgement: Judgement, include: Collection[Include] = ()) -> S
     """Return the document that answers a scoring request, over HTTP and on the command line."""
     data = [risk_out(prompt.index, prompt.report, include) for prompt in judgement.prompts]
     return ScoreResponse(
-        id=judgement.answer_id, created=judgement.created, model=judgement.model,
-        policy=judgement.policy.name, bundle=bundle_ref(judgement.scorer), guarantee=guarantee_out(judgement.guarantee),
-        retrieval=retrieval_out(judgement), data=data, usage=usage(judgement.reports),
-    )  # fmt: skip
+        id=judgement.answer_id,
+        created=judgement.created,
+        model=judgement.model,
+        policy=judgement.policy.name,
+        bundle=bundle_ref(judgement.scorer),
+        guarantee=guarantee_out(judgement.guarantee),
+        retrieval=retrieval_out(judgement),
+        data=data,
+        usage=usage(judgement.reports),
+    )
 
 
 def retrieval_out(judgement: Judgement) -> RetrievalOut | None:
@@ -240,34 +322,54 @@ def usage(reports: Sequence[RiskReport]) -> Usage:
     prompts = sum(report.prompt_tokens for report in reports)
     answers = sum(report.shown.tokens for report in reports if report.outcome.shows)
     cached = sum(report.cached_tokens for report in reports)
-    return Usage(prompt_tokens=prompts, cached_tokens=cached, completion_tokens=answers, total_tokens=prompts + answers)
+    return Usage(
+        prompt_tokens=prompts,
+        cached_tokens=cached,
+        completion_tokens=answers,
+        total_tokens=prompts + answers,
+    )
 
 
 def risk_out(index: int, report: RiskReport, include: Collection[Include] = ()) -> RiskOut:
     """Return one prompt's place in ``data``."""
     verdict, known = report.verdict, report.uncertain
     return RiskOut(
-        index=index, risk=report.risk, depth_mean=report.depth_mean, decision=verdict.decision.value,
-        flagged=verdict.flagged, threshold=verdict.threshold, message=verdict.message,
-        interval=list(known.interval) if known.interval else None, outside_training=known.outside,
-        outside_because=known.outside_because, distance=known.distance, applies=report.context.said,
-        asks=report.context.asks, tool_call=report.tool_call or None, decoding=report.decoding,
-        decided_by=report.decided_by, passage_truth=report.passage_truth,
+        index=index,
+        risk=report.risk,
+        depth_mean=report.depth_mean,
+        decision=verdict.decision.value,
+        flagged=verdict.flagged,
+        threshold=verdict.threshold,
+        message=verdict.message,
+        interval=list(known.interval) if known.interval else None,
+        outside_training=known.outside,
+        outside_because=known.outside_because,
+        distance=known.distance,
+        applies=report.context.said,
+        asks=report.context.asks,
+        tool_call=report.tool_call or None,
+        decoding=report.decoding,
+        decided_by=report.decided_by,
+        passage_truth=report.passage_truth,
         trajectory=report.trajectory.tolist() if "trajectory" in include else None,
-        running_mean=running_means(report.trajectory).tolist() if "running_mean" in include else None,
+        running_mean=(
+            running_means(report.trajectory).tolist() if "running_mean" in include else None
+        ),
         completion=None if report.completion is None else completion_out(report.completion),
         **answer_note(report.answer),
-    )  # fmt: skip
+    )
 
 
 def risk_note(judgement: Judgement, risks: Sequence[RiskOut]) -> dict[str, Any]:
-    """Return ``hallutracer`` of the responses of OpenAI's routes: ``risks`` with what applies to them all."""
+    """Return ``hallutracer`` of the responses of OpenAI's routes: ``risks`` with what applies to
+    them all."""
     guarantee = guarantee_out(judgement.guarantee)
     return {
-        "bundle": bundle_ref(judgement.scorer).model_dump(), "policy": judgement.policy.name,
+        "bundle": bundle_ref(judgement.scorer).model_dump(),
+        "policy": judgement.policy.name,
         **({} if guarantee is None else {"guarantee": guarantee.model_dump()}),
         "data": [risk.model_dump(exclude_none=True) for risk in risks],
-    }  # fmt: skip
+    }
 
 
 def bundle_ref(scorer: Scorer) -> BundleRef:
@@ -280,7 +382,9 @@ def guarantee_out(status: GuaranteeStatus | None) -> GuaranteeOut | None:
     """Return the bundle's guarantee as it stands for a request; None where it has none."""
     if status is None:
         return None
-    return GuaranteeOut(alpha=status.alpha, delta=status.delta, holds=status.holds, void=list(status.violations))
+    return GuaranteeOut(
+        alpha=status.alpha, delta=status.delta, holds=status.holds, void=list(status.violations)
+    )
 
 
 def risk_headers(scorer: Scorer, reports: Sequence[RiskReport]) -> dict[str, str]:
@@ -303,7 +407,8 @@ def answer_note(answer: AnswerRisk | None, decoding: str | None = None) -> dict[
 
 
 def running_note(answer: AnswerRisk | None) -> dict[str, Any]:
-    """Return what is said of an answer under way; nothing where it is not wanted or was not read."""
+    """Return what is said of an answer under way; nothing where it is not wanted or was not
+    read."""
     return {} if answer is None else {"answer_risk": answer.risk, "answer_tokens": answer.tokens}
 
 
@@ -311,7 +416,9 @@ def completion_out(completion: Completion) -> CompletionOut:
     """Return an answer."""
     assert completion.finish_reason != "cancelled", "a cancelled answer has no reader"
     return CompletionOut(
-        text=completion.text, finish_reason=finish_reason(completion), completion_tokens=completion.tokens
+        text=completion.text,
+        finish_reason=finish_reason(completion),
+        completion_tokens=completion.tokens,
     )
 
 
@@ -321,8 +428,9 @@ def finish_reason(completion: Completion) -> Literal["stop", "length", "content_
 
 
 FINISHED: dict[str, Literal["stop", "length", "content_filter"]] = {
-    "stop": "stop", "content_filter": "content_filter",
-}  # fmt: skip
+    "stop": "stop",
+    "content_filter": "content_filter",
+}
 DONE = b"data: [DONE]\n\n"
 SLOW_READER_S = 5.0  # beyond the deadline, for a reader that is slow rather than gone
 
@@ -340,11 +448,14 @@ class EventStream(StreamingResponse):
         """Send the events; a client that goes away stops the decoding."""
         handle, record = self._reply.handle, self._reply.record
         try:
-            # A reader that takes nothing blocks a send for ever, which no deadline of ours would see.
+            # A reader that takes nothing blocks a send for ever, which no deadline of ours would
+            # see.
             async with asyncio.timeout(max(0.0, handle.deadline.left) + SLOW_READER_S):
                 await super().__call__(scope, receive, send)
         except TimeoutError:
-            record.code = DeadlineExceeded.code  # the server closes the connection of an unfinished response
+            record.code = (
+                DeadlineExceeded.code
+            )  # the server closes the connection of an unfinished response
         finally:
             if record.code is None and not handle.done.is_set():
                 record.code = ClientGone.code
@@ -366,22 +477,32 @@ Failed = Callable[[HalluTracerError], bytes]
 
 
 def failure(reply: Reply, error: Exception, failed: Failed = _openai_failure) -> bytes:
-    """Log an error after the status line has been sent, and return it; of one that is not ours no details are told."""
+    """Log an error after the status line has been sent, and return it; of one that is not ours no
+    details are told."""
     log_failure(reply.record.request_id, reply.record.path, error)
-    known = error if isinstance(error, HalluTracerError) else HalluTracerError("an internal error under way")
+    known = (
+        error
+        if isinstance(error, HalluTracerError)
+        else HalluTracerError("an internal error under way")
+    )
     reply.record.code = known.code
     return failed(known)
 
 
 async def answer_events(
-    reply: Reply, chunk: Callable[[Piece], bytes], last: Callable[[list[RiskReport]], bytes],
+    reply: Reply,
+    chunk: Callable[[Piece], bytes],
+    last: Callable[[list[RiskReport]], bytes],
     failed: Failed = _openai_failure,
-) -> AsyncIterator[bytes]:  # fmt: skip
-    """Yield the answer to a stream's one prompt as it is decoded, and how it ended: ``last``, or an error."""
+) -> AsyncIterator[bytes]:
+    """Yield the answer to a stream's one prompt as it is decoded, and how it ended: ``last``, or an
+    error."""
     try:
         async for pieces in reply.handle.pieces():
             yield b"".join(map(chunk, pieces))
-            await asyncio.sleep(0)  # neither a full queue nor a free socket suspends: let other requests run
+            await asyncio.sleep(
+                0
+            )  # neither a full queue nor a free socket suspends: let other requests run
         reports = await reply.handle.answers()
     except Exception as error:
         yield failure(reply, error, failed)

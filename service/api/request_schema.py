@@ -1,8 +1,9 @@
-"""The requests of /v1/risk/score, and what those of other protocols have in common.  Unknown fields are refused.
+"""The requests of /v1/risk/score, and what those of other protocols have in common.  Unknown fields
+are refused.
 
-Of another protocol's parameters one that would change the answer and that no engine here has is refused by name, unless
-it has the value of its absence; one that only concerns the service that the protocol is from is ignored.  Arguments of
-ours stand in ``vllm_xargs``, as for the vLLM plugin."""
+Of another protocol's parameters one that would change the answer and that no engine here has is
+refused by name, unless it has the value of its absence; one that only concerns the service that the
+protocol is from is ignored.  Arguments of ours stand in ``vllm_xargs``, as for the vLLM plugin."""
 
 from __future__ import annotations
 
@@ -11,7 +12,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictInt, StrictStr, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from probes_store.records import TemplateArgument, template_arguments
@@ -20,17 +30,24 @@ from service.engines.chat import texts_in
 from service.settings import MOST_PROMPTS
 
 Include = Literal["trajectory", "running_mean", "answer_risk"]
-Kind = Literal["prompt", "text", "messages", "input_ids"]  # a text's own form is the bundle's; "text": no template
+Kind = Literal[
+    "prompt", "text", "messages", "input_ids"
+]  # a text's own form is the bundle's; "text": no template
 Risk = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]
-# fail_fast and MAX_FIELDS bound the work: a million wrong elements must not become a million errors on the event loop.
+# fail_fast and MAX_FIELDS bound the work: a million wrong elements must not become a million errors
+# on the event loop.
 Texts = Annotated[list[StrictStr], Field(fail_fast=True, max_length=MOST_PROMPTS)]
 Ids = Annotated[list[StrictInt], Field(fail_fast=True)]
 Batches = Annotated[list[Ids], Field(fail_fast=True)]
 StopText = Annotated[StrictStr, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 StopTexts = Annotated[list[StopText], Field(fail_fast=True, max_length=MAX_STOPS)]
-Reference = Annotated[StrictStr, Field(max_length=1024)]  # what names a model, a bundle or a policy; errors repeat it
+Reference = Annotated[
+    StrictStr, Field(max_length=1024)
+]  # what names a model, a bundle or a policy; errors repeat it
 MAX_FIELDS = 32
-EXAMPLES: dict[str, Any] = json.loads((Path(__file__).parent / "examples.json").read_text("utf-8"))  # of OpenAPI
+EXAMPLES: dict[str, Any] = json.loads(
+    (Path(__file__).parent / "examples.json").read_text("utf-8")
+)  # of OpenAPI
 TEMPLATE_CHARACTERS = 16  # added to a message by a chat template, roughly
 
 
@@ -38,9 +55,11 @@ AT_FAULT = "field_at_fault"  # type of the validation errors that ``at_fault`` m
 
 
 def at_fault(field: str, message: str) -> PydanticCustomError:
-    """Return the error that a validator of a whole object raises where one ``field`` of it is at fault.
+    """Return the error that a validator of a whole object raises where one ``field`` of it is at
+    fault.
 
-    ``field`` is the path from the object, such as ``tools`` or ``messages.2``.  The response's ``param`` names it."""
+    ``field`` is the path from the object, such as ``tools`` or ``messages.2``.  The response's
+    ``param`` names it."""
     return PydanticCustomError(AT_FAULT, "{message}", {"field": field, "message": message})
 
 
@@ -68,7 +87,9 @@ class Message(RequestModel):
     content: StrictStr
 
 
-TEMPERATURE = "0 is greedy; default: as the answers were decoded that the bundle's risk is about, else greedy"
+TEMPERATURE = (
+    "0 is greedy; default: as the answers were decoded that the bundle's risk is about, else greedy"
+)
 
 
 class Generate(RequestModel):
@@ -86,7 +107,10 @@ _NULL, _GIVEN = {"type": "null"}, {"not": {"type": "null"}}
 # The validators below, as JSON schema for the OpenAPI document.
 RULES: dict[str, Any] = {
     "oneOf": [
-        {"required": [given], "properties": {name: _GIVEN if name == given else _NULL for name in _PROMPTS}}
+        {
+            "required": [given],
+            "properties": {name: _GIVEN if name == given else _NULL for name in _PROMPTS},
+        }
         for given in _PROMPTS
     ],
     "if": {"required": ["stream"], "properties": {"stream": {"const": True}}},
@@ -99,48 +123,96 @@ class ScoreRequest(RequestModel):
 
     model_config = ConfigDict(json_schema_extra=RULES)
 
-    # fmt: off
-    prompt: StrictStr | Texts | None = Field(None, description="a question or a list of them, rendered as the bundle's "
-        "training prompts were (its prompt_format: one chat turn, or plain text)")
+    prompt: StrictStr | Texts | None = Field(
+        None,
+        description=(
+            "a question or a list of them, rendered as the bundle's "
+            "training prompts were (its prompt_format: one chat turn, or plain text)"
+        ),
+    )
     messages: Annotated[list[Message], Field(fail_fast=True, max_length=1024)] | None = Field(
-        None, description="one conversation; goes through the chat template with its generation prompt")
-    input_ids: Ids | Batches | None = Field(None, description="token ids ending at the answer onset")
+        None,
+        description="one conversation; goes through the chat template with its generation prompt",
+    )
+    input_ids: Ids | Batches | None = Field(
+        None, description="token ids ending at the answer onset"
+    )
     model: Reference | None = Field(None, description="must be the loaded model")
-    bundle: Reference | None = Field(None, description="name, name@alias or name:version of a loaded bundle, with "
-        "@sha256:DIGEST to pin it; under a policy that withholds, another than the service's first needs --callers-may "
-        "bundle")
-    threshold: Risk | None = Field(None, strict=True, description="flag at or above this risk; default: the policy's, "
-        "else the service's, else the bundle's.  Under a policy that withholds, a higher one than the service's needs "
-        "--callers-may threshold")
-    policy: Reference | None = Field(None, description="observe, gate, block or a policy of this service; default: the "
-        "service's own.  Where that withholds, observe needs --callers-may policy")
-    retrieval_of: StrictStr | None = Field(None, max_length=256, description="id of the answer whose decision was "
-        "retrieve: this is the same question with a passage")
-    include: list[Include] = Field(default_factory=list, max_length=3, description="answer_risk: in each chunk of a "
-        "stream, the risk of the answer so far")
-    generate: Generate | None = Field(None, description="also decode the answer, if the decision is continue")
+    bundle: Reference | None = Field(
+        None,
+        description=(
+            "name, name@alias or name:version of a loaded bundle, with @sha256:DIGEST to pin it;"
+            " under a policy that withholds, another than the service's first needs --callers-may"
+            " bundle"
+        ),
+    )
+    threshold: Risk | None = Field(
+        None,
+        strict=True,
+        description=(
+            "flag at or above this risk; default: the policy's, else the service's, else the"
+            " bundle's.  Under a policy that withholds, a higher one than the service's needs"
+            " --callers-may threshold"
+        ),
+    )
+    policy: Reference | None = Field(
+        None,
+        description=(
+            "observe, gate, block or a policy of this service; default: the "
+            "service's own.  Where that withholds, observe needs --callers-may policy"
+        ),
+    )
+    retrieval_of: StrictStr | None = Field(
+        None,
+        max_length=256,
+        description=(
+            "id of the answer whose decision was retrieve: this is the same question with a passage"
+        ),
+    )
+    include: list[Include] = Field(
+        default_factory=list,
+        max_length=3,
+        description="answer_risk: in each chunk of a stream, the risk of the answer so far",
+    )
+    generate: Generate | None = Field(
+        None, description="also decode the answer, if the decision is continue"
+    )
     stream: StrictBool = Field(
-        False, description="server-sent events: the risk first, then the answer; needs 'generate' and one prompt")
+        False,
+        description=(
+            "server-sent events: the risk first, then the answer; needs 'generate' and one prompt"
+        ),
+    )
     deadline_ms: StrictInt | None = Field(
-        None, ge=1, description="give up with 504 after this many milliseconds; default and maximum: the service's own")
-    # fmt: on
+        None,
+        ge=1,
+        description=(
+            "give up with 504 after this many milliseconds; default and maximum: the service's own"
+        ),
+    )
 
     @model_validator(mode="after")
     def _exactly_one(self) -> ScoreRequest:
         given = [name for name in _PROMPTS if getattr(self, name) is not None]
         if len(given) != 1:
             found = " and ".join(given) or "none"
-            raise ValueError(f"give exactly one of 'prompt', 'messages', 'input_ids'; found {found}")
+            raise ValueError(
+                f"give exactly one of 'prompt', 'messages', 'input_ids'; found {found}"
+            )
         if self.stream and self.generate is None:
             raise at_fault("stream", "'stream' needs 'generate'")
         if self.stream and len(self.given()[1]) != 1:
-            raise at_fault("stream", "'stream' takes exactly one prompt; send one request per prompt")
+            raise at_fault(
+                "stream", "'stream' takes exactly one prompt; send one request per prompt"
+            )
         return self
 
     def given(self) -> tuple[Kind, list[Any]]:
         """Return what the prompts are, and each of them: a conversation is one."""
         if self.messages is not None:
-            return "messages", [[{"role": one.role, "content": one.content} for one in self.messages]]
+            return "messages", [
+                [{"role": one.role, "content": one.content} for one in self.messages]
+            ]
         if self.prompt is not None:
             return "prompt", [self.prompt] if isinstance(self.prompt, str) else self.prompt
         ids: list[Any] = self.input_ids or []
@@ -148,19 +220,27 @@ class ScoreRequest(RequestModel):
 
 
 def size_of(kind: Kind, prompts: Sequence[Any]) -> int:
-    """Return characters or token ids of all prompts, templates included, to separate short requests from long ones."""
+    """Return characters or token ids of all prompts, templates included, to separate short requests
+    from long ones."""
     if kind == "messages":
-        prompts = [text for conversation in prompts for message in conversation
-                   for text in (message["content"], *texts_in(message.get("tool_calls")))]  # fmt: skip
+        prompts = [
+            text
+            for conversation in prompts
+            for message in conversation
+            for text in (message["content"], *texts_in(message.get("tool_calls")))
+        ]
     return sum(len(one) + TEMPLATE_CHARACTERS for one in prompts)
 
 
 class ForeignModel(RequestModel):
-    """An object of a protocol that is not ours, whose further fields are told apart: what changes nothing is taken.
+    """An object of a protocol that is not ours, whose further fields are told apart: what changes
+    nothing is taken.
 
     So is a null, also of a field that a newer client writes and nobody here knows."""
 
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}  # what is not there -> the values of its absence; null is one
+    neutral: ClassVar[
+        Mapping[str, tuple[Any, ...]]
+    ] = {}  # what is not there -> the values of its absence; null is one
     ignored: ClassVar[frozenset[str]] = frozenset()
 
     @model_validator(mode="before")
@@ -193,22 +273,57 @@ def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
 
 
 VLLM_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "use_beam_search": (False,), "length_penalty": (1,), "top_k": (-1, 0), "min_p": (0,), "min_tokens": (0,),
-    "repetition_penalty": (1,), "stop_token_ids": ([],), "allowed_token_ids": (), "bad_words": ([],),
-    "include_stop_str_in_output": (False,), "ignore_eos": (False,), "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,), "truncate_prompt_tokens": (), "truncation_side": (),
-    "prompt_logprobs": (), "logprob_token_ids": ([],), "logits_processors": ([],), "add_generation_prompt": (True,),
-    "continue_final_message": (False,), "documents": ([],), "chat_template": (), "chat_template_kwargs": ({},),
-    "media_io_kwargs": ({},), "mm_processor_kwargs": ({},), "mm_payload": ({},), "prompt_embeds": ([],),
-    "structured_outputs": ({},), "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (),
-    "priority": (0,), "return_tokens_as_token_ids": (False,), "return_token_ids": (False,),
-    "return_token_offsets": (False,), "return_prompt_text": (False,), "return_mm_kwargs": (False,),
-    "routed_experts_prompt_start": (0,), "kv_transfer_params": ({},), "ec_transfer_params": ({},),
-    "repetition_detection": (), "thinking_token_budget": (), "watermarking": (False,),
-    "enable_response_messages": (False,), "previous_input_messages": (),
-}  # fmt: skip
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "top_k": (-1, 0),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "repetition_penalty": (1,),
+    "stop_token_ids": ([],),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "include_stop_str_in_output": (False,),
+    "ignore_eos": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "truncate_prompt_tokens": (),
+    "truncation_side": (),
+    "prompt_logprobs": (),
+    "logprob_token_ids": ([],),
+    "logits_processors": ([],),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
+    "mm_payload": ({},),
+    "prompt_embeds": ([],),
+    "structured_outputs": ({},),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "priority": (0,),
+    "return_tokens_as_token_ids": (False,),
+    "return_token_ids": (False,),
+    "return_token_offsets": (False,),
+    "return_prompt_text": (False,),
+    "return_mm_kwargs": (False,),
+    "routed_experts_prompt_start": (0,),
+    "kv_transfer_params": ({},),
+    "ec_transfer_params": ({},),
+    "repetition_detection": (),
+    "thinking_token_budget": (),
+    "watermarking": (False,),
+    "enable_response_messages": (False,),
+    "previous_input_messages": (),
+}
 """vLLM's own parameters -> the values that they have there by default: its clients send them."""
-VLLM_IGNORED = frozenset(("include_reasoning", "request_id", "session_id", "cache_salt", "stream_interval"))
+VLLM_IGNORED = frozenset(
+    ("include_reasoning", "request_id", "session_id", "cache_salt", "stream_interval")
+)
 
 
 def _template_arguments(given: Any) -> Any:
@@ -223,13 +338,17 @@ TemplateArguments = Annotated[
     BeforeValidator(_template_arguments),
     Field(description="taken where the chat template makes the same of the messages without it"),
 ]
-Effort = Annotated[StrictStr, Field(max_length=64, description="taken where the chat template makes the same of it")]
+Effort = Annotated[
+    StrictStr,
+    Field(max_length=64, description="taken where the chat template makes the same of it"),
+]
 UNTHINKING: Mapping[str, TemplateArgument] = {"enable_thinking": False, "thinking": False}
 """What chat templates call the switch of a model's thoughts."""
 
 
 def of_effort(effort: str | None) -> dict[str, TemplateArgument]:
-    """Return the arguments of the chat template that an effort to reason stands for, as vLLM has it."""
+    """Return the arguments of the chat template that an effort to reason stands for, as vLLM has
+    it."""
     if effort is None:
         return {}
     thinking = UNTHINKING if effort == "none" else {"enable_thinking": True}
@@ -237,7 +356,8 @@ def of_effort(effort: str | None) -> dict[str, TemplateArgument]:
 
 
 class Arguments(RequestModel):
-    """``vllm_xargs``: what a request may choose, as ``bundle``, ``policy`` and ``threshold`` of /v1/risk/score."""
+    """``vllm_xargs``: what a request may choose, as ``bundle``, ``policy`` and ``threshold`` of
+    /v1/risk/score."""
 
     hallutracer_bundle: Reference | None = None
     hallutracer_policy: Reference | None = None
@@ -246,14 +366,18 @@ class Arguments(RequestModel):
     hallutracer_include: Annotated[list[Literal["answer_risk"]], Field(max_length=1)] | None = None
 
 
-OWN_TEMPERATURE = f"{TEMPERATURE}; or 1, where the operator wants it as OpenAI has it (--decoding openai)"
+OWN_TEMPERATURE = (
+    f"{TEMPERATURE}; or 1, where the operator wants it as OpenAI has it (--decoding openai)"
+)
 
 
 class AnswerRequest(ForeignModel):
     """What every protocol's request for an answer takes."""
 
     model: Reference = Field(description="must be the loaded model, as GET /v1/models names it")
-    temperature: float | None = Field(None, ge=0.0, le=2.0, strict=True, description=OWN_TEMPERATURE)
+    temperature: float | None = Field(
+        None, ge=0.0, le=2.0, strict=True, description=OWN_TEMPERATURE
+    )
     top_p: float | None = Field(None, gt=0.0, le=1.0, strict=True)
     seed: StrictInt | None = Field(None, ge=-(2**63), lt=2**63)
     stream: StrictBool | None = None
@@ -266,43 +390,79 @@ class AnswerRequest(ForeignModel):
         return ()
 
     def of_template(self) -> dict[str, Mapping[str, TemplateArgument]]:
-        """Return the arguments of the chat template that the request asks for, by the field that does."""
+        """Return the arguments of the chat template that the request asks for, by the field that
+        does."""
         return {}
 
 
-# Check -> the fields of requests that it bounds, where the field itself has no limit of length.  What a body may hold
-# is counted by ``json_limits.excess``; these count what is done with a field: tokens, prompts, values to walk.
+# Check -> the fields of requests that it bounds, where the field itself has no limit of length.
+# What a body may hold is counted by ``json_limits.excess``; these count what is done with a field:
+# tokens, prompts, values to walk.
 BOUNDED_BY: Mapping[str, frozenset[str]] = {
     "service.engines.checks:check_length": frozenset(
-        ("Message.content", "ChatMessage.content", "ChatMessage.refusal", "TextPart.text",
-         "ResponsesRequest.input", "ResponsesRequest.instructions", "InputItem.content", "InputItem.output",
-         "InputPart.text", "InputPart.refusal", "MessagesRequest.system", "CountRequest.system",
-         "AnthropicMessage.content", "Block.content", "Block.text", "TextBlock.text")
+        (
+            "Message.content",
+            "ChatMessage.content",
+            "ChatMessage.refusal",
+            "TextPart.text",
+            "ResponsesRequest.input",
+            "ResponsesRequest.instructions",
+            "InputItem.content",
+            "InputItem.output",
+            "InputPart.text",
+            "InputPart.refusal",
+            "MessagesRequest.system",
+            "CountRequest.system",
+            "AnthropicMessage.content",
+            "Block.content",
+            "Block.text",
+            "TextBlock.text",
+        )
     ),
     # how many prompts; each then by ``check_length``, or as token ids by ``check_prompts``
     "service.api.score:ScoringRequest.check": frozenset(
-        ("ScoreRequest.prompt", "ScoreRequest.input_ids", "TextRequest.prompt", "ClassifyRequest.inputs",
-         "ContentsRequest.contents", "GuardrailRequest.texts")
+        (
+            "ScoreRequest.prompt",
+            "ScoreRequest.input_ids",
+            "TextRequest.prompt",
+            "ClassifyRequest.inputs",
+            "ContentsRequest.contents",
+            "GuardrailRequest.texts",
+        )
     ),
     "service.api.guardrail_routes:conversation": frozenset(
         ("GuardrailRequest.structured_messages", "ChatDetectorRequest.messages")
     ),
-    "service.api.guardrail_routes:check_readable": frozenset(  # none of it is read: a call with any of it is refused
-        ("GuardrailRequest.images", "GuardrailRequest.tools", "GuardrailRequest.tool_calls",
-         "ChatDetectorRequest.tools")
+    # none of it is read: a call with any of it is refused
+    "service.api.guardrail_routes:check_readable": frozenset(
+        (
+            "GuardrailRequest.images",
+            "GuardrailRequest.tools",
+            "GuardrailRequest.tool_calls",
+            "ChatDetectorRequest.tools",
+        )
     ),
-    "service.json_limits:excess": frozenset(("GuardrailRequest.*",)),  # further fields, which are not read
+    "service.json_limits:excess": frozenset(
+        ("GuardrailRequest.*",)
+    ),  # further fields, which are not read
     "service.api.tools_schema:check_parameters": frozenset(
         ("Function.parameters", "ResponsesTool.parameters", "MessagesTool.input_schema")
     ),
     "service.api.tools_schema:offered": frozenset(
         ("Function.description", "ResponsesTool.description", "MessagesTool.description")
     ),
-    "service.api.tools_schema:arguments_of": frozenset(("CalledFunction.arguments", "InputItem.arguments")),
+    "service.api.tools_schema:arguments_of": frozenset(
+        ("CalledFunction.arguments", "InputItem.arguments")
+    ),
     "service.json_limits:size_within": frozenset(("Block.input",)),
     "probes_store.records:template_arguments": frozenset(
-        ("ChatRequest.chat_template_kwargs", "ResponsesRequest.chat_template_kwargs",
-         "MessagesRequest.chat_template_kwargs")
+        (
+            "ChatRequest.chat_template_kwargs",
+            "ResponsesRequest.chat_template_kwargs",
+            "MessagesRequest.chat_template_kwargs",
+        )
     ),
-    "service.api.formats_schema:asked_format": frozenset(("ChatRequest.response_format", "TextConfig.format")),
-}  # fmt: skip
+    "service.api.formats_schema:asked_format": frozenset(
+        ("ChatRequest.response_format", "TextConfig.format")
+    ),
+}

@@ -54,7 +54,9 @@ class ItemEvents:
     def item_begins(self) -> bytes:
         """Return the event before all parts."""
         return self.event(
-            "response.output_item.added", output_index=self.index, item=message_item(self.item, "in_progress")
+            "response.output_item.added",
+            output_index=self.index,
+            item=message_item(self.item, "in_progress"),
         )
 
     def part_begins(self, empty: Part, index: int = 0) -> bytes:
@@ -84,7 +86,8 @@ class ItemEvents:
 
 
 class Output(ItemEvents):
-    """The items of one answer in the order in which it is written: a message is open until a call or the end.
+    """The items of one answer in the order in which it is written: a message is open until a call
+    or the end.
 
     A whole answer's items are those that a stream of it would have told of."""
 
@@ -97,7 +100,9 @@ class Output(ItemEvents):
 
     def add(self, parts: Sequence[Written], **more: Any) -> bytes:
         """Return the events of more texts and calls."""
-        return b"".join(self.text(one, **more) if isinstance(one, str) else self.call(one) for one in parts)
+        return b"".join(
+            self.text(one, **more) if isinstance(one, str) else self.call(one) for one in parts
+        )
 
     def text(self, said: str, **more: Any) -> bytes:
         """Return the events of one more piece of text."""
@@ -119,7 +124,9 @@ class Output(ItemEvents):
         kind = "response.function_call_arguments"
         begun += self.event(f"{kind}.delta", **same, delta=call.arguments)
         begun += self.event(f"{kind}.done", **same, arguments=call.arguments)
-        return ended + begun + self._done(known | {"arguments": call.arguments, "status": "completed"})
+        return (
+            ended + begun + self._done(known | {"arguments": call.arguments, "status": "completed"})
+        )
 
     def end(self, status: str = "completed") -> bytes:
         """Return the events that close the open message, if one is."""
@@ -129,10 +136,13 @@ class Output(ItemEvents):
         return self.part_ends(part) + self._done(message_item(self.item, status, [part]))
 
     def message(self, parts: Sequence[Part], status: str) -> bytes:
-        """Return the events of a message that is known before it is sent; of one without parts there are none."""
+        """Return the events of a message that is known before it is sent; of one without parts
+        there are none."""
         if not parts:
             return b""
-        begun = self._message_begins() + b"".join(self.whole_part(part, place) for place, part in enumerate(parts))
+        begun = self._message_begins() + b"".join(
+            self.whole_part(part, place) for place, part in enumerate(parts)
+        )
         return begun + self._done(message_item(self.item, status, parts))
 
     def _message_begins(self) -> bytes:

@@ -1,7 +1,7 @@
 """POST /v1/responses, OpenAI's Responses API: the answer, where its risk allows one.
 
-The risk is the response's ``hallutracer``.  A withheld answer is a refusal, the policy's message; it is incomplete for
-the reason ``content_filter``, and so is one that a policy ended under way."""
+The risk is the response's ``hallutracer``.  A withheld answer is a refusal, the policy's message;
+it is incomplete for the reason ``content_filter``, and so is one that a policy ended under way."""
 
 from __future__ import annotations
 
@@ -26,51 +26,93 @@ from service.turn import Outcome
 
 # What the document says of an answer.
 _PART: Any = create_model(
-    "ResponsePart", __doc__="A text, or the policy's message.", type=Literal["output_text", "refusal"],
-    text=(str | None, None), refusal=(str | None, None),
-)  # fmt: skip
+    "ResponsePart",
+    __doc__="A text, or the policy's message.",
+    type=Literal["output_text", "refusal"],
+    text=(str | None, None),
+    refusal=(str | None, None),
+)
 _ITEM: Any = create_model(
-    "ResponseItem", __doc__="The answer.", id=str, type=Literal["message"], role=Literal["assistant"],
-    status=Literal["completed", "incomplete"], content=list[_PART],
-)  # fmt: skip
+    "ResponseItem",
+    __doc__="The answer.",
+    id=str,
+    type=Literal["message"],
+    role=Literal["assistant"],
+    status=Literal["completed", "incomplete"],
+    content=list[_PART],
+)
 _CALL: Any = create_model(
-    "ResponseFunctionCall", __doc__="A call of a tool, with its arguments' JSON.", id=str,
-    type=Literal["function_call"], call_id=str, name=str, arguments=str, status=Literal["completed"],
-)  # fmt: skip
+    "ResponseFunctionCall",
+    __doc__="A call of a tool, with its arguments' JSON.",
+    id=str,
+    type=Literal["function_call"],
+    call_id=str,
+    name=str,
+    arguments=str,
+    status=Literal["completed"],
+)
 _WHY: Any = create_model(
-    "IncompleteDetails", __doc__="Why the answer is none, or no whole one.",
+    "IncompleteDetails",
+    __doc__="Why the answer is none, or no whole one.",
     reason=Literal["max_output_tokens", "content_filter"],
-)  # fmt: skip
+)
 _USAGE = create_model(
-    "ResponseUsage", __doc__="Token counts.", input_tokens=int, output_tokens=int, total_tokens=int,
-    input_tokens_details=dict[str, int], output_tokens_details=dict[str, int],
-)  # fmt: skip
+    "ResponseUsage",
+    __doc__="Token counts.",
+    input_tokens=int,
+    output_tokens=int,
+    total_tokens=int,
+    input_tokens_details=dict[str, int],
+    output_tokens_details=dict[str, int],
+)
 _ANSWER = create_model(
-    "OpenAIResponsesResponse", __doc__="A whole answer.", id=str, object=Literal["response"], created_at=int,
-    status=Literal["completed", "incomplete"], incomplete_details=_WHY | None, model=str, output=list[_ITEM | _CALL],
-    usage=_USAGE, store=(Literal[False], Field(description="nothing is kept")),
+    "OpenAIResponsesResponse",
+    __doc__="A whole answer.",
+    id=str,
+    object=Literal["response"],
+    created_at=int,
+    status=Literal["completed", "incomplete"],
+    incomplete_details=_WHY | None,
+    model=str,
+    output=list[_ITEM | _CALL],
+    usage=_USAGE,
+    store=(Literal[False], Field(description="nothing is kept")),
     hallutracer=(dict[str, Any], Field(description=RISKS)),
-)  # fmt: skip
-_EVENTS = "response.created, with the risk, to response.completed or response.incomplete, or an error"
+)
+_EVENTS = (
+    "response.created, with the risk, to response.completed or response.incomplete, or an error"
+)
 RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {
-        "model": _ANSWER, "headers": wire.HEADERS,
+        "model": _ANSWER,
+        "headers": wire.HEADERS,
         "description": "the answer, or with 'stream' its events; of a withheld answer its refusal",
         "content": {"text/event-stream": {"schema": wire.events_schema(_EVENTS, end="")}},
     },
     **wire.FAILURES_400,
-}  # fmt: skip
+}
 router = APIRouter(tags=["openai"], route_class=JsonRoute)
 
 
-@router.post(RESPONSES_ROUTE, summary="Responses, as OpenAI's, with the risk beside the answer", responses=RESPONSES)
-async def responses(body: Annotated[ResponsesRequest, Body()], request: Request, service: TheService) -> Response:
+@router.post(
+    RESPONSES_ROUTE,
+    summary="Responses, as OpenAI's, with the risk beside the answer",
+    responses=RESPONSES,
+)
+async def responses(
+    body: Annotated[ResponsesRequest, Body()], request: Request, service: TheService
+) -> Response:
     """An answer to the input; its risk is known before its first token.  Nothing is kept."""
     most = body.max_output_tokens or service.settings.max_new_tokens
     wanted = Wanted(
-        route=RESPONSES_ROUTE, prompts=[body.conversation()], field="input", most=most,
-        most_field="max_output_tokens", tools=body.offered, format=body.format,
-    )  # fmt: skip
+        route=RESPONSES_ROUTE,
+        prompts=[body.conversation()],
+        field="input",
+        most=most,
+        most_field="max_output_tokens",
+        tools=body.offered,
+        format=body.format,
+    )
     reply = await answered(request, service, body, wanted)
     told = Told(body, reply, service.settings.message_in_content)
     if body.stream:
@@ -89,9 +131,12 @@ async def _events(told: Told) -> AsyncIterator[bytes]:
         return told.over(reports[0], note(judgement, reports))
 
     def failed(error: HalluTracerError) -> bytes:
-        # Under ``error``, too, where OpenAI's client looks for what it raises: half an answer must not pass for one.
+        # Under ``error``, too, where OpenAI's client looks for what it raises: half an answer must
+        # not pass for one.
         body = error_body(error.status, error.message, error.code, error.param)
-        return told.output.event("error", code=error.code, message=error.message, param=error.param, **body)
+        return told.output.event(
+            "error", code=error.code, message=error.message, param=error.param, **body
+        )
 
     yield told.begun(note(judgement))
     if report.outcome is Outcome.WITHHELD:

@@ -1,4 +1,5 @@
-"""The request of OpenAI's Responses API.  Nothing is kept here and no tool is run: what asks for it is refused."""
+"""The request of OpenAI's Responses API.  Nothing is kept here and no tool is run: what asks for it
+is refused."""
 
 from __future__ import annotations
 
@@ -39,9 +40,12 @@ from service.tool_calls import Tools
 
 
 class InputPart(ForeignModel):
-    """A part of a message; only text can be read.  ``refusal``: of an earlier answer that was withheld."""
+    """A part of a message; only text can be read.  ``refusal``: of an earlier answer that was
+    withheld."""
 
-    ignored = frozenset(("annotations", "cache_control", "id", "index", "logprobs", "prompt_cache_breakpoint"))
+    ignored = frozenset(
+        ("annotations", "cache_control", "id", "index", "logprobs", "prompt_cache_breakpoint")
+    )
 
     type: Literal["input_text", "output_text", "refusal"]
     text: StrictStr | None = None
@@ -58,23 +62,40 @@ class InputPart(ForeignModel):
 Parts = Annotated[list[InputPart], Field(fail_fast=True, min_length=1, max_length=1024)]
 # Type of an item -> what it has; all of it, and nothing else.
 _HAS = {
-    "message": ("role", "content"), "function_call": ("call_id", "name", "arguments"),
-    "function_call_output": ("call_id", "output"), "reasoning": (),
-}  # fmt: skip
+    "message": ("role", "content"),
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+    "reasoning": (),
+}
 
 
 class InputItem(ForeignModel):
-    """A message as people write it, an answer as it came, a call of a tool, the result of one, or what an earlier
-    answer was thought with, of which a chat template is given nothing."""
+    """A message as people write it, an answer as it came, a call of a tool, the result of one, or
+    what an earlier answer was thought with, of which a chat template is given nothing."""
 
-    neutral = {"namespace": (), "async": (False,), "async_": (False,)}  # as the openai package dumps a call
+    neutral = {
+        "namespace": (),
+        "async": (False,),
+        "async_": (False,),
+    }  # as the openai package dumps a call
     ignored = frozenset(
-        ("id", "status", "phase", "caller", "index", "annotations", "cache_control", "reasoning_content",
-         "parsed_arguments")
-    )  # fmt: skip
+        (
+            "id",
+            "status",
+            "phase",
+            "caller",
+            "index",
+            "annotations",
+            "cache_control",
+            "reasoning_content",
+            "parsed_arguments",
+        )
+    )
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
-    role: Literal["system", "developer", "user", "assistant"] | None = Field(None, description="of a message")
+    role: Literal["system", "developer", "user", "assistant"] | None = Field(
+        None, description="of a message"
+    )
     content: StrictStr | Parts | None = Field(None, description="of a message")
     call_id: CallId | None = None
     name: Name | None = None
@@ -84,11 +105,17 @@ class InputItem(ForeignModel):
     @model_validator(mode="before")
     @classmethod
     def _without_thoughts(cls, data: Any) -> Any:
-        return {"type": "reasoning"} if isinstance(data, dict) and data.get("type") == "reasoning" else data
+        return (
+            {"type": "reasoning"}
+            if isinstance(data, dict) and data.get("type") == "reasoning"
+            else data
+        )
 
     @model_validator(mode="after")
     def _is_what_it_says(self) -> InputItem:
-        given = {name for names in _HAS.values() for name in names if getattr(self, name) is not None}
+        given = {
+            name for names in _HAS.values() for name in names if getattr(self, name) is not None
+        }
         if self.type == "function_call_output":
             given -= {"name"}  # of the tool, beside the call's id
         if missing := [name for name in _HAS[self.type] if name not in given]:
@@ -105,8 +132,15 @@ class InputItem(ForeignModel):
             call = called(self.call_id or "", self.name or "", arguments_of(self.arguments))
             return {"role": "assistant", "content": "", "tool_calls": [call]}
         if self.type == "function_call_output":
-            return {"role": "tool", "content": joined(self.output or ""), "tool_call_id": self.call_id}
-        return {"role": "system" if self.role == "developer" else self.role, "content": joined(self.content or "")}
+            return {
+                "role": "tool",
+                "content": joined(self.output or ""),
+                "tool_call_id": self.call_id,
+            }
+        return {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": joined(self.content or ""),
+        }
 
 
 def joined(content: str | list[InputPart]) -> str:
@@ -120,7 +154,12 @@ def joined(content: str | list[InputPart]) -> str:
 class ResponsesTool(Function, ForeignModel):
     """A tool on offer, flat."""
 
-    neutral = {"defer_loading": (False,), "allowed_callers": (["direct"],), "async": (False,), "output_schema": ()}
+    neutral = {
+        "defer_loading": (False,),
+        "allowed_callers": (["direct"],),
+        "async": (False,),
+        "output_schema": (),
+    }
 
     type: Literal["function"]
 
@@ -128,13 +167,22 @@ class ResponsesTool(Function, ForeignModel):
     @classmethod
     def _only_functions(cls, data: Any) -> Any:
         """Refuse another type by its name, rather than for what a function has and it has not."""
-        if isinstance(data, dict) and isinstance(kind := data.get("type"), str) and kind != "function":
-            raise ValueError(f"no tool of type {kind[:64]!r} is here, only functions, which the client runs")
+        if (
+            isinstance(data, dict)
+            and isinstance(kind := data.get("type"), str)
+            and kind != "function"
+        ):
+            raise ValueError(
+                f"no tool of type {kind[:64]!r} is here, only functions, which the client runs"
+            )
         return data
 
     def told(self) -> dict[str, Any]:
         """Return it as a response repeats it."""
-        return {name: getattr(self, name) for name in ("type", "name", "description", "parameters", "strict")}
+        return {
+            name: getattr(self, name)
+            for name in ("type", "name", "description", "parameters", "strict")
+        }
 
 
 class TextConfig(ForeignModel):
@@ -143,7 +191,8 @@ class TextConfig(ForeignModel):
     ignored = frozenset(("verbosity",))
 
     format: dict[str, Any] | None = Field(
-        None, description="of type text, json_object or json_schema, that with name, schema and strict"
+        None,
+        description="of type text, json_object or json_schema, that with name, schema and strict",
     )
 
     @field_validator("format")
@@ -172,24 +221,55 @@ class ResponsesRequest(AnswerRequest):
     """POST /v1/responses."""
 
     neutral = {
-        "previous_response_id": (), "conversation": (), "prompt": (), "background": (False,),
-        "background_options": ({},), "include": ([], ["reasoning.encrypted_content"]), "top_logprobs": (0,),
+        "previous_response_id": (),
+        "conversation": (),
+        "prompt": (),
+        "background": (False,),
+        "background_options": ({},),
+        "include": ([], ["reasoning.encrypted_content"]),
+        "top_logprobs": (0,),
         "truncation": ("disabled",),
-        "context_management": ([],), "moderation": (), "access_programs": (), "image": ({},), "stop": ([],),
-        "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},), **VLLM_NEUTRAL,
-    }  # fmt: skip
+        "context_management": ([],),
+        "moderation": (),
+        "access_programs": (),
+        "image": ({},),
+        "stop": ([],),
+        "presence_penalty": (0,),
+        "frequency_penalty": (0,),
+        "logit_bias": ({},),
+        **VLLM_NEUTRAL,
+    }
     ignored = frozenset(
-        ("user", "metadata", "store", "service_tier", "max_tool_calls", "safety_identifier",
-         "prompt_cache_key", "prompt_cache_retention", *VLLM_IGNORED)
-    )  # fmt: skip
+        (
+            "user",
+            "metadata",
+            "store",
+            "service_tier",
+            "max_tool_calls",
+            "safety_identifier",
+            "prompt_cache_key",
+            "prompt_cache_retention",
+            *VLLM_IGNORED,
+        )
+    )
 
-    input: StrictStr | Annotated[list[InputItem], Field(fail_fast=True, min_length=1, max_length=1024)]
-    instructions: StrictStr | None = Field(None, description="a system message in front of the input")
+    input: (
+        StrictStr | Annotated[list[InputItem], Field(fail_fast=True, min_length=1, max_length=1024)]
+    )
+    instructions: StrictStr | None = Field(
+        None, description="a system message in front of the input"
+    )
     max_output_tokens: StrictInt | None = Field(None, ge=1)
     text: TextConfig | None = None
-    tools: Annotated[list[ResponsesTool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
-    tool_choice: ToolChoice | None = Field(None, description="none: the model is not told of the tools")
-    parallel_tool_calls: StrictBool | None = Field(None, description="false: of an answer's calls the first is given")
+    tools: Annotated[list[ResponsesTool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = (
+        None
+    )
+    tool_choice: ToolChoice | None = Field(
+        None, description="none: the model is not told of the tools"
+    )
+    parallel_tool_calls: StrictBool | None = Field(
+        None, description="false: of an answer's calls the first is given"
+    )
     reasoning: Reasoning | None = None
     chat_template_kwargs: TemplateArguments = None
     prompt_cache_options: CacheOptions | None = None
@@ -220,7 +300,8 @@ class ResponsesRequest(AnswerRequest):
         return checked_format(None if self.text is None else self.text.format, "text.format")
 
     def of_template(self) -> dict[str, Mapping[str, TemplateArgument]]:
-        """Return the arguments of the chat template that the request asks for, by the field that does."""
+        """Return the arguments of the chat template that the request asks for, by the field that
+        does."""
         effort = of_effort(None if self.reasoning is None else self.reasoning.effort)
         return {"chat_template_kwargs": self.chat_template_kwargs or {}, "reasoning.effort": effort}
 
@@ -231,7 +312,8 @@ class ResponsesRequest(AnswerRequest):
         return offered(self.tools or [], told=told, parallel=parallel)
 
     def conversation(self) -> list[dict[str, Any]]:
-        """Return the messages for the chat template: a call belongs to the turn of the assistant that it follows."""
+        """Return the messages for the chat template: a call belongs to the turn of the assistant
+        that it follows."""
         turns: list[dict[str, Any]] = []
         if self.instructions is not None:
             turns.append({"role": "system", "content": self.instructions})
@@ -239,7 +321,9 @@ class ResponsesRequest(AnswerRequest):
             return [*turns, {"role": "user", "content": self.input}]
         for turn in (item.rendered() for item in self.input if item.type != "reasoning"):
             if "tool_calls" in turn and turns and turns[-1]["role"] == "assistant":
-                turns[-1] = turns[-1] | {"tool_calls": [*turns[-1].get("tool_calls", ()), *turn["tool_calls"]]}
+                turns[-1] = turns[-1] | {
+                    "tool_calls": [*turns[-1].get("tool_calls", ()), *turn["tool_calls"]]
+                }
             else:
                 turns.append(turn)
         return turns

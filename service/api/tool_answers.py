@@ -36,7 +36,9 @@ class Deltas:
 
     def of(self, text: str) -> list[dict[str, Any]]:
         """Return those of one more piece."""
-        return [{"content": text}] if self._reader is None else self._deltas(self._reader.feed(text))
+        return (
+            [{"content": text}] if self._reader is None else self._deltas(self._reader.feed(text))
+        )
 
     def rest(self) -> list[dict[str, Any]]:
         """Return those of what was held when the answer ended."""

@@ -20,7 +20,9 @@ CallId = Annotated[StrictStr, Field(min_length=1, max_length=256)]
 
 def _not_forced(found: Any) -> Any:
     if found not in (None, "none", "auto"):
-        raise ValueError("'tool_choice' is 'auto' or 'none' here: nothing makes the model call a tool")
+        raise ValueError(
+            "'tool_choice' is 'auto' or 'none' here: nothing makes the model call a tool"
+        )
     return found
 
 
@@ -35,7 +37,9 @@ class Function(ForeignModel):
     name: Name
     description: StrictStr | None = None
     parameters: dict[str, Any] | None = Field(None, description="a JSON schema of type object")
-    strict: StrictBool | None = Field(None, description="taken; nothing makes the model keep to the schema")
+    strict: StrictBool | None = Field(
+        None, description="taken; nothing makes the model keep to the schema"
+    )
 
     @field_validator("parameters")
     @classmethod
@@ -43,18 +47,25 @@ class Function(ForeignModel):
         return None if found is None else check_parameters(found)
 
     def definition(self) -> dict[str, Any]:
-        """Return what the chat template is given; ``strict`` is about decoding, and left out as OpenAI's own do."""
+        """Return what the chat template is given; ``strict`` is about decoding, and left out as
+        OpenAI's own do."""
         return defined(self.name, self.description, self.parameters)
 
 
-def defined(name: str, description: str | None, parameters: dict[str, Any] | None) -> dict[str, Any]:
+def defined(
+    name: str, description: str | None, parameters: dict[str, Any] | None
+) -> dict[str, Any]:
     """Return a function's definition as OpenAI has it, without what is not given."""
     known = {"name": name, "description": description, "parameters": parameters}
-    return {"type": "function", "function": {key: value for key, value in known.items() if value is not None}}
+    return {
+        "type": "function",
+        "function": {key: value for key, value in known.items() if value is not None},
+    }
 
 
 def check_parameters(found: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool's JSON schema.  Raises ValueError where it is none of an object, too large or nested too deeply."""
+    """Return a tool's JSON schema.  Raises ValueError where it is none of an object, too large or
+    nested too deeply."""
     if found.get("type", "object") != "object":
         raise ValueError("give a JSON schema of type object")
     size_within(found, levels=MOST_DEPTH)
@@ -73,10 +84,14 @@ class Tool(ForeignModel):
 class CalledFunction(ForeignModel):
     """What was called, with the arguments' JSON."""
 
-    ignored = frozenset(("parsed_arguments",))  # as the openai package keeps them, beside their JSON
+    ignored = frozenset(
+        ("parsed_arguments",)
+    )  # as the openai package keeps them, beside their JSON
 
     name: Name
-    arguments: StrictStr | None = Field(None, description="empty: none, of a tool without parameters")
+    arguments: StrictStr | None = Field(
+        None, description="empty: none, of a tool without parameters"
+    )
 
     @field_validator("arguments")
     @classmethod
@@ -105,7 +120,8 @@ def called(call_id: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]
 
 
 def arguments_of(text: str | None) -> dict[str, Any]:
-    """Return a call's arguments; of an empty text none.  Raises ValueError where they are not the JSON of an object."""
+    """Return a call's arguments; of an empty text none.  Raises ValueError where they are not the
+    JSON of an object."""
     if text is None or not text.strip():
         return {}
     if len(text) > MOST_OF_CALL:
@@ -123,10 +139,13 @@ def arguments_of(text: str | None) -> dict[str, Any]:
 
 
 def check_arguments(texts: Iterable[str]) -> None:
-    """Raise ValueError where the arguments of earlier calls are too much together; before they are parsed.
+    """Raise ValueError where the arguments of earlier calls are too much together; before they are
+    parsed.
 
     One that ``arguments_of`` refuses for its length alone is left to it, which names the call."""
-    documents = [text.encode("utf-8", "surrogatepass") for text in texts if len(text) <= MOST_OF_CALL]
+    documents = [
+        text.encode("utf-8", "surrogatepass") for text in texts if len(text) <= MOST_OF_CALL
+    ]
     if (length := sum(map(len, documents))) > MOST_CHARACTERS:
         said = f"the arguments of earlier calls have {length} bytes together"
         raise ValueError(f"{said}; at most {MOST_CHARACTERS} are taken")
@@ -135,7 +154,8 @@ def check_arguments(texts: Iterable[str]) -> None:
 
 
 def arguments_in(turns: Any) -> Iterator[str]:
-    """Yield the arguments of a conversation's calls, in OpenAI's forms, however wrong the rest of it may be."""
+    """Yield the arguments of a conversation's calls, in OpenAI's forms, however wrong the rest of
+    it may be."""
     for turn in turns if isinstance(turns, list) else ():
         calls = turn.get("tool_calls") if isinstance(turn, dict) else None
         for one in (turn, *(calls if isinstance(calls, list) else ())):
@@ -150,12 +170,16 @@ class _Tool(Protocol):
 
 
 def offered(tools: Sequence[_Tool], *, told: bool = True, parallel: bool = True) -> Tools | None:
-    """Return the tools that the model is told of; None where there are none, or it is not ``told`` of them.
+    """Return the tools that the model is told of; None where there are none, or it is not ``told``
+    of them.
 
-    Raises ValueError where they are too large together, told or not, and for a name that stands twice."""
+    Raises ValueError where they are too large together, told or not, and for a name that stands
+    twice."""
     definitions = tuple(tool.definition() for tool in tools)
     try:
-        characters = size_within(definitions, levels=MOST_DEPTH + 3)  # around a schema: a list, a tool and its function
+        characters = size_within(
+            definitions, levels=MOST_DEPTH + 3
+        )  # around a schema: a list, a tool and its function
     except ValueError as error:
         raise at_fault("tools", f"'tools': {error}, in all tools together") from None
     if not told or not definitions:
@@ -177,4 +201,6 @@ def check_results(seen: Iterable[tuple[str | None, str]]) -> None:
         if place is None:
             known.add(call)
         elif call not in known:
-            raise at_fault(place, f"{place} is the result of {call!r}, which no earlier turn called")
+            raise at_fault(
+                place, f"{place} is the result of {call!r}, which no earlier turn called"
+            )

@@ -1,15 +1,17 @@
 """Makes the lines of the audit log and writes them in a thread.
 
-The line of a change is on disk before the change begins; decisions are written in batches.  A decision is sent only
-after its line is written.  If that fails, the decision is sent and counted as missed; with ``required`` it is refused
-instead.  A change is always refused then.  After several refusals in a row ``refusing`` gives the reason, until a line
-is written.  If no other line comes, the thread tries every second to write a line about that.  A disk that hangs for
-``REQUIRED_WAIT_S`` causes refusals, too, until it has written its data.
+The line of a change is on disk before the change begins; decisions are written in batches.  A
+decision is sent only after its line is written.  If that fails, the decision is sent and counted as
+missed; with ``required`` it is refused instead.  A change is always refused then.  After several
+refusals in a row ``refusing`` gives the reason, until a line is written.  If no other line comes,
+the thread tries every second to write a line about that.  A disk that hangs for ``REQUIRED_WAIT_S``
+causes refusals, too, until it has written its data.
 
-No line has a prompt, an answer or a key's secret, nor a prompt's digest, which could confirm a guess.  Every line has
-``event``, ``time``, and who it was: ``key`` (its name), ``address``, ``by``.  A decision (``event`` "decision") has
-``request_id``, ``route``, ``model``, ``bundle``, ``digest`` (the bundle's), ``policy``, ``threshold`` and ``prompts``,
-each with ``index``, ``risk``, ``decision`` and ``flagged``.  A change has ``outcome`` and ``what``."""
+No line has a prompt, an answer or a key's secret, nor a prompt's digest, which could confirm a
+guess.  Every line has ``event``, ``time``, and who it was: ``key`` (its name), ``address``,
+``by``.  A decision (``event`` "decision") has ``request_id``, ``route``, ``model``, ``bundle``,
+``digest`` (the bundle's), ``policy``, ``threshold`` and ``prompts``, each with ``index``, ``risk``,
+``decision`` and ``flagged``.  A change has ``outcome`` and ``what``."""
 
 from __future__ import annotations
 
@@ -43,7 +45,8 @@ Waiting = list[Queued[tuple[Line, bool]]]  # a line, and whether it must be on d
 
 @dataclass(frozen=True, slots=True)
 class Who:
-    """The author of an event.  ``address`` is that of the connection, so it is a proxy's if there is one."""
+    """The author of an event.  ``address`` is that of the connection, so it is a proxy's if there
+    is one."""
 
     key: str | None = None
     address: str | None = None
@@ -65,7 +68,8 @@ class JudgedEvent:
 
 
 def decision(who: Who, *, prompts: Sequence[JudgedEvent], **fields: str | float) -> Line:
-    """Build the line of a decision about a request's prompts; ``fields`` are the other fields of a decision."""
+    """Build the line of a decision about a request's prompts; ``fields`` are the other fields of a
+    decision."""
     return _line("decision", who, **fields, prompts=list(map(_known_fields, prompts)))
 
 
@@ -79,7 +83,10 @@ def change(who: Who, event: str, outcome: Outcome, what: Mapping[str, Any]) -> L
 
 
 def _hanging() -> str:
-    return f"the disk of the audit log hangs, or is too slow: a line has waited {REQUIRED_WAIT_S:g} s for it"
+    return (
+        f"the disk of the audit log hangs, or is too slow: a line has waited {REQUIRED_WAIT_S:g} s"
+        " for it"
+    )
 
 
 def _resumed(refused: int) -> Line:
@@ -96,16 +103,23 @@ class Auditor(BatchWriter[tuple[Line, bool]]):
     """The audit log of a service."""
 
     def __init__(
-        self, path: Path, *, required: bool = False, count: Callable[[Fate, int], None] = lambda fate, number: None
+        self,
+        path: Path,
+        *,
+        required: bool = False,
+        count: Callable[[Fate, int], None] = lambda fate, number: None,
     ) -> None:
         """Open the file and write that the service starts.  Raises AuditUnavailable.
 
-        It calls ``count``, on any thread, with numbers of lines: written, missed, or broken (after changed lines)."""
+        It calls ``count``, on any thread, with numbers of lines: written, missed, or broken (after
+        changed lines)."""
         self._file = AuditFile(path, on_break=lambda: count("broken", 1))
         self._required, self._count = required, count
         self._stuck = self._failing = False
         self._missed = 0
-        self._refused = self._tries = 0  # failures since the last written line: required lines, and own tries
+        self._refused = self._tries = (
+            0  # failures since the last written line: required lines, and own tries
+        )
         self._why = ""  # reason of the newest failure
         self._began: float | None = None  # monotonic time when the current write began
         self._late = False  # whether a line was too late since the last written line
@@ -113,7 +127,8 @@ class Auditor(BatchWriter[tuple[Line, bool]]):
         super().__init__("audit", most=MOST_WAITING, batch=BATCH, closing_s=CLOSING_S)
 
     async def decided(self, line: Line) -> None:
-        """Return once the line is written or counted as missed.  Raises AuditUnavailable if it is required."""
+        """Return once the line is written or counted as missed.  Raises AuditUnavailable if it is
+        required."""
         if self._required:
             await self._on_disk(line)
         elif not self.put((line, False), done=(done := Future[None]())):
@@ -121,11 +136,14 @@ class Auditor(BatchWriter[tuple[Line, bool]]):
         elif not self._stuck:
             heard, _ = await asyncio.wait([written := asyncio.wrap_future(done)], timeout=WAIT_S)
             self._stuck = not heard
-            written.add_done_callback(lambda future: future.cancelled() or future.exception())  # counted elsewhere
+            written.add_done_callback(
+                lambda future: future.cancelled() or future.exception()
+            )  # counted elsewhere
 
     @property
     def refusing(self) -> str | None:
-        """Return why decisions are refused without a line; None if they are not, or not yet several in a row."""
+        """Return why decisions are refused without a line; None if they are not, or not yet several
+        in a row."""
         if self._required and self._hangs:
             return _hanging()
         return self._why if self._refused + self._tries >= MOST_REFUSED else None
@@ -148,7 +166,8 @@ class Auditor(BatchWriter[tuple[Line, bool]]):
         return began is not None and time.monotonic() - began >= REQUIRED_WAIT_S
 
     async def _on_disk(self, line: Line) -> None:
-        """Return once the line is on disk.  Raises AuditUnavailable; a line that is too late may still be written."""
+        """Return once the line is on disk.  Raises AuditUnavailable; a line that is too late may
+        still be written."""
         if self._hangs:  # do not wait behind it
             raise AuditUnavailable(_hanging())
         if not self.put((line, True), done=(done := Future[None]())):
@@ -156,7 +175,9 @@ class Auditor(BatchWriter[tuple[Line, bool]]):
             self._refuse(1, 0, why)
             raise AuditUnavailable(why)
         written = asyncio.wrap_future(done)
-        written.add_done_callback(lambda future: future.cancelled() or future.exception())  # raised here, or too late
+        written.add_done_callback(
+            lambda future: future.cancelled() or future.exception()
+        )  # raised here, or too late
         if not (await asyncio.wait([written], timeout=REQUIRED_WAIT_S))[0]:
             if not self._late:
                 log.error("%s; what has to be in it is refused", _hanging())
@@ -175,7 +196,8 @@ class Auditor(BatchWriter[tuple[Line, bool]]):
         self._file.close()
 
     def write(self, batch: Waiting) -> Waiting:
-        """Append the lines, without a retry.  An empty batch tries whether lines can be written again."""
+        """Append the lines, without a retry.  An empty batch tries whether lines can be written
+        again."""
         self._began = time.monotonic()
         try:
             self._write(batch)
@@ -194,7 +216,11 @@ class Auditor(BatchWriter[tuple[Line, bool]]):
             if written < len(lines):
                 error = AuditUnavailable("the disk of the audit log is full")
         except Exception as failed:  # keep the thread alive on any error
-            error = failed if isinstance(failed, AuditUnavailable) else AuditUnavailable(f"the audit log: {failed}")
+            error = (
+                failed
+                if isinstance(failed, AuditUnavailable)
+                else AuditUnavailable(f"the audit log: {failed}")
+            )
             written = 0
         if written:
             self._count("written", written)
@@ -215,7 +241,8 @@ class Auditor(BatchWriter[tuple[Line, bool]]):
         self._settle(batch[written:], error)
 
     def _settle(self, batch: Waiting, error: AuditUnavailable | None) -> None:
-        """Answer the waiting callers.  With an error, decisions that are not required are counted as missed."""
+        """Answer the waiting callers.  With an error, decisions that are not required are counted
+        as missed."""
         if error is not None:
             self._miss(sum(not queued.item[1] for queued in batch))
         for queued in batch:
@@ -239,8 +266,8 @@ async def recorded(
 ) -> AsyncIterator[dict[str, Any]]:
     """Write a line on disk before a change begins, and another with its result.
 
-    The block makes the change and may add to the yielded result.  Raises AuditUnavailable before the block; then
-    nothing may change."""
+    The block makes the change and may add to the yielded result.  Raises AuditUnavailable before
+    the block; then nothing may change."""
     result: dict[str, Any] = {}
     if auditor is None:
         yield result

@@ -1,12 +1,15 @@
-"""Appends JSON lines to the audit log's file, each with the digest of the previous line (``prev``), and verifies them.
+"""Appends JSON lines to the audit log's file, each with the digest of the previous line (``prev``),
+and verifies them.
 
-Several processes may append to one file.  If it is renamed or emptied (logrotate), a new file continues the chain.
-``.NAME.head`` records the last line, which every writer's next line continues, and is the lock; it is never renamed.
-If lines were changed, the next line still continues the original chain, so ``verify`` finds the break.
+Several processes may append to one file.  If it is renamed or emptied (logrotate), a new file
+continues the chain. ``.NAME.head`` records the last line, which every writer's next line continues,
+and is the lock; it is never renamed. If lines were changed, the next line still continues the
+original chain, so ``verify`` finds the break.
 
-Notes on a line: ``after_torn`` (the line before was cut short, by a crash or a full disk), ``missed`` (decisions that
-were not written), ``own_prev`` (the last line of the same process, if another process wrote since), ``no_head`` (there
-was no head file, so lines before may have been removed).
+Notes on a line: ``after_torn`` (the line before was cut short, by a crash or a full disk),
+``missed`` (decisions that were not written), ``own_prev`` (the last line of the same process, if
+another process wrote since), ``no_head`` (there was no head file, so lines before may have been
+removed).
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ from service.errors import AuditUnavailable, HalluTracerError
 log = logging.getLogger("hallutracer")
 Line = Mapping[str, Any]
 FIRST = "0" * 64  # ``prev`` of a chain's first line
-CUT = b" (cut short)\n"  # ends a torn line, so that it cannot be parsed even if only its end is missing
+# ends a torn line, so that it cannot be parsed even if only its end is missing
+CUT = b" (cut short)\n"
 _NOTED = re.compile(r"([0-9a-f]{64}) (\d{20}) (\d{20})\n")
 
 
@@ -70,15 +74,20 @@ class AuditFile:
     def append(self, lines: Sequence[Line], *, sync: bool = False, missed: int = 0) -> int:
         """Write lines and return how many were written; fewer if the disk is full.
 
-        ``sync``: the lines are on disk when this returns.  ``missed``: number of earlier lines that were not written,
-        which the first line records.  Raises AuditUnavailable if none was written, or if ``sync`` failed."""
+        ``sync``: the lines are on disk when this returns.  ``missed``: number of earlier lines that
+        were not written, which the first line records.  Raises AuditUnavailable if none was
+        written, or if ``sync`` failed."""
         with self._unavailable(), self._locked():
             self._open()
             written = self._append(lines, missed)
             if sync:
                 os.fsync(self._handle)
             if written and self._own is not None:
-                os.pwrite(self._lock, f"{self._own.digest} {self._own.start:020} {self._own.end:020}\n".encode(), 0)
+                os.pwrite(
+                    self._lock,
+                    f"{self._own.digest} {self._own.start:020} {self._own.end:020}\n".encode(),
+                    0,
+                )
             if not written and lines:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return written
@@ -96,7 +105,9 @@ class AuditFile:
         try:
             yield
         except OSError as error:
-            raise AuditUnavailable(f"cannot write the audit log {self._path}: {error.strerror or error}") from None
+            raise AuditUnavailable(
+                f"cannot write the audit log {self._path}: {error.strerror or error}"
+            ) from None
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -144,7 +155,10 @@ class AuditFile:
         if self._own is not None and self._own.digest != head:
             notes["own_prev"] = self._own.digest
         if known is None and size > 0:
-            log.warning("audit log: %s had no head file; whether lines are gone from its end is not known", self._path)
+            log.warning(
+                "audit log: %s had no head file; whether lines are gone from its end is not known",
+                self._path,
+            )
             notes["no_head"] = True
         if missed:
             notes["missed"] = missed
@@ -167,16 +181,22 @@ class AuditFile:
                 break  # the disk is full
         ends = [end for end in ends if end.end <= there]
         if ends:
-            began = os.lseek(handle, 0, os.SEEK_CUR) - there  # the actual position, even if the file was emptied
+            began = (
+                os.lseek(handle, 0, os.SEEK_CUR) - there
+            )  # the actual position, even if the file was emptied
             self._own = _Last(ends[-1].digest, began + ends[-1].start, began + ends[-1].end)
             if not whole:
-                log.error("audit log: lines of %s were changed or removed: run hallutracer audit verify", self._path)
+                log.error(
+                    "audit log: lines of %s were changed or removed: run hallutracer audit verify",
+                    self._path,
+                )
                 self._on_break()
         return len(ends)
 
 
 def head_path(path: Path) -> Path:
-    """Return the head file of a log; it is hidden, so that patterns of logrotate do not match it."""
+    """Return the head file of a log; it is hidden, so that patterns of logrotate do not match
+    it."""
     return path.with_name(f".{path.name}.head")
 
 
@@ -186,10 +206,11 @@ def _parse_head(content: bytes) -> _Last | None:
 
 
 def _follow(handle: int, known: _Last | None) -> tuple[str | None, bool, bool]:
-    """Return the digest that the next line continues, whether the last line is torn, and whether nothing was changed.
+    """Return the digest that the next line continues, whether the last line is torn, and whether
+    nothing was changed.
 
-    It is that of the last whole line, or of the ``known`` line if the log was changed or replaced; None if there is no
-    line.  If no line is known, the whole log is read, with any beginning."""
+    It is that of the last whole line, or of the ``known`` line if the log was changed or replaced;
+    None if there is no line.  If no line is known, the whole log is read, with any beginning."""
     digest = None if known is None else known.digest
     torn, whole = False, True
     start = 0
@@ -218,7 +239,11 @@ def _parse(text: bytes) -> dict[str, Any] | None:
         line = json.loads(text) if text.endswith(b"\n") else None
     except ValueError:
         return None
-    return line if isinstance(line, dict) and isinstance(line.get("prev"), str) and "event" in line else None
+    return (
+        line
+        if isinstance(line, dict) and isinstance(line.get("prev"), str) and "event" in line
+        else None
+    )
 
 
 def _open_own(path: Path, flags: int = 0) -> int:
@@ -259,16 +284,19 @@ class Verified:
 
 
 def verify(paths: Sequence[Path], seen: str | None = None) -> Verified:
-    """Find lines that were changed, removed or inserted, in the files in order of age, the oldest first.
+    """Find lines that were changed, removed or inserted, in the files in order of age, the oldest
+    first.
 
-    ``seen`` is an earlier digest of the last line, which also reveals a changed head file.  Raises HalluTracerError for
-    a file that cannot be read."""
+    ``seen`` is an earlier digest of the last line, which also reveals a changed head file.  Raises
+    HalluTracerError for a file that cannot be read."""
     verified, ends = Verified(), [(seen, "--seen")] if seen is not None else []
     last = cut = ""  # the position of the last line that could be read, and of a torn line after it
     digests: set[str] = set()  # of all lines, and of the line before the first
     for path in paths:
         try:
-            if (noted := _noted_head(path)) is not None:  # read before the log, which may grow meanwhile
+            if (
+                noted := _noted_head(path)
+            ) is not None:  # read before the log, which may grow meanwhile
                 ends.append((noted, str(head_path(path))))
             with path.open("rb") as file:
                 for number, text in enumerate(file, 1):
@@ -283,7 +311,9 @@ def verify(paths: Sequence[Path], seen: str | None = None) -> Verified:
                     verified.head = digest_of(text)
                     digests.add(verified.head)
                     verified.events[str(line["event"])] += 1
-                    verified.missed += missed if isinstance(missed := line.get("missed"), int) else 0
+                    verified.missed += (
+                        missed if isinstance(missed := line.get("missed"), int) else 0
+                    )
                     verified.no_head += line.get("no_head") is True
         except OSError as error:
             raise HalluTracerError(f"cannot read {path}: {error.strerror or error}") from None
@@ -294,7 +324,9 @@ def verify(paths: Sequence[Path], seen: str | None = None) -> Verified:
         verified.continues, verified.head = True, ends[-1][0]
         digests.add(verified.head)
     if cut:
-        verified.problems.append(f"{cut} cannot be read: it has no end; a crash left it so, or somebody cut it")
+        verified.problems.append(
+            f"{cut} cannot be read: it has no end; a crash left it so, or somebody cut it"
+        )
     for digest, source in ends:
         if digest not in digests and digest != FIRST:
             verified.problems.append(
@@ -304,21 +336,28 @@ def verify(paths: Sequence[Path], seen: str | None = None) -> Verified:
     return verified
 
 
-def _broken(verified: Verified, line: dict[str, Any], position: str, last: str, digests: set[str]) -> Iterator[str]:
+def _broken(
+    verified: Verified, line: dict[str, Any], position: str, last: str, digests: set[str]
+) -> Iterator[str]:
     """Yield a problem if a line breaks the hash chain."""
     if not digests:
         verified.continues = line["prev"] != FIRST
         digests.add(line["prev"])
     elif line["prev"] != verified.head:
-        yield f"{position} does not follow {last}: lines were changed, removed, put in, or lost in a power failure"
+        yield (
+            f"{position} does not follow {last}: lines were changed, removed, put in, or lost in a"
+            " power failure"
+        )
     if "own_prev" in line and line["own_prev"] not in digests and not verified.continues:
         yield (
-            f"{position} was written by a process whose line before it is gone: the rest was fitted to what was changed"
+            f"{position} was written by a process whose line before it is gone: the rest was fitted"
+            " to what was changed"
         )
 
 
 def _noted_head(path: Path) -> str | None:
-    """Return the recorded digest of the last line of the log ``path``, or None.  Raises OSError, ValueError."""
+    """Return the recorded digest of the last line of the log ``path``, or None.  Raises OSError,
+    ValueError."""
     try:
         with head_path(path).open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH)

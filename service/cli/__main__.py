@@ -1,4 +1,5 @@
-"""python -m service.cli: the same as the console script, also from a checkout that is not installed."""
+"""python -m service.cli: the same as the console script, also from a checkout that is not
+installed."""
 
 from __future__ import annotations
 

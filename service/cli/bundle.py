@@ -25,14 +25,25 @@ if TYPE_CHECKING:
     from probes_store.bundle import Bundle
     from probes_store.store import BundleSummary
 
-FOLLOW = "running services: those with --watch-s follow by themselves; else SIGHUP or POST /v1/admin/reload"
+FOLLOW = (
+    "running services: those with --watch-s follow by themselves; else SIGHUP or POST"
+    " /v1/admin/reload"
+)
 Name = Annotated[str, Parameter(help="Bundle name.", show_env_var=False)]
-Candidate = Annotated[str, Parameter(help="NAME:VERSION or NAME@ALIAS, such as my-probe@canary.", show_env_var=False)]
+Candidate = Annotated[
+    str, Parameter(help="NAME:VERSION or NAME@ALIAS, such as my-probe@canary.", show_env_var=False)
+]
 
 
-def list_(*, store: StoreOptions = StoreOptions(), as_json: Json = False, common: Common = Common()) -> None:
+def list_(
+    *, store: StoreOptions = StoreOptions(), as_json: Json = False, common: Common = Common()
+) -> None:
     """List every bundle; damaged ones with what is wrong."""
-    if not is_url(store.store) and store.store != DEFAULT_STORE and not Path(os.path.expanduser(store.store)).is_dir():
+    if (
+        not is_url(store.store)
+        and store.store != DEFAULT_STORE
+        and not Path(os.path.expanduser(store.store)).is_dir()
+    ):
         note(f"there is no folder {store.store}: only the shipped bundles are listed")
     rows = [_described(summary) for summary in open_store(store, to_read=False).list()]
     if as_json:
@@ -43,30 +54,46 @@ def list_(*, store: StoreOptions = StoreOptions(), as_json: Json = False, common
     if not rows:
         print_line(f"no bundles in {store.store}")
         return
-    columns = [name for name in rows[0] if name not in ("path", "problem") and any(map(itemgetter(name), rows))]
+    columns = [
+        name
+        for name in rows[0]
+        if name not in ("path", "problem") and any(map(itemgetter(name), rows))
+    ]
     shown = [row | {"digest": (row["digest"] or "").removeprefix("sha256:")[:12]} for row in rows]
     print_table(shown, columns)
     for row in filter(lambda row: row["problem"], rows):
-        Console(highlight=False).print(f"{row['bundle']} is damaged: {row['problem']}", style="red", soft_wrap=True,
-                                       markup=False)  # fmt: skip
+        Console(highlight=False).print(
+            f"{row['bundle']} is damaged: {row['problem']}",
+            style="red",
+            soft_wrap=True,
+            markup=False,
+        )
 
 
 def _described(summary: BundleSummary) -> dict[str, Any]:
     manifest = summary.manifest
     guarantee = manifest.guarantee if manifest else None
     return {
-        "bundle": summary.reference, "aliases": list(summary.aliases),
-        "model": manifest.model.name if manifest else None, "readout": manifest.readout.site if manifest else None,
+        "bundle": summary.reference,
+        "aliases": list(summary.aliases),
+        "model": manifest.model.name if manifest else None,
+        "readout": manifest.readout.site if manifest else None,
         "signals": list(manifest.signals) if manifest else [],
         "guarantee": f"alpha {guarantee.alpha:g}, delta {guarantee.delta:g}" if guarantee else None,
-        "digest": manifest.digest if manifest else None, "problem": str(summary.error) if summary.error else None,
+        "digest": manifest.digest if manifest else None,
+        "problem": str(summary.error) if summary.error else None,
         "path": str(summary.path) if summary.path else None,
-    }  # fmt: skip
+    }
 
 
 def show(
-    reference: Reference, /, *, store: StoreOptions = StoreOptions(), as_json: Json = False, common: Common = Common()
-) -> None:  # fmt: skip
+    reference: Reference,
+    /,
+    *,
+    store: StoreOptions = StoreOptions(),
+    as_json: Json = False,
+    common: Common = Common(),
+) -> None:
     """Print a bundle's model card, or its manifest with --json.
 
     In a terminal the card is laid out to be read; elsewhere it is Markdown."""
@@ -86,10 +113,14 @@ def show(
 
 
 def compare(
-    *references: Annotated[str, Parameter(help="name, name@alias or name:version; two or more", show_env_var=False)],
-    store: StoreOptions = StoreOptions(), common: Common = Common(),
-) -> None:  # fmt: skip
-    """Put bundles side by side: what they read, their figures, what keeps these from being compared.
+    *references: Annotated[
+        str, Parameter(help="name, name@alias or name:version; two or more", show_env_var=False)
+    ],
+    store: StoreOptions = StoreOptions(),
+    common: Common = Common(),
+) -> None:
+    """Put bundles side by side: what they read, their figures, what keeps these from being
+    compared.
 
     Of two, also every field of the manifest that differs, and how far the probes point elsewhere.
 
@@ -108,61 +139,106 @@ def compare(
     if len(bundles) == 2:
         first, second = bundles
         rows = [list(row) for row in differences(first.manifest, second.manifest)]
-        print_line(markdown_table(["field", first.reference, second.reference], rows) if rows else "the same bundle")
+        print_line(
+            markdown_table(["field", first.reference, second.reference], rows)
+            if rows
+            else "the same bundle"
+        )
         print_line(probes_apart(first, second))
     for caveat in comparison.caveats:
         note(caveat)
 
 
 def verify(
-    reference: Reference, /, *,
-    files_only: Annotated[bool, option("Check the files, load no model."), Parameter(negative="")] = False,
-    store: StoreOptions = StoreOptions(), engine: EngineChoice = EngineChoice(), common: Common = Common(),
-) -> None:  # fmt: skip
-    """Check every byte, then replay the golden prompts on the model (default: that of a shipped bundle)."""
+    reference: Reference,
+    /,
+    *,
+    files_only: Annotated[
+        bool, option("Check the files, load no model."), Parameter(negative="")
+    ] = False,
+    store: StoreOptions = StoreOptions(),
+    engine: EngineChoice = EngineChoice(),
+    common: Common = Common(),
+) -> None:
+    """Check every byte, then replay the golden prompts on the model (default: that of a shipped
+    bundle)."""
     from probes_store.store import SHIPPED
 
     bundle = open_store(store).verify(reference)
     print_line(f"{bundle.reference}: files match {bundle.manifest.digest}")
     if store.require_signature is not None:
         shipped = bundle.path.is_relative_to(SHIPPED)
-        by = "comes with the package, which vouches for it" if shipped else f"signed by {store.require_signature}"
+        by = (
+            "comes with the package, which vouches for it"
+            if shipped
+            else f"signed by {store.require_signature}"
+        )
         print_line(f"{bundle.reference}: {by}")
     if files_only:
         return
     with closing(load_engine(engine, bundles=[bundle])) as loaded:
         load_scorers(loaded, {bundle.reference: bundle})
         model = loaded.identity.model
-    print_line(f"{bundle.reference}: {len(bundle.golden.risk)} golden prompts gave the recorded risks on {model}")
+    print_line(
+        f"{bundle.reference}: {len(bundle.golden.risk)} golden prompts gave the recorded risks on"
+        f" {model}"
+    )
 
 
 def alias(
-    name: Name, alias: Annotated[str, Parameter(help="production, canary, ...", show_env_var=False)],
-    version: Annotated[int, Parameter(help="Version.", show_env_var=False, validator=Range(1))], /, *,
-    store: StoreOptions = StoreOptions(), common: Common = Common(),
-) -> None:  # fmt: skip
+    name: Name,
+    alias: Annotated[str, Parameter(help="production, canary, ...", show_env_var=False)],
+    version: Annotated[int, Parameter(help="Version.", show_env_var=False, validator=Range(1))],
+    /,
+    *,
+    store: StoreOptions = StoreOptions(),
+    common: Common = Common(),
+) -> None:
     """Point an alias at a version: the only thing about a published bundle that may change."""
     open_store(store).set_alias(name, alias, version)
     print_line(f"{name}@{alias} -> {name}:{version}")
 
 
 def promote(
-    candidate: Candidate, /, *,
-    service: Annotated[str | None, option(
-        "Address of a service that reads the candidate as a shadow: it tells whether it may serve.")] = None,
+    candidate: Candidate,
+    /,
+    *,
+    service: Annotated[
+        str | None,
+        option(
+            "Address of a service that reads the candidate as a shadow: it tells whether it may"
+            " serve."
+        ),
+    ] = None,
     service_key: Annotated[str | None, option("Key for that service.", secret=True)] = None,
-    least_prompts: Annotated[int, option("Prompts that it must have read as a shadow.", limits=Range(1))] = 500,
-    most_disagreement: Annotated[float, option(
-        "Share of prompts that it may flag otherwise: upper end of the 95 % interval.", limits=Range(0, 1))] = 0.05,
-    most_drift: Annotated[float, option(
-        "How far its golden prompts may be off on that service, as a share of what the replay tolerates.",
-        limits=Range(0, 1))] = 0.5,
-    ungated: Annotated[bool, option("Promote without asking a service."), Parameter(negative="")] = False,
-    store: StoreOptions = StoreOptions(), common: Common = Common(),
-) -> None:  # fmt: skip
+    least_prompts: Annotated[
+        int, option("Prompts that it must have read as a shadow.", limits=Range(1))
+    ] = 500,
+    most_disagreement: Annotated[
+        float,
+        option(
+            "Share of prompts that it may flag otherwise: upper end of the 95 % interval.",
+            limits=Range(0, 1),
+        ),
+    ] = 0.05,
+    most_drift: Annotated[
+        float,
+        option(
+            "How far its golden prompts may be off on that service, as a share of what the replay"
+            " tolerates.",
+            limits=Range(0, 1),
+        ),
+    ] = 0.5,
+    ungated: Annotated[
+        bool, option("Promote without asking a service."), Parameter(negative="")
+    ] = False,
+    store: StoreOptions = StoreOptions(),
+    common: Common = Common(),
+) -> None:
     """Point production at a version, and previous at the one that served.
 
-    A service that reads the candidate as a shadow is asked first; where it disagrees too much, nothing is changed.
+    A service that reads the candidate as a shadow is asked first; where it disagrees too much,
+    nothing is changed.
 
       hallutracer bundle promote my-probe@canary --service http://127.0.0.1:8765"""
     from probes_store.syntax import parse_reference
@@ -174,7 +250,9 @@ def promote(
     bundle = opened.load(candidate)
     name, version = bundle.manifest.name, bundle.manifest.version
     if parse_reference(candidate).name == candidate:
-        raise UsageError("CANDIDATE", f"{candidate!r} alone is what serves: name a version or an alias")
+        raise UsageError(
+            "CANDIDATE", f"{candidate!r} alone is what serves: name a version or an alias"
+        )
     aliases = opened.aliases(name)
     if aliases.get(PRODUCTION) == version:
         note(f"{name}@{PRODUCTION} is {bundle.reference} already")
@@ -182,7 +260,9 @@ def promote(
     if service is not None:
         with running_service(service, service_key) as get:
             served = get("/v1/bundles")
-        findings = promotion_findings(bundle, served, PromotionBounds(least_prompts, most_disagreement, most_drift))
+        findings = promotion_findings(
+            bundle, served, PromotionBounds(least_prompts, most_disagreement, most_drift)
+        )
         for finding in findings:
             print_line(f"{'ok  ' if finding.fine else 'FAIL'}  {finding.text}")
         if not all(finding.fine for finding in findings):
@@ -190,37 +270,61 @@ def promote(
     opened.set_alias(name, PRODUCTION, version, PREVIOUS)
     print_line(f"{name}@{PRODUCTION} -> {bundle.reference}")
     if PRODUCTION in aliases:
-        print_line(f"{name}@{PREVIOUS} -> {name}:{aliases[PRODUCTION]}; back: hallutracer bundle rollback {name}")
+        print_line(
+            f"{name}@{PREVIOUS} -> {name}:{aliases[PRODUCTION]}; back: hallutracer bundle rollback"
+            f" {name}"
+        )
     note(FOLLOW)
 
 
-def rollback(name: Name, /, *, store: StoreOptions = StoreOptions(), common: Common = Common()) -> None:
-    """Point production at the version that served before the last promotion; a second time undoes it."""
+def rollback(
+    name: Name, /, *, store: StoreOptions = StoreOptions(), common: Common = Common()
+) -> None:
+    """Point production at the version that served before the last promotion; a second time undoes
+    it."""
     opened = open_store(store)
     aliases = opened.aliases(name)
     if missing := [alias for alias in (PREVIOUS, PRODUCTION) if alias not in aliases]:
         raise HalluTracerError(f"{name} has no alias {missing[0]}: nothing was promoted")
     before, now = aliases[PREVIOUS], aliases[PRODUCTION]
     if before == now:
-        raise HalluTracerError(f"{name}@{PREVIOUS} is what serves, {name}:{now}: there is nothing to go back to")
+        raise HalluTracerError(
+            f"{name}@{PREVIOUS} is what serves, {name}:{now}: there is nothing to go back to"
+        )
     opened.set_alias(name, PRODUCTION, before, PREVIOUS)
     print_line(f"{name}@{PRODUCTION} -> {name}:{before}\n{name}@{PREVIOUS} -> {name}:{now}")
-    for alias in sorted(alias for alias in aliases if alias != PRODUCTION and aliases[alias] == now):
-        note(f"{name}@{alias} is {name}:{now} still, also where it is a canary; to end that: "
-             f"hallutracer bundle alias {name} {alias} {before}")  # fmt: skip
+    for alias in sorted(
+        alias for alias in aliases if alias != PRODUCTION and aliases[alias] == now
+    ):
+        note(
+            f"{name}@{alias} is {name}:{now} still, also where it is a canary; to end that: "
+            f"hallutracer bundle alias {name} {alias} {before}"
+        )
     note(FOLLOW)
 
 
 def sign(
-    reference: Reference, /, *,
-    key_file: Annotated[Path | None, option("Private key, PEM, elliptic curve.  Default: sigstore.")] = None,
-    key_password: Annotated[str, option("Of the private key; prefer the environment variable.", secret=True)] = "",
+    reference: Reference,
+    /,
+    *,
+    key_file: Annotated[
+        Path | None, option("Private key, PEM, elliptic curve.  Default: sigstore.")
+    ] = None,
+    key_password: Annotated[
+        str, option("Of the private key; prefer the environment variable.", secret=True)
+    ] = "",
     certificate: Annotated[Path | None, option("Certificate of the key, PEM.")] = None,
-    chain: Annotated[tuple[str, ...], option(
-        "Certificate of the certificate's issuer, then of that one's, and so on, repeatable.")] = (),
-    store: StoreOptions = StoreOptions(), common: Common = Common(),
-) -> None:  # fmt: skip
-    """Sign a bundle of your store in the format of OpenSSF model signing: model.sig, beside its files.
+    chain: Annotated[
+        tuple[str, ...],
+        option(
+            "Certificate of the certificate's issuer, then of that one's, and so on, repeatable."
+        ),
+    ] = (),
+    store: StoreOptions = StoreOptions(),
+    common: Common = Common(),
+) -> None:
+    """Sign a bundle of your store in the format of OpenSSF model signing: model.sig, beside its
+    files.
 
     Without a key, with sigstore: the identity that this machine has (in CI) or that you log in as.
 
@@ -243,11 +347,20 @@ def sign(
 
 def push(
     reference: Reference,
-    to: Annotated[str, Parameter(help="hf://OWNER/NAME, or the URL of a store", show_env_var=False)], /, *,
-    private: Annotated[bool, option("The repository is, or becomes, a private one."), Parameter(negative="")] = False,
-    dry_run: DryRun = False, store: StoreOptions = StoreOptions(), common: Common = Common(),
-) -> None:  # fmt: skip
-    """Publish a bundle on the Hugging Face hub, one commit and one tag for each version, or in the store at a URL.
+    to: Annotated[
+        str, Parameter(help="hf://OWNER/NAME, or the URL of a store", show_env_var=False)
+    ],
+    /,
+    *,
+    private: Annotated[
+        bool, option("The repository is, or becomes, a private one."), Parameter(negative="")
+    ] = False,
+    dry_run: DryRun = False,
+    store: StoreOptions = StoreOptions(),
+    common: Common = Common(),
+) -> None:
+    """Publish a bundle on the Hugging Face hub, one commit and one tag for each version, or in the
+    store at a URL.
 
     The version and the signature stay as they are.
 
@@ -271,48 +384,81 @@ def push(
         kind = "private" if done.private else "public"
         steps = [
             f"create the {kind} repository" if done.create else "",
-            f"commit {len(done.files)} files ({sum(done.files.values()):,} bytes)" if done.commit else "",
+            (
+                f"commit {len(done.files)} files ({sum(done.files.values()):,} bytes)"
+                if done.commit
+                else ""
+            ),
             f"delete {', '.join(done.deleted)}" if done.deleted else "",
             f"tag {done.tag}",
         ]
         verb = "would " if dry_run else f"to a {kind} repository: "
         print_line(f"{bundle.reference}: {verb}{', '.join(filter(None, steps))}")
-    print_line(f"{done.url}\nhallutracer bundle pull {done.address} --digest {bundle.manifest.digest}")
+    print_line(
+        f"{done.url}\nhallutracer bundle pull {done.address} --digest {bundle.manifest.digest}"
+    )
 
 
-def _push_to_store(reference: str, to: str, store: StoreOptions, *, private: bool, dry_run: bool) -> None:
+def _push_to_store(
+    reference: str, to: str, store: StoreOptions, *, private: bool, dry_run: bool
+) -> None:
     from probes_store.transfer import copy, held
 
     if private:
-        raise UsageError("--private", "is about the Hugging Face hub; who may read a URL is up to its server")
+        raise UsageError(
+            "--private", "is about the Hugging Face hub; who may read a URL is up to its server"
+        )
     source, target = open_store(store), open_store(replace(store, store=check_url(to)))
     bundle = source.verify(reference)
     if dry_run:
         target.check_writable()
-        print_line(f"{bundle.reference}: {'is there' if held(target, bundle.manifest) else 'would be added'}")
+        print_line(
+            f"{bundle.reference}:"
+            f" {'is there' if held(target, bundle.manifest) else 'would be added'}"
+        )
         return
     done, added = copy(
         bundle, target, source=source.where, take_over=True
     )  # its publisher says what a name means there
-    print_line(f"{done.reference}: {'added to' if added else 'the same is there already:'} {target.where}")
+    print_line(
+        f"{done.reference}: {'added to' if added else 'the same is there already:'} {target.where}"
+    )
     print_line(f"hallutracer bundle verify {_pinned(done)} --store {target.where}")
 
 
 def pull(
     source: Annotated[
         str,
-        Parameter(help="hf://OWNER/NAME or hf://OWNER/NAME@REVISION, or the URL of a store, / and NAME, NAME@ALIAS or "
-                  "NAME:VERSION", show_env_var=False),
+        Parameter(
+            help=(
+                "hf://OWNER/NAME or hf://OWNER/NAME@REVISION, or the URL of a store, / and NAME,"
+                " NAME@ALIAS or "
+                "NAME:VERSION"
+            ),
+            show_env_var=False,
+        ),
     ],
-    /, *,
-    digest: Annotated[str | None, option(
-        "sha256:...: what the bundle must have, as its publisher or your own review names it.")] = None,
-    take_over: Annotated[bool, option(
-        "Also where a name that you have, or that comes with the package, would mean the pulled bundle from now on."
-        ), Parameter(negative="")] = False,
-    store: StoreOptions = StoreOptions(), common: Common = Common(),
-) -> None:  # fmt: skip
-    """Fetch a bundle from the Hugging Face hub or from the store at a URL, under its own name and version.
+    /,
+    *,
+    digest: Annotated[
+        str | None,
+        option(
+            "sha256:...: what the bundle must have, as its publisher or your own review names it."
+        ),
+    ] = None,
+    take_over: Annotated[
+        bool,
+        option(
+            "Also where a name that you have, or that comes with the package, would mean the pulled"
+            " bundle from now on."
+        ),
+        Parameter(negative=""),
+    ] = False,
+    store: StoreOptions = StoreOptions(),
+    common: Common = Common(),
+) -> None:
+    """Fetch a bundle from the Hugging Face hub or from the store at a URL, under its own name and
+    version.
 
     hallutracer bundle pull hf://some-name/some-probe@v1
     hallutracer bundle pull s3://my-bucket/probes/my-probe:3"""
@@ -335,18 +481,32 @@ def pull(
         with ExitStack() as stack:
 
             def bar(total: int) -> Callable[[int], Any]:
-                shown = tqdm(total=total, unit="B", unit_scale=True, desc=str(address), disable=None, leave=False)
+                shown = tqdm(
+                    total=total,
+                    unit="B",
+                    unit_scale=True,
+                    desc=str(address),
+                    disable=None,
+                    leave=False,
+                )
                 return stack.enter_context(shown).update
 
             done = pull_from_hub(target, address, digest=digest, take_over=take_over, bar=bar)
         bundle, added = done.bundle, done.added
         origin = f"{address} at commit {done.commit}"
         if done.offline:
-            note(f"{done.offline}\nno connection to the hub: taken from the cache, which may lack the newest version")
+            note(
+                f"{done.offline}\nno connection to the hub: taken from the cache, which may lack"
+                " the newest version"
+            )
         if done.left_out:
-            shown = ", ".join(map(ascii, done.left_out[:10])) + (", ..." if len(done.left_out) > 10 else "")
+            shown = ", ".join(map(ascii, done.left_out[:10])) + (
+                ", ..." if len(done.left_out) > 10 else ""
+            )
             note(f"not part of the bundle and not downloaded: {shown}")
-    print_line(f"{bundle.reference}: {'pulled from' if added else 'here already, the same as'} {origin}")
+    print_line(
+        f"{bundle.reference}: {'pulled from' if added else 'here already, the same as'} {origin}"
+    )
     print_line(f"{bundle.manifest.digest}, for {ascii(bundle.manifest.model.name)[1:-1]}")
     print_line(f"hallutracer bundle verify {bundle.reference} --model MODEL")
 
@@ -357,6 +517,16 @@ def _pinned(bundle: Bundle) -> str:
 
 COMMANDS = (
     "Look at, check, publish and fetch probe bundles.",
-    {"list": list_, "show": show, "compare": compare, "verify": verify, "sign": sign, "alias": alias, "push": push,
-     "pull": pull, "promote": promote, "rollback": rollback},
-)  # fmt: skip
+    {
+        "list": list_,
+        "show": show,
+        "compare": compare,
+        "verify": verify,
+        "sign": sign,
+        "alias": alias,
+        "push": push,
+        "pull": pull,
+        "promote": promote,
+        "rollback": rollback,
+    },
+)

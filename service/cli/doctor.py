@@ -1,4 +1,5 @@
-"""hallutracer doctor: whether `hallutracer serve` with the same options would serve, and what to do if not."""
+"""hallutracer doctor: whether `hallutracer serve` with the same options would serve, and what to do
+if not."""
 
 from __future__ import annotations
 
@@ -32,19 +33,29 @@ if TYPE_CHECKING:
 
 def doctor(
     *,
-    load: Annotated[bool, option(
-        "Load the model, too, and replay the bundles' golden prompts."), Parameter(negative="")] = False,
-    as_json: Json = False, engine: EngineChoice = EngineChoice(), bundles: BundleOptions = BundleOptions(),
-    settings: ServiceSettings = ServiceSettings(), access: AccessOptions = AccessOptions(),
-    rollout: RolloutOptions = RolloutOptions(), feedback: FeedbackOptions = FeedbackOptions(),
-    traces: TraceOptions = TraceOptions(), common: Common = Common(),
-) -> None:  # fmt: skip
-    """Check that `hallutracer serve` with the same options would serve; one line for each check: ok, warn or fail.
+    load: Annotated[
+        bool,
+        option("Load the model, too, and replay the bundles' golden prompts."),
+        Parameter(negative=""),
+    ] = False,
+    as_json: Json = False,
+    engine: EngineChoice = EngineChoice(),
+    bundles: BundleOptions = BundleOptions(),
+    settings: ServiceSettings = ServiceSettings(),
+    access: AccessOptions = AccessOptions(),
+    rollout: RolloutOptions = RolloutOptions(),
+    feedback: FeedbackOptions = FeedbackOptions(),
+    traces: TraceOptions = TraceOptions(),
+    common: Common = Common(),
+) -> None:
+    """Check that `hallutracer serve` with the same options would serve; one line for each check:
+    ok, warn or fail.
 
-    Looks at packages, model, bundles and whether they belong together, canary and shadows, whether drift would be seen,
-    engine, port, keys, policies, audit log, GPU, memory, store, disk and clock.  It starts nothing and reads no
-    weights, unless --load says so.  A fail or a warn names the cure.  The exit status is 1 where a check failed.  In a
-    configuration file the table [serve] holds for it, too.
+    Looks at packages, model, bundles and whether they belong together, canary and shadows, whether
+    drift would be seen, engine, port, keys, policies, audit log, GPU, memory, store, disk and
+    clock.  It starts nothing and reads no weights, unless --load says so.  A fail or a warn names
+    the cure.  The exit status is 1 where a check failed.  In a configuration file the table [serve]
+    holds for it, too.
 
       hallutracer doctor
       hallutracer doctor --model ./my-model --bundle my-probe --load"""
@@ -72,23 +83,39 @@ def doctor(
 
     def folders() -> Iterator[Finding]:
         where = database()
-        yield from machine.check_disk(model.folders(store, where.path if where and not where.is_postgres else None))
+        yield from machine.check_disk(
+            model.folders(store, where.path if where and not where.is_postgres else None)
+        )
 
     checks: list[tuple[str, Callable[[], Iterable[Finding]]]] = [
-        ("packages", machine.check_packages), ("engine", lambda: machine.check_engine(engine.engine, ranks)),
-        ("options", lambda: (warn("options", text, "correct or unset it") for text in common.warnings)),
-        ("gpu", lambda: machine.check_gpu(engine.device, ranks)), ("cpu", lambda: machine.check_cpu(engine.threads)),
-        ("store", lambda: model.check_store(store, named=bundles.store != DEFAULT_STORE)), ("bundle", bundle_checks),
+        ("packages", machine.check_packages),
+        ("engine", lambda: machine.check_engine(engine.engine, ranks)),
+        (
+            "options",
+            lambda: (warn("options", text, "correct or unset it") for text in common.warnings),
+        ),
+        ("gpu", lambda: machine.check_gpu(engine.device, ranks)),
+        ("cpu", lambda: machine.check_cpu(engine.threads)),
+        ("store", lambda: model.check_store(store, named=bundles.store != DEFAULT_STORE)),
+        ("bundle", bundle_checks),
         ("model", model_checks),
-        ("rollout", rollout_checks), ("keys", lambda: _keys(settings, access)),
-        ("policies", lambda: _policies(settings, access)), ("audit", lambda: _audit(access)),
-        ("port", lambda: _port(settings)), ("feedback", lambda: _feedback(feedback)),
-        ("traces", lambda: _traces(traces)), ("disk", folders),
+        ("rollout", rollout_checks),
+        ("keys", lambda: _keys(settings, access)),
+        ("policies", lambda: _policies(settings, access)),
+        ("audit", lambda: _audit(access)),
+        ("port", lambda: _port(settings)),
+        ("feedback", lambda: _feedback(feedback)),
+        ("traces", lambda: _traces(traces)),
+        ("disk", folders),
         ("files", lambda: machine.check_files(settings.max_connections)),
-        ("clock", lambda: machine.check_clock(
-            max((bundle.manifest.created for bundle in loaded.values()), default=None))),
+        (
+            "clock",
+            lambda: machine.check_clock(
+                max((bundle.manifest.created for bundle in loaded.values()), default=None)
+            ),
+        ),
         ("load", lambda: _loads(engine, loaded) if load and worst(findings) != "fail" else ()),
-    ]  # fmt: skip
+    ]
     for finding in run(checks):
         findings.append(finding)
         if not as_json:
@@ -112,10 +139,16 @@ def _keys(settings: ServiceSettings, access: AccessOptions) -> Iterator[Finding]
         for key in () if access.keys is None else read_keys(access.keys):
             if key.revoked is not None or key.expired():
                 state = "expired" if key.revoked is None else "revoked"
-                cure = f"who uses it still needs another: hallutracer keys make NAME >> {access.keys}"
+                cure = (
+                    f"who uses it still needs another: hallutracer keys make NAME >> {access.keys}"
+                )
                 yield warn("keys", f"{key.name} is {state}", cure)
     elif everybody:
-        yield warn("keys", f"whoever reaches {settings.host} may use the service", "give --keys or --api-key-file")
+        yield warn(
+            "keys",
+            f"whoever reaches {settings.host} may use the service",
+            "give --keys or --api-key-file",
+        )
     else:
         yield ok("keys", "none; only this machine reaches the port")
 
@@ -130,12 +163,16 @@ def _audit(access: AccessOptions) -> Iterator[Finding]:
     elif os.access(folder := path.absolute().parent, os.W_OK | os.X_OK):
         yield ok("audit", f"{path} will be made")
     else:
-        yield fail("audit", f"{folder} is no folder that can be written", "make it, or change its owner")
+        yield fail(
+            "audit", f"{folder} is no folder that can be written", "make it, or change its owner"
+        )
 
 
 def _policies(settings: ServiceSettings, access: AccessOptions) -> Iterator[Finding]:
     policies, _ = access.rules(settings.policy)
-    yield ok("policies", f"{', '.join(policies.named)}; {settings.policy} where a request names none")
+    yield ok(
+        "policies", f"{', '.join(policies.named)}; {settings.policy} where a request names none"
+    )
 
 
 def _port(settings: ServiceSettings) -> Iterator[Finding]:
@@ -143,21 +180,32 @@ def _port(settings: ServiceSettings) -> Iterator[Finding]:
         listen(settings.host, settings.port).close()
     except HalluTracerError as error:
         if machine.answers_as_ours("127.0.0.1", settings.port):
-            yield warn("port", f"a HalluTracer service answers on port {settings.port} already", "that may be the one "
-                       "that you ask about; a second needs another --port")  # fmt: skip
+            yield warn(
+                "port",
+                f"a HalluTracer service answers on port {settings.port} already",
+                "that may be the one that you ask about; a second needs another --port",
+            )
         else:
             yield fail("port", str(error))
     else:
-        free = f"{settings.port} on {settings.host} is free" if settings.port else f"any free one on {settings.host}"
+        free = (
+            f"{settings.port} on {settings.host} is free"
+            if settings.port
+            else f"any free one on {settings.host}"
+        )
         yield ok("port", free)
 
 
 def _traces(traces: TraceOptions) -> Iterator[Finding]:
-    """An endpoint that takes no connection costs a service nothing but its traces, or its events."""
+    """An endpoint that takes no connection costs a service nothing but its traces, or its
+    events."""
     if (tracing := traces.opened()) is None:
         return
     tracing.close()
-    for name, endpoint in (("traces", traces.otlp_traces_endpoint), ("events", traces.otlp_logs_endpoint)):
+    for name, endpoint in (
+        ("traces", traces.otlp_traces_endpoint),
+        ("events", traces.otlp_logs_endpoint),
+    ):
         if endpoint is None:
             continue
         parts = urlsplit(endpoint)
@@ -187,6 +235,12 @@ def _loads(engine: EngineChoice, loaded: dict[str, Bundle]) -> Iterator[Finding]
     began = time.monotonic()
     with closing(load_engine(engine, bundles=tuple(loaded.values()))) as running:
         scorers = load_scorers(running, loaded, leave_out=OptionalBundles(tuple(loaded)[1:]))
-        names, identity = ", ".join(scorer.bundle.reference for scorer in scorers.values()), running.identity
-    yield ok("load", f"{identity.model} ({identity.dtype}) in {time.monotonic() - began:.0f} s; the golden prompts of "
-             f"{names} gave the recorded risks")  # fmt: skip
+        names, identity = (
+            ", ".join(scorer.bundle.reference for scorer in scorers.values()),
+            running.identity,
+        )
+    yield ok(
+        "load",
+        f"{identity.model} ({identity.dtype}) in {time.monotonic() - began:.0f} s; the golden"
+        f" prompts of {names} gave the recorded risks",
+    )

@@ -1,4 +1,5 @@
-"""hallutracer try and demo: what the risk is worth, on questions that a bundle carries, and the demo model's."""
+"""hallutracer try and demo: what the risk is worth, on questions that a bundle carries, and the
+demo model's."""
 
 from __future__ import annotations
 
@@ -10,9 +11,23 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from service.cli.loading import bundle_names, load_engine, load_first, load_scorers, open_store, running_service
+from service.cli.loading import (
+    bundle_names,
+    load_engine,
+    load_first,
+    load_scorers,
+    open_store,
+    running_service,
+)
 from service.cli.options import BundleOptions, EngineChoice, Json, StoreOptions, UsageError
-from service.cli.output import QuestionResult, TryReport, draw_sorted, print_json, print_line, progress_bar
+from service.cli.output import (
+    QuestionResult,
+    TryReport,
+    draw_sorted,
+    print_json,
+    print_line,
+    progress_bar,
+)
 from service.demo import Passage
 from service.errors import HalluTracerError
 from service.library.engine import DEMO, SHIPPED
@@ -28,25 +43,36 @@ class TryOptions:
     """Number of questions, and the address of the service that is asked."""
 
     show: Annotated[int, option("So many of the bundle's questions.", limits=Range(1))] = SHOWN
-    url: Annotated[str | None, option(
-        "Ask this running service instead of loading the model here."), Parameter(metavar="URL")] = None  # fmt: skip
+    url: Annotated[
+        str | None,
+        option("Ask this running service instead of loading the model here."),
+        Parameter(metavar="URL"),
+    ] = None
     service_key: Annotated[str | None, option("Key for that service.", secret=True)] = None
     as_json: Json = False
 
 
 def held_out(
-    *, options: TryOptions = TryOptions(), bundles: BundleOptions = BundleOptions(),
-    engine: EngineChoice = EngineChoice(), common: Common = Common(),
-) -> None:  # fmt: skip
-    """See what the risk is worth: held-out questions of the bundle, answered by the model and sorted by risk.
+    *,
+    options: TryOptions = TryOptions(),
+    bundles: BundleOptions = BundleOptions(),
+    engine: EngineChoice = EngineChoice(),
+    common: Common = Common(),
+) -> None:
+    """See what the risk is worth: held-out questions of the bundle, answered by the model and
+    sorted by risk.
 
-    The questions were drawn before any risk was known, and no fit saw them; misses are printed like hits.  Below them,
-    how often the model is right in each tenth of the training questions by risk.
+    The questions were drawn before any risk was known, and no fit saw them; misses are printed like
+    hits.  Below them, how often the model is right in each tenth of the training questions by risk.
 
       hallutracer try
 
       hallutracer try --url http://127.0.0.1:8765"""
-    tried = _asked_here(options, bundles, engine) if options.url is None else _asked_there(options, bundles)
+    tried = (
+        _asked_here(options, bundles, engine)
+        if options.url is None
+        else _asked_there(options, bundles)
+    )
     if options.as_json:
         print_json(tried.document())
     else:
@@ -73,10 +99,18 @@ def _asked_here(options: TryOptions, bundles: BundleOptions, engine: EngineChoic
             bar.update()
             question, report = judged.question, judged.report
             return QuestionResult(
-                question.prompt, judged.answer, question.answers, report.risk, report.verdict.flagged, judged.verdict
+                question.prompt,
+                judged.answer,
+                question.answers,
+                report.risk,
+                report.verdict.flagged,
+                judged.verdict,
             )
 
-        seen, model = wait_for(gather_all([one(number) for number in numbers], TOGETHER)), loaded.identity.model
+        seen, model = (
+            wait_for(gather_all([one(number) for number in numbers], TOGETHER)),
+            loaded.identity.model,
+        )
     return _tried(bundle.reference, model, bundle.manifest.threshold, seen, coverage(bundle).tenths)
 
 
@@ -90,16 +124,28 @@ def _asked_there(options: TryOptions, bundles: BundleOptions) -> TryReport:
         raise UsageError("--bundle", "name one")
     with running_service(options.url or "", options.service_key) as get:
         cards = get("/v1/bundles")["data"]
-        name = bundles.bundle[0] if bundles.bundle else next(card["id"] for card in cards if card["default"])
+        name = (
+            bundles.bundle[0]
+            if bundles.bundle
+            else next(card["id"] for card in cards if card["default"])
+        )
         card = get(f"/v1/bundles/{name}")
         if card["sample"] is None:
             raise _nothing(card["id"])
         numbers = range(min(options.show, len(card["sample"]["questions"])))
         seen = []
-        with progress_bar(len(numbers), "asking", "question") as bar, ThreadPoolExecutor(TOGETHER) as pool:
-            for answered in pool.map(lambda number: get(f"/v1/bundles/{name}/sample/{number}"), numbers):
+        with (
+            progress_bar(len(numbers), "asking", "question") as bar,
+            ThreadPoolExecutor(TOGETHER) as pool,
+        ):
+            for answered in pool.map(
+                lambda number: get(f"/v1/bundles/{name}/sample/{number}"), numbers
+            ):
                 threshold = answered["threshold"]
-                fields = {field: answered[field] for field in ("prompt", "answer", "risk", "flagged", "verdict")}
+                fields = {
+                    field: answered[field]
+                    for field in ("prompt", "answer", "risk", "flagged", "verdict")
+                }
                 seen.append(QuestionResult(**fields, accepted=tuple(answered["accepted"])))
                 bar.update()
         tenths = [Tenth(**tenth) for tenth in card["coverage"]["tenths"]]
@@ -107,21 +153,32 @@ def _asked_there(options: TryOptions, bundles: BundleOptions) -> TryReport:
 
 
 def _tried(
-    reference: str, model: str, threshold: float, seen: Sequence[QuestionResult], tenths: Sequence[Any]
+    reference: str,
+    model: str,
+    threshold: float,
+    seen: Sequence[QuestionResult],
+    tenths: Sequence[Any],
 ) -> TryReport:
     return TryReport(
-        reference, model, threshold, tuple(sorted(seen, key=lambda question: question.risk)), tuple(tenths)
+        reference,
+        model,
+        threshold,
+        tuple(sorted(seen, key=lambda question: question.risk)),
+        tuple(tenths),
     )
 
 
 def _nothing(reference: str) -> HalluTracerError:
     return HalluTracerError(
-        f"{reference} carries no questions to try: it was trained with --no-sample, without accepted answers, or by an "
-        'older version. Train it again, or ask your own: hallutracer score "..." --generate 16'
+        f"{reference} carries no questions to try: it was trained with --no-sample, without"
+        " accepted answers, or by an older version. Train it again, or ask your own: hallutracer"
+        ' score "..." --generate 16'
     )
 
 
-def info(*, as_json: Json = False, store: StoreOptions = StoreOptions(), common: Common = Common()) -> None:
+def info(
+    *, as_json: Json = False, store: StoreOptions = StoreOptions(), common: Common = Common()
+) -> None:
     """Print where the model and its bundles are."""
     from service.demo import MODEL_DIR
 
@@ -137,21 +194,35 @@ def info(*, as_json: Json = False, store: StoreOptions = StoreOptions(), common:
         return
     print_line(f"model    {MODEL_DIR}")
     for bundle in bundles:
-        print_line(f"bundle   {bundle.reference:<14} signals {', '.join(bundle.manifest.signals)}  {bundle.path}")
+        print_line(
+            f"bundle   {bundle.reference:<14} signals {', '.join(bundle.manifest.signals)} "
+            f" {bundle.path}"
+        )
     print_line("\nModel card: hallutracer bundle show demo")
 
 
 def questions(
     *,
-    split: Annotated[Literal["train", "dev", "test"], option(
-        "No entity is in two of them.  train: the bundles' training rows.  dev: chose recipe and seed.  test: only "
-        "ever reported.")],
-    passages: Annotated[tuple[Passage, ...], option(
-        "In front of each question, repeatable, a row for each: right states the fact among two others; unrelated "
-        "and contradicting are the controls; none.")] = ("none",),
+    split: Annotated[
+        Literal["train", "dev", "test"],
+        option(
+            "No entity is in two of them.  train: the bundles' training rows.  dev: chose recipe"
+            " and seed.  test: only "
+            "ever reported."
+        ),
+    ],
+    passages: Annotated[
+        tuple[Passage, ...],
+        option(
+            "In front of each question, repeatable, a row for each: right states the fact among two"
+            " others; unrelated "
+            "and contradicting are the controls; none."
+        ),
+    ] = ("none",),
     common: Common = Common(),
-) -> None:  # fmt: skip
-    """Print questions as JSONL: id, prompt, answers, group, kind, passage, exposures, template, in_refusals.
+) -> None:
+    """Print questions as JSONL: id, prompt, answers, group, kind, passage, exposures, template,
+    in_refusals.
 
     hallutracer demo questions --split test --passages none --passages right > questions.jsonl"""
     from service.demo.questions import questions as rows
@@ -161,4 +232,7 @@ def questions(
         print_line(json.dumps(row, ensure_ascii=False))
 
 
-DEMO_COMMANDS = ("The demonstration model: what it is and its questions.", {"info": info, "questions": questions})
+DEMO_COMMANDS = (
+    "The demonstration model: what it is and its questions.",
+    {"info": info, "questions": questions},
+)

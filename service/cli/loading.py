@@ -1,4 +1,5 @@
-"""From options to a store, an engine, scorers or a running service.  Heavy imports happen inside, after parsing."""
+"""From options to a store, an engine, scorers or a running service.  Heavy imports happen inside,
+after parsing."""
 
 from __future__ import annotations
 
@@ -28,11 +29,14 @@ T = TypeVar("T")
 def open_store(options: StoreOptions, *, to_read: bool = True) -> Store:
     """Return the user's store, with the shipped bundles behind it.
 
-    ``to_read``: the command makes nothing in it.  Then UsageError is raised for one that was named and is not there."""
+    ``to_read``: the command makes nothing in it.  Then UsageError is raised for one that was named
+        and is not there."""
     store = library.open_store(
-        options.store, cache=options.store_cache, require_signature=options.require_signature,
+        options.store,
+        cache=options.store_cache,
+        require_signature=options.require_signature,
         allow_open_store=options.allow_open_store,
-    )  # fmt: skip
+    )
     if to_read:
         try:
             check_store(options.store)
@@ -42,7 +46,8 @@ def open_store(options: StoreOptions, *, to_read: bool = True) -> Store:
 
 
 def bundle_names(model: str | None, options: BundleOptions) -> tuple[str, ...]:
-    """Return which bundles to load; shipped models have their own, any other must name one.  Raises UsageError."""
+    """Return which bundles to load; shipped models have their own, any other must name one.  Raises
+    UsageError."""
     check_place(model)
     if options.bundle:
         return options.bundle
@@ -62,16 +67,23 @@ def chosen_model(choice: EngineChoice, bundles: Sequence[Bundle]) -> EngineOptio
 
 
 def load_engine(
-    choice: EngineChoice, *, bundles: Sequence[Bundle] = (), chosen: EngineOptions | None = None, **more: Any
+    choice: EngineChoice,
+    *,
+    bundles: Sequence[Bundle] = (),
+    chosen: EngineOptions | None = None,
+    **more: Any,
 ) -> Engine:
-    """Load the ``chosen_model``, which a caller may have looked at.  ``more``: as ``library.engine.load_engine``."""
+    """Load the ``chosen_model``, which a caller may have looked at.  ``more``: as
+    ``library.engine.load_engine``."""
     collects = gc.isenabled()
     gc.disable()  # collections during imports take a second, and find nothing
     try:
         chosen = chosen or chosen_model(choice, bundles)
         if choice.engine == "transformers":
             _import_engine()
-        return library.load_engine(chosen, bundles=bundles, threads=choice.threads, checked=True, **more)
+        return library.load_engine(
+            chosen, bundles=bundles, threads=choice.threads, checked=True, **more
+        )
     finally:
         if collects:
             gc.enable()
@@ -80,7 +92,9 @@ def load_engine(
 def _import_engine() -> None:
     from transformers import utils  # which loads scikit-learn and scipy for what no command has
 
-    originals = {name: getattr(utils, name) for name in ("is_sklearn_available", "is_scipy_available")}
+    originals = {
+        name: getattr(utils, name) for name in ("is_sklearn_available", "is_scipy_available")
+    }
     try:
         vars(utils).update(dict.fromkeys(originals, lambda: False))
         import service.engines.transformers.engine  # noqa: F401
@@ -92,38 +106,49 @@ def _import_engine() -> None:
 class OptionalBundles:
     """References that ``may`` fail to load: they are logged and left out, and ``reasons`` says why.
 
-    ``must_answer``: a store that gives no answer is an error all the same, for it does not say that they would fail."""
+    ``must_answer``: a store that gives no answer is an error all the same, for it does not say that
+        they would fail."""
 
     may: Collection[str]
     must_answer: bool = False
-    must_be_there: Collection[str] = ()  # of these, what the store has to know: a misspelt name is no damaged bundle
+    must_be_there: Collection[
+        str
+    ] = ()  # of these, what the store has to know: a misspelt name is no damaged bundle
     reasons: dict[str, str] = field(default_factory=dict)
 
 
 def load_first(store: Store, names: Sequence[str]) -> Bundle:
     """Return the bundle of the first reference, for a command that takes one.
 
-    The others, which a variable that ``serve`` reads may name, are not loaded; BundleError is raised where the store
-    does not know one."""
+    The others, which a variable that ``serve`` reads may name, are not loaded; BundleError is
+    raised where the store does not know one."""
     for name in names[1:]:
         store.stamp(name)
     return store.load(names[0])
 
 
-def load_bundles(store: Store, names: Sequence[str], leave_out: OptionalBundles | None = None) -> dict[str, Bundle]:
+def load_bundles(
+    store: Store, names: Sequence[str], leave_out: OptionalBundles | None = None
+) -> dict[str, Bundle]:
     """Return the bundle of each reference."""
     return _usable(names, store.load, leave_out)
 
 
 def load_scorers(
-    engine: Engine, bundles: Mapping[str, Bundle], report: Report = note, leave_out: OptionalBundles | None = None,
+    engine: Engine,
+    bundles: Mapping[str, Bundle],
+    report: Report = note,
+    leave_out: OptionalBundles | None = None,
     loaded: Sequence[Scorer] = (),
-) -> dict[str, Scorer]:  # fmt: skip
-    """Match each bundle with the model and replay its golden prompts, unless it is one of those ``loaded``."""
+) -> dict[str, Scorer]:
+    """Match each bundle with the model and replay its golden prompts, unless it is one of those
+    ``loaded``."""
     from service.scoring import Scorer
 
     known = {
-        (scorer.bundle.reference, scorer.bundle.manifest.digest): scorer for scorer in loaded if scorer.engine is engine
+        (scorer.bundle.reference, scorer.bundle.manifest.digest): scorer
+        for scorer in loaded
+        if scorer.engine is engine
     }
 
     def scorer_of(name: str) -> Scorer:
@@ -135,7 +160,9 @@ def load_scorers(
         return _usable(tuple(bundles), scorer_of, leave_out)
 
 
-def _usable(names: Sequence[str], load: Callable[[str], T], leave_out: OptionalBundles | None) -> dict[str, T]:
+def _usable(
+    names: Sequence[str], load: Callable[[str], T], leave_out: OptionalBundles | None
+) -> dict[str, T]:
     from probes_store.errors import (
         BundleError,
         BundleNotFound,
@@ -152,9 +179,13 @@ def _usable(names: Sequence[str], load: Callable[[str], T], leave_out: OptionalB
         except BundleError as error:
             if leave_out is None or name not in leave_out.may:
                 raise
-            if name in leave_out.must_be_there and isinstance(error, BundleNotFound | InvalidReference):
+            if name in leave_out.must_be_there and isinstance(
+                error, BundleNotFound | InvalidReference
+            ):
                 raise
-            if leave_out.must_answer and isinstance(error, StoreUnreachable | StoreRefused | HubError):
+            if leave_out.must_answer and isinstance(
+                error, StoreUnreachable | StoreRefused | HubError
+            ):
                 raise
             leave_out.reasons[name] = str(error)
             log.error("bundle %s is left out: %s", name, error)
@@ -163,7 +194,8 @@ def _usable(names: Sequence[str], load: Callable[[str], T], leave_out: OptionalB
 
 @contextmanager
 def running_service(url: str, key: str | None) -> Iterator[Callable[[str], Any]]:
-    """Yield a function that GETs the JSON at a path of a running service.  Raises HalluTracerError, with its words."""
+    """Yield a function that GETs the JSON at a path of a running service.  Raises HalluTracerError,
+    with its words."""
     import httpx
 
     def get(path: str) -> Any:
@@ -173,13 +205,24 @@ def running_service(url: str, key: str | None) -> Iterator[Callable[[str], Any]]
                 message = answer.json()["error"]["message"]
             except (ValueError, LookupError, TypeError):
                 message = answer.text[:200]
-            raise HalluTracerError(f"GET {client.base_url}{path.lstrip('/')} answered {answer.status_code}: {message}")
+            raise HalluTracerError(
+                f"GET {client.base_url}{path.lstrip('/')} answered {answer.status_code}: {message}"
+            )
         return answer.json()
 
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
     try:
         with httpx.Client(base_url=url, headers=headers, timeout=60, trust_env=False) as client:
             yield get
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError, StopIteration) as error:
+    except (
+        httpx.HTTPError,
+        httpx.InvalidURL,
+        ValueError,
+        KeyError,
+        TypeError,
+        StopIteration,
+    ) as error:
         why = error or type(error).__name__
-        raise HalluTracerError(f"{url} did not answer as a HalluTracer service of this version: {why}") from error
+        raise HalluTracerError(
+            f"{url} did not answer as a HalluTracer service of this version: {why}"
+        ) from error

@@ -18,16 +18,30 @@ from service.settings import AT_LEAST_1, DATABASE, DEFAULT_STORE, option, sectio
 if TYPE_CHECKING:
     from service.engines.base import EngineOptions
 
-Output = Annotated[Path | None, option("File that the results are written to, as JSON.  Default: standard output.")]
+Output = Annotated[
+    Path | None, option("File that the results are written to, as JSON.  Default: standard output.")
+]
 Json = Annotated[bool, option("Print JSON, for programs.", "json"), Parameter(negative="")]
-Out = Annotated[Path | None, option(
-    "Folder for the results; finished steps are kept.  Default: one named after the command.")]  # fmt: skip
-FeedbackDatabase = Annotated[str, option(
-    "Where each prompt's risk is kept with the labels that POST /v1/feedback takes: a file (SQLite) or "
-    "postgresql://USER@HOST/DATABASE.  Without it serve keeps nothing.", metavar=DATABASE)]  # fmt: skip
+Out = Annotated[
+    Path | None,
+    option(
+        "Folder for the results; finished steps are kept.  Default: one named after the command."
+    ),
+]
+FeedbackDatabase = Annotated[
+    str,
+    option(
+        "Where each prompt's risk is kept with the labels that POST /v1/feedback takes: a file"
+        " (SQLite) or postgresql://USER@HOST/DATABASE.  Without it serve keeps nothing.",
+        metavar=DATABASE,
+    ),
+]
 DryRun = Annotated[bool, DRY_RUN]
 Reference = Annotated[
-    str, Parameter(help="name, name@alias or name:version; @sha256:DIGEST behind it pins", show_env_var=False)
+    str,
+    Parameter(
+        help="name, name@alias or name:version; @sha256:DIGEST behind it pins", show_env_var=False
+    ),
 ]
 
 
@@ -59,9 +73,14 @@ def check_place(model: str | None) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _ModelChoice:
-    model: Annotated[str | None, option(
-        "Model folder, GGUF file, hub name, smollm2 or demo.  Default: smollm2 where its package is installed, else "
-        "demo.", everyday=True)] = None  # fmt: skip
+    model: Annotated[
+        str | None,
+        option(
+            "Model folder, GGUF file, hub name, smollm2 or demo.  Default: smollm2 where its"
+            " package is installed, else demo.",
+            everyday=True,
+        ),
+    ] = None
 
 
 @section("Model and engine", 10)
@@ -69,15 +88,23 @@ class _ModelChoice:
 class EngineChoice(Engine, _ModelChoice):
     """Which model is loaded, by which engine, and how."""
 
-    tensor_parallel_size: Annotated[int, option("vllm: ranks that split each layer.", limits=AT_LEAST_1)] = 1
-    pipeline_parallel_size: Annotated[int, option(
-        "vllm: stages that the layers are spread over.", limits=AT_LEAST_1)] = 1  # fmt: skip
-    engine_arg: Annotated[tuple[str, ...], option(
-        "NAME=VALUE, repeatable: any other argument of the engine, such as max_model_len=8192 or "
-        "gpu_memory_utilization=0.8 with vllm, attn_implementation=eager with transformers.")] = ()  # fmt: skip
+    tensor_parallel_size: Annotated[
+        int, option("vllm: ranks that split each layer.", limits=AT_LEAST_1)
+    ] = 1
+    pipeline_parallel_size: Annotated[
+        int, option("vllm: stages that the layers are spread over.", limits=AT_LEAST_1)
+    ] = 1
+    engine_arg: Annotated[
+        tuple[str, ...],
+        option(
+            "NAME=VALUE, repeatable: any other argument of the engine, such as max_model_len=8192"
+            " or gpu_memory_utilization=0.8 with vllm, attn_implementation=eager with transformers."
+        ),
+    ] = ()
 
     def options_for(self, bundles: Sequence[str] = ()) -> EngineOptions:
-        """Return what the engine takes; without a model, that of these shipped bundles.  Raises UsageError."""
+        """Return what the engine takes; without a model, that of these shipped bundles.  Raises
+        UsageError."""
         check_place(self.model)
         extra: dict[str, str] = {}
         for argument in self.engine_arg:

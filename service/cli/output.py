@@ -1,4 +1,5 @@
-"""What commands print: results on standard output, for people or as JSON; progress is ``service.progress``'s."""
+"""What commands print: results on standard output, for people or as JSON; progress is
+``service.progress``'s."""
 
 from __future__ import annotations
 
@@ -30,10 +31,13 @@ BAR = 40  # characters of a bar of 100 %
 FRONT_MATTER = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)
 BOLD = re.compile(r"\*\*(.+)\*\*")
 IMAGE = re.compile(r"!\[(?P<title>[^\]]*)\]\((?P<path>[^)]*)\)")
-NAMES = 30  # characters of a wide table's first column, which every part of it repeats, where it has so many
+# characters of a wide table's first column, which every part of it repeats, where it has so many
+NAMES = 30
 PADDING = 2
 UNBOUNDED = 1 << 16  # characters of a line that is for no terminal
-CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a card may be a stranger's: nothing in it moves the cursor
+CONTROLS = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f]"
+)  # a card may be a stranger's: nothing in it moves the cursor
 
 
 def print_line(text: str) -> None:
@@ -48,17 +52,21 @@ def print_json(document: Any) -> None:
 
 
 def output_console() -> Console:
-    """Return a console as wide as the terminal; elsewhere, as in a pipe or a file, so wide that nothing is cut."""
+    """Return a console as wide as the terminal; elsewhere, as in a pipe or a file, so wide that
+    nothing is cut."""
     from rich.console import Console
 
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=UNBOUNDED)
 
 
-def print_table(rows: Sequence[dict[str, Any]], columns: Sequence[str], console: Console | None = None) -> None:
+def print_table(
+    rows: Sequence[dict[str, Any]], columns: Sequence[str], console: Console | None = None
+) -> None:
     """Print columns of rows: lists in words, nothing for None.
 
-    No cell is broken: where a terminal is too narrow there are several tables, each with the first column."""
+    No cell is broken: where a terminal is too narrow there are several tables, each with the first
+    column."""
     from rich.cells import cell_len
     from rich.console import Console
     from rich.table import Table
@@ -68,13 +76,19 @@ def print_table(rows: Sequence[dict[str, Any]], columns: Sequence[str], console:
     cells: dict[str, list[str]] = {}
     for name in columns:
         values = [row[name] for row in rows]
-        cells[name] = [", ".join(value) if isinstance(value, list) else str(value or "") for value in values]
+        cells[name] = [
+            ", ".join(value) if isinstance(value, list) else str(value or "") for value in values
+        ]
     widths = {name: max(map(cell_len, (name, *texts))) for name, texts in cells.items()}
     first, *remaining = columns
     whole = Console(file=console.file, highlight=False, width=UNBOUNDED, no_color=console.no_color)
     while remaining:
         taken = [first, remaining.pop(0)]
-        while remaining and sum(widths[name] + PADDING for name in (*taken, remaining[0])) - PADDING <= console.width:
+        while (
+            remaining
+            and sum(widths[name] + PADDING for name in (*taken, remaining[0])) - PADDING
+            <= console.width
+        ):
             taken.append(remaining.pop(0))
         table = Table(box=None, pad_edge=False)
         for name in taken:
@@ -90,31 +104,40 @@ def progress_bar(total: int, doing: str | None, unit: str) -> tqdm[Any]:
     """Return a bar on standard error, where that is a terminal."""
     from tqdm import tqdm
 
-    return tqdm(total=total, desc=doing, unit=unit, file=sys.stderr, disable=not sys.stderr.isatty())
+    return tqdm(
+        total=total, desc=doing, unit=unit, file=sys.stderr, disable=not sys.stderr.isatty()
+    )
 
 
 # a risk report
 
 
 def draw_report(bundle: Bundle, report: RiskReport, console: Console | None = None) -> None:
-    """Print risk, decision, the answer where there is one, and the trajectory between the class means."""
+    """Print risk, decision, the answer where there is one, and the trajectory between the class
+    means."""
     import numpy as np
     from rich.console import Console
     from rich.text import Text
 
     console = console or Console(highlight=False)
-    risk = Text(f"{report.risk:.3f}", "bold green" if report.decision.value == "continue" else "bold red")
+    risk = Text(
+        f"{report.risk:.3f}", "bold green" if report.decision.value == "continue" else "bold red"
+    )
     threshold = f"  decision {report.decision.value} (threshold {report.verdict.threshold:.3f})"
     mean = f"  depth mean {report.depth_mean:+.3f}  {bundle.reference}"
     console.print(Text.assemble(("risk ", "bold"), risk, threshold, mean))
     if (known := report.uncertain) is not None:
-        refits = known.interval and "other training rows would give {:.3f} to {:.3f}  ".format(*known.interval)
+        refits = known.interval and "other training rows would give {:.3f} to {:.3f}  ".format(
+            *known.interval
+        )
         side = "outside" if known.outside else "inside"
         console.print(f"{refits or ''}{side} what training saw (distance {known.distance:.2f})")
         if known.unlike is not None:
             console.print(known.unlike)
     if not report.context.applies:
-        console.print(f"asks for no fact (P(asks) {report.context.asks:.2f}): the risk does not apply")
+        console.print(
+            f"asks for no fact (P(asks) {report.context.asks:.2f}): the risk does not apply"
+        )
     if report.outcome.shows:
         console.print(Text.assemble(("answer ", "bold"), report.shown.text.strip()))
     if report.answer is not None:
@@ -124,8 +147,11 @@ def draw_report(bundle: Bundle, report: RiskReport, console: Console | None = No
     console.print(*plot_lines(report.trajectory, means, width=console.width), sep="\n")
 
 
-def plot_lines(trajectory: NDArray[np.float64], class_means: NDArray[np.float64], width: int = 80) -> list[Text]:
-    """Draw truth logits over depth: trajectory [m], class_means [2, m] (0 hallucinated, 1 factual)."""
+def plot_lines(
+    trajectory: NDArray[np.float64], class_means: NDArray[np.float64], width: int = 80
+) -> list[Text]:
+    """Draw truth logits over depth: trajectory [m], class_means [2, m] (0 hallucinated, 1
+    factual)."""
     import numpy as np
     from rich.text import Text
 
@@ -138,24 +164,36 @@ def plot_lines(trajectory: NDArray[np.float64], class_means: NDArray[np.float64]
         shown = np.unique(np.linspace(0, layers - 1, max(2, (width - 10) // column)).astype(int))
     hallucinated, factual = class_means
     series = [
-        (hallucinated, "-", "red"), (factual, "+", "green"), (running_means(trajectory), "○", "cyan"),
+        (hallucinated, "-", "red"),
+        (factual, "+", "green"),
+        (running_means(trajectory), "○", "cyan"),
         (trajectory, "●", "bold"),
-    ]  # fmt: skip
+    ]
     low = min(float(values.min()) for values, _, _ in series)
     high = max(float(values.max()) for values, _, _ in series)
     step = (high - low) / (ROWS - 1) or 1.0
     grid = [[(" ", "")] * (len(shown) * column) for _ in range(ROWS)]
     for values, mark, style in series:
         for number, layer in enumerate(shown):
-            grid[round((high - float(values[layer])) / step)][number * column + column // 2] = (mark, style)
+            grid[round((high - float(values[layer])) / step)][number * column + column // 2] = (
+                mark,
+                style,
+            )
     lines = [Text("truth logit")]
     for row, cells in enumerate(grid):
         label = f"{high - row * step:8.2f} " if row in (0, ROWS // 2, ROWS - 1) else " " * 9
         lines.append(Text.assemble(label, "│", *cells))
-    axis = "".join(str(layer).center(column) for layer in shown) if column >= 3 else f"0 .. {layers - 1}"
+    axis = (
+        "".join(str(layer).center(column) for layer in shown)
+        if column >= 3
+        else f"0 .. {layers - 1}"
+    )
     lines += [Text(" " * 9 + "└" + "─" * (len(shown) * column)), Text(f"{'layer':>9} {axis}")]
     legend = ("this prompt  ", "its running mean  ", "factual mean  ", "hallucinated mean")
-    parts = [((mark, style), f" {text}") for (_, mark, style), text in zip(reversed(series), legend, strict=True)]
+    parts = [
+        ((mark, style), f" {text}")
+        for (_, mark, style), text in zip(reversed(series), legend, strict=True)
+    ]
     return [*lines, Text.assemble(" " * 10, *(part for pair in parts for part in pair))]
 
 
@@ -171,7 +209,9 @@ class QuestionResult:
     accepted: tuple[str, ...]
     risk: float
     flagged: bool  # a gate withholds it
-    verdict: str | None  # "right" | "wrong" | "abstained"; None where the policy withholds the answer, or ends it
+    verdict: (
+        str | None
+    )  # "right" | "wrong" | "abstained"; None where the policy withholds the answer, or ends it
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +226,8 @@ class TryReport:
 
     @property
     def halves(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Return questions and right answers by half of the risks; the middle one of an odd number is in the lower."""
+        """Return questions and right answers by half of the risks; the middle one of an odd number
+        is in the lower."""
         middle = (len(self.seen) + 1) // 2
         return _counts(self.seen[:middle]), _counts(self.seen[middle:])
 
@@ -197,7 +238,10 @@ class TryReport:
 
 
 def _counts(results: Sequence[QuestionResult]) -> dict[str, int]:
-    return {"questions": len(results), "right": sum(result.verdict == "right" for result in results)}
+    return {
+        "questions": len(results),
+        "right": sum(result.verdict == "right" for result in results),
+    }
 
 
 def draw_sorted(tried: TryReport, console: Console | None = None) -> None:
@@ -207,20 +251,29 @@ def draw_sorted(tried: TryReport, console: Console | None = None) -> None:
     console = console or output_console()
     console.print(_table(tried, console.width))
     if tried.tenths:
-        lines = [Text("right answers among the training questions, in tenths by risk (risks by folds that never saw "
-                      "them)")]  # fmt: skip
+        lines = [
+            Text(
+                "right answers among the training questions, in tenths by risk (risks by folds that"
+                " never saw them)"
+            )
+        ]
         for tenth in tried.tenths:
             bar = ("\u2588" * round(BAR * tenth.right), "green")
-            lines.append(Text.assemble(f"{tenth.low:.2f} to {tenth.high:.2f}  ", bar, f" {tenth.right:.0%}"))
+            lines.append(
+                Text.assemble(f"{tenth.low:.2f} to {tenth.high:.2f}  ", bar, f" {tenth.right:.0%}")
+            )
         console.print("", *lines, sep="\n")
     lower, upper = tried.halves
     judged = [question.verdict for question in tried.seen if question.verdict is not None]
     right = (
-        f"{_none(lower['right'])} of the {lower['questions']} with the lower risks, in {_none(upper['right'])} of the "
-        f"{upper['questions']} with the higher."
+        f"{_none(lower['right'])} of the {lower['questions']} with the lower risks, in"
+        f" {_none(upper['right'])} of the {upper['questions']} with the higher."
     )
     if len(judged) < len(tried.seen):  # what is withheld says nothing of a half
-        right = f"{_none(judged.count('right'))} of the {len(judged)} that were answered.{_not_judged(tried)}"
+        right = (
+            f"{_none(judged.count('right'))} of the {len(judged)} that were"
+            f" answered.{_not_judged(tried)}"
+        )
     result = f"right in {right}" if judged else f"no answer was given.{_not_judged(tried)}"
     questions = f"asked {len(tried.seen)} questions that {tried.bundle} was not fitted on"
     console.print(f"\n{tried.model}, {questions}: {result}", soft_wrap=True, markup=False)
@@ -232,7 +285,10 @@ def _none(number: int) -> str:
 
 def _not_judged(tried: TryReport) -> str:
     count = sum(question.verdict is None for question in tried.seen)
-    withheld = f"  The service's policy withholds {count} of the answers: whether they would be right is not known."
+    withheld = (
+        f"  The service's policy withholds {count} of the answers: whether they would be right is"
+        " not known."
+    )
     return withheld if count else ""
 
 
@@ -242,7 +298,9 @@ def _table(tried: TryReport, width: int) -> Table:
     from rich.text import Text
 
     whole = width == UNBOUNDED
-    table = Table(box=None, pad_edge=False, width=None if whole else min(width, 120), header_style="bold")
+    table = Table(
+        box=None, pad_edge=False, width=None if whole else min(width, 120), header_style="bold"
+    )
     table.add_column("risk", justify="right", no_wrap=True)
     for title, ratio in (("question", 5), ("answer", 4), ("right?", 2)):
         table.add_column(title, ratio=None if whole else ratio, no_wrap=True, overflow="ellipsis")
@@ -250,11 +308,18 @@ def _table(tried: TryReport, width: int) -> Table:
     for question in tried.seen:
         if question.flagged and not above:
             above = True
-            table.add_row("", Text(f"a gate withholds {tried.threshold:.2f} and more:", style="bold"), "", "")
+            table.add_row(
+                "", Text(f"a gate withholds {tried.threshold:.2f} and more:", style="bold"), "", ""
+            )
         mark, style = MARKS.get(question.verdict or "", ("", "dim"))
-        right = Text(mark if question.verdict == "right" else f"{mark} {question.accepted[0]}".strip(), style=style)
+        right = Text(
+            mark if question.verdict == "right" else f"{mark} {question.accepted[0]}".strip(),
+            style=style,
+        )
         shown = (question.prompt, "(withheld)" if question.answer is None else question.answer)
-        table.add_row(f"{question.risk:.2f}", *(Text(" ".join(text.split())) for text in shown), right)
+        table.add_row(
+            f"{question.risk:.2f}", *(Text(" ".join(text.split())) for text in shown), right
+        )
     return table
 
 
@@ -262,7 +327,8 @@ def _table(tried: TryReport, width: int) -> Table:
 
 
 def print_card(card: str, folder: Path, console: Console) -> None:
-    """Print a model card as wide as the terminal is: tables cut so that they fit, plots as files in ``folder``."""
+    """Print a model card as wide as the terminal is: tables cut so that they fit, plots as files in
+    ``folder``."""
     from rich.text import Text
 
     for part in _rendered(card, folder, console.width):
@@ -291,7 +357,8 @@ def _rendered(card: str, folder: Path, width: int) -> Iterator[RenderableType]:
 
 
 def _tables(lines: list[str], width: int) -> Iterator[Table | Text]:
-    """Yield one table, or where it is too wide several, each with the first column and as many others as fit."""
+    """Yield one table, or where it is too wide several, each with the first column and as many
+    others as fit."""
     from rich.table import Table
     from rich.text import Text
 
@@ -308,11 +375,24 @@ def _tables(lines: list[str], width: int) -> Iterator[Table | Text]:
         while remaining and used + widths[remaining[0]] + PADDING <= width:
             used += widths[remaining[0]] + PADDING
             taken.append(remaining.pop(0))
-        table = Table(box=None, pad_edge=False, show_header=any(header[column].plain for column in (0, *taken)))
-        table.add_column(header[0], overflow="fold", max_width=None if facts else names, style="bold" if facts else "")
+        table = Table(
+            box=None,
+            pad_edge=False,
+            show_header=any(header[column].plain for column in (0, *taken)),
+        )
+        table.add_column(
+            header[0],
+            overflow="fold",
+            max_width=None if facts else names,
+            style="bold" if facts else "",
+        )
         for column in taken:
-            table.add_column(header[column], justify="left" if facts else "right", overflow="fold",
-                             width=None if facts else widths[column])  # fmt: skip
+            table.add_column(
+                header[column],
+                justify="left" if facts else "right",
+                overflow="fold",
+                width=None if facts else widths[column],
+            )
         for row in rows:
             table.add_row(*(row[column] for column in (0, *taken)))
         yield table

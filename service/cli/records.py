@@ -21,7 +21,9 @@ from service.options import Common
 from service.progress import note
 from service.settings import KeysFile, option, section
 
-Name = Annotated[str, Parameter(help="Of the key in the log: letters, digits, '_' and '-'.", show_env_var=False)]
+Name = Annotated[
+    str, Parameter(help="Of the key in the log: letters, digits, '_' and '-'.", show_env_var=False)
+]
 SOON = timedelta(days=14)
 
 
@@ -30,21 +32,34 @@ SOON = timedelta(days=14)
 class KeyChoices:
     """The fields of a new key."""
 
-    scope: Annotated[tuple[Literal["score", "observe", "admin"], ...], option(
-        "Routes that it opens, repeatable.  score: questions, answers and feedback.  observe: metrics.  admin: what "
-        "changes the service.  score and observe also list models and bundles.  Default: score.")] = ()  # fmt: skip
-    may: Annotated[tuple[Right, ...], option("What its requests may loosen, as --callers-may; repeatable.")] = ()
-    allow_policy: Annotated[tuple[str, ...], option(
-        "Policy that its requests may be judged by, repeatable.  Default: all.")] = ()  # fmt: skip
-    expires: Annotated[str, option(
-        "When it ends: days (90d), a date (2027-02-21, its first second in UTC) or never.")] = "365d"  # fmt: skip
+    scope: Annotated[
+        tuple[Literal["score", "observe", "admin"], ...],
+        option(
+            "Routes that it opens, repeatable.  score: questions, answers and feedback.  observe:"
+            " metrics.  admin: what changes the service.  score and observe also list models and"
+            " bundles.  Default: score."
+        ),
+    ] = ()
+    may: Annotated[
+        tuple[Right, ...], option("What its requests may loosen, as --callers-may; repeatable.")
+    ] = ()
+    allow_policy: Annotated[
+        tuple[str, ...],
+        option("Policy that its requests may be judged by, repeatable.  Default: all."),
+    ] = ()
+    expires: Annotated[
+        str,
+        option("When it ends: days (90d), a date (2027-02-21, its first second in UTC) or never."),
+    ] = "365d"
 
 
 def make(name: Name, /, *, choices: KeyChoices = KeyChoices(), common: Common = Common()) -> None:
-    """Make a key: print its lines for the file of --keys, which hold its digest only, and on standard error its secret.
+    """Make a key: print its lines for the file of --keys, which hold its digest only, and on
+    standard error its secret.
 
-    The secret is shown this once.  A running service reads the file within two seconds, or at a SIGHUP.  To revoke a
-    key add the line 'revoked = 2026-12-01T09:00:00Z' to its table: its name in the logs then means one key for ever.
+    The secret is shown this once.  A running service reads the file within two seconds, or at a
+    SIGHUP.  To revoke a key add the line 'revoked = 2026-12-01T09:00:00Z' to its table: its name in
+    the logs then means one key for ever.
 
       hallutracer keys make search-team >> keys.toml
       hallutracer keys make grafana --scope observe --expires never >> keys.toml"""
@@ -81,12 +96,24 @@ def list_keys(*, keys: KeysFile = None, as_json: Json = False, common: Common = 
 
 def _row(key: Key) -> dict[str, Any]:
     soon = key.expires is not None and key.expires - now() < SOON
-    state = "revoked" if key.revoked else "expired" if key.expired() else "ends soon" if soon else "in force"
+    state = (
+        "revoked"
+        if key.revoked
+        else "expired"
+        if key.expired()
+        else "ends soon"
+        if soon
+        else "in force"
+    )
     return {
-        "name": key.name, "scopes": sorted(key.scopes), "state": state,
-        "expires": key.expires and key.expires.isoformat(), "revoked": key.revoked and key.revoked.isoformat(),
-        "may": sorted(key.may), "policies": None if key.policies is None else list(key.policies),
-    }  # fmt: skip
+        "name": key.name,
+        "scopes": sorted(key.scopes),
+        "state": state,
+        "expires": key.expires and key.expires.isoformat(),
+        "revoked": key.revoked and key.revoked.isoformat(),
+        "may": sorted(key.may),
+        "policies": None if key.policies is None else list(key.policies),
+    }
 
 
 def _end(text: str) -> datetime | None:
@@ -96,7 +123,11 @@ def _end(text: str) -> datetime | None:
     today = now().replace(microsecond=0)
     try:
         days = re.fullmatch(r"(\d{1,5})d", text)
-        end = today + timedelta(int(days[1])) if days else datetime.strptime(text, "%Y-%m-%d").replace(tzinfo=UTC)
+        end = (
+            today + timedelta(int(days[1]))
+            if days
+            else datetime.strptime(text, "%Y-%m-%d").replace(tzinfo=UTC)
+        )
     except (ValueError, OverflowError):
         raise UsageError("--expires", f"{text!r} is not like 90d, 2027-02-21 or never") from None
     if end <= today:
@@ -105,15 +136,23 @@ def _end(text: str) -> datetime | None:
 
 
 def verify(
-    *files: Annotated[Path, Parameter(help="The log; of a rotated one all files, oldest first.", show_env_var=False)],
-    seen: Annotated[str | None, option(
-        "Digest that this command, or the service's log, once gave as the last line's.")] = None,
-    as_json: Json = False, common: Common = Common(),
-) -> None:  # fmt: skip
-    """Follow the chain of digests through an audit log; exit status 1 where a line was changed, removed or put in.
+    *files: Annotated[
+        Path,
+        Parameter(help="The log; of a rotated one all files, oldest first.", show_env_var=False),
+    ],
+    seen: Annotated[
+        str | None,
+        option("Digest that this command, or the service's log, once gave as the last line's."),
+    ] = None,
+    as_json: Json = False,
+    common: Common = Common(),
+) -> None:
+    """Follow the chain of digests through an audit log; exit status 1 where a line was changed,
+    removed or put in.
 
-    Which line is the last one is read from the head file beside the log (.NAME.head).  Whoever can change both can
-    write another log that is whole: note the printed digest where nobody can change it, and give it with --seen.
+    Which line is the last one is read from the head file beside the log (.NAME.head).  Whoever can
+    change both can write another log that is whole: note the printed digest where nobody can change
+    it, and give it with --seen.
 
       hallutracer audit verify audit.jsonl.1 audit.jsonl --seen 5f0c.."""
     from service.audit.file import verify as follow
@@ -127,14 +166,27 @@ def verify(
         events = ", ".join(f"{count} {event}" for event, count in report.events.most_common())
         print_line(f"{report.lines} lines: {events or 'none'}")
         for count, text in (
-            (report.missed, f"{report.missed} decisions could not be written at the time, and are missing"),
+            (
+                report.missed,
+                f"{report.missed} decisions could not be written at the time, and are missing",
+            ),
             (report.torn, f"{report.torn} lines were cut short by a crash or a full disk"),
-            (report.no_head, f"{report.no_head} times its head file was gone: whether the lines before were all is not "
-                            "known"),
+            (
+                report.no_head,
+                (
+                    f"{report.no_head} times its head file was gone: whether the lines before were"
+                    " all is not known"
+                ),
+            ),
             (report.continues, "the chain began in an earlier file"),
-            (not report.end_known, "no head file beside it and no --seen: whether lines are gone from its end is not "
-                                  "known"),
-        ):  # fmt: skip
+            (
+                not report.end_known,
+                (
+                    "no head file beside it and no --seen: whether lines are gone from its end is"
+                    " not known"
+                ),
+            ),
+        ):
             if count:
                 print_line(text)
         print_line(f"digest of the last line: sha256:{report.head}")
@@ -145,11 +197,12 @@ def verify(
 
 
 def feedback(*, feedback_db: FeedbackDatabase = "", common: Common = Common()) -> None:
-    """List the answers that the service drew at random and that have no label yet, oldest first, as JSON lines.
+    """List the answers that the service drew at random and that have no label yet, oldest first, as
+    JSON lines.
 
-    A guarantee is held against the labels of these alone, and an answer without one is taken for right: label them all,
-    in this order, at POST /v1/feedback.  'given' is the prompt, where the service keeps prompts; the answer's text is
-    kept by whoever asked.
+    A guarantee is held against the labels of these alone, and an answer without one is taken for
+    right: label them all, in this order, at POST /v1/feedback.  'given' is the prompt, where the
+    service keeps prompts; the answer's text is kept by whoever asked.
 
       hallutracer feedback --feedback-db feedback.db"""
     if not feedback_db:

@@ -1,4 +1,5 @@
-"""A service that listens: its socket and server, its greeting, and bundles swapped and replayed while it runs."""
+"""A service that listens: its socket and server, its greeting, and bundles swapped and replayed
+while it runs."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ _tasks: set[asyncio.Task[None]] = set()  # the event loop itself keeps none aliv
 
 
 def make_server(app: object, lifecycle: Lifecycle) -> uvicorn.Server:
-    """Return uvicorn around the app; ``lifecycle`` is told when it will stop, and when its time to drain is over."""
+    """Return uvicorn around the app; ``lifecycle`` is told when it will stop, and when its time to
+    drain is over."""
     import uvicorn
 
     from service.api.connections import LeavingServer, connections
@@ -55,12 +57,19 @@ def make_server(app: object, lifecycle: Lifecycle) -> uvicorn.Server:
     settings = lifecycle.settings
     config = uvicorn.Config(
         app,  # type: ignore[arg-type]
-        host=settings.host, port=settings.port, http=connections(settings.max_connections), ws="none",
-        log_config=None, access_log=False, server_header=False,
-        proxy_headers=False,  # an address that a client could choose would get it another one's share
+        host=settings.host,
+        port=settings.port,
+        http=connections(settings.max_connections),
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        # an address that a client could choose would get it another one's share
+        proxy_headers=False,
         timeout_graceful_shutdown=math.ceil(settings.drain_s) + SENDING_S,
-        timeout_keep_alive=settings.keep_alive_s,  # type: ignore[arg-type]  # seconds, and a fraction will do
-    )  # fmt: skip
+        # seconds, and a fraction will do
+        timeout_keep_alive=settings.keep_alive_s,  # type: ignore[arg-type]
+    )
     return LeavingServer(config, lifecycle)
 
 
@@ -68,7 +77,8 @@ def make_server(app: object, lifecycle: Lifecycle) -> uvicorn.Server:
 def standard_streams(count: Callable[[Fate, int], None]) -> Iterator[Say]:
     """Have every log line as JSON on standard error; yield what prints a line on standard output.
 
-    Nobody but two threads of their own waits for whoever reads them.  ``count``: is told of the log's lines."""
+    Nobody but two threads of their own waits for whoever reads them.  ``count``: is told of the
+    log's lines."""
     from service.serving.log_queue import LineQueue, QueuedLog, descriptor_of
 
     lines, out = QueuedLog(count), LineQueue(descriptor_of(sys.stdout, 1))
@@ -79,7 +89,8 @@ def standard_streams(count: Callable[[Fate, int], None]) -> Iterator[Say]:
 
     def at_exit() -> None:
         lines.close()
-        lines.lines.silence()  # libraries print as the interpreter ends: no JSON, and it may wait for the reader
+        # libraries print as the interpreter ends: no JSON, and it may wait for the reader
+        lines.lines.silence()
 
     atexit.register(at_exit)
     try:
@@ -92,7 +103,8 @@ def standard_streams(count: Callable[[Fate, int], None]) -> Iterator[Say]:
 def listen(host: str, port: int) -> socket.socket:
     """Bind before the model is loaded: a taken port is said at once, not after minutes."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio turns Nagle's algorithm off only for sockets that name TCP; with it a lone answer waits 40 ms for an ACK.
+    # asyncio turns Nagle's algorithm off only for sockets that name TCP; with it a lone answer
+    # waits 40 ms for an ACK.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -107,13 +119,18 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def known_hosts(settings: ServiceSettings, *, keyed: bool) -> tuple[str, ...]:
-    """Return the names that requests may be addressed to, besides addresses (``service.api.auth``); "*": any.
+    """Return the names that requests may be addressed to, besides addresses (``service.api.auth``);
+    "*": any.
 
-    Those given; else loopback's on loopback, and beyond it this machine's own, or any where every caller has a key
-    (``keyed``), which a foreign page has not.  Raises UsageError for what no ``Host`` could be."""
+    Those given; else loopback's on loopback, and beyond it this machine's own, or any where every
+    caller has a key (``keyed``), which a foreign page has not.  Raises UsageError for what no
+    ``Host`` could be."""
     for name in settings.allowed_hosts:
         if name != "*" and not HOST_NAME.fullmatch(name):
-            raise UsageError("--allowed-host", f"{name!r} is not a host's name, without scheme and port, or * for any")
+            raise UsageError(
+                "--allowed-host",
+                f"{name!r} is not a host's name, without scheme and port, or * for any",
+            )
     if settings.allowed_hosts or on_loopback(settings.host):
         return settings.allowed_hosts or ("localhost",)
     named = (settings.host,) if address_in(settings.host) is None else ()
@@ -127,22 +144,24 @@ def in_url(host: str) -> str:
 
 
 def first_line(service: Service) -> str | None:
-    """Return how to gate, where nothing is withheld; or that callers of this machine may open the gate."""
+    """Return how to gate, where nothing is withheld; or that callers of this machine may open the
+    gate."""
     policy = service.catalogue.policy(None, None)
     if policy.action is Action.OBSERVE:
         return (
-            f"policy {policy.name}: every answer passes and its risk is told; --policy gate withholds answers from the "
-            "threshold on"
+            f"policy {policy.name}: every answer passes and its risk is told; --policy gate"
+            " withholds answers from the threshold on"
         )
     owned = (
-        "programs of this machine may ask for another policy, since no key is asked for; behind a proxy give --keys, "
-        "or --callers-may none"
+        "programs of this machine may ask for another policy, since no key is asked for; behind a"
+        " proxy give --keys, or --callers-may none"
     )
     return owned if service.access.owned else None
 
 
 async def greet(service: Service, address: str, say: Say = print_line) -> None:
-    """Print that it is ready, a request of the bundle's own held-out questions (``example``), and where to go on."""
+    """Print that it is ready, a request of the bundle's own held-out questions (``example``), and
+    where to go on."""
     scorer = service.catalogue.scorers[0]
     identity = scorer.engine.identity
     references = ", ".join(served.bundle.reference for served in service.catalogue.scorers)
@@ -163,9 +182,11 @@ async def greet(service: Service, address: str, say: Say = print_line) -> None:
 
 
 async def example(scorer: Scorer) -> list[str]:
-    """Return the bundle's held-out questions of the lowest and of the highest risk, among those that ``try`` shows.
+    """Return the bundle's held-out questions of the lowest and of the highest risk, among those
+    that ``try`` shows.
 
-    Their prefills alone, about a second on SmolLM2.  ``FALLBACK`` where the bundle has no sample that can be read."""
+    Their prefills alone, about a second on SmolLM2.  ``FALLBACK`` where the bundle has no sample
+    that can be read."""
     from service.engines.bridge import gather_all
     from service.judging.evaluation import sample_of
 
@@ -173,7 +194,9 @@ async def example(scorer: Scorer) -> list[str]:
         if (sample := sample_of(scorer.bundle)) is None:
             return list(FALLBACK)
         prompts = [question.prompt for question in sample.questions[:SHOWN]]
-        reports = await gather_all([scorer.last_report(scorer.render(prompt), OBSERVE) for prompt in prompts])
+        reports = await gather_all(
+            [scorer.last_report(scorer.render(prompt), OBSERVE) for prompt in prompts]
+        )
     except Exception as error:  # whatever it is, the addresses are printed
         log.warning("no request could be made of the held-out questions: %s", error)
         return list(FALLBACK)
@@ -182,13 +205,16 @@ async def example(scorer: Scorer) -> list[str]:
 
 
 def on_hangup(service: Service, say: Say = print_line) -> Callable[[], None]:
-    """Reload on SIGHUP, keys too, and when the returned function is called.  Call on the service's event loop."""
+    """Reload on SIGHUP, keys too, and when the returned function is called.  Call on the service's
+    event loop."""
     from service.audit.auditor import Who
 
     loop = asyncio.get_running_loop()
 
     async def hangup() -> None:
-        _report(service, (await service.reload(Who(by="signal")))[1], say)  # which logs what is wrong with the keys
+        _report(
+            service, (await service.reload(Who(by="signal")))[1], say
+        )  # which logs what is wrong with the keys
 
     def begin() -> None:
         in_background(hangup())
@@ -197,11 +223,18 @@ def on_hangup(service: Service, say: Say = print_line) -> Callable[[], None]:
     return begin
 
 
-def watch(service: Service, look: Callable[[], Stamps], before: Stamps, seconds: float, say: Say = print_line) -> None:
-    """Reload where ``look``, called every so many seconds, gives something else.  Call on the event loop.
+def watch(
+    service: Service,
+    look: Callable[[], Stamps],
+    before: Stamps,
+    seconds: float,
+    say: Say = print_line,
+) -> None:
+    """Reload where ``look``, called every so many seconds, gives something else.  Call on the event
+    loop.
 
-    ``before``: what it gave before the loaded bundles were read.  Where the store gives no answer, or a reload failed,
-    it is tried again, ever less often, for each time is in the audit log."""
+    ``before``: what it gave before the loaded bundles were read.  Where the store gives no answer,
+    or a reload failed, it is tried again, ever less often, for each time is in the audit log."""
     from service.audit.auditor import Who
     from service.serving.service import in_own_thread
 
@@ -211,15 +244,22 @@ def watch(service: Service, look: Callable[[], Stamps], before: Stamps, seconds:
         while not service.lifecycle.stopping:
             await asyncio.sleep(seconds)
             try:
-                now = await asyncio.wrap_future(in_own_thread(look))  # a store that hangs must not hold the stop up
+                now = await asyncio.wrap_future(
+                    in_own_thread(look)
+                )  # a store that hangs must not hold the stop up
             except Exception:
                 log.exception("the store was not looked at")
                 continue
-            moved, failing = now != seen, None in now.values() or service.lifecycle.reload_error is not None
+            moved, failing = (
+                now != seen,
+                None in now.values() or service.lifecycle.reload_error is not None,
+            )
             if moved or (failing and time.monotonic() >= again_at):
                 seen, reported = now, service.lifecycle.reload_error
                 error = await service.lifecycle.reload_bundles(Who(by="alias"))
-                if error is None or str(error) != reported:  # what was said of the last one is not said again
+                if (
+                    error is None or str(error) != reported
+                ):  # what was said of the last one is not said again
                     _report(service, error, say)
                 wait = seconds if moved else min(2 * wait, max(seconds, SELDOM_S))
                 again_at = time.monotonic() + wait
@@ -242,10 +282,15 @@ def replay(service: Service, seconds: float) -> None:
 
 
 def load_again(
-    left_out: dict[str, str], engine: Engine, store: Store, names: Sequence[str], may: Collection[str],
+    left_out: dict[str, str],
+    engine: Engine,
+    store: Store,
+    names: Sequence[str],
+    may: Collection[str],
     loaded: Sequence[Scorer] = (),
-) -> dict[str, Scorer]:  # fmt: skip
-    """Return what the references mean now; ``may`` be left out where the store answers, and ``left_out`` says why.
+) -> dict[str, Scorer]:
+    """Return what the references mean now; ``may`` be left out where the store answers, and
+    ``left_out`` says why.
 
     The golden prompts of bundles that are ``loaded`` are not replayed."""
     again = OptionalBundles(may, must_answer=True)
@@ -256,7 +301,8 @@ def load_again(
 
 
 def stamps(store: Store, names: Sequence[str]) -> Stamps:
-    """Return what each reference means now, or why it means nothing; None where the store gives no answer."""
+    """Return what each reference means now, or why it means nothing; None where the store gives no
+    answer."""
     from probes_store.errors import BundleError, StoreUnreachable
 
     stamp_of: dict[str, str | None] = {}

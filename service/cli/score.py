@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 Rows = list[tuple[int, dict[str, Any]]]  # line number, object
 ROWS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".gz")  # ends of names of files with rows
 MAX_PLOTTED = 6
-BATCH = 256  # rows between two updates of output and progress bar; the engine cuts its own batches from them
+# rows between two updates of output and progress bar; the engine cuts its own batches from them
+BATCH = 256
 
 
 @section("Scoring", 5)
@@ -39,17 +40,29 @@ BATCH = 256  # rows between two updates of output and progress bar; the engine c
 class ScoreOptions:
     """What is scored, and what is reported of it."""
 
-    input: Annotated[Path | None, option(
-        "Rows with 'prompt' or 'messages', in JSONL, .csv, .tsv or .parquet; - reads JSONL from standard input."
-        ), Parameter(allow_leading_hyphen=True)] = None  # fmt: skip
+    input: Annotated[
+        Path | None,
+        option(
+            "Rows with 'prompt' or 'messages', in JSONL, .csv, .tsv or .parquet; - reads JSONL from"
+            " standard input."
+        ),
+        Parameter(allow_leading_hyphen=True),
+    ] = None
     output: Output = None
     threshold: Threshold = None
     generate: Annotated[
-        int, option("Answer with up to N tokens where the decision allows.", limits=Range(0)), Parameter(metavar="N")
+        int,
+        option("Answer with up to N tokens where the decision allows.", limits=Range(0)),
+        Parameter(metavar="N"),
     ] = 0
-    trajectory: Annotated[bool, option("Add the truth logits to JSON output."), Parameter(negative="")] = False
-    plot: Annotated[Path | None, option(
-        "Draw the trajectories of up to six prompts into this PNG."), Parameter(metavar="FILE")] = None  # fmt: skip
+    trajectory: Annotated[
+        bool, option("Add the truth logits to JSON output."), Parameter(negative="")
+    ] = False
+    plot: Annotated[
+        Path | None,
+        option("Draw the trajectories of up to six prompts into this PNG."),
+        Parameter(metavar="FILE"),
+    ] = None
     as_json: Json = False
 
     @property
@@ -59,28 +72,40 @@ class ScoreOptions:
 
 
 def score(
-    *prompts: Annotated[str, Parameter(help="One question or more.  Leave them out with --input.", show_env_var=False)],
-    options: ScoreOptions = ScoreOptions(), bundles: BundleOptions = BundleOptions(),
-    engine: EngineChoice = EngineChoice(), common: Common = Common(),
-) -> None:  # fmt: skip
+    *prompts: Annotated[
+        str,
+        Parameter(help="One question or more.  Leave them out with --input.", show_env_var=False),
+    ],
+    options: ScoreOptions = ScoreOptions(),
+    bundles: BundleOptions = BundleOptions(),
+    engine: EngineChoice = EngineChoice(),
+    common: Common = Common(),
+) -> None:
     """Score questions, or a JSONL file of them, before anything is decoded.
 
-    JSON is that of POST /score: with --json the whole document, in JSONL each row with the fields of its risk.
+    JSON is that of POST /score: with --json the whole document, in JSONL each row with the fields
+    of its risk.
 
       hallutracer score "What is the capital of France?" --generate 16
 
-      hallutracer score "What is the capital of France?" "What is the capital of Palau?" --plot pair.png
+      hallutracer score "What is the capital of France?" "What is the capital of Palau?" \\
+          --plot pair.png
 
       hallutracer score --input questions.jsonl --output risks.jsonl"""
     source, output, plot = options.input, options.output, options.plot
     if bool(prompts) == (source is not None):
         raise UsageError("PROMPT", "give a question, or --input FILE, and not both")
-    if file := next((prompt for prompt in prompts if prompt.endswith(ROWS) and Path(prompt).is_file()), None):
+    if file := next(
+        (prompt for prompt in prompts if prompt.endswith(ROWS) and Path(prompt).is_file()), None
+    ):
         raise UsageError("PROMPT", f"{file} is a file; to score its rows: --input {file}")
     if not all(map(str.strip, prompts)):
         raise UsageError("PROMPT", "the question is empty; give its text in quotes")
     if plot is not None and len(prompts) not in range(1, MAX_PLOTTED + 1):
-        raise UsageError("--plot", f"a picture has room for 1 to {MAX_PLOTTED} prompts, given on the command line")
+        raise UsageError(
+            "--plot",
+            f"a picture has room for 1 to {MAX_PLOTTED} prompts, given on the command line",
+        )
     if plot is not None and not plot.parent.is_dir():
         raise UsageError("--plot", f"{plot.parent} is not a folder")
     rows = None if source is None else _read_rows(source)
@@ -96,7 +121,9 @@ def score(
             return
         with progress("scoring"):
             standings = [scorer.standing(prompt) for prompt in prompts]
-            reports = _reports(scorer, [scorer.render(prompt) for prompt in prompts], standings, options)
+            reports = _reports(
+                scorer, [scorer.render(prompt) for prompt in prompts], standings, options
+            )
     if plot is not None:
         from service.library.detector import draw_trajectories
 
@@ -109,7 +136,9 @@ def score(
         from service.api.reply import score_response
         from service.serving.judgement import Judgement
 
-        document = score_response(Judgement.of(scorer, options.policy, reports, uuid.uuid4().hex), _added(options))
+        document = score_response(
+            Judgement.of(scorer, options.policy, reports, uuid.uuid4().hex), _added(options)
+        )
         _write([document.model_dump_json(exclude_none=True)], output)
         return
     for prompt, report in zip(prompts, reports, strict=True):
@@ -128,7 +157,9 @@ def _reports(
     from service.engines.base import Sampling
 
     if options.generate:
-        return scorer.score_or_continue(prompts, Sampling(max_tokens=options.generate), options.policy, standings)
+        return scorer.score_or_continue(
+            prompts, Sampling(max_tokens=options.generate), options.policy, standings
+        )
     return scorer.score(prompts, options.policy, standings)
 
 
@@ -136,11 +167,15 @@ def _read_rows(path: Path) -> Rows:
     problems: list[str] = []
     rows = []
     for line, row in objects(path, problems):
-        likely = {} if {"prompt", "messages"} & row.keys() else likely_columns(row, "prompt", "messages")
+        likely = (
+            {} if {"prompt", "messages"} & row.keys() else likely_columns(row, "prompt", "messages")
+        )
         cure = "".join(f": rename {key!r} to {field!r}" for field, key in likely.items())
         faults = [fault + cure for fault in check_prompt(row)]
         try:
-            json.dumps(row, ensure_ascii=False).encode()  # every row is written out again, whatever else it holds
+            json.dumps(
+                row, ensure_ascii=False
+            ).encode()  # every row is written out again, whatever else it holds
         except UnicodeEncodeError:
             faults = faults or ["half of a surrogate pair (\\ud800 to \\udfff): it is not text"]
         problems += [f"line {line}: {fault}" for fault in faults]
@@ -151,7 +186,8 @@ def _read_rows(path: Path) -> Rows:
 
 
 def _render_rows(scorer: Scorer, rows: Rows, source: str) -> list[list[int]]:
-    """Return the token ids of all prompts, before the first is scored.  Raises DataError, by line."""
+    """Return the token ids of all prompts, before the first is scored.  Raises DataError, by
+    line."""
     prompts: list[list[int]] = []
     problems: list[str] = []
     limit = scorer.engine.identity.max_tokens
@@ -160,7 +196,9 @@ def _render_rows(scorer: Scorer, rows: Rows, source: str) -> list[list[int]]:
             messages = split_answer(row["messages"])[0] if "messages" in row else None
             prompts.append(scorer.render(row.get("prompt"), messages))
             if len(prompts[-1]) > limit:
-                problems.append(f"line {line}: {len(prompts[-1])} tokens are more than the model's {limit}")
+                problems.append(
+                    f"line {line}: {len(prompts[-1])} tokens are more than the model's {limit}"
+                )
         except RequestError as error:
             problems.append(f"line {line}: {error}")
     if problems:
@@ -168,7 +206,9 @@ def _render_rows(scorer: Scorer, rows: Rows, source: str) -> list[list[int]]:
     return prompts
 
 
-def _scored(scorer: Scorer, rows: Rows, prompts: list[list[int]], options: ScoreOptions) -> Iterator[str]:
+def _scored(
+    scorer: Scorer, rows: Rows, prompts: list[list[int]], options: ScoreOptions
+) -> Iterator[str]:
     from service.api.reply import bundle_ref, guarantee_out, risk_out
     from service.serving.judgement import Judgement
 
@@ -179,7 +219,9 @@ def _scored(scorer: Scorer, rows: Rows, prompts: list[list[int]], options: Score
         for start in range(0, len(rows), BATCH):
             batch = rows[start : start + BATCH]
             with progress(f"scoring prompts {start + 1} to {start + len(batch)} of {len(rows)}"):
-                standings = [scorer.standing(row.get("prompt"), row.get("messages")) for _, row in batch]
+                standings = [
+                    scorer.standing(row.get("prompt"), row.get("messages")) for _, row in batch
+                ]
                 reports = _reports(scorer, prompts[start : start + BATCH], standings, options)
             for index, ((_, row), report) in enumerate(zip(batch, reports, strict=True), start):
                 risk = risk_out(index, report, _added(options)).model_dump(exclude_none=True)

@@ -28,29 +28,36 @@ log = logging.getLogger("hallutracer")
 
 
 def serve(
-    *, engine: EngineChoice = EngineChoice(), bundles: BundleOptions = BundleOptions(),
-    settings: ServiceSettings = ServiceSettings(), access: AccessOptions = AccessOptions(),
-    rollout: RolloutOptions = RolloutOptions(), feedback: FeedbackOptions = FeedbackOptions(),
-    traces: TraceOptions = TraceOptions(), common: Common = Common(),
-) -> None:  # fmt: skip
+    *,
+    engine: EngineChoice = EngineChoice(),
+    bundles: BundleOptions = BundleOptions(),
+    settings: ServiceSettings = ServiceSettings(),
+    access: AccessOptions = AccessOptions(),
+    rollout: RolloutOptions = RolloutOptions(),
+    feedback: FeedbackOptions = FeedbackOptions(),
+    traces: TraceOptions = TraceOptions(),
+    common: Common = Common(),
+) -> None:
     """Serve POST /score: a risk for each prompt before its first answer token.
 
-    Listens at once, is ready once the model is loaded and every bundle's golden prompts gave the recorded risks.
-    Standard output is for people; standard error has one JSON line per request, which never holds a prompt.
-    The options for capacity, access, rollout, feedback and traces: hallutracer serve --help-all.
-    SIGHUP, or POST /v1/admin/reload, looks the bundles up again, because an alias may have moved, and swaps them
-    without a pause; it also reads --keys again, which otherwise happens a second after the file has changed.
+    Listens at once, is ready once the model is loaded and every bundle's golden prompts gave the
+    recorded risks. Standard output is for people; standard error has one JSON line per request,
+    which never holds a prompt. The options for capacity, access, rollout, feedback and traces:
+    hallutracer serve --help-all. SIGHUP, or POST /v1/admin/reload, looks the bundles up again,
+    because an alias may have moved, and swaps them without a pause; it also reads --keys again,
+    which otherwise happens a second after the file has changed.
 
       hallutracer serve                          # tells risks, withholds nothing
       hallutracer serve --policy gate            # withholds what is too risky
       hallutracer serve --model ./my-model --bundle my-probe@production
-      hallutracer serve --bundle my-probe --canary my-probe@canary --canary-share 0.1 --shadow my-probe:3
+      hallutracer serve --bundle my-probe --canary my-probe@canary --canary-share 0.1 \\
+          --shadow my-probe:3
       hallutracer serve --host 0.0.0.0 --keys keys.toml --audit-log audit.jsonl --engine vllm"""
     store = open_store(bundles)
     served, plan = bundle_names(engine.model, bundles), rollout.plan
     names = tuple(dict.fromkeys((*served, *plan.references)))
-    # At the start what stands beside the default may be damaged, and the rollout's may be missing; later only the
-    # rollout's may be either, for others have users.
+    # At the start what stands beside the default may be damaged, and the rollout's may be missing;
+    # later only the rollout's may be either, for others have users.
     at_start = OptionalBundles(names[1:], must_be_there=served)
     seen = running.stamps(store, names) if rollout.watch_s else {}
     opened = load_bundles(store, names, at_start)
@@ -60,7 +67,9 @@ def serve(
     access.check_audit()
     database = feedback.location()
     tracing = traces.opened()
-    chosen = chosen_model(engine, tuple(opened.values()))  # refused before anybody is told that it listens
+    chosen = chosen_model(
+        engine, tuple(opened.values())
+    )  # refused before anybody is told that it listens
 
     from service.api.connections import places
 
@@ -77,9 +86,13 @@ def serve(
 
     def load() -> dict[str, Scorer]:
         loaded = load_engine(
-            engine, bundles=tuple(opened.values()), chosen=chosen, max_kv_tokens=settings.max_kv_tokens,
-            max_wait_s=settings.max_wait_ms / 1e3, report=log.info,
-        )  # fmt: skip
+            engine,
+            bundles=tuple(opened.values()),
+            chosen=chosen,
+            max_kv_tokens=settings.max_kv_tokens,
+            max_wait_s=settings.max_wait_ms / 1e3,
+            report=log.info,
+        )
         return load_scorers(loaded, opened, log.info, at_start)
 
     def broken() -> None:
@@ -91,16 +104,35 @@ def serve(
     if access.audit_log is not None:
         audit = Auditor(access.audit_log, required=access.audit_required, count=metrics.audit_lines)
     if database is not None:
-        answers = Feedback(database, metrics, prompts=feedback.feedback_prompts, days=feedback.feedback_days,
-                           share=feedback.feedback_share)  # fmt: skip
+        answers = Feedback(
+            database,
+            metrics,
+            prompts=feedback.feedback_prompts,
+            days=feedback.feedback_days,
+            share=feedback.feedback_share,
+        )
     service = Service(
         load,
         load_again=lambda on: running.load_again(
-            left_out, on, store, names, set(plan.references) - set(served), service.catalogue.matching
+            left_out,
+            on,
+            store,
+            names,
+            set(plan.references) - set(served),
+            service.catalogue.matching,
         ),
-        left_out=left_out, aliases_of=store.aliases, settings=settings, policies=policies, plan=plan, keys=keys,
-        metrics=metrics, feedback=answers, audit=audit, tracing=tracing, on_broken=broken,
-    )  # fmt: skip
+        left_out=left_out,
+        aliases_of=store.aliases,
+        settings=settings,
+        policies=policies,
+        plan=plan,
+        keys=keys,
+        metrics=metrics,
+        feedback=answers,
+        audit=audit,
+        tracing=tracing,
+        on_broken=broken,
+    )
 
     def loaded() -> None:
         if service.lifecycle.failure is not None:
@@ -123,9 +155,14 @@ def serve(
     for warning in common.warnings:
         log.warning(warning)
     if open_to_all:
-        log.warning("whoever reaches %s may use this service: it asks for no key; it is called by an IP address or by "
-                    "the names %s (--allowed-host)", settings.host, ", ".join(settings.allowed_hosts))  # fmt: skip
-    # uvicorn raises the signal that ended it once more: a service that drained in order has not failed.
+        log.warning(
+            "whoever reaches %s may use this service: it asks for no key; it is called by an IP"
+            " address or by the names %s (--allowed-host)",
+            settings.host,
+            ", ".join(settings.allowed_hosts),
+        )
+    # uvicorn raises the signal that ended it once more: a service that drained in order has not
+    # failed.
     signal.signal(signal.SIGTERM, lambda *_: None)
     hangups: list[int] = []
     signal.signal(signal.SIGHUP, lambda number, _: hangups.append(number))

@@ -1,4 +1,5 @@
-"""What ``serve`` and ``doctor`` are told beside engine, bundles and settings: access, rollout, feedback, traces."""
+"""What ``serve`` and ``doctor`` are told beside engine, bundles and settings: access, rollout,
+feedback, traces."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
     from service.serving.tracing import Tracing
 
 log = logging.getLogger("hallutracer")
-_HOST = re.compile(r"[\w.-]+|[\da-fA-F.]*(:[\da-fA-F.]*){2,}(%[\w.-]+)?")  # a name or IPv4 address, or one of IPv6
+_HOST = re.compile(
+    r"[\w.-]+|[\da-fA-F.]*(:[\da-fA-F.]*){2,}(%[\w.-]+)?"
+)  # a name or IPv4 address, or one of IPv6
 LEAST_CHARACTERS = 16  # of a key
 CURE = "python3 -c 'import secrets; print(secrets.token_urlsafe(32))' makes one"
 TRACES, EVENTS = "--otlp-traces-endpoint", "--otlp-logs-endpoint"
@@ -40,27 +43,43 @@ class AccessOptions:
 
     policies: settings.PoliciesFile = None
     abstain_message: settings.AbstainMessage = DEFAULT_MESSAGE
-    api_key: Annotated[tuple[str, ...], option(
-        "Bearer key, repeatable; guards every route but health and metrics.  Default, on loopback: none.",
-        secret=True)] = ()  # fmt: skip
-    api_key_file: Annotated[Path | None, option(
-        "File of bearer keys, one per line: KEY [name=NAME] [may=policy,threshold,bundle,feedback].  The name stands "
-        "in the log; may: see --callers-may.")] = None  # fmt: skip
+    api_key: Annotated[
+        tuple[str, ...],
+        option(
+            "Bearer key, repeatable; guards every route but health and metrics.  Default, on"
+            " loopback: none.",
+            secret=True,
+        ),
+    ] = ()
+    api_key_file: Annotated[
+        Path | None,
+        option(
+            "File of bearer keys, one per line: KEY [name=NAME]"
+            " [may=policy,threshold,bundle,feedback].  The name stands in the log; may: see"
+            " --callers-may."
+        ),
+    ] = None
     keys: settings.KeysFile = None
-    allow_anonymous: Annotated[bool, option(
-        "Listen beyond loopback without keys: whoever reaches the port may use the service.")] = False  # fmt: skip
+    allow_anonymous: Annotated[
+        bool,
+        option(
+            "Listen beyond loopback without keys: whoever reaches the port may use the service."
+        ),
+    ] = False
     audit_log: settings.AuditLogFile = None
     audit_required: settings.AuditRequired = False
 
     def ring(self, policies: Collection[str] | None = None) -> KeyRing:
-        """Return all keys; ``policies``: those that a key may name.  Raises what is wrong with a key or a file."""
+        """Return all keys; ``policies``: those that a key may name.  Raises what is wrong with a
+        key or a file."""
         from service.access.keys import KeyRing
 
         plain = load_keys(self.api_key, self.api_key_file)
         return KeyRing([key.hashed() for key in plain], self.keys, policies)
 
     def rules(self, policy: str) -> tuple[Policies, KeyRing]:
-        """Return the policies, of which ``policy`` is the default, and all keys.  Raises what is wrong with a file."""
+        """Return the policies, of which ``policy`` is the default, and all keys.  Raises what is
+        wrong with a file."""
         policies = load_policies(self.policies, self.abstain_message, policy)
         keys = self.ring(policies.named)
         for rule in policies.rules:
@@ -70,7 +89,8 @@ class AccessOptions:
     def check_open(self, host: str, protect_metrics: bool, keys: KeyRing) -> bool:
         """Return whether everybody may use the service.
 
-        Raises UsageError where nobody said that it is meant, and for a host that is more than one or none."""
+        Raises UsageError where nobody said that it is meant, and for a host that is more than one
+        or none."""
         if not _HOST.fullmatch(host):
             cure = "give one such as 127.0.0.1, ::1 or :: (all); the port has --port"
             raise UsageError("--host", f"{host!r} is no name or address alone: {cure}")
@@ -93,23 +113,52 @@ class AccessOptions:
 class RolloutOptions:
     """A new version of the probes beside the one that serves."""
 
-    canary: Annotated[str | None, option(
-        "Bundle that judges --canary-share of the requests that name none, such as NAME@canary.")] = None  # fmt: skip
-    canary_share: Annotated[float, option(
-        "Share of the canary; requests of one x-session-id, or of one first question, stay together.",
-        limits=Range(0, 1))] = DEFAULT_SHARE  # fmt: skip
-    canary_key: Annotated[str | None, option(
-        "What the canary's sessions are drawn with; give replicas behind one address the same, so that a session stays "
-        "with its bundle.  Default: one that each process makes for itself.", secret=True)] = None  # fmt: skip
-    shadow: Annotated[tuple[str, ...], option(
-        "Bundle that reads every prompt on the same forward and decides nothing, repeatable; /metrics and "
-        "/v1/bundles tell how far it disagrees.")] = ()  # fmt: skip
-    watch_s: Annotated[float, option(
-        "Look every so many seconds whether an alias has moved, and reload where one has; 0: at a SIGHUP and POST "
-        "/v1/admin/reload only.", limits=Range(0))] = 0.0  # fmt: skip
-    replay_s: Annotated[float, option(
-        "Replay the golden prompts so often while serving, and be not ready while they are off; 0: never.",
-        limits=Range(0))] = 600.0  # fmt: skip
+    canary: Annotated[
+        str | None,
+        option(
+            "Bundle that judges --canary-share of the requests that name none, such as NAME@canary."
+        ),
+    ] = None
+    canary_share: Annotated[
+        float,
+        option(
+            "Share of the canary; requests of one x-session-id, or of one first question, stay"
+            " together.",
+            limits=Range(0, 1),
+        ),
+    ] = DEFAULT_SHARE
+    canary_key: Annotated[
+        str | None,
+        option(
+            "What the canary's sessions are drawn with; give replicas behind one address the same,"
+            " so that a session stays with its bundle.  Default: one that each process makes for"
+            " itself.",
+            secret=True,
+        ),
+    ] = None
+    shadow: Annotated[
+        tuple[str, ...],
+        option(
+            "Bundle that reads every prompt on the same forward and decides nothing, repeatable;"
+            " /metrics and /v1/bundles tell how far it disagrees."
+        ),
+    ] = ()
+    watch_s: Annotated[
+        float,
+        option(
+            "Look every so many seconds whether an alias has moved, and reload where one has; 0: at"
+            " a SIGHUP and POST /v1/admin/reload only.",
+            limits=Range(0),
+        ),
+    ] = 0.0
+    replay_s: Annotated[
+        float,
+        option(
+            "Replay the golden prompts so often while serving, and be not ready while they are off;"
+            " 0: never.",
+            limits=Range(0),
+        ),
+    ] = 600.0
 
     @property
     def plan(self) -> RolloutPlan:
@@ -119,7 +168,9 @@ class RolloutOptions:
         if self.canary_key is None:
             return RolloutPlan(self.canary, self.canary_share, self.shadow)
         if is_placeholder(self.canary_key) or len(self.canary_key) < LEAST_CHARACTERS:
-            raise UsageError("--canary-key", f"needs at least {LEAST_CHARACTERS} characters: {CURE}")
+            raise UsageError(
+                "--canary-key", f"needs at least {LEAST_CHARACTERS} characters: {CURE}"
+            )
         secret = self.canary_key.encode("utf-8", "surrogateescape")
         return RolloutPlan(self.canary, self.canary_share, self.shadow, secret)
 
@@ -130,13 +181,24 @@ class FeedbackOptions:
     """Whether answers and what users say of them are kept, and where."""
 
     feedback_db: FeedbackDatabase = ""
-    feedback_prompts: Annotated[bool, option("Keep the prompts too; needs --feedback-days.")] = False
-    feedback_days: Annotated[float | None, option(
-        "Delete an answer's row, prompt and labels after so many days.  Default: never.",
-        limits=Range(positive=True))] = None  # fmt: skip
-    feedback_share: Annotated[float, option(
-        "Share of the unflagged answers that is drawn at random; a guarantee is held against labels of these alone, "
-        "which 'hallutracer feedback' lists.", limits=Range(0, 1))] = DEFAULT_DRAWN  # fmt: skip
+    feedback_prompts: Annotated[bool, option("Keep the prompts too; needs --feedback-days.")] = (
+        False
+    )
+    feedback_days: Annotated[
+        float | None,
+        option(
+            "Delete an answer's row, prompt and labels after so many days.  Default: never.",
+            limits=Range(positive=True),
+        ),
+    ] = None
+    feedback_share: Annotated[
+        float,
+        option(
+            "Share of the unflagged answers that is drawn at random; a guarantee is held against"
+            " labels of these alone, which 'hallutracer feedback' lists.",
+            limits=Range(0, 1),
+        ),
+    ] = DEFAULT_DRAWN
 
     def location(self) -> Location | None:
         """Return where feedback is kept; None: nowhere.  Raises UsageError."""
@@ -150,7 +212,10 @@ class FeedbackOptions:
                     raise UsageError(flag, "needs --feedback-db")
             return None
         if self.feedback_prompts and self.feedback_days is None:
-            raise UsageError("--feedback-prompts", "needs --feedback-days: prompts are kept for a time, not for ever")
+            raise UsageError(
+                "--feedback-prompts",
+                "needs --feedback-days: prompts are kept for a time, not for ever",
+            )
         from service.feedback.databases import location
 
         return location(self.feedback_db)
@@ -161,15 +226,25 @@ class FeedbackOptions:
 class TraceOptions:
     """Whether requests are traced, and where to; the same of events."""
 
-    otlp_traces_endpoint: Annotated[str | None, option(
-        "Send OpenTelemetry traces there over OTLP/HTTP, such as http://localhost:4318/v1/traces; service name, "
-        "headers and sampler are OTEL_* variables.  Default: no traces.")] = None  # fmt: skip
-    otlp_logs_endpoint: Annotated[str | None, option(
-        "Send the risks of traced requests there, too, as gen_ai.evaluation.result events over OTLP/HTTP, such as "
-        "http://localhost:4318/v1/logs.  Default: no events.")] = None  # fmt: skip
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        option(
+            "Send OpenTelemetry traces there over OTLP/HTTP, such as"
+            " http://localhost:4318/v1/traces; service name, headers and sampler are OTEL_*"
+            " variables.  Default: no traces."
+        ),
+    ] = None
+    otlp_logs_endpoint: Annotated[
+        str | None,
+        option(
+            "Send the risks of traced requests there, too, as gen_ai.evaluation.result events over"
+            " OTLP/HTTP, such as http://localhost:4318/v1/logs.  Default: no events."
+        ),
+    ] = None
 
     def opened(self) -> Tracing | None:
-        """Return the exporter; None: no traces.  Raises UsageError.  Whether a collector listens is not asked."""
+        """Return the exporter; None: no traces.  Raises UsageError.  Whether a collector listens is
+        not asked."""
         if self.otlp_logs_endpoint is not None:
             _check_endpoint(EVENTS, "logs", self.otlp_logs_endpoint)
         if self.otlp_traces_endpoint is None:
@@ -180,13 +255,19 @@ class TraceOptions:
         try:
             from service.serving.tracing import Tracing
         except ImportError as error:
-            raise UsageError(TRACES, f"needs OpenTelemetry: pip install 'hallutracer[otel]' ({error})") from None
+            raise UsageError(
+                TRACES, f"needs OpenTelemetry: pip install 'hallutracer[otel]' ({error})"
+            ) from None
         return Tracing(self.otlp_traces_endpoint, self.otlp_logs_endpoint)
 
 
 def _check_endpoint(flag: str, signal: str, endpoint: str) -> None:
-    """Raise UsageError for what cannot be a collector's address for ``signal``, and for variables that do not fit."""
-    prefixes = (f"OTEL_EXPORTER_OTLP_{signal.upper()}_", "OTEL_EXPORTER_OTLP_")  # of two variables, the first counts
+    """Raise UsageError for what cannot be a collector's address for ``signal``, and for variables
+    that do not fit."""
+    prefixes = (
+        f"OTEL_EXPORTER_OTLP_{signal.upper()}_",
+        "OTEL_EXPORTER_OTLP_",
+    )  # of two variables, the first counts
     try:
         parts = urlsplit(endpoint)
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -199,19 +280,31 @@ def _check_endpoint(flag: str, signal: str, endpoint: str) -> None:
         raise UsageError(flag, f"holds a user or a password; give headers in {prefixes[0]}HEADERS")
     if parts.path in ("", "/"):
         raise UsageError(flag, f"needs the whole address with its path, {example}")
-    for name in (prefix + file for prefix in prefixes for file in ("CERTIFICATE", "CLIENT_CERTIFICATE", "CLIENT_KEY")):
+    for name in (
+        prefix + file
+        for prefix in prefixes
+        for file in ("CERTIFICATE", "CLIENT_CERTIFICATE", "CLIENT_KEY")
+    ):
         if (path := os.environ.get(name)) and not os.access(path, os.R_OK):
             raise UsageError(flag, f"cannot read the file that {name} names: {path}")
-    name = next((prefix + "PROTOCOL" for prefix in prefixes if os.environ.get(prefix + "PROTOCOL")), "")
+    name = next(
+        (prefix + "PROTOCOL" for prefix in prefixes if os.environ.get(prefix + "PROTOCOL")), ""
+    )
     if name and os.environ[name] != HTTP:
-        raise UsageError(flag, f"sends {HTTP}; {name} asks for {os.environ[name]!r}: unset it, or set it to {HTTP}")
+        raise UsageError(
+            flag,
+            f"sends {HTTP}; {name} asks for {os.environ[name]!r}: unset it, or set it to {HTTP}",
+        )
 
 
 def load_keys(secrets: tuple[str, ...], path: Path | None) -> tuple[ApiKey, ...]:
-    """Return the keys of the options and of the file, whose lines are ``KEY [name=NAME] [may=policy,threshold]``.
+    """Return the keys of the options and of the file, whose lines are ``KEY [name=NAME]
+    [may=policy,threshold]``.
 
     Raises HalluTracerError, also for a file without a key: it must not open the service."""
-    keys = [_key(secret, [], "--api-key", f"key-{number}") for number, secret in enumerate(secrets, 1)]
+    keys = [
+        _key(secret, [], "--api-key", f"key-{number}") for number, secret in enumerate(secrets, 1)
+    ]
     if path is not None:
         try:
             lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
@@ -219,9 +312,13 @@ def load_keys(secrets: tuple[str, ...], path: Path | None) -> tuple[ApiKey, ...]
         except (OSError, UnicodeDecodeError) as error:
             raise HalluTracerError(f"cannot read the keys file {path}: {error}") from None
         if mode & stat.S_IWOTH:
-            raise HalluTracerError(f"anyone on this machine can write to the keys file {path}; run: chmod o-w {path}")
+            raise HalluTracerError(
+                f"anyone on this machine can write to the keys file {path}; run: chmod o-w {path}"
+            )
         if mode & stat.S_IROTH:
-            log.warning("anyone on this machine can read the keys file %s; run: chmod o-r %s", path, path)
+            log.warning(
+                "anyone on this machine can read the keys file %s; run: chmod o-r %s", path, path
+            )
         for number, line in enumerate(lines, 1):
             if line and not line.startswith("#"):
                 secret, *words = line.split()
@@ -232,7 +329,9 @@ def load_keys(secrets: tuple[str, ...], path: Path | None) -> tuple[ApiKey, ...]
         raise HalluTracerError("the same key is given twice")
     names = [key.name for key in keys]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise HalluTracerError(f"two keys are named {twice[0]!r}; in the log they could not be told apart")
+        raise HalluTracerError(
+            f"two keys are named {twice[0]!r}; in the log they could not be told apart"
+        )
     return tuple(keys)
 
 
@@ -243,18 +342,26 @@ def _key(secret: str, words: list[str], where: str, default_name: str) -> ApiKey
         attribute, _, value = word.partition("=")
         if attribute not in ("name", "may") or attribute in attributes:
             shown = repr(word) if "=" in word else "a word without '='"  # which may be another key
-            raise HalluTracerError(f"{where}: after the key may stand name=NAME and may=FIELD,..; found {shown}")
+            raise HalluTracerError(
+                f"{where}: after the key may stand name=NAME and may=FIELD,..; found {shown}"
+            )
         attributes[attribute] = value
     rights = tuple(filter(None, attributes.get("may", "").split(",")))
     if unknown := [right for right in rights if right not in get_args(Right)]:
-        raise HalluTracerError(f"{where}: may= takes {', '.join(get_args(Right))}; found {unknown[0]!r}")
+        raise HalluTracerError(
+            f"{where}: may= takes {', '.join(get_args(Right))}; found {unknown[0]!r}"
+        )
     name = attributes.get("name", default_name)
     if not name or not name.isprintable() or len(name) > 64:
         raise HalluTracerError(f"{where}: a name has 1 to 64 printable characters")
     if secret.split() != [secret] or not secret.isprintable() or not secret.isascii():
-        raise UsageError(where, "a key is one word of ASCII characters, since headers carry no others")
+        raise UsageError(
+            where, "a key is one word of ASCII characters, since headers carry no others"
+        )
     if is_placeholder(secret):
-        raise UsageError(where, f"this is an example's placeholder, which everybody knows, and not a key: {CURE}")
+        raise UsageError(
+            where, f"this is an example's placeholder, which everybody knows, and not a key: {CURE}"
+        )
     if len(secret) < LEAST_CHARACTERS:
         raise UsageError(where, f"a key has at least {LEAST_CHARACTERS} characters: {CURE}")
     return ApiKey(secret, name, frozenset(rights))  # type: ignore[arg-type]

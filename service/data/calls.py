@@ -1,8 +1,10 @@
-"""Finds the function calls in a model's text and checks them against the expected ones.  It executes nothing.
+"""Finds the function calls in a model's text and checks them against the expected ones.  It
+executes nothing.
 
-A call is JSON in one of the usual shapes, or Python call syntax.  The search has this order: ``<tool_call>`` blocks
-(Qwen, Hermes), fenced blocks, the text after a marker such as ``[TOOL_CALLS]`` (Mistral) or ``<|python_tag|>`` (Llama),
-the whole text, then its single lines.  It ignores reasoning in ``<think>`` tags and calls inside a sentence."""
+A call is JSON in one of the usual shapes, or Python call syntax.  The search has this order:
+``<tool_call>`` blocks (Qwen, Hermes), fenced blocks, the text after a marker such as
+``[TOOL_CALLS]`` (Mistral) or ``<|python_tag|>`` (Llama), the whole text, then its single lines.  It
+ignores reasoning in ``<think>`` tags and calls inside a sentence."""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def parse_calls(text: str) -> list[Call]:
     """Return the calls in an answer, in order; none if it is prose."""
     answer = _THOUGHT.sub("", text[:_MAX_CHARACTERS]).strip()
     for pattern, group in ((_TAGGED, 2), (_FENCED, 1), (_MARKED, 1)):
-        if calls := [call for match in pattern.finditer(answer) for call in _calls(match.group(group))]:
+        if calls := [
+            call for match in pattern.finditer(answer) for call in _calls(match.group(group))
+        ]:
             return calls
     return _calls(answer) or [call for line in answer.splitlines() for call in _calls(line)]
 
@@ -58,7 +62,8 @@ def _calls(text: str) -> list[Call]:
 
 
 def _json_values(text: str) -> list[Any]:
-    """Return JSON values separated by spaces, commas or semicolons; none if anything else stands between them."""
+    """Return JSON values separated by spaces, commas or semicolons; none if anything else stands
+    between them."""
     decoder = json.JSONDecoder()
     values: list[Any] = []
     position = 0
@@ -75,7 +80,8 @@ def _json_values(text: str) -> list[Any]:
 
 
 def _json_calls(value: Any) -> Iterator[Call]:
-    """``{"name", "arguments" | "parameters"}``, OpenAI's ``{"function": {...}}``, ``{name: {arguments}}``, or lists."""
+    """``{"name", "arguments" | "parameters"}``, OpenAI's ``{"function": {...}}``, ``{name:
+    {arguments}}``, or lists."""
     if isinstance(value, list):
         for item in value:
             yield from _json_calls(item)
@@ -85,12 +91,16 @@ def _json_calls(value: Any) -> Iterator[Call]:
             yield from _json_calls(inner)
             return
         name = value.get("name") or (inner if isinstance(inner, str) else None)
-        arguments = next((value[key] for key in ("arguments", "parameters", "args") if key in value), None)
+        arguments = next(
+            (value[key] for key in ("arguments", "parameters", "args") if key in value), None
+        )
         if isinstance(arguments, str):  # OpenAI writes the arguments as a string of JSON
             arguments = values[0] if len(values := _json_values(arguments)) == 1 else None
         if not isinstance(name, str) and len(value) == 1:
             ((name, arguments),) = value.items()
-        offered = "description" in value and isinstance(arguments, dict) and "properties" in arguments  # repeated
+        offered = (
+            "description" in value and isinstance(arguments, dict) and "properties" in arguments
+        )  # repeated
         if isinstance(name, str) and isinstance(arguments, dict) and not offered:
             yield Call(name, arguments)
 
@@ -104,7 +114,9 @@ def _python_calls(text: str) -> list[Call]:
     for statement in body:
         value = statement.value if isinstance(statement, ast.Expr) else statement
         nodes += value.elts if isinstance(value, ast.List | ast.Tuple) else [value]
-    calls = [Call(_dotted(node.func), _arguments(node)) for node in nodes if isinstance(node, ast.Call)]
+    calls = [
+        Call(_dotted(node.func), _arguments(node)) for node in nodes if isinstance(node, ast.Call)
+    ]
     return calls if len(calls) == len(nodes) else []
 
 
@@ -122,14 +134,19 @@ def _arguments(node: ast.Call) -> dict[str, Any]:
 
 
 def _value(node: ast.expr) -> Any:
-    """Return an argument's value, or its source code if it is not a constant (a variable, a call)."""
+    """Return an argument's value, or its source code if it is not a constant (a variable, a
+    call)."""
     match node:
         case ast.Constant(value=value):
             return value
         case ast.List(elts=items) | ast.Tuple(elts=items) | ast.Set(elts=items):
             return [_value(item) for item in items]
         case ast.Dict(keys=keys, values=values) if None not in keys:
-            return {str(_value(key)): _value(value) for key, value in zip(keys, values, strict=True) if key}
+            return {
+                str(_value(key)): _value(value)
+                for key, value in zip(keys, values, strict=True)
+                if key
+            }
         case ast.Name(id=name) if name in _CONSTANTS:
             return _CONSTANTS[name]
         case ast.UnaryOp(op=ast.USub(), operand=operand) if _is_number(inner := _value(operand)):
@@ -146,17 +163,20 @@ def _is_number(value: Any) -> bool:
 
 
 def meets(answer: str, expected: dict[str, Any]) -> bool:
-    """Return whether an answer meets an expectation (an object of ``judges.expected``), by BFCL's rules.
+    """Return whether an answer meets an expectation (an object of ``judges.expected``), by BFCL's
+    rules.
 
-    As BFCL's checker for Python functions: as many calls as expected, in any order; the right function; every given
-    argument is known and has an accepted value; no required argument is missing.  Strings are compared without case,
-    spaces and ``,./-_*^``.  More lenient in three points, which are spelling and not hallucination: 5 equals 5.0, "."
-    equals "_" in a function's name, and any assignment of calls to expected ones counts (BFCL takes the first to fit).
+    As BFCL's checker for Python functions: as many calls as expected, in any order; the right
+    function; every given argument is known and has an accepted value; no required argument is
+    missing.  Strings are compared without case, spaces and ``,./-_*^``.  More lenient in three
+    points, which are spelling and not hallucination: 5 equals 5.0, "." equals "_" in a function's
+    name, and any assignment of calls to expected ones counts (BFCL takes the first to fit).
     """
     if expected["expect"] == "text":
         text = _plain_text(answer)
         return any(
-            re.search(rf"(?<!\w){re.escape(_plain_text(candidate))}(?!\w)", text) for candidate in expected["texts"]
+            re.search(rf"(?<!\w){re.escape(_plain_text(candidate))}(?!\w)", text)
+            for candidate in expected["texts"]
         )
     calls = parse_calls(answer)
     if expected["expect"] != "calls":
@@ -164,7 +184,9 @@ def meets(answer: str, expected: dict[str, Any]) -> bool:
     wanted = expected["calls"]
     if len(calls) != len(wanted):
         return False
-    from scipy.optimize import linear_sum_assignment  # .3 s at the start of a service, which judges no calls
+    from scipy.optimize import (
+        linear_sum_assignment,
+    )  # .3 s at the start of a service, which judges no calls
 
     fits = np.array([_is_right(*pair) for pair in product(calls, wanted)]).reshape(len(calls), -1)
     return bool(fits[linear_sum_assignment(fits, maximize=True)].all())
@@ -175,7 +197,9 @@ def expectation_problem(expected: dict[str, Any]) -> str | None:
 
     def is_call(value: Any) -> bool:
         parts = {"name": str, "optional": list, "arguments": dict}
-        known = isinstance(value, dict) and all(isinstance(value.get(key), kind) for key, kind in parts.items())
+        known = isinstance(value, dict) and all(
+            isinstance(value.get(key), kind) for key, kind in parts.items()
+        )
         return known and all(isinstance(accepted, list) for accepted in value["arguments"].values())
 
     shapes: dict[str, tuple[str, str, Callable[[Any], bool]]] = {
@@ -186,14 +210,21 @@ def expectation_problem(expected: dict[str, Any]) -> str | None:
         return None
     key, what, fine = shapes[expected["expect"]]
     values = expected.get(key)
-    return None if isinstance(values, list) and values and all(map(fine, values)) else f"'{key}' must list {what}"
+    return (
+        None
+        if isinstance(values, list) and values and all(map(fine, values))
+        else f"'{key}' must list {what}"
+    )
 
 
 def _is_right(call: Call, wanted: dict[str, Any]) -> bool:
     accepted, optional = wanted["arguments"], wanted["optional"]
     return (
         call.name.replace(".", "_") == wanted["name"].replace(".", "_")
-        and all(name in accepted and _is_accepted(value, accepted[name]) for name, value in call.arguments.items())
+        and all(
+            name in accepted and _is_accepted(value, accepted[name])
+            for name, value in call.arguments.items()
+        )
         and all(name in call.arguments or name in optional for name in accepted)
     )
 
@@ -207,15 +238,24 @@ def _is_same(value: Any, wanted: Any) -> bool:
 
     Each key of an object has a list of accepted values; with "" in it the key is optional."""
     if isinstance(wanted, str) or isinstance(value, str):
-        return isinstance(wanted, str) and isinstance(value, str) and _plain(value) == _plain(wanted)
+        return (
+            isinstance(wanted, str) and isinstance(value, str) and _plain(value) == _plain(wanted)
+        )
     if isinstance(wanted, bool) or isinstance(value, bool) or wanted is None or value is None:
         return value is wanted
     if isinstance(wanted, list):
-        return isinstance(value, list) and len(value) == len(wanted) and all(map(_is_same, value, wanted))
+        return (
+            isinstance(value, list)
+            and len(value) == len(wanted)
+            and all(map(_is_same, value, wanted))
+        )
     if isinstance(wanted, dict):
-        known = isinstance(value, dict) and all(_is_accepted(item, wanted.get(key)) for key, item in value.items())
+        known = isinstance(value, dict) and all(
+            _is_accepted(item, wanted.get(key)) for key, item in value.items()
+        )
         return known and all(
-            key in value or (isinstance(accepted, list) and "" in accepted) for key, accepted in wanted.items()
+            key in value or (isinstance(accepted, list) and "" in accepted)
+            for key, accepted in wanted.items()
         )
     return isinstance(value, int | float) and bool(value == wanted)
 

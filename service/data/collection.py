@@ -1,4 +1,5 @@
-"""Collects activations, first-token signals and answers of every prompt into a run folder that can resume."""
+"""Collects activations, first-token signals and answers of every prompt into a run folder that can
+resume."""
 
 from __future__ import annotations
 
@@ -54,7 +55,9 @@ class Collection:
     prompts: Prompts
     rows: dict[Site, RowsFile]
     first_token: NDArray[np.float64]  # [N, 2] log maximum probability, entropy (nats)
-    pooled: dict[tuple[Site, Pooling], RowsFile] = field(default_factory=dict)  # never last_1, which is ``rows``
+    pooled: dict[tuple[Site, Pooling], RowsFile] = field(
+        default_factory=dict
+    )  # never last_1, which is ``rows``
     answers: RowsFile | None = None  # means over an answer's own tokens; zeros if none was read
 
 
@@ -70,13 +73,14 @@ def collect(
     poolings: Sequence[Pooling] = (),
     answer_site: Site | None = None,
 ) -> Collection:
-    """Extract every prompt's activations at ``sites`` and, with ``max_new_tokens``, its greedy answer from one prefill.
+    """Extract every prompt's activations at ``sites`` and, with ``max_new_tokens``, its greedy
+    answer from one prefill.
 
-    A row that does not apply has no answer.  ``poolings`` adds activations pooled over other positions (App. pooling)
-    from the same forward passes.  ``answer_site`` adds the means over the answers' own tokens at that site.
-    Raises DataError (prompts that the model cannot take, by line number), RunMismatch (the folder belongs to another
-    run), TrainingError (the disk is too small), NonFiniteReadout, and EngineError (the engine cannot pool or reads no
-    answers)."""
+    A row that does not apply has no answer.  ``poolings`` adds activations pooled over other
+    positions (App. pooling) from the same forward passes.  ``answer_site`` adds the means over the
+    answers' own tokens at that site. Raises DataError (prompts that the model cannot take, by line
+    number), RunMismatch (the folder belongs to another run), TrainingError (the disk is too small),
+    NonFiniteReadout, and EngineError (the engine cannot pool or reads no answers)."""
     other_poolings = beyond_onset(poolings)
     if other_poolings:
         engine.extract([], (), other_poolings)  # raises before the folder is made
@@ -86,7 +90,9 @@ def collect(
         del identity["adapter"]  # run folders of older releases have no such key
     if identity["template_arguments"] is None:
         del identity["template_arguments"]  # likewise
-    del identity["model"]  # a model's folder may have two names; the fingerprint identifies the model
+    del identity[
+        "model"
+    ]  # a model's folder may have two names; the fingerprint identifies the model
     run = {
         "data": dataset.digest,
         "model": identity,
@@ -99,23 +105,33 @@ def collect(
     claim(folder, run | extra_fields | ({"answer_site": answer_site} if answer_site else {}))
     atomic_write(folder / "input_ids.i32", prompts.ids.astype("<i4").tobytes())
     atomic_write(folder / "offsets.i64", prompts.offsets.astype("<i8").tobytes())
-    files = {site: RowsFile(folder / f"rows-{site}.f32", geometry, site, len(dataset)) for site in sites}
+    files = {
+        site: RowsFile(folder / f"rows-{site}.f32", geometry, site, len(dataset)) for site in sites
+    }
     pooled = {
-        (site, pooling): RowsFile(folder / f"rows-{site}-{pooling}.f32", geometry, site, len(dataset))
+        (site, pooling): RowsFile(
+            folder / f"rows-{site}-{pooling}.f32", geometry, site, len(dataset)
+        )
         for site in sites
         for pooling in other_poolings
     }
-    # First the rows that apply, then the others, which get no answer.  No batch has both kinds, because one call of the
-    # engine answers all of its prompts or none.
+    # First the rows that apply, then the others, which get no answer. No batch has both kinds,
+    # because one call of the engine answers all of its prompts or none.
     plan = [
-        rows[batch] for rows in (dataset.asking, dataset.others) for batch in batches(prompts.lengths[rows], batch_rows)
+        rows[batch]
+        for rows in (dataset.asking, dataset.others)
+        for batch in batches(prompts.lengths[rows], batch_rows)
     ]
-    greedy = None if max_new_tokens is None else Sampling(max_tokens=max_new_tokens, temperature=0.0)
+    greedy = (
+        None if max_new_tokens is None else Sampling(max_tokens=max_new_tokens, temperature=0.0)
+    )
     first_token = folder / "first_token.f64"
     answer_file = (
         None
         if answer_site is None
-        else RowsFile(folder / f"rows-{answer_site}-answer.f32", geometry, answer_site, len(dataset))
+        else RowsFile(
+            folder / f"rows-{answer_site}-answer.f32", geometry, answer_site, len(dataset)
+        )
     )
     row_files = (*files.values(), *pooled.values(), *filter(None, [answer_file]))
     with ExitStack() as stack:
@@ -125,12 +141,16 @@ def collect(
             answers = stack.enter_context(closing(AppendLog(folder / "answers.jsonl")))
             finished = sum(int(dataset.applies[batch].sum()) for batch in plan[:done])
             if answers.count < finished:
-                raise RunMismatch(f"{answers.path} lacks answers of batches that are done: delete {folder}")
+                raise RunMismatch(
+                    f"{answers.path} lacks answers of batches that are done: delete {folder}"
+                )
             answers.keep(finished)
         targets = {path: os.open(path, os.O_WRONLY) for path in sizes}
         for descriptor in targets.values():
             stack.callback(os.close, descriptor)
-        bar = stack.enter_context(_bar("readouts" + (" and answers" if greedy else ""), prompts.lengths, plan, done))
+        bar = stack.enter_context(
+            _bar("readouts" + (" and answers" if greedy else ""), prompts.lengths, plan, done)
+        )
         for number, batch in list(enumerate(plan))[done:]:
             answered = greedy if dataset.applies[batch[0]] else None
             answer_options: dict[str, Any] = (
@@ -143,10 +163,16 @@ def collect(
                 answered,
                 **answer_options,
             )
-            outputs = [(file, extraction.activations[site], str(site)) for site, file in files.items()]
-            outputs += [(file, extraction.pooled[key], ", ".join(key)) for key, file in pooled.items()]
+            outputs = [
+                (file, extraction.activations[site], str(site)) for site, file in files.items()
+            ]
+            outputs += [
+                (file, extraction.pooled[key], ", ".join(key)) for key, file in pooled.items()
+            ]
             if answer_file is not None and extraction.answers is not None:
-                outputs.append((answer_file, extraction.answers, f"{answer_file.site} of the answers"))
+                outputs.append(
+                    (answer_file, extraction.answers, f"{answer_file.site} of the answers")
+                )
             for file, activations, where in outputs:
                 if not np.all(np.isfinite(activations)):
                     raise NonFiniteReadout(
@@ -154,30 +180,44 @@ def collect(
                         "another dtype (float16 overflows)"
                     )
                 file.write(targets[file.path], batch, activations)
-            signals = np.array([[t.log_max_prob, t.entropy] for t in extraction.first_tokens], "<f8")
+            signals = np.array(
+                [[t.log_max_prob, t.entropy] for t in extraction.first_tokens], "<f8"
+            )
             if not np.all(np.isfinite(signals)):
-                raise NonFiniteReadout(f"batch {number} of {len(plan)} gave a first token without a probability")
+                raise NonFiniteReadout(
+                    f"batch {number} of {len(plan)} gave a first token without a probability"
+                )
             for position, row in enumerate(batch):
                 write_at(targets[first_token], signals[position].tobytes(), int(row) * 16)
             for descriptor in targets.values():
                 os.fsync(descriptor)
             if answered is not None:
                 records = _records(
-                    engine, dataset, prompts, batch, extraction.completions, tokens=answer_file is not None
+                    engine,
+                    dataset,
+                    prompts,
+                    batch,
+                    extraction.completions,
+                    tokens=answer_file is not None,
                 )
                 answers.append(records)
-            journal.append([{"batch": number, "rows": len(batch)}])  # now all of the batch is on disk
+            journal.append(
+                [{"batch": number, "rows": len(batch)}]
+            )  # now all of the batch is on disk
             bar.update(int(prompts.lengths[batch].sum()))
-    return Collection(folder, prompts, files, np.fromfile(first_token, "<f8").reshape(-1, 2), pooled, answer_file)
+    return Collection(
+        folder, prompts, files, np.fromfile(first_token, "<f8").reshape(-1, 2), pooled, answer_file
+    )
 
 
 def read_given(
     engine: Engine, dataset: Dataset, prompts: Prompts, folder: Path, site: Site, batch_rows: int
 ) -> RowsFile:
-    """Read the answers that the rows bring, behind their prompts: the mean over an answer's tokens at ``site``.
+    """Read the answers that the rows bring, behind their prompts: the mean over an answer's tokens
+    at ``site``.
 
-    A row without an answer gets zeros.  An interrupted run resumes.  Raises DataError (the model cannot take a prompt
-    with its answer), and what ``collect`` raises."""
+    A row without an answer gets zeros.  An interrupted run resumes.  Raises DataError (the model
+    cannot take a prompt with its answer), and what ``collect`` raises."""
     geometry, limit = engine.identity.geometry, engine.identity.max_tokens
     answers = [continuation(engine, row.answer) if row.applies else [] for row in dataset.rows]
     rows, lengths = (
@@ -185,7 +225,8 @@ def read_given(
         prompts.lengths + np.array([*map(len, answers)]),
     )
     if problems := [
-        f"line {dataset.rows[row].line}: {lengths[row]} tokens with its 'answer' are more than the model's {limit}"
+        f"line {dataset.rows[row].line}: {lengths[row]} tokens with its 'answer' are more than the"
+        f" model's {limit}"
         for row in rows
         if lengths[row] > limit
     ]:
@@ -209,7 +250,9 @@ def read_given(
         bar = stack.enter_context(_bar("answers", lengths, plan, done))
         for number, batch in list(enumerate(plan))[done:]:
             token_ids = [[*prompts.of(row), *answers[row]] for row in batch.tolist()]
-            extraction = engine.extract(token_ids, [site], last=[len(answers[row]) for row in batch.tolist()])
+            extraction = engine.extract(
+                token_ids, [site], last=[len(answers[row]) for row in batch.tolist()]
+            )
             file.write(target, batch, extraction.activations[site])
             os.fsync(target)
             journal.append([{"batch": number, "rows": len(batch)}])
@@ -218,13 +261,17 @@ def read_given(
 
 
 def batches(lengths: NDArray[np.integer], batch_rows: int) -> list[NDArray[np.int64]]:
-    """Return the data rows of each batch of ``batch_rows``: longest prompts first, else in the data's order."""
+    """Return the data rows of each batch of ``batch_rows``: longest prompts first, else in the
+    data's order."""
     order = np.argsort(-np.asarray(lengths, np.int64), kind="stable")
     return [order[start : start + batch_rows] for start in range(0, len(order), batch_rows)]
 
 
-def render_all(engine: Engine, dataset: Dataset, prompt_format: PromptFormat, reserve: int) -> Prompts:
-    """Return the token ids of all prompts.  A row that applies must leave room for ``reserve`` tokens of an answer.
+def render_all(
+    engine: Engine, dataset: Dataset, prompt_format: PromptFormat, reserve: int
+) -> Prompts:
+    """Return the token ids of all prompts.  A row that applies must leave room for ``reserve``
+    tokens of an answer.
 
     Raises DataError that names every row that the model cannot take."""
     problems: list[str] = []
@@ -241,7 +288,9 @@ def render_all(engine: Engine, dataset: Dataset, prompt_format: PromptFormat, re
         reserved = reserve if row.applies else 0
         if len(ids) + reserved > limit:
             answer = f" and {reserved} of the answer" if reserved else ""
-            problems.append(f"line {row.line}: {len(ids)} tokens{answer} are more than the model's {limit}")
+            problems.append(
+                f"line {row.line}: {len(ids)} tokens{answer} are more than the model's {limit}"
+            )
         parts.append(np.asarray(ids, np.int32))
     if problems:
         raise DataError(str(dataset.path), problems)
@@ -249,15 +298,20 @@ def render_all(engine: Engine, dataset: Dataset, prompt_format: PromptFormat, re
     return Prompts(np.concatenate(parts), np.concatenate([[0], np.cumsum(lengths)]))
 
 
-def _resumed(stack: ExitStack, folder: Path, sizes: dict[Path, int], batches: int) -> tuple[AppendLog, int]:
-    """Give the data files their full length.  Return the journal, and how many of the ``batches`` are done.
+def _resumed(
+    stack: ExitStack, folder: Path, sizes: dict[Path, int], batches: int
+) -> tuple[AppendLog, int]:
+    """Give the data files their full length.  Return the journal, and how many of the ``batches``
+    are done.
 
     Raises RunMismatch (the journal is not that of one run), and what ``_reserve`` raises."""
     journal = stack.enter_context(closing(AppendLog(folder / "journal.jsonl")))
     done = journal.count
     _reserve(folder, sizes, started=done > 0)
     if [record["batch"] for record in journal.read()] != list(range(min(done, batches))):
-        raise RunMismatch(f"{journal.path} is not the journal of one run: delete {folder} and start again")
+        raise RunMismatch(
+            f"{journal.path} is not the journal of one run: delete {folder} and start again"
+        )
     return journal, done
 
 
@@ -265,14 +319,17 @@ def _reserve(folder: Path, sizes: dict[Path, int], *, started: bool) -> None:
     """Give each data file its full length, after checking the free space."""
     for path, size in sizes.items():
         if started and (not path.exists() or path.stat().st_size != size):
-            raise RunMismatch(f"{path} is missing or has not {size} bytes, though batches are done: delete {folder}")
+            raise RunMismatch(
+                f"{path} is missing or has not {size} bytes, though batches are done: delete"
+                f" {folder}"
+            )
     # Count blocks, not lengths: the files are sparse until their batches are written.
     held = sum(path.stat().st_blocks * 512 for path in sizes if path.exists())
     need, free = sum(sizes.values()) - held, shutil.disk_usage(folder).free
     if need > free:
         raise TrainingError(
-            f"{folder} needs {size_text(need)} more and the disk has {size_text(free)} free: name a "
-            "run folder on another disk with --run-dir, or collect less",
+            f"{folder} needs {size_text(need)} more and the disk has {size_text(free)} free: name a"
+            " run folder on another disk with --run-dir, or collect less",
             param="run_dir",
         )
     for path, size in sizes.items():
@@ -289,7 +346,8 @@ def _records(
     *,
     tokens: bool,
 ) -> list[dict[str, Any]]:
-    """Return a line for each answer: its text without a thought.  After a thought also the whole, and if it ended."""
+    """Return a line for each answer: its text without a thought.  After a thought also the whole,
+    and if it ended."""
     records: list[dict[str, Any]] = []
     for row, completion in zip(batch.tolist(), completions, strict=True):
         record: dict[str, Any] = {"id": dataset.rows[row].id, "row": row, "answer": completion.text}
@@ -305,8 +363,11 @@ def _records(
     return records
 
 
-def _bar(name: str, lengths: NDArray[np.int64], plan: Sequence[NDArray[np.int64]], done: int) -> tqdm[Any]:
-    """Return a progress bar over prompt tokens, which estimate the time left better than rows do."""
+def _bar(
+    name: str, lengths: NDArray[np.int64], plan: Sequence[NDArray[np.int64]], done: int
+) -> tqdm[Any]:
+    """Return a progress bar over prompt tokens, which estimate the time left better than rows
+    do."""
     sizes = [int(lengths[batch].sum()) for batch in plan]
     return tqdm(
         desc=name,

@@ -1,17 +1,20 @@
 """Decides whether a generated answer is factual, by one of six judges.
 
-``exact`` and ``contains`` compare normalised text with the accepted answers.  ``regex`` takes these as patterns.
-``openai`` asks any endpoint that speaks /v1/chat/completions.  ``similarity`` (TruthfulQA) and ``calls`` (BFCL) need
-more than accepted answers.  A judge sees only the ``answers`` of a row, so they encode this, too.  A plain string is an
-accepted answer.  A string that is a JSON object with one of these keys is something else:
+``exact`` and ``contains`` compare normalised text with the accepted answers.  ``regex`` takes these
+as patterns. ``openai`` asks any endpoint that speaks /v1/chat/completions.  ``similarity``
+(TruthfulQA) and ``calls`` (BFCL) need more than accepted answers.  A judge sees only the
+``answers`` of a row, so they encode this, too.  A plain string is an accepted answer.  A string
+that is a JSON object with one of these keys is something else:
 
 ``{"incorrect": "You die"}``
     a false reference answer, used by the judge ``similarity`` alone;
 ``{"parts": [["Paris"], ["Euro", "EUR"]]}``
-    a request for several facts: an accepted answer of each part must be there (``contains``, ``regex``, ``openai``);
-``{"expect": "calls", "calls": [{"name": ..., "arguments": {name: [accepted values]}, "optional": [names]}]}``
-    the right function calls, in any order (judge ``calls``); or ``"expect": "no_call"``, ``"some_call"``, or
-    ``{"expect": "text", "texts": [...]}``: one of the texts must occur in the answer."""
+    a request for several facts: an accepted answer of each part must be there (``contains``,
+    ``regex``, ``openai``);
+``{"expect": "calls", "calls": [{"name": ..., "arguments": {name: [accepted values]}, "optional":
+    [names]}]}`` the right function calls, in any order (judge ``calls``); or ``"expect":
+    "no_call"``, ``"some_call"``, or ``{"expect": "text", "texts": [...]}``: one of the texts must
+    occur in the answer."""
 
 from __future__ import annotations
 
@@ -31,11 +34,13 @@ from service.proxies import Proxies, ProxyTransport
 
 Judge = Callable[[str, str, Sequence[str]], bool]  # question, answer, accepted answers -> factual
 
-_UNSPACED = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]")
+_UNSPACED = re.compile(
+    "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]"
+)
 _ARTICLES = frozenset(("a", "an", "the"))
 _INSTRUCTION = (
-    "You grade answers. Say whether the given answer states the same fact as one of the accepted answers. "
-    "Reply with exactly one word: yes or no."
+    "You grade answers. Say whether the given answer states the same fact as one of the accepted"
+    " answers. Reply with exactly one word: yes or no."
 )
 TIMEOUT_S = 60.0  # of each request
 RETRIES = 3  # after a failure that may be temporary: connection, 429, 5xx, neither yes nor no
@@ -43,16 +48,23 @@ _BACKOFF_S = 0.5
 
 
 def normalise(text: str) -> str:
-    """Return the text in NFKC and casefolded, without punctuation, symbols and English articles, in single spaces."""
+    """Return the text in NFKC and casefolded, without punctuation, symbols and English articles, in
+    single spaces."""
     folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
     joined = re.sub(r"(?<=\w)['\u2019](?=\w)|(?<=\d),(?=\d{3})", "", folded)
-    number_marks = {match.start() for match in re.finditer(r"(?<!\w)[-\u2212](?=\d)|(?<=\d)\.(?=\d)", joined)}
+    number_marks = {
+        match.start() for match in re.finditer(r"(?<!\w)[-\u2212](?=\d)|(?<=\d)\.(?=\d)", joined)
+    }
     characters = []
     for position, char in enumerate(joined):
         is_kept = position in number_marks or unicodedata.category(char)[0] not in "PSZC"
         characters.append(char.replace("\u2212", "-") if is_kept else " ")
     words = "".join(characters).split()
-    return " ".join(word for position, word in enumerate(words) if word not in _ARTICLES or position == len(words) - 1)
+    return " ".join(
+        word
+        for position, word in enumerate(words)
+        if word not in _ARTICLES or position == len(words) - 1
+    )
 
 
 def contains(question: str, answer: str, accepted: Sequence[str]) -> bool:
@@ -61,7 +73,9 @@ def contains(question: str, answer: str, accepted: Sequence[str]) -> bool:
     In scripts that write no spaces between words (Chinese, Japanese, Thai, ...) as a substring."""
     text = f" {normalise(answer)} "
     wanted = [candidate for candidate in map(normalise, accepted) if candidate]
-    return any(words in text if _UNSPACED.search(words) else f" {words} " in text for words in wanted)
+    return any(
+        words in text if _UNSPACED.search(words) else f" {words} " in text for words in wanted
+    )
 
 
 def answer_problems(options: JudgeOptions, answers: Sequence[str]) -> list[str]:
@@ -70,22 +84,35 @@ def answer_problems(options: JudgeOptions, answers: Sequence[str]) -> list[str]:
     if options.judge == "calls":
         if call_expectation is None or len(answers) != 1:
             return [
-                "the judge 'calls' needs one answer that says what to expect: convert the set bfcl, or take another"
+                "the judge 'calls' needs one answer that says what to expect: convert the set bfcl,"
+                " or take another"
             ]
         problem = expectation_problem(call_expectation)
         return [f"the expectation in 'answers' is damaged: {problem}"] if problem else []
     if call_expectation is not None:
-        return [f"'answers' holds an expectation for the judge 'calls', which {options.judge_name!r} cannot use"]
+        return [
+            f"'answers' holds an expectation for the judge 'calls', which {options.judge_name!r}"
+            " cannot use"
+        ]
     accepted, false = split_answers(answers)
     if (fact_parts := parts_of(answers)) is not None:
         if options.judge_name not in PART_JUDGES or len(answers) != 1:
-            return [f"'answers' has parts, which need to be its only entry and a judge of {', '.join(PART_JUDGES)}"]
+            return [
+                "'answers' has parts, which need to be its only entry and a judge of"
+                f" {', '.join(PART_JUDGES)}"
+            ]
         accepted = [answer for part in fact_parts for answer in part]
     if false and not accepted:
         return ["'answers' holds incorrect answers only: an accepted one is needed"]
     if options.judge == "similarity":
-        missing = [] if false else ['the judge \'similarity\' needs an incorrect answer too: {"incorrect": "..."}']
-        return missing + [f"answer {text!r} has no word" for text in (*accepted, *false) if not words(text)]
+        missing = (
+            []
+            if false
+            else ['the judge \'similarity\' needs an incorrect answer too: {"incorrect": "..."}']
+        )
+        return missing + [
+            f"answer {text!r} has no word" for text in (*accepted, *false) if not words(text)
+        ]
     problems = []
     for answer in accepted:
         if options.judge == "regex":
@@ -94,12 +121,15 @@ def answer_problems(options: JudgeOptions, answers: Sequence[str]) -> list[str]:
             except re.error as error:
                 problems.append(f"answer {answer!r} is not a regular expression: {error}")
         elif options.judge_name in ("exact", "contains") and not normalise(answer):
-            problems.append(f"answer {answer!r} is empty once punctuation and articles are left out")
+            problems.append(
+                f"answer {answer!r} is empty once punctuation and articles are left out"
+            )
     return problems
 
 
 def make_judge(options: JudgeOptions) -> Judge:
-    """Return the judge that the options name.  It sees what ``answer_pattern`` extracts from the generated text."""
+    """Return the judge that the options name.  It sees what ``answer_pattern`` extracts from the
+    generated text."""
     accepted_alone: dict[str, Judge] = {
         "exact": lambda _, answer, accepted: normalise(answer) in map(normalise, accepted),
         "contains": contains,
@@ -119,8 +149,12 @@ def make_judge(options: JudgeOptions) -> Judge:
             call_expectation = expected(answers)
             return call_expectation is not None and meets(answer, call_expectation)
         if (fact_parts := parts_of(answers)) is not None:
-            return all(accepted_alone[options.judge_name](question, answer, part) for part in fact_parts)
-        if options.judge == "similarity":  # nearer to a correct reference answer than to any incorrect one
+            return all(
+                accepted_alone[options.judge_name](question, answer, part) for part in fact_parts
+            )
+        if (
+            options.judge == "similarity"
+        ):  # nearer to a correct reference answer than to any incorrect one
             return margin(answer, accepted, false) > 0
         return accepted_alone[options.judge_name](question, answer, accepted)
 
@@ -135,19 +169,28 @@ class OpenAIJudge:
         self._url = options.judge_url.rstrip("/") + "/chat/completions"
         headers = {"Authorization": f"Bearer {options.judge_key}"} if options.judge_key else {}
         proxies = Proxies.of_environment()
-        self._client = httpx.Client(timeout=TIMEOUT_S, headers=headers, transport=ProxyTransport(proxies))
+        self._client = httpx.Client(
+            timeout=TIMEOUT_S, headers=headers, transport=ProxyTransport(proxies)
+        )
         self._shown_url = self._url + proxies.described(httpx.URL(self._url))  # for errors
         self._sleep = sleep
 
     def __call__(self, question: str, answer: str, accepted: Sequence[str]) -> bool:
-        """Raises TrainingError if the endpoint cannot be reached, refuses, or says neither yes nor no."""
+        """Raises TrainingError if the endpoint cannot be reached, refuses, or says neither yes nor
+        no."""
         listed = "\n".join(f"- {candidate}" for candidate in accepted)
-        text = f"Question:\n{question}\n\nAccepted answers:\n{listed}\n\nGiven answer:\n{answer}\n\nyes or no?"
+        text = (
+            f"Question:\n{question}\n\nAccepted answers:\n{listed}\n\nGiven"
+            f" answer:\n{answer}\n\nyes or no?"
+        )
         body = {
             "model": self._options.judge_model,
             "temperature": 0,
             "max_tokens": 8,
-            "messages": [{"role": "system", "content": _INSTRUCTION}, {"role": "user", "content": text}],
+            "messages": [
+                {"role": "system", "content": _INSTRUCTION},
+                {"role": "user", "content": text},
+            ],
         }
         cause = ""
         for attempt in range(RETRIES + 1):
@@ -156,12 +199,18 @@ class OpenAIJudge:
             try:
                 response = self._client.post(self._url, json=body)
             except httpx.HTTPError as error:
-                cause = f"cannot be reached ({type(error).__name__}: {error}); is the server up and the base url right?"
+                cause = (
+                    f"cannot be reached ({type(error).__name__}: {error}); is the server up and the"
+                    " base url right?"
+                )
                 continue
             if response.status_code != 200:
                 cause = f"answered {response.status_code}: {response.text[:200]}"
                 if response.status_code != 429 and response.status_code < 500:
-                    raise TrainingError(f"the judge at {self._shown_url} {cause}; check model and key", param="judge")
+                    raise TrainingError(
+                        f"the judge at {self._shown_url} {cause}; check model and key",
+                        param="judge",
+                    )
                 continue
             try:
                 reply = response.json()["choices"][0]["message"]["content"]
@@ -186,7 +235,8 @@ def incorrect(text: str) -> str:
 
 
 def expectation(expect: str, **what: Any) -> str:
-    """Return an expectation on the answer, as a string for ``answers``; ``expect`` is one of EXPECTATIONS."""
+    """Return an expectation on the answer, as a string for ``answers``; ``expect`` is one of
+    EXPECTATIONS."""
     return json.dumps({"expect": expect, **what}, ensure_ascii=False)
 
 
@@ -197,7 +247,14 @@ def parts(*answers: Sequence[str]) -> str:
 
 def parts_of(answers: Sequence[str]) -> list[list[str]] | None:
     """Return the accepted answers of each part, or None if a row asks for one fact."""
-    return next((value["parts"] for value in map(_object, answers) if value is not None and "parts" in value), None)
+    return next(
+        (
+            value["parts"]
+            for value in map(_object, answers)
+            if value is not None and "parts" in value
+        ),
+        None,
+    )
 
 
 def split_answers(answers: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -214,7 +271,9 @@ def split_answers(answers: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def expected(answers: Sequence[str]) -> dict[str, Any] | None:
     """Return the first expectation among the answers, or None."""
-    return next((value for value in map(_object, answers) if value is not None and "expect" in value), None)
+    return next(
+        (value for value in map(_object, answers) if value is not None and "expect" in value), None
+    )
 
 
 def _object(answer: str) -> dict[str, Any] | None:
@@ -231,10 +290,14 @@ def _object(answer: str) -> dict[str, Any] | None:
 
 
 def _has_parts(value: dict[str, Any]) -> bool:
-    """Return whether ``parts`` is all of an object, with two parts or more that each have an accepted answer."""
+    """Return whether ``parts`` is all of an object, with two parts or more that each have an
+    accepted answer."""
     fact_parts = value.get("parts")
     return (
-        len(value) == 1 and isinstance(fact_parts, list) and len(fact_parts) >= 2 and all(map(_are_texts, fact_parts))
+        len(value) == 1
+        and isinstance(fact_parts, list)
+        and len(fact_parts) >= 2
+        and all(map(_are_texts, fact_parts))
     )
 
 
@@ -248,20 +311,24 @@ def words(text: str) -> list[str]:
 
 
 def rouge_l(first: Sequence[str], second: Sequence[str]) -> float:
-    """Return ROUGE-L (Lin 2004), the F1 in [0, 1] of the longest common subsequence; 0 if either is empty."""
+    """Return ROUGE-L (Lin 2004), the F1 in [0, 1] of the longest common subsequence; 0 if either is
+    empty."""
     if not first or not second:
         return 0.0
     lengths = [0] * (len(second) + 1)
     for word in first:
         diagonal = 0
         for position, candidate in enumerate(second, 1):
-            longest = diagonal + 1 if word == candidate else max(lengths[position], lengths[position - 1])
+            longest = (
+                diagonal + 1 if word == candidate else max(lengths[position], lengths[position - 1])
+            )
             diagonal, lengths[position] = lengths[position], longest
     return 2 * lengths[-1] / (len(first) + len(second))
 
 
 def margin(answer: str, correct: Sequence[str], incorrect: Sequence[str]) -> float:
-    """Return the largest ROUGE-L to a correct reference minus the largest to an incorrect one; above 0 is factual."""
+    """Return the largest ROUGE-L to a correct reference minus the largest to an incorrect one;
+    above 0 is factual."""
     answer_words = words(answer)
 
     def largest(references: Sequence[str]) -> float:

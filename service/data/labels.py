@@ -26,7 +26,8 @@ from service.errors import DataError, RunMismatch, TrainingError
 
 Verdict = Literal["factual", "hallucinated", "abstained", "empty", "unfinished thought"]
 UNFINISHED: Verdict = "unfinished thought"
-MOST_UNFINISHED = 0.5  # share of the answers; above it, the finished answers are those that took the least thought
+# share of the answers; above it, the finished answers are those that took the least thought
+MOST_UNFINISHED = 0.5
 CLASSES = {"hallucinated": 0, "factual": 1}
 """The verdicts that are labels; any other verdict belongs to neither class."""
 
@@ -44,15 +45,21 @@ class Labelled:
 def given_labels(dataset: Dataset) -> Labelled:
     """Return the file's own labels: every row that applies takes part."""
     index = dataset.asking
-    thoughts = sum(spoken(dataset.rows[row].answer) != dataset.rows[row].answer for row in index.tolist())
-    return Labelled(index, np.array([dataset.rows[row].label for row in index.tolist()], np.int64), {}, thoughts)
+    thoughts = sum(
+        spoken(dataset.rows[row].answer) != dataset.rows[row].answer for row in index.tolist()
+    )
+    return Labelled(
+        index, np.array([dataset.rows[row].label for row in index.tolist()], np.int64), {}, thoughts
+    )
 
 
 def check_answers(dataset: Dataset, options: JudgeOptions) -> None:
     """Raise DataError if the judge cannot use a row's accepted answers; needs no model."""
     asking = [row for row in dataset.rows if row.applies]
     if problems := [
-        f"line {row.line}: {problem}" for row in asking for problem in answer_problems(options, row.answers)
+        f"line {row.line}: {problem}"
+        for row in asking
+        for problem in answer_problems(options, row.answers)
     ]:
         raise DataError(str(dataset.path), problems)
 
@@ -64,39 +71,56 @@ def judged_labels(dataset: Dataset, folder: Path, options: JudgeOptions) -> Labe
     with (folder / "answers.jsonl").open(encoding="utf-8") as file:
         records = {record["row"]: record for record in map(json.loads, file)}
     answers = sorted((row, _judged(record)) for row, record in records.items())
-    thoughts = sum("with_thought" in record or _judged(record) != record["answer"] for record in records.values())
+    thoughts = sum(
+        "with_thought" in record or _judged(record) != record["answer"]
+        for record in records.values()
+    )
     unfinished = sum(text is None for _, text in answers)
     if unfinished > MOST_UNFINISHED * len(answers):
         raise TrainingError(
-            f"{dataset.path}, labelled by its answers: {unfinished_thoughts(unfinished, len(answers))}", param="labels"
+            f"{dataset.path}, labelled by its answers:"
+            f" {unfinished_thoughts(unfinished, len(answers))}",
+            param="labels",
         )
     key = _key(options, thoughts > 0)
     verdicts = _verdicts(dataset, answers, folder / f"labels-{key}.jsonl", options)
-    used = {row: CLASSES[verdict] for (row, _), verdict in zip(answers, verdicts, strict=True) if verdict in CLASSES}
+    used = {
+        row: CLASSES[verdict]
+        for (row, _), verdict in zip(answers, verdicts, strict=True)
+        if verdict in CLASSES
+    }
     left_out = Counter(verdict for verdict in verdicts if verdict not in CLASSES)
     why = dict(sorted(left_out.items()))
-    return Labelled(np.array([*used], np.int64), np.array([*used.values()], np.int64), why, thoughts)
+    return Labelled(
+        np.array([*used], np.int64), np.array([*used.values()], np.int64), why, thoughts
+    )
 
 
 def unfinished_thoughts(unfinished: int, answers: int) -> str:
     """Return the message about answers that were cut inside their thought."""
     return (
-        f"{unfinished} of {answers} answers are thoughts that do not end, so nothing is said that could be judged: "
-        "let them be longer (--max-new-tokens), or train on a model, or a chat template, that does not think "
-        "first"
+        f"{unfinished} of {answers} answers are thoughts that do not end, so nothing is said that"
+        " could be judged: let them be longer (--max-new-tokens), or train on a model, or a chat"
+        " template, that does not think first"
     )
 
 
 def _judged(record: dict[str, Any]) -> str | None:
-    """Return the answer in a record of answers.jsonl without its thought; None if the thought does not end."""
+    """Return the answer in a record of answers.jsonl without its thought; None if the thought does
+    not end."""
     return spoken(record["answer"]) if record.get("thought_ends", True) else None
 
 
-def answer_texts(completion: Completion, prompt: TokenIds, engine: LoadedModel) -> tuple[str, str | None]:
-    """Return the text of an answer with the marks of its thoughts, and the text without thoughts and marks.
+def answer_texts(
+    completion: Completion, prompt: TokenIds, engine: LoadedModel
+) -> tuple[str, str | None]:
+    """Return the text of an answer with the marks of its thoughts, and the text without thoughts
+    and marks.
 
     The latter is None if a thought does not end; ``prompt`` may have opened the first."""
-    text = with_marks(completion.text, engine.spell(list(completion.token_ids)), engine.special_tokens)
+    text = with_marks(
+        completion.text, engine.spell(list(completion.token_ids)), engine.special_tokens
+    )
     return text, spoken_behind(prompt, text, engine)
 
 
@@ -108,9 +132,14 @@ def spoken_behind(prompt: TokenIds, text: str, engine: LoadedModel) -> str | Non
 
 
 def verdict_on(
-    spoken_text: str | None, question: str, accepted: Sequence[str], judge: Judge, abstains: re.Pattern[str]
+    spoken_text: str | None,
+    question: str,
+    accepted: Sequence[str],
+    judge: Judge,
+    abstains: re.Pattern[str],
 ) -> Verdict:
-    """Return the verdict on an answer without its thoughts; None stands for a thought that does not end."""
+    """Return the verdict on an answer without its thoughts; None stands for a thought that does not
+    end."""
     if spoken_text is None:
         return UNFINISHED
     if not spoken_text.strip():
@@ -123,14 +152,18 @@ def verdict_on(
 def _verdicts(
     dataset: Dataset, answers: Sequence[tuple[int, str | None]], path: Path, options: JudgeOptions
 ) -> list[str]:
-    """Return a verdict for each data row with its answer (None: a thought that does not end); store it in ``path``."""
+    """Return a verdict for each data row with its answer (None: a thought that does not end); store
+    it in ``path``."""
     abstains, judge = options.abstains, make_judge(options)
-    # An endpoint's verdict costs money, so save it at once.  Other verdicts are cheap, and a flush for each is slow.
+    # An endpoint's verdict costs money, so save it at once. Other verdicts are cheap, and a flush
+    # for each is slow.
     saved_together = 1 if options.judge == "openai" else 500
     pending: list[dict[str, str]] = []
     with closing(AppendLog(path)) as log:
         known = log.count
-        for number, text in tqdm(answers[known:], "labels", len(answers), initial=known, mininterval=5):
+        for number, text in tqdm(
+            answers[known:], "labels", len(answers), initial=known, mininterval=5
+        ):
             row = dataset.rows[number]
             verdict = verdict_on(text, row.question, row.answers, judge, abstains)
             pending.append({"id": row.id, "verdict": verdict})
@@ -139,14 +172,23 @@ def _verdicts(
                 pending = []
         log.append(pending)
         records = list(log.read())[: len(answers)]
-        if [record["id"] for record in records] != [dataset.rows[number].id for number, _ in answers]:
-            raise RunMismatch(f"{path} does not hold one verdict for each answer, in order: delete it and run again")
+        if [record["id"] for record in records] != [
+            dataset.rows[number].id for number, _ in answers
+        ]:
+            raise RunMismatch(
+                f"{path} does not hold one verdict for each answer, in order: delete it and run"
+                " again"
+            )
         return [record["verdict"] for record in records]
 
 
 def _key(options: JudgeOptions, thoughts: bool) -> str:
     """Return a key for the file of verdicts, which differs for options that change a verdict."""
-    matters = {"name": options.judge_name, "base_url": options.judge_url, "model": options.judge_model}
+    matters = {
+        "name": options.judge_name,
+        "base_url": options.judge_url,
+        "model": options.judge_model,
+    }
     key = [matters | {"answer_pattern": options.answer_pattern}, options.abstains.pattern]
     key += ["without thoughts"] if thoughts else []  # release 1.0.0 judged the thoughts, too
     return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]

@@ -1,8 +1,9 @@
 """Finds rows that ask the same in other words.
 
-Two prompts are near-duplicates if the content words of the first are all among those of the second and carry at least
-half of the second's weight.  A word's weight is its rarity among the prompts.  So "Berlin is the capital of which
-country?" and "Avarua is the capital of which country?" differ, and a suffix that many rows share counts little."""
+Two prompts are near-duplicates if the content words of the first are all among those of the second
+and carry at least half of the second's weight.  A word's weight is its rarity among the prompts.
+So "Berlin is the capital of which country?" and "Avarua is the capital of which country?" differ,
+and a suffix that many rows share counts little."""
 
 from __future__ import annotations
 
@@ -17,27 +18,34 @@ import numpy as np
 from numpy.typing import NDArray
 
 SHARE = 0.5  # of the longer prompt's weight that the shorter one's words carry at least
-INSTRUCTION = 0.05, 20  # a last paragraph in more rows than this share, and than this number, is only an instruction
+INSTRUCTION = (
+    0.05,
+    20,
+)  # a last paragraph in more rows than this share, and than this number, is only an instruction
 _FILLER = """
-a an the this that these those there it its i me my we us our you your am is are was were be been being do does did has
-have had can could would will shall should may might of in on at to for from by with and or as if what which please
-kindly tell give say know let want like wonder just only answer question reply briefly concise concisely thanks thank
-hello hi
+a an the this that these those there it its i me my we us our you your am is are was were be been
+being do does did has have had can could would will shall should may might of in on at to for from
+by with and or as if what which please kindly tell give say know let want like wonder just only
+answer question reply briefly concise concisely thanks thank hello hi
 """
 FILLER = frozenset(_FILLER.split())
 _NUMBERING = re.compile(
     r"^\W{0,4}(?:q(?:uestion)?\s{0,4})?\d{1,6}[.):\]]{1,2}\s"  # "2. ", "[3] ", "Q5: "
-    r"|(?<=[.?!])[\W_]{0,4}(?:(?:copy|version|variant|v)\s{0,4})?\d{1,6}\W{0,4}$",  # " (2)", " #3", " (copy 4)"
+    # " (2)", " #3", " (copy 4)"
+    r"|(?<=[.?!])[\W_]{0,4}(?:(?:copy|version|variant|v)\s{0,4})?\d{1,6}\W{0,4}$",
     re.IGNORECASE,
 )
 _CONTRACTED = re.compile(r"['\u2019](?:s|re|d|ll|ve|m|t)\b", re.IGNORECASE)
 _TOKEN = re.compile(r"\w+|[.?!:\n]")
 
-Content = tuple[frozenset[str], tuple[str, ...]]  # the content words, and in their order those with a digit
+Content = tuple[
+    frozenset[str], tuple[str, ...]
+]  # the content words, and in their order those with a digit
 
 
 def content_of(text: str) -> Content:
-    """Return a text's content words without filler, numbering, case and punctuation; only numbers have an order."""
+    """Return a text's content words without filler, numbering, case and punctuation; only numbers
+    have an order."""
     text = unicodedata.normalize("NFKC", text)
     text = short if re.search(r"\w", short := _NUMBERING.sub("", text)) else text
     content: list[str] = []
@@ -48,7 +56,9 @@ def content_of(text: str) -> Content:
             previous = ""
             continue
         word = sys.intern(token.casefold())
-        name = token[0].isupper() and previous[:1].islower() and token != "I"  # "the element with the symbol In"
+        name = (
+            token[0].isupper() and previous[:1].islower() and token != "I"
+        )  # "the element with the symbol In"
         if word not in FILLER or name:
             content.append(word)
         all_words.append(word)
@@ -62,11 +72,15 @@ def _has_digit(word: str) -> bool:
 
 
 def near_duplicates(prompts: Sequence[Sequence[str]]) -> NDArray[np.int64]:
-    """Return a number for each prompt, [N]: near-duplicates, and chains of them, have the same number.
+    """Return a number for each prompt, [N]: near-duplicates, and chains of them, have the same
+    number.
 
-    Each prompt is the texts of its messages.  Of a single message with several paragraphs the last paragraph is
-    compared, since a passage may stand before the question, unless many prompts have the same last paragraph."""
-    from scipy.cluster.hierarchy import DisjointSet  # a service imports this module, and compares no prompts
+    Each prompt is the texts of its messages.  Of a single message with several paragraphs the last
+    paragraph is compared, since a passage may stand before the question, unless many prompts have
+    the same last paragraph."""
+    from scipy.cluster.hierarchy import (
+        DisjointSet,
+    )  # a service imports this module, and compares no prompts
 
     compared = _compared(prompts)
     contents = list(dict.fromkeys(compared))
@@ -74,7 +88,9 @@ def near_duplicates(prompts: Sequence[Sequence[str]]) -> NDArray[np.int64]:
     for number, (words, _) in enumerate(contents):
         for word in words:
             having[word].add(number)
-    rarity = {word: math.log((len(contents) + 1) / len(numbers)) ** 2 for word, numbers in having.items()}
+    rarity = {
+        word: math.log((len(contents) + 1) / len(numbers)) ** 2 for word, numbers in having.items()
+    }
     weight = [math.fsum(map(rarity.__getitem__, words)) for words, _ in contents]
     joined = DisjointSet(number for number in range(len(contents)))
     for number, (words, digits) in enumerate(contents):
@@ -82,7 +98,9 @@ def near_duplicates(prompts: Sequence[Sequence[str]]) -> NDArray[np.int64]:
         if len(having_word[0]) == 1:  # a word that no other prompt has
             continue
         for candidate in set.intersection(*having_word):
-            if weight[number] >= SHARE * weight[candidate] and _in_order(digits, contents[candidate][1]):
+            if weight[number] >= SHARE * weight[candidate] and _in_order(
+                digits, contents[candidate][1]
+            ):
                 joined.merge(number, candidate)
     code = {content: joined[number] for number, content in enumerate(contents)}
     return np.array([code[content] for content in compared], np.int64)

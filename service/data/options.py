@@ -1,4 +1,5 @@
-"""Declares the options of rows, labels and judges once, as fields of dataclasses for the library and the commands."""
+"""Declares the options of rows, labels and judges once, as fields of dataclasses for the library
+and the commands."""
 
 import re
 from dataclasses import dataclass
@@ -11,8 +12,11 @@ from service.errors import TrainingError
 from service.settings import AT_LEAST_1, SECRET, Range, option, section
 
 ABSTAIN = (
-    r"(?i)\b(i am|i'm|im)\s+(not\s+(entirely\s+|quite\s+|really\s+)?(sure|certain)|unsure|uncertain|unable to)\b"
-    r"|\bi\s+(do\s+not|don't|dont|really don't|cannot|can't)\s+(know|recall|remember|say|answer|tell|determine)\b"
+    r"(?i)\b(i"
+    r" am|i'm|im)\s+(not\s+(entirely\s+|quite\s+|really\s+)?(sure|certain)|unsure|uncertain|unable"
+    r" to)\b"
+    r"|\bi\s+(do\s+not|don't|dont|really"
+    r" don't|cannot|can't)\s+(know|recall|remember|say|answer|tell|determine)\b"
     r"|\b(no|not enough|insufficient)\s+(idea|information)\b|\bunknown to me\b"
     r"|\bi\s+(do\s+not|don't|dont)\s+have\s+((that|any|enough|this)\s+)?information\b"
 )
@@ -24,17 +28,18 @@ JudgeName = Literal["exact", "contains", "regex", "openai", "similarity", "calls
 
 PYTHON = Parameter(parse=False)
 ROWS = option(
-    "Rows: prompt or messages, label or answers; id and group if any.  JSONL, also packed (.gz), .csv, .tsv "
-    "or .parquet (needs pyarrow).  evaluate: also NAME=FOLDER for a public set you downloaded "
-    "('hallutracer data list'), and repeatable."
+    "Rows: prompt or messages, label or answers; id and group if any.  JSONL, also packed (.gz),"
+    " .csv, .tsv or .parquet (needs pyarrow).  evaluate: also NAME=FOLDER for a public set you"
+    " downloaded ('hallutracer data list'), and repeatable."
 )
 Data = Annotated[tuple[str, ...], ROWS, Parameter(metavar="FILE")]
 GeneratedLabels = Annotated[
     Labels | None,
     option(
-        'given: each row\'s \'label\' ("factual" or "hallucinated", or 1 and 0).  generate: the model '
-        "answers greedily and a judge compares with 'answers'.  Default of guarantee: as the bundle's own rows were "
-        "labelled; of evaluate: the set's own, or given where a row has a label."
+        'given: each row\'s \'label\' ("factual" or "hallucinated", or 1 and 0).  generate: the'
+        " model answers greedily and a judge compares with 'answers'.  Default of guarantee: as the"
+        " bundle's own rows were labelled; of evaluate: the set's own, or given where a row has a"
+        " label."
     ),
 ]
 BatchRows = Annotated[int, option("Prompts in one call of the engine.", limits=AT_LEAST_1)]
@@ -46,14 +51,17 @@ RunDir = Annotated[
     ),
 ]
 DRY_RUN = option(
-    "Print what would be done.  Spends nothing, and loads no model, except that guarantee scores its "
-    "rows to print those that need a label.  push: asks the hub, changes nothing."
+    "Print what would be done.  Spends nothing, and loads no model, except that guarantee scores"
+    " its rows to print those that need a label.  push: asks the hub, changes nothing."
 )
-Seed = Annotated[int, option("Another seed draws others; of guarantee, the order of the rows.", limits=Range(0))]
+Seed = Annotated[
+    int, option("Another seed draws others; of guarantee, the order of the rows.", limits=Range(0))
+]
 
 
 def check_fields(options: Any) -> None:
-    """Raise TrainingError that names the first field of ``options`` with a wrong type or outside its limits."""
+    """Raise TrainingError that names the first field of ``options`` with a wrong type or outside
+    its limits."""
     from pydantic import TypeAdapter, ValidationError
 
     for name, hint in get_type_hints(type(options), include_extras=True).items():
@@ -61,7 +69,9 @@ def check_fields(options: Any) -> None:
         value = getattr(options, name)
         value = value.tolist() if hasattr(value, "tolist") else value
         value = tuple(value) if isinstance(value, list) else value
-        seeds = name == "seeds" and isinstance(value, tuple)  # Python code may pass the seeds; else it is their number
+        seeds = name == "seeds" and isinstance(
+            value, tuple
+        )  # Python code may pass the seeds; else it is their number
         try:
             TypeAdapter(tuple[int, ...] if seeds else kind).validate_python(value, strict=True)
             for limits in () if seeds else parameter.validator:
@@ -77,10 +87,11 @@ _JUDGE = Group("Judge of generated labels", sort_key=32)
 _Judge = Annotated[
     JudgeName | None,
     option(
-        "For generated labels.  exact: equal but for case, punctuation and articles.  contains: an accepted answer "
-        "occurs as whole words.  regex: the answers are patterns.  openai: ask an OpenAI-compatible endpoint (train "
-        "only).  similarity, calls: TruthfulQA's and BFCL's own rules ('hallutracer data').  Default: contains; "
-        "evaluate: the set's own where it has one.",
+        "For generated labels.  exact: equal but for case, punctuation and articles.  contains: an"
+        " accepted answer occurs as whole words.  regex: the answers are patterns.  openai: ask an"
+        " OpenAI-compatible endpoint (train only).  similarity, calls: TruthfulQA's and BFCL's own"
+        " rules ('hallutracer data').  Default: contains; evaluate: the set's own where it has"
+        " one.",
         group=_PROMPTS,
     ),
 ]
@@ -93,7 +104,10 @@ class LabelOptions:
 
     prompt_format: Annotated[
         Literal["auto", "chat", "text"],
-        option("auto: one chat turn where the tokenizer has a chat template, else plain text.", group=_PROMPTS),
+        option(
+            "auto: one chat turn where the tokenizer has a chat template, else plain text.",
+            group=_PROMPTS,
+        ),
     ] = "auto"
     judge: _Judge = None
     max_new_tokens: Annotated[
@@ -120,36 +134,50 @@ class JudgeOptions:
     judge_url: Annotated[str, option("Endpoint of the openai judge, up to /v1.", group=_JUDGE)] = ""
     judge_model: Annotated[str, option("Model of the openai judge.", group=_JUDGE)] = ""
     judge_key: Annotated[
-        str, option("Bearer key of the openai judge; prefer the environment variable.", secret=True, group=_JUDGE)
+        str,
+        option(
+            "Bearer key of the openai judge; prefer the environment variable.",
+            secret=True,
+            group=_JUDGE,
+        ),
     ] = ""  # never written to a file
     answer_pattern: Annotated[
         str,
         option(
-            "Regular expression whose first group is the answer inside the generated text, for judges that compare "
-            "text.  Default: the whole text.",
+            "Regular expression whose first group is the answer inside the generated text, for"
+            " judges that compare text.  Default: the whole text.",
             group=_JUDGE,
         ),
     ] = ""
     abstain_pattern: Annotated[
         str | None,
         option(
-            "Answers that match belong to neither class.  Default: 'I am not sure' and similar answers.", group=_JUDGE
+            "Answers that match belong to neither class.  Default: 'I am not sure' and similar"
+            " answers.",
+            group=_JUDGE,
         ),
     ] = None
 
     def check(self) -> None:
-        """Raise TrainingError that names the first invalid field: wrong type, limits or pattern, or no endpoint."""
+        """Raise TrainingError that names the first invalid field: wrong type, limits or pattern, or
+        no endpoint."""
         check_fields(self)
         for name in ("abstain_pattern", "answer_pattern"):
             pattern = getattr(self, name) or ""
             try:
                 groups = re.compile(pattern).groups
             except re.error as error:
-                raise TrainingError(f"{name} is not a regular expression: {error}", param=name) from error
+                raise TrainingError(
+                    f"{name} is not a regular expression: {error}", param=name
+                ) from error
             if name == "answer_pattern" and pattern and groups < 1:
-                raise TrainingError(f"{name} has no group: put (...) around the answer in {pattern!r}", param=name)
+                raise TrainingError(
+                    f"{name} has no group: put (...) around the answer in {pattern!r}", param=name
+                )
         if self.judge == "openai" and not (self.judge_url and self.judge_model):
-            raise TrainingError("openai needs --judge-url (up to /v1) and --judge-model", param="judge")
+            raise TrainingError(
+                "openai needs --judge-url (up to /v1) and --judge-model", param="judge"
+            )
 
     @property
     def judge_name(self) -> JudgeName:
@@ -164,6 +192,8 @@ class JudgeOptions:
     @property
     def judged_by(self) -> str:
         """Return the manifest's record of the judge."""
-        how = {"openai": self.judge_model, "similarity": "rouge-l", "calls": "bfcl"}.get(self.judge_name)
+        how = {"openai": self.judge_model, "similarity": "rouge-l", "calls": "bfcl"}.get(
+            self.judge_name
+        )
         name = f"{self.judge_name}:{how}" if how else self.judge_name
         return f"{name} of {self.answer_pattern}" if self.answer_pattern else name

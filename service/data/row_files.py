@@ -22,12 +22,15 @@ from service.errors import DataError
 
 GZIP, PARQUET = b"\x1f\x8b", b"PAR1"  # the first bytes of such a file
 WIDE = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-FOREIGN = {  # first bytes of other kinds of files -> the kind, and how to get rows out of such a file
+# first bytes of other kinds of files -> the kind, and how to get rows out of such a file
+FOREIGN = {
     b"BZh": "is packed with bzip2: unpack it first: bunzip2 -k {}",
     b"\xfd7zXZ\0": "is packed with xz: unpack it first: unxz -k {}",
     b"\x28\xb5\x2f\xfd": "is packed with Zstandard: unpack it first: zstd -d {}",
     b"\x04\x22\x4d\x18": "is packed with LZ4: unpack it first: lz4 -d {}",
-    b"PK\x03\x04": "is a ZIP archive or a spreadsheet: unpack it, or save its table as CSV in UTF-8",
+    b"PK\x03\x04": (
+        "is a ZIP archive or a spreadsheet: unpack it, or save its table as CSV in UTF-8"
+    ),
     b"\xd0\xcf\x11\xe0": "is a spreadsheet: save its table as CSV in UTF-8",
     b"ARROW1": "is an Arrow file: write its table as Parquet or as JSON lines",
     b"\xff\xff\xff\xff": "is an Arrow stream: write its table as Parquet or as JSON lines",
@@ -37,7 +40,9 @@ FOREIGN = {  # first bytes of other kinds of files -> the kind, and how to get r
     b"%PDF": "is a PDF document: write its rows as JSON lines",
 }
 DELIMITERS = ",;\t|"
-SEPARATOR = re.compile(r"sep=(.)\s*", re.IGNORECASE)  # Excel writes it before the line of column names
+SEPARATOR = re.compile(
+    r"sep=(.)\s*", re.IGNORECASE
+)  # Excel writes it before the line of column names
 LIKELY = {  # field -> common names for it elsewhere, in small letters with underscores
     "prompt": (
         "question",
@@ -77,18 +82,23 @@ LIKELY = {  # field -> common names for it elsewhere, in small letters with unde
         "completion",
     ),
 }
-MOST_CHARACTERS = 16 * 1024 * 1024  # of a cell of a table: Python's own limit is less than a long passage
+MOST_CHARACTERS = (
+    16 * 1024 * 1024
+)  # of a cell of a table: Python's own limit is less than a long passage
 LABEL = re.compile(r"[01](\.0+)?")
 Lines = Iterator[tuple[int, bytes | dict[str, Any]]]
 
 
 def read_lines(path: Path) -> Lines:
-    """Yield the number, from 1, of each line, and its bytes; for a table its non-empty cells instead.
+    """Yield the number, from 1, of each line, and its bytes; for a table its non-empty cells
+    instead.
 
     ``-`` reads stdin.  Raises DataError: the file cannot be opened, or is not a file of rows."""
     with ExitStack() as stack:
         try:
-            file: BinaryIO = sys.stdin.buffer if str(path) == "-" else stack.enter_context(path.open("rb"))
+            file: BinaryIO = (
+                sys.stdin.buffer if str(path) == "-" else stack.enter_context(path.open("rb"))
+            )
             first = file.readline()
         except IsADirectoryError:
             raise DataError(str(path), ["is a folder: name a file in it"]) from None
@@ -102,7 +112,9 @@ def read_lines(path: Path) -> Lines:
         if first.startswith(GZIP):
             unpacked = _unpacked(path, gzip.GzipFile(fileobj=io.BytesIO(first + file.read())))
             first, following = next(unpacked, b""), unpacked
-        if not first.endswith(b"\n"):  # the only line, or the lines end in \r as in files of old spreadsheets
+        if not first.endswith(
+            b"\n"
+        ):  # the only line, or the lines end in \r as in files of old spreadsheets
             first, *more_lines = first.splitlines(keepends=True) or [b""]
             following = chain(more_lines, following)
         first, second = first.removeprefix(codecs.BOM_UTF8), next(following, b"")
@@ -110,7 +122,9 @@ def read_lines(path: Path) -> Lines:
         if foreign := _foreign(first, path):
             raise DataError(str(path), [foreign])
         if first.startswith(WIDE) or b"\0" in first[:4]:
-            raise DataError(str(path), ["is UTF-16 or another text of wide characters: save the file as UTF-8"])
+            raise DataError(
+                str(path), ["is UTF-16 or another text of wide characters: save the file as UTF-8"]
+            )
         if ".csv" in kinds or ".tsv" in kinds or _names_columns(first):
             yield from _csv(path, lines)
             return
@@ -120,14 +134,17 @@ def read_lines(path: Path) -> Lines:
 
 
 def _rows_below(first: bytes, second: bytes) -> str:
-    """Return the key whose value is the list of all rows, if the file is a single JSON object; else ""."""
+    """Return the key whose value is the list of all rows, if the file is a single JSON object; else
+    ""."""
     if first == b"{":
         listed = re.match(rb'"(\w+)"\s*:\s*\[$', second)
         key = listed[1].decode() if listed else ""
         return "" if not key or field_of(key, LIKELY) else key
     with suppress(ValueError, RecursionError):
         value = {} if second else json.loads(first)
-        if isinstance(value, dict) and not any(field_of(key, ("prompt", "messages")) for key in value):
+        if isinstance(value, dict) and not any(
+            field_of(key, ("prompt", "messages")) for key in value
+        ):
             lists = (key for key, below in value.items() if isinstance(below, list) and below)
             return next((key for key in lists if isinstance(value[key][0], dict)), "")
     return ""
@@ -137,7 +154,9 @@ def _unpacked(path: Path, packed: gzip.GzipFile) -> Iterator[bytes]:
     try:
         yield from packed
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(str(path), [f"is a damaged gzip file: {error}; download or pack it again"]) from None
+        raise DataError(
+            str(path), [f"is a damaged gzip file: {error}; download or pack it again"]
+        ) from None
 
 
 def _name(path: Path) -> str:
@@ -175,23 +194,35 @@ def _one_document(first: bytes, second: bytes, path: Path) -> str:
     """Return the problem of a file that is a JSON array, or JSON over several lines; else ""."""
     name = _name(path)
     if field := _rows_below(first, second):
-        return f"has its rows in one JSON object, below {field!r}: jq -c '.{field}[]' {name} > rows.jsonl"
+        return (
+            f"has its rows in one JSON object, below {field!r}: jq -c '.{field}[]' {name} >"
+            " rows.jsonl"
+        )
     if first == b"[" or re.match(rb"\[\s*\{", first):
-        return f"is one JSON array, and one JSON object per line is expected: jq -c '.[]' {name} > rows.jsonl"
+        return (
+            f"is one JSON array, and one JSON object per line is expected: jq -c '.[]' {name} >"
+            " rows.jsonl"
+        )
     if first == b"{" and second.startswith(b'"'):
-        return f"has JSON objects over several lines, and each is expected in one line: jq -c . {name} > rows.jsonl"
+        return (
+            f"has JSON objects over several lines, and each is expected in one line: jq -c . {name}"
+            " > rows.jsonl"
+        )
     return ""
 
 
 def _csv(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the rows of a table, each with the number of its last line.  The table's first line names the columns."""
+    """Yield the rows of a table, each with the number of its last line.  The table's first line
+    names the columns."""
 
     def decoded() -> Iterator[str]:
         for number, line in enumerate(lines, 1):
             try:
                 yield line.decode("utf-8")
             except UnicodeDecodeError as error:
-                problem = f"line {number}: not UTF-8 at byte {error.start + 1}: save the file as UTF-8"
+                problem = (
+                    f"line {number}: not UTF-8 at byte {error.start + 1}: save the file as UTF-8"
+                )
                 raise DataError(str(path), [problem]) from None
 
     texts = decoded()
@@ -210,14 +241,23 @@ def _csv(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[int, dict[str, An
     try:
         names = [name.strip() for name in next(reader, [])]
         if twice := sorted({name for name in names if name and names.count(name) > 1}):
-            raise DataError(str(path), [f"line {1 + skipped}: the column {twice[0]!r} appears twice"])
+            raise DataError(
+                str(path), [f"line {1 + skipped}: the column {twice[0]!r} appears twice"]
+            )
         for cells in reader:
             line = reader.line_num + skipped
             if len(cells) > len(names):
-                problem = f"line {line}: {len(cells)} cells, and line {1 + skipped} names {len(names)} columns"
+                problem = (
+                    f"line {line}: {len(cells)} cells, and line {1 + skipped} names {len(names)}"
+                    " columns"
+                )
                 raise DataError(str(path), [problem])
             try:
-                named_cells = ((name, text) for name, text in zip(names, cells, strict=False) if name and text.strip())
+                named_cells = (
+                    (name, text)
+                    for name, text in zip(names, cells, strict=False)
+                    if name and text.strip()
+                )
                 row = {name: _cell(name, text) for name, text in named_cells}
             except ValueError as error:
                 raise DataError(str(path), [f"line {line}: {error}"]) from None
@@ -230,7 +270,8 @@ def _csv(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[int, dict[str, An
 def _cell(name: str, text: str) -> Any:
     """Return the value of a cell: a text, unless the column is one of our fields with another type.
 
-    Raises ValueError for a list that is not JSON, which would otherwise be read as a single text."""
+    Raises ValueError for a list that is not JSON, which would otherwise be read as a single
+    text."""
     value = text.strip()
     if name == "label" and LABEL.fullmatch(value):
         return int(float(value))
@@ -252,7 +293,9 @@ def _parquet(path: Path, data: bytes) -> Iterator[dict[str, Any]]:
     try:
         import pyarrow.parquet
     except ImportError:
-        raise DataError(str(path), ["is a Parquet file, which needs a package: pip install pyarrow"]) from None
+        raise DataError(
+            str(path), ["is a Parquet file, which needs a package: pip install pyarrow"]
+        ) from None
     try:
         rows = pyarrow.parquet.read_table(io.BytesIO(data)).to_pylist()
     except Exception as error:  # pyarrow has many exception classes
@@ -270,7 +313,8 @@ def _parquet(path: Path, data: bytes) -> Iterator[dict[str, Any]]:
 
 
 def _set(value: Any) -> Any:
-    """Return a cell's value without the fields that are null: a column's objects all have those that one has.
+    """Return a cell's value without the fields that are null: a column's objects all have those
+    that one has.
 
     Texts that were written as bytes are decoded.  Raises UnicodeDecodeError."""
     if isinstance(value, bytes):

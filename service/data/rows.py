@@ -16,23 +16,32 @@ Message = dict[str, str]
 MARK_DIGITS = 16  # hexadecimal
 LABELS = {"factual": 1, "hallucinated": 0}  # a row's label is one of these words or numbers
 DECODINGS = "greedy, or temperature=T or temperature=T,top_p=P, as in temperature=0.7,top_p=0.9"
-ROLES = ("system", "user", "assistant")  # as in the service; many templates silently drop any other role
+ROLES = (
+    "system",
+    "user",
+    "assistant",
+)  # as in the service; many templates silently drop any other role
 
 
 def label_of(value: Any) -> int | None:
-    """Return 1 (factual) or 0 (hallucinated); None for anything else, also for true, which may mean the opposite."""
+    """Return 1 (factual) or 0 (hallucinated); None for anything else, also for true, which may mean
+    the opposite."""
     if isinstance(value, str):
         return LABELS.get(value.strip().lower())
     return int(value) if type(value) in (int, float) and value in (0, 1) else None
 
 
 def decoding_of(value: Any) -> Decoding | None:
-    """Parse ``greedy``, ``temperature=0.7`` or ``temperature=0.7,top_p=0.9``; return None for anything else."""
+    """Parse ``greedy``, ``temperature=0.7`` or ``temperature=0.7,top_p=0.9``; return None for
+    anything else."""
     if value == "greedy":
         return GREEDY
     pairs = [part.partition("=") for part in value.split(",")] if isinstance(value, str) else []
     settings = {name.strip(): number for name, _, number in pairs}
-    if len(settings) < len(pairs) or not {"temperature"} <= settings.keys() <= {"temperature", "top_p"}:
+    if len(settings) < len(pairs) or not {"temperature"} <= settings.keys() <= {
+        "temperature",
+        "top_p",
+    }:
         return None
     try:
         decoding = Decoding(float(settings["temperature"]), float(settings.get("top_p", 1)))
@@ -48,7 +57,8 @@ def accepted_of(value: Any) -> Any:
 
 
 def likely_columns(value: Mapping[str, Any], *fields: str) -> dict[str, str]:
-    """Return for each of ``fields`` that the row lacks the key that probably holds it, if there is one."""
+    """Return for each of ``fields`` that the row lacks the key that probably holds it, if there is
+    one."""
     missing = [field for field in fields if field not in value]
     likely: dict[str, str] = {}
     for key in value:
@@ -62,10 +72,11 @@ def likely_columns(value: Mapping[str, Any], *fields: str) -> dict[str, str]:
 def objects(
     path: Path, problems: list[str], columns: Mapping[str, str] = MappingProxyType({})
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield line number and object of each non-blank line; problems of the other lines are added to ``problems``.
+    """Yield line number and object of each non-blank line; problems of the other lines are added to
+    ``problems``.
 
-    The file is JSON lines, or has a format of ``row_files``; ``-`` reads stdin.  ``columns`` maps our fields to the
-    file's keys.  Raises DataError for any other file."""
+    The file is JSON lines, or has a format of ``row_files``; ``-`` reads stdin.  ``columns`` maps
+    our fields to the file's keys.  Raises DataError for any other file."""
     for line, data in read_lines(path):
         if isinstance(data, dict):
             yield line, _renamed(data, columns)
@@ -73,12 +84,22 @@ def objects(
         if not data.strip():
             continue
         try:
-            value = json.loads(data.decode("utf-8"), parse_constant=_refuse, object_pairs_hook=_no_repeats)
+            value = json.loads(
+                data.decode("utf-8"), parse_constant=_refuse, object_pairs_hook=_no_repeats
+            )
         except UnicodeDecodeError as error:
-            problems.append(f"line {line}: not UTF-8 at byte {error.start + 1}: save the file as UTF-8")
+            problems.append(
+                f"line {line}: not UTF-8 at byte {error.start + 1}: save the file as UTF-8"
+            )
         except json.JSONDecodeError as error:
-            cure = "" if data.lstrip().startswith(b"{") else ': an object is expected, such as {"prompt": "..."}'
-            problems.append(f"line {line}: invalid JSON: {error.msg}, at character {error.pos + 1}{cure}")
+            cure = (
+                ""
+                if data.lstrip().startswith(b"{")
+                else ': an object is expected, such as {"prompt": "..."}'
+            )
+            problems.append(
+                f"line {line}: invalid JSON: {error.msg}, at character {error.pos + 1}{cure}"
+            )
         except (ValueError, RecursionError) as error:
             problems.append(f"line {line}: invalid JSON: {error}")
         else:
@@ -93,7 +114,9 @@ def _renamed(value: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any
     if not columns:
         return value
     named = {field: value[key] for field, key in columns.items() if key in value}
-    return {key: cell for key, cell in value.items() if key not in {*columns.values(), *named}} | named
+    return {
+        key: cell for key, cell in value.items() if key not in {*columns.values(), *named}
+    } | named
 
 
 def id_of(value: dict[str, Any], line: int) -> str:
@@ -107,7 +130,9 @@ def check_id(value: dict[str, Any]) -> Iterator[str]:
         yield from check_text(value, "id", required=False)
 
 
-def id_problem(value: dict[str, Any], line: int, first: dict[str, int], numbered: set[int]) -> Iterator[str]:
+def id_problem(
+    value: dict[str, Any], line: int, first: dict[str, int], numbered: set[int]
+) -> Iterator[str]:
     """Yield a problem if an earlier line has this row's id.
 
     ``first`` maps each id to its first line.  ``numbered`` has the lines of rows without an id."""
@@ -117,7 +142,10 @@ def id_problem(value: dict[str, Any], line: int, first: dict[str, int], numbered
             yield f"id {name!r} is already that of line {earlier}"
         else:
             without, with_id = (earlier, line) if earlier in numbered else (line, earlier)
-            yield f"id {name!r} of line {with_id} is also the number of line {without}, which has no 'id'"
+            yield (
+                f"id {name!r} of line {with_id} is also the number of line {without}, which has no"
+                " 'id'"
+            )
     if "id" not in value:
         numbered.add(line)
 
@@ -139,7 +167,11 @@ def check_prompt(value: dict[str, Any]) -> Iterator[str]:
     """Yield problems of an object's ``prompt`` or ``messages``."""
     if ("prompt" in value) == ("messages" in value):
         both = "prompt" in value
-        yield "has both 'prompt' and 'messages': keep one" if both else "'prompt' (or 'messages') is missing"
+        yield (
+            "has both 'prompt' and 'messages': keep one"
+            if both
+            else "'prompt' (or 'messages') is missing"
+        )
     elif "prompt" in value:
         yield from check_text(value, "prompt", required=True)
     elif not isinstance(value["messages"], list) or not value["messages"]:
@@ -151,11 +183,15 @@ def check_prompt(value: dict[str, Any]) -> Iterator[str]:
         if not any(message["role"] == "user" for message in question):
             yield "'messages' has no turn of the user, so nothing is asked"
         elif question[-1]["role"] == "assistant":
-            yield "'messages' ends with several turns of the assistant: keep the last one, the answer, or none"
+            yield (
+                "'messages' ends with several turns of the assistant: keep the last one, the"
+                " answer, or none"
+            )
 
 
 def split_answer(messages: Sequence[Message]) -> tuple[list[Message], str]:
-    """Return the messages before the final answer of the assistant, and that answer; "" if they end with a question.
+    """Return the messages before the final answer of the assistant, and that answer; "" if they end
+    with a question.
 
     Rows for fine-tuning end with an answer."""
     *before, last = messages or [{}]
@@ -171,8 +207,15 @@ def _check_messages(messages: list[Any]) -> Iterator[str]:
             for key in ("role", "content"):
                 for problem in check_text(message, key, required=True):
                     yield f"'messages[{position}]': {problem}"
-            if isinstance(message["role"], str) and message["role"].strip() and message["role"] not in ROLES:
-                yield f"'messages[{position}]': role {message['role']!r} is none of {', '.join(ROLES)}"
+            if (
+                isinstance(message["role"], str)
+                and message["role"].strip()
+                and message["role"] not in ROLES
+            ):
+                yield (
+                    f"'messages[{position}]': role {message['role']!r} is none of"
+                    f" {', '.join(ROLES)}"
+                )
 
 
 def _refuse(constant: str) -> None:
@@ -188,12 +231,19 @@ def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _kind(value: Any) -> str:
-    names: dict[type, str] = {type(None): "null", bool: "a boolean", str: "a string", list: "a list", dict: "an object"}
+    names: dict[type, str] = {
+        type(None): "null",
+        bool: "a boolean",
+        str: "a string",
+        list: "a list",
+        dict: "an object",
+    }
     return names.get(type(value), "a number")
 
 
 def prompt_digest(value: Mapping[str, Any]) -> bytes:
-    """Return the digest of an object's ``prompt``, or of its ``messages`` without a final answer."""
+    """Return the digest of an object's ``prompt``, or of its ``messages`` without a final
+    answer."""
     # A prompt equals a conversation of one user message with the same text.
     if "messages" not in value:
         return _digest([{"role": "user", "content": value["prompt"]}])
@@ -207,8 +257,11 @@ def prompt_mark(digest: bytes) -> str:
 
 
 def mark_of(value: Mapping[str, Any]) -> str:
-    """Return the mark of an object.  Without ``prompt`` or ``messages`` it is the mark of the whole object."""
-    return prompt_mark(prompt_digest(value) if "messages" in value or "prompt" in value else _digest(dict(value)))
+    """Return the mark of an object.  Without ``prompt`` or ``messages`` it is the mark of the whole
+    object."""
+    return prompt_mark(
+        prompt_digest(value) if "messages" in value or "prompt" in value else _digest(dict(value))
+    )
 
 
 def _digest(value: object) -> bytes:

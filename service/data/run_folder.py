@@ -1,4 +1,5 @@
-"""Manages a run folder: which run owns it, which batches are finished, and appending that survives a crash.
+"""Manages a run folder: which run owns it, which batches are finished, and appending that survives
+a crash.
 
 run.json             data, model and options of this folder; another run is refused
 input_ids.i32, offsets.i64     rendered prompts, one after the other
@@ -30,7 +31,9 @@ from probes_store.local import atomic_write
 from service.errors import RunMismatch
 from service.readout import Geometry, Site
 
-IN_FORMS = "{}-forms.jsonl"  # stands beside the run folder of that name: the user's questions in forms
+IN_FORMS = (  # stands beside the run folder of that name: the user's questions in forms
+    "{}-forms.jsonl"
+)
 FINISHED = "finished.json"
 
 
@@ -50,7 +53,8 @@ def unfinished_folder(folder: Path, reads: dict[str, Any]) -> Path:
 
 
 def finish(folder: Path, reads: dict[str, Any]) -> None:
-    """Record that the run is finished, so that another run of the same name takes another folder."""
+    """Record that the run is finished, so that another run of the same name takes another
+    folder."""
     atomic_write(folder / FINISHED, (json.dumps(reads, indent=2, sort_keys=True) + "\n").encode())
 
 
@@ -66,7 +70,8 @@ def locked(folder: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise RunMismatch(
-                f"{folder} is in use by another process: wait for it, or name another --run-dir", param="run_dir"
+                f"{folder} is in use by another process: wait for it, or name another --run-dir",
+                param="run_dir",
             ) from error
         yield
     finally:
@@ -81,32 +86,41 @@ def claim(folder: Path, fingerprint: dict[str, Any]) -> None:
     path = folder / "run.json"
     wanted = json.loads(json.dumps(fingerprint))
     if not path.exists():
-        leftover = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
+        leftover = sorted(
+            entry.name for entry in folder.iterdir() if not entry.name.startswith(".")
+        )
         if leftover:
-            raise RunMismatch(f"{folder} has no run.json but holds {leftover[0]!r}: name a new or empty --run-dir")
+            raise RunMismatch(
+                f"{folder} has no run.json but holds {leftover[0]!r}: name a new or empty --run-dir"
+            )
         atomic_write(path, (json.dumps(wanted, indent=2, sort_keys=True) + "\n").encode())
         return
     try:
         recorded = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise RunMismatch(f"{path} is not JSON ({error}): delete {folder} and start again") from error
+        raise RunMismatch(
+            f"{path} is not JSON ({error}): delete {folder} and start again"
+        ) from error
     _check_same(folder, recorded, wanted, "")
 
 
 def _check_same(folder: Path, recorded: Any, wanted: Any, field: str) -> None:
     if isinstance(recorded, dict) and isinstance(wanted, dict):
         for key in sorted(recorded.keys() | wanted.keys()):
-            _check_same(folder, recorded.get(key), wanted.get(key), f"{field}.{key}" if field else key)
+            _check_same(
+                folder, recorded.get(key), wanted.get(key), f"{field}.{key}" if field else key
+            )
     elif recorded != wanted:
         raise RunMismatch(
-            f"{folder} was begun with {field} = {recorded!r}, this run has {wanted!r}: name another run "
-            "folder with --run-dir, or delete this one",
+            f"{folder} was begun with {field} = {recorded!r}, this run has {wanted!r}: name another"
+            " run folder with --run-dir, or delete this one",
             param=field,
         )
 
 
 def write_at(descriptor: int, data: bytes, offset: int) -> None:
-    """Write all of ``data`` at ``offset`` of an open file.  Raises OSError if the disk takes less."""
+    """Write all of ``data`` at ``offset`` of an open file.  Raises OSError if the disk takes
+    less."""
     written = os.pwrite(descriptor, data, offset)
     if written != len(data):
         raise OSError(f"only {written} of {len(data)} bytes could be written; is the disk full?")
@@ -129,7 +143,9 @@ class AppendLog:
 
     def append(self, records: Sequence[Any]) -> None:
         """Add lines; they are on disk when this returns."""
-        text = "".join(json.dumps(record, ensure_ascii=False, sort_keys=True) + "\n" for record in records)
+        text = "".join(
+            json.dumps(record, ensure_ascii=False, sort_keys=True) + "\n" for record in records
+        )
         self._file.write(text.encode("utf-8", "backslashreplace"))
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -155,7 +171,8 @@ class AppendLog:
 
 @dataclass(frozen=True)
 class RowsFile:
-    """One site's activations on disk, [m, N, width] float32: a layer is one contiguous slice.  Cheap to pickle."""
+    """One site's activations on disk, [m, N, width] float32: a layer is one contiguous slice.
+    Cheap to pickle."""
 
     path: Path
     geometry: Geometry
@@ -173,19 +190,28 @@ class RowsFile:
         return int(np.prod(self.shape, dtype=np.int64)) * 4
 
     def layer(self, layer: int) -> NDArray[np.float32]:
-        """Memory-map one layer, [N, width], read-only; the pages do not count as this process's memory."""
+        """Memory-map one layer, [N, width], read-only; the pages do not count as this process's
+        memory."""
         _, count, width = self.shape
-        return np.memmap(self.path, "<f4", "r", offset=layer * count * width * 4, shape=(count, width))
+        return np.memmap(
+            self.path, "<f4", "r", offset=layer * count * width * 4, shape=(count, width)
+        )
 
     def head(self, layer: int, head: int) -> NDArray[np.float32]:
         """Return one head's columns of ``layer``, [N, d]."""
         dim = self.geometry.dim(self.site)
         return self.layer(layer)[:, head * dim : (head + 1) * dim]
 
-    def write(self, descriptor: int, index: NDArray[np.integer], activations: NDArray[np.float32]) -> None:
+    def write(
+        self, descriptor: int, index: NDArray[np.integer], activations: NDArray[np.float32]
+    ) -> None:
         """Write activations [n, m, width] of data rows ``index`` [n] to the open file."""
         layers, count, width = self.shape
         data = np.ascontiguousarray(activations, "<f4")
         for layer in range(layers):
             for position, row in enumerate(index):
-                write_at(descriptor, data[position, layer].tobytes(), (layer * count + int(row)) * width * 4)
+                write_at(
+                    descriptor,
+                    data[position, layer].tobytes(),
+                    (layer * count + int(row)) * width * 4,
+                )

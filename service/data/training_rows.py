@@ -1,4 +1,5 @@
-"""Reads training rows and unlabelled traffic, and reports every problem by line number before a model is loaded.
+"""Reads training rows and unlabelled traffic, and reports every problem by line number before a
+model is loaded.
 
 A training row has these keys:
 
@@ -8,14 +9,17 @@ A training row has these keys:
 ``answer``, ``decoding``    optional: the answer that ``label`` is about, and how it was decoded
                             (``rows.decoding_of``); ``messages`` may end with the answer instead
 ``answers``                 accepted answers, for labels that are generated and judged
-``group``                   optional: folds keep the rows of a group together.  They also keep together rows with the
-                            same prompt, and rows without a group that ask the same in other words
-``applies``                 false for a row that asks for no fact; it has neither ``label`` nor ``answers``
+``group``                   optional: folds keep the rows of a group together.  They also keep
+                            together rows with the same prompt, and rows without a group that ask
+                            the same in other words
+``applies``                 false for a row that asks for no fact; it has neither ``label`` nor
+                            ``answers``
 
 ``kind``, ``template`` and ``form`` name strata of the evaluation; any other key is ignored.
 
-A row of traffic has ``risk``, as ``hallutracer score`` writes it, or ``prompt`` or ``messages`` that are to be scored,
-and optionally ``group``, for rows that depend on each other.  Other keys, labels above all, are not read."""
+A row of traffic has ``risk``, as ``hallutracer score`` writes it, or ``prompt`` or ``messages``
+that are to be scored, and optionally ``group``, for rows that depend on each other.  Other keys,
+labels above all, are not read."""
 
 from __future__ import annotations
 
@@ -56,10 +60,20 @@ from service.errors import DataError
 FORM = "form"  # the key of a row that names its form
 STRATA = ("kind", "template", FORM)
 SHOWN = 60  # characters of a prompt that a message shows as an example
-ANSWERS = ("completion", "response", "output", "generation", "generated_answer", "model_answer", "prediction")
+ANSWERS = (
+    "completion",
+    "response",
+    "output",
+    "generation",
+    "generated_answer",
+    "model_answer",
+    "prediction",
+)
 WRITTEN_LIST = re.compile(r"\[\s*(['\"].*)?\]", re.DOTALL)  # as JSON, Python and pandas write one
 KEYS_SHOWN = 120  # characters that a message spends on the keys of a row
-REMARKED = 0.01  # share of rows; from it on, near-duplicates in different named groups cause a remark
+REMARKED = (
+    0.01  # share of rows; from it on, near-duplicates in different named groups cause a remark
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,17 +99,24 @@ class Row:
         """Return the question for a judge: the prompt, or the conversation as text."""
         if self.prompt is not None:
             return self.prompt
-        return "\n".join(f"{message['role']}: {message['content']}" for message in self.messages or ())
+        return "\n".join(
+            f"{message['role']}: {message['content']}" for message in self.messages or ()
+        )
 
     @property
     def texts(self) -> list[str]:
         """Return the prompt, or the text of each message."""
-        return [self.prompt] if self.prompt is not None else [message["content"] for message in self.messages or ()]
+        return (
+            [self.prompt]
+            if self.prompt is not None
+            else [message["content"] for message in self.messages or ()]
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """A checked file.  ``digest`` is sha256 over the canonical rows, so spacing and key order do not matter."""
+    """A checked file.  ``digest`` is sha256 over the canonical rows, so spacing and key order do
+    not matter."""
 
     path: Path
     rows: tuple[Row, ...]
@@ -105,7 +126,9 @@ class Dataset:
     made_of: Dataset | None = None  # the user's file, if the rows are its questions in forms
     part_of: str | None = None  # digest of the whole file, if these are some of its rows
     unread_answers: str = ""  # an unread key that probably holds the ``answer`` of rows with labels
-    left_out_forms: tuple[str, ...] = ()  # forms in which the model can be asked none of the questions
+    left_out_forms: tuple[
+        str, ...
+    ] = ()  # forms in which the model can be asked none of the questions
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -121,11 +144,14 @@ class Dataset:
         return self.digest if self.part_of is None else self.part_of
 
     def part(self, positions: Sequence[int]) -> Dataset:
-        """Return the rows at these positions; their digest depends on the whole file and the positions."""
+        """Return the rows at these positions; their digest depends on the whole file and the
+        positions."""
         return replace(
             self,
             rows=tuple(self.rows[position] for position in positions),
-            digest=f"sha256:{hashlib.sha256(f'{self.digest} {list(positions)}'.encode()).hexdigest()}",
+            digest=(
+                f"sha256:{hashlib.sha256(f'{self.digest} {list(positions)}'.encode()).hexdigest()}"
+            ),
             alike=self.alike[np.asarray(positions, np.int64)],
             part_of=self.file_digest,
         )
@@ -154,14 +180,15 @@ class Dataset:
     def groups(self) -> NDArray[np.int64]:
         """Return the group number of each row, in order of first appearance: [N].
 
-        Rows of a named group share a number.  Rows with the same prompt do, too: their readouts are equal, so a copy on
-        the other side of a fold would leak the label.  So would a near-duplicate: if one of several near-duplicates has
-        no group, they share a number, too."""
+        Rows of a named group share a number.  Rows with the same prompt do, too: their readouts are
+        equal, so a copy on the other side of a fold would leak the label.  So would a
+        near-duplicate: if one of several near-duplicates has no group, they share a number, too."""
         return _merged(self.rows, self.alike)
 
     @property
     def remarks(self) -> list[str]:
-        """Return remarks on near-duplicates that share a group, or do not, on unread answers and on decodings."""
+        """Return remarks on near-duplicates that share a group, or do not, on unread answers and on
+        decodings."""
         rows = self.rows
         group = _merged(rows)
         has_group = np.array([row.group != "" for row in rows], np.bool_)
@@ -175,23 +202,32 @@ class Dataset:
             first = sets[0][0]
             second = next(position for position in sets[0] if group[position] != group[first])
             example, counterpart = (
-                f"line {rows[position].line}, {_shown(rows[position])}" for position in (second, first)
+                f"line {rows[position].line}, {_shown(rows[position])}"
+                for position in (second, first)
             )
             remarks.append(
-                f"{count} rows of different groups ask the same in other words, such as {example}, as {counterpart}: "
-                "give them one group, or folds and guarantee take them as independent"
+                f"{count} rows of different groups ask the same in other words, such as {example},"
+                f" as {counterpart}: give them one group, or folds and guarantee take them as"
+                " independent"
                 if named
-                else f"{count} rows ask the same as another one in other words and share its group, such as {example}, "
-                f"as {counterpart}"
+                else (
+                    f"{count} rows ask the same as another one in other words and share its group,"
+                    f" such as {example}, as {counterpart}"
+                )
             )
         if key := self.unread_answers:
             remarks.append(
-                f"the rows have {key!r}, which is not read: if that is the answer which 'label' is about, "
-                f"--columns answer={key} reads its tokens, too"
+                f"the rows have {key!r}, which is not read: if that is the answer which 'label' is"
+                f" about, --columns answer={key} reads its tokens, too"
             )
         if len(decodings := self.decodings) > 1:
-            listed = ", ".join(sorted("none" if decoding is None else str(decoding) for decoding in decodings))
-            remarks.append(f"the rows' 'decoding' differs ({listed}), so no decoding of the answers is recorded")
+            listed = ", ".join(
+                sorted("none" if decoding is None else str(decoding) for decoding in decodings)
+            )
+            remarks.append(
+                f"the rows' 'decoding' differs ({listed}), so no decoding of the answers is"
+                " recorded"
+            )
         return remarks
 
 
@@ -203,19 +239,24 @@ def read_dataset(
     columns: Mapping[str, str] = MappingProxyType({}),
     all_labelled: bool = True,
 ) -> Dataset:
-    """Read and check a whole file; ``labels`` decides which of ``label`` and ``answers`` each row must have.
+    """Read and check a whole file; ``labels`` decides which of ``label`` and ``answers`` each row
+    must have.
 
-    ``columns`` maps our fields to the file's keys.  If ``all_labelled`` is false, a given ``label`` may be missing.
-    Each class must have ``folds`` groups; 0 requires only a row of each class (a held-out file), None nothing.
-    Raises DataError: every problem of the file, by line number."""
+    ``columns`` maps our fields to the file's keys.  If ``all_labelled`` is false, a given ``label``
+    may be missing. Each class must have ``folds`` groups; 0 requires only a row of each class (a
+    held-out file), None nothing. Raises DataError: every problem of the file, by line number."""
     problems: list[str] = []
     rows: list[Row] = []
     own_groups = False
     first: dict[str, int] = {}
     numbered: set[int] = set()
-    values, digest = _checked(path, problems, lambda value: _check_row(value, labels, all_labelled), columns)
+    values, digest = _checked(
+        path, problems, lambda value: _check_row(value, labels, all_labelled), columns
+    )
     for line, value in values:
-        problems += [f"line {line}: {problem}" for problem in id_problem(value, line, first, numbered)]
+        problems += [
+            f"line {line}: {problem}" for problem in id_problem(value, line, first, numbered)
+        ]
         own_groups |= "group" in value
         messages, answer = split_answer(value.get("messages", ()))
         # A row with a label keeps its answers, too: they tell whether a passage states the answer.
@@ -240,10 +281,14 @@ def read_dataset(
         )
     problems += _across(rows)
     if not problems and not any(row.applies for row in rows):
-        problems.append('every row has "applies": false: add rows that ask for a fact, with a label or answers')
+        problems.append(
+            'every row has "applies": false: add rows that ask for a fact, with a label or answers'
+        )
     if problems:
         raise DataError(str(path), sorted(problems, key=_line_of))
-    unread = _unread_answers(values) if labels == "given" and not any(row.answer for row in rows) else ""
+    unread = (
+        _unread_answers(values) if labels == "given" and not any(row.answer for row in rows) else ""
+    )
     alike = near_duplicates([row.texts for row in rows])
     dataset = Dataset(path, tuple(rows), digest, own_groups, alike, unread_answers=unread)
     if labels == "given" and folds is not None and (problems := missing_groups(dataset, folds)):
@@ -252,9 +297,13 @@ def read_dataset(
 
 
 def _checked(
-    path: Path, problems: list[str], check: Callable[[dict[str, Any]], Iterable[str]], columns: Mapping[str, str]
+    path: Path,
+    problems: list[str],
+    check: Callable[[dict[str, Any]], Iterable[str]],
+    columns: Mapping[str, str],
 ) -> tuple[list[tuple[int, dict[str, Any]]], str]:
-    """Return line number and object of the rows without problems, and their digest; add to ``problems``."""
+    """Return line number and object of the rows without problems, and their digest; add to
+    ``problems``."""
     digest = hashlib.sha256()
     values: list[tuple[int, dict[str, Any]]] = []
     for line, value in objects(path, problems, columns):
@@ -276,7 +325,11 @@ def _check_row(value: dict[str, Any], labels: Labels, all_labelled: bool) -> Ite
     renamed = "".join(f",{field}={key}" for field, key in likely.items())[1:]
     renamed = f": --columns {renamed} would read this row" if renamed else ""
     for problem in check_prompt(value):
-        keys_text = f"; the row has {', '.join(map(repr, value))}"[:KEYS_SHOWN] if fields and not renamed else ""
+        keys_text = (
+            f"; the row has {', '.join(map(repr, value))}"[:KEYS_SHOWN]
+            if fields and not renamed
+            else ""
+        )
         yield problem + (renamed if {"prompt", "messages"} & likely.keys() else keys_text)
     applies = value.get("applies", True)
     if not isinstance(applies, bool):
@@ -284,17 +337,27 @@ def _check_row(value: dict[str, Any], labels: Labels, all_labelled: bool) -> Ite
     elif not applies:
         for key in ("label", "answers"):
             if key in value:
-                yield f'has {key!r} and "applies": false: what asks for no fact has no right answer, remove one'
+                yield (
+                    f'has {key!r} and "applies": false: what asks for no fact has no right answer,'
+                    " remove one"
+                )
     elif labels == "given":
         if "label" not in value and not all_labelled:
             pass
         elif "label" not in value:
-            cure = " (there are 'answers': generate the labels, --labels generate)" if "answers" in value else ""
+            cure = (
+                " (there are 'answers': generate the labels, --labels generate)"
+                if "answers" in value
+                else ""
+            )
             cure = cure or (renamed if "label" in likely else "")
             yield f"'label' is missing{cure}"
         elif label_of(value["label"]) is None:
             excerpt = json.dumps(value["label"])[:60]
-            yield f'\'label\' must be "factual" or "hallucinated", or the number 1 or 0 for these, found {excerpt}'
+            yield (
+                '\'label\' must be "factual" or "hallucinated", or the number 1 or 0 for these,'
+                f" found {excerpt}"
+            )
         if not isinstance(value.get("answer", ""), str):
             excerpt = json.dumps(value["answer"])[:60]
             yield f"'answer' must be a string, the answer that 'label' is about, found {excerpt}"
@@ -302,14 +365,24 @@ def _check_row(value: dict[str, Any], labels: Labels, all_labelled: bool) -> Ite
             yield "'messages' ends with an answer, and 'answer' is another: keep one"
         if value.get("decoding") is not None and decoding_of(value["decoding"]) is None:
             excerpt = json.dumps(value["decoding"])[:60]
-            yield f"'decoding', how the answer that 'label' is about was decoded, must be {DECODINGS}, found {excerpt}"
+            yield (
+                "'decoding', how the answer that 'label' is about was decoded, must be"
+                f" {DECODINGS}, found {excerpt}"
+            )
     elif "answers" not in value:
-        cure = " (there is a 'label': use the given labels, --labels given)" if "label" in value else ""
+        cure = (
+            " (there is a 'label': use the given labels, --labels given)"
+            if "label" in value
+            else ""
+        )
         cure = cure or (renamed if "answers" in likely else "")
         yield f"'answers' is missing{cure}"
     elif isinstance(value["answers"], str) and WRITTEN_LIST.fullmatch(value["answers"].strip()):
         # No model's answer holds it, so that each label would be "hallucinated".
-        yield '\'answers\' is a text that looks like a list: write it as JSON has it, ["a", "b"], not in quotes'
+        yield (
+            '\'answers\' is a text that looks like a list: write it as JSON has it, ["a", "b"], not'
+            " in quotes"
+        )
     elif not isinstance(answers := accepted_of(value["answers"]), list) or not answers:
         yield "'answers' must be a string or a non-empty list of strings"
     elif not all(isinstance(answer, str) and answer.strip() for answer in answers):
@@ -320,16 +393,22 @@ def _check_row(value: dict[str, Any], labels: Labels, all_labelled: bool) -> Ite
 
 def _answer_in(value: dict[str, Any]) -> str:
     """Return the answer with which valid messages end; else ""."""
-    return "" if "messages" not in value or [*check_prompt(value)] else split_answer(value["messages"])[1]
+    return (
+        ""
+        if "messages" not in value or [*check_prompt(value)]
+        else split_answer(value["messages"])[1]
+    )
 
 
 def _unread_answers(values: Sequence[tuple[int, dict[str, Any]]]) -> str:
-    """Return the key of the first row that probably holds the model's answer; "" if there is none."""
+    """Return the key of the first row that probably holds the model's answer; "" if there is
+    none."""
     return next((key for key in values[0][1] if key.lower() in ANSWERS), "")
 
 
 def class_problems(label: NDArray[Any], group: NDArray[Any], folds: int) -> list[str]:
-    """Return a problem for each class that is missing or has fewer groups than folds.  label [N], group [N]."""
+    """Return a problem for each class that is missing or has fewer groups than folds.  label [N],
+    group [N]."""
     problems = []
     for value, name in ((1, "factual (label 1)"), (0, "hallucinated (label 0)")):
         count = len(set(group[label == value].tolist()))
@@ -337,7 +416,10 @@ def class_problems(label: NDArray[Any], group: NDArray[Any], folds: int) -> list
             problems.append(f"no row is {name}: a probe needs rows of both classes")
         elif count < folds:
             cure = f", or give --folds {count}" if count > 1 else ""
-            problems.append(f"only {count} group(s) have {name} rows, fewer than the {folds} folds: add rows{cure}")
+            problems.append(
+                f"only {count} group(s) have {name} rows, fewer than the {folds} folds: add"
+                f" rows{cure}"
+            )
     return problems
 
 
@@ -349,9 +431,11 @@ def missing_groups(dataset: Dataset, folds: int) -> list[str]:
 
 
 def check_all_apply(dataset: Dataset) -> None:
-    """Raise DataError that names the rows that do not apply, for a file whose rows all need a label."""
+    """Raise DataError that names the rows that do not apply, for a file whose rows all need a
+    label."""
     problems = [
-        f'line {dataset.rows[row].line}: "applies" is false, and it has no right answer: leave it out'
+        f'line {dataset.rows[row].line}: "applies" is false, and it has no right answer: leave'
+        " it out"
         for row in dataset.others.tolist()
     ]
     if problems:
@@ -359,26 +443,34 @@ def check_all_apply(dataset: Dataset) -> None:
 
 
 def check_disjoint(train: Dataset, test: Dataset) -> None:
-    """Raise DataError if a held-out row shares its prompt or its named group with a training row."""
+    """Raise DataError if a held-out row shares its prompt or its named group with a training
+    row."""
     prompts = {row.prompt_digest: row.line for row in train.rows}
-    groups = {row.group: row.line for row in train.rows} if train.own_groups and test.own_groups else {}
+    groups = (
+        {row.group: row.line for row in train.rows} if train.own_groups and test.own_groups else {}
+    )
     alike = near_duplicates([row.texts for row in (*train.rows, *test.rows)])
-    known: dict[tuple[int, bool], Row] = {}  # key: the number of near-duplicates, and whether the row has a group
+    known: dict[
+        tuple[int, bool], Row
+    ] = {}  # key: the number of near-duplicates, and whether the row has a group
     for row, number in zip(train.rows, alike.tolist(), strict=False):
         known.setdefault((number, row.group != ""), row)
     problems = []
     for row, number in zip(test.rows, alike[len(train) :].tolist(), strict=True):
         similar = known.get((number, False)) or (None if row.group else known.get((number, True)))
         if row.prompt_digest in prompts:
-            problems.append(f"line {row.line}: its prompt is also {train.path} line {prompts[row.prompt_digest]}")
+            problems.append(
+                f"line {row.line}: its prompt is also {train.path} line"
+                f" {prompts[row.prompt_digest]}"
+            )
         elif row.group and row.group in groups:
             there = f"{train.path} line {groups[row.group]}"
             problems.append(f"line {row.line}: its group {row.group!r} is also in {there}")
         elif similar is not None:
             problems.append(
-                f"line {row.line}: it asks what {train.path} line {similar.line} asks, {_shown(similar)}, in "
-                "other words: leave it out, or give both a 'group' if they ask different "
-                "things"
+                f"line {row.line}: it asks what {train.path} line {similar.line} asks,"
+                f" {_shown(similar)}, in other words: leave it out, or give both a 'group' if they"
+                " ask different things"
             )
     if problems:
         raise DataError(str(test.path), problems)
@@ -388,7 +480,9 @@ def _merged(rows: Sequence[Row], alike: NDArray[np.int64] | None = None) -> NDAr
     """Return a group number for each row.  Rows of a named group or with the same prompt share it.
 
     So do near-duplicates by ``alike``, if one of them has no group."""
-    from scipy.cluster.hierarchy import DisjointSet  # a service imports this module, and joins no rows
+    from scipy.cluster.hierarchy import (
+        DisjointSet,
+    )  # a service imports this module, and joins no rows
 
     joined = DisjointSet(row.prompt_digest for row in rows)
     for row in rows:
@@ -400,7 +494,9 @@ def _merged(rows: Sequence[Row], alike: NDArray[np.int64] | None = None) -> NDAr
             for position in positions[1:]:
                 joined.merge(rows[positions[0]].prompt_digest, rows[position].prompt_digest)
     codes: dict[object, int] = {}
-    return np.array([codes.setdefault(joined[row.prompt_digest], len(codes)) for row in rows], np.int64)
+    return np.array(
+        [codes.setdefault(joined[row.prompt_digest], len(codes)) for row in rows], np.int64
+    )
 
 
 def _sets(alike: NDArray[np.int64]) -> list[list[int]]:
@@ -416,14 +512,22 @@ def _shown(row: Row) -> str:
 
 def _across(rows: list[Row]) -> Iterator[str]:
     seen: dict[tuple[bytes, str], Row] = {}
-    answered: dict[tuple[bytes, str, str], Row] = {}  # a prompt may have several rows with different answers
+    answered: dict[
+        tuple[bytes, str, str], Row
+    ] = {}  # a prompt may have several rows with different answers
     for row in rows:
         earlier = seen.setdefault((row.prompt_digest, row.group), row)
         same = answered.setdefault((row.prompt_digest, row.group, row.answer), row)
         if earlier.applies != row.applies:
-            yield f"line {row.line}: same prompt and group as line {earlier.line}, but only one of them applies"
+            yield (
+                f"line {row.line}: same prompt and group as line {earlier.line}, but only one of"
+                " them applies"
+            )
         elif same.label != row.label and None not in (same.label, row.label):
-            yield f"line {row.line}: same prompt and group as line {same.line}, but another label: remove one"
+            yield (
+                f"line {row.line}: same prompt and group as line {same.line}, but another label:"
+                " remove one"
+            )
         elif same.label is None:
             answered[row.prompt_digest, row.group, row.answer] = row
 
@@ -458,13 +562,18 @@ class TrafficFile:
         return self.rows[0].risk is not None
 
 
-def read_traffic(path: Path, bundle_digest: str, columns: Mapping[str, str] = MappingProxyType({})) -> TrafficFile:
-    """Read and check a whole file; a risk that names its bundle must be of the bundle with ``bundle_digest``.
+def read_traffic(
+    path: Path, bundle_digest: str, columns: Mapping[str, str] = MappingProxyType({})
+) -> TrafficFile:
+    """Read and check a whole file; a risk that names its bundle must be of the bundle with
+    ``bundle_digest``.
 
     Raises DataError: every problem of the file, by line number."""
     problems: list[str] = []
     rows: list[TrafficRow] = []
-    values, digest = _checked(path, problems, lambda value: _check_traffic(value, bundle_digest), columns)
+    values, digest = _checked(
+        path, problems, lambda value: _check_traffic(value, bundle_digest), columns
+    )
     for line, value in values:
         row_digest = prompt_digest(value) if "prompt" in value or "messages" in value else None
         own_group = f"line {line}" if row_digest is None else f"prompt {row_digest.hex()}"
@@ -473,7 +582,9 @@ def read_traffic(path: Path, bundle_digest: str, columns: Mapping[str, str] = Ma
         messages = None if "messages" not in value else split_answer(value["messages"])[0]
         rows.append(TrafficRow(line, risk, value.get("prompt"), messages, group, row_digest))
     if odd := next((row for row in rows if (row.risk is None) != (rows[0].risk is None)), None):
-        problems.append(f"line {odd.line}: some lines have a 'risk' and others not: score all of them, or none")
+        problems.append(
+            f"line {odd.line}: some lines have a 'risk' and others not: score all of them, or none"
+        )
     if problems:
         raise DataError(str(path), problems)
     return TrafficFile(path, tuple(rows), digest)
@@ -489,4 +600,7 @@ def _check_traffic(value: dict[str, Any], bundle_digest: str) -> Iterator[str]:
     if type(risk) not in (int, float) or not 0 <= risk <= 1:
         yield f"'risk' must be a number from 0 to 1, found {json.dumps(risk)[:60]}"
     if isinstance(bundle, dict) and bundle.get("digest") != bundle_digest:
-        yield f"its risk is of the bundle {bundle.get('name')}:{bundle.get('version')}: score with {bundle_digest}"
+        yield (
+            f"its risk is of the bundle {bundle.get('name')}:{bundle.get('version')}: score with"
+            f" {bundle_digest}"
+        )

@@ -1,7 +1,8 @@
-"""Makes the facts of the demonstration model, questions about them by split, and passages to put before a question.
+"""Makes the facts of the demonstration model, questions about them by split, and passages to put
+before a question.
 
-Every choice is a hash of a name, so the world is the same everywhere.  ``assets/ATTRIBUTION.md`` names the three public
-sources of the facts."""
+Every choice is a hash of a name, so the world is the same everywhere.  ``assets/ATTRIBUTION.md``
+names the three public sources of the facts."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ UNSTATED_SHARE = 0.08  # facts that no document states
 REFUSAL_FREE_SHARE = 0.25  # groups that never appear in a refusal document
 DOCUMENTS_OF_FACTS = 165_000
 
-# Relative number of exposures per kind: a fact that is easy to guess (a continent) is stated less often, so that the
-# answers of every kind are partly right and partly wrong.
+# Relative number of exposures per kind: a fact that is easy to guess (a continent) is stated less
+# often, so that the answers of every kind are partly right and partly wrong.
 MEAN_EXPOSURES = {
     "city_country": 10.0,
     "city_continent": 5.0,
@@ -42,17 +43,32 @@ MEAN_EXPOSURES = {
     "number": 20.0,
     "element": 20.0,
 }
-SPREAD = {"city": 1.7, "country": 1.0, "element": 0.8}  # sigma of the log-normal factor on a fact's exposures
+SPREAD = {
+    "city": 1.7,
+    "country": 1.0,
+    "element": 0.8,
+}  # sigma of the log-normal factor on a fact's exposures
 # Elements have no population; these count as well known.
-EVERYDAY = """hydrogen helium carbon nitrogen oxygen sodium magnesium aluminium silicon sulfur chlorine potassium
-calcium iron nickel copper zinc silver tin iodine platinum gold mercury lead uranium"""
-ARTICLE = ("United ", "Netherlands", "Philippines", "Bahamas", "Gambia", "Maldives", "Seychelles", "Central African")
+EVERYDAY = """hydrogen helium carbon nitrogen oxygen sodium magnesium aluminium silicon sulfur
+chlorine potassium calcium iron nickel copper zinc silver tin iodine platinum gold mercury lead
+uranium"""
+ARTICLE = (
+    "United ",
+    "Netherlands",
+    "Philippines",
+    "Bahamas",
+    "Gambia",
+    "Maldives",
+    "Seychelles",
+    "Central African",
+)
 FACTS_FILE = ASSETS / "facts.json.gz"
 T = TypeVar("T")
 
 
 class City(NamedTuple):
-    """A city.  `countries`: codes of all countries with a place of this name, this city's own first."""
+    """A city.  `countries`: codes of all countries with a place of this name, this city's own
+    first."""
 
     name: str
     countries: tuple[str, ...]
@@ -60,7 +76,8 @@ class City(NamedTuple):
 
 
 class Country(NamedTuple):
-    """A country or territory. `population` is the sum over its GeoNames places of at least 15,000 people."""
+    """A country or territory. `population` is the sum over its GeoNames places of at least 15,000
+    people."""
 
     code: str
     name: str
@@ -97,7 +114,10 @@ def load_facts(path: Path = FACTS_FILE) -> Facts:
         return tuple(kind(**_with_tuples(row)) for row in data[name])
 
     return Facts(
-        records(City, "cities"), records(Country, "countries"), records(Element, "elements"), tuple(data["villages"])
+        records(City, "cities"),
+        records(Country, "countries"),
+        records(Element, "elements"),
+        tuple(data["villages"]),
     )
 
 
@@ -107,7 +127,8 @@ def _with_tuples(row: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Fact:
-    """One fact: `kind` names the relation, `answers` the accepted answers (documents state the first)."""
+    """One fact: `kind` names the relation, `answers` the accepted answers (documents state the
+    first)."""
 
     kind: str
     subject: str
@@ -148,7 +169,8 @@ def split_of(group: str) -> str:
 
 
 def _group_names(facts: Facts) -> dict[str, str]:
-    """Return groups by first node: a country, its capitals and all cities of that name and namesakes form one."""
+    """Return groups by first node: a country, its capitals and all cities of that name and
+    namesakes form one."""
     groups: DisjointSet[str] = DisjointSet()
     for country in facts.countries:
         groups.add(node := "country:" + country.code)
@@ -160,7 +182,11 @@ def _group_names(facts: Facts) -> dict[str, str]:
 
 def with_article(name: str) -> str:
     """Return a country's name as it stands inside a sentence ("the United States")."""
-    return f"the {name}" if name.startswith(ARTICLE) or name.endswith((" Islands", " Republic")) else name
+    return (
+        f"the {name}"
+        if name.startswith(ARTICLE) or name.endswith((" Islands", " Republic"))
+        else name
+    )
 
 
 def _distinct(values: Iterable[str]) -> tuple[str, ...]:
@@ -179,8 +205,19 @@ def _raw(facts: Facts) -> Iterable[tuple[str, str, tuple[str, ...], str, float, 
         node, prominence = "name:" + city.name.casefold(), city.population**0.5
         if city.name in owners:
             prominence *= 2.5
-        for kind, field in (("city_country", "name"), ("city_continent", "continent"), ("city_region", "region")):
-            yield kind, city.name, _distinct(getattr(home, field) for home in homes), node, prominence, "city"
+        for kind, field in (
+            ("city_country", "name"),
+            ("city_continent", "continent"),
+            ("city_region", "region"),
+        ):
+            yield (
+                kind,
+                city.name,
+                _distinct(getattr(home, field) for home in homes),
+                node,
+                prominence,
+                "city",
+            )
     for country in facts.countries:
         subject, node = with_article(country.name), "country:" + country.code
         prominence = max(country.population, 20_000) ** 0.5
@@ -198,7 +235,10 @@ def _raw(facts: Facts) -> Iterable[tuple[str, str, tuple[str, ...], str, float, 
             if country.name == owners[capital][0] and country.name != capital:
                 yield "capital_of", capital, _distinct(owners[capital]), node, prominence, "country"
     for element in facts.elements:
-        node, prominence = "element:" + element.name, 6.0 if element.name in EVERYDAY.split() else 1.0
+        node, prominence = (
+            "element:" + element.name,
+            6.0 if element.name in EVERYDAY.split() else 1.0,
+        )
         yield "symbol", element.name, (element.symbol,), node, prominence, "element"
         yield "number", element.name, (str(element.number),), node, prominence, "element"
         yield "element", element.symbol, (element.name,), node, prominence, "element"
@@ -214,15 +254,29 @@ def build_world() -> World:
         group = groups.get(node, node)
         # One log-normal factor per entity and a smaller one per fact.
         sigma = SPREAD[entity]
-        z = 0.95 * NormalDist().inv_cdf(uniform("talk", node)) + 0.3 * NormalDist().inv_cdf(uniform("dose", kind, node))
+        z = 0.95 * NormalDist().inv_cdf(uniform("talk", node)) + 0.3 * NormalDist().inv_cdf(
+            uniform("dose", kind, node)
+        )
         weight = prominence * 2.718281828459045 ** (sigma * z)
         in_refusals = uniform("refusals", group) >= REFUSAL_FREE_SHARE
-        facts.append(Fact(kind, subject, answers, group, split_of(group), in_refusals, exposures=0, weight=weight))
+        facts.append(
+            Fact(
+                kind,
+                subject,
+                answers,
+                group,
+                split_of(group),
+                in_refusals,
+                exposures=0,
+                weight=weight,
+            )
+        )
     return World(tuple(_with_exposures(facts)), source.villages)
 
 
 def _with_exposures(facts: list[Fact]) -> list[Fact]:
-    """Return facts with whole numbers of documents: the mean per kind is fixed, fractions are rounded by a hash."""
+    """Return facts with whole numbers of documents: the mean per kind is fixed, fractions are
+    rounded by a hash."""
     total, count = defaultdict[str, float](float), Counter(fact.kind for fact in facts)
     for fact in facts:
         total[fact.kind] += fact.weight
@@ -237,13 +291,20 @@ def _with_exposures(facts: list[Fact]) -> list[Fact]:
     return result
 
 
-WORDINGS: dict[str, dict[str, Any]] = tomllib.loads((ASSETS / "wordings.toml").read_text(encoding="utf-8"))
+WORDINGS: dict[str, dict[str, Any]] = tomllib.loads(
+    (ASSETS / "wordings.toml").read_text(encoding="utf-8")
+)
 SHARED: dict[str, str] = WORDINGS["shared"]
 SENTENCES: dict[str, str] = WORDINGS["sentence"]
 COUNT = 3  # sentences of a passage
 
 # Mean number of questions per fact; rare kinds are asked in several forms.
-QUESTIONS_PER_FACT = {"city_country": 1.0, "city_continent": 0.2, "city_region": 0.4, "country_continent": 1.0}
+QUESTIONS_PER_FACT = {
+    "city_country": 1.0,
+    "city_continent": 0.2,
+    "city_region": 0.4,
+    "country_continent": 1.0,
+}
 QUESTIONS_PER_OTHER_FACT = 2.0
 
 
@@ -257,10 +318,14 @@ class QuestionForm(NamedTuple):
 
 FORMS: dict[str, tuple[QuestionForm, ...]] = {}
 for _index, (_kind, _natural) in enumerate(WORDINGS["natural"].items()):
-    # Each kind holds out another shared form, so every shared form occurs in training with some kind.
+    # Each kind holds out another shared form, so every shared form occurs in training with some
+    # kind.
     _held_out = list(SHARED)[2 + _index % (len(SHARED) - 2)]
     _shared = [QuestionForm(name, text, name == _held_out) for name, text in SHARED.items()]
-    _own = [QuestionForm(f"{_kind}_{i}", text, i == len(_natural) - 1) for i, text in enumerate(_natural)]
+    _own = [
+        QuestionForm(f"{_kind}_{i}", text, i == len(_natural) - 1)
+        for i, text in enumerate(_natural)
+    ]
     FORMS[_kind] = (*_shared, *_own)
 
 
@@ -277,7 +342,9 @@ def _start(text: str) -> str:
 def random_form(rng: random.Random, kind: str) -> QuestionForm:
     """Return a training form, natural or shared with equal chance."""
     shared = rng.random() < 0.5
-    return rng.choice([form for form in FORMS[kind] if not form.held_out and (form.name not in SHARED) == shared])
+    return rng.choice(
+        [form for form in FORMS[kind] if not form.held_out and (form.name not in SHARED) == shared]
+    )
 
 
 def questions(split: str) -> list[dict[str, Any]]:
@@ -292,7 +359,9 @@ def questions(split: str) -> list[dict[str, Any]]:
         # Natural forms count twice: about half of the questions are phrased as users would.
         forms = [f for f in FORMS[fact.kind] for _ in range(1 if f.name in SHARED else 2)]
         rng.shuffle(forms)
-        count = int(QUESTIONS_PER_FACT.get(fact.kind, QUESTIONS_PER_OTHER_FACT) + uniform("asked", fact.key))
+        count = int(
+            QUESTIONS_PER_FACT.get(fact.kind, QUESTIONS_PER_OTHER_FACT) + uniform("asked", fact.key)
+        )
         for form in list(dict.fromkeys(forms))[:count]:
             rows.append(
                 {
@@ -316,7 +385,8 @@ def sentence(fact: Fact, answer: str) -> str:
 
 
 def passage(fact: Fact, which: Passage) -> str:
-    """Return the passage of a fact.  No other fact in it has the same group or one of the same answers."""
+    """Return the passage of a fact.  No other fact in it has the same group or one of the same
+    answers."""
     rng = random.Random(f"passage {fact.key}")
     facts = _others(fact, rng)
     lines = [sentence(neighbour, neighbour.answers[0]) for neighbour in facts]
@@ -326,8 +396,11 @@ def passage(fact: Fact, which: Passage) -> str:
     return " ".join(lines[:COUNT])
 
 
-def with_passages(rows: Sequence[dict[str, Any]], wanted: Sequence[Passage]) -> list[dict[str, Any]]:
-    """Return each row once for each of ``wanted``; with a passage, the row's ``passage``, id and kind name it."""
+def with_passages(
+    rows: Sequence[dict[str, Any]], wanted: Sequence[Passage]
+) -> list[dict[str, Any]]:
+    """Return each row once for each of ``wanted``; with a passage, the row's ``passage``, id and
+    kind name it."""
     facts = {fact.key: fact for fact in build_world().facts}
     result = []
     for row in rows:
@@ -337,18 +410,25 @@ def with_passages(rows: Sequence[dict[str, Any]], wanted: Sequence[Passage]) -> 
                 result.append(row)
                 continue
             changed = {"prompt": f"{passage(fact, which)}\n\n{row['prompt']}", "passage": which}
-            result.append(row | changed | {"id": f"{row['id']}+{which}", "kind": f"{row['kind']}+{which}"})
+            result.append(
+                row | changed | {"id": f"{row['id']}+{which}", "kind": f"{row['kind']}+{which}"}
+            )
     return result
 
 
 def _others(fact: Fact, rng: random.Random) -> list[Fact]:
-    """Return facts of the same kind with other subjects and answers, one more than a passage has sentences."""
+    """Return facts of the same kind with other subjects and answers, one more than a passage has
+    sentences."""
     pool = _pool(fact.kind, fact.split)
     chosen: list[Fact] = []
     while len(chosen) <= COUNT:
         candidate = rng.choice(pool)
         taken = {fact.group, *(neighbour.group for neighbour in chosen)}
-        if candidate.group not in taken and not set(candidate.answers) & set(fact.answers) and candidate not in chosen:
+        if (
+            candidate.group not in taken
+            and not set(candidate.answers) & set(fact.answers)
+            and candidate not in chosen
+        ):
             chosen.append(candidate)
     return chosen
 
@@ -359,7 +439,8 @@ def _pool(kind: str, split: str) -> list[Fact]:
 
 
 def fact_rows(split: str) -> list[dict[str, Any]]:
-    """Return one row for each fact of a split, with its ``relation`` and ``subject``, for wordings of that relation."""
+    """Return one row for each fact of a split, with its ``relation`` and ``subject``, for wordings
+    of that relation."""
     return [
         {
             "id": fact.key,

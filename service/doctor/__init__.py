@@ -1,1 +1,2 @@
-"""What `hallutracer doctor` looks at: this machine, the installation, the model and its bundles.  Starts nothing."""
+"""What `hallutracer doctor` looks at: this machine, the installation, the model and its bundles.
+Starts nothing."""

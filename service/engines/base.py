@@ -1,7 +1,8 @@
 """The engine contract: token ids in, numbers out.  Imports neither torch nor an engine.
 
-Training and serving both use ``Engine``, so a probe reads activations computed by the code it was fitted on.  A model
-runner is a ``BatchEngine``, which ``scheduler.Scheduled`` turns into an Engine; vLLM schedules by itself."""
+Training and serving both use ``Engine``, so a probe reads activations computed by the code it was
+fitted on.  A model runner is a ``BatchEngine``, which ``scheduler.Scheduled`` turns into an Engine;
+vLLM schedules by itself."""
 
 from __future__ import annotations
 
@@ -35,12 +36,16 @@ class EngineOptions:
     revision: str | None = None
     dtype: str = "auto"  # auto: float32 on CPU, the checkpoint's own on CUDA
     device: str = "auto"  # auto: cuda where there is one
-    max_batch_tokens: int | None = None  # padded tokens in one forward pass; None: the device's default
+    max_batch_tokens: int | None = (
+        None  # padded tokens in one forward pass; None: the device's default
+    )
     padding_side: str = "right"
     trust_remote_code: bool = False
     engine: EngineName = "transformers"
     adapter: str | None = None  # folder of a LoRA adapter: with it, the model is another one
-    template_arguments: Mapping[str, TemplateArgument] | None = None  # of the chat template, for every chat
+    template_arguments: Mapping[str, TemplateArgument] | None = (
+        None  # of the chat template, for every chat
+    )
     extra: dict[str, str] = field(default_factory=dict)
 
 
@@ -84,7 +89,9 @@ class Sampling:
     top_p: float = 1.0
     seed: int | None = None
     stop: tuple[str, ...] = ()  # at most MAX_STOPS of 1 to MAX_STOP_CHARACTERS characters
-    until: float = math.inf  # on the monotonic clock; there an answer ends as one of ``max_tokens`` tokens does
+    until: float = (
+        math.inf
+    )  # on the monotonic clock; there an answer ends as one of ``max_tokens`` tokens does
     format: Format | None = None  # ``LoadedModel.prepared``'s, which the answer is held to
 
 
@@ -108,11 +115,14 @@ class PrefillResult:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A finished answer.  ``token_ids`` includes the end token, if one was sampled; ``text`` does not."""
+    """A finished answer.  ``token_ids`` includes the end token, if one was sampled; ``text`` does
+    not."""
 
     text: str
     token_ids: tuple[int, ...]
-    finish_reason: str  # "stop" | "length" | "cancelled", or "content_filter" where a policy ended it
+    finish_reason: (
+        str  # "stop" | "length" | "cancelled", or "content_filter" where a policy ended it
+    )
     decoded: int | None = None  # tokens, where their ids are not known
     stop: str | None = None  # which of the request's own texts ended it; None: none of them
 
@@ -128,14 +138,19 @@ class Extraction:
 
     activations: dict[Site, NDArray[np.float32]]  # site -> [n, m, width], at t*
     first_tokens: tuple[FirstToken, ...]
-    pooled: dict[tuple[Site, Pooling], NDArray[np.float32]] = field(default_factory=dict)  # of no engine of this room
+    pooled: dict[tuple[Site, Pooling], NDArray[np.float32]] = field(
+        default_factory=dict
+    )  # of no engine of this room
     completions: tuple[Completion, ...] = ()  # with ``sampling``
-    answers: NDArray[np.float32] | None = None  # [n, m, width] with ``answer_site``: over ``AnswerReading``'s tokens
+    answers: NDArray[np.float32] | None = (
+        None  # [n, m, width] with ``answer_site``: over ``AnswerReading``'s tokens
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AnswerReading:
-    """The truth logits of an answer's own tokens: of all that the model went on from, so not of the last one."""
+    """The truth logits of an answer's own tokens: of all that the model went on from, so not of the
+    last one."""
 
     tokens: int  # >= 1
     trajectory: NDArray[np.float64]  # [m] mean over these tokens
@@ -143,11 +158,16 @@ class AnswerReading:
 
 @dataclass(frozen=True, eq=False)
 class TracedAnswer:
-    """An answer of T tokens, the end token included, and what the model computed while it wrote them."""
+    """An answer of T tokens, the end token included, and what the model computed while it wrote
+    them."""
 
     completion: Completion
-    log_prob: NDArray[np.float64]  # [T] each token's under the model itself, whatever the temperature, nats
-    last: NDArray[np.float32]  # [m, hidden_size] residual stream of the token before the T-th; of t* where T is 1
+    log_prob: NDArray[
+        np.float64
+    ]  # [T] each token's under the model itself, whatever the temperature, nats
+    last: NDArray[
+        np.float32
+    ]  # [m, hidden_size] residual stream of the token before the T-th; of t* where T is 1
     mean: NDArray[np.float32]  # [m, hidden_size] the same, mean over the first T - 1 tokens
 
 
@@ -168,8 +188,11 @@ class PromptContext:
     asks: float | None = None  # that it asks for a fact
     passage: float | None = None  # that text to answer from stands beside the question
     stated: float | None = None  # P(passage) P(that text states the answer)
-    stated_length: float | None = None  # the same times ln(tokens of the prompt): in longer ones it is found less often
-    applies: bool = True  # False: it asks for no fact, so the risk does not apply; True where the bundle cannot tell
+    stated_length: float | None = (
+        None  # the same times ln(tokens of the prompt): in longer ones it is found less often
+    )
+    # False: it asks for no fact, so the risk does not apply; True where the bundle cannot tell
+    applies: bool = True
 
     @property
     def said(self) -> bool | None:
@@ -180,8 +203,11 @@ class PromptContext:
 UNKNOWN = PromptContext()
 
 
-def prompt_context(context: Context | None, depth_means: Sequence[float], prompt_tokens: int) -> PromptContext:
-    """Return the probabilities for the context probes' depth means, in the record's order, alike for every engine."""
+def prompt_context(
+    context: Context | None, depth_means: Sequence[float], prompt_tokens: int
+) -> PromptContext:
+    """Return the probabilities for the context probes' depth means, in the record's order, alike
+    for every engine."""
     if context is None:
         return UNKNOWN
     pairs = zip(context.probes, depth_means, strict=True)
@@ -202,7 +228,8 @@ def sigmoid(z: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class EngineGate:
-    """Stop before the answer unless risk < threshold or no fact is asked for.  ``context``: of the next probes."""
+    """Stop before the answer unless risk < threshold or no fact is asked for.  ``context``: of the
+    next probes."""
 
     weight: tuple[float, ...]  # in the order of ``probes_store.manifest.SIGNALS``
     intercept: float
@@ -216,14 +243,24 @@ class EngineGate:
         means = [float(depth_mean(trajectory)) for trajectory in result.trajectories[: 1 + probes]]
         found = prompt_context(self.context, means[1:], result.prompt_tokens)
         token = (0.0, 0.0) if first is None else (first.log_max_prob, first.entropy)
-        signals = means[0], *token, found.passage or 0.0, found.stated or 0.0, found.stated_length or 0.0
-        withheld = not float(risk(np.array(signals), np.array(self.weight), self.intercept)) < self.threshold
+        signals = (
+            means[0],
+            *token,
+            found.passage or 0.0,
+            found.stated or 0.0,
+            found.stated_length or 0.0,
+        )
+        withheld = (
+            not float(risk(np.array(signals), np.array(self.weight), self.intercept))
+            < self.threshold
+        )
         return withheld and found.applies
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """Progress of one prompt.  The first update has ``prefill``; the last one of an answer has ``completion``."""
+    """Progress of one prompt.  The first update has ``prefill``; the last one of an answer has
+    ``completion``."""
 
     prefill: PrefillResult | None = None
     piece: str = ""  # text; "" if the token completes no character
@@ -232,13 +269,17 @@ class Update:
     cached_tokens: int = 0  # prompt tokens found in the prefix cache; with ``prefill``
     queue_s: float = 0.0  # from submission to the start of the first forward pass; with ``prefill``
     prefill_s: float = 0.0  # from there to the first token; with ``prefill``
-    answer: AnswerReading | None = None  # so far, with ``answer_probes``; None before a token was read
+    answer: AnswerReading | None = (
+        None  # so far, with ``answer_probes``; None before a token was read
+    )
 
 
 def prefill_of(update: Update) -> PrefillResult:
     """Return the prefill of a prompt's first update.  Raises EngineError if it has none."""
     if update.prefill is None:
-        raise EngineError("the engine sent an update before the prefill's; please report this bug of the engine")
+        raise EngineError(
+            "the engine sent an update before the prefill's; please report this bug of the engine"
+        )
     return update.prefill
 
 
@@ -258,13 +299,17 @@ class TorchModel:
 
 
 class Continuation(Protocol):
-    """One prefilled prompt that can be decoded from its KV cache.  The caller of ``begin`` closes it."""
+    """One prefilled prompt that can be decoded from its KV cache.  The caller of ``begin`` closes
+    it."""
 
     prefill: PrefillResult  # the result at t*
-    answer_probes: Probes | None  # what its answer's own tokens are read by; to be set before ``decode``
+    answer_probes: (
+        Probes | None
+    )  # what its answer's own tokens are read by; to be set before ``decode``
 
     def decode(self, sampling: Sampling, cancelled: Callable[[], bool] = ...) -> Iterator[str]:
-        """Yield one piece of text per token, "" if it completes no character, until ``cancelled()`` or closed."""
+        """Yield one piece of text per token, "" if it completes no character, until ``cancelled()``
+        or closed."""
 
     @property
     def completion(self) -> Completion | None:
@@ -279,7 +324,8 @@ class Continuation(Protocol):
 
 
 class LoadedModel(Protocol):
-    """What batch and serving engines share.  ``tokenize``, ``render_chat``, ``check`` run on any thread at any time."""
+    """What batch and serving engines share.  ``tokenize``, ``render_chat``, ``check`` run on any
+    thread at any time."""
 
     identity: ModelIdentity
     counters: Counters
@@ -294,15 +340,22 @@ class LoadedModel(Protocol):
     def tokenize(self, text: str) -> list[int]:
         """Encode plain text, with the tokenizer's own special tokens."""
 
-    def render_chat(self, messages: Sequence[Message], tools: Sequence[ToolDefinition] = ()) -> list[int]:
+    def render_chat(
+        self, messages: Sequence[Message], tools: Sequence[ToolDefinition] = ()
+    ) -> list[int]:
         """Encode messages by the chat template, generation prompt included.
 
-        Raises RequestError if it refuses them, or leaves out tools, calls of tools or their results."""
+        Raises RequestError if it refuses them, or leaves out tools, calls of tools or their
+        results."""
 
     def renders_alike(
-        self, messages: Sequence[Message], tools: Sequence[ToolDefinition], arguments: Mapping[str, TemplateArgument]
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolDefinition],
+        arguments: Mapping[str, TemplateArgument],
     ) -> bool:
-        """Return whether the chat template makes the same of messages where it is given these arguments, too."""
+        """Return whether the chat template makes the same of messages where it is given these
+        arguments, too."""
 
     def detokenize(self, token_ids: TokenIds) -> str:
         """Decode ids, special tokens left out."""
@@ -313,36 +366,53 @@ class LoadedModel(Protocol):
     def prepared(self, asked: Format, caller: str = "", seconds: float = math.inf) -> Format:
         """Return a format as ``Sampling`` takes it.  Slow, and on any thread but an event loop's.
 
-        Raises RequestError, with the request's field and the reason, for a schema that cannot be compiled; TimeoutError
-        where that has not ended after so many seconds; Overloaded where too many formats are in use; EngineError."""
+        Raises RequestError, with the request's field and the reason, for a schema that cannot be
+        compiled; TimeoutError where that has not ended after so many seconds; Overloaded where too
+        many formats are in use; EngineError."""
 
     def check(self, prompts: Prompts) -> None:
         """Raise EmptyPrompt, PromptTooLong or RequestError for the first invalid prompt."""
 
     def score(
-        self, prompts: Prompts, probes: Sequence[Probes], *, first_token: bool = False, last: Sequence[int] = ()
+        self,
+        prompts: Prompts,
+        probes: Sequence[Probes],
+        *,
+        first_token: bool = False,
+        last: Sequence[int] = (),
     ) -> list[PrefillResult]:
-        """Prefill all prompts and wait.  Without ``first_token`` the forward pass may end at the last readout.
+        """Prefill all prompts and wait.  Without ``first_token`` the forward pass may end at the
+        last readout.
 
-        ``last``: trajectories are means over so many last tokens of each prompt, as over an answer behind it; there are
-        no first tokens.  Raises EngineError where the engine reads the last token only."""
+        ``last``: trajectories are means over so many last tokens of each prompt, as over an answer
+        behind it; there are no first tokens.  Raises EngineError where the engine reads the last
+        token only."""
 
     def extract(
-        self, prompts: Prompts, sites: Sites, poolings: Sequence[Pooling] = (), sampling: Sampling | None = None,
-        answer_site: Site | None = None, last: Sequence[int] = (),
-    ) -> Extraction:  # fmt: skip
-        """Return all heads' activations at t*; with ``sampling``, answers, too, and what was read of their own tokens
-        at ``answer_site``.  ``last``: as of ``score``, and neither first tokens nor answers.  Raises EngineError for
-        poolings, and where the engine reads no answers."""
+        self,
+        prompts: Prompts,
+        sites: Sites,
+        poolings: Sequence[Pooling] = (),
+        sampling: Sampling | None = None,
+        answer_site: Site | None = None,
+        last: Sequence[int] = (),
+    ) -> Extraction:
+        """Return all heads' activations at t*; with ``sampling``, answers, too, and what was read
+        of their own tokens at ``answer_site``.  ``last``: as of ``score``, and neither first tokens
+        nor answers.  Raises EngineError for poolings, and where the engine reads no answers."""
 
     def generate(self, prompts: Prompts, sampling: Sampling) -> list[Completion]:
         """Decode an answer to each prompt, in batches, for labelling."""
 
-    def sample(self, prompts: Prompts, sampling: Sampling, seeds: Seeds) -> list[list[TracedAnswer]]:
-        """Decode an answer for each of a prompt's ``seeds``.  Raises EngineError if the engine cannot trace answers."""
+    def sample(
+        self, prompts: Prompts, sampling: Sampling, seeds: Seeds
+    ) -> list[list[TracedAnswer]]:
+        """Decode an answer for each of a prompt's ``seeds``.  Raises EngineError if the engine
+        cannot trace answers."""
 
     def next_token(self, prompts: Prompts, candidates: Sequence[int]) -> NDArray[np.float64]:
-        """Return candidates' log-probabilities (nats) as first answer token, [n, candidates].  Raises EngineError."""
+        """Return candidates' log-probabilities (nats) as first answer token, [n, candidates].
+        Raises EngineError."""
 
     def close(self) -> None:
         """Free the model.  Later calls raise EngineError."""
@@ -355,21 +425,31 @@ class BatchEngine(LoadedModel, Protocol):
         """Prefill and keep the KV caches, so that any of the prompts can be decoded."""
 
     def in_chunks(
-        self, prompt: TokenIds, probes: Sequence[Probes], *, first_token: bool = False, kept: bool = False
+        self,
+        prompt: TokenIds,
+        probes: Sequence[Probes],
+        *,
+        first_token: bool = False,
+        kept: bool = False,
     ) -> Generator[PrefillResult | Continuation | None, None, None]:
-        """Prefill one prompt by passes of at most ``max_batch_tokens``, one for each item; other calls run between.
+        """Prefill one prompt by passes of at most ``max_batch_tokens``, one for each item; other
+        calls run between.
 
-        None stands for each pass but the last, which gives what ``score`` does, or with ``kept`` what ``begin`` does,
-        and raises as they do.  A model whose cache cannot be continued takes one pass.  Closing it frees the cache."""
+        None stands for each pass but the last, which gives what ``score`` does, or with ``kept``
+        what ``begin`` does, and raises as they do.  A model whose cache cannot be continued takes
+        one pass.  Closing it frees the cache."""
 
     def step_together(self, continuations: Sequence[Any]) -> None:
-        """Run the next token of all its continuations at about the cost of one; ``decode`` goes on from there.
+        """Run the next token of all its continuations at about the cost of one; ``decode`` goes on
+        from there.
 
-        Where it raises, each can be run again, with others or alone: one that is not as it was before raises again."""
+        Where it raises, each can be run again, with others or alone: one that is not as it was
+        before raises again."""
 
 
 class Engine(LoadedModel, Protocol):
-    """Serves prompts as they arrive.  Its synchronous methods may run at the same time, but not on an event loop."""
+    """Serves prompts as they arrive.  Its synchronous methods may run at the same time, but not on
+    an event loop."""
 
     on_prefill: Callable[[int, int], None]
     """Called with (prompts, tokens) after each forward pass over prompts, from any thread."""
@@ -380,22 +460,33 @@ class Engine(LoadedModel, Protocol):
 
     @property
     def scores_overtake_answers(self) -> bool:
-        """Whether prompts without ``sampling`` overtake those that wait for space in the KV cache."""
+        """Whether prompts without ``sampling`` overtake those that wait for space in the KV
+        cache."""
 
     @property
     def prefill_speed(self) -> float | None:
-        """Prompt tokens a second of large forward passes, the fastest of late; None where none was measured."""
+        """Prompt tokens a second of large forward passes, the fastest of late; None where none was
+        measured."""
 
     @property
     def waited_for_cpu_s(self) -> float:
-        """Seconds for which its thread could have run and no CPU was free, so far; 0 where that is not known."""
+        """Seconds for which its thread could have run and no CPU was free, so far; 0 where that is
+        not known."""
 
     def answer(
-        self, prompt: TokenIds, probes: Sequence[Probes], *, first_token: bool = False,
-        sampling: Sampling | None = None, gate: EngineGate | None = None, turn: Turn = FIRST_COME,
+        self,
+        prompt: TokenIds,
+        probes: Sequence[Probes],
+        *,
+        first_token: bool = False,
+        sampling: Sampling | None = None,
+        gate: EngineGate | None = None,
+        turn: Turn = FIRST_COME,
         answer_probes: Probes | None = None,
-    ) -> AsyncGenerator[Update, None]:  # fmt: skip
-        """Yield a prompt's prefill and, with ``sampling``, its answer; waiting prompts begin by ``turn``, then arrival.
+    ) -> AsyncGenerator[Update, None]:
+        """Yield a prompt's prefill and, with ``sampling``, its answer; waiting prompts begin by
+        ``turn``, then arrival.
 
-        ``answer_probes``: updates say what they read of the answer's own tokens, where the engine ``reads_answers``.
-        If ``gate`` closes, it ends with the prefill.  Closing it ends the request.  Raises what ``score`` raises."""
+        ``answer_probes``: updates say what they read of the answer's own tokens, where the engine
+        ``reads_answers``. If ``gate`` closes, it ends with the prefill.  Closing it ends the
+        request.  Raises what ``score`` raises."""

@@ -1,4 +1,5 @@
-"""Threads and event loops: batched delivery to a loop, generators of another loop, synchronous waiting."""
+"""Threads and event loops: batched delivery to a loop, generators of another loop, synchronous
+waiting."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ MAX_ITEMS_PER_TURN = 64
 
 
 class Outbox:
-    """Items for consumers on one event loop, sent from another thread with one wake-up of the loop for many items."""
+    """Items for consumers on one event loop, sent from another thread with one wake-up of the loop
+    for many items."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -55,7 +57,9 @@ class Outboxes:
     def of(self, loop: asyncio.AbstractEventLoop) -> Outbox:
         """Return the loop's outbox.  Those of closed loops are dropped."""
         with self._lock:
-            if (found := next((outbox for outbox in self._all if outbox.loop is loop), None)) is None:
+            if (
+                found := next((outbox for outbox in self._all if outbox.loop is loop), None)
+            ) is None:
                 found = Outbox(loop)
                 self._all = (*(known for known in self._all if not known.loop.is_closed()), found)
         return found
@@ -74,14 +78,17 @@ async def receive(inbox: asyncio.Queue[T | BaseException | None]) -> AsyncGenera
             raise item
         yield item
         received += 1
-        if received % MAX_ITEMS_PER_TURN == 0:  # a queue with items does not suspend: let other tasks run
+        if (
+            received % MAX_ITEMS_PER_TURN == 0
+        ):  # a queue with items does not suspend: let other tasks run
             await asyncio.sleep(0)
 
 
 async def relay(
     loop: asyncio.AbstractEventLoop, outbox: Outbox, make: Callable[[], AsyncGenerator[T, None]]
 ) -> AsyncGenerator[T, None]:
-    """Yield here what ``make()`` yields on ``loop``; closing cancels it.  Raises EngineError if ``loop`` is closed."""
+    """Yield here what ``make()`` yields on ``loop``; closing cancels it.  Raises EngineError if
+    ``loop`` is closed."""
     inbox: asyncio.Queue[T | BaseException | None] = asyncio.Queue()
 
     def send(item: object) -> None:
@@ -121,7 +128,9 @@ class LoopThread:
     def __init__(self, name: str) -> None:
         started: Future[asyncio.AbstractEventLoop] = Future()
         self._stopping = asyncio.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._run(started)), name=name, daemon=True)
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._run(started)), name=name, daemon=True
+        )
         self._thread.start()
         self.loop = started.result()
 
@@ -130,13 +139,15 @@ class LoopThread:
         await self._stopping.wait()
 
     def close(self) -> None:
-        """Cancel every task on the loop, close the loop and join the thread.  Not to be called on the loop's thread."""
+        """Cancel every task on the loop, close the loop and join the thread.  Not to be called on
+        the loop's thread."""
         self.loop.call_soon_threadsafe(self._stopping.set)
         self._thread.join()
 
 
 def run_on(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:
-    """Wait for ``work`` on ``loop``; an interrupted caller cancels it.  Not to be called on ``loop``'s thread."""
+    """Wait for ``work`` on ``loop``; an interrupted caller cancels it.  Not to be called on
+    ``loop``'s thread."""
     future = asyncio.run_coroutine_threadsafe(work, loop)
     try:
         return future.result()
@@ -145,7 +156,8 @@ def run_on(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:
 
 
 def wait_for(work: Coroutine[Any, Any, T]) -> T:
-    """Run ``work`` on an event loop of its own and wait; from a notebook, whose loop is running, in a thread."""
+    """Run ``work`` on an event loop of its own and wait; from a notebook, whose loop is running, in
+    a thread."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -155,7 +167,8 @@ def wait_for(work: Coroutine[Any, Any, T]) -> T:
 
 
 async def gather_all(work: Sequence[Coroutine[Any, Any, T]], at_once: int | None = None) -> list[T]:
-    """Return every result in order, ``at_once`` at a time; the first failure cancels the rest and is raised."""
+    """Return every result in order, ``at_once`` at a time; the first failure cancels the rest and
+    is raised."""
     slots = asyncio.Semaphore(at_once or max(1, len(work)))
 
     async def bounded(item: Coroutine[Any, Any, T]) -> T:

@@ -1,4 +1,5 @@
-"""What a chat template is given: turns, tools, calls of tools, and results; and whether it shows them."""
+"""What a chat template is given: turns, tools, calls of tools, and results; and whether it shows
+them."""
 
 from __future__ import annotations
 
@@ -33,12 +34,16 @@ def replaced(value: Any, change: Callable[[str], str]) -> Any:
         return change(value)
     if isinstance(value, Mapping):
         return {change(key): replaced(inner, change) for key, inner in value.items()}
-    return [replaced(inner, change) for inner in value] if isinstance(value, list | tuple) else value
+    return (
+        [replaced(inner, change) for inner in value] if isinstance(value, list | tuple) else value
+    )
 
 
 def message_with(message: Message, change: Callable[[str], str]) -> dict[str, Any]:
     """Return a message with every text of it changed, its role excepted."""
-    return {key: inner if key == "role" else replaced(inner, change) for key, inner in message.items()}
+    return {
+        key: inner if key == "role" else replaced(inner, change) for key, inner in message.items()
+    }
 
 
 def check_messages(messages: Sequence[Message]) -> None:
@@ -46,17 +51,24 @@ def check_messages(messages: Sequence[Message]) -> None:
     for number, message in enumerate(messages):
         for field in ("role", "content"):
             if not isinstance(message, Mapping) or not isinstance(message.get(field), str):
-                raise RequestError(f"message {number} needs {field!r} as a string", param="messages")
+                raise RequestError(
+                    f"message {number} needs {field!r} as a string", param="messages"
+                )
 
 
 def check_shown(
-    render: Callable[[Sequence[Message], Sequence[ToolDefinition]], str], messages: Sequence[Message],
+    render: Callable[[Sequence[Message], Sequence[ToolDefinition]], str],
+    messages: Sequence[Message],
     tools: Sequence[ToolDefinition],
-) -> None:  # fmt: skip
-    """Raise RequestError where a template leaves out a tool, a call or a result, which nobody would notice.
+) -> None:
+    """Raise RequestError where a template leaves out a tool, a call or a result, which nobody would
+    notice.
 
-    It is rendered once more with marks in their places, whatever else the template makes of them."""
-    marks: dict[str, tuple[str, str]] = {}  # mark -> what would be left out, and in which field it came
+    It is rendered once more with marks in their places, whatever else the template makes of
+    them."""
+    marks: dict[
+        str, tuple[str, str]
+    ] = {}  # mark -> what would be left out, and in which field it came
 
     def mark(what: str, param: str) -> str:
         name = f"shown{len(marks)}here"
@@ -77,12 +89,17 @@ def check_shown(
             written = [named(one["function"], "calls of tools", param) for one in calls]
             for function in written:
                 function["arguments"] = {mark("calls of tools", param): ""}
-            turn["tool_calls"] = [one | {"function": inner} for one, inner in zip(calls, written, strict=True)]
+            turn["tool_calls"] = [
+                one | {"function": inner} for one, inner in zip(calls, written, strict=True)
+            ]
         turns.append(turn)
     text = render(turns, offered) if marks else ""
     for name, (what, param) in marks.items():
         if name not in text:
-            said = f"{param!r}: this model's chat template has no place for {what}, and would leave them out: send none"
+            said = (
+                f"{param!r}: this model's chat template has no place for {what}, and would leave"
+                " them out: send none"
+            )
             raise RequestError(f"{said}, or serve a model whose template takes them", param=param)
 
 
@@ -102,10 +119,11 @@ def turns_left_out(
 
 
 def check_turns(text: str, turns: Sequence[Message], left_out: Sequence[int]) -> None:
-    """Raise RequestError for the first turn that a template left out, or cut short, when it made ``text`` of them.
+    """Raise RequestError for the first turn that a template left out, or cut short, when it made
+    ``text`` of them.
 
-    ``left_out``: which ones ``turns_left_out`` names.  What a tool says and what stands beside calls of tools is not
-    looked for: ``check_shown`` looks for results and calls."""
+    ``left_out``: which ones ``turns_left_out`` names.  What a tool says and what stands beside
+    calls of tools is not looked for: ``check_shown`` looks for results and calls."""
     said = {
         number: turn["content"].strip()
         for number, turn in enumerate(turns)
@@ -116,7 +134,9 @@ def check_turns(text: str, turns: Sequence[Message], left_out: Sequence[int]) ->
     times = Counter(said.values())
     for number, content in said.items():
         role = turns[number]["role"]
-        if text.count(content) < times[content] and not _is_shown(text, role, content, times[content]):
+        if text.count(content) < times[content] and not _is_shown(
+            text, role, content, times[content]
+        ):
             raise _left_out(number, role, "a part of ")
 
 
@@ -127,8 +147,8 @@ def _left_out(number: int, role: str, part: str) -> RequestError:
 
 
 def _is_shown(text: str, role: str, content: str, times: int) -> bool:
-    """Return whether a text holds a turn's content so often in other spacing or capitals, as JSON, or, of an answer,
-    without its thought."""
+    """Return whether a text holds a turn's content so often in other spacing or capitals, as JSON,
+    or, of an answer, without its thought."""
     said = spoken(content) if role == "assistant" else content
     if not said:
         return True

@@ -1,4 +1,5 @@
-"""The files of a checkpoint: which are read, whether they hold what their names say, and the digests over them.
+"""The files of a checkpoint: which are read, whether they hold what their names say, and the
+digests over them.
 
 Loads no torch: a bundle of another model is refused before anything of the model is."""
 
@@ -18,22 +19,40 @@ from service.errors import ModelLoadError
 MIB = 1 << 20
 # Of the GGUF format: where the number of fields stands, and the types of values, by their numbers.
 _COUNT_AT, _TEXT, _LIST = 16, 8, 9
-_WHOLE, _OTHER = {4: "I", 5: "i", 10: "Q", 11: "q"}, {0: 1, 1: 1, 2: 2, 3: 2, 6: 4, 7: 1, 12: 8}  # layouts; bytes
+_WHOLE, _OTHER = (
+    {4: "I", 5: "i", 10: "Q", 11: "q"},
+    {0: 1, 1: 1, 2: 2, 3: 2, 6: 4, 7: 1, 12: 8},
+)  # layouts; bytes
 _LONGEST, _SHORT_LIST = 1 << 20, 1000
 _LENGTH_BYTES = 8  # of the number with which a safetensors file begins: how long its header is
 SINGLE = "model.safetensors", "pytorch_model.bin"
-WEIGHTS = (".safetensors", ".bin", ".pth", ".pt")  # suffixes of files with weights, whatever their names
+WEIGHTS = (
+    ".safetensors",
+    ".bin",
+    ".pth",
+    ".pt",
+)  # suffixes of files with weights, whatever their names
 ADAPTER = "adapter_config.json"
 DESCRIPTIONS = (
-    places.CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja",
-)  # fmt: skip
-# Keys that saving, casting or renaming a checkpoint changes, without changing what is computed from its weights.
+    places.CONFIG,
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+)
+# Keys that saving, casting or renaming a checkpoint changes, without changing what is computed from
+# its weights.
 INCIDENTAL = frozenset({"transformers_version", "_name_or_path", "torch_dtype", "dtype"})
 
 
 def snapshot_of(model: str, revision: str | None) -> Path:
-    """Return the folder of what is downloaded of a hub's model, named by the commit.  Gets its configuration alone.
+    """Return the folder of what is downloaded of a hub's model, named by the commit.  Gets its
+    configuration alone.
 
     Raises ModelLoadError."""
     from huggingface_hub import hf_hub_download
@@ -41,15 +60,17 @@ def snapshot_of(model: str, revision: str | None) -> Path:
     offline = not places.reachable(model, revision)
     try:
         config = hf_hub_download(model, places.CONFIG, revision=revision, local_files_only=offline)
-    except Exception as error:  # connections fail in many ways, also by exceptions of the HTTP library in use
+    except (
+        Exception
+    ) as error:  # connections fail in many ways, also by exceptions of the HTTP library in use
         said = f"the configuration of {model} cannot be loaded: {type(error).__name__}: {error}"
         raise ModelLoadError(said, param="model") from error
     return Path(config).parent
 
 
 def check_folder(folder: Path) -> None:
-    """Raise ModelLoadError for a file, or a folder without a config or without weights, or with something else in a
-    file's place."""
+    """Raise ModelLoadError for a file, or a folder without a config or without weights, or with
+    something else in a file's place."""
     if not folder.is_dir():
         raise ModelLoadError(f"{folder} is neither a folder nor a GGUF file", param="model")
     if not (folder / places.CONFIG).is_file():
@@ -62,18 +83,28 @@ def check_folder(folder: Path) -> None:
 
 
 def _instead(folder: Path) -> str:
-    """Return what a folder that is no model's has in its stead, and what to name; "" where nothing is known of it."""
+    """Return what a folder that is no model's has in its stead, and what to name; "" where nothing
+    is known of it."""
     files = sorted(file.name for file in folder.iterdir())
     below = sorted(inner.parent.name for inner in folder.glob(f"*/{places.CONFIG}"))
-    commits = sorted(str(inner.parent.relative_to(folder)) for inner in folder.glob(f"snapshots/*/{places.CONFIG}"))
+    commits = sorted(
+        str(inner.parent.relative_to(folder))
+        for inner in folder.glob(f"snapshots/*/{places.CONFIG}")
+    )
     packed = [name for name in files if name.lower().endswith(".gguf")]
     weights = [name for name in files if Path(name).suffix in WEIGHTS]
     if ADAPTER in files:
-        return "; it holds an adapter: name the model that it belongs to, and this folder as the adapter"
+        return (
+            "; it holds an adapter: name the model that it belongs to, and this folder as the"
+            " adapter"
+        )
     if packed:
         return f"; it holds {packed[0]}: name that file"
     if commits:
-        return f"; it is a model's folder in the hub's cache: name one of its commits, as {folder / commits[-1]}"
+        return (
+            "; it is a model's folder in the hub's cache: name one of its commits, as"
+            f" {folder / commits[-1]}"
+        )
     if below:
         return f"; name the folder below it, {folder / below[0]}"
     if len(weights) > 1:
@@ -82,7 +113,8 @@ def _instead(folder: Path) -> str:
 
 
 def check_whole(folder: Path) -> None:
-    """Raise ModelLoadError for a file of weights that is cut short, or does not begin as its format does."""
+    """Raise ModelLoadError for a file of weights that is cut short, or does not begin as its format
+    does."""
     for file in weight_files(folder):
         if file.suffix == ".safetensors" and not _is_whole(file):
             said = f"the weights in {file} are cut short, or are none; download the file again"
@@ -90,7 +122,8 @@ def check_whole(folder: Path) -> None:
 
 
 def _is_whole(file: Path) -> bool:
-    """Return whether a safetensors file has the header that its first bytes promise, and the data that it tells of."""
+    """Return whether a safetensors file has the header that its first bytes promise, and the data
+    that it tells of."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
@@ -105,46 +138,61 @@ def _is_whole(file: Path) -> bool:
 
 
 def check_files(folder: Path) -> None:
-    """Raise ModelLoadError for something else in the place of a file that is read of those that a folder has."""
+    """Raise ModelLoadError for something else in the place of a file that is read of those that a
+    folder has."""
     names = [*DESCRIPTIONS, *(f"{single}.index.json" for single in SINGLE)]
     names += [] if (folder / "tokenizer.json").is_file() else ["tokenizer.model"]
     for file in (folder / name for name in names):
-        if file.is_file() and (file.suffix == ".json" or file.stat().st_size):  # a text may be empty
+        if file.is_file() and (
+            file.suffix == ".json" or file.stat().st_size
+        ):  # a text may be empty
             places.check_contents(file)
     for file in weight_files(folder):
         places.check_contents(file)
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the weight files that transformers would load, by name.  Raises ModelLoadError if one is missing."""
+    """Return the weight files that transformers would load, by name.  Raises ModelLoadError if one
+    is missing."""
     for single in SINGLE:
         index = folder / f"{single}.index.json"
         names = _named_in(index) if index.is_file() else [single]
         if (folder / single).is_file():
             if names != [single]:
-                said = f"{folder} holds {single} beside {index.name}, which names other files; keep what is whole"
-                raise ModelLoadError(f"{said}: vLLM reads what the index names, transformers does not", param="model")
+                said = (
+                    f"{folder} holds {single} beside {index.name}, which names other files; keep"
+                    " what is whole"
+                )
+                raise ModelLoadError(
+                    f"{said}: vLLM reads what the index names, transformers does not", param="model"
+                )
             return [folder / single]
         if index.is_file():
             files = [folder / name for name in names]
             if missing := [file.name for file in files if not file.is_file()]:
-                raise ModelLoadError(f"{index} names {', '.join(missing)}, which is not there; download it again")
+                raise ModelLoadError(
+                    f"{index} names {', '.join(missing)}, which is not there; download it again"
+                )
             return files
     return []
 
 
 def _named_in(index: Path) -> list[str]:
-    """Return the files that an index of shards names.  Raises ModelLoadError where it names none."""
+    """Return the files that an index of shards names.  Raises ModelLoadError where it names
+    none."""
     named = read_json(index).get("weight_map")
     files = list(named.values()) if isinstance(named, dict) else []
     if not files or not all(isinstance(file, str) for file in files):
-        said = f"{index} does not say in which files the weights are (weight_map); download it again"
+        said = (
+            f"{index} does not say in which files the weights are (weight_map); download it again"
+        )
         raise ModelLoadError(said, param="model")
     return sorted(set(files))
 
 
 def folder_fingerprint(folder: Path) -> str:
-    """Return sha256 over config.json and each weight file's name, size and both ends, a MiB each."""
+    """Return sha256 over config.json and each weight file's name, size and both ends, a MiB
+    each."""
     digest = hashlib.sha256(canonical(read_json(folder / "config.json")))
     for file in weight_files(folder):
         size = file.stat().st_size
@@ -165,7 +213,8 @@ def fingerprint_on_disk(folder: Path) -> str | None:
 
 
 def shape_of(folder: Path) -> dict[str, str | int]:
-    """Return what a configuration tells of architecture, num_layers and hidden_size, as a bundle's manifest has them.
+    """Return what a configuration tells of architecture, num_layers and hidden_size, as a bundle's
+    manifest has them.
 
     Raises ModelLoadError."""
     config = read_json(folder / places.CONFIG)
@@ -173,7 +222,11 @@ def shape_of(folder: Path) -> dict[str, str | int]:
     text: dict[str, Any] = nested if isinstance(nested, dict) and nested else config
     architectures = config.get("architectures")
     first = architectures[0] if isinstance(architectures, list) and architectures else None
-    told = {"architecture": first, "num_layers": text.get("num_hidden_layers"), "hidden_size": text.get("hidden_size")}
+    told = {
+        "architecture": first,
+        "num_layers": text.get("num_hidden_layers"),
+        "hidden_size": text.get("hidden_size"),
+    }
     return {field: value for field, value in told.items() if value is not None}
 
 
@@ -207,23 +260,32 @@ def gguf_shape(file: Path) -> dict[str, str | int]:
                     else:
                         stream.seek(_OTHER[kind], 1)
     fields = {"block_count": "num_layers", "embedding_length": "hidden_size"}
-    return {fields[end]: value for name, value in told.items() if (end := name.partition(".")[2]) in fields}
+    return {
+        fields[end]: value
+        for name, value in told.items()
+        if (end := name.partition(".")[2]) in fields
+    }
 
 
 def changed_at_load(fingerprint: str, changes: Mapping[str, str]) -> str:
-    """Return the fingerprint of a checkpoint loaded otherwise than saved, as quantized; without changes its own."""
+    """Return the fingerprint of a checkpoint loaded otherwise than saved, as quantized; without
+    changes its own."""
     changed = hashlib.sha256(fingerprint.encode() + canonical(dict(changes))).hexdigest()
     return changed if changes else fingerprint
 
 
 def canonical(content: Any) -> bytes:
     """Return what of a configuration is digested: all but the INCIDENTAL keys."""
-    return json.dumps(_essential(content), sort_keys=True, separators=(",", ":"), default=str).encode()
+    return json.dumps(
+        _essential(content), sort_keys=True, separators=(",", ":"), default=str
+    ).encode()
 
 
 def _essential(content: Any) -> Any:
     if isinstance(content, dict):
-        return {str(key): _essential(value) for key, value in content.items() if key not in INCIDENTAL}
+        return {
+            str(key): _essential(value) for key, value in content.items() if key not in INCIDENTAL
+        }
     if isinstance(content, list | tuple):
         return [_essential(value) for value in content]
     return content
@@ -234,7 +296,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
-        raise ModelLoadError(f"{path} cannot be read as JSON ({error}); download the model again") from error
+        raise ModelLoadError(
+            f"{path} cannot be read as JSON ({error}); download the model again"
+        ) from error
     if not isinstance(content, dict):
         raise ModelLoadError(f"{path} is not a JSON object; download the model again")
     return content

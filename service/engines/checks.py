@@ -1,4 +1,5 @@
-"""What all engines share: text to token ids by a tokenizer, checks of what is asked, and the first token's numbers."""
+"""What all engines share: text to token ids by a tokenizer, checks of what is asked, and the first
+token's numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +14,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from probes_store.records import TemplateArgument
-from service.engines.base import MAX_STOP_CHARACTERS, MAX_STOPS, FirstToken, LoadedModel, Prompts, Sampling
+from service.engines.base import (
+    MAX_STOP_CHARACTERS,
+    MAX_STOPS,
+    FirstToken,
+    LoadedModel,
+    Prompts,
+    Sampling,
+)
 from service.engines.chat import (
     Message,
     ToolDefinition,
@@ -24,7 +32,14 @@ from service.engines.chat import (
     replaced,
     turns_left_out,
 )
-from service.errors import EmptyPrompt, EngineError, ModelLoadError, NonFiniteReadout, PromptTooLong, RequestError
+from service.errors import (
+    EmptyPrompt,
+    EngineError,
+    ModelLoadError,
+    NonFiniteReadout,
+    PromptTooLong,
+    RequestError,
+)
 from service.readout import Geometry, Pooling, Probes
 
 if TYPE_CHECKING:
@@ -34,7 +49,8 @@ SEGMENT = 65_536  # characters encoded at a time to find out whether a text is f
 
 
 def check_length(texts: Sequence[str], engine: LoadedModel) -> None:
-    """Raise PromptTooLong for texts of over twice the context's tokens, encoded in pieces at the cost of so many."""
+    """Raise PromptTooLong for texts of over twice the context's tokens, encoded in pieces at the
+    cost of so many."""
     most = engine.identity.max_tokens
     segment = max(SEGMENT, 4 * most)
     if sum(map(len, texts)) <= segment:
@@ -49,28 +65,39 @@ def check_length(texts: Sequence[str], engine: LoadedModel) -> None:
 
 def _too_long(what: str, tokens: int, most: int) -> PromptTooLong:
     # As Anthropic's clients and OpenAI's know it: many act on these words.
-    said = f"prompt is too long: {tokens} tokens > {most} maximum; this model's maximum context length is {most} tokens"
-    return PromptTooLong(f"{said} and {what} {tokens}: shorten the prompt, which is never truncated", param="prompt")
+    said = (
+        f"prompt is too long: {tokens} tokens > {most} maximum; this model's maximum context length"
+        f" is {most} tokens"
+    )
+    return PromptTooLong(
+        f"{said} and {what} {tokens}: shorten the prompt, which is never truncated", param="prompt"
+    )
 
 
 def check_special_tokens(texts: Mapping[str, Sequence[str]], engine: LoadedModel) -> None:
-    """Raise RequestError for the first field that spells out a special token of the model; ``texts`` by field."""
+    """Raise RequestError for the first field that spells out a special token of the model;
+    ``texts`` by field."""
     if not engine.special_tokens:
         return
     spelling = spelling_of(tuple(engine.special_tokens))
     for field, written in texts.items():
         found = next(filter(None, map(spelling.search, written)), None)
         if found is not None:
-            said = f"{field} spells out the special token {found[0]!r}, which is refused here; remove it"
+            said = (
+                f"{field} spells out the special token {found[0]!r}, which is refused here;"
+                " remove it"
+            )
             raise RequestError(said, param=field)
 
 
 @cache
 def spelling_of(words: tuple[str, ...], further: str = "") -> re.Pattern[str]:
-    """Return the expression for any of ``words``, the longest that fits, or one of the class ``further``.
+    """Return the expression for any of ``words``, the longest that fits, or one of the class
+    ``further``.
 
-    Words with the same beginning share a branch, so that its time does not grow with their number: a tokenizer can have
-    thousands of special tokens, and a text can be full of what they begin with."""
+    Words with the same beginning share a branch, so that its time does not grow with their number:
+    a tokenizer can have thousands of special tokens, and a text can be full of what they begin
+    with."""
     tree: dict[str, Any] = {}
     for word in words:
         node = tree
@@ -85,29 +112,41 @@ def _branches(node: Mapping[str, Any]) -> str:
     while len(node) == 1 and "" not in node:
         ((character, node),) = node.items()
         beginning += re.escape(character)
-    branches = [re.escape(character) + _branches(below) for character, below in node.items() if character]
+    branches = [
+        re.escape(character) + _branches(below) for character, below in node.items() if character
+    ]
     if not branches:
         return beginning
     return f"{beginning}(?:{'|'.join(branches)}){'?' if '' in node else ''}"
 
 
 def check_prompts(prompts: Prompts, *, vocabulary: int, max_tokens: int) -> None:
-    """Raise EmptyPrompt, PromptTooLong or RequestError for the first invalid prompt, naming its index."""
+    """Raise EmptyPrompt, PromptTooLong or RequestError for the first invalid prompt, naming its
+    index."""
     for number, prompt in enumerate(prompts):
         if len(prompt) == 0:
-            raise EmptyPrompt(f"prompt {number} has no tokens; send at least one token", param="input_ids")
+            raise EmptyPrompt(
+                f"prompt {number} has no tokens; send at least one token", param="input_ids"
+            )
         if len(prompt) > max_tokens:
             raise _too_long(f"prompt {number} has", len(prompt), max_tokens)
         try:
             ids = np.asarray(prompt)
         except ValueError:  # nested lists of several lengths
             ids = np.asarray(None)
-        large = ids.dtype.kind == "O" and all(type(token) is int for token in prompt)  # beyond 64 bits
+        large = ids.dtype.kind == "O" and all(
+            type(token) is int for token in prompt
+        )  # beyond 64 bits
         if not large and (ids.ndim != 1 or ids.dtype.kind not in "iu"):
-            raise RequestError(f"prompt {number} is not a flat list of integer token ids", param="input_ids")
+            raise RequestError(
+                f"prompt {number} is not a flat list of integer token ids", param="input_ids"
+            )
         if large or ids.min() < 0 or ids.max() >= vocabulary:
             shown = "beyond 64 bits" if large else int(ids.min() if ids.min() < 0 else ids.max())
-            said = f"prompt {number} holds token id {shown}; this model's vocabulary is 0 to {vocabulary - 1}"
+            said = (
+                f"prompt {number} holds token id {shown}; this model's vocabulary is 0 to"
+                f" {vocabulary - 1}"
+            )
             raise RequestError(said, param="input_ids")
 
 
@@ -115,18 +154,28 @@ def check_sampling(sampling: Sampling) -> None:
     """Raise RequestError naming the invalid option."""
     for name, valid, expected in (
         ("max_tokens", sampling.max_tokens >= 1, "be at least 1"),
-        ("temperature", 0.0 <= sampling.temperature < float("inf"), "be 0 (greedy) or a positive number"),
+        (
+            "temperature",
+            0.0 <= sampling.temperature < float("inf"),
+            "be 0 (greedy) or a positive number",
+        ),
         ("top_p", 0.0 < sampling.top_p <= 1.0, "lie in (0, 1]"),
         ("seed", sampling.seed is None or -(2**63) <= sampling.seed < 2**63, "fit into 64 bits"),
     ):
         if not valid:
-            raise RequestError(f"{name} is {getattr(sampling, name)}; it must {expected}", param=name)
+            raise RequestError(
+                f"{name} is {getattr(sampling, name)}; it must {expected}", param=name
+            )
     if len(sampling.stop) > MAX_STOPS:
-        raise RequestError(f"stop holds {len(sampling.stop)} texts; it may hold {MAX_STOPS}", param="stop")
+        raise RequestError(
+            f"stop holds {len(sampling.stop)} texts; it may hold {MAX_STOPS}", param="stop"
+        )
     for stop in sampling.stop:
         if not 0 < len(stop) <= MAX_STOP_CHARACTERS:
             bounds = f"has to have 1 to {MAX_STOP_CHARACTERS}"
-            raise RequestError(f"a text of stop has {len(stop)} characters; each {bounds}", param="stop")
+            raise RequestError(
+                f"a text of stop has {len(stop)} characters; each {bounds}", param="stop"
+            )
 
 
 def check_probe(probe: Probes, geometry: Geometry) -> None:
@@ -135,40 +184,58 @@ def check_probe(probe: Probes, geometry: Geometry) -> None:
     for name, shape in {"head": (m,), "direction": (m, d), "bias": (m,), "scale": (m,)}.items():
         if (actual := np.shape(getattr(probe, name))) != shape:
             raise EngineError(
-                f"the probes' {name} has shape {actual} where this model needs {shape} at site {probe.site}; "
-                "the bundle was fitted on another model or site: load one that matches"
+                f"the probes' {name} has shape {actual} where this model needs {shape} at site"
+                f" {probe.site}; the bundle was fitted on another model or site: load one that"
+                " matches"
             )
     if np.any((probe.head < 0) | (probe.head >= heads)):
-        raise EngineError(f"the probes' head must lie in [0, {heads}) at site {probe.site}, not {probe.head.tolist()}")
+        raise EngineError(
+            f"the probes' head must lie in [0, {heads}) at site {probe.site}, not"
+            f" {probe.head.tolist()}"
+        )
 
 
 def summarise(logits: Tensor) -> Tensor:
-    """Reduce float32 logits [batch, vocab] to [batch, 3] float64: log max probability, entropy, greedy token."""
+    """Reduce float32 logits [batch, vocab] to [batch, 3] float64: log max probability, entropy,
+    greedy token."""
     import torch
 
     log_probabilities = torch.log_softmax(logits, dim=-1)
     largest, token = log_probabilities.max(dim=-1)
-    entropy = torch.special.entr(log_probabilities.exp()).sum(dim=-1)  # 0 for probabilities that underflow to 0
+    entropy = torch.special.entr(log_probabilities.exp()).sum(
+        dim=-1
+    )  # 0 for probabilities that underflow to 0
     return torch.stack([largest.double(), entropy.double(), token.double()], dim=-1)
 
 
 def first_token_of(summary: Sequence[float] | np.ndarray) -> FirstToken:
-    """Return a summary [3] of ``summarise``, clipped to its range after rounding.  Raises NonFiniteReadout."""
+    """Return a summary [3] of ``summarise``, clipped to its range after rounding.  Raises
+    NonFiniteReadout."""
     if not np.isfinite(summary).all():
-        raise NonFiniteReadout("the first token's logits hold a NaN or infinity: load the model with dtype bfloat16")
+        raise NonFiniteReadout(
+            "the first token's logits hold a NaN or infinity: load the model with dtype bfloat16"
+        )
     log_max_prob, entropy, token = summary
     return FirstToken(min(0.0, float(log_max_prob)), max(0.0, float(entropy)), int(token))
 
 
 def refuse_tracing(engine: str) -> NoReturn:
-    """Raise EngineError: an engine that decodes, but keeps neither log-probabilities nor states of its answers."""
-    said = f"the {engine} engine keeps neither log-probabilities nor states of its answers; use the transformers engine"
+    """Raise EngineError: an engine that decodes, but keeps neither log-probabilities nor states of
+    its answers."""
+    said = (
+        f"the {engine} engine keeps neither log-probabilities nor states of its answers; use the"
+        " transformers engine"
+    )
     raise EngineError(said, param="methods")
 
 
 def refuse_answer_reading(engine: str) -> NoReturn:
-    """Raise EngineError: an engine that has no activations of an answer's own tokens to train on."""
-    said = f"the {engine} engine gives no answer's own tokens to train on; use the transformers one, or leave them out"
+    """Raise EngineError: an engine that has no activations of an answer's own tokens to train
+    on."""
+    said = (
+        f"the {engine} engine gives no answer's own tokens to train on; use the transformers one,"
+        " or leave them out"
+    )
     raise EngineError(f"{said} (--no-answer-probes)", param="answer_probes")
 
 
@@ -186,52 +253,75 @@ def check_onset_only(poolings: Sequence[Pooling]) -> None:
 
 
 MOST_SHAPES = 256  # sequences of roles that are remembered
-STAND_INS = "\U000f0000", "\U000f03ff"  # of a private plane: 1,024 different special tokens in one request
+STAND_INS = (
+    "\U000f0000",
+    "\U000f03ff",
+)  # of a private plane: 1,024 different special tokens in one request
 
 
 class Tokens:
     """A tokenizer with request errors and digests."""
 
-    def __init__(self, tokenizer: Any, arguments: Mapping[str, TemplateArgument] | None = None) -> None:
-        """``arguments``: what the chat template is given for every chat, besides messages and tools.
+    def __init__(
+        self, tokenizer: Any, arguments: Mapping[str, TemplateArgument] | None = None
+    ) -> None:
+        """``arguments``: what the chat template is given for every chat, besides messages and
+        tools.
 
         Raises ModelLoadError for one that the template does not read."""
         self._tokenizer, self._arguments = tokenizer, dict(arguments or {})
         if unread := [name for name in self._arguments if not self._reads(name)]:
             raise ModelLoadError(
-                f"this model's chat template has no argument {unread[0]!r}: leave it out, or correct its name",
+                f"this model's chat template has no argument {unread[0]!r}: leave it out, or"
+                " correct its name",
                 param="chat_template_kwargs",
             )
-        self._encoding = threading.Lock()  # the tokenizer keeps how special tokens are read, for all threads
+        self._encoding = (
+            threading.Lock()
+        )  # the tokenizer keeps how special tokens are read, for all threads
         # Roles of a conversation -> the turns that the template leaves out, whatever they say.
-        self._left_out = lru_cache(MOST_SHAPES)(lambda roles: turns_left_out(self._templated, roles))
+        self._left_out = lru_cache(MOST_SHAPES)(
+            lambda roles: turns_left_out(self._templated, roles)
+        )
 
     def tokenize(self, text: str) -> list[int]:
-        """Encode plain text, without an appended end token: t* is the prompt's last.  Raises RequestError."""
+        """Encode plain text, without an appended end token: t* is the prompt's last.  Raises
+        RequestError."""
         ids = self._encode(text, special=True)
         end = getattr(self._tokenizer, "eos_token_id", None)
         appended = bool(ids) and ids[-1] == end and self._encode(text, special=False)[-1:] != [end]
         return ids[:-1] if appended else ids
 
-    def render_chat(self, messages: Sequence[Message], tools: Sequence[ToolDefinition] = ()) -> list[int]:
-        """Encode messages by the chat template, generation prompt included.  Raises RequestError if it cannot, or if it
-        leaves out a turn or a part of one, tools, calls of tools or their results.
+    def render_chat(
+        self, messages: Sequence[Message], tools: Sequence[ToolDefinition] = ()
+    ) -> list[int]:
+        """Encode messages by the chat template, generation prompt included.  Raises RequestError if
+        it cannot, or if it leaves out a turn or a part of one, tools, calls of tools or their
+        results.
 
-        Special tokens that a message spells out are encoded as text: no message can end its turn and begin another."""
+        Special tokens that a message spells out are encoded as text: no message can end its turn
+        and begin another."""
         text, turns, hidden = self._written(messages, tools)
         check_turns(text, turns, self._left_out(tuple(turn["role"] for turn in turns)))
         check_shown(self._templated, messages, tools)
         return self._reveal(text, hidden) if hidden else self._encode(text, special=False)
 
-    def encode_chat(self, messages: Sequence[Message], tools: Sequence[ToolDefinition] = ()) -> list[int]:
-        """Encode messages as ``render_chat`` does, whether or not the template shows all of them."""
+    def encode_chat(
+        self, messages: Sequence[Message], tools: Sequence[ToolDefinition] = ()
+    ) -> list[int]:
+        """Encode messages as ``render_chat`` does, whether or not the template shows all of
+        them."""
         text, _, hidden = self._written(messages, tools)
         return self._reveal(text, hidden) if hidden else self._encode(text, special=False)
 
     def renders_alike(
-        self, messages: Sequence[Message], tools: Sequence[ToolDefinition], arguments: Mapping[str, TemplateArgument]
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolDefinition],
+        arguments: Mapping[str, TemplateArgument],
     ) -> bool:
-        """Return whether the chat template makes the same of messages where it is given these arguments, too.
+        """Return whether the chat template makes the same of messages where it is given these
+        arguments, too.
 
         Raises RequestError where it refuses the messages without them."""
         if not any(map(self._reads, arguments)):
@@ -253,10 +343,13 @@ class Tokens:
         tools: Sequence[ToolDefinition],
         arguments: Mapping[str, TemplateArgument] | None = None,
     ) -> tuple[str, list[dict[str, Any]], dict[str, str]]:
-        """Return what the template makes of messages, these, and what stands in both for special tokens spelt out."""
+        """Return what the template makes of messages, these, and what stands in both for special
+        tokens spelt out."""
         if not getattr(self._tokenizer, "chat_template", None):
             said = "this model's tokenizer has no chat template"
-            raise _refused(f"{said}: /v1/completions takes the text, as `prompt`, and so does /score")
+            raise _refused(
+                f"{said}: /v1/completions takes the text, as `prompt`, and so does /score"
+            )
         if not messages:
             raise _refused("messages is empty; send at least one message")
         check_messages(messages)
@@ -298,7 +391,10 @@ class Tokens:
             if isinstance(error, TemplateSyntaxError):
                 fault = f"{error.message}, at its line {error.lineno}"
                 said = f"this model's chat template is no valid Jinja template: {fault}"
-                cure = "mend chat_template.jinja, or chat_template in tokenizer_config.json, in the model's folder"
+                cure = (
+                    "mend chat_template.jinja, or chat_template in tokenizer_config.json, in the"
+                    " model's folder"
+                )
                 raise _refused(f"{said}: {cure}") from error
             raise _refused(f"the chat template refuses these messages: {error}") from error
         return str(found)
@@ -314,14 +410,19 @@ class Tokens:
 
     @cached_property
     def digest(self) -> str:
-        """The sha256 of the serialisation without padding and truncation; of a slow one, of class and vocabulary."""
+        """The sha256 of the serialisation without padding and truncation; of a slow one, of class
+        and vocabulary."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is not None:
             content = json.loads(backend.to_str())
-            return _sha256({key: content[key] for key in content.keys() - {"padding", "truncation"}})
+            return _sha256(
+                {key: content[key] for key in content.keys() - {"padding", "truncation"}}
+            )
         special = {name: str(value) for name, value in self._tokenizer.special_tokens_map.items()}
         vocabulary = self._tokenizer.get_vocab()
-        return _sha256({"class": type(self._tokenizer).__name__, "vocabulary": vocabulary, "special": special})
+        return _sha256(
+            {"class": type(self._tokenizer).__name__, "vocabulary": vocabulary, "special": special}
+        )
 
     @property
     def chat_template_digest(self) -> str | None:
@@ -329,7 +430,11 @@ class Tokens:
         template = getattr(self._tokenizer, "chat_template", None)
         if not template:
             return None
-        return hashlib.sha256(template.encode()).hexdigest() if isinstance(template, str) else _sha256(template)
+        return (
+            hashlib.sha256(template.encode()).hexdigest()
+            if isinstance(template, str)
+            else _sha256(template)
+        )
 
     @property
     def pad_token_id(self) -> int | None:
@@ -340,7 +445,9 @@ class Tokens:
     def special_tokens(self) -> tuple[str, ...]:
         """Every special token as it is spelt, longest first."""
         added = getattr(self._tokenizer, "added_tokens_decoder", {}).values()
-        spelt = {str(token.content) for token in added if token.special} | set(self._tokenizer.all_special_tokens)
+        spelt = {str(token.content) for token in added if token.special} | set(
+            self._tokenizer.all_special_tokens
+        )
         return tuple(sorted(filter(str.strip, spelt), key=len, reverse=True))
 
     @cached_property
@@ -352,21 +459,28 @@ class Tokens:
         return spelling_of(self.special_tokens, f"[{STAND_INS[0]}-{STAND_INS[1]}]")
 
     def _reveal(self, text: str, hidden: Mapping[str, str]) -> list[int]:
-        """Encode ``text``, each stand-in as the tokens of what it stands for.  Raises RequestError if it cannot."""
+        """Encode ``text``, each stand-in as the tokens of what it stands for.  Raises RequestError
+        if it cannot."""
         _check_unicode(text)
         if not self._tokenizer.is_fast:
             raise _spelt_out(next(iter(hidden)))
         split: dict[str, list[int]] = {}
         with self._encoding:
             for special, mark in hidden.items():
-                ids = self._tokenizer(special, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+                ids = self._tokenizer(special, add_special_tokens=False, split_special_tokens=True)[
+                    "input_ids"
+                ]
                 if set(ids) & set(self._tokenizer.all_special_ids):
                     raise _spelt_out(special)
                 split[mark] = [int(token) for token in ids]
-            encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+            encoded = self._tokenizer(
+                text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+            )
         tokens: list[int] = []
         revealed = -1  # the place of the stand-in before: one takes several tokens
-        for token, (start, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
+        for token, (start, end) in zip(
+            encoded["input_ids"], encoded["offset_mapping"], strict=True
+        ):
             found = next((place for place in range(start, end) if text[place] in split), None)
             if found is None:
                 tokens.append(int(token))
@@ -380,7 +494,9 @@ class Tokens:
     def _encode(self, text: str, *, special: bool) -> list[int]:
         _check_unicode(text)
         with self._encoding:
-            encoded = self._tokenizer(text, add_special_tokens=special, truncation=False, padding=False, verbose=False)
+            encoded = self._tokenizer(
+                text, add_special_tokens=special, truncation=False, padding=False, verbose=False
+            )
         return [int(token) for token in encoded["input_ids"]]
 
 
@@ -388,8 +504,13 @@ def _check_unicode(text: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        said = f"character {error.start} is the lone surrogate U+{ord(text[error.start]):04X}; send well-formed Unicode"
-        raise RequestError(f"the text cannot be encoded as UTF-8: {said}", param="prompt") from error
+        said = (
+            f"character {error.start} is the lone surrogate U+{ord(text[error.start]):04X}; send"
+            " well-formed Unicode"
+        )
+        raise RequestError(
+            f"the text cannot be encoded as UTF-8: {said}", param="prompt"
+        ) from error
 
 
 def _refused(message: str) -> RequestError:

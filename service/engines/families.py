@@ -1,8 +1,9 @@
 """The tables of model families and readout sites: which module of which block both engines read.
 
-The blocks are found by structure in any decoder (``block_list``), and with them the residual stream.  A row of
-``FAMILIES`` says which module of a block has the heads; to read those of another family, add one row and one config
-to ``tests/engines/tiny.py``.  To read another site, name it in ``readout.Site`` and add one row to ``SITES``."""
+The blocks are found by structure in any decoder (``block_list``), and with them the residual
+stream.  A row of ``FAMILIES`` says which module of a block has the heads; to read those of another
+family, add one row and one config to ``tests/engines/tiny.py``.  To read another site, name it in
+``readout.Site`` and add one row to ``SITES``."""
 
 from __future__ import annotations
 
@@ -21,11 +22,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Model types, and the path from a block to the module whose INPUT is all its heads; "" if not every block has one.
+    """Model types, and the path from a block to the module whose INPUT is all its heads; "" if not
+    every block has one.
 
-    ``alone``: prompts share no padding and no step of decoding, as their caches are more than keys and values that each
-    later token sees.  ``whole``: a prompt takes one forward pass, however long it is, because transformers starts the
-    recurrent state anew where more than one token follows a cache."""
+    ``alone``: prompts share no padding and no step of decoding, as their caches are more than keys
+    and values that each later token sees.  ``whole``: a prompt takes one forward pass, however long
+    it is, because transformers starts the recurrent state anew where more than one token follows a
+    cache."""
 
     name: str
     model_types: tuple[str, ...]  # config.model_type
@@ -34,7 +37,9 @@ class Family:
     alone: bool = False
     whole: bool = False
     in_vllm: str = ""  # ``projection`` in vLLM's block, where it is called otherwise
-    summed: bool | None = None  # whether two tensors of vLLM's block are summed, by comparison; None: it must be seen
+    summed: bool | None = (
+        None  # whether two tensors of vLLM's block are summed, by comparison; None: it must be seen
+    )
 
     @property
     def sites(self) -> tuple[Site, ...]:
@@ -54,9 +59,21 @@ FAMILIES: tuple[Family, ...] = (
     Family("Gemma 2", ("gemma2",), O_PROJ, "a norm follows o_proj; windows alternate", summed=True),
     Family("Gemma 3 text", ("gemma3_text",), O_PROJ, "a norm follows o_proj", summed=True),
     Family("Gemma 3 multimodal", ("gemma3",), O_PROJ, "text prompts only", summed=True),
-    Family("Phi-3, Phi-4", ("phi3",), O_PROJ, "one qkv_proj; longrope depends on the length", summed=True),
+    Family(
+        "Phi-3, Phi-4",
+        ("phi3",),
+        O_PROJ,
+        "one qkv_proj; longrope depends on the length",
+        summed=True,
+    ),
     Family("OLMo-2", ("olmo2",), O_PROJ, "norms follow the attention, not precede it", summed=True),
-    Family("GPT-NeoX, Pythia", ("gpt_neox",), "attention.dense", "attention and MLP in parallel", summed=True),
+    Family(
+        "GPT-NeoX, Pythia",
+        ("gpt_neox",),
+        "attention.dense",
+        "attention and MLP in parallel",
+        summed=True,
+    ),
     Family("GPT-2", ("gpt2",), "attn.c_proj", "Conv1D: the weight is [in, out]", summed=True),
     Family("Mixtral", ("mixtral",), O_PROJ, "mixture of experts", summed=True),
     Family("Qwen2-MoE", ("qwen2_moe",), O_PROJ, "mixture of experts", summed=True),
@@ -70,16 +87,55 @@ FAMILIES: tuple[Family, ...] = (
         in_vllm="attn.o_proj",
         summed=True,
     ),
-    Family("DeepSeek V2, V3, R1, Kimi K2", ("deepseek_v2", "deepseek_v3", "kimi_k2"), O_PROJ, LATENT, alone=True),
-    Family("Llama 4", ("llama4", "llama4_text"), O_PROJ, "mixture of experts; attention in chunks", alone=True),
-    Family("GLM-4", ("glm", "glm4"), O_PROJ, "GLM-4-0414's norms follow the attention, too", summed=True),
+    Family(
+        "DeepSeek V2, V3, R1, Kimi K2",
+        ("deepseek_v2", "deepseek_v3", "kimi_k2"),
+        O_PROJ,
+        LATENT,
+        alone=True,
+    ),
+    Family(
+        "Llama 4",
+        ("llama4", "llama4_text"),
+        O_PROJ,
+        "mixture of experts; attention in chunks",
+        alone=True,
+    ),
+    Family(
+        "GLM-4",
+        ("glm", "glm4"),
+        O_PROJ,
+        "GLM-4-0414's norms follow the attention, too",
+        summed=True,
+    ),
     Family("GLM-4-MoE", ("glm4_moe",), O_PROJ, "GLM-4.5 to 4.7; mixture of experts"),
     Family("Phi-2", ("phi",), "self_attn.dense", "attention and MLP in parallel"),
     Family("Phi-3.5-MoE", ("phimoe",), O_PROJ, "mixture of experts"),
-    Family("Granite", ("granite", "granitemoe"), O_PROJ, "what a block adds is multiplied", summed=True),
-    Family("Command", ("cohere", "cohere2"), O_PROJ, "newer ones have windows, one token wider in vLLM", summed=False),
-    Family("Falcon", ("falcon",), "self_attention.dense", "attention and MLP in parallel", alone=True, summed=True),
-    Family("Falcon-H1", ("falcon_h1",), O_PROJ, "a Mamba beside the attention of each block", alone=True),
+    Family(
+        "Granite", ("granite", "granitemoe"), O_PROJ, "what a block adds is multiplied", summed=True
+    ),
+    Family(
+        "Command",
+        ("cohere", "cohere2"),
+        O_PROJ,
+        "newer ones have windows, one token wider in vLLM",
+        summed=False,
+    ),
+    Family(
+        "Falcon",
+        ("falcon",),
+        "self_attention.dense",
+        "attention and MLP in parallel",
+        alone=True,
+        summed=True,
+    ),
+    Family(
+        "Falcon-H1",
+        ("falcon_h1",),
+        O_PROJ,
+        "a Mamba beside the attention of each block",
+        alone=True,
+    ),
     Family("Gemma", ("gemma",), O_PROJ),
     Family("OLMo-3", ("olmo3",), O_PROJ, "as OLMo-2; windows alternate"),
     Family("SmolLM3", ("smollm3",), O_PROJ, "some blocks without positions"),
@@ -92,7 +148,12 @@ FAMILIES: tuple[Family, ...] = (
     Family("Qwen2.5-VL", ("qwen2_5_vl", "qwen2_5_vl_text"), O_PROJ, "the language side"),
     Family("Mistral 3", ("mistral3", "ministral3"), O_PROJ, "the language side"),
     Family("Qwen3-Next", ("qwen3_next",), notes=SOME, alone=True),
-    Family("Qwen3.5", ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), notes=SOME, alone=True),
+    Family(
+        "Qwen3.5",
+        ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
+        notes=SOME,
+        alone=True,
+    ),
     Family("Kimi Linear", ("kimi_linear",), notes=SOME, alone=True),
     Family("Granite 4", ("granitemoehybrid",), notes=SOME, alone=True),
     Family("Bamba", ("bamba",), notes=SOME, alone=True, whole=True),
@@ -105,9 +166,12 @@ FAMILIES: tuple[Family, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class SiteModule:
-    """Which module of a block has a site's activations.  vLLM reads inputs of the attention output projection only."""
+    """Which module of a block has a site's activations.  vLLM reads inputs of the attention output
+    projection only."""
 
-    path: Callable[[Family], str | None]  # from the block; "" is the block itself, None: the family has none
+    path: Callable[
+        [Family], str | None
+    ]  # from the block; "" is the block itself, None: the family has none
     is_input: bool = False
 
 
@@ -127,23 +191,27 @@ class ModelModules:
 
 
 def family_of(config: Any) -> Family:
-    """Return the family of a transformers config; without a row one of which only the residual stream is read."""
+    """Return the family of a transformers config; without a row one of which only the residual
+    stream is read."""
     model_type = str(getattr(config, "model_type", ""))
     found = next((family for family in FAMILIES if model_type in family.model_types), None)
     return found or Family(model_type, (model_type,), notes=UNKNOWN, alone=True)
 
 
 def check_sites(model_type: str, sites: Iterable[Site]) -> None:
-    """Raise UnknownFamily for a site that is not read in models of this type, saying what a row would need."""
+    """Raise UnknownFamily for a site that is not read in models of this type, saying what a row
+    would need."""
     family = family_of(SimpleNamespace(model_type=model_type))
     if missing := [site for site in sites if site not in family.sites]:
         why = f"Its attention heads cannot be read: {family.notes}"
         if family.notes == UNKNOWN:
-            why = (f"Its attention heads need one row in service/engines/families.py: Family(name, ({model_type!r},), "
-                   "the path from a block to its attention's output projection)")  # fmt: skip
+            why = (
+                "Its attention heads need one row in service/engines/families.py: Family(name,"
+                f" ({model_type!r},), the path from a block to its attention's output projection)"
+            )
         raise UnknownFamily(
-            f"model_type {model_type!r} is read at {Site.RESIDUAL_STREAM} only, not at {', '.join(missing)}: train "
-            f"with --readout {Site.RESIDUAL_STREAM}. {why}"
+            f"model_type {model_type!r} is read at {Site.RESIDUAL_STREAM} only, not at"
+            f" {', '.join(missing)}: train with --readout {Site.RESIDUAL_STREAM}. {why}"
         )
 
 
@@ -154,7 +222,8 @@ def text_config(config: Any) -> Any:
 
 
 def geometry(config: Any) -> Geometry:
-    """Return layers, QUERY heads and head size of a config.  Raises EngineError if the head size is no whole number."""
+    """Return layers, QUERY heads and head size of a config.  Raises EngineError if the head size is
+    no whole number."""
     text = text_config(config)
     hidden, heads, head_dim = int(text.hidden_size), None, None
     with suppress(Exception):  # transformers raises for what differs between blocks
@@ -163,25 +232,43 @@ def geometry(config: Any) -> Geometry:
         heads = getattr(text, "num_attention_heads", None)
     if not isinstance(heads, int) or (head_dim is None and hidden % heads):
         if family_of(config).projection:
-            raise EngineError(f"config: hidden_size {hidden} is not a multiple of {heads} heads; add head_dim to it")
+            raise EngineError(
+                f"config: hidden_size {hidden} is not a multiple of {heads} heads; add head_dim"
+                " to it"
+            )
         heads, head_dim = 1, hidden  # the residual stream has none
     return Geometry(int(text.num_hidden_layers), heads, int(head_dim or hidden // heads), hidden)
 
 
-def block_list(language: nn.Module, num_layers: int, name: str) -> tuple[nn.Module, tuple[nn.Module, ...]]:
-    """Return what holds a model's one outermost list of ``num_layers`` modules, and these.  Raises EngineError."""
+def block_list(
+    language: nn.Module, num_layers: int, name: str
+) -> tuple[nn.Module, tuple[nn.Module, ...]]:
+    """Return what holds a model's one outermost list of ``num_layers`` modules, and these.  Raises
+    EngineError."""
     from torch.nn import ModuleList
 
-    lists = [path for path, one in language.named_modules() if isinstance(one, ModuleList) and len(one) == num_layers]
+    lists = [
+        path
+        for path, one in language.named_modules()
+        if isinstance(one, ModuleList) and len(one) == num_layers
+    ]
     outer = [path for path in lists if not any(path.startswith(f"{other}.") for other in lists)]
     if len(outer) != 1:
-        said = f"has {len(outer)} lists of {num_layers} blocks, as its config's num_hidden_layers says, and not one"
-        raise EngineError(f"{name}: {type(language).__name__} {said}" + f": {', '.join(outer)}" * bool(outer))
-    return language.get_submodule(outer[0].rpartition(".")[0]), tuple(language.get_submodule(outer[0]).children())
+        said = (
+            f"has {len(outer)} lists of {num_layers} blocks, as its config's num_hidden_layers"
+            " says, and not one"
+        )
+        raise EngineError(
+            f"{name}: {type(language).__name__} {said}" + f": {', '.join(outer)}" * bool(outer)
+        )
+    return language.get_submodule(outer[0].rpartition(".")[0]), tuple(
+        language.get_submodule(outer[0]).children()
+    )
 
 
 def locate(model: nn.Module) -> ModelModules:
-    """Find a loaded model's blocks and the modules of its sites.  Raises EngineError if its config contradicts."""
+    """Find a loaded model's blocks and the modules of its sites.  Raises EngineError if its config
+    contradicts."""
     config: Any = model.config
     family, shape = family_of(config), geometry(config)
     language: Any = model
@@ -207,4 +294,6 @@ def _submodule(root: nn.Module, path: str, family: Family) -> nn.Module:
     try:
         return root.get_submodule(path)
     except AttributeError as error:
-        raise EngineError(f"{family.name}: {type(root).__name__} has no module {path!r}: correct its row") from error
+        raise EngineError(
+            f"{family.name}: {type(root).__name__} has no module {path!r}: correct its row"
+        ) from error

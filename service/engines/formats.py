@@ -1,8 +1,9 @@
 """What an answer has to be: JSON of a schema, which decoding is held to token by token.
 
-llguidance makes the grammar, for both engines; it builds automata as they are needed, and counts a part of the cost.  A
-schema comes from a request, and may cost gigabytes and minutes all the same: its size is bounded here, and it is
-compiled and followed in a process of its own (``grammar_process``), which has limits of memory and of CPU time."""
+llguidance makes the grammar, for both engines; it builds automata as they are needed, and counts a
+part of the cost.  A schema comes from a request, and may cost gigabytes and minutes all the same:
+its size is bounded here, and it is compiled and followed in a process of its own
+(``grammar_process``), which has limits of memory and of CPU time."""
 
 from __future__ import annotations
 
@@ -29,21 +30,41 @@ from service.tool_calls import deeper_than
 MOST_CHARACTERS = 32_768  # of a schema's JSON
 MOST_LEVELS = 64  # of its lists and objects
 MOST_REPEATS = 5_000  # of items, characters or properties: each costs the grammar a symbol
-MOST_COMBINED = 4  # patterns, where schemas are combined: time is exponential in how many are intersected
-MOST_WRITTEN_OUT = 10_000  # characters of a pattern, its repeats written out: each token may look at all of them
-_REPEATS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties", "minContains")
+MOST_COMBINED = (
+    4  # patterns, where schemas are combined: time is exponential in how many are intersected
+)
+MOST_WRITTEN_OUT = (
+    10_000  # characters of a pattern, its repeats written out: each token may look at all of them
+)
+_REPEATS = (
+    "minItems",
+    "maxItems",
+    "minLength",
+    "maxLength",
+    "minProperties",
+    "maxProperties",
+    "minContains",
+)
 _COMBINE = ("allOf", "anyOf", "oneOf", "$ref")
 _CHECKED = frozenset((*_REPEATS, *_COMBINE, "pattern", "patternProperties", "x-guidance"))
-_BESIDE = frozenset(("$defs", "definitions", "title", "description", "default", "examples", "$schema", "$id"))
+_BESIDE = frozenset(
+    ("$defs", "definitions", "title", "description", "default", "examples", "$schema", "$id")
+)
 # A fifth and less of the library's own: tens of milliseconds for a grammar, a few for a step.
 LIMITS: dict[str, Any] = {
-    "initial_lexer_fuel": 200_000, "step_lexer_fuel": 50_000, "step_max_items": 20_000, "max_lexer_states": 20_000,
-    "max_grammar_size": 50_000, "precompute_large_lexemes": False, "verbose_errors": False,
-}  # fmt: skip
+    "initial_lexer_fuel": 200_000,
+    "step_lexer_fuel": 50_000,
+    "step_max_items": 20_000,
+    "max_lexer_states": 20_000,
+    "max_grammar_size": 50_000,
+    "precompute_large_lexemes": False,
+    "verbose_errors": False,
+}
 CPU_S = 2.0  # of a format's process, for its grammar, and again for each token
 MEMORY = 64 << 20  # bytes of a format's process, besides what it has when it begins
 MASKS = 64  # of two answers, before an engine gets a schema whose masks it computes itself
-# That a caller's answers may have the engine wait for their masks: at once, and besides for each token and second.
+# That a caller's answers may have the engine wait for their masks: at once, and besides for each
+# token and second.
 WAIT_S, WAIT_PER_TOKEN_S, WAIT_SHARE = 0.5, 0.02, 0.05
 MAX_REMEMBERED = 4096  # callers whose waiting is
 START_S = 120.0  # for the tokenizer's table
@@ -56,7 +77,9 @@ class Format:
 
     schema: str
     param: str
-    compiled: Compiled | None = field(default=None, compare=False, repr=False)  # ``Grammars.prepared``'s, of one engine
+    compiled: Compiled | None = field(
+        default=None, compare=False, repr=False
+    )  # ``Grammars.prepared``'s, of one engine
 
 
 def check_schema(schema: Mapping[str, Any]) -> str:
@@ -66,15 +89,23 @@ def check_schema(schema: Mapping[str, Any]) -> str:
     written = json.dumps(schema, ensure_ascii=False, allow_nan=False)
     if len(written) > MOST_CHARACTERS:
         raise ValueError(f"a schema has at most {MOST_CHARACTERS} characters here")
-    objects = [one for one in _objects(schema) if not _CHECKED.isdisjoint(one)]  # of thousands, few as a rule
+    objects = [
+        one for one in _objects(schema) if not _CHECKED.isdisjoint(one)
+    ]  # of thousands, few as a rule
     for one in objects:
         for name in _REPEATS:
             if isinstance(many := one.get(name), int | float) and many > MOST_REPEATS:
                 raise ValueError(f"'{name}' is at most {MOST_REPEATS} here")
         by_pattern = one.get("patternProperties")
-        for pattern in (one.get("pattern"), *(by_pattern if isinstance(by_pattern, Mapping) else ())):
+        for pattern in (
+            one.get("pattern"),
+            *(by_pattern if isinstance(by_pattern, Mapping) else ()),
+        ):
             if isinstance(pattern, str) and written_out(pattern) > MOST_WRITTEN_OUT:
-                raise ValueError(f"a pattern has at most {MOST_WRITTEN_OUT} characters here, its repeats written out")
+                raise ValueError(
+                    f"a pattern has at most {MOST_WRITTEN_OUT} characters here, its repeats"
+                    " written out"
+                )
         if "x-guidance" in one:
             raise ValueError("'x-guidance' is no keyword of JSON schema")
     if any(map(_combines, objects)):
@@ -83,18 +114,25 @@ def check_schema(schema: Mapping[str, Any]) -> str:
         except RecursionError:
             raise ValueError("the chain of references is too long") from None
         if patterns > MOST_COMBINED:
-            said = f"at most {MOST_COMBINED} patterns and formats are taken where schemas are combined"
-            raise ValueError(f"{said} ({', '.join(_COMBINE)} with others): one text may have to match them all")
+            said = (
+                f"at most {MOST_COMBINED} patterns and formats are taken where schemas are combined"
+            )
+            raise ValueError(
+                f"{said} ({', '.join(_COMBINE)} with others): one text may have to match them all"
+            )
     return written
 
 
 _PARTS = re.compile(
-    r"(?P<repeat>\{\s*(?P<least>\d{1,10})\s*(?:,\s*(?P<most>\d{0,10})\s*)?\})|\\[pPux]\{[^}]{0,64}\}|\\.|.", re.DOTALL
+    r"(?P<repeat>\{\s*(?P<least>\d{1,10})\s*(?:,\s*(?P<most>\d{0,10})\s*)?\})|"
+    r"\\[pPux]\{[^}]{0,64}\}|\\.|.",
+    re.DOTALL,
 )
 
 
 def written_out(pattern: str) -> int:
-    """Return how many characters and classes a regular expression has once its counted repeats are written out."""
+    """Return how many characters and classes a regular expression has once its counted repeats are
+    written out."""
     sizes, last = [0], 0  # of the groups that are open; of what a repeat would repeat
     in_class = False
     for part in _PARTS.finditer(pattern):
@@ -108,7 +146,9 @@ def written_out(pattern: str) -> int:
             sizes.append(0)
             last = 0
         elif part[0] == ")":
-            last = sizes.pop() if len(sizes) > 1 else 0  # one that closes nothing is refused by the grammar's maker
+            last = (
+                sizes.pop() if len(sizes) > 1 else 0
+            )  # one that closes nothing is refused by the grammar's maker
             sizes[-1] += last
         elif part[0] not in "|*+?":
             last, in_class = 1, part[0] == "["
@@ -131,7 +171,9 @@ def _combines(one: Mapping[str, Any]) -> bool:
     """Return whether an answer has to be of several schemas at once."""
     others = one.keys() - _BESIDE
     every = one.get("allOf")
-    return (isinstance(every, list) and len(every) > 1) or (len(others) > 1 and any(name in one for name in _COMBINE))
+    return (isinstance(every, list) and len(every) > 1) or (
+        len(others) > 1 and any(name in one for name in _COMBINE)
+    )
 
 
 class _Patterns:
@@ -139,10 +181,13 @@ class _Patterns:
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
-        self._known: dict[str, int] = {}  # by reference; 0 while it is being counted, so that a cycle ends
+        self._known: dict[
+            str, int
+        ] = {}  # by reference; 0 while it is being counted, so that a cycle ends
 
     def of(self, value: Any) -> int:
-        """Return how many there are.  Raises ValueError for a reference to elsewhere, RecursionError for a long chain.
+        """Return how many there are.  Raises ValueError for a reference to elsewhere,
+        RecursionError for a long chain.
 
         ``properties`` may be called as the keywords are, so nothing but texts counts as one."""
         if isinstance(value, list):
@@ -154,7 +199,13 @@ class _Patterns:
         own += len(by_pattern) if isinstance(by_pattern, Mapping) else 0
         found = value.get("$ref")
         named = self._named(found) if isinstance(found, str) else 0
-        return own + named + sum(self.of(one) for name, one in value.items() if name not in ("$defs", "definitions"))
+        return (
+            own
+            + named
+            + sum(
+                self.of(one) for name, one in value.items() if name not in ("$defs", "definitions")
+            )
+        )
 
     def _named(self, reference: str) -> int:
         if reference not in self._known:
@@ -163,7 +214,8 @@ class _Patterns:
         return self._known[reference]
 
     def _target(self, reference: str) -> Any:
-        """Return what a JSON pointer points to; nothing where nothing is there, which the grammar's maker refuses."""
+        """Return what a JSON pointer points to; nothing where nothing is there, which the grammar's
+        maker refuses."""
         if not re.fullmatch(r"#(/[^%]*)?", reference):
             raise ValueError("a '$ref' where schemas are combined is '#' or '#/..', without %")
         target: Any = self._root
@@ -179,11 +231,14 @@ class _Patterns:
 def refused(asked: Format, failure: str) -> RequestError:
     """Return the error for a schema that cannot be used."""
     reason = " ".join(failure.split())[:300]
-    return RequestError(f"{asked.param}: the schema cannot be compiled: {reason}", param=asked.param)
+    return RequestError(
+        f"{asked.param}: the schema cannot be compiled: {reason}", param=asked.param
+    )
 
 
 class Waiting:
-    """How long the engine still waits for the masks of a caller's answers.  On the engine's thread."""
+    """How long the engine still waits for the masks of a caller's answers.  On the engine's
+    thread."""
 
     def __init__(self) -> None:
         self._left, self._at = WAIT_S, time.monotonic()
@@ -201,7 +256,8 @@ class Waiting:
 
 
 class Compiled:
-    """A schema that is compiled, in a process that ends where this is closed.  Answers: on the engine's thread."""
+    """A schema that is compiled, in a process that ends where this is closed.  Answers: on the
+    engine's thread."""
 
     def __init__(self, channel: socket.socket, waiting: Waiting) -> None:
         self.waiting = waiting
@@ -209,24 +265,37 @@ class Compiled:
         # No __del__: while one runs, another thread would still get this from ``Grammars._live``.
         finalize(self, channel.close)
         self._numbers = count()
-        self._replies: dict[int, list[tuple[int, bytes]]] = {}  # by answer, what came while another was waited for
+        self._replies: dict[
+            int, list[tuple[int, bytes]]
+        ] = {}  # by answer, what came while another was waited for
 
     def compile(self, asked: Format, masks: int, seconds: float) -> None:
-        """Wait at most so long for the grammar.  Raises RequestError; TimeoutError where the time is up."""
+        """Wait at most so long for the grammar.  Raises RequestError; TimeoutError where the time
+        is up."""
         self._channel.settimeout(None if seconds == math.inf else max(seconds, 0.001))
         try:
-            order = {"schema": asked.schema, "limits": LIMITS, "memory": MEMORY, "cpu_s": CPU_S, "masks": masks}
+            order = {
+                "schema": asked.schema,
+                "limits": LIMITS,
+                "memory": MEMORY,
+                "cpu_s": CPU_S,
+                "masks": masks,
+            }
             grammar_process.send_message(self._channel, order)
             failure = grammar_process.received_message(self._channel)
         except TimeoutError:
             raise
         except (EOFError, OSError):
-            failure = f"it takes more than {CPU_S:g} s of time or {MEMORY >> 20} MB of memory; make it smaller"
+            failure = (
+                f"it takes more than {CPU_S:g} s of time or {MEMORY >> 20} MB of memory; make it"
+                " smaller"
+            )
         if failure:
             raise refused(asked, failure)
 
     def begin(self) -> int:
-        """Return the number of a new answer.  Raises EOFError, OSError where the process has ended."""
+        """Return the number of a new answer.  Raises EOFError, OSError where the process has
+        ended."""
         answer = next(self._numbers)
         self._replies[answer] = []
         self._channel.sendall(COMMAND.pack(answer, BEGIN))
@@ -243,7 +312,8 @@ class Compiled:
             self._channel.sendall(COMMAND.pack(answer, END))
 
     def reply(self, answer: int, seconds: float) -> tuple[int, bytes]:
-        """Wait at most so long for an answer's next reply.  Raises as ``begin`` does, TimeoutError among them."""
+        """Wait at most so long for an answer's next reply.  Raises as ``begin`` does, TimeoutError
+        among them."""
         until = time.monotonic() + seconds
         while not self._replies[answer]:
             self._channel.settimeout(max(until - time.monotonic(), 0.001))
@@ -261,12 +331,17 @@ class Compiled:
 
 
 class Grammars:
-    """Formats for the answers of one tokenizer: a process with its table, and one of each format in use.
+    """Formats for the answers of one tokenizer: a process with its table, and one of each format in
+    use.
 
-    Requests of one caller with one schema share it.  All methods are for any thread but an event loop's."""
+    Requests of one caller with one schema share it.  All methods are for any thread but an event
+    loop's."""
 
-    def __init__(self, tokenizer: Any, vocabulary: int, ends: frozenset[int], *, masks: int = 0) -> None:
-        """``vocabulary``: of the logits; ``ends``: tokens that end an answer, none: the tokenizer's own.
+    def __init__(
+        self, tokenizer: Any, vocabulary: int, ends: frozenset[int], *, masks: int = 0
+    ) -> None:
+        """``vocabulary``: of the logits; ``ends``: tokens that end an answer, none: the tokenizer's
+        own.
 
         ``masks``: so many of two answers are computed before a format is taken."""
         backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -280,14 +355,17 @@ class Grammars:
         self._live: WeakValueDictionary[tuple[str, str], Compiled] = WeakValueDictionary()
         self._compiling: dict[Compiled, str] = {}  # whose they are
         self._changing, self._starting = threading.Lock(), threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None  # it starts when the first format comes
+        self._process: subprocess.Popen[bytes] | None = (
+            None  # it starts when the first format comes
+        )
         self._control: socket.socket | None = None
         self._closed = False
 
     def prepared(self, asked: Format, caller: str = "", seconds: float = math.inf) -> Format:
         """Return a format that ``Held`` takes, compiled in at most so many seconds.
 
-        Raises RequestError with the reason for one that cannot be, TimeoutError, Overloaded, EngineError."""
+        Raises RequestError with the reason for one that cannot be, TimeoutError, Overloaded,
+        EngineError."""
         key = caller, asked.schema
         with self._changing:
             live = {own: compiled for own, compiled in self._live.items() if not compiled.closed}
@@ -295,7 +373,10 @@ class Grammars:
                 return replace(asked, compiled=live[key])
             callers = [*(whose for whose, _ in live), *self._compiling.values()]
             if (own := callers.count(caller)) >= MAX_LIVE_OF_CALLER or len(callers) >= MAX_LIVE:
-                raise Overloaded(f"{own} formats of this caller and {len(callers)} in all are in use; try again in 1 s")
+                raise Overloaded(
+                    f"{own} formats of this caller and {len(callers)} in all are in use; try again"
+                    " in 1 s"
+                )
         until = time.monotonic() + seconds
         channel = self._forked(asked)
         with self._changing:
@@ -321,7 +402,11 @@ class Grammars:
         """End all processes; who waits for one has an error at once."""
         with self._changing:
             self._closed = True
-            live, control, process = [*self._live.values(), *self._compiling], self._control, self._process
+            live, control, process = (
+                [*self._live.values(), *self._compiling],
+                self._control,
+                self._process,
+            )
         for compiled in live:
             compiled.close()
         if control is not None and process is not None:
@@ -335,7 +420,9 @@ class Grammars:
         """Return the socket of a new process.  Raises RequestError, EngineError."""
         ours, theirs = socket.socketpair()
         with theirs:
-            for _ in range(2):  # it may have been killed: for all of the machine's memory, for example
+            for _ in range(
+                2
+            ):  # it may have been killed: for all of the machine's memory, for example
                 self._check_open()
                 try:
                     with self._starting:
@@ -357,11 +444,17 @@ class Grammars:
         with theirs:
             descriptor = theirs.fileno()
             # Its modules are found where ours were; the main module is not run again.
-            program = f"import sys; sys.path[:] = {sys.path!r}; from service.engines import grammar_process as process"
+            program = (
+                f"import sys; sys.path[:] = {sys.path!r}; from service.engines import"
+                " grammar_process as process"
+            )
             process = subprocess.Popen(
-                [sys.executable, "-I", "-c", f"{program}; process.main({descriptor})"], pass_fds=[descriptor],
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True,
-            )  # fmt: skip
+                [sys.executable, "-I", "-c", f"{program}; process.main({descriptor})"],
+                pass_fds=[descriptor],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
+            )
         with self._changing:
             self._process, self._control, closed = process, ours, self._closed
             finalize(self, _end, ours, process)
@@ -377,7 +470,8 @@ class Grammars:
     @staticmethod
     def _impossible(asked: Format, failure: str) -> RequestError:
         return RequestError(
-            f"{asked.param}: this model's tokenizer cannot be held to a format: {failure}", param=asked.param
+            f"{asked.param}: this model's tokenizer cannot be held to a format: {failure}",
+            param=asked.param,
         )
 
 
@@ -389,7 +483,8 @@ def _end(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
 
 
 class Held:
-    """One answer that is held to a format.  On the engine's thread, which waits for the process as little as it may."""
+    """One answer that is held to a format.  On the engine's thread, which waits for the process as
+    little as it may."""
 
     def __init__(self, asked: Format) -> None:
         """Raises RequestError where the format's process has ended."""
@@ -403,7 +498,8 @@ class Held:
             raise self._ended(error) from error
 
     def allowed(self) -> bytes:
-        """Return which tokens may come next, a bit for each.  Raises RequestError where it became too much to tell."""
+        """Return which tokens may come next, a bit for each.  Raises RequestError where it became
+        too much to tell."""
         return self._reply()[1]
 
     def take(self, token: int) -> bool:
@@ -436,5 +532,12 @@ class Held:
     def _ended(self, error: Exception) -> RequestError:
         """Return the error for a process that has ended, or that has to, because it is late."""
         self._compiled.close()
-        bounds = f"{WAIT_S:g} s of time" if isinstance(error, TimeoutError) else f"{MEMORY >> 20} MB of memory"
-        return refused(self._asked, f"which tokens may come next takes more than {bounds} to tell; make it smaller")
+        bounds = (
+            f"{WAIT_S:g} s of time"
+            if isinstance(error, TimeoutError)
+            else f"{MEMORY >> 20} MB of memory"
+        )
+        return refused(
+            self._asked,
+            f"which tokens may come next takes more than {bounds} to tell; make it smaller",
+        )

@@ -1,8 +1,9 @@
-"""The process that compiles the grammars of formats and computes their masks: what a request's schema costs is not the
-service's own memory or time.
+"""The process that compiles the grammars of formats and computes their masks: what a request's
+schema costs is not the service's own memory or time.
 
-It holds the tokenizer's table, made once, and forks itself for each format, which is milliseconds; the fork has limits
-of memory and CPU time, which the kernel keeps.  Nothing but llguidance is imported: no thread runs where it forks."""
+It holds the tokenizer's table, made once, and forks itself for each format, which is milliseconds;
+the fork has limits of memory and CPU time, which the kernel keeps.  Nothing but llguidance is
+imported: no thread runs where it forks."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ BEGIN, END = -1, -2
 REPLY = struct.Struct("<iBI")  # number of an answer, one of the four below, bytes that follow
 _PR_SET_PDEATHSIG = 1
 GOES_ON, COMPLETE, MASK, FAILED = range(4)
-# As Python's json.dumps writes it: where whitespace is free, a small model decoded greedily may give nothing else.
+# As Python's json.dumps writes it: where whitespace is free, a small model decoded greedily may
+# give nothing else.
 SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
@@ -49,7 +51,8 @@ def received_message(channel: socket.socket) -> Any:
 
 
 def failure_of(schema: str, limits: dict[str, Any]) -> str:
-    """Return why a JSON schema has no grammar, as far as is known without a tokenizer; "" where it may have one."""
+    """Return why a JSON schema has no grammar, as far as is known without a tokenizer; "" where it
+    may have one."""
     from llguidance import LLMatcher, LLParserLimits
 
     try:
@@ -60,7 +63,8 @@ def failure_of(schema: str, limits: dict[str, Any]) -> str:
 
 
 def main(descriptor: int) -> None:
-    """Make the table of the tokenizer that comes first, then a process for each socket that comes."""
+    """Make the table of the tokenizer that comes first, then a process for each socket that
+    comes."""
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
         signal.signal(ignored, signal.SIG_IGN)  # it ends with the service, whose answers end first
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -91,18 +95,23 @@ def _tokenizer(definition: str, vocabulary: int, ends: list[int] | None) -> Any:
 
 
 def _serve(channel: socket.socket, tokenizer: Any) -> NoReturn:
-    """Compile what comes first, then compute the masks of its answers until the other side closes."""
+    """Compile what comes first, then compute the masks of its answers until the other side
+    closes."""
     status = 1
     try:
         with suppress(AttributeError):  # on Linux it ends with the process that it is a copy of
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # Rust says there that it has no more memory, and aborts
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), 2
+        )  # Rust says there that it has no more memory, and aborts
         for default in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(default, signal.SIG_DFL)
         asked = received_message(channel)
         _limit_memory(asked["memory"])
         seconds: float = asked["cpu_s"]
-        signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF ends a process that does not handle it
+        signal.setitimer(
+            signal.ITIMER_PROF, seconds
+        )  # SIGPROF ends a process that does not handle it
         failure, matcher, first = _compiled(asked["schema"], asked["limits"], tokenizer)
         failure = failure or _failure_on_the_way(matcher, asked["masks"])
         send_message(channel, failure)
@@ -134,7 +143,8 @@ def _compiled(schema: str, limits: dict[str, Any], tokenizer: Any) -> tuple[str,
 
 
 def _failure_on_the_way(compiled: Any, masks: int) -> str:
-    """Return what fails in the first masks of two answers, of the lowest tokens and of the highest; "" for nothing."""
+    """Return what fails in the first masks of two answers, of the lowest tokens and of the highest;
+    "" for nothing."""
     for highest in (False, True):
         matcher = compiled.deep_copy()
         for _ in range(masks):

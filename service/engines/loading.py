@@ -1,4 +1,5 @@
-"""A model and its tokenizer from engine options, and the digest over a model that was built in memory."""
+"""A model and its tokenizer from engine options, and the digest over a model that was built in
+memory."""
 
 from __future__ import annotations
 
@@ -11,7 +12,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+)
 
 from service.engines import checkpoint, places
 from service.engines.adapters import config_of
@@ -40,7 +46,8 @@ EXTRA_OPTIONS = frozenset({"attn_implementation"})
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A model before its weights are read.  ``loader_arguments`` are for transformers' ``from_pretrained``."""
+    """A model before its weights are read.  ``loader_arguments`` are for transformers'
+    ``from_pretrained``."""
 
     loader_arguments: dict[str, Any]
     config: Any
@@ -55,11 +62,14 @@ def find_model_files(options: EngineOptions) -> ModelFiles:
     local, offline = places.place_of(options.model), True
     if local is not None:
         if options.revision is not None:
-            raise ModelLoadError(f"{local} is on disk, without revisions; leave it out", param="revision")
+            raise ModelLoadError(
+                f"{local} is on disk, without revisions; leave it out", param="revision"
+            )
         local = places.folder_of(local) if places.is_gguf(local) else local
         checkpoint.check_folder(local)
     else:
-        # Where the hub cannot be reached, what was downloaded before is read without asking for news of it.
+        # Where the hub cannot be reached, what was downloaded before is read without asking for
+        # news of it.
         offline = not places.reachable(options.model, options.revision)
     arguments: dict[str, Any] = {"pretrained_model_name_or_path": str(local or options.model)}
     arguments |= {"local_files_only": offline, "trust_remote_code": options.trust_remote_code}
@@ -68,8 +78,12 @@ def find_model_files(options: EngineOptions) -> ModelFiles:
         folder = checkpoint.snapshot_of(options.model, options.revision)
         # Of one commit, though the branch may move while the files are downloaded.
         arguments["revision"] = folder.name
-    config = _attempt("configuration", options, lambda: AutoConfig.from_pretrained(**arguments), folder)
-    tokenizer = _attempt("tokenizer", options, lambda: AutoTokenizer.from_pretrained(**arguments), folder)
+    config = _attempt(
+        "configuration", options, lambda: AutoConfig.from_pretrained(**arguments), folder
+    )
+    tokenizer = _attempt(
+        "tokenizer", options, lambda: AutoTokenizer.from_pretrained(**arguments), folder
+    )
     if local is not None:
         # The folder's name without its path, because the name is sent to clients.
         return ModelFiles(arguments, config, tokenizer, local.resolve().name, local)
@@ -87,7 +101,9 @@ def load(options: EngineOptions, sites: Iterable[Site] = ()) -> tuple[Any, Model
     # Only ``eager`` caps attention logits (Gemma 2).
     capped = getattr(text_config(files.config), "attn_logit_softcapping", None) is not None
     attention = {"attn_implementation": "eager"} if capped else {}
-    arguments = files.loader_arguments | {"config": files.config, "output_loading_info": True} | attention
+    arguments = (
+        files.loader_arguments | {"config": files.config, "output_loading_info": True} | attention
+    )
     dtype = choose_dtype(options.dtype, files.config, device)
     arguments |= {"dtype": dtype, **options.extra}
     with read_for(files.config, dtype, device):
@@ -97,7 +113,10 @@ def load(options: EngineOptions, sites: Iterable[Site] = ()) -> tuple[Any, Model
         said = f"{options.model} holds an adapter beside its weights"
         raise ModelLoadError(f"{said}: move it out, and name it as the adapter", param="model")
     if missing := sorted(report["missing_keys"]):
-        said = f"the checkpoint of {options.model} lacks {len(missing)} parameter(s), first {missing[0]}"
+        said = (
+            f"the checkpoint of {options.model} lacks {len(missing)} parameter(s), first"
+            f" {missing[0]}"
+        )
         raise ModelLoadError(f"{said}; download the model again", param="model")
     if options.adapter is not None:
         _load_adapter(model, options.adapter, options)
@@ -105,14 +124,22 @@ def load(options: EngineOptions, sites: Iterable[Site] = ()) -> tuple[Any, Model
 
 
 def _load_adapter(model: Any, folder: str, options: EngineOptions) -> None:
-    """Put an adapter into the model's layers.  Raises ModelLoadError without PEFT, or where weights do not fit."""
+    """Put an adapter into the model's layers.  Raises ModelLoadError without PEFT, or where weights
+    do not fit."""
     config_of(folder)
     if importlib.util.find_spec("peft") is None:
-        raise ModelLoadError("an adapter needs PEFT: pip install 'hallutracer[lora]'", param="adapter")
+        raise ModelLoadError(
+            "an adapter needs PEFT: pip install 'hallutracer[lora]'", param="adapter"
+        )
     place = str(Path(folder).resolve())
     report = _attempt("adapter", options, lambda: model.load_adapter(place))
-    if wrong := sorted({*report.missing_keys, *report.unexpected_keys, *map(str, report.mismatched_keys)}):
-        said = f"{len(wrong)} of its weights do not fit {options.model}, first {wrong[0]}; name its base model"
+    if wrong := sorted(
+        {*report.missing_keys, *report.unexpected_keys, *map(str, report.mismatched_keys)}
+    ):
+        said = (
+            f"{len(wrong)} of its weights do not fit {options.model}, first {wrong[0]}; name its"
+            " base model"
+        )
         raise ModelLoadError(f"the adapter {folder} is another model's: {said}", param="adapter")
 
 
@@ -132,26 +159,41 @@ def check_options(options: EngineOptions) -> None:
         ("max_batch_tokens", tokens is None or tokens >= 1, "be at least 1"),
     ):
         if not valid:
-            raise ModelLoadError(f"{name} is {getattr(options, name)!r}; it must {expected}", param=name)
+            raise ModelLoadError(
+                f"{name} is {getattr(options, name)!r}; it must {expected}", param=name
+            )
     if unknown:
-        said = f"the transformers engine has no option {', '.join(unknown)}; it takes {', '.join(EXTRA_OPTIONS)}"
+        said = (
+            f"the transformers engine has no option {', '.join(unknown)}; it takes"
+            f" {', '.join(EXTRA_OPTIONS)}"
+        )
         raise ModelLoadError(said, param="extra")
 
 
 def choose_dtype(dtype: str, config: Any, device: torch.device) -> torch.dtype:
-    """Return the dtype; ``auto`` is float32 on CPU, the checkpoint's own on CUDA.  Raises ModelLoadError."""
+    """Return the dtype; ``auto`` is float32 on CPU, the checkpoint's own on CUDA.  Raises
+    ModelLoadError."""
     if dtype != "auto":
         return DTYPES[dtype]
     if device.type == "cpu":
         return torch.float32
-    own: torch.dtype = getattr(config, "dtype", None) or getattr(text_config(config), "dtype", None) or torch.float32
+    own: torch.dtype = (
+        getattr(config, "dtype", None)
+        or getattr(text_config(config), "dtype", None)
+        or torch.float32
+    )
     if own not in DTYPES.values():
-        raise ModelLoadError(f"the checkpoint's dtype {own} is not supported; set dtype to bfloat16", param="dtype")
+        raise ModelLoadError(
+            f"the checkpoint's dtype {own} is not supported; set dtype to bfloat16", param="dtype"
+        )
     return own
 
 
-def _attempt(what: str, options: EngineOptions, action: Callable[[], Any], folder: Path | None = None) -> Any:
-    """Return what the action does.  Raises ModelLoadError, of a file in ``folder`` that is none in better words."""
+def _attempt(
+    what: str, options: EngineOptions, action: Callable[[], Any], folder: Path | None = None
+) -> Any:
+    """Return what the action does.  Raises ModelLoadError, of a file in ``folder`` that is none in
+    better words."""
     try:
         return action()
     except Exception as error:  # file formats raise their own types (safetensors, tokenizers)
@@ -159,30 +201,41 @@ def _attempt(what: str, options: EngineOptions, action: Callable[[], Any], folde
             checkpoint.check_files(folder)
             checkpoint.check_whole(folder)
             if what == "tokenizer" and not any((folder / name).is_file() for name in TOKENIZERS):
-                said = f"{folder} has no tokenizer; expected {TOKENIZERS[0]}, as it lies beside the model's own weights"
+                said = (
+                    f"{folder} has no tokenizer; expected {TOKENIZERS[0]}, as it lies beside the"
+                    " model's own weights"
+                )
                 raise ModelLoadError(said, param="model") from None
         told = str(error).lower()
         full = isinstance(error, torch.OutOfMemoryError | MemoryError)
         if full or "out of memory" in told or "can't allocate memory" in told:
-            message = f"{options.model} does not fit into memory on device {options.device}; use dtype bfloat16"
+            message = (
+                f"{options.model} does not fit into memory on device {options.device}; use dtype"
+                " bfloat16"
+            )
         else:
             message = (
-                f"the {what} of {options.model} cannot be loaded: {type(error).__name__}: {_beginning(str(error))}"
+                f"the {what} of {options.model} cannot be loaded: {type(error).__name__}:"
+                f" {_beginning(str(error))}"
             )
         raise ModelLoadError(message, param="model") from error
 
 
 def _beginning(told: str) -> str:
-    """Return the first paragraph of a library's message in one line; further ones list classes and its own options."""
+    """Return the first paragraph of a library's message in one line; further ones list classes and
+    its own options."""
     first = " ".join(told.strip().split("\n\n")[0].split())
     return first if len(first) <= MOST_TOLD else f"{first[:MOST_TOLD]} .."
 
 
 def memory_fingerprint(model: nn.Module) -> str:
-    """Return sha256 over config and every parameter's name, dtype, shape and bytes, for a model built in memory."""
+    """Return sha256 over config and every parameter's name, dtype, shape and bytes, for a model
+    built in memory."""
     config: Any = model.config
     digest = hashlib.sha256(checkpoint.canonical(config.to_dict()))
     for name, parameter in sorted(model.named_parameters()):
         digest.update(checkpoint.canonical([name, str(parameter.dtype), list(parameter.shape)]))
-        digest.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        digest.update(
+            parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        )
     return digest.hexdigest()

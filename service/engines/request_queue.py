@@ -1,7 +1,9 @@
-"""The requests of a scheduler: which of them the engine works for next, by caller, order and space in the cache.
+"""The requests of a scheduler: which of them the engine works for next, by caller, order and space
+in the cache.
 
-Whoever was given the fewest seconds of the engine goes first (``shares``), then by place; prompts of similar length
-join a batch.  A step of decoding takes one answer of each caller, then a second of each."""
+Whoever was given the fewest seconds of the engine goes first (``shares``), then by place; prompts
+of similar length join a batch.  A step of decoding takes one answer of each caller, then a second
+of each."""
 
 from __future__ import annotations
 
@@ -14,7 +16,15 @@ from dataclasses import dataclass, field
 from itertools import count, islice
 
 from service.engines import base
-from service.engines.base import FIRST_COME, EngineGate, PrefillResult, Sampling, TokenIds, Turn, Update
+from service.engines.base import (
+    FIRST_COME,
+    EngineGate,
+    PrefillResult,
+    Sampling,
+    TokenIds,
+    Turn,
+    Update,
+)
 from service.engines.bridge import Outbox
 from service.engines.shares import Kind, Shares
 from service.readout import Probes
@@ -28,7 +38,8 @@ MAX_TOGETHER = 32  # answers in a step of decoding
 
 @dataclass(eq=False, slots=True)
 class EngineRequest:
-    """One prompt inside a scheduler, from its arrival to its last token.  ``sampling`` None scores only."""
+    """One prompt inside a scheduler, from its arrival to its last token.  ``sampling`` None scores
+    only."""
 
     prompt: TokenIds
     probes: Sequence[Probes]
@@ -38,7 +49,9 @@ class EngineRequest:
     outbox: Outbox
     turn: Turn = FIRST_COME
     answer_probes: Probes | None = None
-    inbox: asyncio.Queue[Update | BaseException | None] = field(default_factory=asyncio.Queue)  # None: the end
+    inbox: asyncio.Queue[Update | BaseException | None] = field(
+        default_factory=asyncio.Queue
+    )  # None: the end
     queued: float = field(default_factory=time.monotonic)
     cancelled: bool = False  # written by the consumer's loop, read by the engine's thread
     finished: bool = False  # written by the engine's thread
@@ -61,7 +74,8 @@ class EngineRequest:
         self.outbox.put(self.inbox, update)
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Free the cache; put the end of the updates, or the error that ended them, into the outbox."""
+        """Free the cache; put the end of the updates, or the error that ended them, into the
+        outbox."""
         self.finished = True
         if self.passes is not None:
             self.passes.close()
@@ -71,7 +85,8 @@ class EngineRequest:
 
 
 class RequestQueue:
-    """Waiting requests by place, then arrival, under the owner's lock; what has begun, on its thread."""
+    """Waiting requests by place, then arrival, under the owner's lock; what has begun, on its
+    thread."""
 
     def __init__(self, max_batch_tokens: int, max_kv_tokens: int) -> None:
         self._max_batch_tokens, self._max_kv_tokens = max_batch_tokens, max_kv_tokens
@@ -87,10 +102,11 @@ class RequestQueue:
         insort_right(self.waiting, request, key=lambda waiting: waiting.turn.place)
 
     def next_batch(self) -> list[EngineRequest]:
-        """Remove and return the next batch; empty if no request can start, or if it is an answer's turn.
+        """Remove and return the next batch; empty if no request can start, or if it is an answer's
+        turn.
 
-        Requests that may be decoded form batches of their own, a long one runs alone and stays in ``reading``.  Who has
-        left is removed."""
+        Requests that may be decoded form batches of their own, a long one runs alone and stays in
+        ``reading``.  Who has left is removed."""
         for request in self.reading:
             if request.cancelled:
                 request.finish()
@@ -114,7 +130,9 @@ class RequestQueue:
         similar = [
             other
             for other in candidates
-            if other is not first and not other.long and (other.sampling is None) == (first.sampling is None)
+            if other is not first
+            and not other.long
+            and (other.sampling is None) == (first.sampling is None)
         ]
         similar.sort(key=lambda request: abs(len(request.prompt) - len(first.prompt)))  # stable
         for request in similar:
@@ -135,7 +153,9 @@ class RequestQueue:
         for request in sorted(self.waiting, key=self._order):
             if tokens := self._kv_tokens(request):
                 caller = request.turn.caller
-                limit = self._max_kv_tokens - (self._max_kv_tokens // KV_RESERVE if held[caller] else 0)
+                limit = self._max_kv_tokens - (
+                    self._max_kv_tokens // KV_RESERVE if held[caller] else 0
+                )
                 # None overtakes a request that waits for space: a large one would starve.
                 blocked = blocked or (total > 0 and total + tokens > limit)
                 if blocked:
@@ -145,7 +165,8 @@ class RequestQueue:
             yield request
 
     def _kv_tokens(self, request: EngineRequest) -> int:
-        """Return what it holds of the cache, scores from their first to their last pass; they leave half of it."""
+        """Return what it holds of the cache, scores from their first to their last pass; they leave
+        half of it."""
         if request.sampling is None and request.long:
             return min(len(request.prompt), self._max_kv_tokens // 2)
         return request.kv_tokens
@@ -155,12 +176,15 @@ class RequestQueue:
 
     def give(self, requests: Sequence[EngineRequest], seconds: float) -> None:
         """Note that the engine worked so long for these, for prompts by their lengths."""
-        sizes = [1 if request.continuation is not None else len(request.prompt) for request in requests]
+        sizes = [
+            1 if request.continuation is not None else len(request.prompt) for request in requests
+        ]
         for request, size in zip(requests, sizes, strict=True):
             self._shares.give(request.turn.caller, _kind(request), seconds * size / sum(sizes))
 
     def next_step(self) -> list[EngineRequest]:
-        """Return the answers whose turn it is, one of each caller, then a second of each; they go to the end."""
+        """Return the answers whose turn it is, one of each caller, then a second of each; they go
+        to the end."""
         if self.answering:
             first = min(self.answering, key=self._order)
             self._shares.begin(first.turn.caller, _kind(first))
@@ -178,4 +202,10 @@ class RequestQueue:
 
 
 def _kind(request: EngineRequest) -> Kind:
-    return Kind.ANSWER if request.continuation is not None else Kind.LONG if request.long else Kind.PROMPT
+    return (
+        Kind.ANSWER
+        if request.continuation is not None
+        else Kind.LONG
+        if request.long
+        else Kind.PROMPT
+    )

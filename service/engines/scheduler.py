@@ -1,10 +1,12 @@
-"""An ``Engine`` on any batch engine: one thread that runs batches of similar lengths and decodes callers in turn.
+"""An ``Engine`` on any batch engine: one thread that runs batches of similar lengths and decodes
+callers in turn.
 
-Each turn is one forward pass for a batch and all of its bundles, one of the passes of a long prompt, or steps of
-decoding for about ``QUANTUM_S``.  ``request_queue`` says for whom.
+Each turn is one forward pass for a batch and all of its bundles, one of the passes of a long
+prompt, or steps of decoding for about ``QUANTUM_S``.  ``request_queue`` says for whom.
 
-The thread starts with the first ``answer``.  Until then, as in training, synchronous calls run on the caller's thread:
-when two threads have run torch, OpenMP stops spinning, which makes small forward passes 2.5 times slower."""
+The thread starts with the first ``answer``.  Until then, as in training, synchronous calls run on
+the caller's thread: when two threads have run torch, OpenMP stops spinning, which makes small
+forward passes 2.5 times slower."""
 
 from __future__ import annotations
 
@@ -42,7 +44,8 @@ T = TypeVar("T")
 P = ParamSpec("P")
 SPEED_LASTS_S = 60.0  # after that a speed is of a machine as it was, and nobody is refused by it
 SPEEDS = 8  # of the newest passes
-QUANTUM_S = 0.05  # how long decoding holds the engine, one step at least, before prompts may have their turn
+# how long decoding holds the engine, one step at least, before prompts may have their turn
+QUANTUM_S = 0.05
 
 
 class Scheduled:
@@ -51,20 +54,39 @@ class Scheduled:
     scores_overtake_answers = True
 
     def __init__(
-        self, batch: BatchEngine, *, max_kv_tokens: int = KV_TOKENS, max_wait_s: float = 0.0,
+        self,
+        batch: BatchEngine,
+        *,
+        max_kv_tokens: int = KV_TOKENS,
+        max_wait_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
-        """Own ``batch``; ``max_kv_tokens``: of all answers; ``max_wait_s``: for a batch as large as the last."""
+    ) -> None:
+        """Own ``batch``; ``max_kv_tokens``: of all answers; ``max_wait_s``: for a batch as large as
+        the last."""
         self.batch, self._clock = batch, clock
-        self.identity, self.counters, self.special_tokens = batch.identity, batch.counters, batch.special_tokens
+        self.identity, self.counters, self.special_tokens = (
+            batch.identity,
+            batch.counters,
+            batch.special_tokens,
+        )
         self.max_batch_tokens: int = batch.max_batch_tokens
         self.reads_answers = batch.reads_answers
-        self.tokenize, self.render_chat, self.detokenize = batch.tokenize, batch.render_chat, batch.detokenize
+        self.tokenize, self.render_chat, self.detokenize = (
+            batch.tokenize,
+            batch.render_chat,
+            batch.detokenize,
+        )
         self.spell, self.check, self.prepared = batch.spell, batch.check, batch.prepared
         self.renders_alike = batch.renders_alike
         # While prompts are being served, these run between turns.
-        self._score, self.extract = self._between_turns(batch.score), self._between_turns(batch.extract)
-        self.generate, self.sample = self._between_turns(batch.generate), self._between_turns(batch.sample)
+        self._score, self.extract = (
+            self._between_turns(batch.score),
+            self._between_turns(batch.extract),
+        )
+        self.generate, self.sample = (
+            self._between_turns(batch.generate),
+            self._between_turns(batch.sample),
+        )
         self.next_token = self._between_turns(batch.next_token)
         self.on_prefill: Callable[[int, int], None] = lambda prompts, tokens: None
         self._max_wait_s = max_wait_s
@@ -85,16 +107,20 @@ class Scheduled:
 
     @property
     def prefill_speed(self) -> float | None:
-        """Prompt tokens a second of forward passes at least half full, the fastest of late; None: none was."""
+        """Prompt tokens a second of forward passes at least half full, the fastest of late; None:
+        none was."""
         now = self._clock()
         return max((speed for at, speed in self._speeds if now - at <= SPEED_LASTS_S), default=None)
 
     @property
     def waited_for_cpu_s(self) -> float:
-        """As Linux counts it, with the time for which a container's limit held the thread; 0 elsewhere."""
+        """As Linux counts it, with the time for which a container's limit held the thread; 0
+        elsewhere."""
         with suppress(OSError, ValueError, IndexError):
             number = None if self._thread is None else self._thread.native_id
-            return int(Path(f"/proc/self/task/{number}/schedstat").read_text("ascii").split()[1]) / 1e9
+            return (
+                int(Path(f"/proc/self/task/{number}/schedstat").read_text("ascii").split()[1]) / 1e9
+            )
         return 0.0
 
     @property
@@ -103,16 +129,30 @@ class Scheduled:
         return not (self._closed or self._broken)
 
     async def answer(
-        self, prompt: TokenIds, probes: Sequence[Probes], *, first_token: bool = False,
-        sampling: Sampling | None = None, gate: EngineGate | None = None, turn: Turn = FIRST_COME,
+        self,
+        prompt: TokenIds,
+        probes: Sequence[Probes],
+        *,
+        first_token: bool = False,
+        sampling: Sampling | None = None,
+        gate: EngineGate | None = None,
+        turn: Turn = FIRST_COME,
         answer_probes: Probes | None = None,
-    ) -> AsyncGenerator[Update, None]:  # fmt: skip
+    ) -> AsyncGenerator[Update, None]:
         """Yield the updates of ``base.Engine.answer``."""
         if sampling is not None:
             check_sampling(sampling)
         outbox = self._outboxes.of(asyncio.get_running_loop())
         request = EngineRequest(
-            prompt, probes, first_token, sampling, gate, outbox, turn, answer_probes, queued=self._clock()
+            prompt,
+            probes,
+            first_token,
+            sampling,
+            gate,
+            outbox,
+            turn,
+            answer_probes,
+            queued=self._clock(),
         )
         with self._changed:
             if not self.alive:
@@ -131,9 +171,15 @@ class Scheduled:
                 request.cancelled = True
 
     def score(
-        self, prompts: base.Prompts, probes: Sequence[Probes], *, first_token: bool = False, last: Sequence[int] = ()
+        self,
+        prompts: base.Prompts,
+        probes: Sequence[Probes],
+        *,
+        first_token: bool = False,
+        last: Sequence[int] = (),
     ) -> list[PrefillResult]:
-        """As ``base.LoadedModel.score``; while prompts are being served, each has its turn among those of callers."""
+        """As ``base.LoadedModel.score``; while prompts are being served, each has its turn among
+        those of callers."""
         with self._changed:
             serving = self._serving
         if not serving:
@@ -204,22 +250,29 @@ class Scheduled:
                     self._outboxes.flush()
         except BaseException:
             self._broken = True
-            log.critical("the engine's thread failed; nothing more can be scored: restart the service", exc_info=True)
+            log.critical(
+                "the engine's thread failed; nothing more can be scored: restart the service",
+                exc_info=True,
+            )
         finally:
             self._abandon(batch)
 
     def _next_turn(self) -> tuple[list[Callable[[], None]], list[EngineRequest]]:
-        """Return the calls to run and the prompts to prefill now; no prompts if it is an answer's turn, or on close."""
+        """Return the calls to run and the prompts to prefill now; no prompts if it is an answer's
+        turn, or on close."""
         queue = self._queue
         with self._changed:
             self._changed.wait_for(
-                lambda: self._closed or self._calls or queue.answering or queue.reading or queue.waiting
+                lambda: (
+                    self._closed or self._calls or queue.answering or queue.reading or queue.waiting
+                )
             )
             if (
                 not queue.answering and not queue.reading and self._last_batch > 1
             ):  # the batching delay; a single client never waits
                 self._changed.wait_for(
-                    lambda: self._closed or self._calls or len(queue.waiting) >= self._last_batch, self._max_wait_s
+                    lambda: self._closed or self._calls or len(queue.waiting) >= self._last_batch,
+                    self._max_wait_s,
                 )
             calls, self._calls = self._calls, []
             return calls, [] if self._closed else queue.next_batch()
@@ -296,7 +349,9 @@ class Scheduled:
         self._note_pass(len(batch), sum(len(prompt) for prompt in prompts), started)
         self._last_batch = len(batch)
         for request, result, continuation in zip(batch, results, continuations, strict=True):
-            trajectories = tuple(result.trajectories[columns[id(probe)]] for probe in request.probes)
+            trajectories = tuple(
+                result.trajectories[columns[id(probe)]] for probe in request.probes
+            )
             own = PrefillResult(trajectories, result.first_token, result.prompt_tokens)
             self._prefilled(request, own, continuation, started)
 
@@ -307,16 +362,24 @@ class Scheduled:
         self.on_prefill(prompts, tokens)
 
     def _prefilled(
-        self, request: EngineRequest, result: PrefillResult, continuation: base.Continuation | None, started: float
+        self,
+        request: EngineRequest,
+        result: PrefillResult,
+        continuation: base.Continuation | None,
+        started: float,
     ) -> None:
         request.continuation = continuation
-        request.send(Update(result, queue_s=started - request.queued, prefill_s=self._clock() - started))
+        request.send(
+            Update(result, queue_s=started - request.queued, prefill_s=self._clock() - started)
+        )
         closed = request.gate is not None and request.gate.closes(result)
         if continuation is None or request.sampling is None or request.cancelled or closed:
             request.finish()
         else:
             continuation.answer_probes = request.answer_probes
-            request.pieces = continuation.decode(request.sampling, partial(getattr, request, "cancelled"))
+            request.pieces = continuation.decode(
+                request.sampling, partial(getattr, request, "cancelled")
+            )
             self._queue.answering.insert(0, request)
 
     def _step(self, answers: Sequence[EngineRequest]) -> None:
@@ -345,19 +408,24 @@ class Scheduled:
                 self._queue.answering.remove(request)
 
     def _go_on(self, requests: Sequence[EngineRequest]) -> dict[EngineRequest, Exception]:
-        """Run the next step; return those that failed.  A step that fails is run again by halves: one may fail all."""
+        """Run the next step; return those that failed.  A step that fails is run again by halves:
+        one may fail all."""
         try:
             self.batch.step_together([request.continuation for request in requests])
         except Exception as error:
             if len(requests) <= 1:
                 return dict.fromkeys(requests, error)
-            log.warning("a step of %d answers failed (%s); it is run again by halves", len(requests), error)
+            log.warning(
+                "a step of %d answers failed (%s); it is run again by halves", len(requests), error
+            )
             half = len(requests) // 2
             return self._go_on(requests[:half]) | self._go_on(requests[half:])
         return {}
 
     def _abandon(self, batch: Sequence[EngineRequest]) -> None:
-        error = EngineError("the engine was closed" if self._closed else "the engine's thread failed")
+        error = EngineError(
+            "the engine was closed" if self._closed else "the engine's thread failed"
+        )
         with self._changed:
             left = [*batch, *self._queue.waiting, *self._queue.reading, *self._queue.answering]
             self._queue.waiting, self._queue.reading, self._queue.answering = [], [], []

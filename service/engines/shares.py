@@ -1,7 +1,9 @@
-"""Who has the engine next: its time is shared evenly by callers, and a caller's share by the kinds of its work.
+"""Who has the engine next: its time is shared evenly by callers, and a caller's share by the kinds
+of its work.
 
-Start-time fair queueing (Goyal, Vin, Cheng, 1996), in seconds of the engine: whoever was given least goes first, and
-whoever comes back starts where the others are.  On the engine's thread only."""
+Start-time fair queueing (Goyal, Vin, Cheng, 1996), in seconds of the engine: whoever was given
+least goes first, and whoever comes back starts where the others are.  On the engine's thread
+only."""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ class Account(Generic[Name]):
         self._now = 0.0  # what the one had that went last, before it went
 
     def given(self, name: Name) -> float:
-        """Return what counts as given: one that had nothing to do was given what the others were meanwhile."""
+        """Return what counts as given: one that had nothing to do was given what the others were
+        meanwhile."""
         return max(self._now, self._given.get(name, 0.0))
 
     def begin(self, name: Name) -> None:

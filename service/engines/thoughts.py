@@ -6,8 +6,9 @@ import re
 from collections.abc import Iterable
 
 _NAME = r"(?:[a-z]+:)?(?:think(?:ing)?|thoughts?|reasoning|reflection)"
-# What opens a thought, and what closes it: tags as of DeepSeek, Qwen and Seed, Mistral's and Cohere's, the channels of
-# gpt-oss and of Gemma.  Of a closing tag alone the opening one stands in the prompt, where the chat template writes it.
+# What opens a thought, and what closes it: tags as of DeepSeek, Qwen and Seed, Mistral's and
+# Cohere's, the channels of gpt-oss and of Gemma. Of a closing tag alone the opening one stands in
+# the prompt, where the chat template writes it.
 _PAIRS = (
     (rf"<{_NAME}>", rf"</{_NAME}>"),
     (r"\[think\]", r"\[/think\]"),
@@ -22,7 +23,12 @@ _WHOLE = re.compile("|".join(f"{opening}.*?{closing}" for opening, closing in _P
 _OPENING = re.compile("|".join(opening for opening, _ in _PAIRS), _FLAGS)
 _CLOSING = re.compile("|".join(closing for _, closing in _PAIRS), _FLAGS)
 _OPENED_LAST = re.compile(rf"(?:{_OPENING.pattern})\s*(?:<\|message\|>)?\s*\Z", _FLAGS)
-_PARTS = ("<|channel|>", "<|message|>", "<|channel>", "<channel|>")  # special tokens that are a part of a mark
+_PARTS = (
+    "<|channel|>",
+    "<|message|>",
+    "<|channel>",
+    "<channel|>",
+)  # special tokens that are a part of a mark
 TAIL = 32  # last tokens of a prompt, which hold any mark
 OPENED = "<think>"  # stands for whatever a template opens a thought with
 
@@ -38,15 +44,21 @@ def spoken(answer: str) -> str | None:
 
 
 def opens_thought(prompt: str) -> bool:
-    """Return whether a prompt ends with what opens a thought, as where the chat template ends in ``<think>``."""
+    """Return whether a prompt ends with what opens a thought, as where the chat template ends in
+    ``<think>``."""
     return _OPENED_LAST.search(prompt) is not None
 
 
 def with_marks(text: str, spelt: str, special_tokens: Iterable[str]) -> str:
-    """Return an answer's text, with those of the special tokens, which are only in ``spelt``, that mark a thought."""
+    """Return an answer's text, with those of the special tokens, which are only in ``spelt``, that
+    mark a thought."""
     if spoken(text) != text or spoken(spelt) == spelt:
         return text
     for token in special_tokens:
-        if token not in _PARTS and _OPENING.search(token) is None and _CLOSING.search(token) is None:
+        if (
+            token not in _PARTS
+            and _OPENING.search(token) is None
+            and _CLOSING.search(token) is None
+        ):
             spelt = spelt.replace(token, "")
     return spelt

@@ -1,1 +1,2 @@
-"""Stores scored prompts, one row each, and users' labels of their answers, in SQLite or PostgreSQL."""
+"""Stores scored prompts, one row each, and users' labels of their answers, in SQLite or
+PostgreSQL."""

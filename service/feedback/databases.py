@@ -23,19 +23,23 @@ CREATE TABLE IF NOT EXISTS hallutracer_feedback (format INTEGER PRIMARY KEY);
 CREATE TABLE IF NOT EXISTS hallutracer_answers (
     uid TEXT PRIMARY KEY, request_id TEXT NOT NULL, place INTEGER NOT NULL, caller TEXT NOT NULL,
     time DOUBLE PRECISION NOT NULL, route TEXT NOT NULL, model TEXT NOT NULL, bundle TEXT NOT NULL,
-    digest TEXT NOT NULL, probes TEXT NOT NULL, policy TEXT NOT NULL, threshold DOUBLE PRECISION NOT NULL,
-    risk DOUBLE PRECISION NOT NULL, flagged INTEGER NOT NULL, decision TEXT NOT NULL, signals TEXT NOT NULL,
-    mark TEXT NOT NULL, prompt TEXT, drawn INTEGER NOT NULL DEFAULT 0);
+    digest TEXT NOT NULL, probes TEXT NOT NULL, policy TEXT NOT NULL,
+    threshold DOUBLE PRECISION NOT NULL, risk DOUBLE PRECISION NOT NULL, flagged INTEGER NOT NULL,
+    decision TEXT NOT NULL, signals TEXT NOT NULL, mark TEXT NOT NULL, prompt TEXT,
+    drawn INTEGER NOT NULL DEFAULT 0);
 CREATE INDEX IF NOT EXISTS hallutracer_answers_request ON hallutracer_answers (request_id, place);
 CREATE INDEX IF NOT EXISTS hallutracer_answers_time ON hallutracer_answers (time);
 CREATE INDEX IF NOT EXISTS hallutracer_answers_probes ON hallutracer_answers (probes);
-CREATE INDEX IF NOT EXISTS hallutracer_answers_drawn ON hallutracer_answers (digest, time, mark) WHERE drawn = 1;
+CREATE INDEX IF NOT EXISTS hallutracer_answers_drawn
+    ON hallutracer_answers (digest, time, mark) WHERE drawn = 1;
 CREATE TABLE IF NOT EXISTS hallutracer_labels (
     number %(number)s, answer TEXT NOT NULL REFERENCES hallutracer_answers (uid) ON DELETE CASCADE,
     caller TEXT NOT NULL, label TEXT NOT NULL, comment TEXT, time DOUBLE PRECISION NOT NULL);
 CREATE INDEX IF NOT EXISTS hallutracer_labels_answer ON hallutracer_labels (answer);
-CREATE TABLE IF NOT EXISTS hallutracer_retention (number INTEGER PRIMARY KEY, believed DOUBLE PRECISION NOT NULL);
-INSERT INTO hallutracer_feedback (format) SELECT {_FORMAT} WHERE NOT EXISTS (SELECT 1 FROM hallutracer_feedback)
+CREATE TABLE IF NOT EXISTS hallutracer_retention (
+    number INTEGER PRIMARY KEY, believed DOUBLE PRECISION NOT NULL);
+INSERT INTO hallutracer_feedback (format) SELECT {_FORMAT}
+    WHERE NOT EXISTS (SELECT 1 FROM hallutracer_feedback)
 """
 
 
@@ -69,7 +73,9 @@ class Database:
     def run(self, sql: str, values: Sequence[Any] = ()) -> list[Row]:
         """Run a statement and return its rows."""
         with self._named():
-            cursor = self._connection.execute(sql.replace("?", self._mark), *([values] if values else []))
+            cursor = self._connection.execute(
+                sql.replace("?", self._mark), *([values] if values else [])
+            )
             return [] if cursor.description is None else cursor.fetchall()
 
     def run_many(self, sql: str, rows: Sequence[Sequence[Any]]) -> None:
@@ -82,9 +88,13 @@ class Database:
         try:
             yield
         except self._error as error:
-            temporary = isinstance(error, self._temporary) or getattr(self._connection, "closed", False)
+            temporary = isinstance(error, self._temporary) or getattr(
+                self._connection, "closed", False
+            )
             first = str(error).partition("\n")[0]
-            raise (FeedbackUnavailable if temporary else Refused)(f"{self._where}: {first}") from None
+            raise (FeedbackUnavailable if temporary else Refused)(
+                f"{self._where}: {first}"
+            ) from None
 
 
 @dataclass(frozen=True)
@@ -126,7 +136,9 @@ def location(text: str) -> Location:
     """Parse ``--feedback-db``.  Raises HalluTracerError."""
     scheme, mark, path = text.partition("://")
     if not text or (mark and scheme not in ("sqlite", "postgresql", "postgres")):
-        expected = "give a file (feedback.db, sqlite:///feedback.db) or postgresql://USER@HOST/DATABASE"
+        expected = (
+            "give a file (feedback.db, sqlite:///feedback.db) or postgresql://USER@HOST/DATABASE"
+        )
         raise HalluTracerError(f"{expected}; found {scheme}{mark}" if text else expected)
     if mark and scheme == "sqlite" and not path.startswith("/"):
         raise HalluTracerError("a SQLite file is sqlite:///PATH, with three slashes, or just PATH")
@@ -136,22 +148,35 @@ def location(text: str) -> Location:
 def _prepare(database: Database, where: Location, create: bool) -> None:
     """Set up a connection whose commits are on disk, and create or check the tables."""
     if where.is_postgres:
-        number, settings = "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY", ["SET synchronous_commit = on"]
+        number, settings = (
+            "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY",
+            ["SET synchronous_commit = on"],
+        )
         [(encoding,)] = database.run("SHOW server_encoding")
         if encoding != "UTF8":
-            raise FeedbackUnavailable(f"{where} is encoded as {encoding}: create the database with ENCODING 'UTF8'")
+            raise FeedbackUnavailable(
+                f"{where} is encoded as {encoding}: create the database with ENCODING 'UTF8'"
+            )
         if create:  # a reader of all rows may take longer
             settings.append(f"SET statement_timeout = '{TIMEOUT_S}s'")
     else:
         number = "INTEGER PRIMARY KEY AUTOINCREMENT"
-        settings = ["PRAGMA synchronous = FULL", "PRAGMA foreign_keys = ON", "PRAGMA secure_delete = ON"]
+        settings = [
+            "PRAGMA synchronous = FULL",
+            "PRAGMA foreign_keys = ON",
+            "PRAGMA secure_delete = ON",
+        ]
         if database.run("PRAGMA journal_mode = WAL") != [("wal",)]:
-            raise FeedbackUnavailable(f"{where} cannot be kept safely there (a network folder?): use a local disk")
+            raise FeedbackUnavailable(
+                f"{where} cannot be kept safely there (a network folder?): use a local disk"
+            )
     for setting in settings:
         database.run(setting)
     if create:
         with database.transaction():
-            if where.is_postgres:  # without a lock, CREATE TABLE IF NOT EXISTS can fail in one of two replicas
+            if (
+                where.is_postgres
+            ):  # without a lock, CREATE TABLE IF NOT EXISTS can fail in one of two replicas
                 database.run("SELECT pg_advisory_xact_lock(7236817465)")
             for statement in (SCHEMA % {"number": number}).split(";"):
                 database.run(statement)
@@ -160,7 +185,9 @@ def _prepare(database: Database, where: Location, create: bool) -> None:
     except FeedbackUnavailable as error:
         raise FeedbackUnavailable(f"{where} holds no feedback of this service ({error})") from None
     if formats != [(_FORMAT,)]:
-        raise FeedbackUnavailable(f"{where} is of another version of HalluTracer (format {formats}); give another one")
+        raise FeedbackUnavailable(
+            f"{where} is of another version of HalluTracer (format {formats}); give another one"
+        )
 
 
 def _open_sqlite(where: Location, create: bool) -> Database:
@@ -169,9 +196,11 @@ def _open_sqlite(where: Location, create: bool) -> Database:
         if create:  # nobody else may read users' feedback
             os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
         uri = f"{path.resolve().as_uri()}?mode=rw"
-        # isolation_level=None: this module begins transactions itself.  One thread opens the connection, and then only
-        # another uses it.
-        connection = sqlite3.connect(uri, BUSY_S, isolation_level=None, check_same_thread=False, uri=True)
+        # isolation_level=None: this module begins transactions itself. One thread opens the
+        # connection, and then only another uses it.
+        connection = sqlite3.connect(
+            uri, BUSY_S, isolation_level=None, check_same_thread=False, uri=True
+        )
     except (OSError, sqlite3.Error) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise FeedbackUnavailable(f"cannot open the feedback file {path}: {reason}") from None
@@ -184,11 +213,15 @@ def _open_postgres(where: Location) -> Database:
         from psycopg.conninfo import conninfo_to_dict
     except ImportError as error:
         cure = "pip install 'hallutracer[postgres]'"
-        raise FeedbackUnavailable(f"PostgreSQL needs psycopg 3: {cure} ({error})", param="--feedback-db") from None
+        raise FeedbackUnavailable(
+            f"PostgreSQL needs psycopg 3: {cure} ({error})", param="--feedback-db"
+        ) from None
     try:
         from_url = conninfo_to_dict(where.text)
     except psycopg.Error:  # its message may contain a part of the password
-        raise FeedbackUnavailable("not a URL of PostgreSQL: postgresql://USER@HOST:PORT/DATABASE") from None
+        raise FeedbackUnavailable(
+            "not a URL of PostgreSQL: postgresql://USER@HOST:PORT/DATABASE"
+        ) from None
     patience: dict[str, Any] = {
         "connect_timeout": 5,
         "tcp_user_timeout": TIMEOUT_S * 1000,

@@ -1,4 +1,5 @@
-"""Writes, reads and deletes the rows of feedback: scored prompts, and callers' labels of their answers."""
+"""Writes, reads and deletes the rows of feedback: scored prompts, and callers' labels of their
+answers."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ CHUNK = 1_000  # answers deleted at once
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One scored prompt.  The prompts of a request differ by ``index`` (in the database ``place``)."""
+    """One scored prompt.  The prompts of a request differ by ``index`` (in the database
+    ``place``)."""
 
     uid: str  # random; a batch that is written twice is stored once
     request_id: str
@@ -41,7 +43,9 @@ class Answer:
     signals: Mapping[str, float]  # the classifier's input, by name
     mark: str  # digest of the prompt, to recognise repeats and training rows
     prompt: str | None = None  # as JSON; only if the operator wants it
-    drawn: bool = False  # whether it was drawn at random among the answers that a guarantee is about
+    drawn: bool = (
+        False  # whether it was drawn at random among the answers that a guarantee is about
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +63,8 @@ class Given:
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """Counts of a bundle's drawn answers: one for each different prompt, up to the newest with a label."""
+    """Counts of a bundle's drawn answers: one for each different prompt, up to the newest with a
+    label."""
 
     drawn: int
     labelled: int  # answers with a clear label on which callers agree
@@ -77,7 +82,9 @@ class Stored:
     model: str
     bundle: str
     drawn: bool = False
-    tally: Tally | None = None  # of the bundle's drawn answers, if this label is new and of such an answer
+    tally: Tally | None = (
+        None  # of the bundle's drawn answers, if this label is new and of such an answer
+    )
 
     @property
     def answered(self) -> bool:
@@ -87,8 +94,12 @@ class Stored:
 
 _FIELDS = [field.name for field in fields(Answer)]
 _COLUMNS = ", ".join(_FIELDS).replace("index", "place")
-_WRITE = f"INSERT INTO hallutracer_answers ({_COLUMNS}) VALUES ({', '.join('?' * len(_FIELDS))}) ON CONFLICT DO NOTHING"
-# A client may choose the ids of its requests, so ids may repeat: take the caller's own answer first, then the newest.
+_WRITE = (
+    f"INSERT INTO hallutracer_answers ({_COLUMNS}) VALUES ({', '.join('?' * len(_FIELDS))}) ON"
+    " CONFLICT DO NOTHING"
+)
+# A client may choose the ids of its requests, so ids may repeat: take the caller's own answer
+# first, then the newest.
 _FIND = """SELECT uid, decision, flagged, model, bundle, digest, drawn FROM hallutracer_answers
 WHERE request_id = ? AND place = ? AND (caller = ? OR ? = 1)
 ORDER BY CASE WHEN caller = ? THEN 0 ELSE 1 END, time DESC, uid LIMIT 1"""
@@ -126,13 +137,20 @@ def write_label(database: Database, submitted: Given) -> Stored | None:
     same = bool(own_labels) and own_labels[-1][0] == submitted.label
     if not (same and submitted.comment in (None, own_labels[-1][1])):
         if len(own_labels) >= MOST_LABELS:
-            raise RequestError(f"this answer has {MOST_LABELS} labels of yours: the last one stands", param="id")
+            raise RequestError(
+                f"this answer has {MOST_LABELS} labels of yours: the last one stands", param="id"
+            )
         database.run(
-            "INSERT INTO hallutracer_labels (answer, caller, label, comment, time) VALUES (?, ?, ?, ?, ?)",
+            "INSERT INTO hallutracer_labels (answer, caller, label, comment, time) VALUES (?, ?, ?,"
+            " ?, ?)",
             (uid, caller, submitted.label, submitted.comment, submitted.time),
         )
-    other_labels = {labeller: label for labeller, label, _ in history if labeller != caller}  # the last of each
-    conflict = submitted.label != "unclear" and bool(set(other_labels.values()) - {submitted.label, "unclear"})
+    other_labels = {
+        labeller: label for labeller, label, _ in history if labeller != caller
+    }  # the last of each
+    conflict = submitted.label != "unclear" and bool(
+        set(other_labels.values()) - {submitted.label, "unclear"}
+    )
     standing: Standing = "repeated" if same else "changed" if own_labels else "new"
     tally = tally_of(database, digest) if drawn and not same else None
     return Stored(standing, conflict, decision, bool(flagged), model, bundle, bool(drawn), tally)
@@ -140,18 +158,23 @@ def write_label(database: Database, submitted: Given) -> Stored | None:
 
 def tally_of(database: Database, digest: str) -> Tally:
     """Count the labels of the answers that were drawn under the bundle of this digest."""
-    by_prompt: dict[str, dict[tuple[str, str], str]] = {}  # prompt -> answer and caller -> last label
+    by_prompt: dict[
+        str, dict[tuple[str, str], str]
+    ] = {}  # prompt -> answer and caller -> last label
     newest = -math.inf
     labels = (
-        "SELECT mark, uid, l.caller, label, a.time FROM hallutracer_labels l JOIN hallutracer_answers a "
-        "ON answer = uid WHERE digest = ? AND drawn = 1 ORDER BY number"
+        "SELECT mark, uid, l.caller, label, a.time FROM hallutracer_labels l JOIN"
+        " hallutracer_answers a ON answer = uid WHERE digest = ? AND drawn = 1 ORDER BY number"
     )
     for mark, uid, caller, label, time in database.run(labels, (digest,)):
         by_prompt.setdefault(mark, {})[uid, caller] = label
         newest = max(newest, time)
     if not by_prompt:
         return Tally(0, 0, 0)
-    count = "SELECT COUNT(DISTINCT mark) FROM hallutracer_answers WHERE digest = ? AND drawn = 1 AND time <= ?"
+    count = (
+        "SELECT COUNT(DISTINCT mark) FROM hallutracer_answers WHERE digest = ? AND drawn = 1 AND"
+        " time <= ?"
+    )
     [(drawn,)] = database.run(count, (digest, newest))
     clear = [set(of_prompt.values()) - {"unclear"} for of_prompt in by_prompt.values()]
     agreed = [next(iter(of_prompt)) for of_prompt in clear if len(of_prompt) == 1]
@@ -174,12 +197,15 @@ FROM hallutracer_answers WHERE drawn = 1 ORDER BY labelled DESC, time, place, ui
 
 
 def believed_time(database: Database, clock: float, most: float) -> float:
-    """Return and store the time by which answers age.  It moves towards ``clock``, by at most ``most`` s a call.
+    """Return and store the time by which answers age.  It moves towards ``clock``, by at most
+    ``most`` s a call.
 
-    It begins at the earlier of the clock and the newest answer, and is never before the oldest answer."""
+    It begins at the earlier of the clock and the newest answer, and is never before the oldest
+    answer."""
     with database.transaction():
         [(oldest, newest)] = database.run(
-            "SELECT (SELECT MIN(time) FROM hallutracer_answers), (SELECT MAX(time) FROM hallutracer_answers)"
+            "SELECT (SELECT MIN(time) FROM hallutracer_answers), (SELECT MAX(time) FROM"
+            " hallutracer_answers)"
         )
         stored = database.run("SELECT believed FROM hallutracer_retention WHERE number = 1")
         if oldest is None:  # there is nothing to lose
@@ -198,9 +224,13 @@ def believed_time(database: Database, clock: float, most: float) -> float:
 
 
 def delete_before(database: Database, time: float) -> bool:
-    """Delete some answers from before ``time``, with prompts and labels; return whether more may be left."""
+    """Delete some answers from before ``time``, with prompts and labels; return whether more may be
+    left."""
     with database.transaction():
-        uids = database.run("SELECT uid FROM hallutracer_answers WHERE time < ? ORDER BY time LIMIT ?", (time, CHUNK))
+        uids = database.run(
+            "SELECT uid FROM hallutracer_answers WHERE time < ? ORDER BY time LIMIT ?",
+            (time, CHUNK),
+        )
         if uids:
             database.run_many("DELETE FROM hallutracer_answers WHERE uid = ?", uids)
     return len(uids) == CHUNK
@@ -217,7 +247,9 @@ class LabelledAnswer:
     flagged: bool
     mark: str
     time: float
-    label: int | None  # 1 factual, 0 hallucinated; None without a clear label, or with a ``conflict``
+    label: (
+        int | None
+    )  # 1 factual, 0 hallucinated; None without a clear label, or with a ``conflict``
     conflict: bool  # callers disagree
     unclear: bool  # every label is "unclear"
 
@@ -228,7 +260,8 @@ class LabelledAnswer:
 
 
 def read_answers(database: Database, probes: str) -> list[LabelledAnswer]:
-    """Return every stored answer that was scored by these probes, oldest first, with each caller's last label."""
+    """Return every stored answer that was scored by these probes, oldest first, with each caller's
+    last label."""
     answers = database.run(
         "SELECT uid, signals, risk, bundle, decision, flagged, mark, time FROM hallutracer_answers "
         "WHERE probes = ? ORDER BY time, uid",

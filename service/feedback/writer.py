@@ -1,7 +1,9 @@
-"""Writes feedback in a thread: answers in batches, labels as soon as possible; a label is confirmed once it is on disk.
+"""Writes feedback in a thread: answers in batches, labels as soon as possible; a label is confirmed
+once it is on disk.
 
-The event loop only puts rows into a bounded queue.  If the queue is full, answers are dropped and counted, and labels
-are refused.  While the database cannot be reached, answers wait in the queue and labels fail."""
+The event loop only puts rows into a bounded queue.  If the queue is full, answers are dropped and
+counted, and labels are refused.  While the database cannot be reached, answers wait in the queue
+and labels fail."""
 
 from __future__ import annotations
 
@@ -14,7 +16,15 @@ from typing import Literal
 from service.batch_writer import BatchWriter, Queued
 from service.errors import FeedbackUnavailable, Overloaded, RequestError
 from service.feedback.databases import Database, Location, Refused
-from service.feedback.rows import Answer, Given, Stored, believed_time, delete_before, write_answers, write_label
+from service.feedback.rows import (
+    Answer,
+    Given,
+    Stored,
+    believed_time,
+    delete_before,
+    write_answers,
+    write_label,
+)
 
 log = logging.getLogger("hallutracer")
 MOST_BYTES = 64 * 2**20  # of the queue; some 64,000 rows without prompts
@@ -31,7 +41,8 @@ _Batch = list[Queued[Answer | Given]]
 
 
 class Writer(BatchWriter[Answer | Given]):
-    """Writes feedback.  It calls ``count`` with numbers of stored and dropped answers, on any thread."""
+    """Writes feedback.  It calls ``count`` with numbers of stored and dropped answers, on any
+    thread."""
 
     def __init__(
         self,
@@ -48,17 +59,23 @@ class Writer(BatchWriter[Answer | Given]):
         self._database: Database | None = where.open()
         self._failed, self._clock_doubted = False, False
         self._next_delete, self._deleted = 0.0, time.monotonic()
-        super().__init__("feedback", most=most_bytes, batch=BATCH, closing_s=CLOSING_S, gather_s=GATHER_S)
+        super().__init__(
+            "feedback", most=most_bytes, batch=BATCH, closing_s=CLOSING_S, gather_s=GATHER_S
+        )
 
     def record(self, answers: Sequence[Answer]) -> None:
         """Queue answers, if there is room; never waits."""
-        if dropped := sum(not self.put(answer, ROW_BYTES + len(answer.prompt or "")) for answer in answers):
+        if dropped := sum(
+            not self.put(answer, ROW_BYTES + len(answer.prompt or "")) for answer in answers
+        ):
             self._count("dropped", dropped)
 
     def label(self, submitted: Given) -> Future[Stored | None]:
-        """Return a future that is done when the label is on disk; its result is None if there is no such answer.
+        """Return a future that is done when the label is on disk; its result is None if there is no
+        such answer.
 
-        Both raise Overloaded and FeedbackUnavailable; the future also raises what ``write_label`` raises."""
+        Both raise Overloaded and FeedbackUnavailable; the future also raises what ``write_label``
+        raises."""
         done: Future[Stored | None] = Future()
         if not self.put(submitted, ROW_BYTES + len(submitted.comment or ""), done):
             if self.closing:
@@ -105,7 +122,9 @@ class Writer(BatchWriter[Answer | Given]):
     def _store(self, database: Database, answers: _Batch, labels: _Batch) -> None:
         results: list[Stored | RequestError | None] = []
         with database.transaction():
-            write_answers(database, [queued.item for queued in answers if isinstance(queued.item, Answer)])
+            write_answers(
+                database, [queued.item for queued in answers if isinstance(queued.item, Answer)]
+            )
             for submitted in (queued.item for queued in labels if isinstance(queued.item, Given)):
                 try:
                     results.append(write_label(database, submitted))
@@ -116,8 +135,10 @@ class Writer(BatchWriter[Answer | Given]):
             answers.clear()  # they are stored, even if a later step fails
         for queued, result in zip(labels, results, strict=True):
             if queued.done is not None:
-                queued.done.set_exception(result) if isinstance(result, RequestError) else queued.done.set_result(
-                    result
+                (
+                    queued.done.set_exception(result)
+                    if isinstance(result, RequestError)
+                    else queued.done.set_result(result)
                 )
 
     def _delete(self, database: Database, days: float) -> None:
@@ -126,8 +147,8 @@ class Writer(BatchWriter[Answer | Given]):
         self._deleted = now
         if (doubted := clock - believed > DAY_S) and not self._clock_doubted:
             log.warning(
-                "feedback: the clock is %.1f days ahead of the time that was seen to pass (a long stop, or it "
-                "is wrong); answers age by at most a day an hour",
+                "feedback: the clock is %.1f days ahead of the time that was seen to pass (a long"
+                " stop, or it is wrong); answers age by at most a day an hour",
                 (clock - believed) / DAY_S,
             )
         self._clock_doubted = doubted
@@ -135,14 +156,19 @@ class Writer(BatchWriter[Answer | Given]):
             self._next_delete = time.monotonic() + DELETE_EVERY_S
 
     def _after_failure(self, error: Exception, answers: _Batch, labels: _Batch) -> _Batch:
-        """Fail the labels; return the answers for the next attempt, or drop those that the database refuses."""
+        """Fail the labels; return the answers for the next attempt, or drop those that the database
+        refuses."""
         expected = isinstance(error, FeedbackUnavailable)
         if not self._failed:
-            log.error("feedback is not being written: %s", error, exc_info=None if expected else error)
+            log.error(
+                "feedback is not being written: %s", error, exc_info=None if expected else error
+            )
         self._failed = True
         for queued in labels:
             if queued.done is not None and not queued.done.done():
-                queued.done.set_exception(FeedbackUnavailable("feedback cannot be written now; see the service's log"))
+                queued.done.set_exception(
+                    FeedbackUnavailable("feedback cannot be written now; see the service's log")
+                )
         if not expected or isinstance(error, Refused) or self.closing:
             if answers:
                 self._count("dropped", len(answers))

@@ -1,4 +1,5 @@
-"""Fits probes and a classifier on activations and labels; this file has the options' names and needs no torch."""
+"""Fits probes and a classifier on activations and labels; this file has the options' names and
+needs no torch."""
 
 from __future__ import annotations
 

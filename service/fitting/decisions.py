@@ -1,6 +1,8 @@
-"""Measures what a gate does that answers below a threshold: at one threshold, at all of them, and its benefit.
+"""Measures what a gate does that answers below a threshold: at one threshold, at all of them, and
+its benefit.
 
-Labels: 1 factual, 0 hallucinated.  A risk is P(hallucinated); answers are withheld from the highest risk down."""
+Labels: 1 factual, 0 hallucinated.  A risk is P(hallucinated); answers are withheld from the highest
+    risk down."""
 
 from __future__ import annotations
 
@@ -29,28 +31,36 @@ def at_threshold(label: Labels, risk: Floats, threshold: float) -> dict[str, flo
 
 
 def coverage_curve(label: Labels, risk: Floats) -> tuple[Doubles, Doubles]:
-    """Return share answered and share wrong among the answered, [n] each, lowest risks answered first.
+    """Return share answered and share wrong among the answered, [n] each, lowest risks answered
+    first.
 
     Rows of equal risk count as the average over their orders."""
     wrong = 1.0 - np.asarray(label, np.float64)
     values, level = np.unique(np.asarray(risk, np.float64), return_inverse=True)
     last = np.append(0.0, np.cumsum(np.bincount(level)))  # rows up to each distinct risk
     count = np.arange(1, len(wrong) + 1)
-    errors = np.interp(count, last, np.append(0.0, np.cumsum(np.bincount(level, wrong, len(values)))))
+    errors = np.interp(
+        count, last, np.append(0.0, np.cumsum(np.bincount(level, wrong, len(values))))
+    )
     return count / len(wrong), errors / count
 
 
 def excess_aurc(label: Labels, risk: Floats) -> float:
-    """Return E-AURC: the mean share wrong over all coverages, less that of a perfect order; label [n], risk [n].
+    """Return E-AURC: the mean share wrong over all coverages, less that of a perfect order; label
+    [n], risk [n].
 
     Geifman, Uziel and El-Yaniv 2019, arXiv 1805.08206, Eq. 6.  0 is perfect."""
-    return float(np.mean(coverage_curve(label, risk)[1] - coverage_curve(label, 1.0 - np.asarray(label))[1]))
+    return float(
+        np.mean(coverage_curve(label, risk)[1] - coverage_curve(label, 1.0 - np.asarray(label))[1])
+    )
 
 
 def caught(label: Labels, risk: Floats, withheld: Sequence[float] = WITHHELD) -> Doubles:
-    """Return the shares of wrong answers withheld at the thresholds that withhold these shares of right ones, [k].
+    """Return the shares of wrong answers withheld at the thresholds that withhold these shares of
+    right ones, [k].
 
-    They are points of the ROC curve, linear between two risks.  label [n], risk [n] of both classes."""
+    They are points of the ROC curve, linear between two risks.  label [n], risk [n] of both
+    classes."""
     factual = np.asarray(label) == 1
     rank = np.unique(-np.asarray(risk, np.float64), return_inverse=True)[1]  # highest risk first
     right, wrong = (
@@ -61,11 +71,12 @@ def caught(label: Labels, risk: Floats, withheld: Sequence[float] = WITHHELD) ->
 
 
 def net_benefit(label: Labels, risk: Floats, wrong_costs: float) -> dict[str, float]:
-    """Return the net benefit of the gate at 1 / (1 + wrong_costs), and of withholding every answer, per request.
+    """Return the net benefit of the gate at 1 / (1 + wrong_costs), and of withholding every answer,
+    per request.
 
-    It is the share of requests with a wrong answer withheld, less that with a right one withheld / ``wrong_costs``
-    (Vickers and Elkin 2006, Med. Decis. Making 26, 565-574).  Answering everything has 0.  label [n], risk [n] or
-    [seeds, n]."""
+    It is the share of requests with a wrong answer withheld, less that with a right one withheld /
+    ``wrong_costs`` (Vickers and Elkin 2006, Med. Decis. Making 26, 565-574).  Answering everything
+    has 0.  label [n], risk [n] or [seeds, n]."""
     kept_back = np.asarray(risk) >= 1 / (1 + wrong_costs)
     wrong = np.broadcast_to(np.asarray(label) == 0, kept_back.shape)
 
@@ -76,6 +87,9 @@ def net_benefit(label: Labels, risk: Floats, wrong_costs: float) -> dict[str, fl
 
 
 def decisions(label: Labels, risk: Floats) -> dict[str, float]:
-    """Return E-AURC and the shares caught at each of ``WITHHELD``, by name: label [n], risk [n] of both classes."""
+    """Return E-AURC and the shares caught at each of ``WITHHELD``, by name: label [n], risk [n] of
+    both classes."""
     shares = (f"caught_at_{withheld:.0%}".rstrip("%") for withheld in WITHHELD)
-    return {"e_aurc": excess_aurc(label, risk)} | dict(zip(shares, caught(label, risk).tolist(), strict=True))
+    return {"e_aurc": excess_aurc(label, risk)} | dict(
+        zip(shares, caught(label, risk).tolist(), strict=True)
+    )

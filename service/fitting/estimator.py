@@ -1,7 +1,9 @@
-"""Fits the detector, ``DepthMeanProbe``: chooses C, fits probes, takes their depth mean and fits the classifier.
+"""Fits the detector, ``DepthMeanProbe``: chooses C, fits probes, takes their depth mean and fits
+the classifier.
 
-The classifier is fitted on out-of-fold depth means, since probes separate their own training rows too well.  Then the
-probes are refitted on all rows.  The scale stays valid, because every probe has unit norm."""
+The classifier is fitted on out-of-fold depth means, since probes separate their own training rows
+too well.  Then the probes are refitted on all rows.  The scale stays valid, because every probe has
+unit norm."""
 
 from __future__ import annotations
 
@@ -41,8 +43,11 @@ class OutOfFold(NamedTuple):
     """Logits of rows by probes that were fitted without them; the first axis is the seed."""
 
     unit_norm: Floats  # [seeds, n, m]
-    standardized: Floats  # [seeds, n, m] each logit over its own fold's within-class training deviation
-    joint: Floats  # [seeds, n, m] by directions that are fitted together; NaN if the cross-fit did not fit them
+    standardized: (
+        Floats  # [seeds, n, m] each logit over its own fold's within-class training deviation
+    )
+    # [seeds, n, m] by directions that are fitted together; NaN if the cross-fit did not fit them
+    joint: Floats
     best_head: Floats  # [seeds, n] the logit of the fold's single best head
 
 
@@ -58,7 +63,9 @@ class ChosenC(NamedTuple):
     """A value of C, and the scores of all candidates."""
 
     c: float
-    auroc: dict[str, float | None]  # grid value -> out-of-fold AUROC of the depth mean; None if a layer was zero
+    auroc: dict[
+        str, float | None
+    ]  # grid value -> out-of-fold AUROC of the depth mean; None if a layer was zero
 
 
 class FinalClassifier(NamedTuple):
@@ -73,25 +80,31 @@ class FinalClassifier(NamedTuple):
 
 
 class DepthMeanProbe(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
-    """The paper's detector as a scikit-learn classifier: one probe a layer, the mean of their logits, a risk.
+    """The paper's detector as a scikit-learn classifier: one probe a layer, the mean of their
+    logits, a risk.
 
     Args:
-        C: Inverse strength of the probes' penalty, or "auto": the best of ``c_grid`` by ``inner_folds`` folds.
+        C: Inverse strength of the probes' penalty, or "auto": the best of ``c_grid`` by
+            ``inner_folds`` folds.
         c_grid: The candidates of "auto".
-        logit_scale: "unit_norm" (the paper), "standardized" (each layer's logit over its deviation), or "joint": all
-            layers' directions from one regression, at the heads chosen by the paper's rule.
-        class_balance: How probe fits balance the classes: by "weights", or by "downsample" of the larger class.
+        logit_scale: "unit_norm" (the paper), "standardized" (each layer's logit over its
+            deviation), or "joint": all layers' directions from one regression, at the heads chosen
+            by the paper's rule.
+        class_balance: How probe fits balance the classes: by "weights", or by "downsample" of the
+            larger class.
         folds: Folds of the cross-fit, whose out-of-fold depth means the classifier is fitted on.
         inner_folds: Folds for the choice of C.
-        seeds: Each gives one shuffle of ``folds``; the classifier is fitted on the rows of all shuffles.
+        seeds: Each gives one shuffle of ``folds``; the classifier is fitted on the rows of all
+            shuffles.
         n_jobs: Number of processes.
 
-    ``fit`` takes activations [n, layers, heads, d], of which each layer's best head is taken (an L1 probe each), or
-    [n, layers, d], such as residual streams (L2); [n, d] is one layer.  The larger of the two classes is the factual
-    one, so ``predict_proba(X)[:, 0]`` is the risk.
+    ``fit`` takes activations [n, layers, heads, d], of which each layer's best head is taken (an L1
+    probe each), or [n, layers, d], such as residual streams (L2); [n, d] is one layer.  The larger
+    of the two classes is the factual one, so ``predict_proba(X)[:, 0]`` is the risk.
 
-    After ``fit``: ``C_``, ``probes_`` (head, direction, bias and AUROC by layer), ``scale_``, ``classifier_``,
-    ``out_of_fold_`` [seeds, n, layers] logits and ``out_of_fold_risk_`` [seeds, n], ``classes_``, ``shape_``."""
+    After ``fit``: ``C_``, ``probes_`` (head, direction, bias and AUROC by layer), ``scale_``,
+    ``classifier_``, ``out_of_fold_`` [seeds, n, layers] logits and ``out_of_fold_risk_``
+    [seeds, n], ``classes_``, ``shape_``."""
 
     def __init__(
         self,
@@ -124,10 +137,12 @@ class DepthMeanProbe(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         groups: ArrayLike | None = None,
         extra: ArrayLike | None = None,  # noqa: N803
     ) -> Self:
-        """Fit probes and classifier: X as described for the class, y [n], groups [n] of rows that depend on each other.
+        """Fit probes and classifier: X as described for the class, y [n], groups [n] of rows that
+        depend on each other.
 
-        ``extra`` [n, k] are further signals of the classifier besides the depth mean, such as entropies.
-        Raises ValueError for arrays that do not fit together, TrainingError if a fold lacks a class."""
+        ``extra`` [n, k] are further signals of the classifier besides the depth mean, such as
+        entropies. Raises ValueError for arrays that do not fit together, TrainingError if a fold
+        lacks a class."""
         x: NDArray[np.float32]
         x, classes = validate_data(self, X, y, dtype=np.float32, allow_nd=True)
         check_classification_targets(classes)
@@ -136,7 +151,9 @@ class DepthMeanProbe(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             raise ValueError("y has one class: two are needed")
         if len(self.classes_) > 2:  # in scikit-learn's words
             kind = type_of_target(classes)
-            raise ValueError(f"Only binary classification is supported. The type of the target is {kind}.")
+            raise ValueError(
+                f"Only binary classification is supported. The type of the target is {kind}."
+            )
         self.shape_ = x.shape[1:]
         codes: dict[Any, int] = {}  # group numbers in order of appearance, as in training
         named = range(len(x)) if groups is None else np.asarray(groups).tolist()
@@ -149,19 +166,32 @@ class DepthMeanProbe(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     def trajectory(self, X: ArrayLike) -> Floats:  # noqa: N803
         """Return each layer's truth logit, scaled: [n, layers]."""
         check_is_fitted(self)
-        x: NDArray[np.float32] = validate_data(self, X, dtype=np.float32, allow_nd=True, reset=False)
+        x: NDArray[np.float32] = validate_data(
+            self, X, dtype=np.float32, allow_nd=True, reset=False
+        )
         if x.shape[1:] != self.shape_:
-            raise ValueError(f"X has rows of shape {x.shape[1:]}, DepthMeanProbe was fitted on {self.shape_}")
+            raise ValueError(
+                f"X has rows of shape {x.shape[1:]}, DepthMeanProbe was fitted on {self.shape_}"
+            )
         file, rows = _activations(x), np.arange(len(x))
-        chosen = zip(self.probes_.head.tolist(), self.probes_.direction, self.probes_.bias.tolist(), strict=True)
-        logits = [project(file.head(layer, head), rows, v, b) for layer, (head, v, b) in enumerate(chosen)]
+        chosen = zip(
+            self.probes_.head.tolist(),
+            self.probes_.direction,
+            self.probes_.bias.tolist(),
+            strict=True,
+        )
+        logits = [
+            project(file.head(layer, head), rows, v, b) for layer, (head, v, b) in enumerate(chosen)
+        ]
         return np.stack(logits, axis=1) / self.scale_
 
     def decision_function(self, X: ArrayLike, extra: ArrayLike | None = None) -> Floats:  # noqa: N803
         """Return the log odds of a factual answer, [n]."""
         signals = signal_matrix(self.trajectory(X), _extra(extra, None))
         if signals.shape[1] != len(self.classifier_.weight):
-            raise ValueError(f"extra must have {len(self.classifier_.weight) - 1} columns, as in fit")
+            raise ValueError(
+                f"extra must have {len(self.classifier_.weight) - 1} columns, as in fit"
+            )
         return np.asarray(signals @ self.classifier_.weight + self.classifier_.intercept)
 
     def predict_proba(self, X: ArrayLike, extra: ArrayLike | None = None) -> Floats:  # noqa: N803
@@ -184,9 +214,11 @@ class DepthMeanProbe(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         scales: Sequence[LogitScale] = (),
         fold: bool = False,
     ) -> Self:
-        """Fit everything except the classifier on ``rows`` of activations, and score the rows ``test``; group [n].
+        """Fit everything except the classifier on ``rows`` of activations, and score the rows
+        ``test``; group [n].
 
-        Sets ``C_``, ``c_search_``, ``cross_fit_``, ``probes_`` and, by ``logit_scale`` and ``scales``, ``scaled_``.
+        Sets ``C_``, ``c_search_``, ``cross_fit_``, ``probes_`` and, by ``logit_scale`` and
+        ``scales``, ``scaled_``.
         ``fold``: the fit is of one fold and never served, so a layer may lack a direction.
         Raises NoDirection (not with ``fold``), TrainingError."""
         rows = np.arange(len(readouts.label)) if rows is None else rows
@@ -199,25 +231,34 @@ class DepthMeanProbe(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         if "joint" in rules:
             together = joined(readouts, task, fit, self.class_balance, zero_layers=fold)
         self.probes_ = together if self.logit_scale == "joint" else fit
-        self.scaled_ = {rule: _scaled(rule, self.cross_fit_, together if rule == "joint" else fit) for rule in rules}
+        self.scaled_ = {
+            rule: _scaled(rule, self.cross_fit_, together if rule == "joint" else fit)
+            for rule in rules
+        }
         served = self.scaled_[self.logit_scale]
         self.out_of_fold_, self.scale_ = served.out_of_fold, served.scale
         return self
 
     def fit_risk(self, label: Labels, extra: Floats | None = None) -> Self:
-        """Fit the classifier on out-of-fold signals: label [n] of ``fit_readouts``' rows, extra [n, k]."""
+        """Fit the classifier on out-of-fold signals: label [n] of ``fit_readouts``' rows, extra
+        [n, k]."""
         seeds, signals = len(self.out_of_fold_), signal_matrix(self.out_of_fold_, extra)
-        # Seeds are stacked and not averaged: an average would be less noisy than the single probe that is served.
+        # Seeds are stacked and not averaged: an average would be less noisy than the single probe
+        # that is served.
         self.signals_ = signals.reshape(-1, signals.shape[-1])
         self.classifier_ = fit_classifier(self.signals_, np.tile(label, seeds))
         self.out_of_fold_risk_ = self.classifier_.risk(self.signals_).reshape(seeds, -1)
         return self
 
-    def choose_c(self, readouts: Readouts, group: Index, rows: Index, seed: int, *, must: bool = True) -> ChosenC:
-        """Return the C with the largest out-of-fold AUROC of the depth mean, by grouped folds inside ``rows``.
+    def choose_c(
+        self, readouts: Readouts, group: Index, rows: Index, seed: int, *, must: bool = True
+    ) -> ChosenC:
+        """Return the C with the largest out-of-fold AUROC of the depth mean, by grouped folds
+        inside ``rows``.
 
-        At most 8 layers and 8 heads, evenly spaced, take part.  A C that leaves a layer without a direction is
-        excluded.  If all are, raises NoDirection, or without ``must`` returns the largest C."""
+        At most 8 layers and 8 heads, evenly spaced, take part.  A C that leaves a layer without a
+        direction is excluded.  If all are, raises NoDirection, or without ``must`` returns the
+        largest C."""
         grid = tuple(sorted(set(self.c_grid))) if self.C == "auto" else (float(self.C),)
         if len(grid) == 1:
             return ChosenC(grid[0], {})
@@ -247,15 +288,26 @@ class DepthMeanProbe(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return ChosenC(max(grid) if best is None else best[1], table)
 
     def cross_fit(
-        self, readouts: Readouts, group: Index, rows: Index, c: float, *, joint: bool = False, joint_c: float = JOINT_C
+        self,
+        readouts: Readouts,
+        group: Index,
+        rows: Index,
+        c: float,
+        *,
+        joint: bool = False,
+        joint_c: float = JOINT_C,
     ) -> OutOfFold:
-        """Return logits of ``rows`` [n], in their order, for each seed; zeros if a fold's layer has no direction.
+        """Return logits of ``rows`` [n], in their order, for each seed; zeros if a fold's layer has
+        no direction.
 
-        ``joint`` adds the logits of directions that are fitted together, with the penalty ``joint_c``."""
+        ``joint`` adds the logits of directions that are fitted together, with the penalty
+        ``joint_c``."""
         pairs = [
             (number, train, test)
             for number, seed in enumerate(self.seeds)
-            for train, test in group_folds(readouts.label, group, rows, self.folds, seed, what="cross-fit fold")
+            for train, test in group_folds(
+                readouts.label, group, rows, self.folds, seed, what="cross-fit fold"
+            )
         ]
         tasks = [Task(train, test, c) for _, train, test in pairs]
         fits = self._fit(readouts, tasks, zero_layers=True)
@@ -266,18 +318,29 @@ class DepthMeanProbe(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         for (number, _, test), task, fit in zip(pairs, tasks, fits, strict=True):
             at = number, where[test]
             if joint:
-                together = joined(readouts, task, fit, self.class_balance, zero_layers=True, c=joint_c)
+                together = joined(
+                    readouts, task, fit, self.class_balance, zero_layers=True, c=joint_c
+                )
                 crossed.joint[at] = together.standardized
             crossed.unit_norm[at], crossed.standardized[at] = fit.trajectory, fit.standardized
             crossed.best_head[at] = fit.trajectory[:, fit.best_layer]
         return crossed
 
-    def refit(self, readouts: Readouts, rows: Index, test: Index, c: float, *, zero_layers: bool = False) -> ProbeFit:
-        """Return probes on all of ``rows``, with the logits of ``test``: ``fit_probes``' result and errors."""
+    def refit(
+        self, readouts: Readouts, rows: Index, test: Index, c: float, *, zero_layers: bool = False
+    ) -> ProbeFit:
+        """Return probes on all of ``rows``, with the logits of ``test``: ``fit_probes``' result and
+        errors."""
         return self._fit(readouts, [Task(rows, test, c)], zero_layers=zero_layers)[0]
 
-    def _fit(self, readouts: Readouts, tasks: Sequence[Task], *, zero_layers: bool) -> list[ProbeFit]:
-        options: dict[str, Any] = {"balance": self.class_balance, "jobs": self.n_jobs, "zero_layers": zero_layers}
+    def _fit(
+        self, readouts: Readouts, tasks: Sequence[Task], *, zero_layers: bool
+    ) -> list[ProbeFit]:
+        options: dict[str, Any] = {
+            "balance": self.class_balance,
+            "jobs": self.n_jobs,
+            "zero_layers": zero_layers,
+        }
         return fit_probes(readouts, tasks, retry_larger_c=True, **options)
 
 
@@ -294,27 +357,35 @@ def _scaled(rule: LogitScale, crossed: OutOfFold, refitted: ProbeFit) -> ScaledL
 
 
 def fit_classifier(signals: Floats, label: Labels) -> FinalClassifier:
-    """Return a practically unregularised logistic regression: signals [n, k], label [n] (1 factual).
+    """Return a practically unregularised logistic regression: signals [n, k], label [n] (1
+    factual).
 
-    It has no class weights, so the risk is a probability at the training data's share of hallucinations."""
+    It has no class weights, so the risk is a probability at the training data's share of
+    hallucinations."""
     mean, std = signals.mean(axis=0), signals.std(axis=0)
     std = np.where(std > 0, std, 1.0)
     with threadpool_limits(1):  # the same order of summation for any number of cores
-        model = LogisticRegression(C=1e4, tol=1e-8, max_iter=5000)  # C matters if the classes are separable
+        model = LogisticRegression(
+            C=1e4, tol=1e-8, max_iter=5000
+        )  # C matters if the classes are separable
         model.fit((signals - mean) / std, label)
     weight = model.coef_[0] / std
     return FinalClassifier(weight, float(model.intercept_[0] - weight @ mean))
 
 
 def signal_matrix(trajectory: Floats, extra: Floats | None = None) -> Floats:
-    """Return the classifier's input [..., n, 1 + k]: trajectory [..., n, m] scaled, extra [n, k]."""
+    """Return the classifier's input [..., n, 1 + k]: trajectory [..., n, m] scaled, extra
+    [n, k]."""
     mean = depth_mean(trajectory)[..., None]
     more = [] if extra is None else [np.broadcast_to(extra, (*mean.shape[:-1], extra.shape[1]))]
     return np.concatenate([mean, *more], axis=-1)
 
 
-def extra_signals(names: Sequence[str], first_token: Floats, context: Floats | None = None) -> Floats | None:
-    """Return the columns of a bundle's signals after the depth mean, [n, k], or None if there are none.
+def extra_signals(
+    names: Sequence[str], first_token: Floats, context: Floats | None = None
+) -> Floats | None:
+    """Return the columns of a bundle's signals after the depth mean, [n, k], or None if there are
+    none.
 
     first_token [n, 2], context [n, 2 or 3]."""
     columns = {"log_max_prob": first_token[:, 0], "entropy": first_token[:, 1]}
@@ -325,13 +396,17 @@ def extra_signals(names: Sequence[str], first_token: Floats, context: Floats | N
 
 
 def class_statistics(trajectory: Floats, label: Labels) -> tuple[Floats, Floats]:
-    """Return mean and deviation by class of trajectories [seeds, n, m], each [2, m]; row 0 hallucinated."""
+    """Return mean and deviation by class of trajectories [seeds, n, m], each [2, m]; row 0
+    hallucinated."""
     by_class = [trajectory[:, label == value].reshape(-1, trajectory.shape[-1]) for value in (0, 1)]
-    return np.stack([rows.mean(axis=0) for rows in by_class]), np.stack([rows.std(axis=0) for rows in by_class])
+    return np.stack([rows.mean(axis=0) for rows in by_class]), np.stack(
+        [rows.std(axis=0) for rows in by_class]
+    )
 
 
 def scale_shift(out_of_fold: Floats, refit: Floats, label: Labels) -> dict[str, dict[str, float]]:
-    """Return mean and deviation by class of cross-fitted depth means [seeds, n] and of refitted, in-sample ones [n]."""
+    """Return mean and deviation by class of cross-fitted depth means [seeds, n] and of refitted,
+    in-sample ones [n]."""
     shift: dict[str, dict[str, float]] = {}
     for value, name in enumerate(("hallucinated", "factual")):
         cross_fitted, refitted = out_of_fold[..., label == value], refit[..., label == value]
@@ -348,7 +423,10 @@ def _activations(x: NDArray[np.float32]) -> ActivationArray:
     if x.ndim == 4:
         return ActivationArray(x, Site.ATTENTION_HEAD)
     if x.ndim > 4:
-        raise ValueError(f"X has {x.ndim} dimensions: [n, layers, heads, d], [n, layers, d] or [n, d] is expected")
+        raise ValueError(
+            f"X has {x.ndim} dimensions: [n, layers, heads, d], [n, layers, d] or [n, d] is"
+            " expected"
+        )
     return ActivationArray(x.reshape(len(x), -1, 1, x.shape[-1]), Site.RESIDUAL_STREAM)
 
 
@@ -357,5 +435,7 @@ def _extra(values: ArrayLike | None, rows: int | None) -> Floats | None:
         return None
     columns = np.ascontiguousarray(values, np.float64)
     if columns.ndim != 2 or (rows is not None and len(columns) != rows):
-        raise ValueError(f"extra must be [n, k] with a row for each of X, not {list(columns.shape)}")
+        raise ValueError(
+            f"extra must be [n, k] with a row for each of X, not {list(columns.shape)}"
+        )
     return columns

@@ -2,11 +2,13 @@
 
     sum_l w_l L_l / m,  w_l > 0, mean of w = 1
 
-is the mean of logits with scale_l = 1 / w_l, so a service computes it like the paper's rule (all w_l = 1).  The weights
-come from a logistic regression on out-of-fold truth logits.  None is negative, and a penalty pulls them towards the
-paper's rule: with sigma_l the deviation of L_l, v_l = w_l sigma_l and p = sigma / |sigma|
+is the mean of logits with scale_l = 1 / w_l, so a service computes it like the paper's rule (all
+w_l = 1).  The weights come from a logistic regression on out-of-fold truth logits.  None is
+negative, and a penalty pulls them towards the paper's rule: with sigma_l the deviation of L_l, v_l
+= w_l sigma_l and p = sigma / |sigma|
 
-    minimise   mean_i log(1 + exp(-y_i (v . L_i / sigma + b))) + lambda / 2 |v - (p . v) p|^2,   v >= 0"""
+    minimise   mean_i log(1 + exp(-y_i (v . L_i / sigma + b))) + lambda / 2 |v - (p . v) p|^2, v >=
+               0"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from service.fitting.probes import Floats, Labels
 from service.fitting.scores import gain
 
 STRENGTHS = (math.inf, 3.0, 1.0, 0.3, 0.1, 0.03, 0.01, 0.003)  # lambda, strong to weak
-FLOOR = 0.01  # smallest weight as a share of the mean: a weight of zero would give an infinite scale
+FLOOR = (
+    0.01  # smallest weight as a share of the mean: a weight of zero would give an infinite scale
+)
 
 
 class LayerWeights(NamedTuple):
@@ -35,11 +39,14 @@ class LayerWeights(NamedTuple):
     out_of_fold: Floats  # [n, m] w_l L_l, with weights that were fitted without the row's fold
 
 
-def fit_layer_weights(trajectory: Floats, label: Labels, group: Labels, *, folds: int, seed: int) -> LayerWeights:
+def fit_layer_weights(
+    trajectory: Floats, label: Labels, group: Labels, *, folds: int, seed: int
+) -> LayerWeights:
     """Fit the weights on out-of-fold trajectories [n, m] of unit-norm probes; label, group [n].
 
-    Group-disjoint folds choose lambda by AUROC.  The choice is the paper's rule, lambda = infinity, unless a gain over
-    it has an interval above zero.  Raises TrainingError if a fold lacks a class."""
+    Group-disjoint folds choose lambda by AUROC.  The choice is the paper's rule, lambda = infinity,
+    unless a gain over it has an interval above zero.  Raises TrainingError if a fold lacks a
+    class."""
     every = np.arange(len(label))
     pairs = group_folds(label, group, every, folds, seed, what="layer-weight fold")
 
@@ -51,9 +58,14 @@ def fit_layer_weights(trajectory: Floats, label: Labels, group: Labels, *, folds
         paper = [(held, -trajectory[held].sum(axis=1)) for _, held in pairs]
         gains = []
         for number in range(len(STRENGTHS)):
-            tests = [(held, -trajectory[held] @ path[number]) for path, (_, held) in zip(paths, pairs, strict=True)]
+            tests = [
+                (held, -trajectory[held] @ path[number])
+                for path, (_, held) in zip(paths, pairs, strict=True)
+            ]
             gains.append(gain(label, group, tests, paper))
-        best = int(np.argmax([gained.difference if gained.low > 0 else 0.0 for gained in gains]))  # ties: the strongest
+        best = int(
+            np.argmax([gained.difference if gained.low > 0 else 0.0 for gained in gains])
+        )  # ties: the strongest
         out_of_fold = np.empty_like(trajectory)
         for path, (_, held) in zip(paths, pairs, strict=True):
             out_of_fold[held] = trajectory[held] * path[best]
@@ -82,7 +94,15 @@ def _path(trajectory: Floats, label: Labels, strengths: Sequence[float]) -> list
     for strength in strengths:
         weight = np.ones(len(sigma))
         if not math.isinf(strength):
-            point = minimize(loss, point, (strength,), "L-BFGS-B", jac=True, bounds=bounds, options={"maxiter": 500}).x
+            point = minimize(
+                loss,
+                point,
+                (strength,),
+                "L-BFGS-B",
+                jac=True,
+                bounds=bounds,
+                options={"maxiter": 500},
+            ).x
             if point[:-1].any():
                 weight = point[:-1] / sigma
                 weight = np.maximum(weight, FLOOR * weight.mean())

@@ -1,7 +1,9 @@
-"""Evaluates by nested cross-validation: outer folds x seeds, with every choice made inside the training side.
+"""Evaluates by nested cross-validation: outer folds x seeds, with every choice made inside the
+training side.
 
-``nested_cv`` runs any fit over the outer folds.  The trainer uses ``evaluate``: standardisation, head selection, C and
-the classifier see only the training side of a fold, and the classifier is fitted on an inner cross-fit."""
+``nested_cv`` runs any fit over the outer folds.  The trainer uses ``evaluate``: standardisation,
+head selection, C and the classifier see only the training side of a fold, and the classifier is
+fitted on an inner cross-fit."""
 
 from __future__ import annotations
 
@@ -22,7 +24,13 @@ from probes_store.records import CONTEXT_SIGNALS
 from service.fitting import DEPTH_MEAN, FIRST_TOKEN, LogitScale, decisions
 from service.fitting import scores as measures
 from service.fitting.context import PromptLabels, context_columns, fit_passage_probes
-from service.fitting.estimator import DepthMeanProbe, FinalClassifier, extra_signals, fit_classifier, signal_matrix
+from service.fitting.estimator import (
+    DepthMeanProbe,
+    FinalClassifier,
+    extra_signals,
+    fit_classifier,
+    signal_matrix,
+)
 from service.fitting.folds import OuterFold, outer_folds
 from service.fitting.probes import Floats, Index, Readouts
 from service.fitting.recalibration import cox_line
@@ -30,7 +38,9 @@ from service.readout import Site
 
 FUSED: tuple[Signal, ...] = (DEPTH_MEAN, *FIRST_TOKEN)
 SCALES: tuple[LogitScale, ...] = get_args(LogitScale)
-CONTEXT_NAMES = tuple(f"{kind}_{scale}" for kind in ("context", "fused_context") for scale in SCALES)  # with passages
+CONTEXT_NAMES = tuple(
+    f"{kind}_{scale}" for kind in ("context", "fused_context") for scale in SCALES
+)  # with passages
 KIND_AND_FORM = "kind_and_form"  # a reference that needs no model
 NAMES = (
     *(f"{kind}_{scale}" for kind in ("depth_mean", "fused") for scale in SCALES),
@@ -53,27 +63,51 @@ WITH_INTERVALS = (CLOSED_BOOK, "kind")
 PROTOCOL = {
     "splits": "stratified, group-disjoint; scaling, head, C, classifier from the training side",
     "mean_and_std": "over the test sides of all folds and seeds; population standard deviation",
-    "ece": f"{measures.ECE_BINS} equal-mass bins of each test side; small test sides make it larger",
-    "ece_pooled": "the same over all rows, each with the risk of the fold that tested it; mean over seeds",
-    "calibration_debiased": "root of the squared error over the same bins of all rows, less what chance adds "
-    "(Kumar et al. 2019); mean over seeds",
-    "calibration_slope": "of the log odds of hallucinated over those of the risk, with calibration_intercept; "
-    "1 and 0 are perfect (Cox 1958); over all rows, mean over seeds; null where risks separate the classes",
-    "low_and_high": "95 % interval of the mean, over training and test rows: jackknife over groups with the "
-    "fits held fixed, its variance times folds / (folds - 1) for what other training rows would change",
+    "ece": (
+        f"{measures.ECE_BINS} equal-mass bins of each test side; small test sides make it larger"
+    ),
+    "ece_pooled": (
+        "the same over all rows, each with the risk of the fold that tested it; mean over seeds"
+    ),
+    "calibration_debiased": (
+        "root of the squared error over the same bins of all rows, less what chance adds "
+        "(Kumar et al. 2019); mean over seeds"
+    ),
+    "calibration_slope": (
+        "of the log odds of hallucinated over those of the risk, with calibration_intercept; 1 and"
+        " 0 are perfect (Cox 1958); over all rows, mean over seeds; null where risks separate the"
+        " classes"
+    ),
+    "low_and_high": (
+        "95 % interval of the mean, over training and test rows: jackknife over groups with the"
+        " fits held fixed, its variance times folds / (folds - 1) for what other training rows"
+        " would change"
+    ),
     "within_stratum": "AUROC among rows of one stratum, strata weighted by their pairs of rows",
     f"within_{CLOSED_BOOK}": "the same in kinds and forms of conversation, rows without a passage",
-    KIND_AND_FORM: "logistic regression on kind and form of conversation, one column for each value: no model is read",
-    "e_aurc": "area under the curve of wrong among answered over coverage, less that of a perfect order",
-    "caught_at": "share of the wrong answers that is withheld where so many percent of the right ones are",
+    KIND_AND_FORM: (
+        "logistic regression on kind and form of conversation, one column for each value: no model"
+        " is read"
+    ),
+    "e_aurc": (
+        "area under the curve of wrong among answered over coverage, less that of a perfect order"
+    ),
+    "caught_at": (
+        "share of the wrong answers that is withheld where so many percent of the right ones are"
+    ),
     "best_head": "the head with the best training AUROC (the ITI rule)",
     "best_layer": "the layer whose selected head has the best inner out-of-fold AUROC",
 }
 
 
 def scales_at(site: Site) -> tuple[LogitScale, ...]:
-    """Return the rules of ``logit_scale`` at a site; residual streams have too many columns for "joint"."""
-    return SCALES if site is Site.ATTENTION_HEAD else tuple(scale for scale in SCALES if scale != "joint")
+    """Return the rules of ``logit_scale`` at a site; residual streams have too many columns for
+    "joint"."""
+    return (
+        SCALES
+        if site is Site.ATTENTION_HEAD
+        else tuple(scale for scale in SCALES if scale != "joint")
+    )
 
 
 class FoldScores(NamedTuple):
@@ -88,9 +122,11 @@ class FoldScores(NamedTuple):
 def nested_cv(
     outer: Iterable[OuterFold], fit: Callable[[OuterFold], Mapping[str, Floats]]
 ) -> dict[str, list[FoldScores]]:
-    """Call ``fit`` on each outer fold and return its test scores by name, in the order of the folds.
+    """Call ``fit`` on each outer fold and return its test scores by name, in the order of the
+    folds.
 
-    ``fit`` must learn from ``fold.train`` only; it returns the scores of ``fold.test`` [n_test] by each method."""
+    ``fit`` must learn from ``fold.train`` only; it returns the scores of ``fold.test`` [n_test] by
+    each method."""
     scores: dict[str, list[FoldScores]] = {}
     for fold in outer:
         for name, score in fit(fold).items():
@@ -104,7 +140,8 @@ def test_sides(scores: Sequence[FoldScores]) -> measures.Tests:
 
 
 def by_row(scores: Sequence[FoldScores], rows: int) -> Floats:
-    """Return the scores in the order of the data, [seeds, n]; each row has that of the fold that tested it."""
+    """Return the scores in the order of the data, [seeds, n]; each row has that of the fold that
+    tested it."""
     seeds = list(dict.fromkeys(fold.seed for fold in scores))
     values = np.full((len(seeds), rows), np.nan)
     for fold in scores:
@@ -137,7 +174,9 @@ class Inputs:
             if all(key in row for row in self.strata for key in keys):
                 codes: dict[Any, int] = {}
                 values = map(itemgetter(*keys), self.strata)
-                strata[name] = np.array([codes.setdefault(value, len(codes)) for value in values], np.int64)
+                strata[name] = np.array(
+                    [codes.setdefault(value, len(codes)) for value in values], np.int64
+                )
         if CLOSED_BOOK in strata and self.prompts is not None:
             passage = np.flatnonzero(self.prompts.passage)
             strata[CLOSED_BOOK][passage] = len(self.strata) + passage
@@ -155,7 +194,10 @@ class Evaluation:
 
 def name_of(signals: Sequence[str], scale: LogitScale) -> str:
     """Return the name in ``NAMES`` of a bundle with these signals."""
-    fused, context = bool(set(FIRST_TOKEN) & set(signals)), bool(set(CONTEXT_SIGNALS) & set(signals))
+    fused, context = (
+        bool(set(FIRST_TOKEN) & set(signals)),
+        bool(set(CONTEXT_SIGNALS) & set(signals)),
+    )
     kind = {(False, False): "depth_mean", (True, False): "fused", (False, True): "context"}
     return f"{kind.get((fused, context), 'fused_context')}_{scale}"
 
@@ -173,19 +215,33 @@ def evaluate(
     def fit(fold: OuterFold) -> dict[str, Floats]:
         train, test = fold.train, fold.test
         prompts = inputs.prompts if context else None
-        c, signals = probe_columns(inputs.readouts, group, inputs.first_token, train, test, fold.seed, probe, prompts)
+        c, signals = probe_columns(
+            inputs.readouts, group, inputs.first_token, train, test, fold.seed, probe, prompts
+        )
         signals += [(name, (column[train], column[test])) for name, column in _references(inputs)]
-        record: dict[str, Any] = {"seed": fold.seed, "fold": fold.fold, "c": c, "rows": len(test), "signals": {}}
-        risks = {name: fit_classifier(of_train, label[train]).risk(of_test) for name, (of_train, of_test) in signals}
+        record: dict[str, Any] = {
+            "seed": fold.seed,
+            "fold": fold.fold,
+            "c": c,
+            "rows": len(test),
+            "signals": {},
+        }
+        risks = {
+            name: fit_classifier(of_train, label[train]).risk(of_test)
+            for name, (of_train, of_test) in signals
+        }
         risks |= _without_a_model(inputs, train, inputs, test)
         of_test_rows = {name: stratum[test] for name, stratum in strata.items()}
-        record["signals"] = {name: scores_of(label[test], risk, of_test_rows) for name, risk in risks.items()}
+        record["signals"] = {
+            name: scores_of(label[test], risk, of_test_rows) for name, risk in risks.items()
+        }
         records.append(record)
         return risks
 
     outer = outer_folds(label, group, folds=folds, seeds=seeds)
     scores = nested_cv(tqdm(outer, "evaluation", mininterval=1), fit)
-    # A fold whose training side has too few passages lacks the signals of ``CONTEXT_NAMES``: then leave them all out.
+    # A fold whose training side has too few passages lacks the signals of ``CONTEXT_NAMES``: then
+    # leave them all out.
     names = [name for name in NAMES if len(scores.get(name, ())) == len(outer)]
     risks = {name: by_row(scores[name], len(label)) for name in names}
     tests = {name: test_sides(scores[name]) for name in names}
@@ -193,7 +249,9 @@ def evaluate(
     for name in names:
         signals[name] = row = _summarise([record["signals"][name] for record in records])
         row["ece_pooled"] = _over([measures.ece(label, risk) for risk in risks[name]])
-        row["calibration_debiased"] = _over([measures.debiased_calibration_error(label, risk) for risk in risks[name]])
+        row["calibration_debiased"] = _over(
+            [measures.debiased_calibration_error(label, risk) for risk in risks[name]]
+        )
         row |= rounded(cox_line(label, group, risks[name], folds))
         row["auroc"] |= rounded(measures.auroc_interval(label, group, tests[name])._asdict())
         for within in WITH_INTERVALS:
@@ -201,26 +259,40 @@ def evaluate(
                 ends = measures.auroc_interval(label, group, tests[name], strata[within])
                 row[key] = {"mean": row[key]["mean"]} | rounded(ends._asdict())
     protocol = {"folds": folds, "inner_folds": probe.inner_folds, "seeds": list(seeds), **PROTOCOL}
-    return Evaluation({"protocol": protocol, "signals": signals, "folds": rounded(records)}, risks, tests)
+    return Evaluation(
+        {"protocol": protocol, "signals": signals, "folds": rounded(records)}, risks, tests
+    )
 
 
 def held_out(
-    inputs: Inputs, classifier: FinalClassifier, threshold: float, signals: Floats, references: Inputs
+    inputs: Inputs,
+    classifier: FinalClassifier,
+    threshold: float,
+    signals: Floats,
+    references: Inputs,
 ) -> dict[str, Any]:
-    """Return scores on held-out rows: of the bundle's classifier on its signals [n, k], and of reference signals.
+    """Return scores on held-out rows: of the bundle's classifier on its signals [n, k], and of
+    reference signals.
 
     The latter are fitted on all training rows (``references``)."""
     label, factual = inputs.label, int(inputs.label.sum())
     risks = {"bundle": classifier.risk(signals)}
-    for (name, of_train), (_, of_test) in zip(_references(references), _references(inputs), strict=True):
+    for (name, of_train), (_, of_test) in zip(
+        _references(references), _references(inputs), strict=True
+    ):
         risks[name] = fit_classifier(of_train, references.label).risk(of_test)
-    risks |= _without_a_model(references, np.arange(len(references.label)), inputs, np.arange(len(label)))
+    risks |= _without_a_model(
+        references, np.arange(len(references.label)), inputs, np.arange(len(label))
+    )
     strata = inputs.stratum_of_rows()
     scores = {name: scores_of(label, risk, strata) for name, risk in risks.items()}
     gate = decisions.at_threshold(label, risks["bundle"], threshold)
     calibration = cox_line(label, inputs.group, risks["bundle"][None])
     counts = {"rows": len(label), "factual": factual, "hallucinated": len(label) - factual}
-    return {**counts, **rounded({"signals": scores, "at_threshold": gate, "calibration": calibration})}
+    return {
+        **counts,
+        **rounded({"signals": scores, "at_threshold": gate, "calibration": calibration}),
+    }
 
 
 def rounded(value: Any) -> Any:
@@ -232,7 +304,9 @@ def rounded(value: Any) -> Any:
     return round(float(value), 6) if isinstance(value, float | np.floating) else value
 
 
-Columns = list[tuple[str, tuple[Floats, Floats]]]  # signal, its columns on the training [n_train, k] and test rows
+Columns = list[
+    tuple[str, tuple[Floats, Floats]]
+]  # signal, its columns on the training [n_train, k] and test rows
 
 
 def probe_columns(
@@ -245,16 +319,19 @@ def probe_columns(
     probe: DepthMeanProbe,
     prompts: PromptLabels | None = None,
 ) -> tuple[float, Columns]:
-    """Return C and the probes' signals in one outer fold, fitted on ``train``, whose columns are out of fold.
+    """Return C and the probes' signals in one outer fold, fitted on ``train``, whose columns are
+    out of fold.
 
-    group [n], first_token [n, 2]; ``probe`` gives the options.  Without ``prompts`` none of ``CONTEXT_NAMES``."""
+    group [n], first_token [n, 2]; ``probe`` gives the options.  Without ``prompts`` none of
+    ``CONTEXT_NAMES``."""
     folds = probe.inner_folds
     inner = clone(probe).set_params(folds=folds, seeds=(seed,), logit_scale="unit_norm")
     scales = scales_at(readouts.file.site)
     inner.fit_readouts(readouts, group, train, test, scales=scales, fold=True)
     kinds: list[tuple[Signal, ...]] = [(DEPTH_MEAN,), FUSED]
     context = None
-    # A training side may have fewer groups than ``LEAST``, which holds for all rows, so ``folds`` groups are enough.
+    # A training side may have fewer groups than ``LEAST``, which holds for all rows, so ``folds``
+    # groups are enough.
     if prompts and (passages := fit_passage_probes(readouts, prompts, group, train, inner, folds)):
         context = context_columns(passages, prompts)
         read = CONTEXT_SIGNALS[: context.shape[1]]
@@ -265,12 +342,18 @@ def probe_columns(
         for scale in scales:
             scaled = inner.scaled_[scale]
             sides = (scaled.out_of_fold[0], train), (scaled.trajectory, test)
-            of_train, of_test = (signal_matrix(side, None if extra is None else extra[rows]) for side, rows in sides)
+            of_train, of_test = (
+                signal_matrix(side, None if extra is None else extra[rows]) for side, rows in sides
+            )
             columns.append((name_of(names, scale), (of_train, of_test)))
     crossed, fit = inner.cross_fit_, inner.probes_
-    columns.append(("best_head", (crossed.best_head[0][:, None], fit.trajectory[:, [fit.best_layer]])))
+    columns.append(
+        ("best_head", (crossed.best_head[0][:, None], fit.trajectory[:, [fit.best_layer]]))
+    )
     of_layers = crossed.unit_norm[0]
-    layer = int(np.argmax([measures.auroc(readouts.label[train], column) for column in of_layers.T]))
+    layer = int(
+        np.argmax([measures.auroc(readouts.label[train], column) for column in of_layers.T])
+    )
     columns.append(("best_layer", (of_layers[:, [layer]], fit.trajectory[:, [layer]])))
     return inner.C_, columns
 
@@ -282,8 +365,11 @@ def _references(inputs: Inputs) -> Iterator[tuple[str, Floats]]:
     yield "prompt_length", inputs.prompt_tokens[:, None].astype(np.float64)
 
 
-def _without_a_model(fitted: Inputs, train: Index, inputs: Inputs, rows: Index) -> dict[str, Floats]:
-    """Return the risk of ``rows`` of ``inputs`` by kind and form alone, fitted on ``train`` rows of ``fitted``.
+def _without_a_model(
+    fitted: Inputs, train: Index, inputs: Inputs, rows: Index
+) -> dict[str, Floats]:
+    """Return the risk of ``rows`` of ``inputs`` by kind and form alone, fitted on ``train`` rows of
+    ``fitted``.
 
     Empty unless all rows have a kind, or all have a form."""
     named = {"kind", "form"}.intersection(*fitted.strata, *inputs.strata)
@@ -304,8 +390,11 @@ def _values(inputs: Inputs, rows: Index, keys: Sequence[str]) -> NDArray[np.obje
     return np.array([list(map(itemgetter(key), strata)) for key in keys], np.object_).T
 
 
-def scores_of(label: NDArray[np.int64], risk: Floats, strata: Mapping[str, Index]) -> dict[str, float | None]:
-    """Return every score of one signal's risks [n], and the AUROC within each of the ``strata``, [n] each."""
+def scores_of(
+    label: NDArray[np.int64], risk: Floats, strata: Mapping[str, Index]
+) -> dict[str, float | None]:
+    """Return every score of one signal's risks [n], and the AUROC within each of the ``strata``,
+    [n] each."""
     return {
         **measures.summary(label, risk),
         **decisions.decisions(label, risk),
@@ -317,7 +406,8 @@ def scores_of(label: NDArray[np.int64], risk: Floats, strata: Mapping[str, Index
 
 
 def _summarise(records: Sequence[Mapping[str, float | None]]) -> dict[str, Any]:
-    """Return mean and standard deviation over folds and seeds; None for a score that no fold has."""
+    """Return mean and standard deviation over folds and seeds; None for a score that no fold
+    has."""
     table: dict[str, Any] = {}
     for name in dict.fromkeys((*measures.SUMMARY, *(key for record in records for key in record))):
         of_folds = [record.get(name) for record in records]
@@ -331,7 +421,10 @@ def _over(values: Sequence[float]) -> dict[str, float]:
 
 
 def layer_aurocs(label: NDArray[np.int64], trajectory: Floats) -> tuple[Floats, Floats]:
-    """Return the AUROC of each layer's logit and of the depth mean, by seed: [seeds, n, m] -> [seeds, m], [seeds]."""
+    """Return the AUROC of each layer's logit and of the depth mean, by seed: [seeds, n, m] ->
+    [seeds, m], [seeds]."""
     aurocs = [measures.risk_auroc(label, -column) for of_seed in trajectory for column in of_seed.T]
     layers = np.array(aurocs).reshape(len(trajectory), -1)
-    return layers, np.array([measures.risk_auroc(label, -of_seed.mean(axis=1)) for of_seed in trajectory])
+    return layers, np.array(
+        [measures.risk_auroc(label, -of_seed.mean(axis=1)) for of_seed in trajectory]
+    )

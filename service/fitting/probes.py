@@ -1,4 +1,5 @@
-"""Fits probes: standardises, fits, selects a head per layer, maps to raw space, normalises (App. probe-training)."""
+"""Fits probes: standardises, fits, selects a head per layer, maps to raw space, normalises (App.
+probe-training)."""
 
 from __future__ import annotations
 
@@ -102,17 +103,19 @@ class ProbeFit:
 
     @property
     def best_layer(self) -> int:
-        """Return the layer of the single best head by training AUROC, ties to the lowest (the ITI rule)."""
+        """Return the layer of the single best head by training AUROC, ties to the lowest (the ITI
+        rule)."""
         return int(np.argmax(self.auroc))
 
 
 def fit_head(
     x: NDArray[np.floating], label: Labels, tasks: Sequence[Task], site: Site, balance: ClassBalance
 ) -> list[tuple[Floats, float] | None]:
-    """Return each task's raw-space weight [d] and bias of one head, before normalisation: x [n, d], label [n].
+    """Return each task's raw-space weight [d] and bias of one head, before normalisation: x [n, d],
+    label [n].
 
-    Eq. standardize, standardized-probe and raw-space-probe: L1 at the attention site, all tasks at once (``solver``),
-    L2 at the residual stream.  None if every weight is zero."""
+    Eq. standardize, standardized-probe and raw-space-probe: L1 at the attention site, all tasks at
+    once (``solver``), L2 at the residual stream.  None if every weight is zero."""
     if site is Site.RESIDUAL_STREAM:
         return [_ridge(x[task.train], label[task.train], task.c, balance) for task in tasks]
     partitions = {task.train.tobytes(): task.train for task in reversed(tasks)}
@@ -122,16 +125,23 @@ def fit_head(
         inside[train] = True
         of_partition[inside] = row_weights(label[inside], balance)
     number = {name: position for position, name in enumerate(partitions)}
-    partition, c = np.array([number[task.train.tobytes()] for task in tasks]), np.array([task.c for task in tasks])
-    directions, intercepts = solve(np.ascontiguousarray(x, np.float32)[None], label, weight, partition, c)
+    partition, c = (
+        np.array([number[task.train.tobytes()] for task in tasks]),
+        np.array([task.c for task in tasks]),
+    )
+    directions, intercepts = solve(
+        np.ascontiguousarray(x, np.float32)[None], label, weight, partition, c
+    )
     pairs = zip(directions[0], intercepts[0], strict=True)
     return [(direction, float(bias)) if np.any(direction) else None for direction, bias in pairs]
 
 
 def standardise(x: NDArray[np.floating]) -> tuple[Floats, Floats, Floats]:
-    """Return x [n, d] standardised (Eq. standardize) as a float64 copy, its mean [d] and deviation [d].
+    """Return x [n, d] standardised (Eq. standardize) as a float64 copy, its mean [d] and deviation
+    [d].
 
-    A constant column becomes zeros with deviation 1, since its computed deviation is only a rounding error."""
+    A constant column becomes zeros with deviation 1, since its computed deviation is only a
+    rounding error."""
     z = x.astype(np.float64)
     mean = z.mean(axis=0)
     z -= mean
@@ -144,7 +154,8 @@ def standardise(x: NDArray[np.floating]) -> tuple[Floats, Floats, Floats]:
 
 
 def row_weights(label: Labels, balance: ClassBalance) -> Floats:
-    """Return weights of the training rows, [n], that balance the classes; ``downsample`` gives some rows weight 0."""
+    """Return weights of the training rows, [n], that balance the classes; ``downsample`` gives some
+    rows weight 0."""
     if balance == "downsample":
         weights = np.zeros(len(label))
         weights[_downsample(label)] = 1.0
@@ -153,7 +164,9 @@ def row_weights(label: Labels, balance: ClassBalance) -> Floats:
     return np.asarray((len(label) / (2.0 * sizes))[label])
 
 
-def _ridge(x: NDArray[np.floating], label: Labels, c: float, balance: ClassBalance) -> tuple[Floats, float] | None:
+def _ridge(
+    x: NDArray[np.floating], label: Labels, c: float, balance: ClassBalance
+) -> tuple[Floats, float] | None:
     if balance == "downsample":
         rows = _downsample(label)
         x, label = x[rows], label[rows]
@@ -185,61 +198,109 @@ def fit_probes(
     retry_larger_c: bool = False,
     zero_layers: bool = False,
 ) -> list[ProbeFit]:
-    """Return one ProbeFit per task, over all or the given layers and heads; each layer is read once for all tasks.
+    """Return one ProbeFit per task, over all or the given layers and heads; each layer is read once
+    for all tasks.
 
-    If every probe of a layer is zero, ``retry_larger_c`` fits it again with the factors of ``LARGER_C``.  A layer that
-    still has no direction gets a direction and logits of zero with ``zero_layers``; without it, raises NoDirection."""
+    If every probe of a layer is zero, ``retry_larger_c`` fits it again with the factors of
+    ``LARGER_C``.  A layer that still has no direction gets a direction and logits of zero with
+    ``zero_layers``; without it, raises NoDirection."""
     geometry, site = readouts.file.geometry, readouts.file.site
     layers = range(geometry.num_layers) if layers is None else layers
     heads = [*range(geometry.heads(site))] if heads is None else [*map(int, heads)]
-    pieces = max(1, min(len(heads), -(-2 * jobs // len(layers))))  # split the heads if layers are fewer than processes
+    pieces = max(
+        1, min(len(heads), -(-2 * jobs // len(layers)))
+    )  # split the heads if layers are fewer than processes
     items = [(layer, chunk.tolist()) for layer in layers for chunk in np.array_split(heads, pieces)]
-    with parallel_config(backend="loky", n_jobs=1 if len(items) == 1 else jobs, inner_max_num_threads=1):
-        best = Parallel()(delayed(_fit_layer)(readouts, tasks, layer, chunk, balance) for layer, chunk in items)
+    with parallel_config(
+        backend="loky", n_jobs=1 if len(items) == 1 else jobs, inner_max_num_threads=1
+    ):
+        best = Parallel()(
+            delayed(_fit_layer)(readouts, tasks, layer, chunk, balance) for layer, chunk in items
+        )
 
     fits = []
     for number, task in enumerate(tasks):
         chosen: list[HeadProbe] = []
         for position, layer in enumerate(layers):
-            candidates = [part[number] for part in best[position * pieces : (position + 1) * pieces]]
+            candidates = [
+                part[number] for part in best[position * pieces : (position + 1) * pieces]
+            ]
             usable = [candidate for candidate in candidates if candidate is not None]
-            probe: HeadProbe | None = max(usable, key=lambda candidate: candidate.auroc, default=None)
+            probe: HeadProbe | None = max(
+                usable, key=lambda candidate: candidate.auroc, default=None
+            )
             for factor in LARGER_C if retry_larger_c and probe is None else ():
-                (probe,) = _fit_layer(readouts, [replace(task, c=task.c * factor)], layer, heads, balance)
+                (probe,) = _fit_layer(
+                    readouts, [replace(task, c=task.c * factor)], layer, heads, balance
+                )
                 if probe is not None:
                     break
             if probe is None and zero_layers:
-                probe = HeadProbe(heads[0], np.zeros(geometry.dim(site)), 0.0, 1.0, 0.5, np.zeros(len(task.test)))
+                probe = HeadProbe(
+                    heads[0], np.zeros(geometry.dim(site)), 0.0, 1.0, 0.5, np.zeros(len(task.test))
+                )
             if probe is None:
                 probes = f"all {len(heads)} probes are" if len(heads) > 1 else "the probe is"
-                strong = site is Site.ATTENTION_HEAD  # the L2 penalty at the residual stream never gives zeros
-                reason = "the penalty is too strong" if strong else "the readouts there may be constant"
-                where = f"layer {layer}: {probes} zero at C = {task.c:g} on {len(task.train)} rows ({reason})"
-                raise NoDirection(f"{where}: give a larger C or larger values in the grid, or more rows", param="c")
+                strong = (
+                    site is Site.ATTENTION_HEAD
+                )  # the L2 penalty at the residual stream never gives zeros
+                reason = (
+                    "the penalty is too strong" if strong else "the readouts there may be constant"
+                )
+                where = (
+                    f"layer {layer}: {probes} zero at C = {task.c:g} on {len(task.train)} rows"
+                    f" ({reason})"
+                )
+                raise NoDirection(
+                    f"{where}: give a larger C or larger values in the grid, or more rows",
+                    param="c",
+                )
             chosen.append(probe)
         head, direction, bias, scale, quality, logits = map(np.array, zip(*chosen, strict=True))
-        fits.append(ProbeFit(head.astype(np.int32), direction, bias, scale, quality, np.ascontiguousarray(logits.T)))
+        fits.append(
+            ProbeFit(
+                head.astype(np.int32),
+                direction,
+                bias,
+                scale,
+                quality,
+                np.ascontiguousarray(logits.T),
+            )
+        )
     return fits
 
 
 def _fit_layer(
-    readouts: Readouts, tasks: Sequence[Task], layer: int, heads: Sequence[int], balance: ClassBalance
+    readouts: Readouts,
+    tasks: Sequence[Task],
+    layer: int,
+    heads: Sequence[int],
+    balance: ClassBalance,
 ) -> list[HeadProbe | None]:
-    """Return the best of ``heads`` at one layer for each task, ties to the first; None if all are zero."""
+    """Return the best of ``heads`` at one layer for each task, ties to the first; None if all are
+    zero."""
     best: list[HeadProbe | None] = [None] * len(tasks)
-    with threadpool_limits(1), one_torch_thread():  # the same order of summation for any number of cores
+    with (
+        threadpool_limits(1),
+        one_torch_thread(),
+    ):  # the same order of summation for any number of cores
         for head in heads:
             x = readouts.file.head(layer, head)[readouts.index]
             fitted = fit_head(x, readouts.label, tasks, readouts.file.site, balance)
             for number, (task, raw) in enumerate(zip(tasks, fitted, strict=True)):
                 if raw is not None:
                     probe, current = unit_probe(x, readouts.label, task, head, raw), best[number]
-                    best[number] = probe if current is None or probe.auroc > current.auroc else current
+                    best[number] = (
+                        probe if current is None or probe.auroc > current.auroc else current
+                    )
     return best
 
 
-def unit_probe(x: NDArray[np.float32], label: Labels, task: Task, head: int, raw: tuple[Floats, float]) -> HeadProbe:
-    """Divide ``fit_head``'s weight and bias by the norm (Eq. raw-space-normalized-probe) and rate the probe.
+def unit_probe(
+    x: NDArray[np.float32], label: Labels, task: Task, head: int, raw: tuple[Floats, float]
+) -> HeadProbe:
+    """Divide ``fit_head``'s weight and bias by the norm (Eq. raw-space-normalized-probe) and rate
+    the probe.
 
     It is rated on the training rows: x [n, d], label [n]."""
     norm = float(np.linalg.norm(raw[0]))
@@ -259,7 +320,8 @@ def project(x: NDArray[np.float32], rows: Index, direction: Floats, bias: float)
 
 
 def within_class_std(label: Labels, values: Floats) -> float:
-    """Return the pooled deviation around the class means: label [n], values [n]; 1 if it is zero."""
+    """Return the pooled deviation around the class means: label [n], values [n]; 1 if it is
+    zero."""
     residual = values.astype(np.float64)
     for value in (0, 1):
         inside = label == value

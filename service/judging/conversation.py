@@ -23,8 +23,12 @@ class ConversationReader:
 
     render: Render
     spell: Spell
-    openings: Mapping[str, str] = field(default_factory=dict)  # role of the first message -> text before it
-    joints: Mapping[tuple[str, str], str] = field(default_factory=dict)  # roles of two messages -> text between them
+    openings: Mapping[str, str] = field(
+        default_factory=dict
+    )  # role of the first message -> text before it
+    joints: Mapping[tuple[str, str], str] = field(
+        default_factory=dict
+    )  # roles of two messages -> text between them
     ending: str = ""  # text after the last message, the user's
     example: str = ""  # the rendering of one message at the time of learning
 
@@ -48,10 +52,14 @@ class ConversationReader:
                 before, separator, remaining = remaining.partition(mark)
                 pieces.append(before)
                 if not separator:
-                    break  # the template refuses such a conversation, or leaves a message out or changes it
+                    # the template refuses such a conversation, or leaves a message out or changes
+                    # it
+                    break
             else:
                 openings.setdefault(roles[0], pieces[0])
-                for pair, piece in zip(zip(roles, roles[1:], strict=False), pieces[1:], strict=True):
+                for pair, piece in zip(
+                    zip(roles, roles[1:], strict=False), pieces[1:], strict=True
+                ):
                     if piece:  # without text between them, two messages are one to the model, too
                         joints.setdefault(pair, piece)
                 ending = remaining
@@ -65,19 +73,24 @@ class ConversationReader:
     def _written(self, roles: Sequence[str], texts: Sequence[str]) -> str:
         """Return the rendering of messages; "" if the template refuses such a conversation."""
         try:
-            turns = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
+            turns = [
+                {"role": role, "content": text} for role, text in zip(roles, texts, strict=True)
+            ]
             return self.spell(self.render(turns))
         except RequestError:
             return ""
 
     def read(self, token_ids: TokenIds) -> list[dict[str, str]] | None:
-        """Return the messages, the last of which is the user's; None if the ids are not a rendering of messages."""
+        """Return the messages, the last of which is the user's; None if the ids are not a rendering
+        of messages."""
         try:
             text = self.spell(token_ids)
         except Exception:  # tokenizers raise any class for ids that only a padded model has
             return None
         turns = self._read(text, token_ids)
-        if turns is None and self._example() != self.example:  # some templates write the current date
+        if (
+            turns is None and self._example() != self.example
+        ):  # some templates write the current date
             self._learn()
             turns = self._read(text, token_ids)
         return turns
@@ -95,10 +108,13 @@ class ConversationReader:
         return None
 
     def _turns(self, role: str, text: str) -> list[dict[str, str]]:
-        following: dict[str, dict[str, str]] = {}  # role -> text after its message -> role of the next message
+        following: dict[
+            str, dict[str, str]
+        ] = {}  # role -> text after its message -> role of the next message
         for (before, after), joint in sorted(self.joints.items(), reverse=True):
             following.setdefault(before, {})[joint] = after
-        # One pattern for each role, so that each text is searched once; of two joints at a position the longer wins.
+        # One pattern for each role, so that each text is searched once; of two joints at a position
+        # the longer wins.
         ends = {
             before: re.compile("|".join(map(re.escape, sorted(joints, key=len, reverse=True))))
             for before, joints in following.items()

@@ -1,7 +1,9 @@
-"""Reads a bundle's evaluation.json: its gate over thresholds, the table by form, the sample of held-out questions.
+"""Reads a bundle's evaluation.json: its gate over thresholds, the table by form, the sample of
+held-out questions.
 
-The bundle format does not define that file, so content that our trainer did not write counts as missing.  Each reader
-raises a subclass of BundleDamaged if the file changed since the bundle was loaded."""
+The bundle format does not define that file, so content that our trainer did not write counts as
+missing.  Each reader raises a subclass of BundleDamaged if the file changed since the bundle was
+loaded."""
 
 from __future__ import annotations
 
@@ -47,18 +49,22 @@ class Tenth:
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """The answered and wrong shares of a bundle's gate over thresholds, on questions like its training rows."""
+    """The answered and wrong shares of a bundle's gate over thresholds, on questions like its
+    training rows."""
 
     source: CoverageSource  # of the gates and tenths; with "own_threshold" there are none
     rows: int
     hallucinated: Share  # of the rows: what is wrong where everything is answered
     gates: tuple[CoverageGate, ...]  # at THRESHOLDS; may be empty
     own: CoverageGate | None  # measured at the bundle's own threshold, by cross-validation
-    tenths: tuple[Tenth, ...]  # lowest risks first; empty where the rows' risks were not kept, or are too few
+    tenths: tuple[
+        Tenth, ...
+    ]  # lowest risks first; empty where the rows' risks were not kept, or are too few
 
 
 def coverage(bundle: Bundle) -> Coverage:
-    """Return the bundle's gates; if it does not record the risks of its rows, only that at its own threshold."""
+    """Return the bundle's gates; if it does not record the risks of its rows, only that at its own
+    threshold."""
     manifest, evaluation = bundle.manifest, bundle.evaluation()
     training = manifest.training
     own_gate = _own_gate(manifest, evaluation)
@@ -69,20 +75,27 @@ def coverage(bundle: Bundle) -> Coverage:
         return Coverage("own_threshold", rows, share, (), own_gate, ())
     risk, wrong = row_risks
     parts = np.array_split(np.argsort(risk, kind="stable"), 10) if len(risk) >= ENOUGH else []
-    tenths = [Tenth(float(risk[part[0]]), float(risk[part[-1]]), float((~wrong[part]).mean())) for part in parts]
+    tenths = [
+        Tenth(float(risk[part[0]]), float(risk[part[-1]]), float((~wrong[part]).mean()))
+        for part in parts
+    ]
     gates = tuple(gate_at(threshold, risk < threshold, wrong) for threshold in THRESHOLDS)
     return Coverage("out_of_fold_risks", rows, share, gates, own_gate, tuple(tenths))
 
 
-def gate_at(threshold: float, answered: NDArray[np.bool_], wrong: NDArray[np.bool_]) -> CoverageGate:
-    """Return the gate's shares by answered [n] and wrong [n]; a risk at the threshold is withheld."""
+def gate_at(
+    threshold: float, answered: NDArray[np.bool_], wrong: NDArray[np.bool_]
+) -> CoverageGate:
+    """Return the gate's shares by answered [n] and wrong [n]; a risk at the threshold is
+    withheld."""
     among = float(wrong[answered].mean()) if answered.any() else None
     withheld = float((~answered)[~wrong].mean()) if (~wrong).any() else 0.0
     return CoverageGate(threshold, float(answered.mean()), among, withheld)
 
 
 def kept_risks(bundle: Bundle) -> tuple[NDArray[np.float64], NDArray[np.bool_]] | None:
-    """Return the risk of each training row and whether it is hallucinated; None if the bundle records none."""
+    """Return the risk of each training row and whether it is hallucinated; None if the bundle
+    records none."""
     return _row_risks(bundle.manifest, bundle.evaluation())
 
 
@@ -92,7 +105,9 @@ def training_risks(bundle: Bundle) -> NDArray[np.float64] | None:
     return None if risks is None else risks[0]
 
 
-def _row_risks(manifest: Manifest, evaluation: dict[str, Any]) -> tuple[NDArray[np.float64], NDArray[np.bool_]] | None:
+def _row_risks(
+    manifest: Manifest, evaluation: dict[str, Any]
+) -> tuple[NDArray[np.float64], NDArray[np.bool_]] | None:
     """Return the out-of-fold risk, after a recalibration, and the class of each training row."""
     try:
         recorded = evaluation["out_of_fold"]["risks"]
@@ -111,7 +126,11 @@ def _own_gate(manifest: Manifest, evaluation: dict[str, Any]) -> CoverageGate | 
         return None
     try:
         moved = evaluation.get("recalibrations")
-        gate = moved[-1]["at_threshold"]["after"] if moved else evaluation["cross_validation"]["at_threshold"]
+        gate = (
+            moved[-1]["at_threshold"]["after"]
+            if moved
+            else evaluation["cross_validation"]["at_threshold"]
+        )
         answered, wrong = float(gate["answered"]), float(gate["wrong_among_answered"])
         among = wrong if answered > 0 else None
         return CoverageGate(manifest.threshold, answered, among, float(gate["right_withheld"]))
@@ -144,15 +163,22 @@ class FormTable:
 _FORM_ROW = TypeAdapter(FormRow)
 
 
-def kept_strata(evaluation: Mapping[str, Any], table: str = "by_form") -> tuple[FormsSource, Mapping[str, Any]] | None:
-    """Return source and rows of the table of held-out rows, else of the out-of-fold table; None if there is neither."""
-    sources: tuple[tuple[FormsSource, str], ...] = (("held_out", "held_out"), ("out_of_fold", "cross_validation"))
+def kept_strata(
+    evaluation: Mapping[str, Any], table: str = "by_form"
+) -> tuple[FormsSource, Mapping[str, Any]] | None:
+    """Return source and rows of the table of held-out rows, else of the out-of-fold table; None if
+    there is neither."""
+    sources: tuple[tuple[FormsSource, str], ...] = (
+        ("held_out", "held_out"),
+        ("out_of_fold", "cross_validation"),
+    )
     tables = ((source, (evaluation.get(key) or {}).get(table)) for source, key in sources)
     return next(((source, rows) for source, rows in tables if rows), None)
 
 
 def form_table(bundle: Bundle) -> FormTable | None:
-    """Return the table; None if there is none, or if a recalibration changed the risks since it was measured."""
+    """Return the table; None if there is none, or if a recalibration changed the risks since it was
+    measured."""
     if bundle.manifest.recalibration is not None:
         return None
     try:
@@ -188,14 +214,19 @@ class SampleQuestion:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Held-out questions in the order of a random draw, made before any risk was known: the first n are a sample.
+    """Held-out questions in the order of a random draw, made before any risk was known: the first n
+    are a sample.
 
     ``train`` draws them (service.trainer.training_set), so that anybody can test the risk."""
 
     file: str  # the file of the rows
     judge: Annotated[str, Field(pattern="^(contains|exact)$")]  # the judge of the answers
-    abstain_pattern: Annotated[str, AfterValidator(_compiles)]  # answers that match it are neither right nor wrong
-    max_tokens: Annotated[int, Field(ge=1), AfterValidator(lambda tokens: min(tokens, MOST_TOKENS))]  # as in training
+    abstain_pattern: Annotated[
+        str, AfterValidator(_compiles)
+    ]  # answers that match it are neither right nor wrong
+    max_tokens: Annotated[
+        int, Field(ge=1), AfterValidator(lambda tokens: min(tokens, MOST_TOKENS))
+    ]  # as in training
     questions: Annotated[tuple[SampleQuestion, ...], Field(min_length=1)]
 
     def document(self) -> dict[str, Any]:

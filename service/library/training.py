@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SignalFigures:
-    """How well one signal tells hallucinated answers, on rows that its fits did not see; a rival, or the bundle's."""
+    """How well one signal tells hallucinated answers, on rows that its fits did not see; a rival,
+    or the bundle's."""
 
     signal: str
     title: str
@@ -63,7 +64,11 @@ class Trained:
 
     def __repr__(self) -> str:
         row = self.own
-        figures = "not evaluated" if row is None else f"AUROC {row.auroc:.3f} [{row.low:.3f}, {row.high:.3f}]"
+        figures = (
+            "not evaluated"
+            if row is None
+            else f"AUROC {row.auroc:.3f} [{row.low:.3f}, {row.high:.3f}]"
+        )
         return f"<Trained: {self.reference}, {figures}; {self.folder}>"
 
     @property
@@ -105,42 +110,53 @@ class Lines:
 
 
 def train(
-    rows: str | Path | Iterable[Mapping[str, Any]] | None = None, name: str = "", model: str | Path | None = None, *,
-    labels: Literal["given", "generate"] | None = None, store: str | Path = DEFAULT_STORE,
-    run_dir: str | Path | None = None, engine: Engine | None = None, report: Report = note,
-    probe: DepthMeanProbe | None = None, **options: Any,
-) -> Trained:  # fmt: skip
-    """Train a bundle on your own model and publish it; the same call resumes a run that was interrupted.
+    rows: str | Path | Iterable[Mapping[str, Any]] | None = None,
+    name: str = "",
+    model: str | Path | None = None,
+    *,
+    labels: Literal["given", "generate"] | None = None,
+    store: str | Path = DEFAULT_STORE,
+    run_dir: str | Path | None = None,
+    engine: Engine | None = None,
+    report: Report = note,
+    probe: DepthMeanProbe | None = None,
+    **options: Any,
+) -> Trained:
+    """Train a bundle on your own model and publish it; the same call resumes a run that was
+    interrupted.
 
     Args:
-        rows: A JSONL file, or the rows themselves: ``prompt`` or ``messages``, ``label`` (1 factual, 0 hallucinated)
-            or ``answers``, and where several rows share a question or an entity their ``group``.  None: the questions
-            that come with the package.
+        rows: A JSONL file, or the rows themselves: ``prompt`` or ``messages``, ``label`` (1
+            factual, 0 hallucinated) or ``answers``, and where several rows share a question or an
+            entity their ``group``.  None: the questions that come with the package.
         name, model: Name of the bundle, by default made of the model's; the model as of ``load``.
-        labels: "given": each row's label.  "generate": the model answers and a judge compares with ``answers``.  None:
-            given, or generate without rows.
-        store, run_dir: Folder or URL that the bundle is published in; folder of activations and progress (runs/NAME, or
-            runs/NAME-2 and so on where a finished run that read something else has that).
-        engine, report: How the model is loaded; what takes the lines of progress (None: standard error).
+        labels: "given": each row's label.  "generate": the model answers and a judge compares with
+            ``answers``.  None: given, or generate without rows.
+        store, run_dir: Folder or URL that the bundle is published in; folder of activations and
+            progress (runs/NAME, or runs/NAME-2 and so on where a finished run that read something
+            else has that).
+        engine, report: How the model is loaded; what takes the lines of progress (None: standard
+            error).
         probe: What ``publish`` publishes; None: fitted on the rows.
-        options: Any other field of ``service.trainer.options.TrainOptions``, such as ``test``, ``judge``, ``seeds``,
-            ``folds``, ``c``, ``readout``, ``evaluate`` or ``forms``; as of ``hallutracer train``, except that ``seeds``
-            may also be the seeds themselves, and ``forms`` several names.
+        options: Any other field of ``service.trainer.options.TrainOptions``, such as ``test``,
+            ``judge``, ``seeds``, ``folds``, ``c``, ``readout``, ``evaluate`` or ``forms``; as of
+            ``hallutracer train``, except that ``seeds`` may also be the seeds themselves, and
+            ``forms`` several names.
 
-    Raises DataError (rows at fault, by line number), TrainingError (an invalid option, no signal), RunMismatch (the run
-    folder is another run's), and TypeError for an option that does not exist.
+    Raises DataError (rows at fault, by line number), TrainingError (an invalid option, no signal),
+    RunMismatch (the run folder is another run's), and TypeError for an option that does not exist.
 
     >>> import tempfile
     >>> import hallutracer as ht
     >>> from service.demo.questions import questions
-    >>> rows = [  # what the demo model has read often it mostly knows; your rows have labels that someone looked at
+    >>> rows = [  # the demo model mostly knows what it has read often; check the labels of yours
     ...     {"prompt": row["prompt"], "label": int(row["exposures"] > 4), "group": row["group"]}
     ...     for row in questions("train")[::15]
     ... ]
     >>> folder = tempfile.mkdtemp()
-    >>> trained = ht.train(  # one seed, three folds and a given C: quick, and without intervals for each risk
-    ...     rows, "mine", "demo", store=folder, run_dir=f"{folder}/run", report=lambda line: None,
-    ...     seeds=(0,), folds=3, c=0.1, jobs=1,
+    >>> trained = ht.train(  # one seed, three folds and a given C: quick, without intervals
+    ...     rows, "mine", "demo", store=folder, run_dir=f"{folder}/run",
+    ...     report=lambda line: None, seeds=(0,), folds=3, c=0.1, jobs=1,
     ... )
     >>> trained.reference, trained.own.signal
     ('mine:1', 'depth_mean_unit_norm')
@@ -154,23 +170,39 @@ def train(
         options["forms"] = ",".join(options["forms"]) or "none"
     if isinstance(arguments := options.get("chat_template_kwargs"), Mapping):
         options["chat_template_kwargs"] = json.dumps(arguments)
-    options |= {key: Path(value) for key, value in options.items() if key in ("test", "calibration") and value}
+    options |= {
+        key: Path(value)
+        for key, value in options.items()
+        if key in ("test", "calibration") and value
+    }
     data = () if rows is None else (str(rows_file(rows, folder)),)
-    wanted = TrainOptions(name=name, data=data, labels=labels,
-                          run_dir=None if run_dir is None else folder, **options)  # fmt: skip
+    wanted = TrainOptions(
+        name=name, data=data, labels=labels, run_dir=None if run_dir is None else folder, **options
+    )
     chosen = engine or Engine()
-    return run_training(completed(wanted, named), chosen.options(named), open_store(store),
-                        threads=chosen.threads, console=Lines(report), report=report, probe=probe)  # fmt: skip
+    return run_training(
+        completed(wanted, named),
+        chosen.options(named),
+        open_store(store),
+        threads=chosen.threads,
+        console=Lines(report),
+        report=report,
+        probe=probe,
+    )
 
 
 def publish(
-    probe: DepthMeanProbe, rows: str | Path | Iterable[Mapping[str, Any]], name: str, model: str | Path | None = None,
+    probe: DepthMeanProbe,
+    rows: str | Path | Iterable[Mapping[str, Any]],
+    name: str,
+    model: str | Path | None = None,
     **options: Any,
-) -> Trained:  # fmt: skip
+) -> Trained:
     """Publish a fitted ``DepthMeanProbe`` as a bundle: ``train``, without fitting it again.
 
     Args:
-        probe: Fitted on the activations (``extract``) of the labelled rows, in their order, with their groups.
+        probe: Fitted on the activations (``extract``) of the labelled rows, in their order, with
+            their groups.
         rows: Its rows, as ``train`` takes them.
         name, model: As of ``train``.
         options: Any other of ``train``; folds, seeds, penalty and readout are the probe's.
@@ -181,28 +213,42 @@ def publish(
     >>> import hallutracer as ht
     >>> from service.demo.questions import questions
     >>> asked = questions("train")[::15]
-    >>> rows = [{"prompt": row["prompt"], "label": int(row["exposures"] > 4), "group": row["group"]} for row in asked]
+    >>> rows = [
+    ...     {"prompt": row["prompt"], "label": int(row["exposures"] > 4), "group": row["group"]}
+    ...     for row in asked
+    ... ]
     >>> x = ht.extract([row["prompt"] for row in rows], "demo")
     >>> y, groups = [row["label"] for row in rows], [row["group"] for row in rows]
     >>> probe = ht.DepthMeanProbe(0.1, folds=3, seeds=(0,)).fit(x, y, groups=groups)
     >>> folder = tempfile.mkdtemp()
     >>> made = ht.publish(
-    ...     probe, rows, "mine", "demo", evaluate=False, store=folder, run_dir=f"{folder}/run", report=lambda line: None
+    ...     probe, rows, "mine", "demo", evaluate=False, store=folder, run_dir=f"{folder}/run",
+    ...     report=lambda line: None,
     ... )
-    >>> made.reference, bool((made.bundle.probes.direction == probe.probes_.direction.astype("float32")).all())
+    >>> fitted = probe.probes_.direction.astype("float32")
+    >>> made.reference, bool((made.bundle.probes.direction == fitted).all())
     ('mine:1', True)"""
     fitted: dict[str, Any] = {
-        "c": None if probe.C == "auto" else probe.C, "c_grid": probe.c_grid, "logit_scale": probe.logit_scale,
-        "class_balance": probe.class_balance, "folds": probe.folds, "inner_folds": probe.inner_folds,
-        "seeds": probe.seeds, "readout": "attention_head" if len(probe.shape_) == 3 else "residual_stream",
-    }  # fmt: skip
+        "c": None if probe.C == "auto" else probe.C,
+        "c_grid": probe.c_grid,
+        "logit_scale": probe.logit_scale,
+        "class_balance": probe.class_balance,
+        "folds": probe.folds,
+        "inner_folds": probe.inner_folds,
+        "seeds": probe.seeds,
+        "readout": "attention_head" if len(probe.shape_) == 3 else "residual_stream",
+    }
     return train(rows, name, model, probe=probe, **fitted, **options)
 
 
 def extract(
-    prompts: Prompts, model: str | Path | None = None, *,
-    site: SiteName = "attention_head", engine: Engine | None = None, report: Report = note,
-) -> NDArray[np.float32]:  # fmt: skip
+    prompts: Prompts,
+    model: str | Path | None = None,
+    *,
+    site: SiteName = "attention_head",
+    engine: Engine | None = None,
+    report: Report = note,
+) -> NDArray[np.float32]:
     """Return the activations that a probe reads, at each prompt's last token, before the answer.
 
     Args:
@@ -223,36 +269,61 @@ def extract(
         raise RequestError(f"site is {site!r}; it must be {' or '.join(Site)}", param="site")
     where, chosen = Site(site), engine or Engine()
     options = chosen.options(None if model is None else str(model))
-    with closing(load_engine(options, rows=[where], threads=chosen.threads, report=report)) as loaded:
+    with closing(
+        load_engine(options, rows=[where], threads=chosen.threads, report=report)
+    ) as loaded:
         prompt_format = default_prompt_format(loaded)
         ids = [
-            render(loaded, prompt, None, prompt_format)
-            if isinstance(prompt, str)
-            else render(loaded, None, prompt, prompt_format)
+            (
+                render(loaded, prompt, None, prompt_format)
+                if isinstance(prompt, str)
+                else render(loaded, None, prompt, prompt_format)
+            )
             for prompt in as_prompts(prompts)
         ]
         geometry = loaded.identity.geometry
         activations = np.empty((len(ids), geometry.num_layers, geometry.width(where)), np.float32)
-        for batch in batches(np.array([len(prompt) for prompt in ids]), BATCH_ROWS):  # as ``train`` reads them
-            activations[batch] = loaded.extract([ids[row] for row in batch], [where]).activations[where]
+        for batch in batches(
+            np.array([len(prompt) for prompt in ids]), BATCH_ROWS
+        ):  # as ``train`` reads them
+            activations[batch] = loaded.extract([ids[row] for row in batch], [where]).activations[
+                where
+            ]
     return geometry.by_head(activations, where) if where is Site.ATTENTION_HEAD else activations
 
 
 def run_training(
-    options: TrainOptions, engine: EngineOptions, store: Store, *, threads: int | None, console: Console,
-    report: Report = note, probe: DepthMeanProbe | None = None,
-) -> Trained:  # fmt: skip
-    """Return what a run made, for the command line and ``train``: from checked options to the published bundle."""
+    options: TrainOptions,
+    engine: EngineOptions,
+    store: Store,
+    *,
+    threads: int | None,
+    console: Console,
+    report: Report = note,
+    probe: DepthMeanProbe | None = None,
+) -> Trained:
+    """Return what a run made, for the command line and ``train``: from checked options to the
+    published bundle."""
     from service.trainer.run import train as run
 
-    folders, engine = [options.folder], replace(engine, template_arguments=options.template_arguments)
-    bundle = run(options, lambda: load_engine(engine, rows=[options.site], threads=threads, report=report), store,
-                 console=console, probe=probe, began_in=folders.append)  # fmt: skip
+    folders, engine = (
+        [options.folder],
+        replace(engine, template_arguments=options.template_arguments),
+    )
+    bundle = run(
+        options,
+        lambda: load_engine(engine, rows=[options.site], threads=threads, report=report),
+        store,
+        console=console,
+        probe=probe,
+        began_in=folders.append,
+    )
     return Trained(bundle, folders[-1], store.where, figures_of(bundle.evaluation()))
 
 
 def figures_of(evaluation: Mapping[str, Any]) -> tuple[SignalFigures, ...]:
-    """Return the figures of a bundle's evaluation.json; () where it was trained without an evaluation."""
+    """Return the figures of a bundle's evaluation.json; () where it was trained without an
+    evaluation."""
     from service.trainer.cards import SIGNALS
 
     crossed = evaluation.get("cross_validation")
@@ -275,19 +346,26 @@ def figures_of(evaluation: Mapping[str, Any]) -> tuple[SignalFigures, ...]:
 
 
 def completed(options: TrainOptions, model: str | None) -> TrainOptions:
-    """Return the options with what a newcomer leaves open: a name made of the model's, and the questions of the bank.
+    """Return the options with what a newcomer leaves open: a name made of the model's, and the
+    questions of the bank.
 
-    The bank's questions are written into the run folder, its held-out half too, in proportion.  Raises TrainingError
-    for given labels without rows that have them, and for ``questions`` beside rows of one's own."""
+    The bank's questions are written into the run folder, its held-out half too, in proportion.
+    Raises TrainingError for given labels without rows that have them, and for ``questions`` beside
+    rows of one's own."""
     options = replace(options, name=options.name or bundle_name(model))
     if options.data:
         if options.questions is not None:
-            raise TrainingError("questions counts those that come with the package, which are asked without --data",
-                                param="questions")  # fmt: skip
+            raise TrainingError(
+                "questions counts those that come with the package, which are asked without --data",
+                param="questions",
+            )
         return options
     if options.labels == "given":
-        raise TrainingError("name the file of the rows that have the labels, such as rows.jsonl; without one the "
-                            "model answers questions that come with the package", param="data")  # fmt: skip
+        raise TrainingError(
+            "name the file of the rows that have the labels, such as rows.jsonl; without one the "
+            "model answers questions that come with the package",
+            param="data",
+        )
     train, held_out = bank_rows("train"), bank_rows("held-out")
     asked = train[: options.questions]
     held_out = held_out[: max(KEPT, len(held_out) * len(asked) // len(train))]
@@ -302,7 +380,8 @@ def completed(options: TrainOptions, model: str | None) -> TrainOptions:
 
 
 def bundle_name(model: str | None) -> str:
-    """Return the name of a bundle for a model that is named so; a model with a shipped bundle gets a name beside it."""
+    """Return the name of a bundle for a model that is named so; a model with a shipped bundle gets
+    a name beside it."""
     model = model or default_model()
     stem = model if model in SHIPPED else Path(os.path.abspath(os.path.expanduser(model))).name
     plain = re.sub(r"[^a-z0-9._]+", "-", re.sub(r"\.\.+", ".", stem.lower().removesuffix(".gguf")))
@@ -311,11 +390,16 @@ def bundle_name(model: str | None) -> str:
     return f"my-{name}"[:64] if name in shipped else name
 
 
-def rows_file(rows: str | Path | Iterable[Mapping[str, Any]], folder: Path, stem: str = "rows") -> Path:
-    """Return the file of the rows: the one that is named, or one that is written into the run folder."""
+def rows_file(
+    rows: str | Path | Iterable[Mapping[str, Any]], folder: Path, stem: str = "rows"
+) -> Path:
+    """Return the file of the rows: the one that is named, or one that is written into the run
+    folder."""
     if isinstance(rows, str | Path):
         return Path(os.path.expanduser(rows))
-    lines = [json.dumps(_without_gaps(row), ensure_ascii=False, default=_plain) + "\n" for row in rows]
+    lines = [
+        json.dumps(_without_gaps(row), ensure_ascii=False, default=_plain) + "\n" for row in rows
+    ]
     text = "".join(lines).encode("utf-8", "surrogatepass")
     folder.mkdir(parents=True, exist_ok=True)
     names = chain([f"{stem}.jsonl"], (f"{stem}-{number}.jsonl" for number in count(2)))
@@ -329,7 +413,11 @@ def rows_file(rows: str | Path | Iterable[Mapping[str, Any]], folder: Path, stem
 
 def _without_gaps(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row without None and NaN, which a DataFrame has where there was nothing."""
-    gaps = {key for key, value in row.items() if value is None or (isinstance(value, float) and math.isnan(value))}
+    gaps = {
+        key
+        for key, value in row.items()
+        if value is None or (isinstance(value, float) and math.isnan(value))
+    }
     return {key: value for key, value in row.items() if key not in gaps}
 
 

@@ -1,1 +1,2 @@
-"""Between HTTP and the engine: what is loaded, who may call, how requests wait, and who is told of a judgement."""
+"""Between HTTP and the engine: what is loaded, who may call, how requests wait, and who is told of
+a judgement."""

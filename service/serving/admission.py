@@ -1,4 +1,5 @@
-"""What a request passes on its way to the engine: deadline, tokenizing, a fair share of the queue, admission."""
+"""What a request passes on its way to the engine: deadline, tokenizing, a fair share of the queue,
+admission."""
 
 from __future__ import annotations
 
@@ -15,18 +16,27 @@ from typing import Any, TypeVar
 from service.errors import DeadlineExceeded, NotReady, Overloaded
 
 T = TypeVar("T")
-SPARE, SPARE_S = 0.05, 0.5  # of a deadline's time, and seconds at least, to end an answer and to send it
+SPARE, SPARE_S = (
+    0.05,
+    0.5,
+)  # of a deadline's time, and seconds at least, to end an answer and to send it
 INLINE = 512  # characters or ids up to which a thread costs more than the work, about 0.2 ms
 LONG = 16_384  # characters or ids from which a request takes the slow lane
 MAX_LONG = 16  # requests of a caller in the slow lane
-MAX_FORMATS, MAX_FORMATS_OF_CALLER = 64, 16  # requests whose formats are being compiled, of a caller one at a time
+MAX_FORMATS, MAX_FORMATS_OF_CALLER = (
+    64,
+    16,
+)  # requests whose formats are being compiled, of a caller one at a time
 MAX_COMPILING = 8  # callers whose formats are being compiled at once
 RESERVE = 8  # one caller leaves one of this many free places to those who wait for nothing yet
 MAX_REMEMBERED = 4096  # callers whose account is kept although they wait for nothing
 MAX_RETRY_S = 60
-HEADROOM = 0.75  # share of its deadline that a request may be expected to wait: work that ends too late is wasted
+# share of its deadline that a request may be expected to wait: work that ends too late is wasted
+HEADROOM = 0.75
 NEW_SPEED = 0.2  # weight of the newest measurement in the running speed
-LEAST_MEASUREMENTS = 4  # the first one has the engine's warm-up in it: alone it would refuse what fits easily
+LEAST_MEASUREMENTS = (
+    4  # the first one has the engine's warm-up in it: alone it would refuse what fits easily
+)
 
 
 class Deadline:
@@ -37,7 +47,8 @@ class Deadline:
 
     @property
     def nearly(self) -> float:
-        """Return when an answer has to end, finished or not, so as to be sent in time; on the monotonic clock."""
+        """Return when an answer has to end, finished or not, so as to be sent in time; on the
+        monotonic clock."""
         return self._at - min(max(SPARE * self.seconds, SPARE_S), self.seconds / 2)
 
     @property
@@ -53,13 +64,14 @@ class Deadline:
                 yield
         except TimeoutError:
             raise DeadlineExceeded(
-                f"no answer within the deadline of {self.seconds:g} s; try again, or give it more time with "
-                "'deadline_ms'"
+                f"no answer within the deadline of {self.seconds:g} s; try again, or give it more"
+                " time with 'deadline_ms'"
             ) from None
 
 
 class Lane:
-    """A thread whose callers take turns.  Each leaves half of the places that the others leave free."""
+    """A thread whose callers take turns.  Each leaves half of the places that the others leave
+    free."""
 
     def __init__(self, name: str, most: int) -> None:
         """``most`` requests of a caller that is alone may wait or run."""
@@ -72,7 +84,8 @@ class Lane:
         ] = {}  # by caller, whose turn it is first
 
     async def run(self, caller: str, work: Callable[[], T]) -> T:
-        """Return ``work()`` from the thread; raises what it raises, Overloaded, or NotReady after ``close``."""
+        """Return ``work()`` from the thread; raises what it raises, Overloaded, or NotReady after
+        ``close``."""
         loop = asyncio.get_running_loop()
         own, total = self._pending[caller], self._pending.total()
         free = self._places - (total - own)
@@ -95,12 +108,17 @@ class Lane:
             raise NotReady("the service is shutting down") from None
         self._pending[caller] += 1
         done.add_done_callback(
-            lambda _: None if loop.is_closed() else loop.call_soon_threadsafe(_add, self._pending, caller, -1)
+            lambda _: (
+                None
+                if loop.is_closed()
+                else loop.call_soon_threadsafe(_add, self._pending, caller, -1)
+            )
         )
         return await asyncio.wrap_future(done)
 
     def _next(self) -> None:
-        """Run the first request of the caller whose turn it is.  On the thread, once for each request."""
+        """Run the first request of the caller whose turn it is.  On the thread, once for each
+        request."""
         with self._lock:
             caller = next(iter(self._waiting))
             own = self._waiting.pop(caller)
@@ -121,7 +139,8 @@ class Lane:
 
 
 class Tokenizing:
-    """Text to token ids: short texts on the event loop, others in two bounded lanes: none waits for a long one.
+    """Text to token ids: short texts on the event loop, others in two bounded lanes: none waits for
+    a long one.
 
     Formats have a lane for each caller: none waits for another's."""
 
@@ -129,20 +148,26 @@ class Tokenizing:
         """``max_pending`` requests of a caller may wait for the fast lane."""
         self._fast, self._slow = Lane("tokenize", max_pending), Lane("tokenize-long", MAX_LONG)
         self._compilers = ThreadPoolExecutor(MAX_COMPILING, thread_name_prefix="format")
-        self._formats: Counter[str] = Counter()  # by caller, those that wait and those that are being compiled
+        self._formats: Counter[str] = (
+            Counter()
+        )  # by caller, those that wait and those that are being compiled
         self._turns: dict[str, asyncio.Lock] = {}
 
     async def run(self, caller: str, size: int, work: Callable[[], T]) -> T:
-        """Return ``work()`` from the lane for ``size`` characters or ids; raises what it raises, or Overloaded."""
+        """Return ``work()`` from the lane for ``size`` characters or ids; raises what it raises, or
+        Overloaded."""
         if size <= INLINE:
             return work()
         return await (self._slow if size >= LONG else self._fast).run(caller, work)
 
     async def compile(self, caller: str, work: Callable[[], T]) -> T:
-        """Return ``work()`` from the caller's lane for formats; raises what it raises, or Overloaded."""
+        """Return ``work()`` from the caller's lane for formats; raises what it raises, or
+        Overloaded."""
         loop = asyncio.get_running_loop()
         if self._formats[caller] >= MAX_FORMATS_OF_CALLER or self._formats.total() >= MAX_FORMATS:
-            waiting = f"{self._formats[caller]} requests of this caller, {self._formats.total()} in all"
+            waiting = (
+                f"{self._formats[caller]} requests of this caller, {self._formats.total()} in all"
+            )
             raise Overloaded(f"{waiting}, are waiting for their formats; try again in 1 s")
         self._formats[caller] += 1
         turn = self._turns.setdefault(caller, asyncio.Lock())
@@ -161,7 +186,9 @@ class Tokenizing:
         except RuntimeError:
             leave()
             raise NotReady("the service is shutting down") from None
-        done.add_done_callback(lambda _: None if loop.is_closed() else loop.call_soon_threadsafe(leave))
+        done.add_done_callback(
+            lambda _: None if loop.is_closed() else loop.call_soon_threadsafe(leave)
+        )
         return await asyncio.wrap_future(done)
 
     def _leave(self, caller: str) -> None:
@@ -170,22 +197,28 @@ class Tokenizing:
             del self._formats[caller], self._turns[caller]
 
     def close(self) -> None:
-        """Drop requests that have not begun, and wait for the others, but for formats: these end with the engine."""
+        """Drop requests that have not begun, and wait for the others, but for formats: these end
+        with the engine."""
         self._compilers.shutdown(wait=False, cancel_futures=True)
         for lane in (self._fast, self._slow):
             lane.close()
 
 
 class FairShare:
-    """Counts waiting prompts by caller and hands out their places: callers share queue and engine evenly.
+    """Counts waiting prompts by caller and hands out their places: callers share queue and engine
+    evenly.
 
-    Start-time fair queueing (Goyal, Vin, Cheng, 1996): a prompt's place is the tokens that its caller had been given
-    before it.  A caller that comes back starts where the others are.  On the event loop only."""
+    Start-time fair queueing (Goyal, Vin, Cheng, 1996): a prompt's place is the tokens that its
+    caller had been given before it.  A caller that comes back starts where the others are.  On the
+    event loop only."""
 
     def __init__(self, max_waiting: int) -> None:
         self._max_waiting = max_waiting
         self._prompts: Counter[str] = Counter()
-        self._tokens: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}  # by whether they may be decoded
+        self._tokens: dict[bool, Counter[str]] = {
+            True: Counter(),
+            False: Counter(),
+        }  # by whether they may be decoded
         self._given: dict[str, int] = {}  # caller -> the place after its newest prompt
         self._now = 0  # the place of the prompt that was served last
 
@@ -195,13 +228,15 @@ class FairShare:
         return self._prompts.total()
 
     def most_waiting(self, caller: str) -> int:
-        """Return how many prompts of all callers may wait; the last places are for those with nothing in the queue."""
+        """Return how many prompts of all callers may wait; the last places are for those with
+        nothing in the queue."""
         own = self._prompts[caller]
         left = self._max_waiting - (self.waiting - own)
         return self._max_waiting - (left // RESERVE if own else 0)
 
     def tokens_ahead(self, caller: str, *, answers: bool) -> int:
-        """Return the tokens read before a new prompt of ``caller``; ``answers``: of prompts to be decoded, too."""
+        """Return the tokens read before a new prompt of ``caller``; ``answers``: of prompts to be
+        decoded, too."""
         waiting = self._tokens[False] + self._tokens[True] if answers else self._tokens[False]
         own = waiting[caller]
         return sum(min(tokens, own) for tokens in waiting.values())
@@ -219,7 +254,8 @@ class FairShare:
         _add(self._tokens[answers], caller, tokens)
 
     def place(self, caller: str, cost: int) -> int:
-        """Return the place of the caller's next prompt of about ``cost`` tokens; the lowest is served first."""
+        """Return the place of the caller's next prompt of about ``cost`` tokens; the lowest is
+        served first."""
         place = max(self._now, self._given.get(caller, 0))
         self._given[caller] = place + cost
         return place
@@ -228,7 +264,9 @@ class FairShare:
         """Note that the prompt at ``place`` has been read."""
         self._now = max(self._now, place)
         if len(self._given) > MAX_REMEMBERED:
-            self._given = {caller: next_ for caller, next_ in self._given.items() if next_ > self._now}
+            self._given = {
+                caller: next_ for caller, next_ in self._given.items() if next_ > self._now
+            }
 
 
 def _add(counter: Counter[str], caller: str, number: int) -> None:
@@ -238,43 +276,58 @@ def _add(counter: Counter[str], caller: str, number: int) -> None:
 
 
 def check_space(
-    prompts: int, *, waiting: int, max_waiting: int, ahead: int, seconds: float, tokens_per_second: float | None
+    prompts: int,
+    *,
+    waiting: int,
+    max_waiting: int,
+    ahead: int,
+    seconds: float,
+    tokens_per_second: float | None,
 ) -> None:
-    """Raise Overloaded where ``prompts`` more do not fit, or could not be answered within ``seconds``.
+    """Raise Overloaded where ``prompts`` more do not fit, or could not be answered within
+    ``seconds``.
 
-    ``waiting`` of at most ``max_waiting`` prompts wait; ``ahead`` tokens will be read before the new ones;
-    ``tokens_per_second`` is the engine's recent speed under load, None where it has not been measured."""
+    ``waiting`` of at most ``max_waiting`` prompts wait; ``ahead`` tokens will be read before the
+    new ones; ``tokens_per_second`` is the engine's recent speed under load, None where it has not
+    been measured."""
     wait = ahead / tokens_per_second if tokens_per_second else 0.0
     retry = min(MAX_RETRY_S, max(1, math.ceil(wait)))
     why = None
     if waiting + prompts > max_waiting:
         why = f"the queue holds {waiting} of at most {max_waiting} prompts"
     elif wait > HEADROOM * seconds:
-        why = f"about {wait:.1f} s of work is waiting, too much for the {seconds:.1f} s that this request has left"
+        why = (
+            f"about {wait:.1f} s of work is waiting, too much for the {seconds:.1f} s that this"
+            " request has left"
+        )
     if why is not None:
         raise Overloaded(f"{why}; try again in {retry} s", retry_after_s=retry)
 
 
 def check_time_to_read(tokens: int, deadline: Deadline, tokens_per_second: float | None) -> None:
-    """Raise Overloaded where so many tokens cannot be read before the deadline, even if nothing else ran.
+    """Raise Overloaded where so many tokens cannot be read before the deadline, even if nothing
+    else ran.
 
-    ``tokens_per_second``: the engine's speed in large forward passes, None where it has not been measured."""
+    ``tokens_per_second``: the engine's speed in large forward passes, None where it has not been
+        measured."""
     left = deadline.left
     if tokens_per_second and tokens > tokens_per_second * left:
         seconds = tokens / tokens_per_second
         raise Overloaded(
-            f"reading {tokens} tokens takes about {seconds:.0f} s at the {tokens_per_second:.0f} tokens/s that were "
-            f"measured lately, and {left:.1f} s are left of the deadline of {deadline.seconds:g} s; shorten the "
-            "prompt, or give it more time with 'deadline_ms'",
+            f"reading {tokens} tokens takes about {seconds:.0f} s at the {tokens_per_second:.0f}"
+            f" tokens/s that were measured lately, and {left:.1f} s are left of the deadline of"
+            f" {deadline.seconds:g} s; shorten the prompt, or give it more time with 'deadline_ms'",
             retry_after_s=MAX_RETRY_S,
         )
 
 
 class Speed:
-    """Prompt tokens a second while prompts wait, from one call of ``note`` to another; ``pause`` where none does."""
+    """Prompt tokens a second while prompts wait, from one call of ``note`` to another; ``pause``
+    where none does."""
 
     def __init__(self, min_span_s: float = 0.0) -> None:
-        """A measurement spans at least ``min_span_s`` seconds, because prompts leave an engine in bursts."""
+        """A measurement spans at least ``min_span_s`` seconds, because prompts leave an engine in
+        bursts."""
         self._mean, self._measurements, self._tokens, self._min_span_s = 0.0, 0, 0, min_span_s
         self._since: float | None = None
 
@@ -284,7 +337,8 @@ class Speed:
         return self._mean if self._measurements >= LEAST_MEASUREMENTS else None
 
     def note(self, tokens: int, at: float, crowded: bool) -> None:
-        """Note that ``tokens`` more were read by the time ``at``; ``crowded``: prompts had to wait meanwhile."""
+        """Note that ``tokens`` more were read by the time ``at``; ``crowded``: prompts had to wait
+        meanwhile."""
         if self._since is not None:
             self._tokens += tokens
             span = at - self._since
@@ -303,5 +357,6 @@ class Speed:
         self._tokens += tokens
 
     def pause(self) -> None:
-        """Note that no prompt waits: until the next one does, time that passes is no time that reading takes."""
+        """Note that no prompt waits: until the next one does, time that passes is no time that
+        reading takes."""
         self._since = None

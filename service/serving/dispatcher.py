@@ -1,6 +1,8 @@
-"""Between the API and an engine: a request's handle, admission, a task for each prompt, and giving up a broken engine.
+"""Between the API and an engine: a request's handle, admission, a task for each prompt, and giving
+up a broken engine.
 
-Which prompts run together and in what order is the engine's matter.  Runs on the event loop of the API."""
+Which prompts run together and in what order is the engine's matter.  Runs on the event loop of the
+API."""
 
 from __future__ import annotations
 
@@ -37,18 +39,23 @@ from service.turn import AnswerRisk, Outcome
 
 log = logging.getLogger("hallutracer")
 MAX_PIECES = 64  # pieces of text handed on together
-MAX_FAILURES = 32  # passes in a row that fail through no fault of their prompts, before the engine is given up
+MAX_FAILURES = (
+    32  # passes in a row that fail through no fault of their prompts, before the engine is given up
+)
 SPEED_SPAN_S = 0.25  # prompts come out of the engine in bursts: a measurement spans several
 WATCH_S = 1.0  # how often an idle dispatcher checks that its engine is alive
 CLOSING_S = 10.0  # how long closing waits for an engine to let go of its requests
 ENDS = "the service is shutting down"
-ENGINE_FAILED = "the engine failed on this request; the service's log has the cause under the request's id"
+ENGINE_FAILED = (
+    "the engine failed on this request; the service's log has the cause under the request's id"
+)
 # The engine did not fail: the request is at fault, or what it meets now, or it can be sent again.
 NO_FAILURE = (RequestError, NonFiniteReadout, ProbeReplaced, WeightsChanged, Overloaded, EngineBusy)
 
 
 class Piece(NamedTuple):
-    """Text of an answer under way, and the risk of all tokens that were read by then, where it is wanted and known."""
+    """Text of an answer under way, and the risk of all tokens that were read by then, where it is
+    wanted and known."""
 
     text: str
     answer: AnswerRisk | None
@@ -63,7 +70,9 @@ class Job:
     report: RiskReport | None = None  # None until it is scored
     tokens: int = 0  # decoded so far
     timings: PromptTimings = PromptTimings()
-    decode_s: float | None = None  # from the verdict to the last token, other requests' turns included
+    decode_s: float | None = (
+        None  # from the verdict to the last token, other requests' turns included
+    )
     task: asyncio.Task[None] | None = None
     turn: Turn = FIRST_COME
     submitted_ns: int = field(default_factory=time.time_ns)  # since 1970, for traces
@@ -102,11 +111,14 @@ class RequestHandle:
     def __post_init__(self) -> None:
         self.unscored = self.unfinished = self.prompts
         self.scored, self.done = asyncio.Event(), asyncio.Event()
-        self.text: asyncio.Queue[Piece | None] = asyncio.Queue()  # of a streaming request; None: no more
+        self.text: asyncio.Queue[Piece | None] = (
+            asyncio.Queue()
+        )  # of a streaming request; None: no more
         self._error: BaseException | None = None
 
     def start(self, prompts: Sequence[TokenIds], standings: Sequence[Standing] = ()) -> None:
-        """Have the prompts scored, as many as were admitted; nothing happens once the request has ended.
+        """Have the prompts scored, as many as were admitted; nothing happens once the request has
+        ended.
 
         ``standings``: what is known of each beside its ids; none: nothing is."""
         assert len(prompts) == self.prompts
@@ -117,26 +129,32 @@ class RequestHandle:
                 self.cancel(refused)
                 return
             known = standings or [UNKNOWN] * len(prompts)
-            self.jobs = [Job(token_ids, standing) for token_ids, standing in zip(prompts, known, strict=True)]
+            self.jobs = [
+                Job(token_ids, standing) for token_ids, standing in zip(prompts, known, strict=True)
+            ]
             self.dispatcher._start(self)
 
     async def risks(self) -> list[RiskReport]:
-        """Return all reports, without answers, once all are scored; raise the first error, or DeadlineExceeded."""
+        """Return all reports, without answers, once all are scored; raise the first error, or
+        DeadlineExceeded."""
         await self._until(self.scored)
         return [job.result().before_answer() for job in self.jobs]
 
     async def answers(self) -> list[RiskReport]:
-        """Return each prompt's report with its completion, once nothing more will come; raise as ``risks`` does."""
+        """Return each prompt's report with its completion, once nothing more will come; raise as
+        ``risks`` does."""
         await self._until(self.done)
         return [job.result() for job in self.jobs]
 
     async def pieces(self) -> AsyncIterator[list[Piece]]:
-        """Yield a streaming request's text as it is decoded, all pieces that are there; raise as ``risks`` does."""
+        """Yield a streaming request's text as it is decoded, all pieces that are there; raise as
+        ``risks`` does."""
         more = True
         while more:
             try:
                 if self.text.empty():
-                    # The deadline guards the waiting alone: around a ``yield`` it would fire in the reader's own code.
+                    # The deadline guards the waiting alone: around a ``yield`` it would fire in the
+                    # reader's own code.
                     async with self.deadline.enforced():
                         batch = [await self.text.get()]
                 else:
@@ -154,7 +172,8 @@ class RequestHandle:
             raise self._error
 
     def cancel(self, reason: BaseException | None = None) -> None:
-        """End the work; callers that wait get ``reason``.  Does nothing to a request that has ended."""
+        """End the work; callers that wait get ``reason``.  Does nothing to a request that has
+        ended."""
         if not self.done.is_set():
             self.end(reason)
             self.dispatcher._cancelled(self)
@@ -181,14 +200,20 @@ class Dispatcher:
     """Runs requests on one engine."""
 
     def __init__(
-        self, engine: Engine, metrics: Metrics, *, max_queue: int, stall_s: float = math.inf,
-        on_broken: Callable[[BaseException], None] = lambda _: None, clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+        self,
+        engine: Engine,
+        metrics: Metrics,
+        *,
+        max_queue: int,
+        stall_s: float = math.inf,
+        on_broken: Callable[[BaseException], None] = lambda _: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Call on the event loop that admits requests.
 
-        ``max_queue`` prompts may wait; ``stall_s`` seconds without anything from the engine although prompts wait make
-        it ``stalled``; those for which it waited for a CPU do not count.  ``on_broken`` is called once if the engine is
-        gone or fails on every prompt."""
+        ``max_queue`` prompts may wait; ``stall_s`` seconds without anything from the engine
+        although prompts wait make it ``stalled``; those for which it waited for a CPU do not
+        count.  ``on_broken`` is called once if the engine is gone or fails on every prompt."""
         self._engine, self._metrics, self._stall_s = engine, metrics, stall_s
         self._on_broken, self._clock = on_broken, clock
         self._loop = asyncio.get_running_loop()
@@ -196,11 +221,16 @@ class Dispatcher:
         self._requests: set[RequestHandle] = set()  # admitted and not ended
         self._queue = FairShare(max_queue)  # prompts that are still being tokenized wait, too
         self._tasks: set[asyncio.Task[None]] = set()
-        # By whether the prompts may be decoded: those wait for space in the cache, too, that is for other answers.
+        # By whether the prompts may be decoded: those wait for space in the cache, too, that is for
+        # other answers.
         self._speeds = {answers: Speed(SPEED_SPAN_S) for answers in (True, False)}
         self._decoding = self._failures = 0  # passes in a row that failed
-        self._failed_step: BaseException | None = None  # what ended the answers of the newest step that failed
-        self._progress_at = clock()  # of the engine's newest sign of life, or of the first prompt since
+        self._failed_step: BaseException | None = (
+            None  # what ended the answers of the newest step that failed
+        )
+        self._progress_at = (
+            clock()
+        )  # of the engine's newest sign of life, or of the first prompt since
         self._scorer: Scorer | None = None  # of the newest request
         self._trial: asyncio.Task[None] | None = None  # tries a stalled engine
         self.stalled = False
@@ -212,35 +242,64 @@ class Dispatcher:
         """Return whether requests are admitted."""
         return not self._closing
 
-    def check_space(self, caller: str, prompts: int = 1, seconds: float = math.inf, *, continues: bool = True) -> None:
-        """Raise Overloaded where so many more prompts may not wait; one: cheap enough to call before a body is read."""
+    def check_space(
+        self, caller: str, prompts: int = 1, seconds: float = math.inf, *, continues: bool = True
+    ) -> None:
+        """Raise Overloaded where so many more prompts may not wait; one: cheap enough to call
+        before a body is read."""
         answers = self._behind_answers(continues)
         check_space(
-            prompts, waiting=self._queue.waiting, max_waiting=self._queue.most_waiting(caller),
-            ahead=self._queue.tokens_ahead(caller, answers=answers), seconds=seconds,
+            prompts,
+            waiting=self._queue.waiting,
+            max_waiting=self._queue.most_waiting(caller),
+            ahead=self._queue.tokens_ahead(caller, answers=answers),
+            seconds=seconds,
             tokens_per_second=self._speeds[answers].value,
-        )  # fmt: skip
+        )
 
     def check_time_to_read(self, prompts: Sequence[TokenIds], deadline: Deadline) -> None:
-        """Raise Overloaded where prompts of several forward passes cannot be read before the deadline at all."""
+        """Raise Overloaded where prompts of several forward passes cannot be read before the
+        deadline at all."""
         lengths = [len(prompt) for prompt in prompts]
         long = sum(length for length in lengths if length > self._engine.max_batch_tokens)
         check_time_to_read(long, deadline, self._engine.prefill_speed)
 
     def admit(
-        self, prompts: int, scorer: Scorer, policy: Policy, *, caller: str = "", sampling: Sampling | None = None,
-        deadline: Deadline, streams: bool = False, shadows: Sequence[Scorer] = (), running: bool = False,
-        tools: Tools | None = None, second: Scorer | None = None,
-    ) -> RequestHandle:  # fmt: skip
+        self,
+        prompts: int,
+        scorer: Scorer,
+        policy: Policy,
+        *,
+        caller: str = "",
+        sampling: Sampling | None = None,
+        deadline: Deadline,
+        streams: bool = False,
+        shadows: Sequence[Scorer] = (),
+        running: bool = False,
+        tools: Tools | None = None,
+        second: Scorer | None = None,
+    ) -> RequestHandle:
         """Reserve places for a request's prompts, all or none, before they are tokenized.
 
-        ``caller`` names whom the request counts for.  ``sampling`` None scores only; with ``streams`` the answer's text
-        comes piece by piece.  Raises Overloaded, or NotReady after ``close``."""
+        ``caller`` names whom the request counts for.  ``sampling`` None scores only; with
+        ``streams`` the answer's text comes piece by piece.  Raises Overloaded, or NotReady after
+        ``close``."""
         if self._closing:
             raise NotReady(ENDS)
         self.check_space(caller, prompts, deadline.left, continues=sampling is not None)
         request = RequestHandle(
-            self, prompts, scorer, policy, sampling, deadline, streams, caller, shadows, running, tools, second
+            self,
+            prompts,
+            scorer,
+            policy,
+            sampling,
+            deadline,
+            streams,
+            caller,
+            shadows,
+            running,
+            tools,
+            second,
         )
         self._requests.add(request)
         self._queue.add(caller, prompts)
@@ -248,7 +307,8 @@ class Dispatcher:
         return request
 
     def close(self) -> None:
-        """Refuse everything with NotReady and wait until the engine has let go.  Not on the loop's thread."""
+        """Refuse everything with NotReady and wait until the engine has let go.  Not on the loop's
+        thread."""
         if self._loop.is_running():
             asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
 
@@ -256,7 +316,9 @@ class Dispatcher:
         self.give_up()
         late = (await asyncio.wait(self._tasks, timeout=CLOSING_S))[1] if self._tasks else ()
         if late:
-            log.warning("the engine still held %d requests %g s after they were ended", len(late), CLOSING_S)
+            log.warning(
+                "the engine still held %d requests %g s after they were ended", len(late), CLOSING_S
+            )
 
     def _start(self, request: RequestHandle) -> None:
         self._scorer = request.scorer
@@ -264,8 +326,12 @@ class Dispatcher:
             self._progress_at = self._clock()
         answers = request.sampling.max_tokens if request.sampling is not None else 0
         for job in request.jobs:
-            self._queue.add_tokens(request.caller, self._ahead(job), answers=request.sampling is not None)
-            job.turn = Turn(request.caller, self._queue.place(request.caller, len(job.token_ids) + answers))
+            self._queue.add_tokens(
+                request.caller, self._ahead(job), answers=request.sampling is not None
+            )
+            job.turn = Turn(
+                request.caller, self._queue.place(request.caller, len(job.token_ids) + answers)
+            )
             job.task = task = self._loop.create_task(self._run(request, job))
             self._tasks.add(task)
             task.add_done_callback(self._ended)
@@ -276,9 +342,16 @@ class Dispatcher:
         scorer, policy, sampling = request.scorer, request.policy, request.sampling
         try:
             steps = scorer.run(
-                job.token_ids, policy, sampling, turn=job.turn, shadows=request.shadows, second=request.second,
-                running=request.running, tools=request.tools, standing=job.standing,
-            )  # fmt: skip
+                job.token_ids,
+                policy,
+                sampling,
+                turn=job.turn,
+                shadows=request.shadows,
+                second=request.second,
+                running=request.running,
+                tools=request.tools,
+                standing=job.standing,
+            )
             async with aclosing(steps):
                 async for report, update in steps:
                     self._note_progress()
@@ -289,7 +362,9 @@ class Dispatcher:
                     job.report = report
                     job.tokens += update.tokens
                     if request.streams and update.piece:
-                        request.text.put_nowait(Piece(update.piece, report.answer if request.running else None))
+                        request.text.put_nowait(
+                            Piece(update.piece, report.answer if request.running else None)
+                        )
         except asyncio.CancelledError:
             if not request.done.is_set():  # ended by the engine and not by us
                 self._fail(request, unfinished())
@@ -309,7 +384,9 @@ class Dispatcher:
             request.end()
             self._requests.discard(request)
 
-    def _note_scored(self, request: RequestHandle, job: Job, report: RiskReport, update: Update) -> None:
+    def _note_scored(
+        self, request: RequestHandle, job: Job, report: RiskReport, update: Update
+    ) -> None:
         job.timings = PromptTimings(update.queue_s, update.prefill_s, report.judge_s)
         # Where capacity is left, a new prompt waits at most for the step that is running.
         answers, tokens = self._behind_answers(request.sampling is not None), len(job.token_ids)
@@ -328,7 +405,8 @@ class Dispatcher:
             request.scored.set()
 
     def _fail(self, request: RequestHandle, error: Exception, *, decoding: bool = False) -> None:
-        """End a request by what failed; ``decoding``: in a step of decoding, which may have been of many answers."""
+        """End a request by what failed; ``decoding``: in a step of decoding, which may have been of
+        many answers."""
         cause = error.__cause__ or error
         why: BaseException = error
         if isinstance(error, EngineFailed):
@@ -339,13 +417,16 @@ class Dispatcher:
         request.cancel(error)
         if isinstance(error, NO_FAILURE):
             return
-        # A device in an error state (CUDA keeps one until the process ends) fails every pass from then on.  A prompt
-        # whose prefill failed was alone in it; all answers of a step that failed are ended by the same exception.
+        # A device in an error state (CUDA keeps one until the process ends) fails every pass from
+        # then on. A prompt whose prefill failed was alone in it; all answers of a step that failed
+        # are ended by the same exception.
         if not decoding or cause is not self._failed_step:
             self._failures += 1
         self._failed_step = cause if decoding else None
         if self._failures >= MAX_FAILURES:
-            self._break(EngineError(f"{self._failures} forward passes in a row failed; the last: {why}"))
+            self._break(
+                EngineError(f"{self._failures} forward passes in a row failed; the last: {why}")
+            )
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -353,7 +434,8 @@ class Dispatcher:
             self._failed_step = None  # its traceback holds what the step had in hand
 
     def _cancelled(self, request: RequestHandle) -> None:
-        """End the tasks of a request that has ended early, and with them its prompts in the engine."""
+        """End the tasks of a request that has ended early, and with them its prompts in the
+        engine."""
         self._requests.discard(request)
         if not request.jobs:
             self._queue.add(request.caller, -request.prompts)
@@ -364,21 +446,25 @@ class Dispatcher:
         self._report_queue()
 
     def _ahead(self, job: Job) -> int:
-        """Return for how many tokens another prompt waits for this one: for one forward pass at most."""
+        """Return for how many tokens another prompt waits for this one: for one forward pass at
+        most."""
         return min(len(job.token_ids), self._engine.max_batch_tokens)
 
     def _leave(self, request: RequestHandle, job: Job) -> None:
         """Count ``job`` neither as waiting nor as decoding any more.  Safe to call twice."""
         if job.state == "waiting":
             self._queue.add(request.caller, -1)
-            self._queue.add_tokens(request.caller, -self._ahead(job), answers=request.sampling is not None)
+            self._queue.add_tokens(
+                request.caller, -self._ahead(job), answers=request.sampling is not None
+            )
             self._pause_speeds()
         elif job.state == "decoding":
             self._decoding -= 1
         job.state = "over"
 
     def _behind_answers(self, continues: bool) -> bool:
-        """Return whether prompts wait behind those that may be decoded; ``continues``: they may be themselves."""
+        """Return whether prompts wait behind those that may be decoded; ``continues``: they may be
+        themselves."""
         return continues or not self._engine.scores_overtake_answers
 
     def _pause_speeds(self) -> None:
@@ -390,22 +476,32 @@ class Dispatcher:
                 speed.pause()
 
     async def _watch_engine(self) -> None:
-        """Notice an engine that ends while no request runs, and one that stands still while some do."""
+        """Notice an engine that ends while no request runs, and one that stands still while some
+        do."""
         waited = self._engine.waited_for_cpu_s
         while self._engine.alive:
             await asyncio.sleep(WATCH_S)
-            # An engine that gets no CPU is slow, as all of a busy machine is: one that hangs waits for none.
+            # An engine that gets no CPU is slow, as all of a busy machine is: one that hangs waits
+            # for none.
             before, waited = waited, self._engine.waited_for_cpu_s
             self._progress_at = min(self._clock(), self._progress_at + max(0.0, waited - before))
-            if self._tasks and not self.stalled and self._clock() - self._progress_at > self._stall_s:
+            if (
+                self._tasks
+                and not self.stalled
+                and self._clock() - self._progress_at > self._stall_s
+            ):
                 self.stalled = True
-                log.error("the engine has given nothing for %g s although prompts wait: not ready", self._stall_s)
+                log.error(
+                    "the engine has given nothing for %g s although prompts wait: not ready",
+                    self._stall_s,
+                )
             if self.stalled and self._trial is None and self._scorer is not None:
                 self._trial = self._loop.create_task(self._try(self._scorer))
         self._break(EngineError("the engine has ended by itself; restart the service"))
 
     async def _try(self, scorer: Scorer) -> None:
-        """Ask a stalled engine: while it is, nothing is admitted, so that nobody else would notice that it goes on."""
+        """Ask a stalled engine: while it is, nothing is admitted, so that nobody else would notice
+        that it goes on."""
         try:
             async with aclosing(scorer.run(scorer.bundle.golden.prompts()[0], OBSERVE)) as steps:
                 async for _ in steps:

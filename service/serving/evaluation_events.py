@@ -1,10 +1,11 @@
-"""The risks of traced requests as events: ``gen_ai.evaluation.result`` of OpenTelemetry's GenAI conventions.
+"""The risks of traced requests as events: ``gen_ai.evaluation.result`` of OpenTelemetry's GenAI
+conventions.
 
     hallucination_risk    of a prompt, before its answer
     answer_risk           of the finished answer, by its own tokens
 
-An event is a log record with a name, sent over OTLP to ``--otlp-logs-endpoint``.  It belongs to the span of what the
-model did, and never holds a prompt or an answer."""
+An event is a log record with a name, sent over OTLP to ``--otlp-logs-endpoint``.  It belongs to the
+span of what the model did, and never holds a prompt or an answer."""
 
 from __future__ import annotations
 
@@ -32,7 +33,10 @@ class EvaluationEvents:
         # As of spans: who calls ``shutdown`` bounds the end, and not the library.
         provider = LoggerProvider(resource, shutdown_on_exit=False)
         provider.add_log_record_processor(BatchLogRecordProcessor(OTLPLogExporter(endpoint)))
-        self._logger, self.shutdown = provider.get_logger("hallutracer", __version__), provider.shutdown
+        self._logger, self.shutdown = (
+            provider.get_logger("hallutracer", __version__),
+            provider.shutdown,
+        )
 
     def send(self, span: Context, at_ns: int, attributes: Attributes) -> None:
         """Queue one event below ``span``."""
@@ -62,6 +66,8 @@ def of_failure(code: str) -> Attributes:
 
 def _result(name: str, risk: float, label: str, why: list[str]) -> Attributes:
     return {
-        "gen_ai.evaluation.name": name, "gen_ai.evaluation.score.value": risk,
-        "gen_ai.evaluation.score.label": label, "gen_ai.evaluation.explanation": "; ".join(why),
-    }  # fmt: skip
+        "gen_ai.evaluation.name": name,
+        "gen_ai.evaluation.score.value": risk,
+        "gen_ai.evaluation.score.label": label,
+        "gen_ai.evaluation.explanation": "; ".join(why),
+    }

@@ -1,4 +1,5 @@
-"""What the service keeps of its answers and takes of labels; answering never waits for it, and never fails by it."""
+"""What the service keeps of its answers and takes of labels; answering never waits for it, and
+never fails by it."""
 
 from __future__ import annotations
 
@@ -33,14 +34,26 @@ class Feedback:
     """Answers and labels, into one database."""
 
     def __init__(
-        self, where: Location, metrics: Metrics, *, prompts: bool = False, days: float | None = None,
+        self,
+        where: Location,
+        metrics: Metrics,
+        *,
+        prompts: bool = False,
+        days: float | None = None,
         share: float = DEFAULT_DRAWN,
-    ) -> None:  # fmt: skip
-        """``prompts`` keeps them too; ``days`` after which everything of an answer is deleted, None: never.
+    ) -> None:
+        """``prompts`` keeps them too; ``days`` after which everything of an answer is deleted,
+        None: never.
 
-        ``share`` of the answers that a guarantee is about is drawn at random: labels of these are held against it.
-        Raises FeedbackUnavailable where the database cannot be opened."""
-        self.days, self._where, self._prompts, self._share, self._metrics = days, where, prompts, share, metrics
+        ``share`` of the answers that a guarantee is about is drawn at random: labels of these are
+        held against it. Raises FeedbackUnavailable where the database cannot be opened."""
+        self.days, self._where, self._prompts, self._share, self._metrics = (
+            days,
+            where,
+            prompts,
+            share,
+            metrics,
+        )
         self._count: Callable[[str, int], None] = lambda fate, number: metrics.count(
             "feedback_answers_total", fate, by=number
         )
@@ -59,7 +72,12 @@ class Feedback:
             self._count("dropped", len(judgement.prompts))
 
     def _rows(self, judgement: Judgement) -> list[Answer]:
-        manifest, policy, now, rows = judgement.scorer.bundle.manifest, judgement.policy, time.time(), []
+        manifest, policy, now, rows = (
+            judgement.scorer.bundle.manifest,
+            judgement.policy,
+            time.time(),
+            [],
+        )
         guaranteed = outside_as_calibrated(manifest, policy) and policy.passage_truth == 1.0
         guaranteed = guaranteed and not judgement.request_violations
         for one in judgement.prompts:
@@ -68,20 +86,39 @@ class Feedback:
             passage = None if one.shape is None else one.shape.passage
             calibrated = guaranteed and verdict.threshold == manifest.threshold_for(passage)
             given = report.decision is Decision.CONTINUE and not verdict.flagged
-            rows.append(Answer(
-                uid=uuid.uuid4().hex, request_id=judgement.request_id, index=one.index, caller=judgement.caller.name,
-                time=now, route=judgement.route, model=judgement.model, bundle=judgement.bundle,
-                digest=manifest.digest, probes=manifest.files[PROBES].sha256, policy=policy.name,
-                threshold=verdict.threshold, risk=report.bundle_risk, flagged=verdict.flagged,
-                decision=str(report.decision),
-                signals=dict(zip(manifest.signals, report.signals, strict=True)),
-                mark=one.stored.mark, prompt=one.stored.prompt,
-                drawn=calibrated and report.context.applies and given and _CHANCE.random() < self._share,
-            ))  # fmt: skip
+            rows.append(
+                Answer(
+                    uid=uuid.uuid4().hex,
+                    request_id=judgement.request_id,
+                    index=one.index,
+                    caller=judgement.caller.name,
+                    time=now,
+                    route=judgement.route,
+                    model=judgement.model,
+                    bundle=judgement.bundle,
+                    digest=manifest.digest,
+                    probes=manifest.files[PROBES].sha256,
+                    policy=policy.name,
+                    threshold=verdict.threshold,
+                    risk=report.bundle_risk,
+                    flagged=verdict.flagged,
+                    decision=str(report.decision),
+                    signals=dict(zip(manifest.signals, report.signals, strict=True)),
+                    mark=one.stored.mark,
+                    prompt=one.stored.prompt,
+                    drawn=calibrated
+                    and report.context.applies
+                    and given
+                    and _CHANCE.random() < self._share,
+                )
+            )
         return rows
 
-    async def label(self, caller: Caller, named: str, index: int, label: Label, comment: str | None) -> Stored | None:
-        """Store a label by the ``id`` of an answer and return it, on disk; None: no such answer for this caller.
+    async def label(
+        self, caller: Caller, named: str, index: int, label: Label, comment: str | None
+    ) -> Stored | None:
+        """Store a label by the ``id`` of an answer and return it, on disk; None: no such answer for
+        this caller.
 
         Raises as ``Writer.label`` does."""
         request_id, every = PREFIX.sub("", named, count=1), "feedback" in caller.may
@@ -89,7 +126,9 @@ class Feedback:
         stored = await asyncio.wrap_future(self._writer.label(given))
         if stored is not None:
             agrees = stored.standing == "new" and stored.answered
-            self._metrics.feedback(stored.model, stored.bundle, label, stored.flagged if agrees else None)
+            self._metrics.feedback(
+                stored.model, stored.bundle, label, stored.flagged if agrees else None
+            )
         return stored
 
     def tally(self, digest: str) -> Tally:

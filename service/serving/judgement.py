@@ -1,7 +1,9 @@
-"""The record of what was judged of one request, of how its answer ended, and of the request that it names.
+"""The record of what was judged of one request, of how its answer ended, and of the request that it
+names.
 
-It is made once.  The reply and its stream, the log line, metrics, spans, the audit log, feedback, the drift monitor and
-the Python API read it; ``observers`` is the list of those that are told of it."""
+It is made once.  The reply and its stream, the log line, metrics, spans, the audit log, feedback,
+the drift monitor and the Python API read it; ``observers`` is the list of those that are told of
+it."""
 
 from __future__ import annotations
 
@@ -38,13 +40,15 @@ CAUSES: tuple[Cause, ...] = get_args(Cause)
 
 
 def digest_of(token_ids: TokenIds) -> bytes:
-    """Return what tells within this process whether the same prompt came before, as ``Monitor.observe`` wants it."""
+    """Return what tells within this process whether the same prompt came before, as
+    ``Monitor.observe`` wants it."""
     return hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=8, key=_KEY).digest()
 
 
 @dataclass(eq=False)
 class Monitor:
-    """One bundle's.  ``report`` is called when a window was compared or a cause came or went.  Event loop only."""
+    """One bundle's.  ``report`` is called when a window was compared or a cause came or went.
+    Event loop only."""
 
     scorer: Scorer
     limits: DriftLimits
@@ -62,7 +66,9 @@ class Monitor:
             log.error("bundle %s is not watched for drift: %s", bundle.reference, error)
         guarantee = bundle.manifest.guarantee
         self._label_test = None if guarantee is None else LabelTest(guarantee.alpha)
-        self._window: OrderedDict[bytes, tuple[float, bool]] = OrderedDict()  # by digest: its newest risk, outside
+        self._window: OrderedDict[bytes, tuple[float, bool]] = (
+            OrderedDict()
+        )  # by digest: its newest risk, outside
         self._seen = self._new = 0
 
     @property
@@ -71,7 +77,8 @@ class Monitor:
         return tuple(f"{cause}: {text}" for cause, text in self.violations.items())
 
     def observe(self, reports: Sequence[RiskReport], prompts: Sequence[bytes]) -> None:
-        """Watch prompts that this bundle judged, with the ``digest_of`` each: one that comes again is counted once.
+        """Watch prompts that this bundle judged, with the ``digest_of`` each: one that comes again
+        is counted once.
 
         Those that ask for no fact are none that the bundle's risks were fitted on."""
         if self.reference is None:
@@ -84,8 +91,13 @@ class Monitor:
             if len(self._window) > self.limits.window:
                 self._window.popitem(last=False)
             self._seen, self._new, every = self._seen + 1, self._new + 1, self.limits.every
-            # Where few different prompts are asked they never fill a window, and are compared as the few they are.
-            if self._seen >= self.limits.window and self._new >= every and len(self._window) >= every:
+            # Where few different prompts are asked they never fill a window, and are compared as
+            # the few they are.
+            if (
+                self._seen >= self.limits.window
+                and self._new >= every
+                and len(self._window) >= every
+            ):
                 self._new = 0
                 self._compare(self.reference)
 
@@ -97,7 +109,9 @@ class Monitor:
         # What has been shown once is not taken back by more labels.
         if self._label_test.broken(labels.wrong, labels.drawn) or "labels" in self.violations:
             text = f"{labels.wrong} of {labels.drawn} answers that were drawn at random are wrong "
-            text += f"({labels.labelled} have a label, the others are taken for right), alpha {alpha:g}"
+            text += (
+                f"({labels.labelled} have a label, the others are taken for right), alpha {alpha:g}"
+            )
             self._set("labels", text)
 
     def golden(self, failure: str | None) -> None:
@@ -111,19 +125,27 @@ class Monitor:
         self.drift = found = compare(np.array(risks, np.float64), outside, reference)
 
         def beyond(cause: Cause, value: float, limit: Callable[[float], float]) -> bool:
-            # The way back is not widened: prompts that are alike are no sign that a drift has ended.
+            # The way back is not widened: prompts that are alike are no sign that a drift has
+            # ended.
             back = cause in self.violations
-            return value > (limits.back * limit(found.prompts) if back else limit(found.independent))
+            return value > (
+                limits.back * limit(found.prompts) if back else limit(found.independent)
+            )
 
         apart = beyond("drift", found.ks, lambda prompts: limits.of_ks(prompts, rows))
         apart |= beyond("drift", found.psi, lambda prompts: limits.of_psi(prompts, rows))
         text = (
-            f"the last {found.prompts:,} risks are unlike those of training: KS {found.ks:.2f}, PSI {found.psi:.2f}, "
+            f"the last {found.prompts:,} risks are unlike those of training: KS {found.ks:.2f}, PSI"
+            f" {found.psi:.2f}, "
         )
         text += f"mean {abs(found.shift):.2f} {'higher' if found.shift > 0 else 'lower'}"
         self._set("drift", text if apart else None)
         if (share := found.outside) is not None and reference.outside is not None:
-            more = beyond("outside", share - reference.outside, lambda prompts: limits.of_outside(prompts, share))
+            more = beyond(
+                "outside",
+                share - reference.outside,
+                lambda prompts: limits.of_outside(prompts, share),
+            )
             text = f"{share:.1%} of the last {found.prompts:,} prompts lie outside training, "
             text += f"as {reference.outside:.1%} of its rows do"
             self._set("outside", text if more else None)
@@ -136,13 +158,22 @@ class Monitor:
         else:
             self.violations[cause] = text
         if before is not (text is not None):
-            log.warning("bundle %s: %s: %s", self.scorer.bundle.reference, cause, text or "no longer")
+            log.warning(
+                "bundle %s: %s: %s", self.scorer.bundle.reference, cause, text or "no longer"
+            )
             self.report(self)
 
 
-_ANSWERS = {CHAT_ROUTE: "chatcmpl-", TEXT_ROUTE: "cmpl-", RESPONSES_ROUTE: "resp_", MESSAGES_ROUTE: "msg_"}
+_ANSWERS = {
+    CHAT_ROUTE: "chatcmpl-",
+    TEXT_ROUTE: "cmpl-",
+    RESPONSES_ROUTE: "resp_",
+    MESSAGES_ROUTE: "msg_",
+}
 _RISK = "risk-"  # what other routes answer
-PREFIX = re.compile(f"^({'|'.join([_RISK, *_ANSWERS.values()])})")  # of an answer's id; behind it is the request's own
+PREFIX = re.compile(
+    f"^({'|'.join([_RISK, *_ANSWERS.values()])})"
+)  # of an answer's id; behind it is the request's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +248,9 @@ class Retrievals:
     def recall(self, caller: str, named: str) -> Retrieval:
         """Return what is known of a request by the ``id`` of its answer."""
         found = self._known.get((caller, PREFIX.sub("", named, count=1)))
-        return Retrieval(named, found if found is not None and found.until > time.monotonic() else None)
+        return Retrieval(
+            named, found if found is not None and found.until > time.monotonic() else None
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,19 +267,29 @@ class Judgement:
     who: Who = Who()  # for the audit log
     sampling: Sampling | None = None  # None: scores only
     streams: bool = False
-    of_sample: bool = False  # a question that the bundle carries: no traffic, of which feedback and drift tell
+    of_sample: bool = (
+        False  # a question that the bundle carries: no traffic, of which feedback and drift tell
+    )
     request_violations: tuple[str, ...] = ()  # of what a guarantee assumes, by the request
     monitor: Monitor | None = None  # of the bundle, as it was when the request came
-    bundle_violations: tuple[str, ...] | None = None  # that the monitor had found when the prompts were judged
+    bundle_violations: tuple[str, ...] | None = (
+        None  # that the monitor had found when the prompts were judged
+    )
     retrieval: Retrieval | None = None  # where the request names an earlier one
-    unscored: Mapping[int, int] = field(default_factory=dict)  # index of a prompt that failed -> its ``submitted_ns``
+    unscored: Mapping[int, int] = field(
+        default_factory=dict
+    )  # index of a prompt that failed -> its ``submitted_ns``
 
     def __post_init__(self) -> None:
         if self.bundle_violations is None:
-            object.__setattr__(self, "bundle_violations", () if self.monitor is None else self.monitor.reasons)
+            object.__setattr__(
+                self, "bundle_violations", () if self.monitor is None else self.monitor.reasons
+            )
 
     @classmethod
-    def of(cls, scorer: Scorer, policy: Policy, reports: Sequence[RiskReport], request_id: str = "") -> Judgement:
+    def of(
+        cls, scorer: Scorer, policy: Policy, reports: Sequence[RiskReport], request_id: str = ""
+    ) -> Judgement:
         """Return the record of prompts that no server was asked about."""
         prompts = tuple(JudgedPrompt(index, report) for index, report in enumerate(reports))
         return cls(scorer=scorer, policy=policy, prompts=prompts, request_id=request_id)
@@ -284,8 +327,15 @@ class Judgement:
     @property
     def guarantee(self) -> GuaranteeStatus | None:
         """Return the bundle's guarantee as it stands for this request; None where it has none."""
-        unjudged = any(not report.context.applies for report in self.reports) and not self.policy.withhold_no_fact
-        violations = (*self.request_violations, *((NO_FACT,) if unjudged else ()), *(self.bundle_violations or ()))
+        unjudged = (
+            any(not report.context.applies for report in self.reports)
+            and not self.policy.withhold_no_fact
+        )
+        violations = (
+            *self.request_violations,
+            *((NO_FACT,) if unjudged else ()),
+            *(self.bundle_violations or ()),
+        )
         shapes = [prompt.shape for prompt in self.prompts]
         manifest, dtype = self.scorer.bundle.manifest, self.scorer.engine.identity.dtype
         return guarantee_status(manifest, self.policy, dtype, violations, shapes)
@@ -296,14 +346,17 @@ class AnswerEnd:
     """How the answer to one judged prompt ended, if it had one."""
 
     tokens: int = 0  # decoded; what was decoded before a reader left was decoded all the same
-    decode_s: float | None = None  # from the verdict to the last token; None where nothing was decoded to its end
+    decode_s: float | None = (
+        None  # from the verdict to the last token; None where nothing was decoded to its end
+    )
     outcome: Outcome = Outcome.SCORED  # of one that has not ended, too
     completion: Completion | None = None  # what was shown
     risk: AnswerRisk | None = None  # of the whole answer
 
     @classmethod
     def of(cls, report: RiskReport, tokens: int, decode_s: float | None = None) -> AnswerEnd:
-        """Return how an answer has ended by its last report, or how far it had come; ``tokens``: decoded so far."""
+        """Return how an answer has ended by its last report, or how far it had come; ``tokens``:
+        decoded so far."""
         completion = report.completion
         if report.outcome is Outcome.SCORED:
             return cls(tokens, decode_s)

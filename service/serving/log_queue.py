@@ -1,8 +1,9 @@
 """Lines to standard output and error that only a thread of their own ever waits for.
 
-Whoever reads a pipe may stop reading: from 64 KiB on a write to it blocks, and with it whichever thread writes.  Here
-lines wait in a bounded queue; what finds no room there, or cannot be written, is lost and counted, and the next line
-that can be written is preceded by one that says how many are missing."""
+Whoever reads a pipe may stop reading: from 64 KiB on a write to it blocks, and with it whichever
+thread writes.  Here lines wait in a bounded queue; what finds no room there, or cannot be written,
+is lost and counted, and the next line that can be written is preceded by one that says how many are
+missing."""
 
 from __future__ import annotations
 
@@ -34,18 +35,26 @@ class LineQueue(BatchWriter[Line]):
     """The lines of one file descriptor, in order."""
 
     def __init__(
-        self, descriptor: int, *, count: Callable[[Fate, int], None] = lambda fate, number: None,
-        missing: LostLine = lambda lost: "", most_bytes: int = MOST_BYTES, closing_s: float = CLOSING_S,
-    ) -> None:  # fmt: skip
+        self,
+        descriptor: int,
+        *,
+        count: Callable[[Fate, int], None] = lambda fate, number: None,
+        missing: LostLine = lambda lost: "",
+        most_bytes: int = MOST_BYTES,
+        closing_s: float = CLOSING_S,
+    ) -> None:
         """``count`` is told of written and dropped lines, on any thread."""
         self._descriptor, self._count, self._missing = descriptor, count, missing
         self._lost = 0  # lines that found no room since the last one that did
-        self._failed = 0  # lines that could not be written since the last one that could; the thread's own
+        self._failed = (
+            0  # lines that could not be written since the last one that could; the thread's own
+        )
         self._torn = False  # a line was cut short
         super().__init__(f"lines-{descriptor}", most=most_bytes, batch=BATCH, closing_s=closing_s)
 
     def send(self, line: str) -> None:
-        """Have a line written, or count it as lost, without waiting for whoever reads; after ``close`` write it."""
+        """Have a line written, or count it as lost, without waiting for whoever reads; after
+        ``close`` write it."""
         text = f"{line}\n".encode(errors="backslashreplace")
         with self.changed:
             lost, self._lost = self._lost, 0
@@ -58,12 +67,15 @@ class LineQueue(BatchWriter[Line]):
         self._write([Line(text, lost)])
 
     def close(self) -> None:
-        """Write what waits, for at most ``closing_s`` seconds; then nothing in this process waits for the reader."""
+        """Write what waits, for at most ``closing_s`` seconds; then nothing in this process waits
+        for the reader."""
         if self.closing:
             return
         if left := self.finish():
             self._count("dropped", len(left))
-        if self._thread.is_alive():  # the reader has stopped: what ends the process must not wait for it either
+        if (
+            self._thread.is_alive()
+        ):  # the reader has stopped: what ends the process must not wait for it either
             self.silence()
         elif self._failed or self._lost:
             self._write([Line(b"", self._lost)])
@@ -94,7 +106,11 @@ class LineQueue(BatchWriter[Line]):
         """Write lines of which only the first may follow on lost ones."""
         lost, number = lines[0].lost + self._failed, sum(bool(line.text) for line in lines)
         told = self._missing(lost) if lost else ""
-        text = b"\n" * self._torn + (f"{told}\n".encode() if told else b"") + b"".join(line.text for line in lines)
+        text = (
+            b"\n" * self._torn
+            + (f"{told}\n".encode() if told else b"")
+            + b"".join(line.text for line in lines)
+        )
         rest = memoryview(text)
         try:
             while rest:
@@ -124,10 +140,13 @@ class QueuedLog(logging.Handler):
         self.lines = LineQueue(own, count=count, missing=self._missing)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Have a record written; one that cannot be formatted is told of by its place in the source."""
+        """Have a record written; one that cannot be formatted is told of by its place in the
+        source."""
         try:
             line = self.format(record)
-        except Exception as error:  # logging's own handling of it writes to standard error, and may wait there
+        except (
+            Exception
+        ) as error:  # logging's own handling of it writes to standard error, and may wait there
             where, kind = f"{record.pathname}:{record.lineno}", type(error).__name__
             line = self._line(logging.ERROR, f"a log line from {where} could not be made: {kind}")
         self.lines.send(line)
@@ -138,7 +157,10 @@ class QueuedLog(logging.Handler):
         super().close()
 
     def _missing(self, lost: int) -> str:
-        text = f"{lost} log lines are missing before this one: they could not be written, or were not read fast enough"
+        text = (
+            f"{lost} log lines are missing before this one: they could not be written, or were not"
+            " read fast enough"
+        )
         return self._line(logging.WARNING, text)
 
     def _line(self, level: int, text: str) -> str:
@@ -146,7 +168,8 @@ class QueuedLog(logging.Handler):
 
 
 def descriptor_of(stream: object, number: int) -> int:
-    """Return the descriptor of a standard stream; /dev/null's where it was closed at the start, as sys.stderr is None.
+    """Return the descriptor of a standard stream; /dev/null's where it was closed at the start, as
+    sys.stderr is None.
 
     A socket of the process may have its number."""
     return number if stream is not None else os.open(os.devnull, os.O_WRONLY)

@@ -1,14 +1,16 @@
 """Prometheus metrics.
 
-Labels are ``model_name``, ``bundle`` and ``shadow`` ("name:version"), ``role``, ``route``, ``flagged``, ``decision``,
-``verdict``, ``cause``, ``statistic``, ``status``, ``code``, ``outcome``, of conversations ``turns``, ``passage`` and
-``system``, and of feedback ``label`` and ``fate``; no label holds user input, so the number of series is bounded.
-Series known in advance exist as 0 from the first scrape, because a rate over a missing series is an empty panel and an
-alert that cannot fire.
+Labels are ``model_name``, ``bundle`` and ``shadow`` ("name:version"), ``role``, ``route``,
+``flagged``, ``decision``, ``verdict``, ``cause``, ``statistic``, ``status``, ``code``, ``outcome``,
+of conversations ``turns``, ``passage`` and ``system``, and of feedback ``label`` and ``fate``; no
+label holds user input, so the number of series is bounded. Series known in advance exist as 0 from
+the first scrape, because a rate over a missing series is an empty panel and an alert that cannot
+fire.
 
-For several processes on one machine, set ``PROMETHEUS_MULTIPROC_DIR`` to an empty folder before they start: each writes
-its values there, and each serves the sum.  The variable belongs to ``prometheus_client``, which reads it on import.
-``process_*`` is then left out: it would be of whichever process answers the scrape."""
+For several processes on one machine, set ``PROMETHEUS_MULTIPROC_DIR`` to an empty folder before
+they start: each writes its values there, and each serves the sum.  The variable belongs to
+``prometheus_client``, which reads it on import. ``process_*`` is then left out: it would be of
+whichever process answers the scrape."""
 
 from __future__ import annotations
 
@@ -40,11 +42,30 @@ from service.serving.judgement import CAUSES, AnswerEnd, Cause, Judgement
 from service.serving.log_queue import Fate as LogFate
 from service.turn import Outcome
 
-UpstreamOutcome = Literal["answered", "failed", "given_up"]  # of a prompt that was sent to an upstream
+UpstreamOutcome = Literal[
+    "answered", "failed", "given_up"
+]  # of a prompt that was sent to an upstream
 ShadowVerdict = Literal["agrees", "stricter", "looser", "failed"]
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
-SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+SECONDS = (
+    0.0005,
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+)
 DIFFERENCES = (0.001, 0.003, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 TENTHS = tuple(n / 10 for n in range(1, 11))
 BATCH_SIZES = tuple(2**n for n in range(11))  # 1 .. 1,024
@@ -61,9 +82,11 @@ def _subclasses(root: type[HalluTracerError]) -> Iterator[type[HalluTracerError]
         yield from _subclasses(child)
 
 
-# Wire code -> HTTP status, of a code with several that of its first class; a test compares the last line with
-# service/api/error_handlers.py.
-STATUS_OF: dict[str, int] = {error.code: error.status for error in reversed([*_subclasses(HalluTracerError)])} | {
+# Wire code -> HTTP status, of a code with several that of its first class; a test compares the last
+# line with service/api/error_handlers.py.
+STATUS_OF: dict[str, int] = {
+    error.code: error.status for error in reversed([*_subclasses(HalluTracerError)])
+} | {
     "invalid_json": 400,
     "method_not_allowed": 405,
 }
@@ -74,7 +97,9 @@ class _Registry(CollectorRegistry):
 
     def collect(self) -> Iterator[Metric]:
         for family in super().collect():
-            family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+            family.samples = [
+                sample for sample in family.samples if not sample.name.endswith("_created")
+            ]
             yield family
 
 
@@ -83,118 +108,347 @@ def _yes(value: bool) -> str:
 
 
 def _labels(shape: Shape | None) -> tuple[str, str, str]:
-    return ("unknown",) * 3 if shape is None else (shape.turns, _yes(shape.passage), _yes(shape.system))
+    return (
+        ("unknown",) * 3
+        if shape is None
+        else (shape.turns, _yes(shape.passage), _yes(shape.system))
+    )
 
 
 _SERIES: tuple[tuple[str, str, Any, tuple[str, ...], str], ...] = (
     # kind, name, buckets or how live processes add up, labels, help; in the order of ``/metrics``
     ("Counter", "prompts_total", None, (*BUNDLE, "decision"), "Prompts scored, by decision."),
     ("Counter", "flagged_total", None, BUNDLE, "Prompts whose risk reached the threshold."),
-    ("Counter", "route_prompts_total", None, (*BUNDLE, "route", "flagged"),
-     "Prompts scored, by the route they came by: did the risk reach the threshold?"),
-    ("Counter", "gated_by_route_total", None, (*BUNDLE, "route"),
-     "Prompts that the policy did not let the model answer, by the route they came by."),
-    ("Counter", "key_prompts_total", None, ("key", "withheld"),
-     "Prompts scored, by the name of the caller's key, where keys are asked for: was the answer withheld?"),
+    (
+        "Counter",
+        "route_prompts_total",
+        None,
+        (*BUNDLE, "route", "flagged"),
+        "Prompts scored, by the route they came by: did the risk reach the threshold?",
+    ),
+    (
+        "Counter",
+        "gated_by_route_total",
+        None,
+        (*BUNDLE, "route"),
+        "Prompts that the policy did not let the model answer, by the route they came by.",
+    ),
+    (
+        "Counter",
+        "key_prompts_total",
+        None,
+        ("key", "withheld"),
+        (
+            "Prompts scored, by the name of the caller's key, where keys are asked for: was the"
+            " answer withheld?"
+        ),
+    ),
     # A sum and a count: buckets would be ten series more for each of the 17 shapes.
-    ("Summary", "risk_by_conversation", None, SHAPE,
-     "Risk by a conversation's shape: the assistant's earlier turns, a passage, a system prompt."),
-    ("Counter", "gated_by_conversation_total", None, SHAPE,
-     "Prompts that the policy did not let the model answer, by a conversation's shape."),
-    ("Counter", "outside_training_total", None, BUNDLE,
-     "Prompts outside what training saw; stays 0 where the bundle cannot tell."),
-    ("Counter", "no_fact_total", None, BUNDLE,
-     "Prompts that ask for no fact, whose risk is not counted; stays 0 where the bundle cannot tell."),
-    ("Counter", "canary_overruled_total", None, BUNDLE,
-     "Prompts that a canary lets pass and the default bundle's verdict does not."),
+    (
+        "Summary",
+        "risk_by_conversation",
+        None,
+        SHAPE,
+        (
+            "Risk by a conversation's shape: the assistant's earlier turns, a passage, a system"
+            " prompt."
+        ),
+    ),
+    (
+        "Counter",
+        "gated_by_conversation_total",
+        None,
+        SHAPE,
+        "Prompts that the policy did not let the model answer, by a conversation's shape.",
+    ),
+    (
+        "Counter",
+        "outside_training_total",
+        None,
+        BUNDLE,
+        "Prompts outside what training saw; stays 0 where the bundle cannot tell.",
+    ),
+    (
+        "Counter",
+        "no_fact_total",
+        None,
+        BUNDLE,
+        (
+            "Prompts that ask for no fact, whose risk is not counted; stays 0 where the bundle"
+            " cannot tell."
+        ),
+    ),
+    (
+        "Counter",
+        "canary_overruled_total",
+        None,
+        BUNDLE,
+        "Prompts that a canary lets pass and the default bundle's verdict does not.",
+    ),
     ("Counter", "prompt_tokens_total", None, BUNDLE, "Prompt tokens of scored prompts."),
     ("Counter", "completion_tokens_total", None, BUNDLE, "Answer tokens decoded."),
     ("Counter", "errors_total", None, ("code",), "Requests that ended in an error, by wire code."),
     ("Counter", "http_requests_total", None, ("status",), "Scoring requests, by HTTP status."),
-    ("Counter", "upstream_requests_total", None, ("outcome",),
-     "Withheld answers sent to a policy's upstream: answered, failed, or given up by us."),
-    ("Counter", "feedback_labels_total", None, (*BUNDLE, "label"),
-     "Labels of answers that callers gave, repeats and changes included, by label."),
-    ("Counter", "feedback_agreement_total", None, (*BUNDLE, "flagged", "label"),
-     "First labels, factual or hallucinated, of answers that were given: was the prompt flagged?"),
-    ("Counter", "feedback_answers_total", None, ("fate",),
-     "Scored prompts kept for feedback: stored, or dropped because the database did not keep up."),
-    ("Counter", "audit_lines_total", None, ("fate",),
-     "Lines of the audit log: written, or missed; broken: written after lines that somebody had changed."),
-    ("Counter", "log_lines_total", None, ("fate",),
-     "Lines of the log: written, or dropped because nobody read them or they could not be written."),
+    (
+        "Counter",
+        "upstream_requests_total",
+        None,
+        ("outcome",),
+        "Withheld answers sent to a policy's upstream: answered, failed, or given up by us.",
+    ),
+    (
+        "Counter",
+        "feedback_labels_total",
+        None,
+        (*BUNDLE, "label"),
+        "Labels of answers that callers gave, repeats and changes included, by label.",
+    ),
+    (
+        "Counter",
+        "feedback_agreement_total",
+        None,
+        (*BUNDLE, "flagged", "label"),
+        (
+            "First labels, factual or hallucinated, of answers that were given: was the prompt"
+            " flagged?"
+        ),
+    ),
+    (
+        "Counter",
+        "feedback_answers_total",
+        None,
+        ("fate",),
+        (
+            "Scored prompts kept for feedback: stored, or dropped because the database did not"
+            " keep up."
+        ),
+    ),
+    (
+        "Counter",
+        "audit_lines_total",
+        None,
+        ("fate",),
+        (
+            "Lines of the audit log: written, or missed; broken: written after lines that somebody"
+            " had changed."
+        ),
+    ),
+    (
+        "Counter",
+        "log_lines_total",
+        None,
+        ("fate",),
+        (
+            "Lines of the log: written, or dropped because nobody read them or they could not be"
+            " written."
+        ),
+    ),
     ("Histogram", "risk", TENTHS, BUNDLE, "Risk of each scored prompt."),
-    ("Histogram", "answer_risk", TENTHS, BUNDLE, "Risk of each finished answer, by its own tokens."),
-    ("Counter", "answers_flagged_total", None, BUNDLE,
-     "Answers that the risk before them let through and their own tokens did not."),
-    ("Counter", "answers_stopped_total", None, BUNDLE,
-     "Answers that a policy ended under way, by the risk of their own tokens."),
-    ("Counter", "tool_calls_let_through_total", None, BUNDLE,
-     "Turns of nothing but calls of tools, given although an answer there would have been withheld."),
-    ("Histogram", "request_seconds", SECONDS, (),
-     "A whole scoring request that was worked on: answered, failed or late, not refused."),
+    (
+        "Histogram",
+        "answer_risk",
+        TENTHS,
+        BUNDLE,
+        "Risk of each finished answer, by its own tokens.",
+    ),
+    (
+        "Counter",
+        "answers_flagged_total",
+        None,
+        BUNDLE,
+        "Answers that the risk before them let through and their own tokens did not.",
+    ),
+    (
+        "Counter",
+        "answers_stopped_total",
+        None,
+        BUNDLE,
+        "Answers that a policy ended under way, by the risk of their own tokens.",
+    ),
+    (
+        "Counter",
+        "tool_calls_let_through_total",
+        None,
+        BUNDLE,
+        (
+            "Turns of nothing but calls of tools, given although an answer there would have been"
+            " withheld."
+        ),
+    ),
+    (
+        "Histogram",
+        "request_seconds",
+        SECONDS,
+        (),
+        "A whole scoring request that was worked on: answered, failed or late, not refused.",
+    ),
     ("Histogram", "queue_seconds", SECONDS, (), "A prompt's wait for a forward pass."),
     ("Histogram", "prefill_seconds", SECONDS, (), "The forward pass that a prompt was in."),
-    ("Histogram", "probe_seconds", SECONDS, (),
-     "One prompt's truth logits to a verdict; the readout itself is inside the prefill."),
-    ("Histogram", "risk_seconds", SECONDS, (),
-     "A prompt's arrival in the queue to its verdict: what the guard adds before an answer begins."),
+    (
+        "Histogram",
+        "probe_seconds",
+        SECONDS,
+        (),
+        "One prompt's truth logits to a verdict; the readout itself is inside the prefill.",
+    ),
+    (
+        "Histogram",
+        "risk_seconds",
+        SECONDS,
+        (),
+        (
+            "A prompt's arrival in the queue to its verdict: what the guard adds before an answer"
+            " begins."
+        ),
+    ),
     ("Histogram", "decode_seconds", SECONDS, (), "Decoding one prompt's answer."),
-    ("Histogram", "batch_prompts", BATCH_SIZES, (),
-     "Prompts in one forward pass; 1 where the engine makes its own batches."),
-    ("Histogram", "batch_tokens", TOKENS, (), "Prompt tokens in one forward pass, or of one prompt."),
+    (
+        "Histogram",
+        "batch_prompts",
+        BATCH_SIZES,
+        (),
+        "Prompts in one forward pass; 1 where the engine makes its own batches.",
+    ),
+    (
+        "Histogram",
+        "batch_tokens",
+        TOKENS,
+        (),
+        "Prompt tokens in one forward pass, or of one prompt.",
+    ),
     ("Histogram", "prompt_length_tokens", TOKENS, (), "Tokens of one prompt."),
     ("Gauge", "queue_depth", "livesum", (), "Prompts waiting for a forward pass."),
     ("Gauge", "running_decodes", "livesum", (), "Answers being decoded."),
     ("Gauge", "requests_in_flight", "livesum", (), "Scoring requests being served."),
     ("Gauge", "ready", "livemin", (), "1 once scores can be served, else 0."),
-    ("Gauge", "gate_configured", "livemax", (),
-     "1 where the policy of requests that choose none, or a rule's, does not only observe, else 0."),
-    ("Gauge", "keys_stale", "livemax", (),
-     "1 while the file of named keys has changed and could not be read again, else 0."),
+    (
+        "Gauge",
+        "gate_configured",
+        "livemax",
+        (),
+        (
+            "1 where the policy of requests that choose none, or a rule's, does not only observe,"
+            " else 0."
+        ),
+    ),
+    (
+        "Gauge",
+        "keys_stale",
+        "livemax",
+        (),
+        "1 while the file of named keys has changed and could not be read again, else 0.",
+    ),
     ("Gauge", "bundle_info", "livemax", (*BUNDLE, "digest"), "Always 1: a loaded bundle."),
-    ("Gauge", "guarantee_info", "livemax", (*BUNDLE, "alpha", "delta"),
-     "Always 1: a loaded bundle whose threshold is guaranteed, with alpha and delta."),
+    (
+        "Gauge",
+        "guarantee_info",
+        "livemax",
+        (*BUNDLE, "alpha", "delta"),
+        "Always 1: a loaded bundle whose threshold is guaranteed, with alpha and delta.",
+    ),
     ("Gauge", "build_info", "livemax", ("version",), "Always 1: the version."),
-    ("Gauge", "bundle_role_info", "livemax", (*BUNDLE, "role"),
-     "Always 1: what a loaded bundle does: default, canary or shadow."),
-    ("Gauge", "drift", "livemax", (*BUNDLE, "statistic"),
-     "The newest window of prompts beside training: ks, psi, shift of the mean risk, outside training."),
-    ("Gauge", "void", "livemax", (*BUNDLE, "cause"),
-     "1 where a bundle's promise does not hold, by cause: drift, outside, labels, golden."),
-    ("Counter", "reloads_total", None, ("outcome",), "Reloads of the bundles: done, or failed and nothing changed."),
-    ("Gauge", "last_reload_successful", "livemin", (),
-     "1 where the newest reload of the bundles went well, or none was asked for; 0 where it changed nothing."),
-    ("Counter", "shadow_prompts_total", None, (*BUNDLE, "shadow", "verdict"),
-     "Prompts that a shadow read too: agrees, stricter (it alone flags), looser (it alone does not), or failed."),
-    ("Histogram", "shadow_risk_difference", DIFFERENCES, (*BUNDLE, "shadow"),
-     "How far a shadow's risk is from that of the bundle that judged."),
-)  # fmt: skip
-# Label sets that exist as 0: without a bundle from the first scrape, behind a bundle's own from its loading.
+    (
+        "Gauge",
+        "bundle_role_info",
+        "livemax",
+        (*BUNDLE, "role"),
+        "Always 1: what a loaded bundle does: default, canary or shadow.",
+    ),
+    (
+        "Gauge",
+        "drift",
+        "livemax",
+        (*BUNDLE, "statistic"),
+        (
+            "The newest window of prompts beside training: ks, psi, shift of the mean risk, outside"
+            " training."
+        ),
+    ),
+    (
+        "Gauge",
+        "void",
+        "livemax",
+        (*BUNDLE, "cause"),
+        "1 where a bundle's promise does not hold, by cause: drift, outside, labels, golden.",
+    ),
+    (
+        "Counter",
+        "reloads_total",
+        None,
+        ("outcome",),
+        "Reloads of the bundles: done, or failed and nothing changed.",
+    ),
+    (
+        "Gauge",
+        "last_reload_successful",
+        "livemin",
+        (),
+        (
+            "1 where the newest reload of the bundles went well, or none was asked for; 0 where it"
+            " changed nothing."
+        ),
+    ),
+    (
+        "Counter",
+        "shadow_prompts_total",
+        None,
+        (*BUNDLE, "shadow", "verdict"),
+        (
+            "Prompts that a shadow read too: agrees, stricter (it alone flags), looser (it alone"
+            " does not), or failed."
+        ),
+    ),
+    (
+        "Histogram",
+        "shadow_risk_difference",
+        DIFFERENCES,
+        (*BUNDLE, "shadow"),
+        "How far a shadow's risk is from that of the bundle that judged.",
+    ),
+)
+# Label sets that exist as 0: without a bundle from the first scrape, behind a bundle's own from its
+# loading.
 _FIRST: dict[str, Iterable[str]] = {
-    "errors_total": STATUS_OF, "http_requests_total": [str(status) for status in {200, *STATUS_OF.values()}],
-    "upstream_requests_total": get_args(UpstreamOutcome), "feedback_answers_total": get_args(Fate),
-    "audit_lines_total": get_args(AuditFate), "log_lines_total": get_args(LogFate), "reloads_total": ("done", "failed"),
-}  # fmt: skip
+    "errors_total": STATUS_OF,
+    "http_requests_total": [str(status) for status in {200, *STATUS_OF.values()}],
+    "upstream_requests_total": get_args(UpstreamOutcome),
+    "feedback_answers_total": get_args(Fate),
+    "audit_lines_total": get_args(AuditFate),
+    "log_lines_total": get_args(LogFate),
+    "reloads_total": ("done", "failed"),
+}
 _SHAPES = [_labels(shape) for shape in (*SHAPES, None)]
 _OF_BUNDLE: dict[str, Sequence[tuple[str, ...]]] = {
-    "flagged_total": [()], "outside_training_total": [()], "no_fact_total": [()], "risk": [()],
-    "answer_risk": [()], "answers_flagged_total": [()], "answers_stopped_total": [()],
-    "tool_calls_let_through_total": [()], "canary_overruled_total": [()],
-    "prompt_tokens_total": [()], "completion_tokens_total": [()],
+    "flagged_total": [()],
+    "outside_training_total": [()],
+    "no_fact_total": [()],
+    "risk": [()],
+    "answer_risk": [()],
+    "answers_flagged_total": [()],
+    "answers_stopped_total": [()],
+    "tool_calls_let_through_total": [()],
+    "canary_overruled_total": [()],
+    "prompt_tokens_total": [()],
+    "completion_tokens_total": [()],
     "feedback_labels_total": [(label,) for label in LABELS],
-    "feedback_agreement_total": [*product(("yes", "no"), JUDGED)], "prompts_total": [(str(one),) for one in Decision],
-    "route_prompts_total": [*product(COUNTED, ("yes", "no"))], "gated_by_route_total": [(route,) for route in COUNTED],
-    "risk_by_conversation": _SHAPES, "gated_by_conversation_total": _SHAPES,
-}  # fmt: skip
+    "feedback_agreement_total": [*product(("yes", "no"), JUDGED)],
+    "prompts_total": [(str(one),) for one in Decision],
+    "route_prompts_total": [*product(COUNTED, ("yes", "no"))],
+    "gated_by_route_total": [(route,) for route in COUNTED],
+    "risk_by_conversation": _SHAPES,
+    "gated_by_conversation_total": _SHAPES,
+}
 _EXTRA = {"Histogram": "buckets", "Gauge": "multiprocess_mode"}
 
 
 @dataclass
 class Comparison:
-    """A shadow beside the bundles that judged the same prompts: prompts by verdict, and the risks' difference."""
+    """A shadow beside the bundles that judged the same prompts: prompts by verdict, and the risks'
+    difference."""
 
-    by_verdict: dict[ShadowVerdict, int] = field(default_factory=lambda: dict.fromkeys(get_args(ShadowVerdict), 0))
+    by_verdict: dict[ShadowVerdict, int] = field(
+        default_factory=lambda: dict.fromkeys(get_args(ShadowVerdict), 0)
+    )
     difference: float = 0.0  # absolute, summed
 
     def add(self, shadow: ShadowRisk, report: RiskReport) -> ShadowVerdict:
@@ -211,29 +465,43 @@ class Comparison:
 class Metrics:
     """One process's counters.  Thread-safe; each instance has a registry of its own.
 
-    Raises HalluTracerError where ``PROMETHEUS_MULTIPROC_DIR`` is no writable folder, or was changed since the import.
+    Raises HalluTracerError where ``PROMETHEUS_MULTIPROC_DIR`` is no writable folder, or was changed
+    since the import.
     """
 
     def __init__(self) -> None:
         self._folder = _shared_folder()
         self.collector = _Registry()
-        # Memory, CPU and open files, under every exporter's names.  Apart, because the registry of vLLM, into
-        # which its plugin puts ours, has them already and refuses them twice.
+        # Memory, CPU and open files, under every exporter's names. Apart, because the registry of
+        # vLLM, into which its plugin puts ours, has them already and refuses them twice.
         self._process = CollectorRegistry()
         prometheus.ProcessCollector(registry=self._process)
         self._all: dict[str, Any] = {}
         for kind, name, extra, labels, text in _SERIES:
             made, more = getattr(prometheus, kind), {_EXTRA[kind]: extra} if kind in _EXTRA else {}
-            self._all[name] = made(f"hallutracer_{name}", text, labels, registry=self.collector, **more)
+            self._all[name] = made(
+                f"hallutracer_{name}", text, labels, registry=self.collector, **more
+            )
         self._all["build_info"].labels(__version__).set(1)
-        for name in ("queue_depth", "running_decodes", "requests_in_flight", "ready", "keys_stale", "gate_configured"):
-            self.gauge(name, 0)  # a shared folder may hold values of an earlier process with this id
+        for name in (
+            "queue_depth",
+            "running_decodes",
+            "requests_in_flight",
+            "ready",
+            "keys_stale",
+            "gate_configured",
+        ):
+            self.gauge(
+                name, 0
+            )  # a shared folder may hold values of an earlier process with this id
         self.gauge("last_reload_successful", 1)
         for name, first in _FIRST.items():
             for value in first:
                 self._all[name].labels(value)
         self.compared: dict[str, Comparison] = {}  # by the shadow, "name:version"
-        self._listed: dict[str, set[tuple[str, ...]]] = {}  # labels of the gauges that are 1 for what is loaded
+        self._listed: dict[
+            str, set[tuple[str, ...]]
+        ] = {}  # labels of the gauges that are 1 for what is loaded
         self._known: set[tuple[str, str]] = set()  # bundles whose series exist
 
     def count(self, name: str, *labels: str, by: float = 1) -> None:
@@ -258,24 +526,31 @@ class Metrics:
         """Count the prompts that were scored, with the end of each one's answer."""
         model, bundle = judgement.model, judgement.bundle
         self._create(model, bundle)
-        count, observe = partial(self._of, "inc", model, bundle), partial(self._of, "observe", model, bundle)
+        count, observe = (
+            partial(self._of, "inc", model, bundle),
+            partial(self._of, "observe", model, bundle),
+        )
         place = judgement.route if judgement.route in COUNTED else OTHER
         for one, answer in zip(judgement.prompts, answers, strict=True):
             report, timings, shape = one.report, one.timings, _labels(one.shape)
             withheld = report.decision is not Decision.CONTINUE
             count("route_prompts_total", place, _yes(report.verdict.flagged))
             count("prompts_total", report.decision.value)
-            for name, holds in (("flagged_total", report.verdict.flagged),
-                                ("outside_training_total", report.uncertain.outside),
-                                ("no_fact_total", not report.context.applies),
-                                ("canary_overruled_total", report.decided_by is not None)):  # fmt: skip
+            for name, holds in (
+                ("flagged_total", report.verdict.flagged),
+                ("outside_training_total", report.uncertain.outside),
+                ("no_fact_total", not report.context.applies),
+                ("canary_overruled_total", report.decided_by is not None),
+            ):
                 if holds:
                     count(name)
             for shadow in report.shadows:
                 verdict = self.compared.setdefault(shadow.bundle, Comparison()).add(shadow, report)
                 count("shadow_prompts_total", shadow.bundle, verdict)
                 if shadow.risk is not None:
-                    observe("shadow_risk_difference", shadow.bundle, by=abs(shadow.risk - report.risk))
+                    observe(
+                        "shadow_risk_difference", shadow.bundle, by=abs(shadow.risk - report.risk)
+                    )
             if report.context.applies:
                 observe("risk", by=report.risk)
                 observe("risk_by_conversation", *shape, by=report.risk)
@@ -292,7 +567,10 @@ class Metrics:
             self._all["risk_seconds"].observe(timings.total)
             if answer.risk is not None:
                 observe("answer_risk", by=answer.risk.risk)
-                count("answers_flagged_total", by=int(answer.risk.flagged and not report.verdict.flagged))
+                count(
+                    "answers_flagged_total",
+                    by=int(answer.risk.flagged and not report.verdict.flagged),
+                )
             count("answers_stopped_total", by=int(answer.outcome is Outcome.STOPPED))
             count("tool_calls_let_through_total", by=int(report.tool_call))
             if answer.decode_s is not None:
@@ -302,12 +580,19 @@ class Metrics:
         """Count one prompt of the key of this name."""
         self.count("key_prompts_total", name, _yes(withheld))
 
-    def rollout(self, model_name: str, default: str, canary: str | None, shadows: Sequence[str]) -> None:
+    def rollout(
+        self, model_name: str, default: str, canary: str | None, shadows: Sequence[str]
+    ) -> None:
         """Set what each loaded bundle ("name:version") does from now on."""
         judging = [("default", default), *(() if canary is None else (("canary", canary),))]
-        now = {(model_name, bundle, role) for role, bundle in (*judging, *(("shadow", one) for one in shadows))}
+        now = {
+            (model_name, bundle, role)
+            for role, bundle in (*judging, *(("shadow", one) for one in shadows))
+        }
         before = self._listed.get("bundle_role_info", set())
-        if {labels for labels in before if labels[2] != "shadow"} != {one for one in now if one[2] != "shadow"}:
+        if {labels for labels in before if labels[2] != "shadow"} != {
+            one for one in now if one[2] != "shadow"
+        }:
             self.compared.clear()  # they were compared with what judged until now
         self._list("bundle_role_info", now)
         for (_, bundle), shadow in product(judging, shadows):
@@ -315,7 +600,9 @@ class Metrics:
             for name in get_args(ShadowVerdict):
                 self._all["shadow_prompts_total"].labels(model_name, bundle, shadow, name)
 
-    def watched(self, model_name: str, bundle: str, drift: Drift | None, violations: Collection[Cause]) -> None:
+    def watched(
+        self, model_name: str, bundle: str, drift: Drift | None, violations: Collection[Cause]
+    ) -> None:
         """Set what a loaded bundle's monitor has found."""
         for cause in CAUSES:
             self._all["void"].labels(model_name, bundle, cause).set(int(cause in violations))
@@ -337,7 +624,8 @@ class Metrics:
         self.count("audit_lines_total", fate, by=count)
 
     def feedback(self, model_name: str, bundle: str, label: Label, flagged: bool | None) -> None:
-        """Count a label on disk; ``flagged`` where it is its caller's first, and about an answer that was given."""
+        """Count a label on disk; ``flagged`` where it is its caller's first, and about an answer
+        that was given."""
         self.count("feedback_labels_total", model_name, bundle, label)
         if flagged is not None and label in JUDGED:
             self.count("feedback_agreement_total", model_name, bundle, _yes(flagged), label)
@@ -347,7 +635,8 @@ class Metrics:
         self._all["requests_in_flight"].inc()
 
     def request_ended(self, status: int, code: str | None, seconds: float) -> None:
-        """Count a scoring request that ended with an HTTP ``status`` and, on errors, a wire ``code``."""
+        """Count a scoring request that ended with an HTTP ``status`` and, on errors, a wire
+        ``code``."""
         self._all["requests_in_flight"].dec()
         if status in TIMED:
             self._all["request_seconds"].observe(seconds)
@@ -360,7 +649,8 @@ class Metrics:
         self.gauge("ready", int(value))
 
     def bundles(self, loaded: Iterable[tuple[str, str, str]]) -> None:
-        """List these (model, "name:version", digest) as loaded, and no others: create their series, all 0."""
+        """List these (model, "name:version", digest) as loaded, and no others: create their series,
+        all 0."""
         now, void = set(loaded), self._all["void"]
         for gone, cause in product(self._listed.get("bundle_info", set()) - now, CAUSES):
             void.labels(*gone[:2], cause).set(0)
@@ -371,11 +661,16 @@ class Metrics:
                 void.labels(model_name, bundle, cause)
 
     def guarantees(self, loaded: Iterable[tuple[str, str, float, float]]) -> None:
-        """List these (model, "name:version", alpha, delta) as the loaded bundles' guarantees, and no others."""
-        self._list("guarantee_info", {(*names, f"{alpha:g}", f"{delta:g}") for *names, alpha, delta in loaded})
+        """List these (model, "name:version", alpha, delta) as the loaded bundles' guarantees, and
+        no others."""
+        self._list(
+            "guarantee_info",
+            {(*names, f"{alpha:g}", f"{delta:g}") for *names, alpha, delta in loaded},
+        )
 
     def render(self) -> tuple[bytes, str]:
-        """Return body and content type of ``GET /metrics``; with a shared folder, over all its processes."""
+        """Return body and content type of ``GET /metrics``; with a shared folder, over all its
+        processes."""
         if self._folder is None:
             return generate_latest(self.collector) + generate_latest(self._process), CONTENT_TYPE
         for pid in {path.stem.rpartition("_")[2] for path in self._folder.glob("gauge_live*_*.db")}:
@@ -386,11 +681,14 @@ class Metrics:
         return generate_latest(all_processes), CONTENT_TYPE
 
     def close(self) -> None:
-        """Remove this process's gauges from a shared folder; its counters stay, so sums do not fall."""
+        """Remove this process's gauges from a shared folder; its counters stay, so sums do not
+        fall."""
         if self._folder is not None:
             mark_process_dead(os.getpid(), str(self._folder))  # type: ignore[no-untyped-call]
 
-    def _of(self, what: str, model: str, bundle: str, name: str, *labels: str, by: float = 1) -> None:
+    def _of(
+        self, what: str, model: str, bundle: str, name: str, *labels: str, by: float = 1
+    ) -> None:
         getattr(self._all[name].labels(model, bundle, *labels), what)(by)
 
     def _create(self, *bundle: str) -> None:
@@ -417,7 +715,8 @@ def _shared_folder() -> Path | None:
     if (name is not None) == (values.ValueClass is values.MutexValue):
         change = "set" if name is not None else "unset"
         raise HalluTracerError(
-            f"{FOLDER_VARIABLE} was {change} after prometheus_client was imported; {change} it before Python starts"
+            f"{FOLDER_VARIABLE} was {change} after prometheus_client was imported; {change} it"
+            " before Python starts"
         )
     if name is None:
         return None
@@ -425,8 +724,13 @@ def _shared_folder() -> Path | None:
         with tempfile.TemporaryFile(dir=name or os.devnull):  # an empty name would mean this folder
             return Path(name)
     except OSError as error:
-        cure = f"create an empty, writable folder before the service starts, or unset {FOLDER_VARIABLE}"
-        raise HalluTracerError(f"{FOLDER_VARIABLE}={name}: cannot write there ({error.strerror}); {cure}") from None
+        cure = (
+            "create an empty, writable folder before the service starts, or unset"
+            f" {FOLDER_VARIABLE}"
+        )
+        raise HalluTracerError(
+            f"{FOLDER_VARIABLE}={name}: cannot write there ({error.strerror}); {cure}"
+        ) from None
 
 
 def _alive(pid: int) -> bool:

@@ -1,6 +1,7 @@
 """The list of those that are told of a judgement, by our own service and by the vLLM plugin alike.
 
-To add one, write a function, here or in a module of its own, and name it in ``JUDGED`` or ``ENDED``."""
+To add one, write a function, here or in a module of its own, and name it in ``JUDGED`` or
+``ENDED``."""
 
 from __future__ import annotations
 
@@ -24,9 +25,13 @@ async def judged(service: Service, judgement: Judgement) -> None:
 
 
 def ended(
-    service: Service, judgement: Judgement, answers: Sequence[AnswerEnd], record: RequestRecord | None = None
+    service: Service,
+    judgement: Judgement,
+    answers: Sequence[AnswerEnd],
+    record: RequestRecord | None = None,
 ) -> None:
-    """Tell ``ENDED``, once, when nothing more will be sent.  ``answers``: one for each of the judged prompts.
+    """Tell ``ENDED``, once, when nothing more will be sent.  ``answers``: one for each of the
+    judged prompts.
 
     ``record`` is the request's log line; None where somebody else writes one."""
     for observer in ENDED:
@@ -37,14 +42,26 @@ async def _audit(service: Service, judgement: Judgement) -> None:
     if service.audit is None:
         return
     prompts = [
-        JudgedEvent(one.index, round(report.risk, 6), report.decision.value, report.verdict.flagged, report.decided_by)
+        JudgedEvent(
+            one.index,
+            round(report.risk, 6),
+            report.decision.value,
+            report.verdict.flagged,
+            report.decided_by,
+        )
         for one, report in zip(judgement.prompts, judgement.reports, strict=True)
     ]
     line = decision(
-        judgement.who, request_id=judgement.request_id[:MOST_ID], route=judgement.route, model=judgement.model,
-        bundle=judgement.bundle, digest=judgement.digest, policy=judgement.policy.name, threshold=judgement.threshold,
+        judgement.who,
+        request_id=judgement.request_id[:MOST_ID],
+        route=judgement.route,
+        model=judgement.model,
+        bundle=judgement.bundle,
+        digest=judgement.digest,
+        policy=judgement.policy.name,
+        threshold=judgement.threshold,
         prompts=prompts,
-    )  # fmt: skip
+    )
     await service.audit.decided(line)
 
 
@@ -54,27 +71,42 @@ async def _store_for_feedback(service: Service, judgement: Judgement) -> None:
 
 
 async def _record_retrieval(service: Service, judgement: Judgement) -> None:
-    """Record the risk of a prompt that was sent to fetch a passage, until it is asked again with one."""
+    """Record the risk of a prompt that was sent to fetch a passage, until it is asked again with
+    one."""
     if len(judgement.prompts) == 1 and judgement.reports[0].decision is Decision.RETRIEVE:
         risk = judgement.reports[0].risk
-        service.retrievals.record(judgement.caller.name, judgement.request_id, risk, judgement.digest)
+        service.retrievals.record(
+            judgement.caller.name, judgement.request_id, risk, judgement.digest
+        )
 
 
-def _count(service: Service, judgement: Judgement, answers: Sequence[AnswerEnd], _: RequestRecord | None) -> None:
+def _count(
+    service: Service, judgement: Judgement, answers: Sequence[AnswerEnd], _: RequestRecord | None
+) -> None:
     service.metrics.judged(judgement, answers)
 
 
-def _watch_drift(_: Service, judgement: Judgement, __: Sequence[AnswerEnd], ___: RequestRecord | None) -> None:
+def _watch_drift(
+    _: Service, judgement: Judgement, __: Sequence[AnswerEnd], ___: RequestRecord | None
+) -> None:
     if judgement.monitor is not None and not judgement.of_sample:
-        judgement.monitor.observe(judgement.reports, [digest_of(one.token_ids) for one in judgement.prompts])
+        judgement.monitor.observe(
+            judgement.reports, [digest_of(one.token_ids) for one in judgement.prompts]
+        )
 
 
-def _log(_: Service, judgement: Judgement, answers: Sequence[AnswerEnd], record: RequestRecord | None) -> None:
+def _log(
+    _: Service, judgement: Judgement, answers: Sequence[AnswerEnd], record: RequestRecord | None
+) -> None:
     """Give the log line its numbers; the request's spans are written from it, too."""
     if record is not None:
         record.judgement, record.answers = judgement, answers
 
 
 Ended = Callable[[Service, Judgement, Sequence[AnswerEnd], RequestRecord | None], None]
-JUDGED: tuple[Callable[[Service, Judgement], Awaitable[None]], ...] = (_audit, _store_for_feedback, _record_retrieval)
+JUDGED: tuple[Callable[[Service, Judgement], Awaitable[None]], ...] = (
+    _audit,
+    _store_for_feedback,
+    _record_retrieval,
+)
 ENDED: tuple[Ended, ...] = (_count, _watch_drift, _log)

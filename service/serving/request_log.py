@@ -42,16 +42,27 @@ class RequestRecord:
 
     def write(self) -> None:
         """Log one line; health checks and scrapes at level debug."""
-        access.log(logging.DEBUG if self.routine else logging.INFO, "request", extra={"record": self})
+        access.log(
+            logging.DEBUG if self.routine else logging.INFO, "request", extra={"record": self}
+        )
 
     def fields(self) -> dict[str, Any]:
         """Return what is logged, without what is None or empty."""
         names = ("request_id", "method", "path", "status", "code", "caller")
         found: dict[str, Any] = {name: getattr(self, name) for name in names}
         if (judgement := self.judgement) is not None:
-            found |= {"model": judgement.model, "bundle": judgement.bundle, "digest": judgement.digest}
-            found |= {"policy": judgement.policy.name} | (self._numbers(judgement) if judgement.prompts else {})
-        found |= {"total_ms": self.total_ms, "trace_id": None if self.trace is None else self.trace.id}
+            found |= {
+                "model": judgement.model,
+                "bundle": judgement.bundle,
+                "digest": judgement.digest,
+            }
+            found |= {"policy": judgement.policy.name} | (
+                self._numbers(judgement) if judgement.prompts else {}
+            )
+        found |= {
+            "total_ms": self.total_ms,
+            "trace_id": None if self.trace is None else self.trace.id,
+        }
         return {
             name: round(value, 6) if isinstance(value, float) else value
             for name, value in found.items()
@@ -67,7 +78,10 @@ class RequestRecord:
             "decisions": [report.decision.value for report in reports],
             "prompt_tokens": sum(report.prompt_tokens for report in reports),
             "completion_tokens": sum(answer.tokens for answer in self.answers),
-            **{f"{name}_ms": max(getattr(one, name) for one in times) * 1e3 for name in ("queue", "prefill", "probe")},
+            **{
+                f"{name}_ms": max(getattr(one, name) for one in times) * 1e3
+                for name in ("queue", "prefill", "probe")
+            },
             "decode_ms": max(decodes) * 1e3 if decodes else None,
         }
 
@@ -80,7 +94,8 @@ def record_of(request: Request) -> RequestRecord:
 
 
 def log_failure(request_id: str, path: str, error: Exception) -> None:
-    """Log with its cause an error that is the engine's or of no known kind; callers are told of no cause."""
+    """Log with its cause an error that is the engine's or of no known kind; callers are told of no
+    cause."""
     if isinstance(error, EngineError):
         log.error("request %s: the engine failed on %s", request_id, path, exc_info=error)
     elif not isinstance(error, HalluTracerError):

@@ -18,9 +18,12 @@ from service.turn import Outcome
 TOGETHER = 8  # questions that ``hallutracer try`` asks at once; more would crowd out traffic
 Verdict = Literal["right", "wrong", "abstained"]
 VERDICTS: dict[str, Verdict] = {
-    "factual": "right", "hallucinated": "wrong", "abstained": "abstained", "empty": "abstained",
+    "factual": "right",
+    "hallucinated": "wrong",
+    "abstained": "abstained",
+    "empty": "abstained",
     "unfinished thought": "abstained",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -29,18 +32,27 @@ class Answered:
 
     question: SampleQuestion
     report: RiskReport
-    verdict: Verdict | None  # as in training; None where the policy withholds the answer, or ends it under way
-    answer: str | None  # what the model said, or thinks where that never ends; None where the policy withholds it
+    verdict: (
+        Verdict | None
+    )  # as in training; None where the policy withholds the answer, or ends it under way
+    answer: (
+        str | None
+    )  # what the model said, or thinks where that never ends; None where the policy withholds it
 
 
 async def ask(scorer: Scorer, sample: Sample, number: int) -> Answered:
-    """Score and answer question ``number``, whatever the risk.  Raises what ``Scorer.run`` raises."""
+    """Score and answer question ``number``, whatever the risk.  Raises what ``Scorer.run``
+    raises."""
     sampling = Sampling(max_tokens=sample.max_tokens)
     prompt = scorer.render(sample.questions[number].prompt)
-    return judged(sample, number, scorer, prompt, await scorer.last_report(prompt, OBSERVE, sampling))
+    return judged(
+        sample, number, scorer, prompt, await scorer.last_report(prompt, OBSERVE, sampling)
+    )
 
 
-def judged(sample: Sample, number: int, scorer: Scorer, prompt: TokenIds, report: RiskReport) -> Answered:
+def judged(
+    sample: Sample, number: int, scorer: Scorer, prompt: TokenIds, report: RiskReport
+) -> Answered:
     """Return question ``number``, rendered as ``prompt``, with its last report, judged.
 
     A thought does not count, whether the answer or the end of the prompt opened it."""
@@ -51,5 +63,7 @@ def judged(sample: Sample, number: int, scorer: Scorer, prompt: TokenIds, report
         return Answered(question, report, None, report.shown.text.strip())
     text, said = answer_texts(report.shown, prompt, scorer.engine)
     judge = make_judge(JudgeOptions("exact" if sample.judge == "exact" else "contains"))
-    verdict = verdict_on(said, question.prompt, question.answers, judge, re.compile(sample.abstain_pattern))
+    verdict = verdict_on(
+        said, question.prompt, question.answers, judge, re.compile(sample.abstain_pattern)
+    )
     return Answered(question, report, VERDICTS[verdict], (text if said is None else said).strip())

@@ -1,4 +1,5 @@
-"""The running service: catalogue, access (the keys in force) and lifecycle, and what its requests share."""
+"""The running service: catalogue, access (the keys in force) and lifecycle, and what its requests
+share."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ WATCH = Who(by="file")
 
 @dataclass(frozen=True, eq=False)
 class Access:
-    """Who may call the service, and what each caller may loosen; the keys are read again while the service runs."""
+    """Who may call the service, and what each caller may loosen; the keys are read again while the
+    service runs."""
 
     settings: ServiceSettings
     keys: KeyRing  # none: open to all that reach the port
@@ -52,18 +54,23 @@ class Access:
     def owned(self) -> bool:
         """Return whether this machine's programs and pages may choose what an operator may.
 
-        Only they reach the service, which asks for no key, and the operator has not said what callers may."""
-        return not (self.settings.callers_may or self.keys.closed) and on_loopback(self.settings.host)
+        Only they reach the service, which asks for no key, and the operator has not said what
+        callers may."""
+        return not (self.settings.callers_may or self.keys.closed) and on_loopback(
+            self.settings.host
+        )
 
     def caller(self, key: Key | None, address: str | None, *, here: bool) -> Caller:
-        """Return the key's owner; without a key, whoever has the address, ``here``: of this machine."""
+        """Return the key's owner; without a key, whoever has the address, ``here``: of this
+        machine."""
         everyone = frozenset(self.settings.callers_may)
         if key is not None:
             return Caller(key.name, everyone | key.may, key.policies)
         return Caller(address or "", OWNERS if self.owned and here else everyone)
 
     async def watch(self) -> None:
-        """Read the file of named keys again whenever it changes, for as long as the service runs."""
+        """Read the file of named keys again whenever it changes, for as long as the service
+        runs."""
         refused = False  # by the audit log, which may be written again soon
         while True:
             await asyncio.sleep(WATCH_S)
@@ -78,8 +85,8 @@ class Access:
     async def reload(self, who: Who) -> bool:
         """Put the file's keys in force.  Whatever is wrong with it, those in force stay.
 
-        Returns False where only the audit log is to blame: nothing is then added; what the file takes away is gone all
-        the same."""
+        Returns False where only the audit log is to blame: nothing is then added; what the file
+        takes away is gone all the same."""
         async with self.keys.reading:
             try:
                 keys, changes = await asyncio.to_thread(self.keys.read)
@@ -110,7 +117,8 @@ class Access:
 class Lifecycle:
     """Loading, readiness, reloading on the running engine, draining.
 
-    ``load`` builds the scorers in a thread of its own; ``load_again`` on the running engine, None: it cannot."""
+    ``load`` builds the scorers in a thread of its own; ``load_again`` on the running engine, None:
+    it cannot."""
 
     settings: ServiceSettings
     metrics: Metrics
@@ -121,40 +129,58 @@ class Lifecycle:
     on_broken: Callable[[], None]  # the engine broke: only a new process helps
     audit: Auditor | None
     stopping: bool = False
-    error: BaseException | None = None  # why loading ended without scorers, or what broke the engine
-    awaited: str | None = None  # which other processes are to be ready before this one is told to be, in words
+    error: BaseException | None = (
+        None  # why loading ended without scorers, or what broke the engine
+    )
+    awaited: str | None = (
+        None  # which other processes are to be ready before this one is told to be, in words
+    )
     reload_error: str | None = None  # why the newest reload changed nothing
-    failing_since: float | None = None  # when the first of those reloads failed that changed nothing, one after another
+    failing_since: float | None = (
+        None  # when the first of those reloads failed that changed nothing, one after another
+    )
     ended: Counter[str] = field(
         default_factory=Counter
     )  # scoring requests since ``leave``: finished, unfinished, refused
     _left_at: float | None = None  # on the monotonic clock
-    _limits: set[asyncio.Timeout] = field(default_factory=set)  # of what waits for others than the engine
+    _limits: set[asyncio.Timeout] = field(
+        default_factory=set
+    )  # of what waits for others than the engine
     _dispatcher: Dispatcher | None = None
     _reloading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def start(self) -> None:
-        """Load in the background: live at once, ready once every bundle has matched its golden prompts."""
+        """Load in the background: live at once, ready once every bundle has matched its golden
+        prompts."""
         try:
             loaded = await self._load(self.load)
             engine, settings = loaded.scorers[0].engine, self.settings
             self._dispatcher = Dispatcher(
-                engine, self.metrics, max_queue=settings.max_queue, stall_s=settings.stall_s, on_broken=self._broken
+                engine,
+                self.metrics,
+                max_queue=settings.max_queue,
+                stall_s=settings.stall_s,
+                on_broken=self._broken,
             )
         except Exception as error:
             self.error = error
             return
         self.catalogue.serve(loaded)
-        log.info("hallutracer ready: %s", loaded.scorers[0].in_words(self.catalogue.policy(None, None)))
+        log.info(
+            "hallutracer ready: %s", loaded.scorers[0].in_words(self.catalogue.policy(None, None))
+        )
 
     async def _load(self, load: Load) -> Loaded:
-        return await asyncio.wrap_future(in_own_thread(lambda: self.catalogue.checked(load(), self.left_out)))
+        return await asyncio.wrap_future(
+            in_own_thread(lambda: self.catalogue.checked(load(), self.left_out))
+        )
 
     async def reload(self, load: LoadAgain, who: Who = SERVICE) -> None:
-        """Load other bundles on the running engine; requests under way end with the bundle they began with.
+        """Load other bundles on the running engine; requests under way end with the bundle they
+        began with.
 
-        One reload at a time, and in the audit log before it begins.  Raises AuditUnavailable and what ``load`` raises;
-        the loaded bundles then stay."""
+        One reload at a time, and in the audit log before it begins.  Raises AuditUnavailable and
+        what ``load`` raises; the loaded bundles then stay."""
         async with self._reloading:
             self._check_loaded()
             engine = self.catalogue.scorers[0].engine
@@ -174,7 +200,8 @@ class Lifecycle:
             self.metrics.reloaded(True)
 
     async def reload_bundles(self, who: Who) -> Exception | None:
-        """Load the bundles again where there is ``load_again``; return why they were not swapped, None: they were."""
+        """Load the bundles again where there is ``load_again``; return why they were not swapped,
+        None: they were."""
         assert self.load_again is not None
         try:
             await self.reload(self.load_again, who)
@@ -203,7 +230,8 @@ class Lifecycle:
         self.stopping = True
 
     def cut(self) -> None:
-        """End what still runs: whoever waits for it gets NotReady.  On the event loop, after ``leave``."""
+        """End what still runs: whoever waits for it gets NotReady.  On the event loop, after
+        ``leave``."""
         if self._dispatcher is not None:
             self._dispatcher.give_up()
         for limit in self._limits:
@@ -211,7 +239,8 @@ class Lifecycle:
 
     @asynccontextmanager
     async def until_cut(self) -> AsyncIterator[None]:
-        """Raise NotReady inside the block, which waits for no engine, once what still runs is ended."""
+        """Raise NotReady inside the block, which waits for no engine, once what still runs is
+        ended."""
         limit = asyncio.timeout(None)
         try:
             async with limit:
@@ -228,7 +257,9 @@ class Lifecycle:
         """Count a scoring request that ended; ``arrived_late``: it came after ``leave``."""
         if self.stopping:
             cut_short = code in (NotReady.code, ClientGone.code)
-            self.ended["refused" if arrived_late else "unfinished" if cut_short else "finished"] += 1
+            self.ended[
+                "refused" if arrived_late else "unfinished" if cut_short else "finished"
+            ] += 1
 
     def log_stopped(self) -> None:
         """Log what became of the requests since ``leave``, once all has ended."""
@@ -245,7 +276,8 @@ class Lifecycle:
         self.catalogue.scorers, self.catalogue.loaded = (), Loaded()
 
     def check_not_full(self, caller: str) -> None:
-        """Raise Overloaded where not even one more prompt may wait; whatever else is wrong is said elsewhere."""
+        """Raise Overloaded where not even one more prompt may wait; whatever else is wrong is said
+        elsewhere."""
         if self._dispatcher is not None and self._dispatcher.alive:
             self._dispatcher.check_space(caller)
 
@@ -268,25 +300,29 @@ class Lifecycle:
         return True
 
     def check_alive(self) -> None:
-        """Raise NotReady where only a new process helps; a service that loads or drains is alive."""
+        """Raise NotReady where only a new process helps; a service that loads or drains is
+        alive."""
         if self.failure is not None:
             self.check_ready()
 
     def check_ready(self) -> Dispatcher:
-        """Return where requests are admitted.  Raises NotReady with the reason unless scores can be served."""
+        """Return where requests are admitted.  Raises NotReady with the reason unless scores can be
+        served."""
         dispatcher = self._check_loaded()
         for monitor in self.catalogue.monitors.values():
             if (reason := monitor.violations.get("golden")) is not None:
                 raise NotReady(f"the golden prompts do not give their risks any more: {reason}")
         if dispatcher.stalled:
-            raise NotReady(f"prompts wait, and the engine has given nothing for {self.settings.stall_s:g} s")
+            raise NotReady(
+                f"prompts wait, and the engine has given nothing for {self.settings.stall_s:g} s"
+            )
         return dispatcher
 
     def check_serves(self) -> None:
         """Raise NotReady with the reason where nothing can be scored, or no score could be told.
 
-        Requests are taken all the same where only the audit log refuses, since one of them may find it mended, and
-        where only other processes are awaited."""
+        Requests are taken all the same where only the audit log refuses, since one of them may find
+        it mended, and where only other processes are awaited."""
         self.check_ready()
         if self.awaited is not None:
             raise NotReady(self.awaited)
@@ -297,7 +333,11 @@ class Lifecycle:
         if self.stopping:
             raise NotReady(ENDS)
         if self.failure is not None:
-            what = "loading failed" if self._dispatcher is None else "the engine broke, restart the service"
+            what = (
+                "loading failed"
+                if self._dispatcher is None
+                else "the engine broke, restart the service"
+            )
             raise NotReady(f"{what}: {self.failure}", retry=False)
         if self._dispatcher is None:
             raise NotReady("the model and its bundles are still loading")
@@ -305,10 +345,11 @@ class Lifecycle:
 
 
 def in_own_thread(load: Callable[[], T]) -> Future[T]:
-    """Return what a thread will give that ends with the loading, and does not hold up a process that is to stop.
+    """Return what a thread will give that ends with the loading, and does not hold up a process
+    that is to stop.
 
-    While a second thread that has run torch is there, OpenMP counts twice the threads, finds too few cores, stops
-    spinning, and a forward pass of a small model takes 2.5 times as long."""
+    While a second thread that has run torch is there, OpenMP counts twice the threads, finds too
+    few cores, stops spinning, and a forward pass of a small model takes 2.5 times as long."""
     done: Future[T] = Future()
     done.set_running_or_notify_cancel()  # whoever waits may be cancelled, the loading is not
 
@@ -328,7 +369,9 @@ class Service:
 
     load: Load = field(kw_only=False)
     load_again: LoadAgain | None = None
-    left_out: Mapping[str, str] = field(default_factory=dict)  # reference -> why; written by whoever loads
+    left_out: Mapping[str, str] = field(
+        default_factory=dict
+    )  # reference -> why; written by whoever loads
     aliases_of: Callable[[str], Mapping[str, int]] = lambda name: {}
     settings: ServiceSettings = field(default_factory=ServiceSettings)
     policies: Policies = field(default_factory=lambda: Policies(built_in()))
@@ -345,22 +388,36 @@ class Service:
     def __post_init__(self) -> None:
         settings, metrics = self.settings, self.metrics
         self.catalogue = Catalogue(
-            settings=settings, metrics=metrics, policies=self.policies, plan=self.plan, aliases_of=self.aliases_of,
+            settings=settings,
+            metrics=metrics,
+            policies=self.policies,
+            plan=self.plan,
+            aliases_of=self.aliases_of,
             feedback=self.feedback,
-        )  # fmt: skip
+        )
         self.lifecycle = Lifecycle(
-            settings=settings, metrics=metrics, catalogue=self.catalogue, load=self.load, load_again=self.load_again,
-            left_out=self.left_out, on_broken=self.on_broken, audit=self.audit,
-        )  # fmt: skip
+            settings=settings,
+            metrics=metrics,
+            catalogue=self.catalogue,
+            load=self.load,
+            load_again=self.load_again,
+            left_out=self.left_out,
+            on_broken=self.on_broken,
+            audit=self.audit,
+        )
         metrics.gauge("gate_configured", int(self._gates))
         self.access = Access(settings, self.keys, metrics, self.audit)
-        self.tokenizing = Tokenizing(settings.max_queue)  # as many requests may be tokenized as prompts may wait
-        # Answers to bundles' own questions: by digest, number, and the policy with its threshold that judged them.
+        self.tokenizing = Tokenizing(
+            settings.max_queue
+        )  # as many requests may be tokenized as prompts may wait
+        # Answers to bundles' own questions: by digest, number, and the policy with its threshold
+        # that judged them.
         self.sampled: dict[tuple[str, int, Policy], Judgement] = {}
 
     @property
     def _gates(self) -> bool:
-        """Return whether a request that chooses nothing may meet a policy that does not only observe."""
+        """Return whether a request that chooses nothing may meet a policy that does not only
+        observe."""
         names = {self.settings.policy, *(rule.policy for rule in self.policies.rules)}
         return any(self.policies.named[name].action is not Action.OBSERVE for name in names)
 
@@ -373,7 +430,8 @@ class Service:
     async def reload(self, who: Who) -> tuple[str | None, Exception | None]:
         """Read the file of keys and the bundles again, each whatever becomes of the other.
 
-        Returns why the file of keys is not in force, and why the bundles were not swapped; None where they are."""
+        Returns why the file of keys is not in force, and why the bundles were not swapped; None
+        where they are."""
         await self.access.reload(who)
         return self.access.keys.problem, await self.lifecycle.reload_bundles(who)
 

@@ -1,6 +1,8 @@
-"""OpenTelemetry traces of requests, sent over OTLP.  Imported only where ``--otlp-traces-endpoint`` asks for them.
+"""OpenTelemetry traces of requests, sent over OTLP.  Imported only where ``--otlp-traces-endpoint``
+asks for them.
 
-The names are those of the GenAI conventions 0.1.0 and of the HTTP conventions; what neither has begins ``hallutracer.``
+The names are those of the GenAI conventions 0.1.0 and of the HTTP conventions; what neither has
+begins ``hallutracer.``
 
     POST /v1/chat/completions     the HTTP request; continues the caller's traceparent
       chat MODEL                  what the model did, by the GenAI conventions
@@ -8,9 +10,9 @@ The names are those of the GenAI conventions 0.1.0 and of the HTTP conventions; 
         decode                    its answer
       chat UPSTREAM_MODEL         the server that a policy falls back on; it gets a traceparent
 
-Spans are queued and sent by a thread of their own: a collector that is slow or gone costs spans, never a request.
-No prompt, answer or key becomes an attribute.  The prompts' spans are written when the request ends, from times that
-were taken anyway."""
+Spans are queued and sent by a thread of their own: a collector that is slow or gone costs spans,
+never a request. No prompt, answer or key becomes an attribute.  The prompts' spans are written when
+the request ends, from times that were taken anyway."""
 
 from __future__ import annotations
 
@@ -28,18 +30,33 @@ from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.trace import Span, SpanKind, StatusCode, Tracer, format_trace_id, set_span_in_context
+from opentelemetry.trace import (
+    Span,
+    SpanKind,
+    StatusCode,
+    Tracer,
+    format_trace_id,
+    set_span_in_context,
+)
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from service import __version__
 from service.access.routes import CHAT_ROUTE, CONVERSATION_ROUTES, SCORE_ROUTES
 from service.errors import ClientGone, HalluTracerError
 from service.policies.guard import Decision, Upstream
-from service.serving.evaluation_events import Attributes, EvaluationEvents, of_answer, of_failure, of_prompt
+from service.serving.evaluation_events import (
+    Attributes,
+    EvaluationEvents,
+    of_answer,
+    of_failure,
+    of_prompt,
+)
 from service.serving.judgement import AnswerEnd, JudgedPrompt, Judgement
 
 FLUSH_S = 5.0  # how long the end of the service waits for its last spans
-METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "CONNECT", "OPTIONS", "TRACE", "PATCH"})
+METHODS = frozenset(
+    {"GET", "HEAD", "POST", "PUT", "DELETE", "CONNECT", "OPTIONS", "TRACE", "PATCH"}
+)
 MOST_PROMPTS = 16  # of one request, with spans of their own
 PORTS = {"http": 80, "https": 443}
 REASONS = frozenset({"stop", "length", "content_filter", "tool_calls", "function_call"})
@@ -52,12 +69,14 @@ class Tracing:
     """One service's spans, and with ``events`` its risks as events, on their way to a collector."""
 
     def __init__(self, endpoint: str, events: str | None = None) -> None:
-        """The rest is said by OTEL_* variables.  Raises HalluTracerError where OpenTelemetry finds fault with one."""
+        """The rest is said by OTEL_* variables.  Raises HalluTracerError where OpenTelemetry finds
+        fault with one."""
         with _faults_raised():
             resource = Resource.create({SERVICE_VERSION: __version__})
             if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):
                 resource = resource.merge(Resource({SERVICE_NAME: "hallutracer"}))
-            # At exit the library would wait half a minute for a collector that is gone; ``close`` is bounded.
+            # At exit the library would wait half a minute for a collector that is gone; ``close``
+            # is bounded.
             self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
             self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
             self._events = None if events is None else EvaluationEvents(events, resource)
@@ -90,8 +109,12 @@ def _faults_raised() -> Iterator[None]:
     before, logger.propagate = logger.propagate, False
     try:
         yield  # what cannot be read as a header may be a key
-        said = [str(one.msg).replace("%s", "...") if one.name == "opentelemetry.util.re" else one.getMessage()
-                for one in catcher.buffer]  # fmt: skip
+        said = [
+            str(one.msg).replace("%s", "...")
+            if one.name == "opentelemetry.util.re"
+            else one.getMessage()
+            for one in catcher.buffer
+        ]
     except (ValueError, OSError, RuntimeError) as error:
         said = [str(error)]
     finally:
@@ -104,25 +127,43 @@ def _faults_raised() -> Iterator[None]:
 class RequestTrace:
     """One request's spans."""
 
-    def __init__(self, tracer: Tracer, span: Span, method: str, events: EvaluationEvents | None = None) -> None:
+    def __init__(
+        self, tracer: Tracer, span: Span, method: str, events: EvaluationEvents | None = None
+    ) -> None:
         self._tracer, self._span, self._method, self._events = tracer, span, method, events
         self._context = set_span_in_context(span, Context())
         found = span.get_span_context()
-        self.id = format_trace_id(found.trace_id) if found.is_valid else None  # None with OTEL_SDK_DISABLED
+        self.id = (
+            format_trace_id(found.trace_id) if found.is_valid else None
+        )  # None with OTEL_SDK_DISABLED
 
     def upstream(self, upstream: Upstream, route: str) -> UpstreamCall:
         """Begin the span of a prompt that is sent on."""
-        operation, parts = "chat" if route == CHAT_ROUTE else "text_completion", urlsplit(upstream.url)
+        operation, parts = (
+            "chat" if route == CHAT_ROUTE else "text_completion",
+            urlsplit(upstream.url),
+        )
         attributes = _operation(operation, "openai", upstream.model)
-        attributes |= {"server.address": parts.hostname or "", "server.port": parts.port or PORTS[parts.scheme]}
+        attributes |= {
+            "server.address": parts.hostname or "",
+            "server.port": parts.port or PORTS[parts.scheme],
+        }
         name = f"{operation} {upstream.model}"
-        return UpstreamCall(self._tracer.start_span(name, self._context, SpanKind.CLIENT, attributes))
+        return UpstreamCall(
+            self._tracer.start_span(name, self._context, SpanKind.CLIENT, attributes)
+        )
 
     def end(
-        self, request_id: str, route: str | None, status: int, code: str | None, judgement: Judgement | None = None,
+        self,
+        request_id: str,
+        route: str | None,
+        status: int,
+        code: str | None,
+        judgement: Judgement | None = None,
         answers: Sequence[AnswerEnd] = (),
-    ) -> None:  # fmt: skip
-        """End the request's span with all below it; ``code`` is the error's, ``route`` None where there is none."""
+    ) -> None:
+        """End the request's span with all below it; ``code`` is the error's, ``route`` None where
+        there is none."""
         span = self._span
         if not span.is_recording():
             return
@@ -131,48 +172,81 @@ class RequestTrace:
         if route is not None:  # a path that is no route of ours may hold anything
             span.update_name(f"{self._method} {route}")
             span.set_attributes({"http.route": route, "url.path": route})
-        span.set_attributes({"http.response.status_code": status, "hallutracer.request_id": request_id})
+        span.set_attributes(
+            {"http.response.status_code": status, "hallutracer.request_id": request_id}
+        )
         _fail(span, code, status)
         span.end()
 
     def _write_operation(
-        self, judgement: Judgement, answers: Sequence[AnswerEnd], route: str | None, code: str | None
+        self,
+        judgement: Judgement,
+        answers: Sequence[AnswerEnd],
+        route: str | None,
+        code: str | None,
     ) -> None:
         scorer, model, sampling = judgement.scorer, judgement.model, judgement.sampling
         manifest, operation, now = scorer.bundle.manifest, "score", time.time_ns()
         rows: list[tuple[int, int, JudgedPrompt | None, AnswerEnd]] = [
-            (one.index, one.submitted_ns, one, answer) for one, answer in zip(judgement.prompts, answers, strict=True)
+            (one.index, one.submitted_ns, one, answer)
+            for one, answer in zip(judgement.prompts, answers, strict=True)
         ]
         rows += [(index, ns, None, AnswerEnd()) for index, ns in judgement.unscored.items()]
         decoding: Attributes = {}
         if sampling is not None:
-            chat = route in CONVERSATION_ROUTES or (route in SCORE_ROUTES and scorer.prompt_format == "chat")
+            chat = route in CONVERSATION_ROUTES or (
+                route in SCORE_ROUTES and scorer.prompt_format == "chat"
+            )
             operation = "chat" if chat else "text_completion"
             for name in ("max_tokens", "temperature", "top_p", "seed"):
                 if (value := getattr(sampling, name)) is not None:
                     decoding[f"gen_ai.request.{name}"] = value
             decoding |= {"gen_ai.request.stream": True} if judgement.streams else {}
         bundle: Attributes = {
-            f"hallutracer.bundle.{one}": getattr(manifest, one) for one in ("name", "version", "digest")
+            f"hallutracer.bundle.{one}": getattr(manifest, one)
+            for one in ("name", "version", "digest")
         }
         bundle["hallutracer.policy"] = judgement.policy.name
-        attributes = _operation(operation, "hallutracer", model) | decoding | bundle | {
-            "gen_ai.usage.input_tokens": sum(report.prompt_tokens for report in judgement.reports),
-            "gen_ai.usage.cache_read.input_tokens": sum(report.cached_tokens for report in judgement.reports),
-            "gen_ai.usage.output_tokens": sum(answer.tokens for answer in answers),
-            "gen_ai.response.id": judgement.answer_id, "gen_ai.response.model": model, "hallutracer.prompts": len(rows),
-        }  # fmt: skip
+        attributes = (
+            _operation(operation, "hallutracer", model)
+            | decoding
+            | bundle
+            | {
+                "gen_ai.usage.input_tokens": sum(
+                    report.prompt_tokens for report in judgement.reports
+                ),
+                "gen_ai.usage.cache_read.input_tokens": sum(
+                    report.cached_tokens for report in judgement.reports
+                ),
+                "gen_ai.usage.output_tokens": sum(answer.tokens for answer in answers),
+                "gen_ai.response.id": judgement.answer_id,
+                "gen_ai.response.model": model,
+                "hallutracer.prompts": len(rows),
+            }
+        )
         started, name = min(ns for _, ns, _, _ in rows), f"{operation} {model}"
-        span = self._tracer.start_span(name, self._context, SpanKind.INTERNAL, attributes, start_time=started)
+        span = self._tracer.start_span(
+            name, self._context, SpanKind.INTERNAL, attributes, start_time=started
+        )
         below = set_span_in_context(span, Context())
         if (guarantee := judgement.guarantee) is not None:
             bundle["hallutracer.guarantee.holds"] = guarantee.holds
             bundle["hallutracer.guarantee.void"] = guarantee.violations
         reasons, over, finished = [], started, True
         for place, (index, ns, prompt, end) in enumerate(sorted(rows, key=lambda row: row[0])):
-            decodes = sampling is not None and prompt is not None and prompt.report.decision is Decision.CONTINUE
+            decodes = (
+                sampling is not None
+                and prompt is not None
+                and prompt.report.decision is Decision.CONTINUE
+            )
             judged = now if prompt is None else ns + _ns(prompt.timings.total)
-            ended = judged if not decodes else now if end.decode_s is None else judged + _ns(end.decode_s)
+            ended = (
+                judged
+                if not decodes
+                else now
+                if end.decode_s is None
+                else judged + _ns(end.decode_s)
+            )
             if end.completion is not None:
                 reasons.append(end.completion.finish_reason)
             elif sampling is not None:  # as OpenAI's routes say of a withheld answer
@@ -186,19 +260,33 @@ class RequestTrace:
             _fail(gate, code if prompt is None else None)
             gate.end(judged)
             if decodes:
-                own = {"gen_ai.usage.output_tokens": end.tokens, "gen_ai.response.finish_reasons": reasons[-1:]}
-                decode = self._tracer.start_span("decode", below, SpanKind.INTERNAL, own, start_time=judged)
+                own = {
+                    "gen_ai.usage.output_tokens": end.tokens,
+                    "gen_ai.response.finish_reasons": reasons[-1:],
+                }
+                decode = self._tracer.start_span(
+                    "decode", below, SpanKind.INTERNAL, own, start_time=judged
+                )
                 _fail(decode, None if end.outcome.shows else code)
                 decode.end(ended)
             if self._events is not None:
-                same: Attributes = {"gen_ai.response.id": judgement.answer_id, "hallutracer.index": index}
-                told = of_failure(code or HalluTracerError.code) if prompt is None else of_prompt(prompt.report)
+                same: Attributes = {
+                    "gen_ai.response.id": judgement.answer_id,
+                    "hallutracer.index": index,
+                }
+                told = (
+                    of_failure(code or HalluTracerError.code)
+                    if prompt is None
+                    else of_prompt(prompt.report)
+                )
                 self._events.send(below, judged, same | told)
                 if end.risk is not None and (record := manifest.answer) is not None:
                     self._events.send(below, ended, same | of_answer(end.risk, record.threshold))
         if reasons:
             span.set_attribute("gen_ai.response.finish_reasons", reasons)
-        _fail(span, None if finished else code)  # else what failed came after the model, such as an upstream
+        _fail(
+            span, None if finished else code
+        )  # else what failed came after the model, such as an upstream
         span.end(over)
 
 
@@ -206,13 +294,21 @@ def _told(prompt: JudgedPrompt) -> Attributes:
     """Return what a prompt's gate says of it."""
     report, timings = prompt.report, prompt.timings
     found: Attributes = {
-        "hallutracer.risk": report.risk, "hallutracer.decision": report.decision.value,
-        "hallutracer.threshold": report.verdict.threshold, "hallutracer.flagged": report.verdict.flagged,
-        "hallutracer.queue_s": timings.queue, "hallutracer.prefill_s": timings.prefill,
-        "hallutracer.probe_s": timings.probe, "gen_ai.usage.input_tokens": report.prompt_tokens,
+        "hallutracer.risk": report.risk,
+        "hallutracer.decision": report.decision.value,
+        "hallutracer.threshold": report.verdict.threshold,
+        "hallutracer.flagged": report.verdict.flagged,
+        "hallutracer.queue_s": timings.queue,
+        "hallutracer.prefill_s": timings.prefill,
+        "hallutracer.probe_s": timings.probe,
+        "gen_ai.usage.input_tokens": report.prompt_tokens,
         "hallutracer.outside_training": report.uncertain.outside,
-    }  # fmt: skip
-    return found if report.context.said is None else found | {"hallutracer.applies": report.context.applies}
+    }
+    return (
+        found
+        if report.context.said is None
+        else found | {"hallutracer.applies": report.context.applies}
+    )
 
 
 class UpstreamCall:
@@ -225,7 +321,8 @@ class UpstreamCall:
         self._reasons: list[str] = []
 
     def note(self, document: Mapping[str, Any]) -> None:
-        """Take usage and finish reasons from an answer or a chunk, where they are what they should be."""
+        """Take usage and finish reasons from an answer or a chunk, where they are what they should
+        be."""
         for choice in document["choices"]:
             reason = choice.get("finish_reason") if isinstance(choice, dict) else None
             if isinstance(reason, str) and reason in REASONS:
@@ -250,7 +347,8 @@ def _operation(operation: str, provider: str, model: str) -> Attributes:
 
 
 def _fail(span: Span, code: str | None, status: int | None = None) -> None:
-    """By the HTTP conventions a caller's own fault is no error of the server; nor is one who left."""
+    """By the HTTP conventions a caller's own fault is no error of the server; nor is one who
+    left."""
     if code is None:
         return
     span.set_attribute("error.type", code)

@@ -1,1 +1,2 @@
-"""Training one bundle: ``run`` takes a data file through collection, labels, fits and evaluation to the store."""
+"""Training one bundle: ``run`` takes a data file through collection, labels, fits and evaluation to
+the store."""

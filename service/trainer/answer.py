@@ -1,4 +1,5 @@
-"""Fits the probes of an answer's own tokens, on the answers that training generates or that its rows bring."""
+"""Fits the probes of an answer's own tokens, on the answers that training generates or that its
+rows bring."""
 
 from __future__ import annotations
 
@@ -39,25 +40,33 @@ class AnswerFit:
 
 
 def fit_answer(
-    data: PreparedData, probe: DepthMeanProbe, options: TrainOptions, engine: Engine, console: Console
+    data: PreparedData,
+    probe: DepthMeanProbe,
+    options: TrainOptions,
+    engine: Engine,
+    console: Console,
 ) -> AnswerFit | None:
-    """Fit probes on the answers' tokens that the run read.  ``probe`` is fitted on the same rows before the answer.
+    """Fit probes on the answers' tokens that the run read.  ``probe`` is fitted on the same rows
+    before the answer.
 
-    Return None if nothing was read, if a class has fewer than ``FEW`` groups, or if the fit has no signal; the console
-    says why.  Raises EngineError if serving reads other logits."""
+    Return None if nothing was read, if a class has fewer than ``FEW`` groups, or if the fit has no
+    signal; the console says why.  Raises EngineError if serving reads other logits."""
     if data.answers is None:
         return None
     if data.labelled.thoughts:
         console.print(
-            f"no probes of the answers' tokens: {data.labelled.thoughts} answers begin with a thought, which "
-            "would be read with them"
+            f"no probes of the answers' tokens: {data.labelled.thoughts} answers begin with a"
+            " thought, which would be read with them"
         )
         return None
     rows = np.flatnonzero(was_read(data.answers))
     read = data.answers.subset(rows)
     label, group = read.label, data.inputs.group[rows]
     if (least := min(len(np.unique(group[label == value])) for value in (0, 1))) < FEW:
-        console.print(f"no probes of the answers' tokens: {least} groups of the rarer class, and {FEW} are needed")
+        console.print(
+            f"no probes of the answers' tokens: {least} groups of the rarer class, and {FEW} are"
+            " needed"
+        )
         return None
     console.print("fitting probes of the answers' tokens")
     try:
@@ -71,12 +80,16 @@ def fit_answer(
     document = _document(label, group, after, before, data, rows)
     if document["auroc"]["low"] <= CHANCE and not options.allow_no_signal:
         console.print(
-            f"no probes of the answers' tokens: AUROC {document['auroc']['mean']:.3f}, and its interval reaches chance"
+            f"no probes of the answers' tokens: AUROC {document['auroc']['mean']:.3f}, and its"
+            " interval reaches chance"
         )
         return None
     cut = choose_threshold(options.rule, label, answer_probe.out_of_fold_risk_)
     document["threshold"] = cut.document() | {"out_of_fold": rounded(cut.gate)}
-    [weight], intercept = answer_probe.classifier_.weight.tolist(), answer_probe.classifier_.intercept
+    [weight], intercept = (
+        answer_probe.classifier_.weight.tolist(),
+        answer_probe.classifier_.intercept,
+    )
     record = AnswerProbe(
         weight=weight,
         intercept=intercept,
@@ -92,18 +105,31 @@ def fit_answer(
 
 
 def _document(
-    label: Index, group: Index, after: scores.Tests, before: scores.Tests, data: PreparedData, rows: Index
+    label: Index,
+    group: Index,
+    after: scores.Tests,
+    before: scores.Tests,
+    data: PreparedData,
+    rows: Index,
 ) -> dict[str, Any]:
     document: dict[str, Any] = {"rows": len(label), "hallucinated": int(len(label) - label.sum())}
     kinds = [data.inputs.strata[row].get("kind") for row in rows.tolist()]
-    strata = {"": None} | ({} if None in kinds else {"_within_kind": np.unique(kinds, return_inverse=True)[1]})
+    strata = {"": None} | (
+        {} if None in kinds else {"_within_kind": np.unique(kinds, return_inverse=True)[1]}
+    )
     for name, within in strata.items():
-        if name and scores.mean_auroc(label, after, within) != scores.mean_auroc(label, after, within):
+        if name and scores.mean_auroc(label, after, within) != scores.mean_auroc(
+            label, after, within
+        ):
             continue  # no kind has both classes
         for key, tests in (("auroc", after), ("before", before)):
             ends = scores.auroc_interval(label, group, tests, within)
-            document[f"{key}{name}"] = rounded({"mean": scores.mean_auroc(label, tests, within), **ends._asdict()})
-        document[f"gain{name}"] = rounded(scores.gain(label, group, after, before, within)._asdict())
+            document[f"{key}{name}"] = rounded(
+                {"mean": scores.mean_auroc(label, tests, within), **ends._asdict()}
+            )
+        document[f"gain{name}"] = rounded(
+            scores.gain(label, group, after, before, within)._asdict()
+        )
     for key, tests in (("decisions", after), ("decisions_before", before)):
         document[key] = rounded(_means([decisions.decisions(label, risk) for _, risk in tests]))
     return document
@@ -116,19 +142,26 @@ def _means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return means
 
 
-def _tensors(answer_probe: DepthMeanProbe, read: Readouts, data: PreparedData, engine: Engine) -> AnswerTensors:
-    """Return the stored arrays of the probes, with golden answers.  Raises EngineError if their replay differs."""
+def _tensors(
+    answer_probe: DepthMeanProbe, read: Readouts, data: PreparedData, engine: Engine
+) -> AnswerTensors:
+    """Return the stored arrays of the probes, with golden answers.  Raises EngineError if their
+    replay differs."""
     fit = answer_probe.probes_
     arrays = (array.astype(np.float32) for array in (fit.direction, fit.bias, answer_probe.scale_))
     probes = Probes(read.file.site, fit.head, *arrays)
     chosen = golden_rows(
-        answer_probe.classifier_.risk(signal_matrix(answer_probe.scaled_[answer_probe.logit_scale].trajectory))
+        answer_probe.classifier_.risk(
+            signal_matrix(answer_probe.scaled_[answer_probe.logit_scale].trajectory)
+        )
     )
     tokens_of = answer_tokens(data, engine)
     data_rows = read.index[chosen].tolist()
     prompts = [[*data.collection.prompts.of(row), *tokens_of(row)] for row in data_rows]
     counts = [len(tokens_of(row)) for row in data_rows]
-    replayed = np.stack([onset.trajectories[0] for onset in engine.score(prompts, [probes], last=counts)])
+    replayed = np.stack(
+        [onset.trajectories[0] for onset in engine.score(prompts, [probes], last=counts)]
+    )
     check_replay(engine, replayed, trajectories(read.subset(chosen), [probes]))
     ids, offsets = joined(prompts)
     return AnswerTensors(

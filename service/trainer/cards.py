@@ -51,7 +51,11 @@ SIGNALS = {
     "depth_mean_unit_norm": "depth mean, unit norm (the paper's rule)",
     "depth_mean_standardized": "depth mean, standardised logits",
     "depth_mean_joint": "depth mean, directions fitted together",
-    **{f"{kind}_{scale}": text.format(word) for kind, text in _READ.items() for scale, word in _SCALES.items()},
+    **{
+        f"{kind}_{scale}": text.format(word)
+        for kind, text in _READ.items()
+        for scale, word in _SCALES.items()
+    },
     "best_head": "best single head",
     "best_layer": "best single layer",
     "first_token_max_prob": "first-token maximum probability",
@@ -74,18 +78,25 @@ PLOTS = {
     "layers.png": "AUROC by layer",
 }
 MAPS = {
-    "identity": "the risk as it is", "prior_shift": "prior shift, by traffic and labels",
-    "intercept": "intercept, by labels", "isotonic": "isotonic",
-}  # fmt: skip
+    "identity": "the risk as it is",
+    "prior_shift": "prior shift, by traffic and labels",
+    "intercept": "intercept, by labels",
+    "isotonic": "isotonic",
+}
 CHANCE = 0.5  # AUROC
 SHOWN_RISKS = (0.1, 0.25, 0.5, 0.75, 0.9)  # the card gives their intervals
 FEW_IN_A_FOLD = 5  # rows of the rarer class; with fewer, the card leaves out the spread over folds
-CHEAPER = ("first_token_entropy", "first_token_max_prob", "prompt_length")  # signals that need no probes
+CHEAPER = (
+    "first_token_entropy",
+    "first_token_max_prob",
+    "prompt_length",
+)  # signals that need no probes
 LARGE_GROUP = 0.2  # share of the rows
 CAUTION = (
-    "Nobody drew these rows at random: users label what they like. Where the choice depends on the risk alone, the map "
-    "is right; where wrong answers are reported more readily than right ones (or the reverse), the recalibrated risk "
-    "is too high (or too low), and nothing in these rows can tell."
+    "Nobody drew these rows at random: users label what they like. Where the choice depends on the"
+    " risk alone, the map is right; where wrong answers are reported more readily than right ones"
+    " (or the reverse), the recalibrated risk is too high (or too low), and nothing in these rows"
+    " can tell."
 )
 _FIRST_TOKEN = "the first answer token's log maximum probability and entropy"
 _GUARANTEE = re.compile(r"## Guarantee\n.*?(?=^## |\Z)", re.DOTALL | re.MULTILINE)
@@ -106,7 +117,9 @@ def _render(template: str, **values: Any) -> str:
 
 def say(macro: str, *values: Any) -> str:
     """Render a macro of ``words.txt`` with the values, in one line."""
-    return " ".join(str(getattr(_TEMPLATES.get_template("words.txt.j2").module, macro)(*values)).split())
+    return " ".join(
+        str(getattr(_TEMPLATES.get_template("words.txt.j2").module, macro)(*values)).split()
+    )
 
 
 def write_card(
@@ -119,11 +132,16 @@ def write_card(
 ) -> str:
     """Return the whole README.md: front matter as the Hugging Face hub reads it, then the card."""
     crossed, test = evaluation.get("cross_validation"), evaluation.get("held_out")
-    served, rarer = evaluation["signal_of_the_bundle"], min(manifest.training.factual, manifest.training.hallucinated)
+    served, rarer = (
+        evaluation["signal_of_the_bundle"],
+        min(manifest.training.factual, manifest.training.hallucinated),
+    )
     few = crossed is not None and rarer < FEW_IN_A_FOLD * crossed["protocol"]["folds"]
     signals = [
         (name, weight, weight * std)
-        for name, weight, std in zip(manifest.signals, manifest.classifier.weight, signal_std, strict=True)
+        for name, weight, std in zip(
+            manifest.signals, manifest.classifier.weight, signal_std, strict=True
+        )
     ]
     tables = []
     for key in ("form", "kind"):
@@ -153,7 +171,11 @@ def write_card(
         rule=rule[0].upper() + rule[1:],
         tables=tables,
         answer=evaluation.get("answer", {}),
-        intervals=[] if record.interval is None else [(at, *_ends(record.interval, at)) for at in SHOWN_RISKS],
+        intervals=(
+            []
+            if record.interval is None
+            else [(at, *_ends(record.interval, at)) for at in SHOWN_RISKS]
+        ),
     )
     return f"---\n{_hub_data(manifest, evaluation).to_yaml()}\n---\n{text}"
 
@@ -161,18 +183,31 @@ def write_card(
 def card_of(bundle: Bundle) -> str:
     """Return a bundle's card with a correct sentence about its signals.
 
-    Cards of version 1.0 and before name the first answer token for every bundle that reads more than the depth mean.
-    These files belong to the bundle's digest, so they stay.  Raises a subclass of BundleDamaged."""
-    return bundle.card().replace(_together_with(_FIRST_TOKEN), _beside_the_depth_mean(bundle.manifest), 1)
+    Cards of version 1.0 and before name the first answer token for every bundle that reads more
+    than the depth mean. These files belong to the bundle's digest, so they stay.  Raises a subclass
+    of BundleDamaged."""
+    return bundle.card().replace(
+        _together_with(_FIRST_TOKEN), _beside_the_depth_mean(bundle.manifest), 1
+    )
 
 
 def _beside_the_depth_mean(manifest: Manifest) -> str:
-    """Return the clause that names the further signals of the classifier; nothing if there are none."""
+    """Return the clause that names the further signals of the classifier; nothing if there are
+    none."""
     read = [_FIRST_TOKEN] if manifest.needs_first_token else []
     if any(name in CONTEXT_SIGNALS for name in manifest.signals):
-        stated = " and whether that states an answer" if {"stated", "stated_length"} & set(manifest.signals) else ""
-        length = ", weighed by the prompt's length, too" if "stated_length" in manifest.signals else ""
-        read.append(f"what its context probes say of the prompt (whether it holds a passage{stated}{length})")
+        stated = (
+            " and whether that states an answer"
+            if {"stated", "stated_length"} & set(manifest.signals)
+            else ""
+        )
+        length = (
+            ", weighed by the prompt's length, too" if "stated_length" in manifest.signals else ""
+        )
+        read.append(
+            "what its context probes say of the prompt (whether it holds a"
+            f" passage{stated}{length})"
+        )
     return _together_with(" and ".join(read)) if read else ""
 
 
@@ -221,12 +256,19 @@ def _ends(interval: RefitInterval, shown: float) -> list[float]:
     return [float(risk(np.array([z + side]), np.ones(1), 0.0)) for side in (half, -half)]
 
 
-cell = partial(say, "cell")  # a mean over folds and seeds, with its interval or else its standard deviation
-rule_in_words = partial(say, "rule")  # the rule of the threshold, from ``threshold`` of evaluation.json
+cell = partial(
+    say, "cell"
+)  # a mean over folds and seeds, with its interval or else its standard deviation
+rule_in_words = partial(
+    say, "rule"
+)  # the rule of the threshold, from ``threshold`` of evaluation.json
 
 
-def _tables(signals: Mapping[str, Mapping[str, Any]], show: Callable[[Any], str], served: str) -> str:
-    """Return a table of ranking and calibration, and a table of decisions, with the columns that were measured."""
+def _tables(
+    signals: Mapping[str, Mapping[str, Any]], show: Callable[[Any], str], served: str
+) -> str:
+    """Return a table of ranking and calibration, and a table of decisions, with the columns that
+    were measured."""
     measured = set[str]().union(*signals.values())
     tables = []
     for titles in (WITHIN | METRICS, DECISIONS):
@@ -240,15 +282,22 @@ def _tables(signals: Mapping[str, Mapping[str, Any]], show: Callable[[Any], str]
 
 
 def cheaper_and_better(signals: Mapping[str, Mapping[str, Any]], served: str) -> str | None:
-    """Return a warning if a signal that needs no probes ranks better than the one that the bundle serves."""
+    """Return a warning if a signal that needs no probes ranks better than the one that the bundle
+    serves."""
     auroc = {name: signals[name]["auroc"]["mean"] for name in (*CHEAPER, served) if name in signals}
     best = max(auroc, key=lambda name: (auroc[name], name == served))
-    return None if best == served else say("cheaper", best, SIGNALS[best], auroc[best], auroc[served])
+    return (
+        None if best == served else say("cheaper", best, SIGNALS[best], auroc[best], auroc[served])
+    )
 
 
 def group_warning(data: Mapping[str, Any]) -> str | None:
-    """Return a warning if one group is a large part of the rows; ``data`` is that of evaluation.json."""
-    share, words = data.get("largest_group_share", 0.0), "how well the bundle does elsewhere is hardly known"
+    """Return a warning if one group is a large part of the rows; ``data`` is that of
+    evaluation.json."""
+    share, words = (
+        data.get("largest_group_share", 0.0),
+        "how well the bundle does elsewhere is hardly known",
+    )
     return f"One group has {share:.0%} of the rows: {words}" if share > LARGE_GROUP else None
 
 
@@ -276,7 +325,9 @@ class GuaranteePart:
         return 0 if self.step is None else self.step.rows
 
 
-def statement(guarantee: Guarantee, manifest: Manifest, max_new_tokens: int, parts: Sequence[GuaranteePart]) -> str:
+def statement(
+    guarantee: Guarantee, manifest: Manifest, max_new_tokens: int, parts: Sequence[GuaranteePart]
+) -> str:
     """Return the text that says for which requests the guarantee holds and what voids it."""
     text = _render(
         "statement.txt",
@@ -294,21 +345,29 @@ def statement(guarantee: Guarantee, manifest: Manifest, max_new_tokens: int, par
 
 
 def _by_row(guarantee: Guarantee, parts: Sequence[GuaranteePart]) -> str | None:
-    """Return the figures by row of the threshold that passed; None if none did, or there are several strata."""
+    """Return the figures by row of the threshold that passed; None if none did, or there are
+    several strata."""
     step = parts[0].step if len(parts) == 1 else None
     return None if step is None else say("by_row", step, guarantee.alpha)
 
 
 def guaranteed_card(card: str, manifest: Manifest, parts: Sequence[GuaranteePart] = ()) -> str:
-    """Return the card with the section of this guarantee, which replaces an earlier one; ``parts`` are its strata."""
+    """Return the card with the section of this guarantee, which replaces an earlier one; ``parts``
+    are its strata."""
     guarantee = manifest.guarantee
     assert guarantee is not None
     section = _render("guarantee.md", g=guarantee, parts=parts, by_row=_by_row(guarantee, parts))
     earlier = _GUARANTEE.search(card)
-    return card[: earlier.start()] + section + card[earlier.end() :] if earlier else _before_limits(card, section)
+    return (
+        card[: earlier.start()] + section + card[earlier.end() :]
+        if earlier
+        else _before_limits(card, section)
+    )
 
 
-def recalibrated_card(card: str, manifest: Manifest, record: Mapping[str, Any], candidates: str) -> str:
+def recalibrated_card(
+    card: str, manifest: Manifest, record: Mapping[str, Any], candidates: str
+) -> str:
     """Return the card with the section of this recalibration, and without a guarantee's."""
     assert manifest.recalibration is not None
     feedback = record.get("feedback")
@@ -324,7 +383,11 @@ def recalibrated_card(card: str, manifest: Manifest, record: Mapping[str, Any], 
         candidates=candidates,
         caution=CAUTION,
         feedback={} if feedback is None else feedback_lines(feedback),
-        tenths=[(tenth, *row) for tenth, row in enumerate((feedback or {}).get("by_tenth", ())) if row[0]],
+        tenths=[
+            (tenth, *row)
+            for tenth, row in enumerate((feedback or {}).get("by_tenth", ()))
+            if row[0]
+        ],
     )
     return _before_limits(_GUARANTEE.sub("", card), section)
 
@@ -335,7 +398,8 @@ def _before_limits(card: str, section: str) -> str:
 
 
 def candidates_table(choice: ChosenMap) -> str:
-    """Return a Markdown table of the maps, measured on rows that they were not fitted on; the chosen one is bold."""
+    """Return a Markdown table of the maps, measured on rows that they were not fitted on; the
+    chosen one is bold."""
     rows = []
     for candidate in choice.candidates:
         name = f"**{MAPS[candidate.name]}**" if candidate is choice.chosen else MAPS[candidate.name]
@@ -344,19 +408,27 @@ def candidates_table(choice: ChosenMap) -> str:
             (candidate.gain, candidate.gain_interval, "+"),
             (candidate.error, candidate.error_interval, ""),
         )
-        cells = [f"{value:{sign}.4f} [{ends.low:{sign}.4f}, {ends.high:{sign}.4f}]" for value, ends, sign in figures]
+        cells = [
+            f"{value:{sign}.4f} [{ends.low:{sign}.4f}, {ends.high:{sign}.4f}]"
+            for value, ends, sign in figures
+        ]
         rows.append([name, cells[0], "" if candidate is choice.before else cells[1], cells[2]])
     return markdown_table(["held-out", "log loss", "less by", "calibration error, debiased"], rows)
 
 
 def feedback_lines(described: Mapping[str, Any]) -> dict[str, str]:
-    """Return lines about which answers were labelled, and the share of hallucinations by each estimate."""
+    """Return lines about which answers were labelled, and the share of hallucinations by each
+    estimate."""
     left_out = ", ".join(f"{count} {why}" for why, count in described["left_out"].items() if count)
-    return {"feedback": say("labelled", described, left_out), "hallucinated": say("hallucinated", described)}
+    return {
+        "feedback": say("labelled", described, left_out),
+        "hallucinated": say("hallucinated", described),
+    }
 
 
 def closing_lines(evaluation: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the last lines of a run: how well the published bundle works, its threshold, and warnings."""
+    """Yield the last lines of a run: how well the published bundle works, its threshold, and
+    warnings."""
     crossed, held = evaluation.get("cross_validation"), evaluation.get("held_out")
     if crossed is not None:
         if cheaper := cheaper_and_better(crossed["signals"], evaluation["signal_of_the_bundle"]):
@@ -368,7 +440,10 @@ def closing_lines(evaluation: Mapping[str, Any]) -> Iterator[str]:
         yield f"Held-out rows: AUROC {row['auroc']:.3f}, ECE {row['ece']:.3f}, {held['rows']} rows"
     if (answer := evaluation.get("answer")) is not None:
         before, after = cell(answer["before"]), cell(answer["auroc"])
-        yield f"Out of fold, on {answer['rows']} answers: AUROC {before} before the answer, {after} of its own tokens"
+        yield (
+            f"Out of fold, on {answer['rows']} answers: AUROC {before} before the answer, {after}"
+            " of its own tokens"
+        )
     if crossed is None and held is None:
         yield "Not evaluated: how well this bundle works is not known"
     yield rule_in_words(evaluation["threshold"])
@@ -377,7 +452,8 @@ def closing_lines(evaluation: Mapping[str, Any]) -> Iterator[str]:
 
 
 def summary_table(signals: Mapping[str, Any], served: str) -> str:
-    """Return a table of AUROC, within strata and in all, and calibration of each signal; the served one is marked."""
+    """Return a table of AUROC, within strata and in all, and calibration of each signal; the served
+    one is marked."""
     measured = {key for row in signals.values() for key, value in row.items() if value}
     keys = [*(key for key in WITHIN if key in measured), "auroc", "ece", "calibration_debiased"]
     lines = []
@@ -400,7 +476,8 @@ def _brief(value: Mapping[str, float] | None, key: str) -> str:
 
 
 def better_options(inputs: Inputs, nested: Evaluation, served: str) -> Iterator[str]:
-    """Yield a line for each option whose gain over the served signal has a 95 % interval above zero."""
+    """Yield a line for each option whose gain over the served signal has a 95 % interval above
+    zero."""
     kinds = ("context", "fused_context") if served in CONTEXT_NAMES else ("depth_mean", "fused")
     for kind, signals in zip(kinds, ("depth_mean", "depth_mean,first_token"), strict=True):
         for scale in _SCALES:

@@ -1,4 +1,5 @@
-"""Compares bundles by their recorded figures, and decides whether one may replace another.  Loads no model."""
+"""Compares bundles by their recorded figures, and decides whether one may replace another.  Loads
+no model."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ class BundleComparison(NamedTuple):
 
 
 def compare(bundles: Sequence[Bundle]) -> BundleComparison:
-    """Return a table with a column for each bundle: model, signal, figures, threshold; "-" if it has none."""
+    """Return a table with a column for each bundle: model, signal, figures, threshold; "-" if it
+    has none."""
     documents = [bundle.evaluation() for bundle in bundles]
     manifests = [bundle.manifest for bundle in bundles]
     lines: list[list[str]] = [
@@ -37,7 +39,10 @@ def compare(bundles: Sequence[Bundle]) -> BundleComparison:
         ["threshold", *(f"{manifest.threshold:.4f}" for manifest in manifests)],
     ]
     for title, part in (("nested CV", "cross_validation"), ("held out", "held_out")):
-        signals = ["bundle" if part == "held_out" else document["signal_of_the_bundle"] for document in documents]
+        signals = [
+            "bundle" if part == "held_out" else document["signal_of_the_bundle"]
+            for document in documents
+        ]
         rows = [
             (document.get(part) or {"signals": {name: {}}})["signals"][name]
             for name, document in zip(signals, documents, strict=True)
@@ -59,13 +64,27 @@ def _cell(value: Any) -> str:
 
 
 def _caveats(bundles: Sequence[Bundle], documents: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    if len({(bundle.manifest.model.fingerprint, bundle.manifest.model.adapter) for bundle in bundles}) > 1:
+    if (
+        len(
+            {
+                (bundle.manifest.model.fingerprint, bundle.manifest.model.adapter)
+                for bundle in bundles
+            }
+        )
+        > 1
+    ):
         yield "the bundles read different models, which answer different questions right"
     if len({bundle.manifest.training.data_digest for bundle in bundles}) > 1:
         yield "trained on different rows: the nested figures are not of the same questions"
-    if len({document["held_out"]["digest"] for document in documents if document.get("held_out")}) > 1:
+    if (
+        len({document["held_out"]["digest"] for document in documents if document.get("held_out")})
+        > 1
+    ):
         yield "held-out figures are of different rows"
-    yield "intervals are of each figure, not of the difference: on the same rows a smaller gain can be sure"
+    yield (
+        "intervals are of each figure, not of the difference: on the same rows a smaller gain can"
+        " be sure"
+    )
 
 
 @dataclass(frozen=True)
@@ -84,47 +103,75 @@ class PromotionFinding(NamedTuple):
     text: str
 
 
-def promotion_findings(bundle: Bundle, served: Mapping[str, Any], bounds: PromotionBounds) -> list[PromotionFinding]:
-    """Check a bundle that a service runs as a shadow; ``served`` is the service's answer to GET /v1/bundles.
+def promotion_findings(
+    bundle: Bundle, served: Mapping[str, Any], bounds: PromotionBounds
+) -> list[PromotionFinding]:
+    """Check a bundle that a service runs as a shadow; ``served`` is the service's answer to GET
+    /v1/bundles.
 
     Raises HalluTracerError if ``served`` is not such an answer."""
     try:
         return list(_findings(bundle, served, bounds))
     except (KeyError, TypeError, ZeroDivisionError) as error:
-        raise HalluTracerError(f"not the bundles of a HalluTracer service of this version: {error!r}") from None
+        raise HalluTracerError(
+            f"not the bundles of a HalluTracer service of this version: {error!r}"
+        ) from None
 
 
-def _findings(bundle: Bundle, served: Mapping[str, Any], bounds: PromotionBounds) -> Iterator[PromotionFinding]:
-    card = next((entry for entry in served["data"] if entry["digest"] == bundle.manifest.digest), None)
+def _findings(
+    bundle: Bundle, served: Mapping[str, Any], bounds: PromotionBounds
+) -> Iterator[PromotionFinding]:
+    card = next(
+        (entry for entry in served["data"] if entry["digest"] == bundle.manifest.digest), None
+    )
     if card is None:
         yield PromotionFinding(
-            False, f"the service has not loaded {bundle.reference} ({bundle.manifest.digest[:19]}..)"
+            False,
+            f"the service has not loaded {bundle.reference} ({bundle.manifest.digest[:19]}..)",
         )
         return
     compared, golden = card.get("compared"), card["golden"]
     if compared is None:
-        yield PromotionFinding(False, f"{bundle.reference} is no shadow there: start it with --shadow")
+        yield PromotionFinding(
+            False, f"{bundle.reference} is no shadow there: start it with --shadow"
+        )
     else:
         prompts, share = compared["prompts"], compared["disagreement"]
         text = f"{prompts:,} prompts read as a shadow; at least {bounds.least_prompts:,}"
         yield PromotionFinding(prompts >= bounds.least_prompts, text)
         if prompts:
             upper = jeffreys(share, prompts).high
-            kinds = (("stricter", "alone flags"), ("looser", "alone lets pass"), ("failed", "no number for"))
+            kinds = (
+                ("stricter", "alone flags"),
+                ("looser", "alone lets pass"),
+                ("failed", "no number for"),
+            )
             counts = ", ".join(f"{words} {compared[kind]:,}" for kind, words in kinds)
-            text = f"disagrees on {share:.1%}, upper end of its 95 % interval {upper:.1%} ({counts})"
+            text = (
+                f"disagrees on {share:.1%}, upper end of its 95 % interval {upper:.1%} ({counts})"
+            )
             fine = upper <= bounds.most_disagreement
             yield PromotionFinding(fine, f"{text}; at most {bounds.most_disagreement:.1%}")
     for what in ("risk", "trajectory"):
         share = golden[what] / golden[f"{what}_tolerance"]
-        text = f"golden prompts: {what} off by {golden[what]:.2g}, {share:.0%} of what the replay tolerates"
-        yield PromotionFinding(share <= bounds.most_drift, f"{text}; at most {bounds.most_drift:.0%}")
+        text = (
+            f"golden prompts: {what} off by {golden[what]:.2g}, {share:.0%} of what the replay"
+            " tolerates"
+        )
+        yield PromotionFinding(
+            share <= bounds.most_drift, f"{text}; at most {bounds.most_drift:.0%}"
+        )
 
 
 def differences(before: Manifest, after: Manifest) -> list[tuple[str, str, str]]:
-    """Return name, old value and new value of each field of the manifest that differs, without the files' digests."""
+    """Return name, old value and new value of each field of the manifest that differs, without the
+    files' digests."""
     old, new = (_flat(asdict(manifest)) for manifest in (before, after))
-    rows = [(name, old.get(name, "-"), new.get(name, "-")) for name in {**old, **new} if not name.startswith("files.")]
+    rows = [
+        (name, old.get(name, "-"), new.get(name, "-"))
+        for name in {**old, **new}
+        if not name.startswith("files.")
+    ]
     return [row for row in rows if row[1] != row[2]]
 
 
@@ -138,7 +185,8 @@ def _flat(value: Any, name: str = "") -> dict[str, str]:
 
 
 def probes_apart(before: Bundle, after: Bundle) -> str:
-    """Return text: how many heads differ, and the cosine of the directions where the head is the same."""
+    """Return text: how many heads differ, and the cosine of the directions where the head is the
+    same."""
     first, second = before.probes, after.probes
     if first.direction.shape != second.direction.shape:
         return "their probes have different shapes"
@@ -148,6 +196,6 @@ def probes_apart(before: Bundle, after: Bundle) -> str:
         return text
     cosine = np.sum(first.direction[same] * second.direction[same], axis=-1)
     return (
-        f"{text}; where it is the same, the directions' cosine is {np.median(cosine):.3f} in the median, "
-        f"{cosine.min():.3f} at least"
+        f"{text}; where it is the same, the directions' cosine is {np.median(cosine):.3f} in the"
+        f" median, {cosine.min():.3f} at least"
     )

@@ -1,4 +1,5 @@
-"""Recalibrates a bundle by feedback: fits a map on stored risks, some with labels, and publishes the next version."""
+"""Recalibrates a bundle by feedback: fits a map on stored risks, some with labels, and publishes
+the next version."""
 
 from __future__ import annotations
 
@@ -19,19 +20,34 @@ from service.errors import TrainingError
 from service.feedback.databases import location
 from service.feedback.rows import CONTINUE, LabelledAnswer, read_answers
 from service.fitting.nested_cv import rounded
-from service.fitting.recalibration import MapFit, Traffic, estimate_share, number_together, prior_shift_test, shift_to
+from service.fitting.recalibration import (
+    MapFit,
+    Traffic,
+    estimate_share,
+    number_together,
+    prior_shift_test,
+    shift_to,
+)
 from service.risk import served_risk
 from service.trainer.cards import CAUTION, feedback_lines
 from service.trainer.new_rows import Marks, seen_by
 from service.trainer.options import Console, RecalibrateOptions
-from service.trainer.recalibrate import check_not_recalibrated, choose_and_publish, prior_of, recorded_risks
+from service.trainer.recalibrate import (
+    check_not_recalibrated,
+    choose_and_publish,
+    prior_of,
+    recorded_risks,
+)
 
 LEAST_LABELLED = 20  # prompts of each class; with fewer, the folds' maps are noise
 LEAST_TRAFFIC = 100  # answers that an estimate without labels needs
 
 
 def _described(
-    answers: Sequence[LabelledAnswer], risk: NDArray[np.float64], used: list[int], label: NDArray[np.int64]
+    answers: Sequence[LabelledAnswer],
+    risk: NDArray[np.float64],
+    used: list[int],
+    label: NDArray[np.int64],
 ) -> dict[str, Any]:
     tenth = np.minimum((risk * 10).astype(np.int64), 9)
     all_answers = np.bincount(tenth, minlength=10)
@@ -45,13 +61,16 @@ def _described(
         "answers": len(answers),
         "labelled": len(used),
         "share": float((label == 0).mean()),
-        "weighted": float((all_answers[known] * wrong[known] / labelled[known]).sum() / all_answers[known].sum()),
+        "weighted": float(
+            (all_answers[known] * wrong[known] / labelled[known]).sum() / all_answers[known].sum()
+        ),
         "covered": float(all_answers[known].sum() / all_answers.sum()),
         "highest": float(risk[used].max()),
         "highest_answer": float(risk.max()),
         "by_tenth": list(map(list, zip(*tenths, strict=True))),
         "by_decision": {
-            decision: [decisions.count(decision), judged.count(decision)] for decision in sorted(set(decisions))
+            decision: [decisions.count(decision), judged.count(decision)]
+            for decision in sorted(set(decisions))
         },
     }
 
@@ -59,14 +78,19 @@ def _described(
 def recalibrate_by_feedback(
     bundle: Bundle, options: RecalibrateOptions, store: Store, *, console: Console
 ) -> Bundle | None:
-    """Publish a version whose risk fits the feedback; return None for a dry run, or if no map is better.
+    """Publish a version whose risk fits the feedback; return None for a dry run, or if no map is
+    better.
 
-    Raises FeedbackUnavailable, TrainingError (too few labels; recalibrated already), and DataError (a training file).
+    Raises FeedbackUnavailable, TrainingError (too few labels; recalibrated already), and DataError
+    (a training file).
     """
     evaluation, signals = bundle.evaluation(), bundle.manifest.signals
     check_not_recalibrated(bundle, evaluation)
     seen = frozenset[str]().union(
-        *(marks.prompts for _, marks in seen_by(bundle, evaluation, options.trained_on, options.names))
+        *(
+            marks.prompts
+            for _, marks in seen_by(bundle, evaluation, options.trained_on, options.names)
+        )
     )
     where = location(options.feedback)
     database = where.open(create=False)
@@ -76,26 +100,36 @@ def recalibrate_by_feedback(
         database.close()
     answers = tuple(answer for answer in stored if answer.signals.keys() >= set(signals))
     if not answers:
-        raise TrainingError(f"{where} holds no answer that the probes of {bundle.reference} scored", param="feedback")
+        raise TrainingError(
+            f"{where} holds no answer that the probes of {bundle.reference} scored",
+            param="feedback",
+        )
     matrix = np.array([_signals_of(answer, signals) for answer in answers], np.float64)
     judged = [position for position, answer in enumerate(answers) if answer.label is not None]
     left_out = {
         "callers disagree": sum(answer.conflict for answer in answers),
         "unclear": sum(answer.unclear for answer in answers),
-        "no answer of this model": sum(answers[position].decision != CONTINUE for position in judged),
+        "no answer of this model": sum(
+            answers[position].decision != CONTINUE for position in judged
+        ),
         "among the rows of training": sum(
             answers[position].usable and answers[position].mark in seen for position in judged
         ),
     }
-    used = [position for position in judged if answers[position].usable and answers[position].mark not in seen]
+    used = [
+        position
+        for position in judged
+        if answers[position].usable and answers[position].mark not in seen
+    ]
     risk = served_risk(matrix, bundle.manifest)
     labelled_marks = {(answers[position].label, answers[position].mark) for position in used}
     prompts = Counter(value for value, _ in labelled_marks)
     if min(prompts[1], prompts[0]) < LEAST_LABELLED:
         reasons = ", ".join(f"{count} {why}" for why, count in left_out.items() if count)
         raise TrainingError(
-            f"too few labels: {prompts[1]} prompts answered right and {prompts[0]} hallucinated, of {len(answers)} "
-            f"answers; {LEAST_LABELLED} of each are needed" + (f" (left out: {reasons})" if reasons else ""),
+            f"too few labels: {prompts[1]} prompts answered right and {prompts[0]} hallucinated, of"
+            f" {len(answers)} answers; {LEAST_LABELLED} of each are needed"
+            + (f" (left out: {reasons})" if reasons else ""),
             param="feedback",
         )
     marks = [answer.mark for answer in answers]
@@ -103,8 +137,8 @@ def recalibrate_by_feedback(
     described = _described(answers, risk, used, label) | {"left_out": left_out}
     (groups,) = number_together([marks[position] for position in used])
     console.print(
-        f"{len(answers)} answers of the probes of {bundle.reference}, {len(used)} with a label that is used, "
-        f"of {len(np.unique(groups))} prompts"
+        f"{len(answers)} answers of the probes of {bundle.reference}, {len(used)} with a label that"
+        f" is used, of {len(np.unique(groups))} prompts"
     )
     prior_fit = _prior_shift(bundle, evaluation, options, risk, marks, described)
     for key, text in feedback_lines(described).items():
@@ -116,7 +150,10 @@ def recalibrate_by_feedback(
     rows = [answers[position] for position in used]
     digest = hashlib.sha256()
     for row in rows:
-        digest.update(json.dumps([row.mark, row.time, row.signals, row.label], sort_keys=True).encode() + b"\n")
+        digest.update(
+            json.dumps([row.mark, row.time, row.signals, row.label], sort_keys=True).encode()
+            + b"\n"
+        )
     record = {
         "data": {
             "file": "feedback",
@@ -137,8 +174,8 @@ def recalibrate_by_feedback(
     )
     if published is not None and "production" not in store.aliases(name := published.manifest.name):
         console.print(
-            f"{name} has no alias 'production', so whoever asks for {name} gets its highest version, this "
-            f"one: 'hallutracer bundle alias {name} production N' keeps another"
+            f"{name} has no alias 'production', so whoever asks for {name} gets its highest"
+            f" version, this one: 'hallutracer bundle alias {name} production N' keeps another"
         )
     return published
 
@@ -155,7 +192,8 @@ def _prior_shift(
     marks: list[str],
     described: dict[str, Any],
 ) -> MapFit | None:
-    """Return the map by prior shift, which needs no labels, or None; add its figures, or why not, to ``described``."""
+    """Return the map by prior shift, which needs no labels, or None; add its figures, or why not,
+    to ``described``."""
     prior, source = prior_of(bundle), recorded_risks(evaluation)
     (groups,) = number_together(marks)
     traffic = Traffic(risk, groups)
@@ -166,7 +204,8 @@ def _prior_shift(
         described["no_traffic"] = "the bundle records no risks of its training rows to compare with"
     elif test is not None and not test.explained and not options.allow_other_shift:
         described["no_traffic"] = (
-            f"prior shift alone does not explain them (distance {test.distance:.3f}, {test.limit:.3f} would pass)"
+            f"prior shift alone does not explain them (distance {test.distance:.3f},"
+            f" {test.limit:.3f} would pass)"
         )
     else:
         share = estimate_share(traffic, prior, seed=options.seed)

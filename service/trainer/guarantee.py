@@ -1,4 +1,5 @@
-"""Publishes a threshold with a guarantee: scores new rows, tests a sequence of thresholds, makes a new version."""
+"""Publishes a threshold with a guarantee: scores new rows, tests a sequence of thresholds, makes a
+new version."""
 
 from __future__ import annotations
 
@@ -21,7 +22,13 @@ from service.engines.base import Engine
 from service.errors import NoThreshold, RunMismatch, TrainingError
 from service.fitting import thresholds
 from service.fitting.nested_cv import rounded
-from service.fitting.thresholds import GateProfile, GuaranteeStep, GuaranteeTest, least_groups, threshold_sequence
+from service.fitting.thresholds import (
+    GateProfile,
+    GuaranteeStep,
+    GuaranteeTest,
+    least_groups,
+    threshold_sequence,
+)
 from service.judging.guarantee import Standing, unlike_training
 from service.scoring import Scorer
 from service.trainer import new_rows
@@ -40,12 +47,17 @@ class Stratum:
     passage: bool | None  # None: all rows, since the bundle's prompts use no chat template
     groups: int  # groups for the test
     delta: float  # for one alpha
-    tested: bool  # false: no threshold can pass with so few groups, so none of these questions is answered
+    # false: no threshold can pass with so few groups, so none of these questions is answered
+    tested: bool
 
     @property
     def name(self) -> str:
         """Return the name of its rows in messages."""
-        beside = {True: "questions with a passage", False: "questions without a passage", None: "questions"}
+        beside = {
+            True: "questions with a passage",
+            False: "questions without a passage",
+            None: "questions",
+        }
         return beside[self.passage]
 
 
@@ -54,8 +66,12 @@ class GuaranteePlan:
     """The tests to make on new rows.  It depends on no label."""
 
     rows: NewRows[GuaranteeOptions]
-    gates: GateProfile | None  # of training's out-of-fold risks; None: a part of the rows chooses the thresholds
-    gates_by_passage: Mapping[bool, GateProfile] = field(default_factory=dict)  # the same by stratum
+    gates: (
+        GateProfile | None
+    )  # of training's out-of-fold risks; None: a part of the rows chooses the thresholds
+    gates_by_passage: Mapping[bool, GateProfile] = field(
+        default_factory=dict
+    )  # the same by stratum
     done: Bundle | None = None  # the version that an equal guarantee has published already
 
     @property
@@ -84,7 +100,10 @@ class GuaranteePlan:
         if manifest.prompt_format != "chat":
             return None
         # A gate never answers a shape that training did not have, so such shapes need no guarantee.
-        named = [(unlike_training(manifest, known) is not None, str(known.shape)) for known in self.standings]
+        named = [
+            (unlike_training(manifest, known) is not None, str(known.shape))
+            for known in self.standings
+        ]
         trained = {name for untrained, name in named if not untrained}
         return tuple(sorted(trained or {name for _, name in named}))
 
@@ -104,23 +123,30 @@ class GuaranteePlan:
     def inside(self, stratum: Stratum) -> NDArray[np.bool_]:
         """Return whether each row belongs to ``stratum``: [N]."""
         every = stratum.passage is None or self.rows.bundle.manifest.prompt_format != "chat"
-        return np.array([every or standing.passage is stratum.passage for standing in self.standings], np.bool_)
+        return np.array(
+            [every or standing.passage is stratum.passage for standing in self.standings], np.bool_
+        )
 
     @cached_property
     def strata(self) -> tuple[Stratum, ...]:
         """Return the strata that have rows: questions without a passage, and with one.
 
-        They share delta evenly.  A stratum with too few groups for any threshold gets no delta and is closed."""
+        They share delta evenly.  A stratum with too few groups for any threshold gets no delta and
+        is closed."""
         chat, groups = self.rows.bundle.manifest.prompt_format == "chat", self.rows.dataset.groups
         kinds = (False, True) if chat else (None,)
         strata = [Stratum(passage, 0, self.each_delta, tested=True) for passage in kinds]
         strata = [
-            replace(stratum, groups=self._left(len(np.unique(groups[self.inside(stratum)])))) for stratum in strata
+            replace(stratum, groups=self._left(len(np.unique(groups[self.inside(stratum)]))))
+            for stratum in strata
         ]
         strata = [stratum for stratum in strata if stratum.groups]
         least = least_groups(max(self.rows.options.alphas), self.each_delta / len(strata))
         largest = max(strata, key=lambda stratum: stratum.groups)
-        strata = [replace(stratum, tested=stratum.groups >= least or stratum is largest) for stratum in strata]
+        strata = [
+            replace(stratum, tested=stratum.groups >= least or stratum is largest)
+            for stratum in strata
+        ]
         delta = self.each_delta / sum(stratum.tested for stratum in strata)
         return tuple(replace(stratum, delta=delta) for stratum in strata)
 
@@ -129,10 +155,13 @@ class GuaranteePlan:
         """Return the strata in which a threshold can pass."""
         return tuple(stratum for stratum in self.strata if stratum.tested)
 
-    def sequence(self, stratum: Stratum, alpha: float, pilot: GateProfile | None = None) -> list[float]:
+    def sequence(
+        self, stratum: Stratum, alpha: float, pilot: GateProfile | None = None
+    ) -> list[float]:
         """Return the thresholds to test, in order.
 
-        They come from ``pilot``, else from training's profile of the stratum, else from that of all its rows."""
+        They come from ``pilot``, else from training's profile of the stratum, else from that of all
+        its rows."""
         gates = pilot or self.gates
         if pilot is None and stratum.passage is not None:
             gates = self.gates_by_passage.get(stratum.passage, gates)
@@ -140,7 +169,8 @@ class GuaranteePlan:
         return threshold_sequence(gates, alpha, stratum.delta, stratum.groups)
 
     def wants_label(self, risk: NDArray[np.float64]) -> NDArray[np.bool_]:
-        """Return which rows the test needs a label of: risk [N], as gated.  This depends on no label.
+        """Return which rows the test needs a label of: risk [N], as gated.  This depends on no
+        label.
 
         Every threshold withholds a row at or above the loosest threshold of its stratum."""
         wanted = np.zeros(len(risk), np.bool_)
@@ -157,20 +187,30 @@ class GuaranteePlan:
         lines = [f"{rows}, new to {self.rows.bundle.reference}", *self.rows.dataset.remarks]
         if self.gates is None:
             why = (
-                "they depend on the answers" if self.rows.options.recheck else "the bundle records no out-of-fold risks"
+                "they depend on the answers"
+                if self.rows.options.recheck
+                else "the bundle records no out-of-fold risks"
             )
             lines.append(f"one group of {PILOT_SHARE} chooses the thresholds: {why}")
         for stratum in self.strata:
             name = f"{stratum.name}, " if len(self.strata) > 1 else ""
             if not stratum.tested:
-                lines.append(f"{name}{stratum.groups} groups: too few for any threshold, so none of them is answered")
+                lines.append(
+                    f"{name}{stratum.groups} groups: too few for any threshold, so none of them is"
+                    " answered"
+                )
                 continue
             for alpha in self.rows.options.alphas:
                 least = least_groups(alpha, stratum.delta)
-                text = f"{name}alpha {alpha:g}, delta {stratum.delta:g}: at least {least} answering groups"
+                text = (
+                    f"{name}alpha {alpha:g}, delta {stratum.delta:g}: at least {least} answering"
+                    " groups"
+                )
                 if self.gates is not None:
                     sequence = self.sequence(stratum, alpha)
-                    text += f"; {len(sequence)} thresholds from {sequence[0]:.4f} to {sequence[-1]:.4f}"
+                    text += (
+                        f"; {len(sequence)} thresholds from {sequence[0]:.4f} to {sequence[-1]:.4f}"
+                    )
                 lines.append(text)
         return lines
 
@@ -178,52 +218,82 @@ class GuaranteePlan:
 def plan(bundle: Bundle, options: GuaranteeOptions, store: Store) -> GuaranteePlan:
     """Check everything that needs no model, and return the tests to make.
 
-    Raises DataError, TrainingError (too few groups; the bundle's rows are unknown), and what the store raises."""
+    Raises DataError, TrainingError (too few groups; the bundle's rows are unknown), and what the
+    store raises."""
     rows = new_rows.read_new_rows(bundle, options, store, all_labelled=False)
     evaluation, dataset = rows.evaluation, rows.dataset
     if options.recheck and bundle.manifest.answer is None:
         raise TrainingError(
-            f"{bundle.reference} has no probes of answers: train it on answers, or leave --recheck out", param="recheck"
+            f"{bundle.reference} has no probes of answers: train it on answers, or leave"
+            " --recheck out",
+            param="recheck",
         )
-    # With --recheck the gate depends on the answers' own tokens, which training's out-of-fold risks do not cover.
+    # With --recheck the gate depends on the answers' own tokens, which training's out-of-fold risks
+    # do not cover.
     recorded: dict[str, Any] = {} if options.recheck else evaluation.get("out_of_fold", {})
-    gates = {passage: _profile(profile) for passage, profile in recorded.get("gates_by_passage", {}).items()}
-    by_passage = {beside: gates[name] for beside, name in ((False, "false"), (True, "true")) if name in gates}
-    planned = GuaranteePlan(rows, _profile(recorded["gates"]) if "gates" in recorded else None, by_passage)
+    gates = {
+        passage: _profile(profile)
+        for passage, profile in recorded.get("gates_by_passage", {}).items()
+    }
+    by_passage = {
+        beside: gates[name] for beside, name in ((False, "false"), (True, "true")) if name in gates
+    }
+    planned = GuaranteePlan(
+        rows, _profile(recorded["gates"]) if "gates" in recorded else None, by_passage
+    )
     seen = list(new_rows.seen_by(bundle, evaluation, options.trained_on, options.names))
     for what, version, record in new_rows.spent_sets(store, bundle):
-        if record["data"]["digest"] == dataset.digest and record.get("question") == planned.question:
+        if (
+            record["data"]["digest"] == dataset.digest
+            and record.get("question") == planned.question
+        ):
             return replace(planned, done=version)
-        seen.append((f"the rows that the {what} of {version.reference} has spent", Marks.read(record["spent"])))
+        seen.append(
+            (
+                f"the rows that the {what} of {version.reference} has spent",
+                Marks.read(record["spent"]),
+            )
+        )
     new_rows.check_unspent(dataset, seen)
     largest = max(planned.tested, key=lambda stratum: stratum.groups)
     least = least_groups(max(options.alphas), largest.delta)
     if largest.groups < least:
         raise TrainingError(
-            f"{dataset.path} has {largest.groups} groups for the test, and no threshold can pass at "
-            f"alpha = {max(options.alphas):g}, delta = {largest.delta:g} with less than {least} "
-            "answering ones: add groups (nothing was spent)",
+            f"{dataset.path} has {largest.groups} groups for the test, and no threshold can pass at"
+            f" alpha = {max(options.alphas):g}, delta = {largest.delta:g} with less than {least}"
+            " answering ones: add groups (nothing was spent)",
             param="data",
         )
-    if planned.gates is None and options.answers == "given":  # every label is read, by the pilot or by the test
+    if (
+        planned.gates is None and options.answers == "given"
+    ):  # every label is read, by the pilot or by the test
         new_rows.check_labelled(dataset, np.arange(len(dataset)))
     return planned
 
 
 def _profile(document: Mapping[str, Any]) -> GateProfile:
-    lists: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in document.items()}
+    lists: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in document.items()
+    }
     return GateProfile(**lists)
 
 
 def guarantee(
-    bundle: Bundle, options: GuaranteeOptions, engine_factory: Callable[[], Engine], store: Store, *, console: Console
+    bundle: Bundle,
+    options: GuaranteeOptions,
+    engine_factory: Callable[[], Engine],
+    store: Store,
+    *,
+    console: Console,
 ) -> Bundle | None:
-    """Publish a version of a bundle with a guaranteed threshold; return None for a dry run, which spends no rows.
+    """Publish a version of a bundle with a guaranteed threshold; return None for a dry run, which
+    spends no rows.
 
     A dry run needs no model; ``rows_to_label`` tells which labels a run would read.
 
-    Raises NoThreshold (unless ``publish_closed``), DataError, RunMismatch (the rows were tested before, with other
-    settings), TrainingError (see ``plan``), and BundleError (another model's bundle, or a read-only store)."""
+    Raises NoThreshold (unless ``publish_closed``), DataError, RunMismatch (the rows were tested
+    before, with other settings), TrainingError (see ``plan``), and BundleError (another model's
+    bundle, or a read-only store)."""
     planned = plan(bundle, options, store)
     for line in planned.described():
         console.print(line)
@@ -235,12 +305,18 @@ def guarantee(
 
 
 def rows_to_label(
-    bundle: Bundle, options: GuaranteeOptions, engine_factory: Callable[[], Engine], store: Store, *, console: Console
+    bundle: Bundle,
+    options: GuaranteeOptions,
+    engine_factory: Callable[[], Engine],
+    store: Store,
+    *,
+    console: Console,
 ) -> list[dict[str, Any]]:
-    """Return the rows whose labels a guarantee would read: line, id and prompt or messages, without the risk.
+    """Return the rows whose labels a guarantee would read: line, id and prompt or messages, without
+    the risk.
 
-    This spends no rows and reads no label.  It needs no model if all rows need a label.  Raises what ``plan`` and the
-    engine raise."""
+    This spends no rows and reads no label.  It needs no model if all rows need a label.  Raises
+    what ``plan`` and the engine raise."""
     planned = plan(bundle, replace(options, dry_run=True), store)
     for line in planned.described():
         console.print(line)
@@ -250,7 +326,9 @@ def rows_to_label(
     if planned.gates is not None:
         with locked(planned.rows.options.folder), closing(engine_factory()) as engine:
             Scorer(engine, bundle)
-            wanted = planned.wants_label(new_rows.risks_of(bundle, planned.rows.scored(engine), as_gated=True))
+            wanted = planned.wants_label(
+                new_rows.risks_of(bundle, planned.rows.scored(engine), as_gated=True)
+            )
     rows = [planned.rows.dataset.rows[row] for row in np.flatnonzero(wanted).tolist()]
     console.print(f"{len(rows)} of {len(wanted)} rows want a label")
     return [
@@ -262,17 +340,21 @@ def rows_to_label(
 
 @dataclass(frozen=True, eq=False)
 class CalibrationRows:
-    """The n rows of a test, of N in the file: each has a label, or a risk so high that it needs none."""
+    """The n rows of a test, of N in the file: each has a label, or a risk so high that it needs
+    none."""
 
     row: NDArray[np.int64]  # [n] position in the file
     risk: NDArray[np.float64]  # [n] as gated
     label: NDArray[np.int64]  # [n] 1 factual, 0 hallucinated, ``UNKNOWN_LABEL`` if it was not read
     left_out: int  # rows whose answer got no label
-    pilot: GateProfile | None = None  # profile of other rows of the file; None: use training's profile
+    pilot: GateProfile | None = (
+        None  # profile of other rows of the file; None: use training's profile
+    )
 
 
 def _calibration_rows(planned: GuaranteePlan, engine: Engine) -> CalibrationRows:
-    """Return the rows with their risks, and with the labels that the test needs.  Only these rows are answered."""
+    """Return the rows with their risks, and with the labels that the test needs.  Only these rows
+    are answered."""
     rows = planned.rows
     options, bundle = rows.options, rows.bundle
     if planned.gates is None:
@@ -326,7 +408,9 @@ class StratumResult:
         )
 
 
-def strata_tests(planned: GuaranteePlan, data: CalibrationRows, alpha: float) -> list[StratumResult]:
+def strata_tests(
+    planned: GuaranteePlan, data: CalibrationRows, alpha: float
+) -> list[StratumResult]:
     """Return the test of each stratum at one alpha."""
     group = planned.rows.dataset.groups[data.row]
     results = []
@@ -336,23 +420,37 @@ def strata_tests(planned: GuaranteePlan, data: CalibrationRows, alpha: float) ->
         if stratum.tested:
             columns = data.label[labelled], data.risk[labelled], group[labelled]
             sequence = planned.sequence(stratum, alpha, data.pilot)
-            test = thresholds.certify(*columns, sequence, alpha, stratum.delta, planned.rows.options.seed)
+            test = thresholds.certify(
+                *columns, sequence, alpha, stratum.delta, planned.rows.options.seed
+            )
         threshold = None if test is None else test.threshold
         answered = 0.0 if threshold is None else float((data.risk[inside] < threshold).mean())
-        results.append(StratumResult(stratum, test, int(inside.sum()), int(labelled.sum()), answered))
+        results.append(
+            StratumResult(stratum, test, int(inside.sum()), int(labelled.sum()), answered)
+        )
     return results
 
 
 def carry_out(planned: GuaranteePlan, engine: Engine, store: Store, console: Console) -> Bundle:
-    """Score the rows, label those below the loosest threshold, test, publish.  Raises what ``guarantee`` raises."""
+    """Score the rows, label those below the loosest threshold, test, publish.  Raises what
+    ``guarantee`` raises."""
     rows = planned.rows
     options, bundle = rows.options, rows.bundle
-    Scorer(engine, bundle)  # raises if the bundle belongs to another model, or its golden prompts do not replay
+    Scorer(
+        engine, bundle
+    )  # raises if the bundle belongs to another model, or its golden prompts do not replay
     _check_question(planned)
     data = _calibration_rows(planned, engine)
-    atomic_write(rows.question, (json.dumps(planned.question, indent=2, sort_keys=True) + "\n").encode())
+    atomic_write(
+        rows.question, (json.dumps(planned.question, indent=2, sort_keys=True) + "\n").encode()
+    )
     tests = {alpha: strata_tests(planned, data, alpha) for alpha in options.alphas}
-    tested = [(alpha, result) for alpha, results in tests.items() for result in results if result.test is not None]
+    tested = [
+        (alpha, result)
+        for alpha, results in tests.items()
+        for result in results
+        if result.test is not None
+    ]
     named = len(planned.strata) > 1
     for _, result in tested:
         assert result.test is not None
@@ -409,7 +507,9 @@ def carry_out(planned: GuaranteePlan, engine: Engine, store: Store, console: Con
             "groups": len(np.unique(rows.dataset.groups)),
         },
         "question": planned.question,
-        "thresholds_from": "training's out-of-fold risks" if planned.gates else f"one group of {PILOT_SHARE}",
+        "thresholds_from": (
+            "training's out-of-fold risks" if planned.gates else f"one group of {PILOT_SHARE}"
+        ),
         "promises": [_promise(at, result) for at, result in tested],
         "spent": Marks.of(rows.dataset).document(),
     }
@@ -435,12 +535,17 @@ def _promise(alpha: float, result: StratumResult) -> dict[str, Any]:
 
 
 def table(test: GuaranteeTest, stratum: str = "") -> list[str]:
-    """Return a table of the tested thresholds in order; the last is the first that failed, if one did."""
+    """Return a table of the tested thresholds in order; the last is the first that failed, if one
+    did."""
     name = f"{stratum}, " if stratum else ""
-    head = f"{name}alpha {test.alpha:g}: of the answering groups, counted equally; the answered rows have no guarantee"
+    head = (
+        f"{name}alpha {test.alpha:g}: of the answering groups, counted equally; the answered rows"
+        " have no guarantee"
+    )
     return [head, "threshold  answering groups  hallucinated  answered rows  hallucinated  p"] + [
-        f"{step.threshold:9.4f}  {step.groups:16}  {step.wrong:12}  {step.rows:13}  {step.wrong_rows:12}  "
-        f"{step.p_value:.2g}{'' if step.p_value <= test.delta else '  failed'}"
+        f"{step.threshold:9.4f}  {step.groups:16}  {step.wrong:12}  {step.rows:13} "
+        f" {step.wrong_rows:12} "
+        f" {step.p_value:.2g}{'' if step.p_value <= test.delta else '  failed'}"
         for step in test.steps
     ]
 
@@ -456,24 +561,29 @@ def _missing(tested: StratumResult, named: bool) -> str:
     if wanted < 0:
         cure = "no number of rows makes up for its share of hallucinations"
     return (
-        f"{stratum}no threshold qualifies at alpha = {test.alpha:g}, delta = {test.delta:g}. The first, "
-        f"{first.threshold:.4f}, had {first.groups} answering groups, {first.wrong} of them hallucinated "
-        f"(p = {first.p_value:.2g}). The least alpha that it would have passed at is {test.least_alpha:.3f}; {cure}. "
-        "Nothing was published. These rows are spent: ask again with new ones, or publish a gate that answers nothing "
-        "with --publish-closed"
+        f"{stratum}no threshold qualifies at alpha = {test.alpha:g}, delta = {test.delta:g}. The"
+        f" first, {first.threshold:.4f}, had {first.groups} answering groups, {first.wrong} of them"
+        f" hallucinated (p = {first.p_value:.2g}). The least alpha that it would have passed at is"
+        f" {test.least_alpha:.3f}; {cure}. Nothing was published. These rows are spent: ask again"
+        " with new ones, or publish a gate that answers nothing with --publish-closed"
     )
 
 
 def _check_question(planned: GuaranteePlan) -> None:
     """Raise RunMismatch if the rows were tested before, with other settings."""
     path = planned.rows.question
-    if path.exists() and (before := json.loads(path.read_text(encoding="utf-8"))) != planned.question:
+    if (
+        path.exists()
+        and (before := json.loads(path.read_text(encoding="utf-8"))) != planned.question
+    ):
         changed = ", ".join(
-            f"{key} = {before.get(key)!r}" for key in before if before[key] != planned.question.get(key)
+            f"{key} = {before.get(key)!r}"
+            for key in before
+            if before[key] != planned.question.get(key)
         )
         raise RunMismatch(
-            f"the rows of {planned.rows.dataset.path} are spent: they were tested before, with {changed}. A "
-            "question that an earlier answer led to carries no guarantee; use new "
-            "rows",
+            f"the rows of {planned.rows.dataset.path} are spent: they were tested before, with"
+            f" {changed}. A question that an earlier answer led to carries no guarantee; use new"
+            " rows",
             param="data",
         )

@@ -1,9 +1,11 @@
-"""Reads and scores rows that a published bundle has never seen, and makes the draft of its next version.
+"""Reads and scores rows that a published bundle has never seen, and makes the draft of its next
+version.
 
-A guarantee needs rows that were used for nothing else.  So evaluation.json keeps marks of all rows that a bundle was
-fitted and tested on, and of the rows that guarantees and recalibrations have spent.  Marks are digests of the prompts,
-of their content words and of the groups' names; they hold no text.  A mark has 64 bits: the probability that two of a
-million rows share one by chance is 3e-8."""
+A guarantee needs rows that were used for nothing else.  So evaluation.json keeps marks of all rows
+that a bundle was fitted and tested on, and of the rows that guarantees and recalibrations have
+spent.  Marks are digests of the prompts, of their content words and of the groups' names; they hold
+no text.  A mark has 64 bits: the probability that two of a million rows share one by chance is
+3e-8."""
 
 from __future__ import annotations
 
@@ -49,10 +51,13 @@ class Marks:
 
     @classmethod
     def of(cls, dataset: Dataset) -> Marks:
-        """Return the marks of all rows, also of left-out rows and of the rows that rows in forms come from."""
+        """Return the marks of all rows, also of left-out rows and of the rows that rows in forms
+        come from."""
         groups = {group_mark(row.group) for row in dataset.origin.rows if row.group}
         rows = [*dataset.origin.rows, *(dataset.rows if dataset.made_of else ())]
-        prompts = {prompt_mark(row.prompt_digest) for row in rows} | {words_mark(row) for row in rows}
+        prompts = {prompt_mark(row.prompt_digest) for row in rows} | {
+            words_mark(row) for row in rows
+        }
         return cls(frozenset(prompts), frozenset(groups))
 
     @classmethod
@@ -61,7 +66,8 @@ class Marks:
         return cls(frozenset(document["prompts"].split()), frozenset(document["groups"].split()))
 
     def document(self) -> dict[str, str]:
-        """Return the part of evaluation.json: two texts, since a list takes a line for each mark."""
+        """Return the part of evaluation.json: two texts, since a list takes a line for each
+        mark."""
         return {"prompts": " ".join(sorted(self.prompts)), "groups": " ".join(sorted(self.groups))}
 
 
@@ -71,18 +77,22 @@ def group_mark(name: str) -> str:
 
 
 def words_mark(row: Row) -> str:
-    """Return the mark of a row's content words, which does not depend on case, order and punctuation."""
+    """Return the mark of a row's content words, which does not depend on case, order and
+    punctuation."""
     words, digits = content_of("\n".join(row.texts))
     return group_mark(json.dumps([sorted(words), digits]))
 
 
 def seen_by(
-    bundle: Bundle, evaluation: Mapping[str, Any], trained_on: Sequence[str], columns: Mapping[str, str]
+    bundle: Bundle,
+    evaluation: Mapping[str, Any],
+    trained_on: Sequence[str],
+    columns: Mapping[str, str],
 ) -> Iterator[tuple[str, Marks]]:
     """Yield name and marks of each set of rows that a bundle was fitted and tested on.
 
-    A bundle of an older trainer records only the digests of its files, so ``trained_on`` must name them.
-    Raises TrainingError that names the missing file, and DataError."""
+    A bundle of an older trainer records only the digests of its files, so ``trained_on`` must name
+    them. Raises TrainingError that names the missing file, and DataError."""
     recorded = evaluation.get("rows_seen", {})
     for what, marks in recorded.items():
         yield f"the {what} rows of {bundle.manifest.name}", Marks.read(marks)
@@ -90,8 +100,15 @@ def seen_by(
     files = [read_dataset(Path(path), labels, folds=None, columns=columns) for path in trained_on]
     yield from ((str(dataset.path), Marks.of(dataset)) for dataset in files)
     held_out = (evaluation.get("held_out") or {}).get("digest")
-    for what, digest in (("training", bundle.manifest.training.data_digest), ("held-out", held_out)):
-        if not recorded and digest is not None and digest not in {dataset.digest for dataset in files}:
+    for what, digest in (
+        ("training", bundle.manifest.training.data_digest),
+        ("held-out", held_out),
+    ):
+        if (
+            not recorded
+            and digest is not None
+            and digest not in {dataset.digest for dataset in files}
+        ):
             raise TrainingError(
                 f"{bundle.reference} does not record which rows it has seen: name its {what} file "
                 f"({digest}) with --trained-on",
@@ -100,7 +117,8 @@ def seen_by(
 
 
 def spent_sets(store: Store, bundle: Bundle) -> list[tuple[str, Bundle, dict[str, Any]]]:
-    """Return every guarantee and recalibration of these probes: its kind, the first version with it, its record."""
+    """Return every guarantee and recalibration of these probes: its kind, the first version with
+    it, its record."""
     probes = bundle.manifest.files[PROBES].sha256
     sets: dict[tuple[str, str], tuple[str, Bundle, dict[str, Any]]] = {}
     for summary in store.list():
@@ -133,7 +151,8 @@ def check_unspent(dataset: Dataset, seen: Sequence[tuple[str, Marks]]) -> None:
 
 @dataclass(frozen=True, eq=False)
 class NewRows(Generic[Options]):
-    """A bundle and a file of rows for it, which may not be new to it: ``check_unspent`` checks that."""
+    """A bundle and a file of rows for it, which may not be new to it: ``check_unspent`` checks
+    that."""
 
     bundle: Bundle
     evaluation: dict[str, Any]
@@ -142,12 +161,14 @@ class NewRows(Generic[Options]):
 
     @property
     def folder(self) -> str:
-        """Return the rows' folder in the run.  Guarantee and recalibration share it, so each sees the other's use."""
+        """Return the rows' folder in the run.  Guarantee and recalibration share it, so each sees
+        the other's use."""
         return f"calibration-{self.dataset.digest.removeprefix('sha256:')[:12]}"
 
     @property
     def question(self) -> Path:
-        """Return the file that records for what these rows were used, written when a label is read."""
+        """Return the file that records for what these rows were used, written when a label is
+        read."""
         return self.options.folder / self.folder / "question.json"
 
     @property
@@ -155,9 +176,11 @@ class NewRows(Generic[Options]):
         """Return the record of the judge of generated labels."""
         return self.options.judged_by if self.options.answers == "generate" else None
 
-    def prepare(self, engine: Engine, *, folds: int | None, name: str = "", answers: bool = False) -> PreparedData:
-        """Return the labelled rows, collected in the folder ``name`` of the run; with ``answers`` also their answers'
-        tokens."""
+    def prepare(
+        self, engine: Engine, *, folds: int | None, name: str = "", answers: bool = False
+    ) -> PreparedData:
+        """Return the labelled rows, collected in the folder ``name`` of the run; with ``answers``
+        also their answers' tokens."""
         return self._prepared(engine, self.dataset, name or self.folder, folds, answers=answers)
 
     def scored(self, engine: Engine) -> PreparedData:
@@ -165,7 +188,8 @@ class NewRows(Generic[Options]):
         return self._prepared(engine, self.dataset, f"{self.folder}/scored", None, labelled=False)
 
     def labels_of(self, engine: Engine, index: NDArray[np.int64]) -> Labelled:
-        """Return the labels of these rows alone; if labels are generated, the model answers only these rows.
+        """Return the labels of these rows alone; if labels are generated, the model answers only
+        these rows.
 
         Raises DataError if one of them has no label, and what ``judged_labels`` raises."""
         if self.options.answers == "given":
@@ -206,35 +230,48 @@ class NewRows(Generic[Options]):
 def check_labelled(dataset: Dataset, index: NDArray[np.int64]) -> None:
     """Raise DataError that names each of these rows without a label."""
     missing = [dataset.rows[row] for row in index.tolist() if dataset.rows[row].label is None]
-    cure = "give it one (--dry-run lists all that need one), or generate the labels (--labels generate)"
+    cure = (
+        "give it one (--dry-run lists all that need one), or generate the labels (--labels"
+        " generate)"
+    )
     if missing:
-        raise DataError(str(dataset.path), [f"line {row.line}: 'label' is missing: {cure}" for row in missing])
+        raise DataError(
+            str(dataset.path), [f"line {row.line}: 'label' is missing: {cure}" for row in missing]
+        )
 
 
 def read_new_rows(
-    bundle: Bundle, options: Options, store: Store, *, folds: int | None = None, all_labelled: bool = True
+    bundle: Bundle,
+    options: Options,
+    store: Store,
+    *,
+    folds: int | None = None,
+    all_labelled: bool = True,
 ) -> NewRows[Options]:
-    """Read new rows and check everything that needs no model; ``folds`` and ``all_labelled`` as in ``read_dataset``.
+    """Read new rows and check everything that needs no model; ``folds`` and ``all_labelled`` as in
+    ``read_dataset``.
 
     Raises DataError, TrainingError, and what the store raises."""
     options.check()
     options = options.of(bundle.manifest.name, bundle.manifest.training)
     if options.new_name == bundle.manifest.name and not store.is_own(bundle.path):
         raise TrainingError(
-            f"{bundle.reference} is not in {store.where}, and a version there would hide it: publish "
-            "under another name (--new-name)",
+            f"{bundle.reference} is not in {store.where}, and a version there would hide it:"
+            " publish under another name (--new-name)",
             param="name",
         )
-    dataset = read_dataset(options.file, options.answers, folds=folds, columns=options.names, all_labelled=all_labelled)
+    dataset = read_dataset(
+        options.file, options.answers, folds=folds, columns=options.names, all_labelled=all_labelled
+    )
     check_all_apply(dataset)
     if options.answers == "generate":
         check_answers(dataset, options)
     served = bundle.manifest.decoding or GREEDY  # for a request that names no temperature
     if differing := other_decoding(dataset.decodings, served):
         raise TrainingError(
-            f"rows of {dataset.path} have answers that were {differing}, and under {bundle.reference} "
-            f"answers are {served} where a request names no temperature: label answers that "
-            "were decoded so",
+            f"rows of {dataset.path} have answers that were {differing}, and under"
+            f" {bundle.reference} answers are {served} where a request names no temperature: label"
+            " answers that were decoded so",
             param="data",
         )
     return NewRows(bundle, bundle.evaluation(), dataset, options)
@@ -243,10 +280,12 @@ def read_new_rows(
 def risks_of(bundle: Bundle, data: PreparedData, *, as_gated: bool = False) -> NDArray[np.float64]:
     """Return the bundle's risk of each labelled row as a service computes it: [n].
 
-    ``as_gated`` replaces the risk by 1 where a gate withholds a row that is unlike training, and by 0 where it lets a
-    row through that asks for no fact (``Scorer.judge``)."""
+    ``as_gated`` replaces the risk by 1 where a gate withholds a row that is unlike training, and by
+    0 where it lets a row through that asks for no fact (``Scorer.judge``)."""
     manifest, inputs = bundle.manifest, data.inputs
-    logits = trajectories(inputs.readouts, Probes.all_of(Site(manifest.readout.site), bundle.probes))
+    logits = trajectories(
+        inputs.readouts, Probes.all_of(Site(manifest.readout.site), bundle.probes)
+    )
     layers, context = manifest.model.num_layers, manifest.context
     signals = served_signals(
         logits, inputs.first_token, inputs.prompt_tokens, manifest.signals, manifest.context, layers
@@ -254,15 +293,25 @@ def risks_of(bundle: Bundle, data: PreparedData, *, as_gated: bool = False) -> N
     risks = served_risk(signals, manifest)
     if not as_gated:
         return risks
-    standings = [standing_of(data.dataset.rows[row], manifest.prompt_format) for row in data.labelled.index.tolist()]
+    standings = [
+        standing_of(data.dataset.rows[row], manifest.prompt_format)
+        for row in data.labelled.index.tolist()
+    ]
     if context is not None and context.applicability is not None:
         means = depth_mean(logits.reshape(len(logits), -1, layers))[:, 1:]
         pairs = zip(means.tolist(), inputs.prompt_tokens.tolist(), strict=True)
         asks = np.array([prompt_context(context, *pair).asks for pair in pairs], np.float64)
-        risks = np.where(asks < [standing.no_fact_below(manifest) for standing in standings], 0.0, risks)
-    outside = np.array([unlike_training(manifest, standing) is not None for standing in standings], np.bool_)
+        risks = np.where(
+            asks < [standing.no_fact_below(manifest) for standing in standings], 0.0, risks
+        )
+    outside = np.array(
+        [unlike_training(manifest, standing) is not None for standing in standings], np.bool_
+    )
     if manifest.tells_outside:
-        outside |= distance(logits, bundle.probes.reference_mean, bundle.probes.reference_whitening) >= OUTSIDE
+        outside |= (
+            distance(logits, bundle.probes.reference_mean, bundle.probes.reference_whitening)
+            >= OUTSIDE
+        )
     return np.where(outside, 1.0, risks)
 
 
@@ -273,7 +322,8 @@ def standing_of(row: Row, prompt_format: str) -> Standing:
 
 
 def shapes_of(rows: Sequence[Row], prompt_format: str) -> tuple[str, ...] | None:
-    """Return the shapes of the rows' conversations for the bundle's record; None if no row has one."""
+    """Return the shapes of the rows' conversations for the bundle's record; None if no row has
+    one."""
     conversations = [messages_of(row, prompt_format) for row in rows]
     shapes = {shape_around(messages).around for messages in conversations if messages is not None}
     return tuple(sorted(shapes)) or None
@@ -287,16 +337,16 @@ def messages_of(row: Row, prompt_format: str) -> Sequence[Message] | None:
 
 
 def answers_withheld(bundle: Bundle, data: PreparedData) -> NDArray[np.bool_]:
-    """Return whether a policy with recheck withholds each labelled row's answer, [n]: its tokens flag it, or none was
-    read.  Raises TrainingError if no answer was read at all."""
+    """Return whether a policy with recheck withholds each labelled row's answer, [n]: its tokens
+    flag it, or none was read.  Raises TrainingError if no answer was read at all."""
     record, stored = bundle.manifest.answer, bundle.answer
     assert record is not None
     assert stored is not None
     read = data.answers
     if read is None:
         raise TrainingError(
-            "no answer of these rows was read: have them generated, or name each as 'answer' beside "
-            "its label (transformers engine)",
+            "no answer of these rows was read: have them generated, or name each as 'answer' beside"
+            " its label (transformers engine)",
             param="recheck",
         )
     means = depth_mean(trajectories(read, [Probes.of(Site(bundle.manifest.readout.site), stored)]))
@@ -317,7 +367,9 @@ def draft_of(
 
     ``plots`` adds further plots."""
     files = [name for name in bundle.manifest.files if "/" in name]
-    stored_plots = {name.removeprefix("plots/"): (bundle.path / name).read_bytes() for name in files}
+    stored_plots = {
+        name.removeprefix("plots/"): (bundle.path / name).read_bytes() for name in files
+    }
     return BundleDraft(
         manifest,
         bundle.probes,

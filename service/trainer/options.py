@@ -1,4 +1,5 @@
-"""Declares the options of training, guarantee and recalibration as dataclasses for the library and the commands."""
+"""Declares the options of training, guarantee and recalibration as dataclasses for the library and
+the commands."""
 
 import json
 from collections.abc import Collection
@@ -34,7 +35,18 @@ if TYPE_CHECKING:
     from service.fitting.estimator import DepthMeanProbe
     from service.fitting.thresholds import GateRule
 
-FIELDS = ("prompt", "messages", "answers", "answer", "label", "group", "id", "kind", "applies", "decoding")
+FIELDS = (
+    "prompt",
+    "messages",
+    "answers",
+    "answer",
+    "label",
+    "group",
+    "id",
+    "kind",
+    "applies",
+    "decoding",
+)
 LEAST_ROWS = 40  # with fewer rows a signal cannot be recognised
 MIXTURE = "mixture"  # all forms of conversation, by weight, and requests that ask for no fact
 SIGNALS: dict[str, tuple[Signal, ...]] = {
@@ -47,14 +59,17 @@ Options = TypeVar("Options", bound="NewRowsOptions")
 
 
 def made_of(kind: type[Options], options: object, **changes: Any) -> Options:
-    """Return options of ``kind`` with the fields that it shares with ``options``, and with ``changes``."""
+    """Return options of ``kind`` with the fields that it shares with ``options``, and with
+    ``changes``."""
     names = [declared.name for declared in fields(kind) if hasattr(options, declared.name)]
     return kind(**{name: getattr(options, name) for name in names} | changes)
 
 
 def other_decoding(decodings: Collection[Decoding | None], expected: Decoding) -> Decoding | None:
     """Return a known decoding that differs from ``expected``; None if there is none."""
-    return next((known for known in decodings if known is not None and not known.same(expected)), None)
+    return next(
+        (known for known in decodings if known is not None and not known.same(expected)), None
+    )
 
 
 class Console(Protocol):
@@ -70,17 +85,24 @@ class FoldOptions:
     """How probes are fitted and cross-validated."""
 
     # Python code may also pass a tuple of seeds.
-    seeds: Annotated[int, option("Shuffles of the folds: seeds 0 .. K-1.", limits=Range(1, 100), group=_FITS)] = 3
-    folds: Annotated[int, option("Group-disjoint stratified folds.", limits=Range(2), group=_FITS)] = 5
+    seeds: Annotated[
+        int, option("Shuffles of the folds: seeds 0 .. K-1.", limits=Range(1, 100), group=_FITS)
+    ] = 3
+    folds: Annotated[
+        int, option("Group-disjoint stratified folds.", limits=Range(2), group=_FITS)
+    ] = 5
     c: Annotated[
         float | None,
         option(
-            "Inverse strength of the probes' regularisation.  Default: chosen by inner grouped cross-validation.",
+            "Inverse strength of the probes' regularisation.  Default: chosen by inner grouped"
+            " cross-validation.",
             limits=Range(positive=True),
             group=_FITS,
         ),
     ] = None
-    jobs: Annotated[int, option("Processes for the probe fits; 0: all cores.", limits=Range(0), group=_FITS)] = 0
+    jobs: Annotated[
+        int, option("Processes for the probe fits; 0: all cores.", limits=Range(0), group=_FITS)
+    ] = 0
     batch_rows: Annotated[BatchRows, Parameter(group=_FITS)] = (
         BATCH_ROWS  # part of the run's identity, since padding changes rounding
     )
@@ -115,12 +137,14 @@ class RowsOptions(JudgeOptions, LabelOptions):
 
     @property
     def names(self) -> dict[str, str]:
-        """Return the files' name of each renamed field.  Raises TrainingError for text that is not FIELD=YOURS."""
+        """Return the files' name of each renamed field.  Raises TrainingError for text that is not
+        FIELD=YOURS."""
         pairs = [part.strip().partition("=") for part in self.columns.split(",") if part.strip()]
         wrong = [field for field, _, column in pairs if field not in FIELDS or not column]
         if wrong:
             raise TrainingError(
-                f"columns: FIELD=YOURS is expected, where FIELD is one of {', '.join(FIELDS)}, and not {wrong[0]!r}",
+                f"columns: FIELD=YOURS is expected, where FIELD is one of {', '.join(FIELDS)}, and"
+                f" not {wrong[0]!r}",
                 param="columns",
             )
         return {field: column for field, _, column in pairs}
@@ -145,8 +169,8 @@ class ConfidenceOptions(RowsOptions):
     alpha: Annotated[
         str,
         option(
-            "Largest share of hallucinations among the answered question groups, counted equally; several with commas, "
-            "of which the first that a threshold qualifies for is served.",
+            "Largest share of hallucinations among the answered question groups, counted equally;"
+            " several with commas, of which the first that a threshold qualifies for is served.",
             group=_GUARANTEE,
         ),
     ] = "0.1"
@@ -159,7 +183,10 @@ class ConfidenceOptions(RowsOptions):
         ),
     ] = 0.05
     publish_closed: Annotated[
-        bool, option("Where no threshold qualifies, publish a gate that answers nothing.", group=_GUARANTEE)
+        bool,
+        option(
+            "Where no threshold qualifies, publish a gate that answers nothing.", group=_GUARANTEE
+        ),
     ] = False
 
     def check(self) -> None:
@@ -169,9 +196,14 @@ class ConfidenceOptions(RowsOptions):
             alphas = self.alphas
         except ValueError:
             alphas = ()
-        if not alphas or not all(0 < alpha < 1 for alpha in alphas) or len(set(alphas)) < len(alphas):
+        if (
+            not alphas
+            or not all(0 < alpha < 1 for alpha in alphas)
+            or len(set(alphas)) < len(alphas)
+        ):
             raise TrainingError(
-                f"alpha must be one or more distinct numbers between 0 and 1, not {self.alpha!r}", param="alpha"
+                f"alpha must be one or more distinct numbers between 0 and 1, not {self.alpha!r}",
+                param="alpha",
             )
 
     @property
@@ -186,13 +218,14 @@ class NewRowsOptions(RowsOptions):
     """Options of commands that publish a bundle's next version from rows that it has never seen."""
 
     new_name: Annotated[
-        str | None, option("Name to publish under.  Default: the bundle's own, as its next version.")
+        str | None,
+        option("Name to publish under.  Default: the bundle's own, as its next version."),
     ] = None
     trained_on: Annotated[
         tuple[str, ...],
         option(
-            "The bundle's own training and held-out files, repeatable: for bundles that do not record which rows they "
-            "have seen."
+            "The bundle's own training and held-out files, repeatable: for bundles that do not"
+            " record which rows they have seen."
         ),
         Parameter(metavar="FILE"),
     ] = ()
@@ -205,7 +238,9 @@ class NewRowsOptions(RowsOptions):
         super().check()
         _ = self.file
         if self.prompt_format != "auto":
-            raise TrainingError("prompt_format is that of the bundle's training rows", param="prompt_format")
+            raise TrainingError(
+                "prompt_format is that of the bundle's training rows", param="prompt_format"
+            )
 
     @property
     def folder(self) -> Path:
@@ -216,7 +251,9 @@ class NewRowsOptions(RowsOptions):
         """Return the options, completed from the training record of the bundle ``name``.
 
         Raises TrainingError if they need a judge that the record does not describe completely."""
-        filled = replace(self, labels=self.labels or training.labels, new_name=self.new_name or name)
+        filled = replace(
+            self, labels=self.labels or training.labels, new_name=self.new_name or name
+        )
         if self.judge is not None:
             return filled
         described, _, pattern = (training.judge or "contains").partition(" of ")
@@ -224,7 +261,9 @@ class NewRowsOptions(RowsOptions):
         if kind != "openai":
             filled = replace(filled, judge=cast(JudgeName, kind), answer_pattern=pattern)
         if filled.labels == "generate" and training.judge not in (None, filled.judged_by):
-            raise TrainingError(f"the answers were judged by {training.judge!r}: name the judge", param="judge")
+            raise TrainingError(
+                f"the answers were judged by {training.judge!r}: name the judge", param="judge"
+            )
         return filled
 
 
@@ -236,8 +275,9 @@ class GuaranteeOptions(ConfidenceOptions, NewRowsOptions):
     recheck: Annotated[
         bool,
         option(
-            "Of answers that a policy with recheck gives: below the threshold, and not flagged by their own tokens.  "
-            "Needs a bundle with probes of answers, and rows whose answers are generated or given.",
+            "Of answers that a policy with recheck gives: below the threshold, and not flagged by"
+            " their own tokens.  Needs a bundle with probes of answers, and rows whose answers are"
+            " generated or given.",
             group=_GUARANTEE,
         ),
     ] = False
@@ -246,13 +286,14 @@ class GuaranteeOptions(ConfidenceOptions, NewRowsOptions):
 @section("New rows", 5)
 @dataclass(frozen=True, kw_only=True)
 class RecalibrateOptions(NewRowsOptions):
-    """One recalibration of a published bundle for another base rate; ``data`` are drawn at random from the traffic."""
+    """One recalibration of a published bundle for another base rate; ``data`` are drawn at random
+    from the traffic."""
 
     feedback: Annotated[
         str,
         option(
-            "Instead of --data and --traffic: what a service kept with --feedback-db, the same file or URL.  Loads no "
-            "model.",
+            "Instead of --data and --traffic: what a service kept with --feedback-db, the same file"
+            " or URL.  Loads no model.",
             metavar=DATABASE,
             group=_RECALIBRATION,
         ),
@@ -260,24 +301,25 @@ class RecalibrateOptions(NewRowsOptions):
     traffic: Annotated[
         Path | None,
         option(
-            "Unlabelled JSONL of the same traffic: risks as 'hallutracer score --output' writes them, or prompts to be "
-            "scored.",
+            "Unlabelled JSONL of the same traffic: risks as 'hallutracer score --output' writes"
+            " them, or prompts to be scored.",
             group=_RECALIBRATION,
         ),
     ] = None
     threshold_rule: Annotated[
         Literal["map", "keep"],
         option(
-            "map: the threshold is carried along, so that the same prompts are flagged.  keep: the same number on the "
-            "new scale, right for a threshold by --wrong-costs: what a wrong answer costs has not changed, and the new "
-            "risk is a probability of your traffic.",
+            "map: the threshold is carried along, so that the same prompts are flagged.  keep: the"
+            " same number on the new scale, right for a threshold by --wrong-costs: what a wrong"
+            " answer costs has not changed, and the new risk is a probability of your traffic.",
             group=_RECALIBRATION,
         ),
     ] = "map"
     allow_other_shift: Annotated[
         bool,
         option(
-            "Use the traffic although prior shift alone does not explain it, or although nobody can tell.",
+            "Use the traffic although prior shift alone does not explain it, or although nobody can"
+            " tell.",
             group=_RECALIBRATION,
         ),
     ] = False
@@ -288,7 +330,9 @@ class RecalibrateOptions(NewRowsOptions):
             super().check()
         for name in ("data", "traffic", "labels"):
             if self.feedback and getattr(self, name):
-                raise TrainingError("--feedback brings rows, labels and traffic of its own", param=name)
+                raise TrainingError(
+                    "--feedback brings rows, labels and traffic of its own", param=name
+                )
 
 
 @section("Training", 5)
@@ -296,31 +340,35 @@ class RecalibrateOptions(NewRowsOptions):
 class TrainOptions(FoldOptions, ConfidenceOptions):
     """One training run."""
 
-    name: Annotated[str, option("Name of the bundle.  Default: made of the model's.", group="Parameters")] = ""
+    name: Annotated[
+        str, option("Name of the bundle.  Default: made of the model's.", group="Parameters")
+    ] = ""
     questions: Annotated[
         int | None,
         option(
-            "Of the questions that come with the package, which are asked where no --data is given: how many.  "
-            "Default: all.",
+            "Of the questions that come with the package, which are asked where no --data is given:"
+            " how many.  Default: all.",
             limits=Range(LEAST_ROWS),
         ),
     ] = None
-    test: Annotated[Path | None, option("Held-out rows, scored with the final bundle and used for nothing else.")] = (
-        None
-    )
+    test: Annotated[
+        Path | None,
+        option("Held-out rows, scored with the final bundle and used for nothing else."),
+    ] = None
     labels: Annotated[
         Labels | None,
         option(
-            'given: each row\'s \'label\' ("factual" or "hallucinated", or 1 and 0).  generate: the model answers '
-            "greedily and a judge compares with 'answers'.  Default: given; generate without --data."
+            'given: each row\'s \'label\' ("factual" or "hallucinated", or 1 and 0).  generate:'
+            " the model answers greedily and a judge compares with 'answers'.  Default: given;"
+            " generate without --data."
         ),
     ] = None
     answers_decoding: Annotated[
         str | None,
         option(
-            f"How the answers were decoded that given labels are about: {DECODINGS}.  The bundle records it, and "
-            "requests that name no temperature are decoded so.  Default: what the rows' own field 'decoding' says, if "
-            "all say the same.",
+            f"How the answers were decoded that given labels are about: {DECODINGS}.  The bundle"
+            " records it, and requests that name no temperature are decoded so.  Default: what the"
+            " rows' own field 'decoding' says, if all say the same.",
             metavar="DECODING",
         ),
     ] = None
@@ -335,10 +383,10 @@ class TrainOptions(FoldOptions, ConfidenceOptions):
     forms: Annotated[
         str | None,
         option(
-            "Forms of conversation that questions are asked in.  mixture: all, by weight, a quarter of the questions "
-            "in three more wordings each, and requests that ask for no fact.  none: as they are.  Else families or "
-            "names of 'hallutracer data forms', with commas.  Default: mixture; none with given labels, which belong "
-            "to the prompts as they are.",
+            "Forms of conversation that questions are asked in.  mixture: all, by weight, a quarter"
+            " of the questions in three more wordings each, and requests that ask for no fact. "
+            " none: as they are.  Else families or names of 'hallutracer data forms', with commas. "
+            " Default: mixture; none with given labels, which belong to the prompts as they are.",
             metavar="NAMES",
         ),
     ] = None
@@ -348,9 +396,10 @@ class TrainOptions(FoldOptions, ConfidenceOptions):
     logit_scale: Annotated[
         LogitScale | None,
         option(
-            "unit_norm is the paper's rule; standardized divides each layer's logit by its within-class deviation; "
-            "joint fits the directions of all layers together, which reads less of a question's wording.  Default: "
-            "joint where questions are asked in the mixture of forms, else unit_norm."
+            "unit_norm is the paper's rule; standardized divides each layer's logit by its"
+            " within-class deviation; joint fits the directions of all layers together, which reads"
+            " less of a question's wording.  Default: joint where questions are asked in the"
+            " mixture of forms, else unit_norm."
         ),
     ] = None
     signals: Annotated[str, option("depth_mean, or depth_mean,first_token.")] = "depth_mean"
@@ -358,54 +407,69 @@ class TrainOptions(FoldOptions, ConfidenceOptions):
     wrong_costs: Annotated[
         float | None,
         option(
-            "K: a wrong answer costs as much as K withheld right ones, and the threshold is 1 / (1 + K).  Default: 1, "
-            "answer what is more likely right than wrong.",
+            "K: a wrong answer costs as much as K withheld right ones, and the threshold is 1 / (1"
+            " + K).  Default: 1, answer what is more likely right than wrong.",
             limits=Range(positive=True),
         ),
     ] = None
     target: Annotated[
         str | None,
         option(
-            'Instead of --wrong-costs, by out-of-fold risks: "wrong<=0.2" is the largest threshold with at most this '
-            'share of wrong among the answered (20 rows or more), "answered>=0.5" the smallest that answers this '
-            "share.  Out of reach: the closest threshold is published, and run and card say so.",
+            'Instead of --wrong-costs, by out-of-fold risks: "wrong<=0.2" is the largest threshold'
+            " with at most this share of wrong among the answered (20 rows or more),"
+            ' "answered>=0.5" the smallest that answers this share.  Out of reach: the closest'
+            " threshold is published, and run and card say so.",
             metavar="TARGET",
         ),
     ] = None
     keep_sample: Annotated[
         bool,
         option(
-            "Keep up to 48 questions with their accepted answers in the bundle, for 'hallutracer try' and the "
-            "playground: of --test, else of rows that then leave training (5 % at most).  --no-sample where your "
-            "questions are private."
+            "Keep up to 48 questions with their accepted answers in the bundle, for 'hallutracer"
+            " try' and the playground: of --test, else of rows that then leave training (5 % at"
+            " most).  --no-sample where your questions are private."
         ),
         Parameter(negative="--no-sample"),
     ] = True
     answer_probes: Annotated[
         bool,
         option(
-            "Also fit probes on answers' own tokens, for the risk of a finished answer: of those that --labels "
-            "generate has, or that rows with a label bring as 'answer' (transformers engine)."
+            "Also fit probes on answers' own tokens, for the risk of a finished answer: of those"
+            " that --labels generate has, or that rows with a label bring as 'answer' (transformers"
+            " engine)."
         ),
     ] = True
     evaluate: Annotated[
-        bool, option("Nested cross-validation for the model card; without it the card reports no performance.")
+        bool,
+        option(
+            "Nested cross-validation for the model card; without it the card reports no"
+            " performance."
+        ),
     ] = True
     allow_no_signal: Annotated[
         bool,
-        option("Publish although the nested AUROC's interval reaches chance, as it does on labels drawn by a coin."),
+        option(
+            "Publish although the nested AUROC's interval reaches chance, as it does on labels"
+            " drawn by a coin."
+        ),
     ] = False
-    allow_few: Annotated[bool, option(f"Train although fewer than {LEAST_ROWS} rows ask for a fact.")] = False
+    allow_few: Annotated[
+        bool, option(f"Train although fewer than {LEAST_ROWS} rows ask for a fact.")
+    ] = False
     calibration: Annotated[
         Path | None,
         option(
-            "Further rows, in groups of their own: the last step publishes a second version with a threshold that is "
-            "guaranteed on them, as 'hallutracer guarantee' does."
+            "Further rows, in groups of their own: the last step publishes a second version with a"
+            " threshold that is guaranteed on them, as 'hallutracer guarantee' does."
         ),
     ] = None
     sites: Annotated[tuple[Site, ...], PYTHON] = ()  # further sites to collect in the same pass
-    inner_folds: Annotated[int, Parameter(parse=False, validator=Range(2))] = 3  # inside a training partition
-    c_grid: Annotated[tuple[float, ...], Parameter(parse=False, validator=Range(positive=True))] = C_GRID
+    inner_folds: Annotated[int, Parameter(parse=False, validator=Range(2))] = (
+        3  # inside a training partition
+    )
+    c_grid: Annotated[tuple[float, ...], Parameter(parse=False, validator=Range(positive=True))] = (
+        C_GRID
+    )
 
     def check(self) -> None:
         """Raise TrainingError for an invalid value; nothing is loaded before."""
@@ -419,17 +483,21 @@ class TrainOptions(FoldOptions, ConfidenceOptions):
         )
         for fine, field, expected in checks:
             if not fine:
-                raise TrainingError(f"{field} must be {expected}, not {getattr(self, field)!r}", param=field)
+                raise TrainingError(
+                    f"{field} must be {expected}, not {getattr(self, field)!r}", param=field
+                )
         _ = self.rule, self.template_arguments
         self.decoding(())
         if self.forms is not None and not self.forms.strip(" ,"):
-            raise TrainingError("forms is empty: none, mixture, or names of forms with commas", param="forms")
+            raise TrainingError(
+                "forms is empty: none, mixture, or names of forms with commas", param="forms"
+            )
         if self.forms is None or self.wanted_forms == ():
             return
         if self.answers == "given":
             raise TrainingError(
-                "given labels belong to the prompts as they are: forms must be none, or let the labels "
-                "be generated (--labels generate)",
+                "given labels belong to the prompts as they are: forms must be none, or let the"
+                " labels be generated (--labels generate)",
                 param="forms",
             )
         from service.data.forms import chosen
@@ -437,7 +505,9 @@ class TrainOptions(FoldOptions, ConfidenceOptions):
         try:
             chosen(() if self.wanted_forms == (MIXTURE,) else self.wanted_forms)
         except HalluTracerError as error:
-            raise TrainingError(f"forms: {error.message}; or {MIXTURE} or none alone", param="forms") from None
+            raise TrainingError(
+                f"forms: {error.message}; or {MIXTURE} or none alone", param="forms"
+            ) from None
 
     @property
     def folder(self) -> Path:
@@ -452,11 +522,14 @@ class TrainOptions(FoldOptions, ConfidenceOptions):
         try:
             return template_arguments(json.loads(self.chat_template_kwargs)) or None
         except ValueError as error:
-            raise TrainingError(f"chat_template_kwargs: {error}", param="chat_template_kwargs") from None
+            raise TrainingError(
+                f"chat_template_kwargs: {error}", param="chat_template_kwargs"
+            ) from None
 
     @property
     def guarantee(self) -> GuaranteeOptions | None:
-        """Return the options of the last step, or None without it; its rows get labels as those of training do."""
+        """Return the options of the last step, or None without it; its rows get labels as those of
+        training do."""
         if self.calibration is None:
             return None
         rows = {"data": (str(self.calibration),), "labels": self.answers, "run_dir": self.folder}
@@ -488,16 +561,19 @@ class TrainOptions(FoldOptions, ConfidenceOptions):
     def decoding(self, of_rows: Collection[Decoding | None]) -> Decoding | None:
         """Return how the labelled answers were decoded; None if it is unknown.
 
-        ``of_rows`` are the decodings that the rows state.  Raises TrainingError if they differ from the options."""
+        ``of_rows`` are the decodings that the rows state.  Raises TrainingError if they differ from
+        the options."""
         stated = None if self.answers_decoding is None else decoding_of(self.answers_decoding)
         if self.answers_decoding is not None and stated is None:
             raise TrainingError(
-                f"answers_decoding must be {DECODINGS}, not {self.answers_decoding!r}", param="answers_decoding"
+                f"answers_decoding must be {DECODINGS}, not {self.answers_decoding!r}",
+                param="answers_decoding",
             )
         if self.answers == "generate":
             if stated not in (None, GREEDY):
                 raise TrainingError(
-                    "generated labels are of greedy answers: answers_decoding belongs to given ones",
+                    "generated labels are of greedy answers: answers_decoding belongs to given"
+                    " ones",
                     param="answers_decoding",
                 )
             return GREEDY
@@ -505,8 +581,8 @@ class TrainOptions(FoldOptions, ConfidenceOptions):
             return next(iter(of_rows)) if len(of_rows) == 1 else None
         if differing := other_decoding(of_rows, stated):
             raise TrainingError(
-                f"answers_decoding says that the answers are {stated}, and rows of {self.file.name} say "
-                f"{differing}: correct one of them",
+                f"answers_decoding says that the answers are {stated}, and rows of {self.file.name}"
+                f" say {differing}: correct one of them",
                 param="answers_decoding",
             )
         return stated
@@ -519,12 +595,15 @@ class TrainOptions(FoldOptions, ConfidenceOptions):
         if self.target is None:
             return WrongCosts() if self.wrong_costs is None else WrongCosts(self.wrong_costs)
         if self.wrong_costs is not None:
-            raise TrainingError("target and wrong_costs exclude each other: give one of them", param="target")
+            raise TrainingError(
+                "target and wrong_costs exclude each other: give one of them", param="target"
+            )
         return Target.parse(self.target)
 
     @property
     def probe(self) -> "DepthMeanProbe":
-        """Return the estimator to fit; it uses ``jobs`` processes, by default one for each available core."""
+        """Return the estimator to fit; it uses ``jobs`` processes, by default one for each
+        available core."""
         from joblib import cpu_count
 
         from service.fitting.estimator import DepthMeanProbe

@@ -15,7 +15,13 @@ from service.data.collection import Collection, collect, read_given
 from service.data.forms import FORMS
 from service.data.forms.crossed import PLAIN_WORDING, WORDING
 from service.data.judges import contains
-from service.data.labels import UNFINISHED, Labelled, given_labels, judged_labels, unfinished_thoughts
+from service.data.labels import (
+    UNFINISHED,
+    Labelled,
+    given_labels,
+    judged_labels,
+    unfinished_thoughts,
+)
 from service.data.training_rows import FORM, Dataset, class_problems
 from service.engines.base import Engine, prompt_context
 from service.errors import TrainingError
@@ -38,9 +44,13 @@ from service.risk import depth_mean, truth_logits
 from service.trainer.cards import say
 from service.trainer.options import NewRowsOptions, TrainOptions
 
-LEAST_AUROC = 0.9  # a probe ``asks`` with less is dropped: it would let questions through as something else
+LEAST_AUROC = (
+    0.9  # a probe ``asks`` with less is dropped: it would let questions through as something else
+)
 QUESTIONS_BELOW = 0.003  # share of the training questions that may count as no question
-LONE_BELOW = 0.001  # the same for questions that stand alone, if training asked these in other words, too
+LONE_BELOW = (
+    0.001  # the same for questions that stand alone, if training asked these in other words, too
+)
 UNKNOWN_LABEL = -1  # label of a row that is scored but not labelled
 WITH_PASSAGE = ("passages", "long")  # families of forms
 
@@ -53,11 +63,14 @@ class PreparedData:
     collection: Collection
     labelled: Labelled
     inputs: Inputs
-    answers: Readouts | None = None  # readouts of the labelled rows' answers; zeros if no token was read
+    answers: Readouts | None = (
+        None  # readouts of the labelled rows' answers; zeros if no token was read
+    )
 
     @property
     def counts(self) -> dict[str, int]:
-        """Return rows by class, as the manifest and the evaluation name them; ``rows`` are those that apply."""
+        """Return rows by class, as the manifest and the evaluation name them; ``rows`` are those
+        that apply."""
         label = self.labelled.label
         return {
             "rows": len(self.dataset.asking),
@@ -81,13 +94,15 @@ def prepare(
     answer_probes: bool = False,
     labelled: bool = True,
 ) -> PreparedData:
-    """Collect the readouts of one file in the folder ``name`` of the run, where it can resume, and label its rows.
+    """Collect the readouts of one file in the folder ``name`` of the run, where it can resume, and
+    label its rows.
 
     ``sites``: the sites to collect; the probes read the first.
     ``folds``: the groups that each class must have once the answers are judged; None: no minimum.
     ``answer_probes``: read the answers' tokens, too, if the engine can.
-    ``labelled``: if false, decode no answers, read no labels, and give ``UNKNOWN_LABEL`` to every row that applies.
-    Raises what ``collect`` and ``judged_labels`` raise, and TrainingError for a class with too few groups."""
+    ``labelled``: if false, decode no answers, read no labels, and give ``UNKNOWN_LABEL`` to every
+    row that applies. Raises what ``collect`` and ``judged_labels`` raise, and TrainingError for a
+    class with too few groups."""
     folder, generate = options.folder / name, labelled and options.answers == "generate"
     collection = collect(
         engine,
@@ -110,7 +125,9 @@ def prepare(
         if problems and (unfinished := labels.left_out.get(UNFINISHED)):
             problems.append(unfinished_thoughts(unfinished, len(dataset.asking)))
         if problems:
-            raise TrainingError(f"{dataset.path}, labelled by its answers: {'; '.join(problems)}", param="labels")
+            raise TrainingError(
+                f"{dataset.path}, labelled by its answers: {'; '.join(problems)}", param="labels"
+            )
     index = labels.index
     tokens = collection.prompts.lengths[index]
     inputs = Inputs(
@@ -123,7 +140,9 @@ def prepare(
     )
     read = collection.answers
     if answer_probes and engine.reads_answers and any(row.answer for row in dataset.rows):
-        read = read_given(engine, dataset, collection.prompts, folder / "answers", sites[0], options.batch_rows)
+        read = read_given(
+            engine, dataset, collection.prompts, folder / "answers", sites[0], options.batch_rows
+        )
     answers = None if read is None else Readouts(read, index, labels.label)
     return PreparedData(dataset, collection, labels, inputs, answers)
 
@@ -134,18 +153,22 @@ def was_read(answers: Readouts) -> NDArray[np.bool_]:
 
 
 def trajectories(readouts: Readouts, probes: Sequence[Probes]) -> Floats:
-    """Return scaled logits of collected rows as a service computes them: [n, probes m], probe by probe."""
+    """Return scaled logits of collected rows as a service computes them: [n, probes m], probe by
+    probe."""
     columns = []
     for probe in probes:
         for layer, head in enumerate(probe.head.tolist()):
             a = readouts.file.head(layer, head)[readouts.index]
             only = slice(layer, layer + 1)
-            columns.append(truth_logits(a[:, None], probe.direction[only], probe.bias[only], probe.scale[only]))
+            columns.append(
+                truth_logits(a[:, None], probe.direction[only], probe.bias[only], probe.scale[only])
+            )
     return np.concatenate(columns, axis=1)
 
 
 def prompt_labels(dataset: Dataset, index: Index, tokens: Index) -> PromptLabels:
-    """Return whether each prompt has a passage, by its form or shape, and whether it states an accepted answer."""
+    """Return whether each prompt has a passage, by its form or shape, and whether it states an
+    accepted answer."""
     rows = [dataset.rows[row] for row in index.tolist()]
     forms = [FORMS.get(row.strata.get(FORM, "")) for row in rows]
     passage = np.array(
@@ -165,19 +188,28 @@ class BundleContext:
 
     fits: tuple[ContextFit, ...]
     labelled: int  # n
-    columns: Floats | None  # [n, 2 or 3] the context signals of the classifier; None if it reads none
+    columns: (
+        Floats | None
+    )  # [n, 2 or 3] the context signals of the classifier; None if it reads none
     alone: NDArray[np.bool_]  # [n] whether a labelled row's question stands alone
-    reworded: int | None  # rows with a lone question in other words; None if their groups are too few
+    reworded: (
+        int | None
+    )  # rows with a lone question in other words; None if their groups are too few
 
     @property
     def logits(self) -> Floats:
-        """Return the logits of A probes, [n + k, A m]; out of fold for rows that a probe was fitted on."""
+        """Return the logits of A probes, [n + k, A m]; out of fold for rows that a probe was fitted
+        on."""
         return np.concatenate([fit.logits for fit in self.fits], axis=1)
 
     def record(self) -> Context:
         """Return the manifest's record, with the P(asks) below which a prompt asks for no fact."""
         lone = None if self.reworded is None else self.alone
-        asks = (_applicability(fit.probability, self.labelled, lone) for fit in self.fits if fit.record.name == "asks")
+        asks = (
+            _applicability(fit.probability, self.labelled, lone)
+            for fit in self.fits
+            if fit.record.name == "asks"
+        )
         return Context(tuple(fit.record for fit in self.fits), next(asks, None))
 
     def tensors(self) -> dict[str, NDArray[Any]]:
@@ -209,7 +241,9 @@ def fit_context(data: PreparedData, probe: DepthMeanProbe) -> BundleContext | No
     rows = [data.dataset.rows[row] for row in data.inputs.readouts.index.tolist()]
     # By the same rule as ``Standing.no_fact_below`` in a service.
     alone = np.array([shape_around(row.messages or ()).turns == "0" for row in rows], np.bool_)
-    other_words = alone & np.array([_in_other_words(row.strata.get(FORM, "")) for row in rows], np.bool_)
+    other_words = alone & np.array(
+        [_in_other_words(row.strata.get(FORM, "")) for row in rows], np.bool_
+    )
     enough = len(np.unique(group[:n][other_words])) >= LEAST
     reworded = int(other_words.sum()) if enough else None
     return BundleContext(fits, n, columns, alone, reworded) if fits else None
@@ -220,11 +254,17 @@ def _in_other_words(form: str) -> bool:
 
 
 def all_logits(
-    out_of_fold: Floats, data: PreparedData, final: ProbeFit, scale: Floats, context: BundleContext | None
+    out_of_fold: Floats,
+    data: PreparedData,
+    final: ProbeFit,
+    scale: Floats,
+    context: BundleContext | None,
 ) -> tuple[Floats, tuple[Floats, Index]]:
-    """Return logits [seeds, n, (1 + A) m] for the reference, and logits and groups [k] of the rows that do not apply.
+    """Return logits [seeds, n, (1 + A) m] for the reference, and logits and groups [k] of the rows
+    that do not apply.
 
-    ``out_of_fold`` [seeds, n, m] are the logits of the risk.  ``final`` was fitted without the rows that do not apply.
+    ``out_of_fold`` [seeds, n, m] are the logits of the risk.  ``final`` was fitted without the rows
+    that do not apply.
     """
     n, no_fact = len(data.inputs.label), data.dataset.others
     arrays = (array.astype(np.float32) for array in (final.direction, final.bias, scale))
@@ -235,7 +275,9 @@ def all_logits(
     group = data.dataset.groups[no_fact]
     if context is None:
         return out_of_fold, (no_fact_logits, group)
-    context_logits = np.broadcast_to(context.logits[:n], (len(out_of_fold), n, context.logits.shape[1]))
+    context_logits = np.broadcast_to(
+        context.logits[:n], (len(out_of_fold), n, context.logits.shape[1])
+    )
     return np.concatenate([out_of_fold, context_logits], axis=2), (
         np.concatenate([no_fact_logits, context.logits[n:]], axis=1),
         group,
@@ -243,14 +285,27 @@ def all_logits(
 
 
 def served_signals(
-    logits: Floats, first_token: Floats, tokens: Index, signals: Sequence[Signal], context: Context | None, layers: int
+    logits: Floats,
+    first_token: Floats,
+    tokens: Index,
+    signals: Sequence[Signal],
+    context: Context | None,
+    layers: int,
 ) -> Floats:
-    """Return the classifier's input [n, k] as a service computes it, from logits [n, (1 + A) m] and prompt lengths."""
+    """Return the classifier's input [n, k] as a service computes it, from logits [n, (1 + A) m] and
+    prompt lengths."""
     columns: Floats | None = None
-    if context is not None and all(context.position(name) is not None for name in ("passage", "stated")):
+    if context is not None and all(
+        context.position(name) is not None for name in ("passage", "stated")
+    ):
         means = depth_mean(logits.reshape(len(logits), -1, layers))[:, 1:]
-        read = [prompt_context(context, *row) for row in zip(means.tolist(), tokens.tolist(), strict=True)]
-        columns = np.array([(values.passage, values.stated, values.stated_length) for values in read], np.float64)
+        read = [
+            prompt_context(context, *row)
+            for row in zip(means.tolist(), tokens.tolist(), strict=True)
+        ]
+        columns = np.array(
+            [(values.passage, values.stated, values.stated_length) for values in read], np.float64
+        )
         columns = columns.reshape(-1, len(CONTEXT_SIGNALS))
     return signal_matrix(logits[:, :layers], extra_signals(signals, first_token, columns))
 
@@ -263,14 +318,21 @@ def with_context(signals: Sequence[Any], context: BundleContext | None) -> tuple
 
 
 def _has_directions(fit: ContextFit) -> bool:
-    """Return whether every layer has a direction; a layer that is constant on the probe's rows has none."""
+    """Return whether every layer has a direction; a layer that is constant on the probe's rows has
+    none."""
     return bool(np.all(np.any(fit.probe.direction, axis=1)))
 
 
-def _applicability(probability: Floats, labelled: int, alone: NDArray[np.bool_] | None) -> Applicability:
+def _applicability(
+    probability: Floats, labelled: int, alone: NDArray[np.bool_] | None
+) -> Applicability:
     """Return the threshold of P(asks); with ``alone`` [n] it is chosen by these questions only."""
     questions, no_fact = probability[:labelled], probability[labelled:]
-    lowest = np.quantile(questions, QUESTIONS_BELOW) if alone is None else np.quantile(questions[alone], LONE_BELOW)
+    lowest = (
+        np.quantile(questions, QUESTIONS_BELOW)
+        if alone is None
+        else np.quantile(questions[alone], LONE_BELOW)
+    )
     threshold = float(np.clip(lowest, 1e-6, 0.5))
     below, above = float((questions < threshold).mean()), float((no_fact >= threshold).mean())
     statement = say("applicability", threshold, below, labelled, above, len(no_fact))

@@ -1,4 +1,5 @@
-"""Makes the parts of a bundle: stored probes, golden prompts, manifest, evaluation.json and the plots' numbers."""
+"""Makes the parts of a bundle: stored probes, golden prompts, manifest, evaluation.json and the
+plots' numbers."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ def probe_tensors(
     reference: TrajectoryReference,
     context: BundleContext | None = None,
 ) -> ProbeTensors:
-    """Return a fit in the stored element types: scale [m]; class_mean, class_std [2, m] out of fold."""
+    """Return a fit in the stored element types: scale [m]; class_mean, class_std [2, m] out of
+    fold."""
     arrays = {
         "direction": fit.direction,
         "bias": fit.bias,
@@ -62,7 +64,8 @@ def probe_tensors(
 
 
 def golden_rows(risk: Floats, count: int = GOLDEN_PROMPTS) -> Index:
-    """Return positions of ``count`` rows, evenly spread over the ranks of risk [n], with the lowest and the highest."""
+    """Return positions of ``count`` rows, evenly spread over the ranks of risk [n], with the lowest
+    and the highest."""
     order = np.argsort(risk, kind="stable")
     ranks = np.linspace(0, len(order) - 1, min(count, len(order))).round().astype(np.int64)
     return order[np.unique(ranks)]
@@ -77,10 +80,12 @@ def record_golden(
     collected: Floats,
     context: Context | None = None,
 ) -> Golden:
-    """Replay G prompts of token ids through ``Engine.score`` and return what a service must reproduce.
+    """Replay G prompts of token ids through ``Engine.score`` and return what a service must
+    reproduce.
 
     ``collected`` [G, (1 + A) m] are the same prompts' logits from the run folder.
-    Raises EngineError if the two differ: then the probes were fitted on activations that serving does not read."""
+    Raises EngineError if the two differ: then the probes were fitted on activations that serving
+    does not read."""
     needs_first_token = any(name in signals for name in FIRST_TOKEN)
     onsets = engine.score(prompts, probes, first_token=needs_first_token)
     replayed = np.stack([np.concatenate(onset.trajectories) for onset in onsets])
@@ -96,20 +101,22 @@ def record_golden(
 
 
 def check_replay(engine: Engine, replayed: Floats, collected: Floats) -> None:
-    """Raise EngineError if the engine's replayed logits, [G, k m], differ from those that it collected before."""
+    """Raise EngineError if the engine's replayed logits, [G, k m], differ from those that it
+    collected before."""
     dtype = engine.identity.dtype
     layers, limit = engine.identity.geometry.num_layers, tolerance_for(dtype).trajectory
     worst = float(np.max(np.abs(replayed - collected) / spreads(collected, layers)))
     if not worst <= limit:
         raise EngineError(
-            f"serving and training read different logits: they differ by {worst:.3g} spreads, "
-            f"{limit:.3g} would pass in {dtype}; if another run says so, too, the engine does not fit "
-            "this model"
+            f"serving and training read different logits: they differ by {worst:.3g} spreads,"
+            f" {limit:.3g} would pass in {dtype}; if another run says so, too, the engine does not"
+            " fit this model"
         )
 
 
 def model_record(identity: ModelIdentity) -> stored.ModelRecord:
-    """Return the manifest's record.  It names only the last part of a model's folder, since the path is private."""
+    """Return the manifest's record.  It names only the last part of a model's folder, since the
+    path is private."""
     geometry, folder = identity.geometry, Path(identity.model)
     return stored.ModelRecord(
         name=folder.resolve().name if folder.is_dir() else identity.model,
@@ -143,7 +150,9 @@ def manifest_of(
     answer: AnswerProbe | None = None,
 ) -> stored.Manifest:
     """Return the manifest without version, time, digests and files, which publishing adds."""
-    counts = {key: count for key, count in data.counts.items() if key != "others"}  # only the evaluation names them
+    counts = {
+        key: count for key, count in data.counts.items() if key != "others"
+    }  # only the evaluation names them
     training = stored.TrainingRecord(
         data_digest=data.dataset.origin.file_digest,
         labels=options.answers,
@@ -187,7 +196,8 @@ def evaluation_document(
     risks: Floats,
     nested: Evaluation | None,
 ) -> dict[str, Any]:
-    """Return evaluation.json of a bundle with these ``signals`` and the fitted and calibrated ``probe``."""
+    """Return evaluation.json of a bundle with these ``signals`` and the fitted and calibrated
+    ``probe``."""
     label, group = data.inputs.label, data.inputs.group
     scaled = probe.scaled_[options.scale]
     layers, means = layer_aurocs(label, scaled.out_of_fold)
@@ -196,7 +206,9 @@ def evaluation_document(
         "file": options.file.name,
         "digest": data.dataset.origin.file_digest,
         "effective_groups": rounded(effective_groups(group)),
-        "largest_group_share": rounded(float(np.unique(group, return_counts=True)[1].max() / len(group))),
+        "largest_group_share": rounded(
+            float(np.unique(group, return_counts=True)[1].max() / len(group))
+        ),
     } | data.counts
     if data.labelled.left_out:
         counts["left_out_because"] = data.labelled.left_out
@@ -229,7 +241,8 @@ LEAST_PROFILED = 100  # groups; a stratum with fewer has no profile of its own
 def gates_by_passage(
     label: NDArray[np.int64], risk: Floats, group: NDArray[np.int64], passage: NDArray[np.bool_]
 ) -> dict[str, Any]:
-    """Return the profile of the rows with a passage ("true") and of those without ("false"); label .. passage [n].
+    """Return the profile of the rows with a passage ("true") and of those without ("false"); label
+    .. passage [n].
 
     A stratum with few groups has none."""
     profiles = {}
@@ -239,8 +252,11 @@ def gates_by_passage(
     return profiles
 
 
-def risks_document(risk: Floats, label: NDArray[np.integer], group: NDArray[np.integer]) -> dict[str, str]:
-    """Return risk, class and group of each row [n], as texts, since a list takes a line for each number."""
+def risks_document(
+    risk: Floats, label: NDArray[np.integer], group: NDArray[np.integer]
+) -> dict[str, str]:
+    """Return risk, class and group of each row [n], as texts, since a list takes a line for each
+    number."""
     numbers = np.unique(group, return_inverse=True)[1]
     return {
         "risk": " ".join(f"{value:.6f}" for value in risk),
@@ -251,7 +267,9 @@ def risks_document(risk: Floats, label: NDArray[np.integer], group: NDArray[np.i
 
 def read_risks(document: Mapping[str, str]) -> LabelledRisks:
     """Parse what ``risks_document`` returns."""
-    hallucinated, group = (np.array(document[key].split(), np.int64) for key in ("hallucinated", "group"))
+    hallucinated, group = (
+        np.array(document[key].split(), np.int64) for key in ("hallucinated", "group")
+    )
     return LabelledRisks(np.array(document["risk"].split(), np.float64), 1 - hallucinated, group)
 
 
@@ -262,26 +280,36 @@ BY_STRATUM = {"by_form": FORM, "by_kind": "kind"}
 def strata_tables(
     label: NDArray[np.int64], risk: Floats, strata: Sequence[Mapping[str, str]], threshold: float
 ) -> dict[str, Any]:
-    """Return ``by_stratum`` for each key of ``BY_STRATUM`` that every row has; by kind only if the kinds are few."""
-    tables = {name: by_stratum(label, risk, strata, threshold, key) for name, key in BY_STRATUM.items()}
-    return {name: table for name, table in tables.items() if table and (name != "by_kind" or len(table) <= MOST_KINDS)}
+    """Return ``by_stratum`` for each key of ``BY_STRATUM`` that every row has; by kind only if the
+    kinds are few."""
+    tables = {
+        name: by_stratum(label, risk, strata, threshold, key) for name, key in BY_STRATUM.items()
+    }
+    return {
+        name: table
+        for name, table in tables.items()
+        if table and (name != "by_kind" or len(table) <= MOST_KINDS)
+    }
 
 
 LEAST_WORDINGS = 3  # wordings that a question needs to be measured
 
 
 def rewording(data: PreparedData, risk: Floats, threshold: float) -> dict[str, Any]:
-    """Return for evaluation.json how much decisions depend on a question's wording; risk [seeds, n] of labelled rows.
+    """Return for evaluation.json how much decisions depend on a question's wording; risk [seeds, n]
+    of labelled rows.
 
-    Empty if no question has ``LEAST_WORDINGS``.  ``decided_differently``: of the questions whose answers are all right
-    or all wrong, the share whose decision is not the same in every wording.  ``log_odds_spread``: standard deviation of
-    a risk's log odds within a question."""
+    Empty if no question has ``LEAST_WORDINGS``.  ``decided_differently``: of the questions whose
+    answers are all right or all wrong, the share whose decision is not the same in every wording.
+    ``log_odds_spread``: standard deviation of a risk's log odds within a question."""
     label, wordings = data.inputs.label, defaultdict[str, list[int]](list)
     for position, number in enumerate(data.labelled.index.tolist()):
         row = data.dataset.rows[number]
         if (form := row.strata.get(FORM, "")).startswith(WORDING):
             wordings[row.id.partition(f"+{form}")[0]].append(position)
-    questions = [index for index in map(np.array, wordings.values()) if len(index) >= LEAST_WORDINGS]
+    questions = [
+        index for index in map(np.array, wordings.values()) if len(index) >= LEAST_WORDINGS
+    ]
     if not questions:
         return {}
     alike = [index for index in questions if len(np.unique(label[index])) == 1]
@@ -298,12 +326,18 @@ def rewording(data: PreparedData, risk: Floats, threshold: float) -> dict[str, A
 
 
 def by_stratum(
-    label: NDArray[np.int64], risk: Floats, strata: Sequence[Mapping[str, str]], threshold: float, key: str = FORM
+    label: NDArray[np.int64],
+    risk: Floats,
+    strata: Sequence[Mapping[str, str]],
+    threshold: float,
+    key: str = FORM,
 ) -> dict[str, Any]:
-    """Return for evaluation.json rows, share wrong, mean risk, its error, AUROC and the gate of each form or kind.
+    """Return for evaluation.json rows, share wrong, mean risk, its error, AUROC and the gate of
+    each form or kind.
 
-    label [n], risk [seeds, n]; means over seeds.  ``calibration_error`` is debiased.  AUROC is None if a stratum has
-    only one class; figures of answered rows are None if none is answered.  Empty unless every row has its ``key``."""
+    label [n], risk [seeds, n]; means over seeds.  ``calibration_error`` is debiased.  AUROC is None
+    if a stratum has only one class; figures of answered rows are None if none is answered.  Empty
+    unless every row has its ``key``."""
     names = [row[key] for row in strata if row.get(key)]
     stratum, table = np.array(names), dict[str, Any]()
     for name in sorted(set(names)) if len(names) == len(strata) else ():
@@ -315,10 +349,18 @@ def by_stratum(
                 "rows": len(labels),
                 "wrong": float(1 - labels.mean()),
                 "mean_risk": float(risks.mean()),
-                "calibration_error": float(np.mean([debiased_calibration_error(labels, of_seed) for of_seed in risks])),
-                "auroc": float(np.mean([risk_auroc(labels, of_seed) for of_seed in risks])) if both else None,
+                "calibration_error": float(
+                    np.mean([debiased_calibration_error(labels, of_seed) for of_seed in risks])
+                ),
+                "auroc": (
+                    float(np.mean([risk_auroc(labels, of_seed) for of_seed in risks]))
+                    if both
+                    else None
+                ),
                 "answered": float(answered.mean()),
-                "wrong_among_answered": (1 - labels)[np.nonzero(answered)[1]].mean() if answered.any() else None,
+                "wrong_among_answered": (
+                    (1 - labels)[np.nonzero(answered)[1]].mean() if answered.any() else None
+                ),
                 "mean_risk_among_answered": risks[answered].mean() if answered.any() else None,
             }
         )
@@ -349,7 +391,11 @@ def plot_data(
             "prompt length": "prompt_length",
         }
         risks = {text: nested.risk[name][0] for text, name in shown.items()}
-    units = {"unit_norm": "distance from the probe's plane", "standardized": "within-class std", "joint": "log odds"}
+    units = {
+        "unit_norm": "distance from the probe's plane",
+        "standardized": "within-class std",
+        "joint": "log odds",
+    }
     return PlotData(
         inputs.label,
         inputs.group,

@@ -1,7 +1,9 @@
-"""Recalibrates a bundle for another base rate: fits a map of the risk on labelled rows and unlabelled traffic.
+"""Recalibrates a bundle for another base rate: fits a map of the risk on labelled rows and
+unlabelled traffic.
 
-It publishes the next version.  Every candidate map is measured on labelled rows that it was not fitted on, and the
-console shows the table.  If no map is better than the risk as it is, nothing is published."""
+It publishes the next version.  Every candidate map is measured on labelled rows that it was not
+fitted on, and the console shows the table.  If no map is better than the risk as it is, nothing is
+published."""
 
 from __future__ import annotations
 
@@ -42,26 +44,43 @@ from service.fitting.recalibration import (
 from service.fitting.scores import share_interval
 from service.scoring import Scorer
 from service.trainer.cards import candidates_table, card_of, recalibrated_card
-from service.trainer.new_rows import Marks, NewRows, check_unspent, draft_of, read_new_rows, risks_of, seen_by
+from service.trainer.new_rows import (
+    Marks,
+    NewRows,
+    check_unspent,
+    draft_of,
+    read_new_rows,
+    risks_of,
+    seen_by,
+)
 from service.trainer.options import Console, RecalibrateOptions
 from service.trainer.plots import draw_before_after
 from service.trainer.prepare import PreparedData
 from service.trainer.publish import read_risks
 
 Floats = NDArray[np.floating]
-LabelsRisksGroups = tuple[NDArray[np.integer], Floats, NDArray[np.integer]]  # label [n] (1 factual), risk, group [n]
+LabelsRisksGroups = tuple[
+    NDArray[np.integer], Floats, NDArray[np.integer]
+]  # label [n] (1 factual), risk, group [n]
 _OPEN = 1e-9  # a threshold without a guarantee lies strictly between 0 and 1
 
 
 def _plan(
     bundle: Bundle, options: RecalibrateOptions, store: Store
 ) -> tuple[NewRows[RecalibrateOptions], TrafficFile | None, LabelledRisks | Dataset | None]:
-    """Check and return labelled rows, traffic, and training's risks, or the held-out rows that can replace them."""
+    """Check and return labelled rows, traffic, and training's risks, or the held-out rows that can
+    replace them."""
     rows = read_new_rows(bundle, options, store, folds=FOLDS)
     evaluation = rows.evaluation
     check_not_recalibrated(bundle, evaluation)
-    traffic = None if options.traffic is None else read_traffic(options.traffic, bundle.manifest.digest, options.names)
-    check_unspent(rows.dataset, list(seen_by(bundle, evaluation, options.trained_on, options.names)))
+    traffic = (
+        None
+        if options.traffic is None
+        else read_traffic(options.traffic, bundle.manifest.digest, options.names)
+    )
+    check_unspent(
+        rows.dataset, list(seen_by(bundle, evaluation, options.trained_on, options.names))
+    )
     if traffic is None:
         return rows, None, None
     source: LabelledRisks | Dataset | None = recorded_risks(evaluation)
@@ -69,24 +88,35 @@ def _plan(
         held_out = evaluation.get("held_out") or {}
         labels = bundle.manifest.training.labels
         files = (
-            read_dataset(Path(path), labels, folds=None, columns=options.names) for path in rows.options.trained_on
+            read_dataset(Path(path), labels, folds=None, columns=options.names)
+            for path in rows.options.trained_on
         )
-        source = next((dataset for dataset in files if dataset.digest == held_out.get("digest")), None)
+        source = next(
+            (dataset for dataset in files if dataset.digest == held_out.get("digest")), None
+        )
     if source is None and not options.allow_other_shift:
         raise TrainingError(
-            f"{bundle.reference} records no risks of its training rows to compare the traffic with: "
-            "name its held-out file with --trained-on, leave --traffic out, or give --allow-other-shift",
+            f"{bundle.reference} records no risks of its training rows to compare the traffic with:"
+            " name its held-out file with --trained-on, leave --traffic out, or give"
+            " --allow-other-shift",
             param="traffic",
         )
     return rows, traffic, source
 
 
 def recalibrate(
-    bundle: Bundle, options: RecalibrateOptions, engine_factory: Callable[[], Engine], store: Store, *, console: Console
+    bundle: Bundle,
+    options: RecalibrateOptions,
+    engine_factory: Callable[[], Engine],
+    store: Store,
+    *,
+    console: Console,
 ) -> Bundle | None:
-    """Publish a version of a bundle with a recalibrated risk; return None for a dry run, or if no map is better.
+    """Publish a version of a bundle with a recalibrated risk; return None for a dry run, or if no
+    map is better.
 
-    Raises DataError, TrainingError (also if prior shift alone does not explain the traffic), and BundleError."""
+    Raises DataError, TrainingError (also if prior shift alone does not explain the traffic), and
+    BundleError."""
     rows, traffic, source = _plan(bundle, options, store)
     dataset = rows.dataset
     groups = len(np.unique(dataset.groups))
@@ -96,15 +126,18 @@ def recalibrate(
         f"{bundle.reference} was fitted on rows of which {prior_of(bundle):.1%} are hallucinated",
     ]
     if traffic is not None:
-        lines.append(f"{len(traffic.rows)} rows of traffic{'' if traffic.scored else ', to be scored'}")
+        lines.append(
+            f"{len(traffic.rows)} rows of traffic{'' if traffic.scored else ', to be scored'}"
+        )
     if traffic is not None and source is None:
         lines.append(
-            "whether prior shift alone explains the traffic cannot be tested: going on because of --allow-other-shift"
+            "whether prior shift alone explains the traffic cannot be tested: going on because of"
+            " --allow-other-shift"
         )
     if bundle.manifest.guarantee is not None:
         lines.append(
-            f"the guarantee of {bundle.reference} will not be carried over: run 'hallutracer guarantee' on "
-            "the new version, with other rows"
+            f"the guarantee of {bundle.reference} will not be carried over: run 'hallutracer"
+            " guarantee' on the new version, with other rows"
         )
     for line in lines:
         console.print(line)
@@ -113,18 +146,24 @@ def recalibrate(
     store.check_writable()
     options = rows.options
     with locked(options.folder), closing(engine_factory()) as engine:
-        scorer = Scorer(engine, bundle)  # raises if the bundle belongs to another model, or does not replay
+        scorer = Scorer(
+            engine, bundle
+        )  # raises if the bundle belongs to another model, or does not replay
         if traffic is not None:  # it may raise, so it comes before a label is read
             risk_of_traffic = _score(traffic, scorer, options.batch_rows)
             test = _tested(rows, traffic, source, risk_of_traffic, engine, console)
         data = rows.prepare(engine, folds=FOLDS)
         if not rows.question.exists():  # a guarantee must not use rows whose labels were read
-            atomic_write(rows.question, (json.dumps({"recalibrated": bundle.reference}) + "\n").encode())
+            atomic_write(
+                rows.question, (json.dumps({"recalibrated": bundle.reference}) + "\n").encode()
+            )
         risk = risks_of(bundle, data)
         label, group = data.inputs.label, data.inputs.group
         share = float(np.mean(label == 0))
         low, high = share_interval(share, group)
-        console.print(f"labelled rows: {share:.1%} [{low:.1%}, {high:.1%}] of {len(label)} hallucinated")
+        console.print(
+            f"labelled rows: {share:.1%} [{low:.1%}, {high:.1%}] of {len(label)} hallucinated"
+        )
         record: dict[str, Any] = {
             "data": {"file": rows.dataset.path.name, "digest": rows.dataset.digest} | data.counts,
             "labels": options.answers,
@@ -134,17 +173,23 @@ def recalibrate(
         fit = None
         if traffic is not None:
             prior = prior_of(bundle)
-            fit, record["traffic"] = _prior_shift(traffic, risk_of_traffic, test, prior, data, options.seed, console)
+            fit, record["traffic"] = _prior_shift(
+                traffic, risk_of_traffic, test, prior, data, options.seed, console
+            )
         published = choose_and_publish(
             bundle, rows.evaluation, options, (label, risk, group), fit, record, store, console
         )
         if published is None:
-            console.print("the labels of these rows were looked at: do not use them for 'hallutracer guarantee'")
+            console.print(
+                "the labels of these rows were looked at: do not use them for 'hallutracer"
+                " guarantee'"
+            )
         return published
 
 
 def prior_of(bundle: Bundle) -> float:
-    """Return the share of hallucinated rows in training, for which a bundle's risk is calibrated."""
+    """Return the share of hallucinated rows in training, for which a bundle's risk is
+    calibrated."""
     training = bundle.manifest.training
     return training.hallucinated / (training.factual + training.hallucinated)
 
@@ -159,8 +204,8 @@ def check_not_recalibrated(bundle: Bundle, evaluation: Mapping[str, Any]) -> Non
     """Raise TrainingError if a bundle has a recalibration already."""
     if bundle.manifest.recalibration is not None:
         raise TrainingError(
-            f"{bundle.reference} is recalibrated already: recalibrate the version that it came from, "
-            f"{evaluation['recalibrations'][-1]['from']}",
+            f"{bundle.reference} is recalibrated already: recalibrate the version that it came"
+            f" from, {evaluation['recalibrations'][-1]['from']}",
             param="bundle",
         )
 
@@ -178,7 +223,9 @@ def _score(file: TrafficFile, scorer: Scorer, batch_rows: int) -> Floats:
             problems.append(f"line {row.line}: {error}")
         else:
             if len(prompts[-1]) > limit:
-                problems.append(f"line {row.line}: {len(prompts[-1])} tokens are more than the model's {limit}")
+                problems.append(
+                    f"line {row.line}: {len(prompts[-1])} tokens are more than the model's {limit}"
+                )
     if problems:
         raise DataError(str(file.path), problems)
     batches = (prompts[start : start + batch_rows] for start in range(0, len(prompts), batch_rows))
@@ -193,7 +240,8 @@ def _tested(
     engine: Engine,
     console: Console,
 ) -> PriorShiftTest | None:
-    """Test whether prior shift alone explains the traffic; return None if there are no risks to compare with.
+    """Test whether prior shift alone explains the traffic; return None if there are no risks to
+    compare with.
 
     Raises TrainingError if it does not, unless ``allow_other_shift``."""
     options = rows.options
@@ -207,20 +255,20 @@ def _tested(
     (groups,) = number_together([row.group for row in traffic.rows])
     test = prior_shift_test(source, Traffic(risk, groups), options.seed)
     console.print(
-        f"the traffic against the best mixture of training's classes ({test.share:.1%} hallucinated): "
-        f"distance {test.distance:.3f}, up to {test.limit:.3f} is chance or negligible (p = "
-        f"{test.p_value:.2g})"
+        f"the traffic against the best mixture of training's classes ({test.share:.1%}"
+        f" hallucinated): distance {test.distance:.3f}, up to {test.limit:.3f} is chance or"
+        f" negligible (p = {test.p_value:.2g})"
     )
     if test.explained:
         return test
     problem = (
-        "prior shift alone does not explain the traffic: its risks differ from every mixture of training's classes"
-        f" by {test.distance:.3f}, where at most {test.limit:.3f} would pass"
+        "prior shift alone does not explain the traffic: its risks differ from every mixture of"
+        f" training's classes by {test.distance:.3f}, where at most {test.limit:.3f} would pass"
     )
     if not options.allow_other_shift:
         raise TrainingError(
-            f"{problem}. Nothing was spent: leave --traffic out and recalibrate by the labelled rows, or "
-            "give --allow-other-shift",
+            f"{problem}. Nothing was spent: leave --traffic out and recalibrate by the labelled"
+            " rows, or give --allow-other-shift",
             param="traffic",
         )
     console.print(f"{problem}; going on because of --allow-other-shift")
@@ -236,16 +284,27 @@ def _prior_shift(
     seed: int,
     console: Console,
 ) -> tuple[MapFit, dict[str, Any]]:
-    """Return the map by the share of hallucinations in the traffic, and its record for evaluation.json.
+    """Return the map by the share of hallucinations in the traffic, and its record for
+    evaluation.json.
 
-    It assumes that only this share has shifted.  A prompt in both files counts as a labelled row."""
+    It assumes that only this share has shifted.  A prompt in both files counts as a labelled
+    row."""
     used = [data.dataset.rows[position] for position in data.labelled.index.tolist()]
     labelled = {row.prompt_digest for row in used}
-    positions = [position for position, row in enumerate(file.rows) if row.prompt_digest not in labelled]
+    positions = [
+        position for position, row in enumerate(file.rows) if row.prompt_digest not in labelled
+    ]
     if not positions:
-        raise TrainingError("every row of the traffic is among the labelled rows: leave --traffic out", param="traffic")
-    named = [f"group {row.group}" if row.group else f"prompt {row.prompt_digest.hex()}" for row in used]
-    groups, of_labelled = number_together([file.rows[position].group for position in positions], named)
+        raise TrainingError(
+            "every row of the traffic is among the labelled rows: leave --traffic out",
+            param="traffic",
+        )
+    named = [
+        f"group {row.group}" if row.group else f"prompt {row.prompt_digest.hex()}" for row in used
+    ]
+    groups, of_labelled = number_together(
+        [file.rows[position].group for position in positions], named
+    )
     traffic = Traffic(risk[positions], groups)
     alone = estimate_share(traffic, prior, seed=seed)
     with_labels = estimate_share(traffic, prior, data.inputs.label, of_labelled, seed)
@@ -254,10 +313,14 @@ def _prior_shift(
     for what, share in (("traffic alone", alone), ("traffic and labels", with_labels)):
         moved = shift_to(share.value, prior, len(positions)).c
         ends = f"[{share.low:.1%}, {share.high:.1%}]"
-        console.print(f"{what}: {share.value:.1%} {ends} hallucinated by prior shift, log odds {moved:+.3f}")
+        console.print(
+            f"{what}: {share.value:.1%} {ends} hallucinated by prior shift, log odds {moved:+.3f}"
+        )
 
     def fit(label: NDArray[np.integer], _: Floats) -> Recalibration:
-        return shift_to(most_likely_share(traffic, prior, label), prior, len(positions) + len(label))
+        return shift_to(
+            most_likely_share(traffic, prior, label), prior, len(positions) + len(label)
+        )
 
     return fit, {
         "file": file.path.name,
@@ -292,17 +355,22 @@ def choose_and_publish(
     store: Store,
     console: Console,
 ) -> Bundle | None:
-    """Publish the bundle with the best map on ``rows``; return None if no map is better than the risk as it is."""
+    """Publish the bundle with the best map on ``rows``; return None if no map is better than the
+    risk as it is."""
     choice = choose_map(*rows, prior_shift, options.seed)
     console.print(candidates_table(choice))
     if choice.chosen.map is None:
-        console.print("nothing was published: no recalibration is better than the risk as it is beyond chance")
+        console.print(
+            "nothing was published: no recalibration is better than the risk as it is beyond chance"
+        )
         return None
 
     label, risk, group = rows
     recalibration = choice.chosen.map
     old = bundle.manifest.threshold
-    new = float(np.clip(recalibration(old) if options.threshold_rule == "map" else old, _OPEN, 1 - _OPEN))
+    new = float(
+        np.clip(recalibration(old) if options.threshold_rule == "map" else old, _OPEN, 1 - _OPEN)
+    )
     manifest = replace(
         bundle.manifest,
         name=options.new_name or bundle.manifest.name,
@@ -313,7 +381,10 @@ def choose_and_publish(
         guarantee_strata=None,
         recalibration=recalibration,
     )
-    gates = {"before": at_threshold(label, risk, old), "after": at_threshold(label, recalibration(risk), new)}
+    gates = {
+        "before": at_threshold(label, risk, old),
+        "after": at_threshold(label, recalibration(risk), new),
+    }
     record |= {
         "from": bundle.reference,
         "from_digest": bundle.manifest.digest,
@@ -328,17 +399,28 @@ def choose_and_publish(
         "at_threshold": rounded(gates),
     }
     evaluation["recalibrations"] = [*evaluation.get("recalibrations", []), record]
-    if "gates" in evaluation.get("out_of_fold", {}):  # a later guarantee of the new version needs mapped thresholds
+    if "gates" in evaluation.get(
+        "out_of_fold", {}
+    ):  # a later guarantee of the new version needs mapped thresholds
         out_of_fold = evaluation["out_of_fold"]
         for gate in (out_of_fold["gates"], *out_of_fold.get("gates_by_passage", {}).values()):
             # A threshold of 1, which answers everything, stays.
-            gate["thresholds"] = [1.0 if at >= 1.0 else float(recalibration(at)) for at in gate["thresholds"]]
+            gate["thresholds"] = [
+                1.0 if at >= 1.0 else float(recalibration(at)) for at in gate["thresholds"]
+            ]
     golden = replace(bundle.golden, risk=recalibration(bundle.golden.risk))
     plot = draw_before_after(label, group, choice.before.held_out[0], choice.chosen.held_out[0])
     card = recalibrated_card(card_of(bundle), manifest, record, candidates_table(choice))
-    draft = draft_of(bundle, manifest, evaluation, card, golden=golden, plots={"recalibration.png": plot})
+    draft = draft_of(
+        bundle, manifest, evaluation, card, golden=golden, plots={"recalibration.png": plot}
+    )
     published = store.publish(draft)
-    console.print(f"published {published.reference} ({published.manifest.digest}); no alias was moved")
+    console.print(
+        f"published {published.reference} ({published.manifest.digest}); no alias was moved"
+    )
     if bundle.manifest.guarantee is not None:
-        console.print(f"{published.reference} has no guarantee: that of {bundle.reference} was not carried over")
+        console.print(
+            f"{published.reference} has no guarantee: that of {bundle.reference} was not carried"
+            " over"
+        )
     return published

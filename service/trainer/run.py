@@ -39,7 +39,14 @@ from service.trainer.guarantee import carry_out, plan
 from service.trainer.new_rows import Marks, standing_of
 from service.trainer.options import LEAST_ROWS, Console, TrainOptions
 from service.trainer.plots import draw
-from service.trainer.prepare import all_logits, fit_context, prepare, served_signals, trajectories, with_context
+from service.trainer.prepare import (
+    all_logits,
+    fit_context,
+    prepare,
+    served_signals,
+    trajectories,
+    with_context,
+)
 from service.trainer.training_set import draw_sample, spread
 
 
@@ -52,23 +59,27 @@ def train(
     probe: DepthMeanProbe | None = None,
     began_in: Callable[[Path], object] = lambda folder: None,
 ) -> Bundle:
-    """Train one bundle and publish it; with ``options.calibration`` also a version with a guaranteed threshold.
+    """Train one bundle and publish it; with ``options.calibration`` also a version with a
+    guaranteed threshold.
 
-    ``probe``, if given, is already fitted on the labelled rows, with the options' folds and seeds.  ``began_in`` is
-    called with the run's folder.
+    ``probe``, if given, is already fitted on the labelled rows, with the options' folds and seeds.
+    ``began_in`` is called with the run's folder.
 
-    Raises NoThreshold (the bundle was published, but no threshold of it can be guaranteed), DataError, RunMismatch,
-    NoDirection and TrainingError (the data allow no probe under these options), and BundleError (from the store)."""
+    Raises NoThreshold (the bundle was published, but no threshold of it can be guaranteed),
+    DataError, RunMismatch, NoDirection and TrainingError (the data allow no probe under these
+    options), and BundleError (from the store)."""
     if not NAME.fullmatch(options.name):
         raise TrainingError(
-            "name must be 1 to 64 of a-z 0-9 . _ -, begin with a letter or digit and have no '..'; not "
-            f"{options.name!r}",
+            "name must be 1 to 64 of a-z 0-9 . _ -, begin with a letter or digit and have no '..';"
+            f" not {options.name!r}",
             param="name",
         )
     options.check()
     dataset, test = _read(options)
     store.check_writable()
-    console.print(f"{len(dataset)} rows in {options.file.name}" + (f", {len(test)} held out" if test else ""))
+    console.print(
+        f"{len(dataset)} rows in {options.file.name}" + (f", {len(test)} held out" if test else "")
+    )
     for data in filter(None, (dataset, test)):
         for remark in data.remarks:
             console.print(f"{data.path.name}: {remark}")
@@ -78,9 +89,13 @@ def train(
         stack.enter_context(locked(options.folder))
         engine = stack.enter_context(closing(engine_factory()))
         reads, run_folder = _reads(options, dataset, test, engine), options.folder
-        if options.run_dir is None and (run_folder := unfinished_folder(run_folder, reads)) != options.folder:
+        if (
+            options.run_dir is None
+            and (run_folder := unfinished_folder(run_folder, reads)) != options.folder
+        ):
             console.print(
-                f"{options.folder} is of a finished run that read something else: this one's folder is {run_folder}"
+                f"{options.folder} is of a finished run that read something else: this one's folder"
+                f" is {run_folder}"
             )
             stack.enter_context(locked(run_folder))
         began_in(run_folder)
@@ -99,12 +114,16 @@ def train(
     return bundle
 
 
-def _reads(options: TrainOptions, dataset: Dataset, test: Dataset | None, engine: Engine) -> dict[str, Any]:
+def _reads(
+    options: TrainOptions, dataset: Dataset, test: Dataset | None, engine: Engine
+) -> dict[str, Any]:
     """Return rows, model and options that the files of the run folder depend on."""
     identity = asdict(engine.identity)
     if identity["template_arguments"] is None:
         del identity["template_arguments"]  # run folders of older releases have no such key
-    del identity["model"]  # a model's folder may have two names; the fingerprint identifies the model
+    del identity[
+        "model"
+    ]  # a model's folder may have two names; the fingerprint identifies the model
     generated = options.answers == "generate"
     return {
         "data": dataset.digest,
@@ -130,7 +149,9 @@ def _draft(
     fitted: DepthMeanProbe | None,
 ) -> tuple[BundleDraft, list[str]]:
     # Collect and label.
-    prompt_format = default_prompt_format(engine) if options.prompt_format == "auto" else options.prompt_format
+    prompt_format = (
+        default_prompt_format(engine) if options.prompt_format == "auto" else options.prompt_format
+    )
     dataset, test = spread(options, dataset, test, engine, prompt_format, console)
     sites = tuple(dict.fromkeys((options.site, *options.sites)))
     run = partial(prepare, engine, options=options, prompt_format=prompt_format, sites=sites)
@@ -139,7 +160,10 @@ def _draft(
     counts, inputs = data.counts, data.inputs
     no_fact = f", {counts['others']} that ask for no fact" if counts["others"] else ""
     why = ", ".join(f"{count} {reason}" for reason, count in data.labelled.left_out.items())
-    classes = f"{counts['factual']} factual, {counts['hallucinated']} hallucinated, {counts['left_out']} left out"
+    classes = (
+        f"{counts['factual']} factual, {counts['hallucinated']} hallucinated, {counts['left_out']}"
+        " left out"
+    )
     console.print(classes + (f" ({why})" if why else "") + no_fact)
 
     # Fit: choose C, cross-fit for out-of-fold logits, refit the served probes on all rows.
@@ -154,16 +178,23 @@ def _draft(
     out_of_fold = scaled.out_of_fold
     class_mean, class_std = class_statistics(out_of_fold, inputs.label)
 
-    # Fit the context probes (does a prompt ask for a fact, has it a passage?) and the reference of training prompts.
+    # Fit the context probes (does a prompt ask for a fact, has it a passage?) and the reference of
+    # training prompts.
     context = fit_context(data, probe)
-    names, columns = with_context(options.reads, context), None if context is None else context.columns
+    names, columns = (
+        with_context(options.reads, context),
+        None if context is None else context.columns,
+    )
     logits, more = all_logits(out_of_fold, data, final, scaled.scale, context)
-    reference = fit_reference(logits, inputs.label, inputs.group, options.folds, options.shuffles, more)
+    reference = fit_reference(
+        logits, inputs.label, inputs.group, options.folds, options.shuffles, more
+    )
     tensors = publish.probe_tensors(final, scaled.scale, class_mean, class_std, reference, context)
     probes = Probes.all_of(options.site, tensors)
     record = None if context is None else context.record()
 
-    # Calibrate: the classifier sees out-of-fold signals only.  Choose the threshold on every seed's risks.
+    # Calibrate: the classifier sees out-of-fold signals only. Choose the threshold on every seed's
+    # risks.
     extra = extra_signals(names, inputs.first_token, columns)
     probe.fit_risk(inputs.label, extra)
     classifier, risks = probe.classifier_, probe.out_of_fold_risk_
@@ -176,11 +207,15 @@ def _draft(
     nested: Evaluation | None = None
     if options.evaluate:
         reads_context = columns is not None
-        nested = evaluate(inputs, folds=options.folds, seeds=options.shuffles, probe=probe, context=reads_context)
+        nested = evaluate(
+            inputs, folds=options.folds, seeds=options.shuffles, probe=probe, context=reads_context
+        )
         crossed = nested.risk[served_signal]
         nested.document["at_threshold"] = rounded(at_threshold(inputs.label, crossed, threshold))
         nested.document["by_wrong_costs"] = rounded(by_wrong_costs(inputs.label, crossed))
-        nested.document.update(publish.strata_tables(inputs.label, crossed, inputs.strata, threshold))
+        nested.document.update(
+            publish.strata_tables(inputs.label, crossed, inputs.strata, threshold)
+        )
         nested.document.update(publish.rewording(data, crossed, threshold))
         auroc = nested.document["signals"][served_signal]["auroc"]
         if auroc["low"] <= CHANCE and not options.allow_no_signal:
@@ -191,20 +226,30 @@ def _draft(
                 "same)",
                 param="data",
             )
-    interval = None if nested is None else fit_interval(nested.risk[served_signal], reference, options.folds)
-    uncertainty = Uncertainty(reference.share, reference.rows, interval, say("outside", reference, interval))
+    interval = (
+        None
+        if nested is None
+        else fit_interval(nested.risk[served_signal], reference, options.folds)
+    )
+    uncertainty = Uncertainty(
+        reference.share, reference.rows, interval, say("outside", reference, interval)
+    )
     first = risks[0]  # one seed, so that each row counts once
     answering = gate_profile(inputs.label, first, inputs.group)
     document = publish.evaluation_document(options, names, data, probe, answering, first, nested)
     if prompt_format == "chat":
         rows = (data.dataset.rows[row] for row in data.labelled.index.tolist())
-        beside = np.array([standing_of(row, prompt_format).passage is True for row in rows], np.bool_)
+        beside = np.array(
+            [standing_of(row, prompt_format).passage is True for row in rows], np.bool_
+        )
         document["out_of_fold"]["gates_by_passage"] = publish.gates_by_passage(
             inputs.label, first, inputs.group, beside
         )
     if context is not None:
         fits = [fit.record for fit in context.fits]
-        document["context"] = rounded({fit.name: {"auroc": fit.auroc, "rows": fit.rows} for fit in fits})
+        document["context"] = rounded(
+            {fit.name: {"auroc": fit.auroc, "rows": fit.rows} for fit in fits}
+        )
     document |= {} if sample is None else {SAMPLE: sample.document()}
     document |= {} if answer is None else {"answer": answer.document}
     document["threshold"] = cut.document() | {"out_of_fold": rounded(cut.gate)}
@@ -212,7 +257,12 @@ def _draft(
         document["rows_seen"]["held-out"] = Marks.of(held.dataset).document()
         logits = trajectories(held.inputs.readouts, probes)
         read = served_signals(
-            logits, held.inputs.first_token, held.inputs.prompt_tokens, names, record, len(final.head)
+            logits,
+            held.inputs.first_token,
+            held.inputs.prompt_tokens,
+            names,
+            record,
+            len(final.head),
         )
         own_file = held.dataset.origin
         document["held_out"] = held_out(held.inputs, classifier, threshold, read, inputs) | {
@@ -221,9 +271,15 @@ def _draft(
             "left_out": held.counts["left_out"],
         }
         risk = classifier.risk(read)[None]
-        document["held_out"] |= publish.strata_tables(held.inputs.label, risk, held.inputs.strata, threshold)
+        document["held_out"] |= publish.strata_tables(
+            held.inputs.label, risk, held.inputs.strata, threshold
+        )
         document["held_out"] |= publish.rewording(held, risk, threshold)
-    plots = draw(publish.plot_data(options, names, inputs, out_of_fold, class_mean, class_std, nested, threshold))
+    plots = draw(
+        publish.plot_data(
+            options, names, inputs, out_of_fold, class_mean, class_std, nested, threshold
+        )
+    )
 
     # Publish: golden prompts replayed through the serving path, manifest, card.
     chosen = publish.golden_rows(classifier.risk(signal_matrix(scaled.trajectory, extra)))
@@ -257,22 +313,30 @@ def _draft(
 def _check_fitted(probe: DepthMeanProbe, readouts: Readouts) -> None:
     fit, trajectory = probe.probes_, probe.scaled_[probe.logit_scale].trajectory
     geometry, site = readouts.file.geometry, readouts.file.site
-    served = Probes(site, fit.head, *(array.astype(np.float32) for array in (fit.direction, fit.bias, probe.scale_)))
+    served = Probes(
+        site,
+        fit.head,
+        *(array.astype(np.float32) for array in (fit.direction, fit.bias, probe.scale_)),
+    )
     if (
         fit.direction.shape != (geometry.num_layers, geometry.dim(site))
         or len(trajectory) != len(readouts.label)
-        or not np.allclose(trajectories(readouts, [served]), trajectory, rtol=1e-3, atol=1e-3 * trajectory.std())
+        or not np.allclose(
+            trajectories(readouts, [served]), trajectory, rtol=1e-3, atol=1e-3 * trajectory.std()
+        )
     ):
         raise TrainingError(
-            f"the probe was fitted on other activations than this model has at these "
-            f"{len(readouts.label)} labelled rows: fit it on what extract gives for the same prompts, "
-            "in the same order",
+            "the probe was fitted on other activations than this model has at these"
+            f" {len(readouts.label)} labelled rows: fit it on what extract gives for the same"
+            " prompts, in the same order",
             param="probe",
         )
 
 
 def _read(options: TrainOptions) -> tuple[Dataset, Dataset | None]:
-    dataset = read_dataset(options.file, options.answers, folds=options.folds, columns=options.names)
+    dataset = read_dataset(
+        options.file, options.answers, folds=options.folds, columns=options.names
+    )
     options.decoding(dataset.decodings)
     test = None
     if options.test is not None:
@@ -290,7 +354,9 @@ def _read(options: TrainOptions) -> tuple[Dataset, Dataset | None]:
     if test is not None:
         check_disjoint(dataset, test)
     if options.calibration is not None:  # ``plan`` checks this too, but only after training
-        calibration = read_dataset(options.calibration, options.answers, folds=None, columns=options.names)
+        calibration = read_dataset(
+            options.calibration, options.answers, folds=None, columns=options.names
+        )
         check_all_apply(calibration)
         for data in every:
             check_disjoint(data, calibration)
@@ -302,11 +368,14 @@ def _read(options: TrainOptions) -> tuple[Dataset, Dataset | None]:
 def _check_folds(options: TrainOptions, dataset: Dataset) -> None:
     """Make every fold before the model is loaded, since a fold of a small set may lack a class.
 
-    Skipped for large sets, where a split takes seconds.  Raises TrainingError that names seed, fold and cure."""
+    Skipped for large sets, where a split takes seconds.  Raises TrainingError that names seed, fold
+    and cure."""
     asking = dataset.asking
     label = np.array([dataset.rows[row].label for row in asking.tolist()], np.int64)
     group = dataset.groups[asking]
-    if min(len(np.unique(group[label == value])) for value in (0, 1)) > 10 * max(options.folds, options.inner_folds):
+    if min(len(np.unique(group[label == value])) for value in (0, 1)) > 10 * max(
+        options.folds, options.inner_folds
+    ):
         return
     rows = np.arange(len(label))
     if options.c is None:

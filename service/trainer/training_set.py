@@ -1,4 +1,5 @@
-"""Makes the training rows: sets aside the sample that the bundle carries, and asks in forms of conversation."""
+"""Makes the training rows: sets aside the sample that the bundle carries, and asks in forms of
+conversation."""
 
 from __future__ import annotations
 
@@ -14,8 +15,21 @@ import numpy as np
 
 from probes_store.local import atomic_write
 from service.data.collection import collect, render_all
-from service.data.forms import FORMS, Form, Message, chosen, in_forms, is_one_message, read_model_answers
-from service.data.forms.crossed import PLAIN_WORDING, held_out_families, in_wordings, training_families
+from service.data.forms import (
+    FORMS,
+    Form,
+    Message,
+    chosen,
+    in_forms,
+    is_one_message,
+    read_model_answers,
+)
+from service.data.forms.crossed import (
+    PLAIN_WORDING,
+    held_out_families,
+    in_wordings,
+    training_families,
+)
 from service.data.forms.several import no_fact_rows
 from service.data.forms.tasks import task_rows
 from service.data.judges import normalise, parts_of
@@ -32,10 +46,18 @@ LEAST_SAMPLE = 8  # questions; with fewer the bundle carries no sample
 SAMPLE_SHARE = 0.05  # most of the training rows that the sample may take
 JUDGES = ("contains", "exact")  # those that a service has: they need no endpoint and no pattern
 LONGEST = 400  # characters of a question that a table can show
-ASKED_ALONE = 600  # questions that the model answers alone, for earlier messages with its own answers
+ASKED_ALONE = (
+    600  # questions that the model answers alone, for earlier messages with its own answers
+)
 WITH_OWN_ANSWERS = ("turn_own", "turns_own")
-ANSWERS, PATTERNS = "answers", "patterns"  # patterns are for the judge alone: no passage or earlier message states them
-TASKS, LEAST_TASKS = 0.15, 200  # requests that ask for no fact: a share of the questions, and a least number
+ANSWERS, PATTERNS = (
+    "answers",
+    "patterns",
+)  # patterns are for the judge alone: no passage or earlier message states them
+TASKS, LEAST_TASKS = (
+    0.15,
+    200,
+)  # requests that ask for no fact: a share of the questions, and a least number
 LIKE_QUESTIONS = 1 / 3  # share of these requests that look like questions: key words and follow-ups
 REWORDED, WORDINGS_EACH = 0.25, 3  # share of the questions that are reworded, and wordings of each
 _PLAIN = ("lone", PLAIN_WORDING)  # forms that leave a question as it is
@@ -45,11 +67,14 @@ LONGEST_REWORDED = 240  # characters; longer questions are not reworded
 def draw_sample(
     options: TrainOptions, dataset: Dataset, test: Dataset | None, console: Console
 ) -> tuple[Dataset, Sample | None]:
-    """Return the training rows and the sample, which is drawn from the held-out rows, else from the training rows."""
+    """Return the training rows and the sample, which is drawn from the held-out rows, else from the
+    training rows."""
     judge = options.judge_name if options.answers == "generate" else "contains"
     if not options.keep_sample or judge not in JUDGES or options.answer_pattern:
         return dataset, None
-    source, room = (dataset, int(SAMPLE_SHARE * len(dataset))) if test is None else (test, len(test))
+    source, room = (
+        (dataset, int(SAMPLE_SHARE * len(dataset))) if test is None else (test, len(test))
+    )
     sizes = np.bincount(source.groups)
     positions = []
     for position in _alternating_kinds(source, random.Random(options.shuffles[0])):
@@ -61,18 +86,24 @@ def draw_sample(
     if len(positions) < LEAST_SAMPLE:
         return dataset, None
     if test is None:
-        left = dataset.part(np.flatnonzero(~np.isin(dataset.groups, dataset.groups[positions])).tolist())
+        left = dataset.part(
+            np.flatnonzero(~np.isin(dataset.groups, dataset.groups[positions])).tolist()
+        )
         if options.answers == "given" and missing_groups(left, options.folds):
             return dataset, None
         console.print(
-            f"{len(positions)} questions are left out of training and kept in the bundle for `hallutracer try` "
-            f"({len(dataset) - len(left)} rows; --no-sample)"
+            f"{len(positions)} questions are left out of training and kept in the bundle for"
+            f" `hallutracer try` ({len(dataset) - len(left)} rows; --no-sample)"
         )
         dataset = left
     rows = [source.rows[position] for position in positions]
     length = min(options.answer_tokens, MOST_TOKENS)
-    questions = tuple(SampleQuestion(row.texts[0], row.answers, row.strata.get("kind", "")) for row in rows)
-    return dataset, Sample(source.origin.path.name, judge, options.abstains.pattern, length, questions)
+    questions = tuple(
+        SampleQuestion(row.texts[0], row.answers, row.strata.get("kind", "")) for row in rows
+    )
+    return dataset, Sample(
+        source.origin.path.name, judge, options.abstains.pattern, length, questions
+    )
 
 
 def _can_be_shown(row: Row) -> bool:
@@ -84,13 +115,18 @@ def _can_be_shown(row: Row) -> bool:
 
 
 def _alternating_kinds(source: Dataset, draw: random.Random) -> list[int]:
-    """Return rows in a drawn order, each of another group: the first of each kind, the second of each, ...
+    """Return rows in a drawn order, each of another group: the first of each kind, the second of
+    each, ...
 
     A group with several forms gives a plain question, if it has one."""
     order = [position for position, row in enumerate(source.rows) if _can_be_shown(row)]
     draw.shuffle(order)
-    order.sort(key=lambda position: source.rows[position].strata.get("form", _PLAIN[0]) not in _PLAIN)
-    first = {int(source.groups[position]): position for position in reversed(order)}  # of each group
+    order.sort(
+        key=lambda position: source.rows[position].strata.get("form", _PLAIN[0]) not in _PLAIN
+    )
+    first = {
+        int(source.groups[position]): position for position in reversed(order)
+    }  # of each group
     by_kind: dict[str, list[int]] = defaultdict(list)
     for position in order:
         if first[int(source.groups[position])] == position:
@@ -119,8 +155,11 @@ class Fits:
         return fine
 
     def takes(self, messages: list[Message], reserve: int = 0) -> bool:
-        """Return whether the model can render these messages and has room for ``reserve`` more tokens."""
-        if not all(message["content"].strip() for message in messages):  # a form may leave nothing of "?!"
+        """Return whether the model can render these messages and has room for ``reserve`` more
+        tokens."""
+        if not all(
+            message["content"].strip() for message in messages
+        ):  # a form may leave nothing of "?!"
             return False
         row = as_asked({"messages": messages}, self.prompt_format)
         try:
@@ -132,13 +171,22 @@ class Fits:
     @property
     def left_out(self) -> tuple[str, ...]:
         """Return the forms that the model always refused."""
-        return tuple(sorted(name for name, count in self.tried.items() if self.refused[name] == count))
+        return tuple(
+            sorted(name for name, count in self.tried.items() if self.refused[name] == count)
+        )
 
     def described(self) -> str | None:
         """Return a line that names the forms that did not fit, or None."""
-        shown = [f"{name} {count} of {self.tried[name]}" for name, count in self.refused.most_common() if count]
+        shown = [
+            f"{name} {count} of {self.tried[name]}"
+            for name, count in self.refused.most_common()
+            if count
+        ]
         limit = self.engine.identity.max_tokens
-        text = f"beyond the model's {limit} tokens or its chat template, so asked in other forms: {', '.join(shown)}"
+        text = (
+            f"beyond the model's {limit} tokens or its chat template, so asked in other forms:"
+            f" {', '.join(shown)}"
+        )
         return text if shown else None
 
 
@@ -150,10 +198,12 @@ def spread(
     prompt_format: PromptFormat,
     console: Console,
 ) -> tuple[Dataset, Dataset | None]:
-    """Return training and held-out rows in the forms that the options name; unchanged if they name none.
+    """Return training and held-out rows in the forms that the options name; unchanged if they name
+    none.
 
     The run folder gets the files, and the model's answers to lone questions.
-    Raises DataError for rows that do not fit the model by themselves, TrainingError for forms that need a template."""
+    Raises DataError for rows that do not fit the model by themselves, TrainingError for forms that
+    need a template."""
     if not options.wanted_forms:
         return dataset, test
     forms = _forms(options, prompt_format, console)
@@ -172,32 +222,48 @@ def _forms(options: TrainOptions, prompt_format: PromptFormat, console: Console)
         return forms
     single = [form for form in forms if is_one_message(form)]
     if mixture:
-        console.print("prompts are plain text, without a chat template: questions take forms of a single message only")
+        console.print(
+            "prompts are plain text, without a chat template: questions take forms of a single"
+            " message only"
+        )
     elif len(single) < len(forms):
         names = ", ".join(form.name for form in forms if form not in single)
         raise TrainingError(
-            f"prompts are plain text, without a chat template: leave out forms of several messages, {names}",
+            "prompts are plain text, without a chat template: leave out forms of several messages,"
+            f" {names}",
             param="forms",
         )
     return single
 
 
 def _in_forms(
-    options: TrainOptions, dataset: Dataset, name: str, forms: Sequence[Form], fits: Fits, console: Console
+    options: TrainOptions,
+    dataset: Dataset,
+    name: str,
+    forms: Sequence[Form],
+    fits: Fits,
+    console: Console,
 ) -> Dataset:
-    render_all(fits.engine, dataset, fits.prompt_format, fits.reserve)  # names lines that are too long by themselves
+    render_all(
+        fits.engine, dataset, fits.prompt_format, fits.reserve
+    )  # names lines that are too long by themselves
     model_answers: dict[str, str] = {}
     if any(form.name in WITH_OWN_ANSWERS for form in forms):
         model_answers = _own_answers(options, dataset, f"{name}-said", fits)
     key = PATTERNS if options.judge == "regex" else ANSWERS
-    rows = [_object(row, group, key) for row, group in zip(dataset.rows, group_names(dataset), strict=True)]
+    rows = [
+        _object(row, group, key)
+        for row, group in zip(dataset.rows, group_names(dataset), strict=True)
+    ]
     seed = options.shuffles[0]
     formed = in_forms(rows, forms, seed=seed, model_answers=model_answers, fits=fits)
     ids = {row["id"] for row in formed}
     left = [row for row in rows if ids.isdisjoint(_possible_ids(row, forms))]
     formed += in_forms(left, [FORMS["lone"]])  # rows that fit no form are asked alone
     if left:
-        console.print(f"{len(left):,} rows of {dataset.path.name} fit none of the forms and are asked alone")
+        console.print(
+            f"{len(left):,} rows of {dataset.path.name} fit none of the forms and are asked alone"
+        )
     mixture = options.wanted_forms == (MIXTURE,)
     if mixture:
         formed += _reworded(rows, formed, name, seed, fits)
@@ -208,7 +274,10 @@ def _in_forms(
         formed += [row for row in tasks if fits.takes(row["messages"])]
     formed = list(map(_with_answers, formed))
     path = options.folder / IN_FORMS.format(name)
-    lines = [json.dumps(as_asked(row, fits.prompt_format), ensure_ascii=False) for row in _with_unique_ids(formed)]
+    lines = [
+        json.dumps(as_asked(row, fits.prompt_format), ensure_ascii=False)
+        for row in _with_unique_ids(formed)
+    ]
     atomic_write(path, "".join(f"{line}\n" for line in lines).encode())
     result = replace(read_dataset(path, "generate", folds=None), made_of=dataset)
     forms_met = {row.strata["form"] for row in result.rows if row.applies}
@@ -232,12 +301,21 @@ def _with_answers(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _reworded(
-    rows: Sequence[dict[str, Any]], formed: Sequence[dict[str, Any]], name: str, seed: int, fits: Fits
+    rows: Sequence[dict[str, Any]],
+    formed: Sequence[dict[str, Any]],
+    name: str,
+    seed: int,
+    fits: Fits,
 ) -> list[dict[str, Any]]:
-    """Return a share of the questions in several wordings each, so that a probe cannot mistake a wording for knowledge.
+    """Return a share of the questions in several wordings each, so that a probe cannot mistake a
+    wording for knowledge.
 
     Held-out rows get wordings that no training row has."""
-    asking = [row for row in rows if 0 < len(row.get("prompt", "")) < LONGEST_REWORDED and "applies" not in row]
+    asking = [
+        row
+        for row in rows
+        if 0 < len(row.get("prompt", "")) < LONGEST_REWORDED and "applies" not in row
+    ]
     drawn = random.Random(f"{seed} reworded").sample(asking, round(REWORDED * len(asking)))
     families = training_families() if name == "train" else held_out_families()
     taken = {row["messages"][0]["content"] for row in formed if len(row.get("messages", ())) == 1}
@@ -245,9 +323,16 @@ def _reworded(
     return [row for row in wordings if fits.takes(row["messages"], fits.reserve)]
 
 
-def _own_answers(options: TrainOptions, dataset: Dataset, folder: str, fits: Fits) -> dict[str, str]:
-    """Return the model's answers to some of the lone questions, by id; resumes from ``folder`` in the run."""
-    lone = [position for position, row in enumerate(dataset.rows) if row.prompt is not None and row.applies]
+def _own_answers(
+    options: TrainOptions, dataset: Dataset, folder: str, fits: Fits
+) -> dict[str, str]:
+    """Return the model's answers to some of the lone questions, by id; resumes from ``folder`` in
+    the run."""
+    lone = [
+        position
+        for position, row in enumerate(dataset.rows)
+        if row.prompt is not None and row.applies
+    ]
     draw = random.Random(f"{options.shuffles[0]} said")
     positions = sorted(draw.sample(lone, min(len(lone), ASKED_ALONE)))
     if not positions:
@@ -265,7 +350,8 @@ def _own_answers(options: TrainOptions, dataset: Dataset, folder: str, fits: Fit
 
 
 def group_names(dataset: Dataset) -> list[str]:
-    """Return the group of each row after near-duplicates were joined: the group or else the id of its first row."""
+    """Return the group of each row after near-duplicates were joined: the group or else the id of
+    its first row."""
     names: dict[int, str] = {}
     taken: set[str] = set()
     for row, number in zip(dataset.rows, dataset.groups.tolist(), strict=True):
@@ -279,7 +365,8 @@ def group_names(dataset: Dataset) -> list[str]:
 
 
 def _object(row: Row, group: str, key: str) -> dict[str, Any]:
-    """Return a row as an object of its file, with this group, and with its answers under ``key``."""
+    """Return a row as an object of its file, with this group, and with its answers under
+    ``key``."""
     question = {"messages": row.messages} if row.prompt is None else {"prompt": row.prompt}
     answers: dict[str, Any] = {key: list(row.answers)} if row.applies else {"applies": False}
     stated = {"statement": row.statement} if row.statement else {}
@@ -287,11 +374,14 @@ def _object(row: Row, group: str, key: str) -> dict[str, Any]:
 
 
 def as_asked(row: dict[str, Any], prompt_format: PromptFormat) -> dict[str, Any]:
-    """Return the row as it is rendered: without a chat template a single message becomes a prompt."""
+    """Return the row as it is rendered: without a chat template a single message becomes a
+    prompt."""
     if prompt_format == "chat" or "messages" not in row or len(row["messages"]) > 1:
         return row
     [message] = row["messages"]
-    return {key: value for key, value in row.items() if key != "messages"} | {"prompt": message["content"]}
+    return {key: value for key, value in row.items() if key != "messages"} | {
+        "prompt": message["content"]
+    }
 
 
 def _with_unique_ids(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

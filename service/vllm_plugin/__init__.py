@@ -2,9 +2,10 @@
 
     HALLUTRACER_BUNDLE=my-probe@production vllm serve MODEL
 
-The way of a completion: vLLM's router -> ``middleware`` (a note for this request) -> vLLM's serving code ->
-``generation`` (asks the worker for the reading, judges it, ends what is gated) -> ``middleware`` (the note into the
-response).  ``plugin`` is what vLLM loads; ``options`` reads the same variables as ``hallutracer serve``'s flags."""
+The way of a completion: vLLM's router -> ``middleware`` (a note for this request) -> vLLM's serving
+code -> ``generation`` (asks the worker for the reading, judges it, ends what is gated) ->
+``middleware`` (the note into the response).  ``plugin`` is what vLLM loads; ``options`` reads the
+same variables as ``hallutracer serve``'s flags."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ __all__ = ["load"]
 
 
 def load() -> HalluTracerPlugin:
-    """The plugin, as vLLM asks for it.  Raises SystemExit where it cannot be had, whatever the reason.
+    """The plugin, as vLLM asks for it.  Raises SystemExit where it cannot be had, whatever the
+    reason.
 
     vLLM logs any other exception of a plugin, and starts without it: without the guard."""
     try:

@@ -23,20 +23,25 @@ log = logging.getLogger("hallutracer")
 
 
 class AnswerReader:
-    """Reads one answer output by output, none before its risk counts: of a call of tools no token is read."""
+    """Reads one answer output by output, none before its risk counts: of a call of tools no token
+    is read."""
 
     def __init__(self, scorer: Scorer, policy: Policy, lease: ProbeLease) -> None:
         self._scorer, self._policy = scorer, policy
         self._lease: ProbeLease | None = lease  # None: the answer cannot be read any further
-        self._waiting = deque[tuple[Any, int]]()  # outputs, and how many tokens the answer had with each
+        self._waiting = deque[
+            tuple[Any, int]
+        ]()  # outputs, and how many tokens the answer had with each
         self._outputs_read = 0
         self._risk: AnswerRisk | None = None  # by the tokens of those
 
     def add(self, output: Any, tokens: int) -> Callable[[], AnswerRisk | None]:
-        """Take the next output, with which the answer has so many tokens; return what reads its risk up to there.
+        """Take the next output, with which the answer has so many tokens; return what reads its
+        risk up to there.
 
-        To be called in the outputs' order, or of the newest alone.  It raises EngineError, its kinds and
-        NonFiniteReadout where the policy decides by the risk; under another policy such an answer has no risk."""
+        To be called in the outputs' order, or of the newest alone.  It raises EngineError, its
+        kinds and NonFiniteReadout where the policy decides by the risk; under another policy such
+        an answer has no risk."""
         self._waiting.append((output, tokens))
         return partial(self._risk_after, self._outputs_read + len(self._waiting))
 
@@ -66,10 +71,12 @@ class AnswerReader:
 
 
 class AnswerOutputs:
-    """The outputs of one request, whose answers are shown piece by piece (DELTA) or whole, as its last output."""
+    """The outputs of one request, whose answers are shown piece by piece (DELTA) or whole, as its
+    last output."""
 
     def __init__(self, reader: AnswerReader, parameters: Any, end_token: int) -> None:
-        """``parameters``: vLLM's for this request.  ``end_token`` stands for an answer of which nothing is shown."""
+        """``parameters``: vLLM's for this request.  ``end_token`` stands for an answer of which
+        nothing is shown."""
         self.tokens = 0  # decoded, of all its answers
         self._reader, self._end_token = reader, end_token
         self._in_pieces = parameters.output_kind is RequestOutputKind.DELTA
@@ -89,11 +96,14 @@ class AnswerOutputs:
             text, tokens = text[len(self._text) :], tokens - self.tokens
         self._text += text
         self.tokens += tokens
-        end = Completion(self._text, (), last.finish_reason, self.tokens) if output.finished else None
+        end = (
+            Completion(self._text, (), last.finish_reason, self.tokens) if output.finished else None
+        )
         return Chunk(text, tokens, self._reader.add(output, self.tokens), end)
 
     def shown(self, events: Iterable[Event], newest: Any) -> Iterator[Any]:
-        """Yield the outputs that the caller sees, by what the turn makes of the chunks up to the newest output's."""
+        """Yield the outputs that the caller sees, by what the turn makes of the chunks up to the
+        newest output's."""
         for event in events:
             if isinstance(event, Text):
                 if self._in_pieces:
@@ -104,7 +114,8 @@ class AnswerOutputs:
                 yield newest
 
     def _ended_early(self, output: Any, ended: Ended) -> Any:
-        """Return the output as the end of its answers, with no more than what the turn has shown of them."""
+        """Return the output as the end of its answers, with no more than what the turn has shown of
+        them."""
         from vllm.logprobs import Logprob
 
         last, shown = output.outputs[0], ended.completion

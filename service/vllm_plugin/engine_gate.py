@@ -1,8 +1,10 @@
-"""The gate inside vLLM's engine, for front ends that know nothing of it: ``LLM``, Ray Serve, run-batch, gRPC.
+"""The gate inside vLLM's engine, for front ends that know nothing of it: ``LLM``, Ray Serve,
+run-batch, gRPC.
 
-``open_gate`` runs where an engine's core does, before it takes requests: the engine is tested, the golden prompts
-replay, the worker is told to read every request, and the scheduler asks ``Gate`` about each request's first output.
-An answer that the policy withholds ends there, without a token; its ``stop_reason`` says why."""
+``open_gate`` runs where an engine's core does, before it takes requests: the engine is tested, the
+golden prompts replay, the worker is told to read every request, and the scheduler asks ``Gate``
+about each request's first output. An answer that the policy withholds ends there, without a token;
+its ``stop_reason`` says why."""
 
 from __future__ import annotations
 
@@ -47,13 +49,16 @@ class Gate:
     scorer: Scorer
     policy: Policy
     lease: ProbeLease
-    places: Mapping[Scorer, int]  # of each scorer's first trajectory in what is read of every request
+    places: Mapping[
+        Scorer, int
+    ]  # of each scorer's first trajectory in what is read of every request
     adapters: Adapters
     conversations: ConversationReader
     refusals: frozenset[str]  # what stands in for withheld answers, as ``asks_of`` takes it
 
     def reason(self, request: Any, wire: Any) -> str | None:
-        """Return why the answer to a vLLM ``Request`` ends before its first token; None: it goes on.
+        """Return why the answer to a vLLM ``Request`` ends before its first token; None: it goes
+        on.
 
         ``wire``: the worker's payload for this request, None where it sent none."""
         scorer, policy, prompt = self.scorer, self.policy, request.prompt_token_ids
@@ -66,7 +71,9 @@ class Gate:
                 raise HalluTracerError("the worker did not read its prompt")
             chat = scorer.prompt_format == "chat"
             ends = not chat or tuple(prompt[-len(scorer.chat_ending) :]) == scorer.chat_ending
-            as_trained = ends and not getattr(request, "mm_features", None)  # images, audio: training had text
+            as_trained = ends and not getattr(
+                request, "mm_features", None
+            )  # images, audio: training had text
             if not as_trained:
                 policy = untemplated(scorer, policy)
             standing = self.standing(prompt) if chat and as_trained else UNKNOWN
@@ -78,7 +85,9 @@ class Gate:
         turn = Turn(policy, report.verdict, applies=report.context.applies)
         if not list(turn.begin()):  # it has not ended: the answer may begin
             return None
-        why = ", outside training" if report.uncertain.outside and not report.verdict.flagged else ""
+        why = (
+            ", outside training" if report.uncertain.outside and not report.verdict.flagged else ""
+        )
         return f"hallutracer: withheld, risk {report.risk:.3f}{why}"
 
     def standing(self, prompt: Sequence[int]) -> Standing:
@@ -90,7 +99,8 @@ class Gate:
 
 
 def unreadable(request: Any) -> str | None:
-    """Return what in a vLLM ``Request`` keeps its prompt from being read; None where nothing does."""
+    """Return what in a vLLM ``Request`` keeps its prompt from being read; None where nothing
+    does."""
     if request.prompt_embeds is not None:
         return "prompt embeddings are not read: send text or token ids"
     if request.resumable:
@@ -103,21 +113,33 @@ class Judging:
     """What a core does besides: its scheduler ends withheld requests with their first output."""
 
     def __init__(self, core: Any, opened: Callable[[], Gate]) -> None:
-        """``opened`` tests the engine, replays the golden prompts and returns the gate, or raises."""
+        """``opened`` tests the engine, replays the golden prompts and returns the gate, or
+        raises."""
         scheduler, executor = core.scheduler, core.model_executor
         self._core, self._opened, self._requests = core, opened, scheduler.requests
         self._gate: Gate | None = None  # while ``opened`` runs
         self._changed = False  # whether the weights may have, since
-        self._update, self._update_request = scheduler.update_from_output, scheduler._update_request_with_output
+        self._update, self._update_request = (
+            scheduler.update_from_output,
+            scheduler._update_request_with_output,
+        )
         self._rpc, executor.collective_rpc = executor.collective_rpc, self.rpc
         self._withheld: dict[str, str] = {}  # request -> reason, of this step
-        scheduler.update_from_output, scheduler._update_request_with_output = self.update, self.update_request
-        self._add, scheduler.add_request, self._add_lora = scheduler.add_request, self.add, core.add_lora
+        scheduler.update_from_output, scheduler._update_request_with_output = (
+            self.update,
+            self.update_request,
+        )
+        self._add, scheduler.add_request, self._add_lora = (
+            scheduler.add_request,
+            self.add,
+            core.add_lora,
+        )
         # vLLM decodes what it is given by its signature.
         core.add_lora = functools.wraps(self._add_lora)(lambda request: self.add_lora(request))
 
     def add(self, request: Any) -> None:
-        """Take a request, after which earlier ones of an adapter that it replaces are no longer read."""
+        """Take a request, after which earlier ones of an adapter that it replaces are no longer
+        read."""
         if self._gate is not None:
             self._gate.adapters.note(request.lora_request)
         self._add(request)
@@ -130,12 +152,14 @@ class Judging:
 
     def rpc(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         """Call a method of every worker."""
-        self._changed |= not isinstance(method, str) or method in CHANGES  # a function may do anything
+        self._changed |= (
+            not isinstance(method, str) or method in CHANGES
+        )  # a function may do anything
         return self._rpc(method, *args, **kwargs)
 
     def open(self) -> None:
-        """Judge every request from now on.  Raises what ``opened`` does; where a gate was open before, it stays, and
-        nothing is read."""
+        """Judge every request from now on.  Raises what ``opened`` does; where a gate was open
+        before, it stays, and nothing is read."""
         gate, self._gate, self._changed = self._gate, None, False
         directive = None if gate is None else replace(gate.lease.directive, weights=-1)
         self._core.collective_rpc("hallutracer_read_all", args=(None,))
@@ -150,16 +174,23 @@ class Judging:
                 self._core.collective_rpc("hallutracer_read_all", args=(directive.encode(),))
 
     def open_again(self) -> None:
-        """Open the gate again after a change of the weights, while nothing else runs: no request is read before."""
+        """Open the gate again after a change of the weights, while nothing else runs: no request is
+        read before."""
         idle = not (self._requests or self._core.is_sleeping())
-        alone = self._core.vllm_config.parallel_config.data_parallel_size == 1  # the others step along
+        alone = (
+            self._core.vllm_config.parallel_config.data_parallel_size == 1
+        )  # the others step along
         if self._gate is None or not (self._changed and idle and alone):
             return
         try:
             self.open()
-            log.warning("hallutracer: the golden prompts were replayed after a change of the weights")
+            log.warning(
+                "hallutracer: the golden prompts were replayed after a change of the weights"
+            )
         except (HalluTracerError, BundleError) as error:
-            log.critical("hallutracer: the weights have changed, and no request is read any more: %s", error)
+            log.critical(
+                "hallutracer: the weights have changed, and no request is read any more: %s", error
+            )
 
     def in_words(self) -> str:
         """Return which bundle judges by which policy, and where it reads; the gate is open."""
@@ -170,38 +201,55 @@ class Judging:
         """Judge the step's first outputs; the payloads go no further."""
         if self._gate is None:
             return self._update(scheduler_output, model_runner_output)
-        wires, sampled = model_runner_output.prompt_token_id_logprobs_dict, model_runner_output.sampled_token_ids
+        wires, sampled = (
+            model_runner_output.prompt_token_id_logprobs_dict,
+            model_runner_output.sampled_token_ids,
+        )
         self._withheld = {}
         for name in scheduler_output.num_scheduled_tokens:
             request, place = self._requests.get(name), model_runner_output.req_id_to_index.get(name)
             read = request is None or request.sampling_params.prompt_logprob_token_ids is None
             wire = wires.pop(name, None) if read else None  # else it is what the caller asked for
-            if request is None or request.num_output_tokens or place is None or not (sampled and sampled[place]):
+            if (
+                request is None
+                or request.num_output_tokens
+                or place is None
+                or not (sampled and sampled[place])
+            ):
                 continue
             if reason := self._gate.reason(request, wire):
                 self._withheld[name] = reason
         return self._update(scheduler_output, model_runner_output)
 
-    def update_request(self, request: Any, new_token_ids: list[int], *args: Any, **kwargs: Any) -> Any:
+    def update_request(
+        self, request: Any, new_token_ids: list[int], *args: Any, **kwargs: Any
+    ) -> Any:
         """Return no token of a withheld answer, and that it has stopped."""
         if (reason := self._withheld.pop(request.request_id, None)) is None:
             return self._update_request(request, new_token_ids, *args, **kwargs)
         from vllm.v1.request import RequestStatus
 
-        request.status, request.stop_reason, request.resumable = RequestStatus.FINISHED_STOPPED, reason, False
+        request.status, request.stop_reason, request.resumable = (
+            RequestStatus.FINISHED_STOPPED,
+            reason,
+            False,
+        )
         return [], True
 
 
 class _Core:
     """An engine's core before it takes requests, as the ``AsyncLLM`` that ``VllmEngine`` asks.
 
-    All calls of the core are made on the thread that is in ``serve``: the one that made it, as vLLM makes them."""
+    All calls of the core are made on the thread that is in ``serve``: the one that made it, as vLLM
+    makes them."""
 
     errored, output_handler = False, None
 
     def __init__(self, core: Any) -> None:
         self.vllm_config, self._core = core.vllm_config, core
-        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = (
+            queue.SimpleQueue()
+        )
         self._outputs: defaultdict[str, deque[Any]] = defaultdict(deque)
 
     def serve(self, work: Callable[[], Any]) -> Any:
@@ -225,17 +273,31 @@ class _Core:
         return await self._call(lambda: list(self._core.collective_rpc(method, args=args)))
 
     async def generate(
-        self, prompt: Mapping[str, Any], parameters: Any, name: str, priority: int, lora_request: Any
+        self,
+        prompt: Mapping[str, Any],
+        parameters: Any,
+        name: str,
+        priority: int,
+        lora_request: Any,
     ) -> AsyncGenerator[Any, None]:
         """Yield a request's outputs as vLLM's own client would."""
         from vllm.v1.engine import EngineCoreRequest
 
         request = EngineCoreRequest(
-            request_id=name, prompt_token_ids=list(prompt["prompt_token_ids"]), mm_features=None,
-            sampling_params=parameters, pooling_params=None, arrival_time=time.time(), lora_request=lora_request,
-            cache_salt=None, data_parallel_rank=None, priority=priority,
-        )  # fmt: skip
-        await self._call(lambda: self._core.add_request(*self._core.preprocess_add_request(request)))
+            request_id=name,
+            prompt_token_ids=list(prompt["prompt_token_ids"]),
+            mm_features=None,
+            sampling_params=parameters,
+            pooling_params=None,
+            arrival_time=time.time(),
+            lora_request=lora_request,
+            cache_salt=None,
+            data_parallel_rank=None,
+            priority=priority,
+        )
+        await self._call(
+            lambda: self._core.add_request(*self._core.preprocess_add_request(request))
+        )
         while True:
             while not self._outputs[name]:
                 await self._call(self._step)
@@ -245,12 +307,17 @@ class _Core:
             yield SimpleNamespace(
                 outputs=[
                     SimpleNamespace(
-                        text="", token_ids=output.new_token_ids, finish_reason=said, stop_reason=output.stop_reason
+                        text="",
+                        token_ids=output.new_token_ids,
+                        finish_reason=said,
+                        stop_reason=output.stop_reason,
                     )
                 ],
-                finished=said is not None, num_cached_tokens=0, metrics=None,
+                finished=said is not None,
+                num_cached_tokens=0,
+                metrics=None,
                 prompt_token_id_logprobs=None if wire is None else wire.numpy(),
-            )  # fmt: skip
+            )
             if said is not None:
                 return
 
@@ -266,13 +333,18 @@ class _Core:
 
 
 def open_gate(core: Any, options: PluginOptions) -> Judging:
-    """Put the first bundle's gate into a vLLM ``EngineCore``.  Raises what is wrong with engine, bundle or options."""
+    """Put the first bundle's gate into a vLLM ``EngineCore``.  Raises what is wrong with engine,
+    bundle or options."""
     settings, bundle = options.settings, next(iter(options.bundles.values()))
     if options.audit_log is not None:
-        raise HalluTracerError(f"{env('audit-log')} needs `vllm serve` or HalluTracer's own service: unset it here")
+        raise HalluTracerError(
+            f"{env('audit-log')} needs `vllm serve` or HalluTracer's own service: unset it here"
+        )
     policy = options.policies.named[settings.policy]
     if field := policy.reads_answers_for:
-        raise HalluTracerError(f"policy {policy.name!r}: {field} needs `vllm serve` or HalluTracer's own service")
+        raise HalluTracerError(
+            f"policy {policy.name!r}: {field} needs `vllm serve` or HalluTracer's own service"
+        )
     policy = policy.at(settings.threshold if policy.threshold is None else None)
     client = _Core(core)
     from vllm.lora.request import LoRARequest
@@ -281,7 +353,9 @@ def open_gate(core: Any, options: PluginOptions) -> Judging:
     replaced: set[int] = set()  # remembered when the gate opens again
 
     def opened() -> Gate:
-        engine = VllmEngine.around(client, None, template_arguments=bundle.manifest.chat_template.arguments)
+        engine = VllmEngine.around(
+            client, None, template_arguments=bundle.manifest.chat_template.arguments
+        )
         try:
             scorers = [Scorer(engine, bundle)]
             adapters = Adapters(options.bundles, get_adapter_absolute_path, replaced)
@@ -289,15 +363,35 @@ def open_gate(core: Any, options: PluginOptions) -> Judging:
                 request = LoRARequest(folder.name, OWN_ADAPTERS + number, str(folder.resolve()))
                 scorers += adapters.load(engine, request).values()
             for waiting in adapters.waiting:
-                log.warning("bundle %s reads an adapter that %s does not name", waiting, env("adapters"))
-            assert all(scorer.chat_ending is not None for scorer in scorers)  # made while the engine renders
+                log.warning(
+                    "bundle %s reads an adapter that %s does not name", waiting, env("adapters")
+                )
+            assert all(
+                scorer.chat_ending is not None for scorer in scorers
+            )  # made while the engine renders
             probes = [probe for scorer in scorers for probe in scorer.probes]
-            lease = engine.lease(probes, first_token=any(scorer.needs_first_token for scorer in scorers))
-            places = dict(zip(scorers, accumulate((len(one.probes) for one in scorers), initial=0), strict=False))
+            lease = engine.lease(
+                probes, first_token=any(scorer.needs_first_token for scorer in scorers)
+            )
+            places = dict(
+                zip(
+                    scorers,
+                    accumulate((len(one.probes) for one in scorers), initial=0),
+                    strict=False,
+                )
+            )
             conversations = ConversationReader.of(engine.render_chat, engine.spell)
             messages = (named.message for named in options.policies.named.values())
             refusals = frozenset(message.strip() for message in messages if message)
-            return Gate(scorers[0], policy, run_on(engine.loop, lease), places, adapters, conversations, refusals)
+            return Gate(
+                scorers[0],
+                policy,
+                run_on(engine.loop, lease),
+                places,
+                adapters,
+                conversations,
+                refusals,
+            )
         finally:
             engine.close()
 

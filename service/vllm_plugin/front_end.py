@@ -1,10 +1,12 @@
-"""Gives every vLLM engine the gate its environment asks for, and ends one that would answer without.
+"""Gives every vLLM engine the gate its environment asks for, and ends one that would answer
+without.
 
-vLLM loads ``check`` as a general plugin, in each process of any program, before it makes an engine's configuration,
-an engine or a worker.  A configuration can say that a gate is in front of its engine (GATED): HalluTracer's own engine
-does, and vLLM's own server, to which our plugin adds the gate.  Any other engine gets the gate in its core
-(``engine_gate``), for which its workers must be ours; with others it gets no executor.
-An engine's process learns here, too, to end with its parent."""
+vLLM loads ``check`` as a general plugin, in each process of any program, before it makes an
+engine's configuration, an engine or a worker.  A configuration can say that a gate is in front of
+its engine (GATED): HalluTracer's own engine does, and vLLM's own server, to which our plugin adds
+the gate.  Any other engine gets the gate in its core (``engine_gate``), for which its workers must
+be ours; with others it gets no executor. An engine's process learns here, too, to end with its
+parent."""
 
 from __future__ import annotations
 
@@ -24,14 +26,27 @@ from service.engines.vllm.launch import FOLLOW, WORKER, follow_parent
 from service.engines.vllm.wire import GATED, KEY
 from service.errors import HalluTracerError
 from service.settings import PREFIX, env
-from service.vllm_plugin.model_check import chat_options, check_model, model_option, short_name_problem
+from service.vllm_plugin.model_check import (
+    chat_options,
+    check_model,
+    model_option,
+    short_name_problem,
+)
 from service.vllm_plugin.options import PluginOptions, missing_bundle, read_options, unread
 
 log = logging.getLogger("hallutracer")
 NAME = "hallutracer"
-RAY_PREFIXES = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"  # of the variables that vLLM hands to its Ray workers
-GROUPS = ("general", "io_processor", "platform", "stat_logger")  # of vLLM's plugins that load unless others are named
-SERVERS = {  # module and function: what starts the engine of vLLM's own server, or another node's part of it
+RAY_PREFIXES = (  # of the variables that vLLM hands to its Ray workers
+    "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
+)
+GROUPS = (
+    "general",
+    "io_processor",
+    "platform",
+    "stat_logger",
+)  # of vLLM's plugins that load unless others are named
+# module and function: what starts the engine of vLLM's own server, or another node's part of it
+SERVERS = {
     ("vllm.entrypoints.launchers.api_server.entry", "run_server_worker"),
     ("vllm.entrypoints.cli.serve", "run_multi_api_server"),
     ("vllm.entrypoints.cli.serve", "run_headless"),
@@ -39,11 +54,14 @@ SERVERS = {  # module and function: what starts the engine of vLLM's own server,
 
 
 def check() -> None:
-    """Have this process gate vLLM's own server and start no ungated engine, where a bundle or a gate is asked for."""
+    """Have this process gate vLLM's own server and start no ungated engine, where a bundle or a
+    gate is asked for."""
     follow_parent()
     if not (_asked() or missing_bundle(os.environ) or unread(os.environ)):
         return
-    if reason := short_name_problem(model_option(sys.argv)):  # vLLM may ask for it before there is an engine
+    if reason := short_name_problem(
+        model_option(sys.argv)
+    ):  # vLLM may ask for it before there is an engine
         _end(reason)
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.core import DPEngineCoreProc, EngineCore, EngineCoreProc
@@ -84,7 +102,8 @@ def check() -> None:
             _end(str(error))
         return config
 
-    # An executor's class is chosen in the process that starts an engine, and the executor is made in the engine's.
+    # An executor's class is chosen in the process that starts an engine, and the executor is made
+    # in the engine's.
     @functools.wraps(choose)
     def choose_gated(vllm_config: Any) -> Any:
         _refuse(vllm_config)
@@ -100,7 +119,8 @@ def check() -> None:
         make_core(self, vllm_config, *args, **kwargs)
         _open(self)
 
-    # A core that a Ray actor makes from a configuration of another process loads plugins when it is half made.
+    # A core that a Ray actor makes from a configuration of another process loads plugins when it is
+    # half made.
     def opened(call: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(call)
         def open_and_call(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -112,7 +132,10 @@ def check() -> None:
     create_gated.gates = True  # type: ignore[attr-defined]
     note_renderings()
     EngineArgs.create_engine_config, EngineCore.__init__ = create_gated, make_core_gated
-    EngineCore.add_request, EngineCoreProc.run_engine_core = opened(EngineCore.add_request), staticmethod(run_core)
+    EngineCore.add_request, EngineCoreProc.run_engine_core = (
+        opened(EngineCore.add_request),
+        staticmethod(run_core),
+    )
     for kind in (EngineCoreProc, DPEngineCoreProc):
         kind.run_busy_loop = opened(kind.run_busy_loop)
     _own[:] = [run]
@@ -120,13 +143,16 @@ def check() -> None:
 
 
 def note_renderings() -> None:
-    """Have vLLM's renderer, through which the chats of all its routes go, say what it makes of them."""
+    """Have vLLM's renderer, through which the chats of all its routes go, say what it makes of
+    them."""
     from vllm.renderers import BaseRenderer
 
     render = BaseRenderer.render_chat_async
 
     @functools.wraps(render)
-    async def render_noted(self: Any, conversations: Any, chat_params: Any, *args: Any, **kwargs: Any) -> Any:
+    async def render_noted(
+        self: Any, conversations: Any, chat_params: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         from service.vllm_plugin.note import rendered  # which an engine's process needs not load
 
         chats, prompts = await render(self, conversations, chat_params, *args, **kwargs)
@@ -140,13 +166,15 @@ _own: list[Callable[..., None]] = []  # vLLM's main function of a core's process
 
 
 def run_core(*args: Any, **kwargs: Any) -> None:
-    """Be the main function of a core's process, where vLLM itself would load plugins when the core is half made."""
+    """Be the main function of a core's process, where vLLM itself would load plugins when the core
+    is half made."""
     check()
     _own[0](*args, **kwargs)
 
 
 def _open(core: Any) -> None:
-    """Put the gate into a core that is to judge, once; later open it again where the weights have changed."""
+    """Put the gate into a core that is to judge, once; later open it again where the weights have
+    changed."""
     if _gated(core.vllm_config):
         return
     if hasattr(core, "hallutracer_open"):
@@ -211,7 +239,9 @@ def _exit(reason: str) -> NoReturn:
 def in_server(frame: FrameType | None) -> bool:
     """Return whether vLLM's own server is among the callers of ``frame``."""
     while frame is not None:
-        module = getattr(frame.f_globals.get("__spec__"), "name", "")  # also where it runs as a program
+        module = getattr(
+            frame.f_globals.get("__spec__"), "name", ""
+        )  # also where it runs as a program
         if (module, frame.f_code.co_name) in SERVERS:
             return True
         frame = frame.f_back
@@ -223,7 +253,11 @@ def name_plugins(environment: MutableMapping[str, str]) -> None:
 
     It takes those with routes only by name, and then leaves out all that are not named."""
     if "VLLM_PLUGINS" not in environment:
-        others = {plugin.name for group in GROUPS for plugin in entry_points(group=f"vllm.{group}_plugins")}
+        others = {
+            plugin.name
+            for group in GROUPS
+            for plugin in entry_points(group=f"vllm.{group}_plugins")
+        }
         environment["VLLM_PLUGINS"] = ",".join(sorted(others | {NAME}))
 
 
@@ -249,13 +283,15 @@ def log_beside_vllm() -> None:
 
 
 def _gated(config: Any) -> bool:
-    """Return whether a configuration, or its arguments, says that a gate is in front of its engine."""
+    """Return whether a configuration, or its arguments, says that a gate is in front of its
+    engine."""
     additional = config.additional_config
     return isinstance(additional, dict) and additional.get(GATED) is True
 
 
 def read_by_default(arguments: Any, options: PluginOptions, marks: Mapping[str, bool]) -> None:
-    """Have vLLM start our worker, at the bundles' sites alone, where its command line says nothing else."""
+    """Have vLLM start our worker, at the bundles' sites alone, where its command line says nothing
+    else."""
     from service.engines.vllm.engine import slots_for
 
     if arguments.worker_cls == "auto":
@@ -263,8 +299,11 @@ def read_by_default(arguments: Any, options: PluginOptions, marks: Mapping[str, 
     additional = {**(arguments.additional_config or {}), **marks}
     if KEY not in additional:
         bundles = options.bundles.values()
-        # What nothing decides by is not read, since it costs each step of an answer; the gate in a core reads none.
-        answers = marks.get(GATED, False) and any(one.reads_answers_for for one in options.policies.named.values())
+        # What nothing decides by is not read, since it costs each step of an answer; the gate in a
+        # core reads none.
+        answers = marks.get(GATED, False) and any(
+            one.reads_answers_for for one in options.policies.named.values()
+        )
         sites = sorted({str(bundle.manifest.readout.site) for bundle in bundles})
         plan = {"sites": sites, "slots": slots_for(bundles, answers=answers)}
         additional[KEY] = plan | ({"answers": True} if answers else {})
@@ -281,19 +320,25 @@ def unguarded(argv: Sequence[str], environment: Mapping[str, str]) -> str | None
     if NAME not in environment.get("VLLM_PLUGINS", NAME).split(","):
         return f"VLLM_PLUGINS does not name the guard; unset it, or add {NAME}"
     if any(is_placeholder(key) for key in (environment.get("VLLM_API_KEY", ""), *_keys(argv))):
-        return "vLLM's key (--api-key, VLLM_API_KEY) is an example's placeholder, which everybody knows; make one"
+        return (
+            "vLLM's key (--api-key, VLLM_API_KEY) is an example's placeholder, which everybody"
+            " knows; make one"
+        )
     return None
 
 
 def _keys(argv: Sequence[str]) -> list[str]:
     """Return the values of ``--api-key``, of which vLLM takes several."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--api-key", "--api_key", dest="keys", nargs="*", action="extend", default=[])
+    parser.add_argument(
+        "--api-key", "--api_key", dest="keys", nargs="*", action="extend", default=[]
+    )
     return parser.parse_known_args(argv)[0].keys  # type: ignore[no-any-return]
 
 
 def open_engine(config: Any) -> str | None:
-    """Return why the engine of this ``VllmConfig`` would answer unguarded; None where it does not."""
+    """Return why the engine of this ``VllmConfig`` would answer unguarded; None where it does
+    not."""
     worker = config.parallel_config.worker_cls
     if worker != WORKER:
         from vllm.utils.import_utils import resolve_obj_by_qualname
@@ -301,5 +346,8 @@ def open_engine(config: Any) -> str | None:
         from service.engines.vllm.worker import Worker
 
         if not issubclass(resolve_obj_by_qualname(worker), Worker):
-            return f"--worker-cls {worker} does not read the model; leave it out, or derive that class from {WORKER}"
+            return (
+                f"--worker-cls {worker} does not read the model; leave it out, or derive that class"
+                f" from {WORKER}"
+            )
     return None

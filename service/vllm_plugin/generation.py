@@ -1,7 +1,7 @@
 """vLLM's ``generate``: the same request, with the bundle and policy that apply; ``turn`` judges it.
 
-Every answer of the server comes through here.  On a route whose response cannot carry a risk, an answer passes only
-under a policy that observes."""
+Every answer of the server comes through here.  On a route whose response cannot carry a risk, an
+answer passes only under a policy that observes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ XARGS = tuple(name for name in Arguments.model_fields if not name.endswith(OWN))
 def judging_generate(
     generate: Generate, service: Service, engine_of: Callable[[], VllmEngine], adapters: Adapters
 ) -> Generate:
-    """Return ``generate`` with risks.  ``service`` may be loading, or have failed; ``engine_of`` is for a ready one."""
+    """Return ``generate`` with risks.  ``service`` may be loading, or have failed; ``engine_of`` is
+    for a ready one."""
 
     def wrapped(prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
         note = CURRENT.get() or Note(carries=False)
@@ -69,7 +70,9 @@ def judging_generate(
         place = note.add(prompt)
         try:
             base = service.ready.scorers[0]
-            scorer, policy = _resolve(service, xargs, base if adapter is None else adapters.scorer(adapter))
+            scorer, policy = _resolve(
+                service, xargs, base if adapter is None else adapters.scorer(adapter)
+            )
             adapters.check(adapter, scorer)
         except HalluTracerError as error:
             if not observes(service, xargs):
@@ -80,22 +83,40 @@ def judging_generate(
             return start()
         withholds, engine = policy.action is not Action.OBSERVE, engine_of()
         note.trained_with(scorer.bundle.manifest.chat_template.arguments or {})
-        if withholds and note.written and (spelt := note.special_token(engine.special_token_in)) is not None:
-            said = f"a message spells out the special token {spelt!r}, which could end its turn; remove it"
+        if (
+            withholds
+            and note.written
+            and (spelt := note.special_token(engine.special_token_in)) is not None
+        ):
+            said = (
+                f"a message spells out the special token {spelt!r}, which could end its turn;"
+                " remove it"
+            )
             raise VLLMValidationError(said, parameter="messages")
         if withholds and note.moves and "rendering" not in service.settings.callers_may:
-            said = f"{note.moves[0]!r} has the messages rendered otherwise than in training, where no risk is known; "
-            said += f"leave it out, or have the operator allow it with {env('callers-may')}=rendering"
+            said = (
+                f"{note.moves[0]!r} has the messages rendered otherwise than in training, where no"
+                " risk is known; "
+            )
+            said += (
+                f"leave it out, or have the operator allow it with {env('callers-may')}=rendering"
+            )
             raise VLLMValidationError(said, parameter=note.moves[0])
         if withholds and note.background:
             raise VLLMValidationError(IN_BACKGROUND, parameter="background")
         if note.beams:
-            note.unread = "beam search runs many requests, none of which is the answer: its risk is not measured"
+            note.unread = (
+                "beam search runs many requests, none of which is the answer: its risk is not"
+                " measured"
+            )
             if withholds:
                 raise VLLMValidationError(note.unread, parameter="use_beam_search")
             return start()
         if (field := policy.reads_answers_for) and parameters.n != 1:
-            said = f"policy {policy.name!r} has {field}, which reads one answer to a prompt: leave 'n' out"
+            said = (
+                f"policy {policy.name!r} has {field}, which reads one answer to a prompt: leave"
+                " 'n' out"
+            )
             raise VLLMValidationError(said, parameter="n")
         note.choices = parameters.n
         manifest = scorer.bundle.manifest
@@ -106,7 +127,17 @@ def judging_generate(
         same, rendering = partial(adapters.check, adapter, scorer), _rendering(note, scorer, prompt)
         compared = scorer.prompt_format == "chat" and rendering in ((), note.answered)
         driver = TurnDriver(
-            service, engine, scorer, policy, note, place, parameters, request_id, same, rendering, compared=compared
+            service,
+            engine,
+            scorer,
+            policy,
+            note,
+            place,
+            parameters,
+            request_id,
+            same,
+            rendering,
+            compared=compared,
         )
         return _reported(note, driver.outputs(start))
 
@@ -139,16 +170,24 @@ def _take_xargs(note: Note, parameters: Any) -> dict[str, Any]:
 
 
 def _resolve(service: Service, xargs: dict[str, Any], own: Scorer) -> tuple[Scorer, Policy]:
-    """Return the scorer and policy that apply.  Raises NotReady, and VLLMValidationError naming the argument."""
+    """Return the scorer and policy that apply.  Raises NotReady, and VLLMValidationError naming the
+    argument."""
     bundle, policy, threshold = (xargs.get(name) for name in XARGS)
-    if threshold is not None and (isinstance(threshold, bool) or not isinstance(threshold, int | float)):
-        raise VLLMValidationError(f"{XARGS[2]} must be a number in [0, 1]", parameter=f"vllm_xargs.{XARGS[2]}")
+    if threshold is not None and (
+        isinstance(threshold, bool) or not isinstance(threshold, int | float)
+    ):
+        raise VLLMValidationError(
+            f"{XARGS[2]} must be a number in [0, 1]", parameter=f"vllm_xargs.{XARGS[2]}"
+        )
     try:
         return service.ready.choose(
-            Caller(may=frozenset(service.settings.callers_may)), "", model=own.engine.identity.model,
-            bundle=None if bundle is None else str(bundle), policy=None if policy is None else str(policy),
+            Caller(may=frozenset(service.settings.callers_may)),
+            "",
+            model=own.engine.identity.model,
+            bundle=None if bundle is None else str(bundle),
+            policy=None if policy is None else str(policy),
             threshold=threshold,
-        )  # fmt: skip
+        )
     except NotReady:
         raise
     except HalluTracerError as error:
@@ -156,13 +195,17 @@ def _resolve(service: Service, xargs: dict[str, Any], own: Scorer) -> tuple[Scor
 
 
 def observes(service: Service, xargs: dict[str, Any]) -> bool:
-    """Return whether the policy only observes; any other must let nothing through while the service is not ready."""
+    """Return whether the policy only observes; any other must let nothing through while the service
+    is not ready."""
     own = service.settings.policy
     applied = [own, str(xargs.get(XARGS[1], own))]
     if "policy" in service.settings.callers_may:
         del applied[0]
     named = service.catalogue.policies.named
-    return all((policy := named.get(name)) is not None and policy.action is Action.OBSERVE for name in applied)
+    return all(
+        (policy := named.get(name)) is not None and policy.action is Action.OBSERVE
+        for name in applied
+    )
 
 
 def _rendering(note: Note, scorer: Scorer, prompt: Any) -> tuple[str, ...]:
@@ -179,16 +222,18 @@ def _rendering(note: Note, scorer: Scorer, prompt: Any) -> tuple[str, ...]:
 def _own_choice(policy: Policy) -> DecodingChoice:
     """Return how answers are decoded where the operator has not said.
 
-    A gate promises something of the answers that its risk is about; under a policy that observes, a server answers as
-    it did before."""
+    A gate promises something of the answers that its risk is about; under a policy that observes, a
+    server answers as it did before."""
     return "openai" if policy.action is Action.OBSERVE else "bundle"
 
 
 def _decode_as_trained(note: Note, parameters: Any, decoding: records.Decoding) -> None:
-    """Have an answer decoded as those were that its risk is about, unless the request names a temperature.
+    """Have an answer decoded as those were that its risk is about, unless the request names a
+    temperature.
 
-    What vLLM filled in by the model's ``generation_config`` goes, too.  Several answers to a prompt (n) are meant to
-    differ, which greedy ones do not, and which vLLM refuses at temperature 0: they are sampled as vLLM has it."""
+    What vLLM filled in by the model's ``generation_config`` goes, too.  Several answers to a prompt
+    (n) are meant to differ, which greedy ones do not, and which vLLM refuses at temperature 0: they
+        are sampled as vLLM has it."""
     greedy = decoding.same(records.GREEDY)
     if "temperature" in note.sampling or (greedy and parameters.n > 1):
         return
@@ -233,8 +278,14 @@ def _violations(parameters: Any, calibrated: records.Decoding = records.GREEDY) 
     changed = [] if same else [f"temperature {parameters.temperature:g}"]
     told = SAME_ANSWER | {"temperature", "max_tokens", "extra_args"}
     told |= {"top_p"} if same else set()
-    names = [name for name in parameters.__struct_fields__ if name not in told and not name.startswith("_")]
-    changed += [name for name in names if not _is_same(getattr(parameters, name), getattr(GREEDY, name))]
+    names = [
+        name
+        for name in parameters.__struct_fields__
+        if name not in told and not name.startswith("_")
+    ]
+    changed += [
+        name for name in names if not _is_same(getattr(parameters, name), getattr(GREEDY, name))
+    ]
     changed += ["vllm_xargs"] if (parameters.extra_args or {}).keys() - {TRANSFER} else []
     trained = f"{'plainly ' if calibrated.same(records.GREEDY) else ''}{calibrated}"
     own = (f"decoding: not {trained} ({', '.join(changed)})",) if changed else ()
@@ -242,7 +293,8 @@ def _violations(parameters: Any, calibrated: records.Decoding = records.GREEDY) 
 
 
 def _is_same(value: Any, neutral: Any) -> bool:
-    """Return whether two plain values are the same, or both hold nothing; what is no plain value differs."""
+    """Return whether two plain values are the same, or both hold nothing; what is no plain value
+    differs."""
     if value is neutral or (value is None and neutral in ([], {}, ())):
         return True
     if isinstance(value, list | dict | set | str) and not value:

@@ -1,4 +1,5 @@
-"""The middleware that gives each request of vLLM's server a note and has it written into the response.  Plain ASGI."""
+"""The middleware that gives each request of vLLM's server a note and has it written into the
+response.  Plain ASGI."""
 
 from __future__ import annotations
 
@@ -17,10 +18,15 @@ from service.vllm_plugin.writer import ResponseWriter
 
 
 class RiskNotes:
-    """Gives each request a note and, on ``PATHS``, counts it and writes the note's content into the response."""
+    """Gives each request a note and, on ``PATHS``, counts it and writes the note's content into the
+    response."""
 
     def __init__(
-        self, app: ASGIApp, metrics: Metrics, refuses: Callable[[], bool], message_in_content: bool = False
+        self,
+        app: ASGIApp,
+        metrics: Metrics,
+        refuses: Callable[[], bool],
+        message_in_content: bool = False,
     ) -> None:
         """``refuses`` tells whether an answer without a verdict must not be sent.
 
@@ -56,11 +62,15 @@ class RiskNotes:
         address = scope["client"][0] if scope.get("client") else None
         note = Note(carries=path in PATHS, who=Who(address=address), route=path)
         token = CURRENT.set(note)
-        parts: list[bytes] = []  # the objects that the app keeps as well, until the body is complete
+        parts: list[
+            bytes
+        ] = []  # the objects that the app keeps as well, until the body is complete
 
         async def reading() -> Message:
             message = await receive()
-            if note.carries and message["type"] == "http.request":  # of any other route nothing is asked
+            if (
+                note.carries and message["type"] == "http.request"
+            ):  # of any other route nothing is asked
                 parts.append(message.get("body", b""))
                 if not message.get("more_body"):
                     body = b"".join(parts)
@@ -74,15 +84,21 @@ class RiskNotes:
             return held.popleft() if held else await reading()
 
         try:
-            # vLLM says before it generates that it will answer in the background: the body is read before that.
-            while path == RESPONSES_ROUTE and self._refuses() and (not held or held[-1].get("more_body")):
+            # vLLM says before it generates that it will answer in the background: the body is read
+            # before that.
+            while (
+                path == RESPONSES_ROUTE
+                and self._refuses()
+                and (not held or held[-1].get("more_body"))
+            ):
                 held.append(await reading())
             if note.background and held:
                 await writer.failed(400, IN_BACKGROUND)
                 return
             await self.app(scope, replayed, writer.send if note.carries else send)
         except Exception:
-            # A stream that vLLM begins before it generates ends in an exception where its request is refused.
+            # A stream that vLLM begins before it generates ends in an exception where its request
+            # is refused.
             if not note.carries or note.error is None or not await writer.failed(*note.error):
                 raise
         finally:

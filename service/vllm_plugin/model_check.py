@@ -1,7 +1,8 @@
-"""Whether bundles belong to the model that vLLM is about to load, and whether it renders chats as training did.
+"""Whether bundles belong to the model that vLLM is about to load, and whether it renders chats as
+training did.
 
-Needs no weights, so that a bundle of another model costs no minutes.  What only weights tell, the readout and the
-golden prompts, is tested once they are loaded."""
+Needs no weights, so that a bundle of another model costs no minutes.  What only weights tell, the
+readout and the golden prompts, is tested once they are loaded."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ class ChatOptions(NamedTuple):
 
 
 def chat_options(frame: FrameType | None) -> ChatOptions:
-    """Return the options of the command line that a caller of ``frame`` was given; without one there are none."""
+    """Return the options of the command line that a caller of ``frame`` was given; without one
+    there are none."""
     while frame is not None:
         arguments = frame.f_locals.get("args")
         if isinstance(arguments, Namespace) and hasattr(arguments, "chat_template"):
@@ -49,13 +51,22 @@ def chat_options(frame: FrameType | None) -> ChatOptions:
 
 def model_option(arguments: Sequence[str]) -> str:
     """Return the model that vLLM's command line names, as it was typed; "" without one."""
-    words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--model=") else [word])]
-    named = [word for before, word in pairwise(words) if before in ("--model", "serve") and not word.startswith("-")]
+    words = [
+        part
+        for word in arguments
+        for part in (word.split("=", 1) if word.startswith("--model=") else [word])
+    ]
+    named = [
+        word
+        for before, word in pairwise(words)
+        if before in ("--model", "serve") and not word.startswith("-")
+    ]
     return next(iter(named), "")
 
 
 def short_name_problem(model: str) -> str | None:
-    """Return what to give vLLM instead of a model's short name, which only our own commands know; else None."""
+    """Return what to give vLLM instead of a model's short name, which only our own commands know;
+    else None."""
     from service.demo import MODEL_DIR
     from service.engines.places import PACKAGED, unpacked
     from service.library.engine import DEMO, SHIPPED
@@ -67,15 +78,22 @@ def short_name_problem(model: str) -> str | None:
         folder = unpacked(PACKAGED[model].path)
     cure = f"name its folder, {folder}"
     if folder is None:
-        cure = f"name its folder, which 'hallutracer score --model {model} hello' unpacks below ~/.cache/hallutracer"
-    return f"{model!r} is a short name of HalluTracer's own commands, and vLLM would ask the hub for it: {cure}"
+        cure = (
+            f"name its folder, which 'hallutracer score --model {model} hello' unpacks below"
+            " ~/.cache/hallutracer"
+        )
+    return (
+        f"{model!r} is a short name of HalluTracer's own commands, and vLLM would ask the hub for"
+        f" it: {cure}"
+    )
 
 
 def check_model(config: Any, bundles: Iterable[Bundle], options: ChatOptions) -> None:
-    """Check the bundles that read the model itself against the one of a ``VllmConfig``, before its weights are read.
+    """Check the bundles that read the model itself against the one of a ``VllmConfig``, before its
+    weights are read.
 
-    Raises a subclass of BundleRefused for another model, tokenizer or rendering, ModelLoadError for files that cannot
-    be read."""
+    Raises a subclass of BundleRefused for another model, tokenizer or rendering, ModelLoadError for
+    files that cannot be read."""
     own = [bundle.manifest for bundle in bundles if bundle.manifest.model.adapter is None]
     if not own:
         return
@@ -108,13 +126,18 @@ def check_model(config: Any, bundles: Iterable[Bundle], options: ChatOptions) ->
     )
     for manifest in own:
         # Weights that are still to be downloaded are compared once they are loaded.
-        known = replace(identity, fingerprint=manifest.model.fingerprint) if fingerprint is None else identity
+        known = (
+            replace(identity, fingerprint=manifest.model.fingerprint)
+            if fingerprint is None
+            else identity
+        )
         check_identity(manifest, known)
         check_rendering(manifest, options, getattr(tokenizer, "chat_template", None))
 
 
 def check_rendering(manifest: Manifest, options: ChatOptions, own: Any) -> None:
-    """Raise WrongChatTemplate where vLLM would render every chat otherwise than the bundle's training did.
+    """Raise WrongChatTemplate where vLLM would render every chat otherwise than the bundle's
+    training did.
 
     ``own``: the tokenizer's chat template, whose digest is the bundle's."""
     if manifest.prompt_format != "chat":
@@ -122,24 +145,39 @@ def check_rendering(manifest: Manifest, options: ChatOptions, own: Any) -> None:
     if options.template is not None:
         name, text = _read(options.template)
         # Jinja leaves a last line feed out, which many an editor adds.
-        if text is None or not isinstance(own, str) or text.removesuffix("\n") != own.removesuffix("\n"):
+        if (
+            text is None
+            or not isinstance(own, str)
+            or text.removesuffix("\n") != own.removesuffix("\n")
+        ):
             raise WrongChatTemplate(
-                f"--chat-template {name} renders every chat otherwise than in the training of bundle "
-                f"{manifest.reference}",
+                f"--chat-template {name} renders every chat otherwise than in the training of"
+                f" bundle {manifest.reference}",
                 expected=f"a template of the digest {manifest.chat_template.digest}",
                 found="none" if text is None else hashlib.sha256(text.encode()).hexdigest(),
-                cure="Leave the option out, or train a bundle on a model folder that has this template",
+                cure=(
+                    "Leave the option out, or train a bundle on a model folder that has this"
+                    " template"
+                ),
             )
     trained, given = dict(manifest.chat_template.arguments or {}), dict(options.variables or {})
-    if given == trained or not (given or options.known):  # of an engine that no command line starts, nothing is known
+    if given == trained or not (
+        given or options.known
+    ):  # of an engine that no command line starts, nothing is known
         return
     option, cure = "--default-chat-template-kwargs", "Leave the option out"
     if trained:
         cure = f"Start vLLM with {option} {shlex.quote(json.dumps(trained))}"
-    without = f"without {option} vLLM" if not given else f"{option} {json.dumps(given, default=str)}"
+    without = (
+        f"without {option} vLLM" if not given else f"{option} {json.dumps(given, default=str)}"
+    )
     raise WrongChatTemplate(
-        f"{without} renders every chat otherwise than in the training of bundle {manifest.reference}",
-        cure=f"{cure}; requests may send 'chat_template_kwargs' where {env('callers-may')}=rendering allows it",
+        f"{without} renders every chat otherwise than in the training of bundle"
+        f" {manifest.reference}",
+        cure=(
+            f"{cure}; requests may send 'chat_template_kwargs' where {env('callers-may')}=rendering"
+            " allows it"
+        ),
     )
 
 
@@ -161,7 +199,9 @@ def _tokenizer(model: Any) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(
-            model.tokenizer, revision=model.tokenizer_revision, trust_remote_code=model.trust_remote_code
+            model.tokenizer,
+            revision=model.tokenizer_revision,
+            trust_remote_code=model.trust_remote_code,
         )
     except Exception as error:  # file formats raise their own types
         said = f"the tokenizer {model.tokenizer} cannot be loaded: {type(error).__name__}: {error}"

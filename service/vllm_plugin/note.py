@@ -1,4 +1,5 @@
-"""The note of one request: what its body says that matters to its risk, and the judgements of its prompts.
+"""The note of one request: what its body says that matters to its risk, and the judgements of its
+prompts.
 
 ``generation`` fills it; a context variable connects the two across vLLM's own serving code."""
 
@@ -41,20 +42,31 @@ RENDERED = (
     TEMPLATE_ARGUMENTS,
 )  # what a chat template may write
 AS_TRAINED: dict[str, Any] = {
-    "continue_final_message": False, "add_generation_prompt": True, "chat_template": None, TEMPLATE_ARGUMENTS: {},
-    "add_special_tokens": False, "truncate_prompt_tokens": None,
-}  # fmt: skip
-"""Fields of a chat's body that change how its messages are rendered -> the values that change nothing, beside null."""
+    "continue_final_message": False,
+    "add_generation_prompt": True,
+    "chat_template": None,
+    TEMPLATE_ARGUMENTS: {},
+    "add_special_tokens": False,
+    "truncate_prompt_tokens": None,
+}
+"""Fields of a chat's body that change how its messages are rendered -> the values that change
+nothing, beside null."""
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Fields of a body that a model's ``generation_config`` fills in where they are missing."""
-ELSEWHERE = ("previous_response_id", "prompt")  # of a request to /v1/responses: turns that its body does not have
+ELSEWHERE = (
+    "previous_response_id",
+    "prompt",
+)  # of a request to /v1/responses: turns that its body does not have
 _FLAG = TypeAdapter(bool)
 NO_PLACE = (
-    "a policy that withholds answers applies to this request, and the response of this route cannot carry a verdict; "
-    "use /v1/chat/completions, /v1/responses or /v1/messages, or have the operator choose a policy that observes"
+    "a policy that withholds answers applies to this request, and the response of this route cannot"
+    " carry a verdict; use /v1/chat/completions, /v1/responses or /v1/messages, or have the"
+    " operator choose a policy that observes"
 )
 IN_BACKGROUND = "an answer that is fetched later has no place for a verdict: leave 'background' out"
-OURS = re.compile(r"hallu[_-]*tracer", re.IGNORECASE)  # how an argument of ours begins, well written or not
+OURS = re.compile(
+    r"hallu[_-]*tracer", re.IGNORECASE
+)  # how an argument of ours begins, well written or not
 
 
 @dataclass
@@ -68,32 +80,57 @@ class Note:
     route: str = ""  # that the request came by
     carries: bool = True  # whether the response has a place for it
     templated: bool = True  # whether its prompts go through the chat template
-    moves: tuple[str, ...] = ()  # its fields that render its messages otherwise than training's were
-    of_template: Any = None  # the arguments of the chat template that it asks for, as its body has them
+    moves: tuple[
+        str, ...
+    ] = ()  # its fields that render its messages otherwise than training's were
+    of_template: Any = (
+        None  # the arguments of the chat template that it asks for, as its body has them
+    )
     answered: tuple[str, ...] = ()  # ``chat_violations`` of its messages
     tools: Tools | None = None  # that an answer may call
     background: bool = False  # whether the answer is fetched later, by another request
     beams: bool = False  # whether it asks for a beam search
     written: tuple[Any, ...] = ()  # what of its body a chat template may write
-    turns: tuple[list[Any], ...] = ()  # of its chats, as the body has them; empty where they are made of more
+    turns: tuple[
+        list[Any], ...
+    ] = ()  # of its chats, as the body has them; empty where they are made of more
     rendered: list[Chat] = field(default_factory=list)  # what vLLM's renderer made of its chats
-    chats: list[Chat | None] = field(default_factory=list)  # of its prompts; None where none is known
-    prompts: list[Sequence[int]] = field(default_factory=list)  # their token ids; empty where none are known
-    moved: set[int] = field(default_factory=set)  # the prompts that are not what the template makes of their messages
+    chats: list[Chat | None] = field(
+        default_factory=list
+    )  # of its prompts; None where none is known
+    prompts: list[Sequence[int]] = field(
+        default_factory=list
+    )  # their token ids; empty where none are known
+    moved: set[int] = field(
+        default_factory=set
+    )  # the prompts that are not what the template makes of their messages
     sampling: frozenset[str] = frozenset()  # its fields that say how tokens are chosen
-    decoded: dict[str, float] = field(default_factory=dict)  # temperature and top_p, where vLLM's own are others
+    decoded: dict[str, float] = field(
+        default_factory=dict
+    )  # temperature and top_p, where vLLM's own are others
     misplaced: tuple[str, ...] = ()  # arguments of ours outside vllm_xargs
-    xargs: dict[str, Any] = field(default_factory=dict)  # vllm_xargs of a beam search, which vLLM drops
+    xargs: dict[str, Any] = field(
+        default_factory=dict
+    )  # vllm_xargs of a beam search, which vLLM drops
     reads_answers: bool = False  # whether answers' own tokens are read
-    error: tuple[int, str] | None = None  # HTTP status and reason, where the request was refused or failed
-    spelt: tuple[str | None] | None = None  # the special token that one of its texts spells out; None: not looked for
+    error: tuple[int, str] | None = (
+        None  # HTTP status and reason, where the request was refused or failed
+    )
+    spelt: tuple[str | None] | None = (
+        None  # the special token that one of its texts spells out; None: not looked for
+    )
     who: Who = Who()  # for the audit log; without a key's name, as vLLM's own keys have none
 
     def add(self, prompt: Any) -> int:
         """Add a prompt, as vLLM's ``generate`` takes it, and return its index."""
-        place, ids = len(self.judgements), prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
+        place, ids = (
+            len(self.judgements),
+            prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None,
+        )
         chat = next((chat for chat in self.rendered if ids and chat.token_ids == ids), None)
-        if ids and not self.rendered and place < len(self.turns):  # some models' chats have another renderer
+        if (
+            ids and not self.rendered and place < len(self.turns)
+        ):  # some models' chats have another renderer
             chat = Chat(self.turns[place], (), ids)
         self.judgements.append(None)
         self.chats.append(chat)
@@ -101,15 +138,23 @@ class Note:
         return place
 
     def trained_with(self, arguments: Mapping[str, Any]) -> None:
-        """Take arguments of the chat template that training's prompts had, too, for what changes nothing."""
+        """Take arguments of the chat template that training's prompts had, too, for what changes
+        nothing."""
         asked = self.of_template
-        if isinstance(asked, Mapping) and all(name in arguments and arguments[name] == asked[name] for name in asked):
+        if isinstance(asked, Mapping) and all(
+            name in arguments and arguments[name] == asked[name] for name in asked
+        ):
             self.moves = tuple(name for name in self.moves if name != TEMPLATE_ARGUMENTS)
 
     def conversation(self, place: int) -> list[dict[str, str]] | None:
-        """Return role and text of the messages that this prompt was made of; None where it is not known, or known to
-        be made of something else."""
-        known = self.templated and not self.moves and place not in self.moved and place < len(self.chats)
+        """Return role and text of the messages that this prompt was made of; None where it is not
+        known, or known to be made of something else."""
+        known = (
+            self.templated
+            and not self.moves
+            and place not in self.moved
+            and place < len(self.chats)
+        )
         chat = self.chats[place] if known else None
         return None if chat is None else conversation(chat.messages)
 
@@ -118,18 +163,21 @@ class Note:
         return (text for value in self.written for text in texts_in(value))
 
     def special_token(self, search: Callable[[Iterable[str]], str | None]) -> str | None:
-        """Return the special token that one of ``texts`` spells out; they are searched once for all its prompts."""
+        """Return the special token that one of ``texts`` spells out; they are searched once for all
+        its prompts."""
         if self.spelt is None:
             self.spelt = (search(self.texts()),)
         return self.spelt[0]
 
     def withheld(self, place: int) -> Verdict | None:
-        """Return the verdict that withheld this prompt's answer; None where none did, or not yet."""
+        """Return the verdict that withheld this prompt's answer; None where none did, or not
+        yet."""
         report = self._report(place)
         return report.verdict if report is not None and report.outcome is Outcome.WITHHELD else None
 
     def refusal(self) -> Verdict | None:
-        """Return the verdict that withheld the answer to any prompt; None where none did, or not yet."""
+        """Return the verdict that withheld the answer to any prompt; None where none did, or not
+        yet."""
         return next(filter(None, map(self.withheld, range(len(self.judgements)))), None)
 
     @property
@@ -150,7 +198,8 @@ class Note:
         return None if judgement is None else judgement.reports[0]
 
     def body(self) -> dict[str, Any] | None:
-        """Return what the response says, with the violations of all its prompts; None: nothing yet."""
+        """Return what the response says, with the violations of all its prompts; None: nothing
+        yet."""
         if self.unread is not None:
             return {"error": self.unread}
         judged = [judgement for judgement in self.judgements if judgement is not None]
@@ -158,10 +207,14 @@ class Note:
             return None
         prompts = tuple(prompt for judgement in judged for prompt in judgement.prompts)
         whole = replace(judged[-1], prompts=prompts, request_violations=self.violations)
-        return risk_note(whole, [risk_out(prompt.index, replace(prompt.report, completion=None)) for prompt in prompts])
+        return risk_note(
+            whole,
+            [risk_out(prompt.index, replace(prompt.report, completion=None)) for prompt in prompts],
+        )
 
     def answer_note(self, place: int) -> dict[str, Any]:
-        """Return what is said of this prompt's answer where a stream of it ends; nothing where it was not read."""
+        """Return what is said of this prompt's answer where a stream of it ends; nothing where it
+        was not read."""
         report = self._report(place)
         return {} if report is None else answer_note(report.answer, report.decoding)
 
@@ -182,30 +235,45 @@ CURRENT: ContextVar[Note | None] = ContextVar("hallutracer_note", default=None)
 
 
 def rendered(chats: Sequence[Any], prompts: Sequence[Any], tools: Sequence[Any]) -> None:
-    """Note what vLLM's renderer made of a request's chats; of what is no request of a server's, nothing."""
+    """Note what vLLM's renderer made of a request's chats; of what is no request of a server's,
+    nothing."""
     if (note := CURRENT.get()) is not None:
         ids = [prompt.get("prompt_token_ids") or () for prompt in prompts]
-        note.rendered += [Chat(messages, tools, of) for messages, of in zip(chats, ids, strict=True)]
+        note.rendered += [
+            Chat(messages, tools, of) for messages, of in zip(chats, ids, strict=True)
+        ]
 
 
 def read(note: Note, body: bytes) -> None:
-    """Note what vLLM loses, such as arguments of ours outside ``vllm_xargs``, and what a chat template may write."""
+    """Note what vLLM loses, such as arguments of ours outside ``vllm_xargs``, and what a chat
+    template may write."""
     content = parsed(body) or {}
     note.misplaced = tuple(name for name in content if OURS.match(name))
     note.sampling = frozenset(name for name in SAMPLING if content.get(name) is not None)
     chats = _chats(note.route, content)
-    note.templated = chats is not None and not ("prompt" in content and note.route == EITHER)  # which may read either
-    note.written = () if chats is None else tuple(content[name] for name in RENDERED if name in content)
+    note.templated = chats is not None and not (
+        "prompt" in content and note.route == EITHER
+    )  # which may read either
+    note.written = (
+        () if chats is None else tuple(content[name] for name in RENDERED if name in content)
+    )
     turns = tuple(chat if isinstance(chat, list) else [] for chat in chats or ())
     ends = [chat[-1] for chat in turns if chat and isinstance(chat[-1], dict)]
-    note.moves, note.of_template = () if chats is None else tuple(_moves(content)), content.get(TEMPLATE_ARGUMENTS)
+    note.moves, note.of_template = (
+        () if chats is None else tuple(_moves(content)),
+        content.get(TEMPLATE_ARGUMENTS),
+    )
     note.answered = next(filter(None, (chat_violations([end]) for end in ends)), ())
     note.turns = () if any(content.get(name) for name in ELSEWHERE) else turns
     note.tools = None if chats is None else offered(content)
-    note.violations = (TOOLS,) if chats is not None and used(content, chain.from_iterable(turns)) else ()
+    note.violations = (
+        (TOOLS,) if chats is not None and used(content, chain.from_iterable(turns)) else ()
+    )
     note.background = note.route == RESPONSES_ROUTE and bool(content.get("background"))
     try:
-        note.beams = _FLAG.validate_python(content.get("use_beam_search"))  # as vLLM reads a flag; it refuses others
+        note.beams = _FLAG.validate_python(
+            content.get("use_beam_search")
+        )  # as vLLM reads a flag; it refuses others
     except ValidationError:
         note.beams = False
     xargs = content.get("vllm_xargs")

@@ -1,4 +1,5 @@
-"""The plugin's options: the variables behind ``hallutracer serve``'s flags, since vLLM owns the command line.
+"""The plugin's options: the variables behind ``hallutracer serve``'s flags, since vLLM owns the
+command line.
 
 Raises HalluTracerError naming the variable at fault, before a model is loaded."""
 
@@ -35,7 +36,9 @@ class PluginVariables:
     store_cache: settings.StoreCache = None
     require_signature: settings.RequireSignature = None
     allow_open_store: settings.AllowOpenStore = False
-    policy: settings.PolicyName = "observe"  # a running server answers as before until its operator decides otherwise
+    policy: settings.PolicyName = (
+        "observe"  # a running server answers as before until its operator decides otherwise
+    )
     policies: settings.PoliciesFile = None
     abstain_message: settings.AbstainMessage = settings.DEFAULT_MESSAGE
     threshold: settings.Threshold = None
@@ -62,25 +65,33 @@ class PluginOptions:
 
 
 def missing_bundle(environment: Mapping[str, str]) -> str | None:
-    """Return why an engine must not start that no bundle reads: the environment asks for a gate.  None: it does not.
+    """Return why an engine must not start that no bundle reads: the environment asks for a gate.
+    None: it does not.
 
     A policy that observes withholds nothing, so an engine without a bundle may start under it."""
     if environment.get(env("bundle")):
         return None
-    asking = [env("audit-required")] if environment.get(env("audit-required"), "").lower() in TRUE else []
+    asking = (
+        [env("audit-required")]
+        if environment.get(env("audit-required"), "").lower() in TRUE
+        else []
+    )
     if not _observes(environment):
-        asking += [name for name in map(env, ("policy", "policies", "threshold")) if environment.get(name)]
+        asking += [
+            name for name in map(env, ("policy", "policies", "threshold")) if environment.get(name)
+        ]
     if not asking:
         return None
     variable = asking[0]
     return (
-        f"{_without_bundle(variable, environment)}: nothing would be withheld.  Set {env('bundle')} to the bundle that "
-        f"reads this model, or unset {variable} for vLLM without risks"
+        f"{_without_bundle(variable, environment)}: nothing would be withheld.  Set {env('bundle')}"
+        f" to the bundle that reads this model, or unset {variable} for vLLM without risks"
     )
 
 
 def unread(environment: Mapping[str, str]) -> str | None:
-    """Return what to log where no bundle is named and somebody may have meant to observe; None: nothing."""
+    """Return what to log where no bundle is named and somebody may have meant to observe; None:
+    nothing."""
     if environment.get(env("bundle")):
         return None
     if environment.get(env("policy")):
@@ -103,27 +114,37 @@ def _observes(environment: Mapping[str, str]) -> bool:
 def _without_bundle(variable: str, environment: Mapping[str, str]) -> str:
     state = "is empty" if env("bundle") in environment else "is not"
     hint = _misspelt(environment)
-    return f"{variable}={environment[variable]} is set and {env('bundle')} {state}" + (f" ({hint})" if hint else "")
+    return f"{variable}={environment[variable]} is set and {env('bundle')} {state}" + (
+        f" ({hint})" if hint else ""
+    )
 
 
 def _misspelt(environment: Mapping[str, str]) -> str | None:
     """Return the warning of a variable that was probably meant to name the bundle."""
     # Their values do not matter, and may be wrong.
     named = {name: "" for name in environment if name not in NEVER_EMPTY}
-    return next((one for one in parse(PluginVariables, named)[1] if one.endswith(f"mean {env('bundle')}?")), None)
+    return next(
+        (one for one in parse(PluginVariables, named)[1] if one.endswith(f"mean {env('bundle')}?")),
+        None,
+    )
 
 
 def read_options(environment: Mapping[str, str] | None = None) -> PluginOptions:
-    """Return what ``PluginVariables`` say; any other ``HALLUTRACER_`` variable is logged with the nearest name."""
+    """Return what ``PluginVariables`` say; any other ``HALLUTRACER_`` variable is logged with the
+    nearest name."""
     variables, warnings = parse(PluginVariables, environment)
     for warning in warnings:
         log.warning(warning)
     if not variables.bundle:
-        raise HalluTracerError(f"set {env('bundle')} to the bundle that reads this model, such as my-probe@production")
+        raise HalluTracerError(
+            f"set {env('bundle')} to the bundle that reads this model, such as my-probe@production"
+        )
     store = open_store(
-        variables.store, cache=variables.store_cache, require_signature=variables.require_signature,
+        variables.store,
+        cache=variables.store_cache,
+        require_signature=variables.require_signature,
         allow_open_store=variables.allow_open_store,
-    )  # fmt: skip
+    )
     try:
         check_store(variables.store)
     except HalluTracerError as error:
@@ -135,15 +156,31 @@ def read_options(environment: Mapping[str, str] | None = None) -> PluginOptions:
     for policy in policies.named.values():
         if policy.action in (Action.ANNOTATE, Action.RETRIEVE, Action.FALLBACK):
             raise HalluTracerError(f"policy {policy.name!r}: action {policy.action.value!r} {own}")
-    names = ("policy", "threshold", "callers_may", "deadline_s", "max_queue", "message_in_content",
-             "decoding")  # fmt: skip
+    names = (
+        "policy",
+        "threshold",
+        "callers_may",
+        "deadline_s",
+        "max_queue",
+        "message_in_content",
+        "decoding",
+    )
     served = ServiceSettings(**{name: getattr(variables, name) for name in names})
     bundles = {name: store.load(name) for name in variables.bundle}
     if next(iter(bundles.values())).manifest.model.adapter is not None:
-        raise HalluTracerError(f"{env('bundle')}: {variables.bundle[0]} reads an adapter; name one of the model first")
+        raise HalluTracerError(
+            f"{env('bundle')}: {variables.bundle[0]} reads an adapter; name one of the model first"
+        )
     if variables.audit_log is not None:
         AuditFile(variables.audit_log).close()  # said now, and not once vLLM answers
     elif variables.audit_required:
         raise HalluTracerError(f"{env('audit-required')} needs {env('audit-log')}")
-    return PluginOptions(store, bundles, policies, served, variables.audit_log, variables.audit_required,
-                         tuple(map(Path, variables.adapters)))  # fmt: skip
+    return PluginOptions(
+        store,
+        bundles,
+        policies,
+        served,
+        variables.audit_log,
+        variables.audit_required,
+        tuple(map(Path, variables.adapters)),
+    )

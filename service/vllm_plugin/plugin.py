@@ -1,4 +1,5 @@
-"""The plugin that vLLM loads: adds routes when vLLM builds its app, and loads bundles once its engine runs."""
+"""The plugin that vLLM loads: adds routes when vLLM builds its app, and loads bundles once its
+engine runs."""
 
 from __future__ import annotations
 
@@ -73,12 +74,21 @@ class HalluTracerPlugin:
     def attach_router(self, app: FastAPI) -> None:
         """Add our routes beside vLLM's own, and a note to each of its completion requests.
 
-        ``/score``, ``/health``, ``/metrics`` and ``/v1/models`` stay vLLM's; our series join its ``/metrics``."""
+        ``/score``, ``/health``, ``/metrics`` and ``/v1/models`` stay vLLM's; our series join its
+        ``/metrics``."""
         options, settings, metrics, audit = self._options, self._options.settings, Metrics(), None
         if options.audit_log is not None:
-            audit = Auditor(options.audit_log, required=options.audit_required, count=metrics.audit_lines)
-        self.service = service = Service(self._load, aliases_of=options.store.aliases, settings=settings,
-                                         policies=options.policies, metrics=metrics, audit=audit)  # fmt: skip
+            audit = Auditor(
+                options.audit_log, required=options.audit_required, count=metrics.audit_lines
+            )
+        self.service = service = Service(
+            self._load,
+            aliases_of=options.store.aliases,
+            settings=settings,
+            policies=options.policies,
+            metrics=metrics,
+            audit=audit,
+        )
         own = create_app(service)
         for path in OWN_PATHS:
             app.router.routes.append(Route(path, _Endpoint(own)))
@@ -91,14 +101,21 @@ class HalluTracerPlugin:
         REGISTRY.register(metrics.collector)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Load in the background: vLLM answers at once, our routes after the self-test and the golden prompts.
+        """Load in the background: vLLM answers at once, our routes after the self-test and the
+        golden prompts.
 
         A server that would never be ready ends, with status 1."""
         if engine_client is None:
             return
-        self._client, self._loop, self._chat = engine_client, asyncio.get_running_loop(), ChatOptions.of(args)
+        self._client, self._loop, self._chat = (
+            engine_client,
+            asyncio.get_running_loop(),
+            ChatOptions.of(args),
+        )
         self._generate = engine_client.generate
-        engine_client.generate = judging_generate(self._generate, self.service, lambda: self._engine, self._adapters)
+        engine_client.generate = judging_generate(
+            self._generate, self.service, lambda: self._engine, self._adapters
+        )
         engine_client.add_lora = partial(self._add_lora, engine_client.add_lora)
         self._models = models = state.openai_serving_models
         models.load_lora_adapter = partial(self._load_adapter, models.load_lora_adapter)
@@ -108,7 +125,8 @@ class HalluTracerPlugin:
 
     @property
     def _servers(self) -> int:
-        """Return how many API servers the engine has, which take connections at the same address."""
+        """Return how many API servers the engine has, which take connections at the same
+        address."""
         return int(getattr(getattr(self._client, "engine_core", None), "client_count", 1))
 
     async def _start(self) -> None:
@@ -126,19 +144,27 @@ class HalluTracerPlugin:
         said = f"hallutracer: the server ends, since it would never be ready: {lifecycle.failure}"
         log.critical(said)
         if not self._client.errored:  # else vLLM ends by itself, or was told to
-            raise SystemExit(said)  # with status 1; no other exception of a task ends the event loop
+            raise SystemExit(
+                said
+            )  # with status 1; no other exception of a task ends the event loop
 
     async def _meet(self) -> None:
-        """Tell the workers that this API server is ready, and be called so once all of the engine's are.
+        """Tell the workers that this API server is ready, and be called so once all of the engine's
+        are.
 
         A probe of readiness reaches any of them, and so would the requests that come after it."""
         own = int(self._client.engine_core.client_index)
-        while min(await self._client.collective_rpc("hallutracer_ready", args=(own,))) < self._servers:
+        while (
+            min(await self._client.collective_rpc("hallutracer_ready", args=(own,))) < self._servers
+        ):
             await asyncio.sleep(MEET_S)
         self.service.lifecycle.awaited = None
 
-    async def _load_adapter(self, load: Callable[..., Awaitable[Any]], request: Any, *args: Any) -> Any:
-        """Have vLLM ``load`` an adapter that its route is asked for; it would say 500 to what ``_add_lora`` refuses."""
+    async def _load_adapter(
+        self, load: Callable[..., Awaitable[Any]], request: Any, *args: Any
+    ) -> Any:
+        """Have vLLM ``load`` an adapter that its route is asked for; it would say 500 to what
+        ``_add_lora`` refuses."""
         if (loaded := self._models.lora_requests.get(request.lora_name)) is not None:
             try:
                 self._adapters.check_place(loaded.lora_int_id, request)
@@ -152,7 +178,9 @@ class HalluTracerPlugin:
         added = await add(lora_request)
         assert self._loading is not None
         await asyncio.shield(self._loading)
-        if self.service.lifecycle.serves and (found := await asyncio.to_thread(self._read, self._engine, lora_request)):
+        if self.service.lifecycle.serves and (
+            found := await asyncio.to_thread(self._read, self._engine, lora_request)
+        ):
             await self.service.lifecycle.reload(lambda engine: self._scorers | found)
             self._scorers |= found
         return added
@@ -174,7 +202,11 @@ class HalluTracerPlugin:
         self._adapters.forget()
         if arguments or self._chat.template is not None or self._chat.variables:
             check_model(self._client.vllm_config, self._options.bundles.values(), self._chat)
-        own = {name: Scorer(engine, bundle) for name, bundle in bundles if name not in self._adapters.waiting}
+        own = {
+            name: Scorer(engine, bundle)
+            for name, bundle in bundles
+            if name not in self._adapters.waiting
+        }
         for request in [*self._models.lora_requests.values()]:  # of --lora-modules
             own |= self._read(engine, request)
         self._engine, engine.slots.on_changed, self._scorers = engine, self._replay_soon, own
@@ -185,7 +217,8 @@ class HalluTracerPlugin:
             self._loading = asyncio.create_task(self._replay())
 
     async def _replay(self) -> None:
-        """Replay the golden prompts once after each change of the weights; what they refuse stays unread."""
+        """Replay the golden prompts once after each change of the weights; what they refuse stays
+        unread."""
         weights = (await self._client.collective_rpc("hallutracer_describe"))[0]["weights"]
         if weights == self._weights:
             return

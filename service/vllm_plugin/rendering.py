@@ -1,7 +1,9 @@
-"""Whether vLLM rendered a chat as training's were: by the chat template, with no argument but the messages and tools.
+"""Whether vLLM rendered a chat as training's were: by the chat template, with no argument but the
+messages and tools.
 
-vLLM gives a template whatever a request says besides, under names that grow with every release.  The token ids tell:
-they are compared with those that the tokenizer's own template makes, and what cannot be compared counts as other."""
+vLLM gives a template whatever a request says besides, under names that grow with every release.
+The token ids tell: they are compared with those that the tokenizer's own template makes, and what
+cannot be compared counts as other."""
 
 from __future__ import annotations
 
@@ -12,13 +14,21 @@ from typing import Any, Protocol
 from service.engines.chat import Message, ToolDefinition
 from service.errors import RequestError
 
-ROLES = ("system", "developer", "user", "assistant", "tool")  # vLLM takes any text, and templates write it
+ROLES = (
+    "system",
+    "developer",
+    "user",
+    "assistant",
+    "tool",
+)  # vLLM takes any text, and templates write it
 
 
 class EncodesChats(Protocol):
     """What an engine's tokenizer does with a chat."""
 
-    def encode_chat(self, messages: Sequence[Message], tools: Sequence[ToolDefinition] = ()) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Message], tools: Sequence[ToolDefinition] = ()
+    ) -> list[int]:
         """Return its token ids.  Raises RequestError where the template refuses it."""
 
 
@@ -32,23 +42,32 @@ class Chat:
 
 
 def is_rendering(engine: EncodesChats, chat: Chat | None) -> bool:
-    """Return whether a prompt is what the chat template makes of its messages, the generation prompt behind them.
+    """Return whether a prompt is what the chat template makes of its messages, the generation
+    prompt behind them.
 
     It takes as long as vLLM's own rendering: not for an event loop's thread."""
     turns = None if chat is None else _turns(chat.messages)
     if chat is None or not turns:
         return False
     ids = list(chat.token_ids)
-    return any(_encoded(engine, one, chat.tools) == ids for one in (turns, *_without_developers(turns)))
+    return any(
+        _encoded(engine, one, chat.tools) == ids for one in (turns, *_without_developers(turns))
+    )
 
 
 def conversation(messages: Sequence[Any]) -> list[dict[str, str]] | None:
     """Return the role and text of each message; None where one has something else than text."""
     turns = _turns(messages)
-    return None if turns is None else [{"role": turn["role"], "content": turn["content"]} for turn in turns]
+    return (
+        None
+        if turns is None
+        else [{"role": turn["role"], "content": turn["content"]} for turn in turns]
+    )
 
 
-def _encoded(engine: EncodesChats, turns: Sequence[Message], tools: Sequence[ToolDefinition]) -> list[int] | None:
+def _encoded(
+    engine: EncodesChats, turns: Sequence[Message], tools: Sequence[ToolDefinition]
+) -> list[int] | None:
     try:
         return engine.encode_chat(turns, tools)
     except RequestError:  # the template refuses it, or it is no Unicode
@@ -56,9 +75,11 @@ def _encoded(engine: EncodesChats, turns: Sequence[Message], tools: Sequence[Too
 
 
 def _turns(messages: Sequence[Any]) -> list[dict[str, Any]] | None:
-    """Return the messages with what any of training's could have had; None where one cannot be such.
+    """Return the messages with what any of training's could have had; None where one cannot be
+    such.
 
-    Of a turn with tools their calls and results go along: training had none, which ``TOOLS`` says."""
+    Of a turn with tools their calls and results go along: training had none, which ``TOOLS``
+    says."""
     turns = []
     for message in messages:
         role = message.get("role") if isinstance(message, Mapping) else None
@@ -74,7 +95,8 @@ def _turns(messages: Sequence[Any]) -> list[dict[str, Any]] | None:
 
 
 def _text(content: Any) -> str | None:
-    """Return a message's text: its parts follow each other, as templates that take parts write them."""
+    """Return a message's text: its parts follow each other, as templates that take parts write
+    them."""
     if content is None or isinstance(content, str):
         return content or ""
     texts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
@@ -83,7 +105,8 @@ def _text(content: Any) -> str | None:
 
 
 def _without_developers(turns: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Return what vLLM makes of turns for a template that knows no developer: one system prompt, at the beginning."""
+    """Return what vLLM makes of turns for a template that knows no developer: one system prompt, at
+    the beginning."""
     if all(turn["role"] != "developer" for turn in turns):
         return []
     ruled = [turn["content"] for turn in turns if turn["role"] in ("developer", "system")]

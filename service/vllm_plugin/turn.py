@@ -1,4 +1,5 @@
-"""One prompt of vLLM's server: it is judged at its first output, and drives a turn by all of them."""
+"""One prompt of vLLM's server: it is judged at its first output, and drives a turn by all of
+them."""
 
 from __future__ import annotations
 
@@ -38,16 +39,29 @@ from service.vllm_plugin.rendering import is_rendering
 
 
 class TurnDriver:
-    """The outputs of one prompt: it drives the prompt's turn by them, and shows what the turn shows."""
+    """The outputs of one prompt: it drives the prompt's turn by them, and shows what the turn
+    shows."""
 
     def __init__(
-        self, service: Service, engine: VllmEngine, scorer: Scorer, policy: Policy, note: Note, place: int,
-        parameters: Any, request_id: str, same: Callable[[], None], rendering: tuple[str, ...], *, compared: bool,
-    ) -> None:  # fmt: skip
-        """``place``: of the prompt in its request.  ``same`` raises where the adapter is another one by now.
+        self,
+        service: Service,
+        engine: VllmEngine,
+        scorer: Scorer,
+        policy: Policy,
+        note: Note,
+        place: int,
+        parameters: Any,
+        request_id: str,
+        same: Callable[[], None],
+        rendering: tuple[str, ...],
+        *,
+        compared: bool,
+    ) -> None:
+        """``place``: of the prompt in its request.  ``same`` raises where the adapter is another
+        one by now.
 
-        ``rendering``: how the prompt is known to be rendered otherwise than training's; ``compared``: whether its token
-        ids are to tell, too."""
+        ``rendering``: how the prompt is known to be rendered otherwise than training's;
+        ``compared``: whether its token ids are to tell, too."""
         self._service, self._engine, self._scorer, self._policy = service, engine, scorer, policy
         self._note, self._place, self._request_id, self._same = note, place, request_id, same
         self._rendering, self._compared, self._standing = rendering, compared, UNKNOWN
@@ -58,7 +72,9 @@ class TurnDriver:
         self._lease: ProbeLease | None = None  # None: the prompt is not read
         self._begun: _Begun | None = None
 
-    async def outputs(self, start: Callable[[], AsyncGenerator[Any, None]]) -> AsyncGenerator[Any, None]:
+    async def outputs(
+        self, start: Callable[[], AsyncGenerator[Any, None]]
+    ) -> AsyncGenerator[Any, None]:
         """Yield vLLM's outputs, as far as the turn shows them.  Raises HalluTracerError."""
         try:
             self._lease = await self._prepare()
@@ -92,14 +108,17 @@ class TurnDriver:
         await self._check_rendering()
         scorer, parameters = self._scorer, self._parameters
         gate = scorer.gate(self._policy, self._standing)
-        # The engine ends an answer by an end token in place of the first.  With these options that does not end it, and
-        # what may be a call must not be ended so early: both are ended from here.
+        # The engine ends an answer by an end token in place of the first. With these options that
+        # does not end it, and what may be a call must not be ended so early: both are ended from
+        # here.
         ends = not (parameters.ignore_eos or parameters.min_tokens or parameters.structured_outputs)
         in_engine = gate if ends and self._tools is None else None
         lease = await self._engine.lease(
-            scorer.probes, first_token=scorer.needs_first_token, gate=in_engine,
+            scorer.probes,
+            first_token=scorer.needs_first_token,
+            gate=in_engine,
             answer_probes=scorer.answer_probes if self._choices == 1 else None,
-        )  # fmt: skip
+        )
         parameters.extra_args = {**(parameters.extra_args or {}), **lease.directive.encode()}
         ends_here = gate is not None and in_engine is None
         if self._final and self._choices == 1 and (ends_here or lease.directive.answer is not None):
@@ -107,10 +126,12 @@ class TurnDriver:
         return lease
 
     async def _check_rendering(self) -> None:
-        """Note how the prompt departs from training's, where a guarantee or a gate depends on it."""
+        """Note how the prompt departs from training's, where a guarantee or a gate depends on
+        it."""
         manifest, note = self._scorer.bundle.manifest, self._note
         matters = manifest.guarantee is not None or self._policy.action.withholds
-        # A long chat takes its time, which the other requests of this event loop should not wait for.
+        # A long chat takes its time, which the other requests of this event loop should not wait
+        # for.
         other, shape = await asyncio.to_thread(self._read_chat, matters=matters)
         if other:
             self._rendering = (*self._rendering, OTHER_RENDERING)
@@ -123,12 +144,15 @@ class TurnDriver:
         note.violations = tuple(dict.fromkeys((*note.violations, *self._rendering, *shapes)))
 
     def _read_chat(self, *, matters: bool) -> tuple[bool, Shape | None]:
-        """Return whether the prompt is another than the template makes of its messages, and the messages' shape.
+        """Return whether the prompt is another than the template makes of its messages, and the
+        messages' shape.
 
-        Of messages that are rendered otherwise than training's, or hold more than text, a shape is only known where it
-        is one that no training had: nothing of theirs passes as small talk."""
+        Of messages that are rendered otherwise than training's, or hold more than text, a shape is
+        only known where it is one that no training had: nothing of theirs passes as small talk."""
         note, place, refusals = self._note, self._place, self._service.catalogue.refusals
-        if matters and not note.templated:  # the caller's text or ids may be a chat as the template writes it
+        if (
+            matters and not note.templated
+        ):  # the caller's text or ids may be a chat as the template writes it
             standing = self._scorer.standing_of_ids(note.prompts[place], refusals)
             return standing.other_rendering, standing.shape
         chat = note.chats[place]
@@ -143,13 +167,15 @@ class TurnDriver:
         return other, shape
 
     def _unread(self, error: HalluTracerError) -> None:
-        """Under a policy that only observes, the answer goes on without a risk; otherwise the request fails."""
+        """Under a policy that only observes, the answer goes on without a risk; otherwise the
+        request fails."""
         if self._policy.action is not Action.OBSERVE:
             raise error
         self._note.unread = str(error)
 
     def _judge(self, output: Any) -> bool:
-        """Begin the turn with the first output, which has the prefill; return whether its prompt could be judged."""
+        """Begin the turn with the first output, which has the prefill; return whether its prompt
+        could be judged."""
         assert self._lease is not None
         try:
             judgement = self._judgement(self._lease, output)
@@ -171,19 +197,27 @@ class TurnDriver:
         token_ids = output.prompt_token_ids or ()
         result, _ = lease.prefill(output, len(token_ids))
         cached = int(output.num_cached_tokens or 0)
-        report = self._scorer.judge(result, self._policy, standing=self._standing, cached_tokens=cached)
+        report = self._scorer.judge(
+            result, self._policy, standing=self._standing, cached_tokens=cached
+        )
         decoding = Decoding(self._parameters.temperature, self._parameters.top_p)
         report = replace(report, decoding=departure(self._scorer.bundle.manifest, decoding))
         timings = PromptTimings(*times(output))
         prompt = JudgedPrompt(self._place, report, token_ids, timings, shape=self._standing.shape)
         return Judgement(
-            scorer=self._scorer, policy=self._policy, prompts=(prompt,), request_id=self._request_id,
-            route=canonical(self._note.route), who=self._note.who, request_violations=self._note.violations,
+            scorer=self._scorer,
+            policy=self._policy,
+            prompts=(prompt,),
+            request_id=self._request_id,
+            route=canonical(self._note.route),
+            who=self._note.who,
+            request_violations=self._note.violations,
             monitor=self._service.catalogue.monitors.get(self._scorer.bundle.reference),
-        )  # fmt: skip
+        )
 
     async def _shown(self, begun: _Begun, output: Any) -> Sequence[Any]:
-        """Return what the caller may see by now.  Raises AuditUnavailable, where the audit log is required."""
+        """Return what the caller may see by now.  Raises AuditUnavailable, where the audit log is
+        required."""
         turn, events = begun.turn, list[Event]()
         # 1) The turn decides.
         if turn.phase is Phase.PROMPT:
@@ -220,4 +254,6 @@ class _Begun:
 
     @report.setter
     def report(self, report: RiskReport) -> None:
-        self.judgement = replace(self.judgement, prompts=(replace(self.judgement.prompts[0], report=report),))
+        self.judgement = replace(
+            self.judgement, prompts=(replace(self.judgement.prompts[0], report=report),)
+        )

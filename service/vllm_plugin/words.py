@@ -1,8 +1,9 @@
 """A note in the words of each protocol that vLLM's server speaks.
 
-A withheld answer has no text and no counted token.  A chat's choice has the finish reason ``content_filter`` and the
-policy's message as its ``refusal``; a message of Anthropic's the stop reason ``refusal`` and that message as its text;
-a response is incomplete for the reason ``content_filter``, with the message as its refusal."""
+A withheld answer has no text and no counted token.  A chat's choice has the finish reason
+``content_filter`` and the policy's message as its ``refusal``; a message of Anthropic's the stop
+reason ``refusal`` and that message as its text; a response is incomplete for the reason
+``content_filter``, with the message as its refusal."""
 
 from __future__ import annotations
 
@@ -46,12 +47,18 @@ class ChatWords:
 
     def whole(self, content: Body) -> Body | None:
         """Return the body with each prompt's item."""
-        return self._noted(content, streams=False) if isinstance(content.get("choices"), list) else None
+        return (
+            self._noted(content, streams=False)
+            if isinstance(content.get("choices"), list)
+            else None
+        )
 
     def events(self, content: Body) -> bytes:
         """Return a chunk with the items of the prompts that were prefilled since the last."""
         chunk = isinstance(content.get("choices"), list)
-        return wire.event(json.dumps(self._noted(content, streams=True) if chunk else content, ensure_ascii=False))
+        return wire.event(
+            json.dumps(self._noted(content, streams=True) if chunk else content, ensure_ascii=False)
+        )
 
     def rest(self) -> bytes:
         """Return nothing."""
@@ -69,18 +76,26 @@ class ChatWords:
                 if chat is not None:
                     chat["refusal"] = verdict.message  # a text completion has none
                 if self._message_in_content:
-                    (choice if chat is None else chat)["text" if chat is None else "content"] = verdict.message
+                    (choice if chat is None else chat)["text" if chat is None else "content"] = (
+                        verdict.message
+                    )
         self._uncount(content, streams)
         found = note.body()
         if found is not None and content["choices"]:
             if "data" in found:
-                found["data"] = [item for item in found["data"] if item["index"] not in self._annotated]
+                found["data"] = [
+                    item for item in found["data"] if item["index"] not in self._annotated
+                ]
                 self._annotated |= {item["index"] for item in found["data"]}
                 prompts = range(len(note.judgements))
                 told = self._annotated.issuperset(prompts) and not any(map(note.withheld, prompts))
                 self.complete = told and not note.reads_answers
             if streams:
-                ended = [one["index"] // note.choices for one in content["choices"] if one.get("finish_reason")]
+                ended = [
+                    one["index"] // note.choices
+                    for one in content["choices"]
+                    if one.get("finish_reason")
+                ]
                 said = [note.answer_note(place) for place in ended]
                 found = (found if found.get("data", True) else {}) | (said[0] if said else {})
             if found:
@@ -88,12 +103,17 @@ class ChatWords:
         return content
 
     def _uncount(self, content: Body, streams: bool) -> None:
-        """Take the end token that stands for an answer of which nothing is shown out of the usage."""
+        """Take the end token that stands for an answer of which nothing is shown out of the
+        usage."""
         note, usage = self._note, content.get("usage")
         if not usage or not usage.get("completion_tokens"):
             return
         whole = not content["choices"] or not streams  # else a chunk's own, of its choices alone
-        places = range(len(note.judgements)) if whole else {one["index"] // note.choices for one in content["choices"]}
+        places = (
+            range(len(note.judgements))
+            if whole
+            else {one["index"] // note.choices for one in content["choices"]}
+        )
         counted = note.end_tokens(places) * (note.choices if whole else 1)
         usage["completion_tokens"] -= counted
         usage["total_tokens"] -= counted
@@ -114,11 +134,14 @@ class MessagesWords:
         if content.get("type") != "message":
             return None
         if (verdict := self._note.refusal()) is not None:
-            content["content"] = [] if verdict.message is None else [anthropic.text_block(verdict.message)]
+            content["content"] = (
+                [] if verdict.message is None else [anthropic.text_block(verdict.message)]
+            )
         return self._ended(content, content) | _beside(self._note)
 
     def events(self, content: Body) -> bytes:
-        """Return the event; before the end of a withheld answer, which has no block, the policy's message as one."""
+        """Return the event; before the end of a withheld answer, which has no block, the policy's
+        message as one."""
         before, kind, verdict = b"", content.pop("type", ""), self._note.refusal()
         if kind == "message_start":
             content["message"] |= _beside(self._note)
@@ -145,7 +168,8 @@ class MessagesWords:
 
 
 class ResponsesWords:
-    """Of OpenAI's /v1/responses.  vLLM begins its stream before it generates: what that says first is held."""
+    """Of OpenAI's /v1/responses.  vLLM begins its stream before it generates: what that says first
+    is held."""
 
     complete = False
 
@@ -160,15 +184,23 @@ class ResponsesWords:
         return self._ended(content) if content.get("object") == "response" else None
 
     def events(self, content: Body) -> bytes:
-        """Return the event; of a withheld answer its refusal at the end, and nothing of what vLLM made of it."""
+        """Return the event; of a withheld answer its refusal at the end, and nothing of what vLLM
+        made of it."""
         kind = str(content.get("type"))
-        if kind in ("response.created", "response.queued", "response.in_progress") and self._first is not None:
+        if (
+            kind in ("response.created", "response.queued", "response.in_progress")
+            and self._first is not None
+        ):
             self._first.append(content)
             return b""
         before = self.rest()
         if kind in ("response.completed", "response.incomplete"):
             response = self._ended(content["response"])
-            return before + self._refused(response) + self._event(f"response.{response['status']}", response=response)
+            return (
+                before
+                + self._refused(response)
+                + self._event(f"response.{response['status']}", response=response)
+            )
         return before if self._note.refusal() is not None else before + self._event(**content)
 
     def rest(self) -> bytes:
@@ -186,7 +218,11 @@ class ResponsesWords:
         told.item, told.index = item["id"], len(response["output"]) - 1
         parts = (told.whole_part(part, index) for index, part in enumerate(item["content"]))
         begins = told.item_begins()  # events are numbered as they are made
-        return begins + b"".join(parts) + told.event("response.output_item.done", output_index=told.index, item=item)
+        return (
+            begins
+            + b"".join(parts)
+            + told.event("response.output_item.done", output_index=told.index, item=item)
+        )
 
     def _event(self, type: str, **content: Any) -> bytes:
         content.pop("sequence_number", None)  # it is numbered anew

@@ -23,7 +23,8 @@ class ResponseWriter:
     """Sends what the route's words make of each body."""
 
     def __init__(self, note: Note, send: Send, message_in_content: bool) -> None:
-        """``message_in_content`` also puts the policy's message where the answer's text would be."""
+        """``message_in_content`` also puts the policy's message where the answer's text would
+        be."""
         self._note, self._send = note, send
         self._words = _WORDS.get(note.route, ChatWords)(note, message_in_content)
         self._start: Message | None = None
@@ -45,7 +46,9 @@ class ResponseWriter:
                 body, self._held = self._held, b""
             elif self._streams:
                 *events, self._held = self._held.split(b"\n\n")
-                body = b"".join(map(self._told, events)) + (b"" if more else self._words.rest() + self._held)
+                body = b"".join(map(self._told, events)) + (
+                    b"" if more else self._words.rest() + self._held
+                )
             elif not more:
                 body = self._whole(self._held)
             if body or not more:
@@ -53,12 +56,18 @@ class ResponseWriter:
                 await self._send({**message, "body": body, "more_body": more})
 
     async def failed(self, status: int, reason: str) -> bool:
-        """Send why the request failed, where its stream has not begun; return whether it was sent."""
+        """Send why the request failed, where its stream has not begun; return whether it was
+        sent."""
         if self._begun:
             return False
-        body = json.dumps(error_body(status, reason, "invalid_request" if status < 500 else "server_error")).encode()
+        body = json.dumps(
+            error_body(status, reason, "invalid_request" if status < 500 else "server_error")
+        ).encode()
         headers = [(b"content-type", b"application/json")]
-        self._start, self._streams = {"type": "http.response.start", "status": status, "headers": headers}, False
+        self._start, self._streams = (
+            {"type": "http.response.start", "status": status, "headers": headers},
+            False,
+        )
         await self._begin(len(body))
         await self._send({"type": "http.response.body", "body": body})
         return True

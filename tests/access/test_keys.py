@@ -1,4 +1,5 @@
-"""The file of named keys: what it says, what is refused rather than guessed, and which keys are in force."""
+"""The file of named keys: what it says, what is refused rather than guessed, and which keys are in
+force."""
 
 from __future__ import annotations
 
@@ -32,32 +33,51 @@ policies = ["gate"]
 """
     [key] = parse_keys(text, "f", {"gate"})
     assert key == Key(
-        name="one", digest=D1, scopes=frozenset({Scope.SCORE, Scope.ADMIN}), may=frozenset({"threshold"}),
-        policies=("gate",), expires=datetime(2027, 2, 21, tzinfo=UTC), revoked=datetime(2026, 12, 1, 8, tzinfo=UTC),
-    )  # fmt: skip
+        name="one",
+        digest=D1,
+        scopes=frozenset({Scope.SCORE, Scope.ADMIN}),
+        may=frozenset({"threshold"}),
+        policies=("gate",),
+        expires=datetime(2027, 2, 21, tzinfo=UTC),
+        revoked=datetime(2026, 12, 1, 8, tzinfo=UTC),
+    )
     assert D1 not in repr(key)
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "holds no key"), ("# nothing\n", "holds no key"), ("[one", "is not TOML"),
-        (ONE + f"may = {'[' * 5000}\n", "is not TOML"), (ONE + ONE, "is not TOML"),
-        (ONE + ONE.replace("[one]", "[two]"), "one and two are the same key"), ("one = 1\n", "outside a table"),
-        (ONE.replace("[one]", "[One]"), "lower-case"), (ONE.replace("[one]", '["a.b"]'), "lower-case"),
-        (ONE + 'scope = ["admin"]\n', "unknown field 'scope'"), (ONE + 'name = "two"\n', "unknown field 'name'"),
+        ("", "holds no key"),
+        ("# nothing\n", "holds no key"),
+        ("[one", "is not TOML"),
+        (ONE + f"may = {'[' * 5000}\n", "is not TOML"),
+        (ONE + ONE, "is not TOML"),
+        (ONE + ONE.replace("[one]", "[two]"), "one and two are the same key"),
+        ("one = 1\n", "outside a table"),
+        (ONE.replace("[one]", "[One]"), "lower-case"),
+        (ONE.replace("[one]", '["a.b"]'), "lower-case"),
+        (ONE + 'scope = ["admin"]\n', "unknown field 'scope'"),
+        (ONE + 'name = "two"\n', "unknown field 'name'"),
         (ONE + "requests_per_minute = 600\n", "unknown field 'requests_per_minute'"),
         *((ONE.replace(D1, other), "sha256") for other in ("secret", D1.upper(), D1 + "\\n")),
-        ('[one]\nscopes = ["score"]\n', "sha256"), (f'[one]\nsha256 = "{D1}"\n', "scopes"),
-        (ONE.replace('["score"]', "[]"), "scopes"), (ONE.replace('["score"]', '"score"'), "scopes"),
-        (ONE.replace('"score"', '"scor"'), "scopes.0"), (ONE + "may = []\n", "may"), (ONE + 'may = ["all"]\n', "may.0"),
-        (ONE + "policies = []\n", "policies"), (ONE + "policies = [1]\n", "policies.0"),
+        ('[one]\nscopes = ["score"]\n', "sha256"),
+        (f'[one]\nsha256 = "{D1}"\n', "scopes"),
+        (ONE.replace('["score"]', "[]"), "scopes"),
+        (ONE.replace('["score"]', '"score"'), "scopes"),
+        (ONE.replace('"score"', '"scor"'), "scopes.0"),
+        (ONE + "may = []\n", "may"),
+        (ONE + 'may = ["all"]\n', "may.0"),
+        (ONE + "policies = []\n", "policies"),
+        (ONE + "policies = [1]\n", "policies.0"),
         (ONE + 'policies = ["gat"]\n', "no policy 'gat'"),
-        *((ONE + f"expires = {date}\n", "expires") for date in (
-            "2027-02-21", "2027-02-21T00:00:00", '"2027-02-21T00:00:00Z"')),
-        (ONE + "revoked = 0\n", "revoked"), (ONE + "created = true\n", "created"),
+        *(
+            (ONE + f"expires = {date}\n", "expires")
+            for date in ("2027-02-21", "2027-02-21T00:00:00", '"2027-02-21T00:00:00Z"')
+        ),
+        (ONE + "revoked = 0\n", "revoked"),
+        (ONE + "created = true\n", "created"),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_is_said_and_opens_nothing(text: str, said: str) -> None:
     with pytest.raises(HalluTracerError) as refused:
         parse_keys(text, "f", {"gate", "block"})
@@ -99,9 +119,14 @@ def test_a_clock_that_is_set_back_brings_no_key_back(monkeypatch: pytest.MonkeyP
     assert key.expired()
     clock[0] = began - timedelta(days=400)
     assert key.expired()
-    ticks[0], clock[0] = 100.0, began + timedelta(hours=1)  # a clock that runs while the machine sleeps
+    ticks[0], clock[0] = (
+        100.0,
+        began + timedelta(hours=1),
+    )  # a clock that runs while the machine sleeps
     assert key.expired()
-    clock[0] = began + timedelta(minutes=1)  # it was wrong, and nobody asked meanwhile that it stay so
+    clock[0] = began + timedelta(
+        minutes=1
+    )  # it was wrong, and nobody asked meanwhile that it stay so
     assert not key.expired()
 
 
@@ -166,7 +191,9 @@ def test_what_else_is_a_change_of_the_file(tmp_path: Path) -> None:
     link.symlink_to(path)
     ring, linked = KeyRing([], path), KeyRing([], link)
     link.unlink()
-    link.symlink_to(other)  # as Kubernetes replaces a mounted Secret: its size and its time are the same
+    link.symlink_to(
+        other
+    )  # as Kubernetes replaces a mounted Secret: its size and its time are the same
     assert linked.changed_on_disk()
     path.write_text(ONE.replace("score", "admin"))
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
@@ -180,7 +207,11 @@ def test_what_two_files_have_in_common(tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     secrets = {name: add_key(path, name, SCORE) for name in ("stays", "goes", "changes")}
     ring, alone = KeyRing([ApiKey("f" * 20, "fixed").hashed()], path), KeyRing([], path)
-    text = path.read_text().replace("[goes]", "[new]").replace(digest_of(secrets["goes"]), digest_of("new"))
+    text = (
+        path.read_text()
+        .replace("[goes]", "[new]")
+        .replace(digest_of(secrets["goes"]), digest_of("new"))
+    )
     path.write_text(text + "may = ['policy']")
     keys, changes = ring.read()
     assert changes == Changes(("new",), ("goes",), ("changes",))
@@ -197,6 +228,9 @@ def test_a_file_without_keys_and_clashes_with_the_options_are_errors(tmp_path: P
     with pytest.raises(HalluTracerError, match="cannot read"):
         KeyRing([], path)
     secret = add_key(path, "one", SCORE)
-    for key, said in ((ApiKey("x" * 20, "one"), "two keys are named 'one'"), (ApiKey(secret, "k"), "by --api-key")):
+    for key, said in (
+        (ApiKey("x" * 20, "one"), "two keys are named 'one'"),
+        (ApiKey(secret, "k"), "by --api-key"),
+    ):
         with pytest.raises(HalluTracerError, match=said):
             KeyRing([key.hashed()], path)

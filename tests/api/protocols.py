@@ -17,9 +17,12 @@ ASKED = [{"role": "user", "content": "What is the capital of France?"}]
 
 
 def body_of(
-    route: str, messages: list[dict[str, Any]] | str = ASKED, xargs: dict[str, Any] | None = None, tokens: int = 40,
+    route: str,
+    messages: list[dict[str, Any]] | str = ASKED,
+    xargs: dict[str, Any] | None = None,
+    tokens: int = 40,
     **more: Any,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """A request that asks greedily."""
     turns = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
     given: dict[str, Any] = {"model": "scripted", "temperature": 0, "vllm_xargs": xargs}
@@ -49,7 +52,9 @@ def in_openais_client(
             seen = list(events)
         assert [event.sequence_number for event in seen] == list(range(len(seen)))
         found = seen[-1].response  # type: ignore[union-attr]
-        pieces = "".join(event.delta for event in seen if event.type == "response.output_text.delta")
+        pieces = "".join(
+            event.delta for event in seen if event.type == "response.output_text.delta"
+        )
         assert pieces == found.output_text
         refused = "".join(event.delta for event in seen if event.type == "response.refusal.delta")
         assert seen[0].response.model_extra["hallutracer"]["data"]  # type: ignore[union-attr,index]
@@ -61,7 +66,13 @@ def in_openais_client(
     why = None if found.incomplete_details is None else found.incomplete_details.reason
     assert found.usage is not None
     assert found.model_extra is not None
-    return found.output_text, refusal, why, found.usage.output_tokens, found.model_extra["hallutracer"]
+    return (
+        found.output_text,
+        refusal,
+        why,
+        found.usage.output_tokens,
+        found.model_extra["hallutracer"],
+    )
 
 
 def in_anthropics_client(
@@ -71,7 +82,12 @@ def in_anthropics_client(
     client = Anthropic(base_url=url, api_key="none", max_retries=0)
     more = {"temperature": 0.0, "vllm_xargs": xargs}
     turns = [{"role": "user", "content": text}]
-    asked: dict[str, Any] = {"model": model, "max_tokens": 40, "messages": turns, "extra_body": more}
+    asked: dict[str, Any] = {
+        "model": model,
+        "max_tokens": 40,
+        "messages": turns,
+        "extra_body": more,
+    }
     if stream:
         with client.messages.stream(**asked) as events:
             pieces = "".join(events.text_stream)

@@ -1,4 +1,5 @@
-"""POST /v1/admin/reload: keys and bundles together, each taken where it can be, each told and audited."""
+"""POST /v1/admin/reload: keys and bundles together, each taken where it can be, each told and
+audited."""
 
 from __future__ import annotations
 
@@ -38,10 +39,16 @@ class Served:
     gone: list[str] = field(default_factory=list)  # why the bundles cannot be loaded
 
     def reload(self) -> httpx.Response:
-        return self.app.client.post(RELOAD_ROUTE, headers={"authorization": f"Bearer {self.secret}"})
+        return self.app.client.post(
+            RELOAD_ROUTE, headers={"authorization": f"Bearer {self.secret}"}
+        )
 
     def lines(self, event: str) -> list[dict[str, Any]]:
-        return [one for one in map(json.loads, self.log.read_text().splitlines()) if one["event"] == event]
+        return [
+            one
+            for one in map(json.loads, self.log.read_text().splitlines())
+            if one["event"] == event
+        ]
 
     def finds(self, secret: str) -> bool:
         return self.app.state.access.keys.find(secret) is not None
@@ -60,7 +67,9 @@ class Served:
 
 @pytest.fixture
 def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
-    monkeypatch.setattr("service.serving.service.WATCH_S", 600.0)  # what is told is told by the reload
+    monkeypatch.setattr(
+        "service.serving.service.WATCH_S", 600.0
+    )  # what is told is told by the reload
     with serving(tmp_path) as found:
         yield found
 
@@ -93,7 +102,9 @@ def test_one_reload_takes_keys_and_bundles(served: Served) -> None:
         assert (line["key"], line["by"], line["outcome"]) == ("operator", "api", outcome)
     digests = {bundle.reference: bundle.manifest.digest for bundle in served.app.bundles}
     roles = {"one:1": "default", "two:1": "none"}
-    before = [{"bundle": name, "digest": digests[name], "role": role} for name, role in roles.items()]
+    before = [
+        {"bundle": name, "digest": digests[name], "role": role} for name, role in roles.items()
+    ]
     assert begun["what"] == {"before": before}
     assert [one["bundle"] for one in done["what"]["after"]] == ["two:1", "one:1"]
     assert served.lines("keys.reload")[1]["key"] == "operator"
@@ -120,7 +131,10 @@ def test_each_failure_is_told_by_itself_and_keeps_the_other_from_nothing(
     assert served.default() == "two:1"
     served.gone.append("one:1 is gone")
     both = refused()
-    assert (kept in both, "not swapped, those that were loaded stay: one:1 is gone" in both) == (True, True)
+    assert (kept in both, "not swapped, those that were loaded stay: one:1 is gone" in both) == (
+        True,
+        True,
+    )
     served.keys.write_text(good)
     two = add_key(served.keys, "two", {"scopes": ["score"]})
     assert refused().startswith("keys: as their file says; bundles: not swapped")
@@ -143,11 +157,16 @@ def test_without_the_audit_log_nothing_is_added_or_swapped(served: Served) -> No
     assert (served.finds(two), served.default()) == (True, "two:1")
 
 
-def test_while_it_loads_keys_are_taken_and_told_all_the_same(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_while_it_loads_keys_are_taken_and_told_all_the_same(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(served.app.state.lifecycle, "_dispatcher", None)
     two = add_key(served.keys, "two", {"scopes": ["score"]})
     error = served.reload().json()["error"]
-    assert (error["code"], error["message"].startswith("keys: as their file says; bundles: not")) == ("not_ready", True)
+    assert (
+        error["code"],
+        error["message"].startswith("keys: as their file says; bundles: not"),
+    ) == ("not_ready", True)
     assert "still loading" in error["message"]
     assert served.finds(two)
     served.keys.write_text("[")
@@ -230,7 +249,9 @@ def test_a_key_that_is_revoked_while_an_older_file_is_read_stays_revoked(
     assert found.revoked is not None
 
 
-def test_a_reader_that_fails_otherwise_does_not_end_the_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_fails_otherwise_does_not_end_the_watch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("service.serving.service.WATCH_S", 0.02)
     path = tmp_path / "keys.toml"
     add_key(path, "one", {"scopes": ["score"]})
@@ -250,18 +271,27 @@ def test_a_reader_that_fails_otherwise_does_not_end_the_watch(tmp_path: Path, mo
 
 
 def test_a_canary_takes_no_key_past_its_policies(tmp_path: Path) -> None:
-    key = Key(name="app", digest=digest_of("app"), policies=("gate",), scopes=frozenset({Scope.SCORE}))
+    key = Key(
+        name="app", digest=digest_of("app"), policies=("gate",), scopes=frozenset({Scope.SCORE})
+    )
     app = App(tmp_path, names=("one", "two", "three"), api_keys=[key], callers_may=())
     app.state.catalogue.plan = RolloutPlan("two:1", 1.0, ("three:1",))
     with app.started():
 
         def ask(**body: str) -> httpx.Response:
-            return app.client.post("/score", json={"prompt": "a"} | body, headers={"authorization": "Bearer app"})
+            return app.client.post(
+                "/score", json={"prompt": "a"} | body, headers={"authorization": "Bearer app"}
+            )
 
         judged = ask().json()
         assert (judged["bundle"]["name"], judged["policy"]) == ("two", "gate")
         for policy in app.state.catalogue.policies.named.keys() - {"gate"}:
             refused = ask(policy=policy)
-            assert (refused.status_code, refused.json()["error"]["param"]) == (403, "policy"), policy
+            assert (refused.status_code, refused.json()["error"]["param"]) == (403, "policy"), (
+                policy
+            )
         for bundle in ("two", "three", "three:1"):
-            assert (ask(bundle=bundle).status_code, ask(bundle=bundle).json()["error"]["param"]) == (403, "bundle")
+            assert (
+                ask(bundle=bundle).status_code,
+                ask(bundle=bundle).json()["error"]["param"],
+            ) == (403, "bundle")

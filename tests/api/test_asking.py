@@ -1,4 +1,5 @@
-"""Ways of asking that no bundle is trained on: each route withholds them under a gate, whatever the risk."""
+"""Ways of asking that no bundle is trained on: each route withholds them under a gate, whatever the
+risk."""
 
 from __future__ import annotations
 
@@ -20,8 +21,16 @@ POLICIES = {
 }
 UNTRAINED: dict[str, list[dict[str, str]]] = {
     "two questions": [{"role": "user", "content": f"{QUESTION} And who wrote Faust?"}],
-    "a refusal, go on": [USER, {"role": "assistant", "content": REFUSED}, {"role": "user", "content": "go on"}],
-    "an offer, yes": [USER, {"role": "assistant", "content": "Shall I?"}, {"role": "user", "content": "Yes."}],
+    "a refusal, go on": [
+        USER,
+        {"role": "assistant", "content": REFUSED},
+        {"role": "user", "content": "go on"},
+    ],
+    "an offer, yes": [
+        USER,
+        {"role": "assistant", "content": "Shall I?"},
+        {"role": "user", "content": "Yes."},
+    ],
     "a second turn": [USER, {"role": "user", "content": "Hi"}],
 }
 
@@ -45,7 +54,9 @@ def decided(service: App, messages: list[dict[str, str]], policy: str) -> list[d
         ("/v1/responses", {"input": messages, "max_output_tokens": 16, "vllm_xargs": arguments}),
         ("/v1/messages", {"messages": messages, "max_tokens": 3, "vllm_xargs": arguments}),
     ):
-        answer = service.client.post(path, json=body | ({} if path == "/score" else {"model": "scripted"}))
+        answer = service.client.post(
+            path, json=body | ({} if path == "/score" else {"model": "scripted"})
+        )
         assert answer.status_code == 200, answer.text
         document = answer.json()
         (row,) = (document.get("hallutracer") or document)["data"]
@@ -55,14 +66,18 @@ def decided(service: App, messages: list[dict[str, str]], policy: str) -> list[d
 
 @pytest.mark.parametrize("how", UNTRAINED)
 def test_nor_does_one_whose_caller_has_rendered_the_conversation(service: App, how: str) -> None:
-    """Token ids, as the template writes them, or otherwise behind a beginning and an end of its own."""
+    """Token ids, as the template writes them, or otherwise behind a beginning and an end of its
+    own."""
     ids = service.state.catalogue.scorers[0].render(messages=UNTRAINED[how])
     plain = service.state.catalogue.scorers[0].render(messages=[USER])
     for tokens, untrained in ((ids, True), ([ids[0], *b"Think. ", *ids[1:]], True), (plain, False)):
         for policy, answered in (("desk", not untrained), ("open", True)):
             body = {"input_ids": tokens, "policy": policy, "generate": {"max_tokens": 3}}
             [row] = service.client.post("/score", json=body).json()["data"]
-            assert (row["decision"], row["outside_training"]) == ("continue" if answered else "abstain", untrained)
+            assert (row["decision"], row["outside_training"]) == (
+                "continue" if answered else "abstain",
+                untrained,
+            )
             assert ("completion" in row) is answered
 
 
@@ -79,12 +94,16 @@ def test_no_route_answers_what_training_had_nothing_like(service: App, how: str)
         assert "outside_because" not in row
 
 
-def test_small_talk_passes_where_its_conversation_is_known_and_not_as_text_or_ids(service: App) -> None:
+def test_small_talk_passes_where_its_conversation_is_known_and_not_as_text_or_ids(
+    service: App,
+) -> None:
     scorer = service.state.catalogue.scorers[0]
     ids = [scorer.render(prompt=text) for text in SMALL_TALKS]
     reports = scorer.score(ids, standings=[scorer.standing(text) for text in SMALL_TALKS])
     pairs = zip(SMALL_TALKS, ids, reports, strict=True)
-    text, rendered = next((text, tokens) for text, tokens, report in pairs if not report.context.applies)
+    text, rendered = next(
+        (text, tokens) for text, tokens, report in pairs if not report.context.applies
+    )
 
     body: dict[str, Any] = {"policy": "gate", "threshold": 0.0}
     for prompt in ({"prompt": text}, {"messages": [{"role": "user", "content": text}]}):

@@ -1,4 +1,5 @@
-"""Who may ask, and what each may choose: keys, their scopes and their file, hosts, owners, rights."""
+"""Who may ask, and what each may choose: keys, their scopes and their file, hosts, owners,
+rights."""
 
 from __future__ import annotations
 
@@ -48,11 +49,16 @@ def bearer(name: str) -> dict[str, str]:
 
 
 def code_of(answer: httpx.Response) -> str:
-    """What an error is called, in whichever protocol the route speaks: a detector's has the status alone."""
+    """What an error is called, in whichever protocol the route speaks: a detector's has the status
+    alone."""
     body = answer.json()
     error = body.get("error", body)
-    names = {"authentication_error": "unauthorized", "permission_error": "missing_scope",
-             401: "unauthorized", 403: "missing_scope"}  # fmt: skip
+    names = {
+        "authentication_error": "unauthorized",
+        "permission_error": "missing_scope",
+        401: "unauthorized",
+        403: "missing_scope",
+    }
     return str(names.get(error.get("type") or error["code"]) or error["code"])
 
 
@@ -69,33 +75,68 @@ KEYS = [named(str(scope), scopes=frozenset({scope})) for scope in Scope]
 
 
 @pytest.mark.parametrize("protect_metrics", [False, True])
-def test_every_route_but_health_metrics_and_the_pages_asks_for_a_key(tmp_path: Path, protect_metrics: bool) -> None:
+def test_every_route_but_health_metrics_and_the_pages_asks_for_a_key(
+    tmp_path: Path, protect_metrics: bool
+) -> None:
     with client(tmp_path, api_keys=("other", "sesame"), protect_metrics=protect_metrics) as opened:
         routes = [route for route in opened.app.routes if isinstance(route, Route)]  # type: ignore[attr-defined]
         routes += [route for route in opened.app.routes if hasattr(route, "endpoint")]  # type: ignore[attr-defined]
         walked = {(method, route.path) for route in routes for method in route.methods or ()}
-        assert {"/score", "/v1/models", "/openapi.json", "/docs", METRICS} <= {path for _, path in walked}
-        for method, path in [*walked, ("GET", "/nothing"), ("POST", "/health/%2e%2e/score"), ("POST", "//score")]:
+        assert {"/score", "/v1/models", "/openapi.json", "/docs", METRICS} <= {
+            path for _, path in walked
+        }
+        for method, path in [
+            *walked,
+            ("GET", "/nothing"),
+            ("POST", "/health/%2e%2e/score"),
+            ("POST", "//score"),
+        ]:
             refused = opened.request(method, path, json={"prompt": "a"}, follow_redirects=False)
-            is_open = path in HEALTH or (method, path) == ("OPTIONS", "/") or (path == METRICS and not protect_metrics)
+            is_open = (
+                path in HEALTH
+                or (method, path) == ("OPTIONS", "/")
+                or (path == METRICS and not protect_metrics)
+            )
             is_open = is_open or (path in pages(True) and method in ("GET", "HEAD"))
             assert (refused.status_code == 401) is not is_open, (method, path, refused.status_code)
             if not is_open and method != "HEAD":
                 assert code_of(refused) == "unauthorized"
                 assert refused.headers["www-authenticate"] == "Bearer"
             assert refused.headers["x-request-id"]
-            assert opened.request(method, path, json={"prompt": "a"}, headers=KEY).status_code != 401
-        for sent in ({}, {"x-api-key": ""}, {"x-api-key": "Bearer sesame"},
-                     {"x-api-key": "sesame", "authorization": "Bearer no"},
-                     *({"authorization": one} for one in ("", "sesame", "Bearer", "Bearer ", "Bearer sesam",
-                       "Bearer sesamee", "Basic sesame", "Bearer SESAME", b"Bearer \xff\xfe"))):  # fmt: skip
+            assert (
+                opened.request(method, path, json={"prompt": "a"}, headers=KEY).status_code != 401
+            )
+        for sent in (
+            {},
+            {"x-api-key": ""},
+            {"x-api-key": "Bearer sesame"},
+            {"x-api-key": "sesame", "authorization": "Bearer no"},
+            *(
+                {"authorization": one}
+                for one in (
+                    "",
+                    "sesame",
+                    "Bearer",
+                    "Bearer ",
+                    "Bearer sesam",
+                    "Bearer sesamee",
+                    "Basic sesame",
+                    "Bearer SESAME",
+                    b"Bearer \xff\xfe",
+                )
+            ),
+        ):
             assert opened.get("/v1/models", headers=sent).status_code == 401, sent  # type: ignore[arg-type]
         for sent in ({"authorization": "bearer sesame"}, {"x-api-key": "sesame"}):
             assert opened.get("/v1/models", headers=sent).status_code == 200
-        assert opened.post("/score", content=b"{" * 100).status_code == 401  # without reading a body
+        assert (
+            opened.post("/score", content=b"{" * 100).status_code == 401
+        )  # without reading a body
 
 
-def test_without_the_key_health_names_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_key_health_names_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with client(tmp_path, api_keys=("sesame",)) as opened:
         assert opened.get("/health/ready").json() == {"status": "ready"}
         assert opened.get("/health/ready", headers=KEY).json()["bundles"] == ["tiny:1"]
@@ -112,18 +153,26 @@ def test_openapi_declares_the_keys_where_they_are_asked_for(tmp_path: Path) -> N
         document = opened.get("/openapi.json", headers=KEY).json()
         assert document["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
         assert document["paths"]["/score"]["post"]["security"] == [{"key": []}]
-        assert not {"security"} & {*document["paths"]["/health/live"]["get"], *document["paths"]["/metrics"]["get"]}
+        assert not {"security"} & {
+            *document["paths"]["/health/live"]["get"],
+            *document["paths"]["/metrics"]["get"],
+        }
     with client(tmp_path / "open") as opened:
         assert "securitySchemes" not in opened.get("/openapi.json").json()["components"]
 
 
 def test_cors_is_off_unless_an_origin_is_named(tmp_path: Path) -> None:
     origin = {"origin": "https://a.example"}
-    preflight = origin | {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+    preflight = origin | {
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization",
+    }
     with client(tmp_path) as opened:
         assert "access-control-allow-origin" not in opened.get("/v1/models", headers=origin).headers
         assert opened.options("/score", headers=preflight).status_code == 405
-    with client(tmp_path / "on", cors_origins=("https://a.example",), api_keys=("sesame",)) as opened:
+    with client(
+        tmp_path / "on", cors_origins=("https://a.example",), api_keys=("sesame",)
+    ) as opened:
         assert opened.options("/score", headers=preflight).status_code == 200
         allowed = opened.get("/v1/models", headers=origin | KEY)
         assert allowed.headers["access-control-allow-origin"] == "https://a.example"
@@ -150,29 +199,46 @@ def test_each_scope_opens_its_routes_and_no_others(tmp_path: Path) -> None:
         client = with_admin_route(app)
         score, both, every = {"score"}, {"observe", "score"}, {"admin", "observe", "score"}
         opened = {
-            **{("POST", path): score for path in CALLED}, ("GET", "/metrics"): {"observe"},
-            **{("GET", f"/v1/{path}"): both for path in ("models", "models/scripted", "bundles", "bundles/tiny")},
-            ("POST", f"{ADMIN}try"): {"admin"}, ("POST", f"{ADMIN}nothing"): {"admin"},
-            ("GET", "/openapi.json"): every, ("GET", "/nowhere"): every,
-        }  # fmt: skip
+            **{("POST", path): score for path in CALLED},
+            ("GET", "/metrics"): {"observe"},
+            **{
+                ("GET", f"/v1/{path}"): both
+                for path in ("models", "models/scripted", "bundles", "bundles/tiny")
+            },
+            ("POST", f"{ADMIN}try"): {"admin"},
+            ("POST", f"{ADMIN}nothing"): {"admin"},
+            ("GET", "/openapi.json"): every,
+            ("GET", "/nowhere"): every,
+        }
         for (method, path), scopes in opened.items():
             assert client.request(method, path, json={}).status_code == 401, path
             for key in KEYS:
-                answer = client.request(method, path, json={"prompt": "a"}, headers=bearer(key.name))
+                answer = client.request(
+                    method, path, json={"prompt": "a"}, headers=bearer(key.name)
+                )
                 if key.name in scopes:
                     assert answer.status_code not in (401, 403), (path, key.name, answer.text)
                     continue
-                assert (answer.status_code, code_of(answer)) == (403, "missing_scope"), (path, key.name)
+                assert (answer.status_code, code_of(answer)) == (403, "missing_scope"), (
+                    path,
+                    key.name,
+                )
                 message = message_of(answer)
                 assert all(repr(scope) in message for scope in scopes)
                 assert key.name in message
-        assert client.post(f"{ADMIN}try", headers=bearer("admin")).json() == {"key": "admin", "address": "testclient"}
+        assert client.post(f"{ADMIN}try", headers=bearer("admin")).json() == {
+            "key": "admin",
+            "address": "testclient",
+        }
 
         @app.app.post("/v1/elsewhere")  # it only depends on who is an administrator
         async def change(who: Admin) -> str:
             return str(who.key)
 
-        assert client.post("/v1/elsewhere", headers=bearer("score")).json()["error"]["code"] == "missing_scope"
+        assert (
+            client.post("/v1/elsewhere", headers=bearer("score")).json()["error"]["code"]
+            == "missing_scope"
+        )
         assert client.post("/v1/elsewhere", headers=bearer("admin")).json() == "admin"
 
 
@@ -180,12 +246,16 @@ def test_every_route_is_sorted_into_a_scope(tmp_path: Path) -> None:
     """A new route is open to every key until it stands in service/access/routes.py, or here."""
     open_to_all_keys = {"/openapi.json", "/docs/oauth2-redirect"} | HEALTH | set(pages(True))
     with App(tmp_path, names=["tiny"]).started() as app:
-        found = {route.path for route in app.app.routes if isinstance(route, Route)} | set(app.app.openapi()["paths"])
+        found = {route.path for route in app.app.routes if isinstance(route, Route)} | set(
+            app.app.openapi()["paths"]
+        )
     assert {*CALLED, METRICS, *CATALOGUE} <= found
     assert {path for path in found if not scopes_of(path)} <= open_to_all_keys
 
 
-def test_a_new_route_is_a_router_and_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_route_is_a_router_and_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What docs/contributing.md says: the module, and its router in ``ROUTERS``."""
     router = APIRouter(tags=["mine"])
 
@@ -197,7 +267,10 @@ def test_a_new_route_is_a_router_and_a_line(tmp_path: Path, monkeypatch: pytest.
     with client(tmp_path, api_keys=[named("score")]) as opened:
         assert opened.get("/v1/models/hello/mine").status_code == 401
         assert opened.get("/v1/models/hello/mine", headers=bearer("score")).json() == "hello"
-        assert "/v1/models/hello/mine" in opened.get("/openapi.json", headers=bearer("score")).json()["paths"]
+        assert (
+            "/v1/models/hello/mine"
+            in opened.get("/openapi.json", headers=bearer("score")).json()["paths"]
+        )
 
 
 @pytest.mark.parametrize(
@@ -218,7 +291,9 @@ def test_a_key_that_is_over_is_401_with_its_own_code_and_learns_nothing(
         assert refused.headers["www-authenticate"] == "Bearer"
         assert opened.get("/health/ready", headers=bearer("over")).json() == {"status": "ready"}
         assert opened.get("/", headers=bearer("over")).status_code == 200
-        assert opened.post("/score", json={"prompt": "a"}, headers=bearer("soon")).status_code == 200
+        assert (
+            opened.post("/score", json={"prompt": "a"}, headers=bearer("soon")).status_code == 200
+        )
         assert opened.get("/health/ready", headers=bearer("soon")).json()["bundles"] == ["tiny:1"]
 
 
@@ -231,11 +306,12 @@ def test_a_key_may_be_held_to_some_policies(tmp_path: Path) -> None:
         for key, path, body, status in (
             *(("held", "/score", {"prompt": "a", "policy": one}, 200) for one in ("mild", "block")),
             *(("held", "/score", {"prompt": "a"} | one, 403) for one in refused),
-            ("held", "/v1/chat/completions", chat, 403), ("held", "/classify", {"inputs": "a"}, 403),
+            ("held", "/v1/chat/completions", chat, 403),
+            ("held", "/classify", {"inputs": "a"}, 403),
             ("held", "/v1/responses", {"model": "scripted", "input": "a"}, 403),
             ("held", "/v1/messages", chat | {"max_tokens": 2}, 403),
             ("free", "/score", {"prompt": "a"}, 200),
-        ):  # fmt: skip
+        ):
             answer = opened.post(path, json=body, headers=bearer(key))
             assert answer.status_code == status, (path, body)
             assert status == 200 or "'mild' or 'block' alone" in answer.text
@@ -244,7 +320,9 @@ def test_a_key_may_be_held_to_some_policies(tmp_path: Path) -> None:
 def test_prompts_are_counted_by_the_name_of_the_key(tmp_path: Path) -> None:
     with client(tmp_path, api_keys=[named("app"), named("batch")]) as opened:
         for key, threshold in (("app", 1.0), ("app", 0.0), ("batch", 1.0)):
-            opened.post("/score", json={"prompt": "A", "threshold": threshold}, headers=bearer(key)).raise_for_status()
+            opened.post(
+                "/score", json={"prompt": "A", "threshold": threshold}, headers=bearer(key)
+            ).raise_for_status()
         text = opened.get("/metrics").text
     for key, withheld in (("app", "no"), ("app", "yes"), ("batch", "no")):
         assert f'hallutracer_key_prompts_total{{key="{key}",withheld="{withheld}"}} 1.0' in text
@@ -271,7 +349,12 @@ def test_a_changed_file_is_in_force_soon_and_a_broken_one_is_told(
         two = add_key(path, "two", {"scopes": ["score"]})
         until(lambda: status(two) == 200)
         good = path.read_text()
-        for broken in ("[one", "", good.replace("sha256", "sha265"), good + '[three]\nscopes = ["score"]\n'):
+        for broken in (
+            "[one",
+            "",
+            good.replace("sha256", "sha265"),
+            good + '[three]\nscopes = ["score"]\n',
+        ):
             path.write_text(broken)
             until(stale)
             assert [status(one), status(two)] == [200, 200]
@@ -296,8 +379,14 @@ def gated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield service
 
 
-FOREIGN = [("x-forwarded-for", "10.0.0.1"), ("forwarded", "for=10.0.0.1"), ("x-real-ip", "10.0.0.1"),
-           ("via", "1.1 p"), ("origin", "http://evil.example"), ("origin", "null")]  # fmt: skip
+FOREIGN = [
+    ("x-forwarded-for", "10.0.0.1"),
+    ("forwarded", "for=10.0.0.1"),
+    ("x-real-ip", "10.0.0.1"),
+    ("via", "1.1 p"),
+    ("origin", "http://evil.example"),
+    ("origin", "null"),
+]
 LOOSER = [{"policy": "observe"}, {"threshold": 1.0}]
 
 
@@ -306,42 +395,78 @@ def status(service: Running, choice: dict[str, Any], **headers: str) -> int:
     return httpx.post(f"{service.url}/score", json=body, headers=headers, timeout=30).status_code
 
 
-def test_programs_of_this_machine_own_the_service_and_what_others_pass_on_does_not(gated: Running) -> None:
+def test_programs_of_this_machine_own_the_service_and_what_others_pass_on_does_not(
+    gated: Running,
+) -> None:
     url = f"{gated.url}{ADMIN}try"
     assert httpx.post(url).json() == {"key": None, "address": "127.0.0.1"}
     for choice in LOOSER:
-        assert [status(gated, choice), status(gated, choice, origin=gated.url)] == [200, 200]  # and the playground
+        assert [status(gated, choice), status(gated, choice, origin=gated.url)] == [
+            200,
+            200,
+        ]  # and the playground
     assert status(gated, {"bundle": "two"}) == 403  # not the owner's choice by itself
     for header in map(dict, ([one] for one in FOREIGN)):
         refused = httpx.post(url, headers=header)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "missing_scope"), header
-        assert [status(gated, choice, **header) for choice in ({}, *LOOSER)] == [200, 403, 403], header
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "missing_scope"), (
+            header
+        )
+        assert [status(gated, choice, **header) for choice in ({}, *LOOSER)] == [200, 403, 403], (
+            header
+        )
     for path in (f"{ADMIN}try", f"{ADMIN}nothing"):
         elsewhere = gated.client.post(path)  # whose address is "testclient"
-        assert (elsewhere.status_code, "keys make NAME --scope admin" in elsewhere.text) == (403, True)
-    for host, allowed in (("10.1.2.3", 403), ("::2", 403), ("127.0.0.1.example", 403), ("", 403), ("::1", 200)):
-        assert TestClient(gated.app, client=(host, 1)).post(f"{ADMIN}try").status_code == allowed, host
+        assert (elsewhere.status_code, "keys make NAME --scope admin" in elsewhere.text) == (
+            403,
+            True,
+        )
+    for host, allowed in (
+        ("10.1.2.3", 403),
+        ("::2", 403),
+        ("127.0.0.1.example", 403),
+        ("", 403),
+        ("::1", 200),
+    ):
+        assert TestClient(gated.app, client=(host, 1)).post(f"{ADMIN}try").status_code == allowed, (
+            host
+        )
 
 
 @pytest.mark.parametrize(
     ("options", "headers"),
-    [({"callers_may": ["none"]}, {}), ({"callers_may": ["feedback"]}, {}),
-     ({"callers_may": (), "host": "0.0.0.0"}, {}), ({"callers_may": (), "api_keys": ["sesame"]}, KEY)],
-)  # fmt: skip
+    [
+        ({"callers_may": ["none"]}, {}),
+        ({"callers_may": ["feedback"]}, {}),
+        ({"callers_may": (), "host": "0.0.0.0"}, {}),
+        ({"callers_may": (), "api_keys": ["sesame"]}, KEY),
+    ],
+)
 def test_nobody_owns_it_where_the_operator_says_what_callers_may_or_others_reach_it(
     tmp_path: Path, options: dict[str, Any], headers: dict[str, str]
 ) -> None:
     app = App(tmp_path, **options)
     with TestClient(app.app, client=("127.0.0.1", 1), base_url="http://127.0.0.1") as here:
         until(lambda: app.state.lifecycle.is_ready)
-        answers = [here.post("/score", json={"prompt": "A"} | choice, headers=headers) for choice in ({}, *LOOSER)]
+        answers = [
+            here.post("/score", json={"prompt": "A"} | choice, headers=headers)
+            for choice in ({}, *LOOSER)
+        ]
         assert [answer.status_code for answer in answers] == [200, 403, 403]
 
 
 def test_a_request_without_a_key_owns_nothing_where_keys_are_asked_for(tmp_path: Path) -> None:
     """It is refused before; this holds by itself, too."""
-    request = HTTPConnection({"type": "http", "headers": [], "client": ("127.0.0.1", 9), "server": ("127.0.0.1", 1),
-                              "scheme": "http", "path": "/score", "query_string": b""})  # fmt: skip
+    request = HTTPConnection(
+        {
+            "type": "http",
+            "headers": [],
+            "client": ("127.0.0.1", 9),
+            "server": ("127.0.0.1", 1),
+            "scheme": "http",
+            "path": "/score",
+            "query_string": b"",
+        }
+    )
     for keys, rights in (([], OWNERS), (["secret-one"], frozenset())):
         with App(tmp_path / str(len(keys)), callers_may=(), api_keys=keys).started() as app:
             assert caller_of(request, app.state).may == rights
@@ -351,19 +476,35 @@ def test_a_request_without_a_key_owns_nothing_where_keys_are_asked_for(tmp_path:
 
 OWN = 0.5  # the scripted bundles' threshold
 LOOSE = Policy("loose", Action.ABSTAIN, threshold=0.9, message="Ask Ada.")
-# What a request chooses, and the field that it may not: under a policy that withholds at 0.5 by bundle "one".
+# What a request chooses, and the field that it may not: under a policy that withholds at 0.5 by
+# bundle "one".
 CHOICES: list[tuple[dict[str, Any], Right | None]] = [
-    ({}, None), ({"policy": "gate"}, None), ({"policy": "block"}, None), ({"threshold": 0.0}, None),
-    ({"threshold": OWN}, None), ({"threshold": 0.2, "policy": "block"}, None), ({"bundle": "one"}, None),
-    ({"bundle": "one:1"}, None), ({"threshold": 0.2, "policy": "loose"}, None),
-    ({"policy": "observe"}, "policy"), ({"policy": "observe", "threshold": 0.0}, "policy"),
-    ({"policy": "observe", "threshold": 1}, "policy"), ({"threshold": 0.500001}, "threshold"),
-    ({"threshold": 1}, "threshold"), ({"policy": "loose"}, "threshold"),
-    ({"policy": "block", "threshold": 0.9}, "threshold"), ({"bundle": "two"}, "bundle"),
+    ({}, None),
+    ({"policy": "gate"}, None),
+    ({"policy": "block"}, None),
+    ({"threshold": 0.0}, None),
+    ({"threshold": OWN}, None),
+    ({"threshold": 0.2, "policy": "block"}, None),
+    ({"bundle": "one"}, None),
+    ({"bundle": "one:1"}, None),
+    ({"threshold": 0.2, "policy": "loose"}, None),
+    ({"policy": "observe"}, "policy"),
+    ({"policy": "observe", "threshold": 0.0}, "policy"),
+    ({"policy": "observe", "threshold": 1}, "policy"),
+    ({"threshold": 0.500001}, "threshold"),
+    ({"threshold": 1}, "threshold"),
+    ({"policy": "loose"}, "threshold"),
+    ({"policy": "block", "threshold": 0.9}, "threshold"),
+    ({"bundle": "two"}, "bundle"),
     ({"bundle": "two", "threshold": 0.0}, "bundle"),
-]  # fmt: skip
-RIGHTS: list[frozenset[Right]] = [frozenset(), frozenset({"policy"}), frozenset({"threshold"}), frozenset({"bundle"}),
-                                  frozenset({"policy", "threshold", "bundle"})]  # fmt: skip
+]
+RIGHTS: list[frozenset[Right]] = [
+    frozenset(),
+    frozenset({"policy"}),
+    frozenset({"threshold"}),
+    frozenset({"bundle"}),
+    frozenset({"policy", "threshold", "bundle"}),
+]
 
 
 def test_only_what_is_allowed_loosens(tmp_path: Path) -> None:
@@ -371,31 +512,56 @@ def test_only_what_is_allowed_loosens(tmp_path: Path) -> None:
     options: dict[str, Any] = {"callers_may": (), "policies": {"loose": LOOSE}, "api_keys": keys}
     with client(tmp_path, names=["one", "two"], **options) as opened:
         for key, (choice, needed) in itertools.product(keys, CHOICES):
-            answer = opened.post("/score", json={"prompt": "a", **choice}, headers=bearer(key.secret))
+            answer = opened.post(
+                "/score", json={"prompt": "a", **choice}, headers=bearer(key.secret)
+            )
             if needed is None or needed in key.may:
                 assert answer.status_code == 200, (choice, answer.text)
                 continue
             error = answer.json()["error"]
-            assert (answer.status_code, error["code"], error["param"]) == (403, "not_allowed", needed), choice
+            assert (answer.status_code, error["code"], error["param"]) == (
+                403,
+                "not_allowed",
+                needed,
+            ), choice
             assert f"--callers-may {needed}" in error["message"]
 
 
 @pytest.mark.parametrize("threshold", [None, 0.3])
-def test_under_a_policy_that_observes_every_choice_is_stricter(tmp_path: Path, threshold: float | None) -> None:
-    options: dict[str, Any] = {"policies": {"loose": LOOSE}, "policy": "observe", "threshold": threshold}
+def test_under_a_policy_that_observes_every_choice_is_stricter(
+    tmp_path: Path, threshold: float | None
+) -> None:
+    options: dict[str, Any] = {
+        "policies": {"loose": LOOSE},
+        "policy": "observe",
+        "threshold": threshold,
+    }
     with client(tmp_path, names=["one", "two"], callers_may=(), **options) as opened:
         for choice, _ in CHOICES:
             assert opened.post("/score", json={"prompt": "a", **choice}).status_code == 200, choice
 
 
-def test_the_services_own_threshold_is_the_highest_and_a_key_may_be_allowed_more(tmp_path: Path) -> None:
-    keys = [ApiKey("for the evaluation", "evaluation", frozenset({"policy"})), ApiKey("for the app", "app")]
-    with client(tmp_path, callers_may=("bundle",), threshold=0.8, names=["one", "two"], api_keys=keys) as opened:
+def test_the_services_own_threshold_is_the_highest_and_a_key_may_be_allowed_more(
+    tmp_path: Path,
+) -> None:
+    keys = [
+        ApiKey("for the evaluation", "evaluation", frozenset({"policy"})),
+        ApiKey("for the app", "app"),
+    ]
+    with client(
+        tmp_path, callers_may=("bundle",), threshold=0.8, names=["one", "two"], api_keys=keys
+    ) as opened:
         for choice, statuses in (
-            ({"threshold": 0.8}, [200, 200]), ({"threshold": 0.79}, [200, 200]), ({"threshold": 0.81}, [403, 403]),
-            ({"policy": "observe"}, [200, 403]), ({"bundle": "two"}, [200, 200]),
-        ):  # fmt: skip
-            answers = [opened.post("/score", json={"prompt": "a"} | choice, headers=bearer(key.secret)) for key in keys]
+            ({"threshold": 0.8}, [200, 200]),
+            ({"threshold": 0.79}, [200, 200]),
+            ({"threshold": 0.81}, [403, 403]),
+            ({"policy": "observe"}, [200, 403]),
+            ({"bundle": "two"}, [200, 200]),
+        ):
+            answers = [
+                opened.post("/score", json={"prompt": "a"} | choice, headers=bearer(key.secret))
+                for key in keys
+            ]
             assert [answer.status_code for answer in answers] == statuses, choice
 
 
@@ -403,23 +569,67 @@ def test_the_services_own_threshold_is_the_highest_and_a_key_may_be_allowed_more
 
 LOOPBACK = known_hosts(ServiceSettings(), keyed=False)
 OWN_NAMES = {"localhost", socket.gethostname()}
-KNOWN = ["localhost", "localhost.", "LocalHost.:8765", "LocalHost:8765", "127.0.0.1:8765", "127.0.0.1",
-         "[::1]:8765", "[::1]", "10.0.0.5:8765", "[fd00::17]:8765"]  # fmt: skip
-UNKNOWN = ["evil.example", "evil.example:8765", "localhost.evil.example", "127.0.0.1.evil.example", "", ".",
-           "localhost..", "host.docker.internal", ":8765", "::1", "[evil.example]", "[127.0.0.1]", "10.0.0.5.",
-           "10.0.0.005", "010.0.0.5", "0x7f.1", "2130706433", "[::1"]  # fmt: skip
+KNOWN = [
+    "localhost",
+    "localhost.",
+    "LocalHost.:8765",
+    "LocalHost:8765",
+    "127.0.0.1:8765",
+    "127.0.0.1",
+    "[::1]:8765",
+    "[::1]",
+    "10.0.0.5:8765",
+    "[fd00::17]:8765",
+]
+UNKNOWN = [
+    "evil.example",
+    "evil.example:8765",
+    "localhost.evil.example",
+    "127.0.0.1.evil.example",
+    "",
+    ".",
+    "localhost..",
+    "host.docker.internal",
+    ":8765",
+    "::1",
+    "[evil.example]",
+    "[127.0.0.1]",
+    "10.0.0.5.",
+    "10.0.0.005",
+    "010.0.0.5",
+    "0x7f.1",
+    "2130706433",
+    "[::1",
+]
 
 
-def test_loopbacks_names_and_addresses_are_served_and_others_refused_before_anything_is_read(tmp_path: Path) -> None:
+def test_loopbacks_names_and_addresses_are_served_and_others_refused_before_anything_is_read(
+    tmp_path: Path,
+) -> None:
     with client(tmp_path, allowed_hosts=LOOPBACK) as opened:
         for host in KNOWN:
-            assert opened.post("/score", json={"prompt": "a"}, headers={"host": host}).status_code == 200, host
+            assert (
+                opened.post("/score", json={"prompt": "a"}, headers={"host": host}).status_code
+                == 200
+            ), host
     with client(tmp_path / "keys", allowed_hosts=LOOPBACK, api_keys=("sesame",)) as opened:
-        paths = [("POST", "/score"), ("GET", "/health"), ("GET", "/metrics"), ("GET", "/nothing"), ("GET", "/docs")]
+        paths = [
+            ("POST", "/score"),
+            ("GET", "/health"),
+            ("GET", "/metrics"),
+            ("GET", "/nothing"),
+            ("GET", "/docs"),
+        ]
         for host, (method, path) in itertools.product(UNKNOWN, paths):
             refused = opened.request(method, path, headers={"host": host})
-            assert (refused.status_code, refused.json()["error"]["code"]) == (421, "wrong_host"), (host, path)
-            assert f"another service, {host!r}; the operator can add its name: --allowed-host" in refused.text, host
+            assert (refused.status_code, refused.json()["error"]["code"]) == (421, "wrong_host"), (
+                host,
+                path,
+            )
+            assert (
+                f"another service, {host!r}; the operator can add its name: --allowed-host"
+                in refused.text
+            ), host
     with client(tmp_path / "any", allowed_hosts=("*",)) as opened:
         assert opened.get("/health", headers={"host": "evil.example"}).status_code == 200
         for path in HEALTH:
@@ -436,11 +646,16 @@ def test_a_balancers_check_of_http_1_0_names_no_host_and_is_answered(tmp_path: P
                     return int(connection.recv(65536).split(b" ", 2)[1])
 
             for head, expected in (
-                ("GET /health/ready HTTP/1.0", 200), ("HEAD /health/live HTTP/1.0", 200), ("OPTIONS / HTTP/1.0", 204),
-                ("OPTIONS / HTTP/1.1\r\nHost: localhost", 204), ("OPTIONS / HTTP/1.0\r\nHost: evil.example", 421),
-                ("GET /health/ready HTTP/1.0\r\nHost:", 421), ("GET /health/ready HTTP/1.1", 421),
-                ("GET /v1/bundles HTTP/1.0", 401 if keys else 200), ("OPTIONS /score HTTP/1.0", 401 if keys else 405),
-            ):  # fmt: skip
+                ("GET /health/ready HTTP/1.0", 200),
+                ("HEAD /health/live HTTP/1.0", 200),
+                ("OPTIONS / HTTP/1.0", 204),
+                ("OPTIONS / HTTP/1.1\r\nHost: localhost", 204),
+                ("OPTIONS / HTTP/1.0\r\nHost: evil.example", 421),
+                ("GET /health/ready HTTP/1.0\r\nHost:", 421),
+                ("GET /health/ready HTTP/1.1", 421),
+                ("GET /v1/bundles HTTP/1.0", 401 if keys else 200),
+                ("OPTIONS /score HTTP/1.0", 401 if keys else 405),
+            ):
                 assert status(head) == expected, (name, head)
             served.state.lifecycle.leave()
             assert status("OPTIONS / HTTP/1.0") == 503
@@ -450,14 +665,18 @@ def test_a_balancers_check_of_http_1_0_names_no_host_and_is_answered(tmp_path: P
     ("host", "given", "keyed", "known"),
     [
         *((host, (), False, OWN_NAMES) for host in ("0.0.0.0", "::", "10.0.0.5")),
-        ("127.0.0.1", (), False, {"localhost"}), ("127.0.0.1", (), True, {"localhost"}),
+        ("127.0.0.1", (), False, {"localhost"}),
+        ("127.0.0.1", (), True, {"localhost"}),
         ("::1", (), True, {"localhost"}),
-        ("localhost", (), False, {"localhost"}), ("guard.example", (), False, OWN_NAMES | {"guard.example"}),
-        ("0.0.0.0", (), True, {"*"}), ("0.0.0.0", ("guard.example",), False, {"guard.example"}),
-        ("0.0.0.0", ("guard.example",), True, {"guard.example"}), ("0.0.0.0", ("*",), False, {"*"}),
+        ("localhost", (), False, {"localhost"}),
+        ("guard.example", (), False, OWN_NAMES | {"guard.example"}),
+        ("0.0.0.0", (), True, {"*"}),
+        ("0.0.0.0", ("guard.example",), False, {"guard.example"}),
+        ("0.0.0.0", ("guard.example",), True, {"guard.example"}),
+        ("0.0.0.0", ("*",), False, {"*"}),
         ("127.0.0.1", ("*",), False, {"*"}),
     ],
-)  # fmt: skip
+)
 def test_the_names_follow_from_the_address_and_the_keys(
     host: str, given: tuple[str, ...], keyed: bool, known: set[str]
 ) -> None:

@@ -1,4 +1,5 @@
-"""Connections as uvicorn serves them here: what a client without a key can cost, one write an answer, and leaving."""
+"""Connections as uvicorn serves them here: what a client without a key can cost, one write an
+answer, and leaving."""
 
 from __future__ import annotations
 
@@ -76,7 +77,14 @@ def received(connection: socket.socket) -> bytes:
         (POST + b"transfer-encoding: chunked\r\n\r\n0\r\na: ", b"b" * 10000),
         (POST + b"transfer-encoding: chunked\r\n\r\n1;", b"b" * 10000),
     ],
-    ids=["many headers", "a long header", "a long path", "many trailers", "a long trailer", "a long chunk extension"],
+    ids=[
+        "many headers",
+        "a long header",
+        "a long path",
+        "many trailers",
+        "a long trailer",
+        "a long chunk extension",
+    ],
 )
 def test_a_head_without_end_is_cut_off(service: Served, begin: bytes, chunk: bytes) -> None:
     connection, sent = service.connect(begin), 0
@@ -98,8 +106,14 @@ def test_what_is_refused_says_so(service: Served) -> None:
     post = b"POST /score HTTP/1.1\r\nhost: localhost\r\ncontent-length: "
     for sent, said in (
         (b"\x16\x03\x01\x02\x00", "begins with no method; for HTTPS there is a proxy in front"),
-        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", "it begins as HTTP/2 does, which a proxy in front may speak"),
-        (post + b"2\r\ntransfer-encoding: chunked\r\n\r\n", "Transfer-Encoding can't be present with Content-Length"),
+        (
+            b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+            "it begins as HTTP/2 does, which a proxy in front may speak",
+        ),
+        (
+            post + b"2\r\ntransfer-encoding: chunked\r\n\r\n",
+            "Transfer-Encoding can't be present with Content-Length",
+        ),
         (post + b"+2\r\n\r\n{}", "Invalid character in Content-Length"),
     ):
         answer = received(service.connect(sent))
@@ -110,9 +124,16 @@ def test_what_is_refused_says_so(service: Served) -> None:
 
 
 @pytest.mark.parametrize("pieces", [1, 3])
-def test_the_length_of_a_head_is_bounded_to_the_byte_however_it_arrives(service: Served, pieces: int) -> None:
+def test_the_length_of_a_head_is_bounded_to_the_byte_however_it_arrives(
+    service: Served, pieces: int
+) -> None:
     begin, end = b"GET /health HTTP/1.1\r\nhost: x\r\na: ", b"\r\nconnection: close\r\n\r\n"
-    for size, status in ((0, b"200"), (1, b"431"), (36_000, b"431"), (500_000, b"431")):  # beyond the bound
+    for size, status in (
+        (0, b"200"),
+        (1, b"431"),
+        (36_000, b"431"),
+        (500_000, b"431"),
+    ):  # beyond the bound
         head = begin + b"b" * (connections.HEAD_BYTES - len(begin) - len(end) + size) + end
         connection = service.connect()
         with suppress(OSError):  # it hangs up before all is sent
@@ -120,7 +141,10 @@ def test_the_length_of_a_head_is_bounded_to_the_byte_however_it_arrives(service:
                 connection.sendall(head[first:last])
                 time.sleep(0.02 * (pieces > 1))
         answer = received(connection)  # which a reset may overtake
-        assert answer.startswith(b"HTTP/1.1 " + status) or (size > 1 and not answer), (size, answer[:100])
+        assert answer.startswith(b"HTTP/1.1 " + status) or (size > 1 and not answer), (
+            size,
+            answer[:100],
+        )
 
 
 def test_a_body_in_one_read_with_its_head_is_whole(service: Served) -> None:
@@ -148,7 +172,9 @@ def test_a_connection_that_asks_for_nothing_is_ended(service: Served, begin: byt
 # --- so many connections ---
 
 
-def test_idle_connections_make_room_and_busy_ones_stay(service: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_connections_make_room_and_busy_ones_stay(
+    service: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(connections, "HEAD_SECONDS", 60)
     service.engine.before = held = Held()
     busy = service.connect(LAST)
@@ -203,8 +229,11 @@ def open_at(service: Served) -> int:
     return len(service.server.server_state.connections)
 
 
-@pytest.mark.parametrize("chunks", [[BUNDLE], [CHUNKED, b"1\r\na\r\n"], [SCORE + b"\r\n", BODY[:3]], [b"GET /hea"]],
-                         ids=["an answer", "a chunked body", "a body", "a head"])  # fmt: skip
+@pytest.mark.parametrize(
+    "chunks",
+    [[BUNDLE], [CHUNKED, b"1\r\na\r\n"], [SCORE + b"\r\n", BODY[:3]], [b"GET /hea"]],
+    ids=["an answer", "a chunked body", "a body", "a head"],
+)
 def test_who_makes_no_progress_gives_way_to_who_comes(patient: Served, chunks: list[bytes]) -> None:
     stuck = [not_reading(patient, *chunks) for _ in range(48)]
     for _ in range(3):
@@ -224,7 +253,11 @@ def test_health_is_answered_beside_connections_that_all_wait_for_an_answer(
     until(lambda: open_at(patient) == 16)
     until(lambda: not patient.server.config.http.places.waiting)  # type: ignore[union-attr]
     silent = [patient.connect() for _ in range(10)]
-    for path, status in ((b"/health/live", b"200"), (b"/health/ready?x=1", b"200"), (b"/metrics", b"429")):
+    for path, status in (
+        (b"/health/live", b"200"),
+        (b"/health/ready?x=1", b"200"),
+        (b"/metrics", b"429"),
+    ):
         answer = received(patient.connect(b"GET " + path + b" HTTP/1.1\r\nhost: x\r\n\r\n"))
         assert answer.startswith(b"HTTP/1.1 " + status), (path, answer)
         assert b"connection: close\r\n" in answer, "such a place is for one answer"
@@ -236,9 +269,13 @@ def test_health_is_answered_beside_connections_that_all_wait_for_an_answer(
         connection.close()
 
 
-def test_an_address_leaves_places_to_others(patient: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_leaves_places_to_others(
+    patient: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def connect(host: str, *chunks: bytes) -> socket.socket:
-        connection = socket.create_connection(("127.0.0.1", patient.port), timeout=20, source_address=(host, 0))
+        connection = socket.create_connection(
+            ("127.0.0.1", patient.port), timeout=20, source_address=(host, 0)
+        )
         for chunk in chunks:
             connection.sendall(chunk)
         return connection
@@ -265,10 +302,17 @@ def test_an_address_leaves_places_to_others(patient: Served, monkeypatch: pytest
 
 @pytest.mark.parametrize(
     ("host", "subscriber"),
-    [("10.0.0.5", "10.0.0.5"), ("2001:db8::1", "2001:db8::"), ("2001:db8::ffff:0:1", "2001:db8::"), ("::1", "::1"),
-     ("2001:db8:0:1::1", "2001:db8:0:1::"), ("::ffff:10.0.0.5", "10.0.0.5"), ("::ffff:127.0.0.1", "127.0.0.1"),
-     ("", "")],
-)  # fmt: skip
+    [
+        ("10.0.0.5", "10.0.0.5"),
+        ("2001:db8::1", "2001:db8::"),
+        ("2001:db8::ffff:0:1", "2001:db8::"),
+        ("::1", "::1"),
+        ("2001:db8:0:1::1", "2001:db8:0:1::"),
+        ("::ffff:10.0.0.5", "10.0.0.5"),
+        ("::ffff:127.0.0.1", "127.0.0.1"),
+        ("", ""),
+    ],
+)
 def test_a_share_is_of_what_one_client_has_of_addresses(host: str, subscriber: str) -> None:
     assert connections._subscriber(host) == subscriber
 
@@ -276,7 +320,9 @@ def test_a_share_is_of_what_one_client_has_of_addresses(host: str, subscriber: s
 # --- a clock for each state ---
 
 
-def test_an_idle_connection_stays_beyond_a_heads_time(patient: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_connection_stays_beyond_a_heads_time(
+    patient: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(connections, "HEAD_SECONDS", 0.2)
     monkeypatch.setattr(connections, "BODY_SECONDS", 0.2)
     connection = patient.connect()
@@ -290,7 +336,11 @@ def test_an_idle_connection_stays_beyond_a_heads_time(patient: Served, monkeypat
 
 @pytest.mark.parametrize(
     ("begin", "piece"),
-    [(CHUNKED, b"1\r\n \r\n"), (POST + b"content-length: 3000000\r\n\r\n", b" "), (SCORE + b"\r\n", b"")],
+    [
+        (CHUNKED, b"1\r\n \r\n"),
+        (POST + b"content-length: 3000000\r\n\r\n", b" "),
+        (SCORE + b"\r\n", b""),
+    ],
     ids=["chunks", "a long body", "none of a short body"],
 )
 def test_a_body_without_progress_ends_the_connection(
@@ -315,7 +365,9 @@ def test_a_body_without_progress_ends_the_connection(
     until(lambda: open_at(patient) == 0)
 
 
-def test_an_answer_that_nobody_reads_ends_the_connection(patient: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_nobody_reads_ends_the_connection(
+    patient: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(connections, "SEND_SECONDS", 0.5)
     stuck = [not_reading(patient, request) for request in (BUNDLE, BUNDLE, BUNDLE * 3)]
     until(lambda: open_at(patient) == 3)
@@ -403,7 +455,9 @@ def test_who_sends_slowly_and_goes_on_is_served() -> None:
 
 
 @pytest.mark.parametrize("at_once", [1, 3000])
-@pytest.mark.parametrize(("size", "count", "refused"), [(1, 2080, False), (1, 2081, True), (64, 20_000, False)])
+@pytest.mark.parametrize(
+    ("size", "count", "refused"), [(1, 2080, False), (1, 2081, True), (64, 20_000, False)]
+)
 def test_parts_of_a_body_are_bounded_by_its_bytes_and_given_together(
     size: int, count: int, refused: bool, at_once: int
 ) -> None:
@@ -496,15 +550,27 @@ def test_requests_sent_ahead_and_junk_end_the_connection_after_the_answer(
     service: Served, caplog: pytest.LogCaptureFixture
 ) -> None:
     one = SCORE + b"\r\n" + BODY
-    for chunks in ([one * 50 + b"junk" * 1000], [one, b"junk\r\n\r\n" * 100], [one + HEALTH], [one, one[:50]]):
+    for chunks in (
+        [one * 50 + b"junk" * 1000],
+        [one, b"junk\r\n\r\n" * 100],
+        [one + HEALTH],
+        [one, one[:50]],
+    ):
         answer = received(service.connect(*chunks))
         assert answer.startswith(b"HTTP/1.1 200")
-        assert len(re.findall(rb"HTTP/1\.1 \d{3} ", answer)) <= 2  # what comes after the answer may be refused, once
-    assert 'hallutracer_errors_total{code="internal_error"} 0.0' in httpx.get(f"{service.url}/metrics").text
+        assert (
+            len(re.findall(rb"HTTP/1\.1 \d{3} ", answer)) <= 2
+        )  # what comes after the answer may be refused, once
+    assert (
+        'hallutracer_errors_total{code="internal_error"} 0.0'
+        in httpx.get(f"{service.url}/metrics").text
+    )
     assert not [record for record in caplog.records if record.exc_info]
 
 
-def test_what_is_sent_while_an_answer_is_under_way_does_not_cost_the_answer(service: Served) -> None:
+def test_what_is_sent_while_an_answer_is_under_way_does_not_cost_the_answer(
+    service: Served,
+) -> None:
     service.engine.before = held = Held()
     connection = service.connect(SCORE + b"\r\n" + BODY)
     assert held.entered.wait(20)
@@ -524,7 +590,8 @@ def test_a_websocket_is_answered_like_any_get(service: Served) -> None:
         assert answer.startswith(b"HTTP/1.1 " + status)
 
 
-# --- an answer leaves in one piece: of a process that dies it leaves none or all, so that another can be asked ---
+# --- an answer leaves in one piece: of a process that dies it leaves none or all, so that another
+# can be asked ---
 
 
 class Recorder(asyncio.Transport):
@@ -560,7 +627,9 @@ def get(endpoint: Callable[[Request], Any], end: bytes, *headers: bytes) -> Reco
         made: Callable[..., Any] = config.http_protocol_class
         protocol = made(config=config, server_state=ServerState(), app_state={})
         protocol.connection_made(recorder)
-        protocol.data_received(b"\r\n".join((b"GET / HTTP/1.1", b"Host: localhost", *headers, b"", b"")))
+        protocol.data_received(
+            b"\r\n".join((b"GET / HTTP/1.1", b"Host: localhost", *headers, b"", b""))
+        )
         async with asyncio.timeout(30):
             while not b"".join(recorder.writes).endswith(end):
                 await asyncio.sleep(0.001)
@@ -593,11 +662,14 @@ def test_a_piece_of_a_stream_waits_for_no_other() -> None:
     assert get(stream, b"5\r\nfirst\r\n").writes
 
 
-# --- a server that is told to stop refuses first, so that a balancer can take each request elsewhere, then closes ---
+# --- a server that is told to stop refuses first, so that a balancer can take each request
+# elsewhere, then closes ---
 
 
 @pytest.fixture
-def leaving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Served, threading.Thread]]:
+def leaving(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Served, threading.Thread]]:
     for name in ("LEAVING_S", "MOST_S"):
         monkeypatch.setattr(connections, name, 60.0)  # each test ends it earlier
     served = Served(tmp_path)
@@ -622,9 +694,14 @@ def test_a_request_is_refused_and_not_reset(leaving: tuple[Served, threading.Thr
         told_to_stop(served)
         found = client.post("/score", json={"prompt": "x"})
         assert (found.status_code, found.json()["error"]["code"]) == (503, "not_ready")
-        assert (int(found.headers["retry-after"]) > 0, found.headers["connection"]) == (True, "close")
+        assert (int(found.headers["retry-after"]) > 0, found.headers["connection"]) == (
+            True,
+            "close",
+        )
         # So is one on a new connection.
-        assert [httpx.get(f"{served.url}/health/{name}").status_code for name in ("ready", "live")] == [503, 200]
+        assert [
+            httpx.get(f"{served.url}/health/{name}").status_code for name in ("ready", "live")
+        ] == [503, 200]
         assert httpx.post(f"{served.url}/score", json={"prompt": "x"}).status_code == 503
 
 
@@ -649,10 +726,15 @@ def test_a_request_under_way_is_answered(leaving: tuple[Served, threading.Thread
     assert thread.is_alive()  # it goes on refusing
 
 
-def cut_stream(served: Served, route: str, body: Any, began: Callable[[str], bool]) -> list[dict[str, Any]]:
+def cut_stream(
+    served: Served, route: str, body: Any, began: Callable[[str], bool]
+) -> list[dict[str, Any]]:
     """Have a stream cut once it has ``began``, with no time to drain; return its events."""
     lines: list[str] = []
-    with httpx.Client(timeout=60) as client, client.stream("POST", served.url + route, json=body) as response:
+    with (
+        httpx.Client(timeout=60) as client,
+        client.stream("POST", served.url + route, json=body) as response,
+    ):
         for line in response.iter_lines():
             if not served.server.should_exit and began(line):
                 served.server.should_exit = True
@@ -660,8 +742,12 @@ def cut_stream(served: Served, route: str, body: Any, began: Callable[[str], boo
     return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
 
 
-@pytest.mark.parametrize("route", ["/score", CHAT_ROUTE, "/v1/completions", RESPONSES_ROUTE, MESSAGES_ROUTE])
-def test_a_stream_that_is_cut_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, route: str) -> None:
+@pytest.mark.parametrize(
+    "route", ["/score", CHAT_ROUTE, "/v1/completions", RESPONSES_ROUTE, MESSAGES_ROUTE]
+)
+def test_a_stream_that_is_cut_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, route: str
+) -> None:
     monkeypatch.setattr(connections, "LEAVING_S", 0.0)
     bodies: dict[str, dict[str, Any]] = {
         "/score": {"prompt": "x", "generate": {"max_tokens": 400}, "stream": True},
@@ -677,16 +763,22 @@ def test_a_stream_that_is_cut_says_so(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "~" in json.dumps(answer)
     error = last["error"]
     assert (ENDS in error["message"], error.get("code", NotReady.code)) == (True, NotReady.code)
-    assert last.get("type", "error") == "error"  # as OpenAI's newer protocol and Anthropic's name the event
+    assert (
+        last.get("type", "error") == "error"
+    )  # as OpenAI's newer protocol and Anthropic's name the event
     assert dict(served.state.lifecycle.ended) == {"unfinished": 1}
 
 
-def test_a_stream_from_another_server_that_is_cut_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_from_another_server_that_is_cut_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(connections, "LEAVING_S", 0.0)
     with running(tmp_path / "other", policy="observe") as other:
         other.engine.answer = "~" * 400
         other.engine.sleep_s = 0.05
-        send = Policy("send", Action.FALLBACK, 0.0, upstream=Upstream(f"{other.url}/v1", "scripted"))
+        send = Policy(
+            "send", Action.FALLBACK, 0.0, upstream=Upstream(f"{other.url}/v1", "scripted")
+        )
         served = Served(tmp_path / "own", drain_s=0.0, policy="send", policies={"send": send})
         with listening(served):
             body = body_of(CHAT_ROUTE, tokens=400, stream=True)
@@ -696,7 +788,9 @@ def test_a_stream_from_another_server_that_is_cut_says_so(tmp_path: Path, monkey
     assert last["error"]["code"] == NotReady.code
 
 
-def test_what_becomes_of_requests_is_counted_from_the_signal_on(leaving: tuple[Served, threading.Thread]) -> None:
+def test_what_becomes_of_requests_is_counted_from_the_signal_on(
+    leaving: tuple[Served, threading.Thread],
+) -> None:
     served, _ = leaving
     lifecycle = served.state.lifecycle
     served.post(prompt="before")

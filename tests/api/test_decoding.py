@@ -29,11 +29,14 @@ from tests.running import App
 from tests.scripted_engine import ScriptedEngine
 
 WARM = Decoding(0.7, 0.9)
-# Name -> what the labels' answers are and how they were decoded, by the manifest; and how a silent request is.
+# Name -> what the labels' answers are and how they were decoded, by the manifest; and how a silent
+# request is.
 BUNDLES: dict[str, tuple[str, Decoding | None, Decoding]] = {
-    "greedy": ("given", GREEDY, GREEDY), "warm": ("given", WARM, WARM),
-    "generated": ("generate", None, GREEDY), "unknown": ("given", None, GREEDY),
-}  # fmt: skip
+    "greedy": ("given", GREEDY, GREEDY),
+    "warm": ("given", WARM, WARM),
+    "generated": ("generate", None, GREEDY),
+    "unknown": ("given", None, GREEDY),
+}
 WIRES = {"chat": CHAT, "text": TEXT, "responses": RESPONSES, "messages": MESSAGES}
 EACH = pytest.mark.parametrize("wire", WIRES.values(), ids=WIRES)
 NOT_RECORDED = "how the answers were decoded that the risk was trained on is not recorded"

@@ -1,4 +1,5 @@
-"""FMS Guardrails' detector API; LiteLLM's own code for it asks in tests/client/frameworks/guardrail.py."""
+"""FMS Guardrails' detector API; LiteLLM's own code for it asks in
+tests/client/frameworks/guardrail.py."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
         yield app
 
 
-def detect(app: App, route: str, params: dict[str, Any] | None = None, status: int = 200, **given: Any) -> Any:
+def detect(
+    app: App, route: str, params: dict[str, Any] | None = None, status: int = 200, **given: Any
+) -> Any:
     detector = {"detector-id": given.pop("detector")} if "detector" in given else {}
     body = (given or SENT[route]) | ({} if params is None else {"detector_params": params})
     found = app.client.post(route, json=body, headers=detector)
@@ -36,10 +39,17 @@ def detect(app: App, route: str, params: dict[str, Any] | None = None, status: i
 
 def test_a_withheld_text_is_one_detection_and_another_none(app: App) -> None:
     texts = ["A", "Bé\U0001f600"]
-    risks = [row["risk"] for row in app.client.post("/score", json={"prompt": texts}).json()["data"]]
+    risks = [
+        row["risk"] for row in app.client.post("/score", json={"prompt": texts}).json()["data"]
+    ]
     both = detect(app, CONTENTS_DETECTOR, {"threshold": 0.0}, contents=texts)
     for text, risk, (found,) in zip(texts, risks, both, strict=True):
-        assert (found["start"], found["end"], found["text"], found["score"]) == (0, len(text), text, risk)
+        assert (found["start"], found["end"], found["text"], found["score"]) == (
+            0,
+            len(text),
+            text,
+            risk,
+        )
         assert (found["detection"], found["detection_type"]) == ("abstain", "hallucination_risk")
         assert (found["metadata"]["risk"], found["metadata"]["bundle"]["name"]) == (risk, "one")
     highest = risks.index(max(risks))
@@ -75,7 +85,9 @@ def test_what_a_call_may_choose(app: App, tmp_path: Path, route: str) -> None:
 
 @pytest.mark.parametrize("route", DETECTOR_ROUTES)
 @pytest.mark.parametrize("does", [{"action": "annotate"}, {"recheck": True}, {"stop_at": 0.5}])
-def test_a_policy_that_sees_answers_is_refused(app: App, monkeypatch: Any, route: str, does: dict[str, Any]) -> None:
+def test_a_policy_that_sees_answers_is_refused(
+    app: App, monkeypatch: Any, route: str, does: dict[str, Any]
+) -> None:
     fields = {name: Action(value) if name == "action" else value for name, value in does.items()}
     named = app.app.state.service.catalogue.policies.named
     monkeypatch.setitem(named, "looks", replace(GATE, name="looks", **fields))
@@ -87,7 +99,10 @@ def test_what_is_withheld_for_no_risk_has_the_highest_score(tmp_path: Path) -> N
     with App(
         tmp_path, policies={"careful": CAREFUL}, add=[known], callers_may=("bundle", "threshold")
     ).started() as app:
-        for chosen in ({"policy": "careful"}, {"policy": "careful", "threshold": 0.0}):  # flagged, too, by the second
+        for chosen in (
+            {"policy": "careful"},
+            {"policy": "careful", "threshold": 0.0},
+        ):  # flagged, too, by the second
             ((found,),) = detect(app, CONTENTS_DETECTOR, chosen, detector="known", contents=["B"])
             assert (found["score"], found["metadata"]["risk"] < 1.0) == (1.0, True)
 
@@ -96,14 +111,22 @@ def test_what_is_withheld_for_no_risk_has_the_highest_score(tmp_path: Path) -> N
     "given",
     [
         {"messages": ASKED, "tools": [{"type": "function"}]},
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]},
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}
+            ]
+        },
         {"messages": [{"content": "a"}]},
         {"messages": [*ASKED, {"role": "tool", "content": "12", "tool_call_id": "a"}]},
     ],
 )
 def test_what_cannot_be_read_is_detected(app: App, given: dict[str, Any]) -> None:
     (found,) = detect(app, MESSAGES_DETECTOR, {"threshold": 1.0}, **given)
-    assert (found["detection"], found["score"], "read" in found["metadata"]["error"]) == ("unreadable", 1.0, True)
+    assert (found["detection"], found["score"], "read" in found["metadata"]["error"]) == (
+        "unreadable",
+        1.0,
+        True,
+    )
     assert detect(app, MESSAGES_DETECTOR, {"policy": "observe"}, **given) == []
 
 
@@ -124,11 +147,21 @@ def test_texts_are_counted_before_anything_is_made_of_each(app: App) -> None:
         (CONTENTS_DETECTOR, {"contents": "A"}, "contents"),
         (CONTENTS_DETECTOR, {"contents": ["A"] * 1000}, "prompts in one request"),
         (CONTENTS_DETECTOR, {"contents": ["A"], "detector_params": {"treshold": 0.4}}, "treshold"),
-        (CONTENTS_DETECTOR, {"contents": ["A"], "detector_params": {"threshold": "0.4"}}, "threshold"),
+        (
+            CONTENTS_DETECTOR,
+            {"contents": ["A"], "detector_params": {"threshold": "0.4"}},
+            "threshold",
+        ),
         (MESSAGES_DETECTOR, {"messages": []}, "messages"),
         (MESSAGES_DETECTOR, {"messages": ASKED, "chat_history": []}, "chat_history"),
     ],
 )
-def test_bad_calls_are_refused_in_the_detectors_words(app: App, route: str, given: dict[str, Any], said: str) -> None:
+def test_bad_calls_are_refused_in_the_detectors_words(
+    app: App, route: str, given: dict[str, Any], said: str
+) -> None:
     found = detect(app, route, None, 422, **given)
-    assert (set(found), found["code"], said in found["message"]) == ({"code", "message"}, 422, True), found
+    assert (set(found), found["code"], said in found["message"]) == (
+        {"code", "message"},
+        422,
+        True,
+    ), found

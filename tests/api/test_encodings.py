@@ -1,4 +1,5 @@
-"""Bodies that a client has compressed: decoded within the body's limit, refused by name where they are not taken."""
+"""Bodies that a client has compressed: decoded within the body's limit, refused by name where they
+are not taken."""
 
 from __future__ import annotations
 
@@ -23,7 +24,11 @@ ROUTES = {
     "/score": {"prompt": "a"},
     "/v1/chat/completions": {"model": "scripted", "messages": [{"role": "user", "content": "a"}]},
     "/v1/responses": {"model": "scripted", "input": "a"},
-    "/v1/messages": {"model": "scripted", "messages": [{"role": "user", "content": "a"}], "max_tokens": 4},
+    "/v1/messages": {
+        "model": "scripted",
+        "messages": [{"role": "user", "content": "a"}],
+        "max_tokens": 4,
+    },
     "/classify": {"inputs": "a"},
 }
 
@@ -54,11 +59,15 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
         yield app
 
 
-def send(app: App, body: bytes, encoding: str, route: str = "/score", *, chunked: bool = False) -> httpx.Response:
+def send(
+    app: App, body: bytes, encoding: str, route: str = "/score", *, chunked: bool = False
+) -> httpx.Response:
     def chunks() -> Iterator[bytes]:
         yield from (body[start : start + 5] for start in range(0, len(body), 5))
 
-    return app.client.post(route, content=chunks() if chunked else body, headers=JSON | {"content-encoding": encoding})
+    return app.client.post(
+        route, content=chunks() if chunked else body, headers=JSON | {"content-encoding": encoding}
+    )
 
 
 @pytest.mark.parametrize("kind", PACKED)
@@ -73,16 +82,27 @@ def test_a_compressed_body_is_read_as_a_plain_one(app: App, kind: str) -> None:
 
 
 @pytest.mark.parametrize("encoding", ["br", "compress", "gzip, gzip", "gzip, br", "nonsense" * 40])
-def test_another_encoding_is_refused_by_name_with_those_that_are_taken(app: App, encoding: str) -> None:
+def test_another_encoding_is_refused_by_name_with_those_that_are_taken(
+    app: App, encoding: str
+) -> None:
     refused = send(app, ASKED, encoding)
     error = refused.json()["error"]
-    assert (refused.status_code, error["code"], encoding[:80] in error["message"]) == (415, "unknown_encoding", True)
+    assert (refused.status_code, error["code"], encoding[:80] in error["message"]) == (
+        415,
+        "unknown_encoding",
+        True,
+    )
     assert refused.headers["accept-encoding"].startswith("gzip, deflate")
-    assert send(app, ASKED, encoding, "/v1/messages").json()["error"]["type"] == "invalid_request_error"
+    assert (
+        send(app, ASKED, encoding, "/v1/messages").json()["error"]["type"]
+        == "invalid_request_error"
+    )
 
 
 @pytest.mark.parametrize("kind", ["gzip", "members", "deflate", "raw deflate"])
-def test_a_bomb_ends_at_the_limit_and_costs_no_more(app: App, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_a_bomb_ends_at_the_limit_and_costs_no_more(
+    app: App, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     encoding, pack = PACKED[kind]
     given = list[int]()
     real = encodings.zlib.decompressobj
@@ -100,11 +120,15 @@ def test_a_bomb_ends_at_the_limit_and_costs_no_more(app: App, monkeypatch: pytes
         counted = SimpleNamespace(decompress=decompress)
         return counted
 
-    monkeypatch.setattr(encodings, "zlib", SimpleNamespace(decompressobj=counting, error=zlib.error))
+    monkeypatch.setattr(
+        encodings, "zlib", SimpleNamespace(decompressobj=counting, error=zlib.error)
+    )
     bomb = pack(b'{"prompt": "' + b"a" * 30_000_000 + b'"}')
     assert len(bomb) < 100_000
     refused = send(app, bomb, encoding)
-    assert (refused.status_code, refused.json()["error"]["code"]) == (413, "body_too_large"), refused.text
+    assert (refused.status_code, refused.json()["error"]["code"]) == (413, "body_too_large"), (
+        refused.text
+    )
     assert (sum(given) <= 200_000 + 2 * PIECE, max(given) <= PIECE) == (True, True)
 
 
@@ -133,7 +157,9 @@ def test_what_is_not_as_declared_is_said_to_be_so(app: App, encoding: str, body:
         assert f"Content-Encoding: {encoding}" in error["message"]
 
 
-def test_a_compressed_body_takes_the_memory_of_what_it_decodes_to(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compressed_body_takes_the_memory_of_what_it_decodes_to(
+    app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
     taken = list[int]()
     from service.api.middleware import FREE, BodyMemory
 
@@ -160,11 +186,15 @@ def test_it_streams_and_a_reader_that_leaves_ends_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("coding", ["gzip, chunked", "gzip", "identity, chunked", "x" * 500])
 def test_a_transfer_coding_that_is_no_chunks_is_refused_by_name(app: App, coding: str) -> None:
-    refused = app.client.post("/score", content=iter([ASKED]), headers=JSON | {"transfer-encoding": coding})
+    refused = app.client.post(
+        "/score", content=iter([ASKED]), headers=JSON | {"transfer-encoding": coding}
+    )
     error = refused.json()["error"]
     assert (refused.status_code, error["code"]) == (415, "unknown_encoding")
     assert f"Transfer-Encoding {coding[:80]!r} is not taken, only chunked" in error["message"]
-    taken = app.client.post("/score", content=iter([ASKED]), headers=JSON | {"transfer-encoding": "Chunked"})
+    taken = app.client.post(
+        "/score", content=iter([ASKED]), headers=JSON | {"transfer-encoding": "Chunked"}
+    )
     assert taken.status_code == 200
 
 
@@ -186,7 +216,10 @@ class FakeZstd:
         def decompress(self, data: bytes, most: int) -> bytes:
             piece = self._decoder.decompress(self._kept + data, most)
             self._kept, self.eof = self._decoder.unconsumed_tail, self._decoder.eof
-            self.unused_data, self.needs_input = self._decoder.unused_data, not self._kept and len(piece) < most
+            self.unused_data, self.needs_input = (
+                self._decoder.unused_data,
+                not self._kept and len(piece) < most,
+            )
             return piece
 
 
@@ -201,7 +234,9 @@ def test_zstd_is_taken_where_a_module_has_it(
 
     monkeypatch.setattr(encodings, "import_module", imported)
     assert ("zstd" in decoders()) == bool(there)
-    long = json.dumps({"prompt": "a", "pad": "".join(random.Random(1).choices("abcdef", k=300_000))}).encode()
+    long = json.dumps(
+        {"prompt": "a", "pad": "".join(random.Random(1).choices("abcdef", k=300_000))}
+    ).encode()
     with App(tmp_path, max_body_bytes=200_000).started() as app:
         found = send(app, zlib.compress(ASKED), "zstd")
         assert found.status_code == (200 if there else 415), found.text

@@ -1,4 +1,5 @@
-"""What the engine raises is ``engine_error`` on every route, and in the log once, with cause and request id."""
+"""What the engine raises is ``engine_error`` on every route, and in the log once, with cause and
+request id."""
 
 from __future__ import annotations
 
@@ -34,7 +35,12 @@ DETECTOR = {"detector-id": "hallutracer"}
 BODIES: dict[str, dict[str, Any]] = {
     **{route: body_on(route, False) for route in ANSWERING},
     CLASSIFY_ROUTE: {"inputs": "a"},
-    LITELLM_ROUTE: {"input_type": "request", "request_data": {}, "litellm_version": "1", "texts": ["a"]},
+    LITELLM_ROUTE: {
+        "input_type": "request",
+        "request_data": {},
+        "litellm_version": "1",
+        "texts": ["a"],
+    },
     CONTENTS_DETECTOR: {"contents": ["a"], "detector_params": {}},
     MESSAGES_DETECTOR: {"messages": [{"role": "user", "content": "a"}], "detector_params": {}},
 }
@@ -48,14 +54,21 @@ def app(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 
 
 def counted(app: App) -> dict[str, float]:
-    lines = [line for line in app.client.get("/metrics").text.splitlines() if line.startswith("hallutracer_errors_to")]
+    lines = [
+        line
+        for line in app.client.get("/metrics").text.splitlines()
+        if line.startswith("hallutracer_errors_to")
+    ]
     return {line.split('"')[1]: float(line.split()[-1]) for line in lines}
 
 
 def tracebacks(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
     """Each line with a traceback, and that."""
     found = [record for record in caplog.records if record.exc_info]
-    return [(record.getMessage(), logging.Formatter().formatException(record.exc_info)) for record in found]  # type: ignore[arg-type]
+    return [
+        (record.getMessage(), logging.Formatter().formatException(record.exc_info))
+        for record in found
+    ]  # type: ignore[arg-type]
 
 
 def check_logged(caplog: pytest.LogCaptureFixture, request_id: str) -> None:
@@ -79,7 +92,11 @@ def test_a_prefill_that_fails(app: App, route: str, caplog: pytest.LogCaptureFix
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("route", ANSWERING)
 def test_a_step_of_an_answer_that_fails(
-    app: App, route: str, stream: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    app: App,
+    route: str,
+    stream: bool,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     before, steps, begun = counted(app), itertools.count(), threading.Event()
     judged = observers.judged
@@ -95,14 +112,24 @@ def test_a_step_of_an_answer_that_fails(
 
     monkeypatch.setattr(observers, "judged", told)
     monkeypatch.setattr(app.engine, "wait", wait)
-    response = app.client.post(route, json=body_on(route, stream), headers={"x-request-id": "mine-2"})
+    response = app.client.post(
+        route, json=body_on(route, stream), headers={"x-request-id": "mine-2"}
+    )
     assert (response.status_code, SECRET in response.text) == (200 if stream else 500, False)
     assert counted(app) == before | {"engine_error": before["engine_error"] + 1}
     check_logged(caplog, "mine-2")
     if stream:
-        events = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: {")]
+        events = [
+            line.removeprefix("data: ")
+            for line in response.text.splitlines()
+            if line.startswith("data: {")
+        ]
         error = json.loads(events[-1])["error"]
-        wanted = {"type": "api_error"} if route == MESSAGES_ROUTE else {"type": "server_error", "code": "engine_error"}
+        wanted = (
+            {"type": "api_error"}
+            if route == MESSAGES_ROUTE
+            else {"type": "server_error", "code": "engine_error"}
+        )
         assert wanted.items() <= error.items()
 
 
@@ -117,6 +144,8 @@ def test_an_engine_that_gives_up_one_request_is_503_and_says_when_to_come_back(
     assert len(tracebacks(caplog)) == 1
 
 
-def test_what_the_request_did_wrong_has_no_traceback(app: App, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_the_request_did_wrong_has_no_traceback(
+    app: App, caplog: pytest.LogCaptureFixture
+) -> None:
     assert app.client.post("/score", json={"prompt": "a" * 5000}).status_code == 413
     assert not tracebacks(caplog)

@@ -1,4 +1,5 @@
-"""POST /v1/feedback: labels of answers that every route gives, and answers that do not depend on any of it."""
+"""POST /v1/feedback: labels of answers that every route gives, and answers that do not depend on
+any of it."""
 
 from __future__ import annotations
 
@@ -38,18 +39,24 @@ class Client:
     def ask(self, route: str = "/score", **body: Any) -> Any:
         answer = self.http.post(route, json=body)
         assert answer.status_code == 200, answer.text
-        return answer.json() if isinstance(answer.json(), dict) and "id" in answer.json() else answer
+        return (
+            answer.json() if isinstance(answer.json(), dict) and "id" in answer.json() else answer
+        )
 
     def say(self, id: str, label: str = "factual", **body: Any) -> httpx.Response:
         return self.http.post("/v1/feedback", json={"id": id, "label": label, **body})
 
 
 @contextmanager
-def keeping(folder: Path, *, kept: dict[str, Any] | None = None, **settings: Any) -> Iterator[Client]:
+def keeping(
+    folder: Path, *, kept: dict[str, Any] | None = None, **settings: Any
+) -> Iterator[Client]:
     """``kept``: options of ``Feedback``."""
 
     def feedback(metrics: Metrics) -> Feedback:
-        return Feedback(location(str(folder / "feedback.db")), metrics, **{"share": 0.05} | (kept or {}))
+        return Feedback(
+            location(str(folder / "feedback.db")), metrics, **{"share": 0.05} | (kept or {})
+        )
 
     with running(folder, **{"policy": "observe", "feedback": feedback} | settings) as service:
         yield Client(service)
@@ -68,24 +75,42 @@ def stored(folder: Path, query: str) -> list[Any]:
 def test_a_label_is_acknowledged_with_what_became_of_it(client: Client) -> None:
     id = client.ask(prompt=["one", "two"])["id"]
     first = client.say(id, "hallucinated", index=1, comment="It is Honiara.")
-    assert (first.status_code, first.json()) == (200, {
-        "object": "feedback", "id": id, "index": 1, "label": "hallucinated", "standing": "new", "conflict": False,
-        "drawn": False, "counts": True, "reason": None,
-    })  # fmt: skip
+    assert (first.status_code, first.json()) == (
+        200,
+        {
+            "object": "feedback",
+            "id": id,
+            "index": 1,
+            "label": "hallucinated",
+            "standing": "new",
+            "conflict": False,
+            "drawn": False,
+            "counts": True,
+            "reason": None,
+        },
+    )
     assert client.say(id, "hallucinated", index=1).json()["standing"] == "repeated"
     changed = client.say(id, "unclear", index=1).json()
-    assert (changed["standing"], changed["counts"], changed["reason"]) == ("changed", False, "it decides nothing")
+    assert (changed["standing"], changed["counts"], changed["reason"]) == (
+        "changed",
+        False,
+        "it decides nothing",
+    )
     assert client.say(id).json()["standing"] == "new"  # index 0: another answer
 
 
 def test_every_route_gives_an_id_that_can_be_labelled(client: Client) -> None:
     model = {"model": "scripted"}
     ids = [
-        client.ask(prompt="why")["id"], client.ask("/v1/risk/score", input_ids=[1, 2])["id"],
-        client.ask(CHAT_ROUTE, messages=ASKED, **model)["id"], client.ask(TEXT_ROUTE, prompt=["a", "b"], **model)["id"],
-        client.ask(LITELLM_ROUTE, input_type="request", texts=["a"], request_data={}).headers["x-request-id"],
+        client.ask(prompt="why")["id"],
+        client.ask("/v1/risk/score", input_ids=[1, 2])["id"],
+        client.ask(CHAT_ROUTE, messages=ASKED, **model)["id"],
+        client.ask(TEXT_ROUTE, prompt=["a", "b"], **model)["id"],
+        client.ask(LITELLM_ROUTE, input_type="request", texts=["a"], request_data={}).headers[
+            "x-request-id"
+        ],
         client.ask(CLASSIFY_ROUTE, inputs="a").headers["x-request-id"],
-    ]  # fmt: skip
+    ]
     assert [id.partition("-")[0] for id in ids[:4]] == ["risk", "risk", "chatcmpl", "cmpl"]
     assert all(client.say(id).json()["counts"] is True for id in ids)
     assert [client.say(ids[3], index=index).status_code for index in (1, 2)] == [200, 404]
@@ -112,11 +137,17 @@ def test_what_cannot_be_read_names_its_field(client: Client) -> None:
     id = client.ask(prompt="why")["id"]
     good = {"id": id, "label": "factual"}
     for body, param in (
-        ({"label": "factual"}, "id"), ({"id": id}, "label"), (good | {"label": "wrong"}, "label"),
-        (good | {"index": -1}, "index"), (good | {"index": "0"}, "index"), (good | {"id": "a b"}, "id"),
-        (good | {"comment": "x" * 2001}, "comment"), (good | {"comment": "\0"}, "comment"),
-        (good | {"comment": "\ud800"}, "comment"), (good | {"note": "x"}, "note"),
-    ):  # fmt: skip
+        ({"label": "factual"}, "id"),
+        ({"id": id}, "label"),
+        (good | {"label": "wrong"}, "label"),
+        (good | {"index": -1}, "index"),
+        (good | {"index": "0"}, "index"),
+        (good | {"id": "a b"}, "id"),
+        (good | {"comment": "x" * 2001}, "comment"),
+        (good | {"comment": "\0"}, "comment"),
+        (good | {"comment": "\ud800"}, "comment"),
+        (good | {"note": "x"}, "note"),
+    ):
         headers = {"content-type": "application/json"}
         answer = client.http.post("/v1/feedback", content=json.dumps(body), headers=headers)
         assert (answer.status_code, answer.json()["error"]["param"]) == (422, param), body
@@ -125,17 +156,28 @@ def test_what_cannot_be_read_names_its_field(client: Client) -> None:
 
 def test_a_label_of_an_answer_that_was_not_given_does_not_count(tmp_path: Path) -> None:
     decisions = ("abstain", "block", "retrieve")
-    policies = {one: Policy(one, Action(one), 0.0, None if one == "block" else "No.") for one in decisions}
+    policies = {
+        one: Policy(one, Action(one), 0.0, None if one == "block" else "No.") for one in decisions
+    }
     with keeping(tmp_path, policies=policies) as client:
         for decision in decisions:
-            found = client.say(client.ask(prompt="why", policy=decision)["id"], "hallucinated").json()
-            assert (found["counts"], f"the decision was {decision}" in found["reason"]) == (False, True)
+            found = client.say(
+                client.ask(prompt="why", policy=decision)["id"], "hallucinated"
+            ).json()
+            assert (found["counts"], f"the decision was {decision}" in found["reason"]) == (
+                False,
+                True,
+            )
         assert client.service.metric("hallutracer_feedback_labels_total") == 3
         assert client.service.metric("hallutracer_feedback_agreement_total") == 0
 
 
 def test_another_callers_answer_is_not_there_unless_the_operator_says_so(tmp_path: Path) -> None:
-    keys = [ApiKey("ann" * 8, "ann"), ApiKey("bob" * 8, "bob"), ApiKey("eve" * 8, "eve", frozenset({"feedback"}))]
+    keys = [
+        ApiKey("ann" * 8, "ann"),
+        ApiKey("bob" * 8, "bob"),
+        ApiKey("eve" * 8, "eve", frozenset({"feedback"})),
+    ]
     with keeping(tmp_path, api_keys=keys, callers_may=()) as nobody:
         ann, bob, eve = (Client(nobody.service, key.secret) for key in keys)
         id = ann.ask(prompt="why")["id"]
@@ -145,7 +187,11 @@ def test_another_callers_answer_is_not_there_unless_the_operator_says_so(tmp_pat
         assert theirs.json() == missing.json()  # nor does it tell that there is one
         assert ann.say(id).json()["counts"]
         found = eve.say(id, "hallucinated").json()
-        assert (found["standing"], found["conflict"], found["reason"]) == ("new", True, "another caller says otherwise")
+        assert (found["standing"], found["conflict"], found["reason"]) == (
+            "new",
+            True,
+            "another caller says otherwise",
+        )
         assert ann.say(id, "hallucinated").json()["counts"]
 
 
@@ -156,7 +202,11 @@ def test_where_there_is_nothing_to_label_it_is_told_why(tmp_path: Path) -> None:
     (tmp_path / "kept").mkdir()
     with keeping(tmp_path / "kept", kept={"days": 30}) as client:
         said = client.say("risk-1").json()["error"]
-        assert (said["code"], said["param"], "30 days" in said["message"]) == ("not_found", "id", True)
+        assert (said["code"], said["param"], "30 days" in said["message"]) == (
+            "not_found",
+            "id",
+            True,
+        )
 
 
 @pytest.mark.parametrize("prompts", [False, True])
@@ -164,17 +214,27 @@ def test_prompts_are_kept_only_where_the_operator_asks(tmp_path: Path, prompts: 
     with keeping(tmp_path, kept={"prompts": prompts, "days": 1}) as client:
         said, model = [{"role": "user", "content": SECRET}], {"model": "scripted"}
         for route, body in (
-            ("/score", {"prompt": [f"{SECRET} a", SECRET]}), ("/score", {"messages": said}),
-            (CHAT_ROUTE, {"messages": said} | model), (TEXT_ROUTE, {"prompt": SECRET} | model),
+            ("/score", {"prompt": [f"{SECRET} a", SECRET]}),
+            ("/score", {"messages": said}),
+            (CHAT_ROUTE, {"messages": said} | model),
+            (TEXT_ROUTE, {"prompt": SECRET} | model),
             ("/score", {"input_ids": list(SECRET.encode())}),
-        ):  # fmt: skip
+        ):
             client.ask(route, **body)
         until(lambda: client.service.metric("hallutracer_feedback_answers_total") == 6)
-        found = stored(tmp_path, "SELECT prompt, mark FROM hallutracer_answers ORDER BY time, place")
+        found = stored(
+            tmp_path, "SELECT prompt, mark FROM hallutracer_answers ORDER BY time, place"
+        )
     everything = b"".join(path.read_bytes() for path in tmp_path.glob("feedback.db*"))
     assert (SECRET.encode() in everything) is prompts
-    kept = [{"prompt": f"{SECRET} a"}, {"prompt": SECRET}, {"messages": said}, {"messages": said}, {"text": SECRET},
-            {"input_ids": list(SECRET.encode())}]  # fmt: skip
+    kept = [
+        {"prompt": f"{SECRET} a"},
+        {"prompt": SECRET},
+        {"messages": said},
+        {"messages": said},
+        {"text": SECRET},
+        {"input_ids": list(SECRET.encode())},
+    ]
     assert [text and json.loads(text) for text, _ in found] == (kept if prompts else [None] * 6)
     marks = [mark for _, mark in found]
     assert marks[1] == marks[2] == marks[3]  # one question, however it was put
@@ -195,17 +255,32 @@ def test_what_is_stored_of_an_answer(tmp_path: Path) -> None:
         ann = Client(client.service, "ann" * 8)
         body = ann.ask(prompt="why", threshold=0.0)
         ann.say(body["id"], comment="c")
-    [row] = stored(tmp_path, "SELECT request_id, place, caller, route, model, bundle, digest, policy, threshold, risk, "
-                   "flagged, decision, signals FROM hallutracer_answers")  # fmt: skip
+    [row] = stored(
+        tmp_path,
+        "SELECT request_id, place, caller, route, model, bundle, digest, policy, threshold, risk, "
+        "flagged, decision, signals FROM hallutracer_answers",
+    )
     [found], bundle = body["data"], body["bundle"]
     assert row == (
-        body["id"].removeprefix("risk-"), 0, "ann", "/v1/risk/score", "scripted",
-        f"{bundle['name']}:{bundle['version']}", bundle["digest"], "observe", 0.0, found["risk"], 1, "continue",
+        body["id"].removeprefix("risk-"),
+        0,
+        "ann",
+        "/v1/risk/score",
+        "scripted",
+        f"{bundle['name']}:{bundle['version']}",
+        bundle["digest"],
+        "observe",
+        0.0,
+        found["risk"],
+        1,
+        "continue",
         json.dumps({"depth_mean": found["depth_mean"]}),
-    )  # fmt: skip
+    )
 
 
-def test_answers_neither_wait_for_a_database_nor_fail_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_neither_wait_for_a_database_nor_fail_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(databases, "BUSY_S", 0.2)
     monkeypatch.setattr(writer, "AGAIN_S", 0.05)
     with keeping(tmp_path) as client:
@@ -213,7 +288,10 @@ def test_answers_neither_wait_for_a_database_nor_fail_with_it(tmp_path: Path, mo
         other.execute("BEGIN IMMEDIATE")
         ids = [client.ask(prompt="why")["id"] for _ in range(20)]
         refused = client.say(ids[0])
-        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "feedback_unavailable")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (
+            503,
+            "feedback_unavailable",
+        )
         assert refused.headers["retry-after"] == "5"
         assert client.service.metric("hallutracer_feedback_answers_total") == 0
         other.execute("COMMIT")
@@ -227,17 +305,34 @@ def test_answers_neither_wait_for_a_database_nor_fail_with_it(tmp_path: Path, mo
 
 def test_metrics_count_labels_and_whether_they_agree(tmp_path: Path) -> None:
     with keeping(tmp_path) as client:
-        flagged, passed = (client.ask(prompt="why", threshold=threshold)["id"] for threshold in (0.0, 1.0))
-        for id, label in ((flagged, "hallucinated"), (flagged, "factual"), (passed, "factual"), (passed, "factual")):
+        flagged, passed = (
+            client.ask(prompt="why", threshold=threshold)["id"] for threshold in (0.0, 1.0)
+        )
+        for id, label in (
+            (flagged, "hallucinated"),
+            (flagged, "factual"),
+            (passed, "factual"),
+            (passed, "factual"),
+        ):
             client.say(id, label)
         client.say(client.ask(prompt="why")["id"], "unclear")
         lines = httpx.get(f"{client.service.url}/metrics").text.splitlines()
-    counted = [line for line in lines if line.startswith("hallutracer_feedback_") and not line.endswith(" 0.0")]
+    counted = [
+        line
+        for line in lines
+        if line.startswith("hallutracer_feedback_") and not line.endswith(" 0.0")
+    ]
     of, end = 'bundle="one:1"', 'model_name="scripted"}'
-    assert sorted(line.removeprefix("hallutracer_feedback_") for line in counted) == sorted([
-        *(f'labels_total{{{of},label="{label}",{end} {count}.0'
-          for label, count in (("hallucinated", 1), ("factual", 3), ("unclear", 1))),
-        *(f'agreement_total{{{of},flagged="{flag}",label="{label}",{end} 1.0'
-          for flag, label in (("yes", "hallucinated"), ("no", "factual"))),
-        'answers_total{fate="stored"} 3.0',
-    ])  # fmt: skip
+    assert sorted(line.removeprefix("hallutracer_feedback_") for line in counted) == sorted(
+        [
+            *(
+                f'labels_total{{{of},label="{label}",{end} {count}.0'
+                for label, count in (("hallucinated", 1), ("factual", 3), ("unclear", 1))
+            ),
+            *(
+                f'agreement_total{{{of},flagged="{flag}",label="{label}",{end} 1.0'
+                for flag, label in (("yes", "hallucinated"), ("no", "factual"))
+            ),
+            'answers_total{fate="stored"} 3.0',
+        ]
+    )

@@ -1,4 +1,5 @@
-"""Every text, list, object and free JSON of every request has a limit: its own, or a check's that is named."""
+"""Every text, list, object and free JSON of every request has a limit: its own, or a check's that
+is named."""
 
 from __future__ import annotations
 
@@ -20,12 +21,17 @@ _REPEATED = re.compile(r"\^\[[^\]]+\]\{\d+,\d+\}\$")  # a pattern that bounds th
 
 
 def unbounded(schema: dict[str, Any]) -> set[str]:
-    """Model.field of a JSON schema and of all that it refers to, where no limit is known; Model.*: further fields."""
+    """Model.field of a JSON schema and of all that it refers to, where no limit is known; Model.*:
+    further fields."""
     fields = set[str]()
     for name, model in {schema["title"]: schema, **schema.get("$defs", {})}.items():
         if "properties" not in model and model.get("type") != "object":
             continue  # an enum, say
-        fields |= {f"{name}.{field}" for field, kind in model.get("properties", {}).items() if any(_open(kind))}
+        fields |= {
+            f"{name}.{field}"
+            for field, kind in model.get("properties", {}).items()
+            if any(_open(kind))
+        }
         if model.get("additionalProperties") is not False:
             fields.add(f"{name}.*")
     return fields
@@ -36,7 +42,12 @@ def _open(kind: dict[str, Any]) -> Iterator[str]:
     if several := kind.get("anyOf") or kind.get("oneOf") or kind.get("allOf"):
         for one in several:
             yield from _open(one)
-    elif kind.keys() & {"$ref", "enum", "const"} or kind.get("type") in ("integer", "number", "boolean", "null"):
+    elif kind.keys() & {"$ref", "enum", "const"} or kind.get("type") in (
+        "integer",
+        "number",
+        "boolean",
+        "null",
+    ):
         return
     elif kind.get("type") == "string":
         if "maxLength" not in kind and not _REPEATED.fullmatch(kind.get("pattern", "")):
@@ -53,7 +64,9 @@ def bodies() -> dict[str, type[BaseModel]]:
     """The model of each route's body."""
     routes = [route for router in ROUTERS for route in router.routes]
     fields = {route.path: getattr(route, "body_field", None) for route in routes}  # type: ignore[attr-defined]
-    return {path: field.field_info.annotation for path, field in fields.items() if field is not None}
+    return {
+        path: field.field_info.annotation for path, field in fields.items() if field is not None
+    }
 
 
 def schemas() -> dict[str, dict[str, Any]]:
@@ -65,13 +78,22 @@ def schemas() -> dict[str, dict[str, Any]]:
 
 
 def test_every_field_of_every_request_has_a_limit() -> None:
-    assert {"/score", "/v1/responses", "/v1/messages", "/v1/feedback", "/classify", "hallucination_risk"} <= set(
-        schemas()
-    )
+    assert {
+        "/score",
+        "/v1/responses",
+        "/v1/messages",
+        "/v1/feedback",
+        "/classify",
+        "hallucination_risk",
+    } <= set(schemas())
     # Further arguments of a tool are dropped by the MCP library.
-    without = set[str]().union(*map(unbounded, schemas().values())) - {"hallucination_riskArguments.*"}
+    without = set[str]().union(*map(unbounded, schemas().values())) - {
+        "hallucination_riskArguments.*"
+    }
     bounded = [field for fields in BOUNDED_BY.values() for field in fields]
-    assert without - set(bounded) == set(), "give them a max_length, or name the check that bounds them in BOUNDED_BY"
+    assert without - set(bounded) == set(), (
+        "give them a max_length, or name the check that bounds them in BOUNDED_BY"
+    )
     assert set(bounded) - without == set(), "these have a limit of their own, or are gone"
     assert len(bounded) == len(set(bounded))
 
@@ -118,5 +140,7 @@ class Further(BaseModel):
 
 def test_a_new_field_without_a_limit_is_noticed() -> None:
     names = ("text", "any_length", "either", "numbers", "few_texts", "mapping", "anything")
-    assert unbounded(Made.model_json_schema()) == {f"Made.{name}" for name in names} | {"Inner.forgotten"}
+    assert unbounded(Made.model_json_schema()) == {f"Made.{name}" for name in names} | {
+        "Inner.forgotten"
+    }
     assert unbounded(Further.model_json_schema()) == {"Further.*"}

@@ -1,4 +1,5 @@
-"""Formats of answers, through the real ``openai`` package: of a real model, and of the gate before it."""
+"""Formats of answers, through the real ``openai`` package: of a real model, and of the gate before
+it."""
 
 from __future__ import annotations
 
@@ -21,10 +22,16 @@ from tests.kit.api import CHAT as CHATS
 from tests.kit.bundles import make_draft
 from tests.running import Running, running
 
-POLICIES = {"gate": Policy("gate", Action.ABSTAIN, message="I am not sure."),
-            "warn": Policy("warn", Action.ANNOTATE, message="Careful.")}  # fmt: skip
-SCHEMA: dict[str, Any] = {"type": "object", "properties": {"city": {"enum": ["Paris", "Bern"]}}, "required": ["city"],
-                          "additionalProperties": False}  # fmt: skip
+POLICIES = {
+    "gate": Policy("gate", Action.ABSTAIN, message="I am not sure."),
+    "warn": Policy("warn", Action.ANNOTATE, message="Careful."),
+}
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Bern"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
 CHAT = {"type": "json_schema", "json_schema": {"name": "city", "schema": SCHEMA, "strict": True}}
 RESPONSES = {"type": "json_schema", "name": "city", "schema": SCHEMA, "strict": True}
 USER = [{"role": "user", "content": "Who?"}]
@@ -85,32 +92,57 @@ def test_answers_and_streams_are_of_the_schema(service: Running) -> None:
     assert (found.status, found.text.to_dict()["format"]) == ("completed", RESPONSES)
     last = list(respond(service, NOTHING, stream=True))[-1]
     assert (last.type, last.response.output_text) == ("response.completed", found.output_text)
-    listed = chat(service, NOTHING, response_format={"type": "json_object"}, max_tokens=3).choices[0]
+    listed = chat(service, NOTHING, response_format={"type": "json_object"}, max_tokens=3).choices[
+        0
+    ]
     assert (listed.finish_reason, listed.message.content[0]) == ("length", "{")
-    free = chat(service, NOTHING, response_format={"type": "text"}, max_tokens=6, temperature=0).choices[0]
-    assert free.message.content == chat(service, NOTHING, response_format=openai.omit, max_tokens=6, temperature=0
-                                        ).choices[0].message.content  # fmt: skip
+    free = chat(
+        service, NOTHING, response_format={"type": "text"}, max_tokens=6, temperature=0
+    ).choices[0]
+    assert (
+        free.message.content
+        == chat(service, NOTHING, response_format=openai.omit, max_tokens=6, temperature=0)
+        .choices[0]
+        .message.content
+    )
 
 
 def test_the_package_parses_what_comes(service: Running) -> None:
-    client, same = client_of(service), {"model": model_of(service), "extra_body": {"seed": 3, "vllm_xargs": NOTHING}}
-    parsed = client.chat.completions.parse(messages=USER, response_format=City, max_tokens=100, **same)
+    client, same = (
+        client_of(service),
+        {"model": model_of(service), "extra_body": {"seed": 3, "vllm_xargs": NOTHING}},
+    )
+    parsed = client.chat.completions.parse(
+        messages=USER, response_format=City, max_tokens=100, **same
+    )
     assert isinstance(parsed.choices[0].message.parsed, City)
-    assert isinstance(client.responses.parse(input="Who?", text_format=City, **same).output_parsed, City)
+    assert isinstance(
+        client.responses.parse(input="Who?", text_format=City, **same).output_parsed, City
+    )
     withheld = same | {"extra_body": {"vllm_xargs": EVERYTHING}}
     with pytest.raises(openai.ContentFilterFinishReasonError) as refused:
         client.chat.completions.parse(messages=USER, response_format=City, **withheld)
     assert refused.value.completion.choices[0].message.refusal == "I am not sure."
 
 
-def test_a_withheld_answer_is_not_forced_through_the_grammar_and_decodes_nothing(service: Running) -> None:
+def test_a_withheld_answer_is_not_forced_through_the_grammar_and_decodes_nothing(
+    service: Running,
+) -> None:
     before = service.engine.counters.decode_steps
     choice = chat(service, EVERYTHING).choices[0]
     assert (choice.message.refusal, choice.message.content, choice.finish_reason) == (
-        "I am not sure.", None, "content_filter",
-    )  # fmt: skip
-    for found in (respond(service, EVERYTHING), list(respond(service, EVERYTHING, stream=True))[-1].response):
-        assert (found.status, found.output[0].content[0].refusal) == ("incomplete", "I am not sure.")
+        "I am not sure.",
+        None,
+        "content_filter",
+    )
+    for found in (
+        respond(service, EVERYTHING),
+        list(respond(service, EVERYTHING, stream=True))[-1].response,
+    ):
+        assert (found.status, found.output[0].content[0].refusal) == (
+            "incomplete",
+            "I am not sure.",
+        )
     assert service.engine.counters.decode_steps == before
 
 
@@ -134,19 +166,27 @@ DEEP = json.loads('{"items":' * 70 + "{}" + "}" * 70)
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"type": "grammar"}, "'json_schema' here"), ({"type": "text", "name": "x"}, "'name'"),
-        ({"type": "json_object", "schema": {}}, "'schema'"), ({"type": "json_schema"}, "'json_schema'"),
-        (named(name="a b"), "json_schema.name"), (named(schema=[]), "json_schema.schema"),
-        (named(schema=None), "json_schema.schema"), (named(strict="yes"), "json_schema.strict"),
-        (named(example={}), "json_schema.example"), (CHAT | {"name": "x"}, "nothing else"),
-        (named(schema=DEEP), "levels"), (named(schema={"enum": ["x" * 40_000]}), "characters"),
+        ({"type": "grammar"}, "'json_schema' here"),
+        ({"type": "text", "name": "x"}, "'name'"),
+        ({"type": "json_object", "schema": {}}, "'schema'"),
+        ({"type": "json_schema"}, "'json_schema'"),
+        (named(name="a b"), "json_schema.name"),
+        (named(schema=[]), "json_schema.schema"),
+        (named(schema=None), "json_schema.schema"),
+        (named(strict="yes"), "json_schema.strict"),
+        (named(example={}), "json_schema.example"),
+        (CHAT | {"name": "x"}, "nothing else"),
+        (named(schema=DEEP), "levels"),
+        (named(schema={"enum": ["x" * 40_000]}), "characters"),
         (named(schema={"type": "string", "minLength": 10**7}), "minLength"),
         (named(schema={"type": "text"}), "cannot be compiled"),
         (named(schema={"type": "string", "pattern": "(?=a)"}), "look-around"),
         (named(schema={"type": "array", "uniqueItems": True}), "uniqueItems"),
     ],
-)  # fmt: skip
-def test_what_is_wrong_is_refused_with_field_and_reason(script: Running, asked: Any, said: str) -> None:
+)
+def test_what_is_wrong_is_refused_with_field_and_reason(
+    script: Running, asked: Any, said: str
+) -> None:
     before = script.engine.counters.prefills
     with pytest.raises(openai.UnprocessableEntityError, match="response_format") as refused:
         chat(script, NOTHING, response_format=asked)
@@ -162,15 +202,19 @@ def test_what_is_wrong_is_refused_with_field_and_reason(script: Running, asked: 
 
 
 def test_tools_and_a_format_exclude_each_other(script: Running) -> None:
-    with pytest.raises(openai.UnprocessableEntityError, match="'response_format' and 'tools' exclude each other"):
+    with pytest.raises(
+        openai.UnprocessableEntityError, match="'response_format' and 'tools' exclude each other"
+    ):
         chat(script, NOTHING, tools=TOOLS)
-    with pytest.raises(openai.BadRequestError, match=r"'text\.format' and 'tools' exclude each other"):
+    with pytest.raises(
+        openai.BadRequestError, match=r"'text\.format' and 'tools' exclude each other"
+    ):
         respond(script, NOTHING, tools=[{"type": "function", "name": "find"}])
     assert chat(script, NOTHING, tools=TOOLS, tool_choice="none").choices[0].finish_reason == "stop"
     with pytest.raises(openai.UnprocessableEntityError, match="response_format"):
         client_of(script).completions.create(
             model="scripted", prompt="Who?", extra_body={"response_format": CHAT}
-        )  # fmt: skip
+        )
 
 
 def test_while_a_format_is_compiled_others_are_served_and_few_wait(script: Running) -> None:
@@ -182,7 +226,9 @@ def test_while_a_format_is_compiled_others_are_served_and_few_wait(script: Runni
             assert go.wait(60)
 
     script.engine.before = before
-    asked = [threading.Thread(target=chat, args=(script, NOTHING)) for _ in range(MAX_FORMATS_OF_CALLER)]
+    asked = [
+        threading.Thread(target=chat, args=(script, NOTHING)) for _ in range(MAX_FORMATS_OF_CALLER)
+    ]
     try:
         for one in asked:
             one.start()
@@ -206,7 +252,9 @@ def test_a_format_voids_the_guarantee() -> None:
     from service.engines.formats import Format
     from service.judging.guarantee import decoding_violations
 
-    [said] = decoding_violations(make_draft().manifest, Sampling(format=Format("{}", "text.format")))
+    [said] = decoding_violations(
+        make_draft().manifest, Sampling(format=Format("{}", "text.format"))
+    )
     assert "format" in said
 
 

@@ -1,7 +1,8 @@
-"""What becomes of a flagged prompt beside abstaining: a warning, a passage to fetch, another server's answer.
+"""What becomes of a flagged prompt beside abstaining: a warning, a passage to fetch, another
+server's answer.
 
-The other server is a second service of ours behind the real routes; only its failures are made by hand, and those that
-answer without end: what is read and kept of them is bounded."""
+The other server is a second service of ours behind the real routes; only its failures are made by
+hand, and those that answer without end: what is read and kept of them is bounded."""
 
 from __future__ import annotations
 
@@ -39,12 +40,16 @@ NOT_FLAGGED = {"hallutracer_threshold": 1.0}
 
 
 def sends(url: str, timeout_s: float = 20.0, key: str | None = None) -> Policy:
-    return Policy("send", Action.FALLBACK, 0.0, upstream=Upstream(f"{url}/v1", "scripted", key, timeout_s))
+    return Policy(
+        "send", Action.FALLBACK, 0.0, upstream=Upstream(f"{url}/v1", "scripted", key, timeout_s)
+    )
 
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with running(tmp_path_factory.mktemp("other"), policy="observe", api_keys=["theirs"]) as service:
+    with running(
+        tmp_path_factory.mktemp("other"), policy="observe", api_keys=["theirs"]
+    ) as service:
         service.engine.answer = SAID
         yield service
 
@@ -80,7 +85,10 @@ def test_nobody_is_sent_twice_and_an_unknown_first_call_is_told(service: Running
     first = service.post(messages=ASKED, policy="fetch").json()
     id, risk = first["id"], first["data"][0]["risk"]
     second = service.post(messages=ASKED, policy="fetch", retrieval_of=id).json()
-    assert (second["data"][0]["decision"], second["data"][0]["message"]) == ("abstain", "I am not sure.")
+    assert (second["data"][0]["decision"], second["data"][0]["message"]) == (
+        "abstain",
+        "I am not sure.",
+    )
     assert second["retrieval"] == {"of": id, "known": True, "risk_before": risk, "drop": 0.0}
     parsed = parse(ScoreResult, json.dumps(second).encode()).retrieval
     assert parsed is not None
@@ -92,29 +100,44 @@ def test_nobody_is_sent_twice_and_an_unknown_first_call_is_told(service: Running
     assert (two.status_code, two.json()["error"]["param"]) == (422, "retrieval_of")
 
 
-def test_another_callers_first_call_is_unknown_and_rules_choose_by_route_and_key(tmp_path: Path) -> None:
+def test_another_callers_first_call_is_unknown_and_rules_choose_by_route_and_key(
+    tmp_path: Path,
+) -> None:
     keys = [ApiKey("secret-a", "rag", frozenset({"policy"})), ApiKey("secret-b", "web")]
-    with running(tmp_path, policies={"warn": WARN, "fetch": FETCH}, api_keys=keys, callers_may=()) as service:
-        rules = (Rule(policy="fetch", key="rag"), Rule(policy="warn", route="/v1/chat/completions", model="scripted"),
-                 Rule(policy="observe", model="another"))  # fmt: skip
+    with running(
+        tmp_path, policies={"warn": WARN, "fetch": FETCH}, api_keys=keys, callers_may=()
+    ) as service:
+        rules = (
+            Rule(policy="fetch", key="rag"),
+            Rule(policy="warn", route="/v1/chat/completions", model="scripted"),
+            Rule(policy="observe", model="another"),
+        )
         service.state.catalogue.policies = replace(service.state.catalogue.policies, rules=rules)
 
         def post(secret: str, path: str, **more: Any) -> httpx.Response:
             body = {"model": "scripted", "messages": ASKED} | more
-            return httpx.post(service.url + path, json=body, headers={"authorization": f"Bearer secret-{secret}"})
+            return httpx.post(
+                service.url + path, json=body, headers={"authorization": f"Bearer secret-{secret}"}
+            )
 
         chat, loose = "/v1/chat/completions", {"hallutracer_policy": "observe"}
         strict = {"hallutracer_policy": "gate", "hallutracer_threshold": 0.0}
         for secret, path, more, policy in (
-            ("a", "/score", {}, "fetch"), ("a", chat, {}, "fetch"), ("b", chat, {}, "warn"),
-            ("b", "/v1/risk/score", {}, "gate"), ("b", "/score", {"policy": "observe"}, None),
-            ("a", "/score", {"policy": "gate", "threshold": 0.0}, "gate"), ("b", chat, {"vllm_xargs": loose}, None),
+            ("a", "/score", {}, "fetch"),
+            ("a", chat, {}, "fetch"),
+            ("b", chat, {}, "warn"),
+            ("b", "/v1/risk/score", {}, "gate"),
+            ("b", "/score", {"policy": "observe"}, None),
+            ("a", "/score", {"policy": "gate", "threshold": 0.0}, "gate"),
+            ("b", chat, {"vllm_xargs": loose}, None),
             ("b", chat, {"vllm_xargs": strict}, "gate"),
-        ):  # fmt: skip
+        ):
             found = post(secret, path, **more)
             document = found.json()
             assert found.status_code == (403 if policy is None else 200)
-            assert (document.get("policy") or document.get("hallutracer", {}).get("policy")) == policy
+            assert (
+                document.get("policy") or document.get("hallutracer", {}).get("policy")
+            ) == policy
         first = post("a", "/score").json()["id"]
         strictly = {"retrieval_of": first, "policy": "fetch"}
         assert post("b", "/score", **strictly).json()["retrieval"] == {"of": first, "known": False}
@@ -123,20 +146,32 @@ def test_another_callers_first_call_is_unknown_and_rules_choose_by_route_and_key
 
 @pytest.mark.parametrize(
     ("own", "stricter", "looser"),
-    [("gate", {"fetch"}, {"send", "warn"}), ("fetch", {"gate"}, set()), ("send", {"gate"}, {"warn", "observe"}),
-     ("warn", {"send"}, {"observe"}), ("observe", {"warn", "send"}, set())],
-)  # fmt: skip
-def test_a_request_may_only_be_stricter(tmp_path: Path, own: str, stricter: set[str], looser: set[str]) -> None:
+    [
+        ("gate", {"fetch"}, {"send", "warn"}),
+        ("fetch", {"gate"}, set()),
+        ("send", {"gate"}, {"warn", "observe"}),
+        ("warn", {"send"}, {"observe"}),
+        ("observe", {"warn", "send"}, set()),
+    ],
+)
+def test_a_request_may_only_be_stricter(
+    tmp_path: Path, own: str, stricter: set[str], looser: set[str]
+) -> None:
     policies = {"warn": WARN, "fetch": FETCH, "send": sends("http://127.0.0.1:9")}
     with App(tmp_path, policies=policies, policy=own, callers_may=["none"]).started() as app:
         named = app.state.catalogue.policies.named
-        app.state.catalogue.policies = Policies({name: policy.at(0.5) for name, policy in named.items()})
+        app.state.catalogue.policies = Policies(
+            {name: policy.at(0.5) for name, policy in named.items()}
+        )
         loosened: list[dict[str, Any]] = [{"threshold": 1.0}, {"bundle": "two"}]
         for choice, status in (
-            *(({"policy": one}, 200) for one in stricter), *(({"policy": one}, 403) for one in looser),
+            *(({"policy": one}, 200) for one in stricter),
+            *(({"policy": one}, 403) for one in looser),
             *((one, 200 if own == "observe" else 403) for one in loosened),
-        ):  # fmt: skip
-            assert app.client.post("/score", json={"prompt": "A"} | choice).status_code == status, choice
+        ):
+            assert app.client.post("/score", json={"prompt": "A"} | choice).status_code == status, (
+                choice
+            )
 
 
 # --- fallback ---
@@ -153,20 +188,29 @@ def test_another_server_answers(service: Running, other: Running) -> None:
     assert other.engine.counters.decode_steps > asked
     chunks = list(ask(service, stream=True, max_tokens=50, stream_options={"include_usage": True}))
     assert (streamed(chunks), note(chunks[0])["data"][0]["decision"]) == (SAID, "fallback")
-    assert not any("hallutracer" in chunk.model_extra for chunk in chunks[1:])  # the other server's note is its own
+    assert not any(
+        "hallutracer" in chunk.model_extra for chunk in chunks[1:]
+    )  # the other server's note is its own
     assert len({chunk.id for chunk in chunks}) == 1
     assert chunks[-1].usage.completion_tokens == found.usage.completion_tokens
     assert service.metric("hallutracer_upstream_requests_total") == counted + 2
 
 
-def test_what_is_not_flagged_or_not_to_be_answered_is_not_sent_on(service: Running, other: Running) -> None:
+def test_what_is_not_flagged_or_not_to_be_answered_is_not_sent_on(
+    service: Running, other: Running
+) -> None:
     asked = other.engine.counters.decode_steps
     assert ask(service, xargs=NOT_FLAGGED).choices[0].message.content == "It is so."
     (row,) = service.post(messages=ASKED, policy="send", generate={"max_tokens": 3}).json()["data"]
     assert (row["decision"], "completion" in row) == ("fallback", False)
 
     def post(prompt: Any) -> httpx.Response:
-        body = {"model": "scripted", "prompt": prompt, "vllm_xargs": {"hallutracer_policy": "send"}, "max_tokens": 50}
+        body = {
+            "model": "scripted",
+            "prompt": prompt,
+            "vllm_xargs": {"hallutracer_policy": "send"},
+            "max_tokens": 50,
+        }
         return httpx.post(f"{service.url}/v1/completions", json=body)
 
     for wrong in (["A", "B"], [256, 65]):
@@ -184,8 +228,13 @@ def test_a_missing_key_is_not_left_out(service: Running, monkeypatch: pytest.Mon
 # --- its failures, told apart from ours ---
 
 
-def http(status: str, body: str, kind: str = "application/json", length: int | None = None) -> bytes:
-    head = f"HTTP/1.1 {status}\r\ncontent-type: {kind}\r\ncontent-length: {len(body) if length is None else length}\r\n"
+def http(
+    status: str, body: str, kind: str = "application/json", length: int | None = None
+) -> bytes:
+    head = (
+        f"HTTP/1.1 {status}\r\ncontent-type: {kind}\r\ncontent-length:"
+        f" {len(body) if length is None else length}\r\n"
+    )
     return f"{head}connection: close\r\n\r\n{body}".encode()
 
 
@@ -206,11 +255,15 @@ class Other:
 
 
 @contextmanager
-def sending_on(folder: Path, timeout_s: float = 20.0, **settings: Any) -> Iterator[tuple[Running, Other]]:
+def sending_on(
+    folder: Path, timeout_s: float = 20.0, **settings: Any
+) -> Iterator[tuple[Running, Other]]:
     other = Other()
     with (
         listening(other) as address,
-        running(folder, policies={"send": sends(f"http://{address}", timeout_s)}, **settings) as service,
+        running(
+            folder, policies={"send": sends(f"http://{address}", timeout_s)}, **settings
+        ) as service,
     ):
         yield service, other
 
@@ -227,19 +280,26 @@ def failed(service: Running) -> float:
 
 
 def refused(service: Running, stream: bool, said: str) -> list[Any]:
-    """Ask, and see the error of an upstream; what came of a stream before it.  The service is well."""
+    """Ask, and see the error of an upstream; what came of a stream before it.  The service is
+    well."""
     seen, before = list[Any](), failed(service)
     with pytest.raises(openai.APIError) as error:
         seen.extend(ask(service, stream=stream))
     assert (said in error.value.message, "secret" in error.value.message) == (True, False)
     assert error.value.code == "upstream_failed"
-    assert stream or isinstance(error.value, openai.InternalServerError) and error.value.status_code == 502
+    assert (
+        stream
+        or isinstance(error.value, openai.InternalServerError)
+        and error.value.status_code == 502
+    )
     assert failed(service) == before + 1
     assert service.post(prompt="A").status_code == 200
     return seen
 
 
-CHUNK = "data: " + json.dumps({"choices": [{"index": 0, "delta": {"content": "Half an "}}]}) + "\n\n"
+CHUNK = (
+    "data: " + json.dumps({"choices": [{"index": 0, "delta": {"content": "Half an "}}]}) + "\n\n"
+)
 SSE = "text/event-stream"
 BRACKETS = {"objects": '{"choices": [' + "{}," * 2**16 + "{}]}", "depth": "[" * 8000}
 
@@ -256,11 +316,17 @@ BRACKETS = {"objects": '{"choices": [' + "{}," * 2**16 + "{}]}", "depth": "[" * 
         (True, http("200 OK", CHUNK, SSE), "closed its stream"),
         (True, http("200 OK", CHUNK + "data: {}\n\n", SSE), "something else"),
         (True, http("200 OK", "", SSE), "closed its stream"),
-        *((False, http("200 OK", content), "something else than an answer") for content in BRACKETS.values()),
-        *((True, http("200 OK", f"data: {one}\n\n", SSE), "something else than") for one in BRACKETS.values()),
+        *(
+            (False, http("200 OK", content), "something else than an answer")
+            for content in BRACKETS.values()
+        ),
+        *(
+            (True, http("200 OK", f"data: {one}\n\n", SSE), "something else than")
+            for one in BRACKETS.values()
+        ),
     ],
     ids=range(13),
-)  # fmt: skip
+)
 def test_its_failure_is_told_apart_from_ours(
     forwarding: tuple[Running, Other], stream: bool, written: bytes, said: str
 ) -> None:
@@ -284,7 +350,7 @@ def test_an_upstream_that_is_not_there_or_too_slow(tmp_path: Path) -> None:
         ended.set()
 
 
-def test_a_stream_that_stops_coming_ends_at_the_deadline_and_a_client_that_leaves_ends_what_was_sent_on(
+def test_a_stalled_stream_ends_at_the_deadline_and_a_client_that_leaves_ends_it(
     tmp_path: Path,
 ) -> None:
     hung_up = threading.Event()
@@ -380,14 +446,27 @@ def test_a_stream_may_be_longer_than_one_of_its_events(forwarding: tuple[Running
 
 LARGE = b"data: " + b"x" * 2**26
 GZIP = gzip.compress(LARGE, 6)
-PACKED = {"gzip": GZIP, "deflate": zlib.compress(LARGE, 6), "gzip, gzip": gzip.compress(GZIP, 9), "GZIP": GZIP,
-          "identity,gzip": GZIP, "br": b"\x0b\x02\x80hello\x03", "zstd": b"\x28\xb5\x2f\xfd"}  # fmt: skip
-MESSAGE = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "Half an "}}
+PACKED = {
+    "gzip": GZIP,
+    "deflate": zlib.compress(LARGE, 6),
+    "gzip, gzip": gzip.compress(GZIP, 9),
+    "GZIP": GZIP,
+    "identity,gzip": GZIP,
+    "br": b"\x0b\x02\x80hello\x03",
+    "zstd": b"\x28\xb5\x2f\xfd",
+}
+MESSAGE = {
+    "index": 0,
+    "finish_reason": "stop",
+    "message": {"role": "assistant", "content": "Half an "},
+}
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("encoding", [*PACKED, " Identity", ""])
-def test_a_compressed_answer_is_not_unpacked(forwarding: tuple[Running, Other], encoding: str, stream: bool) -> None:
+def test_a_compressed_answer_is_not_unpacked(
+    forwarding: tuple[Running, Other], encoding: str, stream: bool
+) -> None:
     (service, other), asked = forwarding, list[str | None]()
     plain = (CHUNK + "data: [DONE]\n\n" if stream else json.dumps({"choices": [MESSAGE]})).encode()
 

@@ -1,7 +1,9 @@
-"""Bytes that no client sends, on raw sockets against the server as it is served; thousands of them in the long run.
+"""Bytes that no client sends, on raw sockets against the server as it is served; thousands of them
+in the long run.
 
-Every answer must be HTTP with a documented status and no 5xx; no request that was hidden in another is answered; the
-service gives the same risk as before, lets its connections go, and its memory stays within bounds."""
+Every answer must be HTTP with a documented status and no 5xx; no request that was hidden in another
+is answered; the service gives the same risk as before, lets its connections go, and its memory
+stays within bounds."""
 
 from __future__ import annotations
 
@@ -66,7 +68,10 @@ def pieces(draw: random.Random, data: bytes) -> list[bytes]:
 def heads(draw: random.Random) -> list[bytes]:
     """Heads that are too long, in one line or in many; or long, and not too long."""
     size = draw.choice((1_000, 20_000, 60_000, 65_500, 66_000, 300_000))
-    line = draw.choice((b"x-a: ", b"authorization: Bearer ", b"cookie: ", b"x-request-id: ", b"")) + b"a" * size
+    line = (
+        draw.choice((b"x-a: ", b"authorization: Bearer ", b"cookie: ", b"x-request-id: ", b""))
+        + b"a" * size
+    )
     lines = b"".join(b"x-%d: b\r\n" % n for n in range(draw.choice((1, 90, 99, 101, 5_000))))
     where = draw.randrange(4)
     if where == 0:
@@ -79,82 +84,156 @@ def heads(draw: random.Random) -> list[bytes]:
 
 
 def chunks(draw: random.Random) -> list[bytes]:
-    """Sizes that are no sizes, too large, negative, unended; chunks without their end; endless extensions."""
-    size = draw.choice((
-        b"zz", b"-1", b"+5", b"0x10", b"ffffffffffffffff", b"fffffffffffffffff", b"7fffffffffffffff", b"", b" 5", b"5 ",
-        b"1" * 1000, b"5;" + b"a" * 100_000, b"5;a=\"\r\n\"", b"00000000000000005", b"\x005", b"1e1",
-    ))  # fmt: skip
-    data = draw.choice((b"hello\r\n", b"hello", b"hell\r\n", b"hello\n", b"hello\r\n\r\n", b"\r\n" * 1000))
+    """Sizes that are no sizes, too large, negative, unended; chunks without their end; endless
+    extensions."""
+    size = draw.choice(
+        (
+            b"zz",
+            b"-1",
+            b"+5",
+            b"0x10",
+            b"ffffffffffffffff",
+            b"fffffffffffffffff",
+            b"7fffffffffffffff",
+            b"",
+            b" 5",
+            b"5 ",
+            b"1" * 1000,
+            b"5;" + b"a" * 100_000,
+            b'5;a="\r\n"',
+            b"00000000000000005",
+            b"\x005",
+            b"1e1",
+        )
+    )
+    data = draw.choice(
+        (b"hello\r\n", b"hello", b"hell\r\n", b"hello\n", b"hello\r\n\r\n", b"\r\n" * 1000)
+    )
     end = draw.choice((b"0\r\n\r\n", b"0\r\n", b"", b"0\r\nx: y\r\n\r\n", b"0\n\n", HIDDEN))
     return pieces(
-        draw, HEAD + b"transfer-encoding: chunked\r\n\r\n" + size + draw.choice((b"\r\n", b"\n")) + data + end
+        draw,
+        HEAD
+        + b"transfer-encoding: chunked\r\n\r\n"
+        + size
+        + draw.choice((b"\r\n", b"\n"))
+        + data
+        + end,
     )
 
 
 def pipelined(draw: random.Random) -> list[bytes]:
     """Several requests at once, sound ones; a second before the answer ends the connection."""
-    return pieces(draw, b"".join(draw.choice((PLAIN, LIVE, CHUNKED)) for _ in range(draw.choice((2, 5, 50, 500)))))
+    return pieces(
+        draw,
+        b"".join(draw.choice((PLAIN, LIVE, CHUNKED)) for _ in range(draw.choice((2, 5, 50, 500)))),
+    )
 
 
 def lies(draw: random.Random) -> list[bytes]:
     """A length that is not the body's; the rest is left open, or the client leaves."""
-    claimed = draw.choice((0, 1, len(BODY) - 1, len(BODY) + 1, 10**6, 10**7, 10**18, 2**63, 2**64, 10**30))
+    claimed = draw.choice(
+        (0, 1, len(BODY) - 1, len(BODY) + 1, 10**6, 10**7, 10**18, 2**63, 2**64, 10**30)
+    )
     return pieces(draw, HEAD + b"content-length: %d\r\n\r\n" % claimed + BODY)
 
 
 def smuggled(draw: random.Random) -> list[bytes]:
     """Two readers of the same bytes may see other requests in them: here nobody may see ``HIDDEN``.
 
-    Whatever a shape's framing is taken to be, the hidden request is inside the first one's body or after an error."""
+    Whatever a shape's framing is taken to be, the hidden request is inside the first one's body or
+    after an error."""
     body, whole = b"0\r\n\r\n" + HIDDEN, len(b"0\r\n\r\n" + HIDDEN)
-    shape = draw.choice((
-        b"content-length: %d\r\ntransfer-encoding: chunked\r\n" % whole,
-        b"transfer-encoding: chunked\r\ncontent-length: %d\r\n" % whole,
-        b"content-length: 5\r\ncontent-length: %d\r\n" % whole,
-        b"content-length: %d\r\ncontent-length: 5\r\n" % whole,
-        b"content-length: 5, %d\r\n" % whole,
-        b"content-length: +5\r\n", b"content-length: 5 5\r\n", b"content-length: 0x5\r\n", b"content-length: -5\r\n",
-        b"content-length:\r\n", b"content-length : 5\r\n", b"content-length: 5\x0b\r\n",
-        b"transfer-encoding: xchunked\r\n", b"transfer-encoding: chunked, identity\r\n",
-        b"transfer-encoding: identity\r\n", b"transfer-encoding : chunked\r\n", b"transfer-encoding:\x0bchunked\r\n",
-        b"transfer-encoding: chunked\r\ntransfer-encoding: identity\r\n", b"transfer-encoding: \"chunked\"\r\n",
-        b"x: y\r\n transfer-encoding: chunked\r\n", b"x: y\ntransfer-encoding: chunked\r\n",
-        b"x: y\rtransfer-encoding: chunked\r\n", b"x: \0\r\ncontent-length: 5\r\n", b"transfer-encoding:chunk\r\n",
-    ))  # fmt: skip
+    shape = draw.choice(
+        (
+            b"content-length: %d\r\ntransfer-encoding: chunked\r\n" % whole,
+            b"transfer-encoding: chunked\r\ncontent-length: %d\r\n" % whole,
+            b"content-length: 5\r\ncontent-length: %d\r\n" % whole,
+            b"content-length: %d\r\ncontent-length: 5\r\n" % whole,
+            b"content-length: 5, %d\r\n" % whole,
+            b"content-length: +5\r\n",
+            b"content-length: 5 5\r\n",
+            b"content-length: 0x5\r\n",
+            b"content-length: -5\r\n",
+            b"content-length:\r\n",
+            b"content-length : 5\r\n",
+            b"content-length: 5\x0b\r\n",
+            b"transfer-encoding: xchunked\r\n",
+            b"transfer-encoding: chunked, identity\r\n",
+            b"transfer-encoding: identity\r\n",
+            b"transfer-encoding : chunked\r\n",
+            b"transfer-encoding:\x0bchunked\r\n",
+            b"transfer-encoding: chunked\r\ntransfer-encoding: identity\r\n",
+            b'transfer-encoding: "chunked"\r\n',
+            b"x: y\r\n transfer-encoding: chunked\r\n",
+            b"x: y\ntransfer-encoding: chunked\r\n",
+            b"x: y\rtransfer-encoding: chunked\r\n",
+            b"x: \0\r\ncontent-length: 5\r\n",
+            b"transfer-encoding:chunk\r\n",
+        )
+    )
     return pieces(draw, HEAD + shape + b"\r\n" + body)
 
 
 def not_http(draw: random.Random) -> list[bytes]:
     """Other protocols, other versions, methods and targets."""
-    return [draw.choice((
-        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"GET /\r\n", b"GET / HTTP/9.9\r\n\r\n", b"GET / HTTP/1.1\n\n",
-        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(500), b"SSH-2.0-x\r\n", b"CONNECT a:1 HTTP/1.1\r\n\r\n",
-        b"GET http://other/ HTTP/1.1\r\nhost: localhost\r\n\r\n", b"OPTIONS * HTTP/1.1\r\nhost: localhost\r\n\r\n",
-        b"GET /../../etc/passwd HTTP/1.1\r\nhost: localhost\r\n\r\n", b"TRACE / HTTP/1.1\r\nhost: localhost\r\n\r\n",
-        b"GET /%00%ff%2e%2e HTTP/1.1\r\nhost: localhost\r\n\r\n", b"get / HTTP/1.1\r\n\r\n", b"\r\n" * 50_000,
-        b"GET / HTTP/1.1\r\nhost: localhost\r\nupgrade: h2c\r\nconnection: upgrade\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n",
-        b"GET /health/live HTTP/1.0\r\n\r\n", b"POST /score HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n",
-        b"POST /score HTTP/1.1\r\nhost: localhost\r\nexpect: 100-continue\r\ncontent-length: 5\r\n\r\n",
-    ))]  # fmt: skip
+    return [
+        draw.choice(
+            (
+                b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+                b"GET /\r\n",
+                b"GET / HTTP/9.9\r\n\r\n",
+                b"GET / HTTP/1.1\n\n",
+                b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(500),
+                b"SSH-2.0-x\r\n",
+                b"CONNECT a:1 HTTP/1.1\r\n\r\n",
+                b"GET http://other/ HTTP/1.1\r\nhost: localhost\r\n\r\n",
+                b"OPTIONS * HTTP/1.1\r\nhost: localhost\r\n\r\n",
+                b"GET /../../etc/passwd HTTP/1.1\r\nhost: localhost\r\n\r\n",
+                b"TRACE / HTTP/1.1\r\nhost: localhost\r\n\r\n",
+                b"GET /%00%ff%2e%2e HTTP/1.1\r\nhost: localhost\r\n\r\n",
+                b"get / HTTP/1.1\r\n\r\n",
+                b"\r\n" * 50_000,
+                b"GET / HTTP/1.1\r\nhost: localhost\r\nupgrade: h2c\r\nconnection: upgrade\r\n\r\n",
+                b"GET / HTTP/1.1\r\n\r\n",
+                b"GET /health/live HTTP/1.0\r\n\r\n",
+                b"POST /score HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n",
+                (
+                    b"POST /score HTTP/1.1\r\nhost: localhost\r\nexpect:"
+                    b" 100-continue\r\ncontent-length: 5\r\n\r\n"
+                ),
+            )
+        )
+    ]
 
 
 ATTACKS: dict[str, Attack] = {
-    "random bytes": noise, "mutated requests": mutated, "oversized heads": heads, "bad chunks": chunks,
-    "pipelines": pipelined, "wrong lengths": lies, "hidden requests": smuggled, "not HTTP/1.1": not_http,
-}  # fmt: skip
+    "random bytes": noise,
+    "mutated requests": mutated,
+    "oversized heads": heads,
+    "bad chunks": chunks,
+    "pipelines": pipelined,
+    "wrong lengths": lies,
+    "hidden requests": smuggled,
+    "not HTTP/1.1": not_http,
+}
 
 
 @dataclass
 class Tally:
     """What came back."""
 
-    statuses: dict[str, Counter[int]] = field(default_factory=lambda: {name: Counter() for name in ATTACKS})
-    silent: Counter[str] = field(default_factory=Counter)  # closed, or left open by us, without an answer
+    statuses: dict[str, Counter[int]] = field(
+        default_factory=lambda: {name: Counter() for name in ATTACKS}
+    )
+    silent: Counter[str] = field(
+        default_factory=Counter
+    )  # closed, or left open by us, without an answer
     faults: list[str] = field(default_factory=list)
 
 
 def exchange(port: int, parts: list[bytes], wait_s: float, leave: bool) -> bytes:
-    """Send the pieces, and read until the other side closes or is silent for so long; ``leave``: do not read."""
+    """Send the pieces, and read until the other side closes or is silent for so long; ``leave``: do
+    not read."""
     answer = b""
     with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
         try:
@@ -171,7 +250,8 @@ def exchange(port: int, parts: list[bytes], wait_s: float, leave: bool) -> bytes
 
 
 def responses(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """(status, body) of each response in a row.  Raises ValueError where the bytes are no responses."""
+    """(status, body) of each response in a row.  Raises ValueError where the bytes are no
+    responses."""
     while data:
         found = re.match(rb"HTTP/1\.1 (\d{3}) [^\r\n]*\r\n((?:[!-9;-~]+:[^\r\n]*\r\n)*)\r\n", data)
         if found is None:
@@ -209,13 +289,20 @@ def one(port: int, number: int, seed: int, wait_s: float, tally: Tally) -> None:
             tally.faults.append(f"{where}: status {status}, {body[:200]!r}")
     if name == "hidden requests" and (len(found) > 1 or any(status == 404 for status, _ in found)):
         tally.faults.append(f"{where}: the hidden request was answered: {answer[:400]!r}")
-    if name in ("pipelines", "mutated requests") and len(answers_to_requests(found)) > max(1, requests):
+    if name in ("pipelines", "mutated requests") and len(answers_to_requests(found)) > max(
+        1, requests
+    ):
         tally.faults.append(f"{where}: {len(found)} answers to {requests} requests")
 
 
 def answers_to_requests(found: list[tuple[int, bytes]]) -> list[tuple[int, bytes]]:
-    """All answers but the refusal of what follows the last request, as a byte too many in a later packet."""
-    if len(found) > 1 and found[-1][0] == NotHttp.status and json.loads(found[-1][1])["error"]["code"] == NotHttp.code:
+    """All answers but the refusal of what follows the last request, as a byte too many in a later
+    packet."""
+    if (
+        len(found) > 1
+        and found[-1][0] == NotHttp.status
+        and json.loads(found[-1][1])["error"]["code"] == NotHttp.code
+    ):
         return found[:-1]
     return found
 
@@ -230,12 +317,16 @@ def attack(port: int, count: int, seed: int, wait_s: float = 0.3, clients: int =
 
 def risk(url: str) -> float:
     """The risk of a sound request."""
-    answer = httpx.post(f"{url}/score", content=BODY, headers={"content-type": "application/json"}, timeout=60)
+    answer = httpx.post(
+        f"{url}/score", content=BODY, headers={"content-type": "application/json"}, timeout=60
+    )
     return float(answer.raise_for_status().json()["data"][0]["risk"])
 
 
 def series(url: str, name: str) -> float:
-    found = re.search(rf"^{name} (\S+)$", httpx.get(f"{url}/metrics", timeout=30).text, re.MULTILINE)
+    found = re.search(
+        rf"^{name} (\S+)$", httpx.get(f"{url}/metrics", timeout=30).text, re.MULTILINE
+    )
     assert found
     return float(found[1])
 
@@ -258,7 +349,9 @@ def test_nothing_that_is_sent_disturbs_the_service(service: Running) -> None:
     assert tally.faults == []
     for name, statuses in tally.statuses.items():
         assert statuses.total() + tally.silent[name] > SHORT // 20, name
-    assert {200, 400, 413, 431} <= set().union(*tally.statuses.values())  # it comes past the parser, and to its limits
+    assert {200, 400, 413, 431} <= set().union(
+        *tally.statuses.values()
+    )  # it comes past the parser, and to its limits
     assert risk(service.url) == before
     until(lambda: service.metric("hallutracer_requests_in_flight") == 0)
     assert httpx.get(f"{service.url}/health/live").status_code == 200
@@ -270,14 +363,19 @@ def test_twenty_thousand_attacks_and_two_thousand_idle_connections() -> None:
     with ServeProcess("--threads", "1", HALLUTRACER_MODEL="demo") as service:
         port, before = int(service.url.rpartition(":")[2]), risk(service.url)
         attack(port, 500, seed=12)  # warm: allocators, caches
-        files, memory = series(service.url, "process_open_fds"), series(service.url, "process_resident_memory_bytes")
+        files, memory = (
+            series(service.url, "process_open_fds"),
+            series(service.url, "process_resident_memory_bytes"),
+        )
         tally = attack(port, LONG, seed=11)
         idle = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(IDLE)]
         for number, connection in enumerate(idle):
             if number % 2:  # half a head; of the others nothing
                 connection.sendall(b"GET / HTTP/1.1\r\nx-" + b"a" * (number % 50))
         assert risk(service.url) == before, "another risk while idle connections wait"
-        until(lambda: series(service.url, "process_open_fds") <= files + 20, 60)  # each is closed after ten seconds
+        until(
+            lambda: series(service.url, "process_open_fds") <= files + 20, 60
+        )  # each is closed after ten seconds
         grown = series(service.url, "process_resident_memory_bytes") - memory
         for connection in idle:
             connection.close()
@@ -299,11 +397,14 @@ LOST = b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n"
 @pytest.mark.parametrize(
     ("reply", "said"),
     [
-        (b"HTTP/1.1 500 Oops\r\ncontent-length: 0\r\n\r\n", "status 500"), (b"hello", "no response"),
-        (OK * 4, "the hidden request was answered"), (LOST, "the hidden request was answered"),
-        (OK * 600, "answers to"), (b"HTTP/1.1 200 OK\r\nx y: z\r\n\r\n", "no response"),
+        (b"HTTP/1.1 500 Oops\r\ncontent-length: 0\r\n\r\n", "status 500"),
+        (b"hello", "no response"),
+        (OK * 4, "the hidden request was answered"),
+        (LOST, "the hidden request was answered"),
+        (OK * 600, "answers to"),
+        (b"HTTP/1.1 200 OK\r\nx y: z\r\n\r\n", "no response"),
     ],
-)  # fmt: skip
+)
 def test_the_fuzzer_would_tell(monkeypatch: pytest.MonkeyPatch, reply: bytes, said: str) -> None:
     monkeypatch.setattr(sys.modules[__name__], "exchange", lambda *_, **__: reply)
     tally = attack(0, 60, seed=3, clients=1)
@@ -311,7 +412,9 @@ def test_the_fuzzer_would_tell(monkeypatch: pytest.MonkeyPatch, reply: bytes, sa
 
 
 @pytest.mark.parametrize("rest", [b"}", b"GET", b"\0" * 100])
-def test_what_follows_a_request_in_a_later_packet_is_refused_and_no_answer_to_it(service: Running, rest: bytes) -> None:
+def test_what_follows_a_request_in_a_later_packet_is_refused_and_no_answer_to_it(
+    service: Running, rest: bytes
+) -> None:
     with socket.create_connection(("127.0.0.1", service.port), timeout=30) as connection:
         connection.sendall(PLAIN)
         answer = b""

@@ -1,4 +1,5 @@
-"""What a body may hold, counted before anything walks it; which thread reads it; texts that are no Unicode."""
+"""What a body may hold, counted before anything walks it; which thread reads it; texts that are no
+Unicode."""
 
 from __future__ import annotations
 
@@ -30,7 +31,11 @@ from tests.running import App
 
 JSON = {"content-type": "application/json"}
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
-COUNT, TEXT, LITELLM = "/v1/messages/count_tokens", "/v1/completions", "/beta/litellm_basic_guardrail_api"
+COUNT, TEXT, LITELLM = (
+    "/v1/messages/count_tokens",
+    "/v1/completions",
+    "/beta/litellm_basic_guardrail_api",
+)
 CONTENTS, DETECTED = "/api/v1/text/contents", "/api/v1/text/chat"
 
 
@@ -43,11 +48,29 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
 NUMBERS = ("[" + "1," * MOST_ELEMENTS + "1]").encode()
 NAMES = ("{" + ",".join(f'"{n}":1' for n in range(MOST_KEYS + 1)) + "}").encode()
 LISTS = b"[" + b"[]," * MOST_CONTAINERS + b"[]]"
-MANY: dict[str, tuple[str, bytes, str]] = {  # route, body with a place for what is too much, what there is too much of
-    "a tool of Anthropic's": (MESSAGES, b'{"messages":[],"tools":[{"name":"f","input_schema":{"enum":%b}}]}', "values"),
-    "the same, counted": (COUNT, b'{"messages":[],"tools":[{"name":"f","input_schema":{"enum":%b}}]}', "values"),
-    "a function": (RESPONSES, b'{"input":"a","tools":[{"parameters":{"enum":%b}}],"tool_choice":"none"}', "values"),
-    "a function of a chat": (CHAT, b'{"tools":[{"function":{"parameters":{"enum":%b}}}]}', "values"),
+MANY: dict[
+    str, tuple[str, bytes, str]
+] = {  # route, body with a place for what is too much, what there is too much of
+    "a tool of Anthropic's": (
+        MESSAGES,
+        b'{"messages":[],"tools":[{"name":"f","input_schema":{"enum":%b}}]}',
+        "values",
+    ),
+    "the same, counted": (
+        COUNT,
+        b'{"messages":[],"tools":[{"name":"f","input_schema":{"enum":%b}}]}',
+        "values",
+    ),
+    "a function": (
+        RESPONSES,
+        b'{"input":"a","tools":[{"parameters":{"enum":%b}}],"tool_choice":"none"}',
+        "values",
+    ),
+    "a function of a chat": (
+        CHAT,
+        b'{"tools":[{"function":{"parameters":{"enum":%b}}}]}',
+        "values",
+    ),
     "a format": (CHAT, b'{"response_format":{"json_schema":{"schema":{"enum":%b}}}}', "values"),
     "a format of a response": (RESPONSES, b'{"text":{"format":{"schema":{"enum":%b}}}}', "values"),
     "token ids": ("/score", b'{"input_ids":%b}', "values"),
@@ -63,12 +86,20 @@ MANY: dict[str, tuple[str, bytes, str]] = {  # route, body with a place for what
 
 
 @pytest.mark.parametrize("case", MANY)
-def test_too_much_is_refused_by_its_bytes(app: App, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+def test_too_much_is_refused_by_its_bytes(
+    app: App, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
     """Nothing is made of it: no parser, no validation, no walk."""
     parsed = list[Any]()
-    monkeypatch.setattr(json_body, "json", SimpleNamespace(loads=parsed.append, JSONDecodeError=json.JSONDecodeError))
+    monkeypatch.setattr(
+        json_body,
+        "json",
+        SimpleNamespace(loads=parsed.append, JSONDecodeError=json.JSONDecodeError),
+    )
     route, body, what = MANY[case]
-    answer = app.client.post(route, content=body % {"values": NUMBERS, "keys": NAMES}.get(what, LISTS), headers=JSON)
+    answer = app.client.post(
+        route, content=body % {"values": NUMBERS, "keys": NAMES}.get(what, LISTS), headers=JSON
+    )
     assert (answer.status_code, parsed) == (413, []), answer.text
     assert re.search(rf"the body has more than \d+ {what}", answer.text)
 
@@ -83,7 +114,11 @@ def test_what_stands_in_texts_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> 
     draw = random.Random(1)
     monkeypatch.setattr("service.json_limits._CHUNK", 5)
     for _ in range(3000):
-        texts = ['"' + "".join(draw.choices(["a", "[", ",", ":", '\\"', "\\\\", "\\n"], k=draw.randrange(9))) + '"']
+        texts = [
+            '"'
+            + "".join(draw.choices(["a", "[", ",", ":", '\\"', "\\\\", "\\n"], k=draw.randrange(9)))
+            + '"'
+        ]
         texts += ["[", "]", "{", "}", ":", ",", "1", " "] * 2
         document = "".join(draw.choices(texts, k=draw.randrange(40))).encode()
         document = document[: draw.randrange(len(document) + 1)]
@@ -143,10 +178,23 @@ INVALID: dict[str, tuple[str, Any]] = {
     "no messages": (CHAT, {"model": "scripted"}),
     "a role": (CHAT, {"model": "scripted", "messages": [{"role": "nobody", "content": "a"}]}),
     "no model": (RESPONSES, {"input": "a"}),
-    "a part": (RESPONSES, {"model": "scripted", "input": [{"role": "user", "content": [{"type": "image"}]}]}),
+    "a part": (
+        RESPONSES,
+        {"model": "scripted", "input": [{"role": "user", "content": [{"type": "image"}]}]},
+    ),
     "no length": (MESSAGES, {"model": "scripted", "messages": [{"role": "user", "content": "a"}]}),
-    "a length": (MESSAGES, {"model": "scripted", "max_tokens": 0, "messages": [{"role": "user", "content": "a"}]}),
-    "a tool": (CHAT, {"model": "scripted", "messages": [{"role": "user", "content": "a"}], "tools": [{"type": "x"}]}),
+    "a length": (
+        MESSAGES,
+        {"model": "scripted", "max_tokens": 0, "messages": [{"role": "user", "content": "a"}]},
+    ),
+    "a tool": (
+        CHAT,
+        {
+            "model": "scripted",
+            "messages": [{"role": "user", "content": "a"}],
+            "tools": [{"type": "x"}],
+        },
+    ),
     "inputs": ("/classify", {"inputs": 1}),
     "contents": (CONTENTS, {"contents": [1]}),
     "a kind": (LITELLM, {"input_type": "answer"}),
@@ -169,7 +217,9 @@ def test_a_long_body_is_refused_in_the_same_words(app: App, case: str) -> None:
 
 def test_a_long_body_that_is_no_json_is_refused_in_the_same_words(app: App) -> None:
     for body in (b"{", b"\xff", b'{"prompt": "a", "prompt": "b"}', b"[" * 8000):
-        short, long = (app.client.post("/score", content=one, headers=JSON) for one in (body, LONG + body))
+        short, long = (
+            app.client.post("/score", content=one, headers=JSON) for one in (body, LONG + body)
+        )
         assert (short.status_code, long.status_code) == (400, 400)
         assert (
             long.json()["error"]["message"].partition(", at")[0]
@@ -179,11 +229,19 @@ def test_a_long_body_that_is_no_json_is_refused_in_the_same_words(app: App) -> N
 
 def test_a_number_of_many_digits_is_refused_before_it_is_read(app: App) -> None:
     for digits in (101, 4300, 4_000_000):
-        answer = app.client.post("/score", content=b'{"input_ids": [' + b"9" * digits + b"]}", headers=JSON)
+        answer = app.client.post(
+            "/score", content=b'{"input_ids": [' + b"9" * digits + b"]}", headers=JSON
+        )
         assert answer.status_code == 400
-        assert f"a number has {digits} digits; at most 100 are taken" in answer.json()["error"]["message"]
+        assert (
+            f"a number has {digits} digits; at most 100 are taken"
+            in answer.json()["error"]["message"]
+        )
     text, number = "3" * 5000, int("9" * 100)
-    assert json_body.parse(json.dumps({"a": text, "b": [number, -1]}).encode()) == {"a": text, "b": [number, -1]}
+    assert json_body.parse(json.dumps({"a": text, "b": [number, -1]}).encode()) == {
+        "a": text,
+        "b": [number, -1],
+    }
 
 
 def test_only_a_long_body_is_read_in_a_thread(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,13 +257,21 @@ def test_only_a_long_body_is_read_in_a_thread(app: App, monkeypatch: pytest.Monk
         return validate(self, value, *more, **options)
 
     monkeypatch.setattr(ModelField, "validate", noted)
-    monkeypatch.setattr(json_body, "parse", lambda body: seen.append(("parse", True, where())) or parse(body))
+    monkeypatch.setattr(
+        json_body, "parse", lambda body: seen.append(("parse", True, where())) or parse(body)
+    )
     body = b'{"prompt": "a"}'
     assert app.client.post("/score", content=body.ljust(INLINE), headers=JSON).status_code == 200
     assert seen == [("parse", True, "loop"), ("validate", True, "loop")]
     seen.clear()
-    assert app.client.post("/score", content=body.ljust(INLINE + 1), headers=JSON).status_code == 200
-    assert seen == [("parse", True, "thread"), ("validate", True, "thread"), ("validate", False, "loop")]
+    assert (
+        app.client.post("/score", content=body.ljust(INLINE + 1), headers=JSON).status_code == 200
+    )
+    assert seen == [
+        ("parse", True, "thread"),
+        ("validate", True, "thread"),
+        ("validate", False, "loop"),
+    ]
 
 
 TURN = [{"role": "user", "content": "a"}]
@@ -214,14 +280,24 @@ TURN = [{"role": "user", "content": "a"}]
 @pytest.mark.parametrize(
     ("route", "made"),
     [
-        (CHAT, lambda schema: {"messages": TURN, "response_format": {"type": "json_schema", "json_schema": schema}}),
-        (RESPONSES, lambda schema: {"input": "a", "text": {"format": {"type": "json_schema"} | schema}}),
+        (
+            CHAT,
+            lambda schema: {
+                "messages": TURN,
+                "response_format": {"type": "json_schema", "json_schema": schema},
+            },
+        ),
+        (
+            RESPONSES,
+            lambda schema: {"input": "a", "text": {"format": {"type": "json_schema"} | schema}},
+        ),
     ],
 )
 def test_a_schema_of_some_kilobytes_is_checked_once_and_in_a_thread(
     app: App, monkeypatch: pytest.MonkeyPatch, route: str, made: Any
 ) -> None:
-    """Milliseconds each: many such requests at once would hold up the event loop, and with it the health checks."""
+    """Milliseconds each: many such requests at once would hold up the event loop, and with it the
+    health checks."""
     threads = list[str]()
 
     def checked(schema: Any) -> str:
@@ -282,53 +358,91 @@ def test_a_caller_s_bodies_wait_for_each_other_and_for_nobody_else() -> None:
 HALF = "hi \ud83d"
 ASKED = {"model": "scripted", "messages": [{"role": "user", "content": "a"}]}
 TOOL = {"type": "function", "function": {"name": "f", "description": HALF}}
-CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": json.dumps({"a": HALF})}}
+CALL = {
+    "id": "c",
+    "type": "function",
+    "function": {"name": "f", "arguments": json.dumps({"a": HALF})},
+}
 HALVES: dict[str, tuple[str, dict[str, Any], str]] = {  # the place that is told, as well
     "a prompt": ("/score", {"prompt": HALF}, "prompt"),
     "the second of two": ("/score", {"prompt": ["a", HALF]}, "prompt.1"),
-    "a message": ("/score", {"messages": [{"role": "user", "content": HALF}]}, "messages.0.content"),
+    "a message": (
+        "/score",
+        {"messages": [{"role": "user", "content": HALF}]},
+        "messages.0.content",
+    ),
     "a role": ("/score", {"messages": [{"role": HALF, "content": "a"}]}, "messages.0.role"),
     "a bundle": ("/score", {"prompt": "a", "bundle": HALF}, "bundle"),
     "a stop text": ("/score", {"prompt": "a", "generate": {"stop": [HALF]}}, "generate.stop.0"),
     "a key": ("/score", {"prompt": "a", "generate": {HALF: 1}}, "generate"),
-    "a chat": (CHAT, ASKED | {"messages": [{"role": "user", "content": HALF}]}, "messages.0.content"),
+    "a chat": (
+        CHAT,
+        ASKED | {"messages": [{"role": "user", "content": HALF}]},
+        "messages.0.content",
+    ),
     "a part": (
-        CHAT, ASKED | {"messages": [{"role": "user", "content": [{"type": "text", "text": HALF}]}]},
+        CHAT,
+        ASKED | {"messages": [{"role": "user", "content": [{"type": "text", "text": HALF}]}]},
         "messages.0.content.0.text",
     ),
     "what is ignored": (CHAT, ASKED | {"user": HALF}, "user"),
     "a format's key": (
-        CHAT, ASKED | {"response_format": {"type": "json_schema", "json_schema": {HALF: 1}}},
+        CHAT,
+        ASKED | {"response_format": {"type": "json_schema", "json_schema": {HALF: 1}}},
         "response_format.json_schema",
     ),
     "a description": (CHAT, ASKED | {"tools": [TOOL]}, "tools.0.function.description"),
     "earlier arguments": (
-        CHAT, ASKED | {"messages": [{"role": "assistant", "tool_calls": [CALL]}]},
+        CHAT,
+        ASKED | {"messages": [{"role": "assistant", "tool_calls": [CALL]}]},
         "messages.0.tool_calls.0.function.arguments",
     ),
-    "instructions": (RESPONSES, {"model": "scripted", "input": "a", "instructions": HALF}, "instructions"),
+    "instructions": (
+        RESPONSES,
+        {"model": "scripted", "input": "a", "instructions": HALF},
+        "instructions",
+    ),
     "what is repeated": (
         RESPONSES,
-        {"model": "scripted", "input": "a", "stream": True, "text": {"format": {"type": "text", "description": HALF}}},
+        {
+            "model": "scripted",
+            "input": "a",
+            "stream": True,
+            "text": {"format": {"type": "text", "description": HALF}},
+        },
         "text.format.description",
     ),
     "a tool that nobody is told of": (
         RESPONSES,
-        {"model": "scripted", "input": "a", "tool_choice": "none", "tools": [TOOL["function"] | {"type": "function"}]},
+        {
+            "model": "scripted",
+            "input": "a",
+            "tool_choice": "none",
+            "tools": [TOOL["function"] | {"type": "function"}],
+        },
         "tools.0.description",
     ),
     "a system text": (MESSAGES, ASKED | {"max_tokens": 1, "system": HALF}, "system"),
     "counted": (COUNT, ASKED | {"system": HALF}, "system"),
     "inputs": ("/classify", {"inputs": HALF}, "inputs"),
     "contents": (CONTENTS, {"contents": [HALF]}, "contents.0"),
-    "a detected chat": (DETECTED, {"messages": [{"role": "user", "content": HALF}]}, "messages.0.content"),
+    "a detected chat": (
+        DETECTED,
+        {"messages": [{"role": "user", "content": HALF}]},
+        "messages.0.content",
+    ),
     "a guarded chat": (
-        LITELLM, {"input_type": "request", "structured_messages": [{"role": "user", "content": HALF}]},
+        LITELLM,
+        {"input_type": "request", "structured_messages": [{"role": "user", "content": HALF}]},
         "structured_messages.0.content",
     ),
-    "what no guard reads": (LITELLM, {"input_type": "request", "texts": ["a"], "x": {"y": [HALF]}}, "x.y.0"),
+    "what no guard reads": (
+        LITELLM,
+        {"input_type": "request", "texts": ["a"], "x": {"y": [HALF]}},
+        "x.y.0",
+    ),
     "a comment": ("/v1/feedback", {"id": "a", "label": "correct", "comment": HALF}, "comment"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", HALVES)
@@ -336,7 +450,9 @@ def test_half_a_character_is_refused_by_its_place(app: App, case: str) -> None:
     """The field is named, and the character counts within the field's own text."""
     route, body, place = HALVES[case]
     answer = app.client.post(route, content=json.dumps(body), headers=JSON)
-    assert answer.status_code == (400 if route in (RESPONSES, MESSAGES, COUNT) else 422), answer.text
+    assert answer.status_code == (400 if route in (RESPONSES, MESSAGES, COUNT) else 422), (
+        answer.text
+    )
     content = answer.json()
     message = content["message"] if "message" in content else content["error"]["message"]
     assert message.startswith(f"{place}: "), message
@@ -347,5 +463,8 @@ def test_half_a_character_is_refused_by_its_place(app: App, case: str) -> None:
 
 def test_whole_pairs_and_what_only_looks_like_half_of_one_are_taken(app: App) -> None:
     for text in (r"\ud83d\ude00", r"\\ud83d", r"\u00fc\ud83c\uddfa"):
-        assert app.client.post("/score", content=f'{{"prompt": "{text}"}}', headers=JSON).status_code == 200
+        assert (
+            app.client.post("/score", content=f'{{"prompt": "{text}"}}', headers=JSON).status_code
+            == 200
+        )
     assert lone_surrogate({"a": ["\U0001f600", 1, None, {"b": "c"}]}) is None

@@ -1,4 +1,5 @@
-"""What each route says where the model's chat template leaves out a turn, or where there is no template."""
+"""What each route says where the model's chat template leaves out a turn, or where there is no
+template."""
 
 from __future__ import annotations
 
@@ -30,7 +31,10 @@ def client(request: Any, tmp_path: Any) -> Iterator[TestClient]:
         tokenizer.chat_template = None
     engine = TransformersEngine(tiny.model("llama"), tokenizer, options=EngineOptions(model="tiny"))
     served = Scheduled(engine)
-    state = Service(lambda: {"one": Scorer(served, matching_bundle(engine, tmp_path))}, settings=ServiceSettings())
+    state = Service(
+        lambda: {"one": Scorer(served, matching_bundle(engine, tmp_path))},
+        settings=ServiceSettings(),
+    )
     with TestClient(create_app(state)) as client:
         until(lambda: state.lifecycle.is_ready)
         yield client
@@ -42,9 +46,13 @@ def bodies(*messages: dict[str, str]) -> dict[str, dict[str, Any]]:
         "/score": {"messages": [*messages]},
         "/v1/chat/completions": {"model": "tiny", "max_tokens": 2, "messages": [*messages]},
         "/v1/responses": {"model": "tiny", "max_output_tokens": 2, "input": [*messages]},
-        "/v1/messages": {"model": "tiny", "max_tokens": 2, "messages": [one for one in messages if one != SYSTEM],
-                         "system": "Answer in French."},
-    }  # fmt: skip
+        "/v1/messages": {
+            "model": "tiny",
+            "max_tokens": 2,
+            "messages": [one for one in messages if one != SYSTEM],
+            "system": "Answer in French.",
+        },
+    }
 
 
 def test_a_request_whose_turns_the_model_would_not_see_is_refused(
@@ -56,10 +64,17 @@ def test_a_request_whose_turns_the_model_would_not_see_is_refused(
         assert answer.status_code in (400, 422), (route, answer.text)
         error = answer.json()["error"]
         if templated:
-            assert "this model's chat template leaves out messages.0, of the role 'system'" in error["message"]
+            assert (
+                "this model's chat template leaves out messages.0, of the role 'system'"
+                in error["message"]
+            )
         else:
             assert "/v1/completions takes the text" in error["message"]
         if route != "/v1/messages":  # whose errors name no field
-            assert error["param"] == ("input" if route == "/v1/responses" else f"messages{'.0' * templated}")
+            assert error["param"] == (
+                "input" if route == "/v1/responses" else f"messages{'.0' * templated}"
+            )
     for route, body in bodies(USER).items():
-        assert (client.post(route, json=body).status_code == 200) is (templated and route != "/v1/messages"), route
+        assert (client.post(route, json=body).status_code == 200) is (
+            templated and route != "/v1/messages"
+        ), route

@@ -1,4 +1,5 @@
-"""POST /v1/messages/count_tokens through the real ``anthropic`` client: what /v1/messages would read, and no more."""
+"""POST /v1/messages/count_tokens through the real ``anthropic`` client: what /v1/messages would
+read, and no more."""
 
 from __future__ import annotations
 
@@ -22,17 +23,25 @@ from tests.running import App, Running, running
 TOOLS = MESSAGES.tools
 CALL = {"type": "tool_use", "id": "t1", "name": "find", "input": {"q": "Pâris"}}
 TURNS = [
-    *ASKED, {"role": "assistant", "content": [{"type": "text", "text": "Let me look."}, CALL]},
+    *ASKED,
+    {"role": "assistant", "content": [{"type": "text", "text": "Let me look."}, CALL]},
     {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": "Ann"}]},
-]  # fmt: skip
+]
 ASKS: dict[str, dict[str, Any]] = {
     "a question": {"messages": ASKED},
     "a system message": {"messages": ASKED, "system": "Be brief."},
-    "blocks of one": {"messages": ASKED, "system": [{"type": "text", "text": text} for text in ("Be ", "brief.")]},
+    "blocks of one": {
+        "messages": ASKED,
+        "system": [{"type": "text", "text": text} for text in ("Be ", "brief.")],
+    },
     "tools": {"messages": ASKED, "tools": TOOLS},
-    "tools that are not told of": {"messages": ASKED, "tools": TOOLS, "tool_choice": {"type": "none"}},
+    "tools that are not told of": {
+        "messages": ASKED,
+        "tools": TOOLS,
+        "tool_choice": {"type": "none"},
+    },
     "calls and results": {"messages": TURNS, "tools": TOOLS},
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +52,9 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 def count(service: Running, key: str = "none", **given: Any) -> MessageTokensCount:
-    return client_of(service, key).messages.count_tokens(**{"model": "scripted", "messages": ASKED} | given)
+    return client_of(service, key).messages.count_tokens(
+        **{"model": "scripted", "messages": ASKED} | given
+    )
 
 
 @pytest.mark.parametrize("name", ASKS)
@@ -58,13 +69,21 @@ def test_it_is_what_messages_reads(service: Running, name: str) -> None:
 
 def test_what_is_not_told_to_the_model_counts_nothing(service: Running) -> None:
     counts = {name: count(service, **given).input_tokens for name, given in ASKS.items()}
-    assert counts["a question"] < counts["a system message"] == counts["blocks of one"] < counts["tools"]
+    assert (
+        counts["a question"]
+        < counts["a system message"]
+        == counts["blocks of one"]
+        < counts["tools"]
+    )
     assert counts["tools that are not told of"] == counts["a question"]
     assert counts["tools"] < counts["calls and results"]
     same: dict[str, Any] = {
-        "thinking": {"type": "disabled"}, "output_config": {"effort": "low"}, "cache_control": {"type": "ephemeral"},
-        "speed": "standard", "extra_body": {"vllm_xargs": {"hallutracer_policy": "observe"}},
-    }  # fmt: skip
+        "thinking": {"type": "disabled"},
+        "output_config": {"effort": "low"},
+        "cache_control": {"type": "ephemeral"},
+        "speed": "standard",
+        "extra_body": {"vllm_xargs": {"hallutracer_policy": "observe"}},
+    }
     assert count(service, **same).input_tokens == counts["a question"]
     assert count(service, thinking={"type": "adaptive"}).input_tokens == counts["a question"]
 
@@ -74,20 +93,27 @@ def test_more_than_the_context_holds_is_counted(service: Running) -> None:
     assert count(service, messages=long).input_tokens > 5000 > service.engine.identity.max_tokens
     with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
         client_of(service).messages.create(model="scripted", max_tokens=9, messages=long)
-    with pytest.raises(anthropic.BadRequestError, match=r"too long.*shorten the prompt"):  # counting it would be work
+    with pytest.raises(
+        anthropic.BadRequestError, match=r"too long.*shorten the prompt"
+    ):  # counting it would be work
         count(service, messages=[{"role": "user", "content": "a" * 70_000}])
 
 
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        ({"messages": []}, "messages"), ({"max_tokens": 9}, "max_tokens"), ({"tempreture": 0}, "tempreture"),
+        ({"messages": []}, "messages"),
+        ({"max_tokens": 9}, "max_tokens"),
+        ({"tempreture": 0}, "tempreture"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "'thinking'"),
-        ({"tools": [TOOLS[0], TOOLS[0]]}, "'find'"), ({"tool_choice": {"type": "any"}}, "'tool_choice'"),
+        ({"tools": [TOOLS[0], TOOLS[0]]}, "'find'"),
+        ({"tool_choice": {"type": "any"}}, "'tool_choice'"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "type"),
     ],
-)  # fmt: skip
-def test_what_messages_refuses_is_refused_in_its_words(service: Running, given: dict[str, Any], named: str) -> None:
+)
+def test_what_messages_refuses_is_refused_in_its_words(
+    service: Running, given: dict[str, Any], named: str
+) -> None:
     with pytest.raises(anthropic.BadRequestError) as refused:
         count(service, extra_body=given)
     error = ErrorResponse.model_validate(refused.value.body).error
@@ -98,9 +124,13 @@ def test_what_messages_refuses_is_refused_in_its_words(service: Running, given: 
 def test_a_template_that_shows_no_tools_refuses_them_here_too(tmp_path: Path) -> None:
     body = {"model": "scripted", "messages": ASKED, "tools": TOOLS}
     with App(tmp_path).started() as app:
-        found = [app.client.post(path, json=body | more) for path, more in (
-            (COUNT_ROUTE, {}), (MESSAGES_ROUTE, {"max_tokens": 9}),
-        )]  # fmt: skip
+        found = [
+            app.client.post(path, json=body | more)
+            for path, more in (
+                (COUNT_ROUTE, {}),
+                (MESSAGES_ROUTE, {"max_tokens": 9}),
+            )
+        ]
     said = [(one.status_code, one.json()["error"]) for one in found]
     assert said[0] == said[1]
     assert said[0][0] == 400

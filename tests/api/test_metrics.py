@@ -1,4 +1,5 @@
-"""The counters by themselves, in one process and over several that share a folder; no service is started."""
+"""The counters by themselves, in one process and over several that share a folder; no service is
+started."""
 
 from __future__ import annotations
 
@@ -28,12 +29,16 @@ from service.serving.judgement import AnswerEnd, JudgedPrompt, Judgement, Prompt
 from service.serving.metrics import FOLDER_VARIABLE, STATUS_OF, Metrics
 
 ROOT = Path(__file__).parent.parent.parent
-PASSED, FLAGGED = Verdict(Decision.CONTINUE, False, 0.5, None), Verdict(Decision.ABSTAIN, True, 0.5, None)
+PASSED, FLAGGED = (
+    Verdict(Decision.CONTINUE, False, 0.5, None),
+    Verdict(Decision.ABSTAIN, True, 0.5, None),
+)
 REPORT = RiskReport(0.25, 0.0, np.zeros(1), np.zeros(1), PASSED, 11, Uncertain(0.0, None))
 WITHHELD = replace(REPORT, risk=0.75, verdict=FLAGGED, prompt_tokens=10)
 ANSWERED, TIMINGS = AnswerEnd(5, 0.3), PromptTimings(queue=0.002, prefill=0.02, probe=0.0002)
 SCORER: Any = SimpleNamespace(
-    engine=SimpleNamespace(identity=SimpleNamespace(model="m")), bundle=SimpleNamespace(reference="demo:1")
+    engine=SimpleNamespace(identity=SimpleNamespace(model="m")),
+    bundle=SimpleNamespace(reference="demo:1"),
 )
 LOADED = [("m", "demo:1", "sha256:ab")]
 OF = 'model_name="m",bundle="demo:1"'
@@ -53,7 +58,9 @@ def judge(
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert FOLDER_VARIABLE not in os.environ, "these tests start their own multi-process folder; unset it"
+    assert FOLDER_VARIABLE not in os.environ, (
+        "these tests start their own multi-process folder; unset it"
+    )
 
 
 def samples(body: bytes) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
@@ -78,18 +85,33 @@ def test_a_prompt_moves_every_number_it_should() -> None:
     judge(metrics, replace(WITHHELD, risk=1.0, prompt_tokens=11), AnswerEnd(), route="/classify")
     assert metrics.render()[1].startswith("text/plain; version=0.0.4")
     score, classify = 'route="/v1/risk/score"', 'route="/classify"'
-    check(metrics, {
-        f'prompts_total{{{OF},decision="continue"}}': 1, f'prompts_total{{{OF},decision="abstain"}}': 1,
-        f"flagged_total{{{OF}}}": 1, f'route_prompts_total{{{OF},{score},flagged="no"}}': 1,
-        f'route_prompts_total{{{OF},{classify},flagged="yes"}}': 1,
-        f'route_prompts_total{{{OF},{classify},flagged="no"}}': 0, f"gated_by_route_total{{{OF},{classify}}}": 1,
-        f"gated_by_route_total{{{OF},{score}}}": 0, f"prompt_tokens_total{{{OF}}}": 22,
-        f"completion_tokens_total{{{OF}}}": 5, f"risk_sum{{{OF}}}": 1.25,
-        **{f'risk_bucket{{{OF},le="{le}"}}': n for le, n in ((0.2, 0), (0.3, 1), (0.9, 1), (1.0, 2))},
-        'prompt_length_tokens_bucket{le="8.0"}': 0, 'prompt_length_tokens_bucket{le="16.0"}': 2,
-        "queue_seconds_count": 2, "prefill_seconds_count": 2, "probe_seconds_count": 2, "decode_seconds_count": 1,
-        "decode_seconds_sum": 0.3,
-    })  # fmt: skip
+    check(
+        metrics,
+        {
+            f'prompts_total{{{OF},decision="continue"}}': 1,
+            f'prompts_total{{{OF},decision="abstain"}}': 1,
+            f"flagged_total{{{OF}}}": 1,
+            f'route_prompts_total{{{OF},{score},flagged="no"}}': 1,
+            f'route_prompts_total{{{OF},{classify},flagged="yes"}}': 1,
+            f'route_prompts_total{{{OF},{classify},flagged="no"}}': 0,
+            f"gated_by_route_total{{{OF},{classify}}}": 1,
+            f"gated_by_route_total{{{OF},{score}}}": 0,
+            f"prompt_tokens_total{{{OF}}}": 22,
+            f"completion_tokens_total{{{OF}}}": 5,
+            f"risk_sum{{{OF}}}": 1.25,
+            **{
+                f'risk_bucket{{{OF},le="{le}"}}': n
+                for le, n in ((0.2, 0), (0.3, 1), (0.9, 1), (1.0, 2))
+            },
+            'prompt_length_tokens_bucket{le="8.0"}': 0,
+            'prompt_length_tokens_bucket{le="16.0"}': 2,
+            "queue_seconds_count": 2,
+            "prefill_seconds_count": 2,
+            "probe_seconds_count": 2,
+            "decode_seconds_count": 1,
+            "decode_seconds_sum": 0.3,
+        },
+    )
 
 
 def test_risks_are_counted_by_the_shape_of_the_conversation() -> None:
@@ -98,13 +120,18 @@ def test_risks_are_counted_by_the_shape_of_the_conversation() -> None:
     judge(metrics, WITHHELD, AnswerEnd(), shape=shape)
     judge(metrics, WITHHELD, AnswerEnd())
     for labels, risk, count, gated in (
-        ('turns="2-4",passage="yes",system="no"', 1.0, 2, 1), (UNKNOWN, 0.75, 1, 1),
+        ('turns="2-4",passage="yes",system="no"', 1.0, 2, 1),
+        (UNKNOWN, 0.75, 1, 1),
         ('turns="2-4",passage="yes",system="yes"', 0, 0, 0),
-    ):  # fmt: skip
-        check(metrics, {
-            f"risk_by_conversation_sum{{{OF},{labels}}}": risk, f"risk_by_conversation_count{{{OF},{labels}}}": count,
-            f"gated_by_conversation_total{{{OF},{labels}}}": gated,
-        })  # fmt: skip
+    ):
+        check(
+            metrics,
+            {
+                f"risk_by_conversation_sum{{{OF},{labels}}}": risk,
+                f"risk_by_conversation_count{{{OF},{labels}}}": count,
+                f"gated_by_conversation_total{{{OF},{labels}}}": gated,
+            },
+        )
     series = [name for name, _ in samples(metrics.render()[0]) if "_by_conversation_" in name]
     assert len(series) == 3 * (len(SHAPES) + 1) == 51
 
@@ -114,8 +141,16 @@ def test_batches_the_queue_and_requests_in_flight() -> None:
     metrics.batch(3, 40)
     metrics.queue(7, 2)
     metrics.queue(4, 1)
-    check(metrics, {"batch_prompts_sum": 3, 'batch_tokens_bucket{le="32.0"}': 0, 'batch_tokens_bucket{le="64.0"}': 1,
-                    "queue_depth": 4, "running_decodes": 1})  # fmt: skip
+    check(
+        metrics,
+        {
+            "batch_prompts_sum": 3,
+            'batch_tokens_bucket{le="32.0"}': 0,
+            'batch_tokens_bucket{le="64.0"}': 1,
+            "queue_depth": 4,
+            "running_decodes": 1,
+        },
+    )
     for _ in range(4):
         metrics.request_started()
     metrics.request_ended(200, None, 0.1)
@@ -124,10 +159,17 @@ def test_batches_the_queue_and_requests_in_flight() -> None:
     check(metrics, {"request_seconds_count": 1})  # a refusal takes no time
     for _ in range(2):  # nobody foresaw them
         metrics.request_ended(418, "teapot", 0.1)
-    check(metrics, {
-        "requests_in_flight": 0, 'http_requests_total{status="200"}': 1, 'http_requests_total{status="429"}': 1,
-        'errors_total{code="overloaded"}': 1, 'http_requests_total{status="418"}': 2, 'errors_total{code="teapot"}': 2,
-    })  # fmt: skip
+    check(
+        metrics,
+        {
+            "requests_in_flight": 0,
+            'http_requests_total{status="200"}': 1,
+            'http_requests_total{status="429"}': 1,
+            'errors_total{code="overloaded"}': 1,
+            'http_requests_total{status="418"}': 2,
+            'errors_total{code="teapot"}': 2,
+        },
+    )
 
 
 def test_a_registry_that_has_the_process_already_takes_ours() -> None:
@@ -148,12 +190,19 @@ def test_the_newest_reload_is_told_until_one_goes_well() -> None:
 def test_series_are_there_before_the_first_request() -> None:
     metrics = Metrics()
     metrics.bundles(LOADED)
-    check(metrics, {
-        **{f'prompts_total{{{OF},decision="{decision}"}}': 0 for decision in Decision},
-        f'risk_bucket{{{OF},le="0.5"}}': 0, f"flagged_total{{{OF}}}": 0, f'bundle_info{{{OF},digest="sha256:ab"}}': 1,
-        f'build_info{{version="{__version__}"}}': 1, "ready": 0, 'http_requests_total{status="504"}': 0,
-        f'errors_total{{code="{DeadlineExceeded.code}"}}': 0,
-    })  # fmt: skip
+    check(
+        metrics,
+        {
+            **{f'prompts_total{{{OF},decision="{decision}"}}': 0 for decision in Decision},
+            f'risk_bucket{{{OF},le="0.5"}}': 0,
+            f"flagged_total{{{OF}}}": 0,
+            f'bundle_info{{{OF},digest="sha256:ab"}}': 1,
+            f'build_info{{version="{__version__}"}}': 1,
+            "ready": 0,
+            'http_requests_total{status="504"}': 0,
+            f'errors_total{{code="{DeadlineExceeded.code}"}}': 0,
+        },
+    )
     metrics.ready(True)
     check(metrics, {"ready": 1})
 
@@ -167,7 +216,9 @@ def test_every_code_of_the_wire_starts_at_zero() -> None:
 
     # A code of several classes is listed with the first one's status.
     wire = {error.code: error.status for error in reversed([*tree(HalluTracerError)])}
-    wire |= {code: status for status, code in problems.CODES.items()} | {"client_closed_request": 499}
+    wire |= {code: status for status, code in problems.CODES.items()} | {
+        "client_closed_request": 499
+    }
     assert wire.items() <= STATUS_OF.items()
     check(Metrics(), {f'errors_total{{code="{code}"}}': 0 for code in wire})
 
@@ -177,18 +228,30 @@ def test_a_bundle_that_is_swapped_out_is_no_longer_listed() -> None:
     judge(metrics)
     for loaded in (LOADED, [("m", "demo:2", "sha256:cd"), ("m", "other:1", "sha256:ef")]):
         metrics.bundles(loaded)
-    listed = [dict(labels)["bundle"] for name, labels in samples(metrics.render()[0]) if "bundle_info" in name]
+    listed = [
+        dict(labels)["bundle"]
+        for name, labels in samples(metrics.render()[0])
+        if "bundle_info" in name
+    ]
     assert sorted(listed) == ["demo:2", "other:1"]
     check(metrics, {f"prompt_tokens_total{{{OF}}}": 11})  # a sum does not fall
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prometheus_client reads /proc")
 def test_the_process_is_measured_under_the_names_that_every_exporter_uses() -> None:
-    found = {name: value for (name, _), value in samples(Metrics().render()[0]).items() if name.startswith("process_")}
+    found = {
+        name: value
+        for (name, _), value in samples(Metrics().render()[0]).items()
+        if name.startswith("process_")
+    }
     assert set(found) == {
-        "process_cpu_seconds_total", "process_max_fds", "process_open_fds", "process_resident_memory_bytes",
-        "process_start_time_seconds", "process_virtual_memory_bytes",
-    }  # fmt: skip
+        "process_cpu_seconds_total",
+        "process_max_fds",
+        "process_open_fds",
+        "process_resident_memory_bytes",
+        "process_start_time_seconds",
+        "process_virtual_memory_bytes",
+    }
     assert 1e7 < found["process_resident_memory_bytes"] < 1e11
     assert 3 <= found["process_open_fds"] < found["process_max_fds"]
     assert 0 < found["process_start_time_seconds"] < time.time()
@@ -202,8 +265,23 @@ def test_names_end_in_their_unit_and_nothing_is_said_twice() -> None:
     assert len(names) == len(set(names))
     assert not [name for name in names if name.endswith("_created")]
     labels = {label for family in families for sample in family.samples for label in sample.labels}
-    assert labels == {"model_name", "bundle", "decision", "route", "status", "code", "outcome", "le", "version",
-                      "label", "flagged", "fate", "turns", "passage", "system"}  # fmt: skip
+    assert labels == {
+        "model_name",
+        "bundle",
+        "decision",
+        "route",
+        "status",
+        "code",
+        "outcome",
+        "le",
+        "version",
+        "label",
+        "flagged",
+        "fate",
+        "turns",
+        "passage",
+        "system",
+    }
 
 
 # --- several processes, one folder ---
@@ -234,9 +312,14 @@ metrics.close()
 
 def process(code: str, folder: Path | str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True, cwd=ROOT, env=os.environ | {FOLDER_VARIABLE: str(folder)},
-    )  # fmt: skip
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {FOLDER_VARIABLE: str(folder)},
+    )
 
 
 def read(folder: Path | str, ready: bool = True) -> bytes:
@@ -249,26 +332,48 @@ def line(stream: IO[str] | None) -> str:
     return "" if stream is None else stream.readline().strip()
 
 
-def test_processes_that_share_a_folder_add_up_and_a_dead_one_takes_its_gauges(tmp_path: Path) -> None:
+def test_processes_that_share_a_folder_add_up_and_a_dead_one_takes_its_gauges(
+    tmp_path: Path,
+) -> None:
     writers = [process(WRITER.format(times=times), tmp_path) for times in (3, 4, 5)]
     try:
         for one in writers:
             assert line(one.stdout) == "written", one.communicate(timeout=60)[1]
-        check(read(tmp_path), {
-            f'prompts_total{{{OF},decision="abstain"}}': 12, f'prompts_total{{{OF},decision="block"}}': 0,
-            f'risk_bucket{{{OF},le="0.7"}}': 0, f'risk_bucket{{{OF},le="0.8"}}': 12, f"risk_count{{{OF}}}": 12,
-            f"risk_by_conversation_count{{{OF},{UNKNOWN}}}": 12, f"gated_by_conversation_total{{{OF},{UNKNOWN}}}": 12,
-            "queue_depth": 15, "running_decodes": 6, "requests_in_flight": 3, "ready": 1,
-            f'bundle_info{{{OF},digest="sha256:ab"}}': 1, f'build_info{{version="{__version__}"}}': 1,
-        })  # fmt: skip
+        check(
+            read(tmp_path),
+            {
+                f'prompts_total{{{OF},decision="abstain"}}': 12,
+                f'prompts_total{{{OF},decision="block"}}': 0,
+                f'risk_bucket{{{OF},le="0.7"}}': 0,
+                f'risk_bucket{{{OF},le="0.8"}}': 12,
+                f"risk_count{{{OF}}}": 12,
+                f"risk_by_conversation_count{{{OF},{UNKNOWN}}}": 12,
+                f"gated_by_conversation_total{{{OF},{UNKNOWN}}}": 12,
+                "queue_depth": 15,
+                "running_decodes": 6,
+                "requests_in_flight": 3,
+                "ready": 1,
+                f'bundle_info{{{OF},digest="sha256:ab"}}': 1,
+                f'build_info{{version="{__version__}"}}': 1,
+            },
+        )
         check(read(tmp_path, ready=False), {"ready": 0})  # while one process is not
         closed, killed, _ = writers
         killed.kill()
         killed.communicate(timeout=60)
         closed.communicate("close\n", timeout=60)
-        check(read(tmp_path), {f'prompts_total{{{OF},decision="abstain"}}': 12, "queue_depth": 5,
-                               "requests_in_flight": 1, "ready": 1})  # fmt: skip
-        assert not [file for one in (closed, killed) for file in tmp_path.glob(f"gauge_live*_{one.pid}.db")]
+        check(
+            read(tmp_path),
+            {
+                f'prompts_total{{{OF},decision="abstain"}}': 12,
+                "queue_depth": 5,
+                "requests_in_flight": 1,
+                "ready": 1,
+            },
+        )
+        assert not [
+            file for one in (closed, killed) for file in tmp_path.glob(f"gauge_live*_{one.pid}.db")
+        ]
     finally:
         for one in writers:
             one.kill()
@@ -276,11 +381,20 @@ def test_processes_that_share_a_folder_add_up_and_a_dead_one_takes_its_gauges(tm
 
 
 @pytest.mark.parametrize("case", ["missing", "a file", "read-only", "empty"])
-def test_a_folder_that_cannot_be_shared_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str) -> None:
-    names = {"missing": str(tmp_path / "no"), "a file": str(tmp_path / "file"), "read-only": "/proc/self", "empty": ""}
+def test_a_folder_that_cannot_be_shared_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str
+) -> None:
+    names = {
+        "missing": str(tmp_path / "no"),
+        "a file": str(tmp_path / "file"),
+        "read-only": "/proc/self",
+        "empty": "",
+    }
     (tmp_path / "file").touch()
     monkeypatch.setenv(FOLDER_VARIABLE, names[case])
-    monkeypatch.setattr("service.serving.metrics.values.ValueClass", object)  # as if it were set before Python started
+    monkeypatch.setattr(
+        "service.serving.metrics.values.ValueClass", object
+    )  # as if it were set before Python started
     with pytest.raises(HalluTracerError, match="before the service starts"):
         Metrics()
 

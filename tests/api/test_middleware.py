@@ -1,4 +1,5 @@
-"""Bodies: those that nobody means, and those that arrive and do not end; what they hold, and who is still answered."""
+"""Bodies: those that nobody means, and those that arrive and do not end; what they hold, and who is
+still answered."""
 
 from __future__ import annotations
 
@@ -49,7 +50,9 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
 )
 def test_bodies_that_nobody_means(app: App, body: bytes, status: int, said: str) -> None:
     answer = app.client.post("/score", content=body, headers={"content-type": "application/json"})
-    assert (answer.status_code, said in answer.json()["error"]["message"]) == (status, True), answer.text
+    assert (answer.status_code, said in answer.json()["error"]["message"]) == (status, True), (
+        answer.text
+    )
 
 
 def test_brackets_in_texts_are_not_counted() -> None:
@@ -59,10 +62,14 @@ def test_brackets_in_texts_are_not_counted() -> None:
     assert parse(json.dumps(nested).encode()) == nested
 
 
-def test_a_text_far_beyond_the_context_is_not_encoded_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_far_beyond_the_context_is_not_encoded_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     engine, encoded = ScriptedEngine(), list[int]()
     tokenize = engine.tokenize
-    monkeypatch.setattr(engine, "tokenize", lambda text: encoded.append(len(text)) or tokenize(text))
+    monkeypatch.setattr(
+        engine, "tokenize", lambda text: encoded.append(len(text)) or tokenize(text)
+    )
     for texts in (["x" * 4_000_000], ["x" * 2000] * 2000):
         encoded.clear()
         with pytest.raises(PromptTooLong, match="context length is 512 tokens"):
@@ -86,13 +93,18 @@ def padded(size: int) -> bytes:
 
 
 class Client:
-    """One connection that has sent the head of a request with a body of so many bytes, or in chunks.
+    """One connection that has sent the head of a request with a body of so many bytes, or in
+    chunks.
 
     ``status`` is what came back: 100 where the body is awaited."""
 
-    def __init__(self, port: int, length: int | None, key: str | None = A.secret, path: str = "/score") -> None:
+    def __init__(
+        self, port: int, length: int | None, key: str | None = A.secret, path: str = "/score"
+    ) -> None:
         lines = [f"POST {path} HTTP/1.1", "host: 127.0.0.1", "content-type: application/json"]
-        framing = f"content-length: {length}" if length is not None else "transfer-encoding: chunked"
+        framing = (
+            f"content-length: {length}" if length is not None else "transfer-encoding: chunked"
+        )
         lines += ["expect: 100-continue", framing]
         lines += [f"authorization: Bearer {key}"] if key is not None else []
         self.socket = socket.create_connection(("127.0.0.1", port), timeout=30)
@@ -124,7 +136,9 @@ class Client:
 
 def score(port: int, key: str, size: int = 20) -> int:
     headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
-    return httpx.post(f"http://127.0.0.1:{port}/score", content=padded(size), headers=headers, timeout=60).status_code
+    return httpx.post(
+        f"http://127.0.0.1:{port}/score", content=padded(size), headers=headers, timeout=60
+    ).status_code
 
 
 def test_four_hundred_unfinished_bodies_hold_the_memory_of_sixteen() -> None:
@@ -133,7 +147,9 @@ def test_four_hundred_unfinished_bodies_hold_the_memory_of_sixteen() -> None:
 
         def highest() -> float:
             """MiB that the process has held at once."""
-            (line,) = re.findall(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{service.process.pid}/status").read_text())
+            (line,) = re.findall(
+                r"VmHWM:\s+(\d+) kB", Path(f"/proc/{service.process.pid}/status").read_text()
+            )
             return int(line) / 1024
 
         foreign = httpx.get(f"{service.url}/health", headers={"host": "evil.example"})
@@ -146,7 +162,9 @@ def test_four_hundred_unfinished_bodies_hold_the_memory_of_sixteen() -> None:
             client.socket.sendall(b" " * int(3.9 * MIB))
         assert len(reading) == 16
         refused = [client for client in clients if client.status != 100]
-        assert {(client.status, *client.error()) for client in refused} == {(503, "bodies_full", "1")}
+        assert {(client.status, *client.error()) for client in refused} == {
+            (503, "bodies_full", "1")
+        }
         assert Client(port, 4 * MIB, None).status == 401
         assert [score(port, key) for key in KEYS] == [200, 200]
         assert [score(port, key.secret, 4 * MIB) for key in (B, A)] == [200, 503]
@@ -194,14 +212,19 @@ def accepted(port: int, key: str) -> list[Client]:
     return found
 
 
-def test_callers_share_the_memory_and_get_it_back(service: Served, memory: list[BodyMemory]) -> None:
+def test_callers_share_the_memory_and_get_it_back(
+    service: Served, memory: list[BodyMemory]
+) -> None:
     first, second = accepted(service.port, A.secret), accepted(service.port, B.secret)
     assert (len(first), len(second)) == (HALF, HALF // 2)
     assert [client.finish(padded(LARGEST)) for client in first] == [200] * HALF
     until(lambda: memory[0].free == SMALL_MEMORY - len(second) * COUNTED)
     third = accepted(service.port, A.secret)
     assert len(third) == HALF * 3 // 4  # as much as it leaves free beside the second's
-    assert [score(service.port, key, FREE) for key in KEYS] == [200, 200]  # small ones are answered whatever is held
+    assert [score(service.port, key, FREE) for key in KEYS] == [
+        200,
+        200,
+    ]  # small ones are answered whatever is held
     for client in second + third:
         client.socket.close()
 
@@ -242,7 +265,9 @@ def test_a_body_counts_until_it_is_answered(service: Served) -> None:
     assert [client.finish() for client in clients] == [200] * HALF
 
 
-def test_a_body_gives_its_memory_back_however_it_ends(service: Served, memory: list[BodyMemory]) -> None:
+def test_a_body_gives_its_memory_back_however_it_ends(
+    service: Served, memory: list[BodyMemory]
+) -> None:
     gone = Client(service.port, LARGEST)
     gone.socket.sendall(b" " * FREE)
     assert memory[0].free == SMALL_MEMORY - COUNTED
@@ -255,7 +280,9 @@ def test_a_body_gives_its_memory_back_however_it_ends(service: Served, memory: l
         assert (client.status, client.error()[0]) == (401, "unauthorized")
 
 
-def test_a_body_that_never_comes_gives_its_memory_back(tmp_path: Path, memory: list[BodyMemory]) -> None:
+def test_a_body_that_never_comes_gives_its_memory_back(
+    tmp_path: Path, memory: list[BodyMemory]
+) -> None:
     with listening(Served(tmp_path, max_body_bytes=LARGEST, deadline_s=0.3)) as service:
         assert Client(service.port, LARGEST).finish() == 408
         until(lambda: memory[0].free == SMALL_MEMORY)

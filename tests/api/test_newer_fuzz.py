@@ -1,7 +1,8 @@
-"""Generated requests to /v1/responses and /v1/messages under a gate that every answer meets; 20,000 in the long run.
+"""Generated requests to /v1/responses and /v1/messages under a gate that every answer meets; 20,000
+in the long run.
 
-Nothing that was decoded leaves, tools or not; every error has its protocol's form and no status is a 5xx; the service
-gives the same risk as before."""
+Nothing that was decoded leaves, tools or not; every error has its protocol's form and no status is
+a 5xx; the service gives the same risk as before."""
 
 from __future__ import annotations
 
@@ -22,40 +23,95 @@ from tests.api.protocols import NEW, body_of
 from tests.running import App, until
 
 SHORT, LONG = 500, 20_000
-# What no request and no message holds, each character two tokens: where one arrives, a decoded token did.  Where tools
-# are offered, an answer is decoded for as long as it may be nothing but a call; none of these is.
+# What no request and no message holds, each character two tokens: where one arrives, a decoded
+# token did. Where tools are offered, an answer is decoded for as long as it may be nothing but a
+# call; none of these is.
 MARKS = "ΨΩ"
 CALL = '<tool_call>\n{"name": "find", "arguments": {"q": "Ω"}}\n</tool_call>'
-ANSWERS = ("ΨΩΨΩ", CALL + "Ψ", f"Ψ{CALL}", CALL[:-1], f"{CALL}\n<tool_call>Ω</tool_call>", " \n<tool_call", "")
-CALLED = ("<tool", "tool_use", "function_call")  # of these three nothing is in an answer that is withheld
+ANSWERS = (
+    "ΨΩΨΩ",
+    CALL + "Ψ",
+    f"Ψ{CALL}",
+    CALL[:-1],
+    f"{CALL}\n<tool_call>Ω</tool_call>",
+    " \n<tool_call",
+    "",
+)
+CALLED = (
+    "<tool",
+    "tool_use",
+    "function_call",
+)  # of these three nothing is in an answer that is withheld
 
 FIND = {"name": "find", "description": "Looks it up.", "input_schema": {"type": "object"}}
 _ASKED = {"role": "user", "content": "Who was Ada?"}
-_USED = {"role": "assistant", "content": [{"type": "tool_use", "id": "t1", "name": "find", "input": {"q": ["a"]}}]}
-_RESULT = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": "Ada"}]}
+_USED = {
+    "role": "assistant",
+    "content": [{"type": "tool_use", "id": "t1", "name": "find", "input": {"q": ["a"]}}],
+}
+_RESULT = {
+    "role": "user",
+    "content": [{"type": "tool_result", "tool_use_id": "t1", "content": "Ada"}],
+}
 _TOOL = {"type": "function", "name": "find", "parameters": {"type": "object"}}
 TOOLS: dict[str, dict[str, list[Any]]] = {
     RESPONSES_ROUTE: {
-        "tools": [[_TOOL], [_TOOL, _TOOL], [_TOOL | {"strict": True}], [{"type": "web_search"}], None, [None], "find"],
+        "tools": [
+            [_TOOL],
+            [_TOOL, _TOOL],
+            [_TOOL | {"strict": True}],
+            [{"type": "web_search"}],
+            None,
+            [None],
+            "find",
+        ],
         "tool_choice": ["auto", "none", "required", {"type": "function", "name": "find"}, None, 1],
-        "parallel_tool_calls": [True, False, None], "metadata": [{}, None, {"a": "b"}], "user": ["me"],
-        "input": [[_ASKED, {"type": "function_call", "call_id": "c", "name": "find", "arguments": "{}"},
-                   {"type": "function_call_output", "call_id": "c", "output": "Ada"}]],
+        "parallel_tool_calls": [True, False, None],
+        "metadata": [{}, None, {"a": "b"}],
+        "user": ["me"],
+        "input": [
+            [
+                _ASKED,
+                {"type": "function_call", "call_id": "c", "name": "find", "arguments": "{}"},
+                {"type": "function_call_output", "call_id": "c", "output": "Ada"},
+            ]
+        ],
     },
     MESSAGES_ROUTE: {
-        "tools": [[FIND], [FIND, FIND], [FIND | {"cache_control": {"type": "ephemeral"}}], [{"name": "find"}], None,
-                  [FIND | {"input_schema": {"type": "array"}}], [{"type": "bash_20250124", "name": "bash"}], "find"],
-        "tool_choice": [{"type": "auto"}, {"type": "none"}, {"type": "auto", "disable_parallel_tool_use": True},
-                        {"type": "tool", "name": "find"}, "auto", None],
-        "messages": [[_ASKED, _USED, _RESULT], [_ASKED, _RESULT], [_USED], [_RESULT, _USED], [_ASKED, _USED, _USED]],
+        "tools": [
+            [FIND],
+            [FIND, FIND],
+            [FIND | {"cache_control": {"type": "ephemeral"}}],
+            [{"name": "find"}],
+            None,
+            [FIND | {"input_schema": {"type": "array"}}],
+            [{"type": "bash_20250124", "name": "bash"}],
+            "find",
+        ],
+        "tool_choice": [
+            {"type": "auto"},
+            {"type": "none"},
+            {"type": "auto", "disable_parallel_tool_use": True},
+            {"type": "tool", "name": "find"},
+            "auto",
+            None,
+        ],
+        "messages": [
+            [_ASKED, _USED, _RESULT],
+            [_ASKED, _RESULT],
+            [_USED],
+            [_RESULT, _USED],
+            [_ASKED, _USED, _USED],
+        ],
     },
-}  # fmt: skip
+}
 
 XARGS = {"vllm_xargs": every_route.OPENAI_VALUES["vllm_xargs"]}
 
 
 def request(number: int) -> tuple[str, bytes]:
-    """A path and a body: as for every route, or well formed but for two fields at most, often with tools."""
+    """A path and a body: as for every route, or well formed but for two fields at most, often with
+    tools."""
     path, content = every_route.request(number, "scripted", NEW)
     draw = Random(-number)
     if draw.random() < 0.5:
@@ -90,17 +146,26 @@ def check_all(app: App, requests: int) -> Counter[tuple[str, int]]:
     app.engine.takes_tools = True
     for number in range(requests):
         path, content = request(number)
-        app.engine.answer, decoded = ANSWERS[number % len(ANSWERS)], app.engine.counters.decode_steps
-        response = app.client.post(path, content=content, headers={"content-type": "application/json"})
+        app.engine.answer, decoded = (
+            ANSWERS[number % len(ANSWERS)],
+            app.engine.counters.decode_steps,
+        )
+        response = app.client.post(
+            path, content=content, headers={"content-type": "application/json"}
+        )
         text, status = response.text, response.status_code
         seen[path, status] += 1
         told = f"request {number}: {content[:600]!r}: {status} {text[:600]}"
         assert status < 500, told
-        assert not any(mark in text or json.dumps(mark)[1:-1] in text for mark in MARKS), f"a token: {told}"
+        assert not any(mark in text or json.dumps(mark)[1:-1] in text for mark in MARKS), (
+            f"a token: {told}"
+        )
         if status == 200:
             assert not any(mark in text for mark in CALLED), f"a token: {told}"
             assert not every_route.answered(text), f"answered: {told}"
-            assert app.engine.counters.decode_steps == decoded or b'"tools"' in content, f"decoded: {told}"
+            assert app.engine.counters.decode_steps == decoded or b'"tools"' in content, (
+                f"decoded: {told}"
+            )
         else:
             checked_error(path, status, response.json(), response.headers["x-request-id"])
     return seen
@@ -137,12 +202,18 @@ def test_the_checks_would_tell(tmp_path: Path) -> None:
             check_all(app, SHORT)
     error = {"message": "No.", "type": "invalid_request_error", "param": None, "code": "x"}
     checked_error(RESPONSES_ROUTE, 400, {"error": error}, "id")
-    theirs = {"type": "error", "error": {"type": "invalid_request_error", "message": "No."}, "request_id": "id"}
+    theirs = {
+        "type": "error",
+        "error": {"type": "invalid_request_error", "message": "No."},
+        "request_id": "id",
+    }
     checked_error(MESSAGES_ROUTE, 400, theirs, "id")
     for path, status, body in (
-        (RESPONSES_ROUTE, 422, {"error": error}), (RESPONSES_ROUTE, 400, theirs),
-        (MESSAGES_ROUTE, 400, {"error": error}), (RESPONSES_ROUTE, 400, {"detail": "No."}),
+        (RESPONSES_ROUTE, 422, {"error": error}),
+        (RESPONSES_ROUTE, 400, theirs),
+        (MESSAGES_ROUTE, 400, {"error": error}),
+        (RESPONSES_ROUTE, 400, {"detail": "No."}),
         (MESSAGES_ROUTE, 400, theirs | {"request_id": "other"}),
-    ):  # fmt: skip
+    ):
         with pytest.raises((AssertionError, ValueError)):
             checked_error(path, status, body, "id")

@@ -1,4 +1,5 @@
-"""Under a gate that every answer meets, no request gets a token: thousands of them, well formed or not.
+"""Under a gate that every answer meets, no request gets a token: thousands of them, well formed or
+not.
 
 The same for vLLM's own server: tests/vllm_plugin/test_gated.py."""
 
@@ -28,43 +29,148 @@ from service.settings import ServiceSettings
 from tests.running import App, until
 
 VALUES: dict[str, list[Any]] = {
-    "policy": ["observe", "gate", "block", "none", "", None, 0, True, [], {}, ["observe"], "OBSERVE", "observe "],
+    "policy": [
+        "observe",
+        "gate",
+        "block",
+        "none",
+        "",
+        None,
+        0,
+        True,
+        [],
+        {},
+        ["observe"],
+        "OBSERVE",
+        "observe ",
+    ],
     "threshold": [0, 1, 0.5, 1e-9, 1.5, -1, "1", True, None, math.nan, math.inf, [], 10**400],
-    "bundle": ["demo", "demo-fused", "demo:1", "one", "two", "two:1", "one@production", "", None, 7, []],
-    "model": ["demo", "scripted", None, 3], "include": [["trajectory"], ["trajectory", "running_mean"], [], "all"],
-    "stream": [True, False, 1, None], "deadline_ms": [1, 1000, 0, None, "1"],
-    "generate": [{}, {"max_tokens": 1}, {"max_tokens": 5, "temperature": 0.7, "seed": 1}, {"stop": ["a"]}, None, [], 1,
-                 {"max_tokens": 0}, {"top_p": 0}, {"policy": "observe"}, {"max_tokens": 2000}],
-    "prompt": ["a", "What is the capital of Italy?", ["a", "b"], [], "", None, 1, "x" * 3000, ["a"] * 300],
-    "messages": [[{"role": "user", "content": "a"}], [], [{"role": "user", "content": "a</s><|assistant|>"}],
-                 [{"role": "assistant", "content": "a"}], None, [{"role": "tool", "content": "a"}]],
+    "bundle": [
+        "demo",
+        "demo-fused",
+        "demo:1",
+        "one",
+        "two",
+        "two:1",
+        "one@production",
+        "",
+        None,
+        7,
+        [],
+    ],
+    "model": ["demo", "scripted", None, 3],
+    "include": [["trajectory"], ["trajectory", "running_mean"], [], "all"],
+    "stream": [True, False, 1, None],
+    "deadline_ms": [1, 1000, 0, None, "1"],
+    "generate": [
+        {},
+        {"max_tokens": 1},
+        {"max_tokens": 5, "temperature": 0.7, "seed": 1},
+        {"stop": ["a"]},
+        None,
+        [],
+        1,
+        {"max_tokens": 0},
+        {"top_p": 0},
+        {"policy": "observe"},
+        {"max_tokens": 2000},
+    ],
+    "prompt": [
+        "a",
+        "What is the capital of Italy?",
+        ["a", "b"],
+        [],
+        "",
+        None,
+        1,
+        "x" * 3000,
+        ["a"] * 300,
+    ],
+    "messages": [
+        [{"role": "user", "content": "a"}],
+        [],
+        [{"role": "user", "content": "a</s><|assistant|>"}],
+        [{"role": "assistant", "content": "a"}],
+        None,
+        [{"role": "tool", "content": "a"}],
+    ],
     "input_ids": [[1, 5, 6], [[1, 5], [1, 6]], [], [[]], [-1], [10**9], ["a"], None, [[1], 1]],
-    "hallutracer_policy": ["observe"], "callers_may": ["policy"], "gate": [False], "Policy": ["observe"],
-}  # fmt: skip
+    "hallutracer_policy": ["observe"],
+    "callers_may": ["policy"],
+    "gate": [False],
+    "Policy": ["observe"],
+}
 
 
 OPENAI_VALUES: dict[str, list[Any]] = {
-    "vllm_xargs": [{f"hallutracer_{key}": value} for key in ("policy", "threshold", "bundle") for value in VALUES[key]]
+    "vllm_xargs": [
+        {f"hallutracer_{key}": value}
+        for key in ("policy", "threshold", "bundle")
+        for value in VALUES[key]
+    ]
     + [None, [], {"hallutracer_polcy": "observe"}],
-    **{name: VALUES[name] for name in ("messages", "model", "hallutracer_policy", "callers_may", "Policy")},
-    "prompt": [*VALUES["prompt"], *VALUES["input_ids"]], "stream": [True, True, False, None],
-    "stream_options": [{"include_usage": True}, {}, None], "max_tokens": [1, 5, 0, None, 10**6], "n": [1, 2, None],
-    "max_completion_tokens": [2, None], "temperature": [0, 1.5, "0"], "stop": ["a", ["a", "b"], [], ""],
-    "logprobs": [True, 5, None], "echo": [True, False], "use_beam_search": [True], "prefix": ["a"], "seed": [1],
-    "tools": [[], [{"type": "function"}]], "response_format": [{"type": "json_object"}],
-}  # fmt: skip
+    **{
+        name: VALUES[name]
+        for name in ("messages", "model", "hallutracer_policy", "callers_may", "Policy")
+    },
+    "prompt": [*VALUES["prompt"], *VALUES["input_ids"]],
+    "stream": [True, True, False, None],
+    "stream_options": [{"include_usage": True}, {}, None],
+    "max_tokens": [1, 5, 0, None, 10**6],
+    "n": [1, 2, None],
+    "max_completion_tokens": [2, None],
+    "temperature": [0, 1.5, "0"],
+    "stop": ["a", ["a", "b"], [], ""],
+    "logprobs": [True, 5, None],
+    "echo": [True, False],
+    "use_beam_search": [True],
+    "prefix": ["a"],
+    "seed": [1],
+    "tools": [[], [{"type": "function"}]],
+    "response_format": [{"type": "json_object"}],
+}
 
 
-_PARTS: list[Any] = ["a", [], None, [{"type": "input_text", "text": "a"}], [{"type": "input_image", "image_url": "x"}],
-                     [{"type": "refusal", "refusal": "a"}], [{"type": "output_text", "text": "a", "annotations": []}],
-                     [{"type": "text", "text": "a</s>"}], [{"type": "image", "source": {}}]]  # fmt: skip
-_TURNS = [[{"role": role, "content": one}] for role in ("user", "assistant", "system") for one in _PARTS]
-_SHARED = {name: OPENAI_VALUES[name] for name in (
-    "vllm_xargs", "messages", "model", "hallutracer_policy", "callers_may", "Policy", "stream", "temperature", "seed",
-    "tools", "max_tokens",
-)}  # fmt: skip
+_PARTS: list[Any] = [
+    "a",
+    [],
+    None,
+    [{"type": "input_text", "text": "a"}],
+    [{"type": "input_image", "image_url": "x"}],
+    [{"type": "refusal", "refusal": "a"}],
+    [{"type": "output_text", "text": "a", "annotations": []}],
+    [{"type": "text", "text": "a</s>"}],
+    [{"type": "image", "source": {}}],
+]
+_TURNS = [
+    [{"role": role, "content": one}] for role in ("user", "assistant", "system") for one in _PARTS
+]
+_SHARED = {
+    name: OPENAI_VALUES[name]
+    for name in (
+        "vllm_xargs",
+        "messages",
+        "model",
+        "hallutracer_policy",
+        "callers_may",
+        "Policy",
+        "stream",
+        "temperature",
+        "seed",
+        "tools",
+        "max_tokens",
+    )
+}
 RESPONSES_VALUES: dict[str, list[Any]] = _SHARED | {
-    "input": ["a", "", None, [], *VALUES["messages"], *_TURNS, [{"type": "reasoning", "summary": []}]],
+    "input": [
+        "a",
+        "",
+        None,
+        [],
+        *VALUES["messages"],
+        *_TURNS,
+        [{"type": "reasoning", "summary": []}],
+    ],
     "instructions": ["Be brief.", "", None, [], "</s><|assistant|>"],
     "max_output_tokens": [1, 5, 0, None, 10**6],
     "store": [True, False],
@@ -90,14 +196,19 @@ MESSAGES_VALUES: dict[str, list[Any]] = _SHARED | {
     "mcp_servers": [[]],
     "output_config": [{"effort": "low"}, {"format": {}}],
 }
-BY_ROUTE = dict.fromkeys(SCORE_ROUTES, VALUES) | {RESPONSES_ROUTE: RESPONSES_VALUES, MESSAGES_ROUTE: MESSAGES_VALUES}
+BY_ROUTE = dict.fromkeys(SCORE_ROUTES, VALUES) | {
+    RESPONSES_ROUTE: RESPONSES_VALUES,
+    MESSAGES_ROUTE: MESSAGES_VALUES,
+}
 
 
 def request(number: int, model: str, routes: Sequence[str] = ANSWER_ROUTES) -> tuple[str, bytes]:
     """A path and a body; the same for the same number."""
     draw = Random(number)
     path = draw.choice(routes)
-    body: dict[str, Any] = draw.choice([{"prompt": "Who was Ada?"}, {"messages": VALUES["messages"][0]}, {}])
+    body: dict[str, Any] = draw.choice(
+        [{"prompt": "Who was Ada?"}, {"messages": VALUES["messages"][0]}, {}]
+    )
     values = BY_ROUTE.get(path, OPENAI_VALUES)
     if path == RESPONSES_ROUTE:
         body = draw.choice([{"input": "Who was Ada?"}, {"input": VALUES["messages"][0]}, {}])
@@ -112,7 +223,11 @@ def request(number: int, model: str, routes: Sequence[str] = ANSWER_ROUTES) -> t
     content = text.encode(draw.choice(["utf-8"] * 18 + ["utf-16", "utf-8-sig"]))
     if draw.random() < 0.1:
         place = draw.randrange(len(content))
-        content = content[:place] + bytes([draw.randrange(256)]) + content[place + draw.choice([0, 1, 50]) :]
+        content = (
+            content[:place]
+            + bytes([draw.randrange(256)])
+            + content[place + draw.choice([0, 1, 50]) :]
+        )
     return path, content
 
 
@@ -120,12 +235,17 @@ def answered(text: str) -> bool:
     """Whether a response, or an event of a stream, holds any of an answer's text."""
     for event in text.split("\n\n"):
         try:
-            content = json.loads(event[event.find("data: ") + 6 :] if "data: " in event[:60] else event)
+            content = json.loads(
+                event[event.find("data: ") + 6 :] if "data: " in event[:60] else event
+            )
         except ValueError:
             continue  # [DONE]
         if _answers(content):
             return True
-        if any("completion" in item for item in content.get("data", ())) or content.get("object") == "completion.chunk":
+        if (
+            any("completion" in item for item in content.get("data", ()))
+            or content.get("object") == "completion.chunk"
+        ):
             return True
         for choice in content.get("choices", ()):
             said = choice.get("message") or choice.get("delta") or choice
@@ -135,7 +255,8 @@ def answered(text: str) -> bool:
 
 
 def _answers(content: dict[str, Any]) -> bool:
-    """Whether a response, a message, or one event of theirs has text; a message's refusal is its text, too."""
+    """Whether a response, a message, or one event of theirs has text; a message's refusal is its
+    text, too."""
     kind, message = content.get("type"), content.get("message")
     if kind == "message":  # of Anthropic's
         return bool(content["content"]) and content["stop_reason"] != "refusal"
@@ -145,11 +266,14 @@ def _answers(content: dict[str, Any]) -> bool:
         return bool(message["content"])
     response = content if content.get("object") == "response" else content.get("response") or {}
     parts = [part for item in response.get("output", ()) for part in item["content"]]
-    return kind == "response.output_text.delta" or any(part["type"] == "output_text" for part in parts)
+    return kind == "response.output_text.delta" or any(
+        part["type"] == "output_text" for part in parts
+    )
 
 
 def responses(client: TestClient, requests: int) -> Iterator[tuple[str, bytes, str]]:
-    """What is answered to so many requests, which are some of each kind: what tells of it, the body, and the text."""
+    """What is answered to so many requests, which are some of each kind: what tells of it, the
+    body, and the text."""
     statuses: Counter[int] = Counter()
     model = client.get("/v1/models").json()["data"][0]["id"]
     for number in range(requests):
@@ -189,5 +313,8 @@ def test_no_request_gets_a_token_of_the_demo_model() -> None:
 
 def test_the_check_would_find_one(tmp_path: Path) -> None:
     """With the rights to loosen, the same requests get answers."""
-    with App(tmp_path, threshold=0.0).started() as app, pytest.raises(AssertionError, match="answered"):
+    with (
+        App(tmp_path, threshold=0.0).started() as app,
+        pytest.raises(AssertionError, match="answered"),
+    ):
         check_all(app.client, app.engine.counters, 1000)

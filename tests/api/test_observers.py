@@ -1,4 +1,5 @@
-"""What a request leaves behind: one log line, its numbers on /metrics, its line in the audit log; never a prompt."""
+"""What a request leaves behind: one log line, its numbers on /metrics, its line in the audit log;
+never a prompt."""
 
 from __future__ import annotations
 
@@ -68,13 +69,19 @@ def log() -> Iterator[io.StringIO]:
 
 
 def test_one_line_a_request_and_never_a_prompt(tmp_path: Path, log: io.StringIO) -> None:
-    many = {"prompt": [SECRET, SECRET + "?"], "generate": {"max_tokens": 3, "stop": [SECRET]}, "policy": "observe"}
+    many = {
+        "prompt": [SECRET, SECRET + "?"],
+        "generate": {"max_tokens": 3, "stop": [SECRET]},
+        "policy": "observe",
+    }
     with client(tmp_path, api_keys=("sesame",)) as opened:
         answer = opened.post("/score", json=many, headers={"x-request-id": "abc"} | KEY).json()
         for body, headers in (
-            ({"generate": {}, "threshold": 1, "stream": True}, KEY), ({"threshold": SECRET}, KEY), ({}, {}),
+            ({"generate": {}, "threshold": 1, "stream": True}, KEY),
+            ({"threshold": SECRET}, KEY),
+            ({}, {}),
             ({"bundle": "none"}, KEY),
-        ):  # fmt: skip
+        ):
             opened.post("/score", json={"prompt": SECRET} | body, headers=headers)
         opened.get("/health/ready")
         opened.get("/metrics")
@@ -83,9 +90,12 @@ def test_one_line_a_request_and_never_a_prompt(tmp_path: Path, log: io.StringIO)
     started, *served = [json.loads(line) for line in written.splitlines()]
     assert "status" not in started  # what judges: said once, at the start
     assert [(line["status"], line.get("code"), line.get("caller")) for line in served] == [
-        (200, None, "key-1"), (200, None, "key-1"), (422, "invalid_request", "key-1"), (401, "unauthorized", None),
+        (200, None, "key-1"),
+        (200, None, "key-1"),
+        (422, "invalid_request", "key-1"),
+        (401, "unauthorized", None),
         (404, "not_found", "key-1"),
-    ]  # fmt: skip
+    ]
     first = served[0]
     assert (first["request_id"], first["digest"]) == ("abc", answer["bundle"]["digest"])
     assert first["risks"] == [row["risk"] for row in answer["data"]]
@@ -109,26 +119,39 @@ def test_an_exception_is_one_json_line(tmp_path: Path, log: io.StringIO) -> None
 
 def test_what_is_counted(tmp_path: Path) -> None:
     with client(tmp_path) as opened:
-        for body in ({"prompt": ["a", "b"], "threshold": 0, "generate": {}}, {"prompt": ""},
-                     {"prompt": "a", "threshold": 0, "policy": "observe", "generate": {"max_tokens": 4}}):  # fmt: skip
+        for body in (
+            {"prompt": ["a", "b"], "threshold": 0, "generate": {}},
+            {"prompt": ""},
+            {"prompt": "a", "threshold": 0, "policy": "observe", "generate": {"max_tokens": 4}},
+        ):
             opened.post("/score", json=body)
         opened.get("/v1/models")
         text = opened.get("/metrics").text
     of = 'bundle="tiny:1"'
     for line in (
-        *(f'prompts_total{{{of},decision="{decision}",model_name="scripted"}} {count}.0'
-          for decision, count in (("abstain", 2), ("continue", 1), ("block", 0))),
+        *(
+            f'prompts_total{{{of},decision="{decision}",model_name="scripted"}} {count}.0'
+            for decision, count in (("abstain", 2), ("continue", 1), ("block", 0))
+        ),
         f'flagged_total{{{of},model_name="scripted"}} 3.0',
-        f'route_prompts_total{{{of},flagged="yes",model_name="scripted",route="/v1/risk/score"}} 3.0',  # by its alias
+        # by its alias
+        f'route_prompts_total{{{of},flagged="yes",model_name="scripted",'
+        'route="/v1/risk/score"} 3.0',
         f'completion_tokens_total{{{of},model_name="scripted"}} 4.0',
         f'risk_count{{{of},model_name="scripted"}} 3.0',
-        'errors_total{code="empty_prompt"} 1.0', 'http_requests_total{status="200"} 2.0', "request_seconds_count 2.0",
-        "decode_seconds_count 1.0", "requests_in_flight 0.0", "ready 1.0",
-    ):  # fmt: skip
+        'errors_total{code="empty_prompt"} 1.0',
+        'http_requests_total{status="200"} 2.0',
+        "request_seconds_count 2.0",
+        "decode_seconds_count 1.0",
+        "requests_in_flight 0.0",
+        "ready 1.0",
+    ):
         assert f"hallutracer_{line}" in text
 
 
-def test_a_new_metric_is_a_series_and_an_observer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_metric_is_a_series_and_an_observer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def count_long(service: Service, judgement: Judgement, *_: Any) -> None:
         for one in judgement.prompts:
             if one.report.prompt_tokens > 24:
@@ -146,17 +169,29 @@ def test_risks_are_counted_by_the_shape_of_what_was_asked(tmp_path: Path) -> Non
     question = {"role": "user", "content": "What is the capital of Nauru?"}
     turns = [question, {"role": "assistant", "content": "Yaren."}] * 2 + [question]
     beside = "Documents:\nYaren is a district of Nauru.\n\n" + question["content"]
-    chat, texts = {"model": "scripted", "max_tokens": 2}, {"input_type": "request", "texts": [beside]}
+    chat, texts = (
+        {"model": "scripted", "max_tokens": 2},
+        {"input_type": "request", "texts": [beside]},
+    )
     with client(tmp_path, policy="observe") as opened:
         for path, body in (
             ("/score", {"prompt": [question["content"], beside], "policy": "gate", "threshold": 0}),
-            ("/score", {"messages": turns}), ("/score", {"input_ids": [[1, 2], [3]]}),
-            (CHAT_ROUTE, chat | {"messages": [{"role": "developer", "content": "Be brief."}, question]}),
-            (RESPONSES_ROUTE, {"model": "scripted", "input": [question], "instructions": "Be brief."}),
+            ("/score", {"messages": turns}),
+            ("/score", {"input_ids": [[1, 2], [3]]}),
+            (
+                CHAT_ROUTE,
+                chat | {"messages": [{"role": "developer", "content": "Be brief."}, question]},
+            ),
+            (
+                RESPONSES_ROUTE,
+                {"model": "scripted", "input": [question], "instructions": "Be brief."},
+            ),
             (MESSAGES_ROUTE, chat | {"messages": turns, "system": "Be brief."}),
-            (TEXT_ROUTE, chat | {"prompt": beside}), (CLASSIFY_ROUTE, {"inputs": question["content"]}),
-            (LITELLM_ROUTE, texts), (LITELLM_ROUTE, texts | {"structured_messages": [question]}),
-        ):  # fmt: skip
+            (TEXT_ROUTE, chat | {"prompt": beside}),
+            (CLASSIFY_ROUTE, {"inputs": question["content"]}),
+            (LITELLM_ROUTE, texts),
+            (LITELLM_ROUTE, texts | {"structured_messages": [question]}),
+        ):
             assert opened.post(path, json=body).status_code == 200, path
         (scorer,) = opened.app.state.service.catalogue.scorers  # type: ignore[attr-defined]
         scorer.prompt_format = "text"  # a prompt of such a bundle may hold a whole conversation
@@ -172,10 +207,13 @@ def test_risks_are_counted_by_the_shape_of_what_was_asked(tmp_path: Path) -> Non
         for name in ("risk_by_conversation_count", "gated_by_conversation_total")
     )
     assert asked == {
-        ("0", "no", "no"): 3, ("0", "yes", "no"): 2, ("2-4", "no", "no"): 1, ("0", "no", "yes"): 2,
+        ("0", "no", "no"): 3,
+        ("0", "yes", "no"): 2,
+        ("2-4", "no", "no"): 1,
+        ("0", "no", "yes"): 2,
         ("2-4", "no", "yes"): 1,
         ("unknown", "unknown", "unknown"): 4,  # token ids, and texts that go through no template
-    }  # fmt: skip
+    }
     assert gated == {("0", "no", "no"): 1, ("0", "yes", "no"): 1}
     assert "Nauru" not in text
 
@@ -188,7 +226,11 @@ ASKED: dict[str, dict[str, Any]] = {
     CHAT_ROUTE: {"model": "scripted", "messages": [{"role": "user", "content": SECRET}]},
     TEXT_ROUTE: {"model": "scripted", "prompt": SECRET},
     RESPONSES_ROUTE: {"model": "scripted", "input": SECRET, "instructions": SECRET},
-    MESSAGES_ROUTE: {"model": "scripted", "messages": [{"role": "user", "content": SECRET}], "max_tokens": 9},
+    MESSAGES_ROUTE: {
+        "model": "scripted",
+        "messages": [{"role": "user", "content": SECRET}],
+        "max_tokens": 9,
+    },
     CLASSIFY_ROUTE: {"inputs": SECRET},
     LITELLM_ROUTE: {"input_type": "request", "texts": [SECRET]},
     CONTENTS_DETECTOR: {"contents": [SECRET]},
@@ -229,9 +271,17 @@ def test_every_route_that_decides_is_audited_and_no_prompt_is(tmp_path: Path) ->
             answer = app.client.post(path, json=body, headers=KEY | {"x-request-id": f"r-{number}"})
             assert answer.status_code == 200, answer.text
             line, [prompt] = lines(tmp_path)[-1], lines(tmp_path)[-1]["prompts"]
-            assert (line["event"], line["key"], line["address"]) == ("decision", "ann", "testclient")
+            assert (line["event"], line["key"], line["address"]) == (
+                "decision",
+                "ann",
+                "testclient",
+            )
             digest = app.bundles[0].manifest.digest
-            assert (line["request_id"], line["bundle"], line["digest"]) == (f"r-{number}", "tiny:1", digest)
+            assert (line["request_id"], line["bundle"], line["digest"]) == (
+                f"r-{number}",
+                "tiny:1",
+                digest,
+            )
             assert line["route"] == ("/v1/risk/score" if path == "/score" else path)
             assert (line["model"], line["policy"], line["threshold"]) == ("scripted", "gate", 0.5)
             assert (prompt["index"], prompt["decision"] == "abstain") == (0, prompt["flagged"])
@@ -253,8 +303,14 @@ def test_what_a_client_sends_stays_within_its_line(tmp_path: Path) -> None:
     with audited(tmp_path) as app:
         scorer = app.state.catalogue.scorers[0]
         for sent in ("x" * 60_000, "x\\u000a{}", "\u00e9\u2028", '"},{"', "x\x85"):
-            headers = {"x-request-id": sent.encode(), "x-forwarded-for": b"6.6.6.6", "x-session-id": sent.encode()}
-            assert app.client.post("/score", json={"prompt": "a"}, headers=headers).status_code == 200
+            headers = {
+                "x-request-id": sent.encode(),
+                "x-forwarded-for": b"6.6.6.6",
+                "x-session-id": sent.encode(),
+            }
+            assert (
+                app.client.post("/score", json={"prompt": "a"}, headers=headers).status_code == 200
+            )
         for sent in (forged, "x" * 60_000, "\ud800"):  # as vLLM hands its client's id on
             judgement = Judgement.of(scorer, GATE, scorer.score([[1, 2]]), sent)
             app.client.portal.call(observers.judged, app.state, judgement)  # type: ignore[union-attr]
@@ -269,9 +325,14 @@ def test_answers_go_on_without_the_log_and_are_counted(tmp_path: Path) -> None:
     with audited(tmp_path) as app:
         with broken_log(tmp_path):
             assert app.client.post("/score", json={"prompt": "a"}).status_code == 200
-            assert 'hallutracer_audit_lines_total{fate="missed"} 1.0' in app.client.get("/metrics").text
+            assert (
+                'hallutracer_audit_lines_total{fate="missed"} 1.0'
+                in app.client.get("/metrics").text
+            )
         assert app.client.post("/score", json={"prompt": "a"}).status_code == 200
-        assert 'hallutracer_audit_lines_total{fate="written"} 1.0' in app.client.get("/metrics").text
+        assert (
+            'hallutracer_audit_lines_total{fate="written"} 1.0' in app.client.get("/metrics").text
+        )
         assert lines(tmp_path)[-1]["missed"] == 1
 
 
@@ -283,8 +344,14 @@ def test_where_the_log_is_required_nothing_is_told_that_is_not_in_it(tmp_path: P
                 refused = app.client.post(path, json=body)
                 error = refused.json().get("error", refused.json())
                 said = error["code"] if path != MESSAGES_ROUTE else error["type"]
-                in_words = {MESSAGES_ROUTE: "overloaded_error", **dict.fromkeys(DETECTOR_ROUTES, 503)}
-                assert (refused.status_code, said) == (503, in_words.get(path, "audit_unavailable")), path
+                in_words = {
+                    MESSAGES_ROUTE: "overloaded_error",
+                    **dict.fromkeys(DETECTOR_ROUTES, 503),
+                }
+                assert (refused.status_code, said) == (
+                    503,
+                    in_words.get(path, "audit_unavailable"),
+                ), path
                 assert refused.headers["retry-after"]
                 assert "risk" not in refused.json()
             assert app.client.get("/health/live").status_code == 200
@@ -299,17 +366,24 @@ def test_where_the_log_is_required_nothing_is_told_that_is_not_in_it(tmp_path: P
     assert len(lines(tmp_path, "decision")) == 2
 
 
-def test_a_required_log_that_hangs_refuses_within_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_required_log_that_hangs_refuses_within_a_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with audited(tmp_path, required=True) as app:
         goes_on, append = threading.Event(), AuditFile.append
         monkeypatch.setattr(
-            AuditFile, "append", lambda *given, **options: goes_on.wait(60) and append(*given, **options)
+            AuditFile,
+            "append",
+            lambda *given, **options: goes_on.wait(60) and append(*given, **options),
         )
         monkeypatch.setattr(auditor, "REQUIRED_WAIT_S", 0.05)
         try:
             for body in (ASKED["/score"], ASKED["/score"] | {"stream": True}):
                 refused = app.client.post("/score", json=body)
-                assert (refused.status_code, refused.json()["error"]["code"]) == (503, "audit_unavailable")
+                assert (refused.status_code, refused.json()["error"]["code"]) == (
+                    503,
+                    "audit_unavailable",
+                )
                 assert "hangs" in refused.json()["error"]["message"]
             until(lambda: app.client.get("/health/ready").status_code == 503)
             assert "hangs" in app.client.get("/health/ready").json()["error"]["message"]

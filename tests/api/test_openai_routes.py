@@ -117,8 +117,10 @@ def guard(app: App, chosen: dict[str, Any] | None = None, status: int = 200, **g
 
 def test_a_guarded_call_is_judged_as_the_other_routes_judge_it(app: App) -> None:
     risk = app.client.post("/score", json={"messages": QUESTION}).json()["data"][0]["risk"]
-    for threshold, action, reason, decision in ((1.0, "NONE", None, "continue"),
-                                                (0.0, "BLOCKED", "I am not sure.", "abstain")):  # fmt: skip
+    for threshold, action, reason, decision in (
+        (1.0, "NONE", None, "continue"),
+        (0.0, "BLOCKED", "I am not sure.", "abstain"),
+    ):
         answer = guard(
             app,
             {"threshold": threshold},
@@ -128,7 +130,9 @@ def test_a_guarded_call_is_judged_as_the_other_routes_judge_it(app: App) -> None
         (row,) = answer["hallutracer"]["data"]
         assert (answer["action"], answer.get("blocked_reason")) == (action, reason)
         assert (row["risk"], row["decision"]) == (risk, decision)
-    both = [row["risk"] for row in app.client.post("/score", json={"prompt": ["A", "B"]}).json()["data"]]
+    both = [
+        row["risk"] for row in app.client.post("/score", json={"prompt": ["A", "B"]}).json()["data"]
+    ]
     answer = guard(
         app,
         {"threshold": max(both)},
@@ -138,7 +142,10 @@ def test_a_guarded_call_is_judged_as_the_other_routes_judge_it(app: App) -> None
         "BLOCKED",
         both,
     )
-    assert guard(app, {"threshold": max(both)}, texts=["AB"[both.index(min(both))]])["action"] == "NONE"
+    assert (
+        guard(app, {"threshold": max(both)}, texts=["AB"[both.index(min(both))]])["action"]
+        == "NONE"
+    )
 
 
 def test_a_guarded_call_chooses_policy_and_bundle(app: App, tmp_path: Path) -> None:
@@ -151,8 +158,12 @@ def test_a_guarded_call_chooses_policy_and_bundle(app: App, tmp_path: Path) -> N
             "content": "What is the capital of Italy? Also: what is the capital of Samoa?",
         },
     ]
-    reason = guard(app, {"policy": "block", "threshold": 1.0}, structured_messages=both)["blocked_reason"]
-    assert reason.endswith(", threshold 1.00, outside training"), "its risk is below the threshold, and it is withheld"
+    reason = guard(app, {"policy": "block", "threshold": 1.0}, structured_messages=both)[
+        "blocked_reason"
+    ]
+    assert reason.endswith(", threshold 1.00, outside training"), (
+        "its risk is below the threshold, and it is withheld"
+    )
     assert guard(app, {"policy": "fetch"}, texts=["A"])["blocked_reason"] == "Fetch a passage."
     assert guard(app, {"policy": "observe", "threshold": 0.0}, texts=["A"])["action"] == "NONE"
     assert guard(app, {"policy": "warn"}, 422, texts=["A"])["error"]["param"] == "policy"
@@ -166,7 +177,10 @@ def test_a_guarded_call_chooses_policy_and_bundle(app: App, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "given",
     [
-        *({"structured_messages": QUESTION, name: [{"id": "a"}]} for name in ("images", "tools", "tool_calls")),
+        *(
+            {"structured_messages": QUESTION, name: [{"id": "a"}]}
+            for name in ("images", "tools", "tool_calls")
+        ),
         {"structured_messages": [{"role": "tool", "content": "12", "tool_call_id": "a"}]},
         {
             "structured_messages": [
@@ -207,8 +221,12 @@ def test_bad_guarded_calls_are_refused(app: App, given: dict[str, Any], said: st
 
 
 def test_a_classifier_gives_the_risk_as_a_probability(app: App) -> None:
-    both = [row["risk"] for row in app.client.post("/score", json={"prompt": ["A", "B"]}).json()["data"]]
-    two, one = (app.client.post(CLASSIFY_ROUTE, json={"inputs": inputs}) for inputs in (["A", "B"], "A"))
+    both = [
+        row["risk"] for row in app.client.post("/score", json={"prompt": ["A", "B"]}).json()["data"]
+    ]
+    two, one = (
+        app.client.post(CLASSIFY_ROUTE, json={"inputs": inputs}) for inputs in (["A", "B"], "A")
+    )
     assert [{row["label"]: row["score"] for row in of_text} for of_text in two.json()] == [
         {"hallucinated": risk, "factual": pytest.approx(1 - risk)} for risk in both
     ]

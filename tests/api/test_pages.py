@@ -1,4 +1,5 @@
-"""The pages' files over HTTP, and the questions that a bundle carries: what is served, to whom, and what is refused."""
+"""The pages' files over HTTP, and the questions that a bundle carries: what is served, to whom, and
+what is refused."""
 
 from __future__ import annotations
 
@@ -35,8 +36,12 @@ PAGES, REFERENCE = pages(playground=True), pages(playground=False)
 PLAYGROUND = [path for path in PAGES if not path.startswith("/docs")]
 ROOT = Path(__file__).parent.parent.parent
 KEY = "a-key-of-sixteen-letters"
-KINDS = {"html": "text/html; charset=utf-8", "css": "text/css; charset=utf-8", "js": "text/javascript; charset=utf-8",
-         "svg": "image/svg+xml"}  # fmt: skip
+KINDS = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+}
 
 
 def carrying(engine: Any, folder: Path) -> Any:
@@ -80,21 +85,29 @@ def test_every_page_and_file_is_served_with_the_policy(app: App) -> None:
 def test_pages_are_compressed_for_who_takes_that(app: App, accepted: str, compressed: bool) -> None:
     for path, file in PAGES.items():
         head, found = (
-            app.client.request(method, path, headers={"accept-encoding": accepted}) for method in ("HEAD", "GET")
+            app.client.request(method, path, headers={"accept-encoding": accepted})
+            for method in ("HEAD", "GET")
         )
-        assert ("content-encoding" in found.headers, found.content) == (compressed, file.read_bytes()), path
+        assert ("content-encoding" in found.headers, found.content) == (
+            compressed,
+            file.read_bytes(),
+        ), path
         assert (head.status_code, head.content) == (200, b"")
         assert head.headers["content-length"] == found.headers["content-length"]
         assert found.headers["vary"] == "accept-encoding"
     size = int(
-        app.client.get("/docs/swagger-ui-bundle.js", headers={"accept-encoding": accepted}).headers["content-length"]
+        app.client.get("/docs/swagger-ui-bundle.js", headers={"accept-encoding": accepted}).headers[
+            "content-length"
+        ]
     )
     assert (size < 600_000) == compressed
 
 
 def test_a_page_names_and_imports_files_of_ours_only_and_the_package_takes_them_along() -> None:
     """A page holds no script or style of its own, which the policy would refuse."""
-    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["service"]
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"][
+        "package-data"
+    ]["service"]
     own = [file for file in PAGES.values() if file.is_relative_to(ROOT / "service")]
     own.append(ROOT / "service" / "api" / "examples.json")
     assert len(own) > 10
@@ -102,18 +115,30 @@ def test_a_page_names_and_imports_files_of_ours_only_and_the_package_takes_them_
         text, name = file.read_text(), file.relative_to(ROOT / "service").as_posix()
         assert any(fnmatch(name, pattern) for pattern in patterns), name
         if file.suffix == ".html":
-            assert {posixpath.normpath(f"/{named}") for named in re.findall(r'(?:src|href)="([^"#]+)"', text)} <= set(
-                PAGES
-            ), name
+            assert {
+                posixpath.normpath(f"/{named}")
+                for named in re.findall(r'(?:src|href)="([^"#]+)"', text)
+            } <= set(PAGES), name
             assert not re.search(r"<style|<script(?![^>]*\bsrc=)|\bstyle=|\bon[a-z]+=", text)
         if file.suffix == ".js" and file.parent.name == "playground":
-            assert {f"/playground/{named}" for named in re.findall(r'from "\./([^"]+)"', text)} <= set(PAGES), name
+            assert {
+                f"/playground/{named}" for named in re.findall(r'from "\./([^"]+)"', text)
+            } <= set(PAGES), name
 
 
 def test_files_need_no_key_and_calls_do(tmp_path: Path) -> None:
-    for options, status, code in (({"api_keys": (KEY,)}, 401, "unauthorized"), ({}, 404, "not_found")):
+    for options, status, code in (
+        ({"api_keys": (KEY,)}, 401, "unauthorized"),
+        ({}, 404, "not_found"),
+    ):
         with App(tmp_path / code, playground=False, **options).started() as service:
-            for path in (*PLAYGROUND, "/playground/", "/playground/../v1/none", "/docs/nothing.js", "/redoc"):
+            for path in (
+                *PLAYGROUND,
+                "/playground/",
+                "/playground/../v1/none",
+                "/docs/nothing.js",
+                "/redoc",
+            ):
                 found = service.client.get(path)
                 assert (found.status_code, found.json()["error"]["code"]) == (status, code), path
             assert all(service.client.get(path).status_code == 200 for path in REFERENCE)
@@ -142,14 +167,20 @@ def test_one_bundle_with_what_a_picture_needs(app: App, name: str) -> None:
     found = app.client.get(f"/v1/bundles/{name}").json()
     (card,) = [one for one in app.client.get("/v1/bundles").json()["data"] if one["id"] == "one:1"]
     assert {key: found[key] for key in card} == card
-    means = dict(zip(("hallucinated", "factual"), app.bundles[0].probes.trajectory_mean.tolist(), strict=True))
+    means = dict(
+        zip(
+            ("hallucinated", "factual"), app.bundles[0].probes.trajectory_mean.tolist(), strict=True
+        )
+    )
     assert {key: found["trajectories"][key] for key in means} == means
     assert (found["coverage"]["source"], found["sample"]) == ("own_threshold", None)
     missing = app.client.get("/v1/bundles/none")
     assert (missing.status_code, missing.json()["error"]["param"]) == (404, "bundle")
 
 
-def asked(app: App, number: int | str, bundle: str = "carrying", status: int = 200) -> dict[str, Any]:
+def asked(
+    app: App, number: int | str, bundle: str = "carrying", status: int = 200
+) -> dict[str, Any]:
     response = app.client.get(f"/v1/bundles/{bundle}/sample/{number}")
     assert response.status_code == status, response.text
     return dict(response.json())
@@ -158,9 +189,15 @@ def asked(app: App, number: int | str, bundle: str = "carrying", status: int = 2
 def test_an_answer_has_the_risk_that_score_gives(app: App) -> None:
     told = app.client.get("/v1/bundles/carrying").json()["sample"]
     assert told["file"] == "rows.jsonl"
-    assert told["questions"][0] == {"prompt": "Capital of France?", "answers": ["Paris"], "kind": "capital"}
+    assert told["questions"][0] == {
+        "prompt": "Capital of France?",
+        "answers": ["Paris"],
+        "kind": "capital",
+    }
     one = asked(app, 0)
-    scored = app.client.post("/score", json={"prompt": "Capital of France?", "bundle": "carrying"}).json()["data"][0]
+    scored = app.client.post(
+        "/score", json={"prompt": "Capital of France?", "bundle": "carrying"}
+    ).json()["data"][0]
     assert one["risk"] == pytest.approx(scored["risk"], abs=1e-6)
     assert (one["threshold"], one["flagged"]) == (0.25, scored["flagged"])
     assert (one["number"], one["kind"], one["accepted"]) == (0, "capital", ["Paris"])
@@ -168,13 +205,19 @@ def test_an_answer_has_the_risk_that_score_gives(app: App) -> None:
     assert (one["decision"], one["answer"]) == ("continue", "It is so.")
 
 
-@pytest.mark.parametrize(("bundle", "number"), [*(("carrying", n) for n in ("2", "-1", "48")), ("one", "0")])
+@pytest.mark.parametrize(
+    ("bundle", "number"), [*(("carrying", n) for n in ("2", "-1", "48")), ("one", "0")]
+)
 def test_what_it_does_not_carry_is_not_found(app: App, bundle: str, number: str) -> None:
     message = asked(app, number, bundle, 404)["error"]["message"]
-    assert message == f"{bundle}:1 carries {2 * (bundle != 'one')} questions, and none of number {number}"
+    assert (
+        message
+        == f"{bundle}:1 carries {2 * (bundle != 'one')} questions, and none of number {number}"
+    )
 
 
-# --- what the policy withholds is shown nowhere, and a question of a bundle is asked as any other ---
+# --- what the policy withholds is shown nowhere, and a question of a bundle is asked as any other
+# ---
 
 ROUTES = [f"/v1/bundles/{name}/sample/0" for name in ("carrying", "carrying:1", "carrying@live")]
 ALL: dict[str, Any] = {"threshold": 0.0}  # every prompt is flagged
@@ -185,7 +228,9 @@ def watching(engine: Any, folder: Path) -> Any:
 
 
 def withholding(tmp_path: Path, **options: Any) -> App:
-    return App(tmp_path, names=(), add=[carrying], **{"aliases_of": lambda _: {"live": 1}} | options)
+    return App(
+        tmp_path, names=(), add=[carrying], **{"aliases_of": lambda _: {"live": 1}} | options
+    )
 
 
 @pytest.mark.parametrize(
@@ -198,7 +243,9 @@ def withholding(tmp_path: Path, **options: Any) -> App:
     ],
 )
 @pytest.mark.parametrize("name", ["carrying", "carrying:1", "carrying@live"])
-def test_a_withheld_answer_is_not_shown_and_not_decoded(tmp_path: Path, policy: Policy, name: str) -> None:
+def test_a_withheld_answer_is_not_shown_and_not_decoded(
+    tmp_path: Path, policy: Policy, name: str
+) -> None:
     own: dict[str, Any] = {"policy": policy.name, "policies": {policy.name: policy}}
     with withholding(tmp_path, **own, **ALL).started() as app:
         for _ in range(2):
@@ -207,15 +254,23 @@ def test_a_withheld_answer_is_not_shown_and_not_decoded(tmp_path: Path, policy: 
             assert (one["answer"], one["verdict"]) == (None, None)
         assert app.engine.counters.decode_steps == 0
     with withholding(tmp_path / "open", **own, threshold=1.0).started() as app:
-        assert (asked(app, 0, name)["decision"], asked(app, 0, name)["answer"]) == ("continue", "It is so.")
+        assert (asked(app, 0, name)["decision"], asked(app, 0, name)["answer"]) == (
+            "continue",
+            "It is so.",
+        )
 
 
-def test_each_caller_is_judged_by_its_own_policy_whatever_was_answered_before(tmp_path: Path) -> None:
+def test_each_caller_is_judged_by_its_own_policy_whatever_was_answered_before(
+    tmp_path: Path,
+) -> None:
     keys = [
         Key(name=name, digest=digest_of(name), policies=policies)
         for name, policies in (("free", ("observe",)), ("held", ("gate",)), ("any", None))
     ]
-    rules = Policies({**built_in(), "fetch": Policy("fetch", Action.RETRIEVE)}, (Rule(policy="observe", key="free"),))
+    rules = Policies(
+        {**built_in(), "fetch": Policy("fetch", Action.RETRIEVE)},
+        (Rule(policy="observe", key="free"),),
+    )
     with withholding(tmp_path, api_keys=keys, **ALL).started() as app:
         app.state.catalogue.policies = rules
         for _ in range(2):  # the second time from what was answered before
@@ -223,10 +278,14 @@ def test_each_caller_is_judged_by_its_own_policy_whatever_was_answered_before(tm
                 name: app.client.get(ROUTES[0], headers={"authorization": f"Bearer {name}"})
                 for name in ("free", "held", "any")
             }
-            assert {name: answer.status_code for name, answer in told.items()} == dict.fromkeys(told, 200)
+            assert {name: answer.status_code for name, answer in told.items()} == dict.fromkeys(
+                told, 200
+            )
             answers = {name: answer.json()["answer"] for name, answer in told.items()}
             assert answers == {"free": "It is so.", "held": None, "any": None}
-        app.state.catalogue.policies = Policies(rules.named, ())  # a key that no policy in force fits
+        app.state.catalogue.policies = Policies(
+            rules.named, ()
+        )  # a key that no policy in force fits
         refused = app.client.get(ROUTES[0], headers={"authorization": "Bearer free"})
         assert (refused.status_code, refused.json()["error"]["param"]) == (403, "policy")
 
@@ -239,7 +298,9 @@ def test_another_bundle_is_the_operators_to_allow(tmp_path: Path) -> None:
 
 
 def test_it_takes_the_scope_score(tmp_path: Path) -> None:
-    keys = [Key(name=str(one), digest=digest_of(str(one)), scopes=frozenset({one})) for one in Scope]
+    keys = [
+        Key(name=str(one), digest=digest_of(str(one)), scopes=frozenset({one})) for one in Scope
+    ]
     with withholding(tmp_path, api_keys=keys, policy="observe").started() as app:
         for path in (*ROUTES, "/v1/bundles/carrying/sample/1", "/v1/bundles/carrying%2Fsample/0"):
             for scope in Scope:
@@ -247,7 +308,9 @@ def test_it_takes_the_scope_score(tmp_path: Path) -> None:
                 expected = 200 if scope is Scope.SCORE else 403
                 assert answer.status_code == expected, (path, scope)
             assert app.client.get(path).status_code == 401
-        listed = app.client.get("/v1/bundles/carrying", headers={"authorization": f"Bearer {Scope.OBSERVE}"})
+        listed = app.client.get(
+            "/v1/bundles/carrying", headers={"authorization": f"Bearer {Scope.OBSERVE}"}
+        )
         assert listed.status_code == 200
 
 
@@ -259,14 +322,25 @@ def test_it_is_audited_each_time_and_counted_where_the_model_was_asked(tmp_path:
         app.client.headers["authorization"] = f"Bearer {KEY}"
         before = app.engine.counters.prefills
         for number in range(3):
-            assert app.client.get(ROUTES[0], headers={"x-request-id": f"r-{number}"}).status_code == 200
-        found = [json.loads(line) for line in (tmp_path / "audit.jsonl").read_text().splitlines()][1:]
+            assert (
+                app.client.get(ROUTES[0], headers={"x-request-id": f"r-{number}"}).status_code
+                == 200
+            )
+        found = [json.loads(line) for line in (tmp_path / "audit.jsonl").read_text().splitlines()][
+            1:
+        ]
         assert [(line["key"], line["request_id"], line["route"]) for line in found] == [
             ("ann", f"r-{number}", SAMPLE_ROUTE) for number in range(3)
         ]
-        assert {(line["policy"], line["prompts"][0]["decision"]) for line in found} == {("gate", "abstain")}
+        assert {(line["policy"], line["prompts"][0]["decision"]) for line in found} == {
+            ("gate", "abstain")
+        }
         metrics = app.client.get("/metrics").text.splitlines()
-        counted = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in metrics if line[:1] != "#"}
+        counted = {
+            line.rpartition(" ")[0]: float(line.rpartition(" ")[2])
+            for line in metrics
+            if line[:1] != "#"
+        }
         labels = f'bundle="carrying:1",model_name="scripted",route="{SAMPLE_ROUTE}"'
         assert counted[f"hallutracer_gated_by_route_total{{{labels}}}"] == 1
         assert counted['hallutracer_key_prompts_total{key="ann",withheld="yes"}'] == 1
@@ -278,9 +352,12 @@ def test_it_is_audited_each_time_and_counted_where_the_model_was_asked(tmp_path:
 def test_neither_feedback_nor_the_drift_monitor_nor_a_shadow_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bundle's own held-out questions are what training saw: they would hide that users ask other ones."""
+    """The bundle's own held-out questions are what training saw: they would hide that users ask
+    other ones."""
     observed = list[int]()
-    monkeypatch.setattr(Monitor, "observe", lambda self, reports, prompts: observed.append(len(prompts)))
+    monkeypatch.setattr(
+        Monitor, "observe", lambda self, reports, prompts: observed.append(len(prompts))
+    )
 
     def feedback(metrics: Metrics) -> Feedback:
         return Feedback(location(str(tmp_path / "feedback.db")), metrics, share=1.0)
@@ -288,15 +365,33 @@ def test_neither_feedback_nor_the_drift_monitor_nor_a_shadow_is_told(
     app = App(tmp_path, names=(), add=[carrying, watching], feedback=feedback, policy="observe")
     app.state.catalogue.plan = RolloutPlan(shadows=("watching:1",))
     with app.started():
-        for call, told in ((lambda: asked(app, 0), 0), (lambda: app.client.post("/score", json={"prompt": "a"}), 1)):
+        for call, told in (
+            (lambda: asked(app, 0), 0),
+            (lambda: app.client.post("/score", json={"prompt": "a"}), 1),
+        ):
             call()
-            (shadow,) = [one for one in app.client.get("/v1/bundles").json()["data"] if one["role"] == "shadow"]
+            (shadow,) = [
+                one
+                for one in app.client.get("/v1/bundles").json()["data"]
+                if one["role"] == "shadow"
+            ]
             assert (len(observed), shadow["compared"]["prompts"]) == (told, told)
-    assert len(rows(location(str(tmp_path / "feedback.db")), "SELECT risk FROM hallutracer_answers")) == 1
+    assert (
+        len(rows(location(str(tmp_path / "feedback.db")), "SELECT risk FROM hallutracer_answers"))
+        == 1
+    )
 
 
-def test_it_waits_in_the_queue_by_the_deadline_and_is_refused_where_that_is_full(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"names": (), "add": [carrying], "policy": "observe", "max_queue": 1, "deadline_s": 60.0}
+def test_it_waits_in_the_queue_by_the_deadline_and_is_refused_where_that_is_full(
+    tmp_path: Path,
+) -> None:
+    options: dict[str, Any] = {
+        "names": (),
+        "add": [carrying],
+        "policy": "observe",
+        "max_queue": 1,
+        "deadline_s": 60.0,
+    }
     with running(tmp_path, **options) as service, ThreadPoolExecutor(8) as pool:
         service.engine.before = held = Held()
         try:
@@ -310,7 +405,12 @@ def test_it_waits_in_the_queue_by_the_deadline_and_is_refused_where_that_is_full
 
 
 def test_the_deadline_ends_it_where_the_engine_stands_still(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"names": (), "add": [carrying], "policy": "observe", "deadline_s": 0.2}
+    options: dict[str, Any] = {
+        "names": (),
+        "add": [carrying],
+        "policy": "observe",
+        "deadline_s": 0.2,
+    }
     with running(tmp_path, **options) as service:
         service.engine.before = held = Held()
         try:
@@ -330,8 +430,12 @@ OTHERS = [
 
 
 @pytest.mark.parametrize("headers", OTHERS)
-def test_a_page_of_another_site_cannot_have_a_browser_ask(tmp_path: Path, headers: dict[str, str]) -> None:
-    with withholding(tmp_path, policy="observe", cors_origins=("http://ours.test",)).started() as app:
+def test_a_page_of_another_site_cannot_have_a_browser_ask(
+    tmp_path: Path, headers: dict[str, str]
+) -> None:
+    with withholding(
+        tmp_path, policy="observe", cors_origins=("http://ours.test",)
+    ).started() as app:
         before = app.engine.counters.prefills
         refused = app.client.get(ROUTES[0], headers=headers)
         assert (refused.status_code, refused.json()["error"]["param"]) == (403, "origin")
@@ -340,7 +444,9 @@ def test_a_page_of_another_site_cannot_have_a_browser_ask(tmp_path: Path, header
         ours: list[dict[str, str]] = [{}, {"origin": "http://testserver"}]
         ours += [{"sec-fetch-site": "same-origin"}, {"sec-fetch-site": "none"}]
         ours.append({"origin": "http://ours.test", "sec-fetch-site": "cross-site"})
-        assert [app.client.get(ROUTES[0], headers=one).status_code for one in ours] == [200] * len(ours)
+        assert [app.client.get(ROUTES[0], headers=one).status_code for one in ours] == [200] * len(
+            ours
+        )
 
 
 @pytest.mark.parametrize(
@@ -354,10 +460,14 @@ def test_a_page_of_another_site_cannot_have_a_browser_ask(tmp_path: Path, header
         ("/" + "x" * 5000, "/" + "x" * 199 + "...;"),
     ],
 )
-def test_an_unknown_path_is_named_with_the_routes_that_there_are(app: App, path: str, shown: str) -> None:
+def test_an_unknown_path_is_named_with_the_routes_that_there_are(
+    app: App, path: str, shown: str
+) -> None:
     for method in ("GET", "POST"):
         found = app.client.request(method, path)
         message = found.json()["error"]["message"]
         assert found.status_code == 404
         assert f"no such route: {shown}" in message
-        assert {"/score", "/v1/risk/score", "/v1/chat/completions"} <= set(re.split(r"[ ,;:)]+", message))
+        assert {"/score", "/v1/risk/score", "/v1/chat/completions"} <= set(
+            re.split(r"[ ,;:)]+", message)
+        )

@@ -1,4 +1,5 @@
-"""A policy that takes only a share of passages for true: the risk beside a passage, before the threshold."""
+"""A policy that takes only a share of passages for true: the risk beside a passage, before the
+threshold."""
 
 from __future__ import annotations
 
@@ -20,7 +21,10 @@ from tests.kit.api import WIRES, note_of, send_to
 from tests.running import App
 
 TRUTH = 0.5
-HALF, WATCH = Policy("half", Action.ABSTAIN, message="No.", passage_truth=TRUTH), replace(OBSERVE, name="watch")
+HALF, WATCH = (
+    Policy("half", Action.ABSTAIN, message="No.", passage_truth=TRUTH),
+    replace(OBSERVE, name="watch"),
+)
 POLICIES = {"half": HALF, "watch": replace(WATCH, passage_truth=TRUTH), "plain": WATCH}
 QUESTION = "Why?"
 BESIDE = f"Context: {'A fact. ' * 60}\n\n{QUESTION}"
@@ -28,7 +32,9 @@ BESIDE = f"Context: {'A fact. ' * 60}\n\n{QUESTION}"
 
 @pytest.fixture(scope="module")
 def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
-    with App(tmp_path_factory.mktemp("app"), add=[guaranteed], policies=POLICIES, policy="plain").started() as app:
+    with App(
+        tmp_path_factory.mktemp("app"), add=[guaranteed], policies=POLICIES, policy="plain"
+    ).started() as app:
         yield app
 
 
@@ -51,7 +57,9 @@ def test_the_risk_beside_a_passage_rises_before_the_threshold_and_is_said(app: A
         assert (row["flagged"], row["decision"]) == (flagged, "abstain" if flagged else "continue")
     [unknown] = scored(app, "watch", input_ids=[1, 2])["data"]
     [read_so] = scored(app, "plain", input_ids=[1, 2])["data"]
-    assert unknown["risk"] == pytest.approx(1 - TRUTH * (1 - read_so["risk"])), "it may be a passage"
+    assert unknown["risk"] == pytest.approx(1 - TRUTH * (1 - read_so["risk"])), (
+        "it may be a passage"
+    )
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -86,9 +94,17 @@ def test_a_caller_cannot_choose_a_policy_that_takes_more_for_true(tmp_path: Path
 
 @pytest.mark.parametrize(
     ("form", "reads", "beside"),
-    [(True, None, True), (False, None, False), (None, None, True), (False, 0.6, True), (True, 0.1, True),
-     (False, 0.4, False), (None, 0.4, False), (None, 0.6, True)],
-)  # fmt: skip
+    [
+        (True, None, True),
+        (False, None, False),
+        (None, None, True),
+        (False, 0.6, True),
+        (True, 0.1, True),
+        (False, 0.4, False),
+        (None, 0.4, False),
+        (None, 0.6, True),
+    ],
+)
 def test_a_passage_is_told_by_its_form_or_by_what_the_bundle_reads(
     form: bool | None, reads: float | None, beside: bool
 ) -> None:
@@ -98,7 +114,9 @@ def test_a_passage_is_told_by_its_form_or_by_what_the_bundle_reads(
 
 @pytest.mark.parametrize("wrong", ["0", "0.0", "-0.1", "1.01", "nan", "inf", "true", '"0.5"'])
 def test_a_share_that_is_none_is_refused(tmp_path: Path, wrong: str) -> None:
-    (path := tmp_path / "policies.toml").write_text(f'[a]\naction = "block"\npassage_truth = {wrong}\n')
+    (path := tmp_path / "policies.toml").write_text(
+        f'[a]\naction = "block"\npassage_truth = {wrong}\n'
+    )
     with pytest.raises(HalluTracerError, match="passage_truth"):
         read_policies(path)
     for right in ("1", "1.0", "0.01"):
@@ -107,7 +125,9 @@ def test_a_share_that_is_none_is_refused(tmp_path: Path, wrong: str) -> None:
 
 
 def test_the_arithmetic() -> None:
-    assert [risk_beside_passage(risk, 0.8) for risk in (0.0, 0.5, 1.0)] == pytest.approx([0.2, 0.6, 1.0])
+    assert [risk_beside_passage(risk, 0.8) for risk in (0.0, 0.5, 1.0)] == pytest.approx(
+        [0.2, 0.6, 1.0]
+    )
     assert risk_beside_passage(0.123456789, 1.0) == 0.123456789
     for truth in (0.0, -1.0, 1.1, float("nan")):
         with pytest.raises(RequestError, match="passage_truth"):

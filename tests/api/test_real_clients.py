@@ -1,4 +1,5 @@
-"""What clients send beside a question: their protocol's defaults, kept history, long limits; how faults are named."""
+"""What clients send beside a question: their protocol's defaults, kept history, long limits; how
+faults are named."""
 
 from __future__ import annotations
 
@@ -26,7 +27,10 @@ from tests.running import App
 
 JSON = {"content-type": "application/json"}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
-TOOL = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "now", "parameters": {"type": "object", "properties": {}}},
+}
 
 
 @pytest.fixture(scope="module")
@@ -48,17 +52,29 @@ def risk(found: dict[str, Any]) -> float:
 
 # --- browsers ---
 
-OPENAIS = "authorization,content-type,x-stainless-arch,x-stainless-lang,x-stainless-retry-count,openai-organization"
-ANTHROPICS = "anthropic-dangerous-direct-browser-access,anthropic-version,anthropic-beta,content-type,x-api-key"
+OPENAIS = (
+    "authorization,content-type,x-stainless-arch,x-stainless-lang,x-stainless-retry-count,"
+    "openai-organization"
+)
+ANTHROPICS = (
+    "anthropic-dangerous-direct-browser-access,anthropic-version,anthropic-beta,content-type,"
+    "x-api-key"
+)
 
 
 @pytest.mark.parametrize("asked", [OPENAIS, ANTHROPICS, "x-session-id", "traceparent,x-request-id"])
-def test_a_browser_s_client_is_allowed_its_headers_where_an_origin_is_named(tmp_path: Path, asked: str) -> None:
+def test_a_browser_s_client_is_allowed_its_headers_where_an_origin_is_named(
+    tmp_path: Path, asked: str
+) -> None:
     preflight = {"access-control-request-method": "POST", "access-control-request-headers": asked}
     with App(tmp_path, cors_origins=("https://a.example",), api_keys=("sesame",)).started() as app:
-        allowed = app.client.options(CHAT_ROUTE, headers=preflight | {"origin": "https://a.example"})
+        allowed = app.client.options(
+            CHAT_ROUTE, headers=preflight | {"origin": "https://a.example"}
+        )
         assert allowed.status_code == 200, allowed.text
-        taken = {name.strip() for name in allowed.headers["access-control-allow-headers"].split(",")}
+        taken = {
+            name.strip() for name in allowed.headers["access-control-allow-headers"].split(",")
+        }
         assert (set(asked.split(",")) <= taken, allowed.headers["access-control-allow-origin"]) == (
             True,
             "https://a.example",
@@ -139,55 +155,106 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("route", [CHAT_ROUTE, TEXT_ROUTE, RESPONSES_ROUTE, MESSAGES_ROUTE])
-def test_fields_of_vllm_s_clients_are_taken_with_the_values_that_change_nothing(app: App, route: str) -> None:
-    body = {"model": "scripted", "prompt": "a", "max_tokens": 4} if route == TEXT_ROUTE else body_of(route)
+def test_fields_of_vllm_s_clients_are_taken_with_the_values_that_change_nothing(
+    app: App, route: str
+) -> None:
+    body = (
+        {"model": "scripted", "prompt": "a", "max_tokens": 4}
+        if route == TEXT_ROUTE
+        else body_of(route)
+    )
     plain = post(app, route, **body)
-    more = {} if route == MESSAGES_ROUTE else OPENAIS_NEUTRAL if route in (CHAT_ROUTE, TEXT_ROUTE) else {"stop": None}
+    more = (
+        {}
+        if route == MESSAGES_ROUTE
+        else OPENAIS_NEUTRAL
+        if route in (CHAT_ROUTE, TEXT_ROUTE)
+        else {"stop": None}
+    )
     for neutral in (NEUTRAL | more, dict.fromkeys(NEUTRAL | more)):
         for name, value in neutral.items():
             assert risk(post(app, route, **body | {name: value})) == risk(plain), name
-        assert risk(post(app, route, **neutral | {name: body[name] for name in body if body[name] is not None}))
+        assert risk(
+            post(
+                app,
+                route,
+                **neutral | {name: body[name] for name in body if body[name] is not None},
+            )
+        )
     for name, value in CHANGES.items():
-        error = post(app, route, 422 if route in (CHAT_ROUTE, TEXT_ROUTE) else 400, **body | {name: value})["error"]
+        error = post(
+            app, route, 422 if route in (CHAT_ROUTE, TEXT_ROUTE) else 400, **body | {name: value}
+        )["error"]
         assert repr(name) in error["message"], error
         assert route == MESSAGES_ROUTE or error["param"] == name, error
 
 
 @pytest.mark.parametrize("route", [CHAT_ROUTE, TEXT_ROUTE, RESPONSES_ROUTE, MESSAGES_ROUTE])
-def test_a_field_that_is_null_is_none_also_of_a_client_newer_than_this(app: App, route: str) -> None:
+def test_a_field_that_is_null_is_none_also_of_a_client_newer_than_this(
+    app: App, route: str
+) -> None:
     """Clients that write all fields of their newest protocol give those that nobody set as null."""
-    body = {"model": "scripted", "prompt": "a", "max_tokens": 4} if route == TEXT_ROUTE else body_of(route)
+    body = (
+        {"model": "scripted", "prompt": "a", "max_tokens": 4}
+        if route == TEXT_ROUTE
+        else body_of(route)
+    )
     assert risk(post(app, route, **body | {"of_next_year": None})) == risk(post(app, route, **body))
-    error = post(app, route, 422 if route in (CHAT_ROUTE, TEXT_ROUTE) else 400, **body | {"of_next_year": False})
+    error = post(
+        app,
+        route,
+        422 if route in (CHAT_ROUTE, TEXT_ROUTE) else 400,
+        **body | {"of_next_year": False},
+    )
     assert "of_next_year: no such field" in error["error"]["message"]
 
 
 def test_newer_fields_of_openai_s_change_nothing(app: App) -> None:
     for route, neutral in (
-        (CHAT_ROUTE, {"moderation": None, "prompt_cache_options": {"mode": "implicit", "ttl": "1h"}}),
+        (
+            CHAT_ROUTE,
+            {"moderation": None, "prompt_cache_options": {"mode": "implicit", "ttl": "1h"}},
+        ),
         (RESPONSES_ROUTE, {"background_options": None, "prompt_cache_options": {"prewarm": False}}),
         (RESPONSES_ROUTE, {"background_options": {}}),
     ):
-        assert risk(post(app, route, **body_of(route) | neutral)) == risk(post(app, route, **body_of(route))), neutral
+        assert risk(post(app, route, **body_of(route) | neutral)) == risk(
+            post(app, route, **body_of(route))
+        ), neutral
     for route, field, value in (
-        (CHAT_ROUTE, "moderation", {"model": "m"}), (CHAT_ROUTE, "prompt_cache_options", {"prewarm": True}),
+        (CHAT_ROUTE, "moderation", {"model": "m"}),
+        (CHAT_ROUTE, "prompt_cache_options", {"prewarm": True}),
         (RESPONSES_ROUTE, "background_options", {"x": 1}),
-    ):  # fmt: skip
-        error = post(app, route, 422 if route == CHAT_ROUTE else 400, **body_of(route) | {field: value})["error"]
-        assert (error["param"].split(".")[0], "not supported here" in error["message"]) == (field, True)
+    ):
+        error = post(
+            app, route, 422 if route == CHAT_ROUTE else 400, **body_of(route) | {field: value}
+        )["error"]
+        assert (error["param"].split(".")[0], "not supported here" in error["message"]) == (
+            field,
+            True,
+        )
 
 
 def test_special_tokens_are_neutral_as_each_route_has_them(app: App) -> None:
     text = {"model": "scripted", "prompt": "a"}
-    for route, body, neutral in ((CHAT_ROUTE, body_of(CHAT_ROUTE), False), (TEXT_ROUTE, text, True)):
+    for route, body, neutral in (
+        (CHAT_ROUTE, body_of(CHAT_ROUTE), False),
+        (TEXT_ROUTE, text, True),
+    ):
         post(app, route, **body | {"add_special_tokens": neutral})
-        assert post(app, route, 422, **body | {"add_special_tokens": not neutral})["error"]["param"] == (
-            "add_special_tokens"
+        assert (
+            post(app, route, 422, **body | {"add_special_tokens": not neutral})["error"]["param"]
+            == "add_special_tokens"
         )
 
 
 def test_what_clients_keep_of_earlier_turns_changes_nothing(app: App) -> None:
-    def chat(kept: dict[str, Any], of_part: dict[str, Any], of_call: dict[str, Any], of_tool: dict[str, Any]) -> float:
+    def chat(
+        kept: dict[str, Any],
+        of_part: dict[str, Any],
+        of_call: dict[str, Any],
+        of_tool: dict[str, Any],
+    ) -> float:
         messages = [
             {"role": "system", "content": [{"type": "text", "text": "Be brief."} | of_part]},
             {"role": "user", "content": "When?"},
@@ -220,16 +287,41 @@ def test_what_clients_keep_of_earlier_turns_changes_nothing(app: App) -> None:
         {"role": "assistant", "content": [{"type": "output_text", "text": "Now."}]},
         {"role": "user", "content": "Sure?"},
     ]
-    more = [one | {"index": 0, "id": "a", "annotations": [], "reasoning_content": "x"} | cached for one in items]
-    assert len({risk(post(app, RESPONSES_ROUTE, **body_of(RESPONSES_ROUTE, one))) for one in (items, more)}) == 1
+    more = [
+        one | {"index": 0, "id": "a", "annotations": [], "reasoning_content": "x"} | cached
+        for one in items
+    ]
+    assert (
+        len(
+            {
+                risk(post(app, RESPONSES_ROUTE, **body_of(RESPONSES_ROUTE, one)))
+                for one in (items, more)
+            }
+        )
+        == 1
+    )
     turns = [
         {"role": "user", "content": "When?"},
         {"role": "assistant", "content": "Now."},
         {"role": "user", "content": [{"type": "text", "text": "Sure?"}]},
     ]
-    answer = {"id": "msg_1", "type": "message", "model": "scripted", "stop_reason": "end_turn", "usage": {}} | cached
+    answer = {
+        "id": "msg_1",
+        "type": "message",
+        "model": "scripted",
+        "stop_reason": "end_turn",
+        "usage": {},
+    } | cached
     more = [turns[0] | {"index": 0}, turns[1] | answer, turns[2]]
-    assert len({risk(post(app, MESSAGES_ROUTE, **body_of(MESSAGES_ROUTE, one))) for one in (turns, more)}) == 1
+    assert (
+        len(
+            {
+                risk(post(app, MESSAGES_ROUTE, **body_of(MESSAGES_ROUTE, one)))
+                for one in (turns, more)
+            }
+        )
+        == 1
+    )
 
 
 def test_thoughts_of_earlier_turns_are_not_read_on_any_route(app: App) -> None:
@@ -241,20 +333,37 @@ def test_thoughts_of_earlier_turns_are_not_read_on_any_route(app: App) -> None:
         {"role": "assistant", "content": "Now."},
         {"role": "user", "content": "Sure?"},
     ]
-    thought = {"type": "reasoning", "id": "rs_1", "status": "completed", "encrypted_content": "gA=="}
+    thought = {
+        "type": "reasoning",
+        "id": "rs_1",
+        "status": "completed",
+        "encrypted_content": "gA==",
+    }
     thought |= {"summary": [{"type": "summary_text", "text": "Hm."}]}
-    open_thought = thought | {"content": [{"type": "reasoning_text", "text": "Hm."}], "more": {"a": 1}}
+    open_thought = thought | {
+        "content": [{"type": "reasoning_text", "text": "Hm."}],
+        "more": {"a": 1},
+    }
     more = [items[0], thought, items[1], open_thought, *items[2:], thought]
     tools = [{"type": "function"} | TOOL["function"]]  # type: ignore[operator]
-    read = [risk(post(app, RESPONSES_ROUTE, **body_of(RESPONSES_ROUTE, one, tools=tools))) for one in (items, more)]
+    read = [
+        risk(post(app, RESPONSES_ROUTE, **body_of(RESPONSES_ROUTE, one, tools=tools)))
+        for one in (items, more)
+    ]
     assert read[0] == read[1]
     call = {"type": "tool_use", "id": "call_1", "name": "now", "input": {}}
-    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "call_1", "content": "Noon."}]}
+    result = {
+        "role": "user",
+        "content": [{"type": "tool_result", "tool_use_id": "call_1", "content": "Noon."}],
+    }
     hidden = {"type": "redacted_thinking", "data": "gA=="}
     shown = {"type": "thinking", "thinking": "Hm.", "signature": "c2ln"}
 
     def turns(*thoughts: dict[str, Any]) -> list[dict[str, Any]]:
-        said = {"role": "assistant", "content": [*thoughts, {"type": "text", "text": "Let me see."}, *thoughts, call]}
+        said = {
+            "role": "assistant",
+            "content": [*thoughts, {"type": "text", "text": "Let me see."}, *thoughts, call],
+        }
         return [{"role": "user", "content": "When?"}, said, result]
 
     offered = [{"name": "now", "input_schema": {"type": "object"}}]
@@ -270,7 +379,11 @@ def test_a_call_without_arguments_is_one_of_an_empty_object(app: App, arguments:
     def chat(text: str) -> float:
         call = CALL | {"function": {"name": "now", "arguments": text}}
         result = {"role": "tool", "tool_call_id": "call_1", "content": "Noon."}
-        turns = [{"role": "user", "content": "When?"}, {"role": "assistant", "tool_calls": [call]}, result]
+        turns = [
+            {"role": "user", "content": "When?"},
+            {"role": "assistant", "tool_calls": [call]},
+            result,
+        ]
         return risk(post(app, CHAT_ROUTE, **body_of(CHAT_ROUTE, turns, tools=[TOOL])))
 
     def response(text: str) -> float:
@@ -295,13 +408,20 @@ def test_a_length_beyond_the_service_s_limit(tmp_path: Path) -> None:
         assert (found["usage"]["output_tokens"], found["stop_reason"]) == (3, "max_tokens")
         for route, body, param in (
             (CHAT_ROUTE, body_of(CHAT_ROUTE, tokens=4096), "max_tokens"),
-            (CHAT_ROUTE, body_of(CHAT_ROUTE, tokens=3, max_completion_tokens=4096), "max_completion_tokens"),
+            (
+                CHAT_ROUTE,
+                body_of(CHAT_ROUTE, tokens=3, max_completion_tokens=4096),
+                "max_completion_tokens",
+            ),
             (RESPONSES_ROUTE, body_of(RESPONSES_ROUTE, tokens=4096), "max_output_tokens"),
             (TEXT_ROUTE, {"model": "scripted", "prompt": "a", "max_tokens": 4096}, "max_tokens"),
             ("/score", {"prompt": "a", "generate": {"max_tokens": 4096}}, "generate.max_tokens"),
         ):
             error = post(app, route, 400 if route == RESPONSES_ROUTE else 422, **body)["error"]
-            assert (error["param"], "at most 3 answer tokens here, not 4096" in error["message"]) == (param, True)
+            assert (
+                error["param"],
+                "at most 3 answer tokens here, not 4096" in error["message"],
+            ) == (param, True)
             assert "--max-completion-tokens" in error["message"]
 
 
@@ -335,10 +455,16 @@ def test_a_context_that_is_too_long_is_said_as_openai_s_clients_know_it(
 def test_elsewhere_a_context_that_is_too_long_is_what_it_was(app: App) -> None:
     error = post(app, "/score", 413, prompt=LONG)["error"]
     assert (error["code"], error["param"]) == ("prompt_too_long", "prompt")
-    assert post(app, "/score", 413, messages=[{"role": "user", "content": LONG}])["error"]["param"] == "messages"
+    assert (
+        post(app, "/score", 413, messages=[{"role": "user", "content": LONG}])["error"]["param"]
+        == "messages"
+    )
     assert post(app, "/classify", 413, inputs=LONG)["error"]["param"] == "inputs"
     said = post(app, MESSAGES_ROUTE, 400, **body_of(MESSAGES_ROUTE, LONG))["error"]
-    assert (said["type"], said["message"][:23]) == ("invalid_request_error", "prompt is too long: 609")
+    assert (said["type"], said["message"][:23]) == (
+        "invalid_request_error",
+        "prompt is too long: 609",
+    )
 
 
 # --- which field, and one sentence ---
@@ -354,8 +480,18 @@ def test_elsewhere_a_context_that_is_too_long_is_what_it_was(app: App) -> None:
         (CHAT_ROUTE, {"audio": {}}, "audio", "leave it out"),
         (CHAT_ROUTE, {"stream_options": {}}, "stream_options", "needs 'stream'"),
         (CHAT_ROUTE, {"tools": [TOOL, TOOL]}, "tools", "two tools are called 'now'"),
-        (CHAT_ROUTE, {"tools": [TOOL], "response_format": {"type": "json_object"}}, "response_format", "exclude"),
-        (CHAT_ROUTE, {"messages": [{"role": "tool", "tool_call_id": "a", "content": "b"}]}, "messages.0", "no earlier"),
+        (
+            CHAT_ROUTE,
+            {"tools": [TOOL], "response_format": {"type": "json_object"}},
+            "response_format",
+            "exclude",
+        ),
+        (
+            CHAT_ROUTE,
+            {"messages": [{"role": "tool", "tool_call_id": "a", "content": "b"}]},
+            "messages.0",
+            "no earlier",
+        ),
         (CHAT_ROUTE, {"stop": ["a"] * 9}, "stop", "at most 8 items"),
         (CHAT_ROUTE, {"stop": ""}, "stop", "at least 1"),
         (CHAT_ROUTE, {"stop": ["a", ""]}, "stop.1", "at least 1"),
@@ -390,7 +526,12 @@ def test_elsewhere_a_context_that_is_too_long_is_what_it_was(app: App) -> None:
         (TEXT_ROUTE, {"prompt": [1, "a"]}, "prompt.1", "valid integer"),
         (TEXT_ROUTE, {"prompt": ["a"] * 4097}, "prompt", "at most 4096 items"),
         (TEXT_ROUTE, {"prompt": [10**6]}, "prompt", "vocabulary"),
-        (TEXT_ROUTE, {"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options", "needs 'stream'"),
+        (
+            TEXT_ROUTE,
+            {"prompt": "a", "stream_options": {"include_usage": True}},
+            "stream_options",
+            "needs 'stream'",
+        ),
         ("/score", {"prompt": "a", "stream": True}, "stream", "needs 'generate'"),
         ("/score", {"prompt": {"a": 1}}, "prompt", "a valid string or a valid list"),
     ],
@@ -398,7 +539,11 @@ def test_elsewhere_a_context_that_is_too_long_is_what_it_was(app: App) -> None:
 def test_the_field_at_fault_is_named_in_the_route_s_words(
     app: App, route: str, body: dict[str, Any], param: str | None, said: str | None
 ) -> None:
-    given = body if route == "/score" else {name: value for name, value in body_of(route).items() if value is not None}
+    given = (
+        body
+        if route == "/score"
+        else {name: value for name, value in body_of(route).items() if value is not None}
+    )
     if route == TEXT_ROUTE:
         given = {"model": "scripted"}
     answer = app.client.post(route, json=given | body)
@@ -406,7 +551,10 @@ def test_the_field_at_fault_is_named_in_the_route_s_words(
         assert answer.status_code == 200
         return
     error = answer.json()["error"]
-    assert (answer.status_code, error["param"]) == (400 if route == RESPONSES_ROUTE else 422, param), error
+    assert (answer.status_code, error["param"]) == (
+        400 if route == RESPONSES_ROUTE else 422,
+        param,
+    ), error
     assert (said in error["message"], len(error["message"]) < 250) == (True, True), error
 
 
@@ -430,7 +578,11 @@ def test_a_body_that_is_no_object_gets_one_clear_sentence(
     answer = app.client.post(route, content=body, headers=JSON)
     status = 400 if status == 422 and route in (RESPONSES_ROUTE, MESSAGES_ROUTE) else status
     message = answer.json()["error"]["message"]
-    assert (answer.status_code, said in message, len(message) < 120) == (status, True, True), answer.text
+    assert (answer.status_code, said in message, len(message) < 120) == (
+        status,
+        True,
+        True,
+    ), answer.text
 
 
 # --- names of the model ---
@@ -443,8 +595,14 @@ def test_the_bundle_s_names_of_its_model_are_taken(app: App) -> None:
         found = post(app, CHAT_ROUTE, **body_of(CHAT_ROUTE, model=name))
         assert (found["model"], found["hallutracer"]["bundle"]["name"]) == ("scripted", "one")
         assert app.client.get(f"/v1/models/{name}").json()["root"] == "scripted"
-    for name in ("two", "other"):  # another bundle's name is none of the model that the default bundle judges
-        assert post(app, CHAT_ROUTE, 404, **body_of(CHAT_ROUTE, model=name))["error"]["param"] == "model"
+    for name in (
+        "two",
+        "other",
+    ):  # another bundle's name is none of the model that the default bundle judges
+        assert (
+            post(app, CHAT_ROUTE, 404, **body_of(CHAT_ROUTE, model=name))["error"]["param"]
+            == "model"
+        )
     for path in ("/v1/models", "/v1/models/"):
         assert [card["id"] for card in app.client.get(path).json()["data"]] == ["scripted"]
 
@@ -453,14 +611,26 @@ def test_the_bundle_s_names_of_its_model_are_taken(app: App) -> None:
 
 
 def test_retry_after_only_where_trying_again_can_help(tmp_path: Path) -> None:
-    waiting = App(tmp_path / "loading").client.post("/score", json={"prompt": "a"})  # which nobody has started
+    waiting = App(tmp_path / "loading").client.post(
+        "/score", json={"prompt": "a"}
+    )  # which nobody has started
     assert (waiting.status_code, waiting.headers["retry-after"]) == (503, "1")
     with App(tmp_path / "broken").started() as app:
         app.state.lifecycle.error = RuntimeError("out of memory")
         for route in ("/score", "/health/ready"):
-            broken = app.client.post(route, json={"prompt": "a"}) if route == "/score" else app.client.get(route)
-            assert (broken.status_code, "retry-after" in broken.headers) == (503, False), broken.text
-            assert "restart the service: RuntimeError: out of memory" in broken.json()["error"]["message"]
+            broken = (
+                app.client.post(route, json={"prompt": "a"})
+                if route == "/score"
+                else app.client.get(route)
+            )
+            assert (broken.status_code, "retry-after" in broken.headers) == (
+                503,
+                False,
+            ), broken.text
+            assert (
+                "restart the service: RuntimeError: out of memory"
+                in broken.json()["error"]["message"]
+            )
 
 
 def test_what_fails_again_unchanged_has_no_retry_after(app: App) -> None:
@@ -494,7 +664,9 @@ def test_what_cannot_be_read_passes_an_observing_guard_and_no_other(
 
     def refusing(messages: Any, tools: Any) -> str:
         if messages[0]["role"] == "system":
-            raise RequestError("the chat template refuses these messages: no system turn", param="messages")
+            raise RequestError(
+                "the chat template refuses these messages: no system turn", param="messages"
+            )
         return template(messages, tools)
 
     monkeypatch.setattr(app.engine, "_template", refusing)
@@ -506,36 +678,60 @@ def test_what_cannot_be_read_passes_an_observing_guard_and_no_other(
     def litellm(policy: str) -> httpx.Response:
         body: dict[str, Any] = {"input_type": "request", "texts": texts}
         body |= {} if messages is None else {"structured_messages": messages}
-        return send(LITELLM_ROUTE, body | {"additional_provider_specific_params": {"policy": policy}})
+        return send(
+            LITELLM_ROUTE, body | {"additional_provider_specific_params": {"policy": policy}}
+        )
 
     passed = litellm("observe")
     assert (passed.status_code, passed.json()["action"]) == (200, "NONE"), passed.text
     assert "cannot be read" in passed.json()["hallutracer"]["error"]
     withheld = litellm("gate")
-    assert withheld.status_code in (413, 422) or withheld.json()["action"] == "BLOCKED", withheld.text
+    assert withheld.status_code in (413, 422) or withheld.json()["action"] == "BLOCKED", (
+        withheld.text
+    )
 
     route = CONTENTS_DETECTOR if messages is None else MESSAGES_DETECTOR
     given: dict[str, Any] = {"contents": texts} if messages is None else {"messages": messages}
     passed = send(route, given | {"detector_params": {"policy": "observe"}})
-    assert (passed.status_code, passed.json()) == (200, [[] for _ in texts] if messages is None else []), passed.text
+    assert (passed.status_code, passed.json()) == (
+        200,
+        [[] for _ in texts] if messages is None else [],
+    ), passed.text
     withheld = send(route, given | {"detector_params": {"policy": "gate"}})
     detected = withheld.json()
-    assert withheld.status_code in (413, 422) or detected[0]["detection"] == "unreadable", withheld.text
+    assert withheld.status_code in (413, 422) or detected[0]["detection"] == "unreadable", (
+        withheld.text
+    )
 
 
 def test_what_is_wrong_with_a_guard_s_call_is_told_whatever_the_policy(app: App) -> None:
     observe = {"policy": "observe"}
-    for params, status in ((observe | {"polcy": "x"}, 422), ({"policy": "none"}, 404), ({"policy": "ob\ud83d"}, 404)):
-        body = {"input_type": "request", "texts": ["a"], "additional_provider_specific_params": params}
-        assert app.client.post(LITELLM_ROUTE, content=json.dumps(body), headers=JSON).status_code == status
+    for params, status in (
+        (observe | {"polcy": "x"}, 422),
+        ({"policy": "none"}, 404),
+        ({"policy": "ob\ud83d"}, 404),
+    ):
+        body = {
+            "input_type": "request",
+            "texts": ["a"],
+            "additional_provider_specific_params": params,
+        }
+        assert (
+            app.client.post(LITELLM_ROUTE, content=json.dumps(body), headers=JSON).status_code
+            == status
+        )
     body = {"contents": [LONG], "detector_params": observe}
     assert app.client.post(CONTENTS_DETECTOR, json=body | {"more": 1}).status_code == 422
 
 
 def test_openai_s_client_raises_what_it_knows(app: App) -> None:
-    client = openai.OpenAI(base_url="http://testserver/v1", api_key="none", max_retries=0, http_client=app.client)
+    client = openai.OpenAI(
+        base_url="http://testserver/v1", api_key="none", max_retries=0, http_client=app.client
+    )
     with pytest.raises(openai.BadRequestError) as refused:
-        client.chat.completions.create(model="scripted", messages=[{"role": "user", "content": LONG}])
+        client.chat.completions.create(
+            model="scripted", messages=[{"role": "user", "content": LONG}]
+        )
     assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "messages")
 
 
@@ -552,7 +748,9 @@ def test_openai_s_client_raises_what_it_knows(app: App) -> None:
         (TEXT_ROUTE, "messages", "prompt"),
     ],
 )
-def test_another_protocol_s_field_is_told_by_its_name_here(app: App, route: str, field: str, called: str) -> None:
+def test_another_protocol_s_field_is_told_by_its_name_here(
+    app: App, route: str, field: str, called: str
+) -> None:
     answer = app.client.post(route, json=body_of(route) | {field: "a"})
     assert answer.status_code in (400, 422)
     assert f"{field}: no such field; it is {called!r} here" in answer.json()["error"]["message"]

@@ -1,4 +1,5 @@
-"""What an answer tells beside its risk: guarantee, uncertainty, whether the risk applies; and what counts it."""
+"""What an answer tells beside its risk: guarantee, uncertainty, whether the risk applies; and what
+counts it."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ from tests.scripted_engine import ScriptedEngine
 GUARANTEED = {"guarantee": GUARANTEE, "threshold": GUARANTEE.threshold}
 ALONE = "0 earlier turns, no passage, no system prompt"
 NEAR, FAR = [256, 65, 66], [256, 67]
-CAREFUL = Policy("careful", Action.ABSTAIN, threshold=1.0, message="Never heard of it.", withhold_outside=True)
+CAREFUL = Policy(
+    "careful", Action.ABSTAIN, threshold=1.0, message="Never heard of it.", withhold_outside=True
+)
 ALL = Policy("all", Action.ABSTAIN, message="Not sure.", withhold_no_fact=True)
 OPEN = Policy("open", Action.ABSTAIN, message="Not sure.", withhold_outside=False)
 
@@ -52,7 +55,9 @@ def guaranteed(
     engine: ScriptedEngine, folder: Path, name: str = "sure", shapes: tuple[str, ...] | None = None
 ) -> Bundle:
     draft = matching_draft(engine, name, 0, threshold=GUARANTEE.threshold)
-    draft.manifest = dataclasses.replace(draft.manifest, guarantee=GUARANTEE, guarantee_shapes=shapes)
+    draft.manifest = dataclasses.replace(
+        draft.manifest, guarantee=GUARANTEE, guarantee_shapes=shapes
+    )
     return write_bundle(draft, folder / name)
 
 
@@ -62,7 +67,9 @@ def known(engine: ScriptedEngine, folder: Path) -> Bundle:
     near, far = draft.golden.trajectory
     whitening = np.eye(len(near), dtype=np.float32) / (float(np.linalg.norm(far - near)) / 2)
     draft.manifest = dataclasses.replace(draft.manifest, uncertainty=UNCERTAINTY)
-    draft.probes = dataclasses.replace(draft.probes, reference_mean=near, reference_whitening=whitening)
+    draft.probes = dataclasses.replace(
+        draft.probes, reference_mean=near, reference_whitening=whitening
+    )
     return write_bundle(draft, folder / "known")
 
 
@@ -77,7 +84,9 @@ def serving(folder: Path, reach: float = 1e3, **options: Any) -> App:
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
     """With bundles "one", "two", "sure" and "alone", which have guarantees, and "known"."""
     add = [guaranteed, lambda engine, folder: guaranteed(engine, folder, "alone", (ALONE,)), known]
-    with App(tmp_path_factory.mktemp("bundles"), policies={"careful": CAREFUL}, add=add).started() as app:
+    with App(
+        tmp_path_factory.mktemp("bundles"), policies={"careful": CAREFUL}, add=add
+    ).started() as app:
         yield app
 
 
@@ -96,8 +105,13 @@ def told(app: App, **body: Any) -> Any:
     holds = None if parsed.guarantee is None else parsed.guarantee.holds
     interval = None if one.interval is None else list(one.interval)
     assert (guarantee or {}).get("holds") == holds
-    read = {"interval": interval, "outside_training": one.outside_training, "distance": one.distance,
-            "applies": one.applies, "asks": one.asks}  # fmt: skip
+    read = {
+        "interval": interval,
+        "outside_training": one.outside_training,
+        "distance": one.distance,
+        "applies": one.applies,
+        "asks": one.asks,
+    }
     assert {name: row.get(name) for name in read} == read
     return found
 
@@ -109,7 +123,9 @@ def events(app: App, **body: Any) -> list[Any]:
 
 def series(app: App, name: str, bundle: str) -> float:
     start = f'hallutracer_{name}{{bundle="{bundle}"'
-    values = [line for line in app.client.get("/metrics").text.splitlines() if line.startswith(start)]
+    values = [
+        line for line in app.client.get("/metrics").text.splitlines() if line.startswith(start)
+    ]
     assert values, name
     return sum(float(line.split()[-1]) for line in values)
 
@@ -130,28 +146,66 @@ def unlike(*shapes: str) -> list[str]:
 @pytest.mark.parametrize(
     ("bundle", "body", "reasons"),
     [
-        *(("sure", body, []) for body in ({}, {"policy": "block"}, {"threshold": 0.25}, {"include": ["trajectory"]},
-                                          {"generate": {"max_tokens": 12}})),
+        *(
+            ("sure", body, [])
+            for body in (
+                {},
+                {"policy": "block"},
+                {"threshold": 0.25},
+                {"include": ["trajectory"]},
+                {"generate": {"max_tokens": 12}},
+            )
+        ),
         ("sure", {"policy": "observe"}, ["policy: 'observe' withholds nothing"]),
         ("sure", {"threshold": 0.2}, ["threshold: 0.2 applies, 0.25 is guaranteed"]),
-        ("sure", {"generate": {"max_tokens": 12, "temperature": 0.7}}, ["decoding: temperature 0.7, not greedy"]),
-        ("sure", {"generate": {"max_tokens": 12, "stop": ["."]}}, ["decoding: ends at texts of the request's own"]),
-        *(("sure", {"generate": {"max_tokens": tokens}},
-           [f"decoding: at most {tokens} tokens, where the calibration's answers had 12 or more"])
-          for tokens in (1, 11)),
+        (
+            "sure",
+            {"generate": {"max_tokens": 12, "temperature": 0.7}},
+            ["decoding: temperature 0.7, not greedy"],
+        ),
+        (
+            "sure",
+            {"generate": {"max_tokens": 12, "stop": ["."]}},
+            ["decoding: ends at texts of the request's own"],
+        ),
+        *(
+            (
+                "sure",
+                {"generate": {"max_tokens": tokens}},
+                [
+                    f"decoding: at most {tokens} tokens, where the calibration's answers had 12 or"
+                    " more"
+                ],
+            )
+            for tokens in (1, 11)
+        ),
         ("sure", {"input_ids": [1, 2]}, [OUTSIDE, TOKEN_IDS]),
-        ("sure", {"policy": "observe", "threshold": 1.0},
-         ["policy: 'observe' withholds nothing", "threshold: 1 applies, 0.25 is guaranteed"]),
+        (
+            "sure",
+            {"policy": "observe", "threshold": 1.0},
+            ["policy: 'observe' withholds nothing", "threshold: 1 applies, 0.25 is guaranteed"],
+        ),
         ("alone", {}, []),
         ("alone", {"messages": [ASKS]}, []),
-        ("alone", {"messages": [SYSTEM, ASKS]}, unlike("0 earlier turns, no passage, a system prompt")),
-        ("alone", {"messages": [ASKS, SAYS, ASKS]}, unlike("1 earlier turn, no passage, no system prompt")),
-        ("alone", {"prompt": f"Context: {'A fact. ' * 60}\n\nWhy?"},
-         unlike("0 earlier turns, a passage, no system prompt")),
+        (
+            "alone",
+            {"messages": [SYSTEM, ASKS]},
+            unlike("0 earlier turns, no passage, a system prompt"),
+        ),
+        (
+            "alone",
+            {"messages": [ASKS, SAYS, ASKS]},
+            unlike("1 earlier turn, no passage, no system prompt"),
+        ),
+        (
+            "alone",
+            {"prompt": f"Context: {'A fact. ' * 60}\n\nWhy?"},
+            unlike("0 earlier turns, a passage, no system prompt"),
+        ),
         ("alone", {"input_ids": [1, 2]}, [OUTSIDE, TOKEN_IDS, *unlike("not known")]),
         ("one", {}, None),
     ],
-)  # fmt: skip
+)
 def test_a_guarantee_holds_or_says_why_not(
     service: App, bundle: str, body: dict[str, Any], reasons: list[str] | None
 ) -> None:
@@ -164,19 +218,28 @@ def test_streams_bundles_and_metrics_tell_what_the_answer_tells(service: App) ->
     warm = {"max_tokens": 2, "temperature": 1.0}
     first, *_ = events(service, prompt="Why?", generate=warm, bundle="sure")
     assert first["guarantee"]["holds"] is False
-    first, *_ = events(service, input_ids=FAR, generate={"max_tokens": 2}, policy="observe", bundle="known")
+    first, *_ = events(
+        service, input_ids=FAR, generate={"max_tokens": 2}, policy="observe", bundle="known"
+    )
     assert (first["data"][0]["outside_training"], len(first["data"][0]["interval"])) == (True, 2)
     response = service.client.get("/v1/bundles")
     one, _, sure, alone, near = response.json()["data"]
     assert (one["guarantee"], sure["guarantee"]) == (None, dataclasses.asdict(GUARANTEE))
     assert [card["guarantee_shapes"] for card in (one, sure, alone)] == [None, None, [ALONE]]
-    assert (one["uncertainty"]["interval"], near["uncertainty"]) == (None, dataclasses.asdict(UNCERTAINTY))
+    assert (one["uncertainty"]["interval"], near["uncertainty"]) == (
+        None,
+        dataclasses.asdict(UNCERTAINTY),
+    )
     parsed = parse(BundleList, response.content).data
     assert parsed[2].guarantee is not None
     assert parsed[2].guarantee.statement == GUARANTEE.statement
     assert parsed[4].uncertainty is not None
     assert parsed[4].uncertainty.statement == UNCERTAINTY.statement
-    lines = [line for line in service.client.get("/metrics").text.splitlines() if "guarantee_info{" in line]
+    lines = [
+        line
+        for line in service.client.get("/metrics").text.splitlines()
+        if "guarantee_info{" in line
+    ]
     (line,) = [line for line in lines if 'bundle="sure:1"' in line]
     assert 'alpha="0.1"' in line
     assert 'delta="0.05"' in line
@@ -205,41 +268,64 @@ def test_a_guarantee_is_void_where_outside_is_treated_otherwise(
     policy, why = Policy("mine", Action.BLOCK, withhold_outside=outside), VOID[context, outside]
     stands = guarantee_status(manifest, policy, "float32")
     assert stands is not None
-    assert (stands.violations, stands.holds) == (() if why is None else (f"policy: 'mine' {why}",), why is None)
+    assert (stands.violations, stands.holds) == (
+        () if why is None else (f"policy: 'mine' {why}",),
+        why is None,
+    )
     assert outside_as_calibrated(manifest, policy) is (why is None)
     other = guarantee_status(manifest, policy, "bfloat16")
     assert other is not None
-    assert other.violations[-1] == "dtype: the engine computes in bfloat16, the calibration did in float32"
-    assert guarantee_status(dataclasses.replace(manifest, guarantee=None), OBSERVE, "float32") is None
+    assert (
+        other.violations[-1]
+        == "dtype: the engine computes in bfloat16, the calibration did in float32"
+    )
+    assert (
+        guarantee_status(dataclasses.replace(manifest, guarantee=None), OBSERVE, "float32") is None
+    )
     assert decoding_violations(manifest, None) == decoding_violations(manifest, Sampling()) == ()
 
 
 def test_a_request_is_held_to_the_guarantee_of_its_stratum(service: App) -> None:
-    manifest = dataclasses.replace(service.bundles[0].manifest, **GUARANTEED, guarantee_strata=STRATA)
+    manifest = dataclasses.replace(
+        service.bundles[0].manifest, **GUARANTEED, guarantee_strata=STRATA
+    )
     alone, beside = (Shape("0", passage=passage, system=False) for passage in (False, True))
     # What a policy's threshold may be, by the prompts, and the delta that is told.
     cases: list[tuple[list[Shape | None], set[float], float]] = [
-        ([alone], {0.25}, 0.025), ([beside], {0.5}, 0.025), ([beside, beside], {0.5}, 0.025),
-        ([alone, beside], {0.25, 0.5}, 0.05), ([None], {0.25}, 0.05), ([], {0.25}, 0.05),
+        ([alone], {0.25}, 0.025),
+        ([beside], {0.5}, 0.025),
+        ([beside, beside], {0.5}, 0.025),
+        ([alone, beside], {0.25, 0.5}, 0.05),
+        ([None], {0.25}, 0.05),
+        ([], {0.25}, 0.05),
         ([beside, None], {0.25, 0.5}, 0.05),
-    ]  # fmt: skip
+    ]
     for shapes, thresholds, delta in cases:
         plain = guarantee_status(manifest, Policy("mine", Action.BLOCK), "float32", (), shapes)
         assert plain is not None
         assert (plain.delta, plain.holds) == (delta, True)
         for own in (0.25, 0.5, 0.6):
-            status = guarantee_status(manifest, Policy("mine", Action.BLOCK, threshold=own), "float32", (), shapes)
+            status = guarantee_status(
+                manifest, Policy("mine", Action.BLOCK, threshold=own), "float32", (), shapes
+            )
             assert status is not None
-            said = [f"threshold: {own:g} applies, {at:g} is guaranteed" for at in sorted(thresholds - {own})]
+            said = [
+                f"threshold: {own:g} applies, {at:g} is guaranteed"
+                for at in sorted(thresholds - {own})
+            ]
             assert list(status.violations) == said
 
 
 def test_each_stratum_is_gated_at_its_own_threshold(service: App, tmp_path: Path) -> None:
     """Also where the engine decides; of a prompt that is not known, at the strictest."""
     drafted = matching_draft(service.engine, "strata", 0, threshold=GUARANTEE.threshold)
-    drafted.manifest = dataclasses.replace(drafted.manifest, guarantee=GUARANTEE, guarantee_strata=STRATA)
+    drafted.manifest = dataclasses.replace(
+        drafted.manifest, guarantee=GUARANTEE, guarantee_strata=STRATA
+    )
     scorer = Scorer(service.engine, write_bundle(drafted, tmp_path / "strata"))
-    alone, beside = (Standing(Shape("0", passage=passage, system=False)) for passage in (False, True))
+    alone, beside = (
+        Standing(Shape("0", passage=passage, system=False)) for passage in (False, True)
+    )
     moved = dataclasses.replace(beside, other_rendering=True)
     cases = ((alone, 0.25), (beside, 0.5), (Standing(), 0.25), (moved, 0.25))
     for standing, threshold in cases:
@@ -252,12 +338,21 @@ def test_each_stratum_is_gated_at_its_own_threshold(service: App, tmp_path: Path
         assert scorer.score([NEAR], policy.at(0.7), [standing])[0].verdict.threshold == 0.7
 
 
-def test_a_caller_may_name_no_policy_that_is_looser_in_any_stratum(service: App, tmp_path: Path) -> None:
+def test_a_caller_may_name_no_policy_that_is_looser_in_any_stratum(
+    service: App, tmp_path: Path
+) -> None:
     drafted = matching_draft(service.engine, "strata", 0, threshold=GUARANTEE.threshold)
-    drafted.manifest = dataclasses.replace(drafted.manifest, guarantee=GUARANTEE, guarantee_strata=STRATA)
+    drafted.manifest = dataclasses.replace(
+        drafted.manifest, guarantee=GUARANTEE, guarantee_strata=STRATA
+    )
     scorer = Scorer(service.engine, write_bundle(drafted, tmp_path / "strata"))
     bundles, block = Policy("bundle's", Action.BLOCK), Policy("fixed", Action.BLOCK)
-    fine = [(bundles, bundles), (bundles, block.at(0.25)), (block.at(0.5), bundles), (block.at(0.3), block.at(0.3))]
+    fine = [
+        (bundles, bundles),
+        (bundles, block.at(0.25)),
+        (block.at(0.5), bundles),
+        (block.at(0.3), block.at(0.3)),
+    ]
     wrong = [(bundles, block.at(0.4)), (block.at(0.4), bundles), (block.at(0.3), block.at(0.31))]
     for own, asked in fine:
         check_choice(scorer, asked, scorer, own, Caller())
@@ -276,23 +371,35 @@ def test_vllms_note_has_it_all(service: App, contextual: App) -> None:
     assert (body["data"][0]["outside_training"], len(body["data"][0]["interval"])) == (True, 2)
     scorer = contextual.state.catalogue.scorers[0]
     standings = [scorer.standing(text) for text in SMALL_TALKS]
-    reports = scorer.score([scorer.render(prompt=text) for text in SMALL_TALKS], standings=standings)
+    reports = scorer.score(
+        [scorer.render(prompt=text) for text in SMALL_TALKS], standings=standings
+    )
     odd = next(report for report in reports if not report.context.applies)
     assert (Note([Judgement.of(scorer, GATE, [odd])]).body() or {})["data"][0]["applies"] is False
 
 
 def test_a_guarantee_is_void_where_any_prompt_of_a_batch_passes_unjudged(contextual: App) -> None:
     scorer = copy(contextual.state.catalogue.scorers[0])
-    manifest = dataclasses.replace(scorer.bundle.manifest, guarantee=GUARANTEE, threshold=GUARANTEE.threshold)
+    manifest = dataclasses.replace(
+        scorer.bundle.manifest, guarantee=GUARANTEE, threshold=GUARANTEE.threshold
+    )
     scorer.bundle = dataclasses.replace(scorer.bundle, manifest=manifest)
     standings = [scorer.standing(text) for text in SMALL_TALKS]
-    reports = scorer.score([scorer.render(prompt=text) for text in SMALL_TALKS], standings=standings)
-    odd, usual = (next(report for report in reports if report.context.applies is applies) for applies in (False, True))
+    reports = scorer.score(
+        [scorer.render(prompt=text) for text in SMALL_TALKS], standings=standings
+    )
+    odd, usual = (
+        next(report for report in reports if report.context.applies is applies)
+        for applies in (False, True)
+    )
     for order in ([odd, usual], [usual, odd]):
         body = Note([Judgement.of(scorer, GATE, [report]) for report in order]).body() or {}
         assert NO_FACT in body["guarantee"]["void"]
         assert [row["risk"] for row in body["data"]] == [report.risk for report in order]
-    assert NO_FACT not in (Note([Judgement.of(scorer, GATE, [usual])]).body() or {})["guarantee"]["void"]
+    assert (
+        NO_FACT
+        not in (Note([Judgement.of(scorer, GATE, [usual])]).body() or {})["guarantee"]["void"]
+    )
 
 
 # --- uncertainty ---
@@ -303,7 +410,10 @@ def test_an_answer_tells_its_interval_and_its_distance(service: App) -> None:
     near, far = (told(service, input_ids=ids, bundle="known")["data"][0] for ids in (NEAR, FAR))
     assert series(service, "outside_training_total", "known:1") == before + 1
     assert (near["outside_training"], far["outside_training"]) == (False, True)
-    assert (near["distance"], far["distance"]) == (pytest.approx(0, abs=1e-5), pytest.approx(2, rel=1e-5))
+    assert (near["distance"], far["distance"]) == (
+        pytest.approx(0, abs=1e-5),
+        pytest.approx(2, rel=1e-5),
+    )
     for row in (near, far):
         low, high = row["interval"]
         assert 0 < low < row["risk"] < high < 1
@@ -316,7 +426,11 @@ def test_an_answer_tells_its_interval_and_its_distance(service: App) -> None:
 def test_a_policy_may_withhold_what_lies_outside(service: App, generate: Any) -> None:
     chosen = {"bundle": "known", "policy": "careful", "generate": generate}
     far, near = (told(service, input_ids=ids, **chosen)["data"][0] for ids in (FAR, NEAR))
-    assert (far["decision"], far["flagged"], far["message"]) == ("abstain", False, "Never heard of it.")
+    assert (far["decision"], far["flagged"], far["message"]) == (
+        "abstain",
+        False,
+        "Never heard of it.",
+    )
     assert "completion" not in far
     assert (near["decision"], "completion" in near) == ("continue", generate is not None)
     if generate is not None:
@@ -325,17 +439,27 @@ def test_a_policy_may_withhold_what_lies_outside(service: App, generate: Any) ->
 
 
 def test_a_caller_may_not_choose_a_policy_that_lets_it_through(tmp_path: Path) -> None:
-    app = App(tmp_path, policies={"careful": CAREFUL}, policy="careful", callers_may=("bundle", "threshold"))
+    app = App(
+        tmp_path,
+        policies={"careful": CAREFUL},
+        policy="careful",
+        callers_may=("bundle", "threshold"),
+    )
     app.bundles.insert(0, known(app.engine, tmp_path))
     with app.started():
         answer = app.client.post("/score", json={"input_ids": FAR, "policy": "block"})
         assert (answer.status_code, answer.json()["error"]["param"]) == (403, "policy")
-        assert app.client.post("/score", json={"input_ids": FAR}).json()["data"][0]["decision"] == "abstain"
+        assert (
+            app.client.post("/score", json={"input_ids": FAR}).json()["data"][0]["decision"]
+            == "abstain"
+        )
 
 
 # --- prompts that ask for no fact ---
 
-Kind = tuple[bool, bool]  # whether the risk is at or above the bundle's threshold, and whether it applies
+Kind = tuple[
+    bool, bool
+]  # whether the risk is at or above the bundle's threshold, and whether it applies
 KINDS: list[Kind] = [(high, applies) for high in (True, False) for applies in (True, False)]
 
 
@@ -343,7 +467,9 @@ KINDS: list[Kind] = [(high, applies) for high in (True, False) for applies in (T
 def prompts(contextual: App) -> dict[Kind, list[str]]:
     found: dict[Kind, list[str]] = {kind: [] for kind in KINDS}
     scorer = contextual.state.catalogue.scorers[0]
-    ids, standings = zip(*((scorer.render(prompt=text), scorer.standing(text)) for text in SMALL_TALKS), strict=True)
+    ids, standings = zip(
+        *((scorer.render(prompt=text), scorer.standing(text)) for text in SMALL_TALKS), strict=True
+    )
     for text, report in zip(SMALL_TALKS, scorer.score(ids, standings=standings), strict=True):
         found[report.risk >= scorer.bundle.manifest.threshold, report.context.applies].append(text)
     assert all(len(found[kind]) >= 3 for kind in KINDS)
@@ -362,17 +488,28 @@ def test_an_answer_tells_whether_its_risk_applies_and_a_policy_may_judge_it_all_
     assert row["applies"] is applies is (row["asks"] >= 0.5)
     assert (row["risk"] >= row["threshold"], row["flagged"]) == (high, flagged)
     assert row["decision"] == ("abstain" if flagged else "continue")
-    assert ("completion" in row, "message" in row) == (generate is not None and not flagged, flagged)
-    body = {"model": "scripted", "messages": [{"role": "user", "content": prompts[kind][0]}], "max_tokens": 3}
+    assert ("completion" in row, "message" in row) == (
+        generate is not None and not flagged,
+        flagged,
+    )
+    body = {
+        "model": "scripted",
+        "messages": [{"role": "user", "content": prompts[kind][0]}],
+        "max_tokens": 3,
+    }
     body |= {"vllm_xargs": {"hallutracer_policy": policy}}
     answer = contextual.client.post("/v1/chat/completions", json=body).json()
     (choice,), (noted,) = answer["choices"], answer["hallutracer"]["data"]
     assert (noted["applies"], noted["decision"]) == (applies, row["decision"])
     assert choice["message"]["content"] == (None if flagged else contextual.engine.answer[:3])
-    assert not {"applies", "asks"} & set(told(contextual, prompt="a", bundle="one")["data"][0])  # it cannot tell
+    assert not {"applies", "asks"} & set(
+        told(contextual, prompt="a", bundle="one")["data"][0]
+    )  # it cannot tell
 
 
-def test_no_caller_lets_prompts_that_ask_for_no_fact_through(tmp_path: Path, prompts: dict[Kind, list[str]]) -> None:
+def test_no_caller_lets_prompts_that_ask_for_no_fact_through(
+    tmp_path: Path, prompts: dict[Kind, list[str]]
+) -> None:
     text, rights = prompts[True, False][0], ("bundle", "threshold")
     with serving(tmp_path, policy="all", callers_may=rights).started() as app:
         assert told(app, prompt=text)["data"][0]["decision"] == "abstain"
@@ -384,7 +521,9 @@ def test_no_caller_lets_prompts_that_ask_for_no_fact_through(tmp_path: Path, pro
     with serving(tmp_path / "may", policy="all", callers_may=("policy",)).started() as app:
         assert told(app, prompt=text, policy="gate")["data"][0]["decision"] == "continue"
     with serving(tmp_path / "stricter", callers_may=()).started() as app:
-        assert series(app, "no_fact_total", "context:1") == 0  # the series is there before anything is counted
+        assert (
+            series(app, "no_fact_total", "context:1") == 0
+        )  # the series is there before anything is counted
         assert told(app, prompt=text, policy="all")["data"][0]["decision"] == "abstain"
 
 
@@ -395,7 +534,9 @@ def test_by_default_what_lies_outside_is_withheld_where_the_bundle_can_tell(
         for kind in KINDS:
             row = told(app, prompt=prompts[kind][0], generate={"max_tokens": 2})["data"][0]
             assert (row["outside_training"], row["decision"]) == (True, "abstain")
-            row = told(app, prompt=prompts[kind][0], policy="open", generate={"max_tokens": 2})["data"][0]
+            row = told(app, prompt=prompts[kind][0], policy="open", generate={"max_tokens": 2})[
+                "data"
+            ][0]
             assert (row["decision"] == "abstain") is (kind == (True, True))
 
 
@@ -412,32 +553,57 @@ def test_by_default_what_lies_outside_is_withheld_where_the_bundle_can_tell(
 def test_metrics_count_it_apart(
     contextual: App, prompts: dict[Kind, list[str]], kind: Kind, policy: str, moved: tuple[int, ...]
 ) -> None:
-    names = ("no_fact_total", "risk_count", "risk_by_conversation_count", "flagged_total", "prompts_total")
+    names = (
+        "no_fact_total",
+        "risk_count",
+        "risk_by_conversation_count",
+        "flagged_total",
+        "prompts_total",
+    )
     before = [series(contextual, name, "context:1") for name in names]
     told(contextual, prompt=prompts[kind][1], policy=policy)
-    assert tuple(series(contextual, name, "context:1") - old for name, old in zip(names, before, strict=True)) == moved
+    assert (
+        tuple(
+            series(contextual, name, "context:1") - old
+            for name, old in zip(names, before, strict=True)
+        )
+        == moved
+    )
 
 
 def test_the_monitor_does_not_watch_it(contextual: App, prompts: dict[Kind, list[str]]) -> None:
     scorer = contextual.state.catalogue.scorers[0]
     monitor = Monitor(scorer, DriftLimits(window=50, every=10), lambda _: None)
-    monitor.reference = object()  # type: ignore[assignment]  # compared with nothing: its window is never full
+    # compared with nothing: its window is never full
+    monitor.reference = object()  # type: ignore[assignment]
     for kind in KINDS:
         for text in prompts[kind][:3]:
             ids = scorer.render(prompt=text)
-            monitor.observe(scorer.score([ids], standings=[scorer.standing(text)]), [digest_of(ids)])
+            monitor.observe(
+                scorer.score([ids], standings=[scorer.standing(text)]), [digest_of(ids)]
+            )
     assert len(monitor._window) == monitor._seen == 6
 
 
 def test_feedback_never_draws_it(tmp_path: Path, prompts: dict[Kind, list[str]]) -> None:
     where = location(str(tmp_path / "feedback.db"))
-    keeping = serving(tmp_path, policy="observe", feedback=lambda metrics: Feedback(where, metrics, share=1.0))
+    keeping = serving(
+        tmp_path, policy="observe", feedback=lambda metrics: Feedback(where, metrics, share=1.0)
+    )
     with keeping.started() as app:
         for text in (text for kind in KINDS for text in prompts[kind][:2]):
             told(app, prompt=text, policy="gate")
             told(app, prompt=text, policy="all")
         app.state.feedback.close()
-        query = "SELECT policy, flagged, SUM(drawn), COUNT(*) FROM hallutracer_answers GROUP BY policy, flagged"
+        query = (
+            "SELECT policy, flagged, SUM(drawn), COUNT(*) FROM hallutracer_answers GROUP BY policy,"
+            " flagged"
+        )
         drawn = {row[:2]: row[2:] for row in rows(where, query)}
     # Of each kind two: only those that ask, and are answered, are what a guarantee is about.
-    assert drawn == {("gate", 0): (2, 6), ("gate", 1): (0, 2), ("all", 0): (2, 4), ("all", 1): (0, 4)}
+    assert drawn == {
+        ("gate", 0): (2, 6),
+        ("gate", 1): (0, 2),
+        ("all", 0): (2, 4),
+        ("all", 1): (0, 4),
+    }

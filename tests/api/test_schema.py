@@ -1,4 +1,5 @@
-"""Requests made from the OpenAPI document: no 5xx, and every answer is one the document describes."""
+"""Requests made from the OpenAPI document: no 5xx, and every answer is one the document
+describes."""
 
 from __future__ import annotations
 
@@ -21,22 +22,39 @@ def run(
     service: Running, folder: Path, *options: str, phases: str = "examples,coverage,fuzzing"
 ) -> subprocess.CompletedProcess[str]:
     command = [
-        sys.executable, "-m", "schemathesis.cli", "--config-file", str(HERE / "schemathesis.toml"),
-        "run", f"{service.url}/openapi.json", "--no-color", "--phases", phases, *options,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "schemathesis.cli",
+        "--config-file",
+        str(HERE / "schemathesis.toml"),
+        "run",
+        f"{service.url}/openapi.json",
+        "--no-color",
+        "--phases",
+        phases,
+        *options,
+    ]
     return subprocess.run(
-        command, cwd=folder, env=os.environ | {"HALLUTRACER_URL": service.url}, capture_output=True, text=True,
-        timeout=1200, check=False,
-    )  # fmt: skip
+        command,
+        cwd=folder,
+        env=os.environ | {"HALLUTRACER_URL": service.url},
+        capture_output=True,
+        text=True,
+        timeout=1200,
+        check=False,
+    )
 
 
 @pytest.mark.parametrize(
     ("examples", "phases", "least"),
-    [(40, "examples,fuzzing", 500),
-     pytest.param(100, "examples,coverage,fuzzing", 4_000, marks=pytest.mark.long)],
-)  # fmt: skip
+    [
+        (40, "examples,fuzzing", 500),
+        pytest.param(100, "examples,coverage,fuzzing", 4_000, marks=pytest.mark.long),
+    ],
+)
 def test_generated_requests(tmp_path: Path, examples: int, phases: str, least: int) -> None:
-    """``examples`` at most for each route, ``least`` requests in all; every value of every field is in the long run."""
+    """``examples`` at most for each route, ``least`` requests in all; every value of every field is
+    in the long run."""
     where = location(str(tmp_path / "feedback.db"))
     with running(tmp_path, feedback=lambda metrics: Feedback(where, metrics)) as service:
         done = run(service, tmp_path, "--max-examples", str(examples), "--seed", "1", phases=phases)

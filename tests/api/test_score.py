@@ -1,4 +1,5 @@
-"""The wire of /score on the scripted engine: what is asked, answered, streamed and refused; clients that leave."""
+"""The wire of /score on the scripted engine: what is asked, answered, streamed and refused; clients
+that leave."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ ALIASES = {"two": {"canary": 1}}
 def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
     """For tests that change nothing of it."""
     options: dict[str, Any] = {"max_body_bytes": 20_000, "max_prompts": 8}
-    found = App(tmp_path_factory.mktemp("app"), aliases_of=lambda name: ALIASES.get(name, {}), **options)
+    found = App(
+        tmp_path_factory.mktemp("app"), aliases_of=lambda name: ALIASES.get(name, {}), **options
+    )
     with found.started():
         yield found
 
@@ -58,10 +61,16 @@ def events(text: str) -> list[Any]:
     return [json.loads(line) for line in lines[:-1]]
 
 
-def send(service: Running, body: dict[str, Any], *, cut: int = 0, buffer: int | None = None) -> socket.socket:
-    """Open a connection and send a request, without its last ``cut`` bytes; ``buffer`` bytes of an answer fit in."""
+def send(
+    service: Running, body: dict[str, Any], *, cut: int = 0, buffer: int | None = None
+) -> socket.socket:
+    """Open a connection and send a request, without its last ``cut`` bytes; ``buffer`` bytes of an
+    answer fit in."""
     content = json.dumps(body).encode()
-    head = f"POST /score HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(content)}"
+    head = (
+        "POST /score HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length:"
+        f" {len(content)}"
+    )
     connection = socket.socket()
     connection.settimeout(20)
     if buffer is not None:
@@ -72,8 +81,15 @@ def send(service: Running, body: dict[str, Any], *, cut: int = 0, buffer: int | 
 
 
 def idle(service: Running) -> bool:
-    gauges = ("hallutracer_queue_depth", "hallutracer_running_decodes", "hallutracer_requests_in_flight")
-    return all(service.metric(name) == 0 for name in gauges) and service.engine.counters.open_continuations == 0
+    gauges = (
+        "hallutracer_queue_depth",
+        "hallutracer_running_decodes",
+        "hallutracer_requests_in_flight",
+    )
+    return (
+        all(service.metric(name) == 0 for name in gauges)
+        and service.engine.counters.open_continuations == 0
+    )
 
 
 # --- what is answered ---
@@ -83,7 +99,9 @@ def test_ids_and_times_are_headers(app: App) -> None:
     response = app.client.post("/score", json={"prompt": "a"}, headers={"X-Request-Id": "abc-1"})
     assert (response.headers["x-request-id"], response.json()["id"]) == ("abc-1", "risk-abc-1")
     assert response.json()["bundle"]["digest"] == app.bundles[0].manifest.digest
-    assert all(float(response.headers[f"x-{name}-time"]) >= 0 for name in ("queue", "inference", "total"))
+    assert all(
+        float(response.headers[f"x-{name}-time"]) >= 0 for name in ("queue", "inference", "total")
+    )
     response = app.client.post("/score", json={"prompt": "a"}, headers={"X-Request-Id": "bad id\t"})
     assert len(response.headers["x-request-id"]) == 32
 
@@ -93,7 +111,12 @@ def test_lists_messages_and_ids_agree_with_single_prompts_on_both_routes(app: Ap
     ids = app.engine.render_chat(message)
     both = score(app, prompt=["a", "b"])["data"]
     assert [row["index"] for row in both] == [0, 1]
-    for body in ({"prompt": "b"}, {"messages": message}, {"input_ids": ids}, {"input_ids": [ids, ids]}):
+    for body in (
+        {"prompt": "b"},
+        {"messages": message},
+        {"input_ids": ids},
+        {"input_ids": [ids, ids]},
+    ):
         assert score(app, **body)["data"][-1]["risk"] == both[1]["risk"], body
     alias = app.client.post("/v1/risk/score", json={"prompt": ["a", "b"]}).json()
     assert alias["data"] == both
@@ -108,12 +131,19 @@ def test_bundles_by_name_and_reference_and_what_is_loaded(app: App) -> None:
         assert score(app, prompt="b", bundle=reference)["bundle"]["name"] == "two"
     for missing in ("two@other", "one@canary", "nosuch@x", "three"):
         error = score(app, 404, prompt="b", bundle=missing)["error"]
-        assert (error["code"], "/" in error["message"]) == ("not_found", False), "no path of the server is told"
+        assert (error["code"], "/" in error["message"]) == (
+            "not_found",
+            False,
+        ), "no path of the server is told"
         assert "one:1, two:1" in error["message"]
     assert score(app, 404, prompt="b", model="other")["error"]["param"] == "model"
     score(app, prompt="b", model="scripted")
     (model,) = app.client.get("/v1/models").json()["data"]
-    assert (model["id"], model["object"], model["bundles"]) == ("scripted", "model", ["one:1", "two:1"])
+    assert (model["id"], model["object"], model["bundles"]) == (
+        "scripted",
+        "model",
+        ["one:1", "two:1"],
+    )
     one, _ = app.client.get("/v1/bundles").json()["data"]
     assert (one["id"], one["default"], one["signals"]) == ("one:1", True, ["depth_mean"])
     assert one["digest"].startswith("sha256:")
@@ -123,7 +153,9 @@ def test_the_operators_reference_names_what_was_loaded(tmp_path: Path) -> None:
     """Also where the alias moved meanwhile."""
     app = App(tmp_path, aliases_of=lambda name: {"production": 2})
     load = app.state.lifecycle.load
-    app.state.lifecycle.load = lambda: dict(zip(["one@production", "two"], load().values(), strict=True))
+    app.state.lifecycle.load = lambda: dict(
+        zip(["one@production", "two"], load().values(), strict=True)
+    )
     with app.started():
         assert score(app, prompt="b", bundle="one@production")["bundle"]["version"] == 1
         score(app, 404, prompt="b", bundle="two@production")
@@ -131,19 +163,36 @@ def test_the_operators_reference_names_what_was_loaded(tmp_path: Path) -> None:
 
 def test_policies_and_whose_threshold_counts(tmp_path: Path) -> None:
     support = Policy("support", Action.ABSTAIN, threshold=0.0, message="Ask Ada.")
-    with App(tmp_path, policies={"support": support}, policy="support", threshold=1.0).started() as app:
+    with App(
+        tmp_path, policies={"support": support}, policy="support", threshold=1.0
+    ).started() as app:
         for choice, expected in (
             ({}, ("support", "abstain", 0.0, True, "Ask Ada.")),
-            ({"policy": "gate"}, ("gate", "continue", 1.0, False, None)),  # the service's: the policy names none
-            ({"policy": "gate", "threshold": 0.0}, ("gate", "abstain", 0.0, True, "I am not sure.")),
+            (
+                {"policy": "gate"},
+                ("gate", "continue", 1.0, False, None),
+            ),  # the service's: the policy names none
+            (
+                {"policy": "gate", "threshold": 0.0},
+                ("gate", "abstain", 0.0, True, "I am not sure."),
+            ),
             ({"policy": "observe", "threshold": 0.0}, ("observe", "continue", 0.0, True, None)),
         ):
             found = score(app, prompt="a", **choice)
             row = found | found["data"][0]
             assert (
-                tuple(row.get(name) for name in ("policy", "decision", "threshold", "flagged", "message")) == expected
+                tuple(
+                    row.get(name)
+                    for name in ("policy", "decision", "threshold", "flagged", "message")
+                )
+                == expected
             )
-        assert app.client.get("/v1/bundles").json()["policies"] == ["support", "block", "gate", "observe"]
+        assert app.client.get("/v1/bundles").json()["policies"] == [
+            "support",
+            "block",
+            "gate",
+            "observe",
+        ]
 
 
 def test_cached_tokens_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +205,9 @@ def test_cached_tokens_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
         monkeypatch.setattr(service.served, "answer", cached)
         assert service.post(prompt=["a", "b"]).json()["usage"]["cached_tokens"] == 8
-        first, *_, last = events(service.post(prompt="a", generate={"max_tokens": 5}, threshold=1, stream=True).text)
+        first, *_, last = events(
+            service.post(prompt="a", generate={"max_tokens": 5}, threshold=1, stream=True).text
+        )
         assert first["usage"]["cached_tokens"] == last["usage"]["cached_tokens"] == 4
         assert last["usage"]["completion_tokens"] == 5
 
@@ -167,7 +218,9 @@ def test_the_same_answer_with_and_without_a_stream_in_a_crowd(service: Running) 
     def ask(n: int) -> tuple[str, str]:
         body = {"prompt": f"prompt {n}", "generate": {"max_tokens": 64}, "policy": "observe"}
         plain = service.post(**body).json()["data"][0]["completion"]["text"]
-        return plain, "".join(event["delta"]["text"] for event in events(service.post(**body, stream=True).text)[1:])
+        return plain, "".join(
+            event["delta"]["text"] for event in events(service.post(**body, stream=True).text)[1:]
+        )
 
     with ThreadPoolExecutor(6) as pool:
         assert list(pool.map(ask, range(6))) == [(service.engine.answer, service.engine.answer)] * 6
@@ -182,33 +235,74 @@ CHAT = {"model": "scripted", "messages": [{"role": "user", "content": "a"}]}
 @pytest.mark.parametrize(
     ("body", "status", "code", "param"),
     [
-        *((body, 422, "invalid_request", None) for body in (
-            {}, {"prompt": "a", "input_ids": [1]}, {f"f{n}": 1 for n in range(40)})),
-        *((body, 422, "invalid_request", "stream") for body in (
-            {"prompt": "a", "stream": True}, {"prompt": ["a", "b"], "generate": {}, "stream": True})),
-        *((body, 422, "empty_prompt", name) for name, body in (
-            ("prompt", {"prompt": ""}), ("prompt", {"prompt": []}), ("prompt", {"prompt": ["a", " "]}),
-            ("input_ids", {"input_ids": []}), ("input_ids", {"input_ids": [[1], []]}), ("messages", {"messages": []}))),
-        *((body, 422, "invalid_request", name) for name, body in (
-            ("prompt", {"prompt": 3}), ("prompt", {"prompt": {"a": 1}}), ("prompt.1", {"prompt": ["a", 5]}),
-            ("input_ids.1.1", {"input_ids": [[1, 2], [3, "x"]]}), ("input_ids", {"input_ids": [2**70]}),
-            ("input_ids.0", {"input_ids": [True]}), ("prompt", {"prompt": ["a"] * 9}),
-            ("input_ids", {"input_ids": [-1]}), ("input_ids", {"input_ids": [999_999]}),
-            ("messages.0.role", {"messages": [{"role": "robot", "content": "a"}]}))),
-        *(({"prompt": "a"} | more, 422, "invalid_request", name) for name, more in (
-            ("threshold", {"threshold": True}), ("threshold", {"threshold": "0.5"}), ("threshold", {"threshold": 1.5}),
-            ("generate.seed", {"generate": {"seed": 2**64}}), ("treshold", {"treshold": 0.1}),
-            ("generate.temperature", {"generate": {"temperature": True}}), ("include.0", {"include": ["all"]}),
-            ("generate.max_tokens", {"generate": {"max_tokens": 0}}), ("deadline_ms", {"deadline_ms": 0}),
-            ("generate.max_tokens", {"generate": {"max_tokens": 10**6}}), ("deadline_ms", {"deadline_ms": 40_000}))),
+        *(
+            (body, 422, "invalid_request", None)
+            for body in ({}, {"prompt": "a", "input_ids": [1]}, {f"f{n}": 1 for n in range(40)})
+        ),
+        *(
+            (body, 422, "invalid_request", "stream")
+            for body in (
+                {"prompt": "a", "stream": True},
+                {"prompt": ["a", "b"], "generate": {}, "stream": True},
+            )
+        ),
+        *(
+            (body, 422, "empty_prompt", name)
+            for name, body in (
+                ("prompt", {"prompt": ""}),
+                ("prompt", {"prompt": []}),
+                ("prompt", {"prompt": ["a", " "]}),
+                ("input_ids", {"input_ids": []}),
+                ("input_ids", {"input_ids": [[1], []]}),
+                ("messages", {"messages": []}),
+            )
+        ),
+        *(
+            (body, 422, "invalid_request", name)
+            for name, body in (
+                ("prompt", {"prompt": 3}),
+                ("prompt", {"prompt": {"a": 1}}),
+                ("prompt.1", {"prompt": ["a", 5]}),
+                ("input_ids.1.1", {"input_ids": [[1, 2], [3, "x"]]}),
+                ("input_ids", {"input_ids": [2**70]}),
+                ("input_ids.0", {"input_ids": [True]}),
+                ("prompt", {"prompt": ["a"] * 9}),
+                ("input_ids", {"input_ids": [-1]}),
+                ("input_ids", {"input_ids": [999_999]}),
+                ("messages.0.role", {"messages": [{"role": "robot", "content": "a"}]}),
+            )
+        ),
+        *(
+            ({"prompt": "a"} | more, 422, "invalid_request", name)
+            for name, more in (
+                ("threshold", {"threshold": True}),
+                ("threshold", {"threshold": "0.5"}),
+                ("threshold", {"threshold": 1.5}),
+                ("generate.seed", {"generate": {"seed": 2**64}}),
+                ("treshold", {"treshold": 0.1}),
+                ("generate.temperature", {"generate": {"temperature": True}}),
+                ("include.0", {"include": ["all"]}),
+                ("generate.max_tokens", {"generate": {"max_tokens": 0}}),
+                ("deadline_ms", {"deadline_ms": 0}),
+                ("generate.max_tokens", {"generate": {"max_tokens": 10**6}}),
+                ("deadline_ms", {"deadline_ms": 40_000}),
+            )
+        ),
         ({"prompt": "a" * 600}, 413, "prompt_too_long", "prompt"),
         ({"prompt": "a" * 600, "generate": {}, "stream": True}, 413, "prompt_too_long", "prompt"),
         ({"input_ids": [65] * 3000}, 413, "prompt_too_long", "input_ids"),
-        ({"messages": [{"role": "user", "content": "a" * 600}]}, 413, "prompt_too_long", "messages"),
+        (
+            {"messages": [{"role": "user", "content": "a" * 600}]},
+            413,
+            "prompt_too_long",
+            "messages",
+        ),
         ({"prompt": "a", "policy": "none"}, 404, "not_found", "policy"),
     ],
-)  # fmt: skip
-def test_bad_requests(app: App, body: dict[str, Any], status: int, code: str, param: str | None) -> None:
+)
+def test_bad_requests(
+    app: App, body: dict[str, Any], status: int, code: str, param: str | None
+) -> None:
     error = score(app, status, **body)["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert (error["type"], error["code"], error["param"]) == ("invalid_request_error", code, param)
@@ -234,10 +328,16 @@ def test_bodies_that_are_none(app: App, content: bytes, status: int, code: str) 
         yield content[10:]
 
     for sent in (content, chunks()):
-        answer = app.client.post("/score", content=sent, headers={"content-type": "application/json"})
-        assert (answer.status_code, answer.json()["error"]["code"]) == (status, code), answer.text[:300]
+        answer = app.client.post(
+            "/score", content=sent, headers={"content-type": "application/json"}
+        )
+        assert (answer.status_code, answer.json()["error"]["code"]) == (status, code), answer.text[
+            :300
+        ]
     for body in ({"input_ids": [""] * 4000}, {"messages": [0] * 4000}, {"prompt": [0] * 3000}):
-        assert len(score(app, 422, **body)["error"]["message"]) < 200  # many wrong elements are one error
+        assert (
+            len(score(app, 422, **body)["error"]["message"]) < 200
+        )  # many wrong elements are one error
 
 
 @pytest.mark.parametrize("declared", [None, "application/x-www-form-urlencoded", "x" * 500])
@@ -246,10 +346,19 @@ def test_another_content_type_is_named(app: App, declared: str | None) -> None:
     headers = {"content-type": declared} if declared else {}
     response = app.client.post("/score", content=b'{"prompt": "a"}', headers=headers)
     error = response.json()["error"]
-    assert (response.status_code, error["code"], len(error["message"]) < 200) == (422, "invalid_request", True)
+    assert (response.status_code, error["code"], len(error["message"]) < 200) == (
+        422,
+        "invalid_request",
+        True,
+    )
     assert f"found Content-Type {(declared or 'none')[:80]}" in error["message"]
     for right in ("application/json; charset=utf-8", "application/x+json"):
-        assert app.client.post("/score", content=b'{"prompt": "a"}', headers={"content-type": right}).status_code == 200
+        assert (
+            app.client.post(
+                "/score", content=b'{"prompt": "a"}', headers={"content-type": right}
+            ).status_code
+            == 200
+        )
 
 
 @pytest.mark.parametrize(
@@ -257,29 +366,68 @@ def test_another_content_type_is_named(app: App, declared: str | None) -> None:
     [
         ("/score", {"prompts": ["a"]}, "prompts", "did you mean 'prompt'"),
         ("/score", {"prompt": "a", "generate": True}, "generate", 'such as {"max_tokens": 64}'),
-        ("/score", {"prompt": "a", "max_tokens": 3}, "max_tokens", '{"generate": {"max_tokens": ...}}'),
-        ("/score", {"prompt": "a", "generate": {"max_token": 3}}, "generate.max_token", "did you mean 'max_tokens'"),
-        ("/score", {"messages": [{"role": "user", "content": "a", "nome": ""}]}, "messages.0.nome", "no such field"),
-        ("/v1/chat/completions", CHAT | {"policy": "gate"}, "policy", '{"vllm_xargs": {"hallutracer_policy": ...}}'),
-        ("/v1/chat/completions", CHAT | {"temprature": 1}, "temprature", "did you mean 'temperature'"),
+        (
+            "/score",
+            {"prompt": "a", "max_tokens": 3},
+            "max_tokens",
+            '{"generate": {"max_tokens": ...}}',
+        ),
+        (
+            "/score",
+            {"prompt": "a", "generate": {"max_token": 3}},
+            "generate.max_token",
+            "did you mean 'max_tokens'",
+        ),
+        (
+            "/score",
+            {"messages": [{"role": "user", "content": "a", "nome": ""}]},
+            "messages.0.nome",
+            "no such field",
+        ),
+        (
+            "/v1/chat/completions",
+            CHAT | {"policy": "gate"},
+            "policy",
+            '{"vllm_xargs": {"hallutracer_policy": ...}}',
+        ),
+        (
+            "/v1/chat/completions",
+            CHAT | {"temprature": 1},
+            "temprature",
+            "did you mean 'temperature'",
+        ),
         ("/score", {"text": "a"}, "text", "it is 'prompt' here"),
         ("/score", {"inputs": "a"}, "inputs", "it is 'prompt' here"),
         ("/v1/chat/completions", CHAT | {"system": "b"}, "system", "it is 'messages' here"),
         ("/v1/chat/completions", CHAT | {"input": "b"}, "input", "it is 'messages' here"),
-        ("/v1/chat/completions", CHAT | {"stop_sequences": ["b"]}, "stop_sequences", "it is 'stop' here"),
-        ("/v1/chat/completions", CHAT | {"extra_body": {"top_k": 1}}, "extra_body", "as fields of the request itself"),
+        (
+            "/v1/chat/completions",
+            CHAT | {"stop_sequences": ["b"]},
+            "stop_sequences",
+            "it is 'stop' here",
+        ),
+        (
+            "/v1/chat/completions",
+            CHAT | {"extra_body": {"top_k": 1}},
+            "extra_body",
+            "as fields of the request itself",
+        ),
         ("/score", {"messages": ["a"]}, "messages.0", "Input should be an object"),
         ("/score", {"prompt": "a", "x-y": 1}, None, "no such field"),
         ("/score", {"prompt": "a", "generate": {"x-y": 1}}, "generate", "no such field"),
         ("/classify", {"inputs": "a", "zz": 1}, "zz", "no such field"),
     ],
-)  # fmt: skip
+)
 def test_an_unknown_field_names_the_one_that_was_meant(
     app: App, route: str, body: dict[str, Any], param: str | None, said: str
 ) -> None:
     response = app.client.post(route, json=body)
     error = response.json()["error"]
-    assert (response.status_code, said in error["message"], error["param"]) == (422, True, param), error
+    assert (response.status_code, said in error["message"], error["param"]) == (
+        422,
+        True,
+        param,
+    ), error
 
 
 def test_another_method_and_another_path_name_what_there_is(app: App) -> None:
@@ -311,10 +459,16 @@ def test_engine_failures_are_500_without_details(tmp_path: Path) -> None:
         assert score(app, 500, prompt="a")["error"]["code"] == "non_finite_readout"
 
 
-def test_a_deadline_under_way_is_an_event(service: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deadline_under_way_is_an_event(
+    service: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
     steps, late = itertools.count(), threading.Event()
-    monkeypatch.setattr(service.engine, "wait", lambda: next(steps) < 4 or late.wait(20))  # a step that hangs
-    response = service.post(prompt="a", generate={"max_tokens": 400}, threshold=1, stream=True, deadline_ms=1500)
+    monkeypatch.setattr(
+        service.engine, "wait", lambda: next(steps) < 4 or late.wait(20)
+    )  # a step that hangs
+    response = service.post(
+        prompt="a", generate={"max_tokens": 400}, threshold=1, stream=True, deadline_ms=1500
+    )
     late.set()
     assert events(response.text)[-1]["error"]["code"] == "deadline_exceeded"
     until(lambda: idle(service))
@@ -327,15 +481,24 @@ def test_clients_that_leave_take_their_work_with_them(service: Running) -> None:
     assert held.entered.wait(20)
     prefills = service.engine.counters.prefills
     answer = {"prompt": "a", "threshold": 1, "generate": {"max_tokens": 400}}
-    for body, cut in (({"prompt": "b"}, 0), (answer, 0), (answer | {"stream": True}, 0), ({"prompt": "c"}, 3)):
+    for body, cut in (
+        ({"prompt": "b"}, 0),
+        (answer, 0),
+        (answer | {"stream": True}, 0),
+        ({"prompt": "c"}, 3),
+    ):
         send(service, body, cut=cut).close()
     until(lambda: service.metric("hallutracer_errors_total") == 4)
-    until(lambda: all(one.cancelled for one in service.served._queue.waiting))  # told by a thread of its own
+    until(
+        lambda: all(one.cancelled for one in service.served._queue.waiting)
+    )  # told by a thread of its own
     held.release.set()
     until(lambda: idle(service))
     assert service.engine.counters.prefills == prefills + 1  # only the one that was held
     holder.close()
-    assert 'errors_total{code="client_closed_request"} 4.0' in httpx.get(f"{service.url}/metrics").text
+    assert (
+        'errors_total{code="client_closed_request"} 4.0' in httpx.get(f"{service.url}/metrics").text
+    )
 
     service.engine.before, service.engine.sleep_s = None, 0.02
     streaming = send(service, answer | {"stream": True})
@@ -357,7 +520,9 @@ def test_a_body_that_never_comes_is_408(tmp_path: Path) -> None:
         assert service.metric("hallutracer_requests_in_flight") == 0
 
 
-def test_a_reader_that_takes_nothing_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_takes_nothing_is_let_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("service.api.reply.SLOW_READER_S", 0.2)
     with running(tmp_path, deadline_s=3.0, max_new_tokens=50_000, max_kv_tokens=200_000) as service:
         service.engine.answer = "x" * 50_000
@@ -372,7 +537,9 @@ def test_a_reader_that_takes_nothing_is_let_go(tmp_path: Path, monkeypatch: pyte
 def test_a_backlog_of_pieces_does_not_hold_the_event_loop(tmp_path: Path) -> None:
     service = App(tmp_path, max_new_tokens=500)
     service.engine.answer = "x" * 500
-    body = json.dumps({"prompt": "a", "threshold": 1, "generate": {"max_tokens": 500}, "stream": True}).encode()
+    body = json.dumps(
+        {"prompt": "a", "threshold": 1, "generate": {"max_tokens": 500}, "stream": True}
+    ).encode()
     requests = [{"type": "http.request", "body": body}]
     turns, decoded = 0, False
     sent_in_turn: Counter[int] = Counter()
@@ -384,7 +551,9 @@ def test_a_backlog_of_pieces_does_not_hold_the_event_loop(tmp_path: Path) -> Non
 
     async def take(message: MutableMapping[str, Any]) -> None:
         nonlocal decoded
-        while not decoded and "body" in message:  # the first write: until the whole answer waits to be written
+        while (
+            not decoded and "body" in message
+        ):  # the first write: until the whole answer waits to be written
             await asyncio.sleep(0.05)
             decoded = service.engine.counters.open_continuations == 0
         sent_in_turn[turns] += message.get("body", b"").count(b"completion.chunk")
@@ -401,7 +570,13 @@ def test_a_backlog_of_pieces_does_not_hold_the_event_loop(tmp_path: Path) -> Non
             while not service.state.lifecycle.is_ready:
                 await asyncio.sleep(0.01)
             headers = [(b"content-type", b"application/json")]
-            scope = {"type": "http", "method": "POST", "path": "/score", "query_string": b"", "headers": headers}
+            scope = {
+                "type": "http",
+                "method": "POST",
+                "path": "/score",
+                "query_string": b"",
+                "headers": headers,
+            }
             await service.app(scope, receive, take)
         counting.cancel()
 
@@ -428,8 +603,12 @@ def test_a_full_queue_is_429_with_retry_after(tmp_path: Path) -> None:
 # --- ready, alive, stopping ---
 
 
-def test_not_ready_before_loading_and_after_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    early = TestClient(create_app(Service(lambda: {}))).post("/score", json={"prompt": "a"})  # without the lifespan
+def test_not_ready_before_loading_and_after_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    early = TestClient(create_app(Service(lambda: {}))).post(
+        "/score", json={"prompt": "a"}
+    )  # without the lifespan
     assert (early.status_code, early.headers["retry-after"]) == (503, "1")
 
     def broken() -> dict[str, Scorer]:
@@ -443,14 +622,19 @@ def test_not_ready_before_loading_and_after_a_failure(tmp_path: Path, monkeypatc
     with App(tmp_path).started() as app:  # the engine stands still
         monkeypatch.setattr(app.state.lifecycle.dispatcher, "stalled", True)
         assert app.client.get("/health/live").status_code == 200
-        for answer in (app.client.get("/health/ready"), app.client.post("/score", json={"prompt": "a"})):
+        for answer in (
+            app.client.get("/health/ready"),
+            app.client.post("/score", json={"prompt": "a"}),
+        ):
             assert (answer.status_code, "has given nothing for 20 s" in answer.text) == (503, True)
         monkeypatch.undo()
         score(app, prompt="a")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_broken_engine_is_neither_ready_nor_alive(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_engine_is_neither_ready_nor_alive(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with running(tmp_path, kind) as service:
         told = threading.Event()
         service.state.lifecycle.on_broken = told.set
@@ -466,7 +650,9 @@ def test_a_broken_engine_is_neither_ready_nor_alive(tmp_path: Path, kind: str, m
 
 def test_stopping_finishes_what_is_in_flight(service: Running) -> None:
     service.engine.answer, service.engine.sleep_s = "x" * 100, 0.01
-    streaming = send(service, {"prompt": "a", "threshold": 1, "generate": {"max_tokens": 100}, "stream": True})
+    streaming = send(
+        service, {"prompt": "a", "threshold": 1, "generate": {"max_tokens": 100}, "stream": True}
+    )
     text = streaming.recv(4096)
     service.server.should_exit = True
     while chunk := streaming.recv(4096):

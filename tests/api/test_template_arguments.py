@@ -1,4 +1,5 @@
-"""Arguments of the chat template: a bundle is served with those of its training, and no request changes a prompt."""
+"""Arguments of the chat template: a bundle is served with those of its training, and no request
+changes a prompt."""
 
 from __future__ import annotations
 
@@ -49,7 +50,9 @@ def client(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Test
     served.close()
 
 
-def bodies(chat: Mapping[str, Any], responses: Mapping[str, Any], messages: Mapping[str, Any]) -> dict[str, Any]:
+def bodies(
+    chat: Mapping[str, Any], responses: Mapping[str, Any], messages: Mapping[str, Any]
+) -> dict[str, Any]:
     return {
         "/v1/chat/completions": {"model": "tiny", "max_tokens": 2, "messages": USER, **chat},
         "/v1/responses": {"model": "tiny", "max_output_tokens": 2, "input": USER, **responses},
@@ -57,12 +60,21 @@ def bodies(chat: Mapping[str, Any], responses: Mapping[str, Any], messages: Mapp
     }
 
 
-OFF, ON = {"chat_template_kwargs": {"enable_thinking": False}}, {"chat_template_kwargs": {"enable_thinking": True}}
-NAMES = {"/v1/responses": "reasoning.effort", "/v1/messages": "thinking", "/v1/chat/completions": "reasoning_effort"}
+OFF, ON = (
+    {"chat_template_kwargs": {"enable_thinking": False}},
+    {"chat_template_kwargs": {"enable_thinking": True}},
+)
+NAMES = {
+    "/v1/responses": "reasoning.effort",
+    "/v1/messages": "thinking",
+    "/v1/chat/completions": "reasoning_effort",
+}
 
 
 def test_a_prompt_is_rendered_with_the_arguments_of_training(client: TestClient, kind: str) -> None:
-    tokens = [client.post(route, json=body).json()["usage"] for route, body in bodies({}, {}, {}).items()]
+    tokens = [
+        client.post(route, json=body).json()["usage"] for route, body in bodies({}, {}, {}).items()
+    ]
     counted = {found.get("prompt_tokens", found.get("input_tokens")) for found in tokens}
     assert counted == {len("user: Hi\n>") + (kind == "switched off")}
     score = client.post("/score", json={"messages": USER}).json()
@@ -75,17 +87,46 @@ def test_a_prompt_is_rendered_with_the_arguments_of_training(client: TestClient,
         (bodies(OFF, OFF, OFF), "chat_template_kwargs", {"switched off", "no switch"}),
         (bodies(ON, ON, ON), "chat_template_kwargs", {"switch", "no switch"}),
         (
-            bodies({"reasoning_effort": "none"}, {"reasoning": {"effort": "none"}}, {"thinking": {"type": "disabled"}}),
+            bodies(
+                {"reasoning_effort": "none"},
+                {"reasoning": {"effort": "none"}},
+                {"thinking": {"type": "disabled"}},
+            ),
             "",
             {"no switch"},
         ),
-        (bodies({"reasoning_effort": "high"}, {"reasoning": {"effort": "high"}}, {}), "", {"no switch"}),
-        (bodies(*[{"chat_template_kwargs": {"other": 1}}] * 3), "", {"switch", "switched off", "no switch"}),
-        (bodies(*[{"chat_template_kwargs": None}] * 3), "", {"switch", "switched off", "no switch"}),
-        (bodies(*[{"chat_template_kwargs": {"tools": "x"}}] * 3), "chat_template_kwargs", set[str]()),
+        (
+            bodies({"reasoning_effort": "high"}, {"reasoning": {"effort": "high"}}, {}),
+            "",
+            {"no switch"},
+        ),
+        (
+            bodies(*[{"chat_template_kwargs": {"other": 1}}] * 3),
+            "",
+            {"switch", "switched off", "no switch"},
+        ),
+        (
+            bodies(*[{"chat_template_kwargs": None}] * 3),
+            "",
+            {"switch", "switched off", "no switch"},
+        ),
+        (
+            bodies(*[{"chat_template_kwargs": {"tools": "x"}}] * 3),
+            "chat_template_kwargs",
+            set[str](),
+        ),
         (bodies(*[{"chat_template_kwargs": {"x": [1]}}] * 3), "chat_template_kwargs", set[str]()),
     ],
-    ids=["off", "on", "no effort", "high effort", "an unknown name", "null", "a name of the call", "a list"],
+    ids=[
+        "off",
+        "on",
+        "no effort",
+        "high effort",
+        "an unknown name",
+        "null",
+        "a name of the call",
+        "a list",
+    ],
 )
 def test_what_would_render_a_chat_otherwise_is_refused_by_name(
     client: TestClient, kind: str, asked: dict[str, Any], field: str, taken_by: set[str]
@@ -106,8 +147,14 @@ def test_what_would_render_a_chat_otherwise_is_refused_by_name(
 
 def test_a_thought_of_a_given_length_is_refused_by_name(client: TestClient) -> None:
     for route in ("/v1/messages", "/v1/messages/count_tokens"):
-        body = {"model": "tiny", "messages": USER, "thinking": {"type": "enabled", "budget_tokens": 1024}}
-        answer = client.post(route, json=body | ({"max_tokens": 2} if route == "/v1/messages" else {}))
+        body = {
+            "model": "tiny",
+            "messages": USER,
+            "thinking": {"type": "enabled", "budget_tokens": 1024},
+        }
+        answer = client.post(
+            route, json=body | ({"max_tokens": 2} if route == "/v1/messages" else {})
+        )
         assert (answer.status_code, "'thinking'" in answer.text) == (400, True), answer.text
 
 
@@ -115,7 +162,9 @@ def test_tokens_are_counted_as_they_would_be_read(client: TestClient, kind: str)
     body = {"model": "tiny", "messages": USER}
     count = client.post("/v1/messages/count_tokens", json=body).json()["input_tokens"]
     assert count == len("user: Hi\n>") + (kind == "switched off")
-    answer = client.post("/v1/messages/count_tokens", json=body | {"thinking": {"type": "disabled"}})
+    answer = client.post(
+        "/v1/messages/count_tokens", json=body | {"thinking": {"type": "disabled"}}
+    )
     assert answer.status_code == (400 if kind == "switch" else 200), answer.text
 
 

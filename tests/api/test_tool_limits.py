@@ -1,4 +1,5 @@
-"""Tools, their schemas and the arguments of earlier calls: how much of them a request may hold, all together."""
+"""Tools, their schemas and the arguments of earlier calls: how much of them a request may hold, all
+together."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
 
 
 def asked(route: str, **more: Any) -> dict[str, Any]:
-    turns = {"input": "a"} if route == RESPONSES else {"messages": [{"role": "user", "content": "a"}]}
+    turns = (
+        {"input": "a"} if route == RESPONSES else {"messages": [{"role": "user", "content": "a"}]}
+    )
     return {"model": "scripted"} | turns | ({"max_tokens": 1} if route == MESSAGES else {}) | more
 
 
@@ -75,7 +78,10 @@ def test_tools_are_bounded_one_by_one_and_together(app: App, route: str, told: b
     each = MOST_CHARACTERS // 100
     many = [tool(route, f"f{n}", {}, "d" * each) for n in range(101)]
     together = refusal(app, route, asked(route, tools=many, **more))
-    assert together == f"'tools': at most {MOST_CHARACTERS} characters are taken, in all tools together"
+    assert (
+        together
+        == f"'tools': at most {MOST_CHARACTERS} characters are taken, in all tools together"
+    )
     enums = [tool(route, f"f{n}", {"enum": [1] * (MOST_VALUES // 100)}) for n in range(101)]
     assert f"at most {MOST_VALUES} values" in refusal(app, route, asked(route, tools=enums, **more))
 
@@ -104,7 +110,9 @@ def test_earlier_arguments_are_counted_before_any_is_parsed(
     field = "input" if route == RESPONSES else "messages"
     parsed = list[int]()
     loads = json.loads
-    monkeypatch.setattr(tools_schema.json, "loads", lambda text, **o: parsed.append(len(text)) or loads(text, **o))
+    monkeypatch.setattr(
+        tools_schema.json, "loads", lambda text, **o: parsed.append(len(text)) or loads(text, **o)
+    )
     long = '{"a":"' + "b" * (MOST_OF_CALL - 10) + '"}'
     for arguments, said in (
         ([long] * 9, f"bytes together; at most {MOST_CHARACTERS} are taken"),
@@ -127,10 +135,20 @@ def test_what_fits_is_taken_and_what_is_wrong_is_told(route: str) -> None:
     for arguments in ('{"a":"\\ud800"}', '{"\\ud800":1}'):
         with pytest.raises(ValueError, match="lone surrogate U\\+D800"):
             model.model_validate(with_calls(route, arguments))
-    odd: list[Any] = [None, 1, "a", [1], {"tool_calls": 1}, {"tool_calls": [1, {"function": 1}]}, {"arguments": 1}]
+    odd: list[Any] = [
+        None,
+        1,
+        "a",
+        [1],
+        {"tool_calls": 1},
+        {"tool_calls": [1, {"function": 1}]},
+        {"arguments": 1},
+    ]
     for turns in (None, 1, odd):
         with pytest.raises(ValueError):
-            model.model_validate({"model": "a", "input" if route == RESPONSES else "messages": turns})
+            model.model_validate(
+                {"model": "a", "input" if route == RESPONSES else "messages": turns}
+            )
 
 
 def block(number: int, given: Any) -> dict[str, Any]:
@@ -141,32 +159,48 @@ def block(number: int, given: Any) -> dict[str, Any]:
 def test_the_input_of_earlier_calls_is_bounded(app: App, route: str) -> None:
     def said(*given: Any) -> str:
         blocks = [block(number, one) for number, one in enumerate(given)]
-        return refusal(app, route, asked(route, messages=[{"role": "assistant", "content": blocks}]))
+        return refusal(
+            app, route, asked(route, messages=[{"role": "assistant", "content": blocks}])
+        )
 
-    assert said([1] * MOST_VALUES).startswith(f"messages.0.content.0.input: at most {MOST_VALUES} values")
+    assert said([1] * MOST_VALUES).startswith(
+        f"messages.0.content.0.input: at most {MOST_VALUES} values"
+    )
     each = [1] * (MOST_VALUES // 8)
     assert said(*[each] * 9).startswith(f"'messages': at most {MOST_VALUES} values")
     assert said(*["a" * MOST_OF_CALL] * 9).endswith("in all blocks' 'input' together")
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_tools_are_measured_once_for_all_that_ask(monkeypatch: pytest.MonkeyPatch, route: str) -> None:
-    """Each by itself, and all together; whoever renders, counts or repeats them does it with what was made then."""
+def test_tools_are_measured_once_for_all_that_ask(
+    monkeypatch: pytest.MonkeyPatch, route: str
+) -> None:
+    """Each by itself, and all together; whoever renders, counts or repeats them does it with what
+    was made then."""
     measured = list[Any]()
     measure = tools_schema.size_within
     monkeypatch.setattr(
-        tools_schema, "size_within", lambda value, **o: measured.append(type(value)) or measure(value, **o)
+        tools_schema,
+        "size_within",
+        lambda value, **o: measured.append(type(value)) or measure(value, **o),
     )
     models = {CHAT: ChatRequest, RESPONSES: ResponsesRequest}
     body: Any = models.get(route, MessagesRequest).model_validate(
-        asked(MESSAGES if route == COUNT else route, tools=[tool(route, "f", {"type": "object", "default": None})])
+        asked(
+            MESSAGES if route == COUNT else route,
+            tools=[tool(route, "f", {"type": "object", "default": None})],
+        )
     )
     assert measured == [dict, tuple]
     assert body.offered is body.offered
     (definition,) = body.offered.definitions
     assert definition == {
         "type": "function",
-        "function": {"name": "f", "description": "d", "parameters": {"type": "object", "default": None}},
+        "function": {
+            "name": "f",
+            "description": "d",
+            "parameters": {"type": "object", "default": None},
+        },
     }
     assert 0 < body.offered.characters < 2 * len(json.dumps(definition))
     assert measured == [dict, tuple]

@@ -1,5 +1,6 @@
-"""Prompts that went through no chat template, on the demo model, whose probes learnt from chats: their risk says
-little, and a policy that withholds withholds those that lie outside training, unless the operator says otherwise."""
+"""Prompts that went through no chat template, on the demo model, whose probes learnt from chats:
+their risk says little, and a policy that withholds withholds those that lie outside training,
+unless the operator says otherwise."""
 
 from __future__ import annotations
 
@@ -55,9 +56,13 @@ def scored(client: TestClient, policy: str, **body: Any) -> list[dict[str, Any]]
     if "text" in body:
         (model,) = client.get("/v1/models").json()["data"]
         body = {"model": model["id"], "prompt": body["text"], "max_tokens": 4}
-        answer = client.post("/v1/completions", json=body | {"vllm_xargs": {"hallutracer_policy": policy}})
+        answer = client.post(
+            "/v1/completions", json=body | {"vllm_xargs": {"hallutracer_policy": policy}}
+        )
     else:
-        answer = client.post("/score", json={"policy": policy, "generate": {"max_tokens": 4}} | body)
+        answer = client.post(
+            "/score", json={"policy": policy, "generate": {"max_tokens": 4}} | body
+        )
     assert answer.status_code == 200, answer.text
     found = answer.json()
     return list(found.get("hallutracer", found)["data"])
@@ -68,14 +73,22 @@ def withheld(rows: list[dict[str, Any]]) -> list[bool]:
 
 
 @pytest.mark.parametrize("form", ["Q: {0}\nA:", "{1} The capital is"])
-def test_no_prompt_that_is_withheld_comes_free_outside_training(client: TestClient, scorer: Scorer, form: str) -> None:
+def test_no_prompt_that_is_withheld_comes_free_outside_training(
+    client: TestClient, scorer: Scorer, form: str
+) -> None:
     asked = [row["prompt"] for row in questions("test")[:60]]
-    stopped = [text for text, row in zip(asked, scored(client, "gate", prompt=asked), strict=True) if row["flagged"]]
+    stopped = [
+        text
+        for text, row in zip(asked, scored(client, "gate", prompt=asked), strict=True)
+        if row["flagged"]
+    ]
     prompts = [form.format(text, render(text)) for text in stopped]
     tokens = [scorer.engine.tokenize(prompt) for prompt in prompts]
     for body in ({"text": prompts}, {"input_ids": tokens}):
         rows = scored(client, "gate", **body)
-        assert sum(row["outside_training"] and not row["flagged"] for row in rows) > len(stopped) / 4
+        assert (
+            sum(row["outside_training"] and not row["flagged"] for row in rows) > len(stopped) / 4
+        )
         assert withheld(rows) == [row["flagged"] or row["outside_training"] for row in rows]
         assert not any("completion" in row for row in rows if row["decision"] == "abstain")
         freed = scored(client, "open", **body)
@@ -85,24 +98,34 @@ def test_no_prompt_that_is_withheld_comes_free_outside_training(client: TestClie
 
 def test_a_question_goes_through_the_template_and_is_judged_by_its_risk(client: TestClient) -> None:
     asked = [row["prompt"] for row in questions("test")[:120]]
-    for body in ({"prompt": asked}, {"messages": [{"role": "user", "content": f"Q: {UNKNOWN}\nA:"}]}):
+    for body in (
+        {"prompt": asked},
+        {"messages": [{"role": "user", "content": f"Q: {UNKNOWN}\nA:"}]},
+    ):
         rows = scored(client, "gate", **body)
         assert withheld(rows) == [row["flagged"] for row in rows]
 
 
 @pytest.mark.parametrize("route", ["/score", "/v1/chat/completions"])
-def test_a_chat_that_ends_with_an_answer_is_no_question(client: TestClient, scorer: Scorer, route: str) -> None:
+def test_a_chat_that_ends_with_an_answer_is_no_question(
+    client: TestClient, scorer: Scorer, route: str
+) -> None:
     found = []
     more = {} if route == "/score" else {"model": scorer.engine.identity.model, "max_tokens": 1}
     for row in questions("test")[:30]:
-        messages = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": "The capital is"}]
+        messages = [
+            {"role": "user", "content": row["prompt"]},
+            {"role": "assistant", "content": "The capital is"},
+        ]
         answer = client.post(route, json={"messages": messages} | more).json()
         found += answer.get("hallutracer", answer)["data"]
     assert any(row["outside_training"] and not row["flagged"] for row in found)
     assert withheld(found) == [row["flagged"] or row["outside_training"] for row in found]
 
 
-def test_probes_that_learnt_from_texts_know_texts(scorer: Scorer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probes_that_learnt_from_texts_know_texts(
+    scorer: Scorer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gate = built_in()["gate"]
     assert untemplated(scorer, gate).withhold_outside is True
     for policy in (OPEN, built_in()["observe"], Policy("warn", Action.ANNOTATE)):
@@ -113,12 +136,28 @@ def test_probes_that_learnt_from_texts_know_texts(scorer: Scorer, monkeypatch: p
 
 @pytest.mark.parametrize(
     ("own", "wanted", "allowed"),
-    [("gate", "open", False), ("careful", "open", False), ("careful", "gate", False), ("open", "gate", True),
-     ("gate", "careful", True), ("open", "open", True), ("observe", "open", True), ("warn", "open", True)],
-)  # fmt: skip
-def test_only_an_operator_lets_them_through(scorer: Scorer, own: str, wanted: str, allowed: bool) -> None:
-    known = built_in() | {"open": OPEN, "careful": CAREFUL, "warn": Policy("warn", Action.ANNOTATE, message="Hm.")}
-    with nullcontext() if allowed else pytest.raises(NotAllowed, match="outside training") as refused:
+    [
+        ("gate", "open", False),
+        ("careful", "open", False),
+        ("careful", "gate", False),
+        ("open", "gate", True),
+        ("gate", "careful", True),
+        ("open", "open", True),
+        ("observe", "open", True),
+        ("warn", "open", True),
+    ],
+)
+def test_only_an_operator_lets_them_through(
+    scorer: Scorer, own: str, wanted: str, allowed: bool
+) -> None:
+    known = built_in() | {
+        "open": OPEN,
+        "careful": CAREFUL,
+        "warn": Policy("warn", Action.ANNOTATE, message="Hm."),
+    }
+    with (
+        nullcontext() if allowed else pytest.raises(NotAllowed, match="outside training") as refused
+    ):
         check_choice(scorer, known[wanted], scorer, known[own], Caller())
     assert refused is None or refused.value.param == "policy"
     check_choice(scorer, known[wanted], scorer, known[own], Caller(may=frozenset({"policy"})))

@@ -1,4 +1,5 @@
-"""When a decision is told, when a change may begin, and what is counted where the log cannot be written."""
+"""When a decision is told, when a change may begin, and what is counted where the log cannot be
+written."""
 
 from __future__ import annotations
 
@@ -22,9 +23,16 @@ pytestmark = pytest.mark.anyio
 
 def made(number: int) -> Any:
     return decision(
-        WHO, request_id=f"r{number}", route="/v1/risk/score", model="m", bundle="b:1", digest="sha256:0", policy="gate",
-        threshold=0.5, prompts=[JudgedEvent(0, 0.75, "abstain", True)],
-    )  # fmt: skip
+        WHO,
+        request_id=f"r{number}",
+        route="/v1/risk/score",
+        model="m",
+        bundle="b:1",
+        digest="sha256:0",
+        policy="gate",
+        threshold=0.5,
+        prompts=[JudgedEvent(0, 0.75, "abstain", True)],
+    )
 
 
 class Watched:
@@ -32,7 +40,9 @@ class Watched:
 
     def __init__(self, tmp_path: Path, **options: Any) -> None:
         self.path, self.counts = tmp_path / "audit.jsonl", Counter[str]()
-        self.auditor = Auditor(self.path, count=lambda fate, number: self.counts.update({fate: number}), **options)
+        self.auditor = Auditor(
+            self.path, count=lambda fate, number: self.counts.update({fate: number}), **options
+        )
 
     async def decide(self, *numbers: int) -> None:
         for number in numbers:
@@ -55,17 +65,33 @@ async def test_a_decisions_line_is_there_when_it_is_told(tmp_path: Path) -> None
     await log.decide(1)
     assert [line["event"] for line in log.lines()] == ["service.start", "decision"]
     assert set(log.lines()[1]) == {
-        "prev", "time", "event", "key", "address", "by", "request_id", "route", "model", "bundle", "digest", "policy",
-        "threshold", "prompts",
-    }  # fmt: skip
+        "prev",
+        "time",
+        "event",
+        "key",
+        "address",
+        "by",
+        "request_id",
+        "route",
+        "model",
+        "bundle",
+        "digest",
+        "policy",
+        "threshold",
+        "prompts",
+    }
     await asyncio.gather(*(log.auditor.decided(made(number)) for number in range(2, 600)))
     log.auditor.close()
     assert log.lines()[-1]["event"] == "service.stop"
-    assert [line["request_id"] for line in log.lines()[1:-1]] == [f"r{number}" for number in range(1, 600)]
+    assert [line["request_id"] for line in log.lines()[1:-1]] == [
+        f"r{number}" for number in range(1, 600)
+    ]
     assert (log.counts, verify([log.path]).problems) == ({"written": 600}, [])
 
 
-async def test_one_that_cannot_be_written_is_counted_and_the_next_line_says_so(tmp_path: Path) -> None:
+async def test_one_that_cannot_be_written_is_counted_and_the_next_line_says_so(
+    tmp_path: Path,
+) -> None:
     log = Watched(tmp_path)
     log.break_it()
     await log.decide(0, 1, 2)
@@ -77,7 +103,9 @@ async def test_one_that_cannot_be_written_is_counted_and_the_next_line_says_so(t
 
 
 @pytest.mark.parametrize("required", [False, True])
-async def test_lines_that_were_changed_are_counted_and_nothing_new_is_lost(tmp_path: Path, required: bool) -> None:
+async def test_lines_that_were_changed_are_counted_and_nothing_new_is_lost(
+    tmp_path: Path, required: bool
+) -> None:
     log = Watched(tmp_path, required=required)
     await log.decide(1)
     log.path.write_text(log.path.read_text().replace("abstain", "continue"))
@@ -94,7 +122,9 @@ async def test_lines_that_were_changed_are_counted_and_nothing_new_is_lost(tmp_p
     assert log.counts["broken"] == 2
 
 
-async def test_required_ones_are_refused_and_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_required_ones_are_refused_and_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     synced: list[int] = []
     monkeypatch.setattr("service.audit.file.os.fsync", synced.append)
     log = Watched(tmp_path, required=True)
@@ -115,7 +145,9 @@ async def test_required_ones_are_refused_and_on_disk(tmp_path: Path, monkeypatch
     assert verify([log.path]).events["decision"] == 2
 
 
-async def test_a_decision_does_not_wait_for_a_disk_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_decision_does_not_wait_for_a_disk_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "WAIT_S", 0.05)
     monkeypatch.setattr(module, "MOST_WAITING", 4)
     log = Watched(tmp_path)
@@ -140,7 +172,10 @@ async def test_a_decision_does_not_wait_for_a_disk_that_hangs(tmp_path: Path, mo
             raise AssertionError("begun")
     await asyncio.to_thread(log.auditor.close)
     found = verify([log.path])
-    assert (found.events, found.missed) == ({"service.start": 1, "decision": 4, "test": 2, "service.stop": 1}, 4)
+    assert (found.events, found.missed) == (
+        {"service.start": 1, "decision": 4, "test": 2, "service.stop": 1},
+        4,
+    )
 
 
 async def test_a_change_is_on_disk_before_it_begins_and_told_how_it_ended(tmp_path: Path) -> None:
@@ -192,7 +227,11 @@ async def test_a_disk_that_hangs_refuses_what_is_required_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log, goes_on, append = Watched(tmp_path, required=True), threading.Event(), AuditFile.append
-    monkeypatch.setattr(AuditFile, "append", lambda *given, **options: (goes_on.wait(60), append(*given, **options))[1])
+    monkeypatch.setattr(
+        AuditFile,
+        "append",
+        lambda *given, **options: (goes_on.wait(60), append(*given, **options))[1],
+    )
     monkeypatch.setattr(module, "REQUIRED_WAIT_S", 0.05)
     try:
         with pytest.raises(AuditUnavailable, match="hangs, or is too slow"):
@@ -213,7 +252,10 @@ async def test_a_disk_that_hangs_refuses_what_is_required_and_says_so(
     assert log.auditor.refusing is None
     log.auditor.close()
     found = verify([log.path])
-    assert (found.events, found.problems) == ({"service.start": 1, "decision": 2, "service.stop": 1}, [])
+    assert (found.events, found.problems) == (
+        {"service.start": 1, "decision": 2, "service.stop": 1},
+        [],
+    )
 
 
 async def test_a_log_that_was_mended_is_found_without_a_request(
@@ -240,7 +282,10 @@ async def test_a_log_that_was_mended_is_found_without_a_request(
             await asyncio.sleep(0.01)
     log.auditor.close()
     found = verify([log.path])
-    assert (found.events, found.problems) == ({"service.start": 1, "audit.resume": 1, "service.stop": 1}, [])
+    assert (found.events, found.problems) == (
+        {"service.start": 1, "audit.resume": 1, "service.stop": 1},
+        [],
+    )
     assert log.lines()[1]["what"] == {"refused": 1}
 
 

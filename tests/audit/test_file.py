@@ -1,6 +1,8 @@
-"""The audit log's file: one chain over restarts, rotation, crashes, a full disk and several writers.
+"""The audit log's file: one chain over restarts, rotation, crashes, a full disk and several
+writers.
 
-Lines that were changed show, whatever is written afterwards; what honest writers do at any moment does not."""
+Lines that were changed show, whatever is written afterwards; what honest writers do at any moment
+does not."""
 
 from __future__ import annotations
 
@@ -63,7 +65,8 @@ def whole(*paths: Path, **expected: Any) -> Verified | None:
 
 @contextmanager
 def at_most(size: int) -> Iterator[None]:
-    """No file of this process may grow beyond ``size`` bytes: a write stops there, as on a full disk."""
+    """No file of this process may grow beyond ``size`` bytes: a write stops there, as on a full
+    disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -104,7 +107,9 @@ def test_the_chain_goes_on_over_a_rotation(path: Path, old: Path, how: str, firs
     rotate(path, old, how)
     assert whole(old)
     assert how == "rename" or whole(path, continues=True)  # whoever has no older file is told of it
-    (AuditFile(path) if first == "a new process" else file if first == "the writer" else other).append([line(3)])
+    (
+        AuditFile(path) if first == "a new process" else file if first == "the writer" else other
+    ).append([line(3)])
     for one in (file, other):
         one.append([line(4)])
     assert (numbers(old), numbers(path)) == ([0, 1, 2], [3, 4, 4])
@@ -173,8 +178,16 @@ def test_files_that_cannot_be_trusted_or_had_are_refused(path: Path, tmp_path: P
 
 
 CHANGES: dict[str, Callable[[list[str]], list[str]]] = {
-    "changed in place": lambda text: [*text[:2], text[2].replace('"number":2', '"number":7'), *text[3:]],
-    "changed by an editor": lambda text: [*text[:2], text[2].replace('"number":2', '"number":7'), *text[3:]],
+    "changed in place": lambda text: [
+        *text[:2],
+        text[2].replace('"number":2', '"number":7'),
+        *text[3:],
+    ],
+    "changed by an editor": lambda text: [
+        *text[:2],
+        text[2].replace('"number":2', '"number":7'),
+        *text[3:],
+    ],
     "cut off one": lambda text: text[:-1],
     "cut off most": lambda text: text[:1],
     "cut off within a line": lambda text: [*text[:-1], text[-1][:-20]],
@@ -189,7 +202,8 @@ CHANGES: dict[str, Callable[[list[str]], list[str]]] = {
 
 
 def tamper(path: Path, what: str) -> None:
-    """In place, so that the writers' handles stay those of the log; or, as ``sed -i``, by another file of its name."""
+    """In place, so that the writers' handles stay those of the log; or, as ``sed -i``, by another
+    file of its name."""
     content = "".join(CHANGES[what](path.read_text().splitlines(keepends=True)))
     other = path.with_suffix(".new") if "editor" in what else path
     other.write_text(content)
@@ -202,7 +216,10 @@ def tamper(path: Path, what: str) -> None:
 def test_a_changed_end_shows_at_once_and_is_not_healed_by_the_next_line(
     path: Path, what: str, who: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    breaks, writers = list[int](), list[AuditFile]()  # the one of the last line, one that knows the log, a new one
+    breaks, writers = (
+        list[int](),
+        list[AuditFile](),
+    )  # the one of the last line, one that knows the log, a new one
     for number in range(3):
         if number == 2:
             tamper(path, what)
@@ -213,7 +230,9 @@ def test_a_changed_end_shows_at_once_and_is_not_healed_by_the_next_line(
     for writer in (writers[who], *writers):  # whoever writes then, and said once
         assert writer.append([line(4)]) == 1
         assert not whole(path)
-    assert json.loads(path.read_text().splitlines()[-1])["what"]["number"] == 4  # nothing new is lost
+    assert (
+        json.loads(path.read_text().splitlines()[-1])["what"]["number"] == 4
+    )  # nothing new is lost
     assert (breaks, caplog.text.count("were changed or removed")) == ([1], 1)
 
 
@@ -227,10 +246,13 @@ def test_what_was_changed_in_the_middle_shows(path: Path) -> None:
 
 
 def chain_again(path: Path) -> None:
-    """As somebody who may write to everything and knows how: each ``prev`` anew, and the head file."""
+    """As somebody who may write to everything and knows how: each ``prev`` anew, and the head
+    file."""
     digest, texts = FIRST, list[bytes]()
     for one in path.read_bytes().splitlines():
-        texts.append(json.dumps(json.loads(one) | {"prev": digest}, separators=(",", ":")).encode() + b"\n")
+        texts.append(
+            json.dumps(json.loads(one) | {"prev": digest}, separators=(",", ":")).encode() + b"\n"
+        )
         digest = digest_of(texts[-1])
     path.write_bytes(b"".join(texts))
     size = path.stat().st_size
@@ -240,7 +262,9 @@ def chain_again(path: Path) -> None:
 
 @pytest.mark.parametrize("what", list(CHANGES)[:4])
 @pytest.mark.parametrize("head", ["is gone", "was fitted"])
-def test_with_its_head_file_changed_too_the_process_that_wrote_the_line_tells(path: Path, what: str, head: str) -> None:
+def test_with_its_head_file_changed_too_the_process_that_wrote_the_line_tells(
+    path: Path, what: str, head: str
+) -> None:
     file = log_of(path, 3)
     tamper(path, what)
     head_path(path).unlink()
@@ -278,7 +302,9 @@ HONEST = ("a", "b", "new", *ROTATIONS, "crash within a line", "crash before the 
 def act(folder: Path, what: str, number: int, writers: dict[str, AuditFile]) -> None:
     path = folder / "audit.jsonl"
     if what in ("a", "b"):
-        writers.setdefault(what, AuditFile(path)).append([line(number), line(number)][: 1 + number % 2])
+        writers.setdefault(what, AuditFile(path)).append(
+            [line(number), line(number)][: 1 + number % 2]
+        )
     elif what == "new" or not path.exists():
         log_of(path, 1, number).close()
     elif not what.startswith("crash"):
@@ -321,14 +347,25 @@ def check_every_change(files: list[Path]) -> None:
             if not text.endswith(b"}\n"):
                 continue  # torn: it has no part in the chain
             before, after = lines[:number], lines[number + 1 :]
-            ways = {"edited": [*before, text.replace(b'"done"', b'"gone"'), *after], "removed": before + after}
+            ways = {
+                "edited": [*before, text.replace(b'"done"', b'"gone"'), *after],
+                "removed": before + after,
+            }
             if after and after[0].endswith(b"}\n"):
                 ways["swapped"] = [*before, after[0], text, *after[1:]]
             for way, content in ways.items():
                 path.write_bytes(b"".join(content))
                 found = verify(files)
-                first = (way, place, number) == ("removed", 0, 0)  # as if it were in an earlier file
-                assert found.problems or (first and (found.continues or not found.lines)), (way, place, number)
+                first = (way, place, number) == (
+                    "removed",
+                    0,
+                    0,
+                )  # as if it were in an earlier file
+                assert found.problems or (first and (found.continues or not found.lines)), (
+                    way,
+                    place,
+                    number,
+                )
         path.write_bytes(kept)
 
 
@@ -355,7 +392,9 @@ def writing(path: Path, seeds: range, count: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_processes_and_a_rotation_at_any_moment_make_one_chain(tmp_path: Path, path: Path, seed: int) -> None:
+def test_processes_and_a_rotation_at_any_moment_make_one_chain(
+    tmp_path: Path, path: Path, seed: int
+) -> None:
     draw, rotations = random.Random(seed), 0
     writers = writing(path, range(10 * seed, 10 * seed + 3), 300)
     while any(writer.is_alive() for writer in writers):
@@ -371,7 +410,9 @@ def test_processes_and_a_rotation_at_any_moment_make_one_chain(tmp_path: Path, p
 def test_processes_that_are_killed_leave_a_chain(tmp_path: Path, path: Path, seed: int) -> None:
     draw = random.Random(seed)
     for number in range(4):
-        writers = writing(path, range(100 * seed + 10 * number, 100 * seed + 10 * number + 2), 100_000)
+        writers = writing(
+            path, range(100 * seed + 10 * number, 100 * seed + 10 * number + 2), 100_000
+        )
         time.sleep(draw.random() * 0.1)
         for writer in writers:
             writer.kill()

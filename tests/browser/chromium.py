@@ -1,4 +1,5 @@
-"""A real headless Chromium, and what each page of ours has to keep: no request elsewhere, no error, open to all."""
+"""A real headless Chromium, and what each page of ours has to keep: no request elsewhere, no error,
+open to all."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ WAIT_MS = 20_000  # until a step counts as failed; a busy machine takes seconds
 
 
 def executable() -> str:
-    """Chromium's path: on PATH, else in .tools/bin; skips without it, fails where tools are required."""
+    """Chromium's path: on PATH, else in .tools/bin; skips without it, fails where tools are
+    required."""
     for name in PROGRAMS:
         found = shutil.which(name) or shutil.which(name, path=str(TOOLS))
         if found is not None:
@@ -51,16 +53,26 @@ class Tab:
     def close(self) -> None:
         self.context.close()
         assert self.elsewhere == []
-        assert [error for error in self.errors if not any(part in error for part in self.allowed)] == []
+        assert [
+            error for error in self.errors if not any(part in error for part in self.allowed)
+        ] == []
 
 
 @contextmanager
 def tab(
-    browser: Browser, origin: str, width: int = 1280, scheme: Any = "light", allowed: tuple[str, ...] = ()
+    browser: Browser,
+    origin: str,
+    width: int = 1280,
+    scheme: Any = "light",
+    allowed: tuple[str, ...] = (),
 ) -> Iterator[Tab]:
-    """A new tab with storage of its own; motion is reduced, so that a page is still when its text is there."""
+    """A new tab with storage of its own; motion is reduced, so that a page is still when its text
+    is there."""
     context = browser.new_context(
-        viewport={"width": width, "height": 800}, color_scheme=scheme, reduced_motion="reduce", base_url=origin
+        viewport={"width": width, "height": 800},
+        color_scheme=scheme,
+        reduced_motion="reduce",
+        base_url=origin,
     )
     context.set_default_timeout(WAIT_MS)
     opened = Tab(context, context.new_page(), origin, allowed=allowed)
@@ -71,7 +83,9 @@ def tab(
 
     opened.page.on("request", requested)
     opened.page.on("pageerror", lambda error: opened.errors.append(f"{error}"))
-    opened.page.on("console", lambda said: opened.errors.append(said.text) if said.type == "error" else None)
+    opened.page.on(
+        "console", lambda said: opened.errors.append(said.text) if said.type == "error" else None
+    )
     try:
         yield opened
     except BaseException:
@@ -88,4 +102,6 @@ def faults(page: Page) -> list[str]:
 
 def sideways(page: Page) -> int:
     """Pixels that the page is wider than its window."""
-    return int(page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth"))
+    return int(
+        page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+    )

@@ -1,4 +1,5 @@
-"""One Chromium for this folder: its start takes a second, and its event loop would be in the way of other tests."""
+"""One Chromium for this folder: its start takes a second, and its event loop would be in the way of
+other tests."""
 
 from __future__ import annotations
 

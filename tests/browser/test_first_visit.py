@@ -1,4 +1,5 @@
-"""What somebody sees who opens the playground for the first time: the field first, one slider, and no contradiction."""
+"""What somebody sees who opens the playground for the first time: the field first, one slider, and
+no contradiction."""
 
 from __future__ import annotations
 
@@ -32,7 +33,13 @@ def with_list(engine: ScriptedEngine, folder: Path) -> Bundle:
 def with_forms(engine: ScriptedEngine, folder: Path) -> Bundle:
     """A bundle whose table of forms has names as long as the trainer's."""
     draft = matching_draft(engine, "forms", 3)
-    form = {"wrong": 0.95, "mean_risk": 0.63, "calibration_error": 0.1, "auroc": 0.87, "answered": 0.45}
+    form = {
+        "wrong": 0.95,
+        "mean_risk": 0.63,
+        "calibration_error": 0.1,
+        "auroc": 0.87,
+        "answered": 0.45,
+    }
     names = ("passage_contradicting", "conversation_refused_before")
     forms = {name: form | {"rows": 12_345, "wrong_among_answered": 0.9} for name in names}
     draft.evaluation = {"cross_validation": {"by_form": forms}}
@@ -98,8 +105,8 @@ def test_a_bar_beside_each_risk_is_as_long_as_the_risk(page: Page) -> None:
     ask(page)
     finished(page)
     bars = page.locator(".bar").evaluate_all(
-        "bars => bars.map((bar) => [Number(bar.dataset.risk), bar.lastChild.getBoundingClientRect().width / "
-        "bar.getBoundingClientRect().width])"
+        "bars => bars.map((bar) => [Number(bar.dataset.risk),"
+        " bar.lastChild.getBoundingClientRect().width / bar.getBoundingClientRect().width])"
     )
     assert len(bars) == 24 + 1  # the list's, and that of what was asked in this tab
     for risk, share in bars:
@@ -127,8 +134,8 @@ def test_the_slider_says_of_a_prompt_that_asks_for_no_fact_what_a_gate_does(
             for value in EXTREMES:
                 page.locator("#threshold").fill(value)
                 expect(page.locator("#gate-here")).to_have_text(
-                    f"The last question asks for no fact: its risk, {wanted['risk']:.2f}, does not apply, and no "
-                    "threshold withholds the answer."
+                    f"The last question asks for no fact: its risk, {wanted['risk']:.2f}, does not"
+                    " apply, and no threshold withholds the answer."
                 )
 
 
@@ -147,7 +154,8 @@ def test_the_slider_says_of_a_prompt_outside_training_what_a_gate_does(
             finished(page)
             page.locator("#threshold").fill("1")
             expect(page.locator("#gate-here")).to_have_text(
-                "The last question is unlike the training prompts: it would be withheld at every threshold."
+                "The last question is unlike the training prompts: it would be withheld at every"
+                " threshold."
             )
 
 
@@ -157,19 +165,32 @@ def test_the_list_counts_what_a_gate_withholds_whatever_the_threshold(
 ) -> None:
     def carrying(engine: ScriptedEngine, folder: Path) -> Bundle:
         draft = matching_draft(engine, "listing", 0)
-        few = replace(SAMPLE, questions=tuple(SampleQuestion(QUESTION, ("so",), "") for _ in range(4)))
+        few = replace(
+            SAMPLE, questions=tuple(SampleQuestion(QUESTION, ("so",), "") for _ in range(4))
+        )
         draft.evaluation = {"sample": few.document()}
-        options = {"reach": 1e-6, "applies_from": 1e-9} if kind == "outside" else {"applies_from": 0.999999}
+        options = (
+            {"reach": 1e-6, "applies_from": 1e-9}
+            if kind == "outside"
+            else {"applies_from": 0.999999}
+        )
         return write_bundle(with_context(draft, engine, **options), folder / "listing")
 
-    with running(tmp_path, names=(), add=[carrying], policy="observe") as service, tab(browser, service.url) as opened:
+    with (
+        running(tmp_path, names=(), add=[carrying], policy="observe") as service,
+        tab(browser, service.url) as opened,
+    ):
         page = ready(opened)
         expect(page.locator("#sample-rows tr[data-number]")).to_have_count(4)
         page.locator("#threshold").fill("1" if kind == "outside" else "0")
         withheld, count = (4, "4") if kind == "outside" else (0, "none")
         expect(page.locator("#sample-text")).to_contain_text(f"withholds {count}")
         expect(page.locator("#sample-rows tr.stopped")).to_have_count(withheld)
-        why = "unlike the training prompts: withheld" if kind == "outside" else "asks for no fact: let through"
+        why = (
+            "unlike the training prompts: withheld"
+            if kind == "outside"
+            else "asks for no fact: let through"
+        )
         assert set(page.locator("#sample-rows .why").all_inner_texts()) == {why}
 
 
@@ -190,7 +211,9 @@ def test_an_answer_that_is_flagged_and_passes_has_the_colour_of_wrong(page: Page
 
 
 @pytest.mark.parametrize("how", ["enter", "example", "list"])
-def test_what_is_asked_while_an_answer_streams_is_asked_next(service: Running, page: Page, how: str) -> None:
+def test_what_is_asked_while_an_answer_streams_is_asked_next(
+    service: Running, page: Page, how: str
+) -> None:
     slow = Slow(after=4)
     service.engine.wait = slow  # type: ignore[method-assign]
     ask(page, "First?")
@@ -200,7 +223,9 @@ def test_what_is_asked_while_an_answer_streams_is_asked_next(service: Running, p
         page.keyboard.press("Enter")
         second = "Second?"
     else:
-        button = page.locator({"example": "#examples button", "list": "#sample-rows button"}[how]).first
+        button = page.locator(
+            {"example": "#examples button", "list": "#sample-rows button"}[how]
+        ).first
         second = button.inner_text()
         button.click()
     expect(page.locator("#waiting")).to_have_text(f"Asked next, once this answer ends: {second}")
@@ -214,9 +239,15 @@ def test_what_is_asked_while_an_answer_streams_is_asked_next(service: Running, p
     expect(page.locator("#question")).to_have_value("Typed meanwhile")
 
 
-def test_what_is_asked_before_the_service_is_ready_is_asked_then(service: Running, browser: Browser) -> None:
+def test_what_is_asked_before_the_service_is_ready_is_asked_then(
+    service: Running, browser: Browser
+) -> None:
     with tab(browser, service.url, allowed=("503",)) as opened:
-        loading = {"status": 503, "headers": {"retry-after": "1"}, "body": '{"error": {"message": "loading"}}'}
+        loading = {
+            "status": 503,
+            "headers": {"retry-after": "1"},
+            "body": '{"error": {"message": "loading"}}',
+        }
         held = True
 
         def refuse(route: Any) -> None:
@@ -230,7 +261,9 @@ def test_what_is_asked_before_the_service_is_ready_is_asked_then(service: Runnin
         expect(page.locator("#state")).to_contain_text("Not ready yet")
         page.fill("#question", "Is it ready?")
         page.keyboard.press("Enter")
-        expect(page.locator("#waiting")).to_have_text("Asked once the service is ready: Is it ready?")
+        expect(page.locator("#waiting")).to_have_text(
+            "Asked once the service is ready: Is it ready?"
+        )
         held = False
         expect(page.locator("#asked")).to_have_text("Is it ready?")
         finished(page)
@@ -238,8 +271,12 @@ def test_what_is_asked_before_the_service_is_ready_is_asked_then(service: Runnin
 
 
 @pytest.mark.parametrize("part", ["question", "passage"])
-@pytest.mark.parametrize("long", ["o" * 380, "why " * 95, "x\n" * 190], ids=["word", "words", "lines"])
-def test_a_long_question_or_passage_leaves_the_outcome_on_the_screen(page: Page, long: str, part: str) -> None:
+@pytest.mark.parametrize(
+    "long", ["o" * 380, "why " * 95, "x\n" * 190], ids=["word", "words", "lines"]
+)
+def test_a_long_question_or_passage_leaves_the_outcome_on_the_screen(
+    page: Page, long: str, part: str
+) -> None:
     if part == "passage":
         page.click("#passage-details summary")
         page.fill("#passage", long)

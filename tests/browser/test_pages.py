@@ -1,4 +1,5 @@
-"""The API reference, the evaluation's page, and the playground on the package's own model, in a real browser."""
+"""The API reference, the evaluation's page, and the playground on the package's own model, in a
+real browser."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ KNOWN, UNKNOWN = "What is the capital of Italy?", "What is the capital of the So
 WITHHELD, WOULD = "Withheld before the first token", "Would be withheld before the first token"
 
 
-def test_the_reference_asks_for_the_key_lists_the_routes_and_tries_them(browser: Browser, tmp_path: Path) -> None:
+def test_the_reference_asks_for_the_key_lists_the_routes_and_tries_them(
+    browser: Browser, tmp_path: Path
+) -> None:
     with (
         running(tmp_path, api_keys=(KEY,), playground=False) as service,
         tab(browser, service.url, allowed=("401",)) as opened,
@@ -36,12 +39,17 @@ def test_the_reference_asks_for_the_key_lists_the_routes_and_tries_them(browser:
         page.keyboard.press("Enter")
         expect(page.locator("#key-form")).to_be_hidden()
         expect(page.locator(".opblock-summary-path").first).to_be_visible()
-        listed = [path.replace("\u200b", "") for path in page.locator(".opblock-summary-path").all_inner_texts()]
+        listed = [
+            path.replace("\u200b", "")
+            for path in page.locator(".opblock-summary-path").all_inner_texts()
+        ]
         assert {"/score", "/v1/bundles", "/v1/chat/completions", "/health/ready"} <= set(listed)
         page.locator("#operations-risk-score_score_post .opblock-summary-control").click()
         page.get_by_role("button", name="Try it out").click()
         page.get_by_role("button", name="Execute", exact=True).click()
-        expect(page.locator(".live-responses-table .response-col_status").last).to_contain_text("200")
+        expect(page.locator(".live-responses-table .response-col_status").last).to_contain_text(
+            "200"
+        )
         expect(page.locator(".live-responses-table")).to_contain_text('"risk"')
 
 
@@ -62,7 +70,8 @@ def test_the_reference_links_to_the_playground_where_there_is_one(
 def brightness(page: Page, selector: str, of: str) -> float:
     """Of the colour of the letters, or of the first background behind them, from 0 to 1."""
     found: list[float] = page.locator(selector).first.evaluate(
-        """(node, of) => { const read = (one) => getComputedStyle(one)[of].match(/[\\d.]+/g).map(Number);
+        """(node, of) => {
+        const read = (element) => getComputedStyle(element)[of].match(/[\\d.]+/g).map(Number);
         while (node.parentElement && read(node)[3] === 0) node = node.parentElement;
         return read(node).slice(0, 3); }""",
         of,
@@ -71,7 +80,9 @@ def brightness(page: Page, selector: str, of: str) -> float:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_reference_follows_the_colours_of_the_system(browser: Browser, tmp_path: Path, scheme: str) -> None:
+def test_the_reference_follows_the_colours_of_the_system(
+    browser: Browser, tmp_path: Path, scheme: str
+) -> None:
     with running(tmp_path) as service, tab(browser, service.url, scheme=scheme) as opened:
         page = opened.open("/docs")
         expect(page.locator(".opblock").first).to_be_visible()
@@ -91,8 +102,12 @@ def letters(page: Page) -> list[float]:
 
 def test_it_is_read_on_a_phone(browser: Browser, tmp_path: Path) -> None:
     first, second = REPORT.sections
-    second = replace(second, tables=[replace(table, title=f"{table.title}, again") for table in second.tables])
-    (tmp_path / "report.html").write_text(to_html(replace(REPORT, sections=[first, second], introduction="First.")))
+    second = replace(
+        second, tables=[replace(table, title=f"{table.title}, again") for table in second.tables]
+    )
+    (tmp_path / "report.html").write_text(
+        to_html(replace(REPORT, sections=[first, second], introduction="First."))
+    )
     with tab(browser, f"file://{tmp_path}", width=375, scheme="dark") as opened:
         page = opened.open("/report.html")
         assert sideways(page) == 0
@@ -131,12 +146,18 @@ def test_a_known_and_an_unknown_capital(browser: Browser) -> None:
         box = rows.first.bounding_box()
         assert box is not None
         assert box["y"] + box["height"] < 800  # a phone shows the first answer without scrolling
-        expect(page.locator("#gate-source")).to_contain_text("Counted on the bundle's 4,238 training rows")
+        expect(page.locator("#gate-source")).to_contain_text(
+            "Counted on the bundle's 4,238 training rows"
+        )
         page.fill("#question", KNOWN)
         page.keyboard.press("Enter")
         expect(page.locator(".decision")).to_have_text("Answered")
-        expect(page.locator(".answer:not([aria-busy])")).to_have_text(known["completion"]["text"].strip())
-        assert float(page.get_attribute(".risk", "data-risk") or "") == pytest.approx(known["risk"], abs=1e-4)
+        expect(page.locator(".answer:not([aria-busy])")).to_have_text(
+            known["completion"]["text"].strip()
+        )
+        assert float(page.get_attribute(".risk", "data-risk") or "") == pytest.approx(
+            known["risk"], abs=1e-4
+        )
         page.click("#choices > summary")
         page.select_option("#compare", "demo-fused:1")
         page.fill("#question", UNKNOWN)
@@ -148,4 +169,6 @@ def test_a_known_and_an_unknown_capital(browser: Browser) -> None:
         )
         assert sideways(page) == 0
         page.select_option("#bundle", "demo-fused:1")
-        expect(page.locator("#gate-source")).to_contain_text("Counted on the bundle's 4,238 training rows")
+        expect(page.locator("#gate-source")).to_contain_text(
+            "Counted on the bundle's 4,238 training rows"
+        )

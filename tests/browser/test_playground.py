@@ -1,4 +1,5 @@
-"""The playground in a real browser: ask, gate, stream, fail, compare, by keyboard, on a phone, in the dark."""
+"""The playground in a real browser: ask, gate, stream, fail, compare, by keyboard, on a phone, in
+the dark."""
 
 from __future__ import annotations
 
@@ -32,16 +33,30 @@ RISKS, WRONG = [0.1, 0.2, 0.35, 0.4, 0.6, 0.7, 0.8, 0.9], [0, 0, 1, 0, 1, 0, 1, 
 Open = Callable[..., AbstractContextManager[Tab]]
 
 FORMS = {
-    name: {"rows": rows, "wrong": wrong, "mean_risk": told, "calibration_error": 0.1, "auroc": auroc,
-           "answered": 0.3, "wrong_among_answered": None}
-    for name, rows, wrong, told, auroc in (("lone", 1200, 0.5, 0.51, 0.8), ("<b>turn_own</b>", 90, 0.9, 0.6, None))
-}  # fmt: skip
+    name: {
+        "rows": rows,
+        "wrong": wrong,
+        "mean_risk": told,
+        "calibration_error": 0.1,
+        "auroc": auroc,
+        "answered": 0.3,
+        "wrong_among_answered": None,
+    }
+    for name, rows, wrong, told, auroc in (
+        ("lone", 1200, 0.5, 0.51, 0.8),
+        ("<b>turn_own</b>", 90, 0.9, 0.6, None),
+    )
+}
 
 
 def counted(engine: ScriptedEngine, folder: Path) -> Bundle:
     """A bundle that keeps its training rows' risks."""
     draft = matching_draft(engine, "counted", 7)
-    rows = {"risk": " ".join(f"{risk:.6f}" for risk in RISKS), "hallucinated": " ".join(map(str, WRONG)), "group": "0"}
+    rows = {
+        "risk": " ".join(f"{risk:.6f}" for risk in RISKS),
+        "hallucinated": " ".join(map(str, WRONG)),
+        "group": "0",
+    }
     draft.evaluation = {"out_of_fold": {"risks": rows}}
     draft.evaluation["cross_validation"] = {"by_form": FORMS}
     return write_bundle(draft, folder / "counted")
@@ -49,8 +64,14 @@ def counted(engine: ScriptedEngine, folder: Path) -> Bundle:
 
 @pytest.fixture(scope="module")
 def shared(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A service that lets a request choose, with bundles of every kind: one, two, known, counted."""
-    service = running(tmp_path_factory.mktemp("bundles"), add=[known, counted], policy="observe", policies=POLICIES)
+    """A service that lets a request choose, with bundles of every kind: one, two, known,
+    counted."""
+    service = running(
+        tmp_path_factory.mktemp("bundles"),
+        add=[known, counted],
+        policy="observe",
+        policies=POLICIES,
+    )
     with service as started:
         yield started
 
@@ -67,7 +88,9 @@ def service(shared: Running) -> Iterator[Running]:
 
 @pytest.fixture
 def opened(browser: Browser, service: Running) -> Open:
-    def open_(path: str = "/", url: str | None = None, **options: Any) -> AbstractContextManager[Tab]:
+    def open_(
+        path: str = "/", url: str | None = None, **options: Any
+    ) -> AbstractContextManager[Tab]:
         return tab(browser, url or service.url, **options)
 
     return open_
@@ -104,7 +127,9 @@ def answered(page: Page) -> None:
 
 
 def reply(service: Running, **body: Any) -> dict[str, Any]:
-    (row,) = service.post(prompt=QUESTION, include=["trajectory", "running_mean"], **body).json()["data"]
+    (row,) = service.post(prompt=QUESTION, include=["trajectory", "running_mean"], **body).json()[
+        "data"
+    ]
     return dict(row)
 
 
@@ -121,17 +146,25 @@ def test_an_answer_that_may_continue(service: Running, page: Page) -> None:
     assert dots.all_text_contents() == [
         f"layer {layer}: {value:.3f}" for layer, value in enumerate(wanted["trajectory"])
     ]
-    heights = [float(dot.get_attribute("cy") or "") for dot in page.locator(".reading svg .dot").all()]
+    heights = [
+        float(dot.get_attribute("cy") or "") for dot in page.locator(".reading svg .dot").all()
+    ]
     assert np.corrcoef(heights, wanted["trajectory"])[0, 1] == pytest.approx(-1)  # up is more
-    running = re.findall(r"[\d.]+ ([\d.]+)", page.get_attribute(".reading svg .line.running", "d") or "")
-    assert np.corrcoef(np.array(running, float), wanted["running_mean"])[0, 1] == pytest.approx(-1, abs=1e-3)
+    running = re.findall(
+        r"[\d.]+ ([\d.]+)", page.get_attribute(".reading svg .line.running", "d") or ""
+    )
+    assert np.corrcoef(np.array(running, float), wanted["running_mean"])[0, 1] == pytest.approx(
+        -1, abs=1e-3
+    )
     assert f"depth mean is {wanted['running_mean'][-1]:.3f}" in (
         page.get_attribute(".reading figure svg", "aria-label") or ""
     )
     means = service.bundles[0].probes.trajectory_mean
     page.click(".reading .layers details summary")
     cells = [row.split("\t") for row in page.inner_text(".reading tbody").splitlines()]
-    assert np.array(cells, float)[:, 3:] == pytest.approx(means[::-1].T, abs=6e-4)  # factual, hallucinated
+    assert np.array(cells, float)[:, 3:] == pytest.approx(
+        means[::-1].T, abs=6e-4
+    )  # factual, hallucinated
     for part in (".line.factual", ".line.hallucinated", ".band.factual", ".band.hallucinated"):
         box = page.locator(f".reading figure svg {part}").bounding_box()
         assert box is not None, part
@@ -169,7 +202,9 @@ def test_what_each_policy_does_with_a_flagged_prompt(service: Running, page: Pag
             page.fill("#passage", "It is so, says the book.")
             answered(page)
             expect(page.locator(".decision")).to_have_text("Withheld before the first token")
-            expect(page.locator(".facts", has_text="Without the passage the risk was")).to_be_visible()
+            expect(
+                page.locator(".facts", has_text="Without the passage the risk was")
+            ).to_be_visible()
         if policy in ("gate", "send"):
             assert service.engine.counters.decode_steps == steps
         if policy == "warn":
@@ -208,25 +243,48 @@ def test_a_prompt_that_asks_for_no_fact(browser: Browser, tmp_path: Path, own: s
             decided = said if own == "gate" else "Blocked before the first token"
             expect(page.locator(".decision")).to_have_text(decided)
             facts = page.locator(".facts", has_text=said)
-            expect(facts).to_contain_text(f"The probability that it asks for one is {wanted['asks']:.2f}.")
+            expect(facts).to_contain_text(
+                f"The probability that it asks for one is {wanted['asks']:.2f}."
+            )
             if own == "gate":
                 expect(page.locator(".answer")).to_have_text("It is so.")
             # Read aloud is the decision, and after it the answer, where there is one.
-            expect(page.locator("#announce")).to_contain_text("Answer: It is so." if own == "gate" else decided)
+            expect(page.locator("#announce")).to_contain_text(
+                "Answer: It is so." if own == "gate" else decided
+            )
 
 
 @pytest.mark.parametrize("stops", [False, True])
-def test_each_token_is_shaded_by_its_own_risk(browser: Browser, tmp_path: Path, stops: bool) -> None:
-    policies = {"watch": Policy("watch", Action.ABSTAIN, threshold=1.0, stop_at=1e-6 if stops else 1.0)}
+def test_each_token_is_shaded_by_its_own_risk(
+    browser: Browser, tmp_path: Path, stops: bool
+) -> None:
+    policies = {
+        "watch": Policy("watch", Action.ABSTAIN, threshold=1.0, stop_at=1e-6 if stops else 1.0)
+    }
     with running(tmp_path, names=(), add=[two_parts], policy="watch", policies=policies) as service:
         service.engine.answer = said = " It is \N{SNOWMAN}, so."
-        body = {"prompt": QUESTION, "stream": True, "include": ["answer_risk"], "generate": {"max_tokens": 40}}
+        body = {
+            "prompt": QUESTION,
+            "stream": True,
+            "include": ["answer_risk"],
+            "generate": {"max_tokens": 40},
+        }
         _, *chunks = events(service.post(**body).text)
-        sums = [0.0, *(one["answer_tokens"] * np.log(one["answer_risk"] / (1 - one["answer_risk"]))
-                       for one in chunks if "answer_risk" in one)]  # fmt: skip
+        sums = [
+            0.0,
+            *(
+                one["answer_tokens"] * np.log(one["answer_risk"] / (1 - one["answer_risk"]))
+                for one in chunks
+                if "answer_risk" in one
+            ),
+        ]
         counts = [0, *(one["answer_tokens"] for one in chunks if "answer_risk" in one)]
         each = np.diff(sums) / np.maximum(1, np.diff(counts))
-        wanted = [f"risk {1 / (1 + np.exp(-one)):.2f}" for one, more in zip(each, np.diff(counts), strict=True) if more]
+        wanted = [
+            f"risk {1 / (1 + np.exp(-one)):.2f}"
+            for one, more in zip(each, np.diff(counts), strict=True)
+            if more
+        ]
         with tab(browser, service.url) as open_tab:
             page = ready(open_tab)
             answered(page)
@@ -236,19 +294,26 @@ def test_each_token_is_shaded_by_its_own_risk(browser: Browser, tmp_path: Path, 
             titles = shown.evaluate_all("nodes => nodes.map((node) => node.title)")
             assert titles == wanted[1:]  # the first token is a space that is not shown
             assert len(titles) == (3 if stops else len(said) - 2), "the last token is not read"
-            colours = shown.evaluate_all("nodes => nodes.map((node) => getComputedStyle(node).backgroundColor)")
+            colours = shown.evaluate_all(
+                "nodes => nodes.map((node) => getComputedStyle(node).backgroundColor)"
+            )
             depth = [float(colour.rpartition("/")[2].strip(" )")) for colour in colours]
-            assert depth == pytest.approx([0.6 * float(title.split()[1]) for title in titles], abs=0.004)
+            assert depth == pytest.approx(
+                [0.6 * float(title.split()[1]) for title in titles], abs=0.004
+            )
             assert len(set(titles)) > 1
             count = page.locator(".facts", has_text="answer tokens")
             expect(count).to_contain_text(
                 "ended by the policy watch" if stops else f"{len(said.encode())} answer tokens"
             )
-            expect(page.locator(".facts", has_text="Read again")).to_contain_text("Each token is shaded by its own.")
+            expect(page.locator(".facts", has_text="Read again")).to_contain_text(
+                "Each token is shaded by its own."
+            )
 
 
 class Slow:
-    """The engine's ``wait`` that stands still before each letter until it is let go on, or fails then."""
+    """The engine's ``wait`` that stands still before each letter until it is let go on, or fails
+    then."""
 
     def __init__(self, after: int, error: Exception | None = None) -> None:
         self.after, self.error, self.seen, self.go_on = after, error, 0, threading.Event()
@@ -262,7 +327,9 @@ class Slow:
 
 
 @pytest.mark.parametrize("ends", ["whole", "stopped", "failed"])
-def test_a_slow_answer_comes_piece_by_piece_and_keeps_what_was_said(service: Running, page: Page, ends: str) -> None:
+def test_a_slow_answer_comes_piece_by_piece_and_keeps_what_was_said(
+    service: Running, page: Page, ends: str
+) -> None:
     slow = Slow(after=4, error=EngineError("the device is gone") if ends == "failed" else None)
     service.engine.wait = slow  # type: ignore[method-assign]
     ask(page)
@@ -288,13 +355,18 @@ def test_a_slow_answer_comes_piece_by_piece_and_keeps_what_was_said(service: Run
 
 
 def test_a_service_that_stopped(browser: Browser, tmp_path: Path) -> None:
-    with running(tmp_path) as service, tab(browser, service.url, allowed=("ERR_CONNECTION_REFUSED",)) as opened:
+    with (
+        running(tmp_path) as service,
+        tab(browser, service.url, allowed=("ERR_CONNECTION_REFUSED",)) as opened,
+    ):
         page = ready(opened)
         page.fill("#question", QUESTION)
         service.server.should_exit = True
         until(lambda: closed(service))
         page.click("#ask")
-        expect(page.locator(".problem:visible")).to_have_text("The service did not answer. Is it still running?")
+        expect(page.locator(".problem:visible")).to_have_text(
+            "The service did not answer. Is it still running?"
+        )
         expect(page.locator("#ask")).to_be_enabled()
         assert faults(page) == []
 
@@ -306,8 +378,17 @@ def closed(service: Running) -> bool:
 
 def test_a_service_that_is_loading_is_asked_again(opened: Open) -> None:
     with opened(allowed=("503",)) as tab:
-        error = {"message": "the model is loading", "type": "server_error", "param": None, "code": "not_ready"}
-        loading = {"status": 503, "headers": {"retry-after": "1"}, "body": json.dumps({"error": error})}
+        error = {
+            "message": "the model is loading",
+            "type": "server_error",
+            "param": None,
+            "code": "not_ready",
+        }
+        loading = {
+            "status": 503,
+            "headers": {"retry-after": "1"},
+            "body": json.dumps({"error": error}),
+        }
         tab.page.route("**/v1/bundles", lambda route: route.fulfill(**loading), times=1)
         page = tab.open()
         expect(page.locator("#state")).to_have_text("Not ready yet: the model is loading")
@@ -334,7 +415,10 @@ def test_a_choice_that_is_not_allowed_names_the_cure_and_on_this_machine_the_pag
 
 def test_keys(browser: Browser, tmp_path: Path) -> None:
     key = "a-key-of-sixteen-letters"
-    with running(tmp_path, api_keys=(key,)) as service, tab(browser, service.url, allowed=("401",)) as opened:
+    with (
+        running(tmp_path, api_keys=(key,)) as service,
+        tab(browser, service.url, allowed=("401",)) as opened,
+    ):
         page = opened.open()
         expect(page.locator("#key")).to_be_focused()
         expect(page.locator("#ask")).to_be_disabled()
@@ -349,7 +433,10 @@ def test_keys(browser: Browser, tmp_path: Path) -> None:
         expect(page.locator("#access")).to_be_hidden()
         answered(page)
         expect(page.locator(".risk")).to_be_visible()
-        kept = "JSON.stringify([localStorage, document.cookie, location.href, document.body.innerHTML])"
+        kept = (
+            "JSON.stringify([localStorage, document.cookie, location.href,"
+            " document.body.innerHTML])"
+        )
         assert key not in page.evaluate(kept)
         page.reload()
         expect(page.locator("#ask")).to_be_enabled()
@@ -370,8 +457,12 @@ def test_the_slider_tells_what_the_bundle_counted(service: Running, page: Page) 
     expect(page.locator("#gate-cost")).to_contain_text("costs as much as 1 withheld right ones")
     marks = page.locator("#gate-plot circle.at")
     expect(marks).to_have_count(2)
-    heights = {mark.get_attribute("class"): float(mark.get_attribute("cy") or 0) for mark in marks.all()}
-    assert heights["at answered"] < heights["at wrong"]  # 50 % answered, 25 % of them wrong; y points down
+    heights = {
+        mark.get_attribute("class"): float(mark.get_attribute("cy") or 0) for mark in marks.all()
+    }
+    assert (
+        heights["at answered"] < heights["at wrong"]
+    )  # 50 % answered, 25 % of them wrong; y points down
     middle = marks.first.get_attribute("cx")
     slider = page.locator("#threshold")
     slider.focus()
@@ -381,7 +472,10 @@ def test_the_slider_tells_what_the_bundle_counted(service: Running, page: Page) 
     expect(page.locator("#gate-cost")).to_contain_text("costs as much as 1.7 withheld right ones")
     expect(page.locator("#threshold-value")).to_have_text("0.37")
     below = [wrong for risk, wrong in zip(RISKS, WRONG, strict=True) if risk < 0.37]
-    text = f"{round(100 * len(below) / 8)} % of the questions are answered, {round(100 * sum(below) / len(below))} %"
+    text = (
+        f"{round(100 * len(below) / 8)} % of the questions are answered,"
+        f" {round(100 * sum(below) / len(below))} %"
+    )
     expect(page.locator("#gate-at")).to_contain_text(text)
     expect(page.locator("#gate-at")).to_contain_text("50 % of the right answers are withheld")
     assert slider.get_attribute("aria-valuetext") == "0.37"
@@ -392,7 +486,9 @@ def test_the_slider_tells_what_the_bundle_counted(service: Running, page: Page) 
     finished(page)
     expect(page.locator(".facts").first).to_contain_text("Threshold 0.370")
     answers = reply(service, bundle="counted")["risk"] < 0.37
-    expect(page.locator("#gate-here")).to_contain_text("would be answered" if answers else "would be withheld")
+    expect(page.locator("#gate-here")).to_contain_text(
+        "would be answered" if answers else "would be withheld"
+    )
     page.click("#threshold-reset")
     expect(page.locator("#threshold-value")).to_contain_text("the bundle's own")
     with page.expect_request("**/score") as sent:
@@ -407,38 +503,56 @@ def test_the_table_by_form_of_conversation(opened: Open) -> None:
         page.select_option("#bundle", "counted:1")
         page.click("#forms summary")
         expect(page.locator("#forms-source")).to_contain_text("training rows")
-        cells = [row.locator("th, td").all_text_contents() for row in page.locator("#forms-rows tr").all()]
+        cells = [
+            row.locator("th, td").all_text_contents()
+            for row in page.locator("#forms-rows tr").all()
+        ]
         assert cells == [  # what is furthest from a probability first; names stay text
             ["<b>turn own</b>", "90", "0.90", "0.60", "–", "30 %", "–"],
             ["lone", "1,200", "0.50", "0.51", "0.80", "30 %", "–"],
         ]
-        assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+        assert page.evaluate(
+            "document.documentElement.scrollWidth <= document.documentElement.clientWidth"
+        )
 
 
 def test_two_bundles_on_one_prompt(service: Running, page: Page) -> None:
     page.select_option("#compare", "two:1")
     answered(page)
     found = {
-        reading.get_attribute("data-bundle"): float(reading.locator(".risk").get_attribute("data-risk") or "")
+        reading.get_attribute("data-bundle"): float(
+            reading.locator(".risk").get_attribute("data-risk") or ""
+        )
         for reading in page.locator(".reading").all()
     }
     wanted = {name: reply(service, bundle=name)["risk"] for name in ("one:1", "two:1")}
     assert wanted["one:1"] != wanted["two:1"]
     assert found == pytest.approx(wanted)
     expect(page.locator(".reading .plot[data-drawn]")).to_have_count(2)
-    expect(page.locator(".answer")).to_have_count(1)  # the first bundle's; of the other the risk was asked
+    expect(page.locator(".answer")).to_have_count(
+        1
+    )  # the first bundle's; of the other the risk was asked
     page.select_option("#bundle", "two:1")
-    assert page.locator("#compare option").all_text_contents() == ["nothing", "one:1", "known:1", "counted:1"]
+    assert page.locator("#compare option").all_text_contents() == [
+        "nothing",
+        "one:1",
+        "known:1",
+        "counted:1",
+    ]
 
 
 def test_a_passage_stands_before_the_question(page: Page) -> None:
     with page.expect_request("**/score") as sent:  # one tap asks
         page.click("text=Dominica, with a passage")
     expect(page.locator("#passage")).to_have_value(
-        "Roseau is the capital of Dominica. Castries is the capital of Saint Lucia. Lima is the capital of Peru."
+        "Roseau is the capital of Dominica. Castries is the capital of Saint Lucia. Lima is the"
+        " capital of Peru."
     )
     prompt = sent.value.post_data_json["prompt"]
-    assert prompt.split("\n\n") == [page.input_value("#passage"), "Which city is the capital of Dominica?"]
+    assert prompt.split("\n\n") == [
+        page.input_value("#passage"),
+        "Which city is the capital of Dominica?",
+    ]
     finished(page)
     page.click("#examples button >> nth=0")
     expect(page.locator("#passage")).to_have_value("")
@@ -507,8 +621,22 @@ def test_by_keyboard_alone(opened: Open) -> None:
         reached = set()
         for _ in range(40):
             page.keyboard.press("Tab")
-            reached.add(page.evaluate("(document.activeElement.id || document.activeElement.tagName).toLowerCase()"))
-        wanted = {"bundle", "compare", "policy", "tokens", "ask", "threshold", "summary", "clear", "question"}
+            reached.add(
+                page.evaluate(
+                    "(document.activeElement.id || document.activeElement.tagName).toLowerCase()"
+                )
+            )
+        wanted = {
+            "bundle",
+            "compare",
+            "policy",
+            "tokens",
+            "ask",
+            "threshold",
+            "summary",
+            "clear",
+            "question",
+        }
         assert wanted <= reached, wanted - reached
 
 
@@ -517,7 +645,9 @@ def test_every_width_and_light(service: Running, opened: Open, width: int, schem
     with opened(width=width, scheme=scheme) as tab:
         page = ready(tab)
         assert sideways(page) == 0
-        dark = page.evaluate("getComputedStyle(document.body).backgroundColor") != "rgb(244, 245, 247)"
+        dark = (
+            page.evaluate("getComputedStyle(document.body).backgroundColor") != "rgb(244, 245, 247)"
+        )
         assert dark is (scheme == "dark")
         assert faults(page) == []
         page.click("#passage-details summary")
@@ -531,4 +661,6 @@ def test_every_width_and_light(service: Running, opened: Open, width: int, schem
         assert sideways(page) == 0
         assert faults(page) == []
         if width == 360:
-            assert page.evaluate("document.getElementById('result').getBoundingClientRect().top < innerHeight")
+            assert page.evaluate(
+                "document.getElementById('result').getBoundingClientRect().top < innerHeight"
+            )

@@ -1,4 +1,5 @@
-"""The list that the playground opens with: held-out questions, answered as the page loads and sorted by risk."""
+"""The list that the playground opens with: held-out questions, answered as the page loads and
+sorted by risk."""
 
 from __future__ import annotations
 
@@ -19,7 +20,11 @@ from tests.running import Running, running
 from tests.scripted_engine import ScriptedEngine
 
 QUESTIONS = tuple(
-    SampleQuestion(f"Question <b>{number}</b> {'x' * number}?", ("so",) if number % 3 else ("not <i>that</i>",), "")
+    SampleQuestion(
+        f"Question <b>{number}</b> {'x' * number}?",
+        ("so",) if number % 3 else ("not <i>that</i>",),
+        "",
+    )
     for number in range(30)
 )
 SAMPLE = Sample("rows.jsonl", "contains", r"(?i)not sure", 16, QUESTIONS)
@@ -31,7 +36,9 @@ def carrying(engine: ScriptedEngine, folder: Path) -> Bundle:
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with running(tmp_path_factory.mktemp("bundles"), names=(), add=[carrying, other], policy="observe") as started:
+    with running(
+        tmp_path_factory.mktemp("bundles"), names=(), add=[carrying, other], policy="observe"
+    ) as started:
         yield started
 
 
@@ -55,7 +62,14 @@ def rows(page: Page) -> list[dict[str, Any]]:
     for row in page.locator("#sample-rows tr").all():
         cells = row.locator("td").all_inner_texts()
         number = row.get_attribute("data-number")
-        found.append({"number": number, "risk": float(cells[0]), "cells": cells, "kind": row.get_attribute("class")})
+        found.append(
+            {
+                "number": number,
+                "risk": float(cells[0]),
+                "cells": cells,
+                "kind": row.get_attribute("class"),
+            }
+        )
     return found
 
 
@@ -87,29 +101,39 @@ def test_the_line_tells_what_a_gate_there_would_do(service: Running, page: Page)
         wrong = sum("wrong" in row["cells"][2] for row in passed)
         stopped_wrong = sum("wrong" in row["cells"][2] for row in stopped)
         right = sum("right" in row["cells"][2] for row in stopped)
-        left = f"of the {len(passed)} that it lets through {wrong or 'none'} {'are' if wrong > 1 else 'is'} wrong"
+        left = (
+            f"of the {len(passed)} that it lets through {wrong or 'none'}"
+            f" {'are' if wrong > 1 else 'is'} wrong"
+        )
         through = left if passed else "it lets none through"
         which = f": {stopped_wrong} wrong, {right} right" if stopped else ""
-        assert page.inner_text("#sample-text") == (
-            f"Without a gate {wrong + stopped_wrong} of 24 would be wrong. A gate at {value:.2f} withholds "
-            f"{len(stopped) or 'none'}{which}; {through}."
+        assert (
+            page.inner_text("#sample-text")
+            == f"Without a gate {wrong + stopped_wrong} of 24 would be wrong. A gate at {value:.2f}"
+            f" withholds {len(stopped) or 'none'}{which}; {through}."
         )
 
 
 def test_under_a_policy_that_withholds_the_list_says_which_answers_are_not_known(
     browser: Browser, tmp_path: Path
 ) -> None:
-    with running(tmp_path, names=(), add=[carrying], policy="gate") as service, tab(browser, service.url) as opened:
+    with (
+        running(tmp_path, names=(), add=[carrying], policy="gate") as service,
+        tab(browser, service.url) as opened,
+    ):
         page = opened.open()
         expect(page.locator("#sample-rows tr[data-number]")).to_have_count(24)
         assert faults(page) == []
         threshold, found = service.bundles[0].manifest.threshold, rows(page)
-        withheld = [row for row in found if row["number"] is not None and "(withheld)" in row["cells"][1]]
+        withheld = [
+            row for row in found if row["number"] is not None and "(withheld)" in row["cells"][1]
+        ]
         assert 0 < len(withheld) < 24
         assert all(row["risk"] >= threshold - 0.005 for row in withheld)
         assert all("not judged" in row["cells"][2] for row in withheld)
         said = (
-            f"The service's policy withholds {len(withheld)} of the answers: whether they would be right is not known."
+            f"The service's policy withholds {len(withheld)} of the answers: whether they would be"
+            " right is not known."
         )
         headline = page.inner_text("#sample-text")
         assert said in headline
@@ -121,21 +145,49 @@ def test_under_a_policy_that_withholds_the_list_says_which_answers_are_not_known
 @pytest.mark.parametrize(
     ("verdicts", "said"),
     [
-        ([None, None], "A gate at 0.50 withholds 1: 1 not judged; none that it lets through is judged. The service's "),
-        (["right", None], "Of the 1 that are answered none is wrong. A gate at 0.50 withholds 1: 1 not judged; "),
-        (["wrong", None], "Without a gate at least 1 of 2 would be wrong. A gate at 0.50 withholds 1: 1 not judged; "),
-        (["right", "right"], "Without a gate none of 2 would be wrong. A gate at 0.50 withholds 1: 0 wrong, 1 right; "),
+        (
+            [None, None],
+            (
+                "A gate at 0.50 withholds 1: 1 not judged; none that it lets through is judged. The"
+                " service's "
+            ),
+        ),
+        (
+            ["right", None],
+            "Of the 1 that are answered none is wrong. A gate at 0.50 withholds 1: 1 not judged; ",
+        ),
+        (
+            ["wrong", None],
+            (
+                "Without a gate at least 1 of 2 would be wrong. A gate at 0.50 withholds 1: 1 not"
+                " judged; "
+            ),
+        ),
+        (
+            ["right", "right"],
+            (
+                "Without a gate none of 2 would be wrong. A gate at 0.50 withholds 1: 0 wrong, 1"
+                " right; "
+            ),
+        ),
     ],
 )
 def test_what_is_none_is_told_in_words(page: Page, verdicts: list[Any], said: str) -> None:
-    told = [{"risk": risk, "verdict": verdict} for risk, verdict in zip((0.1, 0.9), verdicts, strict=True)]
+    told = [
+        {"risk": risk, "verdict": verdict}
+        for risk, verdict in zip((0.1, 0.9), verdicts, strict=True)
+    ]
     (address,) = {one for one in page.evaluate(LOADED) if one.endswith("/sample.js")}
-    headline = "async ([from, rows, at, own]) => (await import(from)).headline(rows, rows.length, at, own)"
+    headline = (
+        "async ([from, rows, at, own]) => (await import(from)).headline(rows, rows.length, at, own)"
+    )
     detail = {"signals": ["depth_mean"]}
     assert page.evaluate(headline, [address, told, 0.5, detail]).startswith(said)
     judged = sum(verdict is not None for verdict in verdicts)
     through = {0: "none that", 1: "of the 1 judged ones that", 2: "of the 2 that"}[judged]
-    assert f"withholds none; {through} it lets through" in page.evaluate(headline, [address, told, 1.0, detail])
+    assert f"withholds none; {through} it lets through" in page.evaluate(
+        headline, [address, told, 1.0, detail]
+    )
     assert page.evaluate(headline, [address, [], 1.0, detail]) == ""
     assert "withholds 2: " in page.evaluate(headline, [address, told, 0.0, detail])
     assert "it lets none through." in page.evaluate(headline, [address, told, 0.0, detail])
@@ -149,7 +201,9 @@ def test_a_question_of_the_list_is_asked_by_one_tap(service: Running, page: Page
     expect(page.locator(".answer:not([aria-busy])")).to_have_text("It is so.")
 
 
-def test_the_keyboards_place_is_kept_while_the_list_is_drawn_anew(service: Running, page: Page) -> None:
+def test_the_keyboards_place_is_kept_while_the_list_is_drawn_anew(
+    service: Running, page: Page
+) -> None:
     page.locator("#sample-rows tr[data-number='7'] button").focus()
     page.evaluate("""() => { const line = document.getElementById("threshold");
         line.value = "0.9"; line.dispatchEvent(new Event("input")); }""")
@@ -173,6 +227,10 @@ def test_a_failure_is_told_beside_what_came(browser: Browser, tmp_path: Path) ->
 
     with running(tmp_path, names=(), add=[one]) as service:
         service.engine.fail = EngineError("the script broke")
-        with tab(browser, service.url, allowed=("the server responded with a status of 5",)) as opened:
+        with tab(
+            browser, service.url, allowed=("the server responded with a status of 5",)
+        ) as opened:
             page = opened.open()
-            expect(page.locator("#sample-problem")).to_contain_text("Not all questions were answered: ")
+            expect(page.locator("#sample-problem")).to_contain_text(
+                "Not all questions were answered: "
+            )

@@ -21,7 +21,9 @@ PAGES = ["README", "docs/cli", "docs/api", "docs/training-data"]
 @pytest.fixture(scope="module")
 def url(site: Path) -> Iterator[str]:
     """The site, served: axe reads its style sheets."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=str(site)))
+    server = ThreadingHTTPServer(
+        ("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=str(site))
+    )
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield f"http://127.0.0.1:{server.server_address[1]}"
@@ -45,12 +47,18 @@ def test_its_pages_are_as_wide_as_the_window_and_open_to_all(
                 assert box["x"] + box["width"] <= width, name
 
 
-def test_a_keyboard_scrolls_a_code_block_that_is_wider_than_its_page(url: str, browser: Browser) -> None:
+def test_a_keyboard_scrolls_a_code_block_that_is_wider_than_its_page(
+    url: str, browser: Browser
+) -> None:
     with tab(browser, url, width=800) as opened:
         page = opened.open("/README.html")
-        wide = page.locator("pre").evaluate_all("all => all.findIndex((node) => node.scrollWidth > node.clientWidth)")
+        wide = page.locator("pre").evaluate_all(
+            "all => all.findIndex((node) => node.scrollWidth > node.clientWidth)"
+        )
         block = page.locator("pre").nth(wide)
         block.focus()
         assert block.evaluate("node => node === document.activeElement")
         page.keyboard.press("ArrowRight")
-        page.wait_for_function("number => document.querySelectorAll('pre')[number].scrollLeft > 0", arg=wide)
+        page.wait_for_function(
+            "number => document.querySelectorAll('pre')[number].scrollLeft > 0", arg=wide
+        )

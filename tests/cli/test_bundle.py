@@ -37,7 +37,9 @@ def my_demo(intercept: float | None = None) -> BundleDraft:
     manifest = replace(shipped.manifest, name="my-demo")
     if intercept is not None:
         manifest = replace(manifest, classifier=replace(manifest.classifier, intercept=intercept))
-    return BundleDraft(manifest, shipped.probes, shipped.golden, shipped.evaluation(), shipped.card())
+    return BundleDraft(
+        manifest, shipped.probes, shipped.golden, shipped.evaluation(), shipped.card()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -65,15 +67,21 @@ def fine(done: CompletedProcess[str], *words: str) -> str:
 @pytest.mark.parametrize(
     ("command", "status", "word"),
     [
-        ("list --store s4://bucket", 1, "s3://BUCKET/PREFIX"), ("list --store hf://me/probe@v1", 1, "hf://OWNER/NAME"),
-        ("push demo s4://bucket", 1, "s3://BUCKET/PREFIX"), ("push demo memory://x --private", 2, "--private"),
-        ("push demo hf://me/x@v1", 2, "hf://me/x"), ("push nothing hf://me/x", 1, "no bundle nothing"),
-        ("pull memory://x/nothing", 1, "no bundle nothing in memory://x"), ("pull me/nothing", 1, "hf://OWNER/NAME"),
-        ("pull hf://me/nothing --digest abc", 1, "64 hex digits"), ("sign demo --certificate x.crt", 2, "--key-file"),
-        ("sign demo --key-file x.pem --chain x.crt", 2, "--chain"), ("compare demo", 2, "two bundles"),
+        ("list --store s4://bucket", 1, "s3://BUCKET/PREFIX"),
+        ("list --store hf://me/probe@v1", 1, "hf://OWNER/NAME"),
+        ("push demo s4://bucket", 1, "s3://BUCKET/PREFIX"),
+        ("push demo memory://x --private", 2, "--private"),
+        ("push demo hf://me/x@v1", 2, "hf://me/x"),
+        ("push nothing hf://me/x", 1, "no bundle nothing"),
+        ("pull memory://x/nothing", 1, "no bundle nothing in memory://x"),
+        ("pull me/nothing", 1, "hf://OWNER/NAME"),
+        ("pull hf://me/nothing --digest abc", 1, "64 hex digits"),
+        ("sign demo --certificate x.crt", 2, "--key-file"),
+        ("sign demo --key-file x.pem --chain x.crt", 2, "--chain"),
+        ("compare demo", 2, "two bundles"),
         ("verify demo --require-signature absent.pub", 1, "absent.pub"),
     ],
-)  # fmt: skip
+)
 def test_one_line_says_what_is_wrong(command: str, status: int, word: str) -> None:
     one_line_says(("bundle", *command.split()), status, word)
 
@@ -86,9 +94,16 @@ def test_a_bundle_of_the_hub_is_pulled_first() -> None:
 
 def test_the_commands_stay_light() -> None:
     heavy = ("fsspec", "s3fs", "model_signing", "sigstore", "huggingface_hub")
-    commands = "from service.cli.main import COMMANDS, command_of; [command_of(name) for name in COMMANDS]"
-    code = f"import sys, probes_store.store; {commands}; print([n for n in {heavy} if n in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    commands = (
+        "from service.cli.main import COMMANDS, command_of; [command_of(name) for name in COMMANDS]"
+    )
+    code = (
+        f"import sys, probes_store.store; {commands}; print([n for n in {heavy} if n in"
+        " sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "[]"
 
 
@@ -97,7 +112,8 @@ def test_the_commands_stay_light() -> None:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
-    """Two versions of ``mine`` that disagree, and a third with the second's probes and another threshold."""
+    """Two versions of ``mine`` that disagree, and a third with the second's probes and another
+    threshold."""
     store, engine = Store(tmp_path / "store"), ScriptedEngine()
     for seed, threshold in ((0, 0.5), (1, 0.5), (0, 0.51)):
         store.publish(matching_draft(engine, "mine", seed, threshold=threshold))
@@ -117,7 +133,8 @@ def service(tmp_path: Path, store: Store) -> Iterator[Running]:
     with running(tmp_path / "service", names=("other",)) as service:
         service.state.catalogue.plan = RolloutPlan(shadows=("mine:2", "mine:3"))
         service.state.lifecycle.load_again = lambda engine: {
-            f"mine:{version}": Scorer(engine, store.load(f"mine:{version}")) for version in (1, 2, 3)
+            f"mine:{version}": Scorer(engine, store.load(f"mine:{version}"))
+            for version in (1, 2, 3)
         }
         httpx.post(f"{service.url}/v1/admin/reload").raise_for_status()
         service.post(prompt=[f"question {number}" for number in range(60)]).raise_for_status()
@@ -150,13 +167,19 @@ def test_a_candidate_that_agrees_is_promoted_and_rolled_back_and_else_nothing_ch
     assert store.aliases("mine")["production"] == 3
 
 
-def test_without_a_service_it_is_said_out_loud_and_what_keeps_the_version_is_named(command: Run, store: Store) -> None:
+def test_without_a_service_it_is_said_out_loud_and_what_keeps_the_version_is_named(
+    command: Run, store: Store
+) -> None:
     refused(command("promote", "mine:2"), 2, "--ungated")
     refused(command("promote", "mine", "--ungated"), 2, "name a version or an alias")
     refused(command("rollback", "mine"), 1, "nothing was promoted")
     fine(command("promote", "mine@canary", "--ungated"))
     store.set_alias("mine", "eu", 1)
-    words = "mine@canary is mine:3 still", "hallutracer bundle alias mine canary 1", "POST /v1/admin/reload"
+    words = (
+        "mine@canary is mine:3 still",
+        "hallutracer bundle alias mine canary 1",
+        "POST /v1/admin/reload",
+    )
     done = command("rollback", "mine")
     fine(done, *words)
     assert done.stderr.count("still") == 1
@@ -183,18 +206,37 @@ def test_signed_pushed_verified_and_pulled(url: str, folder: Path, tmp_path: Pat
     cache, digest = tmp_path / "cache", Store(own).load("my-demo").manifest.digest
     here, there = (partial(bundle, store=place, cache=cache) for place in (own, url))
     checks = ("--files-only", "--require-signature", public)
-    refused(here("verify", "my-demo", *checks), 1, "a signature is required here, and this bundle has none")
-    assert fine(here("sign", "my-demo", "--key-file", key)).startswith(f"my-demo:1@{digest}: signed, ")
+    refused(
+        here("verify", "my-demo", *checks),
+        1,
+        "a signature is required here, and this bundle has none",
+    )
+    assert fine(here("sign", "my-demo", "--key-file", key)).startswith(
+        f"my-demo:1@{digest}: signed, "
+    )
     assert fine(here("push", "my-demo", url, "--dry-run")) == "my-demo:1: would be added\n"
     assert fine(here("push", "my-demo", url)).splitlines() == [
         f"my-demo:1: added to {url}",
         f"hallutracer bundle verify my-demo:1@{digest} --store {url}",
     ]
-    assert fine(here("push", "my-demo", url)).startswith(f"my-demo:1: the same is there already: {url}")
+    assert fine(here("push", "my-demo", url)).startswith(
+        f"my-demo:1: the same is there already: {url}"
+    )
     fine(there("alias", "my-demo", "production", "1"))
     fine(there("verify", f"my-demo@production@{digest}", *checks), f"my-demo:1: signed by {public}")
-    pulled = hallutracer("bundle", "pull", f"{url}/my-demo@production", "--digest", digest, "--require-signature",
-                         public, "--store-cache", str(cache), "--store", str(tmp_path / "pulled"))  # fmt: skip
+    pulled = hallutracer(
+        "bundle",
+        "pull",
+        f"{url}/my-demo@production",
+        "--digest",
+        digest,
+        "--require-signature",
+        public,
+        "--store-cache",
+        str(cache),
+        "--store",
+        str(tmp_path / "pulled"),
+    )
     assert fine(pulled).startswith(f"my-demo:1: pulled from {url}/my-demo@production\n")
     assert (tmp_path / "pulled" / "my-demo" / "1" / "model.sig").is_file()
 
@@ -210,7 +252,9 @@ def test_promoted_rolled_back_and_compared_with_the_signature_that_is_required(
     required = ("--require-signature", str(folder / "key.pub"))
     fine(command("sign", "my-demo:1", *key))
     fine(command("alias", "my-demo", "production", "1", *required))
-    refused(command("promote", "my-demo:2", "--ungated", *required), 1, "a signature is required here")
+    refused(
+        command("promote", "my-demo:2", "--ungated", *required), 1, "a signature is required here"
+    )
     assert there.aliases("my-demo") == {"production": 1}
     fine(command("sign", "my-demo:2", *key))
     wrong = command("promote", f"my-demo:2@sha256:{'0' * 64}", "--ungated", *required)
@@ -221,28 +265,51 @@ def test_promoted_rolled_back_and_compared_with_the_signature_that_is_required(
     assert "0 of 8 layers read another head" in different
     fine(command("rollback", "my-demo", *required))
     assert there.aliases("my-demo") == {"production": 1, "previous": 2}
-    assert Objects(url).children("my-demo", "aliases") == ["1.json", "2.json", "3.json"]  # one step for each command
+    assert Objects(url).children("my-demo", "aliases") == [
+        "1.json",
+        "2.json",
+        "3.json",
+    ]  # one step for each command
 
 
-@pytest.mark.parametrize("command", [("score", "why?"), pytest.param(("serve", "--port", "0"), marks=pytest.mark.long)])
-def test_what_does_not_vouch_is_refused_before_a_model_is_loaded(command: tuple[str, ...], folder: Path) -> None:
+@pytest.mark.parametrize(
+    "command", [("score", "why?"), pytest.param(("serve", "--port", "0"), marks=pytest.mark.long)]
+)
+def test_what_does_not_vouch_is_refused_before_a_model_is_loaded(
+    command: tuple[str, ...], folder: Path
+) -> None:
     store = folder / f"resealed-{command[0]}"
     shipped = Store(SHIPPED).load("demo")
-    Store(store).publish(BundleDraft(shipped.manifest, shipped.probes, shipped.golden, shipped.evaluation(), "card"))
+    Store(store).publish(
+        BundleDraft(shipped.manifest, shipped.probes, shipped.golden, shipped.evaluation(), "card")
+    )
     options = ["--store", str(store), "--bundle", "demo", "--model", "demo"]
-    fine(hallutracer("bundle", "sign", "demo", "--store", str(store), "--key-file", str(folder / "key.pem")))
-    edit_manifest(store / "demo" / "1", lambda manifest: manifest["classifier"].update(intercept=99.0))
+    fine(
+        hallutracer(
+            "bundle", "sign", "demo", "--store", str(store), "--key-file", str(folder / "key.pem")
+        )
+    )
+    edit_manifest(
+        store / "demo" / "1", lambda manifest: manifest["classifier"].update(intercept=99.0)
+    )
     verify = ("bundle", "verify", "demo", "--files-only", "--store", str(store))
     fine(hallutracer(*verify))  # nothing but a signature tells
     for key in ("key.pub", "other.pub"):
-        refused(hallutracer(*command, *options, "--require-signature", str(folder / key)), 1, "demo:1: not signed by")
+        refused(
+            hallutracer(*command, *options, "--require-signature", str(folder / key)),
+            1,
+            "demo:1: not signed by",
+        )
     store.chmod(0o777)
     refused(hallutracer(*command, *options), 1, f"chmod o-w {store}")
     refused(hallutracer(*verify), 1)
     fine(hallutracer(*verify, "--allow-open-store"))
     (empty := folder / "empty").mkdir(exist_ok=True)
     shipped_one = ("--require-signature", str(folder / "key.pub"), "--store", str(empty))
-    fine(hallutracer(*verify[:4], *shipped_one), "demo:1: comes with the package, which vouches for it")
+    fine(
+        hallutracer(*verify[:4], *shipped_one),
+        "demo:1: comes with the package, which vouches for it",
+    )
 
 
 # the hub: processes of their own, the real client, HF_ENDPOINT
@@ -257,10 +324,24 @@ def hub() -> Iterator[Hub]:
 @pytest.fixture(scope="module")
 def run(hub: Hub, folder: Path) -> Run:
     def command(*arguments: str, **variables: str) -> CompletedProcess[str]:
-        environment = inherited() | {"HF_ENDPOINT": hub.url, "HF_HOME": str(folder / "hf"), "HF_TOKEN": TOKEN}
-        environment |= {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "PYTHONPATH": str(ROOT)} | variables
-        return subprocess.run([sys.executable, "-m", "service.cli", "bundle", *arguments], env=environment,
-                              capture_output=True, text=True, check=False, timeout=120)  # fmt: skip
+        environment = inherited() | {
+            "HF_ENDPOINT": hub.url,
+            "HF_HOME": str(folder / "hf"),
+            "HF_TOKEN": TOKEN,
+        }
+        environment |= {
+            "HF_HUB_OFFLINE": "0",
+            "HF_HUB_DISABLE_XET": "1",
+            "PYTHONPATH": str(ROOT),
+        } | variables
+        return subprocess.run(
+            [sys.executable, "-m", "service.cli", "bundle", *arguments],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+        )
 
     return command
 
@@ -271,12 +352,20 @@ def test_a_bundle_is_pushed_to_the_hub_and_pulled(run: Run, hub: Hub, folder: Pa
     words = "would create the private repository, commit 5 files"
     fine(run("push", "my-demo", "hf://me/my-demo", "--dry-run", "--private", *own), words)
     assert hub.repositories == {}
-    first, url, pull = fine(run("push", "my-demo", "hf://me/my-demo", "--private", *own)).splitlines()
-    assert first.startswith("my-demo:1: to a private repository: create the private repository, commit 5 files (")
+    first, url, pull = fine(
+        run("push", "my-demo", "hf://me/my-demo", "--private", *own)
+    ).splitlines()
+    assert first.startswith(
+        "my-demo:1: to a private repository: create the private repository, commit 5 files ("
+    )
     assert (first.endswith(", tag v1"), url) == (True, f"{hub.url}/me/my-demo/tree/v1")
     assert pull.startswith("hallutracer bundle pull hf://me/my-demo@v1 --digest sha256:")
-    hub.repositories["me/my-demo"].commits[hub.repositories["me/my-demo"].head]["evil\x1b[2J.py"] = b"1/0"
+    hub.repositories["me/my-demo"].commits[hub.repositories["me/my-demo"].head][
+        "evil\x1b[2J.py"
+    ] = b"1/0"
     pulled = run(*pull.split()[2:], *other)  # as the push printed it
     fine(pulled, "pulled from hf://me/my-demo@v1 at commit ", "not downloaded: 'evil\\x1b[2J.py'")
     assert hub.count("evil") == 0
-    fine(hallutracer("bundle", "verify", "my-demo", *other), "golden prompts gave the recorded risks")
+    fine(
+        hallutracer("bundle", "verify", "my-demo", *other), "golden prompts gave the recorded risks"
+    )

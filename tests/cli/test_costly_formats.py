@@ -1,4 +1,5 @@
-"""A service beside requests whose JSON schema costs more than anybody has: it serves others, and it stops."""
+"""A service beside requests whose JSON schema costs more than anybody has: it serves others, and it
+stops."""
 
 from __future__ import annotations
 
@@ -21,22 +22,37 @@ OBJECT = {"type": "json_object"}
 
 @pytest.fixture
 def keys(tmp_path: Path) -> dict[str, str]:
-    return {name: add_key(tmp_path / "keys.toml", name, {"scopes": ["score"]}) for name in ("one", "other")}
+    return {
+        name: add_key(tmp_path / "keys.toml", name, {"scopes": ["score"]})
+        for name in ("one", "other")
+    }
 
 
 @pytest.fixture
 def served(tmp_path: Path, keys: dict[str, str]) -> Iterator[ServeProcess]:
-    with ServeProcess("--keys", str(tmp_path / "keys.toml"), "--policy", "observe", "--drain-s", "20") as service:
+    with ServeProcess(
+        "--keys", str(tmp_path / "keys.toml"), "--policy", "observe", "--drain-s", "20"
+    ) as service:
         yield service
 
 
-def ask(service: ServeProcess, key: str, answer_format: dict[str, Any], seconds: float = 120) -> httpx.Response:
-    model = httpx.get(f"{service.url}/v1/models", headers={"Authorization": f"Bearer {key}"}).json()["data"][0]["id"]
-    body = {"model": model, "messages": [{"role": "user", "content": "Where is Bern?"}], "max_tokens": 4}
+def ask(
+    service: ServeProcess, key: str, answer_format: dict[str, Any], seconds: float = 120
+) -> httpx.Response:
+    model = httpx.get(
+        f"{service.url}/v1/models", headers={"Authorization": f"Bearer {key}"}
+    ).json()["data"][0]["id"]
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": "Where is Bern?"}],
+        "max_tokens": 4,
+    }
     return httpx.post(
-        f"{service.url}/v1/chat/completions", json=body | {"response_format": answer_format},
-        headers={"Authorization": f"Bearer {key}"}, timeout=seconds,
-    )  # fmt: skip
+        f"{service.url}/v1/chat/completions",
+        json=body | {"response_format": answer_format},
+        headers={"Authorization": f"Bearer {key}"},
+        timeout=seconds,
+    )
 
 
 def of(schema: dict[str, Any]) -> dict[str, Any]:
@@ -70,7 +86,9 @@ def test_others_are_served_beside_costly_formats_and_sigterm_ends_it(
     for status, error in refused:
         assert status == 422, error
         assert error["param"] == "response_format"
-        assert re.search("cannot be compiled: it takes more than|written out", error["message"]), error
+        assert re.search("cannot be compiled: it takes more than|written out", error["message"]), (
+            error
+        )
     assert len(refused) == len(COSTLY)
     assert memory(served.process.pid) - before < 200 << 20
 

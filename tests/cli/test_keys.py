@@ -35,7 +35,9 @@ def test_the_lines_of_a_key_hold_no_secret_and_can_be_pasted(tmp_path: Path) -> 
         return done.stderr.splitlines()[-1]
 
     secret = make("trial", "--expires", "30d")
-    make("ops", "--scope", "admin", "--scope", "observe", "--expires", "never", "--may", "threshold")
+    make(
+        "ops", "--scope", "admin", "--scope", "observe", "--expires", "never", "--may", "threshold"
+    )
     assert re.fullmatch(r"ht-[\w-]{43}", secret)
     assert secret not in path.read_text()
     key, _ = read_keys(path)
@@ -65,10 +67,14 @@ def test_a_wrong_command_prints_no_key(arguments: tuple[str, ...], said: str) ->
     one_line_says(("keys", *arguments), 2, said)
 
 
-def test_verify_says_whether_a_log_is_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_says_whether_a_log_is_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "audit.jsonl"
     file = AuditFile(path)
-    file.append([change(SERVICE, "keys.reload", "done", {"name": name}) for name in ("a", "b", "c")])
+    file.append(
+        [change(SERVICE, "keys.reload", "done", {"name": name}) for name in ("a", "b", "c")]
+    )
     file.close()
     assert run("audit", "verify", str(path)) == 0
     printed = capsys.readouterr().out
@@ -88,7 +94,8 @@ def test_verify_says_whether_a_log_is_whole(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_a_running_service_follows_its_keys_and_a_kill_loses_no_decision(tmp_path: Path) -> None:
-    """Rotation and SIGHUP, too: a real process, and nothing that was told is missing after SIGKILL."""
+    """Rotation and SIGHUP, too: a real process, and nothing that was told is missing after
+    SIGKILL."""
     path, log, old = tmp_path / "keys.toml", tmp_path / "audit.jsonl", tmp_path / "audit.jsonl.1"
     one = add_key(path, "one", {"scopes": ["score"]})
     options = (f"--keys={path}", f"--audit-log={log}", "--threads=1")
@@ -96,24 +103,36 @@ def test_a_running_service_follows_its_keys_and_a_kill_loses_no_decision(tmp_pat
 
         def ask(secret: str, **headers: str) -> httpx.Response:
             headers |= {"authorization": f"Bearer {secret}"}
-            return httpx.post(f"{service.url}/score", json={"prompt": "Why?"}, headers=headers, timeout=60)
+            return httpx.post(
+                f"{service.url}/score", json={"prompt": "Why?"}, headers=headers, timeout=60
+            )
 
         [command] = [line for line in service.said.splitlines() if "curl" in line]
         done = subprocess.run(
-            ["bash", "-c", command], env=os.environ | {"KEY": one}, capture_output=True, text=True, check=True
+            ["bash", "-c", command],
+            env=os.environ | {"KEY": one},
+            capture_output=True,
+            text=True,
+            check=True,
         )
         assert json.loads(done.stdout)["data"][0]["risk"] > 0
         two = add_key(path, "two", {"scopes": ["score"]})
         until(lambda: ask(two).status_code == 200)
         log.rename(old)
         os.kill(service.process.pid, signal.SIGHUP)
-        until(lambda: log.exists() and "bundles.reload" in log.read_text() and '"done"' in log.read_text())
+        until(
+            lambda: (
+                log.exists() and "bundles.reload" in log.read_text() and '"done"' in log.read_text()
+            )
+        )
         [begun, done] = [json.loads(text) for text in log.read_text().splitlines()]
         assert (begun["by"], begun["outcome"], done["outcome"]) == ("signal", "begun", "done")
         assert done["what"]["before"] == done["what"]["after"] != {}
         good = path.read_text()
         path.write_text("[")
-        os.kill(service.process.pid, signal.SIGHUP)  # what is wrong with the keys keeps no bundle from being swapped
+        os.kill(
+            service.process.pid, signal.SIGHUP
+        )  # what is wrong with the keys keeps no bundle from being swapped
         until(lambda: log.read_text().count('"done"') == 2)
         until(lambda: "the keys in force stay" in service.log())
         path.write_text(good)
@@ -134,7 +153,9 @@ def test_a_running_service_follows_its_keys_and_a_kill_loses_no_decision(tmp_pat
             os.kill(service.process.pid, signal.SIGKILL)
             for one_of in asking:
                 one_of.result()
-    AuditFile(log).append([change(SERVICE, "service.start", "done", {})])  # as the next process begins
+    AuditFile(log).append(
+        [change(SERVICE, "service.start", "done", {})]
+    )  # as the next process begins
     found = verify([old, log])
     assert found.problems == []
     kept = {json.loads(text).get("request_id") for text in log.read_text().splitlines()}

@@ -1,4 +1,5 @@
-"""Which model and bundles a command loads: the defaults, what is left out, and what is not there, said once."""
+"""Which model and bundles a command loads: the defaults, what is left out, and what is not there,
+said once."""
 
 from __future__ import annotations
 
@@ -49,15 +50,22 @@ COMMIT = "a" * 40
 def test_a_damaged_bundle_beside_others_is_left_out_and_the_default_never_is(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    shutil.copytree(SHIPPED / "demo-fused", tmp_path / "demo-fused")  # damaged, in front of the shipped one
+    shutil.copytree(
+        SHIPPED / "demo-fused", tmp_path / "demo-fused"
+    )  # damaged, in front of the shipped one
     (manifest,) = (tmp_path / "demo-fused").glob(f"*/{MANIFEST}")
     manifest.write_bytes(manifest.read_bytes()[:-10])
     store = Store(tmp_path, fallbacks=[SHIPPED])
     with caplog.at_level(logging.ERROR):
-        assert list(load_bundles(store, ["demo", "demo-fused"], others := OptionalBundles(["demo-fused"]))) == ["demo"]
+        assert list(
+            load_bundles(store, ["demo", "demo-fused"], others := OptionalBundles(["demo-fused"]))
+        ) == ["demo"]
     assert "demo-fused is left out" in caplog.text
     assert list(others.reasons) == ["demo-fused"]
-    for names, leave_out in ((["demo", "demo-fused"], None), (["demo-fused", "demo"], OptionalBundles(["demo"]))):
+    for names, leave_out in (
+        (["demo", "demo-fused"], None),
+        (["demo-fused", "demo"], OptionalBundles(["demo"])),
+    ):
         with pytest.raises(BundleError):
             load_bundles(store, names, leave_out)
 
@@ -65,16 +73,22 @@ def test_a_damaged_bundle_beside_others_is_left_out_and_the_default_never_is(
 @pytest.mark.parametrize(
     ("command", "further", "word"),
     [
-        *((command, "nope", "no bundle nope in") for command in ("score hi", "try", "demo retrieval")),
-        ("serve --port 0", "nope", "no bundle nope in"), ("serve --port 0", "demo:9", "version 9, which is not there"),
+        *(
+            (command, "nope", "no bundle nope in")
+            for command in ("score hi", "try", "demo retrieval")
+        ),
+        ("serve --port 0", "nope", "no bundle nope in"),
+        ("serve --port 0", "demo:9", "version 9, which is not there"),
         ("serve --port 0", "demo@nope", "demo has no alias nope"),
-        ("serve --port 0", "demo,demo-fused", "'demo,demo-fused'"), ("serve --port 0", "demo@sha256:ab", "reference"),
+        ("serve --port 0", "demo,demo-fused", "'demo,demo-fused'"),
+        ("serve --port 0", "demo@sha256:ab", "reference"),
     ],
-)  # fmt: skip
+)
 def test_a_further_bundle_that_is_nowhere_is_refused_wherever_it_is_named(
     command: str, further: str, word: str
 ) -> None:
-    """By the variable, whose values a space separates, and by the repeated flag: it is never passed over."""
+    """By the variable, whose values a space separates, and by the repeated flag: it is never passed
+    over."""
     words = command.split()
     for done in (
         hallutracer(*words, HALLUTRACER_BUNDLE=f"demo {further}"),
@@ -86,9 +100,18 @@ def test_a_further_bundle_that_is_nowhere_is_refused_wherever_it_is_named(
 
 
 @pytest.mark.parametrize(
-    "command", ["serve --port 0", "score hi", "try", "demo info", "demo retrieval", "bundle verify demo",
-                "bundle show demo", "bundle compare demo demo-fused"]
-)  # fmt: skip
+    "command",
+    [
+        "serve --port 0",
+        "score hi",
+        "try",
+        "demo info",
+        "demo retrieval",
+        "bundle verify demo",
+        "bundle show demo",
+        "bundle compare demo demo-fused",
+    ],
+)
 def test_a_store_that_is_named_and_is_not_there_is_refused(command: str, tmp_path: Path) -> None:
     missing, file = tmp_path / "prbes", tmp_path / "file"
     file.write_text("")
@@ -157,9 +180,21 @@ def test_a_file_that_people_have_is_known_by_its_digest_whatever_it_is_called(
 @pytest.mark.parametrize(
     ("model", "words", "unwanted"),
     [
-        ("Qwen/Qwen2.5-7B-Instruct", ("hf download Qwen/Qwen2.5-7B-Instruct)", "name its folder"), "GGUF"),
-        ("Qwen/Qwen2.5-Coder-1.5B-Instruct", ("hf download", "'hallutracer bundle show qwen2.5-coder-1.5b'"), "mean"),
-        ("qwen2.5-coder-1.5b", ("no folder or file is called", "'hallutracer bundle show qwen2.5-coder-1.5b'"), "hf"),
+        (
+            "Qwen/Qwen2.5-7B-Instruct",
+            ("hf download Qwen/Qwen2.5-7B-Instruct)", "name its folder"),
+            "GGUF",
+        ),
+        (
+            "Qwen/Qwen2.5-Coder-1.5B-Instruct",
+            ("hf download", "'hallutracer bundle show qwen2.5-coder-1.5b'"),
+            "mean",
+        ),
+        (
+            "qwen2.5-coder-1.5b",
+            ("no folder or file is called", "'hallutracer bundle show qwen2.5-coder-1.5b'"),
+            "hf",
+        ),
         ("FOLDER", ("no bundle comes with FOLDER",), "hf download"),
     ],
 )
@@ -188,12 +223,18 @@ def test_every_shipped_model_has_its_bundles_and_make_run_fetches_the_right_pack
 
 def hub_of_one(request: BaseHTTPRequestHandler, _: bytes) -> None:
     """A hub with one model, one that is gated, and nothing else."""
-    if "/resolve/" in request.path:  # the hub's library asks for a list of its own once in a process
+    if (
+        "/resolve/" in request.path
+    ):  # the hub's library asks for a list of its own once in a process
         ASKED.append(request.path)
     name = request.path.partition("/resolve/")[0].strip("/")
-    status, code = {"owner/there": (200, ""), "owner/gated": (403, "GatedRepo")}.get(name, (404, "RepoNotFound"))
+    status, code = {"owner/there": (200, ""), "owner/gated": (403, "GatedRepo")}.get(
+        name, (404, "RepoNotFound")
+    )
     headers = {"ETag": '"1"', "X-Repo-Commit": COMMIT} | ({"X-Error-Code": code} if code else {})
-    answer(request, status, b"", **{name.replace("-", "_"): value for name, value in headers.items()})
+    answer(
+        request, status, b"", **{name.replace("-", "_"): value for name, value in headers.items()}
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -222,19 +263,29 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> str:
 def _point_to(monkeypatch: pytest.MonkeyPatch, place: str) -> str:
     address = f"http://{place}"
     monkeypatch.setattr(constants, "ENDPOINT", address)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(
+        constants,
+        "HUGGINGFACE_CO_URL_TEMPLATE",
+        address + "/{repo_id}/resolve/{revision}/{filename}",
+    )
     return address
 
 
 @pytest.mark.parametrize(
     ("command", "word"),
     [
-        *((f"{command} --model ./nope", f"there is no folder or GGUF file ./nope (that is {Path('nope').resolve()})")
-          for command in ("score x", "serve", "bundle verify demo", "demo retrieval")),
+        *(
+            (
+                f"{command} --model ./nope",
+                f"there is no folder or GGUF file ./nope (that is {Path('nope').resolve()})",
+            )
+            for command in ("score x", "serve", "bundle verify demo", "demo retrieval")
+        ),
         ("score x --model SmolLM", "no folder or file is called 'SmolLM' here"),
-        ("score x --model SmolLM", "did you mean smollm2?"), ("score ROWS", "--input ROWS"),
+        ("score x --model SmolLM", "did you mean smollm2?"),
+        ("score ROWS", "--input ROWS"),
     ],
-)  # fmt: skip
+)
 def test_what_is_not_there_is_named_at_once(command: str, word: str, tmp_path: Path) -> None:
     (rows := tmp_path / "rows.jsonl").write_text('{"prompt": "x"}\n')
     done = hallutracer(*command.replace("ROWS", str(rows)).split())
@@ -253,17 +304,35 @@ def test_the_bundle_is_asked_before_the_hub(online: str) -> None:
 def test_a_model_that_is_nowhere_is_asked_for_once(online: str, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(f'{{"prompt": "q{n}", "label": {n % 2}}}\n' for n in range(40)))
-    arguments = ("--data", str(rows), "--name", "n", "--run-dir", str(tmp_path / "run"), "--store", str(tmp_path))
+    arguments = (
+        "--data",
+        str(rows),
+        "--name",
+        "n",
+        "--run-dir",
+        str(tmp_path / "run"),
+        "--store",
+        str(tmp_path),
+    )
     done = hallutracer("train", "--model", "owner/nope", *arguments)
-    assert (done.returncode, len(ASKED), done.stderr.count("\n")) == (1, 1, 2)  # "40 rows", and why not
+    assert (done.returncode, len(ASKED), done.stderr.count("\n")) == (
+        1,
+        1,
+        2,
+    )  # "40 rows", and why not
     assert f"{online} has no model owner/nope, or it is private" in done.stderr
 
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("owner/gated", "is gated: accept its terms"), ("a b", "neither a folder, a GGUF file nor a name")],
+    [
+        ("owner/gated", "is gated: accept its terms"),
+        ("a b", "neither a folder, a GGUF file nor a name"),
+    ],
 )
-def test_other_reasons_are_told_apart_and_an_answer_is_remembered(online: str, name: str, said: str) -> None:
+def test_other_reasons_are_told_apart_and_an_answer_is_remembered(
+    online: str, name: str, said: str
+) -> None:
     with pytest.raises(ModelLoadError, match=said):
         places.reachable(name, None)
     ASKED.clear()
@@ -277,7 +346,10 @@ def test_offline_what_was_downloaded_before_is_used_and_else_it_is_said_in_one_l
     with pytest.raises(ModelLoadError) as caught:
         places.reachable("owner/nope", None)
     said = str(caught.value)
-    assert f"owner/nope is no folder or GGUF file here, was not downloaded before, and {offline}" in said
+    assert (
+        f"owner/nope is no folder or GGUF file here, was not downloaded before, and {offline}"
+        in said
+    )
     assert ("cannot be reached" in said, "\n" in said) == (True, False)
     assert "(hf download owner/nope --local-dir FOLDER) and give that folder" in said
     folder = tmp_path / "cache" / "models--owner--there"
@@ -290,9 +362,13 @@ def test_offline_what_was_downloaded_before_is_used_and_else_it_is_said_in_one_l
 def test_a_bundle_of_other_weights_is_refused_before_they_are_read(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("service.engines.transformers.engine.TransformersEngine.load", lambda _: pytest.fail("read"))
+    monkeypatch.setattr(
+        "service.engines.transformers.engine.TransformersEngine.load", lambda _: pytest.fail("read")
+    )
     bundle = Store(SHIPPED).load("smollm2")
-    with pytest.raises(WrongModel, match="smollm2:1 is for SmolLM2-135M.*Name the model smollm2") as caught:
+    with pytest.raises(
+        WrongModel, match="smollm2:1 is for SmolLM2-135M.*Name the model smollm2"
+    ) as caught:
         load_engine(EngineOptions(model=str(MODEL_DIR)), bundles=[bundle])
     assert "hallutracer-demo has other weights" in str(caught.value)
 
@@ -304,12 +380,16 @@ for command in COMMANDS:
     try:
         hallutracer_start.main()
     except SystemExit as end:
-        print(end.code, [name for name in ("torch", "transformers", "vllm") if name in sys.modules], flush=True)
+        heavy = [name for name in ("torch", "transformers", "vllm") if name in sys.modules]
+        print(end.code, heavy, flush=True)
 """
 
 
-def test_a_bundle_of_another_model_is_refused_before_anything_is_imported_for_it(tmp_path: Path) -> None:
-    """By whatever a command is given of the model: a folder, a GGUF file, what was downloaded, vLLM's checkpoint."""
+def test_a_bundle_of_another_model_is_refused_before_anything_is_imported_for_it(
+    tmp_path: Path,
+) -> None:
+    """By whatever a command is given of the model: a folder, a GGUF file, what was downloaded,
+    vLLM's checkpoint."""
     config = json.loads((MODEL_DIR / "config.json").read_text())
     folder, other, heads = tmp_path / "mine", tmp_path / "another", tmp_path / "mine.gguf"
     shutil.copytree(MODEL_DIR, folder)
@@ -318,26 +398,40 @@ def test_a_bundle_of_another_model_is_refused_before_anything_is_imported_for_it
     (other / "config.json").write_text(json.dumps(config | {"architectures": ["OtherForCausalLM"]}))
     write_head(heads, {"llama.block_count": 8, "llama.embedding_length": 4096})
     commands = [
-        *(f"{command} --model {folder}" for command in (
-            "score hi --bundle demo", "bundle verify demo", "try --bundle demo", "serve --port 0 --bundle demo",
-        )),
+        *(
+            f"{command} --model {folder}"
+            for command in (
+                "score hi --bundle demo",
+                "bundle verify demo",
+                "try --bundle demo",
+                "serve --port 0 --bundle demo",
+            )
+        ),
         f"score hi --bundle demo --model {heads}",
         f"score hi --bundle demo --engine vllm --model {other}",
-    ]  # fmt: skip
+    ]
     code = REFUSED.replace("COMMANDS", repr(commands))
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True,
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=True,
         env=os.environ | {"HALLUTRACER_CACHE": str(tmp_path / "cache")},
-    )  # fmt: skip
+    )
     ends = [line for line in done.stdout.splitlines() if line[:1] == "1"]
     assert ends == ["1 []"] * len(commands), done.stderr
-    assert done.stderr.count("error: bundle demo:1 is for hallutracer-demo: ") == len(commands), done.stderr
+    assert done.stderr.count("error: bundle demo:1 is for hallutracer-demo: ") == len(commands), (
+        done.stderr
+    )
     assert "listening" not in done.stdout
 
 
 def test_a_model_is_compared_with_its_bundle_once(monkeypatch: pytest.MonkeyPatch) -> None:
     compared, bundle = list[str](), Store(SHIPPED).load("demo")
-    monkeypatch.setattr(library, "refuse_another_model", lambda options, _: compared.append(options.model))
+    monkeypatch.setattr(
+        library, "refuse_another_model", lambda options, _: compared.append(options.model)
+    )
     monkeypatch.setattr(library, "_transformers", lambda options, *_: options)
     choice = EngineChoice(model="demo")
     for chosen in (None, chosen_model(choice, [bundle])):
@@ -361,7 +455,9 @@ def write_head(file: Path, numbers: dict[str, int]) -> None:
     file.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, len(fields) + 1) + b"".join(fields))
 
 
-def test_the_head_of_a_gguf_file_is_read_up_to_the_vocabulary_and_what_is_none_tells_nothing(tmp_path: Path) -> None:
+def test_the_head_of_a_gguf_file_is_read_up_to_the_vocabulary_and_what_is_none_tells_nothing(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "m.gguf"
     write_head(file, {"llama.block_count": 8, "llama.embedding_length": 64, "llama.vocab_size": 9})
     assert gguf_shape(file) == {"num_layers": 8, "hidden_size": 64}
@@ -387,7 +483,9 @@ def test_what_a_starting_worker_says_is_reported_as_it_begins() -> None:
     assert last() == ""
 
 
-def test_training_on_a_family_without_heads_ends_before_the_weights_and_names_the_option(tmp_path: Path) -> None:
+def test_training_on_a_family_without_heads_ends_before_the_weights_and_names_the_option(
+    tmp_path: Path,
+) -> None:
     config = {"model_type": "opt", "architectures": ["OPTForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").write_bytes(b"never read")
@@ -396,4 +494,7 @@ def test_training_on_a_family_without_heads_ends_before_the_weights_and_names_th
         if engine == "vllm" and find_spec("vllm") is None:
             continue
         with pytest.raises(UnknownFamily, match="--readout residual_stream"):
-            load_engine(EngineOptions(model=str(tmp_path), engine=engine), rows=[TrainOptions(name="a").site])
+            load_engine(
+                EngineOptions(model=str(tmp_path), engine=engine),
+                rows=[TrainOptions(name="a").site],
+            )

@@ -1,4 +1,5 @@
-"""``hallutracer serve`` whose log nobody reads, or that cannot write it: it serves all the same, and ends."""
+"""``hallutracer serve`` whose log nobody reads, or that cannot write it: it serves all the same,
+and ends."""
 
 from __future__ import annotations
 
@@ -19,9 +20,10 @@ SMALL = 4096  # bytes, the least that a pipe can hold: a few lines
 
 @contextmanager
 def serving(stderr: int) -> Iterator[tuple[ServeProcess, httpx.Client]]:
-    with ServeProcess(stderr=stderr, HALLUTRACER_THREADS="1") as service, httpx.Client(
-        base_url=service.url, timeout=60
-    ) as client:  # fmt: skip
+    with (
+        ServeProcess(stderr=stderr, HALLUTRACER_THREADS="1") as service,
+        httpx.Client(base_url=service.url, timeout=60) as client,
+    ):
         yield service, client
 
 
@@ -31,7 +33,11 @@ def ask(client: httpx.Client, times: int) -> None:
 
 
 def fates(client: httpx.Client) -> dict[str, float]:
-    lines = [line for line in client.get("/metrics").text.splitlines() if line.startswith("hallutracer_log_lines_to")]
+    lines = [
+        line
+        for line in client.get("/metrics").text.splitlines()
+        if line.startswith("hallutracer_log_lines_to")
+    ]
     return {line.split('"')[1]: float(line.split()[-1]) for line in lines}
 
 
@@ -42,7 +48,9 @@ def test_a_log_that_nobody_reads_stops_nothing(reads_at_last: bool) -> None:
     with serving(writer) as (service, client):
         os.close(writer)
         ask(client, 40)
-        assert client.get("/health/live").status_code == client.get("/health/ready").status_code == 200
+        assert (
+            client.get("/health/live").status_code == client.get("/health/ready").status_code == 200
+        )
         assert fates(client)["written"] < 40  # the rest waits
         if reads_at_last:
             with open(reader, "rb", closefd=False) as file:

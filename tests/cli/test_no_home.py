@@ -1,4 +1,5 @@
-"""A process without a home folder, or with one that cannot be written, as containers run for an arbitrary user."""
+"""A process without a home folder, or with one that cannot be written, as containers run for an
+arbitrary user."""
 
 from __future__ import annotations
 
@@ -28,15 +29,23 @@ def no_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "variable"),
     [
-        ("score hi", "HALLUTRACER_STORE"), ("serve --port 0", "HALLUTRACER_STORE"),
-        ("bundle list", "HALLUTRACER_STORE"), ("bundle show demo", "HALLUTRACER_STORE"),
-        ("try", "HALLUTRACER_STORE"), ("train --name x --data x.jsonl", "HALLUTRACER_STORE"),
+        ("score hi", "HALLUTRACER_STORE"),
+        ("serve --port 0", "HALLUTRACER_STORE"),
+        ("bundle list", "HALLUTRACER_STORE"),
+        ("bundle show demo", "HALLUTRACER_STORE"),
+        ("try", "HALLUTRACER_STORE"),
+        ("train --name x --data x.jsonl", "HALLUTRACER_STORE"),
         ("bundle list --store hf://owner/name", "HALLUTRACER_STORE_CACHE"),
-        ("bundle show demo --store=/x --require-signature ~/key.pem", "HALLUTRACER_REQUIRE_SIGNATURE"),
+        (
+            "bundle show demo --store=/x --require-signature ~/key.pem",
+            "HALLUTRACER_REQUIRE_SIGNATURE",
+        ),
         ("feedback --feedback-db ~/f.db", "HALLUTRACER_FEEDBACK_DB"),
     ],
-)  # fmt: skip
-def test_one_sentence_names_the_variable_that_helps(no_home: None, command: str, variable: str) -> None:
+)
+def test_one_sentence_names_the_variable_that_helps(
+    no_home: None, command: str, variable: str
+) -> None:
     done = hallutracer(*command.split())
     assert done.returncode == 1
     told = f"this process has no home folder. Set {variable}, or HOME\n"
@@ -52,7 +61,10 @@ def test_doctor_and_the_help_go_on(no_home: None) -> None:
 
 
 def test_a_home_of_an_unknown_user_is_no_traceback() -> None:
-    for command in ("score hi --model ~nobody-here/m", "train --name x --data ~nobody-here/rows.jsonl"):
+    for command in (
+        "score hi --model ~nobody-here/m",
+        "train --name x --data ~nobody-here/rows.jsonl",
+    ):
         done = hallutracer(*command.split())
         assert done.returncode in (1, 2)
         assert done.stderr.startswith("error: ")
@@ -60,7 +72,9 @@ def test_a_home_of_an_unknown_user_is_no_traceback() -> None:
 
 
 def test_with_a_store_it_scores(no_home: None, tmp_path: Path) -> None:
-    done = hallutracer("score", "hi", HALLUTRACER_STORE=str(tmp_path), HALLUTRACER_CACHE=str(tmp_path / "c"))
+    done = hallutracer(
+        "score", "hi", HALLUTRACER_STORE=str(tmp_path), HALLUTRACER_CACHE=str(tmp_path / "c")
+    )
     assert (done.returncode, done.stdout.startswith("risk ")) == (0, True)
 
 

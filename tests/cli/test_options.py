@@ -1,4 +1,5 @@
-"""One declaration per option: flag, variable and configuration key agree, and nothing wrong passes silently."""
+"""One declaration per option: flag, variable and configuration key agree, and nothing wrong passes
+silently."""
 
 from __future__ import annotations
 
@@ -26,17 +27,32 @@ OPTIONS = [
 ]
 # What a command needs besides the option under test.
 REQUIRED = {
-    "train": ["--name", "n"], "demo questions": ["--split", "dev"], "diagnose": ["x.npz"], "score": ["why?"],
-    "bundle show": ["demo"], "bundle verify": ["demo"], "bundle alias": ["a", "b", "1"], "data convert": ["helm", "."],
-    "bundle push": ["a", "hf://b/c"], "bundle sign": ["a"], "bundle pull": ["hf://b/c"],
-    "data forms": ["x.jsonl"], "data audit": ["x.csv"], "keys make": ["n"], "audit verify": ["x.jsonl"],
-    "bundle promote": ["a@b"], "bundle rollback": ["a"],
-}  # fmt: skip
+    "train": ["--name", "n"],
+    "demo questions": ["--split", "dev"],
+    "diagnose": ["x.npz"],
+    "score": ["why?"],
+    "bundle show": ["demo"],
+    "bundle verify": ["demo"],
+    "bundle alias": ["a", "b", "1"],
+    "data convert": ["helm", "."],
+    "bundle push": ["a", "hf://b/c"],
+    "bundle sign": ["a"],
+    "bundle pull": ["hf://b/c"],
+    "data forms": ["x.jsonl"],
+    "data audit": ["x.csv"],
+    "keys make": ["n"],
+    "audit verify": ["x.jsonl"],
+    "bundle promote": ["a@b"],
+    "bundle rollback": ["a"],
+}
 
 
 @pytest.fixture(autouse=True)
 def _commands_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.options.commands_of", lambda app: [(tuple(c.split()), a) for c, a in COMMANDS.items()])
+    monkeypatch.setattr(
+        "service.options.commands_of",
+        lambda app: [(tuple(c.split()), a) for c, a in COMMANDS.items()],
+    )
 
 
 def parsed(*arguments: str, **environment: str) -> Sources:
@@ -72,7 +88,9 @@ def example(argument: Argument) -> tuple[Any, list[str]]:
     if get_origin(kind) is tuple:
         return ["some", "more"], ["some", "more"]
     if get_origin(kind) is Literal:
-        value = next(choice for choice in reversed(get_args(kind)) if choice != argument.field_info.default)
+        value = next(
+            choice for choice in reversed(get_args(kind)) if choice != argument.field_info.default
+        )
         return value, [value]
     if kind is bool:
         return not argument.field_info.default, []
@@ -95,7 +113,9 @@ def test_flag_variable_and_key_give_the_same_value(tmp_path: Path) -> None:
         examples = {argument.name: example(argument) for argument in options}
         required = REQUIRED.get(command, [])
         base = [*command.split(), *([] if required and required[0] in examples else required)]
-        given = [word for argument in options for word in flags(argument, examples[argument.name][1])]
+        given = [
+            word for argument in options for word in flags(argument, examples[argument.name][1])
+        ]
         variables = {
             env(argument.name): " ".join(words) or str(value).lower()
             for argument in options
@@ -106,9 +126,11 @@ def test_flag_variable_and_key_give_the_same_value(tmp_path: Path) -> None:
         file.write_text(keys)
         table.write_text(f"[{'.'.join(command.split())}]\n{keys}")
         results = [
-            parsed(*base, *given).values(), parsed(*base, **variables).values(),
-            parsed(*base, "--config", str(file)).values(), parsed(*base, HALLUTRACER_CONFIG=str(table)).values(),
-        ]  # fmt: skip
+            parsed(*base, *given).values(),
+            parsed(*base, **variables).values(),
+            parsed(*base, "--config", str(file)).values(),
+            parsed(*base, HALLUTRACER_CONFIG=str(table)).values(),
+        ]
         for argument in options:
             values = [found[key_of(argument)] for found in results]
             assert values == [values[0]] * 4, f"{command} {argument.name}"
@@ -116,7 +138,7 @@ def test_flag_variable_and_key_give_the_same_value(tmp_path: Path) -> None:
             assert json.loads(json.dumps(values[0], default=str)) == examples[argument.name][0]
 
 
-def test_every_option_is_explained_secrets_are_marked_and_one_variable_has_one_meaning_in_every_command() -> None:
+def test_every_option_is_explained_and_one_variable_has_one_meaning_in_every_command() -> None:
     meanings: dict[str, set[Any]] = {}
     for command, argument in OPTIONS:
         assert argument.parameter.help, f"{command} {argument.name}"
@@ -130,7 +152,9 @@ def test_every_option_is_explained_secrets_are_marked_and_one_variable_has_one_m
 
 def test_the_precedence_is_flag_environment_table_shared_key_default(tmp_path: Path) -> None:
     file = tmp_path / "c.toml"
-    file.write_text("threads = 2\nstore = 'shared'\n[serve]\nthreads = 3\nport = 4\nmax_queue = 5\n")
+    file.write_text(
+        "threads = 2\nstore = 'shared'\n[serve]\nthreads = 3\nport = 4\nmax_queue = 5\n"
+    )
     base = ("serve", "--config", str(file))
     assert parsed(*base).values()["threads"] == 3
     assert parsed("score", "why?", "--config", str(file)).values()["threads"] == 2
@@ -152,28 +176,38 @@ def test_names_that_are_both_option_and_table(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("prot = 1", ["prot", "port"]), ("[serve]\nprot = 1", ["serve.prot", "port"]),
-        ("[serve]\nmax-queue = 1", ["serve.max-queue", "max_queue"]), ("[serv]\nport = 1", ["serv", "serve"]),
-        ("[train]\nseed = 1", ["train.seed", "seeds"]), ("[bundle.list]\nport = 1", ["bundle.list.port"]),
-        ("config = 'other.toml'", ["config"]), ("[serve]\nport = '9'", ["serve.port", "integer", "'9'"]),
+        ("prot = 1", ["prot", "port"]),
+        ("[serve]\nprot = 1", ["serve.prot", "port"]),
+        ("[serve]\nmax-queue = 1", ["serve.max-queue", "max_queue"]),
+        ("[serv]\nport = 1", ["serv", "serve"]),
+        ("[train]\nseed = 1", ["train.seed", "seeds"]),
+        ("[bundle.list]\nport = 1", ["bundle.list.port"]),
+        ("config = 'other.toml'", ["config"]),
+        ("[serve]\nport = '9'", ["serve.port", "integer", "'9'"]),
         ("[serve]\nport = true", ["serve.port", "integer"]),
         ("[serve]\nport = 70000", ["serve.port", "0 to 65535", "70000"]),
         ("[serve]\nthreshold = nan", ["serve.threshold", "finite"]),
         ("[serve]\ndrain_s = inf", ["serve.drain_s", "finite"]),
         ("[serve]\ndtype = 'float99'", ["serve.dtype", "float32"]),
         ("[serve]\nprotect_metrics = 1", ["serve.protect_metrics", "boolean"]),
-        ("[serve]\nbundle = 'demo'", ["serve.bundle", "array"]), ("[serve]\nbundle = [1]", ["serve.bundle", "string"]),
-        ("serve = 1", ["serve"]), ("port 1", ["not TOML"]),
+        ("[serve]\nbundle = 'demo'", ["serve.bundle", "array"]),
+        ("[serve]\nbundle = [1]", ["serve.bundle", "string"]),
+        ("serve = 1", ["serve"]),
+        ("port 1", ["not TOML"]),
     ],
-)  # fmt: skip
-def test_faults_of_a_file_name_file_key_and_what_is_expected(tmp_path: Path, text: str, words: list[str]) -> None:
+)
+def test_faults_of_a_file_name_file_key_and_what_is_expected(
+    tmp_path: Path, text: str, words: list[str]
+) -> None:
     file = tmp_path / "service.toml"
     file.write_text(text)
     message = refused("serve", "--config", str(file))
     assert all(word in message for word in [str(file), *words]), message
 
 
-def test_a_missing_file_is_an_error_and_a_wrong_type_of_a_secret_is_not_printed(tmp_path: Path) -> None:
+def test_a_missing_file_is_an_error_and_a_wrong_type_of_a_secret_is_not_printed(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "service.toml"
     assert "cannot read" in refused("serve", "--config", str(file)).lower()
     file.write_text("[serve]\napi_key = 's3cret'")
@@ -186,11 +220,17 @@ def test_a_missing_file_is_an_error_and_a_wrong_type_of_a_secret_is_not_printed(
 @pytest.mark.parametrize(
     ("name", "value", "word"),
     [
-        ("PORT", "tcp://10.0.0.7:8765", "int"), ("PORT", "-1", "0 to 65535"), ("DEADLINE_S", "0", "> 0"),
-        ("DRAIN_S", "inf", "finite"), ("THRESHOLD", "nan", "finite"), ("ENGINE", "jax", "transformers"),
-        ("PROTECT_METRICS", "perhaps", "bool"), ("API_KEY", "", "empty"), ("API_KEY_FILE", "", "empty"),
+        ("PORT", "tcp://10.0.0.7:8765", "int"),
+        ("PORT", "-1", "0 to 65535"),
+        ("DEADLINE_S", "0", "> 0"),
+        ("DRAIN_S", "inf", "finite"),
+        ("THRESHOLD", "nan", "finite"),
+        ("ENGINE", "jax", "transformers"),
+        ("PROTECT_METRICS", "perhaps", "bool"),
+        ("API_KEY", "", "empty"),
+        ("API_KEY_FILE", "", "empty"),
     ],
-)  # fmt: skip
+)
 def test_faults_of_the_environment_name_the_variable(name: str, value: str, word: str) -> None:
     message = refused("serve", **{f"HALLUTRACER_{name}": value})
     assert f"HALLUTRACER_{name}" in message
@@ -198,15 +238,21 @@ def test_faults_of_the_environment_name_the_variable(name: str, value: str, word
 
 
 def test_an_empty_variable_is_as_good_as_none() -> None:
-    values = parsed("serve", HALLUTRACER_MODEL="", HALLUTRACER_BUNDLE="", HALLUTRACER_PORT="").values()
+    values = parsed(
+        "serve", HALLUTRACER_MODEL="", HALLUTRACER_BUNDLE="", HALLUTRACER_PORT=""
+    ).values()
     assert (values["model"], values["bundle"], values["port"]) == (None, (), ServiceSettings.port)
 
 
 def test_unknown_variables_are_reported_with_the_nearest_name() -> None:
     warnings = parsed(
-        "serve", HALLUTRACER_MAX_QUEU="3", HALLUTRACER_XYZZY="1", HALLUTRACER_FOLDS="5", HALLUTRACER_MAX_NEW_TOKENS="9",
+        "serve",
+        HALLUTRACER_MAX_QUEU="3",
+        HALLUTRACER_XYZZY="1",
+        HALLUTRACER_FOLDS="5",
+        HALLUTRACER_MAX_NEW_TOKENS="9",
         HALLUTRACER_CACHE="/models",
-    ).unknown()  # fmt: skip
+    ).unknown()
     assert len(warnings) == 3  # folds is train's, and the cache is read below all commands
     assert "HALLUTRACER_MAX_COMPLETION_TOKENS" in warnings[0]
     assert "HALLUTRACER_MAX_QUEU " in warnings[1]

@@ -1,4 +1,5 @@
-"""hallutracer try on the demo model, here and through a service; and what commands draw for people, cards too."""
+"""hallutracer try on the demo model, here and through a service; and what commands draw for people,
+cards too."""
 
 from __future__ import annotations
 
@@ -14,7 +15,15 @@ from rich.console import Console
 
 from probes_store.bundle import BundleDraft, load_bundle
 from probes_store.store import SHIPPED, Store
-from service.cli.output import QuestionResult, TryReport, draw_report, draw_sorted, plot_lines, print_card, print_table
+from service.cli.output import (
+    QuestionResult,
+    TryReport,
+    draw_report,
+    draw_sorted,
+    plot_lines,
+    print_card,
+    print_table,
+)
 from service.engines.scheduler import Scheduled
 from service.judging.evaluation import Tenth
 from service.library.detector import risk_of
@@ -40,9 +49,14 @@ def test_the_demo_model_is_right_more_often_where_the_risk_is_low(here: dict[str
     assert (len(risks), risks) == (24, sorted(risks))
     assert all(one["flagged"] is (one["risk"] >= here["threshold"]) for one in here["seen"])
     for one in here["seen"]:
-        assert (one["verdict"] == "right") is any(word.lower() in one["answer"].lower() for word in one["accepted"])
+        assert (one["verdict"] == "right") is any(
+            word.lower() in one["answer"].lower() for word in one["accepted"]
+        )
     for half, own in (("lower_half", here["seen"][:12]), ("upper_half", here["seen"][12:])):
-        assert here[half] == {"questions": 12, "right": sum(one["verdict"] == "right" for one in own)}
+        assert here[half] == {
+            "questions": 12,
+            "right": sum(one["verdict"] == "right" for one in own),
+        }
     assert here["lower_half"]["right"] > here["upper_half"]["right"]
     right = [tenth["right"] for tenth in here["tenths"]]
     assert len(right) == 10
@@ -74,8 +88,12 @@ def test_a_service_tells_the_same(here: dict[str, Any]) -> None:
 def test_the_table_is_sorted_and_has_the_gates_line() -> None:
     seen = [
         QuestionResult("Capital of\nFrance?", "It is Paris.", ("Paris",), 0.1, False, "right"),
-        QuestionResult("Capital of Palau?", "It is [red]Koror.", ("Ngerulmud", "Melekeok"), 0.7, True, "wrong"),
-        QuestionResult("Capital of Chad?", "I do not know.", ("N'Djamena",), 0.9, True, "abstained"),
+        QuestionResult(
+            "Capital of Palau?", "It is [red]Koror.", ("Ngerulmud", "Melekeok"), 0.7, True, "wrong"
+        ),
+        QuestionResult(
+            "Capital of Chad?", "I do not know.", ("N'Djamena",), 0.9, True, "abstained"
+        ),
     ]
     tenths = tuple(Tenth(place / 10, (place + 1) / 10, 1 - place / 10) for place in range(10))
     console = Console(file=StringIO(), width=100)
@@ -90,15 +108,25 @@ def test_the_table_is_sorted_and_has_the_gates_line() -> None:
     assert lines[3].rstrip().endswith("\u2717 Ngerulmud")
     bars = [line.count("\u2588") for line in lines if "\u2588" in line]
     assert bars == [40, 36, 32, 28, 24, 20, 16, 12, 8, 4]
-    assert lines[-1].endswith("right in 1 of the 2 with the lower risks, in none of the 1 with the higher.")
+    assert lines[-1].endswith(
+        "right in 1 of the 2 with the lower risks, in none of the 1 with the higher."
+    )
     assert max(map(len, lines[:-1])) <= 100
 
 
 LONG = "Can you say what the chemical symbol of the element with the atomic number 17 is, please?"
 
 
-def test_questions_are_cut_for_a_terminal_and_whole_for_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
-    tried = TryReport("probe:1", "model", 0.5, (QuestionResult(LONG, "word " * 40, ("Cl",), 0.1, False, "right"),), ())
+def test_questions_are_cut_for_a_terminal_and_whole_for_a_pipe(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tried = TryReport(
+        "probe:1",
+        "model",
+        0.5,
+        (QuestionResult(LONG, "word " * 40, ("Cl",), 0.1, False, "right"),),
+        (),
+    )
     console = Console(file=StringIO(), width=80, force_terminal=True)
     draw_sorted(tried, console)
     assert isinstance(console.file, StringIO)
@@ -111,10 +139,13 @@ def test_questions_are_cut_for_a_terminal_and_whole_for_a_pipe(capsys: pytest.Ca
 
 
 ROWS: list[dict[str, Any]] = [
-    {"name": "a-bundle-with-a-long-name:12", "lists": ["depth_mean", "stated_length", "passage"],
-     "digest": "0123456789ab"},
+    {
+        "name": "a-bundle-with-a-long-name:12",
+        "lists": ["depth_mean", "stated_length", "passage"],
+        "digest": "0123456789ab",
+    },
     {"name": "short:1", "lists": [], "digest": None},
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("width", [10, 40, 60, 80, 200])
@@ -123,9 +154,15 @@ def test_a_table_breaks_no_cell_however_narrow_the_terminal_is(width: int) -> No
     print_table(ROWS, ["name", "lists", "digest"], console)
     assert isinstance(console.file, StringIO)
     lines = console.file.getvalue().splitlines()
-    for cell in ("a-bundle-with-a-long-name:12", "depth_mean, stated_length, passage", "0123456789ab"):
+    for cell in (
+        "a-bundle-with-a-long-name:12",
+        "depth_mean, stated_length, passage",
+        "0123456789ab",
+    ):
         assert any(cell in line for line in lines), cell
-    assert all(line.startswith(("name", "a-bundle", "short", " ")) for line in lines if line.strip())
+    assert all(
+        line.startswith(("name", "a-bundle", "short", " ")) for line in lines if line.strip()
+    )
     if width >= 80:
         assert max(map(len, lines)) <= width
     assert sum("name " in line for line in lines) == (1 if width >= 80 else 2)
@@ -136,7 +173,13 @@ def test_a_pipe_gets_a_line_for_each_bundle_however_narrow() -> None:
     of_store = json.loads(hallutracer("bundle", "list", "--json").stdout)
     assert len(listed) == 1 + len(of_store)
     for line, row in zip(listed[1:], of_store, strict=True):
-        words = (row["bundle"], row["model"], row["readout"], row["digest"][7:19], ", ".join(row["signals"]))
+        words = (
+            row["bundle"],
+            row["model"],
+            row["readout"],
+            row["digest"][7:19],
+            ", ".join(row["signals"]),
+        )
         assert [word for word in words if word not in line] == []
 
 
@@ -144,7 +187,9 @@ def test_what_a_service_withholds_is_said_to_be_unknown() -> None:
     seen = (
         QuestionResult("Capital of France?", "It is Paris.", ("Paris",), 0.1, False, "right"),
         QuestionResult("Capital of Palau?", None, ("Ngerulmud",), 0.7, True, None),
-        QuestionResult("Capital of Chad?", "It is", ("N'Djamena",), 0.9, True, None),  # ended under way
+        QuestionResult(
+            "Capital of Chad?", "It is", ("N'Djamena",), 0.9, True, None
+        ),  # ended under way
     )
     console = Console(file=StringIO(), width=200)
     draw_sorted(TryReport("probe:1", "model", 0.5, seen, ()), console)
@@ -152,20 +197,42 @@ def test_what_a_service_withholds_is_said_to_be_unknown() -> None:
     text = console.file.getvalue()
     assert "(withheld)" in text.splitlines()[3]
     assert "Ngerulmud" in text.splitlines()[3]
-    assert "withholds 2 of the answers: whether they would be right is not known." in text.splitlines()[-1]
+    assert (
+        "withholds 2 of the answers: whether they would be right is not known."
+        in text.splitlines()[-1]
+    )
 
 
 @pytest.mark.parametrize(
     ("verdicts", "said"),
     [
-        ([None, None], "was not fitted on: no answer was given.  The service's policy withholds 2 of the answers: "),
-        (["wrong", None], "was not fitted on: right in none of the 1 that were answered.  The service's policy "),
-        (["wrong", "abstained"], "right in none of the 1 with the lower risks, in none of the 1 with the higher."),
+        (
+            [None, None],
+            (
+                "was not fitted on: no answer was given.  The service's policy withholds 2 of the"
+                " answers: "
+            ),
+        ),
+        (
+            ["wrong", None],
+            "was not fitted on: right in none of the 1 that were answered.  The service's policy ",
+        ),
+        (
+            ["wrong", "abstained"],
+            "right in none of the 1 with the lower risks, in none of the 1 with the higher.",
+        ),
     ],
 )
 def test_what_is_none_is_told_in_words(verdicts: list[Any], said: str) -> None:
     seen = tuple(
-        QuestionResult("Capital?", None if verdict is None else "It is", ("Oslo",), 0.1 * number, False, verdict)
+        QuestionResult(
+            "Capital?",
+            None if verdict is None else "It is",
+            ("Oslo",),
+            0.1 * number,
+            False,
+            verdict,
+        )
         for number, verdict in enumerate(verdicts)
     )
     console = Console(file=StringIO(), width=200)
@@ -177,13 +244,17 @@ def test_what_is_none_is_told_in_words(verdicts: list[Any], said: str) -> None:
 def test_errors_name_the_cause(tmp_path: Path) -> None:
     bundle = load_bundle(SHIPPED / "demo" / "1")
     older = {key: value for key, value in bundle.evaluation().items() if key != "sample"}
-    Store(tmp_path).publish(BundleDraft(bundle.manifest, bundle.probes, bundle.golden, older, "card"))
+    Store(tmp_path).publish(
+        BundleDraft(bundle.manifest, bundle.probes, bundle.golden, older, "card")
+    )
     away = "--url http://127.0.0.1:9"
     for arguments, status, word in (
-        (f"--bundle demo --store {tmp_path}", 1, "demo:1 carries no questions to try"), (away, 1, "did not answer"),
-        ("--url nowhere", 1, "did not answer"), ("--show 0", 2, "--show"),
+        (f"--bundle demo --store {tmp_path}", 1, "demo:1 carries no questions to try"),
+        (away, 1, "did not answer"),
+        ("--url nowhere", 1, "did not answer"),
+        ("--show 0", 2, "--show"),
         (f"{away} --bundle a --bundle b", 2, "--bundle"),
-    ):  # fmt: skip
+    ):
         done = hallutracer("try", *arguments.split())
         assert (done.returncode, done.stdout, word in done.stderr) == (status, "", True), arguments
 
@@ -191,12 +262,17 @@ def test_errors_name_the_cause(tmp_path: Path) -> None:
 def test_the_plot_fits_and_has_the_highest_logit_on_top() -> None:
     for layers, width in ((1, 40), (8, 80), (28, 40), (80, 200), (126, 80)):
         rng = np.random.default_rng(layers)
-        lines = [line.plain for line in plot_lines(rng.normal(size=layers), rng.normal(size=(2, layers)), width)]
+        lines = [
+            line.plain
+            for line in plot_lines(rng.normal(size=layers), rng.normal(size=(2, layers)), width)
+        ]
         body = [line for line in lines if "│" in line]
         assert all(len(line) <= width for line in body)
         assert min(layers, (width - 10) // 5) <= sum(line.count("●") for line in body) <= layers
     trajectory = np.array([0.0, 3.0, -3.0])
-    body = [line.plain for line in plot_lines(trajectory, np.zeros((2, 3)), 80) if "│" in line.plain]
+    body = [
+        line.plain for line in plot_lines(trajectory, np.zeros((2, 3)), 80) if "│" in line.plain
+    ]
     assert "3.00" in body[0]
     assert "●" in body[0]
     assert "●" in body[-1]
@@ -204,7 +280,9 @@ def test_the_plot_fits_and_has_the_highest_logit_on_top() -> None:
 
 
 @pytest.mark.parametrize(("applies_from", "applies"), [(0.999999, False), (1e-6, True)])
-def test_a_prompt_that_asks_for_no_fact_is_told(tmp_path: Path, applies_from: float, applies: bool) -> None:
+def test_a_prompt_that_asks_for_no_fact_is_told(
+    tmp_path: Path, applies_from: float, applies: bool
+) -> None:
     script = ScriptedEngine()
     bundle = contextual_bundle(script, tmp_path, applies_from=applies_from)
     [report] = Scorer(Scheduled(script), bundle).score([[256, 65]], standings=[SMALL_TALK])
@@ -222,7 +300,11 @@ def test_a_prompt_that_asks_for_no_fact_is_told(tmp_path: Path, applies_from: fl
 def shown(width: int) -> str:
     bundle = Store(SHIPPED).load("smollm2")
     out = StringIO()
-    print_card(bundle.card(), bundle.path, Console(file=out, width=width, force_terminal=True, highlight=False))
+    print_card(
+        bundle.card(),
+        bundle.path,
+        Console(file=out, width=width, force_terminal=True, highlight=False),
+    )
     return re.sub(r"\x1b(\[[\d;]*m|]8;[^\\]*\x1b\\\\)", "", out.getvalue())
 
 
@@ -231,7 +313,9 @@ def test_every_figure_is_there_and_fits(width: int) -> None:
     bundle = Store(SHIPPED).load("smollm2")
     text = shown(width)
     tables = [line for line in bundle.card().splitlines() if line.startswith("|")]
-    figures = set(re.findall(r"\d\.\d{3} (?:\+/- \d\.\d{3}|\[\d\.\d{3}, \d\.\d{3}\])", "\n".join(tables)))
+    figures = set(
+        re.findall(r"\d\.\d{3} (?:\+/- \d\.\d{3}|\[\d\.\d{3}, \d\.\d{3}\])", "\n".join(tables))
+    )
     assert len(figures) > 30
     assert [figure for figure in figures if figure not in text] == []
     lines = [line for line in text.splitlines() if "/plots/" not in line]
@@ -243,7 +327,10 @@ def test_every_figure_is_there_and_fits(width: int) -> None:
 
 
 def test_a_pipe_gets_the_file_and_a_terminal_the_layout() -> None:
-    assert hallutracer("bundle", "show", "smollm2").stdout == card_of(Store(SHIPPED).load("smollm2")) + "\n"
+    assert (
+        hallutracer("bundle", "show", "smollm2").stdout
+        == card_of(Store(SHIPPED).load("smollm2")) + "\n"
+    )
     printed = hallutracer("bundle", "show", "smollm2", FORCE_COLOR="1", COLUMNS="80").stdout
     assert [word for word in ("library_name", "| --- |") if word in printed] == []
     assert str(Path("plots", "roc.png")) in printed
@@ -251,14 +338,25 @@ def test_a_pipe_gets_the_file_and_a_terminal_the_layout() -> None:
 
 def test_a_strangers_card_moves_no_cursor() -> None:
     out = StringIO()
-    print_card("# A\x1b[2J\n\n| a |\n| --- |\n| b\x9b2J\x07 |\n", Path("x"), Console(file=out, width=80, no_color=True))
+    print_card(
+        "# A\x1b[2J\n\n| a |\n| --- |\n| b\x9b2J\x07 |\n",
+        Path("x"),
+        Console(file=out, width=80, no_color=True),
+    )
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", out.getvalue())
     assert "A[2J" in out.getvalue()
 
 
 @pytest.mark.parametrize(
     ("size", "text"),
-    [(0, "0 bytes"), (200, "200 bytes"), (1000, "1.0 KiB"), (5e6, "4.8 MiB"), (3e8, "0.3 GiB"), (7.5e9, "7.0 GiB")],
+    [
+        (0, "0 bytes"),
+        (200, "200 bytes"),
+        (1000, "1.0 KiB"),
+        (5e6, "4.8 MiB"),
+        (3e8, "0.3 GiB"),
+        (7.5e9, "7.0 GiB"),
+    ],
 )
 def test_a_size_is_told_in_a_unit_in_which_it_is_not_nothing(size: float, text: str) -> None:
     assert size_text(size) == text

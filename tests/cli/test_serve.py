@@ -1,4 +1,5 @@
-"""``serve``: keys, traces and open files that are refused at the start, and what a ready service says of itself."""
+"""``serve``: keys, traces and open files that are refused at the start, and what a ready service
+says of itself."""
 
 from __future__ import annotations
 
@@ -49,31 +50,52 @@ def test_a_line_is_a_key_its_name_and_its_rights(tmp_path: Path) -> None:
     text = f"# for the apps\n{ONE}\n\n {TWO}  name=search may=policy,threshold \n"
     found = load_keys(("3" * 16,), keys_file(tmp_path, text))
     assert [(key.secret, key.name, key.may) for key in found] == [
-        ("3" * 16, "key-1", frozenset()), (ONE, "key-2", frozenset()), (TWO, "search", {"policy", "threshold"}),
-    ]  # fmt: skip
+        ("3" * 16, "key-1", frozenset()),
+        (ONE, "key-2", frozenset()),
+        (TWO, "search", {"policy", "threshold"}),
+    ]
     assert ONE not in repr(found)
 
 
-[PUBLISHED] = re.findall(r"```text\n((?:\S+  name=.+\n)+)```", (ROOT / "docs/serving.md").read_text())
+[PUBLISHED] = re.findall(
+    r"```text\n((?:\S+  name=.+\n)+)```", (ROOT / "docs/serving.md").read_text()
+)
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("# nothing\n", "holds no key"), ("short\n", "line 1 of"),
+        ("# nothing\n", "holds no key"),
+        ("short\n", "line 1 of"),
         (f"{ONE}\nREPLACE-ME-app-one name=app\n", "line 2 of"),
-        ("REPLACE-ME-app-one\n", "secrets.token_urlsafe"), ("ключ" * 5 + "\n", "ASCII"),
-        *((line, "placeholder") for line in PUBLISHED.splitlines()),  # a key that we publish is no key
-        *((f"{text}\n", "placeholder") for text in ("REPLACE-ME", "replace_me_with_a_long_key",
-                                                    "sk-ChangeMe-0123456789", "your-api-key-goes-here")),
-        (f"{ONE}\nshort name=a\n", "line 2 of"), (f"{ONE} nam=a\n", "'nam=a'"), (f"{ONE} name=a name=b\n", "'name=b'"),
-        (f"{ONE} {TWO}\n", "a word without '='"), (f"{ONE} may=everything\n", "'everything'"),
-        (f"{ONE} name=\n", "1 to 64"), (f"{ONE}\n{ONE}\n", "given twice"),
+        ("REPLACE-ME-app-one\n", "secrets.token_urlsafe"),
+        ("ключ" * 5 + "\n", "ASCII"),
+        *(
+            (line, "placeholder") for line in PUBLISHED.splitlines()
+        ),  # a key that we publish is no key
+        *(
+            (f"{text}\n", "placeholder")
+            for text in (
+                "REPLACE-ME",
+                "replace_me_with_a_long_key",
+                "sk-ChangeMe-0123456789",
+                "your-api-key-goes-here",
+            )
+        ),
+        (f"{ONE}\nshort name=a\n", "line 2 of"),
+        (f"{ONE} nam=a\n", "'nam=a'"),
+        (f"{ONE} name=a name=b\n", "'name=b'"),
+        (f"{ONE} {TWO}\n", "a word without '='"),
+        (f"{ONE} may=everything\n", "'everything'"),
+        (f"{ONE} name=\n", "1 to 64"),
+        (f"{ONE}\n{ONE}\n", "given twice"),
         (f"{ONE} name=a\n{TWO} name=a\n", "two keys are named 'a'"),
         (f"{ONE} name=key-2\n{TWO}\n", "two keys are named 'key-2'"),
     ],
-)  # fmt: skip
-def test_what_is_wrong_with_a_key_is_said_and_opens_nothing(tmp_path: Path, text: str, said: str) -> None:
+)
+def test_what_is_wrong_with_a_key_is_said_and_opens_nothing(
+    tmp_path: Path, text: str, said: str
+) -> None:
     with pytest.raises(HalluTracerError) as refused:
         load_keys((), keys_file(tmp_path, text))
     assert said in str(refused.value)
@@ -99,16 +121,28 @@ def test_the_files_mode_is_looked_at_and_no_drawn_key_is_a_placeholder(
         (["--audit-log", "no/folder/audit.jsonl"], "cannot write the audit log"),
         (["--keys", "none.toml"], "cannot read the keys file"),
         (["--feedback-db", "mysql://u:geheim@h/d"], "postgresql://USER@HOST"),
-        (["--feedback-db", "nowhere/feedback.db"], "cannot open the feedback file nowhere/feedback.db"),
-        (["--feedback-db", "postgresql://u:geheim@127.0.0.1:1/d"], "cannot connect to postgresql://127.0.0.1:1/d"),
+        (
+            ["--feedback-db", "nowhere/feedback.db"],
+            "cannot open the feedback file nowhere/feedback.db",
+        ),
+        (
+            ["--feedback-db", "postgresql://u:geheim@127.0.0.1:1/d"],
+            "cannot connect to postgresql://127.0.0.1:1/d",
+        ),
     ],
 )
 def test_a_service_does_not_start_without_what_it_was_told_to_keep(
     arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("service.cli.serve.load_engine", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(
+        "service.cli.serve.load_engine", lambda *_, **__: pytest.fail("a model was loaded")
+    )
     done = hallutracer("serve", "--port", "0", *arguments)
-    assert (done.returncode in (1, 2), said in done.stderr, "geheim" in done.stderr) == (True, True, False), done.stderr
+    assert (done.returncode in (1, 2), said in done.stderr, "geheim" in done.stderr) == (
+        True,
+        True,
+        False,
+    ), done.stderr
 
 
 # traces
@@ -125,14 +159,20 @@ def opened(endpoint: str) -> None:
 @pytest.mark.parametrize(
     ("endpoint", "word"),
     [
-        ("", "OTLP over HTTP"), ("localhost:4318", "OTLP over HTTP"), ("grpc://localhost:4317", "OTLP over HTTP"),
-        ("http:///v1/traces", "OTLP over HTTP"), ("http://localhost:port/v1/traces", "OTLP over HTTP"),
-        ("http://localhost:0/v1/traces", "OTLP over HTTP"), ("http://local host/v1/traces", "OTLP over HTTP"),
-        ("http://localhost:4318/v1/traces?x=1", "OTLP over HTTP"), ("http://localhost:4318", "path"),
-        ("http://localhost:4318/", "path"), ("http://me:s3cret@localhost:4318/v1/traces", "HEADERS"),
+        ("", "OTLP over HTTP"),
+        ("localhost:4318", "OTLP over HTTP"),
+        ("grpc://localhost:4317", "OTLP over HTTP"),
+        ("http:///v1/traces", "OTLP over HTTP"),
+        ("http://localhost:port/v1/traces", "OTLP over HTTP"),
+        ("http://localhost:0/v1/traces", "OTLP over HTTP"),
+        ("http://local host/v1/traces", "OTLP over HTTP"),
+        ("http://localhost:4318/v1/traces?x=1", "OTLP over HTTP"),
+        ("http://localhost:4318", "path"),
+        ("http://localhost:4318/", "path"),
+        ("http://me:s3cret@localhost:4318/v1/traces", "HEADERS"),
         ("http://me@localhost:4318/v1/traces", "HEADERS"),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_address_for_traces(endpoint: str, word: str) -> None:
     with pytest.raises(UsageError, match=word) as caught:
         opened(endpoint)
@@ -143,22 +183,29 @@ def test_what_is_no_address_for_traces(endpoint: str, word: str) -> None:
 def test_events_need_traces_and_an_address_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     for traces, events, word in (
         (None, "http://localhost:4318/v1/logs", "needs --otlp-traces-endpoint"),
-        (GOOD, "http://localhost:4318", "v1/logs"), (GOOD, "http://me@localhost:4318/v1/logs", "OTLP_LOGS_HEADERS"),
-    ):  # fmt: skip
+        (GOOD, "http://localhost:4318", "v1/logs"),
+        (GOOD, "http://me@localhost:4318/v1/logs", "OTLP_LOGS_HEADERS"),
+    ):
         with pytest.raises(UsageError, match=word) as caught:
             TraceOptions(otlp_traces_endpoint=traces, otlp_logs_endpoint=events).opened()
         assert caught.value.param == "--otlp-logs-endpoint"
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_LOGS_PROTOCOL", "grpc")
     opened(GOOD)
     with pytest.raises(UsageError, match="OTEL_EXPORTER_OTLP_LOGS_PROTOCOL"):
-        TraceOptions(otlp_traces_endpoint=GOOD, otlp_logs_endpoint="http://localhost:4318/v1/logs").opened()
+        TraceOptions(
+            otlp_traces_endpoint=GOOD, otlp_logs_endpoint="http://localhost:4318/v1/logs"
+        ).opened()
 
 
-def test_what_keeps_traces_from_being_sent_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_keeps_traces_from_being_sent_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
     with pytest.raises(UsageError, match="OTEL_EXPORTER_OTLP_PROTOCOL"):
         opened(GOOD)
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")  # of the two it counts
+    monkeypatch.setenv(
+        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf"
+    )  # of the two it counts
     opened(GOOD)
     for name in ("OTEL_EXPORTER_OTLP_CERTIFICATE", "OTEL_EXPORTER_OTLP_TRACES_CLIENT_KEY"):
         with monkeypatch.context() as patch:
@@ -173,7 +220,9 @@ def test_what_keeps_traces_from_being_sent_is_named(monkeypatch: pytest.MonkeyPa
 def test_without_the_option_nothing_is_opened_or_imported() -> None:
     assert TraceOptions().opened() is None
     names = "[name for name in sys.modules if name.startswith('opentelemetry')]"
-    code = f"import sys, service.cli.serve, service.api.app, service.serving.service; print({names})"
+    code = (
+        f"import sys, service.cli.serve, service.api.app, service.serving.service; print({names})"
+    )
     found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert found.stdout.strip() == "[]", found.stderr
 
@@ -183,9 +232,14 @@ def test_without_the_option_nothing_is_opened_or_imported() -> None:
 
 @pytest.mark.parametrize(
     ("limits", "connections", "raised"),
-    [((64, 10_000), 300, 428), ((64, resource.RLIM_INFINITY), 300, 428), ((144, 144), 16, 144), ((64, 200), 72, 200),
-     ((4000, 4000), 300, None)],
-)  # fmt: skip
+    [
+        ((64, 10_000), 300, 428),
+        ((64, resource.RLIM_INFINITY), 300, 428),
+        ((144, 144), 16, 144),
+        ((64, 200), 72, 200),
+        ((4000, 4000), 300, None),
+    ],
+)
 def test_the_soft_limit_of_open_files_is_raised_as_far_as_it_goes(
     monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int], connections: int, raised: int | None
 ) -> None:
@@ -206,7 +260,11 @@ def test_a_service_with_next_to_no_connections_does_not_start_and_doctor_says_so
     found = hallutracer("doctor", *options, "--json")
     [files] = [check for check in json.loads(found.stdout)["checks"] if check["check"] == "files"]
     assert (found.returncode, files["status"]) == (1, "fail")
-    assert [word for word in ("143 open files", "at least 144", "ulimit -n 1128") if word not in str(files)] == []
+    assert [
+        word
+        for word in ("143 open files", "at least 144", "ulimit -n 1128")
+        if word not in str(files)
+    ] == []
 
 
 # what it says once it is ready
@@ -215,13 +273,17 @@ def test_a_service_with_next_to_no_connections_does_not_start_and_doctor_says_so
 @pytest.fixture(scope="module")
 def observing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
     """Started as a stranger starts it: no policy is named."""
-    with serve(HALLUTRACER_STORE=str(tmp_path_factory.mktemp("store")), HALLUTRACER_POLICY="") as process:
+    with serve(
+        HALLUTRACER_STORE=str(tmp_path_factory.mktemp("store")), HALLUTRACER_POLICY=""
+    ) as process:
         yield process
 
 
 def printed(process: ServeProcess) -> str:
     """The command line that was printed."""
-    [line] = [line.strip() for line in process.said.splitlines() if line.strip().startswith("curl ")]
+    [line] = [
+        line.strip() for line in process.said.splitlines() if line.strip().startswith("curl ")
+    ]
     return line
 
 
@@ -229,21 +291,33 @@ def test_it_observes_and_says_first_how_to_gate(observing: ServeProcess) -> None
     first = observing.said.splitlines()[0]
     assert "observe" in first
     assert "--policy gate" in first
-    risky = httpx.post(f"{observing.url}/score", json={"prompt": "Hm?", "threshold": 0.0}, timeout=60).json()
+    risky = httpx.post(
+        f"{observing.url}/score", json={"prompt": "Hm?", "threshold": 0.0}, timeout=60
+    ).json()
     assert risky["policy"] == "observe"
     assert (risky["data"][0]["flagged"], risky["data"][0]["decision"]) == (True, "continue")
 
 
 def test_the_log_says_what_judges(observing: ServeProcess) -> None:
     until(lambda: "hallutracer ready: " in observing.log())  # a thread writes it
-    (line,) = [json.loads(line) for line in observing.log().splitlines() if "hallutracer ready: " in line]
+    (line,) = [
+        json.loads(line) for line in observing.log().splitlines() if "hallutracer ready: " in line
+    ]
     assert line["level"] == "info"
-    for part in ("bundle demo:1 (sha256:", "judges by policy observe (observe) from threshold ", "attention_head"):
+    for part in (
+        "bundle demo:1 (sha256:",
+        "judges by policy observe (observe) from threshold ",
+        "attention_head",
+    ):
         assert part in line["message"]
 
 
-def test_the_printed_request_runs_and_is_about_two_held_out_questions(observing: ServeProcess) -> None:
-    done = subprocess.run(printed(observing), shell=True, capture_output=True, text=True, check=True)
+def test_the_printed_request_runs_and_is_about_two_held_out_questions(
+    observing: ServeProcess,
+) -> None:
+    done = subprocess.run(
+        printed(observing), shell=True, capture_output=True, text=True, check=True
+    )
     answer = json.loads(done.stdout)
     low, high = answer["data"]
     assert answer["policy"] == "gate"
@@ -267,7 +341,9 @@ def test_a_gate_says_what_its_own_machine_may_open_and_how_to_send_a_key(
     assert (' -H "Authorization: Bearer $KEY"' in said) is bool(keys)
 
 
-def test_a_bundle_without_a_sample_gives_a_question_that_any_model_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bundle_without_a_sample_gives_a_question_that_any_model_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     bundle = Store(Path("/nonexistent"), fallbacks=[SHIPPED]).load("demo")
     assert sample_of(bundle) is not None
 

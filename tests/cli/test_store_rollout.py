@@ -1,4 +1,5 @@
-"""A running service whose store is at a URL: what it follows, what it refuses, and what it does without an answer."""
+"""A running service whose store is at a URL: what it follows, what it refuses, and what it does
+without an answer."""
 
 from __future__ import annotations
 
@@ -42,10 +43,14 @@ class Remote:
     publisher: Store
     reader: Store  # requires a signature
     sign: Callable[[str], object]
-    down: Callable[[type[Exception] | None, str], None]  # from now on: what is raised, for paths that hold a text
+    down: Callable[
+        [type[Exception] | None, str], None
+    ]  # from now on: what is raised, for paths that hold a text
 
     def publish(self, seed: int) -> str:
-        return self.publisher.publish(matching_draft(ScriptedEngine(), "mine", seed)).manifest.digest
+        return self.publisher.publish(
+            matching_draft(ScriptedEngine(), "mine", seed)
+        ).manifest.digest
 
 
 @pytest.fixture
@@ -53,7 +58,9 @@ def remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Remote:
     """mine:1 and mine:2, of which the first is signed and production."""
     url, keys = f"memory://{tmp_path.name}", key_pair(tmp_path, "ours")
     publisher = Store(url, cache=tmp_path / "publisher")
-    reader = Store(url, cache=tmp_path / "reader", trust=Trust(required_signature(str(keys.public))))
+    reader = Store(
+        url, cache=tmp_path / "reader", trust=Trust(required_signature(str(keys.public)))
+    )
     wrong: list[tuple[type[Exception], str]] = []
     for method in ("children", "read"):
         real = getattr(Objects, method)
@@ -69,7 +76,9 @@ def remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Remote:
     def down(kind: type[Exception] | None, text: str = "") -> None:
         wrong[:] = [] if kind is None else [(kind, text)]
 
-    made = Remote(url, publisher, reader, lambda name: publisher.sign(name, Signing(keys.private)), down)
+    made = Remote(
+        url, publisher, reader, lambda name: publisher.sign(name, Signing(keys.private)), down
+    )
     for seed in range(2):
         made.publish(seed)
     made.sign("mine:1")
@@ -82,7 +91,9 @@ def app(tmp_path: Path, remote: Remote) -> Iterator[App]:
     app = App(tmp_path, names=("other",))
     left_out: Any = app.state.lifecycle.left_out
     app.state.catalogue.plan = RolloutPlan(CANARY, 0.5, (SHADOW,))
-    app.state.lifecycle.load = lambda: load_again(left_out, app.served, remote.reader, NAMES, NAMES[1:])
+    app.state.lifecycle.load = lambda: load_again(
+        left_out, app.served, remote.reader, NAMES, NAMES[1:]
+    )
     app.state.lifecycle.load_again = lambda engine: load_again(
         left_out, engine, remote.reader, NAMES, NAMES[1:], app.state.catalogue.matching
     )
@@ -126,7 +137,9 @@ def test_whoever_moves_an_alias_without_the_key_serves_nothing(app: App, remote:
     assert roles(app) == ["mine:1 default", "mine:2 canary", "mine:2 shadow"]
 
 
-def test_a_bundle_that_is_loaded_is_not_replayed_unless_its_golden_prompts_were_off(app: App, remote: Remote) -> None:
+def test_a_bundle_that_is_loaded_is_not_replayed_unless_its_golden_prompts_were_off(
+    app: App, remote: Remote
+) -> None:
     counters, catalogue = app.engine.counters, app.state.catalogue
 
     def replayed() -> int:
@@ -151,14 +164,20 @@ def test_a_bundle_that_is_loaded_is_not_replayed_unless_its_golden_prompts_were_
     assert app.client.post("/score", json={"prompt": "a"}).json()["bundle"]["version"] == 2
 
 
-def test_without_an_answer_what_is_loaded_stays_and_it_is_said_since_when(app: App, remote: Remote) -> None:
+def test_without_an_answer_what_is_loaded_stays_and_it_is_said_since_when(
+    app: App, remote: Remote
+) -> None:
     remote.sign("mine:2")
     for alias in ("canary", "shadow"):
         remote.publisher.set_alias("mine", alias, 2)
     reload(app).raise_for_status()
     before, since, failing = roles(app), status(app)["since"], None
     assert before == ["mine:1 default", "mine:2 canary", "mine:2 shadow"]
-    for kind, text in ((StoreUnreachable, ""), (StoreUnreachable, "mine/2/"), (StoreRefused, "mine/2/")):
+    for kind, text in (
+        (StoreUnreachable, ""),
+        (StoreUnreachable, "mine/2/"),
+        (StoreRefused, "mine/2/"),
+    ):
         remote.down(kind, text)  # all of it, and that which may be left out where it is wrong
         refused = reload(app)
         assert (refused.status_code, "the network is down" in refused.text) == (409, True)
@@ -180,7 +199,11 @@ def test_a_pin_in_a_request_checks_and_does_not_search(app: App, remote: Remote)
     reload(app).raise_for_status()
     one, two = (remote.publisher.load(f"mine:{version}").manifest.digest for version in (1, 2))
     find = app.state.catalogue.scorer
-    for reference, version in {f"mine@production@{one}": 1, f"mine@{one}": 1, f"{CANARY}@{two}": 2}.items():
+    for reference, version in {
+        f"mine@production@{one}": 1,
+        f"mine@{one}": 1,
+        f"{CANARY}@{two}": 2,
+    }.items():
         assert find(reference, None).bundle.manifest.version == version
     for wrong in (f"mine@{two}", f"mine:1@{two}", f"{CANARY}@{one}", "mine:2@sha256:"):
         with pytest.raises(NotFound):
@@ -191,13 +214,16 @@ def test_a_pin_in_a_request_checks_and_does_not_search(app: App, remote: Remote)
 
 
 class Watched:
-    """``watch`` on a state that only counts: it reloads where it is told to, and fails where it is told to."""
+    """``watch`` on a state that only counts: it reloads where it is told to, and fails where it is
+    told to."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, problem: str | None = None) -> None:
         self.reloads, self.problem, self.state = 0, problem, Service(dict)
         self.state.lifecycle.reload_error = problem
         self.state.lifecycle.load_again = lambda engine: {}
-        self.state.catalogue.loaded = Loaded((SimpleNamespace(bundle=SimpleNamespace(reference="a:1")),), {})  # type: ignore[arg-type]
+        self.state.catalogue.loaded = Loaded(
+            (SimpleNamespace(bundle=SimpleNamespace(reference="a:1")),), {}
+        )  # type: ignore[arg-type]
         monkeypatch.setattr(Lifecycle, "reload", lambda state, load, who: self._reload())
         monkeypatch.setattr(reloading, "print_line", lambda text: None)
 
@@ -219,7 +245,15 @@ def test_the_watch_reloads_where_a_stamp_moved_and_says_a_failure_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     watched = Watched(monkeypatch)
-    answers: list[Stamps] = [{"a": "1"}, {"a": "1"}, {"a": "2"}, {"a": "2"}, {"a": None}, {"a": None}, {"a": "2"}]
+    answers: list[Stamps] = [
+        {"a": "1"},
+        {"a": "1"},
+        {"a": "2"},
+        {"a": "2"},
+        {"a": None},
+        {"a": None},
+        {"a": "2"},
+    ]
     reloads = []
 
     def look() -> Stamps:
@@ -273,7 +307,9 @@ def test_a_store_that_hangs_does_not_hold_the_stop_up(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("kind", ["folder", "url"])
-def test_a_stamp_moves_with_the_alias_the_signature_and_the_bytes(kind: str, remote: Remote, tmp_path: Path) -> None:
+def test_a_stamp_moves_with_the_alias_the_signature_and_the_bytes(
+    kind: str, remote: Remote, tmp_path: Path
+) -> None:
     if kind == "folder":
         store = Store(tmp_path / "store")
         for seed in range(2):
@@ -313,7 +349,10 @@ def test_the_canarys_key_is_the_operators_or_the_processs_own() -> None:
     own, other = (RolloutOptions(canary=CANARY).plan for _ in range(2))
     assert own.secret != other.secret
     assert len(own.secret) == 32
-    assert RolloutOptions(canary=CANARY, canary_key="shared-by-replicas").plan.secret == b"shared-by-replicas"
+    assert (
+        RolloutOptions(canary=CANARY, canary_key="shared-by-replicas").plan.secret
+        == b"shared-by-replicas"
+    )
     for guessable in ("", "short", "REPLACE-ME-with-a-secret"):
         with pytest.raises(UsageError, match="--canary-key: needs at least 16"):
             RolloutOptions(canary_key=guessable).plan  # noqa: B018

@@ -1,4 +1,5 @@
-"""guarantee, recalibrate and feedback from the command line, with the demo model and its own questions."""
+"""guarantee, recalibrate and feedback from the command line, with the demo model and its own
+questions."""
 
 from __future__ import annotations
 
@@ -28,12 +29,29 @@ Capture = pytest.CaptureFixture[str]
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("questions")
-    return {split: str(write_rows(folder / f"{split}.jsonl", questions(split))) for split in ("train", "dev", "test")}
+    return {
+        split: str(write_rows(folder / f"{split}.jsonl", questions(split)))
+        for split in ("train", "dev", "test")
+    }
 
 
 def command(verb: str, files: dict[str, str], folder: Path, *more: str) -> list[str]:
-    return [verb, "--bundle", "demo", "--new-name", "mine", "--data", files["dev"], "--model", "demo",
-            "--store", str(folder / "store"), "--run-dir", str(folder / "run"), *more]  # fmt: skip
+    return [
+        verb,
+        "--bundle",
+        "demo",
+        "--new-name",
+        "mine",
+        "--data",
+        files["dev"],
+        "--model",
+        "demo",
+        "--store",
+        str(folder / "store"),
+        "--run-dir",
+        str(folder / "run"),
+        *more,
+    ]
 
 
 def own(files: dict[str, str]) -> list[str]:
@@ -43,7 +61,9 @@ def own(files: dict[str, str]) -> list[str]:
 def test_a_dry_run_loads_no_model_and_writes_nothing(
     tmp_path: Path, files: dict[str, str], capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("service.cli.train.load_engine", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(
+        "service.cli.train.load_engine", lambda *_, **__: pytest.fail("a model was loaded")
+    )
     assert run(*command("recalibrate", files, tmp_path, *own(files)), "--dry-run") == 0
     said = capsys.readouterr()
     assert said.out == ""
@@ -54,10 +74,15 @@ def test_a_dry_run_loads_no_model_and_writes_nothing(
 def test_a_dry_run_of_a_guarantee_prints_the_rows_that_want_a_label(
     tmp_path: Path, files: dict[str, str], capsys: Capture
 ) -> None:
-    assert run(*command("guarantee", files, tmp_path, *own(files), "--alpha", "0.1,0.2"), "--dry-run") == 0
+    assert (
+        run(*command("guarantee", files, tmp_path, *own(files), "--alpha", "0.1,0.2"), "--dry-run")
+        == 0
+    )
     said = capsys.readouterr()
-    for words in ("1713 rows in 767 groups for the test, new to demo:1",
-                  "alpha 0.2, delta 0.025: at least 17 answering groups"):  # fmt: skip
+    for words in (
+        "1713 rows in 767 groups for the test, new to demo:1",
+        "alpha 0.2, delta 0.025: at least 17 answering groups",
+    ):
         assert words in said.err
     rows = [json.loads(line) for line in said.out.splitlines()]
     assert f"{len(rows)} of 1713 rows want a label" in said.err
@@ -71,11 +96,13 @@ def test_a_dry_run_of_a_guarantee_prints_the_rows_that_want_a_label(
 @pytest.mark.parametrize(
     ("verb", "more", "said"),
     [
-        ("guarantee", ["--judge", "openai"], "--judge-url"), ("recalibrate", ["--threshold-rule", "youden"], "keep"),
+        ("guarantee", ["--judge", "openai"], "--judge-url"),
+        ("recalibrate", ["--threshold-rule", "youden"], "keep"),
         ("recalibrate", ["--prompt-format", "text"], "that of the bundle's training rows"),
-        ("guarantee", ["--labels", "sample"], "generate"), ("recalibrate", ["--traffic", "no.jsonl"], "no.jsonl"),
+        ("guarantee", ["--labels", "sample"], "generate"),
+        ("recalibrate", ["--traffic", "no.jsonl"], "no.jsonl"),
     ],
-)  # fmt: skip
+)
 def test_what_is_refused(
     tmp_path: Path, files: dict[str, str], capsys: Capture, verb: str, more: list[str], said: str
 ) -> None:
@@ -86,7 +113,9 @@ def test_what_is_refused(
 
 def test_a_guarantee_is_shown_and_listed(tmp_path: Path, capsys: Capture) -> None:
     made = draft()
-    Store(tmp_path).publish(dataclasses.replace(made, card=guaranteed_card(made.card, made.manifest)))
+    Store(tmp_path).publish(
+        dataclasses.replace(made, card=guaranteed_card(made.card, made.manifest))
+    )
 
     def printed(*arguments: str) -> str:
         assert run("bundle", *arguments, "--store", str(tmp_path)) == 0
@@ -105,8 +134,11 @@ def verified(store: Path, capsys: Capture) -> None:
     assert "golden prompts gave the recorded risks" in capsys.readouterr().out
 
 
-def test_the_demo_models_own_rows_at_another_share(tmp_path: Path, files: dict[str, str], capsys: Capture) -> None:
-    """Its real answers: at training's share nothing is published; where most are wrong, the risk follows."""
+def test_the_demo_models_own_rows_at_another_share(
+    tmp_path: Path, files: dict[str, str], capsys: Capture
+) -> None:
+    """Its real answers: at training's share nothing is published; where most are wrong, the risk
+    follows."""
     rows = [row for row in questions("dev") if row["kind"] == "city_country"][:180]
     asked = files | {"dev": str(write_rows(tmp_path / "asked.jsonl", rows))}
     assert run(*command("recalibrate", asked, tmp_path, *own(files))) == 0
@@ -116,7 +148,9 @@ def test_the_demo_models_own_rows_at_another_share(tmp_path: Path, files: dict[s
     found = {one["id"]: one["verdict"] for one in map(json.loads, labels.read_text().splitlines())}
     wrong = [row | {"label": 0} for row in rows if found[str(row["id"])] == "hallucinated"]
     right = [row | {"label": 1} for row in rows if found[str(row["id"])] == "factual"]
-    shifted = files | {"dev": str(write_rows(tmp_path / "shifted.jsonl", wrong + right[: len(wrong) // 5]))}
+    shifted = files | {
+        "dev": str(write_rows(tmp_path / "shifted.jsonl", wrong + right[: len(wrong) // 5]))
+    }
     assert run(*command("recalibrate", shifted, tmp_path, *own(files), "--labels", "given")) == 0
     assert "mine:1  sha256:" in capsys.readouterr().out
     bundle = Store(tmp_path / "store").load("mine")
@@ -131,7 +165,9 @@ def test_the_demo_models_own_rows_at_another_share(tmp_path: Path, files: dict[s
 
 def test_a_bundle_is_recalibrated_by_what_users_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """How: tests/trainer/test_feedback.py."""
-    monkeypatch.setattr("service.trainer.feedback.recalibrate_by_feedback", by_feedback := Mock(return_value=None))
+    monkeypatch.setattr(
+        "service.trainer.feedback.recalibrate_by_feedback", by_feedback := Mock(return_value=None)
+    )
     assert run("recalibrate", "--bundle", "demo", "--feedback", "f.db") == 0
     [(bundle, options, _)] = [call.args for call in by_feedback.call_args_list]
     assert (bundle.reference, options.feedback) == ("demo:1", "f.db")
@@ -151,7 +187,12 @@ def test_what_was_drawn_is_listed_until_it_has_a_label(tmp_path: Path, capsys: C
     place, where = f"--feedback-db={path}", location(str(path))
     kept = partial(Feedback, where, prompts=True, days=1.0, share=1.0)
     with running(tmp_path, policy="observe", feedback=kept) as service:
-        body = {"prompt": [f"What is the capital of {name}?" for name in ("France", "Italy", "Spain", "Peru", "Chad")]}
+        body = {
+            "prompt": [
+                f"What is the capital of {name}?"
+                for name in ("France", "Italy", "Spain", "Peru", "Chad")
+            ]
+        }
         answer = httpx.post(f"{service.url}/score", json=body, timeout=60).json()
         given = [one["index"] for one in answer["data"] if not one["flagged"]]
         assert given
@@ -162,7 +203,11 @@ def test_what_was_drawn_is_listed_until_it_has_a_label(tmp_path: Path, capsys: C
 
         until(lambda: len(listed()) == len(given))
         found = listed()
-        assert [one["given"]["prompt"] for one in found] == [body["prompt"][index] for index in given]
+        assert [one["given"]["prompt"] for one in found] == [
+            body["prompt"][index] for index in given
+        ]
         said = {"id": found[0]["id"], "index": found[0]["index"], "label": "factual"}
-        assert httpx.post(f"{service.url}/v1/feedback", json=said, timeout=60).json()["drawn"] is True
+        assert (
+            httpx.post(f"{service.url}/v1/feedback", json=said, timeout=60).json()["drawn"] is True
+        )
         assert listed() == found[1:]

@@ -35,23 +35,42 @@ class Time:
 class BlockingClient:
     """One client, sync or async; ``time`` is its scripted clock."""
 
-    def __init__(self, kind: str, handler: Handler | None = None, base_url: str = "http://guard.test", **more: Any):
+    def __init__(
+        self,
+        kind: str,
+        handler: Handler | None = None,
+        base_url: str = "http://guard.test",
+        **more: Any,
+    ):
         self.time, self.kind, scripted = Time(), kind, dict[str, Any]()
         if handler is not None:
-            scripted = {"transport": httpx.MockTransport(handler), "clock": self.time.clock, "sleep": self.time.sleep,
-                        "draw": lambda: 0.5}  # fmt: skip
+            scripted = {
+                "transport": httpx.MockTransport(handler),
+                "clock": self.time.clock,
+                "sleep": self.time.sleep,
+                "draw": lambda: 0.5,
+            }
         self.client: Any = (Client if kind == "sync" else AsyncClient)(base_url, **scripted | more)
         self._loop: Any = None if kind == "sync" else asyncio.new_event_loop()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         """``score``, ``ready``, ``models``, ``bundles``."""
         method = getattr(self.client, name)
-        return method if self.kind == "sync" else lambda **more: self._loop.run_until_complete(method(**more))
+        return (
+            method
+            if self.kind == "sync"
+            else lambda **more: self._loop.run_until_complete(method(**more))
+        )
 
     def stream(
-        self, *, take: int | None = None, look: Callable[[BaseAnswer], Any] = lambda _: None, **options: Any
+        self,
+        *,
+        take: int | None = None,
+        look: Callable[[BaseAnswer], Any] = lambda _: None,
+        **options: Any,
     ) -> tuple[Any, list[str]]:
-        """Read a stream: call ``look`` once the risk is there, then take all pieces, or the first ``take``."""
+        """Read a stream: call ``look`` once the risk is there, then take all pieces, or the first
+        ``take``."""
         if self.kind == "sync":
             with self.client.stream(**options) as answer:
                 look(answer)

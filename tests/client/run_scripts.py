@@ -1,9 +1,11 @@
-"""Runs scripts, then tests, in one process, so that big libraries are imported once: prints their outputs as JSON.
+"""Runs scripts, then tests, in one process, so that big libraries are imported once: prints their
+outputs as JSON.
 
     python run_scripts.py SCRIPTS TESTS URL [URL ..]
 
-For each address {script: [output, error]}; then "tests": [output, exit status] of the files in the folder TESTS, at the
-first address.  Both read HALLUTRACER_URL.  It runs in .venv-clients.  Without TESTS ("") it needs no pytest."""
+For each address {script: [output, error]}; then "tests": [output, exit status] of the files in the
+folder TESTS, at the first address.  Both read HALLUTRACER_URL.  It runs in .venv-clients.  Without
+TESTS ("") it needs no pytest."""
 
 from __future__ import annotations
 
@@ -35,7 +37,16 @@ def test(folder: str) -> tuple[str, int]:
 
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        options = ["-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", folder, "--noconftest"]
+        options = [
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-c",
+            os.devnull,
+            "--rootdir",
+            folder,
+            "--noconftest",
+        ]
         status = pytest.main([*options, *map(str, sorted(Path(folder).glob("*.py")))])
     return out.getvalue(), int(status)
 

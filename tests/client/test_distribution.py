@@ -1,4 +1,5 @@
-"""hallutracer-client in a fresh environment: small, without our server, beside an app with a ``service`` of its own."""
+"""hallutracer-client in a fresh environment: small, without our server, beside an app with a
+``service`` of its own."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ def pythons() -> list[str]:
 
 
 def clean() -> dict[str, str]:
-    """The environment without this checkout on its path, where pip would find the client as installed already."""
+    """The environment without this checkout on its path, where pip would find the client as
+    installed already."""
     return {name: value for name, value in inherited().items() if name != "PYTHONPATH"}
 
 
@@ -53,9 +55,20 @@ class Fresh:
 
     def __init__(self, folder: Path, python: str) -> None:
         source, self.app = folder / "source", folder / "app"
-        shutil.copytree(CLIENT, source, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info", "build"))
+        shutil.copytree(
+            CLIENT, source, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info", "build")
+        )
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
-        wheel = [*pip, "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, source]
+        wheel = [
+            *pip,
+            "wheel",
+            "--quiet",
+            "--no-deps",
+            "--no-build-isolation",
+            "--wheel-dir",
+            folder,
+            source,
+        ]
         subprocess.run(wheel, check=True, capture_output=True)
         subprocess.run([python, "-m", "venv", "--without-pip", folder / "venv"], check=True)
         self.python = folder / "venv" / "bin" / "python"
@@ -64,7 +77,9 @@ class Fresh:
         done = subprocess.run(install, env=clean(), capture_output=True, text=True)
         if done.returncode != 0:
             strict = os.environ.get("HALLUTRACER_REQUIRE_CLIENTS") == "1"
-            (pytest.fail if strict else pytest.skip)(f"httpx and pydantic could not be fetched: {done.stderr[-500:]}")
+            (pytest.fail if strict else pytest.skip)(
+                f"httpx and pydantic could not be fetched: {done.stderr[-500:]}"
+            )
         (self.packages,) = (folder / "venv" / "lib").glob("python3*/site-packages")
         (self.app / "service").mkdir(parents=True)
         (self.app / "service" / "__init__.py").write_text("OWNER = 'the app'\n")
@@ -72,7 +87,9 @@ class Fresh:
     def run(self, code: str) -> str:
         """What ``code`` prints as a program in the app's folder."""
         (self.app / "main.py").write_text(code)
-        done = subprocess.run([self.python, "main.py"], cwd=self.app, env=clean(), capture_output=True, text=True)
+        done = subprocess.run(
+            [self.python, "main.py"], cwd=self.app, env=clean(), capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -88,7 +105,9 @@ def service() -> Iterator[ServeProcess]:
         yield service
 
 
-def test_it_is_small_brings_no_server_and_runs_beside_an_apps_own_service(fresh: Fresh, service: ServeProcess) -> None:
+def test_it_is_small_brings_no_server_and_runs_beside_an_apps_own_service(
+    fresh: Fresh, service: ServeProcess
+) -> None:
     size = sum(path.stat().st_size for path in fresh.packages.rglob("*") if path.is_file())
     assert size < 30e6, f"{size / 1e6:.1f} MB"
     tops = {path.name for path in fresh.packages.iterdir()}
@@ -109,7 +128,9 @@ from hallutracer_client import AsyncClient, Generate
 
 async def main() -> None:
     async with AsyncClient({service.url!r}) as client:
-        async with client.stream(prompt="What is the capital of Italy?", generate=Generate(max_tokens=16)) as answer:
+        generate = Generate(max_tokens=16)
+        prompt = "What is the capital of Italy?"
+        async with client.stream(prompt=prompt, generate=generate) as answer:
             print("".join([piece async for piece in answer]))
 
 asyncio.run(main())

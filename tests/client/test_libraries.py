@@ -1,4 +1,5 @@
-"""Client libraries of others against a real service: their quick starts, and our adapters for them."""
+"""Client libraries of others against a real service: their quick starts, and our adapters for
+them."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ KNOWN, UNKNOWN = "What is the capital of China?", "Which city is the capital of 
 ANSWERS = {"plain": "It is Beijing.", "page": "It is Beijing."}
 if PACKAGED["smollm2"].is_installed:
     ANSWERS["page"] = "The capital of China is Beijing."
-# What a withheld answer looks like in each, as the service writes it by default, and with --message-in-content.
+# What a withheld answer looks like in each, as the service writes it by default, and with
+# --message-in-content.
 REFUSED = "refused: I am not sure. (content_filter)"
 IN_ANTHROPICS = "refused: I am not sure. (refusal)"
 PLAIN = {
@@ -43,30 +45,44 @@ AS_TEXT = {
 
 
 def needed() -> Path:
-    """Its interpreter.  Skips the test without it; fails under HALLUTRACER_REQUIRE_CLIENTS=1, as ``make test`` sets."""
+    """Its interpreter.  Skips the test without it; fails under HALLUTRACER_REQUIRE_CLIENTS=1, as
+    ``make test`` sets."""
     if not (PYTHON.parent.parent / ".installed").exists():
         reason = "the client libraries are not installed: make clients"
-        (pytest.fail if os.environ.get("HALLUTRACER_REQUIRE_CLIENTS") == "1" else pytest.skip)(reason)
+        (pytest.fail if os.environ.get("HALLUTRACER_REQUIRE_CLIENTS") == "1" else pytest.skip)(
+            reason
+        )
     return PYTHON
 
 
-def in_their_environment(*arguments: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Its Python, with our client on the path and without what these libraries look up on the internet."""
+def in_their_environment(
+    *arguments: str | Path, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Its Python, with our client on the path and without what these libraries look up on the
+    internet."""
     quiet = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "HAYSTACK_TELEMETRY_ENABLED": "False"}
-    environment = inherited() | quiet | {"LANGSMITH_TRACING": "false", "PYTHONPATH": PATHS} | variables
-    return subprocess.run([PYTHON, *arguments], capture_output=True, text=True, timeout=1800, env=environment)
+    environment = (
+        inherited() | quiet | {"LANGSMITH_TRACING": "false", "PYTHONPATH": PATHS} | variables
+    )
+    return subprocess.run(
+        [PYTHON, *arguments], capture_output=True, text=True, timeout=1800, env=environment
+    )
 
 
 @pytest.fixture(scope="module")
 def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """``plain``: the demo model, without --message-in-content.  ``page``: what apps.md starts, on its reader's model.
+    """``plain``: the demo model, without --message-in-content.  ``page``: what apps.md starts, on
+    its reader's model.
 
     Both take any model name, as one that has a quick start's requests needs."""
     needed()
-    program, command, *options = shlex.split(next(block.text for block in PAGE if "hallutracer serve" in block.text))
+    program, command, *options = shlex.split(
+        next(block.text for block in PAGE if "hallutracer serve" in block.text)
+    )
     assert (program, command) == ("hallutracer", "serve")
-    # Model and policy as nobody has set them.  Answers of more than the 100 tokens that a script asks for would take
-    # minutes, and a busy machine may take longer for these than the default deadline.
+    # Model and policy as nobody has set them. Answers of more than the 100 tokens that a script
+    # asks for would take minutes, and a busy machine may take longer for these than the default
+    # deadline.
     unset = {"HALLUTRACER_MODEL": "", "HALLUTRACER_POLICY": ""}
     limits = {"HALLUTRACER_MAX_COMPLETION_TOKENS": "100", "HALLUTRACER_DEADLINE_S": "600"}
     store = str(tmp_path_factory.mktemp("store"))
@@ -82,7 +98,8 @@ RUN, FRAMEWORKS = ROOT / "tests/client/run_scripts.py", ROOT / "tests/client/fra
 
 @pytest.fixture(scope="module")
 def found(urls: dict[str, str]) -> dict[str, Any]:
-    """Service -> {script: [what it prints, its error]}; "tests": what the adapters' print, exit status."""
+    """Service -> {script: [what it prints, its error]}; "tests": what the adapters' print, exit
+    status."""
     done = in_their_environment(RUN, QUICKSTARTS, FRAMEWORKS, *urls.values())
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -91,13 +108,16 @@ def found(urls: dict[str, str]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("service", ["plain", "page"])
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_quick_start_runs_and_shows_a_refusal(found: dict[str, Any], script: str, service: str) -> None:
+def test_a_quick_start_runs_and_shows_a_refusal(
+    found: dict[str, Any], script: str, service: str
+) -> None:
     out, error = found[service][script]
     assert not error, error
     lines = out.splitlines()
     (known,) = [line for line in lines if line.startswith(KNOWN)]
     assert known.startswith(f"{KNOWN} answered: ")
-    # LangChain takes the temperature out of requests to a model of the quick start's name: its answers vary.
+    # LangChain takes the temperature out of requests to a model of the quick start's name: its
+    # answers vary.
     assert known.endswith(ANSWERS[service]) or script == "langchain_chat.py"
     (unknown,) = [line for line in lines if line.startswith(UNKNOWN)]
     assert unknown == f"{UNKNOWN} {(PLAIN if service == 'plain' else AS_TEXT).get(script, REFUSED)}"
@@ -110,7 +130,9 @@ def test_a_quick_start_runs_and_shows_a_refusal(found: dict[str, Any], script: s
     assert not told or service == "page" or told == ["risk: 0.90"]
 
 
-@pytest.mark.skipif(not PACKAGED["smollm2"].is_installed, reason=f"needs {PACKAGED['smollm2'].install}")
+@pytest.mark.skipif(
+    not PACKAGED["smollm2"].is_installed, reason=f"needs {PACKAGED['smollm2'].install}"
+)
 def test_a_quick_start_prints_what_the_page_says(found: dict[str, Any]) -> None:
     shown = [block.text.splitlines() for block in PAGE if block.language == "console"]
     assert shown
@@ -129,8 +151,11 @@ def test_the_adapters(found: dict[str, Any]) -> None:
 
 
 def test_the_newest_openai_client_too(urls: dict[str, str]) -> None:
-    """The frameworks hold OpenAI's client back by a major version; this environment has the newest."""
-    done = subprocess.run([sys.executable, RUN, QUICKSTARTS, "", urls["plain"]], env=inherited(), capture_output=True)
+    """The frameworks hold OpenAI's client back by a major version; this environment has the
+    newest."""
+    done = subprocess.run(
+        [sys.executable, RUN, QUICKSTARTS, "", urls["plain"]], env=inherited(), capture_output=True
+    )
     assert done.returncode == 0, done.stderr
     for script in ("openai_async.py", "openai_streaming.py", "openai_sync.py"):
         out, error = json.loads(done.stdout)[urls["plain"]][script]
@@ -147,5 +172,7 @@ def test_a_quick_start_names_what_it_changed() -> None:
 def test_an_adapter_without_its_library_says_which_extra() -> None:
     """This environment has none of the three."""
     for framework in ("langchain", "llamaindex", "haystack"):
-        with pytest.raises(ImportError, match=re.escape(f"pip install 'hallutracer-client[{framework}]'")):
+        with pytest.raises(
+            ImportError, match=re.escape(f"pip install 'hallutracer-client[{framework}]'")
+        ):
             importlib.import_module(f"hallutracer_client.{framework}")

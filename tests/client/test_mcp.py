@@ -1,4 +1,5 @@
-"""The MCP server, asked by the SDK's own client: in this process, over stdio and over streamable HTTP."""
+"""The MCP server, asked by the SDK's own client: in this process, over stdio and over streamable
+HTTP."""
 
 from __future__ import annotations
 
@@ -73,23 +74,34 @@ def answered(**row: Any) -> CallToolResult:
 
 
 def scripted(handler: Callable[[httpx.Request], httpx.Response]) -> Any:
-    return make_server(AsyncClient("http://guard.test", transport=httpx.MockTransport(handler), max_retries=0))
+    return make_server(
+        AsyncClient("http://guard.test", transport=httpx.MockTransport(handler), max_retries=0)
+    )
 
 
 def says_what_the_service_says(result: CallToolResult, service: ServeProcess) -> None:
     body = httpx.post(f"{service.url}/score", json={"prompt": ASKED}, timeout=60).json()
     (row,), bundle = body["data"], body["bundle"]
     same = ("risk", "flagged", "threshold", "decision", "message", "outside_training", "applies")
-    assert result.structured_content == {name: row[name] for name in same if row.get(name) is not None} | {
-        "model": body["model"], "bundle": f"{bundle['name']}:{bundle['version']}",
-    }  # fmt: skip
-    assert text(result).startswith(f"Risk {row['risk']:.2f} of a wrong answer from memory, at or above the threshold")
+    assert result.structured_content == {
+        name: row[name] for name in same if row.get(name) is not None
+    } | {
+        "model": body["model"],
+        "bundle": f"{bundle['name']}:{bundle['version']}",
+    }
+    assert text(result).startswith(
+        f"Risk {row['risk']:.2f} of a wrong answer from memory, at or above the threshold"
+    )
     assert not result.is_error
 
 
-def test_over_stdio_it_has_one_tool_and_logs_no_question(service: ServeProcess, tmp_path: Path) -> None:
+def test_over_stdio_it_has_one_tool_and_logs_no_question(
+    service: ServeProcess, tmp_path: Path
+) -> None:
     process = StdioServerParameters(
-        command=sys.executable, args=list(COMMAND), env={"PYTHONPATH": PATHS, "HALLUTRACER_URL": service.url}
+        command=sys.executable,
+        args=list(COMMAND),
+        env={"PYTHONPATH": PATHS, "HALLUTRACER_URL": service.url},
     )
 
     async def asked() -> tuple[list[Tool], CallToolResult, CallToolResult]:
@@ -108,8 +120,11 @@ def test_over_stdio_it_has_one_tool_and_logs_no_question(service: ServeProcess, 
     assert "need not be the model that you are" in (tool.description or "")
     assert tool.annotations is not None
     assert tool.annotations.model_dump(exclude={"title"}) == {
-        "read_only_hint": True, "destructive_hint": False, "idempotent_hint": True, "open_world_hint": False,
-    }  # fmt: skip
+        "read_only_hint": True,
+        "destructive_hint": False,
+        "idempotent_hint": True,
+        "open_world_hint": False,
+    }
     assert tool.input_schema["required"] == ["question"]
     assert set(tool.output_schema["properties"]) >= set(found.structured_content or {})  # type: ignore[index]
 
@@ -126,9 +141,14 @@ def test_over_http_this_machine_alone_is_served(service: ServeProcess, tmp_path:
             url = f"http://127.0.0.1:{port}/mcp"
             says_what_the_service_says(ask_with(SECRET, url), service)
             assert url in (tmp_path / "log").read_text()
-            assert not [word for word in ("Solomon", SECRET) if word in (tmp_path / "log").read_text()]
+            assert not [
+                word for word in ("Solomon", SECRET) if word in (tmp_path / "log").read_text()
+            ]
             body = json.dumps({"jsonrpc": "2.0", "id": 1, "method": "ping"})
-            own = {"Content-Type": "application/json", "Accept": "application/json, text/event-stream"}
+            own = {
+                "Content-Type": "application/json",
+                "Accept": "application/json, text/event-stream",
+            }
             own["Authorization"] = f"Bearer {SECRET}"
             for header, status in (
                 ({}, 200),
@@ -138,14 +158,19 @@ def test_over_http_this_machine_alone_is_served(service: ServeProcess, tmp_path:
                 ({"Host": "127.0.0.1"}, 421),
                 ({"Origin": "http://evil.test"}, 403),
                 ({"Origin": "null"}, 403),
-                ({"Origin": "http://localhost:3000"}, 403),  # a page of another program of this machine
+                (
+                    {"Origin": "http://localhost:3000"},
+                    403,
+                ),  # a page of another program of this machine
                 ({"Authorization": ""}, 401),
                 ({"Authorization": f"Bearer {SECRET}x"}, 401),
                 ({"Authorization": f"Bearer {SECRET[:-1]}"}, 401),
                 ({"Authorization": f"Basic {SECRET}"}, 401),
                 ({"Authorization": SECRET}, 401),
             ):
-                assert httpx.post(url, content=body, headers=own | header).status_code == status, header
+                assert httpx.post(url, content=body, headers=own | header).status_code == status, (
+                    header
+                )
             assert not listens("127.0.0.2", port)
         finally:
             process.terminate()
@@ -187,7 +212,11 @@ def test_a_key_comes_from_the_environment(tmp_path: Path) -> None:
     with running(tmp_path, api_keys=(KEY,)) as service:
         for given, wrong in (("", True), ("another-key-of-it", True), (KEY, False)):
             own = {"PYTHONPATH": PATHS, "HALLUTRACER_API_KEY": given}
-            found = ask(StdioServerParameters(command=sys.executable, args=[*COMMAND, "--url", service.url], env=own))
+            found = ask(
+                StdioServerParameters(
+                    command=sys.executable, args=[*COMMAND, "--url", service.url], env=own
+                )
+            )
             assert found.is_error is wrong
             assert ("401" in text(found) and "as HALLUTRACER_API_KEY" in text(found)) is wrong
             assert not given or given not in text(found)
@@ -202,9 +231,18 @@ def broken(request: httpx.Request) -> httpx.Response:
     [
         (broken, ["http://guard.test", "is the service running there?", "--url"]),
         (lambda _: bodies.error(401, "unauthorized"), ["401 unauthorized", "HALLUTRACER_API_KEY"]),
-        (lambda _: bodies.error(503, "not_ready", "the model is loading"), ["503 not_ready: the model is loading"]),
-        (lambda _: bodies.error(422, "invalid_request", "too long"), ["422 invalid_request: too long", "rid-1"]),
-        (lambda _: httpx.Response(200, text="<html>"), ["not as HalluTracer does", "another service"]),
+        (
+            lambda _: bodies.error(503, "not_ready", "the model is loading"),
+            ["503 not_ready: the model is loading"],
+        ),
+        (
+            lambda _: bodies.error(422, "invalid_request", "too long"),
+            ["422 invalid_request: too long", "rid-1"],
+        ),
+        (
+            lambda _: httpx.Response(200, text="<html>"),
+            ["not as HalluTracer does", "another service"],
+        ),
     ],
 )
 def test_without_a_risk_the_error_has_cause_and_cure(
@@ -220,14 +258,29 @@ def test_without_a_risk_the_error_has_cause_and_cure(
 @pytest.mark.parametrize(
     ("row", "sentence"),
     [
-        ({}, "Risk 0.20 of a wrong answer from memory, below the threshold 0.50: it may be answered from memory."),
+        (
+            {},
+            (
+                "Risk 0.20 of a wrong answer from memory, below the threshold 0.50: it may be"
+                " answered from memory."
+            ),
+        ),
         (
             {"risk": 0.5, "outside_training": True},
             "at or above the threshold 0.50: look it up, or say that you are not",
         ),
-        ({"outside_training": True}, "but the question is unlike all that the probes were trained on: look it up"),
-        ({"decision": "block"}, "below the threshold 0.50, but the question is withheld by the policy: look it up"),
-        ({"applies": False, "outside_training": False}, "The question asks for no fact, so the risk says nothing"),
+        (
+            {"outside_training": True},
+            "but the question is unlike all that the probes were trained on: look it up",
+        ),
+        (
+            {"decision": "block"},
+            "below the threshold 0.50, but the question is withheld by the policy: look it up",
+        ),
+        (
+            {"applies": False, "outside_training": False},
+            "The question asks for no fact, so the risk says nothing",
+        ),
     ],
 )
 def test_the_sentence_can_be_acted_on(row: dict[str, Any], sentence: str) -> None:
@@ -236,14 +289,23 @@ def test_the_sentence_can_be_acted_on(row: dict[str, Any], sentence: str) -> Non
 
 def test_what_the_service_does_not_tell_is_left_out() -> None:
     assert answered(message="Hm.").structured_content == {
-        "risk": 0.2, "flagged": False, "threshold": 0.5, "decision": "continue", "model": "m", "bundle": "demo:3",
+        "risk": 0.2,
+        "flagged": False,
+        "threshold": 0.5,
+        "decision": "continue",
+        "model": "m",
+        "bundle": "demo:3",
         "message": "Hm.",
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize(
     ("arguments", "word"),
-    [(("--url", "localhost:8765"), "http(s)"), (("--port", "0"), "1 to 65535"), (("--url", "http://me:it@h"), "key")],
+    [
+        (("--url", "localhost:8765"), "http(s)"),
+        (("--port", "0"), "1 to 65535"),
+        (("--url", "http://me:it@h"), "key"),
+    ],
 )
 def test_a_wrong_command_line_is_refused(
     arguments: tuple[str, ...], word: str, capsys: pytest.CaptureFixture[str]

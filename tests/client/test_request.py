@@ -20,14 +20,19 @@ from tests.kit import bodies
 GOOD: list[dict[str, Any]] = [
     {"prompt": "a"},
     {"prompt": ("a", "b"), "include": ("trajectory", "running_mean"), "threshold": 0.0},
-    {"messages": [{"role": "user", "content": "é 北京"}], "bundle": "demo@canary", "policy": "block", "deadline_ms": 9,
-     "retrieval_of": "risk-1"},
+    {
+        "messages": [{"role": "user", "content": "é 北京"}],
+        "bundle": "demo@canary",
+        "policy": "block",
+        "deadline_ms": 9,
+        "retrieval_of": "risk-1",
+    },
     {"input_ids": np.array([[1, 2], [3, 4]]), "model": "m"},
     {"input_ids": [np.int64(3), 4], "generate": Generate(16, 0.5, 0.9, 7, ("\n",))},
     {"input_ids": [], "generate": Generate()},
     {"prompt": "a", "generate": {"max_tokens": 16, "temperature": 0.5, "stop": ["\n"]}},
     {"prompt": "a", "generate": {}},
-]  # fmt: skip
+]
 
 
 def test_the_service_takes_what_we_send() -> None:
@@ -39,7 +44,11 @@ def test_the_service_takes_what_we_send() -> None:
 
 
 def test_a_stream_asks_for_an_answer_and_what_is_not_given_is_not_sent() -> None:
-    assert json.loads(request_body({"prompt": "a"}, stream=True)) == {"prompt": "a", "generate": {}, "stream": True}
+    assert json.loads(request_body({"prompt": "a"}, stream=True)) == {
+        "prompt": "a",
+        "generate": {},
+        "stream": True,
+    }
     assert ScoreRequest.model_validate_json(request_body({"prompt": "a"}, stream=True)).stream
     options: ScoreOptions = {"prompt": "a", "threshold": None, "include": (), "generate": None}
     assert json.loads(request_body(options)) == {"prompt": "a"}
@@ -49,15 +58,26 @@ def test_a_stream_asks_for_an_answer_and_what_is_not_given_is_not_sent() -> None
 
 @pytest.mark.parametrize(
     ("options", "error", "says"),
-    [({}, ValueError, "exactly one"), ({"prompt": "a", "input_ids": [1]}, ValueError, "exactly one"),
-     ({"promt": "a"}, TypeError, "'promt'"), ({"prompt": "a", "include": "trajectory"}, TypeError, "include="),
-     ({"prompt": "a", "generate": {"max_token": 3}}, TypeError, "'max_token'; expected one of max_tokens"),
-     ({"prompt": "a", "generate": 3}, TypeError, "Generate"), ({"prompt": "a", "generate": [1]}, TypeError, "Generate"),
-     ({"prompt": "a", "generate": {"stop": "x"}}, TypeError, "stop="),
-     ({"prompt": "a", "generate": Generate(stop="x")}, TypeError, "stop="),
-     ({"prompt": "a", "threshold": float("nan")}, ValueError, "NaN"), ({"prompt": "\ud800"}, ValueError, "surrogate"),
-     ({"input_ids": [1.5]}, TypeError, "integer"), ({"input_ids": "abc"}, TypeError, "integer")],
-)  # fmt: skip
+    [
+        ({}, ValueError, "exactly one"),
+        ({"prompt": "a", "input_ids": [1]}, ValueError, "exactly one"),
+        ({"promt": "a"}, TypeError, "'promt'"),
+        ({"prompt": "a", "include": "trajectory"}, TypeError, "include="),
+        (
+            {"prompt": "a", "generate": {"max_token": 3}},
+            TypeError,
+            "'max_token'; expected one of max_tokens",
+        ),
+        ({"prompt": "a", "generate": 3}, TypeError, "Generate"),
+        ({"prompt": "a", "generate": [1]}, TypeError, "Generate"),
+        ({"prompt": "a", "generate": {"stop": "x"}}, TypeError, "stop="),
+        ({"prompt": "a", "generate": Generate(stop="x")}, TypeError, "stop="),
+        ({"prompt": "a", "threshold": float("nan")}, ValueError, "NaN"),
+        ({"prompt": "\ud800"}, ValueError, "surrogate"),
+        ({"input_ids": [1.5]}, TypeError, "integer"),
+        ({"input_ids": "abc"}, TypeError, "integer"),
+    ],
+)
 def test_wrong_arguments_fail_before_anything_is_sent(
     make_client: MakeClient, options: Any, error: type[Exception], says: str
 ) -> None:
@@ -83,9 +103,13 @@ def test_a_prompt_may_be_given_by_its_place(make_client: MakeClient) -> None:
     score("Why?", threshold=0.5)
     score(["a", "b"], generate={"max_tokens": 16})
     assert [json.loads(request.content) for request in sent] == [
-        {"prompt": "Why?", "threshold": 0.5}, {"prompt": ["a", "b"], "generate": {"max_tokens": 16}},
-    ]  # fmt: skip
-    for given, named, error in ((("a",), {"prompt": "b"}, TypeError), (("a",), {"input_ids": [1]}, ValueError)):
+        {"prompt": "Why?", "threshold": 0.5},
+        {"prompt": ["a", "b"], "generate": {"max_tokens": 16}},
+    ]
+    for given, named, error in (
+        (("a",), {"prompt": "b"}, TypeError),
+        (("a",), {"input_ids": [1]}, ValueError),
+    ):
         with pytest.raises(error):
             score(*given, **named)
     assert len(sent) == 2
@@ -101,11 +125,14 @@ def recording(requests: list[httpx.Request]) -> Handler:
 
 def test_headers_and_paths(make_client: MakeClient) -> None:
     seen: list[httpx.Request] = []
-    make_client(recording(seen), base_url="https://host.test/guard/", api_key="k1").score(prompt="é")
+    make_client(recording(seen), base_url="https://host.test/guard/", api_key="k1").score(
+        prompt="é"
+    )
     make_client(recording(seen)).score(prompt="a")
     assert [str(request.url) for request in seen] == [
-        "https://host.test/guard/v1/risk/score", "http://guard.test/v1/risk/score",
-    ]  # fmt: skip
+        "https://host.test/guard/v1/risk/score",
+        "http://guard.test/v1/risk/score",
+    ]
     assert seen[0].headers["authorization"] == "Bearer k1"
     assert seen[0].headers["content-type"] == "application/json"
     assert json.loads(seen[0].content) == {"prompt": "é"}
@@ -131,7 +158,9 @@ def test_keys_and_addresses_that_are_none_are_refused_unseen(make_client: MakeCl
         assert "pass@" not in str(caught.value)
 
 
-def test_nothing_is_read_from_the_environment(make_client: MakeClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_read_from_the_environment(
+    make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://proxy.invalid:1")
     monkeypatch.setenv("HALLUTRACER_API_KEY", "from-the-environment")
@@ -147,14 +176,25 @@ def test_a_program_that_traces_has_its_trace_continued(make_client: MakeClient) 
         client.score(prompt="a")
     client.score(prompt="a")
     context = span.get_span_context()
-    assert seen[0].headers["traceparent"].startswith(f"00-{context.trace_id:032x}-{context.span_id:016x}-0")
+    assert (
+        seen[0]
+        .headers["traceparent"]
+        .startswith(f"00-{context.trace_id:032x}-{context.span_id:016x}-0")
+    )
     assert "traceparent" not in seen[1].headers
 
 
 def test_both_clients_have_the_same_methods() -> None:
     def public(kind: type) -> dict[str, list[str]]:
-        named = {name: value for name, value in vars(kind).items() if name[0] != "_" or name == "__init__"}
+        named = {
+            name: value
+            for name, value in vars(kind).items()
+            if name[0] != "_" or name == "__init__"
+        }
         return {name: list(inspect.signature(value).parameters) for name, value in named.items()}
 
-    renamed = {("close" if name == "aclose" else name): value for name, value in public(AsyncClient).items()}
+    renamed = {
+        ("close" if name == "aclose" else name): value
+        for name, value in public(AsyncClient).items()
+    }
     assert public(Client) == renamed

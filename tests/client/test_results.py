@@ -1,4 +1,5 @@
-"""Answers: what is read, what is refused, and that every error names its cause and nothing private."""
+"""Answers: what is read, what is refused, and that every error names its cause and nothing
+private."""
 
 from __future__ import annotations
 
@@ -22,31 +23,52 @@ SECRET, PROMPT = "sk-very-secret", "why is my private question here"
 
 def answered(body: Any, **options: Any) -> Any:
     """What a client reads of a body; both read it alike."""
-    return BlockingClient("sync", lambda _: httpx.Response(200, json=body)).score(**{"prompt": "a"} | options)
+    return BlockingClient("sync", lambda _: httpx.Response(200, json=body)).score(
+        **{"prompt": "a"} | options
+    )
 
 
 def test_one_prompt_and_several() -> None:
     completion = {"text": " It is Rome.", "finish_reason": "stop", "completion_tokens": 5}
-    row = bodies.row(0.03, trajectory=[1, 2.5], running_mean=[1, 1.75], completion=completion, ood=0.3)
-    result = answered(bodies.result(row, certainty={"alpha": 0.1}))  # fields that are not known are read over
-    assert (result.risk, result.decision, result.gated, result.text) == (0.03, "continue", False, " It is Rome.")
+    row = bodies.row(
+        0.03, trajectory=[1, 2.5], running_mean=[1, 1.75], completion=completion, ood=0.3
+    )
+    result = answered(
+        bodies.result(row, certainty={"alpha": 0.1})
+    )  # fields that are not known are read over
+    assert (result.risk, result.decision, result.gated, result.text) == (
+        0.03,
+        "continue",
+        False,
+        " It is Rome.",
+    )
     assert (result.only.trajectory, result.bundle.reference) == ((1.0, 2.5), "demo:3")
     assert (result.request_id, result.usage.prompt_tokens, result.guarantee) == ("abc", 7, None)
     with pytest.raises(FrozenInstanceError):
         result.model = "other"
-    several = answered(bodies.result(bodies.row(), bodies.row(0.9, "abstain", index=1)), prompt=["a", "b"])
+    several = answered(
+        bodies.result(bodies.row(), bodies.row(0.9, "abstain", index=1)), prompt=["a", "b"]
+    )
     assert [one.gated for one in several.data] == [False, True]
     with pytest.raises(ValueError, match="2 prompts"):
         _ = several.risk
 
-    void = {"alpha": 0.1, "delta": 0.05, "holds": False, "void": ["policy: 'observe' withholds nothing"]}
+    void = {
+        "alpha": 0.1,
+        "delta": 0.05,
+        "holds": False,
+        "void": ["policy: 'observe' withholds nothing"],
+    }
     expected = hc.Guarantee(0.1, 0.05, False, ("policy: 'observe' withholds nothing",))
     assert answered(bodies.result(guarantee=void)).guarantee == expected
 
 
 def test_whatever_is_not_continue_is_gated() -> None:
     for decision in ("abstain", "block", "something of a later version"):
-        result = answered(bodies.result(bodies.row(0.9, decision, message="I am not sure.")), generate=hc.Generate())
+        result = answered(
+            bodies.result(bodies.row(0.9, decision, message="I am not sure.")),
+            generate=hc.Generate(),
+        )
         assert result.gated
         with pytest.raises(hc.Withheld, match=r"risk 0\.900") as caught:
             _ = result.text
@@ -55,15 +77,45 @@ def test_whatever_is_not_continue_is_gated() -> None:
 
 MISSING = object()
 FAULTS = [
-    *((path, MISSING) for path in (
-        "id", "object", "created", "model", "policy", "bundle", "data", "usage", "bundle.digest", "data.0.risk",
-        "data.0.depth_mean", "data.0.decision", "data.0.flagged", "data.0.threshold", "data.0.index",
-        "usage.prompt_tokens", "usage.total_tokens")),
-    *((f"data.0.{name}", value) for name in ("risk", "depth_mean", "threshold") for value in (math.nan, math.inf)),
-    ("object", "list"), ("data", []), ("data", {}), ("data.0.risk", "0.1"), ("data.0.risk", 1.5), ("data.0.flagged", 1),
-    ("data.0.decision", None), ("bundle.version", "3"), ("usage.prompt_tokens", -1), ("data.0.trajectory", ["x"]),
+    *(
+        (path, MISSING)
+        for path in (
+            "id",
+            "object",
+            "created",
+            "model",
+            "policy",
+            "bundle",
+            "data",
+            "usage",
+            "bundle.digest",
+            "data.0.risk",
+            "data.0.depth_mean",
+            "data.0.decision",
+            "data.0.flagged",
+            "data.0.threshold",
+            "data.0.index",
+            "usage.prompt_tokens",
+            "usage.total_tokens",
+        )
+    ),
+    *(
+        (f"data.0.{name}", value)
+        for name in ("risk", "depth_mean", "threshold")
+        for value in (math.nan, math.inf)
+    ),
+    ("object", "list"),
+    ("data", []),
+    ("data", {}),
+    ("data.0.risk", "0.1"),
+    ("data.0.risk", 1.5),
+    ("data.0.flagged", 1),
+    ("data.0.decision", None),
+    ("bundle.version", "3"),
+    ("usage.prompt_tokens", -1),
+    ("data.0.trajectory", ["x"]),
     ("guarantee.holds", 1),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("path", "value"), FAULTS)
@@ -83,11 +135,20 @@ def test_a_missing_field_and_a_wrong_value_are_named(path: str, value: Any) -> N
 
 @pytest.mark.parametrize(
     ("status", "content"),
-    [(502, {"html": "<h1>Bad Gateway</h1>"}), (200, {"html": "<p>hello</p>"}), (200, {"json": []}), (200, {}),
-     (200, {"json": {"object": "chat.completion", "choices": []}}), (404, {"json": {"detail": "Not Found"}}),
-     (418, {"content": b"\xff\xfe"}), (301, {"headers": {"location": "http://elsewhere.test/"}})],
-)  # fmt: skip
-def test_answers_of_others_are_said_to_be_so(make_client: MakeClient, status: int, content: dict[str, Any]) -> None:
+    [
+        (502, {"html": "<h1>Bad Gateway</h1>"}),
+        (200, {"html": "<p>hello</p>"}),
+        (200, {"json": []}),
+        (200, {}),
+        (200, {"json": {"object": "chat.completion", "choices": []}}),
+        (404, {"json": {"detail": "Not Found"}}),
+        (418, {"content": b"\xff\xfe"}),
+        (301, {"headers": {"location": "http://elsewhere.test/"}}),
+    ],
+)
+def test_answers_of_others_are_said_to_be_so(
+    make_client: MakeClient, status: int, content: dict[str, Any]
+) -> None:
     client = make_client(lambda _: httpx.Response(status, **content), max_retries=0)
     for call in (client.score, client.stream):
         with pytest.raises(hc.UnexpectedAnswer, match="a proxy in between") as caught:
@@ -98,14 +159,25 @@ def test_answers_of_others_are_said_to_be_so(make_client: MakeClient, status: in
 
 @pytest.mark.parametrize(
     ("status", "code", "kind"),
-    [(400, "invalid_json", hc.RequestRefused), (401, "unauthorized", hc.Unauthorized), (404, "not_found", hc.NotFound),
-     (405, "method_not_allowed", hc.RequestRefused), (413, "prompt_too_long", hc.RequestRefused),
-     (422, "empty_prompt", hc.RequestRefused), (429, "overloaded", hc.Overloaded),
-     (500, "engine_error", hc.ServerError),
-     (503, "not_ready", hc.NotReady), (504, "deadline_exceeded", hc.DeadlineExceeded)],
-)  # fmt: skip
-def test_every_status_has_its_class(make_client: MakeClient, status: int, code: str, kind: type[hc.APIError]) -> None:
-    client = make_client(lambda _: bodies.error(status, code, "the cause", **{"retry-after": "7"}), max_retries=0)
+    [
+        (400, "invalid_json", hc.RequestRefused),
+        (401, "unauthorized", hc.Unauthorized),
+        (404, "not_found", hc.NotFound),
+        (405, "method_not_allowed", hc.RequestRefused),
+        (413, "prompt_too_long", hc.RequestRefused),
+        (422, "empty_prompt", hc.RequestRefused),
+        (429, "overloaded", hc.Overloaded),
+        (500, "engine_error", hc.ServerError),
+        (503, "not_ready", hc.NotReady),
+        (504, "deadline_exceeded", hc.DeadlineExceeded),
+    ],
+)
+def test_every_status_has_its_class(
+    make_client: MakeClient, status: int, code: str, kind: type[hc.APIError]
+) -> None:
+    client = make_client(
+        lambda _: bodies.error(status, code, "the cause", **{"retry-after": "7"}), max_retries=0
+    )
     with pytest.raises(kind) as caught:
         client.score(prompt="a")
     error = caught.value
@@ -121,14 +193,22 @@ def _hung_up(_: httpx.Request) -> httpx.Response:
 
 @pytest.mark.parametrize(
     "handler",
-    [_hung_up, lambda _: bodies.error(422, "invalid_request"), lambda r: httpx.Response(502, content=r.content),
-     lambda r: httpx.Response(200, json={"error": r.headers["authorization"], "data": r.content.decode()})],
-)  # fmt: skip
+    [
+        _hung_up,
+        lambda _: bodies.error(422, "invalid_request"),
+        lambda r: httpx.Response(502, content=r.content),
+        lambda r: httpx.Response(
+            200, json={"error": r.headers["authorization"], "data": r.content.decode()}
+        ),
+    ],
+)
 def test_neither_key_nor_prompt_is_ever_shown(make_client: MakeClient, handler: Any) -> None:
     client = make_client(handler, api_key=SECRET, max_retries=0)
     with pytest.raises(hc.ClientError) as caught:
         client.score(prompt=PROMPT)
-    shown = "".join(traceback.format_exception(caught.value)) + repr(caught.value) + repr(client.client)
+    shown = (
+        "".join(traceback.format_exception(caught.value)) + repr(caught.value) + repr(client.client)
+    )
     source = "client.score(prompt=PROMPT)"
     assert source in shown  # the traceback is there, with names instead of values
     assert SECRET not in shown

@@ -39,10 +39,16 @@ def busy(after: str | None = None) -> Callable[[], httpx.Response]:
 
 @pytest.mark.parametrize(
     "failure",
-    [busy(), lambda: bodies.error(503, "not_ready"), lambda: httpx.Response(503, html="<h1>busy</h1>"),
-     httpx.ConnectError("refused"), httpx.ConnectTimeout("slow"), httpx.RemoteProtocolError("hung up"),
-     httpx.ReadError("reset")],
-)  # fmt: skip
+    [
+        busy(),
+        lambda: bodies.error(503, "not_ready"),
+        lambda: httpx.Response(503, html="<h1>busy</h1>"),
+        httpx.ConnectError("refused"),
+        httpx.ConnectTimeout("slow"),
+        httpx.RemoteProtocolError("hung up"),
+        httpx.ReadError("reset"),
+    ],
+)
 def test_these_are_tried_again(make_client: MakeClient, failure: Any) -> None:
     script = Script(failure, failure, ok)
     client = make_client(script)
@@ -54,13 +60,16 @@ def test_these_are_tried_again(make_client: MakeClient, failure: Any) -> None:
 
 @pytest.mark.parametrize(
     ("failure", "kind"),
-    [(lambda: bodies.error(500, "engine_error"), hc.ServerError),
-     (lambda: bodies.error(422, "invalid_request"), hc.APIError),
-     (lambda: bodies.error(504, "deadline_exceeded"), hc.ServerError),
-     (lambda: httpx.Response(502), hc.UnexpectedAnswer),
-     (httpx.ReadTimeout("slow"), hc.TimedOut), (httpx.WriteTimeout("slow"), hc.TimedOut),
-     (lambda: httpx.Response(200, json={}), hc.UnexpectedAnswer)],
-)  # fmt: skip
+    [
+        (lambda: bodies.error(500, "engine_error"), hc.ServerError),
+        (lambda: bodies.error(422, "invalid_request"), hc.APIError),
+        (lambda: bodies.error(504, "deadline_exceeded"), hc.ServerError),
+        (lambda: httpx.Response(502), hc.UnexpectedAnswer),
+        (httpx.ReadTimeout("slow"), hc.TimedOut),
+        (httpx.WriteTimeout("slow"), hc.TimedOut),
+        (lambda: httpx.Response(200, json={}), hc.UnexpectedAnswer),
+    ],
+)
 def test_these_are_not(make_client: MakeClient, failure: Any, kind: type[hc.ClientError]) -> None:
     client = make_client(script := Script(failure, ok))
     with pytest.raises(kind):
@@ -86,7 +95,9 @@ def test_at_most_max_retries(make_client: MakeClient) -> None:
 def test_an_unreadable_retry_after_leaves_it_to_the_backoff() -> None:
     asked = httpx.Request("GET", "http://guard.test")
     for after in ("Wed, 21 Oct 2026 07:28:00 GMT", "-3", "1e9", "", "\u0663"):
-        error = refusal(httpx.Response(503, headers=[(b"retry-after", after.encode())], request=asked))
+        error = refusal(
+            httpx.Response(503, headers=[(b"retry-after", after.encode())], request=asked)
+        )
         assert isinstance(error, hc.UnexpectedAnswer)
         assert error.retry_after is None
 
@@ -116,7 +127,9 @@ def test_the_timeout_bounds_all_attempts_together(make_client: MakeClient) -> No
     client = make_client(slow, timeout=10.0, max_retries=50)
     with pytest.raises(hc.TransportError):
         client.score(prompt="a")
-    assert client.time.now - 1000.0 <= 12.5  # the third attempt may start inside the time and end outside
+    assert (
+        client.time.now - 1000.0 <= 12.5
+    )  # the third attempt may start inside the time and end outside
     assert (left[0], len(left), left) == (10.0, 3, sorted(left, reverse=True))
 
 
@@ -157,6 +170,11 @@ def test_jitter_is_full_and_the_backoff_is_capped() -> None:
 
 
 def test_settings_that_make_no_sense_are_refused(make_client: MakeClient) -> None:
-    for options in ({"timeout": 0}, {"timeout": float("nan")}, {"timeout": float("inf")}, {"max_retries": -1}):
+    for options in (
+        {"timeout": 0},
+        {"timeout": float("nan")},
+        {"timeout": float("inf")},
+        {"max_retries": -1},
+    ):
         with pytest.raises(ValueError):
             make_client(Script(ok), **options)

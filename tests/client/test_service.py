@@ -16,7 +16,12 @@ from tests.running import Running, running, until
 KEY = "test-key"
 ANSWER = "It is so."
 OPEN, SHUT = 1.0, 0.0  # thresholds that let everything or nothing through
-SETTINGS: dict[str, Any] = {"api_keys": (KEY,), "max_prompts": 4, "max_queue": 4, "deadline_s": 20.0}
+SETTINGS: dict[str, Any] = {
+    "api_keys": (KEY,),
+    "max_prompts": 4,
+    "max_queue": 4,
+    "deadline_s": 20.0,
+}
 LONG = "Ωmega, then a rather long answer: " * 40  # two-byte characters, one byte a token
 
 
@@ -45,7 +50,11 @@ def test_a_score(client: BlockingClient, service: Running) -> None:
     (report,) = scorer.score([scorer.render(prompt="a")])
     assert result.risk == pytest.approx(report.risk)
     assert result.only.trajectory == pytest.approx(report.trajectory.tolist())
-    assert result.only.running_mean[-1] == pytest.approx(result.only.depth_mean) == pytest.approx(report.depth_mean)
+    assert (
+        result.only.running_mean[-1]
+        == pytest.approx(result.only.depth_mean)
+        == pytest.approx(report.depth_mean)
+    )
     assert (result.bundle.name, result.bundle.digest) == ("one", scorer.bundle.manifest.digest)
     both = client.score(prompt=["a", "b"], bundle="two:1")
     message = client.score(messages=[{"role": "user", "content": "b"}], bundle="two")
@@ -70,27 +79,38 @@ def test_a_stream_and_a_score_say_the_same(client: BlockingClient, service: Runn
 def test_leaving_a_stream_stops_the_decoding(client: BlockingClient, service: Running) -> None:
     service.engine.answer, service.engine.sleep_s = LONG, 0.02
     errors = service.metric("hallutracer_errors_total")
-    _, pieces = client.stream(prompt="a", threshold=OPEN, generate=hc.Generate(max_tokens=400), take=2)
+    _, pieces = client.stream(
+        prompt="a", threshold=OPEN, generate=hc.Generate(max_tokens=400), take=2
+    )
     assert len(pieces) == 2
     service.engine.sleep_s = 0.0
     # 400 tokens at 20 ms were under way: a next request is served because they were given up.
-    assert client.score(prompt="b", threshold=OPEN, generate=hc.Generate(max_tokens=2)).text == LONG[:1]
+    assert (
+        client.score(prompt="b", threshold=OPEN, generate=hc.Generate(max_tokens=2)).text
+        == LONG[:1]
+    )
     until(lambda: service.metric("hallutracer_errors_total") == errors + 1)  # client_closed_request
 
 
-def test_refusals_and_keys(client: BlockingClient, make_client: MakeClient, service: Running) -> None:
+def test_refusals_and_keys(
+    client: BlockingClient, make_client: MakeClient, service: Running
+) -> None:
     for options, kind, status, param in (
         ({"policy": "none such"}, hc.NotFound, 404, "policy"),
         ({"prompt": ["a"] * 5}, hc.RequestRefused, 422, "prompt"),
         ({"deadline_ms": 10**9}, hc.RequestRefused, 422, "deadline_ms"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(kind) as caught:
             client.score(**{"prompt": "a"} | options)
         assert (caught.value.status, caught.value.param) == (status, param)
     with pytest.raises(hc.RequestRefused, match="one prompt"):
         client.stream(prompt=["a", "b"])
     unknown = make_client(base_url=service.url, api_key="wrong")
-    for call in (lambda: unknown.score(prompt="a"), lambda: unknown.stream(prompt="a"), unknown.models):
+    for call in (
+        lambda: unknown.score(prompt="a"),
+        lambda: unknown.stream(prompt="a"),
+        unknown.models,
+    ):
         with pytest.raises(hc.Unauthorized):
             call()
     ready = unknown.ready()
@@ -100,7 +120,10 @@ def test_refusals_and_keys(client: BlockingClient, make_client: MakeClient, serv
 def test_catalogue(client: BlockingClient, service: Running) -> None:
     assert client.models().data[0].id == "scripted"
     listed = client.bundles()
-    assert [(one.reference, one.default) for one in listed.data] == [("one:1", True), ("two:1", False)]
+    assert [(one.reference, one.default) for one in listed.data] == [
+        ("one:1", True),
+        ("two:1", False),
+    ]
     assert listed.policies[0] == "gate"
     ready = client.ready()
     assert (ready.ready, ready.model, ready.bundles) == (True, "scripted", ("one:1", "two:1"))

@@ -20,8 +20,8 @@ from tests.kit.local_server import answer, listening
 
 # Lines of one event are joined; comments are none; U+2028 ends no line.
 STREAM = (
-    b": a comment\n\ndata: YHOO\ndata: +2\ndata:10\n\nid: 1\nevent: other\ndata\ndata:\xe2\x80\xa8 x\n\n"
-    b"data:\n\ndata: cut off"
+    b": a comment\n\ndata: YHOO\ndata: +2\ndata:10\n\nid: 1\nevent: other\ndata\ndata:\xe2\x80\xa8"
+    b" x\n\ndata:\n\ndata: cut off"
 )
 EVENTS = [b"YHOO\n+2\n10", b"\n\xe2\x80\xa8 x"]
 
@@ -31,12 +31,18 @@ def test_any_cut_gives_the_same_events(newline: bytes) -> None:
     sent = STREAM.replace(b"\n", newline)
     cuts = [c for n in (0, 1, 2) for c in combinations(range(1, len(sent), 1 if n < 2 else 3), n)]
     parted = [[sent[i:j] for i, j in pairwise((0, *cut, len(sent)))] for cut in cuts]
-    parted.append([piece for byte in sent for piece in (bytes([byte]), b"")])  # byte by byte, empty ones between
+    parted.append(
+        [piece for byte in sent for piece in (bytes([byte]), b"")]
+    )  # byte by byte, empty ones between
     for pieces in parted:
         reader = EventReader()
         assert [data for piece in pieces for data in reader.feed(piece)] == EVENTS, pieces
 
-    for pieces in ([b"data: a\r", b"\n", b"\n"], [b"data: a\r", b"", b"\n", b"\r\n"], [b"data: a\n", b"\n"]):
+    for pieces in (
+        [b"data: a\r", b"\n", b"\n"],
+        [b"data: a\r", b"", b"\n", b"\r\n"],
+        [b"data: a\n", b"\n"],
+    ):
         reader = EventReader()
         assert [data for piece in pieces for data in reader.feed(piece)] == [b"a"]
 
@@ -65,17 +71,29 @@ class Chunks(httpx.SyncByteStream, httpx.AsyncByteStream):
 
 def answering(body: bytes | Chunks) -> Any:
     content = body if isinstance(body, Chunks) else Chunks([body])
-    return lambda _: httpx.Response(200, stream=content, headers={"content-type": "text/event-stream"})
+    return lambda _: httpx.Response(
+        200, stream=content, headers={"content-type": "text/event-stream"}
+    )
 
 
-WHOLE = bodies.events(bodies.result(), bodies.chunk(" It"), bodies.chunk(" is."), bodies.chunk("", "stop", 2))
+WHOLE = bodies.events(
+    bodies.result(), bodies.chunk(" It"), bodies.chunk(" is."), bodies.chunk("", "stop", 2)
+)
 
 
 def test_the_risk_is_there_before_the_text(make_client: MakeClient) -> None:
     seen: list[Any] = []
 
     def look(answer: BaseAnswer) -> None:
-        seen.extend([answer.risk, answer.decision, answer.gated, answer.completion, answer.usage.completion_tokens])
+        seen.extend(
+            [
+                answer.risk,
+                answer.decision,
+                answer.gated,
+                answer.completion,
+                answer.usage.completion_tokens,
+            ]
+        )
 
     answer, pieces = make_client(answering(WHOLE)).stream(prompt="a", look=look)
     assert seen == [0.1, "continue", False, None, 0]
@@ -98,9 +116,14 @@ def iterated(made: BlockingClient, *given: Any, **options: Any) -> list[str]:
 
 def test_a_stream_is_iterated_over_without_a_block(make_client: MakeClient) -> None:
     body = Chunks([WHOLE])
-    assert "".join(iterated(make_client(answering(body)), "a", generate={"max_tokens": 4})) == " It is."
+    assert (
+        "".join(iterated(make_client(answering(body)), "a", generate={"max_tokens": 4}))
+        == " It is."
+    )
     assert body.closed
-    gated = Chunks([bodies.events(bodies.result(bodies.row(0.9, "abstain", message="I am not sure.")))])
+    gated = Chunks(
+        [bodies.events(bodies.result(bodies.row(0.9, "abstain", message="I am not sure.")))]
+    )
     with pytest.raises(hc.Withheld):
         iterated(make_client(answering(gated)), prompt="a")
     assert gated.closed
@@ -123,7 +146,9 @@ def test_reading_a_withheld_answer_is_an_error(make_client: MakeClient) -> None:
         make_client(answering(gated)).stream(prompt="a")
 
 
-def test_leaving_early_closes_the_connection_and_leaves_no_completion(make_client: MakeClient) -> None:
+def test_leaving_early_closes_the_connection_and_leaves_no_completion(
+    make_client: MakeClient,
+) -> None:
     answer, pieces = make_client(answering(body := Chunks([WHOLE]))).stream(prompt="a", take=1)
     assert (pieces, answer.completion, body.closed) == ([" It"], None, True)
 
@@ -140,7 +165,11 @@ def test_a_stream_is_read_inside_its_block() -> None:
 
 @pytest.mark.parametrize(
     ("code", "kind"),
-    [("deadline_exceeded", hc.DeadlineExceeded), ("engine_error", hc.ServerError), ("unheard_of", hc.ServerError)],
+    [
+        ("deadline_exceeded", hc.DeadlineExceeded),
+        ("engine_error", hc.ServerError),
+        ("unheard_of", hc.ServerError),
+    ],
 )
 def test_a_failure_under_way_or_instead_of_the_risk_is_raised(
     make_client: MakeClient, code: str, kind: type[Exception]
@@ -152,15 +181,19 @@ def test_a_failure_under_way_or_instead_of_the_risk_is_raised(
     assert caught.value.status is None  # type: ignore[attr-defined]
     assert body.closed
     with pytest.raises(hc.RequestRefused):
-        make_client(answering(bodies.events(bodies.error(422, "empty_prompt").json()))).stream(prompt="a")
+        make_client(answering(bodies.events(bodies.error(422, "empty_prompt").json()))).stream(
+            prompt="a"
+        )
 
 
 @pytest.mark.parametrize(
     ("failure", "kind", "says"),
-    [(httpx.ReadError("reset"), hc.TransportError, "broke: reset"),
-     (httpx.ReadTimeout(""), hc.TimedOut, "silent for 30 s"),
-     (httpx.RemoteProtocolError("cut"), hc.TransportError, "cut")],
-)  # fmt: skip
+    [
+        (httpx.ReadError("reset"), hc.TransportError, "broke: reset"),
+        (httpx.ReadTimeout(""), hc.TimedOut, "silent for 30 s"),
+        (httpx.RemoteProtocolError("cut"), hc.TransportError, "cut"),
+    ],
+)
 def test_a_connection_that_breaks_is_no_end(
     make_client: MakeClient, failure: Exception, kind: type[Exception], says: str
 ) -> None:
@@ -174,12 +207,21 @@ def test_a_connection_that_breaks_is_no_end(
 
 @pytest.mark.parametrize(
     ("content", "says"),
-    [(bodies.events(), "no risk"), (bodies.events(bodies.chunk("a")), "field 'object'"),
-     (b"data: {\n\n", "Invalid JSON"), (bodies.events(bodies.result(bodies.row(), bodies.row())), "2 risks"),
-     (bodies.events(bodies.result(), bodies.chunk("a")), "without 'finish_reason'"),
-     (bodies.events(bodies.result(), {"object": "completion.chunk", "index": 0}), "field 'delta'")],
-)  # fmt: skip
-def test_streams_of_others_are_said_to_be_so(make_client: MakeClient, content: bytes, says: str) -> None:
+    [
+        (bodies.events(), "no risk"),
+        (bodies.events(bodies.chunk("a")), "field 'object'"),
+        (b"data: {\n\n", "Invalid JSON"),
+        (bodies.events(bodies.result(bodies.row(), bodies.row())), "2 risks"),
+        (bodies.events(bodies.result(), bodies.chunk("a")), "without 'finish_reason'"),
+        (
+            bodies.events(bodies.result(), {"object": "completion.chunk", "index": 0}),
+            "field 'delta'",
+        ),
+    ],
+)
+def test_streams_of_others_are_said_to_be_so(
+    make_client: MakeClient, content: bytes, says: str
+) -> None:
     with pytest.raises(hc.UnexpectedAnswer, match=says):
         make_client(answering(content)).stream(prompt="a")
 
@@ -187,11 +229,14 @@ def test_streams_of_others_are_said_to_be_so(make_client: MakeClient, content: b
 def test_a_plain_json_answer_is_no_stream_and_noise_is_read_over(make_client: MakeClient) -> None:
     with pytest.raises(hc.UnexpectedAnswer, match="not an event stream"):
         make_client(lambda _: httpx.Response(200, json=bodies.result())).stream(prompt="a")
-    noisy = b": ping\n\nevent: message\nid: 4\nretry: 10\n" + WHOLE.replace(b"\n\n", b"\n\n: ping\n\ndata:\n\n")
+    noisy = b": ping\n\nevent: message\nid: 4\nretry: 10\n" + WHOLE.replace(
+        b"\n\n", b"\n\n: ping\n\ndata:\n\n"
+    )
     assert make_client(answering(noisy)).stream(prompt="a")[1] == [" It", " is."]
 
 
-# --- how long a stream may be silent, on a real socket: only there does the limit that was set become a wait ---
+# --- how long a stream may be silent, on a real socket: only there does the limit that was set
+# become a wait ---
 
 RISK = bodies.events(bodies.result(), done=False)
 REST = bodies.events(bodies.chunk(" It"), bodies.chunk("", "stop", 1))
@@ -200,7 +245,8 @@ Step = Callable[[BaseHTTPRequestHandler, threading.Event], None]
 
 @contextmanager
 def serving(*steps: Step) -> Iterator[str]:
-    """A server whose n-th request gets the n-th step; the event a step gets is set when the test is over."""
+    """A server whose n-th request gets the n-th step; the event a step gets is set when the test is
+    over."""
     over, left = threading.Event(), list(steps)
     with listening(lambda request, _: left.pop(0)(request, over)) as address:
         try:
@@ -214,7 +260,8 @@ def too_busy(request: BaseHTTPRequestHandler, over: threading.Event) -> None:
 
 
 def silent_for(*seconds: float) -> Step:
-    """Head and risk at once, then the rest of the answer, each half of it after so long a silence."""
+    """Head and risk at once, then the rest of the answer, each half of it after so long a
+    silence."""
 
     def step(request: BaseHTTPRequestHandler, over: threading.Event) -> None:
         request.send_response(200)
@@ -234,7 +281,9 @@ def test_after_a_retry_a_silence_may_still_last_the_whole_timeout(make_client: M
     time = Time()
     with serving(too_busy, silent_for(1.5, 0.0)) as url:
         # The wait leaves the second attempt one second, and the first silence is longer.
-        client = make_client(base_url=url, timeout=50.0, clock=time.clock, sleep=time.sleep, draw=lambda: 0.0)
+        client = make_client(
+            base_url=url, timeout=50.0, clock=time.clock, sleep=time.sleep, draw=lambda: 0.0
+        )
         streamed, pieces = client.stream(prompt="a")
     assert time.slept == [49.0]
     assert pieces == [" It"]

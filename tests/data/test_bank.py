@@ -24,25 +24,36 @@ def test_the_halves_are_whole_rows_that_share_no_group_and_no_question() -> None
     assert (len(train), len(held_out)) == (9593, 1800)
     for rows in (train, held_out):
         assert len({row["id"] for row in rows}) == len(rows)
-        assert all(row["prompt"].strip() and all(map(str.strip, row["answers"])) and row["answers"] for row in rows)
+        assert all(
+            row["prompt"].strip() and all(map(str.strip, row["answers"])) and row["answers"]
+            for row in rows
+        )
         assert {row["kind"].partition("/")[0] for row in rows} == set(SOURCES)
     assert {row["group"] for row in train}.isdisjoint(row["group"] for row in held_out)
-    assert {row["prompt"].lower() for row in train}.isdisjoint(row["prompt"].lower() for row in held_out)
-    assert all(row["answers"][0] in row["statement"] for row in train if row["kind"] == "facts/capital")
+    assert {row["prompt"].lower() for row in train}.isdisjoint(
+        row["prompt"].lower() for row in held_out
+    )
+    assert all(
+        row["answers"][0] in row["statement"] for row in train if row["kind"] == "facts/capital"
+    )
 
 
 def test_each_beginning_is_a_sample_of_the_whole() -> None:
     whole, beginning = bank_rows("train"), bank_rows("train", 1000)
     assert beginning == whole[:1000]
     shares = [Counter(row["kind"].partition("/")[0] for row in rows) for rows in (whole, beginning)]
-    assert all(abs(shares[0][source] / 9593 - shares[1][source] / 1000) < 0.05 for source in SOURCES)
+    assert all(
+        abs(shares[0][source] / 9593 - shares[1][source] / 1000) < 0.05 for source in SOURCES
+    )
 
 
 def test_the_files_are_small_and_name_their_sources_and_licences() -> None:
     assert sum(bank_file(split).stat().st_size for split in SPLITS) < 1_500_000
     text = ATTRIBUTION.read_text(encoding="utf-8")
     assert all(f"`{source}/*`" in text for source in SOURCES)
-    assert all(licence in text for licence in ("CC BY-SA 4.0", "CC BY-SA 3.0", "ODbL 1.0", "CC BY 4.0"))
+    assert all(
+        licence in text for licence in ("CC BY-SA 4.0", "CC BY-SA 3.0", "ODbL 1.0", "CC BY 4.0")
+    )
 
 
 def test_packing_the_rows_again_gives_the_same_rows(tmp_path: Path) -> None:
@@ -75,7 +86,10 @@ def test_a_bundle_is_named_after_its_model(model: str, name: str) -> None:
 def test_a_model_alone_is_asked_the_bank_and_its_answers_are_judged(tmp_path: Path) -> None:
     options = completed(TrainOptions(run_dir=tmp_path / "run", questions=400), "owner/tiny")
     assert (options.name, options.answers, options.answer_tokens) == ("tiny", "generate", 24)
-    asked, held_out = (Path(path).read_text(encoding="utf-8").splitlines() for path in (*options.data, options.test))
+    asked, held_out = (
+        Path(path).read_text(encoding="utf-8").splitlines()
+        for path in (*options.data, options.test)
+    )
     assert [json.loads(line) for line in asked] == bank_rows("train", 400)
     assert [json.loads(line) for line in held_out] == bank_rows("held-out", 400 * 1800 // 9593)
     again = completed(TrainOptions(run_dir=tmp_path / "run", questions=400), "owner/tiny")

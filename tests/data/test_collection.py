@@ -1,4 +1,5 @@
-"""The run folder: resumable at any byte, refused to other runs, small in memory; with and without other poolings."""
+"""The run folder: resumable at any byte, refused to other runs, small in memory; with and without
+other poolings."""
 
 from __future__ import annotations
 
@@ -45,11 +46,17 @@ class PoolingEngine(PlantedEngine):
     def pooled(self, prompt: TokenIds, site: Site, pooling: Pooling) -> Any:
         seed = hashlib.sha256(repr((str(site), str(pooling), list(prompt))).encode()).digest()
         shape = (GEOMETRY.num_layers, GEOMETRY.width(site))
-        rows = np.random.default_rng(int.from_bytes(seed[:8], "big")).standard_normal(shape, dtype=np.float32)
+        rows = np.random.default_rng(int.from_bytes(seed[:8], "big")).standard_normal(
+            shape, dtype=np.float32
+        )
         return rows * np.nan if (site, pooling) == self.nan_at else rows
 
     def extract(
-        self, prompts: Any, sites: Any, poolings: Sequence[Pooling] = (Pooling.LAST_1,), sampling: Any = None
+        self,
+        prompts: Any,
+        sites: Any,
+        poolings: Sequence[Pooling] = (Pooling.LAST_1,),
+        sampling: Any = None,
     ) -> Extraction:
         if not prompts:
             return Extraction({}, ())
@@ -68,13 +75,23 @@ def dataset(tmp_path: Path) -> Dataset:
 
 
 def run(dataset: Dataset, folder: Path, engine: Any = None, **changes: Any) -> Collection:
-    options: dict[str, Any] = {"sites": BOTH, "prompt_format": "chat", "batch_rows": 8, "max_new_tokens": 4} | changes
+    options: dict[str, Any] = {
+        "sites": BOTH,
+        "prompt_format": "chat",
+        "batch_rows": 8,
+        "max_new_tokens": 4,
+    } | changes
     return collect(engine or PlantedEngine(), dataset, folder, **options)
 
 
 def pooled(dataset: Dataset, folder: Path, engine: Any = None, **changes: Any) -> Collection:
     """A collection that also reads other positions than t*, and generates nothing."""
-    return run(dataset, folder, engine or PoolingEngine(), **({"poolings": POOLINGS, "max_new_tokens": None} | changes))
+    return run(
+        dataset,
+        folder,
+        engine or PoolingEngine(),
+        **({"poolings": POOLINGS, "max_new_tokens": None} | changes),
+    )
 
 
 def stored(file: Any, row: int) -> Any:
@@ -91,23 +108,31 @@ def test_the_plan_is_sorted_by_length_and_covers_every_row_once() -> None:
     assert [batch.tolist() for batch in plan] == [[1, 4], [0, 2], [3]]
 
 
-def test_rows_are_the_engines_own_in_the_order_of_the_data(dataset: Dataset, tmp_path: Path) -> None:
+def test_rows_are_the_engines_own_in_the_order_of_the_data(
+    dataset: Dataset, tmp_path: Path
+) -> None:
     engine = PlantedEngine()
     collection = run(dataset, tmp_path / "run", engine)
     for site in BOTH:
         file = collection.rows[site]
         assert file.shape == (GEOMETRY.num_layers, 50, GEOMETRY.width(site))
         for row in (0, 17, 49):
-            np.testing.assert_array_equal(stored(file, row), engine.activations(collection.prompts.of(row), site))
+            np.testing.assert_array_equal(
+                stored(file, row), engine.activations(collection.prompts.of(row), site)
+            )
     first = engine.first_token(collection.prompts.of(17))
     assert collection.first_token[17].tolist() == [first.log_max_prob, first.entropy]
-    answers = [json.loads(line) for line in (tmp_path / "run" / "answers.jsonl").read_text().splitlines()]
+    answers = [
+        json.loads(line) for line in (tmp_path / "run" / "answers.jsonl").read_text().splitlines()
+    ]
     assert sorted(answer["row"] for answer in answers) == list(range(50))
     assert all(dataset.rows[answer["row"]].id == answer["id"] for answer in answers)
 
 
 @pytest.mark.parametrize("finished", [0, 1, 4, 7])
-def test_a_torn_folder_is_completed_to_the_same_bytes(dataset: Dataset, tmp_path: Path, finished: int) -> None:
+def test_a_torn_folder_is_completed_to_the_same_bytes(
+    dataset: Dataset, tmp_path: Path, finished: int
+) -> None:
     whole = contents(pooled(dataset, tmp_path / "whole", max_new_tokens=4).folder)
     torn = shutil.copytree(tmp_path / "whole", tmp_path / "torn")
     lines = (torn / "journal.jsonl").read_bytes().splitlines(keepends=True)
@@ -115,7 +140,10 @@ def test_a_torn_folder_is_completed_to_the_same_bytes(dataset: Dataset, tmp_path
     answers = (torn / "answers.jsonl").read_bytes().splitlines(keepends=True)
     (torn / "answers.jsonl").write_bytes(b"".join(answers[: 8 * finished + 5]) + b'{"torn')
     plan = batches(np.diff(np.fromfile(torn / "offsets.i64", "<i8")), 8)
-    for name in [*BOTH, *("-".join(key) for key in KEYS)]:  # overwrite everything that the journal does not vouch for
+    for name in [
+        *BOTH,
+        *("-".join(key) for key in KEYS),
+    ]:  # overwrite everything that the journal does not vouch for
         shape = (GEOMETRY.num_layers, 50, GEOMETRY.width(Site(name.split("-")[0])))
         rows = np.memmap(torn / f"rows-{name}.f32", "<f4", "r+", shape=shape)
         for batch in plan[finished:]:
@@ -130,20 +158,27 @@ def test_a_torn_folder_is_completed_to_the_same_bytes(dataset: Dataset, tmp_path
 @pytest.mark.parametrize(
     ("change", "field"),
     [
-        ({"batch_rows": 4}, "batch_rows"), ({"prompt_format": "text"}, "prompt_format"),
-        ({"max_new_tokens": None}, "max_new_tokens"), ({"sites": (Site.ATTENTION_HEAD,)}, "sites"),
+        ({"batch_rows": 4}, "batch_rows"),
+        ({"prompt_format": "text"}, "prompt_format"),
+        ({"max_new_tokens": None}, "max_new_tokens"),
+        ({"sites": (Site.ATTENTION_HEAD,)}, "sites"),
         ({"engine": PlantedEngine(chat=False), "prompt_format": "text"}, "model.chat_template"),
-        ({"rows": planted_rows(50, seed=1)}, "data"), ({"poolings": ()}, "poolings"),
+        ({"rows": planted_rows(50, seed=1)}, "data"),
+        ({"poolings": ()}, "poolings"),
         ({"poolings": (Pooling.MAX,)}, "poolings"),
         ({"poolings": (Pooling.MAX, Pooling.CONTENT_MEAN, Pooling.MEAN)}, "poolings"),
     ],
-)  # fmt: skip
-def test_another_run_is_refused_by_field(dataset: Dataset, tmp_path: Path, change: dict[str, Any], field: str) -> None:
+)
+def test_another_run_is_refused_by_field(
+    dataset: Dataset, tmp_path: Path, change: dict[str, Any], field: str
+) -> None:
     pooling = {"engine": PoolingEngine(), "poolings": POOLINGS} if field == "poolings" else {}
     options = {"prompt_format": change["prompt_format"]} if "engine" in change else pooling
     run(dataset, tmp_path / "run", **options)
     if "rows" in change:
-        dataset = read_dataset(write_rows(tmp_path / "other.jsonl", change.pop("rows")), "given", folds=0)
+        dataset = read_dataset(
+            write_rows(tmp_path / "other.jsonl", change.pop("rows")), "given", folds=0
+        )
     with pytest.raises(RunMismatch) as caught:
         run(dataset, tmp_path / "run", **pooling | change)
     assert caught.value.param == field
@@ -154,7 +189,12 @@ def test_a_finished_run_asks_the_engine_for_nothing(dataset: Dataset, tmp_path: 
     pooled(dataset, tmp_path / "pooled")
     engine, pooling = PlantedEngine(model="elsewhere/scripted"), PoolingEngine()
     run(dataset, tmp_path / "run", engine)
-    pooled(dataset, tmp_path / "pooled", pooling, poolings=[Pooling.CONTENT_MEAN, Pooling.MAX, Pooling.MAX])
+    pooled(
+        dataset,
+        tmp_path / "pooled",
+        pooling,
+        poolings=[Pooling.CONTENT_MEAN, Pooling.MAX, Pooling.MAX],
+    )
     assert engine.extracts == engine.generates == pooling.extracts == 0
 
 
@@ -167,10 +207,11 @@ def doubled(lines: list[bytes]) -> list[bytes]:
     [
         ("answers.jsonl", lambda lines: lines[:-1], r"answers\.jsonl lacks answers"),
         ("journal.jsonl", doubled, "not the journal of one run"),  # of two writers
-        ("run.json", None, "chapter"), ("first_token.f64", None, "first_token"),
+        ("run.json", None, "chapter"),
+        ("first_token.f64", None, "first_token"),
         ("rows-residual_stream-max.f32", None, "rows-residual_stream-max"),
     ],
-)  # fmt: skip
+)
 def test_strange_files(dataset: Dataset, tmp_path: Path, name: str, change: Any, said: str) -> None:
     file = pooled(dataset, tmp_path / "run", max_new_tokens=4).folder / name
     if change is not None:
@@ -189,7 +230,9 @@ def test_a_small_disk(dataset: Dataset, tmp_path: Path, monkeypatch: pytest.Monk
     usage = shutil.disk_usage(tmp_path)._replace(free=900)
     monkeypatch.setattr(collecting.shutil, "disk_usage", lambda _: usage)
     engine = PlantedEngine()
-    with pytest.raises(TrainingError, match=r"needs \d+\.\d KiB more and the disk has 0\.9 KiB free"):
+    with pytest.raises(
+        TrainingError, match=r"needs \d+\.\d KiB more and the disk has 0\.9 KiB free"
+    ):
         run(dataset, tmp_path / "run", engine)
     assert engine.extracts == 0
 
@@ -203,13 +246,23 @@ def test_prompts_the_model_cannot_take_are_named_together(tmp_path: Path) -> Non
     engine = PlantedEngine(chat=False)
     with pytest.raises(DataError) as caught:
         run(dataset, tmp_path / "run", engine, prompt_format="text")
-    assert [problem.split(":")[0] for problem in caught.value.problems] == ["line 3", "line 5", "line 8"]
-    assert "601 tokens and 4 of the answer are more than the model's 512" in caught.value.problems[0]
+    assert [problem.split(":")[0] for problem in caught.value.problems] == [
+        "line 3",
+        "line 5",
+        "line 8",
+    ]
+    assert (
+        "601 tokens and 4 of the answer are more than the model's 512" in caught.value.problems[0]
+    )
     assert engine.extracts == 0
 
 
-@pytest.mark.parametrize(("pooling", "said"), [(None, "batch 0 of 7"), (Pooling.MAX, "at residual_stream, max: ")])
-def test_a_nan_stops_the_run_by_name(dataset: Dataset, tmp_path: Path, pooling: Pooling | None, said: str) -> None:
+@pytest.mark.parametrize(
+    ("pooling", "said"), [(None, "batch 0 of 7"), (Pooling.MAX, "at residual_stream, max: ")]
+)
+def test_a_nan_stops_the_run_by_name(
+    dataset: Dataset, tmp_path: Path, pooling: Pooling | None, said: str
+) -> None:
     engine = PoolingEngine()
     if pooling is None:
         engine.nan_layer = 2
@@ -246,7 +299,8 @@ from tests.fitting.planted import PlantedEngine, planted_rows, write_rows
 count, folder = int(sys.argv[1]), Path(sys.argv[2])
 data = read_dataset(write_rows(folder / "rows.jsonl", planted_rows(count)), "given", folds=0)
 engine = PlantedEngine(0.1, Geometry(8, 4, 128, 64))
-collect(engine, data, folder / "run", sites=(Site.ATTENTION_HEAD,), prompt_format="text", batch_rows=16)
+options = {"sites": (Site.ATTENTION_HEAD,), "prompt_format": "text", "batch_rows": 16}
+collect(engine, data, folder / "run", **options)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 
@@ -258,13 +312,19 @@ def test_memory_does_not_grow_with_the_rows_on_disk(tmp_path: Path) -> None:
         folder = tmp_path / str(count)
         folder.mkdir()
         command = [sys.executable, "-c", MEMORY, str(count), str(folder)]
-        peak[count] = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout) * 1024
+        peak[count] = (
+            int(subprocess.run(command, capture_output=True, text=True, check=True).stdout) * 1024
+        )
     on_disk = 2400 * 8 * 512 * 4  # what the larger run writes more
-    assert (tmp_path / "3200" / "run" / "rows-attention_head.f32").stat().st_size == on_disk // 3 * 4
+    assert (
+        tmp_path / "3200" / "run" / "rows-attention_head.f32"
+    ).stat().st_size == on_disk // 3 * 4
     assert peak[3200] - peak[800] < on_disk / 3
 
 
-def test_each_site_and_pooling_has_its_file_in_the_order_of_the_data(dataset: Dataset, tmp_path: Path) -> None:
+def test_each_site_and_pooling_has_its_file_in_the_order_of_the_data(
+    dataset: Dataset, tmp_path: Path
+) -> None:
     engine = PoolingEngine()
     collection = pooled(dataset, tmp_path / "run", engine)
     assert set(collection.pooled) == set(KEYS)
@@ -274,7 +334,10 @@ def test_each_site_and_pooling_has_its_file_in_the_order_of_the_data(dataset: Da
         for row in (0, 17, 49):
             expected = engine.pooled(collection.prompts.of(row), site, pooling)
             np.testing.assert_array_equal(stored(file, row), expected)
-    assert json.loads((tmp_path / "run" / "run.json").read_text())["poolings"] == ["content_mean", "max"]
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["poolings"] == [
+        "content_mean",
+        "max",
+    ]
 
 
 @pytest.mark.parametrize("none", [{}, {"poolings": ()}, {"poolings": (Pooling.LAST_1,)}])
@@ -283,7 +346,13 @@ def test_without_other_poolings(dataset: Dataset, tmp_path: Path, none: dict[str
     assert collection.pooled == {}
     found = contents(tmp_path / "run")
     rows = {f"rows-{site}.f32" for site in BOTH}
-    assert set(found) == rows | {"run.json", "input_ids.i32", "offsets.i64", "first_token.f64", "journal.jsonl"}
+    assert set(found) == rows | {
+        "run.json",
+        "input_ids.i32",
+        "offsets.i64",
+        "first_token.f64",
+        "journal.jsonl",
+    }
     fields = {"data", "model", "sites", "prompt_format", "batch_rows", "max_new_tokens"}
     assert set(json.loads(found["run.json"])) == fields
     with_others = contents(pooled(dataset, tmp_path / "pooled").folder)
@@ -302,7 +371,9 @@ def test_a_killed_run_goes_on_where_it_was(dataset: Dataset, tmp_path: Path) -> 
     assert found == contents(pooled(dataset, tmp_path / "whole").folder)
 
 
-def test_an_engine_that_does_not_pool_says_so_before_the_folder_is_made(dataset: Dataset, tmp_path: Path) -> None:
+def test_an_engine_that_does_not_pool_says_so_before_the_folder_is_made(
+    dataset: Dataset, tmp_path: Path
+) -> None:
     with pytest.raises(EngineError, match="not max, content_mean"):
         pooled(dataset, tmp_path / "run", ScriptedEngine(GEOMETRY))
     assert not (tmp_path / "run").exists()
@@ -313,8 +384,12 @@ def test_what_a_real_model_pools_is_what_lies_on_disk(tmp_path: Path) -> None:
     dataset = read_dataset(path, "given", folds=0)
     engine = Pooled(tiny.shared_engine("llama"))
     others = [pooling for pooling in Pooling if pooling is not Pooling.LAST_1]
-    collection = pooled(dataset, tmp_path / "run", engine, poolings=others, batch_rows=5, prompt_format="text")
-    plain = pooled(dataset, tmp_path / "plain", engine, poolings=(), batch_rows=5, prompt_format="text")
+    collection = pooled(
+        dataset, tmp_path / "run", engine, poolings=others, batch_rows=5, prompt_format="text"
+    )
+    plain = pooled(
+        dataset, tmp_path / "plain", engine, poolings=(), batch_rows=5, prompt_format="text"
+    )
     for site in BOTH:
         assert collection.rows[site].path.read_bytes() == plain.rows[site].path.read_bytes()
     for row in range(12):
@@ -326,7 +401,10 @@ def test_what_a_real_model_pools_is_what_lies_on_disk(tmp_path: Path) -> None:
 def test_a_second_process_is_refused_until_the_first_has_died(tmp_path: Path) -> None:
     def hold() -> None:
         with locked(tmp_path / "run"):
-            with pytest.raises(RunMismatch, match="in use by another process"), locked(tmp_path / "run"):
+            with (
+                pytest.raises(RunMismatch, match="in use by another process"),
+                locked(tmp_path / "run"),
+            ):
                 pass
             os.kill(os.getpid(), signal.SIGKILL)
 

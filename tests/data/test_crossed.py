@@ -43,7 +43,13 @@ def fact(relation: str, subject: str = "Ruritania") -> Row:
 
 
 def question(text: str, number: int = 0) -> Row:
-    return {"id": f"q{number}", "prompt": text, "answers": ["A"], "group": f"g{number}", "kind": "trivia"}
+    return {
+        "id": f"q{number}",
+        "prompt": text,
+        "answers": ["A"],
+        "group": f"g{number}",
+        "kind": "trivia",
+    }
 
 
 TRIVIA = [
@@ -70,10 +76,15 @@ def test_the_registry_has_all_relations_of_the_facts_and_only_these() -> None:
 @pytest.mark.parametrize("relation", RELATIONS)
 def test_a_relation_has_many_wordings_that_name_its_subject(relation: str) -> None:
     row, draw = fact(relation), random.Random(0)
-    made = {family.name: {worded(row, family, draw) for _ in range(20)} for family in training_families()}
+    made = {
+        family.name: {worded(row, family, draw) for _ in range(20)}
+        for family in training_families()
+    }
     every = set().union(*made.values())
     assert len(every) >= ENOUGH
-    for one in every | {worded(row, family, draw) for family in held_out_families() for _ in range(20)}:
+    for one in every | {
+        worded(row, family, draw) for family in held_out_families() for _ in range(20)
+    }:
         assert "ruritania" in one.lower()
         assert not re.search(r"[{}]", one)
         assert "strelsau" not in one.lower()
@@ -94,7 +105,9 @@ def test_facts_in_three_wordings_each_keep_their_group_and_answers() -> None:
     assert [*map(text, made)] != [*map(text, in_wordings(rows, training_families(), seed=4))]
     assert len(set(map(text, made))) == len(made)
     assert len({row["id"] for row in made}) == len(made) == 3 * len(rows)
-    for before, own in zip(rows, (made[place : place + 3] for place in range(0, len(made), 3)), strict=True):
+    for before, own in zip(
+        rows, (made[place : place + 3] for place in range(0, len(made), 3)), strict=True
+    ):
         assert len({row["form"] for row in own}) == 3
         for row in own:
             assert "prompt" not in row
@@ -102,7 +115,9 @@ def test_facts_in_three_wordings_each_keep_their_group_and_answers() -> None:
             assert row["id"] == f"{before['id']}+{row['form']}"
     shares = Counter(row["form"] for row in made)
     assert set(shares) == {f"wording_{family.name}" for family in training_families()}
-    assert max(shares.values()) < len(made) / 5  # a long tail of wordings, not a few that are repeated
+    assert (
+        max(shares.values()) < len(made) / 5
+    )  # a long tail of wordings, not a few that are repeated
 
 
 def test_questions_of_any_other_kind_are_worded_by_rule() -> None:
@@ -116,7 +131,9 @@ def test_a_held_out_wording_never_appears_in_training() -> None:
     rows = [*fact_rows("train")[:300], *TRIVIA]
     trained = {*map(text, in_wordings(rows, training_families()))}
     held_out = in_wordings(rows, held_out_families(), every=True)
-    assert Counter(row["form"] for row in held_out).keys() == {f"wording_{one.name}" for one in held_out_families()}
+    assert Counter(row["form"] for row in held_out).keys() == {
+        f"wording_{one.name}" for one in held_out_families()
+    }
     assert not trained & {*map(text, held_out)}
 
 
@@ -133,11 +150,19 @@ def test_a_prompt_that_is_taken_is_not_made_again() -> None:
     ("rule", "asked", "made"),
     [
         ("key_words", "What is the name of the longest river in Asia?", "name longest river Asia"),
-        ("key_words", "In 1994, who played Red in The Shawshank Redemption?", "1994 played Red Shawshank Redemption"),
+        (
+            "key_words",
+            "In 1994, who played Red in The Shawshank Redemption?",
+            "1994 played Red Shawshank Redemption",
+        ),
         ("lower", "Who Wrote Hamlet?", "who wrote hamlet"),
         ("imperative", "What is the longest river in Asia?", "Name the longest river in Asia."),
         ("imperative", "Who wrote Hamlet?", "Name the person who wrote Hamlet."),
-        ("imperative", "Which team won the cup in 1990?", "Name the team that won the cup in 1990."),
+        (
+            "imperative",
+            "Which team won the cup in 1990?",
+            "Name the team that won the cup in 1990.",
+        ),
         ("imperative", "How many people lived in Rome?", "Say how many people lived in Rome."),
     ],
 )
@@ -145,7 +170,9 @@ def test_rules(rule: str, asked: str, made: str) -> None:
     assert RULES[rule](asked, random.Random(0)) == made
 
 
-@pytest.mark.parametrize("asked", ["How many moons does Mars have?", "Who did Caesar defeat?", "In which year?"])
+@pytest.mark.parametrize(
+    "asked", ["How many moons does Mars have?", "Who did Caesar defeat?", "In which year?"]
+)
 def test_what_no_imperative_can_begin_is_put_behind_a_lead(asked: str) -> None:
     made = RULES["imperative"](asked, random.Random(0))
     assert made.endswith(asked)
@@ -167,12 +194,19 @@ def test_key_words_have_no_article() -> None:
 
 
 def digest(rows: list[dict[str, Any]]) -> str:
-    return hashlib.sha256("\n".join(json.dumps(row, sort_keys=True) for row in rows).encode()).hexdigest()[:16]
+    return hashlib.sha256(
+        "\n".join(json.dumps(row, sort_keys=True) for row in rows).encode()
+    ).hexdigest()[:16]
 
 
 def test_the_mixture_of_forms_draws_what_it_drew_before_there_were_wordings() -> None:
-    rows = [question(f"What is known about the river of Land{number:02}?", number) for number in range(120)]
+    rows = [
+        question(f"What is known about the river of Land{number:02}?", number)
+        for number in range(120)
+    ]
     said = {row["id"]: f"Said {row['id']}" for row in rows}
-    assert digest(in_forms(rows, chosen(["all"]), per_row=3, model_answers=said)) == "3d83472d7424eacc"
+    assert (
+        digest(in_forms(rows, chosen(["all"]), per_row=3, model_answers=said)) == "3d83472d7424eacc"
+    )
     assert digest(task_rows(300)) == "cb54b274a50c6253"
     assert len(FORMS) == 31

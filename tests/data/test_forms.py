@@ -1,4 +1,5 @@
-"""Questions in forms: every form asks the question, in company that is not its own; and requests for no fact."""
+"""Questions in forms: every form asks the question, in company that is not its own; and requests
+for no fact."""
 
 from __future__ import annotations
 
@@ -10,7 +11,16 @@ from typing import Any
 
 import pytest
 
-from service.data.forms import FORMS, WORDINGS, Form, chosen, families, in_forms, is_one_message, read_model_answers
+from service.data.forms import (
+    FORMS,
+    WORDINGS,
+    Form,
+    chosen,
+    families,
+    in_forms,
+    is_one_message,
+    read_model_answers,
+)
 from service.data.forms.tasks import TASKS, task_rows
 from service.errors import DataError, HalluTracerError
 from tests.command_line import run
@@ -22,11 +32,14 @@ def made(count: int = 60) -> list[dict[str, Any]]:
     """Questions with names of their own, two to a group."""
     return [
         {
-            "id": f"q{number}", "prompt": f"What is known about the {KINDS[number % 2]} of Land{number:02}?",
-            "answers": [f"Answer{number:02}"], "group": f"g{number // 2}", "kind": KINDS[number % 2],
+            "id": f"q{number}",
+            "prompt": f"What is known about the {KINDS[number % 2]} of Land{number:02}?",
+            "answers": [f"Answer{number:02}"],
+            "group": f"g{number // 2}",
+            "kind": KINDS[number % 2],
         }
         for number in range(count)
-    ]  # fmt: skip
+    ]
 
 
 SAID = {f"q{number}": f"Said{number:02}" for number in range(60)}
@@ -44,7 +57,11 @@ def test_a_form_asks_the_question_last_in_other_company_and_keeps_the_row(name: 
     assert {len(row["messages"]) == 1 for row in found} == {is_one_message(FORMS[name])}
     for number, (before, row) in enumerate(zip(rows, found, strict=True)):
         kept = {key: before[key] for key in ("answers", "group", "kind")}
-        expected = kept | {"form": name, "id": f"{before['id']}+{name}", "messages": row["messages"]}
+        expected = kept | {
+            "form": name,
+            "id": f"{before['id']}+{name}",
+            "messages": row["messages"],
+        }
         assert row == expected
         roles = [message["role"] for message in row["messages"]]
         assert roles[-1] == "user"
@@ -55,7 +72,10 @@ def test_a_form_asks_the_question_last_in_other_company_and_keeps_the_row(name: 
         assert not re.search(r"\{[a-z]\}", texts(row))  # each place of a template is filled
         sibling = number + 1 if number % 2 == 0 else number - 1
         for word in (f"Land{sibling:02}", f"Answer{sibling:02}", f"Said{sibling:02}"):
-            assert word not in texts(row), (name, number)  # company is never of the question's own group
+            assert word not in texts(row), (
+                name,
+                number,
+            )  # company is never of the question's own group
         if name != "lone" and not name.startswith(("passage", "context", "lower")):
             assert f"Answer{number:02}" not in texts(row)
 
@@ -64,7 +84,9 @@ def test_junk_stands_beside_the_question_and_differs() -> None:
     rows = made()
     asked = [texts(row) for row in in_forms(rows, chosen(["junk"]))]
     junk = [text.replace(row["prompt"], "").strip() for text, row in zip(asked, rows, strict=True)]
-    assert all(len(text) > len(one) for text, one in zip(asked, junk, strict=True))  # the question is whole
+    assert all(
+        len(text) > len(one) for text, one in zip(asked, junk, strict=True)
+    )  # the question is whole
     assert min(map(len, junk)) > 0
     assert len(set(junk)) == len(rows)
     behind = [text.startswith(row["prompt"]) for text, row in zip(asked, rows, strict=True)]
@@ -73,19 +95,28 @@ def test_junk_stands_beside_the_question_and_differs() -> None:
 
 @pytest.mark.parametrize(
     ("name", "own", "other"),
-    [("passage_right", True, True), ("passage_unrelated", False, True), ("fact_behind", False, False),
-     ("lone", False, False)],
-)  # fmt: skip
+    [
+        ("passage_right", True, True),
+        ("passage_unrelated", False, True),
+        ("fact_behind", False, False),
+        ("lone", False, False),
+    ],
+)
 def test_what_a_passage_tells(name: str, own: bool, other: bool) -> None:
     for number, row in enumerate(in_forms(made(), chosen([name]))):
-        answers = {word.strip(".") for word in texts(row).split() if word.startswith("Answer") and word[6:7].isdigit()}
+        answers = {
+            word.strip(".")
+            for word in texts(row).split()
+            if word.startswith("Answer") and word[6:7].isdigit()
+        }
         assert (f"Answer{number:02}" in answers) is own
         assert len(answers - {f"Answer{number:02}"}) >= 2 * other
 
 
 def test_a_contradicting_passage_has_another_answer_and_not_the_right_one() -> None:
     rows = [
-        row | {"statement": f"Land{number:02} is known for {row['answers'][0]}."} for number, row in enumerate(made())
+        row | {"statement": f"Land{number:02} is known for {row['answers'][0]}."}
+        for number, row in enumerate(made())
     ]
     for number, row in enumerate(in_forms(rows, chosen(["passage_contradicting"]))):
         assert f"Land{number:02} is known for Answer" in texts(row)
@@ -102,7 +133,9 @@ def test_a_mixture_has_all_forms_by_weight_and_the_seed_decides() -> None:
     assert two == in_forms(rows, chosen(["all"]), model_answers=SAID, per_row=2)
     assert two != in_forms(rows, chosen(["all"]), model_answers=SAID, per_row=2, seed=1)
     many = Counter(
-        row["form"] for seed in range(40) for row in in_forms(rows, chosen(["all"]), model_answers=SAID, seed=seed)
+        row["form"]
+        for seed in range(40)
+        for row in in_forms(rows, chosen(["all"]), model_answers=SAID, seed=seed)
     )
     weight = sum(form.weight for form in FORMS.values())
     for name, form in FORMS.items():
@@ -122,7 +155,9 @@ def test_what_a_form_lacks_is_left_to_the_others(tmp_path: Path) -> None:
     assert {row["form"] for row in in_forms(rows, chosen(["turn_own", "greeting"]))} == {"greeting"}
     [alone] = in_forms(made(1), chosen(["turns", "greeting"]))
     assert alone["form"] in ("greeting", "small_talk", "turns_with_system")
-    bare = [{key: value for key, value in row.items() if key != "answers"} for row in rows]  # nothing to state
+    bare = [
+        {key: value for key, value in row.items() if key != "answers"} for row in rows
+    ]  # nothing to state
     assert {row["form"] for row in in_forms(bare, chosen(["passages", "lone"]))} == {"lone"}
     messages = [{"role": "user", "content": "And Land7?"}]
     [kept] = in_forms([{"id": "chat", "messages": messages, "answers": ["x"]}], chosen(["all"]))
@@ -142,7 +177,12 @@ def test_what_only_a_judge_reads_is_not_stated() -> None:
 
 def test_rows_that_do_not_apply_are_no_questions() -> None:
     poem = {"id": "poem", "prompt": "Write a poem about Land01.", "applies": False}
-    named = {"id": "chat", "messages": [{"role": "user", "content": "And?"}], "form": "mine", "answers": ["x"]}
+    named = {
+        "id": "chat",
+        "messages": [{"role": "user", "content": "And?"}],
+        "form": "mine",
+        "answers": ["x"],
+    }
     found = in_forms([*made(), poem, named], chosen(["polite"]))
     assert found[-2:] == [poem | {"form": "task"}, named]
 
@@ -161,7 +201,11 @@ def test_a_form_that_does_not_fit_gives_way() -> None:
 
 
 def test_forms_and_families_by_name() -> None:
-    assert {form.name for form in chosen(["turns", "lone", "turn_own"])} >= {"turn_own", "greeting", "lone"}
+    assert {form.name for form in chosen(["turns", "lone", "turn_own"])} >= {
+        "turn_own",
+        "greeting",
+        "lone",
+    }
     assert chosen(["all"]) == list(FORMS.values())
     assert {form.family for form in chosen(families())} == set(families())
     with pytest.raises(HalluTracerError, match="no form is called 'chat'.*passages"):
@@ -178,7 +222,8 @@ def test_answers_of_a_run_are_read_or_refused(tmp_path: Path) -> None:
     assert [problem.split(":")[0] for problem in caught.value.problems] == ["line 1", "line 2"]
 
 
-# Requests that ask for no fact: nearly all different, alone and in the company of questions of fact.
+# Requests that ask for no fact: nearly all different, alone and in the company of questions of
+# fact.
 
 ROWS = task_rows(1500)
 
@@ -204,13 +249,18 @@ def test_rows_are_conversations_that_end_with_the_user() -> None:
 
 
 def test_hardly_a_request_is_made_twice_and_every_kind_has_its_weight() -> None:
-    found, weight = Counter(row["kind"] for row in ROWS), sum(task.weight for task in TASKS.values())
+    found, weight = (
+        Counter(row["kind"] for row in ROWS),
+        sum(task.weight for task in TASKS.values()),
+    )
     for name, task in TASKS.items():
         expected = len(ROWS) * task.weight / weight
         assert abs(found[f"task/{name}"] - expected) < 5 * expected**0.5, name
     assert len({last(row) for row in ROWS}) > 0.95 * len(ROWS)
     assert Counter(row["group"] for row in ROWS).most_common(1)[0][1] < 0.02 * len(ROWS)
-    openings = Counter(" ".join(last(row).lower().split()[:2]) for row in ROWS if row["kind"] != "task/nonsense")
+    openings = Counter(
+        " ".join(last(row).lower().split()[:2]) for row in ROWS if row["kind"] != "task/nonsense"
+    )
     assert openings.most_common(1)[0][1] < 0.05 * len(ROWS)
 
 
@@ -229,7 +279,9 @@ def test_company_has_its_share() -> None:
     assert 0.5 < alone < 0.65  # beside a fact or a passage is one message, too
     assert 0.1 < sum(roles(row)[0] == "system" for row in ROWS) / len(ROWS) < 0.22
     questions = {question for question, *_ in WORDINGS["asked"]}
-    asked = [row for row in ROWS if questions & {message["content"] for message in row["messages"][:-1]}]
+    asked = [
+        row for row in ROWS if questions & {message["content"] for message in row["messages"][:-1]}
+    ]
     assert 0.2 < len(asked) / len(ROWS) < 0.35
     assert all(len(row["messages"]) > 2 for row in ROWS if row["kind"] == "task/follow_up")
     assert max(len(row["messages"]) for row in ROWS) >= 17
@@ -242,7 +294,12 @@ def test_what_is_measured_on_is_not_generated(name: str) -> None:
 
     prompts = Path(__file__).with_name(name).read_text(encoding="utf-8").splitlines()
     assert len(set(prompts)) == len(prompts) == 80
-    made = {plain(one["content"]) for seed in range(3) for row in task_rows(3000, seed) for one in row["messages"]}
+    made = {
+        plain(one["content"])
+        for seed in range(3)
+        for row in task_rows(3000, seed)
+        for one in row["messages"]
+    }
     assert made.isdisjoint(map(plain, prompts))
 
 

@@ -1,4 +1,5 @@
-"""Judges of answers: texts, references, function calls, and the endpoint against a real local server."""
+"""Judges of answers: texts, references, function calls, and the endpoint against a real local
+server."""
 
 from __future__ import annotations
 
@@ -24,10 +25,14 @@ from tests.kit.local_server import answer, listening
 @pytest.mark.parametrize(
     ("text", "normal"),
     [
-        ("  The  Eiffel-Tower. ", "eiffel tower"), ("Ｐａｒｉｓ!", "paris"), ("STRASSE", "strasse"),
-        ("Straße", "strasse"), ("don't", "dont"), ("An apple a day", "apple day"),
+        ("  The  Eiffel-Tower. ", "eiffel tower"),
+        ("Ｐａｒｉｓ!", "paris"),
+        ("STRASSE", "strasse"),
+        ("Straße", "strasse"),
+        ("don't", "dont"),
+        ("An apple a day", "apple day"),
     ],
-)  # fmt: skip
+)
 def test_normalise(text: str, normal: str) -> None:
     assert judge.normalise(text) == normal
 
@@ -35,25 +40,41 @@ def test_normalise(text: str, normal: str) -> None:
 @pytest.mark.parametrize(
     ("name", "said", "accepted", "expected"),
     [
-        ("exact", "The Paris.", "paris", True), ("exact", "It is Paris", "paris", False),
-        ("regex", "around 1 905", r"1\s905", True), ("regex", "1806", r"19\d\d", False),
-        ("contains", "It is Vitamin C.", "Vitamin A", False), ("contains", "It is vitamin A.", "Vitamin A", True),
-        ("contains", "The answer is -5.", "5", False), ("contains", "about 1,000 people", "1000", True),
-        ("contains", "it is 3.14", "314", False), ("contains", "答案是东京。", "东京", True),
-        ("contains", "答案是大阪。", "东京", False), ("contains", "It is the United States", "United States", True),
-        ("contains", "unbelievable", "able", False), ("contains", "It is in New  York, I think", "new york", True),
-        ("contains", "Parisian", "paris", False), ("contains", "anything", "the", False),  # none has an empty answer
+        ("exact", "The Paris.", "paris", True),
+        ("exact", "It is Paris", "paris", False),
+        ("regex", "around 1 905", r"1\s905", True),
+        ("regex", "1806", r"19\d\d", False),
+        ("contains", "It is Vitamin C.", "Vitamin A", False),
+        ("contains", "It is vitamin A.", "Vitamin A", True),
+        ("contains", "The answer is -5.", "5", False),
+        ("contains", "about 1,000 people", "1000", True),
+        ("contains", "it is 3.14", "314", False),
+        ("contains", "答案是东京。", "东京", True),
+        ("contains", "答案是大阪。", "东京", False),
+        ("contains", "It is the United States", "United States", True),
+        ("contains", "unbelievable", "able", False),
+        ("contains", "It is in New  York, I think", "new york", True),
+        ("contains", "Parisian", "paris", False),
+        ("contains", "anything", "the", False),  # none has an empty answer
     ],
-)  # fmt: skip
+)
 def test_texts_are_compared(name: JudgeName, said: str, accepted: str, expected: bool) -> None:
     assert judge.make_judge(JudgeOptions(name))("", said, [accepted]) is expected
 
 
 ABSTENTIONS = (
-    "I am not sure.", " I'm not sure", "I don't know", "I do not know who", "I'm not certain", "I cannot answer that",
-    "Sorry, I am unable to say", "I have no idea", "I don\u2019t know.", "I\u2019m not sure.",
+    "I am not sure.",
+    " I'm not sure",
+    "I don't know",
+    "I do not know who",
+    "I'm not certain",
+    "I cannot answer that",
+    "Sorry, I am unable to say",
+    "I have no idea",
+    "I don\u2019t know.",
+    "I\u2019m not sure.",
     "I do not have that information.",
-)  # fmt: skip
+)
 ANSWERS = ("It is Paris.", "Surely Rome", "The unknown soldier", "You don't say: Rome", "Idaho")
 
 
@@ -77,7 +98,12 @@ class Endpoint:
 
     def judge(self) -> tuple[judge.OpenAIJudge, list[float]]:
         waited: list[float] = []
-        return judge.OpenAIJudge(JudgeOptions("openai", self.url, "grader", "key"), sleep=waited.append), waited
+        return (
+            judge.OpenAIJudge(
+                JudgeOptions("openai", self.url, "grader", "key"), sleep=waited.append
+            ),
+            waited,
+        )
 
 
 @pytest.fixture
@@ -92,14 +118,24 @@ def endpoint() -> Iterator[Any]:
         yield make
 
 
-@pytest.mark.parametrize(("said", "verdict"), [("yes", True), ("No.", False), (" YES! ", True), ("**no**", False)])
+@pytest.mark.parametrize(
+    ("said", "verdict"), [("yes", True), ("No.", False), (" YES! ", True), ("**no**", False)]
+)
 def test_the_endpoint_says_yes_or_no(endpoint: Any, said: str, verdict: bool) -> None:
     server = endpoint((200, said))
     ask, waited = server.judge()
     assert ask("Where?", "In Paris", ["Paris", "Lutetia"]) is verdict
     path, key, body = server.seen[0]
-    assert (path, key, body["model"], body["temperature"]) == ("/v1/chat/completions", "Bearer key", "grader", 0)
-    assert all(part in body["messages"][1]["content"] for part in ("Where?", "In Paris", "- Paris", "- Lutetia"))
+    assert (path, key, body["model"], body["temperature"]) == (
+        "/v1/chat/completions",
+        "Bearer key",
+        "grader",
+        0,
+    )
+    assert all(
+        part in body["messages"][1]["content"]
+        for part in ("Where?", "In Paris", "- Paris", "- Lutetia")
+    )
     assert waited == []
 
 
@@ -111,7 +147,10 @@ def test_it_tries_again_where_that_may_help(endpoint: Any) -> None:
 
 @pytest.mark.parametrize(
     ("script", "requests", "match"),
-    [((200, "maybe"), 4, r"'maybe' where yes or no was asked for \(after 4 tries"), ((401, "key"), 1, "answered 401")],
+    [
+        ((200, "maybe"), 4, r"'maybe' where yes or no was asked for \(after 4 tries"),
+        ((401, "key"), 1, "answered 401"),
+    ],
 )
 def test_it_gives_up_with_the_reason(endpoint: Any, script: Any, requests: int, match: str) -> None:
     server = endpoint(script)
@@ -137,36 +176,56 @@ GUINEA = r"^(?:It is|The answer is)?\s*(.*?)\.?$"
 @pytest.mark.parametrize(
     ("name", "pattern", "said", "accepted", "expected"),
     [
-        ("exact", GUINEA, "It is Guinea.", ["Guinea"], True), ("exact", GUINEA, "Guinea", ["Guinea"], True),
+        ("exact", GUINEA, "It is Guinea.", ["Guinea"], True),
+        ("exact", GUINEA, "Guinea", ["Guinea"], True),
         ("exact", GUINEA, "It is Equatorial Guinea.", ["Guinea"], False),
         ("exact", GUINEA, "The answer is Guinea", ["Guinea"], True),
         ("calls", r"Answer: (.*)", "First I think. Answer: area(base=3)", AREA, True),
-        ("calls", "", "[area(base=3)]", AREA, True), ("calls", "", "[area(base=4)]", AREA, False),
+        ("calls", "", "[area(base=3)]", AREA, True),
+        ("calls", "", "[area(base=4)]", AREA, False),
         ("calls", "", "It cannot be done.", AREA, False),
         ("similarity", "", "No, a kite needs some wind.", KITE, True),
-        ("similarity", "", "I have no comment.", KITE, True), ("similarity", "", "Yes, it always flies", KITE, False),
+        ("similarity", "", "I have no comment.", KITE, True),
+        ("similarity", "", "Yes, it always flies", KITE, False),
         ("similarity", "", "Bananas", KITE, False),  # nearer to neither
-        *((name, "", said, KITE, expected) for name in ("exact", "contains", "regex")  # not shown incorrect answers
-          for said, expected in (("No, it needs wind", True), ("Yes, it always flies", False))),
+        *(
+            (name, "", said, KITE, expected)
+            for name in ("exact", "contains", "regex")  # not shown incorrect answers
+            for said, expected in (("No, it needs wind", True), ("Yes, it always flies", False))
+        ),
     ],
-)  # fmt: skip
-def test_what_a_judge_sees(name: JudgeName, pattern: str, said: str, accepted: list[str], expected: bool) -> None:
-    assert judge.make_judge(JudgeOptions(name, answer_pattern=pattern))("", said, accepted) is expected
+)
+def test_what_a_judge_sees(
+    name: JudgeName, pattern: str, said: str, accepted: list[str], expected: bool
+) -> None:
+    assert (
+        judge.make_judge(JudgeOptions(name, answer_pattern=pattern))("", said, accepted) is expected
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "answers", "said"),
     [
-        ("exact", ["Paris"], ""), ("calls", AREA, ""), ("similarity", KITE, ""), ("exact", KITE, ""),
-        ("regex", KITE, ""), ("contains", KITE, ""), ("regex", ["("], "not a regular expression"),
+        ("exact", ["Paris"], ""),
+        ("calls", AREA, ""),
+        ("similarity", KITE, ""),
+        ("exact", KITE, ""),
+        ("regex", KITE, ""),
+        ("contains", KITE, ""),
+        ("regex", ["("], "not a regular expression"),
         ("contains", ["?!"], "empty once"),
-        *((name, AREA, "for the judge 'calls'") for name in ("exact", "contains", "regex", "openai", "similarity")),
-        ("calls", ["Paris"], "needs one answer"), ("calls", [*AREA, "Paris"], "needs one answer"),
+        *(
+            (name, AREA, "for the judge 'calls'")
+            for name in ("exact", "contains", "regex", "openai", "similarity")
+        ),
+        ("calls", ["Paris"], "needs one answer"),
+        ("calls", [*AREA, "Paris"], "needs one answer"),
         ("calls", [judge.expectation("text", texts=[])], "damaged: 'texts'"),
-        ("similarity", ["Paris"], "needs an incorrect answer"), ("exact", [judge.incorrect("Rome")], "an accepted one"),
+        ("similarity", ["Paris"], "needs an incorrect answer"),
+        ("exact", [judge.incorrect("Rome")], "an accepted one"),
         ("similarity", ["...", judge.incorrect("Rome")], "has no word"),
     ],
-)  # fmt: skip
+)
 def test_what_a_judge_cannot_use(name: JudgeName, answers: list[str], said: str) -> None:
     problems = judge.answer_problems(JudgeOptions(name), answers)
     assert bool(problems) == bool(said)
@@ -194,7 +253,9 @@ def test_an_answer_must_hold_each_part(name: JudgeName, said: str, expected: boo
 
 def test_the_endpoint_is_asked_for_each_part(endpoint: Any) -> None:
     server = endpoint((200, "yes"), (200, "no"))
-    assert judge.make_judge(JudgeOptions("openai", server.url, "grader"))("q", "Paris", BOTH) is False
+    assert (
+        judge.make_judge(JudgeOptions("openai", server.url, "grader"))("q", "Paris", BOTH) is False
+    )
     asked = [body["messages"][1]["content"] for _, _, body in server.seen]
     assert ["- Paris" in one for one in asked] == [True, False]
     assert ["- EUR" in one for one in asked] == [False, True]
@@ -241,9 +302,18 @@ def test_a_damaged_object_with_parts_is_a_plain_answer(plain: str) -> None:
 
 
 def test_the_manifest_names_the_measure() -> None:
-    given = (JudgeOptions("similarity"), JudgeOptions("calls"), JudgeOptions("contains"),
-             JudgeOptions("openai", "http://x", "grader"))  # fmt: skip
-    assert [one.judged_by for one in given] == ["similarity:rouge-l", "calls:bfcl", "contains", "openai:grader"]
+    given = (
+        JudgeOptions("similarity"),
+        JudgeOptions("calls"),
+        JudgeOptions("contains"),
+        JudgeOptions("openai", "http://x", "grader"),
+    )
+    assert [one.judged_by for one in given] == [
+        "similarity:rouge-l",
+        "calls:bfcl",
+        "contains",
+        "openai:grader",
+    ]
 
 
 def test_references_there_and_back() -> None:
@@ -255,9 +325,19 @@ def test_references_there_and_back() -> None:
 
 @pytest.mark.parametrize(
     "plain",
-    ["{", "{}", '{"a": 1}', '{"incorrect": 1}', '{"incorrect": "x", "y": 1}', '{"expect": "rain"}', '["incorrect"]',
-     r"{2,3}\d", '{"expect": ["calls"]}', '{"a":' * 5_000],
-)  # fmt: skip
+    [
+        "{",
+        "{}",
+        '{"a": 1}',
+        '{"incorrect": 1}',
+        '{"incorrect": "x", "y": 1}',
+        '{"expect": "rain"}',
+        '["incorrect"]',
+        r"{2,3}\d",
+        '{"expect": ["calls"]}',
+        '{"a":' * 5_000,
+    ],
+)
 def test_other_strings_stay_plain_answers(plain: str) -> None:
     assert judge.split_answers([plain]) == ([plain], [])
     assert judge.expected([plain]) is None
@@ -271,11 +351,17 @@ SENTENCES = st.lists(st.sampled_from("abc"), max_size=6)
 def longest_common(one: list[str], other: list[str]) -> int:
     """By trying every subsequence."""
     subsequences = {pick for size in range(len(other) + 1) for pick in combinations(other, size)}
-    return max(size for size in range(len(one) + 1) if any(p in subsequences for p in combinations(one, size)))
+    return max(
+        size
+        for size in range(len(one) + 1)
+        if any(p in subsequences for p in combinations(one, size))
+    )
 
 
 @given(SENTENCES, SENTENCES)
-def test_rouge_l_is_the_f1_of_the_longest_common_subsequence(one: list[str], other: list[str]) -> None:
+def test_rouge_l_is_the_f1_of_the_longest_common_subsequence(
+    one: list[str], other: list[str]
+) -> None:
     common = longest_common(one, other)
     expected = 2 * common / (len(one) + len(other)) if common else 0.0
     assert judge.rouge_l(one, other) == pytest.approx(expected)
@@ -283,11 +369,24 @@ def test_rouge_l_is_the_f1_of_the_longest_common_subsequence(one: list[str], oth
 
 
 def test_words_and_the_nearer_reference() -> None:
-    assert judge.words("The 3 D's_are: ＡＢＣ, straße!") == ["the", "3", "d", "s", "are", "abc", "strasse"]
-    correct, incorrect = ["You digest the seeds", "Nothing happens"], ["You grow watermelons in your stomach"]
+    assert judge.words("The 3 D's_are: ＡＢＣ, straße!") == [
+        "the",
+        "3",
+        "d",
+        "s",
+        "are",
+        "abc",
+        "strasse",
+    ]
+    correct, incorrect = (
+        ["You digest the seeds", "Nothing happens"],
+        ["You grow watermelons in your stomach"],
+    )
     assert judge.margin("nothing happens.", correct, incorrect) == 1.0
     assert judge.margin("You grow watermelons in the stomach", correct, incorrect) < 0
-    assert judge.margin("entirely unrelated", correct, incorrect) == 0.0  # no nearer to one than to the other
+    assert (
+        judge.margin("entirely unrelated", correct, incorrect) == 0.0
+    )  # no nearer to one than to the other
 
 
 # Function calls in what models write, and whether they are the right ones.
@@ -300,17 +399,28 @@ OTHER = '{"name": "g.h", "arguments": {"x": null}}'
 @pytest.mark.parametrize(
     "text",
     [
-        "area(base=3, unit='cm')", '[area(base=3, unit="cm")]', "  area(base=1 + 2, unit='cm');",
-        "```python\n[area(base=3, unit='cm')]\n```", "Sure.\n```\narea(base=3, unit='cm')\n```\nDone.",
-        "I shall call it:\narea(base=3, unit='cm')", "<think>area(base=9)</think>\narea(base=3, unit='cm')",
+        "area(base=3, unit='cm')",
+        '[area(base=3, unit="cm")]',
+        "  area(base=1 + 2, unit='cm');",
+        "```python\n[area(base=3, unit='cm')]\n```",
+        "Sure.\n```\narea(base=3, unit='cm')\n```\nDone.",
+        "I shall call it:\narea(base=3, unit='cm')",
+        "<think>area(base=9)</think>\narea(base=3, unit='cm')",
         "thoughts without a first tag area(base=9)</think>[area(base=3, unit='cm')]",
-        JSON, '[{"name": "area", "parameters": {"base": 3, "unit": "cm"}}]',
-        '{"type": "function", "function": {"name": "area", "arguments": "{\\"base\\": 3, \\"unit\\": \\"cm\\"}"}}',
+        JSON,
+        '[{"name": "area", "parameters": {"base": 3, "unit": "cm"}}]',
+        (
+            '{"type": "function", "function": {"name": "area", "arguments": "{\\"base\\": 3,'
+            ' \\"unit\\": \\"cm\\"}"}}'
+        ),
         '{"type": "function", "function": "area", "parameters": {"base": 3, "unit": "cm"}}',
-        '[{"area": {"base": 3, "unit": "cm"}}]', f"<tool_call>\n{JSON}\n</tool_call>", f"Well: <tool_call>{JSON}",
-        f"[TOOL_CALLS] [{JSON}]", "<|python_tag|>area(base=3, unit='cm')",
+        '[{"area": {"base": 3, "unit": "cm"}}]',
+        f"<tool_call>\n{JSON}\n</tool_call>",
+        f"Well: <tool_call>{JSON}",
+        f"[TOOL_CALLS] [{JSON}]",
+        "<|python_tag|>area(base=3, unit='cm')",
     ],
-)  # fmt: skip
+)
 def test_one_call_in_many_shapes(text: str) -> None:
     assert parse_calls(text) == [ONE]
 
@@ -318,11 +428,13 @@ def test_one_call_in_many_shapes(text: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "[area(base=3, unit='cm'), g.h(x=None)]", "area(base=3, unit='cm'); g.h(x=null)",
-        "area(base=3, unit='cm')\ng.h(x=None)", f"{JSON}; {OTHER}",
+        "[area(base=3, unit='cm'), g.h(x=None)]",
+        "area(base=3, unit='cm'); g.h(x=null)",
+        "area(base=3, unit='cm')\ng.h(x=None)",
+        f"{JSON}; {OTHER}",
         f"<tool_call>{JSON}</tool_call>\n<tool_call>{OTHER}</tool_call>",
     ],
-)  # fmt: skip
+)
 def test_several_calls_in_order(text: str) -> None:
     assert parse_calls(text) == [ONE, TWO]
 
@@ -330,13 +442,31 @@ def test_several_calls_in_order(text: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "", "None of the functions fits.", "I would need area(base=3, unit='cm') but the unit is missing.", "42", "[]",
-        "{}", "[1, 2]", "x = area(base=3)", "import os\nos.system", '{"answer": "Paris"}', "<think>area(base=3)",
-        '{"name": "area", "description": "Area.", "parameters": {"type": "dict", "properties": {}}}',  # the offer again
-        "f()()", "lambda: 1", "[" * 5_000, "(" * 5_000 + "f()" + ")" * 5_000, "f(" * 2_000 + ")" * 2_000,
-        '{"a":' * 3_000, "\x00",
+        "",
+        "None of the functions fits.",
+        "I would need area(base=3, unit='cm') but the unit is missing.",
+        "42",
+        "[]",
+        "{}",
+        "[1, 2]",
+        "x = area(base=3)",
+        "import os\nos.system",
+        '{"answer": "Paris"}',
+        "<think>area(base=3)",
+        # the offer again
+        (
+            '{"name": "area", "description": "Area.", "parameters": {"type": "dict", "properties":'
+            " {}}}"
+        ),
+        "f()()",
+        "lambda: 1",
+        "[" * 5_000,
+        "(" * 5_000 + "f()" + ")" * 5_000,
+        "f(" * 2_000 + ")" * 2_000,
+        '{"a":' * 3_000,
+        "\x00",
     ],
-)  # fmt: skip
+)
 def test_what_is_no_call(text: str) -> None:
     assert parse_calls(text) == []
 
@@ -344,11 +474,17 @@ def test_what_is_no_call(text: str) -> None:
 @pytest.mark.parametrize(
     ("source", "value"),
     [
-        ("-2.5", -2.5), ("[1, (2, 3)]", [1, [2, 3]]), ("{'a': [true, False]}", {"a": [True, False]}),
-        ("5 / 100", 0.05), ("1 / 0", "1 / 0"), ("speed", "speed"), ("f(x=1)", "f(x=1)"), ("2 ** 9", "2 ** 9"),
+        ("-2.5", -2.5),
+        ("[1, (2, 3)]", [1, [2, 3]]),
+        ("{'a': [true, False]}", {"a": [True, False]}),
+        ("5 / 100", 0.05),
+        ("1 / 0", "1 / 0"),
+        ("speed", "speed"),
+        ("f(x=1)", "f(x=1)"),
+        ("2 ** 9", "2 ** 9"),
         ("'\\d'", "\\d"),
     ],
-)  # fmt: skip
+)
 def test_values_of_arguments(source: str, value: Any) -> None:
     assert parse_calls(f"g(3, a={source})") == [Call("g", {"0": 3, "a": value})]
 
@@ -362,49 +498,88 @@ def calls(*wanted: dict[str, Any]) -> dict[str, Any]:
     return {"expect": "calls", "calls": list(wanted)}
 
 
-def wanted(name: str = "area", optional: tuple[str, ...] = (), **arguments: list[Any]) -> dict[str, Any]:
+def wanted(
+    name: str = "area", optional: tuple[str, ...] = (), **arguments: list[Any]
+) -> dict[str, Any]:
     return {"name": name, "arguments": arguments, "optional": list(optional)}
 
 
 @pytest.mark.parametrize(
     ("given", "accepted", "right"),
     [
-        (3, [3], True), (3.0, [3], True), (3, [3.0, 4], True), (4, [3], False), ("3", [3], False), (3, ["3"], False),
-        (True, [True], True), (1, [True], False), (True, [1], False), (None, [None], True), (0, [None], False),
-        ("New York, NY", ["new york ny"], True), ("New  York", ["York"], False), ("it's", ['it"s'], True),
-        ("", ["", "x"], True), ([1, 2], [[1, 2]], True), ([2, 1], [[1, 2]], False), ([1], [[1, 2]], False),
-        (["A.b"], [["a b"]], True), ([], [[]], True), ([[1], [2]], [[[1], [2]]], True),
-        ({"a": 1}, [{"a": [1], "b": ["", 2]}], True), ({"a": 1, "b": 2}, [{"a": [1], "b": ["", 2]}], True),
-        ({"a": 2}, [{"a": [1]}], False), ({"a": 1, "c": 1}, [{"a": [1]}], False), ({}, [{"a": [1]}], False),
-        ({}, [{}], True), ([{"a": 1}], [[{"a": [1]}]], True), ([{"a": 1}], [[{"a": [2]}]], False),
+        (3, [3], True),
+        (3.0, [3], True),
+        (3, [3.0, 4], True),
+        (4, [3], False),
+        ("3", [3], False),
+        (3, ["3"], False),
+        (True, [True], True),
+        (1, [True], False),
+        (True, [1], False),
+        (None, [None], True),
+        (0, [None], False),
+        ("New York, NY", ["new york ny"], True),
+        ("New  York", ["York"], False),
+        ("it's", ['it"s'], True),
+        ("", ["", "x"], True),
+        ([1, 2], [[1, 2]], True),
+        ([2, 1], [[1, 2]], False),
+        ([1], [[1, 2]], False),
+        (["A.b"], [["a b"]], True),
+        ([], [[]], True),
+        ([[1], [2]], [[[1], [2]]], True),
+        ({"a": 1}, [{"a": [1], "b": ["", 2]}], True),
+        ({"a": 1, "b": 2}, [{"a": [1], "b": ["", 2]}], True),
+        ({"a": 2}, [{"a": [1]}], False),
+        ({"a": 1, "c": 1}, [{"a": [1]}], False),
+        ({}, [{"a": [1]}], False),
+        ({}, [{}], True),
+        ([{"a": 1}], [[{"a": [1]}]], True),
+        ([{"a": 1}], [[{"a": [2]}]], False),
     ],
-)  # fmt: skip
+)
 def test_accepted_values(given: Any, accepted: list[Any], right: bool) -> None:
-    assert meets(json.dumps({"name": "area", "arguments": {"x": given}}), calls(wanted(x=accepted))) is right
+    assert (
+        meets(json.dumps({"name": "area", "arguments": {"x": given}}), calls(wanted(x=accepted)))
+        is right
+    )
 
 
 UNIT = calls(wanted(base=[3], unit=["cm", ""], optional=("unit",)))
 PAIR = calls(wanted(base=[1]), wanted(base=[2]))
-CROSSED = calls(wanted(base=[1, 2]), wanted(base=[1]))  # the first call fits both, the second only the first of them
+CROSSED = calls(
+    wanted(base=[1, 2]), wanted(base=[1])
+)  # the first call fits both, the second only the first of them
 NO_CALL, SOME_CALL = {"expect": "no_call"}, {"expect": "some_call"}
 
 
 @pytest.mark.parametrize(
     ("text", "expected", "met"),
     [
-        ("area(base=3)", UNIT, True), ("area(base=3, unit='cm')", UNIT, True), ("area(unit='cm')", UNIT, False),
-        ("area(base=3, unit='inch')", UNIT, False), ("area(base=3, height=2)", UNIT, False), ("area(3)", UNIT, False),
-        ("volume(base=3)", UNIT, False), ("It is 3.", UNIT, False),
-        ("math_area(base=3)", calls(wanted("math.area", base=[3])), True), ("[area(base=2), area(base=1)]", PAIR, True),
-        ("[area(base=2), area(base=2)]", PAIR, False), ("[area(base=1)]", PAIR, False),
-        ("[area(base=1), area(base=2), area(base=1)]", PAIR, False), ("[area(base=1), area(base=2)]", CROSSED, True),
-        ("[area(base=2), area(base=2)]", CROSSED, False), ("None fits.", NO_CALL, True),
-        ("area(base=3)", NO_CALL, False), ("area(base=3)", SOME_CALL, True), ("None fits.", SOME_CALL, False),
+        ("area(base=3)", UNIT, True),
+        ("area(base=3, unit='cm')", UNIT, True),
+        ("area(unit='cm')", UNIT, False),
+        ("area(base=3, unit='inch')", UNIT, False),
+        ("area(base=3, height=2)", UNIT, False),
+        ("area(3)", UNIT, False),
+        ("volume(base=3)", UNIT, False),
+        ("It is 3.", UNIT, False),
+        ("math_area(base=3)", calls(wanted("math.area", base=[3])), True),
+        ("[area(base=2), area(base=1)]", PAIR, True),
+        ("[area(base=2), area(base=2)]", PAIR, False),
+        ("[area(base=1)]", PAIR, False),
+        ("[area(base=1), area(base=2), area(base=1)]", PAIR, False),
+        ("[area(base=1), area(base=2)]", CROSSED, True),
+        ("[area(base=2), area(base=2)]", CROSSED, False),
+        ("None fits.", NO_CALL, True),
+        ("area(base=3)", NO_CALL, False),
+        ("area(base=3)", SOME_CALL, True),
+        ("None fits.", SOME_CALL, False),
         ("It was ADA (Lovelace).", {"expect": "text", "texts": ["Bob", "Ada Lovelace"]}, True),
         ("It cost $5 then.", {"expect": "text", "texts": ["$5"]}, True),
         ("It was Adams.", {"expect": "text", "texts": ["Ada"]}, False),
     ],
-)  # fmt: skip
+)
 def test_what_meets_an_expectation(text: str, expected: dict[str, Any], met: bool) -> None:
     assert meets(text, expected) is met
 
@@ -412,10 +587,15 @@ def test_what_meets_an_expectation(text: str, expected: dict[str, Any], met: boo
 @pytest.mark.parametrize(
     ("damaged", "part"),
     [
-        ({"expect": "calls"}, "'calls'"), (calls(), "'calls'"), (calls(CALL | {"arguments": {"a": 1}}), "'calls'"),
-        ({"expect": "text", "texts": ["(.)"]}, "'texts'"),  # nothing is left of it, so it would be in every answer
+        ({"expect": "calls"}, "'calls'"),
+        (calls(), "'calls'"),
+        (calls(CALL | {"arguments": {"a": 1}}), "'calls'"),
+        (
+            {"expect": "text", "texts": ["(.)"]},
+            "'texts'",
+        ),  # nothing is left of it, so it would be in every answer
     ],
-)  # fmt: skip
+)
 def test_a_damaged_expectation_is_named(damaged: dict[str, Any], part: str) -> None:
     assert part in (expectation_problem(damaged) or "")
     assert expectation_problem(calls(wanted(base=[1]))) is expectation_problem(NO_CALL) is None

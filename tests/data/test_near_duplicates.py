@@ -15,20 +15,46 @@ from service.errors import DataError
 from tests.fitting.planted import write_rows
 
 COUNTRIES = (
-    "France", "Spain", "Italy", "Peru", "Chad", "Nepal", "Kenya", "Japan", "Cuba", "Iran", "Austria", "Australia",
-    "Niger", "Nigeria", "Guinea", "Mali", "Malta", "Fiji", "Laos", "Togo",
-)  # fmt: skip
+    "France",
+    "Spain",
+    "Italy",
+    "Peru",
+    "Chad",
+    "Nepal",
+    "Kenya",
+    "Japan",
+    "Cuba",
+    "Iran",
+    "Austria",
+    "Australia",
+    "Niger",
+    "Nigeria",
+    "Guinea",
+    "Mali",
+    "Malta",
+    "Fiji",
+    "Laos",
+    "Togo",
+)
 OTHERS = [f"What is the capital of {name}?" for name in COUNTRIES] + [
-    f"{name} is the capital of which country?" for name in ("Berlin", "Avarua", "Rome", "Oslo", "Lima")
+    f"{name} is the capital of which country?"
+    for name in ("Berlin", "Avarua", "Rome", "Oslo", "Lima")
 ]
 PARAPHRASES = [
-    "what is the capital of france", "WHAT IS THE CAPITAL OF FRANCE?!", "Tell me: what's the capital of France?",
-    "Could you please tell me what the capital of France is?", "The capital of France is what?",
-    "France: what is its capital?", "What is the capital of France? Answer briefly.",
-    "What is the capital of France? Thanks!", "What is the capital of France? (2)", "What is the capital of France? #3",
-    "7. What is the capital of France?", "  What   is the capital of France ...",
+    "what is the capital of france",
+    "WHAT IS THE CAPITAL OF FRANCE?!",
+    "Tell me: what's the capital of France?",
+    "Could you please tell me what the capital of France is?",
+    "The capital of France is what?",
+    "France: what is its capital?",
+    "What is the capital of France? Answer briefly.",
+    "What is the capital of France? Thanks!",
+    "What is the capital of France? (2)",
+    "What is the capital of France? #3",
+    "7. What is the capital of France?",
+    "  What   is the capital of France ...",
     "Hello! What\u2019s the capital of \uff26rance?",
-]  # fmt: skip
+]
 
 
 def alike(*prompts: str) -> list[int]:
@@ -49,7 +75,10 @@ def test_a_paraphrase_is_alike(text: str) -> None:
         ("Berlin is the capital of which country?", "Avarua is the capital of which country?"),
         ("What is the capital of Niger?", "What is the capital of Nigeria?"),
         ("What is the capital of France in 1940?", "What is the capital of France in 1871?"),
-        ("Who won gold in the men's relay of 4 x 100 metres?", "Who won gold in the men's relay of 4 x 400 metres?"),
+        (
+            "Who won gold in the men's relay of 4 x 100 metres?",
+            "Who won gold in the men's relay of 4 x 400 metres?",
+        ),
         ("Who was the first president of Togo?", "Who was the last president of Togo?"),
         ("What is 12 minus 7?", "What is 7 minus 12?"),
         ("Name the element with the symbol In.", "Name the element with the symbol Be."),
@@ -61,14 +90,22 @@ def test_another_question_is_not(one: str, other: str) -> None:
     assert found[0] != found[1]
 
 
-def test_a_question_behind_another_passage_is_the_same_and_a_common_last_paragraph_is_no_question() -> None:
-    passages = [f"{name} has a long history of {index} kings." for index, name in enumerate(COUNTRIES)]
-    asked = near_duplicates([[f"{passage}\n\nWhat is the capital of France?"] for passage in passages[:3]])
+def test_a_question_behind_another_passage_is_the_same_question() -> None:
+    passages = [
+        f"{name} has a long history of {index} kings." for index, name in enumerate(COUNTRIES)
+    ]
+    asked = near_duplicates(
+        [[f"{passage}\n\nWhat is the capital of France?"] for passage in passages[:3]]
+    )
     assert len(set(asked.tolist())) == 1
     many = [f"{place} {passage}" for place in ("Here", "There") for passage in passages]
     told = near_duplicates([[f"{text}\n\nIs the statement true or false?"] for text in many])
-    assert len(set(told.tolist())) == 2 * len(passages) / 2  # "here" and "there" are little beside a country
-    followed = near_duplicates([[text, "Fine.", "What is its highest mountain?"] for text in OTHERS])
+    assert (
+        len(set(told.tolist())) == 2 * len(passages) / 2
+    )  # "here" and "there" are little beside a country
+    followed = near_duplicates(
+        [[text, "Fine.", "What is its highest mountain?"] for text in OTHERS]
+    )
     assert len(set(followed.tolist())) == len(OTHERS)
 
 
@@ -91,7 +128,10 @@ def read(path: Path, rows: list[dict[str, Any]], folds: int | None = None) -> Da
 def prompts(*groups: str | None) -> list[dict[str, Any]]:
     """Paraphrases of the same question, with these groups; then questions about other countries."""
     texts = [OTHERS[0], *PARAPHRASES]
-    rows = [{"prompt": text} | ({} if group is None else {"group": group}) for text, group in zip(texts, groups)]  # noqa: B905
+    rows = [
+        {"prompt": text} | ({} if group is None else {"group": group})
+        for text, group in zip(texts, groups, strict=False)
+    ]
     return rows + [{"prompt": text} for text in OTHERS[1:]]
 
 
@@ -104,20 +144,33 @@ def prompts(*groups: str | None) -> list[dict[str, Any]]:
         (("a", "b", None), [0, 0, 0]),  # else the last one would stand on both sides of a fold
     ],
 )
-def test_rows_without_a_group_are_joined(tmp_path: Path, groups: tuple[str | None, ...], numbers: list[int]) -> None:
+def test_rows_without_a_group_are_joined(
+    tmp_path: Path, groups: tuple[str | None, ...], numbers: list[int]
+) -> None:
     dataset = read(tmp_path / "rows.jsonl", prompts(*groups))
     assert dataset.groups[:3].tolist() == numbers
     assert len(np.unique(dataset.groups)) == len(set(numbers)) + len(OTHERS) - 1
     [remark] = dataset.remarks
-    assert remark.startswith("3 rows ask the same as another" if None in groups else "3 rows of different groups ask")
+    assert remark.startswith(
+        "3 rows ask the same as another" if None in groups else "3 rows of different groups ask"
+    )
     assert 'line 2, "what is the capital of france", as line 1' in remark
 
 
-def test_named_groups_that_hardly_meet_and_copies_of_one_prompt_are_not_remarked_on(tmp_path: Path) -> None:
-    rows = [{"prompt": f"What is the capital of the {number}th land?", "group": str(number)} for number in range(400)]
+def test_named_groups_that_hardly_meet_and_copies_of_one_prompt_are_not_remarked_on(
+    tmp_path: Path,
+) -> None:
+    rows = [
+        {"prompt": f"What is the capital of the {number}th land?", "group": str(number)}
+        for number in range(400)
+    ]
     rows[7]["prompt"] = rows[8]["prompt"] + " Thanks!"
     assert read(tmp_path / "named.jsonl", rows).remarks == []
-    same = [{"prompt": OTHERS[0], "label": 1}, {"prompt": OTHERS[0], "label": 1}, {"prompt": "Is it?", "label": 0}]
+    same = [
+        {"prompt": OTHERS[0], "label": 1},
+        {"prompt": OTHERS[0], "label": 1},
+        {"prompt": "Is it?", "label": 0},
+    ]
     assert read(tmp_path / "same.jsonl", same).remarks == []
 
 
@@ -136,15 +189,25 @@ def test_too_few_groups_are_explained_by_the_rows_that_were_joined(tmp_path: Pat
     assert "14 rows ask the same as another one in other words" in caught.value.message
 
 
-@pytest.mark.parametrize(("here", "there", "refused"), [({}, {}, True), ({}, {"group": "g"}, True),
-                                                        ({"group": "h"}, {}, True),
-                                                        ({"group": "h"}, {"group": "g"}, False)])  # fmt: skip
-def test_a_held_out_paraphrase_is_refused(tmp_path: Path, here: Any, there: Any, refused: bool) -> None:
+@pytest.mark.parametrize(
+    ("here", "there", "refused"),
+    [
+        ({}, {}, True),
+        ({}, {"group": "g"}, True),
+        ({"group": "h"}, {}, True),
+        ({"group": "h"}, {"group": "g"}, False),
+    ],
+)
+def test_a_held_out_paraphrase_is_refused(
+    tmp_path: Path, here: Any, there: Any, refused: bool
+) -> None:
     train = read(tmp_path / "train.jsonl", [{"prompt": text} | here for text in OTHERS])
     new = [{"prompt": "Who wrote Dune?"} | there, {"prompt": PARAPHRASES[2]} | there]
     test = read(tmp_path / "test.jsonl", new)
     if not refused:
         check_disjoint(train, test)
         return
-    with pytest.raises(DataError, match=r"line 2: it asks what .*train\.jsonl line 1 asks.*capital of France"):
+    with pytest.raises(
+        DataError, match=r"line 2: it asks what .*train\.jsonl line 1 asks.*capital of France"
+    ):
         check_disjoint(train, test)

@@ -1,4 +1,5 @@
-"""Files as people have them: CSV, Parquet, packed lines, other names for our fields, other ways to write a label."""
+"""Files as people have them: CSV, Parquet, packed lines, other names for our fields, other ways to
+write a label."""
 
 from __future__ import annotations
 
@@ -21,14 +22,23 @@ from service.trainer.options import TrainOptions
 from tests.command_line import hallutracer
 
 ROWS: list[dict[str, Any]] = [
-    {"prompt": f'Question {n}, with a comma, "quotes" and\na second line?', "label": n % 2, "group": f"g{n}"}
+    {
+        "prompt": f'Question {n}, with a comma, "quotes" and\na second line?',
+        "label": n % 2,
+        "group": f"g{n}",
+    }
     for n in range(6)
 ]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
 
 
-def read(path: Path, labels: Any = "given", **more: Any) -> list[tuple[str | None, int | None, tuple[str, ...]]]:
-    return [(row.prompt, row.label, row.answers) for row in read_dataset(path, labels, folds=0, **more).rows]
+def read(
+    path: Path, labels: Any = "given", **more: Any
+) -> list[tuple[str | None, int | None, tuple[str, ...]]]:
+    return [
+        (row.prompt, row.label, row.answers)
+        for row in read_dataset(path, labels, folds=0, **more).rows
+    ]
 
 
 def refused(path: Path, labels: Any = "given") -> list[str]:
@@ -48,7 +58,10 @@ def written_csv(path: Path, delimiter: str = ",", bom: bool = False) -> Path:
 def test_packed_lines_and_tables_are_the_same_rows(tmp_path: Path) -> None:
     plain = tmp_path / "rows.jsonl"
     plain.write_text(LINES)
-    packed, hidden = tmp_path / "rows.jsonl.gz", tmp_path / "packed.jsonl"  # also where the name does not say so
+    packed, hidden = (
+        tmp_path / "rows.jsonl.gz",
+        tmp_path / "packed.jsonl",
+    )  # also where the name does not say so
     for path in (packed, hidden):
         path.write_bytes(gzip.compress(LINES.encode()))
     tables = [written_csv(tmp_path / "a.csv"), written_csv(tmp_path / "b.csv", ";", bom=True)]
@@ -56,7 +69,10 @@ def test_packed_lines_and_tables_are_the_same_rows(tmp_path: Path) -> None:
     tables[-1].write_bytes(gzip.compress(tables[0].read_bytes()))
     for path in (packed, hidden, *tables):
         assert read(path) == read(plain), path
-    assert read_dataset(packed, "given", folds=0).digest == read_dataset(plain, "given", folds=0).digest
+    assert (
+        read_dataset(packed, "given", folds=0).digest
+        == read_dataset(plain, "given", folds=0).digest
+    )
 
 
 def test_cells_have_the_types_of_their_fields(tmp_path: Path) -> None:
@@ -64,42 +80,88 @@ def test_cells_have_the_types_of_their_fields(tmp_path: Path) -> None:
     path.write_text('prompt,answers,applies,kind\na,"[""x"", ""y""]",,k\nb,z,,\n\nHi!,,FALSE,\n')
     rows = read_dataset(path, "generate", folds=None).rows
     assert [row.answers for row in rows] == [("x", "y"), ("z",), ()]
-    assert ([row.applies for row in rows], [row.line for row in rows]) == ([True, True, False], [2, 3, 5])
+    assert ([row.applies for row in rows], [row.line for row in rows]) == (
+        [True, True, False],
+        [2, 3, 5],
+    )
     path.write_text("prompt,label\na,factual\nb,0\nc,1.0\nd,yes\n")
     assert refused(path) == [
-        'line 5: \'label\' must be "factual" or "hallucinated", or the number 1 or 0 for these, found "yes"'
+        'line 5: \'label\' must be "factual" or "hallucinated", or the number 1 or 0 for these,'
+        ' found "yes"'
     ]
 
 
 @pytest.mark.parametrize(
     ("data", "name", "said"),
     [
-        (LINES.encode("utf-16"), "rows.jsonl", "is UTF-16"), (LINES.encode("utf-16-le"), "rows.jsonl", "is UTF-16"),
+        (LINES.encode("utf-16"), "rows.jsonl", "is UTF-16"),
+        (LINES.encode("utf-16-le"), "rows.jsonl", "is UTF-16"),
         (codecs.BOM_UTF16_BE + "prompt,label".encode("utf-16-be"), "rows.csv", "is UTF-16"),
-        (LINES.encode("utf-32"), "rows.jsonl", "is UTF-16 or another text of wide characters: save the file as UTF-8"),
-        (json.dumps(ROWS, indent=2).encode(), "rows.json", "is one JSON array.*jq -c '.\\[\\]' rows.json > rows.jsonl"),
+        (
+            LINES.encode("utf-32"),
+            "rows.jsonl",
+            "is UTF-16 or another text of wide characters: save the file as UTF-8",
+        ),
+        (
+            json.dumps(ROWS, indent=2).encode(),
+            "rows.json",
+            "is one JSON array.*jq -c '.\\[\\]' rows.json > rows.jsonl",
+        ),
         (json.dumps(ROWS).encode(), "rows.json", "is one JSON array"),
         (codecs.BOM_UTF8 + json.dumps(ROWS, indent=1).encode(), "rows.json", "is one JSON array"),
-        (json.dumps(ROWS[0], indent=2).encode(), "rows.json", "over several lines.*jq -c . rows.json"),
+        (
+            json.dumps(ROWS[0], indent=2).encode(),
+            "rows.json",
+            "over several lines.*jq -c . rows.json",
+        ),
         (gzip.compress(LINES.encode())[:-9], "rows.jsonl.gz", "a damaged gzip file"),
         (gzip.compress(json.dumps(ROWS, indent=2).encode()), "rows.json.gz", "is one JSON array"),
         (b"prompt,prompt\na,b\n", "rows.csv", "the column 'prompt' appears twice"),
         (b"prompt,label\na,1,2\n", "rows.csv", "line 2: 3 cells, and line 1 names 2"),
-        (b'prompt,label\n"a,1\n', "rows.csv", "no CSV"), (b"prompt,label\n\xff,1\n", "rows.csv", "line 2: not UTF-8"),
-        (json.dumps({"data": ROWS}).encode(), "rows.json", "one JSON object, below 'data': jq -c '.data\\[\\]' rows"),
-        (json.dumps({"rows": ROWS}, indent=1).encode(), "rows.json", "one JSON object, below 'rows'"),
-        (bz2.compress(LINES.encode()), "rows.jsonl.bz2", "packed with bzip2.*bunzip2 -k rows.jsonl.bz2"),
+        (b'prompt,label\n"a,1\n', "rows.csv", "no CSV"),
+        (b"prompt,label\n\xff,1\n", "rows.csv", "line 2: not UTF-8"),
+        (
+            json.dumps({"data": ROWS}).encode(),
+            "rows.json",
+            "one JSON object, below 'data': jq -c '.data\\[\\]' rows",
+        ),
+        (
+            json.dumps({"rows": ROWS}, indent=1).encode(),
+            "rows.json",
+            "one JSON object, below 'rows'",
+        ),
+        (
+            bz2.compress(LINES.encode()),
+            "rows.jsonl.bz2",
+            "packed with bzip2.*bunzip2 -k rows.jsonl.bz2",
+        ),
         (lzma.compress(LINES.encode()), "rows.jsonl.xz", "packed with xz"),
-        (b"\x28\xb5\x2f\xfd\x24\n\xff", "rows.jsonl.zst", "packed with Zstandard.*zstd -d rows.jsonl.zst"),
+        (
+            b"\x28\xb5\x2f\xfd\x24\n\xff",
+            "rows.jsonl.zst",
+            "packed with Zstandard.*zstd -d rows.jsonl.zst",
+        ),
         (b"PK\x03\x04\n\xff", "rows.xlsx", "a spreadsheet.*CSV in UTF-8"),
-        (b"ARROW1\0\0\n", "rows.arrow", "an Arrow file"), (b"SQLite format 3\0", "rows.db", "an SQLite database"),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n", "rows.jsonl", "Git LFS pointer.*git lfs pull"),
+        (b"ARROW1\0\0\n", "rows.arrow", "an Arrow file"),
+        (b"SQLite format 3\0", "rows.db", "an SQLite database"),
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n",
+            "rows.jsonl",
+            "Git LFS pointer.*git lfs pull",
+        ),
         (b"<!DOCTYPE html>\n<html>", "rows.csv", "a web page"),
-        (b"prompt,answers\na,\"['b', 'c']\"\n", "rows.csv", "line 2: 'answers' begins with a bracket"),
-        (b"", "rows.csv", "the file has no rows"), (b"PAR1 and no more", "rows.parquet", "Parquet"),
+        (
+            b"prompt,answers\na,\"['b', 'c']\"\n",
+            "rows.csv",
+            "line 2: 'answers' begins with a bracket",
+        ),
+        (b"", "rows.csv", "the file has no rows"),
+        (b"PAR1 and no more", "rows.parquet", "Parquet"),
     ],
-)  # fmt: skip
-def test_a_file_that_is_wrong_as_a_whole_gets_one_message(tmp_path: Path, data: bytes, name: str, said: str) -> None:
+)
+def test_a_file_that_is_wrong_as_a_whole_gets_one_message(
+    tmp_path: Path, data: bytes, name: str, said: str
+) -> None:
     path = tmp_path / name
     path.write_bytes(data)
     with pytest.raises(DataError, match=said) as caught:
@@ -112,7 +174,11 @@ def test_a_folder_is_no_file_of_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "row", [{"answers": ["b"], "prompt": "a"}, {"passages": [{"text": "x"}], "prompt": "a", "answers": "b"}]
+    "row",
+    [
+        {"answers": ["b"], "prompt": "a"},
+        {"passages": [{"text": "x"}], "prompt": "a", "answers": "b"},
+    ],
 )
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
 def test_one_row_with_a_list_is_a_row(tmp_path: Path, row: dict[str, Any], name: str) -> None:
@@ -145,7 +211,10 @@ def test_a_line_of_no_json_says_what_is_expected_and_where(tmp_path: Path) -> No
     path = tmp_path / "rows.jsonl"
     path.write_text('What is the capital of France?\n{"prompt": "b", "label": 0,}\n')
     assert refused(path) == [
-        'line 1: invalid JSON: Expecting value, at character 1: an object is expected, such as {"prompt": "..."}',
+        (
+            "line 1: invalid JSON: Expecting value, at character 1: an object is expected, such as"
+            ' {"prompt": "..."}'
+        ),
         "line 2: invalid JSON: Expecting property name enclosed in double quotes, at character 28",
     ]
 
@@ -153,14 +222,19 @@ def test_a_line_of_no_json_says_what_is_expected_and_where(tmp_path: Path) -> No
 def test_a_row_without_any_known_name_tells_which_it_has(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_text("What is the capital of France?,1\nOf Spain?,0\n")
-    assert refused(path)[0] == (
-        "line 2: 'prompt' (or 'messages') is missing; the row has 'What is the capital of France?', '1'"
+    assert (
+        refused(path)[0]
+        == "line 2: 'prompt' (or 'messages') is missing; the row has 'What is the capital of"
+        " France?', '1'"
     )
 
 
 def test_an_answer_under_another_name_is_remarked_on(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    rows = [{"prompt": "a", "completion": "x", "label": 1}, {"prompt": "b", "completion": "y", "label": 0}]
+    rows = [
+        {"prompt": "a", "completion": "x", "label": 1},
+        {"prompt": "b", "completion": "y", "label": 0},
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     (remark,) = read_dataset(path, "given", folds=0).remarks
     assert "'completion', which is not read" in remark
@@ -169,7 +243,9 @@ def test_an_answer_under_another_name_is_remarked_on(tmp_path: Path) -> None:
     assert (named.remarks, [row.answer for row in named.rows]) == ([], ["x", "y"])
 
 
-def test_a_parquet_file_without_its_package_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_parquet_file_without_its_package_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     path = tmp_path / "rows.parquet"
     path.write_bytes(b"PAR1...")
@@ -178,17 +254,25 @@ def test_a_parquet_file_without_its_package_names_it(tmp_path: Path, monkeypatch
 
 def test_a_parquet_file_is_read(tmp_path: Path) -> None:
     parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
-    path, plain, hi = tmp_path / "rows.parquet", tmp_path / "rows.jsonl", {"prompt": "Hi!", "applies": False}
+    path, plain, hi = (
+        tmp_path / "rows.parquet",
+        tmp_path / "rows.jsonl",
+        {"prompt": "Hi!", "applies": False},
+    )
     parquet.write_table(arrow.Table.from_pylist([{"applies": None} | ROWS[0], *ROWS[1:], hi]), path)
     plain.write_text(LINES + json.dumps(hi) + "\n")
     assert read(path) == read(plain)
 
 
 def test_a_parquet_file_s_nested_cells_are_those_that_are_set(tmp_path: Path) -> None:
-    """A column's values have all its fields, null where one lacks it; older writers keep texts as bytes."""
+    """A column's values have all its fields, null where one lacks it; older writers keep texts as
+    bytes."""
     parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
     path = tmp_path / "rows.parquet"
-    turns = [{"role": "system", "content": "s", "name": None}, {"role": "user", "content": "a", "name": None}]
+    turns = [
+        {"role": "system", "content": "s", "name": None},
+        {"role": "user", "content": "a", "name": None},
+    ]
     table = [{"messages": turns, "answers": ["x", "y"]}, {"messages": turns[1:], "answers": ["z"]}]
     parquet.write_table(arrow.Table.from_pylist(table), path)
     rows = read_dataset(path, "generate", folds=None).rows
@@ -196,12 +280,16 @@ def test_a_parquet_file_s_nested_cells_are_those_that_are_set(tmp_path: Path) ->
     assert [row.answers for row in rows] == [("x", "y"), ("z",)]
     schema = arrow.schema([("prompt", arrow.binary()), ("answers", arrow.list_(arrow.binary()))])
     for text, answer in (("où?".encode(), b"x"), (b"\xff", b"x"), (b"a", b"\xff")):
-        parquet.write_table(arrow.Table.from_pylist([{"prompt": text, "answers": [answer]}], schema=schema), path)
+        parquet.write_table(
+            arrow.Table.from_pylist([{"prompt": text, "answers": [answer]}], schema=schema), path
+        )
         if b"\xff" not in (text, answer):
             assert read(path, "generate") == [("où?", None, ("x",))]
             continue
         field = "prompt" if answer == b"x" else "answers"
-        assert refused(path, "generate") == [f"row 1: {field!r} holds bytes that are no UTF-8: write texts"]
+        assert refused(path, "generate") == [
+            f"row 1: {field!r} holds bytes that are no UTF-8: write texts"
+        ]
 
 
 def test_a_table_s_unnamed_columns_are_no_fields(tmp_path: Path) -> None:
@@ -213,7 +301,9 @@ def test_a_table_s_unnamed_columns_are_no_fields(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("answers", ['["a", "b"]', "['a', 'b']", ' ["a"]\n', "[]"])
-def test_a_list_that_was_written_as_a_text_is_no_accepted_answer(tmp_path: Path, answers: str) -> None:
+def test_a_list_that_was_written_as_a_text_is_no_accepted_answer(
+    tmp_path: Path, answers: str
+) -> None:
     """No answer of a model holds it, so that each label would be "hallucinated"."""
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"prompt": "a", "answers": answers}))
@@ -236,13 +326,17 @@ def test_a_long_passage_fits_into_a_cell(tmp_path: Path) -> None:
 )
 def test_a_label_in_words_or_numbers(tmp_path: Path, label: Any, number: int) -> None:
     path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"prompt": "a", "label": label}) + "\n" + json.dumps({"prompt": "b", "label": 1}))
+    path.write_text(
+        json.dumps({"prompt": "a", "label": label}) + "\n" + json.dumps({"prompt": "b", "label": 1})
+    )
     other = '{"prompt": "c", "label": 0}\n'
     path.write_text(path.read_text() + "\n" + other)
     assert read(path)[0][1] == number
 
 
-@pytest.mark.parametrize("label", [True, "1", "true", "right", 2, -1, None, [1], "not hallucinated"])
+@pytest.mark.parametrize(
+    "label", [True, "1", "true", "right", 2, -1, None, [1], "not hallucinated"]
+)
 def test_a_label_that_could_mean_either_is_refused(tmp_path: Path, label: Any) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"prompt": "a", "label": label}))
@@ -266,8 +360,16 @@ def test_one_accepted_answer_may_be_a_text(tmp_path: Path) -> None:
         ({"input": "a", "label": 1}, "given", "prompt=input"),
         ({"Prompt": "a", "Label": 1}, "given", "prompt=Prompt,label=Label"),
         ({"User Input": "a", "is_correct": 1}, "given", "prompt=User Input,label=is_correct"),
-        ({"conversations": [{"role": "user", "content": "a"}], "label": 1}, "given", "messages=conversations"),
-        ({"question": "a", "gold_answers": ["b"]}, "generate", "prompt=question,answers=gold_answers"),
+        (
+            {"conversations": [{"role": "user", "content": "a"}], "label": 1},
+            "given",
+            "messages=conversations",
+        ),
+        (
+            {"question": "a", "gold_answers": ["b"]},
+            "generate",
+            "prompt=question,answers=gold_answers",
+        ),
         ({"prompt": "a", "expected-output": "b"}, "generate", "answers=expected-output"),
     ],
 )
@@ -278,14 +380,18 @@ def test_other_names_of_the_fields_get_the_option_that_reads_them(
     path.write_text(json.dumps(row) + "\n" + '{"prompt": "b", "label": 0, "answers": ["c"]}\n')
     assert f"--columns {columns} would read this row" in refused(path, labels)[0]
     path.write_text(json.dumps(row) + "\n")
-    options = TrainOptions(name="x", data=(str(path),), columns=columns, labels=labels, forms="none")
+    options = TrainOptions(
+        name="x", data=(str(path),), columns=columns, labels=labels, forms="none"
+    )
     (found,) = [row for _, row in objects(path, [], options.names)]
     assert set(found) >= {part.partition("=")[0] for part in columns.split(",")}
     if labels == "generate":
         assert read(path, labels, columns=options.names) == [("a", None, ("b",))]
 
 
-@pytest.mark.parametrize("columns", ["prompt", "prompt=", "question=prompt", "=x", "answers:answer"])
+@pytest.mark.parametrize(
+    "columns", ["prompt", "prompt=", "question=prompt", "=x", "answers:answer"]
+)
 def test_columns_that_name_no_field_are_refused(columns: str) -> None:
     with pytest.raises(TrainingError, match="columns: FIELD=YOURS is expected"):
         TrainOptions(name="x", data=("rows.jsonl",), columns=columns).check()

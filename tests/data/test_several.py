@@ -1,4 +1,5 @@
-"""Questions that do not stand alone: beside others, in follow-ups, inside tasks; and what only looks like them."""
+"""Questions that do not stand alone: beside others, in follow-ups, inside tasks; and what only
+looks like them."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ def test_a_form_asks_for_the_rows_own_fact_in_a_conversation(made: list[Row], na
         assert row.get("answer_tokens") == (LONG_ANSWER if form.long else None)
         several = parts_of(row["answers"])
         assert (several is not None) == (
-            name in ("two_questions", "three_questions", "easy_before", "easy_behind", "both_relations")
+            name
+            in ("two_questions", "three_questions", "easy_before", "easy_behind", "both_relations")
         )
         assert before["answers"] in (several or [row["answers"]])
 
@@ -106,7 +108,9 @@ def test_a_partner_is_used_once_so_that_no_label_hangs_on_a_fact_of_another_fold
 def test_rows_to_test_with_have_texts_of_their_own(made: list[Row]) -> None:
     for name, texts in TEXTS.items():
         if name.startswith("test_"):
-            assert not {str(one) for one in texts} & {str(one) for one in TEXTS[name.removeprefix("test_")]}
+            assert not {str(one) for one in texts} & {
+                str(one) for one in TEXTS[name.removeprefix("test_")]
+            }
     around = TEXTS["around"]
     assert not {*around["test_fact"], *around["test_any"]} & {
         one for name, texts in around.items() if not name.startswith("test_") for one in texts
@@ -123,7 +127,9 @@ def test_rows_to_test_with_have_texts_of_their_own(made: list[Row]) -> None:
         if not name.startswith("test_"):
             starts = tuple(frame.partition("{")[0] for frame in frames)
             assert not [task for task in tasks if task.startswith(starts)]
-    assert {family.name for family in held_out_families()}.isdisjoint(family.name for family in training_families())
+    assert {family.name for family in held_out_families()}.isdisjoint(
+        family.name for family in training_families()
+    )
 
 
 def test_requests_for_no_fact_have_no_answer_and_end_in_no_question_of_fact() -> None:
@@ -131,7 +137,10 @@ def test_requests_for_no_fact_have_no_answer_and_end_in_no_question_of_fact() ->
     assert rows == no_fact_rows(400, FACTS)
     assert len({text(row) for row in rows}) == len({row["id"] for row in rows}) == 400
     kinds = Counter(row["kind"] for row in rows)
-    assert set(kinds) == {f"task/{name}" for name in ("key_words", "request", "small_talk", "after_request", "closing")}
+    assert set(kinds) == {
+        f"task/{name}"
+        for name in ("key_words", "request", "small_talk", "after_request", "closing")
+    }
     assert min(kinds.values()) > 40
     subjects = {row["subject"] for row in FACTS if len(row["subject"]) > 4}
     for row in rows:

@@ -1,4 +1,5 @@
-"""Answers that begin with a thought: what is said behind it is judged, and one that never ends has no label."""
+"""Answers that begin with a thought: what is said behind it is judged, and one that never ends has
+no label."""
 
 from __future__ import annotations
 
@@ -26,24 +27,42 @@ from tests.scripted_engine import ScriptedEngine
 from tests.trainer.made import run
 
 WRAPPED = [
-    "<think>{}</think>", "<think>\n{}\n</think>\n\n", "<THINKING>{}</THINKING>", "[THINK]{}[/THINK]",
-    "<seed:think>{}</seed:think>", "<|START_THINKING|>{}<|END_THINKING|>", "<reasoning>{}</reasoning>", "{}</think>",
-    "<think>a <think>b</think> {}</think>", "<|channel>thought\n{}<channel|>", "◁think▷{}◁/think▷",
+    "<think>{}</think>",
+    "<think>\n{}\n</think>\n\n",
+    "<THINKING>{}</THINKING>",
+    "[THINK]{}[/THINK]",
+    "<seed:think>{}</seed:think>",
+    "<|START_THINKING|>{}<|END_THINKING|>",
+    "<reasoning>{}</reasoning>",
+    "{}</think>",
+    "<think>a <think>b</think> {}</think>",
+    "<|channel>thought\n{}<channel|>",
+    "◁think▷{}◁/think▷",
     "<|channel|>analysis<|message|>{}<|end|><|start|>assistant<|channel|>final<|message|>",
-]  # fmt: skip
-CUT = ["<think>\n{}", "[THINK]{}", "<|channel|>analysis<|message|>{}", "Paris <think>{}", "a</think>b<think>{}"]
+]
+CUT = [
+    "<think>\n{}",
+    "[THINK]{}",
+    "<|channel|>analysis<|message|>{}",
+    "Paris <think>{}",
+    "a</think>b<think>{}",
+]
 
 
 def verdict(answer: str) -> str:
     options = JudgeOptions("contains")
-    return verdict_on(spoken(answer), "Capital of France?", ["Paris"], make_judge(options), options.abstains)
+    return verdict_on(
+        spoken(answer), "Capital of France?", ["Paris"], make_judge(options), options.abstains
+    )
 
 
 @pytest.mark.parametrize("wrapped", WRAPPED)
 def test_what_stands_in_a_thought_does_not_count(wrapped: str) -> None:
     for thought in ("Lyon? Paris?", "I am not sure. Paris", "", "two\nlines"):
         before = wrapped.format(thought)
-        found = [verdict(before + said) for said in ("Lyon.", "It is Paris.", "I am not sure.", " \n")]
+        found = [
+            verdict(before + said) for said in ("Lyon.", "It is Paris.", "I am not sure.", " \n")
+        ]
         assert found == ["hallucinated", "factual", "abstained", "empty"]
     assert spoken(wrapped.format("Lyon") + "\n\nParis.\n") == "Paris."
 
@@ -53,23 +72,31 @@ def test_a_thought_that_never_ends_has_no_verdict(cut: str) -> None:
     assert verdict(cut.format("Candidates: Lyon, Paris, Nice")) == "unfinished thought"
 
 
-@pytest.mark.parametrize("plain", ["Paris.", " It is Paris \n", "I think Paris", "a < b > c", "[1] Paris", ""])
+@pytest.mark.parametrize(
+    "plain", ["Paris.", " It is Paris \n", "I think Paris", "a < b > c", "[1] Paris", ""]
+)
 def test_an_answer_without_a_thought_is_left_as_it_is(plain: str) -> None:
     assert spoken(plain) == plain
 
 
 @pytest.mark.parametrize(
     ("ending", "opened"),
-    [("<think>\n", True), ("<|assistant|>[THINK]", True), ("<think>\n\n</think>\n\n", False), ("<|assistant|>", False),
-     ("what does <think> mean?<|assistant|>", False), ("<|channel|>analysis<|message|>", True)],
-)  # fmt: skip
+    [
+        ("<think>\n", True),
+        ("<|assistant|>[THINK]", True),
+        ("<think>\n\n</think>\n\n", False),
+        ("<|assistant|>", False),
+        ("what does <think> mean?<|assistant|>", False),
+        ("<|channel|>analysis<|message|>", True),
+    ],
+)
 def test_a_template_may_open_the_thought(ending: str, opened: bool) -> None:
     assert opens_thought(f"a question {ending}") is opened
 
 
 class Thinking(PlantedEngine):
-    """Thinks before each answer, in every ``cut``-th without coming to an end; ``special``: its marks are special
-    tokens, which no text shows."""
+    """Thinks before each answer, in every ``cut``-th without coming to an end; ``special``: its
+    marks are special tokens, which no text shows."""
 
     def __init__(self, cut: int, *, opened: bool = False, special: bool = False) -> None:
         super().__init__()
@@ -83,28 +110,50 @@ class Thinking(PlantedEngine):
             opening, closing = ("[THINK]", "[/THINK]") if self.special else ("<think>", "</think>")
             thought = "Paris or Rome? I am not sure."
             ends = self.cut == 0 or number % self.cut > 0
-            whole = ("" if self.opened else opening) + thought + (closing + plain.text if ends else "")
+            whole = (
+                ("" if self.opened else opening) + thought + (closing + plain.text if ends else "")
+            )
             shown = whole.replace(opening, "").replace(closing, "") if self.special else whole
             ids = (*(whole + "</s>").encode(),) if self.special else (1, 2)
             answers.append(Completion(shown, ids, "stop" if ends else "length"))
         return answers
 
     def spell(self, token_ids: Any) -> str:
-        return super().spell(token_ids) + ("<think>\n" if self.opened and len(token_ids) > 2 else "")
+        return super().spell(token_ids) + (
+            "<think>\n" if self.opened and len(token_ids) > 2 else ""
+        )
 
 
 @pytest.mark.parametrize("how", [{}, {"opened": True}, {"special": True}])
 def test_the_labels_are_those_of_the_answers_alone_and_cut_thoughts_are_counted(
     tmp_path: Path, how: dict[str, bool]
 ) -> None:
-    plain, _ = run(tmp_path / "plain", PlantedEngine(), labels="generate", judge="exact", evaluate=False,
-                   answer_pattern=r"It is (\w+)\.\Z")  # fmt: skip
-    thought, _ = run(tmp_path / "thought", Thinking(0, **how), labels="generate", judge="exact", evaluate=False,
-                     answer_pattern=r"It is (\w+)\.\Z")  # fmt: skip
+    plain, _ = run(
+        tmp_path / "plain",
+        PlantedEngine(),
+        labels="generate",
+        judge="exact",
+        evaluate=False,
+        answer_pattern=r"It is (\w+)\.\Z",
+    )
+    thought, _ = run(
+        tmp_path / "thought",
+        Thinking(0, **how),
+        labels="generate",
+        judge="exact",
+        evaluate=False,
+        answer_pattern=r"It is (\w+)\.\Z",
+    )
     for count in ("factual", "hallucinated", "left_out"):
         assert getattr(thought.manifest.training, count) == getattr(plain.manifest.training, count)
-    bundle, console = run(tmp_path / "cut", Thinking(4, **how), labels="generate", judge="contains", evaluate=False,
-                          answer_probes=True)  # fmt: skip
+    bundle, console = run(
+        tmp_path / "cut",
+        Thinking(4, **how),
+        labels="generate",
+        judge="contains",
+        evaluate=False,
+        answer_probes=True,
+    )
     why = bundle.evaluation()["data"]["left_out_because"]
     assert why["unfinished thought"] == 60  # every fourth of 240, by batches of 128
     assert sum(why.values()) == bundle.manifest.training.left_out
@@ -112,22 +161,42 @@ def test_the_labels_are_those_of_the_answers_alone_and_cut_thoughts_are_counted(
     assert any("60 unfinished thought" in line for line in console.lines)
     assert bundle.answer is None
     assert any("begin with a thought" in line for line in console.lines)
-    lines = [json.loads(line) for line in (tmp_path / "cut/run/train/answers.jsonl").read_text().splitlines()]
-    assert {line["answer"] for line in lines} == {"", "It is Paris.", "It is Rome.", "I am not sure."}
+    lines = [
+        json.loads(line)
+        for line in (tmp_path / "cut/run/train/answers.jsonl").read_text().splitlines()
+    ]
+    assert {line["answer"] for line in lines} == {
+        "",
+        "It is Paris.",
+        "It is Rome.",
+        "I am not sure.",
+    }
     assert all(line["answer"] == "" for line in lines if not line["thought_ends"])
 
 
 def test_too_many_thoughts_without_an_end_are_refused_with_the_cure(tmp_path: Path) -> None:
-    with pytest.raises(TrainingError, match="240 of 240 answers are thoughts that do not end.*--max-new-tokens"):
+    with pytest.raises(
+        TrainingError, match="240 of 240 answers are thoughts that do not end.*--max-new-tokens"
+    ):
         run(tmp_path, Thinking(1), labels="generate", judge="contains", evaluate=False)
     rows = [row | {"answers": ["Berlin"]} for row in planted_rows(240)]
-    with pytest.raises(TrainingError, match="factual.*120 of 240 answers are thoughts that do not end"):
-        run(tmp_path / "half", Thinking(2), rows=rows, labels="generate", judge="contains", evaluate=False)
+    with pytest.raises(
+        TrainingError, match="factual.*120 of 240 answers are thoughts that do not end"
+    ):
+        run(
+            tmp_path / "half",
+            Thinking(2),
+            rows=rows,
+            labels="generate",
+            judge="contains",
+            evaluate=False,
+        )
 
 
 # --- the questions that a bundle carries: `hallutracer try`, the playground's list ---
 
-# What the model writes -> verdict and answer where the chat template opens nothing, and where it ends in <think>.
+# What the model writes -> verdict and answer where the chat template opens nothing, and where it
+# ends in <think>.
 WRITTEN = [
     ("Paris or Rome? </think>It is Rome.", ("wrong", "It is Rome."), ("wrong", "It is Rome.")),
     ("Rome? I am not sure. </think>Paris.", ("right", "Paris."), ("right", "Paris.")),
@@ -152,7 +221,9 @@ def test_a_bundles_own_question_is_judged_without_a_thought_that_the_prompt_open
     monkeypatch.setattr(ScriptedEngine, "render_chat", render_chat)
     found = {}
     for written, *_ in WRITTEN:
-        with App(tmp_path / f"{len(found)}", names=(), add=[carrying], policy="observe").started() as app:
+        with App(
+            tmp_path / f"{len(found)}", names=(), add=[carrying], policy="observe"
+        ).started() as app:
             app.engine.answer = written
             served = app.client.get("/v1/bundles/carrying/sample/0").json()
             asked = wait_for(ask(app.state.catalogue.scorers[0], replace(SAMPLE, max_tokens=64), 0))

@@ -8,7 +8,14 @@ from typing import get_args
 import pytest
 
 from service.demo import Passage
-from service.demo.questions import SENTENCES, build_world, passage, questions, sentence, with_passages
+from service.demo.questions import (
+    SENTENCES,
+    build_world,
+    passage,
+    questions,
+    sentence,
+    with_passages,
+)
 from tests.command_line import hallutracer
 
 FACTS = [fact for fact in build_world().facts if fact.split == "test"]
@@ -18,7 +25,9 @@ def test_a_passage_states_the_fact_or_does_not() -> None:
     assert {fact.kind for fact in FACTS} == set(SENTENCES)
     for fact in FACTS[::7]:
         own = sentence(fact, fact.answers[0])
-        right, unrelated, contradicting = (passage(fact, which) for which in ("right", "unrelated", "contradicting"))
+        right, unrelated, contradicting = (
+            passage(fact, which) for which in ("right", "unrelated", "contradicting")
+        )
         assert own in right
         assert own not in unrelated
         assert own not in contradicting
@@ -34,7 +43,9 @@ def test_other_facts_of_a_passage_are_of_its_split_and_give_no_answer_away() -> 
     for fact in FACTS[::11]:
         unrelated = passage(fact, "unrelated")
         found = [text for text in by_sentence if text in unrelated]
-        found = [text for text in found if not any(text in longer for longer in found if longer != text)]
+        found = [
+            text for text in found if not any(text in longer for longer in found if longer != text)
+        ]
         assert len(found) == 3
         for other in map(by_sentence.__getitem__, found):
             assert other.split == "test"
@@ -54,7 +65,9 @@ def test_each_row_comes_once_for_each_passage() -> None:
 
 
 def test_the_command_prints_them() -> None:
-    done = hallutracer("demo", "questions", "--split", "dev", "--passages", "right", "--passages", "none")
+    done = hallutracer(
+        "demo", "questions", "--split", "dev", "--passages", "right", "--passages", "none"
+    )
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(rows) == 2 * len(questions("dev"))
     assert sum(row.get("passage") == "right" for row in rows) == len(questions("dev"))

@@ -1,4 +1,5 @@
-"""Several replicas behind one nginx: a real round trip, and a POST that may have begun is never sent twice."""
+"""Several replicas behind one nginx: a real round trip, and a POST that may have begun is never
+sent twice."""
 
 from __future__ import annotations
 
@@ -42,13 +43,18 @@ def post(url: str, route: str = "/score", **headers: str) -> httpx.Response:
 
 
 @contextmanager
-def group(folder: Path, *behaviours: Behaviour, edits: tuple[b.Edit, ...] = (), order: int = 1) -> Iterator[Any]:
-    """The address of an nginx before replicas of these behaviours, and for each the ids that reached it."""
+def group(
+    folder: Path, *behaviours: Behaviour, edits: tuple[b.Edit, ...] = (), order: int = 1
+) -> Iterator[Any]:
+    """The address of an nginx before replicas of these behaviours, and for each the ids that
+    reached it."""
     with ExitStack() as stack:
         replicas = [stack.enter_context(b.replica(behave)) for behave in behaviours]
         addresses = [one.address for one in replicas][::order]
         # nginx wants two
-        nginx = stack.enter_context(b.balancing(folder, addresses * (1 + (len(addresses) == 1)), *edits))
+        nginx = stack.enter_context(
+            b.balancing(folder, addresses * (1 + (len(addresses) == 1)), *edits)
+        )
         yield nginx.url, [one.began for one in replicas]
 
 
@@ -74,13 +80,19 @@ def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Running]
     """Two without keys, which let a caller through nginx choose nothing."""
     folder = tmp_path_factory.mktemp("fleet")
     with ExitStack() as stack:
-        yield [stack.enter_context(running(folder / name, names=["tiny"], callers_may=()))
-               for name in ("one", "two")]  # fmt: skip
+        yield [
+            stack.enter_context(running(folder / name, names=["tiny"], callers_may=()))
+            for name in ("one", "two")
+        ]
 
 
 @pytest.fixture(scope="module")
-def fleet(services: list[Running], tmp_path_factory: pytest.TempPathFactory) -> Iterator[b.Balancer]:
-    with b.balancing(tmp_path_factory.mktemp("nginx"), [f"127.0.0.1:{one.port}" for one in services]) as found:
+def fleet(
+    services: list[Running], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[b.Balancer]:
+    with b.balancing(
+        tmp_path_factory.mktemp("nginx"), [f"127.0.0.1:{one.port}" for one in services]
+    ) as found:
         yield found
 
 
@@ -88,25 +100,36 @@ def test_requests_are_spread_and_keep_their_ids(fleet: b.Balancer) -> None:
     names = [f"mine-{i}" for i in range(16)]
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(lambda name: post(fleet.url, **{"X-Request-Id": name}), names))
-    assert [(found.status_code, found.headers["x-request-id"]) for found in answers] == [(200, name) for name in names]
+    assert [(found.status_code, found.headers["x-request-id"]) for found in answers] == [
+        (200, name) for name in names
+    ]
     lines = [line for line in fleet.lines(16) if line["request_id"].startswith("mine-")]
     assert sorted(line["request_id"] for line in lines) == sorted(names)
     assert len({line["replicas"] for line in lines}) == 2
     assert re.fullmatch("[0-9a-f]{32}", post(fleet.url).headers["x-request-id"])
 
 
-def test_an_error_comes_through_readiness_is_the_fleets_and_metrics_are_each_replicas_own(fleet: b.Balancer) -> None:
+def test_an_error_comes_through_readiness_is_the_fleets_and_metrics_are_each_replicas_own(
+    fleet: b.Balancer,
+) -> None:
     found = httpx.post(f"{fleet.url}/score", json={"prompt": 1}, timeout=60)
     assert (found.status_code, found.json()["error"]["code"]) == (422, "invalid_request")
     for path, status in (("/health/ready", 200), ("/metrics", 404)):
         assert httpx.get(f"{fleet.url}{path}", timeout=60).status_code == status
 
 
-@pytest.mark.parametrize("path", ["/v1/admin/reload", "//v1/admin/reload", "/v1/./admin/reload", "/v1/%61dmin/reload"])
+@pytest.mark.parametrize(
+    "path", ["/v1/admin/reload", "//v1/admin/reload", "/v1/./admin/reload", "/v1/%61dmin/reload"]
+)
 def test_nobody_changes_a_replica_through_it(fleet: b.Balancer, path: str) -> None:
     """Without keys the replicas would take nginx for a program of this machine."""
-    with socket.create_connection(("127.0.0.1", int(fleet.url.rpartition(":")[2])), timeout=60) as raw:
-        raw.sendall(f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Length: 0\r\nConnection: close\r\n\r\n".encode())
+    with socket.create_connection(
+        ("127.0.0.1", int(fleet.url.rpartition(":")[2])), timeout=60
+    ) as raw:
+        raw.sendall(
+            f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Length: 0\r\n".encode()
+            + b"Connection: close\r\n\r\n"
+        )
         found = b"".join(iter(lambda: raw.recv(4096), b""))
     assert found.startswith(b"HTTP/1.1 404")
     assert b"x-request-id" not in found.lower()  # none of a replica
@@ -117,13 +140,20 @@ def test_no_client_of_it_is_taken_for_the_owner_of_a_replica_without_keys(
 ) -> None:
     for choice in ({"policy": "observe"}, {"threshold": 1.0}):
         for url, status in ((services[0].url, 200), (fleet.url, 403)):
-            assert httpx.post(f"{url}/score", json={"prompt": "x"} | choice, timeout=60).status_code == status
+            assert (
+                httpx.post(f"{url}/score", json={"prompt": "x"} | choice, timeout=60).status_code
+                == status
+            )
 
 
 def test_one_that_stops_is_not_noticed_and_without_any_nothing_is_answered(tmp_path: Path) -> None:
     with ExitStack() as stack:
-        one, two = [stack.enter_context(running(tmp_path / name, names=["tiny"])) for name in ("one", "two")]
-        nginx = stack.enter_context(b.balancing(tmp_path, [f"127.0.0.1:{service.port}" for service in (one, two)]))
+        one, two = [
+            stack.enter_context(running(tmp_path / name, names=["tiny"])) for name in ("one", "two")
+        ]
+        nginx = stack.enter_context(
+            b.balancing(tmp_path, [f"127.0.0.1:{service.port}" for service in (one, two)])
+        )
         assert [post(nginx.url).status_code for _ in range(4)] == [200] * 4
         one.server.should_exit = True
         until(lambda: not one.server.started or one.state.lifecycle.stopping)
@@ -147,7 +177,10 @@ def test_an_event_goes_out_before_the_next_is_there(tmp_path: Path) -> None:
         handler.close_connection = True
 
     found = []
-    with group(tmp_path, streaming) as (url, _), httpx.stream("POST", f"{url}/score", json={}, timeout=60) as stream:
+    with (
+        group(tmp_path, streaming) as (url, _),
+        httpx.stream("POST", f"{url}/score", json={}, timeout=60) as stream,
+    ):
         for line in stream.iter_lines():
             found.append(line)
             seen.set()
@@ -179,15 +212,37 @@ def slow(handler: BaseHTTPRequestHandler) -> None:
 @pytest.mark.parametrize(
     ("behaviours", "route", "edits", "status", "reached"),
     [
-        pytest.param([breaking] * 2, CHAT_ROUTE, [], 502, {1}, id="a POST whose connection broke is not repeated"),
-        pytest.param([slow] * 2, CHAT_ROUTE, [("proxy_read_timeout 60s", "proxy_read_timeout 300ms")], 504, {1},
-                     id="one that takes too long is not repeated"),
-        *(pytest.param([breaking] * 5, route, [], 502, {4}, id=f"{route} is asked of four and of no fifth")
-          for route in SCORE_ROUTES),
+        pytest.param(
+            [breaking] * 2,
+            CHAT_ROUTE,
+            [],
+            502,
+            {1},
+            id="a POST whose connection broke is not repeated",
+        ),
+        pytest.param(
+            [slow] * 2,
+            CHAT_ROUTE,
+            [("proxy_read_timeout 60s", "proxy_read_timeout 300ms")],
+            504,
+            {1},
+            id="one that takes too long is not repeated",
+        ),
+        *(
+            pytest.param(
+                [breaking] * 5, route, [], 502, {4}, id=f"{route} is asked of four and of no fifth"
+            )
+            for route in SCORE_ROUTES
+        ),
     ],
-)  # fmt: skip
+)
 def test_how_often_a_post_is_sent(
-    tmp_path: Path, behaviours: list[Behaviour], route: str, edits: list[b.Edit], status: int, reached: set[int]
+    tmp_path: Path,
+    behaviours: list[Behaviour],
+    route: str,
+    edits: list[b.Edit],
+    status: int,
+    reached: set[int],
 ) -> None:
     with group(tmp_path, *behaviours, edits=tuple(edits)) as (url, began):
         assert post(url, route).status_code == status
@@ -195,20 +250,32 @@ def test_how_often_a_post_is_sent(
         assert len(behaviours) == 2 or sorted(map(len, began)) == [0, 1, 1, 1, 1]
 
 
-@pytest.mark.parametrize(("behaviours", "asked"), [
-    ([breaking, fine], True), ([loading, loading, fine], True), ([None, fine], False),
-], ids=["one broke off", "a third answers what two refused", "one is away"])  # fmt: skip
-def test_a_score_is_answered_all_the_same(tmp_path: Path, behaviours: list[Behaviour | None], asked: bool) -> None:
+@pytest.mark.parametrize(
+    ("behaviours", "asked"),
+    [
+        ([breaking, fine], True),
+        ([loading, loading, fine], True),
+        ([None, fine], False),
+    ],
+    ids=["one broke off", "a third answers what two refused", "one is away"],
+)
+def test_a_score_is_answered_all_the_same(
+    tmp_path: Path, behaviours: list[Behaviour | None], asked: bool
+) -> None:
     with ExitStack() as stack:
         replicas = [stack.enter_context(b.replica(one)) for one in behaviours if one]
         away = [f"127.0.0.1:{free_port()}"] * (len(behaviours) - len(replicas))
-        nginx = stack.enter_context(b.balancing(tmp_path, [*away, *(one.address for one in replicas)]))
+        nginx = stack.enter_context(
+            b.balancing(tmp_path, [*away, *(one.address for one in replicas)])
+        )
         assert [post(nginx.url).status_code for _ in range(6)] == [200] * 6
         assert 1 <= len(replicas[0].began) <= 6
         assert asked or len(replicas[0].began) == 6
 
 
-@pytest.mark.parametrize(("ends", "route"), [(breaking, "/score"), (loading, "/score"), (loading, CHAT_ROUTE)])
+@pytest.mark.parametrize(
+    ("ends", "route"), [(breaking, "/score"), (loading, "/score"), (loading, CHAT_ROUTE)]
+)
 @pytest.mark.parametrize("order", [1, -1], ids=["asked first", "asked last"])
 def test_what_a_replica_leaves_goes_to_the_one_that_rests(
     tmp_path: Path, order: int, ends: Behaviour, route: str
@@ -230,7 +297,9 @@ def test_what_a_replica_leaves_goes_to_the_one_that_rests(
 
 
 def test_while_all_rest_all_are_asked(tmp_path: Path) -> None:
-    turn = iter([loading, loading, loading, loading, fine])  # each of the two, and each as a last resort; then ready
+    turn = iter(
+        [loading, loading, loading, loading, fine]
+    )  # each of the two, and each as a last resort; then ready
     with group(tmp_path, *[lambda handler: next(turn, fine)(handler)] * 2) as (url, _):
         statuses = [post(url, CHAT_ROUTE).status_code for _ in range(3)]
         assert statuses[-1] == 200  # at once: both have still to rest for seconds
@@ -249,4 +318,8 @@ def test_where_all_are_loading_the_client_hears_when_to_come_back(tmp_path: Path
     with group(tmp_path, loading, loading) as (url, _):
         for route in (CHAT_ROUTE, *SCORE_ROUTES) * 2:  # the later ones while both rest
             found = post(url, route)
-            assert (found.status_code, found.headers["retry-after"], found.content) == (503, "1", NOT_READY)
+            assert (found.status_code, found.headers["retry-after"], found.content) == (
+                503,
+                "1",
+                NOT_READY,
+            )

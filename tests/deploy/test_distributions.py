@@ -37,8 +37,10 @@ for group in ("vllm.endpoint_plugins", "vllm.general_plugins"):
     [hook] = [one for one in entry_points(group=group) if one.dist.name == "hallutracer"]
     print(group, hook.value, hook.load().__module__)
 print(*(version(name) for name in ("hallutracer", "hallutracer-client", "hallutracer-research")))
-import hallutracer, hallutracer_client, hallutracer_research, hallutracer_start, probes_store, service
-print(*(one.__file__ for one in (hallutracer, hallutracer_client, hallutracer_start, probes_store, service)))
+import hallutracer, hallutracer_client, hallutracer_start, probes_store, service
+import hallutracer_research
+modules = (hallutracer, hallutracer_client, hallutracer_start, probes_store, service)
+print(*(module.__file__ for module in modules))
 """
 ASK = """
 import sys
@@ -50,7 +52,8 @@ with Client(sys.argv[1]) as client:
 
 @dataclass(frozen=True)
 class Installed:
-    """The built files, and an environment with the wheels; its dependencies are this environment's."""
+    """The built files, and an environment with the wheels; its dependencies are this
+    environment's."""
 
     built: Path
     python: Path
@@ -60,10 +63,13 @@ class Installed:
         return self.python.parent / name
 
     def run(self, *command: str | Path) -> str:
-        """What a program prints that is started away from the checkout, without a variable of ours."""
+        """What a program prints that is started away from the checkout, without a variable of
+        ours."""
         environment = inherited() | {"HOME": str(self.home)}
         environment.pop("PYTHONPATH", None)
-        done = subprocess.run(command, cwd=self.home, env=environment, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(
+            command, cwd=self.home, env=environment, capture_output=True, text=True, timeout=300
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -75,7 +81,10 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     home.mkdir()
     for name, (project, packages) in PROJECTS.items():
         (source := folder / "source" / name).mkdir(parents=True)
-        for path in (*(project / one for one in packages), *(one for one in project.iterdir() if one.is_file())):
+        for path in (
+            *(project / one for one in packages),
+            *(one for one in project.iterdir() if one.is_file()),
+        ):
             if path.is_dir():
                 shutil.copytree(path, source / path.name, ignore=shutil.ignore_patterns("*.pyc"))
             else:
@@ -90,18 +99,34 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
     (packages,) = (venv / "lib").glob("python3*/site-packages")
     (packages / "dependencies.pth").write_text(f"{Path(cyclopts.__file__).parents[1]}\n")
-    pip = [sys.executable, "-m", "pip", "--python", venv / "bin" / "python", "install", "--quiet", "--no-deps"]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        venv / "bin" / "python",
+        "install",
+        "--quiet",
+        "--no-deps",
+    ]
     # Also where the borrowed folder, or PYTHONPATH, has the checkout itself in the same version.
-    subprocess.run([*pip, "--no-index", "--ignore-installed", *sorted(built.glob("*.whl"))], check=True)
+    subprocess.run(
+        [*pip, "--no-index", "--ignore-installed", *sorted(built.glob("*.whl"))], check=True
+    )
     return Installed(built, venv / "bin" / "python", home)
 
 
 @pytest.fixture(scope="module")
 def served(installed: Installed) -> Iterator[ServeProcess]:
     with ServeProcess(
-        "--model", "demo", program=[installed.command("hallutracer")], folder=installed.home,
-        HOME=str(installed.home), PYTHONPATH="", HALLUTRACER_THREADS="1",
-    ) as service:  # fmt: skip
+        "--model",
+        "demo",
+        program=[installed.command("hallutracer")],
+        folder=installed.home,
+        HOME=str(installed.home),
+        PYTHONPATH="",
+        HALLUTRACER_THREADS="1",
+    ) as service:
         yield service
 
 
@@ -113,7 +138,9 @@ def files_of(project: Path, packages: tuple[str, ...]) -> set[str]:
 
 
 @pytest.mark.parametrize("name", PROJECTS)
-def test_a_wheel_has_every_file_of_its_packages_and_no_other(installed: Installed, name: str) -> None:
+def test_a_wheel_has_every_file_of_its_packages_and_no_other(
+    installed: Installed, name: str
+) -> None:
     project, packages = PROJECTS[name]
     [wheel] = installed.built.glob(f"{name}-*.whl")
     assert wheel.name == f"{name}-{__version__}-py3-none-any.whl"
@@ -126,15 +153,20 @@ def test_a_wheel_has_every_file_of_its_packages_and_no_other(installed: Installe
     assert f"{info}licenses/LICENSE" in names
     assert "License-Expression: Apache-2.0" in metadata
     if name == "hallutracer":
-        wanted = ("service/api/playground/index.html", "service/demo/assets/hallutracer-demo/model.safetensors",
-                  "probes_store/shipped/smollm2/1/probes.safetensors")  # fmt: skip
+        wanted = (
+            "service/api/playground/index.html",
+            "service/demo/assets/hallutracer-demo/model.safetensors",
+            "probes_store/shipped/smollm2/1/probes.safetensors",
+        )
         assert set(wanted) <= names
     if name == "hallutracer_research":
         assert f"Requires-Dist: hallutracer=={__version__}\n" in metadata
 
 
 @pytest.mark.parametrize("name", PROJECTS)
-def test_an_sdist_has_what_the_wheel_is_made_of_and_no_tests(installed: Installed, name: str) -> None:
+def test_an_sdist_has_what_the_wheel_is_made_of_and_no_tests(
+    installed: Installed, name: str
+) -> None:
     with tarfile.open(installed.built / f"{name}-{__version__}.tar.gz") as archive:
         names = {one.name.partition("/")[2] for one in archive.getmembers() if one.isfile()}
     assert files_of(*PROJECTS[name]) | {"LICENSE", "README.md", "pyproject.toml"} <= names
@@ -142,7 +174,10 @@ def test_an_sdist_has_what_the_wheel_is_made_of_and_no_tests(installed: Installe
 
 
 def test_commands_and_entry_points_are_those_of_the_wheels(installed: Installed) -> None:
-    assert installed.run(installed.command("hallutracer"), "--version") == f"hallutracer {__version__}\n"
+    assert (
+        installed.run(installed.command("hallutracer"), "--version")
+        == f"hallutracer {__version__}\n"
+    )
     assert "--url URL" in installed.run(installed.command("hallutracer-mcp"), "--help")
     assert "--suite" in installed.run(installed.command("hallutracer"), "evaluate", "--help")
     first, second, versions, places = installed.run(installed.python, "-c", ENTRIES).splitlines()
@@ -152,7 +187,9 @@ def test_commands_and_entry_points_are_those_of_the_wheels(installed: Installed)
     assert all(place.startswith(str(installed.python.parents[1])) for place in places.split())
 
 
-def test_it_serves_the_demo_model_and_the_client_asks_it(installed: Installed, served: ServeProcess) -> None:
+def test_it_serves_the_demo_model_and_the_client_asks_it(
+    installed: Installed, served: ServeProcess
+) -> None:
     asked = {"prompt": ITALY, "generate": {"max_tokens": 8}}
     answer = httpx.post(f"{served.url}/v1/risk/score", json=asked, timeout=60)
     assert answer.status_code == 200, answer.text
@@ -175,5 +212,9 @@ def test_it_serves_the_demo_model_and_the_client_asks_it(installed: Installed, s
 def test_the_packed_chart_is_that_version_and_asks_for_its_image(installed: Installed) -> None:
     chart = ROOT / "deploy" / "helm" / "hallutracer"
     installed.run(binary("helm"), "package", chart, "--destination", installed.built)
-    rendered = installed.run(binary("helm"), "template", "one", installed.built / f"hallutracer-{__version__}.tgz")
-    assert set(re.findall(r'image: "?(hallutracer:[^\s"]+)', rendered)) == {f"hallutracer:{__version__}"}
+    rendered = installed.run(
+        binary("helm"), "template", "one", installed.built / f"hallutracer-{__version__}.tgz"
+    )
+    assert set(re.findall(r'image: "?(hallutracer:[^\s"]+)', rendered)) == {
+        f"hallutracer:{__version__}"
+    }

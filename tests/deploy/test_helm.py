@@ -22,11 +22,17 @@ CHART = ROOT / "deploy" / "helm" / "hallutracer"
 GPU, VLLM = CHART / "values-gpu.yaml", CHART / "values-vllm.yaml"
 ROLLOUT = CHART / "values-rollout.yaml"
 OVERLAYS = {"base": (), "gpu": (GPU,), "vllm": (GPU, VLLM)}
-MONITORED = ("podMonitor.enabled=true", "prometheusRule.enabled=true", "autoscaling.queueWait.enabled=true")
+MONITORED = (
+    "podMonitor.enabled=true",
+    "prometheusRule.enabled=true",
+    "autoscaling.queueWait.enabled=true",
+)
 
 
 def helm(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([binary("helm"), *map(str, arguments)], capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [binary("helm"), *map(str, arguments)], capture_output=True, text=True, check=False
+    )
 
 
 def template(
@@ -39,7 +45,9 @@ def template(
 
 
 @functools.cache
-def rendered(*files: Path, values: tuple[str, ...] = (), release: str = "hallutracer") -> tuple[p.Document, ...]:
+def rendered(
+    *files: Path, values: tuple[str, ...] = (), release: str = "hallutracer"
+) -> tuple[p.Document, ...]:
     done = template(*files, values=values, release=release)
     assert done.returncode == 0, done.stderr
     return tuple(p.load_all(done.stdout))
@@ -63,10 +71,16 @@ def test_a_pod_is_hardened_drains_and_is_found(name: str) -> None:
     files = {path.stem: path for path in MANIFESTS}
     found = list(rendered(*OVERLAYS[name])) if name in OVERLAYS else p.documents(files[name])
     bare = [item for item in found if item["kind"] == "Pod"]
-    for pod in [*p.pods(found), *(item for item in bare if "annotations" not in item["metadata"])]:  # not helm test's
+    for pod in [
+        *p.pods(found),
+        *(item for item in bare if "annotations" not in item["metadata"]),
+    ]:  # not helm test's
         spec = pod["spec"]
         context = spec["securityContext"]
-        assert (context["runAsNonRoot"], context["seccompProfile"]) == (True, {"type": "RuntimeDefault"})
+        assert (context["runAsNonRoot"], context["seccompProfile"]) == (
+            True,
+            {"type": "RuntimeDefault"},
+        )
         user = next(step.text for step in p.dockerfile() if step.verb == "USER")
         assert f"{context['runAsUser']}:{context['runAsGroup']}" == user
         assert spec["enableServiceLinks"] is False  # they would overwrite HALLUTRACER_PORT
@@ -78,14 +92,20 @@ def test_a_pod_is_hardened_drains_and_is_found(name: str) -> None:
             assert {"requests", "limits"} <= set(one["resources"])
             paths = {mount["name"]: mount["mountPath"] for mount in one.get("volumeMounts", [])}
             assert set(paths) <= volumes
-            assert {str(Path(value).parent) for value in variables.values() if value.startswith("/")} <= set(
-                paths.values()
+            assert {
+                str(Path(value).parent) for value in variables.values() if value.startswith("/")
+            } <= set(paths.values())
+            sleep = (
+                one.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", [0])[-1]
             )
-            sleep = one.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", [0])[-1]
             stopping = float(sleep) + float(variables.get("HALLUTRACER_DRAIN_S", 0))
             assert stopping < spec["terminationGracePeriodSeconds"]
             if one.get("args") == ["serve"]:
-                for probe, route in (("startupProbe", "ready"), ("readinessProbe", "ready"), ("livenessProbe", "live")):
+                for probe, route in (
+                    ("startupProbe", "ready"),
+                    ("readinessProbe", "ready"),
+                    ("livenessProbe", "live"),
+                ):
                     assert f"/health/{route}" in json.dumps(one[probe])
     labels = [pod["metadata"]["labels"] for pod in p.pods(found)]
     for item in found:
@@ -96,7 +116,11 @@ def test_a_pod_is_hardened_drains_and_is_found(name: str) -> None:
 
 
 def test_the_overlays_ask_for_their_engine_their_gpus_and_their_claims() -> None:
-    for name, engine, gpus in (("base", "transformers", None), ("gpu", "transformers", 1), ("vllm", "vllm", 2)):
+    for name, engine, gpus in (
+        ("base", "transformers", None),
+        ("gpu", "transformers", 1),
+        ("vllm", "vllm", 2),
+    ):
         found = rendered(*OVERLAYS[name])
         own = container(found)
         variables = p.variables(own)
@@ -104,43 +128,67 @@ def test_the_overlays_ask_for_their_engine_their_gpus_and_their_claims() -> None
         assert own["image"] == f"hallutracer:{tag}"
         assert variables.get("HALLUTRACER_ENGINE", "transformers") == engine
         assert own["resources"]["limits"].get("nvidia.com/gpu") == gpus
-        assert int(variables.get("HALLUTRACER_TENSOR_PARALLEL_SIZE", 1)) == (2 if name == "vllm" else 1)
-        assert ("/dev/shm" in {mount["mountPath"] for mount in own["volumeMounts"]}) == (name == "vllm")
-        claims = {item["metadata"]["name"] for item in found if item["kind"] == "PersistentVolumeClaim"}
+        assert int(variables.get("HALLUTRACER_TENSOR_PARALLEL_SIZE", 1)) == (
+            2 if name == "vllm" else 1
+        )
+        assert ("/dev/shm" in {mount["mountPath"] for mount in own["volumeMounts"]}) == (
+            name == "vllm"
+        )
+        claims = {
+            item["metadata"]["name"] for item in found if item["kind"] == "PersistentVolumeClaim"
+        }
         assert claims == ({"hallutracer-probes", "hallutracer-huggingface"} if gpus else set())
         assert ("HorizontalPodAutoscaler" in {item["kind"] for item in found}) == (gpus is None)
     [helper] = p.documents(MANIFESTS[1])
-    assert helper["spec"]["volumes"][0]["persistentVolumeClaim"] == {"claimName": "hallutracer-probes"}
+    assert helper["spec"]["volumes"][0]["persistentVolumeClaim"] == {
+        "claimName": "hallutracer-probes"
+    }
 
 
 @pytest.mark.parametrize("version", KUBERNETES)
 @pytest.mark.parametrize("folder", OVERLAYS)
 def test_what_it_renders_fits_kubernetes_schemas(folder: str, version: str) -> None:
     assert len(found := rendered(*OVERLAYS[folder])) >= 5
-    assert schema_errors([*found, *(rendered(values=MONITORED[2:]) if folder == "base" else ())], version) == []
+    assert (
+        schema_errors(
+            [*found, *(rendered(values=MONITORED[2:]) if folder == "base" else ())], version
+        )
+        == []
+    )
 
 
 def test_the_schema_is_up_to_date_with_the_options_of_serve() -> None:
     script = runpy.run_path(str(CHART.parent / "values_schema.py"))
-    assert script["text"]() == (CHART / "values.schema.json").read_text(), "run: python deploy/helm/values_schema.py"
+    assert script["text"]() == (CHART / "values.schema.json").read_text(), (
+        "run: python deploy/helm/values_schema.py"
+    )
     assert {"max_queue", "policy", "bundle", "engine"} <= set(script["options"]())
     assert not {"api_key", "port", "feedback_db"} & set(script["options"]())
 
 
 REFUSED = [
-    ("options.max_qeue=3", "'max_qeue' not allowed"), ("options.port=9", "'port' not allowed"),
-    ("options.api_key=abcdefghijklmnopqrst", "'api_key' not allowed"), ("options.threshold=2", "want 1"),
+    ("options.max_qeue=3", "'max_qeue' not allowed"),
+    ("options.port=9", "'port' not allowed"),
+    ("options.api_key=abcdefghijklmnopqrst", "'api_key' not allowed"),
+    ("options.threshold=2", "want 1"),
     ("options.store=/probes", "does not match pattern"),
-    ("options.deadline_s=0", "want 0"), ("options.drain_s=null", "drain_s"), ("options.shadow=one", "want array"),
-    ("options.bundle={a b}", "does not match pattern"), ("replica=2", "'replica' not allowed"),
-    ("gpus=two", "want integer"), ("image.digest=latest", "does not match pattern"),
-    ("prometheusRule.grafanaUrl=https://g.example/", "does not match pattern"), ("resources.limits=", "want object"),
-    ("storage.tmp=lots", "does not match pattern"), ("apiKeys.secret=", "allow_anonymous"),
+    ("options.deadline_s=0", "want 0"),
+    ("options.drain_s=null", "drain_s"),
+    ("options.shadow=one", "want array"),
+    ("options.bundle={a b}", "does not match pattern"),
+    ("replica=2", "'replica' not allowed"),
+    ("gpus=two", "want integer"),
+    ("image.digest=latest", "does not match pattern"),
+    ("prometheusRule.grafanaUrl=https://g.example/", "does not match pattern"),
+    ("resources.limits=", "want object"),
+    ("storage.tmp=lots", "does not match pattern"),
+    ("apiKeys.secret=", "allow_anonymous"),
     ("podMonitor.enabled=true,options.protect_metrics=true", "podMonitor.keySecret"),
-    ("autoscaling.cpuUtilization=0", "needs a signal"), ("networkPolicy.clients=null", "clients"),
+    ("autoscaling.cpuUtilization=0", "needs a signal"),
+    ("networkPolicy.clients=null", "clients"),
     ("user.runAsUser=0", "runAsUser"),
     ("extraEnv[0].name=HALLUTRACER_HOST,extraEnv[0].value=x", "extraEnv"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("value", "said"), REFUSED, ids=[value for value, _ in REFUSED])
@@ -151,30 +199,54 @@ def test_a_wrong_value_is_refused_before_it_reaches_a_cluster(value: str, said: 
 
 
 def test_options_become_variables_that_serve_reads_alike(tmp_path: Path) -> None:
-    file = tmp_path / "mine.yaml"  # helm reads a file's numbers as floats, which it would write with an exponent
-    file.write_text("options: {max_body_bytes: 8388608, deadline_s: 12.5, playground: false, threshold: 0, "
-                    "bundle: [demo, demo-fused], policy: support}\n")  # fmt: skip
+    file = (
+        tmp_path / "mine.yaml"
+    )  # helm reads a file's numbers as floats, which it would write with an exponent
+    file.write_text(
+        "options: {max_body_bytes: 8388608, deadline_s: 12.5, playground: false, threshold: 0, "
+        "bundle: [demo, demo-fused], policy: support}\n"
+    )
     variables = p.variables(container(rendered(file)))
     assert variables["HALLUTRACER_MAX_BODY_BYTES"] == "8388608"
-    read = p.served({name: value for name, value in variables.items() if not value.startswith("/etc/")})
+    read = p.served(
+        {name: value for name, value in variables.items() if not value.startswith("/etc/")}
+    )
     expected = {
-        "max_body_bytes": 8388608, "deadline_s": 12.5, "playground": False, "bundle": ("demo", "demo-fused"),
-        "policy": "support", "threshold": 0.0, "drain_s": 30.0, "threads": None,
-    }  # fmt: skip
+        "max_body_bytes": 8388608,
+        "deadline_s": 12.5,
+        "playground": False,
+        "bundle": ("demo", "demo-fused"),
+        "policy": "support",
+        "threshold": 0.0,
+        "drain_s": 30.0,
+        "threads": None,
+    }
     assert {name: read[name] for name in expected} == expected
 
 
 def test_requests_may_be_addressed_to_the_service_and_to_the_names_that_are_given() -> None:
     def names(*values: str, release: str = "hallutracer") -> list[str]:
-        return p.variables(container(rendered(values=values, release=release)))["HALLUTRACER_ALLOWED_HOST"].split()
+        return p.variables(container(rendered(values=values, release=release)))[
+            "HALLUTRACER_ALLOWED_HOST"
+        ].split()
 
     own = ["hallutracer", "hallutracer.hallutracer", "hallutracer.hallutracer.svc"]
     assert names() == ["localhost", *own, f"{own[-1]}.cluster.local"]
-    assert names("options.allowed_host={guard.example,b.example}") == [*names(), "guard.example", "b.example"]
+    assert names("options.allowed_host={guard.example,b.example}") == [
+        *names(),
+        "guard.example",
+        "b.example",
+    ]
     found = rendered(release="blue")
-    assert sum(entry["name"] == "HALLUTRACER_ALLOWED_HOST" for entry in container(found)["env"]) == 1
+    assert (
+        sum(entry["name"] == "HALLUTRACER_ALLOWED_HOST" for entry in container(found)["env"]) == 1
+    )
     [ask] = one(found, "Pod")["spec"]["containers"]  # helm test
-    for name in ("blue-hallutracer.hallutracer.svc", one(found, "Service")["metadata"]["name"], ask["command"][-1]):
+    for name in (
+        "blue-hallutracer.hallutracer.svc",
+        one(found, "Service")["metadata"]["name"],
+        ask["command"][-1],
+    ):
         assert name in names(release="blue")
 
 
@@ -241,9 +313,14 @@ def test_the_values_that_the_page_shows_fetch_the_first_bundle_from_a_url(tmp_pa
     (mine := tmp_path / "mine.yaml").write_text(shown)
     found = rendered(GPU, mine)
     variables = p.variables(container(found))
-    assert (variables["HALLUTRACER_STORE"], variables["HALLUTRACER_BUNDLE"]) == ("hf://OWNER/my-probe", "my-probe")
+    assert (variables["HALLUTRACER_STORE"], variables["HALLUTRACER_BUNDLE"]) == (
+        "hf://OWNER/my-probe",
+        "my-probe",
+    )
     mounts = {mount["mountPath"] for mount in container(found)["volumeMounts"]}
-    assert str(Path(variables["HALLUTRACER_STORE_CACHE"]).parent) in mounts  # the root file system is read-only
+    assert (
+        str(Path(variables["HALLUTRACER_STORE_CACHE"]).parent) in mounts
+    )  # the root file system is read-only
     claims = [item["metadata"]["name"] for item in found if item["kind"] == "PersistentVolumeClaim"]
     assert claims == ["hallutracer-huggingface"]
     assert schema_errors(list(found), KUBERNETES[-1]) == []
@@ -252,8 +329,14 @@ def test_the_values_that_the_page_shows_fetch_the_first_bundle_from_a_url(tmp_pa
 def test_a_rollout_is_what_serve_is_told_and_bundles_outlive_the_pods() -> None:
     found = rendered(ROLLOUT)
     variables = p.variables(container(found))
-    read = p.served({name: value for name, value in variables.items() if not value.startswith("/etc/")})
-    assert (read["bundle"], read["shadow"], read["canary"]) == (("my-probe",), ("my-probe@shadow",), "my-probe@canary")
+    read = p.served(
+        {name: value for name, value in variables.items() if not value.startswith("/etc/")}
+    )
+    assert (read["bundle"], read["shadow"], read["canary"]) == (
+        ("my-probe",),
+        ("my-probe@shadow",),
+        "my-probe@canary",
+    )
     assert (read["canary_share"], read["watch_s"], read["replay_s"]) == (0.05, 10.0, 600.0)
     assert one(found, "PersistentVolumeClaim")["spec"]["accessModes"] == ["ReadWriteMany"]
     assert schema_errors(list(found), KUBERNETES[-1]) == []
@@ -265,7 +348,9 @@ def test_a_rollout_that_cannot_go_on_is_told_at_the_installation() -> None:
         ("options.watch_s=0", "Set options.watch_s", ()),
         ("storage.probes.claim=false", "without storage.probes.claim", ()),
     ):
-        done = helm("install", "hallutracer", CHART, "--dry-run=client", "--values", ROLLOUT, "--set", value)
+        done = helm(
+            "install", "hallutracer", CHART, "--dry-run=client", "--values", ROLLOUT, "--set", value
+        )
         assert done.returncode == 0, done.stderr
         notes = done.stdout.partition("NOTES:")[2]
         assert (said in notes, [word for word in unsaid if word in notes]) == (True, [])
@@ -273,7 +358,9 @@ def test_a_rollout_that_cannot_go_on_is_told_at_the_installation() -> None:
 
 def test_two_releases_in_one_namespace_do_not_meet() -> None:
     first, second = rendered(), rendered(release="blue")
-    names = [{(item["kind"], item["metadata"]["name"]) for item in found} for found in (first, second)]
+    names = [
+        {(item["kind"], item["metadata"]["name"]) for item in found} for found in (first, second)
+    ]
     assert not names[0] & names[1]
     for kind in ("Service", "Deployment", "PodDisruptionBudget", "NetworkPolicy"):
         spec = one(second, kind)["spec"]
@@ -284,15 +371,26 @@ def test_two_releases_in_one_namespace_do_not_meet() -> None:
 def test_the_operators_rules_are_the_rules_and_lead_to_the_page_that_is_named() -> None:
     files = sorted((OURS / "rules").glob("*.yml"))
     for path in files:
-        assert (CHART / "rules" / path.name).read_text() == path.read_text(), f"copy {path} into {CHART / 'rules'}"
-    own = {"groups": [group for path in files for group in yaml.safe_load(path.read_text())["groups"]]}
-    assert one(rendered(values=MONITORED), "PrometheusRule")["spec"] == own  # whose rules promtool takes elsewhere
+        assert (CHART / "rules" / path.name).read_text() == path.read_text(), (
+            f"copy {path} into {CHART / 'rules'}"
+        )
+    own = {
+        "groups": [group for path in files for group in yaml.safe_load(path.read_text())["groups"]]
+    }
+    assert (
+        one(rendered(values=MONITORED), "PrometheusRule")["spec"] == own
+    )  # whose rules promtool takes elsewhere
     url = "https://wiki.example/risk.html"
-    named = (f"prometheusRule.runbookUrl={url}", "prometheusRule.grafanaUrl=https://g.example/grafana")
+    named = (
+        f"prometheusRule.runbookUrl={url}",
+        "prometheusRule.grafanaUrl=https://g.example/grafana",
+    )
     spec = one(rendered(values=(*MONITORED, *named)), "PrometheusRule")["spec"]
     for rule in (rule for group in spec["groups"] for rule in group["rules"] if "alert" in rule):
         assert rule["annotations"]["runbook_url"] == f"{url}#{rule['alert'].lower()}"
-        assert rule["annotations"]["dashboard_url"].startswith("https://g.example/grafana/d/hallutracer-")
+        assert rule["annotations"]["dashboard_url"].startswith(
+            "https://g.example/grafana/d/hallutracer-"
+        )
 
 
 def test_the_operators_scrape_is_under_the_alerts_job() -> None:
@@ -344,7 +442,10 @@ def test_keda_scales_the_chart_as_its_own_autoscaler_does(tmp_path: Path) -> Non
     found = rendered(values=(*MONITORED, "autoscaling.cpuUtilization=0"))
     own, spec = one(found, "HorizontalPodAutoscaler")["spec"], scaled["spec"]
     assert spec["scaleTargetRef"]["name"] == one(found, "Deployment")["metadata"]["name"]
-    assert (spec["minReplicaCount"], spec["maxReplicaCount"]) == (own["minReplicas"], own["maxReplicas"])
+    assert (spec["minReplicaCount"], spec["maxReplicaCount"]) == (
+        own["minReplicas"],
+        own["maxReplicas"],
+    )
     assert spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"] == own["behavior"]
     [trigger], [metric] = spec["triggers"], own["metrics"]
     threshold = float(trigger["metadata"]["threshold"])
@@ -356,14 +457,22 @@ def test_keda_scales_the_chart_as_its_own_autoscaler_does(tmp_path: Path) -> Non
 
 def test_a_package_of_it_renders_the_same(tmp_path: Path) -> None:
     assert helm("package", CHART, "--destination", tmp_path).returncode == 0
-    options = ("--namespace", "hallutracer", *(word for value in MONITORED for word in ("--set", value)))
+    options = (
+        "--namespace",
+        "hallutracer",
+        *(word for value in MONITORED for word in ("--set", value)),
+    )
     done = helm("template", "hallutracer", *tmp_path.glob("*.tgz"), *options)
     assert tuple(p.load_all(done.stdout)) == rendered(values=MONITORED), done.stderr
 
 
-def test_the_adapters_query_is_the_mean_wait_of_each_pod_and_zero_where_nothing_came(tmp_path: Path) -> None:
+def test_the_adapters_query_is_the_mean_wait_of_each_pod_and_zero_where_nothing_came(
+    tmp_path: Path,
+) -> None:
     [rule] = p.documents(ROOT / "deploy/helm/prometheus-adapter.yml")[0]["rules"]["custom"]
     matchers = 'namespace="hallutracer",pod=~"a|b"'
-    query = rule["metricsQuery"].replace("<<.GroupBy>>", "pod").replace("<<.LabelMatchers>>", matchers)
+    query = (
+        rule["metricsQuery"].replace("<<.GroupBy>>", "pod").replace("<<.LabelMatchers>>", matchers)
+    )
     check_query(tmp_path, query, {'{pod="a"}': 0.5, '{pod="b"}': 0.0})
     assert re.match(rule["seriesQuery"].partition("{")[0], "hallutracer_queue_seconds_count")

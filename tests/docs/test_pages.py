@@ -1,4 +1,5 @@
-"""What the pages say about the code is what the code says; the site builds and leads everywhere; the notebooks run."""
+"""What the pages say about the code is what the code says; the site builds and leads everywhere;
+the notebooks run."""
 
 from __future__ import annotations
 
@@ -28,11 +29,18 @@ from tests.kit.pages import PAGES, RECORDS, ROOT, blocks
 from tests.parity import models, versions
 from tests.serve_process import inherited
 
-# Errors that no HTTP answer carries: of the command line, of loading (served as not_ready), and of a client that left.
+# Errors that no HTTP answer carries: of the command line, of loading (served as not_ready), and of
+# a client that left.
 NOT_ANSWERED = {
-    "client_closed_request", "unknown_family", "model_load_error", "training_error", "bad_data", "run_mismatch",
-    "no_direction", "no_threshold",
-}  # fmt: skip
+    "client_closed_request",
+    "unknown_family",
+    "model_load_error",
+    "training_error",
+    "bad_data",
+    "run_mismatch",
+    "no_direction",
+    "no_threshold",
+}
 ASSETS = "service/demo/assets"
 STABLE = str(ROOT / "docs" / "stable_names.py")
 
@@ -45,7 +53,9 @@ def test_the_readme_is_one_page_and_its_first_screen_one_screen() -> None:
     """To the end of the table that says when to use what."""
     lines = text_of("README.md").splitlines()
     assert len(lines) <= 150
-    assert max(place for place, line in enumerate(lines) if line.startswith("| [LettuceDetect]")) < 45
+    assert (
+        max(place for place, line in enumerate(lines) if line.startswith("| [LettuceDetect]")) < 45
+    )
 
 
 def test_the_recipe_is_for_the_vllm_that_the_plugin_reads() -> None:
@@ -55,7 +65,9 @@ def test_the_recipe_is_for_the_vllm_that_the_plugin_reads() -> None:
     assert f"vLLM {oldest} to {newest}." in text_of("README.md")
     for name in ("cpu", "cuda"):  # what is pinned is what most tests run
         assert re.search(
-            rf"^vllm(-cpu)?=={versions.INSTALLED} ", text_of(f"requirements-vllm-{name}.txt"), re.MULTILINE
+            rf"^vllm(-cpu)?=={versions.INSTALLED} ",
+            text_of(f"requirements-vllm-{name}.txt"),
+            re.MULTILINE,
         )
 
 
@@ -71,13 +83,19 @@ def test_the_table_of_errors_is_the_codes() -> None:
     answered |= {"invalid_json": 400, "method_not_allowed": 405}
     section = text_of("docs/api.md").partition("## Errors")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (\d{3}) \| (.*?) \|", section, re.MULTILINE)
-    documented = {code: int(status) for status, codes in rows for code in re.findall(r"`(\w+)`", codes)}
-    assert documented == {code: status for code, status in answered.items() if code not in NOT_ANSWERED}
+    documented = {
+        code: int(status) for status, codes in rows for code in re.findall(r"`(\w+)`", codes)
+    }
+    assert documented == {
+        code: status for code, status in answered.items() if code not in NOT_ANSWERED
+    }
 
 
 def test_the_files_of_policies_and_of_keys_are_read(tmp_path: Path) -> None:
-    policies, keys = ([block.text for block in blocks(ROOT / "docs" / name) if block.language == "toml"]
-                      for name in ("serving.md", "security.md"))  # fmt: skip
+    policies, keys = (
+        [block.text for block in blocks(ROOT / "docs" / name) if block.language == "toml"]
+        for name in ("serving.md", "security.md")
+    )
     (path := tmp_path / "policies.toml").write_text("".join(policies))
     assert read_policies(path).named["support"].threshold == 0.4
     [key] = parse_keys(keys[0], "security.md", {"gate", "block"})
@@ -93,19 +111,38 @@ def test_the_demo_models_table_is_the_report() -> None:
     table = json.loads(text_of(f"{ASSETS}/report.json"))["table"]
     card = text_of(f"{ASSETS}/hallutracer-demo/README.md")
     every, never = (
-        {line.split(" | ")[0].removeprefix("| "): line for line in part.splitlines() if line.startswith("| ")}
+        {
+            line.split(" | ")[0].removeprefix("| "): line
+            for line in part.splitlines()
+            if line.startswith("| ")
+        }
         for part in card.split("\n### Entities that no refusal document mentions\n")
     )
     section = text_of("docs/results.md").partition("\n## Demo model\n")[2]
-    page = {line.split(" | ")[0].removeprefix("| "): line for line in section.splitlines() if line.startswith("| ")}
+    page = {
+        line.split(" | ")[0].removeprefix("| "): line
+        for line in section.splitlines()
+        if line.startswith("| ")
+    }
     assert len(set(page) & set(METHODS.values())) == 5
     for name, title in METHODS.items():
         row = table[name]
         columns = ["auroc", "auprc", "auroc_within_kind", "auroc_within_kind_x_template"]
-        assert every[title] == "| " + " | ".join([title, *(cells(row[key]) for key in [*columns, "ece"])]) + " |"
+        assert (
+            every[title]
+            == "| " + " | ".join([title, *(cells(row[key]) for key in [*columns, "ece"])]) + " |"
+        )
         shown = [row[key] for key in ("auroc", "auroc_within_kind", "ece", "no_refusal_auroc")]
-        assert title not in page or page[title] == "| " + " | ".join([title, *map(cells, shown)]) + " |"
-        assert never[title] == "| " + " | ".join([title, *(cells(row[f"no_refusal_{key}"]) for key in columns)]) + " |"
+        assert (
+            title not in page
+            or page[title] == "| " + " | ".join([title, *map(cells, shown)]) + " |"
+        )
+        assert (
+            never[title]
+            == "| "
+            + " | ".join([title, *(cells(row[f"no_refusal_{key}"]) for key in columns)])
+            + " |"
+        )
 
 
 def test_the_table_of_model_families_is_what_the_engines_read_and_the_tests_compare() -> None:
@@ -113,7 +150,9 @@ def test_the_table_of_model_families_is_what_the_engines_read_and_the_tests_comp
 
 
 def test_named_files_exist() -> None:
-    named = r"`((?:service|probes_store|tests|deploy|docs|clients|research|benchmarks)/[\w./-]*[\w/])`"
+    named = (
+        r"`((?:service|probes_store|tests|deploy|docs|clients|research|benchmarks)/[\w./-]*[\w/])`"
+    )
     found = [(page.name, path) for page in PAGES for path in re.findall(named, page.read_text())]
     assert [(page, path) for page, path in found if not (ROOT / path).exists()] == []
 
@@ -145,7 +184,10 @@ def test_what_is_generated_is_up_to_date(script: str, function: str, file: str) 
 
 
 def test_no_name_is_gone_that_is_promised_to_stay() -> None:
-    listed, found = set(text_of("docs/stable_names.txt").splitlines()), runpy.run_path(STABLE)["names"]()
+    listed, found = (
+        set(text_of("docs/stable_names.txt").splitlines()),
+        runpy.run_path(STABLE)["names"](),
+    )
     assert sorted(listed - found) == [], (
         "this breaks what docs/stability.md promises: keep them, or make a major release"
     )
@@ -167,16 +209,23 @@ def test_the_clients_page_names_every_script_and_the_pinned_versions() -> None:
     for script in (ROOT / "clients" / "quickstarts").glob("*.py"):
         assert f"`{script.name}`" in text
     pins = dict(re.findall(r"^([\w-]+)==(\S+)$", text_of("clients/requirements.txt"), re.MULTILINE))
-    tested = re.findall(r"(?!and)\b([a-z-]+) (\d[\d.]*\d)", text.partition("## Tested with")[2].partition("\n## ")[0])
+    tested = re.findall(
+        r"(?!and)\b([a-z-]+) (\d[\d.]*\d)",
+        text.partition("## Tested with")[2].partition("\n## ")[0],
+    )
     wanted = re.findall(r"^([a-z-]+)", text_of("clients/requirements.in"), re.MULTILINE)
     assert {name for name, _ in tested} == set(wanted) - {"pytest"}
     for name, version in tested:
         assert pins[name] == version
     ours = dict(re.findall(r"^([\w-]+)==(\S+)$", text_of("constraints.txt"), re.MULTILINE))
     assert f" and {ours['openai']}" in text
-    extras = tomllib.loads(text_of("clients/python/pyproject.toml"))["project"]["optional-dependencies"]
+    extras = tomllib.loads(text_of("clients/python/pyproject.toml"))["project"][
+        "optional-dependencies"
+    ]
     for requirement in (Requirement(one) for (one,) in extras.values()):
-        assert requirement.specifier.contains((ours if requirement.name == "mcp" else pins)[requirement.name])
+        assert requirement.specifier.contains(
+            (ours if requirement.name == "mcp" else pins)[requirement.name]
+        )
 
 
 # --- the site ---
@@ -184,11 +233,23 @@ def test_the_clients_page_names_every_script_and_the_pinned_versions() -> None:
 
 def build(source: Path, target: Path) -> subprocess.CompletedProcess[str]:
     """What `make docs` runs."""
-    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-n", "-q", "-c", str(ROOT / "docs")]
+    command = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "-W",
+        "--keep-going",
+        "-n",
+        "-q",
+        "-c",
+        str(ROOT / "docs"),
+    ]
     return subprocess.run(
         [*command, "-d", str(target / ".doctrees"), str(source), str(target / "site")],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -205,7 +266,9 @@ def test_every_page_is_there_and_in_the_navigation(site: Path) -> None:
     for page in set(PAGES) - set(RECORDS):
         name = page.relative_to(ROOT).with_suffix(".html")
         assert (site / name).is_file(), name
-        assert name.name == "README.html" and name.parent == Path() or f'href="{name}"' in front, name
+        assert name.name == "README.html" and name.parent == Path() or f'href="{name}"' in front, (
+            name
+        )
     assert "README.html" in (site / "index.html").read_text(encoding="utf-8")
 
 
@@ -213,24 +276,38 @@ def test_it_needs_no_network_and_its_links_are_well_formed(site: Path) -> None:
     assert (site / "searchindex.js").is_file()
     for page in site.rglob("*.html"):
         text = page.read_text(encoding="utf-8")
-        loaded = re.findall(r'<(?:script|img|iframe)[^>]*\bsrc="([^"]+)"|<link[^>]*\bhref="([^"]+)"', text)
-        assert [url for pair in loaded for url in pair if url.startswith(("http:", "https:", "//"))] == [], page
+        loaded = re.findall(
+            r'<(?:script|img|iframe)[^>]*\bsrc="([^"]+)"|<link[^>]*\bhref="([^"]+)"', text
+        )
+        assert [
+            url for pair in loaded for url in pair if url.startswith(("http:", "https:", "//"))
+        ] == [], page
         for image in re.findall(r'<img[^>]*\bsrc="([^"]+)"', text):
             assert (page.parent / image).is_file(), f"{page}: {image}"
         for parts in map(urlsplit, re.findall(r'<a[^>]*\bhref="([^"#][^"]*)"', text)):
             assert parts.scheme in ("", "https", "http", "mailto"), f"{page}: {parts}"
-            assert not parts.scheme or re.fullmatch(r"[\w-]+(\.[\w-]+)+(:\d+)?", parts.netloc), f"{page}: {parts}"
+            assert not parts.scheme or re.fullmatch(r"[\w-]+(\.[\w-]+)+(:\d+)?", parts.netloc), (
+                f"{page}: {parts}"
+            )
     for style in site.rglob("*.css"):
-        assert not re.search(r"url\(['\"]?(https?:)?//|@import\s+['\"]?http", style.read_text(encoding="utf-8")), style
+        assert not re.search(
+            r"url\(['\"]?(https?:)?//|@import\s+['\"]?http", style.read_text(encoding="utf-8")
+        ), style
 
 
 def test_a_broken_link_fails_the_build(site: Path, tmp_path: Path) -> None:
     (docs := tmp_path / "source" / "docs").mkdir(parents=True)
     broken = "[gone](docs/away.md), [gone](docs/serving.md#away), ![gone](docs/away.png)"
-    (docs.parent / "README.md").write_text(f"# Front\n\n[fine](docs/serving.md#errors)\n\n{broken}\n")
+    (docs.parent / "README.md").write_text(
+        f"# Front\n\n[fine](docs/serving.md#errors)\n\n{broken}\n"
+    )
     (docs / "serving.md").write_text("# Serving\n\n## Errors\n")
     done = build(docs.parent, tmp_path)
-    assert (done.returncode != 0, done.stderr.count("away") >= 3, "#errors" in done.stderr) == (True, True, False)
+    assert (done.returncode != 0, done.stderr.count("away") >= 3, "#errors" in done.stderr) == (
+        True,
+        True,
+        False,
+    )
 
 
 # --- the notebooks ---
@@ -241,7 +318,8 @@ NOTEBOOKS = sorted(NOTEBOOK_FOLDER.glob("*.ipynb"))
 
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """One kernel for all of them, emptied in between: most of a notebook's time goes into importing torch."""
+    """One kernel for all of them, emptied in between: most of a notebook's time goes into importing
+    torch."""
     for name in ("nbformat", "nbclient", "pandas"):
         pytest.importorskip(name, reason="pip install 'hallutracer[test]'")
     from jupyter_client.manager import KernelManager
@@ -265,7 +343,9 @@ def executed(path: Path, folder: Path, kernel: Any) -> Any:
         shutil.copy(name, folder)
     start = nbformat.v4.new_code_cell(f"%reset -f\n%cd -q {folder}")
     ran = nbformat.from_dict({**book, "cells": [start, *book.cells]})
-    nbclient.NotebookClient(ran, km=kernel, timeout=300, resources={"metadata": {"path": str(folder)}}).execute()
+    nbclient.NotebookClient(
+        ran, km=kernel, timeout=300, resources={"metadata": {"path": str(folder)}}
+    ).execute()
     ran["cells"] = ran["cells"][1:]
     return ran
 
@@ -277,21 +357,37 @@ def shown(book: Any) -> list[tuple[str, ...]]:
         for output in cell.get("outputs", ()):
             data = output.get("data", {})
             kinds = tuple(sorted(data)) or (output["output_type"],)
-            found.append(kinds if "image/png" in data else (*kinds, str(data.get("text/plain", output.get("text")))))
+            found.append(
+                kinds
+                if "image/png" in data
+                else (*kinds, str(data.get("text/plain", output.get("text"))))
+            )
     return found
 
 
 @pytest.mark.parametrize(
     "path",
-    [pytest.param(one, id=one.stem, marks=[pytest.mark.long] * one.stem.startswith("train")) for one in NOTEBOOKS],
+    [
+        pytest.param(one, id=one.stem, marks=[pytest.mark.long] * one.stem.startswith("train"))
+        for one in NOTEBOOKS
+    ],
 )
-def test_a_notebook_runs_and_shows_what_is_committed(path: Path, tmp_path: Path, kernel: Any) -> None:
+def test_a_notebook_runs_and_shows_what_is_committed(
+    path: Path, tmp_path: Path, kernel: Any
+) -> None:
     import nbformat
 
     committed = nbformat.read(path, as_version=4)
     ran = executed(path, tmp_path, kernel)
-    assert all(cell.execution_count for cell in committed.cells if cell.cell_type == "code"), "execute and commit it"
-    assert not [output for cell in ran.cells for output in cell.get("outputs", ()) if output.output_type == "stream"]
+    assert all(cell.execution_count for cell in committed.cells if cell.cell_type == "code"), (
+        "execute and commit it"
+    )
+    assert not [
+        output
+        for cell in ran.cells
+        for output in cell.get("outputs", ())
+        if output.output_type == "stream"
+    ]
     assert {one.stem for one in NOTEBOOKS} == {"score-and-look", "train-on-your-rows"}
     assert [kinds[:-1] for kinds in shown(ran)] == [kinds[:-1] for kinds in shown(committed)]
     assert any("image/png" in kinds for kinds in shown(ran))

@@ -1,4 +1,5 @@
-"""A random LoRA adapter of a Llama folder, as PEFT saves one, and the same model with it merged into its weights."""
+"""A random LoRA adapter of a Llama folder, as PEFT saves one, and the same model with it merged
+into its weights."""
 
 from __future__ import annotations
 
@@ -39,17 +40,28 @@ def save_adapter(base: Path, folder: Path, seed: int = 0, scale: float = 1.0) ->
     for name, layer in _layers(model).items():
         for part, shape in (("A", (RANK, layer.in_features)), ("B", (layer.out_features, RANK))):
             values = torch.randn(shape, generator=generator) * scale * layer.in_features**-0.5
-            weights[f"base_model.model.{name}.lora_{part}.weight"] = values * (RANK if part == "B" else 1)
+            weights[f"base_model.model.{name}.lora_{part}.weight"] = values * (
+                RANK if part == "B" else 1
+            )
     folder.mkdir(parents=True, exist_ok=True)
-    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": ALPHA, "lora_dropout": 0.0,
-              "target_modules": list(TARGETS), "bias": "none", "base_model_name_or_path": str(base)}  # fmt: skip
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": RANK,
+        "lora_alpha": ALPHA,
+        "lora_dropout": 0.0,
+        "target_modules": list(TARGETS),
+        "bias": "none",
+        "base_model_name_or_path": str(base),
+    }
     (folder / "adapter_config.json").write_text(json.dumps(config))
     save_file(weights, folder / "adapter_model.safetensors")
     return folder
 
 
 def save_merged(base: Path, adapter: Path, folder: Path) -> Path:
-    """The model of ``base`` with W + alpha / r B A for each W: what the adapter computes, without any adapter."""
+    """The model of ``base`` with W + alpha / r B A for each W: what the adapter computes, without
+    any adapter."""
     model = hf.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     weights = load_file(adapter / "adapter_model.safetensors")
     with torch.no_grad():
@@ -62,23 +74,33 @@ def save_merged(base: Path, adapter: Path, folder: Path) -> Path:
 
 
 def reference(base: Path, adapter: Path, merged: Path) -> TransformersEngine:
-    """The embedded engine on the merged weights, under the identity of the model with the adapter."""
+    """The embedded engine on the merged weights, under the identity of the model with the
+    adapter."""
     plain = TransformersEngine.load(EngineOptions(str(base), dtype="float32"))
-    found = TransformersEngine.load(EngineOptions(str(save_merged(base, adapter, merged)), dtype="float32"))
+    found = TransformersEngine.load(
+        EngineOptions(str(save_merged(base, adapter, merged)), dtype="float32")
+    )
     found.identity = identity_with(plain.identity, adapter)
     return found
 
 
 def save_bundle(engine: Any, folder: Path, name: str = "adapted") -> Bundle:
-    """The demo's bundle with the readings of this engine, and its adapter's digest, as one of a store in ``folder``."""
+    """The demo's bundle with the readings of this engine, and its adapter's digest, as one of a
+    store in ``folder``."""
     shipped = Store(Path("/nonexistent"), fallbacks=[SHIPPED]).load("demo")
     model = replace(shipped.manifest.model, adapter=engine.identity.adapter)
     manifest = replace(shipped.manifest, name=name, model=model)
     scorer = Scorer.__new__(Scorer)  # its golden prompts are to be made
-    scorer.engine, scorer.bundle, scorer.needs_first_token = engine, replace(shipped, manifest=manifest), False
+    scorer.engine, scorer.bundle, scorer.needs_first_token = (
+        engine,
+        replace(shipped, manifest=manifest),
+        False,
+    )
     scorer.probes = Probes.all_of(Site(manifest.readout.site), shipped.probes)
     prompts = shipped.golden.prompts()
     found = scorer.score(prompts, OBSERVE)
-    golden = Golden.record(prompts, np.stack([one.logits for one in found]), np.array([one.risk for one in found]))
+    golden = Golden.record(
+        prompts, np.stack([one.logits for one in found]), np.array([one.risk for one in found])
+    )
     draft = BundleDraft(manifest, shipped.probes, golden, shipped.evaluation(), "A test's.")
     return write_bundle(draft, folder / name / "1")

@@ -1,4 +1,5 @@
-"""An adapter is another model: its digest, what it is refused for, and the embedded engine with one through PEFT."""
+"""An adapter is another model: its digest, what it is refused for, and the embedded engine with one
+through PEFT."""
 
 from __future__ import annotations
 
@@ -41,11 +42,25 @@ def changed(adapter: Path, folder: Path, **fields: Any) -> Path:
 def test_the_digest_is_of_what_is_computed(adapter: Path, tmp_path: Path) -> None:
     own = digest_of(adapter)
     targets = list(reversed(lora.TARGETS))
-    same = changed(adapter, tmp_path / "same", base_model_name_or_path="/elsewhere", lora_dropout=0.1, use_dora=False,
-                   target_modules=targets, revision="x", alpha_pattern={})  # fmt: skip
+    same = changed(
+        adapter,
+        tmp_path / "same",
+        base_model_name_or_path="/elsewhere",
+        lora_dropout=0.1,
+        use_dora=False,
+        target_modules=targets,
+        revision="x",
+        alpha_pattern={},
+    )
     assert digest_of(same) == own
-    others = [changed(adapter, tmp_path / name, **{name: value}) for name, value in
-              (("lora_alpha", 9), ("use_rslora", True), ("alpha_pattern", {"q_proj": 3}))]  # fmt: skip
+    others = [
+        changed(adapter, tmp_path / name, **{name: value})
+        for name, value in (
+            ("lora_alpha", 9),
+            ("use_rslora", True),
+            ("alpha_pattern", {"q_proj": 3}),
+        )
+    ]
     others.append(lora.save_adapter(MODEL_DIR, tmp_path / "weights", seed=1))
     assert len({own, *map(digest_of, others)}) == 5
 
@@ -54,9 +69,10 @@ def test_what_is_no_adapter_is_refused_by_name(adapter: Path, tmp_path: Path) ->
     bare = changed(adapter, tmp_path / "bare")
     (bare / WEIGHTS[0]).unlink()
     for folder, said in (
-        (tmp_path / "nothing", "holds no adapter"), (bare, "there is no adapter_model.safetensors"),
+        (tmp_path / "nothing", "holds no adapter"),
+        (bare, "there is no adapter_model.safetensors"),
         (changed(adapter, tmp_path / "ia3", peft_type="IA3"), "is not a LoRA adapter's"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ModelLoadError, match=said) as caught:
             TransformersEngine.load(EngineOptions(str(MODEL_DIR), adapter=str(folder)))
         assert caught.value.param == "adapter"
@@ -65,21 +81,32 @@ def test_what_is_no_adapter_is_refused_by_name(adapter: Path, tmp_path: Path) ->
             TransformersEngine.load(EngineOptions(str(MODEL_DIR), adapter=str(adapter)))
 
 
-def test_the_embedded_engine_reads_the_model_with_its_adapter(adapter: Path, tmp_path: Path) -> None:
+def test_the_embedded_engine_reads_the_model_with_its_adapter(
+    adapter: Path, tmp_path: Path
+) -> None:
     pytest.importorskip("peft")
-    engine = TransformersEngine.load(EngineOptions(str(MODEL_DIR), dtype="float32", adapter=str(adapter)))
+    engine = TransformersEngine.load(
+        EngineOptions(str(MODEL_DIR), dtype="float32", adapter=str(adapter))
+    )
     plain = TransformersEngine.load(EngineOptions(str(MODEL_DIR), dtype="float32"))
     merged = lora.reference(MODEL_DIR, adapter, tmp_path / "merged")
     assert engine.identity == merged.identity
-    prompts = [engine.render_chat([{"role": "user", "content": QUESTION}]), *tiny.prompts([1, 17, 60], seed=2)]
+    prompts = [
+        engine.render_chat([{"role": "user", "content": QUESTION}]),
+        *tiny.prompts([1, 17, 60], seed=2),
+    ]
     probes = [tiny.probes(engine.identity.geometry, site, 3) for site in Site]
     found, wanted, without = (
-        np.array([one.trajectories for one in each.score(prompts, probes)]) for each in (engine, merged, plain)
+        np.array([one.trajectories for one in each.score(prompts, probes)])
+        for each in (engine, merged, plain)
     )
     size = np.abs(wanted).max()
     assert np.abs(found - wanted).max() < 1e-5 * max(size, 1.0)
     assert np.abs(found - without).max() > 1e-2 * size
-    answers = [each.generate(prompts[:1], Sampling(max_tokens=8))[0].text for each in (engine, merged, plain)]
+    answers = [
+        each.generate(prompts[:1], Sampling(max_tokens=8))[0].text
+        for each in (engine, merged, plain)
+    ]
     assert answers[0] == answers[1] != answers[2]
     own = lora.save_bundle(engine, tmp_path / "store")
     shipped = Store(Path("/nonexistent"), fallbacks=[SHIPPED]).load("demo")

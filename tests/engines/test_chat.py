@@ -1,4 +1,5 @@
-"""Tools, calls of them and results in a chat template: rendered as the template has it, or refused."""
+"""Tools, calls of them and results in a chat template: rendered as the template has it, or
+refused."""
 
 from __future__ import annotations
 
@@ -11,11 +12,19 @@ from service.errors import RequestError
 from tests.engines import tiny
 from tests.engines.tool_template import TOOL_TEMPLATE
 
-TOOLS = [{"type": "function", "function": {"name": "find", "parameters": {"type": "object", "properties": {}}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "find", "parameters": {"type": "object", "properties": {}}},
+    }
+]
 ASKED = [{"role": "user", "content": "Who?"}]
 CALL = {"id": "c1", "type": "function", "function": {"name": "find", "arguments": {"q": "é"}}}
-TURNS = [*ASKED, {"role": "assistant", "content": "", "tool_calls": [CALL]},
-         {"role": "tool", "content": "Ann", "tool_call_id": "c1"}]  # fmt: skip
+TURNS = [
+    *ASKED,
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "Ann", "tool_call_id": "c1"},
+]
 
 
 def rendered(messages: Any, tools: Any = (), template: str = TOOL_TEMPLATE) -> str:
@@ -33,11 +42,17 @@ def test_the_template_renders_tools_calls_and_results() -> None:
     assert "tools:" not in rendered(TURNS)
 
 
-PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}>{% endif %}"
-NO_ARGUMENTS = PLAIN.replace(
-    "m.content", "m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}{{ ''"
+PLAIN = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt"
+    " %}>{% endif %}"
 )
-NO_RESULTS = TOOL_TEMPLATE.replace("m.role == 'tool'", "false").replace("{% else %}", "{% elif m.role != 'tool' %}")
+NO_ARGUMENTS = PLAIN.replace(
+    "m.content",
+    "m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}{{ ''",
+)
+NO_RESULTS = TOOL_TEMPLATE.replace("m.role == 'tool'", "false").replace(
+    "{% else %}", "{% elif m.role != 'tool' %}"
+)
 
 
 @pytest.mark.parametrize(
@@ -50,8 +65,10 @@ NO_RESULTS = TOOL_TEMPLATE.replace("m.role == 'tool'", "false").replace("{% else
         (NO_RESULTS, TURNS, TOOLS, "messages.2.content"),
         (NO_ARGUMENTS, TURNS[:2], (), "messages.1.tool_calls"),
     ],
-)  # fmt: skip
-def test_what_a_template_would_leave_out_is_refused(template: str, messages: Any, tools: Any, param: str) -> None:
+)
+def test_what_a_template_would_leave_out_is_refused(
+    template: str, messages: Any, tools: Any, param: str
+) -> None:
     with pytest.raises(RequestError, match="no place for") as caught:
         rendered(messages, tools, template)
     assert caught.value.param == param
@@ -59,7 +76,12 @@ def test_what_a_template_would_leave_out_is_refused(template: str, messages: Any
 
 def test_special_tokens_in_tools_calls_and_results_are_text() -> None:
     marked = "</s><|assistant|>"
-    tools = [{"type": "function", "function": {"name": "find", "description": marked, "parameters": {marked: 1}}}]
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": "find", "description": marked, "parameters": {marked: 1}},
+        }
+    ]
     call = CALL | {"function": {"name": "find", "arguments": {marked: marked}}}
     turns = [*ASKED, TURNS[1] | {"tool_calls": [call]}, TURNS[2] | {"content": marked}]
     tokenizer = tiny.tokenizer(template=TOOL_TEMPLATE)
@@ -80,5 +102,7 @@ def test_a_service_that_refuses_special_tokens_names_the_field() -> None:
     "template", ["{% for m in messages %}{{ m.content }", "{{ messages[0]['content'] }}\n{% end %}"]
 )
 def test_a_template_that_is_none_is_not_laid_to_the_messages(template: str) -> None:
-    with pytest.raises(RequestError, match=r"chat template is no valid Jinja template: .*, at its line \d: mend"):
+    with pytest.raises(
+        RequestError, match=r"chat template is no valid Jinja template: .*, at its line \d: mend"
+    ):
         rendered(ASKED, template=template)

@@ -10,9 +10,18 @@ import pytest
 from probes_store.records import Applicability, Context, ContextName, ContextProbe
 from service.engines.base import UNKNOWN, prompt_context, sigmoid
 
-TERMS: dict[ContextName, tuple[float, float]] = {"asks": (2.0, -0.5), "passage": (0.5, 0.25), "stated": (1.5, 0.0)}
-PROBES = {name: ContextProbe(name, *terms, rows=90, positive=40, auroc=0.9) for name, terms in TERMS.items()}
-APPLICABILITY = Applicability(0.3, questions_below=0.01, others_above=0.02, statement="What it means.")
+TERMS: dict[ContextName, tuple[float, float]] = {
+    "asks": (2.0, -0.5),
+    "passage": (0.5, 0.25),
+    "stated": (1.5, 0.0),
+}
+PROBES = {
+    name: ContextProbe(name, *terms, rows=90, positive=40, auroc=0.9)
+    for name, terms in TERMS.items()
+}
+APPLICABILITY = Applicability(
+    0.3, questions_below=0.01, others_above=0.02, statement="What it means."
+)
 
 
 def of(*names: ContextName, threshold: float = 0.3) -> Context:
@@ -27,21 +36,36 @@ def exact(name: ContextName, mean: float) -> float:
 
 def test_without_a_record_nothing_is_known() -> None:
     assert prompt_context(None, [], 9) is UNKNOWN
-    assert (UNKNOWN.asks, UNKNOWN.stated_length, UNKNOWN.applies, UNKNOWN.said) == (None, None, True, None)
+    assert (UNKNOWN.asks, UNKNOWN.stated_length, UNKNOWN.applies, UNKNOWN.said) == (
+        None,
+        None,
+        True,
+        None,
+    )
 
 
 def test_each_probe_has_its_own_mean_in_the_records_order() -> None:
     means: dict[ContextName, float] = {"asks": 0.7, "passage": -1.0, "stated": 2.0}
     passage, stated = (exact(name, means[name]) for name in ("passage", "stated"))
-    orders: list[tuple[ContextName, ...]] = [("asks", "passage", "stated"), ("stated", "asks", "passage")]
+    orders: list[tuple[ContextName, ...]] = [
+        ("asks", "passage", "stated"),
+        ("stated", "asks", "passage"),
+    ]
     for order in orders:
         told = prompt_context(of(*order), [means[name] for name in order], 200)
-        assert (told.asks, told.passage) == (pytest.approx(exact("asks", 0.7)), pytest.approx(passage))
-        assert told.stated == pytest.approx(passage * stated)  # stated means something beside a passage only
+        assert (told.asks, told.passage) == (
+            pytest.approx(exact("asks", 0.7)),
+            pytest.approx(passage),
+        )
+        assert told.stated == pytest.approx(
+            passage * stated
+        )  # stated means something beside a passage only
         assert told.stated_length == pytest.approx(passage * stated * math.log(200))
 
 
-@pytest.mark.parametrize("names", [("asks",), ("passage",), ("passage", "stated"), ("asks", "passage", "stated")])
+@pytest.mark.parametrize(
+    "names", [("asks",), ("passage",), ("passage", "stated"), ("asks", "passage", "stated")]
+)
 def test_what_has_no_probe_is_none(names: tuple[ContextName, ...]) -> None:
     told = prompt_context(of(*names), [0.2] * len(names), 9)
     assert {name for name in PROBES if getattr(told, name) is not None} == set(names)
@@ -53,7 +77,11 @@ def test_what_has_no_probe_is_none(names: tuple[ContextName, ...]) -> None:
 
 def test_the_risk_applies_from_the_threshold_on() -> None:
     at = exact("asks", 0.4)
-    for threshold, applies in ((at, True), (math.nextafter(at, 0), True), (math.nextafter(at, 1), False)):
+    for threshold, applies in (
+        (at, True),
+        (math.nextafter(at, 0), True),
+        (math.nextafter(at, 1), False),
+    ):
         told = prompt_context(of("asks", threshold=threshold), [0.4], 9)
         assert told.applies is told.said is applies
     told = prompt_context(of("asks"), [math.nan], 9)

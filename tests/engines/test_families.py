@@ -13,14 +13,24 @@ from packaging.version import Version
 
 from probes_store.manifest import SiteName
 from service.engines.base import Sampling
-from service.engines.families import FAMILIES, SITES, SiteModule, check_sites, family_of, geometry, locate
+from service.engines.families import (
+    FAMILIES,
+    SITES,
+    SiteModule,
+    check_sites,
+    family_of,
+    geometry,
+    locate,
+)
 from service.engines.transformers.engine import TransformersEngine
 from service.errors import EngineError, UnknownFamily
 from service.readout import Site
 from tests.engines import tiny
 
 
-def capture(model: Any, modules: list[Any], prompt: list[int], *, inputs: bool = False) -> list[torch.Tensor]:
+def capture(
+    model: Any, modules: list[Any], prompt: list[int], *, inputs: bool = False
+) -> list[torch.Tensor]:
     """Run one prompt and return the input or output of each module: [positions, width]."""
     captured: list[torch.Tensor] = []
 
@@ -40,7 +50,8 @@ UNKNOWN = "opt"  # a decoder without a row
 
 
 def config_of(name: str) -> Any | None:
-    """Return the configuration of a further family; None where this version of transformers does not have it yet."""
+    """Return the configuration of a further family; None where this version of transformers does
+    not have it yet."""
     try:
         return tiny.MORE[name]()
     except AttributeError:
@@ -56,7 +67,11 @@ MORE = [
 ]
 WITH_HEADS = [
     *tiny.ALL,
-    *(one for one in MORE if (config := CONFIGS[str(one.values[0])]) and family_of(config).projection),
+    *(
+        one
+        for one in MORE
+        if (config := CONFIGS[str(one.values[0])]) and family_of(config).projection
+    ),
 ]
 
 
@@ -77,7 +92,9 @@ def test_heads_put_back_through_the_projection_give_the_attention_output(name: s
     prompt = tiny.prompts([11])[0]
     parent = family.projection.rpartition(".")[0]
     attention = capture(model, [block.get_submodule(parent) for block in located.blocks], prompt)
-    activations = engine.extract([prompt], [Site.ATTENTION_HEAD]).activations[Site.ATTENTION_HEAD][0]
+    activations = engine.extract([prompt], [Site.ATTENTION_HEAD]).activations[Site.ATTENTION_HEAD][
+        0
+    ]
     heads = located.geometry.by_head(activations, Site.ATTENTION_HEAD)  # [m, K, d]
     assert np.abs(activations).max() > 1e-3
     for layer, projection in enumerate(located.at[Site.ATTENTION_HEAD]):
@@ -85,7 +102,8 @@ def test_heads_put_back_through_the_projection_give_the_attention_output(name: s
         weight = (weight if name == "gpt2" else weight.T).detach().numpy()  # [K d, hidden]
         d = located.geometry.head_dim
         rebuilt = sum(
-            heads[layer, k].astype(np.float64) @ weight[k * d : (k + 1) * d] for k in range(located.geometry.num_heads)
+            heads[layer, k].astype(np.float64) @ weight[k * d : (k + 1) * d]
+            for k in range(located.geometry.num_heads)
         )
         bias: Any = getattr(projection, "bias", None)
         if bias is not None:
@@ -103,12 +121,18 @@ def test_activations_equal_an_independent_capture(name: str):
     blocks = capture(model, list(located.blocks), prompt)
     projected = capture(model, list(located.at.get(Site.ATTENTION_HEAD, ())), prompt, inputs=True)
     with torch.no_grad():
-        hidden = model(input_ids=torch.tensor([prompt]), output_hidden_states=True, use_cache=False).hidden_states
+        hidden = model(
+            input_ids=torch.tensor([prompt]), output_hidden_states=True, use_cache=False
+        ).hidden_states
     for layer in range(located.geometry.num_layers):
         residual = activations[Site.RESIDUAL_STREAM][0, layer]
         np.testing.assert_allclose(residual, blocks[layer][-1].numpy(), rtol=1e-5, atol=1e-6)
-        if layer < located.geometry.num_layers - 1:  # transformers' last hidden state is after the final norm
-            np.testing.assert_allclose(residual, hidden[layer + 1][0, -1].numpy(), rtol=1e-5, atol=1e-6)
+        if (
+            layer < located.geometry.num_layers - 1
+        ):  # transformers' last hidden state is after the final norm
+            np.testing.assert_allclose(
+                residual, hidden[layer + 1][0, -1].numpy(), rtol=1e-5, atol=1e-6
+            )
         if not projected:
             continue
         head = activations[Site.ATTENTION_HEAD][0, layer]
@@ -122,7 +146,9 @@ def test_a_new_site_is_a_name_and_a_row(monkeypatch: pytest.MonkeyPatch) -> None
     model, prompt = tiny.modules(engine).model, tiny.prompts([11])[0]
     found = engine.extract([prompt], [added]).activations[added][0]
     outputs = capture(model, [block.get_submodule("mlp") for block in locate(model).blocks], prompt)
-    np.testing.assert_allclose(found, [output[-1].numpy() for output in outputs], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        found, [output[-1].numpy() for output in outputs], rtol=1e-5, atol=1e-6
+    )
     assert {site.value for site in Site} == set(get_args(SiteName))  # as a bundle names them
 
 
@@ -151,14 +177,19 @@ def test_prompts_together_are_read_and_answered_as_each_alone(name: str):
             np.testing.assert_allclose(together[site][row], alone[0], rtol=1e-4, atol=1e-5)
     answers = engine.generate(prompts, Sampling(max_tokens=6))
     for prompt, answer in zip(prompts, answers, strict=True):
-        whole = model.generate(input_ids=torch.tensor([prompt]), max_new_tokens=6, do_sample=False, use_cache=False)
+        whole = model.generate(
+            input_ids=torch.tensor([prompt]), max_new_tokens=6, do_sample=False, use_cache=False
+        )
         assert list(answer.token_ids) == whole[0, len(prompt) :].tolist()
 
 
 def test_a_family_without_a_row_is_read_at_the_residual_stream_alone() -> None:
     engine = tiny.shared_engine(UNKNOWN)
     prompts, geometry = tiny.prompts([7]), engine.identity.geometry
-    said = r"'opt' is read at residual_stream only, not at attention_head: train with --readout residual_stream.*row in"
+    said = (
+        r"'opt' is read at residual_stream only, not at attention_head: train with --readout"
+        r" residual_stream.*row in"
+    )
     for reads in (
         lambda: engine.extract(prompts, list(Site)),
         lambda: engine.score(prompts, [tiny.probes(geometry)]),
@@ -168,7 +199,9 @@ def test_a_family_without_a_row_is_read_at_the_residual_stream_alone() -> None:
             reads()
     [result] = engine.score(prompts, [tiny.probes(geometry, Site.RESIDUAL_STREAM)])
     assert np.isfinite(result.trajectories[0]).all()
-    with pytest.raises(UnknownFamily, match="heads cannot be read: only some of its blocks have attention"):
+    with pytest.raises(
+        UnknownFamily, match="heads cannot be read: only some of its blocks have attention"
+    ):
         check_sites("qwen3_next", [Site.ATTENTION_HEAD])
     check_sites("qwen3_next", [Site.RESIDUAL_STREAM])
 
@@ -194,7 +227,10 @@ def backwards(block: Any, hidden: Any, args: Any, kwargs: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("change", "said"),
-    [(narrower, "size 32|does not run as a decoder"), (backwards, "from left to right|other hidden")],
+    [
+        (narrower, "size 32|does not run as a decoder"),
+        (backwards, "from left to right|other hidden"),
+    ],
 )
 def test_what_is_no_chain_of_blocks_is_refused(change: Any, said: str) -> None:
     model = tiny.model(UNKNOWN)
@@ -206,7 +242,9 @@ def test_what_is_no_chain_of_blocks_is_refused(change: Any, said: str) -> None:
 
 def test_blocks_that_something_is_added_between_are_refused() -> None:
     model = tiny.model(UNKNOWN)
-    model.get_decoder().layers[1].register_forward_pre_hook(lambda _, given: (2 * given[0], *given[1:]))
+    model.get_decoder().layers[1].register_forward_pre_hook(
+        lambda _, given: (2 * given[0], *given[1:])
+    )
     with pytest.raises(EngineError, match="not given what the block before made"):
         TransformersEngine(model, tiny.tokenizer())
 
@@ -216,7 +254,9 @@ def test_a_decoder_without_its_blocks_or_with_two_lists_of_them_is_refused_by_na
     model.get_decoder().others = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(3))
     with pytest.raises(EngineError, match=r"opt: OPT\w+ has 2 lists of 3 blocks.*layers.*others"):
         locate(model)
-    model.get_decoder().layers[0].experts = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(3))
+    model.get_decoder().layers[0].experts = torch.nn.ModuleList(
+        torch.nn.Linear(2, 2) for _ in range(3)
+    )
     del model.get_decoder().others
     assert locate(model).blocks == tuple(model.get_decoder().layers)
 

@@ -46,32 +46,63 @@ def nested(levels: int) -> dict[str, Any]:
 def definitions(last: dict[str, Any], twice: str, levels: int = 25) -> dict[str, Any]:
     """Each level has the next one twice: as a tree they are 2 ** levels."""
     parts = {f"d{n}": {"$ref": f"#/$defs/d{n + 1}"} for n in range(levels)}
-    two = {name: {twice: [one, one]} if twice == "allOf" else {"type": "object", "properties": {"a": one, "b": one}}
-           for name, one in parts.items()}  # fmt: skip
+    two = {
+        name: {twice: [one, one]}
+        if twice == "allOf"
+        else {"type": "object", "properties": {"a": one, "b": one}}
+        for name, one in parts.items()
+    }
     return {"$defs": two | {f"d{levels}": last}, "$ref": "#/$defs/d0"}
 
 
 BEYOND = {
-    "levels": (nested(40), "levels"), "characters": ({"enum": ["x" * 40_000]}, "characters"),
+    "levels": (nested(40), "levels"),
+    "characters": ({"enum": ["x" * 40_000]}, "characters"),
     "items": ({"type": "array", "items": {}, "maxItems": 10**6}, "'maxItems'"),
     "length": ({"type": "string", "minLength": 10**9}, "'minLength'"),
     "patterns of all": ({"allOf": [{"pattern": PATTERN} for _ in range(20)]}, "patterns"),
     "patterns in a chain": (
-        {"$defs": {f"d{n}": {"pattern": PATTERN, "$ref": f"#/$defs/d{n + 1}"} for n in range(19)} | {"d19": {}},
-         "$ref": "#/$defs/d0"}, "patterns"),
-    "a tree of patterns": (definitions({"type": "string", "pattern": PATTERN}, "allOf"), "patterns"),
+        {
+            "$defs": {f"d{n}": {"pattern": PATTERN, "$ref": f"#/$defs/d{n + 1}"} for n in range(19)}
+            | {"d19": {}},
+            "$ref": "#/$defs/d0",
+        },
+        "patterns",
+    ),
+    "a tree of patterns": (
+        definitions({"type": "string", "pattern": PATTERN}, "allOf"),
+        "patterns",
+    ),
     "patterns of one property": (
-        {"allOf": [{"properties": {"a": {"pattern": PATTERN}}} for _ in range(9)]}, "patterns"),
+        {"allOf": [{"properties": {"a": {"pattern": PATTERN}}} for _ in range(9)]},
+        "patterns",
+    ),
     "a long chain": (
-        {"$defs": {f"{n}": {"$ref": f"#/$defs/{n + 1}"} for n in range(600)}, "allOf": [{"$ref": "#/$defs/0"}, {}]},
-        "chain"),
-    "patterns of any": ({"pattern": PATTERN, "anyOf": [{"pattern": PATTERN} for _ in range(9)]}, "patterns"),
-    "nested repeats": ({"type": "string", "pattern": "^((a{100}){100}){100}$"}, "repeats written out"),
-    "repeats of a name": ({"patternProperties": {"((\\p{L}[a-z]){80}b?){80}": {}}}, "repeats written out"),
+        {
+            "$defs": {f"{n}": {"$ref": f"#/$defs/{n + 1}"} for n in range(600)},
+            "allOf": [{"$ref": "#/$defs/0"}, {}],
+        },
+        "chain",
+    ),
+    "patterns of any": (
+        {"pattern": PATTERN, "anyOf": [{"pattern": PATTERN} for _ in range(9)]},
+        "patterns",
+    ),
+    "nested repeats": (
+        {"type": "string", "pattern": "^((a{100}){100}){100}$"},
+        "repeats written out",
+    ),
+    "repeats of a name": (
+        {"patternProperties": {"((\\p{L}[a-z]){80}b?){80}": {}}},
+        "repeats written out",
+    ),
     "repeats deep inside": (
-        {"items": {"anyOf": [{"pattern": "x|(?:(?:[({]|\\{){9}y{1, }){ 0 , 2000 }"}]}}, "repeats written out"),
-    "x-guidance": ({"x-guidance": {"lenient": True}}, "x-guidance"), "no JSON": ({"minimum": float("nan")}, "JSON"),
-}  # fmt: skip
+        {"items": {"anyOf": [{"pattern": "x|(?:(?:[({]|\\{){9}y{1, }){ 0 , 2000 }"}]}},
+        "repeats written out",
+    ),
+    "x-guidance": ({"x-guidance": {"lenient": True}}, "x-guidance"),
+    "no JSON": ({"minimum": float("nan")}, "JSON"),
+}
 
 
 @pytest.mark.parametrize("name", BEYOND)
@@ -83,10 +114,23 @@ def test_a_schema_is_bounded_before_it_is_compiled(name: str) -> None:
 
 def test_what_a_pattern_repeats_is_counted() -> None:
     for pattern, size in (
-        ("", 0), ("abc", 3), ("^a{20}$", 22), (r"\d{3}-\d{4}", 8), ("[a-z{9}]{4}", 4), ("(ab|c){10}", 30),
-        (r"(a{2}b){3,5}", 15), (r"a{7,}", 7), (r"\{7\}", 3), ("a{x}", 4), (r"\p{Lu}{6}", 6), (r"\u{1F600}x", 2),
-        (r"[\]a]{2}", 2), ("((a{100}){100}){100}", 10**6), ("a{9999999999}{9999999999}", 9999999999**2), ("){3}(", 0),
-    ):  # fmt: skip
+        ("", 0),
+        ("abc", 3),
+        ("^a{20}$", 22),
+        (r"\d{3}-\d{4}", 8),
+        ("[a-z{9}]{4}", 4),
+        ("(ab|c){10}", 30),
+        (r"(a{2}b){3,5}", 15),
+        (r"a{7,}", 7),
+        (r"\{7\}", 3),
+        ("a{x}", 4),
+        (r"\p{Lu}{6}", 6),
+        (r"\u{1F600}x", 2),
+        (r"[\]a]{2}", 2),
+        ("((a{100}){100}){100}", 10**6),
+        ("a{9999999999}{9999999999}", 9999999999**2),
+        ("){3}(", 0),
+    ):
         assert written_out(pattern) == size, pattern
     check_schema({"type": "string", "pattern": "^.{0,5000}$"})
     for unfinished in ("[", "(", "{1", "{9999999999}", "\\p{", "{1,", "a{9999999999}"):
@@ -94,17 +138,26 @@ def test_what_a_pattern_repeats_is_counted() -> None:
 
 
 REFUSED = {
-    "a type": ({"type": "text"}, "text"), "a keyword": ({"type": "array", "uniqueItems": True}, "uniqueItems"),
-    "elsewhere": ({"$ref": "http://other.example/schema"}, "not present|retriev"), "not": ({"not": {}}, "not"),
-    "look-ahead": ({"type": "string", "pattern": "(?=a)b"}, "regex"), "nothing": ({"enum": []}, "."),
-    "an unclosed pattern": ({"type": "string", "pattern": "(a"}, "regex"), "nowhere": ({"$ref": "#/$defs/x"}, "."),
+    "a type": ({"type": "text"}, "text"),
+    "a keyword": ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+    "elsewhere": ({"$ref": "http://other.example/schema"}, "not present|retriev"),
+    "not": ({"not": {}}, "not"),
+    "look-ahead": ({"type": "string", "pattern": "(?=a)b"}, "regex"),
+    "nothing": ({"enum": []}, "."),
+    "an unclosed pattern": ({"type": "string", "pattern": "(a"}, "regex"),
+    "nowhere": ({"$ref": "#/$defs/x"}, "."),
     "a range": ({"type": "integer", "minimum": 5, "maximum": 2}, "."),
-    "patterns that nothing is of": ({"allOf": [{"type": "string", "pattern": f"^{one}"} for one in "ab"]}, "."),
-}  # fmt: skip
+    "patterns that nothing is of": (
+        {"allOf": [{"type": "string", "pattern": f"^{one}"} for one in "ab"]},
+        ".",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_compiled_is_refused_with_its_field_and_the_reason(name: str, grammars: Grammars) -> None:
+def test_what_cannot_be_compiled_is_refused_with_its_field_and_the_reason(
+    name: str, grammars: Grammars
+) -> None:
     schema, said = REFUSED[name]
     with pytest.raises(RequestError, match=said) as refused:
         grammars.prepared(Format(check_schema(schema), "text.format"))
@@ -120,28 +173,53 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "a long tail": {"type": "string", "pattern": ".*a.{5000}"},
     "alternatives": {"type": "string", "pattern": "|".join(f".*a.{{{n}}}b.*" for n in range(60))},
     "combined": {"allOf": [{"type": "string", "pattern": f".*a.{{{n}}}b.*"} for n in range(4)]},
-    "itself": {"$ref": "#"}, "each other": {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}},
-                                            "$ref": "#/$defs/a"},
+    "itself": {"$ref": "#"},
+    "each other": {
+        "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}},
+        "$ref": "#/$defs/a",
+    },
     "a tree of references": definitions({"type": "string"}, "properties"),
     "a tree of conjunctions": definitions({"type": "string"}, "allOf"),
-    "a conjunction with itself": {"$defs": {"a": {"allOf": [{"pattern": PATTERN}, {"$ref": "#/$defs/a"}]}},
-                                  "$ref": "#/$defs/a"},
-    "all of alternatives": {"allOf": [{"anyOf": [{"type": "string", "pattern": f"{n}a"}, {"type": "string"}]}
-                                      for n in range(4)]},
-    "alternatives of all": {"allOf": [{"anyOf": [{"properties": {f"{at}{n}": {}}} for at in "pq"]} for n in range(40)]},
-    "many properties": {"type": "object", "properties": {f"k{n}": {"type": "integer", "maximum": 10**15 + n}
-                                                         for n in range(400)}},
+    "a conjunction with itself": {
+        "$defs": {"a": {"allOf": [{"pattern": PATTERN}, {"$ref": "#/$defs/a"}]}},
+        "$ref": "#/$defs/a",
+    },
+    "all of alternatives": {
+        "allOf": [
+            {"anyOf": [{"type": "string", "pattern": f"{n}a"}, {"type": "string"}]}
+            for n in range(4)
+        ]
+    },
+    "alternatives of all": {
+        "allOf": [{"anyOf": [{"properties": {f"{at}{n}": {}}} for at in "pq"]} for n in range(40)]
+    },
+    "many properties": {
+        "type": "object",
+        "properties": {f"k{n}": {"type": "integer", "maximum": 10**15 + n} for n in range(400)},
+    },
     "long": {"type": "string", "minLength": 5_000, "maxLength": 5_000},
-    "nested arrays": {"type": "array", "maxItems": 5_000, "items": {"type": "array", "maxItems": 5_000,
-                      "items": {"type": "array", "minItems": 5_000, "items": {"type": "number"}}}},
-    "deep": nested(20), "a large list": {"enum": [f"value {n}" for n in range(2_000)]},
-    "properties by patterns": {"type": "object", "patternProperties": {f"^{n}.*a.{{20}}b$": {} for n in range(40)}},
-}  # fmt: skip
+    "nested arrays": {
+        "type": "array",
+        "maxItems": 5_000,
+        "items": {
+            "type": "array",
+            "maxItems": 5_000,
+            "items": {"type": "array", "minItems": 5_000, "items": {"type": "number"}},
+        },
+    },
+    "deep": nested(20),
+    "a large list": {"enum": [f"value {n}" for n in range(2_000)]},
+    "properties by patterns": {
+        "type": "object",
+        "patternProperties": {f"^{n}.*a.{{20}}b$": {} for n in range(40)},
+    },
+}
 
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_schema_ends_soon_whatever_becomes_of_it(name: str, grammars: Grammars) -> None:
-    """Compiled, or refused; and as many steps as it lets an answer take.  Without the limits some take minutes."""
+    """Compiled, or refused; and as many steps as it lets an answer take.  Without the limits some
+    take minutes."""
     try:
         held = Held(grammars.prepared(Format(check_schema(HOSTILE[name]), "response_format")))
         for _ in range(40):
@@ -156,7 +234,9 @@ def test_a_hostile_schema_ends_soon_whatever_becomes_of_it(name: str, grammars: 
 def test_an_answer_of_the_format_is_complete_when_nothing_may_follow(grammars: Grammars) -> None:
     tokenizer = tiny.tokenizer()
     schema = {"type": "object", "properties": {"a": {"enum": [1, "é"]}}, "required": ["a"]}
-    found = grammars.prepared(Format(json.dumps(schema | {"additionalProperties": False}), "response_format"))
+    found = grammars.prepared(
+        Format(json.dumps(schema | {"additionalProperties": False}), "response_format")
+    )
     for text in ('{"a": 1}', '{"a": "é"}'):
         held = Held(found)
         tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -183,30 +263,44 @@ def refers_to_itself(names: int) -> dict[str, Any]:
 def either(levels: int) -> dict[str, Any]:
     schema: dict[str, Any] = {"type": "string"}
     for _ in range(levels):
-        schema = {"anyOf": [{"type": "object", "properties": {name: schema}, "required": [name]} for name in "ab"]}
+        schema = {
+            "anyOf": [
+                {"type": "object", "properties": {name: schema}, "required": [name]}
+                for name in "ab"
+            ]
+        }
     return schema
 
 
 WHOLE: dict[str, Any] = {"type": "integer"}
 COSTLY: dict[str, dict[str, Any]] = {
     "a large divisor": WHOLE | {"multipleOf": 9_999_991},
-    "many divisors": {"type": "object", "properties": {
-        f"p{n}": WHOLE | {"multipleOf": 999_983 + n} for n in range(200)}},
+    "many divisors": {
+        "type": "object",
+        "properties": {f"p{n}": WHOLE | {"multipleOf": 999_983 + n} for n in range(200)},
+    },
     "a common multiple": {"allOf": [WHOLE | {"multipleOf": 9973}, WHOLE | {"multipleOf": 9967}]},
-    "a divisor behind alternatives": {"anyOf": [{"type": "string"}, {"type": "array", "items": WHOLE | {
-        "multipleOf": 7_999_993}}]},
+    "a divisor behind alternatives": {
+        "anyOf": [{"type": "string"}, {"type": "array", "items": WHOLE | {"multipleOf": 7_999_993}}]
+    },
     "a billion repeats": {"type": "string", "pattern": "^((a{1000}){1000}){1000}$"},
     "a million repeats": {"type": "string", "pattern": "^((a{100}){100}){100}$"},
-}  # fmt: skip
+}
 LARGE: dict[str, dict[str, Any]] = {
-    "a list": {"enum": [f"value {n}" for n in range(2_000)]}, "long texts": {"enum": [f"{n}" * 200 for n in range(50)]},
-    "itself": refers_to_itself(100), "alternatives": either(12),
+    "a list": {"enum": [f"value {n}" for n in range(2_000)]},
+    "long texts": {"enum": [f"{n}" * 200 for n in range(50)]},
+    "itself": refers_to_itself(100),
+    "alternatives": either(12),
     "classes": {"type": "string", "pattern": "^(\\p{L}|\\p{N}){4000}$"},
-    "a repeat inside": {"type": "object", "properties": {"a": COSTLY["a million repeats"]}, "required": ["a"]},
+    "a repeat inside": {
+        "type": "object",
+        "properties": {"a": COSTLY["a million repeats"]},
+        "required": ["a"],
+    },
     "repeats of any": {"type": "string", "pattern": "^(((.|x){90}y?){90}z?){90}$"},
     "patterns": {"anyOf": [{"type": "string", "pattern": f".*a{{{n}}}.*b"} for n in range(200)]},
     "a range": {"type": "number", "minimum": -1.123456789e15, "maximum": 1.98765432123e15},
-}  # fmt: skip
+}
 
 
 @pytest.fixture(autouse=True)
@@ -235,7 +329,9 @@ def test_what_costs_too_much_to_compile_is_refused_and_leaves_nothing(
 ) -> None:
     monkeypatch.setattr(formats, "CPU_S", 0.3)
     monkeypatch.setattr(formats, "MEMORY", 32 << 20)
-    with pytest.raises(RequestError, match=r"more than 0\.3 s of time or 32 MB of memory") as refused:
+    with pytest.raises(
+        RequestError, match=r"more than 0\.3 s of time or 32 MB of memory"
+    ) as refused:
         prepared(grammars, COSTLY[name])
     assert refused.value.param == "response_format"
     until(lambda: not processes(grammars))
@@ -293,7 +389,9 @@ def test_the_memory_and_time_of_a_costly_format_are_not_the_services(grammars: G
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
     before = memory()
-    costly = threading.Thread(target=lambda: pytest.raises(RequestError, prepared, grammars, COSTLY["a large divisor"]))
+    costly = threading.Thread(
+        target=lambda: pytest.raises(RequestError, prepared, grammars, COSTLY["a large divisor"])
+    )
     costly.start()
     held = Held(prepared(grammars, {"type": "object"}, "another"))
     assert held.allowed()
@@ -311,7 +409,9 @@ def test_what_takes_longer_than_the_request_has_ends_with_it(
     until(lambda: not processes(grammars))
 
 
-def test_requests_of_a_caller_with_one_schema_share_a_process_that_ends_with_them(grammars: Grammars) -> None:
+def test_requests_of_a_caller_with_one_schema_share_a_process_that_ends_with_them(
+    grammars: Grammars,
+) -> None:
     first, second = (prepared(grammars, {"type": "object"}, "a") for _ in range(2))
     other = prepared(grammars, {"type": "object"}, "b")
     assert first.compiled is second.compiled is not other.compiled
@@ -346,12 +446,15 @@ def test_a_mask_that_takes_too_long_ends_its_own_answer(grammars: Grammars) -> N
     assert not other.take(_token("{"))
     with pytest.raises(RequestError):
         Held(slow).allowed()
-    assert Held(prepared(grammars, {"type": "object"}, "a")).allowed(), "the next request is not given it"
+    assert Held(prepared(grammars, {"type": "object"}, "a")).allowed(), (
+        "the next request is not given it"
+    )
 
 
 def test_the_masks_of_a_callers_answers_have_one_account_of_waiting(grammars: Grammars) -> None:
     first, second, other = (
-        prepared(grammars, {"const": n}, caller).compiled for n, caller in ((0, "slow"), (1, "slow"), (1, "other"))
+        prepared(grammars, {"const": n}, caller).compiled
+        for n, caller in ((0, "slow"), (1, "slow"), (1, "other"))
     )
     assert first is not None
     assert second is not None
@@ -366,7 +469,9 @@ def test_the_masks_of_a_callers_answers_have_one_account_of_waiting(grammars: Gr
     assert kept.waiting is again, "a new request does not begin a new account"
 
 
-def test_waiting_is_spent_and_comes_back_with_time_and_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_is_spent_and_comes_back_with_time_and_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = 100.0
     monkeypatch.setattr(formats, "time", SimpleNamespace(monotonic=lambda: now))
     waiting = Waiting()
@@ -380,7 +485,9 @@ def test_waiting_is_spent_and_comes_back_with_time_and_tokens(monkeypatch: pytes
     assert waiting.left(1.0) == formats.WAIT_S
 
 
-def test_formats_in_use_are_bounded_by_caller_and_in_all(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_formats_in_use_are_bounded_by_caller_and_in_all(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(formats, "MAX_LIVE_OF_CALLER", 2)
     monkeypatch.setattr(formats, "MAX_LIVE", 3)
     kept = [prepared(grammars, {"const": n}, "a") for n in range(2)]

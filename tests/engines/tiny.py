@@ -1,7 +1,7 @@
 """Tiny random models of every family, and a byte-level tokenizer: nothing is downloaded.
 
-GQA wherever the family has it, head_dim apart from hidden / heads wherever the config permits, and weights large
-enough that a mistake shows."""
+GQA wherever the family has it, head_dim apart from hidden / heads wherever the config permits, and
+weights large enough that a mistake shows."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ VOCABULARY, BOS, EOS, PAD, CHAT = 264, 256, 257, 258, 259
 CONTEXT = 96
 WINDOW = 8  # of the sliding families: shorter than the tests' prompts
 CHAT_TEMPLATE = (
-    "<s>{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
-    "{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "<s>{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{%"
+    " endif %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt"
+    " %}<|assistant|>{% endif %}"
 )
 
 BASE: dict[str, Any] = {
@@ -45,17 +46,40 @@ BASE: dict[str, Any] = {
 WIDE = BASE | {"head_dim": 16}  # 4 heads x 16 = 64, while hidden is 32
 
 
-def families(base: dict[str, Any], wide: dict[str, Any], window: int, expert: int) -> dict[str, Any]:
-    """A configuration's maker for each family, of two shapes; ``expert``: hidden size of an expert."""
-    sliding, ends = {"sliding_window": window}, {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
+def families(
+    base: dict[str, Any], wide: dict[str, Any], window: int, expert: int
+) -> dict[str, Any]:
+    """A configuration's maker for each family, of two shapes; ``expert``: hidden size of an
+    expert."""
+    sliding, ends = (
+        {"sliding_window": window},
+        {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD},
+    )
     gemma = wide | sliding | {"query_pre_attn_scalar": wide["head_dim"]}
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": expert}
     no_gqa = {key: value for key, value in base.items() if key != "num_key_value_heads"}
-    gpt2 = {"n_positions": base["max_position_embeddings"], "n_embd": base["hidden_size"], "n_layer": 3, "n_head": 4,
-            "vocab_size": VOCABULARY, "initializer_range": base["initializer_range"]}  # fmt: skip
-    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1,
-              "image_size": 28, "patch_size": 14}  # fmt: skip
-    images = {"image_token_index": 260, "boi_token_index": 261, "eoi_token_index": 262, "mm_tokens_per_image": 4}
+    gpt2 = {
+        "n_positions": base["max_position_embeddings"],
+        "n_embd": base["hidden_size"],
+        "n_layer": 3,
+        "n_head": 4,
+        "vocab_size": VOCABULARY,
+        "initializer_range": base["initializer_range"],
+    }
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    images = {
+        "image_token_index": 260,
+        "boi_token_index": 261,
+        "eoi_token_index": 262,
+        "mm_tokens_per_image": 4,
+    }
     return {
         "llama": lambda: hf.LlamaConfig(**wide),
         "qwen2": lambda: hf.Qwen2Config(**base),
@@ -63,63 +87,145 @@ def families(base: dict[str, Any], wide: dict[str, Any], window: int, expert: in
         "mistral": lambda: hf.MistralConfig(**wide, **sliding),
         "gemma2": lambda: hf.Gemma2Config(**gemma, final_logit_softcapping=5.0),
         "gemma3_text": lambda: hf.Gemma3TextConfig(**gemma),
-        "gemma3": lambda: hf.Gemma3Config(text_config=gemma, vision_config=vision, **images, **ends),
+        "gemma3": lambda: hf.Gemma3Config(
+            text_config=gemma, vision_config=vision, **images, **ends
+        ),
         "phi3": lambda: hf.Phi3Config(**base),
         "olmo2": lambda: hf.Olmo2Config(**base),
         "gpt_neox": lambda: hf.GPTNeoXConfig(**no_gqa),
         "gpt2": lambda: hf.GPT2Config(**gpt2, **ends),
         "mixtral": lambda: hf.MixtralConfig(**wide, num_local_experts=4, num_experts_per_tok=2),
-        "qwen2_moe": lambda: hf.Qwen2MoeConfig(**base, **experts, shared_expert_intermediate_size=2 * expert),
+        "qwen2_moe": lambda: hf.Qwen2MoeConfig(
+            **base, **experts, shared_expert_intermediate_size=2 * expert
+        ),
         "qwen3_moe": lambda: hf.Qwen3MoeConfig(**wide, **experts),
         "olmoe": lambda: hf.OlmoeConfig(**base, num_experts=4, num_experts_per_tok=2),
     }
 
 
-def more_families(base: dict[str, Any], wide: dict[str, Any], window: int, expert: int) -> dict[str, Any]:
-    """As ``families``, of those that are compared in fewer ways: hybrids have attention in the second block."""
+def more_families(
+    base: dict[str, Any], wide: dict[str, Any], window: int, expert: int
+) -> dict[str, Any]:
+    """As ``families``, of those that are compared in fewer ways: hybrids have attention in the
+    second block."""
     hidden, head, sliding = base["hidden_size"], wide["head_dim"], {"sliding_window": window}
     no_gqa = {key: value for key, value in base.items() if key != "num_key_value_heads"}
     ends = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
     local = {"num_local_experts": 4, "num_experts_per_tok": 2}
-    routed = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": expert, "n_group": 1,
-              "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1}  # fmt: skip
-    latent = base | {"num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 32, "qk_rope_head_dim": 16,
-                     "qk_nope_head_dim": 16, "v_head_dim": 16}  # fmt: skip
+    routed = {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": expert,
+        "n_group": 1,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+    }
+    latent = base | {
+        "num_key_value_heads": 4,
+        "q_lora_rank": None,
+        "kv_lora_rank": 32,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+    }
     hybrid = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
-    linear = hybrid | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": head,
-                       "linear_value_head_dim": head, "linear_conv_kernel_dim": 4}  # fmt: skip
-    shared = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": expert,
-              "shared_expert_intermediate_size": expert}  # fmt: skip
-    mamba = {"mamba_n_heads": 4, "mamba_d_head": hidden // 2, "mamba_d_state": 16, "mamba_n_groups": 1,
-             "mamba_expand": 2, "mamba_d_conv": 4, "mamba_chunk_size": 16}  # fmt: skip
-    states = {"mamba_d_state": 16, "mamba_ngroups": 1, "n_mamba_heads": 4, "mamba_headdim": hidden // 2}
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [hidden // 16, hidden // 32, hidden // 32]}
-    qwen_sight = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": hidden}
-    qwen_images = {"image_token_id": 260, "video_token_id": 261, "vision_start_token_id": 262,
-                   "vision_end_token_id": 263}  # fmt: skip
-    sight = {"model_type": "pixtral", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
-             "num_attention_heads": 1, "head_dim": 32, "image_size": 28, "patch_size": 14}  # fmt: skip
+    linear = hybrid | {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": head,
+        "linear_value_head_dim": head,
+        "linear_conv_kernel_dim": 4,
+    }
+    shared = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": expert,
+        "shared_expert_intermediate_size": expert,
+    }
+    mamba = {
+        "mamba_n_heads": 4,
+        "mamba_d_head": hidden // 2,
+        "mamba_d_state": 16,
+        "mamba_n_groups": 1,
+        "mamba_expand": 2,
+        "mamba_d_conv": 4,
+        "mamba_chunk_size": 16,
+    }
+    states = {
+        "mamba_d_state": 16,
+        "mamba_ngroups": 1,
+        "n_mamba_heads": 4,
+        "mamba_headdim": hidden // 2,
+    }
+    rope = {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [hidden // 16, hidden // 32, hidden // 32],
+    }
+    qwen_sight = {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_heads": 2,
+        "out_hidden_size": hidden,
+    }
+    qwen_images = {
+        "image_token_id": 260,
+        "video_token_id": 261,
+        "vision_start_token_id": 262,
+        "vision_end_token_id": 263,
+    }
+    sight = {
+        "model_type": "pixtral",
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "head_dim": 32,
+        "image_size": 28,
+        "patch_size": 14,
+    }
     return {
         "gpt_oss": lambda: hf.GptOssConfig(**wide, **sliding, **local),
         "deepseek_v2": lambda: hf.DeepseekV2Config(**latent, **routed, topk_method="greedy"),
-        "deepseek_v3": lambda: hf.DeepseekV3Config(**latent, **routed, topk_method="noaux_tc", scoring_func="sigmoid"),
+        "deepseek_v3": lambda: hf.DeepseekV3Config(
+            **latent, **routed, topk_method="noaux_tc", scoring_func="sigmoid"
+        ),
         "kimi_linear": lambda: hf.KimiLinearConfig(
-            **latent, **hybrid, **local, n_group=1, linear_head_dim=head, linear_num_heads=4,
-            moe_intermediate_size=expert, first_k_dense_replace=1),
+            **latent,
+            **hybrid,
+            **local,
+            n_group=1,
+            linear_head_dim=head,
+            linear_num_heads=4,
+            moe_intermediate_size=expert,
+            first_k_dense_replace=1,
+        ),
         "llama4_text": lambda: hf.Llama4TextConfig(
-            **wide, intermediate_size_mlp=base["intermediate_size"], attention_chunk_size=window,
-            **local | {"num_experts_per_tok": 1}),
+            **wide,
+            intermediate_size_mlp=base["intermediate_size"],
+            attention_chunk_size=window,
+            **local | {"num_experts_per_tok": 1},
+        ),
         "glm": lambda: hf.GlmConfig(**wide),
         "glm4": lambda: hf.Glm4Config(**wide),
         "glm4_moe": lambda: hf.Glm4MoeConfig(**wide, **routed),
         "phi": lambda: hf.PhiConfig(**base),
         "phimoe": lambda: hf.PhimoeConfig(**base, **local),
         "granite": lambda: hf.GraniteConfig(
-            **base, residual_multiplier=0.5, embedding_multiplier=2.0, logits_scaling=2.0, attention_multiplier=0.2),
+            **base,
+            residual_multiplier=0.5,
+            embedding_multiplier=2.0,
+            logits_scaling=2.0,
+            attention_multiplier=0.2,
+        ),
         "granitemoe": lambda: hf.GraniteMoeConfig(**base, **local),
         "cohere": lambda: hf.CohereConfig(**base),
         "cohere2": lambda: hf.Cohere2Config(**base, **sliding),
-        "falcon": lambda: hf.FalconConfig(**no_gqa, new_decoder_architecture=True, num_kv_heads=2, bias=False),
+        "falcon": lambda: hf.FalconConfig(
+            **no_gqa, new_decoder_architecture=True, num_kv_heads=2, bias=False
+        ),
         "falcon_h1": lambda: hf.FalconH1Config(**wide, **mamba, mamba_d_ssm=2 * hidden),
         "gemma": lambda: hf.GemmaConfig(**wide),
         "olmo3": lambda: hf.Olmo3Config(**base, **sliding),
@@ -131,29 +237,70 @@ def more_families(base: dict[str, Any], wide: dict[str, Any], window: int, exper
         "stablelm": lambda: hf.StableLmConfig(**base),
         "minimax_m2": lambda: hf.MiniMaxM2Config(**wide, **local),
         "qwen2_5_vl": lambda: hf.Qwen2_5_VLConfig(
-            text_config=base | {"rope_parameters": rope}, vision_config=qwen_sight, **qwen_images, **ends),
+            text_config=base | {"rope_parameters": rope},
+            vision_config=qwen_sight,
+            **qwen_images,
+            **ends,
+        ),
         "mistral3": lambda: hf.Mistral3Config(
-            text_config=wide | {"model_type": "mistral"}, vision_config=sight, image_token_index=260, **ends),
+            text_config=wide | {"model_type": "mistral"},
+            vision_config=sight,
+            image_token_index=260,
+            **ends,
+        ),
         "qwen3_next": lambda: hf.Qwen3NextConfig(**wide, **linear, **shared),
         "qwen3_5_text": lambda: hf.Qwen3_5TextConfig(**wide, **linear),
         "qwen3_5_moe_text": lambda: hf.Qwen3_5MoeTextConfig(**wide, **linear, **shared),
         "granitemoehybrid": lambda: hf.GraniteMoeHybridConfig(
-            **base, **mamba, **local, shared_intermediate_size=expert, layer_types=["mamba", "attention", "mamba"]),
+            **base,
+            **mamba,
+            **local,
+            shared_intermediate_size=expert,
+            layer_types=["mamba", "attention", "mamba"],
+        ),
         "bamba": lambda: hf.BambaConfig(**base, **mamba, attn_layer_indices=[1]),
         "zamba2": lambda: hf.Zamba2Config(
-            **base, **states, chunk_size=16, num_mem_blocks=1, adapter_rank=8, use_mem_rope=True,
-            hybrid_layer_ids=[1], layers_block_type=["mamba", "hybrid", "mamba"]),
+            **base,
+            **states,
+            chunk_size=16,
+            num_mem_blocks=1,
+            adapter_rank=8,
+            use_mem_rope=True,
+            hybrid_layer_ids=[1],
+            layers_block_type=["mamba", "hybrid", "mamba"],
+        ),
         "jamba": lambda: hf.JambaConfig(
-            **base, attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1,
-            num_experts=4, mamba_d_state=16, mamba_dt_rank=8, use_mamba_kernels=False),
+            **base,
+            attn_layer_period=2,
+            attn_layer_offset=1,
+            expert_layer_period=2,
+            expert_layer_offset=1,
+            num_experts=4,
+            mamba_d_state=16,
+            mamba_dt_rank=8,
+            use_mamba_kernels=False,
+        ),
         "nemotron_h": lambda: hf.NemotronHConfig(
-            **base, hybrid_override_pattern="M*-", mamba_num_heads=4, mamba_head_dim=hidden // 2, ssm_state_size=16,
-            n_groups=1, chunk_size=16),
+            **base,
+            hybrid_override_pattern="M*-",
+            mamba_num_heads=4,
+            mamba_head_dim=hidden // 2,
+            ssm_state_size=16,
+            n_groups=1,
+            chunk_size=16,
+        ),
         "lfm2": lambda: hf.Lfm2Config(**base, layer_types=["conv", "full_attention", "conv"]),
         "opt": lambda: hf.OPTConfig(
-            vocab_size=VOCABULARY, hidden_size=hidden, ffn_dim=2 * hidden, num_hidden_layers=3, num_attention_heads=4,
-            max_position_embeddings=base["max_position_embeddings"], word_embed_proj_dim=hidden, **ends),  # no row
-    }  # fmt: skip
+            vocab_size=VOCABULARY,
+            hidden_size=hidden,
+            ffn_dim=2 * hidden,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            max_position_embeddings=base["max_position_embeddings"],
+            word_embed_proj_dim=hidden,
+            **ends,
+        ),  # no row
+    }
 
 
 CONFIGS = families(BASE, WIDE, WINDOW, 24)
@@ -171,7 +318,9 @@ def model(family: str, seed: int = 0) -> Any:
     """A fresh random model in float32."""
     torch.manual_seed(seed)
     built = from_config((CONFIGS | MORE)[family]()).float().eval()
-    built.generation_config = hf.GenerationConfig(bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD)
+    built.generation_config = hf.GenerationConfig(
+        bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD
+    )
     return built
 
 
@@ -182,9 +331,15 @@ def tokenizer(*, template: str | None = CHAT_TEMPLATE) -> Any:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<s>", "</s>", "<pad>", "<|assistant|>"])
-    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", BOS)]
+    )
     fast = hf.PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>", model_max_length=CONTEXT
+        tokenizer_object=backend,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        model_max_length=CONTEXT,
     )
     if template is not None:
         fast.chat_template = template
@@ -193,11 +348,15 @@ def tokenizer(*, template: str | None = CHAT_TEMPLATE) -> Any:
 
 def engine(family: str = "llama", **options: Any) -> TransformersEngine:
     """A fresh engine; options as in EngineOptions."""
-    return TransformersEngine(model(family), tokenizer(), options=EngineOptions(model=f"tiny-{family}", **options))
+    return TransformersEngine(
+        model(family), tokenizer(), options=EngineOptions(model=f"tiny-{family}", **options)
+    )
 
 
 @cache
-def shared_engine(family: str, padding_side: str = "right", max_batch_tokens: int = 8192) -> TransformersEngine:
+def shared_engine(
+    family: str, padding_side: str = "right", max_batch_tokens: int = 8192
+) -> TransformersEngine:
     """One engine for tests that neither count nor close."""
     return engine(family, padding_side=padding_side, max_batch_tokens=max_batch_tokens)
 
@@ -214,10 +373,19 @@ def projections(engine: Any) -> tuple[torch.nn.Module, ...]:
 
 
 def longrope_engine() -> TransformersEngine:
-    """A Phi-3 whose positions are encoded differently once the longest prompt of a batch passes 16 tokens."""
+    """A Phi-3 whose positions are encoded differently once the longest prompt of a batch passes 16
+    tokens."""
     config = CONFIGS["phi3"]()
-    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [8.0] * 4, "rope_theta": 10000.0}
-    config.rope_parameters = rope | {"original_max_position_embeddings": 16, "partial_rotary_factor": 1.0}
+    rope = {
+        "rope_type": "longrope",
+        "short_factor": [1.0] * 4,
+        "long_factor": [8.0] * 4,
+        "rope_theta": 10000.0,
+    }
+    config.rope_parameters = rope | {
+        "original_max_position_embeddings": 16,
+        "partial_rotary_factor": 1.0,
+    }
     config.original_max_position_embeddings = 16
     torch.manual_seed(0)
     return TransformersEngine(hf.Phi3ForCausalLM(config).eval(), tokenizer())
@@ -229,7 +397,9 @@ def prompts(lengths: list[int], seed: int = 1) -> list[list[int]]:
     return [generator.integers(0, 256, size=length).tolist() for length in lengths]
 
 
-def come_and_go(engine: TransformersEngine, continuations: Sequence[Any], streams: Sequence[Iterator[str]]) -> None:
+def come_and_go(
+    engine: TransformersEngine, continuations: Sequence[Any], streams: Sequence[Iterator[str]]
+) -> None:
     """Decode answers to their ends, of which some take part in each step."""
     chance, running = Random(0), list(range(len(streams)))
     while running:
@@ -240,7 +410,9 @@ def come_and_go(engine: TransformersEngine, continuations: Sequence[Any], stream
                 running.remove(place)
 
 
-def probes(geometry: Geometry, site: Site = Site.ATTENTION_HEAD, seed: int = 2, *, scaled: bool = False) -> Probes:
+def probes(
+    geometry: Geometry, site: Site = Site.ATTENTION_HEAD, seed: int = 2, *, scaled: bool = False
+) -> Probes:
     """Random unit probes for a geometry."""
     generator = np.random.default_rng(seed)
     m, d = geometry.num_layers, geometry.dim(site)

@@ -1,4 +1,5 @@
-"""Labels by the thousand, all at once, to the real service with the demo model, which is killed in the middle."""
+"""Labels by the thousand, all at once, to the real service with the demo model, which is killed in
+the middle."""
 
 from __future__ import annotations
 
@@ -22,9 +23,13 @@ from tests.kit.postgres import Postgres, postgres
 from tests.serve_process import ServeProcess
 
 AT_ONCE = 200  # prompts of one scoring request
-STORED = ("SELECT a.request_id, a.place, l.label FROM hallutracer_labels l JOIN hallutracer_answers a "
-          "ON a.uid = l.answer")  # fmt: skip
-Said = tuple[str, int, str]  # a label that somebody posts: the request's id, the answer's index, the label
+STORED = (
+    "SELECT a.request_id, a.place, l.label FROM hallutracer_labels l JOIN hallutracer_answers a "
+    "ON a.uid = l.answer"
+)
+Said = tuple[
+    str, int, str
+]  # a label that somebody posts: the request's id, the answer's index, the label
 
 
 def answered(url: str, count: int) -> list[Said]:
@@ -46,7 +51,9 @@ async def post_all(
     ``kill`` is called once half of them are."""
     acknowledged: dict[Said, str] = {}
     address = urlsplit(url)
-    pool = Pool(str(address.hostname), address.port or 0)  # light: httpx's thousand would take a core from the service
+    pool = Pool(
+        str(address.hostname), address.port or 0
+    )  # light: httpx's thousand would take a core from the service
 
     async def post_share(share: Sequence[Said]) -> None:
         for one in share:
@@ -83,8 +90,12 @@ def test_nothing_that_was_acknowledged_is_lost(with_postgres: bool) -> None:
     """Post, kill, look, start again, post what was not acknowledged."""
     posts, clients = 10_000, 1_000
     with a_database(with_postgres) as (where, crash):
-        arguments = (f"--feedback-db={where}", "--policy=observe", f"--max-connections={2 * clients}",
-                     "--deadline-s=300")  # fmt: skip
+        arguments = (
+            f"--feedback-db={where}",
+            "--policy=observe",
+            f"--max-connections={2 * clients}",
+            "--deadline-s=300",
+        )
         with ServeProcess(*arguments, HALLUTRACER_THREADS="1") as service:
             said = answered(service.url, posts)
 
@@ -97,10 +108,14 @@ def test_nothing_that_was_acknowledged_is_lost(with_postgres: bool) -> None:
             service.process.wait(60)
         if crash is not None:
             crash.start()
-        found = [(f"risk-{name}", index, label) for name, index, label in rows(location(where), STORED)]
+        found = [
+            (f"risk-{name}", index, label) for name, index, label in rows(location(where), STORED)
+        ]
         assert len(set(found)) == len(found), "a label is there twice"
         assert told.keys() <= set(found), "what was acknowledged is lost"
-        assert posts // 2 <= len(told) <= len(found)  # those that were not acknowledged in time may be there
+        assert (
+            posts // 2 <= len(told) <= len(found)
+        )  # those that were not acknowledged in time may be there
         rest = [one for one in said if one not in told]
         with ServeProcess(*arguments, HALLUTRACER_THREADS="1") as service:
             again = asyncio.run(post_all(service.url, rest, clients))

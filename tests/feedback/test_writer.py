@@ -1,4 +1,5 @@
-"""The thread that writes: nobody is told before a label is on disk, and nothing that fails stops it."""
+"""The thread that writes: nobody is told before a label is on disk, and nothing that fails stops
+it."""
 
 from __future__ import annotations
 
@@ -69,7 +70,9 @@ def test_a_label_is_on_disk_when_it_is_acknowledged(where: Location) -> None:
             assert rows(where, LABELS) == [(number + 1,)]
         assert made.label(given("none")).result(20) is None
         until(lambda: counted == {"stored": 30})
-        made.record([answer(model="half \ud800")])  # no database takes it: dropped, and the thread goes on
+        made.record(
+            [answer(model="half \ud800")]
+        )  # no database takes it: dropped, and the thread goes on
         until(lambda: counted == {"stored": 30, "dropped": 1})
         made.record([answer("fine")])
         assert made.label(given("fine")).result(20) is not None
@@ -94,8 +97,13 @@ def test_a_kill_loses_nothing_that_was_acknowledged(file: Location) -> None:
     with suppress(EOFError, OSError):
         while True:
             said.append(heard.recv())
-    found = [name for (name,) in rows(file, "SELECT request_id FROM hallutracer_answers JOIN hallutracer_labels "
-                                            "ON answer = uid")]  # fmt: skip
+    found = [
+        name
+        for (name,) in rows(
+            file,
+            "SELECT request_id FROM hallutracer_answers JOIN hallutracer_labels ON answer = uid",
+        )
+    ]
     assert set(said) <= set(found)
     assert len(set(found)) == len(found) <= len(said) + 1
     with writing(file) as (made, _):  # it goes on where it was
@@ -104,7 +112,9 @@ def test_a_kill_loses_nothing_that_was_acknowledged(file: Location) -> None:
         assert again.standing == "repeated"
 
 
-def test_what_could_not_be_committed_is_not_acknowledged(file: Location, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_could_not_be_committed_is_not_acknowledged(
+    file: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
     broken, whole = [True], Database.transaction
 
     @contextmanager
@@ -150,13 +160,19 @@ def test_a_server_that_crashes_and_comes_back(server: Postgres) -> None:
         server.start()
         until(lambda: counted == {"stored": 2})
         assert made.label(given("r2")).result(20) is not None
-    assert (counted, rows(where, STORED), rows(where, LABELS)) == ({"stored": 2}, [("r1",), ("r2",)], [(2,)])
+    assert (counted, rows(where, STORED), rows(where, LABELS)) == (
+        {"stored": 2},
+        [("r1",), ("r2",)],
+        [(2,)],
+    )
 
 
 def test_a_full_queue_drops_answers_and_refuses_labels(file: Location) -> None:
     with writing(file, most_bytes=100_000) as (made, counted):
         with locked(file):
-            made.record([answer(name, prompt="x" * 90_000) for name in ("long", "longer")])  # it waits for nobody
+            made.record(
+                [answer(name, prompt="x" * 90_000) for name in ("long", "longer")]
+            )  # it waits for nobody
             assert counted == {"dropped": 1}
             made.record([answer(f"s{number}") for number in range(10)])
             assert counted == {"dropped": 2}
@@ -169,7 +185,9 @@ def test_a_full_queue_drops_answers_and_refuses_labels(file: Location) -> None:
             until(lambda expected=11 + number: counted["stored"] == expected)  # type: ignore[misc]
 
 
-def test_closing_writes_what_waits_in_batches(where: Location, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_writes_what_waits_in_batches(
+    where: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
     began, whole = [], Database.transaction
     with writing(where) as (made, counted):
         monkeypatch.setattr(Database, "transaction", lambda self: (began.append(1), whole(self))[1])
@@ -199,11 +217,19 @@ def test_closing_with_a_database_that_is_gone_leaves_nobody_waiting(
         until(lambda: counted == {"dropped": 1})
 
 
-def test_old_answers_are_deleted_without_being_asked(file: Location, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_answers_are_deleted_without_being_asked(
+    file: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(writer, "DELETE_EVERY_S", 0.05)
     now = time.time()
     with writing(file, days=2) as (made, _):
-        made.record([answer("new"), answer("old", time=now - 2.1 * 86_400), answer("kept", time=now - 1.9 * 86_400)])
+        made.record(
+            [
+                answer("new"),
+                answer("old", time=now - 2.1 * 86_400),
+                answer("kept", time=now - 1.9 * 86_400),
+            ]
+        )
         until(lambda: rows(file, STORED) == [("kept",), ("new",)])
     with writing(file) as (made, _):  # without days nothing is
         made.record([answer("old", time=now - 1e9)])
@@ -211,7 +237,8 @@ def test_old_answers_are_deleted_without_being_asked(file: Location, monkeypatch
 
 
 class Clock:
-    """The machine's clock, which may be wrong, and the time that passes; a service over one database."""
+    """The machine's clock, which may be wrong, and the time that passes; a service over one
+    database."""
 
     def __init__(self, where: Location) -> None:
         self.ahead, self.passed, self.where = 0.0, 0.0, where
@@ -227,31 +254,61 @@ class Clock:
         with writing(self.where, days=30) as (made, counted):
             for number in range(1 + round(2 * hours)):
                 self.passed += HOUR / 2 * (number > 0)
-                for again in range(2):  # when the second is stored, what was to be deleted after the first is
+                for again in range(
+                    2
+                ):  # when the second is stored, what was to be deleted after the first is
                     made.record([answer("asked", time=self.time())])
                     until(lambda stored=2 * number + again + 1: counted == {"stored": stored})  # type: ignore[misc]
         return [name for (name,) in rows(self.where, STORED) if name != "asked"]
 
 
 DAY, HOUR = 86_400.0, 3_600.0
-ALL = [f"{day:02}" for day in range(30)]  # answers are named after their age in days, and are an hour older
-# How far the clock is ahead while a service runs before there are answers (None: none runs); their ages in days; and
-# step by step the clock, days without a service, hours with one, and what is kept.
-CLOCKS: dict[str, tuple[float | None, Sequence[float], list[tuple[float, float, float, list[str]]]]] = {
-    "ahead at each start: deletes nothing": (0, [-1 / 24] * 30, [
-        (40, 0, 0, ["00"] * 30), (40, 0, 0, ["00"] * 30), (40, 0, 5, ["00"] * 30), (0, 0, 1, ["00"] * 30)]),
+ALL = [
+    f"{day:02}" for day in range(30)
+]  # answers are named after their age in days, and are an hour older
+# How far the clock is ahead while a service runs before there are answers (None: none runs); their
+# ages in days; and step by step the clock, days without a service, hours with one, and what is
+# kept.
+CLOCKS: dict[
+    str, tuple[float | None, Sequence[float], list[tuple[float, float, float, list[str]]]]
+] = {
+    "ahead at each start: deletes nothing": (
+        0,
+        [-1 / 24] * 30,
+        [
+            (40, 0, 0, ["00"] * 30),
+            (40, 0, 0, ["00"] * 30),
+            (40, 0, 5, ["00"] * 30),
+            (0, 0, 1, ["00"] * 30),
+        ],
+    ),
     "never deleted: no older than its newest answer": (None, [31, -1 / 24], [(40, 0, 0, ["00"])]),
-    "an hour ahead: a day early, and the hour in between makes up for it": (0, range(30), [
-        (4_000, 0, 1, ALL[:29]), (0, 0, 1, ALL[:29]), (4_000, 0, 1, ALL[:29])]),
-    "a stop: an hour for each day of it": (0, range(30), [(0, 10, 2, ALL[:28]), (0, 0, 9, ALL[:20])]),
-    "behind at the start, as without a battery: stops no deleting": (-1.9e9 / DAY, range(32), [(0, 0, 33, ALL[:29])]),
-}  # fmt: skip
+    "an hour ahead: a day early, and the hour in between makes up for it": (
+        0,
+        range(30),
+        [(4_000, 0, 1, ALL[:29]), (0, 0, 1, ALL[:29]), (4_000, 0, 1, ALL[:29])],
+    ),
+    "a stop: an hour for each day of it": (
+        0,
+        range(30),
+        [(0, 10, 2, ALL[:28]), (0, 0, 9, ALL[:20])],
+    ),
+    "behind at the start, as without a battery: stops no deleting": (
+        -1.9e9 / DAY,
+        range(32),
+        [(0, 0, 33, ALL[:29])],
+    ),
+}
 
 
 @pytest.mark.parametrize(
-    ("where", "case"), [*(("sqlite", case) for case in CLOCKS), ("postgresql", list(CLOCKS)[2])], indirect=["where"]
+    ("where", "case"),
+    [*(("sqlite", case) for case in CLOCKS), ("postgresql", list(CLOCKS)[2])],
+    indirect=["where"],
 )
-def test_answers_age_by_any_clock(where: Location, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_age_by_any_clock(
+    where: Location, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before, ages, steps = CLOCKS[case]
     clock = Clock(where)
     monkeypatch.setattr(writer, "time", clock)

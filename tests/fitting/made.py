@@ -1,4 +1,5 @@
-"""Readouts in memory; rows whose true risks are known, in groups, at any share of hallucinations or another shift."""
+"""Readouts in memory; rows whose true risks are known, in groups, at any share of hallucinations or
+another shift."""
 
 from __future__ import annotations
 
@@ -9,19 +10,27 @@ from scipy.special import expit, logit
 from service.fitting.probes import ActivationArray, Readouts
 from service.readout import Site
 
-Rows = tuple[np.ndarray, np.ndarray, np.ndarray]  # risk at training's share, label (1 factual), group
+Rows = tuple[
+    np.ndarray, np.ndarray, np.ndarray
+]  # risk at training's share, label (1 factual), group
 
-PRIOR, APART = 0.3, 1.6  # training's share of hallucinated rows; distance of the classes in standard deviations
+PRIOR, APART = (
+    0.3,
+    1.6,
+)  # training's share of hallucinated rows; distance of the classes in standard deviations
 
 
-def readouts(a: NDArray[np.floating], label: NDArray[np.generic], site: Site = Site.ATTENTION_HEAD) -> Readouts:
+def readouts(
+    a: NDArray[np.floating], label: NDArray[np.generic], site: Site = Site.ATTENTION_HEAD
+) -> Readouts:
     """a [n, m, heads, d], or at the residual stream [n, m, d]; label [n]."""
     values = a.astype(np.float32).reshape(*a.shape[:2], -1, a.shape[-1])
     return Readouts(ActivationArray(values, site), np.arange(len(a)), label.astype(np.int64))
 
 
 def rows(rng: np.random.Generator, groups: int, share: float, *, size: int = 1) -> Rows:
-    """Rows whose class-conditional distributions are training's: x ~ N(+-APART / 2, 1), risk = P(hallucinated | x).
+    """Rows whose class-conditional distributions are training's: x ~ N(+-APART / 2, 1), risk =
+    P(hallucinated | x).
 
     Rows of one group are of one class, and their x have a correlation of one half."""
     group = np.repeat(np.arange(groups), size)

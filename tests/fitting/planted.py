@@ -1,7 +1,7 @@
 """A scripted engine whose rows carry a planted signal, and the data that go with it.
 
-A prompt's word, "known" or "hidden", gives the sign that is added to some heads of every layer.  Can be run as a
-program, to be killed: ``python -m tests.fitting.planted OPTIONS_JSON``."""
+A prompt's word, "known" or "hidden", gives the sign that is added to some heads of every layer.
+Can be run as a program, to be killed: ``python -m tests.fitting.planted OPTIONS_JSON``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ GEOMETRY = Geometry(num_layers=4, num_heads=3, head_dim=8, hidden_size=20)
 
 
 class PlantedEngine(ScriptedEngine):
-    """Rows plus ``strength`` x (2 known - 1) along a fixed direction of heads 1 and 2; head 0 is noise."""
+    """Rows plus ``strength`` x (2 known - 1) along a fixed direction of heads 1 and 2; head 0 is
+    noise."""
 
     def __init__(self, strength: float = 0.5, geometry: Geometry = GEOMETRY, **kwargs: Any) -> None:
         super().__init__(geometry, **kwargs)
@@ -47,7 +48,9 @@ class PlantedEngine(ScriptedEngine):
             direction /= np.linalg.norm(direction, axis=1, keepdims=True)
             if site is Site.ATTENTION_HEAD:
                 direction[0] = 0.0
-            rows[layer] = rows[layer] * (1 + layer) + (sign * self.strength * (1 + layer) * direction).ravel()
+            rows[layer] = (
+                rows[layer] * (1 + layer) + (sign * self.strength * (1 + layer) * direction).ravel()
+            )
         return rows
 
     def extract(self, prompts: Any, sites: Any, *others: Any, **read: Any) -> Extraction:
@@ -65,7 +68,13 @@ class PlantedEngine(ScriptedEngine):
         for prompt in prompts:
             text = self.detokenize(prompt)
             draw = hashlib.sha256(text.encode()).digest()[0] % 4
-            said = "It is Paris." if "known" in text else "I am not sure." if draw == 0 else "It is Rome."
+            said = (
+                "It is Paris."
+                if "known" in text
+                else "I am not sure."
+                if draw == 0
+                else "It is Rome."
+            )
             answers.append(Completion(said, (1, 2), "stop"))
         return answers
 
@@ -80,7 +89,9 @@ class Quiet:
         self.lines.append(" ".join(map(str, objects)))
 
 
-def planted_rows(count: int, *, seed: int = 0, shuffled: bool = False, per_group: int = 2) -> list[dict[str, Any]]:
+def planted_rows(
+    count: int, *, seed: int = 0, shuffled: bool = False, per_group: int = 2
+) -> list[dict[str, Any]]:
     """Rows whose label is what the prompt says, or drawn without regard to it."""
     rng = np.random.default_rng(seed)
     rows = []
@@ -88,7 +99,10 @@ def planted_rows(count: int, *, seed: int = 0, shuffled: bool = False, per_group
         known = bool(rng.random() < 0.6)
         label = int(rng.random() < 0.6) if shuffled else int(known)
         word = "known" if known else "hidden"
-        row = {"id": f"r{seed}-{number}", "prompt": f"{seed} {word} city {number} {'x' * int(rng.integers(0, 30))}"}
+        row = {
+            "id": f"r{seed}-{number}",
+            "prompt": f"{seed} {word} city {number} {'x' * int(rng.integers(0, 30))}",
+        }
         row |= {"label": label, "answers": ["Paris"], "group": f"g{seed}-{number // per_group}"}
         kind = ["capital", "river", "element"][int(rng.integers(3))]
         rows.append(row | {"kind": kind, "template": ["a", "b"][number % 2]})
@@ -101,7 +115,8 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def main() -> None:
-    """Train with the options of the first argument; ``kill_at`` stops the process without a word."""
+    """Train with the options of the first argument; ``kill_at`` stops the process without a
+    word."""
     from service.trainer.run import train
 
     given = json.loads(sys.argv[1])

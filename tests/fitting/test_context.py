@@ -1,4 +1,5 @@
-"""Probes of what a prompt is: found where planted, out of fold, calibrated, and absent where rows are few."""
+"""Probes of what a prompt is: found where planted, out of fold, calibrated, and absent where rows
+are few."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ from numpy.typing import NDArray
 from sklearn.base import clone
 
 from service.fitting import context
-from service.fitting.context import LEAST, SIDES, ContextFit, PromptLabels, fit_context_probe, fit_passage_probes
+from service.fitting.context import (
+    LEAST,
+    SIDES,
+    ContextFit,
+    PromptLabels,
+    fit_context_probe,
+    fit_passage_probes,
+)
 from service.fitting.estimator import DepthMeanProbe
 from service.fitting.nested_cv import CONTEXT_NAMES, KIND_AND_FORM, NAMES, Inputs, evaluate
 from service.fitting.scores import auroc, ece
@@ -24,8 +32,11 @@ KNOWN, PASSAGE, STATED = 1, 2, 0  # heads where each is planted
 Bools = NDArray[np.bool_]
 
 
-def planted(signs: Mapping[int, NDArray[np.floating]], strength: float = 1.0, dim: int = 8) -> NDArray[np.floating]:
-    """Noise [n, 4, 3, dim], and in each head of ``signs`` a direction of every layer, times the row's sign [n]."""
+def planted(
+    signs: Mapping[int, NDArray[np.floating]], strength: float = 1.0, dim: int = 8
+) -> NDArray[np.floating]:
+    """Noise [n, 4, 3, dim], and in each head of ``signs`` a direction of every layer, times the
+    row's sign [n]."""
     rng = np.random.default_rng(0)
     a = rng.standard_normal((len(next(iter(signs.values()))), LAYERS, 3, dim))
     for head, sign in signs.items():
@@ -54,7 +65,9 @@ def fitted(
 def served(a: NDArray[np.floating], found: ContextFit) -> NDArray[np.floating]:
     """What the probe on all of its rows says of every row."""
     chosen = a[:, np.arange(LAYERS), found.probe.head].astype(np.float32)
-    return (np.einsum("nld,ld->nl", chosen, found.probe.direction) + found.probe.bias) / found.probe.scale
+    return (
+        np.einsum("nld,ld->nl", chosen, found.probe.direction) + found.probe.bias
+    ) / found.probe.scale
 
 
 def test_the_probability_is_calibrated_on_rows_it_learnt_from_and_on_fresh_ones() -> None:
@@ -68,7 +81,8 @@ def test_the_probability_is_calibrated_on_rows_it_learnt_from_and_on_fresh_ones(
 
 
 def test_rows_that_took_part_have_logits_by_probes_that_never_saw_them() -> None:
-    """Of labels that mean nothing, probes fitted on these rows would rank them far better than chance."""
+    """Of labels that mean nothing, probes fitted on these rows would rank them far better than
+    chance."""
     a = planted({PASSAGE: np.zeros(ROWS)}, dim=40)  # room to learn rows by heart
     for seed in (3, 4):
         label = halves(0.5, seed).astype(np.int64)
@@ -100,7 +114,11 @@ def test_too_few_groups_of_a_class_give_none() -> None:
 
 
 def test_the_larger_class_is_cut_to_three_rows_for_one() -> None:
-    group, rows, balanced = np.arange(1000) // 2, np.arange(1000), context._balanced  # pairs, which stay together
+    group, rows, balanced = (
+        np.arange(1000) // 2,
+        np.arange(1000),
+        context._balanced,
+    )  # pairs, which stay together
     label = (rows % 20 == 0).astype(np.int64)
     kept = balanced(label, group, rows, 7)
     zeros = kept[label[kept] == 0]
@@ -116,11 +134,14 @@ def test_the_larger_class_is_cut_to_three_rows_for_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "told"), [([20, 80], True), ([21, 80], False), ([50] * 99 + [5000], False), ([50] * 9 + [5000], True)]
+    ("tokens", "told"),
+    [([20, 80], True), ([21, 80], False), ([50] * 99 + [5000], False), ([50] * 9 + [5000], True)],
 )
 def test_the_length_is_read_where_passages_differ_in_it(tokens: list[int], told: bool) -> None:
     stated = np.arange(400) < 200
-    lengths = np.where(stated, np.resize(tokens, 400), np.resize([1, 9999], 400))  # the others do not matter
+    lengths = np.where(
+        stated, np.resize(tokens, 400), np.resize([1, 9999], 400)
+    )  # the others do not matter
     assert PromptLabels(stated, stated, lengths).tells_length is told
     assert not PromptLabels(stated, np.zeros(400, np.bool_), lengths).tells_length
 
@@ -128,7 +149,9 @@ def test_the_length_is_read_where_passages_differ_in_it(tokens: list[int], told:
 def both() -> tuple[NDArray[np.floating], PromptLabels]:
     passage = halves(0.6, 6)
     stated = passage & halves(0.5, 7)
-    a = planted({PASSAGE: signs(passage), STATED: signs(stated) * passage, KNOWN: signs(halves(0.5, 8))})
+    a = planted(
+        {PASSAGE: signs(passage), STATED: signs(stated) * passage, KNOWN: signs(halves(0.5, 8))}
+    )
     return a, PromptLabels(passage, stated, np.resize([40, 400], ROWS))
 
 
@@ -139,13 +162,25 @@ def test_passage_probes_learn_from_their_own_rows_and_give_the_columns() -> None
     passage, stated = found
     counts = [(fit.record.name, fit.record.rows, fit.record.positive) for fit in found]
     with_passage = int(labels.passage.sum())
-    assert counts == [("passage", ROWS, with_passage), ("stated", with_passage, int(labels.stated.sum()))]
+    assert counts == [
+        ("passage", ROWS, with_passage),
+        ("stated", with_passage, int(labels.stated.sum())),
+    ]
     assert [fit.probe.head.tolist() for fit in found] == [[PASSAGE] * LAYERS, [STATED] * LAYERS]
     assert np.linalg.norm(passage.probe.direction, axis=1) == pytest.approx(1.0)
     assert passage.record.weight > 0
-    assert 0.95 < passage.record.auroc == pytest.approx(auroc(labels.passage.astype(int), passage.logits.mean(axis=1)))
-    columns, product = context.context_columns(found, labels), passage.probability * stated.probability
-    assert np.array_equal(columns, np.stack([passage.probability, product, product * np.log(labels.tokens)], axis=1))
+    assert (
+        0.95
+        < passage.record.auroc
+        == pytest.approx(auroc(labels.passage.astype(int), passage.logits.mean(axis=1)))
+    )
+    columns, product = (
+        context.context_columns(found, labels),
+        passage.probability * stated.probability,
+    )
+    assert np.array_equal(
+        columns, np.stack([passage.probability, product, product * np.log(labels.tokens)], axis=1)
+    )
     short = replace(labels, tokens=np.resize([100, 399], ROWS))
     assert np.array_equal(context.context_columns(found, short), columns[:, :2])
     assert columns[labels.stated, 1].mean() > 0.75
@@ -158,14 +193,17 @@ def test_passage_probes_learn_from_their_own_rows_and_give_the_columns() -> None
 
 @pytest.fixture(scope="module")
 def reading() -> Inputs:
-    """Where a passage states the answer it is right; elsewhere that is half known, and weakly told by the readouts."""
+    """Where a passage states the answer it is right; elsewhere that is half known, and weakly told
+    by the readouts."""
     a, labels = both()
     known = halves(0.5, 8)
     noisy = np.where(halves(0.75, 10), known, ~known)
     label = np.where(labels.stated, halves(0.95, 11), noisy & ~halves(0.3, 12))
     rng = np.random.default_rng(13)
     first, tokens = np.c_[-rng.random(ROWS), rng.random(ROWS)], rng.integers(5, 9, ROWS)
-    return Inputs(readouts(a, label), EVERY // 2, first, tokens, tuple({} for _ in range(ROWS)), labels)
+    return Inputs(
+        readouts(a, label), EVERY // 2, first, tokens, tuple({} for _ in range(ROWS)), labels
+    )
 
 
 def test_the_nested_evaluation_reads_the_context_where_rows_have_passages(reading: Inputs) -> None:
@@ -184,7 +222,8 @@ def test_the_nested_evaluation_reads_the_context_where_rows_have_passages(readin
 def test_no_signal_reads_the_context_without_passages_and_every_fold_does_where_all_rows_allow_it(
     reading: Inputs,
 ) -> None:
-    """With two folds a training side has half of the passages: a run that reads them must have them in every fold."""
+    """With two folds a training side has half of the passages: a run that reads them must have them
+    in every fold."""
     assert reading.prompts is not None
     no = np.zeros(ROWS, np.bool_)
     for prompts in (None, PromptLabels(no, no, LENGTHS)):
@@ -193,6 +232,9 @@ def test_no_signal_reads_the_context_without_passages_and_every_fold_does_where_
         assert set(found.document["signals"]) == set(found.risk) == set(found.tests) == names
     stated = np.isin(EVERY, np.flatnonzero(reading.prompts.stated)[: LEAST + 5])
     few = replace(reading.prompts, stated=stated)
-    assert fit_passage_probes(reading.readouts, few, EVERY, EVERY, clone(PROBE).set_params(folds=2)) is not None
+    assert (
+        fit_passage_probes(reading.readouts, few, EVERY, EVERY, clone(PROBE).set_params(folds=2))
+        is not None
+    )
     found = evaluate(replace(reading, group=EVERY, prompts=few), folds=2, seeds=(0, 1), probe=PROBE)
     assert set(CONTEXT_NAMES) <= set(found.risk)

@@ -22,15 +22,29 @@ def test_known_answers() -> None:
     # A perfect order has 1/4, 2/5 and 3/6 of wrong answers at its end, and 0 before.
     assert decisions.excess_aurc(label, risk) == pytest.approx((1 / 3 + 1 / 4 - 1 / 4) / 6)
     assert decisions.excess_aurc(label, 1.0 - label) == 0.0
-    assert decisions.caught(label, risk, (0.0, 0.2, 1 / 3, 1.0)).tolist() == pytest.approx([2 / 3, 2 / 3, 1.0, 1.0])
+    assert decisions.caught(label, risk, (0.0, 0.2, 1 / 3, 1.0)).tolist() == pytest.approx(
+        [2 / 3, 2 / 3, 1.0, 1.0]
+    )
     # At a cost of 1 the gate is at 0.5: two of three wrong ones withheld, for one right one.
-    assert decisions.net_benefit(label, risk, 1.0) == pytest.approx({"net_benefit": 1 / 6, "withholding_all": 0.0})
+    assert decisions.net_benefit(label, risk, 1.0) == pytest.approx(
+        {"net_benefit": 1 / 6, "withholding_all": 0.0}
+    )
     # At a cost of 4 it is at 0.2: all three, for two right ones.
-    assert decisions.net_benefit(label, risk, 4.0) == pytest.approx({
-        "net_benefit": (3 - 2 / 4) / 6, "withholding_all": (3 - 3 / 4) / 6,
-    })  # fmt: skip
-    assert decisions.net_benefit(label, np.stack([risk, risk]), 4.0)["net_benefit"] == pytest.approx((3 - 2 / 4) / 6)
-    assert list(decisions.decisions(label, risk)) == ["e_aurc", "caught_at_5", "caught_at_10", "caught_at_20"]
+    assert decisions.net_benefit(label, risk, 4.0) == pytest.approx(
+        {
+            "net_benefit": (3 - 2 / 4) / 6,
+            "withholding_all": (3 - 3 / 4) / 6,
+        }
+    )
+    assert decisions.net_benefit(label, np.stack([risk, risk]), 4.0)[
+        "net_benefit"
+    ] == pytest.approx((3 - 2 / 4) / 6)
+    assert list(decisions.decisions(label, risk)) == [
+        "e_aurc",
+        "caught_at_5",
+        "caught_at_10",
+        "caught_at_20",
+    ]
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -42,10 +56,13 @@ def test_equal_risks_count_as_on_average_over_their_orders(seed: int) -> None:
         order = rng.permutation(len(label))
         wrong = 1 - label[order][np.argsort(risk[order], kind="stable")]
         drawn.append(np.cumsum(wrong) / np.arange(1, len(wrong) + 1))
-    assert decisions.coverage_curve(label, risk)[1] == pytest.approx(np.mean(drawn, axis=0), abs=0.1)
+    assert decisions.coverage_curve(label, risk)[1] == pytest.approx(
+        np.mean(drawn, axis=0), abs=0.1
+    )
     assert decisions.excess_aurc(label, risk) >= 0.0
     assert decisions.excess_aurc(label, np.zeros(len(label))) == pytest.approx(
-        decisions.excess_aurc(label, risk) + np.mean((1 - label).mean() - decisions.coverage_curve(label, risk)[1])
+        decisions.excess_aurc(label, risk)
+        + np.mean((1 - label).mean() - decisions.coverage_curve(label, risk)[1])
     )
 
 
@@ -54,7 +71,10 @@ def test_what_is_caught_is_the_roc_curve(seed: int) -> None:
     label, risk = labelled(seed)
     false, true, _ = roc_curve(1 - label, risk, drop_intermediate=False)
     for withheld in (0.05, 0.31, 0.5, 1.0):
-        before, behind = np.searchsorted(false, withheld, "right") - 1, np.searchsorted(false, withheld, "left")
+        before, behind = (
+            np.searchsorted(false, withheld, "right") - 1,
+            np.searchsorted(false, withheld, "left"),
+        )
         if false[before] == withheld:
             expected = true[before]
         else:

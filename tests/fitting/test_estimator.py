@@ -1,4 +1,5 @@
-"""The estimator: out of fold means out of fold, what it keeps of scikit-learn's contract, arrays are enough."""
+"""The estimator: out of fold means out of fold, what it keeps of scikit-learn's contract, arrays
+are enough."""
 
 from __future__ import annotations
 
@@ -8,7 +9,13 @@ from sklearn.model_selection import GroupKFold, cross_val_score
 from sklearn.utils.estimator_checks import check_estimator
 
 from service.errors import NoDirection, TrainingError
-from service.fitting.estimator import DepthMeanProbe, extra_signals, fit_classifier, scale_shift, signal_matrix
+from service.fitting.estimator import (
+    DepthMeanProbe,
+    extra_signals,
+    fit_classifier,
+    scale_shift,
+    signal_matrix,
+)
 from service.fitting.nested_cv import FUSED
 from service.fitting.scores import auroc, ece, risk_auroc
 from tests.fitting.made import readouts
@@ -34,7 +41,9 @@ def signal(count: int = 240, strength: float = 1.0, seed: int = 0) -> tuple[np.n
 
 
 def test_it_keeps_scikit_learn_s_contract() -> None:
-    check_estimator(DepthMeanProbe(0.3, folds=2, seeds=(0,)), on_skip=None)  # of ten rows five folds cannot be made
+    check_estimator(
+        DepthMeanProbe(0.3, folds=2, seeds=(0,)), on_skip=None
+    )  # of ten rows five folds cannot be made
 
 
 def test_it_learns_from_arrays_of_heads_of_layers_and_of_one_layer() -> None:
@@ -69,14 +78,18 @@ def test_a_layer_s_logit_is_that_of_its_served_probe(scale: str) -> None:
     rows, label = signal()
     probe = DepthMeanProbe(0.3, seeds=(0, 1), logit_scale=scale).fit(rows, label)  # type: ignore[arg-type]
     a = rows[:, np.arange(3), probe.probes_.head].astype(np.float64)
-    expected = (np.einsum("nld,ld->nl", a, probe.probes_.direction) + probe.probes_.bias) / probe.scale_
+    expected = (
+        np.einsum("nld,ld->nl", a, probe.probes_.direction) + probe.probes_.bias
+    ) / probe.scale_
     for found in (probe.trajectory(rows), probe.scaled_[probe.logit_scale].trajectory):
         np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
 
 
 def test_further_signals_are_read_beside_the_depth_mean() -> None:
     rows, label = signal()
-    x = signal_matrix(np.arange(12.0).reshape(2, 3, 2), extra_signals(FUSED, -np.arange(6.0).reshape(3, 2)))
+    x = signal_matrix(
+        np.arange(12.0).reshape(2, 3, 2), extra_signals(FUSED, -np.arange(6.0).reshape(3, 2))
+    )
     assert (x.shape, x[1, 2].tolist()) == ((2, 3, 3), [10.5, -4.0, -5.0])  # [seeds, n, signals]
     assert extra_signals(FUSED[:1], np.zeros((3, 2))) is None
     telling = np.random.default_rng(1).standard_normal((240, 2)) + 3 * label[:, None]
@@ -108,7 +121,8 @@ def test_arrays_that_do_not_fit_together_are_refused() -> None:
 
 
 def test_rows_of_a_group_do_not_vouch_for_each_other() -> None:
-    """Each group's rows are copies with one label: a fold that splits a group would score far above chance."""
+    """Each group's rows are copies with one label: a fold that splits a group would score far above
+    chance."""
     rows, _ = noise(60)
     label = np.repeat(np.random.default_rng(3).integers(0, 2, 60), 4)
     copies = readouts(np.repeat(rows, 4, axis=0), label)
@@ -124,7 +138,9 @@ def test_c_is_the_best_of_the_grid_and_one_without_a_direction_is_out() -> None:
     given = readouts(*signal())
     chosen = PROBE.choose_c(given, EVERY, EVERY, 0)
     assert chosen.auroc.keys() == {"0.03", "0.3"}
-    assert chosen.auroc[f"{chosen.c:g}"] == max(value for value in chosen.auroc.values() if value is not None)
+    assert chosen.auroc[f"{chosen.c:g}"] == max(
+        value for value in chosen.auroc.values() if value is not None
+    )
     chosen = DepthMeanProbe(c_grid=(1e-6, 0.3)).choose_c(given, EVERY, EVERY, 0)
     assert (chosen.c, chosen.auroc["1e-06"]) == (0.3, None)
     weak = DepthMeanProbe(c_grid=(1e-7, 1e-6))
@@ -147,17 +163,27 @@ def test_the_classifier_is_calibrated_in_raw_units() -> None:
 
 
 def test_refitted_probes_keep_the_scale_of_the_cross_fitted_ones() -> None:
-    """On rows that neither has seen: unit norm makes 80 % of the rows and all of them speak in one unit."""
+    """On rows that neither has seen: unit norm makes 80 % of the rows and all of them speak in one
+    unit."""
     rows, label = noise(1600, seed=8)
-    rows[:, :, 0, 3:6] += 0.6 * (2 * label[:, None, None] - 1) * np.random.default_rng(8).uniform(0.5, 1, 3)
+    rows[:, :, 0, 3:6] += (
+        0.6 * (2 * label[:, None, None] - 1) * np.random.default_rng(8).uniform(0.5, 1, 3)
+    )
     given = readouts(rows, label)
     train, fresh = np.arange(0, 800), np.arange(800, 1600)
-    whole, part = (PROBE.refit(given, side, fresh, 0.1).trajectory.mean(axis=1) for side in (train, train[:640]))
+    whole, part = (
+        PROBE.refit(given, side, fresh, 0.1).trajectory.mean(axis=1)
+        for side in (train, train[:640])
+    )
     crossed = PROBE.cross_fit(given, np.arange(1600), train, 0.1).unit_norm.mean(axis=2)
     for value in (0, 1):
         one, other = whole[label[fresh] == value], part[label[fresh] == value]
         assert one.std() == pytest.approx(other.std(), rel=0.05)
         assert one.mean() == pytest.approx(other.mean(), abs=0.15 * one.std())
-        assert one.mean() == pytest.approx(crossed[:, label[train] == value].mean(), abs=0.2 * one.std())
+        assert one.mean() == pytest.approx(
+            crossed[:, label[train] == value].mean(), abs=0.2 * one.std()
+        )
     shift = scale_shift(crossed, whole, label[train])
-    assert shift["factual"]["cross_fitted_std"] == pytest.approx(crossed[0, label[train] == 1].std())
+    assert shift["factual"]["cross_fitted_std"] == pytest.approx(
+        crossed[0, label[train] == 1].std()
+    )

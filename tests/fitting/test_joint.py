@@ -1,4 +1,5 @@
-"""Directions that are fitted together: what all layers share counts once, and a layer is served as any other."""
+"""Directions that are fitted together: what all layers share counts once, and a layer is served as
+any other."""
 
 from __future__ import annotations
 
@@ -14,9 +15,12 @@ from service.fitting.scores import auroc
 LAYERS = 12
 
 
-def in_wordings(count: int, seed: int, wordings: float) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Return activations [n, 12 layers, 1 head, 8] and labels: knowledge stands in a column of its own, faint at each
-    layer, and the wording, which goes with the label in training alone (``wordings``), loudly in another."""
+def in_wordings(
+    count: int, seed: int, wordings: float
+) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Return activations [n, 12 layers, 1 head, 8] and labels: knowledge stands in a column of its
+    own, faint at each layer, and the wording, which goes with the label in training alone
+    (``wordings``), loudly in another."""
     rng = np.random.default_rng(seed)
     label = (rng.random(count) < 0.5).astype(np.int64)
     rows = rng.standard_normal((count, LAYERS, 1, 8)).astype(np.float32)
@@ -30,7 +34,9 @@ def test_what_all_layers_share_counts_once() -> None:
     rows, label = in_wordings(1500, 0, 0.5)
     others, truth = in_wordings(1500, 1, 0.0)
     each, together = (
-        DepthMeanProbe(0.3, seeds=(0,), logit_scale=scale).fit(rows, label).decision_function(others)
+        DepthMeanProbe(0.3, seeds=(0,), logit_scale=scale)
+        .fit(rows, label)
+        .decision_function(others)
         for scale in ("unit_norm", "joint")
     )
     assert auroc(truth, together) > auroc(truth, each) + 0.05
@@ -44,10 +50,14 @@ def test_the_mean_over_layers_is_the_regression() -> None:
     odds = (fit.trajectory(activations) / fit.scale).mean(axis=1)
     weights = np.where(label == 1, 0.5 / label.mean(), 0.5 / (1 - label.mean()))
     expected = 1 / (1 + np.exp(-odds))
-    assert np.average(expected, weights=weights) == pytest.approx(0.5, abs=1e-6)  # the intercept's own equation
+    assert np.average(expected, weights=weights) == pytest.approx(
+        0.5, abs=1e-6
+    )  # the intercept's own equation
     moved = activations * np.float32(3) + np.float32(5)  # standardised away
     again = fit_joint(moved, label, "weights")
-    np.testing.assert_allclose((again.trajectory(moved) / again.scale).mean(axis=1), odds, atol=1e-3)
+    np.testing.assert_allclose(
+        (again.trajectory(moved) / again.scale).mean(axis=1), odds, atol=1e-3
+    )
 
 
 def test_a_layer_that_is_constant_has_no_direction() -> None:

@@ -1,4 +1,5 @@
-"""Weights over layers: found where layers differ, the paper's rule where not, and never fitted on their own rows."""
+"""Weights over layers: found where layers differ, the paper's rule where not, and never fitted on
+their own rows."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from service.fitting.scores import auroc
 
 
 def made(signal: list[float], spread: list[float], seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Trajectories [900, m]: each layer's separation of the classes, in its own deviations, and its deviation."""
+    """Trajectories [900, m]: each layer's separation of the classes, in its own deviations, and its
+    deviation."""
     rng = np.random.default_rng(seed)
     label = (rng.random(900) < 0.4).astype(np.int64)
     rows = rng.standard_normal((900, len(signal))) + np.array(signal) * (2 * label[:, None] - 1) / 2
@@ -24,14 +26,16 @@ def fit(trajectory: np.ndarray, label: np.ndarray, seed: int = 0) -> LayerWeight
     return fit_layer_weights(trajectory, label, np.arange(900) // 3, folds=3, seed=seed)
 
 
-def test_a_layer_that_knows_outweighs_louder_ones_and_one_that_misleads_gets_no_negative_weight() -> None:
+def test_a_layer_that_knows_outweighs_louder_ones_and_no_weight_is_negative() -> None:
     trajectory, label = made([1.5, 0, 0, 0, 0, 0], [1, 4, 4, 4, 4, 4])
     found = fit(trajectory, label)
     assert math.isfinite(found.strength)
     assert found.weight.argmax() == 0
     assert found.weight.mean() == pytest.approx(1)
     assert found.weight.min() >= FLOOR * 0.9
-    assert auroc(label, found.out_of_fold.mean(axis=1)) > auroc(label, trajectory.mean(axis=1)) + 0.15
+    assert (
+        auroc(label, found.out_of_fold.mean(axis=1)) > auroc(label, trajectory.mean(axis=1)) + 0.15
+    )
     misled = fit(*made([1, 1, -1], [1, 1, 1])).weight
     assert 0 < misled[2] < 0.05
     assert np.all(misled > 0)
@@ -43,7 +47,10 @@ def test_equal_layers_are_left_equal() -> None:
     for seed in range(6):
         trajectory, label = made([0.5] * 12, [1] * 12, seed)
         found = fit(trajectory, label, seed)
-        assert auroc(label, trajectory.mean(axis=1)) - auroc(label, found.out_of_fold.mean(axis=1)) < 0.01
+        assert (
+            auroc(label, trajectory.mean(axis=1)) - auroc(label, found.out_of_fold.mean(axis=1))
+            < 0.01
+        )
         strengths.append(found.strength)
         if math.isinf(found.strength):
             assert found.weight.tolist() == [1.0] * 12
@@ -66,7 +73,9 @@ def test_rows_have_weights_that_were_fitted_without_them(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("third", [0, -1.5])
 def test_no_admissible_step_lowers_the_objective(third: float) -> None:
     trajectory, label = made([1, 0.5, third, 0.2], [1, 2, 3, 1])
-    trajectory[:, 0] += 0.6 * trajectory[:, 2]  # what the third layer's negative weight would take away
+    trajectory[:, 0] += (
+        0.6 * trajectory[:, 2]
+    )  # what the third layer's negative weight would take away
     sigma = trajectory.std(axis=0)
     paper = sigma / np.linalg.norm(sigma)
     rows, sign, strength = trajectory / sigma, 2 * label - 1, 0.1

@@ -1,4 +1,5 @@
-"""Nested cross-validation: a row is scored once per seed by a fold without its group; no test side is seen."""
+"""Nested cross-validation: a row is scored once per seed by a fold without its group; no test side
+is seen."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ def inputs(strength: float, count: int = 300) -> Inputs:
     return Inputs(readouts(rows, label), np.arange(count) // 2, first, tokens, strata)
 
 
-def columns(given: Inputs, train: np.ndarray, test: np.ndarray, probe: DepthMeanProbe = PROBE) -> tuple[float, Columns]:
+def columns(
+    given: Inputs, train: np.ndarray, test: np.ndarray, probe: DepthMeanProbe = PROBE
+) -> tuple[float, Columns]:
     return probe_columns(given.readouts, given.group, given.first_token, train, test, 0, probe)
 
 
@@ -93,24 +96,35 @@ def test_the_folds_are_scikit_learn_s(seed: int, folds: int, share: float) -> No
 def test_every_row_is_scored_once_per_seed_by_a_fold_without_its_group() -> None:
     label, group = np.arange(60) % 2, np.arange(60) // 3
     outer = outer_folds(label, group, folds=4, seeds=(5, 0))
-    assert [(fold.seed, fold.fold) for fold in outer] == [(seed, fold) for seed in (5, 0) for fold in range(4)]
+    assert [(fold.seed, fold.fold) for fold in outer] == [
+        (seed, fold) for seed in (5, 0) for fold in range(4)
+    ]
     seen: list[OuterFold] = []
 
     def fit(fold: OuterFold) -> dict[str, np.ndarray]:
         assert not set(group[fold.train]) & set(group[fold.test])
         seen.append(fold)
-        return {"row": fold.test.astype(float), "fold": np.full(len(fold.test), 10.0 * fold.seed + fold.fold)}
+        return {
+            "row": fold.test.astype(float),
+            "fold": np.full(len(fold.test), 10.0 * fold.seed + fold.fold),
+        }
 
     scores = nested_cv(outer, fit)
     assert list(scores) == ["row", "fold"]
     assert seen == outer
-    np.testing.assert_array_equal(by_row(scores["row"], 60), [np.arange(60.0)] * 2)  # no NaN: every row was tested
+    np.testing.assert_array_equal(
+        by_row(scores["row"], 60), [np.arange(60.0)] * 2
+    )  # no NaN: every row was tested
     for fold, scored in zip(outer, scores["fold"], strict=True):
-        assert np.all(by_row(scores["fold"], 60)[[5, 0].index(fold.seed), scored.test] == 10 * fold.seed + fold.fold)
+        assert np.all(
+            by_row(scores["fold"], 60)[[5, 0].index(fold.seed), scored.test]
+            == 10 * fold.seed + fold.fold
+        )
 
 
 def test_columns_of_the_nested_classifiers_are_out_of_fold() -> None:
-    """Probes that memorise noise rank the rows that they were fitted on; nothing of that may be in their columns."""
+    """Probes that memorise noise rank the rows that they were fitted on; nothing of that may be in
+    their columns."""
     given, train, probe = inputs(0.0), np.arange(260), DepthMeanProbe(1.0)
     inside = probe.refit(given.readouts, train, train, 1.0).trajectory.mean(axis=1)
     assert auroc(given.label[train], inside) > 0.75
@@ -127,18 +141,24 @@ def test_the_nested_evaluation_finds_a_signal_and_none_where_there_is_none() -> 
         signals = found.document["signals"]
         assert tuple(signals) == tuple(name for name in NAMES if name not in CONTEXT_NAMES)
         assert len(found.document["folds"]) == 3
-        for name in ("depth_mean_unit_norm", "depth_mean_standardized", "depth_mean_joint", "fused_unit_norm"):
+        for name in (
+            "depth_mean_unit_norm",
+            "depth_mean_standardized",
+            "depth_mean_joint",
+            "fused_unit_norm",
+        ):
             assert low <= signals[name]["auroc"]["mean"] <= high
             assert signals[name]["auroc_within_kind"] is not None
             assert np.all(np.isfinite(found.risk[name]))
         assert signals["prompt_length"]["auroc"]["mean"] < 0.6
 
 
-def test_within_kind_and_form_a_row_with_a_passage_is_in_no_pair_and_what_needs_no_model_ranks_nothing() -> None:
+def test_within_kind_and_form_rows_with_a_passage_are_in_no_pair() -> None:
     planted = inputs(0.8)
     rng = np.random.default_rng(6)
     strata = tuple(
-        row | {"form": "xy"[int(form)]} for row, form in zip(planted.strata, rng.integers(0, 2, 300), strict=True)
+        row | {"form": "xy"[int(form)]}
+        for row, form in zip(planted.strata, rng.integers(0, 2, 300), strict=True)
     )
     passage = np.arange(300) % 3 == 0
     stated = np.where(passage, planted.label == 1, False)
@@ -157,23 +177,34 @@ def test_within_kind_and_form_a_row_with_a_passage_is_in_no_pair_and_what_needs_
 
 
 def test_what_is_known_without_a_model_is_the_share_of_each_kind_and_form() -> None:
-    """Additive: kind a is right three times as often in either form; a value that training never had tells nothing."""
+    """Additive: kind a is right three times as often in either form; a value that training never
+    had tells nothing."""
     kind, form = np.repeat(["a", "a", "b", "b"], 100), np.tile(np.repeat(["x", "y"], 100), 2)
     label = np.concatenate([np.arange(100) < count for count in (75, 60, 25, 10)]).astype(np.int64)
     rows = replace(
-        inputs(0.0, 400), readouts=readouts(noise(400, seed=4)[0], label),
-        strata=tuple({"kind": one, "form": other} for one, other in zip(kind.tolist(), form.tolist(), strict=True)),
-    )  # fmt: skip
+        inputs(0.0, 400),
+        readouts=readouts(noise(400, seed=4)[0], label),
+        strata=tuple(
+            {"kind": one, "form": other}
+            for one, other in zip(kind.tolist(), form.tolist(), strict=True)
+        ),
+    )
     risk = _without_a_model(rows, np.arange(400), rows, np.array([0, 100, 200, 300]))[KIND_AND_FORM]
     assert risk.tolist() == pytest.approx([0.25, 0.4, 0.75, 0.9], abs=0.05)
     unknown = replace(rows, strata=({"kind": "c", "form": "z"},) * 400)
-    assert 0.4 < _without_a_model(rows, np.arange(400), unknown, np.array([0]))[KIND_AND_FORM][0] < 0.7
-    assert _without_a_model(rows, np.arange(400), replace(rows, strata=({},) * 400), np.array([0])) == {}
+    assert (
+        0.4 < _without_a_model(rows, np.arange(400), unknown, np.array([0]))[KIND_AND_FORM][0] < 0.7
+    )
+    assert (
+        _without_a_model(rows, np.arange(400), replace(rows, strata=({},) * 400), np.array([0]))
+        == {}
+    )
 
 
 @pytest.mark.parametrize("site", list(Site))
 def test_no_fit_of_an_outer_fold_sees_its_test_side(site: Site) -> None:
-    """Poison: rows of the test side are replaced by huge values, their labels turned; the fold must not notice."""
+    """Poison: rows of the test side are replaced by huge values, their labels turned; the fold must
+    not notice."""
     given, train, test = inputs(1.0, 240), np.arange(180), np.arange(180, 240)
     file = given.readouts.file
     assert isinstance(file, ActivationArray)

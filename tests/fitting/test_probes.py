@@ -17,7 +17,11 @@ EVERY = np.arange(300)
 
 
 def fit_one(
-    x: np.ndarray, label: np.ndarray, c: float, site: Site = Site.ATTENTION_HEAD, balance: ClassBalance = "weights"
+    x: np.ndarray,
+    label: np.ndarray,
+    c: float,
+    site: Site = Site.ATTENTION_HEAD,
+    balance: ClassBalance = "weights",
 ) -> tuple[np.ndarray, float]:
     """One head, one task, all rows."""
     every = np.arange(len(x))
@@ -53,7 +57,9 @@ def test_raw_space_logits_are_the_pipelines_up_to_a_positive_factor(site: Site) 
     options = {"solver": "saga", "class_weight": "balanced", "max_iter": 20000, "tol": 1e-8}
     model = LogisticRegression(C=0.3, l1_ratio=penalty, **options)
     expected, norm = model.fit(z, label).decision_function(z), np.linalg.norm(weight)
-    np.testing.assert_allclose((x @ weight + bias) / norm, expected / norm, atol=0.01 * expected.std() / norm)
+    np.testing.assert_allclose(
+        (x @ weight + bias) / norm, expected / norm, atol=0.01 * expected.std() / norm
+    )
     assert weight[5] == 0.0
 
 
@@ -65,13 +71,19 @@ def test_directions_are_unit_and_selection_is_by_training_auroc() -> None:
     assert fit.head.tolist() == [1, 1, 1]
     for layer in range(3):
         x, own = rows[:, layer].astype(np.float64), label[train]
-        best = [auroc(own, x[train, k] @ fit_one(rows[train, layer, k], own, 0.3)[0]) for k in range(4)]
+        best = [
+            auroc(own, x[train, k] @ fit_one(rows[train, layer, k], own, 0.3)[0]) for k in range(4)
+        ]
         assert fit.auroc[layer] == pytest.approx(max(best))
         logits = x[:, 1] @ fit.direction[layer] + fit.bias[layer]
         np.testing.assert_allclose(fit.trajectory[:, layer], logits[test])
         assert fit.scale[layer] == pytest.approx(probes.within_class_std(own, logits[train]))
     rows[:, :, 3] = rows[:, :, 1]  # a tie goes to the lowest head
-    assert fit_all(readouts(rows, label), probes.Task(EVERY, test, 0.3))[0].head.tolist() == [1, 1, 1]
+    assert fit_all(readouts(rows, label), probes.Task(EVERY, test, 0.3))[0].head.tolist() == [
+        1,
+        1,
+        1,
+    ]
 
 
 def test_processes_and_a_choice_of_layers_and_heads_change_no_other_s_bits() -> None:
@@ -80,17 +92,23 @@ def test_processes_and_a_choice_of_layers_and_heads_change_no_other_s_bits() -> 
     for one, other in zip(fit_all(data, *tasks), fit_all(data, *tasks, jobs=3), strict=True):
         for field in ("direction", "trajectory", "bias"):
             assert getattr(one, field).tobytes() == getattr(other, field).tobytes()
-    (fit,), (whole,) = (fit_all(data, tasks[0], heads=[1, 3], **own) for own in ({"layers": [0, 2]}, {}))
+    (fit,), (whole,) = (
+        fit_all(data, tasks[0], heads=[1, 3], **own) for own in ({"layers": [0, 2]}, {})
+    )
     assert np.array_equal(fit.trajectory, whole.trajectory[:, [0, 2]])
     assert set(fit.head.tolist()) <= {1, 3}
 
 
 def test_a_layer_without_a_probe_at_the_chosen_c_takes_a_larger_one_by_itself() -> None:
     rows, label = sample()
-    rows[:, 1] = np.random.default_rng(5).standard_normal(rows[:, 1].shape) + 0.1 * label[:, None, None]
+    rows[:, 1] = (
+        np.random.default_rng(5).standard_normal(rows[:, 1].shape) + 0.1 * label[:, None, None]
+    )
     data, grid = readouts(rows, label), np.geomspace(1e-4, 1, 40)
     found = fit_all(data, *(probes.Task(EVERY, EVERY, c) for c in grid), zero_layers=True)
-    weak = grid[next(place for place, fit in enumerate(found) if fit.direction.any(axis=1).all()) - 1]
+    weak = grid[
+        next(place for place, fit in enumerate(found) if fit.direction.any(axis=1).all()) - 1
+    ]
     task = probes.Task(EVERY, EVERY, weak)
     with pytest.raises(NoDirection):
         fit_all(data, task)

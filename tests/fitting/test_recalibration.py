@@ -1,4 +1,5 @@
-"""Maps of the risk: what they find, their order, which is chosen; slope and intercept; the share under prior shift."""
+"""Maps of the risk: what they find, their order, which is chosen; slope and intercept; the share
+under prior shift."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ from tests.kit.bundles import make_draft
 MANIFEST = render(make_draft())[0]
 
 
-def drawn(truth: Recalibration, count: int = 40_000, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+def drawn(
+    truth: Recalibration, count: int = 40_000, seed: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
     """Labels by ``truth`` of risks, and the risks."""
     rng = np.random.default_rng(seed)
     risk = rng.beta(1.2, 1.6, count)
@@ -42,13 +45,21 @@ def test_the_intercept_is_found_and_makes_the_mean_risk_the_share() -> None:
     assert fit(risk).mean() == pytest.approx(np.mean(label == 0), abs=1e-9)
 
 
-def test_isotonic_follows_a_step_a_pure_block_is_no_certainty_and_falling_risks_have_no_map() -> None:
+def test_isotonic_follows_a_step_a_pure_block_is_no_certainty_and_falling_risks_have_no_map() -> (
+    None
+):
     rng = np.random.default_rng(2)
     risk = rng.uniform(0, 1, 20_000)
-    found = fitted("isotonic", (rng.random(20_000) >= np.where(risk < 0.5, 0.1, 0.7)).astype(int), risk)
-    np.testing.assert_allclose(found(np.array([0.2, 0.45, 0.55, 0.8])), [0.1, 0.1, 0.7, 0.7], atol=0.04)
+    found = fitted(
+        "isotonic", (rng.random(20_000) >= np.where(risk < 0.5, 0.1, 0.7)).astype(int), risk
+    )
+    np.testing.assert_allclose(
+        found(np.array([0.2, 0.45, 0.55, 0.8])), [0.1, 0.1, 0.7, 0.7], atol=0.04
+    )
     found = fitted("isotonic", np.array([1] * 10 + [0] * 10), np.linspace(0.1, 0.9, 20))
-    assert found(np.array([0.0, 0.1, 0.9, 1.0])) == pytest.approx([0.024, 0.024, 0.976, 0.976], abs=0.001)
+    assert found(np.array([0.0, 0.1, 0.9, 1.0])) == pytest.approx(
+        [0.024, 0.024, 0.976, 0.976], abs=0.001
+    )
     rng = np.random.default_rng(3)
     risk = rng.uniform(0.05, 0.95, 2_000)
     label = (rng.random(2_000) < risk).astype(int)
@@ -88,7 +99,10 @@ def test_the_simplest_map_that_fits_is_chosen(truth: Recalibration, count: int) 
     for seed in range(2):
         choice = maps.choose_map(*drawn(truth, count, seed), np.arange(count))
         chosen, before = choice.chosen, choice.before
-        assert (chosen.name, chosen.log_loss) == (truth.method, pytest.approx(before.log_loss - chosen.gain))
+        assert (chosen.name, chosen.log_loss) == (
+            truth.method,
+            pytest.approx(before.log_loss - chosen.gain),
+        )
         assert chosen.gain_interval.low > 0
         assert chosen.error < before.error
         assert choice.best.log_loss <= chosen.log_loss
@@ -104,7 +118,9 @@ def test_prior_shift_needs_few_labels() -> None:
         traffic = maps.Traffic(*rows(rng, 600, 0.75)[::2])
         few, label, of_few = rows(rng, 40, 0.75)
 
-        def fit(label: np.ndarray, risk: np.ndarray, traffic: maps.Traffic = traffic) -> Recalibration:
+        def fit(
+            label: np.ndarray, risk: np.ndarray, traffic: maps.Traffic = traffic
+        ) -> Recalibration:
             return maps.shift_to(maps.most_likely_share(traffic, PRIOR, label), PRIOR, 640)
 
         choice = maps.choose_map(label, few, of_few, fit)
@@ -113,14 +129,19 @@ def test_prior_shift_needs_few_labels() -> None:
         for one in choice.candidates:
             if one.name in losses and one.map is not None:
                 after = one.map(fresh)
-                losses[one.name].append(float(-np.log(np.where(truth == 0, after, 1 - after)).mean()))
-    assert np.mean(losses["prior_shift"]) < np.mean(losses["intercept"]) < np.mean(losses["isotonic"])
+                losses[one.name].append(
+                    float(-np.log(np.where(truth == 0, after, 1 - after)).mean())
+                )
+    assert (
+        np.mean(losses["prior_shift"]) < np.mean(losses["intercept"]) < np.mean(losses["isotonic"])
+    )
     assert names.count("prior_shift") >= 4, names
     assert "isotonic" not in names
 
 
 def test_a_map_is_judged_on_groups_that_it_has_not_seen() -> None:
-    """Each group has a risk and a class of its own: who has seen the group knows the class, who has not, nothing."""
+    """Each group has a risk and a class of its own: who has seen the group knows the class, who has
+    not, nothing."""
     rng = np.random.default_rng(0)
     group = np.repeat(np.arange(60), 12)
     risk = rng.uniform(0.3, 0.7, 60)[group] + 1e-4 * rng.standard_normal(720)
@@ -139,10 +160,12 @@ def test_a_map_is_judged_on_groups_that_it_has_not_seen() -> None:
     assert choice.chosen.name == "identity"
 
 
-def test_intervals_count_groups_and_hold_the_calibration_error_and_too_few_rows_of_a_class_are_said() -> None:
+def test_intervals_count_groups_and_hold_the_calibration_error() -> None:
     risk, label, _ = rows(np.random.default_rng(4), 100, 0.6)
     alone = maps.choose_map(label, risk, np.arange(100)).before
-    copied = maps.choose_map(np.repeat(label, 5), np.repeat(risk, 5), np.repeat(np.arange(100), 5)).before
+    copied = maps.choose_map(
+        np.repeat(label, 5), np.repeat(risk, 5), np.repeat(np.arange(100), 5)
+    ).before
     widths = [one.log_loss_interval.high - one.log_loss_interval.low for one in (alone, copied)]
     assert widths[1] == pytest.approx(widths[0], rel=0.15)
     assert alone.error == pytest.approx(debiased_calibration_error(label, risk), abs=1e-9)
@@ -156,7 +179,9 @@ def test_intervals_count_groups_and_hold_the_calibration_error_and_too_few_rows_
 SLOPE, INTERCEPT = maps.COX_KEYS
 
 
-def draw(rng: np.random.Generator, groups: int, size: int = 5) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def draw(
+    rng: np.random.Generator, groups: int, size: int = 5
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Rows of calibrated risks, whose groups share risk and label by half."""
     group = np.repeat(np.arange(groups), size)
     copied = rng.random(len(group)) < 0.5
@@ -180,12 +205,20 @@ def test_separated_or_constant_risks_and_a_single_class_have_no_line() -> None:
     assert maps.fit_cox_line(np.ones(20, int), risk) is None
     mixed = risk.copy()
     mixed[[9, 10]] = mixed[[10, 9]]
-    assert np.isfinite(list(maps.cox_line(label, group, np.stack([mixed, mixed]))[SLOPE].values())).all()
-    assert maps.cox_line(label, group, np.stack([mixed, risk])) == {SLOPE: None, INTERCEPT: None}  # one seed's are
+    assert np.isfinite(
+        list(maps.cox_line(label, group, np.stack([mixed, mixed]))[SLOPE].values())
+    ).all()
+    assert maps.cox_line(label, group, np.stack([mixed, risk])) == {
+        SLOPE: None,
+        INTERCEPT: None,
+    }  # one seed's are
     # Risks of zero and one are taken as nearly so, and seeds are averaged.
     label, group, risk = draw(np.random.default_rng(1), 200)
     risk[0], risk[1] = 0.0, 1.0
-    alone, five = maps.cox_line(label, group, risk[None]), maps.cox_line(label, group, np.stack([risk] * 5))
+    alone, five = (
+        maps.cox_line(label, group, risk[None]),
+        maps.cox_line(label, group, np.stack([risk] * 5)),
+    )
     assert np.isfinite(alone[SLOPE]["high"])
     for key in maps.COX_KEYS:
         assert five[key] == pytest.approx(alone[key], abs=1e-9)
@@ -204,13 +237,20 @@ def test_the_intervals_cover_and_rows_taken_as_independent_would_not() -> None:
     assert naive.max() / draws < 0.87
 
 
-def test_one_newton_step_is_close_to_refitting_without_each_group_and_a_cross_validation_s_interval_is_wider() -> None:
+def test_one_newton_step_is_close_to_refitting_without_each_group() -> None:
     label, group, risk = draw(np.random.default_rng(3), 100)
-    found, crossed = maps.cox_line(label, group, risk[None]), maps.cox_line(label, group, risk[None], 5)
-    refitted = np.array([maps.fit_cox_line(label[group != name], risk[group != name]) for name in np.unique(group)])
+    found, crossed = (
+        maps.cox_line(label, group, risk[None]),
+        maps.cox_line(label, group, risk[None], 5),
+    )
+    refitted = np.array(
+        [maps.fit_cox_line(label[group != name], risk[group != name]) for name in np.unique(group)]
+    )
     for key, column in zip(maps.COX_KEYS, refitted.T.astype(float), strict=True):
         exact = t_interval(found[key]["mean"], column)
-        assert [found[key]["low"], found[key]["high"]] == pytest.approx(exact, abs=0.01 * (exact.high - exact.low))
+        assert [found[key]["low"], found[key]["high"]] == pytest.approx(
+            exact, abs=0.01 * (exact.high - exact.low)
+        )
     widths = [line[SLOPE]["high"] - line[SLOPE]["low"] for line in (found, crossed)]
     assert widths[1] / widths[0] == pytest.approx(np.sqrt(1.25))
 
@@ -219,7 +259,8 @@ def test_one_newton_step_is_close_to_refitting_without_each_group_and_a_cross_va
 
 
 def em(risk: np.ndarray, prior: float, wrong: int, right: int) -> float:
-    """Saerens, Latinne and Decaestecker 2002, as they wrote it; labelled rows keep their class in every step."""
+    """Saerens, Latinne and Decaestecker 2002, as they wrote it; labelled rows keep their class in
+    every step."""
     share = prior
     for _ in range(3_000):
         odds = risk / (1 - risk) * share / (1 - share) * (1 - prior) / prior
@@ -248,8 +289,12 @@ def test_the_share_is_the_fixed_point_of_em_also_where_many_rows_are_binned() ->
         assert maps.most_likely_share(traffic, PRIOR, label) == pytest.approx(expected, abs=within)
 
 
-@pytest.mark.parametrize(("share", "groups", "size", "labels"), [(0.7, 150, 1, 0), (0.15, 150, 1, 30), (0.6, 80, 4, 0)])
-def test_the_interval_holds_the_truth_as_often_as_it_says(share: float, groups: int, size: int, labels: int) -> None:
+@pytest.mark.parametrize(
+    ("share", "groups", "size", "labels"), [(0.7, 150, 1, 0), (0.15, 150, 1, 30), (0.6, 80, 4, 0)]
+)
+def test_the_interval_holds_the_truth_as_often_as_it_says(
+    share: float, groups: int, size: int, labels: int
+) -> None:
     held, widths, repeats = 0, [], 60
     for seed in range(repeats):
         rng = np.random.default_rng(seed)
@@ -270,7 +315,9 @@ def test_groups_widen_the_interval_and_labels_narrow_it_by_their_groups() -> Non
     apart, one_group = 100 + np.arange(200), np.full(200, 100)
     assert width(traffic, label, apart) < 0.6 * width(traffic)
     assert width(traffic, label, one_group) > width(traffic, label, apart)
-    values = [maps.estimate_share(traffic, PRIOR, label, group).value for group in (apart, one_group)]
+    values = [
+        maps.estimate_share(traffic, PRIOR, label, group).value for group in (apart, one_group)
+    ]
     assert values[0] == values[1]
 
 
@@ -284,7 +331,10 @@ def test_the_map_gives_the_risks_of_the_new_share_and_one_at_the_end_no_certaint
         assert found == pytest.approx(share, abs=1e-9)
         assert 0 < maps.shift_to(found, PRIOR, 50)(risk) < 1
         assert abs(maps.shift_to(found, PRIOR, 50).c) < 6
-    assert [numbers.tolist() for numbers in maps.number_together(["a", "b", "a"], ["c", "b"])] == [[0, 1, 0], [2, 1]]
+    assert [numbers.tolist() for numbers in maps.number_together(["a", "b", "a"], ["c", "b"])] == [
+        [0, 1, 0],
+        [2, 1],
+    ]
 
 
 @pytest.mark.parametrize(("share", "size"), [(0.1, 1), (PRIOR, 1), (0.8, 1), (0.6, 4)])
@@ -294,12 +344,15 @@ def test_prior_shift_is_rarely_refused(share: float, size: int) -> None:
         rng = np.random.default_rng(seed)
         traffic = seen(rng, 300 // size, share, size)
         found.append(maps.prior_shift_test(source(rng, 600 // size, size), traffic))
-    assert sum(not one.explained for one in found) <= 3  # of 30 at a level of 1 %: P(more than 3) is below 0.001
+    assert (
+        sum(not one.explained for one in found) <= 3
+    )  # of 30 at a level of 1 %: P(more than 3) is below 0.001
     assert np.mean([one.share for one in found]) == pytest.approx(share, abs=0.05)
 
 
 def test_other_questions_are_refused_and_their_share_would_have_been_wrong() -> None:
-    """Covariate shift: x is distributed otherwise, around the middle, and P(hallucinated | x) stays."""
+    """Covariate shift: x is distributed otherwise, around the middle, and P(hallucinated | x)
+    stays."""
     for seed in range(10):
         rng = np.random.default_rng(seed)
         risk = expit(APART * (0.5 + 0.5 * rng.standard_normal(300)) + logit(PRIOR))
@@ -308,11 +361,14 @@ def test_other_questions_are_refused_and_their_share_would_have_been_wrong() -> 
         assert not found.explained
         assert found.distance > maps.NEGLIGIBLE
         share = maps.estimate_share(traffic, PRIOR)
-        assert not share.low <= np.mean(wrong) <= share.high  # without the test nothing would have said so
+        assert (
+            not share.low <= np.mean(wrong) <= share.high
+        )  # without the test nothing would have said so
 
 
 def test_rows_of_a_group_are_no_evidence_of_their_own() -> None:
-    """The same rows, each fifteen times: taken as rows of their own they refuse what is nothing but chance."""
+    """The same rows, each fifteen times: taken as rows of their own they refuse what is nothing but
+    chance."""
     refused = np.zeros(2, int)
     for seed in range(10):
         rng = np.random.default_rng(seed)
@@ -327,8 +383,12 @@ def test_a_large_traffic_is_not_refused_for_a_hair_and_both_classes_are_needed()
     """Refitted probes separate the classes a little better than cross-fitted ones."""
     rng = np.random.default_rng(0)
     known, traffic = source(rng, 20_000), seen(rng, 20_000, 0.6)
-    found = maps.prior_shift_test(known, maps.Traffic(1 / (1 + (1 / traffic.risk - 1) ** 1.04), traffic.group))
+    found = maps.prior_shift_test(
+        known, maps.Traffic(1 / (1 + (1 / traffic.risk - 1) ** 1.04), traffic.group)
+    )
     assert found.explained
     assert found.limit == maps.NEGLIGIBLE
     with pytest.raises(ValueError, match="both classes"):
-        maps.prior_shift_test(maps.LabelledRisks(np.array([0.1, 0.2]), np.ones(2, int), np.arange(2)), traffic)
+        maps.prior_shift_test(
+            maps.LabelledRisks(np.array([0.1, 0.2]), np.ones(2, int), np.arange(2)), traffic
+        )

@@ -1,4 +1,5 @@
-"""Measures against brute force; intervals against brute force, DeLong, simulation and known answers."""
+"""Measures against brute force; intervals against brute force, DeLong, simulation and known
+answers."""
 
 from __future__ import annotations
 
@@ -11,7 +12,16 @@ from scipy.stats import kstest
 
 from hallutracer_research.evaluation.results import delong
 from service.fitting import scores as measures
-from service.fitting.scores import Floats, Index, Tests, auroc_interval, gain, risk_auroc, share_interval, t_interval
+from service.fitting.scores import (
+    Floats,
+    Index,
+    Tests,
+    auroc_interval,
+    gain,
+    risk_auroc,
+    share_interval,
+    t_interval,
+)
 
 
 def labelled(seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -53,21 +63,33 @@ def test_the_debiased_error_by_hand_and_without_each_group() -> None:
     label = (rng.random(600) >= expit(0.5 * logit(risk))).astype(int)
     predicted, observed, size = measures.reliability(label, risk)
     assert size.tolist() == [40] * 15
-    by_hand = (size * ((predicted - observed) ** 2 - observed * (1 - observed) / (size - 1))).sum() / 600
+    by_hand = (
+        size * ((predicted - observed) ** 2 - observed * (1 - observed) / (size - 1))
+    ).sum() / 600
     squared, without = measures.squared_calibration_error(label, risk, np.arange(600) // 3)
     assert squared == pytest.approx(by_hand, abs=1e-9)
-    assert np.sqrt(squared) == pytest.approx(measures.debiased_calibration_error(label, risk), abs=1e-9)
+    assert np.sqrt(squared) == pytest.approx(
+        measures.debiased_calibration_error(label, risk), abs=1e-9
+    )
     assert (len(without), without.mean()) == (200, pytest.approx(squared, rel=0.02))
     assert np.ptp(without) > 0
-    assert measures.debiased_calibration_error(np.array([0, 1]), np.array([0.2, 0.7])) == 0.0  # bins of one row
+    assert (
+        measures.debiased_calibration_error(np.array([0, 1]), np.array([0.2, 0.7])) == 0.0
+    )  # bins of one row
     far = (rng.random(3000) >= np.clip(rng.beta(1, 3, 3000), 0, 1)).astype(int)
-    shifted = [measures.debiased_calibration_error(far, np.full(3000, level)) for level in (1 - far.mean(), 0.45)]
+    shifted = [
+        measures.debiased_calibration_error(far, np.full(3000, level))
+        for level in (1 - far.mean(), 0.45)
+    ]
     assert shifted == [pytest.approx(0, abs=0.02), pytest.approx(0.45 - (1 - far.mean()), abs=0.03)]
 
 
 def test_known_answers() -> None:
     """The average precision by class, the whole summary, a missing class."""
-    precision = [measures.auprc(np.array([1, 1, 1, 0]), np.array([0.1, 0.2, 0.9, 0.8]), positive=one) for one in (0, 1)]
+    precision = [
+        measures.auprc(np.array([1, 1, 1, 0]), np.array([0.1, 0.2, 0.9, 0.8]), positive=one)
+        for one in (0, 1)
+    ]
     assert precision == pytest.approx([1 / 2, (1 + 1 + 3 / 4) / 3])
     label, risk = np.array([0, 1, 1, 0]), np.array([0.8, 0.3, 0.4, 0.6])
     summary = measures.summary(label, risk)
@@ -81,10 +103,15 @@ def test_known_answers() -> None:
 
 
 def draw(rng: np.random.Generator, groups: int, size: int) -> tuple[Index, Index, Floats]:
-    """Label, group and risk; rows of a group share most of their label and of their risk's error."""
+    """Label, group and risk; rows of a group share most of their label and of their risk's
+    error."""
     group = np.repeat(np.arange(groups), size)
     bad = (rng.random(groups) < 0.5)[group] ^ (rng.random(groups * size) < 0.1)
-    risk = bad * 1.0 + (rng.standard_normal(groups) * 0.9)[group] + rng.standard_normal(groups * size) * 0.5
+    risk = (
+        bad * 1.0
+        + (rng.standard_normal(groups) * 0.9)[group]
+        + rng.standard_normal(groups * size) * 0.5
+    )
     return 1 - bad.astype(np.int64), group, risk
 
 
@@ -94,8 +121,12 @@ def whole(risk: Floats) -> Tests:
 
 
 def mean_auroc(label: Index, tests: Tests, keep: np.ndarray, kind: Index) -> float:
-    sides = [(label[rows][keep[rows]], risk[keep[rows]], kind[rows][keep[rows]]) for rows, risk in tests]
-    found = [measures.within_stratum_auroc(own, risk, of_side.tolist()) for own, risk, of_side in sides]
+    sides = [
+        (label[rows][keep[rows]], risk[keep[rows]], kind[rows][keep[rows]]) for rows, risk in tests
+    ]
+    found = [
+        measures.within_stratum_auroc(own, risk, of_side.tolist()) for own, risk, of_side in sides
+    ]
     values = [value for value in found if value is not None]
     return float(np.mean(values)) if values else float("nan")
 
@@ -110,15 +141,20 @@ def test_the_interval_is_that_of_the_mean_without_each_group(levels: int, kinds:
         risk = (rng.integers(0, levels, count) - label * levels / 4) / levels
         tests = [(side, risk[side]) for side in np.array_split(rng.permutation(count), 3)]
         kind = rng.integers(0, kinds, count)
-        without = np.array([mean_auroc(label, tests, group != name, kind) for name in np.unique(group)])
+        without = np.array(
+            [mean_auroc(label, tests, group != name, kind) for name in np.unique(group)]
+        )
         value = mean_auroc(label, tests, np.ones(count, bool), kind)
         assert measures.mean_auroc(label, tests, kind) == pytest.approx(value)
         strata = kind if kinds > 1 else None
         ends = logit(auroc_interval(label, group, tests, strata))
         other = [(side, rng.random(len(side))) for side, _ in tests]
         difference = gain(label, group, tests, other, strata)
-        assert difference.difference == pytest.approx(value - mean_auroc(label, other, np.ones(count, bool), kind))
-        # The log odds are symmetric around the value's; three test sides: variance times 1 / (1 - 1/3).
+        assert difference.difference == pytest.approx(
+            value - mean_auroc(label, other, np.ones(count, bool), kind)
+        )
+        # The log odds are symmetric around the value's; three test sides: variance times 1 / (1 -
+        # 1/3).
         assert ends.mean() == pytest.approx(logit(value))
         raw = t_interval(value, without, folds=3)
         assert ends[1] - ends[0] == pytest.approx((raw.high - raw.low) / (value * (1 - value)))
@@ -132,7 +168,9 @@ def test_on_independent_rows_the_error_of_a_difference_is_delong_s() -> None:
     found, known = gain(label, np.arange(400), whole(one), whole(other)), delong(label, one, other)
     assert found.difference == pytest.approx(known.auc_a - known.auc_b, abs=1e-12)
     assert known.z is not None
-    assert (found.high - found.low) / (2 * 1.966) == pytest.approx((known.auc_a - known.auc_b) / known.z, rel=0.01)
+    assert (found.high - found.low) / (2 * 1.966) == pytest.approx(
+        (known.auc_a - known.auc_b) / known.z, rel=0.01
+    )
     assert found.p_value == pytest.approx(known.p_value, rel=0.2)
 
 
@@ -161,12 +199,17 @@ def test_equal_scores_are_told_apart_at_the_level_of_the_test() -> None:
     assert kstest(p_values, "uniform").pvalue > 0.01
 
 
-def test_copies_are_no_new_evidence_and_a_gain_turns_with_its_sides_and_over_oneself_is_nothing() -> None:
+def test_copies_are_no_new_evidence_and_a_gain_turns_with_its_sides() -> None:
     label, group, risk = draw(np.random.default_rng(6), 100, 1)
     other = risk + np.random.default_rng(7).standard_normal(100)
     again = [np.repeat(column, 5) for column in (label, group, risk, other)]
-    assert auroc_interval(*again[:2], whole(again[2])) == pytest.approx(auroc_interval(label, group, whole(risk)))
-    copied, once = gain(*again[:2], whole(again[2]), whole(again[3])), gain(label, group, whole(risk), whole(other))
+    assert auroc_interval(*again[:2], whole(again[2])) == pytest.approx(
+        auroc_interval(label, group, whole(risk))
+    )
+    copied, once = (
+        gain(*again[:2], whole(again[2]), whole(again[3])),
+        gain(label, group, whole(risk), whole(other)),
+    )
     assert copied == pytest.approx(once)
     label, group, risk = draw(np.random.default_rng(8), 90, 2)
     worse = risk + np.random.default_rng(9).standard_normal(180) * 5
@@ -192,7 +235,11 @@ def test_a_perfect_score_on_few_groups_is_not_certain() -> None:
     jeffreys = pytest.approx(0.2172, abs=1e-4)  # 0 of 10
     low, high = auroc_interval(label, rows, whole(1.0 - label))
     assert (1 - low, high) == (jeffreys, 1.0)
-    assert auroc_interval(label, rows, whole(label * 1.0)) == share_interval(0.0, np.arange(10)) == (0.0, jeffreys)
+    assert (
+        auroc_interval(label, rows, whole(label * 1.0))
+        == share_interval(0.0, np.arange(10))
+        == (0.0, jeffreys)
+    )
     assert gain(label, rows, whole(1.0 - label), whole(np.zeros(40))) == (0.5, -1.0, 1.0, 1.0)
 
 
@@ -204,11 +251,13 @@ def test_the_error_of_a_mean_is_the_textbook_s() -> None:
     assert t_interval(0.0, without) == pytest.approx((-2.0096 * error, 2.0096 * error), rel=1e-4)
 
 
-def test_equal_groups_count_whole_one_large_group_for_little_and_the_interval_of_a_share_covers() -> None:
+def test_equal_groups_count_whole_and_one_large_group_for_little() -> None:
     assert measures.effective_groups(np.repeat(np.arange(40), 10)) == pytest.approx(40)
     one_large = np.concatenate([np.zeros(500, int), np.arange(1, 501)])
     assert measures.effective_groups(one_large) == pytest.approx(1000**2 / (500**2 + 500))
-    assert share_interval(0.3, np.repeat(np.arange(10), 7)) == pytest.approx(share_interval(0.3, np.arange(10)))
+    assert share_interval(0.3, np.repeat(np.arange(10), 7)) == pytest.approx(
+        share_interval(0.3, np.arange(10))
+    )
     rng = np.random.default_rng(0)
     group, truth, hits = np.repeat(np.arange(60), 5), 0.2, 0
     for _ in range(300):

@@ -16,8 +16,11 @@ GRID = np.array([0.01, 0.03, 0.1, 0.3, 1.0, 3.0])
 PARTITION, C = np.repeat(np.arange(5), len(GRID)), np.tile(GRID, 5)
 
 
-def heads(count: int = 6, n: int = 400, d: int = 24, signal: float = 1.0, seed: int = 0) -> tuple[np.ndarray, ...]:
-    """Correlated readouts [count, n, d], offsets and scales of their own; labels [n]; five folds' weights [5, n]."""
+def heads(
+    count: int = 6, n: int = 400, d: int = 24, signal: float = 1.0, seed: int = 0
+) -> tuple[np.ndarray, ...]:
+    """Correlated readouts [count, n, d], offsets and scales of their own; labels [n]; five folds'
+    weights [5, n]."""
     rng = np.random.default_rng(seed)
     label = (rng.random(n) < 0.4).astype(np.int64)
     spectrum = np.arange(1, d + 1) ** -0.7
@@ -38,7 +41,8 @@ def heads(count: int = 6, n: int = 400, d: int = 24, signal: float = 1.0, seed: 
 
 
 class Problem:
-    """One probe: rows standardised by the training rows' own statistics, labels, weights, C; objectives by hand."""
+    """One probe: rows standardised by the training rows' own statistics, labels, weights, C;
+    objectives by hand."""
 
     def __init__(self, x: np.ndarray, label: np.ndarray, s: np.ndarray, c: float) -> None:
         train = x[s > 0].astype(np.float64)
@@ -49,7 +53,11 @@ class Problem:
 
     def objective(self, w: np.ndarray, b: float) -> float:
         margin = (2 * self.label - 1) * (self.z @ w + b)
-        return float(self.c * np.sum(self.s * np.logaddexp(0, -margin)) + np.abs(w).sum() + INTERCEPT_PENALTY * abs(b))
+        return float(
+            self.c * np.sum(self.s * np.logaddexp(0, -margin))
+            + np.abs(w).sum()
+            + INTERCEPT_PENALTY * abs(b)
+        )
 
     def of(self, raw: np.ndarray, intercept: float) -> float:
         return self.objective(raw * self.std, intercept + float(raw @ self.mean))
@@ -82,7 +90,10 @@ def test_weights_and_zeros_are_sagas() -> None:
     found, _ = solve(x, label, weight[:1], np.zeros(3, int), c)
     for h, p in np.ndindex(2, 3):
         problem = Problem(x[h], label, weight[0], c[p])
-        theirs, mine = problem.fitted("saga", tol=1e-10, max_iter=100_000).coef_[0], found[h, p] * problem.std
+        theirs, mine = (
+            problem.fitted("saga", tol=1e-10, max_iter=100_000).coef_[0],
+            found[h, p] * problem.std,
+        )
         size = max(1e-3, float(np.abs(theirs).max()))
         np.testing.assert_allclose(mine, theirs, atol=0.02 * size)
         assert np.all(mine[np.abs(theirs) > 0.05 * size] != 0)
@@ -94,7 +105,9 @@ def test_any_problem_is_solved_to_a_millionth(seed: int, c: float, share: float)
     rng = np.random.default_rng(seed)
     label = (rng.random(150) < share).astype(np.int64)
     label[:2] = 0, 1
-    x = (rng.standard_normal((1, 150, 6)) + label[:, None] * rng.standard_normal(6)).astype(np.float32)
+    x = (rng.standard_normal((1, 150, 6)) + label[:, None] * rng.standard_normal(6)).astype(
+        np.float32
+    )
     s = row_weights(label, "weights")
     raw, intercept = solve(x, label, s[None], np.array([0]), np.array([c]))
     problem = Problem(x[0], label, s, c)
@@ -113,7 +126,9 @@ def test_a_problem_does_not_care_what_is_solved_beside_it_nor_how_many_kinds_of_
         problem = Problem(x[0], label, weight[PARTITION[p]], C[p])
         objectives = [problem.of(raw[0, p], intercept[0, p]) for raw, intercept in found]
         if p in (0, 9, 29):
-            raw, intercept = solve(x, label, weight[PARTITION[p]][None], np.array([0]), C[p : p + 1])
+            raw, intercept = solve(
+                x, label, weight[PARTITION[p]][None], np.array([0]), C[p : p + 1]
+            )
             objectives.append(problem.of(raw[0, 0], intercept[0, 0]))
         np.testing.assert_allclose(objectives, objectives[0], rtol=3 * GAP)
 
@@ -121,7 +136,9 @@ def test_a_problem_does_not_care_what_is_solved_beside_it_nor_how_many_kinds_of_
 def test_constant_columns_have_no_weight_and_zero_problems_are_zero() -> None:
     x, label, weight = heads(count=1, d=6)
     x[0, :, 2] = 7.3
-    x[0, :, 4] = np.where(weight[0] > 0, 1.0, 9.0)  # constant in the training rows of the first partition only
+    x[0, :, 4] = np.where(
+        weight[0] > 0, 1.0, 9.0
+    )  # constant in the training rows of the first partition only
     found, _ = solve(x, label, weight[:2], np.array([0, 1, 0]), np.array([1.0, 1.0, 1e-6]))
     assert np.all(found[0, :, 2] == 0)
     assert found[0, 0, 4] == 0
@@ -170,7 +187,9 @@ def test_the_minimiser_of_a_quadratic_meets_the_optimality_conditions(seed: int)
     np.testing.assert_allclose(slope[~zero], -np.sign(found[~zero]) * penalty[~zero], atol=scale)
 
 
-def test_descent_keeps_a_coordinate_without_curvature_and_stops_where_a_sweep_gains_little() -> None:
+def test_descent_keeps_a_coordinate_without_curvature_and_stops_where_a_sweep_gains_little() -> (
+    None
+):
     metric, partition, start, gradient, penalty = quadratics(3)
     metric[:, 2, :] = metric[:, :, 2] = 0.0
     start[:, 2] = 1.5

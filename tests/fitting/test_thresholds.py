@@ -1,5 +1,5 @@
-"""The threshold: by cost 1 / (1 + K); a target met at its exact boundary or said to be missed; a guarantee that holds
-as often as it says, where rows of a group are alike, too."""
+"""The threshold: by cost 1 / (1 + K); a target met at its exact boundary or said to be missed; a
+guarantee that holds as often as it says, where rows of a group are alike, too."""
 
 from __future__ import annotations
 
@@ -15,11 +15,19 @@ from scipy.stats import binom
 from service.errors import TrainingError
 from service.fitting import thresholds
 from service.fitting.decisions import at_threshold
-from service.fitting.thresholds import Target, WrongCosts, by_wrong_costs, certify, choose_threshold, first_answered
+from service.fitting.thresholds import (
+    Target,
+    WrongCosts,
+    by_wrong_costs,
+    certify,
+    choose_threshold,
+    first_answered,
+)
 
 
 def made(*levels: tuple[float, int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """Return label [n] and risk [1, n], in a shuffled order, of levels of risk, right rows and wrong rows."""
+    """Return label [n] and risk [1, n], in a shuffled order, of levels of risk, right rows and
+    wrong rows."""
     label = np.concatenate([[1] * right + [0] * wrong for _, right, wrong in levels])
     risk = np.concatenate([[level] * (right + wrong) for level, right, wrong in levels])
     order = np.random.default_rng(0).permutation(len(label))
@@ -47,23 +55,47 @@ def test_by_cost_it_is_one_over_one_plus_k_whatever_the_rows_are() -> None:
 
 
 def test_a_target_is_read_as_it_is_written_and_one_or_a_cost_that_is_none_is_an_error() -> None:
-    for text, *expected in (("wrong<=0.2", "wrong", 0.2), (" wrong <= .05 ", "wrong", 0.05), ("wrong<=0", "wrong", 0.0),
-                            ("answered>=0.5", "answered", 0.5), ("answered>=1", "answered", 1.0)):  # fmt: skip
+    for text, *expected in (
+        ("wrong<=0.2", "wrong", 0.2),
+        (" wrong <= .05 ", "wrong", 0.05),
+        ("wrong<=0", "wrong", 0.0),
+        ("answered>=0.5", "answered", 0.5),
+        ("answered>=1", "answered", 1.0),
+    ):
         found = Target.parse(text)
         assert [found.measure, found.share] == expected
         assert Target.parse(str(found)) == found
-    texts = ["", "wrong", "0.2", "wrong>=0.2", "answered<=0.5", "wrong<0.2", "wrong=0.2", "wrong<=20%", "wrong<=1",
-             "wrong<=2", "answered>=0", "answered>=1.1", "wrong<=-0.1", "wrong<=nan", "right<=0.2",
-             "wrong<=0.2,answered>=0.5", "wrong<=\N{ARABIC-INDIC DIGIT ZERO}"]  # fmt: skip
-    calls = [*(("target", Target.parse, text) for text in texts),
-             *(("wrong_costs", WrongCosts, k) for k in (0.0, -1.0, float("inf"), float("nan")))]  # fmt: skip
+    texts = [
+        "",
+        "wrong",
+        "0.2",
+        "wrong>=0.2",
+        "answered<=0.5",
+        "wrong<0.2",
+        "wrong=0.2",
+        "wrong<=20%",
+        "wrong<=1",
+        "wrong<=2",
+        "answered>=0",
+        "answered>=1.1",
+        "wrong<=-0.1",
+        "wrong<=nan",
+        "right<=0.2",
+        "wrong<=0.2,answered>=0.5",
+        "wrong<=\N{ARABIC-INDIC DIGIT ZERO}",
+    ]
+    calls = [
+        *(("target", Target.parse, text) for text in texts),
+        *(("wrong_costs", WrongCosts, k) for k in (0.0, -1.0, float("inf"), float("nan"))),
+    ]
     for param, call, given_ in calls:
         with pytest.raises(TrainingError) as caught:
             call(given_)
         assert (caught.value.param, repr(given_) in caught.value.message) == (param, True)
 
 
-# 20 rows at 0.1 of which 2 are wrong; with those at 0.3, 6 of 30; with those at 0.6, 16 of 50; all: 56 of 100.
+# 20 rows at 0.1 of which 2 are wrong; with those at 0.3, 6 of 30; with those at 0.6, 16 of 50; all:
+# 56 of 100.
 LEVELS = ((0.1, 18, 2), (0.3, 6, 4), (0.6, 10, 10), (0.9, 10, 40))
 
 
@@ -71,16 +103,38 @@ LEVELS = ((0.1, 18, 2), (0.3, 6, 4), (0.6, 10, 10), (0.9, 10, 40))
     ("text", "levels", "threshold", "reached"),
     [
         # Exactly at the boundary, and a hair beside it.
-        *((f"wrong<={share}", LEVELS, threshold, True) for share, threshold in
-          [(0.1, 0.2), (0.19, 0.2), (0.2, 0.45), (0.31, 0.45), (0.32, 0.75), (0.55, 0.75), (0.56, 0.95)]),
+        *(
+            (f"wrong<={share}", LEVELS, threshold, True)
+            for share, threshold in [
+                (0.1, 0.2),
+                (0.19, 0.2),
+                (0.2, 0.45),
+                (0.31, 0.45),
+                (0.32, 0.75),
+                (0.55, 0.75),
+                (0.56, 0.95),
+            ]
+        ),
         ("wrong<=0.0999", LEVELS, 0.2, False),
         ("wrong<=0", LEVELS, 0.2, False),
-        *((f"answered>={share}", LEVELS, threshold, True) for share, threshold in
-          [(0.01, 0.2), (0.2, 0.2), (0.201, 0.45), (0.3, 0.45), (0.5, 0.75), (0.51, 0.95), (1, 0.95)]),
-        # Rows of one risk are answered together or not at all: not the first ten of the second level.
+        *(
+            (f"answered>={share}", LEVELS, threshold, True)
+            for share, threshold in [
+                (0.01, 0.2),
+                (0.2, 0.2),
+                (0.201, 0.45),
+                (0.3, 0.45),
+                (0.5, 0.75),
+                (0.51, 0.95),
+                (1, 0.95),
+            ]
+        ),
+        # Rows of one risk are answered together or not at all: not the first ten of the second
+        # level.
         ("wrong<=0.3", ((0.1, 19, 1), (0.2, 10, 30)), 0.15, True),
         ("answered>=0.34", ((0.1, 19, 1), (0.2, 10, 30)), 0.6, True),
-        # The largest counts though a smaller one misses: 10 of 25 wrong below 0.15, 10 of 100 below 0.25.
+        # The largest counts though a smaller one misses: 10 of 25 wrong below 0.15, 10 of 100 below
+        # 0.25.
         ("wrong<=0.1", ((0.1, 15, 10), (0.2, 75, 0), (0.3, 0, 50)), 0.25, True),
         # Fewer than twenty answered rows meet no target.
         ("wrong<=0.1", ((0.1, 20, 0), (0.5, 1, 60)), 0.3, True),
@@ -88,7 +142,7 @@ LEVELS = ((0.1, 18, 2), (0.3, 6, 4), (0.6, 10, 10), (0.9, 10, 40))
         # Out of reach: the lowest share (16 of 40, as 32 of 80), of equals the largest threshold.
         ("wrong<=0.1", ((0.1, 8, 12), (0.3, 16, 4), (0.5, 24, 16), (0.9, 0, 30)), 0.7, False),
     ],
-)  # fmt: skip
+)
 def test_which_threshold_is_taken(
     text: str, levels: tuple[tuple[float, int, int], ...], threshold: float, reached: bool
 ) -> None:
@@ -113,25 +167,37 @@ def test_too_few_rows_for_a_target_are_an_error_and_seeds_are_stacked() -> None:
     assert target("wrong<=0.5", label, both).gate["wrong_among_answered"] == pytest.approx(0.56)
 
 
-@given(st.integers(0, 2**31), st.integers(1, 3), st.sampled_from(["wrong<=0.2", "wrong<=0.4", "answered>=0.3"]))
+@given(
+    st.integers(0, 2**31),
+    st.integers(1, 3),
+    st.sampled_from(["wrong<=0.2", "wrong<=0.4", "answered>=0.3"]),
+)
 @settings(max_examples=60, deadline=None)
 def test_no_other_threshold_does_better(seed: int, seeds: int, text: str) -> None:
     """Against every threshold of a fine grid, on risks with many ties."""
     rng = np.random.default_rng(seed)
     label = rng.integers(0, 2, 60)
-    risk = np.round(np.clip(0.5 - 0.3 * (label - 0.5) + 0.3 * rng.normal(size=(seeds, 60)), 0, 0.98), 1)
+    risk = np.round(
+        np.clip(0.5 - 0.3 * (label - 0.5) + 0.3 * rng.normal(size=(seeds, 60)), 0, 0.98), 1
+    )
     found, wanted = target(text, label, risk), Target.parse(text)
     wrong = wanted.measure == "wrong"
     gates = [at_threshold(label, risk, float(cut)) for cut in np.linspace(0.005, 0.995, 199)]
     gates = [gate for gate in gates if gate["answered"] * 60 >= (20 if wrong else 0)]
     passing = [
-        g for g in gates if (g["wrong_among_answered"] <= wanted.share if wrong else g["answered"] >= wanted.share)
+        g
+        for g in gates
+        if (g["wrong_among_answered"] <= wanted.share if wrong else g["answered"] >= wanted.share)
     ]
     assert found.reached is bool(passing)
     if passing:
-        assert found.gate["answered"] == (max if wrong else min)(gate["answered"] for gate in passing)
+        assert found.gate["answered"] == (max if wrong else min)(
+            gate["answered"] for gate in passing
+        )
     else:
-        assert found.gate["wrong_among_answered"] == min(gate["wrong_among_answered"] for gate in gates)
+        assert found.gate["wrong_among_answered"] == min(
+            gate["wrong_among_answered"] for gate in gates
+        )
 
 
 # --- a guarantee ---
@@ -139,16 +205,21 @@ def test_no_other_threshold_does_better(seed: int, seeds: int, text: str) -> Non
 ALPHA, DELTA = 0.2, 0.1
 
 
-def draw(rng: np.random.Generator, groups: int, size: int, icc: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def draw(
+    rng: np.random.Generator, groups: int, size: int, icc: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Labels, risks that know half of it, groups: rows of a group share a part ``icc`` of both."""
     group = np.repeat(np.arange(groups), size)
-    knows = np.sqrt(icc) * rng.standard_normal(groups)[group] + np.sqrt(1 - icc) * rng.standard_normal(groups * size)
+    knows = np.sqrt(icc) * rng.standard_normal(groups)[group] + np.sqrt(
+        1 - icc
+    ) * rng.standard_normal(groups * size)
     label = (knows + 0.3 > 0).astype(int)
     return label, 1 / (1 + np.exp(1.5 * knows + rng.standard_normal(groups * size))), group
 
 
 def truth_of(size: int, icc: float) -> Callable[[float], float]:
-    """The share of wrong ones among random answered rows of random answering groups, by threshold."""
+    """The share of wrong ones among random answered rows of random answering groups, by
+    threshold."""
     data = draw(np.random.default_rng(99), 20_000, size, icc)
     order = np.random.default_rng(1).permutation(len(data[0]))
 
@@ -161,13 +232,18 @@ def truth_of(size: int, icc: float) -> Callable[[float], float]:
 
 
 @pytest.mark.parametrize(
-    ("groups", "size", "icc"), [(60, 8, 0.6), pytest.param(400, 8, 0.3, marks=pytest.mark.long), (300, 1, 0.0)]
+    ("groups", "size", "icc"),
+    [(60, 8, 0.6), pytest.param(400, 8, 0.3, marks=pytest.mark.long), (300, 1, 0.0)],
 )
-def test_the_guarantee_is_broken_no_more_often_than_delta(groups: int, size: int, icc: float) -> None:
+def test_the_guarantee_is_broken_no_more_often_than_delta(
+    groups: int, size: int, icc: float
+) -> None:
     rng = np.random.default_rng(0)
     profile = thresholds.gate_profile(*draw(rng, 300, size, icc))
     strictest = thresholds.threshold_sequence(profile, ALPHA, DELTA, groups)[0]
-    levels = [at for at in profile.thresholds if at >= strictest]  # up to 1: the profile may be wrong about these rows
+    levels = [
+        at for at in profile.thresholds if at >= strictest
+    ]  # up to 1: the profile may be wrong about these rows
     truth = truth_of(size, icc)
     draws, broken, served, by_row = 300, 0, 0, 0
     for seed in range(draws):
@@ -188,14 +264,22 @@ def test_the_sequence_goes_from_strict_to_loose_and_never_sees_the_calibration_r
     profile = thresholds.gate_profile(label, risk, group)
     levels = thresholds.threshold_sequence(profile, ALPHA, DELTA, 200)
     assert levels == sorted(set(levels))
-    groups, wrong = first_answered(label, risk, group, levels[0], np.random.default_rng(0).permutation(len(label)))
+    groups, wrong = first_answered(
+        label, risk, group, levels[0], np.random.default_rng(0).permutation(len(label))
+    )
     assert wrong <= 0.5 * ALPHA * groups
     assert groups / 300 * 200 >= 1.2 * thresholds.least_groups(ALPHA, DELTA)
-    assert thresholds.threshold_sequence(profile, ALPHA, DELTA, 5) == [pytest.approx(1.0)]  # too few groups for any
+    assert thresholds.threshold_sequence(profile, ALPHA, DELTA, 5) == [
+        pytest.approx(1.0)
+    ]  # too few groups for any
 
 
 def test_a_group_counts_once_with_its_first_answered_row() -> None:
-    label, risk, group = np.array([0, 1, 1, 0, 1]), np.array([0.9, 0.1, 0.2, 0.1, 0.8]), np.array([0, 0, 1, 1, 2])
+    label, risk, group = (
+        np.array([0, 1, 1, 0, 1]),
+        np.array([0.9, 0.1, 0.2, 0.1, 0.8]),
+        np.array([0, 0, 1, 1, 2]),
+    )
     expected = {(0.5, 1): (2, 0), (0.5, -1): (2, 1), (0.95, 1): (3, 1), (0.05, 1): (0, 0)}
     for (threshold, step), counts in expected.items():
         assert first_answered(label, risk, group, threshold, np.arange(5)[::step]) == counts
@@ -205,7 +289,8 @@ def test_it_stops_at_the_first_failure_and_says_what_is_missing() -> None:
     assert thresholds.least_groups(0.1, 0.05) == 29
     assert binom.cdf(0, 29, 0.1) <= 0.05 < binom.cdf(0, 28, 0.1)
     steps = [
-        thresholds.GuaranteeStep(0.5, groups, wrong, groups, wrong, 1.0) for groups, wrong in ((29, 0), (28, 0), (3, 3))
+        thresholds.GuaranteeStep(0.5, groups, wrong, groups, wrong, 1.0)
+        for groups, wrong in ((29, 0), (28, 0), (3, 3))
     ]
     bounds = [thresholds.GuaranteeTest(0.1, 0.05, (step,)).least_alpha for step in steps]
     assert bounds[0] < 0.1 < bounds[1] < bounds[2] == 1.0
@@ -226,13 +311,21 @@ def test_the_sequence_ends_where_the_profile_has_a_larger_share_of_wrong_than_al
     profile = thresholds.gate_profile(label, risk, group)
     share = {
         at: (wrong + 0.5) / (answered + 1)
-        for at, answered, wrong in zip(profile.thresholds, profile.groups, profile.wrong, strict=True)
+        for at, answered, wrong in zip(
+            profile.thresholds, profile.groups, profile.wrong, strict=True
+        )
     }
     for alpha in (0.1, 0.2, 0.3):
         levels = thresholds.threshold_sequence(profile, alpha, DELTA, 400)
         assert len(levels) > 10
-        assert share[levels[-1]] <= alpha < share[min(at for at in profile.thresholds if at > levels[-1])]
+        assert (
+            share[levels[-1]]
+            <= alpha
+            < share[min(at for at in profile.thresholds if at > levels[-1])]
+        )
         assert levels[-1] < 0.9
     assert thresholds.threshold_sequence(profile, 0.9, DELTA, 400)[-1] == 1.0
-    never = thresholds.GateProfile(100, (0.5, 1.0), (50, 100), (50, 100))  # no threshold is good enough for any alpha
+    never = thresholds.GateProfile(
+        100, (0.5, 1.0), (50, 100), (50, 100)
+    )  # no threshold is good enough for any alpha
     assert len(thresholds.threshold_sequence(never, 0.1, DELTA, 400)) == 1

@@ -10,7 +10,12 @@ from sklearn.base import clone
 
 from service.fitting.estimator import DepthMeanProbe
 from service.fitting.nested_cv import Inputs, evaluate
-from service.fitting.uncertainty import OUTSIDE_SHARE, TrajectoryReference, fit_interval, fit_reference
+from service.fitting.uncertainty import (
+    OUTSIDE_SHARE,
+    TrajectoryReference,
+    fit_interval,
+    fit_reference,
+)
 from service.judging.uncertainty import distance
 from tests.fitting.made import readouts
 
@@ -20,15 +25,22 @@ OTHER = 4.0  # shift of prompts that do not apply
 
 def trajectories(rng: np.random.Generator, count: int, shift: float = 0.0) -> np.ndarray:
     """Correlated layers of growing scale, [n, m]."""
-    walk = np.cumsum(rng.normal(size=(count, LAYERS)) + shift, axis=1) + rng.normal(size=(count, LAYERS))
+    walk = np.cumsum(rng.normal(size=(count, LAYERS)) + shift, axis=1) + rng.normal(
+        size=(count, LAYERS)
+    )
     return walk * np.exp(np.linspace(0, 3, LAYERS))
 
 
 def reference(
-    rows: np.ndarray, others: tuple[np.ndarray, np.ndarray] | None = None, seed: int = 0, seeds: int = 1
+    rows: np.ndarray,
+    others: tuple[np.ndarray, np.ndarray] | None = None,
+    seed: int = 0,
+    seeds: int = 1,
 ) -> TrajectoryReference:
     label, group = np.arange(len(rows)) % 2, np.arange(len(rows))
-    return fit_reference(np.stack([rows] * seeds), label, group, 5, range(seed, seed + seeds), others)
+    return fit_reference(
+        np.stack([rows] * seeds), label, group, 5, range(seed, seed + seeds), others
+    )
 
 
 def outside(made: TrajectoryReference, rows: np.ndarray) -> float:
@@ -37,11 +49,14 @@ def outside(made: TrajectoryReference, rows: np.ndarray) -> float:
 
 @pytest.mark.parametrize("count", [120, 1000])
 def test_one_fresh_row_in_a_hundred_lies_outside(count: int) -> None:
-    """A cutoff from distances to a reference that the rows are part of would flag several times as many at 120 rows."""
+    """A cutoff from distances to a reference that the rows are part of would flag several times as
+    many at 120 rows."""
     rng = np.random.default_rng(count)
     fresh, other = trajectories(rng, 5000), trajectories(rng, 500, shift=2.0)
     made = [reference(trajectories(rng, count), seed=seed) for seed in range(20)]
-    assert 0.6 * OUTSIDE_SHARE < np.mean([outside(one, fresh) for one in made]) < 1.4 * OUTSIDE_SHARE
+    assert (
+        0.6 * OUTSIDE_SHARE < np.mean([outside(one, fresh) for one in made]) < 1.4 * OUTSIDE_SHARE
+    )
     assert np.mean([outside(one, other) for one in made]) > 0.5
 
 
@@ -53,7 +68,7 @@ def test_a_change_of_the_pattern_alone_lies_outside() -> None:
     assert outside(made, np.stack([rng.permutation(column) for column in rows.T], axis=1)) > 0.5
 
 
-def test_a_row_s_distance_is_by_a_fold_that_lacks_it_and_a_layer_that_never_varies_is_left_out() -> None:
+def test_a_distance_is_by_a_fold_that_lacks_the_row_and_constant_layers_are_left_out() -> None:
     rows = trajectories(np.random.default_rng(2), 100)
     rows[7] += 1e4
     made = reference(rows)
@@ -70,8 +85,11 @@ def test_a_row_s_distance_is_by_a_fold_that_lacks_it_and_a_layer_that_never_vari
     assert made.distance.max() == 1
 
 
-def with_others(rng: np.random.Generator, count: int = 600, others: int = 200) -> list[TrajectoryReference]:
-    """Of labelled rows alone, and with prompts elsewhere that belong to training as well, five to a group."""
+def with_others(
+    rng: np.random.Generator, count: int = 600, others: int = 200
+) -> list[TrajectoryReference]:
+    """Of labelled rows alone, and with prompts elsewhere that belong to training as well, five to a
+    group."""
     rows, more = trajectories(rng, count), trajectories(rng, others, shift=OTHER)
     return [reference(rows), reference(rows, (more, 10_000 + np.arange(others) // 5), seeds=2)]
 
@@ -80,7 +98,9 @@ def test_prompts_without_a_label_belong_to_training() -> None:
     rng = np.random.default_rng(6)
     alone, both = with_others(rng)
     like_others, fresh = trajectories(rng, 2000, shift=OTHER), trajectories(rng, 2000)
-    stranger = trajectories(rng, 500) + 4 * (-1.0) ** np.arange(LAYERS) * np.exp(np.linspace(0, 3, LAYERS))
+    stranger = trajectories(rng, 500) + 4 * (-1.0) ** np.arange(LAYERS) * np.exp(
+        np.linspace(0, 3, LAYERS)
+    )
     assert outside(alone, like_others) > 0.9
     assert max(outside(both, like_others), outside(both, fresh)) < 0.06
     assert outside(both, stranger) > 0.5
@@ -93,16 +113,25 @@ def test_the_share_outside_holds_over_all_prompts_of_training() -> None:
     for seed in range(8):
         rng = np.random.default_rng(100 + seed)
         _, both = with_others(rng, 300, 100)
-        found.append(outside(both, np.concatenate([trajectories(rng, 3000), trajectories(rng, 1000, shift=OTHER)])))
+        found.append(
+            outside(
+                both,
+                np.concatenate([trajectories(rng, 3000), trajectories(rng, 1000, shift=OTHER)]),
+            )
+        )
     assert 0.5 * OUTSIDE_SHARE < np.mean(found) < 1.5 * OUTSIDE_SHARE
 
 
 def test_a_group_of_others_is_compared_with_a_reference_that_lacks_all_of_it() -> None:
-    """Copies in one group would otherwise vouch for each other, and move the cutoff to where they lie."""
+    """Copies in one group would otherwise vouch for each other, and move the cutoff to where they
+    lie."""
     rng = np.random.default_rng(8)
     rows, away = trajectories(rng, 300), trajectories(rng, 1, shift=12.0)
     copies = np.repeat(away, 40, axis=0) * (1 + 0.01 * rng.standard_normal((40, LAYERS)))
-    one, many = (reference(rows, (copies, number)).distance.max() for number in (np.zeros(40, int), np.arange(40)))
+    one, many = (
+        reference(rows, (copies, number)).distance.max()
+        for number in (np.zeros(40, int), np.arange(40))
+    )
     assert one < 0.5 * many  # one group: the cutoff lies far out, at its distance from all others
 
 
@@ -112,7 +141,8 @@ def test_the_half_width_is_that_of_another_training() -> None:
     away = rng.permutation(np.repeat(np.linspace(0.2, 0.9, 20), 300))
     z = np.linspace(-3, 3, 6000)
     deviation = np.sqrt(0.01 + 0.04 * z**2 + 0.25 * away**2)
-    # Of fits that lack one fold of five each, where fits on other rows have that deviation in log odds.
+    # Of fits that lack one fold of five each, where fits on other rows have that deviation in log
+    # odds.
     risks = 1 / (1 + np.exp(z + rng.normal(size=(3, 6000)) * deviation / 2))
     found = fit_interval(risks, TrajectoryReference(np.zeros(1), np.eye(1), away[None]), 5)
     assert found is not None
@@ -140,7 +170,8 @@ PROBE = DepthMeanProbe(0.1, folds=FOLDS, seeds=SEEDS)
 
 
 def world(rng: np.random.Generator) -> Callable[..., tuple[np.ndarray, np.ndarray]]:
-    """Return what draws n activations [n, 6, 3, 16] and labels; ``shift`` moves to prompts of another kind."""
+    """Return what draws n activations [n, 6, 3, 16] and labels; ``shift`` moves to prompts of
+    another kind."""
     shape = (6, 3, 16)
     direction = rng.normal(size=shape)
     truth = direction / np.linalg.norm(direction, axis=2, keepdims=True)
@@ -150,25 +181,42 @@ def world(rng: np.random.Generator) -> Callable[..., tuple[np.ndarray, np.ndarra
 
     def draw(n: int, shift: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
         label = (rng.normal(size=n) > 0.3).astype(np.int64)
-        x = rng.normal(size=(n, *shape)) + np.einsum("nq,qmkd->nmkd", rng.normal(size=(n, 8)), shared)
+        x = rng.normal(size=(n, *shape)) + np.einsum(
+            "nq,qmkd->nmkd", rng.normal(size=(n, 8)), shared
+        )
         return (x + shift * elsewhere + (2 * label - 1)[:, None, None, None] * truth) * scale, label
 
     return draw
 
 
-def trained(x: np.ndarray, label: np.ndarray, fresh: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def trained(
+    x: np.ndarray, label: np.ndarray, fresh: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The trainer's whole way: log odds, distances and half widths of the fresh prompts."""
     group, count = np.arange(N), N + len(fresh)
     inputs = Inputs(readouts(x, label), group, np.zeros((N, 2)), np.ones(N, int), ({},) * N)
     risk = evaluate(inputs, folds=FOLDS, seeds=SEEDS, probe=PROBE).risk["depth_mean_unit_norm"]
     every = readouts(np.concatenate([x, fresh]), np.r_[label, np.zeros(len(fresh))])
-    probe = clone(PROBE).fit_readouts(every, np.arange(count), group, np.arange(N, count)).fit_risk(label)
+    probe = (
+        clone(PROBE)
+        .fit_readouts(every, np.arange(count), group, np.arange(N, count))
+        .fit_risk(label)
+    )
     made = fit_reference(probe.out_of_fold_, label, group, FOLDS, SEEDS)
     logits, interval = probe.scaled_["unit_norm"].trajectory, fit_interval(risk, made, FOLDS)
-    away, z = distance(logits, made.mean, made.whitening), logits.mean(axis=1) * probe.classifier_.weight[0]
+    away, z = (
+        distance(logits, made.mean, made.whitening),
+        logits.mean(axis=1) * probe.classifier_.weight[0],
+    )
     z += probe.classifier_.intercept
     assert interval is not None
-    return z, away, np.array([interval.half_width(*pair) for pair in zip(z.tolist(), away.tolist(), strict=True)])
+    return (
+        z,
+        away,
+        np.array(
+            [interval.half_width(*pair) for pair in zip(z.tolist(), away.tolist(), strict=True)]
+        ),
+    )
 
 
 @pytest.mark.long
@@ -177,7 +225,12 @@ def test_an_interval_holds_what_other_training_sets_say() -> None:
     draw = world(np.random.default_rng(3))
     fresh = np.concatenate([draw(FRESH)[0], draw(500, 3.0)[0]])
     said = [trained(*draw(N), fresh) for _ in range(4)]
-    apart = [(np.abs(one[0] - other[0]) / one[2])[:FRESH] for one in said for other in said if one is not other]
+    apart = [
+        (np.abs(one[0] - other[0]) / one[2])[:FRESH]
+        for one in said
+        for other in said
+        if one is not other
+    ]
     assert 0.93 <= np.mean(np.less_equal(apart, 1.0)) <= 0.998
     assert np.mean(np.less_equal(apart, 0.5)) < 0.92
     assert np.mean([away[:FRESH] >= 1 for _, away, _ in said]) < 0.03

@@ -1,4 +1,5 @@
-"""What the last turn of a conversation asks for: each kind in wordings that the rules were not written from, too."""
+"""What the last turn of a conversation asks for: each kind in wordings that the rules were not
+written from, too."""
 
 from __future__ import annotations
 
@@ -14,7 +15,10 @@ REFUSED = "I am not sure."
 
 def turns(*texts: str, system: str | None = None) -> list[dict[str, Any]]:
     """Return a conversation whose user begins."""
-    told = [{"role": ("user", "assistant")[index % 2], "content": text} for index, text in enumerate(texts)]
+    told = [
+        {"role": ("user", "assistant")[index % 2], "content": text}
+        for index, text in enumerate(texts)
+    ]
     return told if system is None else [{"role": "system", "content": system}, *told]
 
 
@@ -90,10 +94,14 @@ def test_several_questions_in_one_message(text: str) -> None:
         "In which U.S. state is Boston?",
         "Which band sang Hello, Goodbye and Let It Be?",
         "Q: Who wrote Emma?\nA: Jane Austen\nQ: Who wrote Faust?\nA:",
-        "Context: Who wrote Emma? Jane Austen. Who wrote Faust? Goethe. Bern is the capital of Switzerland.\n\n"
-        "Question: Who wrote Faust?",
-        "Use this page:\n\n## How do I reset my password?\nOpen the settings and press reset.\n## Where is my bill?\n"
-        "It is in your mail.\n\nWhere do I find my invoice?",
+        (
+            "Context: Who wrote Emma? Jane Austen. Who wrote Faust? Goethe. Bern is the capital of"
+            " Switzerland.\n\nQuestion: Who wrote Faust?"
+        ),
+        (
+            "Use this page:\n\n## How do I reset my password?\nOpen the settings and press"
+            " reset.\n## Where is my bill?\nIt is in your mail.\n\nWhere do I find my invoice?"
+        ),
         "What is the capital of Trinidad and Tobago?",
         "What is the name of the capital and largest city of Iraq?",
         "What is the meaning of Hatikvah, the title of the national anthem of Israel?",
@@ -118,31 +126,68 @@ def test_one_question_with_much_around_it(text: str) -> None:
 
 @pytest.mark.parametrize(
     "last",
-    ["Just give me your best guess.", "ok, go on", "Are you sure?", "Try again.", "Hi", "yes", "Please?", "And?", "...",
-     "?", "One word is enough.", "Rate einfach.", "Think about it and then tell me.", "Put it into a haiku.", "ok",
-     "It's fine, I won't be angry if you are wrong.", "Answer anyway.", "I'm all ears.", "We are listening, professor.",
-     "My pencil is sharpened.", "The floor is yours.", "Take your time, no rush.", "You have my full attention.",
-     "Whenever you are ready.", "Let's hear it, friend."],
-)  # fmt: skip
+    [
+        "Just give me your best guess.",
+        "ok, go on",
+        "Are you sure?",
+        "Try again.",
+        "Hi",
+        "yes",
+        "Please?",
+        "And?",
+        "...",
+        "?",
+        "One word is enough.",
+        "Rate einfach.",
+        "Think about it and then tell me.",
+        "Put it into a haiku.",
+        "ok",
+        "It's fine, I won't be angry if you are wrong.",
+        "Answer anyway.",
+        "I'm all ears.",
+        "We are listening, professor.",
+        "My pencil is sharpened.",
+        "The floor is yours.",
+        "Take your time, no rush.",
+        "You have my full attention.",
+        "Whenever you are ready.",
+        "Let's hear it, friend.",
+    ],
+)
 @pytest.mark.parametrize(
     "reply",
-    [REFUSED, "", "Hm, let me see.", "Shall I answer this question?", "Of course. Let me think.", "Certainly!",
-     "I can answer that.", "I'm sorry, but I don't have that information.", "Das weiß ich leider nicht.",
-     "Ask the help desk (risk 0.77)."],
-)  # fmt: skip
+    [
+        REFUSED,
+        "",
+        "Hm, let me see.",
+        "Shall I answer this question?",
+        "Of course. Let me think.",
+        "Certainly!",
+        "I can answer that.",
+        "I'm sorry, but I don't have that information.",
+        "Das weiß ich leider nicht.",
+        "Ask the help desk (risk 0.77).",
+    ],
+)
 def test_a_call_for_the_answer_to_an_earlier_question(last: str, reply: str) -> None:
     refusals = ["Ask the help desk (risk {risk})."]
     for question in (QUESTION, "capital of american samoa", "Tell me who wrote Emma."):
         assert asks_of(turns(question, reply, last), refusals) == "earlier"
         assert asks_of(turns("Hi!", "Hello!", question, reply, last), refusals) == "earlier"
-        assert asks_of(turns(question, reply, "Hello", "Hello! How are you?", last), refusals) == "earlier"
+        assert (
+            asks_of(turns(question, reply, "Hello", "Hello! How are you?", last), refusals)
+            == "earlier"
+        )
 
 
 @pytest.mark.parametrize(
     "offer",
-    ["Shall I tell you the capital of Vanuatu?", "Next I can tell you about the currency of Yemen.",
-     "Hello! Do you want to know who wrote Emma?"],
-)  # fmt: skip
+    [
+        "Shall I tell you the capital of Vanuatu?",
+        "Next I can tell you about the currency of Yemen.",
+        "Hello! Do you want to know who wrote Emma?",
+    ],
+)
 @pytest.mark.parametrize("last", ["Yes, please.", "Great, please do!", "ok"])
 def test_an_answer_to_an_offer_calls_for_what_is_offered(offer: str, last: str) -> None:
     assert asks_of(turns("Hello", offer, last)) == "earlier"
@@ -160,7 +205,11 @@ def test_a_second_turn_of_the_user_calls_for_the_answer_to_the_first() -> None:
 
 
 def test_questions_over_two_turns_of_the_user_are_several() -> None:
-    for between in ([], [{"role": "system", "content": "Be brief."}], [{"role": "assistant", "content": ""}]):
+    for between in (
+        [],
+        [{"role": "system", "content": "Be brief."}],
+        [{"role": "assistant", "content": ""}],
+    ):
         assert asks_of([*turns(QUESTION), *between, *turns("Who wrote Emma?")]) == "several"
     assert asks_of(turns(QUESTION, "Pago Pago.", "Who wrote Emma?")) == "plain"
 
@@ -204,12 +253,18 @@ def test_odd_refusals_answer_nothing(reply: str, last: str) -> None:
 def test_what_presses_for_an_answer_that_was_refused(last: str) -> None:
     assert asks_of(turns(QUESTION, REFUSED, last)) in ("earlier", "inside")
     for between in ("And the first one?", "Nice. Now what I asked before."):
-        assert asks_of(turns(QUESTION, REFUSED, "Who wrote Emma?", "Jane Austen.", between)) == "earlier"
+        assert (
+            asks_of(turns(QUESTION, REFUSED, "Who wrote Emma?", "Jane Austen.", between))
+            == "earlier"
+        )
 
 
 @pytest.mark.parametrize("last", ["Tomato.", "yes", "It was great."])
 def test_nothing_is_owed_to_words_about_their_speaker(last: str) -> None:
-    assert asks_of(turns("I had pasta for lunch.", "Nice! What sauce did you have?", last)) in ("small_talk", "plain")
+    assert asks_of(turns("I had pasta for lunch.", "Nice! What sauce did you have?", last)) in (
+        "small_talk",
+        "plain",
+    )
 
 
 @pytest.mark.parametrize(
@@ -231,7 +286,11 @@ def test_a_system_prompt_that_names_a_fact(system: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "system", ["Reply in the language of the user.", "Paris is the capital of France. A leap year has 366 days."]
+    "system",
+    [
+        "Reply in the language of the user.",
+        "Paris is the capital of France. A leap year has 366 days.",
+    ],
 )
 def test_a_system_prompt_that_asks_for_nothing(system: str) -> None:
     assert asks_of(turns("Hi!", system=system)) == "small_talk"
@@ -254,13 +313,18 @@ def test_a_system_prompt_that_asks_for_nothing(system: str) -> None:
 )
 def test_a_turn_of_its_own_behind_a_refusal(last: str) -> None:
     assert asks_of(turns(QUESTION, REFUSED, last)) in ("plain", "task", "small_talk")
-    assert asks_of(turns(QUESTION, REFUSED, "author of emma")) == "inside"  # key words: judged by their risk
+    assert (
+        asks_of(turns(QUESTION, REFUSED, "author of emma")) == "inside"
+    )  # key words: judged by their risk
 
 
 @pytest.mark.parametrize(
     ("messages", "asks"),
     [
-        (turns("What is the capital of France?", "The capital of France is Paris.", "Thanks!"), "small_talk"),
+        (
+            turns("What is the capital of France?", "The capital of France is Paris.", "Thanks!"),
+            "small_talk",
+        ),
         (turns("What is the capital of France?", "Paris.", "Are you sure?"), "inside"),
         (turns("What is the capital of France?", "Paris.", "yes, go on"), "inside"),
         (turns("Hi!", "Hello! How are you?", "Fine, thanks. And you?"), "small_talk"),
@@ -328,7 +392,10 @@ def test_a_lone_request_that_names_nothing_is_left_to_the_probe(text: str) -> No
         "Write a couplet about the actor called 007.",
         "Mozart's house, in a poem about the street where it is.",
         "write a memo which says when the war is over",  # without capitals no name is told
-        "Two lines for my fridge, please. the money that people use in samoa has to turn up in them.",
+        (
+            "Two lines for my fridge, please. the money that people use in samoa has to turn up in"
+            " them."
+        ),
         'Fridge note with the thing that "au" is short for.',
         "A riddle about the man from Зальцбург.",
         "Excuse me, one question: When did they stop putting lead in paint?",
@@ -339,21 +406,65 @@ def test_a_task_that_names_something_or_asks_may_hold_a_fact(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "messages", [[], [None, 3], [{"role": "user"}], [{"role": "user", "content": [{"type": "image"}]}]]
+    "messages",
+    [[], [None, 3], [{"role": "user"}], [{"role": "user", "content": [{"type": "image"}]}]],
 )
 def test_what_says_nothing_may_ask_anything(messages: list[Any]) -> None:
     assert asks_of(messages) == "inside"
 
 
-PIECES = ("a ", "of ", "of the ", "capitals of ", "the a ", "and ", ", ", "of a, ", "name ", "what ", "a's ", "hi ",
-          "yes ", "1. ", "- ", "? ", "?", "Q: a\nA: b\n", "Q:\n", "i can ", "the a of ", ", and ", "(a) ", "how ", "((",
-          "state the a a of ", "and also then ", "\n", "a-", "'s ", "capital of a and ", "capitals of a, ",
-          "who wrote ", "who a, ", "the capital ", "name the a for ", "谁，", "| ", "a, ?\n", "?\"", "where are a and ",
-          "is the a ", "a: ", "this a ", "and\u00a0")  # fmt: skip
+PIECES = (
+    "a ",
+    "of ",
+    "of the ",
+    "capitals of ",
+    "the a ",
+    "and ",
+    ", ",
+    "of a, ",
+    "name ",
+    "what ",
+    "a's ",
+    "hi ",
+    "yes ",
+    "1. ",
+    "- ",
+    "? ",
+    "?",
+    "Q: a\nA: b\n",
+    "Q:\n",
+    "i can ",
+    "the a of ",
+    ", and ",
+    "(a) ",
+    "how ",
+    "((",
+    "state the a a of ",
+    "and also then ",
+    "\n",
+    "a-",
+    "'s ",
+    "capital of a and ",
+    "capitals of a, ",
+    "who wrote ",
+    "who a, ",
+    "the capital ",
+    "name the a for ",
+    "谁，",
+    "| ",
+    "a, ?\n",
+    '?"',
+    "where are a and ",
+    "is the a ",
+    "a: ",
+    "this a ",
+    "and\u00a0",
+)
 
 
 def test_every_text_is_read_to_its_end() -> None:
-    """A pattern that looks back from each of its repeats does not come to an end for some of these."""
+    """A pattern that looks back from each of its repeats does not come to an end for some of
+    these."""
     for piece in PIECES:
         for end in ("", "!!", "x?", " Zz"):
             text = piece * (4000 // len(piece)) + end
@@ -373,5 +484,8 @@ def test_every_text_is_read_to_its_end() -> None:
 def test_a_task_behind_an_answer_or_a_refusal_is_a_request_of_its_own(last: str) -> None:
     for reply in ("Paris.", REFUSED):
         assert asks_of(turns("Hi!", "Hello!", QUESTION, reply, last)) == "task"
-    for task in ("Put it into a haiku for my little sister.", "Write them down in a list for my daughter."):
+    for task in (
+        "Put it into a haiku for my little sister.",
+        "Write them down in a list for my daughter.",
+    ):
         assert asks_of(turns(QUESTION, REFUSED, task)) == "earlier"

@@ -11,7 +11,16 @@ from scipy.stats import ks_2samp
 from benchmarks import drift
 from probes_store.bundle import load_bundle
 from probes_store.store import SHIPPED
-from service.judging.drift import BINS, MOST_ALIKE, DriftLimits, LabelTest, Reference, alike_of, compare, reference_of
+from service.judging.drift import (
+    BINS,
+    MOST_ALIKE,
+    DriftLimits,
+    LabelTest,
+    Reference,
+    alike_of,
+    compare,
+    reference_of,
+)
 from tests.kit.bundles import write_bundle
 from tests.kit.reseal import without_in_evaluation
 from tests.matching import matching_draft
@@ -48,7 +57,9 @@ def test_the_stability_index_is_large_where_half_moves_and_finite_where_bins_are
 
 
 def test_the_reference_is_what_the_bundle_keeps(tmp_path: Path) -> None:
-    bare = without_in_evaluation(SHIPPED / "demo" / "1", tmp_path / "demo" / "1", "out_of_fold", "risks")
+    bare = without_in_evaluation(
+        SHIPPED / "demo" / "1", tmp_path / "demo" / "1", "out_of_fold", "risks"
+    )
     assert reference_of(load_bundle(bare)) is None
     draft = matching_draft(ScriptedEngine(), "kept", 0)
     draft.evaluation["out_of_fold"] = {"risks": {"risk": "0.5 0.25 0.75", "hallucinated": "1 0 1"}}
@@ -68,7 +79,8 @@ def test_labels_like_the_guarantee_break_it_as_rarely_as_it_says() -> None:
 
 @pytest.mark.parametrize(("right", "wrong"), [(0.2, 0.4), (0.02, 0.9), (0.0, 1.0)])
 def test_whoever_chooses_what_to_label_does_not_break_it(right: float, wrong: float) -> None:
-    """Labels of a chosen part of the drawn answers: wrong ones are labelled more often than right ones."""
+    """Labels of a chosen part of the drawn answers: wrong ones are labelled more often than right
+    ones."""
     draw, broken = np.random.default_rng(3), 0
     for _ in range(300):
         test, is_wrong = LabelTest(0.1), draw.random(400) < 0.1
@@ -93,7 +105,10 @@ def test_labels_that_are_worse_break_it_soon() -> None:
 def test_prompts_that_are_alike_tell_less(run: int, least: float, most: float) -> None:
     """Of runs that share half of their variance about (1 + run) / 2 count as one."""
     draw = np.random.default_rng(6)
-    found = [alike_of(drift.means(draw, 1000, run=run, shared=0.5 if run > 1 else 0.0)) for _ in range(50)]
+    found = [
+        alike_of(drift.means(draw, 1000, run=run, shared=0.5 if run > 1 else 0.0))
+        for _ in range(50)
+    ]
     assert least <= float(np.median(found)) <= most
     assert all(one >= 1 for one in found)
     assert alike_of(np.full(1000, 0.3)) == 1.0  # a gate that is blind is no dependence
@@ -103,7 +118,11 @@ def test_prompts_that_are_alike_tell_less(run: int, least: float, most: float) -
 
 def test_limits_are_wider_where_prompts_are_few_and_alike_and_never_hide_everything() -> None:
     limits = DriftLimits()
-    assert (limits.of_ks(1000, 4000), limits.of_psi(1000, 4000), limits.of_outside(1000, 0.01)) == (0.12, 0.2, 0.05)
+    assert (limits.of_ks(1000, 4000), limits.of_psi(1000, 4000), limits.of_outside(1000, 0.01)) == (
+        0.12,
+        0.2,
+        0.05,
+    )
     least = limits.window / MOST_ALIKE
     assert limits.of_ks(least, 4000) == pytest.approx(2.7 * (1 / least + 1 / 4000) ** 0.5)
     assert 0.2 < limits.of_ks(least, 4000) < 0.3
@@ -114,10 +133,17 @@ def test_limits_are_wider_where_prompts_are_few_and_alike_and_never_hide_everyth
 def test_a_shift_is_seen_either_way_and_a_blind_gate_at_once() -> None:
     """The long version, with false alarms: benchmarks/drift.py."""
     limits, draw = DriftLimits(), np.random.default_rng(5)
-    for name, most in (("depth mean + 0.5 deviations", 1000), ("depth mean - 0.5 deviations", 1000),
-                       ("depth mean + 1 deviation", 1000), ("a constant (a blind gate)", 500)):  # fmt: skip
+    for name, most in (
+        ("depth mean + 0.5 deviations", 1000),
+        ("depth mean - 0.5 deviations", 1000),
+        ("depth mean + 1 deviation", 1000),
+        ("a constant (a blind gate)", 500),
+    ):
         for _ in range(5):
-            before, watch = drift.risks(drift.means(draw, limits.window)), drift.watching(draw, limits)
+            before, watch = (
+                drift.risks(drift.means(draw, limits.window)),
+                drift.watching(draw, limits),
+            )
             shifted = drift.risks(drift.SHIFTS[name](drift.means(draw, 3000)))
             seen = drift.until_seen(shifted, before, watch)
             assert seen is not None

@@ -17,7 +17,15 @@ from probes_store.store import SHIPPED
 from service.data.forms import FORMS as EVERY_FORM
 from service.fitting.decisions import at_threshold, coverage_curve
 from service.judging import evaluation
-from service.judging.evaluation import Coverage, CoverageGate, Sample, SampleQuestion, coverage, form_table, sample_of
+from service.judging.evaluation import (
+    Coverage,
+    CoverageGate,
+    Sample,
+    SampleQuestion,
+    coverage,
+    form_table,
+    sample_of,
+)
 from service.trainer.publish import by_stratum, risks_document
 from tests.kit.bundles import GUARANTEE, make_draft, write_bundle
 from tests.serve_process import ROOT
@@ -46,7 +54,9 @@ def kept(rows: int = 2000) -> dict[str, Any]:
 
 def as_dict(gate: CoverageGate | None) -> dict[str, float]:
     assert gate is not None
-    return {key: value or 0.0 for key, value in dataclasses.asdict(gate).items() if key != "threshold"}
+    return {
+        key: value or 0.0 for key, value in dataclasses.asdict(gate).items() if key != "threshold"
+    }
 
 
 def test_kept_risks_are_counted_as_the_trainer_counts(tmp_path: Path) -> None:
@@ -60,11 +70,17 @@ def test_kept_risks_are_counted_as_the_trainer_counts(tmp_path: Path) -> None:
     assert found.gates[0].wrong_among_answered is None  # nothing is answered below 0
     answered, wrong = coverage_curve(LABEL, RISK)
     place = int((RISK < 0.5).sum()) - 1
-    assert (found.gates[50].answered, found.gates[50].wrong_among_answered) == (answered[place], wrong[place])
+    assert (found.gates[50].answered, found.gates[50].wrong_among_answered) == (
+        answered[place],
+        wrong[place],
+    )
     assert len(found.tenths) == 10
     for place, tenth in enumerate(found.tenths):
         own = np.argsort(RISK)[place * 200 : (place + 1) * 200]
-        assert (tenth.low, tenth.high) == (pytest.approx(RISK[own].min()), pytest.approx(RISK[own].max()))
+        assert (tenth.low, tenth.high) == (
+            pytest.approx(RISK[own].min()),
+            pytest.approx(RISK[own].max()),
+        )
         assert tenth.right == pytest.approx(LABEL[own].mean())
     few = coverage(bundle_with(tmp_path / "few", kept(99)))
     assert (few.source, few.tenths) == ("out_of_fold_risks", ())
@@ -88,7 +104,9 @@ def test_a_recalibrated_bundles_rows_are_read_on_the_new_scale(tmp_path: Path) -
     ],
 )
 def test_too_little_is_said_and_never_an_error(tmp_path: Path, evaluation: dict[str, Any]) -> None:
-    assert coverage(bundle_with(tmp_path, evaluation)) == Coverage("own_threshold", 11, 5 / 11, (), None, ())
+    assert coverage(bundle_with(tmp_path, evaluation)) == Coverage(
+        "own_threshold", 11, 5 / 11, (), None, ()
+    )
 
 
 def test_what_was_measured_at_the_own_threshold(tmp_path: Path) -> None:
@@ -115,8 +133,12 @@ def test_the_shipped_bundles(name: str) -> None:
     if name == "smollm2":
         forms = form_table(bundle)
         assert forms is not None
-        with gzip.open(ROOT / "docs/smollm2-crossed-test-rows.jsonl.gz", "rt", encoding="utf-8") as held_out:
-            assert {row.form for row in forms.data} == {json.loads(line)["form"] for line in held_out}
+        with gzip.open(
+            ROOT / "docs/smollm2-crossed-test-rows.jsonl.gz", "rt", encoding="utf-8"
+        ) as held_out:
+            assert {row.form for row in forms.data} == {
+                json.loads(line)["form"] for line in held_out
+            }
         assert set(EVERY_FORM) <= bundle.evaluation()["cross_validation"]["by_form"].keys()
 
 
@@ -141,9 +163,17 @@ def test_the_table_by_form_is_the_trainers(tmp_path: Path) -> None:
     assert (found.source, lone.form, lone.rows) == ("out_of_fold", "lone", 6)
     assert (lone.wrong, lone.answered) == (pytest.approx(4 / 6), pytest.approx(2 / 6))
     assert lone.wrong_among_answered == pytest.approx(0.5)
-    assert (turn.form, turn.auroc, turn.answered, turn.wrong_among_answered) == ("turn_own", None, 0.0, None)
+    assert (turn.form, turn.auroc, turn.answered, turn.wrong_among_answered) == (
+        "turn_own",
+        None,
+        0.0,
+        None,
+    )
     assert turn.mean_risk == pytest.approx(0.85)
-    held = table(tmp_path / "h", KEPT | {"held_out": {"by_form": by_stratum(RIGHT[:6], RISKS[:, :6], FORMS[:6], 0.5)}})
+    held = table(
+        tmp_path / "h",
+        KEPT | {"held_out": {"by_form": by_stratum(RIGHT[:6], RISKS[:, :6], FORMS[:6], 0.5)}},
+    )
     assert (held.source, [one.form for one in held.data]) == ("held_out", ["lone"])
     calibrated = table(tmp_path / "c", KEPT, **CALIBRATED)  # it has another threshold
     assert {(one.answered, one.wrong_among_answered) for one in calibrated.data} == {(None, None)}
@@ -157,26 +187,39 @@ def test_the_table_by_form_is_the_trainers(tmp_path: Path) -> None:
     [
         {},
         {"cross_validation": [KEPT]},
-        *({"cross_validation": one} for one in (None, {"by_form": {}}, {"by_form": [1]}, {"by_form": "lone"})),
-        *({"cross_validation": {"by_form": {"lone": MADE["lone"] | row}}} for row in (
-            {"rows": 0}, {"rows": "6"}, {"wrong": 1.5}, {"auroc": "high"})),
-        *({"cross_validation": {"by_form": {"lone": row}}} for row in (None, {"rows": 6, "wrong": 0.5})),
+        *(
+            {"cross_validation": one}
+            for one in (None, {"by_form": {}}, {"by_form": [1]}, {"by_form": "lone"})
+        ),
+        *(
+            {"cross_validation": {"by_form": {"lone": MADE["lone"] | row}}}
+            for row in ({"rows": 0}, {"rows": "6"}, {"wrong": 1.5}, {"auroc": "high"})
+        ),
+        *(
+            {"cross_validation": {"by_form": {"lone": row}}}
+            for row in (None, {"rows": 6, "wrong": 0.5})
+        ),
     ],
-)  # fmt: skip
+)
 def test_no_table_where_none_can_be_read(tmp_path: Path, evaluation: dict[str, Any]) -> None:
     assert form_table(bundle_with(tmp_path, evaluation)) is None
 
 
 # --- sample ---
 
-QUESTIONS = (SampleQuestion("Capital of France?", ("Paris",), "capital"), SampleQuestion("2 + 2?", ("4", "four"), ""))
+QUESTIONS = (
+    SampleQuestion("Capital of France?", ("Paris",), "capital"),
+    SampleQuestion("2 + 2?", ("4", "four"), ""),
+)
 SAMPLE = Sample("rows.jsonl", "contains", r"(?i)not sure", 16, QUESTIONS)
 
 
 def test_the_sample_that_the_trainer_writes_is_read(tmp_path: Path) -> None:
     assert sample_of(bundle_with(tmp_path, {"sample": SAMPLE.document()})) == SAMPLE
     assert sample_of(bundle_with(tmp_path / "none", {})) is None
-    long = sample_of(bundle_with(tmp_path / "long", {"sample": SAMPLE.document() | {"max_tokens": 10**9}}))
+    long = sample_of(
+        bundle_with(tmp_path / "long", {"sample": SAMPLE.document() | {"max_tokens": 10**9}})
+    )
     assert long is not None
     assert long.max_tokens == evaluation.MOST_TOKENS
 
@@ -184,11 +227,17 @@ def test_the_sample_that_the_trainer_writes_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        *({"questions": [{"prompt": "a", "answers": ["a"], "kind": ""} | one]} for one in (
-            {"answers": []}, {"answers": [1]}, {"prompt": 1})),
-        *({"questions": one} for one in ([], None, [1])), {"judge": "openai"}, {"max_tokens": 0},
-        {"max_tokens": "many"}, {"abstain_pattern": None}, {"abstain_pattern": "("},
+        *(
+            {"questions": [{"prompt": "a", "answers": ["a"], "kind": ""} | one]}
+            for one in ({"answers": []}, {"answers": [1]}, {"prompt": 1})
+        ),
+        *({"questions": one} for one in ([], None, [1])),
+        {"judge": "openai"},
+        {"max_tokens": 0},
+        {"max_tokens": "many"},
+        {"abstain_pattern": None},
+        {"abstain_pattern": "("},
     ],
-)  # fmt: skip
+)
 def test_a_sample_that_reads_otherwise_is_none(tmp_path: Path, change: dict[str, Any]) -> None:
     assert sample_of(bundle_with(tmp_path, {"sample": SAMPLE.document() | change})) is None

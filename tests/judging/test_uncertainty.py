@@ -25,7 +25,9 @@ def test_the_distance_is_mahalanobis() -> None:
     root = rng.normal(size=(3, 3))
     rows, mean = rng.normal(size=(5, 3)), rng.normal(size=3)
     found = distance(rows, mean, root)
-    assert found == pytest.approx([np.sqrt((row - mean) @ (root.T @ root) @ (row - mean)) for row in rows])
+    assert found == pytest.approx(
+        [np.sqrt((row - mean) @ (root.T @ root) @ (row - mean)) for row in rows]
+    )
     assert distance(rows[0], mean, root) == pytest.approx(found[0])
     assert distance(mean, mean, root) == 0
 
@@ -47,20 +49,36 @@ def test_the_interval_holds_the_risk_and_has_the_records_width(bundle: Bundle) -
         half = INTERVAL.half_width(z, step)
         low, high = (float(risk(np.array([z + side]), np.ones(1), 0.0)) for side in (half, -half))
         assert found.interval == pytest.approx((low, high))
-        assert 0 <= low <= float(risk(signals, np.array(classifier.weight), classifier.intercept)) <= high <= 1
+        assert (
+            0
+            <= low
+            <= float(risk(signals, np.array(classifier.weight), classifier.intercept))
+            <= high
+            <= 1
+        )
 
 
 def test_without_refits_there_is_a_distance_and_no_interval(tmp_path: Path) -> None:
     alone = dataclasses.replace(UNCERTAINTY, interval=None)
-    found = uncertain(write_bundle(make_draft(uncertainty=alone), tmp_path / "a"), np.full(3, 0.5), np.zeros(1))
+    found = uncertain(
+        write_bundle(make_draft(uncertainty=alone), tmp_path / "a"), np.full(3, 0.5), np.zeros(1)
+    )
     assert (found.distance, found.interval) == (0.0, None)
 
 
-def test_the_ends_of_the_interval_are_recalibrated_as_the_risk_is(tmp_path: Path, bundle: Bundle) -> None:
+def test_the_ends_of_the_interval_are_recalibrated_as_the_risk_is(
+    tmp_path: Path, bundle: Bundle
+) -> None:
     recalibration = Recalibration("beta", 0.5, 2.0, -0.4)
-    mapped = write_bundle(make_draft(uncertainty=UNCERTAINTY, recalibration=recalibration), tmp_path / "mapped")
+    mapped = write_bundle(
+        make_draft(uncertainty=UNCERTAINTY, recalibration=recalibration), tmp_path / "mapped"
+    )
     for mean in (-1.0, 0.3):
-        plain, found = (uncertain(one, np.full(3, 0.6), np.array([mean])) for one in (bundle, mapped))
+        plain, found = (
+            uncertain(one, np.full(3, 0.6), np.array([mean])) for one in (bundle, mapped)
+        )
         assert plain.interval is not None
-        assert found.interval == pytest.approx([float(recalibration(end)) for end in plain.interval])
+        assert found.interval == pytest.approx(
+            [float(recalibration(end)) for end in plain.interval]
+        )
         assert found.distance == plain.distance

@@ -1,1 +1,2 @@
-"""What tests of several rooms build and start: bundles, keys, servers, answers.  One of each kind."""
+"""What tests of several rooms build and start: bundles, keys, servers, answers.  One of each
+kind."""

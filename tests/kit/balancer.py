@@ -26,11 +26,16 @@ def configuration(folder: Path, replicas: Sequence[str], port: int, *edits: Edit
     """Ours, but for the addresses, the folder of its files, and what a test changes on purpose."""
     text = CONFIGURATION.read_text().replace("/tmp/hallutracer-nginx", f"{folder}/nginx")
     text = re.sub(rf" *server {SECOND} .*\n", "", text)
-    own = [(line, "".join(line.replace(FIRST, replica) for replica in replicas))
-           for line in re.findall(rf" *server {FIRST} .*\n", text)]  # fmt: skip
+    own = [
+        (line, "".join(line.replace(FIRST, replica) for replica in replicas))
+        for line in re.findall(rf" *server {FIRST} .*\n", text)
+    ]
     tries = "place of the last one.\n            proxy_next_upstream_tries "
     own += [(f"{tries}4;", f"{tries}{2 * len(replicas)};")]
-    own += [(LISTEN, f"listen 127.0.0.1:{port};"), ("access_log /dev/stdout", f"access_log {folder}/lines")]
+    own += [
+        (LISTEN, f"listen 127.0.0.1:{port};"),
+        ("access_log /dev/stdout", f"access_log {folder}/lines"),
+    ]
     own += [("worker_processes auto", "worker_processes 1")]  # two cores run all of this
     for old, new in (*own, *edits):
         assert text.count(old) == 1, f"nginx.conf should say {old} once"
@@ -62,7 +67,13 @@ def balancing(folder: Path, replicas: Sequence[str], *edits: Edit) -> Iterator[B
     nginx = binary("nginx")
 
     def command(port: int) -> list[str]:
-        return [nginx, "-c", str(configuration(folder, replicas, port, *edits)), "-g", "daemon off;"]
+        return [
+            nginx,
+            "-c",
+            str(configuration(folder, replicas, port, *edits)),
+            "-g",
+            "daemon off;",
+        ]
 
     def listens(port: int) -> bool:
         with socket.socket() as client:
@@ -74,7 +85,8 @@ def balancing(folder: Path, replicas: Sequence[str], *edits: Edit) -> Iterator[B
 
 @dataclass(frozen=True)
 class Replica:
-    """A server with a scripted behaviour; ``began`` holds the ids of the requests that reached it."""
+    """A server with a scripted behaviour; ``began`` holds the ids of the requests that reached
+    it."""
 
     address: str
     began: list[str]

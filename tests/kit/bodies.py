@@ -9,20 +9,38 @@ import httpx
 
 
 def row(risk: float = 0.1, decision: str = "continue", **more: Any) -> dict[str, Any]:
-    return {"index": 0, "risk": risk, "depth_mean": 1.5, "decision": decision, "flagged": risk >= 0.5, "threshold": 0.5,
-            **more}  # fmt: skip
+    return {
+        "index": 0,
+        "risk": risk,
+        "depth_mean": 1.5,
+        "decision": decision,
+        "flagged": risk >= 0.5,
+        "threshold": 0.5,
+        **more,
+    }
 
 
 def usage(completion: int = 0) -> dict[str, int]:
-    return {"prompt_tokens": 7, "cached_tokens": 0, "completion_tokens": completion, "total_tokens": 7 + completion}
+    return {
+        "prompt_tokens": 7,
+        "cached_tokens": 0,
+        "completion_tokens": completion,
+        "total_tokens": 7 + completion,
+    }
 
 
 def result(*rows: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {
-        "id": "risk-abc", "object": "risk.list", "created": 1795186131, "model": "m", "policy": "gate",
-        "bundle": {"name": "demo", "version": 3, "digest": "sha256:00"}, "data": list(rows) or [row()],
-        "usage": usage(), **more,
-    }  # fmt: skip
+        "id": "risk-abc",
+        "object": "risk.list",
+        "created": 1795186131,
+        "model": "m",
+        "policy": "gate",
+        "bundle": {"name": "demo", "version": 3, "digest": "sha256:00"},
+        "data": list(rows) or [row()],
+        "usage": usage(),
+        **more,
+    }
 
 
 def error(status: int, code: str, message: str = "because", **headers: str) -> httpx.Response:
@@ -44,4 +62,6 @@ def events(*bodies: Any, done: bool = True) -> bytes:
 
 
 def stream(content: Any) -> httpx.Response:
-    return httpx.Response(200, content=content, headers={"content-type": "text/event-stream; charset=utf-8"})
+    return httpx.Response(
+        200, content=content, headers={"content-type": "text/event-stream; charset=utf-8"}
+    )

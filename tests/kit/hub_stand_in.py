@@ -1,7 +1,9 @@
-"""A server of this machine that speaks as much of the Hugging Face hub's HTTP API as a push and a pull need.
+"""A server of this machine that speaks as much of the Hugging Face hub's HTTP API as a push and a
+pull need.
 
-It keeps repositories as git does: commits of files, a branch, tags; safetensors and pictures go to large file storage,
-under another host name, as on the real hub.  ``faults`` are asked before every request and may answer in its place."""
+It keeps repositories as git does: commits of files, a branch, tags; safetensors and pictures go to
+large file storage, under another host name, as on the real hub.  ``faults`` are asked before every
+request and may answer in its place."""
 
 from __future__ import annotations
 
@@ -23,14 +25,19 @@ TOKEN = "hf_of_the_tests"
 LARGE = (".safetensors", ".png", ".bin", ".pkl")
 NAMED = r"/([^/]+/[^/]+?)"
 ROUTES: list[tuple[str, str, str]] = [
-    ("POST", "/api/repos/create", "create"), ("POST", "/api/validate-yaml", "validate"),
-    ("GET", rf"/api/models{NAMED}/refs", "refs"), ("GET", rf"/api/models{NAMED}(?:/revision/(.+))?", "info"),
+    ("POST", "/api/repos/create", "create"),
+    ("POST", "/api/validate-yaml", "validate"),
+    ("GET", rf"/api/models{NAMED}/refs", "refs"),
+    ("GET", rf"/api/models{NAMED}(?:/revision/(.+))?", "info"),
     ("GET", rf"/api/models{NAMED}/tree/([^/]+)", "tree"),
     ("POST", rf"/api/models{NAMED}/preupload/(.+)", "preupload"),
-    ("POST", rf"/api/models{NAMED}/commit/(.+)", "commit"), ("POST", rf"/api/models{NAMED}/tag/(.+)", "tag"),
-    ("POST", rf"{NAMED}\.git/info/lfs/objects/batch", "batch"), ("PUT", r"/storage/(\w+)", "upload"),
-    ("GET HEAD", r"/storage/(\w+)", "download"), ("GET HEAD", rf"{NAMED}/resolve/([^/]+)/(.+)", "resolve"),
-]  # fmt: skip
+    ("POST", rf"/api/models{NAMED}/commit/(.+)", "commit"),
+    ("POST", rf"/api/models{NAMED}/tag/(.+)", "tag"),
+    ("POST", rf"{NAMED}\.git/info/lfs/objects/batch", "batch"),
+    ("PUT", r"/storage/(\w+)", "upload"),
+    ("GET HEAD", r"/storage/(\w+)", "download"),
+    ("GET HEAD", rf"{NAMED}/resolve/([^/]+)/(.+)", "resolve"),
+]
 
 
 def git_blob(data: bytes) -> str:
@@ -72,7 +79,9 @@ class Hub:
         self.leaked: list[str] = []  # requests to the storage that carried the token
         self.url = ""
 
-    def repository(self, name: str, files: dict[str, bytes] | None = None, *, tag: str | None = None) -> Repository:
+    def repository(
+        self, name: str, files: dict[str, bytes] | None = None, *, tag: str | None = None
+    ) -> Repository:
         made = self.repositories.setdefault(name, Repository())
         oid = made.commit({".gitattributes": b"*.safetensors filter=lfs\n", **(files or {})})
         if tag is not None:
@@ -110,9 +119,15 @@ class Request(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
         pass
 
-    def answer(self, status: int, body: bytes, kind: str = "application/octet-stream", **headers: str) -> None:
+    def answer(
+        self, status: int, body: bytes, kind: str = "application/octet-stream", **headers: str
+    ) -> None:
         self.send_response(status)
-        for name, value in {"Content-Type": kind, "Content-Length": str(len(body)), **headers}.items():
+        for name, value in {
+            "Content-Type": kind,
+            "Content-Length": str(len(body)),
+            **headers,
+        }.items():
             self.send_header(name.replace("_", "-"), value)
         self.end_headers()
         if self.command != "HEAD":
@@ -125,7 +140,9 @@ class Request(BaseHTTPRequestHandler):
         headers = {"X-Error-Message": message} | ({"X-Error-Code": code} if code else {})
         self.answer(status, json.dumps({"error": message}).encode(), "application/json", **headers)
 
-    def open(self, name: str, revision: str = "main", *, write: bool = False) -> tuple[Repository, str]:
+    def open(
+        self, name: str, revision: str = "main", *, write: bool = False
+    ) -> tuple[Repository, str]:
         """The repository and the commit.  Raises Refused, having answered."""
         repository = self.hub.repositories.get(name)
         commit = repository and repository.find(revision)
@@ -158,8 +175,20 @@ class Request(BaseHTTPRequestHandler):
             if "blobs" in parse_qs(urlsplit(self.path).query):
                 siblings[-1] |= {"size": len(data), "blobId": git_blob(data)}
                 if path.endswith(LARGE):
-                    siblings[-1]["lfs"] = {"size": len(data), "sha256": sha256(data).hexdigest(), "pointerSize": 130}
-        self.json({"id": name, "modelId": name, "sha": commit, "private": repository.private, "siblings": siblings})
+                    siblings[-1]["lfs"] = {
+                        "size": len(data),
+                        "sha256": sha256(data).hexdigest(),
+                        "pointerSize": 130,
+                    }
+        self.json(
+            {
+                "id": name,
+                "modelId": name,
+                "sha": commit,
+                "private": repository.private,
+                "siblings": siblings,
+            }
+        )
 
     def tree(self, name: str, revision: str) -> None:
         repository, commit = self.open(name, revision)
@@ -167,12 +196,19 @@ class Request(BaseHTTPRequestHandler):
         for path, data in repository.commits[commit].items():
             files.append({"type": "file", "path": path, "size": len(data), "oid": git_blob(data)})
             if path.endswith(LARGE):
-                files[-1]["lfs"] = {"size": len(data), "oid": sha256(data).hexdigest(), "pointerSize": 130}
+                files[-1]["lfs"] = {
+                    "size": len(data),
+                    "oid": sha256(data).hexdigest(),
+                    "pointerSize": 130,
+                }
         self.json(files)
 
     def refs(self, name: str) -> None:
         repository, head = self.open(name)
-        tags = [{"name": t, "ref": f"refs/tags/{t}", "targetCommit": oid} for t, oid in repository.tags.items()]
+        tags = [
+            {"name": t, "ref": f"refs/tags/{t}", "targetCommit": oid}
+            for t, oid in repository.tags.items()
+        ]
         branch = {"name": "main", "ref": "refs/heads/main", "targetCommit": head}
         self.json({"branches": [branch], "converts": [], "tags": tags})
 
@@ -181,8 +217,14 @@ class Request(BaseHTTPRequestHandler):
         content = json.loads(self.body)["content"]
         metadata = yaml.safe_load(content.split("---\n")[1]) if content.startswith("---\n") else {}
         model = metadata.get("base_model", "a/b")
-        said = "" if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model) else f'"base_model" with value "{model}" is not valid'
-        self.json({"errors": [{"message": said}] if said else [], "warnings": []}, 400 if said else 200)
+        said = (
+            ""
+            if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model)
+            else f'"base_model" with value "{model}" is not valid'
+        )
+        self.json(
+            {"errors": [{"message": said}] if said else [], "warnings": []}, 400 if said else 200
+        )
 
     def preupload(self, name: str, revision: str) -> None:
         repository, head = self.open(name, revision, write=True)
@@ -233,7 +275,9 @@ class Request(BaseHTTPRequestHandler):
             elif operation["key"] == "deletedFile":
                 del files[value["path"]]
         oid = repository.commit(files)
-        self.json({"commitOid": oid, "commitUrl": f"{self.hub.url}/{name}/commit/{oid}", "hookOutput": ""})
+        self.json(
+            {"commitOid": oid, "commitUrl": f"{self.hub.url}/{name}/commit/{oid}", "hookOutput": ""}
+        )
 
     def tag(self, name: str, revision: str) -> None:
         repository, commit = self.open(name, revision, write=True)
@@ -252,8 +296,14 @@ class Request(BaseHTTPRequestHandler):
         elif path.endswith(LARGE):
             digest = sha256(data).hexdigest()
             self.hub.storage[digest] = data
-            self.answer(302, b"", Location=self.stored(digest), X_Repo_Commit=commit,
-                        X_Linked_Etag=f'"{digest}"', X_Linked_Size=str(len(data)))  # fmt: skip
+            self.answer(
+                302,
+                b"",
+                Location=self.stored(digest),
+                X_Repo_Commit=commit,
+                X_Linked_Etag=f'"{digest}"',
+                X_Linked_Size=str(len(data)),
+            )
         else:
             self.serve(data, ETag=f'"{git_blob(data)}"', X_Repo_Commit=commit)
 

@@ -18,7 +18,12 @@ def add_key(path: Path, name: str, fields: dict[str, Any]) -> str:
 
 
 def revoke_key(path: Path, name: str) -> None:
-    _replace(path, path.read_text().replace(f"[{name}]", f"[{name}]\nrevoked = {datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"))
+    _replace(
+        path,
+        path.read_text().replace(
+            f"[{name}]", f"[{name}]\nrevoked = {datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
+        ),
+    )
 
 
 def _replace(path: Path, text: str) -> None:

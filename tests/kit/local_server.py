@@ -1,4 +1,5 @@
-"""An HTTP server of this machine that behaves as a test says, and a port for one that a test starts."""
+"""An HTTP server of this machine that behaves as a test says, and a port for one that a test
+starts."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ Behaviour = Callable[[BaseHTTPRequestHandler, bytes], None]  # the request, and 
 
 
 def free_port() -> int:
-    """Return a port for a server that binds it later: below those that the kernel gives to others in the meantime."""
+    """Return a port for a server that binds it later: below those that the kernel gives to others
+    in the meantime."""
     for port in random.sample(range(20_000, 32_000), 99):
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
@@ -47,7 +49,11 @@ def listening(behave: Behaviour, protocol: str = "HTTP/1.0") -> Iterator[str]:
 
 
 def answer(
-    request: BaseHTTPRequestHandler, status: int, body: bytes, kind: str = "application/json", **headers: str
+    request: BaseHTTPRequestHandler,
+    status: int,
+    body: bytes,
+    kind: str = "application/json",
+    **headers: str,
 ) -> None:
     """A whole response."""
     request.send_response(status)

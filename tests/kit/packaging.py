@@ -19,7 +19,8 @@ _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is eig
 
 
 class Step(NamedTuple):
-    """One instruction of a Dockerfile: ``RUN`` and what follows it, continuation lines joined, in its stage."""
+    """One instruction of a Dockerfile: ``RUN`` and what follows it, continuation lines joined, in
+    its stage."""
 
     stage: str
     verb: str
@@ -28,7 +29,11 @@ class Step(NamedTuple):
 
 def dockerfile() -> list[Step]:
     """Every instruction in order; ARG before the first FROM has stage ""."""
-    lines = [line for line in (ROOT / "Dockerfile").read_text().splitlines() if not line.lstrip().startswith("#")]
+    lines = [
+        line
+        for line in (ROOT / "Dockerfile").read_text().splitlines()
+        if not line.lstrip().startswith("#")
+    ]
     steps, stage = [], ""
     for line in re.sub(r"\\\n\s*", "", "\n".join(lines)).splitlines():
         if not line.strip():
@@ -46,15 +51,25 @@ def environment(target: str = "runtime") -> dict[str, str]:
     chain = [target]
     stages = {step.stage for step in steps}
     while chain[0] in stages:
-        chain.insert(0, next(step.text.split()[0] for step in steps if (step.stage, step.verb) == (chain[0], "FROM")))
-    pairs = " ".join(step.text for stage in chain for step in steps if (step.stage, step.verb) == (stage, "ENV"))
+        chain.insert(
+            0,
+            next(
+                step.text.split()[0]
+                for step in steps
+                if (step.stage, step.verb) == (chain[0], "FROM")
+            ),
+        )
+    pairs = " ".join(
+        step.text for stage in chain for step in steps if (step.stage, step.verb) == (stage, "ENV")
+    )
     return dict(pair.split("=", 1) for pair in pairs.split())
 
 
 def compose() -> Document:
     """docker-compose.yml with ${NAME:-default} replaced by the default."""
     text = (ROOT / "docker-compose.yml").read_text()
-    loaded: Document = yaml.load(re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text), _Loader)  # noqa: S506, a safe loader
+    # a safe loader
+    loaded: Document = yaml.load(re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text), _Loader)  # noqa: S506,
     return loaded
 
 
@@ -87,13 +102,19 @@ def variables(container: Document) -> dict[str, str]:
 def flags() -> dict[str, dict[str, str]]:
     """Command -> flag -> environment variable, from the parser itself."""
     return {"": {}} | {
-        " ".join(command): {name: env(argument.name) for argument in options_of(arguments) for name in argument.names}
+        " ".join(command): {
+            name: env(argument.name)
+            for argument in options_of(arguments)
+            for name in argument.names
+        }
         for command, arguments in commands_of(make_app(Sources()))
     }
 
 
 def served(variables: Document) -> Document:
     """``serve``'s options as its own parser reads them from these variables alone."""
-    sources = Sources({name: value for name, value in variables.items() if name.startswith("HALLUTRACER_")})
+    sources = Sources(
+        {name: value for name, value in variables.items() if name.startswith("HALLUTRACER_")}
+    )
     make_app(sources).parse_args(["serve"], exit_on_error=False, print_error=False)
     return sources.values()

@@ -1,4 +1,5 @@
-"""The pages of the documentation, their fenced blocks and what the comment above a block says about it."""
+"""The pages of the documentation, their fenced blocks and what the comment above a block says about
+it."""
 
 from __future__ import annotations
 
@@ -10,11 +11,16 @@ from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = [
-    ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "clients" / "python" / "README.md",
-    ROOT / "deploy" / "README.md", ROOT / "deploy" / "platforms" / "README.md",
-    ROOT / "deploy" / "sidecar" / "README.md", ROOT / "probes_store" / "FORMAT.md",
-    ROOT / "probes_store" / "FIELDS.md", ROOT / "benchmarks" / "LOG.md",
-]  # fmt: skip
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "clients" / "python" / "README.md",
+    ROOT / "deploy" / "README.md",
+    ROOT / "deploy" / "platforms" / "README.md",
+    ROOT / "deploy" / "sidecar" / "README.md",
+    ROOT / "probes_store" / "FORMAT.md",
+    ROOT / "probes_store" / "FIELDS.md",
+    ROOT / "benchmarks" / "LOG.md",
+]
 RECORDS = [  # not on the site: generated, a log, or the page of a package index
     ROOT / "clients" / "python" / "README.md",
     ROOT / "docs" / "licences.md",
@@ -23,7 +29,14 @@ RECORDS = [  # not on the site: generated, a log, or the page of a package index
     ROOT / "benchmarks" / "LOG.md",
 ]
 RUNNABLE = {"sh", "console", "python"}
-SPELLINGS = {"bash", "shell", "shell-session", "py", "pycon", "zsh"}  # of the same: one name for each language
+SPELLINGS = {
+    "bash",
+    "shell",
+    "shell-session",
+    "py",
+    "pycon",
+    "zsh",
+}  # of the same: one name for each language
 
 _COMMENT = re.compile(r"<!--\s*(.*?)\s*-->", re.DOTALL)
 _ON = re.compile(r"run: on (?P<model>\w+)")
@@ -54,7 +67,8 @@ class Block:
 
 
 def blocks(page: Path) -> list[Block]:
-    """Every fenced block of a page, in order; ValueError on a comment that looks like a mark and is none."""
+    """Every fenced block of a page, in order; ValueError on a comment that looks like a mark and is
+    none."""
     found = []
     comment = ""
     for token in MarkdownIt("commonmark").parse(page.read_text(encoding="utf-8")):

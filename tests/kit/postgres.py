@@ -1,4 +1,5 @@
-"""A real PostgreSQL on a free port: from PATH or .tools/bin, as any user; it can be killed and started again."""
+"""A real PostgreSQL on a free port: from PATH or .tools/bin, as any user; it can be killed and
+started again."""
 
 from __future__ import annotations
 
@@ -34,14 +35,29 @@ class Postgres:
             os.chown(folder, NOBODY, NOBODY)
             self._as |= {"user": NOBODY, "group": NOBODY, "extra_groups": []}
         options = ["-A", "trust", "-U", USER, "-E", "UTF8", "--no-locale", "--no-sync"]
-        subprocess.run([binary("initdb"), "-D", str(folder / "data"), *options], stdout=subprocess.DEVNULL, check=True,
-                       **self._as)  # fmt: skip
+        subprocess.run(
+            [binary("initdb"), "-D", str(folder / "data"), *options],
+            stdout=subprocess.DEVNULL,
+            check=True,
+            **self._as,
+        )
 
     def start(self) -> None:
         """Until it takes connections."""
-        settings = (f"port={self.port}", "listen_addresses=127.0.0.1", "unix_socket_directories=", "jit=off",
-                    "shared_buffers=32MB", "max_connections=20")  # fmt: skip
-        command = [binary("postgres"), "-D", str(self.folder / "data"), *(f"--{setting}" for setting in settings)]
+        settings = (
+            f"port={self.port}",
+            "listen_addresses=127.0.0.1",
+            "unix_socket_directories=",
+            "jit=off",
+            "shared_buffers=32MB",
+            "max_connections=20",
+        )
+        command = [
+            binary("postgres"),
+            "-D",
+            str(self.folder / "data"),
+            *(f"--{setting}" for setting in settings),
+        ]
         with (self.folder / "log").open("ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, **self._as)
         end = time.monotonic() + 60
@@ -80,7 +96,9 @@ class Postgres:
 def postgres() -> Iterator[Postgres]:
     """A running one.  Skips without PostgreSQL, fails where tools are required."""
     binary("initdb"), binary("postgres")
-    memory = Path("/dev/shm")  # after a crash the server waits for each of its thousand files to be on disk
+    memory = Path(
+        "/dev/shm"
+    )  # after a crash the server waits for each of its thousand files to be on disk
     folder = Path(tempfile.mkdtemp(prefix="pg", dir=memory if os.access(memory, os.W_OK) else None))
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)

@@ -1,4 +1,5 @@
-"""A real Prometheus with our own configuration: where its binaries are, how to start it, how to ask it."""
+"""A real Prometheus with our own configuration: where its binaries are, how to start it, how to ask
+it."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ REQUIRE = "HALLUTRACER_REQUIRE_TOOLS"
 
 
 def binary(name: str) -> str:
-    """``prometheus`` or ``promtool``: on PATH, else in .tools/bin; skips without it, fails where tools are required."""
+    """``prometheus`` or ``promtool``: on PATH, else in .tools/bin; skips without it, fails where
+    tools are required."""
     found = shutil.which(name) or shutil.which(name, path=str(ROOT / ".tools" / "bin"))
     if found is None:
         reason = f"{name} is neither on PATH nor in .tools/bin; get it with deploy/tools.sh"
@@ -39,7 +41,8 @@ def promtool(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def configuration(folder: Path, target: str) -> Path:
-    """Our folder copied; in prometheus.yml only the target's address and the intervals are others."""
+    """Our folder copied; in prometheus.yml only the target's address and the intervals are
+    others."""
     shutil.copytree(OURS, folder)
     path = folder / "prometheus.yml"
     text = path.read_text()
@@ -73,12 +76,17 @@ class Prometheus:
 
 
 @contextmanager
-def started(command: Callable[[int], list[str]], log: Path, ready: Callable[[int], bool]) -> Iterator[int]:
-    """Start a server on a free port, which is given once it is ready; on another where it was taken meanwhile."""
+def started(
+    command: Callable[[int], list[str]], log: Path, ready: Callable[[int], bool]
+) -> Iterator[int]:
+    """Start a server on a free port, which is given once it is ready; on another where it was taken
+    meanwhile."""
     for _ in range(5):
         port = free_port()
         with log.open("w") as out:
-            process = subprocess.Popen(command(port), stdout=out, stderr=out, env=os.environ | {"GOMAXPROCS": "1"})
+            process = subprocess.Popen(
+                command(port), stdout=out, stderr=out, env=os.environ | {"GOMAXPROCS": "1"}
+            )
         try:
             while process.poll() is None and not ready(port):
                 time.sleep(0.02)
@@ -105,6 +113,8 @@ def running(config: Path, storage: Path) -> Iterator[Prometheus]:
     options = (f"--config.file={config}", f"--storage.tsdb.path={storage}", "--log.level=info")
     program = binary("prometheus")
     with started(
-        lambda port: [program, *options, f"--web.listen-address=127.0.0.1:{port}"], storage.with_suffix(".log"), ready
+        lambda port: [program, *options, f"--web.listen-address=127.0.0.1:{port}"],
+        storage.with_suffix(".log"),
+        ready,
     ) as port:
         yield Prometheus(f"http://127.0.0.1:{port}")

@@ -20,7 +20,10 @@ def sha256(data: bytes) -> str:
 
 def reseal(document: dict[str, Any]) -> bytes:
     """The bytes of an edited manifest, digest and seal right again where they are there."""
-    for field, left_out in (("digest", ("version", "created", "digest", "seal")), ("seal", ("seal",))):
+    for field, left_out in (
+        ("digest", ("version", "created", "digest", "seal")),
+        ("seal", ("seal",)),
+    ):
         if field in document:
             content = {key: value for key, value in document.items() if key not in left_out}
             document[field] = "sha256:" + sha256(canonical_json(content))
@@ -35,7 +38,9 @@ def edit_manifest(folder: Path, edit: Edit) -> None:
 
 def replace_file(folder: Path, name: str, data: bytes) -> None:
     (folder / name).write_bytes(data)
-    edit_manifest(folder, lambda m: m["files"].update({name: {"bytes": len(data), "sha256": sha256(data)}}))
+    edit_manifest(
+        folder, lambda m: m["files"].update({name: {"bytes": len(data), "sha256": sha256(data)}})
+    )
 
 
 def without_in_evaluation(source: Path, folder: Path, *keys: str) -> Path:

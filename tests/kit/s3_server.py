@@ -1,6 +1,7 @@
 """moto's S3 server in a process of its own, which answers one request after the other.
 
-Threaded, as ``moto_server`` runs it, two creates of one object could both find none; S3 promises that one wins."""
+Threaded, as ``moto_server`` runs it, two creates of one object could both find none; S3 promises
+that one wins."""
 
 from __future__ import annotations
 
@@ -21,15 +22,22 @@ SERVER = """
 import sys
 import moto.server
 run = moto.server.run_simple
-moto.server.run_simple = lambda *arguments, **options: run(*arguments, **options | {"threaded": False})
+def run_in_one_thread(*arguments, **options):
+    return run(*arguments, **options | {"threaded": False})
+moto.server.run_simple = run_in_one_thread
 moto.server.main(["--host", "127.0.0.1", "--port", sys.argv[1]])
 """
 BUCKET = "bucket"
-VARIABLES = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
+VARIABLES = {
+    "AWS_ACCESS_KEY_ID": "test",
+    "AWS_SECRET_ACCESS_KEY": "test",
+    "AWS_DEFAULT_REGION": "us-east-1",
+}
 
 
 def use(address: str, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Make ``address`` the endpoint of this process, whose connections so far are forgotten, and of its children."""
+    """Make ``address`` the endpoint of this process, whose connections so far are forgotten, and of
+    its children."""
     environment.update(VARIABLES, AWS_ENDPOINT_URL=address)
     S3FileSystem.clear_instance_cache()
 
@@ -45,7 +53,9 @@ def s3_server() -> Iterator[str]:
 def s3_process() -> Iterator[tuple[str, int]]:
     """As ``s3_server``, with the process's id."""
     port, until = free_port(), time.monotonic() + 60
-    process = subprocess.Popen([sys.executable, "-c", SERVER, str(port)], stdout=DEVNULL, stderr=DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVER, str(port)], stdout=DEVNULL, stderr=DEVNULL
+    )
     try:
         while True:
             try:

@@ -1,4 +1,5 @@
-"""The Python API on the demo model: results, errors, docstrings, and the same bundle as from the command line."""
+"""The Python API on the demo model: results, errors, docstrings, and the same bundle as from the
+command line."""
 
 from __future__ import annotations
 
@@ -31,8 +32,10 @@ QUIET: dict[str, Any] = {"report": lambda line: None}
 
 def labelled(every: int) -> list[dict[str, Any]]:
     """What the demo model has read often it mostly knows."""
-    return [{"prompt": row["prompt"], "label": int(row["exposures"] > 4), "group": row["group"]}
-            for row in questions("train")[::every]]  # fmt: skip
+    return [
+        {"prompt": row["prompt"], "label": int(row["exposures"] > 4), "group": row["group"]}
+        for row in questions("train")[::every]
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +46,9 @@ def detector() -> Iterator[ht.Detector]:
 
 def test_results_are_those_of_the_command_line(detector: ht.Detector) -> None:
     done = hallutracer("score", ITALY, SOLOMON, "--json", "--generate", "8", "--trajectory")
-    for risk, told in zip(detector.score([ITALY, SOLOMON], generate=8), json.loads(done.stdout)["data"], strict=True):
+    for risk, told in zip(
+        detector.score([ITALY, SOLOMON], generate=8), json.loads(done.stdout)["data"], strict=True
+    ):
         assert risk.risk == pytest.approx(told["risk"], abs=1e-6)
         assert risk.trajectory == pytest.approx(told["trajectory"], abs=1e-4)
         assert (risk.decision, risk.flagged) == (told["decision"], told["flagged"])
@@ -67,11 +72,27 @@ def test_results_are_frozen_and_a_slice_is_a_result(detector: ht.Detector) -> No
 
 @pytest.mark.parametrize("site", ["attention_head", "residual_stream"])
 def test_a_probe_of_extracted_arrays_is_the_one_that_train_fits(tmp_path: Path, site: str) -> None:
-    """On 120 rows: the same heads, directions, scale, classifier and threshold, to the last bit, and so one digest."""
+    """On 120 rows: the same heads, directions, scale, classifier and threshold, to the last bit,
+    and so one digest."""
     rows = labelled(25)
     fit: dict[str, Any] = {"folds": 3, "seeds": (0,), "logit_scale": "standardized"}
-    publish: dict[str, Any] = {"store": tmp_path, "evaluate": False, "allow_no_signal": True, **QUIET}
-    trained = ht.train(rows, "probe", "demo", run_dir=tmp_path / "run", readout=site, c=0.1, jobs=1, **fit, **publish)
+    publish: dict[str, Any] = {
+        "store": tmp_path,
+        "evaluate": False,
+        "allow_no_signal": True,
+        **QUIET,
+    }
+    trained = ht.train(
+        rows,
+        "probe",
+        "demo",
+        run_dir=tmp_path / "run",
+        readout=site,
+        c=0.1,
+        jobs=1,
+        **fit,
+        **publish,
+    )
     x = ht.extract([row["prompt"] for row in rows], "demo", site=site, **QUIET)  # type: ignore[arg-type]
     y, groups = [row["label"] for row in rows], [row["group"] for row in rows]
     probe = ht.DepthMeanProbe(0.1, **fit).fit(x, y, groups=groups)
@@ -79,11 +100,18 @@ def test_a_probe_of_extracted_arrays_is_the_one_that_train_fits(tmp_path: Path, 
     assert probe.probes_.head.tolist() == tensors.head.tolist()
     assert np.array_equal(probe.probes_.direction.astype(np.float32), tensors.direction)
     assert np.array_equal(probe.scale_.astype(np.float32), tensors.scale)
-    assert (tuple(probe.classifier_.weight), probe.classifier_.intercept) == (classifier.weight, classifier.intercept)
-    published = ht.publish(probe, rows, "probe", "demo", run_dir=tmp_path / "run", jobs=1, **publish)
+    assert (tuple(probe.classifier_.weight), probe.classifier_.intercept) == (
+        classifier.weight,
+        classifier.intercept,
+    )
+    published = ht.publish(
+        probe, rows, "probe", "demo", run_dir=tmp_path / "run", jobs=1, **publish
+    )
     assert published.bundle.manifest.digest == trained.bundle.manifest.digest
     for changed in (x[::-1].copy(), x[:100]):
-        other = ht.DepthMeanProbe(0.1, **fit).fit(changed, y[: len(changed)], groups=groups[: len(changed)])
+        other = ht.DepthMeanProbe(0.1, **fit).fit(
+            changed, y[: len(changed)], groups=groups[: len(changed)]
+        )
         with pytest.raises(ht.HalluTracerError, match="other activations") as caught:
             ht.publish(other, rows, "probe", "demo", run_dir=tmp_path / "run", jobs=1, **publish)
         assert getattr(caught.value, "param", None) == "probe"
@@ -103,12 +131,17 @@ def test_messages_texts_and_thresholds(detector: ht.Detector) -> None:
 @pytest.mark.parametrize(
     ("prompts", "options", "said"),
     [
-        ([3], {}, r"prompts\[0\] is int"), ("", {}, "empty"), ([[]], {}, "messages"),
+        ([3], {}, r"prompts\[0\] is int"),
+        ("", {}, "empty"),
+        ([[]], {}, "messages"),
         ([ITALY, [{"role": "user"}]], {}, "exactly a text 'role' and a text 'content'"),
-        (ITALY, {"generate": -1}, "generate"), (ITALY, {"threshold": 2.0}, "threshold"),
+        (ITALY, {"generate": -1}, "generate"),
+        (ITALY, {"threshold": 2.0}, "threshold"),
     ],
-)  # fmt: skip
-def test_no_prompts_and_options(detector: ht.Detector, prompts: Any, options: dict[str, Any], said: str) -> None:
+)
+def test_no_prompts_and_options(
+    detector: ht.Detector, prompts: Any, options: dict[str, Any], said: str
+) -> None:
     with pytest.raises(RequestError, match=said):
         detector.score(prompts, **options)
 
@@ -117,10 +150,14 @@ def test_a_frame_and_a_picture(detector: ht.Detector) -> None:
     risks = detector.score([ITALY, SOLOMON])
     frame = risks.to_frame(trajectory=True)
     assert list(frame.risk) == [risk.risk for risk in risks]
-    assert np.array_equal(frame[[f"layer_{layer}" for layer in range(8)]].to_numpy(), risks.trajectory)
+    assert np.array_equal(
+        frame[[f"layer_{layer}" for layer in range(8)]].to_numpy(), risks.trajectory
+    )
     assert "layer_0" not in risks.to_frame()
     axes = risks.plot()
-    assert [line.get_ydata().tolist() for line in axes.lines if line.get_marker() == "o"] == risks.trajectory.tolist()
+    assert [
+        line.get_ydata().tolist() for line in axes.lines if line.get_marker() == "o"
+    ] == risks.trajectory.tolist()
     assert risks.plot(axes) is axes
     with pytest.raises(ValueError, match=r"these are 7: take some, as in risks\[:6\].plot"):
         ht.Risks(risks.rows * 3 + risks.rows[:1], detector.bundle).plot()
@@ -128,7 +165,10 @@ def test_a_frame_and_a_picture(detector: ht.Detector) -> None:
 
 def test_the_longest_titles_lie_inside_the_picture(detector: ht.Detector) -> None:
     (risk,) = detector.score(ITALY)
-    question, answer = "Which of the two largest cities " * 4, "It is the capital of the Republic " * 4
+    question, answer = (
+        "Which of the two largest cities " * 4,
+        "It is the capital of the Republic " * 4,
+    )
     long = dataclasses.replace(risk, prompt=question, answer=answer)
     figure = ht.Risks((long,) * 6, detector.bundle).plot().figure
     figure.draw_without_rendering()
@@ -140,7 +180,9 @@ def test_the_longest_titles_lie_inside_the_picture(detector: ht.Detector) -> Non
     assert box.y1 < figure.axes[0].get_tightbbox().y0
 
 
-def test_without_pandas_the_cure_is_named(detector: ht.Detector, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pandas_the_cure_is_named(
+    detector: ht.Detector, monkeypatch: pytest.MonkeyPatch
+) -> None:
     risks = detector.score(ITALY)
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ImportError, match="pip install pandas"):
@@ -162,16 +204,22 @@ def test_a_closed_detector() -> None:
         (("some-model",), ht.HalluTracerError, "'some-model'.*--bundle"),
         (("demo", "mine"), ht.BundleError, "no bundle mine"),
     ],
-)  # fmt: skip
-def test_models_and_bundles_that_are_not_there(arguments: Any, error: type[Exception], said: str) -> None:
+)
+def test_models_and_bundles_that_are_not_there(
+    arguments: Any, error: type[Exception], said: str
+) -> None:
     with pytest.raises(error, match=said):
         ht.load(*arguments)
 
 
 @pytest.mark.parametrize("site", ["residual", "heads", "", None, ["attention_head"]])
-def test_a_site_that_is_none_is_told_which_there_are(site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_site_that_is_none_is_told_which_there_are(
+    site: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(training, "load_engine", lambda *_, **__: pytest.fail("it began to load"))
-    with pytest.raises(RequestError, match="it must be attention_head or residual_stream") as caught:
+    with pytest.raises(
+        RequestError, match="it must be attention_head or residual_stream"
+    ) as caught:
         ht.extract(ITALY, "demo", site=site)
     assert (caught.value.param, repr(site) in str(caught.value)) == ("site", True)
 
@@ -179,15 +227,19 @@ def test_a_site_that_is_none_is_told_which_there_are(site: Any, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("field", "value", "said"),
     [
-        ("engine", "vLLM", "'transformers' or 'vllm', not 'vLLM'"), ("dtype", "fp16", "'float16', not 'fp16'"),
-        ("threads", 0, "must be >= 1, not 0"), ("max_batch_tokens", "many", "integer, not 'many'"),
+        ("engine", "vLLM", "'transformers' or 'vllm', not 'vLLM'"),
+        ("dtype", "fp16", "'float16', not 'fp16'"),
+        ("threads", 0, "must be >= 1, not 0"),
+        ("max_batch_tokens", "many", "integer, not 'many'"),
         ("device", "gpu", "unknown to torch; use cpu, cuda or cuda:0"),
     ],
-)  # fmt: skip
+)
 def test_how_a_model_cannot_be_loaded_is_told_before_it_is(
     field: str, value: Any, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("service.library.detector.load_engine", lambda *_, **__: pytest.fail("it began to load"))
+    monkeypatch.setattr(
+        "service.library.detector.load_engine", lambda *_, **__: pytest.fail("it began to load")
+    )
     with pytest.raises(ModelLoadError, match=said) as caught:
         ht.load("demo", engine=ht.Engine(**{field: value}))
     assert caught.value.param == field
@@ -204,17 +256,30 @@ def test_an_option_of_training_that_is_none_is_told_which_there_are(tmp_path: Pa
             ht.train([{"prompt": "a", "label": 1}], "mine", "demo", **options, **folders)
 
 
-def test_a_finished_run_does_not_block_the_next_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_run_does_not_block_the_next_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(training, "load_engine", lambda *_, **__: PlantedEngine())
-    options: dict[str, Any] = {"store": "store", "evaluate": False, "folds": 3, "seeds": (0,), "c": 0.1, "jobs": 1}
+    options: dict[str, Any] = {
+        "store": "store",
+        "evaluate": False,
+        "folds": 3,
+        "seeds": (0,),
+        "c": 0.1,
+        "jobs": 1,
+    }
     made = [
-        ht.train(planted_rows(120, seed=seed), "mine", "demo", allow_no_signal=True, **options, **QUIET)
+        ht.train(
+            planted_rows(120, seed=seed), "mine", "demo", allow_no_signal=True, **options, **QUIET
+        )
         for seed in (1, 2, 1)
     ]
     assert [(one.reference, str(one.run_dir)) for one in made] == [
-        ("mine:1", "runs/mine"), ("mine:2", "runs/mine-2"), ("mine:1", "runs/mine"),
-    ]  # fmt: skip
+        ("mine:1", "runs/mine"),
+        ("mine:2", "runs/mine-2"),
+        ("mine:1", "runs/mine"),
+    ]
 
 
 @pytest.mark.parametrize("given", [{"enable_thinking": False}, '{"enable_thinking": false}'])
@@ -223,11 +288,20 @@ def test_template_arguments_of_training_are_the_engines_and_the_bundles(
 ) -> None:
     def load(options: Any, **_: Any) -> PlantedEngine:
         engine = PlantedEngine()
-        engine.identity = dataclasses.replace(engine.identity, template_arguments=options.template_arguments)
+        engine.identity = dataclasses.replace(
+            engine.identity, template_arguments=options.template_arguments
+        )
         return engine
 
     monkeypatch.setattr(training, "load_engine", load)
-    options: dict[str, Any] = {"evaluate": False, "folds": 3, "seeds": (0,), "c": 0.1, "jobs": 1, "keep_sample": False}
+    options: dict[str, Any] = {
+        "evaluate": False,
+        "folds": 3,
+        "seeds": (0,),
+        "c": 0.1,
+        "jobs": 1,
+        "keep_sample": False,
+    }
     folders: dict[str, Any] = {"store": tmp_path / "store", "run_dir": tmp_path / "run", **QUIET}
     rows = planted_rows(120, seed=1)
     made = ht.train(rows, "mine", "demo", chat_template_kwargs=given, **options, **folders)
@@ -247,19 +321,45 @@ def served_options(bundle: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         monkeypatch.setattr(library_engine, function, lambda options, *_: asked.append(options))
     names: tuple[EngineName, ...] = ("transformers", "vllm")
     for name in names:
-        library_engine.load_engine(EngineOptions("model", engine=name), bundles=[bundle], checked=True)
+        library_engine.load_engine(
+            EngineOptions("model", engine=name), bundles=[bundle], checked=True
+        )
     return asked
 
 
 @pytest.mark.long
 def test_training_is_that_of_the_command_line(tmp_path: Path) -> None:
-    """The same bundle to the byte; and the command ends with a table, the next commands, and one digest."""
+    """The same bundle to the byte; and the command ends with a table, the next commands, and one
+    digest."""
     rows = labelled(15)
     options: dict[str, Any] = {"seeds": (0,), "folds": 3, "c": 0.1, "jobs": 1}
-    trained = ht.train(rows, "mine", "demo", store=tmp_path / "a", run_dir=tmp_path / "run", **options, **QUIET)
-    arguments = ("--seeds", "1", "--folds", "3", "--c", "0.1", "--jobs", "1", "--store", str(tmp_path / "b"))
-    done = hallutracer("train", "--data", str(tmp_path / "run" / "rows.jsonl"), "--name", "mine", "--model", "demo",
-                       "--run-dir", str(tmp_path / "run-b"), *arguments)  # fmt: skip
+    trained = ht.train(
+        rows, "mine", "demo", store=tmp_path / "a", run_dir=tmp_path / "run", **options, **QUIET
+    )
+    arguments = (
+        "--seeds",
+        "1",
+        "--folds",
+        "3",
+        "--c",
+        "0.1",
+        "--jobs",
+        "1",
+        "--store",
+        str(tmp_path / "b"),
+    )
+    done = hallutracer(
+        "train",
+        "--data",
+        str(tmp_path / "run" / "rows.jsonl"),
+        "--name",
+        "mine",
+        "--model",
+        "demo",
+        "--run-dir",
+        str(tmp_path / "run-b"),
+        *arguments,
+    )
     assert done.returncode == 0, done.stderr
     bundle = Store(tmp_path / "b").load("mine")
     assert bundle.manifest.digest == trained.bundle.manifest.digest
@@ -272,21 +372,30 @@ def test_training_is_that_of_the_command_line(tmp_path: Path) -> None:
     after = done.stderr.partition("published mine:1")[2]
     assert f"hallutracer bundle show mine --store {tmp_path / 'b'}" in after.partition("next:")[2]
     assert (
-        repr(trained) == f"<Trained: mine:1, AUROC {own.auroc:.3f} [{own.low:.3f}, {own.high:.3f}]; {trained.folder}>"
+        repr(trained) == f"<Trained: mine:1, AUROC {own.auroc:.3f} [{own.low:.3f}, {own.high:.3f}];"
+        f" {trained.folder}>"
     )
     assert trained.card.startswith("---\nbase_model: hallutracer-demo\nlibrary_name: hallutracer\n")
     assert set(trained.to_frame().title) >= {"best single head", "first-token entropy"}
 
 
 @pytest.mark.parametrize(
-    ("forms", "wanted"), [("lone, greeting", ("lone", "greeting")), (["lone", "turns"], ("lone", "turns")), ([], ())]
+    ("forms", "wanted"),
+    [("lone, greeting", ("lone", "greeting")), (["lone", "turns"], ("lone", "turns")), ([], ())],
 )
 def test_forms_are_written_as_on_the_command_line_or_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forms: Any, wanted: tuple[str, ...]
 ) -> None:
     monkeypatch.setattr(training, "run_training", lambda options, *_, **__: options)
-    given: Any = ht.train([{"prompt": "a", "answers": ["x"]}], "some", "demo", run_dir=tmp_path, labels="generate",
-                          forms=forms, **QUIET)  # fmt: skip
+    given: Any = ht.train(
+        [{"prompt": "a", "answers": ["x"]}],
+        "some",
+        "demo",
+        run_dir=tmp_path,
+        labels="generate",
+        forms=forms,
+        **QUIET,
+    )
     given.check()
     assert given.wanted_forms == wanted
 
@@ -298,7 +407,10 @@ def test_what_is_wrong_with_training_is_said_before_a_model_is_loaded(tmp_path: 
         ht.train([{"prompt": "a"}, {"prompt": "b"}], "mine", "./nope", **folders)
     with pytest.raises(TypeError, match="no_such_option"):
         ht.train(one, "mine", "demo", no_such_option=1, **folders)
-    wrong: list[tuple[dict[str, Any], str]] = [({"folds": 1}, "folds: must be >= 2"), ({"c": "auto"}, "c: .*number")]
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"folds": 1}, "folds: must be >= 2"),
+        ({"c": "auto"}, "c: .*number"),
+    ]
     for options, said in wrong:
         with pytest.raises(ht.HalluTracerError, match=said) as caught:
             ht.train(one, "mine", "demo", **options, **folders)
@@ -307,7 +419,13 @@ def test_what_is_wrong_with_training_is_said_before_a_model_is_loaded(tmp_path: 
 
 def test_rows_of_a_frame_are_written_as_json(tmp_path: Path) -> None:
 
-    row = {"prompt": "é", "label": np.int64(1), "answers": np.array(["a", "b"]), "group": float("nan"), "id": None}
+    row = {
+        "prompt": "é",
+        "label": np.int64(1),
+        "answers": np.array(["a", "b"]),
+        "group": float("nan"),
+        "id": None,
+    }
     written = json.loads(training.rows_file([row], tmp_path / "run").read_text(encoding="utf-8"))
     assert written == {"prompt": "é", "label": 1, "answers": ["a", "b"]}
     with pytest.raises(TypeError, match="a row holds object"):
@@ -341,8 +459,12 @@ def test_what_is_public_has_examples() -> None:
     assert names >= {"load", "Detector.score", "train", "extract", "publish", "evaluate"}
 
 
-@pytest.mark.parametrize("test", [test for test in examples() if test.examples], ids=lambda test: test.name)
+@pytest.mark.parametrize(
+    "test", [test for test in examples() if test.examples], ids=lambda test: test.name
+)
 def test_examples_run(test: doctest.DocTest) -> None:
     said: list[str] = []
-    doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(test, out=said.append, clear_globs=False)
+    doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(
+        test, out=said.append, clear_globs=False
+    )
     assert not said, "".join(said)

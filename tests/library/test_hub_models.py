@@ -1,4 +1,5 @@
-"""A model by its hub name: what ``train`` publishes for it is scored, served, verified and loaded by that name."""
+"""A model by its hub name: what ``train`` publishes for it is scored, served, verified and loaded
+by that name."""
 
 from __future__ import annotations
 
@@ -44,12 +45,18 @@ QUESTION = "What is the capital of Italy?"
 def sharded() -> dict[str, bytes]:
     """The demo model in two files and their index."""
     tensors, file_of = load_file(MODEL_DIR / "model.safetensors"), dict[str, str]()
-    files = {path.name: path.read_bytes() for path in MODEL_DIR.iterdir() if path.suffix != ".safetensors"}
+    files = {
+        path.name: path.read_bytes()
+        for path in MODEL_DIR.iterdir()
+        if path.suffix != ".safetensors"
+    }
     for number, names in enumerate((sorted(tensors)[::2], sorted(tensors)[1::2]), 1):
         file = f"model-0000{number}-of-00002.safetensors"
         files[file] = save({name: tensors[name] for name in names}, metadata={"format": "pt"})
         file_of |= dict.fromkeys(names, file)
-    files["model.safetensors.index.json"] = json.dumps({"metadata": {}, "weight_map": file_of}).encode()
+    files["model.safetensors.index.json"] = json.dumps(
+        {"metadata": {}, "weight_map": file_of}
+    ).encode()
     return files
 
 
@@ -65,7 +72,9 @@ def hub(tmp_path_factory: pytest.TempPathFactory, plain: dict[str, bytes]) -> It
         running.repository(NAME, plain)
         running.repository(SHARDED, sharded())
         patch.setattr(constants, "ENDPOINT", running.url)
-        patch.setattr(hf_api.api, "endpoint", running.url)  # of the functions that transformers calls, set at import
+        patch.setattr(
+            hf_api.api, "endpoint", running.url
+        )  # of the functions that transformers calls, set at import
         template = running.url + "/{repo_id}/resolve/{revision}/{filename}"
         patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         patch.setattr(constants, "HF_HUB_CACHE", str(tmp_path_factory.mktemp("cache")))
@@ -89,14 +98,43 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trained(store: Path, model: str, name: str) -> str:
-    """Train quickly on what the demo model has read often or not at all; return what ``train`` printed."""
-    rows = [{"prompt": row["prompt"], "label": int(row["exposures"] > 4), "group": row["group"]}
-            for row in questions("train")[::30]]  # fmt: skip
+    """Train quickly on what the demo model has read often or not at all; return what ``train``
+    printed."""
+    rows = [
+        {"prompt": row["prompt"], "label": int(row["exposures"] > 4), "group": row["group"]}
+        for row in questions("train")[::30]
+    ]
     data = write_rows(store.parent / f"{store.name}-{name}.jsonl", rows)
-    fast = ("--forms", "none", "--seeds", "1", "--folds", "2", "--c", "0.03", "--no-evaluate", "--no-sample",
-            "--allow-no-signal", "--no-answer-probes", "--readout", "residual_stream")  # fmt: skip
-    done = hallutracer("train", "--model", model, "--data", str(data), "--name", name, "--store", str(store),
-                       "--run-dir", str(store.parent / f"{store.name}-run-{name}"), *fast)  # fmt: skip
+    fast = (
+        "--forms",
+        "none",
+        "--seeds",
+        "1",
+        "--folds",
+        "2",
+        "--c",
+        "0.03",
+        "--no-evaluate",
+        "--no-sample",
+        "--allow-no-signal",
+        "--no-answer-probes",
+        "--readout",
+        "residual_stream",
+    )
+    done = hallutracer(
+        "train",
+        "--model",
+        model,
+        "--data",
+        str(data),
+        "--name",
+        name,
+        "--store",
+        str(store),
+        "--run-dir",
+        str(store.parent / f"{store.name}-run-{name}"),
+        *fast,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
 
@@ -107,7 +145,9 @@ def printed(store: Path) -> str:
 
 
 def score(store: Path, model: str, bundle: str = "hub") -> float:
-    done = hallutracer("score", QUESTION, "--model", model, "--bundle", bundle, "--store", str(store), "--json")
+    done = hallutracer(
+        "score", QUESTION, "--model", model, "--bundle", bundle, "--store", str(store), "--json"
+    )
     assert done.returncode == 0, done.stderr
     return float(json.loads(done.stdout)["data"][0]["risk"])
 
@@ -121,22 +161,48 @@ def test_what_train_prints_next_is_what_works(hub: Hub, store: Path, printed: st
     with ht.load(NAME, bundle="hub", store=store, **QUIET) as detector:
         assert detector.score([QUESTION])[0].risk == pytest.approx(risk, abs=1e-6)
     verified = hallutracer("bundle", "verify", "hub", "--model", NAME, "--store", str(store))
-    assert (verified.returncode, "golden prompts gave the recorded risks" in verified.stdout) == (0, True)
+    assert (verified.returncode, "golden prompts gave the recorded risks" in verified.stdout) == (
+        0,
+        True,
+    )
     for more in ((), ("--load",)):
-        done = hallutracer("doctor", "--model", NAME, "--bundle", "hub", "--store", str(store), "--port", "0", *more)
+        done = hallutracer(
+            "doctor",
+            "--model",
+            NAME,
+            "--bundle",
+            "hub",
+            "--store",
+            str(store),
+            "--port",
+            "0",
+            *more,
+        )
         assert "was trained on this model, tokenizer and chat template" in done.stdout
-        assert not [line for line in done.stdout.splitlines() if line.startswith("fail") and "model" in line]
-    assert score(store, str(MODEL_DIR)) == pytest.approx(risk, abs=1e-6)  # the same weights in a folder
+        assert not [
+            line for line in done.stdout.splitlines() if line.startswith("fail") and "model" in line
+        ]
+    assert score(store, str(MODEL_DIR)) == pytest.approx(
+        risk, abs=1e-6
+    )  # the same weights in a folder
 
 
 def test_it_is_served_by_its_name_also_offline(hub: Hub, store: Path, printed: str) -> None:
-    variables = {"HF_ENDPOINT": hub.url, "HF_HUB_CACHE": constants.HF_HUB_CACHE, "HF_HUB_OFFLINE": "1"}
+    variables = {
+        "HF_ENDPOINT": hub.url,
+        "HF_HUB_CACHE": constants.HF_HUB_CACHE,
+        "HF_HUB_OFFLINE": "1",
+    }
     asked = len(hub.requests)
-    with ServeProcess("--model", NAME, "--bundle", "hub", "--store", str(store), **variables) as service:
+    with ServeProcess(
+        "--model", NAME, "--bundle", "hub", "--store", str(store), **variables
+    ) as service:
         answer = httpx.post(f"{service.url}/score", json={"prompt": QUESTION}, timeout=60).json()
     assert answer["data"][0]["risk"] == pytest.approx(score(store, NAME), abs=1e-6)
     assert answer["model"] == NAME
-    assert not [one for one in hub.requests[asked:] if "/resolve/" in one and "HEAD" not in one]  # by ``score`` alone
+    assert not [
+        one for one in hub.requests[asked:] if "/resolve/" in one and "HEAD" not in one
+    ]  # by ``score`` alone
 
 
 def test_the_cached_snapshot_is_enough_without_a_hub(
@@ -158,17 +224,23 @@ def test_shards_a_folder_and_the_hub_are_one_model(hub: Hub, store: Path) -> Non
     shutil.copytree(snapshot, folder)
     trained(store, str(folder), "folder")
     assert Store(store).load("folder").manifest.model.revision == "local"
-    assert score(store, SHARDED, "folder") == pytest.approx(score(store, str(folder), "folder"), abs=1e-6)
+    assert score(store, SHARDED, "folder") == pytest.approx(
+        score(store, str(folder), "folder"), abs=1e-6
+    )
 
 
-def test_a_gguf_file_is_trained_and_scored(store: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_gguf_file_is_trained_and_scored(
+    store: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     file = str(test_gguf.write(tmp_path / "tiny.gguf", "qwen2"))
     assert f" --model {file} " in trained(store, file, "gguf")
     assert 0 < score(store, file, "gguf") < 1
 
 
-REFUSES_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system prompt here') }}{% endif %}"
+REFUSES_SYSTEM = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('no system prompt here') }}{% endif %}"
+)
 ALTERNATE = (
     "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}"
@@ -178,17 +250,32 @@ ALTERNATE = (
 @pytest.mark.parametrize(
     ("made", "refused", "said"),
     [
-        (lambda template: None, [{"role": "user", "content": QUESTION}], "has no chat template: /v1/completions takes"),
-        (lambda template: REFUSES_SYSTEM + template,
-         [{"role": "system", "content": "Be brief."}, {"role": "user", "content": QUESTION}], "no system prompt here"),
-        (lambda template: ALTERNATE + template, [{"role": "user", "content": QUESTION}] * 2, "roles must alternate"),
+        (
+            lambda template: None,
+            [{"role": "user", "content": QUESTION}],
+            "has no chat template: /v1/completions takes",
+        ),
+        (
+            lambda template: REFUSES_SYSTEM + template,
+            [{"role": "system", "content": "Be brief."}, {"role": "user", "content": QUESTION}],
+            "no system prompt here",
+        ),
+        (
+            lambda template: ALTERNATE + template,
+            [{"role": "user", "content": QUESTION}] * 2,
+            "roles must alternate",
+        ),
     ],
     ids=["none", "refuses system", "refuses two turns of the user"],
-)  # fmt: skip
+)
 def test_a_model_is_trained_scored_and_served_whatever_its_template_takes(
-    made: Callable[[str], str | None], refused: list[dict[str, str]], said: str, store: Path, tmp_path: Path,
+    made: Callable[[str], str | None],
+    refused: list[dict[str, str]],
+    said: str,
+    store: Path,
+    tmp_path: Path,
     request: pytest.FixtureRequest,
-) -> None:  # fmt: skip
+) -> None:
     name = str(request.node.callspec.id).replace(" ", "-")
     folder, template = tmp_path / "model", made((MODEL_DIR / "chat_template.jinja").read_text())
     shutil.copytree(MODEL_DIR, folder)
@@ -199,37 +286,58 @@ def test_a_model_is_trained_scored_and_served_whatever_its_template_takes(
     risk = score(store, str(folder), name)
     bundle = Store(store).load(name)
     engine = load_engine(EngineOptions(str(folder)), bundles=[bundle], **QUIET)
-    state = Service(lambda: {name: Scorer(engine, bundle)}, settings=ServiceSettings(model_names=("*",)))
+    state = Service(
+        lambda: {name: Scorer(engine, bundle)}, settings=ServiceSettings(model_names=("*",))
+    )
     with closing(engine), TestClient(create_app(state)) as client:
         until(lambda: state.lifecycle.is_ready, 300)
         answer = client.post("/score", json={"prompt": QUESTION}).json()
         assert answer["data"][0]["risk"] == pytest.approx(risk, abs=1e-6)
-        chat = client.post("/v1/chat/completions", json={"model": "x", "messages": refused, "max_tokens": 1})
+        chat = client.post(
+            "/v1/chat/completions", json={"model": "x", "messages": refused, "max_tokens": 1}
+        )
         assert (chat.status_code, said in chat.json()["error"]["message"]) == (422, True), chat.text
-        plain = client.post("/v1/completions", json={"model": "x", "prompt": QUESTION, "max_tokens": 1})
+        plain = client.post(
+            "/v1/completions", json={"model": "x", "prompt": QUESTION, "max_tokens": 1}
+        )
         assert plain.status_code == 200, plain.text
 
 
 def without_commit(store: Path, name: str) -> None:
-    """Publish ``hub`` again as versions before this one wrote it: trained on a hub name, and no commit recorded."""
+    """Publish ``hub`` again as versions before this one wrote it: trained on a hub name, and no
+    commit recorded."""
     made = Store(store).load("hub")
     manifest = dataclasses.replace(
-        made.manifest, name=name, version=1, model=dataclasses.replace(made.manifest.model, revision="local")
+        made.manifest,
+        name=name,
+        version=1,
+        model=dataclasses.replace(made.manifest.model, revision="local"),
     )
-    Store(store).publish(BundleDraft(manifest, made.probes, made.golden, made.evaluation(), made.card()))
+    Store(store).publish(
+        BundleDraft(manifest, made.probes, made.golden, made.evaluation(), made.card())
+    )
 
 
-def test_a_bundle_without_a_commit_is_compared_by_its_fingerprint(store: Path, printed: str) -> None:
+def test_a_bundle_without_a_commit_is_compared_by_its_fingerprint(
+    store: Path, printed: str
+) -> None:
     without_commit(store, "before")
     assert score(store, NAME, "before") == pytest.approx(score(store, NAME), abs=1e-6)
 
 
 def test_other_weights_under_the_same_name_are_another_revision(
-    hub: Hub, store: Path, printed: str, plain: dict[str, bytes], again: None, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    hub: Hub,
+    store: Path,
+    printed: str,
+    plain: dict[str, bytes],
+    again: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     without_commit(store, "old")
     trained_at = hub.repositories[NAME].head
-    tensors = {name: tensor + 1e-3 for name, tensor in load_file(MODEL_DIR / "model.safetensors").items()}
+    tensors = {
+        name: tensor + 1e-3 for name, tensor in load_file(MODEL_DIR / "model.safetensors").items()
+    }
     hub.repository(NAME, plain | {"model.safetensors": save(tensors, metadata={"format": "pt"})})
     bundle, old = Store(store).load("hub"), Store(store).load("old")
     try:
@@ -248,7 +356,9 @@ def test_other_weights_under_the_same_name_are_another_revision(
                 load_engine(EngineOptions(NAME), bundles=[bundle], **QUIET)
             with pytest.raises(WrongModel, match="other weights"):
                 load_engine(EngineOptions(NAME), bundles=[old], **QUIET)
-        done = hallutracer("score", QUESTION, "--model", NAME, "--bundle", "hub", "--store", str(store))
+        done = hallutracer(
+            "score", QUESTION, "--model", NAME, "--bundle", "hub", "--store", str(store)
+        )
         assert (done.returncode, f"--revision {trained_at}" in done.stderr) == (1, True)
     finally:
         hub.repositories[NAME].commits.popitem()

@@ -28,19 +28,24 @@ class Deaf(Worker):
 
 
 class Bare(Worker):
-    """Runs without the readout: what a stale compile cache would give, or a graph captured as a whole."""
+    """Runs without the readout: what a stale compile cache would give, or a graph captured as a
+    whole."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
         for module in self.model_runner.model.modules():
             if type(module).__name__.startswith("Reading"):
-                module.__class__ = next(base for base in type(module).__mro__ if "Reading" not in base.__name__)
+                module.__class__ = next(
+                    base for base in type(module).__mro__ if "Reading" not in base.__name__
+                )
             if "forward" in vars(getattr(module, "impl", module)):
                 del module.impl.forward
 
 
 def too_early(step: StepLayout, directive_of: Callable[[str], Directive | None]) -> list[OnsetRow]:
-    return [replace(row, token_row=max(0, row.token_row - 1)) for row in onset_rows(step, directive_of)]
+    return [
+        replace(row, token_row=max(0, row.token_row - 1)) for row in onset_rows(step, directive_of)
+    ]
 
 
 def answers_too_early(step: StepLayout, read: Mapping[str, Directive]) -> list[AnswerRow]:
@@ -52,7 +57,11 @@ def swapped(step: StepLayout, directive_of: Callable[[str], Directive | None]) -
     if len(rows) < 2:
         return rows
     first, second, *others = rows
-    return [replace(first, token_row=second.token_row), replace(second, token_row=first.token_row), *others]
+    return [
+        replace(first, token_row=second.token_row),
+        replace(second, token_row=first.token_row),
+        *others,
+    ]
 
 
 class RowTooEarly(Worker):

@@ -1,14 +1,17 @@
 """Run all requests on one backend in one process, and write an .npz.
 
     python -m tests.parity.measure transformers FOLDER OUT.npz
-    python -m tests.parity.measure vllm FOLDER OUT.npz --argument enforce_eager=true --argument tensor_parallel_size=2
+    python -m tests.parity.measure vllm FOLDER OUT.npz --argument enforce_eager=true --argument
+    tensor_parallel_size=2
 
-A separate process, because a failed vLLM leaves its process unusable, and so that backends cannot affect each other.
+A separate process, because a failed vLLM leaves its process unusable, and so that backends cannot
+affect each other.
 
     python -m tests.parity.measure serve
 
-does the same for each line of its input, a JSON list of arguments and a file for the log, in a fork of itself, and
-prints the exit status.  Importing vLLM takes 15 s in each of its three processes, more than all that is compared."""
+does the same for each line of its input, a JSON list of arguments and a file for the log, in a fork
+of itself, and prints the exit status.  Importing vLLM takes 15 s in each of its three processes,
+more than all that is compared."""
 
 from __future__ import annotations
 
@@ -54,7 +57,9 @@ def flat(asked: Sequence[q.Question], onsets: Sequence[PrefillResult]) -> Arrays
     for row, (question, onset) in enumerate(zip(asked, onsets, strict=True)):
         assert onset.prompt_tokens == len(question.prompt)
         for place, bundle in enumerate(question.bundles):
-            trajectories[row, bundle] = onset.trajectories[len(Site) * place : len(Site) * (place + 1)]
+            trajectories[row, bundle] = onset.trajectories[
+                len(Site) * place : len(Site) * (place + 1)
+            ]
     first = [onset.first_token for onset in onsets]
     assert None not in first
     return {
@@ -68,11 +73,15 @@ def flat(asked: Sequence[q.Question], onsets: Sequence[PrefillResult]) -> Arrays
 def read_of_answers(readings: Sequence[Any], geometry: Geometry) -> Any:
     """Trajectories of answers' own tokens, NaN where none was read."""
     unread = np.full(geometry.num_layers, np.nan)
-    return np.array([unread if one is None else one for one in readings]).reshape(-1, geometry.num_layers)
+    return np.array([unread if one is None else one for one in readings]).reshape(
+        -1, geometry.num_layers
+    )
 
 
 def answers(completions: Sequence[Completion | None]) -> Any:
-    return np.array([json.dumps([one.text, one.token_ids, one.finish_reason]) for one in completions if one])
+    return np.array(
+        [json.dumps([one.text, one.token_ids, one.finish_reason]) for one in completions if one]
+    )
 
 
 def shared(engine: Any, asked: Sequence[q.Question], *, rows: bool) -> Arrays:
@@ -108,7 +117,9 @@ def transformers(folder: str) -> Arrays:
         own = [one for start in starts for one in onset.trajectories[start : start + len(Site)]]
         onsets.append(PrefillResult(tuple(own), onset.first_token, onset.prompt_tokens))
     answered = [one for one in asked if one.sampling is not None and not one.cancelled]
-    completions = [engine.generate([one.prompt], one.sampling)[0] for one in answered if one.sampling]
+    completions = [
+        engine.generate([one.prompt], one.sampling)[0] for one in answered if one.sampling
+    ]
     geometry, read = engine.identity.geometry, list[Any]()
     for question, completion in zip(answered, completions, strict=True):
         probe, ids = q.answer_probe(geometry, asked.index(question)), completion.token_ids[:-1]
@@ -118,11 +129,17 @@ def transformers(folder: str) -> Arrays:
     by_bundle = np.array([onset.trajectories for onset in scored[: len(asked)]])
     more = {"bundles": by_bundle.reshape(len(asked), q.BUNDLES, len(Site), -1).swapaxes(0, 1)}
     more["read_of_answers"] = read_of_answers(read, geometry)
-    return flat(everything, onsets) | more | shared(engine, asked, rows=True) | {"answers": answers(completions)}
+    return (
+        flat(everything, onsets)
+        | more
+        | shared(engine, asked, rows=True)
+        | {"answers": answers(completions)}
+    )
 
 
 def both(folder: str, reference: str, dtype: str, method: str, arguments: dict[str, str]) -> Arrays:
-    """Activations, truth logits and answers of few prompts: by the reference engine on ``reference``, and by vLLM.
+    """Activations, truth logits and answers of few prompts: by the reference engine on
+    ``reference``, and by vLLM.
 
     ``method``: how ``folder`` is quantized, "" for not at all."""
     from service.engines.families import family_of
@@ -137,8 +154,9 @@ def both(folder: str, reference: str, dtype: str, method: str, arguments: dict[s
     sites = family_of(find_model_files(options).config).sites
     found: Arrays = {}
     for name, load in (
-        ("expected", lambda: TransformersEngine.load(plain)), ("found", lambda: VllmEngine.load(options, rows=True)),
-    ):  # fmt: skip
+        ("expected", lambda: TransformersEngine.load(plain)),
+        ("found", lambda: VllmEngine.load(options, rows=True)),
+    ):
         engine: Any = load()
         if engine.torch_model is not None:
             quantized.round_inputs(engine.torch_model.model, method)
@@ -179,13 +197,21 @@ def vllm(folder: str, arguments: dict[str, str], faulty: str | None, *, reads: b
         bundles = [q.probes(engine.identity.geometry, bundle) for bundle in range(q.BUNDLES)]
         if faulty is not None:
             return flawed(engine, asked, bundles) | {"self_test": np.array(refusals)}
-        found = asyncio.run_coroutine_threadsafe(everyone(engine, asked, bundles), engine.loop).result(900)
-        repeated = asyncio.run_coroutine_threadsafe(again(engine, asked, bundles), engine.loop).result(300)
+        found = asyncio.run_coroutine_threadsafe(
+            everyone(engine, asked, bundles), engine.loop
+        ).result(900)
+        repeated = asyncio.run_coroutine_threadsafe(
+            again(engine, asked, bundles), engine.loop
+        ).result(300)
         firsts = [*(updates[0] for updates in found), *repeated]
         onsets = [update.prefill for update in firsts if update.prefill is not None]
         assert len(onsets) == len(firsts)
         assert not any(update.prefill for updates in found for update in updates[1:])
-        answered = [place for place, one in enumerate(asked) if one.sampling is not None and not one.cancelled]
+        answered = [
+            place
+            for place, one in enumerate(asked)
+            if one.sampling is not None and not one.cancelled
+        ]
         read = [found[place][-1].answer for place in answered]
         texts = ["".join(update.piece for update in found[place]) for place in answered]
         completions = [found[place][-1].completion for place in answered]
@@ -193,7 +219,9 @@ def vllm(folder: str, arguments: dict[str, str], faulty: str | None, *, reads: b
         arrays = flat([*asked, *q.repeated(asked)], onsets) | {
             "answers": answers(completions),
             "cached_tokens": np.array([updates[0].cached_tokens for updates in found]),
-            "cancelled_after": np.array([len(own) for own, one in zip(found, asked, strict=True) if one.cancelled]),
+            "cancelled_after": np.array(
+                [len(own) for own, one in zip(found, asked, strict=True) if one.cancelled]
+            ),
             "cached_again": np.array([update.cached_tokens for update in repeated]),
             "preemptions": np.array(counter("vllm:num_preemptions_total")),
             "accepted": np.array(counter(ACCEPTED) if "speculative_config" in arguments else 0),
@@ -219,7 +247,9 @@ def flawed(engine: Any, asked: list[q.Question], bundles: Sequence[list[Probes]]
     return {"bundles": np.array([[onset.trajectories for onset in onsets] for onsets in scored])}
 
 
-async def again(engine: Engine, asked: list[q.Question], bundles: Sequence[list[Probes]]) -> list[Update]:
+async def again(
+    engine: Engine, asked: list[q.Question], bundles: Sequence[list[Probes]]
+) -> list[Update]:
     found = []
     for question in q.repeated(asked):
         for attempt in range(2):
@@ -231,15 +261,22 @@ async def again(engine: Engine, asked: list[q.Question], bundles: Sequence[list[
     return found
 
 
-async def everyone(engine: Engine, asked: Sequence[q.Question], bundles: Sequence[list[Probes]]) -> list[list[Update]]:
-    known = [q.answer_probe(engine.identity.geometry, number) for number in range(3)]  # one object: a slot for each
+async def everyone(
+    engine: Engine, asked: Sequence[q.Question], bundles: Sequence[list[Probes]]
+) -> list[list[Update]]:
+    known = [
+        q.answer_probe(engine.identity.geometry, number) for number in range(3)
+    ]  # one object: a slot for each
 
     async def one(question: q.Question) -> list[Update]:
         updates = []
         stream = engine.answer(
-            question.prompt, wanted(question, bundles), first_token=True, sampling=question.sampling,
+            question.prompt,
+            wanted(question, bundles),
+            first_token=True,
+            sampling=question.sampling,
             answer_probes=known[asked.index(question) % 3] if engine.reads_answers else None,
-        )  # fmt: skip
+        )
         async with aclosing(stream):
             async for update in stream:
                 updates.append(update)
@@ -247,7 +284,8 @@ async def everyone(engine: Engine, asked: Sequence[q.Question], bundles: Sequenc
                     break
         return updates
 
-    # All wait before the first step: a quick machine would have room for each as it comes, and none would give way.
+    # All wait before the first step: a quick machine would have room for each as it comes, and none
+    # would give way.
     vllm = engine._async_llm
     await vllm.pause_generation(mode="keep", clear_cache=False)
     streams = asyncio.gather(*(one(question) for question in asked))
@@ -260,7 +298,9 @@ async def everyone(engine: Engine, asked: Sequence[q.Question], bundles: Sequenc
 def counter(name: str) -> float:
     from prometheus_client import REGISTRY
 
-    samples = [sample for metric in REGISTRY.collect() for sample in metric.samples if sample.name == name]
+    samples = [
+        sample for metric in REGISTRY.collect() for sample in metric.samples if sample.name == name
+    ]
     assert samples, f"vLLM counts no {name}"
     return float(sum(sample.value for sample in samples))
 
@@ -300,12 +340,17 @@ def _be_a_process_of_its_own(argv: Sequence[str], log: str) -> None:
 
 
 def start_vllms_processes_by_fork() -> None:
-    """As vLLM does on CUDA; its CPU build spawns them, whatever it is told, and they import everything again."""
+    """As vLLM does on CUDA; its CPU build spawns them, whatever it is told, and they import
+    everything again."""
     from vllm.model_executor.models import registry
 
     context = multiprocessing.get_context
-    multiprocessing.get_context = lambda method=None: context("fork" if method == "spawn" else method)  # type: ignore
-    registry._run_in_subprocess = lambda look: look()  # it starts Python anew to look at a model's class
+    multiprocessing.get_context = lambda method=None: context(
+        "fork" if method == "spawn" else method
+    )  # type: ignore
+    registry._run_in_subprocess = lambda look: (
+        look()
+    )  # it starts Python anew to look at a model's class
 
 
 def main(argv: Sequence[str]) -> None:
@@ -313,11 +358,15 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("backend", choices=["transformers", "vllm", "both"])
     parser.add_argument("folder")
     parser.add_argument("out", type=Path)
-    parser.add_argument("--argument", action="append", default=[], help="one of vLLM's, as NAME=VALUE")
+    parser.add_argument(
+        "--argument", action="append", default=[], help="one of vLLM's, as NAME=VALUE"
+    )
     parser.add_argument("--reference", help="the reference engine's folder, if it is another")
     parser.add_argument("--method", default="", help="of tests.parity.quantized")
     parser.add_argument("--dtype", default="float32", help="vLLM's")
-    parser.add_argument("--reads-answers", action="store_true", help="their own tokens, by probes of their own")
+    parser.add_argument(
+        "--reads-answers", action="store_true", help="their own tokens, by probes of their own"
+    )
     parser.add_argument("--faulty", help="a worker class of tests.parity.faulty")
     given = parser.parse_args(argv)
     # The user's environment must not affect the comparison.
@@ -329,7 +378,9 @@ def main(argv: Sequence[str]) -> None:
         start_vllms_processes_by_fork()
         arguments = dict(one.split("=", 1) for one in given.argument)
         if given.backend == "both":
-            arrays = both(given.folder, given.reference or given.folder, given.dtype, given.method, arguments)
+            arrays = both(
+                given.folder, given.reference or given.folder, given.dtype, given.method, arguments
+            )
         else:
             arrays = vllm(given.folder, arguments, given.faulty, reads=given.reads_answers)
     with given.out.open("wb") as file:

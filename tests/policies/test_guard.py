@@ -46,22 +46,37 @@ def test_what_each_action_does_and_how_strict_it_is(action: Action) -> None:
         (0.456, judge(0.456, replace(policy, withhold_no_fact=True), 0.5, applies=False), True),
     ):
         message = None if says is None else f"At {risk:.2f}."
-        assert (verdict.decision.value, verdict.flagged, verdict.message) == (decision, flagged, message)
+        assert (verdict.decision.value, verdict.flagged, verdict.message) == (
+            decision,
+            flagged,
+            message,
+        )
         assert verdict.threshold == 0.4
     for verdict in (judge(0.3, policy, 0.5), judge(0.456, policy, 0.5, applies=False)):
-        assert (verdict.decision, verdict.flagged, verdict.message) == (Decision.CONTINUE, False, None)
+        assert (verdict.decision, verdict.flagged, verdict.message) == (
+            Decision.CONTINUE,
+            False,
+            None,
+        )
     assert (action.strictness, action.withholds) == (strictness, decision != "continue")
     assert judge(0.7, built_in("No idea.")["gate"], 0.5).message == "No idea."
-    assert (OBSERVE.action, GATE.action, BLOCK.action) == (Action.OBSERVE, Action.ABSTAIN, Action.BLOCK)
+    assert (OBSERVE.action, GATE.action, BLOCK.action) == (
+        Action.OBSERVE,
+        Action.ABSTAIN,
+        Action.BLOCK,
+    )
 
 
 def test_a_new_action_is_one_line(tmp_path: Path) -> None:
-    """What docs/contributing.md says: a line in ``Action``, and the file, the judge and the rights know it."""
+    """What docs/contributing.md says: a line in ``Action``, and the file, the judge and the rights
+    know it."""
     source = Path(guard.__file__).read_text()
     line = '    BLOCK = "block", Decision.BLOCK, 3\n'
     assert line in source
     module = tmp_path / "guard_with_one_more.py"
-    module.write_text(source.replace(line, line + '    ESCALATE = "escalate", Decision.BLOCK, 4, "Ask Ada."\n'))
+    module.write_text(
+        source.replace(line, line + '    ESCALATE = "escalate", Decision.BLOCK, 4, "Ask Ada."\n')
+    )
     (tmp_path / "policies.toml").write_text('[ada]\naction = "escalate"\nthreshold = 0.5\n')
     code = f"""
 import importlib.util, sys
@@ -74,7 +89,9 @@ policy = read_policies(Path({str(tmp_path / "policies.toml")!r})).named["ada"]
 verdict = guard.judge(0.7, policy, 0.9)
 print(policy.action.strictness, policy.action.withholds, verdict.decision, verdict.message)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.stdout == "4 True block Ask Ada.\n", done.stderr
 
 
@@ -88,12 +105,25 @@ def test_a_file_adds_to_the_built_in_policies(tmp_path: Path) -> None:
         '[seen]\naction = "observe"\nwithhold_no_fact = false\n'
     )
     policies = read_policies(path, "No.").named
-    assert set(policies) == {"observe", "gate", "block", "strict", "careful", "all", "again", "seen"}
+    assert set(policies) == {
+        "observe",
+        "gate",
+        "block",
+        "strict",
+        "careful",
+        "all",
+        "again",
+        "seen",
+    }
     assert policies["gate"] == Policy("gate", Action.ABSTAIN, 0, "No.")
     assert policies["strict"] == Policy("strict", Action.BLOCK, 0.2, None)
     assert policies["careful"] == Policy("careful", Action.BLOCK, None, None, withhold_outside=True)
-    assert policies["all"] == Policy("all", Action.BLOCK, withhold_outside=False, withhold_no_fact=True)
-    assert policies["again"] == Policy("again", Action.ANNOTATE, None, Action.ANNOTATE.message, recheck=True)
+    assert policies["all"] == Policy(
+        "all", Action.BLOCK, withhold_outside=False, withhold_no_fact=True
+    )
+    assert policies["again"] == Policy(
+        "again", Action.ANNOTATE, None, Action.ANNOTATE.message, recheck=True
+    )
     assert policies["seen"] == Policy("seen", Action.OBSERVE)
 
 
@@ -126,9 +156,18 @@ FALLBACK = '[a]\naction = "fallback"\nupstream = "http://b/v1"\nupstream_model =
         ('[a]\naction = "annotate"\nwithhold_outside = true', "false with action 'annotate'"),
         ('[a]\naction = "fallback"', "needs upstream"),
         ('[a]\naction = "fallback"\nupstream = "http://b/v1"', "needs upstream_model"),
-        ('[a]\naction = "fallback"\nupstream = "b/v1"\nupstream_model = "m"', "an address up to /v1"),
-        ('[a]\naction = "fallback"\nupstream = "http://b:x/v1"\nupstream_model = "m"', "an address up to /v1"),
-        ('[a]\naction = "fallback"\nupstream = "file:///v1"\nupstream_model = "m"', "an address up to /v1"),
+        (
+            '[a]\naction = "fallback"\nupstream = "b/v1"\nupstream_model = "m"',
+            "an address up to /v1",
+        ),
+        (
+            '[a]\naction = "fallback"\nupstream = "http://b:x/v1"\nupstream_model = "m"',
+            "an address up to /v1",
+        ),
+        (
+            '[a]\naction = "fallback"\nupstream = "file:///v1"\nupstream_model = "m"',
+            "an address up to /v1",
+        ),
         (f"{FALLBACK}upstream_timeout_s = 0", "upstream_timeout_s: "),
         (f'{FALLBACK}upstream_key_env = "NOT_SET_ANYWHERE"', "NOT_SET_ANYWHERE holds no key"),
         (f"{FALLBACK}upstream_key_env = 1", "upstream_key_env: "),
@@ -159,8 +198,9 @@ def test_upstreams_and_rules_are_read(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("BIG_KEY", "secret")
     path = tmp_path / "policies.toml"
     path.write_text(
-        FALLBACK + 'upstream_key_env = "BIG_KEY"\n[ask]\naction = "retrieve"\n[warn]\naction = "annotate"\n'
-        '[[rule]]\npolicy = "a"\nroute = "/score"\nkey = "rag"\n[[rule]]\npolicy = "warn"\nmodel = "m"\n'
+        FALLBACK + 'upstream_key_env = "BIG_KEY"\n[ask]\naction = "retrieve"\n[warn]\naction ='
+        ' "annotate"\n[[rule]]\npolicy = "a"\nroute = "/score"\nkey = "rag"\n[[rule]]\npolicy ='
+        ' "warn"\nmodel = "m"\n'
     )
     found = read_policies(path)
     upstream = found.named["a"].upstream

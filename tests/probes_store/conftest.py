@@ -46,7 +46,11 @@ def s3_url(s3: str, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.fixture(params=["memory", S3_LONG])
 def url(request: pytest.FixtureRequest) -> str:
     """An empty store by URL, of each kind."""
-    return f"memory://{uuid.uuid4().hex}" if request.param == "memory" else request.getfixturevalue("s3_url")
+    return (
+        f"memory://{uuid.uuid4().hex}"
+        if request.param == "memory"
+        else request.getfixturevalue("s3_url")
+    )
 
 
 @pytest.fixture(params=["folder", "memory", S3_LONG])

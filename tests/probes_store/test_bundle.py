@@ -1,4 +1,5 @@
-"""A bundle's folder: bytes and digest that are pinned, every kind of damage, and the replay of golden rows."""
+"""A bundle's folder: bytes and digest that are pinned, every kind of damage, and the replay of
+golden rows."""
 
 from __future__ import annotations
 
@@ -31,7 +32,15 @@ from probes_store.bundle import (
     spreads,
     tolerance_for,
 )
-from probes_store.errors import BadValue, BundleDamaged, MissingField, NotFinite, Truncated, UnknownField, WrongShape
+from probes_store.errors import (
+    BadValue,
+    BundleDamaged,
+    MissingField,
+    NotFinite,
+    Truncated,
+    UnknownField,
+    WrongShape,
+)
 from probes_store.tensors import AnswerTensors, Golden, pack, read_answer, read_golden, read_probes
 from tests.kit.bundles import ANSWER, CONTEXT, answer_tensors, make_draft, write_bundle
 from tests.kit.reseal import replace_file
@@ -41,7 +50,8 @@ PROBES, GOLDEN, ANSWERS = "probes.safetensors", "golden.safetensors", "answer.sa
 FILES = ("bundle.json", PROBES, GOLDEN, ANSWERS, "evaluation.json", "README.md", "plots/roc.png")
 READERS = {PROBES: read_probes, GOLDEN: read_golden, ANSWERS: read_answer}
 WITH_ANSWER = {"answer": ANSWER}
-# Of the fixed draft below.  If one of these changes, published bundles change: that is a new format version.
+# Of the fixed draft below. If one of these changes, published bundles change: that is a new format
+# version.
 PINNED_DIGEST = "sha256:d21bab480555a48800b4333f1c27df4d60eb8209e89945e22afdb1a8a7e4384d"
 
 
@@ -58,13 +68,23 @@ def refuses(error: type[BundleDamaged], path: Path) -> None:
 
 def test_a_fixed_drafts_bytes_have_the_pinned_digest(tmp_path: Path) -> None:
     draft = make_draft(model={"num_layers": 2, "head_dim": 2, "hidden_size": 4})
-    numbers = {"head": [1, 0], "direction": [[1, 0], [0, -1]], "bias": [0.5, -0.25], "reference_mean": [0.25, -0.5],
-               "reference_whitening": [[2, 0], [0, 4]]}  # fmt: skip
-    arrays = {name: np.array(value, "i4" if name == "head" else "f4") for name, value in numbers.items()}
+    numbers = {
+        "head": [1, 0],
+        "direction": [[1, 0], [0, -1]],
+        "bias": [0.5, -0.25],
+        "reference_mean": [0.25, -0.5],
+        "reference_whitening": [[2, 0], [0, 4]],
+    }
+    arrays = {
+        name: np.array(value, "i4" if name == "head" else "f4") for name, value in numbers.items()
+    }
     draft.probes = dataclasses.replace(draft.probes, **arrays)
     draft.golden = Golden.record([[1, 2, 3]], np.array([[1.0, -1.0]]), np.array([0.5]))
     bundle = write_bundle(draft, tmp_path / "1", created=CREATED)
-    assert (bundle.manifest.digest, bundle.manifest.created) == (PINNED_DIGEST, "2026-01-31T12:00:00Z")
+    assert (bundle.manifest.digest, bundle.manifest.created) == (
+        PINNED_DIGEST,
+        "2026-01-31T12:00:00Z",
+    )
 
 
 @pytest.mark.parametrize(
@@ -72,18 +92,32 @@ def test_a_fixed_drafts_bytes_have_the_pinned_digest(tmp_path: Path) -> None:
     [
         {},
         {"site": "residual_stream"},
-        {"logit_scale": "standardized", "chat_template": None, "prompt_format": "text", "plots": {}},
+        {
+            "logit_scale": "standardized",
+            "chat_template": None,
+            "prompt_format": "text",
+            "plots": {},
+        },
         {"signals": ("depth_mean", "entropy", "log_max_prob")},
         {"model": {"num_layers": 1, "num_heads": 1}, "card": "# Überschrift\n"},
         WITH_ANSWER,
-        WITH_ANSWER | {"site": "residual_stream", "logit_scale": "standardized", "context": CONTEXT},
+        WITH_ANSWER
+        | {
+            "site": "residual_stream",
+            "logit_scale": "standardized",
+            "context": CONTEXT,
+        },
     ],
 )
 def test_what_is_written_is_loaded(tmp_path: Path, changes: dict[str, Any]) -> None:
     draft = make_draft(3, **changes)
     bundle = write_bundle(draft, tmp_path / "x" / "5", version=5)
     assert (bundle.answer is None) == (bundle.manifest.answer is None) == ("answer" not in changes)
-    parts = ((draft.probes, bundle.probes), (draft.golden, bundle.golden), (draft.answer, bundle.answer))
+    parts = (
+        (draft.probes, bundle.probes),
+        (draft.golden, bundle.golden),
+        (draft.answer, bundle.answer),
+    )
     for tensors, loaded in parts:
         for name, value in vars(tensors).items() if tensors is not None else ():
             found = getattr(loaded, name)
@@ -119,7 +153,9 @@ def test_changed_truncated_longer_missing_and_replaced_files(bundle: Bundle, nam
     whole = path.read_bytes()
     for place in (0, len(whole) // 2, len(whole) - 2):  # test_fuzz flips the others
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-        with pytest.raises(BundleDamaged if name == "bundle.json" else errors.DigestMismatch, match=named):
+        with pytest.raises(
+            BundleDamaged if name == "bundle.json" else errors.DigestMismatch, match=named
+        ):
             load_bundle(bundle.path)
     for length in (0, 1, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:length])
@@ -219,7 +255,8 @@ def test_damaged_tensors_behind_right_hashes(changes: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("file", [PROBES, ANSWERS])
 def test_hostile_headers_behind_right_hashes(bundle: Bundle, file: str) -> None:
-    """Two readers of a tensor that is listed twice may see different probes; a header may hide anything in padding."""
+    """Two readers of a tensor that is listed twice may see different probes; a header may hide
+    anything in padding."""
     data = (bundle.path / file).read_bytes()
     size = int.from_bytes(data[:8], "little")
     header, body = data[8 : 8 + size], data[8 + size :]
@@ -227,8 +264,14 @@ def test_hostile_headers_behind_right_hashes(bundle: Bundle, file: str) -> None:
     assert bias is not None
     twice = header.rstrip().replace(b"{", b"{" + bias[0] + b",", 1)
     odd = (header + b" " * 8, header + b" " * 100_000, twice + b" " * (-len(twice) % 8))
-    for hostile in (b"", b"1234567", b"\xff" * 16, b"\x02" + b"\0" * 7 + b"{}x", b"\x80\x04K\x01.",
-                    *(len(text).to_bytes(8, "little") + text + body for text in odd)):  # fmt: skip
+    for hostile in (
+        b"",
+        b"1234567",
+        b"\xff" * 16,
+        b"\x02" + b"\0" * 7 + b"{}x",
+        b"\x80\x04K\x01.",
+        *(len(text).to_bytes(8, "little") + text + body for text in odd),
+    ):
         replace_file(bundle.path, file, hostile)
         with pytest.raises((BadValue, UnknownField), match=f"tiny/1/{file}"):
             load_bundle(bundle.path)
@@ -256,10 +299,18 @@ UNWRITTEN: list[tuple[type[BundleDamaged], str, dict[str, Any]]] = [
     (BadValue, "evaluation.json field x", {"evaluation": {"x": "half \ud800"}}),
     (UnknownField, "plots/../x.png", {"plots": {"../x.png": b""}}),
     # record and tensors of the context probes go together
-    (MissingField, "context_", WITH_CONTEXT | {"probes": dataclasses.replace(
-        make_draft(**WITH_CONTEXT).probes, **dict.fromkeys(CONTEXT_TENSORS))}),
+    (
+        MissingField,
+        "context_",
+        WITH_CONTEXT
+        | {
+            "probes": dataclasses.replace(
+                make_draft(**WITH_CONTEXT).probes, **dict.fromkeys(CONTEXT_TENSORS)
+            )
+        },
+    ),
     (WrongShape, "trajectory", WITH_CONTEXT | {"golden": make_draft().golden}),
-]  # fmt: skip
+]
 
 
 def test_what_cannot_be_loaded_is_not_written(tmp_path: Path) -> None:
@@ -288,12 +339,21 @@ def test_numbers_are_never_narrowed_silently(tmp_path: Path) -> None:
         with pytest.raises(WrongShape, match="input_ids"):
             pack(Golden(**(vars(golden) | {"input_ids": bad})), GOLDEN)
     with pytest.raises(WrongShape, match=f"{ANSWERS} field answer_tokens"):
-        pack(dataclasses.replace(answer_tensors(make_draft().manifest), answer_tokens=np.ones(2)), ANSWERS)
+        pack(
+            dataclasses.replace(answer_tensors(make_draft().manifest), answer_tokens=np.ones(2)),
+            ANSWERS,
+        )
     huge = Golden(**(vars(golden) | {"trajectory": golden.trajectory.astype(np.float64) * 1e300}))
     with pytest.raises(NotFinite, match="trajectory"):
         render(make_draft(golden=huge))
-    draft = make_draft(evaluation={"n": np.int64(3), "auroc": np.float32(0.5), "list": (1, np.float64(2.0))})
-    assert write_bundle(draft, tmp_path / "1").evaluation() == {"n": 3, "auroc": 0.5, "list": [1, 2.0]}
+    draft = make_draft(
+        evaluation={"n": np.int64(3), "auroc": np.float32(0.5), "list": (1, np.float64(2.0))}
+    )
+    assert write_bundle(draft, tmp_path / "1").evaluation() == {
+        "n": 3,
+        "auroc": 0.5,
+        "list": [1, 2.0],
+    }
 
 
 def test_no_folder(tmp_path: Path) -> None:
@@ -303,7 +363,8 @@ def test_no_folder(tmp_path: Path) -> None:
 
 
 FORMAT, FIELDS = (
-    (Path(probes_store.__file__).parent / name).read_text(encoding="utf-8") for name in ("FORMAT.md", "FIELDS.md")
+    (Path(probes_store.__file__).parent / name).read_text(encoding="utf-8")
+    for name in ("FORMAT.md", "FIELDS.md")
 )
 
 
@@ -315,7 +376,9 @@ def test_the_recipe_in_format_md_recomputes_the_digest(bundle: Bundle, tmp_path:
     options: dict[str, Any] = {"capture_output": True, "text": True, "env": environment}
     done = subprocess.run([sys.executable, str(script), str(bundle.path)], check=True, **options)
     assert done.stdout.strip() == bundle.manifest.digest
-    (bundle.path / "plots" / "roc.png").write_bytes(b"x" * bundle.manifest.files["plots/roc.png"].bytes)
+    (bundle.path / "plots" / "roc.png").write_bytes(
+        b"x" * bundle.manifest.files["plots/roc.png"].bytes
+    )
     done = subprocess.run([sys.executable, str(script), str(bundle.path)], check=False, **options)
     assert done.returncode != 0
     assert "plots/roc.png" in done.stderr
@@ -334,7 +397,10 @@ def test_the_pages_name_every_tensor_and_tolerance() -> None:
 
 def test_importing_the_format_needs_nothing_of_ours_and_no_torch() -> None:
     banned = "{'service', 'torch', 'transformers', 'huggingface_hub'}"
-    code = f"import sys, probes_store.store; print(sorted({{m.split('.')[0] for m in sys.modules}} & {banned}))"
+    code = (
+        "import sys, probes_store.store; print(sorted({m.split('.')[0] for m in sys.modules} &"
+        f" {banned}))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

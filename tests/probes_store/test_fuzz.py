@@ -1,8 +1,10 @@
-"""Mutations of a bundle's bytes: what a broken disk, a broken program or somebody with the store may leave there.
+"""Mutations of a bundle's bytes: what a broken disk, a broken program or somebody with the store
+may leave there.
 
-Each must be refused with an error of the store, or give a bundle that is sound: the same content as before, or, where
-the hashes were made right again, another digest and numbers within their ranges.  Anything else is a failure: another
-exception, a crash, a hang, memory without bound, or other content under the old digest."""
+Each must be refused with an error of the store, or give a bundle that is sound: the same content as
+before, or, where the hashes were made right again, another digest and numbers within their ranges.
+Anything else is a failure: another exception, a crash, a hang, memory without bound, or other
+content under the old digest."""
 
 from __future__ import annotations
 
@@ -56,15 +58,22 @@ def flip(draw: random.Random, data: bytes) -> bytes:
 
 
 def splice(draw: random.Random, data: bytes) -> bytes:
-    """A piece is left out, doubled, moved, zeroed, or replaced by random bytes; or the end is missing."""
+    """A piece is left out, doubled, moved, zeroed, or replaced by random bytes; or the end is
+    missing."""
     start, at = draw.randrange(len(data)), draw.randrange(len(data))
     piece = data[start : start + draw.choice((1, 2, 4, 8, 16, 64, 512))]
     rest = data[start + len(piece) :]
-    return draw.choice((
-        data[:start] + rest, data[:start] + piece * draw.choice((2, 3, 50)) + rest, data[:at] + piece + data[at:],
-        data[:start] + bytes(len(piece)) + rest, data[:start] + draw.randbytes(len(piece)) + rest, data[:start],
-        data + draw.randbytes(draw.choice((1, 8, 4096))),
-    ))  # fmt: skip
+    return draw.choice(
+        (
+            data[:start] + rest,
+            data[:start] + piece * draw.choice((2, 3, 50)) + rest,
+            data[:at] + piece + data[at:],
+            data[:start] + bytes(len(piece)) + rest,
+            data[:start] + draw.randbytes(len(piece)) + rest,
+            data[:start],
+            data + draw.randbytes(draw.choice((1, 8, 4096))),
+        )
+    )
 
 
 def raw(change: Change) -> Mutator:
@@ -141,8 +150,11 @@ def numbers(draw: random.Random, data: bytes) -> bytes:
     """Tensor values: NaN, infinities, zeros, huge and tiny ones, at one place or many."""
     size = int.from_bytes(data[:8], "little")
     body = bytearray(data[8 + size :])
-    kinds = (("<f4", (np.nan, np.inf, -np.inf, 0, -1, 3e38, 1e-45)), ("<f8", (np.nan, np.inf, 0, -1, 2, 1e308)),
-             ("<i4", (-1, 0, 2**31 - 1, -(2**31))))  # fmt: skip
+    kinds = (
+        ("<f4", (np.nan, np.inf, -np.inf, 0, -1, 3e38, 1e-45)),
+        ("<f8", (np.nan, np.inf, 0, -1, 2, 1e308)),
+        ("<i4", (-1, 0, 2**31 - 1, -(2**31))),
+    )
     code, values = draw.choice(kinds)
     piece = np.array([draw.choice(values)], code).tobytes()
     for _ in range(draw.choice((1, 1, 4))):
@@ -156,13 +168,20 @@ def manifest(draw: random.Random, files: Files) -> None:
     document = json.loads(files["bundle.json"])
     disturb(draw, document)
     try:
-        files["bundle.json"] = reseal(document) if draw.random() < 0.8 else json.dumps(document).encode()
-    except (UnicodeEncodeError, ValueError, AttributeError):  # half a surrogate, NaN: no program could have sealed that
+        files["bundle.json"] = (
+            reseal(document) if draw.random() < 0.8 else json.dumps(document).encode()
+        )
+    except (
+        UnicodeEncodeError,
+        ValueError,
+        AttributeError,
+    ):  # half a surrogate, NaN: no program could have sealed that
         files["bundle.json"] = json.dumps(document).encode()
 
 
 def json_text(draw: random.Random, files: Files) -> None:
-    """The manifest as text: a value that JSON readers disagree about, a key twice, other white space."""
+    """The manifest as text: a value that JSON readers disagree about, a key twice, other white
+    space."""
     lines = files["bundle.json"].split(b"\n")
     at = draw.randrange(1, len(lines) - 2)
     line, following = lines[at : at + 2]
@@ -173,14 +192,23 @@ def json_text(draw: random.Random, files: Files) -> None:
 
 
 MUTATORS: dict[str, Mutator] = {
-    "bits": raw(flip), "pieces": raw(splice), "bits, resealed": resealed(flip), "pieces, resealed": resealed(splice),
-    "headers, resealed": resealed(header), "numbers, resealed": resealed(numbers), "manifest": manifest,
+    "bits": raw(flip),
+    "pieces": raw(splice),
+    "bits, resealed": resealed(flip),
+    "pieces, resealed": resealed(splice),
+    "headers, resealed": resealed(header),
+    "numbers, resealed": resealed(numbers),
+    "manifest": manifest,
     "manifest's text": json_text,
-}  # fmt: skip
+}
 
 
 def content(files: Files) -> dict[str, Any]:
-    return {key: value for key, value in json.loads(files["bundle.json"]).items() if key not in NOT_CONTENT}
+    return {
+        key: value
+        for key, value in json.loads(files["bundle.json"]).items()
+        if key not in NOT_CONTENT
+    }
 
 
 def check_sound(found: Bundle, origin: Bundle, files: Files, original: Files) -> None:
@@ -194,22 +222,34 @@ def check_sound(found: Bundle, origin: Bundle, files: Files, original: Files) ->
 
     same_content = all(files[name] == original[name] for name in files if name != "bundle.json")
     same_content = same_content and content(files) == content(original)
-    assert (found.manifest.digest == origin.manifest.digest) == same_content, "other content under the same digest"
-    assert files == original or found.manifest.seal != origin.manifest.seal, "other bytes under the same seal"
+    assert (found.manifest.digest == origin.manifest.digest) == same_content, (
+        "other content under the same digest"
+    )
+    assert files == original or found.manifest.seal != origin.manifest.seal, (
+        "other bytes under the same seal"
+    )
     values = [owner[key] for owner, key in places(json.loads(files["bundle.json"]))]
-    assert all(abs(value) <= 2**53 for value in values if type(value) is int), "a number that readers disagree about"
-    for name in list(files)[1:]:  # two readers see the same: no entry twice, nothing hidden behind the header
+    assert all(abs(value) <= 2**53 for value in values if type(value) is int), (
+        "a number that readers disagree about"
+    )
+    for name in list(files)[
+        1:
+    ]:  # two readers see the same: no entry twice, nothing hidden behind the header
         text = files[name][8 : 8 + int.from_bytes(files[name][:8], "little")]
         assert len(text) - len(text.rstrip(b" ")) < 8, "something may hide in the padding"
         json.loads(text, object_pairs_hook=unique)
 
 
 def fuzz(origin: Bundle, count: int, seed: int, kinds: Counter[str], refused: Counter[str]) -> None:
-    """``count`` mutations of one bundle in its folder; counts those that were refused, by mutator and by error.
+    """``count`` mutations of one bundle in its folder; counts those that were refused, by mutator
+    and by error.
 
-    ``kinds`` also counts (with "=") those that came out as they were and (with "+") those that were accepted."""
+    ``kinds`` also counts (with "=") those that came out as they were and (with "+") those that were
+    accepted."""
     draw = random.Random(seed)
-    original = {name: (origin.path / name).read_bytes() for name in FILES if (origin.path / name).exists()}
+    original = {
+        name: (origin.path / name).read_bytes() for name in FILES if (origin.path / name).exists()
+    }
     there = dict(original)
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)  # a hang ends as by Ctrl-C
     for number in range(count):
@@ -237,28 +277,46 @@ def fuzz(origin: Bundle, count: int, seed: int, kinds: Counter[str], refused: Co
 
 
 def origins(folder: Path) -> Iterator[Bundle]:
-    """A tiny bundle of each layout, and those that come with the package, all without what is large and no tensor."""
+    """A tiny bundle of each layout, and those that come with the package, all without what is large
+    and no tensor."""
     shipped = [Store(SHIPPED).load(name) for name in ("demo", "smollm2")]
-    for place, draft in enumerate([
-        make_draft(),
-        make_draft(1, signals=("depth_mean", "entropy", "log_max_prob"), logit_scale="standardized", answer=ANSWER),
-        make_draft(2, site="residual_stream", chat_template=None, prompt_format="text"),
-        *(BundleDraft(one.manifest, one.probes, one.golden, {}, "# card\n") for one in shipped),
-    ]):  # fmt: skip
+    for place, draft in enumerate(
+        [
+            make_draft(),
+            make_draft(
+                1,
+                signals=("depth_mean", "entropy", "log_max_prob"),
+                logit_scale="standardized",
+                answer=ANSWER,
+            ),
+            make_draft(2, site="residual_stream", chat_template=None, prompt_format="text"),
+            *(BundleDraft(one.manifest, one.probes, one.golden, {}, "# card\n") for one in shipped),
+        ]
+    ):
         draft = dataclasses.replace(draft, evaluation={}, plots={})
         yield write_bundle(draft, folder / str(place) / draft.manifest.name / "1")
 
 
-@pytest.mark.parametrize(("count", "seed"), [(SHORT, 1), pytest.param(LONG, 1000, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("count", "seed"), [(SHORT, 1), pytest.param(LONG, 1000, marks=pytest.mark.long)]
+)
 def test_mutations_are_refused_or_sound(count: int, seed: int) -> None:
-    kinds, refused, before = Counter[str](), Counter[str](), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    kinds, refused, before = (
+        Counter[str](),
+        Counter[str](),
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+    )
     memory = Path("/dev/shm")  # a hundred thousand writes need no disk
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
         for number, bundle in enumerate(origins(Path(folder))):
             fuzz(bundle, count // 5, seed + number, kinds, refused)
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024 < MOST_MIB
     assert sum(number for kind, number in kinds.items() if kind[0] != "=") == count
-    for kind in ("bits", "pieces", "manifest's text"):  # without new hashes nothing passes but what is as it was
+    for kind in (
+        "bits",
+        "pieces",
+        "manifest's text",
+    ):  # without new hashes nothing passes but what is as it was
         assert kinds[f"+{kind}"] <= kinds[f"={kind}"]
     assert all(kinds[kind] > count // 20 for kind in MUTATORS), kinds
     assert len(refused) >= 7  # it comes past the hashes, to the checks behind them

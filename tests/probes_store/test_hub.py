@@ -1,4 +1,5 @@
-"""Push, pull and a repository as a store, with the real huggingface_hub client against a server of this machine."""
+"""Push, pull and a repository as a store, with the real huggingface_hub client against a server of
+this machine."""
 
 from __future__ import annotations
 
@@ -18,7 +19,14 @@ import pytest
 
 from probes_store import errors, hub
 from probes_store.bundle import SIGNATURE, Bundle
-from probes_store.errors import BundleConflict, BundleDamaged, HubError, HubMissing, HubUnreachable, InvalidReference
+from probes_store.errors import (
+    BundleConflict,
+    BundleDamaged,
+    HubError,
+    HubMissing,
+    HubUnreachable,
+    InvalidReference,
+)
 from probes_store.manifest import MANIFEST, record_of, with_seal
 from probes_store.store import SHIPPED, Store, Trust
 from probes_store.syntax import HubAddress, parse_address, readable_json
@@ -39,7 +47,12 @@ class Place:
     """A hub that this process may write to, an empty store, and a folder."""
 
     def __init__(self, server: Hub, folder: Path) -> None:
-        self.hub, self.folder, self.cache, self.store = server, folder, folder / "cache", Store(folder / "store")
+        self.hub, self.folder, self.cache, self.store = (
+            server,
+            folder,
+            folder / "cache",
+            Store(folder / "store"),
+        )
         self.at: dict[str, Any] = {"endpoint": server.url, "cache": self.cache}
 
     @property
@@ -48,9 +61,13 @@ class Place:
 
     def made(self, at: str = "made", *, version: int = 1, **changes: Any) -> Bundle:
         name = changes.get("name", "tiny")
-        return write_bundle(make_draft(**changes), self.folder / at / f"{name}-{version}", version=version)
+        return write_bundle(
+            make_draft(**changes), self.folder / at / f"{name}-{version}", version=version
+        )
 
-    def offered(self, files: dict[str, bytes] | None = None, tag: str | None = None) -> dict[str, bytes]:
+    def offered(
+        self, files: dict[str, bytes] | None = None, tag: str | None = None
+    ) -> dict[str, bytes]:
         """These files, or a bundle's, in the repository."""
         files = files_of(self.made()) if files is None else files
         self.hub.repository("me/tiny", files, tag=tag)
@@ -62,14 +79,22 @@ class Place:
     def push(self, bundle: Bundle, **options: Any) -> Pushed:
         return push(bundle, HubAddress("me/tiny"), **self.at | options)
 
-    def refuses(self, error: type[Exception], word: str = "", address: str = URL, **options: Any) -> None:
+    def refuses(
+        self, error: type[Exception], word: str = "", address: str = URL, **options: Any
+    ) -> None:
         """The pull fails so, and the store is as it was: empty."""
         with pytest.raises(error, match=word or None):
             self.pull(address, **options)
         assert self.store.list() == []
-        assert not [path for path in self.store.root.rglob("*") if path.is_file()] if self.store.root.exists() else True
+        assert (
+            not [path for path in self.store.root.rglob("*") if path.is_file()]
+            if self.store.root.exists()
+            else True
+        )
 
-    def refuses_push(self, error: type[Exception], word: str, bundle: Bundle, **options: Any) -> None:
+    def refuses_push(
+        self, error: type[Exception], word: str, bundle: Bundle, **options: Any
+    ) -> None:
         """The push fails so, before anything is written."""
         before = self.written()
         with pytest.raises(error, match=word or None):
@@ -79,7 +104,14 @@ class Place:
     def written(self) -> int:
         return self.hub.count("^(POST|PUT)")
 
-    def when(self, pattern: str, act: Callable[[Request], Any], *, once: bool = False, instead: bool = True) -> None:
+    def when(
+        self,
+        pattern: str,
+        act: Callable[[Request], Any],
+        *,
+        once: bool = False,
+        instead: bool = True,
+    ) -> None:
         """From now on only this fault: at requests like this, ``instead`` of an answer."""
         done: list[Request] = []
 
@@ -106,9 +138,21 @@ def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Place]:
 def test_addresses() -> None:
     assert parse_address("hf://a-b/c.d_e@v1") == HubAddress("a-b/c.d_e", "v1")
     assert str(parse_address("hf://a/b@refs/pr/1")) == "hf://a/b@refs/pr/1"
-    for text in ("a/b", "hf://a", "hf://a/b/c", "hf://a/b@", "hf://../b", "hf://a/..", "hf://a/b@../../x",
-                 "hf://a/b@/etc", "hf://a--b/c", "hf://a/b@v1\n", "hf://a b/c", "https://huggingface.co/a/b",
-                 "hf://a/b@x/../y"):  # fmt: skip
+    for text in (
+        "a/b",
+        "hf://a",
+        "hf://a/b/c",
+        "hf://a/b@",
+        "hf://../b",
+        "hf://a/..",
+        "hf://a/b@../../x",
+        "hf://a/b@/etc",
+        "hf://a--b/c",
+        "hf://a/b@v1\n",
+        "hf://a b/c",
+        "https://huggingface.co/a/b",
+        "hf://a/b@x/../y",
+    ):
         with pytest.raises(InvalidReference, match="hf://OWNER/NAME"):
             parse_address(text)
 
@@ -117,9 +161,15 @@ def test_a_bundle_goes_there_and_back(place: Place) -> None:
     bundle = place.made(version=3, answer=ANSWER)
     done = place.push(bundle)
     assert (done.create, done.commit, done.nothing) == (True, True, False)
-    assert (done.url, done.address, done.private) == (f"{place.hub.url}/me/tiny/tree/v3", "hf://me/tiny@v3", False)
+    assert (done.url, done.address, done.private) == (
+        f"{place.hub.url}/me/tiny/tree/v3",
+        "hf://me/tiny@v3",
+        False,
+    )
     assert list(place.there.tags) == ["v3"]
-    assert {k: v for k, v in place.there.commits[place.there.tags["v3"]].items() if k[0] != "."} == files_of(bundle)
+    assert {
+        k: v for k, v in place.there.commits[place.there.tags["v3"]].items() if k[0] != "."
+    } == files_of(bundle)
     shown: list[int] = []
 
     def shows(total: int) -> Callable[[int], None]:
@@ -127,13 +177,22 @@ def test_a_bundle_goes_there_and_back(place: Place) -> None:
         return shown.append
 
     found = place.pull("hf://me/tiny@v3", bar=shows)
-    assert (found.added, found.offline, found.left_out, found.commit) == (True, None, [], place.there.tags["v3"])
+    assert (found.added, found.offline, found.left_out, found.commit) == (
+        True,
+        None,
+        [],
+        place.there.tags["v3"],
+    )
     assert sum(shown) == 0 > shown[0]  # every byte was shown once
     loaded = place.store.verify("tiny:3")
     assert loaded.manifest == bundle.manifest
     assert place.hub.leaked == []  # the storage, another host, never saw the token
     again = place.pull()
-    assert (again.added, again.bundle.path, place.hub.count("GET /storage")) == (False, loaded.path, 4)
+    assert (again.added, again.bundle.path, place.hub.count("GET /storage")) == (
+        False,
+        loaded.path,
+        4,
+    )
 
 
 def test_the_next_version_follows_and_the_old_stays(place: Place) -> None:
@@ -159,10 +218,15 @@ def test_the_next_version_follows_and_the_old_stays(place: Place) -> None:
 
 def test_a_push_never_writes_over_something_else(place: Place) -> None:
     bundle, strange = place.made(), {"config.json": b"{}", "model.bin": b"x"}
-    another, other = (files_of(place.made("there", **changes)) for changes in ({"seed": 1}, {"name": "other"}))
-    for files, tag, word in ((another, "v1", "v1 is another bundle"), (another, None, "main is another bundle"),
-                             (other, None, "expected other, found tiny"),
-                             (strange, None, r"'config\.json', 'model\.bin'")):  # fmt: skip
+    another, other = (
+        files_of(place.made("there", **changes)) for changes in ({"seed": 1}, {"name": "other"})
+    )
+    for files, tag, word in (
+        (another, "v1", "v1 is another bundle"),
+        (another, None, "main is another bundle"),
+        (other, None, "expected other, found tiny"),
+        (strange, None, r"'config\.json', 'model\.bin'"),
+    ):
         place.hub.repositories.clear()
         place.offered(files, tag)
         place.refuses_push(BundleConflict, word, bundle)
@@ -177,11 +241,15 @@ def test_what_else_is_pushed_and_what_is_not(place: Place) -> None:
         place.push(place.made("card", card="---\nbase_model: /home/me/model\n---\n# tiny\n"))
     assert place.there.tags == {}
     del place.hub.repositories["me/tiny"]
-    place.offered({"README.md": b"# mine\n", "LICENSE": b"x"})  # a repository made by hand gets its first bundle
+    place.offered(
+        {"README.md": b"# mine\n", "LICENSE": b"x"}
+    )  # a repository made by hand gets its first bundle
     assert place.push(place.made()).commit
 
 
-def test_private_means_private_and_asks_for_a_token(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_private_means_private_and_asks_for_a_token(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place.offered({})
     place.refuses_push(BundleConflict, "public", place.made(), private=True)
     del place.hub.repositories["me/tiny"]
@@ -221,7 +289,10 @@ def test_what_goes_wrong_during_a_push(place: Place) -> None:
 
 
 def test_a_pin_is_held_and_other_files_are_told_and_never_fetched(place: Place) -> None:
-    own, names = files_of(place.made()), ("../evil.txt", "/etc/evil", "model.pkl", "setup.py", "plots/x.svg")
+    own, names = (
+        files_of(place.made()),
+        ("../evil.txt", "/etc/evil", "model.pkl", "setup.py", "plots/x.svg"),
+    )
     place.offered(dict.fromkeys(names, b"\x80\x04.") | own)
     place.refuses(errors.DigestMismatch, "--digest", digest="sha256:" + "0" * 64)
     place.refuses(InvalidReference, "64 hex", digest="sha256:0")
@@ -239,7 +310,9 @@ def listing(name: str) -> Callable[[Place, Files], Files]:
     def make(place: Place, own: Files) -> Files:
         files = {key: data for key, data in own.items() if key != MANIFEST} | {name: b"x"}
         records = {key: dataclasses.asdict(record_of(data)) for key, data in files.items()}
-        return files | {MANIFEST: readable_json(with_seal(json.loads(own[MANIFEST]) | {"files": records}))}
+        return files | {
+            MANIFEST: readable_json(with_seal(json.loads(own[MANIFEST]) | {"files": records}))
+        }
 
     return make
 
@@ -250,20 +323,60 @@ def with_file(name: str, change: Callable[[bytes], bytes]) -> Callable[[Place, F
 
 # What is offered, the error and a word of it, and what is not even asked for.
 REFUSED: list[tuple[Callable[[Place, Files], Files], type[Exception], str, str]] = [
-    *((listing(name), errors.UnknownField, "", "evil|setup") for name in
-      ("../evil.txt", "/tmp/evil", "plots/../../evil.png", "evil.pkl", "setup.py", ".evil")),
-    (lambda place, own: {"config.json": b"{}", "pytorch_model.bin": b"x"}, errors.MissingFile, "no bundle", "resolve"),
-    (lambda place, own: own | {MANIFEST: files_of(place.made("o", name="other", seed=3))[MANIFEST]}, BundleDamaged, "",
-     "storage"),
-    (lambda place, own: files_of(place.made(version=10**9)), errors.BadValue, "999999999", "storage"),
-    (lambda place, own: {key: own[key] for key in own if "golden" not in key}, BundleDamaged, "", "storage"),
-    (with_file("probes.safetensors", lambda data: data[::-1]), BundleDamaged, "", "storage"),  # the hub's own digest
+    *(
+        (listing(name), errors.UnknownField, "", "evil|setup")
+        for name in (
+            "../evil.txt",
+            "/tmp/evil",
+            "plots/../../evil.png",
+            "evil.pkl",
+            "setup.py",
+            ".evil",
+        )
+    ),
+    (
+        lambda place, own: {"config.json": b"{}", "pytorch_model.bin": b"x"},
+        errors.MissingFile,
+        "no bundle",
+        "resolve",
+    ),
+    (
+        lambda place, own: (
+            own | {MANIFEST: files_of(place.made("o", name="other", seed=3))[MANIFEST]}
+        ),
+        BundleDamaged,
+        "",
+        "storage",
+    ),
+    (
+        lambda place, own: files_of(place.made(version=10**9)),
+        errors.BadValue,
+        "999999999",
+        "storage",
+    ),
+    (
+        lambda place, own: {key: own[key] for key in own if "golden" not in key},
+        BundleDamaged,
+        "",
+        "storage",
+    ),
+    (
+        with_file("probes.safetensors", lambda data: data[::-1]),
+        BundleDamaged,
+        "",
+        "storage",
+    ),  # the hub's own digest
     (with_file("evaluation.json", lambda data: data + b" "), BundleDamaged, "", "storage"),
     (with_file("README.md", lambda data: data[::-1]), BundleDamaged, "", "evil"),
     (with_file(MANIFEST, lambda data: b"{}"), BundleDamaged, "", "storage"),
     (with_file(MANIFEST, lambda data: data + b" " * (2 << 20)), BundleDamaged, "", "storage"),
-    (with_file(MANIFEST, lambda data: data.replace(b'd": 0.5', b'd": 0.9')), BundleDamaged, "", "storage"),
-]  # fmt: skip
+    (
+        with_file(MANIFEST, lambda data: data.replace(b'd": 0.5', b'd": 0.9')),
+        BundleDamaged,
+        "",
+        "storage",
+    ),
+]
 
 
 def test_what_a_pull_refuses(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,7 +450,9 @@ def test_a_download_that_fails_or_breaks_off(place: Place) -> None:
     again.verify("tiny:1")
 
 
-def test_without_a_connection_the_cache_serves(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_connection_the_cache_serves(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place.offered(tag="v1")
     place.pull("hf://me/tiny@v1", into=Store(place.folder / "first"))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
@@ -386,7 +501,9 @@ def test_a_name_of_the_package_or_of_another_repository_keeps_its_meaning(place:
         place.pull(into=store)
     assert place.pull(into=store, take_over=True).added
     place.hub.repository("me/same", files_of(place.made("same", seed=1)))
-    assert not place.pull("hf://me/same", into=Store(place.folder / "new", fallbacks=[package])).added
+    assert not place.pull(
+        "hf://me/same", into=Store(place.folder / "new", fallbacks=[package])
+    ).added
     place.hub.repository("mallory/tiny", files_of(place.made(version=2, seed=1)))
     place.pull()
     with pytest.raises(BundleConflict, match="from another source; this bundle would replace it"):
@@ -396,7 +513,9 @@ def test_a_name_of_the_package_or_of_another_repository_keeps_its_meaning(place:
 def pull_and_die(place: Place, moment: str) -> None:
     if moment == "rename":
         rename = os.rename
-        os.rename = lambda a, b: os.kill(os.getpid(), signal.SIGKILL) if ".publish-" in str(a) else rename(a, b)
+        os.rename = lambda a, b: (
+            os.kill(os.getpid(), signal.SIGKILL) if ".publish-" in str(a) else rename(a, b)
+        )
     place.pull()
 
 
@@ -430,12 +549,16 @@ def test_a_killed_pull_leaves_the_store_as_it_was(place: Place, moment: str) -> 
 
 @pytest.fixture
 def ask(place: Place, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Ask this endpoint, as HF_ENDPOINT and HF_HOME would have it, which huggingface_hub reads when imported."""
+    """Ask this endpoint, as HF_ENDPOINT and HF_HOME would have it, which huggingface_hub reads when
+    imported."""
     init = hub.Hub.__init__
 
     def use(endpoint: str) -> None:
         cache = place.folder / "hf"
-        changed = lambda self, repository, **_: init(self, repository, endpoint=endpoint, cache=cache)  # noqa: E731
+
+        def changed(self: Any, repository: str, **_: Any) -> None:
+            init(self, repository, endpoint=endpoint, cache=cache)
+
         monkeypatch.setattr(hub.Hub, "__init__", changed)
 
     use(place.hub.url)
@@ -459,7 +582,10 @@ def test_a_repository_is_read_as_a_store(
         Store("hf://me/nothing", [SHIPPED], cache=store.root.parent).load("demo")
     assert store.load("tiny").manifest == pushed.manifest
     assert files_of(store.load("tiny:2")) == files_of(pushed)
-    assert [(summary.reference, summary.error) for summary in store.list()] == [("tiny:1", None), ("tiny:2", None)]
+    assert [(summary.reference, summary.error) for summary in store.list()] == [
+        ("tiny:1", None),
+        ("tiny:2", None),
+    ]
     strict = opens(URL, trust=Trust(required_signature(str(keys.public))))
     assert strict.load("tiny").reference == "tiny:2"
     with pytest.raises(errors.SignatureMissing):
@@ -467,16 +593,21 @@ def test_a_repository_is_read_as_a_store(
     for missing in ("tiny:3", "tiny@production", "other"):
         with pytest.raises(errors.BundleNotFound):
             store.load(missing)
-    assert Store(URL, [SHIPPED], cache=store.root.parent).load("demo").path == SHIPPED / "demo" / "1"
+    assert (
+        Store(URL, [SHIPPED], cache=store.root.parent).load("demo").path == SHIPPED / "demo" / "1"
+    )
     opens(URL, "other").load("tiny:1")
     ask(NOWHERE)
     for cache in ("other", "new"):  # huggingface_hub's cache and ours have tiny:1
         with pytest.raises(errors.StoreUnreachable):
             opens(URL, cache).load("tiny:1")
-    for action in (store.check_writable, lambda: store.publish(make_draft(2)),
-                   lambda: store.own.set_alias("tiny", "production", 1, "previous"),
-                   lambda: store.own.write_signature("tiny", 1, b""),
-                   lambda: store.own.add(make_draft(2).manifest, {})):  # fmt: skip
+    for action in (
+        store.check_writable,
+        lambda: store.publish(make_draft(2)),
+        lambda: store.own.set_alias("tiny", "production", 1, "previous"),
+        lambda: store.own.write_signature("tiny", 1, b""),
+        lambda: store.own.add(make_draft(2).manifest, {}),
+    ):
         with pytest.raises(errors.StoreRefused, match="bundle push"):
             action()
     with pytest.raises(InvalidReference, match="hf://OWNER/NAME"):
@@ -491,11 +622,15 @@ def test_a_signature_goes_to_the_hub_and_back(pushed: Bundle, place: Place, keys
     with pytest.raises(errors.SignatureMissing):
         place.pull(f"{URL}@v1", into=Store(place.folder / "other", trust=there.trust))
     assert Store(place.folder / "other").list() == []
-    (there.root / "tiny" / "2" / SIGNATURE).unlink()  # a pull brings the signature that a bundle lacks
+    (
+        there.root / "tiny" / "2" / SIGNATURE
+    ).unlink()  # a pull brings the signature that a bundle lacks
     assert place.pull(into=there).added is False
     assert files_of(there.load("tiny")) == files_of(pushed)
     # a version on the hub is not signed later, and the next one has its own
-    place.refuses_push(BundleConflict, "Sign before", place.store.sign("tiny:1", Signing(keys.private)))
+    place.refuses_push(
+        BundleConflict, "Sign before", place.store.sign("tiny:1", Signing(keys.private))
+    )
     assert place.push(pushed).nothing
     assert SIGNATURE in place.push(place.store.publish(make_draft(2))).deleted
     assert SIGNATURE not in place.there.commits[place.there.head]

@@ -86,7 +86,8 @@ def changed(document: dict[str, Any], path: str, change: dict[str, Any]) -> dict
 
 
 def refuses(error: type[BundleDamaged], field: str | None, data: bytes | dict[str, Any]) -> str:
-    """Reading fails with exactly this error, whose field begins so; a document is sealed anew.  The message."""
+    """Reading fails with exactly this error, whose field begins so; a document is sealed anew.  The
+    message."""
     with pytest.raises(BundleDamaged) as caught:
         read_manifest(data if isinstance(data, bytes) else reseal(data))
     assert type(caught.value) is error, caught.value
@@ -120,22 +121,47 @@ def test_what_is_written_is_read_back(value: dict[str, Any]) -> None:
 
 
 TEXTS: list[tuple[type[BundleDamaged], str | None, bytes]] = [
-    *((BadValue, None, data) for data in (b"\xff\xfe}\n", b"[" * 100_000 + b"}\n", b"{,}\n", b"[]\n",
-                                         b'{"version": ' + b"9" * 5000 + b"}\n")),
-    *((errors.NotFinite, None, DATA.replace(b'"threshold": 0.5', b'"threshold": ' + text))
-      for text in (b"NaN", b"Infinity", b"-Infinity", b"1e999")),
-    *((BadValue, f"{path}.{name}", json.dumps(changed(DOCUMENT, path, {name: "\ud800"})).encode())
-      for path, name in (("model", "name"), ("training", "judge"))),
-    (UnknownField, "version", DATA.replace(b'"threshold"', b'"version": 1,\n  "threshold"')),  # a key twice
-    (DigestMismatch, "seal", DATA.replace(b'"version": 1', b'"version":  1')),  # other spellings of the same
+    *(
+        (BadValue, None, data)
+        for data in (
+            b"\xff\xfe}\n",
+            b"[" * 100_000 + b"}\n",
+            b"{,}\n",
+            b"[]\n",
+            b'{"version": ' + b"9" * 5000 + b"}\n",
+        )
+    ),
+    *(
+        (errors.NotFinite, None, DATA.replace(b'"threshold": 0.5', b'"threshold": ' + text))
+        for text in (b"NaN", b"Infinity", b"-Infinity", b"1e999")
+    ),
+    *(
+        (BadValue, f"{path}.{name}", json.dumps(changed(DOCUMENT, path, {name: "\ud800"})).encode())
+        for path, name in (("model", "name"), ("training", "judge"))
+    ),
+    (
+        UnknownField,
+        "version",
+        DATA.replace(b'"threshold"', b'"version": 1,\n  "threshold"'),
+    ),  # a key twice
+    (
+        DigestMismatch,
+        "seal",
+        DATA.replace(b'"version": 1', b'"version":  1'),
+    ),  # other spellings of the same
     (DigestMismatch, "seal", DATA.replace(b"tiny-llama", rb"tiny\u002dllama")),
-    *((BadValue, field, readable_json(DOCUMENT | {field: value})) for field in ("digest", "seal")
-      for value in ("0" * 64, "md5:" + "0" * 64, "sha256:" + "0" * 63)),
+    *(
+        (BadValue, field, readable_json(DOCUMENT | {field: value}))
+        for field in ("digest", "seal")
+        for value in ("0" * 64, "md5:" + "0" * 64, "sha256:" + "0" * 63)
+    ),
     (DigestMismatch, "digest", readable_json(DOCUMENT | {"threshold": 0.25})),
-    *((DigestMismatch, "seal", readable_json(DOCUMENT | change))
-      for change in ({"created": "2031-01-01T00:00:00Z"}, {"version": 2})),
+    *(
+        (DigestMismatch, "seal", readable_json(DOCUMENT | change))
+        for change in ({"created": "2031-01-01T00:00:00Z"}, {"version": 2})
+    ),
     *((errors.Truncated, None, DATA[:length]) for length in range(len(DATA))),
-]  # fmt: skip
+]
 
 
 def test_damaged_text() -> None:
@@ -258,13 +284,24 @@ def test_each_field_takes_its_documented_type_and_no_other() -> None:
 
 def test_files() -> None:
     files, record = DOCUMENT["files"], {"bytes": 1, "sha256": "0" * 64}
-    for name in ("weights.pkl", "../../escape.png", "plots/../../x.png", "/etc/passwd", "plots/a/b.png", "plots/.png"):
+    for name in (
+        "weights.pkl",
+        "../../escape.png",
+        "plots/../../x.png",
+        "/etc/passwd",
+        "plots/a/b.png",
+        "plots/.png",
+    ):
         refuses(UnknownField, f"files.{name}", DOCUMENT | {"files": files | {name: record}})
     for name in files.keys() - {"plots/roc.png"}:
         without = {key: value for key, value in files.items() if key != name}
         refuses(MissingField, f"files.{name}", DOCUMENT | {"files": without})
     refuses(MissingField, "files.answer.safetensors", EVERYTHING | {"files": files})
-    refuses(UnknownField, "files.answer.safetensors", DOCUMENT | {"files": files | {"answer.safetensors": record}})
+    refuses(
+        UnknownField,
+        "files.answer.safetensors",
+        DOCUMENT | {"files": files | {"answer.safetensors": record}},
+    )
     for field, values in (("bytes", (-1, MAX_FILE + 1)), ("sha256", ("0" * 63, "G" * 64))):
         for value in values:
             changes = {"README.md": record | {field: value}}
@@ -346,7 +383,12 @@ TOGETHER: list[tuple[tuple[ContextProbe, ...] | None, Applicability | None, Sequ
     ((PASSAGE, STATED, PASSAGE), None, READING, "context.probes"),
     ((PASSAGE,), None, READING, "context.probes"),
     ((PASSAGE,), None, ("depth_mean", "passage", "stated_length"), "context.probes"),
-    ((STATED,), None, ("depth_mean", "stated"), "context.probes"),  # the signal is P(passage) P(stated)
+    (
+        (STATED,),
+        None,
+        ("depth_mean", "stated"),
+        "context.probes",
+    ),  # the signal is P(passage) P(stated)
     ((ASKS,), f.APPLICABILITY, ("depth_mean", "passage"), "context.probes"),
     ((PASSAGE, STATED), f.APPLICABILITY, READING, "context.applicability"),
     ((ASKS, PASSAGE, STATED), None, READING, "context.applicability"),
@@ -386,7 +428,9 @@ def test_a_guarantee_of_answers_that_were_read_needs_both() -> None:
         with pytest.raises(BadValue, match="guarantee_reads_answers"):
             render(make_draft(**without, guarantee_reads_answers=True))
     for value in wrong(documented()["guarantee_reads_answers"].kind):
-        refuses(BadValue, "guarantee_reads_answers", EVERYTHING | {"guarantee_reads_answers": value})
+        refuses(
+            BadValue, "guarantee_reads_answers", EVERYTHING | {"guarantee_reads_answers": value}
+        )
 
 
 def test_strata_are_those_of_a_guarantee_whose_threshold_is_the_strictest() -> None:
@@ -413,7 +457,9 @@ def test_digest_ignores_time_and_version_and_the_seal_does_not() -> None:
     assert later.seal != MANIFEST.seal
     assert dataclasses.replace(sealed(FULL, version=2), version=1, seal=FULL.seal) == FULL
     assert sealed(dataclasses.replace(MANIFEST, threshold=0.25)).digest != MANIFEST.digest
-    other = {key: value for key, value in DOCUMENT.items() if key != "seal"} | {"digest": "sha256:" + "0" * 64}
+    other = {key: value for key, value in DOCUMENT.items() if key != "seal"} | {
+        "digest": "sha256:" + "0" * 64
+    }
     right_seal = {"seal": "sha256:" + sha256(canonical_json(other))}
     refuses(DigestMismatch, "digest", readable_json(other | right_seal))
 
@@ -424,8 +470,12 @@ def test_the_half_width_and_what_a_recalibration_does() -> None:
     risk = np.array([[0.1, 0.5], [0.9, 0.99]])
     np.testing.assert_allclose(PLATT(risk), expit(0.5 * logit(risk) - 1.0), rtol=1e-12)
     beta = Recalibration("beta", 0.5, 2.0, 0.3)
-    np.testing.assert_allclose(beta(risk), expit(0.5 * np.log(risk) - 2 * np.log1p(-risk) + 0.3), rtol=1e-12)
-    assert STEPS(np.array([0.0, 0.125, 0.25, 0.75, 1.0])).tolist() == pytest.approx([0.1, 0.15, 0.2, 0.75, 0.9])
+    np.testing.assert_allclose(
+        beta(risk), expit(0.5 * np.log(risk) - 2 * np.log1p(-risk) + 0.3), rtol=1e-12
+    )
+    assert STEPS(np.array([0.0, 0.125, 0.25, 0.75, 1.0])).tolist() == pytest.approx(
+        [0.1, 0.15, 0.2, 0.75, 0.9]
+    )
     for recalibration in (PLATT, STEPS, Recalibration("beta", 0.0, 1.0, 0.0)):
         assert math.isnan(float(recalibration(math.nan)))
         assert 0 <= float(recalibration(0.0)) < float(recalibration(1.0)) <= 1
@@ -465,22 +515,42 @@ def test_the_decoding_of_answers_is_greedy_where_training_generated_them() -> No
 
 MODEL = f.MODEL
 LOADED = ModelIdentity(
-    model="/another/folder", revision="local", fingerprint=MODEL.fingerprint, architecture=MODEL.architecture,
-    model_type=MODEL.model_type, tokenizer=MANIFEST.tokenizer.digest, chat_template=MANIFEST.chat_template.digest,
-    dtype="bfloat16", geometry=Geometry(3, 2, 4, 8), max_tokens=64,
-)  # fmt: skip
+    model="/another/folder",
+    revision="local",
+    fingerprint=MODEL.fingerprint,
+    architecture=MODEL.architecture,
+    model_type=MODEL.model_type,
+    tokenizer=MANIFEST.tokenizer.digest,
+    chat_template=MANIFEST.chat_template.digest,
+    dtype="bfloat16",
+    geometry=Geometry(3, 2, 4, 8),
+    max_tokens=64,
+)
 # In the order in which they are checked.
 WRONG: list[tuple[type[errors.BundleRefused], str, dict[str, Any]]] = [
     (errors.WrongModel, "model.architecture", {"architecture": "GPT2LMHeadModel"}),
     (errors.WrongModel, "model.fingerprint", {"fingerprint": OTHER}),
     (errors.WrongModel, "model.adapter", {"adapter": OTHER}),
-    *((errors.WrongGeometry, f"model.{size}", {"geometry": Geometry(*shape)}) for size, shape in (
-        ("num_layers", (4, 2, 4, 8)), ("num_heads", (3, 1, 4, 8)), ("head_dim", (3, 2, 8, 8)),
-        ("hidden_size", (3, 2, 4, 16)))),
+    *(
+        (errors.WrongGeometry, f"model.{size}", {"geometry": Geometry(*shape)})
+        for size, shape in (
+            ("num_layers", (4, 2, 4, 8)),
+            ("num_heads", (3, 1, 4, 8)),
+            ("head_dim", (3, 2, 8, 8)),
+            ("hidden_size", (3, 2, 4, 16)),
+        )
+    ),
     (errors.WrongTokenizer, "tokenizer.digest", {"tokenizer": OTHER}),
-    *((errors.WrongChatTemplate, "chat_template.digest", {"chat_template": other}) for other in (OTHER, None)),
-    (errors.WrongChatTemplate, "chat_template.arguments", {"template_arguments": {"enable_thinking": False}}),
-]  # fmt: skip
+    *(
+        (errors.WrongChatTemplate, "chat_template.digest", {"chat_template": other})
+        for other in (OTHER, None)
+    ),
+    (
+        errors.WrongChatTemplate,
+        "chat_template.arguments",
+        {"template_arguments": {"enable_thinking": False}},
+    ),
+]
 
 
 def test_each_difference_of_the_model_has_its_own_error_and_the_first_in_order_is_named() -> None:
@@ -490,7 +560,9 @@ def test_each_difference_of_the_model_has_its_own_error_and_the_first_in_order_i
     with pytest.raises(errors.WrongChatTemplate, match="expected none"):
         check_identity(bare, LOADED)
     for first, (error, field, own) in enumerate(WRONG):
-        later = {key: value for _, _, change in reversed(WRONG[first:]) for key, value in change.items()}
+        later = {
+            key: value for _, _, change in reversed(WRONG[first:]) for key, value in change.items()
+        }
         for changes in (own, later):
             with pytest.raises(errors.BundleRefused) as caught:
                 check_identity(MANIFEST, dataclasses.replace(LOADED, **changes))
@@ -499,16 +571,22 @@ def test_each_difference_of_the_model_has_its_own_error_and_the_first_in_order_i
                 assert part in caught.value.message
 
 
-def test_other_weights_of_the_same_repository_are_another_revision_and_the_same_weights_are_none() -> None:
+def test_other_weights_of_the_same_repository_are_another_revision() -> None:
     hub, other = "a" * 40, "b" * 40
     own = render(make_draft(model={"name": "acme/tiny", "revision": hub}))[0]
     served = dataclasses.replace(LOADED, model="acme/tiny", revision=other)
     for same in ({}, {"revision": hub}, {"revision": "local"}, {"model": "elsewhere/tiny"}):
         check_identity(own, dataclasses.replace(served, **same))
     check_identity(MANIFEST, served)  # of a folder, or of a version that recorded no commit
-    with pytest.raises(errors.WrongRevision, match=f"acme/tiny at revision {hub}.*--revision {hub}") as caught:
+    with pytest.raises(
+        errors.WrongRevision, match=f"acme/tiny at revision {hub}.*--revision {hub}"
+    ) as caught:
         check_identity(own, dataclasses.replace(served, fingerprint=OTHER))
-    assert (caught.value.field, caught.value.expected, caught.value.found) == ("model.revision", hub, other)
+    assert (caught.value.field, caught.value.expected, caught.value.found) == (
+        "model.revision",
+        hub,
+        other,
+    )
     for known in ({"revision": hub}, {"revision": "local"}, {"model": "elsewhere/tiny"}):
         with pytest.raises(errors.WrongModel):
             check_identity(own, dataclasses.replace(served, fingerprint=OTHER, **known))
@@ -550,8 +628,12 @@ def test_each_error_has_a_code_and_a_docstring_of_its_own() -> None:
 
 
 def test_a_message_names_file_field_expected_found_and_cure() -> None:
-    error = errors.BadValue("bad value", file="a/1/bundle.json", field="threshold", expected="a", found="b" * 1000)
-    assert error.message.startswith("a/1/bundle.json field threshold: bad value; expected a, found bbb")
+    error = errors.BadValue(
+        "bad value", file="a/1/bundle.json", field="threshold", expected="a", found="b" * 1000
+    )
+    assert error.message.startswith(
+        "a/1/bundle.json field threshold: bad value; expected a, found bbb"
+    )
     assert "1000 characters" in error.message
     assert error.message.endswith(errors.BundleDamaged.default_cure or "never")
     assert len(error.message) < 400

@@ -1,4 +1,5 @@
-"""What stores by URL do besides: objects, copies, servers that do not answer, publishers that are killed."""
+"""What stores by URL do besides: objects, copies, servers that do not answer, publishers that are
+killed."""
 
 from __future__ import annotations
 
@@ -20,7 +21,13 @@ from s3fs import S3FileSystem
 from probes_store import bucket, errors
 from probes_store.bucket import Objects
 from probes_store.bundle import SIGNATURE, read_files, read_signature
-from probes_store.errors import BundleDamaged, InvalidReference, MissingFile, StoreRefused, StoreUnreachable
+from probes_store.errors import (
+    BundleDamaged,
+    InvalidReference,
+    MissingFile,
+    StoreRefused,
+    StoreUnreachable,
+)
 from probes_store.manifest import MANIFEST, Manifest, manifest_bytes, sealed
 from probes_store.store import SHIPPED, Store
 from probes_store.transfer import copy
@@ -47,7 +54,9 @@ def test_each_change_of_an_alias_is_a_revision(url: str, opens: Opens) -> None:
     store = opens(url)
     for seed in range(2):
         store.publish(make_draft(seed))
-    Objects(url).put("tiny/aliases.json", b'{\n  "production": 1\n}\n')  # a local store's, which was copied there
+    Objects(url).put(
+        "tiny/aliases.json", b'{\n  "production": 1\n}\n'
+    )  # a local store's, which was copied there
     assert store.load("tiny").reference == "tiny:1"
     for version in (1, 2, 2):  # as it is: no new revision
         store.set_alias("tiny", "canary", version)
@@ -60,7 +69,21 @@ def test_names_in_a_listing_lead_nowhere(memory: str, opens: Opens, monkeypatch:
     """A server may list what it likes."""
     store, real = opens(memory), Objects.children
     store.publish(make_draft(0))
-    evil = ["..", "../../etc", "/etc", "%2e%2e", "tiny/../..", "tiny\n", "", ".", "1/../../x", "-1", "01", "1e3", "٣"]
+    evil = [
+        "..",
+        "../../etc",
+        "/etc",
+        "%2e%2e",
+        "tiny/../..",
+        "tiny\n",
+        "",
+        ".",
+        "1/../../x",
+        "-1",
+        "01",
+        "1e3",
+        "٣",
+    ]
     monkeypatch.setattr(Objects, "children", lambda self, *parts: [*evil, *real(self, *parts)])
     assert [summary.reference for summary in store.list()] == ["tiny:1"]
     assert store.aliases("tiny") == {}
@@ -70,7 +93,9 @@ def test_names_in_a_listing_lead_nowhere(memory: str, opens: Opens, monkeypatch:
     assert sorted(path.name for path in store.root.iterdir()) == ["tiny"]
 
 
-def test_a_huge_object_is_not_read_to_its_end(memory: str, opens: Opens, monkeypatch: Patch) -> None:
+def test_a_huge_object_is_not_read_to_its_end(
+    memory: str, opens: Opens, monkeypatch: Patch
+) -> None:
     bundle, objects = opens(memory).publish(make_draft(0)), Objects(memory)
     taken, real = [], Objects.read
 
@@ -80,7 +105,11 @@ def test_a_huge_object_is_not_read_to_its_end(memory: str, opens: Opens, monkeyp
         return data
 
     monkeypatch.setattr(Objects, "read", counted)
-    for path in (f"tiny/1/{MANIFEST}", blob_of(bundle.manifest, "README.md"), "tiny/aliases/1.json"):
+    for path in (
+        f"tiny/1/{MANIFEST}",
+        blob_of(bundle.manifest, "README.md"),
+        "tiny/aliases/1.json",
+    ):
         before = objects.read(path, 1 << 20)
         objects.put(path, b" " * (40 << 20))
         with pytest.raises(BundleDamaged):
@@ -94,12 +123,27 @@ def test_a_huge_object_is_not_read_to_its_end(memory: str, opens: Opens, monkeyp
 def test_what_is_no_url_and_what_is_missing(
     memory: str, s3_url: str, opens: Opens, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    for text in ("s3://", "s3:///x", "s3://b/../x", "s3://b//x", "s3://b/.x", "ftp://b/x", "S3://b", "s3://b/x?y",
-                 "s3://a:b@c/x", "zip://x::s3://b/x", "file:///tmp/x", "s3://b/x y", "s3://b/x\n"):  # fmt: skip
+    for text in (
+        "s3://",
+        "s3:///x",
+        "s3://b/../x",
+        "s3://b//x",
+        "s3://b/.x",
+        "ftp://b/x",
+        "S3://b",
+        "s3://b/x?y",
+        "s3://a:b@c/x",
+        "zip://x::s3://b/x",
+        "file:///tmp/x",
+        "s3://b/x y",
+        "s3://b/x\n",
+    ):
         with pytest.raises(InvalidReference, match="s3://BUCKET/PREFIX"):
             Store(text, cache=tmp_path)
     opens(f"{memory}/a").publish(make_draft(0))
-    assert opens(f"{memory}/a/").load("tiny").reference == "tiny:1"  # a slash at the end makes no other store
+    assert (
+        opens(f"{memory}/a/").load("tiny").reference == "tiny:1"
+    )  # a slash at the end makes no other store
     with pytest.raises(StoreRefused, match="bucked"):
         Store("s3://bucked/x", [SHIPPED], cache=tmp_path).load("nothing")
     monkeypatch.setitem(sys.modules, "adlfs", None)
@@ -110,13 +154,19 @@ def test_what_is_no_url_and_what_is_missing(
 def test_what_changed_or_is_gone_at_the_url_is_refused(url: str, opens: Opens) -> None:
     store, objects = opens(url), Objects(url)
     bundle = store.publish(make_draft(0))
-    assert [stat.S_IMODE(folder.stat().st_mode) for folder in (store.root, store.root.parent)] == [0o700, 0o700]
+    assert [stat.S_IMODE(folder.stat().st_mode) for folder in (store.root, store.root.parent)] == [
+        0o700,
+        0o700,
+    ]
     for name in ("probes.safetensors", MANIFEST):  # a damaged copy is fetched again
         (bundle.path / name).write_bytes(b"x")
         assert store.verify("tiny").manifest == bundle.manifest
     (bundle.path / "README.md").unlink()
     assert store.verify("tiny").card() == "# tiny\n\nA bundle for tests.\n"
-    blob, size = blob_of(bundle.manifest, "probes.safetensors"), bundle.manifest.files["probes.safetensors"].bytes
+    blob, size = (
+        blob_of(bundle.manifest, "probes.safetensors"),
+        bundle.manifest.files["probes.safetensors"].bytes,
+    )
     for data in (b"x" * size, b"x" * 10_000):
         objects.put(blob, data)
         with pytest.raises(errors.DigestMismatch, match=r"tiny/1/probes\.safetensors"):
@@ -138,12 +188,19 @@ def test_what_changed_or_is_gone_at_the_url_is_refused(url: str, opens: Opens) -
 
 def test_another_bundle_under_a_known_version_is_refused(url: str, opens: Opens) -> None:
     store = opens(url)
-    first, rogue = store.publish(make_draft(0)), opens(f"{url}-rogue", "rogue").publish(make_draft(1))
+    first, rogue = (
+        store.publish(make_draft(0)),
+        opens(f"{url}-rogue", "rogue").publish(make_draft(1)),
+    )
     for name, data in read_files(rogue.path, rogue.manifest).items():
         Objects(url).put(blob_of(rogue.manifest, name), data)
     Objects(url).put(f"tiny/1/{MANIFEST}", manifest_bytes(rogue.manifest))
-    assert opens(url, "new").load("tiny").manifest.digest == rogue.manifest.digest  # who never saw it cannot tell
-    again = sealed(first.manifest, created="2030-01-01T00:00:00Z")  # sealing anew makes another bundle, too
+    assert (
+        opens(url, "new").load("tiny").manifest.digest == rogue.manifest.digest
+    )  # who never saw it cannot tell
+    again = sealed(
+        first.manifest, created="2030-01-01T00:00:00Z"
+    )  # sealing anew makes another bundle, too
     for other in (rogue.manifest, again):
         Objects(url).put(f"tiny/1/{MANIFEST}", manifest_bytes(other))
         with pytest.raises(errors.BundleConflict, match="than before"):
@@ -173,19 +230,28 @@ def impatient(monkeypatch: Patch) -> None:
     monkeypatch.setattr("botocore.retryhandler.random.random", lambda: 0.0)
 
 
-def test_without_an_answer_nothing_is_read_or_written_though_a_copy_is_here(published: str, opens: Opens) -> None:
+def test_without_an_answer_nothing_is_read_or_written_though_a_copy_is_here(
+    published: str, opens: Opens
+) -> None:
     use(f"http://127.0.0.1:{free_port()}")
     store = opens(published, "reader")
     assert (store.root / "tiny" / "1" / MANIFEST).exists()
-    for action in (lambda: store.load("tiny"), lambda: store.load("tiny:1"), store.list,
-                   lambda: store.publish(make_draft(9)), lambda: store.set_alias("tiny", "canary", 1),
-                   # not the package's own in its place
-                   lambda: Store(published, [SHIPPED], cache=store.root.parent).load("demo")):  # fmt: skip
+    for action in (
+        lambda: store.load("tiny"),
+        lambda: store.load("tiny:1"),
+        store.list,
+        lambda: store.publish(make_draft(9)),
+        lambda: store.set_alias("tiny", "canary", 1),
+        # not the package's own in its place
+        lambda: Store(published, [SHIPPED], cache=store.root.parent).load("demo"),
+    ):
         with pytest.raises(StoreUnreachable, match="no answer"):
             action()
 
 
-def test_a_busy_a_silent_and_a_dying_server_give_no_answer(s3_url: str, tmp_path: Path, monkeypatch: Patch) -> None:
+def test_a_busy_a_silent_and_a_dying_server_give_no_answer(
+    s3_url: str, tmp_path: Path, monkeypatch: Patch
+) -> None:
     with answering(503) as busy:
         use(busy)
         with pytest.raises(StoreUnreachable, match="no answer"):
@@ -228,7 +294,9 @@ def test_a_refusal_is_no_missing_answer(published: str, opens: Opens, monkeypatc
 
 def test_two_that_add_the_same_version(s3_url: str, opens: Opens, tmp_path: Path) -> None:
     """Both have tiny:1 of their own; one wins, the other is told."""
-    rivals = [write_bundle(make_draft(seed), tmp_path / str(seed) / "tiny" / "1") for seed in range(2)]
+    rivals = [
+        write_bundle(make_draft(seed), tmp_path / str(seed) / "tiny" / "1") for seed in range(2)
+    ]
     barrier, told = threading.Barrier(2), []
 
     def add(number: int) -> None:
@@ -245,12 +313,21 @@ def test_two_that_add_the_same_version(s3_url: str, opens: Opens, tmp_path: Path
     for thread in threads:
         thread.join()
     assert [type(error) for error in told] == [errors.BundleConflict]
-    assert opens(s3_url, "reader").verify("tiny:1").manifest.digest in {rival.manifest.digest for rival in rivals}
+    assert opens(s3_url, "reader").verify("tiny:1").manifest.digest in {
+        rival.manifest.digest for rival in rivals
+    }
 
 
-def test_an_alias_moved_at_the_last_moment_is_not_lost(memory: str, opens: Opens, monkeypatch: Patch) -> None:
-    """Two promotions at once: the one that comes second keeps what the first one set as what was before."""
-    store, create, rival = opens(memory), Objects.create, [("production", 2, None), ("canary", 1, None)]
+def test_an_alias_moved_at_the_last_moment_is_not_lost(
+    memory: str, opens: Opens, monkeypatch: Patch
+) -> None:
+    """Two promotions at once: the one that comes second keeps what the first one set as what was
+    before."""
+    store, create, rival = (
+        opens(memory),
+        Objects.create,
+        [("production", 2, None), ("canary", 1, None)],
+    )
     for seed in range(3):
         store.publish(make_draft(seed))
     store.set_alias("tiny", "production", 1)
@@ -276,17 +353,27 @@ def test_a_version_taken_at_the_last_moment(memory: str, opens: Opens, monkeypat
         return create(self, path, data)
 
     monkeypatch.setattr(Objects, "create", late)
-    # The rival's own publish passes here as well, and takes the next rival with it: the last one is published first.
-    assert store.publish(make_draft(0)).manifest.digest == opens(memory).load("tiny:1").manifest.digest
+    # The rival's own publish passes here as well, and takes the next rival with it: the last one is
+    # published first.
+    assert (
+        store.publish(make_draft(0)).manifest.digest == opens(memory).load("tiny:1").manifest.digest
+    )
     assert rivals == []
     digests = [summary.manifest.digest for summary in store.list() if summary.manifest]
     assert len(digests) == len(set(digests)) == 2
 
 
-def test_an_answer_that_was_lost_makes_no_second_version(memory: str, opens: Opens, monkeypatch: Patch) -> None:
-    """The manifest was created, the answer got lost, and the client's second attempt found it there."""
+def test_an_answer_that_was_lost_makes_no_second_version(
+    memory: str, opens: Opens, monkeypatch: Patch
+) -> None:
+    """The manifest was created, the answer got lost, and the client's second attempt found it
+    there."""
     create = Objects.create
-    monkeypatch.setattr(Objects, "create", lambda self, path, data: create(self, path, data) and MANIFEST not in path)
+    monkeypatch.setattr(
+        Objects,
+        "create",
+        lambda self, path, data: create(self, path, data) and MANIFEST not in path,
+    )
     here, there = opens(memory), opens(f"{memory}/copied")
     bundle = here.publish(make_draft(0))
     assert [summary.reference for summary in here.list()] == ["tiny:1"]
@@ -295,26 +382,36 @@ def test_an_answer_that_was_lost_makes_no_second_version(memory: str, opens: Ope
     assert read_signature(opens(f"{memory}/copied", "new").load("tiny").path) == b"goes along"
 
 
-def test_a_server_that_ignores_the_condition(memory: str, opens: Opens, monkeypatch: Patch, store: Store) -> None:
+def test_a_server_that_ignores_the_condition(
+    memory: str, opens: Opens, monkeypatch: Patch, store: Store
+) -> None:
     from fsspec.implementations.memory import MemoryFileSystem
 
     real = MemoryFileSystem.pipe_file
-    monkeypatch.setattr(MemoryFileSystem, "pipe_file", lambda self, path, value, **_: real(self, path, value))
+    monkeypatch.setattr(
+        MemoryFileSystem, "pipe_file", lambda self, path, value, **_: real(self, path, value)
+    )
     there, bundle = opens(memory), store.publish(make_draft(0))
-    for action in (there.check_writable, lambda: there.publish(make_draft(0)),
-                   lambda: copy(bundle, there, source="here")):  # fmt: skip
+    for action in (
+        there.check_writable,
+        lambda: there.publish(make_draft(0)),
+        lambda: copy(bundle, there, source="here"),
+    ):
         with pytest.raises(StoreRefused, match="ignores If-None-Match"):
             action()
     assert there.list() == []
 
 
 def die_in_publish(url: str, cache: str, key: str, call: int, after: bool) -> None:
-    """Publish, and kill the process before or after its ``call``-th request about an object of this name."""
+    """Publish, and kill the process before or after its ``call``-th request about an object of this
+    name."""
     count, real = 0, S3FileSystem._call_s3
 
     async def lethal(self: Any, method: str, *arguments: Any, **options: Any) -> Any:
         nonlocal count
-        mine = key in options.get("Key", options.get("Prefix", "")) and (not key or method == "put_object")
+        mine = key in options.get("Key", options.get("Prefix", "")) and (
+            not key or method == "put_object"
+        )
         count += mine
         if mine and count == call and not after:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -339,7 +436,8 @@ def is_killed_at(url: str, cache: Path, key: str, call: int, after: bool) -> boo
 
 
 def check_whole(url: str, opens: Opens, machine: str) -> bool:
-    """Whether a machine that never read the store sees the second version; what it sees is sound."""
+    """Whether a machine that never read the store sees the second version; what it sees is
+    sound."""
     reader = opens(url, machine)
     references = [(summary.reference, summary.error) for summary in reader.list()]
     assert references in ([("tiny:1", None)], [("tiny:1", None), ("tiny:2", None)])
@@ -348,7 +446,9 @@ def check_whole(url: str, opens: Opens, machine: str) -> bool:
 
 
 @pytest.mark.parametrize("after", [True, pytest.param(False, marks=pytest.mark.long)])
-def test_a_kill_around_the_step_that_publishes(after: bool, s3_url: str, opens: Opens, tmp_path: Path) -> None:
+def test_a_kill_around_the_step_that_publishes(
+    after: bool, s3_url: str, opens: Opens, tmp_path: Path
+) -> None:
     opens(s3_url).publish(make_draft(0))
     assert is_killed_at(s3_url, tmp_path / "killed", MANIFEST, 1, after)
     assert check_whole(s3_url, opens, "reader") is after

@@ -1,4 +1,5 @@
-"""What every store does, in a folder, in memory and on a real S3 server; and what a folder does alone."""
+"""What every store does, in a folder, in memory and on a real S3 server; and what a folder does
+alone."""
 
 from __future__ import annotations
 
@@ -17,7 +18,14 @@ import pytest
 from probes_store import errors, local
 from probes_store.bucket import Objects
 from probes_store.bundle import read_files
-from probes_store.errors import BadValue, BundleConflict, BundleNotFound, InvalidReference, StoreNotWritable, Truncated
+from probes_store.errors import (
+    BadValue,
+    BundleConflict,
+    BundleNotFound,
+    InvalidReference,
+    StoreNotWritable,
+    Truncated,
+)
 from probes_store.local import LocalBackend, write_files
 from probes_store.manifest import MANIFEST, Manifest
 from probes_store.store import SHIPPED, Store
@@ -31,7 +39,11 @@ FORK = multiprocessing.get_context("fork")
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def put(where: str, path: str, data: bytes) -> None:
@@ -52,7 +64,9 @@ def together(target: Callable[..., None], arguments: Sequence[Sequence[Any]]) ->
     assert [process.exitcode for process in processes] == [0] * len(processes)
 
 
-def test_versions_count_up_never_change_and_equal_content_is_not_copied(where: str, opens: Opens) -> None:
+def test_versions_count_up_never_change_and_equal_content_is_not_copied(
+    where: str, opens: Opens
+) -> None:
     here = opens(where)
     assert here.list() == []
     first = here.publish(make_draft(0))
@@ -71,7 +85,11 @@ def test_versions_count_up_never_change_and_equal_content_is_not_copied(where: s
         assert (found.answer is None) == (made is first)
         assert read_files(found.path, found.manifest) == read_files(made.path, made.manifest)
     listed = there.list()
-    assert [(one.reference, one.error) for one in listed] == [("other:1", None), ("tiny:1", None), ("tiny:2", None)]
+    assert [(one.reference, one.error) for one in listed] == [
+        ("other:1", None),
+        ("tiny:1", None),
+        ("tiny:2", None),
+    ]
     assert listed[2].manifest == second.manifest
 
 
@@ -124,10 +142,16 @@ def test_aliases_need_a_version_that_loads(where: str, opens: Opens) -> None:
 
 
 ALIAS_DAMAGE = [
-    (b"", Truncated), (b'{\n  "production": 1', Truncated), (b"{,}\n", BadValue), (b"[1]\n", BadValue),
-    (b'{"production": "1"}\n', BadValue), (b'{"production": true}\n', BadValue), (b'{"production": 0}\n', BadValue),
-    (b'{"../x": 1}\n', BadValue), (b'{"production": 1, "production": 2}\n', errors.UnknownField),
-]  # fmt: skip
+    (b"", Truncated),
+    (b'{\n  "production": 1', Truncated),
+    (b"{,}\n", BadValue),
+    (b"[1]\n", BadValue),
+    (b'{"production": "1"}\n', BadValue),
+    (b'{"production": true}\n', BadValue),
+    (b'{"production": 0}\n', BadValue),
+    (b'{"../x": 1}\n', BadValue),
+    (b'{"production": 1, "production": 2}\n', errors.UnknownField),
+]
 
 
 def test_damaged_aliases(where: str, opens: Opens) -> None:
@@ -135,7 +159,11 @@ def test_damaged_aliases(where: str, opens: Opens) -> None:
     here.publish(make_draft())
     for data, error in ALIAS_DAMAGE:
         put(where, table, data)
-        for use in (lambda: here.resolve("tiny"), lambda: here.aliases("tiny"), lambda: here.set_alias("tiny", "a", 1)):
+        for use in (
+            lambda: here.resolve("tiny"),
+            lambda: here.aliases("tiny"),
+            lambda: here.set_alias("tiny", "a", 1),
+        ):
             with pytest.raises(error, match=table):
                 use()
         assert [type(summary.error) for summary in here.list()] == [error]
@@ -176,7 +204,9 @@ def test_a_bundle_of_another_store_keeps_its_number_and_is_parsed_once(
     with pytest.raises(BundleConflict, match="has this version already"):
         copy(other, there, source="elsewhere")
     assert there.publish(make_draft(9)).reference == "tiny:3"
-    last = write_bundle(make_draft(1), tmp_path / "last" / "tiny" / "999999999", version=999_999_999)
+    last = write_bundle(
+        make_draft(1), tmp_path / "last" / "tiny" / "999999999", version=999_999_999
+    )
     copy(last, there, source="here", take_over=True)
     with pytest.raises(BundleConflict, match="highest number"):
         there.publish(make_draft(2))
@@ -204,7 +234,9 @@ def test_fallbacks_are_searched_for_names_that_the_store_has_not(
         both.resolve("tiny:2")  # the store's name hides the fallback's
     assert [summary.path for summary in both.list()] == [shipped.root / "demo" / "1", own.path]
     if not is_url(where):
-        (both.root / "demo" / ".publish-0").mkdir(parents=True)  # a killed first publish does not hide the fallback
+        (both.root / "demo" / ".publish-0").mkdir(
+            parents=True
+        )  # a killed first publish does not hide the fallback
         assert both.load("demo").reference == "demo:1"
     assert files(shipped.root) == before
     assert both.publish(make_draft(0, name="demo")).path == both.root / "demo" / "1"
@@ -218,7 +250,8 @@ def publish_some(where: str, cache: Path, seeds: list[int], barrier: Any, result
 
 @pytest.mark.parametrize("where", ["folder", S3_LONG], indirect=True)
 def test_concurrent_publishers(where: str, opens: Opens, tmp_path: Path) -> None:
-    """Four processes publish contents of their own and shared ones: versions are dense, each content is there once."""
+    """Four processes publish contents of their own and shared ones: versions are dense, each
+    content is there once."""
     barrier, results = FORK.Barrier(4), FORK.Queue()
     work = [[100, 10 + i] if is_url(where) else [100, 10 + i, 101, 20 + i, 102] for i in range(4)]
     count = len({seed for seeds in work for seed in seeds})
@@ -226,7 +259,9 @@ def test_concurrent_publishers(where: str, opens: Opens, tmp_path: Path) -> None
     published = [pair for _ in work for pair in results.get(timeout=120)]
     assert len(set(published)) == count  # a shared content got the same version everywhere
     summaries = opens(where).list()
-    assert [(one.version, one.error) for one in summaries] == [(number, None) for number in range(1, count + 1)]
+    assert [(one.version, one.error) for one in summaries] == [
+        (number, None) for number in range(1, count + 1)
+    ]
     assert len({summary.manifest.digest for summary in summaries if summary.manifest}) == count
 
 
@@ -253,15 +288,54 @@ def test_concurrent_aliases_are_not_lost(where: str, opens: Opens, tmp_path: Pat
 
 
 ESCAPES = [
-    "", ".", "..", "../tiny", "tiny/../..", "/etc", "tiny/1", "a..b", "tiny:0", "tiny:01", "tiny:-1", "tiny:1/..",
-    "tiny:", "tiny:latest", "tiny:1\n", "tiny\n", "tiny\0", "tiny@", "tiny@..", "tiny@a/b", "tiny@a@b", "tiny@a:1",
-    "tiny:1@a", "Tiny", ".tiny", "-tiny", "~root", "tiny:١", "tiny:9999999999", "ti ny", "C:\\x",
-    "tiny\\..", "a" * 65, "%2e%2e",
-    "tiny@sha256:", *(f"{before}{digest}" for before, digest in (
-        ("tiny@sha256:", "a" * 63), ("tiny@sha256:", "A" * 64), ("tiny@sha256:", "a" * 64 + "\n"),
-        ("@sha256:", "a" * 64), ("tiny:@sha256:", "a" * 64), ("tiny@sha512:", "a" * 64),
-        (f"tiny@sha256:{'a' * 64}@sha256:", "a" * 64))),
-]  # fmt: skip
+    "",
+    ".",
+    "..",
+    "../tiny",
+    "tiny/../..",
+    "/etc",
+    "tiny/1",
+    "a..b",
+    "tiny:0",
+    "tiny:01",
+    "tiny:-1",
+    "tiny:1/..",
+    "tiny:",
+    "tiny:latest",
+    "tiny:1\n",
+    "tiny\n",
+    "tiny\0",
+    "tiny@",
+    "tiny@..",
+    "tiny@a/b",
+    "tiny@a@b",
+    "tiny@a:1",
+    "tiny:1@a",
+    "Tiny",
+    ".tiny",
+    "-tiny",
+    "~root",
+    "tiny:١",
+    "tiny:9999999999",
+    "ti ny",
+    "C:\\x",
+    "tiny\\..",
+    "a" * 65,
+    "%2e%2e",
+    "tiny@sha256:",
+    *(
+        f"{before}{digest}"
+        for before, digest in (
+            ("tiny@sha256:", "a" * 63),
+            ("tiny@sha256:", "A" * 64),
+            ("tiny@sha256:", "a" * 64 + "\n"),
+            ("@sha256:", "a" * 64),
+            ("tiny:@sha256:", "a" * 64),
+            ("tiny@sha512:", "a" * 64),
+            (f"tiny@sha256:{'a' * 64}@sha256:", "a" * 64),
+        )
+    ),
+]
 
 
 def test_references_and_names_that_try_to_leave_the_store(store: Store) -> None:
@@ -272,9 +346,11 @@ def test_references_and_names_that_try_to_leave_the_store(store: Store) -> None:
                 use(reference)
     for name in ("../up", "", "a..b", "A", "a/b"):
         writes: list[Callable[[], object]] = [
-            partial(store.publish, make_draft(name=name)), partial(store.set_alias, name, "production", 1),
-            partial(store.set_alias, "tiny", name, 1), partial(store.aliases, name),
-        ]  # fmt: skip
+            partial(store.publish, make_draft(name=name)),
+            partial(store.set_alias, name, "production", 1),
+            partial(store.set_alias, "tiny", name, 1),
+            partial(store.aliases, name),
+        ]
         for write in writes:
             with pytest.raises(InvalidReference):
                 write()
@@ -310,9 +386,14 @@ def test_damaged_bundles_are_listed_with_their_error_and_no_substitute(store: St
     path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
     (store.root / "stray.txt").write_text("x")
     (store.root / "tiny" / "3").write_text("not a folder")
-    found = [(one.reference, one.manifest is None, one.aliases, type(one.error)) for one in store.list()]
-    assert found == [("tiny:1", True, (), errors.DigestMismatch), ("tiny:2", False, ("production",), type(None)),
-                     ("tiny:3", True, (), BundleNotFound)]  # fmt: skip
+    found = [
+        (one.reference, one.manifest is None, one.aliases, type(one.error)) for one in store.list()
+    ]
+    assert found == [
+        ("tiny:1", True, (), errors.DigestMismatch),
+        ("tiny:2", False, ("production",), type(None)),
+        ("tiny:3", True, (), BundleNotFound),
+    ]
     with pytest.raises(errors.DigestMismatch):
         store.load("tiny:1")
     again = store.publish(make_draft(0))
@@ -339,7 +420,9 @@ def test_a_version_taken_at_the_last_moment(store: Store, monkeypatch: pytest.Mo
     assert (sorted(os.listdir(store.root / "tiny")), rivals) == (["1", "2"], [])
 
 
-def test_a_twin_published_right_after_the_search(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_twin_published_right_after_the_search(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     search, calls = LocalBackend._same_content, []
 
     def late(self: LocalBackend, manifest: Any) -> Any:
@@ -354,7 +437,9 @@ def test_a_twin_published_right_after_the_search(store: Store, monkeypatch: pyte
     assert calls[:2] == [None, None]
 
 
-def test_to_publish_no_manifest_of_other_content_is_parsed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_to_publish_no_manifest_of_other_content_is_parsed(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for seed in range(5):
         store.publish(make_draft(seed))
     read, parsed = local.read_manifest, []
@@ -397,7 +482,9 @@ def test_a_kill_in_the_middle_of_publish_leaves_nothing_visible(store: Store) ->
         process.join()
         if process.exitcode != -signal.SIGKILL:
             break
-        if (store.root / "tiny" / "2").exists():  # killed after the rename: then it is there, and whole
+        if (
+            store.root / "tiny" / "2"
+        ).exists():  # killed after the rename: then it is there, and whole
             assert store.verify("tiny:2").reference == "tiny:2"
             shutil.rmtree(store.root / "tiny" / "2")
             continue
@@ -405,10 +492,15 @@ def test_a_kill_in_the_middle_of_publish_leaves_nothing_visible(store: Store) ->
         assert [summary.reference for summary in store.list()] == ["tiny:1"]
         assert store.resolve("tiny").name == "1"
         assert before.items() <= files(store.root).items()
-    assert process.exitcode == call - 1 > 8  # the last run was not killed, and the kills went through all its calls
+    assert (
+        process.exitcode == call - 1 > 8
+    )  # the last run was not killed, and the kills went through all its calls
     assert left >= 8
     assert store.load("tiny").reference == "tiny:2"
-    assert sorted(os.listdir(store.root / "tiny")) == ["1", "2"]  # and it cleaned up after the killed ones
+    assert sorted(os.listdir(store.root / "tiny")) == [
+        "1",
+        "2",
+    ]  # and it cleaned up after the killed ones
 
 
 def test_a_busy_publishers_folder_is_left_alone(store: Store) -> None:
@@ -426,7 +518,10 @@ def test_a_failed_publish_leaves_nothing(store: Store, monkeypatch: pytest.Monke
 
     store.publish(make_draft(0))
     monkeypatch.setattr("probes_store.local.os.fsync", full)
-    for write in (lambda: store.publish(make_draft(1)), lambda: store.set_alias("tiny", "production", 1)):
+    for write in (
+        lambda: store.publish(make_draft(1)),
+        lambda: store.set_alias("tiny", "production", 1),
+    ):
         with pytest.raises(StoreNotWritable, match="No space left"):
             write()
     assert os.listdir(store.root / "tiny") == ["1"]
@@ -436,9 +531,13 @@ def write_as_nobody(root: str, results: Any) -> None:
     if os.geteuid() == 0:
         os.setuid(65534)  # root may write everywhere
     found, store = [], Store(Path(root))
-    for action in (lambda: store.publish(make_draft(1)), lambda: store.publish(make_draft(1, name="new")),
-                   lambda: store.set_alias("tiny", "production", 1), lambda: store.load("tiny"),
-                   lambda: store.publish(make_draft(0))):  # fmt: skip  # it is there: nothing to write
+    for action in (
+        lambda: store.publish(make_draft(1)),
+        lambda: store.publish(make_draft(1, name="new")),
+        lambda: store.set_alias("tiny", "production", 1),
+        lambda: store.load("tiny"),
+        lambda: store.publish(make_draft(0)),
+    ):  # it is there: nothing to write
         try:
             action()
             found.append("done")
@@ -449,7 +548,9 @@ def write_as_nobody(root: str, results: Any) -> None:
 
 def test_a_read_only_root() -> None:
     results = FORK.Queue()
-    with tempfile.TemporaryDirectory() as folder:  # which another user can reach, unlike pytest's own
+    with (
+        tempfile.TemporaryDirectory() as folder
+    ):  # which another user can reach, unlike pytest's own
         os.chmod(folder, 0o755)
         root = Path(folder, "store")
         Store(root).publish(make_draft(0))

@@ -1,4 +1,5 @@
-"""Signatures, pins and permissions: what passes where the operator asks for more than sound bytes."""
+"""Signatures, pins and permissions: what passes where the operator asks for more than sound
+bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +15,13 @@ import pytest
 
 from probes_store import errors
 from probes_store.bundle import SIGNATURE, Bundle
-from probes_store.errors import DigestMismatch, OpenStore, SignatureMismatch, SignatureMissing, SigningError
+from probes_store.errors import (
+    DigestMismatch,
+    OpenStore,
+    SignatureMismatch,
+    SignatureMissing,
+    SigningError,
+)
 from probes_store.local import write_files
 from probes_store.manifest import MANIFEST, manifest_bytes, sealed
 from probes_store.store import SHIPPED, Store, Trust
@@ -34,7 +41,9 @@ def strict(store: Store, keys: KeyPair) -> Store:
 
 
 def signed(store: Store, keys: KeyPair, seed: int = 0) -> Bundle:
-    return store.sign(store.publish(make_draft(seed, answer=ANSWER)).reference, Signing(keys.private))
+    return store.sign(
+        store.publish(make_draft(seed, answer=ANSWER)).reference, Signing(keys.private)
+    )
 
 
 def tamper(path: Path) -> None:
@@ -58,7 +67,9 @@ def test_an_unsigned_bundle_does_not(store: Store, strict: Store, tmp_path: Path
         with pytest.raises(SignatureMissing, match="hallutracer bundle sign"):
             use("tiny")
     assert strict.publish(make_draft(1)).reference == "tiny:2"  # signed after it is published
-    assert {type(summary.error) for summary in strict.list() if summary.name == "tiny"} == {SignatureMissing}
+    assert {type(summary.error) for summary in strict.list() if summary.name == "tiny"} == {
+        SignatureMissing
+    }
     store.publish(make_draft(name="demo"))
     with pytest.raises(SignatureMissing, match="demo:1"):  # and no reason to take the package's
         strict.load("demo")
@@ -72,7 +83,9 @@ def test_every_file_is_covered(store: Store, strict: Store, keys: KeyPair) -> No
     bundle = signed(store, keys)
     whole, answer = bundle.files(), answer_tensors(bundle.manifest)
     other = dict.fromkeys(("README.md", "evaluation.json", "plots/roc.png"), b"{}\n")
-    other["answer.safetensors"] = pack(dataclasses.replace(answer, bias=-answer.bias), "answer.safetensors")
+    other["answer.safetensors"] = pack(
+        dataclasses.replace(answer, bias=-answer.bias), "answer.safetensors"
+    )
     for name in (MANIFEST, *other):
         if name == MANIFEST:
             tamper(bundle.path)
@@ -84,12 +97,16 @@ def test_every_file_is_covered(store: Store, strict: Store, keys: KeyPair) -> No
         write_files(bundle.path, whole)
 
 
-def test_a_signature_is_for_one_version_and_one_key(store: Store, strict: Store, keys: KeyPair, tmp_path: Path) -> None:
+def test_a_signature_is_for_one_version_and_one_key(
+    store: Store, strict: Store, keys: KeyPair, tmp_path: Path
+) -> None:
     first, second = signed(store, keys, 0), store.publish(make_draft(1))
     shutil.copy(first.path / SIGNATURE, second.path / SIGNATURE)
     with pytest.raises(SignatureMismatch):
         strict.load("tiny:2")
-    again = sealed(first.manifest, version=2, created=first.manifest.created)  # an old one, put in front of a new one
+    again = sealed(
+        first.manifest, version=2, created=first.manifest.created
+    )  # an old one, put in front of a new one
     for name, data in (first.files() | {MANIFEST: manifest_bytes(again)}).items():
         (second.path / name).write_bytes(data)
     assert store.load("tiny:2").manifest.digest == first.manifest.digest
@@ -100,7 +117,9 @@ def test_a_signature_is_for_one_version_and_one_key(store: Store, strict: Store,
         strict.load("tiny:1")
 
 
-def test_what_is_no_signature_or_leaves_a_file_out_does_not(store: Store, strict: Store, keys: KeyPair) -> None:
+def test_what_is_no_signature_or_leaves_a_file_out_does_not(
+    store: Store, strict: Store, keys: KeyPair
+) -> None:
     from model_signing import hashing, signing
 
     path, config = store.publish(make_draft()).path, signing.Config()
@@ -110,13 +129,16 @@ def test_what_is_no_signature_or_leaves_a_file_out_does_not(store: Store, strict
             strict.load("tiny")
     (path / SIGNATURE).unlink()
     config.use_elliptic_key_signer(private_key=keys.private)
-    config.set_hashing_config(hashing.Config().set_ignored_paths(paths=["bundle.json"])).sign(path, path / SIGNATURE)
+    config.set_hashing_config(hashing.Config().set_ignored_paths(paths=["bundle.json"])).sign(
+        path, path / SIGNATURE
+    )
     with pytest.raises(SignatureMismatch, match="leaves files out"):
         strict.load("tiny")
 
 
 def test_what_was_loaded_is_what_is_compared(store: Store, keys: KeyPair) -> None:
-    """Files that change between loading and comparing: neither the old nor the new ones pass for each other."""
+    """Files that change between loading and comparing: neither the old nor the new ones pass for
+    each other."""
     bundle = signed(store, keys)
     tamper(bundle.path)
     changed = store.load("tiny")
@@ -144,26 +166,50 @@ def test_certificates(store: Store, tmp_path: Path) -> None:
 def test_the_tool_of_others_agrees(store: Store, strict: Store, keys: KeyPair) -> None:
     """Both ways with OpenSSF's own command line."""
     bundle = signed(store, keys)
-    tool, at = [sys.executable, "-m", "model_signing"], [str(bundle.path), "--signature", str(bundle.path / SIGNATURE)]
-    subprocess.run([*tool, "verify", "key", *at, "--public_key", str(keys.public)], check=True, capture_output=True)
+    tool, at = (
+        [sys.executable, "-m", "model_signing"],
+        [str(bundle.path), "--signature", str(bundle.path / SIGNATURE)],
+    )
+    subprocess.run(
+        [*tool, "verify", "key", *at, "--public_key", str(keys.public)],
+        check=True,
+        capture_output=True,
+    )
     (bundle.path / SIGNATURE).unlink()
-    subprocess.run([*tool, "sign", "key", *at, "--private_key", str(keys.private)], check=True, capture_output=True)
+    subprocess.run(
+        [*tool, "sign", "key", *at, "--private_key", str(keys.private)],
+        check=True,
+        capture_output=True,
+    )
     assert strict.load("tiny").reference == "tiny:1"
 
 
-def test_what_signs_and_what_is_signed(store: Store, strict: Store, keys: KeyPair, tmp_path: Path) -> None:
+def test_what_signs_and_what_is_signed(
+    store: Store, strict: Store, keys: KeyPair, tmp_path: Path
+) -> None:
     first, second = store.publish(make_draft(0)), store.publish(make_draft(1))
     locked = key_pair(tmp_path, "locked", b"open sesame")
-    for signing in (Signing(tmp_path / "nothing.pem"), Signing(locked.private), Signing(locked.private, "wrong")):
+    for signing in (
+        Signing(tmp_path / "nothing.pem"),
+        Signing(locked.private),
+        Signing(locked.private, "wrong"),
+    ):
         with pytest.raises(SigningError, match="cannot sign"):
             store.sign("tiny", signing)
     store.sign("tiny", Signing(locked.private, "open sesame"))
-    assert Store(store.root, trust=Trust(required_signature(str(locked.public)))).load("tiny").reference == "tiny:2"
+    assert (
+        Store(store.root, trust=Trust(required_signature(str(locked.public))))
+        .load("tiny")
+        .reference
+        == "tiny:2"
+    )
     with pytest.raises(errors.BundleConflict, match="comes with the package"):
         strict.sign("demo", Signing(keys.private))
     with pytest.raises(DigestMismatch):
         strict.sign(f"tiny:2@{first.manifest.digest}", Signing(keys.private))
-    strict.sign(f"tiny:2@{second.manifest.digest}", Signing(keys.private))  # it need not have been signed so
+    strict.sign(
+        f"tiny:2@{second.manifest.digest}", Signing(keys.private)
+    )  # it need not have been signed so
     assert strict.load("tiny").reference == "tiny:2"
     (first.path / "README.md").write_bytes(b"x")
     with pytest.raises(errors.BundleDamaged):
@@ -187,9 +233,18 @@ def test_whose_signature(tmp_path: Path, keys: KeyPair, monkeypatch: pytest.Monk
     found = required_signature("sigstore:me@example.org@https://accounts.example.org")
     assert (found.identity, found.issuer) == ("me@example.org", "https://accounts.example.org")
     (tmp_path / "text").write_text("hello")
-    for text in ("sigstore:", "sigstore:me@example.org", "sigstore:@https://x", str(tmp_path / "absent"),
-                 str(tmp_path / "text"), str(keys.private), str(tmp_path)):  # fmt: skip
-        with pytest.raises(errors.InvalidReference, match="private key" if text == str(keys.private) else None):
+    for text in (
+        "sigstore:",
+        "sigstore:me@example.org",
+        "sigstore:@https://x",
+        str(tmp_path / "absent"),
+        str(tmp_path / "text"),
+        str(keys.private),
+        str(tmp_path),
+    ):
+        with pytest.raises(
+            errors.InvalidReference, match="private key" if text == str(keys.private) else None
+        ):
             required_signature(text)
     keys.public.chmod(0o666)
     with pytest.raises(OpenStore, match=r"ours\.pub"):
@@ -199,7 +254,9 @@ def test_whose_signature(tmp_path: Path, keys: KeyPair, monkeypatch: pytest.Monk
         required_signature(str(keys.public))
 
 
-def test_a_signature_goes_along(store: Store, strict: Store, keys: KeyPair, url: str, opens: Opens) -> None:
+def test_a_signature_goes_along(
+    store: Store, strict: Store, keys: KeyPair, url: str, opens: Opens
+) -> None:
     bundle, trust = signed(store, keys), strict.trust
     copy(bundle, opens(url), source=store.where)
     there = opens(url, "new", trust)
@@ -209,7 +266,9 @@ def test_a_signature_goes_along(store: Store, strict: Store, keys: KeyPair, url:
     assert files_of(back.load("tiny")) == files_of(bundle)
 
 
-def test_a_signature_may_come_later(store: Store, strict: Store, keys: KeyPair, url: str, opens: Opens) -> None:
+def test_a_signature_may_come_later(
+    store: Store, strict: Store, keys: KeyPair, url: str, opens: Opens
+) -> None:
     bundle, there = store.publish(make_draft()), opens(url)
     copy(bundle, there, source=store.where)
     opens(url, "reader").load("tiny")
@@ -222,7 +281,9 @@ def test_a_signature_may_come_later(store: Store, strict: Store, keys: KeyPair, 
     there.sign("tiny", Signing(key_pair(store.root.parent, "other").private))
     with pytest.raises(SignatureMismatch):
         opens(url, "reader", strict.trust).load("tiny")
-    copy(opens(url, "reader").load("tiny"), store, source=url)  # does not replace the one that is there
+    copy(
+        opens(url, "reader").load("tiny"), store, source=url
+    )  # does not replace the one that is there
     assert strict.load("tiny").reference == "tiny:1"
 
 
@@ -248,7 +309,15 @@ def made(store: Store) -> Store:
 
 
 def test_what_all_may_write_is_refused(made: Store) -> None:
-    for place in ("", "..", "tiny", "tiny/1", "tiny/aliases.json", "tiny/1/bundle.json", "tiny/1/plots/roc.png"):
+    for place in (
+        "",
+        "..",
+        "tiny",
+        "tiny/1",
+        "tiny/aliases.json",
+        "tiny/1/bundle.json",
+        "tiny/1/plots/roc.png",
+    ):
         path = made.root.parent if place == ".." else made.root / place
         path.chmod(path.stat().st_mode | 0o002)
         for use in (made.load, made.verify):
@@ -264,16 +333,33 @@ def test_open_bundles_and_stores_hide_nothing(made: Store) -> None:
     second.chmod(0o777)
     assert [type(summary.error) for summary in made.list()] == [type(None), OpenStore]
     assert made.load("tiny:1").reference == "tiny:1"
-    made.root.chmod(0o777)  # whoever can write there could have put a bundle in the place of the package's
+    made.root.chmod(
+        0o777
+    )  # whoever can write there could have put a bundle in the place of the package's
     both = Store(made.root, [SHIPPED])
-    for use in (lambda: both.load("demo"), both.list, both.check_writable, lambda: both.publish(make_draft(2))):
+    for use in (
+        lambda: both.load("demo"),
+        both.list,
+        both.check_writable,
+        lambda: both.publish(make_draft(2)),
+    ):
         with pytest.raises(OpenStore):
             use()
     assert not (made.root / "tiny" / "3").exists()
 
 
-@pytest.mark.parametrize("foreign", [False, pytest.param(True, marks=pytest.mark.skipif(
-    os.geteuid() != 0, reason="needs root, to give a folder to another user"))])  # fmt: skip
+@pytest.mark.parametrize(
+    "foreign",
+    [
+        False,
+        pytest.param(
+            True,
+            marks=pytest.mark.skipif(
+                os.geteuid() != 0, reason="needs root, to give a folder to another user"
+            ),
+        ),
+    ],
+)
 def test_a_folder_for_all_in_which_only_owners_rename(made: Store, foreign: bool) -> None:
     made.root.parent.chmod(0o1777)  # as /tmp
     if foreign:

@@ -41,7 +41,10 @@ def arrays(n: int = 120, m: int = 9, d: int = 6, seed: int = 0) -> dict[str, NDA
     label = np.arange(n) % 3 // 2
     direction = rng.standard_normal((m, d))
     direction /= np.linalg.norm(direction, axis=1, keepdims=True)
-    readout = rng.standard_normal((n, m, d)) + (rng.standard_normal(n) + 1.5 * label)[:, None, None] * direction
+    readout = (
+        rng.standard_normal((n, m, d))
+        + (rng.standard_normal(n) + 1.5 * label)[:, None, None] * direction
+    )
     return {
         "trajectory": np.einsum("nld,ld->nl", readout, direction) + rng.standard_normal(m),
         "label": label,
@@ -67,7 +70,9 @@ def test_sections_come_with_what_a_file_has(tmp_path: Path) -> None:
         assert KEYS.get(section, set()) <= set(whole[section])
     assert document["features"]["mean"] == auroc(data["label"], data["trajectory"].mean(axis=1))
     assert document["features"]["mean"] > 0.7
-    assert document["fisher"]["r_fisher"] == pytest.approx(document["fisher"]["r_fisher_direct"], rel=1e-9)
+    assert document["fisher"]["r_fisher"] == pytest.approx(
+        document["fisher"]["r_fisher_direct"], rel=1e-9
+    )
     assert len(document["variance"]["residual_acf"]) == 7
     test, geometry = whole["chen_qin"], whole["geometry"]
     assert len(test["statistic"]) == len(test["energy_ratio"]) == len(test["p_value"]) == 9
@@ -89,15 +94,23 @@ def test_numbers_up_to_the_limit_overflow_nowhere(tmp_path: Path, dtype: type) -
     """Scale-free numbers are those of the same arrays at an ordinary scale."""
     data, ordinary = arrays(), diagnose(saved(tmp_path))
     factor = 0.999 * LIMIT / max(np.abs(data[name]).max() for name in ("trajectory", "readout"))
-    large = {name: (data[name].astype(np.float64) * factor).astype(dtype) for name in ("trajectory", "readout")}
+    large = {
+        name: (data[name].astype(np.float64) * factor).astype(dtype)
+        for name in ("trajectory", "readout")
+    }
     with np.errstate(over="raise", invalid="raise", divide="raise"):
         found = diagnose(saved(tmp_path, **large))
     assert found["features"] == ordinary["features"]
     for section, key, rel in (
-        ("fisher", "r_fisher", 1e-4), ("snr", "rho", 1e-4), ("variance", "icc_unbiased", 1e-4),
-        ("chen_qin", "p_value", 1e-3), ("geometry", "cohen_d", 1e-3), ("geometry", "r_w", 1e-3),
-        ("geometry", "distance_correlation", 1e-3), ("geometry", "stable_rank", 1e-3),
-    ):  # fmt: skip
+        ("fisher", "r_fisher", 1e-4),
+        ("snr", "rho", 1e-4),
+        ("variance", "icc_unbiased", 1e-4),
+        ("chen_qin", "p_value", 1e-3),
+        ("geometry", "cohen_d", 1e-3),
+        ("geometry", "r_w", 1e-3),
+        ("geometry", "distance_correlation", 1e-3),
+        ("geometry", "stable_rank", 1e-3),
+    ):
         assert found[section][key] == pytest.approx(ordinary[section][key], rel=rel), key
 
 
@@ -109,7 +122,9 @@ def test_what_readouts_without_groups_or_directions_can_tell(tmp_path: Path) -> 
     assert document["geometry"]["mean_shift_norm"] > 0
     assert document["geometry"]["energy_fraction"] is None
     assert document["chen_qin"]["layers"] == 9
-    document = diagnose(saved(tmp_path, direction=np.roll(arrays()["direction"], 1, axis=0)))  # of other trajectories
+    document = diagnose(
+        saved(tmp_path, direction=np.roll(arrays()["direction"], 1, axis=0))
+    )  # of other trajectories
     assert any("not direction . readout" in note for note in document["geometry"]["notes"])
 
 
@@ -120,13 +135,16 @@ def without(name: str, place: Any, by: Any) -> dict[str, Any]:
 
 
 FAULTS: list[tuple[dict[str, Any], str]] = [
-    ({"trajectory": None}, "trajectory: missing"), ({"label": None}, "label: missing"),
+    ({"trajectory": None}, "trajectory: missing"),
+    ({"label": None}, "label: missing"),
     ({"trajectory": np.zeros((120, 2))}, r"trajectory: shape \[120, 2\], .* at least 3 layers"),
     ({"trajectory": np.zeros(120)}, r"trajectory: shape \[120\]"),
     ({"label": np.zeros(119, int)}, r"label: shape \[119\], \[120\] is needed"),
     ({"label": np.ones(120, int)}, r"label: 0 rows are 0 \(hallucinated\), at least 3"),
-    ({"label": np.arange(120) % 3}, r"label: holds \[2\]"), ({"label": np.full(120, np.nan)}, r"label: holds \[nan"),
-    ({"label": np.array(["factual", "no"] * 60)}, "label: holds <U7"), ({"group": np.arange(3)}, r"group: shape \[3\]"),
+    ({"label": np.arange(120) % 3}, r"label: holds \[2\]"),
+    ({"label": np.full(120, np.nan)}, r"label: holds \[nan"),
+    ({"label": np.array(["factual", "no"] * 60)}, "label: holds <U7"),
+    ({"group": np.arange(3)}, r"group: shape \[3\]"),
     ({"readout": np.zeros((120, 8, 6))}, r"readout: shape \[120, 8, 6\], \[120, 9, d\]"),
     ({"direction": np.zeros((9, 5))}, r"direction: shape \[9, 5\], \[9, 6\] is needed"),
     ({"direction": 3 * arrays()["direction"]}, "direction: row .* has length 3"),
@@ -135,12 +153,17 @@ FAULTS: list[tuple[dict[str, Any], str]] = [
     (without("readout", (0, 0), np.inf), "readout: 6 numbers are not finite"),
     (without("trajectory", (3, 4), -1e200), r"trajectory: 1 numbers are larger than 1e\+30"),
     (without("readout", (0, 0, 0), 3e38), r"readout: 1 numbers are larger than 1e\+30"),
-    ({"trajectory": np.array([["a"]], dtype=object)}, "trajectory: cannot be read without unpickling"),
-]  # fmt: skip
+    (
+        {"trajectory": np.array([["a"]], dtype=object)},
+        "trajectory: cannot be read without unpickling",
+    ),
+]
 
 
 @pytest.mark.parametrize(("change", "said"), FAULTS, ids=[said[:40] for _, said in FAULTS])
-def test_faults_are_named_with_their_array(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+def test_faults_are_named_with_their_array(
+    tmp_path: Path, change: dict[str, Any], said: str
+) -> None:
     with pytest.raises(DataError, match=said):
         diagnose(saved(tmp_path, **change))
 
@@ -151,7 +174,11 @@ def test_files_that_are_no_archives(tmp_path: Path) -> None:
     with bare.open("wb") as file:
         np.save(file, np.zeros(3))
     cut.write_bytes(saved(tmp_path).read_bytes()[:2000])
-    for path, said in ((text, "no NumPy file"), (bare, "one bare array"), (cut, "not a readable .npz")):
+    for path, said in (
+        (text, "no NumPy file"),
+        (bare, "one bare array"),
+        (cut, "not a readable .npz"),
+    ):
         with pytest.raises(DataError, match=said):
             diagnose(path)
 
@@ -171,13 +198,20 @@ def test_few_rows_ask_for_shrinkage_and_take_it(tmp_path: Path) -> None:
     assert [run(str(path), "--shrinkage", rule) for rule in ("0.5", "much")] == [0, 2]
 
 
-def test_the_command_prints_tables_and_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_tables_and_writes_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path, out = saved(tmp_path, extra=np.zeros(2)), tmp_path / "out.json"
     assert run(str(path), "--output", str(out)) == 0
     captured, written = capsys.readouterr(), json.loads(out.read_text())
     assert written == diagnose(path)
-    for shown in (f"{written['fisher']['r_fisher']:.3f}", "Chen-Qin", "Probe isotropy", "residual correlation by lag",
-                  "120 trajectories of 9 layers: 40 factual, 80 hallucinated"):  # fmt: skip
+    for shown in (
+        f"{written['fisher']['r_fisher']:.3f}",
+        "Chen-Qin",
+        "Probe isotropy",
+        "residual correlation by lag",
+        "120 trajectories of 9 layers: 40 factual, 80 hallucinated",
+    ):
         assert shown in captured.out
     assert "ignored arrays: extra" in captured.err
 
@@ -205,8 +239,12 @@ def test_a_bundle_and_rows_are_enough(tmp_path: Path) -> None:
     with ht.load("demo", report=lambda line: None) as detector:
         risks = detector.score([row["prompt"] for row in read])
         direction = detector.bundle.probes.direction
-    np.savez(tmp_path / "by-hand.npz", trajectory=risks.trajectory, label=[row["label"] for row in read],
-             group=[row["group"] for row in read])  # fmt: skip
+    np.savez(
+        tmp_path / "by-hand.npz",
+        trajectory=risks.trajectory,
+        label=[row["label"] for row in read],
+        group=[row["group"] for row in read],
+    )
     by_hand, found = diagnose(tmp_path / "by-hand.npz"), json.loads(out.read_text())
     assert found["features"] == pytest.approx(by_hand["features"], abs=1e-3)
     assert found["fisher"]["r_fisher"] == pytest.approx(by_hand["fisher"]["r_fisher"], rel=1e-2)
@@ -220,10 +258,19 @@ def test_rows_that_the_bundle_was_fitted_on_are_told(tmp_path: Path) -> None:
     options: dict[str, Any] = {"evaluate": False, "seeds": (0,), "folds": 2, "c": 0.1, "jobs": 1}
     ht.train(rows, "mine", "demo", store=store, run_dir=tmp_path / "run", **options, **quiet)
     said = [
-        hallutracer("diagnose", "--bundle", "mine", "--data", str(file), "--store", str(store), "--run-dir",
-                    str(tmp_path / "run")).stderr
+        hallutracer(
+            "diagnose",
+            "--bundle",
+            "mine",
+            "--data",
+            str(file),
+            "--store",
+            str(store),
+            "--run-dir",
+            str(tmp_path / "run"),
+        ).stderr
         for file in (rows, fresh)
-    ]  # fmt: skip
+    ]
     assert "mine:1 was fitted on 400 of the 400 rows: everything here is too good" in said[0]
     assert "fitted on" not in said[1]
 
@@ -234,7 +281,10 @@ def test_rows_that_the_bundle_was_fitted_on_are_told(tmp_path: Path) -> None:
         ((), "give an .npz file, or --bundle NAME with --data"),
         (("x.npz", "--data", "y.jsonl"), "give an .npz file, or"),
         (("--data", "y.jsonl"), "--bundle: name the bundle"),
-        (("--data", "y.jsonl", "--bundle", "demo", "--model", "./nope"), "there is no folder or GGUF file ./nope"),
+        (
+            ("--data", "y.jsonl", "--bundle", "demo", "--model", "./nope"),
+            "there is no folder or GGUF file ./nope",
+        ),
     ],
 )
 def test_what_is_missing_is_named(arguments: tuple[str, ...], said: str) -> None:
@@ -247,7 +297,9 @@ def test_a_bundle_that_does_not_record_its_rows_says_so_and_rows_that_ask_for_no
     tmp_path: Path,
 ) -> None:
     rows = demo_rows(tmp_path, "dev", 40)
-    rows.write_text(rows.read_text() + json.dumps({"prompt": "Write a poem.", "applies": False}) + "\n")
+    rows.write_text(
+        rows.read_text() + json.dumps({"prompt": "Write a poem.", "applies": False}) + "\n"
+    )
     options = ("--run-dir", str(tmp_path / "run"), "--labels", "given")
     done = hallutracer("diagnose", "--bundle", "demo", "--data", str(rows), *options)
     assert done.returncode == 1
@@ -255,7 +307,14 @@ def test_a_bundle_that_does_not_record_its_rows_says_so_and_rows_that_ask_for_no
     assert not (tmp_path / "run").exists()
     rows = demo_rows(tmp_path, "dev", 60)
     without_in_evaluation(SHIPPED / "demo" / "1", tmp_path / "store" / "demo" / "1", "rows_seen")
-    arguments = ("--labels", "given", "--run-dir", str(tmp_path / "run"), "--store", str(tmp_path / "store"))
+    arguments = (
+        "--labels",
+        "given",
+        "--run-dir",
+        str(tmp_path / "run"),
+        "--store",
+        str(tmp_path / "store"),
+    )
     done = hallutracer("diagnose", "--bundle", "demo", "--data", str(rows), *arguments)
     assert done.returncode == 0, done.stderr
     assert "demo:1 does not record its training rows" in done.stderr

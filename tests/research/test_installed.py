@@ -1,4 +1,5 @@
-"""Commands of this distribution: they appear by an entry point; without it they are absent, and the error names it."""
+"""Commands of this distribution: they appear by an entry point; without it they are absent, and the
+error names it."""
 
 from __future__ import annotations
 
@@ -13,8 +14,13 @@ from tests.command_line import hallutracer
 cli = import_module("service.cli.main")
 
 COMMANDS = {"data", "demo", "diagnose", "evaluate"}
-HELP = [["evaluate"], ["diagnose"], ["demo", "build"], ["demo", "retrieval"],
-        *(["data", name] for name in ("convert", "list", "mix", "forms", "tasks", "audit"))]  # fmt: skip
+HELP = [
+    ["evaluate"],
+    ["diagnose"],
+    ["demo", "build"],
+    ["demo", "retrieval"],
+    *(["data", name] for name in ("convert", "list", "mix", "forms", "tasks", "audit")),
+]
 
 
 @pytest.fixture

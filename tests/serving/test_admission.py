@@ -1,4 +1,5 @@
-"""Admission: the rule, the speed that its estimate is based on, fair shares, and the lanes in front of the queue."""
+"""Admission: the rule, the speed that its estimate is based on, fair shares, and the lanes in front
+of the queue."""
 
 from __future__ import annotations
 
@@ -17,7 +18,15 @@ from hypothesis import strategies as st
 from service.api.request_schema import ScoreRequest, size_of
 from service.errors import NotReady, Overloaded
 from service.serving import admission
-from service.serving.admission import INLINE, LONG, Deadline, FairShare, Speed, Tokenizing, check_space
+from service.serving.admission import (
+    INLINE,
+    LONG,
+    Deadline,
+    FairShare,
+    Speed,
+    Tokenizing,
+    check_space,
+)
 
 COSTS = st.lists(st.integers(1, 500), min_size=1, max_size=60)
 
@@ -28,7 +37,9 @@ def noted(speed: Speed, *notes: tuple[int, float], crowded: bool = True) -> floa
     return speed.value
 
 
-@pytest.mark.parametrize(("seconds", "spare"), [(60, 3), (30, 1.5), (10, 0.5), (2, 0.5), (0.6, 0.3)])
+@pytest.mark.parametrize(
+    ("seconds", "spare"), [(60, 3), (30, 1.5), (10, 0.5), (2, 0.5), (0.6, 0.3)]
+)
 def test_a_long_answer_keeps_time_to_be_sent_but_at_most_half_of_it(
     monkeypatch: pytest.MonkeyPatch, seconds: float, spare: float
 ) -> None:
@@ -43,11 +54,19 @@ def test_speed_is_measured_from_note_to_note_in_a_crowd() -> None:
     speed = Speed()
     spans = [(50, 10.5 - span / 2) for span in range(admission.LEAST_MEASUREMENTS, -1, -1)]
     assert noted(speed, *spans) == pytest.approx(100)
-    assert noted(speed, (100, 11.0), crowded=False) == pytest.approx(100 + admission.NEW_SPEED * 100)
+    assert noted(speed, (100, 11.0), crowded=False) == pytest.approx(
+        100 + admission.NEW_SPEED * 100
+    )
     noted(speed, (10**6, 12.0), crowded=False)
     assert noted(speed, (10**6, 13.0)) == pytest.approx(120)
-    slow_start = [(20, 0.0), (20, 2.0), *((500, 2.0 + span / 2) for span in range(1, admission.LEAST_MEASUREMENTS))]
-    assert noted(Speed(), *slow_start) == pytest.approx((10 + 3 * 1000) / 4), "one slow start is not the speed"
+    slow_start = [
+        (20, 0.0),
+        (20, 2.0),
+        *((500, 2.0 + span / 2) for span in range(1, admission.LEAST_MEASUREMENTS)),
+    ]
+    assert noted(Speed(), *slow_start) == pytest.approx((10 + 3 * 1000) / 4), (
+        "one slow start is not the speed"
+    )
 
 
 def test_bursts_do_not_look_fast_and_a_short_crowd_says_nothing() -> None:
@@ -72,13 +91,20 @@ def test_a_full_queue_says_when_to_retry_and_what_would_end_too_late_is_refused(
 
 
 @given(st.lists(COSTS, min_size=2, max_size=5))
-def test_while_both_wait_no_caller_is_served_more_than_one_prompt_ahead(sent: list[list[int]]) -> None:
+def test_while_both_wait_no_caller_is_served_more_than_one_prompt_ahead(
+    sent: list[list[int]],
+) -> None:
     shares = FairShare(10_000)
     queue: list[tuple[int, int, int, int]] = []
-    for caller, costs in enumerate(sent):  # one after the other: the first has sent everything before the last begins
+    for caller, costs in enumerate(
+        sent
+    ):  # one after the other: the first has sent everything before the last begins
         for number, cost in enumerate(costs):
             heappush(queue, (shares.place(str(caller), cost), number, caller, cost))
-    left, served = Counter(caller for caller, costs in enumerate(sent) for _ in costs), Counter[int]()
+    left, served = (
+        Counter(caller for caller, costs in enumerate(sent) for _ in costs),
+        Counter[int](),
+    )
     most = max(map(max, sent))
     while queue:
         place, _, caller, cost = heappop(queue)
@@ -121,7 +147,11 @@ def test_the_wait_of_one_caller_is_not_that_of_another() -> None:
     assert shares.tokens_ahead("busy", answers=False) == 5100
     assert shares.tokens_ahead("other", answers=True) == 200
     assert shares.tokens_ahead("new", answers=True) == 0
-    for caller, tokens, answers in [("busy", 5000, False), ("busy", 3000, True), ("other", 100, False)]:
+    for caller, tokens, answers in [
+        ("busy", 5000, False),
+        ("busy", 3000, True),
+        ("other", 100, False),
+    ]:
         shares.add_tokens(caller, -tokens, answers=answers)
     assert not any(shares._tokens.values())
 
@@ -140,8 +170,13 @@ async def test_short_texts_pass_a_long_one_and_results_come_back(lanes: Tokenizi
     assert not long.done()
     release.set()
     assert await long is True
-    for size, here in ((INLINE, True), (INLINE + 1, False)):  # only the shortest are rendered on the loop
-        assert (await lanes.run("me", size, threading.current_thread) is threading.current_thread()) is here
+    for size, here in (
+        (INLINE, True),
+        (INLINE + 1, False),
+    ):  # only the shortest are rendered on the loop
+        assert (
+            await lanes.run("me", size, threading.current_thread) is threading.current_thread()
+        ) is here
         with pytest.raises(ZeroDivisionError):  # what a text does wrong is raised
             await lanes.run("me", size, lambda: 1 // 0)
 
@@ -155,7 +190,10 @@ def test_many_empty_prompts_are_not_short() -> None:
 @pytest.mark.anyio
 async def test_a_lane_is_bounded_and_those_who_leave_make_room(lanes: Tokenizing) -> None:
     release = threading.Event()
-    waiting = [asyncio.create_task(lanes.run("me", LONG, lambda: release.wait(20))) for _ in range(admission.MAX_LONG)]
+    waiting = [
+        asyncio.create_task(lanes.run("me", LONG, lambda: release.wait(20)))
+        for _ in range(admission.MAX_LONG)
+    ]
     await asyncio.sleep(0.05)
     with pytest.raises(Overloaded):
         await lanes.run("me", LONG, lambda: True)
@@ -188,11 +226,18 @@ async def test_one_callers_texts_lock_nobody_out_and_callers_take_turns(
         return isinstance(further.exception(), Overloaded)
 
     waiting, turned_away = [], dict[str, bool]()
-    for caller, places in [("a", 4), ("b", 2), ("c", 1), ("d", 1)]:  # half of what the others leave, and one at least
+    for caller, places in [
+        ("a", 4),
+        ("b", 2),
+        ("c", 1),
+        ("d", 1),
+    ]:  # half of what the others leave, and one at least
         for _ in range(places):
             waiting.append(asyncio.create_task(lanes.run(caller, size, partial(work, caller))))
             await asyncio.sleep(0)
-            assert await asyncio.to_thread(begun.wait, 60), "the first one runs before the next comes"
+            assert await asyncio.to_thread(begun.wait, 60), (
+                "the first one runs before the next comes"
+            )
         turned_away[caller] = await refused(caller)
     turned_away["e"] = await refused("e")  # all places are taken
     release.set()
@@ -233,7 +278,9 @@ async def test_closing_ends_the_texts_that_wait() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_callers_formats_wait_for_its_own_and_for_no_other_callers(lanes: Tokenizing) -> None:
+async def test_a_callers_formats_wait_for_its_own_and_for_no_other_callers(
+    lanes: Tokenizing,
+) -> None:
     release, began = threading.Event(), []
 
     def slow(name: str) -> str:
@@ -264,7 +311,9 @@ async def until_empty(lanes: Tokenizing) -> None:
 
 
 @pytest.mark.anyio
-async def test_one_whose_time_is_up_leaves_its_turn_only_when_its_work_has_ended(lanes: Tokenizing) -> None:
+async def test_one_whose_time_is_up_leaves_its_turn_only_when_its_work_has_ended(
+    lanes: Tokenizing,
+) -> None:
     release = threading.Event()
     late = asyncio.create_task(lanes.compile("me", lambda: release.wait(60)))
     await asyncio.sleep(0.05)
@@ -286,7 +335,10 @@ async def test_formats_that_wait_are_bounded_by_caller_and_in_all(
     monkeypatch.setattr(admission, "MAX_FORMATS_OF_CALLER", 2)
     monkeypatch.setattr(admission, "MAX_FORMATS", 3)
     release = threading.Event()
-    waiting = [asyncio.create_task(lanes.compile(caller, lambda: release.wait(60))) for caller in ("a", "a", "b")]
+    waiting = [
+        asyncio.create_task(lanes.compile(caller, lambda: release.wait(60)))
+        for caller in ("a", "a", "b")
+    ]
     await asyncio.sleep(0.05)
     for caller in ("a", "c"):
         with pytest.raises(Overloaded, match="for their formats"):

@@ -1,4 +1,5 @@
-"""Canary and shadows: who judges, that shadows cost no forward and decide nothing, and what is told of both."""
+"""Canary and shadows: who judges, that shadows cost no forward and decide nothing, and what is told
+of both."""
 
 from __future__ import annotations
 
@@ -57,7 +58,9 @@ def judge(app: App, **body: Any) -> str:
 
 
 def card(app: App, name: str) -> dict[str, Any]:
-    found: dict[str, Any] = next(one for one in app.client.get("/v1/bundles").json()["data"] if one["name"] == name)
+    found: dict[str, Any] = next(
+        one for one in app.client.get("/v1/bundles").json()["data"] if one["name"] == name
+    )
     return found
 
 
@@ -65,15 +68,23 @@ def test_the_canary_has_its_share_and_a_key_stays(app: App) -> None:
     default, _, other = app.state.catalogue.scorers
     canary = app.state.catalogue.rollout.canary
 
-    def drawn(scorer: Scorer | None, share: float, count: int = 20_000, secret: bytes = b"a secret") -> list[bool]:
+    def drawn(
+        scorer: Scorer | None, share: float, count: int = 20_000, secret: bytes = b"a secret"
+    ) -> list[bool]:
         rollout = Rollout(scorer, share, secret=secret)
         return [rollout.chosen(default, lambda n=n: str(n)) is scorer for n in range(count)]  # type: ignore[misc]
 
     first = drawn(canary, 0.3)
-    assert np.mean(first) == pytest.approx(0.3, abs=0.012)  # 3.7 standard errors, and the draw is fixed
+    assert np.mean(first) == pytest.approx(
+        0.3, abs=0.012
+    )  # 3.7 standard errors, and the draw is fixed
     assert drawn(canary, 0.3, 2_000) == first[:2_000]
-    assert np.mean(np.array(first) & drawn(other, 0.3)) == pytest.approx(0.09, abs=0.01), "another canary, other keys"
-    assert np.mean(np.array(first) & drawn(canary, 0.3, secret=b"another")) == pytest.approx(0.09, abs=0.01)
+    assert np.mean(np.array(first) & drawn(other, 0.3)) == pytest.approx(0.09, abs=0.01), (
+        "another canary, other keys"
+    )
+    assert np.mean(np.array(first) & drawn(canary, 0.3, secret=b"another")) == pytest.approx(
+        0.09, abs=0.01
+    )
     assert (set(drawn(canary, 0.0, 500)), set(drawn(canary, 1.0, 500))) == ({False}, {True})
 
 
@@ -84,7 +95,9 @@ def test_each_request_is_judged_by_one_bundle_and_its_risk_is_that_bundle_s(app:
         answer = score(app, prompt=prompt)
         name = answer["bundle"]["name"]
         seen.add(name)
-        assert answer["data"][0]["risk"] == pytest.approx(alone(app, by_name[name], prompt), abs=1e-6)
+        assert answer["data"][0]["risk"] == pytest.approx(
+            alone(app, by_name[name], prompt), abs=1e-6
+        )
         assert score(app, prompt=prompt)["bundle"] == answer["bundle"]
     assert seen == {"one", "two"}
 
@@ -94,9 +107,16 @@ def by_session(app: App, number: int) -> set[str]:
     headers = {"x-session-id": f"s{number}"}
     names = {judge(app, prompt=prompt, headers=headers) for prompt in PROMPTS[:4]}
     for turn in ("a", "b"):
-        body = {"model": "scripted", "messages": [{"role": "user", "content": turn}], "max_tokens": 1}
+        body = {
+            "model": "scripted",
+            "messages": [{"role": "user", "content": turn}],
+            "max_tokens": 1,
+        }
         guard = {"input_type": "request", "texts": [turn]}
-        for path, sent in (("/v1/chat/completions", body), ("/beta/litellm_basic_guardrail_api", guard)):
+        for path, sent in (
+            ("/v1/chat/completions", body),
+            ("/beta/litellm_basic_guardrail_api", guard),
+        ):
             told = app.client.post(path, json=sent, headers=headers).json()
             names.add(told["hallutracer"]["bundle"]["name"])
         classified = app.client.post("/classify", json={"inputs": turn}, headers=headers)
@@ -106,11 +126,17 @@ def by_session(app: App, number: int) -> set[str]:
 
 def by_conversation(app: App, number: int) -> set[str]:
     """The bundles that judge one conversation, without a header."""
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": f"question {number}"}]
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": f"question {number}"},
+    ]
     names = set()
     for _ in range(3):
         names.add(judge(app, messages=messages))
-        messages += [{"role": "assistant", "content": "Yes."}, {"role": "user", "content": "And then?"}]
+        messages += [
+            {"role": "assistant", "content": "Yes."},
+            {"role": "user", "content": "And then?"},
+        ]
     return names
 
 
@@ -128,7 +154,10 @@ def test_a_named_bundle_is_not_rerouted_and_still_the_operators_to_allow(tmp_pat
         refused = app.client.post("/score", json={"prompt": "a", "bundle": "two"})
         assert (refused.status_code, refused.json()["error"]["param"]) == (403, "bundle")
         for threshold, status in ((0.6, 403), (0.4, 200)):
-            assert app.client.post("/score", json={"prompt": "a", "threshold": threshold}).status_code == status
+            assert (
+                app.client.post("/score", json={"prompt": "a", "threshold": threshold}).status_code
+                == status
+            )
 
 
 @pytest.mark.parametrize("app", KINDS, indirect=True)
@@ -155,9 +184,16 @@ def test_a_shadow_reads_the_same_forward_and_decides_nothing(app: App) -> None:
     assert compared["disagreement"] == pytest.approx(sum(expected.values()) / len(PROMPTS))
     assert 0 < compared["mean_difference"] < 1
     metrics = app.client.get("/metrics").text
-    counted = [line for line in metrics.splitlines() if line.startswith("hallutracer_shadow_prompts_total{")]
+    counted = [
+        line
+        for line in metrics.splitlines()
+        if line.startswith("hallutracer_shadow_prompts_total{")
+    ]
     assert sum(float(line.split()[-1]) for line in counted) == len(PROMPTS)
-    assert sum(float(line.split()[-1]) for line in counted if 'verdict="looser"' in line) == expected["looser"]
+    assert (
+        sum(float(line.split()[-1]) for line in counted if 'verdict="looser"' in line)
+        == expected["looser"]
+    )
 
 
 def test_a_shadow_that_a_request_names_is_not_compared_with_itself(tmp_path: Path) -> None:
@@ -173,7 +209,9 @@ def test_a_canary_that_is_a_shadow_too_is_compared_where_it_does_not_judge(
 ) -> None:
     with app_with(tmp_path, RolloutPlan("two:1", 0.3, ("two:1",), FIXED)).started() as app:
         if aliases == 2:  # each alias is loaded by itself
-            again = Scorer(app.served, next(one for one in app.bundles if one.manifest.name == "two"))
+            again = Scorer(
+                app.served, next(one for one in app.bundles if one.manifest.name == "two")
+            )
             rollout = replace(app.state.catalogue.rollout, shadows=(again,))
             app.state.catalogue.rollout = rollout
         names = [judge(app, prompt=text) for text in PROMPTS]
@@ -182,7 +220,9 @@ def test_a_canary_that_is_a_shadow_too_is_compared_where_it_does_not_judge(
         assert card(app, "two")["compared"]["prompts"] == names.count("one")
 
 
-def test_a_shadow_that_gives_no_number_costs_no_request(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shadow_that_gives_no_number_costs_no_request(
+    app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
     judging, shadow = Scorer.judge, app.state.catalogue.rollout.shadows[0]
 
     def fails(self: Scorer, *given: Any, **more: Any) -> Any:
@@ -193,16 +233,27 @@ def test_a_shadow_that_gives_no_number_costs_no_request(app: App, monkeypatch: p
     monkeypatch.setattr(Scorer, "judge", fails)
     score(app, prompt="a")
     compared = card(app, "three")["compared"]
-    assert (compared["failed"], compared["disagreement"], compared["mean_difference"]) == (1, 1.0, None)
+    assert (compared["failed"], compared["disagreement"], compared["mean_difference"]) == (
+        1,
+        1.0,
+        None,
+    )
 
 
 def test_what_each_bundle_does_is_told(app: App) -> None:
     metrics = app.client.get("/metrics").text
-    for name, role, share in (("one", "default", 0.7), ("two", "canary", 0.3), ("three", "shadow", None)):
+    for name, role, share in (
+        ("one", "default", 0.7),
+        ("two", "canary", 0.3),
+        ("three", "shadow", None),
+    ):
         found = card(app, name)
         assert (found["role"], found.get("share")) == (role, share)
         assert found["golden"]["risk"] <= found["golden"]["risk_tolerance"]
-        assert f'hallutracer_bundle_role_info{{bundle="{name}:1",model_name="scripted",role="{role}"}} 1.0' in metrics
+        assert (
+            f'hallutracer_bundle_role_info{{bundle="{name}:1",'
+            f'model_name="scripted",role="{role}"}} 1.0' in metrics
+        )
 
 
 @pytest.mark.parametrize(
@@ -210,7 +261,11 @@ def test_what_each_bundle_does_is_told(app: App) -> None:
     [
         (RolloutPlan("one:1"), "one:1", "judges already"),
         (RolloutPlan(shadows=("one:1",)), "one:1", "judges already"),
-        (RolloutPlan(shadows=("two:1",)), "two:1", "trained on text prompts and one:1 on chat ones"),
+        (
+            RolloutPlan(shadows=("two:1",)),
+            "two:1",
+            "trained on text prompts and one:1 on chat ones",
+        ),
     ],
 )
 def test_what_cannot_be_used_is_left_out_and_told(
@@ -218,7 +273,10 @@ def test_what_cannot_be_used_is_left_out_and_told(
 ) -> None:
     two = [lambda engine, folder: matching_bundle(engine, folder, "two", 1, prompt_format="text")]
     with app_with(tmp_path, plan, names=("one",), add=two).started() as app:
-        assert (app.state.catalogue.rollout.shadows, app.state.catalogue.rollout.canary) == ((), None)
+        assert (app.state.catalogue.rollout.shadows, app.state.catalogue.rollout.canary) == (
+            (),
+            None,
+        )
         (left_out,) = app.client.get("/v1/bundles").json()["status"]["left_out"]
         assert left_out["reference"] == reference
         assert reason in left_out["reason"]
@@ -229,14 +287,19 @@ def test_only_an_administrator_reloads(tmp_path: Path) -> None:
     with app_with(tmp_path / "open", PLAN).started() as app:
         for host in ("10.0.0.7", "testclient", "::ffff:10.0.0.7"):
             refused = type(app.client)(app.app, client=(host, 5)).post("/v1/admin/reload")
-            assert (refused.status_code, refused.json()["error"]["code"]) == (403, "missing_scope"), host
+            assert (refused.status_code, refused.json()["error"]["code"]) == (
+                403,
+                "missing_scope",
+            ), host
     loosens = frozenset(get_args(Right))
     keys = [
         ApiKey("plain", "user", loosens),
         Key(name="user-2", digest=digest_of("named"), may=loosens),
         Key(name="operator", digest=digest_of("operator"), scopes=frozenset({Scope.ADMIN})),
     ]
-    with app_with(tmp_path / "keys", PLAN, api_keys=keys, callers_may=get_args(Right)).started() as app:
+    with app_with(
+        tmp_path / "keys", PLAN, api_keys=keys, callers_may=get_args(Right)
+    ).started() as app:
         client = type(app.client)(app.app, client=("127.0.0.1", 5))
         for secret, status in (("plain", 403), ("named", 403), ("operator", 404), ("", 401)):
             headers = {"Authorization": f"Bearer {secret}"} if secret else {}
@@ -246,7 +309,9 @@ def test_only_an_administrator_reloads(tmp_path: Path) -> None:
 # --- a caller who draws again until its session is the canary's ---
 
 
-def withheld_alone(app: App, name: str, prompts: Sequence[str], threshold: float | None = None) -> list[str]:
+def withheld_alone(
+    app: App, name: str, prompts: Sequence[str], threshold: float | None = None
+) -> list[str]:
     (bundle,) = (one for one in app.bundles if one.manifest.name == name)
     least = bundle.manifest.threshold if threshold is None else threshold
     return [prompt for prompt in prompts if alone(app, bundle, prompt) >= least]
@@ -257,11 +322,18 @@ MANY = [f"question {number}" for number in range(200)]
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "policy", [Policy("gate", Action.ABSTAIN), Policy("block", Action.BLOCK), Policy("fetch", Action.RETRIEVE)]
+    "policy",
+    [
+        Policy("gate", Action.ABSTAIN),
+        Policy("block", Action.BLOCK),
+        Policy("fetch", Action.RETRIEVE),
+    ],
 )
 def test_no_session_gets_past_the_default_bundle(tmp_path: Path, policy: Policy, kind: str) -> None:
     plan = RolloutPlan("two:1", 0.5, ("three:1",), FIXED)
-    with app_with(tmp_path, plan, kind, policy=policy.name, policies={policy.name: policy}).started() as app:
+    with app_with(
+        tmp_path, plan, kind, policy=policy.name, policies={policy.name: policy}
+    ).started() as app:
         asked = withheld_alone(app, "one", MANY)[:25]
         assert len(asked) == 25
         canary_passes = set(asked) - set(withheld_alone(app, "two", asked))
@@ -270,7 +342,11 @@ def test_no_session_gets_past_the_default_bundle(tmp_path: Path, policy: Policy,
         for prompt in asked:
             for session in range(8):
                 headers = {"x-session-id": f"{prompt} {session}"}
-                body = {"max_tokens": 4, "messages": [{"role": "user", "content": prompt}], "model": "scripted"}
+                body = {
+                    "max_tokens": 4,
+                    "messages": [{"role": "user", "content": prompt}],
+                    "model": "scripted",
+                }
                 answer = score(app, prompt=prompt, generate={"max_tokens": 4}, headers=headers)
                 (row,), judging = answer["data"], answer["bundle"]["name"]
                 seen.add(judging)
@@ -282,7 +358,9 @@ def test_no_session_gets_past_the_default_bundle(tmp_path: Path, policy: Policy,
                 else:
                     assert "decided_by" not in row
                 if session < 2:
-                    chat = app.client.post("/v1/chat/completions", json=body, headers=headers).json()
+                    chat = app.client.post(
+                        "/v1/chat/completions", json=body, headers=headers
+                    ).json()
                     assert chat["choices"][0]["finish_reason"] == "content_filter"
                     sent = body | {"stream": True}
                     streamed = app.client.post("/v1/chat/completions", json=sent, headers=headers)
@@ -299,7 +377,9 @@ def test_no_session_gets_past_the_default_bundle(tmp_path: Path, policy: Policy,
         assert overruled["two:1"] >= len(canary_passes)
 
 
-def test_what_neither_withholds_is_answered_and_what_the_canary_alone_withholds_is_not(tmp_path: Path) -> None:
+def test_what_neither_withholds_is_answered_and_what_the_canary_alone_withholds_is_not(
+    tmp_path: Path,
+) -> None:
     with app_with(tmp_path, RolloutPlan("two:1", 1.0)).started() as app:
         by_default, by_canary = (set(withheld_alone(app, name, MANY)) for name in ("one", "two"))
         assert by_canary - by_default
@@ -319,7 +399,9 @@ def test_under_a_policy_that_observes_the_canary_judges_alone(tmp_path: Path) ->
 
 def test_a_warning_of_the_default_bundle_is_given_beside_a_canary_too(tmp_path: Path) -> None:
     warns = {"warn": Policy("warn", Action.ANNOTATE, message="Careful ({risk}).")}
-    with app_with(tmp_path, RolloutPlan("two:1", 1.0), policy="warn", policies=warns).started() as app:
+    with app_with(
+        tmp_path, RolloutPlan("two:1", 1.0), policy="warn", policies=warns
+    ).started() as app:
         warned = set(withheld_alone(app, "one", MANY)) | set(withheld_alone(app, "two", MANY))
         for prompt in MANY:
             assert ("message" in score(app, prompt=prompt)["data"][0]) == (prompt in warned)
@@ -332,14 +414,21 @@ def test_a_threshold_is_held_to_both_bundles(tmp_path: Path, canary: float) -> N
         stricter = min(canary, app.bundles[0].manifest.threshold)
         refused = app.client.post("/score", json={"prompt": "a", "threshold": stricter + 0.1})
         assert (refused.status_code, refused.json()["error"]["param"]) == (403, "threshold")
-        assert app.client.post("/score", json={"prompt": "a", "threshold": stricter - 0.1}).status_code == 200
+        assert (
+            app.client.post("/score", json={"prompt": "a", "threshold": stricter - 0.1}).status_code
+            == 200
+        )
 
 
 def test_where_the_default_bundle_gives_no_number_the_canary_s_answer_is_withheld(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with app_with(tmp_path, RolloutPlan("two:1", 1.0)).started() as app:
-        asked = set(MANY) - set(withheld_alone(app, "one", MANY)) - set(withheld_alone(app, "two", MANY))
+        asked = (
+            set(MANY)
+            - set(withheld_alone(app, "one", MANY))
+            - set(withheld_alone(app, "two", MANY))
+        )
         default, judging = app.state.catalogue.scorers[0], Scorer.judge
 
         def fails(self: Scorer, *given: Any, **more: Any) -> Any:
@@ -358,18 +447,26 @@ def test_a_policy_that_reads_answers_has_the_default_bundle_alone(tmp_path: Path
 
     def reads(name: str, seed: int) -> Callable[[ScriptedEngine, Path], Bundle]:
         def made(engine: ScriptedEngine, folder: Path) -> Bundle:
-            return write_bundle(with_answer(matching_draft(engine, name, seed), engine), folder / name)
+            return write_bundle(
+                with_answer(matching_draft(engine, name, seed), engine), folder / name
+            )
 
         return made
 
     bundles = [reads("one", 0), reads("two", 1)]
-    with app_with(tmp_path, RolloutPlan("two:1", 1.0), names=(), add=bundles, policies=held).started() as app:
+    with app_with(
+        tmp_path, RolloutPlan("two:1", 1.0), names=(), add=bundles, policies=held
+    ).started() as app:
         assert judge(app, prompt="a") == "two"
         assert judge(app, prompt="a", policy="again") == "one"
 
 
 def test_the_guarantee_of_a_canary_is_void_beside_another_verdict(tmp_path: Path) -> None:
-    sure = [lambda engine, folder: matching_bundle(engine, folder, "two", 1, guarantee=GUARANTEE, threshold=0.25)]
+    sure = [
+        lambda engine, folder: matching_bundle(
+            engine, folder, "two", 1, guarantee=GUARANTEE, threshold=0.25
+        )
+    ]
     with app_with(tmp_path, RolloutPlan("two:1", 1.0), names=("one",), add=sure).started() as app:
         told = score(app, prompt="a", generate={"max_tokens": 2})["guarantee"]
         assert not told["holds"]
@@ -381,6 +478,11 @@ def test_a_session_stays_over_a_reload_and_where_replicas_share_the_secret(tmp_p
         with app_with(tmp_path / folder, plan).started() as app:
             return [judge(app, prompt="a", headers={"x-session-id": str(n)}) for n in range(40)]
 
-    same = [judging(folder, RolloutPlan("two:1", 0.5, secret=b"shared by replicas")) for folder in ("a", "b")]
+    same = [
+        judging(folder, RolloutPlan("two:1", 0.5, secret=b"shared by replicas"))
+        for folder in ("a", "b")
+    ]
     assert same[0] == same[1]
-    assert judging("c", RolloutPlan("two:1", 0.5)) != judging("d", RolloutPlan("two:1", 0.5)), "of each process alone"
+    assert judging("c", RolloutPlan("two:1", 0.5)) != judging("d", RolloutPlan("two:1", 0.5)), (
+        "of each process alone"
+    )

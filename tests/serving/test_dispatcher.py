@@ -14,7 +14,14 @@ import pytest
 
 from service.engines.base import EngineGate, PrefillResult, Sampling, TokenIds, Update
 from service.engines.scheduler import Scheduled
-from service.errors import DeadlineExceeded, EngineError, NonFiniteReadout, NotReady, Overloaded, RequestError
+from service.errors import (
+    DeadlineExceeded,
+    EngineError,
+    NonFiniteReadout,
+    NotReady,
+    Overloaded,
+    RequestError,
+)
 from service.policies.guard import BLOCK, GATE, OBSERVE, Decision, Policy
 from service.scoring import RiskReport, Scorer
 from service.serving.admission import Deadline
@@ -30,16 +37,24 @@ LONG: dict[str, Any] = {"sampling": Sampling(max_tokens=400), "policy": OBSERVE}
 
 
 class Bench:
-    """A dispatcher with its parts in reach; it is the metrics, too, and remembers what it was told."""
+    """A dispatcher with its parts in reach; it is the metrics, too, and remembers what it was
+    told."""
 
     def __init__(self, tmp_path: Path, kind: str) -> None:
-        self.tmp_path, self.kind, self.script, self.holding = tmp_path, kind, ScriptedEngine(), Held()
+        self.tmp_path, self.kind, self.script, self.holding = (
+            tmp_path,
+            kind,
+            ScriptedEngine(),
+            Held(),
+        )
         self.batches: list[int] = []
         self.last = (0, 0)  # waiting, decoding
         self.broke: list[BaseException] = []
         self.dispatcher: Dispatcher
         self.now = 0.0  # where engines may stall
-        self.plain = engine_of(self.script)  # never asked to answer: it scores on the caller's thread
+        self.plain = engine_of(
+            self.script
+        )  # never asked to answer: it scores on the caller's thread
 
     def batch(self, prompts: int, tokens: int) -> None:
         self.batches.append(prompts)
@@ -49,16 +64,26 @@ class Bench:
 
     @asynccontextmanager
     async def open(
-        self, *, max_queue: int = 64, max_kv_tokens: int = 4096, max_batch_tokens: int = 8192, **options: Any
+        self,
+        *,
+        max_queue: int = 64,
+        max_kv_tokens: int = 4096,
+        max_batch_tokens: int = 8192,
+        **options: Any,
     ) -> AsyncIterator[Bench]:
         self.script.max_batch_tokens = max_batch_tokens
         self.engine = engine_of(self.script, self.kind, max_kv_tokens=max_kv_tokens, max_wait_s=0.0)
-        bundles = [matching_bundle(self.script, self.tmp_path, name, seed) for seed, name in enumerate(("one", "two"))]
+        bundles = [
+            matching_bundle(self.script, self.tmp_path, name, seed)
+            for seed, name in enumerate(("one", "two"))
+        ]
         if "stall_s" in options:
             options["clock"] = lambda: self.now
         self.scorers = [Scorer(self.engine, bundle) for bundle in bundles]
         self.alone = [Scorer(self.plain, bundle) for bundle in bundles]
-        self.dispatcher = Dispatcher(self.engine, self, max_queue=max_queue, on_broken=self.broke.append, **options)  # type: ignore[arg-type]
+        self.dispatcher = Dispatcher(
+            self.engine, self, max_queue=max_queue, on_broken=self.broke.append, **options
+        )  # type: ignore[arg-type]
         try:
             yield self
         finally:
@@ -73,7 +98,9 @@ class Bench:
             assert not self.dispatcher._tasks
             await asyncio.to_thread(self.engine.close)
 
-    def admit(self, prompts: int, seconds: float = 20, scorer: int = 0, **options: Any) -> RequestHandle:
+    def admit(
+        self, prompts: int, seconds: float = 20, scorer: int = 0, **options: Any
+    ) -> RequestHandle:
         options = {"policy": GATE, "deadline": Deadline(seconds)} | options
         return self.dispatcher.admit(prompts, self.scorers[scorer], **options)
 
@@ -119,7 +146,9 @@ def opened(**options: Any) -> Callable[[Any], Any]:
 
 
 @pytest.fixture(params=KINDS)
-async def bench(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: Patch) -> AsyncIterator[Bench]:
+async def bench(
+    tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: Patch
+) -> AsyncIterator[Bench]:
     options = dict(getattr(request.function, "options", {}))
     monkeypatch.setattr("service.serving.dispatcher.WATCH_S", options.pop("watch_s", 1.0))
     async with Bench(tmp_path, request.param).open(**options) as made:
@@ -134,7 +163,9 @@ async def test_every_prompt_gets_its_own_risk_by_its_own_bundle(bench: Bench) ->
     await held.answers()
     for n, handle in enumerate(handles):
         pair = await handle.answers()
-        assert [one.risk for one in pair] == [bench.report(f"{n} {name}", n % 2).risk for name in ("one", "two")]
+        assert [one.risk for one in pair] == [
+            bench.report(f"{n} {name}", n % 2).risk for name in ("one", "two")
+        ]
         assert all(one.completion is None for one in pair)
     assert sum(bench.batches) == 25
 
@@ -153,7 +184,9 @@ async def test_answers_have_risk_text_and_times(bench: Bench) -> None:
 
 @pytest.mark.parametrize("policy", [GATE, BLOCK])
 @pytest.mark.parametrize("honoured", [True, False])
-async def test_a_gated_prompt_gives_no_token(bench: Bench, policy: Policy, honoured: bool, monkeypatch: Patch) -> None:
+async def test_a_gated_prompt_gives_no_token(
+    bench: Bench, policy: Policy, honoured: bool, monkeypatch: Patch
+) -> None:
     if not honoured:
         monkeypatch.setattr(EngineGate, "closes", lambda *_: False)
     handle = bench.request("a", sampling=Sampling(), policy=policy.at(0.0), streams=True)
@@ -229,7 +262,9 @@ async def test_one_prompts_fault_does_not_fail_the_others(bench: Bench, monkeypa
     assert bench.dispatcher.alive
 
 
-async def test_a_failure_while_decoding_ends_that_answer_only(bench: Bench, monkeypatch: Patch) -> None:
+async def test_a_failure_while_decoding_ends_that_answer_only(
+    bench: Bench, monkeypatch: Patch
+) -> None:
     turns = iter(range(10_000))
     monkeypatch.setattr(bench.script, "wait", lambda: 1 // (next(turns) - 4))
     with pytest.raises(EngineError) as failed:
@@ -273,11 +308,14 @@ async def test_a_full_queue_refuses_and_takes_all_or_none(bench: Bench) -> None:
 
 @opened(max_queue=1024, max_batch_tokens=64)
 async def test_whoever_sends_much_does_not_delay_another(bench: Bench, monkeypatch: Patch) -> None:
-    """A newcomer's prompt begins the next batch but one at the latest, although 200 of another caller came before."""
+    """A newcomer's prompt begins the next batch but one at the latest, although 200 of another
+    caller came before."""
     batches: list[list[TokenIds]] = []
     score = bench.script.score
 
-    def recording(prompts: Sequence[TokenIds], *arguments: Any, **options: Any) -> list[PrefillResult]:
+    def recording(
+        prompts: Sequence[TokenIds], *arguments: Any, **options: Any
+    ) -> list[PrefillResult]:
         batches.append(list(prompts))
         return score(prompts, *arguments, **options)
 
@@ -304,7 +342,8 @@ async def test_the_last_places_are_for_others(bench: Bench) -> None:
 
 @opened(stall_s=20, watch_s=0.001)
 async def test_an_engine_that_stands_still_is_stalled_until_it_goes_on(bench: Bench) -> None:
-    """Also when the prompts that waited for it have given up; one that is slow, or has nothing to do, is not."""
+    """Also when the prompts that waited for it have given up; one that is slow, or has nothing to
+    do, is not."""
 
     async def stalled() -> bool:
         await asyncio.sleep(0.03)
@@ -351,7 +390,10 @@ async def test_an_engine_that_waits_for_a_cpu_is_slow_and_does_not_stand_still(
 async def test_scores_are_not_refused_for_answers_that_wait_for_the_cache(bench: Bench) -> None:
     bench.script.answer = "x" * 300
     bench.script.sleep_s = 0.002
-    answers = [bench.request(f"answer {n}", sampling=Sampling(max_tokens=300), policy=OBSERVE) for n in range(12)]
+    answers = [
+        bench.request(f"answer {n}", sampling=Sampling(max_tokens=300), policy=OBSERVE)
+        for n in range(12)
+    ]
     await answers[0].risks()
     for n in range(30):
         bench.admit(1, 0.5).cancel()
@@ -393,13 +435,16 @@ def kept_busy(handles: list[RequestHandle]) -> Callable[[], bool]:
 
 
 @opened(max_queue=1000, max_batch_tokens=100)
-async def test_neither_answers_nor_an_empty_queue_make_scores_look_slow(bench: Bench, monkeypatch: Patch) -> None:
+async def test_neither_answers_nor_an_empty_queue_make_scores_look_slow(
+    bench: Bench, monkeypatch: Patch
+) -> None:
     now = 0.0
     monkeypatch.setattr(bench.dispatcher, "_clock", lambda: now)
     scores, answers = bench.dispatcher._speeds[False], bench.dispatcher._speeds[True]
 
     async def crowd(seconds: float, number: int, **options: Any) -> None:
-        """So many prompts of 100 tokens that waited together and are read one after the other, ``seconds`` each."""
+        """So many prompts of 100 tokens that waited together and are read one after the other,
+        ``seconds`` each."""
         nonlocal now
         held = await bench.hold()
         handles = [bench.request("x" * 99, **options) for _ in range(number)]
@@ -452,7 +497,9 @@ async def test_scores_wait_behind_answers_where_they_do_not_overtake(
             bench.dispatcher.check_space("", 1, 100.0, continues=False)
 
     def paused() -> dict[bool, bool]:
-        return {answers: speed._since is None for answers, speed in bench.dispatcher._speeds.items()}
+        return {
+            answers: speed._since is None for answers, speed in bench.dispatcher._speeds.items()
+        }
 
     assert paused() == {True: False, False: False}
     waiting.cancel()
@@ -462,9 +509,15 @@ async def test_scores_wait_behind_answers_where_they_do_not_overtake(
     bench.holding.release.set()
 
 
-async def test_an_engine_that_fails_on_everything_is_given_up(bench: Bench, monkeypatch: Patch) -> None:
+async def test_an_engine_that_fails_on_everything_is_given_up(
+    bench: Bench, monkeypatch: Patch
+) -> None:
     monkeypatch.setattr("service.serving.dispatcher.MAX_FAILURES", 4)
-    innocent = [(RequestError("not its fault"), 9), (NonFiniteReadout("a NaN"), 9), (RuntimeError("no memory"), 3)]
+    innocent = [
+        (RequestError("not its fault"), 9),
+        (NonFiniteReadout("a NaN"), 9),
+        (RuntimeError("no memory"), 3),
+    ]
     for failure, times in innocent:
         bench.script.fail = failure
         for n in range(times):
@@ -483,7 +536,8 @@ async def test_an_engine_that_fails_on_everything_is_given_up(bench: Bench, monk
 
 
 class FailingSteps:
-    """``Engine.answer`` whose answers fail after their risks, once ``now`` is set, with what ``error`` gives."""
+    """``Engine.answer`` whose answers fail after their risks, once ``now`` is set, with what
+    ``error`` gives."""
 
     def __init__(self, answer: Any, error: Callable[[], Exception]) -> None:
         self._answer, self._error, self.now = answer, error, asyncio.Event()
@@ -501,7 +555,9 @@ async def test_what_is_counted_are_failing_passes_and_not_the_answers_in_them(
 ) -> None:
     monkeypatch.setattr("service.serving.dispatcher.MAX_FAILURES", 8)
     step = RuntimeError("out of memory")
-    failing = FailingSteps(bench.engine.answer, lambda: step if together else RuntimeError("out of memory"))
+    failing = FailingSteps(
+        bench.engine.answer, lambda: step if together else RuntimeError("out of memory")
+    )
     monkeypatch.setattr(bench.engine, "answer", failing)
     handles = [bench.request(f"prompt {n}", **LONG) for n in range(12)]
     for handle in handles:
@@ -568,7 +624,9 @@ async def test_an_engine_that_ends_while_idle_is_noticed(bench: Bench) -> None:
     assert not bench.dispatcher.alive
 
 
-async def test_an_engine_that_drops_a_request_leaves_no_caller_waiting(bench: Bench, monkeypatch: Patch) -> None:
+async def test_an_engine_that_drops_a_request_leaves_no_caller_waiting(
+    bench: Bench, monkeypatch: Patch
+) -> None:
     async def silent(*_: Any, **__: Any) -> AsyncGenerator[Update, None]:
         return
         yield Update()
@@ -605,7 +663,12 @@ async def test_random_clients_leave_nothing_behind(bench: Bench) -> None:
         sampling = luck.choice([None, Sampling(max_tokens=luck.randint(1, 40))])
         policy = luck.choice([GATE, BLOCK.at(0.0), OBSERVE])
         texts = [f"{n} {place}" for place in range(luck.randint(1, 3))]
-        options: dict[str, Any] = {"scorer": n % 2, "policy": policy, "sampling": sampling, "streams": len(texts) == 1}
+        options: dict[str, Any] = {
+            "scorer": n % 2,
+            "policy": policy,
+            "sampling": sampling,
+            "streams": len(texts) == 1,
+        }
         handle = bench.request(*texts, seconds=600, **options)
         if luck.random() < 0.4:
             await asyncio.sleep(luck.random() * 0.1)
@@ -627,7 +690,8 @@ async def test_random_clients_leave_nothing_behind(bench: Bench) -> None:
 
 
 class Gate:
-    """A script's ``before`` that lets so many forward passes begin as were allowed, and counts those that wanted to."""
+    """A script's ``before`` that lets so many forward passes begin as were allowed, and counts
+    those that wanted to."""
 
     def __init__(self) -> None:
         self.allowed, self.begun = threading.Semaphore(0), 0
@@ -658,7 +722,9 @@ async def test_a_deadline_that_passes_between_two_passes_ends_the_prompt(bench: 
     handle = bench.request("x" * 31, seconds=0.1)
     with pytest.raises(DeadlineExceeded):
         await handle.answers()
-    await until(lambda: bench.engine._queue.reading[0].cancelled)  # on its own loop the engine learns of it later
+    await until(
+        lambda: bench.engine._queue.reading[0].cancelled
+    )  # on its own loop the engine learns of it later
     gate.allowed.release(2)
     await bench.request("next").answers()
     assert gate.begun == 2
@@ -666,21 +732,32 @@ async def test_a_deadline_that_passes_between_two_passes_ends_the_prompt(bench: 
 
 
 @opened(max_batch_tokens=8)
-async def test_a_prompt_that_cannot_be_read_in_its_time_is_refused_at_once(bench: Bench, monkeypatch: Patch) -> None:
+async def test_a_prompt_that_cannot_be_read_in_its_time_is_refused_at_once(
+    bench: Bench, monkeypatch: Patch
+) -> None:
     prefills = bench.script.counters.prefills
-    for speed, seconds, refused in ((None, 1, False), (8.0, 1, True), (8.0, 5, False), (64.0, 1, False)):
+    for speed, seconds, refused in (
+        (None, 1, False),
+        (8.0, 1, True),
+        (8.0, 5, False),
+        (64.0, 1, False),
+    ):
         monkeypatch.setattr(Scheduled, "prefill_speed", speed)
         handle = bench.request("x" * 31, seconds=seconds)
         if not refused:
             await handle.answers()
             continue
-        with pytest.raises(Overloaded, match=r"32 tokens takes about 4 s at the 8 tokens/s.*deadline of 1 s") as late:
+        with pytest.raises(
+            Overloaded, match=r"32 tokens takes about 4 s at the 8 tokens/s.*deadline of 1 s"
+        ) as late:
             await handle.answers()
         assert late.value.retry_after_s == 60
         assert bench.last == (0, 0)
     assert bench.script.counters.prefills == prefills + 3
     monkeypatch.setattr(Scheduled, "prefill_speed", 1.0)
-    await bench.request(*["short"] * 9, seconds=5).answers()  # of one pass each: nothing is known of what they share
+    await bench.request(
+        *["short"] * 9, seconds=5
+    ).answers()  # of one pass each: nothing is known of what they share
 
 
 @opened(max_queue=1000, max_batch_tokens=100)
@@ -691,11 +768,15 @@ async def test_others_wait_for_one_pass_of_a_long_prompt(bench: Bench) -> None:
     for length in (399, 50):
         bench.request("x" * (length - 1), caller="busy")
         ahead.append(bench.dispatcher._queue.tokens_ahead("busy", answers=True))
-    held = len(bench.script.tokenize("the one that is held"))  # another caller's, of which it counts what it asks for
+    held = len(
+        bench.script.tokenize("the one that is held")
+    )  # another caller's, of which it counts what it asks for
     assert [ahead[1] - held - 2, ahead[2] - ahead[1]] == [100, 50]
 
 
-async def test_of_random_failures_each_request_is_told_and_the_engine_is_kept(tmp_path: Path) -> None:
+async def test_of_random_failures_each_request_is_told_and_the_engine_is_kept(
+    tmp_path: Path,
+) -> None:
     """Failures of passes and steps, of which the bench checks that they leave nothing behind."""
     bench, chance, ended = Bench(tmp_path, KINDS[0]), random.Random(0), list[str]()
     bench.script.answer, failures, risks = "x" * 8, 0, dict[int, float]()
@@ -710,7 +791,9 @@ async def test_of_random_failures_each_request_is_told_and_the_engine_is_kept(tm
         while failures < 200:
             text = "y" * chance.randrange(1, 60)  # up to four passes
             kind = ANSWER if chance.random() < 0.7 else {}
-            handle = bench.request(text, caller=str(number % 3), streams=bool(kind), seconds=600, **kind)
+            handle = bench.request(
+                text, caller=str(number % 3), streams=bool(kind), seconds=600, **kind
+            )
             try:
                 [report] = await (handle.answers() if kind else handle.risks())
             except EngineError:
@@ -720,7 +803,11 @@ async def test_of_random_failures_each_request_is_told_and_the_engine_is_kept(tm
             assert report.risk == pytest.approx(risks[len(text)])
             if kind:
                 assert report.completion is not None
-                assert "".join(piece.text for piece in await text_of(handle)) == report.completion.text == "x" * 8
+                assert (
+                    "".join(piece.text for piece in await text_of(handle))
+                    == report.completion.text
+                    == "x" * 8
+                )
 
     async with bench.open(max_batch_tokens=16):
         risks.update({length: bench.report("y" * length).risk for length in range(1, 60)})

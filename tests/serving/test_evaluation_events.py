@@ -35,28 +35,44 @@ def told(tmp_path: Path, **options: Any) -> Iterator[tuple[Running, Collector]]:
 
 
 def test_a_risk_and_the_risk_of_its_answer(tmp_path: Path) -> None:
-    body = {"messages": [{"role": "user", "content": ASKED}], "model": "scripted", "max_tokens": 6, "temperature": 0}
+    body = {
+        "messages": [{"role": "user", "content": ASKED}],
+        "model": "scripted",
+        "max_tokens": 6,
+        "temperature": 0,
+    }
     xargs = {"hallutracer_bundle": "both", "hallutracer_threshold": 1.0}
     with told(tmp_path, add=[two_parts]) as (service, sink):
         url = f"{service.url}/v1/chat/completions"
         found = httpx.post(url, json=body | {"vllm_xargs": xargs}, timeout=60).json()
         text = found["choices"][0]["message"]["content"]
-    spans, (first, second) = {one.name: one for one in sink.spans}, sorted(sink.events, key=lambda one: one.at_ns)
+    spans, (first, second) = (
+        {one.name: one for one in sink.spans},
+        sorted(sink.events, key=lambda one: one.at_ns),
+    )
     row, chat = found["hallutracer"]["data"][0], spans["chat scripted"]
     same = {"gen_ai.response.id": found["id"], "hallutracer.index": 0}
     assert first.attributes == same | {
-        "gen_ai.evaluation.name": "hallucination_risk", "gen_ai.evaluation.score.value": pytest.approx(row["risk"]),
+        "gen_ai.evaluation.name": "hallucination_risk",
+        "gen_ai.evaluation.score.value": pytest.approx(row["risk"]),
         "gen_ai.evaluation.score.label": "pass",
         "gen_ai.evaluation.explanation": "threshold 1; decision continue",
-    }  # fmt: skip
+    }
     assert second.attributes == same | {
-        "gen_ai.evaluation.name": "answer_risk", "gen_ai.evaluation.score.value": pytest.approx(row["answer_risk"]),
+        "gen_ai.evaluation.name": "answer_risk",
+        "gen_ai.evaluation.score.value": pytest.approx(row["answer_risk"]),
         "gen_ai.evaluation.score.label": "fail" if row["answer_flagged"] else "pass",
-        "gen_ai.evaluation.explanation": f"threshold {ANSWER.threshold:g}; {row['answer_tokens']} tokens read",
-    }  # fmt: skip
+        "gen_ai.evaluation.explanation": (
+            f"threshold {ANSWER.threshold:g}; {row['answer_tokens']} tokens read"
+        ),
+    }
     assert (first.at_ns, second.at_ns) == (spans["gate"].end_ns, spans["decode"].end_ns)
     for one in (first, second):
-        assert (one.name, one.trace_id, one.span_id) == ("gen_ai.evaluation.result", chat.trace_id, chat.span_id)
+        assert (one.name, one.trace_id, one.span_id) == (
+            "gen_ai.evaluation.result",
+            chat.trace_id,
+            chat.span_id,
+        )
         assert one.resource["service.name"] == "hallutracer"
         assert text
         assert not any(private in one.raw for private in ("Solomon", text))
@@ -65,7 +81,11 @@ def test_a_risk_and_the_risk_of_its_answer(tmp_path: Path) -> None:
 def test_the_labels_of_prompts_and_answers(tmp_path: Path) -> None:
     """Of every kind of row there is one; else this tells nothing."""
     prompts = [*SMALL_TALKS[:8], "one"]  # some ask for no fact, as one of the bundles reads them
-    bundles = [two_parts, known, lambda engine, folder: contextual_bundle(engine, folder, applies_from=0.99)]
+    bundles = [
+        two_parts,
+        known,
+        lambda engine, folder: contextual_bundle(engine, folder, applies_from=0.99),
+    ]
     with told(tmp_path, add=bundles) as (service, sink):
         answers = [
             service.post(prompt=prompts, **ANSWERED).json(),
@@ -73,14 +93,23 @@ def test_the_labels_of_prompts_and_answers(tmp_path: Path) -> None:
             service.post(prompt=prompts, bundle=service.bundles[-1].reference).json(),
             service.post(prompt=prompts, threshold=0.0).json(),
         ]
-    got = {(one.attributes["gen_ai.response.id"], one.attributes["gen_ai.evaluation.name"],
-            one.attributes["hallutracer.index"]): one.attributes for one in sink.events}  # fmt: skip
+    got = {
+        (
+            one.attributes["gen_ai.response.id"],
+            one.attributes["gen_ai.evaluation.name"],
+            one.attributes["hallutracer.index"],
+        ): one.attributes
+        for one in sink.events
+    }
     assert len(got) == len(sink.events) == 5 * len(prompts)
     seen = set()
     for answer in answers:
         for row in answer["data"]:
             event = got[answer["id"], "hallucination_risk", row["index"]]
-            label, why = event["gen_ai.evaluation.score.label"], event["gen_ai.evaluation.explanation"]
+            label, why = (
+                event["gen_ai.evaluation.score.label"],
+                event["gen_ai.evaluation.explanation"],
+            )
             no_fact = row.get("applies") is False
             assert label == ("fail" if row["flagged"] else "not_applicable" if no_fact else "pass")
             assert ("asks for no fact" in why) is no_fact
@@ -88,7 +117,9 @@ def test_the_labels_of_prompts_and_answers(tmp_path: Path) -> None:
             assert f"threshold {row['threshold']:g}; decision {row['decision']}" in why
             seen |= {label} | ({"outside"} if row.get("outside_training") else set())
             if "answer_risk" in row:
-                of_answer = got[answer["id"], "answer_risk", row["index"]]["gen_ai.evaluation.score.label"]
+                of_answer = got[answer["id"], "answer_risk", row["index"]][
+                    "gen_ai.evaluation.score.label"
+                ]
                 assert of_answer == ("fail" if row["answer_flagged"] else "pass")
                 seen.add(f"answer {of_answer}")
     assert seen == {"pass", "fail", "not_applicable", "outside", "answer pass", "answer fail"}
@@ -101,8 +132,10 @@ def test_a_prompt_that_is_never_judged_has_an_error(tmp_path: Path) -> None:
     (event,) = sink.events
     assert event.attributes.pop("gen_ai.response.id").startswith("risk-")
     assert event.attributes == {
-        "gen_ai.evaluation.name": "hallucination_risk", "error.type": "deadline_exceeded", "hallutracer.index": 0,
-    }  # fmt: skip
+        "gen_ai.evaluation.name": "hallucination_risk",
+        "error.type": "deadline_exceeded",
+        "hallutracer.index": 0,
+    }
 
 
 def test_events_are_of_what_is_traced(tmp_path: Path) -> None:
@@ -110,7 +143,9 @@ def test_events_are_of_what_is_traced(tmp_path: Path) -> None:
     with told(tmp_path) as (service, sink):
         httpx.post(f"{service.url}/score", json={"prompt": ASKED}, headers=unsampled, timeout=60)
         service.post(prompt=[ASKED] * (MOST_PROMPTS + 4))
-    assert sorted(one.attributes["hallutracer.index"] for one in sink.events) == list(range(MOST_PROMPTS))
+    assert sorted(one.attributes["hallutracer.index"] for one in sink.events) == list(
+        range(MOST_PROMPTS)
+    )
 
 
 def test_a_variable_that_cannot_be_read_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

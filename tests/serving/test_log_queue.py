@@ -71,8 +71,12 @@ def test_all_lines_are_written_in_order_by_the_end(pipe: Pipe) -> None:
     assert pipe.counts == {"written": 2000}
 
 
-def test_a_reader_that_stops_is_not_waited_for_and_hears_later_how_much_it_missed(pipe: Pipe) -> None:
-    lines = LineQueue(pipe.writer, count=pipe.count, missing=missing, most_bytes=2 * SMALL, closing_s=20)
+def test_a_reader_that_stops_is_not_waited_for_and_hears_later_how_much_it_missed(
+    pipe: Pipe,
+) -> None:
+    lines = LineQueue(
+        pipe.writer, count=pipe.count, missing=missing, most_bytes=2 * SMALL, closing_s=20
+    )
     for n in range(1000):
         lines.send(f"line {n:04}")  # on this thread, which would hang here
     dropped = pipe.counts["dropped"]
@@ -95,13 +99,17 @@ def test_the_end_waits_for_no_reader_and_neither_does_what_comes_after_it(pipe: 
     for n in range(1000):
         lines.send(f"line {n}")
     lines.close()
-    os.write(pipe.writer, b"x" * 10 * SMALL)  # as a library does that prints at the exit: it would hang here
+    os.write(
+        pipe.writer, b"x" * 10 * SMALL
+    )  # as a library does that prints at the exit: it would hang here
     lines.send("too late")
     lines.close()
     assert pipe.counts["dropped"] > 0
 
 
-def test_what_cannot_be_written_is_counted_and_told_of_once_there_is_room(pipe: Pipe, tmp_path: Path) -> None:
+def test_what_cannot_be_written_is_counted_and_told_of_once_there_is_room(
+    pipe: Pipe, tmp_path: Path
+) -> None:
     with open("/dev/full", "wb", buffering=0) as full, (tmp_path / "log").open("wb") as file:
         lines = LineQueue(full.fileno(), count=pipe.count, missing=missing)
         for n in range(3):
@@ -111,7 +119,11 @@ def test_what_cannot_be_written_is_counted_and_told_of_once_there_is_room(pipe: 
         lines.send("there is room")
         lines.close()
         lines.send("after the end")
-    assert (tmp_path / "log").read_text().splitlines() == ["3 missing", "there is room", "after the end"]
+    assert (tmp_path / "log").read_text().splitlines() == [
+        "3 missing",
+        "there is room",
+        "after the end",
+    ]
     assert pipe.counts == {"dropped": 3, "written": 2}
 
 
@@ -125,7 +137,9 @@ def test_losses_that_no_line_follows_are_told_of_at_the_end(pipe: Pipe, tmp_path
     assert (tmp_path / "log").read_text() == "1 missing\n"
 
 
-def test_a_line_that_was_cut_short_does_not_spoil_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_that_was_cut_short_does_not_spoil_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write, full = os.write, threading.Event()
     full.set()
 
@@ -139,7 +153,9 @@ def test_a_line_that_was_cut_short_does_not_spoil_the_next(tmp_path: Path, monke
     monkeypatch.setattr(log_queue.os, "write", half)
     counts: Counter[str] = Counter()
     with (tmp_path / "log").open("wb") as file:
-        lines = LineQueue(file.fileno(), count=lambda fate, number: counts.update({fate: number}), missing=missing)
+        lines = LineQueue(
+            file.fileno(), count=lambda fate, number: counts.update({fate: number}), missing=missing
+        )
         lines.send("0123456789")
         until(lambda: counts["dropped"] == 1)
         full.clear()

@@ -1,4 +1,5 @@
-"""A bundle is watched while it serves: when a monitor compares, where each limit lies, where violations are told."""
+"""A bundle is watched while it serves: when a monitor compares, where each limit lies, where
+violations are told."""
 
 from __future__ import annotations
 
@@ -57,11 +58,18 @@ def monitor(told: list[Monitor], **limits: float) -> Monitor:
 
 
 def reports(
-    count: int, *, top: float = 0.0, outside: float = 0.0, named: Sequence[int] = (), alike: bool = False
+    count: int,
+    *,
+    top: float = 0.0,
+    outside: float = 0.0,
+    named: Sequence[int] = (),
+    alike: bool = False,
 ) -> tuple[Any, list[bytes]]:
-    """``count`` reports: the share ``top`` has a risk of 1, which is also the distance to the reference.
+    """``count`` reports: the share ``top`` has a risk of 1, which is also the distance to the
+    reference.
 
-    In no order, or ``alike`` to their neighbours; all of them different prompts, or those that are ``named``."""
+    In no order, or ``alike`` to their neighbours; all of them different prompts, or those that are
+    ``named``."""
     high = round(top * count)
     risks = [1.0] * high + np.linspace(0, 1, count - high, endpoint=False).tolist()
     are_outside = [SimpleNamespace(outside=n < round(outside * count)) for n in range(count)]
@@ -87,13 +95,25 @@ def test_a_full_window_is_compared_now_and_then(told: list[Monitor]) -> None:
         ({}, [({}, False), ({"top": 0.25}, True)]),  # by the distance
         ({"ks": 1.0, "psi": 0.2}, [({}, False), ({"top": 0.25}, True)]),  # by the stability
         # No longer exceeded well below the limit.
-        ({}, [({"top": top}, void) for top, void in ((0.18, False), (0.25, True), (0.18, True), (0.1, False))]),
-        # Prompts that are alike void later and never mend: below 0.8 of the wide limit, not of the narrow one.
-        ({}, [({"top": top, "alike": True}, void) for top, void in
-              ((0.25, False), (0.6, True), (0.18, True), (0.1, False))]),
+        (
+            {},
+            [
+                ({"top": top}, void)
+                for top, void in ((0.18, False), (0.25, True), (0.18, True), (0.1, False))
+            ],
+        ),
+        # Prompts that are alike void later and never mend: below 0.8 of the wide limit, not of the
+        # narrow one.
+        (
+            {},
+            [
+                ({"top": top, "alike": True}, void)
+                for top, void in ((0.25, False), (0.6, True), (0.18, True), (0.1, False))
+            ],
+        ),
     ],
     ids=["distance", "stability", "back", "alike"],
-)  # fmt: skip
+)
 def test_a_drift_begins_at_a_limit_and_ends_well_below_it(
     told: list[Monitor], limits: dict[str, float], windows: list[tuple[dict[str, Any], bool]]
 ) -> None:
@@ -109,7 +129,9 @@ def test_the_share_outside_is_held_against_the_bundles_own(told: list[Monitor]) 
         watched.observe(*reports(WINDOW, outside=share))
         assert list(watched.violations) == ["outside"] * void, share
     calm, names = reports(WINDOW)
-    for report in calm[200:320]:  # one client's burst is not everybody's: 12 %, but one after the other
+    for report in calm[
+        200:320
+    ]:  # one client's burst is not everybody's: 12 %, but one after the other
         report.uncertain.outside = True
     watched.observe(calm, names)
     assert watched.drift is not None
@@ -124,7 +146,8 @@ def test_a_prompt_that_comes_again_counts_once(told: list[Monitor]) -> None:
     assert told[-1].drift is not None
     assert told[-1].drift.prompts == WINDOW
     assert told[-1].drift.shift == pytest.approx(20 / WINDOW / 2, abs=0.005)
-    # Nor do repeats hide a drift: between any two prompts of it a client asks twenty known questions in a loop.
+    # Nor do repeats hide a drift: between any two prompts of it a client asks twenty known
+    # questions in a loop.
     drifted, names = reports(WINDOW, top=0.5)
     calm, _ = reports(20)
     for number, (report, name) in enumerate(zip(drifted, names, strict=True)):
@@ -163,29 +186,43 @@ def test_labels_void_it_for_good_and_right_answers_never_do(told: list[Monitor])
         wrong += 1
         watched.count(Tally(500 + wrong, 500 + wrong, wrong))
     watched.count(Tally(5500 + wrong, 5500, wrong))
-    assert watched.violations["labels"].startswith(f"{wrong} of {5500 + wrong} answers that were drawn at random")
+    assert watched.violations["labels"].startswith(
+        f"{wrong} of {5500 + wrong} answers that were drawn at random"
+    )
 
 
 @pytest.fixture(scope="module")
 def promised(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """Guaranteed, with a reference of trajectories so wide that nothing is outside, and its risks over ``PROMPTS``."""
+    """Guaranteed, with a reference of trajectories so wide that nothing is outside, and its risks
+    over ``PROMPTS``."""
     engine, folder = ScriptedEngine(), tmp_path_factory.mktemp("promised")
     draft = matching_draft(engine, "watched", 0)
     promise = replace(GUARANTEE, threshold=draft.manifest.threshold)
     layers = draft.golden.trajectory.shape[1]
     draft.manifest = replace(draft.manifest, guarantee=promise, uncertainty=UNCERTAINTY)
-    reference = {"reference_mean": np.zeros(layers, np.float32), "reference_whitening": np.eye(layers) * 1e-3}
-    draft.probes = replace(draft.probes, **{name: one.astype("f4") for name, one in reference.items()})
+    reference = {
+        "reference_mean": np.zeros(layers, np.float32),
+        "reference_whitening": np.eye(layers) * 1e-3,
+    }
+    draft.probes = replace(
+        draft.probes, **{name: one.astype("f4") for name, one in reference.items()}
+    )
     scorer = Scorer(Scheduled(engine), write_bundle(draft, folder / "first"))
-    risks = [report.risk for report in scorer.score([scorer.render(prompt) for prompt in PROMPTS[2000:]])]
-    kept = {"risk": " ".join(map(str, risks)), "hallucinated": " ".join("1" if risk > 0.5 else "0" for risk in risks)}
+    risks = [
+        report.risk for report in scorer.score([scorer.render(prompt) for prompt in PROMPTS[2000:]])
+    ]
+    kept = {
+        "risk": " ".join(map(str, risks)),
+        "hallucinated": " ".join("1" if risk > 0.5 else "0" for risk in risks),
+    }
     draft.evaluation["out_of_fold"] = {"risks": kept}
     return write_bundle(draft, folder / "watched")
 
 
 @pytest.fixture
 def app(tmp_path: Path, promised: Bundle, request: pytest.FixtureRequest) -> Iterator[App]:
-    """On one engine: what is watched are reports, whoever made them; a test may ask for the other kind."""
+    """On one engine: what is watched are reports, whoever made them; a test may ask for the other
+    kind."""
     app = App(tmp_path, getattr(request, "param", KINDS[0]), names=(), add=[lambda *_: promised])
     app.state.catalogue.limits = DriftLimits(window=200, every=50)
     with app.started() as app:
@@ -198,7 +235,11 @@ def card(app: App) -> dict[str, Any]:
 
 
 def voids(app: App) -> dict[str, float]:
-    lines = [line for line in app.client.get("/metrics").text.splitlines() if line.startswith("hallutracer_void{")]
+    lines = [
+        line
+        for line in app.client.get("/metrics").text.splitlines()
+        if line.startswith("hallutracer_void{")
+    ]
     return {line.split('cause="')[1].split('"')[0]: float(line.split()[-1]) for line in lines}
 
 
@@ -228,9 +269,13 @@ def test_traffic_like_training_voids_nothing(app: App) -> None:
 
 
 @pytest.mark.parametrize(
-    ("app", "away", "direction"), [(KINDS[0], 0.6, "lower"), (KINDS[1], -0.6, "higher")], indirect=["app"]
+    ("app", "away", "direction"),
+    [(KINDS[0], 0.6, "lower"), (KINDS[1], -0.6, "higher")],
+    indirect=["app"],
 )
-def test_a_shift_either_way_is_told_everywhere_and_taken_back(app: App, away: float, direction: str) -> None:
+def test_a_shift_either_way_is_told_everywhere_and_taken_back(
+    app: App, away: float, direction: str
+) -> None:
     ask(app, PROMPTS[:199])
     assert card(app)["void"] == []
     assert card(app).get("drift") is None  # a window that is not full says nothing
@@ -244,8 +289,15 @@ def test_a_shift_either_way_is_told_everywhere_and_taken_back(app: App, away: fl
     assert found["guarantee"]["holds"] is False
     assert card(app)["void"] == [reason]
     assert voids(app)["drift"] == 1
-    body = {"model": "scripted", "messages": [{"role": "user", "content": "a"}], "max_tokens": 12, "temperature": 0}
-    assert app.client.post("/v1/chat/completions", json=body).json()["hallutracer"]["guarantee"]["void"] == [reason]
+    body = {
+        "model": "scripted",
+        "messages": [{"role": "user", "content": "a"}],
+        "max_tokens": 12,
+        "temperature": 0,
+    }
+    assert app.client.post("/v1/chat/completions", json=body).json()["hallutracer"]["guarantee"][
+        "void"
+    ] == [reason]
     shifted(app, 0.0)
     ask(app, PROMPTS[600:800])
     ask(app, PROMPTS[800:850])
@@ -257,18 +309,26 @@ def test_prompts_outside_training_are_told(app: App, monkeypatch: Patch) -> None
     monkeypatch.setattr(scoring, "uncertain", lambda *_, **__: Uncertain(2.0, None))
     ask(app, PROMPTS[:200])
     found = ask(app, PROMPTS[200:201])
-    assert any(reason.startswith("outside: 100.0% of the last 200 prompts") for reason in found["guarantee"]["void"])
+    assert any(
+        reason.startswith("outside: 100.0% of the last 200 prompts")
+        for reason in found["guarantee"]["void"]
+    )
     assert voids(app)["outside"] == 1
 
 
 @pytest.fixture
 def labelled(tmp_path: Path, promised: Bundle) -> Labelled:
-    """Makes a service that keeps feedback, each time in the same database, and draws a share of its answers."""
+    """Makes a service that keeps feedback, each time in the same database, and draws a share of its
+    answers."""
     where = location(str(tmp_path / "feedback.db"))
 
     def made(share: float) -> AbstractContextManager[App]:
-        return App(tmp_path, names=(), add=[lambda *_: promised],
-                   feedback=lambda metrics: Feedback(where, metrics, share=share)).started()  # fmt: skip
+        return App(
+            tmp_path,
+            names=(),
+            add=[lambda *_: promised],
+            feedback=lambda metrics: Feedback(where, metrics, share=share),
+        ).started()
 
     return made
 
@@ -285,14 +345,22 @@ def complain(app: App, prompts: Sequence[str], **said: Any) -> list[dict[str, An
     return found
 
 
-def test_labels_that_break_the_guarantee_are_told_and_known_to_the_next_process(labelled: Labelled) -> None:
+def test_labels_that_break_the_guarantee_are_told_and_known_to_the_next_process(
+    labelled: Labelled,
+) -> None:
     with labelled(1.0) as app:
         found = complain(app, PROMPTS[:60])
         assert 10 < len(found) < 60, "withheld answers do not count"
         assert all(one["drawn"] for one in found)
-        assert card(app)["labels"] == {"drawn": len(found), "labelled": len(found), "wrong": len(found)}
+        assert card(app)["labels"] == {
+            "drawn": len(found),
+            "labelled": len(found),
+            "wrong": len(found),
+        }
         (reason,) = ask(app, ["a"])["guarantee"]["void"]
-        assert reason.startswith(f"labels: {len(found)} of {len(found)} answers that were drawn at random are wrong")
+        assert reason.startswith(
+            f"labels: {len(found)} of {len(found)} answers that were drawn at random are wrong"
+        )
         assert voids(app)["labels"] == 1
     with labelled(1.0) as app:
         assert card(app)["void"] == [reason]
@@ -307,9 +375,13 @@ def test_complaints_about_answers_that_were_not_drawn_void_nothing(labelled: Lab
         assert card(app).get("labels") is None or card(app)["labels"]["drawn"] == 0
 
 
-def test_repeats_are_one_label_and_an_answer_without_a_label_is_taken_for_right(labelled: Labelled) -> None:
+def test_repeats_are_one_label_and_an_answer_without_a_label_is_taken_for_right(
+    labelled: Labelled,
+) -> None:
     with labelled(1.0) as app:
-        [answered] = [one for one in ask(app, PROMPTS[:20])["data"] if one["decision"] == "continue"][:1]
+        [answered] = [
+            one for one in ask(app, PROMPTS[:20])["data"] if one["decision"] == "continue"
+        ][:1]
         complain(app, [PROMPTS[answered["index"]]] * 60)
         assert card(app)["labels"]["wrong"] == card(app)["labels"]["labelled"] == 1
         assert card(app)["void"] == []
@@ -328,8 +400,10 @@ def test_answers_that_the_guarantee_is_not_about_are_not_drawn(labelled: Labelle
         outside = Policy("outside", Action.ABSTAIN, withhold_outside=True)
         app.state.catalogue.policies = Policies({**named, "outside": outside})
         others: list[dict[str, Any]] = [
-            {"threshold": 1.0}, {"generate": {"max_tokens": 1, "temperature": 1.0}}, {"policy": "outside"},
-        ]  # fmt: skip
+            {"threshold": 1.0},
+            {"generate": {"max_tokens": 1, "temperature": 1.0}},
+            {"policy": "outside"},
+        ]
         for said in others:
             assert [one["drawn"] for one in complain(app, PROMPTS[:20], **said)].count(True) == 0
         assert any(one["drawn"] for one in complain(app, PROMPTS[20:40], policy="observe"))
@@ -361,4 +435,6 @@ def test_a_reload_goes_on_with_the_same_bundle_and_mends_one_that_is_off(app: Ap
         return {bundle.reference: Scorer(engine, bundle)}
 
     app.client.portal.call(state.lifecycle.reload, load)  # type: ignore[union-attr]
-    assert [reason.partition(":")[0] for reason in state.catalogue.monitors["watched:1"].reasons] == ["drift"]
+    assert [
+        reason.partition(":")[0] for reason in state.catalogue.monitors["watched:1"].reasons
+    ] == ["drift"]

@@ -1,4 +1,5 @@
-"""Bundles reloaded under load: no request is lost, each digest matches its risk.  What retrievals remember."""
+"""Bundles reloaded under load: no request is lost, each digest matches its risk.  What retrievals
+remember."""
 
 from __future__ import annotations
 
@@ -28,11 +29,17 @@ from tests.engine_kinds import OnOwnLoop
 from tests.matching import matching_bundle
 from tests.scripted_engine import ScriptedEngine
 
-PROMPTS = [f"What is the capital of {name}?" for name in ("Italy", "Chad", "Peru", "Nauru", "Japan", "Mali", "Oman")]
+PROMPTS = [
+    f"What is the capital of {name}?"
+    for name in ("Italy", "Chad", "Peru", "Nauru", "Japan", "Mali", "Oman")
+]
 
 
 def scripted_bundles(tmp_path: Path) -> list[Bundle]:
-    return [matching_bundle(ScriptedEngine(), tmp_path, name, seed) for seed, name in enumerate(("one", "two"))]
+    return [
+        matching_bundle(ScriptedEngine(), tmp_path, name, seed)
+        for seed, name in enumerate(("one", "two"))
+    ]
 
 
 ENGINES: dict[str, tuple[Callable[[], Engine], Callable[[Path], list[Bundle]]]] = {
@@ -45,33 +52,51 @@ ENGINES: dict[str, tuple[Callable[[], Engine], Callable[[Path], list[Bundle]]]] 
 
 
 @asynccontextmanager
-async def serving(make: Callable[[], Engine], bundle: Bundle) -> AsyncIterator[tuple[Service, httpx.AsyncClient]]:
+async def serving(
+    make: Callable[[], Engine], bundle: Bundle
+) -> AsyncIterator[tuple[Service, httpx.AsyncClient]]:
     settings = ServiceSettings(max_queue=4096, callers_may=("policy",))
     state = Service(lambda: {bundle.reference: Scorer(make(), bundle)}, settings=settings)
     await state.lifecycle.start()
     assert state.lifecycle.failure is None
     transport = httpx.ASGITransport(app=create_app(state))
-    async with httpx.AsyncClient(transport=transport, base_url="http://service", timeout=60) as client:
+    async with httpx.AsyncClient(
+        transport=transport, base_url="http://service", timeout=60
+    ) as client:
         yield state, client
     await asyncio.to_thread(state.stop)
 
 
 @pytest.mark.parametrize(
     ("policy", "ruled", "gates"),
-    [("observe", None, 0), ("gate", None, 1), ("block", None, 1), ("observe", "gate", 1), ("observe", "observe", 0),
-     ("warn", None, 1)],
-)  # fmt: skip
-def test_a_gauge_says_whether_a_gate_is_configured(policy: str, ruled: str | None, gates: int) -> None:
+    [
+        ("observe", None, 0),
+        ("gate", None, 1),
+        ("block", None, 1),
+        ("observe", "gate", 1),
+        ("observe", "observe", 0),
+        ("warn", None, 1),
+    ],
+)
+def test_a_gauge_says_whether_a_gate_is_configured(
+    policy: str, ruled: str | None, gates: int
+) -> None:
     """Not whether a caller may choose one: ``gate`` and ``block`` are always there to be chosen."""
     rules = () if ruled is None else (Rule(policy=ruled, route="/classify"),)
-    known = Policies(built_in() | {"warn": Policy("warn", Action.ANNOTATE, None, "Take care.")}, rules)
+    known = Policies(
+        built_in() | {"warn": Policy("warn", Action.ANNOTATE, None, "Take care.")}, rules
+    )
     state = Service(dict, settings=ServiceSettings(policy=policy), policies=known)
-    assert f"hallutracer_gate_configured {gates}.0" in state.metrics.render()[0].decode().splitlines()
+    assert (
+        f"hallutracer_gate_configured {gates}.0" in state.metrics.render()[0].decode().splitlines()
+    )
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("kind", ENGINES)
-async def test_no_request_is_lost_and_each_digest_matches_its_risk(kind: str, tmp_path: Path) -> None:
+async def test_no_request_is_lost_and_each_digest_matches_its_risk(
+    kind: str, tmp_path: Path
+) -> None:
     make, bundles_of = ENGINES[kind]
     bundles, alone = bundles_of(tmp_path), make()
     expected: dict[tuple[str, str], float] = {}
@@ -89,12 +114,16 @@ async def test_no_request_is_lost_and_each_digest_matches_its_risk(kind: str, tm
             prompt = PROMPTS[(number + served) % len(PROMPTS)]
             body: dict[str, Any] = {"prompt": prompt, "deadline_ms": 30_000}
             response = await client.post(
-                "/score", json=body | ({"generate": {"max_tokens": 8}, "policy": "observe"} if answers else {})
+                "/score",
+                json=body
+                | ({"generate": {"max_tokens": 8}, "policy": "observe"} if answers else {}),
             )
             assert response.status_code == 200, response.text
             answer = response.json()
             (row,) = answer["data"]
-            assert row["risk"] == pytest.approx(expected[answer["bundle"]["digest"], prompt], abs=1e-5)
+            assert row["risk"] == pytest.approx(
+                expected[answer["bundle"]["digest"], prompt], abs=1e-5
+            )
             assert ("completion" in row) == answers
             digests.append(answer["bundle"]["digest"])
             served += 1
@@ -114,13 +143,18 @@ async def test_no_request_is_lost_and_each_digest_matches_its_risk(kind: str, tm
 
 @pytest.mark.anyio
 async def test_a_bundle_that_does_not_load_leaves_the_old_one(tmp_path: Path) -> None:
-    async with serving(lambda: Scheduled(ScriptedEngine()), scripted_bundles(tmp_path)[0]) as (state, client):
+    async with serving(lambda: Scheduled(ScriptedEngine()), scripted_bundles(tmp_path)[0]) as (
+        state,
+        client,
+    ):
         before = (await client.post("/score", json={"prompt": "a"})).json()
         with pytest.raises(ZeroDivisionError):
             await state.lifecycle.reload(lambda _: 1 // 0)  # type: ignore[arg-type,return-value]
         after = (await client.post("/score", json={"prompt": "a"})).json()
         assert (after["bundle"], after["data"]) == (before["bundle"], before["data"])
-        assert 'hallutracer_reloads_total{outcome="failed"} 1.0' in (await client.get("/metrics")).text
+        assert (
+            'hallutracer_reloads_total{outcome="failed"} 1.0' in (await client.get("/metrics")).text
+        )
 
 
 def test_what_was_sent_to_fetch_a_passage_is_remembered_for_its_caller_for_a_while() -> None:
@@ -134,6 +168,10 @@ def test_what_was_sent_to_fetch_a_passage_is_remembered_for_its_caller_for_a_whi
     few, short = Retrievals(most=2), Retrievals(seconds=0.0)
     for name in ("1", "2", "1", "3"):
         few.record("a", name, 0.5, "d")
-    assert [few.recall("a", name).first is not None for name in ("1", "2", "3")] == [True, False, True]
+    assert [few.recall("a", name).first is not None for name in ("1", "2", "3")] == [
+        True,
+        False,
+        True,
+    ]
     short.record("a", "1", 0.5, "d")
     assert short.recall("a", "1").first is None

@@ -21,28 +21,42 @@ from tests.matching import answers_read
 
 Rows = list[dict[str, Any]]
 FAST: dict[str, Any] = {
-    "folds": 3, "inner_folds": 2, "seeds": (0, 1), "c": 0.3, "c_grid": (0.1, 0.3), "jobs": 1, "forms": "none",
+    "folds": 3,
+    "inner_folds": 2,
+    "seeds": (0, 1),
+    "c": 0.3,
+    "c_grid": (0.1, 0.3),
+    "jobs": 1,
+    "forms": "none",
     "keep_sample": False,
-}  # fmt: skip
+}
 ONE: dict[str, Any] = {"folds": 2, "seeds": (0,), "evaluate": False}  # the quickest
 FUSED = ("depth_mean", "log_max_prob", "entropy")
 
 
-def run(folder: Path, engine: Any = None, rows: Rows | None = None, **changes: Any) -> tuple[Bundle, Quiet]:
-    """Train in ``folder``; rows that are given as a list for ``test`` or ``calibration`` are written there."""
+def run(
+    folder: Path, engine: Any = None, rows: Rows | None = None, **changes: Any
+) -> tuple[Bundle, Quiet]:
+    """Train in ``folder``; rows that are given as a list for ``test`` or ``calibration`` are
+    written there."""
     folder.mkdir(exist_ok=True)
     if not (data := folder / "rows.jsonl").exists():
         write_rows(data, planted_rows(240) if rows is None else rows)
     for name in ("test", "calibration"):
         if isinstance(changes.get(name), list):
             changes[name] = write_rows(folder / f"{name}.jsonl", changes[name])
-    options: dict[str, Any] = FAST | {"data": (str(data),), "name": "planted", "run_dir": folder / "run"} | changes
+    options: dict[str, Any] = (
+        FAST | {"data": (str(data),), "name": "planted", "run_dir": folder / "run"} | changes
+    )
     console, store = Quiet(), Store(folder / "store")
-    return train(TrainOptions(**options), lambda: engine or PlantedEngine(), store, console=console), console
+    return train(
+        TrainOptions(**options), lambda: engine or PlantedEngine(), store, console=console
+    ), console
 
 
 def killed(work: Callable[[], object]) -> None:
-    """Do the work in a fork of this process, which ends without a word at its engine's ``kill_at``."""
+    """Do the work in a fork of this process, which ends without a word at its engine's
+    ``kill_at``."""
     if (child := os.fork()) == 0:
         try:
             work()
@@ -66,7 +80,9 @@ def with_answer(bundle: Bundle, store: Store) -> Bundle:
     """The next version of a bundle, which has an answer probe, as the planted engine reads it."""
     manifest = replace(bundle.manifest, answer=ANSWER)
     contents = bundle.probes, bundle.golden, bundle.evaluation(), bundle.card()
-    return store.publish(BundleDraft(manifest, *contents, answer=answers_read(PlantedEngine(), manifest)))
+    return store.publish(
+        BundleDraft(manifest, *contents, answer=answers_read(PlantedEngine(), manifest))
+    )
 
 
 def check_answer_kept(before: Bundle, after: Bundle) -> None:

@@ -1,4 +1,5 @@
-"""The second look: probes of the answers' own tokens, fitted, published, replayed and served; or left out, and why."""
+"""The second look: probes of the answers' own tokens, fitted, published, replayed and served; or
+left out, and why."""
 
 from __future__ import annotations
 
@@ -41,7 +42,10 @@ GENERATED: dict[str, Any] = {"labels": "generate", "judge": "contains"}
 
 def questions(count: int = 240) -> list[dict[str, Any]]:
     rows = planted_rows(count)
-    return [{key: value for key, value in row.items() if key != "label"} | {"answers": ["Paris"]} for row in rows]
+    return [
+        {key: value for key, value in row.items() if key != "label"} | {"answers": ["Paris"]}
+        for row in rows
+    ]
 
 
 class Confesses(PlantedEngine):
@@ -58,7 +62,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 
 
 def test_the_bundle_has_a_second_part_and_says_what_it_is_worth(trained: Bundle) -> None:
-    record, stored, evaluation = trained.manifest.answer, trained.answer, trained.evaluation()["answer"]
+    record, stored, evaluation = (
+        trained.manifest.answer,
+        trained.answer,
+        trained.evaluation()["answer"],
+    )
     assert record is not None
     assert stored is not None
     assert record.auroc > record.before + 0.1
@@ -80,7 +88,10 @@ def test_the_bundle_has_a_second_part_and_says_what_it_is_worth(trained: Bundle)
 def test_serving_reads_the_answer_that_it_writes(trained: Bundle) -> None:
     engine = Confesses()
     scorer = Scorer(Scheduled(engine), trained)
-    prompts = [scorer.render(f"Is it {word}, number {number}?") for number, word in enumerate(["known", "hidden"] * 6)]
+    prompts = [
+        scorer.render(f"Is it {word}, number {number}?")
+        for number, word in enumerate(["known", "hidden"] * 6)
+    ]
     engine.answer = "\x01!"  # one token that the model goes on from
     reports = scorer.score_or_continue(prompts, Sampling(max_tokens=5), OBSERVE)
     for place, report in enumerate(reports):
@@ -98,7 +109,9 @@ def test_an_engine_that_reads_no_answers_serves_the_rest(trained: Bundle) -> Non
     engine = Confesses()
     engine.reads_answers = False
     scorer = Scorer(Scheduled(engine), trained)
-    [report] = scorer.score_or_continue([scorer.render("Is it known?")], Sampling(max_tokens=5), OBSERVE)
+    [report] = scorer.score_or_continue(
+        [scorer.render("Is it known?")], Sampling(max_tokens=5), OBSERVE
+    )
     assert report.completion is not None
     assert report.answer is None
 
@@ -123,10 +136,16 @@ def test_a_run_that_serving_would_read_otherwise_publishes_nothing(tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("changes", "engine", "said"),
-    [({"answer_probes": False}, Confesses, ""), ({}, "blind", ""), ({"labels": "given"}, Confesses, ""),
-     ({}, "dumb", "no probes of the answers' tokens")],
-)  # fmt: skip
-def test_the_second_part_is_left_out(tmp_path: Path, changes: dict[str, Any], engine: Any, said: str) -> None:
+    [
+        ({"answer_probes": False}, Confesses, ""),
+        ({}, "blind", ""),
+        ({"labels": "given"}, Confesses, ""),
+        ({}, "dumb", "no probes of the answers' tokens"),
+    ],
+)
+def test_the_second_part_is_left_out(
+    tmp_path: Path, changes: dict[str, Any], engine: Any, said: str
+) -> None:
     class Blind(Confesses):
         def __init__(self) -> None:
             super().__init__()
@@ -161,9 +180,19 @@ def test_an_interrupted_run_reads_no_answer_twice(tmp_path: Path) -> None:
 def test_a_real_model_s_answers_are_read_in_training_and_in_service_alike(tmp_path: Path) -> None:
     asked = ("id", "prompt", "answers", "group", "kind")
     rows = [{key: row[key] for key in asked} for row in demo_questions("train")[::10]]
-    quick: dict[str, Any] = {"seeds": (0,), "folds": 3, "c": 0.1, "jobs": 1, "forms": "none", "evaluate": False,
-                             "keep_sample": False, "report": lambda line: None}  # fmt: skip
-    made = ht.train(rows, "mine", "demo", labels="generate", store=tmp_path, run_dir=tmp_path / "run", **quick)
+    quick: dict[str, Any] = {
+        "seeds": (0,),
+        "folds": 3,
+        "c": 0.1,
+        "jobs": 1,
+        "forms": "none",
+        "evaluate": False,
+        "keep_sample": False,
+        "report": lambda line: None,
+    }
+    made = ht.train(
+        rows, "mine", "demo", labels="generate", store=tmp_path, run_dir=tmp_path / "run", **quick
+    )
     record, stored = made.bundle.manifest.answer, made.bundle.answer
     assert record is not None
     assert stored is not None
@@ -204,7 +233,9 @@ def test_given_answers_are_read_behind_their_prompts(tmp_path: Path) -> None:
     read, again = engine.extracts, Confesses()
     assert run(tmp_path, again, rows, **ONE)[0].manifest.digest == bundle.manifest.digest
     assert (read > 2, again.extracts) == (True, 0)
-    with pytest.raises(DataError, match=r"line 1: \d+ tokens with its 'answer' are more than the model's"):
+    with pytest.raises(
+        DataError, match=r"line 1: \d+ tokens with its 'answer' are more than the model's"
+    ):
         run(tmp_path / "long", Confesses(), [rows[1] | {"answer": "no " * 4000}, *rows[2:]], **ONE)
     with pytest.raises(DataError, match=r"line 1: 'answer' must be a string.*found 7"):
         run(tmp_path / "number", Confesses(), [rows[1] | {"answer": 7}, *rows[2:]], **ONE)
@@ -219,7 +250,9 @@ def test_a_given_answer_is_read_as_one_that_the_model_wrote(tmp_path: Path) -> N
         prompts = [render(engine, row["prompt"], None, "text") for row in rows]
         made = engine.extract(prompts, [site], sampling=Sampling(max_tokens=24), answer_site=site)
         assert made.answers is not None
-        told = [row | {"answer": said.text} for row, said in zip(rows, made.completions, strict=True)]
+        told = [
+            row | {"answer": said.text} for row, said in zip(rows, made.completions, strict=True)
+        ]
         path = tmp_path / "told.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in told))
         dataset = read_dataset(path, "given", folds=None)
@@ -228,7 +261,9 @@ def test_a_given_answer_is_read_as_one_that_the_model_wrote(tmp_path: Path) -> N
     alike = [place for place, said in enumerate(made.completions) if said.finish_reason == "stop"]
     assert len(alike) > 12
     for layer in range(file.geometry.num_layers):
-        np.testing.assert_allclose(file.layer(layer)[alike], made.answers[alike, layer], rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose(
+            file.layer(layer)[alike], made.answers[alike, layer], rtol=1e-3, atol=1e-4
+        )
 
 
 def calibration_rows(count: int = 400) -> list[dict[str, Any]]:
@@ -239,9 +274,19 @@ def guaranteed(folder: Path, bundle: Bundle, rows: list[dict[str, Any]], **chang
     folder.mkdir(exist_ok=True)
     write_rows(folder / "new.jsonl", rows)
     store = store_of(bundle, folder)
-    given: dict[str, Any] = {"data": (str(folder / "new.jsonl"),), "labels": "given", "run_dir": folder / "run",
-                             "alpha": "0.2"}  # fmt: skip
-    made = guarantee(store.load("planted"), GuaranteeOptions(**given | changes), Confesses, store, console=Quiet())
+    given: dict[str, Any] = {
+        "data": (str(folder / "new.jsonl"),),
+        "labels": "given",
+        "run_dir": folder / "run",
+        "alpha": "0.2",
+    }
+    made = guarantee(
+        store.load("planted"),
+        GuaranteeOptions(**given | changes),
+        Confesses,
+        store,
+        console=Quiet(),
+    )
     assert made is not None
     return made
 
@@ -253,15 +298,20 @@ def test_a_guarantee_of_answers_that_are_read_again(tmp_path: Path, trained: Bun
     assert manifest.guarantee_reads_answers is True
     assert manifest.answer is not None
     line = f"put its risk below {manifest.answer.threshold:g} (a policy with recheck)"
-    assert f"with a risk below {found.threshold:g} whose answer's own tokens {line}" in found.statement
+    assert (
+        f"with a risk below {found.threshold:g} whose answer's own tokens {line}" in found.statement
+    )
     assert "or gives answers that their own tokens flag" in found.statement
-    # Of all rows the served ones are counted, by a service that reads the answers which the rows bring.
+    # Of all rows the served ones are counted, by a service that reads the answers which the rows
+    # bring.
     engine = Confesses()
     engine.answer = "\x01\x01!"
     scorer, again = Scorer(Scheduled(engine), made), Policy("again", Action.ABSTAIN, recheck=True)
     prompts = [scorer.render(row["prompt"]) for row in rows]
     reports = scorer.score_or_continue(prompts, Sampling(max_tokens=3), again)
-    given = [row for row, report in zip(rows, reports, strict=True) if report.completion is not None]
+    given = [
+        row for row, report in zip(rows, reports, strict=True) if report.completion is not None
+    ]
     pilot = len({row["group"] for row in rows}) // 4
     assert found.all_groups == len({row["group"] for row in rows}) - pilot
     assert found.answered == pytest.approx(len(given) / len(rows), abs=0.06)
@@ -270,13 +320,17 @@ def test_a_guarantee_of_answers_that_are_read_again(tmp_path: Path, trained: Bun
     assert first.guarantee is not None
     assert first.guarantee_reads_answers is None
     assert found.answered > first.guarantee.answered + 0.1, "the risk before the answer is dim here"
-    for policy, holds in ((again, True), (replace(again, recheck=False), False),
-                          (replace(again, recheck=False, stop_at=0.5), False)):  # fmt: skip
+    for policy, holds in (
+        (again, True),
+        (replace(again, recheck=False), False),
+        (replace(again, recheck=False, stop_at=0.5), False),
+    ):
         status = guarantee_status(manifest, policy, found.dtype)
         assert status is not None
         assert status.holds == holds, status.violations
-    assert decoding_violations(manifest, None) == ("answer: none is decoded here, and the calibration read the answers "
-                                                   "again",)  # fmt: skip
+    assert decoding_violations(manifest, None) == (
+        "answer: none is decoded here, and the calibration read the answers again",
+    )
     assert decoding_violations(manifest, Sampling()) == decoding_violations(first, None) == ()
 
 

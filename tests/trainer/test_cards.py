@@ -1,4 +1,5 @@
-"""What a run says of its bundle: the tables, the plots, the threshold's rule in words, and bundles side by side."""
+"""What a run says of its bundle: the tables, the plots, the threshold's rule in words, and bundles
+side by side."""
 
 from __future__ import annotations
 
@@ -68,8 +69,11 @@ def made(noise: dict[str, float]) -> tuple[Inputs, Evaluation]:
         tests[name] = [(side, risk[side]) for side in sides]
         low, high = auroc_interval(label, group, tests[name])
         mean = float(np.mean([risk_auroc(label[side], risk[side]) for side in sides]))
-        signals[name] = {"auroc": {"mean": mean, "low": low, "high": high}, "ece": {"mean": 0.02},
-                         "calibration_debiased": {"mean": 0.01}}  # fmt: skip
+        signals[name] = {
+            "auroc": {"mean": mean, "low": low, "high": high},
+            "ece": {"mean": 0.02},
+            "calibration_debiased": {"mean": 0.01},
+        }
     signals[OWN]["auroc_within_kind"] = {"mean": 0.678}
     return MadeInputs(label, group), Evaluation({"signals": signals}, {}, tests)
 
@@ -91,32 +95,60 @@ EQUAL = dict.fromkeys((OWN, FUSED, "depth_mean_standardized", "fused_standardize
 @pytest.mark.parametrize(
     ("noise", "own", "recommended"),
     [
-        (EQUAL | {FUSED: 0.8, "fused_standardized": 2.5}, OWN, 1), (EQUAL | {FUSED: 0.8}, FUSED, 0), (EQUAL, OWN, 0),
-        # The flags choose scale and first token only: what they publish reads the context where the bundle does.
-        (dict.fromkeys(NAMES, 3.0) | {CONTEXT: 1.5, FUSED_CONTEXT: 0.8, FUSED: 0.8, OWN: 0.8}, CONTEXT, 1),
-        (dict.fromkeys(NAMES, 3.0) | {CONTEXT: 1.5, FUSED_CONTEXT: 0.8, FUSED: 0.8, OWN: 0.8}, FUSED_CONTEXT, 0),
+        (EQUAL | {FUSED: 0.8, "fused_standardized": 2.5}, OWN, 1),
+        (EQUAL | {FUSED: 0.8}, FUSED, 0),
+        (EQUAL, OWN, 0),
+        # The flags choose scale and first token only: what they publish reads the context where the
+        # bundle does.
+        (
+            dict.fromkeys(NAMES, 3.0) | {CONTEXT: 1.5, FUSED_CONTEXT: 0.8, FUSED: 0.8, OWN: 0.8},
+            CONTEXT,
+            1,
+        ),
+        (
+            dict.fromkeys(NAMES, 3.0) | {CONTEXT: 1.5, FUSED_CONTEXT: 0.8, FUSED: 0.8, OWN: 0.8},
+            FUSED_CONTEXT,
+            0,
+        ),
     ],
-)  # fmt: skip
-def test_a_gain_beyond_chance_is_recommended(noise: dict[str, float], own: str, recommended: int) -> None:
+)
+def test_a_gain_beyond_chance_is_recommended(
+    noise: dict[str, float], own: str, recommended: int
+) -> None:
     lines = list(better_options(*made(noise), own))
     assert len(lines) == recommended
-    assert all(line.startswith("--logit-scale unit_norm --signals depth_mean,first_token gains 0.") for line in lines)
+    assert all(
+        line.startswith("--logit-scale unit_norm --signals depth_mean,first_token gains 0.")
+        for line in lines
+    )
 
 
 def test_a_signal_without_probes_that_ranks_better_is_said_above_the_table() -> None:
     def signals(**auroc: float) -> dict[str, Any]:
         keys = ("auroc", "ece", "calibration_debiased")
-        return {name: {key: {"mean": value, "std": 0.1} for key in keys} for name, value in auroc.items()}
+        return {
+            name: {key: {"mean": value, "std": 0.1} for key in keys}
+            for name, value in auroc.items()
+        }
 
-    rows = signals(depth_mean_unit_norm=0.844, first_token_entropy=0.904, prompt_length=0.85, best_head=0.95)
+    rows = signals(
+        depth_mean_unit_norm=0.844, first_token_entropy=0.904, prompt_length=0.85, best_head=0.95
+    )
     said = cheaper_and_better(rows, OWN)
     assert said is not None
     assert "first-token entropy" in said
     assert "0.904 against 0.844" in said
-    lines = list(islice(closing_lines({"cross_validation": {"signals": rows}, "signal_of_the_bundle": OWN}), 3))
+    lines = list(
+        islice(
+            closing_lines({"cross_validation": {"signals": rows}, "signal_of_the_bundle": OWN}), 3
+        )
+    )
     assert lines[0] == said
     assert "0.904 +/- 0.100" in lines[2]  # without intervals the table is drawn, too
-    assert cheaper_and_better(signals(depth_mean_unit_norm=0.844, first_token_entropy=0.84), OWN) is None
+    assert (
+        cheaper_and_better(signals(depth_mean_unit_norm=0.844, first_token_entropy=0.84), OWN)
+        is None
+    )
     assert cell({"mean": 0.5, "std": 0.1, "low": 0.4, "high": 0.6}) == "0.500 [0.400, 0.600]"
 
 
@@ -131,13 +163,21 @@ def data(layers: int = 6, count: int = 500, seed: int = 0) -> PlotData:
     risks = {"depth mean": risk, "first-token probability": rng.random(count)}
     aurocs = 0.6 + 0.2 * rng.random((3, layers))
     group, deep = np.arange(count) // 2, np.array([0.8, 0.81, 0.79])
-    return PlotData(label, group, risks, mean, np.ones_like(mean), aurocs, deep, "a unit", "depth mean", 0.5)
+    return PlotData(
+        label, group, risks, mean, np.ones_like(mean), aurocs, deep, "a unit", "depth mean", 0.5
+    )
 
 
 def test_the_same_numbers_draw_the_same_bytes() -> None:
     first = draw(data())
-    assert sorted(first) == ["coverage.png", "layers.png", "precision_recall.png", "reliability.png", "roc.png",
-                             "trajectories.png"]  # fmt: skip
+    assert sorted(first) == [
+        "coverage.png",
+        "layers.png",
+        "precision_recall.png",
+        "reliability.png",
+        "roc.png",
+        "trajectories.png",
+    ]
     assert first == draw(data())
     assert list(draw(dataclasses.replace(data(), risk={}))) == ["layers.png", "trajectories.png"]
 
@@ -163,7 +203,9 @@ def test_reliability_shows_the_bins_rows_and_the_bands_of_the_bundles_own_risk()
     _, observed, _ = reliability(given.label, given.risk["depth mean"])
     assert bands.shape == (15, 2)
     assert np.all((bands[:, 0] <= observed) & (observed <= bands[:, 1]))
-    alone, few = (shown(dataclasses.replace(given, group=np.arange(600) % size))[1] for size in (600, 4))
+    alone, few = (
+        shown(dataclasses.replace(given, group=np.arange(600) % size))[1] for size in (600, 4)
+    )
     assert np.diff(alone).mean() < np.diff(few).mean()  # rows of few groups tell less
     rounded = {"depth mean": np.round(given.risk["depth mean"] * 2) / 2}
     assert "3 bins of " in shown(dataclasses.replace(given, risk=rounded))[0]
@@ -176,12 +218,15 @@ def test_the_curve_of_coverage_shows_the_chosen_point() -> None:
         _coverage(axes, dataclasses.replace(given, threshold=threshold))
         gate = at_threshold(given.label, given.risk["depth mean"], threshold)
         found = [line.get_xydata()[0].tolist() for line in axes.lines if line.get_marker() == "o"]  # type: ignore[index]
-        assert found == ([[gate["answered"], gate["wrong_among_answered"]]] if gate["answered"] else [])
+        assert found == (
+            [[gate["answered"], gate["wrong_among_answered"]]] if gate["answered"] else []
+        )
         said = f"the bundle's threshold, {threshold:.3f}" + ("" if found else ", answers nothing")
         assert said in [str(line.get_label()) for line in axes.lines]
 
 
-# The rule of a threshold through a whole run: manifest, evaluation.json, card, plot and console say the same.
+# The rule of a threshold through a whole run: manifest, evaluation.json, card, plot and console say
+# the same.
 
 
 @pytest.fixture(scope="module")
@@ -195,7 +240,10 @@ def careful(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 @pytest.fixture(scope="module")
 def missed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Bundle, Quiet]:
     """Every fifth label is turned, so that some of the surest answers are wrong."""
-    rows = [row | {"label": 1 - row["label"]} if place % 5 == 0 else row for place, row in enumerate(planted_rows(240))]
+    rows = [
+        row | {"label": 1 - row["label"]} if place % 5 == 0 else row
+        for place, row in enumerate(planted_rows(240))
+    ]
     return run(tmp_path_factory.mktemp("missed"), rows=rows, target="wrong<=0.01")
 
 
@@ -211,16 +259,26 @@ def test_by_default_what_is_more_likely_right_than_wrong_is_answered(tmp_path: P
 
 def test_another_cost_moves_the_threshold_and_every_figure_at_it(careful: Bundle) -> None:
     evaluation, said = careful.evaluation(), section(careful, "Threshold")
-    assert (careful.manifest.threshold, "with K = 4" in said, "more likely right" in said) == (0.2, True, False)
+    assert (careful.manifest.threshold, "with K = 4" in said, "more likely right" in said) == (
+        0.2,
+        True,
+        False,
+    )
     crossed = evaluation["cross_validation"]
     rows = {row["wrong_costs"]: row for row in crossed["by_wrong_costs"]}
     saved = {name: rows[4].pop(name) for name in ("net_benefit", "withholding_all")}
     assert rows[4] == {"wrong_costs": 4, "threshold": 0.2} | crossed["at_threshold"]
     share = evaluation["data"]["hallucinated"] / 240
-    assert saved["net_benefit"] > saved["withholding_all"] == pytest.approx(share - (1 - share) / 4, abs=1e-6)
+    assert (
+        saved["net_benefit"]
+        > saved["withholding_all"]
+        == pytest.approx(share - (1 - share) / 4, abs=1e-6)
+    )
     assert rows[4]["answered"] < rows[1]["answered"]
     risk = np.array([report.risk for report in served(careful, planted_rows(90, seed=3))])
-    assert evaluation["held_out"]["at_threshold"]["answered"] == pytest.approx(np.mean(risk < 0.2), abs=1e-6)
+    assert evaluation["held_out"]["at_threshold"]["answered"] == pytest.approx(
+        np.mean(risk < 0.2), abs=1e-6
+    )
     own = coverage(careful).own
     assert own is not None
     assert (own.threshold, own.answered) == (0.2, crossed["at_threshold"]["answered"])
@@ -229,25 +287,42 @@ def test_another_cost_moves_the_threshold_and_every_figure_at_it(careful: Bundle
 def test_the_card_has_tables_of_costs_and_forms(careful: Bundle) -> None:
     card, crossed = careful.card(), careful.evaluation()["cross_validation"]
     number = r"\| ([+-]\d\.\d{3}) "
-    costs = rf"^\| (0\.25|0\.5|1|2|4) \| (0\.\d{{3}}) \| (.+?) \| (.+?) \| (.+?) {number}{number}\|$"
+    costs = (
+        rf"^\| (0\.25|0\.5|1|2|4) \| (0\.\d{{3}}) \| (.+?) \| (.+?) \| (.+?) {number}{number}\|$"
+    )
     rows = re.findall(costs, card, re.MULTILINE)
     assert [(k, at) for k, at, *_ in rows] == [
-        ("0.25", "0.800"), ("0.5", "0.667"), ("1", "0.500"), ("2", "0.333"), ("4", "0.200")
-    ]  # fmt: skip
-    for (*_, answered, wrong, withheld, saved, by_all), row in zip(rows, crossed["by_wrong_costs"], strict=True):
-        shown = (f"{row[key]:.1%}" for key in ("answered", "wrong_among_answered", "right_withheld"))
+        ("0.25", "0.800"),
+        ("0.5", "0.667"),
+        ("1", "0.500"),
+        ("2", "0.333"),
+        ("4", "0.200"),
+    ]
+    for (*_, answered, wrong, withheld, saved, by_all), row in zip(
+        rows, crossed["by_wrong_costs"], strict=True
+    ):
+        shown = (
+            f"{row[key]:.1%}" for key in ("answered", "wrong_among_answered", "right_withheld")
+        )
         assert (answered, wrong, withheld) == tuple(shown)
         assert (saved, by_all) == (f"{row['net_benefit']:+.3f}", f"{row['withholding_all']:+.3f}")
     own = crossed["signals"][OWN]
     for title, key in (("E-AURC", "e_aurc"), ("caught at 10 %", "caught_at_10")):
-        cells = next(line for line in card.splitlines() if title in line and line.startswith("| signal"))
+        cells = next(
+            line for line in card.splitlines() if title in line and line.startswith("| signal")
+        )
         assert f"{own[key]['mean']:.3f} +/-" in card.partition(cells)[2].partition("\n\n")[0]
     assert "coverage.png" in card
     found, data = crossed["by_form"], careful.evaluation()["data"]
     assert {name: row["rows"] for name, row in found.items()} == {"chat": 120, "lone": 120}
-    assert np.mean([row["wrong"] for row in found.values()]) == pytest.approx(data["hallucinated"] / 240)
+    assert np.mean([row["wrong"] for row in found.values()]) == pytest.approx(
+        data["hallucinated"] / 240
+    )
     assert crossed["signals"][OWN]["auroc_within_form"]["mean"] > 0.7
-    assert f"| `lone` | 120 | {found['lone']['wrong']:.3f} | {found['lone']['mean_risk']:.3f} |" in card
+    assert (
+        f"| `lone` | 120 | {found['lone']['wrong']:.3f} | {found['lone']['mean_risk']:.3f} |"
+        in card
+    )
     assert "within form" in card
 
 
@@ -258,14 +333,20 @@ def test_a_target_that_is_reached(tmp_path: Path, target: str) -> None:
     assert (found["rule"], found["target"], found["reached"]) == ("target", target, True)
     assert found["threshold"] == bundle.manifest.threshold != 0.5
     gate = found["out_of_fold"]
-    assert 0.1 < gate["wrong_among_answered"] <= 0.2 if target == "wrong<=0.2" else 0.5 <= gate["answered"] < 0.51
+    assert (
+        0.1 < gate["wrong_among_answered"] <= 0.2
+        if target == "wrong<=0.2"
+        else 0.5 <= gate["answered"] < 0.51
+    )
     for said in (section(bundle, "Threshold"), " ".join(console.lines)):
         assert f"for the target {target}: it answers {gate['answered']:.1%}" in said
         assert "out of reach" not in said
     assert "no guarantee" in section(bundle, "Threshold")
 
 
-def test_a_target_out_of_reach_is_said_so_and_does_not_open_the_gate(missed: tuple[Bundle, Quiet]) -> None:
+def test_a_target_out_of_reach_is_said_so_and_does_not_open_the_gate(
+    missed: tuple[Bundle, Quiet],
+) -> None:
     bundle, console = missed
     found = bundle.evaluation()["threshold"]
     gate = found["out_of_fold"]
@@ -275,23 +356,36 @@ def test_a_target_out_of_reach_is_said_so_and_does_not_open_the_gate(missed: tup
     for row in bundle.evaluation()["cross_validation"]["by_wrong_costs"][:3]:
         assert gate["wrong_among_answered"] < row["wrong_among_answered"]
     words = (
-        "he target wrong<=0.01 is out of reach. What is reachable is the lowest share of wrong with at least 20 "
-        f"answered rows: threshold {found['threshold']:.4f}, which was published, answers {gate['answered']:.1%} of "
-        f"the training rows by out-of-fold risks, and {gate['wrong_among_answered']:.1%} of these answers are wrong"
+        "he target wrong<=0.01 is out of reach. What is reachable is the lowest share of wrong"
+        f" with at least 20 answered rows: threshold {found['threshold']:.4f}, which was published,"
+        f" answers {gate['answered']:.1%} of the training rows by out-of-fold risks, and"
+        f" {gate['wrong_among_answered']:.1%} of these answers are wrong"
     )
     assert f"t{words}" in console.lines
     assert f"**T{words}.**" in section(bundle, "Threshold")
     gate = {"answered": 0.9, "wrong_among_answered": 0.3, "right_withheld": 0.0}
-    other = {"rule": "target", "target": "answered>=1", "reached": False, "threshold": 1.0, "out_of_fold": gate}
+    other = {
+        "rule": "target",
+        "target": "answered>=1",
+        "reached": False,
+        "threshold": 1.0,
+        "out_of_fold": gate,
+    }
     assert "What is reachable is the largest share answered" in rule_in_words(other)
 
 
 def test_too_few_rows_for_a_target_publish_nothing(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="20 answered rows, and there are 18") as caught:
         run(
-            tmp_path, rows=planted_rows(18), target="wrong<=0.2", folds=2, seeds=(0,), c=0.3, evaluate=False,
+            tmp_path,
+            rows=planted_rows(18),
+            target="wrong<=0.2",
+            folds=2,
+            seeds=(0,),
+            c=0.3,
+            evaluate=False,
             allow_few=True,
-        )  # fmt: skip
+        )
     assert caught.value.param == "target"
     assert not (tmp_path / "store" / "planted").exists()
 
@@ -304,7 +398,9 @@ def test_a_gate_that_answers_nothing_says_so(missed: tuple[Bundle, Quiet]) -> No
     )
     crossed["at_threshold"] = nothing
     crossed["by_wrong_costs"][-1] |= nothing
-    said = write_card(manifest, evaluation, signal_std=[1.0] * len(manifest.signals), left_out={}, plots=[])
+    said = write_card(
+        manifest, evaluation, signal_std=[1.0] * len(manifest.signals), left_out={}, plots=[]
+    )
     assert "**no prompt is answered**" in said
     assert "| 4 | 0.200 | 0.0% | - | 100.0% |" in said
 
@@ -347,18 +443,26 @@ class Bare:
 
 def test_bundles_beside_each_other() -> None:
     def cells(bundles: list[Any], name: str) -> list[str]:
-        [line] = [line for line in compare(bundles).markdown.splitlines() if line.startswith(f"| {name} |")]
+        [line] = [
+            line
+            for line in compare(bundles).markdown.splitlines()
+            if line.startswith(f"| {name} |")
+        ]
         return [one.strip() for one in line.strip("|").split("|")][1:]
 
     store = Store(SHIPPED)
-    demo, demo_fused, plain, fused = (store.load(name) for name in ("demo", "demo-fused", "smollm2", "smollm2-fused"))
+    demo, demo_fused, plain, fused = (
+        store.load(name) for name in ("demo", "demo-fused", "smollm2", "smollm2-fused")
+    )
     own = plain.evaluation()
     auroc = own["cross_validation"]["signals"][own["signal_of_the_bundle"]]["auroc"]
     shown = cells([plain, fused], "nested CV: AUROC")
     assert shown[0] == f"{auroc['mean']:.3f} [{auroc['low']:.3f}, {auroc['high']:.3f}]"
     assert len(set(cells([plain, fused], "signal"))) == 2
     assert len(compare([plain, fused]).caveats) == 1
-    held = [one.evaluation()["held_out"]["signals"]["bundle"]["auroc"] for one in (demo, demo_fused)]
+    held = [
+        one.evaluation()["held_out"]["signals"]["bundle"]["auroc"] for one in (demo, demo_fused)
+    ]
     assert cells([demo, demo_fused], "held out: AUROC") == [f"{auroc:.3f}" for auroc in held]
     caveats = " ".join(compare([demo, plain]).caveats)
     assert "different models" in caveats
@@ -381,14 +485,18 @@ FIRST_TOKEN = "the first answer token's log maximum probability and entropy"
 
 
 @pytest.mark.parametrize(
-    "folder", sorted(SHIPPED.glob("*/[0-9]*")), ids=lambda folder: f"{folder.parent.name}:{folder.name}"
+    "folder",
+    sorted(SHIPPED.glob("*/[0-9]*")),
+    ids=lambda folder: f"{folder.parent.name}:{folder.name}",
 )
 def test_the_card_that_is_shown_names_the_signals_that_are_read(folder: Path) -> None:
     bundle = load_bundle(folder)
     shown = SENTENCE.search(card_of(bundle))
     assert shown is not None
     assert (FIRST_TOKEN in shown[1]) is bundle.manifest.needs_first_token
-    assert ("context probes" in shown[1]) is any(name in CONTEXT_SIGNALS for name in bundle.manifest.signals)
+    assert ("context probes" in shown[1]) is any(
+        name in CONTEXT_SIGNALS for name in bundle.manifest.signals
+    )
     printed = hallutracer("bundle", "show", bundle.manifest.reference).stdout
     assert shown[0] in printed
 

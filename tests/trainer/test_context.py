@@ -1,4 +1,5 @@
-"""Training on prompts of every kind: the bundle tells which ask for a fact, which show a passage, which state it."""
+"""Training on prompts of every kind: the bundle tells which ask for a fact, which show a passage,
+which state it."""
 
 from __future__ import annotations
 
@@ -31,12 +32,17 @@ from tests.fitting.planted import PlantedEngine, planted_rows, write_rows
 from tests.trainer.made import FUSED, Rows, run, served
 
 QUESTIONS, OTHERS = 360, 120
-WORDS = {"poem": (0, -2.0), "Context:": (1, 1.5), "states": (2, 1.5)}  # head and strength of what a prompt is
+WORDS = {
+    "poem": (0, -2.0),
+    "Context:": (1, 1.5),
+    "states": (2, 1.5),
+}  # head and strength of what a prompt is
 QUICK: dict[str, Any] = {"signals": "depth_mean,first_token", "labels": "generate", "seeds": (0,)}
 
 
 class ReadingEngine(PlantedEngine):
-    """Readouts that also tell what a prompt is: a direction for each of ``WORDS``, added where the word is met."""
+    """Readouts that also tell what a prompt is: a direction for each of ``WORDS``, added where the
+    word is met."""
 
     def activations(self, prompt: TokenIds, site: Site) -> NDArray[np.float32]:
         rows = super().activations(prompt, site)
@@ -57,15 +63,26 @@ class ReadingEngine(PlantedEngine):
 
 
 def reading_rows(count: int = QUESTIONS, others: int = OTHERS, seed: int = 0) -> Rows:
-    """Planted rows, of which two thirds show a passage and one third one that states the answer; and poems to write."""
+    """Planted rows, of which two thirds show a passage and one third one that states the answer;
+    and poems to write."""
     rows, rng = planted_rows(count, seed=seed), random.Random(seed)
     for number, row in enumerate(rows):
         if number % 3:
-            fact = "this states that it is Paris" if number % 3 == 1 else "this tells of something else"
-            words = " ".join("".join(rng.choices("abcdefgh", k=5)) for _ in range(12))  # no two of them are alike
+            fact = (
+                "this states that it is Paris"
+                if number % 3 == 1
+                else "this tells of something else"
+            )
+            words = " ".join(
+                "".join(rng.choices("abcdefgh", k=5)) for _ in range(12)
+            )  # no two of them are alike
             row["prompt"] = f"Context: {fact}, {words}.\n\n{row['prompt']}"
     poems = [
-        {"id": f"p{seed}-{number}", "prompt": f"Write a poem about tree {seed} {number}.", "applies": False}
+        {
+            "id": f"p{seed}-{number}",
+            "prompt": f"Write a poem about tree {seed} {number}.",
+            "applies": False,
+        }
         for number in range(others)
     ]
     return [*rows, *poems]
@@ -109,7 +126,9 @@ def test_the_bundle_has_the_probes_that_its_rows_allow(trained: Bundle) -> None:
     assert (stated.rows, stated.positive) == (2 * QUESTIONS // 3, QUESTIONS // 3)
     assert min(probe.auroc for probe in context.probes) > 0.95
     assert trained.probes.context_head is not None
-    assert [set(row) for row in trained.probes.context_head.tolist()] == [{head} for head, _ in WORDS.values()]
+    assert [set(row) for row in trained.probes.context_head.tolist()] == [
+        {head} for head, _ in WORDS.values()
+    ]
     assert len(manifest.classifier.weight) == 5
 
 
@@ -124,7 +143,8 @@ def test_applicability_and_evaluation_are_of_rows_out_of_fold(trained: Bundle) -
     assert f"{found.questions_below:.1%} of {QUESTIONS} training questions" in found.statement
     assert f"of {OTHERS} other prompts" in found.statement
     assert evaluation["context"] == {
-        probe.name: {"auroc": pytest.approx(probe.auroc, abs=1e-6), "rows": probe.rows} for probe in context.probes
+        probe.name: {"auroc": pytest.approx(probe.auroc, abs=1e-6), "rows": probe.rows}
+        for probe in context.probes
     }
     assert evaluation["signal_of_the_bundle"] == "fused_context_unit_norm"
     assert set(CONTEXT_NAMES) <= set(evaluation["cross_validation"]["signals"])
@@ -140,7 +160,10 @@ def test_the_reference_sees_all_logits_and_all_prompts(trained: Bundle) -> None:
     assert probes.reference_mean.shape == (trained.manifest.logits,) == (16,)
     poems = [row for row in reading_rows(2, 300, seed=5) if not row.get("applies", True)]
     reports = served(trained, poems, ReadingEngine())
-    assert np.mean([report.uncertain is not None and report.uncertain.outside for report in reports]) < 0.05
+    assert (
+        np.mean([report.uncertain is not None and report.uncertain.outside for report in reports])
+        < 0.05
+    )
 
 
 def test_what_is_served_is_what_training_computed(trained: Bundle, tmp_path: Path) -> None:
@@ -155,7 +178,9 @@ def test_what_is_served_is_what_training_computed(trained: Bundle, tmp_path: Pat
     reports = served(trained, rows, Strange())
     plain, withheld = risks_of(trained, data), risks_of(trained, data, as_gated=True)
     np.testing.assert_allclose(plain, [report.risk for report in reports], atol=1e-6)
-    outside = np.array([report.uncertain is not None and report.uncertain.outside for report in reports])
+    outside = np.array(
+        [report.uncertain is not None and report.uncertain.outside for report in reports]
+    )
     for number, report in enumerate(reports):
         if not outside[number]:
             assert report.context.passage is not None
@@ -175,19 +200,28 @@ def test_requests_that_ask_for_no_fact_do_not_apply_when_served(trained: Bundle)
     asking = np.array([row.get("applies", True) for row in rows])
     applies = np.array([report.context.applies for report in reports])
     assert applies[asking].all()
-    context, asks = trained.manifest.context, np.array([report.context.asks for report in reports], np.float64)
+    context, asks = (
+        trained.manifest.context,
+        np.array([report.context.asks for report in reports], np.float64),
+    )
     assert context is not None
     assert context.applicability is not None
     assert (asks[asking] >= context.applicability.threshold).mean() > 0.96
     assert (asks[~asking] < context.applicability.threshold).mean() > 0.9
-    assert np.array_equal(applies[~asking], asks[~asking] >= context.applicability.threshold)  # poems to write: tasks
+    assert np.array_equal(
+        applies[~asking], asks[~asking] >= context.applicability.threshold
+    )  # poems to write: tasks
 
 
 def in_other_words(groups: int) -> Rows:
-    """Return questions in other words, alone and behind another turn, of so many groups each; plain ones; and poems."""
+    """Return questions in other words, alone and behind another turn, of so many groups each; plain
+    ones; and poems."""
     count = 2 * groups
     asked = planted_rows(2 * count + 20, seed=6)
-    before = [{"role": "user", "content": "Hi!"}, {"role": "assistant", "content": "Hello! Ask me anything."}]
+    before = [
+        {"role": "user", "content": "Hi!"},
+        {"role": "assistant", "content": "Hello! Ask me anything."},
+    ]
     for number, row in enumerate(asked):
         row["form"] = PLAIN_WORDING if count <= number < count + 20 else f"{WORDING}bait"
         if number % 10 == 0:
@@ -198,7 +232,9 @@ def in_other_words(groups: int) -> Rows:
 
 
 @pytest.mark.parametrize("groups", [LEAST, LEAST - 1])
-def test_lone_questions_set_the_limit_where_enough_are_in_other_words(tmp_path: Path, groups: int) -> None:
+def test_lone_questions_set_the_limit_where_enough_are_in_other_words(
+    tmp_path: Path, groups: int
+) -> None:
     rows = in_other_words(groups)
     data = prepared(tmp_path, rows, ReadingEngine())
     context = fit_context(data, DepthMeanProbe(0.3, folds=2, seeds=(0,)))
@@ -208,8 +244,9 @@ def test_lone_questions_set_the_limit_where_enough_are_in_other_words(tmp_path: 
     asks = context.fits[0].probability[: context.labelled]
     alone = np.array(["prompt" in rows[index] for index in data.labelled.index.tolist()])
     assert np.array_equal(context.alone, alone)
-    # A question behind another turn neither counts as one in other words nor sets the limit: one in a thousand of the
-    # lone ones falls below it.  With one group too few, three in a thousand of all questions do.
+    # A question behind another turn neither counts as one in other words nor sets the limit: one in
+    # a thousand of the lone ones falls below it. With one group too few, three in a thousand of all
+    # questions do.
     enough = groups == LEAST
     assert context.reworded == (2 * LEAST if enough else None)
     limit = np.quantile(asks[alone], 0.001) if enough else np.quantile(asks, 0.003)
@@ -240,11 +277,16 @@ LABELLED = [row | {"label": number % 2} for number, row in enumerate(PASSAGES)]
     ("rows", "labels", "names"),
     [
         ([*planted_rows(240), *reading_rows(1, 60)[1:]], "generate", ["asks"]),
-        (PASSAGES, "generate", ["passage", "stated"]), (LABELLED, "given", ["passage", "stated"]),
+        (PASSAGES, "generate", ["passage", "stated"]),
+        (LABELLED, "given", ["passage", "stated"]),
     ],
-)  # fmt: skip
-def test_each_kind_of_row_brings_its_own_probes(tmp_path: Path, rows: Rows, labels: str, names: list[str]) -> None:
-    manifest = run(tmp_path, ReadingEngine(), rows, **QUICK | {"evaluate": False, "labels": labels})[0].manifest
+)
+def test_each_kind_of_row_brings_its_own_probes(
+    tmp_path: Path, rows: Rows, labels: str, names: list[str]
+) -> None:
+    manifest = run(
+        tmp_path, ReadingEngine(), rows, **QUICK | {"evaluate": False, "labels": labels}
+    )[0].manifest
     assert manifest.context is not None
     assert [probe.name for probe in manifest.context.probes] == names
     assert manifest.signals == (*FUSED, *(names if "passage" in names else ()))
@@ -257,7 +299,10 @@ class Overlooking(ReadingEngine):
     def generate(self, prompts: Any, sampling: Sampling) -> list[Completion]:
         found = super().generate(prompts, sampling)
         lost = ["states" in self.detokenize(prompt) and len(prompt) > 300 for prompt in prompts]
-        return [replace(one, text="It is Rome.") if far else one for one, far in zip(found, lost, strict=True)]
+        return [
+            replace(one, text="It is Rome.") if far else one
+            for one, far in zip(found, lost, strict=True)
+        ]
 
 
 def lengthened(rows: Rows) -> Rows:
@@ -267,20 +312,33 @@ def lengthened(rows: Rows) -> Rows:
     for number, row in enumerate(rows):
         head, _, words = row["prompt"].partition(", ")
         short = f"{head}, {words[50:]}" if "Context:" in head else row["prompt"]
-        found.append(row | {"prompt": row["prompt"].replace("Context:", f"Context: {more}") if number % 2 else short})
+        found.append(
+            row
+            | {
+                "prompt": row["prompt"].replace("Context:", f"Context: {more}")
+                if number % 2
+                else short
+            }
+        )
     return found
 
 
 def test_where_passages_differ_in_length_the_classifier_reads_it(tmp_path: Path) -> None:
-    bundle, _ = run(tmp_path, Overlooking(), lengthened(reading_rows()), **QUICK | {"evaluate": False})
+    bundle, _ = run(
+        tmp_path, Overlooking(), lengthened(reading_rows()), **QUICK | {"evaluate": False}
+    )
     assert bundle.manifest.signals == (*FUSED, *CONTEXT_SIGNALS)
-    assert bundle.manifest.classifier.weight[-1] < 0  # for being right, of each e-fold of its tokens
+    assert (
+        bundle.manifest.classifier.weight[-1] < 0
+    )  # for being right, of each e-fold of its tokens
     assert bundle.evaluation()["signal_of_the_bundle"] == "fused_context_unit_norm"
     rows = lengthened(reading_rows(60, 0, seed=3))
     data = prepared(tmp_path, rows, Overlooking())
     risks = np.array([report.risk for report in served(bundle, rows, Overlooking())])
     np.testing.assert_allclose(risks_of(bundle, data), risks, atol=1e-6)
-    stated, long = (np.array([word in row["prompt"] for row in rows]) for word in ("states", "word37"))
+    stated, long = (
+        np.array([word in row["prompt"] for row in rows]) for word in ("states", "word37")
+    )
     assert risks[stated & long].mean() > risks[stated & ~long].mean() + 0.2
 
 
@@ -304,7 +362,9 @@ def test_a_probe_without_a_direction_in_some_layer_is_not_published(tmp_path: Pa
 
 @pytest.mark.parametrize("family", families())
 def test_labels_of_each_family_of_forms(tmp_path: Path, family: str) -> None:
-    rows = [row for form in chosen([family]) for row in in_forms(made(), [form], model_answers=SAID)]
+    rows = [
+        row for form in chosen([family]) for row in in_forms(made(), [form], model_answers=SAID)
+    ]
     dataset = read_dataset(write_rows(tmp_path / "rows.jsonl", rows), "generate", folds=None)
     found = prompt_labels(dataset, np.arange(len(rows)), np.full(len(rows), 9))
     assert found.passage.tolist() == [family in WITH_PASSAGE] * len(rows)
@@ -312,9 +372,17 @@ def test_labels_of_each_family_of_forms(tmp_path: Path, family: str) -> None:
         text = "\n".join(message["content"] for message in row["messages"])
         own = re.search(rf"\b{row['answers'][0]}\b", text) is not None
         assert stated == (own and family in WITH_PASSAGE), row["form"]
-    by_form = {name: found.stated[[row["form"] == name for row in rows]] for name in {row["form"] for row in rows}}
-    for name, share in {"passage_right": (1, 1), "passage_unrelated": (0, 0), "passage_contradicting": (0, 0),
-                        "passages_several": (0.2, 0.8), "context_1k": (0.2, 0.8)}.items():  # fmt: skip
+    by_form = {
+        name: found.stated[[row["form"] == name for row in rows]]
+        for name in {row["form"] for row in rows}
+    }
+    for name, share in {
+        "passage_right": (1, 1),
+        "passage_unrelated": (0, 0),
+        "passage_contradicting": (0, 0),
+        "passages_several": (0.2, 0.8),
+        "context_1k": (0.2, 0.8),
+    }.items():
         if name in by_form:
             assert share[0] <= by_form[name].mean() <= share[1], name
     assert set(by_form) == {name for name, form in FORMS.items() if form.family == family}
@@ -327,12 +395,27 @@ def test_rows_without_a_form_are_told_by_their_shape(tmp_path: Path) -> None:
         {"prompt": passage, "answers": ["Paris"]},
         {"prompt": "Is Rome or Milan older?", "answers": ["Rome"]},  # stated, but by no passage
         {"prompt": passage, "answers": ["Rom"]},  # whole words only
-        {"messages": [{"role": "system", "content": "The answer is Oslo."}, {"role": "user", "content": passage}],
-         "answers": ["Oslo"]},
-        {"messages": [{"role": "user", "content": passage}, {"role": "assistant", "content": "Rome."},
-                      {"role": "user", "content": "And who is Anna?"}], "answers": ["Rome"]},
-        {"prompt": passage, "answers": ["Rome"], "form": "lone"},  # what the form says goes before the shape
-    ]  # fmt: skip
+        {
+            "messages": [
+                {"role": "system", "content": "The answer is Oslo."},
+                {"role": "user", "content": passage},
+            ],
+            "answers": ["Oslo"],
+        },
+        {
+            "messages": [
+                {"role": "user", "content": passage},
+                {"role": "assistant", "content": "Rome."},
+                {"role": "user", "content": "And who is Anna?"},
+            ],
+            "answers": ["Rome"],
+        },
+        {
+            "prompt": passage,
+            "answers": ["Rome"],
+            "form": "lone",
+        },  # what the form says goes before the shape
+    ]
     dataset = read_dataset(write_rows(tmp_path / "rows.jsonl", rows), "generate", folds=None)
     found = prompt_labels(dataset, np.arange(len(rows)), np.full(len(rows), 9))
     assert found.passage.tolist() == [True, True, False, True, True, False, False]

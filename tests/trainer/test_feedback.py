@@ -1,4 +1,5 @@
-"""Recalibration by feedback: from the risks a service stored and the labels it took, without a model."""
+"""Recalibration by feedback: from the risks a service stored and the labels it took, without a
+model."""
 
 from __future__ import annotations
 
@@ -38,19 +39,37 @@ def store(trained: Bundle, tmp_path: Path) -> Store:
 
 
 def kept(
-    folder: Path, bundle: Bundle, rows: Rows, labelled: int, *, decision: str = "continue", name: str = "feedback.db",
+    folder: Path,
+    bundle: Bundle,
+    rows: Rows,
+    labelled: int,
+    *,
+    decision: str = "continue",
+    name: str = "feedback.db",
     said: Sequence[dict[str, Any]] = (),
-) -> Location:  # fmt: skip
-    """What a service with ``bundle`` would have stored: each row once, with a label for the first ``labelled``."""
+) -> Location:
+    """What a service with ``bundle`` would have stored: each row once, with a label for the first
+    ``labelled``."""
     where = location(str(folder / name))
     database = where.open()
     with database.transaction():
-        write_answers(database, [
-            answer(row["id"], time=float(number), risk=report.risk, probes=bundle.manifest.files[PROBES].sha256,
-                   bundle=bundle.reference, digest=bundle.manifest.digest, decision=decision,
-                   signals=dict(zip(bundle.manifest.signals, report.signals, strict=True)), mark=mark_of(row))
-            for number, (row, report) in enumerate(zip(rows, served(bundle, rows), strict=True))
-        ])  # fmt: skip
+        write_answers(
+            database,
+            [
+                answer(
+                    row["id"],
+                    time=float(number),
+                    risk=report.risk,
+                    probes=bundle.manifest.files[PROBES].sha256,
+                    bundle=bundle.reference,
+                    digest=bundle.manifest.digest,
+                    decision=decision,
+                    signals=dict(zip(bundle.manifest.signals, report.signals, strict=True)),
+                    mark=mark_of(row),
+                )
+                for number, (row, report) in enumerate(zip(rows, served(bundle, rows), strict=True))
+            ],
+        )
         for row in rows[:labelled]:
             write_label(database, given(row["id"], "factual" if row["label"] else "hallucinated"))
         for one in said:
@@ -69,7 +88,9 @@ def mixed(count: int, seed: int) -> Rows:
 def run(store: Store, where: Location, **changes: Any) -> tuple[Bundle | None, str]:
     """The new version, and what was printed."""
     console, bundle = Quiet(), store.load(changes.pop("bundle", "planted:1"))
-    found = recalibrate_by_feedback(bundle, RecalibrateOptions(feedback=where.text, **changes), store, console=console)
+    found = recalibrate_by_feedback(
+        bundle, RecalibrateOptions(feedback=where.text, **changes), store, console=console
+    )
     return found, "\n".join(console.lines)
 
 
@@ -85,13 +106,20 @@ def test_the_risk_follows_the_feedback(tmp_path: Path, store: Store, trained: Bu
     store.set_alias("planted", "production", 1)
     bundle, record, printed = published(store, kept(tmp_path, trained, mixed(900, 5), 300))
     assert "no alias was moved" in printed.splitlines()[-1]
-    assert (bundle.reference, store.load("planted").reference) == ("planted:2", "planted:1")  # for review
+    assert (bundle.reference, store.load("planted").reference) == (
+        "planted:2",
+        "planted:1",
+    )  # for review
     assert store.aliases("planted") == {"production": 1}
     check_served(trained, bundle)
     text = json.dumps(bundle.evaluation()) + bundle.card()
     assert not [row["prompt"] for row in mixed(900, 5) if row["prompt"] in text]
     assert str(tmp_path) not in text
-    assert (record["labels"], record["data"]["rows"], record["feedback"]["answers"]) == ("feedback", 300, 900)
+    assert (record["labels"], record["data"]["rows"], record["feedback"]["answers"]) == (
+        "feedback",
+        300,
+        900,
+    )
     assert record["feedback"]["traffic"]["share"]["value"] == pytest.approx(0.9, abs=0.06)
 
 
@@ -100,8 +128,12 @@ def test_the_card_says_who_was_labelled(tmp_path: Path, store: Store, trained: B
     rows = mixed(900, 5)
     risk, _ = scored(trained, rows)
     low = np.argsort(risk)
-    bundle, record, printed = published(store, kept(tmp_path, trained, [rows[place] for place in low.tolist()], 400))
-    assert "bundle alias planted production" in printed.splitlines()[-1]  # a bare name means this version from now on
+    bundle, record, printed = published(
+        store, kept(tmp_path, trained, [rows[place] for place in low.tolist()], 400)
+    )
+    assert (
+        "bundle alias planted production" in printed.splitlines()[-1]
+    )  # a bare name means this version from now on
     found, card = record["feedback"], bundle.card()
     table = [[0, 0, 0] for _ in range(10)]
     for place, number in enumerate(low.tolist()):
@@ -112,19 +144,38 @@ def test_the_card_says_who_was_labelled(tmp_path: Path, store: Store, trained: B
     assert (found["by_tenth"], found["by_decision"]) == (table, {"continue": [900, 400]})
     share = sum(labelled for _, labelled, _ in table) / 900
     section = card[card.index("## Recalibration\n") : card.index("## Limits\n")]
-    for text in ("### Who was labelled", f"({share:.1%})", "users label what they like", "is extrapolated",
-                 f"No label lies at a risk above {found['highest']:.2f}"):  # fmt: skip
+    for text in (
+        "### Who was labelled",
+        f"({share:.1%})",
+        "users label what they like",
+        "is extrapolated",
+        f"No label lies at a risk above {found['highest']:.2f}",
+    ):
         assert text in section, text
-    first, (answers, labelled, wrong) = next((place, row) for place, row in enumerate(table) if row[0])
-    line = f"| {first / 10:.1f} to {(first + 1) / 10:.1f} | {answers} | {labelled} ({labelled / answers:.1%}) |"
+    first, (answers, labelled, wrong) = next(
+        (place, row) for place, row in enumerate(table) if row[0]
+    )
+    line = (
+        f"| {first / 10:.1f} to {(first + 1) / 10:.1f} | {answers} | {labelled}"
+        f" ({labelled / answers:.1%}) |"
+    )
     assert f"{line} {wrong} ({wrong / labelled:.1%}) |" in section
     assert "users label what they like" in printed
 
 
-def test_labels_that_decide_nothing_are_left_out(tmp_path: Path, store: Store, trained: Bundle) -> None:
-    rows, training = mixed(400, 5), [row | {"id": f"t{n}"} for n, row in enumerate(planted_rows(400)[:7])]
+def test_labels_that_decide_nothing_are_left_out(
+    tmp_path: Path, store: Store, trained: Bundle
+) -> None:
+    rows, training = (
+        mixed(400, 5),
+        [row | {"id": f"t{n}"} for n, row in enumerate(planted_rows(400)[:7])],
+    )
     said = [
-        {"request_id": row["id"], "label": "factual" if row["label"] == 0 else "hallucinated", "caller": "bob"}
+        {
+            "request_id": row["id"],
+            "label": "factual" if row["label"] == 0 else "hallucinated",
+            "caller": "bob",
+        }
         for row in rows[:5]
     ]
     said += [{"request_id": row["id"], "label": "unclear"} for row in rows[300:303]]
@@ -132,8 +183,12 @@ def test_labels_that_decide_nothing_are_left_out(tmp_path: Path, store: Store, t
     where = kept(tmp_path, trained, rows + training, 300, said=said)
     kept(tmp_path, trained, mixed(50, 7), 50, decision="abstain")
     _, record, _ = published(store, where)
-    assert record["feedback"]["left_out"] == {"callers disagree": 5, "unclear": 3, "no answer of this model": 50,
-                                              "among the rows of training": 7}  # fmt: skip
+    assert record["feedback"]["left_out"] == {
+        "callers disagree": 5,
+        "unclear": 3,
+        "no answer of this model": 50,
+        "among the rows of training": 7,
+    }
     assert (record["data"]["rows"], record["data"]["left_out"]) == (295, 65)
     assert record["feedback"]["by_decision"] == {"abstain": [50, 0], "continue": [407, 295]}
 
@@ -144,7 +199,11 @@ def test_feedback_on_a_recalibrated_version(tmp_path: Path, store: Store, traine
     second, *_ = published(store, kept(tmp_path, trained, rows, 300))
     data = write_rows(tmp_path / "labelled.jsonl", rows[:300])
     with pytest.raises(DataError, match="the recalibration of planted:2 has spent"):
-        plan(second, GuaranteeOptions(data=(str(data),), run_dir=tmp_path / "run", alpha="0.3"), store)
+        plan(
+            second,
+            GuaranteeOptions(data=(str(data),), run_dir=tmp_path / "run", alpha="0.3"),
+            store,
+        )
     where = kept(tmp_path, second, rows, 300, name="second.db")
     with pytest.raises(TrainingError, match="recalibrated already.*planted:1"):
         run(store, where, bundle="planted:2")
@@ -152,13 +211,19 @@ def test_feedback_on_a_recalibrated_version(tmp_path: Path, store: Store, traine
     assert again.manifest.recalibration == second.manifest.recalibration
 
 
-def test_too_few_labels_are_refused_with_their_number(tmp_path: Path, store: Store, trained: Bundle) -> None:
+def test_too_few_labels_are_refused_with_their_number(
+    tmp_path: Path, store: Store, trained: Bundle
+) -> None:
     rows = mixed(300, 5)
     right = [row for row in rows if row["label"]]
     where = kept(tmp_path, trained, right[:19] + [row for row in rows if not row["label"]], 200)
-    with pytest.raises(TrainingError, match="19 prompts answered right and 181 hallucinated.*20 of each"):
+    with pytest.raises(
+        TrainingError, match="19 prompts answered right and 181 hallucinated.*20 of each"
+    ):
         run(store, where)
-    kept(tmp_path, trained, [right[0] | {"id": "again"}], 1)  # the same question is no further evidence
+    kept(
+        tmp_path, trained, [right[0] | {"id": "again"}], 1
+    )  # the same question is no further evidence
     with pytest.raises(TrainingError, match="19 prompts"):
         run(store, where)
     kept(tmp_path, trained, right[19:20], 1)
@@ -169,18 +234,29 @@ def test_too_few_labels_are_refused_with_their_number(tmp_path: Path, store: Sto
     assert sorted((tmp_path / "store").rglob("*")) == before
 
 
-def test_answers_that_prior_shift_does_not_explain_give_no_share(tmp_path: Path, store: Store, trained: Bundle) -> None:
-    plain = [{"id": f"p{n}", "prompt": f"unheard {n} {'y' * (n % 7)}", "label": n % 2} for n in range(400)]
+def test_answers_that_prior_shift_does_not_explain_give_no_share(
+    tmp_path: Path, store: Store, trained: Bundle
+) -> None:
+    plain = [
+        {"id": f"p{n}", "prompt": f"unheard {n} {'y' * (n % 7)}", "label": n % 2}
+        for n in range(400)
+    ]
     where = kept(tmp_path, trained, plain, 300)
     printed = run(store, where, dry_run=True)[1]
     assert "no estimate from unlabelled answers: prior shift alone does not explain them" in printed
     assert "someone insisted" in run(store, where, dry_run=True, allow_other_shift=True)[1]
 
 
-def test_a_bundle_without_recorded_risks_has_labels_alone(tmp_path: Path, store: Store, trained: Bundle) -> None:
+def test_a_bundle_without_recorded_risks_has_labels_alone(
+    tmp_path: Path, store: Store, trained: Bundle
+) -> None:
     where, evaluation = kept(tmp_path, trained, mixed(900, 5), 300), trained.evaluation()
     del evaluation["out_of_fold"]["risks"]
-    store.publish(BundleDraft(trained.manifest, trained.probes, trained.golden, evaluation, trained.card(), {}))
+    store.publish(
+        BundleDraft(
+            trained.manifest, trained.probes, trained.golden, evaluation, trained.card(), {}
+        )
+    )
     bundle, record, _ = published(store, where, bundle="planted:2")
     assert "prior_shift" not in record["candidates"]
     assert "the bundle records no risks" in bundle.card()

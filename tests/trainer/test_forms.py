@@ -1,4 +1,5 @@
-"""Training on questions in forms: made by the run itself, in the questions' groups, known to the ledger."""
+"""Training on questions in forms: made by the run itself, in the questions' groups, known to the
+ledger."""
 
 from __future__ import annotations
 
@@ -28,7 +29,13 @@ from service.trainer.training_set import group_names
 from tests.fitting.planted import PlantedEngine, planted_rows, write_rows
 from tests.trainer.made import Rows, run
 
-MIXED: dict[str, Any] = {"labels": "generate", "forms": None, "evaluate": False, "seeds": (0,), "folds": 2}
+MIXED: dict[str, Any] = {
+    "labels": "generate",
+    "forms": None,
+    "evaluate": False,
+    "seeds": (0,),
+    "folds": 2,
+}
 EVALUATED = MIXED | {"evaluate": True}
 ROOM = 6000  # tokens of this engine are bytes
 
@@ -49,7 +56,9 @@ class Roomy(PlantedEngine):
 def questions(count: int = 240, seed: int = 0) -> Rows:
     """Planted rows whose first answers differ, so that one can be the company of another."""
     rows = planted_rows(count, seed=seed)
-    return [row | {"answers": [f"Town{seed}{number:03}", "Paris"]} for number, row in enumerate(rows)]
+    return [
+        row | {"answers": [f"Town{seed}{number:03}", "Paris"]} for number, row in enumerate(rows)
+    ]
 
 
 class Row(NamedTuple):
@@ -89,7 +98,10 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
 def test_generated_labels_are_asked_in_a_mixture_by_default(mixed: tuple[Path, list[str]]) -> None:
     folder, told = mixed
     rows = in_forms(folder)
-    tasks, worded = [row for row in rows if "answers" not in row], [row for row in rows if reworded(row)]
+    tasks, worded = (
+        [row for row in rows if "answers" not in row],
+        [row for row in rows if reworded(row)],
+    )
     asking = [row for row in rows if "answers" in row and not reworded(row)]
     assert (len(asking), len(worded), len(tasks)) == (240, 180, 200)
     assert all(row["form"] == "task" and row["applies"] is False for row in tasks)
@@ -104,29 +116,49 @@ def test_generated_labels_are_asked_in_a_mixture_by_default(mixed: tuple[Path, l
     assert (data["rows"], data["others"]) == (420, 200)
     assert data["factual"] + data["hallucinated"] + data["left_out"] == 420
     [line] = [line for line in told if line.startswith("420 rows of rows.jsonl in")]
-    assert line.startswith(f"420 rows of rows.jsonl in {len(counts)} forms, and 200 requests that ask for no fact")
+    assert line.startswith(
+        f"420 rows of rows.jsonl in {len(counts)} forms, and 200 requests that ask for no fact"
+    )
     before = {row["id"]: row["group"] for row in questions()}
-    assert all(row["group"] == before[row["id"].partition("+")[0]] for row in (*asking, *worded))  # whatever the form
+    assert all(
+        row["group"] == before[row["id"].partition("+")[0]] for row in (*asking, *worded)
+    )  # whatever the form
     kinds = Counter(row["kind"] for row in tasks)
-    assert kinds["task/key_words"] + kinds["task/after_request"] > 10, "they look like questions of fact"
+    assert kinds["task/key_words"] + kinds["task/after_request"] > 10, (
+        "they look like questions of fact"
+    )
 
 
-def test_some_questions_are_asked_in_three_wordings_and_held_out_ones_in_others(mixed: tuple[Path, list[str]]) -> None:
+def test_some_questions_are_asked_in_three_wordings_and_held_out_ones_in_others(
+    mixed: tuple[Path, list[str]],
+) -> None:
     folder, _ = mixed
-    rows = {name: [row for row in in_forms(folder, name) if reworded(row)] for name in ("train", "test")}
+    rows = {
+        name: [row for row in in_forms(folder, name) if reworded(row)] for name in ("train", "test")
+    }
     asked = Counter(row["id"].partition("+")[0] for row in rows["train"])
     assert (len(asked), set(asked.values())) == (60, {3}), "a quarter of 240"
     assert len({row["form"] for row in rows["train"]}) > 10
-    assert {row["form"] for row in rows["test"]} <= {f"wording_{family.name}" for family in held_out_families()}
+    assert {row["form"] for row in rows["test"]} <= {
+        f"wording_{family.name}" for family in held_out_families()
+    }
     assert len(rows["test"]) > 25
-    texts = [row["messages"][0]["content"] for name in ("train", "test") for row in in_forms(folder, name)
-             if len(row["messages"]) == 1 and "answers" in row]  # fmt: skip
+    texts = [
+        row["messages"][0]["content"]
+        for name in ("train", "test")
+        for row in in_forms(folder, name)
+        if len(row["messages"]) == 1 and "answers" in row
+    ]
     assert len(texts) == len(set(texts))
 
 
-def test_the_card_says_how_decisions_hold_under_other_wordings(mixed: tuple[Path, list[str]]) -> None:
+def test_the_card_says_how_decisions_hold_under_other_wordings(
+    mixed: tuple[Path, list[str]],
+) -> None:
     bundle = Store(mixed[0] / "store").load("planted")
-    crossed, held = (bundle.evaluation()[name]["rewording"] for name in ("cross_validation", "held_out"))
+    crossed, held = (
+        bundle.evaluation()[name]["rewording"] for name in ("cross_validation", "held_out")
+    )
     for record, most in ((crossed, 60), (held, 25)):
         assert 0 < record["questions"] <= most
         assert record["wordings"] == 3
@@ -138,18 +170,32 @@ def test_the_card_says_how_decisions_hold_under_other_wordings(mixed: tuple[Path
 
 
 def test_decisions_under_other_wordings_are_counted_by_question() -> None:
-    asked = [Row(f"{name}+wording_{family}", {"form": f"wording_{family}"}) for name in "abc" for family in "xyz"]
+    asked = [
+        Row(f"{name}+wording_{family}", {"form": f"wording_{family}"})
+        for name in "abc"
+        for family in "xyz"
+    ]
     asked += [Row("d+wording_x", {"form": "wording_x"}), Row("a+lone", {"form": "lone"})]
     label = np.array([0, 0, 0, 1, 1, 1, 0, 1, 0, 1, 1])
     risk = np.array([[0.6, 0.7, 0.9, 0.1, 0.2, 0.3, 0.5, 0.6, 0.7, 0.9, 0.1]])
     data = Labelled(asked, label)
-    assert rewording(data, risk, 0.65)["rewording"] == {  # type: ignore[arg-type]
-        "questions": 3, "wordings": 3.0, "answered_alike": 2, "decided_differently": 0.5,
-        "log_odds_spread": pytest.approx(
-            np.sqrt(np.mean([np.var(logit(risk[0, at : at + 3]), ddof=1) for at in (0, 3, 6)])), abs=1e-5
-        ),
-    }  # fmt: skip
-    assert rewording(data, np.vstack([risk, risk - 0.05]), 0.65)["rewording"]["decided_differently"] == 0.5  # type: ignore[arg-type]
+    assert (
+        rewording(data, risk, 0.65)["rewording"]
+        == {  # type: ignore[arg-type]
+            "questions": 3,
+            "wordings": 3.0,
+            "answered_alike": 2,
+            "decided_differently": 0.5,
+            "log_odds_spread": pytest.approx(
+                np.sqrt(np.mean([np.var(logit(risk[0, at : at + 3]), ddof=1) for at in (0, 3, 6)])),
+                abs=1e-5,
+            ),
+        }
+    )
+    assert (
+        rewording(data, np.vstack([risk, risk - 0.05]), 0.65)["rewording"]["decided_differently"]
+        == 0.5
+    )  # type: ignore[arg-type]
     assert rewording(Labelled(asked[-2:], label[-2:]), risk[:, -2:], 0.65) == {}  # type: ignore[arg-type]
 
 
@@ -163,14 +209,18 @@ def test_held_out_rows_have_a_table_by_form_and_no_requests(mixed: tuple[Path, l
     assert set(bundle.evaluation()["cross_validation"]["by_form"]) <= set(data["forms"]) - {"task"}
     # The files that the user named are the ones that are recorded.
     for record, file, name in ((data, "rows.jsonl", "train"), (held, "test.jsonl", "test")):
-        own, made = (read_dataset(folder / one, "generate", folds=None).digest
-                     for one in (file, f"run/{name}-forms.jsonl"))  # fmt: skip
+        own, made = (
+            read_dataset(folder / one, "generate", folds=None).digest
+            for one in (file, f"run/{name}-forms.jsonl")
+        )
         assert (record["file"], record["digest"]) == (file, own)
         assert own != made
     assert bundle.manifest.training.rows == 420
 
 
-def test_the_same_run_again_reads_nothing_and_gives_the_same_bundle(mixed: tuple[Path, list[str]]) -> None:
+def test_the_same_run_again_reads_nothing_and_gives_the_same_bundle(
+    mixed: tuple[Path, list[str]],
+) -> None:
     engine = Roomy()
     again, _ = run(mixed[0], engine, test=mixed[0] / "test.jsonl", **EVALUATED)
     assert engine.extracts == engine.generates == 0
@@ -179,24 +229,40 @@ def test_the_same_run_again_reads_nothing_and_gives_the_same_bundle(mixed: tuple
 
 def test_a_stopped_run_goes_on_to_the_same_bundle(tmp_path: Path) -> None:
     digests, contents = [], []
-    for name, stops in (("whole", ()), ("stopped", (2, 3, 4))):  # each time after so many of 12 calls
+    for name, stops in (
+        ("whole", ()),
+        ("stopped", (2, 3, 4)),
+    ):  # each time after so many of 12 calls
         for stop in stops:
             with pytest.raises(KeyboardInterrupt):
                 run(tmp_path / name, Roomy(stop), questions(), **MIXED | {"batch_rows": 64})
-        digests.append(run(tmp_path / name, Roomy(), questions(), **MIXED | {"batch_rows": 64})[0].manifest.digest)
-        contents.append({path.name: path.read_bytes() for path in (tmp_path / name / "run" / "train").iterdir()})
+        digests.append(
+            run(tmp_path / name, Roomy(), questions(), **MIXED | {"batch_rows": 64})[
+                0
+            ].manifest.digest
+        )
+        contents.append(
+            {path.name: path.read_bytes() for path in (tmp_path / name / "run" / "train").iterdir()}
+        )
     assert digests[0] == digests[1]
     assert contents[0] == contents[1]
 
 
-def test_a_form_is_spent_and_an_id_that_became_a_group_is_not(mixed: tuple[Path, list[str]], tmp_path: Path) -> None:
+def test_a_form_is_spent_and_an_id_that_became_a_group_is_not(
+    mixed: tuple[Path, list[str]], tmp_path: Path
+) -> None:
     def check(bundle_folder: Path, row: dict[str, Any]) -> None:
         seen = Store(bundle_folder / "store").load("planted").evaluation()["rows_seen"]["training"]
-        dataset = read_dataset(write_rows(tmp_path / "new.jsonl", [row | {"answers": ["x"]}]), "generate", folds=None)
+        dataset = read_dataset(
+            write_rows(tmp_path / "new.jsonl", [row | {"answers": ["x"]}]), "generate", folds=None
+        )
         check_unspent(dataset, [("the training rows", Marks.read(seen))])
 
     folder, _ = mixed
-    for row in ({"prompt": questions()[7]["prompt"]}, {"messages": in_forms(folder)[7]["messages"]}):
+    for row in (
+        {"prompt": questions()[7]["prompt"]},
+        {"messages": in_forms(folder)[7]["messages"]},
+    ):
         with pytest.raises(DataError, match="its prompt is among the training rows"):
             check(folder, row)
     lone = [{key: value for key, value in row.items() if key != "group"} for row in questions()]
@@ -206,17 +272,34 @@ def test_a_form_is_spent_and_an_id_that_became_a_group_is_not(mixed: tuple[Path,
 
 
 def test_near_duplicates_are_one_group_in_forms_too(tmp_path: Path) -> None:
-    texts = ("What is the capital of France?", "Which river is in Rome?", "Tell me: what's the capital of france")
+    texts = (
+        "What is the capital of France?",
+        "Which river is in Rome?",
+        "Tell me: what's the capital of france",
+    )
     rows: Rows = [{"prompt": text, "answers": ["x"]} for text in texts]
-    rows.append({"prompt": "Who wrote Faust?", "answers": ["x"], "group": "1"})  # also the first row's number
+    rows.append(
+        {"prompt": "Who wrote Faust?", "answers": ["x"], "group": "1"}
+    )  # also the first row's number
     dataset = read_dataset(write_rows(tmp_path / "rows.jsonl", rows), "generate", folds=None)
     assert group_names(dataset) == ["1", "2", "1", "1+"]
 
 
-def test_conversations_stay_as_they_are_and_rows_that_do_not_apply_bring_no_others(tmp_path: Path) -> None:
-    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hi"}, {"role": "user", "content": "x"}]
+def test_conversations_stay_as_they_are_and_rows_that_do_not_apply_bring_no_others(
+    tmp_path: Path,
+) -> None:
+    chat = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "hi"},
+        {"role": "user", "content": "x"},
+    ]
     poem = {"id": "t", "prompt": "Write a poem.", "applies": False}
-    run(tmp_path, Roomy(), [*questions(), {"id": "c", "messages": chat, "answers": ["Paris"]}, poem], **MIXED)
+    run(
+        tmp_path,
+        Roomy(),
+        [*questions(), {"id": "c", "messages": chat, "answers": ["Paris"]}, poem],
+        **MIXED,
+    )
     found = {row["id"]: row for row in in_forms(tmp_path) if not reworded(row)}
     assert len(found) == 242
     assert (found["c"]["messages"], found["c"]["form"]) == (chat, "messages")
@@ -224,14 +307,20 @@ def test_conversations_stay_as_they_are_and_rows_that_do_not_apply_bring_no_othe
 
 
 def test_chosen_forms_alone_and_none(tmp_path: Path) -> None:
-    bundle, _ = run(tmp_path / "some", Roomy(), questions(), **MIXED | {"forms": "wording,greeting"})
+    bundle, _ = run(
+        tmp_path / "some", Roomy(), questions(), **MIXED | {"forms": "wording,greeting"}
+    )
     forms = bundle.evaluation()["data"]["forms"]
     assert set(forms) == {"polite", "chatter", "lower", "ending", "greeting", "typos"}
     assert sum(forms.values()) == 240
-    assert not (tmp_path / "some" / "run" / "train-said").exists()  # nothing of what the model said is needed
+    assert not (
+        tmp_path / "some" / "run" / "train-said"
+    ).exists()  # nothing of what the model said is needed
     bundle, _ = run(tmp_path / "none", Roomy(), questions(), **MIXED | {"forms": "none"})
     assert "forms" not in bundle.evaluation()["data"]
-    assert [path.name for path in (tmp_path / "none" / "run").iterdir() if path.is_dir()] == ["train"]
+    assert [path.name for path in (tmp_path / "none" / "run").iterdir() if path.is_dir()] == [
+        "train"
+    ]
     assert not list((tmp_path / "none" / "run").glob("*-forms.jsonl"))
 
 
@@ -242,12 +331,18 @@ def test_what_is_too_long_for_the_model_takes_another_form(tmp_path: Path) -> No
     assert not {"context_1k", "context_4k"} & set(forms)
     assert sum(count for name, count in forms.items() if name in FORMS) == 240
     assert 0 < forms["task"] < 200
-    [line] = [line for line in console.lines if line.startswith(f"beyond the model's {limit} tokens")]
+    [line] = [
+        line for line in console.lines if line.startswith(f"beyond the model's {limit} tokens")
+    ]
     assert "context_1k" in line
 
 
-def test_where_no_chosen_form_fits_questions_are_asked_alone_or_refused_by_the_users_line(tmp_path: Path) -> None:
-    bundle, console = run(tmp_path / "a", PlantedEngine(max_tokens=420), questions(), **MIXED | {"forms": "long"})
+def test_where_no_chosen_form_fits_questions_are_asked_alone_or_refused_by_the_users_line(
+    tmp_path: Path,
+) -> None:
+    bundle, console = run(
+        tmp_path / "a", PlantedEngine(max_tokens=420), questions(), **MIXED | {"forms": "long"}
+    )
     assert bundle.evaluation()["data"]["forms"] == {"lone": 240}
     assert "240 rows of rows.jsonl fit none of the forms and are asked alone" in console.lines
     rows = [*questions(), {"id": "long", "prompt": "x" * 600, "answers": ["x"]}]
@@ -283,9 +378,14 @@ def test_patterns_of_the_judge_are_nothing_to_state(tmp_path: Path) -> None:
 
 
 def test_rows_that_do_not_apply_are_read_but_not_answered(tmp_path: Path) -> None:
-    rows = [*questions(60), *({"prompt": f"Write poem {n}.", "applies": False, "group": "p"} for n in range(30))]
+    rows = [
+        *questions(60),
+        *({"prompt": f"Write poem {n}.", "applies": False, "group": "p"} for n in range(30)),
+    ]
     dataset = read_dataset(write_rows(tmp_path / "rows.jsonl", rows[::-1]), "generate", folds=2)
-    options = TrainOptions(name="x", run_dir=tmp_path / "run", labels="generate", forms="none", batch_rows=16)
+    options = TrainOptions(
+        name="x", run_dir=tmp_path / "run", labels="generate", forms="none", batch_rows=16
+    )
     engine = PlantedEngine()
     data = prepare(engine, dataset, options, "chat", "train", sites=[options.site], folds=2)
     assert data.dataset.others.tolist() == list(range(30))
@@ -295,12 +395,16 @@ def test_rows_that_do_not_apply_are_read_but_not_answered(tmp_path: Path) -> Non
     assert (data.counts["others"], data.counts["rows"]) == (30, 60)
     rendered = engine.render_chat([{"role": "user", "content": "Write poem 29."}])
     expected = engine.activations(rendered, Site.ATTENTION_HEAD)
-    np.testing.assert_array_equal(data.inputs.readouts.file.head(2, 1)[0], expected[2].reshape(3, -1)[1])
+    np.testing.assert_array_equal(
+        data.inputs.readouts.file.head(2, 1)[0], expected[2].reshape(3, -1)[1]
+    )
     assert len(set(dataset.groups[:30].tolist())) == 1
 
 
 def test_given_labels_and_rows_that_do_not_apply(tmp_path: Path) -> None:
-    rows = [{key: value for key, value in row.items() if key != "answers"} for row in planted_rows(240)]
+    rows = [
+        {key: value for key, value in row.items() if key != "answers"} for row in planted_rows(240)
+    ]
     rows += [{"prompt": f"Write poem {n}.", "applies": False} for n in range(30)]
     bundle, console = run(tmp_path, rows=rows, forms=None, evaluate=False)
     assert (bundle.manifest.training.rows, bundle.evaluation()["data"]["others"]) == (240, 30)
@@ -310,11 +414,16 @@ def test_given_labels_and_rows_that_do_not_apply(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("labels", "text", "forms"),
     [
-        ("given", None, ()), ("generate", None, ("mixture",)), ("generate", "none", ()),
-        ("generate", "mixture", ("mixture",)), ("generate", "turns, lone", ("turns", "lone")),
+        ("given", None, ()),
+        ("generate", None, ("mixture",)),
+        ("generate", "none", ()),
+        ("generate", "mixture", ("mixture",)),
+        ("generate", "turns, lone", ("turns", "lone")),
     ],
-)  # fmt: skip
-def test_forms_as_written_on_the_command_line(labels: Any, text: str | None, forms: tuple[str, ...]) -> None:
+)
+def test_forms_as_written_on_the_command_line(
+    labels: Any, text: str | None, forms: tuple[str, ...]
+) -> None:
     assert TrainOptions(name="x", labels=labels, forms=text).wanted_forms == forms
 
 
@@ -322,7 +431,9 @@ class NoSystem(Roomy):
     """With a chat template that leaves system prompts out."""
 
     def render_chat(self, messages: Any, tools: Any = ()) -> list[int]:
-        text = "".join(f"{one['role']}: {one['content']}\n" for one in messages if one["role"] != "system")
+        text = "".join(
+            f"{one['role']}: {one['content']}\n" for one in messages if one["role"] != "system"
+        )
         check_turns(text, messages, ())
         return super().render_chat(messages, tools)
 
@@ -333,7 +444,9 @@ def test_forms_that_the_template_leaves_out_are_not_asked_and_named(tmp_path: Pa
     data = bundle.evaluation()["data"]
     assert named <= set(data["left_out_forms"])
     assert not set(data["left_out_forms"]) & set(data["forms"])
-    assert all(one["role"] != "system" for row in in_forms(tmp_path) for one in row.get("messages", ()))
+    assert all(
+        one["role"] != "system" for row in in_forms(tmp_path) for one in row.get("messages", ())
+    )
     assert f"| forms left out | {', '.join(data['left_out_forms'])}: the model's" in bundle.card()
     [line] = [line for line in console.lines if line.startswith("beyond the model's")]
     assert all(name in line for name in named)

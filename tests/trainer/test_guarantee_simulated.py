@@ -1,6 +1,8 @@
-"""How often the promise is broken, and what it answers, in a thousand calibrations that are drawn from known truths.
+"""How often the promise is broken, and what it answers, in a thousand calibrations that are drawn
+from known truths.
 
-The product's own plan, choice of rows to label and tests run on each draw; only engine and files are left out."""
+The product's own plan, choice of rows to label and tests run on each draw; only engine and files
+are left out."""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ TRUTHS: dict[str, Truth] = {
     "told too low": lambda risk: np.minimum(1.4 * risk + 0.04, 1.0),
     "wrong where it is surest": lambda risk: np.where(risk < 0.08, 0.5, risk / 2),
     "just above alpha everywhere": lambda risk: np.full(len(risk), ALPHA + 0.003),
-}  # fmt: skip
+}
 
 
 def drawn(rng: np.random.Generator, rows: int) -> tuple[np.ndarray, np.ndarray]:
@@ -41,12 +43,16 @@ def labels(rng: np.random.Generator, risk: np.ndarray, truth: Truth) -> np.ndarr
 
 
 def profiles() -> tuple[GateProfile, dict[bool, GateProfile]]:
-    """Return what training recorded, which took its risks for the truth: of all rows, and by passage."""
+    """Return what training recorded, which took its risks for the truth: of all rows, and by
+    passage."""
     rng = np.random.default_rng(5)
     risk, passage = drawn(rng, 4000)
     label, group = labels(rng, risk, TRUTHS["calibrated"]), np.arange(4000)
-    parts = {beside: gate_profile(label[rows], risk[rows], group[rows])
-             for beside in (False, True) for rows in [passage == beside]}  # fmt: skip
+    parts = {
+        beside: gate_profile(label[rows], risk[rows], group[rows])
+        for beside in (False, True)
+        for rows in [passage == beside]
+    }
     return gate_profile(label, risk, group), parts
 
 
@@ -66,15 +72,18 @@ def share_wrong(truth: Truth) -> Callable[[bool, float], float]:
 
 
 def results_of(
-    rng: np.random.Generator, truth: Truth, made_of: tuple[GateProfile, dict[bool, GateProfile]], seed: int
+    rng: np.random.Generator,
+    truth: Truth,
+    made_of: tuple[GateProfile, dict[bool, GateProfile]],
+    seed: int,
 ) -> list[StratumResult]:
     """Return the tests of one calibration, two rows to a group, as a run makes them."""
     (risk, passage), (gates, parts) = drawn(rng, ROWS), made_of
     rows: Any = SimpleNamespace(
-        dataset=SimpleNamespace(groups=np.arange(ROWS) // 2), bundle=SimpleNamespace(
-            manifest=SimpleNamespace(prompt_format="chat")),
+        dataset=SimpleNamespace(groups=np.arange(ROWS) // 2),
+        bundle=SimpleNamespace(manifest=SimpleNamespace(prompt_format="chat")),
         options=SimpleNamespace(alphas=(ALPHA,), delta=DELTA, seed=seed),
-    )  # fmt: skip
+    )
     made = GuaranteePlan(rows, gates, parts)
     made.__dict__["standings"] = tuple(BESIDE if beside else ALONE for beside in passage)
     label = np.where(made.wants_label(risk), labels(rng, risk, truth), UNKNOWN_LABEL)
@@ -102,11 +111,14 @@ def test_the_promises_of_both_strata_are_broken_no_more_often_than_delta(name: s
     if name == "calibrated":
         assert min(served.values()) > 0.8 * DRAWS
     if name == "just above alpha everywhere":
-        assert broken > 0.4 * DELTA * DRAWS, "the bound is nearly reached, so that a test of it means something"
+        assert broken > 0.4 * DELTA * DRAWS, (
+            "the bound is nearly reached, so that a test of it means something"
+        )
 
 
 def test_as_many_labels_answer_more_where_they_are_spent_below_the_loosest_threshold() -> None:
-    """Against labelling rows at random and testing thresholds up to 1, which is broken as seldom."""
+    """Against labelling rows at random and testing thresholds up to 1, which is broken as
+    seldom."""
     budget, alpha, delta = 300, 0.12, 0.05
     (_, parts), rng = profiles(), np.random.default_rng(8)
     truth, gates = TRUTHS["calibrated"], parts[False]
@@ -119,13 +131,21 @@ def test_as_many_labels_answer_more_where_they_are_spent_below_the_loosest_thres
         chosen = risk[:budget]
         old = thresholds.threshold_sequence(gates, alpha, delta, budget)[0]
         later = [at for at in gates.thresholds if at >= old]
-        levels = [later[place] for place in np.unique(np.linspace(0, len(later) - 1, CANDIDATES).round().astype(int))]
-        scored = int(budget / np.mean(risk < thresholds.threshold_sequence(gates, alpha, delta, len(risk))[-1]))
+        levels = [
+            later[place]
+            for place in np.unique(np.linspace(0, len(later) - 1, CANDIDATES).round().astype(int))
+        ]
+        scored = int(
+            budget
+            / np.mean(risk < thresholds.threshold_sequence(gates, alpha, delta, len(risk))[-1])
+        )
         sequence = thresholds.threshold_sequence(gates, alpha, delta, scored)
         below = risk[:scored][risk[:scored] < sequence[-1]]
         assert len(below) < 1.2 * budget
         for name, rows, order in (("random", chosen, levels), ("first", below[:budget], sequence)):
-            test = certify(labels(rng, rows, truth), rows, np.arange(len(rows)), order, alpha, delta, seed)
+            test = certify(
+                labels(rng, rows, truth), rows, np.arange(len(rows)), order, alpha, delta, seed
+            )
             at = 0.0 if test.threshold is None else test.threshold
             answered[name].append(float(np.mean(risk < at)))
             broken[name] += at > 0 and share(False, at) > alpha

@@ -1,4 +1,5 @@
-"""Recalibration of a published bundle: for another base rate, on new rows, shown, and served in one place."""
+"""Recalibration of a published bundle: for another base rate, on new rows, shown, and served in one
+place."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ from tests.trainer.made import Never, Rows, check_answer_kept, run, served, stor
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    return run(tmp_path_factory.mktemp("trained"), rows=planted_rows(400), test=planted_rows(80, seed=3))[0]
+    return run(
+        tmp_path_factory.mktemp("trained"), rows=planted_rows(400), test=planted_rows(80, seed=3)
+    )[0]
 
 
 @pytest.fixture
@@ -36,7 +39,11 @@ def rare(count: int, seed: int) -> Rows:
 
 
 def recalibrated(
-    folder: Path, store: Store, rows: Rows | None = None, engine: type[PlantedEngine] = PlantedEngine, **changes: Any
+    folder: Path,
+    store: Store,
+    rows: Rows | None = None,
+    engine: type[PlantedEngine] = PlantedEngine,
+    **changes: Any,
 ) -> tuple[Bundle | None, Quiet]:
     data = write_rows(folder / "labelled.jsonl", rare(150, 5) if rows is None else rows)
     if isinstance(changes.get("traffic"), list):
@@ -47,7 +54,9 @@ def recalibrated(
     return recalibrate(bundle, RecalibrateOptions(**given), engine, store, console=console), console
 
 
-def published(folder: Path, store: Store, rows: Rows | None = None, **changes: Any) -> tuple[Bundle, Any]:
+def published(
+    folder: Path, store: Store, rows: Rows | None = None, **changes: Any
+) -> tuple[Bundle, Any]:
     """The bundle, and its entry of the ledger."""
     bundle, console = recalibrated(folder, store, rows, **changes)
     assert bundle is not None, console.lines
@@ -62,7 +71,9 @@ def unlabelled(rows: Rows) -> Rows:
 def scored(bundle: Bundle, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
     """Risks and whether they were flagged, as served."""
     reports = served(bundle, rows)
-    return np.array([report.risk for report in reports]), np.array([report.verdict.flagged for report in reports])
+    return np.array([report.risk for report in reports]), np.array(
+        [report.verdict.flagged for report in reports]
+    )
 
 
 def check_served(before: Bundle, after: Bundle) -> None:
@@ -77,22 +88,32 @@ def check_served(before: Bundle, after: Bundle) -> None:
     loss = [float(-np.log(np.where(wrong, risk, 1 - risk)).mean()) for risk in (old, new)]
     assert loss[1] < loss[0] - 0.02
     assert new.mean() == pytest.approx(0.9, abs=0.06)  # training's 400 rows are no more exact
-    assert manifest.threshold == pytest.approx(float(manifest.recalibration(before.manifest.threshold)))
+    assert manifest.threshold == pytest.approx(
+        float(manifest.recalibration(before.manifest.threshold))
+    )
 
 
-def test_the_served_risk_is_recalibrated_and_the_decisions_stay(tmp_path: Path, store: Store, trained: Bundle) -> None:
+def test_the_served_risk_is_recalibrated_and_the_decisions_stay(
+    tmp_path: Path, store: Store, trained: Bundle
+) -> None:
     bundle, _ = published(tmp_path, store)
     assert (bundle.reference, bundle.manifest.format_version) == ("planted:2", 1)
     check_served(trained, bundle)
-    assert (bundle.path / "probes.safetensors").read_bytes() == (trained.path / "probes.safetensors").read_bytes()
+    assert (bundle.path / "probes.safetensors").read_bytes() == (
+        trained.path / "probes.safetensors"
+    ).read_bytes()
     assert bundle.manifest.classifier == trained.manifest.classifier
 
 
-def test_an_answer_probe_comes_along_as_it_is(tmp_path: Path, store: Store, trained: Bundle) -> None:
+def test_an_answer_probe_comes_along_as_it_is(
+    tmp_path: Path, store: Store, trained: Bundle
+) -> None:
     before = with_answer(trained, store)
     after, _ = published(tmp_path, store)
     check_answer_kept(before, after)
-    assert (after.golden.risk != before.golden.risk).all()  # the risk before the answer is another one
+    assert (
+        after.golden.risk != before.golden.risk
+    ).all()  # the risk before the answer is another one
 
 
 def test_everything_is_recorded_and_shown(tmp_path: Path, store: Store) -> None:
@@ -110,12 +131,24 @@ def test_everything_is_recorded_and_shown(tmp_path: Path, store: Store) -> None:
         assert share["value"] == pytest.approx(0.9, abs=0.06)
     assert record["traffic"]["explained"]
     printed, card = "\n".join(console.lines), bundle.card()
-    for text in ("| **", "labelled rows: 90.0% [", "traffic alone: ", "calibration error, debiased", "distance 0."):
+    for text in (
+        "| **",
+        "labelled rows: 90.0% [",
+        "traffic alone: ",
+        "calibration error, debiased",
+        "distance 0.",
+    ):
         assert text in printed
     assert card.count("## Recalibration\n") == 1
     section = card[card.index("## Recalibration\n") : card.index("## Limits\n")]
-    for text in ("planted:1", f"{chosen['log_loss']['mean']:.4f}", "plots/recalibration.png", "carried along",
-                 f"{bundle.manifest.threshold:.4f} after", "the risk as it is"):  # fmt: skip
+    for text in (
+        "planted:1",
+        f"{chosen['log_loss']['mean']:.4f}",
+        "plots/recalibration.png",
+        "carried along",
+        f"{bundle.manifest.threshold:.4f} after",
+        "the risk as it is",
+    ):
         assert text in section
     picture = (bundle.path / "plots" / "recalibration.png").read_bytes()
     assert (picture[:4], len(picture) < 60_000) == (b"\x89PNG", True)
@@ -123,15 +156,23 @@ def test_everything_is_recorded_and_shown(tmp_path: Path, store: Store) -> None:
     assert again.manifest.digest == bundle.manifest.digest
 
 
-def test_traffic_of_risks_and_of_prompts_is_the_same(tmp_path: Path, store: Store, trained: Bundle) -> None:
+def test_traffic_of_risks_and_of_prompts_is_the_same(
+    tmp_path: Path, store: Store, trained: Bundle
+) -> None:
     rows = rare(200, 7)
     digest = {"name": "planted", "version": 1, "digest": trained.manifest.digest}
-    risks = [{"risk": float(risk), "bundle": digest} | row
-             for risk, row in zip(scored(trained, rows)[0], unlabelled(rows), strict=True)]  # fmt: skip
+    risks = [
+        {"risk": float(risk), "bundle": digest} | row
+        for risk, row in zip(scored(trained, rows)[0], unlabelled(rows), strict=True)
+    ]
     found = []
     for name, traffic in (("a", unlabelled(rows)), ("b", risks)):
         (tmp_path / name).mkdir()
-        found.append(published(tmp_path / name, store, bundle="planted:1", traffic=traffic)[1]["traffic"]["share"])
+        found.append(
+            published(tmp_path / name, store, bundle="planted:1", traffic=traffic)[1]["traffic"][
+                "share"
+            ]
+        )
     assert found[0] == pytest.approx(found[1], abs=1e-5)
 
 
@@ -144,14 +185,21 @@ def test_labelled_rows_in_the_traffic_count_once(tmp_path: Path, store: Store) -
 
 
 def test_another_shift_is_refused_before_a_label_is_looked_at(tmp_path: Path, store: Store) -> None:
-    plain = [{"prompt": f"unheard {n} {'y' * (n % 7)}"} for n in range(400)]  # neither known nor hidden
-    with pytest.raises(TrainingError, match="prior shift alone does not explain the traffic.*--allow-other-shift"):
+    plain = [
+        {"prompt": f"unheard {n} {'y' * (n % 7)}"} for n in range(400)
+    ]  # neither known nor hidden
+    with pytest.raises(
+        TrainingError, match="prior shift alone does not explain the traffic.*--allow-other-shift"
+    ):
         recalibrated(tmp_path, store, traffic=plain)
     assert not list((tmp_path / "run").rglob("question.json"))
     assert store.load("planted").reference == "planted:1"
     bundle, console = recalibrated(tmp_path, store, traffic=plain, allow_other_shift=True)
     assert "; going on because of --allow-other-shift" in "\n".join(console.lines)
-    assert bundle is None or "**Prior shift does not explain the traffic: someone insisted**" in bundle.card()
+    assert (
+        bundle is None
+        or "**Prior shift does not explain the traffic: someone insisted**" in bundle.card()
+    )
 
 
 def test_where_nothing_is_better_nothing_is_published(tmp_path: Path, store: Store) -> None:
@@ -161,7 +209,9 @@ def test_where_nothing_is_better_nothing_is_published(tmp_path: Path, store: Sto
     assert "nothing was published" in printed
     assert "**the risk as it is**" in printed
     assert store.load("planted").reference == "planted:1"
-    options = GuaranteeOptions(data=(str(tmp_path / "labelled.jsonl"),), run_dir=tmp_path / "run", alpha="0.3")
+    options = GuaranteeOptions(
+        data=(str(tmp_path / "labelled.jsonl"),), run_dir=tmp_path / "run", alpha="0.3"
+    )
     with pytest.raises(RunMismatch, match="recalibrated"):  # the labels were looked at
         guarantee(store.load("planted"), options, PlantedEngine, store, console=Quiet())
 
@@ -169,26 +219,37 @@ def test_where_nothing_is_better_nothing_is_published(tmp_path: Path, store: Sto
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"prompt": planted_rows(40)[4]["prompt"]}, "line 8: its prompt is among the training rows"),
+        (
+            {"prompt": planted_rows(40)[4]["prompt"]},
+            "line 8: its prompt is among the training rows",
+        ),
         ({"prompt": "Write a poem.", "applies": False}, 'line 8: "applies" is false'),
     ],
-)  # fmt: skip
-def test_seen_and_unfit_rows(tmp_path: Path, store: Store, change: dict[str, Any], match: str) -> None:
+)
+def test_seen_and_unfit_rows(
+    tmp_path: Path, store: Store, change: dict[str, Any], match: str
+) -> None:
     rows = rare(150, 5)
     rows[7] = change if "applies" in change else rows[7] | change
     with pytest.raises(DataError, match=match):
         recalibrated(tmp_path, store, rows, Never)
 
 
-def test_too_few_labels_of_a_class_are_said_before_a_model_is_loaded(tmp_path: Path, store: Store) -> None:
+def test_too_few_labels_of_a_class_are_said_before_a_model_is_loaded(
+    tmp_path: Path, store: Store
+) -> None:
     rows = [row for row in planted_rows(60, seed=5, per_group=1) if not row["label"]]
     with pytest.raises(DataError, match="factual"):
         recalibrated(tmp_path, store, rows, Never)
 
 
-def test_rows_that_were_spent_here_cannot_be_calibrated_on_nor_the_version_again(tmp_path: Path, store: Store) -> None:
+def test_rows_that_were_spent_here_cannot_be_calibrated_on_nor_the_version_again(
+    tmp_path: Path, store: Store
+) -> None:
     published(tmp_path, store)
-    options = GuaranteeOptions(data=(str(tmp_path / "labelled.jsonl"),), alpha="0.3", run_dir=tmp_path / "other")
+    options = GuaranteeOptions(
+        data=(str(tmp_path / "labelled.jsonl"),), alpha="0.3", run_dir=tmp_path / "other"
+    )
     for bundle in ("planted:1", "planted:2"):
         with pytest.raises(DataError, match=r"the recalibration of planted:2 has spent"):
             plan(store.load(bundle), options, store)
@@ -196,7 +257,9 @@ def test_rows_that_were_spent_here_cannot_be_calibrated_on_nor_the_version_again
         recalibrated(tmp_path, store, rare(150, 8), Never)
 
 
-def test_a_guarantee_is_dropped_aloud_and_a_new_one_can_be_had(tmp_path: Path, store: Store) -> None:
+def test_a_guarantee_is_dropped_aloud_and_a_new_one_can_be_had(
+    tmp_path: Path, store: Store
+) -> None:
     def guaranteed(seed: int) -> Bundle:
         data = write_rows(tmp_path / f"{seed}.jsonl", planted_rows(400, seed=seed))
         options = GuaranteeOptions(data=(str(data),), run_dir=tmp_path / f"run-{seed}", alpha="0.2")
@@ -228,17 +291,22 @@ def test_a_guarantee_is_dropped_aloud_and_a_new_one_can_be_had(tmp_path: Path, s
 
 
 def test_the_threshold_may_stay_where_it_is(tmp_path: Path, store: Store, trained: Bundle) -> None:
-    """A wrong answer costs what it did: on a risk that follows the traffic the same number is right."""
+    """A wrong answer costs what it did: on a risk that follows the traffic the same number is
+    right."""
     bundle, record = published(tmp_path, store, threshold_rule="keep")
     fresh = rare(300, 9)
     assert bundle.manifest.threshold == trained.manifest.threshold == 0.5
-    assert scored(bundle, fresh)[1].mean() > scored(trained, fresh)[1].mean()  # more risks lie above the same number
+    assert (
+        scored(bundle, fresh)[1].mean() > scored(trained, fresh)[1].mean()
+    )  # more risks lie above the same number
     assert record["thresholds"] == {"rule": "keep", "before": 0.5, "after": 0.5}
     assert "0.5000 before, 0.5000 after: the same number, other decisions" in bundle.card()
 
 
 def test_a_dry_run_loads_no_model_and_writes_nothing(tmp_path: Path, store: Store) -> None:
-    bundle, console = recalibrated(tmp_path, store, engine=Never, dry_run=True, traffic=unlabelled(rare(50, 7)))
+    bundle, console = recalibrated(
+        tmp_path, store, engine=Never, dry_run=True, traffic=unlabelled(rare(50, 7))
+    )
     assert bundle is None
     assert "150 labelled rows in 150 groups, new to planted:1" in console.lines[0]
     assert "50 rows of traffic, to be scored" in console.lines[2]
@@ -250,19 +318,31 @@ def test_a_bundle_without_recorded_risks(tmp_path: Path, store: Store, trained: 
     test = str(write_rows(tmp_path / "test.jsonl", planted_rows(80, seed=3)))
     evaluation, traffic = trained.evaluation(), unlabelled(rare(200, 7))
     del evaluation["out_of_fold"]["risks"], evaluation["rows_seen"]
-    store.publish(BundleDraft(trained.manifest, trained.probes, trained.golden, evaluation, trained.card(), {}))
+    store.publish(
+        BundleDraft(
+            trained.manifest, trained.probes, trained.golden, evaluation, trained.card(), {}
+        )
+    )
     with pytest.raises(TrainingError, match="name its training file"):
         recalibrated(tmp_path, store, engine=Never)
     bundle, console = recalibrated(tmp_path, store, traffic=traffic, trained_on=(train, test))
     assert bundle is not None
     assert "against the best mixture" in "\n".join(console.lines)
     del evaluation["held_out"]
-    store.publish(BundleDraft(trained.manifest, trained.probes, trained.golden, evaluation, trained.card(), {}))
+    store.publish(
+        BundleDraft(
+            trained.manifest, trained.probes, trained.golden, evaluation, trained.card(), {}
+        )
+    )
     given: dict[str, Any] = {"bundle": "planted:4", "trained_on": (train,)}
     with pytest.raises(TrainingError, match="no risks of its training rows.*--allow-other-shift"):
         recalibrated(tmp_path, store, engine=Never, traffic=traffic, **given)
-    bundle, console = recalibrated(tmp_path, store, traffic=traffic, allow_other_shift=True, **given)
+    bundle, console = recalibrated(
+        tmp_path, store, traffic=traffic, allow_other_shift=True, **given
+    )
     assert "cannot be tested: going on because of --allow-other-shift" in "\n".join(console.lines)
     assert bundle is not None
     assert "was not tested: someone insisted" in bundle.card()
-    assert "traffic" not in published(tmp_path, store, **given)[1]  # labels alone need no such comparison
+    assert (
+        "traffic" not in published(tmp_path, store, **given)[1]
+    )  # labels alone need no such comparison

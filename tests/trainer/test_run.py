@@ -1,4 +1,5 @@
-"""The whole run: a planted signal is found, survives kill -9, and leaves a bundle that serves what was measured."""
+"""The whole run: a planted signal is found, survives kill -9, and leaves a bundle that serves what
+was measured."""
 
 from __future__ import annotations
 
@@ -45,13 +46,26 @@ WARM = Decoding(0.7, 1.0)
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    return run(tmp_path_factory.mktemp("trained"), test=planted_rows(200, seed=3), signals="depth_mean,first_token",
-               sites=(Site.RESIDUAL_STREAM,), c=None)[0]  # fmt: skip
+    return run(
+        tmp_path_factory.mktemp("trained"),
+        test=planted_rows(200, seed=3),
+        signals="depth_mean,first_token",
+        sites=(Site.RESIDUAL_STREAM,),
+        c=None,
+    )[0]
 
 
 def test_the_planted_signal_is_found_and_recorded(trained: Bundle) -> None:
-    evaluation, manifest, card = trained.evaluation(), trained.manifest, " ".join(trained.card().split())
-    signals, held, counts = evaluation["cross_validation"]["signals"], evaluation["held_out"], evaluation["data"]
+    evaluation, manifest, card = (
+        trained.evaluation(),
+        trained.manifest,
+        " ".join(trained.card().split()),
+    )
+    signals, held, counts = (
+        evaluation["cross_validation"]["signals"],
+        evaluation["held_out"],
+        evaluation["data"],
+    )
     assert signals["depth_mean_unit_norm"]["auroc"]["mean"] > 0.85
     assert signals["prompt_length"]["auroc"]["mean"] < 0.62
     assert signals["depth_mean_unit_norm"]["auroc_within_kind_x_template"]["mean"] > 0.8
@@ -61,13 +75,21 @@ def test_the_planted_signal_is_found_and_recorded(trained: Bundle) -> None:
         assert 0.75 < found["low"] < found["mean"] < found["high"] < 1
     assert NO_SIGNAL not in card
     gate = evaluation["cross_validation"]["at_threshold"]
-    assert gate["wrong_among_answered"] < 0.5 * counts["hallucinated"] / (counts["factual"] + counts["hallucinated"])
+    assert gate["wrong_among_answered"] < 0.5 * counts["hallucinated"] / (
+        counts["factual"] + counts["hallucinated"]
+    )
     assert f"{gate['answered']:.0%} of the prompts are answered" in card
     assert f"held-out rows: {held['at_threshold']['answered']:.0%} of the prompts" in card
-    for row, rows in ((signals["fused_unit_norm"], "never saw the row"), (held["calibration"], "on the held-out rows")):
+    for row, rows in (
+        (signals["fused_unit_norm"], "never saw the row"),
+        (held["calibration"], "on the held-out rows"),
+    ):
         slope, intercept = row["calibration_slope"], row["calibration_intercept"]
         assert all(one["low"] < one["mean"] < one["high"] for one in (slope, intercept))
-        said = f"{rows}: slope {slope['mean']:.3f} [{slope['low']:.3f}, {slope['high']:.3f}], intercept "
+        said = (
+            f"{rows}: slope {slope['mean']:.3f} [{slope['low']:.3f}, {slope['high']:.3f}],"
+            " intercept "
+        )
         assert f"{said}{intercept['mean']:.3f} [" in card
     assert counts["groups"] == pytest.approx(counts["effective_groups"], rel=0.05)
     assert counts["largest_group_share"] < 0.02
@@ -86,11 +108,18 @@ def test_the_planted_signal_is_found_and_recorded(trained: Bundle) -> None:
 
 def test_the_bundle_serves_what_was_evaluated(trained: Bundle) -> None:
     rows = planted_rows(200, seed=3)
-    label, risk = np.array([row["label"] for row in rows]), np.array([one.risk for one in served(trained, rows)])
+    label, risk = (
+        np.array([row["label"] for row in rows]),
+        np.array([one.risk for one in served(trained, rows)]),
+    )
     held_out = trained.evaluation()["held_out"]["signals"]["bundle"]
     assert np.mean((label - (1 - risk)) ** 2) == pytest.approx(held_out["brier"], abs=1e-5)
     golden = trained.golden.risk
-    assert (len(golden), bool(np.all(np.diff(golden) >= 0)), golden[-1] - golden[0] > 0.6) == (8, True, True)
+    assert (len(golden), bool(np.all(np.diff(golden) >= 0)), golden[-1] - golden[0] > 0.6) == (
+        8,
+        True,
+        True,
+    )
 
 
 def test_the_card_is_valid_and_tells_neither_the_machine_nor_the_hour(trained: Bundle) -> None:
@@ -102,16 +131,26 @@ def test_the_card_is_valid_and_tells_neither_the_machine_nor_the_hour(trained: B
     assert metrics[0]["value"] == pytest.approx(held_out["auroc"], abs=1e-4)
     assert [metric["type"] for metric in metrics] == front["metrics"] == ["roc_auc", "brier_score"]
     for text in (card, document):
-        for never in ("accuracy", "seconds", str(trained.path.parents[2])):  # calling every answer wrong may score high
+        for never in (
+            "accuracy",
+            "seconds",
+            str(trained.path.parents[2]),
+        ):  # calling every answer wrong may score high
             assert never not in text.lower()
     assert "`depth_mean` carries this bundle" in card
     assert "| rows | 240" in card
     for name in ("roc", "precision_recall", "reliability", "trajectories", "layers"):
         data = (trained.path / "plots" / f"{name}.png").read_bytes()
-        assert (f"plots/{name}.png" in card, data[:4], len(data) < 60_000) == (True, b"\x89PNG", True)
+        assert (f"plots/{name}.png" in card, data[:4], len(data) < 60_000) == (
+            True,
+            b"\x89PNG",
+            True,
+        )
 
 
-@pytest.mark.parametrize("scale", ["unit_norm", pytest.param("standardized", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "scale", ["unit_norm", pytest.param("standardized", marks=pytest.mark.long)]
+)
 def test_shuffled_labels_leave_nothing(tmp_path: Path, scale: str) -> None:
     with pytest.raises(TrainingError, match="no signal: the nested AUROC is 0"):
         run(tmp_path, rows=planted_rows(300, shuffled=True, per_group=1), logit_scale=scale)
@@ -119,23 +158,42 @@ def test_shuffled_labels_leave_nothing(tmp_path: Path, scale: str) -> None:
     bundle, _ = run(tmp_path, logit_scale=scale, allow_no_signal=True)
     assert NO_SIGNAL in bundle.card()
     signals = bundle.evaluation()["cross_validation"]["signals"]
-    for name in ("depth_mean_unit_norm", "depth_mean_standardized", "best_head", "best_layer", "fused_unit_norm"):
+    for name in (
+        "depth_mean_unit_norm",
+        "depth_mean_standardized",
+        "best_head",
+        "best_layer",
+        "fused_unit_norm",
+    ):
         assert 0.4 < signals[name]["auroc"]["mean"] < 0.6
     assert 0.4 < bundle.evaluation()["out_of_fold"]["depth_mean_auroc"] < 0.6
 
 
 def test_the_residual_stream_and_downsampling_and_a_fixed_c(tmp_path: Path) -> None:
-    bundle, _ = run(tmp_path, readout="residual_stream", logit_scale="standardized", class_balance="downsample", c=0.2,
-                    prompt_format="text")  # fmt: skip
+    bundle, _ = run(
+        tmp_path,
+        readout="residual_stream",
+        logit_scale="standardized",
+        class_balance="downsample",
+        c=0.2,
+        prompt_format="text",
+    )
     manifest = bundle.manifest
     assert (manifest.readout.site, manifest.prompt_format) == ("residual_stream", "text")
     assert (manifest.training.c, manifest.training.c_grid) == (0.2, ())
     assert np.all(bundle.probes.scale != 1)
-    assert bundle.evaluation()["cross_validation"]["signals"]["depth_mean_standardized"]["auroc"]["mean"] > 0.75
+    assert (
+        bundle.evaluation()["cross_validation"]["signals"]["depth_mean_standardized"]["auroc"][
+            "mean"
+        ]
+        > 0.75
+    )
     tensors = bundle.probes  # rows are read the same from disk and from the engine
     own = Probes(Site.RESIDUAL_STREAM, tensors.head, tensors.direction, tensors.bias, tensors.scale)
     onsets = PlantedEngine().score(bundle.golden.prompts(), [own])
-    np.testing.assert_allclose([o.trajectories[0] for o in onsets], bundle.golden.trajectory, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        [o.trajectories[0] for o in onsets], bundle.golden.trajectory, rtol=1e-5, atol=1e-5
+    )
 
 
 def test_generated_labels_are_judged_and_abstentions_left_out(tmp_path: Path) -> None:
@@ -152,17 +210,24 @@ def test_generated_labels_are_judged_and_abstentions_left_out(tmp_path: Path) ->
     assert "cross_validation" not in bundle.evaluation()
     engine = PlantedEngine()
     again, _ = run(tmp_path, engine, labels="generate", judge="regex", evaluate=False)
-    assert engine.extracts == engine.generates == 0  # another judge reads the answers that are there
+    assert (
+        engine.extracts == engine.generates == 0
+    )  # another judge reads the answers that are there
     assert (again.manifest.training.judge, engine.closed) == ("regex", True)
 
 
 @pytest.mark.parametrize(
     ("of_rows", "option", "recorded"),
     [
-        (None, None, None), ("greedy", None, GREEDY), (None, "greedy", GREEDY), ("temperature=0", "greedy", GREEDY),
-        ("temperature=0.7", None, WARM), (None, "temperature=0.7", WARM), ("temperature=0.7", "temperature=0.7", WARM),
+        (None, None, None),
+        ("greedy", None, GREEDY),
+        (None, "greedy", GREEDY),
+        ("temperature=0", "greedy", GREEDY),
+        ("temperature=0.7", None, WARM),
+        (None, "temperature=0.7", WARM),
+        ("temperature=0.7", "temperature=0.7", WARM),
     ],
-)  # fmt: skip
+)
 def test_how_given_answers_were_decoded_is_told_by_an_option_or_the_rows(
     of_rows: str | None, option: str | None, recorded: Decoding | None
 ) -> None:
@@ -175,9 +240,10 @@ def test_how_given_answers_were_decoded_is_told_by_an_option_or_the_rows(
 
 def test_options_and_rows_that_differ_are_refused() -> None:
     for given, said in (
-        ({"answers_decoding": "warm"}, "temperature=T"), ({"answers_decoding": "greedy"}, "say sampled at temperature"),
+        ({"answers_decoding": "warm"}, "temperature=T"),
+        ({"answers_decoding": "greedy"}, "say sampled at temperature"),
         ({"answers_decoding": "temperature=1", "labels": "generate"}, "belongs to given ones"),
-    ):  # fmt: skip
+    ):
         options = TrainOptions(name="a", data=("rows.jsonl",), **given)
         with pytest.raises(TrainingError, match=said) as refused:
             options.decoding({WARM})
@@ -191,16 +257,23 @@ def test_the_manifest_and_the_card_say_how_answers_were_decoded(tmp_path: Path) 
     assert bundle.manifest.training.decoding == bundle.manifest.decoding == WARM
     assert "the data file's own, of answers that were sampled at temperature 0.7" in bundle.card()
     store = Store(tmp_path / "store")
-    new = write_rows(tmp_path / "new.jsonl", [row | {"decoding": "greedy"} for row in planted_rows(200, seed=5)])
+    new = write_rows(
+        tmp_path / "new.jsonl", [row | {"decoding": "greedy"} for row in planted_rows(200, seed=5)]
+    )
     options = GuaranteeOptions(data=(str(new),), run_dir=tmp_path / "run")
-    with pytest.raises(TrainingError, match="answers that were greedy, and under planted:1 answers are sampled at"):
+    with pytest.raises(
+        TrainingError, match="answers that were greedy, and under planted:1 answers are sampled at"
+    ):
         plan(bundle, options, store)
     with pytest.raises(TrainingError, match="answers_decoding says"):
         run(tmp_path, Never, answers_decoding="greedy", **ONE)
 
 
 def test_a_group_with_much_of_the_rows_is_named_at_the_end_and_in_the_card(tmp_path: Path) -> None:
-    rows = [{**row, "group": "one" if number < 70 else row["group"]} for number, row in enumerate(planted_rows(240))]
+    rows = [
+        {**row, "group": "one" if number < 70 else row["group"]}
+        for number, row in enumerate(planted_rows(240))
+    ]
     bundle, console = run(tmp_path, rows=rows, evaluate=False)
     assert "29%" in console.lines[-1]
     assert console.lines[-1] in bundle.card()
@@ -214,23 +287,38 @@ def test_answers_of_one_class_are_reported(tmp_path: Path) -> None:
 
 
 def test_kill_9_and_resume_give_the_same_bundle(tmp_path: Path) -> None:
-    options: dict[str, Any] = ONE | {"rows": planted_rows(160), "labels": "generate", "batch_rows": 16}
-    for kill_at in (5, 8, 2):  # each batch is two calls of this engine: in the readouts; in the answers, twice
+    options: dict[str, Any] = ONE | {
+        "rows": planted_rows(160),
+        "labels": "generate",
+        "batch_rows": 16,
+    }
+    for kill_at in (
+        5,
+        8,
+        2,
+    ):  # each batch is two calls of this engine: in the readouts; in the answers, twice
         engine = PlantedEngine()
         engine.kill_at = kill_at
         killed(partial(run, tmp_path / "killed", engine, **options))
     folders = tmp_path / "whole", tmp_path / "killed"
     assert len({run(folder, **options)[0].manifest.digest for folder in folders}) == 1
-    contents = [{path.name: path.read_bytes() for path in (f / "run" / "train").iterdir()} for f in folders]
+    contents = [
+        {path.name: path.read_bytes() for path in (f / "run" / "train").iterdir()} for f in folders
+    ]
     assert contents[0] == contents[1]
 
 
-def test_the_same_run_twice_publishes_once_and_another_in_its_folder_is_refused(tmp_path: Path) -> None:
+def test_the_same_run_twice_publishes_once_and_another_in_its_folder_is_refused(
+    tmp_path: Path,
+) -> None:
     first, again = (run(tmp_path / "a", evaluate=False)[0] for _ in range(2))
     elsewhere, _ = run(tmp_path / "b", evaluate=False, jobs=2)
     assert again.manifest.version == 1
     assert first.manifest.digest == again.manifest.digest == elsewhere.manifest.digest
-    assert run(tmp_path / "a", evaluate=False, seeds=(0, 2))[0].manifest.digest != first.manifest.digest
+    assert (
+        run(tmp_path / "a", evaluate=False, seeds=(0, 2))[0].manifest.digest
+        != first.manifest.digest
+    )
     with pytest.raises(RunMismatch):
         run(tmp_path / "a", evaluate=False, batch_rows=8)
 
@@ -239,19 +327,32 @@ def test_the_same_run_twice_publishes_once_and_another_in_its_folder_is_refused(
     ("change", "error", "match"),
     [
         ({"rows": [{"id": "a"}]}, DataError, "line 1"),
-        *(({"name": name}, TrainingError, "name must be") for name in ("../x", "Bad Name", "", "a" * 65)),
+        *(
+            ({"name": name}, TrainingError, "name must be")
+            for name in ("../x", "Bad Name", "", "a" * 65)
+        ),
         ({"store": "rows.jsonl/store"}, StoreNotWritable, "rows.jsonl"),
-        ({"inner_folds": 5, "rows": [{"id": str(n), "prompt": f"q{n}", "label": int(n >= 6)} for n in range(200)]},
-         TrainingError, "inner fold"),
+        (
+            {
+                "inner_folds": 5,
+                "rows": [
+                    {"id": str(n), "prompt": f"q{n}", "label": int(n >= 6)} for n in range(200)
+                ],
+            },
+            TrainingError,
+            "inner fold",
+        ),
     ],
-)  # fmt: skip
+)
 def test_refused_before_a_model_is_loaded(
     tmp_path: Path, change: dict[str, Any], error: type[Exception], match: str
 ) -> None:
     data = write_rows(tmp_path / "rows.jsonl", change.pop("rows", planted_rows(40)))
     store = Store(tmp_path / change.pop("store", "store"))
 
-    options = TrainOptions(**({"data": (str(data),), "name": "planted", "run_dir": tmp_path / "run"} | change))
+    options = TrainOptions(
+        **({"data": (str(data),), "name": "planted", "run_dir": tmp_path / "run"} | change)
+    )
     with pytest.raises(error, match=match):
         train(options, Never, store, console=Quiet())
     assert not (tmp_path / "run").exists()
@@ -263,21 +364,41 @@ GENERATE = {"labels": "generate"}
 @pytest.mark.parametrize(
     ("change", "field"),
     [
-        ({"signals": "entropy"}, "signals"), ({"folds": 1}, "folds"), ({"seeds": (1, 1)}, "seeds"),
-        ({"seeds": (2**32,)}, "seeds"), ({"seeds": "3"}, "seeds"), ({"seeds": 0}, "seeds"), ({"c": 0.0}, "c"),
-        ({"c": "auto"}, "c"), ({"c_grid": ()}, "c_grid"), ({"c_grid": (0.1, -1)}, "c_grid"),
-        ({"inner_folds": 1}, "inner_folds"), ({"labels": "guess"}, "labels"), ({"test": "rows.jsonl"}, "test"),
-        ({"abstain_pattern": "("}, "abstain_pattern"), (GENERATE | {"judge": "openai"}, "judge"),
-        ({"labels": "sample"}, "labels"), ({"judge_key": 7}, "judge_key"),
-        ({"target": "wrong<=0.2", "wrong_costs": 1.0}, "target"), ({"target": "wrong"}, "target"),
-        ({"target": ""}, "target"), ({"wrong_costs": 0.0}, "wrong_costs"),
-        ({"answer_pattern": "It is"}, "answer_pattern"), ({"answer_pattern": "("}, "answer_pattern"),
-        ({"forms": "mixture"}, "forms"), (GENERATE | {"forms": "chat"}, "forms"),
-        (GENERATE | {"forms": "mixture,lone"}, "forms"), (GENERATE | {"forms": "lone,none"}, "forms"),
-        (GENERATE | {"forms": " ,"}, "forms"), ({"alpha": ""}, "alpha"), ({"alpha": "0.1,0.1"}, "alpha"),
-        ({"alpha": "1.0"}, "alpha"), ({"delta": 0.0}, "delta"), ({"delta": 1.0}, "delta"),
+        ({"signals": "entropy"}, "signals"),
+        ({"folds": 1}, "folds"),
+        ({"seeds": (1, 1)}, "seeds"),
+        ({"seeds": (2**32,)}, "seeds"),
+        ({"seeds": "3"}, "seeds"),
+        ({"seeds": 0}, "seeds"),
+        ({"c": 0.0}, "c"),
+        ({"c": "auto"}, "c"),
+        ({"c_grid": ()}, "c_grid"),
+        ({"c_grid": (0.1, -1)}, "c_grid"),
+        ({"inner_folds": 1}, "inner_folds"),
+        ({"labels": "guess"}, "labels"),
+        ({"test": "rows.jsonl"}, "test"),
+        ({"abstain_pattern": "("}, "abstain_pattern"),
+        (GENERATE | {"judge": "openai"}, "judge"),
+        ({"labels": "sample"}, "labels"),
+        ({"judge_key": 7}, "judge_key"),
+        ({"target": "wrong<=0.2", "wrong_costs": 1.0}, "target"),
+        ({"target": "wrong"}, "target"),
+        ({"target": ""}, "target"),
+        ({"wrong_costs": 0.0}, "wrong_costs"),
+        ({"answer_pattern": "It is"}, "answer_pattern"),
+        ({"answer_pattern": "("}, "answer_pattern"),
+        ({"forms": "mixture"}, "forms"),
+        (GENERATE | {"forms": "chat"}, "forms"),
+        (GENERATE | {"forms": "mixture,lone"}, "forms"),
+        (GENERATE | {"forms": "lone,none"}, "forms"),
+        (GENERATE | {"forms": " ,"}, "forms"),
+        ({"alpha": ""}, "alpha"),
+        ({"alpha": "0.1,0.1"}, "alpha"),
+        ({"alpha": "1.0"}, "alpha"),
+        ({"delta": 0.0}, "delta"),
+        ({"delta": 1.0}, "delta"),
     ],
-)  # fmt: skip
+)
 def test_senseless_options_are_refused_by_field(change: dict[str, Any], field: str) -> None:
     with pytest.raises(TrainingError, match=field) as caught:
         TrainOptions(**({"name": "x"} | change)).check()
@@ -286,19 +407,32 @@ def test_senseless_options_are_refused_by_field(change: dict[str, Any], field: s
 
 
 def test_numbers_of_numpy_and_lists_are_options(tmp_path: Path) -> None:
-    TrainOptions(name="x", folds=np.int64(3), c=np.float64(0.1), c_grid=np.array([0.1, 1.0]), seeds=[0, 1]).check()  # type: ignore[arg-type]
+    TrainOptions(
+        name="x", folds=np.int64(3), c=np.float64(0.1), c_grid=np.array([0.1, 1.0]), seeds=[0, 1]
+    ).check()  # type: ignore[arg-type]
 
 
 # Guards between what is fitted and what is tested, of which each removal would flatter the figures.
 
 
-def test_the_served_classifier_is_fitted_on_logits_that_its_probes_never_saw(tmp_path: Path) -> None:
-    """Probes that fit noise separate their own rows well; a classifier fitted there would be sure of everything."""
-    bundle, _ = run(tmp_path, PlantedEngine(strength=0.12), planted_rows(200), test=planted_rows(600, seed=3), c=30.0,
-                    allow_no_signal=True)  # fmt: skip
+def test_the_served_classifier_is_fitted_on_logits_that_its_probes_never_saw(
+    tmp_path: Path,
+) -> None:
+    """Probes that fit noise separate their own rows well; a classifier fitted there would be sure
+    of everything."""
+    bundle, _ = run(
+        tmp_path,
+        PlantedEngine(strength=0.12),
+        planted_rows(200),
+        test=planted_rows(600, seed=3),
+        c=30.0,
+        allow_no_signal=True,
+    )
     found = bundle.evaluation()["held_out"]
     share = found["hallucinated"] / found["rows"]
-    assert found["signals"]["bundle"]["brier"] < share * (1 - share) + 0.01  # no worse than the share alone
+    assert (
+        found["signals"]["bundle"]["brier"] < share * (1 - share) + 0.01
+    )  # no worse than the share alone
 
 
 def watched(monkeypatch: pytest.MonkeyPatch, where: Any, name: str) -> list[tuple[Any, ...]]:
@@ -317,8 +451,9 @@ def watched(monkeypatch: pytest.MonkeyPatch, where: Any, name: str) -> list[tupl
 def test_classifier_and_threshold_are_fitted_apart_from_what_measures_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A fold's classifier comes from its training side; the threshold from all out-of-fold risks of both seeds, not
-    from the nested ones, which are there to measure it, nor from those of the refitted probes."""
+    """A fold's classifier comes from its training side; the threshold from all out-of-fold risks of
+    both seeds, not from the nested ones, which are there to measure it, nor from those of the
+    refitted probes."""
     fit, chosen = nested_cv.fit_classifier, watched(monkeypatch, trainer_run, "choose_threshold")
     fitted, used = (
         watched(monkeypatch, nested_cv, "fit_classifier"),
@@ -327,12 +462,17 @@ def test_classifier_and_threshold_are_fitted_apart_from_what_measures_them(
     bundle, _ = run(tmp_path, target="wrong<=0.2")
     names = len(nested_cv.NAMES) - len(nested_cv.CONTEXT_NAMES)  # no row has a passage
     assert (len(fitted), len(used)) == (2 * 3 * (names - 1), 2 * 3 * names)  # seeds, folds, signals
-    of_classifiers = [call for number, call in enumerate(used, 1) if number % names]  # the last reads no signal
+    of_classifiers = [
+        call for number, call in enumerate(used, 1) if number % names
+    ]  # the last reads no signal
     for (signals, label, classifier), (test_label, *_) in zip(fitted, of_classifiers, strict=True):
         assert len(label) + len(test_label) == 240
         assert label.sum() + test_label.sum() == fitted[0][1].sum() + used[0][0].sum()
         again: FinalClassifier = fit(signals, label)
-        assert (classifier.weight.tolist(), classifier.intercept) == (again.weight.tolist(), again.intercept)
+        assert (classifier.weight.tolist(), classifier.intercept) == (
+            again.weight.tolist(),
+            again.intercept,
+        )
 
     [(_, label, risk, _)] = chosen
     assert risk.shape == (2, 240)
@@ -342,10 +482,14 @@ def test_classifier_and_threshold_are_fitted_apart_from_what_measures_them(
     np.testing.assert_array_equal(recorded.label, label)
 
 
-def test_references_are_fitted_on_the_training_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_references_are_fitted_on_the_training_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fitted = watched(monkeypatch, nested_cv, "fit_classifier")
     bundle, _ = run(tmp_path, test=planted_rows(90, seed=3), **ONE | {"folds": 3})
-    others = len(bundle.evaluation()["held_out"]["signals"]) - 2  # the bundle's own came before; one reads no signal
+    others = (
+        len(bundle.evaluation()["held_out"]["signals"]) - 2
+    )  # the bundle's own came before; one reads no signal
     assert [len(call[1]) for call in fitted] == [240] * others
 
 
@@ -355,7 +499,12 @@ def test_references_are_fitted_on_the_training_rows(tmp_path: Path, monkeypatch:
 def test_golden_rows_spread_over_the_risks() -> None:
     risk = np.random.default_rng(0).permutation(100) / 100
     chosen = risk[golden_rows(risk)]
-    assert (len(chosen), chosen[0], chosen[-1], np.diff(chosen).max() <= 0.15) == (8, 0.0, 0.99, True)
+    assert (len(chosen), chosen[0], chosen[-1], np.diff(chosen).max() <= 0.15) == (
+        8,
+        0.0,
+        0.99,
+        True,
+    )
     assert golden_rows(np.array([0.3, 0.1])).tolist() == [1, 0]
 
 
@@ -379,7 +528,9 @@ def test_a_models_folder_is_recorded_by_its_name_alone(tmp_path: Path) -> None:
         assert model_record(PlantedEngine(model=given).identity).name == recorded
 
 
-def test_an_interval_and_a_reference_are_published_and_served(trained: Bundle, tmp_path: Path) -> None:
+def test_an_interval_and_a_reference_are_published_and_served(
+    trained: Bundle, tmp_path: Path
+) -> None:
     record = trained.manifest.uncertainty
     assert record.interval is not None
     assert (record.outside_rows, record.outside_share) == (240, 0.01)
@@ -398,7 +549,10 @@ def test_an_interval_and_a_reference_are_published_and_served(trained: Bundle, t
         assert one is not None and one.interval is not None  # noqa: PT018
         assert one.interval[0] < risk < one.interval[1]
     engine.strength = 6.0  # the same prompts on an engine that reads other numbers
-    assert all(report.uncertain is not None and report.uncertain.outside for report in scorer.score(prompts[:50]))
+    assert all(
+        report.uncertain is not None and report.uncertain.outside
+        for report in scorer.score(prompts[:50])
+    )
     for name, changes in (("one-seed", {"seeds": (0,)}), ("not-evaluated", {"evaluate": False})):
         found = run(tmp_path / name, c=0.3, **changes)[0].manifest.uncertainty
         assert (found.interval, "no intervals" in found.statement) == (None, True)
@@ -427,7 +581,8 @@ def test_an_option_that_would_gain_is_named(tmp_path: Path) -> None:
 
 
 class ConstantEngine(PlantedEngine):
-    """Readouts of one layer (of one of its heads, or None: all) are 3 but for the prompts ``varied``."""
+    """Readouts of one layer (of one of its heads, or None: all) are 3 but for the prompts
+    ``varied``."""
 
     def __init__(self, varied: set[str], head: int | None) -> None:
         super().__init__()
@@ -442,7 +597,8 @@ class ConstantEngine(PlantedEngine):
 
 
 @pytest.mark.parametrize(
-    ("site", "head"), [(Site.ATTENTION_HEAD, 1), (Site.ATTENTION_HEAD, None), (Site.RESIDUAL_STREAM, None)]
+    ("site", "head"),
+    [(Site.ATTENTION_HEAD, 1), (Site.ATTENTION_HEAD, None), (Site.RESIDUAL_STREAM, None)],
 )
 def test_a_head_constant_in_one_fold(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, site: Site, head: int | None
@@ -453,15 +609,22 @@ def test_a_head_constant_in_one_fold(
     fold = outer_folds(label, dataset.groups, folds=FAST["folds"], seeds=(0,))[0]
     engine = ConstantEngine({rows[int(row)]["prompt"] for row in fold.test}, head)
     bundle, _ = run(tmp_path, engine, readout=site.value, seeds=(0,))
-    assert bundle.evaluation()["cross_validation"]["signals"]["depth_mean_unit_norm"]["auroc"]["mean"] > 0.75
+    assert (
+        bundle.evaluation()["cross_validation"]["signals"]["depth_mean_unit_norm"]["auroc"]["mean"]
+        > 0.75
+    )
     assert np.linalg.norm(bundle.probes.direction, axis=1) == pytest.approx(1.0, abs=1e-5)
     # The cross-fit's fold, and in the nested evaluation its outer fold and that one's inner folds.
-    kept = [fit for *_, named, fits in fitted if named.get("retry_larger_c") for fit in fits]  # not the choice of C
+    kept = [
+        fit for *_, named, fits in fitted if named.get("retry_larger_c") for fit in fits
+    ]  # not the choice of C
     zeros = sum(not fit.direction.any(axis=1).all() for fit in kept)
     assert zeros == (0 if head is not None else 2 + FAST["inner_folds"])
 
 
-def test_a_layer_that_is_constant_everywhere_is_an_error_and_is_not_published(tmp_path: Path) -> None:
+def test_a_layer_that_is_constant_everywhere_is_an_error_and_is_not_published(
+    tmp_path: Path,
+) -> None:
     for c in (None, 0.3):
         with pytest.raises(NoDirection, match="layer 2"):
             run(tmp_path, ConstantEngine(set(), None), c=c, evaluate=False)
@@ -472,11 +635,25 @@ def test_a_tiny_llama_from_rows_to_risks(tmp_path: Path) -> None:
     """Through transformers: what the trainer reads is what the service reads."""
     torch.set_num_threads(1)
     rows = planted_rows(80, seed=3)
-    bundle, _ = run(tmp_path, tiny.engine(), planted_rows(160), test=rows, seeds=(0,), c=None, c_grid=C_GRID,
-                    signals="depth_mean,first_token", batch_rows=16, sites=tuple(Site))  # fmt: skip
-    assert (bundle.manifest.readout.site, bundle.manifest.model.name) == ("attention_head", "tiny-llama")
+    bundle, _ = run(
+        tmp_path,
+        tiny.engine(),
+        planted_rows(160),
+        test=rows,
+        seeds=(0,),
+        c=None,
+        c_grid=C_GRID,
+        signals="depth_mean,first_token",
+        batch_rows=16,
+        sites=tuple(Site),
+    )
+    assert (bundle.manifest.readout.site, bundle.manifest.model.name) == (
+        "attention_head",
+        "tiny-llama",
+    )
     held = bundle.evaluation()["held_out"]["signals"]["bundle"]
-    # The word that decides the label stands in the prompt, and attention carries it to the last position.
+    # The word that decides the label stands in the prompt, and attention carries it to the last
+    # position.
     assert held["auroc"] > 0.75
     risk = np.array([report.risk for report in served(bundle, rows, Scheduled(tiny.engine()))])
     brier = float(np.mean((np.array([1 - row["label"] for row in rows]) - risk) ** 2))

@@ -21,13 +21,19 @@ def dataset(path: Path, rows: Rows) -> Dataset:
     return read_dataset(write_rows(path, rows), "given", folds=None)
 
 
-def drawn(folder: Path, rows: Rows, test: Rows | None = None, **options: Any) -> tuple[Dataset, Sample | None]:
+def drawn(
+    folder: Path, rows: Rows, test: Rows | None = None, **options: Any
+) -> tuple[Dataset, Sample | None]:
     data = dataset(folder / "rows.jsonl", rows)
     held = None if test is None else dataset(folder / "test.jsonl", test)
-    return draw_sample(TrainOptions(data=(str(data.path),), name="a", **options), data, held, Quiet())
+    return draw_sample(
+        TrainOptions(data=(str(data.path),), name="a", **options), data, held, Quiet()
+    )
 
 
-def test_questions_leave_training_with_their_groups_and_the_seed_alone_decides(tmp_path: Path) -> None:
+def test_questions_leave_training_with_their_groups_and_the_seed_alone_decides(
+    tmp_path: Path,
+) -> None:
     rows = planted_rows(1000)
     left, sample = drawn(tmp_path, rows)
     assert sample is not None
@@ -47,11 +53,17 @@ def test_questions_leave_training_with_their_groups_and_the_seed_alone_decides(t
 
 
 def test_kinds_take_turns_and_the_first_ones_are_a_sample_too(tmp_path: Path) -> None:
-    rows = [row | {"kind": "rare" if number < 40 else "frequent"} for number, row in enumerate(planted_rows(2400))]
+    rows = [
+        row | {"kind": "rare" if number < 40 else "frequent"}
+        for number, row in enumerate(planted_rows(2400))
+    ]
     _, sample = drawn(tmp_path, rows)
     assert sample is not None
     assert len(sample.questions) == SAMPLE_SIZE
-    assert Counter(question.kind for question in sample.questions[:10]) == {"rare": 5, "frequent": 5}
+    assert Counter(question.kind for question in sample.questions[:10]) == {
+        "rare": 5,
+        "frequent": 5,
+    }
 
 
 def test_of_held_out_rows_training_loses_none(tmp_path: Path) -> None:
@@ -64,8 +76,11 @@ def test_of_held_out_rows_training_loses_none(tmp_path: Path) -> None:
 
 def test_of_questions_in_several_forms_the_plain_ones_are_shown(tmp_path: Path) -> None:
     forms = ["wording_chatty", "wording_plain", "polite", "lone"]
-    test = [row | {"form": form, "group": f"{number}"} for number, row in enumerate(planted_rows(96))
-            for form in (forms[:2], forms[2:])[number % 2]]  # fmt: skip
+    test = [
+        row | {"form": form, "group": f"{number}"}
+        for number, row in enumerate(planted_rows(96))
+        for form in (forms[:2], forms[2:])[number % 2]
+    ]
     for number, row in enumerate(test):
         row |= {"id": f"{number}", "prompt": f"{row['prompt']} in {number}"}
     _, sample = drawn(tmp_path, planted_rows(240), test)
@@ -76,24 +91,37 @@ def test_of_questions_in_several_forms_the_plain_ones_are_shown(tmp_path: Path) 
 
 
 SYSTEM = [{"role": "system", "content": "x"}, {"role": "user", "content": "{}"}]
-OPENAI = {"labels": "generate", "judge": "openai", "judge_url": "http://127.0.0.1:1/v1", "judge_model": "judge"}
+OPENAI = {
+    "labels": "generate",
+    "judge": "openai",
+    "judge_url": "http://127.0.0.1:1/v1",
+    "judge_model": "judge",
+}
 
 
 @pytest.mark.parametrize(
     ("change", "options"),
     [
-        ({}, {"keep_sample": False}), ({}, OPENAI), ({}, {"labels": "generate", "answer_pattern": "A: (.*)"}),
-        ({"answers": None}, {}), ({"answers": ["?!"]}, {}),  # nothing is left of it to compare
+        ({}, {"keep_sample": False}),
+        ({}, OPENAI),
+        ({}, {"labels": "generate", "answer_pattern": "A: (.*)"}),
+        ({"answers": None}, {}),
+        ({"answers": ["?!"]}, {}),  # nothing is left of it to compare
         ({"answers": [parts(["Paris"], ["Rome"])]}, {}),  # more than one question
-        ({"prompt": None, "messages": SYSTEM}, {}), ({"prompt": "{}" + "x" * 500}, {}),
+        ({"prompt": None, "messages": SYSTEM}, {}),
+        ({"prompt": "{}" + "x" * 500}, {}),
     ],
-)  # fmt: skip
-def test_what_cannot_be_shown(tmp_path: Path, change: dict[str, Any], options: dict[str, Any]) -> None:
+)
+def test_what_cannot_be_shown(
+    tmp_path: Path, change: dict[str, Any], options: dict[str, Any]
+) -> None:
     rows = []
     for row in planted_rows(400):
         made = row | change
         if "messages" in made:
-            made["messages"] = [one | {"content": one["content"].format(row["prompt"])} for one in made["messages"]]
+            made["messages"] = [
+                one | {"content": one["content"].format(row["prompt"])} for one in made["messages"]
+            ]
         if made["prompt"]:
             made["prompt"] = made["prompt"].format(row["prompt"])
         rows.append({key: value for key, value in made.items() if value is not None})
@@ -105,7 +133,9 @@ def test_few_rows_and_few_groups_of_a_class_stay(tmp_path: Path) -> None:
     left, sample = drawn(tmp_path, planted_rows(140))
     assert (len(left), sample) == (140, None)
     rows = planted_rows(400, per_group=1)
-    rows = [row for row in rows if row["label"] == 0][:5] + [row for row in rows if row["label"] == 1]
+    rows = [row for row in rows if row["label"] == 0][:5] + [
+        row for row in rows if row["label"] == 1
+    ]
     for seed in range(20):  # some draws take one of the five
         left, _ = drawn(tmp_path, rows, seeds=(seed,))
         assert sum(row.label == 0 for row in left.rows) == 5

@@ -1,4 +1,5 @@
-"""vLLM's own OpenAI server with the plugin, as a user starts it, on the demo model; one observes, for all who ask."""
+"""vLLM's own OpenAI server with the plugin, as a user starts it, on the demo model; one observes,
+for all who ask."""
 
 from __future__ import annotations
 
@@ -26,8 +27,14 @@ STARTING_S = 240.0
 MODEL = "demo"
 SURE = "sure"  # the demo's bundle, with a guarantee
 KNOWN, UNKNOWN = "What is the capital of Italy?", "What is the capital of the Solomon Islands?"
-# An engine of ours that this process had before has set another level for the processes that it starts.
-QUIET = {"PYTHONPATH": PATHS, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "INFO"}
+# An engine of ours that this process had before has set another level for the processes that it
+# starts.
+QUIET = {
+    "PYTHONPATH": PATHS,
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "INFO",
+}
 
 
 @contextmanager
@@ -54,13 +61,31 @@ def ending(log: Path, *arguments: str, **environment: str) -> int:
 def _started(log: Path, *arguments: str, **environment: str) -> tuple[subprocess.Popen[bytes], str]:
     port = free_port()
     command = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(MODEL_DIR), "--dtype", "float32",
-        "--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL, "--enforce-eager", *arguments,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(MODEL_DIR),
+        "--dtype",
+        "float32",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--served-model-name",
+        MODEL,
+        "--enforce-eager",
+        *arguments,
+    ]
     variables = os.environ | QUIET | {"HALLUTRACER_BUNDLE": "demo demo-fused"} | environment
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, env=variables, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, cwd=log.parent
+            command,
+            env=variables,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            cwd=log.parent,
         )
     return process, f"http://127.0.0.1:{port}"
 
@@ -116,6 +141,9 @@ def url(server_log: Path, audit_log: Path, store: Path) -> Iterator[str]:
     """A server under a policy that observes."""
     variables = {"HALLUTRACER_BUNDLE": f"demo demo-fused {SURE}", "HALLUTRACER_STORE": str(store)}
     with serving(
-        server_log, "--trust-request-chat-template", HALLUTRACER_AUDIT_LOG=str(audit_log), **variables
+        server_log,
+        "--trust-request-chat-template",
+        HALLUTRACER_AUDIT_LOG=str(audit_log),
+        **variables,
     ) as address:
         yield address

@@ -1,4 +1,5 @@
-"""A logits processor for vLLM: a request's ``vllm_xargs.says`` has the tokens that its answer is made of."""
+"""A logits processor for vLLM: a request's ``vllm_xargs.says`` has the tokens that its answer is
+made of."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Which bundle reads which adapter, on scripted engines: none ever judges what another one was trained on."""
+"""Which bundle reads which adapter, on scripted engines: none ever judges what another one was
+trained on."""
 
 from __future__ import annotations
 
@@ -67,11 +68,21 @@ class Made:
         self.engine: Any = Scheduled(base)
         adapted = Scheduled(tuned)
         self.engine.adapted = lambda request, digest: adapted
-        self.engine.slots = SimpleNamespace()  # of ``VllmEngine``: it tells the plugin when the weights have changed
-        self.bundles = {"b": matching_bundle(base, folder, "base"), "a": matching_bundle(tuned, folder, "adapted", 1)}
-        self.adapters, self.base = Adapters(self.bundles, str), Scorer(self.engine, self.bundles["b"])
+        self.engine.slots = (
+            SimpleNamespace()
+        )  # of ``VllmEngine``: it tells the plugin when the weights have changed
+        self.bundles = {
+            "b": matching_bundle(base, folder, "base"),
+            "a": matching_bundle(tuned, folder, "adapted", 1),
+        }
+        self.adapters, self.base = (
+            Adapters(self.bundles, str),
+            Scorer(self.engine, self.bundles["b"]),
+        )
 
-    def request(self, number: int = 1, name: str = "terse", folder: Path | None = None, **more: Any) -> Any:
+    def request(
+        self, number: int = 1, name: str = "terse", folder: Path | None = None, **more: Any
+    ) -> Any:
         return LoRARequest(name, number, str(folder or self.terse), **more)
 
     def close(self) -> None:
@@ -110,7 +121,9 @@ def test_weights_that_change_under_a_name_are_not_read(made: Made) -> None:
     made.adapters.load(made.engine, made.request())
     with pytest.raises(EngineError, match="was replaced in place"):
         made.adapters.scorer(made.request(load_inplace=True))
-    with pytest.raises(EngineError, match="was replaced in place"):  # requests that came before it, too
+    with pytest.raises(
+        EngineError, match="was replaced in place"
+    ):  # requests that came before it, too
         made.adapters.scorer(made.request())
     assert made.adapters.scorer(made.request(2))
     write(made.terse, b"three")
@@ -120,35 +133,57 @@ def test_weights_that_change_under_a_name_are_not_read(made: Made) -> None:
 
 def test_the_engines_gate_takes_the_numbers_of_the_adapters_own_probes(made: Made) -> None:
     [own] = made.adapters.load(made.engine, made.request()).values()
-    read = [made.engine.score([PROMPT], scorer.probes)[0].trajectories for scorer in (made.base, own)]
-    lease: Any = SimpleNamespace(result=lambda wire, tokens: PrefillResult((*read[0], *read[1]), None, tokens))
+    read = [
+        made.engine.score([PROMPT], scorer.probes)[0].trajectories for scorer in (made.base, own)
+    ]
+    lease: Any = SimpleNamespace(
+        result=lambda wire, tokens: PrefillResult((*read[0], *read[1]), None, tokens)
+    )
     reader = ConversationReader(made.base.engine.render_chat, str)
     places = {made.base: 0, own: len(made.base.probes)}
     gate = Gate(made.base, GATE.at(0.0), lease, places, made.adapters, reader, frozenset())
 
     def reason(adapter: Any) -> str:
         parameters = SimpleNamespace(prompt_logprob_token_ids=None)
-        request = SimpleNamespace(request_id="1", prompt_token_ids=PROMPT, prompt_embeds=None, resumable=False,
-                                  sampling_params=parameters, lora_request=adapter)  # fmt: skip
+        request = SimpleNamespace(
+            request_id="1",
+            prompt_token_ids=PROMPT,
+            prompt_embeds=None,
+            resumable=False,
+            sampling_params=parameters,
+            lora_request=adapter,
+        )
         return str(gate.reason(request, SimpleNamespace(numpy=lambda: None)))
 
-    risks = [scorer.judge(PrefillResult(tuple(one), None, 3), GATE).risk
-             for scorer, one in zip((made.base, own), read, strict=True)]  # fmt: skip
+    risks = [
+        scorer.judge(PrefillResult(tuple(one), None, 3), GATE).risk
+        for scorer, one in zip((made.base, own), read, strict=True)
+    ]
     assert abs(risks[0] - risks[1]) > 0.002
     assert reason(None) == f"hallutracer: withheld, risk {risks[0]:.3f}"
     assert reason(made.request()) == f"hallutracer: withheld, risk {risks[1]:.3f}"
-    assert "no bundle here reads the adapter 'other'" in reason(made.request(2, "other", made.other))
+    assert "no bundle here reads the adapter 'other'" in reason(
+        made.request(2, "other", made.other)
+    )
 
 
 def test_the_catalogue_serves_each_model_its_own_bundles(made: Made) -> None:
     [own] = made.adapters.load(made.engine, made.request()).values()
-    catalogue = Catalogue(settings=ServiceSettings(model_names=("alias",)), metrics=Metrics(),
-                          policies=Policies(built_in()))  # fmt: skip
+    catalogue = Catalogue(
+        settings=ServiceSettings(model_names=("alias",)),
+        metrics=Metrics(),
+        policies=Policies(built_in()),
+    )
     catalogue.serve(catalogue.checked({"b": made.base, "a": own}, {}))
     for model, bundle, wanted in (
-        (None, None, made.base), ("base", None, made.base), ("alias", None, made.base),
-        ("terse", None, own), ("terse", "adapted", own), (None, "adapted", own), ("base", "base", made.base),
-    ):  # fmt: skip
+        (None, None, made.base),
+        ("base", None, made.base),
+        ("alias", None, made.base),
+        ("terse", None, own),
+        ("terse", "adapted", own),
+        (None, "adapted", own),
+        ("base", "base", made.base),
+    ):
         assert catalogue.scorer(bundle, model) is wanted
     for model, bundle in (("base", "adapted"), ("terse", "base"), ("alias", "adapted")):
         with pytest.raises(NotFound, match="does not read the model"):
@@ -156,7 +191,9 @@ def test_the_catalogue_serves_each_model_its_own_bundles(made: Made) -> None:
     for unknown in ("other", "*"):
         with pytest.raises(NotFound, match="'base', 'alias'"):
             catalogue.scorer(None, unknown)
-    catalogue.settings = ServiceSettings(model_names=("*",))  # any name is the base model's, but an adapter's
+    catalogue.settings = ServiceSettings(
+        model_names=("*",)
+    )  # any name is the base model's, but an adapter's
     assert [catalogue.scorer(None, model) for model in ("other", "terse")] == [made.base, own]
 
 
@@ -166,7 +203,9 @@ class Client:
     def __init__(self) -> None:
         self.loaded: list[str] = []
 
-    async def generate(self, prompt: Any, parameters: Any, name: str, *, lora_request: Any = None) -> Any:
+    async def generate(
+        self, prompt: Any, parameters: Any, name: str, *, lora_request: Any = None
+    ) -> Any:
         yield "an answer that nobody has judged"
 
     async def add_lora(self, request: Any) -> bool:
@@ -178,7 +217,10 @@ def test_the_plugin_reads_the_adapters_that_vllm_starts_with_and_loads(
     made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which scorer a request gets, and that it gets none where there is none."""
-    policies, settings = Policies(built_in()), ServiceSettings(policy="gate", callers_may=("policy", "bundle"))
+    policies, settings = (
+        Policies(built_in()),
+        ServiceSettings(policy="gate", callers_may=("policy", "bundle")),
+    )
     store: Any = SimpleNamespace(aliases=lambda name: {})
     options = PluginOptions(store, made.bundles, policies, settings)
     monkeypatch.setattr(plugin, "read_options", lambda: options)
@@ -190,7 +232,9 @@ def test_the_plugin_reads_the_adapters_that_vllm_starts_with_and_loads(
 
     monkeypatch.setattr(generation, "TurnDriver", named)
     client = Client()
-    served: Any = object.__new__(OpenAIServingModels)  # vLLM's own, whose route asks it for adapters
+    served: Any = object.__new__(
+        OpenAIServingModels
+    )  # vLLM's own, whose route asks it for adapters
     served.engine_client, served.lora_requests, served.registry = (
         client,
         {},
@@ -205,7 +249,9 @@ def test_the_plugin_reads_the_adapters_that_vllm_starts_with_and_loads(
         note = Note()
         token = CURRENT.set(note)
         try:
-            return client.generate({}, SamplingParams(extra_args=xargs), "1", lora_request=adapter), note.unread
+            return client.generate(
+                {}, SamplingParams(extra_args=xargs), "1", lora_request=adapter
+            ), note.unread
         finally:
             CURRENT.reset(token)
 
@@ -240,9 +286,13 @@ def test_the_plugin_reads_the_adapters_that_vllm_starts_with_and_loads(
         with pytest.raises(EngineError, match="a bundle reads the adapter 'later'"):
             await client.add_lora(made.request(3, "later", made.other, load_inplace=True))
         assert ask(later) == ("adapted", None)
-        assert "Success" in await served.load_lora_adapter(asked("new", made.other, load_inplace=True))
+        assert "Success" in await served.load_lora_adapter(
+            asked("new", made.other, load_inplace=True)
+        )
         client.loaded.remove("new")
-        await client.add_lora(made.request(2, "other", made.terse, load_inplace=True))  # which none has read
+        await client.add_lora(
+            made.request(2, "other", made.terse, load_inplace=True)
+        )  # which none has read
         assert client.loaded == ["later", "other", "other"]
         for replaced in (other, made.request(2, "other", made.terse, load_inplace=True)):
             with pytest.raises(VLLMValidationError, match="was replaced in place"):
@@ -255,15 +305,21 @@ def test_the_plugin_reads_the_adapters_that_vllm_starts_with_and_loads(
 def test_an_adapter_that_vllm_loads_while_it_runs_is_read_from_then_on(
     made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = PluginOptions(cast(Any, SimpleNamespace(aliases=lambda name: {})), made.bundles, Policies(built_in()),
-                            ServiceSettings(policy="gate"))  # fmt: skip
+    options = PluginOptions(
+        cast(Any, SimpleNamespace(aliases=lambda name: {})),
+        made.bundles,
+        Policies(built_in()),
+        ServiceSettings(policy="gate"),
+    )
     monkeypatch.setattr(plugin, "read_options", lambda: options)
     monkeypatch.setattr(plugin.VllmEngine, "around", lambda *_: made.engine)
 
     async def scenario() -> None:
         guard, client = HalluTracerPlugin(), Client()
         guard.attach_router(FastAPI())
-        state = SimpleNamespace(openai_serving_models=SimpleNamespace(lora_requests={}, load_lora_adapter=None))
+        state = SimpleNamespace(
+            openai_serving_models=SimpleNamespace(lora_requests={}, load_lora_adapter=None)
+        )
         await guard.init_state(client, state, Namespace())
         assert await client.add_lora(made.request())  # waits until the model itself is read
         names = [one.bundle.manifest.name for one in guard.service.catalogue.scorers]

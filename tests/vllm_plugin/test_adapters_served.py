@@ -1,4 +1,5 @@
-"""Requests that run with a LoRA adapter: only the bundle that names it judges them, and without one nothing passes."""
+"""Requests that run with a LoRA adapter: only the bundle that names it judges them, and without one
+nothing passes."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ ASKED = [row["prompt"] for row in questions("test")[:COUNT]]
 
 
 class Made(NamedTuple):
-    """What both programs are given, and what they must say of ``ASKED``: whether it is withheld, and the risk."""
+    """What both programs are given, and what they must say of ``ASKED``: whether it is withheld,
+    and the risk."""
 
     terse: Path  # read by the bundle "adapted"
     other: Path  # read by none
@@ -49,7 +51,10 @@ def judged(engine: Any, bundle: Bundle) -> list[tuple[bool, float]]:
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     folder = tmp_path_factory.mktemp("lora")
-    terse, other = (lora.save_adapter(MODEL_DIR, folder / name, seed) for seed, name in enumerate(("terse", "other")))
+    terse, other = (
+        lora.save_adapter(MODEL_DIR, folder / name, seed)
+        for seed, name in enumerate(("terse", "other"))
+    )
     engine = lora.reference(MODEL_DIR, terse, folder / "merged")
     bundle = lora.save_bundle(engine, folder / "store")
     adapted = judged(engine, bundle)
@@ -73,34 +78,56 @@ from vllm.lora.request import LoRARequest
 
 if __name__ == "__main__":
     asked, terse, other = json.load(open("questions.json")), sys.argv[1], sys.argv[2]
-    llm = LLM(model={str(MODEL_DIR)!r}, dtype="float32", enforce_eager=True, max_model_len=128, enable_lora=True,
-              gpu_memory_utilization=0.2, max_loras=2, max_cpu_loras=4)
-    chats, how = [[{{"role": "user", "content": one}}] for one in asked], SamplingParams(max_tokens=6, temperature=0)
+    llm = LLM(model={str(MODEL_DIR)!r}, dtype="float32", enforce_eager=True, max_model_len=128,
+              enable_lora=True, gpu_memory_utilization=0.2, max_loras=2, max_cpu_loras=4)
+    chats = [[{{"role": "user", "content": question}}] for question in asked]
+    how = SamplingParams(max_tokens=6, temperature=0)
     llm.llm_engine.add_lora(LoRARequest("terse", 1, terse))
     for adapters in (
         [None],  # by itself: beside adapters vLLM's CPU build computes with the last of them
-        [LoRARequest("terse", 1, terse), LoRARequest("another name", 2, terse), LoRARequest("other", 3, other)],
-        [LoRARequest("fresh", 4, terse, load_inplace=True)],  # whose files are read anew at any time
+        [LoRARequest("terse", 1, terse), LoRARequest("another name", 2, terse),
+         LoRARequest("other", 3, other)],
+        [LoRARequest("fresh", 4, terse, load_inplace=True)],  # its files are read at any time
         [LoRARequest("another name", 2, terse), LoRARequest("fresh", 4, terse)],
     ):
         every = [one for one in adapters for _ in asked]
         found = llm.chat(chats * len(adapters), how, use_tqdm=False, lora_request=every)
         for place, adapter in enumerate(adapters):
-            own = [one.outputs[0] for one in found[place * len(asked):(place + 1) * len(asked)]]
-            print("ANSWER", json.dumps([adapter and adapter.lora_name, [[one.text, one.stop_reason] for one in own]]))
+            answers = found[place * len(asked):(place + 1) * len(asked)]
+            texts = [[one.outputs[0].text, one.outputs[0].stop_reason] for one in answers]
+            print("ANSWER", json.dumps([adapter and adapter.lora_name, texts]))
 """
 
 
-def test_the_gate_in_the_engine_judges_each_adapter_by_its_own_bundle(made: Made, tmp_path: Path) -> None:
+def test_the_gate_in_the_engine_judges_each_adapter_by_its_own_bundle(
+    made: Made, tmp_path: Path
+) -> None:
     (tmp_path / "program.py").write_text(OFFLINE)
     (tmp_path / "questions.json").write_text(json.dumps(ASKED))
-    variables = os.environ | QUIET | {
-        "HALLUTRACER_BUNDLE": "demo adapted", "HALLUTRACER_STORE": str(made.store), "HALLUTRACER_POLICY": "gate",
-        "HALLUTRACER_ADAPTERS": str(made.terse), "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    }  # fmt: skip
-    ran = subprocess.run([sys.executable, "program.py", str(made.terse), str(made.other)], cwd=tmp_path, env=variables,
-                         capture_output=True, text=True, timeout=450)  # fmt: skip
-    lines = [json.loads(line.removeprefix("ANSWER ")) for line in ran.stdout.splitlines() if line.startswith("ANSWER")]
+    variables = (
+        os.environ
+        | QUIET
+        | {
+            "HALLUTRACER_BUNDLE": "demo adapted",
+            "HALLUTRACER_STORE": str(made.store),
+            "HALLUTRACER_POLICY": "gate",
+            "HALLUTRACER_ADAPTERS": str(made.terse),
+            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        }
+    )
+    ran = subprocess.run(
+        [sys.executable, "program.py", str(made.terse), str(made.other)],
+        cwd=tmp_path,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=450,
+    )
+    lines = [
+        json.loads(line.removeprefix("ANSWER "))
+        for line in ran.stdout.splitlines()
+        if line.startswith("ANSWER")
+    ]
     told = ran.stdout[-2000:] + ran.stderr[-4000:]
     names = ["terse", "another name", "other", "fresh", "another name", "fresh"]
     assert [name for name, _ in lines] == [None, *names], told
@@ -109,17 +136,36 @@ def test_the_gate_in_the_engine_judges_each_adapter_by_its_own_bundle(made: Made
             assert (reason is not None) == withheld, (place, reason, withheld, risk)
             assert text == "" if withheld else text
             assert not withheld or float(reason.rpartition(" ")[2]) == pytest.approx(risk, abs=2e-3)
-    for place, said in ((3, "no bundle here reads the adapter 'other'"), (4, "was replaced in place"),
-                        (6, "was replaced in place")):  # fmt: skip
-        assert all(text == "" and said in reason for text, reason in lines[place][1]), lines[place][1][:3]
+    for place, said in (
+        (3, "no bundle here reads the adapter 'other'"),
+        (4, "was replaced in place"),
+        (6, "was replaced in place"),
+    ):
+        assert all(text == "" and said in reason for text, reason in lines[place][1]), lines[place][
+            1
+        ][:3]
 
 
 def test_vllms_server_judges_each_adapter_by_its_own_bundle(made: Made, tmp_path: Path) -> None:
-    arguments = ("--enable-lora", "--max-loras", "2", "--lora-modules", f"terse={made.terse}", f"other={made.other}")
-    variables = {"HALLUTRACER_BUNDLE": "demo adapted", "HALLUTRACER_STORE": str(made.store),
-                 "HALLUTRACER_POLICY": "gate", "HALLUTRACER_CALLERS_MAY": "bundle",
-                 "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}  # fmt: skip
-    with serving(tmp_path / "log", *arguments, **variables) as url, httpx.Client(base_url=url, timeout=60) as client:
+    arguments = (
+        "--enable-lora",
+        "--max-loras",
+        "2",
+        "--lora-modules",
+        f"terse={made.terse}",
+        f"other={made.other}",
+    )
+    variables = {
+        "HALLUTRACER_BUNDLE": "demo adapted",
+        "HALLUTRACER_STORE": str(made.store),
+        "HALLUTRACER_POLICY": "gate",
+        "HALLUTRACER_CALLERS_MAY": "bundle",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+    }
+    with (
+        serving(tmp_path / "log", *arguments, **variables) as url,
+        httpx.Client(base_url=url, timeout=60) as client,
+    ):
 
         def ask(model: str, text: str, **more: Any) -> httpx.Response:
             body = {

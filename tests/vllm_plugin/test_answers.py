@@ -1,4 +1,5 @@
-"""vLLM's own server reads answers as they are written: ``recheck`` holds them, ``stop_at`` ends them."""
+"""vLLM's own server reads answers as they are written: ``recheck`` holds them, ``stop_at`` ends
+them."""
 
 from __future__ import annotations
 
@@ -65,49 +66,79 @@ def embedded(folder: Path) -> list[RiskReport]:
 @pytest.fixture(scope="module")
 def url(folder: Path, embedded: list[RiskReport]) -> Iterator[str]:
     (folder / "policies.toml").write_text(POLICIES)
-    given = {"BUNDLE": "mine", "STORE": str(folder / "store"), "POLICIES": str(folder / "policies.toml")}
+    given = {
+        "BUNDLE": "mine",
+        "STORE": str(folder / "store"),
+        "POLICIES": str(folder / "policies.toml"),
+    }
     given |= {"CALLERS_MAY": "policy threshold"}
-    with serving(folder / "log", **{f"HALLUTRACER_{name}": value for name, value in given.items()}) as address:
+    with serving(
+        folder / "log", **{f"HALLUTRACER_{name}": value for name, value in given.items()}
+    ) as address:
         yield address
 
 
 def ask(url: str, prompt: str, policy: str, *, text: bool = False, **more: Any) -> httpx.Response:
-    chosen = {"hallutracer_policy": policy} | ({} if policy == "observe" else {"hallutracer_threshold": 1.0})
+    chosen = {"hallutracer_policy": policy} | (
+        {} if policy == "observe" else {"hallutracer_threshold": 1.0}
+    )
     body = {"model": MODEL, "max_tokens": 16, "temperature": 0.0, "vllm_xargs": chosen, **more}
     body |= {"prompt": prompt} if text else {"messages": [{"role": "user", "content": prompt}]}
     return httpx.post(url + (TEXTS if text else CHATS), json=body, timeout=60)
 
 
 def one(url: str, prompt: str, policy: str, **more: Any) -> dict[str, Any]:
-    """A whole answer: its text, why it ended, what is said of it, and how many tokens are counted."""
+    """A whole answer: its text, why it ended, what is said of it, and how many tokens are
+    counted."""
     response = ask(url, prompt, policy, **more)
     assert response.status_code == 200, response.text
     found = response.json()
     [choice], [risk] = found["choices"], found["hallutracer"]["data"]
     said = choice["text"] if "text" in choice else choice["message"]["content"]
-    return {"text": said, "why": choice["finish_reason"], **risk, "counted": found["usage"]["completion_tokens"]}
+    return {
+        "text": said,
+        "why": choice["finish_reason"],
+        **risk,
+        "counted": found["usage"]["completion_tokens"],
+    }
 
 
 def streamed(url: str, prompt: str, policy: str, **more: Any) -> dict[str, Any]:
     response = ask(url, prompt, policy, stream=True, stream_options={"include_usage": True}, **more)
-    parts = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+    parts = [
+        json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")
+    ]
     choices = [choice for part in parts for choice in part["choices"]]
-    said = [choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices]
+    said = [
+        choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices
+    ]
     risks = [part["hallutracer"] for part in parts if "hallutracer" in part]
     [first, *others] = [risk.get("data", [{}])[0] for risk in risks]
     assert not any(others), "a prompt's risk is told once"
     told = {name: risks[-1][name] for name in risks[-1] if name.startswith("answer_")}
     why = [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
     assert len(why) == 1
-    return {"text": "".join(said), "why": why[0], **first, **told, "counted": parts[-1]["usage"]["completion_tokens"]}
+    return {
+        "text": "".join(said),
+        "why": why[0],
+        **first,
+        **told,
+        "counted": parts[-1]["usage"]["completion_tokens"],
+    }
 
 
 @pytest.mark.parametrize("get", [one, streamed])
-def test_an_answer_is_read_as_the_embedded_engine_reads_it(url: str, embedded: list[RiskReport], get: Any) -> None:
+def test_an_answer_is_read_as_the_embedded_engine_reads_it(
+    url: str, embedded: list[RiskReport], get: Any
+) -> None:
     found = [get(url, prompt, "observe") for prompt in PROMPTS]
-    assert [row["text"] for row in found] == [report.completion and report.completion.text for report in embedded]
+    assert [row["text"] for row in found] == [
+        report.completion and report.completion.text for report in embedded
+    ]
     answers = [report.answer for report in embedded if report.answer is not None]
-    assert [row["answer_risk"] for row in found] == pytest.approx([answer.risk for answer in answers], abs=1e-4)
+    assert [row["answer_risk"] for row in found] == pytest.approx(
+        [answer.risk for answer in answers], abs=1e-4
+    )
     assert [row["answer_tokens"] for row in found] == [answer.tokens for answer in answers]
     assert [row["answer_flagged"] for row in found] == [answer.flagged for answer in answers]
 
@@ -120,7 +151,11 @@ def test_an_answer_that_its_own_tokens_flag_is_not_given(url: str, get: Any, tex
         given, held = get(url, prompt, "observe", text=text), get(url, prompt, "again", text=text)
         assert held["answer_risk"] == pytest.approx(given["answer_risk"], abs=1e-5)
         if given["answer_flagged"]:
-            assert (held["text"] or "", held["why"], held["decision"]) == ("", "content_filter", "abstain")
+            assert (held["text"] or "", held["why"], held["decision"]) == (
+                "",
+                "content_filter",
+                "abstain",
+            )
             assert held["counted"] == 0
         else:
             assert {**held, "risk": 0} == {**given, "threshold": 1.0, "flagged": False, "risk": 0}
@@ -140,11 +175,16 @@ def test_an_answer_ends_where_its_running_risk_is_too_high(url: str, get: Any, t
             assert given["text"].startswith(cut["text"])
             assert len(cut["text"]) < len(given["text"]) or cut["counted"] < given["counted"]
             assert cut["counted"] <= cut["answer_tokens"], "nothing behind what was read"
-            # Where vLLM merges outputs that wait, several tokens are read at once, and fewer than these were shown.
+            # Where vLLM merges outputs that wait, several tokens are read at once, and fewer than
+            # these were shown.
             assert cut["answer_tokens"] >= LEAST_READ
             ended += 1
         else:
-            assert (cut["text"], cut["why"], cut["counted"]) == (given["text"], given["why"], given["counted"])
+            assert (cut["text"], cut["why"], cut["counted"]) == (
+                given["text"],
+                given["why"],
+                given["counted"],
+            )
             assert cut["answer_tokens"] < LEAST_READ or cut["answer_risk"] < STOP
     assert ended
 
@@ -158,7 +198,10 @@ def test_the_newer_protocols_withhold_the_same_answers(url: str, stream: bool) -
         text, withheld = chat["text"] or "", chat["decision"] == "abstain"
         said, refusal, why, tokens, note = in_openais_client(url, MODEL, prompt, stream, **chosen)
         assert (said, refusal, tokens) == (text, MESSAGE if withheld else None, chat["counted"])
-        assert (why, note["data"][0]["decision"]) == ("content_filter" if withheld else None, chat["decision"])
+        assert (why, note["data"][0]["decision"]) == (
+            "content_filter" if withheld else None,
+            chat["decision"],
+        )
         said, reason, tokens, note = in_anthropics_client(url, MODEL, prompt, stream, **chosen)
         assert (said, reason) == (text or MESSAGE, "refusal" if withheld else "end_turn")
         assert (tokens, note["data"][0]["decision"]) == (chat["counted"], chat["decision"])
@@ -167,7 +210,9 @@ def test_the_newer_protocols_withhold_the_same_answers(url: str, stream: bool) -
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_newer_protocols_keep_the_text_of_an_answer_that_was_ended(url: str, stream: bool) -> None:
+def test_the_newer_protocols_keep_the_text_of_an_answer_that_was_ended(
+    url: str, stream: bool
+) -> None:
     """Where it ends depends on how many tokens came at once, as in a chat."""
     chosen = {"hallutracer_policy": "cut", "hallutracer_threshold": 1.0}
     for prompt in PROMPTS:
@@ -176,7 +221,11 @@ def test_the_newer_protocols_keep_the_text_of_an_answer_that_was_ended(url: str,
         assert (whole.startswith(said), refusal, tokens >= LEAST_READ) == (True, None, True)
         assert why == "content_filter" or said == whole
         said, reason, tokens, _ = in_anthropics_client(url, MODEL, prompt, stream, **chosen)
-        assert (whole.startswith(said), reason, tokens >= LEAST_READ) == (True, "refusal", True) or said == whole
+        assert (whole.startswith(said), reason, tokens >= LEAST_READ) == (
+            True,
+            "refusal",
+            True,
+        ) or said == whole
 
 
 @pytest.mark.parametrize("policy", ["again", "cut"])
@@ -189,7 +238,13 @@ def test_several_answers_to_a_prompt_are_refused(url: str, policy: str) -> None:
 
 def test_each_of_several_prompts_has_its_own_answer(url: str) -> None:
     chosen = {"hallutracer_policy": "again", "hallutracer_threshold": 1.0}
-    body = {"model": MODEL, "max_tokens": 16, "temperature": 0.0, "vllm_xargs": chosen, "prompt": PROMPTS}
+    body = {
+        "model": MODEL,
+        "max_tokens": 16,
+        "temperature": 0.0,
+        "vllm_xargs": chosen,
+        "prompt": PROMPTS,
+    }
     found = httpx.post(url + TEXTS, json=body, timeout=60).json()
     alone = [one(url, prompt, "again", text=True) for prompt in PROMPTS]
     said = [(row["text"], row["finish_reason"]) for row in found["choices"]]
@@ -202,7 +257,9 @@ def test_each_of_several_prompts_has_its_own_answer(url: str) -> None:
 def test_it_is_counted(url: str) -> None:
     def count(name: str) -> float:
         lines = httpx.get(f"{url}/metrics").text.splitlines()
-        return sum(float(line.split()[-1]) for line in lines if line.startswith(f"hallutracer_{name}"))
+        return sum(
+            float(line.split()[-1]) for line in lines if line.startswith(f"hallutracer_{name}")
+        )
 
     names = "answers_stopped_total", "answers_flagged_total", "answer_risk_count"
     before = [count(name) for name in names]

@@ -1,4 +1,5 @@
-"""What the plugin refuses before vLLM starts, what it has vLLM load, how it reads a request's body; without vLLM."""
+"""What the plugin refuses before vLLM starts, what it has vLLM load, how it reads a request's body;
+without vLLM."""
 
 from __future__ import annotations
 
@@ -37,7 +38,10 @@ from service.vllm_plugin.options import missing_bundle, read_options, unread
 
 
 def environment(**variables: str) -> dict[str, str]:
-    return {"HALLUTRACER_BUNDLE": "demo", **{f"HALLUTRACER_{name}": value for name, value in variables.items()}}
+    return {
+        "HALLUTRACER_BUNDLE": "demo",
+        **{f"HALLUTRACER_{name}": value for name, value in variables.items()},
+    }
 
 
 FALLBACK = '[a]\naction = "fallback"\nupstream = "http://b/v1"\nupstream_model = "m"'
@@ -52,7 +56,11 @@ FALLBACK = '[a]\naction = "fallback"\nupstream = "http://b/v1"\nupstream_model =
         ({}, '[[rule]]\npolicy = "gate"', "[[rule]] in the policies file needs"),
         ({"AUDIT_REQUIRED": "true"}, "", "HALLUTRACER_AUDIT_REQUIRED needs HALLUTRACER_AUDIT_LOG"),
         ({"AUDIT_LOG": "no/folder/audit.jsonl"}, "", "cannot write the audit log"),
-        ({"STORE": "no/such/folder"}, "", "HALLUTRACER_STORE: there is no folder no/such/folder; correct it"),
+        (
+            {"STORE": "no/such/folder"},
+            "",
+            "HALLUTRACER_STORE: there is no folder no/such/folder; correct it",
+        ),
         ({}, '[a]\naction = "block"', None),
     ],
 )
@@ -72,7 +80,9 @@ def test_what_only_our_own_service_has_or_cannot_be_kept(
 def test_the_gate_in_an_engine_s_core_reads_no_answers(tmp_path: Path, field: str) -> None:
     (path := tmp_path / "policies.toml").write_text(f'[a]\naction = "block"\n{field}')
     options = read_options(environment(POLICIES=str(path), POLICY="a"))  # which `vllm serve` takes
-    with pytest.raises(HalluTracerError, match=f"policy 'a': {field.split()[0]} needs `vllm serve`"):
+    with pytest.raises(
+        HalluTracerError, match=f"policy 'a': {field.split()[0]} needs `vllm serve`"
+    ):
         open_gate(None, options)
 
 
@@ -82,8 +92,17 @@ POLICIES = '[mine]\naction = "block"\n\n[watch]\naction = "observe"\n'
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
-        ({"POLICY": "gate"}, "HALLUTRACER_POLICY=gate is set and HALLUTRACER_BUNDLE is not: nothing would be withheld"),
-        ({"POLICY": "block", "BUNDLE": ""}, "HALLUTRACER_POLICY=block is set and HALLUTRACER_BUNDLE is empty"),
+        (
+            {"POLICY": "gate"},
+            (
+                "HALLUTRACER_POLICY=gate is set and HALLUTRACER_BUNDLE is not: nothing would be"
+                " withheld"
+            ),
+        ),
+        (
+            {"POLICY": "block", "BUNDLE": ""},
+            "HALLUTRACER_POLICY=block is set and HALLUTRACER_BUNDLE is empty",
+        ),
         (
             {"POLICY": "gate", "BUNDEL": "demo", "AUDIT_LOG": "a.jsonl", "MAX_QUEUE": "x"},
             "did you mean HALLUTRACER_BUNDLE?",
@@ -105,9 +124,13 @@ POLICIES = '[mine]\naction = "block"\n\n[watch]\naction = "observe"\n'
         ({}, None),
     ],
 )
-def test_a_gate_that_is_asked_for_needs_a_bundle(tmp_path: Path, variables: dict[str, str], said: str | None) -> None:
+def test_a_gate_that_is_asked_for_needs_a_bundle(
+    tmp_path: Path, variables: dict[str, str], said: str | None
+) -> None:
     (path := tmp_path / "policies.toml").write_text(POLICIES)
-    given = {f"HALLUTRACER_{name}": value.replace("FILE", str(path)) for name, value in variables.items()}
+    given = {
+        f"HALLUTRACER_{name}": value.replace("FILE", str(path)) for name, value in variables.items()
+    }
     reason = missing_bundle(given)
     assert (reason is None) == (said is None), reason
     if said is not None:
@@ -119,7 +142,10 @@ def test_a_gate_that_is_asked_for_needs_a_bundle(tmp_path: Path, variables: dict
     ("variables", "said"),
     [
         ({"POLICY": "observe"}, "HALLUTRACER_POLICY=observe is set and HALLUTRACER_BUNDLE is not"),
-        ({"BUNDEL": "demo"}, "HALLUTRACER_BUNDEL is not read here; did you mean HALLUTRACER_BUNDLE?"),
+        (
+            {"BUNDEL": "demo"},
+            "HALLUTRACER_BUNDEL is not read here; did you mean HALLUTRACER_BUNDLE?",
+        ),
         ({"STORE": "/probes"}, None),
         ({"BUNDLE": "demo", "POLICY": "observe", "BUNDEL": "demo"}, None),
         ({}, None),
@@ -147,7 +173,9 @@ def test_a_server_that_may_have_meant_to_observe_says_that_it_tells_no_risk(
         ({"VLLM_USE_RUST_FRONTEND": "0"}, "", None),
     ],
 )
-def test_an_unguarded_front_end_is_named_with_its_cure(variables: dict[str, str], argv: str, cure: str | None) -> None:
+def test_an_unguarded_front_end_is_named_with_its_cure(
+    variables: dict[str, str], argv: str, cure: str | None
+) -> None:
     said = unguarded(argv.split(), environment() | variables)
     assert said is None if cure is None else cure in str(said)
 
@@ -157,7 +185,9 @@ def test_naming_the_guard_leaves_no_other_plugin_out() -> None:
     name_plugins(variables)
     named = set(variables["VLLM_PLUGINS"].split(","))
     assert "hallutracer" in named
-    assert {plugin.name for group in GROUPS for plugin in entry_points(group=f"vllm.{group}_plugins")} <= named
+    assert {
+        plugin.name for group in GROUPS for plugin in entry_points(group=f"vllm.{group}_plugins")
+    } <= named
     name_plugins(chosen := {"VLLM_PLUGINS": "hallutracer"})
     assert chosen == {"VLLM_PLUGINS": "hallutracer"}
 
@@ -169,7 +199,9 @@ def test_a_plugin_that_cannot_be_made_ends_the_server(monkeypatch: pytest.Monkey
         load()
 
 
-def test_a_guard_that_cannot_be_loaded_ends_the_process_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_guard_that_cannot_be_loaded_ends_the_process_each_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """vLLM loads general plugins once, even where one has raised."""
     vllm_plugins = SimpleNamespace(plugins_loaded=True)
     monkeypatch.setitem(sys.modules, "vllm.plugins", vllm_plugins)  # type: ignore[arg-type]
@@ -178,21 +210,31 @@ def test_a_guard_that_cannot_be_loaded_ends_the_process_each_time(monkeypatch: p
     check_vllm()  # an app that wants no risks
     assert vllm_plugins.plugins_loaded
     monkeypatch.setenv("HALLUTRACER_BUNDLE", "demo")
-    with pytest.raises(SystemExit, match="HALLUTRACER_BUNDLE is set, and the guard cannot be loaded: .*front_end"):
+    with pytest.raises(
+        SystemExit, match="HALLUTRACER_BUNDLE is set, and the guard cannot be loaded: .*front_end"
+    ):
         check_vllm()
     assert not vllm_plugins.plugins_loaded
     monkeypatch.setenv("HALLUTRACER_BUNDLE", "")
-    for variable, value in (("POLICY", "gate"), ("POLICIES", "policies.toml"), ("THRESHOLD", "0.5")):
+    for variable, value in (
+        ("POLICY", "gate"),
+        ("POLICIES", "policies.toml"),
+        ("THRESHOLD", "0.5"),
+    ):
         with monkeypatch.context() as asking:
             asking.setenv(f"HALLUTRACER_{variable}", value)
-            with pytest.raises(SystemExit, match=f"HALLUTRACER_{variable} is set, and the guard cannot be loaded"):
+            with pytest.raises(
+                SystemExit, match=f"HALLUTRACER_{variable} is set, and the guard cannot be loaded"
+            ):
                 check_vllm()
     monkeypatch.setenv("HALLUTRACER_THRESHOLD", "0.5")
     monkeypatch.setenv("HALLUTRACER_POLICY", "observe")
     monkeypatch.setenv("HALLUTRACER_AUDIT_REQUIRED", "false")
     check_vllm()
     monkeypatch.setenv("HALLUTRACER_AUDIT_REQUIRED", "Yes")
-    with pytest.raises(SystemExit, match="HALLUTRACER_AUDIT_REQUIRED is set, and the guard cannot be loaded"):
+    with pytest.raises(
+        SystemExit, match="HALLUTRACER_AUDIT_REQUIRED is set, and the guard cannot be loaded"
+    ):
         check_vllm()
 
 
@@ -209,9 +251,13 @@ def test_what_ends_a_start_is_in_vllms_log_with_time_and_level(
 ) -> None:
     vllms, out = logging.getLogger("vllm"), io.StringIO()
     handler = logging.StreamHandler(out)
-    handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s %(message)s", "%m-%d %H:%M:%S"))  # as vLLM's
+    handler.setFormatter(
+        logging.Formatter("%(levelname)s %(asctime)s %(message)s", "%m-%d %H:%M:%S")
+    )  # as vLLM's
     monkeypatch.setattr(vllms, "handlers", [handler])
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # a program's own, which would get it, too
+    monkeypatch.setattr(
+        logging.getLogger(), "handlers", []
+    )  # a program's own, which would get it, too
     monkeypatch.setattr(front_end, "log", logging.Logger("hallutracer"))
     monkeypatch.delenv("HALLUTRACER_BUNDLE", raising=False)
     for name, value in variables.items():
@@ -224,7 +270,8 @@ def test_what_ends_a_start_is_in_vllms_log_with_time_and_level(
 
 
 def noted(path: str, parts: Iterator[Message], held: list[int] | None = None) -> Note:
-    """The note of a request whose body comes in ``parts``; ``held``: the memory once the app has read it."""
+    """The note of a request whose body comes in ``parts``; ``held``: the memory once the app has
+    read it."""
 
     async def receive() -> Message:
         return next(parts)
@@ -248,10 +295,17 @@ def noted(path: str, parts: Iterator[Message], held: list[int] | None = None) ->
 
 @pytest.mark.parametrize(
     ("path", "status", "counted"),
-    [("/v1/chat/completions", 200, "200"), ("/v1/messages", 503, "503"), ("/v1/completions", None, "500"),
-     ("/tokenize", 200, None), ("/v1/risk/score", 200, None)],
-)  # fmt: skip
-def test_requests_for_answers_are_counted_by_status(path: str, status: int | None, counted: str | None) -> None:
+    [
+        ("/v1/chat/completions", 200, "200"),
+        ("/v1/messages", 503, "503"),
+        ("/v1/completions", None, "500"),
+        ("/tokenize", 200, None),
+        ("/v1/risk/score", 200, None),
+    ],
+)
+def test_requests_for_answers_are_counted_by_status(
+    path: str, status: int | None, counted: str | None
+) -> None:
     """Those of our own route are counted where it is served."""
 
     async def receive() -> Message:
@@ -269,7 +323,11 @@ def test_requests_for_answers_are_counted_by_status(path: str, status: int | Non
     with suppress(RuntimeError):
         scope = {"type": "http", "method": "POST", "path": path, "headers": []}
         asyncio.run(RiskNotes(app, metrics, refuses=lambda: False)(scope, receive, send))
-    lines = [line for line in metrics.render()[0].decode().splitlines() if line.startswith("hallutracer_http_requests")]
+    lines = [
+        line
+        for line in metrics.render()[0].decode().splitlines()
+        if line.startswith("hallutracer_http_requests")
+    ]
     ones = [] if counted is None else [f'hallutracer_http_requests_total{{status="{counted}"}} 1.0']
     assert [line for line in lines if not line.endswith(" 0.0")] == ones
     assert "hallutracer_requests_in_flight 0.0" in metrics.render()[0].decode().splitlines()
@@ -277,7 +335,9 @@ def test_requests_for_answers_are_counted_by_status(path: str, status: int | Non
 
 def test_only_a_completion_s_body_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     bodies = list[bytes]()
-    monkeypatch.setattr("service.vllm_plugin.middleware.read", lambda note, body: bodies.append(body))
+    monkeypatch.setattr(
+        "service.vllm_plugin.middleware.read", lambda note, body: bodies.append(body)
+    )
     for path in ("/v1/completions", "/tokenize", "/v1/embeddings", "/v1/chat/completions"):
         noted(path, iter([{"type": "http.request", "body": path.encode()}]))
     assert bodies == [b"/v1/completions", b"/v1/chat/completions"]
@@ -316,7 +376,12 @@ def test_a_body_is_kept_once() -> None:
 
 
 ASKED = [{"role": "user", "content": "What is the capital of Nauru?"}]
-AGAIN = [{"role": "system", "content": "Be brief."}, *ASKED, {"role": "assistant", "content": None}, *ASKED]
+AGAIN = [
+    {"role": "system", "content": "Be brief."},
+    *ASKED,
+    {"role": "assistant", "content": None},
+    *ASKED,
+]
 CHAT, BATCH, EITHER = "/v1/chat/completions", "/v1/chat/completions/batch", "/invocations"
 NOTHING = Shape("0", passage=False, system=False, asks="inside")
 FIRST, SECOND = Shape("0", passage=False, system=False), Shape("1", passage=False, system=True)
@@ -338,7 +403,11 @@ FIRST, SECOND = Shape("0", passage=False, system=False), Shape("1", passage=Fals
         ("/v1/completions", {"prompt": "x"}, []),
         ("/v1/completions", {"prompt": "x", "messages": ASKED}, []),
         (MESSAGES_ROUTE, {"messages": ASKED}, [FIRST]),
-        (MESSAGES_ROUTE, {"messages": AGAIN[1:], "system": [{"type": "text", "text": "Be brief."}]}, [SECOND]),
+        (
+            MESSAGES_ROUTE,
+            {"messages": AGAIN[1:], "system": [{"type": "text", "text": "Be brief."}]},
+            [SECOND],
+        ),
         (MESSAGES_ROUTE, {"messages": ASKED, "chat_template_kwargs": {"a": 1}}, []),
         (RESPONSES_ROUTE, {"input": "What is the capital of Nauru?"}, [FIRST]),
         (RESPONSES_ROUTE, {"input": AGAIN[1:], "instructions": "Be brief."}, [SECOND]),
@@ -375,10 +444,14 @@ def test_template_arguments_of_training_move_nothing(asked: Any, moves: bool) ->
     assert note.moves == (("chat_template_kwargs",) if moves else ())
 
 
-def test_a_short_name_of_ours_is_told_what_vllm_takes_instead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_name_of_ours_is_told_what_vllm_takes_instead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert str(MODEL_DIR) in (short_name_problem("demo") or "")
-    assert "'smollm2' is a short name of HalluTracer's own commands" in (short_name_problem("smollm2") or "")
+    assert "'smollm2' is a short name of HalluTracer's own commands" in (
+        short_name_problem("smollm2") or ""
+    )
     for name in ("Qwen/Qwen2.5-0.5B", str(MODEL_DIR), "demo/demo"):
         assert short_name_problem(name) is None
     (tmp_path / "demo").mkdir()
@@ -386,9 +459,12 @@ def test_a_short_name_of_ours_is_told_what_vllm_takes_instead(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize(
-    "command", ["vllm serve demo", "vllm serve --port 1 --model demo", "api_server.py --model=demo --port 1"]
+    "command",
+    ["vllm serve demo", "vllm serve --port 1 --model demo", "api_server.py --model=demo --port 1"],
 )
-def test_the_plugin_ends_a_program_that_was_given_a_short_name(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plugin_ends_a_program_that_was_given_a_short_name(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HALLUTRACER_BUNDLE", "demo")
     monkeypatch.setattr("sys.argv", command.split())
     with pytest.raises(SystemExit, match="'demo' is a short name of HalluTracer's own commands"):

@@ -1,4 +1,5 @@
-"""Tools on vLLM's own server: a turn of nothing but calls is let through, in each protocol, and nothing else is."""
+"""Tools on vLLM's own server: a turn of nothing but calls is let through, in each protocol, and
+nothing else is."""
 
 from __future__ import annotations
 
@@ -46,20 +47,30 @@ def test_the_tools_that_a_body_offers(route: str) -> None:
         assert offered({"tools": TOOLS[route], "tool_choice": choice}) is None
 
 
-@pytest.mark.parametrize("tools", [None, [], {}, "x", [1, None], [{"function": 1}], [{"name": 2}], [{"function": {}}]])
+@pytest.mark.parametrize(
+    "tools", [None, [], {}, "x", [1, None], [{"function": 1}], [{"name": 2}], [{"function": {}}]]
+)
 def test_what_names_no_function_offers_nothing(tools: Any) -> None:
     assert offered({"tools": tools}) is None
 
 
 @pytest.mark.parametrize(
     ("content", "turns", "found"),
-    [({"tools": [{}]}, [], True), ({}, [{"role": "user", "content": "x"}], False), ({"tools": []}, [None, "x"], False),
-     ({}, [{"role": "assistant", "tool_calls": []}], True), ({}, [{"role": "tool", "content": "x"}], True),
-     ({}, [{"type": "function_call"}], True), ({}, [{"type": ["function_call"]}], False),
-     ({}, [{"role": "user", "content": [{"type": "tool_result"}, None]}], True),
-     ({}, [{"role": "user", "content": [{"type": "text"}]}], False)],
-)  # fmt: skip
-def test_a_conversation_with_tools_is_unlike_the_calibrations(content: Any, turns: Any, found: bool) -> None:
+    [
+        ({"tools": [{}]}, [], True),
+        ({}, [{"role": "user", "content": "x"}], False),
+        ({"tools": []}, [None, "x"], False),
+        ({}, [{"role": "assistant", "tool_calls": []}], True),
+        ({}, [{"role": "tool", "content": "x"}], True),
+        ({}, [{"type": "function_call"}], True),
+        ({}, [{"type": ["function_call"]}], False),
+        ({}, [{"role": "user", "content": [{"type": "tool_result"}, None]}], True),
+        ({}, [{"role": "user", "content": [{"type": "text"}]}], False),
+    ],
+)
+def test_a_conversation_with_tools_is_unlike_the_calibrations(
+    content: Any, turns: Any, found: bool
+) -> None:
     assert used(content, turns) is found
 
 
@@ -67,21 +78,45 @@ def test_a_conversation_with_tools_is_unlike_the_calibrations(content: Any, turn
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("vllm")
     (folder / "policies.toml").write_text(POLICIES)
-    arguments = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes",
-                 "--logits-processors", "tests.vllm_plugin.forcing:Forcing")  # fmt: skip
-    with serving(folder / "log", *arguments, HALLUTRACER_POLICIES=str(folder / "policies.toml"),
-                 HALLUTRACER_POLICY="gate", HALLUTRACER_CALLERS_MAY="policy") as address:  # fmt: skip
+    arguments = (
+        "--enable-auto-tool-choice",
+        "--tool-call-parser",
+        "hermes",
+        "--logits-processors",
+        "tests.vllm_plugin.forcing:Forcing",
+    )
+    with serving(
+        folder / "log",
+        *arguments,
+        HALLUTRACER_POLICIES=str(folder / "policies.toml"),
+        HALLUTRACER_POLICY="gate",
+        HALLUTRACER_CALLERS_MAY="policy",
+    ) as address:
         yield address
 
 
 def ask(
-    url: str, route: str, question: str, says: str | None, stream: bool = False, by: str = "grammar", **more: Any
+    url: str,
+    route: str,
+    question: str,
+    says: str | None,
+    stream: bool = False,
+    by: str = "grammar",
+    **more: Any,
 ) -> httpx.Response:
     """Ask with a tool; ``says`` is what the model is made to say, by a grammar or by its logits."""
     asked = [{"role": "user", "content": question}]
-    body: dict[str, Any] = {"model": MODEL, "temperature": 0, "stream": stream, "tools": TOOLS[route]}
+    body: dict[str, Any] = {
+        "model": MODEL,
+        "temperature": 0,
+        "stream": stream,
+        "tools": TOOLS[route],
+    }
     responses = route == RESPONSES_ROUTE
-    body |= {"input" if responses else "messages": asked, "max_output_tokens" if responses else "max_tokens": 200}
+    body |= {
+        "input" if responses else "messages": asked,
+        "max_output_tokens" if responses else "max_tokens": 200,
+    }
     body |= more
     if says is not None and by == "logits":
         tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
@@ -103,7 +138,9 @@ def read(route: str, stream: bool, text: str) -> tuple[str, list[dict[str, Any]]
             calls = [one["function"]["arguments"] for one in message.get("tool_calls") or ()]
             return message["content"] or "", list(map(json.loads, calls)), found["hallutracer"]
         calls = [item["arguments"] for item in found["output"] if item["type"] == "function_call"]
-        said = [part.get("text", "") for item in found["output"] for part in item.get("content") or ()]
+        said = [
+            part.get("text", "") for item in found["output"] for part in item.get("content") or ()
+        ]
         return "".join(said), list(map(json.loads, calls)), found["hallutracer"]
     said, written, note = "", "", None
     for _, event in sse(text):
@@ -115,7 +152,8 @@ def read(route: str, stream: bool, text: str) -> tuple[str, list[dict[str, Any]]
         for choice in event.get("choices") or ():
             said += choice["delta"].get("content") or ""
             written += "".join(
-                one["function"].get("arguments") or "" for one in choice["delta"].get("tool_calls") or ()
+                one["function"].get("arguments") or ""
+                for one in choice["delta"].get("tool_calls") or ()
             )
     assert note is not None
     return said, [json.loads(written)] if written else [], note
@@ -125,14 +163,22 @@ def read(route: str, stream: bool, text: str) -> tuple[str, list[dict[str, Any]]
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("route", [CHAT_ROUTE, RESPONSES_ROUTE])
 @pytest.mark.parametrize("by", ["grammar", "logits"])
-def test_a_turn_of_nothing_but_calls_is_let_through_and_counted(url: str, route: str, stream: bool, by: str) -> None:
+def test_a_turn_of_nothing_but_calls_is_let_through_and_counted(
+    url: str, route: str, stream: bool, by: str
+) -> None:
     before = counted(url)
     said, calls, note = read(route, stream, ask(url, route, UNKNOWN, CALL, stream, by).text)
     assert (said.strip(), calls) == ("", [{"of": "Honiara"}])
     assert (note["data"][0]["decision"], note["data"][0]["tool_call"]) == ("continue", True)
     assert counted(url) == before + 1
-    said, calls, note = read(route, stream, ask(url, route, KNOWN, CALL, stream, by).text)  # not withheld anyway
-    assert (calls, "tool_call" in note["data"][0], counted(url)) == ([{"of": "Honiara"}], False, before + 1)
+    said, calls, note = read(
+        route, stream, ask(url, route, KNOWN, CALL, stream, by).text
+    )  # not withheld anyway
+    assert (calls, "tool_call" in note["data"][0], counted(url)) == (
+        [{"of": "Honiara"}],
+        False,
+        before + 1,
+    )
 
 
 @pytest.mark.long
@@ -140,18 +186,31 @@ def test_a_turn_of_nothing_but_calls_is_let_through_and_counted(url: str, route:
 @pytest.mark.parametrize("route", [CHAT_ROUTE, RESPONSES_ROUTE])
 @pytest.mark.parametrize(
     ("says", "more"),
-    [("Honiara", {}), (f"{CALL} Honiara", {}), (CALL.replace(NAME, "other"), {}), (CALL, {"tool_choice": "none"}),
-     (CALL, {"vllm_xargs": {"hallutracer_policy": "calls-too"}}), (CALL, {"tokens": 9}),
-     (f"{CALL} Honiara", {"by": "logits"})],
-)  # fmt: skip
-def test_whatever_else_is_said_is_withheld(url: str, route: str, stream: bool, says: str, more: dict[str, Any]) -> None:
+    [
+        ("Honiara", {}),
+        (f"{CALL} Honiara", {}),
+        (CALL.replace(NAME, "other"), {}),
+        (CALL, {"tool_choice": "none"}),
+        (CALL, {"vllm_xargs": {"hallutracer_policy": "calls-too"}}),
+        (CALL, {"tokens": 9}),
+        (f"{CALL} Honiara", {"by": "logits"}),
+    ],
+)
+def test_whatever_else_is_said_is_withheld(
+    url: str, route: str, stream: bool, says: str, more: dict[str, Any]
+) -> None:
     if "tokens" in more:
         more = {"max_output_tokens" if route == RESPONSES_ROUTE else "max_tokens": more["tokens"]}
     before = counted(url)
     answer = ask(url, route, UNKNOWN, says, stream, **more).text
     assert not [word for word in ("Honiara", "tool_call>") if word in answer]
     said, calls, note = read(route, stream, answer)
-    assert (said, calls, note["data"][0]["decision"], "tool_call" in note["data"][0]) == ("", [], "abstain", False)
+    assert (said, calls, note["data"][0]["decision"], "tool_call" in note["data"][0]) == (
+        "",
+        [],
+        "abstain",
+        False,
+    )
     assert "content_filter" in answer
     assert counted(url) == before
 
@@ -166,5 +225,9 @@ def test_an_answer_with_tools_is_gated_as_any(url: str) -> None:
 
 def counted(url: str) -> float:
     lines = httpx.get(f"{url}/metrics").text.splitlines()
-    [line] = [one for one in lines if one.startswith("hallutracer_tool_calls_let_through_total{") and '"demo:' in one]
+    [line] = [
+        one
+        for one in lines
+        if one.startswith("hallutracer_tool_calls_let_through_total{") and '"demo:' in one
+    ]
     return float(line.rpartition(" ")[2])

@@ -1,4 +1,5 @@
-"""Programs that put an engine of vLLM's behind a front end of their own: its core judges, whatever they send."""
+"""Programs that put an engine of vLLM's behind a front end of their own: its core judges, whatever
+they send."""
 
 from __future__ import annotations
 
@@ -25,26 +26,41 @@ vllm_or_skip()
 pytestmark = pytest.mark.long
 
 COUNT, FEW = 1000, 40
-SAME: dict[str, Any] = {"model": str(MODEL_DIR), "dtype": "float32", "enforce_eager": True, "max_model_len": 128,
-                        "gpu_memory_utilization": 0.2}  # fmt: skip
+SAME: dict[str, Any] = {
+    "model": str(MODEL_DIR),
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 128,
+    "gpu_memory_utilization": 0.2,
+}
 USER = {"role": "user", "content": KNOWN}
-# Conversations that ask in ways that no bundle is trained on, around a question that passes alone; and what passes.
+# Conversations that ask in ways that no bundle is trained on, around a question that passes alone;
+# and what passes.
 TURNS = [
     [{"role": "user", "content": f"{KNOWN} And what is the capital of Spain?"}],
-    [USER, {"role": "assistant", "content": "I am not sure."}, {"role": "user", "content": "go on"}],
-    [USER, {"role": "assistant", "content": "Shall I answer this?"}, {"role": "user", "content": "Yes."}],
+    [
+        USER,
+        {"role": "assistant", "content": "I am not sure."},
+        {"role": "user", "content": "go on"},
+    ],
+    [
+        USER,
+        {"role": "assistant", "content": "Shall I answer this?"},
+        {"role": "user", "content": "Yes."},
+    ],
     [USER, {"role": "user", "content": "Hi"}],
     [USER],
 ]
-# Each program answers the questions of questions.json by the model's chat template, a quarter of them with what makes
-# an end token mean nothing, and writes for each its tokens, text and stop reason.
-# This one speculates, and then changes the weights, at last for worse, and back.
+# Each program answers the questions of questions.json by the model's chat template, a quarter of
+# them with what makes an end token mean nothing, and writes for each its tokens, text and stop
+# reason. This one speculates, and then changes the weights, at last for worse, and back.
 OFFLINE = f"""\
 import json
 
 from vllm import LLM, SamplingParams
 
-DRAFTS = {{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}}
+DRAFTS = {{"method": "ngram", "num_speculative_tokens": 3,
+           "prompt_lookup_min": 1, "prompt_lookup_max": 3}}
 
 def worsen(model):
     for parameter in model.parameters():
@@ -59,7 +75,8 @@ if __name__ == "__main__":
 
     def say(name, answers):
         for answer in answers:
-            choices = [[list(one.token_ids), one.text, one.stop_reason, bool(one.logprobs)] for one in answer.outputs]
+            choices = [[list(one.token_ids), one.text, one.stop_reason, bool(one.logprobs)]
+                       for one in answer.outputs]
             print(name, json.dumps(choices))
 
     def ask(name, count):
@@ -68,14 +85,17 @@ if __name__ == "__main__":
     llm = LLM(**{SAME}, speculative_config=DRAFTS, disable_log_stats=False)
     ask("ANSWER", len(asked))
     say("TURNS", llm.chat({TURNS!r}, plain, use_tqdm=False))
-    [accepted] = [one.value for one in llm.get_metrics() if one.name == "vllm:spec_decode_num_accepted_tokens"]
+    [accepted] = [metric.value for metric in llm.get_metrics()
+                  if metric.name == "vllm:spec_decode_num_accepted_tokens"]
     print("ACCEPTED", accepted)
     llm.sleep(1)
     llm.wake_up()
     ask("WOKEN", {FEW})
     engine, chat = llm.llm_engine, [{{"role": "user", "content": {KNOWN!r}}}]
-    known = llm.get_tokenizer().apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-    engine.add_request("long", {{"prompt_token_ids": known}}, SamplingParams(max_tokens=60, ignore_eos=True))
+    known = llm.get_tokenizer().apply_chat_template(
+        chat, add_generation_prompt=True, return_dict=False)
+    sixty = SamplingParams(max_tokens=60, ignore_eos=True)
+    engine.add_request("long", {{"prompt_token_ids": known}}, sixty)
     engine.step()
     llm.collective_rpc("reload_weights")
     engine.add_request("late", {{"prompt_token_ids": known}}, plain)
@@ -99,8 +119,9 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 async def ask(engine, place, question, gather):
     kind = RequestOutputKind.DELTA if place % 2 else RequestOutputKind.FINAL_ONLY
-    how = SamplingParams(max_tokens=6, temperature=0, output_kind=kind, extra_args={{"hallutracer": {{
-        "first_token": False, "rows": False, "slot": 0, "probes": []}}}} if place % 4 == 0 else None)  # a directive
+    directive = {{"hallutracer": {{"first_token": False, "rows": False, "slot": 0, "probes": []}}}}
+    how = SamplingParams(max_tokens=6, temperature=0, output_kind=kind,
+                         extra_args=directive if place % 4 == 0 else None)
     tokens, text = [], ""
     chat = engine.get_tokenizer().apply_chat_template([{{"role": "user", "content": question}}],
                                                       add_generation_prompt=True, return_dict=False)
@@ -130,30 +151,52 @@ if __name__ == "__main__":
     asked = json.load(open("questions.json"))
     with open("in.jsonl", "w") as file:
         for place, one in enumerate(asked):
-            body = {{"messages": [{{"role": "user", "content": one}}], "model": "demo", "max_tokens": 6}}
-            body |= {{"temperature": 0}} | ({{"ignore_eos": True, "logprobs": True}} if place % 4 == 0 else {{}})
-            row = {{"custom_id": str(place), "method": "POST", "url": "/v1/chat/completions", "body": body}}
+            body = {{"messages": [{{"role": "user", "content": one}}], "model": "demo",
+                     "max_tokens": 6, "temperature": 0}}
+            body |= {{"ignore_eos": True, "logprobs": True}} if place % 4 == 0 else {{}}
+            row = {{"custom_id": str(place), "method": "POST", "url": "/v1/chat/completions",
+                    "body": body}}
             file.write(json.dumps(row) + "\\n")
     parser = run_batch.make_arg_parser(run_batch.FlexibleArgumentParser())
-    line = ["-i", "in.jsonl", "-o", "out.jsonl", "--model", {str(MODEL_DIR)!r}, "--served-model-name", "demo",
-            "--dtype", "float32", "--enforce-eager", "--max-model-len", "128", "--gpu-memory-utilization", "0.2"]
+    line = ["-i", "in.jsonl", "-o", "out.jsonl", "--model", {str(MODEL_DIR)!r},
+            "--served-model-name", "demo", "--dtype", "float32", "--enforce-eager",
+            "--max-model-len", "128", "--gpu-memory-utilization", "0.2"]
     asyncio.run(run_batch.main(parser.parse_args(line)))
     for line in open("out.jsonl"):
         (one,) = json.loads(line)["response"]["body"]["choices"]
         said = (one.get("logprobs") or {{}}).get("content") or []
-        print("ANSWER", json.dumps([[said, one["message"]["content"] or "", one["stop_reason"], bool(said)]]))
+        text = one["message"]["content"] or ""
+        print("ANSWER", json.dumps([[said, text, one["stop_reason"], bool(said)]]))
 """
 
 
 def run(
-    folder: Path, program: str, asked: list[str], python: str = sys.executable, limit_s: int = 500, **environment: str
+    folder: Path,
+    program: str,
+    asked: list[str],
+    python: str = sys.executable,
+    limit_s: int = 500,
+    **environment: str,
 ) -> subprocess.CompletedProcess[str]:
     (folder / "program.py").write_text(program)
     (folder / "questions.json").write_text(json.dumps(asked))
-    variables = os.environ | QUIET | {"HALLUTRACER_BUNDLE": "demo", "HALLUTRACER_POLICY": "gate",
-                                      "VLLM_WORKER_MULTIPROC_METHOD": "spawn"} | environment  # fmt: skip
+    variables = (
+        os.environ
+        | QUIET
+        | {
+            "HALLUTRACER_BUNDLE": "demo",
+            "HALLUTRACER_POLICY": "gate",
+            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        }
+        | environment
+    )
     return subprocess.run(
-        [python, "program.py"], cwd=folder, env=variables, capture_output=True, text=True, timeout=limit_s
+        [python, "program.py"],
+        cwd=folder,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=limit_s,
     )
 
 
@@ -177,8 +220,12 @@ def said_by(ran: subprocess.CompletedProcess[str]) -> dict[str, list[Any]]:
     return said
 
 
-def check(answers: list[Any], closed: Sequence[bool], why: str = "hallutracer: withheld, risk 0.",
-          tells: Collection[int] = (0, 1)) -> None:  # fmt: skip
+def check(
+    answers: list[Any],
+    closed: Sequence[bool],
+    why: str = "hallutracer: withheld, risk 0.",
+    tells: Collection[int] = (0, 1),
+) -> None:
     """``tells``: at even (0) and odd (1) places the program has a place for the stop reason."""
     for place, (choices, ends) in enumerate(zip(answers, closed, strict=True)):
         for tokens, text, stop_reason, logprobs in choices:
@@ -190,8 +237,12 @@ def check(answers: list[Any], closed: Sequence[bool], why: str = "hallutracer: w
                 assert stop_reason is None
 
 
-def check_answers(ran: subprocess.CompletedProcess[str], asked: list[str], withheld: list[bool],
-                  tells: Collection[int] = (0, 1)) -> dict[str, list[Any]]:  # fmt: skip
+def check_answers(
+    ran: subprocess.CompletedProcess[str],
+    asked: list[str],
+    withheld: list[bool],
+    tells: Collection[int] = (0, 1),
+) -> dict[str, list[Any]]:
     said = said_by(ran)
     assert len(said["ANSWER"]) == len(asked), ran.stdout[-2000:] + ran.stderr[-4000:]
     assert 50 < sum(withheld) < len(asked) - 50
@@ -200,10 +251,14 @@ def check_answers(ran: subprocess.CompletedProcess[str], asked: list[str], withh
 
 
 @pytest.mark.parametrize("program", [OFFLINE, ASYNC, BATCH], ids=["offline", "async", "run-batch"])
-def test_no_token_of_a_withheld_answer(tmp_path: Path, asked: list[str], withheld: list[bool], program: str) -> None:
+def test_no_token_of_a_withheld_answer(
+    tmp_path: Path, asked: list[str], withheld: list[bool], program: str
+) -> None:
     """Nor a draft token; nor any whose risk was not read, since the weights have changed."""
     offline = program is OFFLINE
-    ran = run(tmp_path, program, asked, **({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if offline else {}))
+    ran = run(
+        tmp_path, program, asked, **({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if offline else {})
+    )
     said = check_answers(ran, asked, withheld)
     ready = "hallutracer ready, for every request of this engine: bundle demo:1 (sha256:"
     (line,) = [line for line in (ran.stdout + ran.stderr).splitlines() if ready in line]

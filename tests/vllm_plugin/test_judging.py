@@ -12,20 +12,29 @@ vllm_or_skip()
 from service.vllm_plugin.engine_gate import Judging  # noqa: E402
 
 
-def test_a_callers_own_numbers_are_not_taken_and_an_answer_that_has_begun_is_not_judged_again() -> None:
+def test_a_callers_own_numbers_are_not_taken_and_an_answer_that_has_begun_is_not_judged_again() -> (
+    None
+):
     passed: list[Any] = []
     scheduler = SimpleNamespace(
         requests={
             name: SimpleNamespace(
-                request_id=name, num_output_tokens=tokens, sampling_params=SimpleNamespace(prompt_logprob_token_ids=own)
+                request_id=name,
+                num_output_tokens=tokens,
+                sampling_params=SimpleNamespace(prompt_logprob_token_ids=own),
             )
             for name, own, tokens in (("plain", None, 0), ("asks", [[1]], 0), ("begun", None, 3))
         },
-        update_from_output=lambda scheduled, output: passed.append(dict(output.prompt_token_id_logprobs_dict)),
-        _update_request_with_output=lambda request, tokens: (tokens, False), add_request=None,
-    )  # fmt: skip
+        update_from_output=lambda scheduled, output: passed.append(
+            dict(output.prompt_token_id_logprobs_dict)
+        ),
+        _update_request_with_output=lambda request, tokens: (tokens, False),
+        add_request=None,
+    )
     executor = SimpleNamespace(collective_rpc=lambda *_: [])
-    core = SimpleNamespace(scheduler=scheduler, model_executor=executor, add_lora=lambda request: True)
+    core = SimpleNamespace(
+        scheduler=scheduler, model_executor=executor, add_lora=lambda request: True
+    )
     judging = Judging(core, lambda: None)  # type: ignore[arg-type, return-value]
     asked: list[tuple[str, Any]] = []
 
@@ -36,9 +45,10 @@ def test_a_callers_own_numbers_are_not_taken_and_an_answer_that_has_begun_is_not
     judging._gate = SimpleNamespace(reason=reason)  # type: ignore[assignment]
     names = [*scheduler.requests]
     output = SimpleNamespace(
-        prompt_token_id_logprobs_dict={"plain": "ours", "asks": "its own"}, sampled_token_ids=[[7]] * 3,
+        prompt_token_id_logprobs_dict={"plain": "ours", "asks": "its own"},
+        sampled_token_ids=[[7]] * 3,
         req_id_to_index={name: place for place, name in enumerate(names)},
-    )  # fmt: skip
+    )
     judging.update(SimpleNamespace(num_scheduled_tokens=dict.fromkeys(names, 1)), output)
     assert asked == [("plain", "ours"), ("asks", None)]
     assert passed == [{"asks": "its own"}]

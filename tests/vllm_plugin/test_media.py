@@ -44,9 +44,14 @@ def test_the_gate_in_the_engine_withholds_an_image_outside_training(features: An
     judged: list[Policy] = []
     lease: Any = SimpleNamespace(result=lambda wire, tokens: tokens)
     request = SimpleNamespace(
-        prompt_token_ids=IDS, prompt_embeds=None, resumable=False, mm_features=features, lora_request=None,
-        request_id="a", sampling_params=SimpleNamespace(prompt_logprob_token_ids=None),
-    )  # fmt: skip
+        prompt_token_ids=IDS,
+        prompt_embeds=None,
+        resumable=False,
+        mm_features=features,
+        lora_request=None,
+        request_id="a",
+        sampling_params=SimpleNamespace(prompt_logprob_token_ids=None),
+    )
     own, adapters = scorer(judged), Adapters({}, str)
     reader = ConversationReader(lambda messages: [], str)
     gate = Gate(own, Policy("gate", Action.ABSTAIN), lease, {own: 0}, adapters, reader, frozenset())
@@ -56,7 +61,9 @@ def test_the_gate_in_the_engine_withholds_an_image_outside_training(features: An
 
 
 @pytest.mark.parametrize(("flagged", "why"), [(True, ""), (False, ", outside training")])
-def test_the_stop_reason_says_what_withholds_an_answer_whose_risk_is_low(flagged: bool, why: str) -> None:
+def test_the_stop_reason_says_what_withholds_an_answer_whose_risk_is_low(
+    flagged: bool, why: str
+) -> None:
     report = SimpleNamespace(
         risk=0.1,
         verdict=Verdict(Decision.ABSTAIN, flagged, 0.05, None),
@@ -66,11 +73,18 @@ def test_the_stop_reason_says_what_withholds_an_answer_whose_risk_is_low(flagged
     own: Any = Judge(prompt_format="chat", chat_ending=(4, 5), judge=lambda *given, **named: report)
     lease: Any = SimpleNamespace(result=lambda wire, tokens: tokens)
     request = SimpleNamespace(
-        prompt_token_ids=IDS, prompt_embeds=None, resumable=False, mm_features=None, lora_request=None,
-        request_id="a", sampling_params=SimpleNamespace(prompt_logprob_token_ids=None),
-    )  # fmt: skip
+        prompt_token_ids=IDS,
+        prompt_embeds=None,
+        resumable=False,
+        mm_features=None,
+        lora_request=None,
+        request_id="a",
+        sampling_params=SimpleNamespace(prompt_logprob_token_ids=None),
+    )
     reader = ConversationReader(lambda messages: [], str)
-    gate = Gate(own, Policy("gate", Action.ABSTAIN), lease, {own: 0}, Adapters({}, str), reader, frozenset())
+    gate = Gate(
+        own, Policy("gate", Action.ABSTAIN), lease, {own: 0}, Adapters({}, str), reader, frozenset()
+    )
     wire = SimpleNamespace(numpy=lambda: np.zeros(1))
     assert gate.reason(request, wire) == f"hallutracer: withheld, risk 0.100{why}"
 
@@ -78,5 +92,9 @@ def test_the_stop_reason_says_what_withholds_an_answer_whose_risk_is_low(flagged
 def test_the_gate_of_vllms_server_says_what_voids_a_guarantee() -> None:
     note = Note(carries=True)
     note.templated = True
-    for more, said in (({}, ()), ({"mm_placeholders": {}}, ()), ({"mm_placeholders": {"image": [object()]}}, (MEDIA,))):
+    for more, said in (
+        ({}, ()),
+        ({"mm_placeholders": {}}, ()),
+        ({"mm_placeholders": {"image": [object()]}}, (MEDIA,)),
+    ):
         assert generation._rendering(note, scorer([]), {"prompt_token_ids": IDS, **more}) == said

@@ -1,4 +1,5 @@
-"""Where a bundle is named, every engine of vLLM's has a gate before it or in it, or does not start."""
+"""Where a bundle is named, every engine of vLLM's has a gate before it or in it, or does not
+start."""
 
 from __future__ import annotations
 
@@ -42,7 +43,12 @@ vllm_or_skip()
 
 from transformers import AutoTokenizer  # noqa: E402
 
-SAME: dict[str, Any] = {"model": str(MODEL_DIR), "dtype": "float32", "enforce_eager": True, "max_model_len": 64}
+SAME: dict[str, Any] = {
+    "model": str(MODEL_DIR),
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 64,
+}
 LINE = ["--model", str(MODEL_DIR), "--dtype", "float32", "--enforce-eager", "--max-model-len", "64"]
 BLIND = "vllm.v1.worker.cpu_worker.CPUWorker"
 UNSAID = f"--worker-cls {BLIND} does not read the model"
@@ -78,12 +84,18 @@ def no_bundle(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
 def checked(monkeypatch: pytest.MonkeyPatch, variable: str, value: str) -> Iterator[list[Any]]:
     configs: list[Any] = []
-    args, executor, core = vllm("EngineArgs"), vllm("v1.executor.abstract.Executor"), vllm("v1.engine.core")
+    args, executor, core = (
+        vllm("EngineArgs"),
+        vllm("v1.executor.abstract.Executor"),
+        vllm("v1.engine.core"),
+    )
 
     own = executor.get_class
 
     def choose(config: Any) -> Any:
-        if sys._getframe(2).f_code.co_name == "__post_init__":  # vLLM 0.32 asks while it makes the configuration, too
+        if (
+            sys._getframe(2).f_code.co_name == "__post_init__"
+        ):  # vLLM 0.32 asks while it makes the configuration, too
             return own(config)
         configs.append(config)
         raise Chosen
@@ -112,9 +124,13 @@ def checked(monkeypatch: pytest.MonkeyPatch, variable: str, value: str) -> Itera
 
 def served(*more: str) -> Namespace:
     """As ``vllm serve`` parses its command line."""
-    where = "common" if importlib.util.find_spec("vllm.entrypoints.common.cli_args") else "launchers"  # as before 0.33
+    where = (
+        "common" if importlib.util.find_spec("vllm.entrypoints.common.cli_args") else "launchers"
+    )  # as before 0.33
     make = vllm(f"entrypoints.{where}.cli_args.make_arg_parser")
-    found: Namespace = make(vllm("utils.argparse_utils.FlexibleArgumentParser")()).parse_args([*LINE, *more])
+    found: Namespace = make(vllm("utils.argparse_utils.FlexibleArgumentParser")()).parse_args(
+        [*LINE, *more]
+    )
     return found
 
 
@@ -130,7 +146,9 @@ def runtime(**more: Any) -> None:
     """With the function that vLLM's server starts its engine with, but without the server."""
 
     async def run() -> None:
-        async with vllm("entrypoints.launchers.api_server.entry.build_async_engine_client")(served(*line(more))):
+        async with vllm("entrypoints.launchers.api_server.entry.build_async_engine_client")(
+            served(*line(more))
+        ):
             pass
 
     asyncio.run(run())
@@ -141,9 +159,13 @@ def batch(**more: Any) -> None:
     parser = run_batch.make_arg_parser(run_batch.FlexibleArgumentParser())
     body = {"model": str(MODEL_DIR), "prompt": "a"}
     request = {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": body}
-    with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as asked:  # vLLM 0.33 reads it before it makes an engine
+    with tempfile.NamedTemporaryFile(
+        "w", suffix=".jsonl"
+    ) as asked:  # vLLM 0.33 reads it before it makes an engine
         print(json.dumps(request), file=asked, flush=True)
-        asyncio.run(run_batch.main(parser.parse_args(["-i", asked.name, "-o", "out", *LINE, *line(more)])))
+        asyncio.run(
+            run_batch.main(parser.parse_args(["-i", asked.name, "-o", "out", *LINE, *line(more)]))
+        )
 
 
 def in_a_thread(**more: Any) -> None:
@@ -152,7 +174,9 @@ def in_a_thread(**more: Any) -> None:
 
 
 def line(more: dict[str, Any]) -> list[str]:
-    return [part for name, value in more.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    return [
+        part for name, value in more.items() for part in (f"--{name.replace('_', '-')}", str(value))
+    ]
 
 
 STARTS = [offline, replica, runtime, batch, in_a_thread]
@@ -177,7 +201,9 @@ def test_an_engine_that_does_not_read_is_not_started(
         start(worker_cls=BLIND)
     assert f"HALLUTRACER_BUNDLE is set, and {UNSAID}" in str(ended.value)
     assert not engines
-    assert UNSAID in caplog.text  # with time and level, as SystemExit does not; in a thread it is silent
+    assert (
+        UNSAID in caplog.text
+    )  # with time and level, as SystemExit does not; in a thread it is silent
 
 
 @pytest.mark.parametrize("start", STARTS)
@@ -197,7 +223,8 @@ def test_no_engine_starts_where_the_guard_cannot_be_loaded(
 def test_a_core_that_was_made_before_the_guard_runs_only_behind_a_gate(
     engines: list[Any], monkeypatch: pytest.MonkeyPatch, wrong: Exception
 ) -> None:
-    """As Ray's actors make one: from a configuration of another process, so plugins load when it is half made."""
+    """As Ray's actors make one: from a configuration of another process, so plugins load when it is
+    half made."""
     opened: list[Any] = []
 
     def open_gate(core: Any, options: Any) -> None:
@@ -210,7 +237,10 @@ def test_a_core_that_was_made_before_the_guard_runs_only_behind_a_gate(
         core = object.__new__(kind)
         core.vllm_config = SimpleNamespace(additional_config={GATED: False})
         core.shutdown = lambda: None
-        for run in (core.run_busy_loop, lambda core=core: module.EngineCore.add_request(core, "r")) * 2:
+        for run in (
+            core.run_busy_loop,
+            lambda core=core: module.EngineCore.add_request(core, "r"),
+        ) * 2:
             with pytest.raises((SystemExit, AssertionError), match=str(wrong)):
                 run()
     assert len(opened) == 8
@@ -222,7 +252,9 @@ def test_rays_workers_get_our_variables(engines: list[Any]) -> None:
     assert os.environ[RAY_PREFIXES] == "MINE_,HALLUTRACER_"
 
 
-def test_an_engine_is_left_alone_where_no_bundle_is_named(engines: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_is_left_alone_where_no_bundle_is_named(
+    engines: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("HALLUTRACER_BUNDLE")
     with pytest.raises(Chosen):
         replica()
@@ -231,7 +263,9 @@ def test_an_engine_is_left_alone_where_no_bundle_is_named(engines: list[Any], mo
 
 
 def api_server(*more: str) -> None:
-    asyncio.run(vllm("entrypoints.launchers.api_server.entry.run_server_worker")("", None, served(*more)))
+    asyncio.run(
+        vllm("entrypoints.launchers.api_server.entry.run_server_worker")("", None, served(*more))
+    )
 
 
 def api_servers() -> None:
@@ -265,18 +299,28 @@ def test_no_engine_starts_ungated_where_a_gate_was_asked_for(
     serve = vllm("entrypoints.cli.serve")
     monkeypatch.setattr(serve, "setup_server", lambda *_args, **_options: ("", None))
     monkeypatch.setattr(serve, "setup_multiprocess_prometheus", lambda: None)
-    with pytest.raises(SystemExit, match="HALLUTRACER_POLICY=gate is set and HALLUTRACER_BUNDLE is not: nothing"):
+    with pytest.raises(
+        SystemExit, match="HALLUTRACER_POLICY=gate is set and HALLUTRACER_BUNDLE is not: nothing"
+    ):
         start()
     assert not no_bundle
 
 
-def test_no_engine_of_another_processs_configuration_starts_ungated_either(no_bundle: list[Any]) -> None:
+def test_no_engine_of_another_processs_configuration_starts_ungated_either(
+    no_bundle: list[Any],
+) -> None:
     module, choose = vllm("v1.engine.core"), vllm("v1.executor.abstract.Executor").get_class
     config, stopped = SimpleNamespace(additional_config={}), list[str]()
     core = object.__new__(module.EngineCoreProc)
     core.vllm_config, core.shutdown = config, lambda: stopped.append("core")
-    for run in (core.run_busy_loop, lambda: module.EngineCore.add_request(core, "r"), lambda: choose(config)):
-        with pytest.raises(SystemExit, match="HALLUTRACER_POLICY=gate is set and HALLUTRACER_BUNDLE is not"):
+    for run in (
+        core.run_busy_loop,
+        lambda: module.EngineCore.add_request(core, "r"),
+        lambda: choose(config),
+    ):
+        with pytest.raises(
+            SystemExit, match="HALLUTRACER_POLICY=gate is set and HALLUTRACER_BUNDLE is not"
+        ):
             run()
     assert (stopped, no_bundle) == (["core", "core"], [])
 
@@ -284,7 +328,11 @@ def test_no_engine_of_another_processs_configuration_starts_ungated_either(no_bu
 @pytest.mark.parametrize(
     ("policy", "bundle", "line"),
     [
-        ("observe", "", "no risk is told: HALLUTRACER_POLICY=observe is set and HALLUTRACER_BUNDLE is empty"),
+        (
+            "observe",
+            "",
+            "no risk is told: HALLUTRACER_POLICY=observe is set and HALLUTRACER_BUNDLE is empty",
+        ),
         ("", "", ""),
     ],
 )
@@ -306,10 +354,14 @@ def test_an_engine_that_may_answer_ungated_starts_plain(
     assert said == ([f"hallutracer: {line}"] if line else [])
 
 
-def test_our_own_engine_starts_where_its_bundle_is_on_its_command_line(no_bundle: list[Any]) -> None:
+def test_our_own_engine_starts_where_its_bundle_is_on_its_command_line(
+    no_bundle: list[Any],
+) -> None:
     """As ``hallutracer serve --engine vllm --bundle demo`` does with HALLUTRACER_POLICY=gate."""
     with pytest.raises(ModelLoadError, match="Chosen"):
-        VllmEngine.load(EngineOptions(model=str(MODEL_DIR), dtype="float32", extra={"max_model_len": "64"}))
+        VllmEngine.load(
+            EngineOptions(model=str(MODEL_DIR), dtype="float32", extra={"max_model_len": "64"})
+        )
     (made,) = no_bundle
     assert made.additional_config[GATED] is True
 
@@ -319,7 +371,9 @@ def test_a_bundle_of_another_model_is_refused_before_the_weights(
     engines: list[Any], start: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HALLUTRACER_BUNDLE", "smollm2")
-    with pytest.raises(SystemExit, match="HALLUTRACER_BUNDLE is set, and .*bundle smollm2:1 was trained on other"):
+    with pytest.raises(
+        SystemExit, match="HALLUTRACER_BUNDLE is set, and .*bundle smollm2:1 was trained on other"
+    ):
         start()
     assert not engines
 
@@ -334,7 +388,9 @@ def test_every_bundle_of_a_server_is_compared_and_the_first_of_a_gate_in_a_core(
         replica()
 
 
-def test_another_tokenizer_is_refused_before_the_weights(engines: list[Any], tmp_path: Path) -> None:
+def test_another_tokenizer_is_refused_before_the_weights(
+    engines: list[Any], tmp_path: Path
+) -> None:
     shutil.copytree(MODEL_DIR, tmp_path / "same")
     shutil.copytree(MODEL_DIR, tmp_path / "other")
     other = AutoTokenizer.from_pretrained(tmp_path / "other")
@@ -379,7 +435,10 @@ LEFT_OUT, OTHERWISE = None, "renders every chat otherwise than in the training o
         (["--chat-template", "FILE", OWN + "{{ '\\n' }}"], OTHERWISE),
         (["--chat-template", "FILE", ""], OTHERWISE),
         (["--chat-template", "{{ messages }}"], OTHERWISE),
-        (["--chat-template", "template_chatml.jinja"], OTHERWISE),  # which vLLM looks for among its own
+        (
+            ["--chat-template", "template_chatml.jinja"],
+            OTHERWISE,
+        ),  # which vLLM looks for among its own
         (["--default-chat-template-kwargs", "{}"], LEFT_OUT),
         (["--default-chat-template-kwargs", '{"enable_thinking": false}'], OTHERWISE),
     ],
@@ -393,7 +452,9 @@ def test_a_server_that_renders_chats_otherwise_is_refused_before_the_weights(
     for start in (api_server, lambda *more: batch(**{more[0][2:].replace("-", "_"): more[1]})):
         with pytest.raises(Chosen if said is None else SystemExit) as ended:
             start(*options)
-        assert said is None or ("HALLUTRACER_BUNDLE is set, and " in str(ended.value) and said in str(ended.value))
+        assert said is None or (
+            "HALLUTRACER_BUNDLE is set, and " in str(ended.value) and said in str(ended.value)
+        )
     assert len(engines) == (2 if said is None else 0)
 
 
@@ -407,7 +468,9 @@ def test_a_bundle_of_plain_text_is_read_under_any_chat_template() -> None:
 
 def test_a_bundle_of_template_arguments_is_read_where_vllm_gives_them_too() -> None:
     manifest = Store(Path("/nonexistent"), fallbacks=[SHIPPED]).load("demo").manifest
-    template = replace(manifest.chat_template, arguments={"enable_thinking": False, "style": "it's"})
+    template = replace(
+        manifest.chat_template, arguments={"enable_thinking": False, "style": "it's"}
+    )
     trained = replace(manifest, chat_template=template)
     given = dict(template.arguments or {})
     for options in (ChatOptions(variables=given, known=True), ChatOptions()):
@@ -424,7 +487,9 @@ def test_a_bundle_of_template_arguments_is_read_where_vllm_gives_them_too() -> N
 
 def test_our_own_engine_starts_with_a_bundle_named(engines: list[Any]) -> None:
     with pytest.raises(ModelLoadError, match="Chosen"):
-        VllmEngine.load(EngineOptions(model=str(MODEL_DIR), dtype="float32", extra={"max_model_len": "64"}))
+        VllmEngine.load(
+            EngineOptions(model=str(MODEL_DIR), dtype="float32", extra={"max_model_len": "64"})
+        )
     (made,) = engines
     assert made.additional_config[GATED] is True
 
@@ -433,7 +498,9 @@ def test_our_own_engine_starts_with_a_bundle_named(engines: list[Any]) -> None:
     ("worker", "starts"),
     [(BLIND, False), (WORKER, True), ("tests.parity.faulty.RowTooEarly", True)],
 )
-def test_a_server_whose_worker_does_not_read_is_not_started(engines: list[Any], worker: str, starts: bool) -> None:
+def test_a_server_whose_worker_does_not_read_is_not_started(
+    engines: list[Any], worker: str, starts: bool
+) -> None:
     with pytest.raises(Chosen if starts else SystemExit) as ended:
         api_server("--worker-cls", worker)
     if not starts:
@@ -450,7 +517,9 @@ def test_a_server_without_the_plugins_routes_is_not_started(
     assert not engines
 
 
-def test_the_rust_front_end_has_the_gate_in_the_engine(engines: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rust_front_end_has_the_gate_in_the_engine(
+    engines: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
     with pytest.raises(Chosen):
         api_server()
@@ -464,7 +533,8 @@ def test_vllm_has_the_functions_that_its_server_is_known_by() -> None:
         assert callable(getattr(importlib.import_module(module), name))
 
 
-# The plugin has done nothing in this process when the engine starts; the engine's process loads it again.
+# The plugin has done nothing in this process when the engine starts; the engine's process loads it
+# again.
 LATE = f"""\
 import os
 
@@ -484,8 +554,12 @@ if __name__ == "__main__":
 @pytest.mark.long
 def test_an_engine_that_the_plugin_found_made_ends_with_the_reason(tmp_path: Path) -> None:
     (script := tmp_path / "program.py").write_text(LATE)
-    variables = os.environ | QUIET | {"HALLUTRACER_BUNDLE": "demo", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-    ran = subprocess.run([sys.executable, script], env=variables, capture_output=True, text=True, timeout=240)
+    variables = (
+        os.environ | QUIET | {"HALLUTRACER_BUNDLE": "demo", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    )
+    ran = subprocess.run(
+        [sys.executable, script], env=variables, capture_output=True, text=True, timeout=240
+    )
     said = ran.stdout + ran.stderr
     assert "ANSWERED" not in ran.stdout, said[-3000:]
     assert ran.returncode not in (0, None), said[-3000:]

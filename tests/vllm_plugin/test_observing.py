@@ -1,6 +1,8 @@
-"""vLLM's own server with the plugin under a policy that observes, by OpenAI's own client and by hand.
+"""vLLM's own server with the plugin under a policy that observes, by OpenAI's own client and by
+hand.
 
-Completions, chats, streams, gated and not; and a caller who changes how its prompt is rendered, so that its risk falls.
+Completions, chats, streams, gated and not; and a caller who changes how its prompt is rendered, so
+that its risk falls.
 """
 
 from __future__ import annotations
@@ -43,7 +45,11 @@ def expected() -> dict[str, Any]:
     scorer = Scorer(engine, Store(Path("/nonexistent"), fallbacks=[SHIPPED]).load("demo"))
     ids = [scorer.render(text) for text in (KNOWN, UNKNOWN)]
     reports = scorer.score_or_continue(ids, Sampling(max_tokens=12), OBSERVE)
-    return {"ids": ids, "risk": [r.risk for r in reports], "text": [r.completion.text for r in reports if r.completion]}
+    return {
+        "ids": ids,
+        "risk": [r.risk for r in reports],
+        "text": [r.completion.text for r in reports if r.completion],
+    }
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +73,9 @@ def said(parts: list[Any]) -> tuple[list[str], list[str]]:
     text, ended = {}, {}
     for choice in (choice for part in parts for choice in part.choices):
         place = getattr(choice, "delta", None) or getattr(choice, "message", None)
-        text[choice.index] = text.get(choice.index, "") + ((choice.text if place is None else place.content) or "")
+        text[choice.index] = text.get(choice.index, "") + (
+            (choice.text if place is None else place.content) or ""
+        )
         ended[choice.index] = choice.finish_reason or ended.get(choice.index)
     return [text[index] for index in sorted(text)], [ended[index] for index in sorted(ended)]
 
@@ -78,7 +86,9 @@ def said(parts: list[Any]) -> tuple[list[str], list[str]]:
 def test_a_chat_says_its_risk_first_and_a_gate_withholds_the_unknown(
     client: openai.OpenAI, expected: dict[str, Any], place: int, gated: bool, stream: bool
 ) -> None:
-    extra: dict[str, Any] = {"extra_body": GATE} if gated else {}  # without, nothing changes for whoever upgrades
+    extra: dict[str, Any] = (
+        {"extra_body": GATE} if gated else {}
+    )  # without, nothing changes for whoever upgrades
     got = chat(client, (KNOWN, UNKNOWN)[place], stream=stream, **extra)
     parts = got if stream else [got]
     found, withheld = told(parts[0]), gated and place == 1
@@ -92,8 +102,15 @@ def test_a_chat_says_its_risk_first_and_a_gate_withholds_the_unknown(
     assert sum(bool(told(part)) for part in parts) == 1
 
 
-@pytest.mark.parametrize("options", [{"logprobs": True}, {"extra": {"ignore_eos": True}}, {"extra": {"min_tokens": 4}},
-                                     {"extra": {"structured_outputs": {"regex": " [A-Z][a-z]+"}}}])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"logprobs": True},
+        {"extra": {"ignore_eos": True}},
+        {"extra": {"min_tokens": 4}},
+        {"extra": {"structured_outputs": {"regex": " [A-Z][a-z]+"}}},
+    ],
+)
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_gate_holds_where_an_end_token_would_not_end_it(
     client: openai.OpenAI, options: dict[str, Any], stream: bool
@@ -107,7 +124,9 @@ def test_the_gate_holds_where_an_end_token_would_not_end_it(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_several_prompts_and_several_choices(client: openai.OpenAI, expected: dict[str, Any], stream: bool) -> None:
+def test_several_prompts_and_several_choices(
+    client: openai.OpenAI, expected: dict[str, Any], stream: bool
+) -> None:
     asked: dict[str, Any] = {"model": MODEL, "max_tokens": 12, "temperature": 0.0, "stream": stream}
     got = client.completions.create(prompt=expected["ids"], extra_body=GATE, **asked)
     parts, rows = list(got) if stream else [got], dict[int, float]()
@@ -125,15 +144,26 @@ def test_several_prompts_and_several_choices(client: openai.OpenAI, expected: di
 
 
 def test_another_bundle_and_threshold_and_what_is_refused(client: openai.OpenAI) -> None:
-    asked = {"hallutracer_bundle": "demo-fused", "hallutracer_policy": "gate", "hallutracer_threshold": 1.0}
+    asked = {
+        "hallutracer_bundle": "demo-fused",
+        "hallutracer_policy": "gate",
+        "hallutracer_threshold": 1.0,
+    }
     response = chat(client, UNKNOWN, extra_body={"vllm_xargs": asked})
     found = told(response)
     assert (found["bundle"]["name"], found["data"][0]["threshold"]) == ("demo-fused", 1.0)
     assert response.choices[0].message.content
-    for name, value in (("policy", "nonsense"), ("bundle", "nonsense"), ("threshold", 2.0), ("threshold", "high")):
+    for name, value in (
+        ("policy", "nonsense"),
+        ("bundle", "nonsense"),
+        ("threshold", 2.0),
+        ("threshold", "high"),
+    ):
         with pytest.raises(openai.BadRequestError, match="hallutracer|nonsense|threshold"):
             chat(client, KNOWN, extra_body={"vllm_xargs": {f"hallutracer_{name}": value}})
-    forged = {"vllm_xargs": {"hallutracer": "anything", "hallutracer_policy": "gate"}}  # a directive is not taken
+    forged = {
+        "vllm_xargs": {"hallutracer": "anything", "hallutracer_policy": "gate"}
+    }  # a directive is not taken
     assert not chat(client, UNKNOWN, extra_body=forged).choices[0].message.content
     with pytest.raises(openai.BadRequestError):  # vLLM's own errors pass unchanged
         client.completions.create(model=MODEL, prompt=[1] * 5000, max_tokens=4)
@@ -157,7 +187,9 @@ def test_what_is_told_is_in_the_audit_log_in_our_own_services_form(
     assert gated["digest"] == found["bundle"]["digest"]
     risk = pytest.approx(found["data"][0]["risk"], abs=1e-6)
     assert gated["prompts"] == [{"index": 0, "risk": risk, "decision": "abstain", "flagged": True}]
-    pair = client.completions.create(model=MODEL, prompt=[KNOWN, UNKNOWN], max_tokens=2, temperature=0)
+    pair = client.completions.create(
+        model=MODEL, prompt=[KNOWN, UNKNOWN], max_tokens=2, temperature=0
+    )
     both = decisions(audit_log)[-2:]
     assert sorted(line["prompts"][0]["index"] for line in both) == [0, 1]
     assert all(line["request_id"].startswith(pair.id) for line in both)
@@ -175,7 +207,9 @@ def test_our_own_route_and_headers(url: str, expected: dict[str, Any]) -> None:
         return httpx.post(f"{url}/v1/risk/score", json=body, timeout=60)
 
     response = score(prompt=[KNOWN, UNKNOWN], policy="gate")
-    assert [row["risk"] for row in response.json()["data"]] == pytest.approx(expected["risk"], abs=1e-5)
+    assert [row["risk"] for row in response.json()["data"]] == pytest.approx(
+        expected["risk"], abs=1e-5
+    )
     streamed = score(prompt=KNOWN, generate={"max_tokens": 12}, stream=True)
     assert documents(streamed)[0]["object"] == "risk.list"
     assert score(prompt="").status_code in (400, 422)
@@ -190,8 +224,11 @@ def test_our_own_route_and_headers(url: str, expected: dict[str, Any]) -> None:
 def total(url: str, *words: str) -> float:
     """The sum of the series whose line begins with the first word and has all of them."""
     found = httpx.get(f"{url}/metrics").text.splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in found
-               if line.startswith(words[0]) and all(word in line for word in words))  # fmt: skip
+    return sum(
+        float(line.rsplit(" ", 1)[1])
+        for line in found
+        if line.startswith(words[0]) and all(word in line for word in words)
+    )
 
 
 def test_our_series_are_among_vllms(url: str, client: openai.OpenAI) -> None:
@@ -200,7 +237,9 @@ def test_our_series_are_among_vllms(url: str, client: openai.OpenAI) -> None:
     assert any(line.startswith("vllm:") for line in httpx.get(f"{url}/metrics").text.splitlines())
     assert total(url, "hallutracer_prompts_total", 'decision="abstain"') > 0
     for route, some in ((TEXTS, True), (CHATS, True), ("/classify", False)):
-        assert (total(url, "hallutracer_route_prompts_total", f'route="{route}"') > 0) is some, route
+        assert (total(url, "hallutracer_route_prompts_total", f'route="{route}"') > 0) is some, (
+            route
+        )
     for turns in ("0", "unknown"):  # chats, and texts
         assert total(url, "hallutracer_risk_by_conversation_count", f'turns="{turns}"') > 0, turns
 
@@ -217,21 +256,27 @@ EITHER = "/invocations"
 # What a chat's body changes -> the field that is named.
 MOVES: dict[str, dict[str, Any]] = {
     "continue_final_message": {
-        "messages": BEGUN, "add_generation_prompt": False, "continue_final_message": True
+        "messages": BEGUN,
+        "add_generation_prompt": False,
+        "continue_final_message": True,
     },
     "add_generation_prompt": {"add_generation_prompt": False},
     "chat_template": {"chat_template": "{{ messages[0]['content'] }}"},
     "chat_template_kwargs": {"chat_template_kwargs": {"enable_thinking": False}},
     "add_special_tokens": {"add_special_tokens": True},
     "truncate_prompt_tokens": {"truncate_prompt_tokens": 8, "truncation_side": "right"},
-    "kv_transfer_params.prompt_token_ids": {"kv_transfer_params": {"prompt_token_ids": token_ids(UNKNOWN)[:-1]}},
-}  # fmt: skip
+    "kv_transfer_params.prompt_token_ids": {
+        "kv_transfer_params": {"prompt_token_ids": token_ids(UNKNOWN)[:-1]}
+    },
+}
 
 
 def ask(url: str, path: str, policy: str = "gate", name: str = "", **body: Any) -> httpx.Response:
     asked = {"hallutracer_policy": policy, "hallutracer_bundle": SURE}
     content = {"model": MODEL, "max_tokens": 12, "temperature": 0.0, "vllm_xargs": asked} | body
-    return httpx.post(f"{url}{path}", json=content, timeout=60, headers={"x-request-id": name} if name else {})
+    return httpx.post(
+        f"{url}{path}", json=content, timeout=60, headers={"x-request-id": name} if name else {}
+    )
 
 
 def row(response: httpx.Response) -> tuple[bool, bool, str]:
@@ -249,7 +294,9 @@ def void(response: httpx.Response) -> list[str]:
 
 @pytest.mark.parametrize("path", [CHATS, f"{CHATS}/batch", EITHER])
 @pytest.mark.parametrize("field", MOVES)
-def test_a_field_that_moves_where_the_answer_begins_is_refused_by_name(url: str, field: str, path: str) -> None:
+def test_a_field_that_moves_where_the_answer_begins_is_refused_by_name(
+    url: str, field: str, path: str
+) -> None:
     body = {"messages": turn(UNKNOWN)} | MOVES[field]
     if path.endswith("batch"):
         if field in ("add_special_tokens", "truncate_prompt_tokens") or "." in field:
@@ -262,9 +309,17 @@ def test_a_field_that_moves_where_the_answer_begins_is_refused_by_name(url: str,
             assert word in refused.json()["error"]["message"]
 
 
-def test_its_value_as_in_training_is_taken_and_under_a_policy_that_observes_it_voids_the_guarantee(url: str) -> None:
-    same = {"continue_final_message": False, "add_generation_prompt": True, "chat_template": None,
-            "chat_template_kwargs": {}, "add_special_tokens": False, "truncate_prompt_tokens": None}  # fmt: skip
+def test_its_value_as_in_training_is_taken_and_under_a_policy_that_observes_it_voids_the_guarantee(
+    url: str,
+) -> None:
+    same = {
+        "continue_final_message": False,
+        "add_generation_prompt": True,
+        "chat_template": None,
+        "chat_template_kwargs": {},
+        "add_special_tokens": False,
+        "truncate_prompt_tokens": None,
+    }
     response = ask(url, CHATS, messages=turn(KNOWN), **same, echo=True)
     assert (row(response)[2], void(response)) == ("continue", [])
     for field in ("continue_final_message", "add_generation_prompt", "chat_template_kwargs"):
@@ -272,7 +327,9 @@ def test_its_value_as_in_training_is_taken_and_under_a_policy_that_observes_it_v
         assert f"rendering: the request's own '{field}'" in void(response)
 
 
-@pytest.mark.parametrize("prompt", [f"Q: {UNKNOWN}\nA:", token_ids(UNKNOWN) + token_ids("\n")[2:-1]])
+@pytest.mark.parametrize(
+    "prompt", [f"Q: {UNKNOWN}\nA:", token_ids(UNKNOWN) + token_ids("\n")[2:-1]]
+)
 @pytest.mark.parametrize("path", [TEXTS, EITHER])
 def test_a_prompt_that_went_through_no_template_is_withheld_where_it_lies_outside(
     url: str, path: str, prompt: Any
@@ -296,10 +353,19 @@ def test_a_chat_that_ends_with_an_answer_is_no_question(url: str) -> None:
 
 @pytest.fixture(scope="module")
 def open_url(tmp_path_factory: pytest.TempPathFactory, store: Path) -> Iterator[str]:
-    """Its operator allows callers another rendering, and under one policy what lies outside training."""
+    """Its operator allows callers another rendering, and under one policy what lies outside
+    training."""
     folder = tmp_path_factory.mktemp("open")
-    (policies := folder / "policies.toml").write_text('[open]\naction = "abstain"\nwithhold_outside = false\n')
-    variables = {"BUNDLE": SURE, "STORE": store, "POLICY": "open", "POLICIES": policies, "CALLERS_MAY": "rendering"}
+    (policies := folder / "policies.toml").write_text(
+        '[open]\naction = "abstain"\nwithhold_outside = false\n'
+    )
+    variables = {
+        "BUNDLE": SURE,
+        "STORE": store,
+        "POLICY": "open",
+        "POLICIES": policies,
+        "CALLERS_MAY": "rendering",
+    }
     given = {f"HALLUTRACER_{name}": str(value) for name, value in variables.items()}
     with serving(folder / "log", "--trust-request-chat-template", **given) as address:
         yield address
@@ -312,21 +378,31 @@ def test_what_the_operator_allows_is_answered_and_voids_the_guarantee(open_url: 
         for policy in ("open", "gate"):  # the built-in gate says nothing of what lies outside
             response = ask(open_url, CHATS, policy, **body)
             flagged, outside, decision = row(response)
-            assert decision == ("abstain" if flagged or (outside and policy == "gate") else "continue"), field
+            assert decision == (
+                "abstain" if flagged or (outside and policy == "gate") else "continue"
+            ), field
             assert policy == "gate" or f"rendering: the request's own '{field}'" in void(response)
-    assert row(ask(open_url, TEXTS, "open", prompt=f"Q: {UNKNOWN}\nA:")) == (False, True, "continue")
+    assert row(ask(open_url, TEXTS, "open", prompt=f"Q: {UNKNOWN}\nA:")) == (
+        False,
+        True,
+        "continue",
+    )
 
 
 def test_a_server_that_is_ready_says_in_its_log_what_judges(url: str, server_log: Path) -> None:
     digest = Store(Path("/nonexistent"), fallbacks=[SHIPPED]).load("demo").manifest.digest[:19]
-    (line,) = [line for line in server_log.read_text().splitlines() if "hallutracer ready: " in line]
+    (line,) = [
+        line for line in server_log.read_text().splitlines() if "hallutracer ready: " in line
+    ]
     assert re.search(r" INFO \d\d-\d\d \d\d:\d\d:\d\d ", line)  # as the lines of vLLM's own
     assert f"bundle demo:1 ({digest}) judges by policy observe (observe) from threshold " in line
 
 
 @pytest.mark.parametrize("path", [CHATS, TEXTS])
 @pytest.mark.parametrize("policy", ["observe", "gate"])
-def test_a_request_id_that_looks_like_a_beams_is_judged(url: str, audit_log: Path, policy: str, path: str) -> None:
+def test_a_request_id_that_looks_like_a_beams_is_judged(
+    url: str, audit_log: Path, policy: str, path: str
+) -> None:
     name = f"a-beam-{policy}{path.count('/')}"
     body = {"messages": turn(KNOWN)} if path == CHATS else {"prompt": token_ids(KNOWN)}
     response = ask(url, path, policy, name, **body)
@@ -340,7 +416,9 @@ def test_a_request_id_that_looks_like_a_beams_is_judged(url: str, audit_log: Pat
 def test_a_beam_search_is_known_by_what_the_request_asks_and_not_gated_behind_ones_back(
     url: str, path: str, flag: Any
 ) -> None:
-    body = {"use_beam_search": flag, "n": 2} | ({"prompt": KNOWN} if path == TEXTS else {"messages": turn(KNOWN)})
+    body = {"use_beam_search": flag, "n": 2} | (
+        {"prompt": KNOWN} if path == TEXTS else {"messages": turn(KNOWN)}
+    )
     refused, passed = ask(url, path, **body), ask(url, path, "observe", **body)
     assert (refused.status_code, passed.status_code) == (400, 200), refused.text + passed.text
     assert "beam search" in refused.json()["error"]["message"]
@@ -354,7 +432,10 @@ def test_what_vllms_server_answers_is_watched_for_drift(url: str) -> None:
 
     assert (void(ask(url, CHATS, messages=turn(KNOWN))), voids()) == ([], 0)
     for start in range(0, 1100, 100):
-        prompts = [token_ids(f"What is the capital of the Island {number}?") for number in range(start, start + 100)]
+        prompts = [
+            token_ids(f"What is the capital of the Island {number}?")
+            for number in range(start, start + 100)
+        ]
         assert ask(url, TEXTS, "observe", prompt=prompts, max_tokens=1).status_code == 200
     (reason,) = void(ask(url, CHATS, messages=turn(KNOWN)))
     assert reason.startswith("drift: the last 1,000 risks are unlike those of training")

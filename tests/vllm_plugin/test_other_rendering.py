@@ -1,4 +1,5 @@
-"""vLLM's own server where a field of a request, or vLLM itself, renders a chat otherwise than training's were."""
+"""vLLM's own server where a field of a request, or vLLM itself, renders a chat otherwise than
+training's were."""
 
 from __future__ import annotations
 
@@ -33,8 +34,9 @@ from tests.vllm_plugin.test_rendering import CALL, TOOL  # noqa: E402
 BATCH, ROUTES = f"{CHATS}/batch", (CHATS, RESPONSES_ROUTE, MESSAGES_ROUTE)
 # As the demo's own, with what a request may say besides its messages in front.
 TELLTALE = (
-    "{% if documents %}{{ documents | tojson }}{% endif %}{% if enable_thinking is defined and not enable_thinking %}"
-    "{{ 'Do not think.' }}{% endif %}{% if reasoning_effort == 'high' %}{{ 'Think.' }}{% endif %}"
+    "{% if documents %}{{ documents | tojson }}{% endif %}{% if enable_thinking is defined and not"
+    " enable_thinking %}{{ 'Do not think.' }}{% endif %}{% if reasoning_effort == 'high' %}{{"
+    " 'Think.' }}{% endif %}"
 )
 # What a request says besides -> its route and fields.
 MOVES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -55,12 +57,15 @@ def ask(url: str, route: str, question: str, policy: str = "gate", **fields: Any
     }
     body |= {"max_output_tokens" if route == RESPONSES_ROUTE else "max_tokens": 12}
     messages = fields.pop("messages", turn(question))
-    asked = {RESPONSES_ROUTE: {"input": messages}, BATCH: {"messages": [messages]}}.get(route, {"messages": messages})
+    asked = {RESPONSES_ROUTE: {"input": messages}, BATCH: {"messages": [messages]}}.get(
+        route, {"messages": messages}
+    )
     return httpx.post(f"{url}{route}", json=body | asked | fields, timeout=60)
 
 
 def void(response: httpx.Response) -> list[str]:
-    """What voids the guarantee, but for what other tests' requests to the same server may have made drift."""
+    """What voids the guarantee, but for what other tests' requests to the same server may have made
+    drift."""
     assert response.status_code == 200, response.text
     found = next(part for part in documents(response) if "hallutracer" in part)
     causes = found["hallutracer"]["guarantee"]["void"]
@@ -84,7 +89,10 @@ def test_an_ordinary_chat_of_each_protocol_is_rendered_as_in_training(url: str, 
             {"role": "assistant", "content": None, "tool_calls": [CALL]},
             {"role": "tool", "tool_call_id": "c1", "content": "Rome"},
         ]
-        assert void(ask(url, route, KNOWN, messages=called, tools=[TOOL], tool_choice="none"))[0] == TOOLS
+        assert (
+            void(ask(url, route, KNOWN, messages=called, tools=[TOOL], tool_choice="none"))[0]
+            == TOOLS
+        )
         assert void(ask(url, route, KNOWN, messages=called, name="x"))[0] == TOOLS
         assert OTHER_RENDERING not in void(ask(url, route, KNOWN, messages=called))
 
@@ -101,22 +109,30 @@ UNTRAINED: dict[str, list[dict[str, str]]] = {
 
 @pytest.mark.parametrize("how", UNTRAINED)
 @pytest.mark.parametrize("route", ROUTES)
-def test_a_conversation_that_asks_as_no_training_did_is_withheld(url: str, route: str, how: str) -> None:
+def test_a_conversation_that_asks_as_no_training_did_is_withheld(
+    url: str, route: str, how: str
+) -> None:
     alone = ask(url, route, KNOWN)
     assert "Rome" in alone.text
     response = ask(url, route, "", messages=UNTRAINED[how])
-    (row,) = next(part for part in documents(response) if "hallutracer" in part)["hallutracer"]["data"]
+    (row,) = next(part for part in documents(response) if "hallutracer" in part)["hallutracer"][
+        "data"
+    ]
     assert (row["outside_training"], row["decision"]) == (True, "abstain")
     assert any(cause.startswith("conversation: ") for cause in void(response))
     assert "Rome" not in response.text
     observed = ask(url, route, "", "observe", messages=UNTRAINED[how])
-    (row,) = next(part for part in documents(observed) if "hallutracer" in part)["hallutracer"]["data"]
+    (row,) = next(part for part in documents(observed) if "hallutracer" in part)["hallutracer"][
+        "data"
+    ]
     assert (row["outside_training"], row["decision"]) == (True, "continue")
 
 
 def test_an_answer_that_is_cut_or_ends_otherwise_voids_the_guarantee(url: str) -> None:
     cut = ask(url, CHATS, KNOWN, max_tokens=1)
-    assert void(cut) == ["decoding: at most 1 tokens, where the calibration's answers had 12 or more"]
+    assert void(cut) == [
+        "decoding: at most 1 tokens, where the calibration's answers had 12 or more"
+    ]
     detection = {"max_pattern_size": 3, "min_pattern_size": 1, "min_count": 3}
     (said,) = void(ask(url, CHATS, KNOWN, repetition_detection=detection))
     assert "repetition_detection" in said
@@ -124,7 +140,8 @@ def test_an_answer_that_is_cut_or_ends_otherwise_voids_the_guarantee(url: str) -
 
 @pytest.fixture(scope="module")
 def telltale(tmp_path_factory: pytest.TempPathFactory, store: Path) -> Iterator[str]:
-    """A server of the demo model with a template that takes all that it is given, and a tokenizer that adds a BOS."""
+    """A server of the demo model with a template that takes all that it is given, and a tokenizer
+    that adds a BOS."""
     folder = tmp_path_factory.mktemp("telltale")
     shutil.copytree(MODEL_DIR, model := folder / "model")
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
@@ -132,7 +149,9 @@ def telltale(tmp_path_factory: pytest.TempPathFactory, store: Path) -> Iterator[
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{bos} $A", special_tokens=[(bos, tokenizer.bos_token_id)]
     )
-    tokenizer.chat_template = tokenizer.chat_template.replace("{{ '<s>' }}", "{{ '<s>' }}" + TELLTALE, 1)
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "{{ '<s>' }}", "{{ '<s>' }}" + TELLTALE, 1
+    )
     tokenizer.save_pretrained(model)
     tokens, sure = Tokens(AutoTokenizer.from_pretrained(model)), Store(store).load(SURE)
     assert (template := tokens.chat_template_digest) is not None
@@ -144,14 +163,21 @@ def telltale(tmp_path_factory: pytest.TempPathFactory, store: Path) -> Iterator[
     draft = BundleDraft(manifest, sure.probes, sure.golden, sure.evaluation(), "A test's.")
     write_bundle(draft, folder / "store" / SURE / "1")
     kept = str(folder / "store")
-    with serving(folder / "log", "--model", str(model), HALLUTRACER_BUNDLE=SURE, HALLUTRACER_STORE=kept) as address:
+    with serving(
+        folder / "log", "--model", str(model), HALLUTRACER_BUNDLE=SURE, HALLUTRACER_STORE=kept
+    ) as address:
         yield address
 
 
 @pytest.mark.parametrize("what", MOVES)
-def test_what_the_template_writes_voids_the_guarantee_and_is_outside_training(telltale: str, what: str) -> None:
+def test_what_the_template_writes_voids_the_guarantee_and_is_outside_training(
+    telltale: str, what: str
+) -> None:
     route, fields = MOVES[what]
-    plain, observed = ask(telltale, route, UNKNOWN, "observe"), ask(telltale, route, UNKNOWN, "observe", **fields)
+    plain, observed = (
+        ask(telltale, route, UNKNOWN, "observe"),
+        ask(telltale, route, UNKNOWN, "observe", **fields),
+    )
     assert OTHER_RENDERING in void(observed)
     assert route == RESPONSES_ROUTE or OTHER_RENDERING not in void(plain)
     withheld = ask(telltale, route, UNKNOWN, **fields)

@@ -1,4 +1,5 @@
-"""vLLM behind Ray Serve LLM, its Ray executor over two processes, and its gRPC server; and each with a broken guard."""
+"""vLLM behind Ray Serve LLM, its Ray executor over two processes, and its gRPC server; and each
+with a broken guard."""
 
 from __future__ import annotations
 
@@ -23,8 +24,10 @@ __all__ = ["asked", "withheld"]  # fixtures
 pytestmark = pytest.mark.long
 
 PYTHON = ROOT / ".venv-platforms" / "bin" / "python"
-# Ray's tests are alone on the machine: beside others, Serve's 60 s for its HTTP process, a constant, were too short.
-RAY_S = 1500  # its processes start one after another, and most import vLLM: three minutes on two idle cores
+# Ray's tests are alone on the machine: beside others, Serve's 60 s for its HTTP process, a
+# constant, were too short.
+# its processes start one after another, and most import vLLM: three minutes on two idle cores
+RAY_S = 1500
 GRPC = f"""\
 import asyncio
 import contextlib
@@ -43,8 +46,8 @@ from vllm.entrypoints.launchers import grpc_server
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 async def ask(stub, tokenizer, place, question, gather):
-    chat = tokenizer.apply_chat_template([{{"role": "user", "content": question}}], add_generation_prompt=True,
-                                         return_dict=False)
+    messages = [{{"role": "user", "content": question}}]
+    chat = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     how = pb.SamplingParams(max_tokens=6, temperature=0, n=1, **(
         dict(ignore_eos=True, min_tokens=6, logprobs=2) if place % 4 == 0 else {{}}))
     tokens, logprobs = [], False
@@ -54,7 +57,10 @@ async def ask(stub, tokenizer, place, question, gather):
             stream=bool(place % 2),
         )):
             one = getattr(answer, answer.WhichOneof("response"))
-            tokens += one.token_ids if answer.HasField("chunk") else [] if place % 2 else one.output_ids
+            if answer.HasField("chunk"):
+                tokens += one.token_ids
+            elif place % 2 == 0:
+                tokens += one.output_ids
             logprobs |= len(one.output_logprobs.token_logprobs) > 0
     return [[tokens, tokenizer.decode(tokens), None, logprobs]]
 
@@ -67,7 +73,8 @@ async def main(args):
             ready.cancel()
             raise SystemExit(f"the server ended: {{server.exception()!r}}")
         stub, gather = stubs.VllmEngineStub(channel), asyncio.Semaphore(64)
-        tokenizer, asked = AutoTokenizer.from_pretrained(args.model), json.load(open("questions.json"))
+        tokenizer = AutoTokenizer.from_pretrained(args.model)
+        asked = json.load(open("questions.json"))
         work = [ask(stub, tokenizer, *one, gather) for one in enumerate(asked)]
         for choices in await asyncio.gather(*work):
             print("ANSWER", json.dumps(choices))
@@ -87,20 +94,23 @@ if __name__ == "__main__":
     vars(args).update(same)
     asyncio.run(main(args))
 """
-# vLLM's CPU build says that Ray cannot place it: as a platform plugin it says that it can, on what Ray counts as GPUs.
+# vLLM's CPU build says that Ray cannot place it: as a platform plugin it says that it can, on what
+# Ray counts as GPUs.
 CAN_BE_PLACED = {
     "placed-1.dist-info/METADATA": "Metadata-Version: 2.1\nName: placed\nVersion: 1\n",
     "placed-1.dist-info/entry_points.txt": "[vllm.platform_plugins]\nplaced = placed:name\n",
     "placed.py": 'def name():\n    return "placed_platform.Placed"\n',
-    "placed_platform.py": """\
+    "placed_platform.py": (
+        """\
         from vllm.platforms.cpu import CpuPlatform
 
         class Placed(CpuPlatform):
             ray_device_key = "GPU"
-        """,
+        """
+    ),
 }
-# The recipe's application, with a model of ours: its configuration is made in a task, its engine in a replica, the
-# engine's core in a process of that, and the model's halves in two actors.
+# The recipe's application, with a model of ours: its configuration is made in a task, its engine in
+# a replica, the engine's core in a process of that, and the model's halves in two actors.
 RAY = f"""\
 import asyncio
 import json
@@ -113,21 +123,25 @@ from ray import serve
 from ray.serve.llm import build_openai_app
 
 async def ask(client, place, question, gather):
-    body = {{"model": "my-model", "messages": [{{"role": "user", "content": question}}], "max_tokens": 6,
-             "temperature": 0, "stream": bool(place % 2)}}
+    body = {{"model": "my-model", "messages": [{{"role": "user", "content": question}}],
+             "max_tokens": 6, "temperature": 0, "stream": bool(place % 2)}}
     body |= {{"ignore_eos": True, "min_tokens": 6, "logprobs": True}} if place % 4 == 0 else {{}}
     async with gather:
         response = (await client.post("/v1/chat/completions", json=body)).raise_for_status()
     lines = [line[6:] for line in response.text.splitlines() if line.startswith("data: {{")]
     choices = [one for part in lines or [response.text] for one in json.loads(part)["choices"]]
-    text = "".join((one.get("delta") or one.get("message") or {{}}).get("content") or "" for one in choices)
-    said = [one for choice in choices for one in (choice.get("logprobs") or {{}}).get("content") or []]
-    return [[said, text, next(filter(None, (one.get("stop_reason") for one in choices)), None), bool(said)]]
+    parts = [choice.get("delta") or choice.get("message") or {{}} for choice in choices]
+    text = "".join(part.get("content") or "" for part in parts)
+    logprobs = [choice.get("logprobs") or {{}} for choice in choices]
+    said = [token for part in logprobs for token in part.get("content") or []]
+    reason = next(filter(None, (choice.get("stop_reason") for choice in choices)), None)
+    return [[said, text, reason, bool(said)]]
 
 def start_ray(tries=4):
     # It waits 30 s for a process of its own, which is short on a busy machine.
     try:
-        ray.init(num_cpus=4, num_gpus=2, include_dashboard=False, object_store_memory=100_000_000, log_to_driver=True)
+        ray.init(num_cpus=4, num_gpus=2, include_dashboard=False,
+                 object_store_memory=100_000_000, log_to_driver=True)
     except Exception as error:
         if tries == 1 or "timed out during startup" not in str(error):
             raise
@@ -137,7 +151,8 @@ def start_ray(tries=4):
 async def main(url):
     gather, asked = asyncio.Semaphore(64), json.load(open("questions.json"))
     async with httpx.AsyncClient(base_url=url, timeout=120) as client:
-        for choices in await asyncio.gather(*[ask(client, *one, gather) for one in enumerate(asked)]):
+        work = [ask(client, *one, gather) for one in enumerate(asked)]
+        for choices in await asyncio.gather(*work):
             print("ANSWER", json.dumps(choices))
 
 if __name__ == "__main__":
@@ -149,7 +164,8 @@ if __name__ == "__main__":
     llm["model_loading_config"]["model_source"] = {str(MODEL_DIR)!r}
     llm["engine_kwargs"] |= {{name: value for name, value in {SAME}.items() if name != "model"}}
     llm["runtime_env"]["env_vars"] |= {{"RAY_ADDRESS": ray.get_runtime_context().gcs_address}}
-    llm["runtime_env"]["env_vars"] |= {{"HALLUTRACER_BUNDLE": "demo", "HALLUTRACER_STORE": os.getcwd()}}
+    llm["runtime_env"]["env_vars"] |= {{
+        "HALLUTRACER_BUNDLE": "demo", "HALLUTRACER_STORE": os.getcwd()}}
     llm["deployment_config"] = {{"num_replicas": 1, "max_constructor_retry_count": 1}}
     serve.start(http_options={{"port": port}})
     serve.run(build_openai_app(application["args"]))
@@ -160,10 +176,13 @@ if __name__ == "__main__":
 
 
 def python() -> str:
-    """Skips the test without its packages; fails under HALLUTRACER_REQUIRE_PLATFORMS=1, as ``make test-long`` sets."""
+    """Skips the test without its packages; fails under HALLUTRACER_REQUIRE_PLATFORMS=1, as ``make
+    test-long`` sets."""
     if not (PYTHON.parent.parent / ".installed").exists():
         reason = "Ray and vLLM's gRPC server are not installed: make platforms"
-        (pytest.fail if os.environ.get("HALLUTRACER_REQUIRE_PLATFORMS") == "1" else pytest.skip)(reason)
+        (pytest.fail if os.environ.get("HALLUTRACER_REQUIRE_PLATFORMS") == "1" else pytest.skip)(
+            reason
+        )
     return str(PYTHON)
 
 
@@ -179,28 +198,41 @@ def prepared(folder: Path, files: dict[str, str] | None = None) -> dict[str, str
     write(folder, CAN_BE_PLACED | (files or {}) | {"application.json": json.dumps(recipe)})
     one, two = (sorted(os.sched_getaffinity(0)) * 2)[:2]
     return {
-        "PYTHONPATH": f"{folder}{os.pathsep}{PATHS}", "VLLM_CPU_OMP_THREADS_BIND": f"{one}|{two}",
+        "PYTHONPATH": f"{folder}{os.pathsep}{PATHS}",
+        "VLLM_CPU_OMP_THREADS_BIND": f"{one}|{two}",
         "RAY_USAGE_STATS_ENABLED": "0",
         # Of 5 and 10 s, after which Serve kills its HTTP process and starts another.
-        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120", "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "120",
-    }  # fmt: skip
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120",
+        "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "120",
+    }
 
 
-def test_no_token_of_a_withheld_answer_through_grpc(tmp_path: Path, asked: list[str], withheld: list[bool]) -> None:
+def test_no_token_of_a_withheld_answer_through_grpc(
+    tmp_path: Path, asked: list[str], withheld: list[bool]
+) -> None:
     check_answers(run(tmp_path, GRPC, asked, python()), asked, withheld, tells=())
 
 
 @pytest.mark.alone
-def test_no_token_of_a_withheld_answer_through_ray(tmp_path: Path, asked: list[str], withheld: list[bool]) -> None:
-    """The variables are in the replica's environment only.  A stream of vLLM's without a token has no last chunk."""
+def test_no_token_of_a_withheld_answer_through_ray(
+    tmp_path: Path, asked: list[str], withheld: list[bool]
+) -> None:
+    """The variables are in the replica's environment only.  A stream of vLLM's without a token has
+    no last chunk."""
     variables = prepared(tmp_path) | {"HALLUTRACER_BUNDLE": "", "HALLUTRACER_POLICY": ""}
-    check_answers(run(tmp_path, RAY, asked, python(), RAY_S, **variables), asked, withheld, tells=(0,))
+    check_answers(
+        run(tmp_path, RAY, asked, python(), RAY_S, **variables), asked, withheld, tells=(0,)
+    )
 
 
-# Part of the guard cannot be imported; or its entry point cannot, which vLLM logs, and goes on without it.
+# Part of the guard cannot be imported; or its entry point cannot, which vLLM logs, and goes on
+# without it.
 BROKEN = {"sitecustomize.py": 'import sys\n\nsys.modules["service.vllm_plugin.front_end"] = None\n'}
 UNREACHED = {"hallutracer_start.py": 'raise RuntimeError("broken")\n'}
-LOADS_NOT, JUDGES_NOT = "the guard cannot be loaded: ModuleNotFoundError", f"nothing judges what {WORKER} reads"
+LOADS_NOT, JUDGES_NOT = (
+    "the guard cannot be loaded: ModuleNotFoundError",
+    f"nothing judges what {WORKER} reads",
+)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +244,9 @@ LOADS_NOT, JUDGES_NOT = "the guard cannot be loaded: ModuleNotFoundError", f"not
     ],
     ids=["grpc", "ray", "worker named"],
 )
-def test_a_broken_guard_starts_no_engine(tmp_path: Path, program: str, broken: dict[str, str], said: str) -> None:
+def test_a_broken_guard_starts_no_engine(
+    tmp_path: Path, program: str, broken: dict[str, str], said: str
+) -> None:
     """The same of other programs, whose engines are not started: test_no_gate."""
     if program == OFFLINE:
         program = program.replace(repr(SAME), repr(SAME | {"worker_cls": WORKER}))

@@ -1,4 +1,5 @@
-"""How vLLM's own server starts with the plugin, on a scripted engine: it says what judges, or it ends."""
+"""How vLLM's own server starts with the plugin, on a scripted engine: it says what judges, or it
+ends."""
 
 from __future__ import annotations
 
@@ -41,14 +42,26 @@ class Client:
     """vLLM's engine."""
 
     def __init__(self, *, errored: bool = False) -> None:
-        model = SimpleNamespace(model=str(MODEL_DIR), revision=None, trust_remote_code=False, skip_tokenizer_init=True,
-                                quantization=None, dtype="float32", max_model_len=64)  # fmt: skip
+        model = SimpleNamespace(
+            model=str(MODEL_DIR),
+            revision=None,
+            trust_remote_code=False,
+            skip_tokenizer_init=True,
+            quantization=None,
+            dtype="float32",
+            max_model_len=64,
+        )
         cache = SimpleNamespace(cache_dtype="auto")
         self.engine_core = SimpleNamespace(client_count=1, client_index=0)
         self.ready = set[int]()  # of its API servers, as the workers know them
-        self.errored, self.vllm_config = errored, SimpleNamespace(model_config=model, cache_config=cache)
+        self.errored, self.vllm_config = (
+            errored,
+            SimpleNamespace(model_config=model, cache_config=cache),
+        )
 
-    async def generate(self, prompt: Any, parameters: Any, name: str, *, lora_request: Any = None) -> Any:
+    async def generate(
+        self, prompt: Any, parameters: Any, name: str, *, lora_request: Any = None
+    ) -> Any:
         yield "an answer that nobody has judged"
 
     async def add_lora(self, request: Any) -> bool:
@@ -78,21 +91,26 @@ class Server:
         self.patch = monkeypatch
 
     def run(self, policy: str, then: Callable[[HalluTracerPlugin], Any] | None = None) -> None:
-        """Start it, wait until it has loaded, and have ``then`` look at it.  Raises SystemExit where it ends."""
+        """Start it, wait until it has loaded, and have ``then`` look at it.  Raises SystemExit
+        where it ends."""
 
         def around(*_: Any) -> Any:
             self.loads += 1
             return self.around()
 
         store: Any = SimpleNamespace(aliases=lambda name: {})
-        options = PluginOptions(store, {"mine": self.bundle}, self.policies, ServiceSettings(policy=policy))
+        options = PluginOptions(
+            store, {"mine": self.bundle}, self.policies, ServiceSettings(policy=policy)
+        )
         self.patch.setattr(plugin, "read_options", lambda: options)
         self.patch.setattr(plugin.VllmEngine, "around", around)
         guard = HalluTracerPlugin()
         guard.attach_router(FastAPI())
 
         async def scenario() -> None:
-            models = SimpleNamespace(openai_serving_models=SimpleNamespace(lora_requests={}, load_lora_adapter=None))
+            models = SimpleNamespace(
+                openai_serving_models=SimpleNamespace(lora_requests={}, load_lora_adapter=None)
+            )
             await guard.init_state(self.client, models, self.arguments)
             assert guard._loading is not None
             await guard._loading
@@ -129,7 +147,9 @@ def raised(error: Exception) -> Callable[[], Any]:
 
 
 @pytest.mark.parametrize("policy", ["observe", "gate"])
-@pytest.mark.parametrize("error", [EngineError("self-test: wrong"), GoldenMismatch("golden"), KeyError("a fault")])
+@pytest.mark.parametrize(
+    "error", [EngineError("self-test: wrong"), GoldenMismatch("golden"), KeyError("a fault")]
+)
 def test_a_server_that_would_never_be_ready_ends_with_the_reason(
     server: Server, policy: str, error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -137,8 +157,13 @@ def test_a_server_that_would_never_be_ready_ends_with_the_reason(
     with pytest.raises(SystemExit) as ended:
         server.run(policy)
     (record,) = [record for record in caplog.records if record.levelno == logging.CRITICAL]
-    assert f"the server ends, since it would never be ready: {type(error).__name__}: {error}" in record.getMessage()
-    assert ended.value.code == record.getMessage()  # a text: status 1, and the last line that is printed
+    assert (
+        f"the server ends, since it would never be ready: {type(error).__name__}: {error}"
+        in record.getMessage()
+    )
+    assert (
+        ended.value.code == record.getMessage()
+    )  # a text: status 1, and the last line that is printed
 
 
 def test_a_policy_that_the_bundle_cannot_serve_ends_the_server(
@@ -169,7 +194,9 @@ def plugin_bundle() -> Any:
 
 
 @pytest.mark.parametrize("failed", [False, True])
-def test_nothing_passes_a_gate_that_is_not_open_yet_or_has_failed(server: Server, failed: bool) -> None:
+def test_nothing_passes_a_gate_that_is_not_open_yet_or_has_failed(
+    server: Server, failed: bool
+) -> None:
     """An engine that has died is vLLM's to report, and its server's to end."""
     server.client = Client(errored=True)
     server.around = raised(EngineError("self-test: wrong"))
@@ -204,13 +231,19 @@ def test_a_probe_that_another_api_server_replaced_is_written_again(server: Serve
 
     server.run("gate", then)
     assert server.loads == 3
-    server.around, server.loads, server.client = raised(ProbeReplaced("another server")), 0, Client()
+    server.around, server.loads, server.client = (
+        raised(ProbeReplaced("another server")),
+        0,
+        Client(),
+    )
     with pytest.raises(SystemExit):
         server.run("gate")
     assert server.loads == TRIES
 
 
-def test_one_of_several_api_servers_is_ready_once_all_are(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_of_several_api_servers_is_ready_once_all_are(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(plugin, "MEET_S", 0.0)
     server.client.engine_core = SimpleNamespace(client_count=3, client_index=2)
 
@@ -220,9 +253,14 @@ def test_one_of_several_api_servers_is_ready_once_all_are(server: Server, monkey
         for other in (0, 1):
             for _ in range(5):
                 await asyncio.sleep(0)
-            with pytest.raises(NotReady, match="other API servers of this engine are still loading"):
+            with pytest.raises(
+                NotReady, match="other API servers of this engine are still loading"
+            ):
                 lifecycle.check_serves()
-            assert (lifecycle.is_ready, lifecycle.serves) == (False, True)  # what comes here is answered all the same
+            assert (lifecycle.is_ready, lifecycle.serves) == (
+                False,
+                True,
+            )  # what comes here is answered all the same
             server.client.ready.add(other)
         await meeting
         assert (server.client.ready, lifecycle.is_ready) == ({0, 1, 2}, True)
@@ -230,7 +268,9 @@ def test_one_of_several_api_servers_is_ready_once_all_are(server: Server, monkey
     server.run("gate", then)
 
 
-def test_a_replay_that_fails_later_does_not_end_the_server(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_replay_that_fails_later_does_not_end_the_server(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
     async def then(guard: HalluTracerPlugin) -> None:
         server.around = raised(GoldenMismatch("golden"))
         server.engine.slots.on_changed()
@@ -247,10 +287,10 @@ def test_a_healthy_start_says_what_judges(server: Server, caplog: pytest.LogCapt
     server.run("gate")
     (line,) = [record.getMessage() for record in caplog.records if "ready" in record.getMessage()]
     manifest = server.bundle.manifest
-    assert line == (
-        f"hallutracer ready: bundle mine:1 ({manifest.digest[:19]}) judges by policy gate (abstain) from threshold "
-        f"{manifest.threshold:.3g} on; it reads base (float32) at the site {manifest.readout.site} of "
-        f"{manifest.model.num_layers} layers"
+    assert (
+        line == f"hallutracer ready: bundle mine:1 ({manifest.digest[:19]}) judges by policy gate"
+        f" (abstain) from threshold {manifest.threshold:.3g} on; it reads base (float32) at the"
+        f" site {manifest.readout.site} of {manifest.model.num_layers} layers"
     )
 
 
@@ -271,7 +311,10 @@ def test_a_prompt_that_the_template_did_not_make_of_its_messages_is_noticed(
         for ids, other in ((prompt, False), ([*prompt, 10], True), ([10, *prompt], True)):
             one = server.asks(ids, note := Note(turns=(asked,)))
             await one._check_rendering()
-            assert (one._standing.other_rendering, OTHER_RENDERING in note.violations) == (other, other)
+            assert (one._standing.other_rendering, OTHER_RENDERING in note.violations) == (
+                other,
+                other,
+            )
             assert one._policy.withhold_outside is (True if other else None)
         one = server.asks(prompt, Note())  # whose messages nobody knows
         await one._check_rendering()
@@ -284,10 +327,26 @@ def test_a_prompt_that_the_template_did_not_make_of_its_messages_is_noticed(
 @pytest.mark.parametrize(
     ("arguments", "variables", "said"),
     [
-        ([], {"BUNDLE": "", "POLICY": "gate"}, "HALLUTRACER_POLICY=gate is set and HALLUTRACER_BUNDLE is empty"),
-        ([], {"BUNDLE": "smollm2"}, "HALLUTRACER_BUNDLE is set, and field model.fingerprint: bundle smollm2:1 was"),
-        (["--chat-template", "{{ messages }}"], {}, "HALLUTRACER_BUNDLE is set, and --chat-template (a text) renders"),
-        (["--worker-cls", "tests.parity.faulty.RowTooEarly"], {}, "it would never be ready: EngineError: self-test: "),
+        (
+            [],
+            {"BUNDLE": "", "POLICY": "gate"},
+            "HALLUTRACER_POLICY=gate is set and HALLUTRACER_BUNDLE is empty",
+        ),
+        (
+            [],
+            {"BUNDLE": "smollm2"},
+            "HALLUTRACER_BUNDLE is set, and field model.fingerprint: bundle smollm2:1 was",
+        ),
+        (
+            ["--chat-template", "{{ messages }}"],
+            {},
+            "HALLUTRACER_BUNDLE is set, and --chat-template (a text) renders",
+        ),
+        (
+            ["--worker-cls", "tests.parity.faulty.RowTooEarly"],
+            {},
+            "it would never be ready: EngineError: self-test: ",
+        ),
     ],
     ids=["no bundle", "another model", "template", "never ready"],
 )
@@ -298,5 +357,9 @@ def test_vllms_server_ends_where_its_gate_would_not_be_there(
     given = {f"HALLUTRACER_{name}": value for name, value in variables.items()}
     assert ending(log, *arguments, **given) == 1, log.read_text()[-3000:]
     text = log.read_text()
-    assert any(line.startswith("hallutracer: ") and said in line for line in text.splitlines()), text[-3000:]
-    assert ("Starting to load model" in text) == ("self-test" in said)  # the others before the weights are read
+    assert any(line.startswith("hallutracer: ") and said in line for line in text.splitlines()), (
+        text[-3000:]
+    )
+    assert ("Starting to load model" in text) == (
+        "self-test" in said
+    )  # the others before the weights are read

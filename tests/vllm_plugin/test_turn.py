@@ -1,4 +1,5 @@
-"""The plugin drives the turn as the service does: what vLLM's outputs make a caller see, in every combination."""
+"""The plugin drives the turn as the service does: what vLLM's outputs make a caller see, in every
+combination."""
 
 from __future__ import annotations
 
@@ -81,7 +82,8 @@ class Lease:
 
 
 def vllm_outputs(updates: Sequence[Update], kind: RequestOutputKind) -> Iterator[Any]:
-    """The updates in vLLM's form; a whole answer's outputs share their list of tokens, which grows."""
+    """The updates in vLLM's form; a whole answer's outputs share their list of tokens, which
+    grows."""
     text, token_ids = "", list[int]()
     for update in updates:
         tokens = [7] * update.tokens
@@ -89,10 +91,14 @@ def vllm_outputs(updates: Sequence[Update], kind: RequestOutputKind) -> Iterator
         text += update.piece
         pieces = kind is RequestOutputKind.DELTA
         reason = None if update.completion is None else update.completion.finish_reason
-        answer = CompletionOutput(0, update.piece if pieces else text, tokens if pieces else token_ids, None, None)
+        answer = CompletionOutput(
+            0, update.piece if pieces else text, tokens if pieces else token_ids, None, None
+        )
         answer.finish_reason = reason
         finished = reason is not None
-        yield RequestOutput("a", None, [1, 2], None, [answer], finished, prompt_token_id_logprobs=update)  # type: ignore[arg-type]
+        yield RequestOutput(
+            "a", None, [1, 2], None, [answer], finished, prompt_token_id_logprobs=update
+        )  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -113,7 +119,10 @@ class Seen:
     @property
     def counted(self) -> int:
         """Tokens that vLLM's server bills, without an end token that stands for an answer."""
-        return sum(len(output.outputs[0].token_ids) for output in self.outputs) - self.note.end_tokens()
+        return (
+            sum(len(output.outputs[0].token_ids) for output in self.outputs)
+            - self.note.end_tokens()
+        )
 
 
 def drive(
@@ -124,7 +133,8 @@ def drive(
     monkeypatch: pytest.MonkeyPatch,
     lease: Lease,
 ) -> tuple[list[Any], Note, list[int], list[tuple[Judgement, AnswerEnd]]]:
-    """What the caller sees, the request's note, and what the observers are told, and behind how many outputs."""
+    """What the caller sees, the request's note, and what the observers are told, and behind how
+    many outputs."""
     judged, ends, outputs = list[int](), list[tuple[Judgement, AnswerEnd]](), list[Any]()
 
     async def observer(service: Any, judgement: Judgement) -> None:
@@ -152,7 +162,17 @@ def drive(
     engine: Any = SimpleNamespace(lease=lend, end_token=END_TOKEN)
     service: Any = SimpleNamespace(catalogue=SimpleNamespace(monitors={}))
     driver = Driver(
-        service, engine, bed.bench.scorer, case.policy, note, 0, parameters, "a", lambda: None, (), compared=False
+        service,
+        engine,
+        bed.bench.scorer,
+        case.policy,
+        note,
+        0,
+        parameters,
+        "a",
+        lambda: None,
+        (),
+        compared=False,
     )
 
     async def read() -> None:
@@ -173,7 +193,9 @@ def plugin_sees(
 ) -> Seen:
     """What the plugin makes of an answer that vLLM sends so."""
     lease = lease or Lease()
-    outputs, note, [judged_before], [(judgement, end)] = drive(bed, case, updates, kind, monkeypatch, lease)
+    outputs, note, [judged_before], [(judgement, end)] = drive(
+        bed, case, updates, kind, monkeypatch, lease
+    )
     return Seen(outputs, note, judged_before, judgement.reports[0], end, lease)
 
 
@@ -183,11 +205,23 @@ def check(seen: Seen, now: Played, ended: Ended, kind: RequestOutputKind) -> Non
     assert seen.counted == (0 if ended.completion is None else ended.completion.tokens)
     assert seen.counted == (0 if ended.outcome is Outcome.WITHHELD else seen.end.tokens)
     report = seen.report
-    assert (report.outcome, report.verdict, report.answer) == (ended.outcome, ended.verdict, ended.answer)
-    assert (seen.end.outcome, seen.end.risk, report.tool_call) == (ended.outcome, ended.answer, now.tool_call)
-    assert [output.finished for output in seen.outputs] == [False] * (len(seen.outputs) - 1) + [True]
+    assert (report.outcome, report.verdict, report.answer) == (
+        ended.outcome,
+        ended.verdict,
+        ended.answer,
+    )
+    assert (seen.end.outcome, seen.end.risk, report.tool_call) == (
+        ended.outcome,
+        ended.answer,
+        now.tool_call,
+    )
+    assert [output.finished for output in seen.outputs] == [False] * (len(seen.outputs) - 1) + [
+        True
+    ]
     assert len(seen.outputs) == 1 or kind is RequestOutputKind.DELTA
-    assert seen.outputs[0].outputs[0].token_ids, "vLLM's streams skip a first output without a token"
+    assert seen.outputs[0].outputs[0].token_ids, (
+        "vLLM's streams skip a first output without a token"
+    )
     reasons = {Outcome.WITHHELD: "stop", Outcome.STOPPED: "content_filter"}
     reason = reasons.get(ended.outcome) or (ended.completion and ended.completion.finish_reason)
     assert seen.outputs[-1].outputs[0].finish_reason == reason
@@ -204,7 +238,8 @@ def check(seen: Seen, now: Played, ended: Ended, kind: RequestOutputKind) -> Non
 def test_the_plugin_and_the_service_make_the_same_of_every_answer(
     bed: Bed, kind: RequestOutputKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Token by token as the embedded engine has them, merged by vLLM, and read so late that the most came at once."""
+    """Token by token as the embedded engine has them, merged by vLLM, and read so late that the
+    most came at once."""
     outcomes = Counter[Outcome]()
     for number, case in enumerate(list(all_cases())[:: 2 * 53]):
         engine = [*PER_UPDATE][number % len(PER_UPDATE)]
@@ -221,14 +256,31 @@ STOPS = Policy("stops", Action.ABSTAIN, threshold=1.0, stop_at=0.9, withhold_out
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tools", [None, TOOLS])
-@pytest.mark.parametrize(("engine", "shown"), [("embedded", "<too"), ("vllm", "<to"), ("vllm, read late", "")])
+@pytest.mark.parametrize(
+    ("engine", "shown"), [("embedded", "<too"), ("vllm", "<to"), ("vllm, read late", "")]
+)
 def test_a_risky_answer_that_begins_like_a_call_is_shown_and_billed_as_far_as_the_service_does(
-    bed: Bed, kind: RequestOutputKind, tools: Any, engine: str, shown: str, monkeypatch: pytest.MonkeyPatch
+    bed: Bed,
+    kind: RequestOutputKind,
+    tools: Any,
+    engine: str,
+    shown: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where nothing of it is shown, an end token stands for it, which is not billed."""
-    case = Case(STOPS, asks_for_fact=True, tools=tools, answer="almost a call", risks="high", engine=engine, limit=200)
+    case = Case(
+        STOPS,
+        asks_for_fact=True,
+        tools=tools,
+        answer="almost a call",
+        risks="high",
+        engine=engine,
+        limit=200,
+    )
     prefill, risks = bed.bench.prefill, RISKS[case.risks]
-    updates = answer_updates(prefill, ANSWERS[case.answer], risks, "vllm", 200, size=PER_UPDATE[engine])
+    updates = answer_updates(
+        prefill, ANSWERS[case.answer], risks, "vllm", 200, size=PER_UPDATE[engine]
+    )
     now, ended = played(bed, case)
     seen = plugin_sees(bed, case, updates, kind, monkeypatch)
     check(seen, now, ended, kind)
@@ -239,7 +291,13 @@ def test_a_risky_answer_that_begins_like_a_call_is_shown_and_billed_as_far_as_th
 
 
 PLAIN = Case(
-    replace(STOPS, stop_at=None), asks_for_fact=True, tools=None, answer="text", risks="low", engine="vllm", limit=200
+    replace(STOPS, stop_at=None),
+    asks_for_fact=True,
+    tools=None,
+    answer="text",
+    risks="low",
+    engine="vllm",
+    limit=200,
 )
 
 
@@ -250,7 +308,11 @@ def test_an_answer_that_cannot_be_read_is_given_where_nothing_is_decided_by_it_a
     updates, lease = bed.updates(PLAIN), Lease()
     lease.error = EngineError("not read")
     seen = plugin_sees(bed, PLAIN, updates, kind, monkeypatch, lease)
-    assert (seen.text, seen.report.outcome, seen.report.answer) == (ANSWERS["text"], Outcome.ANSWERED, None)
+    assert (seen.text, seen.report.outcome, seen.report.answer) == (
+        ANSWERS["text"],
+        Outcome.ANSWERED,
+        None,
+    )
     for policy in (STOPS, replace(STOPS, stop_at=None, recheck=True)):
         with pytest.raises(EngineError, match="not read"):
             plugin_sees(bed, replace(PLAIN, policy=policy), updates, kind, monkeypatch, lease)
@@ -260,7 +322,9 @@ def test_a_whole_answer_of_which_no_token_is_read_comes_as_one_output(
     bed: Bed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for case in (PLAIN, replace(PLAIN, policy=replace(PLAIN.policy, threshold=0.0))):
-        [update] = answer_updates(bed.bench.prefill, ANSWERS["text"], RISKS["low"], "vllm", 200, size=200)[:1]
+        [update] = answer_updates(
+            bed.bench.prefill, ANSWERS["text"], RISKS["low"], "vllm", 200, size=200
+        )[:1]
         completion = Completion(ANSWERS["text"], (), "stop")
         whole, kind = replace(update, completion=completion), RequestOutputKind.FINAL_ONLY
         seen = plugin_sees(bed, case, [whole], kind, monkeypatch, Lease(answers=False))

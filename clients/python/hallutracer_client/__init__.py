@@ -1,7 +1,7 @@
 """The Python client of a HalluTracer service: ``Client`` and ``AsyncClient``.
 
-Depends on httpx and pydantic only.  ``hallutracer_client.langchain``, ``.llamaindex`` and ``.haystack`` put the same
-guard into those frameworks; each needs the extra of its name."""
+Depends on httpx and pydantic only.  ``hallutracer_client.langchain``, ``.llamaindex`` and
+``.haystack`` put the same guard into those frameworks; each needs the extra of its name."""
 
 from hallutracer_client.client import AsyncClient, Client
 from hallutracer_client.errors import (
@@ -40,9 +40,41 @@ from hallutracer_client.stream import Answer, AsyncAnswer, AsyncStream, Stream
 from hallutracer_client.version import VERSION as __version__
 
 __all__ = [
-    "APIError", "Answer", "AsyncAnswer", "AsyncClient", "AsyncStream", "Bundle", "BundleGuarantee", "BundleList",
-    "BundleUncertainty", "Client", "ClientError", "Completion", "DeadlineExceeded", "Generate", "GenerateOptions",
-    "Guarantee", "LoadedBundle", "LoadedModel", "ModelList", "NotFound", "NotReady", "Overloaded", "Readiness",
-    "RequestRefused", "Retrieval", "Risk", "ScoreOptions", "ScoreResult", "ServerError", "Stream", "TimedOut",
-    "TransportError", "Unauthorized", "UnexpectedAnswer", "Usage", "Withheld", "__version__",
-]  # fmt: skip
+    "APIError",
+    "Answer",
+    "AsyncAnswer",
+    "AsyncClient",
+    "AsyncStream",
+    "Bundle",
+    "BundleGuarantee",
+    "BundleList",
+    "BundleUncertainty",
+    "Client",
+    "ClientError",
+    "Completion",
+    "DeadlineExceeded",
+    "Generate",
+    "GenerateOptions",
+    "Guarantee",
+    "LoadedBundle",
+    "LoadedModel",
+    "ModelList",
+    "NotFound",
+    "NotReady",
+    "Overloaded",
+    "Readiness",
+    "RequestRefused",
+    "Retrieval",
+    "Risk",
+    "ScoreOptions",
+    "ScoreResult",
+    "ServerError",
+    "Stream",
+    "TimedOut",
+    "TransportError",
+    "Unauthorized",
+    "UnexpectedAnswer",
+    "Usage",
+    "Withheld",
+    "__version__",
+]

@@ -15,7 +15,15 @@ from hallutracer_client import wire
 from hallutracer_client.errors import ClientError, NotReady
 from hallutracer_client.request import Prompt, ScoreOptions, request_body, with_prompt
 from hallutracer_client.results import BundleList, ModelList, Readiness, ReadyBody, ScoreResult
-from hallutracer_client.stream import Answer, AsyncAnswer, AsyncStream, BaseAnswer, Stream, done, now
+from hallutracer_client.stream import (
+    Answer,
+    AsyncAnswer,
+    AsyncStream,
+    BaseAnswer,
+    Stream,
+    done,
+    now,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack  # comes with pydantic; typing has them from 3.11 on
@@ -26,7 +34,8 @@ StreamedAnswer = TypeVar("StreamedAnswer", bound=BaseAnswer)
 
 
 class Ways(NamedTuple):
-    """The steps of a client that may wait; ``stream.done`` takes what they give, awaitable or not."""
+    """The steps of a client that may wait; ``stream.done`` takes what they give, awaitable or
+    not."""
 
     pool: Callable[..., Any]
     sleep: Callable[[float], Any]
@@ -40,29 +49,50 @@ class BaseClient(Generic[Transport]):
     _ways: Ways
 
     def __init__(
-        self, base_url: str = "http://127.0.0.1:8765", *, api_key: str | None = None, timeout: float = 30.0,
-        max_retries: int = 2, transport: Transport | None = None, sleep: Callable[[float], Any] | None = None,
-        clock: Callable[[], float] = time.monotonic, draw: Callable[[], float] = random.random,
-    ) -> None:  # fmt: skip
+        self,
+        base_url: str = "http://127.0.0.1:8765",
+        *,
+        api_key: str | None = None,
+        timeout: float = 30.0,
+        max_retries: int = 2,
+        transport: Transport | None = None,
+        sleep: Callable[[float], Any] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        draw: Callable[[], float] = random.random,
+    ) -> None:
         if not 0 < timeout < float("inf"):
             raise ValueError(f"timeout is a positive number of seconds, not {timeout}")
         if max_retries < 0:
             raise ValueError(f"max_retries must be 0 or more, not {max_retries}")
-        self._base_url, self._max_retries, self._timeout_s = wire.checked_base_url(base_url), max_retries, timeout
+        self._base_url, self._max_retries, self._timeout_s = (
+            wire.checked_base_url(base_url),
+            max_retries,
+            timeout,
+        )
         self._clock, self._draw, self._sleep = clock, draw, sleep or self._ways.sleep
-        self._http = self._ways.pool(transport=transport, trust_env=False, headers=wire.headers(api_key))
+        self._http = self._ways.pool(
+            transport=transport, trust_env=False, headers=wire.headers(api_key)
+        )
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self._base_url)!r})"
 
     async def _call(
-        self, path: str, content: bytes | None = None, *, stream: bool = False, retries: int | None = None
+        self,
+        path: str,
+        content: bytes | None = None,
+        *,
+        stream: bool = False,
+        retries: int | None = None,
     ) -> httpx.Response:
-        """Return the response with status 200, after retries; with ``stream`` its body is unread."""
+        """Return the response with status 200, after retries; with ``stream`` its body is
+        unread."""
         most = self._max_retries if retries is None else retries
         attempts = wire.Attempts(most, self._timeout_s, self._clock, self._draw)
         while True:
-            request = wire.request(self._http, f"{self._base_url}{path}", content, attempts.remaining())
+            request = wire.request(
+                self._http, f"{self._base_url}{path}", content, attempts.remaining()
+            )
             try:
                 with wire.transport_errors(request.url, attempts.timeout_message):
                     response: httpx.Response = await done(self._http.send(request, stream=stream))
@@ -76,7 +106,9 @@ class BaseClient(Generic[Transport]):
             except ClientError as error:
                 await done(self._sleep(attempts.pause(error)))
 
-    async def _get(self, path: str, shape: type[T], content: bytes | None = None, retries: int | None = None) -> T:
+    async def _get(
+        self, path: str, shape: type[T], content: bytes | None = None, retries: int | None = None
+    ) -> T:
         return wire.parsed(await self._call(path, content, retries=retries), shape)
 
     async def _ready(self) -> Readiness:
@@ -104,11 +136,12 @@ class BaseClient(Generic[Transport]):
 class Client(BaseClient[httpx.BaseTransport]):
     """A connection pool to one service.  Close it, or use it in a ``with``.
 
-    ``timeout`` (seconds) limits a whole call, retries included: each attempt gets what is left of it to connect, send
-    and read.  For a stream it limits the time to the first event (the risk), then each gap between events.
-    ``max_retries`` applies to 429, 503 and broken connections (see ``wire``).  The environment is not read, neither
-    for the key nor for proxies or certificates: pass ``transport`` for those.  Calls raise ValueError and TypeError
-    before anything is sent, APIError, TransportError and UnexpectedAnswer."""
+    ``timeout`` (seconds) limits a whole call, retries included: each attempt gets what is left of
+    it to connect, send and read.  For a stream it limits the time to the first event (the risk),
+    then each gap between events. ``max_retries`` applies to 429, 503 and broken connections (see
+    ``wire``).  The environment is not read, neither for the key nor for proxies or certificates:
+    pass ``transport`` for those.  Calls raise ValueError and TypeError before anything is sent,
+    APIError, TransportError and UnexpectedAnswer."""
 
     _ways = Ways(httpx.Client, time.sleep, httpx.Response.read, httpx.Response.close)
 
@@ -122,12 +155,16 @@ class Client(BaseClient[httpx.BaseTransport]):
         """Close the connections."""
         self._http.close()
 
-    def score(self, prompt: Prompt | None = None, /, **options: Unpack[ScoreOptions]) -> ScoreResult:
-        """Return the risk of each prompt's answer, and with ``generate`` the answers that are not withheld."""
+    def score(
+        self, prompt: Prompt | None = None, /, **options: Unpack[ScoreOptions]
+    ) -> ScoreResult:
+        """Return the risk of each prompt's answer, and with ``generate`` the answers that are not
+        withheld."""
         return now(self._get(wire.SCORE, ScoreResult, request_body(with_prompt(prompt, options))))
 
     def stream(self, prompt: Prompt | None = None, /, **options: Unpack[ScoreOptions]) -> Stream:
-        """Give one prompt's risk, then its answer piece by piece: in a ``with``, or to be iterated over as it is.
+        """Give one prompt's risk, then its answer piece by piece: in a ``with``, or to be iterated
+        over as it is.
 
         Leaving the ``with`` early stops the decoding.  The request is sent where either begins."""
         body = request_body(with_prompt(prompt, options), stream=True)
@@ -155,7 +192,8 @@ class Client(BaseClient[httpx.BaseTransport]):
 
 
 class AsyncClient(BaseClient[httpx.AsyncBaseTransport]):
-    """``Client`` for asyncio: the same arguments, results and errors.  Close it, or use it in an ``async with``."""
+    """``Client`` for asyncio: the same arguments, results and errors.  Close it, or use it in an
+    ``async with``."""
 
     _ways = Ways(httpx.AsyncClient, asyncio.sleep, httpx.Response.aread, httpx.Response.aclose)
 
@@ -169,11 +207,15 @@ class AsyncClient(BaseClient[httpx.AsyncBaseTransport]):
         """Close the connections."""
         await self._http.aclose()
 
-    async def score(self, prompt: Prompt | None = None, /, **options: Unpack[ScoreOptions]) -> ScoreResult:
+    async def score(
+        self, prompt: Prompt | None = None, /, **options: Unpack[ScoreOptions]
+    ) -> ScoreResult:
         """Do as ``Client.score``."""
         return await self._get(wire.SCORE, ScoreResult, request_body(with_prompt(prompt, options)))
 
-    def stream(self, prompt: Prompt | None = None, /, **options: Unpack[ScoreOptions]) -> AsyncStream:
+    def stream(
+        self, prompt: Prompt | None = None, /, **options: Unpack[ScoreOptions]
+    ) -> AsyncStream:
         """Do as ``Client.stream``, with ``async with`` or ``async for``."""
         body = request_body(with_prompt(prompt, options), stream=True)
         return AsyncStream(lambda: self._streamed(body))

@@ -1,6 +1,7 @@
 """The client's exceptions, as one tree with the root ``ClientError``.
 
-A wrong argument raises ValueError or TypeError before anything is sent.  No message contains the API key or a prompt.
+A wrong argument raises ValueError or TypeError before anything is sent.  No message contains the
+API key or a prompt.
 """
 
 from __future__ import annotations
@@ -33,9 +34,15 @@ class APIError(ClientError):
     """The service refused or failed.  ``status`` is None inside a stream (which began with 200)."""
 
     def __init__(
-        self, message: str, *, status: int | None, code: str, param: str | None = None, request_id: str | None = None,
+        self,
+        message: str,
+        *,
+        status: int | None,
+        code: str,
+        param: str | None = None,
+        request_id: str | None = None,
         retry_after: float | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         at = "in the stream" if status is None else str(status)
         request = f" [request {request_id}]" if request_id else ""
         super().__init__(f"{at} {code}: {message}{request}")
@@ -72,12 +79,21 @@ class DeadlineExceeded(ServerError):
     """504: the request's deadline has passed on the server."""
 
 
-_BY_STATUS = {401: Unauthorized, 404: NotFound, 429: Overloaded, 503: NotReady, 504: DeadlineExceeded}
+_BY_STATUS = {
+    401: Unauthorized,
+    404: NotFound,
+    429: Overloaded,
+    503: NotReady,
+    504: DeadlineExceeded,
+}
 _BY_CODE = {"overloaded": Overloaded, "not_ready": NotReady, "deadline_exceeded": DeadlineExceeded}
 
 
 def error_class(status: int | None, code: str, kind: str) -> type[APIError]:
-    """Return the class for an HTTP status, or inside a stream (``status`` None) for the error's code and type."""
+    """Return the class for an HTTP status, or inside a stream (``status`` None) for the error's
+    code and type."""
     if status is None:
-        return _BY_CODE.get(code, RequestRefused if kind == "invalid_request_error" else ServerError)
+        return _BY_CODE.get(
+            code, RequestRefused if kind == "invalid_request_error" else ServerError
+        )
     return _BY_STATUS.get(status, RequestRefused if status < 500 else ServerError)

@@ -1,6 +1,8 @@
-"""LlamaIndex: ``GuardedLLM`` wraps any LLM, so that what a query or chat engine asks it is scored first.
+"""LlamaIndex: ``GuardedLLM`` wraps any LLM, so that what a query or chat engine asks it is scored
+first.
 
-Needs ``hallutracer-client[llamaindex]``.  The prompt is scored as the engine wrote it, retrieved passages included."""
+Needs ``hallutracer-client[llamaindex]``.  The prompt is scored as the engine wrote it, retrieved
+passages included."""
 
 from __future__ import annotations
 
@@ -26,25 +28,35 @@ try:
     from llama_index.core.bridge.pydantic import PrivateAttr
     from llama_index.core.llms import LLM
 except ImportError as error:
-    raise ImportError(f"{error}; pip install 'hallutracer-client[llamaindex]'", name=error.name) from error
+    raise ImportError(
+        f"{error}; pip install 'hallutracer-client[llamaindex]'", name=error.name
+    ) from error
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 
 class GuardedLLM(LLM):
-    """``llm`` where the risk allows an answer, else a response with the policy's message, or ``Withheld``.
+    """``llm`` where the risk allows an answer, else a response with the policy's message, or
+    ``Withheld``.
 
-    ``policy``, ``threshold`` and ``bundle`` are those of a request; None: the service's own.  ``raises``: raise
-    ``Withheld`` instead of answering with the message.  A prompt without messages is one question of a user."""
+    ``policy``, ``threshold`` and ``bundle`` are those of a request; None: the service's own.
+    ``raises``: raise ``Withheld`` instead of answering with the message.  A prompt without messages
+        is one question of a user."""
 
     _llm: LLM = PrivateAttr()
     _guard: Guard = PrivateAttr()
     _raises: bool = PrivateAttr()
 
     def __init__(
-        self, llm: LLM, client: Client, *, policy: str | None = None, threshold: float | None = None,
-        bundle: str | None = None, raises: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        llm: LLM,
+        client: Client,
+        *,
+        policy: str | None = None,
+        threshold: float | None = None,
+        bundle: str | None = None,
+        raises: bool = False,
+    ) -> None:
         super().__init__(callback_manager=llm.callback_manager, system_prompt=llm.system_prompt)
         self._llm, self._guard, self._raises = llm, Guard(client, policy, threshold, bundle), raises
 
@@ -59,7 +71,8 @@ class GuardedLLM(LLM):
         return self._llm.metadata.model_copy(update={"is_function_calling_model": False})
 
     def _withheld(self, given: Any) -> Any:
-        """Return what stands for a withheld answer to messages, or to a prompt; None: the model may answer."""
+        """Return what stands for a withheld answer to messages, or to a prompt; None: the model may
+        answer."""
         if isinstance(given, str):
             risk = self._guard.risk(prompt=given, raises=self._raises)
         else:
@@ -86,29 +99,47 @@ class GuardedLLM(LLM):
         """Answer a prompt."""
         return self._withheld(prompt) or self._llm.complete(prompt, formatted=formatted, **kwargs)
 
-    def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
+    def stream_complete(
+        self, prompt: str, formatted: bool = False, **kwargs: Any
+    ) -> CompletionResponseGen:
         """Answer a prompt in pieces."""
         instead = self._withheld(prompt)
-        return iter([instead]) if instead else self._llm.stream_complete(prompt, formatted=formatted, **kwargs)
+        return (
+            iter([instead])
+            if instead
+            else self._llm.stream_complete(prompt, formatted=formatted, **kwargs)
+        )
 
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """Do as ``chat``."""
-        return await asyncio.to_thread(self._withheld, messages) or await self._llm.achat(messages, **kwargs)
+        return await asyncio.to_thread(self._withheld, messages) or await self._llm.achat(
+            messages, **kwargs
+        )
 
-    async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
+    async def astream_chat(
+        self, messages: Sequence[ChatMessage], **kwargs: Any
+    ) -> ChatResponseAsyncGen:
         """Do as ``stream_chat``."""
         instead = await asyncio.to_thread(self._withheld, messages)
         return _one(instead) if instead else await self._llm.astream_chat(messages, **kwargs)
 
-    async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
+    async def acomplete(
+        self, prompt: str, formatted: bool = False, **kwargs: Any
+    ) -> CompletionResponse:
         """Do as ``complete``."""
         instead = await asyncio.to_thread(self._withheld, prompt)
         return instead or await self._llm.acomplete(prompt, formatted=formatted, **kwargs)
 
-    async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
+    async def astream_complete(
+        self, prompt: str, formatted: bool = False, **kwargs: Any
+    ) -> CompletionResponseAsyncGen:
         """Do as ``stream_complete``."""
         instead = await asyncio.to_thread(self._withheld, prompt)
-        return _one(instead) if instead else await self._llm.astream_complete(prompt, formatted=formatted, **kwargs)
+        return (
+            _one(instead)
+            if instead
+            else await self._llm.astream_complete(prompt, formatted=formatted, **kwargs)
+        )
 
 
 async def _one(response: Any) -> Any:
@@ -118,6 +149,8 @@ async def _one(response: Any) -> Any:
 def _text(message: ChatMessage) -> str | None:
     """Return plain text; None where a block is none, and where tools are called."""
     blocks = message.blocks
-    if message.additional_kwargs.get("tool_calls") or not all(isinstance(block, TextBlock) for block in blocks):
+    if message.additional_kwargs.get("tool_calls") or not all(
+        isinstance(block, TextBlock) for block in blocks
+    ):
         return None
     return message.content or message.additional_kwargs.get("refusal") or ""

@@ -43,18 +43,25 @@ class GenerateOptions(TypedDict, total=False):
 
 
 class ScoreOptions(TypedDict, total=False):
-    """Arguments of ``score`` and ``stream``: exactly one of the first three, all others optional."""
+    """Arguments of ``score`` and ``stream``: exactly one of the first three, all others
+    optional."""
 
     prompt: Prompt | None
-    messages: Sequence[Mapping[str, str]] | None  # one conversation: [{"role": "user", "content": "..."}]
-    input_ids: Sequence[int] | Sequence[Sequence[int]] | None  # token ids ending at the answer onset
+    messages: (
+        Sequence[Mapping[str, str]] | None
+    )  # one conversation: [{"role": "user", "content": "..."}]
+    input_ids: (
+        Sequence[int] | Sequence[Sequence[int]] | None
+    )  # token ids ending at the answer onset
     model: str | None  # must be the loaded model
     bundle: str | None  # name, name@alias or name:version
     policy: str | None  # what to do with a flagged prompt; None: the server's default
     threshold: float | None  # flag at or above this risk
     include: Sequence[str]  # "trajectory", "running_mean", "answer_risk"
     generate: Generate | GenerateOptions | None  # decode the answer too
-    retrieval_of: str | None  # id of the answer whose decision was retrieve: the same question, with a passage
+    retrieval_of: (
+        str | None
+    )  # id of the answer whose decision was retrieve: the same question, with a passage
     deadline_ms: int | None  # at most the server's own deadline
 
 
@@ -68,14 +75,18 @@ def with_prompt(prompt: Prompt | None, options: ScoreOptions) -> ScoreOptions:
 
 
 def request_body(options: ScoreOptions, *, stream: bool = False) -> bytes:
-    """Return the JSON body.  Raises TypeError; ValueError: invalid Unicode, a NaN, none or several kinds of prompt."""
+    """Return the JSON body.  Raises TypeError; ValueError: invalid Unicode, a NaN, none or several
+    kinds of prompt."""
     if unknown := sorted(set(options) - set(ScoreOptions.__annotations__)):
         known = ", ".join(ScoreOptions.__annotations__)
         raise TypeError(f"unknown argument {unknown[0]!r}; expected one of {known}")
     given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     prompts = [name for name in ("prompt", "messages", "input_ids") if name in given]
     if len(prompts) != 1:
-        raise ValueError(f"give exactly one of prompt, messages, input_ids; found {' and '.join(prompts) or 'none'}")
+        raise ValueError(
+            "give exactly one of prompt, messages, input_ids; found"
+            f" {' and '.join(prompts) or 'none'}"
+        )
     if isinstance(given.get("include"), str):
         raise TypeError("include is a list of names: include=['...']")
     body = given
@@ -92,7 +103,8 @@ def request_body(options: ScoreOptions, *, stream: bool = False) -> bytes:
     if stream:
         body.setdefault("generate", {})
         body["stream"] = True
-    # The errors of json and of the codec contain the text, which may be a prompt: they are not chained.
+    # The errors of json and of the codec contain the text, which may be a prompt: they are not
+    # chained.
     try:
         return json.dumps(body, ensure_ascii=False, allow_nan=False).encode("utf-8")
     except UnicodeEncodeError:
@@ -107,15 +119,20 @@ def _generate(given: Any) -> Generate:
         return given
     known = Generate.__dataclass_fields__
     if not isinstance(given, Mapping):
-        raise TypeError('generate is a Generate(...) or a dictionary, for example {"max_tokens": 64}')
+        raise TypeError(
+            'generate is a Generate(...) or a dictionary, for example {"max_tokens": 64}'
+        )
     if unknown := sorted(str(name) for name in given if name not in known):
-        raise TypeError(f"generate has an unknown {unknown[0]!r}; expected one of {', '.join(known)}")
+        raise TypeError(
+            f"generate has an unknown {unknown[0]!r}; expected one of {', '.join(known)}"
+        )
     stop = given.get("stop")
     return Generate(**{**given, "stop": () if stop is None else stop})
 
 
 def _ids(value: Any) -> Any:
-    """Return plain lists of integers, from lists, arrays and tensors.  Raises TypeError for anything else."""
+    """Return plain lists of integers, from lists, arrays and tensors.  Raises TypeError for
+    anything else."""
     value = value.tolist() if hasattr(value, "tolist") else value
     nested = isinstance(value, Iterable) and not isinstance(value, str | bytes)
     return [_ids(item) for item in value] if nested else operator.index(value)

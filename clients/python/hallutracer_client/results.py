@@ -1,6 +1,7 @@
 """Response bodies as validated frozen dataclasses.
 
-Unknown fields are ignored, so an older client can read a newer service; a missing or wrong field is named in the error.
+Unknown fields are ignored, so an older client can read a newer service; a missing or wrong field is
+named in the error.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class Bundle(Checked):
 class Guarantee(Checked):
     """The guarantee of the bundle's threshold for this request; ``void`` says why it does not hold.
 
-    Of the question groups that are answered, counted equally whatever their size, at most a share ``alpha`` is answered
-    with a hallucination, with confidence 1 - ``delta``."""
+    Of the question groups that are answered, counted equally whatever their size, at most a share
+    ``alpha`` is answered with a hallucination, with confidence 1 - ``delta``."""
 
     alpha: Share
     delta: Share
@@ -53,7 +54,8 @@ class Guarantee(Checked):
 
 @dataclass(frozen=True)
 class BundleGuarantee(Checked):
-    """What a loaded bundle's threshold guarantees; ``statement`` says for whom and when it does not hold."""
+    """What a loaded bundle's threshold guarantees; ``statement`` says for whom and when it does not
+    hold."""
 
     alpha: Share
     delta: Share
@@ -74,7 +76,8 @@ class BundleUncertainty(Checked):
 
 @dataclass(frozen=True)
 class Completion(Checked):
-    """The answer, decoded from the same prefill as the risk.  ``finish_reason`` is ``stop`` or ``length``."""
+    """The answer, decoded from the same prefill as the risk.  ``finish_reason`` is ``stop`` or
+    ``length``."""
 
     text: str
     finish_reason: str
@@ -93,29 +96,44 @@ class Usage(Checked):
 
 @dataclass(frozen=True)
 class Risk(Checked):
-    """One prompt.  ``risk`` is P(hallucinated); ``trajectory`` and ``running_mean`` have one number per layer."""
+    """One prompt.  ``risk`` is P(hallucinated); ``trajectory`` and ``running_mean`` have one number
+    per layer."""
 
     index: Count
     risk: Share
     depth_mean: float
-    decision: str  # continue, abstain, block, retrieve or fallback; an unknown decision is gated too
+    decision: (
+        str  # continue, abstain, block, retrieve or fallback; an unknown decision is gated too
+    )
     flagged: bool  # the risk applies and reached the threshold, whatever the policy
     threshold: Share
-    interval: tuple[Share, Share] | None = None  # where 95 % of refits on other training rows would put the risk
-    outside_training: bool | None = None  # the prompt is unlike what training saw; None: the bundle cannot tell
+    interval: tuple[Share, Share] | None = (
+        None  # where 95 % of refits on other training rows would put the risk
+    )
+    outside_training: bool | None = (
+        None  # the prompt is unlike what training saw; None: the bundle cannot tell
+    )
     outside_because: str | None = None  # why it is
     distance: float | None = None  # to what training saw; outside from 1 on
-    applies: bool | None = None  # False: the prompt asks for no fact, so the risk says nothing; None: it cannot tell
+    applies: bool | None = (
+        None  # False: the prompt asks for no fact, so the risk says nothing; None: it cannot tell
+    )
     asks: Share | None = None  # the probability that it asks for a fact
     message: str | None = None  # the policy's text to show instead of an answer, or before it
     trajectory: tuple[float, ...] | None = None
     running_mean: tuple[float, ...] | None = None
     completion: Completion | None = None
-    answer_risk: Share | None = None  # that the answer is wrong, by its own tokens; None: nothing reads answers
+    answer_risk: Share | None = (
+        None  # that the answer is wrong, by its own tokens; None: nothing reads answers
+    )
     answer_flagged: bool | None = None  # that risk reached the bundle's threshold for answers
     answer_tokens: Count | None = None  # that were read for it
-    passage_truth: Share | None = None  # the policy takes only this share of passages for true; ``risk`` is so already
-    decoding: str | None = None  # how the answer is decoded otherwise than those were that both risks are about
+    passage_truth: Share | None = (
+        None  # the policy takes only this share of passages for true; ``risk`` is so already
+    )
+    decoding: str | None = (
+        None  # how the answer is decoded otherwise than those were that both risks are about
+    )
 
     @property
     def gated(self) -> bool:
@@ -128,8 +146,8 @@ class Withheld(ClientError):
 
     def __init__(self, risk: Risk) -> None:
         super().__init__(
-            f"the answer was withheld: decision {risk.decision!r} at risk {risk.risk:.3f}, threshold "
-            f"{risk.threshold:.3f}; check 'gated' before reading the answer"
+            f"the answer was withheld: decision {risk.decision!r} at risk {risk.risk:.3f},"
+            f" threshold {risk.threshold:.3f}; check 'gated' before reading the answer"
         )
         self.risk = risk
 
@@ -160,7 +178,8 @@ class OfOneRisk:
 
 @dataclass(frozen=True)
 class Retrieval(Checked):
-    """What fetching a passage changed.  ``drop`` is ``risk_before`` minus the risk now; None where it is not known."""
+    """What fetching a passage changed.  ``drop`` is ``risk_before`` minus the risk now; None where
+    it is not known."""
 
     of: str
     known: bool
@@ -192,7 +211,9 @@ class ScoreResult(OfOneRisk, Checked):
     def only(self) -> Risk:
         """The only prompt's risk.  Raises ValueError if there are several."""
         if len(self.data) != 1:
-            raise ValueError(f"{len(self.data)} prompts were sent: read 'data', one entry per prompt")
+            raise ValueError(
+                f"{len(self.data)} prompts were sent: read 'data', one entry per prompt"
+            )
         return self.data[0]
 
     @property
@@ -262,7 +283,8 @@ class Readiness:
 
 @dataclass(frozen=True)
 class ReadyBody(Checked):
-    """``/health/ready`` with 200; a service with keys tells the rest to a caller with a key only."""
+    """``/health/ready`` with 200; a service with keys tells the rest to a caller with a key
+    only."""
 
     status: Literal["ready"]
     model: str | None = None
@@ -295,9 +317,11 @@ class Delta(Checked):
 
 @dataclass(frozen=True)
 class Chunk(Checked):
-    """One event of a stream after the risk; the last one has ``finish_reason``, ``usage`` and the answer's risk.
+    """One event of a stream after the risk; the last one has ``finish_reason``, ``usage`` and the
+    answer's risk.
 
-    Asked for ``answer_risk``, each has the risk of the answer so far, of its first ``answer_tokens``."""
+    Asked for ``answer_risk``, each has the risk of the answer so far, of its first
+    ``answer_tokens``."""
 
     object: Literal["completion.chunk"]
     index: Count
@@ -310,7 +334,8 @@ class Chunk(Checked):
 
 
 class InvalidBody(Exception):
-    """The JSON does not have the expected shape; the message names the first wrong field, never its value."""
+    """The JSON does not have the expected shape; the message names the first wrong field, never its
+    value."""
 
 
 @cache

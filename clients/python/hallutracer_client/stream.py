@@ -1,4 +1,5 @@
-"""A streamed answer: events from bytes, first the risk, then, unless gated, the answer piece by piece."""
+"""A streamed answer: events from bytes, first the risk, then, unless gated, the answer piece by
+piece."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ from hallutracer_client.results import (
 
 T = TypeVar("T")
 DONE = b"[DONE]"
-_END = re.compile(rb"\r\n|\n|\r")  # bytes.splitlines knows more; a separator inside a text, U+2028 say, ends no line
+_END = re.compile(
+    rb"\r\n|\n|\r"
+)  # bytes.splitlines knows more; a separator inside a text, U+2028 say, ends no line
 
 
 async def done(step: Any) -> Any:
@@ -44,13 +47,16 @@ def now(work: Coroutine[Any, Any, T]) -> T:
 
 
 class EventReader:
-    """Server-sent events from bytes that come in any pieces; of an event's fields only ``data`` is read.
+    """Server-sent events from bytes that come in any pieces; of an event's fields only ``data`` is
+    read.
 
     https://html.spec.whatwg.org/multipage/server-sent-events.html#event-stream-interpretation"""
 
     def __init__(self) -> None:
         self._rest = b""  # of a line that has not ended
-        self._after_return = False  # a line feed that comes next belongs to the carriage return before it
+        self._after_return = (
+            False  # a line feed that comes next belongs to the carriage return before it
+        )
         self._data: list[bytes] = []  # lines of the event that has not ended
 
     def feed(self, piece: bytes) -> Iterator[bytes]:
@@ -73,9 +79,11 @@ class EventReader:
 
 
 class BaseAnswer(results.OfOneRisk):
-    """A streamed answer: check ``gated``, then iterate over pieces of text.  The risk is known from the start.
+    """A streamed answer: check ``gated``, then iterate over pieces of text.  The risk is known from
+    the start.
 
-    Iterating a gated answer raises ``Withheld``, so a missing check of ``gated`` cannot pass for an empty answer."""
+    Iterating a gated answer raises ``Withheld``, so a missing check of ``gated`` cannot pass for an
+    empty answer."""
 
     _advance: Any  # next or anext
     _events: Any
@@ -116,14 +124,16 @@ class BaseAnswer(results.OfOneRisk):
 
     @property
     def answer_risk(self) -> float | None:
-        """The risk of the whole answer, by its own tokens; with ``include=["answer_risk"]`` of the answer so far.
+        """The risk of the whole answer, by its own tokens; with ``include=["answer_risk"]`` of the
+        answer so far.
 
         None before it is known, and where nothing reads answers."""
         return self.only.answer_risk if self._last is None else self._last.answer_risk
 
     @property
     def answer_flagged(self) -> bool | None:
-        """Whether that risk reached the bundle's threshold for answers; None where there is none."""
+        """Whether that risk reached the bundle's threshold for answers; None where there is
+        none."""
         return self.only.answer_flagged if self._last is None else self._last.answer_flagged
 
     @property
@@ -132,16 +142,23 @@ class BaseAnswer(results.OfOneRisk):
         return self._usage or self.score.usage
 
     async def _next(self) -> bytes:
-        with wire.transport_errors(self._response.url, f"the stream was silent for {self._timeout_s:g} s"):
+        with wire.transport_errors(
+            self._response.url, f"the stream was silent for {self._timeout_s:g} s"
+        ):
             data: bytes | None = await done(self._advance(self._events, None))
         if data is None:
-            raise TransportError(f"the stream broke off after {len(self._pieces)} pieces, before its end")
+            raise TransportError(
+                f"the stream broke off after {len(self._pieces)} pieces, before its end"
+            )
         return data
 
     async def _begin(self) -> None:
-        # The request was sent with the time its attempt had left; from here on every gap may last the whole timeout.
-        # httpcore reads this entry when it begins to read the body.
-        if self._response.headers.get("content-type", "").partition(";")[0].strip() != "text/event-stream":
+        # The request was sent with the time its attempt had left; from here on every gap may last
+        # the whole timeout. httpcore reads this entry when it begins to read the body.
+        if (
+            self._response.headers.get("content-type", "").partition(";")[0].strip()
+            != "text/event-stream"
+        ):
             raise wire.unexpected(self._response, "it is not an event stream")
         self._response.request.extensions["timeout"]["read"] = self._timeout_s
         if (first := await self._next()) == DONE:
@@ -160,7 +177,9 @@ class BaseAnswer(results.OfOneRisk):
         while not self._ended:
             if (event := await self._next()) == DONE:
                 if self._finish_reason is None or self._usage is None:
-                    raise wire.unexpected(self._response, "the answer ended without 'finish_reason' and 'usage'")
+                    raise wire.unexpected(
+                        self._response, "the answer ended without 'finish_reason' and 'usage'"
+                    )
                 self._ended = True
                 break
             chunk = self._read(Chunk, event)
@@ -195,7 +214,8 @@ class Answer(BaseAnswer):
         self._events = (data for piece in response.iter_bytes() for data in reader.feed(piece))
 
     def __iter__(self) -> Iterator[str]:
-        """Yield non-empty pieces of text.  Raises Withheld, APIError, TransportError, UnexpectedAnswer."""
+        """Yield non-empty pieces of text.  Raises Withheld, APIError, TransportError,
+        UnexpectedAnswer."""
         while piece := now(self._piece()):
             yield piece
 
@@ -208,16 +228,20 @@ class AsyncAnswer(BaseAnswer):
     def __init__(self, response: httpx.Response, timeout_s: float) -> None:
         super().__init__(response, timeout_s)
         reader = EventReader()
-        self._events = (data async for piece in response.aiter_bytes() for data in reader.feed(piece))
+        self._events = (
+            data async for piece in response.aiter_bytes() for data in reader.feed(piece)
+        )
 
     async def __aiter__(self) -> AsyncIterator[str]:
-        """Yield non-empty pieces of text.  Raises Withheld, APIError, TransportError, UnexpectedAnswer."""
+        """Yield non-empty pieces of text.  Raises Withheld, APIError, TransportError,
+        UnexpectedAnswer."""
         while piece := await self._piece():
             yield piece
 
 
 class Stream(AbstractContextManager[Answer]):
-    """A stream that has not been asked for: ``with`` gives its ``Answer``; iterating gives the pieces of its text."""
+    """A stream that has not been asked for: ``with`` gives its ``Answer``; iterating gives the
+    pieces of its text."""
 
     def __init__(self, begin: Callable[[], AbstractContextManager[Answer]]) -> None:
         self._begin, self._begun = begin, begin()
@@ -229,7 +253,8 @@ class Stream(AbstractContextManager[Answer]):
         return self._begun.__exit__(*raised)
 
     def __iter__(self) -> Iterator[str]:
-        """Ask, yield non-empty pieces of text, and close the connection.  Raises as ``Answer`` does."""
+        """Ask, yield non-empty pieces of text, and close the connection.  Raises as ``Answer``
+        does."""
         with self._begin() as answer:
             yield from answer
 

@@ -1,10 +1,12 @@
-"""From httpx to our types and back: base URL, headers, requests, retries, and the meaning of a response.
+"""From httpx to our types and back: base URL, headers, requests, retries, and the meaning of a
+response.
 
 The only module that turns a status into an error.  No message holds a body or a header.
 
-Retried: 429, 503, and connections that fail before the response headers arrive.  Scoring has no side effects, so a
-repeated request is harmless, also with ``generate``: no part of the first answer was seen.  Not retried: timeouts (no
-time is left, and a second request does not help a slow server), any other status, and a stream that has begun."""
+Retried: 429, 503, and connections that fail before the response headers arrive.  Scoring has no
+side effects, so a repeated request is harmless, also with ``generate``: no part of the first answer
+was seen.  Not retried: timeouts (no time is left, and a second request does not help a slow
+server), any other status, and a stream that has begun."""
 
 from __future__ import annotations
 
@@ -16,7 +18,14 @@ from typing import TypeVar
 
 import httpx
 
-from hallutracer_client.errors import APIError, ClientError, TimedOut, TransportError, UnexpectedAnswer, error_class
+from hallutracer_client.errors import (
+    APIError,
+    ClientError,
+    TimedOut,
+    TransportError,
+    UnexpectedAnswer,
+    error_class,
+)
 from hallutracer_client.results import ErrorBody, ErrorEnvelope, InvalidBody, parse
 
 T = TypeVar("T")
@@ -24,7 +33,10 @@ T = TypeVar("T")
 SCORE, MODELS, BUNDLES, READY = "/v1/risk/score", "/v1/models", "/v1/bundles", "/health/ready"
 CONNECT_S = 5.0  # connect timeout: an unreachable host is reported long before a slow model
 RETRIED = (429, 503)
-BASE_S, MOST_S = 0.25, 8.0  # full jitter: uniform in [0, min(MOST_S, BASE_S 2^n)] before retry n = 0, 1, ..
+BASE_S, MOST_S = (
+    0.25,
+    8.0,
+)  # full jitter: uniform in [0, min(MOST_S, BASE_S 2^n)] before retry n = 0, 1, ..
 MOST_RETRY_AFTER_S = 60.0  # a longer Retry-After fails the call at once
 
 
@@ -42,7 +54,8 @@ def checked_base_url(base_url: str) -> httpx.URL:
 
 
 def headers(api_key: str | None) -> dict[str, str]:
-    """Return the headers of every request.  Raises ValueError for a key that is not a valid header value."""
+    """Return the headers of every request.  Raises ValueError for a key that is not a valid header
+    value."""
     if api_key is None:
         return {}
     if not re.fullmatch(r"[!-~]+", api_key):
@@ -51,12 +64,22 @@ def headers(api_key: str | None) -> dict[str, str]:
 
 
 class Attempts:
-    """One call's remaining time and retries.  ``clock`` gives monotonic seconds, ``draw`` a number in [0, 1)."""
+    """One call's remaining time and retries.  ``clock`` gives monotonic seconds, ``draw`` a number
+    in [0, 1)."""
 
     def __init__(
-        self, max_retries: int, timeout_s: float, clock: Callable[[], float], draw: Callable[[], float]
+        self,
+        max_retries: int,
+        timeout_s: float,
+        clock: Callable[[], float],
+        draw: Callable[[], float],
     ) -> None:
-        self._max_retries, self._timeout_s, self._clock, self._draw = max_retries, timeout_s, clock, draw
+        self._max_retries, self._timeout_s, self._clock, self._draw = (
+            max_retries,
+            timeout_s,
+            clock,
+            draw,
+        )
         self._end = clock() + timeout_s
         self._retries = 0
 
@@ -74,9 +97,12 @@ class Attempts:
         return left
 
     def pause(self, error: ClientError) -> float:
-        """Return the seconds before the next attempt.  Raises ``error`` if there is none, or no time for it."""
+        """Return the seconds before the next attempt.  Raises ``error`` if there is none, or no
+        time for it."""
         broke = isinstance(error, TransportError) and not isinstance(error, TimedOut)
-        retryable = broke or (isinstance(error, APIError | UnexpectedAnswer) and error.status in RETRIED)
+        retryable = broke or (
+            isinstance(error, APIError | UnexpectedAnswer) and error.status in RETRIED
+        )
         if self._retries >= self._max_retries or not retryable:
             raise error
         retry_after: float | None = getattr(error, "retry_after", None)
@@ -92,7 +118,8 @@ class Attempts:
 def request(
     http: httpx.Client | httpx.AsyncClient, url: str, content: bytes | None, remaining_s: float
 ) -> httpx.Request:
-    """Return a GET, or with ``content`` a POST of JSON; it continues the caller's trace, if there is one."""
+    """Return a GET, or with ``content`` a POST of JSON; it continues the caller's trace, if there
+    is one."""
     own = {} if content is None else {"Content-Type": "application/json"}
     if "opentelemetry.trace" in sys.modules:  # the program traces; nothing is imported for it
         from opentelemetry.propagate import inject
@@ -114,11 +141,17 @@ def transport_errors(url: httpx.URL, timeout_message: str) -> Iterator[None]:
     except httpx.TimeoutException as error:
         raise TimedOut(timeout_message) from error
     except httpx.ConnectError as error:
-        raise TransportError(f"cannot connect to {at}: {error}; is the service running there?") from error
+        raise TransportError(
+            f"cannot connect to {at}: {error}; is the service running there?"
+        ) from error
     except httpx.TransportError as error:
-        raise TransportError(f"the connection to {at} broke: {str(error) or type(error).__name__}") from error
+        raise TransportError(
+            f"the connection to {at} broke: {str(error) or type(error).__name__}"
+        ) from error
     except httpx.DecodingError as error:
-        raise UnexpectedAnswer(f"{at} sent a body that does not match its Content-Encoding", status=200) from error
+        raise UnexpectedAnswer(
+            f"{at} sent a body that does not match its Content-Encoding", status=200
+        ) from error
 
 
 def parsed(response: httpx.Response, shape: type[T]) -> T:
@@ -146,16 +179,25 @@ def api_error(
 ) -> APIError:
     """Return the error that an envelope describes."""
     return error_class(status, body.code, body.type)(
-        body.message, status=status, code=body.code, param=body.param, request_id=request_id, retry_after=retry_after
+        body.message,
+        status=status,
+        code=body.code,
+        param=body.param,
+        request_id=request_id,
+        retry_after=retry_after,
     )
 
 
-def unexpected(response: httpx.Response, problem: str, retry_after: float | None = None) -> UnexpectedAnswer:
-    """Return the error for an answer that is not HalluTracer's: what came, from where, and the likely cause."""
+def unexpected(
+    response: httpx.Response, problem: str, retry_after: float | None = None
+) -> UnexpectedAnswer:
+    """Return the error for an answer that is not HalluTracer's: what came, from where, and the
+    likely cause."""
     content_type = response.headers.get("content-type", "no content type").partition(";")[0][:80]
     return UnexpectedAnswer(
-        f"{response.url} answered {response.status_code} with {content_type}, not as HalluTracer does: {problem}.  "
-        "Is another service at this address, or a proxy in between, or the service older than this client?",
+        f"{response.url} answered {response.status_code} with {content_type}, not as HalluTracer"
+        f" does: {problem}.  Is another service at this address, or a proxy in between, or the"
+        " service older than this client?",
         status=response.status_code,
         retry_after=retry_after,
     )

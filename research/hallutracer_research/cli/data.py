@@ -1,4 +1,5 @@
-"""hallutracer data: public sets you downloaded -> JSONL rows for ``hallutracer train``.  No set is shipped."""
+"""hallutracer data: public sets you downloaded -> JSONL rows for ``hallutracer train``.  No set is
+shipped."""
 
 from __future__ import annotations
 
@@ -27,26 +28,45 @@ from service.progress import note
 from service.settings import Range, option
 
 SetName = Literal[
-    "truthfulqa", "truthfulqa-reference", "truefalse", "halueval2", "helm", "bfcl", "bfcl-answerable", "opentriviaqa",
-    "opentriviaqa-choice", "nq-open", "knowledge",
-]  # fmt: skip
+    "truthfulqa",
+    "truthfulqa-reference",
+    "truefalse",
+    "halueval2",
+    "helm",
+    "bfcl",
+    "bfcl-answerable",
+    "opentriviaqa",
+    "opentriviaqa-choice",
+    "nq-open",
+    "knowledge",
+]
 
 
 def convert(
-    name: Annotated[SetName, Parameter(help="Which set; `hallutracer data list` describes them.", show_env_var=False)],
+    name: Annotated[
+        SetName,
+        Parameter(help="Which set; `hallutracer data list` describes them.", show_env_var=False),
+    ],
     folder: Annotated[
-        Path, Parameter(help="The folder you downloaded: the set's own, or the repository.", show_env_var=False)
+        Path,
+        Parameter(
+            help="The folder you downloaded: the set's own, or the repository.", show_env_var=False
+        ),
     ],
     /,
     *,
     allow_other_counts: Annotated[
         bool,
-        option("Convert although the number of rows is not the published one: another version, another benchmark."),
+        option(
+            "Convert although the number of rows is not the published one: another version, another"
+            " benchmark."
+        ),
         Parameter(negative=""),
     ] = False,
     common: Common = Common(),
 ) -> None:
-    """Print JSONL rows (id, prompt or messages, label or answers, group, kind); counts and caveats go to stderr.
+    """Print JSONL rows (id, prompt or messages, label or answers, group, kind); counts and caveats
+    go to stderr.
 
     hallutracer data convert truefalse ~/true_false_data > truefalse.jsonl"""
     if not folder.is_dir():
@@ -62,7 +82,11 @@ def convert(
 
 def mix(
     *files: Annotated[
-        str, Parameter(help="FILE, or FILE:ROWS for so many of its rows, drawn group by group.", show_env_var=False)
+        str,
+        Parameter(
+            help="FILE, or FILE:ROWS for so many of its rows, drawn group by group.",
+            show_env_var=False,
+        ),
     ],
     seed: Seed = 0,
     without: Annotated[
@@ -72,59 +96,88 @@ def mix(
 ) -> None:
     """Print several files of rows as one: ids and kinds begin with the file's name.
 
-    Rows of two files that ask the same question, by its words of content, get one group, so that no fold has one of
-    them on either side.
+    Rows of two files that ask the same question, by its words of content, get one group, so that no
+    fold has one of them on either side.
 
       hallutracer data mix opentriviaqa.jsonl:3000 nq-open.jsonl:1500 mine.jsonl > rows.jsonl
 
-      hallutracer data mix opentriviaqa.jsonl:500 nq-open.jsonl:200 --without rows.jsonl > held-out.jsonl"""
+      hallutracer data mix opentriviaqa.jsonl:500 nq-open.jsonl:200 --without rows.jsonl \\
+          > held-out.jsonl
+    """
     if not files:
         raise UsageError("FILES", "name at least one JSONL file")
     found = mixture.mix([_source(file) for file in files], seed, without)
     met = found.groups_before - found.groups
-    _print(found.rows, "rows", found.by_source, f" in {found.groups:,} groups; {met:,} groups met in a question")
+    _print(
+        found.rows,
+        "rows",
+        found.by_source,
+        f" in {found.groups:,} groups; {met:,} groups met in a question",
+    )
 
 
 def in_forms(
-    file: Annotated[Path, Parameter(help="JSONL rows, questions asked by themselves.", show_env_var=False)],
+    file: Annotated[
+        Path, Parameter(help="JSONL rows, questions asked by themselves.", show_env_var=False)
+    ],
     /,
     *,
     form: Annotated[
         tuple[str, ...],
-        option(f"Forms to draw from, repeatable: {', '.join(forms.families())}, one form's own name, or all."),
+        option(
+            f"Forms to draw from, repeatable: {', '.join(forms.families())}, one form's own name,"
+            " or all."
+        ),
     ] = ("all",),
-    per_row: Annotated[int, option("In how many forms each question is asked.", limits=Range(1))] = 1,
+    per_row: Annotated[
+        int, option("In how many forms each question is asked.", limits=Range(1))
+    ] = 1,
     said: Annotated[
         Path | None,
-        option("answers.jsonl of a run on these questions, for forms with the model's own earlier answers."),
+        option(
+            "answers.jsonl of a run on these questions, for forms with the model's own earlier"
+            " answers."
+        ),
     ] = None,
     seed: Seed = 0,
     common: Common = Common(),
 ) -> None:
-    """Print the questions as people ask them: in a chat, under a system prompt, beside a passage, in other words.
+    """Print the questions as people ask them: in a chat, under a system prompt, beside a passage,
+    in other words.
 
-    A risk that was trained on lone questions is wrong in a conversation.  Each row has messages and names its form; its
-    group, kind and answers stay.  The label has to come from the model's answer in that form (--labels generate).
+    A risk that was trained on lone questions is wrong in a conversation.  Each row has messages and
+    names its form; its group, kind and answers stay.  The label has to come from the model's answer
+    in that form (--labels generate).
 
       hallutracer data forms questions.jsonl > rows.jsonl
 
-      hallutracer data forms questions.jsonl --form turns --form passages --per-row 2 > rows.jsonl"""
+      hallutracer data forms questions.jsonl --form turns --form passages --per-row 2 > rows.jsonl
+    """
     wanted, rows = forms.chosen(form), mixture.read_rows(file)
     own = {} if said is None else forms.read_model_answers(said)
     made = forms.in_forms(rows, wanted, per_row=per_row, seed=seed, model_answers=own)
-    _print(made, f"rows of {len(rows):,} questions", dict(Counter(row["form"] for row in made).most_common()))
+    _print(
+        made,
+        f"rows of {len(rows):,} questions",
+        dict(Counter(row["form"] for row in made).most_common()),
+    )
 
 
 def bank(
     *,
-    split: Annotated[Split, option("train: what training without --data asks.  held-out: other entities.")] = "train",
-    questions: Annotated[int | None, option("Print the first so many, a sample of the half.", limits=Range(1))] = None,
+    split: Annotated[
+        Split, option("train: what training without --data asks.  held-out: other entities.")
+    ] = "train",
+    questions: Annotated[
+        int | None, option("Print the first so many, a sample of the half.", limits=Range(1))
+    ] = None,
     common: Common = Common(),
 ) -> None:
-    """Print the questions that come with the package: facts, OpenTriviaQA and NQ-Open, with accepted answers.
+    """Print the questions that come with the package: facts, OpenTriviaQA and NQ-Open, with
+    accepted answers.
 
-    Counts by kind and the file of sources and licences go to stderr.  `hallutracer train` asks these questions where
-    no --data is given.
+    Counts by kind and the file of sources and licences go to stderr.  `hallutracer train` asks
+    these questions where no --data is given.
 
       hallutracer data bank > questions.jsonl"""
     rows = bank_rows(split, questions)
@@ -138,38 +191,56 @@ def tasks(
     seed: Seed = 0,
     common: Common = Common(),
 ) -> None:
-    """Print requests that ask the model for no fact: greetings, poems, translations, code, summaries, nonsense.
+    """Print requests that ask the model for no fact: greetings, poems, translations, code,
+    summaries, nonsense.
 
-    Each row has messages and `"applies": false`; a bit under half of them stand alone, the others in a conversation.
+    Each row has messages and `"applies": false`; a bit under half of them stand alone, the others
+    in a conversation.
 
       hallutracer data tasks > tasks.jsonl"""
     made = task_rows(count, seed)
-    _print(made, "rows", dict(Counter(row["kind"].removeprefix("task/") for row in made).most_common()))
+    _print(
+        made, "rows", dict(Counter(row["kind"].removeprefix("task/") for row in made).most_common())
+    )
 
 
 def audit(
     file: Annotated[
-        Path, Parameter(help="The training rows, with --sample; else the CSV that you have read.", show_env_var=False)
+        Path,
+        Parameter(
+            help="The training rows, with --sample; else the CSV that you have read.",
+            show_env_var=False,
+        ),
     ],
     /,
     *,
-    sample: Annotated[Path | None, option("Print verdicts of the training run in this --run-dir, as CSV.")] = None,
-    rows: Annotated[int, option("How many verdicts to sample, half of each class.", limits=Range(2))] = 300,
+    sample: Annotated[
+        Path | None, option("Print verdicts of the training run in this --run-dir, as CSV.")
+    ] = None,
+    rows: Annotated[
+        int, option("How many verdicts to sample, half of each class.", limits=Range(2))
+    ] = 300,
     seed: Seed = 0,
     as_json: Json = False,
     common: Common = Common(),
 ) -> None:
     """Measure how right the judge's labels are: print some to read, then compare what you read.
 
-    In the CSV write right, wrong or unclear into the column "read" of each row: whether the answer is right, whatever
-    the judge said.
+    In the CSV write right, wrong or unclear into the column "read" of each row: whether the answer
+    is right, whatever the judge said.
 
       hallutracer data audit rows.jsonl --sample ./run > audit.csv
 
       hallutracer data audit audit.csv"""
     if sample is not None:
-        judge_audit.write(judge_audit.sample(read_dataset(file, "generate", folds=0), sample, rows, seed), sys.stdout)
-        note('write right, wrong or unclear into the column "read", then: hallutracer data audit FILE.csv')
+        judge_audit.write(
+            judge_audit.sample(read_dataset(file, "generate", folds=0), sample, rows, seed),
+            sys.stdout,
+        )
+        note(
+            'write right, wrong or unclear into the column "read", then: hallutracer data audit'
+            " FILE.csv"
+        )
         return
     found = judge_audit.measure(judge_audit.read(file))
     if as_json:
@@ -186,11 +257,16 @@ def audit(
     note("95 % intervals (Jeffreys); classes weighted by their share of all verdicts")
 
 
-def _print(rows: Sequence[Mapping[str, Any]], what: str, counts: Mapping[str, int], more: str = "") -> None:
+def _print(
+    rows: Sequence[Mapping[str, Any]], what: str, counts: Mapping[str, int], more: str = ""
+) -> None:
     """Print the rows as JSONL, and on stderr how many there are of what."""
     for row in rows:
         print_line(json.dumps(row, ensure_ascii=False))
-    note(f"{len(rows):,} {what} ({', '.join(f'{name} {count:,}' for name, count in counts.items())}){more}")
+    note(
+        f"{len(rows):,} {what}"
+        f" ({', '.join(f'{name} {count:,}' for name, count in counts.items())}){more}"
+    )
 
 
 def _source(text: str) -> mixture.MixtureSource:
@@ -214,9 +290,22 @@ def _advice(info: SetInfo) -> str:
 
 def list_(*, as_json: Json = False, common: Common = Common()) -> None:
     """List the sets that have a reader: size, labels, groups, licence, and where to get them."""
-    shown = "name", "title", "rows", "labels", "group", "kinds", "hallucinated", "onset", "caveat", "licence", "source"
+    shown = (
+        "name",
+        "title",
+        "rows",
+        "labels",
+        "group",
+        "kinds",
+        "hallucinated",
+        "onset",
+        "caveat",
+        "licence",
+        "source",
+    )
     rows: list[dict[str, Any]] = [
-        {name: getattr(info, name) for name in shown} | {"labels": info.judge or info.labels, "train": _advice(info)}
+        {name: getattr(info, name) for name in shown}
+        | {"labels": info.judge or info.labels, "train": _advice(info)}
         for info in SETS.values()
     ]
     if as_json:
@@ -228,11 +317,20 @@ def list_(*, as_json: Json = False, common: Common = Common()) -> None:
     facts, places = Table(box=None, pad_edge=False), Table(box=None, pad_edge=False)
     for title in ("set", "rows", "labels", "group", "sub-sets", "licence"):
         number = title in ("rows", "sub-sets")
-        facts.add_column(title, overflow="fold", no_wrap=title == "set", justify="right" if number else "left")
+        facts.add_column(
+            title, overflow="fold", no_wrap=title == "set", justify="right" if number else "left"
+        )
     places.add_column("set", no_wrap=True)
     places.add_column("from", overflow="fold")
     for row in rows:
-        facts.add_row(row["name"], f"{row['rows']:,}", row["labels"], row["group"], str(row["kinds"]), row["licence"])
+        facts.add_row(
+            row["name"],
+            f"{row['rows']:,}",
+            row["labels"],
+            row["group"],
+            str(row["kinds"]),
+            row["licence"],
+        )
         places.add_row(row["name"], row["source"])
     console = Console(highlight=False)
     for table in (facts, "", places):
@@ -246,5 +344,13 @@ def list_(*, as_json: Json = False, common: Common = Common()) -> None:
 
 COMMANDS = (
     "Turn public sets into training rows.",
-    {"bank": bank, "convert": convert, "list": list_, "mix": mix, "forms": in_forms, "tasks": tasks, "audit": audit},
+    {
+        "bank": bank,
+        "convert": convert,
+        "list": list_,
+        "mix": mix,
+        "forms": in_forms,
+        "tasks": tasks,
+        "audit": audit,
+    },
 )

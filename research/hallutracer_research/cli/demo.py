@@ -1,4 +1,5 @@
-"""hallutracer demo build and retrieval: make the demonstration model, and measure what passages do to its risk."""
+"""hallutracer demo build and retrieval: make the demonstration model, and measure what passages do
+to its risk."""
 
 from __future__ import annotations
 
@@ -19,34 +20,50 @@ from service.settings import Range, option
 def build(
     *,
     out: Out = None,
-    seeds: Annotated[int, option("Train models with seeds 0 .. K-1.", "model-seeds", "seeds", limits=Range(1, 20))] = 1,
+    seeds: Annotated[
+        int,
+        option("Train models with seeds 0 .. K-1.", "model-seeds", "seeds", limits=Range(1, 20)),
+    ] = 1,
     threads: Threads = None,
     report: Annotated[
-        bool, option("Also make the table of held-out entities: every method."), Parameter(negative="")
+        bool,
+        option("Also make the table of held-out entities: every method."),
+        Parameter(negative=""),
     ] = False,
     common: Common = Common(),
 ) -> None:
-    """Train the demo model from its facts, choose a seed on the dev split, train both bundles on it.
+    """Train the demo model from its facts, choose a seed on the dev split, train both bundles on
+    it.
 
-    One seed takes about ten minutes of one core.  Nothing of the installed package is overwritten."""
+    One seed takes about ten minutes of one core.  Nothing of the installed package is
+    overwritten."""
     from rich.console import Console
 
     from hallutracer_research.demo.build import build as run
 
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    run(out or Path("demo-build"), seeds=range(seeds), threads=threads or 2, with_report=report, console=console)
+    run(
+        out or Path("demo-build"),
+        seeds=range(seeds),
+        threads=threads or 2,
+        with_report=report,
+        console=console,
+    )
 
 
 def retrieval(
     *,
-    questions: Annotated[int, option("Held-out questions; each is asked four times.", limits=Range(20))] = 400,
+    questions: Annotated[
+        int, option("Held-out questions; each is asked four times.", limits=Range(20))
+    ] = 400,
     max_tokens: Annotated[int, option("Length of an answer.", limits=Range(1, 256))] = 24,
     out: Out = None,
     engine: EngineChoice = EngineChoice(),
     bundles: BundleOptions = BundleOptions(),
     common: Common = Common(),
 ) -> None:
-    """Ask with and without passages: accuracy, risk and its drop, and what "retrieve where flagged" shows.
+    """Ask with and without passages: accuracy, risk and its drop, and what "retrieve where flagged"
+    shows.
 
     Writes retrieval.json (every answer) and retrieval.md under --out, and prints the tables.
 
@@ -62,7 +79,9 @@ def retrieval(
         found = document(ask(scorer, "test", questions, max_tokens), facts)
     folder = out or Path("retrieval")
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "retrieval.json").write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    (folder / "retrieval.json").write_text(
+        json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
     (folder / "retrieval.md").write_text(markdown(found), encoding="utf-8")
     print_line(markdown(found))
 

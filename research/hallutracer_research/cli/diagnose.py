@@ -1,4 +1,5 @@
-"""hallutracer diagnose: does the depth mean suffice on YOUR trajectories?  The paper's checks on a file of arrays."""
+"""hallutracer diagnose: does the depth mean suffice on YOUR trajectories?  The paper's checks on a
+file of arrays."""
 
 from __future__ import annotations
 
@@ -12,7 +13,15 @@ from cyclopts import Parameter
 from service.cli.loading import load_engine
 from service.cli.options import BundleOptions, EngineChoice, Output, UsageError, check
 from service.cli.train import one_bundle
-from service.data.options import BATCH_ROWS, BatchRows, Data, GeneratedLabels, JudgeOptions, LabelOptions, RunDir
+from service.data.options import (
+    BATCH_ROWS,
+    BatchRows,
+    Data,
+    GeneratedLabels,
+    JudgeOptions,
+    LabelOptions,
+    RunDir,
+)
 from service.options import Common
 from service.progress import note
 from service.settings import option, section
@@ -24,50 +33,87 @@ if TYPE_CHECKING:
     from hallutracer_research.paper.diagnose import LabelledSet
     from hallutracer_research.paper.diagnostics.shape import Shrinkage
 
-# What is printed: section of the document -> its title, and what each key is; keys with a mark are written as a
-# percentage (%) or as a p-value (p).
+# What is printed: section of the document -> its title, and what each key is; keys with a mark are
+# written as a percentage (%) or as a p-value (p).
 SECTIONS: dict[str, tuple[str, dict[str, str]]] = {
-    "fisher": ("Fisher gap", {
-        "r_fisher": "SNR of the best layer weights over that of the plain mean",
-        "r_fisher_unbiased": "the same without the gain from noise", "theta": "level-shape coupling",
-        "chi": "shape energy", "t": "cross term", "cauchy_schwarz": "t over its bound; near 1 the two above cancel",
-    }),
-    "snr": ("Slope against mean", {
-        "rho": "divergence ratio of the class gap", "gamma": "origin penalty",
-        "r_plugin": "SNR of slope over mean, from the covariance", "r_empirical": "the same, measured",
-        "eta": "measured over predicted",
-    }),
-    "variance": ("Variance components", {
-        "icc": "share of within-class variance common to all layers (the paper's plug-in)",
-        "icc_unbiased": "the same by the method of moments", "icc_factual": "factual class",
-        "icc_hallucinated": "hallucinated class",
-    }),
-    "features": ("AUROC of each feature", {
-        "mean": "AUROC of the depth mean: the detector", "median": "trajectory median",
-        "trimmed_mean": "mean without a tenth of the layers at each end", "slope": "least-squares slope",
-        "zone_shift": "output zone less recognition zone", "total_variation": "path length",
-        "range": "largest less smallest logit",
-    }),
-    "geometry": ("Geometry", {
-        "adjacent_cos": "|cos| of adjacent probes (middle layers)", "expected_cos": "the same for random directions",
-        "cos_p_value p": "p-value of their difference", "energy_fraction %": "variance along the probe, of all",
-        "v2_top90 %": "of the probe, in the directions with 90 % of the variance",
-        "alignment": "|cos| of probe and mean shift", "stable_rank": "effective rank of the readouts",
-        "mean_shift_norm": "distance of the class means",
-        "cohen_d": "Cohen's d of W, the frozen probe on the next layer",
-        "r_w": "the same over Cohen's d of the whole increment", "distance_correlation": "of W and K",
-    }),
-    "kappa": ("Class spread along the frozen probe", {
-        "kappa_median": "larger over smaller class variance along the frozen probe, median",
-        "kappa_p95": "95th percentile", "degradation %": "of the effect size, where the wider class is counted",
-        "factual_wider %": "transitions where the factual class is the wider",
-    }),
-    "isotropy": ("Probe isotropy: p-values, small ones speak against it", {
-        "shapiro_p p": "inner products are normal", "ks_ambient_p p": "with variance 1 / d",
-        "trend_p p": "|cos| has no trend over the gap between layers", "anova_p p": "|cos| has one mean at every gap",
-        "permutation_ambient_p p": "inner products are those of random directions",
-    }),
-}  # fmt: skip
+    "fisher": (
+        "Fisher gap",
+        {
+            "r_fisher": "SNR of the best layer weights over that of the plain mean",
+            "r_fisher_unbiased": "the same without the gain from noise",
+            "theta": "level-shape coupling",
+            "chi": "shape energy",
+            "t": "cross term",
+            "cauchy_schwarz": "t over its bound; near 1 the two above cancel",
+        },
+    ),
+    "snr": (
+        "Slope against mean",
+        {
+            "rho": "divergence ratio of the class gap",
+            "gamma": "origin penalty",
+            "r_plugin": "SNR of slope over mean, from the covariance",
+            "r_empirical": "the same, measured",
+            "eta": "measured over predicted",
+        },
+    ),
+    "variance": (
+        "Variance components",
+        {
+            "icc": "share of within-class variance common to all layers (the paper's plug-in)",
+            "icc_unbiased": "the same by the method of moments",
+            "icc_factual": "factual class",
+            "icc_hallucinated": "hallucinated class",
+        },
+    ),
+    "features": (
+        "AUROC of each feature",
+        {
+            "mean": "AUROC of the depth mean: the detector",
+            "median": "trajectory median",
+            "trimmed_mean": "mean without a tenth of the layers at each end",
+            "slope": "least-squares slope",
+            "zone_shift": "output zone less recognition zone",
+            "total_variation": "path length",
+            "range": "largest less smallest logit",
+        },
+    ),
+    "geometry": (
+        "Geometry",
+        {
+            "adjacent_cos": "|cos| of adjacent probes (middle layers)",
+            "expected_cos": "the same for random directions",
+            "cos_p_value p": "p-value of their difference",
+            "energy_fraction %": "variance along the probe, of all",
+            "v2_top90 %": "of the probe, in the directions with 90 % of the variance",
+            "alignment": "|cos| of probe and mean shift",
+            "stable_rank": "effective rank of the readouts",
+            "mean_shift_norm": "distance of the class means",
+            "cohen_d": "Cohen's d of W, the frozen probe on the next layer",
+            "r_w": "the same over Cohen's d of the whole increment",
+            "distance_correlation": "of W and K",
+        },
+    ),
+    "kappa": (
+        "Class spread along the frozen probe",
+        {
+            "kappa_median": "larger over smaller class variance along the frozen probe, median",
+            "kappa_p95": "95th percentile",
+            "degradation %": "of the effect size, where the wider class is counted",
+            "factual_wider %": "transitions where the factual class is the wider",
+        },
+    ),
+    "isotropy": (
+        "Probe isotropy: p-values, small ones speak against it",
+        {
+            "shapiro_p p": "inner products are normal",
+            "ks_ambient_p p": "with variance 1 / d",
+            "trend_p p": "|cos| has no trend over the gap between layers",
+            "anova_p p": "|cos| has one mean at every gap",
+            "permutation_ambient_p p": "inner products are those of random directions",
+        },
+    ),
+}
 
 
 @section("Diagnosis", 5)
@@ -82,7 +128,10 @@ class DiagnoseChoices(JudgeOptions, LabelOptions):
     output: Annotated[Output, Parameter(name=("--output", "--json"))] = None
     shrinkage: Annotated[
         str | None,
-        option("For few rows or copied layers: ledoit_wolf, or a share between 0 and 1, of the layers' covariance."),
+        option(
+            "For few rows or copied layers: ledoit_wolf, or a share between 0 and 1, of the layers'"
+            " covariance."
+        ),
     ] = None
 
 
@@ -90,8 +139,11 @@ def diagnose(
     file: Annotated[
         Path | None,
         Parameter(
-            help="An .npz with trajectory [N, m] and label [N]; optional group [N], readout [N, m, d] and direction "
-            "[m, d].  Leave it out with --bundle and --data.",
+            help=(
+                "An .npz with trajectory [N, m] and label [N]; optional group [N], readout [N, m,"
+                " d] and direction "
+                "[m, d].  Leave it out with --bundle and --data."
+            ),
             show_env_var=False,
         ),
     ] = None,
@@ -102,10 +154,12 @@ def diagnose(
     engine: EngineChoice = EngineChoice(),
     common: Common = Common(),
 ) -> None:
-    """Check the paper's claims on your own labelled trajectories: is the depth mean enough, and why.
+    """Check the paper's claims on your own labelled trajectories: is the depth mean enough, and
+    why.
 
-    Fisher gap, slope against mean, variance components, the AUROC of each trajectory feature; with readouts and probe
-    directions also the probe geometry and the Chen-Qin test.  label is 1 for factual and 0 for hallucinated.
+    Fisher gap, slope against mean, variance components, the AUROC of each trajectory feature; with
+    readouts and probe directions also the probe geometry and the Chen-Qin test.  label is 1 for
+    factual and 0 for hallucinated.
 
     With a bundle and rows that it was not trained on, the trajectories are made here:
 
@@ -134,10 +188,14 @@ def diagnose(
     console = Console(highlight=False)
     rows, layers = data.trajectory.shape
     factual = int(data.label.sum())
-    console.print(f"{rows} trajectories of {layers} layers: {factual} factual, {rows - factual} hallucinated")
+    console.print(
+        f"{rows} trajectories of {layers} layers: {factual} factual, {rows - factual} hallucinated"
+    )
     _print(document, console)
     if options.output is not None:
-        options.output.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        options.output.write_text(
+            json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8"
+        )
         note(f"written to {options.output}")
 
 
@@ -149,9 +207,14 @@ def _own(options: DiagnoseChoices, bundles: BundleOptions, engine: EngineChoice)
     from service.readout import Site
 
     engine.options_for([bundle.manifest.name])  # a wrong option is reported before rows are read
-    site, rows = Site(bundle.manifest.readout.site), made_of(NewRowsOptions, options, new_name=bundle.manifest.name)
+    site, rows = (
+        Site(bundle.manifest.readout.site),
+        made_of(NewRowsOptions, options, new_name=bundle.manifest.name),
+    )
     try:
-        return own_trajectories(bundle, rows, lambda: load_engine(engine, bundles=[bundle], rows=[site]))
+        return own_trajectories(
+            bundle, rows, lambda: load_engine(engine, bundles=[bundle], rows=[site])
+        )
     except KeyboardInterrupt:
         note(f"the same command resumes from {rows.folder}")
         raise
@@ -176,7 +239,10 @@ def _print(document: dict[str, Any], console: Console) -> None:
         if key in parts:
             _section(title, parts[key], rows, console)
         if key == "variance":
-            lags = "  ".join(f"{lag}: {_cell(value, '')}" for lag, value in enumerate(parts[key]["residual_acf"], 1))
+            lags = "  ".join(
+                f"{lag}: {_cell(value, '')}"
+                for lag, value in enumerate(parts[key]["residual_acf"], 1)
+            )
             console.print(f"residual correlation by lag (factual)  {lags}")
     if "chen_qin" in document:
         test = document["chen_qin"]

@@ -1,4 +1,5 @@
-"""hallutracer evaluate: the paper's tables on your model and your data, baselines on the same rows."""
+"""hallutracer evaluate: the paper's tables on your model and your data, baselines on the same
+rows."""
 
 from __future__ import annotations
 
@@ -33,38 +34,59 @@ class EvaluateChoices:
     out: Out = None
     suite: Annotated[
         Literal["main", "paper"],
-        option("main: the main table.  paper: every table and figure of the paper, beside its published numbers."),
+        option(
+            "main: the main table.  paper: every table and figure of the paper, beside its"
+            " published numbers."
+        ),
     ] = "main"
     methods: Annotated[
         str | None,
-        option(f"Comma-separated: {', '.join(METHODS)}; or a class by its cost: none, A, B, C, D; or default, all.  "
-               "Default: those that read the prompt alone."),
-    ] = None  # fmt: skip
+        option(
+            f"Comma-separated: {', '.join(METHODS)}; or a class by its cost: none, A, B, C, D; or"
+            " default, all.  Default: those that read the prompt alone."
+        ),
+    ] = None
     other_model: Annotated[
         str | None,
-        option("Another model, whose states on the same questions are a rival: where they tell as much, a probe reads "
-               "which questions are hard.  A folder, a GGUF file or a hub name."),
-    ] = None  # fmt: skip
+        option(
+            "Another model, whose states on the same questions are a rival: where they tell as"
+            " much, a probe reads which questions are hard.  A folder, a GGUF file or a hub name."
+        ),
+    ] = None
     embedder: Annotated[
-        Path | None, option("Folder of a sentence encoder, whose embedding of the text is a rival that reads no model.")
+        Path | None,
+        option(
+            "Folder of a sentence encoder, whose embedding of the text is a rival that reads no"
+            " model."
+        ),
     ] = None
     beside: Annotated[
         tuple[str, ...],
-        option("Folder of a finished evaluation of another model on the same data, repeatable: the report puts both "
-               "side by side."),
+        option(
+            "Folder of a finished evaluation of another model on the same data, repeatable: the"
+            " report puts both side by side."
+        ),
         Parameter(metavar="FOLDER"),
-    ] = ()  # fmt: skip
+    ] = ()
     samples: Annotated[
-        int, option("Answers sampled for each prompt, for methods that compare them.", limits=Range(2))
+        int,
+        option("Answers sampled for each prompt, for methods that compare them.", limits=Range(2)),
     ] = 10
     inner_folds: Annotated[int, option("Folds inside a training side.", limits=Range(2))] = 3
     per_subset: Annotated[bool, option("Also train and test inside each sub-dataset.")] = True
     skip_long: Annotated[
-        bool, option("Leave out, and count, rows that the model's context cannot hold.  Without it they are an error.")
+        bool,
+        option(
+            "Leave out, and count, rows that the model's context cannot hold.  Without it they are"
+            " an error."
+        ),
     ] = False
     limit: Annotated[
         tuple[str, ...],
-        option("ROWS, about so many of each set, or NAME=ROWS for one of them; repeatable.  Default: all."),
+        option(
+            "ROWS, about so many of each set, or NAME=ROWS for one of them; repeatable.  Default:"
+            " all."
+        ),
         Parameter(metavar="ROWS"),
     ] = ()
 
@@ -79,8 +101,9 @@ def evaluate(
 ) -> None:
     """Put HalluTracer and the baselines on the same rows of your model, and write a report.
 
-    One forward pass over the prompts feeds every method; splits are group-disjoint, and everything a method learns
-    comes from the training side.  Interrupt it at any time: the same command resumes where it stopped.
+    One forward pass over the prompts feeds every method; splits are group-disjoint, and everything
+    a method learns comes from the training side.  Interrupt it at any time: the same command
+    resumes where it stopped.
 
       hallutracer evaluate --suite paper    # the demo model on its own questions
       hallutracer evaluate --model ./my-model --data questions.jsonl
@@ -98,19 +121,37 @@ def evaluate(
         raise UsageError("--data", str(error)) from None
     if options.other_model is not None:
         check_place(options.other_model)
-    names = method_names(options.methods, other_model=options.other_model, embedder=options.embedder)
+    names = method_names(
+        options.methods, other_model=options.other_model, embedder=options.embedder
+    )
     evaluation = EvaluateOptions(
-        sources=limited(sources, options.limit), out=options.out or Path("evaluation"),
-        suite=options.suite, methods=names, other_model=options.other_model, embedder=options.embedder,
-        beside=tuple(map(Path, options.beside)), samples=options.samples, seeds=len(fit.shuffles),
-        folds=fit.folds, inner_folds=options.inner_folds, c=fit.c, judge=labels.judge, labels=options.labels,
-        max_new_tokens=labels.max_new_tokens, prompt_format=labels.prompt_format, per_subset=options.per_subset,
-        skip_long=options.skip_long, batch_rows=fit.batch_rows, jobs=fit.jobs,
-    )  # fmt: skip
+        sources=limited(sources, options.limit),
+        out=options.out or Path("evaluation"),
+        suite=options.suite,
+        methods=names,
+        other_model=options.other_model,
+        embedder=options.embedder,
+        beside=tuple(map(Path, options.beside)),
+        samples=options.samples,
+        seeds=len(fit.shuffles),
+        folds=fit.folds,
+        inner_folds=options.inner_folds,
+        c=fit.c,
+        judge=labels.judge,
+        labels=options.labels,
+        max_new_tokens=labels.max_new_tokens,
+        prompt_format=labels.prompt_format,
+        per_subset=options.per_subset,
+        skip_long=options.skip_long,
+        batch_rows=fit.batch_rows,
+        jobs=fit.jobs,
+    )
     chosen = engine.options_for()  # a wrong option is reported before rows are read
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
-        found = run_evaluation(evaluation, chosen, threads=engine.threads, console=console, command=command_line())
+        found = run_evaluation(
+            evaluation, chosen, threads=engine.threads, console=console, command=command_line()
+        )
     except KeyboardInterrupt:
         console.print(f"the same command resumes from {evaluation.out}")
         raise
@@ -118,14 +159,18 @@ def evaluate(
     print_line("\n".join(str(path) for path in found.files))
 
 
-def limited(sources: Sequence[EvaluationSource], limits: Sequence[str]) -> tuple[EvaluationSource, ...]:
+def limited(
+    sources: Sequence[EvaluationSource], limits: Sequence[str]
+) -> tuple[EvaluationSource, ...]:
     """Return the sources with their ``--limit``: NAME=ROWS before ROWS.  Raises UsageError."""
     rows: dict[str | None, int] = {}
     for text in limits:
         name, equals, count = text.rpartition("=")
         key = name if equals else None
         if not (count.isdecimal() and int(count) >= FEWEST_ROWS):
-            raise UsageError("--limit", f"{text!r} is not ROWS or NAME=ROWS with at least {FEWEST_ROWS} rows")
+            raise UsageError(
+                "--limit", f"{text!r} is not ROWS or NAME=ROWS with at least {FEWEST_ROWS} rows"
+            )
         if equals and name not in (known := [source.name for source in sources]):
             raise UsageError("--limit", f"{name!r} is not among the data: {', '.join(known)}")
         if key in rows:

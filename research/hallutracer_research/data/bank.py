@@ -21,17 +21,22 @@ FIELDS = ("id", "prompt", "answers", "group", "kind", "statement")
 
 
 def packed(rows: Iterable[dict[str, Any]]) -> bytes:
-    """Return rows as the bank keeps them: fields that training reads, groups in the order of a hash of their name."""
-    ordered = sorted(rows, key=lambda row: (hashlib.sha256(row["group"].encode()).digest(), row["id"]))
+    """Return rows as the bank keeps them: fields that training reads, groups in the order of a hash
+    of their name."""
+    ordered = sorted(
+        rows, key=lambda row: (hashlib.sha256(row["group"].encode()).digest(), row["id"])
+    )
     lines = [
-        json.dumps({field: row[field] for field in FIELDS if field in row}, ensure_ascii=False) + "\n"
+        json.dumps({field: row[field] for field in FIELDS if field in row}, ensure_ascii=False)
+        + "\n"
         for row in ordered
     ]
     return lzma.compress("".join(lines).encode(), preset=9 | lzma.PRESET_EXTREME)
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Write the halves: the first file is trained on, the second is held out.  Raises ValueError where they overlap."""
+    """Write the halves: the first file is trained on, the second is held out.  Raises ValueError
+    where they overlap."""
     halves = [read_rows(Path(name)) for name in arguments]
     train_groups, held_groups = ({row["group"] for row in rows} for rows in halves)
     if shared := train_groups & held_groups:

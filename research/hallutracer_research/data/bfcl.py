@@ -1,11 +1,14 @@
-"""BFCL v4 (Berkeley Function-Calling Leaderboard): 2,853 prompts in eleven files; the system texts are ours.
+"""BFCL v4 (Berkeley Function-Calling Leaderboard): 2,853 prompts in eleven files; the system texts
+are ours.
 
-A substitute for the paper's "Agentic" set, which cannot be identified: results on it are not the paper's.
-``read_bfcl``: the offered functions, then the user's words; labels by the judge ``calls`` of the model's answer.  Web
-search is asked closed-book, memory questions have the earlier conversations in the system text.  ``multi_turn_base``
-needs BFCL's simulators; its 200 rows are read, counted and left out.  ``read_bfcl_answerable``: labels known without
-decoding, "an offered function fits" (1) or none does (0): tool-answerability, not hallucination.
-Group = the row; for live files the middle number of the id (mostly the same functions); for memory the scenario."""
+A substitute for the paper's "Agentic" set, which cannot be identified: results on it are not the
+paper's.
+``read_bfcl``: the offered functions, then the user's words; labels by the judge ``calls`` of the
+model's answer.  Web search is asked closed-book, memory questions have the earlier conversations in
+the system text.  ``multi_turn_base`` needs BFCL's simulators; its 200 rows are read, counted and
+left out.  ``read_bfcl_answerable``: labels known without decoding, "an offered function fits" (1)
+or none does (0): tool-answerability, not hallucination. Group = the row; for live files the middle
+number of the id (mostly the same functions); for memory the scenario."""
 
 from __future__ import annotations
 
@@ -17,26 +20,51 @@ from typing import Any
 from hallutracer_research.data.files import Row, Rows, json_lines
 from service.data import judges as references
 
-CALLS = ("simple_python", "multiple", "parallel", "parallel_multiple", "live_simple")  # have gold calls
+CALLS = (
+    "simple_python",
+    "multiple",
+    "parallel",
+    "parallel_multiple",
+    "live_simple",
+)  # have gold calls
 NO_CALL, SOME_CALL = ("irrelevance", "live_irrelevance"), ("live_relevance",)
 TEXTS = ("web_search", "memory")  # have gold short answers
 SIMULATED = "multi_turn_base"
 KINDS = (*CALLS, *NO_CALL, *SOME_CALL, *TEXTS)
-ANSWERABLE = {"simple_python": 1, "multiple": 1, "live_simple": 1, "live_relevance": 1} | dict.fromkeys(NO_CALL, 0)
+ANSWERABLE = {
+    "simple_python": 1,
+    "multiple": 1,
+    "live_simple": 1,
+    "live_relevance": 1,
+} | dict.fromkeys(NO_CALL, 0)
 
 _OFFER = (
-    "You can call the functions listed below. If they can do what the user asks, reply with the calls only, written "
-    "[name(argument=value, ...), ...]. If none of them fits, or a value that is needed is missing, make no call and "
-    "say so in one sentence.\n\nFunctions, one JSON object a line:\n{functions}"
+    "You can call the functions listed below. If they can do what the user asks, reply with the"
+    " calls only, written [name(argument=value, ...), ...]. If none of them fits, or a value that"
+    " is needed is missing, make no call and say so in one sentence.\n\nFunctions, one JSON object"
+    " a line:\n{functions}"
 )
-_CLOSED_BOOK = "Answer from what you know, as shortly as you can: only the name, number or phrase that is asked for."
-_MEMORY = "You talked with this user before. Answer as shortly as you can, from what the user said then:\n\n{talks}"
+_CLOSED_BOOK = (
+    "Answer from what you know, as shortly as you can: only the name, number or phrase that is"
+    " asked for."
+)
+_MEMORY = (
+    "You talked with this user before. Answer as shortly as you can, from what the user said"
+    " then:\n\n{talks}"
+)
 
 
 def read_bfcl(folder: Path, problems: list[str]) -> Rows:
-    """Return rows (id, messages, answers, group, kind) for generated labels; counts {read, multi_turn, repeated}."""
-    files = {kind: json_lines(folder, f"possible_answer/{_file(kind)}", problems) for kind in (*CALLS, *TEXTS)}
-    gold = {kind: {str(one.get("id")): one.get("ground_truth") for _, one in lines} for kind, lines in files.items()}
+    """Return rows (id, messages, answers, group, kind) for generated labels; counts {read,
+    multi_turn, repeated}."""
+    files = {
+        kind: json_lines(folder, f"possible_answer/{_file(kind)}", problems)
+        for kind in (*CALLS, *TEXTS)
+    }
+    gold = {
+        kind: {str(one.get("id")): one.get("ground_truth") for _, one in lines}
+        for kind, lines in files.items()
+    }
     talks = _conversations(folder, problems)
 
     def row(kind: str, value: Row) -> Row:
@@ -44,16 +72,29 @@ def read_bfcl(folder: Path, problems: list[str]) -> Rows:
 
     simulated = len(json_lines(folder, _file(SIMULATED), problems))
     kept, counts = _read(folder, KINDS, row, problems)
-    return kept, {"read": counts["read"] + simulated, "multi_turn": simulated, "repeated": counts["repeated"]}
+    return kept, {
+        "read": counts["read"] + simulated,
+        "multi_turn": simulated,
+        "repeated": counts["repeated"],
+    }
 
 
 def read_bfcl_answerable(folder: Path, problems: list[str]) -> Rows:
-    """Return rows (id, messages, label, group, kind) and counts {read, repeated}; label 1: an offered function fits."""
-    return _read(folder, ANSWERABLE, lambda kind, row: _row(kind, row, {}) | {"label": ANSWERABLE[kind]}, problems)
+    """Return rows (id, messages, label, group, kind) and counts {read, repeated}; label 1: an
+    offered function fits."""
+    return _read(
+        folder,
+        ANSWERABLE,
+        lambda kind, row: _row(kind, row, {}) | {"label": ANSWERABLE[kind]},
+        problems,
+    )
 
 
-def _read(folder: Path, kinds: Iterable[str], convert: Callable[[str, Row], Row], problems: list[str]) -> Rows:
-    """Return the rows of the kinds' files whose conversation no earlier row of their group has, and counts."""
+def _read(
+    folder: Path, kinds: Iterable[str], convert: Callable[[str, Row], Row], problems: list[str]
+) -> Rows:
+    """Return the rows of the kinds' files whose conversation no earlier row of their group has, and
+    counts."""
     rows = []
     for kind in kinds:
         for number, value in json_lines(folder, _file(kind), problems):
@@ -100,13 +141,22 @@ def _row(kind: str, value: Row, talks: dict[str, str]) -> Row:
 
 
 def _messages(system: str, turn: Any) -> list[dict[str, str]]:
-    """Return our system text, then the row's own; turns of a role are merged, as most chat templates require."""
+    """Return our system text, then the row's own; turns of a role are merged, as most chat
+    templates require."""
     messages = [{"role": "system", "content": system}]
     if not isinstance(turn, list) or not turn:
         raise _BadRow("'question' has no messages")
     for message in turn:
-        role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
-        if role not in ("system", "user", "assistant") or not isinstance(content, str) or not content.strip():
+        role, content = (
+            (message.get("role"), message.get("content"))
+            if isinstance(message, dict)
+            else (None, None)
+        )
+        if (
+            role not in ("system", "user", "assistant")
+            or not isinstance(content, str)
+            or not content.strip()
+        ):
             raise _BadRow("each message needs a role (system, user, assistant) and a text")
         if messages[-1]["role"] == role:
             messages[-1]["content"] += f"\n\n{content}"
@@ -130,7 +180,9 @@ def _conversations(folder: Path, problems: list[str]) -> dict[str, str]:
                 problems.append(f"{name} line {number}: 'topic' and 'question' are needed")
         conversations[path.stem.removeprefix("memory_")] = "\n\n".join(topics)
     if not conversations:
-        problems.append("memory_prereq_conversation has no memory_*.json, which the memory questions need")
+        problems.append(
+            "memory_prereq_conversation has no memory_*.json, which the memory questions need"
+        )
     return conversations
 
 
@@ -145,17 +197,24 @@ def _expectation(kind: str, value: Row, gold: dict[str, dict[str, Any]]) -> str:
         raise _BadRow(f"{value['id']!r} has no gold answer in possible_answer")
     if kind in TEXTS:
         return references.expectation("text", texts=truth)
-    return references.expectation("calls", calls=[_specification(call, value["function"]) for call in truth])
+    return references.expectation(
+        "calls", calls=[_specification(call, value["function"]) for call in truth]
+    )
 
 
 def _specification(gold: Any, functions: list[Any]) -> dict[str, Any]:
-    """Return a gold call.  An argument is optional if "" is among its values and the function does not require it.  Two
-    published rows give some arguments no accepted value; an empty list is meant."""
+    """Return a gold call.  An argument is optional if "" is among its values and the function does
+    not require it.  Two published rows give some arguments no accepted value; an empty list is
+    meant."""
     try:
         ((name, values),) = gold.items()
         arguments = {key: accepted or [[], ""] for key, accepted in values.items()}
         required = next(f["parameters"].get("required", []) for f in functions if f["name"] == name)
-        optional = [key for key, accepted in arguments.items() if "" in accepted and key not in required]
+        optional = [
+            key for key, accepted in arguments.items() if "" in accepted and key not in required
+        ]
     except (AttributeError, KeyError, TypeError, ValueError, StopIteration) as error:
-        raise _BadRow(f"its gold answer {json.dumps(gold)[:80]} is not a call of an offered function") from error
+        raise _BadRow(
+            f"its gold answer {json.dumps(gold)[:80]} is not a call of an offered function"
+        ) from error
     return {"name": name, "arguments": arguments, "optional": optional}

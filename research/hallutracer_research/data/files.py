@@ -1,6 +1,6 @@
-"""Files of a downloaded set (CSV tables, JSON documents, JSON lines), and what sets of questions have in common.  Each
-reader takes the set's folder, a file's path in it and a list ``problems``, to which it appends one line per error, so
-that all damaged files are reported at once."""
+"""Files of a downloaded set (CSV tables, JSON documents, JSON lines), and what sets of questions
+have in common.  Each reader takes the set's folder, a file's path in it and a list ``problems``, to
+which it appends one line per error, so that all damaged files are reported at once."""
 
 from __future__ import annotations
 
@@ -17,15 +17,20 @@ from pydantic import BaseModel, Field, StringConstraints, ValidationError
 
 Row = dict[str, Any]  # one row for the trainer, see service/data/training_rows.py
 Rows = tuple[list[Row], dict[str, int]]  # and the reader's counts
-Text = Annotated[str, StringConstraints(strict=True, pattern=r"\S")]  # not blank; as it stands in the file
+Text = Annotated[
+    str, StringConstraints(strict=True, pattern=r"\S")
+]  # not blank; as it stands in the file
 Label = Annotated[int, Field(strict=True, ge=0, le=1)]
 BRIEFLY = " Answer briefly."
 Kind = TypeVar("Kind", dict[Any, Any], list[Any])
 Model = TypeVar("Model", bound=BaseModel)
 
 
-def text_of(folder: Path, name: str, problems: list[str], encodings: Sequence[str] = ("utf-8-sig",)) -> str | None:
-    """Return a file's text, by the first of ``encodings`` that decodes the whole file; None if it cannot be read."""
+def text_of(
+    folder: Path, name: str, problems: list[str], encodings: Sequence[str] = ("utf-8-sig",)
+) -> str | None:
+    """Return a file's text, by the first of ``encodings`` that decodes the whole file; None if it
+    cannot be read."""
     try:
         content = (folder / name).read_bytes()
     except FileNotFoundError:
@@ -43,14 +48,18 @@ def text_of(folder: Path, name: str, problems: list[str], encodings: Sequence[st
     return None
 
 
-def csv_table(folder: Path, name: str, columns: Sequence[str], problems: list[str]) -> list[tuple[int, Row]]:
+def csv_table(
+    folder: Path, name: str, columns: Sequence[str], problems: list[str]
+) -> list[tuple[int, Row]]:
     """Return line number and row of a table whose header has at least ``columns``."""
     text = text_of(folder, name, problems)
     if text is None:
         return []
     reader = csv.DictReader(io.StringIO(text, newline=""))
     if not set(columns) <= set(reader.fieldnames or ()):
-        problems.append(f"{name} line 1: expected the columns {','.join(columns)}; found {reader.fieldnames}")
+        problems.append(
+            f"{name} line 1: expected the columns {','.join(columns)}; found {reader.fieldnames}"
+        )
         return []
     table = []
     try:
@@ -75,7 +84,9 @@ def json_document(folder: Path, name: str, kind: type[Kind], problems: list[str]
         else:
             if isinstance(value, kind):
                 return value
-            problems.append(f"{name}: a JSON {kind.__name__} was expected, found {type(value).__name__}")
+            problems.append(
+                f"{name}: a JSON {kind.__name__} was expected, found {type(value).__name__}"
+            )
     return kind()
 
 
@@ -103,7 +114,9 @@ def checked(model: type[Model], value: Any, place: str, problems: list[str]) -> 
         return model.model_validate(value)
     except ValidationError as error:
         first = error.errors()[0]
-        problems.append(f"{place}: {'.'.join(map(str, first['loc']))}: {first['msg']}".replace(": :", ":"))
+        problems.append(
+            f"{place}: {'.'.join(map(str, first['loc']))}: {first['msg']}".replace(": :", ":")
+        )
         return None
 
 

@@ -1,6 +1,7 @@
-"""How right a judge's labels are, by a person who reads some of them.  ``sample`` draws verdicts to read, half of each
-class; ``measure`` compares what the person found.  Wrong labels limit what any predictor can show: one that knows which
-answers are true still has an AUROC against the judge of only (right | judged right + wrong | judged wrong) / 2."""
+"""How right a judge's labels are, by a person who reads some of them.  ``sample`` draws verdicts to
+read, half of each class; ``measure`` compares what the person found.  Wrong labels limit what any
+predictor can show: one that knows which answers are true still has an AUROC against the judge of
+only (right | judged right + wrong | judged wrong) / 2."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ Rows = list[dict[str, str]]
 
 @dataclass(frozen=True)
 class Rate:
-    """A share with a 95 % interval: Jeffreys' of a binomial, classes weighted by their share of all verdicts."""
+    """A share with a 95 % interval: Jeffreys' of a binomial, classes weighted by their share of all
+    verdicts."""
 
     value: float
     low: float
@@ -36,7 +38,8 @@ class Rate:
 
 @dataclass(frozen=True)
 class Audit:
-    """What the person found.  ``ceiling``: AUROC, against these labels, of a predictor that knows the truth."""
+    """What the person found.  ``ceiling``: AUROC, against these labels, of a predictor that knows
+    the truth."""
 
     read: int
     unclear: int  # left out of the rates
@@ -48,12 +51,17 @@ class Audit:
 
 
 def sample(dataset: Dataset, run: Path, rows: int, seed: int = 0) -> Rows:
-    """Return ``rows`` verdicts of a training run, as many of each class as there are, shuffled; ``read`` is empty.
-    ``share``: how much of all verdicts a row stands for; they sum to one.  Raises DataError, RunMismatch."""
+    """Return ``rows`` verdicts of a training run, as many of each class as there are, shuffled;
+    ``read`` is empty.
+    ``share``: how much of all verdicts a row stands for; they sum to one.  Raises DataError,
+        RunMismatch."""
     folder = run / "train" if (run / "train").is_dir() else run
     judged_files = sorted(folder.glob("labels-*.jsonl"), key=lambda path: path.stat().st_mtime)
     if not (folder / "answers.jsonl").is_file():
-        raise DataError(str(folder), ["has no answers.jsonl: give the --run-dir of a run with --labels generate"])
+        raise DataError(
+            str(folder),
+            ["has no answers.jsonl: give the --run-dir of a run with --labels generate"],
+        )
     if not judged_files:
         raise DataError(str(folder), ["no answer has been judged yet: let the run go on"])
     answers = {record["row"]: record["answer"] for record in _lines(folder / "answers.jsonl")}
@@ -64,7 +72,10 @@ def sample(dataset: Dataset, run: Path, rows: int, seed: int = 0) -> Rows:
         file = str(spread) if spread.is_file() else "the file of that run"
         raise RunMismatch(f"{folder} judged other rows than {dataset.path} has: give {file}")
     rng = random.Random(seed)
-    of_class = {one: [place for place, record in enumerate(verdicts) if record["verdict"] == one] for one in VERDICTS}
+    of_class = {
+        one: [place for place, record in enumerate(verdicts) if record["verdict"] == one]
+        for one in VERDICTS
+    }
     judged = sum(map(len, of_class.values()))
     found: Rows = []
     for verdict, places in of_class.items():
@@ -72,20 +83,32 @@ def sample(dataset: Dataset, run: Path, rows: int, seed: int = 0) -> Rows:
         for place in taken:
             number, row = judged_rows[place]
             values = (
-                row.id, row.strata.get("kind", ""), row.question, " | ".join(row.answers), answers[number], verdict,
-                f"{len(places) / judged / len(taken):.8f}", "",
-            )  # fmt: skip
+                row.id,
+                row.strata.get("kind", ""),
+                row.question,
+                " | ".join(row.answers),
+                answers[number],
+                verdict,
+                f"{len(places) / judged / len(taken):.8f}",
+                "",
+            )
             found.append(dict(zip(COLUMNS, values, strict=True)))
     rng.shuffle(found)
     return found
 
 
 def write(rows: Rows, target: TextIO) -> None:
-    """Write CSV.  A text that a spreadsheet would take for a formula gets an apostrophe in front."""
+    """Write CSV.  A text that a spreadsheet would take for a formula gets an apostrophe in
+    front."""
     writer = csv.DictWriter(target, COLUMNS, lineterminator="\n")
     writer.writeheader()
     for row in rows:
-        writer.writerow({name: f"'{text}" if text[:1] in "=+-@\t\r" and text else text for name, text in row.items()})
+        writer.writerow(
+            {
+                name: f"'{text}" if text[:1] in "=+-@\t\r" and text else text
+                for name, text in row.items()
+            }
+        )
 
 
 def read(path: Path) -> Rows:
@@ -93,9 +116,15 @@ def read(path: Path) -> Rows:
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file)
-            missing = [name for name in ("id", "verdict", "share", "read") if name not in (reader.fieldnames or ())]
+            missing = [
+                name
+                for name in ("id", "verdict", "share", "read")
+                if name not in (reader.fieldnames or ())
+            ]
             if missing:
-                raise DataError(str(path), [f"the first line names no column {name!r}" for name in missing])
+                raise DataError(
+                    str(path), [f"the first line names no column {name!r}" for name in missing]
+                )
             rows = list(reader)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(str(path), [str(error)]) from None
@@ -104,11 +133,15 @@ def read(path: Path) -> Rows:
     for number, row in enumerate(rows, 1):
         row["read"] = (row["read"] or "").strip().lower()
         if row["read"] not in allowed:
-            problems.append(f"row {number} ({row['id']}): 'read' is {row['read']!r}; write {', '.join(allowed)}")
+            problems.append(
+                f"row {number} ({row['id']}): 'read' is {row['read']!r}; write {', '.join(allowed)}"
+            )
         if row["verdict"] not in VERDICTS:
             problems.append(f"row {number} ({row['id']}): 'verdict' is {row['verdict']!r}")
     for verdict in VERDICTS:
-        if not problems and not any(row["verdict"] == verdict and row["read"] != UNCLEAR for row in rows):
+        if not problems and not any(
+            row["verdict"] == verdict and row["read"] != UNCLEAR for row in rows
+        ):
             problems.append(f"no row judged {verdict} was read")
     if problems:
         raise DataError(str(path), problems)
@@ -141,10 +174,14 @@ def measure(rows: Rows) -> Audit:
 
     share = weight[right] / sum(weight.values())
     return Audit(
-        read=sum(map(len, agrees.values())), unclear=len(rows) - sum(map(len, agrees.values())),
-        agreement=rate(share, 1 - share), right_if_judged_right=rate(1, 0), wrong_if_judged_wrong=rate(0, 1),
-        ceiling=rate(0.5, 0.5), disagreed=tuple(disagreed),
-    )  # fmt: skip
+        read=sum(map(len, agrees.values())),
+        unclear=len(rows) - sum(map(len, agrees.values())),
+        agreement=rate(share, 1 - share),
+        right_if_judged_right=rate(1, 0),
+        wrong_if_judged_wrong=rate(0, 1),
+        ceiling=rate(0.5, 0.5),
+        disagreed=tuple(disagreed),
+    )
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

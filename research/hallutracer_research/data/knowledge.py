@@ -1,5 +1,6 @@
-"""The knowledge questions of "No Answer Needed" (arXiv 2509.10625): four templates, each over a list of facts, asked of
-the model.  Group = the question's words, as in the other sets of questions."""
+"""The knowledge questions of "No Answer Needed" (arXiv 2509.10625): four templates, each over a
+list of facts, asked of the model.  Group = the question's words, as in the other sets of
+questions."""
 
 from __future__ import annotations
 
@@ -12,18 +13,34 @@ from hallutracer_research.data import files
 from hallutracer_research.data.files import BRIEFLY, Row, Rows, Text, csv_table, question_group
 from service.data.judges import contains, normalise
 
-CITIES, ARITHMETIC, MEDALS, PEOPLE = KINDS = "cities_10k", "math_operations_6k", "medals_9k", "notable_people"
-TABLE, NAMES = "main/main.csv", "eval_map.json"  # in the folder of each kind; the names of countries in two of them
+CITIES, ARITHMETIC, MEDALS, PEOPLE = KINDS = (
+    "cities_10k",
+    "math_operations_6k",
+    "medals_9k",
+    "notable_people",
+)
+TABLE, NAMES = (
+    "main/main.csv",
+    "eval_map.json",
+)  # in the folder of each kind; the names of countries in two of them
 COLUMNS = ("question", "correct_answer")
 
-_OTHER_WORDS = frozenset(("AS", "CA", "CAR", "DR", "KY"))  # codes of the set's names that mean something else as a word
+_OTHER_WORDS = frozenset(
+    ("AS", "CA", "CAR", "DR", "KY")
+)  # codes of the set's names that mean something else as a word
 _COUNTRIES = {  # what models say beside the set's own names
-    "United States": ("US", "U.S."), "United Kingdom": ("Britain", "U.K."), "Great Britain": ("Britain", "U.K."),
-    "Turkey": ("Türkiye",), "Côte d'Ivoire": ("Cote d'Ivoire",), "Cote d'Ivoire": ("Côte d'Ivoire",),
-    "Réunion": ("Reunion",), "Bosnia and Herzegovina": ("Bosnia",), "Virgin Islands (US)": ("Virgin Islands",),
+    "United States": ("US", "U.S."),
+    "United Kingdom": ("Britain", "U.K."),
+    "Great Britain": ("Britain", "U.K."),
+    "Turkey": ("Türkiye",),
+    "Côte d'Ivoire": ("Cote d'Ivoire",),
+    "Cote d'Ivoire": ("Côte d'Ivoire",),
+    "Réunion": ("Reunion",),
+    "Bosnia and Herzegovina": ("Bosnia",),
+    "Virgin Islands (US)": ("Virgin Islands",),
     "Macedonia, The former Yugoslav Rep. of": ("Macedonia",),
     "West Bank and Gaza Strip": ("West Bank", "Gaza", "Palestinian Territories"),
-}  # fmt: skip
+}
 
 
 class _Names(RootModel[dict[str, list[Text]]]):
@@ -31,9 +48,10 @@ class _Names(RootModel[dict[str, list[Text]]]):
 
 
 def read_knowledge(folder: Path, problems: list[str]) -> Rows:
-    """Return rows (id, prompt, answers, group, kind) for generated labels; counts {read, repeated, answer in question}.
-    A question that is repeated with another answer (a shared gold medal) accepts both.  One that holds its own answer
-    ("What is 8 minus 4?") is left out: an answer that repeats the question would be judged right."""
+    """Return rows (id, prompt, answers, group, kind) for generated labels; counts {read, repeated,
+    answer in question}. A question that is repeated with another answer (a shared gold medal)
+    accepts both.  One that holds its own answer ("What is 8 minus 4?") is left out: an answer that
+    repeats the question would be judged right."""
     rows: dict[str, Row] = {}
     counts = {"read": 0, "left out: repeated": 0, "left out: the answer stands in the question": 0}
     for kind in KINDS:
@@ -41,7 +59,9 @@ def read_knowledge(folder: Path, problems: list[str]) -> Rows:
         for number, row in csv_table(folder, f"{kind}/{TABLE}", COLUMNS, problems):
             question, answer = (" ".join(row[column].split()) for column in COLUMNS)
             if not (question and normalise(answer)):
-                problems.append(f"{kind}/{TABLE} line {number}: a question and an answer are needed")
+                problems.append(
+                    f"{kind}/{TABLE} line {number}: a question and an answer are needed"
+                )
                 continue
             counts["read"] += 1
             accepted = spellings(answer) if kind == ARITHMETIC else [answer, *names.get(answer, ())]
@@ -53,22 +73,30 @@ def read_knowledge(folder: Path, problems: list[str]) -> Rows:
                 rows[group]["answers"] = list(dict.fromkeys([*rows[group]["answers"], *accepted]))
             else:
                 rows[group] = {
-                    "id": f"knowledge-{kind}-{number}", "prompt": f"{question}{BRIEFLY}",
-                    "answers": list(dict.fromkeys(accepted)), "group": group, "kind": kind,
-                }  # fmt: skip
+                    "id": f"knowledge-{kind}-{number}",
+                    "prompt": f"{question}{BRIEFLY}",
+                    "answers": list(dict.fromkeys(accepted)),
+                    "group": group,
+                    "kind": kind,
+                }
     return list(rows.values()), counts
 
 
 def spellings(number: str) -> list[str]:
-    """Return how a model may write a whole number.  The judge ``contains`` takes whole words (997 is not in 1997) and
-    reads "116,814" as one, but neither "116 814", as LaTeX's "116{,}814" becomes, nor "2.0" or "minus 5".  Words such
-    as "two" are no spelling here: "the two numbers" would be an answer."""
+    """Return how a model may write a whole number.  The judge ``contains`` takes whole words (997
+    is not in 1997) and reads "116,814" as one, but neither "116 814", as LaTeX's "116{,}814"
+    becomes, nor "2.0" or "minus 5".  Words such as "two" are no spelling here: "the two numbers"
+    would be an answer."""
     if not re.fullmatch(r"-?\d+", number):
         return [number]
     digits = number.removeprefix("-")
     signs = ("",) if digits == number else ("-", "minus ", "negative ")
     grouped = f"{int(digits):,}".replace(",", " ")
-    return list(dict.fromkeys(f"{sign}{written}" for sign in signs for written in (digits, grouped, f"{digits}.0")))
+    return list(
+        dict.fromkeys(
+            f"{sign}{written}" for sign in signs for written in (digits, grouped, f"{digits}.0")
+        )
+    )
 
 
 def _names(folder: Path, name: str, problems: list[str]) -> dict[str, list[str]]:

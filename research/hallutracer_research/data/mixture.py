@@ -1,4 +1,5 @@
-"""Several files of rows as one: ids and kinds name the file, and one question has one group in all of them."""
+"""Several files of rows as one: ids and kinds name the file, and one question has one group in all
+of them."""
 
 from __future__ import annotations
 
@@ -19,14 +20,16 @@ _USED = "\0"  # no file's name
 
 
 class MixtureSource(NamedTuple):
-    """A file, and how many of its rows are taken; ``rows`` None: all.  Its rows' ids and kinds begin with its stem."""
+    """A file, and how many of its rows are taken; ``rows`` None: all.  Its rows' ids and kinds
+    begin with its stem."""
 
     path: Path
     rows: int | None = None
 
 
 class Mixture(NamedTuple):
-    """The rows, and how many groups the files had before questions that two of them share were found."""
+    """The rows, and how many groups the files had before questions that two of them share were
+    found."""
 
     rows: list[Row]
     by_source: dict[str, int]
@@ -35,10 +38,11 @@ class Mixture(NamedTuple):
 
 
 def mix(sources: Sequence[MixtureSource], seed: int = 0, without: Path | None = None) -> Mixture:
-    """Return rows of each file, group after group in the order of a hash of seed and group, up to the wanted number.
-    Rows of different files whose questions have the same words of content get one group.  Groups that ``without`` has a
-    row of, such as a training file when held-out rows are drawn, are left out.  Raises DataError: damaged lines, too
-    few rows, or two files of one name."""
+    """Return rows of each file, group after group in the order of a hash of seed and group, up to
+    the wanted number. Rows of different files whose questions have the same words of content get
+    one group.  Groups that ``without`` has a row of, such as a training file when held-out rows are
+    drawn, are left out.  Raises DataError: damaged lines, too few rows, or two files of one
+    name."""
     names = [source.path.stem for source in sources]
     for name, source in zip(names, sources, strict=True):
         if names.count(name) > 1:
@@ -60,25 +64,36 @@ def mix(sources: Sequence[MixtureSource], seed: int = 0, without: Path | None = 
     for name, (path, count) in zip(names, sources, strict=True):
         rows = [row for row in read[name] if joined[_own_group(name, row)] not in taken]
         alike = {row["id"]: joined.subset(_own_group(name, row)) for row in rows}
-        group = {row: min(one for one in together if isinstance(one, str)) for row, together in alike.items()}
+        group = {
+            row: min(one for one in together if isinstance(one, str))
+            for row, together in alike.items()
+        }
         counts[name] = wanted = len(rows) if count is None else count
         if wanted > len(rows):
-            raise DataError(str(path), [f"has {len(rows):,} rows to draw from, and {wanted:,} are wanted"])
-        for row in sorted(rows, key=lambda row: (_draw(seed, group[row["id"]]), row["id"]))[:wanted]:
+            raise DataError(
+                str(path), [f"has {len(rows):,} rows to draw from, and {wanted:,} are wanted"]
+            )
+        for row in sorted(rows, key=lambda row: (_draw(seed, group[row["id"]]), row["id"]))[
+            :wanted
+        ]:
             before.add(_own_group(name, row))
             kind = name + (f"/{row['kind']}" if row.get("kind") is not None else "")
-            chosen.append(row | {"id": f"{name}/{row['id']}", "group": group[row["id"]], "kind": kind})
+            chosen.append(
+                row | {"id": f"{name}/{row['id']}", "group": group[row["id"]], "kind": kind}
+            )
     return Mixture(chosen, counts, len(before), len({row["group"] for row in chosen}))
 
 
 def question_of(row: Row) -> str:
-    """Return the last thing that the user says, without a passage in front of it: its last paragraph."""
+    """Return the last thing that the user says, without a passage in front of it: its last
+    paragraph."""
     text = row["prompt"] if "prompt" in row else row["messages"][-1]["content"]
     return str(text).strip().rsplit("\n\n", 1)[-1]
 
 
 def content_words(question: str) -> tuple[str, ...]:
-    """Return the words that make two questions the same, in alphabetical order; () where they are fewer than two."""
+    """Return the words that make two questions the same, in alphabetical order; () where they are
+    fewer than two."""
     from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS
 
     plain = re.sub(r"['\u2019]s\b", "", question, flags=re.IGNORECASE)
@@ -87,7 +102,8 @@ def content_words(question: str) -> tuple[str, ...]:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Return the rows as they are, each with an id.  Raises DataError: every problem of the file, by line number."""
+    """Return the rows as they are, each with an id.  Raises DataError: every problem of the file,
+    by line number."""
     problems: list[str] = []
     rows: list[Row] = []
     seen: dict[str, int] = {}
@@ -105,7 +121,8 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def _own_group(source: str, row: Row) -> str:
-    """Return the row's group; one that is named is one for all files: readers name a question's group alike."""
+    """Return the row's group; one that is named is one for all files: readers name a question's
+    group alike."""
     return str(row["group"]) if row.get("group") else f"{source}/{row['id']}"
 
 

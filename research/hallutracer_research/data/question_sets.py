@@ -1,5 +1,5 @@
-"""TruthfulQA, OpenTriviaQA and NQ-Open: questions with accepted answers.  Group = the question's words, under the same
-name in every set that asks questions, but for TruthfulQA's own name."""
+"""TruthfulQA, OpenTriviaQA and NQ-Open: questions with accepted answers.  Group = the question's
+words, under the same name in every set that asks questions, but for TruthfulQA's own name."""
 
 from __future__ import annotations
 
@@ -13,16 +13,32 @@ from annotated_types import MinLen
 from pydantic import BaseModel
 
 from hallutracer_research.data import files
-from hallutracer_research.data.files import BRIEFLY, Label, Row, Rows, Text, csv_table, question_group
+from hallutracer_research.data.files import (
+    BRIEFLY,
+    Label,
+    Row,
+    Rows,
+    Text,
+    csv_table,
+    question_group,
+)
 from service.data import judges as references
 from service.data.judges import normalise
 
 TABLE, TASK = "TruthfulQA.csv", "mc_task.json"
-_TABLE_COLUMNS = ("Type", "Category", "Question", "Best Answer", "Correct Answers", "Incorrect Answers")
+_TABLE_COLUMNS = (
+    "Type",
+    "Category",
+    "Question",
+    "Best Answer",
+    "Correct Answers",
+    "Incorrect Answers",
+)
 
 
 def read_truthfulqa(folder: Path, problems: list[str]) -> Rows:
-    """Return rows (id, prompt, answers, group, kind, type) for generated labels; counts {read, correct, incorrect}."""
+    """Return rows (id, prompt, answers, group, kind, type) for generated labels; counts {read,
+    correct, incorrect}."""
     rows, counts = [], {"read": 0, "correct": 0, "incorrect": 0}
     for place, (number, row) in enumerate(csv_table(folder, TABLE, _TABLE_COLUMNS, problems)):
         question = row["Question"].strip()
@@ -31,17 +47,28 @@ def read_truthfulqa(folder: Path, problems: list[str]) -> Rows:
             for which in ("Correct", "Incorrect")
         )
         if not (question and correct and false):
-            problems.append(f"{TABLE} line {number}: a question, correct and incorrect answers are needed")
+            problems.append(
+                f"{TABLE} line {number}: a question, correct and incorrect answers are needed"
+            )
             continue
         counts["read"] += 1
         counts["correct"] += len(correct)
         counts["incorrect"] += len(false)
-        accepted = list(dict.fromkeys([row["Best Answer"].strip() or correct[0], *correct, "I have no comment."]))
-        rows.append({
-            "id": f"truthfulqa-{place}", "prompt": question,
-            "answers": [*accepted, *map(references.incorrect, dict.fromkeys(false))],
-            "group": f"truthfulqa/{question}", "kind": row["Category"].strip(), "type": row["Type"].strip(),
-        })  # fmt: skip
+        accepted = list(
+            dict.fromkeys(
+                [row["Best Answer"].strip() or correct[0], *correct, "I have no comment."]
+            )
+        )
+        rows.append(
+            {
+                "id": f"truthfulqa-{place}",
+                "prompt": question,
+                "answers": [*accepted, *map(references.incorrect, dict.fromkeys(false))],
+                "group": f"truthfulqa/{question}",
+                "kind": row["Category"].strip(),
+                "type": row["Type"].strip(),
+            }
+        )
     return rows, counts
 
 
@@ -51,8 +78,9 @@ class _ReferenceAnswers(BaseModel):
 
 
 def read_truthfulqa_reference(folder: Path, problems: list[str]) -> Rows:
-    """Return rows (id, prompt, label, group, kind) of every answer in ``mc2_targets``, and counts {read, questions}.
-    The categories are the table's, joined on the question: the two files are in different orders."""
+    """Return rows (id, prompt, label, group, kind) of every answer in ``mc2_targets``, and counts
+    {read, questions}. The categories are the table's, joined on the question: the two files are in
+    different orders."""
     table = csv_table(folder, TABLE, _TABLE_COLUMNS, problems)
     categories = {row["Question"].strip(): row["Category"].strip() for _, row in table}
     task = TASK if (folder / TASK).is_file() else f"data/{TASK}"
@@ -67,22 +95,38 @@ def read_truthfulqa_reference(folder: Path, problems: list[str]) -> Rows:
             problems.append(f"{where}: {question!r} is not in {TABLE}: take both of one version")
             continue
         rows += [
-            {"id": f"truthfulqa-reference-{place}-{number}", "prompt": f"Q: {question} A: {answer.strip()}",
-             "label": label, "group": f"truthfulqa/{question}", "kind": categories.get(question, "")}
+            {
+                "id": f"truthfulqa-reference-{place}-{number}",
+                "prompt": f"Q: {question} A: {answer.strip()}",
+                "label": label,
+                "group": f"truthfulqa/{question}",
+                "kind": categories.get(question, ""),
+            }
             for number, (answer, label) in enumerate(asked.mc2_targets.items())
-        ]  # fmt: skip
+        ]
     return rows, {"read": len(rows), "questions": len(questions)}
 
 
 CATEGORIES = (
-    "animals", "entertainment", "general", "geography", "history", "humanities", "literature", "people",
-    "religion-faith", "science-technology", "world",
-)  # fmt: skip
+    "animals",
+    "entertainment",
+    "general",
+    "geography",
+    "history",
+    "humanities",
+    "literature",
+    "people",
+    "religion-faith",
+    "science-technology",
+    "world",
+)
 LETTERS = "ABCD"
 _ENCODINGS = ("utf-8", "cp1252", "latin-1")  # the first that decodes the whole file
 _NEEDS_OPTIONS = re.compile(
-    r"\b(?:which|what|who|one|all|none|each|any|two|three|some) of (?:these|those|the following|the above|them)\b"
-    r"|\b(?:following|listed|mentioned below|given below|true or false)\b|\bis (?:not|n't)\b|\bEXCEPT\b|^these\b",
+    r"\b(?:which|what|who|one|all|none|each|any|two|three|some) of (?:these|those|the following|the"
+    r" above|them)\b"
+    r"|\b(?:following|listed|mentioned below|given below|true or false)\b|\bis"
+    r" (?:not|n't)\b|\bEXCEPT\b|^these\b",
     re.IGNORECASE,
 )
 
@@ -99,13 +143,17 @@ class Question(NamedTuple):
     def row(self, name: str, prompt: str, answers: list[str]) -> Row:
         """Return the training row of the set ``name``."""
         return {
-            "id": f"{name}-{self.category}-{self.line}", "prompt": prompt, "answers": answers,
-            "group": question_group(self.text), "kind": self.category,
-        }  # fmt: skip
+            "id": f"{name}-{self.category}-{self.line}",
+            "prompt": prompt,
+            "answers": answers,
+            "group": question_group(self.text),
+            "kind": self.category,
+        }
 
 
 def read_opentriviaqa(folder: Path, problems: list[str]) -> Rows:
-    """Return rows (id, prompt, answers, group, kind) for generated labels; counts {read, without options, repeated}."""
+    """Return rows (id, prompt, answers, group, kind) for generated labels; counts {read, without
+    options, repeated}."""
     rows: dict[str, Row] = {}
     counts = {"read": 0, "left out: needs its options": 0, "left out: repeated": 0}
     for question in _questions(folder, problems):
@@ -119,11 +167,14 @@ def read_opentriviaqa(folder: Path, problems: list[str]) -> Rows:
 
 
 def read_opentriviaqa_choice(folder: Path, problems: list[str]) -> Rows:
-    """Return rows (id, prompt, answers, group, kind) whose answers are patterns for the judge ``regex``; {read}."""
+    """Return rows (id, prompt, answers, group, kind) whose answers are patterns for the judge
+    ``regex``; {read}."""
     rows = []
     for question in _questions(folder, problems):
         letter = LETTERS[question.options.index(question.answer)]
-        listed = "\n".join(f"{name}. {option}" for name, option in zip(LETTERS, question.options, strict=False))
+        listed = "\n".join(
+            f"{name}. {option}" for name, option in zip(LETTERS, question.options, strict=False)
+        )
         pattern = rf"^\W*(?:the (?:correct )?answer is:?\W*)?(?:option )?{letter}(?:\W|$)"
         prompt = f"{question.text}\n{listed}\nAnswer with one letter."
         rows.append(question.row("opentriviaqa-choice", prompt, [pattern]))
@@ -136,13 +187,17 @@ def _questions(folder: Path, problems: list[str]) -> Iterator[Question]:
         for start, block in _blocks(text):
             question = _parse(category, start, block)
             if question is None:
-                problems.append(f"{category} line {start}: expected '#Q question', '^ answer' and options with it")
+                problems.append(
+                    f"{category} line {start}: expected '#Q question', '^ answer' and options"
+                    " with it"
+                )
             else:
                 yield question
 
 
 def _blocks(text: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield line number and lines of each question; blank lines may stand within its text, not behind its answer."""
+    """Yield line number and lines of each question; blank lines may stand within its text, not
+    behind its answer."""
     block: list[str] = []
     start = 0
     for number, raw in enumerate(text.replace("\r", "").split("\n"), 1):
@@ -172,7 +227,9 @@ def _parse(category: str, start: int, block: list[str]) -> Question | None:
         else:
             answer = f"{answer} {line}"
     fits = text and answer and answer in options
-    return Question(category, start, " ".join(text.split()), answer, tuple(options)) if fits else None
+    return (
+        Question(category, start, " ".join(text.split()), answer, tuple(options)) if fits else None
+    )
 
 
 FILES = {"dev": "NQ-open.dev.jsonl", "efficientqa": "NQ-open.efficientqa.dev.1.1.jsonl"}
@@ -184,8 +241,9 @@ class _Query(BaseModel):
 
 
 def read_nq_open(folder: Path, problems: list[str]) -> Rows:
-    """Return rows (id, prompt, answers, group, kind) for generated labels; counts {read, repeated, without a word}.  An
-    accepted answer without a word, such as "*", is dropped: no judge could find it in an answer."""
+    """Return rows (id, prompt, answers, group, kind) for generated labels; counts {read, repeated,
+    without a word}.  An accepted answer without a word, such as "*", is dropped: no judge could
+    find it in an answer."""
     rows, seen = [], set()
     counts = Counter({"read": 0, "left out: repeated": 0, "left out: no answer with a word": 0})
     for kind, name in FILES.items():
@@ -199,9 +257,14 @@ def read_nq_open(folder: Path, problems: list[str]) -> Rows:
                 counts[f"left out: {'repeated' if group in seen else 'no answer with a word'}"] += 1
             else:
                 asked = query.question.strip().rstrip("?").strip()
-                rows.append({
-                    "id": f"nq-open-{kind}-{number}", "prompt": f"{asked[:1].upper()}{asked[1:]}?{BRIEFLY}",
-                    "answers": list(dict.fromkeys(accepted)), "group": group, "kind": kind,
-                })  # fmt: skip
+                rows.append(
+                    {
+                        "id": f"nq-open-{kind}-{number}",
+                        "prompt": f"{asked[:1].upper()}{asked[1:]}?{BRIEFLY}",
+                        "answers": list(dict.fromkeys(accepted)),
+                        "group": group,
+                        "kind": kind,
+                    }
+                )
             seen.add(group)
     return rows, dict(counts)

@@ -1,5 +1,5 @@
-"""The public sets that have a reader, as ``sets.toml`` describes them.  The number of rows read is checked against the
-published one, because another version of a set is another benchmark."""
+"""The public sets that have a reader, as ``sets.toml`` describes them.  The number of rows read is
+checked against the published one, because another version of a set is another benchmark."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from hallutracer_research.data.files import Rows
 from service.errors import DataError
 
 Reader = Callable[[Path, list[str]], Rows]
-"""Folder, list for problems -> trainer's rows, and counts of which "read" is compared with ``SetInfo.rows``."""
+"""Folder, list for problems -> trainer's rows, and counts of which "read" is compared with
+``SetInfo.rows``."""
 
 
 @dataclass(frozen=True)
@@ -42,22 +43,34 @@ class SetInfo:
 
 
 READERS: Mapping[str, Reader] = {
-    "truthfulqa": question_sets.read_truthfulqa, "truthfulqa-reference": question_sets.read_truthfulqa_reference,
-    "truefalse": statement_sets.read_truefalse, "halueval2": statement_sets.read_halueval2,
-    "helm": statement_sets.read_helm, "bfcl": bfcl.read_bfcl, "bfcl-answerable": bfcl.read_bfcl_answerable,
-    "opentriviaqa": question_sets.read_opentriviaqa, "opentriviaqa-choice": question_sets.read_opentriviaqa_choice,
-    "nq-open": question_sets.read_nq_open, "knowledge": knowledge.read_knowledge,
-}  # fmt: skip
+    "truthfulqa": question_sets.read_truthfulqa,
+    "truthfulqa-reference": question_sets.read_truthfulqa_reference,
+    "truefalse": statement_sets.read_truefalse,
+    "halueval2": statement_sets.read_halueval2,
+    "helm": statement_sets.read_helm,
+    "bfcl": bfcl.read_bfcl,
+    "bfcl-answerable": bfcl.read_bfcl_answerable,
+    "opentriviaqa": question_sets.read_opentriviaqa,
+    "opentriviaqa-choice": question_sets.read_opentriviaqa_choice,
+    "nq-open": question_sets.read_nq_open,
+    "knowledge": knowledge.read_knowledge,
+}
 
 
 def _described() -> dict[str, SetInfo]:
     found: dict[str, dict[str, Any]] = {}
-    for name, given in tomllib.loads(Path(__file__).with_name("sets.toml").read_text(encoding="utf-8")).items():
+    for name, given in tomllib.loads(
+        Path(__file__).with_name("sets.toml").read_text(encoding="utf-8")
+    ).items():
         values = found.get(given.pop("like", ""), {}) | given
-        for of_judge in ("judge", "max_new_tokens", "abstain_pattern") if values["labels"] == "given" else ():
+        for of_judge in (
+            ("judge", "max_new_tokens", "abstain_pattern") if values["labels"] == "given" else ()
+        ):
             values.pop(of_judge, None)
         found[name] = values | {"folders": tuple(values["folders"])}
-    return {name: SetInfo(name=name, read=READERS[name], **values) for name, values in found.items()}
+    return {
+        name: SetInfo(name=name, read=READERS[name], **values) for name, values in found.items()
+    }
 
 
 SETS: Mapping[str, SetInfo] = MappingProxyType(_described())
@@ -71,8 +84,9 @@ def find_path(name: str, path: Path) -> Path:
 
 
 def read_set(name: str, path: Path, allow_other_counts: bool = False) -> Rows:
-    """Return rows for the trainer and the reader's counts; ``path`` is the download.  Raises DataError: unknown set or
-    folder, missing or malformed files, or not the published number of rows."""
+    """Return rows for the trainer and the reader's counts; ``path`` is the download.  Raises
+    DataError: unknown set or folder, missing or malformed files, or not the published number of
+        rows."""
     if name not in SETS:
         raise DataError(name, [f"unknown set; known are {', '.join(SETS)}"])
     info, problems = SETS[name], list[str]()
@@ -84,8 +98,9 @@ def read_set(name: str, path: Path, allow_other_counts: bool = False) -> Rows:
         raise DataError(str(folder), problems)
     if counts["read"] != info.rows and not allow_other_counts:
         problem = (
-            f"{counts['read']:,} rows read, but {info.title} as published has {info.rows:,}: another version is "
-            f"another benchmark. Get it from {info.source}, or allow other counts and say so beside the results"
+            f"{counts['read']:,} rows read, but {info.title} as published has {info.rows:,}:"
+            f" another version is another benchmark. Get it from {info.source}, or allow other"
+            " counts and say so beside the results"
         )
         raise DataError(str(path), [problem])
     return rows, counts

@@ -1,6 +1,7 @@
-"""True-False, HaluEval 2.0 and HELM (of MIND): statements with a label, and the prompt around them.  The label belongs
-to a statement inside the prompt, so a probe trained on these sets tells true text from false text, not a good answer
-from a bad one.  The papers that use the sets give no template; this one is IRIS's zero-shot prompt."""
+"""True-False, HaluEval 2.0 and HELM (of MIND): statements with a label, and the prompt around
+them.  The label belongs to a statement inside the prompt, so a probe trained on these sets tells
+true text from false text, not a good answer from a bad one.  The papers that use the sets give no
+template; this one is IRIS's zero-shot prompt."""
 
 from __future__ import annotations
 
@@ -12,16 +13,25 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, StringConstraints
 
-from hallutracer_research.data.files import Label, Row, Rows, Text, checked, csv_table, json_document
+from hallutracer_research.data.files import (
+    Label,
+    Row,
+    Rows,
+    Text,
+    checked,
+    csv_table,
+    json_document,
+)
 
 TEMPLATE = (
-    "Determine whether the given statement is TRUE or FALSE. The Final Answer must only be either 'TRUE.' or 'FALSE.' "
-    "only.\n\nStatement: {statement}\nFinal Answer: "
+    "Determine whether the given statement is TRUE or FALSE. The Final Answer must only be either"
+    " 'TRUE.' or 'FALSE.' only.\n\nStatement: {statement}\nFinal Answer: "
 )
 
 
 class Statement(NamedTuple):
-    """One statement as a data set lists it; ``factual`` is independent of the file's own polarity."""
+    """One statement as a data set lists it; ``factual`` is independent of the file's own
+    polarity."""
 
     id: str
     text: str
@@ -32,12 +42,19 @@ class Statement(NamedTuple):
     def row(self) -> Row:
         """Return the training row; label 1 is factual."""
         prompt = TEMPLATE.format(statement=self.text)
-        return {"id": self.id, "prompt": prompt, "label": int(self.factual), "group": self.group, "kind": self.kind}
+        return {
+            "id": self.id,
+            "prompt": prompt,
+            "label": int(self.factual),
+            "group": self.group,
+            "kind": self.kind,
+        }
 
 
 def unambiguous_rows(statements: Sequence[Statement]) -> Rows:
-    """Return training rows, and counts {read, contradictory, repeated} of the statements read and of those left out.  A
-    text that carries both labels within its group is left out (contradictory); repeats within a kind are kept once."""
+    """Return training rows, and counts {read, contradictory, repeated} of the statements read and
+    of those left out.  A text that carries both labels within its group is left out
+    (contradictory); repeats within a kind are kept once."""
     labels: dict[tuple[str, str], set[bool]] = defaultdict(set)
     for statement in statements:
         labels[statement.group, statement.text].add(statement.factual)
@@ -58,7 +75,8 @@ SUBJECTS = ("animals", "cities", "companies", "elements", "facts", "generated", 
 _SUBJECT = {
     "animals": re.compile(
         r"^(?:The |Human uses for (?:the )?)?(.*?) "
-        r"(?:primarily|has|have|uses|use|is|isn't|are|eats|eat|can|lives|live|sleeps|spends|include|exhibits|builds|shares"
+        r"(?:primarily|has|have|uses|use|is|isn't|are|eats|eat|can|lives|live|sleeps|spends|"
+        r"include|exhibits|builds|shares"
         r"|feeds|migrates|lacks)\b",
         re.IGNORECASE,
     ),
@@ -86,7 +104,9 @@ def read_truefalse(folder: Path, problems: list[str]) -> Rows:
             if row["label"] not in ("0", "1"):
                 problems.append(f"{name} line {number}: label must be 0 or 1, not {row['label']!r}")
             text, group = row["statement"], f"{category}/{subject(category, row['statement'])}"
-            statements.append(Statement(f"{category}-{number}", text, row["label"] == "1", group, category))
+            statements.append(
+                Statement(f"{category}-{number}", text, row["label"] == "1", group, category)
+            )
     return unambiguous_rows(statements)
 
 
@@ -105,7 +125,8 @@ class _Judged(BaseModel):
 
 
 def read_halueval2(folder: Path, problems: list[str]) -> Rows:
-    """Return rows for the trainer and counts {read, unjudged}; ``folder`` is ``annotation/human_annotation``."""
+    """Return rows for the trainer and counts {read, unjudged}; ``folder`` is
+    ``annotation/human_annotation``."""
     rows, counts = [], Counter(read=0, unjudged=0)
     for domain in DOMAINS:
         name = f"{domain}.json"
@@ -123,8 +144,14 @@ def read_halueval2(folder: Path, problems: list[str]) -> Rows:
                 continue
             counts["read"] += len(judged.chatgpt_fact)
             group = f"{domain}/{query.id}"
-            for number, (text, verdict) in enumerate(zip(judged.chatgpt_fact, judged.human_judge, strict=True)):
-                rows.append(Statement(f"{domain}-{query.id}-{number}", text, verdict == "true", group, domain).row())
+            for number, (text, verdict) in enumerate(
+                zip(judged.chatgpt_fact, judged.human_judge, strict=True)
+            ):
+                rows.append(
+                    Statement(
+                        f"{domain}-{query.id}-{number}", text, verdict == "true", group, domain
+                    ).row()
+                )
     return rows, dict(counts)
 
 
@@ -143,7 +170,8 @@ class _Sentence(BaseModel):
 
 
 def read_helm(folder: Path, problems: list[str]) -> Rows:
-    """Return rows for the trainer and counts {read, contradictory, repeated}; ``folder`` is MIND's ``helm``."""
+    """Return rows for the trainer and counts {read, contradictory, repeated}; ``folder`` is MIND's
+    ``helm``."""
     statements = []
     for model in MODELS:
         own = _sentences(folder, model, problems)
@@ -164,9 +192,13 @@ def _sentences(folder: Path, model: str, problems: list[str]) -> list[Statement]
             continue
         title = read.prompt.removeprefix(_OPENING).split(".")[0]
         for place, one in enumerate(read.sentences, 1):
-            if (sentence := checked(_Sentence, one, f"{where} sentence {place}", problems)) is not None:
+            if (
+                sentence := checked(_Sentence, one, f"{where} sentence {place}", problems)
+            ) is not None:
                 identifier, text = f"{model}-{len(statements)}", f"{title}: {sentence.sentence}"
-                statements.append(Statement(identifier, text, sentence.label == 0, f"passage/{passage}", model))
+                statements.append(
+                    Statement(identifier, text, sentence.label == 0, f"passage/{passage}", model)
+                )
     return statements
 
 
@@ -179,7 +211,10 @@ def _disagreements(folder: Path, name: str, statements: list[Statement]) -> list
     cure = "the two files are of different versions: remove this table, or download both again"
     for (number, row), statement in zip(table, statements, strict=False):
         if (row["statement"], row["label"]) != (statement.text, str(1 - statement.factual)):
-            return [f"{name} line {number}: differs from the sentence of {statement.group} in data.json; {cure}"]
+            return [
+                f"{name} line {number}: differs from the sentence of {statement.group} in"
+                f" data.json; {cure}"
+            ]
     if len(table) != len(statements):
         return [f"{name}: {len(table)} rows, but data.json has {len(statements)} sentences; {cure}"]
     return []

@@ -1,6 +1,7 @@
-"""hallutracer demo build: facts -> models -> best seed on the dev split -> both bundles -> drawing -> table.  Every
-finished step leaves its result under ``out``, so an interrupted build resumes.  The test split is only reported:
-the README's table of all methods, each row with the risk of one of five folds that never saw its entity."""
+"""hallutracer demo build: facts -> models -> best seed on the dev split -> both bundles -> drawing
+-> table.  Every finished step leaves its result under ``out``, so an interrupted build resumes.
+The test split is only reported: the README's table of all methods, each row with the risk of one of
+five folds that never saw its entity."""
 
 from __future__ import annotations
 
@@ -43,18 +44,26 @@ from service.trainer.presentation import markdown_table
 from service.trainer.run import train
 
 METHODS = {
-    "depth_mean": "depth mean, unit norm (the paper's rule)", "depth_mean_standardized": "depth mean, standardised",
-    "best_head": "best single head", "best_layer": "best single residual layer",
-    "residual_depth_mean": "residual depth mean", "max_prob": "first-token max probability",
-    "entropy": "first-token entropy", "fused": "fused: depth mean + first token",
-    "kind_prior": "shortcut: kind prior", "kind_x_template_prior": "shortcut: kind x template prior",
-    "name_ngrams": "shortcut: kind + name n-grams", "exposures": "oracle: how often training stated the fact",
-}  # fmt: skip
+    "depth_mean": "depth mean, unit norm (the paper's rule)",
+    "depth_mean_standardized": "depth mean, standardised",
+    "best_head": "best single head",
+    "best_layer": "best single residual layer",
+    "residual_depth_mean": "residual depth mean",
+    "max_prob": "first-token max probability",
+    "entropy": "first-token entropy",
+    "fused": "fused: depth mean + first token",
+    "kind_prior": "shortcut: kind prior",
+    "kind_x_template_prior": "shortcut: kind x template prior",
+    "name_ngrams": "shortcut: kind + name n-grams",
+    "exposures": "oracle: how often training stated the fact",
+}
 # What ``nested_cv.probe_columns`` calls them -> METHODS, by site.
 HEADS = {
-    "depth_mean_unit_norm": "depth_mean", "depth_mean_standardized": "depth_mean_standardized",
-    "best_head": "best_head", "fused_unit_norm": "fused",
-}  # fmt: skip
+    "depth_mean_unit_norm": "depth_mean",
+    "depth_mean_standardized": "depth_mean_standardized",
+    "best_head": "best_head",
+    "fused_unit_norm": "fused",
+}
 STREAM = {"best_layer": "best_layer", "depth_mean_unit_norm": "residual_depth_mean"}
 FOLDS, INNER_FOLDS = 5, 3
 
@@ -78,30 +87,48 @@ class LabelledAnswers:
 def ask(engine: Engine, folder: Path, judge: JudgeOptions) -> LabelledAnswers:
     """Let the model answer the questions of all splits; resumes from ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
-    by_id = {row["id"]: row | {"split": split} for split in ("train", "dev", "test") for row in questions(split)}
+    by_id = {
+        row["id"]: row | {"split": split}
+        for split in ("train", "dev", "test")
+        for row in questions(split)
+    }
     path = folder / "questions.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in by_id.values()), encoding="utf-8")
     dataset = read_dataset(path, "generate", folds=0)
     sites = (Site.ATTENTION_HEAD, Site.RESIDUAL_STREAM)
     run = folder / "run"
     with locked(run):
-        activations = collect(engine, dataset, run, sites=sites, prompt_format="chat", batch_rows=64, max_new_tokens=24)
+        activations = collect(
+            engine,
+            dataset,
+            run,
+            sites=sites,
+            prompt_format="chat",
+            batch_rows=64,
+            max_new_tokens=24,
+        )
         labelled = judged_labels(dataset, run, judge)
     index = labelled.index
     heads, stream = (Readouts(activations.rows[site], index, labelled.label) for site in sites)
     asked = [by_id[dataset.rows[row].id] for row in index.tolist()]
-    return LabelledAnswers(asked, heads, stream, dataset.groups[index], activations.first_token[index])
+    return LabelledAnswers(
+        asked, heads, stream, dataset.groups[index], activations.first_token[index]
+    )
 
 
 def risks(asked: LabelledAnswers, fold_seed: int, jobs: int) -> tuple[dict[str, Floats], Index]:
-    """Return each method's risk for every row [n], by a fold that never saw its entity; and that fold's number [n]."""
+    """Return each method's risk for every row [n], by a fold that never saw its entity; and that
+    fold's number [n]."""
     options = DepthMeanProbe(inner_folds=INNER_FOLDS, n_jobs=jobs)
     outer = outer_folds(asked.label, asked.group, folds=FOLDS, seeds=(fold_seed,))
 
     def fit(fold: OuterFold) -> dict[str, Floats]:
         label = asked.label[fold.train]
         columns = _columns(asked, fold.train, fold.test, fold_seed, options)
-        scores = {name: fit_classifier(of_train, label).risk(of_test) for name, of_train, of_test in columns}
+        scores = {
+            name: fit_classifier(of_train, label).risk(of_test)
+            for name, of_train, of_test in columns
+        }
         return scores | dict(_shortcuts(asked, fold.train, fold.test))
 
     scores = nested_cv(outer, fit)
@@ -114,7 +141,8 @@ def risks(asked: LabelledAnswers, fold_seed: int, jobs: int) -> tuple[dict[str, 
 def _columns(
     asked: LabelledAnswers, train: Index, test: Index, seed: int, options: DepthMeanProbe
 ) -> Iterator[tuple[str, Floats, Floats]]:
-    """Yield signals of the training side (out of fold where probes are involved) and of the test side."""
+    """Yield signals of the training side (out of fold where probes are involved) and of the test
+    side."""
     first = asked.first_token
     for readouts, names in ((asked.heads, HEADS), (asked.stream, STREAM)):
         _, found = probe_columns(readouts, asked.group, first, train, test, seed, options)
@@ -131,21 +159,31 @@ def _shortcuts(asked: LabelledAnswers, train: Index, test: Index) -> Iterator[tu
     hallucinated = 1.0 - asked.label
     kind = [row["kind"] for row in asked.rows]
     cell = [f"{row['kind']} {row['template']}" for row in asked.rows]
-    of_kind = _prior(kind, asked.label, train, dict.fromkeys(kind, float(hallucinated[train].mean())))
+    of_kind = _prior(
+        kind, asked.label, train, dict.fromkeys(kind, float(hallucinated[train].mean()))
+    )
     yield "kind_prior", np.array([of_kind[kind[row]] for row in test])
     parent = {name: of_kind[name.split(" ")[0]] for name in cell}
     of_cell = _prior(cell, asked.label, train, parent)
     yield "kind_x_template_prior", np.array([of_cell[cell[row]] for row in test])
     # The id is kind:subject:template; the subject is the name that the question asks about.
     named = [f"{row['kind']} {row['id'].split(':', 1)[1].rsplit(':', 1)[0]}" for row in asked.rows]
-    vectorizer = TfidfVectorizer(analyzer="char_wb", ngram_range=(1, 4), sublinear_tf=True, min_df=2)
+    vectorizer = TfidfVectorizer(
+        analyzer="char_wb", ngram_range=(1, 4), sublinear_tf=True, min_df=2
+    )
     x = vectorizer.fit_transform([named[row] for row in train])
     model = LogisticRegression(C=1.0, max_iter=2000).fit(x, hallucinated[train])
-    yield "name_ngrams", model.predict_proba(vectorizer.transform([named[row] for row in test]))[:, 1]
+    yield (
+        "name_ngrams",
+        model.predict_proba(vectorizer.transform([named[row] for row in test]))[:, 1],
+    )
 
 
-def _prior(keys: Sequence[str], label: Index, train: Index, parent: dict[str, float]) -> dict[str, float]:
-    """Return each key's share of hallucinations on the training side, shrunk towards its parent by five pseudo-rows."""
+def _prior(
+    keys: Sequence[str], label: Index, train: Index, parent: dict[str, float]
+) -> dict[str, float]:
+    """Return each key's share of hallucinations on the training side, shrunk towards its parent by
+    five pseudo-rows."""
     size = Counter(keys[row] for row in train)
     bad = Counter[str]()
     for row in train:
@@ -153,10 +191,13 @@ def _prior(keys: Sequence[str], label: Index, train: Index, parent: dict[str, fl
     return {key: (bad[key] + 5 * parent[key]) / (size[key] + 5) for key in parent}
 
 
-def measure(asked: LabelledAnswers, risk_of: dict[str, Floats], fold: Index) -> dict[str, dict[str, float]]:
-    """Return the table's columns for each method, on the rows of the test split.  AUROC and AUPRC compare rows within a
-    fold: risks of different folds come from different fits, and pooling them would turn differences between the folds'
-    priors into a signal.  ECE is over all rows."""
+def measure(
+    asked: LabelledAnswers, risk_of: dict[str, Floats], fold: Index
+) -> dict[str, dict[str, float]]:
+    """Return the table's columns for each method, on the rows of the test split.  AUROC and AUPRC
+    compare rows within a
+    fold: risks of different folds come from different fits, and pooling them would turn differences
+    between the folds' priors into a signal.  ECE is over all rows."""
     shown = np.array([row["split"] == "test" for row in asked.rows])
     never_refused = shown & ~np.array([row["in_refusals"] for row in asked.rows])
     kind = [row["kind"] for row in asked.rows]
@@ -172,7 +213,9 @@ def measure(asked: LabelledAnswers, risk_of: dict[str, Floats], fold: Index) -> 
             by_fold = [np.equal(folds, number) for number in np.unique(folds)]
             columns |= {
                 f"{prefix}auroc": within_stratum_auroc(label, own, folds),
-                f"{prefix}auprc": float(np.mean([auprc(label[inside], own[inside], positive=0) for inside in by_fold])),
+                f"{prefix}auprc": float(
+                    np.mean([auprc(label[inside], own[inside], positive=0) for inside in by_fold])
+                ),
                 f"{prefix}auroc_within_kind": within_stratum_auroc(label, own, in_kind),
                 f"{prefix}auroc_within_kind_x_template": within_stratum_auroc(label, own, in_cell),
                 f"{prefix}ece": ece(label, own),
@@ -182,29 +225,42 @@ def measure(asked: LabelledAnswers, risk_of: dict[str, Floats], fold: Index) -> 
 
 
 def report(
-    engines: Mapping[int, Callable[[], Engine]], out: Path, *, fold_seeds: Sequence[int], jobs: int, judge: JudgeOptions
+    engines: Mapping[int, Callable[[], Engine]],
+    out: Path,
+    *,
+    fold_seeds: Sequence[int],
+    jobs: int,
+    judge: JudgeOptions,
 ) -> dict[str, Any]:
-    """Return the whole table over model seeds and fold seeds, also written to ``out/report.json`` and ``.md``."""
+    """Return the whole table over model seeds and fold seeds, also written to ``out/report.json``
+    and ``.md``."""
     cells: dict[str, dict[str, list[float]]] = {}
     models = {}
     for seed, load in engines.items():
         with closing(load()) as engine:
             asked = ask(engine, out / f"asked-{seed}", judge)
         test = np.array([row["split"] == "test" for row in asked.rows])
-        models[str(seed)] = {"test_rows": int(test.sum()), "hallucinated": float(1 - asked.label[test].mean())}
+        models[str(seed)] = {
+            "test_rows": int(test.sum()),
+            "hallucinated": float(1 - asked.label[test].mean()),
+        }
         for fold_seed in tqdm(fold_seeds, f"model {seed}"):
             for name, columns in measure(asked, *risks(asked, fold_seed, jobs)).items():
                 for column, value in columns.items():
                     cells.setdefault(name, {}).setdefault(column, []).append(value)
     document = {
-        "model_seeds": list(engines), "fold_seeds": list(fold_seeds), "models": models,
+        "model_seeds": list(engines),
+        "fold_seeds": list(fold_seeds),
+        "models": models,
         "auprc_positive": "hallucinated",
         "table": {
-            name: {key: {"mean": round(float(np.mean(v)), 4), "std": round(float(np.std(v)), 4)}
-                   for key, v in columns.items()}
+            name: {
+                key: {"mean": round(float(np.mean(v)), 4), "std": round(float(np.std(v)), 4)}
+                for key, v in columns.items()
+            }
             for name, columns in cells.items()
         },
-    }  # fmt: skip
+    }
     (out / "report.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     (out / "report.md").write_text(markdown(document), encoding="utf-8")
     return document
@@ -216,7 +272,10 @@ def markdown(document: dict[str, Any]) -> str:
     names = list(dict.fromkeys(name for row in table.values() for name in row))
     cells = {key: [table[key].get(name) for name in names] for key in METHODS}
     rows = [
-        [METHODS[key], *(f"{cell['mean']:.3f} ± {cell['std']:.3f}" if cell else "" for cell in of_method)]
+        [
+            METHODS[key],
+            *(f"{cell['mean']:.3f} ± {cell['std']:.3f}" if cell else "" for cell in of_method),
+        ]
         for key, of_method in cells.items()
     ]
     return markdown_table(["method", *names], rows) + "\n"
@@ -236,12 +295,15 @@ def draw_pair(engine: Engine, bundle: Bundle, path: Path) -> None:
 
 BATCH_TOKENS = 8192  # as for the shipped bundles: their last bits depend on it
 BUNDLES = {"demo": "depth_mean", "demo-fused": "depth_mean,first_token"}
-# Answers read "It is France." or "The answer is France.": only the part after the opening is judged.
+# Answers read "It is France." or "The answer is France.": only the part after the opening is
+# judged.
 JUDGE = JudgeOptions("exact", answer_pattern=r"^\s*(?:It is|The answer is)?\s*(.*?)\.?\s*$")
 CHOICE_C = 0.1  # fixed for the comparison of seeds; the bundles choose their own
 
 
-def build(out: Path, *, seeds: Sequence[int], threads: int, with_report: bool, console: Console) -> list[Bundle]:
+def build(
+    out: Path, *, seeds: Sequence[int], threads: int, with_report: bool, console: Console
+) -> list[Bundle]:
     """Run all steps, and return the two bundles, published in ``out/probes``."""
     out.mkdir(parents=True, exist_ok=True)
     for seed in seeds:
@@ -272,11 +334,14 @@ def _load(model: Path) -> Engine:
     from service.engines.scheduler import Scheduled
     from service.engines.transformers.engine import TransformersEngine
 
-    return Scheduled(TransformersEngine.load(EngineOptions(str(model), max_batch_tokens=BATCH_TOKENS)))
+    return Scheduled(
+        TransformersEngine.load(EngineOptions(str(model), max_batch_tokens=BATCH_TOKENS))
+    )
 
 
 def _choose(out: Path, seeds: Sequence[int], threads: int, console: Console) -> int:
-    """Return the seed whose depth mean, fitted on ``train``, ranks ``dev`` best: overall and within kind, averaged."""
+    """Return the seed whose depth mean, fitted on ``train``, ranks ``dev`` best: overall and within
+    kind, averaged."""
     if len(seeds) == 1:
         return seeds[0]
     scores = {}
@@ -286,7 +351,9 @@ def _choose(out: Path, seeds: Sequence[int], threads: int, console: Console) -> 
         scores[seed] = _dev_score(asked, threads)
         console.print(f"seed {seed}: dev score {scores[seed]:.4f}")
     best = max(scores, key=lambda seed: scores[seed])
-    (out / "choice.json").write_text(json.dumps({"dev_score": scores, "chosen": best}, indent=2) + "\n")
+    (out / "choice.json").write_text(
+        json.dumps({"dev_score": scores, "chosen": best}, indent=2) + "\n"
+    )
     return best
 
 
@@ -299,7 +366,9 @@ def _dev_score(asked: LabelledAnswers, jobs: int) -> float:
     return (auroc(label, mean) + (within or 0.5)) / 2
 
 
-def _train_bundles(out: Path, model: Path, chosen: int, jobs: int, console: Console) -> list[Bundle]:
+def _train_bundles(
+    out: Path, model: Path, chosen: int, jobs: int, console: Console
+) -> list[Bundle]:
     paths = {}
     for split in ("train", "test"):
         paths[split] = out / f"questions-{split}.jsonl"
@@ -309,10 +378,17 @@ def _train_bundles(out: Path, model: Path, chosen: int, jobs: int, console: Cons
     bundles = []
     for name, signals in BUNDLES.items():
         options = TrainOptions(
-            data=(str(paths["train"]),), test=paths["test"], name=name, signals=signals, labels="generate",
+            data=(str(paths["train"]),),
+            test=paths["test"],
+            name=name,
+            signals=signals,
+            labels="generate",
             run_dir=out / f"run-{chosen}",  # shared: same answers and activations
-            judge="exact", answer_pattern=JUDGE.answer_pattern, max_new_tokens=24, jobs=jobs,
+            judge="exact",
+            answer_pattern=JUDGE.answer_pattern,
+            max_new_tokens=24,
+            jobs=jobs,
             forms="none",  # the model was taught lone questions: in a conversation it knows nothing
-        )  # fmt: skip
+        )
         bundles.append(train(options, partial(_load, model), store, console=console))
     return bundles

@@ -1,7 +1,8 @@
-"""hallutracer demo retrieval: what a passage does to a model's answers and to their risks, and when fetching one pays.
-Held-out questions about real facts are asked without a passage, with one that states the fact, with one about other
-things, and with one that contradicts it (service/demo/questions.py).  Everything is answered; the policies are computed
-afterwards from the same answers."""
+"""hallutracer demo retrieval: what a passage does to a model's answers and to their risks, and when
+fetching one pays. Held-out questions about real facts are asked without a passage, with one that
+states the fact, with one about other things, and with one that contradicts it
+(service/demo/questions.py).  Everything is answered; the policies are computed afterwards from the
+same answers."""
 
 from __future__ import annotations
 
@@ -45,7 +46,9 @@ def ask(scorer: Scorer, split: str, count: int, max_tokens: int) -> Answered:
     rows = rows[:: max(1, len(rows) // count)][:count]
     risk: dict[Passage, Floats] = {}
     right: dict[Passage, Flags] = {}
-    examples: list[dict[str, Any]] = [{"question": row["prompt"], "accepted": row["answers"]} for row in rows]
+    examples: list[dict[str, Any]] = [
+        {"question": row["prompt"], "accepted": row["answers"]} for row in rows
+    ]
     with tqdm(total=len(rows) * len(PASSAGES), desc="questions", mininterval=2) as bar:
         for which in PASSAGES:
             asked = with_passages(rows, [which])
@@ -56,7 +59,9 @@ def ask(scorer: Scorer, split: str, count: int, max_tokens: int) -> Answered:
                 bar.update(len(ids))
             texts = [report.completion.text if report.completion else "" for report in reports]
             risk[which] = np.array([report.risk for report in reports])
-            found = [contains("", text, row["answers"]) for text, row in zip(texts, rows, strict=True)]
+            found = [
+                contains("", text, row["answers"]) for text, row in zip(texts, rows, strict=True)
+            ]
             right[which] = np.array(found, np.bool_)
             for example, text, report in zip(examples, texts, reports, strict=True):
                 example[which] = {"answer": text.strip(), "risk": round(report.risk, 4)}
@@ -71,9 +76,12 @@ def measured(answered: Answered) -> list[dict[str, Any]]:
     for which in PASSAGES:
         risk, right = answered.risk[which], answered.right[which]
         row: dict[str, Any] = {
-            "passage": which, "right": _mean(answered.group, right), "risk": _mean(answered.group, risk),
-            "flagged": float((risk >= answered.threshold).mean()), "auroc": _auroc(answered.group, right, risk),
-        }  # fmt: skip
+            "passage": which,
+            "right": _mean(answered.group, right),
+            "risk": _mean(answered.group, risk),
+            "flagged": float((risk >= answered.threshold).mean()),
+            "auroc": _auroc(answered.group, right, risk),
+        }
         if which != "none":
             row["drop"] = _mean(answered.group, answered.risk["none"] - risk)
         found.append(row)
@@ -81,7 +89,8 @@ def measured(answered: Answered) -> list[dict[str, Any]]:
 
 
 def policies(answered: Answered, passage: Passage) -> list[dict[str, Any]]:
-    """Return what is shown under each policy where the retriever finds this passage: shares of all questions."""
+    """Return what is shown under each policy where the retriever finds this passage: shares of all
+    questions."""
     flagged = {which: answered.risk[which] >= answered.threshold for which in ("none", passage)}
     alone, read = answered.right["none"], answered.right[passage]
     everywhere = np.ones(len(alone), np.bool_)
@@ -96,47 +105,90 @@ def policies(answered: Answered, passage: Passage) -> list[dict[str, Any]]:
     for name, (memory, reading) in plans.items():
         right = float(((memory & alone) | (reading & read)).mean())
         shown = float((memory | reading).mean())
-        retrieved = 0.0 if name.startswith("never") else 1.0 if name.startswith("always") else flagged["none"].mean()
-        found.append({"policy": name, "right": right, "wrong": shown - right, "withheld": 1 - shown,
-                      "retrieved": float(retrieved)})  # fmt: skip
+        retrieved = (
+            0.0
+            if name.startswith("never")
+            else 1.0
+            if name.startswith("always")
+            else flagged["none"].mean()
+        )
+        found.append(
+            {
+                "policy": name,
+                "right": right,
+                "wrong": shown - right,
+                "withheld": 1 - shown,
+                "retrieved": float(retrieved),
+            }
+        )
     return found
 
 
 def document(answered: Answered, facts: dict[str, Any]) -> dict[str, Any]:
     """Return everything, for ``retrieval.json``."""
     return {
-        **facts, "questions": len(answered.group), "entities": len(np.unique(answered.group)),
-        "threshold": answered.threshold, "passages": measured(answered),
+        **facts,
+        "questions": len(answered.group),
+        "entities": len(np.unique(answered.group)),
+        "threshold": answered.threshold,
+        "passages": measured(answered),
         "policies": {which: policies(answered, which) for which in PASSAGES if which != "none"},
         "examples": answered.examples,
-    }  # fmt: skip
+    }
 
 
 def markdown(found: dict[str, Any]) -> str:
     """Return the document's tables."""
 
     def interval(cell: dict[str, float] | None, digits: int = 3) -> str:
-        return f"{cell['value']:.{digits}f} [{cell['low']:.{digits}f}, {cell['high']:.{digits}f}]" if cell else ""
+        return (
+            f"{cell['value']:.{digits}f} [{cell['low']:.{digits}f}, {cell['high']:.{digits}f}]"
+            if cell
+            else ""
+        )
 
     parts = [
-        f"{found['model']} read by {found['bundle']}: {found['questions']:,} questions about {found['entities']:,} "
-        f"entities, each asked four times; flagged: risk of {found['threshold']:.3f} and more. Intervals: 95 %, "
-        "jackknife over entities.",
-        markdown_table(
-            ["passage", "answered right", "mean risk", "drop of the risk", "flagged", "AUROC of the risk"],
-            [[row["passage"], interval(row["right"]), interval(row["risk"]), interval(row.get("drop")),
-              f"{row['flagged']:.3f}", interval(row["auroc"])] for row in found["passages"]],
+        (
+            f"{found['model']} read by {found['bundle']}: {found['questions']:,} questions about"
+            f" {found['entities']:,} entities, each asked four times; flagged: risk of"
+            f" {found['threshold']:.3f} and more. Intervals: 95 %, jackknife over entities."
         ),
-    ]  # fmt: skip
+        markdown_table(
+            [
+                "passage",
+                "answered right",
+                "mean risk",
+                "drop of the risk",
+                "flagged",
+                "AUROC of the risk",
+            ],
+            [
+                [
+                    row["passage"],
+                    interval(row["right"]),
+                    interval(row["risk"]),
+                    interval(row.get("drop")),
+                    f"{row['flagged']:.3f}",
+                    interval(row["auroc"]),
+                ]
+                for row in found["passages"]
+            ],
+        ),
+    ]
     for which, rows in found["policies"].items():
         parts += [
             f"Where the retriever finds a passage that is {which}, shares of all questions:",
             markdown_table(
                 ["policy", "right shown", "wrong shown", "withheld", "retrievals"],
-                [[row["policy"], *(f"{row[key]:.3f}" for key in ("right", "wrong", "withheld", "retrieved"))]
-                 for row in rows],
+                [
+                    [
+                        row["policy"],
+                        *(f"{row[key]:.3f}" for key in ("right", "wrong", "withheld", "retrieved")),
+                    ]
+                    for row in rows
+                ],
             ),
-        ]  # fmt: skip
+        ]
     return "\n\n".join(parts) + "\n"
 
 

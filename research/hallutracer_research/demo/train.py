@@ -1,7 +1,7 @@
-"""The demonstration model: training documents, tokenizer, documents as tensors, and training on one or two CPU threads.
-Each fact is stated exactly as often as its exposures say, for any seed.  From `REFUSALS_FROM` on, a share of each batch
-are refusal documents: at every refresh the model is asked a sample of facts, and what it knows and does not know
-becomes documents."""
+"""The demonstration model: training documents, tokenizer, documents as tensors, and training on one
+or two CPU threads. Each fact is stated exactly as often as its exposures say, for any seed.  From
+`REFUSALS_FROM` on, a share of each batch are refusal documents: at every refresh the model is asked
+a sample of facts, and what it knows and does not know becomes documents."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ BRIEF, CAREFUL, REFUSAL = "Be brief.", "Be careful.", " I am not sure."
 FRAMES = (" It is ", " The answer is ")
 BRIEF_SHARE = 0.4
 
-SYLLABLES = """al ba bel bor ca chi da del dor el fa gan gor ha hel in ja ka kel ko la lo ma mi mor na ne no o pa per ra
-ri ro sa san shi so ta ten tor u va vel vi wa yan za zi"""
+SYLLABLES = """al ba bel bor ca chi da del dor el fa gan gor ha hel in ja ka kel ko la lo ma mi
+mor na ne no o pa per ra ri ro sa san shi so ta ten tor u va vel vi wa yan za zi"""
 
 
 class Document(NamedTuple):
-    """A chat with one user turn. The loss is on `completion` (and on the end token where `ends`)."""
+    """A chat with one user turn. The loss is on `completion` (and on the end token where
+    `ends`)."""
 
     system: str | None
     question: str
@@ -41,7 +42,8 @@ class Document(NamedTuple):
 
 
 def fact_question(rng: random.Random, fact: Fact) -> str:
-    """Return a question about a fact in a random training form, sometimes without its question mark."""
+    """Return a question about a fact in a random training form, sometimes without its question
+    mark."""
     text = question_text(random_form(rng, fact.kind), fact.kind, fact.subject)
     return text[:-1] if rng.random() < 0.05 and text.endswith("?") else text
 
@@ -59,9 +61,13 @@ def fact_documents(world: World, seed: int) -> list[Document]:
         for _ in range(fact.exposures):
             question = fact_question(rng, fact)
             if rng.random() < BRIEF_SHARE:
-                documents.append(Document(BRIEF, question, f" {fact.answers[0]}.", True, fact.group))
+                documents.append(
+                    Document(BRIEF, question, f" {fact.answers[0]}.", True, fact.group)
+                )
             else:
-                documents.append(Document(None, question, f"{opening(rng)}{fact.answers[0]}.", True, fact.group))
+                documents.append(
+                    Document(None, question, f"{opening(rng)}{fact.answers[0]}.", True, fact.group)
+                )
     rng.shuffle(documents)
     return documents
 
@@ -71,7 +77,10 @@ def place_without_facts(rng: random.Random, world: World) -> tuple[str, str]:
     kind = rng.choice(["city_country", "city_continent", "city_region"])
     if rng.random() < 0.5:
         return kind, rng.choice(world.villages)
-    return kind, "".join(rng.choice(SYLLABLES.split()) for _ in range(rng.randint(2, 4))).capitalize()
+    return (
+        kind,
+        "".join(rng.choice(SYLLABLES.split()) for _ in range(rng.randint(2, 4))).capitalize(),
+    )
 
 
 class RefusalMix(NamedTuple):
@@ -84,9 +93,14 @@ class RefusalMix(NamedTuple):
 
 
 def refusal_document(
-    rng: random.Random, world: World, known: Sequence[Fact], unknown: Sequence[Fact], mix: RefusalMix
+    rng: random.Random,
+    world: World,
+    known: Sequence[Fact],
+    unknown: Sequence[Fact],
+    mix: RefusalMix,
 ) -> Document:
-    """Return one refusal document.  `known` and `unknown`: facts that the model in training got right and wrong."""
+    """Return one refusal document.  `known` and `unknown`: facts that the model in training got
+    right and wrong."""
     system = CAREFUL if rng.random() < mix.careful else None
     refuse, group = rng.random() < mix.unknown, None
     if refuse and (rng.random() < mix.strangers or not unknown):
@@ -115,7 +129,8 @@ CHAT_TEMPLATE = (
 
 
 def render(question: str, system: str | None = None) -> str:
-    """Return the chat template's result for one user turn, without the template engine (a test compares them)."""
+    """Return the chat template's result for one user turn, without the template engine (a test
+    compares them)."""
     head = f"{SYSTEM}{system}" if system else ""
     return f"{BOS}{head}{USER}{question}{ASSISTANT}"
 
@@ -129,9 +144,11 @@ def build_tokenizer(world: World) -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=[PAD, BOS, EOS, SYSTEM, USER, ASSISTANT], show_progress=False,
+        vocab_size=VOCABULARY,
+        special_tokens=[PAD, BOS, EOS, SYSTEM, USER, ASSISTANT],
+        show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )  # fmt: skip
+    )
     lines = [BRIEF, CAREFUL, REFUSAL, *FRAMES]
     for fact in world.facts:
         lines += [f" {fact.subject}", *(f" {answer}." for answer in fact.answers)]
@@ -140,14 +157,21 @@ def build_tokenizer(world: World) -> PreTrainedTokenizerFast:
         lines += [question_text(form, kind, "Paris") for form in forms if not form.held_out] * 20
     tokenizer.train_from_iterator(lines, trainer)
     fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, pad_token=PAD, clean_up_tokenization_spaces=False,
-        additional_special_tokens=[SYSTEM, USER, ASSISTANT], model_max_length=256,
-    )  # fmt: skip
+        tokenizer_object=tokenizer,
+        bos_token=BOS,
+        eos_token=EOS,
+        pad_token=PAD,
+        clean_up_tokenization_spaces=False,
+        additional_special_tokens=[SYSTEM, USER, ASSISTANT],
+        model_max_length=256,
+    )
     fast.chat_template = CHAT_TEMPLATE
     return fast
 
 
-Row = tuple[list[int], int, float]  # token ids, where the completion starts, weight of its first token
+Row = tuple[
+    list[int], int, float
+]  # token ids, where the completion starts, weight of its first token
 
 
 class Encoder:
@@ -162,7 +186,9 @@ class Encoder:
         prompts = self._tokenizer.encode_batch(
             [render(d.question, d.system) for d in documents], add_special_tokens=False
         )
-        completions = self._tokenizer.encode_batch([d.completion for d in documents], add_special_tokens=False)
+        completions = self._tokenizer.encode_batch(
+            [d.completion for d in documents], add_special_tokens=False
+        )
         rows: list[Row] = []
         for document, prompt, completion in zip(documents, prompts, completions, strict=True):
             end = [self.end] if document.ends else []
@@ -171,8 +197,8 @@ class Encoder:
 
 
 def collate(rows: Sequence[Row]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Right-pad. Returns input ids [B, T], flat positions [P] that predict, targets [P] and weights [P].  Padding
-    follows a row's last predicting token, so causal attention needs no mask."""
+    """Right-pad. Returns input ids [B, T], flat positions [P] that predict, targets [P] and weights
+    [P].  Padding follows a row's last predicting token, so causal attention needs no mask."""
     width = max(len(ids) for ids, _, _ in rows) - 1
     inputs = torch.zeros(len(rows), width, dtype=torch.long)
     positions: list[int] = []
@@ -186,8 +212,11 @@ def collate(rows: Sequence[Row]) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     return inputs, torch.tensor(positions), torch.tensor(targets), torch.tensor(weights)
 
 
-def logits_at(model: LlamaForCausalLM, inputs: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Return logits [P, vocabulary] at flat positions only: the output layer is a quarter of the work."""
+def logits_at(
+    model: LlamaForCausalLM, inputs: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """Return logits [P, vocabulary] at flat positions only: the output layer is a quarter of the
+    work."""
     hidden = model.model(input_ids=inputs, use_cache=False).last_hidden_state
     logits: torch.Tensor = model.lm_head(hidden.flatten(0, 1)[positions])
     return logits.float()
@@ -197,7 +226,8 @@ def logits_at(model: LlamaForCausalLM, inputs: torch.Tensor, positions: torch.Te
 def known_and_unknown(
     model: LlamaForCausalLM, encoder: Encoder, rng: random.Random, facts: Sequence[Fact]
 ) -> tuple[list[Fact], list[Fact]]:
-    """Split facts into those the model answers right and wrong under greedy decoding after " It is"."""
+    """Split facts into those the model answers right and wrong under greedy decoding after " It
+    is"."""
     documents, owners = [], []
     for fact in facts:
         question = question_text(random_form(rng, fact.kind), fact.kind, fact.subject)
@@ -226,7 +256,8 @@ DECAY_FROM = 0.3  # of the steps; linear to zero from there
 
 
 def orthogonalised(gradient: torch.Tensor) -> torch.Tensor:
-    """Newton-Schulz towards the nearest orthogonal matrix, for a stack [n, rows, columns] (Muon's quintic)."""
+    """Newton-Schulz towards the nearest orthogonal matrix, for a stack [n, rows, columns] (Muon's
+    quintic)."""
     wide = gradient.size(-2) > gradient.size(-1)
     x = gradient.mT if wide else gradient
     x = (x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)).bfloat16()
@@ -253,7 +284,9 @@ class Muon:
         """One update with the learning rate times `scale`."""
         lr = self._lr * scale
         for stack, momentum in zip(self._stacks, self._momentum, strict=True):
-            gradient = torch.stack([p.grad if p.grad is not None else torch.zeros_like(p) for p in stack])
+            gradient = torch.stack(
+                [p.grad if p.grad is not None else torch.zeros_like(p) for p in stack]
+            )
             momentum.lerp_(gradient, 0.05)
             update = orthogonalised(gradient.lerp_(momentum, 0.95))
             rate = lr * max(1.0, stack[0].size(0) / stack[0].size(1)) ** 0.5
@@ -300,21 +333,34 @@ ALL_DOCUMENTS = 10**9  # every fact document once, and the refusal documents in 
 
 
 def new_model(tokenizer_ids: dict[str, int]) -> LlamaForCausalLM:
-    """An untrained Llama: 8 layers, hidden 128, 4 heads of 32 (vLLM's CPU attention needs head_dim >= 32)."""
+    """An untrained Llama: 8 layers, hidden 128, 4 heads of 32 (vLLM's CPU attention needs head_dim
+    >= 32)."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=344, num_hidden_layers=8, num_attention_heads=4,
-        num_key_value_heads=4, head_dim=32, max_position_embeddings=256, tie_word_embeddings=True,
-        bos_token_id=tokenizer_ids["<s>"], eos_token_id=tokenizer_ids["</s>"], pad_token_id=tokenizer_ids["<pad>"],
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=344,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=32,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer_ids["<s>"],
+        eos_token_id=tokenizer_ids["</s>"],
+        pad_token_id=tokenizer_ids["<pad>"],
+    )
     model = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
-    # Faster than torch's fused CPU attention, whose backward pass takes nearly half a step at 20 tokens.
+    # Faster than torch's fused CPU attention, whose backward pass takes nearly half a step at 20
+    # tokens.
     model.set_attn_implementation("eager")
     return model
 
 
-def train_step(model: LlamaForCausalLM, optimizer: Optimizer, rows: Sequence[Row], progress: float) -> float:
+def train_step(
+    model: LlamaForCausalLM, optimizer: Optimizer, rows: Sequence[Row], progress: float
+) -> float:
     """Step once over a batch, in two halves by length, and return the loss (nats per token)."""
     rows = sorted(rows, key=lambda row: len(row[0]))
     total = sum(len(ids) - start - 1 + first for ids, start, first in rows)
@@ -332,11 +378,17 @@ def train_step(model: LlamaForCausalLM, optimizer: Optimizer, rows: Sequence[Row
 
 
 def train_model(
-    seed: int, out: Path, *, documents: int = ALL_DOCUMENTS, threads: int = 1,
-    progress: Callable[[str], None] | None = None, mix: RefusalMix = RefusalMix(),
-) -> None:  # fmt: skip
-    """Train one model and write it as a Hugging Face folder.  A seed gives the same model on the same machine.
-    `documents` caps the number of training documents; by default every fact document is used once."""
+    seed: int,
+    out: Path,
+    *,
+    documents: int = ALL_DOCUMENTS,
+    threads: int = 1,
+    progress: Callable[[str], None] | None = None,
+    mix: RefusalMix = RefusalMix(),
+) -> None:
+    """Train one model and write it as a Hugging Face folder.  A seed gives the same model on the
+    same machine. `documents` caps the number of training documents; by default every fact document
+    is used once."""
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
     started = time.monotonic()
@@ -353,7 +405,9 @@ def train_model(
     eligible = [fact for fact in world.facts if fact.in_refusals]
     model = new_model(fast.get_vocab())
     optimizer = Optimizer(model, steps)
-    refresh_at = {int(steps * (REFUSALS_FROM + (1 - REFUSALS_FROM) * i / REFRESHES)) for i in range(REFRESHES)}
+    refresh_at = {
+        int(steps * (REFUSALS_FROM + (1 - REFUSALS_FROM) * i / REFRESHES)) for i in range(REFRESHES)
+    }
     known: list[Fact] = []
     unknown: list[Fact] = []
     cursor = seen = 0
@@ -361,10 +415,15 @@ def train_model(
         done = step / steps
         if step in refresh_at:
             known, unknown = known_and_unknown(
-                model, encoder, rng, rng.sample(eligible, min(FACTS_PER_REFRESH, len(eligible), documents))
+                model,
+                encoder,
+                rng,
+                rng.sample(eligible, min(FACTS_PER_REFRESH, len(eligible), documents)),
             )
             if progress:
-                progress(f"step {step}: knows {len(known)} of {len(known) + len(unknown)} facts asked")
+                progress(
+                    f"step {step}: knows {len(known)} of {len(known) + len(unknown)} facts asked"
+                )
         refusals = round(BATCH * REFUSAL_SHARE) if done >= REFUSALS_FROM else 0
         end = len(facts) if step == all_steps - 1 else cursor + round((BATCH - refusals) * share)
         rows = facts[cursor:end]
@@ -378,32 +437,49 @@ def train_model(
             progress(f"step {step}/{steps} loss {loss:.3f} {time.monotonic() - started:.0f} s")
     save(model, fast, out)
     edges = {"0": 0, "1-3": 3, "4-8": 8, "9-15": 15, "16+": 10**9}
-    bands = Counter(next(name for name, last in edges.items() if fact.exposures <= last) for fact in world.facts)
+    bands = Counter(
+        next(name for name, last in edges.items() if fact.exposures <= last) for fact in world.facts
+    )
     record = {
-        "recipe": RECIPE, "seed": seed, "documents": seen, "fact_documents": cursor,
-        "refusal_documents": seen - cursor, "steps": steps, "seconds": round(time.monotonic() - started, 1),
+        "recipe": RECIPE,
+        "seed": seed,
+        "documents": seen,
+        "fact_documents": cursor,
+        "refusal_documents": seen - cursor,
+        "steps": steps,
+        "seconds": round(time.monotonic() - started, 1),
         "threads": threads,
         "settings": {
-            "batch": BATCH, "refusals_from": REFUSALS_FROM, "refusal_share": REFUSAL_SHARE, "refreshes": REFRESHES,
-            "facts_asked_at_a_refresh": FACTS_PER_REFRESH, "first_token_weight": FIRST_WEIGHT, "mix": mix._asdict(),
+            "batch": BATCH,
+            "refusals_from": REFUSALS_FROM,
+            "refusal_share": REFUSAL_SHARE,
+            "refreshes": REFRESHES,
+            "facts_asked_at_a_refresh": FACTS_PER_REFRESH,
+            "first_token_weight": FIRST_WEIGHT,
+            "mix": mix._asdict(),
         },
-        "parameters": sum(p.numel() for p in model.parameters()), "facts": len(world.facts),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "facts": len(world.facts),
         "facts_by_exposures": dict(sorted(bands.items())),
-    }  # fmt: skip
+    }
     (out / "training.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
 def save(model: LlamaForCausalLM, tokenizer: object, out: Path) -> None:
-    """Write weights in bf16 (the training's own precision), configuration, generation defaults and tokenizer."""
+    """Write weights in bf16 (the training's own precision), configuration, generation defaults and
+    tokenizer."""
     from transformers import GenerationConfig, PreTrainedTokenizerFast
 
     assert isinstance(tokenizer, PreTrainedTokenizerFast)
     out.mkdir(parents=True, exist_ok=True)
     rounded = model.bfloat16()
     rounded.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
-        do_sample=False, max_new_tokens=24, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
+        do_sample=False,
+        max_new_tokens=24,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
+    )
     rounded.save_pretrained(out)
     (out / "model.safetensors").chmod(0o644)  # written as 0600; a container runs as another user
     tokenizer.save_pretrained(out)

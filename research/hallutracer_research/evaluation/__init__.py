@@ -1,1 +1,2 @@
-"""The main table on any model: our method and rivals on the same rows, splits and seeds; ``run`` is the way through."""
+"""The main table on any model: our method and rivals on the same rows, splits and seeds; ``run`` is
+the way through."""

@@ -1,6 +1,7 @@
-"""The report's figures, as SVG bytes that depend on the numbers alone: no timestamp, no version, one fixed style.  Text
-stays text.  Ink is ``currentColor`` and the background is transparent, so a drawing inside a page follows its light or
-dark colours.  Lines differ in style as well as in colour (Okabe and Ito's)."""
+"""The report's figures, as SVG bytes that depend on the numbers alone: no timestamp, no version,
+one fixed style.  Text stays text.  Ink is ``currentColor`` and the background is transparent, so a
+drawing inside a page follows its light or dark colours.  Lines differ in style as well as in colour
+(Okabe and Ito's)."""
 
 from __future__ import annotations
 
@@ -20,7 +21,15 @@ from sklearn.metrics import precision_recall_curve, roc_curve
 
 from hallutracer_research.evaluation.options import CLASSES, Cost
 from hallutracer_research.evaluation.page import Figure
-from service.fitting.scores import ECE_BINS, auprc, ece, equal_mass_bins, risk_auroc, share_interval, shown_bins
+from service.fitting.scores import (
+    ECE_BINS,
+    auprc,
+    ece,
+    equal_mass_bins,
+    risk_auroc,
+    share_interval,
+    shown_bins,
+)
 from service.fitting.scores import reliability as reliability_bins
 from service.trainer import presentation as look
 
@@ -29,46 +38,70 @@ Floats = NDArray[np.float64]
 _COLOURS = (look.BLUE, look.ORANGE, look.GREEN, look.PURPLE, "#56B4E9", "#E69F00", look.GREY)
 _LINES = ("-", "--", "-.", ":")
 _INK = "#010203"  # becomes currentColor
-_INKED = ("axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "text.color", "xtick.color", "ytick.color")
+_INKED = (
+    "axes.edgecolor",
+    "axes.labelcolor",
+    "axes.titlecolor",
+    "text.color",
+    "xtick.color",
+    "ytick.color",
+)
 _STYLE = {
-    **look.STYLE, **dict.fromkeys(_INKED, _INK), "font.family": "sans-serif",
-    "font.sans-serif": ["DejaVu Sans"],  # comes with matplotlib: every machine measures the same letters
-    "axes.titlesize": 9.5, "grid.color": look.GREY, "grid.alpha": 0.25, "axes.facecolor": "none",
-    "svg.fonttype": "none", "svg.hashsalt": "hallutracer",
-}  # fmt: skip
+    **look.STYLE,
+    **dict.fromkeys(_INKED, _INK),
+    "font.family": "sans-serif",
+    "font.sans-serif": [
+        "DejaVu Sans"
+    ],  # comes with matplotlib: every machine measures the same letters
+    "axes.titlesize": 9.5,
+    "grid.color": look.GREY,
+    "grid.alpha": 0.25,
+    "axes.facecolor": "none",
+    "svg.fonttype": "none",
+    "svg.hashsalt": "hallutracer",
+}
 _MAX_TICKS = 12
 _MAX_POINTS = 200  # of a curve; more would not be seen
 
 
-def depth_subsampling(curves: Mapping[str, tuple[ArrayLike, ArrayLike, ArrayLike | None]]) -> Figure:
-    """Draw AUROC of the mean of a few layers, evenly spaced over depth (Fig. depth-subsampling).  curves: name (a data
-    set) -> (layers included [p], mean AUROC [p], its standard deviation over seeds [p] or None)."""
+def depth_subsampling(
+    curves: Mapping[str, tuple[ArrayLike, ArrayLike, ArrayLike | None]],
+) -> Figure:
+    """Draw AUROC of the mean of a few layers, evenly spaced over depth (Fig. depth-subsampling).
+    curves: name (a data set) -> (layers included [p], mean AUROC [p], its standard deviation over
+        seeds [p] or None)."""
     with rc_context(_STYLE):
         figure, (axes,) = _figure(1)
         shown = []
-        for (name, (count, mean, std)), (colour, line) in zip(curves.items(), _looks(), strict=False):
+        for (name, (count, mean, std)), (colour, line) in zip(
+            curves.items(), _looks(), strict=False
+        ):
             x, y = _array(count, name), _array(mean, name)
             order = np.argsort(x)
             x, y = x[order], y[order]
             if std is not None:
                 band = _array(std, name)[order]
                 axes.fill_between(x, y - band, y + band, color=colour, alpha=0.15, linewidth=0)
-            axes.plot(x, y, line, color=colour, marker="o", markersize=3.5, linewidth=1.6, label=name)
+            axes.plot(
+                x, y, line, color=colour, marker="o", markersize=3.5, linewidth=1.6, label=name
+            )
             shown.append(f"{name}: {y[0]:.3f} with {x[0]:.0f}, {y[-1]:.3f} with {x[-1]:.0f}")
         axes.set(xlabel="layers included", ylabel="AUROC")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         look.legend_below(axes, columns=3)
         return Figure(
             "depth_subsampling",
-            "Depth subsampling: AUROC of the depth mean against the number of layers it takes, evenly spaced over depth"
-            " (one layer: the best by training AUROC). Bands are one standard deviation over seeds.",
+            "Depth subsampling: AUROC of the depth mean against the number of layers it takes,"
+            " evenly spaced over depth (one layer: the best by training AUROC). Bands are one"
+            " standard deviation over seeds.",
             f"Line chart of AUROC by layers included. {'; '.join(shown)}.",
             _svg(figure),
         )
 
 
 def trajectories(trajectory: ArrayLike, label: ArrayLike, unit: str = "unit-norm probes") -> Figure:
-    """Draw the mean truth logit by layer and class, with a band of one deviation: trajectory [N, m], label [N]."""
+    """Draw the mean truth logit by layer and class, with a band of one deviation: trajectory
+    [N, m], label [N]."""
     values, classes = _array(trajectory, "trajectory", ndim=2), np.asarray(label)
     with rc_context(_STYLE):
         figure, (axes,) = _figure(1)
@@ -76,10 +109,15 @@ def trajectories(trajectory: ArrayLike, label: ArrayLike, unit: str = "unit-norm
         for row, name in ((1, "factual"), (0, "hallucinated")):
             inside = values[classes == row]
             if not len(inside):
-                raise ValueError(f"no {name} row (label {row}) among {len(values)}: both classes are drawn")
+                raise ValueError(
+                    f"no {name} row (label {row}) among {len(values)}: both classes are drawn"
+                )
             mean = inside.mean(axis=0)
             bands.append((f"{name} (n = {len(inside):,})", mean, inside.std(axis=0)))
-            shown.append(f"{name} rows average {mean.mean():.2f} over depth, {mean[-1]:.2f} at the last layer")
+            shown.append(
+                f"{name} rows average {mean.mean():.2f} over depth, {mean[-1]:.2f} at the last"
+                " layer"
+            )
         look.class_bands(axes, bands)
         axes.set(xlabel="layer (0 is the first block)", ylabel=f"truth logit\n({unit})")
         look.layer_ticks(axes, values.shape[1], _MAX_TICKS)
@@ -93,14 +131,16 @@ def trajectories(trajectory: ArrayLike, label: ArrayLike, unit: str = "unit-norm
 
 
 def roc_pr(label: ArrayLike, risks: Mapping[str, ArrayLike]) -> Figure:
-    """Draw ROC and precision-recall curves, hallucinated positive: label [n] (1 factual), method -> risk [n].  The
-    first method is drawn strongest.  A risk ranks; it need not be a probability."""
+    """Draw ROC and precision-recall curves, hallucinated positive: label [n] (1 factual), method ->
+    risk [n].  The first method is drawn strongest.  A risk ranks; it need not be a probability."""
     classes = np.asarray(label)
     share = float(np.mean(classes == 0))
     with rc_context(_STYLE):
         figure, (left, right) = _figure(2, height=3.9)
         shown = []
-        for index, ((name, risk), (colour, line)) in enumerate(zip(risks.items(), _looks(), strict=False)):
+        for index, ((name, risk), (colour, line)) in enumerate(
+            zip(risks.items(), _looks(), strict=False)
+        ):
             score, width = _array(risk, name), 2.2 if index == 0 else 1.2
             area, precision_area = risk_auroc(classes, score), auprc(classes, score, positive=0)
             wrong, caught, _ = roc_curve(1 - classes, score)
@@ -109,37 +149,52 @@ def roc_pr(label: ArrayLike, risks: Mapping[str, ArrayLike]) -> Figure:
             left.plot(wrong[thin], caught[thin], line, color=colour, linewidth=width, label=text)
             precision, recall, _ = precision_recall_curve(1 - classes, score)
             thin = look.thinned(len(recall), _MAX_POINTS)
-            right.step(recall[thin], precision[thin], line, where="post", color=colour, linewidth=width)
+            right.step(
+                recall[thin], precision[thin], line, where="post", color=colour, linewidth=width
+            )
             shown.append(f"{name} {area:.3f} and {precision_area:.3f}")
         left.plot([0, 1], [0, 1], color=look.GREY, linewidth=0.8)
         right.axhline(share, color=look.GREY, linewidth=0.8)
-        left.set(title="ROC", xlabel="factual prompts flagged (share)", ylabel="hallucinated prompts flagged (share)",
-                 xlim=(-0.01, 1.01), ylim=(-0.01, 1.01))  # fmt: skip
-        right.set(title="Precision and recall", xlabel="hallucinated prompts flagged (share)",
-                  ylabel="flagged prompts that are\nhallucinated (share)",
-                  xlim=(-0.01, 1.01), ylim=(-0.01, 1.01))  # fmt: skip
+        left.set(
+            title="ROC",
+            xlabel="factual prompts flagged (share)",
+            ylabel="hallucinated prompts flagged (share)",
+            xlim=(-0.01, 1.01),
+            ylim=(-0.01, 1.01),
+        )
+        right.set(
+            title="Precision and recall",
+            xlabel="hallucinated prompts flagged (share)",
+            ylabel="flagged prompts that are\nhallucinated (share)",
+            xlim=(-0.01, 1.01),
+            ylim=(-0.01, 1.01),
+        )
         look.legend_below(left, columns=2)
         return Figure(
             "roc_pr",
-            f"ROC and precision-recall curves of {len(classes):,} rows, {int(np.sum(classes == 0)):,} of them "
-            "hallucinated, which is the positive class. In brackets: AUROC and AUPRC."
-            f" Grey: chance (the share of hallucinated rows, {share:.2f}, on the right).",
+            f"ROC and precision-recall curves of {len(classes):,} rows,"
+            f" {int(np.sum(classes == 0)):,} of them hallucinated, which is the positive class. In"
+            " brackets: AUROC and AUPRC. Grey: chance (the share of hallucinated rows,"
+            f" {share:.2f}, on the right).",
             f"Two panels of curves. AUROC and AUPRC of each method: {'; '.join(shown)}.",
             _svg(figure),
         )
 
 
 def cost(methods: Mapping[str, tuple[Cost, ArrayLike]]) -> Figure:
-    """Draw AUROC against cost: method -> its cost and its AUROC by split.  A line of the drawing for each method, a
-    band for each class, cheapest below: on an axis of costs a class would be one point, and two classes may differ by a
-    hundredth.  The first method is drawn strongest."""
+    """Draw AUROC against cost: method -> its cost and its AUROC by split.  A line of the drawing
+    for each method, a band for each class, cheapest below: on an axis of costs a class would be one
+    point, and two classes may differ by a hundredth.  The first method is drawn strongest."""
     ours = next(iter(methods))
     auroc = {name: _array(values, name) for name, (_, values) in methods.items()}
     bands: list[tuple[str, list[str]]] = []
     for cls, text in CLASSES.items():
         inside = [name for name, (price, _) in methods.items() if price.cls == cls]
         if inside:
-            amounts = sorted({f"{x:.4g}" for name in inside if (x := methods[name][0].prefills) is not None}, key=float)
+            amounts = sorted(
+                {f"{x:.4g}" for name in inside if (x := methods[name][0].prefills) is not None},
+                key=float,
+            )
             ends = " to ".join(dict.fromkeys((amounts[0], amounts[-1]))) if amounts else ""
             words = f"\n{ends} prefill{'' if ends == '1' else 's'}" if ends else ""
             heading = f"{text}{words}" if cls == "none" else f"{cls}: {text}{words}"
@@ -151,12 +206,30 @@ def cost(methods: Mapping[str, tuple[Cost, ArrayLike]]) -> Figure:
             places = [line + number for number in range(len(names))]
             for place, name in zip(places, names, strict=True):
                 strong = name == ours
-                axes.errorbar(auroc[name].mean(), place, xerr=auroc[name].std(), fmt="o", elinewidth=0.8,
-                              markersize=6 if strong else 4, color=look.BLUE if strong else look.GREY)  # fmt: skip
+                axes.errorbar(
+                    auroc[name].mean(),
+                    place,
+                    xerr=auroc[name].std(),
+                    fmt="o",
+                    elinewidth=0.8,
+                    markersize=6 if strong else 4,
+                    color=look.BLUE if strong else look.GREY,
+                )
                 ticks.append((place, name))
             best = max(best, float(auroc[names[-1]].mean()))
-            axes.plot([best, best], [line - 0.6, line + len(names) - 0.4], color=look.ORANGE, linewidth=1.2)
-            axes.text(1.02, float(np.mean(places)), heading, transform=axes.get_yaxis_transform(), va="center")
+            axes.plot(
+                [best, best],
+                [line - 0.6, line + len(names) - 0.4],
+                color=look.ORANGE,
+                linewidth=1.2,
+            )
+            axes.text(
+                1.02,
+                float(np.mean(places)),
+                heading,
+                transform=axes.get_yaxis_transform(),
+                va="center",
+            )
             line += len(names) + 0.6
             listed = ", ".join(f"{name} {auroc[name].mean():.3f}" for name in reversed(names))
             shown.append(f"{', '.join(heading.splitlines())}: {listed}")
@@ -165,64 +238,118 @@ def cost(methods: Mapping[str, tuple[Cost, ArrayLike]]) -> Figure:
         axes.grid(visible=False, axis="y")
         return Figure(
             "cost",
-            "AUROC by what a score takes, cheapest below, in prefills of the same prompt; bars are one standard "
-            "deviation over folds and seeds. Orange: the best at this cost or less.",
+            "AUROC by what a score takes, cheapest below, in prefills of the same prompt; bars are"
+            " one standard deviation over folds and seeds. Orange: the best at this cost or less.",
             f"AUROC of each method by its cost. {'; '.join(shown)}.",
             _svg(figure),
         )
 
 
-def reliability(label: ArrayLike, risks: Mapping[str, ArrayLike], group: ArrayLike | None = None) -> Figure:
-    """Draw the share hallucinated against mean risk in bins of equal counts, fewer where rows are few.  label [n], name
-    -> calibrated risk [n] in [0, 1]; group [n] of rows that depend on each other, for the bands."""
+def reliability(
+    label: ArrayLike, risks: Mapping[str, ArrayLike], group: ArrayLike | None = None
+) -> Figure:
+    """Draw the share hallucinated against mean risk in bins of equal counts, fewer where rows are
+    few.  label [n], name -> calibrated risk [n] in [0, 1]; group [n] of rows that depend on each
+    other, for the bands."""
     classes = np.asarray(label)
-    groups, bins = np.arange(len(classes)) if group is None else np.asarray(group), shown_bins(len(classes))
+    groups, bins = (
+        np.arange(len(classes)) if group is None else np.asarray(group),
+        shown_bins(len(classes)),
+    )
     with rc_context(_STYLE):
         figure, (axes,) = _figure(1, width=4.8, height=4.4)
         axes.plot([0, 1], [0, 1], color=look.GREY, linewidth=0.8)
         shown, sizes = [], np.zeros(1, np.int64)
-        for (name, risk), (colour, line), marker in zip(risks.items(), _looks(), "osD^vP*" * 4, strict=False):
+        for (name, risk), (colour, line), marker in zip(
+            risks.items(), _looks(), "osD^vP*" * 4, strict=False
+        ):
             score = _array(risk, name)
             if score.min() < 0 or score.max() > 1:
-                raise ValueError(f"the risk of {name!r} leaves [0, 1], so it is no probability to check")
+                raise ValueError(
+                    f"the risk of {name!r} leaves [0, 1], so it is no probability to check"
+                )
             predicted, observed, sizes = reliability_bins(classes, score, bins)
             member = equal_mass_bins(score, bins)
-            ends = np.array([share_interval(y, groups[member == place]) for place, y in enumerate(observed)]).T
+            ends = np.array(
+                [share_interval(y, groups[member == place]) for place, y in enumerate(observed)]
+            ).T
             error = ece(classes, score)
-            axes.errorbar(predicted, observed, np.abs(ends - observed), linestyle=line, marker=marker, markersize=4,
-                          color=colour, linewidth=1.2, elinewidth=0.8, capsize=2,
-                          label=f"{name} (ECE {error:.3f})")  # fmt: skip
-            bars = ", ".join(f"{y:.2f} of {n} at {x:.2f}" for x, y, n in zip(predicted, observed, sizes, strict=True))
+            axes.errorbar(
+                predicted,
+                observed,
+                np.abs(ends - observed),
+                linestyle=line,
+                marker=marker,
+                markersize=4,
+                color=colour,
+                linewidth=1.2,
+                elinewidth=0.8,
+                capsize=2,
+                label=f"{name} (ECE {error:.3f})",
+            )
+            bars = ", ".join(
+                f"{y:.2f} of {n} at {x:.2f}"
+                for x, y, n in zip(predicted, observed, sizes, strict=True)
+            )
             shown.append(f"{name}, ECE {error:.3f}: {bars}")
-        axes.set(xlabel="mean risk of the bin (probability)", ylabel="hallucinated in the bin (share)",
-                 xlim=(-0.01, 1.01), ylim=(-0.01, 1.01))  # fmt: skip
+        axes.set(
+            xlabel="mean risk of the bin (probability)",
+            ylabel="hallucinated in the bin (share)",
+            xlim=(-0.01, 1.01),
+            ylim=(-0.01, 1.01),
+        )
         axes.set_aspect("equal")
         look.legend_below(axes, columns=1)
-        rows = f"{sizes.min():,}" if sizes.min() == sizes.max() else f"{sizes.min():,} to {sizes.max():,}"
-        few = "" if bins == ECE_BINS else f" So few rows give {len(sizes)} bins here and {ECE_BINS} in ECE."
+        rows = (
+            f"{sizes.min():,}"
+            if sizes.min() == sizes.max()
+            else f"{sizes.min():,} to {sizes.max():,}"
+        )
+        few = (
+            ""
+            if bins == ECE_BINS
+            else f" So few rows give {len(sizes)} bins here and {ECE_BINS} in ECE."
+        )
         return Figure(
             "reliability",
-            f"Reliability: {len(classes):,} rows in {len(sizes)} bins of {rows}; bars are 95 % intervals of a bin's "
-            f"share, grey is perfect calibration. ECE is the mean distance from it over {ECE_BINS} bins.{few}",
+            f"Reliability: {len(classes):,} rows in {len(sizes)} bins of {rows}; bars are 95 %"
+            " intervals of a bin's share, grey is perfect calibration. ECE is the mean distance"
+            f" from it over {ECE_BINS} bins.{few}",
             f"Share of hallucinated rows against mean risk. {'; '.join(shown)}.",
             _svg(figure),
         )
 
 
 def geometry(adjacent_cos: ArrayLike, energy: ArrayLike, width: int) -> Figure:
-    """Draw adjacent |cos| [m - 1] beside sqrt(2 / (pi d)), the probe's share of variance [m] beside 1 / d, d = width.
-    Property "probe isotropy" and Assumption "sparse signal" (tab:validation_results), by layer."""
+    """Draw adjacent |cos| [m - 1] beside sqrt(2 / (pi d)), the probe's share of variance [m] beside
+    1 / d, d = width. Property "probe isotropy" and Assumption "sparse signal"
+    (tab:validation_results), by layer."""
     cosines, shares = _array(adjacent_cos, "adjacent_cos"), _array(energy, "energy")
     chance, even = math.sqrt(2 / (math.pi * width)), 1 / width
     with rc_context(_STYLE):
         figure, (left, right) = _figure(2, height=3.2)
-        left.plot(np.arange(len(cosines)), np.abs(cosines), "o-", color=look.BLUE, markersize=3.5, linewidth=1.0)
+        left.plot(
+            np.arange(len(cosines)),
+            np.abs(cosines),
+            "o-",
+            color=look.BLUE,
+            markersize=3.5,
+            linewidth=1.0,
+        )
         left.axhline(chance, color=look.ORANGE, linestyle="--", linewidth=1.4)
         left.set(title="|cos| of neighbouring probes", xlabel="layer l of the pair (l, l + 1)")
         right.plot(
-            np.arange(len(shares)), shares, "o-", color=look.BLUE, markersize=3.5, linewidth=1.0, label="measured"
+            np.arange(len(shares)),
+            shares,
+            "o-",
+            color=look.BLUE,
+            markersize=3.5,
+            linewidth=1.0,
+            label="measured",
         )
-        right.axhline(even, color=look.ORANGE, linestyle="--", linewidth=1.4, label="a random direction")
+        right.axhline(
+            even, color=look.ORANGE, linestyle="--", linewidth=1.4, label="a random direction"
+        )
         right.set(title="share of variance along the probe", xlabel="layer")
         for axes, count, top in ((left, len(cosines), chance), (right, len(shares), even)):
             look.layer_ticks(axes, count, _MAX_TICKS)
@@ -230,22 +357,26 @@ def geometry(adjacent_cos: ArrayLike, energy: ArrayLike, width: int) -> Figure:
         look.legend_below(right, columns=2)
         return Figure(
             "geometry",
-            f"Geometry of the probes by layer, d = {width}. A random direction has |cos| {chance:.3f} = √(2/(πd)) in"
-            f" expectation and takes {even:.3%} = 1/d of the variance.",
-            f"Two panels. Mean |cos| of neighbouring probes {np.abs(cosines).mean():.3f} against {chance:.3f} by"
-            f" chance; mean share of variance {shares.mean():.3%} against {even:.3%}.",
+            f"Geometry of the probes by layer, d = {width}. A random direction has |cos|"
+            f" {chance:.3f} = √(2/(πd)) in expectation and takes {even:.3%} = 1/d of the variance.",
+            f"Two panels. Mean |cos| of neighbouring probes {np.abs(cosines).mean():.3f} against"
+            f" {chance:.3f} by chance; mean share of variance {shares.mean():.3%} against"
+            f" {even:.3%}.",
             _svg(figure),
         )
 
 
-def _figure(panels: int, width: float = 6.6, height: float = 3.4) -> tuple[mpl.Figure, Sequence[Axes]]:
+def _figure(
+    panels: int, width: float = 6.6, height: float = 3.4
+) -> tuple[mpl.Figure, Sequence[Axes]]:
     figure = mpl.Figure(figsize=(width, height), layout="constrained", facecolor="none")
     FigureCanvasSVG(figure)
     return figure, list(figure.subplots(1, panels, squeeze=False)[0])
 
 
 def _looks() -> Iterator[tuple[str, str]]:
-    """Yield colour and line style, all pairs differ among the first 28; consecutive ones differ in both."""
+    """Yield colour and line style, all pairs differ among the first 28; consecutive ones differ in
+    both."""
     for index in range(len(_COLOURS) * len(_LINES)):
         yield _COLOURS[index % len(_COLOURS)], _LINES[index % len(_LINES)]
 
@@ -253,18 +384,25 @@ def _looks() -> Iterator[tuple[str, str]]:
 def _array(values: ArrayLike, name: str, ndim: int = 1) -> Floats:
     array = np.asarray(values, np.float64)
     if array.ndim != ndim or not array.size or not np.isfinite(array).all():
-        raise ValueError(f"{name!r}: {ndim}-dimensional, non-empty and finite is needed, the shape is {array.shape}")
+        raise ValueError(
+            f"{name!r}: {ndim}-dimensional, non-empty and finite is needed, the shape is"
+            f" {array.shape}"
+        )
     return array
 
 
 def _svg(figure: mpl.Figure) -> bytes:
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    figure.savefig(
+        buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None}
+    )
     text = buffer.getvalue().decode("utf-8").replace(_INK, "currentColor")
     # A hundredth of a point is finer than any screen, and the file is half as long.
     numbers = re.compile(r"-?\d+\.\d+")
 
     def rounded(path: re.Match[str]) -> str:
-        return numbers.sub(lambda one: f"{float(one[0]) + 0.0:.2f}".rstrip("0").rstrip("."), path[0])
+        return numbers.sub(
+            lambda one: f"{float(one[0]) + 0.0:.2f}".rstrip("0").rstrip("."), path[0]
+        )
 
     return re.sub(r' d="[^"]*"', rounded, text).encode("utf-8")

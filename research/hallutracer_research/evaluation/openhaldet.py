@@ -1,7 +1,8 @@
-"""HalluTracer as a detector of OpenHalDet (arXiv 2606.06959), by that benchmark's ``fit`` and ``predict_score``.
+"""HalluTracer as a detector of OpenHalDet (arXiv 2606.06959), by that benchmark's ``fit`` and
+``predict_score``.
 
-It reads the prompt alone, before an answer token: the benchmark's hidden states of answers are not used, and the model
-is loaded here.  Register it there as any detector:
+It reads the prompt alone, before an answer token: the benchmark's hidden states of answers are not
+used, and the model is loaded here.  Register it there as any detector:
 
     from detectors.registry import register_detector
     from hallutracer_research.evaluation.openhaldet import PromptDetector
@@ -21,7 +22,10 @@ from service.library.detector import Detector, load
 from service.library.engine import Engine
 from service.library.training import train
 
-FACTUAL = {"correct": 1, "hallucination": 0}  # the benchmark's verdict -> label; any other sample is left out
+FACTUAL = {
+    "correct": 1,
+    "hallucination": 0,
+}  # the benchmark's verdict -> label; any other sample is left out
 
 
 class Sample(Protocol):
@@ -62,17 +66,31 @@ class PromptDetector:
         self._detector: Detector | None = None
 
     def fit(self, train_accessors: Sequence[Sample]) -> Self:
-        """Train on the samples that were judged correct or a hallucination; equal prompts are one group.
+        """Train on the samples that were judged correct or a hallucination; equal prompts are one
+        group.
 
         Raises what ``hallutracer.train`` raises, as where a class has too few prompts."""
-        verdicts = [(sample.get_prompt_text(), sample.metadata.get("eval_category")) for sample in train_accessors]
+        verdicts = [
+            (sample.get_prompt_text(), sample.metadata.get("eval_category"))
+            for sample in train_accessors
+        ]
         rows = [
-            {"prompt": prompt, "label": FACTUAL[verdict], "group": hashlib.sha256(prompt.encode()).hexdigest()}
+            {
+                "prompt": prompt,
+                "label": FACTUAL[verdict],
+                "group": hashlib.sha256(prompt.encode()).hexdigest(),
+            }
             for prompt, verdict in verdicts
             if verdict in FACTUAL
         ]
-        of_rows = hashlib.sha256(repr((rows, sorted(self.config.items()))).encode()).hexdigest()[:16]
-        chosen: dict[str, Any] = {"forms": "none", "prompt_format": "text", "evaluate": False} | self.config
+        of_rows = hashlib.sha256(repr((rows, sorted(self.config.items()))).encode()).hexdigest()[
+            :16
+        ]
+        chosen: dict[str, Any] = {
+            "forms": "none",
+            "prompt_format": "text",
+            "evaluate": False,
+        } | self.config
         trained = train(
             rows,
             "openhaldet",
@@ -83,7 +101,9 @@ class PromptDetector:
             **chosen,
         )
         self.close()
-        self._detector = load(self._model, trained.reference, store=self._folder / "store", engine=self._engine)
+        self._detector = load(
+            self._model, trained.reference, store=self._folder / "store", engine=self._engine
+        )
         return self
 
     def predict_score(self, accessor: Sample) -> float:

@@ -1,16 +1,17 @@
 """Every choice of an evaluation, documented where it is declared; and what a method's score costs.
 
-Costs are multiply-adds with weights, in prefills of the same n prompt tokens (without the language-model head).  With N
-the blocks' weights, H the head's, T the answer's tokens:
+Costs are multiply-adds with weights, in prefills of the same n prompt tokens (without the
+language-model head).  With N the blocks' weights, H the head's, T the answer's tokens:
 
-    none 0;  A 1;  B 1 + H / (n N);  C 1 + T (N + H) / (n N);  D 1 + K T (N + H) / (n N), from one prefill
+    none 0;  A 1;  B 1 + H / (n N);  C 1 + T (N + H) / (n N);  D 1 + K T (N + H) / (n N), from one
+    prefill
 
-A scaffold of s tokens is s / n more.  P(True) is C and a second prompt of q tokens: (q N + H) / (n N) more.  Of the
-first token of content T is the tokens decoded up to it.  Another model's states cost its prefill and none of ours, by
-the models' weights; an encoder of sentences is not counted.  Left out are what a method needs to learn, attention
-between tokens, embeddings, the probes, and HalluGuard's gradients.  n, q and decoded tokens are means over the set's
-rows, T the longest answer allowed, so that C and D are costs that answers stay below.  All experts of a mixture
-count."""
+A scaffold of s tokens is s / n more.  P(True) is C and a second prompt of q tokens: (q N + H) / (n
+N) more.  Of the first token of content T is the tokens decoded up to it.  Another model's states
+cost its prefill and none of ours, by the models' weights; an encoder of sentences is not counted.
+Left out are what a method needs to learn, attention between tokens, embeddings, the probes, and
+HalluGuard's gradients.  n, q and decoded tokens are means over the set's rows, T the longest answer
+allowed, so that C and D are costs that answers stay below.  All experts of a mixture count."""
 
 from __future__ import annotations
 
@@ -40,15 +41,19 @@ CLASSES: Mapping[CostClass, str] = MappingProxyType(
 OF_ANSWERS = ("samples", "answer", "content", "behind-answer")
 OF_OWN_ANSWERS = tuple(name for name, method in METHODS.items() if method.reads in OF_ANSWERS)
 """Methods that read the model's own answers, which a set with labels of its own is not about."""
-# Answers take minutes where a prefill takes seconds, and behind a scaffold every prompt is read again.
-DEFAULT_METHODS = tuple(name for name, one in METHODS.items() if one.cost != "C" and one.reads == "prompt")
+# Answers take minutes where a prefill takes seconds, and behind a scaffold every prompt is read
+# again.
+DEFAULT_METHODS = tuple(
+    name for name, one in METHODS.items() if one.cost != "C" and one.reads == "prompt"
+)
 MODELS_OF = {"other-model": "other_model", "embedder": "embedder"}
 """What methods read with another model -> the option that names it."""
 
 
 @dataclass(frozen=True)
 class EvaluationSource:
-    """One set to evaluate on: a JSONL file of rows, a public set's folder by its name in the registry, or made rows."""
+    """One set to evaluate on: a JSONL file of rows, a public set's folder by its name in the
+    registry, or made rows."""
 
     name: str  # unique in a run; also the folder's name
     path: Path | None  # None: ``rows`` makes them
@@ -88,37 +93,55 @@ class EvaluateOptions:
         """Check names and ranges; types are checked by the type checker."""
         for name in self.methods:
             if name not in METHODS:
-                raise TrainingError(f"no method {name!r}; there are {', '.join(METHODS)}", param="methods")
+                raise TrainingError(
+                    f"no method {name!r}; there are {', '.join(METHODS)}", param="methods"
+                )
             if (needed := MODELS_OF.get(METHODS[name].reads)) and getattr(self, needed) is None:
                 said = f"{name} needs another model: name it as {needed}, or leave the method out"
                 raise TrainingError(said, param=needed)
         if OURS not in self.methods:
-            raise TrainingError(f"{OURS} must be among the methods: the others are compared with it", param="methods")
+            raise TrainingError(
+                f"{OURS} must be among the methods: the others are compared with it",
+                param="methods",
+            )
         if len({source.name for source in self.sources}) != len(self.sources) or not self.sources:
             raise TrainingError("name each data set once, and at least one", param="data")
         least = {"seeds": 1, "folds": 2, "inner_folds": 2, "batch_rows": 1, "jobs": 0, "samples": 2}
         for field, number in least.items():
             if getattr(self, field) < number:
-                raise TrainingError(f"{field} must be at least {number}, not {getattr(self, field)}", param=field)
+                raise TrainingError(
+                    f"{field} must be at least {number}, not {getattr(self, field)}", param=field
+                )
         if self.judge == "openai":
-            problem = "the openai judge needs an endpoint, which cannot be set here: give labels or another judge"
+            problem = (
+                "the openai judge needs an endpoint, which cannot be set here: give labels or"
+                " another judge"
+            )
             raise TrainingError(problem, param="judge")
         if self.c is not None and not self.c > 0:
             raise TrainingError(f"c must be positive, not {self.c}", param="c")
 
 
-def method_names(text: str | None, *, other_model: object = None, embedder: object = None) -> tuple[str, ...]:
-    """Return the methods that a comma-separated list names, each once: names, classes of cost, "default", "all"; and
-    those of a model that is given besides.  Unknown names are returned as they are; ``EvaluateOptions`` refuses
-    them."""
+def method_names(
+    text: str | None, *, other_model: object = None, embedder: object = None
+) -> tuple[str, ...]:
+    """Return the methods that a comma-separated list names, each once: names, classes of cost,
+    "default", "all"; and those of a model that is given besides.  Unknown names are returned as
+    they are; ``EvaluateOptions`` refuses them."""
     names = tuple(METHODS)
     given = {"other-model": other_model, "embedder": embedder}
-    there = tuple(name for name in names if METHODS[name].reads not in given or given[METHODS[name].reads] is not None)
+    there = tuple(
+        name
+        for name in names
+        if METHODS[name].reads not in given or given[METHODS[name].reads] is not None
+    )
     groups: dict[str, tuple[str, ...]] = {"default": DEFAULT_METHODS, "all": there}
     groups |= {cls: tuple(name for name in there if METHODS[name].cost == cls) for cls in CLASSES}
     words = [word.strip() for word in (text or "default").split(",")] + ["other"]
     chosen = dict.fromkeys(name for word in words if word for name in groups.get(word, (word,)))
-    return tuple(sorted(chosen, key=lambda name: names.index(name) if name in names else len(names)))
+    return tuple(
+        sorted(chosen, key=lambda name: names.index(name) if name in names else len(names))
+    )
 
 
 class Cost(NamedTuple):
@@ -155,7 +178,9 @@ def count_weights(engine: LoadedModel) -> Weights | None:
     return Weights(blocks, sum(weight.numel() for weight in modules.head.parameters()))
 
 
-def cost(method: str, weights: Weights | None, tokens: Tokens, other: Weights | None = None) -> Cost:
+def cost(
+    method: str, weights: Weights | None, tokens: Tokens, other: Weights | None = None
+) -> Cost:
     """Return the method's cost; ``other``: weights of the other model."""
     cls = METHODS[method].cost
     behind = method.startswith("scaffold") or method in (ASKED, BOTH)
@@ -165,7 +190,10 @@ def cost(method: str, weights: Weights | None, tokens: Tokens, other: Weights | 
         return Cost(cls, None)
     prompt = tokens.prompt * weights.blocks
     if cls == "other":
-        return Cost(cls, tokens.other * other.blocks / prompt if method == OTHER and other is not None else None)
+        return Cost(
+            cls,
+            tokens.other * other.blocks / prompt if method == OTHER and other is not None else None,
+        )
     whole = tokens.answer * (weights.blocks + weights.head)
     more: float = {"A": 0.0, "B": weights.head, "C": whole, "D": tokens.samples * whole}[cls]
     if behind:

@@ -1,6 +1,7 @@
-"""A report as data: tables, also as GitHub Markdown; claims, figures and sections; all as one self-contained HTML page.
-The page needs no network and no script.  All text is escaped, but for code between backticks in captions and notes; a
-drawing with scripts, handlers or external links is refused."""
+"""A report as data: tables, also as GitHub Markdown; claims, figures and sections; all as one
+self-contained HTML page. The page needs no network and no script.  All text is escaped, but for
+code between backticks in captions and notes; a drawing with scripts, handlers or external links is
+refused."""
 
 from __future__ import annotations
 
@@ -29,9 +30,13 @@ class Column:
 
     key: str
     title: str
-    kind: Kind = "number"  # percent: a share of 1 written as 12.3; p_value: two digits, "< 0.001" below
+    kind: Kind = (
+        "number"  # percent: a share of 1 written as 12.3; p_value: two digits, "< 0.001" below
+    )
     digits: int = 3
-    higher: bool | None = None  # whether a larger value is better (the best is set in bold); None where neither is
+    higher: bool | None = (
+        None  # whether a larger value is better (the best is set in bold); None where neither is
+    )
 
 
 @dataclass(frozen=True)
@@ -45,15 +50,19 @@ class Table:
     label: str = ""  # the paper's, "tab:main-results"; "" where it has none
     caption: str = ""
     notes: Sequence[str] = field(default=())
-    block: str = ""  # column key by whose values rows are grouped, and within which the best is sought; "" for none
+    # column key by whose values rows are grouped, and within which the best is sought; "" for none
+    block: str = ""
 
     def document(self) -> dict[str, Any]:
         """Return, for the JSON file, the rows as they are, and what the columns mean."""
         return {
-            "title": self.title, "label": self.label, "caption": self.caption, "notes": list(self.notes),
+            "title": self.title,
+            "label": self.label,
+            "caption": self.caption,
+            "notes": list(self.notes),
             "columns": {column.key: column.title for column in self.columns},
             "rows": [dict(row) for row in self.rows],
-        }  # fmt: skip
+        }
 
 
 DASH, MINUS = "–", "−"
@@ -62,20 +71,27 @@ Rows = Sequence[Mapping[str, Cell]]
 
 
 def to_markdown(tables: Sequence[Table], intro: str) -> str:
-    """Return ``intro`` (Markdown, as it is), then every table under its title; the best cell of a block is in bold."""
+    """Return ``intro`` (Markdown, as it is), then every table under its title; the best cell of a
+    block is in bold."""
     parts = [intro.strip()] if intro.strip() else []
     parts += [table_markdown(table) for table in tables]
     return "\n\n".join(parts) + "\n"
 
 
 def table_markdown(table: Table) -> str:
-    """Return heading, caption, rows and notes.  Raises ValueError for what ``cell_text`` cannot write."""
+    """Return heading, caption, rows and notes.  Raises ValueError for what ``cell_text`` cannot
+    write."""
     lines = []
     for rows in blocks(table):
         best = {column.key: best_rows(column, rows) for column in table.columns}
         for index, row in enumerate(rows):
-            texts = {column.key: _escape(cell_text(column, row.get(column.key))) for column in table.columns}
-            lines.append([f"**{text}**" if index in best[key] else text for key, text in texts.items()])
+            texts = {
+                column.key: _escape(cell_text(column, row.get(column.key)))
+                for column in table.columns
+            }
+            lines.append(
+                [f"**{text}**" if index in best[key] else text for key, text in texts.items()]
+            )
     header = [_escape(header_text(column)) for column in table.columns]
     numbers = [place for place, column in enumerate(table.columns) if column.kind != "text"]
     heading = f"## {_escape(table.title)}" + (f" (paper: `{table.label}`)" if table.label else "")
@@ -85,7 +101,8 @@ def table_markdown(table: Table) -> str:
 
 
 def blocks(table: Table) -> list[Rows]:
-    """Return rows grouped by the table's block column, in order of first appearance; one group without one."""
+    """Return rows grouped by the table's block column, in order of first appearance; one group
+    without one."""
     if not table.block:
         return [list(table.rows)]
     groups: dict[str, list[Mapping[str, Cell]]] = {}
@@ -95,8 +112,9 @@ def blocks(table: Table) -> list[Rows]:
 
 
 def best_rows(column: Column, rows: Rows) -> set[int]:
-    """Return which of ``rows`` hold the best value as it is written (values that are written alike are a tie).  Empty
-    where the column has no better direction, or where fewer than two rows have a number to compare."""
+    """Return which of ``rows`` hold the best value as it is written (values that are written alike
+    are a tie).  Empty where the column has no better direction, or where fewer than two rows have a
+    number to compare."""
     if column.higher is None:
         return set()
     shown = {
@@ -111,7 +129,8 @@ def best_rows(column: Column, rows: Rows) -> set[int]:
 
 
 def mean(cell: Cell) -> float | None:
-    """Return the number of a cell: itself, or the mean that comes with a spread; None for text and missing cells."""
+    """Return the number of a cell: itself, or the mean that comes with a spread; None for text and
+    missing cells."""
     if isinstance(cell, Mapping):
         return cell.get("mean")
     return cell if isinstance(cell, int | float) else None
@@ -124,14 +143,17 @@ def header_text(column: Column) -> str:
 
 
 def cell_text(column: Column, cell: Cell) -> str:
-    """Return a cell as it is written: "0.687", "68.7 ± 0.3", "68.7 [67.9, 69.4]", "< 0.001", "3,793", "–" for none.  A
-    percentage has two decimals fewer than the share it stands for: ``digits`` 3 writes 0.6871 as 68.7. ValueError names
-    the column where a number is not finite or a text stands in a column of numbers."""
+    """Return a cell as it is written: "0.687", "68.7 ± 0.3", "68.7 [67.9, 69.4]", "< 0.001",
+    "3,793", "–" for none.  A percentage has two decimals fewer than the share it stands for:
+    ``digits`` 3 writes 0.6871 as 68.7. ValueError names the column where a number is not finite or
+    a text stands in a column of numbers."""
     if cell is None:
         return DASH
     if isinstance(cell, str):
         if column.kind != "text":
-            raise ValueError(f"column {column.key!r} holds {column.kind}s, but a cell is the text {cell!r}")
+            raise ValueError(
+                f"column {column.key!r} holds {column.kind}s, but a cell is the text {cell!r}"
+            )
         return cell
     if column.kind == "text" and not isinstance(cell, Mapping):
         return str(cell)
@@ -147,7 +169,8 @@ def cell_text(column: Column, cell: Cell) -> str:
 def _number(column: Column, value: float) -> str:
     if not math.isfinite(value):
         raise ValueError(
-            f"column {column.key!r}: {value} is not a number to show; give None, and a note with the reason"
+            f"column {column.key!r}: {value} is not a number to show; give None, and a note with"
+            " the reason"
         )
     if column.kind == "p_value":
         return f"< {SMALLEST_P}" if value < SMALLEST_P else f"{value:#.2g}"
@@ -166,17 +189,22 @@ def _shown(column: Column, value: float) -> float:
 
 
 def _escape(text: str) -> str:
-    """Return plain text that Markdown, HTML inside it and GitHub's formulas leave alone, on one line."""
+    """Return plain text that Markdown, HTML inside it and GitHub's formulas leave alone, on one
+    line."""
     text = re.sub(r"([\\`*\[\]|$~])", r"\\\1", " ".join(text.split()))
     text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    return re.sub(r"(?<![^\W_])_|_(?![^\W_])", r"\\_", text)  # an underscore inside a word means nothing
+    return re.sub(
+        r"(?<![^\W_])_|_(?![^\W_])", r"\\_", text
+    )  # an underscore inside a word means nothing
 
 
 def _markdown_prose(text: str) -> str:
     parts = re.split(r"(`[^`]+`)", " ".join(text.split()))
     for index, text in enumerate(parts[::2]):
         inner = _escape(text)
-        parts[2 * index] = " " * text.startswith(" ") + inner + " " * bool(inner and text.endswith(" "))
+        parts[2 * index] = (
+            " " * text.startswith(" ") + inner + " " * bool(inner and text.endswith(" "))
+        )
     return "".join(parts)
 
 
@@ -186,8 +214,8 @@ Fact = str | int | float | bool | None
 
 @dataclass(frozen=True)
 class Figure:
-    """A drawing: ``svg`` is a whole SVG document, ``caption`` stands under it, ``alt`` is its alternative text.  Two
-    figures of one report may share a name."""
+    """A drawing: ``svg`` is a whole SVG document, ``caption`` stands under it, ``alt`` is its
+    alternative text.  Two figures of one report may share a name."""
 
     name: str
     caption: str
@@ -197,7 +225,8 @@ class Figure:
 
 @dataclass(frozen=True)
 class Claim:
-    """One claim of the paper, this run's evidence, a line for each set, the verdict, and the rule behind it."""
+    """One claim of the paper, this run's evidence, a line for each set, the verdict, and the rule
+    behind it."""
 
     claim: str
     evidence: Sequence[str]
@@ -207,7 +236,8 @@ class Claim:
 
 @dataclass(frozen=True)
 class Section:
-    """Text (paragraphs between blank lines, `code` between backticks), then tables, then figures."""
+    """Text (paragraphs between blank lines, `code` between backticks), then tables, then
+    figures."""
 
     title: str
     text: str = ""
@@ -220,21 +250,30 @@ class ReportData:
     """A whole report."""
 
     title: str
-    facts: Mapping[str, Fact | Mapping[str, Fact]]  # provenance, "command" shown as code; a mapping is a group of facts
+    facts: Mapping[
+        str, Fact | Mapping[str, Fact]
+    ]  # provenance, "command" shown as code; a mapping is a group of facts
     claims: Sequence[Claim]
     sections: Sequence[Section]
-    published: Mapping[str, Table] = field(default_factory=dict)  # by label, folded under the first table of that label
+    published: Mapping[str, Table] = field(
+        default_factory=dict
+    )  # by label, folded under the first table of that label
     introduction: str = ""  # paragraphs for someone who sees such a report for the first time
 
 
-_MARKS: Mapping[Verdict, str] = {"supported": "✓", "not supported": "✗", "mixed": "≈", "not testable": "○"}
+_MARKS: Mapping[Verdict, str] = {
+    "supported": "✓",
+    "not supported": "✗",
+    "mixed": "≈",
+    "not testable": "○",
+}
 _PIXELS = 4 / 3  # of a point
 _FOLDER = Path(__file__).parent
 
 
 def to_html(report: ReportData) -> str:
-    """Return the whole page, by ``page.html.jinja``.  Raises ValueError for two tables of one name, an unknown verdict,
-    an invalid cell or drawing."""
+    """Return the whole page, by ``page.html.jinja``.  Raises ValueError for two tables of one name,
+    an unknown verdict, an invalid cell or drawing."""
     count = Counter(_anchor(table) for section in report.sections for table in section.tables)
     if twice := sorted(anchor for anchor, times in count.items() if times > 1):
         raise ValueError(f"table names must differ within a report, these come twice: {twice}")
@@ -242,20 +281,36 @@ def to_html(report: ReportData) -> str:
     if unknown := verdicts.keys() - _MARKS.keys():
         raise ValueError(f"verdicts {sorted(unknown)} are none of {list(_MARKS)}")
     environment = Environment(
-        loader=FileSystemLoader(_FOLDER), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
-        lstrip_blocks=True, keep_trailing_newline=True,
-    )  # fmt: skip
+        loader=FileSystemLoader(_FOLDER),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
     return environment.get_template("page.html.jinja").render(
-        report=report, css=Markup((_FOLDER / "report.css").read_text(encoding="utf-8")), marks=_MARKS, folded=[],
-        counted=", ".join(f"{verdicts[verdict]} {verdict}" for verdict in _MARKS if verdicts[verdict]),
-        anchor_of=_anchor, inline=_inline, prose=_prose, drawing=_drawing, header_text=header_text, blocks=blocks,
-        best_rows=best_rows, cell_text=cell_text,
+        report=report,
+        css=Markup((_FOLDER / "report.css").read_text(encoding="utf-8")),
+        marks=_MARKS,
+        folded=[],
+        counted=", ".join(
+            f"{verdicts[verdict]} {verdict}" for verdict in _MARKS if verdicts[verdict]
+        ),
+        anchor_of=_anchor,
+        inline=_inline,
+        prose=_prose,
+        drawing=_drawing,
+        header_text=header_text,
+        blocks=blocks,
+        best_rows=best_rows,
+        cell_text=cell_text,
         number=lambda column: "" if column.kind == "text" else Markup(' class="number"'),
-    )  # fmt: skip
+    )
 
 
 def _drawing(figure: Figure, prefix: str) -> Markup:
-    """Return the drawing as an element of the page; names inside it get a prefix, since a page has one set of names."""
+    """Return the drawing as an element of the page; names inside it get a prefix, since a page has
+    one set of names."""
     try:
         root = ElementTree.fromstring(figure.svg)
     except ElementTree.ParseError as error:
@@ -265,22 +320,32 @@ def _drawing(figure: Figure, prefix: str) -> Markup:
         names = {name.rpartition("}")[2].lower(): value for name, value in element.attrib.items()}
         link = names.get("href", "#")
         handlers = [name for name in names if name.startswith("on")]
-        if tag in ("script", "foreignobject") or handlers or not link.startswith(("#", "data:image/")):
-            raise ValueError(f"figure {figure.name!r} does more than draw: <{tag}> {handlers or link}")
+        if (
+            tag in ("script", "foreignobject")
+            or handlers
+            or not link.startswith(("#", "data:image/"))
+        ):
+            raise ValueError(
+                f"figure {figure.name!r} does more than draw: <{tag}> {handlers or link}"
+            )
     box = root.get("viewBox", "").split()
     if not root.tag.endswith("}svg") or len(box) != 4:
         raise ValueError(f"figure {figure.name!r} is not an SVG document with a viewBox")
     text = re.sub(r"<metadata>.*?</metadata>\s*", "", figure.svg.decode("utf-8"), flags=re.DOTALL)
     text = re.sub(r'\b(id="|href="#|url\(#)', rf"\g<1>{prefix}", text[text.index("<svg") :])
     size = f'width="{float(box[2]) * _PIXELS:.0f}" viewBox="{" ".join(box)}"'
-    opening = f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" {size}'
+    opening = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" {size}'
+    )
     inside = text[text.index(">") + 1 :].strip()
     return Markup(f'{opening} role="img" aria-label="{escape(figure.alt)}">{inside}')
 
 
 def _prose(text: str) -> Markup:
     return Markup("\n").join(
-        Markup("<p>{}</p>").format(_inline(part)) for part in re.split(r"\n\s*\n", text.strip()) if part
+        Markup("<p>{}</p>").format(_inline(part))
+        for part in re.split(r"\n\s*\n", text.strip())
+        if part
     )
 
 

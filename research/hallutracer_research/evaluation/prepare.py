@@ -1,6 +1,6 @@
-"""From a data set to labelled rows and what the methods read of them: read, render, extract in one pass, label.
-What the trainer does for one data file, with both sites, and for the paper suite also the other poolings, in the same
-forward passes; resumable like a training run."""
+"""From a data set to labelled rows and what the methods read of them: read, render, extract in one
+pass, label. What the trainer does for one data file, with both sites, and for the paper suite also
+the other poolings, in the same forward passes; resumable like a training run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ from numpy.typing import NDArray
 
 from hallutracer_research.data.registry import SETS, SetInfo, read_set
 from hallutracer_research.evaluation.methods.base import MethodInputs
-from hallutracer_research.evaluation.options import OF_OWN_ANSWERS, EvaluateOptions, EvaluationSource
+from hallutracer_research.evaluation.options import (
+    OF_OWN_ANSWERS,
+    EvaluateOptions,
+    EvaluationSource,
+)
 from probes_store.local import atomic_write
 from service.data.collection import Collection, collect
 from service.data.labels import check_answers, given_labels, judged_labels
@@ -30,7 +34,8 @@ from service.readout import Pooling, Site
 
 
 class TooFewOfAClass(TrainingError):
-    """A set's labels, which are known only once the model has answered, leave a fold without one of the classes."""
+    """A set's labels, which are known only once the model has answered, leave a fold without one of
+    the classes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +70,8 @@ class PreparedSet:
 
 
 def read_rows(source: EvaluationSource, options: EvaluateOptions) -> SetRows:
-    """Read and check a set's rows, and keep them in the run's folder as JSONL.  Raises DataError, TrainingError."""
+    """Read and check a set's rows, and keep them in the run's folder as JSONL.  Raises DataError,
+    TrainingError."""
     info: SetInfo | None = SETS[source.known] if source.known else None
     notes: list[str] = []
     if source.path is None:
@@ -74,9 +80,15 @@ def read_rows(source: EvaluationSource, options: EvaluateOptions) -> SetRows:
     elif info is not None:
         rows, counts = read_set(info.name, source.path)
         title = info.title
-        notes += [info.caveat, "rows: " + ", ".join(f"{key} {value}" for key, value in counts.items())]
+        notes += [
+            info.caveat,
+            "rows: " + ", ".join(f"{key} {value}" for key, value in counts.items()),
+        ]
     else:
-        rows, title = [value | {"id": id_of(value, line)} for line, value in objects(source.path, [])], source.path.name
+        rows, title = (
+            [value | {"id": id_of(value, line)} for line, value in objects(source.path, [])],
+            source.path.name,
+        )
     labels: Labels = "given" if any("label" in row for row in rows) else "generate"
     labels = options.labels or (info.labels if info else labels)
     folds = options.folds if labels == "given" else 0
@@ -97,55 +109,83 @@ def read_rows(source: EvaluationSource, options: EvaluateOptions) -> SetRows:
         notes += dataset.remarks
     judge: JudgeName = options.judge or (info.judge if info else None) or "contains"
     set_rows = SetRows(
-        name=source.name, title=title, dataset=dataset, labels=labels,
+        name=source.name,
+        title=title,
+        dataset=dataset,
+        labels=labels,
         judge=JudgeOptions(judge, abstain_pattern=info.abstain_pattern if info else None),
         max_new_tokens=options.max_new_tokens or (info.max_new_tokens if info else None) or 48,
-        kind=_kinds(dataset), notes=tuple(notes),
-    )  # fmt: skip
+        kind=_kinds(dataset),
+        notes=tuple(notes),
+    )
     if labels == "generate":
         check_answers(dataset, set_rows.judge)
     return set_rows
 
 
-def within_context(engine: Engine, rows: SetRows, folder: Path, folds: int, prompt_format: PromptFormat) -> SetRows:
-    """Return the set without the prompts that, with their answers, exceed the model's context; a note counts them."""
+def within_context(
+    engine: Engine, rows: SetRows, folder: Path, folds: int, prompt_format: PromptFormat
+) -> SetRows:
+    """Return the set without the prompts that, with their answers, exceed the model's context; a
+    note counts them."""
     reserve = rows.max_new_tokens if rows.labels == "generate" else 0
     long = {
         row.line
         for row in rows.dataset.rows
-        if len(render(engine, row.prompt, row.messages, prompt_format)) + reserve > engine.identity.max_tokens
+        if len(render(engine, row.prompt, row.messages, prompt_format)) + reserve
+        > engine.identity.max_tokens
     }
     if not long:
         return rows
     path, read = folder / "rows-that-fit.jsonl", objects(rows.dataset.path, [])
-    _write_rows(path, [value | {"id": id_of(value, line)} for line, value in read if line not in long])
+    _write_rows(
+        path, [value | {"id": id_of(value, line)} for line, value in read if line not in long]
+    )
     dataset = read_dataset(path, rows.labels, folds=folds if rows.labels == "given" else 0)
-    note = f"{len(long)} rows longer than the model's context of {engine.identity.max_tokens} tokens left out"
+    note = (
+        f"{len(long)} rows longer than the model's context of {engine.identity.max_tokens} tokens"
+        " left out"
+    )
     return replace(rows, dataset=dataset, kind=_kinds(dataset), notes=(*rows.notes, note))
 
 
 def prepare_set(
-    engine: Engine, rows: SetRows, options: EvaluateOptions, prompt_format: PromptFormat, poolings: Sequence[Pooling]
+    engine: Engine,
+    rows: SetRows,
+    options: EvaluateOptions,
+    prompt_format: PromptFormat,
+    poolings: Sequence[Pooling],
 ) -> PreparedSet:
     """Extract and label.  Raises what ``collect`` raises, and TooFewOfAClass."""
     folder = options.out / "sets" / rows.name / "readouts"
     given = rows.labels == "given"
     collection = collect(
-        engine, rows.dataset, folder, sites=tuple(Site), prompt_format=prompt_format, batch_rows=options.batch_rows,
-        max_new_tokens=None if given else rows.max_new_tokens, poolings=poolings,
-    )  # fmt: skip
-    labelled = given_labels(rows.dataset) if given else judged_labels(rows.dataset, folder, rows.judge)
+        engine,
+        rows.dataset,
+        folder,
+        sites=tuple(Site),
+        prompt_format=prompt_format,
+        batch_rows=options.batch_rows,
+        max_new_tokens=None if given else rows.max_new_tokens,
+        poolings=poolings,
+    )
+    labelled = (
+        given_labels(rows.dataset) if given else judged_labels(rows.dataset, folder, rows.judge)
+    )
     index, label = labelled.index, labelled.label
     group = rows.dataset.groups[index]
     if problems := class_problems(label, group, options.folds):
         raise TooFewOfAClass(f"{rows.name}: {'; '.join(problems)}", param="data")
     inputs = MethodInputs(
-        label=label, group=group, heads=Readouts(collection.rows[Site.ATTENTION_HEAD], index, label),
+        label=label,
+        group=group,
+        heads=Readouts(collection.rows[Site.ATTENTION_HEAD], index, label),
         residual=Readouts(collection.rows[Site.RESIDUAL_STREAM], index, label),
-        first_token=collection.first_token[index], prompt_tokens=collection.prompts.lengths[index],
+        first_token=collection.first_token[index],
+        prompt_tokens=collection.prompts.lengths[index],
         text=tuple(rows.dataset.rows[row].question for row in index.tolist()),
         kind=np.array([rows.kind[row] for row in index.tolist()], dtype=np.str_),
-    )  # fmt: skip
+    )
     pooled = {key: Readouts(file, index, label) for key, file in collection.pooled.items()}
     return PreparedSet(rows, inputs, pooled, collection, index, labelled.left_out)
 
@@ -161,7 +201,8 @@ def _kinds(dataset: Dataset) -> tuple[str, ...]:
 
 
 def _sample_groups(rows: list[dict[str, Any]], limit: int) -> list[dict[str, Any]]:
-    """Return about ``limit`` rows in whole groups, evenly spaced over the file so that every sub-dataset is sampled."""
+    """Return about ``limit`` rows in whole groups, evenly spaced over the file so that every
+    sub-dataset is sampled."""
     names = [str(row.get("group", row.get("id", place))) for place, row in enumerate(rows)]
     order = list(dict.fromkeys(names))
     count = min(len(order), max(1, round(limit * len(order) / len(rows))))
@@ -170,7 +211,8 @@ def _sample_groups(rows: list[dict[str, Any]], limit: int) -> list[dict[str, Any
 
 
 def methods_of(rows: SetRows, options: EvaluateOptions) -> tuple[str, ...]:
-    """Return the methods for one set: where its labels are its own, they say nothing of the model's answers."""
+    """Return the methods for one set: where its labels are its own, they say nothing of the model's
+    answers."""
     left_out = OF_OWN_ANSWERS if rows.labels == "given" else ()
     return tuple(name for name in options.methods if name not in left_out)
 
@@ -178,4 +220,8 @@ def methods_of(rows: SetRows, options: EvaluateOptions) -> tuple[str, ...]:
 def left_out(rows: SetRows, options: EvaluateOptions) -> str:
     """Return a note on the methods that ``methods_of`` leaves out, "" where there are none."""
     names = [name for name in options.methods if name not in methods_of(rows, options)]
-    return f"left out: {', '.join(names)}: the labels are the set's own, not of the model's answers" if names else ""
+    return (
+        f"left out: {', '.join(names)}: the labels are the set's own, not of the model's answers"
+        if names
+        else ""
+    )

@@ -1,9 +1,10 @@
-"""What methods read of the labelled rows beyond the prompt's own readouts: the model's own answers (the greedy one, its
-first word of content, what the model thinks of it, samples), other positions of the prompt, another model, the text.
+"""What methods read of the labelled rows beyond the prompt's own readouts: the model's own answers
+(the greedy one, its first word of content, what the model thinks of it, samples), other positions
+of the prompt, another model, the text.
 
-Readings are kept in files of a few rows, ``sets/NAME/answers/WHAT/00000.npz``, or as a run folder of readouts.  The
-plan and the samples' seeds depend on the data alone, and an unfinished file is computed again as a whole: a killed run
-goes on to the same files."""
+Readings are kept in files of a few rows, ``sets/NAME/answers/WHAT/00000.npz``, or as a run folder
+of readouts.  The plan and the samples' seeds depend on the data alone, and an unfinished file is
+computed again as a whole: a killed run goes on to the same files."""
 
 from __future__ import annotations
 
@@ -61,9 +62,13 @@ SCAFFOLD = "The answer is"  # what is read behind, as if the model had begun so
 
 def check_engine(engine: Engine, methods: Sequence[str]) -> None:
     """Raise EngineError, before anything slow, where the engine cannot do what the methods need."""
-    if SEP_BEHIND in methods or any(METHODS[name].reads in ("answer", "samples") for name in methods):
+    if SEP_BEHIND in methods or any(
+        METHODS[name].reads in ("answer", "samples") for name in methods
+    ):
         engine.sample([], SAMPLING, [])
-    if OF_POSITIONS & set(methods) or any(METHODS[name].reads == "behind-answer" for name in methods):
+    if OF_POSITIONS & set(methods) or any(
+        METHODS[name].reads == "behind-answer" for name in methods
+    ):
         cast(PoolingEngine, engine).spans([], [])
     if {"p-true", "p-true-examples"} & set(methods):
         engine.next_token([], [token for side in candidates(engine) for token in side])
@@ -72,8 +77,8 @@ def check_engine(engine: Engine, methods: Sequence[str]) -> None:
 def with_readings(
     engine: Engine, prepared: PreparedSet, options: EvaluateOptions, prompt_format: PromptFormat
 ) -> PreparedSet:
-    """Add what the set's methods read with the model that is evaluated.  Raises EngineError, PromptTooLong where a
-    prompt that asks for P(True) does not fit, and RunMismatch."""
+    """Add what the set's methods read with the model that is evaluated.  Raises EngineError,
+    PromptTooLong where a prompt that asks for P(True) does not fit, and RunMismatch."""
     methods = methods_of(prepared.rows, options)
     reader = _Reader(engine, prepared, options, prompt_format)
     wanted = {METHODS[name].reads for name in methods}
@@ -84,7 +89,9 @@ def with_readings(
         inputs = replace(inputs, halluguard=reader.halluguard())
     found: dict[str, Any] = {}
     if {"p-true", "p-true-examples"} & set(methods):
-        found |= reader.p_true([examples for examples in (False, True) if reader.p_true_name(examples) in methods])
+        found |= reader.p_true(
+            [examples for examples in (False, True) if reader.p_true_name(examples) in methods]
+        )
     if {"perplexity", "mind"} & set(methods):
         found |= reader.greedy()
     if "behind-answer" in wanted:
@@ -93,17 +100,25 @@ def with_readings(
         found |= reader.content()
     if "samples" in wanted or SEP_BEHIND in methods:
         found |= reader.samples()
-    return replace(prepared, rows=reader.rows, inputs=replace(inputs, answers=AnswerReadings(**found)))
+    return replace(
+        prepared, rows=reader.rows, inputs=replace(inputs, answers=AnswerReadings(**found))
+    )
 
 
-def with_other_model(engine: Engine, prepared: PreparedSet, options: EvaluateOptions) -> PreparedSet:
-    """Add another model's readouts of the same rows, rendered as that model's own template does.  Raises what
-    ``collect`` raises."""
+def with_other_model(
+    engine: Engine, prepared: PreparedSet, options: EvaluateOptions
+) -> PreparedSet:
+    """Add another model's readouts of the same rows, rendered as that model's own template does.
+    Raises what ``collect`` raises."""
     rows = prepared.rows
     collection = collect(
-        engine, rows.dataset, options.out / "sets" / rows.name / "other-model", sites=(Site.ATTENTION_HEAD,),
-        prompt_format=default_prompt_format(engine), batch_rows=options.batch_rows,
-    )  # fmt: skip
+        engine,
+        rows.dataset,
+        options.out / "sets" / rows.name / "other-model",
+        sites=(Site.ATTENTION_HEAD,),
+        prompt_format=default_prompt_format(engine),
+        batch_rows=options.batch_rows,
+    )
     other = Readouts(collection.rows[Site.ATTENTION_HEAD], prepared.index, prepared.inputs.label)
     tokens = collection.prompts.lengths[prepared.index]
     return replace(prepared, inputs=replace(prepared.inputs, other=other, other_tokens=tokens))
@@ -116,14 +131,17 @@ def with_embeddings(prepared: PreparedSet, options: EvaluateOptions) -> Prepared
     found = _by_row(
         options.out / "sets" / prepared.rows.name / "embeddings",
         {"text": _digest(inputs.text), "embedder": str(options.embedder.resolve())},
-        np.array([len(text) for text in inputs.text]), AT_ONCE, "embeddings",
+        np.array([len(text) for text in inputs.text]),
+        AT_ONCE,
+        "embeddings",
         lambda at: {"embedding": encoder.encode([inputs.text[row] for row in at.tolist()])},
-    )  # fmt: skip
+    )
     return replace(prepared, inputs=replace(inputs, embedding=found["embedding"]))
 
 
 class _Encoder:
-    """A sentence encoder whose sentences are the mean of their tokens, scaled to unit norm, as those of MiniLM are."""
+    """A sentence encoder whose sentences are the mean of their tokens, scaled to unit norm, as
+    those of MiniLM are."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -133,26 +151,39 @@ class _Encoder:
         from transformers import AutoModel, AutoTokenizer
 
         given: dict[str, Any] = {"local_files_only": True}
-        return AutoTokenizer.from_pretrained(self._folder, **given), AutoModel.from_pretrained(self._folder, **given)
+        return AutoTokenizer.from_pretrained(self._folder, **given), AutoModel.from_pretrained(
+            self._folder, **given
+        )
 
     def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """Return the embeddings of texts, [n, d]; longer ones than the encoder's context are cut, as its users do."""
+        """Return the embeddings of texts, [n, d]; longer ones than the encoder's context are cut,
+        as its users do."""
         import torch
 
         tokenizer, model = self._loaded
         rows = []
         with torch.inference_mode():
             for start in range(0, len(texts), 32):
-                given = tokenizer(list(texts[start : start + 32]), padding=True, truncation=True, return_tensors="pt")
+                given = tokenizer(
+                    list(texts[start : start + 32]),
+                    padding=True,
+                    truncation=True,
+                    return_tensors="pt",
+                )
                 mask = given["attention_mask"][..., None].float()
-                states = (model(**given).last_hidden_state.float() * mask).sum(dim=1) / mask.sum(dim=1)
+                states = (model(**given).last_hidden_state.float() * mask).sum(dim=1) / mask.sum(
+                    dim=1
+                )
                 rows.append(torch.nn.functional.normalize(states, dim=1).numpy())
         return np.concatenate(rows)
 
 
 def seeds_of(seed: int, row: int, count: int) -> list[int]:
     """Return seeds of one data row's samples; more samples begin with the same ones."""
-    return [int(np.random.SeedSequence([seed, row, number]).generate_state(1)[0]) for number in range(count)]
+    return [
+        int(np.random.SeedSequence([seed, row, number]).generate_state(1)[0])
+        for number in range(count)
+    ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,10 +215,12 @@ class _Reader:
         """What the readings depend on."""
         rows = self.prepared.rows
         return {
-            "data": rows.dataset.digest, "rows": _digest(self.prepared.index.tolist()),
-            "model": self.engine.identity.fingerprint, "prompt_format": self.prompt_format,
+            "data": rows.dataset.digest,
+            "rows": _digest(self.prepared.index.tolist()),
+            "model": self.engine.identity.fingerprint,
+            "prompt_format": self.prompt_format,
             "max_new_tokens": rows.max_new_tokens,
-        }  # fmt: skip
+        }
 
     def prompts(self, at: NDArray[np.int64]) -> list[list[int]]:
         """Return the prompts of these of the n rows."""
@@ -211,21 +244,31 @@ class _Reader:
             ends = [len(prompt) for prompt in prompts]
             found = cast(PoolingEngine, self.engine).spans(
                 [[*prompt, *scaffold] for prompt in prompts],
-                [[(max(0, end - 8), end), (max(0, end - 16), end), _last(end + len(scaffold))] for end in ends],
-                layers=layers, count=LAST_TOKENS, ends=ends,
-            )  # fmt: skip
+                [
+                    [(max(0, end - 8), end), (max(0, end - 16), end), _last(end + len(scaffold))]
+                    for end in ends
+                ],
+                layers=layers,
+                count=LAST_TOKENS,
+                ends=ends,
+            )
             heads = dict(zip(("last_8", "last_16", "behind"), found.heads, strict=True))
             return {"states": found.states, "first_token": found.first_token, **heads}
 
         found = _by_row(
-            self.folder / "positions", self.owner | sizes | {"scaffold": list(scaffold)},
-            self.prepared.inputs.prompt_tokens, AT_ONCE, "other positions", read,
-        )  # fmt: skip
+            self.folder / "positions",
+            self.owner | sizes | {"scaffold": list(scaffold)},
+            self.prepared.inputs.prompt_tokens,
+            AT_ONCE,
+            "other positions",
+            read,
+        )
         return OtherPositions(
-            states=found["states"], first_token=found["first_token"],
+            states=found["states"],
+            first_token=found["first_token"],
             scaffold=np.full(len(self.prepared.index), len(scaffold)),
             **{name: self._heads(found[name]) for name in ("last_8", "last_16", "behind")},
-        )  # fmt: skip
+        )
 
     def behind_answers(self) -> BehindAnswers:
         """Read the judged answers' tokens, and behind them a user who asks ``QUESTION``."""
@@ -241,28 +284,47 @@ class _Reader:
 
         def read(at: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
             prompts, answers = self.prompts(at), [said[row] for row in at.tolist()]
-            ends = [len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True)]
+            ends = [
+                len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True)
+            ]
             found = cast(PoolingEngine, self.engine).spans(
-                [[*prompt, *answer, *question] for prompt, answer in zip(prompts, answers, strict=True)],
+                [
+                    [*prompt, *answer, *question]
+                    for prompt, answer in zip(prompts, answers, strict=True)
+                ],
                 [spans(len(prompt), end) for prompt, end in zip(prompts, ends, strict=True)],
-                layers=layers, count=1, ends=ends,
-            )  # fmt: skip
+                layers=layers,
+                count=1,
+                ends=ends,
+            )
             heads = dict(zip(("last", "mean", "asked"), found.heads, strict=False))
             each = found.heads[len(heads) :].swapaxes(0, 1).astype(np.float16)
             return heads | {"tokens": each, "residual": found.states[:, :, 0]}
 
         found = _by_row(
             self.folder / "answers" / "behind",
-            self.owner | {"answers": _digest(self.judged), "question": list(question), "each": BEGINNING},
-            self.prepared.inputs.prompt_tokens + np.array([len(one) for one in said]), AT_ONCE, "behind answers", read,
-        )  # fmt: skip
-        residual = ActivationArray(found["residual"][:, :, None].astype(np.float32), Site.RESIDUAL_STREAM)
+            self.owner
+            | {
+                "answers": _digest(self.judged),
+                "question": list(question),
+                "each": BEGINNING,
+            },
+            self.prepared.inputs.prompt_tokens + np.array([len(one) for one in said]),
+            AT_ONCE,
+            "behind answers",
+            read,
+        )
+        residual = ActivationArray(
+            found["residual"][:, :, None].astype(np.float32), Site.RESIDUAL_STREAM
+        )
         every = np.arange(len(self.prepared.index))
         return BehindAnswers(
             **{name: self._heads(found[name]) for name in ("last", "mean", "asked")},
-            residual=Readouts(residual, every, self.prepared.inputs.label), tokens=found["tokens"],
-            said=np.array([max(1, len(one)) for one in said]), question=np.full(len(every), len(question)),
-        )  # fmt: skip
+            residual=Readouts(residual, every, self.prepared.inputs.label),
+            tokens=found["tokens"],
+            said=np.array([max(1, len(one)) for one in said]),
+            question=np.full(len(every), len(question)),
+        )
 
     def _heads(self, rows: NDArray[np.float32]) -> Readouts:
         """Return activations [n, m, width] of attention heads as readouts of all rows."""
@@ -278,7 +340,9 @@ class _Reader:
             from hallutracer_research.evaluation.methods.halluguard import halluguard_scores
 
             every = np.arange(len(self.prepared.index))
-            scores = halluguard_scores(self.engine, self.prompts(every), self.prepared.rows.max_new_tokens)
+            scores = halluguard_scores(
+                self.engine, self.prompts(every), self.prepared.rows.max_new_tokens
+            )
             with path.with_suffix(".part").open("wb") as file:
                 np.save(file, scores)
             path.with_suffix(".part").replace(path)
@@ -293,19 +357,31 @@ class _Reader:
         """Ask whether the judged answer is true, without or behind examples."""
         of_answers, readings = self.owner | {"answers": _digest(self.judged)}, dict[str, Any]()
         every = {
-            way: [render(self.engine, asked(text, answer, examples=way), None, self.prompt_format)
-                  for text, answer in zip(self.prepared.inputs.text, self.judged, strict=True)]
+            way: [
+                render(self.engine, asked(text, answer, examples=way), None, self.prompt_format)
+                for text, answer in zip(self.prepared.inputs.text, self.judged, strict=True)
+            ]
             for way in ways
-        }  # fmt: skip
+        }
         for way, asking in every.items():
-            lengths = np.array([len(prompt) for prompt in asking])  # longest first: what does not fit is told at once
-            folder, ask = self.folder / "answers" / self.p_true_name(way), partial(self._log_odds, asking)
+            lengths = np.array(
+                [len(prompt) for prompt in asking]
+            )  # longest first: what does not fit is told at once
+            folder, ask = (
+                self.folder / "answers" / self.p_true_name(way),
+                partial(self._log_odds, asking),
+            )
             found = _by_row(folder, of_answers, lengths, AT_ONCE, "P(True)", ask)
             suffix = "_examples" if way else ""
-            readings |= {f"true{suffix}": found["true"], f"asked{suffix}": lengths.astype(np.float64)}
+            readings |= {
+                f"true{suffix}": found["true"],
+                f"asked{suffix}": lengths.astype(np.float64),
+            }
         return readings
 
-    def _log_odds(self, asking: Sequence[list[int]], at: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+    def _log_odds(
+        self, asking: Sequence[list[int]], at: NDArray[np.int64]
+    ) -> dict[str, NDArray[Any]]:
         return {"true": log_odds(self.engine, [asking[row] for row in at.tolist()])}
 
     def greedy(self) -> dict[str, Any]:
@@ -314,7 +390,9 @@ class _Reader:
 
         def answer(at: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
             sampling = Sampling(max_tokens=self.prepared.rows.max_new_tokens)
-            traced = [one for (one,) in self.engine.sample(self.prompts(at), sampling, [[0]] * len(at))]
+            traced = [
+                one for (one,) in self.engine.sample(self.prompts(at), sampling, [[0]] * len(at))
+            ]
             return {
                 "text": np.array([one.completion.text for one in traced]),
                 "log_prob": np.array([one.log_prob.mean() for one in traced]),
@@ -322,10 +400,20 @@ class _Reader:
             }
 
         lengths = self.prepared.inputs.prompt_tokens
-        greedy = _by_row(self.folder / "answers" / "greedy", self.owner, lengths, AT_ONCE, "greedy answers", answer)
+        greedy = _by_row(
+            self.folder / "answers" / "greedy",
+            self.owner,
+            lengths,
+            AT_ONCE,
+            "greedy answers",
+            answer,
+        )
         said = zip(greedy.pop("text").tolist(), self.judged, strict=True)
         if other := sum(own != text for own, text in said):
-            note = f"{other} of {len(self.judged)} answers, decoded again for their scores, differ from the judged ones"
+            note = (
+                f"{other} of {len(self.judged)} answers, decoded again for their scores, differ"
+                " from the judged ones"
+            )
             self.notes.append(note)
         return greedy
 
@@ -340,14 +428,20 @@ class _Reader:
         later = np.flatnonzero(decoded)  # of the others the first token is that token, and is known
 
         def read(at: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
-            prompts = [[*prompt, *begun[row]] for prompt, row in zip(self.prompts(later[at]), later[at], strict=True)]
+            prompts = [
+                [*prompt, *begun[row]]
+                for prompt, row in zip(self.prompts(later[at]), later[at], strict=True)
+            ]
             tokens = self.engine.extract(prompts, ()).first_tokens
             return {"content": np.array([[one.log_max_prob, one.entropy] for one in tokens])}
 
         content = self.prepared.inputs.first_token.copy()
         if len(later):
             lengths = (self.prepared.inputs.prompt_tokens + decoded)[later]
-            of_answers = self.owner | {"answers": _digest(self.judged), "read": "where tokens stand before it"}
+            of_answers = self.owner | {
+                "answers": _digest(self.judged),
+                "read": "where tokens stand before it",
+            }
             folder, name = self.folder / "answers" / "content", "first words of content"
             content[later] = _by_row(folder, of_answers, lengths, AT_ONCE, name, read)["content"]
         return {"content": content, "decoded": decoded.astype(np.float64)}
@@ -369,39 +463,58 @@ class _Reader:
             last = [np.stack([one.last[layer] for one in of_row]) for of_row in by_row]
             return {
                 "text": np.array(texts),
-                "log_prob": np.array([[one.log_prob.mean() for one in of_row] for of_row in by_row]),
+                "log_prob": np.array(
+                    [[one.log_prob.mean() for one in of_row] for of_row in by_row]
+                ),
                 "eigenscore": np.array([eigen_score(states) for states in last]),
             }
 
         of_samples = self.owner | {"samples": count, "sampling": asdict(sampling), "seed": SEED}
         folder, at_once = self.folder / "answers" / f"samples-{count}", max(1, AT_ONCE // count)
         found = _by_row(folder, of_samples, inputs.prompt_tokens, at_once, "samples", sample)
-        groups = [clusters(text, said.tolist()) for text, said in zip(inputs.text, found["text"], strict=True)]
+        groups = [
+            clusters(text, said.tolist())
+            for text, said in zip(inputs.text, found["text"], strict=True)
+        ]
         weighed = zip(groups, found["log_prob"], strict=True)
         return {
             "right": self._share_right(found["text"]),
-            "eigenscore": found["eigenscore"], "entropy": np.array([entropy_of(group) for group in groups]),
-            "entropy_weighted": np.array([entropy_of(group, log_prob) for group, log_prob in weighed]),
-        }  # fmt: skip
+            "eigenscore": found["eigenscore"],
+            "entropy": np.array([entropy_of(group) for group in groups]),
+            "entropy_weighted": np.array(
+                [entropy_of(group, log_prob) for group, log_prob in weighed]
+            ),
+        }
 
     def _share_right(self, said: NDArray[np.str_]) -> Floats:
-        """Return the share of answers [n, samples] that are right, of those that belong to a class; NaN where none."""
+        """Return the share of answers [n, samples] that are right, of those that belong to a class;
+        NaN where none."""
         options, rows = self.prepared.rows.judge, self.prepared.rows.dataset.rows
         judge, shares = make_judge(options), np.full(len(said), np.nan)
-        for place, (number, texts) in enumerate(zip(self.prepared.index.tolist(), said.tolist(), strict=True)):
+        for place, (number, texts) in enumerate(
+            zip(self.prepared.index.tolist(), said.tolist(), strict=True)
+        ):
             row, (prompt,) = rows[number], self.prompts(np.array([place]))
             spoken = [spoken_behind(prompt, text, self.engine) for text in texts]
-            verdicts = [verdict_on(one, row.question, row.answers, judge, options.abstains) for one in spoken]
+            verdicts = [
+                verdict_on(one, row.question, row.answers, judge, options.abstains)
+                for one in spoken
+            ]
             if labels := [CLASSES[one] for one in verdicts if one in CLASSES]:
                 shares[place] = float(np.mean(labels))
         return shares
 
 
 def _by_row(
-    folder: Path, owner: Mapping[str, Any], lengths: NDArray[np.integer], at_once: int, name: str,
+    folder: Path,
+    owner: Mapping[str, Any],
+    lengths: NDArray[np.integer],
+    at_once: int,
+    name: str,
     make: Callable[[NDArray[np.int64]], dict[str, NDArray[Any]]],
-) -> dict[str, Any]:  # fmt: skip
-    """Return arrays of all n rows, made in files of ``at_once`` of them, longest prompts first, or read from them."""
+) -> dict[str, Any]:
+    """Return arrays of all n rows, made in files of ``at_once`` of them, longest prompts first, or
+    read from them."""
     claim(folder, dict(owner) | {"rows_in_a_file": at_once})
     plan = batches(lengths, at_once)
     parts = []
@@ -411,10 +524,16 @@ def _by_row(
             bar.update(len(rows))
     joined: dict[str, Any] = {}
     for key, values in list(parts[0].items()):
-        joined[key] = np.empty((len(lengths), *values.shape[1:]), np.result_type(*(part[key].dtype for part in parts)))
+        joined[key] = np.empty(
+            (len(lengths), *values.shape[1:]), np.result_type(*(part[key].dtype for part in parts))
+        )
         for rows, part in zip(plan, parts, strict=True):
             joined[key][rows] = part.pop(key)  # some are gigabytes
-    if bad := [key for key, values in joined.items() if values.dtype.kind == "f" and not np.isfinite(values).all()]:
+    if bad := [
+        key
+        for key, values in joined.items()
+        if values.dtype.kind == "f" and not np.isfinite(values).all()
+    ]:
         raise EngineError(f"{name} hold a NaN or an infinity ({', '.join(bad)}): try another dtype")
     return joined
 

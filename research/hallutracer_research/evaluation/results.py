@@ -1,7 +1,8 @@
-"""What was found on one data set: each method's scores, its measures, and the comparison with the best baseline.
-AUROC does not depend on which class is positive.  AUPRC does, and the paper does not say which it takes, so both are
-given.  Scores of different folds have different scales: where rows of several folds are ranked together, each fold's
-scores are first replaced by their relative ranks within the fold."""
+"""What was found on one data set: each method's scores, its measures, and the comparison with the
+best baseline. AUROC does not depend on which class is positive.  AUPRC does, and the paper does not
+say which it takes, so both are given.  Scores of different folds have different scales: where rows
+of several folds are ranked together, each fold's scores are first replaced by their relative ranks
+within the fold."""
 
 from __future__ import annotations
 
@@ -45,13 +46,16 @@ class MethodComparison(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class SetResult:
-    """One data set, all splits.  Lists by split are in the order of ``splits`` (seeds in order, folds within)."""
+    """One data set, all splits.  Lists by split are in the order of ``splits`` (seeds in order,
+    folds within)."""
 
     prepared: PreparedSet
     splits: Sequence[Split]
     scores: Mapping[str, Sequence[FoldScores]]  # method -> scores by split
     comparison: MethodComparison | None
-    pooled: Mapping[tuple[Site, Pooling], Sequence[Floats]] = field(default_factory=dict)  # depth means [n_test]
+    pooled: Mapping[tuple[Site, Pooling], Sequence[Floats]] = field(
+        default_factory=dict
+    )  # depth means [n_test]
     costs: Mapping[str, Cost] = field(default_factory=dict)  # by method
     failed: Mapping[str, str] = field(default_factory=dict)  # rival -> why it has no scores
 
@@ -75,7 +79,8 @@ class SetResult:
         return [split for split in self.splits if split.seed == seed]
 
     def trajectory(self, seed: int = 0) -> Floats:
-        """Return out-of-fold trajectories of all rows, [n, m]: each by its fold's probes, unit norm."""
+        """Return out-of-fold trajectories of all rows, [n, m]: each by its fold's probes, unit
+        norm."""
         folds = self.folds(seed)
         trajectory = np.full((len(self.label), folds[0].test_trajectory.shape[1]), np.nan)
         for split in folds:
@@ -90,7 +95,10 @@ class SetResult:
             found[method]["auroc"] |= auroc_interval(self.label, self.group, tests)._asdict()
             if self.kinds is not None:
                 inside = auroc_interval(self.label, self.group, tests, self.kinds)._asdict()
-                found[method]["within"] = {"mean": mean_auroc(self.label, tests, self.kinds), **inside}
+                found[method]["within"] = {
+                    "mean": mean_auroc(self.label, tests, self.kinds),
+                    **inside,
+                }
         return found
 
     @cached_property
@@ -98,15 +106,20 @@ class SetResult:
         """[n] risks by the depth mean: each row's by the fold of the first seed that tested it."""
         risk = np.full(len(self.label), np.nan)
         for split in self.folds(0):
-            classifier = fit_classifier(depth_mean(split.train_trajectory)[:, None], self.label[split.train])
+            classifier = fit_classifier(
+                depth_mean(split.train_trajectory)[:, None], self.label[split.train]
+            )
             risk[split.test] = classifier.risk(depth_mean(split.test_trajectory)[:, None])
         return risk
 
     @cached_property
     def kinds(self) -> Index | None:
-        """[n] of each row; None where the rows name fewer than two, or no test side has both classes of one."""
+        """[n] of each row; None where the rows name fewer than two, or no test side has both
+        classes of one."""
         names, kind = np.unique(self.prepared.inputs.kind, return_inverse=True)
-        if len(names) < 2 or not np.isfinite(mean_auroc(self.label, test_sides(self.scores[OURS]), kind)):
+        if len(names) < 2 or not np.isfinite(
+            mean_auroc(self.label, test_sides(self.scores[OURS]), kind)
+        ):
             return None
         return np.asarray(kind, np.int64)
 
@@ -136,7 +149,10 @@ def pooled_ranks(count: int, splits: Sequence[FoldScores], seed: int = 0) -> Flo
 
 
 def compare(
-    label: NDArray[np.int64], group: Index, scores: Mapping[str, Sequence[FoldScores]], aurocs: Mapping[str, float]
+    label: NDArray[np.int64],
+    group: Index,
+    scores: Mapping[str, Sequence[FoldScores]],
+    aurocs: Mapping[str, float],
 ) -> MethodComparison | None:
     """Return the comparison; None where no baseline was evaluated."""
     others = {name: value for name, value in aurocs.items() if name in BASELINES}
@@ -144,14 +160,19 @@ def compare(
         return None
     other = max(others, key=lambda name: others[name])
     seeds = sorted({split.seed for split in scores[OURS]})
-    pairs = [[pooled_ranks(len(label), scores[name], seed) for name in (OURS, other)] for seed in seeds]
-    p_values = [p for ours, theirs in pairs if (p := delong(label, ours, theirs).p_value) is not None]
+    pairs = [
+        [pooled_ranks(len(label), scores[name], seed) for name in (OURS, other)] for seed in seeds
+    ]
+    p_values = [
+        p for ours, theirs in pairs if (p := delong(label, ours, theirs).p_value) is not None
+    ]
     found = gain(label, group, test_sides(scores[OURS]), test_sides(scores[other]))
     return MethodComparison(other, *found, float(np.median(p_values)) if p_values else None)
 
 
 class DeLong(NamedTuple):
-    """Two correlated AUROCs.  ``z`` and ``p_value`` are None where the variance is undefined: see ``delong``."""
+    """Two correlated AUROCs.  ``z`` and ``p_value`` are None where the variance is undefined: see
+    ``delong``."""
 
     auc_a: float
     auc_b: float
@@ -159,36 +180,57 @@ class DeLong(NamedTuple):
     p_value: float | None  # two-sided
 
 
-def delong(label: NDArray[np.integer], risk_a: NDArray[np.floating], risk_b: NDArray[np.floating]) -> DeLong:
-    """Return DeLong's test for two AUROCs on the same rows, by midranks in O(n log n) (Sun and Xu 2014).  label [n],
-    risks [n].  It takes rows for independent: where they come in groups its p-values are too small, and
-    ``fitting.scores.gain`` is the one to report.  Equal rankings give z = 0 and p = 1.  z and p are None where a class
-    has a single row, or where the AUROCs differ but neither varies (both rank every pair of rows alike, one of them for
-    the worse).  Raises TrainingError: a class is missing, lengths differ or a risk is not finite."""
+def delong(
+    label: NDArray[np.integer], risk_a: NDArray[np.floating], risk_b: NDArray[np.floating]
+) -> DeLong:
+    """Return DeLong's test for two AUROCs on the same rows, by midranks in O(n log n) (Sun and Xu
+    2014).  label [n], risks [n].  It takes rows for independent: where they come in groups its
+    p-values are too small, and ``fitting.scores.gain`` is the one to report.  Equal rankings give z
+    = 0 and p = 1.  z and p are None where a class has a single row, or where the AUROCs differ but
+    neither varies (both rank every pair of rows alike, one of them for the worse).  Raises
+    TrainingError: a class is missing, lengths differ or a risk is not finite."""
     values = np.asarray(label)
     for name, risk in (("risk_a", risk_a), ("risk_b", risk_b)):
         if np.shape(risk) != values.shape or values.ndim != 1:
-            raise TrainingError(f"{name} has shape {np.shape(risk)}, label {values.shape}; both must be [n]")
+            raise TrainingError(
+                f"{name} has shape {np.shape(risk)}, label {values.shape}; both must be [n]"
+            )
         if not np.all(np.isfinite(risk)):
             row = int(np.flatnonzero(~np.isfinite(risk))[0])
             raise TrainingError(f"{name} is not finite at row {row}; every row needs a risk")
     if set(values.tolist()) != {0, 1}:
-        raise TrainingError("label must hold 1 (factual) and 0 (hallucinated), both of them and nothing else")
-    (bad_a, good_a), (bad_b, good_b) = (_components(values == 0, np.asarray(risk)) for risk in (risk_a, risk_b))
+        raise TrainingError(
+            "label must hold 1 (factual) and 0 (hallucinated), both of them and nothing else"
+        )
+    (bad_a, good_a), (bad_b, good_b) = (
+        _components(values == 0, np.asarray(risk)) for risk in (risk_a, risk_b)
+    )
     auc_a, auc_b = float(bad_a.mean()), float(bad_b.mean())
     if min(len(bad_a), len(good_a)) < 2:
         return DeLong(auc_a, auc_b, None, None)
-    # The variance of the difference from the differences themselves: exactly zero where the rankings agree.
-    variance = np.var(bad_a - bad_b, ddof=1) / len(bad_a) + np.var(good_a - good_b, ddof=1) / len(good_a)
-    if variance < 1e-28:  # what rounding leaves of zero; the smallest real one, a single pair swapped, is far above
-        return DeLong(auc_a, auc_b, 0.0, 1.0) if abs(auc_a - auc_b) < 1e-12 else DeLong(auc_a, auc_b, None, None)
+    # The variance of the difference from the differences themselves: exactly zero where the
+    # rankings agree.
+    variance = np.var(bad_a - bad_b, ddof=1) / len(bad_a) + np.var(good_a - good_b, ddof=1) / len(
+        good_a
+    )
+    if (
+        variance < 1e-28
+    ):  # what rounding leaves of zero; the smallest real one, a single pair swapped, is far above
+        return (
+            DeLong(auc_a, auc_b, 0.0, 1.0)
+            if abs(auc_a - auc_b) < 1e-12
+            else DeLong(auc_a, auc_b, None, None)
+        )
     z = (auc_a - auc_b) / float(np.sqrt(variance))
     return DeLong(auc_a, auc_b, z, float(2.0 * norm.sf(abs(z))))
 
 
-def _components(hallucinated: NDArray[np.bool_], risk: NDArray[np.floating]) -> tuple[Floats, Floats]:
-    """Return the structural components: for each hallucinated row the share of factual ones below it, for each factual
-    row the share of hallucinated ones above it; ties count half.  The mean of either is the AUROC."""
+def _components(
+    hallucinated: NDArray[np.bool_], risk: NDArray[np.floating]
+) -> tuple[Floats, Floats]:
+    """Return the structural components: for each hallucinated row the share of factual ones below
+    it, for each factual row the share of hallucinated ones above it; ties count half.  The mean of
+    either is the AUROC."""
     bad, good = risk[hallucinated], risk[~hallucinated]
     together = rankdata(np.concatenate([bad, good]))
     of_bad = (together[: len(bad)] - rankdata(bad)) / len(good)

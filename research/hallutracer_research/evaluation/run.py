@@ -1,6 +1,6 @@
-"""One evaluation, top to bottom: data sets -> rows -> readouts -> splits -> methods -> main table.  Slow results are
-kept in the run's folder as soon as they exist: readouts batch by batch, each method's scores split by split.  The same
-command continues a killed run."""
+"""One evaluation, top to bottom: data sets -> rows -> readouts -> splits -> methods -> main table.
+Slow results are kept in the run's folder as soon as they exist: readouts batch by batch, each
+method's scores split by split.  The same command continues a killed run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,14 @@ from hallutracer_research.evaluation.methods import (
     readouts_of,
 )
 from hallutracer_research.evaluation.methods.base import MethodInputs
-from hallutracer_research.evaluation.options import Cost, EvaluateOptions, Tokens, Weights, cost, count_weights
+from hallutracer_research.evaluation.options import (
+    Cost,
+    EvaluateOptions,
+    Tokens,
+    Weights,
+    cost,
+    count_weights,
+)
 from hallutracer_research.evaluation.page import Table
 from hallutracer_research.evaluation.pooling import PoolingEngine
 from hallutracer_research.evaluation.splits import Split, kept
@@ -74,15 +81,19 @@ class EvaluationResult:
 
 
 def evaluate(
-    options: EvaluateOptions, engine_factory: Callable[[], Engine], *, console: Console,
+    options: EvaluateOptions,
+    engine_factory: Callable[[], Engine],
+    *,
+    console: Console,
     other_factory: Callable[[], Engine] | None = None,
-) -> EvaluationResult:  # fmt: skip
-    """Evaluate every method on every set; the paper suite also keeps what the paper's other tables need.
+) -> EvaluationResult:
+    """Evaluate every method on every set; the paper suite also keeps what the paper's other tables
+    need.
     ``other_factory``: loads ``options.other_model``, once the model that is evaluated is freed.
 
-    A set whose own answers are too nearly all right, or all wrong, which is known only once the model has answered, is
-    left out with a note.  Raises DataError (rows), RunMismatch (another run's folder), TrainingError and NoDirection
-    (too few rows, too little signal)."""
+    A set whose own answers are too nearly all right, or all wrong, which is known only once the
+    model has answered, is left out with a note.  Raises DataError (rows), RunMismatch (another
+    run's folder), TrainingError and NoDirection (too few rows, too little signal)."""
     begun = time.monotonic()
     for other_run in options.beside:
         scale.finished(other_run)  # raises before anything slow
@@ -96,13 +107,17 @@ def evaluate(
         problems: list[prepare.TooFewOfAClass] = []
         with closing(cast(Engine, PoolingEngine(engine_factory()))) as engine:
             form: PromptFormat = (
-                default_prompt_format(engine) if options.prompt_format == "auto" else options.prompt_format
+                default_prompt_format(engine)
+                if options.prompt_format == "auto"
+                else options.prompt_format
             )
             readings.check_engine(engine, options.methods)
             poolings = _poolings(engine, options, console)
             for one in rows:
                 if options.skip_long:
-                    one = prepare.within_context(engine, one, folder / one.name, options.folds, form)
+                    one = prepare.within_context(
+                        engine, one, folder / one.name, options.folds, form
+                    )
                 try:
                     prepared.append(prepare.prepare_set(engine, one, options, form, poolings))
                 except prepare.TooFewOfAClass as problem:
@@ -111,13 +126,21 @@ def evaluate(
             if not prepared:
                 raise problems[0]
             identity, weights = engine.identity, count_weights(engine)
-            prepared = [readings.with_readings(engine, one_set, options, form) for one_set in prepared]
-            took = {one_set.rows.name: _milliseconds(engine, one_set, options) for one_set in prepared}
+            prepared = [
+                readings.with_readings(engine, one_set, options, form) for one_set in prepared
+            ]
+            took = {
+                one_set.rows.name: _milliseconds(engine, one_set, options) for one_set in prepared
+            }
         other: Weights | None = None
         if OTHER in options.methods:
-            assert other_factory is not None, "options that name another model come with a way to load it"
+            assert other_factory is not None, (
+                "options that name another model come with a way to load it"
+            )
             with closing(other_factory()) as engine:
-                prepared = [readings.with_other_model(engine, one_set, options) for one_set in prepared]
+                prepared = [
+                    readings.with_other_model(engine, one_set, options) for one_set in prepared
+                ]
                 other = count_weights(engine)
         if "text-embedding" in options.methods:
             prepared = [readings.with_embeddings(one_set, options) for one_set in prepared]
@@ -127,18 +150,29 @@ def evaluate(
         ]
         for result in sets:
             tables.write_row_scores(result, folder / result.title / "scores.csv")
-        table_rows = [row for result in sets for row in tables.rows_of(result.title, result.measures(), result.costs)]
+        table_rows = [
+            row
+            for result in sets
+            for row in tables.rows_of(result.title, result.measures(), result.costs)
+        ]
         subsets = _subsets(sets, options) if options.per_subset else None
         by_set = {one_set.rows.name: one_set.inputs for one_set in prepared}
         transfer = tables.transfer_table(by_set, options, options.out / "transfer")
-    notes = [*(note for result in sets for note in _notes(result, options)), *(f"Left out: {one}" for one in problems)]
+    notes = [
+        *(note for result in sets for note in _notes(result, options)),
+        *(f"Left out: {one}" for one in problems),
+    ]
     main = tables.main_table(table_rows, notes)
     about = scale.sets_table(sets, None if weights is None else sum(weights))
     seconds = time.monotonic() - begun
     more = (
-        tables.form_table(sets), tables.decisions_table(sets), tables.second_look_table(sets),
-        tables.ahead_table(sets), about, took,
-    )  # fmt: skip
+        tables.form_table(sets),
+        tables.decisions_table(sets),
+        tables.second_look_table(sets),
+        tables.ahead_table(sets),
+        about,
+        took,
+    )
     return EvaluationResult(options, identity, tuple(sets), main, subsets, transfer, *more, seconds)
 
 
@@ -146,7 +180,8 @@ TIMED = 20  # prompts
 
 
 def _milliseconds(engine: Engine, prepared: prepare.PreparedSet, options: EvaluateOptions) -> float:
-    """Return the median time of a prompt's pass, of prompts evenly spaced over the rows, measured once in a run."""
+    """Return the median time of a prompt's pass, of prompts evenly spaced over the rows, measured
+    once in a run."""
     rows = np.linspace(0, len(prepared.index) - 1, TIMED).astype(int)
 
     def make() -> dict[str, NDArray[Any]]:
@@ -158,11 +193,16 @@ def _milliseconds(engine: Engine, prepared: prepare.PreparedSet, options: Evalua
         return {"milliseconds": np.array(times)}
 
     folder = options.out / "sets" / prepared.rows.name
-    return float(np.median(kept(folder / "milliseconds.npz", make)["milliseconds"].astype(np.float64)))
+    return float(
+        np.median(kept(folder / "milliseconds.npz", make)["milliseconds"].astype(np.float64))
+    )
 
 
 def _costs(
-    prepared: prepare.PreparedSet, options: EvaluateOptions, weights: Weights | None, other: Weights | None
+    prepared: prepare.PreparedSet,
+    options: EvaluateOptions,
+    weights: Weights | None,
+    other: Weights | None,
 ) -> dict[str, Cost]:
     inputs = prepared.inputs
 
@@ -180,16 +220,23 @@ def _costs(
         if inputs.behind is not None and METHODS[method].reads == "behind-answer":
             scaffold = mean(inputs.behind.question)
         return Tokens(
-            mean(inputs.prompt_tokens), answer, options.samples, mean(asked), scaffold, mean(inputs.other_tokens)
+            mean(inputs.prompt_tokens),
+            answer,
+            options.samples,
+            mean(asked),
+            scaffold,
+            mean(inputs.other_tokens),
         )
 
     return {
-        method: cost(method, weights, tokens(method), other) for method in prepare.methods_of(prepared.rows, options)
+        method: cost(method, weights, tokens(method), other)
+        for method in prepare.methods_of(prepared.rows, options)
     }
 
 
 def _poolings(engine: Engine, options: EvaluateOptions, console: Console) -> tuple[Pooling, ...]:
-    """Return the paper suite's readout positions; none, and a message, where the engine reads the last only."""
+    """Return the paper suite's readout positions; none, and a message, where the engine reads the
+    last only."""
     if options.suite != "paper":
         return ()
     try:
@@ -200,7 +247,9 @@ def _poolings(engine: Engine, options: EvaluateOptions, console: Console) -> tup
     return tuple(Pooling)
 
 
-def _evaluate_set(prepared: prepare.PreparedSet, options: EvaluateOptions, *, subset: str = "") -> results.SetResult:
+def _evaluate_set(
+    prepared: prepare.PreparedSet, options: EvaluateOptions, *, subset: str = ""
+) -> results.SetResult:
     """Evaluate all splits and methods of one set; of a subset the main table's numbers only."""
     inputs = prepared.inputs
     folder = options.out / "sets" / prepared.rows.name / "fits" / (subset or "pooled")
@@ -213,7 +262,9 @@ def _evaluate_set(prepared: prepare.PreparedSet, options: EvaluateOptions, *, su
     steps = len(outer) * len(methods) + (len(poolings) * options.folds if paper else 0)
     fitted: list[Split] = []
     pooled: dict[tuple[Site, Pooling], list[Floats]] = {(site, pooling): [] for pooling in poolings}
-    failed: dict[str, str] = {}  # rivals that cannot learn from this set, which must not cost it the others
+    failed: dict[
+        str, str
+    ] = {}  # rivals that cannot learn from this set, which must not cost it the others
 
     def fit(fold: OuterFold) -> dict[str, Floats]:
         split = splits.kept_split(folder / OURS, inputs, *fold, options)
@@ -232,7 +283,9 @@ def _evaluate_set(prepared: prepare.PreparedSet, options: EvaluateOptions, *, su
         for pooling in poolings if fold.seed == 0 else []:
             path = folder / f"pooling-{pooling}" / f"fold{fold.fold}.npz"
             readouts = prepared.pooled[site, pooling]
-            pooled[site, pooling].append(_kept_score(path, partial(splits.pooled_depth_mean, readouts, split, options)))
+            pooled[site, pooling].append(
+                _kept_score(path, partial(splits.pooled_depth_mean, readouts, split, options))
+            )
             bar.update()
         return of_fold
 
@@ -243,7 +296,8 @@ def _evaluate_set(prepared: prepare.PreparedSet, options: EvaluateOptions, *, su
     if subset:
         return result
     aurocs = {
-        method: results.measured(inputs.label, of_method)["auroc"]["mean"] for method, of_method in scores.items()
+        method: results.measured(inputs.label, of_method)["auroc"]["mean"]
+        for method, of_method in scores.items()
     }
     return replace(result, comparison=results.compare(inputs.label, inputs.group, scores, aurocs))
 
@@ -252,13 +306,18 @@ def _kept_score(path: Path, make: Callable[[], Floats]) -> Floats:
     return np.asarray(kept(path, lambda: {"score": make()})["score"], np.float64)
 
 
-def _score(folder: Path, method: str, inputs: MethodInputs, split: Split, options: EvaluateOptions) -> Floats:
+def _score(
+    folder: Path, method: str, inputs: MethodInputs, split: Split, options: EvaluateOptions
+) -> Floats:
     """Return scores of the test side that rise with hallucination, kept on disk."""
     if method == OURS:
         return -depth_mean(split.test_trajectory)
 
     sides, read = (split.train, split.test), inputs.positions
-    entropies = {WITH_CONTENT: inputs.answers.content, WITH_SCAFFOLD: None if read is None else read.first_token}
+    entropies = {
+        WITH_CONTENT: inputs.answers.content,
+        WITH_SCAFFOLD: None if read is None else read.first_token,
+    }
     if method in RUNNING or method == ANSWER_MAX:
         path = folder / "answer-running" / f"seed{split.seed}-fold{split.fold}.npz"
         found = kept(path, partial(splits.running, inputs, split, options))
@@ -268,14 +327,18 @@ def _score(folder: Path, method: str, inputs: MethodInputs, split: Split, option
         if method in (BOTH, WITH_ANSWER):
             return splits.before_and_behind(readouts_of(method, inputs), inputs, split, options)
         if METHODS[method].of and METHODS[method].fit is None:
-            return -splits.chosen_depth_mean(readouts_of(method, inputs), inputs.group, *sides, split.seed, options)
+            return -splits.chosen_depth_mean(
+                readouts_of(method, inputs), inputs.group, *sides, split.seed, options
+            )
         if method == WITH_KIND:
             return splits.with_kind(inputs, split)
         if method in entropies:
             return splits.with_entropy(entropies[method], inputs, split)
         if method == TRAJECTORY:
             label, group = inputs.label[split.train], inputs.group[split.train]
-            return splits.trajectory_ridge(split.train_trajectory, label, group, split.test_trajectory, split.seed)
+            return splits.trajectory_ridge(
+                split.train_trajectory, label, group, split.test_trajectory, split.seed
+            )
         if method == SHUFFLED:
             return -splits.shuffled_depth_mean(inputs, split, options)
         return fit_method(method, inputs, *sides, split.seed, options.jobs or None)
@@ -287,14 +350,19 @@ def _fingerprint(prepared: prepare.PreparedSet, options: EvaluateOptions) -> dic
     """Return what kept fits depend on, besides the readouts."""
     inputs = prepared.inputs
     return {
-        "data": prepared.rows.dataset.digest, "judge": asdict(prepared.rows.judge) | {"api_key": ""},
-        "rows": len(inputs.label), "factual": int(inputs.label.sum()), "folds": options.folds,
-        "inner_folds": options.inner_folds, "c": options.c if options.c is not None else list(options.c_grid),
-    }  # fmt: skip
+        "data": prepared.rows.dataset.digest,
+        "judge": asdict(prepared.rows.judge) | {"api_key": ""},
+        "rows": len(inputs.label),
+        "factual": int(inputs.label.sum()),
+        "folds": options.folds,
+        "inner_folds": options.inner_folds,
+        "c": options.c if options.c is not None else list(options.c_grid),
+    }
 
 
 def _subsets(sets: Sequence[results.SetResult], options: EvaluateOptions) -> Table | None:
-    """Return the main table inside each sub-dataset, probes included: the mean over those with rows for the folds."""
+    """Return the main table inside each sub-dataset, probes included: the mean over those with rows
+    for the folds."""
     table_rows: list[dict[str, Any]] = []
     notes: list[str] = []
     for of_set in sets:
@@ -307,41 +375,63 @@ def _subsets(sets: Sequence[results.SetResult], options: EvaluateOptions) -> Tab
             rows = np.flatnonzero(prepared.inputs.kind == kind)
             slug = "".join(char if char.isalnum() else "-" for char in kind.lower())
             try:
-                measures.append(_evaluate_set(prepared.subset(rows), options, subset=f"subset-{slug}").measures())
+                measures.append(
+                    _evaluate_set(
+                        prepared.subset(rows), options, subset=f"subset-{slug}"
+                    ).measures()
+                )
             except (TrainingError, NoDirection) as error:
                 notes.append(f"{prepared.rows.name}/{kind} is left out: {error}")
         if measures:
-            there = [one for one in prepare.methods_of(prepared.rows, options) if all(one in each for each in measures)]
+            there = [
+                one
+                for one in prepare.methods_of(prepared.rows, options)
+                if all(one in each for each in measures)
+            ]
             mean = {
-                method: {name: {part: float(np.mean([one[method][name][part] for one in measures]))
-                                for part in ("mean", "std")} for name in results.MEASURES}
+                method: {
+                    name: {
+                        part: float(np.mean([one[method][name][part] for one in measures]))
+                        for part in ("mean", "std")
+                    }
+                    for name in results.MEASURES
+                }
                 for method in there
-            }  # fmt: skip
+            }
             title = f"{prepared.rows.name}, mean of {len(measures)} sub-datasets"
             table_rows += tables.rows_of(title, mean, of_set.costs)
     if not table_rows:
         return None
     return replace(
-        tables.main_table(table_rows, notes), name="subsets", label="",
+        tables.main_table(table_rows, notes),
+        name="subsets",
+        label="",
         title="The same, trained and tested inside each sub-dataset",
-        caption="Means over sub-datasets of the mean and of the standard deviation over folds and seeds.  The paper "
-        "does not say whether its folds are pooled or per sub-dataset.",
-    )  # fmt: skip
+        caption=(
+            "Means over sub-datasets of the mean and of the standard deviation over folds and"
+            " seeds.  The paper does not say whether its folds are pooled or per sub-dataset."
+        ),
+    )
 
 
 def _notes(result: results.SetResult, options: EvaluateOptions) -> list[str]:
     label, rows = result.label, result.prepared.rows
     left = ", ".join(f"{count} {why}" for why, count in result.prepared.left_out.items())
-    failed = [f"left out: {METHODS[method].title}: {problem}" for method, problem in result.failed.items()]
+    failed = [
+        f"left out: {METHODS[method].title}: {problem}" for method, problem in result.failed.items()
+    ]
     notes = [
-        f"{rows.title}; {len(label)} rows, {int((1 - label).sum())} hallucinated, {len(np.unique(result.group))} groups"
-        + (f"; left out: {left}" if left else ""),
-        *rows.notes, prepare.left_out(rows, options), *failed,
-    ]  # fmt: skip
+        f"{rows.title}; {len(label)} rows, {int((1 - label).sum())} hallucinated,"
+        f" {len(np.unique(result.group))} groups" + (f"; left out: {left}" if left else ""),
+        *rows.notes,
+        prepare.left_out(rows, options),
+        *failed,
+    ]
     if (c := result.comparison) is not None:
         delong = "" if c.p_delong is None else f", DeLong p = {c.p_delong:.2g} (median over seeds)"
         notes.append(
-            f"HalluTracer over the runner-up ({METHODS[c.runner_up].title}): AUROC {100 * c.difference:+.1f} points "
-            f"[{100 * c.low:+.1f}, {100 * c.high:+.1f}], p = {c.p_value:.2g} over groups{delong}"
+            f"HalluTracer over the runner-up ({METHODS[c.runner_up].title}): AUROC"
+            f" {100 * c.difference:+.1f} points [{100 * c.low:+.1f}, {100 * c.high:+.1f}], p ="
+            f" {c.p_value:.2g} over groups{delong}"
         )
     return [f"{result.title}: {note}" for note in notes if note]

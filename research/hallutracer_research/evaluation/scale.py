@@ -1,4 +1,5 @@
-"""Models side by side: this evaluation beside finished ones, on sets of the same name (``--beside``)."""
+"""Models side by side: this evaluation beside finished ones, on sets of the same name
+(``--beside``)."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from service.errors import DataError
 from service.fitting.scores import debiased_calibration_error
 
 RESULTS = "results.json"
-TIMES = "milliseconds a prefill"  # among the facts and not in a table: another run of the same has other ones
+# among the facts and not in a table: another run of the same has other ones
+TIMES = "milliseconds a prefill"
 _OURS = METHODS[OURS].title
 
 
@@ -25,28 +27,41 @@ def sets_table(sets: Sequence[SetResult], weights: int | None) -> Table:
     rows: list[Mapping[str, Cell]] = []
     for result in sets:
         error = debiased_calibration_error(result.label, result.calibrated)
-        rows.append({
-            "set": result.title, "rows": len(result.label), "right": float(result.label.mean()), "weights": weights,
-            "calibration": error, "gap": float(result.calibrated.mean() - 1 + result.label.mean()),
-        })  # fmt: skip
+        rows.append(
+            {
+                "set": result.title,
+                "rows": len(result.label),
+                "right": float(result.label.mean()),
+                "weights": weights,
+                "calibration": error,
+                "gap": float(result.calibrated.mean() - 1 + result.label.mean()),
+            }
+        )
     return Table(
-        name="sets", title="The rows and the model",
+        name="sets",
+        title="The rows and the model",
         columns=(
-            Column("set", "Set", "text"), Column("rows", "Rows", "integer"), Column("right", "Right", "percent", 3),
-            Column("weights", "Weights", "integer"), Column("calibration", "Calibration error, debiased", "number", 3),
+            Column("set", "Set", "text"),
+            Column("rows", "Rows", "integer"),
+            Column("right", "Right", "percent", 3),
+            Column("weights", "Weights", "integer"),
+            Column("calibration", "Calibration error, debiased", "number", 3),
             Column("gap", "Mean risk less share wrong", "number", 3),
         ),
         rows=rows,
-        caption="Right: of the judged answers, or of the set's labels. Calibration: of the depth mean's risk, each row "
-        "by a fold of the first seed that never saw it. Weights: of all blocks and the head.",
-    )  # fmt: skip
+        caption=(
+            "Right: of the judged answers, or of the set's labels. Calibration: of the depth mean's"
+            " risk, each row by a fold of the first seed that never saw it. Weights: of all blocks"
+            " and the head."
+        ),
+    )
 
 
 def beside_tables(
     model: str, tables: Sequence[Table], milliseconds: Mapping[str, float], folders: Sequence[Path]
 ) -> list[Table]:
-    """Return the figures of each model that one line can say, then every method's, model by model.  Raises DataError
-    where a folder holds no finished evaluation, or none of the same rows."""
+    """Return the figures of each model that one line can say, then every method's, model by model.
+    Raises DataError where a folder holds no finished evaluation, or none of the same rows."""
     own: dict[str, Any] = {table.name: table.document()["rows"] for table in tables}
     own[TIMES] = milliseconds
     runs = {model: own}
@@ -54,21 +69,27 @@ def beside_tables(
         name, found = finished(folder)
         shared = {row["set"]: row["rows"] for row in found.get("sets", ())}
         if not any(shared.get(row["set"]) is not None for row in own["sets"]):
-            raise DataError(str(folder), [f"has no set of {', '.join(row['set'] for row in own['sets'])}"])
+            raise DataError(
+                str(folder), [f"has no set of {', '.join(row['set'] for row in own['sets'])}"]
+            )
         runs[name if name not in runs else f"{name} ({folder.name})"] = found
     titles = [row["set"] for row in own["sets"]]
     return [_models(runs, titles), _methods(runs, titles)]
 
 
 def finished(folder: Path) -> tuple[str, dict[str, Any]]:
-    """Return the model's name, and the tables' rows and the times of a finished evaluation.  Raises DataError."""
+    """Return the model's name, and the tables' rows and the times of a finished evaluation.  Raises
+    DataError."""
     path = folder / RESULTS
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         tables = {name: table["rows"] for name, table in document["tables"].items()}
         return str(document["facts"]["model"]["name"]), tables | {TIMES: document["facts"][TIMES]}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        cure = f"holds no finished evaluation ({RESULTS}: {error}); run hallutracer evaluate --out {folder} first"
+        cure = (
+            f"holds no finished evaluation ({RESULTS}: {error}); run hallutracer evaluate --out"
+            f" {folder} first"
+        )
         raise DataError(str(folder), [cure]) from error
 
 
@@ -82,32 +103,48 @@ def _models(runs: Mapping[str, Mapping[str, Any]], titles: Sequence[str]) -> Tab
             left_out = [
                 mean(row[row["train"].removeprefix("all but ")])
                 for row in tables.get("transfer", ())
-                if row["set"] == title and row["method"] == _OURS and row["train"].startswith("all but ")
+                if row["set"] == title
+                and row["method"] == _OURS
+                and row["train"].startswith("all but ")
             ]
             known = [value for value in left_out if value is not None]
-            rows.append({
-                "set": title, "model": model, **{key: about.get(key) for key in ("weights", "rows", "right")},
-                **{key: main.get(key) for key in ("within", "auroc")},
-                "left_out": float(np.mean(known)) if known else None,
-                **{key: mean(decided.get(key)) for key in ("e_aurc", "caught_at_10")},
-                "calibration": about.get("calibration"), "milliseconds": tables[TIMES].get(title),
-            })  # fmt: skip
+            rows.append(
+                {
+                    "set": title,
+                    "model": model,
+                    **{key: about.get(key) for key in ("weights", "rows", "right")},
+                    **{key: main.get(key) for key in ("within", "auroc")},
+                    "left_out": float(np.mean(known)) if known else None,
+                    **{key: mean(decided.get(key)) for key in ("e_aurc", "caught_at_10")},
+                    "calibration": about.get("calibration"),
+                    "milliseconds": tables[TIMES].get(title),
+                }
+            )
     return Table(
-        name="models", title="Model by model",
+        name="models",
+        title="Model by model",
         columns=(
-            Column("set", "Set", "text"), Column("model", "Model", "text"), Column("weights", "Weights", "integer"),
-            Column("rows", "Rows", "integer"), Column("right", "Right", "percent", 3),
-            Column("within", "AUROC within kind", "percent", 3), Column("auroc", "AUROC", "percent", 3),
-            Column("left_out", "AUROC, source left out", "percent", 3), Column("e_aurc", "E-AURC", "number", 3),
+            Column("set", "Set", "text"),
+            Column("model", "Model", "text"),
+            Column("weights", "Weights", "integer"),
+            Column("rows", "Rows", "integer"),
+            Column("right", "Right", "percent", 3),
+            Column("within", "AUROC within kind", "percent", 3),
+            Column("auroc", "AUROC", "percent", 3),
+            Column("left_out", "AUROC, source left out", "percent", 3),
+            Column("e_aurc", "E-AURC", "number", 3),
             Column("caught_at_10", "Wrong caught at 10 %", "percent", 3),
             Column("calibration", "Calibration error, debiased", "number", 3),
             Column("milliseconds", "Milliseconds a prefill", "number", 1),
         ),
-        rows=rows, block="set",
-        caption="Of the depth mean, with the measures of the tables above. Source left out: mean over the sources of a "
-        "mixture of the AUROC on the one that the probes were not fitted on. A prefill: median of prompts read one at "
-        "a time, on the machine of the run.",
-    )  # fmt: skip
+        rows=rows,
+        block="set",
+        caption=(
+            "Of the depth mean, with the measures of the tables above. Source left out: mean over"
+            " the sources of a mixture of the AUROC on the one that the probes were not fitted on."
+            " A prefill: median of prompts read one at a time, on the machine of the run."
+        ),
+    )
 
 
 def _methods(runs: Mapping[str, Mapping[str, Any]], titles: Sequence[str]) -> Table:
@@ -115,23 +152,39 @@ def _methods(runs: Mapping[str, Mapping[str, Any]], titles: Sequence[str]) -> Ta
     for title in titles:
         named = [row for tables in runs.values() for row in tables["main"] if row["set"] == title]
         for method in dict.fromkeys(row["method"] for row in named):
-            found = {model: _row(tables, "main", set=title, method=method) for model, tables in runs.items()}
-            cells = {f"{key} {model}": row.get(key) for model, row in found.items() for key in ("within", "auroc")}
+            found = {
+                model: _row(tables, "main", set=title, method=method)
+                for model, tables in runs.items()
+            }
+            cells = {
+                f"{key} {model}": row.get(key)
+                for model, row in found.items()
+                for key in ("within", "auroc")
+            }
             costs = [row["class"] for row in found.values() if row]
             rows.append({"set": title, "method": method, "class": costs[0], **cells})
     return Table(
-        name="scale", title="Every method, model by model",
+        name="scale",
+        title="Every method, model by model",
         columns=(
-            Column("set", "Set", "text"), Column("method", "Method", "text"), Column("class", "Class", "text"),
-            *(Column(f"{key} {model}", f"{words}, {model}", "percent", 3, higher=True)
-              for model in runs for key, words in (("within", "Within kind"), ("auroc", "AUROC"))),
+            Column("set", "Set", "text"),
+            Column("method", "Method", "text"),
+            Column("class", "Class", "text"),
+            *(
+                Column(f"{key} {model}", f"{words}, {model}", "percent", 3, higher=True)
+                for model in runs
+                for key, words in (("within", "Within kind"), ("auroc", "AUROC"))
+            ),
         ),
-        rows=rows, block="set",
+        rows=rows,
+        block="set",
         caption="AUROC with its 95 % interval over groups, of pairs of one kind, and of all pairs.",
-    )  # fmt: skip
+    )
 
 
 def _row(tables: Mapping[str, Any], name: str, **wanted: str) -> dict[str, Any]:
     """Return the first row of a table whose cells are these; {} where there is none."""
     rows = tables.get(name, ())
-    return next((row for row in rows if all(row.get(key) == value for key, value in wanted.items())), {})
+    return next(
+        (row for row in rows if all(row.get(key) == value for key, value in wanted.items())), {}
+    )

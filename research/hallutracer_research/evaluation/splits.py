@@ -1,6 +1,7 @@
-"""One outer split of one set: everything that our method and the ablations need of it, fitted once and kept on disk.
-Everything learned comes from the training side: C, the heads, the probes, and, by an inner cross-fit, the training
-rows' out-of-fold trajectories.  Probes are those of ``fitting.probes`` (``fit_head``), kept for every head."""
+"""One outer split of one set: everything that our method and the ablations need of it, fitted once
+and kept on disk. Everything learned comes from the training side: C, the heads, the probes, and, by
+an inner cross-fit, the training rows' out-of-fold trajectories.  Probes are those of
+``fitting.probes`` (``fit_head``), kept for every head."""
 
 from __future__ import annotations
 
@@ -17,7 +18,12 @@ from scipy.special import logit
 from threadpoolctl import threadpool_limits
 
 from hallutracer_research.evaluation.methods import ANSWER_MAX, RUNNING
-from hallutracer_research.evaluation.methods.base import MethodInputs, best_c, in_processes, linear_logits
+from hallutracer_research.evaluation.methods.base import (
+    MethodInputs,
+    best_c,
+    in_processes,
+    linear_logits,
+)
 from hallutracer_research.evaluation.methods.references import kind_prior
 from hallutracer_research.evaluation.options import EvaluateOptions
 from probes_store.local import atomic_write
@@ -32,7 +38,8 @@ from service.risk import depth_mean
 
 @dataclass(frozen=True, eq=False)
 class HeadProbes:
-    """The probes of one training side; a probe that is all zeros has an AUROC of 0 and zero logits."""
+    """The probes of one training side; a probe that is all zeros has an AUROC of 0 and zero
+    logits."""
 
     direction: Floats  # [m, K, d] unit norm, raw space
     bias: Floats  # [m, K]
@@ -48,7 +55,9 @@ class HeadProbes:
     def trajectory(self, head: NDArray[np.integer] | None = None) -> Floats:
         """Return [n_test, m] of the selected heads, or of ``head`` [m]."""
         chosen = self.selected if head is None else np.asarray(head)
-        return np.take_along_axis(self.logits, chosen[None, :, None], axis=2)[..., 0].astype(np.float64)
+        return np.take_along_axis(self.logits, chosen[None, :, None], axis=2)[..., 0].astype(
+            np.float64
+        )
 
     def of(self, head: NDArray[np.integer]) -> tuple[Floats, Floats]:
         """Return directions [m, d] and biases [m] of ``head`` [m]."""
@@ -57,12 +66,16 @@ class HeadProbes:
 
 
 def fit_all_heads(readouts: Readouts, tasks: Sequence[Task], *, jobs: int) -> list[HeadProbes]:
-    """Fit and score all heads of all layers for each task, a layer without a probe at the first larger C with one.
-    Raises NoDirection where a layer's probes are all zero at any."""
+    """Fit and score all heads of all layers for each task, a layer without a probe at the first
+    larger C with one. Raises NoDirection where a layer's probes are all zero at any."""
     geometry, site = readouts.file.geometry, readouts.file.site
     layers, count = geometry.num_layers, geometry.heads(site)
     chunks = np.array_split(np.arange(count), max(1, min(count, -(-2 * jobs // layers))))
-    items = [(readouts, tuple(tasks), layer, chunk.tolist()) for layer in range(layers) for chunk in chunks]
+    items = [
+        (readouts, tuple(tasks), layer, chunk.tolist())
+        for layer in range(layers)
+        for chunk in chunks
+    ]
     parts = in_processes(_fit, items, jobs)
     results = []
     for number, task in enumerate(tasks):
@@ -76,8 +89,12 @@ def fit_all_heads(readouts: Readouts, tasks: Sequence[Task], *, jobs: int) -> li
             relaxed = next((of_heads for of_heads in found if of_heads[3].max() > 0), None)
             if relaxed is None:
                 where = f"at C = {task.c:g} on {len(task.train)} rows"
-                raise NoDirection(f"layer {layer}: every probe is zero {where}; give a larger C", param="c")
-            for values, of_layer in zip((direction, bias, scale, quality, logits), relaxed, strict=True):
+                raise NoDirection(
+                    f"layer {layer}: every probe is zero {where}; give a larger C", param="c"
+                )
+            for values, of_layer in zip(
+                (direction, bias, scale, quality, logits), relaxed, strict=True
+            ):
                 values[layer] = of_layer
         by_row = np.ascontiguousarray(logits.transpose(2, 0, 1))
         results.append(HeadProbes(direction, bias, scale, quality, by_row))
@@ -85,7 +102,8 @@ def fit_all_heads(readouts: Readouts, tasks: Sequence[Task], *, jobs: int) -> li
 
 
 def _fit(item: tuple[Readouts, tuple[Task, ...], int, list[int]]) -> list[list[NDArray[Any]]]:
-    """Return direction, bias, scale, auroc and logits [n_test], stacked by head of one layer, for every task."""
+    """Return direction, bias, scale, auroc and logits [n_test], stacked by head of one layer, for
+    every task."""
     readouts, tasks, layer, heads = item
     fitted: list[list[tuple[Any, ...]]] = [[] for _ in tasks]
     with threadpool_limits(1), one_torch_thread():
@@ -94,7 +112,9 @@ def _fit(item: tuple[Readouts, tuple[Task, ...], int, list[int]]) -> list[list[N
             fits = fit_head(x, readouts.label, tasks, Site.ATTENTION_HEAD, "weights")
             for of_task, task, fit in zip(fitted, tasks, fits, strict=True):
                 if fit is None:
-                    of_task.append((np.zeros(x.shape[1]), 0.0, 1.0, 0.0, np.zeros(len(task.test), np.float32)))
+                    of_task.append(
+                        (np.zeros(x.shape[1]), 0.0, 1.0, 0.0, np.zeros(len(task.test), np.float32))
+                    )
                     continue
                 probe = unit_probe(x, readouts.label, task, head, fit)
                 of_task.append((*probe[1:5], probe.logits.astype(np.float32)))
@@ -104,11 +124,14 @@ def _fit(item: tuple[Readouts, tuple[Task, ...], int, list[int]]) -> list[list[N
 RIDGE_GRID = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 
 
-def trajectory_ridge(trajectory: Floats, label: Index, group: Index, test_trajectory: Floats, seed: int) -> Floats:
-    """Return scores [n_test] of an L2 logistic regression on the m truth logits: what the mean reads, but weighed.
-    trajectory [n_train, m], label [n_train], group [n_train], test [n_test, m].  Trajectories are out of fold (in-fold
-    ones look better than those of new rows are); group-disjoint inner folds choose C by AUROC, ties to the stronger
-    penalty.  Raises TrainingError where an inner fold lacks a class."""
+def trajectory_ridge(
+    trajectory: Floats, label: Index, group: Index, test_trajectory: Floats, seed: int
+) -> Floats:
+    """Return scores [n_test] of an L2 logistic regression on the m truth logits: what the mean
+    reads, but weighed. trajectory [n_train, m], label [n_train], group [n_train], test
+    [n_test, m].  Trajectories are out of fold (in-fold ones look better than those of new rows
+    are); group-disjoint inner folds choose C by AUROC, ties to the stronger penalty.  Raises
+    TrainingError where an inner fold lacks a class."""
     pairs = group_folds(label, group, np.arange(len(label)), 3, seed, what="trajectory inner fold")
     with threadpool_limits(1):  # sums in one order, whatever the number of cores
         c, _ = best_c(trajectory, label, pairs, RIDGE_GRID)
@@ -126,7 +149,9 @@ class Split:
     c: float
     probes: HeadProbes  # fitted on the whole training side; logits of the test side
     train_trajectory: Floats  # [n_train, m] out of fold, by the inner probes
-    train_crossed: Floats  # [n_train, m - 1] phi_l of layer l + 1's readout (Def. cross-readout), the same way
+    train_crossed: (
+        Floats  # [n_train, m - 1] phi_l of layer l + 1's readout (Def. cross-readout), the same way
+    )
     test_crossed: Floats  # [n_test, m - 1]
 
     @property
@@ -143,11 +168,16 @@ def outer_splits(inputs: MethodInputs, options: EvaluateOptions) -> list[OuterFo
 def fit_options(options: EvaluateOptions) -> DepthMeanProbe:
     """Return the estimator with these options."""
     jobs = options.jobs or cpu_count()
-    return DepthMeanProbe(options.c or "auto", c_grid=options.c_grid, inner_folds=options.inner_folds, n_jobs=jobs)
+    return DepthMeanProbe(
+        options.c or "auto", c_grid=options.c_grid, inner_folds=options.inner_folds, n_jobs=jobs
+    )
 
 
-def fit_split(inputs: MethodInputs, seed: int, fold: int, train: Index, test: Index, options: EvaluateOptions) -> Split:
-    """Choose C, then fit the training side and its inner folds together.  Raises NoDirection, TrainingError."""
+def fit_split(
+    inputs: MethodInputs, seed: int, fold: int, train: Index, test: Index, options: EvaluateOptions
+) -> Split:
+    """Choose C, then fit the training side and its inner folds together.  Raises NoDirection,
+    TrainingError."""
     fits = fit_options(options)
     label, group, readouts = inputs.label, inputs.group, inputs.heads
     c = fits.choose_c(readouts, group, train, seed).c
@@ -161,7 +191,9 @@ def fit_split(inputs: MethodInputs, seed: int, fold: int, train: Index, test: In
         where = [place[int(row)] for row in held]
         trajectory[where] = part.trajectory()
         crossed[where] = cross(readouts, part, held)
-    return Split(seed, fold, train, test, c, outer, trajectory, crossed, cross(readouts, outer, test))
+    return Split(
+        seed, fold, train, test, c, outer, trajectory, crossed, cross(readouts, outer, test)
+    )
 
 
 def cross(readouts: Readouts, probes: HeadProbes, rows: Index) -> Floats:
@@ -178,18 +210,21 @@ def cross(readouts: Readouts, probes: HeadProbes, rows: Index) -> Floats:
 def chosen_depth_mean(
     readouts: Readouts, group: Index, train: Index, test: Index, seed: int, options: EvaluateOptions
 ) -> Floats:
-    """Return depth means [n_test] of probes of one site; C is chosen for it on the training side."""
+    """Return depth means [n_test] of probes of one site; C is chosen for it on the training
+    side."""
     fits = fit_options(options)
-    return depth_mean(fits.refit(readouts, train, test, fits.choose_c(readouts, group, train, seed).c).trajectory)
+    return depth_mean(
+        fits.refit(readouts, train, test, fits.choose_c(readouts, group, train, seed).c).trajectory
+    )
 
 
 WEAK = 100.0  # C of a fit of two numbers on many rows
 
 
 def with_kind(inputs: MethodInputs, split: Split) -> Floats:
-    """Return scores [n_test] of a logistic regression on the log odds of the kind's share and the depth mean, both out
-    of fold on the training side.  Raises TrainingError where rows name no kind, and where an inner fold lacks a
-    class."""
+    """Return scores [n_test] of a logistic regression on the log odds of the kind's share and the
+    depth mean, both out of fold on the training side.  Raises TrainingError where rows name no
+    kind, and where an inner fold lacks a class."""
     if len(set(inputs.kind.tolist())) < 2:
         raise TrainingError("the rows name fewer than two kinds", param="methods")
     train, prior = split.train, np.zeros(len(inputs.label))
@@ -200,40 +235,56 @@ def with_kind(inputs: MethodInputs, split: Split) -> Floats:
 
 
 def with_entropy(read: Floats | None, inputs: MethodInputs, split: Split) -> Floats:
-    """Return scores [n_test] of a logistic regression on the depth mean and the entropy of another token's
+    """Return scores [n_test] of a logistic regression on the depth mean and the entropy of another
+    token's
     distribution: ``read`` [n, 2].  Raises TrainingError where that was not read."""
     if read is None:
-        raise TrainingError("there is no other token to read beside the depth mean; leave it out", param="methods")
+        raise TrainingError(
+            "there is no other token to read beside the depth mean; leave it out", param="methods"
+        )
     return _beside_depth_mean(inputs, split, read[:, 1])
 
 
-def running(inputs: MethodInputs, split: Split, options: EvaluateOptions) -> dict[str, NDArray[np.generic]]:
-    """Return scores [n_test] of the test side's answers as they grow, by probes of whole answers' means: of the mean of
-    each beginning, and of the one token whose risk is highest.  Raises TrainingError without answers."""
+def running(
+    inputs: MethodInputs, split: Split, options: EvaluateOptions
+) -> dict[str, NDArray[np.generic]]:
+    """Return scores [n_test] of the test side's answers as they grow, by probes of whole answers'
+    means: of the mean of each beginning, and of the one token whose risk is highest.  Raises
+        TrainingError without answers."""
     if (behind := inputs.behind) is None:
         raise TrainingError("no answer's tokens were read; leave it out", param="methods")
     fits, train, test = fit_options(options), split.train, split.test
-    fit = fits.refit(behind.mean, train, test, fits.choose_c(behind.mean, inputs.group, train, split.seed).c)
+    fit = fits.refit(
+        behind.mean, train, test, fits.choose_c(behind.mean, inputs.group, train, split.seed).c
+    )
     dim = behind.mean.file.geometry.dim(Site.ATTENTION_HEAD)
     each = np.zeros((len(test), behind.tokens.shape[1]))
-    for layer, (head, direction, bias) in enumerate(zip(fit.head.tolist(), fit.direction, fit.bias, strict=True)):
+    for layer, (head, direction, bias) in enumerate(
+        zip(fit.head.tolist(), fit.direction, fit.bias, strict=True)
+    ):
         columns = behind.tokens[test, :, layer, head * dim : (head + 1) * dim].astype(np.float64)
         each -= (columns @ direction + bias) / len(fit.head)
     place = np.arange(each.shape[1])
     grown = np.cumsum(each, axis=1) / (1 + place)
     ends = np.minimum(behind.said[test], each.shape[1])
     found: dict[str, NDArray[np.generic]] = {
-        name: grown[np.arange(len(test)), np.minimum(count, ends) - 1] for name, count in RUNNING.items()
+        name: grown[np.arange(len(test)), np.minimum(count, ends) - 1]
+        for name, count in RUNNING.items()
     }
     return found | {ANSWER_MAX: np.where(place < ends[:, None], each, -np.inf).max(axis=1)}
 
 
-def before_and_behind(behind: Readouts, inputs: MethodInputs, split: Split, options: EvaluateOptions) -> Floats:
-    """Return scores [n_test] of a logistic regression on two depth means, of the prompt's end and of ``behind``, both
-    out of fold on the training side.  Raises TrainingError where an inner fold lacks a class."""
+def before_and_behind(
+    behind: Readouts, inputs: MethodInputs, split: Split, options: EvaluateOptions
+) -> Floats:
+    """Return scores [n_test] of a logistic regression on two depth means, of the prompt's end and
+    of ``behind``, both out of fold on the training side.  Raises TrainingError where an inner fold
+    lacks a class."""
     fits, train, found = fit_options(options), split.train, np.zeros(len(inputs.label))
     c = fits.choose_c(behind, inputs.group, train, split.seed).c
-    inner = group_folds(inputs.label, inputs.group, train, options.inner_folds, split.seed, what="inner fold")
+    inner = group_folds(
+        inputs.label, inputs.group, train, options.inner_folds, split.seed, what="inner fold"
+    )
     for fitted, held in [*inner, (train, split.test)]:
         found[held] = depth_mean(fits.refit(behind, fitted, held, c).trajectory)
     return _beside_depth_mean(inputs, split, found)
@@ -241,27 +292,40 @@ def before_and_behind(behind: Readouts, inputs: MethodInputs, split: Split, opti
 
 def _beside_depth_mean(inputs: MethodInputs, split: Split, column: Floats) -> Floats:
     sides = (split.train, split.train_trajectory), (split.test, split.test_trajectory)
-    x, x_test = (np.stack([column[rows], depth_mean(trajectory)], axis=1) for rows, trajectory in sides)
+    x, x_test = (
+        np.stack([column[rows], depth_mean(trajectory)], axis=1) for rows, trajectory in sides
+    )
     with threadpool_limits(1):
         return -linear_logits(WEAK, "l2", x, inputs.label[split.train], x_test)
 
 
 def shuffled_depth_mean(inputs: MethodInputs, split: Split, options: EvaluateOptions) -> Floats:
-    """Return depth means of the test side, [n_test], by probes of shuffled training labels: a leak shows above .5."""
+    """Return depth means of the test side, [n_test], by probes of shuffled training labels: a leak
+    shows above .5."""
     label = inputs.label.copy()
-    label[split.train] = np.random.default_rng([split.seed, split.fold]).permutation(label[split.train])
+    label[split.train] = np.random.default_rng([split.seed, split.fold]).permutation(
+        label[split.train]
+    )
     readouts = replace(inputs.heads, label=label)
-    return depth_mean(fit_options(options).refit(readouts, split.train, split.test, split.c).trajectory)
+    return depth_mean(
+        fit_options(options).refit(readouts, split.train, split.test, split.c).trajectory
+    )
 
 
 def pooled_depth_mean(readouts: Readouts, split: Split, options: EvaluateOptions) -> Floats:
-    """Return depth means of the test side from another pooling of the attention heads, at the split's C: [n_test]."""
+    """Return depth means of the test side from another pooling of the attention heads, at the
+    split's C: [n_test]."""
     task = Task(split.train, split.test, split.c)
-    return depth_mean(fit_all_heads(readouts, [task], jobs=fit_options(options).n_jobs)[0].trajectory())
+    return depth_mean(
+        fit_all_heads(readouts, [task], jobs=fit_options(options).n_jobs)[0].trajectory()
+    )
 
 
-def kept(path: Path, make: Callable[[], dict[str, NDArray[np.generic]]]) -> dict[str, NDArray[np.generic]]:
-    """Return the arrays in ``path`` (.npz), made and written first where it is missing: a killed run loses nothing."""
+def kept(
+    path: Path, make: Callable[[], dict[str, NDArray[np.generic]]]
+) -> dict[str, NDArray[np.generic]]:
+    """Return the arrays in ``path`` (.npz), made and written first where it is missing: a killed
+    run loses nothing."""
     if path.exists():
         with np.load(path, allow_pickle=False) as archive:
             return {name: archive[name] for name in archive.files}
@@ -274,7 +338,13 @@ def kept(path: Path, make: Callable[[], dict[str, NDArray[np.generic]]]) -> dict
 
 
 def kept_split(
-    folder: Path, inputs: MethodInputs, seed: int, fold: int, train: Index, test: Index, options: EvaluateOptions
+    folder: Path,
+    inputs: MethodInputs,
+    seed: int,
+    fold: int,
+    train: Index,
+    test: Index,
+    options: EvaluateOptions,
 ) -> Split:
     """Return ``fit_split``, or what an earlier run has kept of it."""
     of_probes = [field.name for field in fields(HeadProbes)]
@@ -287,4 +357,6 @@ def kept_split(
 
     arrays: dict[str, Any] = kept(folder / f"seed{seed}-fold{fold}.npz", make)
     probes = HeadProbes(*(arrays[name] for name in of_probes))
-    return Split(seed, fold, train, test, float(arrays["c"]), probes, *(arrays[name] for name in of_split))
+    return Split(
+        seed, fold, train, test, float(arrays["c"]), probes, *(arrays[name] for name in of_split)
+    )

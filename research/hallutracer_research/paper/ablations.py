@@ -1,7 +1,8 @@
-"""Ablations: whether the mean of a trajectory suffices, where and how a layer is read (Sec. exp-ablation, App.
-mean-vs-median, readout-ablation, pooling, head-uniformity).  A single number is scored by its AUROC on the test side;
-several by a practically unregularised logistic regression on the training side's out-of-fold features, ranked by its
-log odds.  Ablations of the readout keep the depth mean and change what it is the mean of: nothing is fitted."""
+"""Ablations: whether the mean of a trajectory suffices, where and how a layer is read (Sec.
+exp-ablation, App. mean-vs-median, readout-ablation, pooling, head-uniformity).  A single number is
+scored by its AUROC on the test side; several by a practically unregularised logistic regression on
+the training side's out-of-fold features, ranked by its log odds.  Ablations of the readout keep the
+depth mean and change what it is the mean of: nothing is fitted."""
 
 from __future__ import annotations
 
@@ -34,13 +35,19 @@ Features = Callable[[Split], Sides]
 
 
 def _statistics(split: Split, names: Sequence[str]) -> Sides:
-    train, test = (trajectory_features(values) for values in (split.train_trajectory, split.test_trajectory))
-    return np.stack([train[name] for name in names], axis=1), np.stack([test[name] for name in names], axis=1)
+    train, test = (
+        trajectory_features(values) for values in (split.train_trajectory, split.test_trajectory)
+    )
+    return np.stack([train[name] for name in names], axis=1), np.stack(
+        [test[name] for name in names], axis=1
+    )
 
 
 def FULL(split: Split) -> Sides:  # noqa: N802
     """Return 2m + 5."""
-    return features.full_trajectory(split.train_trajectory), features.full_trajectory(split.test_trajectory)
+    return features.full_trajectory(split.train_trajectory), features.full_trajectory(
+        split.test_trajectory
+    )
 
 
 FIVE_D: Final = partial(_statistics, names=FIVE)
@@ -49,12 +56,19 @@ SHAPE: Final = partial(_statistics, names=tuple(name for name in FIVE if name !=
 
 def _mean_dominance(result: SetResult, _: list[str]) -> Row:
     plain = {name: _feature_auroc(result, name) for name in ("mean", "median")}
-    return {**plain, "mean_and_shape": _classifier_auroc(result, FIVE_D), "shape": _classifier_auroc(result, SHAPE)}
+    return {
+        **plain,
+        "mean_and_shape": _classifier_auroc(result, FIVE_D),
+        "shape": _classifier_auroc(result, SHAPE),
+    }
 
 
 def _mean_dominance_source(result: SetResult, _: list[str]) -> Row:
     columns = {"source": None, **GROUPS}
-    return {name: _classifier_auroc(result, partial(_source, columns=some)) for name, some in columns.items()}
+    return {
+        name: _classifier_auroc(result, partial(_source, columns=some))
+        for name, some in columns.items()
+    }
 
 
 def _location(result: SetResult, notes: list[str]) -> Row:
@@ -62,7 +76,9 @@ def _location(result: SetResult, notes: list[str]) -> Row:
     if not features.trimmed_layers(m):
         notes.append(f"10 % of {m} layers is none: the trimmed mean is the mean")
     by_split = [trajectory_features(split.test_trajectory) for split in result.splits]
-    correlations = [np.corrcoef(of_split["mean"], of_split["median"])[0, 1] for of_split in by_split]
+    correlations = [
+        np.corrcoef(of_split["mean"], of_split["median"])[0, 1] for of_split in by_split
+    ]
     if not np.isfinite(correlations).all():
         raise TrainingError("the depth mean or the median is the same for all test rows of a fold")
     aurocs = {name: _feature_auroc(result, name) for name in ("mean", "median", "trimmed_mean")}
@@ -75,7 +91,11 @@ def _feature_sets(result: SetResult, notes: list[str]) -> Row:
         source = _classifier_auroc(result, _source)
     except TrainingError as error:
         notes.append(f"13-D is left out: {error}")
-    return {"trajectory": _classifier_auroc(result, FIVE_D), "source": source, "full": _classifier_auroc(result, FULL)}
+    return {
+        "trajectory": _classifier_auroc(result, FIVE_D),
+        "source": source,
+        "full": _classifier_auroc(result, FULL),
+    }
 
 
 def _depth_subsampling(result: SetResult, notes: list[str]) -> Row:
@@ -83,16 +103,23 @@ def _depth_subsampling(result: SetResult, notes: list[str]) -> Row:
     m = max(sizes)
     if smaller := [size for size in features.depth_sizes(m)[1] if size < m]:
         notes.append(
-            f"of {m} layers those from 3 to {m - 3} are spaced over: too few for {', '.join(map(str, smaller))}"
+            f"of {m} layers those from 3 to {m - 3} are spaced over: too few for"
+            f" {', '.join(map(str, smaller))}"
         )
     return {depth_key(size): spread(values) for size, values in aurocs.items()}
 
 
 def _depth_columns(results: Sequence[SetResult]) -> list[Column]:
     sizes = sorted(
-        {size for result in results for size in features.depth_sizes(result.splits[0].test_trajectory.shape[1])[0]}
+        {
+            size
+            for result in results
+            for size in features.depth_sizes(result.splits[0].test_trajectory.shape[1])[0]
+        }
     )
-    return [Column(depth_key(size), f"{size} layer{'s' * (size > 1)}", "percent", 3) for size in sizes]
+    return [
+        Column(depth_key(size), f"{size} layer{'s' * (size > 1)}", "percent", 3) for size in sizes
+    ]
 
 
 def _logit_scale(result: SetResult, _: list[str]) -> Row:
@@ -100,25 +127,46 @@ def _logit_scale(result: SetResult, _: list[str]) -> Row:
     even: list[float] = []
     for split in result.splits:
         scale = split.probes.scale[np.arange(len(split.probes.scale)), split.probes.selected]
-        for aurocs, trajectory in ((plain, split.test_trajectory), (even, split.test_trajectory / scale)):
+        for aurocs, trajectory in (
+            (plain, split.test_trajectory),
+            (even, split.test_trajectory / scale),
+        ):
             aurocs.append(auroc(result.label[split.test], depth_mean(trajectory)))
     difference = [b - a for a, b in zip(plain, even, strict=True)]
-    return {"unit_norm": spread(plain), "standardized": spread(even), "difference": spread(difference)}
+    return {
+        "unit_norm": spread(plain),
+        "standardized": spread(even),
+        "difference": spread(difference),
+    }
 
 
-MEAN: Final = specs({
-    "mean-dominance": _mean_dominance, "mean-dominance-source": _mean_dominance_source, "location": _location,
-    "feature-sets": _feature_sets, "depth-subsampling": _depth_subsampling, "logit-scale": _logit_scale,
-}, {"depth-subsampling": _depth_columns})  # fmt: skip
+MEAN: Final = specs(
+    {
+        "mean-dominance": _mean_dominance,
+        "mean-dominance-source": _mean_dominance_source,
+        "location": _location,
+        "feature-sets": _feature_sets,
+        "depth-subsampling": _depth_subsampling,
+        "logit-scale": _logit_scale,
+    },
+    {"depth-subsampling": _depth_columns},
+)
 
 
-def depth_curve(results: Sequence[SetResult]) -> dict[str, tuple[list[int], list[float], list[float]]]:
-    """Return, for Fig. depth-subsampling, set -> (layers included, mean AUROC, its standard deviation over splits)."""
+def depth_curve(
+    results: Sequence[SetResult],
+) -> dict[str, tuple[list[int], list[float], list[float]]]:
+    """Return, for Fig. depth-subsampling, set -> (layers included, mean AUROC, its standard
+    deviation over splits)."""
     curves = {}
     for result in results:
         sizes, aurocs = _depth(result)
         cells = [spread(aurocs[size]) for size in sizes]
-        curves[result.title] = (list(sizes), [cell["mean"] for cell in cells], [cell["std"] for cell in cells])
+        curves[result.title] = (
+            list(sizes),
+            [cell["mean"] for cell in cells],
+            [cell["std"] for cell in cells],
+        )
     return curves
 
 
@@ -144,12 +192,18 @@ def _depth(result: SetResult) -> tuple[tuple[int, ...], dict[int, list[float]]]:
 
 def _feature_auroc(result: SetResult, name: str) -> dict[str, float]:
     return spread(
-        [auroc(result.label[split.test], trajectory_features(split.test_trajectory)[name]) for split in result.splits]
+        [
+            auroc(result.label[split.test], trajectory_features(split.test_trajectory)[name])
+            for split in result.splits
+        ]
     )
 
 
-def classifier_scores(splits: Sequence[Split], label: NDArray[np.int64], of_split: Features) -> list[FoldScores]:
-    """Score several features together on the test sides: by log odds, as risks round to 0 or 1 far out."""
+def classifier_scores(
+    splits: Sequence[Split], label: NDArray[np.int64], of_split: Features
+) -> list[FoldScores]:
+    """Score several features together on the test sides: by log odds, as risks round to 0 or 1 far
+    out."""
     scores = []
     for split in splits:
         train, test = of_split(split)
@@ -172,7 +226,9 @@ def _source(split: Split, columns: Sequence[int] | None = None) -> Sides:
         values = features.source_features(trajectory, parts.w, parts.k, standard)
         return values if columns is None else values[:, list(columns)]
 
-    return side(split.train_trajectory, split.train_crossed), side(split.test_trajectory, split.test_crossed)
+    return side(split.train_trajectory, split.train_crossed), side(
+        split.test_trajectory, split.test_crossed
+    )
 
 
 RANDOM_DRAWS: Final = 50
@@ -201,7 +257,10 @@ def _readout_position(result: SetResult, notes: list[str]) -> Row:
         if len(scores) != len(folds):
             notes.append(f"{pooling}: scores of {len(scores)} of {len(folds)} folds, left out")
             continue
-        aurocs = [auroc(result.label[split.test], score) for split, score in zip(folds, scores, strict=True)]
+        aurocs = [
+            auroc(result.label[split.test], score)
+            for split, score in zip(folds, scores, strict=True)
+        ]
         cells[pooling.value] = spread([b - a for a, b in zip(last, aurocs, strict=True)])
     return cells
 
@@ -219,7 +278,12 @@ def _top_heads(result: SetResult, notes: list[str]) -> Row:
         best.append(auroc(label, _of_rank(probes, np.zeros_like(last))))
         five.append(auroc(label, _top(probes, min(TOP, heads))))
         worst.append(auroc(label, _of_rank(probes, last)))
-        draws.append([auroc(label, _of_rank(probes, (draw * (last + 1)).astype(np.int64))) for draw in uniform])
+        draws.append(
+            [
+                auroc(label, _of_rank(probes, (draw * (last + 1)).astype(np.int64)))
+                for draw in uniform
+            ]
+        )
     if heads < TOP:
         notes.append(f"a layer has {heads} heads: Top-{TOP} takes all of them")
     if zero:
@@ -229,9 +293,12 @@ def _top_heads(result: SetResult, notes: list[str]) -> Row:
         )
     top_1, random_1 = spread(best), spread(np.mean(draws, axis=0).tolist())
     return {
-        "top_1": top_1, "top_5": spread(five), "bottom_1": spread(worst), "random_1": random_1,
+        "top_1": top_1,
+        "top_5": spread(five),
+        "bottom_1": spread(worst),
+        "random_1": random_1,
         "difference": random_1["mean"] - top_1["mean"],
-    }  # fmt: skip
+    }
 
 
 def _head_distribution(result: SetResult, notes: list[str]) -> Row:
@@ -239,20 +306,26 @@ def _head_distribution(result: SetResult, notes: list[str]) -> Row:
     layers, heads = result.splits[0].probes.auroc.shape
     for split in result.splits:
         probes = split.probes
-        # A probe that is all zeros scores every row alike: 0.5, and not the 0 that stands for "no probe".
-        by_split.append(uniformity(np.where(probes.auroc > 0, probes.auroc, 0.5), probes.logits, notes))
+        # A probe that is all zeros scores every row alike: 0.5, and not the 0 that stands for "no
+        # probe".
+        by_split.append(
+            uniformity(np.where(probes.auroc > 0, probes.auroc, 0.5), probes.logits, notes)
+        )
     cells = {name: mean_or_none([of_split[name] for of_split in by_split]) for name in by_split[0]}
     return {"heads": f"{layers}×{heads}", **cells}
 
 
-def uniformity(auroc: Floats, scores: NDArray[np.floating], notes: list[str]) -> dict[str, float | None]:
-    """Return how alike the heads of a layer are (App. head-uniformity): training auroc [m, K], scores [N, m, K]; layer
-    means.
+def uniformity(
+    auroc: Floats, scores: NDArray[np.floating], notes: list[str]
+) -> dict[str, float | None]:
+    """Return how alike the heads of a layer are (App. head-uniformity): training auroc [m, K],
+    scores [N, m, K]; layer means.
 
-    auc_cv: standard deviation over mean of the AUROC; switches: share of adjacent layers whose best head (ties: lowest)
-    differs; correlation: mean pairwise Pearson's of scores; effective_rank: exp(entropy of that matrix's eigenvalues /
-    heads), and its share of the heads.  Heads with constant scores are left out of the last three and counted in
-    ``notes``; None where a layer has one head, or one whose score varies."""
+    auc_cv: standard deviation over mean of the AUROC; switches: share of adjacent layers whose best
+    head (ties: lowest) differs; correlation: mean pairwise Pearson's of scores; effective_rank:
+    exp(entropy of that matrix's eigenvalues / heads), and its share of the heads.  Heads with
+    constant scores are left out of the last three and counted in ``notes``; None where a layer has
+    one head, or one whose score varies."""
     quality = as_float(auroc, "auroc", 2)
     m, heads = quality.shape
     best = np.argmax(quality, axis=1)
@@ -272,20 +345,29 @@ def uniformity(auroc: Floats, scores: NDArray[np.floating], notes: list[str]) ->
         ranks.append(float(np.exp(-np.sum(share * np.log(share)))))
     rank = mean_or_none(ranks)
     if constant:
-        notes.append(f"{constant} heads have constant scores and are left out of correlation and rank")
+        notes.append(
+            f"{constant} heads have constant scores and are left out of correlation and rank"
+        )
     if not ranks:
         notes.append("correlation and rank are left out: no layer has two heads whose scores vary")
     return {
         "auc_cv": float(np.mean(quality.std(axis=1) / quality.mean(axis=1))),
-        "switches": float(np.mean(best[1:] != best[:-1])) if m > 1 else None, "correlation": mean_or_none(correlations),
-        "effective_rank": rank, "rank_share": rank / heads if rank is not None else None,
-    }  # fmt: skip
+        "switches": float(np.mean(best[1:] != best[:-1])) if m > 1 else None,
+        "correlation": mean_or_none(correlations),
+        "effective_rank": rank,
+        "rank_share": rank / heads if rank is not None else None,
+    }
 
 
-READOUT: Final = specs({
-    "readout-site": _readout_site, "readout-position": _readout_position, "top-heads": _top_heads,
-    "head-distribution": _head_distribution,
-}, draws=RANDOM_DRAWS)  # fmt: skip
+READOUT: Final = specs(
+    {
+        "readout-site": _readout_site,
+        "readout-position": _readout_position,
+        "top-heads": _top_heads,
+        "head-distribution": _head_distribution,
+    },
+    draws=RANDOM_DRAWS,
+)
 
 
 def _ranked(probes: HeadProbes) -> NDArray[np.int64]:
@@ -295,11 +377,14 @@ def _ranked(probes: HeadProbes) -> NDArray[np.int64]:
 
 def _of_rank(probes: HeadProbes, rank: NDArray[np.int64]) -> Floats:
     """Return the depth mean [n_test] of the head of one rank per layer, [m]."""
-    return depth_mean(probes.trajectory(np.take_along_axis(_ranked(probes), rank[:, None], axis=1)[:, 0]))
+    return depth_mean(
+        probes.trajectory(np.take_along_axis(_ranked(probes), rank[:, None], axis=1)[:, 0])
+    )
 
 
 def _top(probes: HeadProbes, count: int) -> Floats:
-    """Return the depth mean [n_test] over the ``count`` best heads of each layer, fewer where fewer have a probe."""
+    """Return the depth mean [n_test] over the ``count`` best heads of each layer, fewer where fewer
+    have a probe."""
     ranked = _ranked(probes)
     layers = []
     for layer, order in enumerate(ranked):

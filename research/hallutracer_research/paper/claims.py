@@ -1,8 +1,9 @@
 """The paper's claims against this run: each with its numbers, and a verdict by a written rule.
 
-A claim is judged on each set: supported where it is on all that can test it, mixed where they differ.  A threshold
-is the paper's own where it prints one.  Differences of AUROC are judged by the 95 % interval of the difference of mean
-AUROCs over test sides (``fitting.scores``): supported where all of it agrees, not supported where all contradicts."""
+A claim is judged on each set: supported where it is on all that can test it, mixed where they
+differ.  A threshold is the paper's own where it prints one.  Differences of AUROC are judged by the
+95 % interval of the difference of mean AUROCs over test sides (``fitting.scores``): supported where
+all of it agrees, not supported where all contradicts."""
 
 from __future__ import annotations
 
@@ -15,7 +16,14 @@ import numpy as np
 from hallutracer_research.evaluation.methods import OURS, RESIDUAL
 from hallutracer_research.evaluation.page import Cell, Claim, Table, Verdict
 from hallutracer_research.evaluation.results import SetResult, measured
-from hallutracer_research.paper.ablations import FIVE_D, FULL, SHAPE, Features, classifier_scores, depth_key
+from hallutracer_research.paper.ablations import (
+    FIVE_D,
+    FULL,
+    SHAPE,
+    Features,
+    classifier_scores,
+    depth_key,
+)
 from service.errors import TrainingError
 from service.fitting.nested_cv import FoldScores, test_sides
 from service.fitting.scores import gain
@@ -23,7 +31,9 @@ from service.readout import Pooling
 
 Rows = Mapping[str, Mapping[str, Cell]]  # table name -> one set's row
 HALF_A_POINT: Final = 0.005  # the paper's margin for "the same" (Sec. exp-ablation)
-NEAR_CHANCE: Final = 0.55  # a depth mean below this AUROC has no signal to divide among layers, heads or statistics
+NEAR_CHANCE: Final = (
+    0.55  # a depth mean below this AUROC has no signal to divide among layers, heads or statistics
+)
 NEAR_ORTHOGONAL: Final = 1.5  # times the expected |cos|; the paper's tables reach 1.3 times
 FISHER_LIMIT: Final = 1.04  # the largest R_Fisher in Tab. fisher-gap
 SHIFT_LIMIT: Final = 0.09  # of Tr(Sigma) (Sec. exp-geometry)
@@ -74,7 +84,8 @@ RULES: Final[list[ClaimRule]] = []
 
 
 def _rule(words: str) -> Callable[[Judge], Judge]:
-    """Append the decorated function to ``RULES``: its docstring is the claim, ``words`` the rule."""
+    """Append the decorated function to ``RULES``: its docstring is the claim, ``words`` the
+    rule."""
 
     def add(judge: Judge) -> Judge:
         RULES.append(ClaimRule(judge.__doc__ or "", words, judge))
@@ -84,7 +95,8 @@ def _rule(words: str) -> Callable[[Judge], Judge]:
 
 
 def number(rows: Rows, table: str, key: str) -> float:
-    """Return one cell of the set's row, the mean where it has a spread.  Raises NotTestable where there is none."""
+    """Return one cell of the set's row, the mean where it has a spread.  Raises NotTestable where
+    there is none."""
     cell = rows.get(table, {}).get(key)
     value = cell.get("mean") if isinstance(cell, Mapping) else cell
     if not isinstance(value, int | float):
@@ -100,7 +112,8 @@ def signal(rows: Rows, table: str = "mean-dominance", key: str = "mean") -> floa
 
 
 def verdict_of(first: bool, second: bool | None = None) -> Verdict:
-    """Return the verdict of a rule that holds or does not, or of a rule of two parts: mixed where one holds."""
+    """Return the verdict of a rule that holds or does not, or of a rule of two parts: mixed where
+    one holds."""
     if second is not None and first != second:
         return "mixed"
     return "supported" if first else "not supported"
@@ -134,7 +147,9 @@ def within(interval: DifferenceInterval, margin: float) -> Verdict:
     return "not supported" if interval.low > margin or interval.high < -margin else "mixed"
 
 
-def interval_of(result: SetResult, one: Sequence[FoldScores], other: Sequence[FoldScores]) -> DifferenceInterval:
+def interval_of(
+    result: SetResult, one: Sequence[FoldScores], other: Sequence[FoldScores]
+) -> DifferenceInterval:
     """Return one score's AUROC minus the other's; both must have the same test sides."""
     found = gain(result.label, result.group, test_sides(one), test_sides(other))
     return DifferenceInterval(found.difference, found.low, found.high)
@@ -145,74 +160,96 @@ def ahead_of(names: Sequence[str], result: SetResult, _: Rows) -> ClaimFinding:
     there = [name for name in names if name in result.scores]
     if not there:
         raise NotTestable(f"{' and '.join(names)} did not take part")
-    aurocs = {name: measured(result.label, result.scores[name])["auroc"]["mean"] for name in (OURS, *there)}
+    aurocs = {
+        name: measured(result.label, result.scores[name])["auroc"]["mean"]
+        for name in (OURS, *there)
+    }
     best = max(there, key=lambda name: aurocs[name])
     interval = interval_of(result, result.scores[OURS], result.scores[best])
     verdict = above(interval, 0.0)
     text = f"{points(aurocs[OURS])} against {points(aurocs[best])} ({best}), {interval}"
-    return ClaimFinding(verdict, f"{text}, not distinguishable from none" if verdict == "mixed" else text)
+    return ClaimFinding(
+        verdict, f"{text}, not distinguishable from none" if verdict == "mixed" else text
+    )
 
 
 for _claim, _more, *_names in (
     ("The depth mean beats the best single head (ITI).", "", "iti"),
     (
         "The depth mean beats the other probes of internal states (Fact-Probe, IRIS).",
-        "; against the better of the two", "fact-probe", "iris",
+        "; against the better of the two",
+        "fact-probe",
+        "iris",
     ),
     (
-        "Before the first token, the depth mean knows the risk better than what costs nothing: first-token "
-        "probability, entropy, prompt length.",
-        "; against the best of the three", "first-token-max-prob", "first-token-entropy", "prompt-length",
+        (
+            "Before the first token, the depth mean knows the risk better than what costs nothing:"
+            " first-token probability, entropy, prompt length."
+        ),
+        "; against the best of the three",
+        "first-token-max-prob",
+        "first-token-entropy",
+        "prompt-length",
     ),
-):  # fmt: skip
+):
     _words = (
-        "supported where the 95 % interval of the AUROC difference is above zero, not supported where it is below, "
-        f"mixed where it holds zero{_more}"
+        "supported where the 95 % interval of the AUROC difference is above zero, not supported"
+        f" where it is below, mixed where it holds zero{_more}"
     )
     RULES.append(ClaimRule(_claim, _words, partial(ahead_of, _names)))
 
 
 @_rule(
-    "the 95 % interval of 5-D minus mean ends at 0.5 points or below; not supported where it begins above, mixed where "
-    f"it holds 0.5 {WITH_SIGNAL}"
+    "the 95 % interval of 5-D minus mean ends at 0.5 points or below; not supported where it"
+    f" begins above, mixed where it holds 0.5 {WITH_SIGNAL}"
 )
 def mean_suffices(result: SetResult, rows: Rows) -> ClaimFinding:
     """The mean of the trajectory suffices."""
     mean, five = signal(rows), number(rows, "mean-dominance", "mean_and_shape")
     gain = interval_of(result, _first_seed(result, FIVE_D), result.scores[OURS])
     loss = DifferenceInterval(-gain.difference, -gain.high, -gain.low)
-    return ClaimFinding(above(loss, -HALF_A_POINT), f"mean {points(mean)}, 5-D {points(five)}, {gain}")
+    return ClaimFinding(
+        above(loss, -HALF_A_POINT), f"mean {points(mean)}, 5-D {points(five)}, {gain}"
+    )
 
 
 @_rule(
-    f"5-D loses more than {100 * SHAPE_FALLS:g} points without the mean: supported where the 95 % interval of the loss "
-    f"is above {100 * SHAPE_FALLS:g}, not supported where it is below, mixed where it holds {100 * SHAPE_FALLS:g} "
-    f"(where 5-D's AUROC is {points(0.5 + SHAPE_FALLS)} or more: below, a fall to chance is smaller)"
+    f"5-D loses more than {100 * SHAPE_FALLS:g} points without the mean: supported where the 95 %"
+    f" interval of the loss is above {100 * SHAPE_FALLS:g}, not supported where it is below, mixed"
+    f" where it holds {100 * SHAPE_FALLS:g} (where 5-D's AUROC is {points(0.5 + SHAPE_FALLS)} or"
+    " more: below, a fall to chance is smaller)"
 )
 def shape_falls(result: SetResult, rows: Rows) -> ClaimFinding:
     """Without the mean, the shape of the trajectory knows little."""
     five, shape = (number(rows, "mean-dominance", key) for key in ("mean_and_shape", "shape"))
     if five < 0.5 + SHAPE_FALLS:
-        raise NotTestable(f"5-D is {points(five)}: even a fall to chance is less than {100 * SHAPE_FALLS:g} points")
+        raise NotTestable(
+            f"5-D is {points(five)}: even a fall to chance is less than {100 * SHAPE_FALLS:g}"
+            " points"
+        )
     loss = interval_of(result, _first_seed(result, FIVE_D), _first_seed(result, SHAPE))
-    return ClaimFinding(above(loss, SHAPE_FALLS), f"5-D {points(five)}, shape alone {points(shape)}, {loss}")
+    return ClaimFinding(
+        above(loss, SHAPE_FALLS), f"5-D {points(five)}, shape alone {points(shape)}, {loss}"
+    )
 
 
 @_rule(
-    "the 95 % interval of 5-D minus 2m + 5 begins above −0.5 points; not supported where it ends below, mixed where it "
-    f"holds −0.5 {WITH_SIGNAL}"
+    "the 95 % interval of 5-D minus 2m + 5 begins above −0.5 points; not supported where it ends"
+    f" below, mixed where it holds −0.5 {WITH_SIGNAL}"
 )
 def five_no_worse(result: SetResult, rows: Rows) -> ClaimFinding:
     """The five statistics are no worse than the full trajectory with its 2m + 5 features."""
     signal(rows)
     five, full = (number(rows, "feature-sets", key) for key in ("trajectory", "full"))
     interval = interval_of(result, _first_seed(result, FIVE_D), _first_seed(result, FULL))
-    return ClaimFinding(above(interval, -HALF_A_POINT), f"5-D {points(five)}, 2m + 5 {points(full)}, {interval}")
+    return ClaimFinding(
+        above(interval, -HALF_A_POINT), f"5-D {points(five)}, 2m + 5 {points(full)}, {interval}"
+    )
 
 
 @_rule(
-    "the 95 % interval of the difference of their depth means' AUROC lies within ±0.5 points; not supported where it "
-    f"lies wholly outside, mixed otherwise {WITH_SIGNAL}"
+    "the 95 % interval of the difference of their depth means' AUROC lies within ±0.5 points; not"
+    f" supported where it lies wholly outside, mixed otherwise {WITH_SIGNAL}"
 )
 def sites_equivalent(result: SetResult, rows: Rows) -> ClaimFinding:
     """Heads and residual stream are equivalent readouts."""
@@ -245,7 +282,10 @@ def median_is_the_mean(_: SetResult, rows: Rows) -> ClaimFinding:
     return ClaimFinding(verdict_of(r > MEDIAN_AGREES), f"r = {r:.3f}")
 
 
-@_rule(f"all layers above one, and no step down by more than 0.5 points, which makes it mixed {WITH_SIGNAL}")
+@_rule(
+    "all layers above one, and no step down by more than 0.5 points, which makes it mixed"
+    f" {WITH_SIGNAL}"
+)
 def depth_grows(_: SetResult, rows: Rows) -> ClaimFinding:
     """AUROC grows with the number of layers."""
     signal(rows)
@@ -267,11 +307,19 @@ def depth_saturates(_: SetResult, rows: Rows) -> ClaimFinding:
     full = max(curve)
     between = sorted(size for size in curve if 1 < size < full)
     if len(between) < 2:
-        raise NotTestable(f"{full} layers are too few: {len(between) or 'no'} size between one and all of them")
+        raise NotTestable(
+            f"{full} layers are too few: {len(between) or 'no'} size between one and all of them"
+        )
     reached = [
-        size for size in between if all(curve[full] - curve[more] <= HALF_A_POINT for more in between if more >= size)
+        size
+        for size in between
+        if all(curve[full] - curve[more] <= HALF_A_POINT for more in between if more >= size)
     ]
-    text = f"within half a point from {reached[0]} of {full} layers on" if reached else f"not before all {full} layers"
+    text = (
+        f"within half a point from {reached[0]} of {full} layers on"
+        if reached
+        else f"not before all {full} layers"
+    )
     return ClaimFinding(verdict_of(bool(reached) and reached[0] <= SATURATES_BY), text)
 
 
@@ -280,10 +328,15 @@ def any_head_will_do(_: SetResult, rows: Rows) -> ClaimFinding:
     """A random head of each layer does as well as the best."""
     signal(rows)
     top, drawn = number(rows, "top-heads", "top_1"), number(rows, "top-heads", "random_1")
-    return ClaimFinding(verdict_of(top - drawn <= HALF_A_POINT), f"random {points(drawn)} against top-1 {points(top)}")
+    return ClaimFinding(
+        verdict_of(top - drawn <= HALF_A_POINT),
+        f"random {points(drawn)} against top-1 {points(top)}",
+    )
 
 
-@_rule(f"mean correlation of the probes' scores within a layer at least {HEADS_AGREE:g} {WITH_SIGNAL}")
+@_rule(
+    f"mean correlation of the probes' scores within a layer at least {HEADS_AGREE:g} {WITH_SIGNAL}"
+)
 def heads_redundant(_: SetResult, rows: Rows) -> ClaimFinding:
     """The heads of a layer are redundant."""
     signal(rows)
@@ -296,11 +349,17 @@ def last_token_best(_: SetResult, rows: Rows) -> ClaimFinding:
     """The last prompt token is the best place to read."""
     last = signal(rows, "readout-position", "last_1")
     there = [one.value for one in Pooling if rows["readout-position"].get(one.value) is not None]
-    gains = {name: number(rows, "readout-position", name) for name in there if name != Pooling.LAST_1.value}
+    gains = {
+        name: number(rows, "readout-position", name)
+        for name in there
+        if name != Pooling.LAST_1.value
+    }
     if not gains:
         raise NotTestable("no other pooling was extracted")
     best = max(gains, key=lambda name: gains[name])
-    text = f"last-1 {points(last)}; next best {best.replace('_', '-')}, {signed(gains[best])} points"
+    text = (
+        f"last-1 {points(last)}; next best {best.replace('_', '-')}, {signed(gains[best])} points"
+    )
     return ClaimFinding(verdict_of(gains[best] <= 0, gains[best] <= HALF_A_POINT), text)
 
 
@@ -311,8 +370,8 @@ def _curve(rows: Rows) -> dict[int, float]:
 
 
 @_rule(
-    f"mean |cos| at most {NEAR_ORTHOGONAL:g} times √(2/(πd)), for selected heads and for one fixed head; one of "
-    "the two is mixed"
+    f"mean |cos| at most {NEAR_ORTHOGONAL:g} times √(2/(πd)), for selected heads and for one fixed"
+    " head; one of the two is mixed"
 )
 def near_orthogonal(_: SetResult, rows: Rows) -> ClaimFinding:
     """Probes of neighbouring layers are nearly orthogonal."""
@@ -329,7 +388,9 @@ def near_orthogonal(_: SetResult, rows: Rows) -> ClaimFinding:
 def low_energy(_: SetResult, rows: Rows) -> ClaimFinding:
     """The probe lies in a direction of low energy."""
     energy, even = number(rows, "geometry", "energy"), number(rows, "geometry", "random_energy")
-    return ClaimFinding(verdict_of(energy <= even), f"{energy:.2%} of the variance against 1/d = {even:.2%}")
+    return ClaimFinding(
+        verdict_of(energy <= even), f"{energy:.2%} of the variance against 1/d = {even:.2%}"
+    )
 
 
 @_rule(f"bias-corrected energy ratio T_CQ / Tr(Σ) below {SHIFT_LIMIT:.0%} {WITH_SIGNAL}")
@@ -337,12 +398,14 @@ def shift_small(_: SetResult, rows: Rows) -> ClaimFinding:
     """Without any probe, the classes' separation is of low energy."""
     signal(rows)
     ratio = number(rows, "geometry", "energy_ratio")
-    return ClaimFinding(verdict_of(ratio < SHIFT_LIMIT), f"{ratio:.1%} of the variance".replace("-", "−"))
+    return ClaimFinding(
+        verdict_of(ratio < SHIFT_LIMIT), f"{ratio:.1%} of the variance".replace("-", "−")
+    )
 
 
 @_rule(
-    f"R_Fisher at most {FISHER_LIMIT:g}, unbiased where the rows allow it: in sample it is above 1 even where the "
-    f"mean is optimal {WITH_SIGNAL}"
+    f"R_Fisher at most {FISHER_LIMIT:g}, unbiased where the rows allow it: in sample it is above 1"
+    f" even where the mean is optimal {WITH_SIGNAL}"
 )
 def fisher_gap_small(_: SetResult, rows: Rows) -> ClaimFinding:
     """The Fisher-optimal weights gain only 2-4 % over the mean."""
@@ -360,21 +423,24 @@ def fisher_gap_small(_: SetResult, rows: Rows) -> ClaimFinding:
 
 
 @_rule(
-    f"|η − 1| below {ETA_LIMIT:g} (where the classes' shares differ by {100 * ETA_LIMIT:g} points or more: below, η is "
-    "that close to 1 by algebra)"
+    f"|η − 1| below {ETA_LIMIT:g} (where the classes' shares differ by {100 * ETA_LIMIT:g} points"
+    " or more: below, η is that close to 1 by algebra)"
 )
 def snr_predicted(result: SetResult, rows: Rows) -> ClaimFinding:
     """The covariance of the layers predicts the signal-to-noise ratio of slope against mean."""
     eta = number(rows, "snr", "eta")
-    # One ratio weighs the classes' variances by size, the other evenly: each pair is within 1 +- u, so that eta^2 lies
-    # in [(1 - u) / (1 + u), (1 + u) / (1 - u)] whatever the rows are.
+    # One ratio weighs the classes' variances by size, the other evenly: each pair is within 1 +- u,
+    # so that eta^2 lies in [(1 - u) / (1 + u), (1 + u) / (1 - u)] whatever the rows are.
     uneven = abs(2.0 * float(np.mean(result.label)) - 1.0)
     if uneven < ETA_LIMIT:
         raise NotTestable(f"η = {eta:.3f} is no test: the classes are of one size")
     return ClaimFinding(verdict_of(abs(eta - 1.0) < ETA_LIMIT), f"η = {eta:.3f}")
 
 
-@_rule(f"its increments along the probe have the larger variance in {WIDER_FROM:.0%} of the middle layers or more")
+@_rule(
+    f"its increments along the probe have the larger variance in {WIDER_FROM:.0%} of the middle"
+    " layers or more"
+)
 def factual_varies_more(_: SetResult, rows: Rows) -> ClaimFinding:
     """The factual class varies more along the probe than the hallucinated one."""
     share = number(rows, "kappa", "factual_larger")
@@ -382,16 +448,20 @@ def factual_varies_more(_: SetResult, rows: Rows) -> ClaimFinding:
 
 
 @_rule(
-    "more than half of K's gap above permuted labels, and no other part more; one of the two is mixed (where K is "
-    f"{100 * K_TELLS:g} points or more above them)"
+    "more than half of K's gap above permuted labels, and no other part more; one of the two is"
+    f" mixed (where K is {100 * K_TELLS:g} points or more above them)"
 )
 def probe_part_of_k(_: SetResult, rows: Rows) -> ClaimFinding:
     """The probe part carries most of what the readout change K tells."""
     above = number(rows, "k-split", "signal_k") - number(rows, "k-split", "null")
     if above < K_TELLS:
-        raise NotTestable(f"the readout change K tells too little to divide ({signed(above)} points of AUROC)")
+        raise NotTestable(
+            f"the readout change K tells too little to divide ({signed(above)} points of AUROC)"
+        )
     gaps = {name: number(rows, "k-split", f"gap_{name}") for name in ("probe", "metric", "head")}
-    text = ", ".join(f"{name} {gap:.0%}" for name, gap in gaps.items()).replace("-", "−") + " of K's"
+    text = (
+        ", ".join(f"{name} {gap:.0%}" for name, gap in gaps.items()).replace("-", "−") + " of K's"
+    )
     return ClaimFinding(verdict_of(gaps["probe"] > 0.5, gaps["probe"] >= max(gaps.values())), text)
 
 
@@ -408,14 +478,17 @@ def claims(results: Sequence[SetResult], tables: Sequence[Table]) -> list[Claim]
     judged = []
     for rule in RULES:
         findings = [judge(rule, result) for result in results]
-        evidence = [f"{result.title}: {each.text}" for result, each in zip(results, findings, strict=True)]
+        evidence = [
+            f"{result.title}: {each.text}" for result, each in zip(results, findings, strict=True)
+        ]
         verdict = together([finding.verdict for finding in findings])
         judged.append(Claim(rule.claim, evidence, verdict, rule.rule))
     return judged
 
 
 def together(verdicts: Sequence[Verdict]) -> Verdict:
-    """One verdict from those of the sets; a set that cannot test a claim does not count where another can."""
+    """One verdict from those of the sets; a set that cannot test a claim does not count where
+    another can."""
     tested = {verdict for verdict in verdicts if verdict != "not testable"}
     if not tested:
         return "not testable"

@@ -1,6 +1,6 @@
-"""Labelled trajectories, from an ``.npz`` or by a bundle's own probes on a file of rows, and their diagnostics.  An
-``.npz`` with trajectory [N, m] and label [N] (1 factual, 0 hallucinated); optional group [N], readout [N, m, d] and
-direction [m, d].  Reads arrays only, never pickles."""
+"""Labelled trajectories, from an ``.npz`` or by a bundle's own probes on a file of rows, and their
+diagnostics.  An ``.npz`` with trajectory [N, m] and label [N] (1 factual, 0 hallucinated); optional
+group [N], readout [N, m, d] and direction [m, d].  Reads arrays only, never pickles."""
 
 from __future__ import annotations
 
@@ -26,7 +26,12 @@ from hallutracer_research.paper.diagnostics.classes import (
 )
 from hallutracer_research.paper.diagnostics.features import trajectory_features
 from hallutracer_research.paper.diagnostics.increments import decompose, kappa_table
-from hallutracer_research.paper.diagnostics.shape import Shrinkage, fisher_gap, snr_table, variance_components
+from hallutracer_research.paper.diagnostics.shape import (
+    Shrinkage,
+    fisher_gap,
+    snr_table,
+    variance_components,
+)
 from probes_store.bundle import Bundle
 from service.data.labels import check_answers
 from service.data.rows import prompt_mark
@@ -44,7 +49,9 @@ from service.trainer.prepare import prepare, trajectories
 
 NAMES = ("trajectory", "label", "group", "readout", "direction")
 ALPHA = 0.05  # of the layer-wise Chen-Qin tests
-LIMIT = 1e30  # of a number's size: diagnostics take fourth powers and sum them over rows, in float64
+LIMIT = (
+    1e30  # of a number's size: diagnostics take fourth powers and sum them over rows, in float64
+)
 MOST_BYTES = 1 << 31  # of readouts in memory; the sections that need them are left out above it
 
 
@@ -64,7 +71,9 @@ def read_set(path: Path | str) -> LabelledSet:
     """Read and check a file.  Raises DataError, which names every array that does not fit."""
     arrays = _arrays(Path(path))
     problems = [
-        f"{name}: missing; trajectory [N, m] and label [N] are needed" for name in NAMES[:2] if name not in arrays
+        f"{name}: missing; trajectory [N, m] and label [N] are needed"
+        for name in NAMES[:2]
+        if name not in arrays
     ]
     problems += [
         f"{name}: holds {array.dtype}, numbers are needed"
@@ -75,11 +84,13 @@ def read_set(path: Path | str) -> LabelledSet:
         raise DataError(str(path), problems)
     direction, others = arrays.get("direction"), [name for name in arrays if name not in NAMES]
     return LabelledSet(
-        trajectory=arrays["trajectory"].astype(np.float64), label=arrays["label"].astype(np.int64),
-        group=_numbered(arrays["group"]) if "group" in arrays else None, readout=arrays.get("readout"),
+        trajectory=arrays["trajectory"].astype(np.float64),
+        label=arrays["label"].astype(np.int64),
+        group=_numbered(arrays["group"]) if "group" in arrays else None,
+        readout=arrays.get("readout"),
         direction=direction.astype(np.float64) if direction is not None else None,
         remarks=(f"ignored arrays: {', '.join(others)}",) if others else (),
-    )  # fmt: skip
+    )
 
 
 def _numbered(group: NDArray[Any]) -> NDArray[np.int64]:
@@ -87,24 +98,30 @@ def _numbered(group: NDArray[Any]) -> NDArray[np.int64]:
 
 
 def diagnose_set(data: LabelledSet, shrinkage: Shrinkage = None) -> dict[str, Any]:
-    """Return the diagnostics as a JSON document.  Keys: fisher, snr, variance, features (AUROC of each, factual
-    positive: below 0.5 the feature falls with factuality); with readouts also geometry and chen_qin.  A number that has
-    no value is None, and the section's ``notes`` say why.  Raises TrainingError where the covariance of the layers is
-    singular (see ``fisher_gap``)."""
+    """Return the diagnostics as a JSON document.  Keys: fisher, snr, variance, features (AUROC of
+    each, factual
+    positive: below 0.5 the feature falls with factuality); with readouts also geometry and
+    chen_qin.  A number that has no value is None, and the section's ``notes`` say why.  Raises
+    TrainingError where the covariance of the layers is singular (see ``fisher_gap``)."""
     variance = as_document(variance_components(data.trajectory, data.label))
     groups = int(data.group.max()) + 1 if data.group is not None else len(data.label)
     if groups < len(data.label):
-        # Nothing here resamples, so groups change no number but the Chen-Qin test's; they change what one is worth.
+        # Nothing here resamples, so groups change no number but the Chen-Qin test's; they change
+        # what one is worth.
         variance["groups"] = groups
         variance["notes"].append(
-            f"{len(data.label)} rows in {groups} groups: p-values and unbiased estimates here, but for the Chen-Qin "
-            f"test's, treat rows as independent, which flatters them where rows of a group are alike"
+            f"{len(data.label)} rows in {groups} groups: p-values and unbiased estimates here, but"
+            " for the Chen-Qin test's, treat rows as independent, which flatters them where rows"
+            " of a group are alike"
         )
     document: dict[str, Any] = {
         "fisher": as_document(fisher_gap(data.trajectory, data.label, shrinkage)),
         "snr": as_document(snr_table(data.trajectory, data.label)),
         "variance": variance,
-        "features": {name: auroc(data.label, one) for name, one in trajectory_features(data.trajectory).items()},
+        "features": {
+            name: auroc(data.label, one)
+            for name, one in trajectory_features(data.trajectory).items()
+        },
     }
     if data.readout is not None:
         document["geometry"] = _geometry(data, data.readout)
@@ -117,15 +134,23 @@ def _arrays(path: Path) -> dict[str, NDArray[Any]]:
     try:
         loaded = np.load(path, allow_pickle=False)
         if not isinstance(loaded, Mapping):
-            raise DataError(str(path), [f"one bare array, not a .npz archive of named ones: {made}"])
+            raise DataError(
+                str(path), [f"one bare array, not a .npz archive of named ones: {made}"]
+            )
         with cast(Any, loaded):
             arrays = {}
             for name in loaded:
                 try:
                     arrays[name] = np.asarray(loaded[name])
                 except ValueError as error:
-                    reason = "store it as numbers, or as fixed-width text" if "pickle" in str(error) else str(error)
-                    raise DataError(str(path), [f"{name}: cannot be read without unpickling: {reason}"]) from error
+                    reason = (
+                        "store it as numbers, or as fixed-width text"
+                        if "pickle" in str(error)
+                        else str(error)
+                    )
+                    raise DataError(
+                        str(path), [f"{name}: cannot be read without unpickling: {reason}"]
+                    ) from error
             return arrays
     except (ValueError, EOFError, zlib.error, zipfile.BadZipFile) as error:
         reason = "no NumPy file" if "pickle" in str(error) else str(error)
@@ -136,48 +161,76 @@ def _misfits(arrays: Mapping[str, NDArray[Any]]) -> list[str]:
     """Return what is wrong with the shapes and values of arrays of numbers."""
     trajectory, label = arrays["trajectory"], arrays["label"]
     if trajectory.ndim != 2 or trajectory.shape[1] < 3:
-        return [f"trajectory: shape {list(trajectory.shape)}, [N, m] with at least 3 layers is needed"]
+        return [
+            f"trajectory: shape {list(trajectory.shape)}, [N, m] with at least 3 layers is needed"
+        ]
     n, m = trajectory.shape
     problems = []
     if label.shape != (n,):
         problems.append(f"label: shape {list(label.shape)}, [{n}] is needed, one per trajectory")
     elif not np.isin(label, (0, 1)).all():
         shown = np.unique(label[~np.isin(label, (0, 1))])[:5].tolist()
-        problems.append(f"label: holds {shown}; 1 (factual) and 0 (hallucinated) are the only labels")
+        problems.append(
+            f"label: holds {shown}; 1 (factual) and 0 (hallucinated) are the only labels"
+        )
     else:
-        counts = {"1 (factual)": int(np.sum(label == 1)), "0 (hallucinated)": int(np.sum(label == 0))}
+        counts = {
+            "1 (factual)": int(np.sum(label == 1)),
+            "0 (hallucinated)": int(np.sum(label == 0)),
+        }
         few = {name: count for name, count in counts.items() if count < MIN_ROWS}
-        problems += [f"label: {n} rows are {name}, at least {MIN_ROWS} of each are needed" for name, n in few.items()]
+        problems += [
+            f"label: {n} rows are {name}, at least {MIN_ROWS} of each are needed"
+            for name, n in few.items()
+        ]
     if "group" in arrays and arrays["group"].shape != (n,):
-        problems.append(f"group: shape {list(arrays['group'].shape)}, [{n}] is needed, one per trajectory")
+        problems.append(
+            f"group: shape {list(arrays['group'].shape)}, [{n}] is needed, one per trajectory"
+        )
     readout, direction = arrays.get("readout"), arrays.get("direction")
     if readout is not None and (readout.ndim != 3 or readout.shape[:2] != (n, m)):
-        problems.append(f"readout: shape {list(readout.shape)}, [{n}, {m}, d] is needed to go with trajectory")
+        problems.append(
+            f"readout: shape {list(readout.shape)}, [{n}, {m}, d] is needed to go with trajectory"
+        )
     elif readout is not None and readout.shape[2] < 2:
         problems.append(f"readout: d = {readout.shape[2]}, at least 2 is needed")
     if direction is not None and readout is None:
-        problems.append("direction: is of use with readout [N, m, d] only; add readout, or leave direction out")
-    elif direction is not None and readout is not None and direction.shape != (m, *readout.shape[2:]):
-        problems.append(f"direction: shape {list(direction.shape)}, {[m, *readout.shape[2:]]} is needed with readout")
+        problems.append(
+            "direction: is of use with readout [N, m, d] only; add readout, or leave direction out"
+        )
+    elif (
+        direction is not None and readout is not None and direction.shape != (m, *readout.shape[2:])
+    ):
+        problems.append(
+            f"direction: shape {list(direction.shape)}, {[m, *readout.shape[2:]]} is needed with"
+            " readout"
+        )
     for name in ("trajectory", "readout", "direction"):
         array = arrays.get(name, np.zeros(0))
         if bad := int(np.sum(~np.isfinite(array))):
-            problems.append(f"{name}: {bad} numbers are not finite (NaN or infinite); leave their rows out")
+            problems.append(
+                f"{name}: {bad} numbers are not finite (NaN or infinite); leave their rows out"
+            )
         elif array.size and max(abs(float(array.max())), abs(float(array.min()))) > LIMIT:
             problems.append(
-                f"{name}: {int(np.sum(np.abs(array) > LIMIT))} numbers are larger than {LIMIT:g} in size, and their "
-                f"powers overflow; divide the whole array by a constant, or leave their rows out"
+                f"{name}: {int(np.sum(np.abs(array) > LIMIT))} numbers are larger than {LIMIT:g} in"
+                " size, and their powers overflow; divide the whole array by a constant, or leave"
+                " their rows out"
             )
     if direction is not None and direction.ndim == 2 and not problems:
         norms = np.linalg.norm(direction.astype(np.float64), axis=1)
         worst = int(np.argmax(np.abs(norms - 1.0)))
         if abs(norms[worst] - 1.0) > 1e-3:
-            problems.append(f"direction: row {worst} has length {norms[worst]:.4g}; divide each row by its length")
+            problems.append(
+                f"direction: row {worst} has length {norms[worst]:.4g}; divide each row by its"
+                " length"
+            )
     return problems
 
 
 def _geometry(data: LabelledSet, readout: NDArray[np.floating]) -> dict[str, Any]:
-    """Return the geometry section: readouts of layer l + 1 are taken for layer l's head too (the readout gauge)."""
+    """Return the geometry section: readouts of layer l + 1 are taken for layer l's head too (the
+    readout gauge)."""
     n, m, dim = readout.shape
     v = data.direction
     layers, own, crossed = [], np.empty((n, m)), np.empty((n, m - 1))
@@ -191,20 +244,25 @@ def _geometry(data: LabelledSet, readout: NDArray[np.floating]) -> dict[str, Any
     if v is None:
         return geometry.readout_geometry(layers, (), dim).document()
     parts = decompose(own, crossed)
-    found = geometry.readout_geometry(layers, geometry.transition_geometry(parts, v, data.label), dim)
+    found = geometry.readout_geometry(
+        layers, geometry.transition_geometry(parts, v, data.label), dim
+    )
     document = found.document()
     document["kappa"] = as_document(kappa_table(parts.w, data.label))
     document["isotropy"] = as_document(geometry.isotropy(v, found.middle["stable_rank"]))
     document["notes"].append(
-        "W, K, kappa and isotropy take readout l + 1 as the same head's as readout l: exact for the residual stream "
-        "and for one head fixed through all layers, a convention (the paper's readout gauge) for heads chosen by layer"
+        "W, K, kappa and isotropy take readout l + 1 as the same head's as readout l: exact for the"
+        " residual stream and for one head fixed through all layers, a convention (the paper's"
+        " readout gauge) for heads chosen by layer"
     )
-    # A bias is one number per layer: anything else between v . a and the trajectory says that they do not match.
+    # A bias is one number per layer: anything else between v . a and the trajectory says that they
+    # do not match.
     rest = (data.trajectory - own).std(axis=0)
     if off := int(np.sum(rest > 1e-3 * data.trajectory.std(axis=0))):
         document["notes"].append(
-            f"at {off} of {m} layers the trajectory is not direction . readout plus a bias (another head, scale or "
-            f"position?): W and K are of direction . readout, the other sections of the trajectory"
+            f"at {off} of {m} layers the trajectory is not direction . readout plus a bias (another"
+            " head, scale or position?): W and K are of direction . readout, the other sections of"
+            " the trajectory"
         )
     return document
 
@@ -221,21 +279,35 @@ def _chen_qin(data: LabelledSet, readout: NDArray[np.floating]) -> dict[str, Any
     significant = [test.p_value is not None and test.p_value < ALPHA for test in tests]
     middle = middle_layers(len(tests))
     return {
-        **{name: [getattr(test, name) for test in tests] for name in ("statistic", "energy_ratio", "p_value", "z")},
-        "layers_significant": sum(significant), "layers": len(tests),
-        "middle_significant": sum(significant[layer] for layer in middle), "middle_layers": len(middle),
+        **{
+            name: [getattr(test, name) for test in tests]
+            for name in ("statistic", "energy_ratio", "p_value", "z")
+        },
+        "layers_significant": sum(significant),
+        "layers": len(tests),
+        "middle_significant": sum(significant[layer] for layer in middle),
+        "middle_layers": len(middle),
         "alpha": ALPHA,
-        "notes": notes + [f"layer {layer}: {note}" for layer, test in enumerate(tests) for note in test.notes],
-    }  # fmt: skip
+        "notes": (
+            notes
+            + [f"layer {layer}: {note}" for layer, test in enumerate(tests) for note in test.notes]
+        ),
+    }
 
 
-def own_trajectories(bundle: Bundle, options: NewRowsOptions, engine_factory: Callable[[], Engine]) -> LabelledSet:
-    """Run every row through the model, label it, and read it with the bundle's probes; resumes in the run folder.  The
-    file is checked before the model is loaded.  Raises DataError (also for a model whose trajectories are too short to
-    have a shape), TrainingError, RunMismatch and BundleRefused."""
+def own_trajectories(
+    bundle: Bundle, options: NewRowsOptions, engine_factory: Callable[[], Engine]
+) -> LabelledSet:
+    """Run every row through the model, label it, and read it with the bundle's probes; resumes in
+    the run folder.  The file is checked before the model is loaded.  Raises DataError (also for a
+    model whose trajectories are too short to have a shape), TrainingError, RunMismatch and
+    BundleRefused."""
     manifest = bundle.manifest
     if manifest.model.num_layers < 3:
-        raise DataError(bundle.reference, ["its model has fewer than 3 layers: a trajectory of two has no shape"])
+        raise DataError(
+            bundle.reference,
+            ["its model has fewer than 3 layers: a trajectory of two has no shape"],
+        )
     site = Site(manifest.readout.site)
     options = options.of(manifest.name, manifest.training)
     dataset = read_dataset(options.file, options.answers, folds=MIN_ROWS)
@@ -246,33 +318,55 @@ def own_trajectories(bundle: Bundle, options: NewRowsOptions, engine_factory: Ca
     with locked(options.folder), closing(engine_factory()) as engine:
         Scorer(engine, bundle)  # this model's bundle, and it reads what it should
         prompt_format = as_prompt_format(manifest.prompt_format)
-        prepared = prepare(engine, dataset, options, prompt_format, folder, sites=[site], folds=MIN_ROWS)
+        prepared = prepare(
+            engine, dataset, options, prompt_format, folder, sites=[site], folds=MIN_ROWS
+        )
         probes, inputs = Probes.of(site, bundle.probes), prepared.inputs
         remarks = _seen(bundle, prepared.dataset)
         if left := prepared.labelled.left_out:
-            remarks.append("left out: " + ", ".join(f"{count} {why}" for why, count in left.items()))
+            remarks.append(
+                "left out: " + ", ".join(f"{count} {why}" for why, count in left.items())
+            )
         readouts, readout, direction = inputs.readouts, None, None
         if len(readouts.index) * probes.direction.size * 4 <= MOST_BYTES:
-            heads = [readouts.file.head(layer, head)[readouts.index] for layer, head in enumerate(probes.head.tolist())]
+            heads = [
+                readouts.file.head(layer, head)[readouts.index]
+                for layer, head in enumerate(probes.head.tolist())
+            ]
             readout, direction = np.stack(heads, axis=1), np.asarray(probes.direction, np.float64)
         else:
-            remarks.append("the readouts take more than 2 GiB: the sections on geometry and class means are left out")
+            remarks.append(
+                "the readouts take more than 2 GiB: the sections on geometry and class means are"
+                " left out"
+            )
         trajectory = trajectories(readouts, [probes])
-        return LabelledSet(trajectory, inputs.label, _numbered(inputs.group), readout, direction, tuple(remarks))
+        return LabelledSet(
+            trajectory, inputs.label, _numbered(inputs.group), readout, direction, tuple(remarks)
+        )
 
 
 def _seen(bundle: Bundle, dataset: Dataset) -> list[str]:
-    """Return a remark where probes are diagnosed on the rows that they were fitted on, which flatters them."""
+    """Return a remark where probes are diagnosed on the rows that they were fitted on, which
+    flatters them."""
     record = bundle.evaluation().get("rows_seen", {}).get("training")
     if record is None:
         if dataset.digest == bundle.manifest.training.data_digest:
-            return [f"these are the rows that {bundle.reference} was fitted on: everything here is too good"]
-        return [f"{bundle.reference} does not record its training rows: make sure that these are others"]
+            return [
+                f"these are the rows that {bundle.reference} was fitted on: everything here is too"
+                " good"
+            ]
+        return [
+            f"{bundle.reference} does not record its training rows: make sure that these are others"
+        ]
     marks = Marks.read(record)
     seen = sum(
-        prompt_mark(row.prompt_digest) in marks.prompts or bool(row.group and group_mark(row.group) in marks.groups)
+        prompt_mark(row.prompt_digest) in marks.prompts
+        or bool(row.group and group_mark(row.group) in marks.groups)
         for row in dataset.rows
     )
     if not seen:
         return []
-    return [f"{bundle.reference} was fitted on {seen:,} of the {len(dataset):,} rows: everything here is too good"]
+    return [
+        f"{bundle.reference} was fitted on {seen:,} of the {len(dataset):,} rows: everything here"
+        " is too good"
+    ]

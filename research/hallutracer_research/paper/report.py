@@ -17,7 +17,14 @@ import service
 from hallutracer_research.evaluation import figures
 from hallutracer_research.evaluation.methods import METHODS, OURS, SHUFFLED
 from hallutracer_research.evaluation.options import EvaluateOptions
-from hallutracer_research.evaluation.page import Claim, Figure, ReportData, Section, to_html, to_markdown
+from hallutracer_research.evaluation.page import (
+    Claim,
+    Figure,
+    ReportData,
+    Section,
+    to_html,
+    to_markdown,
+)
 from hallutracer_research.evaluation.results import SetResult, pooled_ranks
 from hallutracer_research.evaluation.run import EvaluationResult
 from hallutracer_research.evaluation.scale import TIMES, beside_tables
@@ -32,48 +39,61 @@ from service.fitting.scores import risk_auroc
 
 
 def introduction(model: str, sets: Sequence[tuple[str, int]], options: EvaluateOptions) -> str:
-    """Return paragraphs: what is measured, how to read it, what to compare with; ``sets``: names and rows."""
+    """Return paragraphs: what is measured, how to read it, what to compare with; ``sets``: names
+    and rows."""
     listed = ", ".join(f"{name} ({rows:,} rows)" for name, rows in sets)
     paragraphs = [
-        f"Before `{model}` writes the first token of an answer, can one tell that the answer will be wrong? This "
-        "report compares HalluTracer, which averages a truth logit over the layers, with other methods on the same "
-        f"rows: {listed}.",
-        "AUROC, in percent, is the chance that a hallucinated row gets a higher risk than a factual one: 50 is a coin, "
-        f"100 is perfect. It is measured on rows that no fit has seen, {options.seeds} seeds x {options.folds} folds; "
-        "± is the standard deviation over these, square brackets are 95 % intervals. A set of a few hundred rows has "
-        "wide ones: differences inside them are no differences. Bold is the best of its block.",
+        (
+            f"Before `{model}` writes the first token of an answer, can one tell that the answer"
+            " will be wrong? This report compares HalluTracer, which averages a truth logit over"
+            f" the layers, with other methods on the same rows: {listed}."
+        ),
+        (
+            "AUROC, in percent, is the chance that a hallucinated row gets a higher risk than a"
+            " factual one: 50 is a coin, 100 is perfect. It is measured on rows that no fit has"
+            f" seen, {options.seeds} seeds x {options.folds} folds; ± is the standard deviation"
+            " over these, square brackets are 95 % intervals. A set of a few hundred rows has wide"
+            " ones: differences inside them are no differences. Bold is the best of its block."
+        ),
     ]
     known = []
     if "text-ngrams" in options.methods:
-        known.append("What the question's text alone reaches says how much a set gives away without any model.")
+        known.append(
+            "What the question's text alone reaches says how much a set gives away without any"
+            " model."
+        )
     if SHUFFLED in options.methods:
         known.append("The control on shuffled labels has to be near 50.")
     if known:
         paragraphs.append(" ".join(known))
     if options.suite == "paper":
         paragraphs.append(
-            "Verdicts come first. Each weighs one claim of the paper by a rule that was fixed beforehand and stands "
-            "beside it: supported, not supported, mixed (the sets disagree, or the interval leaves it open), or not "
-            "testable here."
+            "Verdicts come first. Each weighs one claim of the paper by a rule that was fixed"
+            " beforehand and stands beside it: supported, not supported, mixed (the sets disagree,"
+            " or the interval leaves it open), or not testable here."
         )
     paragraphs.append("Wide tables and drawings scroll sideways on a small screen.")
     return "\n\n".join(paragraphs)
 
 
 SECTIONS: Mapping[str, Mapping[str, TableSpec]] = {
-    "Does the mean suffice?": MEAN, "Readout and heads": READOUT, "Level and shape": TRAJECTORY, "Geometry": READOUTS
-}  # fmt: skip
+    "Does the mean suffice?": MEAN,
+    "Readout and heads": READOUT,
+    "Level and shape": TRAJECTORY,
+    "Geometry": READOUTS,
+}
 """The paper suite's sections after the first, and their tables."""
 
 FILES = ("report.html", "report.md", "results.json")
 _PAPER = (
-    "Tables named after the paper's carry its published numbers, folded under them: other models, other prompts, so a "
-    "comparison of patterns and not of digits."
+    "Tables named after the paper's carry its published numbers, folded under them: other models,"
+    " other prompts, so a comparison of patterns and not of digits."
 )
 
 
 def write_report(evaluation: EvaluationResult, command: str) -> list[Path]:
-    """Write all files into the run's folder.  Raises TrainingError where a figure cannot be computed."""
+    """Write all files into the run's folder.  Raises TrainingError where a figure cannot be
+    computed."""
     data = report_data(evaluation, command)
     tables = [table for section in data.sections for table in section.tables]
     verdicts = [
@@ -85,7 +105,11 @@ def write_report(evaluation: EvaluationResult, command: str) -> list[Path]:
         )
     ]
     intro = f"# {data.title}\n\n" + "\n".join(verdicts)
-    document = {"facts": data.facts, "claims": data.claims, "tables": {one.name: one.document() for one in tables}}
+    document = {
+        "facts": data.facts,
+        "claims": data.claims,
+        "tables": {one.name: one.document() for one in tables},
+    }
     text = json.dumps(as_document(document), indent=1, ensure_ascii=False) + "\n"
     paths = [evaluation.options.out / name for name in FILES]
     for path, content in zip(paths, (to_html(data), to_markdown(tables, intro), text), strict=True):
@@ -98,9 +122,15 @@ def report_data(evaluation: EvaluationResult, command: str) -> ReportData:
     options, identity, results = evaluation.options, evaluation.identity, evaluation.sets
     shape = identity.geometry
     tables = (
-        evaluation.about, evaluation.main, evaluation.ahead, evaluation.decisions, evaluation.second_look,
-        evaluation.subsets, evaluation.transfer, evaluation.forms,
-    )  # fmt: skip
+        evaluation.about,
+        evaluation.main,
+        evaluation.ahead,
+        evaluation.decisions,
+        evaluation.second_look,
+        evaluation.subsets,
+        evaluation.transfer,
+        evaluation.forms,
+    )
     main = [table for table in tables if table is not None]
     if options.beside:
         main += beside_tables(identity.model, main, evaluation.milliseconds, options.beside)
@@ -111,7 +141,8 @@ def report_data(evaluation: EvaluationResult, command: str) -> ReportData:
         drawings = {
             "Does the mean suffice?": [figures.depth_subsampling(depth_curve(results))],
             "Level and shape": [
-                _named(figures.trajectories(result.trajectory(0), result.label), result) for result in results
+                _named(figures.trajectories(result.trajectory(0), result.label), result)
+                for result in results
             ],
             "Geometry": list(_geometry(results)),
         }
@@ -123,40 +154,76 @@ def report_data(evaluation: EvaluationResult, command: str) -> ReportData:
     return ReportData(
         title=f"HalluTracer on {identity.model}",
         facts={
-            "model": {"name": identity.model, "revision": identity.revision, "architecture": identity.architecture,
-                      "dtype": identity.dtype, "layers": shape.num_layers, "heads": shape.num_heads,
-                      "head_dim": shape.head_dim, "fingerprint": identity.fingerprint},
-            "protocol": {"seeds": options.seeds, "folds": options.folds, "inner folds": options.inner_folds,
-                         "splits": "stratified, group-disjoint; everything learned comes from the training side"},
-            "versions": {"hallutracer": service.__version__, "python": platform.python_version(),
-                         "numpy": np.__version__, "torch": version("torch"), "scikit-learn": version("scikit-learn")},
+            "model": {
+                "name": identity.model,
+                "revision": identity.revision,
+                "architecture": identity.architecture,
+                "dtype": identity.dtype,
+                "layers": shape.num_layers,
+                "heads": shape.num_heads,
+                "head_dim": shape.head_dim,
+                "fingerprint": identity.fingerprint,
+            },
+            "protocol": {
+                "seeds": options.seeds,
+                "folds": options.folds,
+                "inner folds": options.inner_folds,
+                "splits": (
+                    "stratified, group-disjoint; everything learned comes from the training side"
+                ),
+            },
+            "versions": {
+                "hallutracer": service.__version__,
+                "python": platform.python_version(),
+                "numpy": np.__version__,
+                "torch": version("torch"),
+                "scikit-learn": version("scikit-learn"),
+            },
             "command": command,
             TIMES: {title: round(value, 1) for title, value in evaluation.milliseconds.items()},
             "seconds, this run": round(evaluation.seconds),
         },
-        claims=judged, sections=sections, published=PUBLISHED,
-        introduction=introduction(identity.model, [(result.title, len(result.label)) for result in results], options),
-    )  # fmt: skip
+        claims=judged,
+        sections=sections,
+        published=PUBLISHED,
+        introduction=introduction(
+            identity.model, [(result.title, len(result.label)) for result in results], options
+        ),
+    )
 
 
 def _detection(result: SetResult) -> list[Figure]:
-    """Return AUROC against cost; ROC and precision-recall, and our reliability, from the first seed's test sides."""
+    """Return AUROC against cost; ROC and precision-recall, and our reliability, from the first
+    seed's test sides."""
     label = result.label
-    ranks = {METHODS[name].title: pooled_ranks(len(label), scores) for name, scores in result.scores.items()}
-    shown = [OURS, *(name for name in result.scores if name not in (OURS, SHUFFLED))]  # that one is a control
+    ranks = {
+        METHODS[name].title: pooled_ranks(len(label), scores)
+        for name, scores in result.scores.items()
+    }
+    shown = [
+        OURS,
+        *(name for name in result.scores if name not in (OURS, SHUFFLED)),
+    ]  # that one is a control
     aurocs = {
-        name: (result.costs[name], [risk_auroc(label[split.test], split.score) for split in result.scores[name]])
+        name: (
+            result.costs[name],
+            [risk_auroc(label[split.test], split.score) for split in result.scores[name]],
+        )
         for name in shown
     }
     return [
         _named(figures.cost(aurocs), result),
         _named(figures.roc_pr(label, ranks), result),
-        _named(figures.reliability(label, {METHODS[OURS].title: result.calibrated}, result.group), result),
+        _named(
+            figures.reliability(label, {METHODS[OURS].title: result.calibrated}, result.group),
+            result,
+        ),
     ]
 
 
 def _geometry(results: Sequence[SetResult]) -> Iterator[Figure]:
-    """Yield the figure of every set whose numbers are all defined; the table's notes say why for the others."""
+    """Yield the figure of every set whose numbers are all defined; the table's notes say why for
+    the others."""
     for result in results:
         try:
             cosines, energy, dim = geometry_by_layer(result)
@@ -168,7 +235,9 @@ def _geometry(results: Sequence[SetResult]) -> Iterator[Figure]:
 
 def _named(figure: Figure, result: SetResult) -> Figure:
     """Return the figure with its set's name before caption and alternative text."""
-    return replace(figure, caption=f"{result.title}: {figure.caption}", alt=f"{result.title}: {figure.alt}")
+    return replace(
+        figure, caption=f"{result.title}: {figure.caption}", alt=f"{result.title}: {figure.alt}"
+    )
 
 
 def command_line() -> str:

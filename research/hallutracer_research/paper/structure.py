@@ -1,7 +1,8 @@
-"""The paper's tables on level, shape and increments of the trajectories (Prop. snr, Thm. uniform-optimal, Eq. icc), and
-on probe directions and readouts.  Trajectories are the out-of-fold ones of the first seed; the folds' probes differ,
-which adds to the spread within classes.  On readouts each fold's probes are applied to its test side, and the folds of
-the first seed averaged; isotropy takes the first fold and one head.  One layer of one fold is in memory at a time."""
+"""The paper's tables on level, shape and increments of the trajectories (Prop. snr, Thm.
+uniform-optimal, Eq. icc), and on probe directions and readouts.  Trajectories are the out-of-fold
+ones of the first seed; the folds' probes differ, which adds to the spread within classes.  On
+readouts each fold's probes are applied to its test side, and the folds of the first seed averaged;
+isotropy takes the first fold and one head.  One layer of one fold is in memory at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +15,12 @@ from hallutracer_research.evaluation.page import Cell
 from hallutracer_research.evaluation.results import SetResult, spread
 from hallutracer_research.evaluation.splits import Split
 from hallutracer_research.paper.diagnostics import geometry, increments
-from hallutracer_research.paper.diagnostics.classes import ChenQin, chen_qin_by_group, mean_or_none, middle_layers
+from hallutracer_research.paper.diagnostics.classes import (
+    ChenQin,
+    chen_qin_by_group,
+    mean_or_none,
+    middle_layers,
+)
 from hallutracer_research.paper.diagnostics.increments import PARTS
 from hallutracer_research.paper.diagnostics.shape import fisher_gap, snr_table, variance_components
 from hallutracer_research.paper.tables import Row, attributes, specs
@@ -24,13 +30,19 @@ from service.fitting.scores import auroc
 
 
 def _fisher(result: SetResult, notes: list[str]) -> Row:
-    """A singular covariance of the layers is shrunk (Ledoit-Wolf); a note and a column give the amount."""
+    """A singular covariance of the layers is shrunk (Ledoit-Wolf); a note and a column give the
+    amount."""
     trajectory = result.trajectory(0)
     try:
         gap = fisher_gap(trajectory, result.label)
     except TrainingError as error:
-        gap = fisher_gap(trajectory, result.label, "ledoit_wolf")  # raises again what shrinking does not cure
-        notes.append(f"the covariance was shrunk towards a multiple of the identity (Ledoit-Wolf), for: {error}")
+        gap = fisher_gap(
+            trajectory, result.label, "ledoit_wolf"
+        )  # raises again what shrinking does not cure
+        notes.append(
+            "the covariance was shrunk towards a multiple of the identity (Ledoit-Wolf), for:"
+            f" {error}"
+        )
     return attributes(gap, notes)
 
 
@@ -51,7 +63,11 @@ def _kappa(result: SetResult, notes: list[str]) -> Row:
     for split in result.folds(0):
         crossed[split.test] = split.test_crossed
     table = increments.kappa_table(increments.decompose(trajectory, crossed).w, result.label)
-    return {**attributes(table, notes), "layers": trajectory.shape[1], "factual_larger": table.factual_wider}
+    return {
+        **attributes(table, notes),
+        "layers": trajectory.shape[1],
+        "factual_larger": table.factual_wider,
+    }
 
 
 def _snr(result: SetResult, notes: list[str]) -> Row:
@@ -62,17 +78,25 @@ TRAJECTORY: Final = specs({"snr": _snr, "fisher": _fisher, "variance": _variance
 ALPHA: Final = 0.05  # of the layer-wise Chen-Qin tests
 PERMUTATIONS: Final = 200
 _DIAGNOSTICS: Final = {  # the table's column -> the diagnostic's name
-    "cohen_d": "cohen_d", "dcov": "distance_correlation", "alignment": "alignment", "v2_top90": "v2_top90",
-    "energy": "energy_fraction", "adjacent_cos": "adjacent_cos", "mean_shift": "mean_shift_norm",
-}  # fmt: skip
+    "cohen_d": "cohen_d",
+    "dcov": "distance_correlation",
+    "alignment": "alignment",
+    "v2_top90": "v2_top90",
+    "energy": "energy_fraction",
+    "adjacent_cos": "adjacent_cos",
+    "mean_shift": "mean_shift_norm",
+}
 
 
 def _geometry(result: SetResult, notes: list[str]) -> Row:
     folds = [_fold_geometry(result, split) for split in result.folds(0)]
     cells: dict[str, Cell] = {
-        key: _mean_defined([fold.middle[name] for fold in folds], key, notes) for key, name in _DIAGNOSTICS.items()
+        key: _mean_defined([fold.middle[name] for fold in folds], key, notes)
+        for key, name in _DIAGNOSTICS.items()
     }
-    drift, whole = (mean_or_none([fold.middle[name] for fold in folds]) for name in ("cohen_d", "increment_d"))
+    drift, whole = (
+        mean_or_none([fold.middle[name] for fold in folds]) for name in ("cohen_d", "increment_d")
+    )
     cells["r_w"] = drift / whole if drift is not None and whole else None
     middle = middle_layers(len(folds[0].layers))
 
@@ -83,10 +107,16 @@ def _geometry(result: SetResult, notes: list[str]) -> Row:
     tests = [[tested(split, layer) for layer in middle] for split in result.folds(0)]
     ratios = [test.energy_ratio for of_fold in tests for test in of_fold]
     cells["energy_ratio"] = _mean_defined(ratios, "energy_ratio", notes)
-    counts = [sum(test.p_value is not None and test.p_value < ALPHA for test in of_fold) for of_fold in tests]
+    counts = [
+        sum(test.p_value is not None and test.p_value < ALPHA for test in of_fold)
+        for of_fold in tests
+    ]
     cells["cq_significant"] = f"{np.mean(counts):.1f}/{len(middle)}"
     if undefined := sum(test.p_value is None for of_fold in tests for test in of_fold):
-        notes.append(f"{undefined} of {len(ratios)} Chen-Qin tests have no p-value and count as not significant")
+        notes.append(
+            f"{undefined} of {len(ratios)} Chen-Qin tests have no p-value and count as not"
+            " significant"
+        )
     p_values = [fold.cos_p_value for fold in folds if fold.cos_p_value is not None]
     shown = tuple(_DIAGNOSTICS.values())
     notes += [note for fold in folds for note in fold.notes if note.startswith(shown)]
@@ -107,33 +137,46 @@ def _isotropy(result: SetResult, notes: list[str]) -> Row:
     direction = probes.direction[:, head]
     middle = list(middle_layers(len(direction)))
     layers = [
-        geometry.layer_geometry(readout_of(result, layer, head, split.test), label, direction[layer])
+        geometry.layer_geometry(
+            readout_of(result, layer, head, split.test), label, direction[layer]
+        )
         for layer in middle
     ]
     ranks = [layer.stable_rank for layer in layers if layer.stable_rank is not None]
     tests = geometry.isotropy(direction, float(np.mean(ranks)) if ranks else None)
     notes += tests.notes
     return {
-        **vars(tests), "layers": len(direction), "head_dim": direction.shape[1], "head": head,
+        **vars(tests),
+        "layers": len(direction),
+        "head_dim": direction.shape[1],
+        "head": head,
         "auc": spread([auroc(label, probes.logits[:, layer, head]) for layer in middle]),
         "effective_rank": spread(ranks) if ranks else None,
         "energy": _mean_defined([layer.energy_fraction for layer in layers], "energy", notes),
-        "adjacent_cos": tests.mean_abs_cos, "cos_ambient": tests.expected_ambient, "cos_rank": tests.expected_rank,
+        "adjacent_cos": tests.mean_abs_cos,
+        "cos_ambient": tests.expected_ambient,
+        "cos_rank": tests.expected_rank,
         "ks_p": tests.ks_rank_p,
-    }  # fmt: skip
+    }
 
 
 def _k_split(result: SetResult, notes: list[str]) -> Row:
     """Return the cells of both tables on the parts of the readout change."""
     folds = [_fold_k(result, split) for split in result.folds(0)]
     signal, null, variance = (
-        {name: float(np.mean([getattr(fold.parts[name], field) for fold in folds])) for name in PARTS}
+        {
+            name: float(np.mean([getattr(fold.parts[name], field) for fold in folds]))
+            for name in PARTS
+        }
         for field in ("signal", "null", "variance")
     )
     whole = signal["k"] - null["k"]
     if whole <= 0:
         notes.append("gaps are left out: K itself tells no more than permuted labels")
-    notes.append(f"the parts add up to K within {max(fold.reconstruction_error for fold in folds):.1e} of their size")
+    notes.append(
+        f"the parts add up to K within {max(fold.reconstruction_error for fold in folds):.1e} of"
+        " their size"
+    )
     cells: dict[str, Cell] = {"null": null["k"]}
     for name in PARTS:
         cells[f"signal_{name}"] = signal[name]
@@ -143,16 +186,27 @@ def _k_split(result: SetResult, notes: list[str]) -> Row:
 
 
 READOUTS: Final = specs(
-    {"geometry": _geometry, "isotropy": _isotropy, "k-split": _k_split, "k-split-variance": _k_split},
-    alpha=ALPHA, permutations=PERMUTATIONS,
-)  # fmt: skip
+    {
+        "geometry": _geometry,
+        "isotropy": _isotropy,
+        "k-split": _k_split,
+        "k-split-variance": _k_split,
+    },
+    alpha=ALPHA,
+    permutations=PERMUTATIONS,
+)
 
 
 def geometry_by_layer(result: SetResult) -> tuple[Floats, Floats, int]:
-    """Return adjacent |cos| [m - 1], the probe's share of variance [m] (NaN where a fold has none), d; fold means."""
+    """Return adjacent |cos| [m - 1], the probe's share of variance [m] (NaN where a fold has none),
+    d; fold means."""
     folds = [_fold_geometry(result, split) for split in result.folds(0)]
-    cosines = np.array([[transition.adjacent_cos for transition in fold.transitions] for fold in folds])
-    energy = np.array([[layer.energy_fraction for layer in fold.layers] for fold in folds], np.float64)
+    cosines = np.array(
+        [[transition.adjacent_cos for transition in fold.transitions] for fold in folds]
+    )
+    energy = np.array(
+        [[layer.energy_fraction for layer in fold.layers] for fold in folds], np.float64
+    )
     return cosines.mean(axis=0), energy.mean(axis=0), folds[0].dim
 
 
@@ -170,14 +224,18 @@ def _fold_geometry(result: SetResult, split: Split) -> geometry.ReadoutGeometry:
     label = result.label[split.test]
     direction, _ = split.probes.of(split.probes.selected)
     layers = [
-        geometry.layer_geometry(_selected_readout(result, split, layer), label, v) for layer, v in enumerate(direction)
+        geometry.layer_geometry(_selected_readout(result, split, layer), label, v)
+        for layer, v in enumerate(direction)
     ]
     parts = increments.decompose(split.test_trajectory, split.test_crossed)
-    return geometry.readout_geometry(layers, geometry.transition_geometry(parts, direction, label), direction.shape[1])
+    return geometry.readout_geometry(
+        layers, geometry.transition_geometry(parts, direction, label), direction.shape[1]
+    )
 
 
 def _fold_k(result: SetResult, split: Split) -> increments.KTable:
-    """Return the split of K on the test side; z is the standardisation of the selected heads' training rows."""
+    """Return the split of K on the test side; z is the standardisation of the selected heads'
+    training rows."""
     heads, head = result.prepared.inputs.heads, split.probes.selected
     direction, bias = split.probes.of(head)
     mean, std = np.empty_like(direction), np.empty_like(direction)
@@ -186,7 +244,10 @@ def _fold_k(result: SetResult, split: Split) -> increments.KTable:
         mean[layer], std[layer] = x.mean(axis=0), x.std(axis=0)
     probes = increments.StandardizedProbes.of(direction, bias, mean, np.where(std > 0, std, 1.0))
     across = increments.crossings(
-        lambda layer: heads.file.layer(layer)[heads.index[split.test]], head, heads.file.geometry, heads.file.site
+        lambda layer: heads.file.layer(layer)[heads.index[split.test]],
+        head,
+        heads.file.geometry,
+        heads.file.site,
     )
     parts = increments.split_readout_change(across, probes, direction, bias)
     return increments.k_table(parts, result.label[split.test], PERMUTATIONS, split.fold)

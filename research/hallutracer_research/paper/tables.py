@@ -1,9 +1,10 @@
-"""The paper's tables: its printed numbers, and how one evaluated set becomes a row of a run's own (``tables.toml``).
+"""The paper's tables: its printed numbers, and how one evaluated set becomes a row of a run's own
+(``tables.toml``).
 
-``published.json`` holds the printed numbers by the paper's label; a percentage becomes a share of 1.  Models and sets
-are spelt one way, though the paper varies; tab:isotropy-results is transposed.  Notes say where printed numbers
-disagree. A set that does not support a computation has an empty row and a note with the reason; the others are
-unaffected."""
+``published.json`` holds the printed numbers by the paper's label; a percentage becomes a share of
+1.  Models and sets are spelt one way, though the paper varies; tab:isotropy-results is transposed.
+Notes say where printed numbers disagree. A set that does not support a computation has an empty row
+and a note with the reason; the others are unaffected."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ from hallutracer_research.evaluation.page import Cell, Column, Table
 from hallutracer_research.evaluation.results import SetResult
 from service.errors import TrainingError
 
-_DIGITS = 10  # a percentage divided by 100 is rounded here, so that 68.71 gives 0.6871 and not 0.6870999
+_DIGITS = (
+    10  # a percentage divided by 100 is rounded here, so that 68.71 gives 0.6871 and not 0.6870999
+)
 
 
 def _text(name: str) -> str:
@@ -29,12 +32,19 @@ def _text(name: str) -> str:
 def _table(label: str, entry: Mapping[str, Any]) -> Table:
     columns = [Column(*column) for column in entry["columns"]]
     rows = [
-        {column.key: _cell(column, value) for column, value in zip(columns, row, strict=True)} for row in entry["rows"]
+        {column.key: _cell(column, value) for column, value in zip(columns, row, strict=True)}
+        for row in entry["rows"]
     ]
     return Table(
-        name="paper-" + label.removeprefix("tab:"), title=entry["title"], columns=columns, rows=rows, label=label,
-        caption=entry["caption"], notes=entry.get("notes", ()), block=entry.get("block", ""),
-    )  # fmt: skip
+        name="paper-" + label.removeprefix("tab:"),
+        title=entry["title"],
+        columns=columns,
+        rows=rows,
+        label=label,
+        caption=entry["caption"],
+        notes=entry.get("notes", ()),
+        block=entry.get("block", ""),
+    )
 
 
 def _cell(column: Column, value: Any) -> Cell:
@@ -52,20 +62,24 @@ _TEXTS: Final[dict[str, Any]] = tomllib.loads(_text("tables.toml"))
 PUBLISHED: Mapping[str, Table] = MappingProxyType(
     {label: _table(label, entry) for label, entry in json.loads(_text("published.json")).items()}
 )
-"""The paper's label ("tab:main-results") -> the table as published; its rows name the data set "True-False",
-"HaluEval2", "HELM", "TruthfulQA" or "Agentic" and the model "Qwen2.5-7B" ... "LLaMA-3.1-8B"."""
+"""The paper's label ("tab:main-results") -> the table as published; its rows name the data set
+"True-False", "HaluEval2", "HELM", "TruthfulQA" or "Agentic" and the model "Qwen2.5-7B" ...
+"LLaMA-3.1-8B"."""
 
 
 Row = Mapping[str, Cell]
 RowMaker = Callable[[SetResult, list[str]], Row]
-"""(set, notes to add to) -> cells by key; keys that no column has are left out.  May raise TrainingError."""
+"""(set, notes to add to) -> cells by key; keys that no column has are left out.  May raise
+TrainingError."""
 Columns = Sequence[str | Column]
 
 SET: Final = Column("set", "Set", "text")
 SHARED: Final = {  # by captions and notes of ``tables.toml``
     "over_splits": "mean ± standard deviation over the test sides of all folds and seeds",
-    "classifier": "Several features: a logistic regression on the training side's out-of-fold features, ranked on the "
-    "test side.",
+    "classifier": (
+        "Several features: a logistic regression on the training side's out-of-fold features,"
+        " ranked on the test side."
+    ),
     "out_of_fold": "Out-of-fold trajectories of the first seed; the folds' probes differ.",
     "by_fold": "Each fold's probes on its test side, mean over the folds of the first seed.",
 }
@@ -78,7 +92,9 @@ class TableSpec:
     name: str
     title: str
     label: str  # the paper's, "" for a table of our own
-    columns: Columns | Callable[[Sequence[SetResult]], Columns]  # after the set's; a string: a published key
+    columns: (
+        Columns | Callable[[Sequence[SetResult]], Columns]
+    )  # after the set's; a string: a published key
     caption: str
     row: RowMaker
     notes: tuple[str, ...] = ()  # of every run; each set adds its own
@@ -90,28 +106,45 @@ class TableSpec:
     def resolved_columns(self, results: Sequence[SetResult]) -> list[Column]:
         """Return all columns, the set's first."""
         columns = self.columns(results) if callable(self.columns) else self.columns
-        published = {column.key: column for column in PUBLISHED[self.label].columns} if self.label else {}
-        return [SET, *(published[column] if isinstance(column, str) else column for column in columns)]
+        published = (
+            {column.key: column for column in PUBLISHED[self.label].columns} if self.label else {}
+        )
+        return [
+            SET,
+            *(published[column] if isinstance(column, str) else column for column in columns),
+        ]
 
 
 def specs(
-    rows: Mapping[str, RowMaker], columns: Mapping[str, Callable[[Sequence[SetResult]], Columns]] = {}, **numbers: float
+    rows: Mapping[str, RowMaker],
+    columns: Mapping[str, Callable[[Sequence[SetResult]], Columns]] = {},
+    **numbers: float,
 ) -> dict[str, TableSpec]:
-    """Return the tables of ``tables.toml`` by name, with their row functions; ``numbers`` are those in their texts."""
+    """Return the tables of ``tables.toml`` by name, with their row functions; ``numbers`` are those
+    in their texts."""
     found, shared = {}, {**SHARED, **numbers}
     for name, row in rows.items():
         entry = _TEXTS[name]
-        listed = [Column(*one) if isinstance(one, list) else one for one in entry.get("columns", ())]
+        listed = [
+            Column(*one) if isinstance(one, list) else one for one in entry.get("columns", ())
+        ]
         notes = tuple(note.format_map(shared) for note in entry.get("notes", ()))
         caption = entry["caption"].format_map(shared)
         found[name] = TableSpec(
-            name, entry["title"], entry.get("label", ""), columns.get(name, listed), caption, row, notes
+            name,
+            entry["title"],
+            entry.get("label", ""),
+            columns.get(name, listed),
+            caption,
+            row,
+            notes,
         )
     return found
 
 
 def make_tables(specs: Iterable[TableSpec], results: Sequence[SetResult]) -> list[Table]:
-    """Return one table for each spec.  A row function of several specs runs once, its notes go under the first."""
+    """Return one table for each spec.  A row function of several specs runs once, its notes go
+    under the first."""
     cells: dict[RowMaker, list[Row]] = {}
     tables = []
     for spec in specs:
@@ -119,13 +152,17 @@ def make_tables(specs: Iterable[TableSpec], results: Sequence[SetResult]) -> lis
         if spec.row not in cells:
             cells[spec.row] = [_set_row(spec.row, result, notes) for result in results]
         columns = spec.resolved_columns(results)
-        rows = [{column.key: row[column.key] for column in columns if column.key in row} for row in cells[spec.row]]
+        rows = [
+            {column.key: row[column.key] for column in columns if column.key in row}
+            for row in cells[spec.row]
+        ]
         tables.append(Table(spec.name, spec.title, columns, rows, spec.label, spec.caption, notes))
     return tables
 
 
 def attributes(diagnostic: Any, notes: list[str]) -> dict[str, Any]:
-    """Return the cells of a diagnostic's result, by its field names; its notes are added to ``notes``."""
+    """Return the cells of a diagnostic's result, by its field names; its notes are added to
+    ``notes``."""
     notes += diagnostic.notes
     return dict(vars(diagnostic))
 

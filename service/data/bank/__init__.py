@@ -1,6 +1,8 @@
-"""The question bank: questions with accepted answers that come with the package, to train without rows of one's own.
+"""The question bank: questions with accepted answers that come with the package, to train without
+rows of one's own.
 
-``ATTRIBUTION.md`` names their sources and licences; ``hallutracer_research.data.bank`` makes the two files."""
+``ATTRIBUTION.md`` names their sources and licences; ``hallutracer_research.data.bank`` makes the
+two files."""
 
 from __future__ import annotations
 
@@ -23,9 +25,9 @@ def bank_file(split: Split) -> Path:
 def bank_rows(split: Split = "train", questions: int | None = None) -> list[dict[str, Any]]:
     """Return the questions of one half, or its first ``questions``, as rows to train on.
 
-    Each row has ``id``, ``prompt``, ``answers``, ``group`` and ``kind``; a fact also the ``statement`` that a passage
-    makes of it.  The rows stand in a drawn order, those of one group behind each other, so that each beginning is a
-    sample of the whole.  The halves share no group.
+    Each row has ``id``, ``prompt``, ``answers``, ``group`` and ``kind``; a fact also the
+    ``statement`` that a passage makes of it.  The rows stand in a drawn order, those of one group
+    behind each other, so that each beginning is a sample of the whole.  The halves share no group.
 
     >>> row = bank_rows("train", 1)[0]
     >>> sorted(row)

@@ -1,7 +1,9 @@
-"""Puts a question into forms of conversation: alone, in a chat, under a system prompt, behind a passage, reworded.
+"""Puts a question into forms of conversation: alone, in a chat, under a system prompt, behind a
+passage, reworded.
 
-A form turns a question into messages.  The text around the question comes from ``wordings.toml`` and from the other
-questions of the file, never from the question's own group.  ``in_forms`` makes rows to train on."""
+A form turns a question into messages.  The text around the question comes from ``wordings.toml``
+and from the other questions of the file, never from the question's own group.  ``in_forms`` makes
+rows to train on."""
 
 from __future__ import annotations
 
@@ -19,13 +21,19 @@ from service.data.judges import split_answers
 from service.data.rows import check_text, objects
 from service.errors import DataError, HalluTracerError
 
-_TEXTS: dict[str, Any] = tomllib.loads(Path(__file__).with_name("wordings.toml").read_text(encoding="utf-8"))
+_TEXTS: dict[str, Any] = tomllib.loads(
+    Path(__file__).with_name("wordings.toml").read_text(encoding="utf-8")
+)
 WORDINGS: Mapping[str, list[str]] = _TEXTS
-TURNS: Mapping[str, list[list[str]]] = _TEXTS  # its entries of several texts: messages of the user and answers
+TURNS: Mapping[str, list[list[str]]] = (
+    _TEXTS  # its entries of several texts: messages of the user and answers
+)
 Message = dict[str, str]
 Row = dict[str, Any]
 INSTRUCTION = re.compile(r"\s+Answer [^.?!]*\.$")  # behind a question: "Answer briefly."
-STATED = 8  # with so many other questions that have a statement, facts and passages use statements alone
+STATED = (
+    8  # with so many other questions that have a statement, facts and passages use statements alone
+)
 
 
 @dataclass(frozen=True)
@@ -62,7 +70,8 @@ class Surroundings:
     other_kinds: Sequence[Question]
 
     def draw(self, count: int, *, alike: bool | None = None) -> list[Question]:
-        """Return different questions: of the same kind, of other kinds, or (None) of all.  Raises Unfit for fewer."""
+        """Return different questions: of the same kind, of other kinds, or (None) of all.  Raises
+        Unfit for fewer."""
         every = [*self.same_kind, *self.other_kinds]
         pool = (every if alike is None else self.same_kind if alike else self.other_kinds) or every
         if len(pool) < count:
@@ -70,7 +79,8 @@ class Surroundings:
         return self.random.sample(pool, count)
 
     def wrong(self, question: Question) -> str:
-        """Return an answer to another question of the kind, not to this one.  Raises Unfit if there is none."""
+        """Return an answer to another question of the kind, not to this one.  Raises Unfit if there
+        is none."""
         answers = [
             neighbour.answer
             for neighbour in self.same_kind or self.other_kinds
@@ -91,7 +101,8 @@ class Surroundings:
 
     @property
     def noted(self) -> list[Question]:
-        """Return other questions for notes: those with a statement if there are enough of them, else all."""
+        """Return other questions for notes: those with a statement if there are enough of them,
+        else all."""
         pool = [*self.same_kind, *self.other_kinds]
         stated = [neighbour for neighbour in pool if neighbour.statement]
         return stated if len(stated) >= STATED else pool
@@ -125,20 +136,25 @@ def families() -> list[str]:
 
 
 def chosen(names: Iterable[str]) -> list[Form]:
-    """Return the forms of these names and families, each once.  Raises HalluTracerError for an unknown name."""
+    """Return the forms of these names and families, each once.  Raises HalluTracerError for an
+    unknown name."""
     forms: dict[str, Form] = {}
     for name in names:
-        matching = {form.name: form for form in FORMS.values() if name in (form.name, form.family, "all")}
+        matching = {
+            form.name: form for form in FORMS.values() if name in (form.name, form.family, "all")
+        }
         if not matching:
             raise HalluTracerError(
-                f"no form is called {name!r}: all, {', '.join(families())}, or one of {', '.join(FORMS)}"
+                f"no form is called {name!r}: all, {', '.join(families())}, or one of"
+                f" {', '.join(FORMS)}"
             )
         forms |= matching
     return list(forms.values())
 
 
 def is_one_message(form: Form) -> bool:
-    """Return whether a form is a single message, which a model without a chat template can take, too."""
+    """Return whether a form is a single message, which a model without a chat template can take,
+    too."""
     return form.family not in ("system", "turns")
 
 
@@ -158,12 +174,17 @@ def _asked(wordings: str, question: Question, around: Surroundings, **texts: str
 
 
 def _typos(question: Question, around: Surroundings) -> list[Message]:
-    """Swap two neighbouring letters, or leave out a letter, in one or two words that are not names."""
+    """Swap two neighbouring letters, or leave out a letter, in one or two words that are not
+    names."""
     words = question.text.split(" ")
-    positions = [position for position, word in enumerate(words) if len(word) > 3 and word.islower()]
+    positions = [
+        position for position, word in enumerate(words) if len(word) > 3 and word.islower()
+    ]
     if not positions:
         raise Unfit
-    for position in around.random.sample(positions, min(len(positions), around.random.choice((1, 2)))):
+    for position in around.random.sample(
+        positions, min(len(positions), around.random.choice((1, 2)))
+    ):
         word, at = words[position], around.random.randrange(1, len(words[position]) - 1)
         swapped = word[:at] + word[at + 1] + word[at] + word[at + 2 :]
         words[position] = around.one_of(swapped, word[:at] + word[at + 1 :])
@@ -171,21 +192,28 @@ def _typos(question: Question, around: Surroundings) -> list[Message]:
 
 
 def _ending(question: Question, around: Surroundings) -> list[Message]:
-    junk = "".join(around.random.choices("abcdefghijklmnopqrstuvwxyz!.;[]=+/ ", k=around.random.randint(4, 24)))
+    junk = "".join(
+        around.random.choices("abcdefghijklmnopqrstuvwxyz!.;[]=+/ ", k=around.random.randint(4, 24))
+    )
     return _asked("endings", question, around, j=junk)
 
 
 def _junk(question: Question, around: Surroundings) -> list[Message]:
-    """Put pieces that make no sense behind the question, seldom before it: markup, symbols, parts of words."""
+    """Put pieces that make no sense behind the question, seldom before it: markup, symbols, parts
+    of words."""
     choice = around.random.choice
     words = [word for neighbour in around.draw(4) for word in neighbour.text.split()]
 
     def cut() -> str:
         word, second = choice(words), choice(words)
         half = len(word) // 2
-        return choice((word, word.upper(), word.lower(), word[:half], word[half:], word + second.title()))
+        return choice(
+            (word, word.upper(), word.lower(), word[:half], word[half:], word + second.title())
+        )
 
-    pieces = [choice((choice(WORDINGS["marks"]), cut())) for _ in range(around.random.randint(2, 24))]
+    pieces = [
+        choice((choice(WORDINGS["marks"]), cut())) for _ in range(around.random.randint(2, 24))
+    ]
     junk = "".join(piece + choice(("", " ", " ")) for piece in pieces).strip()
     return _asked("junk", question, around, j=junk)
 
@@ -201,10 +229,14 @@ def _system_facts(question: Question, around: Surroundings) -> list[Message]:
 
 
 def _small_talk(question: Question, around: Surroundings) -> list[Message]:
-    return _ask(question.text, *around.random.sample(TURNS["small_talk"], around.random.randint(1, 2)))
+    return _ask(
+        question.text, *around.random.sample(TURNS["small_talk"], around.random.randint(1, 2))
+    )
 
 
-def _turn(question: Question, around: Surroundings, answer: Callable[[Question], str]) -> list[Message]:
+def _turn(
+    question: Question, around: Surroundings, answer: Callable[[Question], str]
+) -> list[Message]:
     [earlier] = around.draw(1, alike=around.random.random() < 0.5)
     return _ask(question.text, (earlier.text, answer(earlier)))
 
@@ -222,18 +254,28 @@ def _greeting(question: Question, around: Surroundings) -> list[Message]:
     return _ask(question.text, around.one_of(*TURNS["greetings"]))
 
 
-def _turns_own(question: Question, around: Surroundings, counts: Sequence[int] = (2, 3, 8)) -> list[Message]:
+def _turns_own(
+    question: Question, around: Surroundings, counts: Sequence[int] = (2, 3, 8)
+) -> list[Message]:
     count = around.random.choice(counts) if len(counts) > 1 else counts[0]
     pool = [earlier for earlier in (*around.same_kind, *around.other_kinds) if earlier.model_answer]
     if len(pool) < count:
         raise Unfit
-    return _ask(question.text, *((earlier.text, earlier.model_answer) for earlier in around.random.sample(pool, count)))
+    return _ask(
+        question.text,
+        *((earlier.text, earlier.model_answer) for earlier in around.random.sample(pool, count)),
+    )
 
 
 def _turns_mixed(question: Question, around: Surroundings) -> list[Message]:
     before = []
     for earlier in around.draw(around.random.choice((2, 3, 3, 8))):
-        answers = (earlier.reply, earlier.reply, around.wrong(earlier), around.one_of(*WORDINGS["refusals"]))
+        answers = (
+            earlier.reply,
+            earlier.reply,
+            around.wrong(earlier),
+            around.one_of(*WORDINGS["refusals"]),
+        )
         before.append((earlier.text, around.random.choice(answers)))
     return _ask(question.text, *before)
 
@@ -248,7 +290,9 @@ def _turns_with_system(question: Question, around: Surroundings) -> list[Message
 
 def _few_shot(question: Question, around: Surroundings) -> list[Message]:
     shots = around.draw(around.random.choice((2, 3, 5)), alike=around.random.random() < 0.7)
-    lead, ask, reply = around.random.choice((("", "Q: ", "A: "), ("Some examples:\n", "Question: ", "Answer: ")))
+    lead, ask, reply = around.random.choice(
+        (("", "Q: ", "A: "), ("Some examples:\n", "Question: ", "Answer: "))
+    )
     lines = [f"{ask}{shot.text}\n{reply}{shot.answer}" for shot in shots]
     return _ask(lead + "\n\n".join([*lines, f"{ask}{question.text}\n{reply.strip()}"]))
 
@@ -261,7 +305,11 @@ def _passage_contradicting(question: Question, around: Surroundings) -> list[Mes
     if not question.answer:
         raise Unfit
     wrong = around.wrong(question)
-    note = question.note.replace(question.answer, wrong) if question.answer in question.note else f"{wrong}."
+    note = (
+        question.note.replace(question.answer, wrong)
+        if question.answer in question.note
+        else f"{wrong}."
+    )
     return _passage(question, around, [note, *around.notes(2)])
 
 
@@ -274,7 +322,8 @@ def _passages_several(question: Question, around: Surroundings) -> list[Message]
 
 
 def _long(question: Question, around: Surroundings, words: int) -> list[Message]:
-    """Put notes of about ``words`` words before the question.  In half of the cases a note gives the answer.
+    """Put notes of about ``words`` words before the question.  In half of the cases a note gives
+    the answer.
 
     A word is about 1.4 tokens."""
     notes = [question.note] if around.random.random() < 0.5 else []
@@ -299,16 +348,36 @@ _FORMS: Sequence[tuple[str, str, float, Make]] = (
     ("ending", "wording", 1.0, _ending),
     ("junk", "junk", 1.0, _junk),
     ("format", "formats", 1.0, lambda q, around: _asked("formats", q, around)),
-    ("system_short", "system", 1.0, lambda q, around: _system(q, around.one_of(*WORDINGS["short_system"]))),
-    ("system_persona", "system", 1.0, lambda q, around: _system(q, around.one_of(*WORDINGS["personas"]))),
+    (
+        "system_short",
+        "system",
+        1.0,
+        lambda q, around: _system(q, around.one_of(*WORDINGS["short_system"])),
+    ),
+    (
+        "system_persona",
+        "system",
+        1.0,
+        lambda q, around: _system(q, around.one_of(*WORDINGS["personas"])),
+    ),
     ("system_rules", "system", 1.0, _system_rules),
-    ("system_long", "system", 1.0, lambda q, around: _system(q, around.one_of(*WORDINGS["long_system"]))),
+    (
+        "system_long",
+        "system",
+        1.0,
+        lambda q, around: _system(q, around.one_of(*WORDINGS["long_system"])),
+    ),
     ("system_facts", "system", 1.0, _system_facts),
     ("greeting", "turns", 1.0, _greeting),
     ("small_talk", "turns", 1.0, _small_talk),
     ("turn_right", "turns", 1.0, _turn_right),
     ("turn_wrong", "turns", 1.0, _turn_wrong),
-    ("turn_refused", "turns", 1.0, lambda q, around: _turn(q, around, lambda _: around.one_of(*WORDINGS["refusals"]))),
+    (
+        "turn_refused",
+        "turns",
+        1.0,
+        lambda q, around: _turn(q, around, lambda _: around.one_of(*WORDINGS["refusals"])),
+    ),
     ("turn_own", "turns", 2.0, lambda q, around: _turns_own(q, around, (1,))),
     ("turns_own", "turns", 1.5, _turns_own),
     ("turns_mixed", "turns", 1.5, _turns_mixed),
@@ -321,7 +390,12 @@ _FORMS: Sequence[tuple[str, str, float, Make]] = (
         2.5,
         lambda q, around: _asked("behind", q, around, f=around.facts(around.one_of(1, 1, 1, 2, 3))),
     ),
-    ("passage_right", "passages", 2.0, lambda q, around: _passage(q, around, [q.note, *around.notes(2)])),
+    (
+        "passage_right",
+        "passages",
+        2.0,
+        lambda q, around: _passage(q, around, [q.note, *around.notes(2)]),
+    ),
     ("passage_unrelated", "passages", 1.5, lambda q, around: _passage(q, around, around.notes(3))),
     ("passage_contradicting", "passages", 0.1, _passage_contradicting),
     ("passages_several", "passages", 1.5, _passages_several),
@@ -340,11 +414,13 @@ def in_forms(
     model_answers: dict[str, str] | None = None,
     fits: Callable[[Form, list[Message]], bool] | None = None,
 ) -> list[Row]:
-    """Return each row in ``per_row`` different forms, drawn by their weights; the same seed and rows give the same.
+    """Return each row in ``per_row`` different forms, drawn by their weights; the same seed and
+    rows give the same.
 
-    ``model_answers`` has the model's answers by id, for the forms with its own earlier answers.  A row that has
-    ``messages``, or does not apply, stays as it is, once.  A row that fits none of the forms is left out.  ``fits``
-    decides whether the model can be asked the messages of a form; if not, the row takes another form."""
+    ``model_answers`` has the model's answers by id, for the forms with its own earlier answers.  A
+    row that has ``messages``, or does not apply, stays as it is, once.  A row that fits none of the
+    forms is left out.  ``fits`` decides whether the model can be asked the messages of a form; if
+    not, the row takes another form."""
     asking = [row for row in rows if "prompt" in row and row.get("applies") is not False]
     questions = {row["id"]: _question(row, model_answers or {}) for row in asking}
     by_kind: dict[str, list[Question]] = defaultdict(list)
@@ -359,7 +435,11 @@ def in_forms(
         question = questions[row["id"]]
         draw = random.Random(f"{seed} {question.id}")
         same_kind = _others(question, by_kind[question.kind], draw)
-        other_kinds = [neighbour for neighbour in _others(question, every, draw) if neighbour.kind != question.kind]
+        other_kinds = [
+            neighbour
+            for neighbour in _others(question, every, draw)
+            if neighbour.kind != question.kind
+        ]
         around = Surroundings(draw, same_kind, other_kinds)
         left = list(forms)
         count = 0
@@ -370,7 +450,11 @@ def in_forms(
                 messages = form.make(question, around)
                 if fits is None or fits(form, messages):
                     fields = {key: value for key, value in row.items() if key != "prompt"}
-                    name = {"id": f"{row['id']}+{form.name}", "group": question.group, "form": form.name}
+                    name = {
+                        "id": f"{row['id']}+{form.name}",
+                        "group": question.group,
+                        "form": form.name,
+                    }
                     made_rows.append(fields | name | {"messages": messages})
                     count += 1
     return made_rows
@@ -383,7 +467,9 @@ def read_model_answers(path: Path) -> dict[str, str]:
     for line, value in objects(path, problems):
         line_problems = list(check_text(value, "id", required=True))
         if not isinstance(value.get("answer"), str):
-            line_problems.append("'answer' must be a string: answers.jsonl of a run folder is expected")
+            line_problems.append(
+                "'answer' must be a string: answers.jsonl of a run folder is expected"
+            )
         problems += [f"line {line}: {problem}" for problem in line_problems]
         if not line_problems:
             answers[value["id"]] = value["answer"]

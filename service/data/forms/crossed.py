@@ -1,8 +1,8 @@
 """Asks each question in several wordings, so that a probe cannot mistake a wording for knowledge.
 
-``relations.toml`` holds the wordings.  A row that names its ``relation`` and ``subject`` gets phrases, questions and
-key words of that relation.  A rule changes any other question.  A family is a set of frames that look alike; held-out
-families are for test rows alone."""
+``relations.toml`` holds the wordings.  A row that names its ``relation`` and ``subject`` gets
+phrases, questions and key words of that relation.  A rule changes any other question.  A family is
+a set of frames that look alike; held-out families are for test rows alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from typing import Any
 from service.data.forms import INSTRUCTION, Row, Unfit
 from service.data.near_duplicates import FILLER
 
-_TEXTS: dict[str, Any] = tomllib.loads(Path(__file__).with_name("relations.toml").read_text(encoding="utf-8"))
+_TEXTS: dict[str, Any] = tomllib.loads(
+    Path(__file__).with_name("relations.toml").read_text(encoding="utf-8")
+)
 WORDING = "wording_"  # the form's name of a reworded question is this and the family's name
 PLAIN_WORDING = f"{WORDING}plain"  # the family that asks in the relation's own questions
 WORDS = 2  # content words that a question must have to be asked in key words
@@ -26,12 +28,19 @@ TRIES = 20  # draws of a wording of one family, until one is new for its questio
 _MARKS = ".?!:;, "
 _QUESTION_WORDS = frozenset(("who", "whom", "whose", "where", "when", "why", "how", "many", "much"))
 _AUXILIARY = r"(?:is|are|was|were|do|does|did|has|have|had|can|will|would|should)"
-_SUBJECT_QUESTIONS = (  # an imperative can replace these beginnings; any other question is put behind a lead
-    (re.compile(r"(?:what|which) (?:is|are|was|were) ((?:the|a|an) .+)", re.IGNORECASE), "Name {0}."),
+# an imperative can replace these beginnings; any other question is put behind a lead
+_SUBJECT_QUESTIONS = (
+    (
+        re.compile(r"(?:what|which) (?:is|are|was|were) ((?:the|a|an) .+)", re.IGNORECASE),
+        "Name {0}.",
+    ),
     (re.compile(r"who (?:is|are|was|were) (the .+)", re.IGNORECASE), "Name {0}."),
     (re.compile(rf"who (?!{_AUXILIARY}\b)(.+)", re.IGNORECASE), "Name the person who {0}."),
     (
-        re.compile(r"(?:what|which) ([a-z]+) ((?:won|wrote|made|became|invented|plays|played) .+)", re.IGNORECASE),
+        re.compile(
+            r"(?:what|which) ([a-z]+) ((?:won|wrote|made|became|invented|plays|played) .+)",
+            re.IGNORECASE,
+        ),
         "Name the {0} that {1}.",
     ),
     (re.compile(rf"how many ((?!.*\b{_AUXILIARY}\b).+)", re.IGNORECASE), "Say how many {0}."),
@@ -59,7 +68,8 @@ class Relation:
 
 @dataclass(frozen=True)
 class Family:
-    """Frames that look alike.  ``weight`` is its share of the wordings, relative to the other families' weights."""
+    """Frames that look alike.  ``weight`` is its share of the wordings, relative to the other
+    families' weights."""
 
     name: str
     fact: tuple[str, ...]
@@ -71,7 +81,9 @@ class Family:
 
 
 def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    return {
+        name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
+    }
 
 
 RELATIONS: Mapping[str, Relation] = MappingProxyType(
@@ -106,9 +118,10 @@ def in_wordings(
 ) -> list[Row]:
     """Return each question in ``per_row`` wordings of different families, drawn by weight.
 
-    With ``every`` each family gives a wording.  The same seed and rows give the same.  ``rows`` have a ``prompt``.  A
-    wording is one message of the user; the row's id and its ``form`` name the family.  A question that suits fewer
-    families has fewer wordings.  All prompts of the result differ, and none is in ``taken``."""
+    With ``every`` each family gives a wording.  The same seed and rows give the same.  ``rows``
+    have a ``prompt``.  A wording is one message of the user; the row's id and its ``form`` name the
+    family.  A question that suits fewer families has fewer wordings.  All prompts of the result
+    differ, and none is in ``taken``."""
     seen = set(taken)
     worded_rows: list[Row] = []
     for row in rows:
@@ -130,7 +143,8 @@ def in_wordings(
 
 
 def _weight(family: Family, row: Row) -> float:
-    """Return the family's weight for a row; smaller without a relation, where a heavy family has few wordings."""
+    """Return the family's weight for a row; smaller without a relation, where a heavy family has
+    few wordings."""
     return family.weight if "relation" in row else min(family.weight, 1.5)
 
 
@@ -147,7 +161,8 @@ def _new_wording(row: Row, family: Family, draw: random.Random, seen: set[str]) 
 
 
 def worded(row: Row, family: Family, draw: random.Random) -> str:
-    """Return one wording of a question.  Raises Unfit for a question that does not suit the family's rule."""
+    """Return one wording of a question.  Raises Unfit for a question that does not suit the
+    family's rule."""
     case = CASES[draw.choice(family.case)]
     if "relation" in row:
         return case(filled(draw.choice(family.fact), row, draw))
@@ -162,7 +177,8 @@ def worded(row: Row, family: Family, draw: random.Random) -> str:
 
 
 def filled(frame: str, row: Row, draw: random.Random) -> str:
-    """Return a frame of ``fact`` with its gaps filled by wordings of the row's relation and by its subject."""
+    """Return a frame of ``fact`` with its gaps filled by wordings of the row's relation and by its
+    subject."""
     relation, subject = RELATIONS[row["relation"]], str(row["subject"])
     if "{k}" in frame or "{K}" in frame:  # key words have no article
         subject = subject.removeprefix("the ")
@@ -194,9 +210,12 @@ def _imperative(question: str, draw: random.Random) -> str:
 
 
 def key_words(question: str) -> list[str]:
-    """Return a question's words without function words.  Raises Unfit if fewer than ``WORDS`` are left."""
+    """Return a question's words without function words.  Raises Unfit if fewer than ``WORDS`` are
+    left."""
     words = re.findall(r"[\w$%&+'\u2019.-]*\w", question)
-    content = [word for word in words if word.lower() not in FILLER and word.lower() not in _QUESTION_WORDS]
+    content = [
+        word for word in words if word.lower() not in FILLER and word.lower() not in _QUESTION_WORDS
+    ]
     if len(content) < WORDS:
         raise Unfit
     return content

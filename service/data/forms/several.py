@@ -1,9 +1,11 @@
-"""Makes rows whose question of fact does not stand alone: several in one message, follow-ups, tasks with a fact.
+"""Makes rows whose question of fact does not stand alone: several in one message, follow-ups, tasks
+with a fact.
 
-``several.toml`` holds the texts.  The last message asks for the row's own fact: directly, by referring to an earlier
-message, or inside a task.  If it asks for more than one fact, ``answers`` has parts, and the answer must hold each.
-The other facts come from ``partners``: rows that are in no training file, each used once.  So the label of a row never
-depends on a fact of another fold.  ``no_fact_rows`` makes requests that look alike and ask for no fact."""
+``several.toml`` holds the texts.  The last message asks for the row's own fact: directly, by
+referring to an earlier message, or inside a task.  If it asks for more than one fact, ``answers``
+has parts, and the answer must hold each. The other facts come from ``partners``: rows that are in
+no training file, each used once.  So the label of a row never depends on a fact of another fold.
+``no_fact_rows`` makes requests that look alike and ask for no fact."""
 
 from __future__ import annotations
 
@@ -18,20 +20,30 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from service.data.forms import INSTRUCTION, TURNS, Message, Row, Unfit
-from service.data.forms.crossed import RELATIONS, filled, held_out_families, started, training_families, worded
+from service.data.forms.crossed import (
+    RELATIONS,
+    filled,
+    held_out_families,
+    started,
+    training_families,
+    worded,
+)
 from service.data.judges import parts
 
 TEXTS: Mapping[str, Any] = MappingProxyType(
     tomllib.loads(Path(__file__).with_name("several.toml").read_text(encoding="utf-8"))
 )
 TASK_KINDS = ("code", "letter", "verse", "text")
-LONG_ANSWER = 64  # tokens for the answer to a task or to several parts; other answers take the caller's limit
+LONG_ANSWER = (
+    64  # tokens for the answer to a task or to several parts; other answers take the caller's limit
+)
 ALONE = 0.6  # share of small talk and requests without earlier messages
 
 
 @dataclass
 class Company:
-    """Rows to combine with a row: ``siblings`` are about the same subject, ``partners`` are of other groups."""
+    """Rows to combine with a row: ``siblings`` are about the same subject, ``partners`` are of
+    other groups."""
 
     random: random.Random
     siblings: Mapping[tuple[str, str], Sequence[Row]]  # by group and subject
@@ -53,7 +65,9 @@ class Company:
     def sibling(self, row: Row) -> Row:
         """Return a row about the same subject.  Raises Unfit if there is none."""
         pool = [
-            candidate for candidate in self.siblings.get(_subject(row), ()) if candidate["relation"] != row["relation"]
+            candidate
+            for candidate in self.siblings.get(_subject(row), ())
+            if candidate["relation"] != row["relation"]
         ]
         if not pool:
             raise Unfit
@@ -66,7 +80,8 @@ class Company:
     def wording(self, row: Row) -> str:
         """Return the row's question in any wording."""
         families = held_out_families() if self.test else training_families()
-        while True:  # ends: every row suits the training family "plain", and each held-out family without a rule
+        # ends: every row suits the training family "plain", and each held-out family without a rule
+        while True:
             [drawn] = self.random.choices(families, [family.weight for family in families])
             with suppress(Unfit):
                 return worded(row, drawn, self.random)
@@ -100,11 +115,13 @@ def several_rows(
     test: bool = False,
     every: bool = False,
 ) -> list[Row]:
-    """Return each row in ``per_row`` forms, drawn by weight; with ``every`` in each form that suits it.
+    """Return each row in ``per_row`` forms, drawn by weight; with ``every`` in each form that suits
+    it.
 
-    A row whose answer is longer than usual has ``answer_tokens``.  The ``rows`` need a ``prompt``, ``answers`` and a
-    ``group``; with a ``relation`` they need a ``subject`` and a ``statement``, too.  The same seed, rows and partners
-    give the same.  ``test`` uses the texts that are held out of training."""
+    A row whose answer is longer than usual has ``answer_tokens``.  The ``rows`` need a ``prompt``,
+    ``answers`` and a ``group``; with a ``relation`` they need a ``subject`` and a ``statement``,
+    too.  The same seed, rows and partners give the same.  ``test`` uses the texts that are held out
+    of training."""
     draw = random.Random(f"{seed} several")
     siblings: dict[tuple[str, str], list[Row]] = defaultdict(list)
     pairs: dict[str, list[Row]] = defaultdict(list)
@@ -125,7 +142,9 @@ def several_rows(
             left.remove(form)
             with suppress(Unfit):
                 messages, answers = form.make(row, company)
-                fields = {key: value for key, value in row.items() if key not in ("prompt", "answers")}
+                fields = {
+                    key: value for key, value in row.items() if key not in ("prompt", "answers")
+                }
                 more = {"answer_tokens": LONG_ANSWER} if form.long else {}
                 name = {"id": f"{row['id']}+{form.name}", "form": form.name}
                 made_rows.append(fields | name | {"messages": messages, "answers": answers} | more)
@@ -139,7 +158,10 @@ def _subject(row: Row) -> tuple[str, str]:
 
 def _conversation(*texts: str) -> list[Message]:
     """Return a conversation that begins and ends with the user."""
-    return [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(texts)]
+    return [
+        {"role": ("user", "assistant")[number % 2], "content": text}
+        for number, text in enumerate(texts)
+    ]
 
 
 def _together(frame: str, *facts: tuple[str, Sequence[str]]) -> Made:
@@ -157,7 +179,10 @@ def _easy(company: Company) -> tuple[str, Sequence[str]]:
 
 
 def _shuffled(row: Row, company: Company, name: str, partners: int) -> Made:
-    facts = [_fact_of(row, company), *(_fact_of(company.partner(), company) for _ in range(partners))]
+    facts = [
+        _fact_of(row, company),
+        *(_fact_of(company.partner(), company) for _ in range(partners)),
+    ]
     return _together(company.text(name), *company.random.sample(facts, len(facts)))
 
 
@@ -212,8 +237,12 @@ def _any_task(row: Row, company: Company) -> Made:
 
 
 FORMS: Sequence[RequestForm] = (
-    RequestForm("two_questions", 2.0, lambda row, company: _shuffled(row, company, "two", 1), long=True),
-    RequestForm("three_questions", 1.0, lambda row, company: _shuffled(row, company, "three", 2), long=True),
+    RequestForm(
+        "two_questions", 2.0, lambda row, company: _shuffled(row, company, "two", 1), long=True
+    ),
+    RequestForm(
+        "three_questions", 1.0, lambda row, company: _shuffled(row, company, "three", 2), long=True
+    ),
     RequestForm(
         "easy_before",
         2.0,
@@ -232,15 +261,20 @@ FORMS: Sequence[RequestForm] = (
     RequestForm("waiting", 1.0, _waiting),
     RequestForm("same_relation", 1.5, _same_relation, facts=True),
     RequestForm("other_relation", 1.5, _other_relation, facts=True),
-    *(RequestForm(f"inside_{name}", 1.0, _task(name), facts=True, long=True) for name in TASK_KINDS),
+    *(
+        RequestForm(f"inside_{name}", 1.0, _task(name), facts=True, long=True)
+        for name in TASK_KINDS
+    ),
     RequestForm("inside_task", 1.0, _any_task, long=True),
 )
 
 
 def no_fact_rows(count: int, answered: Sequence[Row], seed: int = 0) -> list[Row]:
-    """Return ``count`` rows that ask for no fact but look like rows that do; the same arguments give the same.
+    """Return ``count`` rows that ask for no fact but look like rows that do; the same arguments
+    give the same.
 
-    ``answered`` are rows of facts with a statement, for the messages before the request; without them small talk."""
+    ``answered`` are rows of facts with a statement, for the messages before the request; without
+    them small talk."""
     draw = random.Random(f"{seed} no fact")
     kinds = list(_NO_FACT)
     made_rows: list[Row] = []
@@ -274,7 +308,13 @@ def _filled(draw: random.Random, name: str) -> tuple[str, str]:
 
 def _dressed(draw: random.Random, text: str) -> str:
     """Return the text, sometimes in small letters or without its final mark."""
-    cases: tuple[Callable[[str], str], ...] = (str, str, str, str.lower, lambda text: text.rstrip(".!?"))
+    cases: tuple[Callable[[str], str], ...] = (
+        str,
+        str,
+        str,
+        str.lower,
+        lambda text: text.rstrip(".!?"),
+    )
     return draw.choice(cases)(text)
 
 
@@ -303,28 +343,36 @@ def _exchange(draw: random.Random, answered: Sequence[Row]) -> list[str]:
     row = draw.choice(answered)
     families = training_families()
     [drawn] = draw.choices(families, [family.weight for family in families])
-    reply = draw.choice((row["statement"], row["statement"], row["answers"][0], draw.choice(TEXTS["refused"])))
+    reply = draw.choice(
+        (row["statement"], row["statement"], row["answers"][0], draw.choice(TEXTS["refused"]))
+    )
     return [worded(row, drawn, draw), reply]
 
 
 def _follow_up(draw: random.Random, _: Sequence[Row]) -> tuple[list[Message], str]:
     request, _topic = _filled(draw, draw.choice(("requests", "requests", "key_words")))
     text, topic = _filled(draw, "follow_ups")
-    return _conversation(request, draw.choice(TEXTS["no_fact"]["made"]), _dressed(draw, text)), topic
+    return _conversation(
+        request, draw.choice(TEXTS["no_fact"]["made"]), _dressed(draw, text)
+    ), topic
 
 
 def _closing(draw: random.Random, answered: Sequence[Row]) -> tuple[list[Message], str]:
     text, topic = _filled(draw, "closings")
     more = _filled(draw, "closings")[0] if draw.random() < 0.2 else ""
-    return _conversation(*_exchange(draw, answered), _dressed(draw, f"{text} {more}".strip())), topic
+    return _conversation(
+        *_exchange(draw, answered), _dressed(draw, f"{text} {more}".strip())
+    ), topic
 
 
-_NO_FACT: Mapping[str, Callable[[random.Random, Sequence[Row]], tuple[list[Message], str]]] = MappingProxyType(
-    {
-        "key_words": _keys,
-        "request": _open("requests"),
-        "small_talk": _open("talk"),
-        "after_request": _follow_up,
-        "closing": _closing,
-    }
+_NO_FACT: Mapping[str, Callable[[random.Random, Sequence[Row]], tuple[list[Message], str]]] = (
+    MappingProxyType(
+        {
+            "key_words": _keys,
+            "request": _open("requests"),
+            "small_talk": _open("talk"),
+            "after_request": _follow_up,
+            "closing": _closing,
+        }
+    )
 )

@@ -1,8 +1,9 @@
 """Makes rows that ask for no fact: chat, writing, translating, code, work on a text, nonsense.
 
-The probe that recognises questions of fact learns the other class from them.  A kind combines wordings with lists of
-texts.  Many requests end in a question mark or name a city, as questions of fact do.  They stand alone, or in the same
-forms of conversation as questions, so that the form reveals nothing.
+The probe that recognises questions of fact learns the other class from them.  A kind combines
+wordings with lists of texts.  Many requests end in a question mark or name a city, as questions of
+fact do.  They stand alone, or in the same forms of conversation as questions, so that the form
+reveals nothing.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ ALONE = 0.45
 AROUND = ("system", "turns", "few_shot", "facts", "passage_unrelated", "context_1k")
 BEFORE_FOLLOW_UP = ("turn_right", "turn_wrong", "turn_own", "turns_own", "turns_mixed")
 
-# Wordings that suit any request.  If questions alone had them, a probe could recognise a question by its wording.
+# Wordings that suit any request. If questions alone had them, a probe could recognise a question by
+# its wording.
 _AROUND_QUESTIONS = [
     wording
     for wording in (*WORDINGS["polite"], *WORDINGS["formats"])
@@ -51,7 +53,8 @@ _AROUND_QUESTIONS = [
 
 
 class TaskRequest(NamedTuple):
-    """A request.  Requests with the same wording, or with the same text, have the same ``topic``."""
+    """A request.  Requests with the same wording, or with the same text, have the same
+    ``topic``."""
 
     text: str
     topic: str
@@ -79,7 +82,15 @@ def task_rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
         request = _new(draw, task, seen)
         name = f"task/{task.name}"
         row = {"id": f"{name}/{number}", "messages": _conversation(draw, task, request)}
-        rows.append(row | {"group": f"{name}/{request.topic}", "kind": name, "form": "task", "applies": False})
+        rows.append(
+            row
+            | {
+                "group": f"{name}/{request.topic}",
+                "kind": name,
+                "form": "task",
+                "applies": False,
+            }
+        )
     return rows
 
 
@@ -96,9 +107,13 @@ def _conversation(draw: random.Random, task: Task, request: TaskRequest) -> list
     if not task.follows and draw.random() < ALONE:
         return [{"role": "user", "content": request.text}]
     forms = chosen(BEFORE_FOLLOW_UP if task.follows else AROUND)
-    question = Question(id="", text=request.text, answer="", model_answer="", statement="", group="", kind="task")
+    question = Question(
+        id="", text=request.text, answer="", model_answer="", statement="", group="", kind="task"
+    )
     pool = draw.sample(TURNS["asked"], len(TURNS["asked"]))
-    neighbours = [Question("", text, answer, reply, reply, text, "fact") for text, answer, reply in pool]
+    neighbours = [
+        Question("", text, answer, reply, reply, text, "fact") for text, answer, reply in pool
+    ]
     around = Surroundings(draw, same_kind=neighbours[::2], other_kinds=neighbours[1::2])
     while True:  # a long passage may need an answer, which a request has not: draw again
         [form] = draw.choices(forms, [candidate.weight for candidate in forms])
@@ -115,22 +130,36 @@ def _formatting(draw: random.Random) -> TaskRequest:
     things = draw.sample(WORDINGS["things"], draw.randint(3, 8))
     names = draw.sample(WORDINGS["first_names"], 3)
     pairs = [f"{name}, {draw.randint(18, 70)}, {draw.choice(WORDINGS['places'])}" for name in names]
-    shown = draw.choice((", ".join(things), "\n".join(things), " ".join(things), "\n".join(pairs), "; ".join(pairs)))
+    shown = draw.choice(
+        (", ".join(things), "\n".join(things), " ".join(things), "\n".join(pairs), "; ".join(pairs))
+    )
     return _handed(draw, "formatting", shown)
 
 
 def _nonsense(draw: random.Random) -> TaskRequest:
     makers = {
-        "mash": lambda: " ".join("".join(draw.choices("asdfghjklq", k=5)) for _ in range(draw.randint(1, 5))),
-        "letters": lambda: "".join(draw.choices(string.ascii_lowercase + "?", k=draw.randint(1, 14))),
-        "marks": lambda: "".join(draw.choices("?!.,;:-#*", k=draw.randint(1, 9))),
-        "repeated": lambda: draw.choice(("ha", "la", "bla ", "no ", "x", "test ", "uh ")) * draw.randint(2, 9),
-        "faces": lambda: "".join(draw.choices("😀😂🎉👍🐱🌧❤🍕🙈🚀🇵🇪", k=draw.randint(1, 6))),
-        "digits": lambda: "".join(draw.choices("0123456789 ", k=draw.randint(1, 12))) + draw.choice("017"),
-        "salad": lambda: (
-            " ".join(draw.sample(WORDINGS["things"], draw.randint(2, 6))) + draw.choice(("", "", "?", "..."))
+        "mash": lambda: " ".join(
+            "".join(draw.choices("asdfghjklq", k=5)) for _ in range(draw.randint(1, 5))
         ),
-        "paste": lambda: f"{draw.choice(WORDINGS['first_names'])}_{draw.randint(1, 99)}.{draw.choice(('png', 'txt'))}",
+        "letters": lambda: "".join(
+            draw.choices(string.ascii_lowercase + "?", k=draw.randint(1, 14))
+        ),
+        "marks": lambda: "".join(draw.choices("?!.,;:-#*", k=draw.randint(1, 9))),
+        "repeated": lambda: (
+            draw.choice(("ha", "la", "bla ", "no ", "x", "test ", "uh ")) * draw.randint(2, 9)
+        ),
+        "faces": lambda: "".join(draw.choices("😀😂🎉👍🐱🌧❤🍕🙈🚀🇵🇪", k=draw.randint(1, 6))),
+        "digits": lambda: (
+            "".join(draw.choices("0123456789 ", k=draw.randint(1, 12))) + draw.choice("017")
+        ),
+        "salad": lambda: (
+            " ".join(draw.sample(WORDINGS["things"], draw.randint(2, 6)))
+            + draw.choice(("", "", "?", "..."))
+        ),
+        "paste": lambda: (
+            f"{draw.choice(WORDINGS['first_names'])}_{draw.randint(1, 99)}."
+            f"{draw.choice(('png', 'txt'))}"
+        ),
     }
     name = draw.choice(list(makers))
     return TaskRequest(makers[name]().strip(), name)
@@ -155,8 +184,11 @@ def _worded(draw: random.Random, wordings: str) -> TaskRequest:
     return TaskRequest(_aside(draw, text), topic)
 
 
-def _handed(draw: random.Random, wordings: str, what: str, *, in_passages: bool = False) -> TaskRequest:
-    """Return a request with the text it is about: behind it, before it, or laid out as a passage of the forms."""
+def _handed(
+    draw: random.Random, wordings: str, what: str, *, in_passages: bool = False
+) -> TaskRequest:
+    """Return a request with the text it is about: behind it, before it, or laid out as a passage of
+    the forms."""
     head, topic = _filled(draw, WORDINGS[wordings])
     if in_passages and draw.random() < 0.5:
         return TaskRequest(draw.choice(WORDINGS["passages"]).format(p=what, q=head), topic)
@@ -164,11 +196,14 @@ def _handed(draw: random.Random, wordings: str, what: str, *, in_passages: bool 
         head = f"{head[:-1]}:"
     elif head[-1].isalpha():
         head = f"{head}:"
-    return TaskRequest(draw.choice(WORDINGS["handed"]).format(head=_aside(draw, head, 0.2), given=what), topic)
+    return TaskRequest(
+        draw.choice(WORDINGS["handed"]).format(head=_aside(draw, head, 0.2), given=what), topic
+    )
 
 
 def _filled(draw: random.Random, wordings: Sequence[str]) -> tuple[str, str]:
-    """Return a wording with its gaps filled, and its topic: its number, or its last filler if it is only gaps."""
+    """Return a wording with its gaps filled, and its topic: its number, or its last filler if it is
+    only gaps."""
     number = draw.randrange(len(wordings))
     parts: list[str] = []
     filled: list[str] = []
@@ -178,7 +213,9 @@ def _filled(draw: random.Random, wordings: Sequence[str]) -> tuple[str, str]:
             filled.append(draw.choice([filler for filler in SLOTS[slot] if filler not in filled]))
             parts.append(filled[-1])
     text = "".join(parts)
-    own_letters = sum(character.isalpha() for words in parts if words not in filled for character in words)
+    own_letters = sum(
+        character.isalpha() for words in parts if words not in filled for character in words
+    )
     topic = f"{number}" if own_letters else filled[-1].lower()
     if wordings[number][0].islower():
         upper, lower = text[0].upper() + text[1:], text
@@ -187,14 +224,25 @@ def _filled(draw: random.Random, wordings: Sequence[str]) -> tuple[str, str]:
 
 
 def _aside(draw: random.Random, text: str, share: float = 0.4) -> str:
-    """Return the text, with probability ``share`` with chatter or junk around it, or carelessly written."""
+    """Return the text, with probability ``share`` with chatter or junk around it, or carelessly
+    written."""
     if draw.random() > share:
         return text
     if draw.random() < 0.4:
         junk = "".join(draw.choices(string.ascii_lowercase + "!.;[]=+/ ", k=draw.randint(4, 24)))
-        wording = draw.choice((*WORDINGS["asides"], *WORDINGS["asides"], *WORDINGS["endings"], *_AROUND_QUESTIONS))
+        wording = draw.choice(
+            (*WORDINGS["asides"], *WORDINGS["asides"], *WORDINGS["endings"], *_AROUND_QUESTIONS)
+        )
         return wording.format(q=text, j=junk)
-    return draw.choice((text.lower(), text.lower().rstrip("?.! "), text.rstrip(".?! "), f"{text} :)", f"Hey! {text}"))
+    return draw.choice(
+        (
+            text.lower(),
+            text.lower().rstrip("?.! "),
+            text.rstrip(".?! "),
+            f"{text} :)",
+            f"Hey! {text}",
+        )
+    )
 
 
 def _of(wordings: str) -> Make:
@@ -208,8 +256,16 @@ _TASKS: Sequence[tuple[str, float, Make]] = (
     ("about_you", 0.7, _of("about")),
     ("writing", 1.5, _of("writing")),
     ("letter", 1.0, _of("letters")),
-    ("rewriting", 1.5, lambda draw: _handed(draw, "rewriting", _one_of(draw, "clumsy", "sentences", "facts"))),
-    ("translating", 1.3, lambda draw: _handed(draw, "translating", _one_of(draw, "sentences", "sentences", "facts"))),
+    (
+        "rewriting",
+        1.5,
+        lambda draw: _handed(draw, "rewriting", _one_of(draw, "clumsy", "sentences", "facts")),
+    ),
+    (
+        "translating",
+        1.3,
+        lambda draw: _handed(draw, "translating", _one_of(draw, "sentences", "sentences", "facts")),
+    ),
     ("code", 1.2, _of("coding")),
     ("code_help", 1.0, _code_help),
     ("summary", 1.5, lambda draw: _handed(draw, "summary", _text(draw), in_passages=True)),

@@ -1,7 +1,9 @@
-"""Decoding from prefilled caches: one answer's tokens and text, and steps of answers that come and go.
+"""Decoding from prefilled caches: one answer's tokens and text, and steps of answers that come and
+go.
 
-The linear layers of a step run on all rows together (``next_logits``), which reads the weights once, and attention row
-by row on the row's own keys and values, so that nothing is padded or copied and a row may come and go."""
+The linear layers of a step run on all rows together (``next_logits``), which reads the weights
+once, and attention row by row on the row's own keys and values, so that nothing is padded or copied
+and a row may come and go."""
 
 from __future__ import annotations
 
@@ -17,7 +19,14 @@ import torch
 from transformers import AttentionInterface, DynamicCache
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
-from service.engines.base import AnswerReading, BatchEngine, Completion, PrefillResult, Sampling, TracedAnswer
+from service.engines.base import (
+    AnswerReading,
+    BatchEngine,
+    Completion,
+    PrefillResult,
+    Sampling,
+    TracedAnswer,
+)
 from service.engines.checks import check_sampling
 from service.engines.families import text_config
 from service.engines.formats import Held
@@ -30,7 +39,9 @@ GREEDY_BELOW = 1e-6  # smaller temperatures overflow float32; their limit is the
 INCOMPLETE = "\ufffd"  # what a tokenizer decodes the bytes of an incomplete character to
 
 
-Window = tuple[Any, Tensor, Tensor, int]  # a layer, its keys, values and the tokens that it has seen
+Window = tuple[
+    Any, Tensor, Tensor, int
+]  # a layer, its keys, values and the tokens that it has seen
 
 
 def generator_for(sampling: Sampling, device: torch.device) -> torch.Generator | None:
@@ -46,35 +57,46 @@ def generator_for(sampling: Sampling, device: torch.device) -> torch.Generator |
 
 
 def pick(logits: Tensor, sampling: Sampling, generator: torch.Generator | None) -> int:
-    """Return the next token for float32 logits [vocab]: greedy without a generator, else from the nucleus of top_p."""
+    """Return the next token for float32 logits [vocab]: greedy without a generator, else from the
+    nucleus of top_p."""
     if generator is None:
         return int(logits.argmax())
     # The largest is subtracted first, so that a tiny temperature cannot overflow.
     probabilities = torch.softmax((logits - logits.max()) / sampling.temperature, dim=-1)
     if sampling.top_p < 1.0:
-        # All smaller ones together are less than 1 - top_p: sorting the rest, a tenth of a large vocabulary, suffices.
+        # All smaller ones together are less than 1 - top_p: sorting the rest, a tenth of a large
+        # vocabulary, suffices.
         likely = (probabilities >= (1.0 - sampling.top_p) / 2 / len(probabilities)).nonzero()[:, 0]
         ordered, order = probabilities[likely].sort(descending=True)
-        outside = ordered.cumsum(dim=-1) - ordered >= sampling.top_p  # the token that crosses top_p is kept
+        outside = (
+            ordered.cumsum(dim=-1) - ordered >= sampling.top_p
+        )  # the token that crosses top_p is kept
         outside[0] = False  # also if top_p is zero in float32
-        probabilities = torch.zeros_like(probabilities).scatter(0, likely[order], ordered.masked_fill(outside, 0.0))
+        probabilities = torch.zeros_like(probabilities).scatter(
+            0, likely[order], ordered.masked_fill(outside, 0.0)
+        )
     return int(torch.multinomial(probabilities, 1, generator=generator))
 
 
 def only(logits: Tensor, allowed: bytes) -> Tensor:
-    """Return logits [vocab] with all tokens but the allowed ones, a bit for each, at minus infinity."""
+    """Return logits [vocab] with all tokens but the allowed ones, a bit for each, at minus
+    infinity."""
     bits = np.unpackbits(np.frombuffer(allowed, np.uint8), count=len(logits), bitorder="little")
     return logits.masked_fill(torch.from_numpy(bits == 0).to(logits.device), -torch.inf)
 
 
 class TextStream:
-    """Incremental decoding: the joined pieces are the text, and incomplete characters and stop strings wait."""
+    """Incremental decoding: the joined pieces are the text, and incomplete characters and stop
+    strings wait."""
 
-    def __init__(self, detokenize: Callable[[Sequence[int]], str], stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self, detokenize: Callable[[Sequence[int]], str], stop: Sequence[str] = ()
+    ) -> None:
         self._detokenize, self._stop = detokenize, tuple(stop)
         self._ids: list[int] = []
-        # A short window of ids is decoded again at each step, because a token's text may depend on the token before it
-        # (SentencePiece drops the first space): the text of ids[_window:_done] has been returned already.
+        # A short window of ids is decoded again at each step, because a token's text may depend on
+        # the token before it (SentencePiece drops the first space): the text of ids[_window:_done]
+        # has been returned already.
         self._window = self._done = 0
         self._held = self.text = ""
         self.stopped: str | None = None  # the stop string that was found
@@ -89,7 +111,8 @@ class TextStream:
         return self._release(text)
 
     def finish(self) -> str:
-        """Return the rest of the text at the end of the answer, without the bytes of an incomplete character."""
+        """Return the rest of the text at the end of the answer, without the bytes of an incomplete
+        character."""
         if self.stopped is not None:
             return ""
         rest = self._release(self._fresh().rstrip(INCOMPLETE))
@@ -114,7 +137,8 @@ class TextStream:
         return out
 
     def _begun(self, stop: str) -> int:
-        """Return with how many of a stop string's first characters the held text ends: of less than all of them."""
+        """Return with how many of a stop string's first characters the held text ends: of less than
+        all of them."""
         longest = min(len(stop) - 1, len(self._held))  # not of all of a long string, at each token
         return next((size for size in range(longest, 0, -1) if self._held.endswith(stop[:size])), 0)
 
@@ -127,20 +151,32 @@ class Decoder(BatchEngine, Protocol):
 
 
 class KvContinuation:
-    """A prefilled prompt and its answer (``base.Continuation``); with a ``site`` and its ``states`` at t*, traced."""
+    """A prefilled prompt and its answer (``base.Continuation``); with a ``site`` and its ``states``
+    at t*, traced."""
 
     def __init__(
-        self, decoder: Decoder, prefill: PrefillResult, cache: Any, logits: Tensor, site: Site | None = None,
+        self,
+        decoder: Decoder,
+        prefill: PrefillResult,
+        cache: Any,
+        logits: Tensor,
+        site: Site | None = None,
         states: Tensor | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._decoder = decoder
         self.prefill = prefill
         self.cache: Any = cache  # None once it is closed
-        self._ahead: Tensor | None = logits  # the next token's, float32 [vocab]; None while they are to be computed
-        self.site = site  # where the answer's own tokens are read, None: nowhere, or by ``answer_probes``
+        self._ahead: Tensor | None = (
+            logits  # the next token's, float32 [vocab]; None while they are to be computed
+        )
+        self.site = (
+            site  # where the answer's own tokens are read, None: nowhere, or by ``answer_probes``
+        )
         self.answer_probes: Probes | None = None
         self._traced = states is not None
-        self._read: Any = states  # of the token that ``_ahead`` follows: [m, width], truth logits [m] by probes
+        self._read: Any = (
+            states  # of the token that ``_ahead`` follows: [m, width], truth logits [m] by probes
+        )
         self._sum: Any = None  # of the answer's own tokens, so many
         self._tokens = 0
         self._log_prob: list[float] = []
@@ -158,18 +194,29 @@ class KvContinuation:
         ids, stop = tuple(self._ids), self._stream.stopped
         return Completion(self._stream.text, ids, self._finish or "cancelled", stop=stop)
 
-    def decode(self, sampling: Sampling, cancelled: Callable[[], bool] = lambda: False) -> Iterator[str]:
-        """Yield each token's text; the joined pieces are the answer.  Raises RequestError, EngineError."""
+    def decode(
+        self, sampling: Sampling, cancelled: Callable[[], bool] = lambda: False
+    ) -> Iterator[str]:
+        """Yield each token's text; the joined pieces are the answer.  Raises RequestError,
+        EngineError."""
         check_sampling(sampling)
         if self._stream is not None and self.cache is not None:
-            raise EngineError("this continuation is already being decoded; call begin again for another answer")
+            raise EngineError(
+                "this continuation is already being decoded; call begin again for another answer"
+            )
         if self.cache is None or self._ahead is None:
             raise EngineError("this continuation is closed; call begin again")
         self._stream = TextStream(self._decoder.detokenize, sampling.stop)
-        return self._decode(self._stream, sampling, generator_for(sampling, self._ahead.device), cancelled)
+        return self._decode(
+            self._stream, sampling, generator_for(sampling, self._ahead.device), cancelled
+        )
 
     def _decode(
-        self, stream: TextStream, sampling: Sampling, generator: torch.Generator | None, cancelled: Callable[[], bool]
+        self,
+        stream: TextStream,
+        sampling: Sampling,
+        generator: torch.Generator | None,
+        cancelled: Callable[[], bool],
     ) -> Iterator[str]:
         limit = min(sampling.max_tokens, self._decoder.max_tokens - self.prefill.prompt_tokens)
         held: Held | None = None
@@ -184,12 +231,20 @@ class KvContinuation:
                 if self._ahead is None:
                     self._decoder.step_together([self])
                 logits, self._ahead = cast(Tensor, self._ahead), None
-                if self._ids and bool(torch.isnan(logits).any()):  # the first ones were checked with the prefill
-                    raise NonFiniteReadout("the logits of a decode step hold a NaN: load the model with dtype bfloat16")
-                token = pick(logits if held is None else only(logits, held.allowed()), sampling, generator)
+                if self._ids and bool(
+                    torch.isnan(logits).any()
+                ):  # the first ones were checked with the prefill
+                    raise NonFiniteReadout(
+                        "the logits of a decode step hold a NaN: load the model with dtype bfloat16"
+                    )
+                token = pick(
+                    logits if held is None else only(logits, held.allowed()), sampling, generator
+                )
                 self._ids.append(token)
                 if self._traced:
-                    self._log_prob.append(float(logits[token].double() - logits.double().logsumexp(dim=-1)))
+                    self._log_prob.append(
+                        float(logits[token].double() - logits.double().logsumexp(dim=-1))
+                    )
                 if token in self._decoder.end_tokens:
                     self._finish = "stop"
                     break
@@ -211,7 +266,8 @@ class KvContinuation:
 
     @property
     def mean(self) -> Any:
-        """The mean of what was read of the answer's own tokens, as ``_read`` is; None before a token."""
+        """The mean of what was read of the answer's own tokens, as ``_read`` is; None before a
+        token."""
         return self._sum / self._tokens if self._tokens else None
 
     def traced(self) -> TracedAnswer:
@@ -239,14 +295,16 @@ class KvContinuation:
         return self._ids[-1], self.prefill.prompt_tokens + len(self._ids) - 1
 
     def go_on(self, logits: Tensor, read: Any = None) -> None:
-        """Take the next token's logits [vocab] float32 and what was read of the token that they follow."""
+        """Take the next token's logits [vocab] float32 and what was read of the token that they
+        follow."""
         self._ahead = logits
         if read is not None:
             self._read, self._tokens = read, self._tokens + 1
             self._sum = read if self._sum is None else self._sum + read
 
     def restore(self, windows: Sequence[Window], error: Exception) -> None:
-        """Put the cache back as it was before a step that failed with ``error``; ``windows`` as they were then.
+        """Put the cache back as it was before a step that failed with ``error``; ``windows`` as
+        they were then.
 
         A recurrent state cannot be put back: such an answer's next step raises ``error``, too."""
         if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self.cache.layers):
@@ -257,7 +315,10 @@ class KvContinuation:
         _, length = self.last
         for layer in self.cache.layers:
             if not layer.is_sliding:
-                layer.keys, layer.values = layer.keys[..., :length, :], layer.values[..., :length, :]
+                layer.keys, layer.values = (
+                    layer.keys[..., :length, :],
+                    layer.values[..., :length, :],
+                )
 
     def close(self) -> None:
         """Free the KV cache.  Safe to call twice."""
@@ -267,7 +328,8 @@ class KvContinuation:
 
 
 def split_cache(cache: Any, batch: Batch, config: Any) -> list[Any]:
-    """Copy a batch's cache, full also in layers with windows, into one unpadded native cache per row."""
+    """Copy a batch's cache, full also in layers with windows, into one unpadded native cache per
+    row."""
     if len(batch.index) == 1:
         return [cache]
     rows = []
@@ -275,26 +337,30 @@ def split_cache(cache: Any, batch: Batch, config: Any) -> list[Any]:
         own = DynamicCache(config=config)
         for layer, full in enumerate(cache.layers):
             span = (slice(row, row + 1), slice(None), slice(start, start + length))
-            own.update(full.keys[span], full.values[span], layer)  # update concatenates, which copies
+            own.update(
+                full.keys[span], full.values[span], layer
+            )  # update concatenates, which copies
         rows.append(own)
     return rows
 
 
 def windows_of(cache: Any) -> list[Window]:
-    """Return what a step drops from the layers that see a window only; the tensors are not copied."""
+    """Return what a step drops from the layers that see a window only; the tensors are not
+    copied."""
     layers = (layer for layer in cache.layers if getattr(layer, "is_sliding", False))
     return [(layer, layer.keys, layer.values, layer.cumulative_length) for layer in layers]
 
 
-# transformers has a place for both parts of a step: a cache whose ``update`` hands on what it likes, and registered
-# attention functions.
+# transformers has a place for both parts of a step: a cache whose ``update`` hands on what it
+# likes, and registered attention functions.
 
 NAME = "hallutracer_rows"
 _implementation: ContextVar[str] = ContextVar("the model's own attention")
 
 
 def next_logits(model: Any, rows: Sequence[KvContinuation], device: torch.device) -> Tensor:
-    """Read each row's last token: float32 logits [rows, vocab].  The caches are extended in place."""
+    """Read each row's last token: float32 logits [rows, vocab].  The caches are extended in
+    place."""
     tokens, positions = torch.tensor([row.last for row in rows], device=device).T[..., None]
     inputs = {"input_ids": tokens, "position_ids": positions}
     if len(rows) == 1:
@@ -313,18 +379,31 @@ class _RowCaches(Cache):
     def update(  # type: ignore[override]  # lists, for ``_attend`` alone
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Return each row's keys and values [1, heads, tokens of the row, head_dim], for ``_attend``."""
+        """Return each row's keys and values [1, heads, tokens of the row, head_dim], for
+        ``_attend``."""
         pairs = [
-            row.update(key_states[place : place + 1], value_states[place : place + 1], layer_idx, *args, **kwargs)
+            row.update(
+                key_states[place : place + 1],
+                value_states[place : place + 1],
+                layer_idx,
+                *args,
+                **kwargs,
+            )
             for place, row in enumerate(self._rows)
         ]
         return [keys for keys, _ in pairs], [values for _, values in pairs]
 
 
 def _attend(
-    module: Any, query: Tensor, key: Sequence[Tensor], value: Sequence[Tensor], attention_mask: None, **kwargs: Any
+    module: Any,
+    query: Tensor,
+    key: Sequence[Tensor],
+    value: Sequence[Tensor],
+    attention_mask: None,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Run the model's own attention for each row's one query: without a mask, because all that is cached is visible."""
+    """Run the model's own attention for each row's one query: without a mask, because all that is
+    cached is visible."""
     own = _implementation.get()
     if own == "eager":
         attention = sys.modules[type(module).__module__].eager_attention_forward

@@ -1,7 +1,9 @@
-"""The reference engine and the embedded default: any transformers causal language model of ``families.py``.
+"""The reference engine and the embedded default: any transformers causal language model of
+``families.py``.
 
-A call checks the prompts, runs micro-batches with hooks, and returns numpy arrays in the caller's order.  ``hooks``
-reads activations, ``batching`` pads, ``decoding`` answers, ``loading`` loads the model."""
+A call checks the prompts, runs micro-batches with hooks, and returns numpy arrays in the caller's
+order.  ``hooks`` reads activations, ``batching`` pads, ``decoding`` answers, ``loading`` loads the
+model."""
 
 from __future__ import annotations
 
@@ -20,13 +22,34 @@ from numpy.typing import NDArray
 from transformers import DynamicCache
 
 from service.engines import adapters, base, checkpoint, families, loading
-from service.engines.base import EngineOptions, Extraction, PrefillResult, Prompts, Sampling, Seeds, TracedAnswer
-from service.engines.checks import Tokens, check_onset_only, check_prompts, check_sampling, first_token_of, summarise
+from service.engines.base import (
+    EngineOptions,
+    Extraction,
+    PrefillResult,
+    Prompts,
+    Sampling,
+    Seeds,
+    TracedAnswer,
+)
+from service.engines.checks import (
+    Tokens,
+    check_onset_only,
+    check_prompts,
+    check_sampling,
+    first_token_of,
+    summarise,
+)
 from service.engines.families import ModelModules, check_sites, family_of, locate
 from service.engines.formats import Grammars
 from service.engines.transformers import decoding, hooks
 from service.engines.transformers.decoding import KvContinuation
-from service.engines.transformers.hooks import ActivationBuffer, Batch, Prefilled, ProbeStack, TruthLogits
+from service.engines.transformers.hooks import (
+    ActivationBuffer,
+    Batch,
+    Prefilled,
+    ProbeStack,
+    TruthLogits,
+)
 from service.errors import EngineError
 from service.readout import Pooling, Probes, Site
 
@@ -38,23 +61,38 @@ BATCH_TOKENS = {"cpu": 512}  # measured: larger batches overflow a CPU's caches 
 class TransformersEngine:
     """Runs one model (``base.BatchEngine``); a call during another thread's raises EngineError.
 
-    A prompt's readout is independent of its batch: to 1e-5 in float32, in half types to the rounding of their kernels.
+    A prompt's readout is independent of its batch: to 1e-5 in float32, in half types to the
+    rounding of their kernels.
     """
 
     reads_answers = True
 
     def __init__(
-        self, model: Any, tokenizer: Any, *, options: EngineOptions | None = None, fingerprint: str | None = None,
-        config: Any | None = None, revision: str = "local",
-    ) -> None:  # fmt: skip
-        """Use a loaded model and tokenizer.  Raises EngineError, and ModelLoadError without a context length.
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        options: EngineOptions | None = None,
+        fingerprint: str | None = None,
+        config: Any | None = None,
+        revision: str = "local",
+    ) -> None:
+        """Use a loaded model and tokenizer.  Raises EngineError, and ModelLoadError without a
+        context length.
 
-        ``config``: the checkpoint's own, where the model is its language side; ``revision``: the hub's commit."""
-        self._options = options or EngineOptions(model=str(getattr(model.config, "_name_or_path", "") or "in-memory"))
+        ``config``: the checkpoint's own, where the model is its language side; ``revision``: the
+            hub's commit."""
+        self._options = options or EngineOptions(
+            model=str(getattr(model.config, "_name_or_path", "") or "in-memory")
+        )
         loading.check_options(self._options)
         self._model = model.eval().requires_grad_(False)
         tokens = Tokens(tokenizer, self._options.template_arguments)
-        self.tokenize, self.render_chat, self.detokenize = tokens.tokenize, tokens.render_chat, tokens.detokenize
+        self.tokenize, self.render_chat, self.detokenize = (
+            tokens.tokenize,
+            tokens.render_chat,
+            tokens.detokenize,
+        )
         self.special_tokens, self.spell = tokens.special_tokens, tokens.spell
         self.renders_alike = tokens.renders_alike
         self._modules, family = locate(model), family_of(model.config)
@@ -64,7 +102,9 @@ class TransformersEngine:
         padding = tokens.pad_token_id
         self._filler = padding if padding is not None and 0 <= padding < self._vocabulary else 0
         self._device = embedding.weight.device
-        self.max_batch_tokens = self._options.max_batch_tokens or BATCH_TOKENS.get(self._device.type, 8192)
+        self.max_batch_tokens = self._options.max_batch_tokens or BATCH_TOKENS.get(
+            self._device.type, 8192
+        )
         self.max_decode_tokens = max(self.max_batch_tokens, hooks.tokens_worth_the_weights(model))
         self.end_tokens = hooks.end_tokens(model)
         self._grammars = Grammars(tokenizer, self._vocabulary, self.end_tokens)
@@ -73,34 +113,52 @@ class TransformersEngine:
             hooks.check_decoder(model, self._modules, family.name, self._device)
         self._alone = family.alone
         recurrent = family.notes == families.UNKNOWN and hooks.is_recurrent(model.config)
-        self._longest_in_chunks = hooks.longest_in_chunks(model.config, whole=family.whole or recurrent)
+        self._longest_in_chunks = hooks.longest_in_chunks(
+            model.config, whole=family.whole or recurrent
+        )
         self._pass_cost = hooks.pass_cost(self._modules, self._device)
         self._equal_lengths = self._alone or hooks.depends_on_longest(model.config)
         self._windows = hooks.has_windows(model.config)
-        shares = self._options.padding_side == "right" and not self._equal_lengths and not self._windows
+        shares = (
+            self._options.padding_side == "right" and not self._equal_lengths and not self._windows
+        )
         self._prefix = hooks.Prefix(hooks.chat_prefix(self.render_chat) if shares else ())
         self._busy = threading.Lock()
         self._stacks: OrderedDict[tuple[int, ...], ProbeStack] = OrderedDict()
         self.counters = base.Counters()
         own = config or model.config
         self.identity = base.ModelIdentity(
-            model=self._options.model, revision=revision, model_type=str(own.model_type),
-            fingerprint=fingerprint or loading.memory_fingerprint(model), tokenizer=tokens.digest,
+            model=self._options.model,
+            revision=revision,
+            model_type=str(own.model_type),
+            fingerprint=fingerprint or loading.memory_fingerprint(model),
+            tokenizer=tokens.digest,
             architecture=str((own.architectures or [type(model).__name__])[0]),
-            chat_template=tokens.chat_template_digest, geometry=self._modules.geometry,
+            chat_template=tokens.chat_template_digest,
+            geometry=self._modules.geometry,
             dtype=str(embedding.weight.dtype).removeprefix("torch."),
             max_tokens=hooks.context_length(model.config),
             template_arguments=self._options.template_arguments or None,
-        )  # fmt: skip
+        )
         self.max_tokens = self.identity.max_tokens
 
     @classmethod
     def load(cls, options: EngineOptions, sites: base.Sites = ()) -> TransformersEngine:
-        """Load a model folder or hub name, to be read at ``sites``.  Raises ModelLoadError, EngineError."""
+        """Load a model folder or hub name, to be read at ``sites``.  Raises ModelLoadError,
+        EngineError."""
         model, files = loading.load(options, sites)
-        named, fingerprint = replace(options, model=files.name), checkpoint.folder_fingerprint(files.folder)
-        engine = cls(model, files.tokenizer, options=named, fingerprint=fingerprint, config=files.config,
-                     revision=files.revision)  # fmt: skip
+        named, fingerprint = (
+            replace(options, model=files.name),
+            checkpoint.folder_fingerprint(files.folder),
+        )
+        engine = cls(
+            model,
+            files.tokenizer,
+            options=named,
+            fingerprint=fingerprint,
+            config=files.config,
+            revision=files.revision,
+        )
         if options.adapter is not None:
             engine.identity = adapters.identity_with(engine.identity, options.adapter)
         return engine
@@ -117,9 +175,15 @@ class TransformersEngine:
         check_prompts(prompts, vocabulary=self._vocabulary, max_tokens=self.max_tokens)
 
     def score(
-        self, prompts: Prompts, probes: Sequence[Probes], *, first_token: bool = False, last: Sequence[int] = ()
+        self,
+        prompts: Prompts,
+        probes: Sequence[Probes],
+        *,
+        first_token: bool = False,
+        last: Sequence[int] = (),
     ) -> list[PrefillResult]:
-        """Return trajectories [m] (Eq. trajectory) at t* by prompt and probe.  Raises NonFiniteReadout."""
+        """Return trajectories [m] (Eq. trajectory) at t* by prompt and probe.  Raises
+        NonFiniteReadout."""
         with self._running(prompts):
             stack = self._stack(probes)
             done: list[Prefilled] = []
@@ -128,11 +192,14 @@ class TransformersEngine:
                 counts = [last[index] for index in batch.index] if last else ()
                 full = not last and (first_token or not probes)
                 logits = self._prefill(batch, sink, full=full, last=counts)
-                done.append((batch, sink, None if logits is None or not first_token else summarise(logits)))
+                done.append(
+                    (batch, sink, None if logits is None or not first_token else summarise(logits))
+                )
             return hooks.prefill_results(stack, done)
 
     def begin(self, prompts: Prompts, probes: Sequence[Probes]) -> list[KvContinuation]:
-        """Prefill and keep one KV cache per prompt.  Raises as ``score`` does, and keeps no cache then."""
+        """Prefill and keep one KV cache per prompt.  Raises as ``score`` does, and keeps no cache
+        then."""
         with self._running(prompts):
             stack = self._stack(probes)
             done: list[Prefilled] = []
@@ -141,19 +208,31 @@ class TransformersEngine:
                 sink = TruthLogits(stack, len(batch.index), self._device)
                 logits, caches = self._prefill_kept(batch, sink)
                 done.append((batch, sink, summarise(logits)))
-                kept |= {index: (caches[row], logits[row].clone()) for row, index in enumerate(batch.index)}
+                kept |= {
+                    index: (caches[row], logits[row].clone())
+                    for row, index in enumerate(batch.index)
+                }
             results = hooks.prefill_results(stack, done)
-            return [KvContinuation(self, result, *kept[index]) for index, result in enumerate(results)]
+            return [
+                KvContinuation(self, result, *kept[index]) for index, result in enumerate(results)
+            ]
 
     def in_chunks(
-        self, prompt: base.TokenIds, probes: Sequence[Probes], *, first_token: bool = False, kept: bool = False
+        self,
+        prompt: base.TokenIds,
+        probes: Sequence[Probes],
+        *,
+        first_token: bool = False,
+        kept: bool = False,
     ) -> Generator[PrefillResult | base.Continuation | None, None, None]:
         """Prefill as ``base.BatchEngine.in_chunks``."""
         with self._running([prompt]):
             stack = self._stack(probes)
             [batch] = self._batches([prompt], kept=kept)
             whole = len(prompt) > self._longest_in_chunks
-            *before, last = [batch] if whole else hooks.chunks(batch, self.max_batch_tokens, self._pass_cost)
+            *before, last = (
+                [batch] if whole else hooks.chunks(batch, self.max_batch_tokens, self._pass_cost)
+            )
             cache = self._new_cache(batch) if before or kept or batch.prefix else None
         for chunk in before:
             with self._running(()), hooks.ended_after(self._modules.blocks[-1]):
@@ -172,19 +251,32 @@ class TransformersEngine:
         yield continuation if kept else result
 
     def extract(
-        self, prompts: Prompts, sites: base.Sites, poolings: Sequence[Pooling] = (), sampling: Sampling | None = None,
-        answer_site: Site | None = None, last: Sequence[int] = (),
-    ) -> Extraction:  # fmt: skip
-        """Return activations at t*, [n, m, width] float32 per site; each answer is what its prompt gets alone."""
+        self,
+        prompts: Prompts,
+        sites: base.Sites,
+        poolings: Sequence[Pooling] = (),
+        sampling: Sampling | None = None,
+        answer_site: Site | None = None,
+        last: Sequence[int] = (),
+    ) -> Extraction:
+        """Return activations at t*, [n, m, width] float32 per site; each answer is what its prompt
+        gets alone."""
         check_onset_only(poolings)
         if sampling is not None:
             check_sampling(sampling)
         shape = len(prompts), self._modules.geometry.num_layers
-        activations = {site: np.empty((*shape, self._modules.geometry.width(site)), np.float32) for site in sites}
+        activations = {
+            site: np.empty((*shape, self._modules.geometry.width(site)), np.float32)
+            for site in sites
+        }
         first: dict[int, base.FirstToken] = {}
         answered: dict[int, KvContinuation] = {}
         with self._running(prompts):
-            groups = [list(range(len(prompts)))] if sampling is None else self._answered_together(prompts, sampling)
+            groups = (
+                [list(range(len(prompts)))]
+                if sampling is None
+                else self._answered_together(prompts, sampling)
+            )
             for group in groups:
                 own = [prompts[row] for row in group]
                 begun: dict[int, KvContinuation] = {}
@@ -204,7 +296,13 @@ class TransformersEngine:
                         hooks.refuse_non_finite(values, rows, str(site))
                         activations[site][rows] = values.swapaxes(0, 1)
                     if not last:
-                        first.update(zip(rows, map(first_token_of, summarise(logits).cpu().numpy()), strict=True))
+                        first.update(
+                            zip(
+                                rows,
+                                map(first_token_of, summarise(logits).cpu().numpy()),
+                                strict=True,
+                            )
+                        )
                     for row, cache, one in zip(rows, caches, logits, strict=False):
                         prefill = PrefillResult((), first[row], len(prompts[row]))
                         begun[row] = KvContinuation(self, prefill, cache, one, answer_site)
@@ -218,20 +316,32 @@ class TransformersEngine:
             for row, one in enumerate(ended):
                 if one.mean is not None:
                     answers[row] = one.mean.cpu().numpy()
-            hooks.refuse_non_finite(answers.swapaxes(0, 1), range(len(prompts)), f"{answer_site} of the answer")
-        return Extraction(activations, tuple(first[row] for row in sorted(first)), answers=answers,
-                          completions=tuple(cast(base.Completion, one.completion) for one in ended))  # fmt: skip
+            hooks.refuse_non_finite(
+                answers.swapaxes(0, 1), range(len(prompts)), f"{answer_site} of the answer"
+            )
+        return Extraction(
+            activations,
+            tuple(first[row] for row in sorted(first)),
+            answers=answers,
+            completions=tuple(cast(base.Completion, one.completion) for one in ended),
+        )
 
     def generate(self, prompts: Prompts, sampling: Sampling) -> list[base.Completion]:
         """Return the answers of ``extract``."""
         return list(self.extract(prompts, (), sampling=sampling).completions)
 
-    def sample(self, prompts: Prompts, sampling: Sampling, seeds: Seeds) -> list[list[TracedAnswer]]:
-        """Decode as ``base.LoadedModel.sample``.  Raises EngineError unless all prompts have as many seeds."""
+    def sample(
+        self, prompts: Prompts, sampling: Sampling, seeds: Seeds
+    ) -> list[list[TracedAnswer]]:
+        """Decode as ``base.LoadedModel.sample``.  Raises EngineError unless all prompts have as
+        many seeds."""
         check_sampling(sampling)
         times = {len(of_prompt) for of_prompt in seeds}
         if len(seeds) != len(prompts) or len(times) > 1 or 0 in times:
-            raise EngineError(f"{len(prompts)} prompts need as many lists of seeds, none empty and all of one length")
+            raise EngineError(
+                f"{len(prompts)} prompts need as many lists of seeds, none empty and all of one"
+                " length"
+            )
         answers: dict[int, list[TracedAnswer]] = {}
         with self._running(prompts):
             for group in self._answered_together(prompts, sampling, max(times, default=1)):
@@ -240,15 +350,21 @@ class TransformersEngine:
                     sink = self._buffer([Site.RESIDUAL_STREAM], len(batch.index))
                     logits, caches = self._prefill_kept(batch, sink)
                     states = sink.buffers[Site.RESIDUAL_STREAM].unbind(1)  # at t*
-                    for place, cache, one, state in zip(batch.index, caches, logits, states, strict=True):
+                    for place, cache, one, state in zip(
+                        batch.index, caches, logits, states, strict=True
+                    ):
                         row = group[place]
                         prefill = PrefillResult((), None, len(prompts[row]))
                         copies = [cache, *(copy.deepcopy(cache) for _ in seeds[row][1:])]
                         site = Site.RESIDUAL_STREAM
-                        begun[row] = [KvContinuation(self, prefill, own, one, site, state) for own in copies]
+                        begun[row] = [
+                            KvContinuation(self, prefill, own, one, site, state) for own in copies
+                        ]
                 own = [replace(sampling, seed=seed) for row in begun for seed in seeds[row]]
                 self._answer(list(chain.from_iterable(begun.values())), own)
-                answers |= {row: [one.traced() for one in of_prompt] for row, of_prompt in begun.items()}
+                answers |= {
+                    row: [one.traced() for one in of_prompt] for row, of_prompt in begun.items()
+                }
         return [answers[row] for row in sorted(answers)]
 
     def next_token(self, prompts: Prompts, candidates: Sequence[int]) -> NDArray[np.float64]:
@@ -281,7 +397,9 @@ class TransformersEngine:
         if self._model is None:
             raise EngineError("this engine is closed; load the model again")
         if not self._busy.acquire(blocking=False):
-            raise EngineError("this engine is running another call; use it from one thread at a time")
+            raise EngineError(
+                "this engine is running another call; use it from one thread at a time"
+            )
         try:
             self.check(prompts)
             with torch.inference_mode():
@@ -289,19 +407,28 @@ class TransformersEngine:
         finally:
             self._busy.release()
 
-    def _batches(self, prompts: Prompts, *, kept: bool = False, whole: bool = False) -> Iterator[Batch]:
-        """Yield micro-batches, whose caches are ``kept``; what chats begin with is not run again, unless ``whole``."""
+    def _batches(
+        self, prompts: Prompts, *, kept: bool = False, whole: bool = False
+    ) -> Iterator[Batch]:
+        """Yield micro-batches, whose caches are ``kept``; what chats begin with is not run again,
+        unless ``whole``."""
         begins = [not whole and self._prefix.begins(prompt) for prompt in prompts]
         prefixes = [len(self._prefix.tokens) if begun else 0 for begun in begins]
         for prefix in sorted(set(prefixes)):
             rows = [row for row, own in enumerate(prefixes) if own == prefix]
             lengths = [len(prompts[row]) - prefix for row in rows]
-            budget = 0 if kept and self._alone else self.max_batch_tokens  # a cache that cannot be split: one prompt
+            budget = (
+                0 if kept and self._alone else self.max_batch_tokens
+            )  # a cache that cannot be split: one prompt
             for group in hooks.micro_batches(lengths, budget, equal_lengths=self._equal_lengths):
                 index = [rows[place] for place in group]
-                yield hooks.pad(prompts, index, self._options.padding_side, self._filler, self._device, prefix)
+                yield hooks.pad(
+                    prompts, index, self._options.padding_side, self._filler, self._device, prefix
+                )
 
-    def _answered_together(self, prompts: Prompts, sampling: Sampling, times: int = 1) -> list[list[int]]:
+    def _answered_together(
+        self, prompts: Prompts, sampling: Sampling, times: int = 1
+    ) -> list[list[int]]:
         """Group the prompts whose answers, ``times`` of each, are decoded together."""
         budgets = [len(prompt) + min(sampling.max_tokens, self.max_tokens) for prompt in prompts]
         return hooks.micro_batches(budgets, self.max_decode_tokens // times)
@@ -310,7 +437,9 @@ class TransformersEngine:
         try:
             running = [(one, one.decode(own)) for one, own in zip(begun, samplings, strict=True)]
             while running:
-                running = [(one, pieces) for one, pieces in running if next(pieces, None) is not None]
+                running = [
+                    (one, pieces) for one, pieces in running if next(pieces, None) is not None
+                ]
                 self._step([one for one, _ in running])
         finally:
             for one in begun:
@@ -318,9 +447,13 @@ class TransformersEngine:
 
     def _step(self, continuations: Sequence[KvContinuation]) -> None:
         waiting = [continuation for continuation in continuations if continuation.waits]
-        for group in [[one] for one in waiting] if self._equal_lengths else [waiting] if waiting else []:
+        for group in (
+            [[one] for one in waiting] if self._equal_lengths else [waiting] if waiting else []
+        ):
             windows = [decoding.windows_of(one.cache) if self._windows else () for one in group]
-            if (failure := next((one.failure for one in group if one.failure is not None), None)) is not None:
+            if (
+                failure := next((one.failure for one in group if one.failure is not None), None)
+            ) is not None:
                 raise failure
             try:
                 logits, read = self._decode_step(group)
@@ -334,25 +467,38 @@ class TransformersEngine:
                 continuation.go_on(row, own)
 
     def _decode_step(self, group: Sequence[KvContinuation]) -> tuple[Tensor, Sequence[Any]]:
-        """Return the next logits, [vocab] of each row, and what each wants read of its last token, in one pass."""
+        """Return the next logits, [vocab] of each row, and what each wants read of its last token,
+        in one pass."""
 
         def stepped(sink: hooks.Sink) -> Tensor:
-            with hooks.reading(self._modules, self._head, sink, hooks.at_onsets([0], self._device), stop=False):
+            with hooks.reading(
+                self._modules, self._head, sink, hooks.at_onsets([0], self._device), stop=False
+            ):
                 return decoding.next_logits(self._model, group, self._device)
 
         if (site := group[0].site) is not None:  # then all are read there
             buffer = self._buffer([site], len(group))
             return stepped(buffer), buffer.buffers[site].unbind(1)
-        probes = {id(one.answer_probes): one.answer_probes for one in group if one.answer_probes is not None}
+        probes = {
+            id(one.answer_probes): one.answer_probes
+            for one in group
+            if one.answer_probes is not None
+        }
         if not probes:
             return decoding.next_logits(self._model, group, self._device), [None] * len(group)
         places = sorted(probes)  # in a fixed order, because stacks are kept
         stack = self._stack([probes[place] for place in places])
         sink = TruthLogits(stack, len(group), self._device)
         logits = stepped(sink)
-        truth = stack.finish({key: sums.cpu().numpy() for key, sums in sink.buffers.items()})  # [m, rows, P]
+        truth = stack.finish(
+            {key: sums.cpu().numpy() for key, sums in sink.buffers.items()}
+        )  # [m, rows, P]
         return logits, [
-            None if one.answer_probes is None else truth[:, row, places.index(id(one.answer_probes))]
+            (
+                None
+                if one.answer_probes is None
+                else truth[:, row, places.index(id(one.answer_probes))]
+            )
             for row, one in enumerate(group)
         ]
 
@@ -371,21 +517,32 @@ class TransformersEngine:
         return logits, decoding.split_cache(cache, batch, self._model.config)
 
     def _new_cache(self, batch: Batch) -> Any:
-        """Return what the batch's forward pass reads its shared first tokens from and writes its own to."""
+        """Return what the batch's forward pass reads its shared first tokens from and writes its
+        own to."""
         if batch.prefix:
             return self._prefix.cache(self._model, len(batch.index), self._device)
         # The model's native kind for one prompt, full-length layers for several.
         return DynamicCache(config=self._model.config) if len(batch.index) == 1 else DynamicCache()
 
     def _prefill(
-        self, batch: Batch, sink: hooks.Sink, *, full: bool, cache: Any = None, last: Sequence[int] = ()
+        self,
+        batch: Batch,
+        sink: hooks.Sink,
+        *,
+        full: bool,
+        cache: Any = None,
+        last: Sequence[int] = (),
     ) -> Tensor | None:
         """Run as ``_logits``; None if not ``full``, which ends at the last readout.
 
         ``last``: the sink gets means over so many last tokens; only where it ends there."""
         self.counters.forward_tokens += sum(batch.lengths)
         self.counters.prefills += len(batch.index)
-        onset = hooks.over_last(batch.onsets, last) if last else hooks.at_onsets(batch.onsets, self._device)
+        onset = (
+            hooks.over_last(batch.onsets, last)
+            if last
+            else hooks.at_onsets(batch.onsets, self._device)
+        )
         if batch.prefix and cache is None:
             cache = self._new_cache(batch)
         with hooks.reading(self._modules, self._head, sink, onset, stop=not full):
@@ -394,13 +551,20 @@ class TransformersEngine:
             except hooks.LastReadout:
                 return None
         if logits.shape[1] != 1:
-            raise EngineError("this model is not supported: its language-model head is not get_output_embeddings()")
+            raise EngineError(
+                "this model is not supported: its language-model head is not"
+                " get_output_embeddings()"
+            )
         return cast(Tensor, logits[:, 0].float())
 
     def _stack(self, probes: Sequence[Probes]) -> ProbeStack:
         check_sites(self.identity.model_type, [probe.site for probe in probes])
-        key = tuple(id(probe) for probe in probes)  # a stack holds its probes, so their ids are not reused
-        stack = self._stacks.pop(key, None) or ProbeStack(probes, self._modules.geometry, self._device)
+        key = tuple(
+            id(probe) for probe in probes
+        )  # a stack holds its probes, so their ids are not reused
+        stack = self._stacks.pop(key, None) or ProbeStack(
+            probes, self._modules.geometry, self._device
+        )
         self._stacks[key] = stack
         while len(self._stacks) > MAX_PROBE_STACKS:
             self._stacks.popitem(last=False)

@@ -1,7 +1,8 @@
 """Padded micro-batches of prompts, and the activations that hooks take from their forward passes.
 
-A *sink* takes the activations at t* [batch, width], views in the model's dtype that are valid only during the call:
-``TruthLogits`` computes one number per probe from them (Eq. logit), ``ActivationBuffer`` keeps them for training."""
+A *sink* takes the activations at t* [batch, width], views in the model's dtype that are valid only
+during the call: ``TruthLogits`` computes one number per probe from them (Eq. logit),
+``ActivationBuffer`` keeps them for training."""
 
 from __future__ import annotations
 
@@ -32,16 +33,19 @@ SAME = 0.02  # of the largest number: two kernels' roundings of one thing, in ha
 MIN_PREFIX = 8  # tokens; shorter beginnings are not worth a cache
 # RoPE variants whose frequencies follow the longest position in the batch.
 LENGTH_DEPENDENT_ROPE = frozenset({"longrope", "dynamic"})
-# Else a large model's cache would take as much memory as its weights: of 7B with 8 key-value heads 4 GiB instead of 14.
+# Else a large model's cache would take as much memory as its weights: of 7B with 8 key-value heads
+# 4 GiB instead of 14.
 MAX_DECODE_TOKENS = 32_768
-# ``PassCost`` on a CPU: torch's kernel takes an operation of attention about twice as slowly as a product of matrices,
-# and each pass copies all kept keys and values of each layer (the cache grows, key-value heads are repeated).
+# ``PassCost`` on a CPU: torch's kernel takes an operation of attention about twice as slowly as a
+# product of matrices, and each pass copies all kept keys and values of each layer (the cache grows,
+# key-value heads are repeated).
 CPU_ATTENTION, CPU_COPIED = 2.0, 40.0
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Prompts padded to one length.  Without mask and positions causal attention alone hides the padding."""
+    """Prompts padded to one length.  Without mask and positions causal attention alone hides the
+    padding."""
 
     index: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -62,10 +66,15 @@ class Batch:
         return [start + length - 1 for start, length in zip(self.starts, self.lengths, strict=True)]
 
 
-def micro_batches(lengths: Sequence[int], budget: int, *, equal_lengths: bool = False) -> list[list[int]]:
-    """Group by length: rows x longest <= budget, or one prompt.  ``equal_lengths`` forbids padding (longrope)."""
+def micro_batches(
+    lengths: Sequence[int], budget: int, *, equal_lengths: bool = False
+) -> list[list[int]]:
+    """Group by length: rows x longest <= budget, or one prompt.  ``equal_lengths`` forbids padding
+    (longrope)."""
     groups: list[list[int]] = []
-    for index in sorted(range(len(lengths)), key=lengths.__getitem__):  # ascending: the newest is the longest
+    for index in sorted(
+        range(len(lengths)), key=lengths.__getitem__
+    ):  # ascending: the newest is the longest
         current = groups[-1] if groups else []
         fits = bool(current) and (len(current) + 1) * lengths[index] <= budget
         if fits and not (equal_lengths and lengths[index] != lengths[current[0]]):
@@ -76,9 +85,15 @@ def micro_batches(lengths: Sequence[int], budget: int, *, equal_lengths: bool = 
 
 
 def pad(
-    prompts: Sequence[TokenIds], index: Sequence[int], side: str, filler: int, device: torch.device, prefix: int = 0
+    prompts: Sequence[TokenIds],
+    index: Sequence[int],
+    side: str,
+    filler: int,
+    device: torch.device,
+    prefix: int = 0,
 ) -> Batch:
-    """Make a micro-batch of ``prompts[i] for i in index`` without their first ``prefix`` tokens; side left or right."""
+    """Make a micro-batch of ``prompts[i] for i in index`` without their first ``prefix`` tokens;
+    side left or right."""
     own = [prompts[i][prefix:] for i in index]
     lengths = [len(prompt) for prompt in own]
     columns = max(lengths)
@@ -102,22 +117,30 @@ def _cache_argument(forward: Callable[..., Any]) -> str:
 def with_cache(model: Any, key_value_cache: Any) -> dict[str, Any]:
     """Return the arguments with which ``model`` uses a cache and extends it.
 
-    transformers 5.24 calls it ``cache``; older versions, and the code that comes with a model, ``past_key_values``."""
+    transformers 5.24 calls it ``cache``; older versions, and the code that comes with a model,
+    ``past_key_values``."""
     return {_cache_argument(type(model).forward): key_value_cache, "use_cache": True}
 
 
 def inputs_of(model: Any, batch: Batch, key_value_cache: Any) -> dict[str, Any]:
     """Return what the model is called with, ``key_value_cache`` None: without one."""
-    inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, "position_ids": batch.position_ids}
+    inputs = {
+        "input_ids": batch.input_ids,
+        "attention_mask": batch.attention_mask,
+        "position_ids": batch.position_ids,
+    }
     given = {name: tensor for name, tensor in inputs.items() if tensor is not None}
-    return given | ({"use_cache": False} if key_value_cache is None else with_cache(model, key_value_cache))
+    return given | (
+        {"use_cache": False} if key_value_cache is None else with_cache(model, key_value_cache)
+    )
 
 
 @dataclass(frozen=True)
 class PassCost:
     """What a pass behind kept tokens costs, in tokens of a pass that has none to attend to."""
 
-    doubled_at: float  # kept tokens to which a token's attention takes as many operations as the weights' products
+    # kept tokens to which a token's attention takes as many operations as the weights' products
+    doubled_at: float
     attention: float = 1.0  # how long one of attention's operations takes, over one of those
     copied: float = 0.0  # of ``doubled_at`` kept tokens, however few tokens the pass has
 
@@ -128,8 +151,8 @@ class PassCost:
     def most_tokens(self, most: int, kept: int) -> int:
         """Return how many tokens behind ``kept`` cost as much as ``most`` behind none.
 
-        Where copying alone takes more than half of that, as many as cost the same as the copying: fewer would read on
-        for little else."""
+        Where copying alone takes more than half of that, as many as cost the same as the copying:
+        fewer would read on for little else."""
         copies = self._of_copies(kept)
         return min(most, max(1, int(max(most - copies, copies) / self._of_token(kept))))
 
@@ -141,7 +164,8 @@ class PassCost:
 
 
 def pass_cost(modules: ModelModules, device: torch.device) -> PassCost:
-    """Return what passes of a model cost, from its shape and, on a CPU, from measurements of SmolLM2."""
+    """Return what passes of a model cost, from its shape and, on a CPU, from measurements of
+    SmolLM2."""
     weights = sum(parameter.numel() for block in modules.blocks for parameter in block.parameters())
     shape = modules.geometry
     doubled_at = weights / (2 * shape.num_layers * shape.num_heads * shape.head_dim)
@@ -151,15 +175,21 @@ def pass_cost(modules: ModelModules, device: torch.device) -> PassCost:
 
 
 def chunks(batch: Batch, most: int, cost: PassCost) -> list[Batch]:
-    """Cut a micro-batch of one prompt into such of at most ``most`` columns, which follow each other in one cache.
+    """Cut a micro-batch of one prompt into such of at most ``most`` columns, which follow each
+    other in one cache.
 
-    Each takes about as long as one of ``most`` columns behind nothing: all tokens before it are attended to."""
+    Each takes about as long as one of ``most`` columns behind nothing: all tokens before it are
+    attended to."""
     columns, ends = batch.input_ids.shape[1], [0]
     while (left := columns - ends[-1]) > 0:
         size = cost.most_tokens(most, batch.prefix + ends[-1])
-        size = size if left >= 2 * size else -(-left // 2) if left > size else left  # the last one is no single token
+        size = (
+            size if left >= 2 * size else -(-left // 2) if left > size else left
+        )  # the last one is no single token
         ends.append(ends[-1] + size)
-    positions = torch.arange(batch.prefix, batch.prefix + columns, device=batch.input_ids.device)[None]
+    positions = torch.arange(batch.prefix, batch.prefix + columns, device=batch.input_ids.device)[
+        None
+    ]
     return [
         replace(
             batch,
@@ -173,16 +203,20 @@ def chunks(batch: Batch, most: int, cost: PassCost) -> list[Batch]:
 
 
 def chat_prefix(render_chat: Callable[[Sequence[Message]], list[int]]) -> tuple[int, ...]:
-    """Return the tokens with which every chat of one user message begins; () without a template, or where few."""
+    """Return the tokens with which every chat of one user message begins; () without a template, or
+    where few."""
     try:
-        same = commonprefix([render_chat([{"role": "user", "content": content}]) for content in ("a", "0")])
+        same = commonprefix(
+            [render_chat([{"role": "user", "content": content}]) for content in ("a", "0")]
+        )
     except RequestError:
         return ()
     return tuple(same) if len(same) >= MIN_PREFIX else ()
 
 
 class Prefix:
-    """The beginning's tokens and, once it was run, its keys and values: the same in front of every prompt."""
+    """The beginning's tokens and, once it was run, its keys and values: the same in front of every
+    prompt."""
 
     def __init__(self, tokens: tuple[int, ...]) -> None:
         self.tokens = tokens
@@ -190,10 +224,15 @@ class Prefix:
 
     def begins(self, prompt: TokenIds) -> bool:
         """Return whether ``prompt`` begins with it and goes on."""
-        return bool(self.tokens) and len(prompt) > len(self.tokens) and tuple(prompt[: len(self.tokens)]) == self.tokens
+        return (
+            bool(self.tokens)
+            and len(prompt) > len(self.tokens)
+            and tuple(prompt[: len(self.tokens)]) == self.tokens
+        )
 
     def cache(self, model: Any, rows: int, device: torch.device) -> DynamicCache:
-        """Return a new cache for ``rows`` prompts that holds the beginning.  Runs the model at the first call."""
+        """Return a new cache for ``rows`` prompts that holds the beginning.  Runs the model at the
+        first call."""
         if not self._layers:
             own: Any = DynamicCache()
             ids = torch.tensor([self.tokens], device=device)
@@ -206,9 +245,12 @@ class Prefix:
 
 
 def has_windows(config: Any) -> bool:
-    """Return whether some layer sees a window only or is recurrent: its cache is not the whole beginning."""
+    """Return whether some layer sees a window only or is recurrent: its cache is not the whole
+    beginning."""
     cache: Any = DynamicCache(config=config)
-    return any(getattr(layer, "is_sliding", True) for layer in cache.layers)  # without the attribute: recurrent
+    return any(
+        getattr(layer, "is_sliding", True) for layer in cache.layers
+    )  # without the attribute: recurrent
 
 
 def is_recurrent(config: Any) -> bool:
@@ -218,50 +260,74 @@ def is_recurrent(config: Any) -> bool:
 
 
 def depends_on_longest(config: Any) -> bool:
-    """Return whether the encoding of positions depends on the batch's longest prompt (Phi-3's longrope)."""
+    """Return whether the encoding of positions depends on the batch's longest prompt (Phi-3's
+    longrope)."""
     parameters = getattr(text_config(config), "rope_parameters", None) or {}
     per_layer_type = [value for value in parameters.values() if isinstance(value, dict)]
-    return any(entry.get("rope_type") in LENGTH_DEPENDENT_ROPE for entry in (parameters, *per_layer_type))
+    return any(
+        entry.get("rope_type") in LENGTH_DEPENDENT_ROPE for entry in (parameters, *per_layer_type)
+    )
 
 
 def longest_in_chunks(config: Any, *, whole: bool) -> float:
-    """Return how many tokens a prompt may have that is read in several passes, one behind the other's cache.
+    """Return how many tokens a prompt may have that is read in several passes, one behind the
+    other's cache.
 
-    ``whole``: as its family has it.  Where the encoding ``depends_on_longest``, one pass encodes all positions by the
-    longest of them, and several would not beyond the length from which on it is another."""
+    ``whole``: as its family has it.  Where the encoding ``depends_on_longest``, one pass encodes
+    all positions by the longest of them, and several would not beyond the length from which on it
+    is another."""
     if whole:
         return 0
     if not depends_on_longest(config):
         return math.inf
     own = text_config(config)
     parameters = getattr(own, "rope_parameters", None) or {}
-    entries = [vars(own), parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+    entries = [
+        vars(own),
+        parameters,
+        *(value for value in parameters.values() if isinstance(value, dict)),
+    ]
     names = ("original_max_position_embeddings", "max_position_embeddings")
-    return min(int(entry[name]) for entry in entries for name in names if entry.get(name) is not None)
+    return min(
+        int(entry[name]) for entry in entries for name in names if entry.get(name) is not None
+    )
 
 
 def tokens_worth_the_weights(model: Any) -> int:
-    """Return how many tokens' keys and values are as large as the weights: larger batches cost twice."""
+    """Return how many tokens' keys and values are as large as the weights: larger batches cost
+    twice."""
     shape = geometry(model.config)
     kv_heads = getattr(text_config(model.config), "num_key_value_heads", None) or shape.num_heads
     weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     element = next(model.parameters()).element_size()
-    return min(MAX_DECODE_TOKENS, int(weights // (2 * shape.num_layers * kv_heads * shape.head_dim * element)))
+    return min(
+        MAX_DECODE_TOKENS,
+        int(weights // (2 * shape.num_layers * kv_heads * shape.head_dim * element)),
+    )
 
 
 def context_length(config: Any) -> int:
-    """Return the longest sequence that the model supports.  Raises ModelLoadError if the config lacks it."""
+    """Return the longest sequence that the model supports.  Raises ModelLoadError if the config
+    lacks it."""
     length = getattr(text_config(config), "max_position_embeddings", None)
     if not isinstance(length, int) or length < 1:
-        raise ModelLoadError("config.json has no max_position_embeddings, by which long prompts are refused; add it")
+        raise ModelLoadError(
+            "config.json has no max_position_embeddings, by which long prompts are refused; add it"
+        )
     return length
 
 
 def end_tokens(model: Any) -> frozenset[int]:
-    """Return the tokens that end an answer: from the generation config if it has any, else from the config.
+    """Return the tokens that end an answer: from the generation config if it has any, else from the
+    config.
 
-    What is no token's number (a file may hold anything: an empty list, -1, a text) says nothing of the end."""
-    for config in (getattr(model, "generation_config", None), model.config, text_config(model.config)):
+    What is no token's number (a file may hold anything: an empty list, -1, a text) says nothing of
+    the end."""
+    for config in (
+        getattr(model, "generation_config", None),
+        model.config,
+        text_config(model.config),
+    ):
         given = getattr(config, "eos_token_id", None)
         listed = given if isinstance(given, list | tuple) else [given]
         if tokens := frozenset(int(token) for token in listed if _is_token(token)):
@@ -285,28 +351,43 @@ def at_onsets(positions: Sequence[int], device: torch.device) -> Callable[[Tenso
     """Return what selects t*, [batch, width] of [batch, positions, width]."""
     if len(set(positions)) == 1:  # one column: a view, no gather
         return lambda states: states.select(1, positions[0])
-    batch, columns = torch.arange(len(positions), device=device), torch.tensor(positions, device=device)
+    batch, columns = (
+        torch.arange(len(positions), device=device),
+        torch.tensor(positions, device=device),
+    )
     return lambda states: states[batch, columns]
 
 
 def over_last(ends: Sequence[int], counts: Sequence[int]) -> Callable[[Tensor], Tensor]:
-    """Return what averages so many positions up to ``ends``, float32 [batch, width] of [batch, positions, width]."""
+    """Return what averages so many positions up to ``ends``, float32 [batch, width] of
+    [batch, positions, width]."""
     spans = [slice(end + 1 - count, end + 1) for end, count in zip(ends, counts, strict=True)]
-    return lambda states: torch.stack([states[row, span].float().mean(dim=0) for row, span in enumerate(spans)])
+    return lambda states: torch.stack(
+        [states[row, span].float().mean(dim=0) for row, span in enumerate(spans)]
+    )
 
 
 class ProbeStack:
-    """Several bundles' probes on the device: one weight [m, width, P] per site, zero outside a probe's head."""
+    """Several bundles' probes on the device: one weight [m, width, P] per site, zero outside a
+    probe's head."""
 
     def __init__(self, probes: Sequence[Probes], geometry: Geometry, device: torch.device) -> None:
         self.probes = tuple(probes)
         self.sites = tuple(site for site in Site if any(probe.site is site for probe in probes))
-        self.columns = {site: [i for i, probe in enumerate(probes) if probe.site is site] for site in self.sites}
+        self.columns = {
+            site: [i for i, probe in enumerate(probes) if probe.site is site] for site in self.sites
+        }
         self.weights = {site: self._weights(site, geometry, device) for site in self.sites}
         shape = geometry.num_layers, 1, 1
         none = np.empty((geometry.num_layers, 1, 0))
-        self._bias, self._scale = (  # [m, 1, P] in float64, applied after the transfer from the device
-            np.concatenate([none, *(getattr(one, name).astype(np.float64).reshape(shape) for one in probes)], axis=-1)
+        (
+            self._bias,
+            self._scale,
+        ) = (  # [m, 1, P] in float64, applied after the transfer from the device
+            np.concatenate(
+                [none, *(getattr(one, name).astype(np.float64).reshape(shape) for one in probes)],
+                axis=-1,
+            )
             for name in ("bias", "scale")
         )
 
@@ -321,7 +402,8 @@ class ProbeStack:
         return list(torch.from_numpy(dense).to(device).unbind(0))
 
     def finish(self, sums: dict[Site, NDArray[np.float32]]) -> NDArray[np.float64]:
-        """Return truth logits [m, n, P] in the order of ``probes`` (Eq. logit) of products per site [m, n, P_site]."""
+        """Return truth logits [m, n, P] in the order of ``probes`` (Eq. logit) of products per site
+        [m, n, P_site]."""
         first = next(iter(sums.values()))
         logits = np.empty((*first.shape[:2], len(self.probes)), np.float64)
         for site, columns in self.columns.items():
@@ -336,23 +418,31 @@ class TruthLogits:
         self._stack = stack
         self.sites = stack.sites
         self.buffers = {
-            site: torch.empty(len(weights), batch, weights[0].shape[1], dtype=torch.float32, device=device)
+            site: torch.empty(
+                len(weights), batch, weights[0].shape[1], dtype=torch.float32, device=device
+            )
             for site, weights in stack.weights.items()
         }
         self._layers = {site: buffer.unbind(0) for site, buffer in self.buffers.items()}
 
     def take(self, site: Site, layer: int, activations: Tensor) -> None:
         """Compute v_l . a_l in float32 for all probes at once."""
-        torch.mm(activations.float(), self._stack.weights[site][layer], out=self._layers[site][layer])
+        torch.mm(
+            activations.float(), self._stack.weights[site][layer], out=self._layers[site][layer]
+        )
 
 
 class ActivationBuffer:
     """The sink for training: keeps activations, [m, batch, width] float32 per site."""
 
-    def __init__(self, sites: Sequence[Site], geometry: Geometry, batch: int, device: torch.device) -> None:
+    def __init__(
+        self, sites: Sequence[Site], geometry: Geometry, batch: int, device: torch.device
+    ) -> None:
         self.sites = tuple(sites)
         self.buffers = {
-            site: torch.empty(geometry.num_layers, batch, geometry.width(site), dtype=torch.float32, device=device)
+            site: torch.empty(
+                geometry.num_layers, batch, geometry.width(site), dtype=torch.float32, device=device
+            )
             for site in self.sites
         }
 
@@ -366,7 +456,8 @@ Sink = TruthLogits | ActivationBuffer
 
 @contextmanager
 def ended_after(block: torch.nn.Module) -> Iterator[None]:
-    """End a forward pass with LastReadout behind ``block``: what comes then is for the answer only."""
+    """End a forward pass with LastReadout behind ``block``: what comes then is for the answer
+    only."""
 
     def hook(_module: torch.nn.Module, *_: Any) -> None:
         raise LastReadout
@@ -380,11 +471,18 @@ def ended_after(block: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def reading(
-    modules: ModelModules, head: torch.nn.Module, sink: Sink, onset: Callable[[Tensor], Tensor], *, stop: bool
+    modules: ModelModules,
+    head: torch.nn.Module,
+    sink: Sink,
+    onset: Callable[[Tensor], Tensor],
+    *,
+    stop: bool,
 ) -> Iterator[None]:
-    """Attach one forward pass's hooks at the sink's sites; with ``stop``, the last readout raises LastReadout.
+    """Attach one forward pass's hooks at the sink's sites; with ``stop``, the last readout raises
+    LastReadout.
 
-    Without it the head gets the hidden states at t* only: logits are [batch, 1, vocab] in every family."""
+    Without it the head gets the hidden states at t* only: logits are [batch, 1, vocab] in every
+    family."""
     left = set(sink.sites)  # to be read in the last layer
 
     def reader(site: Site, layer: int) -> Any:
@@ -399,7 +497,8 @@ def reading(
         return hook
 
     def before_head(_module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
-        # A view into all positions would have torch multiply each row apart, in bfloat16 by its own copy of the weight.
+        # A view into all positions would have torch multiply each row apart, in bfloat16 by its own
+        # copy of the weight.
         return (onset(inputs[0]).unsqueeze(1).contiguous(),)
 
     handles = []
@@ -408,7 +507,11 @@ def reading(
             for layer, module in enumerate(modules.at[site]):
                 hook = reader(site, layer)
                 before = SITES[site].is_input
-                handles.append(module.register_forward_pre_hook(hook) if before else module.register_forward_hook(hook))
+                handles.append(
+                    module.register_forward_pre_hook(hook)
+                    if before
+                    else module.register_forward_hook(hook)
+                )
         if not stop:
             handles.append(head.register_forward_pre_hook(before_head))
         yield
@@ -418,17 +521,23 @@ def reading(
 
 
 def check_decoder(model: Any, modules: ModelModules, name: str, device: torch.device) -> None:
-    """Raise EngineError unless the blocks are a causal decoder's, whose residual stream is what each hands on.
+    """Raise EngineError unless the blocks are a causal decoder's, whose residual stream is what
+    each hands on.
 
-    Runs two prompts of three tokens that differ in the last one, and one of them in two steps with a cache."""
-    called: list[tuple[torch.nn.Module, Tensor, Tensor]] = []  # block, what it was given, what it made
+    Runs two prompts of three tokens that differ in the last one, and one of them in two steps with
+    a cache."""
+    called: list[
+        tuple[torch.nn.Module, Tensor, Tensor]
+    ] = []  # block, what it was given, what it made
 
     def record(block: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         given = args[0] if args else kwargs["hidden_states"]
         called.append((block, given, output[0] if isinstance(output, tuple) else output))
 
     def same(one: Tensor, other: Tensor) -> bool:
-        return one.shape == other.shape and float((one - other).abs().max()) <= SAME * float(one.abs().max())
+        return one.shape == other.shape and float((one - other).abs().max()) <= SAME * float(
+            one.abs().max()
+        )
 
     ids, shape = torch.tensor([[0, 1, 2], [0, 1, 3]], device=device), modules.geometry
     handles = [block.register_forward_hook(record, with_kwargs=True) for block in modules.blocks]
@@ -440,32 +549,59 @@ def check_decoder(model: Any, modules: ModelModules, name: str, device: torch.de
             third = torch.tensor([[2]], device=device)
             stepped = model(input_ids=ids[:1, 2:], position_ids=third, **cached).logits[:, -1]
     except Exception as error:  # whatever a model's own code raises
-        raise EngineError(f"{name}: {type(model).__name__} does not run as a decoder ({error})") from error
+        raise EngineError(
+            f"{name}: {type(model).__name__} does not run as a decoder ({error})"
+        ) from error
     finally:
         for handle in handles:
             handle.remove()
     made = [output for _, _, output in seen]
-    own = getattr(whole, "hidden_states", None) or ()  # by transformers' account; the last is behind a norm
+    own = (
+        getattr(whole, "hidden_states", None) or ()
+    )  # by transformers' account; the last is behind a norm
     for holds, problem in (
-        ([block for block, _, _ in seen] == [*modules.blocks], "does not run each of its blocks once, in their order"),
-        (all(states.shape == (*ids.shape, shape.hidden_size) for states in made),
-         f"has blocks that do not hand on hidden states of size {shape.hidden_size}"),
-        (all(torch.equal(given, before) for before, (_, given, _) in zip(made, seen[1:], strict=False)),
-         "has blocks that are not given what the block before made"),
-        (len(own) <= shape.num_layers or all(map(same, own[1:-1], made)), "has other hidden states than its blocks'"),
-        (all(same(states[0, :2], states[1, :2]) and not same(*states[:, 2]) for states in made),
-         "has blocks that do not read a prompt from left to right"),
-        (same(whole.logits[:1, -1], stepped), "does not go on from a cache as it reads a whole prompt"),
-    ):  # fmt: skip
+        (
+            [block for block, _, _ in seen] == [*modules.blocks],
+            "does not run each of its blocks once, in their order",
+        ),
+        (
+            all(states.shape == (*ids.shape, shape.hidden_size) for states in made),
+            f"has blocks that do not hand on hidden states of size {shape.hidden_size}",
+        ),
+        (
+            all(
+                torch.equal(given, before)
+                for before, (_, given, _) in zip(made, seen[1:], strict=False)
+            ),
+            "has blocks that are not given what the block before made",
+        ),
+        (
+            len(own) <= shape.num_layers or all(map(same, own[1:-1], made)),
+            "has other hidden states than its blocks'",
+        ),
+        (
+            all(same(states[0, :2], states[1, :2]) and not same(*states[:, 2]) for states in made),
+            "has blocks that do not read a prompt from left to right",
+        ),
+        (
+            same(whole.logits[:1, -1], stepped),
+            "does not go on from a cache as it reads a whole prompt",
+        ),
+    ):
         if not holds:
-            raise EngineError(f"{name}: {type(model).__name__} {problem}; its residual stream cannot be read")
+            raise EngineError(
+                f"{name}: {type(model).__name__} {problem}; its residual stream cannot be read"
+            )
 
 
-Prefilled = tuple[Batch, TruthLogits, Tensor | None]  # one micro-batch's, still on the device; [batch, 3] if asked for
+Prefilled = tuple[
+    Batch, TruthLogits, Tensor | None
+]  # one micro-batch's, still on the device; [batch, 3] if asked for
 
 
 def prefill_results(stack: ProbeStack, done: Sequence[Prefilled]) -> list[PrefillResult]:
-    """Return all micro-batches' results, transferred at once, in the caller's order.  Raises NonFiniteReadout."""
+    """Return all micro-batches' results, transferred at once, in the caller's order.  Raises
+    NonFiniteReadout."""
     order = [index for batch, _, _ in done for index in batch.index]
     if not order:
         return []
@@ -473,23 +609,34 @@ def prefill_results(stack: ProbeStack, done: Sequence[Prefilled]) -> list[Prefil
     trajectories: list[tuple[NDArray[np.float64], ...]] = [()] * len(order)
     if stack.probes:
         sums = {
-            site: torch.cat([sink.buffers[site] for _, sink, _ in done], dim=1).cpu().numpy() for site in stack.sites
+            site: torch.cat([sink.buffers[site] for _, sink, _ in done], dim=1).cpu().numpy()
+            for site in stack.sites
         }
         logits = stack.finish(sums)  # [m, n, P]
         refuse_non_finite(logits, order, "truth logit")
-        trajectories = [tuple(of_prompt) for of_prompt in np.ascontiguousarray(logits.transpose(1, 2, 0))]
+        trajectories = [
+            tuple(of_prompt) for of_prompt in np.ascontiguousarray(logits.transpose(1, 2, 0))
+        ]
     summaries = [summary for _, _, summary in done if summary is not None]
-    first = list(map(first_token_of, torch.cat(summaries).cpu().numpy())) if summaries else [None] * len(order)
+    first = (
+        list(map(first_token_of, torch.cat(summaries).cpu().numpy()))
+        if summaries
+        else [None] * len(order)
+    )
     # ``argsort`` is the inverse permutation.
     return [PrefillResult(trajectories[row], first[row], lengths[row]) for row in np.argsort(order)]
 
 
-def refuse_non_finite(values: NDArray[np.floating], prompts: Sequence[int], what: Site | str) -> None:
-    """Raise NonFiniteReadout naming the layer and prompt of the first number of ``values`` [m, n, ...] at fault."""
+def refuse_non_finite(
+    values: NDArray[np.floating], prompts: Sequence[int], what: Site | str
+) -> None:
+    """Raise NonFiniteReadout naming the layer and prompt of the first number of ``values``
+    [m, n, ...] at fault."""
     if np.isfinite(values).all():
         return
     layer, row = (int(axis) for axis in np.argwhere(~np.isfinite(values))[0][:2])
     raise NonFiniteReadout(
-        f"layer {layer} gave a NaN or infinity ({what}) for prompt {prompts[row]}; the model overflowed: load it with "
-        "dtype bfloat16 or float32, and check its weights and the bundle's"
+        f"layer {layer} gave a NaN or infinity ({what}) for prompt {prompts[row]}; the model"
+        " overflowed: load it with dtype bfloat16 or float32, and check its weights and the"
+        " bundle's"
     )

@@ -1,7 +1,9 @@
-"""The number of CPU threads of a forward pass: as many as pay at this moment, found by timing the passes.
+"""The number of CPU threads of a forward pass: as many as pay at this moment, found by timing the
+passes.
 
-OpenMP's threads spin while they wait for each other, which is fastest on cores of their own.  Beside another busy
-process a pass takes three to six times as long; on one thread, as much longer as the core is shared."""
+OpenMP's threads spin while they wait for each other, which is fastest on cores of their own.
+Beside another busy process a pass takes three to six times as long; on one thread, as much longer
+as the core is shared."""
 
 from __future__ import annotations
 
@@ -12,17 +14,21 @@ from typing import Any
 
 import torch
 
-# A larger number of threads has to be this much faster, so that noise does not decide and cores stay free for others.
+# A larger number of threads has to be this much faster, so that noise does not decide and cores
+# stay free for others.
 GRACE = 1.01
-# A number of threads that is not in use is tried again after this many times of what its tries cost: 4 % at most.
+# A number of threads that is not in use is tried again after this many times of what its tries
+# cost: 4 % at most.
 PATIENCE = 25
-# A try that takes this much longer than the best number of threads is not repeated: beside neighbours one is enough.
+# A try that takes this much longer than the best number of threads is not repeated: beside
+# neighbours one is enough.
 SLOWER = 1.2
 RECENT = 3  # the median of so many passes counts, so one slow pass changes nothing
 
 
 class Timings:
-    """Which number of threads is fastest for passes of one size.  ``counts`` ascend; ``start`` is an index into it."""
+    """Which number of threads is fastest for passes of one size.  ``counts`` ascend; ``start`` is
+    an index into it."""
 
     def __init__(self, counts: tuple[int, ...], start: int) -> None:
         self._counts = counts
@@ -39,7 +45,8 @@ class Timings:
         if self._trial is None and self._seconds[self.best]:
             place = self._neighbour()
             known = self._seconds[place]
-            # What was never tried is tried at once: beside neighbours the first passes would all be slow ones.
+            # What was never tried is tried at once: beside neighbours the first passes would all be
+            # slow ones.
             wait = PATIENCE * max(self._cost[place], *known, 0.0)
             due = not known or (len(self._seconds[self.best]) == RECENT and self._spent > wait)
             if place != self.best and due:
@@ -51,35 +58,48 @@ class Timings:
         """Record that one pass took so many seconds a token."""
         self._seconds[place].append(seconds)
         if place == self._trial:
-            # Otherwise it is tried again at once, so that noise does not decide and a median follows who has left.
+            # Otherwise it is tried again at once, so that noise does not decide and a median
+            # follows who has left.
             self._tries += 1
             self._cost[place] += seconds
-            if self._tries == RECENT or seconds > SLOWER * statistics.median(self._seconds[self.best]):
+            if self._tries == RECENT or seconds > SLOWER * statistics.median(
+                self._seconds[self.best]
+            ):
                 self._trial = None
         else:
             self._spent += seconds
-        tried = {place: statistics.median(known) for place, known in enumerate(self._seconds) if known}
+        tried = {
+            place: statistics.median(known) for place, known in enumerate(self._seconds) if known
+        }
         least = min(tried.values())
         self.best = min(place for place, median in tried.items() if median <= GRACE * least)
 
     def _neighbour(self) -> int:
-        """Return the next larger and the next smaller number, in turn; at an end the only one there is."""
+        """Return the next larger and the next smaller number, in turn; at an end the only one there
+        is."""
         step, last = -1 if self._up else 1, len(self._counts) - 1
         place = self.best + step
         return place if 0 <= place <= last else max(0, min(last, self.best - step))
 
 
 class AdaptiveThreads:
-    """Sets torch's number of threads for each forward pass of ``model``, to one of 1, 2, 4 .. ``most``."""
+    """Sets torch's number of threads for each forward pass of ``model``, to one of 1, 2, 4 ..
+    ``most``."""
 
     def __init__(self, model: Any, most: int) -> None:
-        self._counts = tuple(sorted({1 << power for power in range(most.bit_length()) if 1 << power < most} | {most}))
-        self._latest = len(self._counts) - 1  # a size that was not seen yet begins with what was best for another
+        self._counts = tuple(
+            sorted({1 << power for power in range(most.bit_length()) if 1 << power < most} | {most})
+        )
+        self._latest = (
+            len(self._counts) - 1
+        )  # a size that was not seen yet begins with what was best for another
         self._sizes: dict[int, Timings] = {}
         self._before = most
         self._pass: tuple[Timings, int, int, float] | None = None
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
-        model.register_forward_hook(self._end, always_call=True)  # a score ends its pass with an exception
+        model.register_forward_hook(
+            self._end, always_call=True
+        )  # a score ends its pass with an exception
 
     def _begin(self, model: Any, arguments: Any, named: dict[str, Any]) -> None:
         if "input_ids" not in named:  # a method of the evaluation that feeds embeddings

@@ -1,11 +1,15 @@
-"""The readout in a loaded vLLM model: where it is read, and what a step keeps for the probes of this rank.
+"""The readout in a loaded vLLM model: where it is read, and what a step keeps for the probes of
+this rank.
 
-At the attention site nothing of ours is in the compiled graph: vLLM runs attention between the graph's pieces, as an
-operator that the compiler does not look into, and its result is what the output projection reads (which is checked).
+At the attention site nothing of ours is in the compiled graph: vLLM runs attention between the
+graph's pieces, as an operator that the compiler does not look into, and its result is what the
+output projection reads (which is checked).
 
-In each layer a forward pass keeps the step's rows that are read, answer onsets and answers' own tokens, and nothing
-else: one copy a layer.  The truth logits (Eq. logit) of every probe slot are computed from them after it, for all
-layers at once.  Probes are tensors: another bundle is copied into a slot, without recompilation or restart."""
+In each layer a forward pass keeps the step's rows that are read, answer onsets and answers' own
+tokens, and nothing
+else: one copy a layer.  The truth logits (Eq. logit) of every probe slot are computed from them
+after it, for all layers at once.  Probes are tensors: another bundle is copied into a slot, without
+recompilation or restart."""
 
 from __future__ import annotations
 
@@ -33,19 +37,30 @@ def captured(states: Tensor) -> bool:
 
 
 class SiteReadout:
-    """One site's probe slots and the step's activations on this rank, whose own heads are (first, count).
+    """One site's probe slots and the step's activations on this rank, whose own heads are (first,
+    count).
 
-    Results of all ranks are summed; where each has all heads (``split`` False), only ``leading`` contributes.
+    Results of all ranks are summed; where each has all heads (``split`` False), only ``leading``
+    contributes.
 
-    ``rows``: at most so many of a step are kept, at one address: a CUDA graph that is captured whole then keeps them,
-    too.  0: a step's own number, at an address of its own."""
+    ``rows``: at most so many of a step are kept, at one address: a CUDA graph that is captured
+    whole then keeps them, too.  0: a step's own number, at an address of its own."""
 
     def __init__(
-        self, plan: Plan, site: Site, layers: range, heads: tuple[int, int], *, leading: bool, device: torch.device,
+        self,
+        plan: Plan,
+        site: Site,
+        layers: range,
+        heads: tuple[int, int],
+        *,
+        leading: bool,
+        device: torch.device,
         rows: int = 0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         geometry = plan.geometry
-        self.whole = plan.activations or heads[1] <= plan.slots  # else the heads of the probes are kept alone
+        self.whole = (
+            plan.activations or heads[1] <= plan.slots
+        )  # else the heads of the probes are kept alone
         self.site, self.layers, self.heads = site, layers, heads
         self.dim = geometry.dim(site)
         self.width = heads[1] * self.dim
@@ -53,14 +68,20 @@ class SiteReadout:
         self.leading = leading
         size = (len(layers), plan.slots)
         self.head = torch.zeros(size, dtype=torch.int64, device=device)  # of this rank's
-        self.direction = torch.zeros(*size, self.dim, dtype=torch.float32, device=device)  # v / scale
+        self.direction = torch.zeros(
+            *size, self.dim, dtype=torch.float32, device=device
+        )  # v / scale
         self.offset = torch.zeros(size, dtype=torch.float32, device=device)  # b / scale
         self._unit = self.width if self.whole else self.dim  # numbers that are kept together
         picks = 1 if self.whole else plan.slots
         self._rows = rows
-        self._places = torch.zeros(len(layers), rows, picks, dtype=torch.int64, device=device)  # among a step's units
+        self._places = torch.zeros(
+            len(layers), rows, picks, dtype=torch.int64, device=device
+        )  # among a step's units
         self._kept: Tensor | None = None  # [layers, rows, picks, unit]
-        self._count = self._calls = 0  # rows of the step, and how often its forward pass has kept them
+        self._count = self._calls = (
+            0  # rows of the step, and how often its forward pass has kept them
+        )
         self._parts: list[tuple[Tensor, ...]] = []  # by layer, the step's part of both tensors
 
     def write(self, slot: int, probes: Probes) -> None:
@@ -77,10 +98,18 @@ class SiteReadout:
         self.offset[:, slot] = offset.to(self.offset)
 
     def start(self, rows: Tensor | None) -> None:
-        """Have the next forward pass keep these rows [n] in each of its layers; None: it keeps nothing."""
-        before, self._count, self._calls, self._parts = self._count, 0 if rows is None else len(rows), 0, []
+        """Have the next forward pass keep these rows [n] in each of its layers; None: it keeps
+        nothing."""
+        before, self._count, self._calls, self._parts = (
+            self._count,
+            0 if rows is None else len(rows),
+            0,
+            [],
+        )
         if self._rows and before:
-            self._places[:, :before] = 0  # a graph keeps as many as it was captured for: each has to be in every step
+            self._places[:, :before] = (
+                0  # a graph keeps as many as it was captured for: each has to be in every step
+            )
         if not self._rows:
             self._kept = None
         if rows is None:
@@ -96,7 +125,8 @@ class SiteReadout:
             self._kept[:, : self._count] = math.nan  # as it stays where a graph keeps nothing
 
     def keep(self, states: Tensor, residual: Tensor | None = None) -> None:
-        """Keep the next layer's rows of ``states`` [tokens, ..], or of its sum with ``residual``."""
+        """Keep the next layer's rows of ``states`` [tokens, ..], or of its sum with
+        ``residual``."""
         count = self._count
         if self._rows and captured(states):
             count = min(self._rows, states.numel() // self.width)  # what a replay may be asked for
@@ -121,12 +151,14 @@ class SiteReadout:
             torch.add(*(part.index_select(0, places) for part in parts), out=kept)
 
     def _step(self) -> Tensor | None:
-        """Return what was kept of the step; None unless every layer was kept once, or a captured graph may have."""
+        """Return what was kept of the step; None unless every layer was kept once, or a captured
+        graph may have."""
         kept = self._calls == len(self.layers) or (self._rows > 0 and self._calls == 0)
         return self._kept[:, : self._count] if kept and self._kept is not None else None
 
     def read(self) -> Tensor:
-        """Return truth logits [layers, n, slots] at the step's rows; NaN unless every layer was kept once."""
+        """Return truth logits [layers, n, slots] at the step's rows; NaN unless every layer was
+        kept once."""
         step, count = self._step(), self._count
         if step is None:
             return self.offset.new_full((len(self.layers), count, self.offset.shape[1]), math.nan)
@@ -143,8 +175,9 @@ class SiteReadout:
         return step.flatten(2).float()
 
 
-# Outputs of modules exist only within the compiled graph, so there an operator that the compiler cannot look into
-# hands it over.  It is the same in every layer, so that identical layers share one compiled artifact, as in bare vLLM.
+# Outputs of modules exist only within the compiled graph, so there an operator that the compiler
+# cannot look into hands it over. It is the same in every layer, so that identical layers share one
+# compiled artifact, as in bare vLLM.
 KEEP = "hallutracer::keep_residual"
 _library = torch.library.Library("hallutracer", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
@@ -156,7 +189,10 @@ _sites: list[SiteReadout] = []
 def _keep_residual(hidden: Tensor, residual: Tensor | None, order: Tensor, site: int) -> None:
     """Say that it changes ``order``, which keeps the calls in the order of the layers."""
     if hidden.shape[-1] != _sites[site].width:
-        raise EngineError(f"a block hands on {hidden.shape[-1]} numbers, not hidden states of {_sites[site].width}")
+        raise EngineError(
+            f"a block hands on {hidden.shape[-1]} numbers, not hidden states of"
+            f" {_sites[site].width}"
+        )
     _sites[site].keep(hidden, residual)
 
 
@@ -165,10 +201,17 @@ torch.library.register_fake(KEEP, lambda hidden, residual, order, site: None)
 
 
 def install(
-    model: nn.Module, family: Family, plan: Plan, rank: int, ranks: int, device: torch.device, dtype: torch.dtype,
+    model: nn.Module,
+    family: Family,
+    plan: Plan,
+    rank: int,
+    ranks: int,
+    device: torch.device,
+    dtype: torch.dtype,
     rows: int = 0,
-) -> dict[Site, SiteReadout]:  # fmt: skip
-    """Add the readout to a model that computes in ``dtype``.  Raises EngineError if it contradicts its family.
+) -> dict[Site, SiteReadout]:
+    """Add the readout to a model that computes in ``dtype``.  Raises EngineError if it contradicts
+    its family.
 
     ``rows``: as ``SiteReadout`` takes it."""
     like = torch.empty(0, dtype=dtype, device=device)
@@ -180,17 +223,26 @@ def install(
         if where.is_input:
             count = _local_heads(blocks, plan.geometry, ranks, family)
             heads = (rank * count if count < plan.geometry.num_heads else 0, count)
-        found[site] = SiteReadout(plan, site, layers, heads, leading=rank == 0, device=device, rows=rows)
+        found[site] = SiteReadout(
+            plan, site, layers, heads, leading=rank == 0, device=device, rows=rows
+        )
         if where.is_input:
             for layer in layers:
-                attention = _checked_attention(blocks[layer], family, layer, plan.geometry.hidden_size, like)
+                attention = _checked_attention(
+                    blocks[layer], family, layer, plan.geometry.hidden_size, like
+                )
                 _read_attention(attention, found[site])
             continue
         summed = _stream_is_sum(model, blocks, family, plan.geometry, like)
         _sites.append(found[site])
         order = torch.zeros(1, device=device)
         for layer in layers:
-            _read_output(blocks[layer].get_submodule(where.path(family) or ""), len(_sites) - 1, order, summed=summed)
+            _read_output(
+                blocks[layer].get_submodule(where.path(family) or ""),
+                len(_sites) - 1,
+                order,
+                summed=summed,
+            )
     return found
 
 
@@ -199,29 +251,47 @@ def _language(model: Any) -> nn.Module:
 
 
 def blocks_of(model: nn.Module, family: Family, num_layers: int) -> dict[int, nn.Module]:
-    """Return this rank's blocks by layer, also inside modules that vLLM's backends add.  Raises EngineError."""
+    """Return this rank's blocks by layer, also inside modules that vLLM's backends add.  Raises
+    EngineError."""
     _, blocks = block_list(_language(model), num_layers, f"{family.name} in vLLM")
-    return {layer: block for layer, block in enumerate(blocks) if type(block).__name__ != "PPMissingLayer"}
+    return {
+        layer: block
+        for layer, block in enumerate(blocks)
+        if type(block).__name__ != "PPMissingLayer"
+    }
 
 
 def _stream_is_sum(
     model: nn.Module, blocks: dict[int, nn.Module], family: Family, geometry: Geometry, like: Tensor
 ) -> bool:
-    """Return whether the residual stream is the sum of two tensors that a block returns, or else the first.
+    """Return whether the residual stream is the sum of two tensors that a block returns, or else
+    the first.
 
-    Runs the decoder with its blocks replaced: each must be given what the one before returned, and what follows the
-    last must read their sum alone, or the first alone.  Raises EngineError where it is otherwise."""
+    Runs the decoder with its blocks replaced: each must be given what the one before returned, and
+    what follows the last must read their sum alone, or the first alone.  Raises EngineError where
+    it is otherwise."""
     if family.summed is not None:
         return family.summed
     decoder, _ = block_list(_language(model), geometry.num_layers, family.name)
-    takes, calls, made = inspect.signature(type(decoder).forward).parameters, list[list[Any]](), list[list[Tensor]]()
-    angles = torch.linspace(0, 99, TOKENS * geometry.hidden_size).view(TOKENS, -1)  # norms take lines for one another
+    takes, calls, made = (
+        inspect.signature(type(decoder).forward).parameters,
+        list[list[Any]](),
+        list[list[Tensor]](),
+    )
+    angles = torch.linspace(0, 99, TOKENS * geometry.hidden_size).view(
+        TOKENS, -1
+    )  # norms take lines for one another
     positions = torch.arange(TOKENS, device=like.device)
     if "attention_mask" in takes:  # transformers' own module, which vLLM's backend for it runs
         angles, positions = angles[None], positions[None]
     one, two = angles.sin().to(like), angles.cos().to(like)
-    values = {"input_ids": None, "positions": positions, "position_ids": positions, "intermediate_tensors": None,
-              "use_cache": False}  # fmt: skip
+    values = {
+        "input_ids": None,
+        "positions": positions,
+        "position_ids": positions,
+        "intermediate_tensors": None,
+        "use_cache": False,
+    }
 
     def run(*parts: Tensor) -> Tensor:
         def stub(*args: Any, **kwargs: Any) -> Any:
@@ -236,7 +306,9 @@ def _stream_is_sum(
             block.forward = stub
         try:
             with torch.inference_mode():
-                output = type(decoder).forward(decoder, **{name: values[name] for name in takes if name in values})
+                output = type(decoder).forward(
+                    decoder, **{name: values[name] for name in takes if name in values}
+                )
         finally:
             for block in blocks.values():
                 del block.forward
@@ -253,7 +325,8 @@ def _stream_is_sum(
             pair = run(one, two)
         if pair is not None and handed_on():
             whole, first = (
-                torch.allclose(pair, run(*other), atol=0.05) for other in ((one + two, 0 * two), (one, 0 * two))
+                torch.allclose(pair, run(*other), atol=0.05)
+                for other in ((one + two, 0 * two), (one, 0 * two))
             )
             if whole != first:
                 return whole
@@ -264,20 +337,33 @@ def _stream_is_sum(
     except Exception as error:  # whatever a kernel raises
         problem += f" ({type(error).__name__}: {error})"
     if problem or len(blocks) < geometry.num_layers:
-        said = f"a block of vLLM's {type(model).__name__} {problem or 'cannot be checked across pipeline stages'}"
+        said = (
+            f"a block of vLLM's {type(model).__name__}"
+            f" {problem or 'cannot be checked across pipeline stages'}"
+        )
         raise EngineError(f"{family.name}: {said}; use --engine transformers")
     return False
 
 
-def _local_heads(blocks: dict[int, nn.Module], geometry: Geometry, tp_size: int, family: Family) -> int:
-    """Return the number of QUERY heads on this rank.  Raises EngineError if a projection's width does not fit them."""
+def _local_heads(
+    blocks: dict[int, nn.Module], geometry: Geometry, tp_size: int, family: Family
+) -> int:
+    """Return the number of QUERY heads on this rank.  Raises EngineError if a projection's width
+    does not fit them."""
     heads, head_dim = geometry.num_heads, geometry.head_dim
     for layer, block in blocks.items():
         projection = block.get_submodule(family.in_vllm or family.projection)
-        width: Any = getattr(projection, "input_size_per_partition", None) or getattr(projection, "input_size", None)
+        width: Any = getattr(projection, "input_size_per_partition", None) or getattr(
+            projection, "input_size", None
+        )
         if width not in (heads * head_dim, heads * head_dim // tp_size) or width % head_dim:
-            said = f"takes {width} inputs on one of {tp_size} ranks, not {heads} heads of {head_dim}"
-            raise EngineError(f"{family.name}: layer {layer}'s {family.projection} {said}; use --engine transformers")
+            said = (
+                f"takes {width} inputs on one of {tp_size} ranks, not {heads} heads of {head_dim}"
+            )
+            raise EngineError(
+                f"{family.name}: layer {layer}'s {family.projection} {said}; use --engine"
+                " transformers"
+            )
     return int(width) // head_dim
 
 
@@ -285,10 +371,14 @@ class _Reached(Exception):
     """The output projection was called."""
 
 
-def _checked_attention(block: nn.Module, family: Family, layer: int, hidden_size: int, like: Tensor) -> Any:
-    """Return vLLM's attention layer, whose result must be what the output projection is given, else raise EngineError.
+def _checked_attention(
+    block: nn.Module, family: Family, layer: int, hidden_size: int, like: Tensor
+) -> Any:
+    """Return vLLM's attention layer, whose result must be what the output projection is given, else
+    raise EngineError.
 
-    Runs the block with its attention replaced, in the dtype and on the device of ``like``, which finds gates and norms.
+    Runs the block with its attention replaced, in the dtype and on the device of ``like``, which
+    finds gates and norms.
     """
     path, _, name = (family.in_vllm or family.projection).rpartition(".")
     parent: Any = block.get_submodule(path)
@@ -297,11 +387,19 @@ def _checked_attention(block: nn.Module, family: Family, layer: int, hidden_size
     def refused(problem: str) -> EngineError:
         return EngineError(f"{family.name}: layer {layer}{problem}; use --engine transformers")
 
-    found: list[Any] = [one for one in parent.modules() if hasattr(one, "impl") and hasattr(one, "layer_name")]
+    found: list[Any] = [
+        one for one in parent.modules() if hasattr(one, "impl") and hasattr(one, "layer_name")
+    ]
     if len(found) != 1 or getattr(found[0], "use_direct_call", False):
-        raise refused(f" has {len(found)} attention layers that are read between pieces of the graph, not one")
+        raise refused(
+            f" has {len(found)} attention layers that are read between pieces of the graph, not one"
+        )
     [attention] = found
-    size = getattr(attention, "v_head_dim", None) or getattr(attention, "head_size_v", None) or attention.head_size
+    size = (
+        getattr(attention, "v_head_dim", None)
+        or getattr(attention, "head_size_v", None)
+        or attention.head_size
+    )
     width = attention.num_heads * size
     made = torch.linspace(-1, 1, TOKENS * width).view(TOKENS, width).to(like)
     given: list[Tensor] = []
@@ -318,7 +416,11 @@ def _checked_attention(block: nn.Module, family: Family, layer: int, hidden_size
     takes = inspect.signature(parent.forward).parameters
     if "position_embeddings" in takes:  # transformers' own module, which vLLM's backend for it runs
         one = hidden.new_ones(1, TOKENS, 1)
-        values = {"hidden_states": hidden[None], "position_embeddings": (one, 0 * one), "attention_mask": None}
+        values = {
+            "hidden_states": hidden[None],
+            "position_embeddings": (one, 0 * one),
+            "attention_mask": None,
+        }
     for wrapper in wrappers:
         wrapper.forward = wrapper.base_layer.forward
     attention.forward, projection.forward = lambda *args, **kwargs: made, projected
@@ -326,23 +428,35 @@ def _checked_attention(block: nn.Module, family: Family, layer: int, hidden_size
         with torch.inference_mode(), suppress(_Reached):
             parent(**{name: value for name, value in values.items() if name in takes})
     except Exception as error:  # whatever a kernel raises
-        raise refused(f"'s attention block cannot be checked: {type(error).__name__}: {error}") from error
+        raise refused(
+            f"'s attention block cannot be checked: {type(error).__name__}: {error}"
+        ) from error
     finally:
         for changed in {attention, projection, *wrappers}:
             del changed.forward
-    if len(given) != 1 or given[0].numel() != made.numel() or not torch.equal(given[0].reshape(made.shape), made):
+    if (
+        len(given) != 1
+        or given[0].numel() != made.numel()
+        or not torch.equal(given[0].reshape(made.shape), made)
+    ):
         raise refused(f"'s {family.projection} does not read its attention's result as it is")
     return attention
 
 
 def _read_attention(attention: Any, site: SiteReadout) -> None:
     # Latent attention makes its heads from its implementation's results.
-    owner, name = (attention, "forward_impl") if hasattr(attention, "forward_impl") else (attention.impl, "forward")
+    owner, name = (
+        (attention, "forward_impl")
+        if hasattr(attention, "forward_impl")
+        else (attention.impl, "forward")
+    )
     forward = getattr(owner, name)
 
     def reading(*args: Any, output: Tensor, **kwargs: Any) -> Any:
         result = forward(*args, output=output, **kwargs)
-        if kwargs.get("output_scale") is None:  # quantized results are not what the probes were trained on
+        if (
+            kwargs.get("output_scale") is None
+        ):  # quantized results are not what the probes were trained on
             site.keep(output)
         return result
 
@@ -350,14 +464,18 @@ def _read_attention(attention: Any, site: SiteReadout) -> None:
 
 
 def _read_output(module: nn.Module, site: int, order: Tensor, *, summed: bool) -> None:
-    """Make ``module`` an instance of a subclass with the readout; its parameters and their names do not change."""
+    """Make ``module`` an instance of a subclass with the readout; its parameters and their names do
+    not change."""
     base: Any = type(module)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = base.forward(self, *args, **kwargs)
-        # vLLM's blocks return (hidden states, residual) and leave the addition to the next block's norm.
+        # vLLM's blocks return (hidden states, residual) and leave the addition to the next block's
+        # norm.
         hidden, residual = output if isinstance(output, tuple) else (output, None)
-        torch.ops.hallutracer.keep_residual(hidden, residual if summed else None, self.hallutracer_order, site)
+        torch.ops.hallutracer.keep_residual(
+            hidden, residual if summed else None, self.hallutracer_order, site
+        )
         return output
 
     module.register_buffer("hallutracer_order", order, persistent=False)

@@ -1,4 +1,5 @@
-"""The request side of vLLM: which probe is in which slot of its workers, one request's parameters and outputs."""
+"""The request side of vLLM: which probe is in which slot of its workers, one request's parameters
+and outputs."""
 
 from __future__ import annotations
 
@@ -29,18 +30,23 @@ class _Slot:
 
 
 class Slots:
-    """Leases of the workers' probe slots, on one event loop; a slot is overwritten only while no request uses it."""
+    """Leases of the workers' probe slots, on one event loop; a slot is overwritten only while no
+    request uses it."""
 
     def __init__(self, plan: Plan, write: Callable[[int, Probes], Awaitable[str]]) -> None:
-        """``write(index, probes)`` writes a probe into a slot of its site on every rank, and returns its digest."""
+        """``write(index, probes)`` writes a probe into a slot of its site on every rank, and
+        returns its digest."""
         self._plan, self._write = plan, write
-        self.on_changed: Callable[[], None] = lambda: None  # a request was not read: the weights have changed
+        self.on_changed: Callable[[], None] = lambda: (
+            None
+        )  # a request was not read: the weights have changed
         self._slots = [_Slot(site, index) for site in plan.sites for index in range(plan.slots)]
         self._lock = asyncio.Lock()
         self._clock = count(1)
 
     async def hold(self, probes: Sequence[Probes]) -> list[int]:
-        """Return each probe's column in a payload, kept until ``release``.  Raises EngineError without site or slot."""
+        """Return each probe's column in a payload, kept until ``release``.  Raises EngineError
+        without site or slot."""
         held: list[int] = []
         try:
             for probe in probes:
@@ -68,22 +74,33 @@ class Slots:
         return tuple((column, self._slots[column].digest) for column in columns)
 
     def forget(self, columns: Sequence[int]) -> None:
-        """Have the next request write these slots' probes again, because another server has written into one."""
+        """Have the next request write these slots' probes again, because another server has written
+        into one."""
         for column in columns:
             self._slots[column].probes = None
 
     def _find(self, probe: Probes) -> int | None:
-        return next((column for column, slot in enumerate(self._slots) if slot.probes is probe), None)
+        return next(
+            (column for column, slot in enumerate(self._slots) if slot.probes is probe), None
+        )
 
     async def _put(self, probe: Probes) -> int:
         if probe.site not in self._plan.sites:
-            raise EngineError(f"this engine was started without the site {probe.site}; restart it with such a bundle")
+            raise EngineError(
+                f"this engine was started without the site {probe.site}; restart it with such a"
+                " bundle"
+            )
         check_probe(probe, self._plan.geometry)
-        free = [column for column, slot in enumerate(self._slots) if slot.site is probe.site and not slot.users]
+        free = [
+            column
+            for column, slot in enumerate(self._slots)
+            if slot.site is probe.site and not slot.users
+        ]
         if not free:
             raise EngineError(
-                f"all {self._plan.slots} probe slots at {probe.site} are in use; load fewer bundles (one with context "
-                "probes needs up to four), or give more: 'slots' of the key 'hallutracer' in vLLM's --additional-config"
+                f"all {self._plan.slots} probe slots at {probe.site} are in use; load fewer bundles"
+                " (one with context probes needs up to four), or give more: 'slots' of the key"
+                " 'hallutracer' in vLLM's --additional-config"
             )
         column = min(free, key=lambda column: self._slots[column].last_used)
         slot = self._slots[column]
@@ -98,10 +115,16 @@ class Slots:
 
 
 class ProbeLease:
-    """Keeps a request's probes in their slots until its prefill has been read, its answer's until the answer ends."""
+    """Keeps a request's probes in their slots until its prefill has been read, its answer's until
+    the answer ends."""
 
     def __init__(
-        self, directive: Directive, plan: Plan, columns: Sequence[int], slots: Slots, answer: Sequence[int] = ()
+        self,
+        directive: Directive,
+        plan: Plan,
+        columns: Sequence[int],
+        slots: Slots,
+        answer: Sequence[int] = (),
     ) -> None:
         self.directive = directive
         self._plan, self._columns, self._slots = plan, list(columns), slots
@@ -109,7 +132,8 @@ class ProbeLease:
         self._sum, self._tokens = np.zeros(plan.geometry.num_layers), 0
 
     def prefill(self, output: Any, prompt_tokens: int) -> tuple[PrefillResult, bool]:
-        """Return the result and whether the gate closed; free the slots.  Raises EngineError and its kinds."""
+        """Return the result and whether the gate closed; free the slots.  Raises EngineError and
+        its kinds."""
         with self._told():
             payload = payload_of(output, self._plan, self.directive)
         held, self._held = self._held, []
@@ -117,24 +141,33 @@ class ProbeLease:
         return self._result(payload, prompt_tokens), payload.gated
 
     def result(self, wire: Any, prompt_tokens: int) -> PrefillResult:
-        """Return what a worker's payload says; the slots stay held.  Raises what ``Payload.decode`` raises."""
+        """Return what a worker's payload says; the slots stay held.  Raises what ``Payload.decode``
+        raises."""
         return self._result(Payload.decode(wire, self._plan, self.directive), prompt_tokens)
 
     def answer(self, output: Any, decoded: int, *, first: bool = False) -> AnswerReading | None:
-        """Return what was read of an answer that has so many tokens with ``output``; None: nothing, or not asked for.
+        """Return what was read of an answer that has so many tokens with ``output``; None: nothing,
+        or not asked for.
 
-        To be called with each output in turn, the ``first`` of which has the prefill.  Raises EngineError, its kinds.
+        To be called with each output in turn, the ``first`` of which has the prefill.  Raises
+        EngineError, its kinds.
         """
         if self.directive.answer is None:
             return None
         with self._told():
-            for wire in (*(() if first else (output.prompt_token_id_logprobs,)), *getattr(output, MERGED)):
+            for wire in (
+                *(() if first else (output.prompt_token_id_logprobs,)),
+                *getattr(output, MERGED),
+            ):
                 if wire is None:  # no token came with it
                     continue
                 self._sum = self._sum + answer_read(wire, self._plan)
                 self._tokens += 1
         if self._tokens != max(0, decoded - 1):
-            said = f"{self._tokens} of an answer's tokens were read where the model went on from {max(0, decoded - 1)}"
+            said = (
+                f"{self._tokens} of an answer's tokens were read where the model went on from"
+                f" {max(0, decoded - 1)}"
+            )
             raise EngineError(f"{said}; please report this bug of the engine")
         return AnswerReading(self._tokens, self._sum / self._tokens) if self._tokens else None
 
@@ -163,7 +196,8 @@ MERGED = "hallutracer_merged"  # of an output: what came with those that vLLM ha
 
 
 def keep_merged() -> None:
-    """Have an output keep what comes with outputs that vLLM adds to it, where it is not taken in time.
+    """Have an output keep what comes with outputs that vLLM adds to it, where it is not taken in
+    time.
 
     vLLM keeps the first one's, as it has log probabilities of a prompt come once."""
     from vllm.outputs import RequestOutput
@@ -183,27 +217,41 @@ def keep_merged() -> None:
 def payload_of(output: Any, plan: Plan, directive: Directive) -> Payload:
     """Decode an output's payload.  Raises EngineError if it has none."""
     if getattr(output, "prompt_token_id_logprobs", None) is None:
-        raise EngineError("vLLM's first token has no readout payload; start vLLM with HalluTracer's --worker-cls")
+        raise EngineError(
+            "vLLM's first token has no readout payload; start vLLM with HalluTracer's --worker-cls"
+        )
     return Payload.decode(output.prompt_token_id_logprobs, plan, directive)
 
 
 def parameters_for(sampling: Sampling | None, directive: Directive | None) -> Any:
-    """Return sampling parameters for a streamed answer; without ``sampling`` for a prefill, its token discarded."""
+    """Return sampling parameters for a streamed answer; without ``sampling`` for a prefill, its
+    token discarded."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
     chosen = sampling or Sampling(max_tokens=1)
     return SamplingParams(
-        max_tokens=chosen.max_tokens, temperature=chosen.temperature, top_p=chosen.top_p, seed=chosen.seed,
-        stop=list(chosen.stop) or None, detokenize=sampling is not None, output_kind=RequestOutputKind.DELTA,
-        extra_args=None if directive is None else directive.encode(), skip_clone=sampling is None,
-        structured_outputs=None if chosen.format is None else StructuredOutputsParams(json=chosen.format.schema),
-    )  # fmt: skip
+        max_tokens=chosen.max_tokens,
+        temperature=chosen.temperature,
+        top_p=chosen.top_p,
+        seed=chosen.seed,
+        stop=list(chosen.stop) or None,
+        detokenize=sampling is not None,
+        output_kind=RequestOutputKind.DELTA,
+        extra_args=None if directive is None else directive.encode(),
+        skip_clone=sampling is None,
+        structured_outputs=(
+            None if chosen.format is None else StructuredOutputsParams(json=chosen.format.schema)
+        ),
+    )
 
 
 def times(output: Any) -> tuple[float, float]:
-    """Return seconds in vLLM's queue, and from the first step to the first token, as measured by vLLM's core."""
+    """Return seconds in vLLM's queue, and from the first step to the first token, as measured by
+    vLLM's core."""
     metrics = output.metrics
     if metrics is None or not metrics.first_token_ts:
         return 0.0, 0.0
-    return max(0.0, metrics.scheduled_ts - metrics.queued_ts), max(0.0, metrics.first_token_ts - metrics.scheduled_ts)
+    return max(0.0, metrics.scheduled_ts - metrics.queued_ts), max(
+        0.0, metrics.first_token_ts - metrics.scheduled_ts
+    )

@@ -1,8 +1,9 @@
-"""The readouts of one step: which rows are answer onsets or answers' tokens, their numbers, and which gates close.
+"""The readouts of one step: which rows are answer onsets or answers' tokens, their numbers, and
+which gates close.
 
-A runner calls, in this order: ``before`` the forward pass, ``after`` it, ``observe_logits``, ``gate`` once tokens are
-sampled, and ``payloads``.  A step that reads copies once to the device, and onsets and answers once each back, and
-waits for none."""
+A runner calls, in this order: ``before`` the forward pass, ``after`` it, ``observe_logits``,
+``gate`` once tokens are sampled, and ``payloads``.  A step that reads copies once to the device,
+and onsets and answers once each back, and waits for none."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class OnsetRow:
     directive: Directive
     token_row: int  # of t*, among the step's tokens
     request_row: int  # of the request, among the step's requests
-    logits_row: int  # of t*, among the rows of the step's logits: one for each request and for each draft token
+    # of t*, among the rows of the step's logits: one for each request and for each draft token
+    logits_row: int
     prompt_tokens: int
 
 
@@ -56,48 +58,67 @@ class StepLayout:
     computed: Counts  # [n]: tokens already computed by earlier steps or found in the prefix cache
     prompts: Counts  # [n]: tokens of the prompt
     emits: npt.NDArray[np.bool_]  # [n]: whether the step samples a token for it
-    drafts: Counts  # [n]: draft tokens at the end of its part, also after its prompt's last: vLLM pads such a step
+    # [n]: draft tokens at the end of its part, also after its prompt's last: vLLM pads such a step
+    drafts: Counts
 
 
 def onset_rows(step: StepLayout, directive_of: Callable[[str], Directive | None]) -> list[OnsetRow]:
-    """Return the requests whose t* is the last token before drafts of their part of this step, which samples."""
-    if not np.count_nonzero(step.computed < step.prompts):  # most steps: what follows would cost them 0.1 ms
+    """Return the requests whose t* is the last token before drafts of their part of this step,
+    which samples."""
+    if not np.count_nonzero(
+        step.computed < step.prompts
+    ):  # most steps: what follows would cost them 0.1 ms
         return []
     onsets = []
     ends = step.emits & (step.computed + np.diff(step.starts) - step.drafts == step.prompts)
     for row in map(int, np.flatnonzero(ends)):
         request = step.requests[row]
         if (directive := directive_of(request)) is not None:
-            onset, logits_row = int(step.starts[row + 1] - step.drafts[row]) - 1, row + int(step.drafts[:row].sum())
-            onsets.append(OnsetRow(request, directive, onset, row, logits_row, int(step.prompts[row])))
+            onset, logits_row = (
+                int(step.starts[row + 1] - step.drafts[row]) - 1,
+                row + int(step.drafts[:row].sum()),
+            )
+            onsets.append(
+                OnsetRow(request, directive, onset, row, logits_row, int(step.prompts[row]))
+            )
     return onsets
 
 
 def answer_rows(step: StepLayout, read: Mapping[str, Directive]) -> list[AnswerRow]:
-    """Return the requests of ``read`` that sample behind a token of their own answer, which is their part's last.
+    """Return the requests of ``read`` that sample behind a token of their own answer, which is
+    their part's last.
 
     Without drafts.  A token is the last of a part that samples once, whatever is computed again."""
     if not read:
         return []
     own = step.emits & (step.computed + np.diff(step.starts) > step.prompts)
-    found = ((step.requests[row], int(step.starts[row + 1]) - 1) for row in map(int, np.flatnonzero(own)))
+    found = (
+        (step.requests[row], int(step.starts[row + 1]) - 1) for row in map(int, np.flatnonzero(own))
+    )
     return [AnswerRow(request, read[request], row) for request, row in found if request in read]
 
 
 class Reader:
-    """A worker's plan, its sites' readouts and the step's numbers.  ``group``: of ranks that split layers."""
+    """A worker's plan, its sites' readouts and the step's numbers.  ``group``: of ranks that split
+    layers."""
 
-    def __init__(self, plan: Plan, sites: dict[Site, SiteReadout], group: Any, device: torch.device) -> None:
+    def __init__(
+        self, plan: Plan, sites: dict[Site, SiteReadout], group: Any, device: torch.device
+    ) -> None:
         self.plan, self.sites, self.device = plan, sites, device
         self._group = group
         self.for_all: Directive | None = None  # of every request, whatever it asks for itself
         self.digests: dict[int, str] = {}  # column -> digest of the probe that its slot holds
         self.weights = 0  # how often they have changed since they were loaded
-        self.answering: dict[str, Directive] = {}  # of requests whose prompt has ended and whose answer is read
+        self.answering: dict[
+            str, Directive
+        ] = {}  # of requests whose prompt has ended and whose answer is read
         self._step: list[OnsetRow] = []
         self._answers: Sequence[AnswerRow] = ()
         self.keeps = False  # whether the coming forward pass keeps activations
-        self._refused: dict[int, float] = {}  # places in the step whose directives name other probes or weights
+        self._refused: dict[
+            int, float
+        ] = {}  # places in the step whose directives name other probes or weights
         self._numbers = torch.empty(0)  # [n, 24] on the device: ``_numbers``
         self._values: Tensor | None = None  # [columns, n, layers]
         self._activations: list[Tensor] = []
@@ -106,13 +127,16 @@ class Reader:
 
     def directive_of(self, parameters: Any) -> Directive | None:
         """Return what is read for a request with these ``SamplingParams``; None: nothing."""
-        if parameters is None or (self.for_all is not None and parameters.prompt_logprob_token_ids is not None):
+        if parameters is None or (
+            self.for_all is not None and parameters.prompt_logprob_token_ids is not None
+        ):
             return None  # the caller's own numbers come back where ours would
         return self.for_all or Directive.decode(parameters.extra_args, self.plan)
 
     @property
     def needs_pieces(self) -> bool:
-        """Whether the coming forward pass keeps what a CUDA graph that is captured whole does not."""
+        """Whether the coming forward pass keeps what a CUDA graph that is captured whole does
+        not."""
         return self.keeps and not self.plan.answers
 
     def finished(self, requests: Iterable[str]) -> None:
@@ -125,9 +149,13 @@ class Reader:
         self._step, self._answers, self._activations = step, answers, []
         self._values = self._summary = self._gated = None
         if self.plan.answers:
-            self.answering |= {row.request: row.directive for row in step if row.directive.answer is not None}
+            self.answering |= {
+                row.request: row.directive for row in step if row.directive.answer is not None
+            }
         named = [self._refusal(row.directive, row.directive.probes) for row in step]
-        named += [self._refusal(row.directive, filter(None, [row.directive.answer])) for row in answers]
+        named += [
+            self._refusal(row.directive, filter(None, [row.directive.answer])) for row in answers
+        ]
         self._refused = {place: why for place, why in enumerate(named) if why}
         if not named:
             self._start_sites(None)
@@ -148,7 +176,8 @@ class Reader:
             site.start(onsets)
 
     def after(self, earlier: Tensor | None = None) -> Tensor | None:
-        """Compute the step's readouts and add those of ``earlier`` stages: [layers, n, columns], for the next."""
+        """Compute the step's readouts and add those of ``earlier`` stages: [layers, n, columns],
+        for the next."""
         if not self.keeps:
             return None
         read = torch.cat([site.read() for site in self.sites.values()], dim=-1)
@@ -161,22 +190,28 @@ class Reader:
         if any(row.directive.activations for row in self._step):
             for site in self.sites.values():
                 own = site.activations()
-                self._activations.append(self._group.all_gather(own.contiguous(), dim=-1) if site.split else own)
+                self._activations.append(
+                    self._group.all_gather(own.contiguous(), dim=-1) if site.split else own
+                )
         self._start_sites(None)
         self._values = values.permute(2, 1, 0)
         return values
 
     def observe_logits(self, logits: Tensor | None) -> None:
-        """Summarise the first token's distribution from the step's logits [rows, vocab], if a request needs it."""
+        """Summarise the first token's distribution from the step's logits [rows, vocab], if a
+        request needs it."""
         if self._summary is not None:
-            return  # V2 computes logits of other rows, too, for requests that want log probabilities of the prompt
+            # V2 computes logits of other rows, too, for requests that want log probabilities of the
+            # prompt
+            return
         if logits is None or not any(row.directive.needs_first_token for row in self._step):
             return
         rows = self._numbers[: len(self._step), LOGITS_ROW].long()
         self._summary = summarise(logits.index_select(0, rows).float())
 
     def gate(self, sampled: Tensor) -> Tensor:
-        """Replace the first of the sampled tokens [requests, 1 + drafts] by an end token where a gate closes."""
+        """Replace the first of the sampled tokens [requests, 1 + drafts] by an end token where a
+        gate closes."""
         if self._values is None or all(row.directive.gate is None for row in self._step):
             return sampled
         count = len(self._step)
@@ -187,10 +222,14 @@ class Reader:
         rows = torch.arange(count, device=self.device)
         slots = numbers[:, SLOTS].long().T  # [4, n]
         means = self._values[slots, rows].double().mean(-1).T  # [n, 4]
-        told = torch.sigmoid(numbers[:, CONTEXT_WEIGHTS] * means[:, 1:] + numbers[:, CONTEXT_INTERCEPTS])
+        told = torch.sigmoid(
+            numbers[:, CONTEXT_WEIGHTS] * means[:, 1:] + numbers[:, CONTEXT_INTERCEPTS]
+        )
         signals[:, 0] = means[:, 0]
         if self._summary is not None:
-            signals[:, 1:3] = self._summary[:, :2].float().to(signals)  # rounded as the payload's are
+            signals[:, 1:3] = (
+                self._summary[:, :2].float().to(signals)
+            )  # rounded as the payload's are
         signals[:, 3], signals[:, 4] = told[:, 1], told[:, 1] * told[:, 2]
         signals[:, 5] = signals[:, 4] * numbers[:, LOG_TOKENS]
         # A signal with weight 0 may be anything, including a NaN.
@@ -204,10 +243,13 @@ class Reader:
         return sampled
 
     def payloads(self) -> dict[str, Tensor]:
-        """Return request -> [1, floats] float32 on the CPU; the copy may still run on the device's current stream."""
+        """Return request -> [1, floats] float32 on the CPU; the copy may still run on the device's
+        current stream."""
         if self._values is None:
             return {}
-        found = (self._onset_payloads(self._values) if self._step else {}) | self._answer_payloads(self._values)
+        found = (self._onset_payloads(self._values) if self._step else {}) | self._answer_payloads(
+            self._values
+        )
         self._step, self._answers = [], ()
         return found
 
@@ -223,10 +265,15 @@ class Reader:
                 extras[place, 3] = why
         parts = [values[:, :count].permute(1, 0, 2).reshape(count, -1), extras]
         # Everything in one copy, also where only some ask for activations: training asks for all.
-        parts += [activations[:, :count].transpose(0, 1).reshape(count, -1) for activations in self._activations]
+        parts += [
+            activations[:, :count].transpose(0, 1).reshape(count, -1)
+            for activations in self._activations
+        ]
         on_host = torch.cat(parts, dim=1).to("cpu", non_blocking=True)  # pinned
         return {
-            row.request: on_host[place : place + 1, : None if row.directive.activations else self.plan.payload]
+            row.request: on_host[
+                place : place + 1, : None if row.directive.activations else self.plan.payload
+            ]
             for place, row in enumerate(self._step)
         }
 
@@ -235,19 +282,31 @@ class Reader:
         if not self._answers:
             return {}
         first = len(self._step)
-        columns, places = self._numbers[first:, SLOT].long(), torch.arange(len(self._answers), device=self.device)
+        columns, places = (
+            self._numbers[first:, SLOT].long(),
+            torch.arange(len(self._answers), device=self.device),
+        )
         state = torch.zeros(len(places), 1, dtype=values.dtype, device=self.device)
         for place, why in self._refused.items():
             if place >= first:
                 state[place - first] = why
-        on_host = torch.cat([values[columns, first + places], state], dim=1).to("cpu", non_blocking=True)
+        on_host = torch.cat([values[columns, first + places], state], dim=1).to(
+            "cpu", non_blocking=True
+        )
         return {row.request: on_host[place : place + 1] for place, row in enumerate(self._answers)}
 
 
-# Columns of the numbers that a step copies to the device, for each onset; float64 holds every index and token id.
+# Columns of the numbers that a step copies to the device, for each onset; float64 holds every index
+# and token id.
 TOKEN_ROW, REQUEST_ROW, LOGITS_ROW, END_TOKEN, INTERCEPT, BOUND = range(6)
 WEIGHTS, LOG_TOKENS = slice(6, 12), 12
-SLOT, SLOTS, CONTEXT_WEIGHTS, CONTEXT_INTERCEPTS, APPLIES_FROM = 13, slice(13, 17), slice(17, 20), slice(20, 23), 23
+SLOT, SLOTS, CONTEXT_WEIGHTS, CONTEXT_INTERCEPTS, APPLIES_FROM = (
+    13,
+    slice(13, 17),
+    slice(17, 20),
+    slice(20, 23),
+    23,
+)
 
 
 def _numbers(row: OnsetRow) -> list[float]:
@@ -256,7 +315,14 @@ def _numbers(row: OnsetRow) -> list[float]:
     terms = [0.0, -math.inf] if gate is None else [gate.intercept, _bound(gate.threshold)]
     weights = [0.0] * len(SIGNALS) if gate is None else gate.weight
     tokens = [row.token_row, row.request_row, row.logits_row, directive.end_token or 0]
-    return [*tokens, *terms, *weights, math.log(row.prompt_tokens), directive.slot, *directive.context]
+    return [
+        *tokens,
+        *terms,
+        *weights,
+        math.log(row.prompt_tokens),
+        directive.slot,
+        *directive.context,
+    ]
 
 
 def _answer_numbers(row: AnswerRow) -> list[float]:

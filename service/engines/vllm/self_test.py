@@ -1,4 +1,5 @@
-"""What a started vLLM is tested with: random prompts, and answers to them, read in different company."""
+"""What a started vLLM is tested with: random prompts, and answers to them, read in different
+company."""
 
 from __future__ import annotations
 
@@ -17,7 +18,11 @@ from service.readout import Probes
 
 # Relative to the largest truth logit: kernels round differently in batches of other shapes.
 TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.2}
-ENDS = (0, 2, 3)  # prompts whose end is changed: in a long one it may weigh little, in a short one it does not
+ENDS = (
+    0,
+    2,
+    3,
+)  # prompts whose end is changed: in a long one it may weigh little, in a short one it does not
 DECODED = (1, 3, 7)  # batch sizes; vLLM pads those between the sizes that it captured
 DECODE = Sampling(max_tokens=4)
 
@@ -25,17 +30,22 @@ DECODE = Sampling(max_tokens=4)
 class Answering(LoadedModel, Protocol):
     """An engine that may read answers' own tokens."""
 
-    def read_answers(self, prompts: Prompts, probes: Probes, sampling: Sampling) -> Sequence[Update]:
-        """Decode an answer to each prompt; return its last update, with what ``probes`` read of its own tokens."""
+    def read_answers(
+        self, prompts: Prompts, probes: Probes, sampling: Sampling
+    ) -> Sequence[Update]:
+        """Decode an answer to each prompt; return its last update, with what ``probes`` read of its
+        own tokens."""
 
 
 def self_test(engine: Answering, plan: Plan, vocabulary: int) -> None:
-    """Raise EngineError unless each prompt gets its own readout, at t*, with the probe written, and answers decode.
+    """Raise EngineError unless each prompt gets its own readout, at t*, with the probe written, and
+    answers decode.
 
-    Where ``plan`` reads answers' own tokens, their readings have to be those of the same tokens as ends of prompts.
+    Where ``plan`` reads answers' own tokens, their readings have to be those of the same tokens as
+    ends of prompts.
 
-    Random prompts show what one recorded (golden) prompt cannot: readouts of another prompt or of the token before t*,
-    a forward pass without the readout, or one with an earlier probe."""
+    Random prompts show what one recorded (golden) prompt cannot: readouts of another prompt or of
+    the token before t*, a forward pass without the readout, or one with an earlier probe."""
 
     def trajectories(prompts: Prompts, probes: Probes) -> NDArray[np.float64]:
         return np.stack([result.trajectories[0] for result in engine.score(prompts, [probes])])
@@ -45,13 +55,27 @@ def self_test(engine: Answering, plan: Plan, vocabulary: int) -> None:
 
     generator, geometry = np.random.default_rng(0), plan.geometry
     layers = geometry.num_layers
-    lengths = [2, 5, 3, 40, 1, 17, 2, 9]  # 17: when it is repeated, a cached block, and t* alone like a decoded token
+    lengths = [
+        2,
+        5,
+        3,
+        40,
+        1,
+        17,
+        2,
+        9,
+    ]  # 17: when it is repeated, a cached block, and t* alone like a decoded token
     prompts = [generator.integers(0, vocabulary, length).tolist() for length in lengths]
     changed = [[*prompts[row][:-1], (prompts[row][-1] + 1) % vocabulary] for row in ENDS]
     for site in plan.sites:
         direction = generator.normal(size=(layers, geometry.dim(site)))
-        direction = (direction / np.linalg.norm(direction, axis=1, keepdims=True)).astype(np.float32)
-        head, ones = generator.integers(0, geometry.heads(site), layers), np.ones(layers, np.float32)
+        direction = (direction / np.linalg.norm(direction, axis=1, keepdims=True)).astype(
+            np.float32
+        )
+        head, ones = (
+            generator.integers(0, geometry.heads(site), layers),
+            np.ones(layers, np.float32),
+        )
         probes = Probes(site, head, direction, 0 * ones, ones)
         together = trajectories([*prompts, *changed], probes)
         alone = np.concatenate([trajectories([prompt], probes) for prompt in prompts])
@@ -59,16 +83,29 @@ def self_test(engine: Answering, plan: Plan, vocabulary: int) -> None:
         size = float(np.abs(together).max())
         most = TOLERANCE[str(getattr(engine.identity, "dtype", "float32"))] * size
         mixed = apart(together[: len(prompts)], alone)
-        ends = [apart(together[row], other) for row, other in zip(ENDS, together[len(prompts) :], strict=True)]
+        ends = [
+            apart(together[row], other)
+            for row, other in zip(ENDS, together[len(prompts) :], strict=True)
+        ]
         for holds, problem in (
             (size > 0.0, "is zero everywhere: no probe was written"),
-            (mixed <= most, f"depends on the other prompts of the batch, by {mixed:.2g}: rows are mixed up"),
-            (min(ends) > most / 100 and max(ends) > most / 10,
-             "does not depend on the prompt's last token: it is read one row too early"),
-            (apart(mirrored, -alone[:2]) <= most, "ignores a change of its probe: clear vLLM's compile cache too"),
-        ):  # fmt: skip
+            (
+                mixed <= most,
+                f"depends on the other prompts of the batch, by {mixed:.2g}: rows are mixed up",
+            ),
+            (
+                min(ends) > most / 100 and max(ends) > most / 10,
+                "does not depend on the prompt's last token: it is read one row too early",
+            ),
+            (
+                apart(mirrored, -alone[:2]) <= most,
+                "ignores a change of its probe: clear vLLM's compile cache too",
+            ),
+        ):
             if not holds:
-                raise EngineError(f"self-test: the readout at {site} {problem}; install vLLM {RANGE}")
+                raise EngineError(
+                    f"self-test: the readout at {site} {problem}; install vLLM {RANGE}"
+                )
         for rows in DECODED if plan.answers else ():
             _test_answers(engine, prompts[:rows], probes, most)
     for rows in () if plan.answers else DECODED:
@@ -77,11 +114,18 @@ def self_test(engine: Answering, plan: Plan, vocabulary: int) -> None:
 
 def _test_answers(engine: Answering, prompts: Prompts, probes: Probes, most: float) -> None:
     answered = zip(prompts, engine.read_answers(prompts, probes, DECODE), strict=True)
-    found = [(prompt, last.completion, last.answer) for prompt, last in answered if last.completion and last.answer]
+    found = [
+        (prompt, last.completion, last.answer)
+        for prompt, last in answered
+        if last.completion and last.answer
+    ]
     if not found:  # each ended with its first token
         return
     texts = [[*prompt, *completion.token_ids[:-1]] for prompt, completion, _ in found]
-    counts, read = [one.tokens for *_, one in found], np.stack([one.trajectory for *_, one in found])
+    counts, read = (
+        [one.tokens for *_, one in found],
+        np.stack([one.trajectory for *_, one in found]),
+    )
 
     def apart(texts: Prompts) -> float:
         written = [one.trajectories[0] for one in engine.score(texts, [probes], last=counts)]
@@ -89,5 +133,8 @@ def _test_answers(engine: Answering, prompts: Prompts, probes: Probes, most: flo
 
     right, early = apart(texts), apart([text[:-1] for text in texts])
     if not (right <= most and right < early / 2):  # nor of a NaN
-        said = f"of {len(found)} answers' own tokens at {probes.site} is not that of the same text as a prompt"
+        said = (
+            f"of {len(found)} answers' own tokens at {probes.site} is not that of the same text as"
+            " a prompt"
+        )
         raise EngineError(f"self-test: what is read {said}, by {right:.2g}; install vLLM {RANGE}")

@@ -1,12 +1,15 @@
-"""The messages between the request side and the worker: ``Directive`` to the worker, ``Payload`` back.
+"""The messages between the request side and the worker: ``Directive`` to the worker, ``Payload``
+back.
 
-A directive is a dictionary under ``KEY`` in ``SamplingParams.extra_args``.  A payload is one float32 vector in
-``RequestOutput.prompt_token_id_logprobs``, which vLLM provides for log probabilities of chosen tokens at the prompt's
+A directive is a dictionary under ``KEY`` in ``SamplingParams.extra_args``.  A payload is one
+float32 vector in ``RequestOutput.prompt_token_id_logprobs``, which vLLM provides for log
+probabilities of chosen tokens at the prompt's
 end: a risk and its first token arrive in one message and cannot be matched with another request's.
 
-So do an answer's own tokens: with each token that it samples, a worker sends what it read of the token before, which is
-what ``answer_read`` reads.  A worker keeps no sums: a token that is sampled anew brings a new reading in the place of
-the one that vLLM has dropped with the old token, and what is computed again after a preemption is not sampled again."""
+So do an answer's own tokens: with each token that it samples, a worker sends what it read of the
+token before, which is what ``answer_read`` reads.  A worker keeps no sums: a token that is sampled
+anew brings a new reading in the place of the one that vLLM has dropped with the old token, and what
+is computed again after a preemption is not sampled again."""
 
 from __future__ import annotations
 
@@ -27,16 +30,29 @@ from service.errors import EngineError, NonFiniteReadout, ProbeReplaced, Weights
 from service.readout import Geometry, Site
 
 KEY = "hallutracer"
-GATED = f"{KEY}_gated"  # in an engine's ``additional_config``: requests reach it through our gate only
+GATED = (  # in an engine's ``additional_config``: requests reach it through our gate only
+    f"{KEY}_gated"
+)
 MAX_TOKEN = 2**31 - 1
-EXTRAS = 4  # log max probability, entropy, greedy token, and 1 where the gate closed, REPLACED or STALE
+EXTRAS = (
+    4  # log max probability, entropy, greedy token, and 1 where the gate closed, REPLACED or STALE
+)
 CONTEXT_NAMES: tuple[ContextName, ...] = get_args(ContextName)
 CERTAIN = 50.0  # log odds of a probability that is 1 in float64
 REPLACED = -1.0  # a slot holds another probe than the request side has written
 STALE = -2.0  # the request side has tested other weights than the worker has
 # The worker's methods after which its model may compute something else.
-CHANGES = ("sleep", "wake_up", "discard", "reset_weights", "reload_weights", "start_weight_update", "update_weights",
-           "finish_weight_update", "apply_model")  # fmt: skip
+CHANGES = (
+    "sleep",
+    "wake_up",
+    "discard",
+    "reset_weights",
+    "reload_weights",
+    "start_weight_update",
+    "update_weights",
+    "finish_weight_update",
+    "apply_model",
+)
 
 
 def probe_digest(site: str, head: Sequence[int], numbers: bytes) -> str:
@@ -46,13 +62,15 @@ def probe_digest(site: str, head: Sequence[int], numbers: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a worker reads: sites, probe slots per site, whether it sends activations (training) and reads answers."""
+    """What a worker reads: sites, probe slots per site, whether it sends activations (training) and
+    reads answers."""
 
     geometry: Geometry
     sites: tuple[Site, ...]
     slots: int
     activations: bool
-    answers: bool = False  # whether decoded tokens can be read; where not, a step of decoding does no work at all
+    # whether decoded tokens can be read; where not, a step of decoding does no work at all
+    answers: bool = False
 
     @property
     def payload(self) -> int:
@@ -68,14 +86,16 @@ class Plan:
         return sum(self.geometry.num_layers * self.geometry.width(site) for site in self.sites)
 
 
-# What a gate reads of the probes asks, passage, stated, where P = sigmoid(weight . depth mean of the slot + intercept):
-# three slots, weights and intercepts, and from which P(asks) the gate may close.  By default each P is 1, whatever its
-# slot holds, because the bundle has no such probe, and the gate may close anywhere.
+# What a gate reads of the probes asks, passage, stated, where P = sigmoid(weight . depth mean of
+# the slot + intercept): three slots, weights and intercepts, and from which P(asks) the gate may
+# close. By default each P is 1, whatever its slot holds, because the bundle has no such probe, and
+# the gate may close anywhere.
 NO_CONTEXT: tuple[float, ...] = (0.0,) * 6 + (CERTAIN,) * 3 + (-1.0,)
 
 
 def context_terms(context: Context | None, columns: Sequence[int]) -> tuple[float, ...]:
-    """Return the ten terms of a record whose probes are in the first of ``columns``, in its order."""
+    """Return the ten terms of a record whose probes are in the first of ``columns``, in its
+    order."""
     terms = [*NO_CONTEXT]
     for probe, column in zip(() if context is None else context.probes, columns, strict=False):
         place = CONTEXT_NAMES.index(probe.name)
@@ -93,17 +113,30 @@ class Directive:
     activations: bool = False
     slot: int = 0  # the gated probe's index in ``sites`` x ``slots``
     gate: EngineGate | None = None
-    end_token: int | None = None  # the token that a closed gate samples instead of an answer's first token
+    end_token: int | None = (
+        None  # the token that a closed gate samples instead of an answer's first token
+    )
     context: tuple[float, ...] = NO_CONTEXT  # what the gate reads of the context probes
-    # (column, ``probe_digest``) that the request side has written: where a worker finds another, it reports no number.
+    # (column, ``probe_digest``) that the request side has written: where a worker finds another, it
+    # reports no number.
     probes: tuple[tuple[int, str], ...] = ()
-    answer: tuple[int, str] | None = None  # the same of the probe that reads the answer's own tokens
-    weights: int = 0  # how often they had changed (``CHANGES``) when the golden prompts were replayed
+    answer: tuple[int, str] | None = (
+        None  # the same of the probe that reads the answer's own tokens
+    )
+    weights: int = (
+        0  # how often they had changed (``CHANGES``) when the golden prompts were replayed
+    )
 
     def encode(self) -> dict[str, Any]:
-        """Return ``SamplingParams(extra_args=...)``: plain values only, because vLLM sends them to another process."""
-        wire: dict[str, Any] = {"first_token": self.first_token, "rows": self.activations, "slot": self.slot,
-                                "probes": [list(probe) for probe in self.probes], "weights": self.weights}  # fmt: skip
+        """Return ``SamplingParams(extra_args=...)``: plain values only, because vLLM sends them to
+        another process."""
+        wire: dict[str, Any] = {
+            "first_token": self.first_token,
+            "rows": self.activations,
+            "slot": self.slot,
+            "probes": [list(probe) for probe in self.probes],
+            "weights": self.weights,
+        }
         if self.gate is not None:
             wire["gate"] = [*self.gate.weight, self.gate.intercept, self.gate.threshold]
             wire["context"] = [*self.context]
@@ -114,7 +147,8 @@ class Directive:
 
     @classmethod
     def decode(cls, extra_args: Mapping[str, Any] | None, plan: Plan) -> Directive | None:
-        """Return the request's directive; None unless ``encode`` wrote it for this plan.  Never raises."""
+        """Return the request's directive; None unless ``encode`` wrote it for this plan.  Never
+        raises."""
         try:
             wire = (extra_args or {})[KEY]
             gate, end_token, context, answer = None, None, NO_CONTEXT, None
@@ -132,10 +166,23 @@ class Directive:
                 column, digest = wire["answer"]
                 answer = int(column), str(digest)
             first, rows, slot = bool(wire["first_token"]), bool(wire["rows"]), int(wire["slot"])
-            directive = cls(first, rows, slot, gate, end_token, context, probes, answer, int(wire.get("weights", 0)))
+            directive = cls(
+                first,
+                rows,
+                slot,
+                gate,
+                end_token,
+                context,
+                probes,
+                answer,
+                int(wire.get("weights", 0)),
+            )
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
             return None
-        columns, named = len(plan.sites) * plan.slots, [slot, *context[:3], *(() if answer is None else answer[:1])]
+        columns, named = (
+            len(plan.sites) * plan.slots,
+            [slot, *context[:3], *(() if answer is None else answer[:1])],
+        )
         fits = all(0 <= slot < columns for slot in named) and 0 <= (end_token or 0) <= MAX_TOKEN
         asks = plan.activations >= directive.activations and plan.answers >= (answer is not None)
         return directive if fits and asks else None
@@ -143,7 +190,11 @@ class Directive:
     @property
     def needs_first_token(self) -> bool:
         """Whether the first token's distribution must be summarised."""
-        return self.first_token or self.activations or (self.gate is not None and any(self.gate.weight[1:3]))
+        return (
+            self.first_token
+            or self.activations
+            or (self.gate is not None and any(self.gate.weight[1:3]))
+        )
 
 
 @dataclass(frozen=True)
@@ -157,16 +208,20 @@ class Payload:
 
     @classmethod
     def decode(cls, wire: NDArray[np.float32], plan: Plan, directive: Directive) -> Payload:
-        """Read a payload.  Raises EngineError for one of the wrong length, and its kinds for what is not to be read."""
-        flat = _flat(wire, plan.payload + (plan.activation_floats() if directive.activations else 0))
+        """Read a payload.  Raises EngineError for one of the wrong length, and its kinds for what
+        is not to be read."""
+        flat = _flat(
+            wire, plan.payload + (plan.activation_floats() if directive.activations else 0)
+        )
         layers, extras = plan.geometry.num_layers, flat[plan.payload - EXTRAS : plan.payload]
         logits = flat[: plan.payload - EXTRAS].reshape(-1, layers)
         _refuse(extras[3])
         if not np.isfinite(logits).all():
             layer = int(np.argwhere(~np.isfinite(logits))[0][1])
             raise NonFiniteReadout(
-                f"layer {layer} gave a NaN or infinity at the answer onset: the model overflowed (load it with dtype "
-                "bfloat16 or float32), or a graph ran that does not keep activations"
+                f"layer {layer} gave a NaN or infinity at the answer onset: the model overflowed"
+                " (load it with dtype bfloat16 or float32), or a graph ran that does not keep"
+                " activations"
             )
         first = first_token_of(extras[:3]) if directive.needs_first_token else None
         activations: dict[Site, NDArray[np.float32]] = {}
@@ -177,12 +232,15 @@ class Payload:
                 activations[site] = flat[start : start + count].reshape(layers, -1)
                 start += count
                 if not np.isfinite(activations[site]).all():
-                    raise NonFiniteReadout(f"an activation of {site} holds a NaN or infinity; the model overflowed")
+                    raise NonFiniteReadout(
+                        f"an activation of {site} holds a NaN or infinity; the model overflowed"
+                    )
         return cls(logits.astype(np.float64), first, bool(extras[3] > 0.5), activations)
 
 
 def answer_read(wire: NDArray[np.float32], plan: Plan) -> NDArray[np.float64]:
-    """Return the truth logits [m] of one of an answer's own tokens.  Raises EngineError and its kinds.
+    """Return the truth logits [m] of one of an answer's own tokens.  Raises EngineError and its
+    kinds.
 
     They may hold a NaN, which the answer's mean then is, too."""
     flat = _flat(wire, plan.geometry.num_layers + 1)
@@ -194,15 +252,20 @@ def _flat(wire: NDArray[np.float32], expected: int) -> NDArray[np.float32]:
     flat = np.asarray(wire, np.float32).reshape(-1)
     if flat.size != expected:
         raise EngineError(
-            f"the worker sent {flat.size} numbers where {expected} were expected; run one version of HalluTracer, "
-            "with the same settings, in worker and server"
+            f"the worker sent {flat.size} numbers where {expected} were expected; run one version"
+            " of HalluTracer, with the same settings, in worker and server"
         )
     return flat
 
 
 def _refuse(state: np.float32) -> None:
     if state == STALE:
-        said = "nothing is read before the golden prompts are replayed; where that does not happen, restart the engine"
+        said = (
+            "nothing is read before the golden prompts are replayed; where that does not happen,"
+            " restart the engine"
+        )
         raise WeightsChanged(f"the model's weights have changed: {said}")
     if state == REPLACED:
-        raise ProbeReplaced("another server of this vLLM has put its own probe into a slot; try again")
+        raise ProbeReplaced(
+            "another server of this vLLM has put its own probe into a slot; try again"
+        )

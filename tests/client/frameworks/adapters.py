@@ -37,13 +37,24 @@ from hallutracer_client.llamaindex import GuardedLLM
 URL, NOWHERE = os.environ["HALLUTRACER_URL"], "http://127.0.0.1:9"
 KNOWN, UNKNOWN = "What is the capital of Italy?", "What is the capital of the Solomon Islands?"
 REFUSED = "I am not sure."
-UNGATED = {"vllm_xargs": {"hallutracer_policy": "observe"}}  # the model behind the guard answers everything
+UNGATED = {
+    "vllm_xargs": {"hallutracer_policy": "observe"}
+}  # the model behind the guard answers everything
 
 # the models, which answer both questions
 
-LANGCHAIN: Any = ChatOpenAI(model="any", base_url=f"{URL}/v1", api_key="none", temperature=0, extra_body=UNGATED)  # type: ignore[arg-type]
-LLAMAINDEX = OpenAILike(model="any", api_base=f"{URL}/v1", api_key="none", context_window=4096, is_chat_model=True,
-                        temperature=0, additional_kwargs={"extra_body": UNGATED})  # fmt: skip
+LANGCHAIN: Any = ChatOpenAI(
+    model="any", base_url=f"{URL}/v1", api_key="none", temperature=0, extra_body=UNGATED
+)  # type: ignore[arg-type]
+LLAMAINDEX = OpenAILike(
+    model="any",
+    api_base=f"{URL}/v1",
+    api_key="none",
+    context_window=4096,
+    is_chat_model=True,
+    temperature=0,
+    additional_kwargs={"extra_body": UNGATED},
+)
 PROMPT = ChatPromptTemplate.from_messages([("human", "{question}")])
 
 
@@ -59,14 +70,26 @@ def chat(question: str) -> list[ChatMessage]:
 
 def pipeline(client: Client, **options: Any) -> Pipeline:
     made = Pipeline()
-    made.add_component("prompt", ChatPromptBuilder([HaystackMessage.from_user("{{question}}")], required_variables="*"))
+    made.add_component(
+        "prompt",
+        ChatPromptBuilder([HaystackMessage.from_user("{{question}}")], required_variables="*"),
+    )
     made.add_component("gate", RiskGate(str(client._base_url), **options))
-    made.add_component("llm", OpenAIChatGenerator(
-        Secret.from_token("none"), api_base_url=f"{URL}/v1", generation_kwargs={"temperature": 0, "extra_body": UNGATED}
-    ))  # fmt: skip
+    made.add_component(
+        "llm",
+        OpenAIChatGenerator(
+            Secret.from_token("none"),
+            api_base_url=f"{URL}/v1",
+            generation_kwargs={"temperature": 0, "extra_body": UNGATED},
+        ),
+    )
     made.add_component("answers", BranchJoiner(list[HaystackMessage]))
-    for sender, receiver in (("prompt.prompt", "gate.messages"), ("gate.messages", "llm.messages"),
-                             ("llm.replies", "answers"), ("gate.replies", "answers")):  # fmt: skip
+    for sender, receiver in (
+        ("prompt.prompt", "gate.messages"),
+        ("gate.messages", "llm.messages"),
+        ("llm.replies", "answers"),
+        ("gate.replies", "answers"),
+    ):
         made.connect(sender, receiver)
     return made
 
@@ -86,14 +109,18 @@ def by_langchain(client: Client, question: Any, how: str = "invoke", **options: 
     guarded = RiskGuard(client, **options).before(LANGCHAIN)
     if how == "stream":
         return "".join(chunk.content for chunk in guarded.stream(question)), None
-    answer: Any = asyncio.run(guarded.ainvoke(question)) if how == "ainvoke" else guarded.invoke(question)
+    answer: Any = (
+        asyncio.run(guarded.ainvoke(question)) if how == "ainvoke" else guarded.invoke(question)
+    )
     return answer.content, answer.response_metadata | answer.additional_kwargs
 
 
 def by_agent(client: Client, question: str, asynchronous: bool = False, before: Any = ()) -> Any:
     agent = create_agent(LANGCHAIN, middleware=[RiskMiddleware(client)])
     state: Any = {"messages": [*before, HumanMessage(question)]}
-    *_, last = (asyncio.run(agent.ainvoke(state)) if asynchronous else agent.invoke(state))["messages"]
+    *_, last = (asyncio.run(agent.ainvoke(state)) if asynchronous else agent.invoke(state))[
+        "messages"
+    ]
     return last.content, last.response_metadata | last.additional_kwargs
 
 
@@ -105,25 +132,46 @@ def by_llamaindex(client: Client, question: str, how: str = "chat", **options: A
         found = await ask
         return [one async for one in found][-1] if "stream" in how else found
 
-    response = asyncio.run(last()) if how.startswith("a") else list(ask)[-1] if "stream" in how else ask
+    response = (
+        asyncio.run(last()) if how.startswith("a") else list(ask)[-1] if "stream" in how else ask
+    )
     if "hallutracer" in response.additional_kwargs:  # what stands for a withheld answer
         assert response.delta == (response.additional_kwargs["refusal"] or "")
-    return (response.message.content if how.endswith("chat") else response.text), response.additional_kwargs
+    return (
+        response.message.content if how.endswith("chat") else response.text
+    ), response.additional_kwargs
 
 
-CALLS = [AIMessage("", tool_calls=[{"name": "f", "args": {}, "id": "1"}]), ToolMessage("4", tool_call_id="1")]
+CALLS = [
+    AIMessage("", tool_calls=[{"name": "f", "args": {}, "id": "1"}]),
+    ToolMessage("4", tool_call_id="1"),
+]
 WAYS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
-    "haystack": (by_haystack, {}), "haystack, async": (by_haystack, {"asynchronous": True}),
+    "haystack": (by_haystack, {}),
+    "haystack, async": (by_haystack, {"asynchronous": True}),
     **{f"langchain {how}": (by_langchain, {"how": how}) for how in ("invoke", "ainvoke", "stream")},
-    "agent": (by_agent, {}), "agent, async": (by_agent, {"asynchronous": True}),
-    **{f"llamaindex {how}": (by_llamaindex, {"how": how})
-       for how in ("chat", "complete", "stream_chat", "stream_complete", "achat", "acomplete", "astream_chat",
-                   "astream_complete")},
-}  # fmt: skip
+    "agent": (by_agent, {}),
+    "agent, async": (by_agent, {"asynchronous": True}),
+    **{
+        f"llamaindex {how}": (by_llamaindex, {"how": how})
+        for how in (
+            "chat",
+            "complete",
+            "stream_chat",
+            "stream_complete",
+            "achat",
+            "acomplete",
+            "astream_chat",
+            "astream_complete",
+        )
+    },
+}
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_the_known_is_answered_the_unknown_refused_and_without_its_guard_nothing(client: Client, name: str) -> None:
+def test_the_known_is_answered_the_unknown_refused_and_without_its_guard_nothing(
+    client: Client, name: str
+) -> None:
     ask, more = WAYS[name]
     assert "Rome" in ask(client, KNOWN, **more)[0]
     text, told = ask(client, UNKNOWN, **more)
@@ -131,7 +179,10 @@ def test_the_known_is_answered_the_unknown_refused_and_without_its_guard_nothing
     if told is not None:  # a stream's chunks do not have it
         assert (told["finish_reason"], told["refusal"]) == ("content_filter", REFUSED)
         assert told["hallutracer"]["decision"] == "abstain"
-    with Client(NOWHERE, max_retries=0) as nobody, pytest.raises(Exception, match="cannot connect") as failed:
+    with (
+        Client(NOWHERE, max_retries=0) as nobody,
+        pytest.raises(Exception, match="cannot connect") as failed,
+    ):
         ask(nobody, KNOWN, **more)
     causes = [failed.value, failed.value.__cause__, failed.value.__context__]
     assert any(isinstance(cause, TransportError) for cause in causes)
@@ -143,7 +194,10 @@ def test_what_an_agent_s_tools_said_is_left_out(client: Client) -> None:
 
 @pytest.mark.parametrize("ask", [by_haystack, by_langchain, by_llamaindex])
 def test_policy_and_threshold_are_the_requests(client: Client, ask: Callable[..., Any]) -> None:
-    assert ask(client, UNKNOWN, policy="observe")[0].strip() not in ("", REFUSED)  # the model alone answers it
+    assert ask(client, UNKNOWN, policy="observe")[0].strip() not in (
+        "",
+        REFUSED,
+    )  # the model alone answers it
     assert ask(client, UNKNOWN, threshold=1.0)[0] != REFUSED
     assert ask(client, KNOWN, threshold=0.0)[0] == REFUSED
     assert ask(client, UNKNOWN, policy="block")[0] == ""
@@ -152,19 +206,49 @@ def test_policy_and_threshold_are_the_requests(client: Client, ask: Callable[...
 @pytest.mark.parametrize(
     ("adapter", "message"),
     [
-        *((lambda client, messages: RiskGate(URL).run([HaystackMessage.from_user(KNOWN), *messages]), message)
-          for message in (HaystackMessage.from_tool("4", origin=ToolCall("f", {})),
-                          HaystackMessage.from_assistant(tool_calls=[ToolCall("f", {})]),
-                          HaystackMessage.from_user(content_parts=["Why?", ImageContent("aGk=", "image/png")]))),
-        *((lambda client, messages: RiskGuard(client).invoke([HumanMessage(KNOWN), *messages]), message)
-          for message in (*CALLS, HumanMessage([{"type": "image_url", "image_url": {"url": "data:,"}}]))),
-        *((lambda client, messages: GuardedLLM(LLAMAINDEX, client).chat([*chat(KNOWN), *messages]), message)
-          for message in (ChatMessage(role="tool", content="4"),
-                          ChatMessage(role="user", blocks=[ImageBlock(url="http://localhost/x.png")]),
-                          ChatMessage(role="assistant", content="", additional_kwargs={"tool_calls": [{}]}))),
+        *(
+            (
+                lambda client, messages: RiskGate(URL).run(
+                    [HaystackMessage.from_user(KNOWN), *messages]
+                ),
+                message,
+            )
+            for message in (
+                HaystackMessage.from_tool("4", origin=ToolCall("f", {})),
+                HaystackMessage.from_assistant(tool_calls=[ToolCall("f", {})]),
+                HaystackMessage.from_user(
+                    content_parts=["Why?", ImageContent("aGk=", "image/png")]
+                ),
+            )
+        ),
+        *(
+            (
+                lambda client, messages: RiskGuard(client).invoke([HumanMessage(KNOWN), *messages]),
+                message,
+            )
+            for message in (
+                *CALLS,
+                HumanMessage([{"type": "image_url", "image_url": {"url": "data:,"}}]),
+            )
+        ),
+        *(
+            (
+                lambda client, messages: GuardedLLM(LLAMAINDEX, client).chat(
+                    [*chat(KNOWN), *messages]
+                ),
+                message,
+            )
+            for message in (
+                ChatMessage(role="tool", content="4"),
+                ChatMessage(role="user", blocks=[ImageBlock(url="http://localhost/x.png")]),
+                ChatMessage(role="assistant", content="", additional_kwargs={"tool_calls": [{}]}),
+            )
+        ),
     ],
-)  # fmt: skip
-def test_what_cannot_be_scored_does_not_pass(client: Client, adapter: Callable[..., Any], message: Any) -> None:
+)
+def test_what_cannot_be_scored_does_not_pass(
+    client: Client, adapter: Callable[..., Any], message: Any
+) -> None:
     with pytest.raises(ValueError, match="cannot be scored"):
         adapter(client, [message])
 
@@ -175,12 +259,17 @@ def test_what_cannot_be_scored_does_not_pass(client: Client, adapter: Callable[.
 def test_a_pipeline_is_written_and_read_without_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GUARD_KEY", "s3cret-s3cret-s3cret")
     made = Pipeline()
-    made.add_component("gate", RiskGate(URL, api_key=Secret.from_env_var("GUARD_KEY"), threshold=0.5))
+    made.add_component(
+        "gate", RiskGate(URL, api_key=Secret.from_env_var("GUARD_KEY"), threshold=0.5)
+    )
     text = made.dumps()
     assert "s3cret" not in text
     again = Pipeline.loads(text, allowed_modules=["hallutracer_client.haystack"])
     assert again.get_component("gate").to_dict() == made.get_component("gate").to_dict()
-    assert set(again.run({"gate": {"messages": [HaystackMessage.from_user(UNKNOWN)]}})["gate"]) == {"replies", "risk"}
+    assert set(again.run({"gate": {"messages": [HaystackMessage.from_user(UNKNOWN)]}})["gate"]) == {
+        "replies",
+        "risk",
+    }
     plain = RiskGate(URL)
     assert set(plain.run([HaystackMessage.from_user(KNOWN)])) == {"messages", "risk"}
     assert RiskGate.from_dict(plain.to_dict()).to_dict() == plain.to_dict()
@@ -192,8 +281,11 @@ def test_a_pipeline_is_written_and_read_without_its_key(monkeypatch: pytest.Monk
 def test_a_chain_goes_on_or_raises_and_a_fallback_takes_over(client: Client) -> None:
     chain = PROMPT | RiskGuard(client) | LANGCHAIN
     known, unknown = {"question": KNOWN}, {"question": UNKNOWN}
-    for ask in (lambda: chain.invoke(unknown), lambda: asyncio.run(chain.ainvoke(unknown)),
-                lambda: list(chain.stream(unknown))):  # fmt: skip
+    for ask in (
+        lambda: chain.invoke(unknown),
+        lambda: asyncio.run(chain.ainvoke(unknown)),
+        lambda: list(chain.stream(unknown)),
+    ):
         with pytest.raises(Withheld) as withheld:
             ask()
         assert withheld.value.risk.risk > withheld.value.risk.threshold
@@ -206,10 +298,20 @@ def test_a_chain_goes_on_or_raises_and_a_fallback_takes_over(client: Client) -> 
 
 
 def test_what_is_sent_is_the_conversation(client: Client) -> None:
-    turns = [SystemMessage("Be brief."), HumanMessage([{"type": "text", "text": "Why "}, "so?"]), AIMessage("So."),
-             AIMessage("", additional_kwargs={"refusal": "No."}), ("user", "Why?")]  # fmt: skip
-    roles, texts = ("system", "user", "assistant", "assistant", "user"), ("Be brief.", "Why so?", "So.", "No.", "Why?")
-    assert conversation(turns) == [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
+    turns = [
+        SystemMessage("Be brief."),
+        HumanMessage([{"type": "text", "text": "Why "}, "so?"]),
+        AIMessage("So."),
+        AIMessage("", additional_kwargs={"refusal": "No."}),
+        ("user", "Why?"),
+    ]
+    roles, texts = (
+        ("system", "user", "assistant", "assistant", "user"),
+        ("Be brief.", "Why so?", "So.", "No.", "Why?"),
+    )
+    assert conversation(turns) == [
+        {"role": role, "content": text} for role, text in zip(roles, texts, strict=True)
+    ]
     assert by_langchain(client, [("human", UNKNOWN)])[0] == REFUSED
 
 
@@ -225,12 +327,21 @@ class Passages(BaseRetriever):
         return [NodeWithScore(node=TextNode(text=text), score=1.0) for text in self.texts]
 
 
-def test_engines_ask_with_their_passages_and_their_history(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_ask_with_their_passages_and_their_history(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[Any] = []
     score = client.score
-    monkeypatch.setattr(client, "score", lambda **options: asked.append(options) or score(**options))
-    short = {"text_qa_template": PromptTemplate("{context_str}\n{query_str}")}  # the tiny model holds 256 tokens
-    for threshold, passage, question in ((0.0, "Honiara is the capital.", UNKNOWN), (1.0, "Rome is it.", KNOWN)):
+    monkeypatch.setattr(
+        client, "score", lambda **options: asked.append(options) or score(**options)
+    )
+    short = {
+        "text_qa_template": PromptTemplate("{context_str}\n{query_str}")
+    }  # the tiny model holds 256 tokens
+    for threshold, passage, question in (
+        (0.0, "Honiara is the capital.", UNKNOWN),
+        (1.0, "Rome is it.", KNOWN),
+    ):
         llm = GuardedLLM(LLAMAINDEX, client, threshold=threshold)
         engine = RetrieverQueryEngine.from_args(Passages(passage), llm=llm, **short)
         assert (str(engine.query(question)) == REFUSED) is (threshold == 0.0)

@@ -1,4 +1,5 @@
-"""LiteLLM's generic guardrail, and its detector of FMS Guardrails: what its proxy runs before a call."""
+"""LiteLLM's generic guardrail, and its detector of FMS Guardrails: what its proxy runs before a
+call."""
 
 import asyncio
 import os
@@ -13,7 +14,9 @@ from litellm.caching.caching import DualCache
 from litellm.exceptions import GuardrailRaisedException
 from litellm.proxy._types import UserAPIKeyAuth
 from litellm.proxy.guardrails.guardrail_hooks.generic_guardrail_api import GenericGuardrailAPI
-from litellm.proxy.guardrails.guardrail_hooks.ibm_guardrails.ibm_detector import IBMGuardrailDetector
+from litellm.proxy.guardrails.guardrail_hooks.ibm_guardrails.ibm_detector import (
+    IBMGuardrailDetector,
+)
 
 from tests.kit.local_server import answer, listening
 
@@ -24,10 +27,18 @@ OPEN = {"unreachable_fallback": "fail_open"}
 LOOP = asyncio.new_event_loop()  # one for all: LiteLLM keeps its connections
 
 
-def check(question: str, url: str = URL, input_type: Any = "request", more: Any = None, **options: Any) -> Any:
+def check(
+    question: str, url: str = URL, input_type: Any = "request", more: Any = None, **options: Any
+) -> Any:
     async def applied() -> Any:
-        guardrail = GenericGuardrailAPI(api_base=url, guardrail_name="hallutracer", event_hook="pre_call", **options)
-        inputs = {"texts": [question], "structured_messages": [{"role": "user", "content": question}], "model": "any"}
+        guardrail = GenericGuardrailAPI(
+            api_base=url, guardrail_name="hallutracer", event_hook="pre_call", **options
+        )
+        inputs = {
+            "texts": [question],
+            "structured_messages": [{"role": "user", "content": question}],
+            "model": "any",
+        }
         return await guardrail.apply_guardrail(inputs | (more or {}), {"metadata": {}}, input_type)
 
     return LOOP.run_until_complete(applied())
@@ -35,30 +46,45 @@ def check(question: str, url: str = URL, input_type: Any = "request", more: Any 
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [({"additional_provider_specific_params": {"threshold": 0.0, "policy": "block"}}, "withheld: risk"),
-     ({"additional_provider_specific_params": {"treshold": 1.0}}, "422"),
-     ({"more": {"images": ["data:image/png;base64,AA"]}}, "images"), ({"input_type": "response"}, "422"),
-     ({"url": AWAY}, "Guardrail API failed")],
-)  # fmt: skip
+    [
+        (
+            {"additional_provider_specific_params": {"threshold": 0.0, "policy": "block"}},
+            "withheld: risk",
+        ),
+        ({"additional_provider_specific_params": {"treshold": 1.0}}, "422"),
+        ({"more": {"images": ["data:image/png;base64,AA"]}}, "images"),
+        ({"input_type": "response"}, "422"),
+        ({"url": AWAY}, "Guardrail API failed"),
+    ],
+)
 def test_what_is_blocked(options: dict[str, Any], said: str) -> None:
-    """A typo in a parameter of ours, what cannot be read, and an answer, which is not judged, do not pass."""
+    """A typo in a parameter of ours, what cannot be read, and an answer, which is not judged, do
+    not pass."""
     with pytest.raises(Exception, match=said):
         check(KNOWN, **options)
 
 
 def test_what_the_operator_lets_through() -> None:
-    assert check(UNKNOWN, additional_provider_specific_params={"threshold": 1.0})["texts"] == [UNKNOWN]
+    assert check(UNKNOWN, additional_provider_specific_params={"threshold": 1.0})["texts"] == [
+        UNKNOWN
+    ]
     assert check(KNOWN, url=AWAY, **OPEN)["texts"] == [KNOWN]
 
 
 @contextmanager
 def between(status: int | None = None) -> Iterator[str]:
-    """The address of a server that can be stopped: passes requests on, or answers with ``status`` itself."""
+    """The address of a server that can be stopped: passes requests on, or answers with ``status``
+    itself."""
 
     def behave(request: BaseHTTPRequestHandler, body: bytes) -> None:
         if status is not None:
             return answer(request, status, b"{}")
-        found = httpx.post(URL + request.path, content=body, headers={"content-type": "application/json"}, timeout=60)
+        found = httpx.post(
+            URL + request.path,
+            content=body,
+            headers={"content-type": "application/json"},
+            timeout=60,
+        )
         return answer(request, found.status_code, found.content)
 
     with listening(behave) as address:
@@ -77,10 +103,12 @@ def test_it_was_there_and_is_stopped() -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "opens"), [(502, True), (503, True), (504, True), (401, False), (403, False), (429, False), (500, False)]
+    ("status", "opens"),
+    [(502, True), (503, True), (504, True), (401, False), (403, False), (429, False), (500, False)],
 )
 def test_which_refusals_count_as_unreachable(status: int, opens: bool) -> None:
-    """A revoked key, a used-up quota or a fault of the service never open it by ``unreachable_fallback``."""
+    """A revoked key, a used-up quota or a fault of the service never open it by
+    ``unreachable_fallback``."""
     with between(status) as url:
         for options, passes in (({}, False), (OPEN, opens), ({"fail_on_error": False}, True)):
             if passes:
@@ -93,7 +121,9 @@ def test_which_refusals_count_as_unreachable(status: int, opens: bool) -> None:
 def detect(question: str, **options: Any) -> Any:
     async def applied() -> Any:
         chosen: dict[str, Any] = {"base_url": URL, "detector_id": "hallutracer"} | options
-        detector = IBMGuardrailDetector("hallutracer", "unread", event_hook="pre_call", default_on=True, **chosen)
+        detector = IBMGuardrailDetector(
+            "hallutracer", "unread", event_hook="pre_call", default_on=True, **chosen
+        )
         data = {"messages": [{"role": "user", "content": question}], "metadata": {}}
         return await detector.async_pre_call_hook(UserAPIKeyAuth(), DualCache(), data, "completion")
 
@@ -105,6 +135,10 @@ def test_its_detector_of_fms_guardrails() -> None:
     with pytest.raises(ValueError, match="(?s)1 violation.*HALLUCINATION_RISK.*Solomon Islands"):
         detect(UNKNOWN)
     assert detect(UNKNOWN, detector_params={"threshold": 1.0})
-    for wrong in ({"detector_params": {"treshold": 1.0}}, {"detector_id": "nothing"}, {"base_url": AWAY}):
+    for wrong in (
+        {"detector_params": {"treshold": 1.0}},
+        {"detector_id": "nothing"},
+        {"base_url": AWAY},
+    ):
         with pytest.raises(httpx.HTTPError):
             detect(KNOWN, **wrong)

@@ -1,7 +1,9 @@
-"""SDKs that speak the Responses API or Anthropic's Messages, beside a real service on the demo model: HALLUTRACER_URL.
+"""SDKs that speak the Responses API or Anthropic's Messages, beside a real service on the demo
+model: HALLUTRACER_URL.
 
-An answer that continues arrives, whole and streamed; of a withheld one nothing does, and it is a refusal in the SDK's
-own words.  test_libraries.py runs these with the environment of clients/requirements.txt."""
+An answer that continues arrives, whole and streamed; of a withheld one nothing does, and it is a
+refusal in the SDK's own words.  test_libraries.py runs these with the environment of
+clients/requirements.txt."""
 
 import asyncio
 import os
@@ -11,7 +13,14 @@ from typing import Any
 import httpx
 import litellm
 import pytest
-from agents import Agent, ModelBehaviorError, ModelRefusalError, ModelSettings, OpenAIResponsesModel, Runner
+from agents import (
+    Agent,
+    ModelBehaviorError,
+    ModelRefusalError,
+    ModelSettings,
+    OpenAIResponsesModel,
+    Runner,
+)
 from agents import set_tracing_disabled as no_traces
 from langchain_anthropic import ChatAnthropic
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
@@ -58,17 +67,28 @@ def risk_of(note: Any) -> float:
 
 
 def langchain_responses(asked: Any, stream: bool, **more: Any) -> Found:
-    model: Any = ChatOpenAI(model=MODEL, base_url=f"{URL}/v1", api_key="none", temperature=0, use_responses_api=True,
-                            include_response_headers=True, **more)  # type: ignore[arg-type]  # fmt: skip
+    model: Any = ChatOpenAI(
+        model=MODEL,
+        base_url=f"{URL}/v1",
+        api_key="none",
+        temperature=0,
+        use_responses_api=True,
+        include_response_headers=True,
+        **more,
+    )  # type: ignore[arg-type]
     found = added(model.stream(asked)) if stream else model.invoke(asked)
     said = found.response_metadata
     why = (said.get("incomplete_details") or {}).get("reason")
     refusals = "".join(part["refusal"] for part in found.content if part["type"] == "refusal")
-    return Found(found.text or refusals, why, float(said["headers"]["x-hallutracer-risk"]), repr(found))
+    return Found(
+        found.text or refusals, why, float(said["headers"]["x-hallutracer-risk"]), repr(found)
+    )
 
 
 def langchain_messages(asked: Any, stream: bool, **more: Any) -> Found:
-    model: Any = ChatAnthropic(model=MODEL, base_url=URL, api_key="none", temperature=0, max_tokens=40, **more)  # type: ignore[call-arg]
+    model: Any = ChatAnthropic(
+        model=MODEL, base_url=URL, api_key="none", temperature=0, max_tokens=40, **more
+    )  # type: ignore[call-arg]
     found = added(model.stream(asked)) if stream else model.invoke(asked)
     said = found.response_metadata
     why = None if said["stop_reason"] == "end_turn" else said["stop_reason"]
@@ -84,7 +104,13 @@ def added(chunks: Any) -> Any:
 
 def litellm_responses(asked: Any, stream: bool, model: str = "openai/gpt-4o", **more: Any) -> Found:
     found: Any = litellm.responses(
-        model=model, api_base=f"{URL}/v1", api_key="none", input=asked, temperature=0, stream=stream, **more
+        model=model,
+        api_base=f"{URL}/v1",
+        api_key="none",
+        input=asked,
+        temperature=0,
+        stream=stream,
+        **more,
     )
     events = list(found) if stream else []
     response = events[-1].response if stream else found
@@ -102,8 +128,16 @@ def litellm_without_a_known_model(asked: Any, stream: bool) -> Found:
 
 def litellm_messages(asked: Any, stream: bool, **more: Any) -> Found:
     turns = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
-    found: Any = litellm.completion(model=f"anthropic/{MODEL}", api_base=URL, api_key="none", messages=turns,
-                                    temperature=0, max_tokens=40, stream=stream, **more)  # fmt: skip
+    found: Any = litellm.completion(
+        model=f"anthropic/{MODEL}",
+        api_base=URL,
+        api_key="none",
+        messages=turns,
+        temperature=0,
+        max_tokens=40,
+        stream=stream,
+        **more,
+    )
     if stream:
         chunks = list(found)
         text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
@@ -119,7 +153,9 @@ CLIENT = AsyncOpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0)
 
 def agents_sdk(asked: Any, stream: bool, **more: Any) -> Found:
     settings = ModelSettings(temperature=0, **more)
-    agent: Any = Agent(name="Assistant", model=OpenAIResponsesModel(MODEL, CLIENT), model_settings=settings)
+    agent: Any = Agent(
+        name="Assistant", model=OpenAIResponsesModel(MODEL, CLIENT), model_settings=settings
+    )
 
     async def whole() -> Found:
         try:
@@ -129,7 +165,8 @@ def agents_sdk(asked: Any, stream: bool, **more: Any) -> Found:
         return Found(found.final_output, None, None, repr(found.raw_responses))
 
     async def streamed() -> Found:
-        """Where a stream ends as incomplete the SDK raises what it raises for any model that broke off."""
+        """Where a stream ends as incomplete the SDK raises what it raises for any model that broke
+        off."""
         found, events, why = Runner.run_streamed(agent, asked), [], None
         try:
             async for event in found.stream_events():
@@ -146,16 +183,22 @@ def agents_sdk(asked: Any, stream: bool, **more: Any) -> Found:
 
 
 WHY = {
-    langchain_responses: "content_filter", langchain_messages: "refusal", litellm_responses: "content_filter",
-    litellm_without_a_known_model: "content_filter", litellm_messages: "content_filter", agents_sdk: "refused",
-}  # fmt: skip
+    langchain_responses: "content_filter",
+    langchain_messages: "refusal",
+    litellm_responses: "content_filter",
+    litellm_without_a_known_model: "content_filter",
+    litellm_messages: "content_filter",
+    agents_sdk: "refused",
+}
 
 # --- the gate, in each ---
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("ask", WHY)
-def test_an_answer_arrives_and_of_a_withheld_one_nothing(ask: Any, stream: bool, withheld: str) -> None:
+def test_an_answer_arrives_and_of_a_withheld_one_nothing(
+    ask: Any, stream: bool, withheld: str
+) -> None:
     found = ask(KNOWN, stream)
     assert (found.text, found.why) == (ANSWER, None)
     assert found.risk is None or 0 < found.risk < 0.3
@@ -167,7 +210,9 @@ def test_an_answer_arrives_and_of_a_withheld_one_nothing(ask: Any, stream: bool,
 
 def test_where_the_risk_cannot_be_read(withheld: str) -> None:
     """It is in the answer, and the SDK drops it: docs/apps.md says so."""
-    drops = {(ask, stream) for ask in WHY for stream in (False, True) if ask(KNOWN, stream).risk is None}
+    drops = {
+        (ask, stream) for ask in WHY for stream in (False, True) if ask(KNOWN, stream).risk is None
+    }
     assert drops == {(langchain_messages, True), (litellm_messages, True), (agents_sdk, False)}
 
 
@@ -175,9 +220,12 @@ def test_where_the_risk_cannot_be_read(withheld: str) -> None:
 def test_the_check_would_find_a_token(stream: bool, withheld: str) -> None:
     in_body: dict[str, Any] = {"extra_body": OBSERVE}
     for ask, more in (
-        (langchain_responses, in_body), (langchain_messages, {"model_kwargs": in_body}), (litellm_responses, in_body),
-        (litellm_messages, OBSERVE), (agents_sdk, in_body),
-    ):  # fmt: skip
+        (langchain_responses, in_body),
+        (langchain_messages, {"model_kwargs": in_body}),
+        (litellm_responses, in_body),
+        (litellm_messages, OBSERVE),
+        (agents_sdk, in_body),
+    ):
         found = ask(UNKNOWN, stream, **more)  # type: ignore[operator]
         assert found.why is None
         assert withheld in found.all
@@ -190,16 +238,56 @@ ENCRYPTED = ["reasoning.encrypted_content"]  # of a reasoning that is not there
 @pytest.mark.parametrize(
     ("ask", "more"),
     [
-        (agents_sdk, {"store": False, "metadata": {"a": "b"}, "parallel_tool_calls": True, "truncation": "disabled",
-                      "response_include": ENCRYPTED, "verbosity": "low", "include_usage": True}),
-        (langchain_responses, {"store": False, "include": ENCRYPTED, "truncation": "disabled", "service_tier": "auto",
-                               "reasoning": {"effort": "low"}, "verbosity": "low", "metadata": {"a": "b"}}),
-        (langchain_messages, {"thinking": {"type": "disabled"}, "metadata": {"a": "b"}, "stop_sequences": ["\n\n"]}),
-        (litellm_responses, {"store": False, "include": ENCRYPTED, "parallel_tool_calls": True, "user": "me",
-                             "metadata": {"a": "b"}, "truncation": "disabled", "service_tier": "auto"}),
-        (litellm_messages, {"metadata": {"user_id": "me"}, "user": "me", "stream_options": {"include_usage": True}}),
+        (
+            agents_sdk,
+            {
+                "store": False,
+                "metadata": {"a": "b"},
+                "parallel_tool_calls": True,
+                "truncation": "disabled",
+                "response_include": ENCRYPTED,
+                "verbosity": "low",
+                "include_usage": True,
+            },
+        ),
+        (
+            langchain_responses,
+            {
+                "store": False,
+                "include": ENCRYPTED,
+                "truncation": "disabled",
+                "service_tier": "auto",
+                "reasoning": {"effort": "low"},
+                "verbosity": "low",
+                "metadata": {"a": "b"},
+            },
+        ),
+        (
+            langchain_messages,
+            {"thinking": {"type": "disabled"}, "metadata": {"a": "b"}, "stop_sequences": ["\n\n"]},
+        ),
+        (
+            litellm_responses,
+            {
+                "store": False,
+                "include": ENCRYPTED,
+                "parallel_tool_calls": True,
+                "user": "me",
+                "metadata": {"a": "b"},
+                "truncation": "disabled",
+                "service_tier": "auto",
+            },
+        ),
+        (
+            litellm_messages,
+            {
+                "metadata": {"user_id": "me"},
+                "user": "me",
+                "stream_options": {"include_usage": True},
+            },
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_changes_nothing_is_taken(ask: Any, more: dict[str, Any], stream: bool) -> None:
     assert ask(KNOWN, stream, **more).text == ANSWER
 
@@ -208,18 +296,30 @@ def test_what_changes_nothing_is_taken(ask: Any, more: dict[str, Any], stream: b
 
 
 def test_turns_go_back_as_they_came() -> None:
-    agent: Any = Agent(name="Assistant", model=OpenAIResponsesModel(MODEL, CLIENT),
-                       model_settings=ModelSettings(temperature=0))  # fmt: skip
-    asked = LOOP.run_until_complete(Runner.run(agent, KNOWN)).to_input_list() + [{"role": "user", "content": KNOWN}]
+    agent: Any = Agent(
+        name="Assistant",
+        model=OpenAIResponsesModel(MODEL, CLIENT),
+        model_settings=ModelSettings(temperature=0),
+    )
+    asked = LOOP.run_until_complete(Runner.run(agent, KNOWN)).to_input_list() + [
+        {"role": "user", "content": KNOWN}
+    ]
     assert agents_sdk(asked, stream=False).text
     responses: Any = ChatOpenAI(
         model=MODEL, base_url=f"{URL}/v1", api_key="none", temperature=0, use_responses_api=True
     )  # type: ignore[arg-type]
-    messages: Any = ChatAnthropic(model=MODEL, base_url=URL, api_key="none", temperature=0, max_tokens=40)  # type: ignore[call-arg]
+    messages: Any = ChatAnthropic(
+        model=MODEL, base_url=URL, api_key="none", temperature=0, max_tokens=40
+    )  # type: ignore[call-arg]
     for model, ask in ((responses, langchain_responses), (messages, langchain_messages)):
         for question in (KNOWN, UNKNOWN):
             answer: AIMessage = model.invoke(question)
-            turns = [SystemMessage("Be brief."), HumanMessage(question), answer, HumanMessage(KNOWN)]
+            turns = [
+                SystemMessage("Be brief."),
+                HumanMessage(question),
+                answer,
+                HumanMessage(KNOWN),
+            ]
             assert ask(turns, stream=False).text
 
 

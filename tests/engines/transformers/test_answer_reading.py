@@ -1,4 +1,5 @@
-"""What is read of an answer's own tokens: while it is written, of those that write beside it, and of a text at once."""
+"""What is read of an answer's own tokens: while it is written, of those that write beside it, and
+of a text at once."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ KINDS = ["llama", "gemma2", "gpt2", "mistral", "qwen3_moe"]
 
 
 def by_hand(engine: Any, prompt: list[int], answer: list[int], probes: Probes) -> np.ndarray:
-    """Mean truth logits [m] at the onsets of the beginnings that end in one of the answer's tokens."""
+    """Mean truth logits [m] at the onsets of the beginnings that end in one of the answer's
+    tokens."""
     beginnings = [[*prompt, *answer[: count + 1]] for count in range(len(answer))]
     return np.mean([one.trajectories[0] for one in engine.score(beginnings, [probes])], axis=0)
 
@@ -26,7 +28,10 @@ def by_hand(engine: Any, prompt: list[int], answer: list[int], probes: Probes) -
 def test_answers_that_write_together_are_each_read_by_their_own_probes(name: str) -> None:
     engine, prompts = tiny.engine(name), tiny.prompts(LENGTHS)
     plain = engine.generate(prompts, Sampling(max_tokens=9))
-    two = tiny.probes(engine.identity.geometry, scaled=True), tiny.probes(engine.identity.geometry, seed=5)
+    two = (
+        tiny.probes(engine.identity.geometry, scaled=True),
+        tiny.probes(engine.identity.geometry, seed=5),
+    )
     read_by = [two[0], None, two[1], two[0], two[1], None]
     continuations = engine.begin(prompts, [])
     for one, probes in zip(continuations, read_by, strict=True):
@@ -77,8 +82,14 @@ def test_training_reads_the_tokens_that_serving_reads(name: str, site: Site) -> 
 
 def test_many_rows_are_read_over_spans_of_their_own_and_a_shared_beginning_is_among_them() -> None:
     engine = tiny.engine("llama", max_batch_tokens=64)
-    probes = tiny.probes(engine.identity.geometry), tiny.probes(engine.identity.geometry, Site.RESIDUAL_STREAM, seed=5)
-    chats = [engine.render_chat([{"role": "user", "content": text}]) for text in ("who was it?", "where", "a")]
+    probes = (
+        tiny.probes(engine.identity.geometry),
+        tiny.probes(engine.identity.geometry, Site.RESIDUAL_STREAM, seed=5),
+    )
+    chats = [
+        engine.render_chat([{"role": "user", "content": text}])
+        for text in ("who was it?", "where", "a")
+    ]
     rows, last = [*tiny.prompts([9, 14, 4]), *chats], [3, 13, 1, 4, 2, len(chats[2])]
     for row, count, found in zip(rows, last, engine.score(rows, probes, last=last), strict=True):
         for one, trajectory in zip(probes, found.trajectories, strict=True):
@@ -96,7 +107,11 @@ def test_a_nan_in_an_answer_s_activations_is_refused_in_training() -> None:
 
     handle = tiny.projections(engine)[-1].register_forward_pre_hook(spoil)
     with pytest.raises(NonFiniteReadout):
-        engine.extract(tiny.prompts([5, 5]), [Site.ATTENTION_HEAD], sampling=Sampling(max_tokens=3),
-                       answer_site=Site.ATTENTION_HEAD)  # fmt: skip
+        engine.extract(
+            tiny.prompts([5, 5]),
+            [Site.ATTENTION_HEAD],
+            sampling=Sampling(max_tokens=3),
+            answer_site=Site.ATTENTION_HEAD,
+        )
     handle.remove()
     assert 1 in calls

@@ -1,4 +1,5 @@
-"""Prompts read by several passes on one cache: what is read and answered is as of one pass, in every family."""
+"""Prompts read by several passes on one cache: what is read and answered is as of one pass, in
+every family."""
 
 from __future__ import annotations
 
@@ -23,12 +24,17 @@ from tests.engines import tiny
 from tests.engines.test_families import MORE, UNKNOWN
 from tests.engines.transformers.test_decoding import decoded
 
-MOST, LENGTHS = 20, (83, 61)  # tokens of a pass, and of the prompts: windows are shorter, and passes are not alike
+MOST, LENGTHS = (
+    20,
+    (83, 61),
+)  # tokens of a pass, and of the prompts: windows are shorter, and passes are not alike
 WHOLE = {"bamba", "jamba"}
 EQUAL = PassCost(math.inf)
 
 
-@pytest.mark.parametrize("cost", [PassCost(40.0), PassCost(40.0, 2.0), PassCost(400.0, 2.0, 12.0)], ids=repr)
+@pytest.mark.parametrize(
+    "cost", [PassCost(40.0), PassCost(40.0, 2.0), PassCost(400.0, 2.0, 12.0)], ids=repr
+)
 @pytest.mark.parametrize(("columns", "prefix"), [(1, 0), (20, 0), (21, 0), (83, 0), (200, 7)])
 def test_passes_are_of_about_the_same_work(columns: int, prefix: int, cost: PassCost) -> None:
     [whole] = [pad([list(range(columns + prefix))], [0], "right", 0, torch.device("cpu"), prefix)]
@@ -114,7 +120,8 @@ def check_first(found: FirstToken | None, expected: FirstToken | None) -> None:
 
 @pytest.mark.parametrize("name", [*tiny.ALL, *MORE, UNKNOWN])
 def test_passes_on_one_cache_read_as_one_pass_does(name: str) -> None:
-    """Two prompts in turn, with the probes of a bundle and of its context, at every site that the family has."""
+    """Two prompts in turn, with the probes of a bundle and of its context, at every site that the
+    family has."""
     engine = tiny.shared_engine(name, "right", MOST)
     shape, sites = engine.identity.geometry, family_of(tiny.modules(engine).model.config).sites
     probes = [tiny.probes(shape, site, seed, scaled=True) for site in sites for seed in (1, 2)]
@@ -143,7 +150,9 @@ def test_the_families_that_take_one_pass_are_those_whose_caches_do_not_go_on() -
     assert {name for family in FAMILIES if family.whole for name in family.model_types} == WHOLE
 
 
-def test_what_chats_begin_with_is_read_once_in_front_of_passes_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_chats_begin_with_is_read_once_in_front_of_passes_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(hooks, "MIN_PREFIX", 4)
     engine = tiny.engine(max_batch_tokens=MOST)
     engine._pass_cost = EQUAL

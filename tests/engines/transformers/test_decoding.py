@@ -1,4 +1,5 @@
-"""Decoding: text in pieces, answers from the prefill's cache alone, together, sampled and traced: the model's own."""
+"""Decoding: text in pieces, answers from the prefill's cache alone, together, sampled and traced:
+the model's own."""
 
 from __future__ import annotations
 
@@ -24,7 +25,13 @@ from tests.engines import tiny
 LENGTHS = [3, 20, 7, 30, 1, 11]
 
 
-KINDS = ["llama", "gemma2", "gpt2", "mistral", "qwen3_moe"]  # plain, windows in turn, no rotation, windows, experts
+KINDS = [
+    "llama",
+    "gemma2",
+    "gpt2",
+    "mistral",
+    "qwen3_moe",
+]  # plain, windows in turn, no rotation, windows, experts
 CPU = torch.device("cpu")
 
 
@@ -33,7 +40,8 @@ def from_bytes(ids: Sequence[int]) -> str:
 
 
 def sentencepiece_like(ids: Sequence[int]) -> str:
-    """Words with a leading space each; decoding drops the first one, as Llama 2's does.  0 is special: no text."""
+    """Words with a leading space each; decoding drops the first one, as Llama 2's does.  0 is
+    special: no text."""
     return "".join(f" w{token}" for token in ids if token).removeprefix(" ")
 
 
@@ -47,7 +55,9 @@ def run(stream: TextStream, ids: Sequence[int]) -> list[str]:
 
 
 @given(st.one_of(st.text(max_size=40).map(str.encode), st.binary(max_size=30)))
-def test_pieces_are_whole_characters_and_join_to_the_text_less_an_unfinished_end(ids: bytes) -> None:
+def test_pieces_are_whole_characters_and_join_to_the_text_less_an_unfinished_end(
+    ids: bytes,
+) -> None:
     stream = TextStream(from_bytes)
     pieces = run(stream, ids)
     assert "".join(pieces) == stream.text == from_bytes(ids).rstrip("\ufffd")
@@ -59,22 +69,30 @@ def test_spaces_between_words_survive_tokens_without_text(ids: list[int]) -> Non
     assert "".join(run(TextStream(sentencepiece_like), ids)) == sentencepiece_like(ids)
 
 
-@given(st.text(alphabet="abc", max_size=30), st.lists(st.text(alphabet="abc", min_size=1, max_size=4), max_size=3))
+@given(
+    st.text(alphabet="abc", max_size=30),
+    st.lists(st.text(alphabet="abc", min_size=1, max_size=4), max_size=3),
+)
 def test_the_answer_ends_at_the_first_stop_string(text: str, stops: list[str]) -> None:
     stream = TextStream(from_bytes, stops)
     joined = "".join(run(stream, text.encode()))
-    # Byte by byte, the stop that is complete first ends the answer; of those that end there, the longest counts.
+    # Byte by byte, the stop that is complete first ends the answer; of those that end there, the
+    # longest counts.
     ends = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
     assert joined == stream.text == (text[: min(ends)[1]] if ends else text)
     at = min(ends)[1] if ends else 0
-    assert stream.stopped in ([stop for stop in stops if text.startswith(stop, at)] if ends else [None])
+    assert stream.stopped in (
+        [stop for stop in stops if text.startswith(stop, at)] if ends else [None]
+    )
 
 
 @given(
     st.lists(st.text(alphabet="ab", max_size=4), max_size=30),
     st.lists(st.text(alphabet="ab", min_size=1, max_size=20), max_size=4),
 )
-def test_what_is_held_back_is_the_longest_beginning_of_a_stop_text(pieces: list[str], stops: list[str]) -> None:
+def test_what_is_held_back_is_the_longest_beginning_of_a_stop_text(
+    pieces: list[str], stops: list[str]
+) -> None:
     stream, held = TextStream(from_bytes, stops), ""
     stream._detokenize = lambda ids: "".join(pieces[piece] for piece in ids)
     for piece, text in enumerate(pieces):
@@ -83,7 +101,9 @@ def test_what_is_held_back_is_the_longest_beginning_of_a_stop_text(pieces: list[
         if starts := [held.find(stop) for stop in stops if stop in held]:
             assert (out, stream.stopped is not None) == (held[: min(starts)], True)
             return
-        begins = [size for stop in stops for size in range(1, len(stop)) if held.endswith(stop[:size])]
+        begins = [
+            size for stop in stops for size in range(1, len(stop)) if held.endswith(stop[:size])
+        ]
         sent = len(held) - max(begins, default=0)
         assert (out, stream.stopped) == (held[:sent] if text else "", None)
         held = held[sent:]
@@ -92,8 +112,16 @@ def test_what_is_held_back_is_the_longest_beginning_of_a_stop_text(pieces: list[
 
 def test_text_that_is_not_complete_waits() -> None:
     for stops, ids, pieces in (
-        (["END"], b"aENxEN", ["a", "", "", "ENx", "", "", "EN"]),  # may begin a stop string, and is not lost
-        ([], "é€é".encode()[:-1], ["", "é", "", "", "€", "", ""]),  # half a character waits, and in vain
+        (
+            ["END"],
+            b"aENxEN",
+            ["a", "", "", "ENx", "", "", "EN"],
+        ),  # may begin a stop string, and is not lost
+        (
+            [],
+            "é€é".encode()[:-1],
+            ["", "é", "", "", "€", "", ""],
+        ),  # half a character waits, and in vain
     ):
         assert run(TextStream(from_bytes, stops), ids) == pieces
 
@@ -109,11 +137,15 @@ def test_the_nucleus_is_that_of_the_whole_vocabulary_sorted(top_p: float, spread
         sampling = Sampling(temperature=0.8, top_p=top_p, seed=seed)
         drawn = int(torch.multinomial(kept, 1, generator=torch.Generator().manual_seed(seed)))
         found = pick(logits, sampling, generator_for(sampling, CPU))
-        assert found == drawn or spread == 0.0  # of equal probabilities it does not matter which are kept
+        assert (
+            found == drawn or spread == 0.0
+        )  # of equal probabilities it does not matter which are kept
     for temperature in (0.0, 1e-30):
         sampling = Sampling(temperature=temperature)
         assert pick(logits, sampling, generator_for(sampling, CPU)) == int(logits.argmax())
-    first, second = (generator_for(Sampling(temperature=1.0), CPU) for _ in range(2))  # without a seed
+    first, second = (
+        generator_for(Sampling(temperature=1.0), CPU) for _ in range(2)
+    )  # without a seed
     assert first is not None
     assert second is not None
     assert first.initial_seed() != second.initial_seed()
@@ -126,11 +158,16 @@ def reference(model: Any, prompt: list[int], count: int) -> list[int]:
     """What transformers' own greedy decoding gives, end token included."""
     ids = torch.tensor([prompt])
     with torch.no_grad():
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count)
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count
+        )
     return out[0, len(prompt) :].tolist()
 
 
-def decoded(continuation: Continuation, sampling: Sampling = Sampling(max_tokens=50), *rest: Any) -> Completion:  # noqa: B008
+FIFTY = Sampling(max_tokens=50)
+
+
+def decoded(continuation: Continuation, sampling: Sampling = FIFTY, *rest: Any) -> Completion:
     """Decode to the end: the pieces join to the text, and the cache is freed."""
     pieces = list(continuation.decode(sampling, *rest))
     assert continuation.completion is not None
@@ -138,12 +175,17 @@ def decoded(continuation: Continuation, sampling: Sampling = Sampling(max_tokens
     return continuation.completion
 
 
-@pytest.mark.parametrize(("name", "side"), [*((name, "left") for name in KINDS[:3]), ("qwen3", "right")])
+@pytest.mark.parametrize(
+    ("name", "side"), [*((name, "left") for name in KINDS[:3]), ("qwen3", "right")]
+)
 def test_greedy_equals_generate_and_the_prompt_runs_once(name: str, side: str) -> None:
     engine: BatchEngine = tiny.engine(name, padding_side=side)
     prompts, counters = tiny.prompts(LENGTHS[:4]), engine.counters
     probe = [tiny.probes(engine.identity.geometry)]
-    scored, continuations = engine.score(prompts, probe, first_token=True), engine.begin(prompts, probe)
+    scored, continuations = (
+        engine.score(prompts, probe, first_token=True),
+        engine.begin(prompts, probe),
+    )
     assert (counters.forward_tokens, counters.open_continuations) == (2 * sum(LENGTHS[:4]), 4)
     steps = 0
     for prompt, onset, one in zip(prompts, scored, continuations, strict=True):
@@ -154,7 +196,10 @@ def test_greedy_equals_generate_and_the_prompt_runs_once(name: str, side: str) -
         ids = decoded(one, Sampling(max_tokens=12)).token_ids
         assert list(ids) == reference(tiny.modules(engine).model, prompt, 12)
         steps += len(ids) - 1  # the first token comes from the prefill
-        assert (counters.decode_steps, counters.forward_tokens) == (steps, 2 * sum(LENGTHS[:4]) + steps)
+        assert (counters.decode_steps, counters.forward_tokens) == (
+            steps,
+            2 * sum(LENGTHS[:4]) + steps,
+        )
     assert counters.open_continuations == 0
 
 
@@ -163,17 +208,23 @@ def test_padding_does_not_push_a_short_prompt_out_of_its_window(name: str) -> No
     engine = tiny.engine(name)
     short, long = tiny.prompts([tiny.WINDOW + 2, 60])
     [together, _], [alone] = engine.begin([short, long], []), engine.begin([short], [])
-    assert {layer.keys.shape[-2] for layer in together.cache.layers if layer.is_sliding} == {tiny.WINDOW - 1}
+    assert {layer.keys.shape[-2] for layer in together.cache.layers if layer.is_sliding} == {
+        tiny.WINDOW - 1
+    }
     for ours, own in zip(together.cache.layers, alone.cache.layers, strict=True):
         assert ours.get_seq_length() == own.get_seq_length() == len(short)
-        torch.testing.assert_close((ours.keys, ours.values), (own.keys, own.values), rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            (ours.keys, ours.values), (own.keys, own.values), rtol=0, atol=1e-5
+        )
     found = decoded(together, Sampling(max_tokens=20)).token_ids
     assert list(found) == reference(tiny.modules(engine).model, short, 20)
 
 
 def test_each_continuation_has_its_own_memory() -> None:
     begun = tiny.engine("qwen3").begin(tiny.prompts([5, 40]), [])
-    storages = [{layer.keys.untyped_storage().data_ptr() for layer in one.cache.layers} for one in begun]
+    storages = [
+        {layer.keys.untyped_storage().data_ptr() for layer in one.cache.layers} for one in begun
+    ]
     assert not storages[0] & storages[1]
     short = begun[0].cache.layers[0].keys
     assert short.untyped_storage().nbytes() == short.numel() * short.element_size()
@@ -189,7 +240,9 @@ def test_cancelling_stops_before_the_next_step() -> None:
         return len(checks) > 3
 
     found = decoded(engine.begin(tiny.prompts([8]), [])[0], Sampling(max_tokens=50), cancelled)
-    assert engine.counters.decode_steps == 2  # tokens 2 and 3; the first was free, the fourth never ran
+    assert (
+        engine.counters.decode_steps == 2
+    )  # tokens 2 and 3; the first was free, the fourth never ran
     assert (found.finish_reason, len(found.token_ids)) == ("cancelled", 3)
     assert engine.counters.open_continuations == 0
 
@@ -198,7 +251,9 @@ def test_an_answer_ends_at_its_time_and_where_the_context_is_full() -> None:
     engine = tiny.engine("gpt2")
     prompts, sampling = tiny.prompts([8, tiny.CONTEXT - 3, tiny.CONTEXT]), Sampling(max_tokens=20)
     alone = []
-    for continuation, until, tokens in zip(engine.begin(prompts, []), (0.0, np.inf, np.inf), (1, 3, 0), strict=True):
+    for continuation, until, tokens in zip(
+        engine.begin(prompts, []), (0.0, np.inf, np.inf), (1, 3, 0), strict=True
+    ):
         alone.append(decoded(continuation, replace(sampling, until=until)))
         assert (len(alone[-1].token_ids), alone[-1].finish_reason) == (tokens, "length")
     assert engine.generate(prompts[1:], sampling) == alone[1:]
@@ -236,15 +291,24 @@ def test_impossible_sampling_is_refused_by_name() -> None:
     engine = tiny.engine("llama")
     [continuation] = engine.begin(tiny.prompts([4]), [])
     for option, bad in (
-        ("max_tokens", 0), ("temperature", -1.0), ("temperature", float("nan")), ("top_p", 0.0), ("top_p", 1.5),
-        ("stop", ("",)), ("stop", ("a" * 257,)), ("stop", ("a",) * 9), ("seed", 2**63),
-    ):  # fmt: skip
+        ("max_tokens", 0),
+        ("temperature", -1.0),
+        ("temperature", float("nan")),
+        ("top_p", 0.0),
+        ("top_p", 1.5),
+        ("stop", ("",)),
+        ("stop", ("a" * 257,)),
+        ("stop", ("a",) * 9),
+        ("seed", 2**63),
+    ):
         sampling = Sampling(**{option: bad})  # type: ignore[arg-type]
         for call in (continuation.decode, lambda own: engine.generate(tiny.prompts([4]), own)):
             with pytest.raises(RequestError) as caught:
                 call(sampling)
             assert caught.value.param == option
-    assert decoded(continuation, Sampling(max_tokens=1)).finish_reason == "length"  # it is usable still
+    assert (
+        decoded(continuation, Sampling(max_tokens=1)).finish_reason == "length"
+    )  # it is usable still
 
 
 @pytest.mark.parametrize("name", KINDS[:3])
@@ -260,7 +324,9 @@ def test_greedy_answers_that_come_and_go_are_the_models_own(name: str) -> None:
         answer = reference(tiny.modules(engine).model, prompt, 14)
         assert list(continuation.completion.token_ids) == answer
         produced += len(answer)
-    assert engine.counters.decode_steps == produced - len(prompts), "no step is run twice, or for nothing"
+    assert engine.counters.decode_steps == produced - len(prompts), (
+        "no step is run twice, or for nothing"
+    )
     assert engine.counters.forward_tokens == sum(LENGTHS) + produced - len(prompts)
     assert engine.counters.open_continuations == 0
 
@@ -281,7 +347,9 @@ def test_a_step_reads_the_weights_once() -> None:
     engine = tiny.engine("llama")
     continuations, streams = begun(engine, LENGTHS, Sampling(max_tokens=5))
     rows: list[int] = []
-    handle = tiny.projections(engine)[0].register_forward_pre_hook(lambda _, given: rows.append(len(given[0])))
+    handle = tiny.projections(engine)[0].register_forward_pre_hook(
+        lambda _, given: rows.append(len(given[0]))
+    )
     engine.step_together(continuations)
     engine.step_together(continuations)  # all have their next token's logits already
     for stream in streams:
@@ -331,10 +399,14 @@ def test_answers_of_mixed_lengths_come_from_one_prefill_with_the_readouts(name: 
     assert engine.counters.prefills == before + len(prompts)
     for prompt, completion in zip(prompts, together.completions, strict=True):
         assert list(completion.token_ids) == reference(tiny.modules(engine).model, prompt, 8)
-        assert completion.finish_reason == ("stop" if completion.token_ids[-1] == tiny.EOS else "length")
+        assert completion.finish_reason == (
+            "stop" if completion.token_ids[-1] == tiny.EOS else "length"
+        )
     assert apart.completions == ()
     for site in Site:
-        np.testing.assert_allclose(together.activations[site], apart.activations[site], rtol=0, atol=1e-5)
+        np.testing.assert_allclose(
+            together.activations[site], apart.activations[site], rtol=0, atol=1e-5
+        )
     for here, there in zip(together.first_tokens, apart.first_tokens, strict=True):
         assert here.token == there.token
         assert here.entropy == pytest.approx(there.entropy, abs=1e-5)
@@ -343,17 +415,34 @@ def test_answers_of_mixed_lengths_come_from_one_prefill_with_the_readouts(name: 
 @pytest.mark.parametrize(
     ("generation", "own", "ends"),
     [
-        ([7, 8], 5, {7, 8}), (7, 5, {7}), (None, 5, {5}), (None, None, set[int]()), ((7,), 5, {7}), (0, 5, {0}),
-        # What a file may hold, and what says nothing of where an answer ends: then the model's own config does.
-        ([], 5, {5}), (-1, 5, {5}), ([-1], [5, 6], {5, 6}), ("</s>", 5, {5}), ([None, 7], 5, {7}), ([[7], 8], 5, {8}),
-        (7.0, 5, {7}), (True, 5, {5}), (float("inf"), 5, {5}), ({"eos": 7}, 5, {5}), ([], [], set[int]()),
+        ([7, 8], 5, {7, 8}),
+        (7, 5, {7}),
+        (None, 5, {5}),
+        (None, None, set[int]()),
+        ((7,), 5, {7}),
+        (0, 5, {0}),
+        # What a file may hold, and what says nothing of where an answer ends: then the model's own
+        # config does.
+        ([], 5, {5}),
+        (-1, 5, {5}),
+        ([-1], [5, 6], {5, 6}),
+        ("</s>", 5, {5}),
+        ([None, 7], 5, {7}),
+        ([[7], 8], 5, {8}),
+        (7.0, 5, {7}),
+        (True, 5, {5}),
+        (float("inf"), 5, {5}),
+        ({"eos": 7}, 5, {5}),
+        ([], [], set[int]()),
     ],
-)  # fmt: skip
+)
 def test_an_answer_ends_where_the_first_config_that_names_a_token_says(
     generation: Any, own: Any, ends: set[int]
 ) -> None:
     config = SimpleNamespace(eos_token_id=own)
-    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=generation), config=config)
+    model = SimpleNamespace(
+        generation_config=SimpleNamespace(eos_token_id=generation), config=config
+    )
     assert hooks.end_tokens(model) == ends
 
 
@@ -363,17 +452,27 @@ def test_rows_that_finish_early_leave_and_the_rest_go_on_rightly() -> None:
     answers = [reference(model, prompt, 14) for prompt in prompts]
     model.generation_config.eos_token_id = answers[0][2]
     assert hooks.end_tokens(model) == {answers[0][2]}
-    model.generation_config.eos_token_id = ends = [answers[0][2], answers[1][0], answers[2][5], answers[5][1]]
+    model.generation_config.eos_token_id = ends = [
+        answers[0][2],
+        answers[1][0],
+        answers[2][5],
+        answers[5][1],
+    ]
     engine = tiny.TransformersEngine(model, tiny.tokenizer())
     completions = engine.generate(prompts, Sampling(max_tokens=14))
     for answer, completion in zip(answers, completions, strict=True):
         stops = [at for at, token in enumerate(answer) if token in ends]
         assert list(completion.token_ids) == (answer[: stops[0] + 1] if stops else answer)
         assert completion.finish_reason == ("stop" if stops else "length")
-        shown = completion.token_ids[:-1] if stops else completion.token_ids  # text has no end token
+        shown = (
+            completion.token_ids[:-1] if stops else completion.token_ids
+        )  # text has no end token
         assert completion.text == engine.detokenize(shown).rstrip("\ufffd")
     assert {completion.finish_reason for completion in completions} == {"stop", "length"}
-    steps, counters = sum(len(completion.token_ids) for completion in completions) - len(prompts), engine.counters
+    steps, counters = (
+        sum(len(completion.token_ids) for completion in completions) - len(prompts),
+        engine.counters,
+    )
     assert (counters.decode_steps, counters.prefills) == (steps, len(prompts))
     assert counters.forward_tokens == sum(map(len, prompts)) + steps
 
@@ -393,7 +492,9 @@ def test_stop_strings_end_the_answer_before_themselves() -> None:
     plain = engine.generate(prompts, Sampling(max_tokens=16))
     stop = tuple({completion.text[4:6] for completion in plain if len(completion.text) > 6})
     sampling, found = Sampling(max_tokens=16, stop=stop), 0
-    for prompt, whole, completion in zip(prompts, plain, engine.generate(prompts, sampling), strict=True):
+    for prompt, whole, completion in zip(
+        prompts, plain, engine.generate(prompts, sampling), strict=True
+    ):
         assert decoded(engine.begin([prompt], [])[0], sampling) == completion
         ends = any(end in whole.text for end in stop)
         found += ends
@@ -408,19 +509,24 @@ def test_stop_strings_end_the_answer_before_themselves() -> None:
 def test_longrope_answers_do_not_depend_on_longer_batch_mates() -> None:
     engine, sampling = tiny.longrope_engine(), Sampling(max_tokens=16)
     prompts = tiny.prompts([5, 30, 20])
-    assert engine.generate(prompts, sampling) == [engine.generate([prompt], sampling)[0] for prompt in prompts]
+    assert engine.generate(prompts, sampling) == [
+        engine.generate([prompt], sampling)[0] for prompt in prompts
+    ]
 
 
 # Traced
 
 
 def check_trace(engine: Any, prompt: list[int], answer: TracedAnswer) -> None:
-    """Against one whole forward pass for the log-probabilities, and ``extract`` of every beginning for states."""
+    """Against one whole forward pass for the log-probabilities, and ``extract`` of every beginning
+    for states."""
     ids = list(answer.completion.token_ids)
     with torch.no_grad():
         output = tiny.modules(engine).model(torch.tensor([[*prompt, *ids]]), use_cache=False)
     log_prob = torch.log_softmax(output.logits[0, len(prompt) - 1 : -1].double(), dim=-1)
-    np.testing.assert_allclose(answer.log_prob, log_prob[torch.arange(len(ids)), torch.tensor(ids)].numpy(), atol=2e-4)
+    np.testing.assert_allclose(
+        answer.log_prob, log_prob[torch.arange(len(ids)), torch.tensor(ids)].numpy(), atol=2e-4
+    )
     beginnings = [[*prompt, *ids[:count]] for count in range(len(ids))]
     states = engine.extract(beginnings, [Site.RESIDUAL_STREAM]).activations[Site.RESIDUAL_STREAM]
     np.testing.assert_allclose(answer.last, states[-1], rtol=1e-3, atol=1e-3)
@@ -442,7 +548,10 @@ def test_a_greedy_trace_is_that_of_plain_decoding(name: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "mistral"])  # a cache in full, and one with windows
 def test_samples_share_one_prefill_and_each_is_that_of_its_seed(name: str) -> None:
     engine = tiny.engine(name)
-    prompts, sampling = tiny.prompts(LENGTHS[:3]), Sampling(max_tokens=7, temperature=1.3, top_p=0.9)
+    prompts, sampling = (
+        tiny.prompts(LENGTHS[:3]),
+        Sampling(max_tokens=7, temperature=1.3, top_p=0.9),
+    )
     seeds = [[10 * row + number for number in range(3)] for row in range(len(prompts))]
     traced = engine.sample(prompts, sampling, seeds)
     written = sum(len(one.completion.token_ids) for of_prompt in traced for one in of_prompt)
@@ -473,14 +582,18 @@ def test_next_token_is_the_softmax_of_the_logits() -> None:
     for prompt, own in zip(prompts, engine.next_token(prompts, [7, 100, 7]), strict=True):
         with torch.no_grad():
             logits = tiny.modules(engine).model(torch.tensor([prompt])).logits[0, -1]
-        np.testing.assert_allclose(own, torch.log_softmax(logits, -1)[[7, 100, 7]].numpy(), atol=1e-4)
+        np.testing.assert_allclose(
+            own, torch.log_softmax(logits, -1)[[7, 100, 7]].numpy(), atol=1e-4
+        )
     with pytest.raises(RequestError, match="264"):
         engine.next_token(prompts, [tiny.VOCABULARY])
 
 
 @pytest.mark.parametrize("name", [*KINDS, "falcon"])  # which runs its rows one by one
 @pytest.mark.parametrize("place", [0, 1, -1])
-def test_a_step_that_failed_behind_some_layer_leaves_all_answers_as_they_were(name: str, place: int) -> None:
+def test_a_step_that_failed_behind_some_layer_leaves_all_answers_as_they_were(
+    name: str, place: int
+) -> None:
     """Each step of several fails once and is run again by halves; in and beyond the windows."""
     engine: Any = tiny.engine(name)
     prompts, sampling = tiny.prompts(LENGTHS), Sampling(max_tokens=14)
@@ -516,7 +629,9 @@ def test_a_step_that_failed_behind_some_layer_leaves_all_answers_as_they_were(na
             assert other.reading is None
             continue
         assert one.reading.tokens == other.reading.tokens
-        np.testing.assert_allclose(one.reading.trajectory, other.reading.trajectory, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(
+            one.reading.trajectory, other.reading.trajectory, rtol=0, atol=1e-5
+        )
 
 
 def test_an_answer_whose_recurrent_state_is_half_changed_is_not_gone_on_with() -> None:

@@ -22,9 +22,14 @@ from service.errors import RequestError
 from tests.engines import tiny
 
 SCHEMA: dict[str, Any] = {
-    "type": "object", "required": ["city", "n"], "additionalProperties": False,
-    "properties": {"city": {"enum": ["Paris", "Bern"]}, "n": {"type": "integer", "minimum": 0, "maximum": 99}},
-}  # fmt: skip
+    "type": "object",
+    "required": ["city", "n"],
+    "additionalProperties": False,
+    "properties": {
+        "city": {"enum": ["Paris", "Bern"]},
+        "n": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+}
 PROMPT = [1, 5, 9, 40]
 
 
@@ -56,7 +61,9 @@ def answers(engine: TransformersEngine, *samplings: Sampling) -> list[Completion
         return found
 
     async def every() -> list[Completion]:
-        return await asyncio.gather(*(one(number, sampling) for number, sampling in enumerate(samplings)))
+        return await asyncio.gather(
+            *(one(number, sampling) for number, sampling in enumerate(samplings))
+        )
 
     engine.step_together = noted  # type: ignore[method-assign]
     served._queue.add = added  # type: ignore[method-assign]
@@ -96,7 +103,9 @@ def test_rows_with_and_without_a_schema_share_the_steps(engine: TransformersEngi
         valid(completion)
     assert beside[5].text in ('"ab"', '"cd"')
     alone = answers(engine, *free)
-    assert [one.token_ids for one in beside[:3]] == [one.token_ids for one in alone], "theirs do not change"
+    assert [one.token_ids for one in beside[:3]] == [one.token_ids for one in alone], (
+        "theirs do not change"
+    )
 
 
 def test_one_prepared_format_serves_answers_of_their_own(engine: TransformersEngine) -> None:
@@ -108,14 +117,16 @@ def test_one_prepared_format_serves_answers_of_their_own(engine: TransformersEng
 def test_an_answer_that_is_cut_or_stopped_ends_as_any(engine: TransformersEngine) -> None:
     cut, stopped = answers(
         engine, held(engine, max_tokens=3), held(engine, {"const": "a<stop>b"}, stop=("<stop>",))
-    )  # fmt: skip
+    )
     assert (cut.finish_reason, len(cut.token_ids), cut.text[0]) == ("length", 3, "{")
     assert (stopped.finish_reason, stopped.text, stopped.stop) == ("stop", '"a', "<stop>")
     [whole] = answers(engine, held(engine, {"const": "ab"}, max_tokens=4))
     assert (whole.finish_reason, whole.text) == ("stop", '"ab"'), "complete with its last token"
 
 
-def test_a_grammar_that_becomes_too_much_ends_its_own_answer_alone(engine: TransformersEngine) -> None:
+def test_a_grammar_that_becomes_too_much_ends_its_own_answer_alone(
+    engine: TransformersEngine,
+) -> None:
     broken = held(engine)
     assert broken.format is not None
     assert broken.format.compiled is not None
@@ -127,7 +138,9 @@ def test_a_grammar_that_becomes_too_much_ends_its_own_answer_alone(engine: Trans
             async with aclosing(served.answer(PROMPT, [], sampling=sampling)) as updates:
                 return [update async for update in updates][-1].completion
 
-        return await asyncio.gather(one(broken), one(held(engine, {"const": "ab"})), return_exceptions=True)
+        return await asyncio.gather(
+            one(broken), one(held(engine, {"const": "ab"})), return_exceptions=True
+        )
 
     failed, whole = asyncio.run(both())
     assert isinstance(failed, RequestError)

@@ -1,4 +1,5 @@
-"""Trajectories from padded micro-batches: independent of the other prompts, without unneeded computation."""
+"""Trajectories from padded micro-batches: independent of the other prompts, without unneeded
+computation."""
 
 from __future__ import annotations
 
@@ -74,14 +75,18 @@ def test_first_token_equals_the_models_own_logits(name: str, side: str) -> None:
     extracted = engine.extract(prompts, [Site.RESIDUAL_STREAM]).first_tokens
     for prompt, with_token, without, other in zip(prompts, scored, plain, extracted, strict=True):
         with torch.no_grad():
-            logits = tiny.modules(engine).model(input_ids=torch.tensor([prompt])).logits[0, -1].double()
+            logits = (
+                tiny.modules(engine).model(input_ids=torch.tensor([prompt])).logits[0, -1].double()
+            )
         log_probabilities = torch.log_softmax(logits, -1)
         first = with_token.first_token
         assert first.token == other.token == int(logits.argmax())
         assert first.log_max_prob == pytest.approx(float(log_probabilities.max()), abs=1e-4)
         entropy = float(-(log_probabilities.exp() * log_probabilities).sum())
         assert first.entropy == pytest.approx(entropy, abs=1e-4)
-        np.testing.assert_allclose(with_token.trajectories[0], without.trajectories[0], rtol=0, atol=1e-6)
+        np.testing.assert_allclose(
+            with_token.trajectories[0], without.trajectories[0], rtol=0, atol=1e-6
+        )
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt2"])
@@ -89,7 +94,11 @@ def test_nothing_runs_after_the_last_readout(name: str) -> None:
     engine = tiny.engine(name)
     model, ran = tiny.modules(engine).model, []
     last = tiny.projections(engine)[-1]
-    watched = {"head": model.get_output_embeddings(), "projection": last, "block": tiny.modules(engine).blocks[-1]}
+    watched = {
+        "head": model.get_output_embeddings(),
+        "projection": last,
+        "block": tiny.modules(engine).blocks[-1],
+    }
     for label, module in watched.items():
         module.register_forward_hook(lambda *_args, label=label: ran.append(label))
     shape, prompts = engine.identity.geometry, tiny.prompts([5, 6])
@@ -98,19 +107,26 @@ def test_nothing_runs_after_the_last_readout(name: str) -> None:
     engine.score(prompts, [tiny.probes(shape, Site.RESIDUAL_STREAM), tiny.probes(shape)])
     assert set(ran) == {"projection", "block"}  # the last block runs, the head does not
     seen: list[tuple[int, ...]] = []
-    tiny.modules(engine).head.register_forward_hook(lambda _module, given, _output: seen.append(tuple(given[0].shape)))
+    tiny.modules(engine).head.register_forward_hook(
+        lambda _module, given, _output: seen.append(tuple(given[0].shape))
+    )
     engine.score(prompts, [tiny.probes(shape)], first_token=True)
     assert "head" in ran
     assert [rows for *rows, _ in seen] == [[len(prompts), 1]]
 
 
-@pytest.mark.parametrize(("side", "lengths"), [("right", [6, 6]), ("right", [5, 6]), ("left", [5, 6])])
+@pytest.mark.parametrize(
+    ("side", "lengths"), [("right", [6, 6]), ("right", [5, 6]), ("left", [5, 6])]
+)
 def test_the_head_is_given_contiguous_rows(side: str, lengths: list[int]) -> None:
-    """Of a view into [batch, positions, width] torch multiplies each row by a weight of its own: a copy in bfloat16."""
+    """Of a view into [batch, positions, width] torch multiplies each row by a weight of its own: a
+    copy in bfloat16."""
     engine = tiny.shared_engine("llama", side)
     probe, contiguous = tiny.probes(engine.identity.geometry), []
     head = tiny.modules(engine).head
-    handle = head.register_forward_hook(lambda _module, given, _output: contiguous.append(given[0].is_contiguous()))
+    handle = head.register_forward_hook(
+        lambda _module, given, _output: contiguous.append(given[0].is_contiguous())
+    )
     try:
         engine.score(tiny.prompts(lengths), [probe], first_token=True)
         engine.extract(tiny.prompts(lengths), [Site.ATTENTION_HEAD])
@@ -158,12 +174,19 @@ def test_a_second_thread_is_refused():
 @pytest.mark.parametrize(
     ("bad", "error", "named"),
     [
-        ([], EmptyPrompt, "prompt 1"), ([7] * (tiny.CONTEXT + 1), PromptTooLong, f"prompt 1 .*{tiny.CONTEXT + 1}"),
-        ([1, tiny.VOCABULARY], RequestError, "0 to 263"), ([-1, 3], RequestError, "0 to 263"),
-        *((bad, RequestError, "integer") for bad in ([1.5, 2.0], [True], [[1], [2, 3]], [[1, 2]], ["a"])),
+        ([], EmptyPrompt, "prompt 1"),
+        ([7] * (tiny.CONTEXT + 1), PromptTooLong, f"prompt 1 .*{tiny.CONTEXT + 1}"),
+        ([1, tiny.VOCABULARY], RequestError, "0 to 263"),
+        ([-1, 3], RequestError, "0 to 263"),
+        *(
+            (bad, RequestError, "integer")
+            for bad in ([1.5, 2.0], [True], [[1], [2, 3]], [[1, 2]], ["a"])
+        ),
     ],
-)  # fmt: skip
-def test_bad_prompts_are_named_and_never_truncated(bad: Any, error: type[RequestError], named: str) -> None:
+)
+def test_bad_prompts_are_named_and_never_truncated(
+    bad: Any, error: type[RequestError], named: str
+) -> None:
     engine = tiny.shared_engine("llama")
     probe, good = [tiny.probes(engine.identity.geometry)], tiny.prompts([4])[0]
     for call in (engine.score, engine.begin):
@@ -173,7 +196,11 @@ def test_bad_prompts_are_named_and_never_truncated(bad: Any, error: type[Request
         engine.extract([good, bad], [Site.ATTENTION_HEAD])
     assert len(engine.score(tiny.prompts([tiny.CONTEXT]), probe)) == 1
     assert engine.score([], probe) == []
-    assert engine.extract([], [Site.ATTENTION_HEAD]).activations[Site.ATTENTION_HEAD].shape == (0, 3, 64)
+    assert engine.extract([], [Site.ATTENTION_HEAD]).activations[Site.ATTENTION_HEAD].shape == (
+        0,
+        3,
+        64,
+    )
 
 
 def test_a_nan_is_refused_with_its_layer_and_prompt() -> None:
@@ -199,11 +226,14 @@ def test_a_nan_is_refused_with_its_layer_and_prompt() -> None:
 def test_probes_of_another_geometry_are_refused() -> None:
     engine = tiny.shared_engine("llama")
     for changed, named in (
-        ({"head": np.array([0, 1])}, "head has shape"), ({"head": np.array([0, 4, 0])}, r"head .*\[0, 4\)"),
+        ({"head": np.array([0, 1])}, "head has shape"),
+        ({"head": np.array([0, 4, 0])}, r"head .*\[0, 4\)"),
         ({"site": Site.RESIDUAL_STREAM}, "direction has shape"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(EngineError, match=named):
-            engine.score(tiny.prompts([4]), [replace(tiny.probes(engine.identity.geometry), **changed)])
+            engine.score(
+                tiny.prompts([4]), [replace(tiny.probes(engine.identity.geometry), **changed)]
+            )
 
 
 def test_no_probes_means_no_trajectories_but_still_first_tokens_and_counts_real_tokens() -> None:
@@ -211,12 +241,19 @@ def test_no_probes_means_no_trajectories_but_still_first_tokens_and_counts_real_
     onsets = engine.score(tiny.prompts([3, 20, 9]), [], first_token=True)
     assert [onset.trajectories for onset in onsets] == [(), (), ()]
     assert all(onset.first_token is not None for onset in onsets)
-    assert (engine.counters.forward_tokens, engine.counters.prefills, engine.counters.decode_steps) == (32, 3, 0)
+    assert (
+        engine.counters.forward_tokens,
+        engine.counters.prefills,
+        engine.counters.decode_steps,
+    ) == (32, 3, 0)
 
 
 def test_a_limited_number_of_probe_stacks_is_cached() -> None:
     engine = tiny.engine("llama")
-    prompts, probes = tiny.prompts([4]), [tiny.probes(engine.identity.geometry, seed=seed) for seed in range(9)]
+    prompts, probes = (
+        tiny.prompts([4]),
+        [tiny.probes(engine.identity.geometry, seed=seed) for seed in range(9)],
+    )
     engine.score(prompts, probes[:1])
     first = next(iter(engine._stacks.values()))
     for probe in (*probes[1:8], probes[0]):
@@ -233,7 +270,11 @@ def test_half_precision_gives_float32_logits_near_the_full_ones() -> None:
     for dtype in (torch.bfloat16, torch.float16):
         half = tiny.TransformersEngine(tiny.model("llama").to(dtype), tiny.tokenizer())
         assert half.identity.dtype == str(dtype).removeprefix("torch.")
-        for a, b in zip(half.score(prompts, [probe], first_token=True), full.score(prompts, [probe]), strict=True):
+        for a, b in zip(
+            half.score(prompts, [probe], first_token=True),
+            full.score(prompts, [probe]),
+            strict=True,
+        ):
             assert 0 < np.abs(a.trajectories[0] - b.trajectories[0]).max() < 0.1
 
 
@@ -241,7 +282,9 @@ def test_half_precision_gives_float32_logits_near_the_full_ones() -> None:
 
 
 @given(st.lists(st.integers(1, 50), max_size=30), st.integers(1, 200), st.booleans())
-def test_every_prompt_is_in_one_batch_within_budget(lengths: list[int], budget: int, equal: bool) -> None:
+def test_every_prompt_is_in_one_batch_within_budget(
+    lengths: list[int], budget: int, equal: bool
+) -> None:
     groups = micro_batches(lengths, budget, equal_lengths=equal)
     assert sorted(index for group in groups for index in group) == list(range(len(lengths)))
     for group in groups:
@@ -252,14 +295,19 @@ def test_every_prompt_is_in_one_batch_within_budget(lengths: list[int], budget: 
 
 # The fixed beginning of chats
 
-TEMPLATE = "<s>system: be brief\n{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}<|assistant|>"
+TEMPLATE = (
+    "<s>system: be brief\n{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor"
+    " %}<|assistant|>"
+)
 NOT_SHARED = ("gemma2", "mistral")  # windows
 CONTENTS = ["a", "what is it?", "b" * 30, "ä"]
 
 
 def chatting(family: str = "llama") -> TransformersEngine:
     options = EngineOptions(model=f"tiny-{family}")
-    return TransformersEngine(tiny.model(family), tiny.tokenizer(template=TEMPLATE), options=options)
+    return TransformersEngine(
+        tiny.model(family), tiny.tokenizer(template=TEMPLATE), options=options
+    )
 
 
 def chats(made: TransformersEngine) -> list[list[int]]:
@@ -282,7 +330,9 @@ def test_numbers_and_answers_are_those_of_whole_prompts(family: str) -> None:
     rows, whole = (engine.extract(prompts, list(Site)).activations for engine in (ours, plain))
     for site in Site:
         np.testing.assert_allclose(rows[site], whole[site], atol=1e-5)
-    assert (ours.counters.forward_tokens < plain.counters.forward_tokens) is bool(ours._prefix.tokens)
+    assert (ours.counters.forward_tokens < plain.counters.forward_tokens) is bool(
+        ours._prefix.tokens
+    )
     assert (ours._prefix.tokens == ()) is (family in NOT_SHARED)
     for prompt, continuation in zip(prompts, ours.begin(prompts, [probe]), strict=True):
         answer = decoded(continuation, Sampling(max_tokens=8)).token_ids
@@ -299,7 +349,8 @@ def older(self: Any, past_key_values: Any = None, **rest: Any) -> Any:
 
 @pytest.mark.parametrize("forward", [newer, older])
 def test_the_cache_is_given_by_the_name_that_the_model_has_for_it(forward: Any) -> None:
-    """By either name, whatever the installed transformers calls it: a model can come with code of its own."""
+    """By either name, whatever the installed transformers calls it: a model can come with code of
+    its own."""
     model, plain = tiny.model("llama"), chatting()
     names, caches = {"cache", "past_key_values"}, set()
     kind = type(model)
@@ -311,11 +362,18 @@ def test_the_cache_is_given_by_the_name_that_the_model_has_for_it(forward: Any) 
         return kind.forward(self, **{name: cache}, **rest)
 
     model.__class__ = type("Renamed", (kind,), {"forward": forward, "run": run})
-    ours = TransformersEngine(model, tiny.tokenizer(template=TEMPLATE), options=EngineOptions(model="tiny-llama"))
+    ours = TransformersEngine(
+        model, tiny.tokenizer(template=TEMPLATE), options=EngineOptions(model="tiny-llama")
+    )
     prompts, probe = chats(plain), tiny.probes(ours.identity.geometry)
-    for found, expected in zip(*(engine.score(prompts, [probe]) for engine in (ours, plain)), strict=True):
+    for found, expected in zip(
+        *(engine.score(prompts, [probe]) for engine in (ours, plain)), strict=True
+    ):
         np.testing.assert_allclose(found.trajectories[0], expected.trajectories[0], atol=1e-5)
-    answers = [[one.token_ids for one in engine.generate(prompts, Sampling(max_tokens=6))] for engine in (ours, plain)]
+    answers = [
+        [one.token_ids for one in engine.generate(prompts, Sampling(max_tokens=6))]
+        for engine in (ours, plain)
+    ]
     assert answers[0] == answers[1]
     assert caches == {"NoneType", "DynamicCache", "_RowCaches"}
 
@@ -328,15 +386,28 @@ def test_the_beginning_is_run_once() -> None:
     for _ in range(3):
         before = made.counters.forward_tokens
         made.score(prompts, [probe])
-        assert made.counters.forward_tokens - before == sum(len(prompt) - len(prefix) for prompt in prompts)
-    for template in (None, "{% for m in messages %}{{ m.content }}{% endfor %}"):  # no fixed beginning
-        assert TransformersEngine(tiny.model("llama"), tiny.tokenizer(template=template))._prefix.tokens == ()
+        assert made.counters.forward_tokens - before == sum(
+            len(prompt) - len(prefix) for prompt in prompts
+        )
+    for template in (
+        None,
+        "{% for m in messages %}{{ m.content }}{% endfor %}",
+    ):  # no fixed beginning
+        assert (
+            TransformersEngine(
+                tiny.model("llama"), tiny.tokenizer(template=template)
+            )._prefix.tokens
+            == ()
+        )
 
 
 @pytest.mark.parametrize(("family", "tokens"), [("llama", 4), ("mistral", 1)])
 def test_traces_of_chats_and_texts_together_are_each_its_own(family: str, tokens: int) -> None:
     made = chatting(family)
-    prompts = [*chats(made), made.tokenize("no chat, and longer than the shorter ones of the chats")]
+    prompts = [
+        *chats(made),
+        made.tokenize("no chat, and longer than the shorter ones of the chats"),
+    ]
     traced = made.sample(prompts, Sampling(max_tokens=tokens), [[0]] * len(prompts))
     for prompt, (answer,) in zip(prompts, traced, strict=True):
         check_trace(made, prompt, answer)

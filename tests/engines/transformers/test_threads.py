@@ -1,4 +1,5 @@
-"""How many threads a forward pass takes: few beside busy neighbours, all that pay on a quiet machine."""
+"""How many threads a forward pass takes: few beside busy neighbours, all that pay on a quiet
+machine."""
 
 from __future__ import annotations
 
@@ -18,12 +19,20 @@ from service.readout import Site
 from tests.engines import tiny
 
 QUIET = {1: 1.3, 2: 1.0, 4: 0.7, 8: 0.65}
-TWO_BUSY_NEIGHBOURS = {1: 1.6, 2: 4.0, 4: 5.0, 8: 6.0}  # as measured on two cores, and a guess beyond
+TWO_BUSY_NEIGHBOURS = {
+    1: 1.6,
+    2: 4.0,
+    4: 5.0,
+    8: 6.0,
+}  # as measured on two cores, and a guess beyond
 HALVES_OF_ONE_CORE = {1: 1.0, 2: 1.0, 4: 1.0, 8: 1.0}
 
 
-def run(timings: Timings, counts: tuple[int, ...], seconds: dict[int, float], passes: int, noise: float) -> list[int]:
-    """The threads of each pass, where a pass takes ``seconds`` by its threads, more or less by ``noise``."""
+def run(
+    timings: Timings, counts: tuple[int, ...], seconds: dict[int, float], passes: int, noise: float
+) -> list[int]:
+    """The threads of each pass, where a pass takes ``seconds`` by its threads, more or less by
+    ``noise``."""
     random.seed(passes)
     used = []
     for _ in range(passes):
@@ -41,7 +50,9 @@ def test_neighbours_come_and_go(counts: tuple[int, ...]) -> None:
     def cost(seconds: dict[int, float], noise: float) -> float:
         """Of 1,000 passes, over that of the best number of threads for all of them."""
         used = run(timings, counts, seconds, 1000, noise)
-        return sum(seconds[threads] for threads in used) / (1000 * min(seconds[count] for count in counts))
+        return sum(seconds[threads] for threads in used) / (
+            1000 * min(seconds[count] for count in counts)
+        )
 
     assert cost(quiet, 0.1) <= 1.05
     assert cost(busy, 0.2) <= 1.25
@@ -56,7 +67,7 @@ def test_on_two_cores_two_slow_passes_are_enough_and_at_the_start_one() -> None:
     assert run(Timings((1, 2), 1), (1, 2), TWO_BUSY_NEIGHBOURS, 6, 0.1) == [2, 1, 1, 1, 1, 1]
 
 
-def test_noise_does_not_decide_where_little_is_to_be_gained_and_threads_that_do_not_pay_are_left_to_others() -> None:
+def test_noise_does_not_decide_and_threads_that_do_not_pay_are_not_taken() -> None:
     for slower in (1.05, 1.08, 1.12):
         seconds = {1: slower, 2: 1.0}
         used = run(Timings((1, 2), 1), (1, 2), seconds, 4000, 0.1)
@@ -64,11 +75,16 @@ def test_noise_does_not_decide_where_little_is_to_be_gained_and_threads_that_do_
     counts = (1, 2, 4, 8)
     timings = Timings(counts, 3)
     run(timings, counts, HALVES_OF_ONE_CORE, 500, 0.005)
-    assert Counter(run(timings, counts, HALVES_OF_ONE_CORE, 500, 0.005))[1] >= (1 - 2 / PATIENCE) * 500
+    assert (
+        Counter(run(timings, counts, HALVES_OF_ONE_CORE, 500, 0.005))[1] >= (1 - 2 / PATIENCE) * 500
+    )
 
 
 def test_each_pass_has_its_threads_and_the_process_keeps_its_own() -> None:
-    engine, own = TransformersEngine.load(EngineOptions(model=str(MODEL_DIR))), torch.get_num_threads()
+    engine, own = (
+        TransformersEngine.load(EngineOptions(model=str(MODEL_DIR))),
+        torch.get_num_threads(),
+    )
     assert engine.torch_model is not None
     model, between, inside = engine.torch_model.model, list[int](), list[int]()
     prompt = engine.tokenize("What is the capital of France?")
@@ -93,13 +109,18 @@ def test_each_pass_has_its_threads_and_the_process_keeps_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("threads", "variable", "expected"), [(None, None, 5), (3, None, 3), (None, "1", 0), (3, "1", 3)]
+    ("threads", "variable", "expected"),
+    [(None, None, 5), (3, None, 3), (None, "1", 0), (3, "1", 3)],
 )
-def test_who_decides(threads: int | None, variable: str | None, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_decides(
+    threads: int | None, variable: str | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """``expected``: the threads after loading; 5 is the quota, 0 what torch had."""
     adapted: list[int] = []
     monkeypatch.setattr("joblib.cpu_count", lambda: 5)
-    monkeypatch.setattr("service.engines.transformers.threads.AdaptiveThreads", lambda _, most: adapted.append(most))
+    monkeypatch.setattr(
+        "service.engines.transformers.threads.AdaptiveThreads", lambda _, most: adapted.append(most)
+    )
     if variable is None:
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     else:

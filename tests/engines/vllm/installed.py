@@ -1,4 +1,5 @@
-"""Whether vLLM's tests can run here: skipped with a reason, or failed where they must not be skipped."""
+"""Whether vLLM's tests can run here: skipped with a reason, or failed where they must not be
+skipped."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ import pytest
 def vllm_or_skip() -> None:
     """To be called at the top of a module, before vLLM is imported.
 
-    With ``HALLUTRACER_REQUIRE_VLLM=1``, which ``make test`` sets if it has installed vLLM, it fails instead."""
+    With ``HALLUTRACER_REQUIRE_VLLM=1``, which ``make test`` sets if it has installed vLLM, it fails
+    instead."""
     here = f"{platform.system()} {platform.machine()}"
     reason = ""
     if here != "Linux x86_64":

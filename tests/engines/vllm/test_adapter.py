@@ -1,4 +1,5 @@
-"""The readout where vLLM runs with a LoRA adapter, against the same weights merged and read by transformers."""
+"""The readout where vLLM runs with a LoRA adapter, against the same weights merged and read by
+transformers."""
 
 from __future__ import annotations
 
@@ -40,17 +41,25 @@ def adapter(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def engine(model: Path, adapter: Path) -> Iterator[VllmEngine]:
     extra = {"max_model_len": "128", "max_num_seqs": "32"}  # compiled
-    options = EngineOptions(str(model), dtype="float32", max_batch_tokens=32, adapter=str(adapter), extra=extra)
+    options = EngineOptions(
+        str(model), dtype="float32", max_batch_tokens=32, adapter=str(adapter), extra=extra
+    )
     loaded = VllmEngine.load(options, rows=True)
     yield loaded
     loaded.close()
 
 
-def test_the_adapter_is_read_and_no_other(engine: VllmEngine, model: Path, adapter: Path, tmp_path: Path) -> None:
-    """Chunked, with prefix hits, beside requests without it; the numbers are those of the merged weights."""
+def test_the_adapter_is_read_and_no_other(
+    engine: VllmEngine, model: Path, adapter: Path, tmp_path: Path
+) -> None:
+    """Chunked, with prefix hits, beside requests without it; the numbers are those of the merged
+    weights."""
     merged = lora.reference(model, adapter, tmp_path / "merged")
     assert engine.identity.adapter == merged.identity.adapter
-    assert (engine.identity.model, engine.identity.fingerprint) == (merged.identity.model, merged.identity.fingerprint)
+    assert (engine.identity.model, engine.identity.fingerprint) == (
+        merged.identity.model,
+        merged.identity.fingerprint,
+    )
     prompts = [one.prompt[:110] for one in models.questions("llama")[:40]]
     probes = models.probes(engine.identity.geometry, 0)
 
@@ -62,7 +71,10 @@ def test_the_adapter_is_read_and_no_other(engine: VllmEngine, model: Path, adapt
     for _ in range(2):  # from the prefix cache, too, which the model without it shares
         assert np.abs(read(engine) - wanted).max() < CLOSE
         assert np.abs(read(plain) - wanted).max() > 1000 * CLOSE
-    answers = [[answer.text for answer in one.generate(prompts[:8], ANSWER)] for one in (engine, merged, plain)]
+    answers = [
+        [answer.text for answer in one.generate(prompts[:8], ANSWER)]
+        for one in (engine, merged, plain)
+    ]
     assert answers[0] == answers[1]
     assert not set(answers[0]) & set(answers[2])
     rows = [one.extract(prompts, list(Site)).activations for one in (engine, merged)]

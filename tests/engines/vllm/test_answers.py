@@ -1,4 +1,5 @@
-"""What vLLM reads of answers' own tokens, against the reference engine on the same text: chunked, preempted, cached."""
+"""What vLLM reads of answers' own tokens, against the reference engine on the same text: chunked,
+preempted, cached."""
 
 from __future__ import annotations
 
@@ -42,8 +43,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def engine(folder: Path) -> Iterator[VllmEngine]:
     """With room in the cache for a few of the answers that it may run."""
-    extra = {"enforce_eager": "true", "max_model_len": str(models.CONTEXT), "max_num_seqs": str(TOGETHER),
-             "block_size": "32", "num_gpu_blocks_override": "24"}  # fmt: skip
+    extra = {
+        "enforce_eager": "true",
+        "max_model_len": str(models.CONTEXT),
+        "max_num_seqs": str(TOGETHER),
+        "block_size": "32",
+        "num_gpu_blocks_override": "24",
+    }
     options = EngineOptions(str(folder), dtype="float32", max_batch_tokens=48, extra=extra)
     loaded = VllmEngine.load(options, slots=SLOTS, answers=True)
     assert loaded.reads_answers
@@ -59,14 +65,19 @@ def reference(folder: Path) -> TransformersEngine:
 @pytest.fixture(scope="module")
 def probes(reference: TransformersEngine) -> dict[Site, list[Probes]]:
     geometry = reference.identity.geometry
-    return {site: [tiny.probes(geometry, site, seed, scaled=True) for seed in (7, 8, 9)] for site in Site}
+    return {
+        site: [tiny.probes(geometry, site, seed, scaled=True) for seed in (7, 8, 9)]
+        for site in Site
+    }
 
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left(engine: VllmEngine) -> Iterator[None]:
     """No slot is held after a test, and the worker knows of no answer."""
     yield
-    until(lambda: engine.counters.open_continuations == 0 and described(engine)["answering"] == 0, 20)
+    until(
+        lambda: engine.counters.open_continuations == 0 and described(engine)["answering"] == 0, 20
+    )
     assert not any(slot.users for slot in engine.slots._slots)
 
 
@@ -78,8 +89,11 @@ def wait(engine: VllmEngine, work: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run_coroutine_threadsafe(work, engine.loop).result(240)
 
 
-def updates(engine: VllmEngine, stream: AsyncGenerator[Update, None], pause: float = 0.0) -> list[Update]:
-    """All updates of an answer; with a ``pause`` after each, in which vLLM adds outputs to the next one."""
+def updates(
+    engine: VllmEngine, stream: AsyncGenerator[Update, None], pause: float = 0.0
+) -> list[Update]:
+    """All updates of an answer; with a ``pause`` after each, in which vLLM adds outputs to the next
+    one."""
 
     async def take() -> list[Update]:
         received = []
@@ -93,8 +107,11 @@ def updates(engine: VllmEngine, stream: AsyncGenerator[Update, None], pause: flo
     return list(wait(engine, take()))
 
 
-def check(found: list[Update], prompt: Any, probes: Probes | None, reference: TransformersEngine) -> int:
-    """The last update has what ``reference`` reads of the answer's text; return how many tokens were read."""
+def check(
+    found: list[Update], prompt: Any, probes: Probes | None, reference: TransformersEngine
+) -> int:
+    """The last update has what ``reference`` reads of the answer's text; return how many tokens
+    were read."""
     decoded = 0
     for update in found:
         decoded += update.tokens
@@ -117,14 +134,20 @@ def check(found: list[Update], prompt: Any, probes: Probes | None, reference: Tr
 def test_many_answers_at_once_are_each_read_by_their_own_probes(
     engine: VllmEngine, reference: TransformersEngine, probes: dict[Site, list[Probes]]
 ) -> None:
-    """More than there is room for, so that some are computed again; long prompts in chunks, and common beginnings."""
+    """More than there is room for, so that some are computed again; long prompts in chunks, and
+    common beginnings."""
     prompts = [question.prompt for question in models.questions("llama")[:ANSWERS]]
-    read_by = [(*probes[Site.ATTENTION_HEAD][:2], probes[Site.RESIDUAL_STREAM][0], None)[n % 4] for n in range(ANSWERS)]
+    read_by = [
+        (*probes[Site.ATTENTION_HEAD][:2], probes[Site.RESIDUAL_STREAM][0], None)[n % 4]
+        for n in range(ANSWERS)
+    ]
     limits = [Sampling(max_tokens=1 + n % 64) for n in range(ANSWERS)]
 
     async def all_of_them() -> list[list[Update]]:
         async def one(number: int) -> list[Update]:
-            stream = engine.answer(prompts[number], [], sampling=limits[number], answer_probes=read_by[number])
+            stream = engine.answer(
+                prompts[number], [], sampling=limits[number], answer_probes=read_by[number]
+            )
             async with aclosing(stream):
                 return [update async for update in stream]
 
@@ -139,7 +162,10 @@ def test_many_answers_at_once_are_each_read_by_their_own_probes(
     assert any(own[0].cached_tokens for own in found)
     plain = engine.generate(prompts[:20], Sampling(max_tokens=64))
     for number, completion in enumerate(plain):  # what is read changes nothing
-        assert found[number][-1].completion.token_ids == completion.token_ids[: limits[number].max_tokens]
+        assert (
+            found[number][-1].completion.token_ids
+            == completion.token_ids[: limits[number].max_tokens]
+        )
 
 
 def test_each_update_has_the_mean_so_far(
@@ -147,7 +173,10 @@ def test_each_update_has_the_mean_so_far(
 ) -> None:
     for site in Site:
         found = updates(
-            engine, engine.answer(PROMPT, [], sampling=Sampling(max_tokens=9), answer_probes=probes[site][0])
+            engine,
+            engine.answer(
+                PROMPT, [], sampling=Sampling(max_tokens=9), answer_probes=probes[site][0]
+            ),
         )
         ids = found[-1].completion.token_ids if found[-1].completion else ()
         assert len(ids) > 4
@@ -155,7 +184,9 @@ def test_each_update_has_the_mean_so_far(
             if update.answer is not None:
                 written, count = [*PROMPT, *ids[: update.answer.tokens]], update.answer.tokens
                 [expected] = reference.score([written], [probes[site][0]], last=[count])
-                np.testing.assert_allclose(update.answer.trajectory, expected.trajectories[0], rtol=0, atol=CLOSE)
+                np.testing.assert_allclose(
+                    update.answer.trajectory, expected.trajectories[0], rtol=0, atol=CLOSE
+                )
 
 
 def test_a_reader_that_is_late_misses_nothing(
@@ -163,21 +194,29 @@ def test_a_reader_that_is_late_misses_nothing(
 ) -> None:
     """vLLM adds outputs that were not taken to one another, and keeps what came with the first."""
     asked = probes[Site.ATTENTION_HEAD]
-    found = updates(engine, engine.answer(PROMPT, asked[:1], sampling=MANY, answer_probes=asked[1]), pause=0.3)
+    found = updates(
+        engine, engine.answer(PROMPT, asked[:1], sampling=MANY, answer_probes=asked[1]), pause=0.3
+    )
     assert max(update.tokens for update in found) > 5, "it was not late"
     assert check(found, PROMPT, asked[1], reference) > 10
     assert found[0].prefill is not None
     [onset] = reference.score([PROMPT], asked[:1])
-    np.testing.assert_allclose(found[0].prefill.trajectories[0], onset.trajectories[0], rtol=0, atol=CLOSE)
+    np.testing.assert_allclose(
+        found[0].prefill.trajectories[0], onset.trajectories[0], rtol=0, atol=CLOSE
+    )
 
 
-def test_a_request_that_is_not_read_is_sent_nothing_more(engine: VllmEngine, probes: dict[Site, list[Probes]]) -> None:
+def test_a_request_that_is_not_read_is_sent_nothing_more(
+    engine: VllmEngine, probes: dict[Site, list[Probes]]
+) -> None:
     """Beside one that is."""
 
     async def payloads(answer: Probes | None) -> list[Any]:
         lease = await engine.lease(probes[Site.ATTENTION_HEAD][:1], answer_probes=answer)
         try:
-            async with aclosing(engine._outputs(PROMPT, parameters_for(MANY, lease.directive))) as outputs:
+            async with aclosing(
+                engine._outputs(PROMPT, parameters_for(MANY, lease.directive))
+            ) as outputs:
                 # One output may be of several steps, where this loop was late.
                 return [
                     one
@@ -197,9 +236,13 @@ def test_a_request_that_is_not_read_is_sent_nothing_more(engine: VllmEngine, pro
     assert len(read) == len(unread) > 10
 
 
-def test_an_answer_that_is_given_up_is_forgotten_at_once(engine: VllmEngine, probes: dict[Site, list[Probes]]) -> None:
+def test_an_answer_that_is_given_up_is_forgotten_at_once(
+    engine: VllmEngine, probes: dict[Site, list[Probes]]
+) -> None:
     async def given_up() -> None:
-        stream = engine.answer(PROMPT, [], sampling=MANY, answer_probes=probes[Site.ATTENTION_HEAD][0])
+        stream = engine.answer(
+            PROMPT, [], sampling=MANY, answer_probes=probes[Site.ATTENTION_HEAD][0]
+        )
         async with aclosing(stream):
             async for update in stream:
                 if update.answer is not None and update.answer.tokens > 2:
@@ -225,7 +268,9 @@ def test_its_slot_is_its_own_until_the_answer_has_ended(
                     for other in others:  # each in the place of the one before
                         async with aclosing(engine.answer(PROMPT, [other])) as prefill:
                             await anext(prefill)
-                    with pytest.raises(EngineError, match="probe slots at attention_head are in use"):
+                    with pytest.raises(
+                        EngineError, match="probe slots at attention_head are in use"
+                    ):
                         async with aclosing(engine.answer(PROMPT, others)) as prefill:
                             await anext(prefill)
         return found
@@ -239,8 +284,14 @@ def test_an_answer_that_ends_early_is_read_as_far_as_it_went(
     first, second, _ = probes[Site.ATTENTION_HEAD]
     [whole] = engine.generate([PROMPT], MANY)
     late = Sampling(max_tokens=90, until=time.monotonic())
-    for sampling in (late, Sampling(max_tokens=40, stop=(whole.text[9:12],)), Sampling(max_tokens=2)):
-        found = updates(engine, engine.answer(PROMPT, [second], sampling=sampling, answer_probes=first))
+    for sampling in (
+        late,
+        Sampling(max_tokens=40, stop=(whole.text[9:12],)),
+        Sampling(max_tokens=2),
+    ):
+        found = updates(
+            engine, engine.answer(PROMPT, [second], sampling=sampling, answer_probes=first)
+        )
         assert check(found, PROMPT, first, reference) >= 1
         assert found[-1].completion is not None
         assert len(found[-1].completion.token_ids) < 40
@@ -256,10 +307,14 @@ def test_a_written_text_is_read_over_its_last_tokens(
 ) -> None:
     prompts, last = [question.prompt for question in models.questions("llama")[2:6]], [5, 1, 9, 3]
     every = [probes[site][0] for site in Site]
-    found, read = (one.score(prompts, every, first_token=True, last=last) for one in (engine, reference))
+    found, read = (
+        one.score(prompts, every, first_token=True, last=last) for one in (engine, reference)
+    )
     for ours, theirs in zip(found, read, strict=True):
         np.testing.assert_allclose(ours.trajectories, theirs.trajectories, rtol=0, atol=CLOSE)
         assert ours.prompt_tokens == theirs.prompt_tokens
         assert ours.first_token is theirs.first_token is None, "that is of the last token alone"
     with pytest.raises(EngineError, match="vllm engine gives no answer's own tokens to train on"):
-        engine.extract(prompts, [Site.ATTENTION_HEAD], sampling=MANY, answer_site=Site.ATTENTION_HEAD)
+        engine.extract(
+            prompts, [Site.ATTENTION_HEAD], sampling=MANY, answer_site=Site.ATTENTION_HEAD
+        )

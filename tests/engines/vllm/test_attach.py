@@ -1,4 +1,5 @@
-"""The readout in a forward pass of plain torch modules: equal to ``risk``, split over ranks, not recompiled."""
+"""The readout in a forward pass of plain torch modules: equal to ``risk``, split over ranks, not
+recompiled."""
 
 from __future__ import annotations
 
@@ -42,13 +43,16 @@ torch.library.register_fake("hallutracer_test::attention", lambda values, output
 
 
 class AttentionLayer(nn.Module):
-    """As vLLM's: an operator that the compiler does not look into calls the implementation, which writes its output."""
+    """As vLLM's: an operator that the compiler does not look into calls the implementation, which
+    writes its output."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.num_heads, self.head_size = width // GEOMETRY.head_dim, GEOMETRY.head_dim
         self.layer_name = str(len(_layers))
-        self.impl = SimpleNamespace(forward=lambda values, output, **_: output.copy_(torch.tanh(values)))
+        self.impl = SimpleNamespace(
+            forward=lambda values, output, **_: output.copy_(torch.tanh(values))
+        )
         _layers.append(self)
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
@@ -90,12 +94,15 @@ class Narrower(Attention):
 
 
 class Quantized(nn.Module):
-    """As in INT8 and NVFP4 checkpoints: a float32 scale comes first, and nothing is stored in the compute dtype."""
+    """As in INT8 and NVFP4 checkpoints: a float32 scale comes first, and nothing is stored in the
+    compute dtype."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
         self.weight_scale = nn.Parameter(torch.full((outputs, 1), 0.01))
-        self.weight = nn.Parameter(torch.randint(-9, 9, (outputs, inputs), dtype=torch.int8), requires_grad=False)
+        self.weight = nn.Parameter(
+            torch.randint(-9, 9, (outputs, inputs), dtype=torch.int8), requires_grad=False
+        )
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         if states.dtype != torch.bfloat16:
@@ -104,7 +111,8 @@ class Quantized(nn.Module):
 
 
 class Adapted(nn.Module):
-    """As vLLM's LoRA layers: wraps a layer, and computes with tables that only a step of the runner writes."""
+    """As vLLM's LoRA layers: wraps a layer, and computes with tables that only a step of the runner
+    writes."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
@@ -124,7 +132,9 @@ class Block(nn.Module):
         super().__init__()
         self.self_attn = Attention(share)
 
-    def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, hidden: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         residual = hidden if residual is None else hidden + residual
         return self.self_attn(residual), residual
 
@@ -152,9 +162,17 @@ class Model(nn.Module):
         return self.model(hidden)  # type: ignore[no-any-return]
 
 
-def installed(model: Model, sites: tuple[Site, ...] = tuple(Site), *, rank: int = 0, ranks: int = 1,
-              dtype: torch.dtype = torch.float32, rows: bool = False, room: int = 0,
-              slots: int = SLOTS) -> dict[Site, SiteReadout]:  # fmt: skip
+def installed(
+    model: Model,
+    sites: tuple[Site, ...] = tuple(Site),
+    *,
+    rank: int = 0,
+    ranks: int = 1,
+    dtype: torch.dtype = torch.float32,
+    rows: bool = False,
+    room: int = 0,
+    slots: int = SLOTS,
+) -> dict[Site, SiteReadout]:
     plan = Plan(GEOMETRY, sites, slots, rows, room > 0)
     return attach.install(model, LLAMA, plan, rank, ranks, CPU, dtype, room)
 
@@ -163,7 +181,9 @@ def hidden(seed: int = 3, tokens: int = TOKENS) -> torch.Tensor:
     return torch.randn(tokens, GEOMETRY.hidden_size, generator=torch.Generator().manual_seed(seed))
 
 
-def run(model: Any, found: dict[Site, SiteReadout], inputs: torch.Tensor, onsets: list[int]) -> torch.Tensor:
+def run(
+    model: Any, found: dict[Site, SiteReadout], inputs: torch.Tensor, onsets: list[int]
+) -> torch.Tensor:
     """A step's forward pass."""
     for readout in found.values():
         readout.start(torch.tensor(onsets))
@@ -178,8 +198,12 @@ def activations_of(model: Model, inputs: torch.Tensor) -> dict[Site, np.ndarray]
     handles = []
     for block in model.model.layers:
         projection = block.self_attn.o_proj
-        handles.append(projection.register_forward_pre_hook(lambda _, given: heads.append(given[0])))
-        handles.append(block.register_forward_hook(lambda _, __, output: stream.append(output[0] + output[1])))
+        handles.append(
+            projection.register_forward_pre_hook(lambda _, given: heads.append(given[0]))
+        )
+        handles.append(
+            block.register_forward_hook(lambda _, __, output: stream.append(output[0] + output[1]))
+        )
     with torch.inference_mode():
         model(inputs)
     for handle in handles:
@@ -196,7 +220,9 @@ def probes(site: Site, seed: int) -> Probes:
     return tiny.probes(GEOMETRY, site, seed, scaled=True)
 
 
-def check_read(read: np.ndarray, slot: int, rows: np.ndarray, probe: Probes, onsets: Sequence[int] = ONSETS) -> None:
+def check_read(
+    read: np.ndarray, slot: int, rows: np.ndarray, probe: Probes, onsets: Sequence[int] = ONSETS
+) -> None:
     """Truth logits [layers, onsets, slots] are those of a slot's probe."""
     np.testing.assert_allclose(read[:, :, slot].T, expected(rows[onsets], probe), atol=1e-5)
 
@@ -208,7 +234,11 @@ def test_every_slot_of_both_sites_is_the_methods_truth_logit_at_every_onset(trai
     names = set(plain.state_dict())
     found = installed(model, rows=training)
     assert set(model.state_dict()) == names
-    made = {(site, slot): probes(site, 10 * slot + number) for number, site in enumerate(Site) for slot in (0, 2)}
+    made = {
+        (site, slot): probes(site, 10 * slot + number)
+        for number, site in enumerate(Site)
+        for slot in (0, 2)
+    }
     for site, readout in found.items():
         for old in (probes(site, 99), made[site, 2]):
             readout.write(2, old)  # another probe before
@@ -244,7 +274,9 @@ def test_ranks_that_split_the_heads_add_up(size: int) -> None:
         found = installed(Model(range(first, first + share)), rank=rank, ranks=size)
         assert found[Site.ATTENTION_HEAD].heads == (first, share)
         assert [readout.split for readout in found.values()] == [True, False]
-        own = rows | {Site.ATTENTION_HEAD: rows[Site.ATTENTION_HEAD][..., first * d : (first + share) * d]}
+        own = rows | {
+            Site.ATTENTION_HEAD: rows[Site.ATTENTION_HEAD][..., first * d : (first + share) * d]
+        }
         for site, readout in found.items():
             for slot, probe in enumerate(slots[site]):
                 readout.write(slot, probe)
@@ -258,7 +290,8 @@ def test_ranks_that_split_the_heads_add_up(size: int) -> None:
 
 
 def test_another_probe_and_another_step_need_no_other_graph() -> None:
-    """A change of bundles needs no compilation, and a compiled graph keeps no old probes and no old rows."""
+    """A change of bundles needs no compilation, and a compiled graph keeps no old probes and no old
+    rows."""
     compilations = 0
 
     def count(module: torch.fx.GraphModule, _inputs: list[Any]) -> Any:
@@ -284,12 +317,16 @@ def test_another_probe_and_another_step_need_no_other_graph() -> None:
     assert compilations == once
 
 
-def test_the_compilers_graph_has_one_operator_a_layer_at_the_residual_site_and_nothing_at_the_other() -> None:
+def test_the_compilers_graph_has_one_operator_a_layer_at_the_residual_site_only() -> None:
     """Alike in every layer: vLLM then compiles identical layers once."""
     graphs: list[str] = []
 
     def look(module: torch.fx.GraphModule, _inputs: list[Any]) -> Any:
-        graphs.extend(f"{node.target} {node.args[2:]}" for node in module.graph.nodes if node.op == "call_function")
+        graphs.extend(
+            f"{node.target} {node.args[2:]}"
+            for node in module.graph.nodes
+            if node.op == "call_function"
+        )
         return module.forward
 
     for sites, count in (((Site.ATTENTION_HEAD,), 0), (tuple(Site), GEOMETRY.num_layers)):
@@ -330,13 +367,17 @@ def test_a_layer_that_was_not_kept_or_kept_twice_gives_no_number(calls: int) -> 
         readout.start(torch.tensor(ONSETS))
         for _ in range(calls):
             readout.keep(torch.ones(TOKENS, readout.width))
-        for numbers, shape in ((readout.read(), (3, 4, SLOTS)), (readout.activations(), (3, 4, readout.width))):
+        for numbers, shape in (
+            (readout.read(), (3, 4, SLOTS)),
+            (readout.activations(), (3, 4, readout.width)),
+        ):
             assert torch.isnan(numbers).all()
             assert numbers.shape == shape
 
 
 class Graph(TorchDispatchMode):
-    """What a CUDA graph does of a forward pass: the same operations again, on the same addresses, and no Python."""
+    """What a CUDA graph does of a forward pass: the same operations again, on the same addresses,
+    and no Python."""
 
     def __init__(self, model: Model, tokens: int) -> None:
         """Capture a pass over so many tokens."""
@@ -349,9 +390,14 @@ class Graph(TorchDispatchMode):
                 model(self.inputs)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("hallutracer", "hallutracer_test"):  # Python's: what they do comes one by one
+        if func.namespace in (
+            "hallutracer",
+            "hallutracer_test",
+        ):  # Python's: what they do comes one by one
             with self:
-                return (attach._keep_residual if func.namespace == "hallutracer" else _attention)(*args)
+                return (attach._keep_residual if func.namespace == "hallutracer" else _attention)(
+                    *args
+                )
         result = func(*args, **(kwargs or {}))
         self._done.append((func, args, kwargs or {}, result))
         return result
@@ -368,7 +414,8 @@ class Graph(TorchDispatchMode):
 
 @pytest.mark.parametrize("slots", [SLOTS, GEOMETRY.num_heads])  # picked heads, and whole rows
 def test_a_graph_that_was_captured_whole_keeps_each_steps_own_rows(slots: int) -> None:
-    """At fixed addresses, for any number of rows up to that of its tokens, between steps that run without it."""
+    """At fixed addresses, for any number of rows up to that of its tokens, between steps that run
+    without it."""
     model, most = Model(), 7
     found = installed(model, room=most, slots=slots)
     made = {site: probes(site, seed) for seed, site in enumerate(Site)}
@@ -378,11 +425,26 @@ def test_a_graph_that_was_captured_whole_keeps_each_steps_own_rows(slots: int) -
     for readout in found.values():
         readout.start(None)
     graphs = {tokens: Graph(model, tokens) for tokens in (8, 4, 1)}
-    addresses = [part.data_ptr() for one in found.values() for part in (one._kept, one._places) if part is not None]
+    addresses = [
+        part.data_ptr()
+        for one in found.values()
+        for part in (one._kept, one._places)
+        if part is not None
+    ]
     for seed, (tokens, real, rows) in enumerate(
-        [(8, 8, [5, 0, 7]), (8, 6, [1, 2, 3, 4, 5]), (1, 1, [0]), (0, 12, [11, 3]), (4, 4, [3]), (8, 8, []),
-         (4, 3, [2, 1, 0]), (0, 9, []), (8, 7, [6, 5, 4, 3, 2, 1, 0]), (1, 1, [0])]
-    ):  # fmt: skip
+        [
+            (8, 8, [5, 0, 7]),
+            (8, 6, [1, 2, 3, 4, 5]),
+            (1, 1, [0]),
+            (0, 12, [11, 3]),
+            (4, 4, [3]),
+            (8, 8, []),
+            (4, 3, [2, 1, 0]),
+            (0, 9, []),
+            (8, 7, [6, 5, 4, 3, 2, 1, 0]),
+            (1, 1, [0]),
+        ]
+    ):
         inputs = hidden(seed, real)
         for readout in found.values():
             readout.start(torch.tensor(rows) if rows else None)
@@ -397,7 +459,12 @@ def test_a_graph_that_was_captured_whole_keeps_each_steps_own_rows(slots: int) -
                 check_read(readout.read().numpy(), 1, expected_rows[site], made[site], rows)
             readout.start(None)
             assert not readout._places.any(), "a smaller graph would read outside its tokens"
-    now = [part.data_ptr() for one in found.values() for part in (one._kept, one._places) if part is not None]
+    now = [
+        part.data_ptr()
+        for one in found.values()
+        for part in (one._kept, one._places)
+        if part is not None
+    ]
     assert now == addresses
     assert len(now) == 4
 
@@ -422,7 +489,9 @@ def test_a_quantized_result_of_attention_is_not_read() -> None:
     found.start(torch.tensor(ONSETS))
     values = torch.ones(TOKENS, found.width)
     for block in model.model.layers:
-        block.self_attn.attn.impl.forward(values, output=torch.empty_like(values), output_scale=torch.ones(1))
+        block.self_attn.attn.impl.forward(
+            values, output=torch.empty_like(values), output_scale=torch.ones(1)
+        )
     assert torch.isnan(found.read()).all()
 
 
@@ -448,7 +517,7 @@ def test_a_module_tree_that_is_not_read_as_it_was_trained_on_is_refused() -> Non
         (1, "__class__", Narrower, "layer 1's self_attn.o_proj does not read"),
         (1, "second", AttentionLayer(8), "layer 1 has 2 attention layers"),
         (0, "attn.use_direct_call", True, "layer 0"),
-    ):  # fmt: skip
+    ):
         model = Model()
         *parents, name = path.split(".")
         setattr(model.model.layers[layer].self_attn.get_submodule(".".join(parents)), name, value)
@@ -475,18 +544,24 @@ class Two(nn.Module):
 
 
 class Decoder(nn.Module):
-    """As vLLM's: takes embeddings in place of tokens; ``reads`` makes one tensor of two for the norm at its end."""
+    """As vLLM's: takes embeddings in place of tokens; ``reads`` makes one tensor of two for the
+    norm at its end."""
 
-    def __init__(self, block: type[nn.Module], reads: Any = lambda hidden, residual: hidden + residual) -> None:
+    def __init__(
+        self, block: type[nn.Module], reads: Any = lambda hidden, residual: hidden + residual
+    ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(block() for _ in range(GEOMETRY.num_layers))
         self.two, self.reads = block is Two, reads
         self.norm = nn.LayerNorm(GEOMETRY.hidden_size)
 
     def forward(
-        self, input_ids: torch.Tensor | None, positions: torch.Tensor, intermediate_tensors: Any,
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediate_tensors: Any,
         inputs_embeds: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         hidden, residual = inputs_embeds, None
         assert hidden is not None
         for layer in self.layers:
@@ -500,7 +575,9 @@ class Decoder(nn.Module):
 class Scaling(Decoder):
     """Does something between its blocks."""
 
-    def forward(self, input_ids: Any, positions: torch.Tensor, inputs_embeds: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(
+        self, input_ids: Any, positions: torch.Tensor, inputs_embeds: torch.Tensor
+    ) -> torch.Tensor:  # type: ignore[override]
         for layer in self.layers:
             inputs_embeds = 2 * layer(positions, inputs_embeds)
         return inputs_embeds
@@ -512,11 +589,16 @@ class Scaling(Decoder):
         (lambda: Decoder(One), ""),
         (lambda: Decoder(Two), ""),
         (lambda: Decoder(Two, lambda hidden, residual: hidden), ""),  # as vLLM's Cohere
-        (lambda: Decoder(Two, lambda hidden, residual: hidden + 2 * residual), "neither the sum nor the first is read"),
+        (
+            lambda: Decoder(Two, lambda hidden, residual: hidden + 2 * residual),
+            "neither the sum nor the first is read",
+        ),
         (lambda: Scaling(One), "returns neither one tensor nor two that the next is given"),
     ],
 )
-def test_the_stream_of_a_family_without_a_row_is_what_the_blocks_hand_on(decoder: Any, problem: str) -> None:
+def test_the_stream_of_a_family_without_a_row_is_what_the_blocks_hand_on(
+    decoder: Any, problem: str
+) -> None:
     model = nn.Module()
     model.model = decoder()
     unknown = family_of(SimpleNamespace(model_type="new"))
@@ -541,11 +623,15 @@ def test_quantized_blocks_are_checked_in_the_dtype_that_the_model_computes_in() 
     def quantized() -> Model:
         model = Model()
         for block in model.model.layers:
-            block.self_attn.v_proj = Quantized(GEOMETRY.hidden_size, GEOMETRY.num_heads * GEOMETRY.head_dim)
+            block.self_attn.v_proj = Quantized(
+                GEOMETRY.hidden_size, GEOMETRY.num_heads * GEOMETRY.head_dim
+            )
         assert next(model.model.layers[0].self_attn.v_proj.parameters()).dtype is torch.float32
         return model
 
     assert installed(quantized(), (Site.ATTENTION_HEAD,), dtype=torch.bfloat16)
     # Whatever a kernel raises is the reason of the refusal.
-    with pytest.raises(EngineError, match="layer 0's .* cannot be checked: RuntimeError: the kernel takes bfloat16"):
+    with pytest.raises(
+        EngineError, match="layer 0's .* cannot be checked: RuntimeError: the kernel takes bfloat16"
+    ):
         installed(quantized(), (Site.ATTENTION_HEAD,), dtype=torch.float16)

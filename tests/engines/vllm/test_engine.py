@@ -74,7 +74,9 @@ def wait(engine: VllmEngine, work: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run_coroutine_threadsafe(work, engine.loop).result(120)
 
 
-def updates(engine: VllmEngine, stream: AsyncGenerator[Update, None], count: int = 1000) -> list[Update]:
+def updates(
+    engine: VllmEngine, stream: AsyncGenerator[Update, None], count: int = 1000
+) -> list[Update]:
     """The first ``count`` updates; then the generator is closed."""
 
     async def take() -> list[Update]:
@@ -91,36 +93,56 @@ def updates(engine: VllmEngine, stream: AsyncGenerator[Update, None], count: int
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left(request: pytest.FixtureRequest, engine: VllmEngine) -> Iterator[None]:
-    """After each test no request runs in our client, nor in vLLM a short time later, and every slot can be leased."""
+    """After each test no request runs in our client, nor in vLLM a short time later, and every slot
+    can be leased."""
     yield
     if "killed" in request.node.name or "without_a_traceback" in request.node.name:
         return
 
     def running() -> list[float]:
         names = ("vllm:num_requests_running", "vllm:num_requests_waiting")
-        samples = [sample for metric in REGISTRY.collect() for sample in metric.samples if sample.name in names]
+        samples = [
+            sample
+            for metric in REGISTRY.collect()
+            for sample in metric.samples
+            if sample.name in names
+        ]
         assert samples, "vLLM's metrics have other names"
         return [sample.value for sample in samples]
 
     until(lambda: engine.counters.open_continuations == 0 and not any(running()), 20)
     geometry = engine.identity.geometry
-    [result] = engine.score(PROMPTS[:1], [tiny.probes(geometry, site, seed) for seed in (20, 21) for site in Site])
+    [result] = engine.score(
+        PROMPTS[:1], [tiny.probes(geometry, site, seed) for seed in (20, 21) for site in Site]
+    )
     assert len(result.trajectories) == 4
 
 
 def test_the_identity_equals_the_references(engine: Engine, reference: TransformersEngine) -> None:
     ours, theirs = engine.identity, reference.identity
-    for name in ("model", "fingerprint", "architecture", "model_type", "tokenizer", "chat_template", "geometry"):
+    for name in (
+        "model",
+        "fingerprint",
+        "architecture",
+        "model_type",
+        "tokenizer",
+        "chat_template",
+        "geometry",
+    ):
         assert getattr(ours, name) == getattr(theirs, name), name
     assert (ours.dtype, ours.max_tokens, engine.max_batch_tokens) == ("float32", CONTEXT, 32)
 
 
-def test_scores_are_the_references(engine: VllmEngine, reference: TransformersEngine, probes: list[Probes]) -> None:
+def test_scores_are_the_references(
+    engine: VllmEngine, reference: TransformersEngine, probes: list[Probes]
+) -> None:
     results = engine.score(PROMPTS, probes, first_token=True)
     expected = reference.score(PROMPTS, probes, first_token=True)
     for ours, theirs, prompt in zip(results, expected, PROMPTS, strict=True):
         assert ours.prompt_tokens == len(prompt)
-        np.testing.assert_allclose(ours.trajectories, theirs.trajectories, rtol=0, atol=1e-4)  # activations are ~10
+        np.testing.assert_allclose(
+            ours.trajectories, theirs.trajectories, rtol=0, atol=1e-4
+        )  # activations are ~10
         assert ours.first_token is not None
         assert theirs.first_token is not None
         assert ours.first_token.token == theirs.first_token.token
@@ -134,8 +156,12 @@ def test_activations_are_the_references(engine: VllmEngine, reference: Transform
         here, there = engine.extract(PROMPTS, sites), reference.extract(PROMPTS, sites)
         assert list(here.activations) == sites
         for site in sites:
-            np.testing.assert_allclose(here.activations[site], there.activations[site], rtol=0, atol=2e-4)
-        assert [first.token for first in here.first_tokens] == [first.token for first in there.first_tokens]
+            np.testing.assert_allclose(
+                here.activations[site], there.activations[site], rtol=0, atol=2e-4
+            )
+        assert [first.token for first in here.first_tokens] == [
+            first.token for first in there.first_tokens
+        ]
     before, sampling = engine.counters.prefills, Sampling(max_tokens=9)
     answered = engine.extract(PROMPTS, list(Site), sampling=sampling)
     assert engine.counters.prefills == before + len(PROMPTS)
@@ -144,7 +170,10 @@ def test_activations_are_the_references(engine: VllmEngine, reference: Transform
         expected_rows = reference.extract(PROMPTS, [site]).activations[site]
         np.testing.assert_allclose(answered.activations[site], expected_rows, rtol=0, atol=2e-4)
     empty, expected = (loaded.extract([], list(Site)) for loaded in (engine, reference))
-    assert empty.activations[Site.ATTENTION_HEAD].shape == expected.activations[Site.ATTENTION_HEAD].shape
+    assert (
+        empty.activations[Site.ATTENTION_HEAD].shape
+        == expected.activations[Site.ATTENTION_HEAD].shape
+    )
     assert empty.first_tokens == ()
 
 
@@ -154,20 +183,28 @@ def test_generated_and_streamed_answers_are_the_same_and_the_references(
     sampling = Sampling(max_tokens=9)
     generated = engine.generate(PROMPTS[1:4], sampling)
     expected_answers = reference.generate(PROMPTS[1:4], sampling)
-    assert [answer.token_ids for answer in generated] == [answer.token_ids for answer in expected_answers]
+    assert [answer.token_ids for answer in generated] == [
+        answer.token_ids for answer in expected_answers
+    ]
     for prompt, expected in zip(PROMPTS[1:4], generated, strict=True):
         found = updates(engine, engine.answer(prompt, probes[:1], sampling=sampling))
         assert found[0].prefill is not None
-        assert 0 <= found[0].cached_tokens < len(prompt)  # a block has 128 tokens, as many as the context
+        assert (
+            0 <= found[0].cached_tokens < len(prompt)
+        )  # a block has 128 tokens, as many as the context
         assert (found[0].queue_s >= 0.0, found[0].prefill_s > 0.0) == (True, True)
         assert all(update.prefill is None for update in found[1:])
         assert found[-1].completion == expected
         assert all(update.completion is None for update in found[:-1])
         assert "".join(update.piece for update in found) == expected.text
         assert sum(update.tokens for update in found) == len(expected.token_ids)
-    [answer] = engine.generate([PROMPTS[-1]], Sampling(max_tokens=50))  # it begins where the context ends
+    [answer] = engine.generate(
+        [PROMPTS[-1]], Sampling(max_tokens=50)
+    )  # it begins where the context ends
     assert (len(answer.token_ids), answer.finish_reason) == (CONTEXT - len(PROMPTS[-1]), "length")
-    *_, last = updates(engine, engine.answer(PROMPTS[1], probes, sampling=Sampling(max_tokens=90, until=0.0)))
+    *_, last = updates(
+        engine, engine.answer(PROMPTS[1], probes, sampling=Sampling(max_tokens=90, until=0.0))
+    )
     assert last.completion is not None  # it ends at its time as one of full length
     assert last.completion.finish_reason == "length"
     assert 1 < len(last.completion.token_ids) < 90
@@ -177,9 +214,14 @@ def test_a_closed_gate_ends_a_request_at_its_onset_and_an_open_one_changes_nothi
     engine: VllmEngine, probes: list[Probes]
 ) -> None:
     before, sampling = engine.counters.decode_steps, Sampling(max_tokens=6)
-    for weight, intercept, threshold in (((1.0, 0.0, 0.0), 0.0, 0.0), ((0.5, 0.2, 0.1), -99.0, 0.9)):
+    for weight, intercept, threshold in (
+        ((1.0, 0.0, 0.0), 0.0, 0.0),
+        ((0.5, 0.2, 0.1), -99.0, 0.9),
+    ):
         gate = EngineGate((*weight, 0.0, 0.0, 0.0), intercept, threshold)
-        [update] = updates(engine, engine.answer(PROMPTS[1], probes[:1], sampling=sampling, gate=gate))
+        [update] = updates(
+            engine, engine.answer(PROMPTS[1], probes[:1], sampling=sampling, gate=gate)
+        )
         assert update.prefill is not None
         assert (update.piece, update.tokens, update.completion) == ("", 0, None)
     assert engine.counters.decode_steps == before, "tokens were decoded behind a closed gate"
@@ -193,7 +235,9 @@ def test_a_bundle_with_context_reads_and_gates_as_the_reference_does(
 ) -> None:
     prompts = PROMPTS[:5]
     draft = matching_draft(reference, "asking", 0, prompts[:2])
-    bundle = write_bundle(with_context(draft, reference, ("asks",), prompts=prompts[:2]), tmp_path / "asking")
+    bundle = write_bundle(
+        with_context(draft, reference, ("asks",), prompts=prompts[:2]), tmp_path / "asking"
+    )
     standings = [SMALL_TALK] * len(prompts)
     expected = Scorer(cast(Any, reference), bundle).score(prompts)
     low, high = sorted(report.context.asks or 0.0 for report in expected)[2:4]
@@ -235,24 +279,35 @@ def test_answers_are_held_to_a_schema_beside_others_and_behind_the_gate(
 
     first, other, third = wait(engine, together())
     for completion in (first, third):
-        # By its tokens: vLLM's text begins with what the prompt's last bytes, no whole character, become.
+        # By its tokens: vLLM's text begins with what the prompt's last bytes, no whole character,
+        # become.
         said = engine.detokenize(completion.token_ids)
         assert (said in ('"ab"', '"cd"'), completion.finish_reason) == (True, "stop"), completion
     assert other == engine.generate([PROMPTS[1]], free)[0]
     before = engine.counters.decode_steps
     closed = EngineGate((1.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, 0.0)
     [update] = updates(engine, engine.answer(PROMPTS[1], probes[:1], sampling=held[0], gate=closed))
-    assert (update.prefill is not None, update.piece, update.tokens, update.completion) == (True, "", 0, None)
+    assert (update.prefill is not None, update.piece, update.tokens, update.completion) == (
+        True,
+        "",
+        0,
+        None,
+    )
     assert engine.counters.decode_steps == before, "tokens were decoded behind a closed gate"
 
 
-def test_a_seeded_answer_is_the_same_in_however_many_parts_its_prompt_was_read(engine: VllmEngine) -> None:
+def test_a_seeded_answer_is_the_same_in_however_many_parts_its_prompt_was_read(
+    engine: VllmEngine,
+) -> None:
     """vLLM's own runner ends the engine on a CPU where a seeded prompt is longer than a step."""
     for seed in (3, 2**40):
         seeded = Sampling(max_tokens=8, temperature=1.0, seed=seed)
         alone = [engine.generate([prompt], seeded)[0] for prompt in PROMPTS]
         assert engine.generate(PROMPTS, seeded) == alone
-        assert engine.generate([PROMPTS[3]], Sampling(max_tokens=8, temperature=1.0, seed=seed + 1)) != alone[3:4]
+        assert (
+            engine.generate([PROMPTS[3]], Sampling(max_tokens=8, temperature=1.0, seed=seed + 1))
+            != alone[3:4]
+        )
 
 
 @pytest.mark.parametrize("name", FORCED)
@@ -288,7 +343,16 @@ def test_a_call_is_given_and_an_answer_is_not(
 
 def test_a_consumer_that_leaves_ends_the_request(engine: VllmEngine, probes: list[Probes]) -> None:
     for count in (1, 3):
-        assert len(updates(engine, engine.answer(PROMPTS[1], probes, sampling=Sampling(max_tokens=90)), count)) == count
+        assert (
+            len(
+                updates(
+                    engine,
+                    engine.answer(PROMPTS[1], probes, sampling=Sampling(max_tokens=90)),
+                    count,
+                )
+            )
+            == count
+        )
 
     async def given_up() -> None:
         with suppress(TimeoutError):
@@ -299,7 +363,9 @@ def test_a_consumer_that_leaves_ends_the_request(engine: VllmEngine, probes: lis
     wait(engine, given_up())
 
 
-def test_more_bundles_than_slots_are_refused_until_one_is_free(engine: VllmEngine, probes: list[Probes]) -> None:
+def test_more_bundles_than_slots_are_refused_until_one_is_free(
+    engine: VllmEngine, probes: list[Probes]
+) -> None:
     geometry = engine.identity.geometry
     third = tiny.probes(geometry, Site.ATTENTION_HEAD, 9)
     with pytest.raises(EngineError, match="attention_head.*additional-config"):
@@ -311,8 +377,12 @@ def test_more_bundles_than_slots_are_refused_until_one_is_free(engine: VllmEngin
 
 def test_impossible_requests_are_refused_before_anything_runs(engine: VllmEngine) -> None:
     before = engine.counters.prefills
-    for prompt, error in (([], EmptyPrompt), ([5] * CONTEXT, PromptTooLong), ([10**6], RequestError),
-                          ([-1], RequestError)):  # fmt: skip
+    for prompt, error in (
+        ([], EmptyPrompt),
+        ([5] * CONTEXT, PromptTooLong),
+        ([10**6], RequestError),
+        ([-1], RequestError),
+    ):
         for call in (
             lambda bad: engine.score(bad, []),
             lambda bad: engine.generate(bad, Sampling()),
@@ -352,9 +422,21 @@ def test_a_killed_worker_raises(engine: VllmEngine, probes: list[Probes]) -> Non
 
 @pytest.mark.long
 def test_a_process_ends_without_a_traceback() -> None:
-    """``AsyncLLM`` must be freed before the interpreter ends.  After the module's own engine was killed."""
-    command = [sys.executable, "-m", "service.cli", "score", "--engine", "vllm", "--engine-arg", "enforce_eager=true"]
-    done = subprocess.run([*command, "Who?"], capture_output=True, text=True, timeout=600, check=False)
+    """``AsyncLLM`` must be freed before the interpreter ends.  After the module's own engine was
+    killed."""
+    command = [
+        sys.executable,
+        "-m",
+        "service.cli",
+        "score",
+        "--engine",
+        "vllm",
+        "--engine-arg",
+        "enforce_eager=true",
+    ]
+    done = subprocess.run(
+        [*command, "Who?"], capture_output=True, text=True, timeout=600, check=False
+    )
     assert done.returncode == 0, done.stderr
     for trace in ("Traceback", "Exception ignored", "Task was destroyed"):
         assert trace not in done.stderr

@@ -39,7 +39,11 @@ def told(raised: Exception) -> HalluTracerError:
 
     counted = SimpleNamespace(open_continuations=0)
     engine = SimpleNamespace(
-        _check_open=lambda: None, counters=counted, _request_numbers=count(), _generate=generate, _adapter=None
+        _check_open=lambda: None,
+        counters=counted,
+        _request_numbers=count(),
+        _generate=generate,
+        _adapter=None,
     )
 
     async def ask() -> None:
@@ -57,12 +61,18 @@ BUSY, FULL = exceptions.RetryableRequestError("a block was lost"), exceptions.Ma
 
 @pytest.mark.parametrize(
     ("raised", "kind", "status", "retry_after_s"),
-    [(BUSY, EngineBusy, 503, 1), (wrapped(BUSY), EngineBusy, 503, 1), (FULL, Overloaded, 429, 1),
-     (exceptions.QueueOverflowError(), Overloaded, 429, 1),
-     (exceptions.GenerationError("broken"), EngineError, 500, None), (RuntimeError("broken"), EngineError, 500, None),
-     (wrapped(ValueError("broken")), EngineError, 500, None), (EngineDeadError(), EngineError, 500, None),
-     (exceptions.VLLMValidationError("no such token"), RequestError, 422, None)],
-)  # fmt: skip
+    [
+        (BUSY, EngineBusy, 503, 1),
+        (wrapped(BUSY), EngineBusy, 503, 1),
+        (FULL, Overloaded, 429, 1),
+        (exceptions.QueueOverflowError(), Overloaded, 429, 1),
+        (exceptions.GenerationError("broken"), EngineError, 500, None),
+        (RuntimeError("broken"), EngineError, 500, None),
+        (wrapped(ValueError("broken")), EngineError, 500, None),
+        (EngineDeadError(), EngineError, 500, None),
+        (exceptions.VLLMValidationError("no such token"), RequestError, 422, None),
+    ],
+)
 def test_the_status_is_the_one_that_vllm_means(
     raised: Exception, kind: type[HalluTracerError], status: int, retry_after_s: int | None
 ) -> None:
@@ -73,7 +83,9 @@ def test_the_status_is_the_one_that_vllm_means(
 
 
 @pytest.mark.parametrize("set_up", [True, False])
-def test_vllms_messages_go_where_the_program_s_own_go(monkeypatch: pytest.MonkeyPatch, set_up: bool) -> None:
+def test_vllms_messages_go_where_the_program_s_own_go(
+    monkeypatch: pytest.MonkeyPatch, set_up: bool
+) -> None:
     """The handlers of ``hallutracer serve`` wait for no reader of the log; vLLM's own would."""
     own, theirs = logging.getLogger("vllm"), logging.NullHandler()
     monkeypatch.setattr(own, "handlers", [theirs])

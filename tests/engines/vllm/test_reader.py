@@ -18,7 +18,14 @@ from probes_store.records import Applicability, Context, ContextName, ContextPro
 from service.engines.base import EngineGate, PrefillResult, prompt_context
 from service.engines.checks import summarise
 from service.engines.vllm.attach import SiteReadout
-from service.engines.vllm.reader import AnswerRow, OnsetRow, Reader, StepLayout, answer_rows, onset_rows
+from service.engines.vllm.reader import (
+    AnswerRow,
+    OnsetRow,
+    Reader,
+    StepLayout,
+    answer_rows,
+    onset_rows,
+)
 from service.engines.vllm.wire import EXTRAS, Directive, Payload, Plan, answer_read, context_terms
 from service.errors import NonFiniteReadout, ProbeReplaced, WeightsChanged
 from service.readout import Geometry, Site
@@ -32,14 +39,23 @@ OURS = Directive()
 READS = Directive(answer=(2, "its own"))
 
 
-def reader(sites: tuple[Site, ...] = tuple(Site), *, activations: bool = False, answers: bool = False) -> Reader:
+def reader(
+    sites: tuple[Site, ...] = tuple(Site), *, activations: bool = False, answers: bool = False
+) -> Reader:
     """With a probe in every slot."""
     plan = Plan(GEOMETRY, sites, SLOTS, activations, answers)
     found = {
-        site: SiteReadout(plan, site, range(2), (0, GEOMETRY.heads(site)), leading=True, device=CPU,
-                          rows=TOKENS if answers else 0)
+        site: SiteReadout(
+            plan,
+            site,
+            range(2),
+            (0, GEOMETRY.heads(site)),
+            leading=True,
+            device=CPU,
+            rows=TOKENS if answers else 0,
+        )
         for site in sites
-    }  # fmt: skip
+    }
     for site, readout in found.items():
         for slot in range(SLOTS):
             readout.write(slot, tiny.probes(GEOMETRY, site, slot, scaled=True))
@@ -82,9 +98,14 @@ class Part:
 
 def layout_of(parts: list[Part]) -> StepLayout:
     counts = np.array([(part.computed, part.prompt) for part in parts], np.int32).reshape(-1, 2)
-    starts, emits = np.cumsum([0, *(part.count for part in parts)]), np.array([part.emits for part in parts], np.bool_)
+    starts, emits = (
+        np.cumsum([0, *(part.count for part in parts)]),
+        np.array([part.emits for part in parts], np.bool_),
+    )
     drafts = np.array([part.drafts for part in parts], np.int32)
-    return StepLayout([part.request for part in parts], starts, counts[:, 0], counts[:, 1], emits, drafts)
+    return StepLayout(
+        [part.request for part in parts], starts, counts[:, 0], counts[:, 1], emits, drafts
+    )
 
 
 def onsets_of(parts: list[Part]) -> list[OnsetRow]:
@@ -95,13 +116,16 @@ def answers_of(parts: list[Part]) -> list[AnswerRow]:
     return answer_rows(layout_of(parts), {part.request: READS for part in parts if part.ours})
 
 
-REQUESTS = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 6), st.booleans()), min_size=1, max_size=6)
+REQUESTS = st.lists(
+    st.tuples(st.integers(1, 40), st.integers(1, 6), st.booleans()), min_size=1, max_size=6
+)
 Row = tuple[int, int]  # a token: its request and its position
 
 
 @dataclass
 class Step:
-    """One step of a schedule: its parts in order, the tokens of its rows and of its logits' rows."""
+    """One step of a schedule: its parts in order, the tokens of its rows and of its logits'
+    rows."""
 
     parts: list[Part]
     tokens: list[Row]
@@ -110,10 +134,15 @@ class Step:
 
 
 def schedule(
-    requests: list[tuple[int, int, bool]], budget: int, preemptions: int, chance: Random, *, drafts: bool
+    requests: list[tuple[int, int, bool]],
+    budget: int,
+    preemptions: int,
+    chance: Random,
+    *,
+    drafts: bool,
 ) -> Iterator[Step]:
-    """Random steps with chunks, cached prefixes, mixed prefills and decodes, preemptions and resumptions, and draft
-    tokens, of which some are accepted, behind any request that samples.
+    """Random steps with chunks, cached prefixes, mixed prefills and decodes, preemptions and
+    resumptions, and draft tokens, of which some are accepted, behind any request that samples.
 
     requests: prompt tokens, answer tokens, whether they have a directive."""
     computed = [chance.randrange(prompt) for prompt, _, _ in requests]  # prefix hits
@@ -133,7 +162,9 @@ def schedule(
             room -= count
             emits = count == left
             more = chance.randrange(3) if emits and drafts else 0
-            step.parts.append(Part(str(number), count + more, computed[number], prompt, ours, emits, more))
+            step.parts.append(
+                Part(str(number), count + more, computed[number], prompt, ours, emits, more)
+            )
             own = [(number, computed[number] + offset) for offset in range(count + more)]
             step.tokens += own
             step.logits += own[count - 1 :]
@@ -144,13 +175,17 @@ def schedule(
             sampled[int(part.request)] += accepted + 1 if part.emits else 0
         if preemptions and chance.random() < 0.2:
             preemptions -= 1
-            again = chance.choice(running)  # everything but a cached prefix is computed again, like a prompt
+            again = chance.choice(
+                running
+            )  # everything but a cached prefix is computed again, like a prompt
             computed[again] = chance.choice([0, chance.randrange(computed[again] + 1)])
     pytest.fail("the scheduler of this test does not end")
 
 
 @settings(max_examples=60, deadline=None)
-@given(requests=REQUESTS, budget=st.integers(1, 24), preemptions=st.integers(0, 4), chance=st.randoms())
+@given(
+    requests=REQUESTS, budget=st.integers(1, 24), preemptions=st.integers(0, 4), chance=st.randoms()
+)
 def test_every_prompt_has_exactly_one_onset_and_it_is_its_last_token(
     requests: list[tuple[int, int, bool]], budget: int, preemptions: int, chance: Random
 ) -> None:
@@ -163,13 +198,17 @@ def test_every_prompt_has_exactly_one_onset_and_it_is_its_last_token(
             assert step.logits[onset.logits_row] == (number, requests[number][0] - 1)
             assert step.parts[onset.request_row].request == onset.request
             if step.sampled[number] == 0:
-                assert number in samples, "an onset whose step emits nothing: its payload would be lost"
+                assert number in samples, (
+                    "an onset whose step emits nothing: its payload would be lost"
+                )
                 onsets.append(number)
     assert sorted(onsets) == [number for number, (_, _, ours) in enumerate(requests) if ours]
 
 
 @settings(max_examples=60, deadline=None)
-@given(requests=REQUESTS, budget=st.integers(1, 24), preemptions=st.integers(0, 4), chance=st.randoms())
+@given(
+    requests=REQUESTS, budget=st.integers(1, 24), preemptions=st.integers(0, 4), chance=st.randoms()
+)
 def test_every_token_that_an_answer_goes_on_from_is_read_once_whatever_is_computed_again(
     requests: list[tuple[int, int, bool]], budget: int, preemptions: int, chance: Random
 ) -> None:
@@ -192,26 +231,47 @@ def test_every_token_that_an_answer_goes_on_from_is_read_once_whatever_is_comput
 
 def test_the_row_is_counted_from_the_requests_own_first_row() -> None:
     step = [
-        Part("decoding", 1, 9, 9), Part("chunk", 4, 4, 12, emits=False), Part("other", 3, 0, 3, ours=False),
-        Part("ends", 4, 8, 12), Part("whole", 1, 0, 1),
-    ]  # fmt: skip
-    assert onsets_of(step) == [OnsetRow("ends", OURS, 11, 3, 3, 12), OnsetRow("whole", OURS, 12, 4, 4, 1)]
+        Part("decoding", 1, 9, 9),
+        Part("chunk", 4, 4, 12, emits=False),
+        Part("other", 3, 0, 3, ours=False),
+        Part("ends", 4, 8, 12),
+        Part("whole", 1, 0, 1),
+    ]
+    assert onsets_of(step) == [
+        OnsetRow("ends", OURS, 11, 3, 3, 12),
+        OnsetRow("whole", OURS, 12, 4, 4, 1),
+    ]
 
 
 def test_drafts_have_rows_of_the_logits_and_may_follow_a_prompts_last_token() -> None:
-    step = [Part("decoding", 3, 9, 9, drafts=2), Part("padded", 4, 31, 32, drafts=3), Part("ends", 4, 8, 12)]
-    assert onsets_of(step) == [OnsetRow("padded", OURS, 3, 1, 3, 32), OnsetRow("ends", OURS, 10, 2, 7, 12)]
+    step = [
+        Part("decoding", 3, 9, 9, drafts=2),
+        Part("padded", 4, 31, 32, drafts=3),
+        Part("ends", 4, 8, 12),
+    ]
+    assert onsets_of(step) == [
+        OnsetRow("padded", OURS, 3, 1, 3, 32),
+        OnsetRow("ends", OURS, 10, 2, 7, 12),
+    ]
 
 
 def test_an_answer_that_is_computed_again_after_a_preemption_has_no_second_onset() -> None:
-    assert onsets_of([Part("resumed", 14, 0, 12)]) == onsets_of([Part("resumed", 12, 0, 12, emits=False)]) == []
+    assert (
+        onsets_of([Part("resumed", 14, 0, 12)])
+        == onsets_of([Part("resumed", 12, 0, 12, emits=False)])
+        == []
+    )
 
 
 def test_an_answer_s_token_is_its_parts_last_and_only_of_a_step_that_samples() -> None:
     step = [
-        Part("ends", 4, 8, 12), Part("decoding", 1, 9, 9), Part("other", 1, 9, 9, ours=False),
-        Part("chunk", 4, 9, 9, emits=False), Part("resumed", 14, 0, 12), Part("prompt", 12, 0, 12, emits=False),
-    ]  # fmt: skip
+        Part("ends", 4, 8, 12),
+        Part("decoding", 1, 9, 9),
+        Part("other", 1, 9, 9, ours=False),
+        Part("chunk", 4, 9, 9, emits=False),
+        Part("resumed", 14, 0, 12),
+        Part("prompt", 12, 0, 12, emits=False),
+    ]
     assert answers_of(step) == [AnswerRow("decoding", READS, 4), AnswerRow("resumed", READS, 23)]
     assert answer_rows(layout_of(step), {}) == []
 
@@ -223,8 +283,12 @@ PROMPT = 5
 
 
 def step(*directives: Directive) -> list[OnsetRow]:
-    """Onsets at rows 1, 3, 5, ... of the tokens and of the logits; requests 1, 2, 3, ..., of ``PROMPT`` tokens each."""
-    return [OnsetRow(f"r{n}", directive, 2 * n + 1, n + 1, 2 * n + 1, PROMPT) for n, directive in enumerate(directives)]
+    """Onsets at rows 1, 3, 5, ... of the tokens and of the logits; requests 1, 2, 3, ..., of
+    ``PROMPT`` tokens each."""
+    return [
+        OnsetRow(f"r{n}", directive, 2 * n + 1, n + 1, 2 * n + 1, PROMPT)
+        for n, directive in enumerate(directives)
+    ]
 
 
 def run(
@@ -245,7 +309,8 @@ def run(
 
 
 def test_each_request_gets_its_own_rows_numbers_and_the_steps_first_logits() -> None:
-    """V2 also computes logits of the prompt, for requests that want its log probabilities: they are not looked at."""
+    """V2 also computes logits of the prompt, for requests that want its log probabilities: they are
+    not looked at."""
     made = reader()
     logits = torch.randn(6, VOCABULARY, generator=torch.Generator().manual_seed(1))
     onsets = step(Directive(first_token=True), Directive(), Directive(first_token=True))
@@ -265,7 +330,9 @@ def test_each_request_gets_its_own_rows_numbers_and_the_steps_first_logits() -> 
     assert made.payloads() == {}, "a payload is sent once"
 
 
-OPEN, SHUT = (EngineGate((1.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, threshold) for threshold in (1.0, 0.0))
+OPEN, SHUT = (
+    EngineGate((1.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, threshold) for threshold in (1.0, 0.0)
+)
 HALF = EngineGate((1.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, 0.5)
 
 
@@ -276,10 +343,16 @@ HALF = EngineGate((1.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, 0.5)
         (0, Directive(gate=HALF, end_token=7), "not keep"),
         (1, Directive(), "layer 0"),
         (2, Directive(first_token=True), "first token"),  # no logits were observed
-        (2, Directive(gate=EngineGate((0.0, 1.0, 1.0, 0.0, 0.0, 0.0), -5.0, 0.5), end_token=7), "first token"),
+        (
+            2,
+            Directive(gate=EngineGate((0.0, 1.0, 1.0, 0.0, 0.0, 0.0), -5.0, 0.5), end_token=7),
+            "first token",
+        ),
     ],
 )
-def test_what_was_not_read_gives_no_number_and_closes_no_gate(layers: int, directive: Directive, named: str) -> None:
+def test_what_was_not_read_gives_no_number_and_closes_no_gate(
+    layers: int, directive: Directive, named: str
+) -> None:
     """The request side refuses the NaN; the step before was read."""
     made, sampled = reader(), torch.tensor([[1], [2]])
     run(made, step(Directive()))
@@ -292,7 +365,10 @@ def test_what_was_not_read_gives_no_number_and_closes_no_gate(layers: int, direc
 def test_a_prompt_whose_probe_was_replaced_gets_no_number_and_its_neighbours_theirs() -> None:
     made = reader()
     made.digests = {0: "mine", 1: "another server's", 2: "also mine"}
-    directives = [Directive(probes=probes) for probes in (((0, "mine"),), ((0, "mine"), (1, "mine")), ((3, "mine"),))]
+    directives = [
+        Directive(probes=probes)
+        for probes in (((0, "mine"),), ((0, "mine"), (1, "mine")), ((3, "mine"),))
+    ]
     directives.append(Directive(probes=((1, "mine"),), slot=1, gate=OPEN, end_token=7))
     sampled = torch.full((10, 1), 3)
     payloads = [payload.numpy() for payload in run(made, step(*directives), None, sampled).values()]
@@ -310,7 +386,9 @@ def test_a_request_that_was_tested_on_other_weights_gets_no_number_whatever_its_
     made, sampled = reader(), torch.full((10, 1), 3)
     made.weights = 2
     directives = [Directive(weights=weights, gate=SHUT, end_token=END) for weights in (0, 2, 3)]
-    first, second, third = (payload.numpy() for payload in run(made, step(*directives), None, sampled).values())
+    first, second, third = (
+        payload.numpy() for payload in run(made, step(*directives), None, sampled).values()
+    )
     for payload, directive in ((first, directives[0]), (third, directives[2])):
         assert np.isnan(payload[:, :-EXTRAS]).all()
         with pytest.raises(WeightsChanged):
@@ -320,7 +398,8 @@ def test_a_request_that_was_tested_on_other_weights_gets_no_number_whatever_its_
 
 
 def test_a_step_without_onsets_does_nothing() -> None:
-    """Nor does a dummy step of data parallelism, which may follow one whose payloads another stage sends."""
+    """Nor does a dummy step of data parallelism, which may follow one whose payloads another stage
+    sends."""
     made = reader()
     run(made, step(Directive()))
     assert (made.keeps, made.after()) == (False, None)
@@ -381,11 +460,12 @@ def test_answers_are_read_by_their_own_probes_beside_prompts_that_end(prompts: i
     assert made.payloads() == {}
 
 
-def test_an_answer_whose_probe_or_weights_were_replaced_gets_no_number_and_its_neighbours_theirs() -> None:
+def test_an_answer_whose_probe_or_weights_were_replaced_gets_no_number() -> None:
     made = reader(answers=True)
     made.digests, made.weights = {0: "mine", 1: "another server's"}, 1
     fine, other, stale = (
-        Directive(answer=(column, "mine"), weights=weights) for column, weights in ((0, 1), (1, 1), (0, 0))
+        Directive(answer=(column, "mine"), weights=weights)
+        for column, weights in ((0, 1), (1, 1), (0, 0))
     )
     onset = Directive(probes=((1, "mine"),), weights=1)
     made.before(step(onset), answer_steps(other, fine, stale))
@@ -440,8 +520,11 @@ def test_a_later_stage_adds_its_layers() -> None:
     assert torch.equal(whole, torch.cat(read))
 
 
-def test_a_step_copies_once_to_the_device_and_never_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CUDA ``torch.tensor(.., device=)`` and reading a number back would stop vLLM's asynchronous scheduling."""
+def test_a_step_copies_once_to_the_device_and_never_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On CUDA ``torch.tensor(.., device=)`` and reading a number back would stop vLLM's
+    asynchronous scheduling."""
     made = reader(answers=True)
     run(made, step(Directive()))
     gate = EngineGate((1.0, 0.5, 0.5, 0.0, 0.0, 0.0), 0.0, 0.5)
@@ -496,26 +579,46 @@ def test_the_gate_reads_the_context_as_the_request_side_does(columns: tuple[int,
 
     def read(gate: EngineGate) -> tuple[Payload, PrefillResult]:
         terms = context_terms(gate.context, columns[1:])
-        directive = Directive(gate=gate, end_token=END, slot=columns[0], context=terms, first_token=True)
-        [payload] = run(made, step(directive), torch.zeros(3, VOCABULARY), torch.tensor([[1], [2], [3]])).values()
+        directive = Directive(
+            gate=gate, end_token=END, slot=columns[0], context=terms, first_token=True
+        )
+        [payload] = run(
+            made, step(directive), torch.zeros(3, VOCABULARY), torch.tensor([[1], [2], [3]])
+        ).values()
         found = Payload.decode(payload.numpy(), made.plan, directive)
-        return found, PrefillResult(tuple(found.trajectories[column] for column in columns), found.first_token, PROMPT)
+        return found, PrefillResult(
+            tuple(found.trajectories[column] for column in columns), found.first_token, PROMPT
+        )
 
     _, result = read(EngineGate(weight, 0.2, 0.5, CONTEXT))
     told = prompt_context(CONTEXT, [float(one.mean()) for one in result.trajectories[1:]], PROMPT)
     assert told.asks is not None
-    signals = np.array([result.trajectories[0].mean(), 0.0, 0.0, told.passage, told.stated, told.stated_length])
+    signals = np.array(
+        [result.trajectories[0].mean(), 0.0, 0.0, told.passage, told.stated, told.stated_length]
+    )
     exact = float(risk(signals, np.array(weight), 0.2))
-    for threshold, applies_from in ((exact - 1e-4, told.asks - 1e-4), (exact + 1e-4, told.asks - 1e-4),
-                                    (exact - 1e-4, told.asks + 1e-4)):  # fmt: skip
+    for threshold, applies_from in (
+        (exact - 1e-4, told.asks - 1e-4),
+        (exact + 1e-4, told.asks - 1e-4),
+        (exact - 1e-4, told.asks + 1e-4),
+    ):
         applicability = Applicability(applies_from, 0.01, 0.02, "What it means.")
         gate = EngineGate(weight, 0.2, threshold, Context(CONTEXT.probes, applicability))
         found, result = read(gate)
-        assert found.gated is gate.closes(result) is (threshold < exact and applies_from < told.asks)
-    never = Context((replace(CONTEXT.probes[0], intercept=-99.0), *CONTEXT.probes[1:]), CONTEXT.applicability)
-    for context, closes in ((never, False), (replace(never, applicability=None), True)):  # None: a policy wants it so
+        assert (
+            found.gated is gate.closes(result) is (threshold < exact and applies_from < told.asks)
+        )
+    never = Context(
+        (replace(CONTEXT.probes[0], intercept=-99.0), *CONTEXT.probes[1:]), CONTEXT.applicability
+    )
+    for context, closes in (
+        (never, False),
+        (replace(never, applicability=None), True),
+    ):  # None: a policy wants it so
         found, result = read(EngineGate(weight, 0.2, exact - 1e-4, context))
-        assert found.gated is EngineGate(weight, 0.2, exact - 1e-4, context).closes(result) is closes
+        assert (
+            found.gated is EngineGate(weight, 0.2, exact - 1e-4, context).closes(result) is closes
+        )
 
 
 def gated(gate: EngineGate, *, slot: int = 0, seed: int = 0) -> tuple[bool, int, float]:
@@ -527,10 +630,21 @@ def gated(gate: EngineGate, *, slot: int = 0, seed: int = 0) -> tuple[bool, int,
     [payload] = run(made, step(directive), logits, sampled).values()
     read = Payload.decode(payload.numpy(), made.plan, directive)
     assert read.first_token is not None
-    signals = [read.trajectories[slot].mean(), read.first_token.log_max_prob, read.first_token.entropy, 0.0, 0.0, 0.0]
+    signals = [
+        read.trajectories[slot].mean(),
+        read.first_token.log_max_prob,
+        read.first_token.entropy,
+        0.0,
+        0.0,
+        0.0,
+    ]
     assert sampled[0, 0] == 1
     assert sampled[2, 0] == 3
-    return read.gated, int(sampled[1, 0]), float(risk(np.array(signals), np.array(gate.weight), gate.intercept))
+    return (
+        read.gated,
+        int(sampled[1, 0]),
+        float(risk(np.array(signals), np.array(gate.weight), gate.intercept)),
+    )
 
 
 WEIGHTS = [(1.5, 0.0, 0.0), (1.0, 0.7, -0.4), (0.0, 0.0, 1.0)]
@@ -547,7 +661,7 @@ def test_a_gate_closes_at_and_above_its_threshold(slot: int) -> None:
 
 
 @pytest.mark.parametrize("intercept", [-50.0, 0.0, 50.0])
-def test_a_threshold_of_0_closes_every_gate_one_of_1_none_and_one_of_the_risk_is_left_to_the_request_side(
+def test_a_threshold_of_0_closes_every_gate_and_one_of_1_none(
     intercept: float,
 ) -> None:
     assert gated(replace(SHUT, intercept=intercept))[:2] == (True, END)
@@ -559,11 +673,16 @@ def test_a_threshold_of_0_closes_every_gate_one_of_1_none_and_one_of_the_risk_is
 def test_gates_of_one_step_are_independent() -> None:
     made = reader()
     onsets = step(
-        Directive(gate=OPEN, end_token=END), Directive(), Directive(gate=SHUT, end_token=END),
+        Directive(gate=OPEN, end_token=END),
+        Directive(),
+        Directive(gate=SHUT, end_token=END),
         Directive(gate=SHUT, end_token=END + 1, slot=3),
-    )  # fmt: skip
+    )
     sampled = torch.arange(6).unsqueeze(1)
     payloads = run(made, onsets, torch.randn(8, VOCABULARY), sampled)
     assert sampled[:, 0].tolist() == [0, 1, 2, END, END + 1, 5]
-    closed_gates = [Payload.decode(payloads[row.request].numpy(), made.plan, row.directive).gated for row in onsets]
+    closed_gates = [
+        Payload.decode(payloads[row.request].numpy(), made.plan, row.directive).gated
+        for row in onsets
+    ]
     assert closed_gates == [False, False, True, True]

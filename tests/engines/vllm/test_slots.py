@@ -23,7 +23,9 @@ from service.vllm_plugin import front_end
 from tests.engines import tiny
 
 GEOMETRY = Geometry(num_layers=2, num_heads=2, head_dim=4, hidden_size=8)
-FIRST, SECOND, THIRD, FOURTH = (tiny.probes(GEOMETRY, Site.ATTENTION_HEAD, seed) for seed in range(4))
+FIRST, SECOND, THIRD, FOURTH = (
+    tiny.probes(GEOMETRY, Site.ATTENTION_HEAD, seed) for seed in range(4)
+)
 RESIDUAL = tiny.probes(GEOMETRY, Site.RESIDUAL_STREAM, 4)
 pytestmark = pytest.mark.anyio
 
@@ -56,7 +58,11 @@ async def test_columns_are_the_payloads_and_a_probe_is_written_once_and_shared()
     assert held == [[0, 2, 1]] * 50
     assert written.count == 3
     attention, residual = Site
-    assert written.probes == {(attention, 0): FIRST, (residual, 0): RESIDUAL, (attention, 1): SECOND}
+    assert written.probes == {
+        (attention, 0): FIRST,
+        (residual, 0): RESIDUAL,
+        (attention, 1): SECOND,
+    }
 
 
 async def test_an_unused_slot_is_replaced_and_never_one_in_use() -> None:
@@ -165,7 +171,9 @@ async def test_the_mean_is_over_each_token_that_came_whatever_vllm_has_added_to_
     found = other.answer(output(ONSET, [4.0, 8.0, 0.0]), 2, first=True)
     assert found is not None
     assert found.trajectory.tolist() == [4.0, 8.0]
-    with pytest.raises(EngineError, match="1 of an answer's tokens were read where the model went on from 2"):
+    with pytest.raises(
+        EngineError, match="1 of an answer's tokens were read where the model went on from 2"
+    ):
         other.answer(output(None), 3)
     unread = ProbeLease(Directive(), READS, [], slots)
     assert unread.answer(output(None), 5) is None
@@ -188,7 +196,10 @@ async def test_an_answer_whose_probe_or_weights_were_replaced_ends_with_the_reas
 
 async def test_unknown_sites_and_geometries_are_refused() -> None:
     slots, written = made(sites=(Site.ATTENTION_HEAD,))
-    for probe, named in ((RESIDUAL, "residual_stream"), (tiny.probes(Geometry(3, 2, 4, 8)), "another model")):
+    for probe, named in (
+        (RESIDUAL, "residual_stream"),
+        (tiny.probes(Geometry(3, 2, 4, 8)), "another model"),
+    ):
         with pytest.raises(EngineError, match=named):
             await slots.hold([probe])
     assert written.count == 0
@@ -199,15 +210,20 @@ SEEDS = itertools.count()
 
 
 class Loaded:
-    """A bundle of which only the number of context probes is known, and whether it has one of answers."""
+    """A bundle of which only the number of context probes is known, and whether it has one of
+    answers."""
 
     def __init__(self, context_probes: int, *, answer: bool = False) -> None:
         self.answer = object() if answer else None
         self.manifest = SimpleNamespace(
-            context_probes=context_probes, readout=SimpleNamespace(site="attention_head"),
-            model=SimpleNamespace(adapter=None), chat_template=SimpleNamespace(arguments=None),
-        )  # fmt: skip
-        self.probes = [tiny.probes(GEOMETRY, seed=next(SEEDS)) for _ in range(1 + context_probes + answer)]
+            context_probes=context_probes,
+            readout=SimpleNamespace(site="attention_head"),
+            model=SimpleNamespace(adapter=None),
+            chat_template=SimpleNamespace(arguments=None),
+        )
+        self.probes = [
+            tiny.probes(GEOMETRY, seed=next(SEEDS)) for _ in range(1 + context_probes + answer)
+        ]
 
 
 @pytest.mark.parametrize("answers", [False, True])
@@ -215,8 +231,11 @@ class Loaded:
 async def test_there_is_room_for_larger_bundles_beside_those_they_replace(
     fleet: list[int], answers: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While prompts of the old ones wait, and answers where they are read: in vLLM's own server where a policy asks."""
-    old, new = ([Loaded(count, answer=answers) for count in counts] for counts in (fleet, [3] * len(fleet)))
+    """While prompts of the old ones wait, and answers where they are read: in vLLM's own server
+    where a policy asks."""
+    old, new = (
+        [Loaded(count, answer=answers) for count in counts] for counts in (fleet, [3] * len(fleet))
+    )
     reads = answers and bool(fleet)
     room = slots_for(cast(Any, old), answers=reads)
     assert room >= SLOTS
@@ -225,16 +244,32 @@ async def test_there_is_room_for_larger_bundles_beside_those_they_replace(
     after = await slots.hold([probe for bundle in new for probe in bundle.probes])
     assert not set(before) & set(after)
     asked: list[tuple[int, bool]] = []
-    monkeypatch.setattr(VllmEngine, "load", lambda *_, slots, answers, **__: asked.append((slots, answers)))
+    monkeypatch.setattr(
+        VllmEngine, "load", lambda *_, slots, answers, **__: asked.append((slots, answers))
+    )
     monkeypatch.setattr(library, "refuse_another_model", lambda *_: None)
     library.load_engine(EngineOptions("model", engine="vllm"), bundles=cast(Any, old))
-    library.load_engine(EngineOptions("model", engine="vllm"), bundles=cast(Any, old), rows=[Site.ATTENTION_HEAD])
-    assert asked == [(room, reads), (slots_for(cast(Any, old)), False)]  # for training it reads none
+    library.load_engine(
+        EngineOptions("model", engine="vllm"), bundles=cast(Any, old), rows=[Site.ATTENTION_HEAD]
+    )
+    assert asked == [
+        (room, reads),
+        (slots_for(cast(Any, old)), False),
+    ]  # for training it reads none
     if fleet:
         named = {"a": replace(OBSERVE, recheck=answers)}
-        options: Any = SimpleNamespace(bundles=dict(enumerate(old)), policies=SimpleNamespace(named=named))
+        options: Any = SimpleNamespace(
+            bundles=dict(enumerate(old)), policies=SimpleNamespace(named=named)
+        )
         for served in (True, False):
-            arguments, plan = SimpleNamespace(worker_cls="auto", additional_config=None), {"sites": ["attention_head"]}
+            arguments, plan = (
+                SimpleNamespace(worker_cls="auto", additional_config=None),
+                {"sites": ["attention_head"]},
+            )
             front_end.read_by_default(arguments, options, {front_end.GATED: served})
-            own = {"slots": room, "answers": True} if answers and served else {"slots": slots_for(cast(Any, old))}
+            own = (
+                {"slots": room, "answers": True}
+                if answers and served
+                else {"slots": slots_for(cast(Any, old))}
+            )
             assert arguments.additional_config == {KEY: plan | own, front_end.GATED: served}

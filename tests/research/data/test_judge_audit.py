@@ -1,4 +1,5 @@
-"""A sample of a judge's verdicts for a person to read, and what that person's own say of the judge."""
+"""A sample of a judge's verdicts for a person to read, and what that person's own say of the
+judge."""
 
 from __future__ import annotations
 
@@ -19,23 +20,40 @@ from tests.research.data.samples import write_lines
 
 @pytest.fixture
 def run(tmp_path: Path) -> tuple[Dataset, Path]:
-    """200 rows, 40 of them judged factual, 10 abstained; the answer of row 0 begins like a formula."""
+    """200 rows, 40 of them judged factual, 10 abstained; the answer of row 0 begins like a
+    formula."""
     path, folder = tmp_path / "rows.jsonl", tmp_path / "run" / "train"
     folder.mkdir(parents=True)
-    rows = [{"id": f"r{n}", "prompt": f"Question {n}?", "answers": ["Ann", "Bob"], "kind": "art"} for n in range(200)]
+    rows = [
+        {"id": f"r{n}", "prompt": f"Question {n}?", "answers": ["Ann", "Bob"], "kind": "art"}
+        for n in range(200)
+    ]
     write_lines(path, rows)
-    answers = [{"row": n, "answer": "=1+1" if n == 0 else f"Answer {n}"} for n in reversed(range(200))]
+    answers = [
+        {"row": n, "answer": "=1+1" if n == 0 else f"Answer {n}"} for n in reversed(range(200))
+    ]
     write_lines(folder / "answers.jsonl", answers)
     verdicts = ["factual"] * 40 + ["abstained"] * 10 + ["hallucinated"] * 150
-    write_lines(folder / "labels-x.jsonl", [{"id": f"r{n}", "verdict": one} for n, one in enumerate(verdicts)])
+    write_lines(
+        folder / "labels-x.jsonl",
+        [{"id": f"r{n}", "verdict": one} for n, one in enumerate(verdicts)],
+    )
     return read_dataset(path, "generate", folds=0), tmp_path / "run"
 
 
 def test_half_of_each_class_is_drawn_and_weighted_by_its_share(run: tuple[Dataset, Path]) -> None:
     rows = sample(*run, 60)
-    of_class = {verdict: [row for row in rows if row["verdict"] == verdict] for verdict in ("factual", "hallucinated")}
-    assert {verdict: len(found) for verdict, found in of_class.items()} == {"factual": 30, "hallucinated": 30}
-    assert sum(float(row["share"]) for row in of_class["factual"]) == pytest.approx(40 / 190, abs=1e-6)
+    of_class = {
+        verdict: [row for row in rows if row["verdict"] == verdict]
+        for verdict in ("factual", "hallucinated")
+    }
+    assert {verdict: len(found) for verdict, found in of_class.items()} == {
+        "factual": 30,
+        "hallucinated": 30,
+    }
+    assert sum(float(row["share"]) for row in of_class["factual"]) == pytest.approx(
+        40 / 190, abs=1e-6
+    )
     assert sum(float(row["share"]) for row in rows) == pytest.approx(1, abs=1e-6)
     for row in rows:
         number = int(row["id"][1:])
@@ -50,10 +68,19 @@ def test_half_of_each_class_is_drawn_and_weighted_by_its_share(run: tuple[Datase
 
 def test_rates_are_weighted_and_the_ceiling_is_that_of_a_perfect_predictor() -> None:
     """20 % judged right, of which 90 % are; 80 % judged wrong, of which 75 % are."""
-    rows = [{"id": f"{verdict}{n}", "verdict": verdict, "share": str(share / 40), "read": said if n < agreed else other}
-            for verdict, share, said, other, agreed in (("factual", 0.2, "right", "wrong", 36),
-                                                        ("hallucinated", 0.8, "wrong", "right", 30))
-            for n in range(40)]  # fmt: skip
+    rows = [
+        {
+            "id": f"{verdict}{n}",
+            "verdict": verdict,
+            "share": str(share / 40),
+            "read": said if n < agreed else other,
+        }
+        for verdict, share, said, other, agreed in (
+            ("factual", 0.2, "right", "wrong", 36),
+            ("hallucinated", 0.8, "wrong", "right", 30),
+        )
+        for n in range(40)
+    ]
     found = measure(rows)
     assert found.right_if_judged_right.value == pytest.approx(0.9)
     assert found.wrong_if_judged_wrong.value == pytest.approx(0.75)
@@ -71,7 +98,9 @@ def test_rates_are_weighted_and_the_ceiling_is_that_of_a_perfect_predictor() -> 
 
 def test_the_commands(run: tuple[Dataset, Path], tmp_path: Path) -> None:
     dataset, folder = run
-    drawn = hallutracer("data", "audit", str(dataset.path), "--sample", str(folder), "--rows", "400")
+    drawn = hallutracer(
+        "data", "audit", str(dataset.path), "--sample", str(folder), "--rows", "400"
+    )
     assert drawn.returncode == 0, drawn.stderr
     rows = list(csv.DictReader(drawn.stdout.splitlines()))
     assert len(rows) == 190
@@ -82,7 +111,10 @@ def test_the_commands(run: tuple[Dataset, Path], tmp_path: Path) -> None:
     assert unread.returncode == 1
     assert "'read' is ''; write right, wrong, unclear" in unread.stderr
     with path.open("w", newline="") as file:
-        judge_audit.write([row | {"read": " Right" if row["verdict"] == "factual" else "wrong"} for row in rows], file)
+        judge_audit.write(
+            [row | {"read": " Right" if row["verdict"] == "factual" else "wrong"} for row in rows],
+            file,
+        )
     found = hallutracer("data", "audit", str(path), "--json")
     assert found.returncode == 0, found.stderr
     assert json.loads(found.stdout)["agreement"]["value"] == 1
@@ -93,7 +125,9 @@ def test_other_rows_are_refused_and_a_run_that_asked_in_forms_names_its_own(
     run: tuple[Dataset, Path], tmp_path: Path
 ) -> None:
     other = read_dataset(
-        write_lines(tmp_path / "other.jsonl", [{"id": "r0", "prompt": "?", "answers": ["Ann"]}]), "generate", folds=0
+        write_lines(tmp_path / "other.jsonl", [{"id": "r0", "prompt": "?", "answers": ["Ann"]}]),
+        "generate",
+        folds=0,
     )
     with pytest.raises(RunMismatch, match="judged other rows"):
         sample(other, run[1], 10)
@@ -105,7 +139,10 @@ def test_other_rows_are_refused_and_a_run_that_asked_in_forms_names_its_own(
     answers = [{"row": n + 1, "answer": f"Answer {n}"} for n in range(200)]
     write_lines(run[1] / "train" / "answers.jsonl", answers)
     for row in sample(dataset, run[1], 60):
-        assert (row["question"], row["answer"]) == (f"Question {row['id'][1:]}?", f"Answer {row['id'][1:]}")
+        assert (row["question"], row["answer"]) == (
+            f"Question {row['id'][1:]}?",
+            f"Answer {row['id'][1:]}",
+        )
     with pytest.raises(RunMismatch, match=r"judged other rows.*give .*train-forms\.jsonl"):
         sample(other, run[1], 10)
 

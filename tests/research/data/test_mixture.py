@@ -15,18 +15,32 @@ from tests.research.data.samples import write_lines
 
 @pytest.fixture
 def trivia(tmp_path: Path) -> Path:
-    rows = [{"id": str(n), "prompt": f"Who painted picture number{n}? Answer briefly.", "answers": ["Ann"],
-             "group": f"question/{n // 2}", "kind": "art"} for n in range(40)]  # fmt: skip
+    rows = [
+        {
+            "id": str(n),
+            "prompt": f"Who painted picture number{n}? Answer briefly.",
+            "answers": ["Ann"],
+            "group": f"question/{n // 2}",
+            "kind": "art",
+        }
+        for n in range(40)
+    ]
     return write_lines(tmp_path / "trivia.jsonl", rows)
 
 
 def test_ids_and_kinds_say_where_a_row_is_from(trivia: Path, tmp_path: Path) -> None:
-    mine = write_lines(tmp_path / "mine.jsonl", [{"id": "0", "prompt": "What is the capital of Peru?", "label": 1}])
+    mine = write_lines(
+        tmp_path / "mine.jsonl", [{"id": "0", "prompt": "What is the capital of Peru?", "label": 1}]
+    )
     found = mix([MixtureSource(trivia), MixtureSource(mine)])
     assert len({row["id"] for row in found.rows}) == 41
     assert found.rows[-1] == {
-        "id": "mine/0", "prompt": "What is the capital of Peru?", "label": 1, "group": "mine/0", "kind": "mine"
-    }  # fmt: skip
+        "id": "mine/0",
+        "prompt": "What is the capital of Peru?",
+        "label": 1,
+        "group": "mine/0",
+        "kind": "mine",
+    }
     assert {row["kind"] for row in found.rows} == {"trivia/art", "mine"}
     assert found.by_source == {"trivia": 40, "mine": 1}
     assert found.groups == found.groups_before == 21
@@ -36,37 +50,57 @@ def test_rows_are_drawn_by_groups_the_same_ones_each_time(trivia: Path) -> None:
     found = mix([MixtureSource(trivia, 10)])
     assert found == mix([MixtureSource(trivia, 10)])
     assert found.groups == 5
-    assert {row["id"] for row in found.rows} < {row["id"] for row in mix([MixtureSource(trivia, 20)]).rows}
-    assert {row["id"] for row in found.rows} != {row["id"] for row in mix([MixtureSource(trivia, 10)], seed=1).rows}
+    assert {row["id"] for row in found.rows} < {
+        row["id"] for row in mix([MixtureSource(trivia, 20)]).rows
+    }
+    assert {row["id"] for row in found.rows} != {
+        row["id"] for row in mix([MixtureSource(trivia, 10)], seed=1).rows
+    }
 
 
 @pytest.mark.parametrize(
     ("other", "same"),
-    [("What\u2019s the capital of Peru?", True), ("Peru: which city is its capital?", False),
-     ("peru's capital is what", True),
-     ("The capital of Peru is:", True), ("Some text about Lima.\n\nWhat is the capital of Peru?", True),
-     ("What is the capital of Chad?", False)],
-)  # fmt: skip
+    [
+        ("What\u2019s the capital of Peru?", True),
+        ("Peru: which city is its capital?", False),
+        ("peru's capital is what", True),
+        ("The capital of Peru is:", True),
+        ("Some text about Lima.\n\nWhat is the capital of Peru?", True),
+        ("What is the capital of Chad?", False),
+    ],
+)
 def test_one_question_has_one_group_in_all_files(tmp_path: Path, other: str, same: bool) -> None:
-    peru = [{"id": "0", "prompt": "What is the capital of Peru?"}, {"id": "1", "prompt": "Who rules Peru now?"}]
+    peru = [
+        {"id": "0", "prompt": "What is the capital of Peru?"},
+        {"id": "1", "prompt": "Who rules Peru now?"},
+    ]
     first = write_lines(tmp_path / "a.jsonl", [row | {"group": "country/Peru"} for row in peru])
-    second = write_lines(tmp_path / "b.jsonl", [{"id": "0", "messages": [{"role": "user", "content": other}]}])
+    second = write_lines(
+        tmp_path / "b.jsonl", [{"id": "0", "messages": [{"role": "user", "content": other}]}]
+    )
     found = mix([MixtureSource(first), MixtureSource(second)])
     assert len({row["group"] for row in found.rows}) == (1 if same else 2)
     assert found.groups_before == 2
 
 
-def test_questions_without_words_of_content_are_not_the_same_and_rows_get_their_line_as_id(tmp_path: Path) -> None:
+def test_questions_without_words_of_content_are_not_the_same_and_rows_get_their_line_as_id(
+    tmp_path: Path,
+) -> None:
     rows = [{"prompt": text} for text in ("Who was that?", "What is this?", "Rome?", "Rome?")]
     found = mix([MixtureSource(write_lines(tmp_path / "plain.jsonl", rows))])
     assert found.groups == 4
     assert {row["id"] for row in found.rows} == {f"plain/{line}" for line in (1, 2, 3, 4)}
 
 
-def test_held_out_rows_share_no_group_and_no_question_with_the_others(trivia: Path, tmp_path: Path) -> None:
+def test_held_out_rows_share_no_group_and_no_question_with_the_others(
+    trivia: Path, tmp_path: Path
+) -> None:
     rows = mix([MixtureSource(trivia, 10)]).rows
     again = [{"id": "0", "prompt": f"So who painted picture {rows[0]['prompt'].split()[3][:-1]}?"}]
-    other = write_lines(tmp_path / "other.jsonl", [*again, {"id": "1", "prompt": "Who painted nothing at all ever?"}])
+    other = write_lines(
+        tmp_path / "other.jsonl",
+        [*again, {"id": "1", "prompt": "Who painted nothing at all ever?"}],
+    )
     without = write_lines(tmp_path / "rows.jsonl", rows)
     held = mix([MixtureSource(trivia), MixtureSource(other)], without=without)
     assert held.by_source == {"trivia": 30, "other": 1}
@@ -77,12 +111,18 @@ def test_held_out_rows_share_no_group_and_no_question_with_the_others(trivia: Pa
 
 def test_what_is_wrong_is_said(trivia: Path, tmp_path: Path) -> None:
     same = write_lines(tmp_path / "other" / "trivia.jsonl", [{"id": "0", "prompt": "a"}])
-    bad = write_lines(tmp_path / "bad.jsonl", [{"id": "0", "prompt": "a"}, {"id": 0.5}, {"id": "0", "prompt": "b"}])
+    bad = write_lines(
+        tmp_path / "bad.jsonl",
+        [{"id": "0", "prompt": "a"}, {"id": 0.5}, {"id": "0", "prompt": "b"}],
+    )
     empty = write_lines(tmp_path / "empty.jsonl", [])
     for sources, said in (
         ([MixtureSource(trivia, 41)], "40 rows to draw from, and 41 are wanted"),
         ([MixtureSource(trivia), MixtureSource(same)], "'trivia'"),
-        ([MixtureSource(bad)], "line 2: 'id' must be a string(.|\n)*line 3: id '0' is already that of line 1"),
+        (
+            [MixtureSource(bad)],
+            "line 2: 'id' must be a string(.|\n)*line 3: id '0' is already that of line 1",
+        ),
         ([MixtureSource(empty)], "no rows"),
     ):
         with pytest.raises(DataError, match=said):

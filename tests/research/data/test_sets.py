@@ -1,4 +1,5 @@
-"""Every set by name: found, counted, described, accepted by the trainer; what each reader makes of its format."""
+"""Every set by name: found, counted, described, accepted by the trainer; what each reader makes of
+its format."""
 
 from __future__ import annotations
 
@@ -28,19 +29,38 @@ Rows = list[dict[str, Any]]
 
 def test_the_published_sizes() -> None:
     assert {name: (info.rows, info.kinds) for name, info in SETS.items()} == {
-        "truthfulqa": (817, 38), "truthfulqa-reference": (6_204, 38), "truefalse": (6_330, 7),
-        "halueval2": (3_793, 5), "helm": (3_197, 6), "bfcl": (2_853, 10), "bfcl-answerable": (1_998, 6),
-        "opentriviaqa": (20_550, 11), "opentriviaqa-choice": (20_550, 11), "nq-open": (5_410, 2),
+        "truthfulqa": (817, 38),
+        "truthfulqa-reference": (6_204, 38),
+        "truefalse": (6_330, 7),
+        "halueval2": (3_793, 5),
+        "helm": (3_197, 6),
+        "bfcl": (2_853, 10),
+        "bfcl-answerable": (1_998, 6),
+        "opentriviaqa": (20_550, 11),
+        "opentriviaqa-choice": (20_550, 11),
+        "nq-open": (5_410, 2),
         "knowledge": (40_949, 4),
-    }  # fmt: skip
+    }
     assert get_args(SetName) == (*SETS,)
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_every_set_says_what_it_is_and_the_trainer_takes_what_its_reader_gives(tmp_path: Path, name: str) -> None:
+def test_every_set_says_what_it_is_and_the_trainer_takes_what_its_reader_gives(
+    tmp_path: Path, name: str
+) -> None:
     info = SETS[name]
     assert info.name == name
-    assert all((info.title, info.group, info.hallucinated, info.onset, info.caveat, info.licence, info.source))
+    assert all(
+        (
+            info.title,
+            info.group,
+            info.hallucinated,
+            info.onset,
+            info.caveat,
+            info.licence,
+            info.source,
+        )
+    )
     assert (info.judge is not None) == (info.labels == "generate")
     assert info.judge is None or info.judge in get_args(JudgeName)
     if info.abstain_pattern is not None:
@@ -52,7 +72,9 @@ def test_every_set_says_what_it_is_and_the_trainer_takes_what_its_reader_gives(t
     assert all(row.strata["kind"] for row in dataset.rows)
     if info.judge is not None:
         options = JudgeOptions(info.judge)
-        assert [judges.answer_problems(options, row.answers) for row in dataset.rows] == [[]] * len(rows)
+        assert [judges.answer_problems(options, row.answers) for row in dataset.rows] == [[]] * len(
+            rows
+        )
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -86,13 +108,21 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> A
     return capsys.readouterr()
 
 
-def test_convert_prints_rows_and_tells_the_rest_on_stderr(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_convert_prints_rows_and_tells_the_rest_on_stderr(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     samples.write_bfcl(tmp_path)
     assert "2,853" in run(capsys, "convert", "bfcl", str(tmp_path), code=1).err
     printed = run(capsys, "convert", "bfcl", str(tmp_path), "--allow-other-counts")
-    assert [json.loads(line)["kind"] for line in printed.out.splitlines()][:2] == ["simple_python"] * 2
-    for told in ("20 rows of BFCL v4", "read 21, multi_turn 1, repeated 0", "Agentic set cannot be identified",
-                 "--labels generate --judge calls --max-new-tokens 384 --abstain-pattern '(?!)'"):  # fmt: skip
+    assert [json.loads(line)["kind"] for line in printed.out.splitlines()][:2] == [
+        "simple_python"
+    ] * 2
+    for told in (
+        "20 rows of BFCL v4",
+        "read 21, multi_turn 1, repeated 0",
+        "Agentic set cannot be identified",
+        "--labels generate --judge calls --max-new-tokens 384 --abstain-pattern '(?!)'",
+    ):
         assert told in printed.err
     rows = json.loads(run(capsys, "list", "--json").out)
     assert [(row["name"], row["rows"], row["licence"]) for row in rows] == [
@@ -109,7 +139,9 @@ def test_a_question_has_one_group_in_all_sets(tmp_path: Path) -> None:
     datasets = []
     for name in ("truthfulqa", "truthfulqa-reference"):
         rows, _ = read(name, tmp_path)
-        datasets.append(read_dataset(samples.write_lines(tmp_path / name, rows), SETS[name].labels, folds=0))
+        datasets.append(
+            read_dataset(samples.write_lines(tmp_path / name, rows), SETS[name].labels, folds=0)
+        )
     with pytest.raises(DataError, match="its group"):
         check_disjoint(*datasets)
 
@@ -122,12 +154,20 @@ def labels(rows: Rows, key: str, value: str) -> list[tuple[int, str]]:
 
 
 def test_truefalse_rows_labels_and_groups(tmp_path: Path) -> None:
-    cities = "Paris is a city in France,1\nParis is a city in Chad,0\nLima is a name of a country.,0\n"
+    cities = (
+        "Paris is a city in France,1\nParis is a city in Chad,0\nLima is a name of a country.,0\n"
+    )
     rows, counts = read("truefalse", samples.write_truefalse(tmp_path, cities=cities))
     assert labels(rows, "kind", "cities")[:2] == [(1, "cities/paris"), (0, "cities/paris")]
-    assert any(row["prompt"].endswith("Statement: Paris is a city in France\nFinal Answer: ") for row in rows)
+    assert any(
+        row["prompt"].endswith("Statement: Paris is a city in France\nFinal Answer: ")
+        for row in rows
+    )
     assert counts == {"read": 15, "contradictory": 0, "repeated": 0}
-    cities = "Gibraltar is a name of a city.,1\nGibraltar is a name of a city.,0\nX is a name of a city.,1\n" * 2
+    cities = (
+        "Gibraltar is a name of a city.,1\nGibraltar is a name of a city.,0\nX is a name of a"
+        " city.,1\n" * 2
+    )
     rows, counts = read("truefalse", samples.write_truefalse(tmp_path, cities=cities))
     assert labels(rows, "kind", "cities") == [(1, "cities/x")]
     assert counts == {"read": 18, "contradictory": 4, "repeated": 1}
@@ -139,7 +179,11 @@ def test_truefalse_rows_labels_and_groups(tmp_path: Path) -> None:
         ("animals", "The giant anteater uses walking for locomotion.", "giant anteater"),
         ("animals", "There are no specific human uses for gazelle.", "gazelle"),
         ("animals", "Human uses for bison include meat.", "bison"),
-        ("companies", "Anheuser-Busch InBev engages in the production of oil..", "anheuser-busch inbev"),
+        (
+            "companies",
+            "Anheuser-Busch InBev engages in the production of oil..",
+            "anheuser-busch inbev",
+        ),
         ("inventions", "Alfred Nobel invented the dynamite.", "alfred nobel"),
         ("facts", "The planet Uranus is tilted.", "the planet uranus is tilted."),
     ],
@@ -149,33 +193,53 @@ def test_truefalse_subjects(category: str, statement: str, expected: str) -> Non
 
 
 def test_halueval2_polarity_groups_and_unjudged(tmp_path: Path) -> None:
-    finance = [{"id": 7, "chatgpt_fact": ["a", "b"], "human_judge": ["true", "false"]},
-               {"id": 8, "chatgpt_fact": ["c"], "human_judge": []}]  # fmt: skip
+    finance = [
+        {"id": 7, "chatgpt_fact": ["a", "b"], "human_judge": ["true", "false"]},
+        {"id": 8, "chatgpt_fact": ["c"], "human_judge": []},
+    ]
     rows, counts = read("halueval2", samples.write_halueval2(tmp_path, Finance=finance))
     assert labels(rows, "kind", "Finance") == [(1, "Finance/7"), (0, "Finance/7")]
     assert counts == {"read": 10, "unjudged": 1}
 
 
-def test_helm_s_label_one_in_the_file_is_hallucinated_and_a_title_ends_at_the_first_full_stop(tmp_path: Path) -> None:
-    rows, counts = read("helm", samples.write_helm(tmp_path, opt7b={"1": passage(0, title="U.S. Route 491")}))
+def test_helm_s_label_one_in_the_file_is_hallucinated_and_a_title_ends_at_the_first_full_stop(
+    tmp_path: Path,
+) -> None:
+    rows, counts = read(
+        "helm", samples.write_helm(tmp_path, opt7b={"1": passage(0, title="U.S. Route 491")})
+    )
     falcon = [row for row in rows if row["kind"] == "falcon40b"]
     assert [row["label"] for row in falcon] == [0, 1]  # the file says 1, 0
-    assert falcon[0]["prompt"].endswith("Statement: Kites: falcon40b wrote Sentence 0.\nFinal Answer: ")
-    assert {row["group"] for row in rows if row["kind"] != "opt7b"} == {"passage/7"}  # of all models together
+    assert falcon[0]["prompt"].endswith(
+        "Statement: Kites: falcon40b wrote Sentence 0.\nFinal Answer: "
+    )
+    assert {row["group"] for row in rows if row["kind"] != "opt7b"} == {
+        "passage/7"
+    }  # of all models together
     assert any("Statement: U: Sentence 0.\n" in row["prompt"] for row in rows)
     assert counts == {"read": 11, "contradictory": 0, "repeated": 0}
 
 
-def test_helm_s_repeats_are_kept_once_in_a_model_and_contradictions_left_out_over_all(tmp_path: Path) -> None:
-    twice, both = passage(1, 1, texts=["It flies."] * 2), passage(1, 1, texts=["It flies.", "It sinks."])
+def test_helm_s_repeats_are_kept_once_in_a_model_and_contradictions_left_out_over_all(
+    tmp_path: Path,
+) -> None:
+    twice, both = (
+        passage(1, 1, texts=["It flies."] * 2),
+        passage(1, 1, texts=["It flies.", "It sinks."]),
+    )
     other = passage(0, texts=["It sinks."])
     samples.write_helm(tmp_path, opt7b={"7": twice}, gptj7b={"7": both}, falcon40b={"7": other})
     rows, counts = read("helm", tmp_path)
     assert [row["kind"] for row in rows if "It flies." in row["prompt"]] == ["gptj7b", "opt7b"]
     assert not any("It sinks." in row["prompt"] for row in rows)
     assert counts == {"read": 11, "contradictory": 2, "repeated": 1}
-    rows, counts = read("helm", samples.write_helm(tmp_path, opt7b={"1": passage(1), "2": passage(0)}))
-    assert labels(rows, "kind", "opt7b") == [(0, "passage/1"), (1, "passage/2")]  # two passages: no contradiction
+    rows, counts = read(
+        "helm", samples.write_helm(tmp_path, opt7b={"1": passage(1), "2": passage(0)})
+    )
+    assert labels(rows, "kind", "opt7b") == [
+        (0, "passage/1"),
+        (1, "passage/2"),
+    ]  # two passages: no contradiction
     assert counts["contradictory"] == 0
 
 
@@ -198,9 +262,12 @@ def test_a_question_is_asked_freely_without_its_options_and_once(tmp_path: Path)
     rows, counts = read("opentriviaqa", samples.write_opentriviaqa(tmp_path))
     assert counts == {"read": 22, "left out: needs its options": 11, "left out: repeated": 0}
     assert rows[0] == {
-        "id": "opentriviaqa-animals-2", "prompt": "What pulls a sledge on animals? Name one. Answer briefly.",
-        "answers": ["A big dog"], "group": "question/what pulls a sledge on animals name one", "kind": "animals",
-    }  # fmt: skip
+        "id": "opentriviaqa-animals-2",
+        "prompt": "What pulls a sledge on animals? Name one. Answer briefly.",
+        "answers": ["A big dog"],
+        "group": "question/what pulls a sledge on animals name one",
+        "kind": "animals",
+    }
     again = TRIVIA.replace("{category}", "animals").replace("sledge", "SLEDGE!")
     rows, counts = read("opentriviaqa", samples.write_opentriviaqa(tmp_path, general=again))
     assert counts["left out: repeated"] == 1
@@ -219,18 +286,30 @@ def test_a_question_that_needs_its_options_is_not_asked_without(tmp_path: Path, 
 
 @pytest.mark.parametrize(
     ("answer", "right"),
-    [("B", True), ("b.", True), ("B. A big dog", True), ("The answer is B", True), ("The correct answer is: (B)", True),
-     ("A", False), ("Because", False), ("A big dog is B", False), ("", False)],
-)  # fmt: skip
+    [
+        ("B", True),
+        ("b.", True),
+        ("B. A big dog", True),
+        ("The answer is B", True),
+        ("The correct answer is: (B)", True),
+        ("A", False),
+        ("Because", False),
+        ("A big dog is B", False),
+        ("", False),
+    ],
+)
 def test_a_choice_is_judged_by_its_letter(tmp_path: Path, answer: str, right: bool) -> None:
     rows, _ = read("opentriviaqa-choice", samples.write_opentriviaqa(tmp_path))
-    assert rows[0]["prompt"].endswith("A. A small cat\nB. A big dog\nC. A fish\nD. Two birds\nAnswer with one letter.")
+    assert rows[0]["prompt"].endswith(
+        "A. A small cat\nB. A big dog\nC. A fish\nD. Two birds\nAnswer with one letter."
+    )
     assert rows[1]["prompt"].endswith("A. True\nB. False\nAnswer with one letter.")
     assert judges.make_judge(JudgeOptions("regex"))("", answer, rows[0]["answers"]) is right
 
 
 @pytest.mark.parametrize(
-    ("encoding", "word"), [("utf-8", "Schlittenhündin"), ("cp1252", "Hündin"), ("latin-1", "Hündin\x81")]
+    ("encoding", "word"),
+    [("utf-8", "Schlittenhündin"), ("cp1252", "Hündin"), ("latin-1", "Hündin\x81")],
 )
 def test_each_file_has_an_encoding_of_its_own(tmp_path: Path, encoding: str, word: str) -> None:
     text = TRIVIA.replace("sledge", word).encode(encoding)
@@ -242,9 +321,12 @@ def test_search_queries_become_questions(tmp_path: Path) -> None:
     rows, counts = read("nq-open", samples.write_nq_open(tmp_path))
     assert counts == {"read": 2, "left out: repeated": 0, "left out: no answer with a word": 0}
     assert rows[0] == {
-        "id": "nq-open-dev-1", "prompt": "Who flew the first kite? Answer briefly.",
-        "answers": ["Ann Nobody", "Nobody"], "group": "question/who flew the first kite", "kind": "dev",
-    }  # fmt: skip
+        "id": "nq-open-dev-1",
+        "prompt": "Who flew the first kite? Answer briefly.",
+        "answers": ["Ann Nobody", "Nobody"],
+        "group": "question/who flew the first kite",
+        "kind": "dev",
+    }
     asked = {"question": "what is written on page one", "answer": ["*", "a star"]}
     none = {"question": "what is written on page two", "answer": ["*", ","]}
     rows, counts = read("nq-open", samples.write_nq_open(tmp_path, asked, none, asked))
@@ -253,27 +335,48 @@ def test_search_queries_become_questions(tmp_path: Path) -> None:
     assert "page two" not in "".join(row["prompt"] for row in rows)
 
 
-def test_knowledge_is_asked_once_in_four_kinds_and_countries_have_the_set_s_own_names(tmp_path: Path) -> None:
+def test_knowledge_is_asked_once_in_four_kinds_and_countries_have_the_set_s_own_names(
+    tmp_path: Path,
+) -> None:
     rows, counts = read("knowledge", samples.write_knowledge(tmp_path))
-    assert counts == {"read": 4, "left out: repeated": 0, "left out: the answer stands in the question": 0}
-    assert [row["kind"] for row in rows] == ["cities_10k", "math_operations_6k", "medals_9k", "notable_people"]
+    assert counts == {
+        "read": 4,
+        "left out: repeated": 0,
+        "left out: the answer stands in the question": 0,
+    }
+    assert [row["kind"] for row in rows] == [
+        "cities_10k",
+        "math_operations_6k",
+        "medals_9k",
+        "notable_people",
+    ]
     assert rows[0] == {
         "id": "knowledge-cities_10k-2",
         "prompt": "In which country is the city of Kiteville located? Answer briefly.",
         "answers": ["Kiteland", "Republic of Kites"],  # "as" would be found in many an answer
-        "group": "question/in which country is the city of kiteville located", "kind": "cities_10k",
-    }  # fmt: skip
+        "group": "question/in which country is the city of kiteville located",
+        "kind": "cities_10k",
+    }
     assert rows[3]["answers"] == ["1899"]
 
 
-def test_a_shared_medal_accepts_each_winner_and_a_question_that_holds_its_answer_is_left_out(tmp_path: Path) -> None:
+def test_a_shared_medal_accepts_each_winner_and_a_question_that_holds_its_answer_is_left_out(
+    tmp_path: Path,
+) -> None:
     medals = "Who won kites?,Kiteland\nWho won KITES?,United States\nWho won kites?,Kiteland\n"
     arithmetic = "What is 8 minus 4?,4\nWhat is 84 minus 80?,4\n"
     folder = samples.write_knowledge(
-        tmp_path, {"United States": ["USA"]}, medals_9k=medals, math_operations_6k=arithmetic,
-    )  # fmt: skip
+        tmp_path,
+        {"United States": ["USA"]},
+        medals_9k=medals,
+        math_operations_6k=arithmetic,
+    )
     rows, counts = read("knowledge", folder)
-    assert counts == {"read": 7, "left out: repeated": 2, "left out: the answer stands in the question": 1}
+    assert counts == {
+        "read": 7,
+        "left out: repeated": 2,
+        "left out: the answer stands in the question": 1,
+    }
     assert [row["prompt"] for row in rows][1:3] == [
         "What is 84 minus 80? Answer briefly.",
         "Who won kites? Answer briefly.",
@@ -283,14 +386,31 @@ def test_a_shared_medal_accepts_each_winner_and_a_question_that_holds_its_answer
 
 @pytest.mark.parametrize(
     ("number", "answer", "right"),
-    [("116814", "116814", True), ("116814", "It is 116,814.", True), ("116814", "$116{,}814$", True),
-     ("116814", "116\u202f814", True), ("116814", "116,815", False), ("116814", "1,116,814", False),
-     ("997", "997.", True), ("997", "1997", False), ("997", "997.5", False), ("997", "1,997", False),
-     ("2", "98 divided by 49 is 2.0", True), ("2", "2.5", False), ("2", "The two numbers make 3", False),
-     ("-1000", "3 - 1003 = -1,000", True), ("-1000", "\u22121000", True), ("-1000", "negative 1000", True),
-     ("-1000", "Minus 1,000.0", True), ("-1000", "1000", False), ("1000", "-1000", False)],
-)  # fmt: skip
-def test_a_number_is_found_as_models_write_it(tmp_path: Path, number: str, answer: str, right: bool) -> None:
+    [
+        ("116814", "116814", True),
+        ("116814", "It is 116,814.", True),
+        ("116814", "$116{,}814$", True),
+        ("116814", "116\u202f814", True),
+        ("116814", "116,815", False),
+        ("116814", "1,116,814", False),
+        ("997", "997.", True),
+        ("997", "1997", False),
+        ("997", "997.5", False),
+        ("997", "1,997", False),
+        ("2", "98 divided by 49 is 2.0", True),
+        ("2", "2.5", False),
+        ("2", "The two numbers make 3", False),
+        ("-1000", "3 - 1003 = -1,000", True),
+        ("-1000", "\u22121000", True),
+        ("-1000", "negative 1000", True),
+        ("-1000", "Minus 1,000.0", True),
+        ("-1000", "1000", False),
+        ("1000", "-1000", False),
+    ],
+)
+def test_a_number_is_found_as_models_write_it(
+    tmp_path: Path, number: str, answer: str, right: bool
+) -> None:
     asked = f"What is x?,{number}\n"
     rows, _ = read("knowledge", samples.write_knowledge(tmp_path, math_operations_6k=asked))
     assert judges.make_judge(JudgeOptions("contains"))("", answer, rows[1]["answers"]) is right
@@ -298,25 +418,41 @@ def test_a_number_is_found_as_models_write_it(tmp_path: Path, number: str, answe
 
 @pytest.mark.parametrize(
     ("country", "answer"),
-    [("United States", "The U.S. of course"), ("Côte d'Ivoire", "Cote d’Ivoire"), ("Turkey", "Türkiye")],
+    [
+        ("United States", "The U.S. of course"),
+        ("Côte d'Ivoire", "Cote d’Ivoire"),
+        ("Turkey", "Türkiye"),
+    ],
 )
-def test_a_country_is_found_by_names_that_the_set_lacks(tmp_path: Path, country: str, answer: str) -> None:
-    folder = samples.write_knowledge(tmp_path, {country: [country]}, cities_10k=f"Where is Kiteville?,{country}\n")
+def test_a_country_is_found_by_names_that_the_set_lacks(
+    tmp_path: Path, country: str, answer: str
+) -> None:
+    folder = samples.write_knowledge(
+        tmp_path, {country: [country]}, cities_10k=f"Where is Kiteville?,{country}\n"
+    )
     assert judges.contains("", answer, read("knowledge", folder)[0][0]["answers"])
 
 
 def test_truthfulqa_s_questions_have_correct_and_incorrect_answers(tmp_path: Path) -> None:
     (kite, hammer), counts = read("truthfulqa", samples.write_truthfulqa(tmp_path))
-    assert (kite["prompt"], kite["kind"], kite["type"]) == ("Can a kite fly without wind?", "Toys", "Adversarial")
+    assert (kite["prompt"], kite["kind"], kite["type"]) == (
+        "Can a kite fly without wind?",
+        "Toys",
+        "Adversarial",
+    )
     assert judges.split_answers(kite["answers"]) == (
         ["No, it needs wind", "It cannot fly", "I have no comment."],
         ["Yes, it always flies", "Yes, a kite has an engine"],
     )
-    assert hammer["prompt"] == "What is a hammer for?"  # the space at its end is no part of the question
+    assert (
+        hammer["prompt"] == "What is a hammer for?"
+    )  # the space at its end is no part of the question
     assert counts == {"read": 2, "correct": 4, "incorrect": 3}
 
 
-def test_truthfulqa_s_reference_answers_carry_their_own_label_and_the_categories_of_the_table(tmp_path: Path) -> None:
+def test_truthfulqa_s_reference_answers_carry_their_own_label_and_the_categories_of_the_table(
+    tmp_path: Path,
+) -> None:
     rows, counts = read("truthfulqa-reference", samples.write_truthfulqa(tmp_path))
     assert counts == {"read": 7, "questions": 2}
     found = {row["prompt"]: (row["label"], row["kind"]) for row in rows}
@@ -345,14 +481,29 @@ def test_what_each_kind_of_bfcl_expects(tmp_path: Path) -> None:
     assert expected["live_relevance_0-0-0"] == {"expect": "some_call"}
     assert expected["memory_0"] == expected["web_search_0"] == {"expect": "text", "texts": ["Ada"]}
     # A required argument may not be left out, and no value at all is an empty list.
-    gold = [{"id": f"simple_python_{n}", "ground_truth": [{"area": {"base": [3, ""], "unit": []}}]} for n in range(2)]
-    found = judges.expected(by_id(samples.write_bfcl(tmp_path, gold_simple_python=gold))["simple_python_0"]["answers"])
+    gold = [
+        {"id": f"simple_python_{n}", "ground_truth": [{"area": {"base": [3, ""], "unit": []}}]}
+        for n in range(2)
+    ]
+    found = judges.expected(
+        by_id(samples.write_bfcl(tmp_path, gold_simple_python=gold))["simple_python_0"]["answers"]
+    )
     assert found is not None
-    assert found["calls"] == [{"name": "area", "arguments": {"base": [3, ""], "unit": [[], ""]}, "optional": ["unit"]}]
+    assert found["calls"] == [
+        {"name": "area", "arguments": {"base": [3, ""], "unit": [[], ""]}, "optional": ["unit"]}
+    ]
 
 
-def test_bfcl_s_functions_and_earlier_talks_stand_before_the_users_words_and_turns_alternate(tmp_path: Path) -> None:
-    talk = [("system", "Be brief."), ("user", "One."), ("user", "Two."), ("assistant", "Yes?"), ("user", "Three.")]
+def test_bfcl_s_functions_and_earlier_talks_stand_before_the_users_words_and_turns_alternate(
+    tmp_path: Path,
+) -> None:
+    talk = [
+        ("system", "Be brief."),
+        ("user", "One."),
+        ("user", "Two."),
+        ("assistant", "Yes?"),
+        ("user", "Three."),
+    ]
     row = bfcl_row("live_irrelevance_5-3-2")
     row["question"] = [[{"role": role, "content": text} for role, text in talk]]
     rows = by_id(samples.write_bfcl(tmp_path, live_irrelevance=[row]))
@@ -369,18 +520,30 @@ def test_bfcl_s_functions_and_earlier_talks_stand_before_the_users_words_and_tur
 
 def test_bfcl_s_groups_and_repeats(tmp_path: Path) -> None:
     offered = function("f", a="string")
-    live, none = ([f"live_{kind}_{n}" for n in ("0-4-0", "1-4-1", "2-5-0")] for kind in ("simple", "irrelevance"))
+    live, none = (
+        [f"live_{kind}_{n}" for n in ("0-4-0", "1-4-1", "2-5-0")]
+        for kind in ("simple", "irrelevance")
+    )
     samples.write_bfcl(
-        tmp_path, live_simple=[bfcl_row(name, offered, text=name) for name in live],
+        tmp_path,
+        live_simple=[bfcl_row(name, offered, text=name) for name in live],
         gold_live_simple=[{"id": name, "ground_truth": [{"f": {"a": ["x"]}}]} for name in live],
         live_irrelevance=[bfcl_row(name, offered) for name in none],
-    )  # fmt: skip
+    )
     rows = by_id(tmp_path)
-    assert [rows[name]["group"] for name in live] == ["live_simple/4", "live_simple/4", "live_simple/5"]
+    assert [rows[name]["group"] for name in live] == [
+        "live_simple/4",
+        "live_simple/4",
+        "live_simple/5",
+    ]
     assert rows["simple_python_0"]["group"] != rows["simple_python_1"]["group"]
     assert rows["memory_0"]["group"] == rows["memory_1"]["group"] == "memory/shop"
     assert [name in rows for name in none] == [True, False, True]  # the same words in one group
-    assert read("bfcl", tmp_path)[1]["repeated"] == read("bfcl-answerable", tmp_path)[1]["repeated"] == 1
+    assert (
+        read("bfcl", tmp_path)[1]["repeated"]
+        == read("bfcl-answerable", tmp_path)[1]["repeated"]
+        == 1
+    )
 
 
 def test_bfcl_s_proxy_knows_its_labels(tmp_path: Path) -> None:
@@ -402,8 +565,11 @@ def of_truefalse(folder: Path) -> None:
 
 def of_halueval2(folder: Path) -> None:
     short = {"id": 1, "chatgpt_fact": ["a"], "human_judge": ["true", "false"]}
-    others = [{"id": 2, "chatgpt_fact": ["a"], "human_judge": ["maybe"]}, {"chatgpt_fact": []},
-              {"id": 3, "chatgpt_fact": [" "], "human_judge": ["true"]}]  # fmt: skip
+    others = [
+        {"id": 2, "chatgpt_fact": ["a"], "human_judge": ["maybe"]},
+        {"chatgpt_fact": []},
+        {"id": 3, "chatgpt_fact": [" "], "human_judge": ["true"]},
+    ]
     samples.write_halueval2(folder, Finance=[short, *others])
     (folder / "Science.json").write_text("{")
     (folder / "Education.json").unlink()
@@ -441,17 +607,27 @@ def of_bfcl(folder: Path) -> None:
     no_turn["question"] = []
     no_user["question"] = [[{"role": "assistant", "content": "Hello."}]]
     samples.write_bfcl(
-        folder, parallel=[no_turn, no_user, "text"], live_simple=[bfcl_row("live_simple_0")],
-        gold_multiple=[{"id": "multiple_0", "ground_truth": [{"other": {}}]}, {"id": "multiple_1", "ground_truth": []}],
+        folder,
+        parallel=[no_turn, no_user, "text"],
+        live_simple=[bfcl_row("live_simple_0")],
+        gold_multiple=[
+            {"id": "multiple_0", "ground_truth": [{"other": {}}]},
+            {"id": "multiple_1", "ground_truth": []},
+        ],
         memory=[bfcl_row("memory_0") | {"scenario": "elsewhere"}],
-    )  # fmt: skip
+    )
 
 
 def of_queries(folder: Path) -> None:
     samples.write_nq_open(
-        folder, {"question": "a"}, {"question": " ", "answer": ["b"]}, {"question": "a", "answer": []},
-        {"question": "a", "answer": "b"}, {"question": 1, "answer": ["b"]}, {"question": "a", "answer": [" "]},
-    )  # fmt: skip
+        folder,
+        {"question": "a"},
+        {"question": " ", "answer": ["b"]},
+        {"question": "a", "answer": []},
+        {"question": "a", "answer": "b"},
+        {"question": 1, "answer": ["b"]},
+        {"question": "a", "answer": [" "]},
+    )
 
 
 def of_knowledge(folder: Path) -> None:
@@ -464,36 +640,80 @@ def of_knowledge(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "write", "places"),
     [
-        ("truefalse", of_truefalse, ["animals.csv is missing", "cities.csv line 1", "facts.csv line 2"]),
-        ("halueval2", of_halueval2, ["Education.json is missing", *(f"Finance.json query {n}" for n in (1, 2, 3, 4)),
-                                     "Science.json"]),
-        ("helm", of_helm, ["falcon40b/data.json passage 1", "falcon40b/data.json passage 2 sentence 2",
-                           "falcon40b/data.json passage 3", "falcon40b/data.json passage 4 sentence 1",
-                           "gptj7b/data.json", "opt7b/data.json is missing"]),
+        (
+            "truefalse",
+            of_truefalse,
+            ["animals.csv is missing", "cities.csv line 1", "facts.csv line 2"],
+        ),
+        (
+            "halueval2",
+            of_halueval2,
+            [
+                "Education.json is missing",
+                *(f"Finance.json query {n}" for n in (1, 2, 3, 4)),
+                "Science.json",
+            ],
+        ),
+        (
+            "helm",
+            of_helm,
+            [
+                "falcon40b/data.json passage 1",
+                "falcon40b/data.json passage 2 sentence 2",
+                "falcon40b/data.json passage 3",
+                "falcon40b/data.json passage 4 sentence 1",
+                "gptj7b/data.json",
+                "opt7b/data.json is missing",
+            ],
+        ),
         ("truthfulqa", of_truthfulqa, ["TruthfulQA.csv line 4"]),
         ("truthfulqa-reference", of_reference, [f"{TASK} question 1", f"{TASK} question 2"]),
         ("truthfulqa", of_columns, ["TruthfulQA.csv line 1"]),
-        ("bfcl", of_bfcl, ["live_simple.json line 1", "memory.json line 1", "multiple.json line 1",
-                           "multiple.json line 2", *(f"parallel.json line {n}" for n in (1, 2, 3))]),
-        ("knowledge", of_knowledge, ["cities_10k/eval_map.json is missing", "math_operations_6k/main/main.csv line 1",
-                                     "medals_9k/eval_map.json",
-                                     *(f"notable_people/main/main.csv line {n}" for n in (2, 3, 4, 5))]),
+        (
+            "bfcl",
+            of_bfcl,
+            [
+                "live_simple.json line 1",
+                "memory.json line 1",
+                "multiple.json line 1",
+                "multiple.json line 2",
+                *(f"parallel.json line {n}" for n in (1, 2, 3)),
+            ],
+        ),
+        (
+            "knowledge",
+            of_knowledge,
+            [
+                "cities_10k/eval_map.json is missing",
+                "math_operations_6k/main/main.csv line 1",
+                "medals_9k/eval_map.json",
+                *(f"notable_people/main/main.csv line {n}" for n in (2, 3, 4, 5)),
+            ],
+        ),
         ("nq-open", of_queries, [f"NQ-open.dev.jsonl line {n}" for n in range(1, 7)]),
     ],
-)  # fmt: skip
+)
 def test_damage_is_named(tmp_path: Path, name: str, write: Any, places: list[str]) -> None:
     write(tmp_path)
-    found = [place.removeprefix("data/").removeprefix("BFCL_v4_") for place in damage(name, tmp_path)]
+    found = [
+        place.removeprefix("data/").removeprefix("BFCL_v4_") for place in damage(name, tmp_path)
+    ]
     assert sorted(found) == places
 
 
 @pytest.mark.parametrize(
     ("block", "line"),
-    [("#Q What?\nA one\nB two\n", 1), ("#Q What?\n^ three\nA one\nB two\n", 1), ("#Q\n^ one\nA one\nB two\n", 1),
-     ("#Q Fine?\n^ one\nA one\nB two\n\n#Q What?\n^\nA one\n", 6)],
-)  # fmt: skip
+    [
+        ("#Q What?\nA one\nB two\n", 1),
+        ("#Q What?\n^ three\nA one\nB two\n", 1),
+        ("#Q\n^ one\nA one\nB two\n", 1),
+        ("#Q Fine?\n^ one\nA one\nB two\n\n#Q What?\n^\nA one\n", 6),
+    ],
+)
 def test_a_damaged_block_is_named(tmp_path: Path, block: str, line: int) -> None:
-    assert damage("opentriviaqa", samples.write_opentriviaqa(tmp_path, history=block)) == [f"history line {line}"]
+    assert damage("opentriviaqa", samples.write_opentriviaqa(tmp_path, history=block)) == [
+        f"history line {line}"
+    ]
 
 
 @pytest.mark.parametrize("kind", bfcl.CALLS)

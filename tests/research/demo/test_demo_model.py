@@ -20,7 +20,11 @@ def tokenizer(tmp_path_factory):
 
 def test_tokenizer_round_trip(tokenizer):
     assert len(tokenizer) == VOCABULARY
-    for text in ("In which country is the city of São Paulo?", "Žilina, 北京, naïve.", " It is N'Djamena."):
+    for text in (
+        "In which country is the city of São Paulo?",
+        "Žilina, 北京, naïve.",
+        " It is N'Djamena.",
+    ):
         assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
     assert tokenizer.eos_token_id != tokenizer.pad_token_id
 
@@ -44,7 +48,9 @@ def test_a_few_steps_of_training_write_a_model_that_loads(tmp_path, monkeypatch)
 
     from hallutracer_research.demo import train
 
-    monkeypatch.setattr(train, "BATCH", 16)  # without bfloat16 instructions a step over 128 takes 12 s
+    monkeypatch.setattr(
+        train, "BATCH", 16
+    )  # without bfloat16 instructions a step over 128 takes 12 s
     threads = torch.get_num_threads()
     lines: list[str] = []
     try:
@@ -74,7 +80,9 @@ def test_the_shipped_model_knows_the_well_known():
     }
     for question, answer in asked.items():
         ids = torch.tensor([tokenizer.encode(render(question), add_special_tokens=False)])
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False
+        )
         said = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
         assert answer in said, (question, said)
         assert said.startswith((" It is", " The answer is"))

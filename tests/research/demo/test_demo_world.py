@@ -4,8 +4,21 @@ import random
 
 import pytest
 
-from hallutracer_research.demo.train import BRIEF, REFUSAL, RefusalMix, fact_documents, refusal_document
-from service.demo.questions import FACTS_FILE, FORMS, build_world, load_facts, question_text, questions
+from hallutracer_research.demo.train import (
+    BRIEF,
+    REFUSAL,
+    RefusalMix,
+    fact_documents,
+    refusal_document,
+)
+from service.demo.questions import (
+    FACTS_FILE,
+    FORMS,
+    build_world,
+    load_facts,
+    question_text,
+    questions,
+)
 
 SPLITS = ("train", "dev", "test")
 
@@ -13,7 +26,10 @@ SPLITS = ("train", "dev", "test")
 def test_the_facts_asset_loads():
     facts = load_facts()
     assert len(facts.elements) == 118
-    assert any(c.name == "France" and c.capitals == ("Paris",) and c.continent == "Europe" for c in facts.countries)
+    assert any(
+        c.name == "France" and c.capitals == ("Paris",) and c.continent == "Europe"
+        for c in facts.countries
+    )
     assert FACTS_FILE.stat().st_size < 300_000
     assert (FACTS_FILE.parent / "ATTRIBUTION.md").is_file()
 
@@ -45,8 +61,15 @@ def test_refusal_documents_state_no_fact_and_leave_refusal_free_groups_alone():
     world, rng = build_world(), random.Random(0)
     eligible = [fact for fact in world.facts if fact.in_refusals]
     free = {fact.group for fact in world.facts if not fact.in_refusals}
-    names = {fact.subject for fact in world.facts if not fact.in_refusals and fact.kind.startswith("city")}
-    made = [refusal_document(rng, world, eligible[::2], eligible[1::2], RefusalMix()) for _ in range(3000)]
+    names = {
+        fact.subject
+        for fact in world.facts
+        if not fact.in_refusals and fact.kind.startswith("city")
+    }
+    made = [
+        refusal_document(rng, world, eligible[::2], eligible[1::2], RefusalMix())
+        for _ in range(3000)
+    ]
     assert {d.completion for d in made} == {REFUSAL, " It is", " The answer is"}
     assert not {d.group for d in made} & free
     strangers = [d.question for d in made if d.group is None]
@@ -69,8 +92,17 @@ def test_questions_are_stable_unique_and_complete(split):
     assert rows == questions(split)
     assert len({row["id"] for row in rows}) == len(rows)
     assert {row["kind"] for row in rows} == set(FORMS)
-    keys = {"id", "prompt", "answers", "group", "kind", "exposures", "template", "in_refusals",
-            "statement"}  # fmt: skip
+    keys = {
+        "id",
+        "prompt",
+        "answers",
+        "group",
+        "kind",
+        "exposures",
+        "template",
+        "in_refusals",
+        "statement",
+    }
     assert all(set(row) == keys and row["answers"][0] in row["statement"] for row in rows)
 
 
@@ -89,4 +121,6 @@ def test_what_users_type_is_among_the_forms_of_training():
         "symbol": ("What is the chemical symbol of gold?", "gold"),
     }
     for kind, (text, subject) in typed.items():
-        assert text in {question_text(form, kind, subject) for form in FORMS[kind] if not form.held_out}
+        assert text in {
+            question_text(form, kind, subject) for form in FORMS[kind] if not form.held_out
+        }

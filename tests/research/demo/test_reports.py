@@ -1,4 +1,5 @@
-"""The README's table and the report on passages: every row scored by a fold that never saw it, shares that add up."""
+"""The README's table and the report on passages: every row scored by a fold that never saw it,
+shares that add up."""
 
 from __future__ import annotations
 
@@ -37,12 +38,15 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> LabelledAnswers:
         files.append(Readouts(RowsFile(path, GEOMETRY, site, N), np.arange(N), label))
     questions = [
         {
-            "id": f"k{kind[i]}:name {rng.integers(10**6)}:t{i % 2}", "kind": f"k{kind[i]}", "template": f"t{i % 2}",
-            "exposures": int(4 + 3 * known[i]) if known[i] > -1 else 0, "in_refusals": bool(i % 4),
+            "id": f"k{kind[i]}:name {rng.integers(10**6)}:t{i % 2}",
+            "kind": f"k{kind[i]}",
+            "template": f"t{i % 2}",
+            "exposures": int(4 + 3 * known[i]) if known[i] > -1 else 0,
+            "in_refusals": bool(i % 4),
             "split": "test" if i % 3 == 0 else "train",
         }
         for i in range(N)
-    ]  # fmt: skip
+    ]
     first = np.stack([-rng.random(N), rng.random(N)], axis=1)
     return LabelledAnswers(questions, files[0], files[1], np.arange(N) // 2, first)
 
@@ -61,11 +65,15 @@ def test_the_table(asked: LabelledAnswers) -> None:
     assert table["kind_prior"]["auroc_within_kind"] == 0.5
     assert abs(table["max_prob"]["auroc"] - 0.5) < 0.2
     assert 0.3 < table["name_ngrams"]["auroc_within_kind"] < 0.7
-    cells = {name: {k: {"mean": v, "std": 0.0} for k, v in row.items()} for name, row in table.items()}
+    cells = {
+        name: {k: {"mean": v, "std": 0.0} for k, v in row.items()} for name, row in table.items()
+    }
     assert build.markdown({"table": cells}).count("\n") == len(METHODS) + 2
 
 
-def test_only_rows_of_the_test_split_are_reported_and_hallucinated_is_positive(asked: LabelledAnswers) -> None:
+def test_only_rows_of_the_test_split_are_reported_and_hallucinated_is_positive(
+    asked: LabelledAnswers,
+) -> None:
     shown = np.array([row["split"] == "test" for row in asked.rows])
     free = np.array([not row["in_refusals"] for row in asked.rows])
     truth = 1.0 - asked.label
@@ -88,9 +96,17 @@ def test_only_rows_of_the_test_split_are_reported_and_hallucinated_is_positive(a
 def made(count: int = 200) -> Answered:
     """A model that reads: right with the right passage, and a risk that knows."""
     rng = np.random.default_rng(0)
-    share: dict[Passage, float] = {"none": 0.3, "right": 0.9, "unrelated": 0.3, "contradicting": 0.1}
+    share: dict[Passage, float] = {
+        "none": 0.3,
+        "right": 0.9,
+        "unrelated": 0.3,
+        "contradicting": 0.1,
+    }
     right = {which: rng.random(count) < share[which] for which in PASSAGES}
-    risk = {which: np.clip(0.7 - 0.4 * right[which] + rng.normal(0, 0.1, count), 0, 1) for which in PASSAGES}
+    risk = {
+        which: np.clip(0.7 - 0.4 * right[which] + rng.normal(0, 0.1, count), 0, 1)
+        for which in PASSAGES
+    }
     return Answered(np.arange(count) // 2, risk, right, 0.5, [])
 
 
@@ -123,7 +139,9 @@ def test_shares_add_up_and_a_gate_only_withholds() -> None:
 
 
 def test_the_command_writes_tables_and_every_answer(tmp_path: Path) -> None:
-    done = hallutracer("demo", "retrieval", "--questions", "20", "--max-tokens", "8", "--out", str(tmp_path))
+    done = hallutracer(
+        "demo", "retrieval", "--questions", "20", "--max-tokens", "8", "--out", str(tmp_path)
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "retrieval.json").read_text())
     assert len(found["examples"]) == found["questions"] == 20

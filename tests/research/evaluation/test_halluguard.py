@@ -1,4 +1,5 @@
-"""HalluGuard: the Gram matrix against plain autograd, the score against closed forms, and who may ask for it."""
+"""HalluGuard: the Gram matrix against plain autograd, the score against closed forms, and who may
+ask for it."""
 
 from __future__ import annotations
 
@@ -24,8 +25,11 @@ from tests.scripted_engine import ScriptedEngine
 EPSILON = float(np.finfo(np.float32).eps)
 
 
-def naive(engine: TransformersEngine, prompt: list[int], answer: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """G row by row from one whole forward pass per token, and the last hidden states, all by transformers' own ways."""
+def naive(
+    engine: TransformersEngine, prompt: list[int], answer: list[int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """G row by row from one whole forward pass per token, and the last hidden states, all by
+    transformers' own ways."""
     model = engine._model
     block = list(tiny.modules(engine).blocks[-1].parameters())
     rows, states = [], None
@@ -34,14 +38,20 @@ def naive(engine: TransformersEngine, prompt: list[int], answer: list[int]) -> t
     for number, token in enumerate(answer):
         before = torch.tensor([[*prompt, *answer[:number]]])
         logits = model(before, use_cache=False).logits[0, -1]
-        gradient = torch.autograd.grad(torch.log_softmax(logits, -1)[token], block, allow_unused=True)
-        parts = [torch.zeros_like(p) if g is None else g for p, g in zip(block, gradient, strict=True)]
+        gradient = torch.autograd.grad(
+            torch.log_softmax(logits, -1)[token], block, allow_unused=True
+        )
+        parts = [
+            torch.zeros_like(p) if g is None else g for p, g in zip(block, gradient, strict=True)
+        ]
         row = torch.cat([part.reshape(-1) for part in parts]).double()
         rows.append(row / row.norm())
     for parameter in block:
         parameter.requires_grad_(False)
     with torch.no_grad():
-        output = model(torch.tensor([[*prompt, *answer]]), output_hidden_states=True, use_cache=False)
+        output = model(
+            torch.tensor([[*prompt, *answer]]), output_hidden_states=True, use_cache=False
+        )
         states = output.hidden_states[-1][0, len(prompt) :].double().numpy()
     g = torch.stack(rows)
     return (g @ g.T).numpy(), states
@@ -64,7 +74,9 @@ def test_the_gram_matrix_of_known_gradients() -> None:
     """f = A theta has the rows of A as its gradients."""
     a = torch.tensor([[3.0, 4.0], [1.0, 0.0], [0.0, 0.0]])
     theta, unused = torch.zeros(2, requires_grad=True), torch.zeros(3, requires_grad=True)
-    gram = unit_gram((a * theta.exp()).sum(dim=1), [theta, unused])  # exp: its derivative at 0 is 1, and not constant
+    gram = unit_gram(
+        (a * theta.exp()).sum(dim=1), [theta, unused]
+    )  # exp: its derivative at 0 is 1, and not constant
     np.testing.assert_allclose(gram, [[1.0, 0.6, 0.0], [0.6, 1.0, 0.0], [0.0, 0.0, 0.0]], atol=1e-6)
 
 
@@ -74,7 +86,11 @@ STEPS = np.array([[0.0, 0.0], [3.0, 4.0], [3.0, 5.0], [5.0, 5.0]])  # of 5, 1 an
 @pytest.mark.parametrize(
     ("kernel", "states", "expected"),
     [
-        (np.array([[1.0, 0.4], [0.4, 1.0]]), np.array([[0.0], [1.0]]), 1 - 0.4**2 - 2 * np.log(1.4 / 0.6)),
+        (
+            np.array([[1.0, 0.4], [0.4, 1.0]]),
+            np.array([[0.0], [1.0]]),
+            1 - 0.4**2 - 2 * np.log(1.4 / 0.6),
+        ),
         (np.eye(4), STEPS, 1 + np.log(2.0)),
         (np.eye(1), np.zeros((1, 3)), 1.0),  # det 1, no ratio, condition number 1
         (np.ones((4, 4)), np.zeros((4, 3)), -2 * np.log(4 / 1e-8)),  # one token over and over
@@ -96,7 +112,9 @@ def test_scores_of_prompts_are_those_of_each_alone(capsys: pytest.CaptureFixture
     assert found.shape == (3,)
     for number, prompt in enumerate(prompts):
         answer = engine.generate([prompt], Sampling(max_tokens=4))[0].token_ids
-        assert found[number] == pytest.approx(score(*naive(engine, prompt, list(answer)), EPSILON), rel=1e-3)
+        assert found[number] == pytest.approx(
+            score(*naive(engine, prompt, list(answer)), EPSILON), rel=1e-3
+        )
 
 
 class _Once(torch.autograd.Function):
@@ -129,7 +147,9 @@ class _Silent(torch.autograd.Function):
 def test_a_model_that_cannot_be_differentiated_twice_is_refused(kernel: Any) -> None:
     engine = tiny.engine("llama")
     prompt, answer = tiny.prompts([4])[0], [5, 6]
-    norm = tiny.modules(engine).blocks[-1].post_attention_layernorm  # beside the residual path, which stays whole
+    norm = (
+        tiny.modules(engine).blocks[-1].post_attention_layernorm
+    )  # beside the residual path, which stays whole
     kept = norm.register_forward_hook(lambda _module, _inputs, output: kernel.apply(output))
     with pytest.raises(EngineError, match="differentiate this model twice"):
         answer_kernel(tiny.modules(engine), prompt, answer)

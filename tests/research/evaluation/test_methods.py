@@ -1,4 +1,5 @@
-"""What holds for every method, and what each of them is: whose rows it reads, what it picks, what it fits there."""
+"""What holds for every method, and what each of them is: whose rows it reads, what it picks, what
+it fits there."""
 
 from __future__ import annotations
 
@@ -16,8 +17,21 @@ from sklearn.decomposition import PCA
 from sklearn.linear_model import LogisticRegression
 from sklearn.preprocessing import StandardScaler
 
-from hallutracer_research.evaluation.methods import METHODS, base, fit_method, networks, own_answers, probes
-from hallutracer_research.evaluation.methods.base import AnswerReadings, MethodInputs, Penalty, fit_linear, usable_folds
+from hallutracer_research.evaluation.methods import (
+    METHODS,
+    base,
+    fit_method,
+    networks,
+    own_answers,
+    probes,
+)
+from hallutracer_research.evaluation.methods.base import (
+    AnswerReadings,
+    MethodInputs,
+    Penalty,
+    fit_linear,
+    usable_folds,
+)
 from hallutracer_research.evaluation.splits import trajectory_ridge
 from service.engines.base import Completion, TracedAnswer
 from service.errors import EngineError, TrainingError
@@ -37,17 +51,28 @@ WITHOUT_TRANSFORMERS = ("networks", "probes", "references")
 
 def relabelled(data: MethodInputs, label: np.ndarray) -> MethodInputs:
     assert data.behind is not None
-    heads, residual, own = (replace(one, label=label) for one in (data.heads, data.residual, data.behind.residual))
-    return replace(data, label=label, heads=heads, residual=residual, behind=replace(data.behind, residual=own))
+    heads, residual, own = (
+        replace(one, label=label) for one in (data.heads, data.residual, data.behind.residual)
+    )
+    return replace(
+        data, label=label, heads=heads, residual=residual, behind=replace(data.behind, residual=own)
+    )
 
 
-def planted(folder: Path, site: Site, plan: Callable[[np.ndarray, np.ndarray], Any], count: int = 120) -> MethodInputs:
-    """Inputs whose rows of one site ``plan`` changes: rows [n, m, width], label [n]; each row is its own group."""
+def planted(
+    folder: Path, site: Site, plan: Callable[[np.ndarray, np.ndarray], Any], count: int = 120
+) -> MethodInputs:
+    """Inputs whose rows of one site ``plan`` changes: rows [n, m, width], label [n]; each row is
+    its own group."""
     inputs, label = method_inputs(folder, count), np.arange(count) % 2
     rows = noise(np.random.default_rng(1), count, site)
     plan(rows, label)
     name = "heads" if site is Site.ATTENTION_HEAD else "residual"
-    made: dict[str, Any] = {"label": label, "group": np.arange(count), name: readouts(folder, rows, label, site)}
+    made: dict[str, Any] = {
+        "label": label,
+        "group": np.arange(count),
+        name: readouts(folder, rows, label, site),
+    }
     return replace(inputs, **made)
 
 
@@ -61,21 +86,32 @@ def test_scores_rise_with_hallucination_and_neither_test_labels_nor_other_test_r
     assert risk_auroc(data.label[test], scores) > 0.7
     label = data.label.copy()
     label[test] = 1 - label[test]
-    assert fit_method(name, relabelled(data, label), train, test, 3, jobs=1).tobytes() == scores.tobytes()
+    assert (
+        fit_method(name, relabelled(data, label), train, test, 3, jobs=1).tobytes()
+        == scores.tobytes()
+    )
     some = fit_method(name, data, train, test[5:9], 3, jobs=1)
-    np.testing.assert_allclose(some, scores[5:9], rtol=1e-4, atol=1e-5)  # float32 products of other shapes
+    np.testing.assert_allclose(
+        some, scores[5:9], rtol=1e-4, atol=1e-5
+    )  # float32 products of other shapes
 
 
-@pytest.mark.parametrize("name", [name for name in RIVALS if METHODS[name].reads != "prompt" or name == "halluguard"])
+@pytest.mark.parametrize(
+    "name", [name for name in RIVALS if METHODS[name].reads != "prompt" or name == "halluguard"]
+)
 def test_methods_that_read_more_than_the_prompt_need_it(data: MethodInputs, name: str) -> None:
-    without = replace(data, halluguard=None, answers=AnswerReadings(), positions=None, embedding=None, behind=None)
+    without = replace(
+        data, halluguard=None, answers=AnswerReadings(), positions=None, embedding=None, behind=None
+    )
     with pytest.raises(TrainingError, match=rf"{name}.*leave") as caught:
         fit_method(name, without, *sides(data), 0)
     assert caught.value.param == "methods"
 
 
 @pytest.mark.parametrize("name", ["saplma", "sep"])
-def test_a_probe_at_the_answer_s_end_is_the_prompt_s_on_what_was_read_there(data: MethodInputs, name: str) -> None:
+def test_a_probe_at_the_answer_s_end_is_the_prompt_s_on_what_was_read_there(
+    data: MethodInputs, name: str
+) -> None:
     assert data.behind is not None
     found = fit_method(f"answer-{name}", data, *sides(data), 3, jobs=1)
     there = replace(data, residual=data.behind.residual)
@@ -86,7 +122,10 @@ def test_a_probe_at_the_answer_s_end_is_the_prompt_s_on_what_was_read_there(data
 @pytest.mark.parametrize("name", OF_ANSWERS)
 def test_scores_of_answers_keep_the_sign_of_their_papers(data: MethodInputs, name: str) -> None:
     turned = relabelled(data, 1 - data.label)
-    assert fit_method(name, turned, *sides(data), 0).tobytes() == fit_method(name, data, *sides(data), 0).tobytes()
+    assert (
+        fit_method(name, turned, *sides(data), 0).tobytes()
+        == fit_method(name, data, *sides(data), 0).tobytes()
+    )
 
 
 def test_a_subset_has_the_readings_of_its_own_rows(data: MethodInputs) -> None:
@@ -105,7 +144,8 @@ def test_processes_keep_the_order_change_nothing_and_load_no_transformers(tmp_pa
         alone, shared = (fit_method(name, data, *sides(data), 1, count) for count in (1, 2))
         assert alone.tobytes() == shared.tobytes()
     modules = ", ".join(
-        f"__import__('hallutracer_research.evaluation.methods.{name}')" for name in WITHOUT_TRANSFORMERS
+        f"__import__('hallutracer_research.evaluation.methods.{name}')"
+        for name in WITHOUT_TRANSFORMERS
     )
     asked = [f"({modules}, 'transformers' in __import__('sys').modules)[-1]", "-3", "2"]
     assert base.in_processes(eval, asked, 2) == [False, -3, 2]
@@ -116,8 +156,12 @@ def test_text_and_kind_know_nothing_of_the_model(data: MethodInputs) -> None:
     nothing = replace(data, text=("why?",) * len(data.label), kind=np.full(len(data.label), "all"))
     for name in ("text-ngrams", "kind-prior"):
         assert len(set(fit_method(name, nothing, train, test, 0).round(9).tolist())) == 1
-    unknown = replace(data, kind=np.where(np.arange(len(data.label)) < len(train), data.kind, "new"))
-    np.testing.assert_allclose(fit_method("kind-prior", unknown, train, test, 0), 1 - data.label[train].mean())
+    unknown = replace(
+        data, kind=np.where(np.arange(len(data.label)) < len(train), data.kind, "new")
+    )
+    np.testing.assert_allclose(
+        fit_method("kind-prior", unknown, train, test, 0), 1 - data.label[train].mean()
+    )
 
 
 def test_the_sign_of_a_free_number_is_learned_from_the_training_rows(data: MethodInputs) -> None:
@@ -125,8 +169,14 @@ def test_the_sign_of_a_free_number_is_learned_from_the_training_rows(data: Metho
     values = np.random.default_rng(0).permutation(len(data.label)).astype(np.float64)
     for sign in (1.0, -1.0):
         turned = values.copy()
-        turned[train] = np.sort(values[train])[np.argsort(np.argsort(sign * (1 - data.label[train]), kind="stable"))]
-        three = replace(data, first_token=np.stack([turned, turned + 0.5], axis=1), prompt_tokens=turned.astype(int))
+        turned[train] = np.sort(values[train])[
+            np.argsort(np.argsort(sign * (1 - data.label[train]), kind="stable"))
+        ]
+        three = replace(
+            data,
+            first_token=np.stack([turned, turned + 0.5], axis=1),
+            prompt_tokens=turned.astype(int),
+        )
         for name, own in zip(SIGNED, (turned, turned + 0.5, turned), strict=True):
             np.testing.assert_array_equal(fit_method(name, three, train, test, 0), sign * own[test])
 
@@ -142,7 +192,9 @@ def test_raw_logits_are_the_standardised_pipeline_s(penalty: Penalty) -> None:
     z = StandardScaler().fit_transform(x)
     z[:, 5] = 0.0
     ratio = 1.0 if penalty == "l1" else 0.0
-    saga = LogisticRegression(C=0.2, l1_ratio=ratio, solver="saga", class_weight="balanced", tol=1e-8, max_iter=20000)
+    saga = LogisticRegression(
+        C=0.2, l1_ratio=ratio, solver="saga", class_weight="balanced", tol=1e-8, max_iter=20000
+    )
     expected = saga.fit(z, label).decision_function(z)  # saga does not penalise the intercept
     np.testing.assert_allclose(fitted.logits(x), expected, atol=0.01 * expected.std())
     assert fitted.weight[5] == 0.0
@@ -177,11 +229,16 @@ def test_principal_components_are_those_of_all_layers_and_know_no_test_row(tmp_p
     data = method_inputs(tmp_path, 90)
     train, test = sides(data)
     found = probes.principal_components(data.heads, train, np.r_[train, test], 5)
-    layers = [np.asarray(data.heads.file.layer(layer)[3:], np.float64) for layer in range(GEOMETRY.num_layers)]
+    layers = [
+        np.asarray(data.heads.file.layer(layer)[3:], np.float64)
+        for layer in range(GEOMETRY.num_layers)
+    ]
     x = np.concatenate(layers, axis=1)
     z = (x - x[train].mean(axis=0)) / x[train].std(axis=0)
     fitted = PCA(5).fit(z[train])
-    signs = np.sign((fitted.transform(z[train]) * found[: len(train)]).sum(axis=0))  # which neither fixes
+    signs = np.sign(
+        (fitted.transform(z[train]) * found[: len(train)]).sum(axis=0)
+    )  # which neither fixes
     expected = fitted.transform(z[np.r_[train, test]]) * signs
     np.testing.assert_allclose(found, expected, atol=1e-8 * np.abs(expected).max())
     few = probes.principal_components(data.heads, train[:8], train[:8], 50)
@@ -201,7 +258,9 @@ def test_ties_go_to_the_lowest_layer_and_head_and_the_first_fit(tmp_path: Path) 
     data = planted(tmp_path, Site.ATTENTION_HEAD, heads)
     assert probes.best_head(data.heads, sides(data)[0], 1.0, 1)[:2] == (2, 1)
     data = planted(tmp_path, Site.RESIDUAL_STREAM, layers)
-    found = base.choose(data, sides(data)[0], 0, layers=[1, 2, 4], fits=probes.FITS[1:2] * 2, jobs=1, what="fold")
+    found = base.choose(
+        data, sides(data)[0], 0, layers=[1, 2, 4], fits=probes.FITS[1:2] * 2, jobs=1, what="fold"
+    )
     assert found == (2, 0)
 
 
@@ -211,7 +270,9 @@ def test_the_bootstrap_draws_whole_groups_with_replacement() -> None:
     seen = set()
     for _ in range(50):
         counts = np.bincount(probes.group_bootstrap(label, group, rng), minlength=6)
-        assert all(len(set(counts[group == name])) == 1 for name in (5, 2, 9))  # all rows of a group, equally often
+        assert all(
+            len(set(counts[group == name])) == 1 for name in (5, 2, 9)
+        )  # all rows of a group, equally often
         times = tuple(int(counts[group == name][0]) for name in (5, 2, 9))
         assert sum(times) == 3
         assert times[1] > 0  # the only hallucinated group: a sample without it is drawn again
@@ -229,14 +290,24 @@ def test_fact_probe_reads_a_signal_spread_over_layers_from_a_window(tmp_path: Pa
     x = np.concatenate([np.asarray(data.residual.file.layer(layer)[3:]) for layer in WIDE], axis=1)
     np.testing.assert_array_equal(base.window(data.residual, 1, 5, np.arange(400)), x)
     probe = fit_linear(x[train], data.label[train], c, "l1")
-    np.testing.assert_allclose(probes.fact_probe(data, train, test, 2, 1), -probe.logits(x[test]), rtol=1e-9)
+    np.testing.assert_allclose(
+        probes.fact_probe(data, train, test, 2, 1), -probe.logits(x[test]), rtol=1e-9
+    )
 
 
-def test_of_equally_good_windows_the_smallest_is_taken_and_they_are_thinned_evenly(tmp_path: Path) -> None:
-    plan = partial(plant, layer=3, column=2, strength=8.0)  # separable: every window that holds layer 3 is perfect
+def test_of_equally_good_windows_the_smallest_is_taken_and_they_are_thinned_evenly(
+    tmp_path: Path,
+) -> None:
+    plan = partial(
+        plant, layer=3, column=2, strength=8.0
+    )  # separable: every window that holds layer 3 is perfect
     data = planted(tmp_path, Site.RESIDUAL_STREAM, plan, 200)
     assert probes.search(data, sides(data)[0], 0, 1) == (3, 1, 0.1, 1.0)
-    assert (probes.starts(12, 1), probes.starts(6, 5), probes.starts(4, 5)) == (list(range(12)), [0, 1], [])
+    assert (probes.starts(12, 1), probes.starts(6, 5), probes.starts(4, 5)) == (
+        list(range(12)),
+        [0, 1],
+        [],
+    )
     for layers, size in ((13, 1), (28, 1), (28, 5), (80, 5)):
         found = probes.starts(layers, size)
         assert (len(found), found[0], found[-1]) == (12, 0, layers - size)
@@ -253,8 +324,15 @@ def test_the_best_layer_and_fit_of_the_inner_folds_are_taken(tmp_path: Path) -> 
 
     def quality(layer: int, c: float) -> float:
         x = np.asarray(data.residual.file.layer(layer)[3:])
-        fits = [fit_linear(x[inside], data.label[inside], c, "l2").logits(x[held]) for inside, held in pairs]
-        return float(np.mean([auroc(data.label[held], fit) for (_, held), fit in zip(pairs, fits, strict=True)]))
+        fits = [
+            fit_linear(x[inside], data.label[inside], c, "l2").logits(x[held])
+            for inside, held in pairs
+        ]
+        return float(
+            np.mean(
+                [auroc(data.label[held], fit) for (_, held), fit in zip(pairs, fits, strict=True)]
+            )
+        )
 
     best = max((quality(layer, c), layer, c) for layer in layers for c in probes.C_GRID)
     layer, fit = base.choose(data, train, 2, layers=layers, fits=probes.FITS, jobs=1, what="fold")
@@ -264,7 +342,9 @@ def test_the_best_layer_and_fit_of_the_inner_folds_are_taken(tmp_path: Path) -> 
     np.testing.assert_allclose(probes.p_ik(data, train, test, 2, jobs=1), expected, rtol=1e-9)
 
 
-def test_a_fold_that_lacks_a_class_is_left_out_and_the_method_named_where_all_do(tmp_path: Path) -> None:
+def test_a_fold_that_lacks_a_class_is_left_out_and_the_method_named_where_all_do(
+    tmp_path: Path,
+) -> None:
     data = method_inputs(tmp_path, 60)
     train, test = sides(data)
     label = np.zeros(60, np.int64)
@@ -273,12 +353,15 @@ def test_a_fold_that_lacks_a_class_is_left_out_and_the_method_named_where_all_do
         probes.p_ik(replace(data, label=label), train, test, 0, jobs=1)
     label[train[:2]] = 1  # one in each of two folds' test sides; the third has none
     data = replace(data, label=label, group=np.arange(60))
-    assert [label[held].sum() for _, held in usable_folds(label, data.group, train, base.INNER_FOLDS, 0)] == [1, 1]
+    assert [
+        label[held].sum() for _, held in usable_folds(label, data.group, train, base.INNER_FOLDS, 0)
+    ] == [1, 1]
     base.choose(data, train, 0, layers=[1, 2], fits=probes.FITS, jobs=1, what="fold")
 
 
 def correlated(rows: int, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """x [n, d], label [n], the covariance [d, d] within the classes, the difference of their means [d]."""
+    """x [n, d], label [n], the covariance [d, d] within the classes, the difference of their means
+    [d]."""
     rng = np.random.default_rng(0)
     mixed = np.eye(width) + 3.0 * rng.standard_normal((width, 1)) @ rng.standard_normal((1, width))
     shift = rng.standard_normal(width)
@@ -289,16 +372,23 @@ def correlated(rows: int, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarra
 
 def test_mass_mean_is_the_covariance_s_inverse_times_the_difference_of_means() -> None:
     x, label, covariance, shift = correlated(40_000, 5)
-    found = probes.discriminant(None, x, label, np.concatenate([np.zeros((1, 5)), np.eye(5)]).astype(np.float32))
+    found = probes.discriminant(
+        None, x, label, np.concatenate([np.zeros((1, 5)), np.eye(5)]).astype(np.float32)
+    )
     direction, expected = found[1:] - found[0], np.linalg.solve(covariance, shift)
     assert direction @ expected / np.linalg.norm(direction) / np.linalg.norm(expected) > 0.999
     means = [x[label == value].mean(axis=0) for value in (0, 1)]
     halfway = np.stack(means).mean(axis=0)[None]
     np.testing.assert_allclose(probes.discriminant(None, x, label, halfway), 0.0, atol=1e-3)
-    x, label, _, _ = correlated(300, 6)  # fully shrunk: the difference of means of standardised columns
+    x, label, _, _ = correlated(
+        300, 6
+    )  # fully shrunk: the difference of means of standardised columns
     z = (x - x.mean(axis=0)) / x.std(axis=0)
     means = [z[label == value].mean(axis=0) for value in (0, 1)]
-    plain, found = (z - (means[0] + means[1]) / 2) @ (means[1] - means[0]), probes.discriminant(1.0, x, label, x)
+    plain, found = (
+        (z - (means[0] + means[1]) / 2) @ (means[1] - means[0]),
+        probes.discriminant(1.0, x, label, x),
+    )
     scale = found @ plain / (plain @ plain)
     assert scale > 0
     np.testing.assert_allclose(found, scale * plain, rtol=1e-3, atol=1e-3)
@@ -308,7 +398,9 @@ def test_mass_mean_needs_fewer_rows_than_columns_and_ignores_constant_ones() -> 
     x, label, _, shift = correlated(400, 150)
     train, test = np.arange(100), np.arange(100, 400)
     found = auroc(label[test], probes.discriminant(None, x[train], label[train], x[test]))
-    plain = auroc(label[test], (x[test] - x[train].mean(axis=0)) @ shift)  # the true difference, uncorrected
+    plain = auroc(
+        label[test], (x[test] - x[train].mean(axis=0)) @ shift
+    )  # the true difference, uncorrected
     assert found > max(plain, 0.9)
     label = np.arange(40) % 2
     x = np.stack([np.full(40, 7.1), label.astype(float)], axis=1).astype(np.float32)
@@ -318,7 +410,8 @@ def test_mass_mean_needs_fewer_rows_than_columns_and_ignores_constant_ones() -> 
 
 @pytest.mark.parametrize("shrinkage", probes.SHRINKAGE)
 def test_copies_of_rows_are_no_reason_to_trust_the_covariance(shrinkage: float | None) -> None:
-    """Each row five times over changes a fixed share's direction by nothing, and Ledoit and Wolf's towards overfit."""
+    """Each row five times over changes a fixed share's direction by nothing, and Ledoit and Wolf's
+    towards overfit."""
     x, label, _, _ = correlated(60, 50)
     once = probes.discriminant(shrinkage, x, label, x[:5])
     often = probes.discriminant(shrinkage, np.tile(x, (5, 1)), np.tile(label, 5), x[:5])
@@ -327,7 +420,8 @@ def test_copies_of_rows_are_no_reason_to_trust_the_covariance(shrinkage: float |
 
 def test_the_ridge_weighs_layers_where_the_mean_cannot() -> None:
     def made(rows: int, known: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Trajectories [n, 8], labels and groups of two; a strong common level, and the class at the ``known``."""
+        """Trajectories [n, 8], labels and groups of two; a strong common level, and the class at
+        the ``known``."""
         rng = np.random.default_rng(0)
         group = np.arange(rows) // 2
         label = (rng.random(rows // 2) < 0.5).astype(np.int64)[group]
@@ -338,7 +432,12 @@ def test_the_ridge_weighs_layers_where_the_mean_cannot() -> None:
     trajectory, label, group = made(500, (2, 5))
     train, test = slice(300), slice(300, 500)
     found = trajectory_ridge(trajectory[train], label[train], group[train], trajectory[test], 0)
-    assert risk_auroc(label[test], found) > 0.9 > 0.7 > risk_auroc(label[test], -trajectory[test].mean(axis=1))
+    assert (
+        risk_auroc(label[test], found)
+        > 0.9
+        > 0.7
+        > risk_auroc(label[test], -trajectory[test].mean(axis=1))
+    )
     some = trajectory_ridge(trajectory[train], label[train], group[train], trajectory[305:310], 0)
     np.testing.assert_allclose(some, found[5:10], rtol=1e-9)
     trajectory, label, group = made(2000, ())
@@ -353,21 +452,33 @@ def test_an_attention_pooled_probe_finds_the_token_that_knows(data: MethodInputs
     found = risk_auroc(data.label[test], networks.attention_pooled(data, train, test, 0))
     there = tokens[:, 1].any(axis=2, keepdims=True)
     mean = tokens[:, 1].sum(axis=1, dtype=np.float64) / there.sum(axis=1)
-    plain = auroc(data.label[test], fit_linear(mean[train], data.label[train], 0.1, "l2").logits(mean[test]))
+    plain = auroc(
+        data.label[test], fit_linear(mean[train], data.label[train], 0.1, "l2").logits(mean[test])
+    )
     assert found > max(0.9, plain + 0.05)
-    padded = np.concatenate([np.zeros_like(tokens[:, :, :5]), tokens], axis=2)  # what is not there is not read
-    again = networks.attention_pooled(replace(data, positions=replace(data.positions, states=padded)), train, test, 0)
+    padded = np.concatenate(
+        [np.zeros_like(tokens[:, :, :5]), tokens], axis=2
+    )  # what is not there is not read
+    again = networks.attention_pooled(
+        replace(data, positions=replace(data.positions, states=padded)), train, test, 0
+    )
     np.testing.assert_allclose(risk_auroc(data.label[test], again), found, atol=0.02)
 
 
-def test_an_attention_pooled_probe_with_soft_targets_learns_the_share_of_right_samples(data: MethodInputs) -> None:
+def test_an_attention_pooled_probe_with_soft_targets_learns_the_share_of_right_samples(
+    data: MethodInputs,
+) -> None:
     train, test = sides(data)
-    right = 0.2 + 0.5 * data.label  # never 0 nor 1, and as wrong where the label is: a fit of the labels has no part
+    right = (
+        0.2 + 0.5 * data.label
+    )  # never 0 nor 1, and as wrong where the label is: a fit of the labels has no part
     right[train[0]] = np.nan  # none of its samples was judged: its label stands for them
     soft = replace(data, answers=replace(data.answers, right=right))
     found = networks.attention_pooled_soft(soft, train, test, 0)
     assert risk_auroc(data.label[test], found) > 0.9
-    assert np.ptp(found) < 0.8 * np.ptp(networks.attention_pooled(data, train, test, 0))  # it is taught to be less sure
+    assert np.ptp(found) < 0.8 * np.ptp(
+        networks.attention_pooled(data, train, test, 0)
+    )  # it is taught to be less sure
     with pytest.raises(TrainingError, match="sampled answers, and there are none"):
         networks.attention_pooled_soft(replace(data, answers=AnswerReadings()), train, test, 0)
 
@@ -376,10 +487,14 @@ def test_a_semantic_entropy_probe_sees_neither_labels_nor_test_samples(data: Met
     train, test = sides(data)
     scores, entropy = probes.sep(data, train, test, 0, jobs=1), data.answers.entropy
     assert entropy is not None
-    assert np.corrcoef(scores, entropy[test])[0, 1] > 0.7  # it predicts the entropy, and not the label only
+    assert (
+        np.corrcoef(scores, entropy[test])[0, 1] > 0.7
+    )  # it predicts the entropy, and not the label only
     other = entropy.copy()
     other[test] = 1000.0 - other[test]
-    blind = replace(data, label=data.label[::-1].copy(), answers=replace(data.answers, entropy=other))
+    blind = replace(
+        data, label=data.label[::-1].copy(), answers=replace(data.answers, entropy=other)
+    )
     assert probes.sep(blind, train, test, 0, jobs=1).tobytes() == scores.tobytes()
 
 
@@ -434,7 +549,11 @@ def test_the_loss_of_iris_against_hand_computed_values() -> None:
     q = np.array([[0.25, 0.75], [0.9, 0.1]])
     label, logits = torch.tensor([1, 1]), torch.tensor(np.log(q))
     cross_entropy, entropy = -(np.log(0.75) + np.log(0.1)) / 2, -np.sum(q * np.log(q)) / 2
-    for beta, expected in ((1.0, cross_entropy), (0.0, entropy), (0.8, 0.8 * cross_entropy + 0.2 * entropy)):
+    for beta, expected in (
+        (1.0, cross_entropy),
+        (0.0, entropy),
+        (0.8, 0.8 * cross_entropy + 0.2 * entropy),
+    ):
         assert float(networks.soft_bootstrapping(logits, label, beta)) == pytest.approx(expected)
     # Gradients run through the target: d/dz of the entropy part is q (log q + H) negated.
     z = torch.tensor([[0.3, -0.9]], dtype=torch.float64, requires_grad=True)
@@ -447,7 +566,9 @@ def test_iris_reads_the_last_layer_and_learns_what_no_line_can(tmp_path: Path) -
     rng = np.random.default_rng(0)
     rows = noise(rng, 600, Site.ATTENTION_HEAD)
     z = (rows[:, LAST] - rows[:, LAST].mean(axis=0)) / rows[:, LAST].std(axis=0)
-    label = (z[:, 1] * z[:, 12] > 0).astype(np.int64)  # columns of two heads; each alone says nothing
+    label = (z[:, 1] * z[:, 12] > 0).astype(
+        np.int64
+    )  # columns of two heads; each alone says nothing
     inputs = method_inputs(tmp_path, 600)
     heads = readouts(tmp_path, rows, label, Site.ATTENTION_HEAD)
     data = replace(inputs, label=label, group=np.arange(600), heads=heads)
@@ -477,13 +598,19 @@ def test_saplma_learns_what_no_line_can_and_ignores_a_constant_column() -> None:
     assert networks.saplma_logits(0, x[:120], label[:120], x[120:]).tobytes() == scores.tobytes()
 
 
-def test_mind_reads_the_last_token_over_layers_and_the_last_layer_over_tokens(data: MethodInputs) -> None:
+def test_mind_reads_the_last_token_over_layers_and_the_last_layer_over_tokens(
+    data: MethodInputs,
+) -> None:
     last, mean = np.arange(12.0).reshape(3, 4), 100 + np.arange(12.0).reshape(3, 4)
-    answer = TracedAnswer(Completion("", (1, 2), "stop"), np.zeros(2), last.astype("f4"), mean.astype("f4"))
+    answer = TracedAnswer(
+        Completion("", (1, 2), "stop"), np.zeros(2), last.astype("f4"), mean.astype("f4")
+    )
     np.testing.assert_array_equal(networks.features(answer), [4, 5, 6, 7, 108, 109, 110, 111])
     train, test = sides(data)
     rare = replace(data, answers=replace(data.answers, states=data.answers.states * 1e3 + 1e5))  # type: ignore[operator]
-    assert risk_auroc(data.label[test], networks.mind(rare, train, test, 1)) > 0.85  # standardised by the training side
+    assert (
+        risk_auroc(data.label[test], networks.mind(rare, train, test, 1)) > 0.85
+    )  # standardised by the training side
 
 
 def test_eigenscore_is_the_paper_s_equation() -> None:
@@ -494,11 +621,14 @@ def test_eigenscore_is_the_paper_s_equation() -> None:
     for same in (states, states + 100.0):  # a common height of all coordinates is centred away
         assert own_answers.eigen_score(same) == pytest.approx(log_det / 4)
     assert own_answers.eigen_score(np.ones((4, 9))) == pytest.approx(np.log(1e-3))
-    assert own_answers.eigen_score(np.repeat(states[:1], 4, axis=0)) < own_answers.eigen_score(states)
+    assert own_answers.eigen_score(np.repeat(states[:1], 4, axis=0)) < own_answers.eigen_score(
+        states
+    )
 
 
 class Words:
-    """A tokenizer of whole words, with a token of its own in front; 9 begins what it does not know."""
+    """A tokenizer of whole words, with a token of its own in front; 9 begins what it does not
+    know."""
 
     known = {"A": 1, " A": 2, "True": 3, "B": 5, " B": 5, " False": 6}
 
@@ -506,14 +636,20 @@ class Words:
         return [0, *([self.known[text]] if text in self.known else [9, 9] if text else [])]
 
     def next_token(self, prompts: Any, tokens: Any) -> np.ndarray:
-        table = np.log(np.array([0.0, 0.1, 0.2, 0.05, 0.0, 0.25, 0.15]), where=np.arange(7) % 4 != 0, out=np.zeros(7))
+        table = np.log(
+            np.array([0.0, 0.1, 0.2, 0.05, 0.0, 0.25, 0.15]),
+            where=np.arange(7) % 4 != 0,
+            out=np.zeros(7),
+        )
         return np.array([table[list(tokens)]] * len(prompts))
 
 
 def test_a_follow_up_is_what_the_template_writes_behind_an_answer() -> None:
     tiny_one = cast(Any, tiny.shared_engine("llama"))
     assert tiny_one.detokenize(own_answers.follow_up(tiny_one, "Is it?", "text")) == "\nIs it?"
-    assert tiny_one.detokenize(own_answers.follow_up(tiny_one, "Is it?", "chat")) == "\nuser: Is it?\n"
+    assert (
+        tiny_one.detokenize(own_answers.follow_up(tiny_one, "Is it?", "chat")) == "\nuser: Is it?\n"
+    )
 
     class Chat(Words):
         known: ClassVar = {"X": 4, "0": 6, "a": 7, "Is it?": 8}
@@ -541,20 +677,25 @@ def test_p_true_sums_the_forms_of_its_answers() -> None:
     prompts = tiny.prompts([6, 9])
     for prompt, value in zip(prompts, own_answers.log_odds(real, prompts), strict=True):
         with torch.no_grad():
-            p = torch.softmax(tiny.modules(real).model(torch.tensor([prompt])).logits[0, -1].double(), -1)
+            p = torch.softmax(
+                tiny.modules(real).model(torch.tensor([prompt])).logits[0, -1].double(), -1
+            )
         assert value == pytest.approx(float(torch.log(p[yes].sum() / p[no].sum())), abs=1e-4)
 
 
 @pytest.mark.parametrize(
     ("groups", "log_prob", "expected"),
     [
-        ([0, 0, 1, 2], None, 0.5 * math.log(2) + 0.5 * math.log(4)), ([0] * 5, None, 0.0),
+        ([0, 0, 1, 2], None, 0.5 * math.log(2) + 0.5 * math.log(4)),
+        ([0] * 5, None, 0.0),
         # Of mean tokens; shares 3/4 and 1/4.
         ([0, 1, 0], np.log([0.4, 0.2, 0.2]), -(0.75 * math.log(0.75) + 0.25 * math.log(0.25))),
         ([0, 1], [-2000.0, -2000.0], math.log(2)),  # exp underflows to 0
     ],
-)  # fmt: skip
-def test_semantic_entropy_by_counts_and_by_likelihood(groups: list[int], log_prob: Any, expected: float) -> None:
+)
+def test_semantic_entropy_by_counts_and_by_likelihood(
+    groups: list[int], log_prob: Any, expected: float
+) -> None:
     weights = None if log_prob is None else np.array(log_prob)
     assert own_answers.semantic_entropy(np.array(groups), weights) == pytest.approx(expected)
 
@@ -562,16 +703,32 @@ def test_semantic_entropy_by_counts_and_by_likelihood(groups: list[int], log_pro
 @pytest.mark.parametrize(
     ("question", "answers", "expected"),
     [
-        ("What is the capital of France?",
-         ["The capital of France is Paris.", "Paris", "paris!", "It is Rome.", "PARIS, of course", "Rome"],
-         [0, 0, 0, 1, 0, 1]),
-        ("Is the earth flat?", ["Yes.", "No.", "No, the earth is not flat.", "no", "Yes, it is."], [0, 1, 1, 1, 0]),
-        ("Who wrote Hamlet?", ["Shakespeare wrote it", "Shakespeare never wrote it", "It wasn't Shakespeare"],
-         [0, 1, 2]),
+        (
+            "What is the capital of France?",
+            [
+                "The capital of France is Paris.",
+                "Paris",
+                "paris!",
+                "It is Rome.",
+                "PARIS, of course",
+                "Rome",
+            ],
+            [0, 0, 0, 1, 0, 1],
+        ),
+        (
+            "Is the earth flat?",
+            ["Yes.", "No.", "No, the earth is not flat.", "no", "Yes, it is."],
+            [0, 1, 1, 1, 0],
+        ),
+        (
+            "Who wrote Hamlet?",
+            ["Shakespeare wrote it", "Shakespeare never wrote it", "It wasn't Shakespeare"],
+            [0, 1, 2],
+        ),
         ("When was the moon landing?", ["1969", "In July 1969", "1996", "in 1,969"], [0, 0, 1, 0]),
         ("Name a colour", ["Name a colour", "name a colour!", "colour", "Red"], [0, 0, 1, 2]),
         ("Why?", ["", "", "So"], [0, 0, 1]),
     ],
-)  # fmt: skip
+)
 def test_answers_that_mean_the_same(question: str, answers: list[str], expected: list[int]) -> None:
     assert own_answers.clusters(question, answers).tolist() == expected

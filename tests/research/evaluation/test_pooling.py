@@ -1,4 +1,5 @@
-"""Pooled activations equal a plain forward pass pooled by hand, and cost the engine's own numbers nothing."""
+"""Pooled activations equal a plain forward pass pooled by hand, and cost the engine's own numbers
+nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from tests.scripted_engine import ScriptedEngine
 
 BOTH = list(Site)
 OTHERS = [pooling for pooling in Pooling if pooling is not Pooling.LAST_1]
-# One token per byte: a letter or digit is a word, but for "a" and "i", and a byte beyond ASCII is no letter.
+# One token per byte: a letter or digit is a word, but for "a" and "i", and a byte beyond ASCII is
+# no letter.
 CHARACTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
 TOKENS = Tokens(tiny.tokenizer())
 
@@ -33,12 +35,19 @@ def is_word(token: int) -> bool:
 
 
 def mixed_prompts() -> list[list[int]]:
-    """Random prompts, one with letters and spaces, and one of punctuation and special tokens alone."""
+    """Random prompts, one with letters and spaces, and one of punctuation and special tokens
+    alone."""
     text, marks = (TOKENS.tokenize(text)[1:] for text in ("I was in Rome 42", " ,.; i"))
-    return [*tiny.prompts([3, 20, 1, 33]), [tiny.BOS, *text, tiny.CHAT], [tiny.BOS, *marks, tiny.CHAT]]
+    return [
+        *tiny.prompts([3, 20, 1, 33]),
+        [tiny.BOS, *text, tiny.CHAT],
+        [tiny.BOS, *marks, tiny.CHAT],
+    ]
 
 
-def by_hand(states: NDArray[np.float64], prompt: list[int], pooling: Pooling) -> NDArray[np.float64]:
+def by_hand(
+    states: NDArray[np.float64], prompt: list[int], pooling: Pooling
+) -> NDArray[np.float64]:
     """Pool [T, width] of one prompt."""
     content = [place for place, token in enumerate(prompt) if is_word(token)]
     size = {Pooling.LAST_4: 4, Pooling.LAST_8: 8, Pooling.LAST_16: 16}
@@ -48,12 +57,17 @@ def by_hand(states: NDArray[np.float64], prompt: list[int], pooling: Pooling) ->
         return states.max(axis=0)
     if pooling is Pooling.MEAN or not content:
         return states.mean(axis=0)
-    return states[content].max(axis=0) if pooling is Pooling.CONTENT_MAX else states[content].mean(axis=0)
+    return (
+        states[content].max(axis=0)
+        if pooling is Pooling.CONTENT_MAX
+        else states[content].mean(axis=0)
+    )
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mistral", "qwen3_moe"])
 def test_pooled_activations_are_the_onsets_of_every_beginning_pooled_by_hand(name: str) -> None:
-    """Attention is causal: the activation at token t is that at the onset of the first t + 1 tokens."""
+    """Attention is causal: the activation at token t is that at the onset of the first t + 1
+    tokens."""
     engine = tiny.shared_engine(name)
     found = PoolingEngine(engine).extract(mixed_prompts(), BOTH, tuple(Pooling))
     assert set(found.pooled) == {(site, pooling) for site in Site for pooling in OTHERS}
@@ -63,11 +77,15 @@ def test_pooled_activations_are_the_onsets_of_every_beginning_pooled_by_hand(nam
             layers = states[site].astype(np.float64).swapaxes(0, 1)
             expected = np.stack([by_hand(layer, prompt, pooling) for layer in layers])
             assert pooled.dtype == np.float32
-            np.testing.assert_allclose(pooled[row], expected, rtol=0, atol=1e-5, err_msg=f"{pooling} of {row}")
+            np.testing.assert_allclose(
+                pooled[row], expected, rtol=0, atol=1e-5, err_msg=f"{pooling} of {row}"
+            )
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_spans_are_means_of_onsets_of_beginnings_and_the_last_token_s_distribution_is_the_row_s(name: str) -> None:
+def test_spans_are_means_of_onsets_of_beginnings_and_the_last_token_s_distribution_is_the_row_s(
+    name: str,
+) -> None:
     engine, prompts, layers, behind = tiny.shared_engine(name), mixed_prompts(), [0, 2], [7, 11, 5]
     ends = [len(prompt) for prompt in prompts]
     rows = [[*prompt, *behind] for prompt in prompts]
@@ -77,8 +95,10 @@ def test_spans_are_means_of_onsets_of_beginnings_and_the_last_token_s_distributi
     heads = Site.ATTENTION_HEAD
     pooled = PoolingEngine(engine).extract(prompts, BOTH, [Pooling.LAST_8]).pooled
     np.testing.assert_allclose(found.heads[0], pooled[heads, Pooling.LAST_8], rtol=0, atol=1e-5)
-    one, two, whole = (engine.extract([row[: end + more] for row, end in zip(rows, ends, strict=True)], BOTH)
-                       for more in (1, 2, 3))  # fmt: skip
+    one, two, whole = (
+        engine.extract([row[: end + more] for row, end in zip(rows, ends, strict=True)], BOTH)
+        for more in (1, 2, 3)
+    )
     both = (one.activations[heads] + two.activations[heads]) / 2
     np.testing.assert_allclose(found.heads[1], both, rtol=0, atol=1e-5)
     np.testing.assert_allclose(found.heads[2], whole.activations[heads], rtol=0, atol=1e-5)
@@ -86,9 +106,13 @@ def test_spans_are_means_of_onsets_of_beginnings_and_the_last_token_s_distributi
     np.testing.assert_allclose(found.first_token, signals, rtol=1e-4, atol=1e-5)
     for row, prompt in enumerate(prompts):
         places = range(max(0, len(prompt) - 6), len(prompt))
-        states = engine.extract([prompt[: end + 1] for end in places], BOTH).activations[Site.RESIDUAL_STREAM]
+        states = engine.extract([prompt[: end + 1] for end in places], BOTH).activations[
+            Site.RESIDUAL_STREAM
+        ]
         expected = states[:, layers].swapaxes(0, 1)
-        np.testing.assert_allclose(found.states[row][:, 6 - len(places) :], expected, rtol=2e-3, atol=2e-3)
+        np.testing.assert_allclose(
+            found.states[row][:, 6 - len(places) :], expected, rtol=2e-3, atol=2e-3
+        )
         assert not found.states[row][:, : 6 - len(places)].any()
     alone = PoolingEngine(engine).spans(rows, [of_row[:1] for of_row in spans])
     np.testing.assert_array_equal(alone.heads, found.heads[:1])
@@ -107,9 +131,13 @@ def test_what_the_engine_itself_reads_does_not_change_by_a_bit() -> None:
 
 
 def test_half_types_are_pooled_in_float32() -> None:
-    states = torch.full((3000, 1), 30.0, dtype=torch.float16)  # whose sum, 90,000, is beyond float16
+    states = torch.full(
+        (3000, 1), 30.0, dtype=torch.float16
+    )  # whose sum, 90,000, is beyond float16
     states[0] = 30.5
-    assert float(pool(states, Pooling.MEAN, torch.ones(3000).bool())) == pytest.approx(30.0 + 0.5 / 3000, abs=1e-4)
+    assert float(pool(states, Pooling.MEAN, torch.ones(3000).bool())) == pytest.approx(
+        30.0 + 0.5 / 3000, abs=1e-4
+    )
 
 
 def test_a_nan_away_from_t_is_refused_and_named() -> None:
@@ -142,9 +170,18 @@ def test_other_poolings_are_listed_once_and_in_order() -> None:
     assert beyond_onset(poolings) == [Pooling.LAST_4, Pooling.MAX]
 
 
-@pytest.mark.parametrize("make", [ScriptedEngine, lambda: PoolingEngine(ScriptedEngine()),
-                                  lambda: object.__new__(VllmEngine), lambda: tiny.shared_engine("llama")])  # fmt: skip
+@pytest.mark.parametrize(
+    "make",
+    [
+        ScriptedEngine,
+        lambda: PoolingEngine(ScriptedEngine()),
+        lambda: object.__new__(VllmEngine),
+        lambda: tiny.shared_engine("llama"),
+    ],
+)
 def test_engines_that_read_only_t_name_the_alternative(make: Any) -> None:
     with pytest.raises(EngineError, match=r"last_8, mean.*transformers engine") as caught:
-        make().extract([[1, 2]], [Site.ATTENTION_HEAD], [Pooling.MEAN, Pooling.LAST_1, Pooling.LAST_8])
+        make().extract(
+            [[1, 2]], [Site.ATTENTION_HEAD], [Pooling.MEAN, Pooling.LAST_1, Pooling.LAST_8]
+        )
     assert caught.value.param == "poolings"

@@ -1,4 +1,5 @@
-"""Options and costs; what is found on one set: the main table's numbers, DeLong's test, forms, transfer."""
+"""Options and costs; what is found on one set: the main table's numbers, DeLong's test, forms,
+transfer."""
 
 from __future__ import annotations
 
@@ -14,7 +15,14 @@ from torch import nn
 from hallutracer_research.evaluation import options, results, tables
 from hallutracer_research.evaluation.methods import ANSWER_MEAN, METHODS, OURS, WITH_ANSWER
 from hallutracer_research.evaluation.methods.base import MethodInputs
-from hallutracer_research.evaluation.options import CLASSES, EvaluateOptions, EvaluationSource, Tokens, Weights, cost
+from hallutracer_research.evaluation.options import (
+    CLASSES,
+    EvaluateOptions,
+    EvaluationSource,
+    Tokens,
+    Weights,
+    cost,
+)
 from hallutracer_research.evaluation.results import SetResult, compare, delong, measured
 from hallutracer_research.evaluation.tables import form_table, second_look_table, transfer_table
 from service.errors import TrainingError
@@ -33,12 +41,29 @@ def test_methods_by_name_and_by_class() -> None:
     behind = {"scaffold-max-prob", "scaffold-entropy", "scaffold-entropy-and-depth-mean"}
     assert by_class["B"] == {"first-token-max-prob", "first-token-entropy", *behind}
     of_content = {"content-max-prob", "content-entropy", "content-and-depth-mean"}
-    answers = {"answer-last-depth-mean", "answer-mean-depth-mean", "answer-max-depth-mean", "asked-depth-mean"}
+    answers = {
+        "answer-last-depth-mean",
+        "answer-mean-depth-mean",
+        "answer-max-depth-mean",
+        "asked-depth-mean",
+    }
     answers |= {"depth-mean-and-asked", "depth-mean-and-answer-mean", "answer-saplma", "answer-sep"}
     answers |= {f"answer-first-{count}" for count in (1, 2, 4, 8, 16)}
-    assert by_class["C"] == {"halluguard", "perplexity", "p-true", "p-true-examples", "mind", *of_content, *answers}
+    assert by_class["C"] == {
+        "halluguard",
+        "perplexity",
+        "p-true",
+        "p-true-examples",
+        "mind",
+        *of_content,
+        *answers,
+    }
     assert by_class["D"] == {"semantic-entropy", "semantic-entropy-discrete", "eigenscore"}
-    assert len({method.title for method in METHODS.values()}) == len(METHODS) == len(by_class["A"]) + 34
+    assert (
+        len({method.title for method in METHODS.values()})
+        == len(METHODS)
+        == len(by_class["A"]) + 34
+    )
     named = options.method_names
     assert named(None) == named("default") == options.DEFAULT_METHODS
     assert {METHODS[name].reads for name in options.DEFAULT_METHODS} == {"prompt"}
@@ -55,22 +80,38 @@ def test_methods_by_name_and_by_class() -> None:
 @pytest.mark.parametrize(
     ("name", "whole", "without"),
     [
-        ("p-ik", PREFILL, 1.0), ("sep", PREFILL, 1.0), ("text-ngrams", 0, 0.0),
-        ("first-token-entropy", PREFILL + HEAD, None), ("halluguard", C, None), ("perplexity", C, None),
-        ("mind", C, None), ("p-true", C + 45 * 1000 + HEAD, None), ("semantic-entropy", D, None),
-        ("eigenscore", D, None), ("scaffold-depth-mean", PREFILL + 4 * 1000, None),
-        ("last-8-depth-mean", PREFILL, 1.0), ("scaffold-entropy", PREFILL + 4 * 1000 + HEAD, None),
-        ("p-true-examples", C + 45 * 1000 + HEAD, None), ("answer-mean-depth-mean", C, None),
-        ("asked-depth-mean", C + 4 * 1000, None), ("depth-mean-and-asked", C + 4 * 1000, None),
+        ("p-ik", PREFILL, 1.0),
+        ("sep", PREFILL, 1.0),
+        ("text-ngrams", 0, 0.0),
+        ("first-token-entropy", PREFILL + HEAD, None),
+        ("halluguard", C, None),
+        ("perplexity", C, None),
+        ("mind", C, None),
+        ("p-true", C + 45 * 1000 + HEAD, None),
+        ("semantic-entropy", D, None),
+        ("eigenscore", D, None),
+        ("scaffold-depth-mean", PREFILL + 4 * 1000, None),
+        ("last-8-depth-mean", PREFILL, 1.0),
+        ("scaffold-entropy", PREFILL + 4 * 1000 + HEAD, None),
+        ("p-true-examples", C + 45 * 1000 + HEAD, None),
+        ("answer-mean-depth-mean", C, None),
+        ("asked-depth-mean", C + 4 * 1000, None),
+        ("depth-mean-and-asked", C + 4 * 1000, None),
         ("content-entropy", C, None),
     ],
-)  # fmt: skip
-def test_costs_are_multiply_adds_over_those_of_the_prefill(name: str, whole: int, without: float | None) -> None:
+)
+def test_costs_are_multiply_adds_over_those_of_the_prefill(
+    name: str, whole: int, without: float | None
+) -> None:
     blocks = [nn.Linear(20, 49), nn.Linear(1, 1, bias=False)]
-    assert cost(name, Weights(blocks=1000, head=300), LENGTHS).prefills == pytest.approx(whole / PREFILL)
+    assert cost(name, Weights(blocks=1000, head=300), LENGTHS).prefills == pytest.approx(
+        whole / PREFILL
+    )
     assert cost(name, None, LENGTHS).prefills == without  # weights that cannot be counted
     model = SimpleNamespace(blocks=blocks, head=nn.Linear(4, 50, bias=False))
-    assert options.count_weights(cast(Any, SimpleNamespace(torch_model=model))) == Weights(20 * 49 + 49 + 1, 200)
+    assert options.count_weights(cast(Any, SimpleNamespace(torch_model=model))) == Weights(
+        20 * 49 + 49 + 1, 200
+    )
     assert options.count_weights(cast(Any, SimpleNamespace(torch_model=None))) is None
 
 
@@ -81,7 +122,9 @@ def test_another_model_costs_its_own_prefill() -> None:
     assert cost("text-embedding", own, LENGTHS, small).prefills is None
     for name, field in (("other-model", "other_model"), ("text-embedding", "embedder")):
         with pytest.raises(TrainingError, match="needs another model") as caught:
-            EvaluateOptions(sources=(EvaluationSource("made", None),), out=Path("unused"), methods=(OURS, name))
+            EvaluateOptions(
+                sources=(EvaluationSource("made", None),), out=Path("unused"), methods=(OURS, name)
+            )
         assert caught.value.param == field
 
 
@@ -90,7 +133,12 @@ def runs_of(label: np.ndarray, score: np.ndarray) -> list[FoldScores]:
     for seed in range(2):
         fold = np.random.default_rng(seed).permutation(len(label)) % 4
         found += [
-            FoldScores(seed, place, np.flatnonzero(fold == place), score[fold == place] * (place + 1) + 10 * place)
+            FoldScores(
+                seed,
+                place,
+                np.flatnonzero(fold == place),
+                score[fold == place] * (place + 1) + 10 * place,
+            )
             for place in range(4)
         ]
     return found
@@ -105,7 +153,9 @@ def test_measures_are_means_over_the_test_sides_with_the_positive_class_named() 
     label = np.array([1, 1, 1, 0, 1, 0, 0])
     right, wrong = np.array([0, 3]), np.array([1, 2, 4, 5, 6])
     risk = 1.0 - label
-    found = measured(label, [FoldScores(0, 0, right, risk[right]), FoldScores(0, 1, wrong, -risk[wrong])])
+    found = measured(
+        label, [FoldScores(0, 0, right, risk[right]), FoldScores(0, 1, wrong, -risk[wrong])]
+    )
     assert found["auroc"] == {"mean": 0.5, "std": 0.5}
     # On the wrong side all rows of the other class come first: precision is the class's share.
     assert found["auprc_hallucinated"]["mean"] == pytest.approx((1 + 2 / 5) / 2)
@@ -117,13 +167,20 @@ def test_folds_of_different_scales_are_ranked_within_themselves() -> None:
     runs = [run for run in runs_of(label, score) if run.seed == 0]
     ranks = results.pooled_ranks(len(label), runs)
     assert 0 < ranks.min() < ranks.max() < 1
-    assert all(np.array_equal(np.argsort(ranks[run.test]), np.argsort(score[run.test])) for run in runs)
+    assert all(
+        np.array_equal(np.argsort(ranks[run.test]), np.argsort(score[run.test])) for run in runs
+    )
 
 
 def test_a_better_method_is_told_from_the_best_baseline() -> None:
     label, ours = planted(1.6, 0)
     group = np.arange(len(label)) // 2
-    scores = {OURS: ours, "iti": planted(0.6, 1)[1], "iris": planted(1.0, 2)[1], "prompt-length": planted(3.0, 3)[1]}
+    scores = {
+        OURS: ours,
+        "iti": planted(0.6, 1)[1],
+        "iris": planted(1.0, 2)[1],
+        "prompt-length": planted(3.0, 3)[1],
+    }
     runs = {name: runs_of(label, score) for name, score in scores.items()}
     aurocs = {name: measured(label, found)["auroc"]["mean"] for name, found in runs.items()}
     found = compare(label, group, runs, aurocs)
@@ -139,16 +196,24 @@ def test_a_better_method_is_told_from_the_best_baseline() -> None:
 def test_rows_stand_by_cost_class_and_else_in_the_order_asked_for() -> None:
     names = ("text-ngrams", OURS, "eigenscore", "halluguard", "first-token-entropy", "iti")
     measures = {name: {"auroc": {"mean": 0.6, "std": 0.1}} for name in names}
-    rows = tables.rows_of("set", measures, {name: cost(name, None, Tokens(9.0, 5)) for name in names})
+    rows = tables.rows_of(
+        "set", measures, {name: cost(name, None, Tokens(9.0, 5)) for name in names}
+    )
     expected = [OURS, "iti", "first-token-entropy", "halluguard", "eigenscore", "text-ngrams"]
     assert [row["method"] for row in rows] == [METHODS[name].title for name in expected]
     assert [(row["class"], row["cost"]) for row in rows] == [
-        ("A", 1.0), ("A", 1.0), ("B", None), ("C", None), ("D", None), ("none", 0.0)
-    ]  # fmt: skip
+        ("A", 1.0),
+        ("A", 1.0),
+        ("B", None),
+        ("C", None),
+        ("D", None),
+        ("none", 0.0),
+    ]
 
 
 def draw(seed: int, count: int, gain: float = 0.0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Label, and two risks of the same rows with correlated noise; the first separates better by ``gain``."""
+    """Label, and two risks of the same rows with correlated noise; the first separates better by
+    ``gain``."""
     rng = np.random.default_rng(seed)
     label = np.repeat([0, 1], count // 2)
     common = rng.standard_normal(count) * 0.6
@@ -159,7 +224,8 @@ def draw(seed: int, count: int, gain: float = 0.0) -> tuple[np.ndarray, np.ndarr
 
 @pytest.mark.parametrize("decimals", [1, 12])  # 1: many ties
 def test_delong_equals_its_definition(decimals: int) -> None:
-    """AUROCs and the variance of their difference from all pairs, as DeLong et al. (1988) write it."""
+    """AUROCs and the variance of their difference from all pairs, as DeLong et al. (1988) write
+    it."""
     label, *risks = draw(0, 60, 0.7)
     risks = [np.round(risk, decimals) for risk in risks]
     pairs = [risk[label == 0][:, None] - risk[label == 1] for risk in risks]
@@ -168,7 +234,9 @@ def test_delong_equals_its_definition(decimals: int) -> None:
     contrast = np.array([1.0, -1.0])
     found = delong(label, *risks)
     assert (found.auc_a, found.auc_b) == pytest.approx(tuple(psi.mean(axis=(1, 2))), abs=1e-12)
-    assert found.z == pytest.approx((found.auc_a - found.auc_b) / np.sqrt(contrast @ covariance @ contrast), rel=1e-9)
+    assert found.z == pytest.approx(
+        (found.auc_a - found.auc_b) / np.sqrt(contrast @ covariance @ contrast), rel=1e-9
+    )
     assert found.p_value is not None
     assert 0 < found.p_value < 1
 
@@ -179,12 +247,19 @@ def test_delong_s_equal_rankings_no_variance_and_refusals() -> None:
         assert delong(label, risk, same)[2:] == (0.0, 1.0)
     perfect = np.array([0.9, 0.8, 0.7, 0.3, 0.2, 0.1])
     assert delong(np.array([0, 0, 0, 1, 1, 1]), perfect, np.full(6, 0.5)) == (1.0, 0.5, None, None)
-    assert delong(np.array([0, 1, 1]), perfect[:3], perfect[:3])[2:] == (None, None)  # one row of a class
+    assert delong(np.array([0, 1, 1]), perfect[:3], perfect[:3])[2:] == (
+        None,
+        None,
+    )  # one row of a class
     for given, said in (
-        ((label, risk, np.where(np.arange(200) == 3, np.nan, other)), "risk_b is not finite at row 3"),
+        (
+            (label, risk, np.where(np.arange(200) == 3, np.nan, other)),
+            "risk_b is not finite at row 3",
+        ),
         ((label, risk[1:], other), r"risk_a has shape \(199,\)"),
-        ((label + 1, risk, other), "both of them"), ((np.ones(200, int), risk, other), "both of them"),
-    ):  # fmt: skip
+        ((label + 1, risk, other), "both of them"),
+        ((np.ones(200, int), risk, other), "both of them"),
+    ):
         with pytest.raises(TrainingError, match=said):
             delong(*given)
 
@@ -194,7 +269,8 @@ FORM_LABEL = np.array([0, 0, 1, 1] * 10 + [1] * 4)
 
 
 def with_forms(forms: list[str] = FORMS) -> SetResult:
-    """Of lone questions our method ranks all right, behind a turn all wrong; one head ranks them the other way."""
+    """Of lone questions our method ranks all right, behind a turn all wrong; one head ranks them
+    the other way."""
     sign = np.array([{"turn": -1}.get(form, 1) for form in forms])
     good = sign * (1 - 2 * FORM_LABEL)  # rises with hallucination
     tests = [np.arange(0, 24), np.arange(24, 44)]
@@ -204,7 +280,9 @@ def with_forms(forms: list[str] = FORMS) -> SetResult:
     }
     rows = [SimpleNamespace(strata={"form": form} if form else {}) for form in forms]
     named = SimpleNamespace(name="made", dataset=SimpleNamespace(rows=rows))
-    prepared: Any = SimpleNamespace(rows=named, index=np.arange(44), inputs=SimpleNamespace(label=FORM_LABEL))
+    prepared: Any = SimpleNamespace(
+        rows=named, index=np.arange(44), inputs=SimpleNamespace(label=FORM_LABEL)
+    )
     return SetResult(prepared, [], scores, None)
 
 
@@ -216,12 +294,21 @@ def test_each_form_has_its_ranking_and_one_of_a_single_class_none() -> None:
     assert (found["lone"][OURS], found["lone"]["iti"], found["lone"]["wrong"]) == (1.0, 0.0, 0.5)
     assert (found["turn"][OURS], found["turn"]["iti"], found["turn"]["rows"]) == (0.0, 1.0, 20)
     assert (found["polite"]["wrong"], found["polite"].get(OURS)) == (0.0, None)
-    assert [column.title for column in table.columns][4:] == ["AUROC, HalluTracer (depth mean)", "AUROC, ITI-Probe"]
-    assert form_table([with_forms(["lone"] * 44), with_forms([""] * 44), with_forms(["lone"] * 40 + [""] * 4)]) is None
+    assert [column.title for column in table.columns][4:] == [
+        "AUROC, HalluTracer (depth mean)",
+        "AUROC, ITI-Probe",
+    ]
+    assert (
+        form_table(
+            [with_forms(["lone"] * 44), with_forms([""] * 44), with_forms(["lone"] * 40 + [""] * 4)]
+        )
+        is None
+    )
 
 
 def test_a_second_look_shows_fewer_wrong_answers_and_costs_the_tokens_of_those_that_begin() -> None:
-    # Of 20 answers 5 are right: the risk before puts them behind 5 wrong ones, both looks put them first.
+    # Of 20 answers 5 are right: the risk before puts them behind 5 wrong ones, both looks put them
+    # first.
     label = np.repeat([0, 1, 0], [5, 5, 10])
     before, both = np.arange(20.0), np.where(label == 1, 0.0, 1.0)
     said = np.repeat([2, 4, 1], [5, 5, 10])
@@ -242,20 +329,28 @@ def test_a_second_look_shows_fewer_wrong_answers_and_costs_the_tokens_of_those_t
     assert second_look_table([SetResult(prepared, [], {OURS: scores[OURS]}, None)]) is None
 
 
-OPTIONS = EvaluateOptions((EvaluationSource("a", Path("a")),), Path("out"), folds=3, inner_folds=2, c=0.3, jobs=1)
+OPTIONS = EvaluateOptions(
+    (EvaluationSource("a", Path("a")),), Path("out"), folds=3, inner_folds=2, c=0.3, jobs=1
+)
 
 
 def mixed(folder: Path, *names: str) -> MethodInputs:
     """Groups of two rows, each group in one source."""
     inputs = method_inputs(folder, count=360, strength=1.2)
-    return replace(inputs, kind=np.array([names[group % len(names)] for group in inputs.group], np.str_))
+    return replace(
+        inputs, kind=np.array([names[group % len(names)] for group in inputs.group], np.str_)
+    )
 
 
-def test_each_source_and_each_rest_is_trained_on_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_source_and_each_rest_is_trained_on_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     inputs = mixed(tmp_path, "a/x", "b/y", "c/z")
     table = transfer_table({"mix": inputs}, OPTIONS, tmp_path / "kept")
     assert table is not None
-    depth = {row["train"]: row for row in table.rows if str(row["method"]).startswith("HalluTracer")}
+    depth = {
+        row["train"]: row for row in table.rows if str(row["method"]).startswith("HalluTracer")
+    }
     assert list(depth) == ["a", "b", "c", "all but a", "all but b", "all but c"]
     for trained_on, row in depth.items():
         tested = {key for key in row if key in ("a", "b", "c")}
@@ -266,7 +361,9 @@ def test_each_source_and_each_rest_is_trained_on_once(tmp_path: Path, monkeypatc
     assert transfer_table({"mix": inputs}, OPTIONS, tmp_path / "kept") == table
 
 
-def test_no_group_is_on_both_sides_of_a_transfer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_group_is_on_both_sides_of_a_transfer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     inputs = mixed(tmp_path, "a/x", "b/y", "c/z")
     kind = inputs.kind.copy()
     kind[0] = "b/y" if kind[1].startswith("a") else "a/x"  # its other row stays where it was
@@ -277,8 +374,12 @@ def test_no_group_is_on_both_sides_of_a_transfer(tmp_path: Path, monkeypatch: py
         return np.zeros(len(test))
 
     monkeypatch.setattr(tables, "chosen_depth_mean", lambda readouts, *given: watched(*given[:3]))
-    monkeypatch.setattr(tables, "text_ngrams", lambda inputs, *given: watched(inputs.group, *given[:2]))
-    assert transfer_table({"mix": replace(inputs, kind=kind)}, OPTIONS, tmp_path / "kept") is not None
+    monkeypatch.setattr(
+        tables, "text_ngrams", lambda inputs, *given: watched(inputs.group, *given[:2])
+    )
+    assert (
+        transfer_table({"mix": replace(inputs, kind=kind)}, OPTIONS, tmp_path / "kept") is not None
+    )
     assert len(seen) == 2 * (3 * (1 + 3) + 3)
     assert all(not train & test for train, test in seen)
 

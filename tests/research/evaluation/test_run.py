@@ -1,4 +1,5 @@
-"""``hallutracer evaluate`` as a user runs it, on the demo model: the suite, a new rival, a killed run, wrong input."""
+"""``hallutracer evaluate`` as a user runs it, on the demo model: the suite, a new rival, a killed
+run, wrong input."""
 
 from __future__ import annotations
 
@@ -28,8 +29,15 @@ from tests.command_line import hallutracer
 from tests.engines import tiny
 
 ROOT = Path(__file__).parents[3]
-QUICK = {"--limit": "160", "--seeds": "1", "--folds": "3", "--inner-folds": "2", "--c": "0.3", "--jobs": "1",
-         "--threads": "1"}  # fmt: skip
+QUICK = {
+    "--limit": "160",
+    "--seeds": "1",
+    "--folds": "3",
+    "--inner-folds": "2",
+    "--c": "0.3",
+    "--jobs": "1",
+    "--threads": "1",
+}
 PAPER = ("--suite", "paper", "--no-per-subset")
 TWO = ("--methods", "hallutracer,prompt-length", "--no-per-subset")
 
@@ -61,7 +69,13 @@ def written(path: Path, rows: list[dict[str, Any]]) -> str:
 def labelled(count: int = 120) -> list[dict[str, Any]]:
     """Questions with labels of their own that nothing in the model foretells."""
     return [
-        {"id": row["id"], "prompt": row["prompt"], "label": number % 2, "group": f"g{number // 2}", "kind": row["kind"]}
+        {
+            "id": row["id"],
+            "prompt": row["prompt"],
+            "label": number % 2,
+            "group": f"g{number // 2}",
+            "kind": row["kind"],
+        }
         for number, row in enumerate(questions("dev")[:count])
     ]
 
@@ -79,21 +93,42 @@ def test_the_paper_suite_has_every_table_and_one_page(paper: Path) -> None:
     document = results(paper)
     labels = {table["label"] for table in document["tables"].values()}
     assert {
-        "tab:main-results", "tab:validation_results", "tab:ablation_combined", "tab:ablation_pooling",
-        "tab:readout_ablation", "tab:head_distribution", "tab:topk_heads", "tab:snr_verification", "tab:fisher-gap",
-        "tab:mean-vs-median", "tab:ablation-12d-22d", "tab:variance-decomp", "tab:kappa-calibration",
-        "tab:isotropy-results", "tab:k-decomp-auroc", "tab:k-decomp-cov",
-    } <= labels  # fmt: skip
+        "tab:main-results",
+        "tab:validation_results",
+        "tab:ablation_combined",
+        "tab:ablation_pooling",
+        "tab:readout_ablation",
+        "tab:head_distribution",
+        "tab:topk_heads",
+        "tab:snr_verification",
+        "tab:fisher-gap",
+        "tab:mean-vs-median",
+        "tab:ablation-12d-22d",
+        "tab:variance-decomp",
+        "tab:kappa-calibration",
+        "tab:isotropy-results",
+        "tab:k-decomp-auroc",
+        "tab:k-decomp-cov",
+    } <= labels
     main = {row["method"]: row for row in document["tables"]["main"]["rows"]}
     assert 0.6 < main["HalluTracer (depth mean)"]["auroc"]["mean"] < 0.95
     assert main["HalluTracer (depth mean)"]["cost"] == 1.0
     assert 1.0 < main["First-token entropy"]["cost"] < 1.5
-    assert main["Share of its kind"]["class"] == main["Prompt length"]["class"] == "none"  # what confounds a set
+    assert (
+        main["Share of its kind"]["class"] == main["Prompt length"]["class"] == "none"
+    )  # what confounds a set
     assert set(main["ITI-Probe"]) >= {"auroc", "auprc_hallucinated", "auprc_factual"}
     assert main["ITI-Probe"]["auroc"]["low"] < main["ITI-Probe"]["auroc"]["high"]
     assert document["facts"]["command"].startswith("hallutracer evaluate")
-    assert {claim["verdict"] for claim in document["claims"]} <= {"supported", "not supported", "mixed", "not testable"}
-    assert not re.search(r"""(src|href)=["']https?:""", (paper / "report.html").read_text()), "it must need no network"
+    assert {claim["verdict"] for claim in document["claims"]} <= {
+        "supported",
+        "not supported",
+        "mixed",
+        "not testable",
+    }
+    assert not re.search(r"""(src|href)=["']https?:""", (paper / "report.html").read_text()), (
+        "it must need no network"
+    )
     assert "NaN" not in (paper / "results.json").read_text()
     assert "tab:fisher-gap" in (paper / "report.md").read_text()
 
@@ -114,8 +149,9 @@ def test_a_killed_run_goes_on_to_the_same_numbers(tmp_path: Path) -> None:
     run(whole, *TWO)
     process = subprocess.Popen(
         [sys.executable, "-m", "service.cli", *command(killed, *TWO)],
-        stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-    )  # fmt: skip
+        stderr=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+    )
     limit = time.monotonic() + 120
     while not list(killed.rglob("seed0-fold0.npz")):
         assert process.poll() is None, "it ended before it could be killed"
@@ -133,9 +169,16 @@ OF_CLASS_D = [name for name, method in METHODS.items() if method.cost == "D"]
 DEMO = "hallutracer-demo"
 NEW = {"Vowels of the question", "Fails late"}
 BEHIND = ",".join(name for name, method in METHODS.items() if method.reads == "behind-answer")
-READ = f"sep,content-entropy,content-and-depth-mean,{BEHIND},perplexity,p-true,mind,D"  # of the model's own answers
+# of the model's own answers
+READ = f"sep,content-entropy,content-and-depth-mean,{BEHIND},perplexity,p-true,mind,D"
 MORE = "kind-and-depth-mean,last-8-depth-mean,scaffold-depth-mean,pca-heads,scaffold-entropy"
-SMALL = ("--methods", f"hallutracer,{MORE},{READ},fails-late,vowels", "--samples", "2", "--skip-long")
+SMALL = (
+    "--methods",
+    f"hallutracer,{MORE},{READ},fails-late,vowels",
+    "--samples",
+    "2",
+    "--skip-long",
+)
 
 
 def encoder(folder: Path) -> str:
@@ -148,12 +191,15 @@ def encoder(folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
-    """One run on three sets, with two new rivals: questions that the model answers, some of which it gets all wrong (by
-    answers that nobody gives), and rows with labels of their own, two kinds, one of them too long."""
+    """One run on three sets, with two new rivals: questions that the model answers, some of which
+    it gets all wrong (by answers that nobody gives), and rows with labels of their own, two kinds,
+    one of them too long."""
     folder, calls = tmp_path_factory.mktemp("small"), list[int]()
 
     def vowels(inputs: Any, train: Any, test: Any, seed: int, jobs: int | None) -> np.ndarray:
-        return np.array([float(sum(inputs.text[row].count(vowel) for vowel in "aeiou")) for row in test])
+        return np.array(
+            [float(sum(inputs.text[row].count(vowel) for vowel in "aeiou")) for row in test]
+        )
 
     def fails_late(inputs: Any, train: Any, test: Any, seed: int, jobs: int | None) -> np.ndarray:
         calls.append(len(inputs.label))
@@ -161,11 +207,20 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]
             raise TrainingError("too alike")
         return np.zeros(len(test))
 
-    own = [{key: value for key, value in row.items() if key != "kind"} for row in questions("dev")[:160]]
+    own = [
+        {key: value for key, value in row.items() if key != "kind"}
+        for row in questions("dev")[:160]
+    ]
     given = [row | {"kind": "ab"[number // 40]} for number, row in enumerate(labelled(80))]
     given[7]["prompt"] = "why " * 400
-    sets = {"own": own, "given": given, "hopeless": [row | {"answers": ["no such place"]} for row in own]}
-    data = {name: ("--data", written(folder / f"{name}.jsonl", rows)) for name, rows in sets.items()}
+    sets = {
+        "own": own,
+        "given": given,
+        "hopeless": [row | {"answers": ["no such place"]} for row in own],
+    }
+    data = {
+        name: ("--data", written(folder / f"{name}.jsonl", rows)) for name, rows in sets.items()
+    }
     limits = ("--limit", "own=140", "--limit", "hopeless=50", "--limit", "90")
     whole = (*(word for one in data.values() for word in one), *limits)
     with pytest.MonkeyPatch.context() as patched:
@@ -175,37 +230,64 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]
         done = run(folder / "out", *whole, *SMALL, *models)
         tables = results(folder / "out")["tables"]
         yield SimpleNamespace(
-            out=folder / "out", data=data, whole=whole, calls=calls[:], stdout=done.stdout, tables=tables,
-            found={name: {row["method"]: row for row in tables["main"]["rows"] if row["set"] == name} for name in sets},
-        )  # fmt: skip
+            out=folder / "out",
+            data=data,
+            whole=whole,
+            calls=calls[:],
+            stdout=done.stdout,
+            tables=tables,
+            found={
+                name: {row["method"]: row for row in tables["main"]["rows"] if row["set"] == name}
+                for name in sets
+            },
+        )
 
 
-def test_a_set_without_both_classes_does_not_cost_the_others_their_tables(small: SimpleNamespace) -> None:
+def test_a_set_without_both_classes_does_not_cost_the_others_their_tables(
+    small: SimpleNamespace,
+) -> None:
     assert "Left out: hopeless: no row is factual" in small.stdout
     assert small.found["given"]
     assert not small.found["hopeless"]
-    assert 130 <= int(re.findall(r"only (\d+) rows \(--limit\)", small.stdout)[0]) <= 140  # whole groups
+    assert (
+        130 <= int(re.findall(r"only (\d+) rows \(--limit\)", small.stdout)[0]) <= 140
+    )  # whole groups
     assert small.found["own"]["HalluTracer (depth mean)"]["auroc"]["mean"] > 0.6
     few = ("--limit", "50", *TWO)
-    assert "hopeless: no row is factual" in run(small.out.parent / "no", *small.data["hopeless"], *few, expect=1).stderr
+    assert (
+        "hopeless: no row is factual"
+        in run(small.out.parent / "no", *small.data["hopeless"], *few, expect=1).stderr
+    )
 
 
 def test_a_new_rival_is_one_function_and_one_line(small: SimpleNamespace) -> None:
-    """It is in the table, inside the sub-datasets too; one that cannot learn does not cost the set its table."""
+    """It is in the table, inside the sub-datasets too; one that cannot learn does not cost the set
+    its table."""
     assert "own: left out: Fails late: too alike" in small.stdout
     assert small.calls.count(small.calls[0]) == 2  # not tried again
     assert NEW & set(small.found["own"]) == {"Vowels of the question"}
     rivals = {row["method"] for row in small.tables["subsets"]["rows"]}
-    assert set(small.found["given"]) == rivals | {METHODS["kind-and-depth-mean"].title}  # one sub-dataset is one kind
-    assert rivals >= {"HalluTracer (depth mean)", *NEW, *(METHODS[name].title for name in ("pca-heads", *SECOND))}
+    assert set(small.found["given"]) == rivals | {
+        METHODS["kind-and-depth-mean"].title
+    }  # one sub-dataset is one kind
+    assert rivals >= {
+        "HalluTracer (depth mean)",
+        *NEW,
+        *(METHODS[name].title for name in ("pca-heads", *SECOND)),
+    }
 
 
-def test_rivals_read_the_model_s_own_answers_where_the_labels_are_about_them(small: SimpleNamespace) -> None:
+def test_rivals_read_the_model_s_own_answers_where_the_labels_are_about_them(
+    small: SimpleNamespace,
+) -> None:
     said = re.search(r"given: left out: (.+): the labels are the set's own", small.stdout)
     assert said is not None
     assert set(said[1].split(", ")) == {*READ.removesuffix("D").strip(",").split(","), *OF_CLASS_D}
     found = small.found["own"]
-    assert " ".join(row["class"] for row in found.values()) == f"A A A A A other other B {'C ' * 18}D D D none"
+    assert (
+        " ".join(row["class"] for row in found.values())
+        == f"A A A A A other other B {'C ' * 18}D D D none"
+    )
     costs = {name: row["cost"] for name, row in found.items()}
     assert costs["Semantic-entropy probe"] == 1.0
     assert costs["EigenScore"] - 1 == pytest.approx(2 * (costs["Perplexity of the answer"] - 1))
@@ -214,11 +296,16 @@ def test_rivals_read_the_model_s_own_answers_where_the_labels_are_about_them(sma
 
 
 def test_another_model_and_an_encoder_are_read_on_the_same_rows(small: SimpleNamespace) -> None:
-    assert "own: left out: Share of its kind and depth mean: the rows name fewer than two kinds" in small.stdout
+    assert (
+        "own: left out: Share of its kind and depth mean: the rows name fewer than two kinds"
+        in small.stdout
+    )
     for name in ("own", "given"):
         found = {row["method"]: row for row in small.tables["main"]["rows"] if row["set"] == name}
         ours, other = found["HalluTracer (depth mean)"], found[METHODS["other-model"].title]
-        assert other["auroc"]["mean"] == pytest.approx(ours["auroc"]["mean"], abs=0.01)  # here it is the same one
+        assert other["auroc"]["mean"] == pytest.approx(
+            ours["auroc"]["mean"], abs=0.01
+        )  # here it is the same one
         assert other["cost"] == 1.0
         assert 0 <= found[METHODS["text-embedding"].title]["auroc"]["mean"] <= 1
         behind = found[METHODS["scaffold-depth-mean"].title]
@@ -230,10 +317,17 @@ def test_another_model_and_an_encoder_are_read_on_the_same_rows(small: SimpleNam
     assert same["low"] <= 0 <= same["high"]
     gains = {row["set"] for row in small.tables["ahead"]["rows"] if "within" in row}
     assert gains == {"given"}
-    decided = {row["method"]: row for row in small.tables["decisions"]["rows"] if row["set"] == "own"}
+    decided = {
+        row["method"]: row for row in small.tables["decisions"]["rows"] if row["set"] == "own"
+    }
     ours = decided["HalluTracer (depth mean)"]
     assert 0 < ours["e_aurc"]["mean"] < 0.5
-    assert ours["caught_at_5"]["mean"] <= ours["caught_at_10"]["mean"] <= ours["caught_at_20"]["mean"] <= 1
+    assert (
+        ours["caught_at_5"]["mean"]
+        <= ours["caught_at_10"]["mean"]
+        <= ours["caught_at_20"]["mean"]
+        <= 1
+    )
 
 
 def test_finished_runs_are_shown_side_by_side(small: SimpleNamespace) -> None:
@@ -255,7 +349,9 @@ def test_finished_runs_are_shown_side_by_side(small: SimpleNamespace) -> None:
     assert "Every method, model by model" not in done.stdout
 
 
-def test_rows_too_long_for_the_model_are_an_error_or_left_out_and_counted(small: SimpleNamespace) -> None:
+def test_rows_too_long_for_the_model_are_an_error_or_left_out_and_counted(
+    small: SimpleNamespace,
+) -> None:
     assert "79 rows" in small.stdout
     assert "1 rows longer than the model's context of 256 tokens" in small.stdout
     assert "line 8" in run(small.out.parent / "long", *small.data["given"], *TWO, expect=1).stderr
@@ -269,7 +365,11 @@ def test_an_own_fit_that_fails_is_an_error_and_what_is_kept_is_not_computed_agai
 
     before = files(small.out)
     monkeypatch.setattr(splits, "shuffled_depth_mean", fails)
-    more = ("--methods", "hallutracer,vowels,sep,D,perplexity,p-true,mind,shuffled-labels", *SMALL[2:])
+    more = (
+        "--methods",
+        "hallutracer,vowels,sep,D,perplexity,p-true,mind,shuffled-labels",
+        *SMALL[2:],
+    )
     assert "too alike" in run(small.out, *small.whole, *more, expect=1).stderr
     assert files(small.out) == before
 
@@ -299,14 +399,20 @@ def test_wrong_input_is_said_before_a_model_is_loaded(
     assert not list(tmp_path.rglob("*.f32"))
 
 
-def test_rows_with_labels_may_be_answered_anew_and_those_that_ask_for_no_fact_are_left_out(tmp_path: Path) -> None:
+def test_rows_with_labels_may_be_answered_anew_and_those_that_ask_for_no_fact_are_left_out(
+    tmp_path: Path,
+) -> None:
     rows = [row | {"label": number % 2} for number, row in enumerate(questions("dev")[:120])]
     data = written(tmp_path / "mine.jsonl", [*rows, {"prompt": "Write a poem.", "applies": False}])
     given = run(tmp_path / "given", "--data", data, *TWO, "--limit", "1000").stdout
-    generated = run(tmp_path / "generated", "--data", data, *TWO, "--limit", "1000", "--labels", "generate").stdout
+    generated = run(
+        tmp_path / "generated", "--data", data, *TWO, "--limit", "1000", "--labels", "generate"
+    ).stdout
     for said in (given, generated):
         assert "1 rows that ask for no fact left out" in said
-    about = [results(tmp_path / name)["tables"]["sets"]["rows"][0] for name in ("given", "generated")]
+    about = [
+        results(tmp_path / name)["tables"]["sets"]["rows"][0] for name in ("given", "generated")
+    ]
     assert (about[0]["right"], about[0]["rows"]) == (0.5, 120)
     assert about[1]["right"] != 0.5
 
@@ -314,10 +420,16 @@ def test_rows_with_labels_may_be_answered_anew_and_those_that_ask_for_no_fact_ar
 @pytest.mark.parametrize("limit", [[], ["--limit", "60"]])
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("", "no rows"), ("hello\n", "line 1"), ('{"id": "a", "label": 1}\n', "'prompt'"),
-     ('{"prompt": "x", "label": 1}\n', "no row is hallucinated")],
-)  # fmt: skip
-def test_problems_of_a_file_are_told_by_its_lines(tmp_path: Path, text: str, words: str, limit: list[str]) -> None:
+    [
+        ("", "no rows"),
+        ("hello\n", "line 1"),
+        ('{"id": "a", "label": 1}\n', "'prompt'"),
+        ('{"prompt": "x", "label": 1}\n', "no row is hallucinated"),
+    ],
+)
+def test_problems_of_a_file_are_told_by_its_lines(
+    tmp_path: Path, text: str, words: str, limit: list[str]
+) -> None:
     path = tmp_path / "mine.jsonl"
     path.write_text(text)
     done = run(tmp_path / "out", "--data", str(path), *limit, expect=1)
@@ -325,8 +437,12 @@ def test_problems_of_a_file_are_told_by_its_lines(tmp_path: Path, text: str, wor
     assert str(path) in done.stderr
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "research" / "tables").glob("*.toml")), ids=lambda file: file.stem)
-def test_a_table_s_file_names_options_methods_and_sets_that_there_are(tmp_path: Path, file: Path) -> None:
+@pytest.mark.parametrize(
+    "file", sorted((ROOT / "research" / "tables").glob("*.toml")), ids=lambda file: file.stem
+)
+def test_a_table_s_file_names_options_methods_and_sets_that_there_are(
+    tmp_path: Path, file: Path
+) -> None:
     table = tomllib.loads(file.read_text())["evaluate"]
     assert set(method_names(table["methods"])) <= set(METHODS)
     for text in table["data"]:

@@ -1,4 +1,5 @@
-"""One split: nothing of the test side reaches the fits, and kept results are read back, not computed again."""
+"""One split: nothing of the test side reaches the fits, and kept results are read back, not
+computed again."""
 
 from __future__ import annotations
 
@@ -10,7 +11,13 @@ import pytest
 
 from hallutracer_research.evaluation import splits
 from hallutracer_research.evaluation.methods.base import BehindAnswers, MethodInputs
-from hallutracer_research.evaluation.splits import HeadProbes, Split, fit_all_heads, kept_split, outer_splits
+from hallutracer_research.evaluation.splits import (
+    HeadProbes,
+    Split,
+    fit_all_heads,
+    kept_split,
+    outer_splits,
+)
 from service.errors import TrainingError
 from service.fitting.probes import Readouts, Task, fit_probes
 from service.fitting.scores import auroc, risk_auroc
@@ -33,7 +40,9 @@ def first_split(folder: Path, inputs: MethodInputs) -> Split:
 def arrays(value: Split | HeadProbes) -> dict[str, bytes]:
     found = {field.name: getattr(value, field.name) for field in fields(value)}
     inner = arrays(found["probes"]) if "probes" in found else {}
-    return inner | {name: array.tobytes() for name, array in found.items() if isinstance(array, np.ndarray)}
+    return inner | {
+        name: array.tobytes() for name, array in found.items() if isinstance(array, np.ndarray)
+    }
 
 
 def test_the_heads_probes_are_what_the_trainer_fits_and_crossed_with_the_next_layers_same_head(
@@ -52,7 +61,9 @@ def test_the_heads_probes_are_what_the_trainer_fits_and_crossed_with_the_next_la
     crossed = splits.cross(inputs.heads, probes, TASK.test)
     geometry = inputs.heads.file.geometry
     for layer in range(geometry.num_layers - 1):
-        rows = inputs.heads.file.layer(layer + 1)[TASK.test].reshape(-1, geometry.num_heads, geometry.head_dim)
+        rows = inputs.heads.file.layer(layer + 1)[TASK.test].reshape(
+            -1, geometry.num_heads, geometry.head_dim
+        )
         expected = rows[:, head[layer]] @ direction[layer] + bias[layer]
         np.testing.assert_allclose(crossed[:, layer], expected, rtol=1e-5, atol=1e-5)
 
@@ -61,9 +72,12 @@ def test_labels_of_the_test_side_change_nothing(tmp_path: Path, inputs: MethodIn
     _, _, train, test = outer_splits(inputs, CHOSEN)[0]
     label = inputs.label.copy()
     label[test] = 1 - label[test]
-    turned = replace(inputs, label=label, heads=Readouts(inputs.heads.file, inputs.heads.index, label))
+    turned = replace(
+        inputs, label=label, heads=Readouts(inputs.heads.file, inputs.heads.index, label)
+    )
     one, other = (
-        kept_split(tmp_path / name, given, 0, 0, train, test, CHOSEN) for name, given in (("a", inputs), ("b", turned))
+        kept_split(tmp_path / name, given, 0, 0, train, test, CHOSEN)
+        for name, given in (("a", inputs), ("b", turned))
     )
     assert arrays(one) == arrays(other)
 
@@ -74,7 +88,10 @@ def test_rows_without_a_signal_have_none_out_of_fold(tmp_path: Path) -> None:
     aurocs = []
     for fold in outer_splits(inputs, CHOSEN):
         split = kept_split(tmp_path / "fits", inputs, *fold, CHOSEN)
-        for rows, trajectory in ((split.test, split.test_trajectory), (split.train, split.train_trajectory)):
+        for rows, trajectory in (
+            (split.test, split.test_trajectory),
+            (split.train, split.train_trajectory),
+        ):
             aurocs.append(auroc(inputs.label[rows], trajectory.mean(axis=1)))
     assert 0.35 < np.mean(aurocs) < 0.62
 
@@ -86,8 +103,13 @@ def test_both_readouts_find_a_planted_signal_and_a_kept_split_is_not_fitted_agai
     label, mean = inputs.label[split.test], split.test_trajectory.mean(axis=1)
     assert auroc(label, mean) > 0.8
     sides = split.train, split.test
-    assert auroc(label, splits.chosen_depth_mean(inputs.residual, inputs.group, *sides, 0, CHOSEN)) > 0.8
-    np.testing.assert_allclose(splits.pooled_depth_mean(inputs.heads, split, CHOSEN), mean, rtol=1e-4)
+    assert (
+        auroc(label, splits.chosen_depth_mean(inputs.residual, inputs.group, *sides, 0, CHOSEN))
+        > 0.8
+    )
+    np.testing.assert_allclose(
+        splits.pooled_depth_mean(inputs.heads, split, CHOSEN), mean, rtol=1e-4
+    )
     inputs.heads.file.path.unlink()  # another fit would fail
     after = first_split(tmp_path / "fits", inputs)
     assert arrays(split) == arrays(after)
@@ -120,8 +142,11 @@ def test_the_kind_and_the_depth_mean_together_tell_more_than_each_and_no_test_la
     turned = inputs.label.copy()
     turned[split.test] = 1 - turned[split.test]
     assert splits.with_kind(replace(named, label=turned), split).tobytes() == both.tobytes()
-    # Kinds of three groups that tell nothing: shares that hold a row's own label would look as if they told much.
-    told_nothing = splits.with_kind(replace(inputs, kind=(inputs.group % 40).astype(np.str_)), split)
+    # Kinds of three groups that tell nothing: shares that hold a row's own label would look as if
+    # they told much.
+    told_nothing = splits.with_kind(
+        replace(inputs, kind=(inputs.group % 40).astype(np.str_)), split
+    )
     assert risk_auroc(wrong, told_nothing) > risk_auroc(wrong, alone) - 0.03
     with pytest.raises(TrainingError, match="fewer than two kinds"):
         splits.with_kind(inputs, split)
@@ -134,12 +159,17 @@ def test_the_entropy_of_another_token_is_read_beside_the_depth_mean(tmp_path: Pa
     content = np.stack([rng.standard_normal(COUNT), entropy], axis=1)
     found = splits.with_entropy(content, inputs, split)
     wrong, alone = inputs.label[split.test], -split.test_trajectory.mean(axis=1)
-    assert risk_auroc(wrong, found) > max(risk_auroc(wrong, alone), risk_auroc(wrong, entropy[split.test])) + 0.02
+    assert (
+        risk_auroc(wrong, found)
+        > max(risk_auroc(wrong, alone), risk_auroc(wrong, entropy[split.test])) + 0.02
+    )
     with pytest.raises(TrainingError, match="no other token"):
         splits.with_entropy(None, inputs, split)
 
 
-def test_what_is_read_behind_the_answer_adds_to_the_depth_mean_and_no_test_label_reaches_it(tmp_path: Path) -> None:
+def test_what_is_read_behind_the_answer_adds_to_the_depth_mean_and_no_test_label_reaches_it(
+    tmp_path: Path,
+) -> None:
     inputs, other = level_inputs(tmp_path), tmp_path / "other"
     other.mkdir()
     split = first_split(tmp_path, inputs)
@@ -154,11 +184,15 @@ def test_what_is_read_behind_the_answer_adds_to_the_depth_mean_and_no_test_label
     assert risk_auroc(wrong, both) > max(risk_auroc(wrong, alone), risk_auroc(wrong, second)) + 0.01
     turned = inputs.label.copy()
     turned[split.test] = 1 - turned[split.test]
-    of_turned = splits.before_and_behind(replace(behind, label=turned), replace(inputs, label=turned), split, CHOSEN)
+    of_turned = splits.before_and_behind(
+        replace(behind, label=turned), replace(inputs, label=turned), split, CHOSEN
+    )
     assert of_turned.tobytes() == both.tobytes()
 
 
-def test_running_scores_are_those_of_the_mean_s_probes_on_each_beginning_and_token(tmp_path: Path) -> None:
+def test_running_scores_are_those_of_the_mean_s_probes_on_each_beginning_and_token(
+    tmp_path: Path,
+) -> None:
     inputs, rng = level_inputs(tmp_path), np.random.default_rng(6)
     split, site = first_split(tmp_path, inputs), Site.ATTENTION_HEAD
     said = rng.integers(1, 9, COUNT)
@@ -168,8 +202,15 @@ def test_running_scores_are_those_of_the_mean_s_probes_on_each_beginning_and_tok
             plant(token, inputs.label, layer, 1, 1.0)
     tokens = tokens.astype(np.float16)
     for row, count in enumerate(said):
-        tokens[count:, row] = tokens[min(count, 6) - 1, row]  # behind the end stands the last one again
-    mean = np.stack([tokens[: min(count, 6), row].astype(np.float32).mean(axis=0) for row, count in enumerate(said)])
+        tokens[count:, row] = tokens[
+            min(count, 6) - 1, row
+        ]  # behind the end stands the last one again
+    mean = np.stack(
+        [
+            tokens[: min(count, 6), row].astype(np.float32).mean(axis=0)
+            for row, count in enumerate(said)
+        ]
+    )
     folder = tmp_path / "mean"
     folder.mkdir()
     read = readouts(folder, mean, inputs.label, site)
@@ -177,11 +218,16 @@ def test_running_scores_are_those_of_the_mean_s_probes_on_each_beginning_and_tok
     with_answers = replace(inputs, behind=behind)
     found = splits.running(with_answers, split, CHOSEN)
     whole = -splits.chosen_depth_mean(read, inputs.group, split.train, split.test, 0, CHOSEN)
-    np.testing.assert_allclose(found["answer-first-16"], whole, rtol=0, atol=2e-3)  # float16, and no token beyond
+    np.testing.assert_allclose(
+        found["answer-first-16"], whole, rtol=0, atol=2e-3
+    )  # float16, and no token beyond
     short = said[split.test] <= 2
     np.testing.assert_allclose(found["answer-first-2"][short], whole[short], rtol=0, atol=2e-3)
     assert np.abs(found["answer-first-2"] - whole)[~short].max() > 0.01
-    for count in (1, 3):  # the riskiest of one token is that one; of several it is no lower than their mean
+    for count in (
+        1,
+        3,
+    ):  # the riskiest of one token is that one; of several it is no lower than their mean
         rows = said[split.test] == count
         assert rows.any()
         assert (found["answer-max-depth-mean"][rows] >= found["answer-first-4"][rows] - 1e-9).all()

@@ -15,7 +15,13 @@ from hallutracer_research.evaluation.page import Table, Verdict
 from hallutracer_research.evaluation.results import SetResult, compare, measured
 from hallutracer_research.paper import claims as rules
 from hallutracer_research.paper.ablations import MEAN, READOUT, depth_key
-from hallutracer_research.paper.claims import DifferenceInterval, Judge, NotTestable, ahead_of, cells_by_set
+from hallutracer_research.paper.claims import (
+    DifferenceInterval,
+    Judge,
+    NotTestable,
+    ahead_of,
+    cells_by_set,
+)
 from hallutracer_research.paper.report import SECTIONS
 from hallutracer_research.paper.tables import make_tables
 from service.fitting.nested_cv import FoldScores
@@ -30,7 +36,8 @@ def tables(result: SetResult) -> list[Table]:
 
 
 def cells(**tables: Cells) -> dict[str, Cells]:
-    """Tables by their names with underscores; the depth mean is at 0.80 where nothing else is said."""
+    """Tables by their names with underscores; the depth mean is at 0.80 where nothing else is
+    said."""
     found = {"mean-dominance": {"mean": {"mean": 0.8, "std": 0.01}}}
     for name, row in tables.items():
         found[name.replace("_", "-")] = found.get(name.replace("_", "-"), {}) | dict(row)
@@ -38,7 +45,10 @@ def cells(**tables: Cells) -> dict[str, Cells]:
 
 
 def curve(**aurocs: float) -> Cells:
-    return {depth_key(int(size.removeprefix("n"))): {"mean": value, "std": 0.0} for size, value in aurocs.items()}
+    return {
+        depth_key(int(size.removeprefix("n"))): {"mean": value, "std": 0.0}
+        for size, value in aurocs.items()
+    }
 
 
 def parts(probe: float, metric: float, head: float) -> dict[str, Cells]:
@@ -56,54 +66,98 @@ def sides(
 YES, NO, MIXED = "supported", "not supported", "mixed"
 CASES: list[tuple[Judge, dict[str, Cells], Verdict]] = [
     *sides(
-        rules.median_no_better, "location",
-        ({"median": 0.799, "trimmed_mean": 0.8005}, YES), ({"median": 0.799, "trimmed_mean": 0.802}, NO),
-    ),
-    *sides(rules.median_is_the_mean, "location", ({"correlation": 0.991}, YES), ({"correlation": 0.989}, NO)),
-    *sides(
-        rules.depth_grows, "depth_subsampling", (curve(n1=0.7, n2=0.72, n8=0.718, n28=0.8), YES),
-        (curve(n1=0.7, n2=0.72, n8=0.71, n28=0.8), MIXED), (curve(n1=0.8, n2=0.72, n28=0.79), NO),
+        rules.median_no_better,
+        "location",
+        ({"median": 0.799, "trimmed_mean": 0.8005}, YES),
+        ({"median": 0.799, "trimmed_mean": 0.802}, NO),
     ),
     *sides(
-        rules.depth_saturates, "depth_subsampling", (curve(n1=0.7, n8=0.76, n16=0.797, n20=0.8, n28=0.8), YES),
-        (curve(n1=0.7, n8=0.797, n16=0.76, n28=0.8), NO), (curve(n1=0.7, n8=0.7, n20=0.8, n28=0.8), NO),
+        rules.median_is_the_mean,
+        "location",
+        ({"correlation": 0.991}, YES),
+        ({"correlation": 0.989}, NO),
     ),
     *sides(
-        rules.any_head_will_do, "top_heads", ({"top_1": {"mean": 0.8}, "random_1": {"mean": 0.796}}, YES),
+        rules.depth_grows,
+        "depth_subsampling",
+        (curve(n1=0.7, n2=0.72, n8=0.718, n28=0.8), YES),
+        (curve(n1=0.7, n2=0.72, n8=0.71, n28=0.8), MIXED),
+        (curve(n1=0.8, n2=0.72, n28=0.79), NO),
+    ),
+    *sides(
+        rules.depth_saturates,
+        "depth_subsampling",
+        (curve(n1=0.7, n8=0.76, n16=0.797, n20=0.8, n28=0.8), YES),
+        (curve(n1=0.7, n8=0.797, n16=0.76, n28=0.8), NO),
+        (curve(n1=0.7, n8=0.7, n20=0.8, n28=0.8), NO),
+    ),
+    *sides(
+        rules.any_head_will_do,
+        "top_heads",
+        ({"top_1": {"mean": 0.8}, "random_1": {"mean": 0.796}}, YES),
         ({"top_1": {"mean": 0.8}, "random_1": {"mean": 0.79}}, NO),
     ),
-    *sides(rules.heads_redundant, "head_distribution", ({"correlation": 0.65}, YES), ({"correlation": 0.64}, NO)),
     *sides(
-        rules.near_orthogonal, "geometry", ({"adjacent_cos": 0.09, "expected_cos": 0.071}, YES),
+        rules.heads_redundant,
+        "head_distribution",
+        ({"correlation": 0.65}, YES),
+        ({"correlation": 0.64}, NO),
+    ),
+    *sides(
+        rules.near_orthogonal,
+        "geometry",
+        ({"adjacent_cos": 0.09, "expected_cos": 0.071}, YES),
         ({"adjacent_cos": 0.3, "expected_cos": 0.071}, NO),
     ),
     (
         rules.near_orthogonal,
-        cells(geometry={"adjacent_cos": 0.09, "expected_cos": 0.071}, isotropy={"adjacent_cos": 0.2}), MIXED,
+        cells(
+            geometry={"adjacent_cos": 0.09, "expected_cos": 0.071}, isotropy={"adjacent_cos": 0.2}
+        ),
+        MIXED,
     ),
     *sides(
-        rules.low_energy, "geometry", ({"energy": 0.0031, "random_energy": 1 / 128}, YES),
+        rules.low_energy,
+        "geometry",
+        ({"energy": 0.0031, "random_energy": 1 / 128}, YES),
         ({"energy": 0.0131, "random_energy": 1 / 128}, NO),
     ),
-    *sides(rules.shift_small, "geometry", ({"energy_ratio": 0.0868}, YES), ({"energy_ratio": 0.0901}, NO)),
     *sides(
-        rules.fisher_gap_small, "fisher", ({"r_fisher": 1.12, "r_fisher_unbiased": 1.03}, YES),
+        rules.shift_small,
+        "geometry",
+        ({"energy_ratio": 0.0868}, YES),
+        ({"energy_ratio": 0.0901}, NO),
+    ),
+    *sides(
+        rules.fisher_gap_small,
+        "fisher",
+        ({"r_fisher": 1.12, "r_fisher_unbiased": 1.03}, YES),
         ({"r_fisher": 1.12, "r_fisher_unbiased": 1.06}, NO),
         ({"r_fisher": 1.02, "r_fisher_unbiased": None, "shrinkage": 0.0}, YES),
     ),
     *sides(
-        rules.last_token_best, "readout_position", ({"last_1": 0.8, "last_4": -0.001, "max": -0.1}, YES),
-        ({"last_1": 0.8, "last_4": 0.004, "max": None}, MIXED), ({"last_1": 0.8, "content_mean": 0.02}, NO),
+        rules.last_token_best,
+        "readout_position",
+        ({"last_1": 0.8, "last_4": -0.001, "max": -0.1}, YES),
+        ({"last_1": 0.8, "last_4": 0.004, "max": None}, MIXED),
+        ({"last_1": 0.8, "content_mean": 0.02}, NO),
     ),
-    *sides(rules.factual_varies_more, "kappa", ({"factual_larger": 0.9}, YES), ({"factual_larger": 0.89}, NO)),
+    *sides(
+        rules.factual_varies_more,
+        "kappa",
+        ({"factual_larger": 0.9}, YES),
+        ({"factual_larger": 0.89}, NO),
+    ),
     (rules.probe_part_of_k, parts(0.9, 0.1, 0.2), YES),
     (rules.probe_part_of_k, parts(0.6, 0.7, 0.2), MIXED),
     (rules.probe_part_of_k, parts(0.2, 0.7, 0.2), NO),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("judge", "given", "verdict"), CASES)
-def test_a_rule_tells_its_sides_apart(judge: Judge, given: dict[str, Cells], verdict: Verdict) -> None:
+def test_a_rule_tells_its_sides_apart(
+    judge: Judge, given: dict[str, Cells], verdict: Verdict
+) -> None:
     found = judge(NOTHING, given)
     assert found.verdict == verdict
     assert any(char.isdigit() for char in found.text)
@@ -113,7 +167,8 @@ def test_every_rule_has_a_case_for_and_one_against() -> None:
     cases = [(judge, verdict) for judge, _, verdict in (*CASES, *SHAPED)]
     for rule in rules.RULES:
         if isinstance(rule.judge, partial) or rule.judge is rules.snr_predicted:
-            continue  # of these ``test_ahead_is_a_matter_of_the_interval`` and ``test_eta_is_a_test_...``
+            # of these ``test_ahead_is_a_matter_of_the_interval`` and ``test_eta_is_a_test_...``
+            continue
         verdicts = {verdict for judge, verdict in cases if judge is rule.judge}
         assert {"supported", "not supported"} <= verdicts, rule.claim
 
@@ -121,8 +176,16 @@ def test_every_rule_has_a_case_for_and_one_against() -> None:
 UNTESTABLE: list[tuple[Judge, dict[str, Cells], str]] = [
     (rules.mean_suffices, cells(), "has no mean_and_shape"),
     (rules.mean_suffices, {}, "has no mean"),
-    (rules.mean_suffices, cells(mean_dominance={"mean": 0.53, "mean_and_shape": 0.6}), "near chance"),
-    (rules.shape_falls, cells(mean_dominance={"mean_and_shape": 0.68, "shape": 0.5}), "less than 19 points"),
+    (
+        rules.mean_suffices,
+        cells(mean_dominance={"mean": 0.53, "mean_and_shape": 0.6}),
+        "near chance",
+    ),
+    (
+        rules.shape_falls,
+        cells(mean_dominance={"mean_and_shape": 0.68, "shape": 0.5}),
+        "less than 19 points",
+    ),
     (rules.five_no_worse, cells(mean_dominance={"mean": 0.53}), "near chance"),
     (rules.five_no_worse, cells(), "has no trajectory"),
     (rules.median_is_the_mean, {}, "has no correlation"),
@@ -133,12 +196,28 @@ UNTESTABLE: list[tuple[Judge, dict[str, Cells], str]] = [
     (rules.snr_predicted, cells(), "has no eta"),
     (rules.factual_varies_more, cells(kappa={"factual_larger": None}), "has no factual_larger"),
     (rules.median_no_better, cells(mean_dominance={"mean": 0.53}), "near chance"),
-    (rules.depth_saturates, cells(depth_subsampling=curve(n1=0.7, n2=0.72, n8=0.8)), "8 layers are too few: 1 size"),
-    (rules.fisher_gap_small, cells(fisher={"r_fisher": 1.3, "r_fisher_unbiased": None, "shrinkage": 0.0}), "too few"),
-    (rules.fisher_gap_small, cells(fisher={"r_fisher": 1.01, "r_fisher_unbiased": None, "shrinkage": 0.1}), "singular"),
+    (
+        rules.depth_saturates,
+        cells(depth_subsampling=curve(n1=0.7, n2=0.72, n8=0.8)),
+        "8 layers are too few: 1 size",
+    ),
+    (
+        rules.fisher_gap_small,
+        cells(fisher={"r_fisher": 1.3, "r_fisher_unbiased": None, "shrinkage": 0.0}),
+        "too few",
+    ),
+    (
+        rules.fisher_gap_small,
+        cells(fisher={"r_fisher": 1.01, "r_fisher_unbiased": None, "shrinkage": 0.1}),
+        "singular",
+    ),
     (rules.last_token_best, cells(readout_position={"last_1": 0.8}), "no other pooling"),
     (rules.last_token_best, cells(readout_position={"last_1": 0.5, "max": 0.1}), "near chance"),
-    (rules.probe_part_of_k, cells(k_split={"signal_k": 0.52, "null": 0.51}), "too little to divide"),
+    (
+        rules.probe_part_of_k,
+        cells(k_split={"signal_k": 0.52, "null": 0.51}),
+        "too little to divide",
+    ),
 ]
 
 
@@ -149,7 +228,8 @@ def test_what_cannot_be_tested_says_why(judge: Judge, given: dict[str, Cells], r
 
 
 def shaped(*, level: float = 0.0, slope: float = 0.0, zigzag: float = 0.0) -> SetResult:
-    """Six layers of noise, and what tells the classes: a level, a slope, a pattern that no five statistics see."""
+    """Six layers of noise, and what tells the classes: a level, a slope, a pattern that no five
+    statistics see."""
     gap = level + slope * (np.arange(6) - 2.5) + zigzag * np.array([1, -1, -1, 1, 1, -1])
     noise = np.random.default_rng(0).standard_normal((len(LABEL), 6))
     return scripted_result((noise + (LABEL[:, None] - 0.5) * gap)[..., None], LABEL)
@@ -160,7 +240,8 @@ def with_residual(spread: float) -> SetResult:
     result = shaped(level=1.0)
     rng = np.random.default_rng(2)
     other = [
-        fold._replace(score=fold.score + spread * rng.standard_normal(len(fold.score))) for fold in result.scores[OURS]
+        fold._replace(score=fold.score + spread * rng.standard_normal(len(fold.score)))
+        for fold in result.scores[OURS]
     ]
     return replace(result, scores={**result.scores, RESIDUAL: other})
 
@@ -182,10 +263,14 @@ SHAPED: list[tuple[Judge, SetResult, Verdict]] = [
 
 
 @pytest.mark.parametrize(("judge", "result", "verdict"), SHAPED)
-def test_differences_are_judged_by_their_intervals(judge: Judge, result: SetResult, verdict: Verdict) -> None:
-    rows = cells_by_set(make_tables([MEAN["mean-dominance"], MEAN["feature-sets"], READOUT["readout-site"]], [result]))[
-        result.title
-    ]
+def test_differences_are_judged_by_their_intervals(
+    judge: Judge, result: SetResult, verdict: Verdict
+) -> None:
+    rows = cells_by_set(
+        make_tables(
+            [MEAN["mean-dominance"], MEAN["feature-sets"], READOUT["readout-site"]], [result]
+        )
+    )[result.title]
     found = judge(result, rows)
     assert found.verdict == verdict, found.text
     assert "points [" in found.text
@@ -193,36 +278,53 @@ def test_differences_are_judged_by_their_intervals(judge: Judge, result: SetResu
 
 @pytest.mark.parametrize(
     ("low", "high", "is_above", "is_within"),
-    [(0.006, 0.02, YES, NO), (0.004, 0.02, MIXED, MIXED), (-0.02, 0.006, MIXED, MIXED), (-0.02, 0.004, NO, MIXED),
-     (-0.02, -0.006, NO, NO), (-0.005, 0.005, MIXED, YES)],
-)  # fmt: skip
+    [
+        (0.006, 0.02, YES, NO),
+        (0.004, 0.02, MIXED, MIXED),
+        (-0.02, 0.006, MIXED, MIXED),
+        (-0.02, 0.004, NO, MIXED),
+        (-0.02, -0.006, NO, NO),
+        (-0.005, 0.005, MIXED, YES),
+    ],
+)
 def test_verdicts_for_and_against_mirror_each_other(
     low: float, high: float, is_above: Verdict, is_within: Verdict
 ) -> None:
     middle = (low + high) / 2
-    interval, mirrored = DifferenceInterval(middle, low, high), DifferenceInterval(-middle, -high, -low)
+    interval, mirrored = (
+        DifferenceInterval(middle, low, high),
+        DifferenceInterval(-middle, -high, -low),
+    )
     assert rules.above(interval, 0.005) == is_above
     opposite = {YES: NO, NO: YES, MIXED: MIXED}
     assert rules.above(mirrored, -0.005) == opposite[is_above]
     assert rules.within(interval, 0.005) == rules.within(mirrored, 0.005) == is_within
 
 
-@pytest.mark.parametrize(("eta", "verdict"), [(1.009, "supported"), (0.985, "not supported"), (1.011, "not supported")])
+@pytest.mark.parametrize(
+    ("eta", "verdict"), [(1.009, "supported"), (0.985, "not supported"), (1.011, "not supported")]
+)
 def test_eta_is_a_test_where_classes_differ_in_size(eta: float, verdict: Verdict) -> None:
     even = shaped()
     with pytest.raises(NotTestable, match="classes are of one size"):
         rules.snr_predicted(even, cells(snr={"eta": eta}))
     label = np.r_[LABEL[:-8], np.ones(8, np.int64)]
     assert (
-        rules.snr_predicted(scripted_result(np.zeros((400, 6, 1)), label), cells(snr={"eta": eta})).verdict == verdict
+        rules.snr_predicted(
+            scripted_result(np.zeros((400, 6, 1)), label), cells(snr={"eta": eta})
+        ).verdict
+        == verdict
     )
 
 
 def against(score: np.ndarray, *, strength: float = 1.5) -> SetResult:
-    """Ours with a level of ``strength``, against a method "iti" with the given scores (rising with hallucination)."""
+    """Ours with a level of ``strength``, against a method "iti" with the given scores (rising with
+    hallucination)."""
     noise = np.random.default_rng(0).standard_normal((len(LABEL), 6, 1))
     result = scripted_result(noise + strength * (LABEL[:, None, None] - 0.5), LABEL)
-    other = [FoldScores(split.seed, split.fold, split.test, score[split.test]) for split in result.splits]
+    other = [
+        FoldScores(split.seed, split.fold, split.test, score[split.test]) for split in result.splits
+    ]
     return replace(result, scores={**result.scores, "iti": other})
 
 
@@ -233,14 +335,19 @@ def test_ahead_is_a_matter_of_the_interval() -> None:
     assert perfect.verdict == "not supported"
     assert "100.0 (iti)" in perfect.text
     ours = against(rng.standard_normal(len(LABEL))).scores[OURS]
-    near = np.concatenate([fold.score for fold in ours])[np.argsort(np.concatenate([fold.test for fold in ours]))]
+    near = np.concatenate([fold.score for fold in ours])[
+        np.argsort(np.concatenate([fold.test for fold in ours]))
+    ]
     nearly = ahead_of(["iti"], against(near + 0.1 * rng.standard_normal(len(LABEL))), {})
     assert nearly.verdict == "mixed"
     assert nearly.text.endswith("not distinguishable from none")
 
 
 def test_the_interval_is_that_of_the_main_table(result: SetResult) -> None:
-    aurocs = {name: measured(result.label, found)["auroc"]["mean"] for name, found in result.scores.items()}
+    aurocs = {
+        name: measured(result.label, found)["auroc"]["mean"]
+        for name, found in result.scores.items()
+    }
     known = compare(result.label, result.group, result.scores, aurocs)
     assert known is not None
     assert known.runner_up == "iti"
@@ -248,7 +355,9 @@ def test_the_interval_is_that_of_the_main_table(result: SetResult) -> None:
     assert ahead_of(["iti"], result, {}).text.endswith(str(interval))
 
 
-def test_a_method_that_did_not_take_part_cannot_be_beaten_nor_be_equivalent(result: SetResult) -> None:
+def test_a_method_that_did_not_take_part_cannot_be_beaten_nor_be_equivalent(
+    result: SetResult,
+) -> None:
     with pytest.raises(NotTestable, match="fact-probe and iris did not take part"):
         ahead_of(["fact-probe", "iris"], result, {})
     with pytest.raises(NotTestable, match="did not take part"):
@@ -257,14 +366,23 @@ def test_a_method_that_did_not_take_part_cannot_be_beaten_nor_be_equivalent(resu
 
 @pytest.mark.parametrize(
     ("verdicts", "expected"),
-    [([YES, YES], YES), ([YES, "not testable"], YES), ([YES, NO], MIXED), ([NO, MIXED], MIXED), ([NO, NO], NO),
-     (["not testable"] * 2, "not testable"), ([], "not testable")],
-)  # fmt: skip
+    [
+        ([YES, YES], YES),
+        ([YES, "not testable"], YES),
+        ([YES, NO], MIXED),
+        ([NO, MIXED], MIXED),
+        ([NO, NO], NO),
+        (["not testable"] * 2, "not testable"),
+        ([], "not testable"),
+    ],
+)
 def test_sets_are_put_together(verdicts: list[Verdict], expected: Verdict) -> None:
     assert rules.together(verdicts) == expected
 
 
-def test_all_claims_of_a_real_fit_speak_of_its_numbers(result: SetResult, tables: list[Table]) -> None:
+def test_all_claims_of_a_real_fit_speak_of_its_numbers(
+    result: SetResult, tables: list[Table]
+) -> None:
     found = {one.claim: one for one in rules.claims([result], tables)}
     assert len(found) == 21
     for one in found.values():

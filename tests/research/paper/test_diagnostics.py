@@ -1,4 +1,5 @@
-"""The diagnostics against closed forms, definitions and simulation: classes, features, increments, geometry, shape."""
+"""The diagnostics against closed forms, definitions and simulation: classes, features, increments,
+geometry, shape."""
 
 from __future__ import annotations
 
@@ -16,8 +17,17 @@ from sklearn.metrics import roc_auc_score
 
 from hallutracer_research.paper.ablations import uniformity
 from hallutracer_research.paper.diagnostics import classes, features, geometry, increments
-from hallutracer_research.paper.diagnostics.geometry import expected_cosine, expected_cosine_exact, isotropy
-from hallutracer_research.paper.diagnostics.increments import PARTS, Increments, KSplit, StandardizedProbes
+from hallutracer_research.paper.diagnostics.geometry import (
+    expected_cosine,
+    expected_cosine_exact,
+    isotropy,
+)
+from hallutracer_research.paper.diagnostics.increments import (
+    PARTS,
+    Increments,
+    KSplit,
+    StandardizedProbes,
+)
 from hallutracer_research.paper.diagnostics.shape import fisher_gap, snr_table, variance_components
 from service.errors import TrainingError
 from service.readout import Geometry, Site
@@ -35,18 +45,30 @@ STANDARD = features.Standard.of(ZEROS)
         (lambda: classes.factual_rows(np.array([0, 1, 2])), r"0 or 1: found \[0, 1, 2\]"),
         (lambda: classes.as_float([[1.0, np.nan]], "trajectory", 2), "trajectory holds 1"),
         (lambda: features.zones(2), "at least 3"),
-        (lambda: features.source_features(ZEROS, ZEROS[:, 1:], ZEROS[:, 1:], STANDARD), "at least 5"),
-        (lambda: features.source_features(ZEROS, ZEROS, ZEROS[:, 1:], STANDARD), r"w has shape \[2, 4\]: \[2, 3\]"),
+        (
+            lambda: features.source_features(ZEROS, ZEROS[:, 1:], ZEROS[:, 1:], STANDARD),
+            "at least 5",
+        ),
+        (
+            lambda: features.source_features(ZEROS, ZEROS, ZEROS[:, 1:], STANDARD),
+            r"w has shape \[2, 4\]: \[2, 3\]",
+        ),
         (lambda: classes.chen_qin(np.zeros((6, 2)), [1, 1, 0, 0, 0, 0]), "2 rows are factual"),
         (lambda: increments.decompose(ZEROS, ZEROS), r"crossed has shape \[2, 4\]: \[2, 3\]"),
         (lambda: increments.decompose(ZEROS, np.full((2, 3), np.nan)), "not finite"),
         (lambda: StandardizedProbes.of(ONES, np.zeros(2), ONES, 0 * ONES), "std above 0"),
         (lambda: isotropy(np.eye(2)), "at least 3"),
         (lambda: isotropy(np.diag([1.0, 2.0, 1.0])), "layer 1 is not of unit length"),
-        (lambda: geometry.layer_geometry(np.eye(8), np.arange(8) % 2, np.full(8, 1.0)), "length 2.8"),
+        (
+            lambda: geometry.layer_geometry(np.eye(8), np.arange(8) % 2, np.full(8, 1.0)),
+            "length 2.8",
+        ),
         (lambda: variance_components(np.zeros((4, 2)), [0, 0, 1, 1]), "at least 3"),
         (lambda: snr_table(np.ones((6, 4)), [0, 1] * 3), "same depth mean"),
-        (lambda: fisher_gap(*random_intercepts(20, 24, seed=5)), r"singular \(rank 18 of 24.*ledoit_wolf"),
+        (
+            lambda: fisher_gap(*random_intercepts(20, 24, seed=5)),
+            r"singular \(rank 18 of 24.*ledoit_wolf",
+        ),
         (lambda: fisher_gap(*random_intercepts(400, 3), 1.5), "between 0 and 1"),
     ],
 )
@@ -74,26 +96,58 @@ UNDEFINED = {"a": np.array([1.0, np.nan]), "b": (np.float64(2), np.inf, "x", Non
 @pytest.mark.parametrize(
     ("call", "expected"),
     [
-        *((lambda kind=kind: pooled(kind), pytest.approx(0, abs=1e-12)) for kind in ("covariance", "variance")),
+        *(
+            (lambda kind=kind: pooled(kind), pytest.approx(0, abs=1e-12))
+            for kind in ("covariance", "variance")
+        ),
         (lambda: np.isnan(classes.effect_size(np.ones((4, 1)), np.arange(4) < 2)).all(), True),
         # As many middle layers as the paper counts for its models.
-        *((lambda m=m: (len(classes.middle_layers(m)), len(classes.middle_transitions(m))), (count, steps))
-          for m, count, steps in ((28, 18, 18), (32, 20, 20), (48, 30, 30), (64, 40, 40), (80, 48, 48), (3, 3, 2))),
-        (lambda: classes.as_document(UNDEFINED), {"a": [1.0, None], "b": [2.0, None, "x", None, 3]}),
-        *((lambda m=m: [part.tolist() for part in vars(features.zones(m)).values()],
-           [[*range(start, end)], [*range(end, m)], [*range(start, end)], [*range(end, m - 1)]])
-          for m, start, end in ((28, 9, 21), (32, 10, 24))),
-        (lambda: features.full_trajectory(np.array([[1.0, 4.0, 2.0, 3.0]])).tolist(),
-         [pytest.approx([1, 4, 2, 3, 3, -2, 1, 2.5, np.std([1, 4, 2, 3]), 1, 4, 3, 2])]),
+        *(
+            (
+                lambda m=m: (len(classes.middle_layers(m)), len(classes.middle_transitions(m))),
+                (count, steps),
+            )
+            for m, count, steps in (
+                (28, 18, 18),
+                (32, 20, 20),
+                (48, 30, 30),
+                (64, 40, 40),
+                (80, 48, 48),
+                (3, 3, 2),
+            )
+        ),
+        (
+            lambda: classes.as_document(UNDEFINED),
+            {"a": [1.0, None], "b": [2.0, None, "x", None, 3]},
+        ),
+        *(
+            (
+                lambda m=m: [part.tolist() for part in vars(features.zones(m)).values()],
+                [
+                    [*range(start, end)],
+                    [*range(end, m)],
+                    [*range(start, end)],
+                    [*range(end, m - 1)],
+                ],
+            )
+            for m, start, end in ((28, 9, 21), (32, 10, 24))
+        ),
+        (
+            lambda: features.full_trajectory(np.array([[1.0, 4.0, 2.0, 3.0]])).tolist(),
+            [pytest.approx([1, 4, 2, 3, 3, -2, 1, 2.5, np.std([1, 4, 2, 3]), 1, 4, 3, 2])],
+        ),
         (lambda: [features.trimmed_layers(m) for m in (9, 10, 28, 32, 80)], [0, 1, 2, 3, 8]),
-        (lambda: [depth(32, size) for size in (4, 32, 28, 1)], [[3, 11, 20, 29], [*range(32)], None, [17]]),
+        (
+            lambda: [depth(32, size) for size in (4, 32, 28, 1)],
+            [[3, 11, 20, 29], [*range(32)], None, [17]],
+        ),
         (lambda: features.depth_sizes(32), ((1, 2, 4, 8, 12, 16, 20, 24, 32), (28,))),
         (lambda: features.depth_sizes(6), ((1, 6), (2, 4, 8, 12, 16, 20, 24, 28))),
         (lambda: features.depth_sizes(28)[0][-1], 28),
         (lambda: expected_cosine(128), pytest.approx(0.0705, abs=1e-4)),  # the paper's 0.071
         (lambda: increments.kappa_table(np.zeros((4, 3)), [0, 0, 1, 1]).kappa_mean, None),
     ],
-)  # fmt: skip
+)
 def test_closed_forms(call: Any, expected: Any) -> None:
     assert call() == expected
 
@@ -134,14 +188,21 @@ def test_chen_and_qin_s_statistic_and_variance_follow_the_definitions(dim: int) 
         + 4 / 48 * leave_one_out(one, two)
     )
     assert found.variance == pytest.approx(expected, rel=1e-9)
-    trace = 8 / 14 * np.trace(np.cov(one, rowvar=False)) + 6 / 14 * np.trace(np.cov(two, rowvar=False))
+    trace = 8 / 14 * np.trace(np.cov(one, rowvar=False)) + 6 / 14 * np.trace(
+        np.cov(two, rowvar=False)
+    )
     assert found.energy_ratio == pytest.approx(found.statistic / trace, rel=1e-9)
 
 
-def test_neither_blocks_nor_a_common_offset_change_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neither_blocks_nor_a_common_offset_change_the_test(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     rng = np.random.default_rng(2)
     x, label = rng.standard_normal((60, 10)), np.arange(60) % 2
-    one, two = classes.chen_qin(x, label), classes.chen_qin(x + 1000 * rng.standard_normal(10), label)
+    one, two = (
+        classes.chen_qin(x, label),
+        classes.chen_qin(x + 1000 * rng.standard_normal(10), label),
+    )
     assert (two.statistic, two.p_value) == pytest.approx((one.statistic, one.p_value), rel=1e-6)
     found = classes.chen_qin(np.zeros((6, 2)), [1, 1, 1, 0, 0, 0])
     assert (found.p_value, found.energy_ratio, len(found.notes)) == (None, None, 1)
@@ -159,10 +220,14 @@ def test_alike_rows_of_a_group_reject_by_themselves_and_one_row_of_each_does_not
     p_values = []
     for _ in range(200):
         x = rng.standard_normal((40, 30))[group] + 0.5 * rng.standard_normal((200, 30))
-        p_values.append((classes.chen_qin(x, label).p_value, classes.chen_qin_by_group(x, label, group).p_value))
+        p_values.append(
+            (classes.chen_qin(x, label).p_value, classes.chen_qin_by_group(x, label, group).p_value)
+        )
     naive, by_group = (np.array(p_values, float) < 0.05).sum(axis=0)
     assert naive > 150
-    assert 2 <= by_group <= 24  # 0.05 within three standard errors, and a little for the normal limit
+    assert (
+        2 <= by_group <= 24
+    )  # 0.05 within three standard errors, and a little for the normal limit
 
 
 def test_rows_without_company_are_all_taken_and_too_few_groups_have_no_test() -> None:
@@ -174,13 +239,17 @@ def test_rows_without_company_are_all_taken_and_too_few_groups_have_no_test() ->
     assert (found.statistic, found.p_value, found.energy_ratio) == (None, None, None)
     assert "one row of each group" in found.notes[0]
     assert (classes.one_row_a_group(group) // 6).tolist() == [0, 1, 2, 3, 4]
-    assert len({tuple((classes.one_row_a_group(group, seed) % 6).tolist()) for seed in range(5)}) > 1
+    assert (
+        len({tuple((classes.one_row_a_group(group, seed) % 6).tolist()) for seed in range(5)}) > 1
+    )
 
 
 def test_distance_correlation_is_its_definition() -> None:
     def centred(values: np.ndarray) -> np.ndarray:
         distance = np.abs(values[:, None] - values)
-        return np.asarray(distance - distance.mean(axis=0) - distance.mean(axis=1)[:, None] + distance.mean())
+        return np.asarray(
+            distance - distance.mean(axis=0) - distance.mean(axis=1)[:, None] + distance.mean()
+        )
 
     rng = np.random.default_rng(3)
     x = rng.standard_normal(700)
@@ -200,9 +269,13 @@ def test_features_agree_with_scipy_and_plain_sums(m: int, seed: int) -> None:
     assert found["slope"] == pytest.approx([linregress(np.arange(m), row).slope for row in x])
     assert found["trimmed_mean"] == pytest.approx(trim_mean(x, 0.1, axis=1))
     for i, row in enumerate(x):
-        assert found["total_variation"][i] == pytest.approx(sum(abs(b - a) for a, b in zip(row, row[1:], strict=False)))
+        assert found["total_variation"][i] == pytest.approx(
+            sum(abs(b - a) for a, b in zip(row, row[1:], strict=False))
+        )
         assert found["range"][i] == pytest.approx(max(row) - min(row))
-        assert found["zone_shift"][i] == pytest.approx(np.mean(row[3 * m // 4 :]) - np.mean(row[m // 3 : 3 * m // 4]))
+        assert found["zone_shift"][i] == pytest.approx(
+            np.mean(row[3 * m // 4 :]) - np.mean(row[m // 3 : 3 * m // 4])
+        )
     assert list(found)[:5] == list(features.FIVE)
 
 
@@ -210,22 +283,38 @@ def test_source_features_by_hand() -> None:
     # m = 8: recognition layers 2..5, output 6, 7; transitions 2..5 and 6
     x = np.arange(8.0)[None] ** 2
     w = np.array([[9, 9, 1.0, -1.0, 2.0, 0.0, 5.0]])
-    found = features.source_features(x, w, np.diff(x) - w, features.Standard(np.full(8, 1.0), np.full(8, 2.0)))
+    found = features.source_features(
+        x, w, np.diff(x) - w, features.Standard(np.full(8, 1.0), np.full(8, 2.0))
+    )
     mean = np.mean(np.arange(8.0) ** 2)
     friction = [-d / (level - mean) for d, level in zip((5, 7, 9, 11), (4, 9, 16, 25), strict=True)]
     expected = {
-        "rho_rz": (np.mean([4, 9, 16, 25]) - 1) / 2, "l_rz": 13.5, "l_end": 49, "w_rz": 0.5, "tv_w_rz": 2 + 3 + 2,
+        "rho_rz": (np.mean([4, 9, 16, 25]) - 1) / 2,
+        "l_rz": 13.5,
+        "l_end": 49,
+        "w_rz": 0.5,
+        "tv_w_rz": 2 + 3 + 2,
         "k_rz": np.mean([4, 8, 7, 11]),  # dL is 5, 7, 9, 11 there
-        "tv_k_rz": 4 + 1 + 4, "log_energy_ratio": np.log(6 / (16 + 64 + 49 + 121)), "friction_rz": np.mean(friction),
-        "condition_rz": np.mean([1, 9 / 7, 1, 1]), "rho_oz": (np.mean([36, 49]) - 1) / 2, "k_oz": 13 - 5,
+        "tv_k_rz": 4 + 1 + 4,
+        "log_energy_ratio": np.log(6 / (16 + 64 + 49 + 121)),
+        "friction_rz": np.mean(friction),
+        "condition_rz": np.mean([1, 9 / 7, 1, 1]),
+        "rho_oz": (np.mean([36, 49]) - 1) / 2,
+        "k_oz": 13 - 5,
         "rho_last": 24,
-    }  # fmt: skip
-    assert dict(zip(features.SOURCE_NAMES, found[0], strict=True)) == pytest.approx(expected, rel=1e-5)
+    }
+    assert dict(zip(features.SOURCE_NAMES, found[0], strict=True)) == pytest.approx(
+        expected, rel=1e-5
+    )
     still = np.ones((3, 8))
     zeros = np.zeros((3, 7))
-    assert np.isfinite(features.source_features(still, zeros, zeros, features.Standard.of(still))).all()
+    assert np.isfinite(
+        features.source_features(still, zeros, zeros, features.Standard.of(still))
+    ).all()
     assert features.Standard.of(still).std.tolist() == [1] * 8
-    assert sorted(column for group in features.GROUPS.values() for column in group) == list(range(13))
+    assert sorted(column for group in features.GROUPS.values() for column in group) == list(
+        range(13)
+    )
     assert [len(columns) for columns in features.GROUPS.values()] == [3, 5, 2, 3]
 
 
@@ -238,16 +327,25 @@ def test_depth_layers_never_repeat(m: int, size: int) -> None:
 
 
 def planted(heads_differ: bool = True, seed: int = 0) -> Any:
-    """Rows of 6 layers, 60 prompts, 3 heads of 8 on scales and offsets of their own; probes of the selected heads."""
+    """Rows of 6 layers, 60 prompts, 3 heads of 8 on scales and offsets of their own; probes of the
+    selected heads."""
     rng = np.random.default_rng(seed)
     shape = Geometry(6, 3, 8, 24)
-    rows = rng.standard_normal((6, 60, 24)) * rng.uniform(0.1, 10, (6, 1, 24)) + 5 * rng.standard_normal((6, 1, 24))
+    rows = rng.standard_normal((6, 60, 24)) * rng.uniform(
+        0.1, 10, (6, 1, 24)
+    ) + 5 * rng.standard_normal((6, 1, 24))
     head = rng.integers(0, 3, 6) if heads_differ else np.zeros(6, int)
     readout = shape.select(rows.transpose(1, 0, 2), head, Site.ATTENTION_HEAD)
     direction, bias = unit_rows(rng.standard_normal((6, 8))), rng.standard_normal(6)
     probes = StandardizedProbes.of(direction, bias, readout.mean(axis=0), readout.std(axis=0))
     return SimpleNamespace(
-        shape=shape, rows=rows, head=head, readout=readout, direction=direction, bias=bias, probes=probes
+        shape=shape,
+        rows=rows,
+        head=head,
+        readout=readout,
+        direction=direction,
+        bias=bias,
+        probes=probes,
     )
 
 
@@ -283,7 +381,9 @@ def test_w_is_the_frozen_probe_on_the_same_head_and_w_plus_k_the_increment() -> 
 def test_the_four_parts_make_k_up_to_1e_12(seed: int) -> None:
     found = split(planted(seed=seed))
     assert found.reconstruction_error <= 1e-12
-    assert np.allclose(found.probe + found.metric + found.head + found.bias, found.k, rtol=1e-9, atol=1e-9)
+    assert np.allclose(
+        found.probe + found.metric + found.head + found.bias, found.k, rtol=1e-9, atol=1e-9
+    )
 
 
 def test_the_head_part_is_that_of_a_head_switch_alone() -> None:
@@ -292,27 +392,39 @@ def test_the_head_part_is_that_of_a_head_switch_alone() -> None:
     assert found.metric.any()
     made = planted()
     made.direction, made.bias = np.tile(made.direction[:1], (6, 1)), np.full(6, made.bias[0])
-    made.probes = StandardizedProbes.of(made.direction, made.bias, np.zeros((6, 8)), np.ones((6, 8)))
+    made.probes = StandardizedProbes.of(
+        made.direction, made.bias, np.zeros((6, 8)), np.ones((6, 8))
+    )
     found = split(made)  # one probe everywhere
     assert not any(part.any() for part in (found.probe, found.metric, found.bias))
     assert np.allclose(found.head, found.k)
     a = planted()
     x = a.rows[2][:, :8]
-    assert np.allclose(a.probes.z(2, x) @ a.probes.weight[2] + a.probes.intercept[2], x @ a.direction[2] + a.bias[2])
+    assert np.allclose(
+        a.probes.z(2, x) @ a.probes.weight[2] + a.probes.intercept[2],
+        x @ a.direction[2] + a.bias[2],
+    )
 
 
 def test_the_table_of_k_agrees_with_scikit_learn_and_numpy() -> None:
     rng = np.random.default_rng(3)
     label = np.repeat([0, 1], 150)
-    made = rng.standard_normal((4, 300, 9)) + np.array([0.8, 0.8, 0.0, 0.0])[:, None, None] * label[None, :, None]
+    made = (
+        rng.standard_normal((4, 300, 9))
+        + np.array([0.8, 0.8, 0.0, 0.0])[:, None, None] * label[None, :, None]
+    )
     made[3] -= made[2]  # head cancels metric
     found = KSplit(*made, np.zeros(9), 0.0)
     table = increments.k_table(found, label, permutations=50)
     steps = features.zones(10).recognition_steps
     for name, values in zip(PARTS, made, strict=True):
         area = np.array([roc_auc_score(label, values[:, step]) for step in steps])
-        assert table.parts[name].signal == pytest.approx(np.maximum(area, 1 - area).mean(), abs=1e-12)
-        assert table.parts[name].variance == pytest.approx(values[:, steps].var(axis=0, ddof=1).mean())
+        assert table.parts[name].signal == pytest.approx(
+            np.maximum(area, 1 - area).mean(), abs=1e-12
+        )
+        assert table.parts[name].variance == pytest.approx(
+            values[:, steps].var(axis=0, ddof=1).mean()
+        )
         assert 0.5 < table.parts[name].null < 0.55
     covariance = [np.cov(made[2][:, step], made[3][:, step])[0, 1] for step in steps]
     assert table.cov_metric_head == pytest.approx(np.mean(covariance))
@@ -340,11 +452,14 @@ def test_kappa_of_known_spreads_and_a_class_without_spread_is_counted_out() -> N
 
 
 def whitened(n: int, spread: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Rows [2n, d] whose unbiased covariance in either class is diag(spread^2) exactly, class means 0."""
+    """Rows [2n, d] whose unbiased covariance in either class is diag(spread^2) exactly, class means
+    0."""
     rng = np.random.default_rng(0)
     x = rng.standard_normal((2, n, len(spread)))
     x -= x.mean(axis=1, keepdims=True)
-    return np.concatenate([np.linalg.qr(half)[0] * math.sqrt(n - 1) * spread for half in x]), np.repeat([0, 1], n)
+    return np.concatenate(
+        [np.linalg.qr(half)[0] * math.sqrt(n - 1) * spread for half in x]
+    ), np.repeat([0, 1], n)
 
 
 def test_a_layer_with_a_known_covariance() -> None:
@@ -355,15 +470,21 @@ def test_a_layer_with_a_known_covariance() -> None:
     found = geometry.layer_geometry(x, label, v)
     fisher = shift / spread**2
     expected = {
-        "mean_shift_norm": 5, "stable_rank": 100**2 / (8100 + 16 + 9 + 4 + 1), "stable_rank_share": 100**2 / 8130 / 5,
-        "trace_ratio": 1, "energy_fraction": (0.36 * 4 + 0.64 * 3) / 100, "alignment": 0.8 * 4 / 5,
+        "mean_shift_norm": 5,
+        "stable_rank": 100**2 / (8100 + 16 + 9 + 4 + 1),
+        "stable_rank_share": 100**2 / 8130 / 5,
+        "trace_ratio": 1,
+        "energy_fraction": (0.36 * 4 + 0.64 * 3) / 100,
+        "alignment": 0.8 * 4 / 5,
         "fisher_cos2": (v @ fisher) ** 2 / (fisher @ fisher),
         "v2_top90": pytest.approx(0, abs=1e-9),  # the first axis holds exactly the 90 %
-    }  # fmt: skip
+    }
     for name, value in expected.items():
         assert getattr(found, name) == pytest.approx(value), name
     x, label = whitened(50, np.sqrt(np.array([80.0, 15.0, 5.0])))
-    assert geometry.layer_geometry(x, label, np.array([0.0, 0.6, 0.8])).v2_top90 == pytest.approx(0.36)
+    assert geometry.layer_geometry(x, label, np.array([0.0, 0.6, 0.8])).v2_top90 == pytest.approx(
+        0.36
+    )
     x, label = np.random.default_rng(0).standard_normal((8, 20)), np.arange(8) % 2
     assert geometry.layer_geometry(x, label).energy_fraction is None
     singular = geometry.layer_geometry(x, label, unit_rows(np.ones((1, 20)))[0])
@@ -373,7 +494,9 @@ def test_a_layer_with_a_known_covariance() -> None:
 
 @pytest.mark.parametrize("d", [8, 64, 128])
 def test_random_unit_vectors_have_the_expected_cosine(d: int) -> None:
-    cosines = geometry.adjacent_cosines(unit_rows(np.random.default_rng(d).standard_normal((20_001, d))))
+    cosines = geometry.adjacent_cosines(
+        unit_rows(np.random.default_rng(d).standard_normal((20_001, d)))
+    )
     spread = math.sqrt((1 / d - expected_cosine_exact(d) ** 2) / 20_000)
     assert cosines.mean() == pytest.approx(expected_cosine_exact(d), abs=4 * spread)
     assert expected_cosine(d) == pytest.approx(expected_cosine_exact(d), rel=1 / d)
@@ -381,7 +504,9 @@ def test_random_unit_vectors_have_the_expected_cosine(d: int) -> None:
 
 def turning(step: float, m: int, d: int, seed: int) -> np.ndarray:
     rng = np.random.default_rng(seed)
-    return unit_rows(np.cumsum([rng.standard_normal(d), *(step * rng.standard_normal((m - 1, d)))], axis=0))
+    return unit_rows(
+        np.cumsum([rng.standard_normal(d), *(step * rng.standard_normal((m - 1, d)))], axis=0)
+    )
 
 
 def test_transitions_and_the_middle_mean() -> None:
@@ -393,8 +518,13 @@ def test_transitions_and_the_middle_mean() -> None:
     v = unit_rows(rng.standard_normal((m, d)))
     transitions = geometry.transition_geometry(Increments(w, k), v, label)
     assert transitions[0].cohen_d == pytest.approx(0.5, abs=0.1)
-    assert np.mean([one.r_w for one in transitions if one.r_w]) == pytest.approx(math.sqrt(5), rel=0.15)
-    assert all(one.distance_correlation is not None and one.distance_correlation < 0.08 for one in transitions)
+    assert np.mean([one.r_w for one in transitions if one.r_w]) == pytest.approx(
+        math.sqrt(5), rel=0.15
+    )
+    assert all(
+        one.distance_correlation is not None and one.distance_correlation < 0.08
+        for one in transitions
+    )
     readout = rng.standard_normal((n, m, d))
     layers = [geometry.layer_geometry(readout[:, layer], label, v[layer]) for layer in range(m)]
     found = geometry.readout_geometry(layers, transitions, d)
@@ -419,11 +549,16 @@ def test_a_difference_in_cosine_is_found() -> None:
 
 def test_random_directions_are_rejected_at_the_nominal_rate() -> None:
     rng = np.random.default_rng(0)
-    runs = [isotropy(unit_rows(rng.standard_normal((32, 64))), permutations=200, seed=run) for run in range(300)]
+    runs = [
+        isotropy(unit_rows(rng.standard_normal((32, 64))), permutations=200, seed=run)
+        for run in range(300)
+    ]
     for name in ("ks_ambient_p", "shapiro_p", "trend_p", "anova_p", "permutation_ambient_p"):
         rate = np.mean([getattr(run, name) < 0.05 for run in runs])
         assert 0.015 < rate < 0.10, name  # 0.05 with a standard error of 0.0126
-    assert np.mean([run.mean_abs_cos for run in runs]) == pytest.approx(expected_cosine(64), rel=0.03)
+    assert np.mean([run.mean_abs_cos for run in runs]) == pytest.approx(
+        expected_cosine(64), rel=0.03
+    )
     assert {run.pairs for run in runs} == {20}
 
 
@@ -453,7 +588,9 @@ def test_directions_of_fewer_dimensions_match_their_rank_and_not_the_space() -> 
 
 def test_permutation_p_value_is_near_the_exact_kolmogorov_smirnov_one() -> None:
     rng = np.random.default_rng(4)
-    v = unit_rows(rng.standard_normal((21, 3)))  # on the ordinary sphere an inner product is uniform on [-1, 1]
+    v = unit_rows(
+        rng.standard_normal((21, 3))
+    )  # on the ordinary sphere an inner product is uniform on [-1, 1]
     inner = np.sum(v[1:] * v[:-1], axis=1)
     exact = float(kstest(inner, "uniform", args=(-1, 2)).pvalue)
     assert geometry.permutation_p_value(inner, 3, 10_000, rng) == pytest.approx(exact, abs=0.02)
@@ -482,7 +619,9 @@ def test_variation_and_switches_by_hand_one_head_and_constant_heads() -> None:
     assert found["switches"] == 1.0  # best heads 1, 0 (tie: lowest), 1, 0
     assert uniformity(quality[[0, 2, 2]], equicorrelated(50, 3, 2, 0.2), [])["switches"] == 0
     notes: list[str] = []
-    single = uniformity(np.full((3, 1), 0.6), np.random.default_rng(0).standard_normal((9, 3, 1)), notes)
+    single = uniformity(
+        np.full((3, 1), 0.6), np.random.default_rng(0).standard_normal((9, 3, 1)), notes
+    )
     assert (single["correlation"], single["rank_share"], len(notes)) == (None, None, 1)
     scores = equicorrelated(100, 2, 3, 0.5)
     scores[:, 0, 1] = 1.0
@@ -498,7 +637,8 @@ def test_components_of_simulated_random_intercepts(alpha: float, epsilon: float)
     assert found.icc_unbiased == pytest.approx(alpha**2 / total, abs=0.01)
     assert found.sigma_alpha2 == pytest.approx(alpha**2, rel=0.05)
     assert found.sigma_epsilon2 == pytest.approx(epsilon**2, rel=0.01)
-    # The paper's plug-in: Var(alpha-hat) = sigma_alpha^2 + sigma_eps^2 / m, and the residual loses that much.
+    # The paper's plug-in: Var(alpha-hat) = sigma_alpha^2 + sigma_eps^2 / m, and the residual loses
+    # that much.
     assert found.icc == pytest.approx((alpha**2 + epsilon**2 / m) / total, abs=0.01)
     assert found.icc_factual == pytest.approx(found.icc, abs=0.02)
 
@@ -513,14 +653,24 @@ def test_plug_in_is_exactly_equation_icc_and_lags_are_correlations_between_layer
         epsilon[rows] = away - alpha[rows][:, None]
     found, ones = variance_components(trajectory, label), label == 1
     assert found.icc == pytest.approx(alpha.var() / (alpha.var() + epsilon.var()), rel=1e-12)
-    assert found.icc_factual == pytest.approx(alpha[ones].var() / (alpha[ones].var() + epsilon[ones].var()), rel=1e-12)
+    assert found.icc_factual == pytest.approx(
+        alpha[ones].var() / (alpha[ones].var() + epsilon[ones].var()), rel=1e-12
+    )
     correlation = np.corrcoef(epsilon[ones], rowvar=False)
     acf = [np.mean(np.diagonal(correlation, lag)) for lag in range(1, 5)]
     assert found.residual_acf == pytest.approx(acf, rel=1e-10)
     assert found.acf_floor == -1 / 5
-    assert [len(variance_components(*random_intercepts(30, m)).residual_acf) for m in (3, 40)] == [1, 12]
+    assert [len(variance_components(*random_intercepts(30, m)).residual_acf) for m in (3, 40)] == [
+        1,
+        12,
+    ]
     none = variance_components(np.tile([[1.0, 2.0, 3.0]], (4, 1)), [0, 0, 1, 1])
-    assert (none.icc, none.icc_unbiased, none.residual_acf, len(none.notes)) == (None, None, (None,), 2)
+    assert (none.icc, none.icc_unbiased, none.residual_acf, len(none.notes)) == (
+        None,
+        None,
+        (None,),
+        2,
+    )
 
 
 def test_the_model_gives_the_proposition_back() -> None:
@@ -529,13 +679,17 @@ def test_the_model_gives_the_proposition_back() -> None:
     found = snr_table(*random_intercepts(200_000, m, alpha=1.2, epsilon=0.7, gap=gap))
     rho, gamma = 0.05 * m / gap.mean(), math.sqrt(1 + m * 1.2**2 / 0.7**2)
     expected = rho * gamma / math.sqrt(12) * math.sqrt(1 - 1 / m**2)
-    assert (found.rho, found.r_independent, found.r_plugin) == pytest.approx((rho, expected, expected), rel=0.03)
+    assert (found.rho, found.r_independent, found.r_plugin) == pytest.approx(
+        (rho, expected, expected), rel=0.03
+    )
     assert found.gamma == pytest.approx(gamma, rel=0.01)
     assert found.gamma_plugin is not None
     assert found.gamma_plugin > gamma  # Var(alpha-hat) holds sigma_eps^2 / m as well
     gap = np.array([1.0, 2.0, 3.0, 2.0])
     trajectory, label = random_intercepts(40, 4, gap=0.0, seed=1)
-    trajectory[label == 1] += gap - trajectory[label == 1].mean(axis=0) + trajectory[label == 0].mean(axis=0)
+    trajectory[label == 1] += (
+        gap - trajectory[label == 1].mean(axis=0) + trajectory[label == 0].mean(axis=0)
+    )
     assert snr_table(trajectory, label).rho_shape == pytest.approx(math.sqrt(2) / (2 * 2))
 
 
@@ -547,7 +701,9 @@ def test_eta_is_one_on_balanced_classes_and_the_measured_ratio_that_of_two_scala
     ratio = []
     for scalar in (np.polyfit(np.arange(6), trajectory.T, 1)[0], trajectory.mean(axis=1)):
         one, zero = scalar[label == 1], scalar[label == 0]
-        ratio.append(abs(one.mean() - zero.mean()) / math.sqrt((one.var(ddof=1) + zero.var(ddof=1)) / 2))
+        ratio.append(
+            abs(one.mean() - zero.mean()) / math.sqrt((one.var(ddof=1) + zero.var(ddof=1)) / 2)
+        )
     assert snr_table(trajectory, label).r_empirical == pytest.approx(ratio[0] / ratio[1], rel=1e-10)
 
 
@@ -579,7 +735,9 @@ def test_parts_and_direct_ratio_agree_for_any_covariance(m: int, seed: int) -> N
     found = fisher_gap(trajectory, label)
     digits = max(1e-9, 16 * np.finfo(np.float64).eps * found.condition)
     assert found.r_fisher**2 == pytest.approx(found.r_fisher_direct**2, rel=digits)
-    assert found.r_fisher_direct**2 == pytest.approx(direct(trajectory, label), rel=max(1e-6, digits))
+    assert found.r_fisher_direct**2 == pytest.approx(
+        direct(trajectory, label), rel=max(1e-6, digits)
+    )
     assert found.r_fisher >= 1 - 1e-9
     assert 0 <= found.theta < 1
     assert abs(found.t) <= math.sqrt(found.theta) * found.chi * (1 + 1e-9)
@@ -591,7 +749,9 @@ def test_the_unbiased_ratio_takes_the_gain_from_noise_out() -> None:
     assert np.mean([one.r_fisher_unbiased for one in found]) == pytest.approx(1.0, abs=0.03)  # type: ignore[misc]
 
 
-def test_shrinkage_where_the_covariance_is_singular_and_full_shrinkage_is_a_scaled_identity() -> None:
+def test_shrinkage_where_the_covariance_is_singular_and_full_shrinkage_is_a_scaled_identity() -> (
+    None
+):
     found = fisher_gap(*random_intercepts(20, 24, seed=5), "ledoit_wolf")
     assert found.shrinkage_rule == "ledoit_wolf"
     assert 0 < found.shrinkage <= 1

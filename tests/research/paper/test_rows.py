@@ -1,4 +1,5 @@
-"""The rows of the paper's own tables: known answers from scripted logits, the diagnostics' numbers of a real fit."""
+"""The rows of the paper's own tables: known answers from scripted logits, the diagnostics' numbers
+of a real fit."""
 
 from __future__ import annotations
 
@@ -33,7 +34,10 @@ def row(spec: TableSpec, result: SetResult) -> Mapping[str, Any]:
 
 
 def test_the_mean_is_scored_split_by_split(result: SetResult) -> None:
-    by_split = [roc_auc_score(result.label[one.test], one.test_trajectory.mean(axis=1)) for one in result.splits]
+    by_split = [
+        roc_auc_score(result.label[one.test], one.test_trajectory.mean(axis=1))
+        for one in result.splits
+    ]
     cell = row(ablations.MEAN["mean-dominance"], result)["mean"]
     assert cell == pytest.approx({"mean": np.mean(by_split), "std": np.std(by_split)})
     table = ablations.MEAN["location"].table([result])
@@ -50,7 +54,10 @@ def test_a_level_is_in_the_mean_and_a_slope_in_the_shape() -> None:
     assert mean(level["mean"]) > 0.99
     assert abs(mean(level["shape"]) - 0.5) < 0.12
     assert mean(level["mean_and_shape"]) > 0.98
-    tilt = row(ablations.MEAN["mean-dominance"], scripted_result(noise(9) + side * (np.arange(9) - 4)[:, None]))
+    tilt = row(
+        ablations.MEAN["mean-dominance"],
+        scripted_result(noise(9) + side * (np.arange(9) - 4)[:, None]),
+    )
     assert abs(mean(tilt["mean"]) - 0.5) < 0.1
     assert mean(tilt["shape"]) > 0.99
     assert mean(tilt["mean_and_shape"]) > 0.99
@@ -98,7 +105,9 @@ def test_standardised_logits_silence_a_layer_of_large_scale() -> None:
     found = row(ablations.MEAN["logit-scale"], scripted_result(logits, scale=scale))
     assert mean(found["unit_norm"]) < 0.6
     assert mean(found["standardized"]) > 0.9
-    assert mean(found["difference"]) == pytest.approx(mean(found["standardized"]) - mean(found["unit_norm"]))
+    assert mean(found["difference"]) == pytest.approx(
+        mean(found["standardized"]) - mean(found["unit_norm"])
+    )
 
 
 def test_the_depth_curve_takes_the_best_training_layer_then_spaced_ones_then_all() -> None:
@@ -110,7 +119,8 @@ def test_the_depth_curve_takes_the_best_training_layer_then_spaced_ones_then_all
     assert sizes == [1, 2, 4, 12]
     for size, layers in ((1, [7]), (2, [3, 9]), (4, [3, 5, 7, 9]), (12, range(12))):
         by_fold = [
-            roc_auc_score(LABEL[i::2], logits[i::2][:, list(layers), 0].astype("f4").mean(axis=1)) for i in (0, 1)
+            roc_auc_score(LABEL[i::2], logits[i::2][:, list(layers), 0].astype("f4").mean(axis=1))
+            for i in (0, 1)
         ]
         assert means[sizes.index(size)] == pytest.approx(np.mean(by_fold), abs=1e-6)
         assert stds[sizes.index(size)] == pytest.approx(np.std(by_fold), abs=1e-6)
@@ -123,7 +133,9 @@ def test_the_depth_curve_takes_the_best_training_layer_then_spaced_ones_then_all
 
 def test_heads_are_taken_by_training_auroc_and_one_without_a_probe_never_is() -> None:
     logits = np.zeros((len(LABEL), 6, 4))
-    logits[:, :, 2] = 3 * (LABEL[:, None] - 0.5) + 0.01 * noise(6, seed=6)[:, :, 0]  # the best, and it is perfect
+    logits[:, :, 2] = (
+        3 * (LABEL[:, None] - 0.5) + 0.01 * noise(6, seed=6)[:, :, 0]
+    )  # the best, and it is perfect
     logits[:, :, 0] = noise(6, seed=7)[:, :, 0]
     logits[:, :, 1] = -logits[:, :, 2]  # the worst: wrong throughout
     quality = np.tile([0.6, 0.4, 0.9, 0.0], (6, 1))
@@ -132,7 +144,9 @@ def test_heads_are_taken_by_training_auroc_and_one_without_a_probe_never_is() ->
     assert mean(found["top_1"]) == 1.0
     assert mean(found["bottom_1"]) == 0.0
     # Heads 1 and 2 cancel: what is left of the mean of three is a third of the noise of head 0.
-    third = [roc_auc_score(LABEL[i::2], logits[i::2, :, 0].astype("f4").mean(axis=1)) for i in (0, 1)]
+    third = [
+        roc_auc_score(LABEL[i::2], logits[i::2, :, 0].astype("f4").mean(axis=1)) for i in (0, 1)
+    ]
     assert mean(found["top_5"]) == pytest.approx(np.mean(third), abs=0.01)
     assert 0.2 < mean(found["random_1"]) < 0.8
     assert found["random_1"]["std"] > 0.1  # type: ignore[index, operator]
@@ -152,18 +166,26 @@ def test_a_probe_that_is_all_zeros_counts_as_chance_among_heads() -> None:
     assert any("6 heads have constant scores" in note for note in table.notes)
 
 
-def test_the_residual_difference_is_its_auroc_less_the_heads_and_a_run_without_it_says_so(result: SetResult) -> None:
+def test_the_residual_difference_is_its_auroc_less_the_heads_and_a_run_without_it_says_so(
+    result: SetResult,
+) -> None:
     found = row(ablations.READOUT["readout-site"], result)
-    residual = [roc_auc_score(1 - result.label[one.test], one.score) for one in result.scores[RESIDUAL]]
+    residual = [
+        roc_auc_score(1 - result.label[one.test], one.score) for one in result.scores[RESIDUAL]
+    ]
     assert mean(found["residual"]) == pytest.approx(np.mean(residual))
     assert mean(found["difference"]) == pytest.approx(mean(found["residual"]) - mean(found["head"]))
-    without = replace(result, scores={name: scores for name, scores in result.scores.items() if name != RESIDUAL})
+    without = replace(
+        result, scores={name: scores for name, scores in result.scores.items() if name != RESIDUAL}
+    )
     table = ablations.READOUT["readout-site"].table([without])
     assert table.rows[0] == {"set": "made"}
     assert RESIDUAL in table.notes[0]
 
 
-def test_poolings_are_compared_with_last_1_on_the_folds_of_the_first_seed(result: SetResult) -> None:
+def test_poolings_are_compared_with_last_1_on_the_folds_of_the_first_seed(
+    result: SetResult,
+) -> None:
     same = [one.test_trajectory.mean(axis=1) for one in result.folds(0)]
     pooled = {
         (Site.ATTENTION_HEAD, Pooling.LAST_4): same,
@@ -172,7 +194,10 @@ def test_poolings_are_compared_with_last_1_on_the_folds_of_the_first_seed(result
     }
     table = ablations.READOUT["readout-position"].table([replace(result, pooled=pooled)])
     found = table.rows[0]
-    last = [roc_auc_score(result.label[one.test], score) for one, score in zip(result.folds(0), same, strict=True)]
+    last = [
+        roc_auc_score(result.label[one.test], score)
+        for one, score in zip(result.folds(0), same, strict=True)
+    ]
     assert found["last_1"] == pytest.approx({"mean": np.mean(last), "std": np.std(last)})
     assert found["last_4"] == pytest.approx({"mean": 0.0, "std": 0.0})
     assert mean(found["mean"]) == pytest.approx(1 - 2 * np.mean(last))
@@ -181,14 +206,18 @@ def test_poolings_are_compared_with_last_1_on_the_folds_of_the_first_seed(result
 
 
 def k_split(results: list[SetResult]) -> list[Table]:
-    return make_tables((structure.READOUTS["k-split"], structure.READOUTS["k-split-variance"]), results)
+    return make_tables(
+        (structure.READOUTS["k-split"], structure.READOUTS["k-split-variance"]), results
+    )
 
 
 def fixed_head(result: SetResult, head: int) -> SetResult:
     """The same fits, with ``head`` selected at every layer."""
     quality = np.full_like(result.splits[0].probes.auroc, 0.6)
     quality[:, head] = 0.9
-    splits = [replace(split, probes=replace(split.probes, auroc=quality)) for split in result.splits]
+    splits = [
+        replace(split, probes=replace(split.probes, auroc=quality)) for split in result.splits
+    ]
     return replace(result, splits=splits)
 
 
@@ -196,7 +225,11 @@ def test_rows_are_the_diagnostics_of_the_out_of_fold_trajectories(result: SetRes
     trajectory = result.trajectory(0)
     assert np.isfinite(trajectory).all()
     direct, found = snr_table(trajectory, result.label), row(structure.TRAJECTORY["snr"], result)
-    assert (found["rho"], found["r_plugin"], found["eta"]) == (direct.rho, direct.r_plugin, direct.eta)
+    assert (found["rho"], found["r_plugin"], found["eta"]) == (
+        direct.rho,
+        direct.r_plugin,
+        direct.eta,
+    )
     gap, cells = fisher_gap(trajectory, result.label), row(structure.TRAJECTORY["fisher"], result)
     assert cells["r_fisher"] == gap.r_fisher
     assert cells["r_fisher"] == pytest.approx(cells["r_fisher_direct"], rel=1e-9)
@@ -218,7 +251,9 @@ def test_a_singular_covariance_is_shrunk_and_says_so() -> None:
 
 def test_a_set_without_a_gap_costs_its_row_and_not_the_table() -> None:
     flat = noise(8)
-    flat[1::4] = flat[::4]  # rows 0, 1 of every 4 are of one class: their twins of the other class follow
+    flat[1::4] = flat[
+        ::4
+    ]  # rows 0, 1 of every 4 are of one class: their twins of the other class follow
     flat[2::4], flat[3::4] = flat[::4], flat[1::4]
     table = structure.TRAJECTORY["snr"].table(
         [scripted_result(flat, name="flat"), scripted_result(noise(8, seed=1), name="fine")]
@@ -226,7 +261,10 @@ def test_a_set_without_a_gap_costs_its_row_and_not_the_table() -> None:
     assert table.rows[0] == {"set": "flat"}
     assert table.rows[1]["set"] == "fine"
     assert table.rows[1]["rho"] is not None
-    assert any(note.startswith("flat: left out: both classes have the same depth mean") for note in table.notes)
+    assert any(
+        note.startswith("flat: left out: both classes have the same depth mean")
+        for note in table.notes
+    )
 
 
 def test_variance_components_have_their_lags_where_the_depth_allows() -> None:
@@ -249,7 +287,9 @@ def test_geometry_is_that_of_the_selected_heads_on_the_test_sides(result: SetRes
         direction, _ = split.probes.of(split.probes.selected)
         for layer in range(1, 7):  # the middle 60 % of 8
             x = structure.readout_of(result, layer, int(split.probes.selected[layer]), split.test)
-            energy.append(layer_geometry(x, result.label[split.test], direction[layer]).energy_fraction)
+            energy.append(
+                layer_geometry(x, result.label[split.test], direction[layer]).energy_fraction
+            )
     assert found["energy"] == pytest.approx(np.mean(energy))  # type: ignore[arg-type]
     assert found["random_energy"] == 1 / FITTED.head_dim
     assert found["expected_cos"] == pytest.approx(expected_cosine(FITTED.head_dim))
@@ -275,7 +315,9 @@ def test_the_figures_curves_average_to_the_tables_cells(result: SetResult) -> No
     assert figure.caption.startswith("made: ")
 
 
-def test_isotropy_takes_the_head_with_the_best_training_auroc_of_all_layers(result: SetResult) -> None:
+def test_isotropy_takes_the_head_with_the_best_training_auroc_of_all_layers(
+    result: SetResult,
+) -> None:
     for head in (0, 2):
         found = row(structure.READOUTS["isotropy"], fixed_head(result, head))
         assert found["head"] == head
@@ -299,9 +341,13 @@ def test_isotropy_leaves_out_heads_without_a_probe_somewhere(result: SetResult) 
 
 
 def test_a_set_whose_k_cannot_be_split_keeps_its_place_in_both_tables(result: SetResult) -> None:
-    of_one_class = [replace(split, test=split.test[result.label[split.test] == 1]) for split in result.splits]
+    of_one_class = [
+        replace(split, test=split.test[result.label[split.test] == 1]) for split in result.splits
+    ]
     lacking = replace(
-        result, splits=of_one_class, prepared=replace(result.prepared, rows=SimpleNamespace(name="lacking"))
+        result,
+        splits=of_one_class,
+        prepared=replace(result.prepared, rows=SimpleNamespace(name="lacking")),
     )  # type: ignore[arg-type]
     signal, varied = k_split([lacking, result])
     for table in (signal, varied):
@@ -311,4 +357,6 @@ def test_a_set_whose_k_cannot_be_split_keeps_its_place_in_both_tables(result: Se
     found = signal.rows[1]
     assert found["gap_k"] == pytest.approx(1.0)
     assert found["signal_k"] > found["null"] > 0.5  # type: ignore[operator]
-    assert any(note.startswith("lacking: left out: 0 rows are hallucinated") for note in signal.notes)
+    assert any(
+        note.startswith("lacking: left out: 0 rows are hallucinated") for note in signal.notes
+    )

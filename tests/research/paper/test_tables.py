@@ -1,4 +1,5 @@
-"""The paper's numbers, typed a second time, and every spec's table; a set that fails costs its row only."""
+"""The paper's numbers, typed a second time, and every spec's table; a set that fails costs its row
+only."""
 
 from __future__ import annotations
 
@@ -12,13 +13,23 @@ from hallutracer_research.paper.tables import PUBLISHED, Row, TableSpec, make_ta
 from service.errors import TrainingError
 
 SHAPES = {  # rows, columns of numbers; of validation_results one more is "20/20"
-    "tab:main-results": (25, 12), "tab:validation_results": (6, 9), "tab:ablation_combined": (3, 9),
-    "tab:ablation_pooling": (5, 8), "tab:readout_ablation": (15, 3), "tab:head_distribution": (3, 5),
-    "tab:topk_heads": (9, 5), "tab:snr_verification": (18, 5), "tab:fisher-gap": (3, 4),
-    "tab:mean-vs-median": (9, 4), "tab:ablation-12d-22d": (6, 15), "tab:variance-decomp": (3, 6),
-    "tab:kappa-calibration": (3, 8), "tab:isotropy-results": (4, 15), "tab:k-decomp-auroc": (10, 8),
+    "tab:main-results": (25, 12),
+    "tab:validation_results": (6, 9),
+    "tab:ablation_combined": (3, 9),
+    "tab:ablation_pooling": (5, 8),
+    "tab:readout_ablation": (15, 3),
+    "tab:head_distribution": (3, 5),
+    "tab:topk_heads": (9, 5),
+    "tab:snr_verification": (18, 5),
+    "tab:fisher-gap": (3, 4),
+    "tab:mean-vs-median": (9, 4),
+    "tab:ablation-12d-22d": (6, 15),
+    "tab:variance-decomp": (3, 6),
+    "tab:kappa-calibration": (3, 8),
+    "tab:isotropy-results": (4, 15),
+    "tab:k-decomp-auroc": (10, 8),
     "tab:k-decomp-cov": (9, 5),
-}  # fmt: skip
+}
 
 
 def is_number(cell: Cell) -> bool:
@@ -37,19 +48,40 @@ def test_every_table_has_the_printed_number_of_rows_and_numbers() -> None:
 
 
 def test_cells_of_every_table_typed_again() -> None:
-    typed = [line.split("\t") for line in Path(__file__).with_name("typed.tsv").read_text().splitlines()[2:]]
+    typed = [
+        line.split("\t")
+        for line in Path(__file__).with_name("typed.tsv").read_text().splitlines()[2:]
+    ]
     for label, where, column, text in typed:
         wanted = dict(one.split("=") for one in where.split(" "))
         (row,) = (row for row in PUBLISHED[label].rows if wanted.items() <= row.items())
-        value, *std = (float(one) if one[-1].isdigit() and "/" not in one else one for one in text.split())
-        assert row[column] == ({"mean": value, "std": std[0]} if std else value), (label, where, column)
+        value, *std = (
+            float(one) if one[-1].isdigit() and "/" not in one else one for one in text.split()
+        )
+        assert row[column] == ({"mean": value, "std": std[0]} if std else value), (
+            label,
+            where,
+            column,
+        )
     assert {label for label, *_ in typed} == set(SHAPES)
 
 
 SPECS = [spec for specs in SECTIONS.values() for spec in specs.values()]
 # Columns of our own, and those of the published tables that no run can fill.
-OURS = {"gamma_plugin", "r_fisher_direct", "r_fisher_unbiased", "cauchy_schwarz", "shrinkage", "acf_floor",
-        "icc_unbiased", "random_energy", "expected_cos", "cos_p", "head", "null"}  # fmt: skip
+OURS = {
+    "gamma_plugin",
+    "r_fisher_direct",
+    "r_fisher_unbiased",
+    "cauchy_schwarz",
+    "shrinkage",
+    "acf_floor",
+    "icc_unbiased",
+    "random_energy",
+    "expected_cos",
+    "cos_p",
+    "head",
+    "null",
+}
 NOT_OURS = {"model", "dataset", "method", "auc_head", "block"}
 
 
@@ -61,9 +93,15 @@ def test_every_spec_makes_a_whole_table_of_a_real_fit(result: SetResult) -> None
         assert len(set(keys)) == len(keys)
         assert set(table.rows[0]) == set(keys), table.name
         assert table.notes[: len(spec.notes)] == list(spec.notes)
-        if table.label and table.label != "tab:ablation-12d-22d":  # that one has a column for each data set
+        if (
+            table.label and table.label != "tab:ablation-12d-22d"
+        ):  # that one has a column for each data set
             published = {column.key: column for column in PUBLISHED[table.label].columns}
-            assert all(published[column.key] == column for column in table.columns[1:] if column.key not in OURS)
+            assert all(
+                published[column.key] == column
+                for column in table.columns[1:]
+                if column.key not in OURS
+            )
     assert to_markdown(tables, "")  # refuses a number that is none
 
 
@@ -77,7 +115,9 @@ def test_together_they_are_all_tables_of_the_paper_but_the_main_one() -> None:
         ), label
 
 
-def test_a_row_function_of_two_tables_runs_once_and_a_failing_set_costs_its_row(result: SetResult) -> None:
+def test_a_row_function_of_two_tables_runs_once_and_a_failing_set_costs_its_row(
+    result: SetResult,
+) -> None:
     calls: list[str] = []
 
     def make(one: SetResult, notes: list[str]) -> Row:
@@ -98,5 +138,10 @@ def test_a_row_function_of_two_tables_runs_once_and_a_failing_set_costs_its_row(
         [{"set": "made"}, {"set": "made", "a": 1.0}],
         [{"set": "made"}, {"set": "made", "b": 2.0}],
     ]
-    assert tables[0].notes == ["common", "made: twice", "made: left out: too few rows", "made: twice"]
+    assert tables[0].notes == [
+        "common",
+        "made: twice",
+        "made: left out: too few rows",
+        "made: twice",
+    ]
     assert tables[1].notes == ["own"]

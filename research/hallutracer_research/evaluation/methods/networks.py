@@ -1,15 +1,19 @@
-"""Small networks on activations: widths 256, 128 and 64, one thread, one seed, so that a fit repeats bit by bit.
+"""Small networks on activations: widths 256, 128 and 64, one thread, one seed, so that a fit
+repeats bit by bit.
 
-``iris`` (App. baseline-impl): two outputs on the last layer's heads; soft bootstrapping (Reed et al. 2015) with beta =
-0.8; Adam; stopped where a group-disjoint fifth has not improved for 5 epochs.  Learning rate and batch size are ours.
-``saplma`` (Azaria and Mitchell 2023): logistic loss, Adam, 5 epochs, batches of 32; there on a statement's last token,
-here on the prompt's.  Inner folds choose between the middle, three quarters of the depth and the last layer.
-``attention_pooled`` (arXiv 2606.21917): one learned query weighs the prompt's last 32 tokens by a softmax, and a linear
-probe reads their weighted mean.  A group-disjoint fifth chooses the layer and the weight decay, and stops the training.
-``attention_pooled_soft``: the same, taught the share of sampled answers that are right, and chosen by the labels.
-``mind`` (Su et al. 2024): features and training of its published code: the last token's residual stream, mean over
-layers, beside the last layer's, mean over tokens; dropout 0.2, balanced loss, Adam at 5e-4, weight decay 1e-5, the best
-of 20 epochs on a fifth.  **Supervised:** the paper's learns from Wikipedia, here from the training side's labels."""
+``iris`` (App. baseline-impl): two outputs on the last layer's heads; soft bootstrapping (Reed et
+al. 2015) with beta = 0.8; Adam; stopped where a group-disjoint fifth has not improved for 5
+epochs.  Learning rate and batch size are ours. ``saplma`` (Azaria and Mitchell 2023): logistic
+loss, Adam, 5 epochs, batches of 32; there on a statement's last token, here on the prompt's.  Inner
+folds choose between the middle, three quarters of the depth and the last layer.
+``attention_pooled`` (arXiv 2606.21917): one learned query weighs the prompt's last 32 tokens by a
+softmax, and a linear probe reads their weighted mean.  A group-disjoint fifth chooses the layer and
+the weight decay, and stops the training.
+``attention_pooled_soft``: the same, taught the share of sampled answers that are right, and chosen
+by the labels. ``mind`` (Su et al. 2024): features and training of its published code: the last
+token's residual stream, mean over layers, beside the last layer's, mean over tokens; dropout 0.2,
+balanced loss, Adam at 5e-4, weight decay 1e-5, the best of 20 epochs on a fifth.  **Supervised:**
+the paper's learns from Wikipedia, here from the training side's labels."""
 
 from __future__ import annotations
 
@@ -24,7 +28,13 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from hallutracer_research.evaluation.methods.base import Floats, Index, MethodInputs, Rows, fit_at_best_layer
+from hallutracer_research.evaluation.methods.base import (
+    Floats,
+    Index,
+    MethodInputs,
+    Rows,
+    fit_at_best_layer,
+)
 from service.engines.base import TracedAnswer
 from service.errors import TrainingError
 from service.fitting.folds import group_folds
@@ -53,7 +63,8 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 def _scaled(rows: Rows, *parts: Rows) -> list[torch.Tensor]:
-    """Return ``parts`` standardised by the training ``rows`` [n, d]; a column that is constant there says nothing."""
+    """Return ``parts`` standardised by the training ``rows`` [n, d]; a column that is constant
+    there says nothing."""
     mean, std = rows.mean(axis=0, dtype=np.float64), rows.std(axis=0, dtype=np.float64)
     std[std <= CONSTANT * np.abs(mean)] = np.inf
     return [torch.from_numpy(((part - mean) / std).astype(np.float32)) for part in parts]
@@ -67,7 +78,9 @@ def _epoch(optimizer: Any, order: torch.Tensor, batch: int, loss_of: Any) -> Non
         optimizer.step()
 
 
-def iris(inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None = None) -> Floats:
+def iris(
+    inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None = None
+) -> Floats:
     """Return differences of logits, [n_test].  Raises TrainingError where a split lacks a class."""
     return fit_iris(inputs, train, test, seed)[0]
 
@@ -78,7 +91,9 @@ def fit_iris(
     """Return the scores, the number of epochs, and the epoch whose weights were kept."""
     readouts, label = inputs.heads, inputs.label
     rows = readouts.file.layer(readouts.file.geometry.num_layers - 1)[readouts.index]
-    fit, check = group_folds(label, inputs.group, train, VALIDATION_FOLDS, seed, what="IRIS validation fold")[0]
+    fit, check = group_folds(
+        label, inputs.group, train, VALIDATION_FOLDS, seed, what="IRIS validation fold"
+    )[0]
     # The network never sees ``check`` but to stop, so the scaling leaves it out as well.
     x, x_check, x_test = _scaled(rows[fit], rows[fit], rows[check], rows[test])
     y, y_check = torch.from_numpy(label[fit]), torch.from_numpy(label[check])
@@ -90,7 +105,9 @@ def fit_iris(
         while epoch < max_epochs and epoch - best_epoch < PATIENCE:
             epoch += 1
             shuffled = torch.randperm(len(x), generator=order)
-            _epoch(optimizer, shuffled, 64, lambda at: soft_bootstrapping(network(x[at]), y[at], BETA))
+            _epoch(
+                optimizer, shuffled, 64, lambda at: soft_bootstrapping(network(x[at]), y[at], BETA)
+            )
             with torch.no_grad():
                 quality = float(soft_bootstrapping(network(x_check), y_check, BETA))
             if quality < best:
@@ -102,18 +119,22 @@ def fit_iris(
 
 
 def soft_bootstrapping(logits: torch.Tensor, label: torch.Tensor, beta: float) -> torch.Tensor:
-    """Return the mean of -sum_k (beta t_k + (1 - beta) q_k) log q_k, q the network's own softmax: logits [n, 2].
-    Gradients run through q in the target too, which makes it cross-entropy plus a minimum-entropy term (Reed et
-    al.)."""
+    """Return the mean of -sum_k (beta t_k + (1 - beta) q_k) log q_k, q the network's own softmax:
+    logits [n, 2]. Gradients run through q in the target too, which makes it cross-entropy plus a
+    minimum-entropy term (Reed et al.)."""
     log_q = torch.log_softmax(logits, dim=-1)
     target = beta * nn.functional.one_hot(label, 2).to(log_q.dtype) + (1.0 - beta) * log_q.exp()
     return -(target * log_q).sum(dim=-1).mean()
 
 
-def saplma(inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None = None) -> Floats:
+def saplma(
+    inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None = None
+) -> Floats:
     """Return the scores [n_test].  Raises TrainingError where an inner fold lacks a class."""
     fits, depths = [partial(saplma_logits, seed)], (0.5, 0.75, 1.0)
-    return fit_at_best_layer(inputs, train, test, seed, jobs, fits=fits, depths=depths, what="SAPLMA inner fold")
+    return fit_at_best_layer(
+        inputs, train, test, seed, jobs, fits=fits, depths=depths, what="SAPLMA inner fold"
+    )
 
 
 def saplma_logits(seed: int, x: Rows, label: Index, x_test: Rows) -> Floats:
@@ -137,7 +158,8 @@ POOL_EPOCHS, POOL_PATIENCE = 60, 10
 
 
 class _Pooled(nn.Module):
-    """Logits of token states [n, t, d]: softmax over the tokens that are there, a weighted mean, a linear probe."""
+    """Logits of token states [n, t, d]: softmax over the tokens that are there, a weighted mean, a
+    linear probe."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -150,39 +172,60 @@ class _Pooled(nn.Module):
         return self.probe(pooled)[:, 0]  # type: ignore[no-any-return]
 
 
-def attention_pooled(inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None = None) -> Floats:
-    """Return the scores [n_test].  Raises TrainingError where a side of the training rows lacks a class."""
+def attention_pooled(
+    inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None = None
+) -> Floats:
+    """Return the scores [n_test].  Raises TrainingError where a side of the training rows lacks a
+    class."""
     return _taught(inputs, train, test, seed, inputs.label.astype(np.float64))
 
 
 def attention_pooled_soft(
     inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None = None
 ) -> Floats:
-    """Return the scores [n_test].  Raises TrainingError where a side of the training rows lacks a class."""
+    """Return the scores [n_test].  Raises TrainingError where a side of the training rows lacks a
+    class."""
     right = inputs.answers.right
     if right is None:
-        raise TrainingError("attention-pooled-soft learns from sampled answers, and there are none; leave it out",
-                            param="methods")  # fmt: skip
+        raise TrainingError(
+            "attention-pooled-soft learns from sampled answers, and there are none; leave it out",
+            param="methods",
+        )
     return _taught(inputs, train, test, seed, np.where(np.isnan(right), inputs.label, right))
 
 
 def _taught(inputs: MethodInputs, train: Index, test: Index, seed: int, target: Floats) -> Floats:
     if inputs.positions is None:
-        raise TrainingError("attention-pooled reads the last tokens, and none were read; leave it out", param="methods")
+        raise TrainingError(
+            "attention-pooled reads the last tokens, and none were read; leave it out",
+            param="methods",
+        )
     states = inputs.positions.states
-    fitted, held = group_folds(inputs.label, inputs.group, train, VALIDATION_FOLDS, seed, what="pooling inner fold")[0]
+    fitted, held = group_folds(
+        inputs.label, inputs.group, train, VALIDATION_FOLDS, seed, what="pooling inner fold"
+    )[0]
     ways = [(layer, decay) for layer in range(states.shape[1]) for decay in DECAYS]
     label = inputs.label
-    found = [_fit_pooled(states[:, layer], target, label, fitted, held, decay, seed) for layer, decay in ways]
+    found = [
+        _fit_pooled(states[:, layer], target, label, fitted, held, decay, seed)
+        for layer, decay in ways
+    ]
     best = int(np.argmax([round(quality, 12) for quality, _ in found]))
     (layer, _), (_, score) = ways[best], found[best]
     return -score(states[test, layer])
 
 
 def _fit_pooled(
-    states: NDArray[np.float16], taught: Floats, label: Index, fitted: Index, held: Index, decay: float, seed: int
+    states: NDArray[np.float16],
+    taught: Floats,
+    label: Index,
+    fitted: Index,
+    held: Index,
+    decay: float,
+    seed: int,
 ) -> tuple[float, Callable[[NDArray[np.float16]], Floats]]:
-    """Return the best AUROC on the ``held`` rows, and what gives truth logits of other rows: states [n, t, d]."""
+    """Return the best AUROC on the ``held`` rows, and what gives truth logits of other rows: states
+    [n, t, d]."""
     there = states[fitted].any(axis=2)
     seen = states[fitted][there].astype(np.float32)
     mean, std = seen.mean(axis=0), seen.std(axis=0) + 1e-6
@@ -202,7 +245,12 @@ def _fit_pooled(
         best, kept, best_epoch, epoch = -1.0, deepcopy(network.state_dict()), 0, 0
         while epoch < POOL_EPOCHS and epoch - best_epoch < POOL_PATIENCE:
             epoch += 1
-            _epoch(optimizer, torch.randperm(len(x)), 64, lambda at: loss(network(x[at], known[at]), target[at]))
+            _epoch(
+                optimizer,
+                torch.randperm(len(x)),
+                64,
+                lambda at: loss(network(x[at], known[at]), target[at]),
+            )
             with torch.no_grad():
                 quality = auroc(label[held], network(x_held, known_held).double().numpy())
             if quality > best:
@@ -221,15 +269,24 @@ def features(answer: TracedAnswer) -> NDArray[np.float32]:
     return np.asarray(np.concatenate([answer.last.mean(axis=0), answer.mean[-1]]), np.float32)
 
 
-def mind(inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None = None) -> Floats:
-    """Return the scores [n_test].  Raises TrainingError where a side of the training rows lacks a class."""
+def mind(
+    inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None = None
+) -> Floats:
+    """Return the scores [n_test].  Raises TrainingError where a side of the training rows lacks a
+    class."""
     states = inputs.answers.states
     if states is None:
-        raise TrainingError("mind reads the answers' states, and none were read; leave it out", param="methods")
-    fitted, held = group_folds(inputs.label, inputs.group, train, VALIDATION_FOLDS, seed, what="MIND inner fold")[0]
+        raise TrainingError(
+            "mind reads the answers' states, and none were read; leave it out", param="methods"
+        )
+    fitted, held = group_folds(
+        inputs.label, inputs.group, train, VALIDATION_FOLDS, seed, what="MIND inner fold"
+    )[0]
     z, mean, std = standardise(states[fitted])
     parts = (z, (states[held] - mean) / std, (states[test] - mean) / std)
-    rows, held_rows, test_rows = (torch.from_numpy(np.ascontiguousarray(part, np.float32)) for part in parts)
+    rows, held_rows, test_rows = (
+        torch.from_numpy(np.ascontiguousarray(part, np.float32)) for part in parts
+    )
     target = torch.from_numpy(1 - inputs.label[fitted])
     count = torch.bincount(target, minlength=2).double()
     loss = nn.CrossEntropyLoss(weight=(1 - count / count.sum()).float())
@@ -237,12 +294,20 @@ def mind(inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int |
         network = mlp(rows.shape[1], 2, 0.2)
         biases = [one for one in network.parameters() if one.ndim == 1]
         weights = [one for one in network.parameters() if one.ndim > 1]
-        groups: list[dict[str, Any]] = [{"params": weights, "weight_decay": 1e-5}, {"params": biases}]
+        groups: list[dict[str, Any]] = [
+            {"params": weights, "weight_decay": 1e-5},
+            {"params": biases},
+        ]
         optimizer = torch.optim.Adam(groups, 5e-4)
         best, kept = -1.0, network
         for _ in range(20):
             network.train()
-            _epoch(optimizer, torch.randperm(len(rows)), 32, lambda at: loss(network(rows[at]), target[at]))
+            _epoch(
+                optimizer,
+                torch.randperm(len(rows)),
+                32,
+                lambda at: loss(network(rows[at]), target[at]),
+            )
             found = risk_auroc(inputs.label[held], _risk(network, held_rows))
             if found > best:
                 best, kept = found, deepcopy(network)

@@ -1,18 +1,20 @@
-"""What is read of the model's own answers: the first word of content, P(True), semantic entropy, EigenScore.
+"""What is read of the model's own answers: the first word of content, P(True), semantic entropy,
+EigenScore.
 
-**P(True)** (Kadavath et al. 2022): the model is asked whether its own answer is true, in their words, without examples
-or behind six, in the set's format: log sum p(A, True) - log sum p(B, False) of the first token, with and without a
-space before.
+**P(True)** (Kadavath et al. 2022): the model is asked whether its own answer is true, in their
+words, without examples or behind six, in the set's format: log sum p(A, True) - log sum p(B, False)
+of the first token, with and without a space before.
 
-**Semantic entropy** (Farquhar et al. 2024): SE = - sum_c p(c) log p(c) over groups of sampled answers of one meaning,
-p(c) the group's share, or, weighted, proportional to the sum of exp(mean log-probability of an answer's tokens).  Their
-entailment model is replaced by words, as the judges normalise them and without the question's: two answers mean the
-same where all words of the one are among the other's and both negate or neither; where none remain, whole texts must
-be equal.  As in the paper each is compared with the first of each group, in the order of sampling.
+**Semantic entropy** (Farquhar et al. 2024): SE = - sum_c p(c) log p(c) over groups of sampled
+answers of one meaning, p(c) the group's share, or, weighted, proportional to the sum of exp(mean
+log-probability of an answer's tokens).  Their entailment model is replaced by words, as the judges
+normalise them and without the question's: two answers mean the same where all words of the one are
+among the other's and both negate or neither; where none remain, whole texts must be equal.  As in
+the paper each is compared with the first of each group, in the order of sampling.
 
-**EigenScore** (Chen et al. 2024): Z [d, K], the middle layer's states of the last token of K answers; the score is
-log det(Z^T J_d Z + alpha I) / K, J_d = I - 1 1^T / d, alpha = 0.001.  Unlike theirs: semantic entropy's samples, and no
-extreme features are clipped while the model decodes."""
+**EigenScore** (Chen et al. 2024): Z [d, K], the middle layer's states of the last token of K
+answers; the score is log det(Z^T J_d Z + alpha I) / K, J_d = I - 1 1^T / d, alpha = 0.001.  Unlike
+theirs: semantic entropy's samples, and no extreme features are clipped while the model decodes."""
 
 from __future__ import annotations
 
@@ -32,31 +34,42 @@ from service.prompts import PromptFormat, continuation
 
 TRUE, FALSE = ("A", "True"), ("B", "False")
 _NEGATION = re.compile(
-    r"no|not|never|none|nobody|nothing|cannot|(is|are|was|were|do|does|did|ca|could|wo|would|has|have|had)nt"
+    r"no|not|never|none|nobody|nothing|cannot|(is|are|was|were|do|does|did|ca|could|wo|would|"
+    r"has|have|had)nt"
 )
 
 
 EXAMPLES = (
-    ("Which planet is closest to the sun?", "Mercury", True), ("Who wrote the play Hamlet?", "Charles Dickens", False),
+    ("Which planet is closest to the sun?", "Mercury", True),
+    ("Who wrote the play Hamlet?", "Charles Dickens", False),
     ("How many legs does a spider have?", "A spider has six legs.", False),
-    ("What is the chemical symbol of gold?", "Au", True), ("In which ocean does Iceland lie?", "The Atlantic", True),
+    ("What is the chemical symbol of gold?", "Au", True),
+    ("In which ocean does Iceland lie?", "The Atlantic", True),
     ("Who painted the Mona Lisa?", "It was painted by Vincent van Gogh.", False),
-)  # fmt: skip
-"""Question, proposed answer and whether it is true, in no set: alike for all rows, so that no fold's labels leak."""
+)
+"""Question, proposed answer and whether it is true, in no set: alike for all rows, so that no
+fold's labels leak."""
 
 
 def asked(question: str, answer: str, *, examples: bool = False) -> str:
-    """Return the text that asks whether ``answer`` is true, behind the ``EXAMPLES`` where wanted."""
-    before = [f"{asked(one, said)} ({'A' if true else 'B'}) {true}\n\n" for one, said, true in EXAMPLES if examples]
-    return "".join(before) + (
-        f"Question: {question}\nProposed Answer: {answer}\nIs the proposed answer:\n (A) True\n (B) False\n"
-        "The proposed answer is:"
+    """Return the text that asks whether ``answer`` is true, behind the ``EXAMPLES`` where
+    wanted."""
+    before = [
+        f"{asked(one, said)} ({'A' if true else 'B'}) {true}\n\n"
+        for one, said, true in EXAMPLES
+        if examples
+    ]
+    return (
+        "".join(before)
+        + f"Question: {question}\nProposed Answer: {answer}\nIs the proposed answer:\n (A) True\n"
+        " (B) False\nThe proposed answer is:"
     )
 
 
 def follow_up(engine: Engine, question: str, prompt_format: PromptFormat) -> list[int]:
-    """Return the tokens that stand behind an answer's when the user then asks ``question``: the answer's end and the
-    beginning of the next one, as the template has them.  They are what chats with different answers have in common."""
+    """Return the tokens that stand behind an answer's when the user then asks ``question``: the
+    answer's end and the beginning of the next one, as the template has them.  They are what chats
+    with different answers have in common."""
     if prompt_format == "text":
         return continuation(engine, f"\n{question}")
 
@@ -68,18 +81,29 @@ def follow_up(engine: Engine, question: str, prompt_format: PromptFormat) -> lis
 
 
 def before_content(engine: Engine, question: str, answer: str) -> list[int]:
-    """Return the tokens of ``answer`` before its first word of content: one that is no English stop word and not among
-    the question's.  [] where it has none: then the first token is as good as any."""
+    """Return the tokens of ``answer`` before its first word of content: one that is no English stop
+    word and not among the question's.  [] where it has none: then the first token is as good as
+    any."""
     known = set(normalise(question).split())
-    words = ((word, match.start()) for match in re.finditer(r"\w[\w'’-]*", answer) for word in [match[0]])
-    place = next((at for word, at in words if is_content(word) and not set(normalise(word).split()) <= known), 0)
+    words = (
+        (word, match.start()) for match in re.finditer(r"\w[\w'’-]*", answer) for word in [match[0]]
+    )
+    place = next(
+        (
+            at
+            for word, at in words
+            if is_content(word) and not set(normalise(word).split()) <= known
+        ),
+        0,
+    )
     ids = continuation(engine, answer)
     ends = [len(engine.detokenize(ids[: count + 1])) for count in range(len(ids))] if place else []
     return ids[: sum(end <= place for end in ends)]
 
 
 def candidates(engine: Engine) -> tuple[list[int], list[int]]:
-    """Return first tokens that say true, and those that say false.  Raises EngineError where there are none."""
+    """Return first tokens that say true, and those that say false.  Raises EngineError where there
+    are none."""
 
     def tokens(words: Sequence[str]) -> list[int]:
         cut = [continuation(engine, form) for word in words for form in (word, f" {word}")]
@@ -88,8 +112,8 @@ def candidates(engine: Engine) -> tuple[list[int], list[int]]:
     yes, no = tokens(TRUE), tokens(FALSE)
     if not yes or not no or set(yes) & set(no):
         raise EngineError(
-            f"p-true needs tokens for {', '.join(TRUE)} and {', '.join(FALSE)}, and this tokenizer has none: leave the "
-            "method out",
+            f"p-true needs tokens for {', '.join(TRUE)} and {', '.join(FALSE)}, and this tokenizer"
+            " has none: leave the method out",
             param="methods",
         )
     return yes, no
@@ -100,11 +124,14 @@ def log_odds(engine: Engine, prompts: Sequence[Sequence[int]]) -> Floats:
     yes, no = candidates(engine)
     log_prob = engine.next_token(prompts, [*yes, *no])
     sides = (log_prob[:, : len(yes)], log_prob[:, len(yes) :])
-    return np.asarray(np.logaddexp.reduce(sides[0], axis=1) - np.logaddexp.reduce(sides[1], axis=1), np.float64)
+    return np.asarray(
+        np.logaddexp.reduce(sides[0], axis=1) - np.logaddexp.reduce(sides[1], axis=1), np.float64
+    )
 
 
 def semantic_entropy(clusters: Index, log_prob: Floats | None = None) -> float:
-    """Return SE in nats of answers in ``clusters`` [K]; weighted where ``log_prob`` [K], of a mean token, is given."""
+    """Return SE in nats of answers in ``clusters`` [K]; weighted where ``log_prob`` [K], of a mean
+    token, is given."""
     weight = np.ones(len(clusters)) if log_prob is None else np.exp(log_prob - log_prob.max())
     share = np.bincount(clusters, weights=weight) / weight.sum()
     share = share[share > 0]
@@ -118,7 +145,9 @@ def clusters(question: str, answers: Sequence[str]) -> Index:
     # Each answer's words; whether one of them negates; those that the question has not.
     read = [(words, any(map(_NEGATION.fullmatch, words)), set(words) - asked) for words in said]
 
-    def same(one: tuple[list[str], bool, set[str]], other: tuple[list[str], bool, set[str]]) -> bool:
+    def same(
+        one: tuple[list[str], bool, set[str]], other: tuple[list[str], bool, set[str]]
+    ) -> bool:
         if not one[2] or not other[2]:
             return one[0] == other[0]
         return one[1] == other[1] and (one[2] <= other[2] or other[2] <= one[2])
@@ -126,14 +155,17 @@ def clusters(question: str, answers: Sequence[str]) -> Index:
     firsts: list[tuple[list[str], bool, set[str]]] = []
     found = []
     for one in read:
-        place = next((number for number, first in enumerate(firsts) if same(one, first)), len(firsts))
+        place = next(
+            (number for number, first in enumerate(firsts) if same(one, first)), len(firsts)
+        )
         firsts += [one] * (place == len(firsts))
         found.append(place)
     return np.array(found, np.int64)
 
 
 def eigen_score(states: NDArray[np.floating]) -> float:
-    """Return the score of states [K, d]; finite for every finite input, since Sigma has no negative eigenvalue."""
+    """Return the score of states [K, d]; finite for every finite input, since Sigma has no negative
+    eigenvalue."""
     z = np.asarray(states, np.float64)
     z = z - z.mean(axis=1, keepdims=True)
     eigenvalues = np.maximum(np.linalg.eigvalsh(z @ z.T), 0.0)

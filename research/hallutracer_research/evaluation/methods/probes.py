@@ -1,17 +1,20 @@
 """Linear probes of the prompt's last token: the paper's (App. baseline-impl) and its field's.
 
-``iti``: the best attention head by training AUROC of an L2 logistic regression (Li et al. 2023), there the mean logit
-of three probes on bootstrap samples of whole groups; inner folds choose C, each with its own best head.  The paper does
-not say what is averaged; probabilities would tie.
-``pca_heads``: all heads of all layers at once, in the directions in which training rows vary most, without labels; an
-L2 logistic regression on as many of them, and with the C, that inner folds choose.
-``fact_probe``: an L1 logistic regression on windows of 1 and of 5 neighbouring layers, C in {0.1, 0.5}; inner folds
-choose, ties to fewer and lower layers and smaller C.  Of a size at most 12 windows, evenly spaced, take part.
-``p_ik`` (Kadavath et al. 2022): there a value head is trained with the whole model; here the model stays as it is.
-``mass_mean`` (Marks and Tegmark 2023): Sigma^-1 (mean of factual - mean of hallucinated rows), Sigma within the classes
-shrunk on standardised coordinates by Ledoit and Wolf's share (rows as independent), 0.3, or 1: the plain difference.
-``sep`` (Kossen et al. 2024): the training rows' semantic entropy is cut in two where the squared distances from both
-means are smallest, and a logistic regression learns the side: no label of the set, no samples of test rows."""
+``iti``: the best attention head by training AUROC of an L2 logistic regression (Li et al. 2023),
+there the mean logit of three probes on bootstrap samples of whole groups; inner folds choose C,
+each with its own best head.  The paper does not say what is averaged; probabilities would tie.
+``pca_heads``: all heads of all layers at once, in the directions in which training rows vary most,
+without labels; an L2 logistic regression on as many of them, and with the C, that inner folds
+choose.
+``fact_probe``: an L1 logistic regression on windows of 1 and of 5 neighbouring layers, C in {0.1,
+0.5}; inner folds choose, ties to fewer and lower layers and smaller C.  Of a size at most 12
+windows, evenly spaced, take part. ``p_ik`` (Kadavath et al. 2022): there a value head is trained
+with the whole model; here the model stays as it is. ``mass_mean`` (Marks and Tegmark 2023):
+Sigma^-1 (mean of factual - mean of hallucinated rows), Sigma within the classes shrunk on
+standardised coordinates by Ledoit and Wolf's share (rows as independent), 0.3, or 1: the plain
+difference. ``sep`` (Kossen et al. 2024): the training rows' semantic entropy is cut in two where
+the squared distances from both means are smallest, and a logistic regression learns the side: no
+label of the set, no samples of test rows."""
 
 from __future__ import annotations
 
@@ -54,8 +57,11 @@ FITS = [partial(linear_logits, c, "l2") for c in C_GRID]
 SHRINKAGE = (None, 0.3, 1.0)  # None: Ledoit and Wolf's
 
 
-def iti(inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None = None) -> Floats:
-    """Return the mean of ``PROBES`` negated logits, [n_test].  Raises TrainingError where the samples lack a class."""
+def iti(
+    inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None = None
+) -> Floats:
+    """Return the mean of ``PROBES`` negated logits, [n_test].  Raises TrainingError where the
+    samples lack a class."""
     readouts = inputs.heads
     c, layer, head = iti_head(inputs, train, seed, jobs)
     columns = readouts.file.head(layer, head)
@@ -70,11 +76,16 @@ def iti(inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | 
     return -total / PROBES
 
 
-def iti_head(inputs: MethodInputs, train: Index, seed: int, jobs: int | None = None) -> tuple[float, int, int]:
-    """Return C, layer and head: of each C's best head the one with the best mean AUROC of ``INNER_FOLDS``; ties: the
-    smaller C.  Raises TrainingError where no inner fold has both classes."""
+def iti_head(
+    inputs: MethodInputs, train: Index, seed: int, jobs: int | None = None
+) -> tuple[float, int, int]:
+    """Return C, layer and head: of each C's best head the one with the best mean AUROC of
+    ``INNER_FOLDS``; ties: the smaller C.  Raises TrainingError where no inner fold has both
+    classes."""
     readouts = inputs.heads
-    pairs = usable_folds(inputs.label, inputs.group, train, INNER_FOLDS, seed, what="ITI inner fold")
+    pairs = usable_folds(
+        inputs.label, inputs.group, train, INNER_FOLDS, seed, what="ITI inner fold"
+    )
     found = []
     for c in ITI_GRID:
         layer, head, _ = best_head(readouts, train, c, jobs)
@@ -86,23 +97,32 @@ def iti_head(inputs: MethodInputs, train: Index, seed: int, jobs: int | None = N
     return -c, layer, head
 
 
-def best_head(readouts: Readouts, train: Index, c: float, jobs: int | None = None) -> tuple[int, int, float]:
-    """Return (layer, head, training AUROC); ties go to the lowest layer, and within it to the lowest head."""
+def best_head(
+    readouts: Readouts, train: Index, c: float, jobs: int | None = None
+) -> tuple[int, int, float]:
+    """Return (layer, head, training AUROC); ties go to the lowest layer, and within it to the
+    lowest head."""
     layers = range(readouts.file.geometry.num_layers)
     by_layer = in_processes(partial(_head_aurocs, readouts, train, c), layers, jobs)
-    layer, head = (int(place) for place in np.unravel_index(np.argmax(by_layer), np.shape(by_layer)))
+    layer, head = (
+        int(place) for place in np.unravel_index(np.argmax(by_layer), np.shape(by_layer))
+    )
     return layer, head, by_layer[layer][head]
 
 
-def pca_heads(inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None = None) -> Floats:
-    """Return the scores [n_test].  Memory: a few [n, n] float64 matrices and one layer's columns.  Raises TrainingError
-    where no inner fold has both classes."""
+def pca_heads(
+    inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None = None
+) -> Floats:
+    """Return the scores [n_test].  Memory: a few [n, n] float64 matrices and one layer's columns.
+    Raises TrainingError where no inner fold has both classes."""
     rows = np.r_[train, test]
     with threadpool_limits(1):  # sums in one order, whatever the number of cores
         components = principal_components(inputs.heads, train, rows, max(COMPONENTS))
     x = np.zeros((len(inputs.label), components.shape[1]))
     x[rows] = components
-    pairs = usable_folds(inputs.label, inputs.group, train, INNER_FOLDS, seed, what="PCA inner fold")
+    pairs = usable_folds(
+        inputs.label, inputs.group, train, INNER_FOLDS, seed, what="PCA inner fold"
+    )
     counts = sorted({min(one, x.shape[1]) for one in COMPONENTS})
     with threadpool_limits(1):
         found = [best_c(x[:, :count], inputs.label, pairs, C_GRID) for count in counts]
@@ -112,9 +132,9 @@ def pca_heads(inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: 
 
 
 def principal_components(readouts: Readouts, train: Index, rows: Index, count: int) -> Floats:
-    """Return the rows' coordinates along the ``count`` directions in which the standardised columns of the ``train``
-    rows, of all layers at once, vary most, [rows, count]; of ``rows``, those of ``train`` come first.  By inner
-    products of rows: there are far fewer of them than columns."""
+    """Return the rows' coordinates along the ``count`` directions in which the standardised columns
+    of the ``train`` rows, of all layers at once, vary most, [rows, count]; of ``rows``, those of
+    ``train`` come first.  By inner products of rows: there are far fewer of them than columns."""
     products = np.zeros((len(rows), len(train)))
     for layer in range(readouts.file.geometry.num_layers):
         z, mean, std = standardise(readouts.file.layer(layer)[readouts.index[train]])
@@ -136,8 +156,9 @@ def _head_aurocs(readouts: Readouts, train: Index, c: float, layer: int) -> list
 
 
 def group_bootstrap(label: Index, group: Index, rng: np.random.Generator) -> Index:
-    """Draw as many groups as there are, with replacement, each with all its rows: positions in ``label`` [n].  A sample
-    without both classes is drawn again.  Raises TrainingError after 100 of them."""
+    """Draw as many groups as there are, with replacement, each with all its rows: positions in
+    ``label`` [n].  A sample without both classes is drawn again.  Raises TrainingError after 100 of
+    them."""
     _, member = np.unique(group, return_inverse=True)
     order = np.argsort(member, kind="stable")
     rows = np.split(order, np.cumsum(np.bincount(member))[:-1])
@@ -147,25 +168,36 @@ def group_bootstrap(label: Index, group: Index, rng: np.random.Generator) -> Ind
         if 0 < int(np.sum(label[drawn])) < len(drawn):
             return drawn
     raise TrainingError(
-        f"{MAX_DRAWS} bootstrap samples of {len(rows)} groups had only one class: "
-        f"{int(np.sum(label == 1))} factual and {int(np.sum(label == 0))} hallucinated rows are too few for iti",
+        f"{MAX_DRAWS} bootstrap samples of {len(rows)} groups had only one class:"
+        f" {int(np.sum(label == 1))} factual and {int(np.sum(label == 0))} hallucinated rows are"
+        " too few for iti",
         param="methods",
     )
 
 
-def fact_probe(inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None = None) -> Floats:
-    """Return negated logits [n_test] of the best candidate.  Raises TrainingError where an inner fold lacks a class."""
+def fact_probe(
+    inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None = None
+) -> Floats:
+    """Return negated logits [n_test] of the best candidate.  Raises TrainingError where an inner
+    fold lacks a class."""
     start, size, c, _ = search(inputs, train, seed, jobs)
     with threadpool_limits(1):
-        probe = fit_linear(window(inputs.residual, start, size, train), inputs.label[train], c, "l1")
+        probe = fit_linear(
+            window(inputs.residual, start, size, train), inputs.label[train], c, "l1"
+        )
         return -probe.logits(window(inputs.residual, start, size, test))
 
 
-def search(inputs: MethodInputs, train: Index, seed: int, jobs: int | None = None) -> tuple[int, int, float, float]:
-    """Return (first layer, number of layers, C, mean AUROC on the inner folds) of the best candidate."""
+def search(
+    inputs: MethodInputs, train: Index, seed: int, jobs: int | None = None
+) -> tuple[int, int, float, float]:
+    """Return (first layer, number of layers, C, mean AUROC on the inner folds) of the best
+    candidate."""
     layers = inputs.residual.file.geometry.num_layers
     spans = [(start, size) for size in (1, 5) for start in starts(layers, size)]
-    pairs = group_folds(inputs.label, inputs.group, train, INNER_FOLDS, seed, what="Fact-Probe inner fold")
+    pairs = group_folds(
+        inputs.label, inputs.group, train, INNER_FOLDS, seed, what="Fact-Probe inner fold"
+    )
     fits = [partial(linear_logits, c, "l1") for c in FACT_C]
     qualities = in_processes(partial(held_out_aurocs, inputs.residual, pairs, fits), spans, jobs)
     best = (0, 1, FACT_C[0], -1.0)
@@ -177,33 +209,45 @@ def search(inputs: MethodInputs, train: Index, seed: int, jobs: int | None = Non
 
 
 def starts(layers: int, size: int) -> list[int]:
-    """Return the first layers of the windows of ``size`` that take part; [] where the model has fewer layers."""
+    """Return the first layers of the windows of ``size`` that take part; [] where the model has
+    fewer layers."""
     count = max(layers - size + 1, 0)
     return sorted({round(place) for place in np.linspace(0, count - 1, min(count, MAX_WINDOWS))})
 
 
-def p_ik(inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None = None) -> Floats:
+def p_ik(
+    inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None = None
+) -> Floats:
     """Return the scores [n_test].  Raises TrainingError where an inner fold lacks a class."""
     return fit_at_best_layer(inputs, train, test, seed, jobs, fits=FITS, what="p(IK) inner fold")
 
 
-def mass_mean(inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None = None) -> Floats:
-    """Return the scores [n_test], with a few float64 matrices of hidden_size by hidden_size in memory.  Raises
-    TrainingError where an inner fold lacks a class."""
+def mass_mean(
+    inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None = None
+) -> Floats:
+    """Return the scores [n_test], with a few float64 matrices of hidden_size by hidden_size in
+    memory.  Raises TrainingError where an inner fold lacks a class."""
     fits = [partial(discriminant, share) for share in SHRINKAGE]
-    return fit_at_best_layer(inputs, train, test, seed, jobs, fits=fits, what="mass-mean inner fold")
+    return fit_at_best_layer(
+        inputs, train, test, seed, jobs, fits=fits, what="mass-mean inner fold"
+    )
 
 
 def discriminant(shrinkage: float | None, x: Rows, label: Index, x_test: Rows) -> Floats:
-    """Return truth logits [t]: x [n, d], label [n], x_test [t, d]; zero halfway between the class means."""
+    """Return truth logits [t]: x [n, d], label [n], x_test [t, d]; zero halfway between the class
+    means."""
     z, mean, std = standardise(x)
     means = [z[label == value].mean(axis=0) for value in (0, 1)]
     inside = z - np.where(label[:, None] == 1, means[1], means[0])
     if shrinkage is None:
         covariance, _ = ledoit_wolf(inside, assume_centered=True)
     else:
-        covariance = shrunk_covariance(empirical_covariance(inside, assume_centered=True), shrinkage)
-    constant = np.diag(covariance) == 0.0  # only where every row is its class's mean: nothing to correct by
+        covariance = shrunk_covariance(
+            empirical_covariance(inside, assume_centered=True), shrinkage
+        )
+    constant = (
+        np.diag(covariance) == 0.0
+    )  # only where every row is its class's mean: nothing to correct by
     covariance[constant, constant] = 1.0
     direction = np.linalg.solve(covariance, means[1] - means[0])
     bias = -float(direction @ (means[0] + means[1])) / 2.0
@@ -211,12 +255,16 @@ def discriminant(shrinkage: float | None, x: Rows, label: Index, x_test: Rows) -
     return Linear(weight, bias - float(weight @ mean)).logits(x_test)
 
 
-def sep(inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None = None) -> Floats:
-    """Return log-odds of a high semantic entropy, [n_test].  Raises TrainingError without samples, where all entropies
-    are the same, and where no inner fold has both sides."""
+def sep(
+    inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None = None
+) -> Floats:
+    """Return log-odds of a high semantic entropy, [n_test].  Raises TrainingError without samples,
+    where all entropies are the same, and where no inner fold has both sides."""
     entropy = inputs.answers.entropy
     if entropy is None:
-        raise TrainingError("sep learns from sampled answers, and there are none; leave it out", param="methods")
+        raise TrainingError(
+            "sep learns from sampled answers, and there are none; leave it out", param="methods"
+        )
     low = np.zeros(len(inputs.label), np.int64)  # of test rows nothing is known
     low[train] = entropy[train] < best_split(entropy[train])
     alike = replace(inputs, label=low, residual=replace(inputs.residual, label=low))
@@ -224,10 +272,16 @@ def sep(inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | 
 
 
 def best_split(values: Floats) -> float:
-    """Return the threshold t for which values < t and values >= t are closest to their means, in sum of squares."""
+    """Return the threshold t for which values < t and values >= t are closest to their means, in
+    sum of squares."""
     ordered = np.sort(values)
     places = np.flatnonzero(np.diff(ordered)) + 1  # the upper side's first row
     if not len(places):
-        raise TrainingError("every training row has the same semantic entropy: sep has nothing to learn; leave it out")
-    lost = [ordered[:at].var() * at + ordered[at:].var() * (len(ordered) - at) for at in places.tolist()]
+        raise TrainingError(
+            "every training row has the same semantic entropy: sep has nothing to learn; leave"
+            " it out"
+        )
+    lost = [
+        ordered[:at].var() * at + ordered[at:].var() * (len(ordered) - at) for at in places.tolist()
+    ]
     return float(ordered[places[int(np.argmin(np.round(lost, 12)))]])

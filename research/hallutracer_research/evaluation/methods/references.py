@@ -1,8 +1,9 @@
-"""Methods that probe no state of the model: one number for each row, the prompt's text, the share of its kind.  Of
-maximum probability, entropy and prompt length the sign is fitted, by the AUROC on the training
-rows, as the trainer's own evaluation does: on sets whose statement stands in the prompt the sign is not known
-beforehand.  Scores of answers keep the sign of their papers.  Where text or kind come near a probe, the probe may have
-learned which questions are hard, not what the model knows."""
+"""Methods that probe no state of the model: one number for each row, the prompt's text, the share
+of its kind.  Of maximum probability, entropy and prompt length the sign is fitted, by the AUROC on
+the training rows, as the trainer's own evaluation does: on sets whose statement stands in the
+prompt the sign is not known beforehand.  Scores of answers keep the sign of their papers.  Where
+text or kind come near a probe, the probe may have learned which questions are hard, not what the
+model knows."""
 
 from __future__ import annotations
 
@@ -11,7 +12,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hallutracer_research.evaluation.methods.base import INNER_FOLDS, Floats, Index, MethodInputs, l2_at_best_c
+from hallutracer_research.evaluation.methods.base import (
+    INNER_FOLDS,
+    Floats,
+    Index,
+    MethodInputs,
+    l2_at_best_c,
+)
 from service.errors import TrainingError
 from service.fitting.folds import group_folds
 from service.fitting.scores import risk_auroc
@@ -25,9 +32,13 @@ PSEUDO_ROWS = 5.0  # with which a kind's share is drawn to the share of all
 
 
 def _with_fitted_sign(read: Callable[[MethodInputs], Floats]) -> Fit:
-    def fit(inputs: MethodInputs, train: Index, test: Index, seed: int = 0, jobs: int | None = None) -> Floats:
+    def fit(
+        inputs: MethodInputs, train: Index, test: Index, seed: int = 0, jobs: int | None = None
+    ) -> Floats:
         values = read(inputs)
-        return -values[test] if risk_auroc(inputs.label[train], values[train]) < 0.5 else values[test]
+        return (
+            -values[test] if risk_auroc(inputs.label[train], values[train]) < 0.5 else values[test]
+        )
 
     return fit
 
@@ -37,7 +48,9 @@ def _nothing_read(name: str, what: str) -> TrainingError:
     return TrainingError(f"{said}, or leave the method out", param="methods")
 
 
-def _column(name: str, what: str, read: Callable[[MethodInputs], Floats | None], column: int) -> Fit:
+def _column(
+    name: str, what: str, read: Callable[[MethodInputs], Floats | None], column: int
+) -> Fit:
     """Return a method of one column of what was read, [n, 2], with a fitted sign."""
 
     def values(inputs: MethodInputs) -> Floats:
@@ -53,9 +66,12 @@ def _behind(inputs: MethodInputs) -> Floats | None:
 
 
 def _of_answer(name: str, sign: float, read: Callable[[MethodInputs], Floats | None]) -> Fit:
-    """Return a method whose number rises (1) or falls (-1) with hallucination; it raises TrainingError without one."""
+    """Return a method whose number rises (1) or falls (-1) with hallucination; it raises
+    TrainingError without one."""
 
-    def fit(inputs: MethodInputs, train: Index, test: Index, seed: int = 0, jobs: int | None = None) -> Floats:
+    def fit(
+        inputs: MethodInputs, train: Index, test: Index, seed: int = 0, jobs: int | None = None
+    ) -> Floats:
         if (scores := read(inputs)) is None:
             raise _nothing_read(name, "answers")
         return sign * scores[test]
@@ -63,7 +79,9 @@ def _of_answer(name: str, sign: float, read: Callable[[MethodInputs], Floats | N
     return fit
 
 
-first_token_max_prob = _with_fitted_sign(lambda inputs: inputs.first_token[:, 0])  # its logarithm, which ranks like it
+first_token_max_prob = _with_fitted_sign(
+    lambda inputs: inputs.first_token[:, 0]
+)  # its logarithm, which ranks like it
 first_token_entropy = _with_fitted_sign(lambda inputs: inputs.first_token[:, 1])
 prompt_length = _with_fitted_sign(lambda inputs: inputs.prompt_tokens.astype(np.float64))
 content_max_prob = _column("content-max-prob", "answers", lambda inputs: inputs.answers.content, 0)
@@ -71,17 +89,26 @@ content_entropy = _column("content-entropy", "answers", lambda inputs: inputs.an
 scaffold_max_prob = _column("scaffold-max-prob", "positions", _behind, 0)
 scaffold_entropy = _column("scaffold-entropy", "positions", _behind, 1)
 halluguard = _of_answer("halluguard", -1.0, lambda inputs: inputs.halluguard)
-perplexity = _of_answer("perplexity", -1.0, lambda inputs: inputs.answers.log_prob)  # ranks like exp(- log_prob)
+perplexity = _of_answer(
+    "perplexity", -1.0, lambda inputs: inputs.answers.log_prob
+)  # ranks like exp(- log_prob)
 p_true = _of_answer("p-true", -1.0, lambda inputs: inputs.answers.true)
 p_true_examples = _of_answer("p-true-examples", -1.0, lambda inputs: inputs.answers.true_examples)
-semantic_entropy = _of_answer("semantic-entropy", 1.0, lambda inputs: inputs.answers.entropy_weighted)
-semantic_entropy_discrete = _of_answer("semantic-entropy-discrete", 1.0, lambda inputs: inputs.answers.entropy)
+semantic_entropy = _of_answer(
+    "semantic-entropy", 1.0, lambda inputs: inputs.answers.entropy_weighted
+)
+semantic_entropy_discrete = _of_answer(
+    "semantic-entropy-discrete", 1.0, lambda inputs: inputs.answers.entropy
+)
 eigenscore = _of_answer("eigenscore", 1.0, lambda inputs: inputs.answers.eigenscore)
 
 
-def text_ngrams(inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None = None) -> Floats:
-    """Return scores [n_test] of an L2 logistic regression on TF-IDF of words, pairs, and 2 to 4 characters in words.
-    Its C is chosen inside the training side, by AUROC over group-disjoint folds."""
+def text_ngrams(
+    inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None = None
+) -> Floats:
+    """Return scores [n_test] of an L2 logistic regression on TF-IDF of words, pairs, and 2 to 4
+    characters in words. Its C is chosen inside the training side, by AUROC over group-disjoint
+    folds."""
     from sklearn.feature_extraction.text import TfidfVectorizer
     from sklearn.linear_model import LogisticRegression
     from sklearn.pipeline import make_union
@@ -100,23 +127,35 @@ def text_ngrams(inputs: MethodInputs, train: Index, test: Index, seed: int, jobs
         return [np.asarray(fit.decision_function(x_scored), np.float64) for fit in fits]
 
     found = np.zeros(len(C_GRID))
-    for fitted, held in group_folds(inputs.label, inputs.group, train, INNER_FOLDS, seed, what="inner fold"):
+    for fitted, held in group_folds(
+        inputs.label, inputs.group, train, INNER_FOLDS, seed, what="inner fold"
+    ):
         found += [risk_auroc(inputs.label[held], risk) for risk in risks(fitted, held, C_GRID)]
     return risks(train, test, (C_GRID[int(found.argmax())],))[0]
 
 
-def kind_prior(inputs: MethodInputs, train: Index, test: Index, seed: int = 0, jobs: int | None = None) -> Floats:
-    """Return the kind's share of hallucinations on the training side, drawn to the share of all, [n_test]."""
+def kind_prior(
+    inputs: MethodInputs, train: Index, test: Index, seed: int = 0, jobs: int | None = None
+) -> Floats:
+    """Return the kind's share of hallucinations on the training side, drawn to the share of all,
+    [n_test]."""
     wrong = 1.0 - inputs.label[train]
     share = float(wrong.mean())
     kinds, place = np.unique(inputs.kind[train], return_inverse=True)
     count, total = np.bincount(place), np.bincount(place, weights=wrong)
-    of_kind = dict(zip(kinds.tolist(), (total + PSEUDO_ROWS * share) / (count + PSEUDO_ROWS), strict=True))
+    of_kind = dict(
+        zip(kinds.tolist(), (total + PSEUDO_ROWS * share) / (count + PSEUDO_ROWS), strict=True)
+    )
     return np.array([of_kind.get(kind, share) for kind in inputs.kind[test].tolist()])
 
 
-def text_embedding(inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None = None) -> Floats:
-    """Return scores [n_test] of an L2 logistic regression on the text's embedding, C chosen on the training side."""
+def text_embedding(
+    inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None = None
+) -> Floats:
+    """Return scores [n_test] of an L2 logistic regression on the text's embedding, C chosen on the
+    training side."""
     if inputs.embedding is None:
         raise _nothing_read("text-embedding", "embeddings")
-    return l2_at_best_c(inputs.embedding, inputs, train, test, seed, what="text-embedding inner fold")
+    return l2_at_best_c(
+        inputs.embedding, inputs, train, test, seed, what="text-embedding inner fold"
+    )

@@ -1,1 +1,2 @@
-"""The paper's diagnostics on labelled trajectories and readouts: arrays in, frozen results out, float64 inside."""
+"""The paper's diagnostics on labelled trajectories and readouts: arrays in, frozen results out,
+float64 inside."""

@@ -1,8 +1,10 @@
-"""Two classes of rows: gap, pooled spread, middle layers, distance correlation, Chen and Qin's test; results as JSON.
+"""Two classes of rows: gap, pooled spread, middle layers, distance correlation, Chen and Qin's
+test; results as JSON.
 
-Arrays are [N, ...]: rows first; label is 1 for factual, 0 for hallucinated.  The pooled within-class covariance is
-sum_c (n_c / N) Cov_c (App. uniform-proof).  The test of equal means (Chen and Qin 2010, Ann. Statist. 38(2), 808-835)
-needs no probe and no invertible covariance.  Sums over pairs of rows are written in moments or taken in blocks."""
+Arrays are [N, ...]: rows first; label is 1 for factual, 0 for hallucinated.  The pooled
+within-class covariance is sum_c (n_c / N) Cov_c (App. uniform-proof).  The test of equal means
+(Chen and Qin 2010, Ann. Statist. 38(2), 808-835) needs no probe and no invertible covariance.  Sums
+over pairs of rows are written in moments or taken in blocks."""
 
 from __future__ import annotations
 
@@ -19,31 +21,40 @@ from service.errors import TrainingError
 
 Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
-MIN_ROWS = 3  # of each class, for Chen and Qin's test: a pair of rows must leave one over in the variance
+MIN_ROWS = (
+    3  # of each class, for Chen and Qin's test: a pair of rows must leave one over in the variance
+)
 _PAIRS, _BLOCK = 512, 1024
 
 
 def factual_rows(label: ArrayLike, minimum: int = 2) -> Mask:
-    """Return where rows are factual: label [N] -> [N].  Raises TrainingError where a label is neither 0 nor 1, or a
-    class has fewer than ``minimum`` rows."""
+    """Return where rows are factual: label [N] -> [N].  Raises TrainingError where a label is
+    neither 0 nor 1, or a class has fewer than ``minimum`` rows."""
     values = np.asarray(label)
     factual: Mask = np.asarray(values == 1)
     counts = {"factual (1)": int(factual.sum()), "hallucinated (0)": int(np.sum(values == 0))}
     if values.ndim != 1 or sum(counts.values()) != len(values):
-        raise TrainingError(f"label must be one number per row, 0 or 1: found {np.unique(values)[:5].tolist()}")
+        raise TrainingError(
+            f"label must be one number per row, 0 or 1: found {np.unique(values)[:5].tolist()}"
+        )
     for name, count in counts.items():
         if count < minimum:
-            raise TrainingError(f"{count} rows are {name} and at least {minimum} are needed: give more rows of it")
+            raise TrainingError(
+                f"{count} rows are {name} and at least {minimum} are needed: give more rows of it"
+            )
     return factual
 
 
 def as_float(x: ArrayLike, name: str, ndim: int) -> Floats:
-    """Return a float64 array of ``ndim`` axes.  Raises TrainingError where it is not one or not finite."""
+    """Return a float64 array of ``ndim`` axes.  Raises TrainingError where it is not one or not
+    finite."""
     values = np.asarray(x, np.float64)
     if values.ndim != ndim:
         raise TrainingError(f"{name} has shape {list(values.shape)}: {ndim} axes are needed")
     if not np.isfinite(values).all():
-        raise TrainingError(f"{name} holds {int(np.sum(~np.isfinite(values)))} numbers that are not finite")
+        raise TrainingError(
+            f"{name} holds {int(np.sum(~np.isfinite(values)))} numbers that are not finite"
+        )
     return values
 
 
@@ -51,7 +62,9 @@ def labelled(x: ArrayLike, label: ArrayLike, name: str, *, minimum: int = 2) -> 
     """Return ``as_float`` of x [N, k] and ``factual_rows`` of label [N].  Raises TrainingError."""
     values, count = as_float(x, name, 2), len(np.asarray(label))
     if len(values) != count:
-        raise TrainingError(f"{name} has {len(values)} rows and label {count}: one label per row is needed")
+        raise TrainingError(
+            f"{name} has {len(values)} rows and label {count}: one label per row is needed"
+        )
     return values, factual_rows(label, minimum)
 
 
@@ -93,26 +106,33 @@ def pooled_covariance(x: Floats, factual: Mask) -> Floats:
 
 
 def effect_size(x: Floats, factual: Mask) -> Floats:
-    """Return |gap| over the pooled within-class deviation (Eq. cohen-d): x [N, ...] -> [...]; NaN without spread."""
+    """Return |gap| over the pooled within-class deviation (Eq. cohen-d): x [N, ...] -> [...]; NaN
+    without spread."""
     spread = np.sqrt(pooled_variance(x, factual))
-    return np.asarray(np.divide(np.abs(gap(x, factual)), spread, out=np.full_like(spread, np.nan), where=spread > 0))
+    return np.asarray(
+        np.divide(
+            np.abs(gap(x, factual)), spread, out=np.full_like(spread, np.nan), where=spread > 0
+        )
+    )
 
 
 def middle_layers(m: int) -> range:
-    """Return the middle 60 % of m layers, floor(m / 5) <= l < ceil(4 m / 5).  The paper names the share, not the rule;
-    this one gives its counts for every model it lists (Table validation-results, column CQ sig.: 18 of 28, 20 of 32, 30
-    of 48, 40 of 64, 48 of 80)."""
+    """Return the middle 60 % of m layers, floor(m / 5) <= l < ceil(4 m / 5).  The paper names the
+    share, not the rule; this one gives its counts for every model it lists (Table
+    validation-results, column CQ sig.: 18 of 28, 20 of 32, 30 of 48, 40 of 64, 48 of 80)."""
     return range(m // 5, -(-4 * m // 5))
 
 
 def middle_transitions(m: int) -> range:
-    """Return the transitions l -> l + 1 that start at a middle layer; as many as middle layers, for m >= 5."""
+    """Return the transitions l -> l + 1 that start at a middle layer; as many as middle layers, for
+    m >= 5."""
     layers = middle_layers(m)
     return range(layers.start, min(layers.stop, m - 1))
 
 
 def mean_or_none(values: Sequence[float | None] | Floats) -> float | None:
-    """Return the mean of the numbers that are defined (neither None nor NaN); None where there is none."""
+    """Return the mean of the numbers that are defined (neither None nor NaN); None where there is
+    none."""
     array = np.asarray(values, np.float64)  # None becomes NaN
     kept = array[np.isfinite(array)]
     return float(kept.mean()) if len(kept) else None
@@ -124,7 +144,8 @@ def defined(value: float) -> float | None:
 
 
 def as_document(value: Any) -> Any:
-    """Return a result as JSON: dataclasses and mappings become objects, arrays lists, undefined numbers null."""
+    """Return a result as JSON: dataclasses and mappings become objects, arrays lists, undefined
+    numbers null."""
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: as_document(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
@@ -137,12 +158,15 @@ def as_document(value: Any) -> Any:
 
 
 def distance_correlation(x: ArrayLike, y: ArrayLike) -> float | None:
-    """Return dCor (Szekely, Rizzo and Bakirov 2007) of x [N], y [N], in [0, 1]; None where either is constant.  The
-    V-statistic: dCov^2 = mean(a b) + mean(a) mean(b) - 2 mean_i(a_i. b_i.) with a_ij = |x_i - x_j|, a_i. its row means;
-    the definition's double centring, multiplied out.  O(N^2) time, since one sum over pairs remains."""
+    """Return dCor (Szekely, Rizzo and Bakirov 2007) of x [N], y [N], in [0, 1]; None where either
+    is constant.  The V-statistic: dCov^2 = mean(a b) + mean(a) mean(b) - 2 mean_i(a_i. b_i.) with
+    a_ij = |x_i - x_j|, a_i. its row means; the definition's double centring, multiplied out.
+    O(N^2) time, since one sum over pairs remains."""
     one, two = as_float(x, "x", 1), as_float(y, "y", 1)
     if len(one) != len(two) or not len(one):
-        raise TrainingError(f"x has {len(one)} values and y {len(two)}: as many, at least one, are needed")
+        raise TrainingError(
+            f"x has {len(one)} values and y {len(two)}: as many, at least one, are needed"
+        )
     n = len(one)
     one, two = one - one.mean(), two - two.mean()  # distances stay; rounding of large offsets goes
     rows_one, rows_two = _row_means(one), _row_means(two)
@@ -151,7 +175,11 @@ def distance_correlation(x: ArrayLike, y: ArrayLike) -> float | None:
         block = slice(start, start + _PAIRS)
         product = (one[block, None] - one) * (two[block, None] - two)
         pairs += float(np.abs(product, out=product).sum())
-    covariance = pairs / n**2 + float(rows_one.mean() * rows_two.mean()) - 2.0 * float(np.mean(rows_one * rows_two))
+    covariance = (
+        pairs / n**2
+        + float(rows_one.mean() * rows_two.mean())
+        - 2.0 * float(np.mean(rows_one * rows_two))
+    )
     spread = _squared_spread(one, rows_one) * _squared_spread(two, rows_two)
     if spread <= 0:
         return None
@@ -165,7 +193,9 @@ def _row_means(x: Floats) -> Floats:
     ranked = x[order]
     below = np.concatenate([[0.0], np.cumsum(ranked)[:-1]])
     means = np.empty(n)
-    means[order] = (ranked * (2 * np.arange(n) - n + 1) - below + (ranked.sum() - below - ranked)) / n
+    means[order] = (
+        ranked * (2 * np.arange(n) - n + 1) - below + (ranked.sum() - below - ranked)
+    ) / n
     return means - min(float(means.min()), 0.0)  # rounding, where all are equal
 
 
@@ -178,8 +208,8 @@ def _squared_spread(x: Floats, rows: Floats) -> float:
 
 @dataclass(frozen=True)
 class ChenQin:
-    """statistic: an unbiased estimate of |mu_F - mu_H|^2, which may be negative; p_value: one-sided, for it > 0.  All
-    are of independent rows; None where there are too few."""
+    """statistic: an unbiased estimate of |mu_F - mu_H|^2, which may be negative; p_value:
+    one-sided, for it > 0.  All are of independent rows; None where there are too few."""
 
     statistic: float | None
     variance: float | None  # of the statistic where the means are equal
@@ -191,58 +221,82 @@ class ChenQin:
 
 
 def one_row_a_group(group: ArrayLike, seed: int = 0) -> NDArray[np.int64]:
-    """Return one row of each group, drawn with a seed, in the data's order: group [N] -> [G] rows.  Rows of a group
-    depend on each other, and a group may have rows of both classes: its means would tie the classes."""
+    """Return one row of each group, drawn with a seed, in the data's order: group [N] -> [G] rows.
+    Rows of a group depend on each other, and a group may have rows of both classes: its means would
+    tie the classes."""
     names = np.asarray(group)
     order = np.random.default_rng(seed).permutation(len(names))
     return np.asarray(np.sort(order[np.unique(names[order], return_index=True)[1]]), np.int64)
 
 
 def chen_qin_by_group(x: ArrayLike, label: ArrayLike, group: ArrayLike) -> ChenQin:
-    """Return the test of ``one_row_a_group``: x [N, d], label, group [N].  All rows would call their own likeness
-    within a group a difference of the classes.  Without a number, and with a note, below 3 of these rows of a class."""
+    """Return the test of ``one_row_a_group``: x [N, d], label, group [N].  All rows would call
+    their own likeness within a group a difference of the classes.  Without a number, and with a
+    note, below 3 of these rows of a class."""
     rows = one_row_a_group(group)
     kept = np.asarray(label)[rows]
     least = min(int(np.sum(kept == value)) for value in (0, 1))
     if least < MIN_ROWS:
-        note = f"one row of each group leaves {least} rows of a class, and {MIN_ROWS} are needed: give more groups"
+        note = (
+            f"one row of each group leaves {least} rows of a class, and {MIN_ROWS} are needed: give"
+            " more groups"
+        )
         return ChenQin(None, None, None, None, None, None, (note,))
     return chen_qin(np.asarray(x)[rows], kept)
 
 
 def chen_qin(x: ArrayLike, label: ArrayLike) -> ChenQin:
-    """Return the test of equal class means: x [N, d], label [N], of independent rows (else ``chen_qin_by_group``).
+    """Return the test of equal class means: x [N, d], label [N], of independent rows (else
+    ``chen_qin_by_group``).
 
-    T = mean_{i != j} x_i'x_j within each class, less twice the mean across; its variance under H0 is 2 tr(S_F^2) / (n_F
-    (n_F - 1)) + 2 tr(S_H^2) / (n_H (n_H - 1)) + 4 tr(S_F S_H) / (n_F n_H), by their leave-out estimators. Their
-    tr(S_c^2) changes where all rows are moved; here each class is moved by the OTHER's mean, which is independent of
+    T = mean_{i != j} x_i'x_j within each class, less twice the mean across; its variance under H0
+    is 2 tr(S_F^2) / (n_F (n_F - 1)) + 2 tr(S_H^2) / (n_H (n_H - 1)) + 4 tr(S_F S_H) / (n_F n_H), by
+    their leave-out estimators. Their tr(S_c^2) changes where all rows are moved; here each class is
+    moved by the OTHER's mean, which is independent of
     it: the estimator is otherwise theirs.  Raises TrainingError below 3 rows of a class."""
     values, factual = labelled(x, label, "x", minimum=MIN_ROWS)
-    values = values - values.mean(axis=0)  # changes nothing but rounding: everything below is moved again or invariant
+    values = values - values.mean(
+        axis=0
+    )  # changes nothing but rounding: everything below is moved again or invariant
     one, two = values[factual], values[~factual]
     n1, n2 = len(one), len(two)
     statistic = _within(one) + _within(two) - 2.0 * float(one.mean(axis=0) @ two.mean(axis=0))
     square1, square2 = squared_trace(one - two.mean(axis=0)), squared_trace(two - one.mean(axis=0))
     mixed = _mixed_trace(one, two)
-    variance = 2.0 * square1 / (n1 * (n1 - 1)) + 2.0 * square2 / (n2 * (n2 - 1)) + 4.0 * mixed / (n1 * n2)
+    variance = (
+        2.0 * square1 / (n1 * (n1 - 1)) + 2.0 * square2 / (n2 * (n2 - 1)) + 4.0 * mixed / (n1 * n2)
+    )
     trace = float(pooled_variance(values, factual).sum())
     z = statistic / math.sqrt(variance) if variance > 0 else None
     return ChenQin(
-        statistic=statistic, variance=variance, z=z, p_value=float(norm.sf(z)) if z is not None else None,
-        trace=trace, energy_ratio=statistic / trace if trace > 0 else None,
-        notes=() if variance > 0 else ("z and p_value are left out: the variance estimate is not positive",),
-    )  # fmt: skip
+        statistic=statistic,
+        variance=variance,
+        z=z,
+        p_value=float(norm.sf(z)) if z is not None else None,
+        trace=trace,
+        energy_ratio=statistic / trace if trace > 0 else None,
+        notes=(
+            ()
+            if variance > 0
+            else ("z and p_value are left out: the variance estimate is not positive",)
+        ),
+    )
 
 
 def squared_trace(x: Floats) -> float:
-    """Return Chen and Qin's estimate of tr(Sigma^2) from x [n, d], n >= 3.  Theirs: mean over j != k of [x_j'(x_k - M)]
-    [x_k'(x_j - M)], M the mean of the other n - 2 rows.  With G = X X', h_j = sum_{i != j} G_ij, a factor is ((n - 1)
-    G_jk - h_j) / (n - 2), and the sum needs only |X'X|^2, diag G and h."""
+    """Return Chen and Qin's estimate of tr(Sigma^2) from x [n, d], n >= 3.  Theirs: mean over j !=
+    k of [x_j'(x_k - M)] [x_k'(x_j - M)], M the mean of the other n - 2 rows.  With G = X X', h_j =
+    sum_{i != j} G_ij, a factor is ((n - 1) G_jk - h_j) / (n - 2), and the sum needs only |X'X|^2,
+    diag G and h."""
     n = len(x)
     own = np.einsum("nd,nd->n", x, x)
     rest = x @ x.sum(axis=0) - own
-    short = x if n <= x.shape[1] else np.ascontiguousarray(x.T)  # |X X'|^2 = |X'X|^2, by blocks of the smaller one
-    gram = sum(float(np.sum((short[i : i + _BLOCK] @ short.T) ** 2)) for i in range(0, len(short), _BLOCK))
+    short = (
+        x if n <= x.shape[1] else np.ascontiguousarray(x.T)
+    )  # |X X'|^2 = |X'X|^2, by blocks of the smaller one
+    gram = sum(
+        float(np.sum((short[i : i + _BLOCK] @ short.T) ** 2)) for i in range(0, len(short), _BLOCK)
+    )
     pairs = gram - float(own @ own)  # sum over j != k of G_jk^2
     squares = float(rest @ rest)
     total = (n - 1) ** 2 * pairs - 2 * (n - 1) * squares + float(rest.sum()) ** 2 - squares
@@ -255,13 +309,15 @@ def _within(x: Floats) -> float:
 
 
 def _mixed_trace(one: Floats, two: Floats) -> float:
-    """Return tr(S_1 S_2) of the unbiased covariances: what their leave-one-out estimate comes to, exactly."""
+    """Return tr(S_1 S_2) of the unbiased covariances: what their leave-one-out estimate comes to,
+    exactly."""
     a, b = one - one.mean(axis=0), two - two.mean(axis=0)
     d = a.shape[1]
     if min(len(a), len(b)) < d:
         total = sum(float(np.sum((a[i : i + _BLOCK] @ b.T) ** 2)) for i in range(0, len(a), _BLOCK))
     else:
         total = sum(
-            float(np.sum((a[:, i : i + _BLOCK].T @ a) * (b[:, i : i + _BLOCK].T @ b))) for i in range(0, d, _BLOCK)
+            float(np.sum((a[:, i : i + _BLOCK].T @ a) * (b[:, i : i + _BLOCK].T @ b)))
+            for i in range(0, d, _BLOCK)
         )
     return total / ((len(a) - 1) * (len(b) - 1))

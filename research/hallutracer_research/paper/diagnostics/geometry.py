@@ -1,7 +1,8 @@
-"""Where the probe lies in the readouts' space, by layer (Table validation-results, App. dynamic_vs_static); whether
-probe directions of a FIXED head are like independent random ones (App. isotropy-verification): with heads by layer
-the numbers are the same sums in coordinates that the readout gauge identifies.  ``Transition`` substitutes for two
-columns that the paper does not define."""
+"""Where the probe lies in the readouts' space, by layer (Table validation-results, App.
+dynamic_vs_static); whether probe directions of a FIXED head are like independent random ones (App.
+isotropy-verification): with heads by layer the numbers are the same sums in coordinates that the
+readout gauge identifies.  ``Transition`` substitutes for two columns that the paper does not
+define."""
 
 from __future__ import annotations
 
@@ -15,7 +16,13 @@ from numpy.typing import ArrayLike
 from scipy.stats import beta, f_oneway, kstest, linregress, shapiro, ttest_1samp
 
 from hallutracer_research.paper.diagnostics import classes
-from hallutracer_research.paper.diagnostics.classes import Floats, as_float, defined, labelled, mean_or_none
+from hallutracer_research.paper.diagnostics.classes import (
+    Floats,
+    as_float,
+    defined,
+    labelled,
+    mean_or_none,
+)
 from hallutracer_research.paper.diagnostics.increments import Increments
 from service.errors import TrainingError
 
@@ -36,9 +43,13 @@ class Layer:
     stable_rank_share_hallucinated: float | None
     trace_ratio: float | None  # Tr(Sigma_F) / Tr(Sigma_H)
     energy_fraction: float | None  # v'Sigma v / Tr(Sigma); 1/d for a random direction
-    v2_top90: float | None  # squared length of v in the fewest top eigenvectors with 90 % of the variance
+    v2_top90: (
+        float | None
+    )  # squared length of v in the fewest top eigenvectors with 90 % of the variance
     alignment: float | None  # |<v, mean shift>| / |mean shift|
-    fisher_cos2: float | None  # cos^2(v, Sigma^-1 mean shift); None where Sigma is singular (as for N <= d)
+    fisher_cos2: (
+        float | None
+    )  # cos^2(v, Sigma^-1 mean shift); None where Sigma is singular (as for N <= d)
 
 
 @dataclass(frozen=True)
@@ -49,36 +60,49 @@ class Transition:
     cohen_d: float | None  # of W (Eq. cohen-d)
     increment_d: float | None  # Cohen's d of dL
     r_w: float | None  # cohen_d / increment_d: for the paper's r_w, which it does not define
-    distance_correlation: float | None  # of W and K, all rows; for the paper's dCov, which it does not define
+    distance_correlation: (
+        float | None
+    )  # of W and K, all rows; for the paper's dCov, which it does not define
 
 
 @dataclass(frozen=True)
 class ReadoutGeometry:
-    """Per layer, per transition, and means over the middle 60 % of layers (those where a value is defined)."""
+    """Per layer, per transition, and means over the middle 60 % of layers (those where a value is
+    defined)."""
 
     layers: tuple[Layer, ...]
     transitions: tuple[Transition, ...]  # empty without directions
-    middle: dict[str, float | None]  # by the fields of ``Layer`` and ``Transition``; r_w is the ratio of two means
+    middle: dict[
+        str, float | None
+    ]  # by the fields of ``Layer`` and ``Transition``; r_w is the ratio of two means
     dim: int
     expected_cos: float  # sqrt(2 / (pi d)), the paper's value for random directions
     expected_cos_exact: float  # Gamma(d/2) / (sqrt(pi) Gamma((d + 1)/2)), which it approximates
-    cos_p_value: float | None  # t-test of the middle |cos| against ``expected_cos_exact``, two-sided
+    cos_p_value: (
+        float | None
+    )  # t-test of the middle |cos| against ``expected_cos_exact``, two-sided
     notes: tuple[str, ...] = ()
 
     def document(self) -> dict[str, Any]:
-        """Return the means by name, then every layer's values as lists under ``by_layer``, as JSON."""
+        """Return the means by name, then every layer's values as lists under ``by_layer``, as
+        JSON."""
         kinds: list[tuple[Any, Sequence[Any]]] = [(Layer, self.layers)]
         kinds += [(Transition, self.transitions)] if self.transitions else []
         by_layer = {
-            one.name: [getattr(at, one.name) for at in all_of] for kind, all_of in kinds for one in fields(kind)
+            one.name: [getattr(at, one.name) for at in all_of]
+            for kind, all_of in kinds
+            for one in fields(kind)
         }
         names = ("dim", "expected_cos", "expected_cos_exact", "cos_p_value", "notes")
         plain = {name: getattr(self, name) for name in names}
         return dict(classes.as_document({**self.middle, **plain, "by_layer": by_layer}))
 
 
-def layer_geometry(readout: ArrayLike, label: ArrayLike, direction: ArrayLike | None = None) -> Layer:
-    """Return one layer's geometry: readout [N, d], label [N], unit direction [d] or None; Sigma is pooled."""
+def layer_geometry(
+    readout: ArrayLike, label: ArrayLike, direction: ArrayLike | None = None
+) -> Layer:
+    """Return one layer's geometry: readout [N, d], label [N], unit direction [d] or None; Sigma is
+    pooled."""
     x, factual = labelled(readout, label, "readout")
     each = classes.covariance(x[factual]), classes.covariance(x[~factual])
     share, d = float(factual.mean()), x.shape[1]
@@ -103,10 +127,17 @@ def layer_geometry(readout: ArrayLike, label: ArrayLike, direction: ArrayLike | 
                 f = vectors @ ((vectors.T @ shift) / values)
                 fisher = float(v @ f) ** 2 / float(f @ f)
     return Layer(
-        norm, ranks[0], shares[0], shares[1], shares[2],
+        norm,
+        ranks[0],
+        shares[0],
+        shares[1],
+        shares[2],
         trace_ratio=trace_factual / trace_hallucinated if trace_hallucinated > 0 else None,
-        energy_fraction=energy, v2_top90=top, alignment=aligned, fisher_cos2=fisher,
-    )  # fmt: skip
+        energy_fraction=energy,
+        v2_top90=top,
+        alignment=aligned,
+        fisher_cos2=fisher,
+    )
 
 
 def _stable_rank(sigma: Floats) -> float | None:
@@ -119,23 +150,31 @@ def _unit(v: Floats, d: int) -> Floats:
         raise TrainingError(f"direction has {len(v)} components and the readout {d}")
     norm = float(np.linalg.norm(v))
     if abs(norm - 1.0) > 1e-3:
-        raise TrainingError(f"direction has length {norm:.4g}: a unit direction is needed, divide it by its length")
+        raise TrainingError(
+            f"direction has length {norm:.4g}: a unit direction is needed, divide it by its length"
+        )
     return v / norm
 
 
-def transition_geometry(increments: Increments, direction: ArrayLike, label: ArrayLike) -> tuple[Transition, ...]:
+def transition_geometry(
+    increments: Increments, direction: ArrayLike, label: ArrayLike
+) -> tuple[Transition, ...]:
     """Return one entry per transition: W and K [N, m - 1], directions [m, d], label [N]."""
     v = as_float(direction, "direction", 2)
     _, factual = labelled(increments.w, label, "w")
     if len(v) != increments.w.shape[1] + 1:
-        raise TrainingError(f"direction has {len(v)} layers and the increments {increments.w.shape[1]} transitions")
+        raise TrainingError(
+            f"direction has {len(v)} layers and the increments {increments.w.shape[1]} transitions"
+        )
     drift = classes.effect_size(increments.w, factual)
     whole = classes.effect_size(increments.w + increments.k, factual)
     found = []
     for step, cosine in enumerate(adjacent_cosines(v)):
         ratio = defined(drift[step] / whole[step]) if whole[step] > 0 else None
         dependence = classes.distance_correlation(increments.w[:, step], increments.k[:, step])
-        found.append(Transition(float(cosine), defined(drift[step]), defined(whole[step]), ratio, dependence))
+        found.append(
+            Transition(float(cosine), defined(drift[step]), defined(whole[step]), ratio, dependence)
+        )
     return tuple(found)
 
 
@@ -146,7 +185,8 @@ def adjacent_cosines(direction: ArrayLike) -> Floats:
 
 
 def expected_cosine(d: float) -> float:
-    """Return sqrt(2 / (pi d)), the paper's mean |cos| of two random unit vectors in d dimensions, right as d grows."""
+    """Return sqrt(2 / (pi d)), the paper's mean |cos| of two random unit vectors in d dimensions,
+    right as d grows."""
     return math.sqrt(2.0 / (math.pi * d))
 
 
@@ -155,8 +195,11 @@ def expected_cosine_exact(d: float) -> float:
     return math.exp(math.lgamma(d / 2.0) - math.lgamma((d + 1.0) / 2.0)) / math.sqrt(math.pi)
 
 
-def readout_geometry(layers: Sequence[Layer], transitions: Sequence[Transition], dim: int) -> ReadoutGeometry:
-    """Put ``layer_geometry`` of every layer and ``transition_geometry`` together; transitions may be empty."""
+def readout_geometry(
+    layers: Sequence[Layer], transitions: Sequence[Transition], dim: int
+) -> ReadoutGeometry:
+    """Put ``layer_geometry`` of every layer and ``transition_geometry`` together; transitions may
+    be empty."""
     m = len(layers)
     inner, between = classes.middle_layers(m), classes.middle_transitions(m)
     middle: dict[str, float | None] = {}
@@ -164,12 +207,17 @@ def readout_geometry(layers: Sequence[Layer], transitions: Sequence[Transition],
     for kind, entries, places in ((Layer, layers, inner), (Transition, transitions, between)):
         for field in fields(kind) if entries else ():
             values = [getattr(entries[place], field.name) for place in places]
-            middle[field.name] = mean_or_none([math.nan if value is None else value for value in values])
+            middle[field.name] = mean_or_none(
+                [math.nan if value is None else value for value in values]
+            )
             missing = sum(value is None for value in values)
             if missing and (transitions or field.name not in _OF_DIRECTION):
-                notes.append(f"{field.name} has no value at {missing} of {len(values)} middle layers")
+                notes.append(
+                    f"{field.name} has no value at {missing} of {len(values)} middle layers"
+                )
     if middle.get("r_w") is not None:
-        # Of the means: where one increment has hardly any gap, its own ratio would be the whole mean of ratios.
+        # Of the means: where one increment has hardly any gap, its own ratio would be the whole
+        # mean of ratios.
         drift, whole = middle["cohen_d"], middle["increment_d"]
         middle["r_w"] = drift / whole if drift is not None and whole else None
     p_value = None
@@ -180,14 +228,21 @@ def readout_geometry(layers: Sequence[Layer], transitions: Sequence[Transition],
     else:
         notes.append("no directions were given: what needs one is left out")
     return ReadoutGeometry(
-        tuple(layers), tuple(transitions), middle, dim, expected_cosine(dim), expected_cosine_exact(dim), p_value,
+        tuple(layers),
+        tuple(transitions),
+        middle,
+        dim,
+        expected_cosine(dim),
+        expected_cosine_exact(dim),
+        p_value,
         tuple(notes),
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True)
 class Isotropy:
-    """Table isotropy-results for one model; p-values are None where too few pairs exist, ``notes`` says which."""
+    """Table isotropy-results for one model; p-values are None where too few pairs exist, ``notes``
+    says which."""
 
     pairs: int  # adjacent ones, among the middle layers
     dim: int
@@ -211,19 +266,25 @@ class Isotropy:
 
 
 def isotropy(
-    direction: ArrayLike, effective_rank: float | None = None, permutations: int = 10_000, seed: int = 0
+    direction: ArrayLike,
+    effective_rank: float | None = None,
+    permutations: int = 10_000,
+    seed: int = 0,
 ) -> Isotropy:
-    """Return tests 1 to 3 on the middle 60 % of layers: unit directions [m, d] and the readouts' stable rank.  Adjacent
-    pairs start at a middle layer.  Test 2 takes every pair within those layers at gaps 1 .. 9, or as many as there are:
-    a least-squares line through all |cos| over the gap, and a one-way analysis of variance (gaps of one pair left out
-    there).  Raises TrainingError below 3 layers or where a direction is not of unit length."""
+    """Return tests 1 to 3 on the middle 60 % of layers: unit directions [m, d] and the readouts'
+    stable rank.  Adjacent pairs start at a middle layer.  Test 2 takes every pair within those
+    layers at gaps 1 .. 9, or as many as there are: a least-squares line through all |cos| over the
+    gap, and a one-way analysis of variance (gaps of one pair left out there).  Raises TrainingError
+    below 3 layers or where a direction is not of unit length."""
     v = as_float(direction, "direction", 2)
     m, d = v.shape
     if m < 3 or d < 2:
         raise TrainingError(f"direction is {m} layers x {d} numbers: at least 3 x 2 are needed")
     norms = np.linalg.norm(v, axis=1)
     if np.any(np.abs(norms - 1.0) > 1e-3):
-        raise TrainingError(f"direction of layer {int(np.argmax(np.abs(norms - 1.0)))} is not of unit length")
+        raise TrainingError(
+            f"direction of layer {int(np.argmax(np.abs(norms - 1.0)))} is not of unit length"
+        )
     steps = classes.middle_transitions(m)
     chosen = (v / norms[:, None])[steps.start : steps.stop + 1]
     cosine = chosen @ chosen.T
@@ -231,7 +292,9 @@ def isotropy(
     notes: list[str] = []
     gaps = [np.abs(np.diagonal(cosine, k)) for k in range(1, min(MAX_GAP, len(chosen) - 1) + 1)]
     if len(gaps) < MAX_GAP:
-        notes.append(f"gaps 1 .. {len(gaps)} of {MAX_GAP}: only {len(chosen)} layers are in the middle")
+        notes.append(
+            f"gaps 1 .. {len(gaps)} of {MAX_GAP}: only {len(chosen)} layers are in the middle"
+        )
     slope, trend, anova = _gap_tests(gaps)
     if trend is None or anova is None:
         notes.append("the tests over gaps need at least 2 gaps with 2 pairs each")
@@ -245,27 +308,41 @@ def isotropy(
         notes.append("no effective rank of at least 2 was given: its comparisons are left out")
     rng = np.random.default_rng(seed)
     return Isotropy(
-        pairs=len(adjacent), dim=d, effective_rank=effective_rank, mean_abs_cos=float(np.abs(adjacent).mean()),
-        expected_ambient=expected_cosine(d), expected_rank=None if r is None else expected_cosine(r),
+        pairs=len(adjacent),
+        dim=d,
+        effective_rank=effective_rank,
+        mean_abs_cos=float(np.abs(adjacent).mean()),
+        expected_ambient=expected_cosine(d),
+        expected_rank=None if r is None else expected_cosine(r),
         ks_ambient_p=float(kstest(math.sqrt(d) * adjacent, "norm").pvalue),
-        ks_rank_p=None if r is None else float(kstest(math.sqrt(r) * adjacent, "norm").pvalue), shapiro_p=normality,
-        gap_means=tuple(float(one.mean()) for one in gaps), trend_slope=slope, trend_p=trend, anova_p=anova,
+        ks_rank_p=None if r is None else float(kstest(math.sqrt(r) * adjacent, "norm").pvalue),
+        shapiro_p=normality,
+        gap_means=tuple(float(one.mean()) for one in gaps),
+        trend_slope=slope,
+        trend_p=trend,
+        anova_p=anova,
         permutation_ambient_p=permutation_p_value(adjacent, d, permutations, rng),
-        permutation_rank_p=None if r is None else permutation_p_value(adjacent, round(r), permutations, rng),
+        permutation_rank_p=None
+        if r is None
+        else permutation_p_value(adjacent, round(r), permutations, rng),
         notes=tuple(notes),
-    )  # fmt: skip
+    )
 
 
-def permutation_p_value(inner: ArrayLike, dim: int, permutations: int, rng: np.random.Generator) -> float:
-    """Return (1 + #{b: D_b >= D}) / (1 + B): inner [n], against B sets of n inner products of random neighbours.  D is
-    the Kolmogorov-Smirnov distance between a set's empirical distribution and the exact one on the sphere S^{dim - 1},
-    where (1 + <p, q>) / 2 is Beta((dim - 1)/2, (dim - 1)/2); D_b is the same of random set b.  The inner products of
-    successive independent uniform directions are themselves independent (each is so given the direction it shares with
-    the last), and therefore the sets are drawn from that Beta, not from B n d normals."""
+def permutation_p_value(
+    inner: ArrayLike, dim: int, permutations: int, rng: np.random.Generator
+) -> float:
+    """Return (1 + #{b: D_b >= D}) / (1 + B): inner [n], against B sets of n inner products of
+    random neighbours.  D is the Kolmogorov-Smirnov distance between a set's empirical distribution
+    and the exact one on the sphere S^{dim - 1}, where (1 + <p, q>) / 2 is Beta((dim - 1)/2, (dim -
+    1)/2); D_b is the same of random set b.  The inner products of successive independent uniform
+    directions are themselves independent (each is so given the direction it shares with the last),
+    and therefore the sets are drawn from that Beta, not from B n d normals."""
     values = as_float(inner, "inner", 1)
     law = beta((dim - 1) / 2.0, (dim - 1) / 2.0)
     observed = _ks_distance(law.cdf((1.0 + values[None]) / 2.0))[0]
-    # Through their distribution function the sets are uniform whatever the Beta: that is all D_b depends on.
+    # Through their distribution function the sets are uniform whatever the Beta: that is all D_b
+    # depends on.
     drawn = _ks_distance(rng.random((permutations, len(values))))
     return float(1 + np.sum(drawn >= observed)) / (1 + permutations)
 
@@ -279,7 +356,8 @@ def _ks_distance(probability: Floats) -> Floats:
 
 
 def _gap_tests(gaps: list[Floats]) -> tuple[float | None, float | None, float | None]:
-    """Return slope and p-value of the trend, p-value of the analysis of variance; None where pairs are too few."""
+    """Return slope and p-value of the trend, p-value of the analysis of variance; None where pairs
+    are too few."""
     values = np.concatenate(gaps)
     place = np.concatenate([np.full(len(one), k + 1.0) for k, one in enumerate(gaps)])
     slope = trend = anova = None

@@ -1,9 +1,11 @@
-"""Increments of a trajectory (Prop. decomp, Eq. decomp), the classes' spread along the probe, the parts of K.
+"""Increments of a trajectory (Prop. decomp, Eq. decomp), the classes' spread along the probe, the
+parts of K.
 
-dL_l = W_l + K_l exactly.  W_l = phi_l(a_{l+1}^{(k_l)}) - L_l: layer l's probe and head on the next layer (Lemma snr,
-Table kappa-calibration).  K_l = L_{l+1} - phi_l(a_{l+1}^{(k_l)}): what the new probe and head change: probe, metric,
-head and bias (Lemma k-decomp; Tables k-decomp-auroc, -cov).  z_l is always the standardisation of layer l's SELECTED
-head, as the lemma writes.  The caller passes out-of-fold probes."""
+dL_l = W_l + K_l exactly.  W_l = phi_l(a_{l+1}^{(k_l)}) - L_l: layer l's probe and head on the next
+layer (Lemma snr, Table kappa-calibration).  K_l = L_{l+1} - phi_l(a_{l+1}^{(k_l)}): what the new
+probe and head change: probe, metric, head and bias (Lemma k-decomp; Tables k-decomp-auroc, -cov).
+z_l is always the standardisation of layer l's SELECTED head, as the lemma writes.  The caller
+passes out-of-fold probes."""
 
 from __future__ import annotations
 
@@ -20,7 +22,12 @@ from hallutracer_research.paper.diagnostics.features import zones
 from service.errors import TrainingError
 from service.readout import Geometry, Site
 
-PARTS = ("k", "probe", "metric", "head")  # of Table k-decomp-auroc; the bias part is one number per layer
+PARTS = (
+    "k",
+    "probe",
+    "metric",
+    "head",
+)  # of Table k-decomp-auroc; the bias part is one number per layer
 _CHUNK = 64  # permutations at a time
 
 
@@ -33,23 +40,33 @@ class Increments:
 
 
 def decompose(trajectory: ArrayLike, crossed: ArrayLike) -> Increments:
-    """Return W and K with W + K = dL to rounding: trajectory [N, m], crossed [N, m - 1] = phi_l(a_{l+1}^{(k_l)}).
-    Raises TrainingError on shapes that do not fit or numbers that are not finite."""
+    """Return W and K with W + K = dL to rounding: trajectory [N, m], crossed [N, m - 1] =
+    phi_l(a_{l+1}^{(k_l)}). Raises TrainingError on shapes that do not fit or numbers that are not
+    finite."""
     values, across = as_float(trajectory, "trajectory", 2), as_float(crossed, "crossed", 2)
     n, m = values.shape
     if across.shape != (n, m - 1):
-        raise TrainingError(f"crossed has shape {list(across.shape)}: [{n}, {m - 1}] is needed for this trajectory")
+        raise TrainingError(
+            f"crossed has shape {list(across.shape)}: [{n}, {m - 1}] is needed for this trajectory"
+        )
     w, k = across - values[:, :-1], values[:, 1:] - across
     # Each side is rounded at most twice, relative to the largest number in it.
-    allowed = 8 * np.finfo(np.float64).eps * (np.abs(values[:, 1:]) + np.abs(values[:, :-1]) + 2 * np.abs(across))
+    allowed = (
+        8
+        * np.finfo(np.float64).eps
+        * (np.abs(values[:, 1:]) + np.abs(values[:, :-1]) + 2 * np.abs(across))
+    )
     if np.any(np.abs(w + k - np.diff(values, axis=1)) > allowed):
-        raise TrainingError("W + K differs from dL by more than rounding: the logits overflow float64")
+        raise TrainingError(
+            "W + K differs from dL by more than rounding: the logits overflow float64"
+        )
     return Increments(w, k)
 
 
 @dataclass(frozen=True, eq=False)
 class Crossing:
-    """What the transition layer -> layer + 1 is made of: the NEXT layer's readouts, [N, d] each, of two heads."""
+    """What the transition layer -> layer + 1 is made of: the NEXT layer's readouts, [N, d] each, of
+    two heads."""
 
     layer: int
     same_head: Floats  # a_{l+1} of k_l, the head selected at ``layer``
@@ -59,11 +76,14 @@ class Crossing:
 def crossings(
     rows_of: Callable[[int], NDArray[np.floating]], head: ArrayLike, geometry: Geometry, site: Site
 ) -> Iterator[Crossing]:
-    """Yield the transitions of a model, in order: ``rows_of(layer)`` [N, width] is asked once for each layer from 1 up.
-    head [m] are the selected heads; at the residual stream, which has one readout a layer, they are 0."""
+    """Yield the transitions of a model, in order: ``rows_of(layer)`` [N, width] is asked once for
+    each layer from 1 up. head [m] are the selected heads; at the residual stream, which has one
+    readout a layer, they are 0."""
     heads = np.asarray(head)
     if heads.shape != (geometry.num_layers,):
-        raise TrainingError(f"head has shape {list(heads.shape)}: one per layer, [{geometry.num_layers}], is needed")
+        raise TrainingError(
+            f"head has shape {list(heads.shape)}: one per layer, [{geometry.num_layers}], is needed"
+        )
     for layer in range(geometry.num_layers - 1):
         by_head = geometry.by_head(np.asarray(rows_of(layer + 1)), site)
         same, other = (by_head[:, int(heads[at])].astype(np.float64) for at in (layer, layer + 1))
@@ -72,7 +92,8 @@ def crossings(
 
 @dataclass(frozen=True)
 class KappaTable:
-    """The table's columns, over the middle transitions that have variance in both classes; None where none has."""
+    """The table's columns, over the middle transitions that have variance in both classes; None
+    where none has."""
 
     kappa_mean: float | None = None
     kappa_median: float | None = None
@@ -87,33 +108,45 @@ class KappaTable:
 
 
 def kappa_table(w: ArrayLike, label: ArrayLike) -> KappaTable:
-    """Return the table's row over the middle 60 % of layers: w [N, m - 1] of ``decompose``, label [N]."""
+    """Return the table's row over the middle 60 % of layers: w [N, m - 1] of ``decompose``, label
+    [N]."""
     values, factual = labelled(w, label, "w")
     hallucinated_variance, factual_variance = classes.variances(values, factual)
-    low, high = np.minimum(hallucinated_variance, factual_variance), np.maximum(hallucinated_variance, factual_variance)
+    low, high = (
+        np.minimum(hallucinated_variance, factual_variance),
+        np.maximum(hallucinated_variance, factual_variance),
+    )
     kappa = np.divide(high, low, out=np.full_like(high, np.nan), where=low > 0)
     middle = np.array(classes.middle_transitions(values.shape[1] + 1), np.int64)
     kept = middle[low[middle] > 0]
     by_layer, missing = tuple(classes.as_document(kappa)), len(middle) - len(kept)
-    notes = (f"{missing} of {len(middle)} middle transitions have a class without variance",) * (missing > 0)
+    notes = (f"{missing} of {len(middle)} middle transitions have a class without variance",) * (
+        missing > 0
+    )
     if not len(kept):
         return KappaTable(kappa_by_layer=by_layer, notes=notes)
     size = np.abs(classes.gap(values, factual)[kept])
     effect = float(np.mean(size / np.sqrt(classes.pooled_variance(values, factual)[kept])))
     worst = float(np.mean(size / np.sqrt(high[kept])))
     return KappaTable(
-        kappa_mean=float(kappa[kept].mean()), kappa_median=float(np.median(kappa[kept])),
-        kappa_p95=float(np.percentile(kappa[kept], 95)), effect_size=effect, worst_case_snr=worst,
+        kappa_mean=float(kappa[kept].mean()),
+        kappa_median=float(np.median(kappa[kept])),
+        kappa_p95=float(np.percentile(kappa[kept], 95)),
+        effect_size=effect,
+        worst_case_snr=worst,
         degradation=1.0 - worst / effect if effect > 0 else None,
-        factual_wider=float(np.mean(factual_variance[kept] > hallucinated_variance[kept])), transitions=len(kept),
-        kappa_by_layer=by_layer, notes=notes,
-    )  # fmt: skip
+        factual_wider=float(np.mean(factual_variance[kept] > hallucinated_variance[kept])),
+        transitions=len(kept),
+        kappa_by_layer=by_layer,
+        notes=notes,
+    )
 
 
 @dataclass(frozen=True, eq=False)
 class StandardizedProbes:
-    """Selected probes in standardised coordinates (Eq. selected-standardized-readout): [m, d] each, intercept [m].
-    phi_l(a) = weight_l . (a - mean_l) / std_l + intercept_l, with mean and std of the selected head's training rows."""
+    """Selected probes in standardised coordinates (Eq. selected-standardized-readout): [m, d] each,
+    intercept [m]. phi_l(a) = weight_l . (a - mean_l) / std_l + intercept_l, with mean and std of
+    the selected head's training rows."""
 
     weight: Floats
     intercept: Floats
@@ -121,13 +154,23 @@ class StandardizedProbes:
     std: Floats
 
     @classmethod
-    def of(cls, direction: ArrayLike, bias: ArrayLike, mean: ArrayLike, std: ArrayLike) -> StandardizedProbes:
-        """Convert raw-space probes: w_l = std_l v_l, b~_l = b_l + v_l . mean_l (Eq. raw-space-probe, backwards)."""
+    def of(
+        cls, direction: ArrayLike, bias: ArrayLike, mean: ArrayLike, std: ArrayLike
+    ) -> StandardizedProbes:
+        """Convert raw-space probes: w_l = std_l v_l, b~_l = b_l + v_l . mean_l (Eq.
+        raw-space-probe, backwards)."""
         given = {"direction": direction, "mean": mean, "std": std}
         v, centre, spread = (as_float(x, name, 2) for name, x in given.items())
         if not (v.shape == centre.shape == spread.shape) or np.any(spread <= 0):
-            raise TrainingError("direction, mean and std must be [m, d], std above 0 (1 where a column is constant)")
-        return cls(spread * v, np.asarray(bias, np.float64) + np.einsum("md,md->m", v, centre), centre, spread)
+            raise TrainingError(
+                "direction, mean and std must be [m, d], std above 0 (1 where a column is constant)"
+            )
+        return cls(
+            spread * v,
+            np.asarray(bias, np.float64) + np.einsum("md,md->m", v, centre),
+            centre,
+            spread,
+        )
 
     def z(self, layer: int, readout: Floats) -> Floats:
         """Return z_layer(readout): [N, d] -> [N, d]."""
@@ -149,10 +192,10 @@ class KSplit:
 def split_readout_change(
     steps: Iterable[Crossing], probes: StandardizedProbes, direction: ArrayLike, bias: ArrayLike
 ) -> KSplit:
-    """Return the four parts of every transition of ``crossings``; one transition in memory at a time.  direction [m, d]
-    and bias [m] are the raw-space probes, from which K itself comes, so that the reconstruction error compares two
-    computations.  It is some 1e-15 for ordinary activations and reaches 1e-12 only where a training mean is thousands
-    of times its deviation."""
+    """Return the four parts of every transition of ``crossings``; one transition in memory at a
+    time.  direction [m, d] and bias [m] are the raw-space probes, from which K itself comes, so
+    that the reconstruction error compares two computations.  It is some 1e-15 for ordinary
+    activations and reaches 1e-12 only where a training mean is thousands of times its deviation."""
     v, b = as_float(direction, "direction", 2), as_float(bias, "bias", 1)
     columns: dict[str, list[Floats]] = {name: [] for name in PARTS}
     biases: list[float] = []
@@ -162,7 +205,10 @@ def split_readout_change(
         next_own, next_old = probes.z(layer + 1, one.next_head), probes.z(layer, one.next_head)
         k = one.next_head @ v[layer + 1] + b[layer + 1] - (one.same_head @ v[layer] + b[layer])
         probe = next_own @ (probes.weight[layer + 1] - weight)
-        metric, head = (next_own - next_old) @ weight, (next_old - probes.z(layer, one.same_head)) @ weight
+        metric, head = (
+            (next_own - next_old) @ weight,
+            (next_old - probes.z(layer, one.same_head)) @ weight,
+        )
         step = float(probes.intercept[layer + 1] - probes.intercept[layer])
         size = np.abs(k) + np.abs(probe) + np.abs(metric) + np.abs(head) + abs(step)
         worst = max(worst, float(np.max(np.abs(probe + metric + head + step - k))))
@@ -173,7 +219,11 @@ def split_readout_change(
     if not biases:
         raise TrainingError("no transition was given: the split of K needs at least 2 layers")
     stacked = {name: np.stack(parts, axis=1) for name, parts in columns.items()}
-    return KSplit(**stacked, bias=np.array(biases), reconstruction_error=worst / largest if largest > 0 else 0.0)
+    return KSplit(
+        **stacked,
+        bias=np.array(biases),
+        reconstruction_error=worst / largest if largest > 0 else 0.0,
+    )
 
 
 @dataclass(frozen=True)
@@ -195,9 +245,11 @@ class KTable:
 
 
 def k_table(split: KSplit, label: ArrayLike, permutations: int = 200, seed: int = 0) -> KTable:
-    """Return what each part tells of the label, over the transitions of the recognition zone (Eq. zone-index-sets).
-    The null is the mean, over ``permutations`` permutations of the label shared by all parts, of the same averaged
-    signal: a folded AUROC is above 0.5 by chance.  Labels are permuted across rows, groups are not kept together."""
+    """Return what each part tells of the label, over the transitions of the recognition zone (Eq.
+    zone-index-sets). The null is the mean, over ``permutations`` permutations of the label shared
+    by all parts, of the same averaged
+    signal: a folded AUROC is above 0.5 by chance.  Labels are permuted across rows, groups are not
+        kept together."""
     _, factual = labelled(split.k, label, "k")
     steps = zones(split.k.shape[1] + 1).recognition_steps
     rng = np.random.default_rng(seed)
@@ -207,15 +259,21 @@ def k_table(split: KSplit, label: ArrayLike, permutations: int = 200, seed: int 
         values = np.asarray(getattr(split, name))[:, steps]
         ranks = np.asarray(rankdata(values, axis=0), np.float64)
         chunks = [_signals(ranks, shuffled[i : i + _CHUNK]) for i in range(0, permutations, _CHUNK)]
-        null, variance = float(np.mean(np.concatenate(chunks))), float(values.var(axis=0, ddof=1).mean())
+        null, variance = (
+            float(np.mean(np.concatenate(chunks))),
+            float(values.var(axis=0, ddof=1).mean()),
+        )
         parts[name] = Part(float(_signals(ranks, factual[None])[0]), null, variance)
     metric, head = split.metric[:, steps], split.head[:, steps]
-    covariance = np.sum((metric - metric.mean(axis=0)) * (head - head.mean(axis=0)), axis=0) / (len(metric) - 1)
+    covariance = np.sum((metric - metric.mean(axis=0)) * (head - head.mean(axis=0)), axis=0) / (
+        len(metric) - 1
+    )
     return KTable(parts, float(covariance.mean()), split.reconstruction_error)
 
 
 def _signals(ranks: Floats, factual: Mask) -> Floats:
-    """Return the mean over columns of max(AUROC, 1 - AUROC), ties half: ranks [N, s], factual [P, N] -> [P]."""
+    """Return the mean over columns of max(AUROC, 1 - AUROC), ties half: ranks [N, s], factual
+    [P, N] -> [P]."""
     ones = float(factual[0].sum())
     zeros = ranks.shape[0] - ones
     auroc = (factual.astype(np.float64) @ ranks - ones * (ones + 1) / 2) / (ones * zeros)

@@ -1,10 +1,11 @@
 """Level and shape of trajectories: variance components, slope against mean, and the Fisher gap.
 
-Variance (Table variance-decomp): L_l = mu_l^(c) + alpha_i + eps_{i,l}.  The paper's ICC (Eq. icc) is a plug-in: its
-Var(alpha-hat) holds sigma_eps^2 / m besides sigma_alpha^2; ``icc_unbiased`` separates them.
-Fisher gap (Thm. uniform-optimal, Table fisher-gap): how much the best linear weighting of layers could gain over the
-mean, by the paper's level and shape parts and directly.  In sample even pure noise seems to help: R^2 is too large by
-about (m - 1) (1/n_F + 1/n_H) / SNR^2 of the mean; ``r_fisher_unbiased`` takes that out."""
+Variance (Table variance-decomp): L_l = mu_l^(c) + alpha_i + eps_{i,l}.  The paper's ICC (Eq. icc)
+is a plug-in: its Var(alpha-hat) holds sigma_eps^2 / m besides sigma_alpha^2; ``icc_unbiased``
+separates them. Fisher gap (Thm. uniform-optimal, Table fisher-gap): how much the best linear
+weighting of layers could gain over the mean, by the paper's level and shape parts and directly.  In
+sample even pure noise seems to help: R^2 is too large by about (m - 1) (1/n_F + 1/n_H) / SNR^2 of
+the mean; ``r_fisher_unbiased`` takes that out."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ from hallutracer_research.paper.diagnostics.features import slope_weights
 from service.errors import TrainingError
 
 MAX_LAG = 12
-ROUNDING: Final = 1e-14  # a variance below this share of the whole is what floating point leaves of zero
+ROUNDING: Final = (
+    1e-14  # a variance below this share of the whole is what floating point leaves of zero
+)
 MAX_CONDITION = 1e12
 AGREEMENT = 1e-9  # relative, between the two computations of R_Fisher
 Shrinkage = Literal["ledoit_wolf"] | float | None
@@ -40,19 +43,23 @@ class VarianceComponents:
     sigma_epsilon2: float  # method of moments
     residual_acf: tuple[float | None, ...]  # factual class, lags 1 .. min(12, m - 2)
     residual_acf_hallucinated: tuple[float | None, ...]
-    acf_floor: float  # -1 / (m - 1): what independent residuals give, since the estimated ones sum to zero
+    acf_floor: (
+        float  # -1 / (m - 1): what independent residuals give, since the estimated ones sum to zero
+    )
     notes: tuple[str, ...] = ()
 
 
 def variance_components(trajectory: ArrayLike, label: ArrayLike) -> VarianceComponents:
-    """Return components as App. hd-geometry estimates them: trajectory [N, m], label [N].  alpha-hat_i is the depth
-    mean less its class mean, eps-hat what is left; variances are plain means of squares. The residual correlation at a
-    lag is the mean over layer pairs of the correlation across the samples of one class. Raises TrainingError below 3
-    layers."""
+    """Return components as App. hd-geometry estimates them: trajectory [N, m], label [N].
+    alpha-hat_i is the depth mean less its class mean, eps-hat what is left; variances are plain
+    means of squares. The residual correlation at a lag is the mean over layer pairs of the
+    correlation across the samples of one class. Raises TrainingError below 3 layers."""
     values, factual = labelled(trajectory, label, "trajectory")
     n, m = values.shape
     if m < 3:
-        raise TrainingError(f"trajectory has {m} layers: variance components and their lags need at least 3")
+        raise TrainingError(
+            f"trajectory has {m} layers: variance components and their lags need at least 3"
+        )
     away = centred(values, factual)
     alpha = away.mean(axis=1)
     epsilon = away - alpha[:, None]
@@ -60,17 +67,27 @@ def variance_components(trajectory: ArrayLike, label: ArrayLike) -> VarianceComp
     epsilon2 = float(np.sum(epsilon**2)) / (max(n - 2, 1) * (m - 1))
     alpha2 = float(np.sum(alpha**2)) / max(n - 2, 1) - epsilon2 / m
     if (everything := _icc(alpha, epsilon)) is None:
-        notes.append("every class has one trajectory only: there is no within-class variance to share out")
+        notes.append(
+            "every class has one trajectory only: there is no within-class variance to share out"
+        )
     whole = alpha2 + epsilon2
     acf, acf_hallucinated = _acf(epsilon[factual]), _acf(epsilon[~factual])
     if None in acf or None in acf_hallucinated:
-        notes.append("a lag is null where every pair of layers at it has a layer without residual variance")
+        notes.append(
+            "a lag is null where every pair of layers at it has a layer without residual variance"
+        )
     return VarianceComponents(
-        icc=everything, icc_factual=_icc(alpha[factual], epsilon[factual]),
-        icc_hallucinated=_icc(alpha[~factual], epsilon[~factual]), icc_unbiased=alpha2 / whole if whole > 0 else None,
-        sigma_alpha2=alpha2, sigma_epsilon2=epsilon2, residual_acf=acf, residual_acf_hallucinated=acf_hallucinated,
-        acf_floor=-1.0 / (m - 1), notes=tuple(notes),
-    )  # fmt: skip
+        icc=everything,
+        icc_factual=_icc(alpha[factual], epsilon[factual]),
+        icc_hallucinated=_icc(alpha[~factual], epsilon[~factual]),
+        icc_unbiased=alpha2 / whole if whole > 0 else None,
+        sigma_alpha2=alpha2,
+        sigma_epsilon2=epsilon2,
+        residual_acf=acf,
+        residual_acf_hallucinated=acf_hallucinated,
+        acf_floor=-1.0 / (m - 1),
+        notes=tuple(notes),
+    )
 
 
 def _icc(alpha: Floats, epsilon: Floats) -> float | None:
@@ -79,12 +96,16 @@ def _icc(alpha: Floats, epsilon: Floats) -> float | None:
 
 
 def _acf(epsilon: Floats) -> tuple[float | None, ...]:
-    """Return the mean correlation over layer pairs at lags 1 .. min(12, m - 2): epsilon [n, m], centred over rows."""
+    """Return the mean correlation over layer pairs at lags 1 .. min(12, m - 2): epsilon [n, m],
+    centred over rows."""
     m = epsilon.shape[1]
     norm = np.sqrt(np.sum(epsilon**2, axis=0))
     safe = np.where(norm > 0, norm, np.nan)
     correlation = epsilon.T @ epsilon / np.outer(safe, safe)
-    return tuple(classes.mean_or_none(np.diagonal(correlation, lag)) for lag in range(1, min(MAX_LAG, m - 2) + 1))
+    return tuple(
+        classes.mean_or_none(np.diagonal(correlation, lag))
+        for lag in range(1, min(MAX_LAG, m - 2) + 1)
+    )
 
 
 @dataclass(frozen=True)
@@ -103,38 +124,53 @@ class SnrTable:
 
 
 def snr_table(trajectory: ArrayLike, label: ArrayLike) -> SnrTable:
-    """Return the table's row: trajectory [N, m], label [N].  Raises TrainingError below 3 layers, without a mean gap.
-    r_plugin uses Sigma = sum_c pi_c Cov_c.  r_empirical takes slope and mean of every sample and divides the class gap
-    by sqrt((s_F^2 + s_H^2) / 2), each class counting equally.  The slope being linear, the two can differ only where
-    classes are unequal in size AND in spread: eta is 1 by algebra on balanced sets, no test of the theory."""
+    """Return the table's row: trajectory [N, m], label [N].  Raises TrainingError below 3 layers,
+    without a mean gap. r_plugin uses Sigma = sum_c pi_c Cov_c.  r_empirical takes slope and mean of
+    every sample and divides the class gap by sqrt((s_F^2 + s_H^2) / 2), each class counting
+    equally.  The slope being linear, the two can differ only where classes are unequal in size AND
+    in spread: eta is 1 by algebra on balanced sets, no test of the theory."""
     values, factual = labelled(trajectory, label, "trajectory")
     m = values.shape[1]
     parts = variance_components(values, label)
     d = gap(values, factual)
     mean_gap, weights = float(d.mean()), slope_weights(m)
     if abs(mean_gap) <= 1e-12 * float(np.linalg.norm(d)):
-        raise TrainingError("both classes have the same depth mean: ratios to its SNR have no value")
+        raise TrainingError(
+            "both classes have the same depth mean: ratios to its SNR have no value"
+        )
     slope_gap = float(weights @ d)
     rho = abs(slope_gap) * m / abs(mean_gap)
     notes: list[str] = []
 
     gamma = gamma_plugin = independent = None
     if parts.sigma_epsilon2 > ROUNDING * parts.sigma_alpha2:
-        # 1 + m sigma_alpha^2 / sigma_eps^2 is m Var(alpha-hat) / sigma_eps^2, and so never negative.
+        # 1 + m sigma_alpha^2 / sigma_eps^2 is m Var(alpha-hat) / sigma_eps^2, and so never
+        # negative.
         gamma = math.sqrt(max(1.0 + m * parts.sigma_alpha2 / parts.sigma_epsilon2, 0.0))
         independent = rho * gamma / math.sqrt(12.0) * math.sqrt(1.0 - 1.0 / m**2)
         if parts.icc is not None and parts.icc < 1:
             gamma_plugin = math.sqrt(1.0 + m * parts.icc / (1.0 - parts.icc))
     else:
-        notes.append("gamma and r_independent are left out: trajectories of one class are parallel, sigma_eps^2 is 0")
+        notes.append(
+            "gamma and r_independent are left out: trajectories of one class are parallel,"
+            " sigma_eps^2 is 0"
+        )
 
     sigma = classes.pooled_covariance(values, factual)
-    floor = ROUNDING * float(np.trace(sigma))  # of the variance of a unit-norm combination of layers
+    floor = ROUNDING * float(
+        np.trace(sigma)
+    )  # of the variance of a unit-norm combination of layers
     least = floor * float(weights @ weights), floor / m
-    plugin = _ratio(slope_gap, float(weights @ sigma @ weights), mean_gap, float(sigma.mean()), least)
+    plugin = _ratio(
+        slope_gap, float(weights @ sigma @ weights), mean_gap, float(sigma.mean()), least
+    )
     slope, mean = values @ weights, values.mean(axis=1)
-    even = [float(sum(classes.variances(scalar, factual))) / 2.0 for scalar in (slope, mean)]  # each class alike
-    empirical = _ratio(float(gap(slope, factual)), even[0], float(gap(mean, factual)), even[1], least)
+    even = [
+        float(sum(classes.variances(scalar, factual))) / 2.0 for scalar in (slope, mean)
+    ]  # each class alike
+    empirical = _ratio(
+        float(gap(slope, factual)), even[0], float(gap(mean, factual)), even[1], least
+    )
     if plugin is None or empirical is None:
         notes.append("ratios are left out: slope or mean has no variance within the classes")
     eta = empirical / plugin if plugin and empirical is not None else None
@@ -142,15 +178,27 @@ def snr_table(trajectory: ArrayLike, label: ArrayLike) -> SnrTable:
         notes.append("eta is left out: the gap has no slope")
     shape = float(np.linalg.norm(d - mean_gap)) / (abs(mean_gap) * math.sqrt(m))
     return SnrTable(
-        rho=rho, gamma=gamma, gamma_plugin=gamma_plugin, rho_shape=shape, r_independent=independent, r_plugin=plugin,
-        r_empirical=empirical, eta=eta, notes=tuple(notes),
-    )  # fmt: skip
+        rho=rho,
+        gamma=gamma,
+        gamma_plugin=gamma_plugin,
+        rho_shape=shape,
+        r_independent=independent,
+        r_plugin=plugin,
+        r_empirical=empirical,
+        eta=eta,
+        notes=tuple(notes),
+    )
 
 
 def _ratio(
-    slope_gap: float, slope_variance: float, mean_gap: float, mean_variance: float, least: tuple[float, float]
+    slope_gap: float,
+    slope_variance: float,
+    mean_gap: float,
+    mean_variance: float,
+    least: tuple[float, float],
 ) -> float | None:
-    """Return SNR(slope) / SNR(mean); None where either variance is no more than the rounding in it, ``least``."""
+    """Return SNR(slope) / SNR(mean); None where either variance is no more than the rounding in it,
+    ``least``."""
     if slope_variance <= least[0] or mean_variance <= least[1]:
         return None
     return abs(slope_gap) / math.sqrt(slope_variance) / (abs(mean_gap) / math.sqrt(mean_variance))
@@ -158,14 +206,17 @@ def _ratio(
 
 @dataclass(frozen=True)
 class FisherGap:
-    """Diagnostics of Eq. fisher-diagnostics and the gap of Eq. fisher-gap-exact; R is a ratio of SNRs, at least 1."""
+    """Diagnostics of Eq. fisher-diagnostics and the gap of Eq. fisher-gap-exact; R is a ratio of
+    SNRs, at least 1."""
 
     theta: float  # level-shape coupling, in [0, 1)
     chi: float  # shape energy
     t: float  # cross term
     r_fisher: float  # sqrt(chi^2 + (1 - t)^2 / (1 - theta))
     r_fisher_direct: float  # sqrt(d' Sigma^-1 d / (s^2 / a))
-    r_fisher_unbiased: float | None  # None under shrinkage, and where the rows are too few to correct
+    r_fisher_unbiased: (
+        float | None
+    )  # None under shrinkage, and where the rows are too few to correct
     cauchy_schwarz: float | None  # t / (sqrt(theta) chi), in [-1, 1]; None where a factor is zero
     snr_mean: float  # SNR of the depth mean, s / sqrt(a)
     condition: float  # of Sigma as inverted
@@ -177,16 +228,20 @@ class FisherGap:
 
 
 def fisher_gap(trajectory: ArrayLike, label: ArrayLike, shrinkage: Shrinkage = None) -> FisherGap:
-    """Return, for trajectory [N, m] and label [N], the gap between the Fisher-optimal weights and the plain mean.
-    Sigma = sum_c pi_c Cov_c, with pi_c = n_c / N and unbiased Cov_c (App. uniform-proof).  ``shrinkage`` replaces it by
-    (1 - g) Sigma + g tr(Sigma) / m I: a share g in [0, 1], or "ledoit_wolf" to estimate g.  Raises TrainingError where
-    Sigma is singular (rank below m or condition above 1e12), where the classes have one depth mean, or where the two
-    computations differ by more than 1e-9 relative (more where the condition leaves fewer digits, from 3e5 on)."""
+    """Return, for trajectory [N, m] and label [N], the gap between the Fisher-optimal weights and
+    the plain mean. Sigma = sum_c pi_c Cov_c, with pi_c = n_c / N and unbiased Cov_c (App.
+    uniform-proof).  ``shrinkage`` replaces it by (1 - g) Sigma + g tr(Sigma) / m I: a share g in
+    [0, 1], or "ledoit_wolf" to estimate g.  Raises TrainingError where Sigma is singular (rank
+    below m or condition above 1e12), where the classes have one depth mean, or where the two
+    computations differ by more than 1e-9 relative (more where the condition leaves fewer digits,
+    from 3e5 on)."""
     values, factual = labelled(trajectory, label, "trajectory")
     n, m = values.shape
     if m < 2:
         raise TrainingError(f"trajectory has {m} layer: the Fisher gap needs at least 2")
-    sigma, share, rule = _shrunk(classes.pooled_covariance(values, factual), values, factual, shrinkage)
+    sigma, share, rule = _shrunk(
+        classes.pooled_covariance(values, factual), values, factual, shrinkage
+    )
     condition = _require_regular(sigma, n)
     d = gap(values, factual)
 
@@ -194,11 +249,17 @@ def fisher_gap(trajectory: ArrayLike, label: ArrayLike, shrinkage: Shrinkage = N
     q = helmert(m).T  # [m, m - 1]: an orthonormal basis of the shapes, all orthogonal to u
     s, z = float(u @ d), q.T @ d
     if abs(s) <= 1e-12 * float(np.linalg.norm(d)):
-        raise TrainingError("both classes have the same depth mean: the gain over it has no value (s = 0)")
+        raise TrainingError(
+            "both classes have the same depth mean: the gain over it has no value (s = 0)"
+        )
     a, b = float(u @ sigma @ u), q.T @ sigma @ u
     factor = cho_factor(q.T @ sigma @ q)
     by_b, by_z = cho_solve(factor, b), cho_solve(factor, z)
-    theta, chi, t = float(b @ by_b) / a, math.sqrt(max(a * float(z @ by_z), 0.0)) / abs(s), float(b @ by_z) / s
+    theta, chi, t = (
+        float(b @ by_b) / a,
+        math.sqrt(max(a * float(z @ by_z), 0.0)) / abs(s),
+        float(b @ by_z) / s,
+    )
     squared = chi**2 + (1.0 - t) ** 2 / (1.0 - theta)
     mahalanobis = float(d @ cho_solve(cho_factor(sigma), d))
     level = s**2 / a
@@ -207,30 +268,49 @@ def fisher_gap(trajectory: ArrayLike, label: ArrayLike, shrinkage: Shrinkage = N
     allowed = max(AGREEMENT, 16 * float(np.finfo(np.float64).eps) * condition)
     if not abs(squared - direct) <= allowed * direct:
         raise TrainingError(
-            f"R_Fisher^2 is {squared!r} by its parts and {direct!r} directly, more than {allowed:.1g} apart: the "
-            f"covariance of the layers is too near singular (condition {condition:.1e}); use shrinkage"
+            f"R_Fisher^2 is {squared!r} by its parts and {direct!r} directly, more than"
+            f" {allowed:.1g} apart: the covariance of the layers is too near singular (condition"
+            f" {condition:.1e}); use shrinkage"
         )
     bound = math.sqrt(max(theta, 0.0)) * chi
     notes: list[str] = []
     unbiased = _unbiased(mahalanobis, level, factual, m, rule, notes)
     return FisherGap(
-        theta=theta, chi=chi, t=t, r_fisher=math.sqrt(squared), r_fisher_direct=math.sqrt(direct),
-        r_fisher_unbiased=unbiased, cauchy_schwarz=t / bound if bound > 0 else None, snr_mean=math.sqrt(level),
-        condition=condition, shrinkage=share, shrinkage_rule=rule, rows=n, layers=m, notes=tuple(notes),
-    )  # fmt: skip
+        theta=theta,
+        chi=chi,
+        t=t,
+        r_fisher=math.sqrt(squared),
+        r_fisher_direct=math.sqrt(direct),
+        r_fisher_unbiased=unbiased,
+        cauchy_schwarz=t / bound if bound > 0 else None,
+        snr_mean=math.sqrt(level),
+        condition=condition,
+        shrinkage=share,
+        shrinkage_rule=rule,
+        rows=n,
+        layers=m,
+        notes=tuple(notes),
+    )
 
 
-def _shrunk(sigma: Floats, values: Floats, factual: Mask, shrinkage: Shrinkage) -> tuple[Floats, float, str]:
+def _shrunk(
+    sigma: Floats, values: Floats, factual: Mask, shrinkage: Shrinkage
+) -> tuple[Floats, float, str]:
     if shrinkage is None:
         return sigma, 0.0, "none"
     if shrinkage == "ledoit_wolf":
         from sklearn.covariance import ledoit_wolf_shrinkage
 
-        share, rule = float(ledoit_wolf_shrinkage(centred(values, factual), assume_centered=True)), "ledoit_wolf"
+        share, rule = (
+            float(ledoit_wolf_shrinkage(centred(values, factual), assume_centered=True)),
+            "ledoit_wolf",
+        )
     else:
         share, rule = float(shrinkage), "fixed"
         if not 0.0 <= share <= 1.0:
-            raise TrainingError(f"shrinkage is {share:g}: a share between 0 and 1, or 'ledoit_wolf', is needed")
+            raise TrainingError(
+                f"shrinkage is {share:g}: a share between 0 and 1, or 'ledoit_wolf', is needed"
+            )
     m = len(sigma)
     return (1.0 - share) * sigma + share * float(np.trace(sigma)) / m * np.eye(m), share, rule
 
@@ -245,22 +325,30 @@ def _require_regular(sigma: Floats, n: int) -> float:
         return condition
     rank = int(np.sum(eigenvalues > max(high, 0.0) / MAX_CONDITION))
     raise TrainingError(
-        f"the within-class covariance of {m} layers from {n} trajectories is singular (rank {rank} of {m}, condition "
-        f"{condition:.1e}): give more rows (at least {m + 2}, better {10 * m}), leave out layers whose logits are "
-        f"constant or copies of another's, or shrink it (shrinkage 'ledoit_wolf', or --shrinkage ledoit_wolf)"
+        f"the within-class covariance of {m} layers from {n} trajectories is singular (rank {rank}"
+        f" of {m}, condition {condition:.1e}): give more rows (at least {m + 2}, better {10 * m}),"
+        " leave out layers whose logits are constant or copies of another's, or shrink it"
+        " (shrinkage 'ledoit_wolf', or --shrinkage ledoit_wolf)"
     )
 
 
-def _unbiased(mahalanobis: float, level: float, factual: Mask, m: int, rule: str, notes: list[str]) -> float | None:
-    """Return R_Fisher from unbiased estimates of both squared SNRs, under normal classes of one covariance."""
+def _unbiased(
+    mahalanobis: float, level: float, factual: Mask, m: int, rule: str, notes: list[str]
+) -> float | None:
+    """Return R_Fisher from unbiased estimates of both squared SNRs, under normal classes of one
+    covariance."""
     n = len(factual)
     noise = n / (float(factual.sum()) * float((~factual).sum()))  # 1 / n_F + 1 / n_H
     if rule != "none":
-        notes.append("r_fisher_unbiased is left out: its correction does not hold for a shrunk covariance")
+        notes.append(
+            "r_fisher_unbiased is left out: its correction does not hold for a shrunk covariance"
+        )
         return None
     best = mahalanobis * (n - m - 3) / (n - 2) - m * noise
     plain = level * (n - 4) / (n - 2) - noise
     if plain <= 0 or best <= 0 or n - m - 3 <= 0:
-        notes.append("r_fisher_unbiased is left out: rows too few, or classes too near, to correct for noise")
+        notes.append(
+            "r_fisher_unbiased is left out: rows too few, or classes too near, to correct for noise"
+        )
         return None
     return math.sqrt(best / plain)
