@@ -37,9 +37,17 @@ GeneratedLabels = Annotated[
     Labels | None,
     option(
         'given: each row\'s \'label\' ("factual" or "hallucinated", or 1 and 0).  generate: the'
-        " model answers greedily and a judge compares with 'answers'.  Default of guarantee: as the"
-        " bundle's own rows were labelled; of evaluate: the set's own, or given where a row has a"
-        " label."
+        " model answers greedily and a judge compares with 'answers'.  Default of train: given, or"
+        " generate without --data; of guarantee: as the bundle's own rows were labelled; of"
+        " evaluate: the set's own, or given where a row has a label."
+    ),
+]
+Questions = Annotated[
+    int | None,
+    option(
+        "How many questions are asked: by train of those that come with the package, by default"
+        " all; by demo retrieval of held-out ones, each four times, by default 400.",
+        limits=Range(20),
     ),
 ]
 BatchRows = Annotated[int, option("Prompts in one call of the engine.", limits=AT_LEAST_1)]

@@ -22,6 +22,7 @@ from service.data.options import (
     JudgeOptions,
     LabelOptions,
     Labels,
+    Questions,
     RunDir,
     Seed,
 )
@@ -343,26 +344,12 @@ class TrainOptions(FoldOptions, ConfidenceOptions):
     name: Annotated[
         str, option("Name of the bundle.  Default: made of the model's.", group="Parameters")
     ] = ""
-    questions: Annotated[
-        int | None,
-        option(
-            "Of the questions that come with the package, which are asked where no --data is given:"
-            " how many.  Default: all.",
-            limits=Range(LEAST_ROWS),
-        ),
-    ] = None
+    questions: Questions = None
     test: Annotated[
         Path | None,
         option("Held-out rows, scored with the final bundle and used for nothing else."),
     ] = None
-    labels: Annotated[
-        Labels | None,
-        option(
-            'given: each row\'s \'label\' ("factual" or "hallucinated", or 1 and 0).  generate:'
-            " the model answers greedily and a judge compares with 'answers'.  Default: given;"
-            " generate without --data."
-        ),
-    ] = None
+    labels: GeneratedLabels = None
     answers_decoding: Annotated[
         str | None,
         option(

@@ -210,7 +210,7 @@ TRAIN = "train --name x --model owner/nowhere --data /no/rows.jsonl"
         ("recalibrate --feedback f.db", "--bundle"),
         ("train --model demo --labels given", "--data"),
         ("train --data x.jsonl --questions 50", "--questions"),
-        ("train --model demo --questions 39", "40"),
+        ("train --model demo --questions 19", "20"),
         (f"{TRAIN} --target wrong<=0.2 --wrong-costs 1", "--target"),
         (f"{TRAIN} --wrong-costs 0", "> 0"),
         (f"{TRAIN} --wrong-costs much", "--wrong-costs"),

@@ -41,7 +41,7 @@ def test_entry_points_are_listed_and_joined_into_groups() -> None:
     assert {point.name for point in entry_points(group=cli.GROUP)} == COMMANDS
     found = cli.installed()
     assert set(found) == set(cli.COMMANDS) | COMMANDS
-    own, joined = cli.own("demo")[1], found["demo"][1]
+    own, joined = cli.command_of("demo")[1], found["demo"][1]
     assert set(joined) == {*own, "build", "retrieval"}
     assert found["demo"][0]
     assert "build" not in own, "the product's own group stays as it is"

@@ -73,7 +73,7 @@ def kept(
         for row in rows[:labelled]:
             write_label(database, given(row["id"], "factual" if row["label"] else "hallucinated"))
         for one in said:
-            write_label(database, given(**{"others": True, **one}))
+            write_label(database, given(**{"any_caller": True, **one}))
     database.close()
     return where
 

@@ -18,7 +18,7 @@ from hallutracer_research.data.registry import SETS, SetInfo, read_set
 from service.cli.options import Json, UsageError
 from service.cli.output import print_json, print_line
 from service.data import forms
-from service.data.bank import ATTRIBUTION, Split, bank_rows
+from service.data.bank import ATTRIBUTION, bank_rows
 from service.data.forms.tasks import task_rows
 from service.data.options import Seed
 from service.data.training_rows import read_dataset
@@ -165,12 +165,11 @@ def in_forms(
 
 def bank(
     *,
-    split: Annotated[
-        Split, option("train: what training without --data asks.  held-out: other entities.")
-    ] = "train",
-    questions: Annotated[
-        int | None, option("Print the first so many, a sample of the half.", limits=Range(1))
-    ] = None,
+    held_out: Annotated[
+        bool,
+        option("Print those of other entities, which training without --data holds out."),
+        Parameter(negative=""),
+    ] = False,
     common: Common = Common(),
 ) -> None:
     """Print the questions that come with the package: facts, OpenTriviaQA and NQ-Open, with
@@ -180,7 +179,7 @@ def bank(
     these questions where no --data is given.
 
       hallutracer data bank > questions.jsonl"""
-    rows = bank_rows(split, questions)
+    rows = bank_rows("held-out" if held_out else "train")
     _print(rows, "questions", dict(Counter(row["kind"] for row in rows).most_common()))
     note(f"sources and licences: {ATTRIBUTION}")
 

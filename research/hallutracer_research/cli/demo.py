@@ -12,9 +12,12 @@ from cyclopts import Parameter
 from service.cli.loading import bundle_names, load_engine, load_first, load_scorers, open_store
 from service.cli.options import BundleOptions, EngineChoice, Out
 from service.cli.output import print_line
+from service.data.options import Questions
 from service.library.engine import Threads
 from service.options import Common
 from service.settings import Range, option
+
+QUESTIONS = 400  # that retrieval asks
 
 
 def build(
@@ -53,9 +56,7 @@ def build(
 
 def retrieval(
     *,
-    questions: Annotated[
-        int, option("Held-out questions; each is asked four times.", limits=Range(20))
-    ] = 400,
+    questions: Questions = None,
     max_tokens: Annotated[int, option("Length of an answer.", limits=Range(1, 256))] = 24,
     out: Out = None,
     engine: EngineChoice = EngineChoice(),
@@ -76,7 +77,7 @@ def retrieval(
     with closing(load_engine(engine, bundles=[bundle])) as loaded:
         (scorer,) = load_scorers(loaded, {bundle.reference: bundle}).values()
         facts = {"model": loaded.identity.model, "bundle": scorer.bundle.reference, "split": "test"}
-        found = document(ask(scorer, "test", questions, max_tokens), facts)
+        found = document(ask(scorer, "test", questions or QUESTIONS, max_tokens), facts)
     folder = out or Path("retrieval")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "retrieval.json").write_text(
