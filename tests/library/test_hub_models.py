@@ -72,9 +72,9 @@ def hub(tmp_path_factory: pytest.TempPathFactory, plain: dict[str, bytes]) -> It
         running.repository(NAME, plain)
         running.repository(SHARDED, sharded())
         patch.setattr(constants, "ENDPOINT", running.url)
-        patch.setattr(
-            hf_api.api, "endpoint", running.url
-        )  # of the functions that transformers calls, set at import
+        # Clients keep the endpoint of their making: that of huggingface_hub, that of transformers.
+        patch.setattr(hf_api.api, "endpoint", running.url)
+        patch.setattr("transformers.utils.hub._hf_api", None, raising=False)
         template = running.url + "/{repo_id}/resolve/{revision}/{filename}"
         patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         patch.setattr(constants, "HF_HUB_CACHE", str(tmp_path_factory.mktemp("cache")))
