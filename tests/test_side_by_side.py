@@ -20,7 +20,7 @@ DEPENDENCIES = Path(cyclopts.__file__).parents[
 HOOKS = """
 from importlib.metadata import entry_points
 for group in ("vllm.general_plugins", "vllm.endpoint_plugins"):
-    hooks = [hook for hook in entry_points(group=group)]
+    hooks = entry_points(group=group)
     hook = next(hook for hook in hooks if hook.value.startswith("hallutracer_start:"))
     try:
         print(group, hook.load()())

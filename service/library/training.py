@@ -24,7 +24,6 @@ from service.progress import Report, note
 from service.settings import DEFAULT_STORE
 
 BANK_ANSWER_TOKENS = 24  # the bank's questions have short answers
-KEPT = 48  # held-out questions at least: the sample that a bundle carries
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -352,6 +351,8 @@ def completed(options: TrainOptions, model: str | None) -> TrainOptions:
     The bank's questions are written into the run folder, its held-out half too, in proportion.
     Raises TrainingError for given labels without rows that have them, and for ``questions`` beside
     rows of one's own."""
+    from service.trainer.training_set import SAMPLE_SIZE
+
     options = replace(options, name=options.name or bundle_name(model))
     if options.data:
         if options.questions is not None:
@@ -368,7 +369,7 @@ def completed(options: TrainOptions, model: str | None) -> TrainOptions:
         )
     train, held_out = bank_rows("train"), bank_rows("held-out")
     asked = train[: options.questions]
-    held_out = held_out[: max(KEPT, len(held_out) * len(asked) // len(train))]
+    held_out = held_out[: max(SAMPLE_SIZE, len(held_out) * len(asked) // len(train))]
     test = options.test or rows_file(held_out, options.folder, "held-out")
     return replace(
         options,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import lzma
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -22,17 +21,17 @@ def bank_file(split: Split) -> Path:
     return Path(__file__).with_name(f"{split}.jsonl.xz")
 
 
-def bank_rows(split: Split = "train", questions: int | None = None) -> list[dict[str, Any]]:
-    """Return the questions of one half, or its first ``questions``, as rows to train on.
+def bank_rows(split: Split = "train") -> list[dict[str, Any]]:
+    """Return the questions of one half as rows to train on.
 
     Each row has ``id``, ``prompt``, ``answers``, ``group`` and ``kind``; a fact also the
     ``statement`` that a passage makes of it.  The rows stand in a drawn order, those of one group
     behind each other, so that each beginning is a sample of the whole.  The halves share no group.
 
-    >>> row = bank_rows("train", 1)[0]
+    >>> row = bank_rows("train")[0]
     >>> sorted(row)
     ['answers', 'group', 'id', 'kind', 'prompt']
     >>> len(bank_rows("train")), len(bank_rows("held-out"))
     (9593, 1800)"""
     with lzma.open(bank_file(split), "rt", encoding="utf-8") as file:
-        return [json.loads(line) for line in islice(file, questions)]
+        return [json.loads(line) for line in file]
