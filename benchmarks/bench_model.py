@@ -3,8 +3,8 @@ directly.
 
     python -m benchmarks.bench_model prepare --shape qwen2.5-0.5b \\
         --cache DIR     prints what to serve, as JSON
-    python -m benchmarks.bench_model direct --shape ... --cache ... [--threads N]  answers JSON
-    lines on stdin
+    python -m benchmarks.bench_model direct --shape ... --cache ... \\
+        [--threads N]   answers JSON lines on stdin
 
 The callers (``Prepared``, ``Direct``) load no torch; only these two processes do."""
 

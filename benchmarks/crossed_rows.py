@@ -3,10 +3,12 @@ are left out.
 
     hallutracer data convert opentriviaqa ./OpenTriviaQA > opentriviaqa.jsonl
     hallutracer data convert nq-open ./natural-questions/nq_open > nq-open.jsonl
-    python -m benchmarks.crossed_rows draw --questions opentriviaqa.jsonl nq-open.jsonl --folder
-    crossed python -m benchmarks.crossed_rows answer --folder crossed --run runs/crossed
-    [--model smollm2] [--limit ROWS] python -m benchmarks.crossed_rows export --folder crossed --run
-    runs/crossed --to docs/smollm2-crossed
+    python -m benchmarks.crossed_rows draw --folder crossed \\
+        --questions opentriviaqa.jsonl nq-open.jsonl
+    python -m benchmarks.crossed_rows answer --folder crossed --run runs/crossed \\
+        [--model smollm2] [--dtype auto] [--limit ROWS]
+    python -m benchmarks.crossed_rows export --folder crossed --run runs/crossed \\
+        --to docs/smollm2-crossed
 
 ``draw`` writes the rows without answers.  ``train.jsonl`` has facts, trivia and NQ-Open in three
 wordings each, several questions in one message, follow-ups, tasks, and requests that ask for no
@@ -215,7 +217,7 @@ def _lines(path: Path) -> list[Row]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def answer(folder: Path, run: Path, model: str, limit: int | None) -> None:
+def answer(folder: Path, run: Path, model: str, limit: int | None, dtype: str = "auto") -> None:
     """Answer and label the chunks that are not done, ``limit`` rows at most in all."""
     plan = chunks(folder)
     left, engine = limit, None
@@ -227,7 +229,7 @@ def answer(folder: Path, run: Path, model: str, limit: int | None) -> None:
             continue
         if engine is None:
             engine = library.load_engine(
-                library.Engine().options(model), rows=[Site.ATTENTION_HEAD], threads=1
+                library.Engine(dtype=dtype).options(model), rows=[Site.ATTENTION_HEAD], threads=1
             )
         verdicts = answered(engine, name, rows, run)
         lines = [json.dumps(line, ensure_ascii=False) + "\n" for line in verdicts]
@@ -322,6 +324,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for step in (answering, exporting):
         step.add_argument("--run", type=Path, required=True)
     answering.add_argument("--model", default="smollm2")
+    answering.add_argument("--dtype", default="auto", help="as `hallutracer serve` takes it")
     answering.add_argument("--limit", type=int)
     exporting.add_argument("--to", type=Path, required=True)
     options = parser.parse_args(arguments)
@@ -332,7 +335,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             (options.folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
             print(f"{name}.jsonl: {len(rows):,} rows", file=sys.stderr)
     elif options.step == "answer":
-        answer(options.folder, options.run, options.model, options.limit)
+        answer(options.folder, options.run, options.model, options.limit, options.dtype)
     else:
         export(options.folder, options.run, options.to)
 

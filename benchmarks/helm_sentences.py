@@ -7,7 +7,7 @@ reads the passage up to a sentence, and then the sentence as the answer to it.
     python -m benchmarks.helm_sentences rows HELM > sentences.jsonl
     hallutracer train --model smollm2 --data sentences.jsonl --prompt-format text \\
         --run-dir run --name sentences \\
-      --store ./probes --allow-no-signal
+        --store ./probes --allow-no-signal
     python -m benchmarks.helm_sentences report sentences.jsonl run/train"""
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 running service.
 
     python -m benchmarks.innocents --record innocents.jsonl [--conversations 200] \\
-        [--model smollm2] [--bundle NAME]
+        [--model smollm2] [--bundle NAME] \\
         [--store DIR] [--url http://127.0.0.1:8765]
 
 Each conversation has three turns of its user, the last of which is judged: small talk throughout; a

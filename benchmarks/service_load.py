@@ -1,8 +1,7 @@
 """The service under load, compared with direct calls of the engine, in one run.
 
     python -m benchmarks.service_load [--shapes qwen2.5-0.5b,demo] \\
-        [--parts rate,latency,sweep,overload]
-                                       [--quick] [--json OUT]
+        [--parts rate,latency,sweep,overload] [--quick] [--json OUT]
 
 Three processes: the server, the engine called directly (same model, same threads, same prompts),
 and this one, which makes the load.  The server and the direct engine take turns, one idle while the

@@ -2,8 +2,8 @@
 the running service.
 
     python -m benchmarks.unseen_requests --record unseen.jsonl [--questions 40] [--texts 2] \\
-        [--model smollm2]
-        [--bundle NAME] [--store DIR] [--url http://127.0.0.1:8765]
+        [--model smollm2] [--bundle NAME] [--store DIR] \\
+        [--url http://127.0.0.1:8765]
 
 ``--questions`` held-out facts of different groups that the model answers wrong when they are asked
 plainly (24 tokens, greedy), at a risk that reaches the threshold.  Each is then asked behind an

@@ -2,8 +2,8 @@
 
     python -m benchmarks.vllm_service [--shapes qwen2.5-0.5b,demo] [--parts rate,latency] \\
         [--quick] [--json OUT]
-    python -m benchmarks.vllm_service --shapes qwen2.5-0.5b --parts overhead [--starts 3] [--drafts]
-    [--adapter]
+    python -m benchmarks.vllm_service --shapes qwen2.5-0.5b --parts overhead [--starts 3] \\
+        [--drafts] [--adapter]
 
 Processes with the same engine arguments (float32, compiled, prefix caching off).  Of those that are
 there the one whose turn it is runs, the others are stopped.

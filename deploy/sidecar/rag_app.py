@@ -3,12 +3,13 @@ flagged.
 
     score the question ── below the threshold ──> the model's answer
             │ flagged
-    retrieve, score with the passages ── below the threshold ──> the model's answer, with the
-            passages │ flagged
+    retrieve, score with the passages ── below ──> the model's answer, with the passages
+            │ flagged
     no answer: the passages themselves
 
-Run:  python deploy/sidecar/rag_app.py "What is the capital of Italy?" "What is the capital of the
-      Solomon Islands?" uvicorn --app-dir deploy/sidecar rag_app:app
+Run:  python deploy/sidecar/rag_app.py "What is the capital of Italy?" \\
+          "What is the capital of the Solomon Islands?"
+      uvicorn --app-dir deploy/sidecar rag_app:app
 Environment: HALLUTRACER_URL, HALLUTRACER_API_KEY_FILE, RAG_PASSAGES (a file, one passage a line;
 without it the demo's facts), RAG_WHEN_GUARD_FAILS (refuse | passages), and as a service
 RAG_TOKEN_FILE (a file of the tokens that callers send, since it asks the guard with its own key for
