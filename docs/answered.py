@@ -29,7 +29,7 @@ from scipy.sparse import hstack
 from probes_store.bundle import Bundle, load_bundle
 from service.data.forms import FORMS
 from service.fitting.folds import group_folds
-from service.fitting.scores import group_draws
+from service.fitting.scores import group_draws, within_stratum_auroc
 from service.judging.passages import has_passage
 from service.trainer.prepare import WITH_PASSAGE
 from service.trainer.publish import read_risks
@@ -57,6 +57,7 @@ class Questions:
     scores: dict[str, Floats]  # the higher, the later the question is answered
     threshold: float  # of questions without a passage
     guaranteed: bool
+    strata: list[tuple[str, str]]  # kind and form of each question
     break_even: (
         float  # the share of wrong answers at which answering is worth as much as withholding
     )
@@ -94,6 +95,11 @@ def questions(
         scores,
         manifest.threshold_for(False),
         manifest.guarantee is not None,
+        [
+            (str(row.get("kind")), str(row.get("form")))
+            for row, is_kept in zip(labelled, kept, strict=True)
+            if is_kept
+        ],
         float(evaluation["threshold"]["threshold"]),
     )
 
@@ -222,7 +228,9 @@ def figures(own: Questions) -> str:
             f"{curve[np.argmin(abs(SHARES - share))]:.3f} of {share:.0%}"
             for share in (0.05, 0.1, 0.2, 0.5)
         )
-        lines.append(f"  {name}: wrong {shares}")
+        within = within_stratum_auroc((1 - own.wrong).astype(np.int64), score, own.strata)
+        shown = "-" if within is None else f"{within:.3f}"
+        lines.append(f"  {name}: wrong {shares}; AUROC within kind x form {shown}")
     if (point := at_threshold(own)) is not None:
         kind = "certified" if own.guaranteed else "by cost"
         lines.append(

@@ -147,5 +147,7 @@ def test_the_picture_is_drawn_of_files_and_says_what_it_shows(
     assert target.read_text(encoding="utf-8").startswith("<?xml")
     told = capsys.readouterr().out
     assert told.count("180 questions without a passage") == 2
+    entropy = next(line for line in told.splitlines() if "first-token entropy" in line)
+    assert entropy.endswith("AUROC within kind x form 0.500")
     assert told.count("first-token entropy") == 1
     assert "at the threshold 0.500 (by cost)" in told
