@@ -3,6 +3,8 @@ a second."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from service.errors import ModelLoadError
@@ -28,3 +30,15 @@ def choose_device(device: str) -> torch.device:
             else "is not cpu or cuda"
         )
     raise ModelLoadError(f"device {device!r} {problem}", param="device")
+
+
+def multiplies_bfloat16(cpu: Path = Path("/proc/cpuinfo")) -> bool:
+    """Return whether this CPU multiplies bfloat16 natively; where that is unknown, it does not.
+
+    Else bfloat16 is slower than float32.  AVX-512 BF16 and AMX of x86, BF16 of ARM, as Linux names
+    them."""
+    try:
+        flags = cpu.read_text(encoding="utf-8", errors="replace").split()
+    except OSError:
+        return False
+    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags)

@@ -141,7 +141,10 @@ class Engine:
     ] = None
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        option("auto: float32 on CPU, the checkpoint's own on CUDA."),
+        option(
+            "auto: the checkpoint's own on CUDA; on a CPU float32, or bfloat16 where the bundle was"
+            " trained in it and the CPU multiplies it natively."
+        ),
     ] = "auto"
     device: Annotated[
         Literal["auto", "cpu", "cuda"], option("auto: CUDA where there is one.", everyday=True)
@@ -265,7 +268,11 @@ def load_engine(
     if not checked:
         refuse_another_model(options, bundles)
     if bundles:  # they are served as they were trained
-        options = replace(options, template_arguments=bundles[0].manifest.chat_template.arguments)
+        options = replace(
+            options,
+            template_arguments=bundles[0].manifest.chat_template.arguments,
+            dtype=_served_dtype(options, bundles[0]),
+        )
     try:
         if options.engine == "vllm":
             return _vllm(options, bundles, rows, threads, report)
@@ -273,6 +280,17 @@ def load_engine(
             return _transformers(options, bundles, rows, threads, max_kv_tokens, max_wait_s)
     except ModelLoadError as error:
         raise _with_owner(error, bundles) from error.__cause__
+
+
+def _served_dtype(options: "EngineOptions", bundle: "Bundle") -> str:
+    """Return the dtype that ``auto`` stands for beside a bundle, or ``auto`` where the engine
+    chooses."""
+    if options.dtype != "auto" or bundle.manifest.dtype != "bfloat16":
+        return options.dtype
+    from service.engines.devices import choose_device, multiplies_bfloat16
+
+    on_cpu = choose_device(options.device).type == "cpu"
+    return "bfloat16" if on_cpu and multiplies_bfloat16() else "auto"
 
 
 def _transformers(

@@ -13,21 +13,24 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from huggingface_hub import constants
 
 from probes_store.errors import BundleError, WrongModel
 from probes_store.manifest import MANIFEST
+from probes_store.records import DType
 from probes_store.store import SHIPPED, Store
 from service.cli.loading import OptionalBundles, bundle_names, chosen_model, load_bundles
 from service.cli.loading import load_engine as load_of_command
 from service.cli.options import BundleOptions, EngineChoice, UsageError
 from service.demo import MODEL_DIR
-from service.engines import places
+from service.engines import devices, places
 from service.engines.base import EngineOptions
 from service.engines.checkpoint import gguf_shape
 from service.engines.places import PACKAGED, PackagedModel, sha256_of
@@ -440,6 +443,40 @@ def test_a_model_is_compared_with_its_bundle_once(monkeypatch: pytest.MonkeyPatc
         assert compared == ([] if chosen else [str(MODEL_DIR)])
     assert load_engine(EngineOptions(model=str(MODEL_DIR)), bundles=[bundle])
     assert compared == [str(MODEL_DIR)]
+
+
+@pytest.mark.parametrize(
+    ("trained", "asked", "flags", "served"),
+    [
+        ("bfloat16", "auto", "fma avx512_bf16", "bfloat16"),
+        ("bfloat16", "auto", "asimd bf16 fphp", "bfloat16"),
+        ("bfloat16", "auto", "fma avx512f", "auto"),
+        ("bfloat16", "auto", None, "auto"),
+        ("bfloat16", "float32", "amx_bf16", "float32"),
+        ("float16", "auto", "amx_bf16", "auto"),
+        ("float32", "auto", "amx_bf16", "auto"),
+    ],
+)
+def test_a_bundle_is_read_in_the_dtype_of_its_training_where_the_cpu_multiplies_it(
+    trained: str,
+    asked: str,
+    flags: str | None,
+    served: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cpu = tmp_path / "cpuinfo"
+    if flags is not None:
+        cpu.write_text(f"processor : 0\nflags : {flags}\n", encoding="utf-8")
+    native = devices.multiplies_bfloat16
+    monkeypatch.setattr(devices, "multiplies_bfloat16", lambda: native(cpu))
+    monkeypatch.setattr(library, "refuse_another_model", lambda *_: None)
+    monkeypatch.setattr(library, "_transformers", lambda options, *_: options)
+    shipped = Store(SHIPPED).load("demo")
+    bundle = replace(shipped, manifest=replace(shipped.manifest, dtype=cast(DType, trained)))
+    options = EngineOptions(model=str(MODEL_DIR), dtype=asked, device="cpu")
+    loaded = cast(Any, load_engine(options, bundles=[bundle]))
+    assert loaded.dtype == served
 
 
 def write_head(file: Path, numbers: dict[str, int]) -> None:

@@ -220,6 +220,7 @@ class Loaded:
             readout=SimpleNamespace(site="attention_head"),
             model=SimpleNamespace(adapter=None),
             chat_template=SimpleNamespace(arguments=None),
+            dtype="float32",
         )
         self.probes = [
             tiny.probes(GEOMETRY, seed=next(SEEDS)) for _ in range(1 + context_probes + answer)
