@@ -4,6 +4,7 @@ pytest-xdist."""
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import ssl
 from typing import Any
@@ -71,6 +72,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return 0 if starts_vllm(file) else 1 if any(name in file for name in LONGEST) else 2
 
     items.sort(key=place)
+
+
+def pytest_collection_finish() -> None:
+    """What importing all test files has made is never garbage: without this each collection, those
+    that tests ask for too, looks through all of it, for seconds."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """Libraries written in C++ tell of what is never freed."""
+    gc.unfreeze()
 
 
 @pytest.hookimpl(optionalhook=True)
