@@ -331,7 +331,7 @@ def test_the_same_run_twice_publishes_once_and_another_in_its_folder_is_refused(
             for name in ("../x", "Bad Name", "", "a" * 65)
         ),
         ({"store": "rows.jsonl/store"}, StoreNotWritable, "rows.jsonl"),
-        ({"labels": "generate", "judge": "calls"}, DataError, "line 1: the judge 'calls' needs"),
+        ({"labels": "generate", "judge": "calls"}, DataError, "more lines: the judge 'calls'"),
         (
             {
                 "inner_folds": 5,
