@@ -76,7 +76,8 @@ class Attention(nn.Module):
         self.attn = AttentionLayer(len(share) * d)
 
     def forward(self, hidden_states: torch.Tensor) -> Any:
-        return self.o_proj(self.attn(self.v_proj(hidden_states)[..., self.heads]))
+        output = self.o_proj(self.attn(self.v_proj(hidden_states)[..., self.heads]))
+        return output.view_as(hidden_states)  # vLLM's go on with it, too
 
 
 class Gated(Attention):
