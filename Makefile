@@ -108,7 +108,7 @@ test: lint install vllm clients $(VENV)/.smollm2   ## make lint, mypy --strict, 
 test-long: install vllm clients platforms $(VENV)/.smollm2   ## vLLM in many ways, thousands of generated requests, a soak: an hour on two cores
 	$(BIN)/python -m benchmarks.service_soak --seconds 120
 	$(if $(PLATFORMS),HALLUTRACER_REQUIRE_PLATFORMS=1) $(PYTEST) -m 'long and not matrix and not alone' --numprocesses $(LONG_WORKERS)
-	$(if $(PLATFORMS),HALLUTRACER_REQUIRE_PLATFORMS=1) $(PYTEST) -m 'alone' --numprocesses 0
+	$(if $(PLATFORMS),HALLUTRACER_REQUIRE_PLATFORMS=1) $(PYTEST) -m alone --numprocesses 0 tests/vllm_plugin/test_platforms.py
 
 test-matrix: install vllm                ## every family, quantization and version on vLLM, and versions of transformers: before a release, or another range
 	$(PYTEST) -m matrix

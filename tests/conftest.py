@@ -4,6 +4,7 @@ pytest-xdist."""
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import ssl
 from typing import Any
@@ -30,14 +31,26 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-LONGEST = ("evaluation/test_run", "trainer/test_run", "deploy/test_obs", "deploy/test_rag")
+LONGEST = ("client/test_libraries", "trainer/test_run", "docs/test_commands", "trainer/test_forms")
+
+
+@pytest.fixture
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training draws none, as in tests/trainer: most of a quick run's time."""
+    from tests.trainer.made import blank
+
+    monkeypatch.setattr("service.trainer.run.draw", blank)
+
+
+# Of ``make test-long``, files of many minutes whose tests share next to nothing.
+APART = ("docs/test_commands", "test_bench_scripts")
 
 
 def scope_of(file: str, nodeid: str, long: bool) -> str:
     """What one worker runs in order: a file, or all of vLLM's files; of ``make test-long`` a model
-    family's starts."""
+    family's starts, or a test."""
     if not starts_vllm(file):
-        return file
+        return nodeid if long and any(name in file for name in APART) else file
     if not long:
         return "vllm"
     family = "faults" if "_fault_" in nodeid else nodeid.partition("[")[2].partition("-")[0]
@@ -71,6 +84,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return 0 if starts_vllm(file) else 1 if any(name in file for name in LONGEST) else 2
 
     items.sort(key=place)
+
+
+def pytest_collection_finish() -> None:
+    """What importing all test files has made is never garbage: without this each collection, those
+    that tests ask for too, looks through all of it, for seconds."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """Libraries written in C++ tell of what is never freed."""
+    gc.unfreeze()
 
 
 @pytest.hookimpl(optionalhook=True)

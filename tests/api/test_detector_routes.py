@@ -137,31 +137,3 @@ def test_texts_are_counted_before_anything_is_made_of_each(app: App) -> None:
     for chosen in (observe, None):
         refused = detect(app, CONTENTS_DETECTOR, chosen, 422, contents=[*most, "A"])
         assert f"at most {MOST_PROMPTS}" in refused["message"]
-
-
-@pytest.mark.parametrize(
-    ("route", "given", "said"),
-    [
-        (CONTENTS_DETECTOR, {"contents": []}, "contents"),
-        (CONTENTS_DETECTOR, {"contents": ["A", " "]}, "empty"),
-        (CONTENTS_DETECTOR, {"contents": "A"}, "contents"),
-        (CONTENTS_DETECTOR, {"contents": ["A"] * 1000}, "prompts in one request"),
-        (CONTENTS_DETECTOR, {"contents": ["A"], "detector_params": {"treshold": 0.4}}, "treshold"),
-        (
-            CONTENTS_DETECTOR,
-            {"contents": ["A"], "detector_params": {"threshold": "0.4"}},
-            "threshold",
-        ),
-        (MESSAGES_DETECTOR, {"messages": []}, "messages"),
-        (MESSAGES_DETECTOR, {"messages": ASKED, "chat_history": []}, "chat_history"),
-    ],
-)
-def test_bad_calls_are_refused_in_the_detectors_words(
-    app: App, route: str, given: dict[str, Any], said: str
-) -> None:
-    found = detect(app, route, None, 422, **given)
-    assert (set(found), found["code"], said in found["message"]) == (
-        {"code", "message"},
-        422,
-        True,
-    ), found

@@ -4,7 +4,6 @@ request id."""
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import threading
 from collections.abc import Iterator
@@ -13,27 +12,22 @@ from typing import Any
 import pytest
 
 from service.access.routes import (
-    CHAT_ROUTE,
     CLASSIFY_ROUTE,
     CONTENTS_DETECTOR,
     LITELLM_ROUTE,
     MESSAGES_DETECTOR,
-    MESSAGES_ROUTE,
-    RESPONSES_ROUTE,
-    SCORE_ROUTES,
-    TEXT_ROUTE,
 )
 from service.errors import EngineBusy
 from service.serving import observers
-from tests.api.test_deadline import body_on
 from tests.engine_kinds import KINDS
+from tests.kit.api import MESSAGES, WIRES, request_of, stream_events
 from tests.running import App
 
 SECRET = "a detail that no caller is told"
-ANSWERING = [CHAT_ROUTE, TEXT_ROUTE, *SCORE_ROUTES, RESPONSES_ROUTE, MESSAGES_ROUTE]
+OPEN = {"threshold": 1.0}
 DETECTOR = {"detector-id": "hallutracer"}
 BODIES: dict[str, dict[str, Any]] = {
-    **{route: body_on(route, False) for route in ANSWERING},
+    **{wire.route: request_of(wire, chosen=OPEN) for wire in WIRES.values()},
     CLASSIFY_ROUTE: {"inputs": "a"},
     LITELLM_ROUTE: {
         "input_type": "request",
@@ -90,16 +84,16 @@ def test_a_prefill_that_fails(app: App, route: str, caplog: pytest.LogCaptureFix
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("route", ANSWERING)
+@pytest.mark.parametrize("name", WIRES)
 def test_a_step_of_an_answer_that_fails(
     app: App,
-    route: str,
+    name: str,
     stream: bool,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     before, steps, begun = counted(app), itertools.count(), threading.Event()
-    judged = observers.judged
+    judged, wire = observers.judged, WIRES[name]
 
     async def told(*given: Any) -> None:
         await judged(*given)
@@ -112,25 +106,16 @@ def test_a_step_of_an_answer_that_fails(
 
     monkeypatch.setattr(observers, "judged", told)
     monkeypatch.setattr(app.engine, "wait", wait)
-    response = app.client.post(
-        route, json=body_on(route, stream), headers={"x-request-id": "mine-2"}
-    )
+    body = request_of(wire, chosen=OPEN, stream=stream)
+    response = app.client.post(wire.route, json=body, headers={"x-request-id": "mine-2"})
     assert (response.status_code, SECRET in response.text) == (200 if stream else 500, False)
     assert counted(app) == before | {"engine_error": before["engine_error"] + 1}
     check_logged(caplog, "mine-2")
     if stream:
-        events = [
-            line.removeprefix("data: ")
-            for line in response.text.splitlines()
-            if line.startswith("data: {")
-        ]
-        error = json.loads(events[-1])["error"]
-        wanted = (
-            {"type": "api_error"}
-            if route == MESSAGES_ROUTE
-            else {"type": "server_error", "code": "engine_error"}
-        )
-        assert wanted.items() <= error.items()
+        events = [event for event in stream_events(response.text) if event != "[DONE]"]
+        error = events[-1]["error"]
+        assert error["type"] == ("api_error" if wire is MESSAGES else "server_error")
+        assert wire is MESSAGES or error["code"] == "engine_error"
 
 
 def test_an_engine_that_gives_up_one_request_is_503_and_says_when_to_come_back(

@@ -1,4 +1,5 @@
-"""Fields of OpenAI's and Anthropic's requests: what they are read as, and which are refused."""
+"""Fields of OpenAI's and Anthropic's requests: what they are read as.  Which are refused:
+test_refusals.py."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.api.test_protocols import EVERYTHING, FIRST, NOTHING
-from tests.kit.api import RESPONSES, WIRES, note_of, refusal_of, request_of, send_to
+from tests.kit.api import RESPONSES, WIRES, note_of, request_of, send_to
 from tests.running import App
 
 USER, ANSWER = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "It is so."}
@@ -117,125 +118,6 @@ def test_an_answer_that_comes_back_is_read(app: App, wire: str) -> None:
             messages=[USER, EARLIER | {"content": BOTH_PARTS}, USER],
             chosen=NOTHING,
         )
-
-
-# --- what is refused ---
-
-
-def user(content: Any, **fields: Any) -> Fields:
-    return {"messages": [{"role": "user", "content": content} | fields]}
-
-
-def assistant(content: Any = None, **fields: Any) -> Fields:
-    return {"messages": [{"role": "assistant", "content": content} | fields]}
-
-
-IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
-RESULT = {"type": "tool_result", "tool_use_id": "1", "content": "x"}
-THOUGHT = {"type": "thinking", "thinking": "Hm.", "signature": "c2ln"}
-ENABLED = {"type": "enabled", "budget_tokens": 1024}
-UNKNOWN_CHOICE = {"vllm_xargs": {"hallutracer_polcy": "gate"}}
-OWN_FIELDS = [
-    ({"hallutracer_policy": "observe"}, "hallutracer_policy"),
-    (UNKNOWN_CHOICE, "hallutracer_polcy"),
-    ({"temprature": 0}, "temprature"),
-]
-REFUSED: dict[str, list[tuple[Fields, str]]] = {
-    "chat": [
-        *OWN_FIELDS,
-        ({"presence_penalty": 0.5}, "'presence_penalty'"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "'tools'"),
-        ({"response_format": {"type": "grammar"}}, "response_format"),
-        ({"max_tokens": 10**6}, "at most"),
-        ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages"),
-        (user([{"type": "image_url", "image_url": {"url": "x"}}]), "messages"),
-        (user(None), "content"),
-        (user("x", provider_specific_fields={}), "provider_specific_fields"),
-        (assistant(provider_specific_fields={"refusal": 4}), "refusal"),
-        (assistant(provider_specific_fields={}), "content"),
-        ({"messages": []}, "messages"),
-        ({"stream_options": {"include_usage": True}}, "stream_options"),
-        ({"vllm_xargs": {"hallutracer_threshold": "1"}}, "hallutracer_threshold"),
-    ],
-    "responses": [
-        *OWN_FIELDS,
-        ({"previous_response_id": "resp_1"}, "'previous_response_id'"),
-        ({"conversation": "conv_1"}, "'conversation'"),
-        ({"background": True}, "'background'"),
-        ({"prompt": {"id": "p"}}, "'prompt'"),
-        ({"tools": [{"type": "namespace", "name": "a", "tools": []}]}, "'namespace'"),
-        ({"tools": [{"type": "custom", "name": "a", "format": {"type": "text"}}]}, "'custom'"),
-        ({"tools": [{"type": "web_search"}]}, "'web_search'"),
-        ({"tool_choice": "required"}, "'tool_choice'"),
-        ({"text": {"format": {"type": "grammar"}}}, "text.format"),
-        ({"include": ["message.output_text.logprobs"]}, "'include'"),
-        ({"include": ["answer_risk"]}, "'include'"),
-        ({"top_logprobs": 3}, "'top_logprobs'"),
-        ({"reasoning": {"budget": 3}}, "budget"),
-        ({"prompt_cache_options": {"prewarm": True}}, "'prewarm'"),
-        ({"max_output_tokens": 10**6}, "at most"),
-        ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"input": None}, "input"),
-        ({"input": [{"type": "reasoning", "summary": []}]}, "beside its thoughts"),
-        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input.0.type"),
-        (
-            {"input": [{"type": "web_search_call", "id": "1", "status": "completed"}]},
-            "input.0.type",
-        ),
-        (input_of([{"type": "input_image", "image_url": "x"}]), "content.0.type"),
-        (input_of([{"type": "input_file", "file_id": "x"}]), "content.0.type"),
-        (input_of([{"type": "input_text", "refusal": "x"}]), "content.0"),
-        (input_of([{"type": "refusal", "refusal": "x", "text": "y"}]), "content.0"),
-        (input_of([]), "content"),
-        (input_of("x", "tool"), "role"),
-        (input_of("x", tool_calls=[]), "tool_calls"),
-        ({"max_tokens": 5}, "max_tokens"),
-        ({"messages": []}, "messages"),
-        ({"stream_options": {"include_usage": True}}, "include_usage"),
-    ],
-    "messages": [
-        *OWN_FIELDS,
-        ({"tools": [{"name": "f", "input_schema": {}}]}, "'tools'"),
-        ({"tool_choice": {"type": "any"}}, "'tool_choice'"),
-        ({"thinking": ENABLED}, "'thinking'"),
-        ({"thinking": {"type": "adaptive", "budget_tokens": 9}}, "'thinking'"),
-        ({"container": "c"}, "'container'"),
-        ({"output_config": {"format": {"type": "json_schema", "schema": {}}}}, "'format'"),
-        ({"top_k": 5}, "'top_k'"),
-        ({"mcp_servers": [{"type": "url"}]}, "'mcp_servers'"),
-        ({"context_management": {}}, "'context_management'"),
-        (
-            {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
-            "'context_management'",
-        ),
-        (user([IMAGE]), "content.0.type"),
-        (user([{"type": "document", "source": {}}]), "content.0.type"),
-        (user([RESULT]), "content.0.type"),
-        (assistant([THOUGHT]), "beside its thoughts"),
-        (user([THOUGHT, {"type": "text", "text": "x"}]), "role 'assistant'"),
-        (user([]), "content"),
-        (user("x", name="y"), "name"),
-        ({"messages": []}, "messages"),
-        ({"messages": [{"role": "developer", "content": "x"}]}, "role"),
-        ({"system": []}, "system"),
-        ({"max_tokens": None}, "max_tokens"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"temperature": 1.5}, "temperature"),
-        ({"stop_sequences": [""]}, "stop_sequences"),
-        ({"stop": ["a"]}, "stop"),
-        ({"stream": "yes"}, "stream"),
-        ({"prompt": "x"}, "prompt"),
-    ],
-}
-
-
-@pytest.mark.parametrize("wire", REFUSED)
-def test_what_would_change_the_answer_is_refused_by_name(app: App, wire: str) -> None:
-    for fields, name in REFUSED[wire]:
-        body = request_of(WIRES[wire], [USER]) | fields
-        error = refusal_of(app, WIRES[wire].route, body, WIRES[wire].refuses)
-        assert error["type"] == "invalid_request_error"
-        assert name in str(error), (fields, error)
 
 
 # --- what changes nothing ---

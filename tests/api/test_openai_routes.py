@@ -200,26 +200,6 @@ def test_what_cannot_be_read_does_not_pass(app: App, given: dict[str, Any]) -> N
     assert (observed["action"], "read" in observed["hallutracer"]["error"]) == ("NONE", True)
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"texts": ["A"], "input_type": "response"}, "pre_call"),
-        ({"texts": ["A"], "input_type": "both"}, "input_type"),
-        ({}, "texts"),
-        ({"texts": []}, "texts"),
-        ({"structured_messages": []}, "structured_messages"),
-        ({"texts": ["A"], "additional_provider_specific_params": {"treshold": 0.4}}, "treshold"),
-        (
-            {"texts": ["A"], "additional_provider_specific_params": {"threshold": "0.4"}},
-            "threshold",
-        ),
-        ({"texts": ["A"] * 1000}, "prompts in one request"),
-    ],
-)
-def test_bad_guarded_calls_are_refused(app: App, given: dict[str, Any], said: str) -> None:
-    assert said in str(guard(app, status=422, **given)["error"])
-
-
 def test_a_classifier_gives_the_risk_as_a_probability(app: App) -> None:
     both = [
         row["risk"] for row in app.client.post("/score", json={"prompt": ["A", "B"]}).json()["data"]

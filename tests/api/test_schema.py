@@ -48,7 +48,7 @@ def run(
 @pytest.mark.parametrize(
     ("examples", "phases", "least"),
     [
-        (40, "examples,fuzzing", 500),
+        (15, "examples,fuzzing", 150),
         pytest.param(100, "examples,coverage,fuzzing", 4_000, marks=pytest.mark.long),
     ],
 )

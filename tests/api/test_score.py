@@ -233,83 +233,6 @@ CHAT = {"model": "scripted", "messages": [{"role": "user", "content": "a"}]}
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "code", "param"),
-    [
-        *(
-            (body, 422, "invalid_request", None)
-            for body in ({}, {"prompt": "a", "input_ids": [1]}, {f"f{n}": 1 for n in range(40)})
-        ),
-        *(
-            (body, 422, "invalid_request", "stream")
-            for body in (
-                {"prompt": "a", "stream": True},
-                {"prompt": ["a", "b"], "generate": {}, "stream": True},
-            )
-        ),
-        *(
-            (body, 422, "empty_prompt", name)
-            for name, body in (
-                ("prompt", {"prompt": ""}),
-                ("prompt", {"prompt": []}),
-                ("prompt", {"prompt": ["a", " "]}),
-                ("input_ids", {"input_ids": []}),
-                ("input_ids", {"input_ids": [[1], []]}),
-                ("messages", {"messages": []}),
-            )
-        ),
-        *(
-            (body, 422, "invalid_request", name)
-            for name, body in (
-                ("prompt", {"prompt": 3}),
-                ("prompt", {"prompt": {"a": 1}}),
-                ("prompt.1", {"prompt": ["a", 5]}),
-                ("input_ids.1.1", {"input_ids": [[1, 2], [3, "x"]]}),
-                ("input_ids", {"input_ids": [2**70]}),
-                ("input_ids.0", {"input_ids": [True]}),
-                ("prompt", {"prompt": ["a"] * 9}),
-                ("input_ids", {"input_ids": [-1]}),
-                ("input_ids", {"input_ids": [999_999]}),
-                ("messages.0.role", {"messages": [{"role": "robot", "content": "a"}]}),
-            )
-        ),
-        *(
-            ({"prompt": "a"} | more, 422, "invalid_request", name)
-            for name, more in (
-                ("threshold", {"threshold": True}),
-                ("threshold", {"threshold": "0.5"}),
-                ("threshold", {"threshold": 1.5}),
-                ("generate.seed", {"generate": {"seed": 2**64}}),
-                ("treshold", {"treshold": 0.1}),
-                ("generate.temperature", {"generate": {"temperature": True}}),
-                ("include.0", {"include": ["all"]}),
-                ("generate.max_tokens", {"generate": {"max_tokens": 0}}),
-                ("deadline_ms", {"deadline_ms": 0}),
-                ("generate.max_tokens", {"generate": {"max_tokens": 10**6}}),
-                ("deadline_ms", {"deadline_ms": 40_000}),
-            )
-        ),
-        ({"prompt": "a" * 600}, 413, "prompt_too_long", "prompt"),
-        ({"prompt": "a" * 600, "generate": {}, "stream": True}, 413, "prompt_too_long", "prompt"),
-        ({"input_ids": [65] * 3000}, 413, "prompt_too_long", "input_ids"),
-        (
-            {"messages": [{"role": "user", "content": "a" * 600}]},
-            413,
-            "prompt_too_long",
-            "messages",
-        ),
-        ({"prompt": "a", "policy": "none"}, 404, "not_found", "policy"),
-    ],
-)
-def test_bad_requests(
-    app: App, body: dict[str, Any], status: int, code: str, param: str | None
-) -> None:
-    error = score(app, status, **body)["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    assert (error["type"], error["code"], error["param"]) == ("invalid_request_error", code, param)
-    assert 0 < len(error["message"]) < 500
-
-
-@pytest.mark.parametrize(
     ("content", "status", "code"),
     [
         (b"[]", 422, "invalid_request"),
@@ -361,75 +284,6 @@ def test_another_content_type_is_named(app: App, declared: str | None) -> None:
         )
 
 
-@pytest.mark.parametrize(
-    ("route", "body", "param", "said"),
-    [
-        ("/score", {"prompts": ["a"]}, "prompts", "did you mean 'prompt'"),
-        ("/score", {"prompt": "a", "generate": True}, "generate", 'such as {"max_tokens": 64}'),
-        (
-            "/score",
-            {"prompt": "a", "max_tokens": 3},
-            "max_tokens",
-            '{"generate": {"max_tokens": ...}}',
-        ),
-        (
-            "/score",
-            {"prompt": "a", "generate": {"max_token": 3}},
-            "generate.max_token",
-            "did you mean 'max_tokens'",
-        ),
-        (
-            "/score",
-            {"messages": [{"role": "user", "content": "a", "nome": ""}]},
-            "messages.0.nome",
-            "no such field",
-        ),
-        (
-            "/v1/chat/completions",
-            CHAT | {"policy": "gate"},
-            "policy",
-            '{"vllm_xargs": {"hallutracer_policy": ...}}',
-        ),
-        (
-            "/v1/chat/completions",
-            CHAT | {"temprature": 1},
-            "temprature",
-            "did you mean 'temperature'",
-        ),
-        ("/score", {"text": "a"}, "text", "it is 'prompt' here"),
-        ("/score", {"inputs": "a"}, "inputs", "it is 'prompt' here"),
-        ("/v1/chat/completions", CHAT | {"system": "b"}, "system", "it is 'messages' here"),
-        ("/v1/chat/completions", CHAT | {"input": "b"}, "input", "it is 'messages' here"),
-        (
-            "/v1/chat/completions",
-            CHAT | {"stop_sequences": ["b"]},
-            "stop_sequences",
-            "it is 'stop' here",
-        ),
-        (
-            "/v1/chat/completions",
-            CHAT | {"extra_body": {"top_k": 1}},
-            "extra_body",
-            "as fields of the request itself",
-        ),
-        ("/score", {"messages": ["a"]}, "messages.0", "Input should be an object"),
-        ("/score", {"prompt": "a", "x-y": 1}, None, "no such field"),
-        ("/score", {"prompt": "a", "generate": {"x-y": 1}}, "generate", "no such field"),
-        ("/classify", {"inputs": "a", "zz": 1}, "zz", "no such field"),
-    ],
-)
-def test_an_unknown_field_names_the_one_that_was_meant(
-    app: App, route: str, body: dict[str, Any], param: str | None, said: str
-) -> None:
-    response = app.client.post(route, json=body)
-    error = response.json()["error"]
-    assert (response.status_code, said in error["message"], error["param"]) == (
-        422,
-        True,
-        param,
-    ), error
-
-
 def test_another_method_and_another_path_name_what_there_is(app: App) -> None:
     for method, path, code, said in (
         ("GET", "/score", "method_not_allowed", "it takes POST"),
@@ -439,11 +293,6 @@ def test_another_method_and_another_path_name_what_there_is(app: App) -> None:
     ):
         error = app.client.request(method, path).json()["error"]
         assert (error["code"], said in error["message"]) == (code, True), error
-
-
-def test_an_empty_prompt_among_others_is_named(app: App) -> None:
-    error = score(app, 422, prompt=["a", " "])["error"]
-    assert (error["message"], error["param"]) == ("prompt 1 is empty", "prompt")
 
 
 # --- failures, deadlines, clients that leave ---

@@ -159,13 +159,11 @@ def test_a_result_may_come_in_parts(app: App) -> None:
 
 # --- what is refused ---
 
-DEEP = '{"a":' * 40 + "1" + "}" * 40
 FUNCTION = {"name": "find", "arguments": "{}"}
 RESULT = {"role": "tool", "tool_call_id": "c1", "content": "Ann"}
 ITEM = {"type": "function_call", "call_id": "c1", "name": "find", "arguments": "{}"}
 ITEM_RESULT = {"type": "function_call_output", "call_id": "c1", "output": "Ann"}
 USE = {"type": "tool_use", "id": "t1", "name": "find", "input": {}}
-FORCED_CALL = {"type": "function", "function": {"name": "find"}}
 
 
 def chat_call(**changes: Any) -> dict[str, Any]:
@@ -177,97 +175,29 @@ def chat_arguments(arguments: Any) -> dict[str, Any]:
     return chat_call(function={"name": "find", "arguments": arguments})
 
 
-def chat_tool(**fields: Any) -> dict[str, Any]:
-    return {"tools": [{"type": "function", "function": {"name": "find"} | fields}]}
-
-
 def items(*turns: dict[str, Any]) -> dict[str, Any]:
     return {"input": [USER, *turns]}
 
 
-def used(**changes: Any) -> dict[str, Any]:
-    return {"messages": [USER, {"role": "assistant", "content": [USE | changes]}]}
+def used() -> dict[str, Any]:
+    return {"messages": [USER, {"role": "assistant", "content": [USE]}]}
 
 
-CALLS = chat_call()["messages"][1]["tool_calls"]
-REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
-    "chat": [
-        ({"tools": CHAT.tools, "tool_choice": "required"}, "tool_choice"),
-        ({"tools": CHAT.tools, "tool_choice": FORCED_CALL}, "tool_choice"),
-        ({"tools": [*CHAT.tools, CHAT.tools[0]]}, "'find'"),
-        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools.0"),
-        ({"tools": CHAT.tools * 65}, "128"),
-        (chat_tool(name="a b"), "name"),
-        (chat_tool(name=""), "name"),
-        (chat_tool(returns={}), "returns"),
-        (chat_tool(parameters=[]), "parameters"),
-        (chat_tool(parameters={"type": "string"}), "JSON schema of type object"),
-        (chat_tool(parameters={"a": json.loads("[" * 40 + "]" * 40)}), "levels"),
-        (chat_arguments("[]"), "JSON of an object"),
-        (chat_arguments("{"), "JSON of an object"),
-        (chat_arguments('{"a":' * 20_000), "characters"),
-        (chat_arguments('{"a":' * 5_000 + "1" + "}" * 5_000), "JSON of an object"),
-        (chat_arguments(json.dumps({"q": "x" * 2**20})), "characters"),
-        (chat_arguments({}), "arguments"),
-        (chat_call(id="c2"), "no earlier turn called"),
-        ({"messages": [RESULT, *chat_call()["messages"]]}, "no earlier turn called"),
-        ({"messages": [USER | {"tool_calls": CALLS}]}, "assistant"),
-        ({"messages": [USER | {"tool_call_id": "c1"}]}, "tool_call_id"),
-        (
-            {"messages": [*chat_call()["messages"][:2], {"role": "tool", "content": "Ann"}]},
-            "tool_call_id",
-        ),
-    ],
-    "responses": [
-        ({"tools": RESPONSES.tools, "tool_choice": "required"}, "'tool_choice'"),
-        (
-            {"tools": RESPONSES.tools, "tool_choice": {"type": "function", "name": "find"}},
-            "'tool_choice'",
-        ),
-        ({"tools": [*RESPONSES.tools, RESPONSES.tools[0]]}, "'find'"),
-        ({"tools": RESPONSES.tools * 65}, "128"),
-        ({"tools": [{"type": "custom", "name": "x"}]}, "'custom'"),
-        ({"tools": [{"name": "f"}]}, "tools.0.type"),
-        ({"tools": [{"type": "mcp", "server_label": "x"}]}, "'mcp'"),
-        ({"tools": [CHAT.tools[0]]}, "tools.0"),
-        ({"tools": [RESPONSES.tools[0] | {"parameters": {"type": "array"}}]}, "type object"),
-        ({"tools": [RESPONSES.tools[0] | {"defer_loading": True}]}, "'defer_loading'"),
-        (items(ITEM | {"arguments": "[]"}), "JSON of an object"),
-        (items(ITEM | {"arguments": DEEP}), "levels"),
-        (items(ITEM | {"name": "a b"}), "name"),
-        (items(ITEM | {"arguments": None}), "needs 'arguments'"),
-        (items(ITEM | {"content": "x"}), "no 'content'"),
-        (items(ITEM_RESULT), "no earlier turn"),
-        (items(ITEM, ITEM_RESULT | {"output": None}), "needs 'output'"),
-        (
-            items(ITEM, ITEM_RESULT | {"output": [{"type": "input_image", "image_url": "x"}]}),
-            "output.0.type",
-        ),
-        ({"input": [USER | {"call_id": "c1"}]}, "no 'call_id'"),
-    ],
-    "messages": [
-        (
-            {"tools": MESSAGES.tools, "tool_choice": {"type": "tool", "name": "find"}},
-            "'tool_choice'",
-        ),
-        ({"tools": [MESSAGES.tools[0]] * 2}, "'find'"),
-        ({"tools": [{"name": "f"}]}, "input_schema"),
-        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0"),
-        ({"tools": [{"name": "f", "input_schema": {"type": "array"}}]}, "type object"),
-        ({"messages": [{"role": "user", "content": [USE]}]}, "'assistant'"),
-        (used(input=None), "'input'"),
-        (used(text="x"), "'text'"),
-        (used(input=json.loads(DEEP)), "levels"),
-    ],
-}
+NESTED = '{"a":' * 5_000 + "1" + "}" * 5_000
+LONG: list[tuple[Wire, dict[str, Any], str]] = [
+    (CHAT, {"tools": CHAT.tools * 65}, "128"),
+    (RESPONSES, {"tools": RESPONSES.tools * 65}, "128"),
+    (CHAT, chat_arguments('{"a":' * 20_000), "characters"),
+    (CHAT, chat_arguments(NESTED), "JSON of an object"),
+    (CHAT, chat_arguments(json.dumps({"q": "x" * 2**20})), "characters"),
+]
 
 
-@pytest.mark.parametrize("wire", REFUSED)
-def test_what_is_wrong_is_refused_by_name(app: App, wire: str) -> None:
-    for fields, piece in REFUSED[wire]:
-        body = request_of(WIRES[wire], [USER]) | fields
-        error = refusal_of(app, WIRES[wire].route, body, WIRES[wire].refuses)
-        assert piece in str(error), (fields, error)
+def test_what_is_long_is_refused_by_name(app: App) -> None:
+    """What else is refused: test_refusals.py."""
+    for wire, fields, piece in LONG:
+        error = refusal_of(app, wire.route, request_of(wire, [USER]) | fields, wire.refuses)
+        assert piece in str(error), (wire, error)
 
 
 @pytest.mark.parametrize("wire", WITH_TOOLS)

@@ -32,7 +32,14 @@ def url(site: Path) -> Iterator[str]:
     thread.join(30)
 
 
-@pytest.mark.parametrize(("width", "scheme"), [(1366, "light"), (1320, "dark"), (375, "light")])
+@pytest.mark.parametrize(
+    ("width", "scheme"),
+    [
+        pytest.param(1366, "light", marks=pytest.mark.long),
+        pytest.param(1320, "dark", marks=pytest.mark.long),
+        (375, "light"),
+    ],
+)
 def test_its_pages_are_as_wide_as_the_window_and_open_to_all(
     url: str, browser: Browser, width: int, scheme: str
 ) -> None:

@@ -43,6 +43,7 @@ def fates(client: httpx.Client) -> dict[str, float]:
 
 @pytest.mark.parametrize("reads_at_last", [False, True])
 def test_a_log_that_nobody_reads_stops_nothing(reads_at_last: bool) -> None:
+    """What is read at last is whole, and ends with what became of the requests."""
     reader, writer = os.pipe()
     fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, SMALL)
     with serving(writer) as (service, client):
@@ -62,8 +63,10 @@ def test_a_log_that_nobody_reads_stops_nothing(reads_at_last: bool) -> None:
         os.close(reader)
         return
     with open(reader, "rb") as file:
-        for line in file.read().splitlines():
-            json.loads(line)
+        *_, last = [json.loads(line) for line in file.read().splitlines()]
+    assert (last["message"], last["level"]) == ("stopped", "info")
+    assert (last["finished"], last["unfinished"], last["refused"]) == (0, 0, 0)
+    assert last["seconds"] >= 0
 
 
 def test_a_log_that_cannot_be_written_is_counted() -> None:
@@ -77,18 +80,3 @@ def test_a_log_that_cannot_be_written_is_counted() -> None:
         service.process.send_signal(signal.SIGHUP)  # what it says of it on standard output goes on
         ask(client, 5)
     assert service.process.returncode == 0
-
-
-def test_a_service_that_stops_logs_what_became_of_its_requests_and_nothing_else() -> None:
-    reader, writer = os.pipe()
-    with serving(writer) as (service, client):
-        os.close(writer)
-        ask(client, 1)
-    assert service.process.returncode == 0
-    with open(reader, "rb") as file:
-        *_, asked, last = [json.loads(line) for line in file.read().splitlines()]
-    assert (asked["path"], last["message"], last["level"]) == ("/score", "stopped", "info")
-    assert {name: last[name] for name in ("finished", "unfinished", "refused")} == dict.fromkeys(
-        ("finished", "unfinished", "refused"), 0
-    )
-    assert last["seconds"] >= 0

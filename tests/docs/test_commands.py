@@ -211,6 +211,7 @@ def test_a_right_answer_that_claims_more_is_not_plain(answer: str, plain: bool) 
     assert is_plain(asked | {"verdict": "wrong"})
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     not PACKAGED["smollm2"].is_installed, reason=f"needs {PACKAGED['smollm2'].install}"
 )

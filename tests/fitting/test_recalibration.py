@@ -290,7 +290,12 @@ def test_the_share_is_the_fixed_point_of_em_also_where_many_rows_are_binned() ->
 
 
 @pytest.mark.parametrize(
-    ("share", "groups", "size", "labels"), [(0.7, 150, 1, 0), (0.15, 150, 1, 30), (0.6, 80, 4, 0)]
+    ("share", "groups", "size", "labels"),
+    [
+        pytest.param(0.7, 150, 1, 0, marks=pytest.mark.long),
+        pytest.param(0.6, 80, 4, 0, marks=pytest.mark.long),
+        (0.15, 150, 1, 30),
+    ],
 )
 def test_the_interval_holds_the_truth_as_often_as_it_says(
     share: float, groups: int, size: int, labels: int

@@ -124,6 +124,18 @@ def refusal_of(app: App, route: str, body: Mapping[str, Any], status: int) -> di
     return error
 
 
+def whole(value: Any) -> Any:
+    """A request of a file, with each text and list that it repeats: ``{"times": [it, count]}``."""
+    if isinstance(value, list):
+        return [whole(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"times"}:
+        item, count = value["times"]
+        return whole(item) * count
+    return {name: whole(item) for name, item in value.items()}
+
+
 def stream_events(text: str) -> list[Any]:
     """The documents of a stream, each under the name that it has; the end mark as its text."""
     events = list[Any]()

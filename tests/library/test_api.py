@@ -26,6 +26,8 @@ from service.library import training
 from tests.command_line import hallutracer
 from tests.fitting.planted import PlantedEngine, planted_rows
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 ITALY, SOLOMON = "What is the capital of Italy?", "What is the capital of the Solomon Islands?"
 QUIET: dict[str, Any] = {"report": lambda line: None}
 

@@ -6,14 +6,17 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from probes_store.bundle import Bundle, BundleDraft
 from probes_store.store import Store
 from service.scoring import RiskReport, Scorer
 from service.trainer.options import TrainOptions
+from service.trainer.plots import PlotData
 from service.trainer.run import train
 from tests.fitting.planted import PlantedEngine, Quiet, planted_rows, write_rows
 from tests.kit.bundles import ANSWER
@@ -34,8 +37,19 @@ ONE: dict[str, Any] = {"folds": 2, "seeds": (0,), "evaluate": False}  # the quic
 FUSED = ("depth_mean", "log_max_prob", "entropy")
 
 
+def blank(data: PlotData) -> dict[str, bytes]:
+    """The files of ``plots.draw`` without pictures, whose drawing takes half of a quick run."""
+    evaluated = ("coverage", "precision_recall", "reliability", "roc") if data.risk else ()
+    return {f"{name}.png": b"a picture" for name in ("layers", "trajectories", *evaluated)}
+
+
 def run(
-    folder: Path, engine: Any = None, rows: Rows | None = None, **changes: Any
+    folder: Path,
+    engine: Any = None,
+    rows: Rows | None = None,
+    *,
+    pictures: bool = False,
+    **changes: Any,
 ) -> tuple[Bundle, Quiet]:
     """Train in ``folder``; rows that are given as a list for ``test`` or ``calibration`` are
     written there."""
@@ -49,9 +63,11 @@ def run(
         FAST | {"data": (str(data),), "name": "planted", "run_dir": folder / "run"} | changes
     )
     console, store = Quiet(), Store(folder / "store")
-    return train(
-        TrainOptions(**options), lambda: engine or PlantedEngine(), store, console=console
-    ), console
+    with nullcontext() if pictures else patch("service.trainer.run.draw", blank):
+        bundle = train(
+            TrainOptions(**options), lambda: engine or PlantedEngine(), store, console=console
+        )
+    return bundle, console
 
 
 def killed(work: Callable[[], object]) -> None:

@@ -52,6 +52,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
         signals="depth_mean,first_token",
         sites=(Site.RESIDUAL_STREAM,),
         c=None,
+        pictures=True,
     )[0]
 
 
@@ -311,16 +312,14 @@ def test_kill_9_and_resume_give_the_same_bundle(tmp_path: Path) -> None:
 def test_the_same_run_twice_publishes_once_and_another_in_its_folder_is_refused(
     tmp_path: Path,
 ) -> None:
-    first, again = (run(tmp_path / "a", evaluate=False)[0] for _ in range(2))
-    elsewhere, _ = run(tmp_path / "b", evaluate=False, jobs=2)
+    first, again = (run(tmp_path / "a", **ONE)[0] for _ in range(2))
+    elsewhere, _ = run(tmp_path / "b", jobs=2, **ONE)
     assert again.manifest.version == 1
     assert first.manifest.digest == again.manifest.digest == elsewhere.manifest.digest
-    assert (
-        run(tmp_path / "a", evaluate=False, seeds=(0, 2))[0].manifest.digest
-        != first.manifest.digest
-    )
+    other, _ = run(tmp_path / "a", **ONE | {"seeds": (2,)})
+    assert other.manifest.digest != first.manifest.digest
     with pytest.raises(RunMismatch):
-        run(tmp_path / "a", evaluate=False, batch_rows=8)
+        run(tmp_path / "a", batch_rows=8, **ONE)
 
 
 @pytest.mark.parametrize(
@@ -332,6 +331,7 @@ def test_the_same_run_twice_publishes_once_and_another_in_its_folder_is_refused(
             for name in ("../x", "Bad Name", "", "a" * 65)
         ),
         ({"store": "rows.jsonl/store"}, StoreNotWritable, "rows.jsonl"),
+        ({"labels": "generate", "judge": "calls"}, DataError, "more lines: the judge 'calls'"),
         (
             {
                 "inner_folds": 5,
@@ -553,7 +553,7 @@ def test_an_interval_and_a_reference_are_published_and_served(
         report.uncertain is not None and report.uncertain.outside
         for report in scorer.score(prompts[:50])
     )
-    for name, changes in (("one-seed", {"seeds": (0,)}), ("not-evaluated", {"evaluate": False})):
+    for name, changes in (("one-seed", {"seeds": (0,), "folds": 2}), ("not-evaluated", ONE)):
         found = run(tmp_path / name, c=0.3, **changes)[0].manifest.uncertainty
         assert (found.interval, "no intervals" in found.statement) == (None, True)
 

@@ -169,6 +169,7 @@ def telltale(tmp_path_factory: pytest.TempPathFactory, store: Path) -> Iterator[
         yield address
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", MOVES)
 def test_what_the_template_writes_voids_the_guarantee_and_is_outside_training(
     telltale: str, what: str
@@ -189,6 +190,7 @@ def test_what_the_template_writes_voids_the_guarantee_and_is_outside_training(
         assert (row["outside_training"], row["decision"]) == (True, "abstain")
 
 
+@pytest.mark.long
 def test_the_bos_that_vllms_responses_add_is_another_rendering(telltale: str) -> None:
     for route in ROUTES:
         response = ask(telltale, route, KNOWN)

@@ -29,6 +29,8 @@ from service.engines.bridge import run_on  # noqa: E402
 from service.engines.vllm.client import MERGED, parameters_for  # noqa: E402
 from service.engines.vllm.engine import VllmEngine  # noqa: E402
 
+pytestmark = pytest.mark.long
+
 CLOSE = 1e-5  # truth logits, as in tests/parity
 ANSWERS, TOGETHER, SLOTS = 120, 32, 2
 PROMPT = models.questions("llama")[5].prompt

@@ -197,6 +197,7 @@ def test_every_prompt_has_exactly_one_onset_and_it_is_its_last_token(
             assert step.tokens[onset.token_row] == (number, requests[number][0] - 1)
             assert step.logits[onset.logits_row] == (number, requests[number][0] - 1)
             assert step.parts[onset.request_row].request == onset.request
+            assert onset.prompt_tokens == requests[number][0]
             if step.sampled[number] == 0:
                 assert number in samples, (
                     "an onset whose step emits nothing: its payload would be lost"
@@ -227,53 +228,6 @@ def test_every_token_that_an_answer_goes_on_from_is_read_once_whatever_is_comput
         if ours
     ]
     assert sorted(read) == goes_on
-
-
-def test_the_row_is_counted_from_the_requests_own_first_row() -> None:
-    step = [
-        Part("decoding", 1, 9, 9),
-        Part("chunk", 4, 4, 12, emits=False),
-        Part("other", 3, 0, 3, ours=False),
-        Part("ends", 4, 8, 12),
-        Part("whole", 1, 0, 1),
-    ]
-    assert onsets_of(step) == [
-        OnsetRow("ends", OURS, 11, 3, 3, 12),
-        OnsetRow("whole", OURS, 12, 4, 4, 1),
-    ]
-
-
-def test_drafts_have_rows_of_the_logits_and_may_follow_a_prompts_last_token() -> None:
-    step = [
-        Part("decoding", 3, 9, 9, drafts=2),
-        Part("padded", 4, 31, 32, drafts=3),
-        Part("ends", 4, 8, 12),
-    ]
-    assert onsets_of(step) == [
-        OnsetRow("padded", OURS, 3, 1, 3, 32),
-        OnsetRow("ends", OURS, 10, 2, 7, 12),
-    ]
-
-
-def test_an_answer_that_is_computed_again_after_a_preemption_has_no_second_onset() -> None:
-    assert (
-        onsets_of([Part("resumed", 14, 0, 12)])
-        == onsets_of([Part("resumed", 12, 0, 12, emits=False)])
-        == []
-    )
-
-
-def test_an_answer_s_token_is_its_parts_last_and_only_of_a_step_that_samples() -> None:
-    step = [
-        Part("ends", 4, 8, 12),
-        Part("decoding", 1, 9, 9),
-        Part("other", 1, 9, 9, ours=False),
-        Part("chunk", 4, 9, 9, emits=False),
-        Part("resumed", 14, 0, 12),
-        Part("prompt", 12, 0, 12, emits=False),
-    ]
-    assert answers_of(step) == [AnswerRow("decoding", READS, 4), AnswerRow("resumed", READS, 23)]
-    assert answer_rows(layout_of(step), {}) == []
 
 
 # ---- one step

@@ -20,7 +20,7 @@ from service.engines.checkpoint import changed_at_load
 from service.engines.vllm import attach, launch
 from service.engines.vllm.attach import SiteReadout
 from service.engines.vllm.engine import VllmEngine
-from service.engines.vllm.reader import AnswerRow, Reader, answer_rows, onset_rows
+from service.engines.vllm.reader import Reader
 from service.engines.vllm.wire import CHANGES, GATED, KEY, Directive, Plan, probe_digest
 from service.errors import EngineError, ModelLoadError
 from service.readout import Geometry, Site
@@ -32,7 +32,6 @@ from vllm import __version__ as vllm_version  # noqa: E402
 from vllm.config import CUDAGraphMode  # noqa: E402
 from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: E402
 from vllm.v1.engine.async_llm import AsyncLLM  # noqa: E402
-from vllm.v1.worker.gpu.input_batch import InputBatch  # noqa: E402
 
 from service.engines.vllm import worker  # noqa: E402
 
@@ -375,78 +374,7 @@ ARGS = OURS.encode()
 DIRECTIVE_OF = Reader(PLAN, {}, None, torch.device("cpu")).directive_of
 
 
-def v1(**rows: Any) -> Any:
-    """A V1 runner's state: name -> (directive's extra_args, tokens in this step, computed, prompt,
-    discarded)."""
-    made = object.__new__(type("Runner", (worker.V1Reading,), {}))
-    args, counts, computed, prompts, discarded = zip(*rows.values(), strict=True)
-    made.input_batch = SimpleNamespace(
-        req_ids=list(rows),
-        num_computed_tokens_cpu=np.array([*computed, 99, 99]),
-        num_prompt_tokens=np.array([*prompts, 99, 99]),
-    )
-    made.hallutracer = SimpleNamespace(directive_of=DIRECTIVE_OF)
-    made.requests = {
-        name: SimpleNamespace(sampling_params=SimpleNamespace(extra_args=own))
-        for name, own in zip(rows, args, strict=True)
-    }
-    made.query_start_loc = SimpleNamespace(np=np.array([0, *np.cumsum(counts), 99]))
-    made.discard_request_mask = SimpleNamespace(np=np.array([*discarded, False, False]))
-    return made
-
-
-def test_v1s_rows() -> None:
-    runner = v1(
-        decode=(ARGS, 1, 9, 9, False),
-        chunk=(ARGS, 5, 0, 20, True),
-        unrelated=(None, 4, 0, 4, False),
-        ends=(ARGS, 6, 14, 20, False),
-        resumed=(ARGS, 6, 14, 20, True),
-    )
-    del (
-        runner.requests["decode"],
-        runner.requests["chunk"],
-    )  # only those of prompts that end are looked at
-    [onset] = onset_rows(runner._step_layout(None), runner._directive_of)
-    assert (onset.request, onset.token_row, onset.request_row, onset.directive) == (
-        "ends",
-        1 + 5 + 4 + 5,
-        3,
-        OURS,
-    )
-    drafts = SimpleNamespace(
-        num_draft_tokens=[2, 0, 0, 3]
-    )  # vLLM pads a prompt's last token with drafts
-    runner = v1(
-        decode=(ARGS, 3, 9, 9, False),
-        chunk=(ARGS, 5, 0, 20, True),
-        ends=(ARGS, 6, 14, 20, False),
-        padded=(ARGS, 4, 19, 20, False),
-    )
-    first, second = onset_rows(runner._step_layout(drafts), runner._directive_of)
-    assert [(one.request, one.token_row, one.logits_row) for one in (first, second)] == [
-        ("ends", 3 + 5 + 5, 3 + 1),
-        ("padded", 3 + 5 + 6, 3 + 1 + 1),
-    ]
-
-
 ANSWERED = Directive(answer=(1, "its own"))
-
-
-def test_v1s_rows_of_answers() -> None:
-    runner = v1(
-        decode=(ARGS, 1, 9, 9, False),
-        ends=(ARGS, 6, 14, 20, False),
-        again=(ARGS, 5, 18, 20, True),
-        resumed=(ARGS, 9, 18, 20, False),
-        unread=(ARGS, 1, 9, 9, False),
-    )
-    read = dict.fromkeys(("decode", "ends", "again", "resumed"), ANSWERED)
-    found = answer_rows(runner._step_layout(None), read)
-    assert found == [
-        AnswerRow("decode", ANSWERED, 0),
-        AnswerRow("resumed", ANSWERED, 1 + 6 + 5 + 9 - 1),
-    ]
 
 
 @pytest.mark.parametrize("mixin", [worker.V1Reading, worker.V2Reading])
@@ -462,34 +390,6 @@ def test_a_runner_forgets_answers_that_have_ended_and_no_others(mixin: type) -> 
     scheduled = step(finished=("a", "unknown"), preempted=("b",))
     (runner.execute_model if mixin is worker.V1Reading else runner.finish_requests)(scheduled)
     assert set(runner.hallutracer.answering) == {"b", "c"}
-
-
-def batch(padded: int = 0, **rows: Any) -> Any:
-    """An ``InputBatch`` of (tokens in this step, computed, prefill length, state's index, drafts),
-    the rest left out.
-
-    ``padded`` empty requests follow, as where a captured graph is larger than the batch."""
-    parts = [row if len(row) == 5 else (*row, 0) for row in rows.values()]
-    counts, computed, prefill, states, drafts = (
-        np.array(one, np.int32) for one in zip(*parts, strict=True)
-    )
-    starts = np.concatenate([[0], np.cumsum(counts), np.full(padded, counts.sum())]).astype(
-        np.int32
-    )
-    known = {
-        "req_ids": list(rows),
-        "num_reqs": len(rows),
-        "num_scheduled_tokens": counts,
-        "num_reqs_after_padding": len(rows) + padded,
-        "query_start_loc_np": starts,
-        "num_computed_tokens_np": computed,
-        "prefill_len_np": prefill,
-        "idx_mapping_np": states,
-        "cu_num_logits_np": np.concatenate([[0], np.cumsum(drafts + 1)]),
-    }
-    return InputBatch(
-        **{field.name: known.get(field.name) for field in dataclasses.fields(InputBatch)}
-    )
 
 
 class Prepared:
@@ -543,64 +443,6 @@ def step(
     return SimpleNamespace(
         scheduled_new_reqs=requests, finished_req_ids=set(finished), preempted_req_ids=preempted_ids
     )
-
-
-def test_v2s_rows_go_by_the_states_index_and_the_batchs_order() -> None:
-    """By the state's index and the batch's order; captured batches are padded, by vLLM's
-    default."""
-    mixed = v2([99, 20, 9, 99, 4, 12], ends=ARGS, decode=ARGS, chunk=ARGS, unrelated={}, pool=None)
-    first = batch(
-        decode=(1, 9, 9, 2), unrelated=(4, 0, 4, 4), ends=(6, 14, 20, 1), chunk=(5, 0, 12, 5)
-    )
-    padded = batch(3, a=(1, 9, 9, 0), b=(1, 12, 9, 1), ends=(1, 3, 4, 2))
-    # After its onset, a preempted request prefills the prompt and the answer so far: it is not read
-    # again.
-    preempted = batch(ends=(10, 0, 10, 0), after=(10, 0, 13, 1))
-    for runner, made, token, row in (
-        (mixed, first, 10, 2),
-        (v2([9, 9, 4], a=ARGS, b=ARGS, ends=ARGS), padded, 2, 2),
-        (v2([10, 10], ends=ARGS, after=ARGS), preempted, 9, 0),
-    ):
-        assert runner.prepare_inputs(made) is made
-        [[onset]] = runner.hallutracer.calls
-        assert (onset.request, onset.token_row, onset.request_row, onset.directive) == (
-            "ends",
-            token,
-            row,
-            OURS,
-        )
-    drafted = v2([9, 20], decode=ARGS, ends=ARGS)
-    drafted.prepare_inputs(batch(decode=(3, 9, 9, 0, 2), ends=(4, 19, 20, 1, 3)))
-    [[onset]] = drafted.hallutracer.calls
-    assert (onset.request, onset.token_row, onset.request_row, onset.logits_row) == (
-        "ends",
-        3,
-        1,
-        3,
-    )
-
-
-def test_v2s_rows_of_answers() -> None:
-    """A request that computes a prompt and an answer again samples at the end of both."""
-    runner = v2(
-        [9, 20, 10, 10, 4], **dict.fromkeys(("decode", "ends", "again", "resumed", "unread"), ARGS)
-    )
-    runner.hallutracer.answering = dict.fromkeys(("decode", "ends", "again", "resumed"), ANSWERED)
-    runner.prepare_inputs(
-        batch(
-            2,
-            decode=(1, 12, 9, 0),
-            unread=(1, 7, 4, 4),
-            ends=(6, 14, 20, 1),
-            again=(11, 0, 13, 2),
-            resumed=(5, 8, 13, 3),
-        )
-    )
-    [found] = runner.hallutracer.answers
-    assert found == [
-        AnswerRow("decode", ANSWERED, 0),
-        AnswerRow("resumed", ANSWERED, 1 + 1 + 6 + 11 + 5 - 1),
-    ]
 
 
 def test_v2_runs_no_whole_graph_where_a_prompts_last_token_is_alone() -> None:

@@ -243,6 +243,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]
         )
 
 
+@pytest.mark.long
 def test_a_set_without_both_classes_does_not_cost_the_others_their_tables(
     small: SimpleNamespace,
 ) -> None:
@@ -260,6 +261,7 @@ def test_a_set_without_both_classes_does_not_cost_the_others_their_tables(
     )
 
 
+@pytest.mark.long
 def test_a_new_rival_is_one_function_and_one_line(small: SimpleNamespace) -> None:
     """It is in the table, inside the sub-datasets too; one that cannot learn does not cost the set
     its table."""
@@ -277,6 +279,7 @@ def test_a_new_rival_is_one_function_and_one_line(small: SimpleNamespace) -> Non
     }
 
 
+@pytest.mark.long
 def test_rivals_read_the_model_s_own_answers_where_the_labels_are_about_them(
     small: SimpleNamespace,
 ) -> None:
@@ -295,6 +298,7 @@ def test_rivals_read_the_model_s_own_answers_where_the_labels_are_about_them(
     assert found["Perplexity of the answer"]["auroc"]["mean"] > 0.55
 
 
+@pytest.mark.long
 def test_another_model_and_an_encoder_are_read_on_the_same_rows(small: SimpleNamespace) -> None:
     assert (
         "own: left out: Share of its kind and depth mean: the rows name fewer than two kinds"
@@ -330,6 +334,7 @@ def test_another_model_and_an_encoder_are_read_on_the_same_rows(small: SimpleNam
     )
 
 
+@pytest.mark.long
 def test_finished_runs_are_shown_side_by_side(small: SimpleNamespace) -> None:
     out = small.out.parent / "two"
     done = run(out, *small.data["own"], "--limit", "140", *TWO, "--beside", str(small.out))
@@ -349,6 +354,7 @@ def test_finished_runs_are_shown_side_by_side(small: SimpleNamespace) -> None:
     assert "Every method, model by model" not in done.stdout
 
 
+@pytest.mark.long
 def test_rows_too_long_for_the_model_are_an_error_or_left_out_and_counted(
     small: SimpleNamespace,
 ) -> None:
@@ -357,6 +363,7 @@ def test_rows_too_long_for_the_model_are_an_error_or_left_out_and_counted(
     assert "line 8" in run(small.out.parent / "long", *small.data["given"], *TWO, expect=1).stderr
 
 
+@pytest.mark.long
 def test_an_own_fit_that_fails_is_an_error_and_what_is_kept_is_not_computed_again(
     small: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,87 @@
+"""What is refused, in every protocol: the status and the whole error are those of
+``refusals.json``, where each request stands beside what its error has to name.
+
+After an intended change of an error, ``python -m tests.api.test_refusals`` records them again."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.api.json_body import INLINE
+from tests.api.test_protocols import FIRST
+from tests.kit.api import Plain, whole
+from tests.running import App
+
+JSON = {"content-type": "application/json"}
+LONG = b" " * INLINE
+FILE = Path(__file__).with_name("refusals.json")
+# The services that the requests are sent to; a template has a place for tools in those of the
+# second kind.
+SERVICES: dict[str, tuple[dict[str, Any], bool]] = {
+    "no tools": ({"policies": FIRST}, False),
+    "tools": ({"policies": FIRST}, True),
+    "few prompts": ({"max_body_bytes": 20_000, "max_prompts": 8}, False),
+}
+CASES: dict[str, list[dict[str, Any]]] = json.loads(FILE.read_text()) if FILE.exists() else {}
+
+
+def answer_to(app: App, case: dict[str, Any], more: bytes = b"") -> dict[str, Any]:
+    """Status and body, without what differs from run to run; ``more`` stands behind the request."""
+    content = json.dumps(whole(case["body"])).encode() + more
+    response = app.client.post(case["route"], content=content, headers=JSON)
+    return {"status": response.status_code, "answer": Plain()(response.json())}
+
+
+def start(stack: ExitStack, folder: Path) -> dict[str, App]:
+    apps = {}
+    for name, (options, takes_tools) in SERVICES.items():
+        apps[name] = stack.enter_context(App(folder / name, **options).started())
+        apps[name].engine.takes_tools = takes_tools
+    return apps
+
+
+@pytest.fixture(scope="module")
+def apps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, App]]:
+    with ExitStack() as stack:
+        yield start(stack, tmp_path_factory.mktemp("apps"))
+
+
+@pytest.mark.parametrize(
+    ("service", "number"),
+    [(service, number) for service, cases in CASES.items() for number in range(len(cases))],
+)
+def test_a_refusal_is_the_recorded_one_and_names_what_is_wrong(
+    apps: dict[str, App], service: str, number: int
+) -> None:
+    case = CASES[service][number]
+    found = answer_to(apps[service], case)
+    assert found == {name: case[name] for name in found}
+    assert found == answer_to(apps[service], case, LONG), "a long body is read in a thread"
+    assert found["status"] in (400, 404, 413, 422)
+    assert case["names"] in str(found["answer"])
+    assert len(str(found["answer"])) < 700, "the request is not repeated"
+    decoded = apps[service].engine.counters.decode_steps
+    assert decoded == 0
+
+
+def write_file() -> None:
+    """Record the answers: a request a line."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        apps = start(stack, Path(folder))
+        parts = []
+        for service, cases in CASES.items():
+            recorded = [case | answer_to(apps[service], case) for case in cases]
+            lines = ",\n".join(map(json.dumps, recorded))
+            parts.append(f"{json.dumps(service)}: [\n{lines}\n]")
+    FILE.write_text("{\n" + ",\n".join(parts) + "\n}\n")
+
+
+if __name__ == "__main__":
+    write_file()
