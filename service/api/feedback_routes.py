@@ -9,11 +9,11 @@ from fastapi import APIRouter, Body, Request
 from pydantic import AfterValidator, Field, StrictInt, StrictStr
 
 from service.access.routes import FEEDBACK_ROUTE
+from service.api.asking import while_connected
 from service.api.auth import TheService, caller_of
 from service.api.json_body import JsonRoute
 from service.api.reply import errors
 from service.api.request_schema import EXAMPLES, RequestModel, Strict
-from service.api.score import while_connected
 from service.errors import DeadlineExceeded, NotFound
 from service.feedback.rows import Label, Standing
 

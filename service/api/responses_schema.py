@@ -177,7 +177,7 @@ class ResponsesTool(Function, ForeignModel):
             )
         return data
 
-    def told(self) -> dict[str, Any]:
+    def repeated(self) -> dict[str, Any]:
         """Return it as a response repeats it."""
         return {
             name: getattr(self, name)
