@@ -7,9 +7,10 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -34,7 +35,7 @@ from service.serving import observers
 from service.serving.admission import Deadline
 from service.serving.catalogue import untemplated
 from service.serving.dispatcher import RequestHandle
-from service.serving.judgement import JudgedPrompt, Judgement, Retrieval, StoredPrompt
+from service.serving.judgement import JudgedPrompt, Judgement, StoredPrompt
 from service.serving.request_log import record_of
 from service.serving.service import Service
 from service.settings import ServiceSettings
@@ -342,15 +343,15 @@ async def answer(request: Request, service: Service, spec: ScoringRequest) -> Re
         tools=spec.tools,
         second=spec.second,
     )
-    judging = _Judging(request, service, spec, handle)
+    record, begun = record_of(request), _begun_judgement(request, service, spec)
+    prompts: list[_ReadPrompt] = []
     judgement: Judgement | None = None
     try:
         async with while_connected(request):
             # 2) Render the prompts, and compile the format of an answer.
             async with handle.deadline.enforced():
-                name = spec.caller.name
-                judging.prompts = prompts = await service.tokenizing.run(
-                    name, spec.size, lambda: _read(spec, service)
+                prompts = await service.tokenizing.run(
+                    spec.caller.name, spec.size, lambda: _read(spec, service)
                 )
                 await _compile_format(service, spec, handle)
             # 3) Read the prompts, and decode what is wanted before the response begins.
@@ -365,12 +366,13 @@ async def answer(request: Request, service: Service, spec: ScoringRequest) -> Re
             if any(job.result().held for job in handle.jobs):
                 await handle.answers()
             # 4) Tell the observers before anything is sent.
-            judgement = judging.judgement()
+            judgement = _judgement(begun, spec, handle, prompts)
             await observers.judged(service, judgement)
-            return Reply(judgement, handle, service, judging.record)
+            return Reply(judgement, handle, service, record)
     except BaseException:
         handle.cancel()
-        Reply(judgement or judging.judgement(), handle, service, judging.record).end()
+        judgement = judgement or _judgement(begun, spec, handle, prompts)
+        Reply(judgement, handle, service, record).end()
         raise
 
 
@@ -384,74 +386,70 @@ def _applied_policy(spec: ScoringRequest, service: Service) -> Policy:
 
 
 async def _compile_format(service: Service, spec: ScoringRequest, handle: RequestHandle) -> None:
-    sampling = handle.sampling
-    if sampling is None or (format := sampling.format) is None:
-        return
-    prepared, name, left = spec.scorer.engine.prepared, spec.caller.name, handle.deadline
-    compiled = await service.tokenizing.compile(name, lambda: prepared(format, name, left.left))
-    handle.sampling = replace(sampling, format=compiled)
-
-
-class _Judging:
-    """What a request's judgement is made of."""
-
-    def __init__(
-        self, request: Request, service: Service, spec: ScoringRequest, handle: RequestHandle
-    ) -> None:
-        self._service, self._spec, self._handle = service, spec, handle
-        self._created, self._who = int(time.time()), who_of(request)
-        self.record, self.prompts = record_of(request), list[_ReadPrompt]()
-        self._retrieval: Retrieval | None = None
-        if spec.retrieval_of is not None:
-            self._retrieval = service.retrievals.recall(spec.caller.name, spec.retrieval_of)
-
-    def judgement(self) -> Judgement:
-        """Build the judgement of the prompts that are scored so far."""
-        spec, record = self._spec, self.record
-        # There are no jobs where the request ended before it was started.
-        jobs = list(enumerate(zip(self._handle.jobs, self.prompts, strict=False)))
-        prompts = [
-            JudgedPrompt(
-                index,
-                job.report.before_answer() if spec.stream else job.report,
-                token_ids=job.token_ids,
-                timings=job.timings,
-                submitted_ns=job.submitted_ns,
-                shape=prompt.standing.shape,
-                stored=prompt.stored,
-            )
-            for index, (job, prompt) in jobs
-            if job.report is not None
-        ]
-        return Judgement(
-            scorer=spec.scorer,
-            policy=spec.policy,
-            request_id=record.request_id,
-            created=self._created,
-            prompts=tuple(prompts),
-            unscored={index: job.submitted_ns for index, (job, _) in jobs if job.report is None},
-            route=canonical(record.path),
-            caller=spec.caller,
-            who=self._who,
-            sampling=spec.sampling,
-            streams=spec.stream,
-            of_sample=spec.of_sample,
-            monitor=self._service.catalogue.monitors.get(spec.scorer.bundle.reference),
-            request_violations=self._violations(),
-            retrieval=self._retrieval,
+    sampling, engine, caller = handle.sampling, spec.scorer.engine, spec.caller.name
+    if sampling is not None and (format := sampling.format) is not None:
+        compiled = await service.tokenizing.compile(
+            caller, lambda: engine.prepared(format, caller, handle.deadline.left)
         )
+        handle.sampling = replace(sampling, format=compiled)
 
-    def _violations(self) -> tuple[str, ...]:
-        """Return what the request violates of what a guarantee assumes."""
-        spec, manifest = self._spec, self._spec.scorer.bundle.manifest
-        violations = [*spec.violations, *guarantee.decoding_violations(manifest, spec.sampling)]
-        shapes = [prompt.standing.shape for prompt in self.prompts]
-        violations += guarantee.shape_violations(manifest, shapes)
-        if spec.kind == "messages":
-            violations += guarantee.tool_violations(spec.prompts[0], spec.tools)
-        if spec.second is not None:
-            violations.append(guarantee.SECOND_VERDICT)
-        return tuple(violations)
+
+def _begun_judgement(
+    request: Request, service: Service, spec: ScoringRequest
+) -> Callable[..., Judgement]:
+    """Return what makes the request's judgement, but for its prompts and violations."""
+    record, named, retrieval = record_of(request), spec.retrieval_of, None
+    if named is not None:
+        retrieval = service.retrievals.recall(spec.caller.name, named)
+    return partial(
+        Judgement,
+        scorer=spec.scorer,
+        policy=spec.policy,
+        request_id=record.request_id,
+        created=int(time.time()),
+        route=canonical(record.path),
+        caller=spec.caller,
+        who=who_of(request),
+        sampling=spec.sampling,
+        streams=spec.stream,
+        of_sample=spec.of_sample,
+        monitor=service.catalogue.monitors.get(spec.scorer.bundle.reference),
+        retrieval=retrieval,
+    )
+
+
+def _judgement(
+    begun: Callable[..., Judgement],
+    spec: ScoringRequest,
+    handle: RequestHandle,
+    prompts: Sequence[_ReadPrompt],
+) -> Judgement:
+    """Build the judgement of the prompts that are scored so far."""
+    # 1) The prompts.  There are no jobs where the request ended before it was started.
+    scored, unscored = list[JudgedPrompt](), dict[int, int]()
+    for index, (job, prompt) in enumerate(zip(handle.jobs, prompts, strict=False)):
+        if (report := job.report) is None:
+            unscored[index] = job.submitted_ns
+            continue
+        judged = JudgedPrompt(
+            index,
+            report.before_answer() if spec.stream else report,
+            token_ids=job.token_ids,
+            timings=job.timings,
+            submitted_ns=job.submitted_ns,
+            shape=prompt.standing.shape,
+            stored=prompt.stored,
+        )
+        scored.append(judged)
+    # 2) What the request violates of what a guarantee assumes.
+    manifest, shapes = spec.scorer.bundle.manifest, [prompt.standing.shape for prompt in prompts]
+    violations = [*spec.violations, *guarantee.decoding_violations(manifest, spec.sampling)]
+    violations += guarantee.shape_violations(manifest, shapes)
+    if spec.kind == "messages":
+        violations += guarantee.tool_violations(spec.prompts[0], spec.tools)
+    if spec.second is not None:
+        violations.append(guarantee.SECOND_VERDICT)
+    return begun(prompts=tuple(scored), unscored=unscored, request_violations=tuple(violations))
 
 
 @asynccontextmanager

@@ -437,11 +437,8 @@ def _loaded_model(service: Service) -> ModelCard:
 @router.get("/v1/bundles", summary="Loaded bundles and policies", responses=RESPONSES)
 async def bundles(service: TheService) -> BundleList:
     """The loaded bundles, what each does, and the available policies."""
-    default, loaded, lifecycle = (
-        service.settings.policy,
-        service.catalogue.loaded,
-        service.lifecycle,
-    )
+    default, lifecycle = service.settings.policy, service.lifecycle
+    loaded = service.catalogue.loaded
     lifecycle.check_ready()
     return BundleList(
         data=[BundleCard(**_card(scorer, service)) for scorer in service.catalogue.scorers],
@@ -496,11 +493,7 @@ def _evaluated(bundle: Bundle) -> dict[str, Any]:
 
 
 def _card(scorer: Scorer, service: Service) -> dict[str, Any]:
-    manifest, deviation, allowed = (
-        scorer.bundle.manifest,
-        scorer.golden.found,
-        scorer.golden.allowed,
-    )
+    manifest, golden = scorer.bundle.manifest, scorer.golden
     rollout, monitor = service.catalogue.rollout, service.catalogue.monitors.get(manifest.reference)
     role = rollout.role(scorer, service.catalogue.scorers[0])
     alike = (
@@ -537,10 +530,10 @@ def _card(scorer: Scorer, service: Service) -> dict[str, Any]:
         "labels": monitor and monitor.labels,
         "void": [] if monitor is None else monitor.reasons,
         "golden": GoldenOut(
-            risk=deviation.risk,
-            risk_tolerance=allowed.risk,
-            trajectory=deviation.trajectory,
-            trajectory_tolerance=allowed.trajectory,
+            risk=golden.found.risk,
+            risk_tolerance=golden.allowed.risk,
+            trajectory=golden.found.trajectory,
+            trajectory_tolerance=golden.allowed.trajectory,
         ),
     }
 

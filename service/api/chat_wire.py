@@ -29,17 +29,14 @@ class ChatWire(wire.Wire):
         self, reply: wire.Reply, body: ChatRequest | TextRequest, *, forwarded: bool = False
     ) -> None:
         """``forwarded``: another server answers."""
-        tools, format = None, None
-        if isinstance(body, ChatRequest):
-            tools, format = body.offered, body.format
-        super().__init__(reply, tools, format)
+        super().__init__(reply, body.offered, body.format)
         self._is_chat = isinstance(body, ChatRequest)
         self._with_usage, self._forwarded = body.with_usage, forwarded
         self._calls = 0  # that a stream has sent
 
     def head(self) -> bytes:
         """Return the first chunk; of a withheld answer it has the refusal, too."""
-        risk, report = wire.note(self.judgement), self.report
+        risk, report = wire.risk_note(self.judgement), self.report
         if self.withheld and not self._forwarded:
             return self._chunk({"role": "assistant", **self._refusal(report)}, WITHHELD, risk)
         return self._chunk({"role": "assistant", "content": self.warning(report)}, risk=risk)
@@ -71,14 +68,14 @@ class ChatWire(wire.Wire):
         document = self._same("chat.completion") | {
             "choices": [self._choice(index, report) for index, report in enumerate(reports)],
             "usage": _usage(reports),
-            "hallutracer": wire.note(self.judgement),
+            "hallutracer": wire.risk_note(self.judgement),
         }
-        return json.dumps(document | instead, ensure_ascii=False)
+        return json.dumps({**document, **instead}, ensure_ascii=False)
 
     def chunk(self, content: Mapping[str, Any]) -> bytes:
         """Return one chunk of a stream."""
         usage = {"usage": None} if self._with_usage else {}
-        document = self._same("chat.completion.chunk") | usage | content
+        document = {**self._same("chat.completion.chunk"), **usage, **content}
         return wire.event(json.dumps(document, ensure_ascii=False))
 
     def _same(self, chat_object: str) -> dict[str, Any]:

@@ -186,7 +186,7 @@ def _spec(
 def _detected(reply: wire.Reply) -> list[list[dict[str, Any]]]:
     """End the reply and return each prompt's detections."""
     reply.end()
-    risk, of_prompts = wire.note(reply.judgement), list[list[dict[str, Any]]]()
+    risk, of_prompts = wire.risk_note(reply.judgement), list[list[dict[str, Any]]]()
     for report, row in zip(reply.judgement.reports, risk["data"], strict=True):
         detection = _detection(row["decision"], _score(report), bundle=risk["bundle"], **row)
         of_prompts.append([detection] if withheld(report) else [])

@@ -27,7 +27,7 @@ from service.api.guarding import (
     withheld,
 )
 from service.api.json_body import GuardRoute, JsonRoute
-from service.api.reply import FAILURES, note
+from service.api.reply import FAILURES, risk_note
 from service.api.request_schema import EXAMPLES, Kind, Reference, RequestModel, Risk, Texts
 from service.errors import EmptyPrompt, RequestError
 from service.scoring import RiskReport
@@ -120,7 +120,7 @@ async def litellm(
     reply.end()
     reasons = [_reason(report) for report in reply.judgement.reports if withheld(report)]
     reason = reasons[0] if reasons else None
-    return sent(_verdict(reason, note(reply.judgement)), reply.headers())
+    return sent(_verdict(reason, risk_note(reply.judgement)), reply.headers())
 
 
 def _verdict(reason: str | None, risk: dict[str, Any]) -> dict[str, Any]:

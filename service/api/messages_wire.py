@@ -39,7 +39,7 @@ class MessagesWire(wire.Wire):
             "stop_reason": None,
             "stop_sequence": None,
             "usage": _usage(self.report),
-            "hallutracer": wire.note(self.judgement),
+            "hallutracer": wire.risk_note(self.judgement),
         }
         events, warning = event("message_start", message=message), self.warning(self.report)
         if warning or (self.tools is None and not self.withheld):
@@ -82,7 +82,7 @@ class MessagesWire(wire.Wire):
             "content": content,
             **_stop(report, len(calls)),
             "usage": _usage(report),
-            "hallutracer": wire.note(self.judgement),
+            "hallutracer": wire.risk_note(self.judgement),
         }
         return json.dumps(message, ensure_ascii=False)
 

@@ -3,7 +3,7 @@ risk allows one, written by ``chat_wire``."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Annotated, Any, Literal
 
@@ -18,6 +18,7 @@ from service.api.chat_wire import ChatWire
 from service.api.forwarding import Forwarder
 from service.api.json_body import JsonRoute
 from service.api.openai_schema import TEXT_MAX_TOKENS, ChatRequest, TextRequest
+from service.api.request_schema import Kind
 from service.policies.guard import Decision
 from service.serving.service import Service
 
@@ -94,20 +95,9 @@ async def chat(
     body: Annotated[ChatRequest, Body()], request: Request, service: TheService
 ) -> Response:
     """An answer to a conversation; its risk is known before its first token."""
-    reply = await answered(
-        request,
-        service,
-        body,
-        route=CHAT_ROUTE,
-        prompts=[[message.rendered() for message in body.messages]],
-        field="messages",
-        most=body.length or service.settings.max_new_tokens,
-        most_field=body.length_field,
-        forwards=True,
-        tools=body.offered,
-        format=body.format,
-    )
-    return await _sent(CHAT_ROUTE, body, request, service, reply)
+    conversation = [message.rendered() for message in body.messages]
+    most = body.length or service.settings.max_new_tokens
+    return await _served(CHAT_ROUTE, body, request, service, "messages", [conversation], most)
 
 
 @router.post(TEXT_ROUTE, summary="Text completion, as OpenAI's, with the risk", responses=RESPONSES)
@@ -116,29 +106,35 @@ async def text(
 ) -> Response:
     """A continuation of each prompt, which goes through no chat template."""
     prompts = body.prompts()
-    reply = await answered(
-        request,
-        service,
-        body,
-        route=TEXT_ROUTE,
-        kind="text" if not prompts or isinstance(prompts[0], str) else "input_ids",
-        prompts=prompts,
-        field="prompt",
-        most=body.length or min(TEXT_MAX_TOKENS, service.settings.max_new_tokens),
-        most_field=body.length_field,
-        forwards=True,
-    )
-    return await _sent(TEXT_ROUTE, body, request, service, reply)
+    kind: Kind = "text" if not prompts or isinstance(prompts[0], str) else "input_ids"
+    most = body.length or min(TEXT_MAX_TOKENS, service.settings.max_new_tokens)
+    return await _served(TEXT_ROUTE, body, request, service, kind, prompts, most)
 
 
-async def _sent(
+async def _served(
     route: str,
     body: ChatRequest | TextRequest,
     request: Request,
     service: Service,
-    reply: wire.Reply,
+    kind: Kind,
+    prompts: Sequence[Any],
+    most: int,
 ) -> Response:
     """Return the answer, or that of the server which the policy falls back on."""
+    reply = await answered(
+        request,
+        service,
+        body,
+        route=route,
+        kind=kind,
+        prompts=prompts,
+        field="messages" if route == CHAT_ROUTE else "prompt",
+        most=most,
+        most_field=body.length_field,
+        forwards=True,
+        tools=body.offered,
+        format=body.format,
+    )
     judgement = reply.judgement
     # The policy that judged: with a passage, a fetching policy has become one that abstains.
     upstream = judgement.policy.upstream

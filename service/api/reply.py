@@ -368,26 +368,25 @@ def risk_out(index: int, report: RiskReport, include: Collection[Include] = ()) 
     )
 
 
-def risk_note(judgement: Judgement, risks: Sequence[RiskOut]) -> dict[str, Any]:
-    """Return ``hallutracer`` of the responses of OpenAI's routes: ``risks`` with what applies to
-    them all."""
-    guarantee = guarantee_out(judgement.guarantee)
-    return {
+def risk_note(judgement: Judgement, reports: Sequence[RiskReport] | None = None) -> dict[str, Any]:
+    """Return ``hallutracer`` of other protocols' responses: the risks, without the answers.
+
+    ``reports``: those at the end of a stream, with the answers' own risks."""
+    guarantee, retrieval = guarantee_out(judgement.guarantee), retrieval_out(judgement)
+    risks = list[dict[str, Any]]()
+    for prompt, report in zip(judgement.prompts, reports or judgement.reports, strict=True):
+        risk = risk_out(prompt.index, replace(report, completion=None))
+        risks.append(risk.model_dump(exclude_none=True))
+    content: dict[str, Any] = {
         "bundle": bundle_ref(judgement.scorer).model_dump(),
         "policy": judgement.policy.name,
-        **({} if guarantee is None else {"guarantee": guarantee.model_dump()}),
-        "data": [risk.model_dump(exclude_none=True) for risk in risks],
     }
-
-
-def note(judgement: Judgement, reports: Sequence[RiskReport] | None = None) -> dict[str, Any]:
-    """Return the risks, without the answers; ``reports``: those at the end of a stream, with the
-    answers' own risks."""
-    pairs = zip(judgement.prompts, reports or judgement.reports, strict=True)
-    risks = [risk_out(prompt.index, replace(report, completion=None)) for prompt, report in pairs]
-    retrieval = retrieval_out(judgement)
-    retrieved = {} if retrieval is None else {"retrieval": retrieval.model_dump(exclude_none=True)}
-    return risk_note(judgement, risks) | retrieved
+    if guarantee is not None:
+        content["guarantee"] = guarantee.model_dump()
+    content["data"] = risks
+    if retrieval is not None:
+        content["retrieval"] = retrieval.model_dump(exclude_none=True)
+    return content
 
 
 def risk_field(risk: Mapping[str, Any]) -> dict[str, Any]:

@@ -32,7 +32,7 @@ class ResponsesWire(wire.Wire):
 
     def head(self) -> bytes:
         """Return the events of the response without its answer."""
-        response = self._response(wire.note(self.judgement))
+        response = self._response(wire.risk_note(self.judgement))
         kinds = ("response.created", "response.in_progress")
         events = b"".join(self._items.event(kind, response=response) for kind in kinds)
         return events if self.withheld else events + self._begin()
@@ -45,7 +45,7 @@ class ResponsesWire(wire.Wire):
     def end(self, reports: list[RiskReport]) -> bytes:
         """Return the events that close the last item, and the response with its answer."""
         events = self._end(reports[0])
-        response = self._response(wire.note(self.judgement, reports), reports[0])
+        response = self._response(wire.risk_note(self.judgement, reports), reports[0])
         return events + self._items.event(f"response.{response['status']}", response=response)
 
     def failed(self, error: HalluTracerError) -> bytes:
@@ -63,7 +63,7 @@ class ResponsesWire(wire.Wire):
             self._begin()
             self._items.add(self.parts(self.report.shown.text))
         self._end(self.report)
-        response = self._response(wire.note(self.judgement), self.report)
+        response = self._response(wire.risk_note(self.judgement), self.report)
         return json.dumps(response, ensure_ascii=False)
 
     def _begin(self) -> bytes:
@@ -182,7 +182,7 @@ class Items:
         for index, part in enumerate(parts):
             kind = part["type"]
             name = "refusal" if kind == "refusal" else "text"
-            logprobs = {} if kind == "refusal" else {"logprobs": []}
+            logprobs: dict[str, Any] = {} if kind == "refusal" else {"logprobs": []}
             events += self._of_part("content_part.added", index, part={**part, name: ""})
             events += self._of_part(f"{kind}.delta", index, delta=part[name], **logprobs)
             events += self._end_part(part, index)

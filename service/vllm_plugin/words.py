@@ -6,8 +6,9 @@ A withheld answer has no text and no counted token; how it is told, each wire sa
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Collection
-from typing import Any, Protocol
+from typing import Any
 
 from service.api.chat_wire import WITHHELD
 from service.api.messages_wire import REFUSED, Blocks, refusal
@@ -20,29 +21,37 @@ Body = dict[str, Any]
 _NUMBERED = ("type", "sequence_number")  # what ``Items.event`` writes itself
 
 
-class Words(Protocol):
-    """How one protocol tells a note."""
+class Words(ABC):
+    """How one protocol tells a note, in one response."""
 
-    complete: bool  # whether nothing is left to write into the events to come
+    complete = False  # whether nothing is left to write into the events to come
 
+    def __init__(self, note: Note, message_in_content: bool) -> None:
+        """``message_in_content``: the policy's message also stands where a text would."""
+        self._note, self._message_in_content = note, message_in_content
+
+    @abstractmethod
     def whole(self, content: Body) -> Body | None:
         """Return the only body; None leaves it as it is."""
 
+    @abstractmethod
     def events(self, content: Body) -> bytes:
         """Return what is sent instead of an event."""
 
     def rest(self) -> bytes:
         """Return what is left to send at a stream's end."""
+        return b""
+
+    def _risk_field(self) -> Body:
+        return risk_field(self._note.body() or {})
 
 
-class ChatWords:
+class ChatWords(Words):
     """Of /v1/chat/completions and /v1/completions: one choice, or several, to each prompt."""
 
     def __init__(self, note: Note, message_in_content: bool) -> None:
-        """For one response."""
-        self._note, self._message_in_content = note, message_in_content
+        super().__init__(note, message_in_content)
         self._noted = set[int]()  # the prompts whose risk was sent
-        self.complete = False
 
     def whole(self, content: Body) -> Body | None:
         """Return the body with each prompt's item."""
@@ -59,10 +68,6 @@ class ChatWords:
         if isinstance(content.get("choices"), list):
             self._rewrite_chunk(content)
         return event(json.dumps(content, ensure_ascii=False))
-
-    def rest(self) -> bytes:
-        """Return nothing."""
-        return b""
 
     def _rewrite_chunk(self, content: Body) -> None:
         note, choices = self._note, content["choices"]
@@ -116,15 +121,10 @@ class ChatWords:
             usage["total_tokens"] -= counted
 
 
-class MessagesWords:
-    """Of Anthropic's /v1/messages."""
+class MessagesWords(Words):
+    """Of Anthropic's /v1/messages, where the policy's message is the text in any case."""
 
-    complete = False
-
-    def __init__(self, note: Note, message_in_content: bool) -> None:
-        """For one response; the policy's message is its text in any case."""
-        self._note = note
-        self._blocks = 0  # of the answer, that a stream has begun
+    _blocks = 0  # of the answer, that a stream has begun
 
     def whole(self, content: Body) -> Body | None:
         """Return the message with its risk."""
@@ -132,14 +132,14 @@ class MessagesWords:
             return None
         if (verdict := self._note.refusal()) is not None:
             content["content"] = refusal(verdict.message)
-        return self._end(content, content) | risk_field(self._note.body() or {})
+        return self._end(content, content) | self._risk_field()
 
     def events(self, content: Body) -> bytes:
         """Return the event; before the end of a withheld answer, which has no block, the policy's
         message as one."""
         before, kind, verdict = b"", content.pop("type", ""), self._note.refusal()
         if kind == "message_start":
-            content["message"] |= risk_field(self._note.body() or {})
+            content["message"] |= self._risk_field()
         elif kind == "content_block_start":
             self._blocks += 1
         elif kind == "message_delta":
@@ -148,10 +148,6 @@ class MessagesWords:
                 blocks = Blocks(self._blocks)
                 before = blocks.text(verdict.message) + blocks.end()
         return before + message_event(kind, **content)
-
-    def rest(self) -> bytes:
-        """Return nothing."""
-        return b""
 
     def _end(self, counted: Body, end: Body) -> Body:
         note = self._note
@@ -162,15 +158,12 @@ class MessagesWords:
         return counted
 
 
-class ResponsesWords:
+class ResponsesWords(Words):
     """Of OpenAI's /v1/responses.  vLLM begins its stream before it generates: what that says first
     is held."""
 
-    complete = False
-
     def __init__(self, note: Note, message_in_content: bool) -> None:
-        """For one response."""
-        self._note, self._message_in_content = note, message_in_content
+        super().__init__(note, message_in_content)
         self._items = Items("")
         self._first: list[Body] | None = []  # events that are held
 
@@ -200,7 +193,7 @@ class ResponsesWords:
         """Return what was held, with the risk."""
         events, self._first = self._first or (), None
         for content in events:
-            content["response"] |= self._note.decoded | risk_field(self._note.body() or {})
+            content["response"] |= self._note.decoded | self._risk_field()
         return b"".join(map(self._numbered, events))
 
     def _numbered(self, content: Body) -> bytes:
@@ -227,4 +220,4 @@ class ResponsesWords:
             usage["total_tokens"] -= note.end_tokens()
         if note.refusal() is not None or note.stopped:
             response |= {"status": "incomplete", "incomplete_details": {"reason": WITHHELD}}
-        return response | note.decoded | risk_field(note.body() or {})
+        return response | note.decoded | self._risk_field()
