@@ -33,7 +33,6 @@ from service.api import (
     feedback_routes,
     guardrail_routes,
     health,
-    messages_count,
     messages_routes,
     openai_routes,
     responses_routes,
@@ -52,13 +51,12 @@ ROUTERS = (
     openai_routes.router,
     responses_routes.router,
     messages_routes.router,
-    messages_count.router,
     guardrail_routes.guarding,
     guardrail_routes.router,
     detector_routes.router,
     feedback_routes.router,
     catalogue.router,
-    health.admin,
+    catalogue.admin,
     health.router,
 )
 EXPOSED_HEADERS = [
@@ -123,17 +121,18 @@ def create_app(service: Service, on_loaded: Callable[[], None] | None = None) ->
     )
     app.state.service, app.state.forwarder = service, Forwarder(service.metrics)
     app.state.long_bodies = LongBodies()
-    settings, keys, found = (
-        service.settings,
-        service.access.keys,
-        pages(service.settings.playground),
-    )
+    settings, keys = service.settings, service.access.keys
+    files_of_pages = pages(settings.playground)
     app.add_middleware(LoadShedder, service=service)
     app.add_middleware(EncodedBodies, service=service)
     # Middleware added last is outermost: a 401 still has a request id, a log line and CORS headers.
     hosts = () if "*" in settings.allowed_hosts else settings.allowed_hosts
     app.add_middleware(
-        BearerKeys, keys=keys, protect_metrics=settings.protect_metrics, pages=found, hosts=hosts
+        BearerKeys,
+        keys=keys,
+        protect_metrics=settings.protect_metrics,
+        pages=files_of_pages,
+        hosts=hosts,
     )
     if keys.closed:
         _declare_keys(app, settings.protect_metrics)
@@ -152,10 +151,10 @@ def create_app(service: Service, on_loaded: Callable[[], None] | None = None) ->
     for router in ROUTERS:
         app.include_router(router)
     if (
-        "/" not in found
+        "/" not in files_of_pages
     ):  # a balancer asks there for the service's health, by OPTIONS (``health.plain_check``)
         app.router.routes.append(Route("/", _absent, methods=["GET"], include_in_schema=False))
-    for path, file in found.items():
+    for path, file in files_of_pages.items():
         without = LINK_BACK if path == "/docs" and not settings.playground else ""
         app.router.routes.append(
             Route(path, _page(file, without), methods=["GET"], include_in_schema=False)
@@ -188,19 +187,19 @@ def pages(playground: bool) -> Mapping[str, Path]:
     swagger = (
         Path(str(files("fastapi_offline"))) / "static"
     )  # its files; the package's own page has an inline script
-    found = {"/docs": here / "reference" / "index.html"}
-    found |= {
+    files_of_pages = {"/docs": here / "reference" / "index.html"}
+    files_of_pages |= {
         f"/docs/{name}": here / "reference" / name
         for name in ("icon.svg", "reference.css", "reference.js")
     }
-    found |= {
+    files_of_pages |= {
         f"/docs/{name}": swagger / name for name in ("swagger-ui-bundle.js", "swagger-ui.css")
     }
     if playground:
         folder = here / "playground"
-        found |= {"/": folder / "index.html"}
-        found |= {f"/playground/{file.name}": file for file in sorted(folder.glob("*.*"))}
-    return found
+        files_of_pages |= {"/": folder / "index.html"}
+        files_of_pages |= {f"/playground/{file.name}": file for file in sorted(folder.glob("*.*"))}
+    return files_of_pages
 
 
 def _page(file: Path, without: str) -> Callable[[Request], Any]:

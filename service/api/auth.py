@@ -113,7 +113,7 @@ def check_scopes(request: HTTPConnection, keys: KeyRing, wanted: Collection[KeyS
             f"key {key.name!r} expired on {key.expires:%Y-%m-%d}; ask the operator for another"
         )
     if wanted and not key.scopes & set(wanted):
-        needed = " or ".join(repr(str(one)) for one in sorted(wanted))
+        needed = " or ".join(repr(str(scope)) for scope in sorted(wanted))
         raise MissingScope(
             f"this route needs the scope {needed}; key {key.name!r} has"
             f" {', '.join(sorted(key.scopes))}"
@@ -125,11 +125,10 @@ def from_here(request: HTTPConnection) -> bool:
     browser make it."""
     if request.client is None or any(name in request.headers for name in FORWARDED):
         return False
-    page, own = (
-        request.headers.get("origin"),
-        f"{request.url.scheme}://{request.headers.get('host')}",
-    )
-    if page is not None and (page != own or not on_loopback(request.url.hostname or "")):
+    page = request.headers.get("origin")
+    if page is not None and (
+        page != _origin_of(request) or not on_loopback(request.url.hostname or "")
+    ):
         return False
     return on_loopback(request.client.host)
 
@@ -140,17 +139,19 @@ def check_page(request: HTTPConnection, origins: Collection[str]) -> None:
 
     For a GET that has the engine work: any page can have a browser send one, as the address of an
     image."""
-    page, own = (
-        request.headers.get("origin"),
-        f"{request.url.scheme}://{request.headers.get('host')}",
-    )
+    page = request.headers.get("origin")
     if page is None:
         foreign = request.headers.get("sec-fetch-site") in ("cross-site", "same-site")
     else:
-        foreign = not {page, "*"} & {own, *origins}
+        foreign = not {page, "*"} & {_origin_of(request), *origins}
     if foreign:
         cure = "the operator can allow its origin with --cors-origin"
         raise NotAllowed("a page of another site asks for this", param="origin", cure=cure)
+
+
+def _origin_of(request: HTTPConnection) -> str:
+    """Return the origin of this service, as the request names it."""
+    return f"{request.url.scheme}://{request.headers.get('host')}"
 
 
 def _check_host(headers: Headers, version: str, hosts: Collection[str]) -> None:

@@ -1,5 +1,5 @@
 """GET /v1/models, /v1/bundles and one bundle: what is loaded, what it keeps, and the schema of all
-that."""
+that; and the reload."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from fastapi import APIRouter, Request
 from pydantic import ConfigDict, Field
 
 from probes_store.bundle import Bundle
-from service.access.routes import SAMPLE_ROUTE, SCORE_ROUTES
-from service.api.auth import TheService, check_page, who_of
+from service.access.routes import RELOAD_ROUTE, SAMPLE_ROUTE, SCORE_ROUTES
+from service.api.asking import answer, requested
+from service.api.auth import Admin, TheService, check_page, who_of
 from service.api.reply import FAILURES, errors
 from service.api.request_schema import Risk, Strict
-from service.api.score import answer, requested
 from service.engines.base import Sampling
-from service.errors import NotFound
+from service.errors import AuditUnavailable, NotFound, NotReady, ReloadFailed
 from service.judging import evaluation
 from service.judging.evaluation import Share
 from service.scoring import Scorer
@@ -392,7 +392,7 @@ class BundleList(Strict):
     status: LoadedOut
 
 
-router = APIRouter(tags=["catalogue"])
+router, admin = APIRouter(tags=["catalogue"]), APIRouter(tags=["admin"])
 RESPONSES = errors(
     _401="no bearer key, or an unknown one", _503="not ready: loading, or shutting down"
 )
@@ -437,11 +437,8 @@ def _loaded_model(service: Service) -> ModelCard:
 @router.get("/v1/bundles", summary="Loaded bundles and policies", responses=RESPONSES)
 async def bundles(service: TheService) -> BundleList:
     """The loaded bundles, what each does, and the available policies."""
-    default, loaded, lifecycle = (
-        service.settings.policy,
-        service.catalogue.loaded,
-        service.lifecycle,
-    )
+    default, lifecycle = service.settings.policy, service.lifecycle
+    loaded = service.catalogue.loaded
     lifecycle.check_ready()
     return BundleList(
         data=[BundleCard(**_card(scorer, service)) for scorer in service.catalogue.scorers],
@@ -496,11 +493,7 @@ def _evaluated(bundle: Bundle) -> dict[str, Any]:
 
 
 def _card(scorer: Scorer, service: Service) -> dict[str, Any]:
-    manifest, deviation, allowed = (
-        scorer.bundle.manifest,
-        scorer.golden.found,
-        scorer.golden.allowed,
-    )
+    manifest, golden = scorer.bundle.manifest, scorer.golden
     rollout, monitor = service.catalogue.rollout, service.catalogue.monitors.get(manifest.reference)
     role = rollout.role(scorer, service.catalogue.scorers[0])
     alike = (
@@ -537,10 +530,10 @@ def _card(scorer: Scorer, service: Service) -> dict[str, Any]:
         "labels": monitor and monitor.labels,
         "void": [] if monitor is None else monitor.reasons,
         "golden": GoldenOut(
-            risk=deviation.risk,
-            risk_tolerance=allowed.risk,
-            trajectory=deviation.trajectory,
-            trajectory_tolerance=allowed.trajectory,
+            risk=golden.found.risk,
+            risk_tolerance=golden.allowed.risk,
+            trajectory=golden.found.trajectory,
+            trajectory_tolerance=golden.allowed.trajectory,
         ),
     }
 
@@ -615,3 +608,34 @@ async def sample_answer(
         verdict=answered.verdict,
         accepted=list(question.answers),
     )
+
+
+RELOADED = errors(
+    _401="no bearer key, or an unknown one",
+    _403=(
+        "the key does not have the scope admin, or there are no keys and the caller is not on this"
+        " machine"
+    ),
+    _404="this service was not started by a command that can reload",
+    _409=(
+        "the keys or the bundles cannot be used; the message tells of each, and what cannot be used"
+        " is as before"
+    ),
+    _503="not ready: loading, or shutting down; or the audit log cannot be written",
+)
+
+
+@admin.post(RELOAD_ROUTE, summary="Load keys and bundles again", responses=RELOADED)
+async def reload(service: TheService, who: Admin) -> BundleList:
+    """Read the keys again, look the bundles up again and swap them; requests under way end with
+    what they began with.
+
+    Of keys and bundles each is taken where it can be, whatever is wrong with the other."""
+    if service.lifecycle.load_again is None:
+        raise NotFound("this service cannot load its bundles again")
+    keys, error = await service.reload(who)
+    if keys is None and error is None:
+        return await bundles(service)
+    swapped = "swapped" if error is None else f"not swapped, those that were loaded stay: {error}"
+    kind = type(error) if isinstance(error, NotReady | AuditUnavailable) else ReloadFailed
+    raise kind(f"keys: {keys or 'as their file says'}; bundles: {swapped}")

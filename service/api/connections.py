@@ -55,7 +55,8 @@ class OneWrite:
         return getattr(self._transport, name)
 
     def write(self, data: bytes | bytearray | memoryview[Any]) -> None:
-        """Send ``data`` when this turn ends, with what else it brings; at once where that is much.
+        """Buffer ``data``, and send it once at the end of this event-loop iteration; at once where
+        that is much.
 
         Else a page that is written piece by piece would be held whole, however little of it its
         reader takes."""
@@ -124,15 +125,16 @@ class Places:
     def take(self, newcomer: Connection) -> bool:
         """Make room for it; False where it may ask for nothing but the server's health."""
         share = self.share(newcomer.address)
-        own = share < self.most and self._held[newcomer.address] >= share
-        if own or self._taken >= self.most:
-            if (victim := self._victim(newcomer.address if own else None)) is None:
+        beyond_share = share < self.most and self._held[newcomer.address] >= share
+        if beyond_share or self._taken >= self.most:
+            if (victim := self._victim(newcomer.address if beyond_share else None)) is None:
                 self._log(
-                    "and all wait for an answer: health checks alone are answered beside them", own
+                    "and all wait for an answer: health checks alone are answered beside them",
+                    beyond_share,
                 )
                 self._take_health(newcomer)
                 return False
-            self._log("the one without progress for longest is closed", own)
+            self._log("the one without progress for longest is closed", beyond_share)
             victim.give_way()
         self._taken += 1
         self._held[newcomer.address] += 1
@@ -185,12 +187,12 @@ class Places:
             next(iter(self.health)).give_way()
         self.health[newcomer] = None
 
-    def _log(self, what: str, own: bool) -> None:
+    def _log(self, what: str, beyond_share: bool) -> None:
         if time.monotonic() - self._logged > LOG_SECONDS:
             self._logged = time.monotonic()
             where = (
                 "one address has its share of --max-connections"
-                if own
+                if beyond_share
                 else f"{self.most} connections are open"
             )
             log.warning("%s: %s", where, what)

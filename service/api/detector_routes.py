@@ -17,20 +17,20 @@ from pydantic import BaseModel, Field
 
 from service.access.routes import CONTENTS_DETECTOR, MESSAGES_DETECTOR
 from service.api import reply as wire
-from service.api.answering import note, withheld
+from service.api.asking import ScoringRequest, answer, requested
 from service.api.auth import TheService
-from service.api.guardrail_routes import (
+from service.api.guarding import (
     CannotRead,
     check_readable,
-    check_sees_no_answer,
     conversation,
-    read,
+    require_policy_without_answers,
     sent,
     unread,
+    unread_prompts,
+    withheld,
 )
 from service.api.json_body import GuardRoute
 from service.api.request_schema import Kind, Reference, RequestModel, Risk, Texts
-from service.api.score import ScoringRequest, answer, requested
 from service.errors import RequestError
 from service.scoring import RiskReport
 from service.serving.service import Service
@@ -97,8 +97,8 @@ DetectorId = Annotated[
     ),
 ]
 FAILURES: dict[int | str, dict[str, Any]] = {
-    status: said | {"model": DetectorError}
-    for status, said in wire.FAILURES.items()
+    status: response | {"model": DetectorError}
+    for status, response in wire.FAILURES.items()
     if status != 502
 }
 router = APIRouter(tags=["guardrail"], route_class=GuardRoute, responses=FAILURES)
@@ -116,21 +116,21 @@ async def contents(
     detector_id: DetectorId = OWN,
 ) -> Response:
     """A list of detections for each text: of a detector of type text_contents, before a call."""
-    asked = _asked(
+    spec = _spec(
         request, service, CONTENTS_DETECTOR, "prompt", body.contents, "contents", detector_id, body
     )
     try:
-        with unread(asked.policy, request):
-            found, headers = _detected(await answer(request, service, asked))
+        with unread(spec.policy, request):
+            reply = await answer(request, service, spec)
     except CannotRead as error:
-        if not asked.policy.action.withholds:
+        if not spec.policy.action.withholds:
             return sent([[] for _ in body.contents])
         raise RequestError(str(error), param="contents") from None
-    placed = [
-        [{"start": 0, "end": len(text), "text": text} | one for one in of_text]
-        for text, of_text in zip(body.contents, found, strict=True)
-    ]
-    return sent(placed, headers)
+    of_texts = list[list[dict[str, Any]]]()
+    for text, detections in zip(body.contents, _detected(reply), strict=True):
+        span = {"start": 0, "end": len(text), "text": text}
+        of_texts.append([span | detection for detection in detections])
+    return sent(of_texts, reply.headers())
 
 
 @router.post(
@@ -145,7 +145,7 @@ async def chat(
     detector_id: DetectorId = OWN,
 ) -> Response:
     """The detections of a conversation: of a detector of type text_chat, before a call."""
-    asked = _asked(
+    spec = _spec(
         request,
         service,
         MESSAGES_DETECTOR,
@@ -156,21 +156,18 @@ async def chat(
         body,
     )
     try:
-        with unread(asked.policy, request):
+        with unread(spec.policy, request):
             check_readable(tools=body.tools)
-            asked = replace(asked, prompts=[conversation(body.messages, "messages")])
-        reply = await read(request, service, asked)
+            spec = replace(spec, prompts=[conversation(body.messages, "messages")])
+        with unread_prompts():
+            reply = await answer(request, service, spec)
     except CannotRead as error:
-        return sent(
-            [_detection("unreadable", 1.0, error=str(error))]
-            if asked.policy.action.withholds
-            else []
-        )
-    found, headers = _detected(reply)
-    return sent(found[0], headers)
+        detection = _detection("unreadable", 1.0, error=str(error))
+        return sent([detection] if spec.policy.action.withholds else [])
+    return sent(_detected(reply)[0], reply.headers())
 
 
-def _asked(
+def _spec(
     request: Request,
     service: Service,
     route: str,
@@ -181,25 +178,19 @@ def _asked(
     body: ContentsRequest | ChatDetectorRequest,
 ) -> ScoringRequest:
     bundle, chosen = None if detector_id == OWN else detector_id, body.detector_params.model_dump()
-    asked = requested(request, service, route, kind, prompts, field, bundle=bundle, **chosen)
-    check_sees_no_answer(asked.policy)
-    return asked
+    spec = requested(request, service, route, kind, prompts, field, bundle=bundle, **chosen)
+    require_policy_without_answers(spec.policy)
+    return spec
 
 
-def _detected(reply: wire.Reply) -> tuple[list[list[dict[str, Any]]], dict[str, str]]:
-    """End the reply and return each prompt's detections, and the headers."""
+def _detected(reply: wire.Reply) -> list[list[dict[str, Any]]]:
+    """End the reply and return each prompt's detections."""
     reply.end()
-    noted = note(reply.judgement)
-    rows = zip(reply.judgement.reports, noted["data"], strict=True)
-    found = [
-        (
-            [_detection(row["decision"], _score(report), bundle=noted["bundle"], **row)]
-            if withheld(report)
-            else []
-        )
-        for report, row in rows
-    ]
-    return found, reply.headers()
+    risk, of_prompts = wire.risk_note(reply.judgement), list[list[dict[str, Any]]]()
+    for report, row in zip(reply.judgement.reports, risk["data"], strict=True):
+        detection = _detection(row["decision"], _score(report), bundle=risk["bundle"], **row)
+        of_prompts.append([detection] if withheld(report) else [])
+    return of_prompts
 
 
 def _score(report: RiskReport) -> float:

@@ -63,7 +63,8 @@ class _Zlib:
                 if len(data) < 2:  # the first two bytes tell the formats apart
                     self._begun = data
                     return
-                wbits = next((one for one in self._windows if _begins(one, data)), None)
+                windows = [wbits for wbits in self._windows if _begins(wbits, data)]
+                wbits = windows[0] if windows else None
                 if wbits is None or self._members == 0:
                     raise ValueError
                 self._members -= 1
@@ -147,21 +148,21 @@ class EncodedBodies:
             "",
             "chunked",
         ):  # the server takes chunks apart, and nothing else that they may be in
-            said = (
+            message = (
                 f"Transfer-Encoding {coding[:80]!r} is not taken, only chunked: Content-Encoding is"
                 " for packed bodies"
             )
-            await respond(UnknownEncoding(said, accepted=self._accepted), scope, receive, send)
+            await respond(UnknownEncoding(message, accepted=self._accepted), scope, receive, send)
             return
         if named in ("", "identity") or not has_body:
             await self.app(scope, receive, send)
             return
         if named not in self._decoders:
-            said = (
+            message = (
                 f"Content-Encoding {named[:80]!r} is not taken; send the body plain, or as one of"
                 f" {self._accepted}"
             )
-            await respond(UnknownEncoding(said, accepted=self._accepted), scope, receive, send)
+            await respond(UnknownEncoding(message, accepted=self._accepted), scope, receive, send)
             return
         body = self._decoded(self._decoders[named](), named, receive)
         whole = False
@@ -175,8 +176,8 @@ class EncodedBodies:
             return message
 
         # How long it is will be seen as it comes.
-        kept = [pair for pair in scope["headers"] if pair[0] not in _OF_ENCODED]
-        scope["headers"] = [*kept, (b"transfer-encoding", b"chunked")]
+        plain = [pair for pair in scope["headers"] if pair[0] not in _OF_ENCODED]
+        scope["headers"] = [*plain, (b"transfer-encoding", b"chunked")]
         await self.app(scope, decoded, send)
 
     async def _decoded(
@@ -195,23 +196,21 @@ class EncodedBodies:
                 for piece in decoder.feed(message.get("body", b"")):
                     length += len(piece)
                     if length > self._most:
-                        said = (
+                        reason = (
                             f"the body is larger than {self._most} bytes once it is decoded"
-                            f" ({name})"
+                            f" ({name}); split the prompts over several requests"
                         )
-                        raise Refused(
-                            BodyTooLarge(f"{said}; split the prompts over several requests")
-                        )
+                        raise Refused(BodyTooLarge(reason))
                     yield {"type": "http.request", "body": piece, "more_body": True}
                     await asyncio.sleep(
                         0
                     )  # a piece takes the event loop for a fraction of a millisecond
             except ValueError:
-                said = (
+                reason = (
                     f"the body is not what Content-Encoding: {name} says; compress it, or leave the"
                     " header out"
                 )
-                raise Refused(WrongEncoding(said)) from None
+                raise Refused(WrongEncoding(reason)) from None
         if not decoder.complete:
             raise Refused(
                 WrongEncoding(f"the body ends before its end, as Content-Encoding: {name} has it")

@@ -40,7 +40,7 @@ def anthropic_body(status: int, message: str, request_id: str) -> dict[str, obje
     return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
 
 
-def said_on(
+def body_on(
     route: str, request_id: str, status: int, message: str, code: str, param: str | None
 ) -> tuple[int, dict[str, object]]:
     """Return status and body of an error on a route."""

@@ -13,18 +13,15 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-from service.access.routes import (
-    CHAT_ROUTE,
-    MESSAGES_ROUTE,
-    RESPONSES_ROUTE,
-    SCORE_ROUTES,
-    TEXT_ROUTE,
+from service.api.error_bodies import body_on
+from service.api.request_schema import (
+    AT_FAULT,
+    AnswerRequest,
+    Arguments,
+    Generate,
+    RequestModel,
+    ScoreRequest,
 )
-from service.api.error_bodies import said_on
-from service.api.messages_schema import MessagesRequest
-from service.api.openai_schema import ChatRequest, TextRequest
-from service.api.request_schema import AT_FAULT, Arguments, Generate, RequestModel, ScoreRequest
-from service.api.responses_schema import ResponsesRequest
 from service.errors import (
     BodiesFull,
     BodyTooLarge,
@@ -49,13 +46,10 @@ NO_ROUTE = (
     " Health checks are /health/live and /health/ready"
 )
 _PATH_SHOWN = 200  # characters of an unknown path that its error repeats
-# Route -> its request, the field that holds others, and what these are.
-_REQUESTS: dict[str, tuple[type[RequestModel], str, type[RequestModel]]] = {
-    CHAT_ROUTE: (ChatRequest, "vllm_xargs", Arguments),
-    TEXT_ROUTE: (TextRequest, "vllm_xargs", Arguments),
-    RESPONSES_ROUTE: (ResponsesRequest, "vllm_xargs", Arguments),
-    MESSAGES_ROUTE: (MessagesRequest, "vllm_xargs", Arguments),
-    **dict.fromkeys(SCORE_ROUTES, (ScoreRequest, "generate", Generate)),
+# Kind of request -> the field that holds others, and what these are.
+_INNER: dict[type[RequestModel], tuple[str, type[RequestModel]]] = {
+    AnswerRequest: ("vllm_xargs", Arguments),
+    ScoreRequest: ("generate", Generate),
 }
 _OF_TYPES = frozenset(
     (
@@ -113,7 +107,7 @@ def _answer(
 ) -> JSONResponse:
     record = record_of(request)
     record.code = code
-    status, body = said_on(record.path, record.request_id, status, message, code, param)
+    status, body = body_on(record.path, record.request_id, status, message, code, param)
     return JSONResponse(body, status_code=status, headers=headers)
 
 
@@ -139,12 +133,12 @@ async def _validation_error(request: Request, error: Exception) -> JSONResponse:
     entries = error.errors()[:MAX_ERRORS]
     first = _most_telling(entries)
     if first["type"] == "json_invalid":
-        reason, place = first.get("ctx", {}).get("error", "invalid"), first["loc"][-1]
-        reason += f", at character {place + 1}" if isinstance(place, int) and place else ""
+        reason, position = first.get("ctx", {}).get("error", "invalid"), first["loc"][-1]
+        reason += f", at character {position + 1}" if isinstance(position, int) and position else ""
         return _answer(request, 400, f"the body is not valid JSON: {reason}", "invalid_json")
     path = param = _field_path(first["loc"])
     # Without the invalid value, which may be a prompt.
-    message = _in_words(request.url.path, first, entries) if path else _body_problem(first)
+    message = _in_words(request, first, entries) if path else _body_problem(first)
     if first["type"] == AT_FAULT:
         param = [*path, first["ctx"]["field"]]
     shown = ".".join(path)
@@ -190,7 +184,7 @@ def _told(error: Any) -> str:
     )
 
 
-def _in_words(route: str, error: Any, entries: Sequence[Any]) -> str:
+def _in_words(request: Request, error: Any, entries: Sequence[Any]) -> str:
     """Return a field's error; of a union whose branches all ask for another type, each of these.
 
     Of a field that does not exist, which was meant."""
@@ -203,17 +197,21 @@ def _in_words(route: str, error: Any, entries: Sequence[Any]) -> str:
             for entry in entries
             if entry["type"] in _OF_TYPES and _field_path(entry["loc"]) == path
         )
-        first, *others = dict.fromkeys(map(_told, same))
-        return " or ".join([first, *(other.removeprefix(_SHOULD_BE) for other in others)])
+        first, *further = dict.fromkeys(map(_told, same))
+        return " or ".join([first, *(message.removeprefix(_SHOULD_BE) for message in further)])
     if error["type"] != "extra_forbidden":
         return _told(error)
+    model = _model_of(request)
+    kinds = [kind for kind in _INNER if model is not None and issubclass(model, kind)]
     # A name that is none is not in the path.
-    if route not in _REQUESTS or path[-1:] != [str(error["loc"][-1])]:
+    if model is None or not kinds or path[-1:] != [str(error["loc"][-1])]:
         return "no such field"
-    name, (model, outer, inner) = path[-1], _REQUESTS[route]
-    own = next((one for one in (name, f"hallutracer_{name}") if one in inner.model_fields), None)
-    if own is not None and len(path) == 1:
-        return f'no such field here: put it into {outer}, {{"{outer}": {{"{own}": ...}}}}'
+    name, (outer, inner) = path[-1], _INNER[kinds[0]]
+    for inner_name in (name, f"hallutracer_{name}"):
+        if inner_name in inner.model_fields and len(path) == 1:
+            return (
+                f'no such field here: put it into {outer}, {{"{outer}": {{"{inner_name}": ...}}}}'
+            )
     if path[:-1] not in ([], [outer]):
         return "no such field"
     known = list((inner if path[:-1] else model).model_fields)
@@ -222,16 +220,19 @@ def _in_words(route: str, error: Any, entries: Sequence[Any]) -> str:
             "no such field: what a client takes as extra_body it sends as fields of the request"
             " itself"
         )
-    if (
-        called := next((field for field in _CALLED.get(name, ()) if field in known), None)
-    ) is not None:
-        return f"no such field; it is {called!r} here"
-    close = get_close_matches(name, known, n=1)
-    return (
-        f"no such field; did you mean {close[0]!r}?"
-        if close
-        else f"no such field; there are {', '.join(known)}"
-    )
+    for called in _CALLED.get(name, ()):
+        if called in known:
+            return f"no such field; it is {called!r} here"
+    for close in get_close_matches(name, known, n=1):
+        return f"no such field; did you mean {close!r}?"
+    return f"no such field; there are {', '.join(known)}"
+
+
+def _model_of(request: Request) -> type[RequestModel] | None:
+    """Return what a route's body is validated by; None where it is no request of ours."""
+    field = getattr(request.scope.get("route"), "body_field", None)
+    model = None if field is None else field.field_info.annotation
+    return model if isinstance(model, type) and issubclass(model, RequestModel) else None
 
 
 def _field_path(location: tuple[int | str, ...]) -> list[str]:

@@ -9,11 +9,11 @@ from fastapi import APIRouter, Body, Request
 from pydantic import AfterValidator, Field, StrictInt, StrictStr
 
 from service.access.routes import FEEDBACK_ROUTE
+from service.api.asking import while_connected
 from service.api.auth import TheService, caller_of
 from service.api.json_body import JsonRoute
 from service.api.reply import errors
 from service.api.request_schema import EXAMPLES, RequestModel, Strict
-from service.api.score import while_connected
 from service.errors import DeadlineExceeded, NotFound
 from service.feedback.rows import Label, Standing
 
@@ -89,8 +89,8 @@ async def feedback(
     body: Annotated[FeedbackRequest, Body()], request: Request, service: TheService
 ) -> FeedbackResponse:
     """Store whether an answer was right.  The response is sent once the label is on disk."""
-    kept = service.feedback
-    if kept is None:
+    store = service.feedback
+    if store is None:
         raise NotFound(
             "this service keeps no feedback: its operator can start it with --feedback-db"
         )
@@ -98,14 +98,14 @@ async def feedback(
     seconds = service.settings.deadline_s
     try:
         async with while_connected(request), asyncio.timeout(seconds):
-            stored = await kept.label(caller, body.id, body.index, body.label, body.comment)
+            stored = await store.label(caller, body.id, body.index, body.label, body.comment)
     except TimeoutError:
         message = (
             f"the label was not on disk within {seconds:g} s and may come to be: send it again"
         )
         raise DeadlineExceeded(message) from None
     if stored is None:
-        past = "" if kept.days is None else f", it is older than {kept.days:g} days"
+        past = "" if store.days is None else f", it is older than {store.days:g} days"
         raise NotFound(
             f"no answer with this id and index {body.index} is known to this caller: the id is"
             f" another one, of another caller{past}, or the answer was not kept",

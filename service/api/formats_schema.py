@@ -16,36 +16,37 @@ _NAMED = frozenset(("name", "schema", "strict", "description"))
 
 
 def checked_format(
-    asked: Mapping[str, Any] | None, param: str, inner: str | None = None
+    fields: Mapping[str, Any] | None, param: str, inner: str | None = None
 ) -> Format | None:
     """Return the format that ``asked_format`` has taken, without checking its schema again; None: a
     text."""
-    if asked is None or asked.get("type") != "json_schema":
-        return asked_format(asked, param, inner)
-    schema = (asked if inner is None else asked[inner])["schema"]
+    if fields is None or fields.get("type") != "json_schema":
+        return asked_format(fields, param, inner)
+    schema = (fields if inner is None else fields[inner])["schema"]
     return Format(json.dumps(schema, ensure_ascii=False, allow_nan=False), param)
 
 
 def asked_format(
-    found: Mapping[str, Any] | None, param: str, inner: str | None = None
+    fields: Mapping[str, Any] | None, param: str, inner: str | None = None
 ) -> Format | None:
     """Return what is asked for; None: a text.  Raises ValueError, which names what is wrong.
 
     ``inner``: the field that holds name and schema; None: they stand beside the type."""
-    kind = "text" if found is None else found.get("type")
-    if found is None or kind in ("text", "json_object"):
-        if found is not None and (other := found.keys() - {"type"}):
-            raise ValueError(f"no field {min(other)!r} belongs to the type {kind!r}")
+    kind = "text" if fields is None else fields.get("type")
+    if fields is None or kind in ("text", "json_object"):
+        if fields is not None and (unknown := fields.keys() - {"type"}):
+            raise ValueError(f"no field {min(unknown)!r} belongs to the type {kind!r}")
         return None if kind == "text" else Format('{"type": "object"}', param)
     if kind != "json_schema":
         raise ValueError("'type' is 'text', 'json_object' or 'json_schema' here")
-    named, where = {name: one for name, one in found.items() if name != "type"}, ""
+    where, named = "", dict(fields)
+    del named["type"]
     if inner is not None:
         if named.keys() != {inner} or not isinstance(named[inner], Mapping):
             raise ValueError(f"the type 'json_schema' has {inner!r}, an object, and nothing else")
         named, where = dict(named[inner]), f"{inner}."
-    if other := named.keys() - _NAMED:
-        raise ValueError(f"no field '{where}{min(other)}' is known")
+    if unknown := named.keys() - _NAMED:
+        raise ValueError(f"no field '{where}{min(unknown)}' is known")
     if not isinstance(name := named.get("name"), str) or not _NAME.fullmatch(name):
         raise ValueError(f"'{where}name' is 1 to 64 letters, digits, - and _")
     if not isinstance(schema := named.get("schema"), Mapping):
@@ -67,11 +68,11 @@ def asked_format(
         raise ValueError(f"'{where}schema': {error}") from None
 
 
-def check_alone(found: Format | None, tools: object) -> None:
+def check_alone(format: Format | None, tools: object) -> None:
     """Raise ValueError for a format beside tools: a call of one is not of the format."""
-    if found is not None and tools is not None:
+    if format is not None and tools is not None:
         raise at_fault(
-            found.param,
-            f"{found.param!r} and 'tools' exclude each other here: a call of a tool is not of the"
+            format.param,
+            f"{format.param!r} and 'tools' exclude each other here: a call of a tool is not of the"
             " format",
         )

@@ -73,7 +73,7 @@ class Forwarder:
         call = None if trace is None else trace.upstream(upstream, route)
         timeout = httpx.Timeout(upstream.timeout_s, connect=min(CONNECT_S, upstream.timeout_s))
         address = upstream.url + route.removeprefix("/v1")
-        asked = upstream.host + self._proxies.described(httpx.URL(address))
+        named = upstream.host + self._proxies.described(httpx.URL(address))
         outcome: UpstreamOutcome = "given_up"  # the client left, or the deadline passed
         code: str | None = outcome
         try:
@@ -87,7 +87,7 @@ class Forwarder:
                 "POST", address, json=content, headers=headers, timeout=timeout
             ) as response:
                 if response.status_code != httpx.codes.OK:
-                    raise UpstreamFailed(f"{asked} answered with status {response.status_code}")
+                    raise UpstreamFailed(f"{named} answered with status {response.status_code}")
                 if response.headers.get("content-encoding", "").strip().lower() not in (
                     "",
                     "identity",
@@ -100,11 +100,11 @@ class Forwarder:
             outcome, code = "answered", None
         except (httpx.HTTPError, SSEError, HalluTracerError) as error:
             if isinstance(error, httpx.TimeoutException):
-                error = UpstreamFailed(f"{asked} took longer than {upstream.timeout_s:g} s")
+                error = UpstreamFailed(f"{named} took longer than {upstream.timeout_s:g} s")
             elif not isinstance(error, HalluTracerError):
                 why = f": {error}" if isinstance(error, httpx.ProxyError) else ""
                 error = UpstreamFailed(
-                    f"{asked} could not be reached or read: {type(error).__name__}{why}"
+                    f"{named} could not be reached or read: {type(error).__name__}{why}"
                 )
             outcome, code = "failed", error.code
             raise error from None
@@ -142,15 +142,15 @@ def _refuse(constant: str) -> None:
 
 def _document(upstream: Upstream, content: bytes, call: UpstreamCall | None) -> dict[str, Any]:
     """Return what is passed on of it, and nothing that an upstream may add."""
-    found = None
+    document = None
     if excess(content) is None:
         with suppress(ValueError, RecursionError):
-            found = json.loads(content.decode("utf-8", "replace"), parse_constant=_refuse)
-    if not isinstance(found, dict) or not isinstance(found.get("choices"), list):
+            document = json.loads(content.decode("utf-8", "replace"), parse_constant=_refuse)
+    if not isinstance(document, dict) or not isinstance(document.get("choices"), list):
         raise UpstreamFailed(f"{upstream.host} sent something else than an answer")
     if call is not None:
-        call.note(found)
-    usage = found.get("usage")
-    return {"model": upstream.model, "choices": found["choices"]} | (
+        call.note(document)
+    usage = document.get("usage")
+    return {"model": upstream.model, "choices": document["choices"]} | (
         {"usage": usage} if usage else {}
     )

@@ -7,27 +7,30 @@ itself."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Body, Request, Response
-from pydantic import BaseModel, ConfigDict, Field, StrictStr, ValidationError
-from starlette.exceptions import HTTPException
+from pydantic import BaseModel, ConfigDict, Field, StrictStr
 
 from service.access.routes import CLASSIFY_ROUTE, LITELLM_ROUTE
-from service.api.answering import note, withheld
+from service.api.asking import answer, requested
 from service.api.auth import TheService
+from service.api.guarding import (
+    CannotRead,
+    check_readable,
+    conversation,
+    require_policy_without_answers,
+    sent,
+    unread,
+    unread_prompts,
+    withheld,
+)
 from service.api.json_body import GuardRoute, JsonRoute
-from service.api.openai_schema import ChatMessage
-from service.api.reply import FAILURES, Reply
+from service.api.reply import FAILURES, risk_note
 from service.api.request_schema import EXAMPLES, Kind, Reference, RequestModel, Risk, Texts
-from service.api.score import ScoringRequest, answer, requested
 from service.errors import EmptyPrompt, RequestError
-from service.policies.guard import Action, Policy
-from service.serving.service import Service
+from service.scoring import RiskReport
 
 
 class GuardrailParams(RequestModel):
@@ -100,32 +103,38 @@ async def litellm(
     chosen = (body.additional_provider_specific_params or GuardrailParams()).model_dump()
     texts, messages = body.texts or [], body.structured_messages
     kind: Kind = "messages" if messages else "prompt"
-    asked = requested(
+    spec = requested(
         request, service, LITELLM_ROUTE, kind, [messages] if messages else texts, "texts", **chosen
     )
-    check_sees_no_answer(asked.policy)
+    require_policy_without_answers(spec.policy)
     try:
-        with unread(asked.policy, request):
+        with unread(spec.policy, request):
             chat = _conversation(body)
-            asked = asked if chat is None else replace(asked, prompts=[chat])
-            asked.check(service.settings)
-        reply = await read(request, service, asked)
+            spec = spec if chat is None else replace(spec, prompts=[chat])
+            spec.check(service.settings)
+        with unread_prompts():
+            reply = await answer(request, service, spec)
     except CannotRead as error:
-        found: dict[str, Any] = {"hallutracer": {"error": str(error)}}
-        blocked = {"action": "BLOCKED", "blocked_reason": str(error)}
-        return sent((blocked if asked.policy.action.withholds else {"action": "NONE"}) | found)
+        reason = str(error) if spec.policy.action.withholds else None
+        return sent(_verdict(reason, {"error": str(error)}))
     reply.end()
-    found = {"hallutracer": note(reply.judgement)}
-    report = next(filter(withheld, reply.judgement.reports), None)
-    if report is None:
-        return sent({"action": "NONE"} | found, reply.headers())
+    reasons = [_reason(report) for report in reply.judgement.reports if withheld(report)]
+    reason = reasons[0] if reasons else None
+    return sent(_verdict(reason, risk_note(reply.judgement)), reply.headers())
+
+
+def _verdict(reason: str | None, risk: dict[str, Any]) -> dict[str, Any]:
+    """Return what LiteLLM is told; without a reason the call goes on."""
+    if reason is None:
+        return {"action": "NONE", "hallutracer": risk}
+    return {"action": "BLOCKED", "blocked_reason": reason, "hallutracer": risk}
+
+
+def _reason(report: RiskReport) -> str:
     verdict = report.verdict
     why = ", outside training" if report.uncertain.outside and not verdict.flagged else ""
-    reason = (
-        verdict.message
-        or f"withheld: risk {report.risk:.2f}, threshold {verdict.threshold:.2f}{why}"
-    )
-    return sent({"action": "BLOCKED", "blocked_reason": reason} | found, reply.headers())
+    numbers = f"risk {report.risk:.2f}, threshold {verdict.threshold:.2f}"
+    return verdict.message or f"withheld: {numbers}{why}"
 
 
 @router.post(
@@ -149,79 +158,11 @@ async def classify(
         report.risk if report.verdict.flagged or not report.verdict.acts else 1.0
         for report in reply.judgement.reports
     ]
-    found = [
+    labels = [
         [{"label": "hallucinated", "score": risk}, {"label": "factual", "score": 1.0 - risk}]
         for risk in risks
     ]
-    return sent(found[0] if isinstance(body.inputs, str) else found, reply.headers())
-
-
-class CannotRead(Exception):
-    """The call holds what no risk can be read from."""
-
-
-@contextmanager
-def unread(policy: Policy, request: Request) -> Iterator[None]:
-    """Check a call in the block: where the policy observes, what is wrong with it raises
-    CannotRead, for it passes."""
-    refusal: HTTPException | None = request.state.unreadable
-    if refusal is not None and policy.action.withholds:
-        raise refusal
-    if refusal is not None:
-        raise CannotRead("the call cannot be read: a text of it is not well-formed Unicode")
-    try:
-        yield
-    except RequestError as error:
-        if policy.action.withholds:
-            raise
-        raise CannotRead(f"the call cannot be read: {error.message}") from None
-
-
-async def read(request: Request, service: Service, asked: ScoringRequest) -> Reply:
-    """Return the reply.  Raises CannotRead where a prompt is too long or empty, or the chat
-    template refuses it."""
-    try:
-        return await answer(request, service, asked)
-    except RequestError as error:
-        raise CannotRead(f"a prompt cannot be read: {error.message}") from None
-
-
-def check_sees_no_answer(policy: Policy) -> None:
-    """Raise RequestError for a policy that changes answers, or decides by them."""
-    does = (
-        "annotates"
-        if policy.action is Action.ANNOTATE
-        else "reads"
-        if policy.reads_answers_for
-        else None
-    )
-    if does is not None:
-        raise RequestError(
-            f"policy {policy.name!r} {does} answers, and this route sees none", param="policy"
-        )
-
-
-def check_readable(**beside: Any) -> None:
-    """Raise CannotRead for anything that stands beside a chat's messages, by name."""
-    for name, given in beside.items():
-        if given:
-            raise CannotRead(f"the call has {name}, from which no risk can be read")
-
-
-def conversation(messages: Sequence[Mapping[str, Any]], field: str) -> list[dict[str, str]]:
-    """Return a chat's messages.  Raises CannotRead, and EmptyPrompt for none."""
-    try:
-        found = [ChatMessage.model_validate(message) for message in messages]
-    except ValidationError as error:
-        where = ".".join(map(str, error.errors()[0]["loc"]))
-        raise CannotRead(f"a message cannot be read, at {where or 'its role or content'}") from None
-    if any(message.tool_calls or message.role == "tool" for message in found):
-        raise CannotRead(
-            "a message is a call of a tool or its result: without the tools it cannot be read"
-        )
-    if not found:
-        raise EmptyPrompt(f"{field!r} is empty", param=field)
-    return [message.rendered() for message in found]
+    return sent(labels[0] if isinstance(body.inputs, str) else labels, reply.headers())
 
 
 def _conversation(body: GuardrailRequest) -> list[dict[str, str]] | None:
@@ -233,10 +174,3 @@ def _conversation(body: GuardrailRequest) -> list[dict[str, str]] | None:
     if not body.texts:
         raise EmptyPrompt("give 'texts' or 'structured_messages'", param="texts")
     return None
-
-
-def sent(content: Any, headers: dict[str, str] | None = None) -> Response:
-    """Return a JSON response."""
-    return Response(
-        json.dumps(content, ensure_ascii=False), media_type="application/json", headers=headers
-    )

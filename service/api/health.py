@@ -1,5 +1,4 @@
-"""Liveness, readiness and metrics, and the reload.  Ready: the model is loaded and every golden
-prompt matched."""
+"""Liveness, readiness and metrics.  Ready: the model is loaded and every golden prompt matched."""
 
 from __future__ import annotations
 
@@ -9,12 +8,10 @@ from typing import Any, Literal
 
 from fastapi import APIRouter, Request, Response
 
-from service.access.routes import RELOAD_ROUTE
-from service.api.auth import Admin, TheService, knows_caller
-from service.api.catalogue import BundleList, bundles
+from service.api.auth import TheService, knows_caller
 from service.api.reply import errors
 from service.api.request_schema import Strict
-from service.errors import AuditUnavailable, NotFound, NotReady, ReloadFailed
+from service.errors import NotReady
 from service.serving.service import Service
 
 
@@ -27,7 +24,7 @@ class Status(Strict):
     keys: str | None = None  # why the file of named keys, as it is now, is not in force
 
 
-router, admin = APIRouter(tags=["operations"]), APIRouter(tags=["admin"])
+router = APIRouter(tags=["operations"])
 _TEXT: dict[int | str, dict[str, Any]] = {
     200: {
         "content": {"text/plain": {"schema": {"type": "string"}}},
@@ -105,36 +102,3 @@ def metrics(service: TheService) -> Response:
     service.metrics.ready(service.lifecycle.is_ready)
     body, content_type = service.metrics.render()
     return Response(body, media_type=content_type)
-
-
-RELOADED = errors(
-    _401="no bearer key, or an unknown one",
-    _403=(
-        "the key does not have the scope admin, or there are no keys and the caller is not on this"
-        " machine"
-    ),
-    _404="this service was not started by a command that can reload",
-    _409=(
-        "the keys or the bundles cannot be used; the message tells of each, and what cannot be used"
-        " is as before"
-    ),
-    _503="not ready: loading, or shutting down; or the audit log cannot be written",
-)
-
-
-@admin.post(RELOAD_ROUTE, summary="Load keys and bundles again", responses=RELOADED)
-async def reload(service: TheService, who: Admin) -> BundleList:
-    """Read the keys again, look the bundles up again and swap them; requests under way end with
-    what they began with.
-
-    Of keys and bundles each is taken where it can be, whatever is wrong with the other."""
-    if service.lifecycle.load_again is None:
-        raise NotFound("this service cannot load its bundles again")
-    keys, error = await service.reload(who)
-    if keys is None and error is None:
-        return await bundles(service)
-    swapped = "swapped" if error is None else f"not swapped, those that were loaded stay: {error}"
-    kind = next(
-        (one for one in (NotReady, AuditUnavailable) if isinstance(error, one)), ReloadFailed
-    )
-    raise kind(f"keys: {keys or 'as their file says'}; bundles: {swapped}")

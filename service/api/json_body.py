@@ -53,18 +53,18 @@ class LongBodies:
     async def read(self, caller: str, work: Callable[[], T]) -> T:
         """Return ``work()``, which runs in a thread; raises what it raises."""
         body = object()
-        places, bodies = self._callers.setdefault(
+        threads, bodies = self._callers.setdefault(
             caller, (asyncio.Semaphore(MOST_OF_CALLER), set())
         )
         bodies.add(body)
         try:
-            await places.acquire()
+            await threads.acquire()
         except asyncio.CancelledError:
             self._leave(caller, body)
             raise
 
         def end(_: object) -> None:
-            places.release()
+            threads.release()
             self._leave(caller, body)
 
         reading = asyncio.get_running_loop().run_in_executor(self._threads, work)
@@ -112,10 +112,10 @@ class JsonRoute(APIRoute):
             value = parsed(request, body)
             if field is None or value is None:  # of nothing FastAPI says that it is missing
                 return value
-            made, errors = field.validate(value, loc=("body",))
+            model, errors = field.validate(value, loc=("body",))
             if errors:
                 raise _Invalid(RequestValidationError(errors, body=value))
-            return made  # FastAPI's own validation takes it as it is
+            return model  # FastAPI's own validation takes it as it is
 
         class JsonRequest(Request):
             async def json(self) -> Any:
@@ -151,9 +151,8 @@ def parse(body: bytes) -> Any:
     Raises json.JSONDecodeError, and HTTPException for what a parser would take and nobody can have
     meant."""
     value = _loaded(body)
-    if (found := _surrogate(body, value)) is not None:
-        path, said = found
-        raise _invalid(said, *path)
+    if (problem := _surrogate(body, value)) is not None:
+        raise problem
     return value
 
 
@@ -163,15 +162,15 @@ def parse_repaired(body: bytes) -> tuple[Any, HTTPException | None]:
 
     Raises as ``parse`` does for all else."""
     value = _loaded(body)
-    if (found := _surrogate(body, value)) is None:
-        return value, None
-    path, said = found
-    repaired = json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
-    return repaired, _invalid(said, *path)
+    problem = _surrogate(body, value)
+    if problem is not None:
+        value = json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
+    return value, problem
 
 
-def _surrogate(body: bytes, value: Any) -> tuple[tuple[str | int, ...], str] | None:
-    return lone_surrogate(value) if _SURROGATE.search(body) else None
+def _surrogate(body: bytes, value: Any) -> _Invalid | None:
+    half = lone_surrogate(value) if _SURROGATE.search(body) else None
+    return None if half is None else _invalid(half[1], *half[0])
 
 
 def _loaded(body: bytes) -> Any:
@@ -216,7 +215,6 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return content
 
 
-def _invalid(said: str, *path: str | int) -> _Invalid:
-    return _Invalid(
-        RequestValidationError([{"type": "value_error", "loc": ("body", *path), "msg": said}])
-    )
+def _invalid(message: str, *path: str | int) -> _Invalid:
+    error = {"type": "value_error", "loc": ("body", *path), "msg": message}
+    return _Invalid(RequestValidationError([error]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import chain
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, StrictBool, StrictInt, StrictStr, field_validator, model_validator
@@ -92,22 +93,19 @@ class Block(ForeignModel):
             "tool_result": {"tool_use_id"},
         }
         needed = of_kind.get(self.type, set())
-        given = {
-            name
-            for name in type(self).model_fields
-            if name != "type" and getattr(self, name) is not None
-        }
-        if missing := needed - given:
+        present = {name for name, value in self if name != "type" and value is not None}
+        if missing := needed - present:
             raise ValueError(f"a block of type {self.type!r} needs {min(missing)!r}")
-        if other := given - needed - ({"content"} if self.type == "tool_result" else set()):
-            raise ValueError(f"a block of type {self.type!r} has no {min(other)!r}")
+        allowed = needed | ({"content"} if self.type == "tool_result" else set())
+        if unknown := present - allowed:
+            raise ValueError(f"a block of type {self.type!r} has no {min(unknown)!r}")
         return self
 
     @field_validator("input")
     @classmethod
-    def _small(cls, found: dict[str, Any] | None) -> dict[str, Any] | None:
-        size_within(found, levels=MOST_DEPTH)
-        return found
+    def _small(cls, arguments: dict[str, Any] | None) -> dict[str, Any] | None:
+        size_within(arguments, levels=MOST_DEPTH)
+        return arguments
 
 
 class AnthropicMessage(ForeignModel):
@@ -192,8 +190,8 @@ class MessagesTool(ForeignModel):
 
     @field_validator("input_schema")
     @classmethod
-    def _schema(cls, found: dict[str, Any]) -> dict[str, Any]:
-        return check_parameters(found)
+    def _schema(cls, schema: dict[str, Any]) -> dict[str, Any]:
+        return check_parameters(schema)
 
     def definition(self) -> dict[str, Any]:
         """Return what the chat template is given."""
@@ -239,36 +237,34 @@ class Conversation(ForeignModel):
 
     @field_validator("thinking", mode="before")
     @classmethod
-    def _no_thoughts_of_a_length(cls, given: Any) -> Any:
-        known = isinstance(given, dict) and given.get("type") in ("disabled", "adaptive")
-        if given is not None and (not known or given.keys() - {"type", "display"}):
+    def _no_thoughts_of_a_length(cls, value: Any) -> Any:
+        known = isinstance(value, dict) and value.get("type") in ("disabled", "adaptive")
+        if value is not None and (not known or value.keys() - {"type", "display"}):
             raise ValueError(
                 "'thinking' is {'type': 'adaptive'} or {'type': 'disabled'} here: no thought is"
                 " asked for"
             )
-        return given
+        return value
 
     @field_validator("tool_choice", mode="before")
     @classmethod
-    def _not_forced(cls, found: Any) -> Any:
-        if isinstance(found, dict) and found.get("type") not in ("auto", "none"):
+    def _not_forced(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("type") not in ("auto", "none"):
             raise ValueError(
                 "'tool_choice' has the type 'auto' or 'none' here: nothing makes the model call a"
                 " tool"
             )
-        return found
+        return value
 
     @model_validator(mode="after")
     def _tools_belong_together(self) -> Self:
         seen, inputs = list[tuple[str | None, str]](), list[Any]()
         for number, message in enumerate(self.messages):
             inputs += (block.input for block in message.blocks)
-            for place, block in enumerate(message.blocks):
+            for position, block in enumerate(message.blocks):
+                field = f"messages.{number}.content.{position}.type"
                 seen += [] if block.id is None else [(None, block.id)]
-                result = block.tool_use_id
-                seen += (
-                    [] if result is None else [(f"messages.{number}.content.{place}.type", result)]
-                )
+                seen += [] if block.tool_use_id is None else [(field, block.tool_use_id)]
         check_results(seen)
         try:
             size_within(inputs, levels=MOST_DEPTH + 1)
@@ -284,10 +280,9 @@ class Conversation(ForeignModel):
         """Return the tools that the model is told of."""
         choice, tools = self.tool_choice, self.tools or []
         if choice is None:
-            return offered(tools, told=True)
-        return offered(
-            tools, told=choice.type != "none", parallel=not choice.disable_parallel_tool_use
-        )
+            return offered(tools)
+        parallel = not choice.disable_parallel_tool_use
+        return offered(tools, visible=choice.type != "none", parallel=parallel)
 
     def of_template(self) -> dict[str, Mapping[str, TemplateArgument]]:
         """Return the arguments of the chat template that the request asks for, by the field that
@@ -298,7 +293,7 @@ class Conversation(ForeignModel):
     def conversation(self) -> list[dict[str, Any]]:
         """Return the messages for the chat template."""
         first = [] if self.system is None else [{"role": "system", "content": joined(self.system)}]
-        return [*first, *(turn for one in self.messages for turn in one.rendered())]
+        return [*first, *chain.from_iterable(message.rendered() for message in self.messages)]
 
 
 class MessagesRequest(AnswerRequest, Conversation):

@@ -54,8 +54,8 @@ class RequestFrame:
             self._service.tracing,
             self._service.settings,
         )
-        given = headers.get("x-request-id", "")
-        id = given if _ID.fullmatch(given) else f"{random.getrandbits(128):032x}"
+        named = headers.get("x-request-id", "")
+        id = named if _ID.fullmatch(named) else f"{random.getrandbits(128):032x}"
         record = RequestRecord(request_id=id, method=scope["method"], path=scope["path"][:256])
         if tracing is not None and not record.routine:
             record.trace = tracing.request(headers, record.method)
@@ -181,11 +181,10 @@ class LoadShedder:
                 return
         headers = Headers(scope=scope)
         length = headers.get("content-length", "0")
-        told = (
-            length.isdecimal() and "transfer-encoding" not in headers
-        )  # then the server lets no more arrive
-        size = int(length) if told else 0
-        if told and size <= FREE:
+        # Where the length is known, the server lets no more arrive.
+        known = length.isdecimal() and "transfer-encoding" not in headers
+        size = int(length) if known else 0
+        if known and size <= FREE:
             await self.app(scope, receive, send)
             return
         memory, parts, taken = self._memory, bytearray(), 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, StrictBool, StrictInt, StrictStr, field_validator, model_validator
 
@@ -205,13 +205,7 @@ class OpenAIRequest(AnswerRequest):
 
     def stops(self) -> tuple[str, ...]:
         """Return the texts that end the answer."""
-        return (
-            ()
-            if self.stop is None
-            else (self.stop,)
-            if isinstance(self.stop, str)
-            else tuple(self.stop)
-        )
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
     def with_usage(self) -> bool:
@@ -248,30 +242,26 @@ class ChatRequest(OpenAIRequest):
 
     @field_validator("messages", mode="before")
     @classmethod
-    def _few_arguments(cls, found: Any) -> Any:
-        check_arguments(arguments_in(found))
-        return found
+    def _few_arguments(cls, messages: Any) -> Any:
+        check_arguments(arguments_in(messages))
+        return messages
 
     @field_validator("response_format")
     @classmethod
-    def _known_format(cls, found: dict[str, Any] | None) -> dict[str, Any] | None:
-        return None if asked_format(found, "response_format", "json_schema") is None else found
+    def _known_format(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        return None if asked_format(value, "response_format", "json_schema") is None else value
 
     @model_validator(mode="after")
     def _tools_belong_together(self) -> ChatRequest:
         seen = list[tuple[str | None, str]]()
         for number, message in enumerate(self.messages):
             seen += [(None, call.id) for call in message.tool_calls or ()]
-            seen += (
-                []
-                if message.tool_call_id is None
-                else [(f"messages.{number}", message.tool_call_id)]
-            )
+            if message.tool_call_id is not None:
+                seen.append((f"messages.{number}", message.tool_call_id))
         check_results(seen)
         check_alone(self.format, self.offered)
-        if (
-            not self.tools
-        ):  # another server, which a policy may ask instead, refuses what belongs to none
+        # Another server, which a policy may ask instead, refuses what belongs to no tools.
+        if not self.tools:
             self.tools = self.tool_choice = self.parallel_tool_calls = None
         return self
 
@@ -292,7 +282,7 @@ class ChatRequest(OpenAIRequest):
         functions = [tool.function for tool in self.tools or ()]
         return offered(
             functions,
-            told=self.tool_choice != "none",
+            visible=self.tool_choice != "none",
             parallel=self.parallel_tool_calls is not False,
         )
 
@@ -310,6 +300,8 @@ class ChatRequest(OpenAIRequest):
 class TextRequest(OpenAIRequest):
     """POST /v1/completions: each prompt as it is, without the chat template."""
 
+    offered: ClassVar[Tools | None] = None
+    format: ClassVar[Format | None] = None
     ignored = IGNORED | {"reasoning_effort"}
     neutral = NEUTRAL | {"add_special_tokens": (True,)}
 

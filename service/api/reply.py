@@ -1,21 +1,28 @@
-"""From a judgement to the wire: the schema of what the scoring routes answer, and body, headers and
-stream of one."""
+"""From a judgement to the wire: the schema of a risk, what is noted of it in every protocol, and
+how a response is sent.
+
+A protocol is one renderer, a ``Wire``: it writes an answer as one document, or as the events of a
+stream."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from dataclasses import dataclass
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema, create_model
-from starlette.responses import StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from service.api.error_bodies import error_body
 from service.api.request_schema import Include, Risk, Strict
 from service.engines.base import Completion
+from service.engines.formats import Format
 from service.errors import ClientGone, DeadlineExceeded, HalluTracerError
 from service.judging.guarantee import GuaranteeStatus
 from service.policies.guard import Decision
@@ -26,7 +33,8 @@ from service.serving.dispatcher import Piece, RequestHandle
 from service.serving.judgement import Judgement
 from service.serving.request_log import RequestRecord, log_failure
 from service.serving.service import Service
-from service.turn import AnswerRisk
+from service.tool_calls import CallReader, Part, ToolCall, Tools
+from service.turn import AnswerRisk, Outcome
 
 
 class BundleRef(Strict):
@@ -257,7 +265,7 @@ FAILURES = errors(
 """Of every route that reads a prompt."""
 _AS_400 = "the body is not JSON, the prompt is too long, or a field is wrong or not supported"
 FAILURES_400 = {
-    status: said for status, said in FAILURES.items() if status not in (422, 502)
+    status: response for status, response in FAILURES.items() if status not in (422, 502)
 } | errors(_400=_AS_400)
 FAILURES_400["default"] = {
     "model": _ERROR_RESPONSE,
@@ -360,20 +368,34 @@ def risk_out(index: int, report: RiskReport, include: Collection[Include] = ()) 
     )
 
 
-def risk_note(judgement: Judgement, risks: Sequence[RiskOut]) -> dict[str, Any]:
-    """Return ``hallutracer`` of the responses of OpenAI's routes: ``risks`` with what applies to
-    them all."""
-    guarantee = guarantee_out(judgement.guarantee)
-    return {
+def risk_note(judgement: Judgement, reports: Sequence[RiskReport] | None = None) -> dict[str, Any]:
+    """Return ``hallutracer`` of other protocols' responses: the risks, without the answers.
+
+    ``reports``: those at the end of a stream, with the answers' own risks."""
+    guarantee, retrieval = guarantee_out(judgement.guarantee), retrieval_out(judgement)
+    risks = list[dict[str, Any]]()
+    for prompt, report in zip(judgement.prompts, reports or judgement.reports, strict=True):
+        risk = risk_out(prompt.index, replace(report, completion=None))
+        risks.append(risk.model_dump(exclude_none=True))
+    content: dict[str, Any] = {
         "bundle": bundle_ref(judgement.scorer).model_dump(),
         "policy": judgement.policy.name,
-        **({} if guarantee is None else {"guarantee": guarantee.model_dump()}),
-        "data": [risk.model_dump(exclude_none=True) for risk in risks],
     }
+    if guarantee is not None:
+        content["guarantee"] = guarantee.model_dump()
+    content["data"] = risks
+    if retrieval is not None:
+        content["retrieval"] = retrieval.model_dump(exclude_none=True)
+    return content
+
+
+def risk_field(risk: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the field that holds a note, where there is one."""
+    return {"hallutracer": risk} if risk else {}
 
 
 def bundle_ref(scorer: Scorer) -> BundleRef:
-    """Return the bundle that says so."""
+    """Return name, version and digest of the bundle that produced the risk."""
     manifest = scorer.bundle.manifest
     return BundleRef(name=manifest.name, version=manifest.version, digest=manifest.digest)
 
@@ -412,6 +434,9 @@ def running_note(answer: AnswerRisk | None) -> dict[str, Any]:
     return {} if answer is None else {"answer_risk": answer.risk, "answer_tokens": answer.tokens}
 
 
+RISKS = "bundle, policy, guarantee and data as /v1/risk/score answers them"  # of that field
+
+
 def completion_out(completion: Completion) -> CompletionOut:
     """Return an answer."""
     assert completion.finish_reason != "cancelled", "a cancelled answer has no reader"
@@ -435,14 +460,105 @@ DONE = b"data: [DONE]\n\n"
 SLOW_READER_S = 5.0  # beyond the deadline, for a reader that is slow rather than gone
 
 
+class Wire(ABC):
+    """How one protocol writes an answer: whole, or as a stream of ``head``, ``text`` for each
+    piece, and ``end`` or ``failed``; at last ``done``.
+
+    Of an answer that is withheld no piece comes: what is said instead is in ``head`` and ``end``.
+    """
+
+    done = b""
+
+    def __init__(
+        self, reply: Reply, tools: Tools | None = None, format: Format | None = None
+    ) -> None:
+        """``tools``: those that the model is told of.  ``format``: of the answer."""
+        self.reply, self.judgement = reply, reply.judgement
+        self.report = self.judgement.reports[0]  # of a stream as it is before the answer
+        self.tools, self._format = tools, format
+        self._reader = None if tools is None else CallReader(tools)
+
+    @abstractmethod
+    def head(self) -> bytes:
+        """Return what a stream begins with: the risk."""
+
+    @abstractmethod
+    def text(self, piece: Piece) -> bytes:
+        """Return the events of one more piece of the answer."""
+
+    @abstractmethod
+    def end(self, reports: list[RiskReport]) -> bytes:
+        """Return how the answer has ended."""
+
+    @abstractmethod
+    def whole(self) -> str:
+        """Return the only document."""
+
+    def failed(self, error: HalluTracerError) -> bytes:
+        """Return the event of an error after the status line."""
+        return event(json.dumps(error_body(error.status, error.message, error.code, error.param)))
+
+    @property
+    def withheld(self) -> bool:
+        """Return whether no answer is shown."""
+        return self.report.outcome is Outcome.WITHHELD
+
+    @property
+    def refusal_in_content(self) -> bool:
+        """Return whether the policy's message also stands where a withheld answer's text would."""
+        return self.reply.service.settings.message_in_content
+
+    def warning(self, report: RiskReport) -> str:
+        """Return what stands before an answer that is given with a warning; nothing before one of
+        a format.
+
+        Its reader would not find the JSON that was asked for; the note has the message all the
+        same."""
+        message = report.verdict.message
+        shown = report.outcome is not Outcome.WITHHELD and self._format is None
+        return f"{message}\n\n" if shown and message is not None else ""
+
+    def parts(self, text: str) -> Sequence[Part]:
+        """Return the texts and calls that are known with one more piece."""
+        return [text] if self._reader is None else self._reader.feed(text)
+
+    def last_parts(self) -> Sequence[Part]:
+        """Return those that were held when the answer ended."""
+        return [] if self._reader is None else self._reader.end()
+
+    def split(self, text: str) -> tuple[str, list[ToolCall]]:
+        """Return a whole answer's text and its calls."""
+        parts = [text] if self.tools is None else self.tools.parts(text)
+        texts = [part for part in parts if isinstance(part, str)]
+        return "".join(texts), [part for part in parts if isinstance(part, ToolCall)]
+
+
+def send(wire: Wire, *, stream: bool | None) -> Response:
+    """Return an answer as a stream, or as one document, with which the reply ends."""
+    if stream:
+        return EventStream(wire)
+    wire.reply.end()
+    return json_response(wire.whole(), wire.reply.headers())
+
+
+def json_response(document: str, headers: Mapping[str, str] | None = None) -> Response:
+    """Return a document that is JSON already."""
+    return Response(document, media_type="application/json", headers=headers)
+
+
 class EventStream(StreamingResponse):
     """Starts once the risks are known; whatever ends it also ends the work behind it."""
 
-    def __init__(self, reply: Reply, content: AsyncIterator[bytes]) -> None:
-        """``content`` begins with the risks, and ends the stream with DONE."""
-        headers = {"cache-control": "no-cache", "x-accel-buffering": "no", **reply.headers()}
+    def __init__(self, wire: Wire, answer: AsyncGenerator[bytes, None] | None = None) -> None:
+        """``answer``: the events between head and end mark, where another server gives them."""
+        self._reply = wire.reply
+        headers = {
+            "cache-control": "no-cache",
+            "x-accel-buffering": "no",
+            **self._reply.headers(),
+        }
+        content = _events(wire, decoded(wire) if answer is None else answer)
         super().__init__(content, media_type="text/event-stream", headers=headers)
-        self._reply = reply
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events; a client that goes away stops the decoding."""
@@ -453,14 +569,18 @@ class EventStream(StreamingResponse):
             async with asyncio.timeout(max(0.0, handle.deadline.left) + SLOW_READER_S):
                 await super().__call__(scope, receive, send)
         except TimeoutError:
-            record.code = (
-                DeadlineExceeded.code
-            )  # the server closes the connection of an unfinished response
+            # The server closes the connection of an unfinished response.
+            record.code = DeadlineExceeded.code
         finally:
             if record.code is None and not handle.done.is_set():
                 record.code = ClientGone.code
             handle.cancel()
             self._reply.end()
+
+
+def call_id() -> str:
+    """Return a fresh random id of a call, in OpenAI's form."""
+    return f"call_{uuid.uuid4().hex}"
 
 
 def event(document: str, name: str | None = None) -> bytes:
@@ -469,42 +589,31 @@ def event(document: str, name: str | None = None) -> bytes:
     return f"{head}data: {document}\n\n".encode()
 
 
-def _openai_failure(error: HalluTracerError) -> bytes:
-    return event(json.dumps(error_body(error.status, error.message, error.code, error.param)))
-
-
-Failed = Callable[[HalluTracerError], bytes]
-
-
-def failure(reply: Reply, error: Exception, failed: Failed = _openai_failure) -> bytes:
-    """Log an error after the status line has been sent, and return it; of one that is not ours no
-    details are told."""
-    log_failure(reply.record.request_id, reply.record.path, error)
-    known = (
-        error
-        if isinstance(error, HalluTracerError)
-        else HalluTracerError("an internal error under way")
-    )
-    reply.record.code = known.code
-    return failed(known)
-
-
-async def answer_events(
-    reply: Reply,
-    chunk: Callable[[Piece], bytes],
-    last: Callable[[list[RiskReport]], bytes],
-    failed: Failed = _openai_failure,
-) -> AsyncIterator[bytes]:
-    """Yield the answer to a stream's one prompt as it is decoded, and how it ended: ``last``, or an
-    error."""
+async def _events(wire: Wire, answer: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:
+    yield wire.head()
     try:
-        async for pieces in reply.handle.pieces():
-            yield b"".join(map(chunk, pieces))
-            await asyncio.sleep(
-                0
-            )  # neither a full queue nor a free socket suspends: let other requests run
-        reports = await reply.handle.answers()
+        async with aclosing(answer):
+            async for events in answer:
+                yield events
     except Exception as error:
-        yield failure(reply, error, failed)
-    else:
-        yield last(reports)
+        record = wire.reply.record
+        log_failure(record.request_id, record.path, error)
+        if not isinstance(error, HalluTracerError):  # of which no details are told
+            error = HalluTracerError("an internal error under way")
+        record.code = error.code
+        yield wire.failed(error)
+    yield wire.done
+
+
+async def decoded(wire: Wire) -> AsyncGenerator[bytes, None]:
+    """Yield the answer to a stream's one prompt as it is decoded, and its end.  Raises what the
+    engine and the deadline raise."""
+    handle = wire.reply.handle
+    if wire.withheld:
+        yield wire.end([wire.report])
+        return
+    async for pieces in handle.pieces():
+        yield b"".join(map(wire.text, pieces))
+        # Neither a full queue nor a free socket suspends: let other requests run.
+        await asyncio.sleep(0)
+    yield wire.end(await handle.answers())

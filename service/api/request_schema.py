@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -107,11 +108,8 @@ _NULL, _GIVEN = {"type": "null"}, {"not": {"type": "null"}}
 # The validators below, as JSON schema for the OpenAPI document.
 RULES: dict[str, Any] = {
     "oneOf": [
-        {
-            "required": [given],
-            "properties": {name: _GIVEN if name == given else _NULL for name in _PROMPTS},
-        }
-        for given in _PROMPTS
+        {"required": [name], "properties": dict.fromkeys(_PROMPTS, _NULL) | {name: _GIVEN}}
+        for name in _PROMPTS
     ],
     "if": {"required": ["stream"], "properties": {"stream": {"const": True}}},
     "then": {"required": ["generate"], "properties": {"generate": {"type": "object"}}},
@@ -193,11 +191,11 @@ class ScoreRequest(RequestModel):
 
     @model_validator(mode="after")
     def _exactly_one(self) -> ScoreRequest:
-        given = [name for name in _PROMPTS if getattr(self, name) is not None]
-        if len(given) != 1:
-            found = " and ".join(given) or "none"
+        names = [name for name in _PROMPTS if getattr(self, name) is not None]
+        if len(names) != 1:
             raise ValueError(
-                f"give exactly one of 'prompt', 'messages', 'input_ids'; found {found}"
+                "give exactly one of 'prompt', 'messages', 'input_ids'; found"
+                f" {' and '.join(names) or 'none'}"
             )
         if self.stream and self.generate is None:
             raise at_fault("stream", "'stream' needs 'generate'")
@@ -210,9 +208,8 @@ class ScoreRequest(RequestModel):
     def given(self) -> tuple[Kind, list[Any]]:
         """Return what the prompts are, and each of them: a conversation is one."""
         if self.messages is not None:
-            return "messages", [
-                [{"role": one.role, "content": one.content} for one in self.messages]
-            ]
+            turns = [{"role": turn.role, "content": turn.content} for turn in self.messages]
+            return "messages", [turns]
         if self.prompt is not None:
             return "prompt", [self.prompt] if isinstance(self.prompt, str) else self.prompt
         ids: list[Any] = self.input_ids or []
@@ -223,13 +220,11 @@ def size_of(kind: Kind, prompts: Sequence[Any]) -> int:
     """Return characters or token ids of all prompts, templates included, to separate short requests
     from long ones."""
     if kind == "messages":
-        prompts = [
-            text
-            for conversation in prompts
-            for message in conversation
-            for text in (message["content"], *texts_in(message.get("tool_calls")))
-        ]
-    return sum(len(one) + TEMPLATE_CHARACTERS for one in prompts)
+        texts = list[str]()
+        for message in chain.from_iterable(prompts):
+            texts += (message["content"], *texts_in(message.get("tool_calls")))
+        prompts = texts
+    return sum(len(prompt) + TEMPLATE_CHARACTERS for prompt in prompts)
 
 
 class ForeignModel(RequestModel):
@@ -269,7 +264,8 @@ class CacheOptions(ForeignModel):
 
 def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
     """Return whether a JSON value is one of these; true is not 1, as Python has it, and 1.0 is."""
-    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed)
+    alike = [same for same in allowed if isinstance(value, bool) == isinstance(same, bool)]
+    return value in alike
 
 
 VLLM_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -326,9 +322,9 @@ VLLM_IGNORED = frozenset(
 )
 
 
-def _template_arguments(given: Any) -> Any:
+def _template_arguments(value: Any) -> Any:
     try:
-        return None if given is None else template_arguments(given)
+        return None if value is None else template_arguments(value)
     except ValueError as error:
         raise ValueError(f"'chat_template_kwargs': {error}") from None
 

@@ -1,11 +1,8 @@
-"""POST /v1/responses, OpenAI's Responses API: the answer, where its risk allows one.
-
-The risk is the response's ``hallutracer``.  A withheld answer is a refusal, the policy's message;
-it is incomplete for the reason ``content_filter``, and so is one that a policy ended under way."""
+"""POST /v1/responses, OpenAI's Responses API: the answer, where its risk allows one, written by
+``responses_wire``."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Body, Request, Response
@@ -13,16 +10,11 @@ from pydantic import Field, create_model
 
 from service.access.routes import RESPONSES_ROUTE
 from service.api import reply as wire
-from service.api.answering import RISKS, Wanted, answered, beside, note, whole
+from service.api.asking import answered
 from service.api.auth import TheService
-from service.api.error_bodies import error_body
 from service.api.json_body import JsonRoute
-from service.api.responses_document import Told
 from service.api.responses_schema import ResponsesRequest
-from service.errors import HalluTracerError
-from service.scoring import RiskReport
-from service.serving.dispatcher import Piece
-from service.turn import Outcome
+from service.api.responses_wire import ResponsesWire
 
 # What the document says of an answer.
 _PART: Any = create_model(
@@ -77,7 +69,7 @@ _ANSWER = create_model(
     output=list[_ITEM | _CALL],
     usage=_USAGE,
     store=(Literal[False], Field(description="nothing is kept")),
-    hallutracer=(dict[str, Any], Field(description=RISKS)),
+    hallutracer=(dict[str, Any], Field(description=wire.RISKS)),
 )
 _EVENTS = (
     "response.created, with the risk, to response.completed or response.incomplete, or an error"
@@ -103,45 +95,16 @@ async def responses(
     body: Annotated[ResponsesRequest, Body()], request: Request, service: TheService
 ) -> Response:
     """An answer to the input; its risk is known before its first token.  Nothing is kept."""
-    most = body.max_output_tokens or service.settings.max_new_tokens
-    wanted = Wanted(
+    reply = await answered(
+        request,
+        service,
+        body,
         route=RESPONSES_ROUTE,
         prompts=[body.conversation()],
         field="input",
-        most=most,
+        most=body.max_output_tokens or service.settings.max_new_tokens,
         most_field="max_output_tokens",
         tools=body.offered,
         format=body.format,
     )
-    reply = await answered(request, service, body, wanted)
-    told = Told(body, reply, service.settings.message_in_content)
-    if body.stream:
-        return wire.EventStream(reply, _events(told))
-    reply.end()
-    return whole(reply, told.whole(reply.judgement.reports[0], note(reply.judgement)))
-
-
-async def _events(told: Told) -> AsyncIterator[bytes]:
-    reply, judgement, report = told.reply, told.reply.judgement, told.reply.judgement.reports[0]
-
-    def piece(one: Piece) -> bytes:
-        return told.piece(one.text, **beside(wire.running_note(one.answer)))
-
-    def last(reports: list[RiskReport]) -> bytes:
-        return told.over(reports[0], note(judgement, reports))
-
-    def failed(error: HalluTracerError) -> bytes:
-        # Under ``error``, too, where OpenAI's client looks for what it raises: half an answer must
-        # not pass for one.
-        body = error_body(error.status, error.message, error.code, error.param)
-        return told.output.event(
-            "error", code=error.code, message=error.message, param=error.param, **body
-        )
-
-    yield told.begun(note(judgement))
-    if report.outcome is Outcome.WITHHELD:
-        yield told.over(report, note(judgement))
-        return
-    yield told.begins()
-    async for part in wire.answer_events(reply, piece, last, failed):
-        yield part
+    return wire.send(ResponsesWire(reply, body), stream=body.stream)

@@ -53,9 +53,10 @@ class InputPart(ForeignModel):
 
     @model_validator(mode="after")
     def _says_what_it_is(self) -> InputPart:
-        wanted, other = ("refusal", "text") if self.type == "refusal" else ("text", "refusal")
-        if getattr(self, wanted) is None or getattr(self, other) is not None:
-            raise ValueError(f"a part of type {self.type!r} has {wanted!r} and no {other!r}")
+        is_refusal = self.type == "refusal"
+        wanted, unwanted = ("refusal", "text") if is_refusal else ("text", "refusal")
+        if getattr(self, wanted) is None or getattr(self, unwanted) is not None:
+            raise ValueError(f"a part of type {self.type!r} has {wanted!r} and no {unwanted!r}")
         return self
 
 
@@ -113,15 +114,13 @@ class InputItem(ForeignModel):
 
     @model_validator(mode="after")
     def _is_what_it_says(self) -> InputItem:
-        given = {
-            name for names in _HAS.values() for name in names if getattr(self, name) is not None
-        }
+        present = {name for name, value in self if name != "type" and value is not None}
         if self.type == "function_call_output":
-            given -= {"name"}  # of the tool, beside the call's id
-        if missing := [name for name in _HAS[self.type] if name not in given]:
+            present -= {"name"}  # of the tool, beside the call's id
+        if missing := [name for name in _HAS[self.type] if name not in present]:
             raise ValueError(f"an item of type {self.type!r} needs {missing[0]!r}")
-        if other := given.difference(_HAS[self.type]):
-            raise ValueError(f"an item of type {self.type!r} has no {min(other)!r}")
+        if unknown := present.difference(_HAS[self.type]):
+            raise ValueError(f"an item of type {self.type!r} has no {min(unknown)!r}")
         if self.arguments is not None:
             arguments_of(self.arguments)
         return self
@@ -177,7 +176,7 @@ class ResponsesTool(Function, ForeignModel):
             )
         return data
 
-    def told(self) -> dict[str, Any]:
+    def repeated(self) -> dict[str, Any]:
         """Return it as a response repeats it."""
         return {
             name: getattr(self, name)
@@ -197,9 +196,9 @@ class TextConfig(ForeignModel):
 
     @field_validator("format")
     @classmethod
-    def _known_format(cls, found: dict[str, Any] | None) -> dict[str, Any] | None:
-        asked_format(found, "text.format")
-        return found
+    def _known_format(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        asked_format(value, "text.format")
+        return value
 
 
 class Reasoning(ForeignModel):
@@ -277,9 +276,9 @@ class ResponsesRequest(AnswerRequest):
 
     @field_validator("input", mode="before")
     @classmethod
-    def _few_arguments(cls, found: Any) -> Any:
-        check_arguments(arguments_in(found))
-        return found
+    def _few_arguments(cls, items: Any) -> Any:
+        check_arguments(arguments_in(items))
+        return items
 
     @model_validator(mode="after")
     def _tools_belong_together(self) -> ResponsesRequest:
@@ -287,9 +286,9 @@ class ResponsesRequest(AnswerRequest):
         if items and all(item.type == "reasoning" for item in items):
             raise at_fault("input", "'input' has a message beside its thoughts, which are not read")
         check_results(
-            (f"input.{number}" if one.type == "function_call_output" else None, one.call_id)
-            for number, one in enumerate(items)
-            if one.call_id is not None
+            (f"input.{number}" if item.type == "function_call_output" else None, item.call_id)
+            for number, item in enumerate(items)
+            if item.call_id is not None
         )
         check_alone(self.format, self.offered)
         return self
@@ -308,8 +307,8 @@ class ResponsesRequest(AnswerRequest):
     @cached_property
     def offered(self) -> Tools | None:
         """Return the tools that the model is told of."""
-        told, parallel = self.tool_choice != "none", self.parallel_tool_calls is not False
-        return offered(self.tools or [], told=told, parallel=parallel)
+        visible, parallel = self.tool_choice != "none", self.parallel_tool_calls is not False
+        return offered(self.tools or [], visible=visible, parallel=parallel)
 
     def conversation(self) -> list[dict[str, Any]]:
         """Return the messages for the chat template: a call belongs to the turn of the assistant

@@ -18,12 +18,12 @@ Name = Annotated[StrictStr, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 CallId = Annotated[StrictStr, Field(min_length=1, max_length=256)]
 
 
-def _not_forced(found: Any) -> Any:
-    if found not in (None, "none", "auto"):
+def _not_forced(choice: Any) -> Any:
+    if choice not in (None, "none", "auto"):
         raise ValueError(
             "'tool_choice' is 'auto' or 'none' here: nothing makes the model call a tool"
         )
-    return found
+    return choice
 
 
 ToolChoice = Annotated[Literal["none", "auto"], BeforeValidator(_not_forced)]
@@ -43,8 +43,8 @@ class Function(ForeignModel):
 
     @field_validator("parameters")
     @classmethod
-    def _schema(cls, found: dict[str, Any] | None) -> dict[str, Any] | None:
-        return None if found is None else check_parameters(found)
+    def _schema(cls, schema: dict[str, Any] | None) -> dict[str, Any] | None:
+        return None if schema is None else check_parameters(schema)
 
     def definition(self) -> dict[str, Any]:
         """Return what the chat template is given; ``strict`` is about decoding, and left out as
@@ -63,13 +63,13 @@ def defined(
     }
 
 
-def check_parameters(found: dict[str, Any]) -> dict[str, Any]:
+def check_parameters(schema: dict[str, Any]) -> dict[str, Any]:
     """Return a tool's JSON schema.  Raises ValueError where it is none of an object, too large or
     nested too deeply."""
-    if found.get("type", "object") != "object":
+    if schema.get("type", "object") != "object":
         raise ValueError("give a JSON schema of type object")
-    size_within(found, levels=MOST_DEPTH)
-    return found
+    size_within(schema, levels=MOST_DEPTH)
+    return schema
 
 
 class Tool(ForeignModel):
@@ -127,15 +127,15 @@ def arguments_of(text: str | None) -> dict[str, Any]:
     if len(text) > MOST_OF_CALL:
         raise ValueError(f"at most {MOST_OF_CALL} characters are taken")
     try:
-        found = json.loads(text)
+        arguments = json.loads(text)
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        arguments = None
+    if not isinstance(arguments, dict):
         raise ValueError(f"give the JSON of an object, at most {MOST_DEPTH} levels deep")
-    size_within(found, levels=MOST_DEPTH)
-    if (half := lone_surrogate(found)) is not None:
+    size_within(arguments, levels=MOST_DEPTH)
+    if (half := lone_surrogate(arguments)) is not None:
         raise ValueError(f"a text of the object: {half[1]}")
-    return found
+    return arguments
 
 
 def check_arguments(texts: Iterable[str]) -> None:
@@ -147,8 +147,10 @@ def check_arguments(texts: Iterable[str]) -> None:
         text.encode("utf-8", "surrogatepass") for text in texts if len(text) <= MOST_OF_CALL
     ]
     if (length := sum(map(len, documents))) > MOST_CHARACTERS:
-        said = f"the arguments of earlier calls have {length} bytes together"
-        raise ValueError(f"{said}; at most {MOST_CHARACTERS} are taken")
+        raise ValueError(
+            f"the arguments of earlier calls have {length} bytes together; at most"
+            f" {MOST_CHARACTERS} are taken"
+        )
     if (what := excess(*documents, elements=MOST_VALUES)) is not None:
         raise ValueError(f"the arguments of earlier calls have {what} together")
 
@@ -158,8 +160,8 @@ def arguments_in(turns: Any) -> Iterator[str]:
     it may be."""
     for turn in turns if isinstance(turns, list) else ():
         calls = turn.get("tool_calls") if isinstance(turn, dict) else None
-        for one in (turn, *(calls if isinstance(calls, list) else ())):
-            function = one.get("function", one) if isinstance(one, dict) else None
+        for call in (turn, *(calls if isinstance(calls, list) else ())):
+            function = call.get("function", call) if isinstance(call, dict) else None
             text = function.get("arguments") if isinstance(function, dict) else None
             if isinstance(text, str):
                 yield text
@@ -169,11 +171,11 @@ class _Tool(Protocol):
     def definition(self) -> dict[str, Any]: ...
 
 
-def offered(tools: Sequence[_Tool], *, told: bool = True, parallel: bool = True) -> Tools | None:
-    """Return the tools that the model is told of; None where there are none, or it is not ``told``
-    of them.
+def offered(tools: Sequence[_Tool], *, visible: bool = True, parallel: bool = True) -> Tools | None:
+    """Return the tools that the model is told of; None where there are none, or they are not
+    ``visible`` to it.
 
-    Raises ValueError where they are too large together, told or not, and for a name that stands
+    Raises ValueError where they are too large together, visible or not, and for a name that stands
     twice."""
     definitions = tuple(tool.definition() for tool in tools)
     try:
@@ -182,11 +184,11 @@ def offered(tools: Sequence[_Tool], *, told: bool = True, parallel: bool = True)
         )  # around a schema: a list, a tool and its function
     except ValueError as error:
         raise at_fault("tools", f"'tools': {error}, in all tools together") from None
-    if not told or not definitions:
+    if not visible or not definitions:
         return None
     seen = set[str]()
-    for one in definitions:
-        if (name := one["function"]["name"]) in seen:
+    for definition in definitions:
+        if (name := definition["function"]["name"]) in seen:
             raise at_fault("tools", f"two tools are called {name!r}")
         seen.add(name)
     return Tools(definitions, parallel, characters)
@@ -195,12 +197,12 @@ def offered(tools: Sequence[_Tool], *, told: bool = True, parallel: bool = True)
 def check_results(seen: Iterable[tuple[str | None, str]]) -> None:
     """Raise ValueError for a result of a call that no earlier turn made.
 
-    ``seen``: the ids of calls and results in their order, a result with the place it stands at."""
+    ``seen``: the ids of calls and results in their order, a result with the field that has it."""
     known = set[str]()
-    for place, call in seen:
-        if place is None:
+    for field, call in seen:
+        if field is None:
             known.add(call)
         elif call not in known:
             raise at_fault(
-                place, f"{place} is the result of {call!r}, which no earlier turn called"
+                field, f"{field} is the result of {call!r}, which no earlier turn called"
             )

@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm.sampling_params import RequestOutputKind
 
-from service.api.openai_routes import WITHHELD
+from service.api.chat_wire import WITHHELD
 from service.engines.base import Completion
 from service.engines.vllm.client import ProbeLease
 from service.errors import HalluTracerError

@@ -12,22 +12,16 @@ from service.tool_calls import Tools
 
 def offered(content: dict[str, Any]) -> Tools | None:
     """Return the functions that an answer to this body may call; None where there is none."""
-    choice, given = content.get("tool_choice"), content.get("tools")
-    if (
-        choice == "none"
-        or (isinstance(choice, dict) and choice.get("type") == "none")
-        or not isinstance(given, list)
-    ):
+    choice, tools = content.get("tool_choice"), content.get("tools")
+    if isinstance(choice, dict):
+        choice = choice.get("type")
+    if choice == "none" or not isinstance(tools, list):
         return None
-    described = [
-        one.get("function", one) for one in given if isinstance(one, dict)
-    ]  # flat but in chats
-    names = [
-        one["name"]
-        for one in described
-        if isinstance(one, dict) and isinstance(one.get("name"), str)
-    ]
-    return Tools(tuple({"function": {"name": name}} for name in names)) if names else None
+    # Flat but in chats.
+    functions = [tool.get("function", tool) for tool in tools if isinstance(tool, dict)]
+    names = [function.get("name") for function in functions if isinstance(function, dict)]
+    definitions = [{"function": {"name": name}} for name in names if isinstance(name, str)]
+    return Tools(tuple(definitions)) if definitions else None
 
 
 _OF_TOOLS = frozenset(
@@ -37,13 +31,11 @@ _OF_TOOLS = frozenset(
 
 def used(content: dict[str, Any], turns: Iterable[Any]) -> bool:
     """Return whether a body offers tools, or one of its turns is a call or a result."""
-    messages = [one for one in turns if isinstance(one, dict)]
-    blocks = [
-        block
-        for one in messages
-        if isinstance(one.get("content"), list)
-        for block in one["content"]
-    ]
-    kinds = [one.get("type") for one in (*messages, *blocks) if isinstance(one, dict)]
+    messages = [turn for turn in turns if isinstance(turn, dict)]
+    parts = list[Any](messages)
+    for message in messages:
+        blocks = message.get("content")
+        parts += blocks if isinstance(blocks, list) else ()
+    kinds = [part.get("type") for part in parts if isinstance(part, dict)]
     of_tools = any(isinstance(kind, str) and kind in _OF_TOOLS for kind in kinds)
     return bool(content.get("tools")) or of_tools or bool(tool_violations(messages, None))

@@ -17,7 +17,6 @@ from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +29,7 @@ from service.errors import HalluTracerError
 from service.judging.conversation import ConversationReader
 from service.judging.guarantee import UNKNOWN, Standing, shape_of
 from service.policies.guard import Policy
+from service.readout import Probes
 from service.scoring import Scorer
 from service.serving.adapters import Adapters
 from service.serving.catalogue import untemplated
@@ -49,9 +49,8 @@ class Gate:
     scorer: Scorer
     policy: Policy
     lease: ProbeLease
-    places: Mapping[
-        Scorer, int
-    ]  # of each scorer's first trajectory in what is read of every request
+    # Of each scorer's first trajectory in what is read of every request.
+    offsets: Mapping[Scorer, int]
     adapters: Adapters
     conversations: ConversationReader
     refusals: frozenset[str]  # what stands in for withheld answers, as ``asks_of`` takes it
@@ -78,7 +77,7 @@ class Gate:
                 policy = untemplated(scorer, policy)
             standing = self.standing(prompt) if chat and as_trained else UNKNOWN
             result = self.lease.result(wire.numpy(), len(prompt))
-            report = scorer.judge(result, policy, standing=standing, place=self.places[scorer])
+            report = scorer.judge(result, policy, standing=standing, place=self.offsets[scorer])
         except HalluTracerError as error:
             log.warning("request %s has no risk: %s", request.request_id, error)
             return f"hallutracer: withheld, since {error}" if policy.action.withholds else None
@@ -207,14 +206,14 @@ class Judging:
         )
         self._withheld = {}
         for name in scheduler_output.num_scheduled_tokens:
-            request, place = self._requests.get(name), model_runner_output.req_id_to_index.get(name)
+            request, row = self._requests.get(name), model_runner_output.req_id_to_index.get(name)
             read = request is None or request.sampling_params.prompt_logprob_token_ids is None
             wire = wires.pop(name, None) if read else None  # else it is what the caller asked for
             if (
                 request is None
                 or request.num_output_tokens
-                or place is None
-                or not (sampled and sampled[place])
+                or row is None
+                or not (sampled and sampled[row])
             ):
                 continue
             if reason := self._gate.reason(request, wire):
@@ -303,22 +302,21 @@ class _Core:
                 await self._call(self._step)
             output = self._outputs[name].popleft()
             wire, reason = output.prompt_token_id_logprobs, output.finish_reason
-            said = None if reason is None else str(reason)
             yield SimpleNamespace(
                 outputs=[
                     SimpleNamespace(
                         text="",
                         token_ids=output.new_token_ids,
-                        finish_reason=said,
+                        finish_reason=None if reason is None else str(reason),
                         stop_reason=output.stop_reason,
                     )
                 ],
-                finished=said is not None,
+                finished=reason is not None,
                 num_cached_tokens=0,
                 metrics=None,
                 prompt_token_id_logprobs=None if wire is None else wire.numpy(),
             )
-            if said is not None:
+            if reason is not None:
                 return
 
     def _step(self) -> None:
@@ -329,7 +327,7 @@ class _Core:
                 self._outputs[output.request_id].append(output)
 
     def shutdown(self) -> None:
-        """Leave the core to its owner."""
+        """Do nothing: whoever made the core shuts it down."""
 
 
 def open_gate(core: Any, options: PluginOptions) -> Judging:
@@ -369,16 +367,12 @@ def open_gate(core: Any, options: PluginOptions) -> Judging:
             assert all(
                 scorer.chat_ending is not None for scorer in scorers
             )  # made while the engine renders
-            probes = [probe for scorer in scorers for probe in scorer.probes]
+            probes, offsets = list[Probes](), dict[Scorer, int]()
+            for scorer in scorers:
+                offsets[scorer] = len(probes)
+                probes += scorer.probes
             lease = engine.lease(
                 probes, first_token=any(scorer.needs_first_token for scorer in scorers)
-            )
-            places = dict(
-                zip(
-                    scorers,
-                    accumulate((len(one.probes) for one in scorers), initial=0),
-                    strict=False,
-                )
             )
             conversations = ConversationReader.of(engine.render_chat, engine.spell)
             messages = (named.message for named in options.policies.named.values())
@@ -387,7 +381,7 @@ def open_gate(core: Any, options: PluginOptions) -> Judging:
                 scorers[0],
                 policy,
                 run_on(engine.loop, lease),
-                places,
+                offsets,
                 adapters,
                 conversations,
                 refusals,

@@ -230,10 +230,11 @@ def _end(reason: str) -> NoReturn:
 
 
 def _exit(reason: str) -> NoReturn:
-    said = f"hallutracer: {reason}"
+    message = f"hallutracer: {reason}"
     log_beside_vllm()
-    log.critical(said)  # with time and level, and also from a thread, which ends without a word
-    raise SystemExit(said)
+    # With time and level, and from a thread, too: SystemExit is silent off the main thread.
+    log.critical(message)
+    raise SystemExit(message)
 
 
 def in_server(frame: FrameType | None) -> bool:
@@ -253,12 +254,10 @@ def name_plugins(environment: MutableMapping[str, str]) -> None:
 
     It takes those with routes only by name, and then leaves out all that are not named."""
     if "VLLM_PLUGINS" not in environment:
-        others = {
-            plugin.name
-            for group in GROUPS
-            for plugin in entry_points(group=f"vllm.{group}_plugins")
-        }
-        environment["VLLM_PLUGINS"] = ",".join(sorted(others | {NAME}))
+        names = {NAME}
+        for group in GROUPS:
+            names |= entry_points(group=f"vllm.{group}_plugins").names
+        environment["VLLM_PLUGINS"] = ",".join(sorted(names))
 
 
 class _BesideVllm(logging.Handler):
@@ -302,7 +301,7 @@ def read_by_default(arguments: Any, options: PluginOptions, marks: Mapping[str, 
         # What nothing decides by is not read, since it costs each step of an answer; the gate in a
         # core reads none.
         answers = marks.get(GATED, False) and any(
-            one.reads_answers_for for one in options.policies.named.values()
+            policy.reads_answers_for for policy in options.policies.named.values()
         )
         sites = sorted({str(bundle.manifest.readout.site) for bundle in bundles})
         plan = {"sites": sites, "slots": slots_for(bundles, answers=answers)}

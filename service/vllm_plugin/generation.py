@@ -67,7 +67,7 @@ def judging_generate(
             if xargs or not observes(service, xargs):
                 raise VLLMValidationError(NO_PLACE, parameter="hallutracer_policy")
             return start()
-        place = note.add(prompt)
+        index = note.add(prompt)
         try:
             base = service.ready.scorers[0]
             scorer, policy = _resolve(
@@ -88,20 +88,18 @@ def judging_generate(
             and note.written
             and (spelt := note.special_token(engine.special_token_in)) is not None
         ):
-            said = (
+            raise VLLMValidationError(
                 f"a message spells out the special token {spelt!r}, which could end its turn;"
-                " remove it"
+                " remove it",
+                parameter="messages",
             )
-            raise VLLMValidationError(said, parameter="messages")
         if withholds and note.moves and "rendering" not in service.settings.callers_may:
-            said = (
+            raise VLLMValidationError(
                 f"{note.moves[0]!r} has the messages rendered otherwise than in training, where no"
-                " risk is known; "
+                " risk is known; leave it out, or have the operator allow it with"
+                f" {env('callers-may')}=rendering",
+                parameter=note.moves[0],
             )
-            said += (
-                f"leave it out, or have the operator allow it with {env('callers-may')}=rendering"
-            )
-            raise VLLMValidationError(said, parameter=note.moves[0])
         if withholds and note.background:
             raise VLLMValidationError(IN_BACKGROUND, parameter="background")
         if note.beams:
@@ -113,11 +111,11 @@ def judging_generate(
                 raise VLLMValidationError(note.unread, parameter="use_beam_search")
             return start()
         if (field := policy.reads_answers_for) and parameters.n != 1:
-            said = (
+            raise VLLMValidationError(
                 f"policy {policy.name!r} has {field}, which reads one answer to a prompt: leave"
-                " 'n' out"
+                " 'n' out",
+                parameter="n",
             )
-            raise VLLMValidationError(said, parameter="n")
         note.choices = parameters.n
         manifest = scorer.bundle.manifest
         if (service.settings.decoding or _own_choice(policy)) == "bundle":
@@ -132,7 +130,7 @@ def judging_generate(
             scorer,
             policy,
             note,
-            place,
+            index,
             parameters,
             request_id,
             same,
@@ -159,17 +157,17 @@ def _take_xargs(note: Note, parameters: Any) -> dict[str, Any]:
     """Take our arguments out of ``vllm_xargs``, and a directive that a caller wrote.
 
     Raises VLLMValidationError for an argument that looks like ours and would have no effect."""
-    given = dict(note.xargs or parameters.extra_args or {})
-    extra = {name: value for name, value in given.items() if name not in XARGS and name != KEY}
+    xargs = dict(note.xargs or parameters.extra_args or {})
+    extra = {name: value for name, value in xargs.items() if name not in XARGS and name != KEY}
     parameters.extra_args = extra or None
     for name in (*extra, *note.misplaced):
         if OURS.match(name):
-            said = f"{name!r} has no effect here: 'vllm_xargs' takes {', '.join(XARGS)}"
-            raise VLLMValidationError(said, parameter=name)
-    return {name: given[name] for name in XARGS if name in given}
+            message = f"{name!r} has no effect here: 'vllm_xargs' takes {', '.join(XARGS)}"
+            raise VLLMValidationError(message, parameter=name)
+    return {name: xargs[name] for name in XARGS if name in xargs}
 
 
-def _resolve(service: Service, xargs: dict[str, Any], own: Scorer) -> tuple[Scorer, Policy]:
+def _resolve(service: Service, xargs: dict[str, Any], reader: Scorer) -> tuple[Scorer, Policy]:
     """Return the scorer and policy that apply.  Raises NotReady, and VLLMValidationError naming the
     argument."""
     bundle, policy, threshold = (xargs.get(name) for name in XARGS)
@@ -183,7 +181,7 @@ def _resolve(service: Service, xargs: dict[str, Any], own: Scorer) -> tuple[Scor
         return service.ready.choose(
             Caller(may=frozenset(service.settings.callers_may)),
             "",
-            model=own.engine.identity.model,
+            model=reader.engine.identity.model,
             bundle=None if bundle is None else str(bundle),
             policy=None if policy is None else str(policy),
             threshold=threshold,
@@ -197,15 +195,11 @@ def _resolve(service: Service, xargs: dict[str, Any], own: Scorer) -> tuple[Scor
 def observes(service: Service, xargs: dict[str, Any]) -> bool:
     """Return whether the policy only observes; any other must let nothing through while the service
     is not ready."""
-    own = service.settings.policy
-    applied = [own, str(xargs.get(XARGS[1], own))]
-    if "policy" in service.settings.callers_may:
-        del applied[0]
-    named = service.catalogue.policies.named
-    return all(
-        (policy := named.get(name)) is not None and policy.action is Action.OBSERVE
-        for name in applied
-    )
+    settings, named = service.settings, service.catalogue.policies.named
+    names = {str(xargs.get(XARGS[1], settings.policy))}
+    if "policy" not in settings.callers_may:
+        names.add(settings.policy)
+    return all(name in named and named[name].action is Action.OBSERVE for name in names)
 
 
 def _rendering(note: Note, scorer: Scorer, prompt: Any) -> tuple[str, ...]:
@@ -276,20 +270,17 @@ def _violations(parameters: Any, calibrated: records.Decoding = records.GREEDY) 
     Whatever else vLLM's sampling knows, now or later, departs where it is not as in ``GREEDY``."""
     same = records.Decoding(parameters.temperature, parameters.top_p).same(calibrated)
     changed = [] if same else [f"temperature {parameters.temperature:g}"]
-    told = SAME_ANSWER | {"temperature", "max_tokens", "extra_args"}
-    told |= {"top_p"} if same else set()
-    names = [
-        name
-        for name in parameters.__struct_fields__
-        if name not in told and not name.startswith("_")
-    ]
-    changed += [
-        name for name in names if not _is_same(getattr(parameters, name), getattr(GREEDY, name))
-    ]
+    checked = SAME_ANSWER | {"temperature", "max_tokens", "extra_args"}
+    checked |= {"top_p"} if same else set()
+    for name in parameters.__struct_fields__:
+        if name in checked or name.startswith("_"):
+            continue
+        if not _is_same(getattr(parameters, name), getattr(GREEDY, name)):
+            changed.append(name)
     changed += ["vllm_xargs"] if (parameters.extra_args or {}).keys() - {TRANSFER} else []
     trained = f"{'plainly ' if calibrated.same(records.GREEDY) else ''}{calibrated}"
-    own = (f"decoding: not {trained} ({', '.join(changed)})",) if changed else ()
-    return (*own, *length_violations(parameters.max_tokens))
+    decoding = (f"decoding: not {trained} ({', '.join(changed)})",) if changed else ()
+    return (*decoding, *length_violations(parameters.max_tokens))
 
 
 def _is_same(value: Any, neutral: Any) -> bool:

@@ -51,11 +51,9 @@ def chat_options(frame: FrameType | None) -> ChatOptions:
 
 def model_option(arguments: Sequence[str]) -> str:
     """Return the model that vLLM's command line names, as it was typed; "" without one."""
-    words = [
-        part
-        for word in arguments
-        for part in (word.split("=", 1) if word.startswith("--model=") else [word])
-    ]
+    words = list[str]()
+    for word in arguments:
+        words += word.split("=", 1) if word.startswith("--model=") else [word]
     named = [
         word
         for before, word in pairwise(words)
@@ -94,8 +92,8 @@ def check_model(config: Any, bundles: Iterable[Bundle], options: ChatOptions) ->
 
     Raises a subclass of BundleRefused for another model, tokenizer or rendering, ModelLoadError for
     files that cannot be read."""
-    own = [bundle.manifest for bundle in bundles if bundle.manifest.model.adapter is None]
-    if not own:
+    manifests = [bundle.manifest for bundle in bundles if bundle.manifest.model.adapter is None]
+    if not manifests:
         return
     from service.engines import checkpoint, loading
     from service.engines.base import EngineOptions, ModelIdentity
@@ -122,9 +120,9 @@ def check_model(config: Any, bundles: Iterable[Bundle], options: ChatOptions) ->
         geometry=geometry(files.config),
         dtype=str(model.dtype).removeprefix("torch."),
         max_tokens=int(model.max_model_len),
-        template_arguments=own[0].chat_template.arguments,
+        template_arguments=manifests[0].chat_template.arguments,
     )
-    for manifest in own:
+    for manifest in manifests:
         # Weights that are still to be downloaded are compared once they are loaded.
         known = (
             replace(identity, fingerprint=manifest.model.fingerprint)
@@ -135,11 +133,11 @@ def check_model(config: Any, bundles: Iterable[Bundle], options: ChatOptions) ->
         check_rendering(manifest, options, getattr(tokenizer, "chat_template", None))
 
 
-def check_rendering(manifest: Manifest, options: ChatOptions, own: Any) -> None:
+def check_rendering(manifest: Manifest, options: ChatOptions, template: Any) -> None:
     """Raise WrongChatTemplate where vLLM would render every chat otherwise than the bundle's
     training did.
 
-    ``own``: the tokenizer's chat template, whose digest is the bundle's."""
+    ``template``: the tokenizer's chat template, whose digest is the bundle's."""
     if manifest.prompt_format != "chat":
         return
     if options.template is not None:
@@ -147,8 +145,8 @@ def check_rendering(manifest: Manifest, options: ChatOptions, own: Any) -> None:
         # Jinja leaves a last line feed out, which many an editor adds.
         if (
             text is None
-            or not isinstance(own, str)
-            or text.removesuffix("\n") != own.removesuffix("\n")
+            or not isinstance(template, str)
+            or text.removesuffix("\n") != template.removesuffix("\n")
         ):
             raise WrongChatTemplate(
                 f"--chat-template {name} renders every chat otherwise than in the training of"
@@ -160,17 +158,16 @@ def check_rendering(manifest: Manifest, options: ChatOptions, own: Any) -> None:
                     " template"
                 ),
             )
-    trained, given = dict(manifest.chat_template.arguments or {}), dict(options.variables or {})
-    if given == trained or not (
-        given or options.known
-    ):  # of an engine that no command line starts, nothing is known
+    trained, served = dict(manifest.chat_template.arguments or {}), dict(options.variables or {})
+    # Of an engine that no command line starts, nothing is known.
+    if served == trained or not (served or options.known):
         return
     option, cure = "--default-chat-template-kwargs", "Leave the option out"
     if trained:
         cure = f"Start vLLM with {option} {shlex.quote(json.dumps(trained))}"
-    without = (
-        f"without {option} vLLM" if not given else f"{option} {json.dumps(given, default=str)}"
-    )
+    without = f"without {option} vLLM"
+    if served:
+        without = f"{option} {json.dumps(served, default=str)}"
     raise WrongChatTemplate(
         f"{without} renders every chat otherwise than in the training of bundle"
         f" {manifest.reference}",
@@ -204,5 +201,7 @@ def _tokenizer(model: Any) -> Any:
             trust_remote_code=model.trust_remote_code,
         )
     except Exception as error:  # file formats raise their own types
-        said = f"the tokenizer {model.tokenizer} cannot be loaded: {type(error).__name__}: {error}"
-        raise ModelLoadError(said, param="model") from error
+        raise ModelLoadError(
+            f"the tokenizer {model.tokenizer} cannot be loaded: {type(error).__name__}: {error}",
+            param="model",
+        ) from error

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from service.access.routes import MESSAGES_ROUTE, RESPONSES_ROUTE
-from service.api.reply import answer_note, risk_headers, risk_note, risk_out
+from service.api.reply import answer_note, risk_headers, risk_note
 from service.audit.auditor import Who
 from service.engines.chat import texts_in
 from service.judging.guarantee import TOOLS, chat_violations
@@ -123,44 +123,41 @@ class Note:
 
     def add(self, prompt: Any) -> int:
         """Add a prompt, as vLLM's ``generate`` takes it, and return its index."""
-        place, ids = (
-            len(self.judgements),
-            prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None,
-        )
-        chat = next((chat for chat in self.rendered if ids and chat.token_ids == ids), None)
-        if (
-            ids and not self.rendered and place < len(self.turns)
-        ):  # some models' chats have another renderer
-            chat = Chat(self.turns[place], (), ids)
+        index, chat = len(self.judgements), None
+        ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
+        if ids and self.rendered:
+            chat = next((chat for chat in self.rendered if chat.token_ids == ids), None)
+        elif ids and index < len(self.turns):  # some models' chats have another renderer
+            chat = Chat(self.turns[index], (), ids)
         self.judgements.append(None)
         self.chats.append(chat)
         self.prompts.append(ids or ())
-        return place
+        return index
 
     def trained_with(self, arguments: Mapping[str, Any]) -> None:
         """Take arguments of the chat template that training's prompts had, too, for what changes
         nothing."""
-        asked = self.of_template
-        if isinstance(asked, Mapping) and all(
-            name in arguments and arguments[name] == asked[name] for name in asked
+        wanted = self.of_template
+        if isinstance(wanted, Mapping) and all(
+            name in arguments and arguments[name] == wanted[name] for name in wanted
         ):
             self.moves = tuple(name for name in self.moves if name != TEMPLATE_ARGUMENTS)
 
-    def conversation(self, place: int) -> list[dict[str, str]] | None:
+    def conversation(self, index: int) -> list[dict[str, str]] | None:
         """Return role and text of the messages that this prompt was made of; None where it is not
         known, or known to be made of something else."""
         known = (
             self.templated
             and not self.moves
-            and place not in self.moved
-            and place < len(self.chats)
+            and index not in self.moved
+            and index < len(self.chats)
         )
-        chat = self.chats[place] if known else None
+        chat = self.chats[index] if known else None
         return None if chat is None else conversation(chat.messages)
 
     def texts(self) -> Iterator[str]:
         """Yield every text of its body that a chat template may write."""
-        return (text for value in self.written for text in texts_in(value))
+        return chain.from_iterable(map(texts_in, self.written))
 
     def special_token(self, search: Callable[[Iterable[str]], str | None]) -> str | None:
         """Return the special token that one of ``texts`` spells out; they are searched once for all
@@ -169,10 +166,10 @@ class Note:
             self.spelt = (search(self.texts()),)
         return self.spelt[0]
 
-    def withheld(self, place: int) -> Verdict | None:
+    def withheld(self, index: int) -> Verdict | None:
         """Return the verdict that withheld this prompt's answer; None where none did, or not
         yet."""
-        report = self._report(place)
+        report = self._report(index)
         return report.verdict if report is not None and report.outcome is Outcome.WITHHELD else None
 
     def refusal(self) -> Verdict | None:
@@ -186,15 +183,15 @@ class Note:
         reports = map(self._report, range(len(self.judgements)))
         return any(report is not None and report.outcome is Outcome.STOPPED for report in reports)
 
-    def end_tokens(self, places: Iterable[int] | None = None) -> int:
+    def end_tokens(self, prompts: Iterable[int] | None = None) -> int:
         """Return how many answers, of these prompts or all, were ended with nothing shown.
 
         An end token stands for each, which is not counted."""
-        reports = map(self._report, range(len(self.judgements)) if places is None else places)
+        reports = map(self._report, range(len(self.judgements)) if prompts is None else prompts)
         return sum(report is not None and _shows_nothing(report) for report in reports)
 
-    def _report(self, place: int) -> RiskReport | None:
-        judgement = self.judgements[place] if place < len(self.judgements) else None
+    def _report(self, index: int) -> RiskReport | None:
+        judgement = self.judgements[index] if index < len(self.judgements) else None
         return None if judgement is None else judgement.reports[0]
 
     def body(self) -> dict[str, Any] | None:
@@ -205,17 +202,13 @@ class Note:
         judged = [judgement for judgement in self.judgements if judgement is not None]
         if not judged:
             return None
-        prompts = tuple(prompt for judgement in judged for prompt in judgement.prompts)
-        whole = replace(judged[-1], prompts=prompts, request_violations=self.violations)
-        return risk_note(
-            whole,
-            [risk_out(prompt.index, replace(prompt.report, completion=None)) for prompt in prompts],
-        )
+        prompts = tuple(chain.from_iterable(judgement.prompts for judgement in judged))
+        return risk_note(replace(judged[-1], prompts=prompts, request_violations=self.violations))
 
-    def answer_note(self, place: int) -> dict[str, Any]:
+    def answer_note(self, index: int) -> dict[str, Any]:
         """Return what is said of this prompt's answer where a stream of it ends; nothing where it
         was not read."""
-        report = self._report(place)
+        report = self._report(index)
         return {} if report is None else answer_note(report.answer, report.decoding)
 
     def headers(self) -> dict[str, str]:
@@ -284,9 +277,12 @@ def read(note: Note, body: bytes) -> None:
 def _chats(route: str, content: dict[str, Any]) -> list[Any] | None:
     """Return the chats of a request; None where none of its prompts goes through the template."""
     if route == RESPONSES_ROUTE:
-        asked, said = content.get("input"), content.get("instructions")
-        turns = asked if isinstance(asked, list) else [{"role": "user", "content": asked}]
-        return [turns if said is None else [{"role": "system", "content": said}, *turns]]
+        turns, instructions = content.get("input"), content.get("instructions")
+        if not isinstance(turns, list):
+            turns = [{"role": "user", "content": turns}]
+        if instructions is not None:
+            turns = [{"role": "system", "content": instructions}, *turns]
+        return [turns]
     if route == TEXTS or "messages" not in content:
         return None
     messages = content["messages"]

@@ -123,10 +123,9 @@ def _misspelt(environment: Mapping[str, str]) -> str | None:
     """Return the warning of a variable that was probably meant to name the bundle."""
     # Their values do not matter, and may be wrong.
     named = {name: "" for name in environment if name not in NEVER_EMPTY}
-    return next(
-        (one for one in parse(PluginVariables, named)[1] if one.endswith(f"mean {env('bundle')}?")),
-        None,
-    )
+    warnings = parse(PluginVariables, named)[1]
+    meant = [warning for warning in warnings if warning.endswith(f"mean {env('bundle')}?")]
+    return meant[0] if meant else None
 
 
 def read_options(environment: Mapping[str, str] | None = None) -> PluginOptions:
@@ -150,12 +149,14 @@ def read_options(environment: Mapping[str, str] | None = None) -> PluginOptions:
     except HalluTracerError as error:
         raise HalluTracerError(f"{env('store')}: {error}") from None
     policies = load_policies(variables.policies, variables.abstain_message, variables.policy)
-    own = "needs HalluTracer's own service (hallutracer serve --engine vllm)"
+    needs = "needs HalluTracer's own service (hallutracer serve --engine vllm)"
     if policies.rules:
-        raise HalluTracerError(f"[[rule]] in the policies file {own}")
+        raise HalluTracerError(f"[[rule]] in the policies file {needs}")
     for policy in policies.named.values():
         if policy.action in (Action.ANNOTATE, Action.RETRIEVE, Action.FALLBACK):
-            raise HalluTracerError(f"policy {policy.name!r}: action {policy.action.value!r} {own}")
+            raise HalluTracerError(
+                f"policy {policy.name!r}: action {policy.action.value!r} {needs}"
+            )
     names = (
         "policy",
         "threshold",

@@ -89,9 +89,9 @@ class HalluTracerPlugin:
             metrics=metrics,
             audit=audit,
         )
-        own = create_app(service)
+        service_app = create_app(service)
         for path in OWN_PATHS:
-            app.router.routes.append(Route(path, _Endpoint(own)))
+            app.router.routes.append(Route(path, _Endpoint(service_app)))
         app.add_middleware(
             RiskNotes,
             metrics=metrics,
@@ -141,22 +141,21 @@ class HalluTracerPlugin:
         self.service.metrics.ready(lifecycle.is_ready)
         if lifecycle.failure is None:
             return
-        said = f"hallutracer: the server ends, since it would never be ready: {lifecycle.failure}"
-        log.critical(said)
+        message = (
+            f"hallutracer: the server ends, since it would never be ready: {lifecycle.failure}"
+        )
+        log.critical(message)
         if not self._client.errored:  # else vLLM ends by itself, or was told to
-            raise SystemExit(
-                said
-            )  # with status 1; no other exception of a task ends the event loop
+            # With status 1; no other exception of a task ends the event loop.
+            raise SystemExit(message)
 
     async def _meet(self) -> None:
         """Tell the workers that this API server is ready, and be called so once all of the engine's
         are.
 
         A probe of readiness reaches any of them, and so would the requests that come after it."""
-        own = int(self._client.engine_core.client_index)
-        while (
-            min(await self._client.collective_rpc("hallutracer_ready", args=(own,))) < self._servers
-        ):
+        client, index = self._client, int(self._client.engine_core.client_index)
+        while min(await client.collective_rpc("hallutracer_ready", args=(index,))) < self._servers:
             await asyncio.sleep(MEET_S)
         self.service.lifecycle.awaited = None
 
@@ -178,18 +177,18 @@ class HalluTracerPlugin:
         added = await add(lora_request)
         assert self._loading is not None
         await asyncio.shield(self._loading)
-        if self.service.lifecycle.serves and (
-            found := await asyncio.to_thread(self._read, self._engine, lora_request)
-        ):
-            await self.service.lifecycle.reload(lambda engine: self._scorers | found)
-            self._scorers |= found
+        if self.service.lifecycle.serves:
+            scorers = await asyncio.to_thread(self._read, self._engine, lora_request)
+            if scorers:
+                await self.service.lifecycle.reload(lambda engine: self._scorers | scorers)
+                self._scorers |= scorers
         return added
 
     def _read(self, engine: VllmEngine, request: Any) -> dict[str, Scorer]:
         try:
-            found = self._adapters.load(engine, request)
-            self.service.catalogue.check_answers_read([*found.values()])
-            return found
+            scorers = self._adapters.load(engine, request)
+            self.service.catalogue.check_answers_read([*scorers.values()])
+            return scorers
         except (HalluTracerError, BundleError) as error:
             log.error("the adapter %s is not read: %s", request.lora_name, error)
             return {}
@@ -202,15 +201,15 @@ class HalluTracerPlugin:
         self._adapters.forget()
         if arguments or self._chat.template is not None or self._chat.variables:
             check_model(self._client.vllm_config, self._options.bundles.values(), self._chat)
-        own = {
+        scorers = {
             name: Scorer(engine, bundle)
             for name, bundle in bundles
             if name not in self._adapters.waiting
         }
         for request in [*self._models.lora_requests.values()]:  # of --lora-modules
-            own |= self._read(engine, request)
-        self._engine, engine.slots.on_changed, self._scorers = engine, self._replay_soon, own
-        return own
+            scorers |= self._read(engine, request)
+        self._engine, engine.slots.on_changed, self._scorers = engine, self._replay_soon, scorers
+        return scorers
 
     def _replay_soon(self) -> None:
         if self._loading is None or self._loading.done():

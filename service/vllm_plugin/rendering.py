@@ -49,20 +49,16 @@ def is_rendering(engine: EncodesChats, chat: Chat | None) -> bool:
     turns = None if chat is None else _turns(chat.messages)
     if chat is None or not turns:
         return False
-    ids = list(chat.token_ids)
-    return any(
-        _encoded(engine, one, chat.tools) == ids for one in (turns, *_without_developers(turns))
-    )
+    ids, variants = list(chat.token_ids), (turns, *_without_developers(turns))
+    return any(_encoded(engine, variant, chat.tools) == ids for variant in variants)
 
 
 def conversation(messages: Sequence[Any]) -> list[dict[str, str]] | None:
     """Return the role and text of each message; None where one has something else than text."""
     turns = _turns(messages)
-    return (
-        None
-        if turns is None
-        else [{"role": turn["role"], "content": turn["content"]} for turn in turns]
-    )
+    if turns is None:
+        return None
+    return [{"role": turn["role"], "content": turn["content"]} for turn in turns]
 
 
 def _encoded(
@@ -110,5 +106,5 @@ def _without_developers(turns: Sequence[dict[str, Any]]) -> list[list[dict[str, 
     if all(turn["role"] != "developer" for turn in turns):
         return []
     ruled = [turn["content"] for turn in turns if turn["role"] in ("developer", "system")]
-    others = [turn for turn in turns if turn["role"] not in ("developer", "system")]
-    return [[{"role": "system", "content": "\n\n".join(filter(None, ruled))}, *others]]
+    dialogue = [turn for turn in turns if turn["role"] not in ("developer", "system")]
+    return [[{"role": "system", "content": "\n\n".join(filter(None, ruled))}, *dialogue]]

@@ -49,7 +49,7 @@ class TurnDriver:
         scorer: Scorer,
         policy: Policy,
         note: Note,
-        place: int,
+        index: int,
         parameters: Any,
         request_id: str,
         same: Callable[[], None],
@@ -57,13 +57,13 @@ class TurnDriver:
         *,
         compared: bool,
     ) -> None:
-        """``place``: of the prompt in its request.  ``same`` raises where the adapter is another
+        """``index``: of the prompt in its request.  ``same`` raises where the adapter is another
         one by now.
 
         ``rendering``: how the prompt is known to be rendered otherwise than training's;
         ``compared``: whether its token ids are to tell, too."""
         self._service, self._engine, self._scorer, self._policy = service, engine, scorer, policy
-        self._note, self._place, self._request_id, self._same = note, place, request_id, same
+        self._note, self._index, self._request_id, self._same = note, index, request_id, same
         self._rendering, self._compared, self._standing = rendering, compared, UNKNOWN
         self._parameters, self._choices = parameters, parameters.n
         # As the caller reads it: what is seen here is cumulative where each token has to be seen.
@@ -132,13 +132,13 @@ class TurnDriver:
         matters = manifest.guarantee is not None or self._policy.action.withholds
         # A long chat takes its time, which the other requests of this event loop should not wait
         # for.
-        other, shape = await asyncio.to_thread(self._read_chat, matters=matters)
-        if other:
+        differs, shape = await asyncio.to_thread(self._read_chat, matters=matters)
+        if differs:
             self._rendering = (*self._rendering, OTHER_RENDERING)
         if self._rendering:
             self._policy = untemplated(self._scorer, self._policy)
         self._standing = Standing(
-            shape, other_rendering=other and "rendering" not in self._service.settings.callers_may
+            shape, other_rendering=differs and "rendering" not in self._service.settings.callers_may
         )
         shapes = shape_violations(manifest, [shape])
         note.violations = tuple(dict.fromkeys((*note.violations, *self._rendering, *shapes)))
@@ -149,22 +149,22 @@ class TurnDriver:
 
         Of messages that are rendered otherwise than training's, or hold more than text, a shape is
         only known where it is one that no training had: nothing of theirs passes as small talk."""
-        note, place, refusals = self._note, self._place, self._service.catalogue.refusals
+        note, index, refusals = self._note, self._index, self._service.catalogue.refusals
         if (
             matters and not note.templated
         ):  # the caller's text or ids may be a chat as the template writes it
-            standing = self._scorer.standing_of_ids(note.prompts[place], refusals)
+            standing = self._scorer.standing_of_ids(note.prompts[index], refusals)
             return standing.other_rendering, standing.shape
-        chat = note.chats[place]
-        other = matters and self._compared and not is_rendering(self._engine, chat)
-        if other:
-            note.moved.add(place)
-        if (turns := note.conversation(place)) is not None:
-            return other, shape_of(turns, refusals)
+        chat = note.chats[index]
+        differs = matters and self._compared and not is_rendering(self._engine, chat)
+        if differs:
+            note.moved.add(index)
+        if (turns := note.conversation(index)) is not None:
+            return differs, shape_of(turns, refusals)
         shape = None if chat is None else shape_of(chat.messages, refusals)
         if shape is None or shape_unlike_training(self._scorer.bundle.manifest, shape) is None:
-            return other, None
-        return other, shape
+            return differs, None
+        return differs, shape
 
     def _unread(self, error: HalluTracerError) -> None:
         """Under a policy that only observes, the answer goes on without a risk; otherwise the
@@ -203,7 +203,7 @@ class TurnDriver:
         decoding = Decoding(self._parameters.temperature, self._parameters.top_p)
         report = replace(report, decoding=departure(self._scorer.bundle.manifest, decoding))
         timings = PromptTimings(*times(output))
-        prompt = JudgedPrompt(self._place, report, token_ids, timings, shape=self._standing.shape)
+        prompt = JudgedPrompt(self._index, report, token_ids, timings, shape=self._standing.shape)
         return Judgement(
             scorer=self._scorer,
             policy=self._policy,
@@ -230,9 +230,9 @@ class TurnDriver:
         if events and isinstance(events[-1], Ended):
             begun.report = ended_report(begun.report, events[-1])
         if events:
-            self._note.judgements[self._place] = begun.judgement
-        if events and not begun.told:
-            begun.told = True
+            self._note.judgements[self._index] = begun.judgement
+        if events and not begun.announced:
+            begun.announced = True
             await observers.judged(self._service, begun.judgement)
         # 3) It is shown in vLLM's form.
         return list(begun.outputs.shown(events, output))
@@ -246,7 +246,7 @@ class _Begun:
     turn: Turn
     reader: AnswerReader
     outputs: AnswerOutputs
-    told: bool = False  # whether the observers know of it
+    announced: bool = False  # whether the observers know of it
 
     @property
     def report(self) -> RiskReport:

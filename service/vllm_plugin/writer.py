@@ -46,7 +46,7 @@ class ResponseWriter:
                 body, self._held = self._held, b""
             elif self._streams:
                 *events, self._held = self._held.split(b"\n\n")
-                body = b"".join(map(self._told, events)) + (
+                body = b"".join(map(self._rewritten, events)) + (
                     b"" if more else self._words.rest() + self._held
                 )
             elif not more:
@@ -74,15 +74,15 @@ class ResponseWriter:
 
     def _whole(self, body: bytes) -> bytes:
         content = parsed(body)
-        found = None if content is None else self._words.whole(content)
-        return body if found is None else json.dumps(found, ensure_ascii=False).encode()
+        rewritten = None if content is None else self._words.whole(content)
+        return body if rewritten is None else json.dumps(rewritten, ensure_ascii=False).encode()
 
-    def _told(self, found: bytes) -> bytes:
+    def _rewritten(self, event: bytes) -> bytes:
         """Return what is sent instead of an event."""
-        lines = found.split(b"\n")
-        content = parsed(lines[-1].removeprefix(b"data: "))
-        if content is None or not lines[-1].startswith(b"data: "):
-            return found + b"\n\n"
+        last = event.rpartition(b"\n")[2]
+        content = parsed(last.removeprefix(b"data: "))
+        if content is None or not last.startswith(b"data: "):
+            return event + b"\n\n"
         return self._words.events(content)
 
     async def _begin(self, length: int | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -147,3 +148,14 @@ def test_an_end_token_that_stands_for_an_answer_is_billed_in_no_protocol(
     assert body is not None
     assert body["usage"] == {"output_tokens": counted, "total_tokens": 4 + counted}
     assert body["status"] == ("completed" if outcome is Outcome.ANSWERED else "incomplete")
+
+
+def test_a_response_that_is_withheld_without_a_message_keeps_what_is_no_message() -> None:
+    note = ended(Outcome.WITHHELD)
+    report: Any = note._report(0)
+    report.verdict = replace(REFUSED, message=None)
+    thought = {"id": "rs_1", "type": "reasoning", "summary": []}
+    done = {"type": "response.completed", "response": response("completed", thought, item("Ott"))}
+    [last] = read(ResponsesWords(note, message_in_content=False).events(done))
+    assert last["type"] == "response.incomplete"
+    assert last["response"]["output"] == [thought]
