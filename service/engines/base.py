@@ -439,6 +439,12 @@ class BatchEngine(LoadedModel, Protocol):
         what ``begin`` does, and raises as they do.  A model whose cache cannot be continued takes
         one pass.  Closing it frees the cache."""
 
+    def pass_costs(self, prompt: TokenIds) -> Sequence[float]:
+        """Return what each of these passes costs, in tokens that have none before them to attend
+        to.
+
+        A prompt of one pass costs about as much in a batch.  On any thread, at any time."""
+
     def step_together(self, continuations: Sequence[Any]) -> None:
         """Run the next token of all its continuations at about the cost of one; ``decode`` goes on
         from there.
@@ -463,10 +469,11 @@ class Engine(LoadedModel, Protocol):
         """Whether prompts without ``sampling`` overtake those that wait for space in the KV
         cache."""
 
-    @property
-    def prefill_speed(self) -> float | None:
-        """Prompt tokens a second of large forward passes, the fastest of late; None where none was
-        measured."""
+    def seconds_to_read(self, prompt: TokenIds) -> float | None:
+        """Return how long the engine takes to prefill a prompt alone, at the fastest that it was of
+        late.
+
+        None where too little was measured.  On any thread."""
 
     @property
     def waited_for_cpu_s(self) -> float:

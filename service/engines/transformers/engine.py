@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any, cast
 
 import numpy as np
@@ -229,9 +229,10 @@ class TransformersEngine:
         with self._running([prompt]):
             stack = self._stack(probes)
             [batch] = self._batches([prompt], kept=kept)
-            whole = len(prompt) > self._longest_in_chunks
             *before, last = (
-                [batch] if whole else hooks.chunks(batch, self.max_batch_tokens, self._pass_cost)
+                [batch]
+                if self._takes_one_pass(prompt)
+                else hooks.chunks(batch, self.max_batch_tokens, self._pass_cost)
             )
             cache = self._new_cache(batch) if before or kept or batch.prefix else None
         for chunk in before:
@@ -249,6 +250,17 @@ class TransformersEngine:
                 assert logits is not None
                 continuation = KvContinuation(self, result, cache, logits[0].clone())
         yield continuation if kept else result
+
+    def pass_costs(self, prompt: base.TokenIds) -> list[float]:
+        """Return the costs of ``base.BatchEngine.pass_costs``, by the model's shape."""
+        prefix = self._prefix_of(prompt)
+        columns = len(prompt) - prefix
+        ends = [0, columns]
+        if not self._takes_one_pass(prompt):
+            ends = hooks.pass_ends(columns, prefix, self.max_batch_tokens, self._pass_cost)
+        return [
+            self._pass_cost.of_pass(end - start, prefix + start) for start, end in pairwise(ends)
+        ]
 
     def extract(
         self,
@@ -412,8 +424,7 @@ class TransformersEngine:
     ) -> Iterator[Batch]:
         """Yield micro-batches, whose caches are ``kept``; what chats begin with is not run again,
         unless ``whole``."""
-        begins = [not whole and self._prefix.begins(prompt) for prompt in prompts]
-        prefixes = [len(self._prefix.tokens) if begun else 0 for begun in begins]
+        prefixes = [0 if whole else self._prefix_of(prompt) for prompt in prompts]
         for prefix in sorted(set(prefixes)):
             rows = [row for row, own in enumerate(prefixes) if own == prefix]
             lengths = [len(prompts[row]) - prefix for row in rows]
@@ -425,6 +436,14 @@ class TransformersEngine:
                 yield hooks.pad(
                     prompts, index, self._options.padding_side, self._filler, self._device, prefix
                 )
+
+    def _prefix_of(self, prompt: base.TokenIds) -> int:
+        """Return how many of a prompt's first tokens are not run again."""
+        return len(self._prefix.tokens) if self._prefix.begins(prompt) else 0
+
+    def _takes_one_pass(self, prompt: base.TokenIds) -> bool:
+        """Return whether a prompt has to be read in one pass, however long it is."""
+        return len(prompt) > self._longest_in_chunks
 
     def _answered_together(
         self, prompts: Prompts, sampling: Sampling, times: int = 1

@@ -148,6 +148,11 @@ class PassCost:
         """Return the cost of a pass of so many tokens behind ``kept``."""
         return tokens * self._of_token(kept) + self._of_copies(kept)
 
+    def of_pass(self, tokens: int, kept: int) -> float:
+        """Return the same with what its tokens attend to among themselves: half of them on
+        average."""
+        return self.of(tokens, kept + tokens // 2)
+
     def most_tokens(self, most: int, kept: int) -> int:
         """Return how many tokens behind ``kept`` cost as much as ``most`` behind none.
 
@@ -174,19 +179,26 @@ def pass_cost(modules: ModelModules, device: torch.device) -> PassCost:
     return PassCost(doubled_at, CPU_ATTENTION, CPU_COPIED)
 
 
-def chunks(batch: Batch, most: int, cost: PassCost) -> list[Batch]:
-    """Cut a micro-batch of one prompt into such of at most ``most`` columns, which follow each
-    other in one cache.
+def pass_ends(columns: int, prefix: int, most: int, cost: PassCost) -> list[int]:
+    """Return where the passes over so many columns behind ``prefix`` tokens begin, and 0 < the end
+    of the last one.
 
     Each takes about as long as one of ``most`` columns behind nothing: all tokens before it are
     attended to."""
-    columns, ends = batch.input_ids.shape[1], [0]
+    ends = [0]
     while (left := columns - ends[-1]) > 0:
-        size = cost.most_tokens(most, batch.prefix + ends[-1])
-        size = (
-            size if left >= 2 * size else -(-left // 2) if left > size else left
-        )  # the last one is no single token
-        ends.append(ends[-1] + size)
+        size = cost.most_tokens(most, prefix + ends[-1])
+        if size < left < 2 * size:
+            size = -(-left // 2)  # so that the last one is no single token
+        ends.append(ends[-1] + min(size, left))
+    return ends
+
+
+def chunks(batch: Batch, most: int, cost: PassCost) -> list[Batch]:
+    """Cut a micro-batch of one prompt into such of at most ``most`` columns, which follow each
+    other in one cache, at ``pass_ends``."""
+    columns = batch.input_ids.shape[1]
+    ends = pass_ends(columns, batch.prefix, most, cost)
     positions = torch.arange(batch.prefix, batch.prefix + columns, device=batch.input_ids.device)[
         None
     ]

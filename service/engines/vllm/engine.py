@@ -93,7 +93,6 @@ class VllmEngine:
     ``base.Engine``."""
 
     scores_overtake_answers = False
-    prefill_speed: float | None = None  # it schedules by itself
     waited_for_cpu_s = 0.0  # its processes are not looked at
     torch_model = None  # the modules are in vLLM's processes
     _request_numbers = count()  # of all engines, several of which may be around one ``AsyncLLM``
@@ -236,6 +235,10 @@ class VllmEngine:
     def alive(self) -> bool:
         """Whether vLLM is running."""
         return not self._closed and not self._async_llm.errored
+
+    def seconds_to_read(self, prompt: base.TokenIds) -> float | None:
+        """Return None: what it finds in its cache, and which prompts share a step, vLLM decides."""
+        return None
 
     def check(self, prompts: Prompts) -> None:
         """Raise RequestError for the first prompt that vLLM cannot run: it needs room for one
