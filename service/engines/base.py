@@ -211,8 +211,10 @@ def prompt_context(
     if context is None:
         return UNKNOWN
     pairs = zip(context.probes, depth_means, strict=True)
-    found = {probe.name: sigmoid(probe.weight * mean + probe.intercept) for probe, mean in pairs}
-    asks, passage, stated = (found.get(name) for name in ("asks", "passage", "stated"))
+    probabilities = {
+        probe.name: sigmoid(probe.weight * mean + probe.intercept) for probe, mean in pairs
+    }
+    asks, passage, stated = (probabilities.get(name) for name in ("asks", "passage", "stated"))
     stated = None if passage is None or stated is None else passage * stated
     length = None if stated is None else stated * math.log(prompt_tokens)
     needed = context.applicability
@@ -241,20 +243,20 @@ class EngineGate:
         first = result.first_token
         probes = 0 if self.context is None else len(self.context.probes)
         means = [float(depth_mean(trajectory)) for trajectory in result.trajectories[: 1 + probes]]
-        found = prompt_context(self.context, means[1:], result.prompt_tokens)
+        context = prompt_context(self.context, means[1:], result.prompt_tokens)
         token = (0.0, 0.0) if first is None else (first.log_max_prob, first.entropy)
         signals = (
             means[0],
             *token,
-            found.passage or 0.0,
-            found.stated or 0.0,
-            found.stated_length or 0.0,
+            context.passage or 0.0,
+            context.stated or 0.0,
+            context.stated_length or 0.0,
         )
         withheld = (
             not float(risk(np.array(signals), np.array(self.weight), self.intercept))
             < self.threshold
         )
-        return withheld and found.applies
+        return withheld and context.applies
 
 
 @dataclass(frozen=True, slots=True)

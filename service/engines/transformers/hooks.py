@@ -251,8 +251,8 @@ class Prefix:
             model(input_ids=ids, logits_to_keep=1, **with_cache(model, own))
             self._layers = [(layer.keys, layer.values) for layer in own.layers]
         cache = DynamicCache()
-        for place, (keys, values) in enumerate(self._layers):
-            cache.update(keys.expand(rows, -1, -1, -1), values.expand(rows, -1, -1, -1), place)
+        for number, (keys, values) in enumerate(self._layers):
+            cache.update(keys.expand(rows, -1, -1, -1), values.expand(rows, -1, -1, -1), number)
         return cache
 
 
@@ -397,7 +397,10 @@ class ProbeStack:
             self._scale,
         ) = (  # [m, 1, P] in float64, applied after the transfer from the device
             np.concatenate(
-                [none, *(getattr(one, name).astype(np.float64).reshape(shape) for one in probes)],
+                [
+                    none,
+                    *(getattr(probe, name).astype(np.float64).reshape(shape) for probe in probes),
+                ],
                 axis=-1,
             )
             for name in ("bias", "scale")
@@ -546,9 +549,9 @@ def check_decoder(model: Any, modules: ModelModules, name: str, device: torch.de
         given = args[0] if args else kwargs["hidden_states"]
         called.append((block, given, output[0] if isinstance(output, tuple) else output))
 
-    def same(one: Tensor, other: Tensor) -> bool:
-        return one.shape == other.shape and float((one - other).abs().max()) <= SAME * float(
-            one.abs().max()
+    def same(first: Tensor, other: Tensor) -> bool:
+        return first.shape == other.shape and float((first - other).abs().max()) <= SAME * float(
+            first.abs().max()
         )
 
     ids, shape = torch.tensor([[0, 1, 2], [0, 1, 3]], device=device), modules.geometry

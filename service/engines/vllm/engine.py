@@ -137,8 +137,8 @@ class VllmEngine:
             sites, slots, rows, answers = (
                 described[name] for name in ("sites", "slots", "rows", "answers")
             )
-            found = Geometry(*described["geometry"]), tuple(map(Site, sites))
-            self._plan = Plan(*found, int(slots), bool(rows), bool(answers))
+            layout = Geometry(*described["geometry"]), tuple(map(Site, sites))
+            self._plan = Plan(*layout, int(slots), bool(rows), bool(answers))
             self.reads_answers = self._plan.answers
             if self.reads_answers:
                 keep_merged()
@@ -225,11 +225,11 @@ class VllmEngine:
     def adapted(self, request: Any, digest: str) -> VllmEngine:
         """Return this engine for prompts that run with an adapter, a ``LoRARequest``: another
         model."""
-        found = copy(self)
-        found._adapter = request
-        found.on_prefill = lambda prompts, tokens: self.on_prefill(prompts, tokens)
-        found.identity = replace(self.identity, model=request.lora_name, adapter=digest)
-        return found
+        engine = copy(self)
+        engine._adapter = request
+        engine.on_prefill = lambda prompts, tokens: self.on_prefill(prompts, tokens)
+        engine.identity = replace(self.identity, model=request.lora_name, adapter=digest)
+        return engine
 
     @property
     def alive(self) -> bool:
@@ -280,14 +280,14 @@ class VllmEngine:
     ) -> list[PrefillResult]:
         pairs = zip(prompts, last, strict=True)
         ends = [prompt[: len(prompt) - left] for prompt, tokens in pairs for left in range(tokens)]
-        read, found = iter(self.score(ends, probes)), []
+        read, results = iter(self.score(ends, probes)), []
         for tokens in last:
             whole, *others = (next(read) for _ in range(tokens))
-            parts = zip(*(one.trajectories for one in (whole, *others)), strict=True)
-            found.append(
+            parts = zip(*(result.trajectories for result in (whole, *others)), strict=True)
+            results.append(
                 replace(whole, trajectories=tuple(np.mean(part, axis=0) for part in parts))
             )
-        return found
+        return results
 
     def extract(
         self,
@@ -310,8 +310,10 @@ class VllmEngine:
             )
         if sampling is not None:
             check_sampling(sampling)
-        found = self._answers(prompts, sampling, Directive(activations=True, weights=self._weights))
-        payloads = [payload for payload, _ in found if payload is not None]
+        answered = self._answers(
+            prompts, sampling, Directive(activations=True, weights=self._weights)
+        )
+        payloads = [payload for payload, _ in answered if payload is not None]
         if len(payloads) < len(prompts):
             raise base.unfinished()
         geometry, activations = self._plan.geometry, {}
@@ -323,7 +325,7 @@ class VllmEngine:
         first_tokens = tuple(
             payload.first_token for payload in payloads if payload.first_token is not None
         )
-        completions = () if sampling is None else tuple(completion for _, completion in found)
+        completions = () if sampling is None else tuple(completion for _, completion in answered)
         return Extraction(activations, first_tokens, completions=completions)
 
     def generate(self, prompts: Prompts, sampling: Sampling) -> list[Completion]:
