@@ -585,10 +585,8 @@ class Metrics:
     ) -> None:
         """Set what each loaded bundle ("name:version") does from now on."""
         judging = [("default", default), *(() if canary is None else (("canary", canary),))]
-        now = {
-            (model_name, bundle, role)
-            for role, bundle in (*judging, *(("shadow", shadow) for shadow in shadows))
-        }
+        roles = [*judging, *(("shadow", shadow) for shadow in shadows)]
+        now = {(model_name, bundle, role) for role, bundle in roles}
         before = self._listed.get("bundle_role_info", set())
         if {labels for labels in before if labels[2] != "shadow"} != {
             labels for labels in now if labels[2] != "shadow"

@@ -70,7 +70,11 @@ class RequestRecord:
         }
 
     def _numbers(self, judgement: Judgement) -> dict[str, Any]:
-        reports, times = judgement.reports, [prompt.timings for prompt in judgement.prompts]
+        reports = judgement.reports
+        slowest_ms = {
+            f"{name}_ms": 1e3 * max(getattr(prompt.timings, name) for prompt in judgement.prompts)
+            for name in ("queue", "prefill", "probe")
+        }
         decodes = [answer.decode_s for answer in self.answers if answer.decode_s is not None]
         return {
             "threshold": judgement.threshold,
@@ -78,10 +82,7 @@ class RequestRecord:
             "decisions": [report.decision.value for report in reports],
             "prompt_tokens": sum(report.prompt_tokens for report in reports),
             "completion_tokens": sum(answer.tokens for answer in self.answers),
-            **{
-                f"{name}_ms": max(getattr(timings, name) for timings in times) * 1e3
-                for name in ("queue", "prefill", "probe")
-            },
+            **slowest_ms,
             "decode_ms": max(decodes) * 1e3 if decodes else None,
         }
 

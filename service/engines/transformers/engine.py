@@ -375,10 +375,8 @@ class TransformersEngine:
                         ]
                 own = [replace(sampling, seed=seed) for row in begun for seed in seeds[row]]
                 self._answer(list(chain.from_iterable(begun.values())), own)
-                answers |= {
-                    row: [answer.traced() for answer in of_prompt]
-                    for row, of_prompt in begun.items()
-                }
+                for row, of_prompt in begun.items():
+                    answers[row] = [answer.traced() for answer in of_prompt]
         return [answers[row] for row in sorted(answers)]
 
     def next_token(self, prompts: Prompts, candidates: Sequence[int]) -> NDArray[np.float64]:

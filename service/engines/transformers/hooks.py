@@ -392,19 +392,11 @@ class ProbeStack:
         self.weights = {site: self._weights(site, geometry, device) for site in self.sites}
         shape = geometry.num_layers, 1, 1
         none = np.empty((geometry.num_layers, 1, 0))
-        (
-            self._bias,
-            self._scale,
-        ) = (  # [m, 1, P] in float64, applied after the transfer from the device
-            np.concatenate(
-                [
-                    none,
-                    *(getattr(probe, name).astype(np.float64).reshape(shape) for probe in probes),
-                ],
-                axis=-1,
-            )
-            for name in ("bias", "scale")
-        )
+        biases = [probe.bias.astype(np.float64).reshape(shape) for probe in probes]
+        scales = [probe.scale.astype(np.float64).reshape(shape) for probe in probes]
+        # [m, 1, P] in float64, applied after the transfer from the device
+        self._bias = np.concatenate([none, *biases], axis=-1)
+        self._scale = np.concatenate([none, *scales], axis=-1)
 
     def _weights(self, site: Site, geometry: Geometry, device: torch.device) -> list[Tensor]:
         layers, dim = geometry.num_layers, geometry.dim(site)

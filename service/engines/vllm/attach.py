@@ -315,8 +315,11 @@ def _stream_is_sum(
         return output if isinstance(output, Tensor) else output[0]
 
     def handed_on() -> bool:
+        def gets(call: list[Any], part: Tensor) -> bool:
+            return any(given is part for given in call)
+
         after = zip(made, calls[1:], strict=False)
-        given_on = [any(given is part for given in call) for own, call in after for part in own]
+        given_on = [gets(call, part) for own, call in after for part in own]
         return len(calls) == geometry.num_layers > 1 and all(given_on)
 
     problem, pair = "returns neither one tensor nor two that the next is given", None
