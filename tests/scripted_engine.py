@@ -218,6 +218,11 @@ class ScriptedEngine:
         self.counters.forward_tokens -= (passes - 1) * self.max_batch_tokens
         yield result
 
+    def pass_costs(self, prompt: TokenIds) -> list[float]:
+        """The tokens of each pass of ``in_chunks``: attention costs nothing."""
+        full, rest = divmod(len(prompt), self.max_batch_tokens)
+        return [float(self.max_batch_tokens)] * full + [float(rest)] * bool(rest)
+
     def step_together(self, continuations: Sequence[ScriptedContinuation]) -> None:
         """Each runs by itself."""
 

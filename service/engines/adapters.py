@@ -41,12 +41,12 @@ def digest_of(folder: str | Path) -> str:
     Raises ModelLoadError for a folder that holds no adapter."""
     config, digest = config_of(folder), hashlib.sha256()
     names = config.get("target_modules")
-    said = {
+    settings = {
         name: value for name, value in config.items() if name not in INCIDENTAL and value
     }  # unset, by any release
     if isinstance(names, list):
-        said["target_modules"] = sorted(names)  # PEFT saves a set
-    digest.update(json.dumps(said, sort_keys=True).encode())
+        settings["target_modules"] = sorted(names)  # PEFT saves a set
+    digest.update(json.dumps(settings, sort_keys=True).encode())
     with _weights(Path(folder)).open("rb") as file:
         digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()

@@ -211,8 +211,10 @@ def prompt_context(
     if context is None:
         return UNKNOWN
     pairs = zip(context.probes, depth_means, strict=True)
-    found = {probe.name: sigmoid(probe.weight * mean + probe.intercept) for probe, mean in pairs}
-    asks, passage, stated = (found.get(name) for name in ("asks", "passage", "stated"))
+    probabilities = {
+        probe.name: sigmoid(probe.weight * mean + probe.intercept) for probe, mean in pairs
+    }
+    asks, passage, stated = (probabilities.get(name) for name in ("asks", "passage", "stated"))
     stated = None if passage is None or stated is None else passage * stated
     length = None if stated is None else stated * math.log(prompt_tokens)
     needed = context.applicability
@@ -241,20 +243,20 @@ class EngineGate:
         first = result.first_token
         probes = 0 if self.context is None else len(self.context.probes)
         means = [float(depth_mean(trajectory)) for trajectory in result.trajectories[: 1 + probes]]
-        found = prompt_context(self.context, means[1:], result.prompt_tokens)
+        context = prompt_context(self.context, means[1:], result.prompt_tokens)
         token = (0.0, 0.0) if first is None else (first.log_max_prob, first.entropy)
         signals = (
             means[0],
             *token,
-            found.passage or 0.0,
-            found.stated or 0.0,
-            found.stated_length or 0.0,
+            context.passage or 0.0,
+            context.stated or 0.0,
+            context.stated_length or 0.0,
         )
         withheld = (
             not float(risk(np.array(signals), np.array(self.weight), self.intercept))
             < self.threshold
         )
-        return withheld and found.applies
+        return withheld and context.applies
 
 
 @dataclass(frozen=True, slots=True)
@@ -439,6 +441,12 @@ class BatchEngine(LoadedModel, Protocol):
         what ``begin`` does, and raises as they do.  A model whose cache cannot be continued takes
         one pass.  Closing it frees the cache."""
 
+    def pass_costs(self, prompt: TokenIds) -> Sequence[float]:
+        """Return what each of these passes costs, in tokens that have none before them to attend
+        to.
+
+        A prompt of one pass costs about as much in a batch.  On any thread, at any time."""
+
     def step_together(self, continuations: Sequence[Any]) -> None:
         """Run the next token of all its continuations at about the cost of one; ``decode`` goes on
         from there.
@@ -463,10 +471,11 @@ class Engine(LoadedModel, Protocol):
         """Whether prompts without ``sampling`` overtake those that wait for space in the KV
         cache."""
 
-    @property
-    def prefill_speed(self) -> float | None:
-        """Prompt tokens a second of large forward passes, the fastest of late; None where none was
-        measured."""
+    def seconds_to_read(self, prompt: TokenIds) -> float | None:
+        """Return how long the engine takes to prefill a prompt alone, at the fastest that it was of
+        late.
+
+        None where too little was measured.  On any thread."""
 
     @property
     def waited_for_cpu_s(self) -> float:

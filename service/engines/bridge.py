@@ -57,12 +57,10 @@ class Outboxes:
     def of(self, loop: asyncio.AbstractEventLoop) -> Outbox:
         """Return the loop's outbox.  Those of closed loops are dropped."""
         with self._lock:
-            if (
-                found := next((outbox for outbox in self._all if outbox.loop is loop), None)
-            ) is None:
-                found = Outbox(loop)
-                self._all = (*(known for known in self._all if not known.loop.is_closed()), found)
-        return found
+            if (outbox := next((known for known in self._all if known.loop is loop), None)) is None:
+                outbox = Outbox(loop)
+                self._all = (*(known for known in self._all if not known.loop.is_closed()), outbox)
+        return outbox
 
     def flush(self) -> None:
         """Deliver all items of all outboxes."""

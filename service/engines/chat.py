@@ -19,13 +19,13 @@ def texts_in(value: Any) -> Iterator[str]:
     """Yield every text of a JSON value, however deep, the keys of its objects too."""
     pending = [value]
     while pending:
-        one = pending.pop()
-        if isinstance(one, str):
-            yield one
-        elif isinstance(one, Mapping):
-            pending += [*one, *one.values()]
-        elif isinstance(one, list | tuple):
-            pending += one
+        item = pending.pop()
+        if isinstance(item, str):
+            yield item
+        elif isinstance(item, Mapping):
+            pending += [*item, *item.values()]
+        elif isinstance(item, list | tuple):
+            pending += item
 
 
 def replaced(value: Any, change: Callable[[str], str]) -> Any:
@@ -78,7 +78,7 @@ def check_shown(
     def named(function: Mapping[str, Any], what: str, param: str) -> dict[str, Any]:
         return {**function, "name": mark(what, param)}
 
-    offered = [{**one, "function": named(one["function"], "tools", "tools")} for one in tools]
+    offered = [{**tool, "function": named(tool["function"], "tools", "tools")} for tool in tools]
     turns = []
     for number, message in enumerate(messages):
         turn, where = dict(message), f"messages.{number}"
@@ -86,21 +86,23 @@ def check_shown(
             turn["content"] = mark("results of tools", f"{where}.content")
         if calls := turn.get("tool_calls"):
             param = f"{where}.tool_calls"
-            written = [named(one["function"], "calls of tools", param) for one in calls]
+            written = [named(call["function"], "calls of tools", param) for call in calls]
             for function in written:
                 function["arguments"] = {mark("calls of tools", param): ""}
             turn["tool_calls"] = [
-                one | {"function": inner} for one, inner in zip(calls, written, strict=True)
+                call | {"function": inner} for call, inner in zip(calls, written, strict=True)
             ]
         turns.append(turn)
     text = render(turns, offered) if marks else ""
     for name, (what, param) in marks.items():
         if name not in text:
-            said = (
+            problem = (
                 f"{param!r}: this model's chat template has no place for {what}, and would leave"
                 " them out: send none"
             )
-            raise RequestError(f"{said}, or serve a model whose template takes them", param=param)
+            raise RequestError(
+                f"{problem}, or serve a model whose template takes them", param=param
+            )
 
 
 def turns_left_out(
@@ -124,15 +126,15 @@ def check_turns(text: str, turns: Sequence[Message], left_out: Sequence[int]) ->
 
     ``left_out``: which ones ``turns_left_out`` names.  What a tool says and what stands beside
     calls of tools is not looked for: ``check_shown`` looks for results and calls."""
-    said = {
+    contents = {
         number: turn["content"].strip()
         for number, turn in enumerate(turns)
         if turn["content"].strip() and turn["role"] != "tool" and not turn.get("tool_calls")
     }
-    if missing := said.keys() & set(left_out):
+    if missing := contents.keys() & set(left_out):
         raise _left_out(min(missing), turns[min(missing)]["role"], "")
-    times = Counter(said.values())
-    for number, content in said.items():
+    times = Counter(contents.values())
+    for number, content in contents.items():
         role = turns[number]["role"]
         if text.count(content) < times[content] and not _is_shown(
             text, role, content, times[content]
@@ -141,17 +143,17 @@ def check_turns(text: str, turns: Sequence[Message], left_out: Sequence[int]) ->
 
 
 def _left_out(number: int, role: str, part: str) -> RequestError:
-    said = f"this model's chat template leaves out {part}messages.{number}, of the role {role!r}"
+    problem = f"this model's chat template leaves out {part}messages.{number}, of the role {role!r}"
     cure = "say it in a turn that the template takes, or serve a model whose template takes it"
-    return RequestError(f"{said}: {cure}", param=f"messages.{number}")
+    return RequestError(f"{problem}: {cure}", param=f"messages.{number}")
 
 
 def _is_shown(text: str, role: str, content: str, times: int) -> bool:
     """Return whether a text holds a turn's content so often in other spacing or capitals, as JSON,
     or, of an answer, without its thought."""
-    said = spoken(content) if role == "assistant" else content
-    if not said:
+    words = spoken(content) if role == "assistant" else content
+    if not words:
         return True
-    as_json = json.dumps(said, ensure_ascii=False)[1:-1]
-    plain = "".join(text.split()).lower().count("".join(said.split()).lower())
+    as_json = json.dumps(words, ensure_ascii=False)[1:-1]
+    plain = "".join(text.split()).lower().count("".join(words.split()).lower())
     return max(text.count(as_json), plain) >= times

@@ -63,8 +63,8 @@ def snapshot_of(model: str, revision: str | None) -> Path:
     except (
         Exception
     ) as error:  # connections fail in many ways, also by exceptions of the HTTP library in use
-        said = f"the configuration of {model} cannot be loaded: {type(error).__name__}: {error}"
-        raise ModelLoadError(said, param="model") from error
+        problem = f"the configuration of {model} cannot be loaded: {type(error).__name__}: {error}"
+        raise ModelLoadError(problem, param="model") from error
     return Path(config).parent
 
 
@@ -74,12 +74,12 @@ def check_folder(folder: Path) -> None:
     if not folder.is_dir():
         raise ModelLoadError(f"{folder} is neither a folder nor a GGUF file", param="model")
     if not (folder / places.CONFIG).is_file():
-        said = f"{folder} has no config.json; it is not a transformers model folder"
-        raise ModelLoadError(f"{said}{_instead(folder)}", param="model")
+        problem = f"{folder} has no config.json; it is not a transformers model folder"
+        raise ModelLoadError(f"{problem}{_instead(folder)}", param="model")
     check_files(folder)
     if not weight_files(folder):
-        said = f"{folder} has no weights; expected {' or '.join(SINGLE)}, or an index of shards"
-        raise ModelLoadError(f"{said}{_instead(folder)}", param="model")
+        problem = f"{folder} has no weights; expected {' or '.join(SINGLE)}, or an index of shards"
+        raise ModelLoadError(f"{problem}{_instead(folder)}", param="model")
 
 
 def _instead(folder: Path) -> str:
@@ -117,8 +117,8 @@ def check_whole(folder: Path) -> None:
     does."""
     for file in weight_files(folder):
         if file.suffix == ".safetensors" and not _is_whole(file):
-            said = f"the weights in {file} are cut short, or are none; download the file again"
-            raise ModelLoadError(said, param="model")
+            problem = f"the weights in {file} are cut short, or are none; download the file again"
+            raise ModelLoadError(problem, param="model")
 
 
 def _is_whole(file: Path) -> bool:
@@ -159,12 +159,13 @@ def weight_files(folder: Path) -> list[Path]:
         names = _named_in(index) if index.is_file() else [single]
         if (folder / single).is_file():
             if names != [single]:
-                said = (
+                problem = (
                     f"{folder} holds {single} beside {index.name}, which names other files; keep"
                     " what is whole"
                 )
                 raise ModelLoadError(
-                    f"{said}: vLLM reads what the index names, transformers does not", param="model"
+                    f"{problem}: vLLM reads what the index names, transformers does not",
+                    param="model",
                 )
             return [folder / single]
         if index.is_file():
@@ -183,10 +184,10 @@ def _named_in(index: Path) -> list[str]:
     named = read_json(index).get("weight_map")
     files = list(named.values()) if isinstance(named, dict) else []
     if not files or not all(isinstance(file, str) for file in files):
-        said = (
+        problem = (
             f"{index} does not say in which files the weights are (weight_map); download it again"
         )
-        raise ModelLoadError(said, param="model")
+        raise ModelLoadError(problem, param="model")
     return sorted(set(files))
 
 

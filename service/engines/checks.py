@@ -65,12 +65,13 @@ def check_length(texts: Sequence[str], engine: LoadedModel) -> None:
 
 def _too_long(what: str, tokens: int, most: int) -> PromptTooLong:
     # As Anthropic's clients and OpenAI's know it: many act on these words.
-    said = (
+    problem = (
         f"prompt is too long: {tokens} tokens > {most} maximum; this model's maximum context length"
         f" is {most} tokens"
     )
     return PromptTooLong(
-        f"{said} and {what} {tokens}: shorten the prompt, which is never truncated", param="prompt"
+        f"{problem} and {what} {tokens}: shorten the prompt, which is never truncated",
+        param="prompt",
     )
 
 
@@ -81,13 +82,13 @@ def check_special_tokens(texts: Mapping[str, Sequence[str]], engine: LoadedModel
         return
     spelling = spelling_of(tuple(engine.special_tokens))
     for field, written in texts.items():
-        found = next(filter(None, map(spelling.search, written)), None)
-        if found is not None:
-            said = (
-                f"{field} spells out the special token {found[0]!r}, which is refused here;"
+        spelt = next(filter(None, map(spelling.search, written)), None)
+        if spelt is not None:
+            problem = (
+                f"{field} spells out the special token {spelt[0]!r}, which is refused here;"
                 " remove it"
             )
-            raise RequestError(said, param=field)
+            raise RequestError(problem, param=field)
 
 
 @cache
@@ -143,11 +144,11 @@ def check_prompts(prompts: Prompts, *, vocabulary: int, max_tokens: int) -> None
             )
         if large or ids.min() < 0 or ids.max() >= vocabulary:
             shown = "beyond 64 bits" if large else int(ids.min() if ids.min() < 0 else ids.max())
-            said = (
+            problem = (
                 f"prompt {number} holds token id {shown}; this model's vocabulary is 0 to"
                 f" {vocabulary - 1}"
             )
-            raise RequestError(said, param="input_ids")
+            raise RequestError(problem, param="input_ids")
 
 
 def check_sampling(sampling: Sampling) -> None:
@@ -222,21 +223,21 @@ def first_token_of(summary: Sequence[float] | np.ndarray) -> FirstToken:
 def refuse_tracing(engine: str) -> NoReturn:
     """Raise EngineError: an engine that decodes, but keeps neither log-probabilities nor states of
     its answers."""
-    said = (
+    problem = (
         f"the {engine} engine keeps neither log-probabilities nor states of its answers; use the"
         " transformers engine"
     )
-    raise EngineError(said, param="methods")
+    raise EngineError(problem, param="methods")
 
 
 def refuse_answer_reading(engine: str) -> NoReturn:
     """Raise EngineError: an engine that has no activations of an answer's own tokens to train
     on."""
-    said = (
+    problem = (
         f"the {engine} engine gives no answer's own tokens to train on; use the transformers one,"
         " or leave them out"
     )
-    raise EngineError(f"{said} (--no-answer-probes)", param="answer_probes")
+    raise EngineError(f"{problem} (--no-answer-probes)", param="answer_probes")
 
 
 def beyond_onset(poolings: Sequence[Pooling]) -> list[Pooling]:
@@ -247,9 +248,9 @@ def beyond_onset(poolings: Sequence[Pooling]) -> list[Pooling]:
 def check_onset_only(poolings: Sequence[Pooling]) -> None:
     """Raise EngineError if other poolings than last_1 are asked for: engines read t* alone."""
     if others := beyond_onset(poolings):
-        said = f"this engine reads only the answer onset (last_1), not {', '.join(others)}"
+        problem = f"this engine reads only the answer onset (last_1), not {', '.join(others)}"
         cure = "`hallutracer evaluate` on the transformers engine reads the others, too"
-        raise EngineError(f"{said}; {cure}", param="poolings")
+        raise EngineError(f"{problem}; {cure}", param="poolings")
 
 
 MOST_SHAPES = 256  # sequences of roles that are remembered
@@ -346,17 +347,17 @@ class Tokens:
         """Return what the template makes of messages, these, and what stands in both for special
         tokens spelt out."""
         if not getattr(self._tokenizer, "chat_template", None):
-            said = "this model's tokenizer has no chat template"
+            problem = "this model's tokenizer has no chat template"
             raise _refused(
-                f"{said}: /v1/completions takes the text, as `prompt`, and so does /score"
+                f"{problem}: /v1/completions takes the text, as `prompt`, and so does /score"
             )
         if not messages:
             raise _refused("messages is empty; send at least one message")
         check_messages(messages)
         hidden: dict[str, str] = {}  # special token -> the character that stands in for it
 
-        def stand_in(found: re.Match[str]) -> str:
-            mark = hidden.setdefault(found[0], chr(ord(STAND_INS[0]) + len(hidden)))
+        def stand_in(match: re.Match[str]) -> str:
+            mark = hidden.setdefault(match[0], chr(ord(STAND_INS[0]) + len(hidden)))
             if mark > STAND_INS[1]:
                 raise _refused("the messages spell out too many special tokens")
             return mark
@@ -364,13 +365,13 @@ class Tokens:
         def hide(text: str) -> str:
             return self._special.sub(stand_in, text)
 
-        turns = [message_with(one, hide) for one in messages]
+        turns = [message_with(message, hide) for message in messages]
         return self._templated(turns, replaced(tools, hide), arguments), turns, hidden
 
     def special_token_in(self, texts: Iterable[str]) -> str | None:
         """Return a special token that one of the texts spells out; None where none does."""
-        found = map(self._spelling.search, texts) if self.special_tokens else ()
-        return next((match[0] for match in found if match is not None), None)
+        matches = map(self._spelling.search, texts) if self.special_tokens else ()
+        return next((match[0] for match in matches if match is not None), None)
 
     def _templated(
         self,
@@ -382,7 +383,7 @@ class Tokens:
         if tools:
             options["tools"] = list(tools)
         try:
-            found = self._tokenizer.apply_chat_template(
+            rendered = self._tokenizer.apply_chat_template(
                 list(turns), add_generation_prompt=True, tokenize=False, **options
             )
         except Exception as error:  # a template is a program that can raise anything
@@ -390,14 +391,14 @@ class Tokens:
 
             if isinstance(error, TemplateSyntaxError):
                 fault = f"{error.message}, at its line {error.lineno}"
-                said = f"this model's chat template is no valid Jinja template: {fault}"
+                problem = f"this model's chat template is no valid Jinja template: {fault}"
                 cure = (
                     "mend chat_template.jinja, or chat_template in tokenizer_config.json, in the"
                     " model's folder"
                 )
-                raise _refused(f"{said}: {cure}") from error
+                raise _refused(f"{problem}: {cure}") from error
             raise _refused(f"the chat template refuses these messages: {error}") from error
-        return str(found)
+        return str(rendered)
 
     def detokenize(self, token_ids: Sequence[int]) -> str:
         """Decode ids, special tokens left out."""
@@ -481,14 +482,14 @@ class Tokens:
         for token, (start, end) in zip(
             encoded["input_ids"], encoded["offset_mapping"], strict=True
         ):
-            found = next((place for place in range(start, end) if text[place] in split), None)
-            if found is None:
+            hidden_at = next((index for index in range(start, end) if text[index] in split), None)
+            if hidden_at is None:
                 tokens.append(int(token))
             elif end - start > 1:
                 raise _spelt_out(next(iter(hidden)))
-            elif found != revealed:
-                revealed = found
-                tokens += split[text[found]]
+            elif hidden_at != revealed:
+                revealed = hidden_at
+                tokens += split[text[hidden_at]]
         return tokens
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
@@ -504,12 +505,12 @@ def _check_unicode(text: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        said = (
+        problem = (
             f"character {error.start} is the lone surrogate U+{ord(text[error.start]):04X}; send"
             " well-formed Unicode"
         )
         raise RequestError(
-            f"the text cannot be encoded as UTF-8: {said}", param="prompt"
+            f"the text cannot be encoded as UTF-8: {problem}", param="prompt"
         ) from error
 
 
@@ -518,8 +519,8 @@ def _refused(message: str) -> RequestError:
 
 
 def _spelt_out(special: str) -> RequestError:
-    said = "and this model's tokenizer cannot encode it as text; remove it"
-    return _refused(f"a message spells out the special token {special!r}, {said}")
+    cure = "and this model's tokenizer cannot encode it as text; remove it"
+    return _refused(f"a message spells out the special token {special!r}, {cure}")
 
 
 def _sha256(content: Any) -> str:

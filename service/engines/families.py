@@ -44,7 +44,7 @@ class Family:
     @property
     def sites(self) -> tuple[Site, ...]:
         """Return the sites that are read."""
-        return tuple(site for site, found in SITES.items() if found.path(self) is not None)
+        return tuple(site for site, location in SITES.items() if location.path(self) is not None)
 
 
 UNKNOWN = "no row"
@@ -194,8 +194,8 @@ def family_of(config: Any) -> Family:
     """Return the family of a transformers config; without a row one of which only the residual
     stream is read."""
     model_type = str(getattr(config, "model_type", ""))
-    found = next((family for family in FAMILIES if model_type in family.model_types), None)
-    return found or Family(model_type, (model_type,), notes=UNKNOWN, alone=True)
+    known = next((family for family in FAMILIES if model_type in family.model_types), None)
+    return known or Family(model_type, (model_type,), notes=UNKNOWN, alone=True)
 
 
 def check_sites(model_type: str, sites: Iterable[Site]) -> None:
@@ -249,17 +249,17 @@ def block_list(
 
     lists = [
         path
-        for path, one in language.named_modules()
-        if isinstance(one, ModuleList) and len(one) == num_layers
+        for path, module in language.named_modules()
+        if isinstance(module, ModuleList) and len(module) == num_layers
     ]
     outer = [path for path in lists if not any(path.startswith(f"{other}.") for other in lists)]
     if len(outer) != 1:
-        said = (
+        problem = (
             f"has {len(outer)} lists of {num_layers} blocks, as its config's num_hidden_layers"
             " says, and not one"
         )
         raise EngineError(
-            f"{name}: {type(language).__name__} {said}" + f": {', '.join(outer)}" * bool(outer)
+            f"{name}: {type(language).__name__} {problem}" + f": {', '.join(outer)}" * bool(outer)
         )
     return language.get_submodule(outer[0].rpartition(".")[0]), tuple(
         language.get_submodule(outer[0]).children()
@@ -274,8 +274,8 @@ def locate(model: nn.Module) -> ModelModules:
     language: Any = model
     _, blocks = block_list(language.get_decoder(), shape.num_layers, family.name)
     at: dict[Site, tuple[nn.Module, ...]] = {}
-    for site, found in SITES.items():
-        if (path := found.path(family)) is not None:
+    for site, location in SITES.items():
+        if (path := location.path(family)) is not None:
             at[site] = tuple(_submodule(block, path, family) for block in blocks)
     expected = shape.num_heads * shape.head_dim
     for layer, projection in enumerate(at.get(Site.ATTENTION_HEAD, ())):

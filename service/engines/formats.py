@@ -90,15 +90,15 @@ def check_schema(schema: Mapping[str, Any]) -> str:
     if len(written) > MOST_CHARACTERS:
         raise ValueError(f"a schema has at most {MOST_CHARACTERS} characters here")
     objects = [
-        one for one in _objects(schema) if not _CHECKED.isdisjoint(one)
+        part for part in _objects(schema) if not _CHECKED.isdisjoint(part)
     ]  # of thousands, few as a rule
-    for one in objects:
+    for item in objects:
         for name in _REPEATS:
-            if isinstance(many := one.get(name), int | float) and many > MOST_REPEATS:
+            if isinstance(many := item.get(name), int | float) and many > MOST_REPEATS:
                 raise ValueError(f"'{name}' is at most {MOST_REPEATS} here")
-        by_pattern = one.get("patternProperties")
+        by_pattern = item.get("patternProperties")
         for pattern in (
-            one.get("pattern"),
+            item.get("pattern"),
             *(by_pattern if isinstance(by_pattern, Mapping) else ()),
         ):
             if isinstance(pattern, str) and written_out(pattern) > MOST_WRITTEN_OUT:
@@ -106,7 +106,7 @@ def check_schema(schema: Mapping[str, Any]) -> str:
                     f"a pattern has at most {MOST_WRITTEN_OUT} characters here, its repeats"
                     " written out"
                 )
-        if "x-guidance" in one:
+        if "x-guidance" in item:
             raise ValueError("'x-guidance' is no keyword of JSON schema")
     if any(map(_combines, objects)):
         try:
@@ -114,11 +114,12 @@ def check_schema(schema: Mapping[str, Any]) -> str:
         except RecursionError:
             raise ValueError("the chain of references is too long") from None
         if patterns > MOST_COMBINED:
-            said = (
+            problem = (
                 f"at most {MOST_COMBINED} patterns and formats are taken where schemas are combined"
             )
             raise ValueError(
-                f"{said} ({', '.join(_COMBINE)} with others): one text may have to match them all"
+                f"{problem} ({', '.join(_COMBINE)} with others): one text may have to match them"
+                " all"
             )
     return written
 
@@ -159,20 +160,20 @@ def written_out(pattern: str) -> int:
 def _objects(value: Any) -> Iterator[Mapping[str, Any]]:
     pending = [value]
     while pending:
-        one = pending.pop()
-        if isinstance(one, Mapping):
-            yield one
-            pending += one.values()
-        elif isinstance(one, list):
-            pending += one
+        item = pending.pop()
+        if isinstance(item, Mapping):
+            yield item
+            pending += item.values()
+        elif isinstance(item, list):
+            pending += item
 
 
-def _combines(one: Mapping[str, Any]) -> bool:
+def _combines(schema: Mapping[str, Any]) -> bool:
     """Return whether an answer has to be of several schemas at once."""
-    others = one.keys() - _BESIDE
-    every = one.get("allOf")
+    others = schema.keys() - _BESIDE
+    every = schema.get("allOf")
     return (isinstance(every, list) and len(every) > 1) or (
-        len(others) > 1 and any(name in one for name in _COMBINE)
+        len(others) > 1 and any(name in schema for name in _COMBINE)
     )
 
 
@@ -197,13 +198,15 @@ class _Patterns:
         own = sum(isinstance(value.get(name), str) for name in ("pattern", "format"))
         by_pattern = value.get("patternProperties")
         own += len(by_pattern) if isinstance(by_pattern, Mapping) else 0
-        found = value.get("$ref")
-        named = self._named(found) if isinstance(found, str) else 0
+        reference = value.get("$ref")
+        named = self._named(reference) if isinstance(reference, str) else 0
         return (
             own
             + named
             + sum(
-                self.of(one) for name, one in value.items() if name not in ("$defs", "definitions")
+                self.of(part)
+                for name, part in value.items()
+                if name not in ("$defs", "definitions")
             )
         )
 

@@ -135,21 +135,21 @@ def _write(source: Source, folder: Path) -> None:
 
 def _loaded(source: Source) -> tuple[Any, Any]:
     name = source.file.name
-    place: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "pretrained_model_name_or_path": str(source.file.parent),
         "gguf_file": name,
     }
-    place["local_files_only"] = True
+    arguments["local_files_only"] = True
     with _helped(source, torch.float16):
-        config = AutoConfig.from_pretrained(**place)
+        config = AutoConfig.from_pretrained(**arguments)
         if not family_of(config).projection:  # one whose conversion nobody compared
             raise refused(f"{name}: {config.model_type} is not read from GGUF; use its safetensors")
         if source.head_dim is not None and hasattr(config, "head_dim"):
             config.head_dim = source.head_dim  # which the conversion forgets
-        tokenizer = AutoTokenizer.from_pretrained(**place)
-        place |= {"config": config, "output_loading_info": True}
+        tokenizer = AutoTokenizer.from_pretrained(**arguments)
+        arguments |= {"config": config, "output_loading_info": True}
         load: Any = AutoModelForCausalLM.from_pretrained
-        model, report = load(**place, dtype=torch.float16)
+        model, report = load(**arguments, dtype=torch.float16)
     if missing := sorted(report["missing_keys"]):  # which the conversion does not know
         raise refused(
             f"{name}: {config.model_type} is not converted whole, first lacking {missing[0]}"
@@ -157,7 +157,7 @@ def _loaded(source: Source) -> tuple[Any, Any]:
     if not all(map(_is_finite, model.parameters())):  # beyond float16's range
         del model
         with _helped(source, torch.float32):
-            model, _ = load(**place, dtype=torch.bfloat16)
+            model, _ = load(**arguments, dtype=torch.bfloat16)
     return model, tokenizer
 
 
@@ -187,12 +187,12 @@ def _helped(source: Source, dtype: torch.dtype) -> Iterator[None]:
     with _ALONE:
         theirs = {name: getattr(gguf, name) for name in ours}
         try:
-            for name, one in ours.items():
-                setattr(gguf, name, one)
+            for name, function in ours.items():
+                setattr(gguf, name, function)
             yield
         finally:
-            for name, one in theirs.items():
-                setattr(gguf, name, one)
+            for name, function in theirs.items():
+                setattr(gguf, name, function)
 
 
 _dequantize = gguf.dequantize

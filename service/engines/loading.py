@@ -110,14 +110,14 @@ def load(options: EngineOptions, sites: Iterable[Site] = ()) -> tuple[Any, Model
         loaded = loader(files.config).from_pretrained
         model, report = _attempt("weights", options, lambda: loaded(**arguments), files.folder)
     if getattr(model, "_hf_peft_config_loaded", False):  # transformers does so by itself
-        said = f"{options.model} holds an adapter beside its weights"
-        raise ModelLoadError(f"{said}: move it out, and name it as the adapter", param="model")
+        problem = f"{options.model} holds an adapter beside its weights"
+        raise ModelLoadError(f"{problem}: move it out, and name it as the adapter", param="model")
     if missing := sorted(report["missing_keys"]):
-        said = (
+        problem = (
             f"the checkpoint of {options.model} lacks {len(missing)} parameter(s), first"
             f" {missing[0]}"
         )
-        raise ModelLoadError(f"{said}; download the model again", param="model")
+        raise ModelLoadError(f"{problem}; download the model again", param="model")
     if options.adapter is not None:
         _load_adapter(model, options.adapter, options)
     return _attempt("weights", options, lambda: model.to(device)), files
@@ -131,16 +131,16 @@ def _load_adapter(model: Any, folder: str, options: EngineOptions) -> None:
         raise ModelLoadError(
             "an adapter needs PEFT: pip install 'hallutracer[lora]'", param="adapter"
         )
-    place = str(Path(folder).resolve())
-    report = _attempt("adapter", options, lambda: model.load_adapter(place))
+    resolved = str(Path(folder).resolve())
+    report = _attempt("adapter", options, lambda: model.load_adapter(resolved))
     if wrong := sorted(
         {*report.missing_keys, *report.unexpected_keys, *map(str, report.mismatched_keys)}
     ):
-        said = (
+        problem = (
             f"{len(wrong)} of its weights do not fit {options.model}, first {wrong[0]}; name its"
             " base model"
         )
-        raise ModelLoadError(f"the adapter {folder} is another model's: {said}", param="adapter")
+        raise ModelLoadError(f"the adapter {folder} is another model's: {problem}", param="adapter")
 
 
 def loader(config: Any) -> Any:
@@ -163,11 +163,11 @@ def check_options(options: EngineOptions) -> None:
                 f"{name} is {getattr(options, name)!r}; it must {expected}", param=name
             )
     if unknown:
-        said = (
+        problem = (
             f"the transformers engine has no option {', '.join(unknown)}; it takes"
             f" {', '.join(EXTRA_OPTIONS)}"
         )
-        raise ModelLoadError(said, param="extra")
+        raise ModelLoadError(problem, param="extra")
 
 
 def choose_dtype(dtype: str, config: Any, device: torch.device) -> torch.dtype:
@@ -201,11 +201,11 @@ def _attempt(
             checkpoint.check_files(folder)
             checkpoint.check_whole(folder)
             if what == "tokenizer" and not any((folder / name).is_file() for name in TOKENIZERS):
-                said = (
+                problem = (
                     f"{folder} has no tokenizer; expected {TOKENIZERS[0]}, as it lies beside the"
                     " model's own weights"
                 )
-                raise ModelLoadError(said, param="model") from None
+                raise ModelLoadError(problem, param="model") from None
         told = str(error).lower()
         full = isinstance(error, torch.OutOfMemoryError | MemoryError)
         if full or "out of memory" in told or "can't allocate memory" in told:

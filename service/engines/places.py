@@ -67,15 +67,15 @@ class PackagedModel:
         """The file.  Raises ModelLoadError if the package is not installed, or another version of
         it."""
         try:
-            found = distribution(self.package)
+            installed = distribution(self.package)
         except PackageNotFoundError:
             problem = f"{self.title} comes with the package {self.package}, which is not installed"
         else:
-            path = Path(str(found.locate_file(self.file)))
-            if found.version == self.version and path.is_file():
+            path = Path(str(installed.locate_file(self.file)))
+            if installed.version == self.version and path.is_file():
                 return path
             problem = (
-                f"{self.package} {found.version} is installed, and {self.title} is read from"
+                f"{self.package} {installed.version} is installed, and {self.title} is read from"
                 f" {self.version}"
             )
         raise ModelLoadError(f"{problem}: {self.install}", param="model") from None
@@ -120,11 +120,11 @@ def place_of(model: str) -> Path | None:
         shown = (
             model if local.is_absolute() or not model else f"{model} (that is {local.resolve()})"
         )
-        said = (
+        problem = (
             f"there is no folder or GGUF file {shown}; give a folder with config.json, a .gguf file"
             " or a hub name"
         )
-        raise ModelLoadError(said, param="model")
+        raise ModelLoadError(problem, param="model")
     return None
 
 
@@ -201,7 +201,7 @@ def reachable(model: str, revision: str | None) -> bool:
     except (
         Exception
     ) as error:  # connections fail in many ways, also by exceptions of the HTTP library in use
-        problem = next((said for kind, said in refusals.items() if isinstance(error, kind)), "")
+        problem = next((words for kind, words in refusals.items() if isinstance(error, kind)), "")
         if not problem and isinstance(
             try_to_load_from_cache(model, CONFIG, revision=revision), str
         ):
@@ -315,11 +315,11 @@ def folder_of(file: Path) -> Path:
         ) from None
     free, needed = shutil.disk_usage(cache).free, source.weights * NEEDED
     if free < needed:
-        said = (
+        problem = (
             f"{file.name} takes {size_text(needed)} dequantized, and {cache} has {size_text(free)}"
             " free"
         )
-        raise _refused(f"{said}; make room, or set HALLUTRACER_CACHE to a folder elsewhere")
+        raise _refused(f"{problem}; make room, or set HALLUTRACER_CACHE to a folder elsewhere")
     with _at_work(cache):
         folder.parent.mkdir(parents=True, exist_ok=True)
         aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=MAKING))

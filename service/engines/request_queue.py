@@ -62,6 +62,7 @@ class EngineRequest:
     passes: Generator[PrefillResult | base.Continuation | None, None, None] | None = (
         None  # of a long one, once it has begun
     )
+    costs: Iterator[float] = iter(())  # of these passes, as ``BatchEngine.pass_costs``
     begun: float = 0.0  # when
 
     @property

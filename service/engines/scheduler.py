@@ -34,6 +34,7 @@ from service.engines.base import (
 )
 from service.engines.bridge import Outboxes, gather_all, receive, wait_for
 from service.engines.checks import check_sampling
+from service.engines.pass_times import PassTimes
 from service.engines.request_queue import EngineRequest, RequestQueue
 from service.errors import EngineError
 from service.readout import Probes
@@ -42,8 +43,6 @@ from service.settings import KV_TOKENS
 log = logging.getLogger("hallutracer")
 T = TypeVar("T")
 P = ParamSpec("P")
-SPEED_LASTS_S = 60.0  # after that a speed is of a machine as it was, and nobody is refused by it
-SPEEDS = 8  # of the newest passes
 # how long decoding holds the engine, one step at least, before prompts may have their turn
 QUANTUM_S = 0.05
 
@@ -98,19 +97,16 @@ class Scheduled:
         self._calls: list[Callable[[], None]] = []  # synchronous calls, run between turns
         self._closed = self._broken = False
         self._last_batch = 0
-        self._speeds: tuple[tuple[float, float], ...] = ()  # when a pass ended, tokens a second
+        self._pass_times = PassTimes(batch.max_batch_tokens, clock)
 
     @property
     def torch_model(self) -> base.TorchModel | None:
         """The model's modules."""
         return self.batch.torch_model
 
-    @property
-    def prefill_speed(self) -> float | None:
-        """Prompt tokens a second of forward passes at least half full, the fastest of late; None:
-        none was."""
-        now = self._clock()
-        return max((speed for at, speed in self._speeds if now - at <= SPEED_LASTS_S), default=None)
+    def seconds_to_read(self, prompt: TokenIds) -> float | None:
+        """As ``base.Engine.seconds_to_read``."""
+        return self._pass_times.expected_s(self.batch.pass_costs(prompt))
 
     @property
     def waited_for_cpu_s(self) -> float:
@@ -303,6 +299,7 @@ class Scheduled:
             request.passes = self.batch.in_chunks(
                 request.prompt, request.probes, first_token=request.first_token, kept=kept
             )
+            request.costs = iter(self.batch.pass_costs(request.prompt))
         try:
             with self._counted([request]):
                 result = next(request.passes)
@@ -310,7 +307,8 @@ class Scheduled:
             self._queue.reading.remove(request)
             request.finish(error)
             return
-        self._note_pass(1, self.counters.forward_tokens - tokens, started)
+        self._pass_times.note(next(request.costs, 0.0), started)
+        self.on_prefill(1, self.counters.forward_tokens - tokens)
         if result is None:
             return
         self._queue.reading.remove(request)
@@ -346,7 +344,9 @@ class Scheduled:
                     if not request.cancelled:
                         self._prefill([request])
             return
-        self._note_pass(len(batch), sum(len(prompt) for prompt in prompts), started)
+        cost = sum(sum(self.batch.pass_costs(prompt)) for prompt in prompts)
+        self._pass_times.note(cost, started)
+        self.on_prefill(len(batch), sum(len(prompt) for prompt in prompts))
         self._last_batch = len(batch)
         for request, result, continuation in zip(batch, results, continuations, strict=True):
             trajectories = tuple(
@@ -354,12 +354,6 @@ class Scheduled:
             )
             own = PrefillResult(trajectories, result.first_token, result.prompt_tokens)
             self._prefilled(request, own, continuation, started)
-
-    def _note_pass(self, prompts: int, tokens: int, started: float) -> None:
-        now = self._clock()
-        if 2 * tokens >= self.max_batch_tokens and now > started:
-            self._speeds = (*self._speeds[1 - SPEEDS :], (now, tokens / (now - started)))
-        self.on_prefill(prompts, tokens)
 
     def _prefilled(
         self,

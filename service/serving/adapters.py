@@ -52,15 +52,17 @@ class Adapters:
             return {}  # what it is in the next step is not known
         digest = self._digest(request)
         own = {
-            name: one for name, one in self.waiting.items() if one.manifest.model.adapter == digest
+            name: bundle
+            for name, bundle in self.waiting.items()
+            if bundle.manifest.model.adapter == digest
         }
-        found = {
+        scorers = {
             name: Scorer(engine.adapted(request, digest), bundle) for name, bundle in own.items()
         }
-        for name, scorer in found.items():
+        for name, scorer in scorers.items():
             self._scorers.setdefault(digest, scorer)
             self.waiting.pop(name, None)
-        return found
+        return scorers
 
     def note(self, request: Any) -> None:
         """Remember an adapter that takes another's place: vLLM reads its files anew with every
@@ -73,7 +75,7 @@ class Adapters:
         reads that."""
         read = self._scorers
         if request.load_inplace and any(
-            key[0] == number and one in read for key, one in self._digests.items()
+            key[0] == number and digest in read for key, digest in self._digests.items()
         ):
             raise EngineError(
                 f"a bundle reads the adapter {request.lora_name!r}: load its successor under"

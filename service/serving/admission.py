@@ -304,19 +304,18 @@ def check_space(
         raise Overloaded(f"{why}; try again in {retry} s", retry_after_s=retry)
 
 
-def check_time_to_read(tokens: int, deadline: Deadline, tokens_per_second: float | None) -> None:
-    """Raise Overloaded where so many tokens cannot be read before the deadline, even if nothing
-    else ran.
+def check_time_to_read(tokens: int, deadline: Deadline, seconds: float) -> None:
+    """Raise Overloaded where so many tokens, which take the engine ``seconds``, cannot be read
+    before the deadline.
 
-    ``tokens_per_second``: the engine's speed in large forward passes, None where it has not been
-        measured."""
+    ``seconds``: as measured lately, 0 where they were not."""
     left = deadline.left
-    if tokens_per_second and tokens > tokens_per_second * left:
-        seconds = tokens / tokens_per_second
+    if seconds > max(0.0, left):
         raise Overloaded(
-            f"reading {tokens} tokens takes about {seconds:.0f} s at the {tokens_per_second:.0f}"
-            f" tokens/s that were measured lately, and {left:.1f} s are left of the deadline of"
-            f" {deadline.seconds:g} s; shorten the prompt, or give it more time with 'deadline_ms'",
+            f"reading {tokens} tokens takes about {seconds:.2g} s, at {tokens / seconds:.0f}"
+            " tokens/s by the forward passes that were measured lately, and"
+            f" {left:.2g} s are left of the deadline of {deadline.seconds:g} s; shorten the prompt,"
+            " or give it more time with 'deadline_ms'",
             retry_after_s=MAX_RETRY_S,
         )
 

@@ -100,16 +100,16 @@ class Rollout:
             scorer.prompt_format,
         )  # two aliases may mean one bundle
         others = (
-            one
-            for one in self.shadows
-            if one.bundle.manifest.digest != own and one.engine is scorer.engine
+            shadow
+            for shadow in self.shadows
+            if shadow.bundle.manifest.digest != own and shadow.engine is scorer.engine
         )
-        return tuple(one for one in others if one.prompt_format == prompt_format)
+        return tuple(shadow for shadow in others if shadow.prompt_format == prompt_format)
 
     def shadowed(self, digest: str) -> bool:
         """Return whether the bundle is read as a shadow, beside what else it does: a canary may be
         one, too."""
-        return any(one.bundle.manifest.digest == digest for one in self.shadows)
+        return any(shadow.bundle.manifest.digest == digest for shadow in self.shadows)
 
 
 def rolled_out(plan: RolloutPlan, loaded: Scorers) -> tuple[Rollout, dict[str, str]]:
@@ -218,12 +218,12 @@ class Catalogue:
     def check_answers_read(self, scorers: Sequence[Scorer]) -> None:
         """Raise HalluTracerError where a policy decides by an answer's tokens and a bundle cannot
         read them."""
-        blind = next((one for one in scorers if one.answer_probes is None), None)
+        blind = next((scorer for scorer in scorers if scorer.answer_probes is None), None)
         policy, field = next(
             (
-                (one.name, one.reads_answers_for)
-                for one in self.policies.named.values()
-                if one.reads_answers_for
+                (rule.name, rule.reads_answers_for)
+                for rule in self.policies.named.values()
+                if rule.reads_answers_for
             ),
             (None, None),
         )
@@ -266,12 +266,12 @@ class Catalogue:
         shadows = [shadow.bundle.reference for shadow in rollout.shadows]
         self.metrics.rollout(model, scorers[0].bundle.reference, canary, shadows)
         self.metrics.bundles(
-            (model, one.bundle.reference, one.bundle.manifest.digest) for one in scorers
+            (model, scorer.bundle.reference, scorer.bundle.manifest.digest) for scorer in scorers
         )
         self.metrics.guarantees(
-            (model, one.bundle.reference, guarantee.alpha, guarantee.delta)
-            for one in scorers
-            if (guarantee := one.bundle.manifest.guarantee) is not None
+            (model, scorer.bundle.reference, guarantee.alpha, guarantee.delta)
+            for scorer in scorers
+            if (guarantee := scorer.bundle.manifest.guarantee) is not None
         )
 
     def _report(self, monitor: Monitor) -> None:
@@ -295,14 +295,16 @@ class Catalogue:
         """Return the scorers whose golden prompts gave the recorded risks when they were replayed
         last."""
         return [
-            one
-            for one in self.scorers
-            if "golden" not in self.monitors[one.bundle.reference].violations
+            scorer
+            for scorer in self.scorers
+            if "golden" not in self.monitors[scorer.bundle.reference].violations
         ]
 
     def in_force(self) -> list[dict[str, str]]:
         """Return the bundles and what each does, for the audit log."""
-        roles = [(one.bundle, self.rollout.role(one, self.scorers[0])) for one in self.scorers]
+        roles = [
+            (scorer.bundle, self.rollout.role(scorer, self.scorers[0])) for scorer in self.scorers
+        ]
         return [
             {"bundle": bundle.reference, "digest": bundle.manifest.digest, "role": role}
             for bundle, role in roles
@@ -311,7 +313,7 @@ class Catalogue:
     def scorer(self, bundle: str | None, model: str | None) -> Scorer:
         """Return the loaded scorer that a request names, else the first.  Raises NotFound."""
         models = {
-            one.engine.identity.model: one for one in reversed(self.scorers)
+            scorer.engine.identity.model: scorer for scorer in reversed(self.scorers)
         }  # the default of each adapter, too
         base = self.scorers[0]
         models |= dict.fromkeys((base.engine.identity.model, *self.settings.model_names), base)
@@ -319,10 +321,10 @@ class Catalogue:
             model = base.engine.identity.model
         if model is not None and not {model, "*"} & models.keys():
             listed = ", ".join(repr(name) for name in models)
-            said = (
+            problem = (
                 f"model {model!r} is not loaded; ask for {listed} (--served-model-name adds names)"
             )
-            raise NotFound(said, param="model")
+            raise NotFound(problem, param="model")
         own = models.get(model or "", base)
         if bundle is None:
             return own
@@ -351,7 +353,11 @@ class Catalogue:
         its model is another than that alone."""
         if base.engine.identity.adapter is not None:
             return set()
-        own = [one.bundle.manifest for one in self.scorers if one.engine.identity.adapter is None]
+        own = [
+            scorer.bundle.manifest
+            for scorer in self.scorers
+            if scorer.engine.identity.adapter is None
+        ]
         return {base.bundle.manifest.name, *(manifest.model.name for manifest in own)}
 
     def choose(

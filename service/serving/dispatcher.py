@@ -258,11 +258,20 @@ class Dispatcher:
         )
 
     def check_time_to_read(self, prompts: Sequence[TokenIds], deadline: Deadline) -> None:
-        """Raise Overloaded where prompts of several forward passes cannot be read before the
-        deadline at all."""
-        lengths = [len(prompt) for prompt in prompts]
-        long = sum(length for length in lengths if length > self._engine.max_batch_tokens)
-        check_time_to_read(long, deadline, self._engine.prefill_speed)
+        """Raise Overloaded where the prompts cannot be read before the deadline, even if nothing
+        else ran.
+
+        Long ones are read one after the other.  Of those of one pass the slowest counts: they may
+        share it."""
+        tokens, seconds = 0, 0.0
+        slowest, of_slowest = 0.0, 0
+        for prompt in prompts:
+            needed = self._engine.seconds_to_read(prompt) or 0.0
+            if len(prompt) > self._engine.max_batch_tokens:
+                tokens, seconds = tokens + len(prompt), seconds + needed
+            elif needed > slowest:
+                slowest, of_slowest = needed, len(prompt)
+        check_time_to_read(tokens + of_slowest, deadline, seconds + slowest)
 
     def admit(
         self,

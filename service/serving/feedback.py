@@ -80,17 +80,17 @@ class Feedback:
         )
         guaranteed = outside_as_calibrated(manifest, policy) and policy.passage_truth == 1.0
         guaranteed = guaranteed and not judgement.request_violations
-        for one in judgement.prompts:
-            report, verdict = one.report, one.report.verdict
-            assert one.stored is not None
-            passage = None if one.shape is None else one.shape.passage
+        for prompt in judgement.prompts:
+            report, verdict = prompt.report, prompt.report.verdict
+            assert prompt.stored is not None
+            passage = None if prompt.shape is None else prompt.shape.passage
             calibrated = guaranteed and verdict.threshold == manifest.threshold_for(passage)
             given = report.decision is Decision.CONTINUE and not verdict.flagged
             rows.append(
                 Answer(
                     uid=uuid.uuid4().hex,
                     request_id=judgement.request_id,
-                    index=one.index,
+                    index=prompt.index,
                     caller=judgement.caller.name,
                     time=now,
                     route=judgement.route,
@@ -104,8 +104,8 @@ class Feedback:
                     flagged=verdict.flagged,
                     decision=str(report.decision),
                     signals=dict(zip(manifest.signals, report.signals, strict=True)),
-                    mark=one.stored.mark,
-                    prompt=one.stored.prompt,
+                    mark=prompt.stored.mark,
+                    prompt=prompt.stored.prompt,
                     drawn=calibrated
                     and report.context.applies
                     and given

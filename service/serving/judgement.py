@@ -122,31 +122,31 @@ class Monitor:
         limits, rows = self.limits, len(reference.risks)
         risks, away = zip(*self._window.values(), strict=True)
         outside = None if reference.outside is None else np.array(away, np.bool_)
-        self.drift = found = compare(np.array(risks, np.float64), outside, reference)
+        self.drift = drift = compare(np.array(risks, np.float64), outside, reference)
 
         def beyond(cause: Cause, value: float, limit: Callable[[float], float]) -> bool:
             # The way back is not widened: prompts that are alike are no sign that a drift has
             # ended.
             back = cause in self.violations
             return value > (
-                limits.back * limit(found.prompts) if back else limit(found.independent)
+                limits.back * limit(drift.prompts) if back else limit(drift.independent)
             )
 
-        apart = beyond("drift", found.ks, lambda prompts: limits.of_ks(prompts, rows))
-        apart |= beyond("drift", found.psi, lambda prompts: limits.of_psi(prompts, rows))
+        apart = beyond("drift", drift.ks, lambda prompts: limits.of_ks(prompts, rows))
+        apart |= beyond("drift", drift.psi, lambda prompts: limits.of_psi(prompts, rows))
         text = (
-            f"the last {found.prompts:,} risks are unlike those of training: KS {found.ks:.2f}, PSI"
-            f" {found.psi:.2f}, "
+            f"the last {drift.prompts:,} risks are unlike those of training: KS {drift.ks:.2f}, PSI"
+            f" {drift.psi:.2f}, "
         )
-        text += f"mean {abs(found.shift):.2f} {'higher' if found.shift > 0 else 'lower'}"
+        text += f"mean {abs(drift.shift):.2f} {'higher' if drift.shift > 0 else 'lower'}"
         self._set("drift", text if apart else None)
-        if (share := found.outside) is not None and reference.outside is not None:
+        if (share := drift.outside) is not None and reference.outside is not None:
             more = beyond(
                 "outside",
                 share - reference.outside,
                 lambda prompts: limits.of_outside(prompts, share),
             )
-            text = f"{share:.1%} of the last {found.prompts:,} prompts lie outside training, "
+            text = f"{share:.1%} of the last {drift.prompts:,} prompts lie outside training, "
             text += f"as {reference.outside:.1%} of its rows do"
             self._set("outside", text if more else None)
         self.report(self)
@@ -247,9 +247,10 @@ class Retrievals:
 
     def recall(self, caller: str, named: str) -> Retrieval:
         """Return what is known of a request by the ``id`` of its answer."""
-        found = self._known.get((caller, PREFIX.sub("", named, count=1)))
+        retrieval = self._known.get((caller, PREFIX.sub("", named, count=1)))
         return Retrieval(
-            named, found if found is not None and found.until > time.monotonic() else None
+            named,
+            retrieval if retrieval is not None and retrieval.until > time.monotonic() else None,
         )
 
 

@@ -89,12 +89,12 @@ class LineQueue(BatchWriter[Line]):
     def write(self, batch: list[Queued[Line]]) -> list[Queued[Line]]:
         """Write lines together as long as they cannot be mixed with those of other processes."""
         together, size = list[Line](), 0
-        for one in batch:
-            if together and (one.item.lost or size + one.size > select.PIPE_BUF):
+        for line in batch:
+            if together and (line.item.lost or size + line.size > select.PIPE_BUF):
                 self._write(together)
                 together, size = [], 0
-            together.append(one.item)
-            size += one.size
+            together.append(line.item)
+            size += line.size
         if together:
             self._write(together)
         return []

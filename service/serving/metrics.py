@@ -432,7 +432,7 @@ _OF_BUNDLE: dict[str, Sequence[tuple[str, ...]]] = {
     "completion_tokens_total": [()],
     "feedback_labels_total": [(label,) for label in LABELS],
     "feedback_agreement_total": [*product(("yes", "no"), JUDGED)],
-    "prompts_total": [(str(one),) for one in Decision],
+    "prompts_total": [(str(decision),) for decision in Decision],
     "route_prompts_total": [*product(COUNTED, ("yes", "no"))],
     "gated_by_route_total": [(route,) for route in COUNTED],
     "risk_by_conversation": _SHAPES,
@@ -530,11 +530,11 @@ class Metrics:
             partial(self._of, "inc", model, bundle),
             partial(self._of, "observe", model, bundle),
         )
-        place = judgement.route if judgement.route in COUNTED else OTHER
-        for one, answer in zip(judgement.prompts, answers, strict=True):
-            report, timings, shape = one.report, one.timings, _labels(one.shape)
+        route = judgement.route if judgement.route in COUNTED else OTHER
+        for prompt, answer in zip(judgement.prompts, answers, strict=True):
+            report, timings, shape = prompt.report, prompt.timings, _labels(prompt.shape)
             withheld = report.decision is not Decision.CONTINUE
-            count("route_prompts_total", place, _yes(report.verdict.flagged))
+            count("route_prompts_total", route, _yes(report.verdict.flagged))
             count("prompts_total", report.decision.value)
             for name, holds in (
                 ("flagged_total", report.verdict.flagged),
@@ -556,7 +556,7 @@ class Metrics:
                 observe("risk_by_conversation", *shape, by=report.risk)
             if withheld:
                 count("gated_by_conversation_total", *shape)
-                count("gated_by_route_total", place)
+                count("gated_by_route_total", route)
             if judgement.who.key is not None:
                 self.key(judgement.who.key, withheld=withheld)
             count("prompt_tokens_total", by=report.prompt_tokens)
@@ -585,13 +585,11 @@ class Metrics:
     ) -> None:
         """Set what each loaded bundle ("name:version") does from now on."""
         judging = [("default", default), *(() if canary is None else (("canary", canary),))]
-        now = {
-            (model_name, bundle, role)
-            for role, bundle in (*judging, *(("shadow", one) for one in shadows))
-        }
+        roles = [*judging, *(("shadow", shadow) for shadow in shadows)]
+        now = {(model_name, bundle, role) for role, bundle in roles}
         before = self._listed.get("bundle_role_info", set())
         if {labels for labels in before if labels[2] != "shadow"} != {
-            one for one in now if one[2] != "shadow"
+            labels for labels in now if labels[2] != "shadow"
         }:
             self.compared.clear()  # they were compared with what judged until now
         self._list("bundle_role_info", now)

@@ -43,13 +43,13 @@ async def _audit(service: Service, judgement: Judgement) -> None:
         return
     prompts = [
         JudgedEvent(
-            one.index,
+            prompt.index,
             round(report.risk, 6),
             report.decision.value,
             report.verdict.flagged,
             report.decided_by,
         )
-        for one, report in zip(judgement.prompts, judgement.reports, strict=True)
+        for prompt, report in zip(judgement.prompts, judgement.reports, strict=True)
     ]
     line = decision(
         judgement.who,
@@ -91,7 +91,7 @@ def _watch_drift(
 ) -> None:
     if judgement.monitor is not None and not judgement.of_sample:
         judgement.monitor.observe(
-            judgement.reports, [digest_of(one.token_ids) for one in judgement.prompts]
+            judgement.reports, [digest_of(prompt.token_ids) for prompt in judgement.prompts]
         )
 
 

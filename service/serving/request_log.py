@@ -49,28 +49,32 @@ class RequestRecord:
     def fields(self) -> dict[str, Any]:
         """Return what is logged, without what is None or empty."""
         names = ("request_id", "method", "path", "status", "code", "caller")
-        found: dict[str, Any] = {name: getattr(self, name) for name in names}
+        fields: dict[str, Any] = {name: getattr(self, name) for name in names}
         if (judgement := self.judgement) is not None:
-            found |= {
+            fields |= {
                 "model": judgement.model,
                 "bundle": judgement.bundle,
                 "digest": judgement.digest,
             }
-            found |= {"policy": judgement.policy.name} | (
+            fields |= {"policy": judgement.policy.name} | (
                 self._numbers(judgement) if judgement.prompts else {}
             )
-        found |= {
+        fields |= {
             "total_ms": self.total_ms,
             "trace_id": None if self.trace is None else self.trace.id,
         }
         return {
             name: round(value, 6) if isinstance(value, float) else value
-            for name, value in found.items()
+            for name, value in fields.items()
             if value is not None and value != []
         }
 
     def _numbers(self, judgement: Judgement) -> dict[str, Any]:
-        reports, times = judgement.reports, [prompt.timings for prompt in judgement.prompts]
+        reports = judgement.reports
+        slowest_ms = {
+            f"{name}_ms": 1e3 * max(getattr(prompt.timings, name) for prompt in judgement.prompts)
+            for name in ("queue", "prefill", "probe")
+        }
         decodes = [answer.decode_s for answer in self.answers if answer.decode_s is not None]
         return {
             "threshold": judgement.threshold,
@@ -78,10 +82,7 @@ class RequestRecord:
             "decisions": [report.decision.value for report in reports],
             "prompt_tokens": sum(report.prompt_tokens for report in reports),
             "completion_tokens": sum(answer.tokens for answer in self.answers),
-            **{
-                f"{name}_ms": max(getattr(one, name) for one in times) * 1e3
-                for name in ("queue", "prefill", "probe")
-            },
+            **slowest_ms,
             "decode_ms": max(decodes) * 1e3 if decodes else None,
         }
 

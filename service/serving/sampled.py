@@ -61,9 +61,11 @@ def judged(
         return Answered(question, report, None, None)
     if report.outcome is Outcome.STOPPED:
         return Answered(question, report, None, report.shown.text.strip())
-    text, said = answer_texts(report.shown, prompt, scorer.engine)
+    text, spoken = answer_texts(report.shown, prompt, scorer.engine)
     judge = make_judge(JudgeOptions("exact" if sample.judge == "exact" else "contains"))
     verdict = verdict_on(
-        said, question.prompt, question.answers, judge, re.compile(sample.abstain_pattern)
+        spoken, question.prompt, question.answers, judge, re.compile(sample.abstain_pattern)
     )
-    return Answered(question, report, VERDICTS[verdict], (text if said is None else said).strip())
+    return Answered(
+        question, report, VERDICTS[verdict], (text if spoken is None else spoken).strip()
+    )

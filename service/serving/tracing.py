@@ -109,19 +109,19 @@ def _faults_raised() -> Iterator[None]:
     before, logger.propagate = logger.propagate, False
     try:
         yield  # what cannot be read as a header may be a key
-        said = [
-            str(one.msg).replace("%s", "...")
-            if one.name == "opentelemetry.util.re"
-            else one.getMessage()
-            for one in catcher.buffer
+        messages = [
+            str(record.msg).replace("%s", "...")
+            if record.name == "opentelemetry.util.re"
+            else record.getMessage()
+            for record in catcher.buffer
         ]
     except (ValueError, OSError, RuntimeError) as error:
-        said = [str(error)]
+        messages = [str(error)]
     finally:
         logger.removeHandler(catcher)
         logger.propagate = before
-    if said:
-        raise HalluTracerError(f"OpenTelemetry refuses a variable OTEL_*: {said[0]}")
+    if messages:
+        raise HalluTracerError(f"OpenTelemetry refuses a variable OTEL_*: {messages[0]}")
 
 
 class RequestTrace:
@@ -132,9 +132,9 @@ class RequestTrace:
     ) -> None:
         self._tracer, self._span, self._method, self._events = tracer, span, method, events
         self._context = set_span_in_context(span, Context())
-        found = span.get_span_context()
+        context = span.get_span_context()
         self.id = (
-            format_trace_id(found.trace_id) if found.is_valid else None
+            format_trace_id(context.trace_id) if context.is_valid else None
         )  # None with OTEL_SDK_DISABLED
 
     def upstream(self, upstream: Upstream, route: str) -> UpstreamCall:
@@ -188,8 +188,8 @@ class RequestTrace:
         scorer, model, sampling = judgement.scorer, judgement.model, judgement.sampling
         manifest, operation, now = scorer.bundle.manifest, "score", time.time_ns()
         rows: list[tuple[int, int, JudgedPrompt | None, AnswerEnd]] = [
-            (one.index, one.submitted_ns, one, answer)
-            for one, answer in zip(judgement.prompts, answers, strict=True)
+            (prompt.index, prompt.submitted_ns, prompt, answer)
+            for prompt, answer in zip(judgement.prompts, answers, strict=True)
         ]
         rows += [(index, ns, None, AnswerEnd()) for index, ns in judgement.unscored.items()]
         decoding: Attributes = {}
@@ -203,8 +203,8 @@ class RequestTrace:
                     decoding[f"gen_ai.request.{name}"] = value
             decoding |= {"gen_ai.request.stream": True} if judgement.streams else {}
         bundle: Attributes = {
-            f"hallutracer.bundle.{one}": getattr(manifest, one)
-            for one in ("name", "version", "digest")
+            f"hallutracer.bundle.{name}": getattr(manifest, name)
+            for name in ("name", "version", "digest")
         }
         bundle["hallutracer.policy"] = judgement.policy.name
         attributes = (
@@ -233,7 +233,7 @@ class RequestTrace:
             bundle["hallutracer.guarantee.holds"] = guarantee.holds
             bundle["hallutracer.guarantee.void"] = guarantee.violations
         reasons, over, finished = [], started, True
-        for place, (index, ns, prompt, end) in enumerate(sorted(rows, key=lambda row: row[0])):
+        for number, (index, ns, prompt, end) in enumerate(sorted(rows, key=lambda row: row[0])):
             decodes = (
                 sampling is not None
                 and prompt is not None
@@ -253,7 +253,7 @@ class RequestTrace:
                 reasons.append(UNKNOWN if prompt is None or decodes else "content_filter")
             finished &= prompt is not None and (end.outcome.shows or not decodes)
             over = max(over, ended)
-            if place >= MOST_PROMPTS:
+            if number >= MOST_PROMPTS:
                 continue
             own = bundle | {"hallutracer.index": index} | ({} if prompt is None else _told(prompt))
             gate = self._tracer.start_span("gate", below, SpanKind.INTERNAL, own, start_time=ns)
@@ -293,7 +293,7 @@ class RequestTrace:
 def _told(prompt: JudgedPrompt) -> Attributes:
     """Return what a prompt's gate says of it."""
     report, timings = prompt.report, prompt.timings
-    found: Attributes = {
+    attributes: Attributes = {
         "hallutracer.risk": report.risk,
         "hallutracer.decision": report.decision.value,
         "hallutracer.threshold": report.verdict.threshold,
@@ -305,9 +305,9 @@ def _told(prompt: JudgedPrompt) -> Attributes:
         "hallutracer.outside_training": report.uncertain.outside,
     }
     return (
-        found
+        attributes
         if report.context.said is None
-        else found | {"hallutracer.applies": report.context.applies}
+        else attributes | {"hallutracer.applies": report.context.applies}
     )
 
 

@@ -17,6 +17,7 @@ import httpx
 import pytest
 
 from service.access.routes import CHAT_ROUTE, SCORE_ROUTES
+from service.errors import Overloaded
 from service.settings import ServiceSettings
 from tests.kit import balancer as b
 from tests.kit.local_server import answer, free_port
@@ -70,6 +71,91 @@ def test_its_limits_are_the_services_own() -> None:
     assert int(reads) > settings.deadline_s
     [idle] = re.findall(r"keepalive_timeout (\d+)s;", text)
     assert int(idle) < settings.keep_alive_s
+
+
+# --- limits for each address ---
+
+# As if each request came from the address that it names.
+FROM = ("server_tokens off;", "real_ip_header X-From; set_real_ip_from 127.0.0.1;")
+
+
+def refused_by_nginx(found: httpx.Response) -> bool:
+    if found.status_code != 429:
+        return False
+    assert found.headers["retry-after"] == "1"
+    assert found.headers["x-request-id"] == "mine"
+    assert found.json()["error"]["code"] == Overloaded.code
+    return True
+
+
+def test_new_requests_of_an_address_are_limited_and_health_checks_by_themselves(
+    tmp_path: Path,
+) -> None:
+    edits = (
+        FROM,
+        ("zone=requests:10m rate=500r/s", "zone=requests:10m rate=1r/m"),
+        ("zone=requests burst=500", "zone=requests burst=3"),
+        ("zone=checks:10m rate=50r/s", "zone=checks:10m rate=1r/m"),
+        ("zone=checks burst=200", "zone=checks burst=3"),
+    )
+    with group(tmp_path, fine, fine, edits=edits) as (url, began):
+
+        def refused(address: str, path: str = "/score") -> bool:
+            found = post(url, path, **{"X-From": address, "X-Request-Id": "mine"})
+            assert found.status_code in (200, 429)
+            return refused_by_nginx(found)
+
+        limit = [False] * 4 + [True]
+        assert [refused("192.0.2.1") for _ in limit] == limit
+        assert sum(map(len, began)) == 4
+        assert not refused("192.0.2.2")
+        for path in ("/v1/chat/completions", "/healthy", "/health/", "/v1/models"):
+            assert refused("192.0.2.1", path)
+        network = [f"2001:db8:0:a::{number}" for number in range(1, 6)]
+        assert [refused(address) for address in network] == limit, "a /64 is one address"
+        assert not refused("2001:db8:0:b::1")
+        checks = ["/health", "/health/live", "/health/ready", "/health/ready", "/health"]
+        assert [refused("192.0.2.1", path) for path in checks] == limit
+        assert refused("192.0.2.3", "/health") is False
+        assert sum(map(len, began)) == 4 + 1 + 4 + 1 + 4 + 1
+
+
+def test_requests_under_way_of_an_address_are_limited(tmp_path: Path) -> None:
+    begun, release = threading.Semaphore(0), threading.Event()
+
+    def held(handler: BaseHTTPRequestHandler) -> None:
+        if handler.path == CHAT_ROUTE:
+            begun.release()
+            release.wait(60)
+        fine(handler)
+
+    edits = (FROM, ("limit_conn under_way 256", "limit_conn under_way 2"))
+    with group(tmp_path, held, held, edits=edits) as (url, _), ThreadPoolExecutor(2) as pool:
+
+        def ask(path: str, address: str = "192.0.2.1") -> httpx.Response:
+            return post(url, path, **{"X-From": address, "X-Request-Id": "mine"})
+
+        waiting = [pool.submit(ask, CHAT_ROUTE) for _ in range(2)]
+        try:
+            assert all(begun.acquire(timeout=60) for _ in waiting)
+            assert refused_by_nginx(ask("/score"))
+            assert ask("/health/live").status_code == 200
+            assert ask("/score", "192.0.2.2").status_code == 200
+        finally:
+            release.set()
+        assert [task.result().status_code for task in waiting] == [200, 200]
+        until(lambda: ask("/score").status_code == 200)
+
+
+def test_a_replicas_own_429_comes_through(tmp_path: Path) -> None:
+    def full(handler: BaseHTTPRequestHandler) -> None:
+        answer(handler, 429, b"its own", Retry_After="7")
+
+    with group(tmp_path, full, full) as (url, _):
+        for route in (CHAT_ROUTE, *SCORE_ROUTES):
+            found = post(url, route)
+            told = found.status_code, found.headers["retry-after"], found.content
+            assert told == (429, "7", b"its own")
 
 
 # --- two replicas of the service ---

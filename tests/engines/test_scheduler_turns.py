@@ -237,16 +237,40 @@ async def test_decoding_holds_the_engine_for_a_quantum_beside_a_waiting_prompt(
         assert 60 <= steps <= 68, "of 64 in a second: half and half"
 
 
-async def test_the_speed_is_of_passes_at_least_half_full_and_of_late(timed: Timed) -> None:
+async def test_the_time_to_read_a_prompt_is_of_its_passes_at_the_fastest_of_late(
+    timed: Timed,
+) -> None:
+    """A pass takes a second, however small: so says its own size, and large ones the time of
+    more."""
+    long, short = [timed.script.tokenize(text) for text in (LONG, "a")]
     async with timed.open():
         await timed.answer("a")
-        assert timed.engine.prefill_speed is None
+        assert timed.engine.seconds_to_read(short) is None, "one small pass may have been slow"
         await timed.answer(LONG)
-        assert timed.engine.prefill_speed == 8
+        assert timed.engine.seconds_to_read(long) == 4
+        assert timed.engine.seconds_to_read([*long, *long]) == 8
         await timed.answer("xyz")
-        assert timed.engine.prefill_speed == 8, "the fastest"
+        assert timed.engine.seconds_to_read(long) == 4, "the fastest"
+        assert timed.engine.seconds_to_read(short) == 2 / 8
+        for _ in range(3):
+            await timed.answer("a")
+        assert timed.engine.seconds_to_read(short) == 1
+        assert timed.engine.seconds_to_read(short[:1]) == 1 / 2
+        timed.script.pass_costs = lambda prompt: [8.0, 24.0]  # type: ignore[method-assign]
+        assert timed.engine.seconds_to_read(long) == 4, "of what it costs, not of its tokens"
         timed.now += 61
-        assert timed.engine.prefill_speed is None
+        assert timed.engine.seconds_to_read(long) is None
+
+
+async def test_the_cost_of_each_pass_counts_in_what_is_measured(timed: Timed) -> None:
+    timed.script.pass_costs = lambda prompt: [8.0, 16.0, 32.0, 16.0]  # type: ignore[method-assign]
+    async with timed.open():
+        await timed.answer(LONG)
+        assert timed.engine.seconds_to_read(timed.script.tokenize(LONG)) == 72 / 32
+        timed.script.pass_costs = lambda prompt: [4.0]  # type: ignore[method-assign]
+        for text in "abcd":
+            await timed.answer(text)
+        assert timed.engine.seconds_to_read(timed.script.tokenize("a")) == 4 / 32
 
 
 async def test_how_long_the_engine_waited_for_a_cpu_is_known_where_the_system_counts_it(

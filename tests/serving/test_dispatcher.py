@@ -736,28 +736,38 @@ async def test_a_prompt_that_cannot_be_read_in_its_time_is_refused_at_once(
     bench: Bench, monkeypatch: Patch
 ) -> None:
     prefills = bench.script.counters.prefills
+
+    def reads(speed: float | None) -> None:
+        def seconds_to_read(_: Scheduled, prompt: TokenIds) -> float | None:
+            return None if speed is None else len(prompt) / speed
+
+        monkeypatch.setattr(Scheduled, "seconds_to_read", seconds_to_read)
+
     for speed, seconds, refused in (
         (None, 1, False),
         (8.0, 1, True),
         (8.0, 5, False),
         (64.0, 1, False),
     ):
-        monkeypatch.setattr(Scheduled, "prefill_speed", speed)
+        reads(speed)
         handle = bench.request("x" * 31, seconds=seconds)
         if not refused:
             await handle.answers()
             continue
         with pytest.raises(
-            Overloaded, match=r"32 tokens takes about 4 s at the 8 tokens/s.*deadline of 1 s"
+            Overloaded, match=r"32 tokens takes about 4 s, at 8 tokens/s.*deadline of 1 s"
         ) as late:
             await handle.answers()
         assert late.value.retry_after_s == 60
         assert bench.last == (0, 0)
     assert bench.script.counters.prefills == prefills + 3
-    monkeypatch.setattr(Scheduled, "prefill_speed", 1.0)
-    await bench.request(
-        *["short"] * 9, seconds=5
-    ).answers()  # of one pass each: nothing is known of what they share
+    reads(1.0)
+    shorts = ["short"] * 9  # of one pass each: nothing is known of what they share
+    await bench.request(*shorts, seconds=10).answers()
+    with pytest.raises(Overloaded, match=r"reading 6 tokens takes about 6 s, at 1 tokens/s"):
+        await bench.request(*shorts, seconds=5).answers()
+    with pytest.raises(Overloaded, match=r"reading 38 tokens takes about 38 s"):
+        await bench.request(*shorts, "x" * 31, seconds=35).answers()
 
 
 @opened(max_queue=1000, max_batch_tokens=100)

@@ -383,13 +383,13 @@ class _RowCaches(Cache):
         ``_attend``."""
         pairs = [
             row.update(
-                key_states[place : place + 1],
-                value_states[place : place + 1],
+                key_states[index : index + 1],
+                value_states[index : index + 1],
                 layer_idx,
                 *args,
                 **kwargs,
             )
-            for place, row in enumerate(self._rows)
+            for index, row in enumerate(self._rows)
         ]
         return [keys for keys, _ in pairs], [values for _, values in pairs]
 
@@ -410,8 +410,8 @@ def _attend(
     else:
         attention = AttentionInterface._global_mapping[own]
     rows = [
-        attention(module, query[place : place + 1], keys, values, None, **kwargs)[0]
-        for place, (keys, values) in enumerate(zip(key, value, strict=True))
+        attention(module, query[index : index + 1], keys, values, None, **kwargs)[0]
+        for index, (keys, values) in enumerate(zip(key, value, strict=True))
     ]
     return torch.cat(rows), None
 

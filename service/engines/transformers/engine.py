@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any, cast
 
 import numpy as np
@@ -229,9 +229,10 @@ class TransformersEngine:
         with self._running([prompt]):
             stack = self._stack(probes)
             [batch] = self._batches([prompt], kept=kept)
-            whole = len(prompt) > self._longest_in_chunks
             *before, last = (
-                [batch] if whole else hooks.chunks(batch, self.max_batch_tokens, self._pass_cost)
+                [batch]
+                if self._takes_one_pass(prompt)
+                else hooks.chunks(batch, self.max_batch_tokens, self._pass_cost)
             )
             cache = self._new_cache(batch) if before or kept or batch.prefix else None
         for chunk in before:
@@ -249,6 +250,17 @@ class TransformersEngine:
                 assert logits is not None
                 continuation = KvContinuation(self, result, cache, logits[0].clone())
         yield continuation if kept else result
+
+    def pass_costs(self, prompt: base.TokenIds) -> list[float]:
+        """Return the costs of ``base.BatchEngine.pass_costs``, by the model's shape."""
+        prefix = self._prefix_of(prompt)
+        columns = len(prompt) - prefix
+        ends = [0, columns]
+        if not self._takes_one_pass(prompt):
+            ends = hooks.pass_ends(columns, prefix, self.max_batch_tokens, self._pass_cost)
+        return [
+            self._pass_cost.of_pass(end - start, prefix + start) for start, end in pairwise(ends)
+        ]
 
     def extract(
         self,
@@ -281,7 +293,7 @@ class TransformersEngine:
                 own = [prompts[row] for row in group]
                 begun: dict[int, KvContinuation] = {}
                 for batch in self._batches(own, kept=sampling is not None, whole=bool(last)):
-                    rows = [group[place] for place in batch.index]
+                    rows = [group[index] for index in batch.index]
                     sink = self._buffer(sites, len(rows))
                     caches: list[Any] = []
                     logits: Any = ()
@@ -303,9 +315,9 @@ class TransformersEngine:
                                 strict=True,
                             )
                         )
-                    for row, cache, one in zip(rows, caches, logits, strict=False):
+                    for row, cache, own_logits in zip(rows, caches, logits, strict=False):
                         prefill = PrefillResult((), first[row], len(prompts[row]))
-                        begun[row] = KvContinuation(self, prefill, cache, one, answer_site)
+                        begun[row] = KvContinuation(self, prefill, cache, own_logits, answer_site)
                 if sampling is not None:
                     self._answer(begun.values(), [sampling] * len(begun))
                     answered |= begun
@@ -313,9 +325,9 @@ class TransformersEngine:
         answers = None
         if answer_site is not None:
             answers = np.zeros((*shape, self._modules.geometry.width(answer_site)), np.float32)
-            for row, one in enumerate(ended):
-                if one.mean is not None:
-                    answers[row] = one.mean.cpu().numpy()
+            for row, answer in enumerate(ended):
+                if answer.mean is not None:
+                    answers[row] = answer.mean.cpu().numpy()
             hooks.refuse_non_finite(
                 answers.swapaxes(0, 1), range(len(prompts)), f"{answer_site} of the answer"
             )
@@ -323,7 +335,7 @@ class TransformersEngine:
             activations,
             tuple(first[row] for row in sorted(first)),
             answers=answers,
-            completions=tuple(cast(base.Completion, one.completion) for one in ended),
+            completions=tuple(cast(base.Completion, answer.completion) for answer in ended),
         )
 
     def generate(self, prompts: Prompts, sampling: Sampling) -> list[base.Completion]:
@@ -350,33 +362,33 @@ class TransformersEngine:
                     sink = self._buffer([Site.RESIDUAL_STREAM], len(batch.index))
                     logits, caches = self._prefill_kept(batch, sink)
                     states = sink.buffers[Site.RESIDUAL_STREAM].unbind(1)  # at t*
-                    for place, cache, one, state in zip(
+                    for index, cache, own_logits, state in zip(
                         batch.index, caches, logits, states, strict=True
                     ):
-                        row = group[place]
+                        row = group[index]
                         prefill = PrefillResult((), None, len(prompts[row]))
                         copies = [cache, *(copy.deepcopy(cache) for _ in seeds[row][1:])]
                         site = Site.RESIDUAL_STREAM
                         begun[row] = [
-                            KvContinuation(self, prefill, own, one, site, state) for own in copies
+                            KvContinuation(self, prefill, own, own_logits, site, state)
+                            for own in copies
                         ]
                 own = [replace(sampling, seed=seed) for row in begun for seed in seeds[row]]
                 self._answer(list(chain.from_iterable(begun.values())), own)
-                answers |= {
-                    row: [one.traced() for one in of_prompt] for row, of_prompt in begun.items()
-                }
+                for row, of_prompt in begun.items():
+                    answers[row] = [answer.traced() for answer in of_prompt]
         return [answers[row] for row in sorted(answers)]
 
     def next_token(self, prompts: Prompts, candidates: Sequence[int]) -> NDArray[np.float64]:
         """Return log-probabilities as ``base.LoadedModel.next_token``."""
         check_prompts([[*candidates]], vocabulary=self._vocabulary, max_tokens=self._vocabulary)
-        found = np.empty((len(prompts), len(candidates)))
+        log_probs = np.empty((len(prompts), len(candidates)))
         with self._running(prompts):
             for batch in self._batches(prompts):
                 logits = self._logits(batch, self._buffer((), len(batch.index))).double()
                 chosen = logits[:, list(candidates)] - logits.logsumexp(dim=-1, keepdim=True)
-                found[list(batch.index)] = chosen.cpu().numpy()
-        return found
+                log_probs[list(batch.index)] = chosen.cpu().numpy()
+        return log_probs
 
     def step_together(self, continuations: Sequence[KvContinuation]) -> None:
         """Run the last tokens of all that wait for it in one forward pass."""
@@ -412,8 +424,7 @@ class TransformersEngine:
     ) -> Iterator[Batch]:
         """Yield micro-batches, whose caches are ``kept``; what chats begin with is not run again,
         unless ``whole``."""
-        begins = [not whole and self._prefix.begins(prompt) for prompt in prompts]
-        prefixes = [len(self._prefix.tokens) if begun else 0 for begun in begins]
+        prefixes = [0 if whole else self._prefix_of(prompt) for prompt in prompts]
         for prefix in sorted(set(prefixes)):
             rows = [row for row, own in enumerate(prefixes) if own == prefix]
             lengths = [len(prompts[row]) - prefix for row in rows]
@@ -421,10 +432,18 @@ class TransformersEngine:
                 0 if kept and self._alone else self.max_batch_tokens
             )  # a cache that cannot be split: one prompt
             for group in hooks.micro_batches(lengths, budget, equal_lengths=self._equal_lengths):
-                index = [rows[place] for place in group]
+                index = [rows[number] for number in group]
                 yield hooks.pad(
                     prompts, index, self._options.padding_side, self._filler, self._device, prefix
                 )
+
+    def _prefix_of(self, prompt: base.TokenIds) -> int:
+        """Return how many of a prompt's first tokens are not run again."""
+        return len(self._prefix.tokens) if self._prefix.begins(prompt) else 0
+
+    def _takes_one_pass(self, prompt: base.TokenIds) -> bool:
+        """Return whether a prompt has to be read in one pass, however long it is."""
+        return len(prompt) > self._longest_in_chunks
 
     def _answered_together(
         self, prompts: Prompts, sampling: Sampling, times: int = 1
@@ -435,24 +454,43 @@ class TransformersEngine:
 
     def _answer(self, begun: Collection[KvContinuation], samplings: Sequence[Sampling]) -> None:
         try:
-            running = [(one, one.decode(own)) for one, own in zip(begun, samplings, strict=True)]
+            running = [
+                (continuation, continuation.decode(own))
+                for continuation, own in zip(begun, samplings, strict=True)
+            ]
             while running:
                 running = [
-                    (one, pieces) for one, pieces in running if next(pieces, None) is not None
+                    (continuation, pieces)
+                    for continuation, pieces in running
+                    if next(pieces, None) is not None
                 ]
-                self._step([one for one, _ in running])
+                self._step([continuation for continuation, _ in running])
         finally:
-            for one in begun:
-                one.close()
+            for answer in begun:
+                answer.close()
 
     def _step(self, continuations: Sequence[KvContinuation]) -> None:
         waiting = [continuation for continuation in continuations if continuation.waits]
         for group in (
-            [[one] for one in waiting] if self._equal_lengths else [waiting] if waiting else []
+            [[continuation] for continuation in waiting]
+            if self._equal_lengths
+            else [waiting]
+            if waiting
+            else []
         ):
-            windows = [decoding.windows_of(one.cache) if self._windows else () for one in group]
+            windows = [
+                decoding.windows_of(continuation.cache) if self._windows else ()
+                for continuation in group
+            ]
             if (
-                failure := next((one.failure for one in group if one.failure is not None), None)
+                failure := next(
+                    (
+                        continuation.failure
+                        for continuation in group
+                        if continuation.failure is not None
+                    ),
+                    None,
+                )
             ) is not None:
                 raise failure
             try:
@@ -480,14 +518,14 @@ class TransformersEngine:
             buffer = self._buffer([site], len(group))
             return stepped(buffer), buffer.buffers[site].unbind(1)
         probes = {
-            id(one.answer_probes): one.answer_probes
-            for one in group
-            if one.answer_probes is not None
+            id(continuation.answer_probes): continuation.answer_probes
+            for continuation in group
+            if continuation.answer_probes is not None
         }
         if not probes:
             return decoding.next_logits(self._model, group, self._device), [None] * len(group)
-        places = sorted(probes)  # in a fixed order, because stacks are kept
-        stack = self._stack([probes[place] for place in places])
+        keys = sorted(probes)  # in a fixed order, because stacks are kept
+        stack = self._stack([probes[key] for key in keys])
         sink = TruthLogits(stack, len(group), self._device)
         logits = stepped(sink)
         truth = stack.finish(
@@ -496,10 +534,10 @@ class TransformersEngine:
         return logits, [
             (
                 None
-                if one.answer_probes is None
-                else truth[:, row, places.index(id(one.answer_probes))]
+                if continuation.answer_probes is None
+                else truth[:, row, keys.index(id(continuation.answer_probes))]
             )
-            for row, one in enumerate(group)
+            for row, continuation in enumerate(group)
         ]
 
     def _buffer(self, sites: base.Sites, rows: int) -> ActivationBuffer:

@@ -148,6 +148,11 @@ class PassCost:
         """Return the cost of a pass of so many tokens behind ``kept``."""
         return tokens * self._of_token(kept) + self._of_copies(kept)
 
+    def of_pass(self, tokens: int, kept: int) -> float:
+        """Return the same with what its tokens attend to among themselves: half of them on
+        average."""
+        return self.of(tokens, kept + tokens // 2)
+
     def most_tokens(self, most: int, kept: int) -> int:
         """Return how many tokens behind ``kept`` cost as much as ``most`` behind none.
 
@@ -174,19 +179,26 @@ def pass_cost(modules: ModelModules, device: torch.device) -> PassCost:
     return PassCost(doubled_at, CPU_ATTENTION, CPU_COPIED)
 
 
-def chunks(batch: Batch, most: int, cost: PassCost) -> list[Batch]:
-    """Cut a micro-batch of one prompt into such of at most ``most`` columns, which follow each
-    other in one cache.
+def pass_ends(columns: int, prefix: int, most: int, cost: PassCost) -> list[int]:
+    """Return where the passes over so many columns behind ``prefix`` tokens begin, and 0 < the end
+    of the last one.
 
     Each takes about as long as one of ``most`` columns behind nothing: all tokens before it are
     attended to."""
-    columns, ends = batch.input_ids.shape[1], [0]
+    ends = [0]
     while (left := columns - ends[-1]) > 0:
-        size = cost.most_tokens(most, batch.prefix + ends[-1])
-        size = (
-            size if left >= 2 * size else -(-left // 2) if left > size else left
-        )  # the last one is no single token
-        ends.append(ends[-1] + size)
+        size = cost.most_tokens(most, prefix + ends[-1])
+        if size < left < 2 * size:
+            size = -(-left // 2)  # so that the last one is no single token
+        ends.append(ends[-1] + min(size, left))
+    return ends
+
+
+def chunks(batch: Batch, most: int, cost: PassCost) -> list[Batch]:
+    """Cut a micro-batch of one prompt into such of at most ``most`` columns, which follow each
+    other in one cache, at ``pass_ends``."""
+    columns = batch.input_ids.shape[1]
+    ends = pass_ends(columns, batch.prefix, most, cost)
     positions = torch.arange(batch.prefix, batch.prefix + columns, device=batch.input_ids.device)[
         None
     ]
@@ -239,8 +251,8 @@ class Prefix:
             model(input_ids=ids, logits_to_keep=1, **with_cache(model, own))
             self._layers = [(layer.keys, layer.values) for layer in own.layers]
         cache = DynamicCache()
-        for place, (keys, values) in enumerate(self._layers):
-            cache.update(keys.expand(rows, -1, -1, -1), values.expand(rows, -1, -1, -1), place)
+        for number, (keys, values) in enumerate(self._layers):
+            cache.update(keys.expand(rows, -1, -1, -1), values.expand(rows, -1, -1, -1), number)
         return cache
 
 
@@ -380,16 +392,11 @@ class ProbeStack:
         self.weights = {site: self._weights(site, geometry, device) for site in self.sites}
         shape = geometry.num_layers, 1, 1
         none = np.empty((geometry.num_layers, 1, 0))
-        (
-            self._bias,
-            self._scale,
-        ) = (  # [m, 1, P] in float64, applied after the transfer from the device
-            np.concatenate(
-                [none, *(getattr(one, name).astype(np.float64).reshape(shape) for one in probes)],
-                axis=-1,
-            )
-            for name in ("bias", "scale")
-        )
+        biases = [probe.bias.astype(np.float64).reshape(shape) for probe in probes]
+        scales = [probe.scale.astype(np.float64).reshape(shape) for probe in probes]
+        # [m, 1, P] in float64, applied after the transfer from the device
+        self._bias = np.concatenate([none, *biases], axis=-1)
+        self._scale = np.concatenate([none, *scales], axis=-1)
 
     def _weights(self, site: Site, geometry: Geometry, device: torch.device) -> list[Tensor]:
         layers, dim = geometry.num_layers, geometry.dim(site)
@@ -534,9 +541,9 @@ def check_decoder(model: Any, modules: ModelModules, name: str, device: torch.de
         given = args[0] if args else kwargs["hidden_states"]
         called.append((block, given, output[0] if isinstance(output, tuple) else output))
 
-    def same(one: Tensor, other: Tensor) -> bool:
-        return one.shape == other.shape and float((one - other).abs().max()) <= SAME * float(
-            one.abs().max()
+    def same(first: Tensor, other: Tensor) -> bool:
+        return first.shape == other.shape and float((first - other).abs().max()) <= SAME * float(
+            first.abs().max()
         )
 
     ids, shape = torch.tensor([[0, 1, 2], [0, 1, 3]], device=device), modules.geometry

@@ -43,25 +43,25 @@ class Timings:
     def next(self) -> int:
         """Return the index of the number of threads that the next pass is to use."""
         if self._trial is None and self._seconds[self.best]:
-            place = self._neighbour()
-            known = self._seconds[place]
+            index = self._neighbour()
+            known = self._seconds[index]
             # What was never tried is tried at once: beside neighbours the first passes would all be
             # slow ones.
-            wait = PATIENCE * max(self._cost[place], *known, 0.0)
+            wait = PATIENCE * max(self._cost[index], *known, 0.0)
             due = not known or (len(self._seconds[self.best]) == RECENT and self._spent > wait)
-            if place != self.best and due:
-                self._up, self._spent, self._trial, self._tries = place > self.best, 0.0, place, 0
-                self._cost[place] = 0.0
+            if index != self.best and due:
+                self._up, self._spent, self._trial, self._tries = index > self.best, 0.0, index, 0
+                self._cost[index] = 0.0
         return self.best if self._trial is None else self._trial
 
-    def add(self, place: int, seconds: float) -> None:
+    def add(self, index: int, seconds: float) -> None:
         """Record that one pass took so many seconds a token."""
-        self._seconds[place].append(seconds)
-        if place == self._trial:
+        self._seconds[index].append(seconds)
+        if index == self._trial:
             # Otherwise it is tried again at once, so that noise does not decide and a median
             # follows who has left.
             self._tries += 1
-            self._cost[place] += seconds
+            self._cost[index] += seconds
             if self._tries == RECENT or seconds > SLOWER * statistics.median(
                 self._seconds[self.best]
             ):
@@ -69,17 +69,21 @@ class Timings:
         else:
             self._spent += seconds
         tried = {
-            place: statistics.median(known) for place, known in enumerate(self._seconds) if known
+            tried_index: statistics.median(known)
+            for tried_index, known in enumerate(self._seconds)
+            if known
         }
         least = min(tried.values())
-        self.best = min(place for place, median in tried.items() if median <= GRACE * least)
+        self.best = min(
+            tried_index for tried_index, median in tried.items() if median <= GRACE * least
+        )
 
     def _neighbour(self) -> int:
         """Return the next larger and the next smaller number, in turn; at an end the only one there
         is."""
         step, last = -1 if self._up else 1, len(self._counts) - 1
-        place = self.best + step
-        return place if 0 <= place <= last else max(0, min(last, self.best - step))
+        index = self.best + step
+        return index if 0 <= index <= last else max(0, min(last, self.best - step))
 
 
 class AdaptiveThreads:
@@ -109,16 +113,16 @@ class AdaptiveThreads:
         timings = self._sizes.get(size)
         if timings is None:
             timings = self._sizes[size] = Timings(self._counts, self._latest)
-        place = timings.next()
+        index = timings.next()
         self._before = torch.get_num_threads()
-        torch.set_num_threads(self._counts[place])
-        self._pass = timings, place, tokens, time.perf_counter()
+        torch.set_num_threads(self._counts[index])
+        self._pass = timings, index, tokens, time.perf_counter()
 
     def _end(self, model: Any, arguments: Any, output: Any) -> None:
         if self._pass is None:
             return
-        timings, place, tokens, began = self._pass
+        timings, index, tokens, began = self._pass
         self._pass = None
         torch.set_num_threads(self._before)  # the process may have other work for torch
-        timings.add(place, (time.perf_counter() - began) / tokens)
+        timings.add(index, (time.perf_counter() - began) / tokens)
         self._latest = timings.best

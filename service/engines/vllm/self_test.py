@@ -50,8 +50,8 @@ def self_test(engine: Answering, plan: Plan, vocabulary: int) -> None:
     def trajectories(prompts: Prompts, probes: Probes) -> NDArray[np.float64]:
         return np.stack([result.trajectories[0] for result in engine.score(prompts, [probes])])
 
-    def apart(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
-        return float(np.abs(one - other).max())
+    def apart(values: NDArray[np.float64], other: NDArray[np.float64]) -> float:
+        return float(np.abs(values - other).max())
 
     generator, geometry = np.random.default_rng(0), plan.geometry
     layers = geometry.num_layers
@@ -114,27 +114,29 @@ def self_test(engine: Answering, plan: Plan, vocabulary: int) -> None:
 
 def _test_answers(engine: Answering, prompts: Prompts, probes: Probes, most: float) -> None:
     answered = zip(prompts, engine.read_answers(prompts, probes, DECODE), strict=True)
-    found = [
+    ended = [
         (prompt, last.completion, last.answer)
         for prompt, last in answered
         if last.completion and last.answer
     ]
-    if not found:  # each ended with its first token
+    if not ended:  # each ended with its first token
         return
-    texts = [[*prompt, *completion.token_ids[:-1]] for prompt, completion, _ in found]
+    texts = [[*prompt, *completion.token_ids[:-1]] for prompt, completion, _ in ended]
     counts, read = (
-        [one.tokens for *_, one in found],
-        np.stack([one.trajectory for *_, one in found]),
+        [answer.tokens for *_, answer in ended],
+        np.stack([answer.trajectory for *_, answer in ended]),
     )
 
     def apart(texts: Prompts) -> float:
-        written = [one.trajectories[0] for one in engine.score(texts, [probes], last=counts)]
+        written = [result.trajectories[0] for result in engine.score(texts, [probes], last=counts)]
         return float(np.abs(read - np.stack(written)).max())
 
     right, early = apart(texts), apart([text[:-1] for text in texts])
     if not (right <= most and right < early / 2):  # nor of a NaN
-        said = (
-            f"of {len(found)} answers' own tokens at {probes.site} is not that of the same text as"
+        problem = (
+            f"of {len(ended)} answers' own tokens at {probes.site} is not that of the same text as"
             " a prompt"
         )
-        raise EngineError(f"self-test: what is read {said}, by {right:.2g}; install vLLM {RANGE}")
+        raise EngineError(
+            f"self-test: what is read {problem}, by {right:.2g}; install vLLM {RANGE}"
+        )

@@ -98,8 +98,8 @@ def context_terms(context: Context | None, columns: Sequence[int]) -> tuple[floa
     order."""
     terms = [*NO_CONTEXT]
     for probe, column in zip(() if context is None else context.probes, columns, strict=False):
-        place = CONTEXT_NAMES.index(probe.name)
-        terms[place:9:3] = [float(column), probe.weight, probe.intercept]
+        index = CONTEXT_NAMES.index(probe.name)
+        terms[index:9:3] = [float(column), probe.weight, probe.intercept]
     if context is not None and context.applicability is not None:
         terms[9] = context.applicability.threshold
     return tuple(terms)
@@ -260,11 +260,11 @@ def _flat(wire: NDArray[np.float32], expected: int) -> NDArray[np.float32]:
 
 def _refuse(state: np.float32) -> None:
     if state == STALE:
-        said = (
+        problem = (
             "nothing is read before the golden prompts are replayed; where that does not happen,"
             " restart the engine"
         )
-        raise WeightsChanged(f"the model's weights have changed: {said}")
+        raise WeightsChanged(f"the model's weights have changed: {problem}")
     if state == REPLACED:
         raise ProbeReplaced(
             "another server of this vLLM has put its own probe into a slot; try again"

@@ -81,10 +81,10 @@ class Worker(VllmWorker):  # type: ignore[misc]
             group.world_size,
         )
         rows = self.vllm_config.scheduler_config.max_num_seqs if plan.answers else 0
-        found = attach.install(
+        readouts = attach.install(
             self.model_runner.model, family, plan, rank, ranks, self.device, config.dtype, rows
         )
-        self.hallutracer_reader = Reader(plan, found, group if ranks > 1 else None, self.device)
+        self.hallutracer_reader = Reader(plan, readouts, group if ranks > 1 else None, self.device)
         adopt(self.model_runner, self.hallutracer_reader)
         self.hallutracer_servers = set[int]()
 
@@ -144,13 +144,13 @@ def refuse_ungated(config: VllmConfig) -> None:
         additional.get(GATED) if isinstance(additional, dict) else None
     )  # False: the engine's core judges
     if gated is None or not (gated or os.environ.get(env("bundle"))):
-        said = (
+        problem = (
             "vLLM has not loaded the plugin hallutracer (VLLM_PLUGINS leaves it out, or vLLM's log"
             " says why)"
         )
         raise EngineError(
             f"nothing judges what {WORKER} reads: {env('bundle')} is not set in each process, or"
-            f" {said}"
+            f" {problem}"
         )
 
 
@@ -320,10 +320,8 @@ class V1Reading:
         engine."""
         runner: Any = self
         generators, dropped = runner.input_batch.generators, runner.discard_request_mask.np
-        kept = (
-            [place for place in generators if dropped[place]] if runner.device.type == "cpu" else []
-        )
-        aside = {place: generators.pop(place) for place in kept}
+        kept = [row for row in generators if dropped[row]] if runner.device.type == "cpu" else []
+        aside = {row: generators.pop(row) for row in kept}
         try:
             yield
         finally:

@@ -74,8 +74,11 @@ def test_no_pass_over_a_long_prompt_takes_longer_than_its_first() -> None:
     block = torch.nn.Linear(106_200_000 // 64, 64, bias=False, device="meta")
     modules: Any = SimpleNamespace(geometry=shape, blocks=[block])
     cost = hooks.pass_cost(modules, torch.device("cpu"))
+    of_first = cost.of_pass(512, 0)
     for tokens, kept, milliseconds in PASSES:
         assert 1 <= cost.of(tokens, kept) / 512 * FIRST_PASS_MS / milliseconds <= 1.4
+        expected = cost.of_pass(tokens, kept) / of_first * FIRST_PASS_MS
+        assert 0.85 <= expected / milliseconds <= 1.25
     for kept in range(0, 8192, 64):
         tokens = cost.most_tokens(512, kept)
         assert cost.of(tokens, kept) <= 512
@@ -165,6 +168,37 @@ def test_what_chats_begin_with_is_read_once_in_front_of_passes_too(
     check_same(result, whole, tokens=False)
     assert engine.counters.forward_tokens - before == len(chat) - shared
     assert engine.counters.prefills == 2
+
+
+def test_costs_are_of_the_passes_that_a_prompt_takes() -> None:
+    engine: Any = tiny.longrope_engine()
+    engine.max_batch_tokens, engine._pass_cost = 6, PassCost(10.0, 2.0, 1.0)
+    probes = [tiny.probes(engine.identity.geometry)]
+    for length in (1, 6, 7, 16, 17, 40):
+        [prompt] = tiny.prompts([length])
+        costs, kept = iter(engine.pass_costs(prompt)), 0
+        before = engine.counters.forward_tokens
+        for _ in engine.in_chunks(prompt, probes):
+            tokens, before = (
+                engine.counters.forward_tokens - before,
+                engine.counters.forward_tokens,
+            )
+            attended = kept + tokens // 2
+            assert next(costs) == pytest.approx(tokens * (1 + attended / 5) + attended / 10)
+            kept += tokens
+        assert next(costs, None) is None
+        assert kept == length
+
+
+def test_what_chats_begin_with_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hooks, "MIN_PREFIX", 4)
+    engine = tiny.engine(max_batch_tokens=MOST)
+    engine._pass_cost = EQUAL
+    chat = engine.render_chat([{"role": "user", "content": "x" * 60}])
+    shared = len(engine._prefix.tokens)
+    assert 0 < shared < MOST
+    assert sum(engine.pass_costs(chat)) == len(chat) - shared
+    assert sum(engine.pass_costs(chat[1:])) == len(chat) - 1
 
 
 def test_positions_that_depend_on_the_longest_take_one_pass_where_they_would_differ() -> None:
