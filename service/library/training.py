@@ -355,7 +355,7 @@ def _within_minutes(
         named, whole = options.prompt_format, bank_rows("train")
         few = rows_file(whole[:SAMPLED], options.folder, "trial")
         questions = questions_within(
-            options.minutes - (time.monotonic() - began) / 60,
+            options.minutes,
             options,
             read_dataset(few, "generate", folds=None),
             len(whole),
@@ -363,6 +363,7 @@ def _within_minutes(
             engine,
             default_prompt_format(engine) if named == "auto" else named,
             console,
+            began=began,
         )
         record = asked_for | {"questions": questions}
         atomic_write(options.folder / MINUTES, (json.dumps(record) + "\n").encode())
