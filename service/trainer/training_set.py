@@ -60,7 +60,7 @@ TASKS, LEAST_TASKS = (
 )  # requests that ask for no fact: a share of the questions, and a least number
 FIRST = "first"  # folder of a first bundle's rows
 FIRST_ROWS, LEAST_FOR_FIRST = 1000, 3000  # of a first bundle, and of a run that has one
-MEASURED_TASKS = 40  # of them, whose mean length stands for all
+MEASURED_TASKS = 120  # of them, whose mean length stands for all
 LIKE_QUESTIONS = 1 / 3  # share of these requests that look like questions: key words and follow-ups
 REWORDED, WORDINGS_EACH = 0.25, 3  # share of the questions that are reworded, and wordings of each
 _PLAIN = ("lone", PLAIN_WORDING)  # forms that leave a question as it is
@@ -277,10 +277,7 @@ def _in_forms(
     if mixture:
         formed += _reworded(rows, formed, name, seed, fits)
     if name == "train" and mixture and fits.prompt_format == "chat" and not len(dataset.others):
-        count = no_fact_count(len(dataset))
-        alike = round(LIKE_QUESTIONS * count)
-        tasks = [*task_rows(count - alike, seed), *no_fact_rows(alike, (), seed)]
-        formed += [row for row in tasks if fits.takes(row["messages"])]
+        formed += _no_fact_requests(no_fact_count(len(dataset)), seed, fits)
     formed = list(map(_with_answers, formed))
     path = options.folder / IN_FORMS.format(name)
     lines = [
@@ -342,6 +339,13 @@ def no_fact_count(questions: int) -> int:
     return max(LEAST_TASKS, round(TASKS * questions))
 
 
+def _no_fact_requests(count: int, seed: int, fits: Fits) -> list[dict[str, Any]]:
+    """Return so many requests that ask for no fact, less those that the model cannot take."""
+    alike = round(LIKE_QUESTIONS * count)
+    made = [*task_rows(count - alike, seed), *no_fact_rows(alike, (), seed)]
+    return [row for row in made if fits.takes(row["messages"])]
+
+
 def sample_prompts(
     options: TrainOptions, dataset: Dataset, engine: Engine, prompt_format: PromptFormat
 ) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
@@ -358,7 +362,7 @@ def sample_prompts(
         asked = in_forms(rows, forms, seed=seed, model_answers=answers, fits=fits)
         if options.wanted_forms == (MIXTURE,):
             asked += _reworded(rows, asked, "train", seed, fits)
-            no_fact = task_rows(MEASURED_TASKS, seed)
+            no_fact = _no_fact_requests(MEASURED_TASKS, seed, fits)
 
     def rendered(made: Sequence[dict[str, Any]]) -> list[list[int]]:
         asked = [as_asked(row, prompt_format) for row in made]
