@@ -381,6 +381,11 @@ class BundleDetail(BundleCard):
     sample: SampleOut | None = Field(
         None, description="null where the bundle carries none (train --no-sample)"
     )
+    recommendation: str | None = Field(
+        None,
+        description="whether the bundle pays for its model: use it, use it for some kinds of"
+        " question, or do not; null where none was measured, or the gate was changed since",
+    )
 
 
 class BundleList(Strict):
@@ -487,6 +492,7 @@ async def one_bundle(bundle: str, service: TheService) -> BundleDetail:
 def _evaluated(bundle: Bundle) -> dict[str, Any]:
     return {
         "coverage": evaluation.coverage(bundle),
+        "recommendation": evaluation.recommendation_of(bundle),
         "forms": evaluation.form_table(bundle),
         "sample": evaluation.sample_of(bundle),
     }

@@ -62,8 +62,10 @@ def held_out(
     """See what the risk is worth: held-out questions of the bundle, answered by the model and
     sorted by risk.
 
-    The questions were drawn before any risk was known, and no fit saw them; misses are printed like
-    hits.  Below them, how often the model is right in each tenth of the training questions by risk.
+    First comes a sentence of the bundle's own card: use it, use it for some kinds of question, or
+    do not.  The questions were drawn before any risk was known, and no fit saw them; misses are
+    printed like hits.  Below them, how often the model is right in each tenth of the training
+    questions by risk.
 
       hallutracer try
 
@@ -81,7 +83,7 @@ def held_out(
 
 def _asked_here(options: TryOptions, bundles: BundleOptions, engine: EngineChoice) -> TryReport:
     from service.engines.bridge import gather_all, wait_for
-    from service.judging.evaluation import coverage, sample_of
+    from service.judging.evaluation import coverage, recommendation_of, sample_of
     from service.serving.sampled import TOGETHER, ask
 
     bundle = load_first(open_store(bundles), bundle_names(engine.model, bundles))
@@ -111,7 +113,8 @@ def _asked_here(options: TryOptions, bundles: BundleOptions, engine: EngineChoic
             wait_for(gather_all([one(number) for number in numbers], TOGETHER)),
             loaded.identity.model,
         )
-    return _tried(bundle.reference, model, bundle.manifest.threshold, seen, coverage(bundle).tenths)
+    tenths, recommendation = coverage(bundle).tenths, recommendation_of(bundle)
+    return _tried(bundle.reference, model, bundle.manifest.threshold, seen, tenths, recommendation)
 
 
 def _asked_there(options: TryOptions, bundles: BundleOptions) -> TryReport:
@@ -149,7 +152,9 @@ def _asked_there(options: TryOptions, bundles: BundleOptions) -> TryReport:
                 seen.append(QuestionResult(**fields, accepted=tuple(answered["accepted"])))
                 bar.update()
         tenths = [Tenth(**tenth) for tenth in card["coverage"]["tenths"]]
-        return _tried(card["id"], card["model"], threshold, seen, tenths)
+        # A service of an older version sends none.
+        recommendation = card.get("recommendation")
+        return _tried(card["id"], card["model"], threshold, seen, tenths, recommendation)
 
 
 def _tried(
@@ -158,6 +163,7 @@ def _tried(
     threshold: float,
     seen: Sequence[QuestionResult],
     tenths: Sequence[Any],
+    recommendation: str | None,
 ) -> TryReport:
     return TryReport(
         reference,
@@ -165,6 +171,7 @@ def _tried(
         threshold,
         tuple(sorted(seen, key=lambda question: question.risk)),
         tuple(tenths),
+        recommendation,
     )
 
 

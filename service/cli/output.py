@@ -223,6 +223,7 @@ class TryReport:
     threshold: float
     seen: tuple[QuestionResult, ...]  # lowest risks first
     tenths: tuple[Tenth, ...]  # of the training rows, by folds that never saw the row
+    recommendation: str | None = None  # whether the bundle pays for its model, as its training said
 
     @property
     def halves(self) -> tuple[dict[str, int], dict[str, int]]:
@@ -249,6 +250,9 @@ def draw_sorted(tried: TryReport, console: Console | None = None) -> None:
     from rich.text import Text
 
     console = console or output_console()
+    if tried.recommendation is not None:
+        sentence = Text(CONTROLS.sub("", tried.recommendation), "bold")
+        console.print(sentence, "", sep="\n", soft_wrap=True)
     console.print(_table(tried, console.width))
     if tried.tenths:
         lines = [

@@ -182,7 +182,8 @@ def _console(resumes: Path | None = None) -> Iterator[Console]:
     """Give where a run reports to; an interrupted one says which folder it ``resumes`` from."""
     from rich.console import Console
 
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    # Lines name files and kinds of the user's, in which nothing is markup.
+    console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
     try:
         yield console
     except KeyboardInterrupt:

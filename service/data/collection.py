@@ -4,10 +4,11 @@ resume."""
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -27,6 +28,8 @@ from service.errors import DataError, NonFiniteReadout, RequestError, RunMismatc
 from service.progress import size_text
 from service.prompts import PromptFormat, continuation, render
 from service.readout import Pooling, Site
+
+COPIED_TOGETHER = 256  # rows of an earlier collection
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +64,15 @@ class Collection:
     answers: RowsFile | None = None  # means over an answer's own tokens; zeros if none was read
 
 
+@dataclass(frozen=True, eq=False)
+class Earlier:
+    """Rows of a data file that another collection has read."""
+
+    collection: Collection
+    dataset: Dataset
+    positions: NDArray[np.int64]  # in the data file, of the other collection's rows in their order
+
+
 def collect(
     engine: Engine,
     dataset: Dataset,
@@ -72,15 +84,21 @@ def collect(
     max_new_tokens: int | None = None,
     poolings: Sequence[Pooling] = (),
     answer_site: Site | None = None,
+    earlier: Earlier | None = None,
+    enough: Callable[[NDArray[np.int64], NDArray[np.int64]], bool] = lambda rows, lengths: False,
 ) -> Collection:
     """Extract every prompt's activations at ``sites`` and, with ``max_new_tokens``, its greedy
     answer from one prefill.
 
     A row that does not apply has no answer.  ``poolings`` adds activations pooled over other
     positions (App. pooling) from the same forward passes.  ``answer_site`` adds the means over the
-    answers' own tokens at that site. Raises DataError (prompts that the model cannot take, by line
-    number), RunMismatch (the folder belongs to another run), TrainingError (the disk is too small),
-    NonFiniteReadout, and EngineError (the engine cannot pool or reads no answers)."""
+    answers' own tokens at that site.  Rows that were read ``earlier``, with the same options, are
+    copied and not read again.  ``enough`` is called after each batch, with its rows and the
+    lengths of their prompts; where it returns true, the rest is left to a later call.
+
+    Raises DataError (prompts that the model cannot take, by line number), RunMismatch (the folder
+    belongs to another run), TrainingError (the disk is too small), NonFiniteReadout, and
+    EngineError (the engine cannot pool or reads no answers)."""
     other_poolings = beyond_onset(poolings)
     if other_poolings:
         engine.extract([], (), other_poolings)  # raises before the folder is made
@@ -102,6 +120,7 @@ def collect(
         "max_new_tokens": max_new_tokens,
     }
     extra_fields: dict[str, Any] = {"poolings": sorted(other_poolings)} if other_poolings else {}
+    extra_fields |= {"earlier": earlier.dataset.digest} if earlier is not None else {}
     claim(folder, run | extra_fields | ({"answer_site": answer_site} if answer_site else {}))
     atomic_write(folder / "input_ids.i32", prompts.ids.astype("<i4").tobytes())
     atomic_write(folder / "offsets.i64", prompts.offsets.astype("<i8").tobytes())
@@ -117,9 +136,15 @@ def collect(
     }
     # First the rows that apply, then the others, which get no answer. No batch has both kinds,
     # because one call of the engine answers all of its prompts or none.
+    copied = np.zeros(len(dataset), np.bool_)
+    if earlier is not None:
+        copied[earlier.positions] = True
     plan = [
         rows[batch]
-        for rows in (dataset.asking, dataset.others)
+        for rows in (
+            dataset.asking[~copied[dataset.asking]],
+            dataset.others[~copied[dataset.others]],
+        )
         for batch in batches(prompts.lengths[rows], batch_rows)
     ]
     greedy = (
@@ -140,6 +165,8 @@ def collect(
         if greedy is not None:
             answers = stack.enter_context(closing(AppendLog(folder / "answers.jsonl")))
             finished = sum(int(dataset.applies[batch].sum()) for batch in plan[:done])
+            if done:
+                finished += int(dataset.applies[copied].sum())
             if answers.count < finished:
                 raise RunMismatch(
                     f"{answers.path} lacks answers of batches that are done: delete {folder}"
@@ -148,6 +175,13 @@ def collect(
         targets = {path: os.open(path, os.O_WRONLY) for path in sizes}
         for descriptor in targets.values():
             stack.callback(os.close, descriptor)
+        if earlier is not None and not done:
+            pairs = [(earlier.collection.rows[site], file) for site, file in files.items()]
+            if answer_file is not None and earlier.collection.answers is not None:
+                pairs.append((earlier.collection.answers, answer_file))
+            _copy_rows(earlier, pairs, targets, first_token)
+            if greedy is not None:
+                answers.append(_renumbered(earlier))
         bar = stack.enter_context(
             _bar("readouts" + (" and answers" if greedy else ""), prompts.lengths, plan, done)
         )
@@ -205,9 +239,38 @@ def collect(
                 [{"batch": number, "rows": len(batch)}]
             )  # now all of the batch is on disk
             bar.update(int(prompts.lengths[batch].sum()))
+            if enough(batch, prompts.lengths[batch]):
+                break
     return Collection(
         folder, prompts, files, np.fromfile(first_token, "<f8").reshape(-1, 2), pooled, answer_file
     )
+
+
+def _copy_rows(
+    earlier: Earlier,
+    pairs: Sequence[tuple[RowsFile, RowsFile]],
+    targets: Mapping[Path, int],
+    first_token: Path,
+) -> None:
+    """Write the rows of an earlier collection into the open files of this one; ``pairs`` are its
+    files and this one's."""
+    for start in range(0, len(earlier.positions), COPIED_TOGETHER):
+        rows = slice(start, start + COPIED_TOGETHER)
+        for source, file in pairs:
+            layers = [source.layer(layer)[rows] for layer in range(source.shape[0])]
+            file.write(targets[file.path], earlier.positions[rows], np.stack(layers, axis=1))
+    signals = earlier.collection.first_token.astype("<f8")
+    for row, position in enumerate(earlier.positions.tolist()):
+        write_at(targets[first_token], signals[row].tobytes(), position * 16)
+    for descriptor in targets.values():
+        os.fsync(descriptor)
+
+
+def _renumbered(earlier: Earlier) -> list[dict[str, Any]]:
+    """Return the answers of an earlier collection with this data file's rows."""
+    path, positions = earlier.collection.folder / "answers.jsonl", earlier.positions.tolist()
+    with path.open(encoding="utf-8") as lines:
+        return [record | {"row": positions[record["row"]]} for record in map(json.loads, lines)]
 
 
 def read_given(

@@ -194,6 +194,23 @@ def form_table(bundle: Bundle) -> FormTable | None:
     return FormTable(strata[0], tuple(rows))
 
 
+RECOMMENDATION: Final = "recommendation"  # key of evaluation.json
+
+
+def recommendation_of(bundle: Bundle) -> str | None:
+    """Return the sentence that says whether the bundle pays for its model: use it, use it for some
+    kinds, or do not.
+
+    None if the bundle records none, or if the risks or the gate were changed since it was
+    measured."""
+    changed = bundle.manifest.recalibration or bundle.manifest.guarantee
+    try:
+        sentence = bundle.evaluation()[RECOMMENDATION]["sentence"]
+    except _UNREADABLE:
+        return None
+    return sentence if isinstance(sentence, str) and sentence.strip() and not changed else None
+
+
 SAMPLE_KEY: Final = "sample"  # key of evaluation.json
 MOST_TOKENS: Final = 64  # most tokens of an answer, even if the file has more
 

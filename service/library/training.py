@@ -6,9 +6,11 @@ import json
 import math
 import os
 import re
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from probes_store.local import atomic_write
 from service.data.bank import bank_rows
 from service.errors import RequestError, TrainingError
 from service.library.detector import as_prompts, frame
@@ -23,6 +26,7 @@ from service.library.engine import FILES, SHIPPED, Engine, default_model, load_e
 from service.progress import Report, note
 from service.settings import DEFAULT_STORE
 
+MINUTES = "minutes.json"  # in the run folder: how many questions --minutes chose
 BANK_ANSWER_TOKENS = 24  # the bank's questions have short answers
 
 if TYPE_CHECKING:
@@ -31,6 +35,7 @@ if TYPE_CHECKING:
     from probes_store.bundle import Bundle
     from probes_store.manifest import SiteName
     from probes_store.store import Store
+    from service.engines.base import Engine as LoadedEngine
     from service.engines.base import EngineOptions
     from service.fitting.estimator import DepthMeanProbe
     from service.library.detector import Prompts
@@ -309,15 +314,71 @@ def run_training(
         [options.folder],
         replace(engine, template_arguments=options.template_arguments),
     )
+    began = time.monotonic()
+
+    def load() -> LoadedEngine:
+        return load_engine(engine, rows=[options.site], threads=threads, report=report)
+
+    if options.minutes is not None:
+        loaded = load()
+        try:
+            options = _within_minutes(options, loaded, console, began)
+        except BaseException:
+            loaded.close()
+            raise
+        load = partial(_given, loaded)
     bundle = run(
-        options,
-        lambda: load_engine(engine, rows=[options.site], threads=threads, report=report),
-        store,
-        console=console,
-        probe=probe,
-        began_in=folders.append,
+        options, load, store, console=console, probe=probe, began_in=folders.append, measure=True
     )
     return Trained(bundle, folders[-1], store.where, figures_of(bundle.evaluation()))
+
+
+def _given(loaded: LoadedEngine) -> LoadedEngine:
+    return loaded
+
+
+def _within_minutes(
+    options: TrainOptions, engine: LoadedEngine, console: Console, began: float
+) -> TrainOptions:
+    """Return the options with as many of the bank's questions as a trial says can be asked in
+    ``options.minutes``.
+
+    The number is kept in the run folder, so that the same command resumes the same run.  Raises
+    TrainingError if the minutes are too few."""
+    from service.data.training_rows import read_dataset
+    from service.prompts import default_prompt_format
+    from service.trainer.trial import SAMPLED, questions_within
+
+    assert options.minutes is not None
+    asked_for = {"minutes": options.minutes, "model": engine.identity.fingerprint}
+    if (questions := _kept_questions(options.folder, asked_for)) is None:
+        named, whole = options.prompt_format, bank_rows("train")
+        few = rows_file(whole[:SAMPLED], options.folder, "trial")
+        questions = questions_within(
+            options.minutes,
+            options,
+            read_dataset(few, "generate", folds=None),
+            len(whole),
+            _held_out_of,
+            engine,
+            default_prompt_format(engine) if named == "auto" else named,
+            console,
+            began=began,
+        )
+        record = asked_for | {"questions": questions}
+        atomic_write(options.folder / MINUTES, (json.dumps(record) + "\n").encode())
+    return _of_the_bank(replace(options, questions=questions))
+
+
+def _kept_questions(folder: Path, asked_for: Mapping[str, Any]) -> int | None:
+    """Return the number of questions that an earlier call chose for the same minutes and model;
+    None if there was none."""
+    try:
+        record = json.loads((folder / MINUTES).read_text(encoding="utf-8"))
+        questions = int(record.pop("questions"))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return questions if record == asked_for else None
 
 
 def figures_of(evaluation: Mapping[str, Any]) -> tuple[SignalFigures, ...]:
@@ -349,17 +410,24 @@ def completed(options: TrainOptions, model: str | None) -> TrainOptions:
     questions of the bank.
 
     The bank's questions are written into the run folder, its held-out half too, in proportion.
-    Raises TrainingError for given labels without rows that have them, and for ``questions`` beside
-    rows of one's own."""
-    from service.trainer.training_set import SAMPLE_SIZE
-
+    With ``minutes`` there are none yet: how many the model reads in them is measured once it is
+    loaded.
+    Raises TrainingError for given labels without rows that have them, for ``questions`` or
+    ``minutes`` beside rows of one's own, and for both of them."""
     options = replace(options, name=options.name or bundle_name(model))
+    if options.questions is not None and options.minutes is not None:
+        raise TrainingError(
+            "minutes chooses how many questions are asked, and so does questions: give one of them",
+            param="minutes",
+        )
     if options.data:
-        if options.questions is not None:
-            raise TrainingError(
-                "questions counts those that come with the package, which are asked without --data",
-                param="questions",
-            )
+        for param in ("questions", "minutes"):
+            if getattr(options, param) is not None:
+                raise TrainingError(
+                    f"{param} counts questions that come with the package, which are asked without"
+                    " --data",
+                    param=param,
+                )
         return options
     if options.labels == "given":
         raise TrainingError(
@@ -367,17 +435,29 @@ def completed(options: TrainOptions, model: str | None) -> TrainOptions:
             "model answers questions that come with the package",
             param="data",
         )
-    train, held_out = bank_rows("train"), bank_rows("held-out")
-    asked = train[: options.questions]
-    held_out = held_out[: max(SAMPLE_SIZE, len(held_out) * len(asked) // len(train))]
-    test = options.test or rows_file(held_out, options.folder, "held-out")
+    options = replace(
+        options, labels="generate", max_new_tokens=options.max_new_tokens or BANK_ANSWER_TOKENS
+    )
+    return options if options.minutes is not None else _of_the_bank(options)
+
+
+def _of_the_bank(options: TrainOptions) -> TrainOptions:
+    asked = bank_rows("train")[: options.questions]
+    held_out = bank_rows("held-out")[: _held_out_of(len(asked))]
     return replace(
         options,
         data=(str(rows_file(asked, options.folder, "questions")),),
-        test=test,
-        labels="generate",
-        max_new_tokens=options.max_new_tokens or BANK_ANSWER_TOKENS,
+        test=options.test or rows_file(held_out, options.folder, "held-out"),
     )
+
+
+def _held_out_of(questions: int) -> int:
+    """Return how many held-out questions belong to so many questions: in proportion, but enough
+    for the sample that the bundle carries."""
+    from service.trainer.training_set import SAMPLE_SIZE
+
+    train, held_out = len(bank_rows("train")), len(bank_rows("held-out"))
+    return max(SAMPLE_SIZE, held_out * questions // train)
 
 
 def bundle_name(model: str | None) -> str:

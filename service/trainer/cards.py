@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,7 @@ CHEAPER = (
     "first_token_max_prob",
     "prompt_length",
 )  # signals that need no probes
+MOST_KINDS = 20  # of the page that says whether a bundle pays
 LARGE_GROUP = 0.2  # share of the rows
 CAUTION = (
     "Nobody drew these rows at random: users label what they like. Where the choice depends on the"
@@ -171,6 +173,7 @@ def write_card(
         rule=rule[0].upper() + rule[1:],
         tables=tables,
         answer=evaluation.get("answer", {}),
+        recommendation=recommendation_page(evaluation),
         intervals=(
             []
             if record.interval is None
@@ -178,6 +181,15 @@ def write_card(
         ),
     )
     return f"---\n{_hub_data(manifest, evaluation).to_yaml()}\n---\n{text}"
+
+
+def recommendation_page(evaluation: Mapping[str, Any]) -> str:
+    """Return the section that says whether the bundle pays, Markdown; "" where it was not
+    evaluated."""
+    if (record := evaluation.get("recommendation")) is None:
+        return ""
+    shown = dict(islice(record["by_kind"].items(), MOST_KINDS))
+    return _render("recommendation.md", r=record, shown=shown)
 
 
 def card_of(bundle: Bundle) -> str:

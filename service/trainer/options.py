@@ -345,6 +345,14 @@ class TrainOptions(FoldOptions, ConfidenceOptions):
         str, option("Name of the bundle.  Default: made of the model's.", group="Parameters")
     ] = ""
     questions: Questions = None
+    minutes: Annotated[
+        float | None,
+        option(
+            "Instead of --questions: as many of them as this machine reads, answers and fits in so"
+            " many minutes, by a trial of about 20 seconds.",
+            limits=Range(positive=True),
+        ),
+    ] = None
     test: Annotated[
         Path | None,
         option("Held-out rows, scored with the final bundle and used for nothing else."),

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from probes_store.manifest import Signal
 from probes_store.records import CONTEXT_SIGNALS, Applicability, Context
-from service.data.collection import Collection, collect, read_given
+from service.data.collection import Collection, Earlier, collect, read_given
 from service.data.forms import FORMS
 from service.data.forms.crossed import PLAIN_WORDING, WORDING
 from service.data.judges import contains
@@ -93,6 +93,7 @@ def prepare(
     folds: int | None,
     answer_probes: bool = False,
     labelled: bool = True,
+    earlier: Earlier | None = None,
 ) -> PreparedData:
     """Collect the readouts of one file in the folder ``name`` of the run, where it can resume, and
     label its rows.
@@ -101,18 +102,22 @@ def prepare(
     ``folds``: the groups that each class must have once the answers are judged; None: no minimum.
     ``answer_probes``: read the answers' tokens, too, if the engine can.
     ``labelled``: if false, decode no answers, read no labels, and give ``UNKNOWN_LABEL`` to every
-    row that applies. Raises what ``collect`` and ``judged_labels`` raise, and TrainingError for a
-    class with too few groups."""
+    row that applies.
+    ``earlier``: rows that were collected before.
+
+    Raises what ``collect`` and ``judged_labels`` raise, and TrainingError for a class with too few
+    groups."""
     folder, generate = options.folder / name, labelled and options.answers == "generate"
-    collection = collect(
+    collection = collect_rows(
         engine,
         dataset,
-        folder,
+        options,
+        prompt_format,
+        name,
         sites=sites,
-        prompt_format=prompt_format,
-        batch_rows=options.batch_rows,
-        max_new_tokens=options.answer_tokens if generate else None,
-        answer_site=sites[0] if answer_probes and generate and engine.reads_answers else None,
+        answer_probes=answer_probes,
+        labelled=labelled,
+        earlier=earlier,
     )
     if not labelled:
         labels = Labelled(dataset.asking, np.full(len(dataset.asking), UNKNOWN_LABEL, np.int64), {})
@@ -145,6 +150,34 @@ def prepare(
         )
     answers = None if read is None else Readouts(read, index, labels.label)
     return PreparedData(dataset, collection, labels, inputs, answers)
+
+
+def collect_rows(
+    engine: Engine,
+    dataset: Dataset,
+    options: TrainOptions | NewRowsOptions,
+    prompt_format: PromptFormat,
+    name: str,
+    *,
+    sites: Sequence[Site],
+    answer_probes: bool = False,
+    labelled: bool = True,
+    **more: Any,
+) -> Collection:
+    """Collect the readouts that ``prepare`` needs, which says what the arguments are; ``more`` is
+    handed to ``collect``."""
+    generate = labelled and options.answers == "generate"
+    return collect(
+        engine,
+        dataset,
+        options.folder / name,
+        sites=sites,
+        prompt_format=prompt_format,
+        batch_rows=options.batch_rows,
+        max_new_tokens=options.answer_tokens if generate else None,
+        answer_site=sites[0] if answer_probes and generate and engine.reads_answers else None,
+        **more,
+    )
 
 
 def was_read(answers: Readouts) -> NDArray[np.bool_]:

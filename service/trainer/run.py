@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from copy import copy
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from probes_store.bundle import Bundle, BundleDraft
+from probes_store.local import atomic_write
 from probes_store.records import Uncertainty
 from probes_store.store import Store
 from probes_store.syntax import NAME
+from service.data.collection import Earlier
 from service.data.labels import check_answers
 from service.data.run_folder import finish, locked, unfinished_folder
 from service.data.training_rows import Dataset, check_all_apply, check_disjoint, read_dataset
@@ -28,26 +32,38 @@ from service.fitting.nested_cv import Evaluation, evaluate, held_out, name_of, r
 from service.fitting.probes import Readouts
 from service.fitting.thresholds import by_wrong_costs, choose_threshold, gate_profile
 from service.fitting.uncertainty import fit_interval, fit_reference
+from service.judging.evaluation import RECOMMENDATION, Sample
 from service.judging.evaluation import SAMPLE_KEY as SAMPLE
-from service.judging.evaluation import Sample
-from service.prompts import default_prompt_format
-from service.readout import Probes
+from service.prompts import PromptFormat, default_prompt_format
+from service.readout import Probes, Site
 from service.trainer import publish
 from service.trainer.answer import fit_answer
-from service.trainer.cards import CHANCE, better_options, closing_lines, say, write_card
+from service.trainer.cards import (
+    CHANCE,
+    better_options,
+    closing_lines,
+    recommendation_page,
+    say,
+    write_card,
+)
 from service.trainer.guarantee import carry_out, plan
 from service.trainer.new_rows import Marks, standing_of
 from service.trainer.options import LEAST_ROWS, Console, TrainOptions
 from service.trainer.plots import draw
 from service.trainer.prepare import (
     all_logits,
+    collect_rows,
     fit_context,
     prepare,
     served_signals,
     trajectories,
     with_context,
 )
-from service.trainer.training_set import draw_sample, spread
+from service.trainer.recommendation import recommend
+from service.trainer.training_set import draw_sample, first_part, spread
+from service.trainer.trial import announce, took_text
+
+PUBLISHED = "published.json"  # beside a first bundle's rows: it was published
 
 
 def train(
@@ -58,12 +74,14 @@ def train(
     console: Console,
     probe: DepthMeanProbe | None = None,
     began_in: Callable[[Path], object] = lambda folder: None,
+    measure: bool = False,
 ) -> Bundle:
     """Train one bundle and publish it; with ``options.calibration`` also a version with a
     guaranteed threshold.
 
     ``probe``, if given, is already fitted on the labelled rows, with the options' folds and seeds.
-    ``began_in`` is called with the run's folder.
+    ``began_in`` is called with the run's folder.  ``measure``: print first what the run takes on
+    this machine, by a trial of about 20 seconds.
 
     Raises NoThreshold (the bundle was published, but no threshold of it can be guaranteed),
     DataError, RunMismatch, NoDirection and TrainingError (the data allow no probe under these
@@ -100,11 +118,20 @@ def train(
             stack.enter_context(locked(run_folder))
         began_in(run_folder)
         options = replace(options, run_dir=run_folder)
-        draft, better = _draft(options, dataset, test, sample, engine, console, probe)
+        estimate, began = None, time.monotonic()
+        if measure:
+            prompt_format, sites = _prompt_format(options, engine), _sites(options)
+            estimate = announce(options, dataset, test, engine, prompt_format, sites, console)
+            began = time.monotonic()
+        rows = _Rows(dataset, test, sample)
+        draft, better = _draft(options, rows, engine, store, console, probe)
         bundle = store.publish(draft)
         finish(run_folder, reads)
         console.print(f"published {bundle.reference}")
-        for line in (*closing_lines(bundle.evaluation()), *better):
+        if estimate is not None:
+            console.print(took_text(estimate, time.monotonic() - began))
+        page = recommendation_page(bundle.evaluation())
+        for line in (*closing_lines(bundle.evaluation()), *better, *page.splitlines()):
             console.print(line)
         if options.guarantee is not None:
             calibrating = plan(bundle, options.guarantee, store)
@@ -139,23 +166,82 @@ def _reads(
     }
 
 
+def _prompt_format(options: TrainOptions, engine: Engine) -> PromptFormat:
+    named = options.prompt_format
+    return default_prompt_format(engine) if named == "auto" else named
+
+
+def _sites(options: TrainOptions) -> tuple[Site, ...]:
+    return tuple(dict.fromkeys((options.site, *options.sites)))
+
+
+class _Rows(NamedTuple):
+    """The rows of a run: of training, held out, and the questions that the bundle carries."""
+
+    dataset: Dataset
+    test: Dataset | None
+    sample: Sample | None
+
+
+def _first_bundle(
+    options: TrainOptions, rows: _Rows, engine: Engine, store: Store, console: Console
+) -> Earlier | None:
+    """Publish a bundle of some of the training rows, unless an earlier call has; return these rows.
+
+    Return None where the run has too few rows, or was begun without such a bundle."""
+    first = first_part(options, rows.dataset)
+    if first is None:
+        return None
+    marker = first.options.folder / PUBLISHED
+    if not marker.exists():
+        part, published = _Rows(first.dataset, None, rows.sample), ""
+        try:
+            draft, _ = _draft(first.options, part, engine, store, console, None)
+        except TrainingError as error:
+            console.print(f"no first bundle of {len(first.dataset):,} rows: {error}")
+        else:
+            published = store.publish(draft).reference
+            console.print(
+                f"published {published}, of {len(first.dataset):,} of the"
+                f" {len(rows.dataset):,} rows: look at it while the run goes on; the bundle of all"
+                " rows replaces it as the next version"
+            )
+        atomic_write(marker, (json.dumps({"bundle": published}) + "\n").encode())
+    collection = collect_rows(
+        engine,
+        first.dataset,
+        first.options,
+        _prompt_format(options, engine),
+        "train",
+        sites=_sites(options),
+        answer_probes=options.answer_probes,
+    )
+    return Earlier(collection, first.dataset, np.array(first.positions, np.int64))
+
+
 def _draft(
     options: TrainOptions,
-    dataset: Dataset,
-    test: Dataset | None,
-    sample: Sample | None,
+    rows: _Rows,
     engine: Engine,
+    store: Store,
     console: Console,
     fitted: DepthMeanProbe | None,
 ) -> tuple[BundleDraft, list[str]]:
     # Collect and label.
-    prompt_format = (
-        default_prompt_format(engine) if options.prompt_format == "auto" else options.prompt_format
-    )
-    dataset, test = spread(options, dataset, test, engine, prompt_format, console)
-    sites = tuple(dict.fromkeys((options.site, *options.sites)))
+    prompt_format = _prompt_format(options, engine)
+    dataset, test = spread(options, rows.dataset, rows.test, engine, prompt_format, console)
+    sample, sites = rows.sample, _sites(options)
+    first = None
+    if fitted is None:
+        first = _first_bundle(options, _Rows(dataset, test, sample), engine, store, console)
     run = partial(prepare, engine, options=options, prompt_format=prompt_format, sites=sites)
-    data = run(dataset, name="train", folds=options.folds, answer_probes=options.answer_probes)
+    data = run(
+        dataset,
+        name="train",
+        folds=options.folds,
+        answer_probes=options.answer_probes,
+        earlier=first,
+    )
     held = run(test, name="test", folds=0) if test else None
     counts, inputs = data.counts, data.inputs
     no_fact = f", {counts['others']} that ask for no fact" if counts["others"] else ""
@@ -205,6 +291,7 @@ def _draft(
     # Evaluate.  Of this step only the width of the intervals enters the bundle's served numbers.
     served_signal = name_of(names, options.scale)
     nested: Evaluation | None = None
+    recommendation: dict[str, Any] | None = None
     if options.evaluate:
         reads_context = columns is not None
         nested = evaluate(
@@ -217,6 +304,10 @@ def _draft(
             publish.strata_tables(inputs.label, crossed, inputs.strata, threshold)
         )
         nested.document.update(publish.rewording(data, crossed, threshold))
+        texts = ["\n".join(data.dataset.rows[row].texts) for row in data.labelled.index.tolist()]
+        recommendation = recommend(
+            inputs, texts, nested, served_signal, folds=options.folds, seed=options.shuffles[0]
+        )
         auroc = nested.document["signals"][served_signal]["auroc"]
         if auroc["low"] <= CHANCE and not options.allow_no_signal:
             raise TrainingError(
@@ -238,9 +329,9 @@ def _draft(
     answering = gate_profile(inputs.label, first, inputs.group)
     document = publish.evaluation_document(options, names, data, probe, answering, first, nested)
     if prompt_format == "chat":
-        rows = (data.dataset.rows[row] for row in data.labelled.index.tolist())
+        labelled = [data.dataset.rows[row] for row in data.labelled.index.tolist()]
         beside = np.array(
-            [standing_of(row, prompt_format).passage is True for row in rows], np.bool_
+            [standing_of(row, prompt_format).passage is True for row in labelled], np.bool_
         )
         document["out_of_fold"]["gates_by_passage"] = publish.gates_by_passage(
             inputs.label, first, inputs.group, beside
@@ -250,6 +341,7 @@ def _draft(
         document["context"] = rounded(
             {fit.name: {"auroc": fit.auroc, "rows": fit.rows} for fit in fits}
         )
+    document |= {} if recommendation is None else {RECOMMENDATION: recommendation}
     document |= {} if sample is None else {SAMPLE: sample.document()}
     document |= {} if answer is None else {"answer": answer.document}
     document["threshold"] = cut.document() | {"out_of_fold": rounded(cut.gate)}

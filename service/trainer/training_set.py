@@ -58,6 +58,9 @@ TASKS, LEAST_TASKS = (
     0.15,
     200,
 )  # requests that ask for no fact: a share of the questions, and a least number
+FIRST = "first"  # folder of a first bundle's rows
+FIRST_ROWS, LEAST_FOR_FIRST = 1000, 3000  # of a first bundle, and of a run that has one
+MEASURED_TASKS = 120  # of them, whose mean length stands for all
 LIKE_QUESTIONS = 1 / 3  # share of these requests that look like questions: key words and follow-ups
 REWORDED, WORDINGS_EACH = 0.25, 3  # share of the questions that are reworded, and wordings of each
 _PLAIN = ("lone", PLAIN_WORDING)  # forms that leave a question as it is
@@ -215,12 +218,22 @@ def spread(
     return replace(dataset, left_out_forms=fits.left_out), test
 
 
-def _forms(options: TrainOptions, prompt_format: PromptFormat, console: Console) -> list[Form]:
+def forms_of(options: TrainOptions, prompt_format: PromptFormat) -> list[Form]:
+    """Return the forms that the options name; without a chat template those of a single
+    message."""
+    if not options.wanted_forms:
+        return []
     mixture = options.wanted_forms == (MIXTURE,)
     forms = chosen(["all"] if mixture else options.wanted_forms)
+    return forms if prompt_format == "chat" else [form for form in forms if is_one_message(form)]
+
+
+def _forms(options: TrainOptions, prompt_format: PromptFormat, console: Console) -> list[Form]:
+    single = forms_of(options, prompt_format)
     if prompt_format == "chat":
-        return forms
-    single = [form for form in forms if is_one_message(form)]
+        return single
+    mixture = options.wanted_forms == (MIXTURE,)
+    forms = chosen(["all"] if mixture else options.wanted_forms)
     if mixture:
         console.print(
             "prompts are plain text, without a chat template: questions take forms of a single"
@@ -250,11 +263,7 @@ def _in_forms(
     model_answers: dict[str, str] = {}
     if any(form.name in WITH_OWN_ANSWERS for form in forms):
         model_answers = _own_answers(options, dataset, f"{name}-said", fits)
-    key = PATTERNS if options.judge == "regex" else ANSWERS
-    rows = [
-        _object(row, group, key)
-        for row, group in zip(dataset.rows, group_names(dataset), strict=True)
-    ]
+    rows = _objects(options, dataset)
     seed = options.shuffles[0]
     formed = in_forms(rows, forms, seed=seed, model_answers=model_answers, fits=fits)
     ids = {row["id"] for row in formed}
@@ -268,10 +277,7 @@ def _in_forms(
     if mixture:
         formed += _reworded(rows, formed, name, seed, fits)
     if name == "train" and mixture and fits.prompt_format == "chat" and not len(dataset.others):
-        count = max(LEAST_TASKS, round(TASKS * len(dataset)))
-        alike = round(LIKE_QUESTIONS * count)
-        tasks = [*task_rows(count - alike, seed), *no_fact_rows(alike, (), seed)]
-        formed += [row for row in tasks if fits.takes(row["messages"])]
+        formed += _no_fact_requests(no_fact_count(len(dataset)), seed, fits)
     formed = list(map(_with_answers, formed))
     path = options.folder / IN_FORMS.format(name)
     lines = [
@@ -288,6 +294,93 @@ def _in_forms(
         + f": {path}"
     )
     return result
+
+
+@dataclass(frozen=True)
+class FirstPart:
+    """The training rows of a first bundle, of which the bundle of all is the next version."""
+
+    options: TrainOptions  # one shuffle of the folds is enough to look at it
+    dataset: Dataset
+    positions: list[int]  # in the whole training set
+
+
+def has_first_bundle(options: TrainOptions, rows: float) -> bool:
+    """Return whether a run of so many training rows publishes a first bundle.
+
+    Given labels need one prefill a row, so the whole bundle is not far off."""
+    return options.answers == "generate" and rows >= LEAST_FOR_FIRST
+
+
+def first_part(options: TrainOptions, dataset: Dataset) -> FirstPart | None:
+    """Return the rows of the first bundle; None where the run has none, or was begun without."""
+    if not has_first_bundle(options, len(dataset)):
+        return None
+    begun = options.folder / "train" / "run.json"
+    if begun.exists() and '"earlier"' not in begun.read_text(encoding="utf-8"):
+        return None
+    seed = options.shuffles[0]
+    positions = first_rows(dataset, seed)
+    changes: dict[str, Any] = {"forms": "none", "logit_scale": options.scale, "seeds": (seed,)}
+    few = replace(options, run_dir=options.folder / FIRST, **changes)
+    return FirstPart(few, dataset.part(positions), positions)
+
+
+def first_rows(dataset: Dataset, seed: int) -> list[int]:
+    """Return positions of at most ``FIRST_ROWS`` rows: whole groups, in a drawn order."""
+    names, member = np.unique(dataset.groups, return_inverse=True)
+    rank = np.random.default_rng(seed).permutation(len(names))[member]
+    inside = np.cumsum(np.bincount(rank)) <= FIRST_ROWS
+    return [int(position) for position in np.flatnonzero(inside[rank])]
+
+
+def no_fact_count(questions: int) -> int:
+    """Return how many requests that ask for no fact the mixture adds to so many questions."""
+    return max(LEAST_TASKS, round(TASKS * questions))
+
+
+def _no_fact_requests(count: int, seed: int, fits: Fits) -> list[dict[str, Any]]:
+    """Return so many requests that ask for no fact, less those that the model cannot take."""
+    alike = round(LIKE_QUESTIONS * count)
+    made = [*task_rows(count - alike, seed), *no_fact_rows(alike, (), seed)]
+    return [row for row in made if fits.takes(row["messages"])]
+
+
+def sample_prompts(
+    options: TrainOptions, dataset: Dataset, engine: Engine, prompt_format: PromptFormat
+) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
+    """Return token ids of these questions as the run asks them: in forms, alone, and of some
+    requests that ask for no fact.
+
+    Where a form repeats the model's own earlier answer, a text of that length stands in for it."""
+    fits, seed = Fits(engine, prompt_format, options.answer_tokens), options.shuffles[0]
+    rows = _objects(options, dataset)
+    lone = in_forms(rows, [FORMS["lone"]])
+    asked, no_fact = lone, []
+    if forms := forms_of(options, prompt_format):
+        answers = {row["id"]: "word " * (options.answer_tokens // 2) for row in rows}
+        asked = in_forms(rows, forms, seed=seed, model_answers=answers, fits=fits)
+        if options.wanted_forms == (MIXTURE,):
+            asked += _reworded(rows, asked, "train", seed, fits)
+            no_fact = _no_fact_requests(MEASURED_TASKS, seed, fits)
+
+    def rendered(made: Sequence[dict[str, Any]]) -> list[list[int]]:
+        asked = [as_asked(row, prompt_format) for row in made]
+        return [
+            render(engine, row.get("prompt"), row.get("messages"), prompt_format) for row in asked
+        ]
+
+    if prompt_format != "chat":
+        no_fact = []
+    return rendered(asked), rendered(lone), rendered(no_fact)
+
+
+def _objects(options: TrainOptions, dataset: Dataset) -> list[dict[str, Any]]:
+    """Return the rows as objects of their file, with the groups after near-duplicates were
+    joined."""
+    key = PATTERNS if options.judge == "regex" else ANSWERS
+    pairs = zip(dataset.rows, group_names(dataset), strict=True)
+    return [_object(row, group, key) for row, group in pairs]
 
 
 def _possible_ids(row: dict[str, Any], forms: Sequence[Form]) -> set[str]:

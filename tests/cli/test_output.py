@@ -114,6 +114,20 @@ def test_the_table_is_sorted_and_has_the_gates_line() -> None:
     assert max(map(len, lines[:-1])) <= 100
 
 
+def test_the_sentence_that_says_whether_a_bundle_pays_comes_first() -> None:
+    asked = QuestionResult("Capital of France?", "Paris.", ("Paris",), 0.1, False, "right")
+    sentence = "Use it for these kinds: [bold]\x1b[2J, capitals."
+    console = Console(file=StringIO(), width=80)
+    tried = TryReport("probe:1", "model", 0.5, (asked,), (), sentence)
+    draw_sorted(tried, console)
+    assert isinstance(console.file, StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert lines[0] == "Use it for these kinds: [bold][2J, capitals."
+    assert lines[1] == ""
+    assert lines[2].split()[:2] == ["risk", "question"]
+    assert tried.document()["recommendation"] == sentence
+
+
 LONG = "Can you say what the chemical symbol of the element with the atomic number 17 is, please?"
 
 

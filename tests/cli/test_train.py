@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from probes_store.store import Store
+from service.cli.train import _console
 from service.demo.questions import questions
 from service.feedback.databases import location
 from service.serving.feedback import Feedback
@@ -109,6 +110,12 @@ def test_what_is_refused(
     assert run(*command(verb, files, tmp_path, *more)) in (1, 2)
     assert said in capsys.readouterr().err
     assert verb == "guarantee" or not any(tmp_path.iterdir())
+
+
+def test_names_of_kinds_are_no_markup(capsys: Capture) -> None:
+    with _console() as console:
+        console.print("| [/b] [bold]x :smile: | 120 |")
+    assert capsys.readouterr().err == "| [/b] [bold]x :smile: | 120 |\n"
 
 
 def test_a_guarantee_is_shown_and_listed(tmp_path: Path, capsys: Capture) -> None:

@@ -19,7 +19,7 @@ import pytest
 
 from hallutracer_research.evaluation.pooling import PoolingEngine as Pooled
 from service.data import collection as collecting
-from service.data.collection import Collection, batches, collect
+from service.data.collection import Collection, Earlier, batches, collect
 from service.data.run_folder import AppendLog, locked
 from service.data.training_rows import Dataset, read_dataset
 from service.engines.base import Extraction, TokenIds
@@ -411,3 +411,45 @@ def test_a_second_process_is_refused_until_the_first_has_died(tmp_path: Path) ->
     killed(hold)
     with locked(tmp_path / "run"):
         pass
+
+
+@pytest.mark.parametrize("stop", [None, 1, 3])
+def test_rows_that_were_read_earlier_are_copied_and_not_read_again(
+    dataset: Dataset, tmp_path: Path, stop: int | None
+) -> None:
+    positions = [*range(3, 40, 3)]
+    part = dataset.part(positions)
+    read = run(part, tmp_path / "few", answer_site=None)
+    earlier = Earlier(read, part, np.array(positions))
+    engine = PlantedEngine()
+    if stop is not None:
+        calls: list[int] = []
+        run(
+            dataset,
+            tmp_path / "run",
+            engine,
+            earlier=earlier,
+            enough=lambda rows, lengths: bool(calls.append(len(rows)) or len(calls) == stop),
+        )
+        assert engine.extracts == stop
+    collection = run(dataset, tmp_path / "run", engine, earlier=earlier)
+    assert engine.extracts == -(-(50 - len(positions)) // 8)
+    whole = run(dataset, tmp_path / "whole")
+    for site in BOTH:
+        for row in range(50):
+            np.testing.assert_array_equal(
+                stored(collection.rows[site], row), stored(whole.rows[site], row)
+            )
+    np.testing.assert_array_equal(collection.first_token, whole.first_token)
+    records = [
+        {record["row"]: record for record in map(json.loads, path.read_text().splitlines())}
+        for path in (
+            collection.folder / "answers.jsonl",
+            whole.folder / "answers.jsonl",
+        )
+    ]
+    assert records[0] == records[1]
+    assert len((collection.folder / "answers.jsonl").read_text().splitlines()) == 50
+    with pytest.raises(RunMismatch) as caught:
+        run(dataset, tmp_path / "run")
+    assert caught.value.param == "earlier"

@@ -1,0 +1,169 @@
+"""Says whether a bundle pays for its model: whether its risk beats what costs less, on the same
+rows, and whether a gate saves more than it withholds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import expit
+from sklearn.feature_extraction.text import TfidfVectorizer
+from sklearn.linear_model import LogisticRegression
+
+from service.fitting.decisions import net_benefit
+from service.fitting.folds import outer_folds
+from service.fitting.nested_cv import KIND_AND_FORM, Evaluation, Inputs, rounded
+from service.fitting.probes import Floats, Index
+from service.fitting.scores import Gain, Tests, gain, mean_auroc
+from service.trainer.cards import SIGNALS, say
+
+TEXT = "text"  # the rival that reads the prompt's words and no model
+CHEAPER = (TEXT, "first_token_entropy", "first_token_max_prob", "prompt_length", KIND_AND_FORM)
+TITLES = SIGNALS | {TEXT: "the prompt's words alone, no model"}
+SHOWN_COSTS = (0.25, 1.0, 4.0)  # a wrong answer in withheld right ones
+LEAST_ROWS, LEAST_OF_A_CLASS = 100, 20  # of a kind that is judged by itself
+LEVEL = 0.05  # probability that chance alone names a kind, over all kinds together
+TEXT_C = 1.0
+
+
+def text_risks(
+    texts: Sequence[str], label: NDArray[np.int64], group: Index, *, folds: int, seed: int
+) -> Tests:
+    """Return the risk by the words of each prompt alone, for the test rows of each outer fold."""
+    words = np.array(texts, dtype=object)
+    tests = []
+    for fold in outer_folds(label, group, folds=folds, seeds=(seed,)):
+        columns = TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True, token_pattern=r"(?u)\w+")
+        try:
+            of_train = columns.fit_transform(words[fold.train])
+        except ValueError:  # no prompt has a word
+            tests.append((fold.test, np.zeros(len(fold.test))))
+            continue
+        model = LogisticRegression(C=TEXT_C, solver="liblinear", max_iter=1000)
+        model.fit(of_train, label[fold.train])
+        factual = model.decision_function(columns.transform(words[fold.test]))
+        tests.append((fold.test, expit(-np.asarray(factual, np.float64))))
+    return tests
+
+
+def recommend(
+    inputs: Inputs,
+    texts: Sequence[str],
+    nested: Evaluation,
+    served: str,
+    *,
+    folds: int,
+    seed: int,
+) -> dict[str, Any]:
+    """Return the recommendation for evaluation.json: ``use`` is "yes", "kinds" or "no".
+
+    "yes": the AUROC of the served signal less that of the strongest cheaper rival has a 95 %
+    interval above zero, and at one of ``SHOWN_COSTS`` the gate saves more than answering everything
+    and more than withholding everything.  "kinds": both hold inside some kinds; the level is shared
+    by all kinds that are judged.  All of it on the folds of the first seed, which no fit saw."""
+    label, group = inputs.label, inputs.group
+    own = nested.tests[served][:folds]
+    rivals = {name: nested.tests[name][:folds] for name in CHEAPER if name in nested.tests}
+    rivals[TEXT] = text_risks(texts, label, group, folds=folds, seed=seed)
+    every = np.ones(len(label), np.bool_)
+    risk = nested.risk[served][0]
+    overall = _against(label, group, own, rivals, every)
+    assert overall is not None, "each test side of the outer folds has both classes"
+    gates = [_gate(label, risk, cost) for cost in SHOWN_COSTS]
+    kinds = _by_kind(inputs, own, rivals, risk)
+    judged = [row for row in kinds.values() if "gain" in row]
+    for row in judged:
+        ahead = row["gain"]
+        beyond_chance = ahead["difference"] > 0 and ahead["p_value"] <= LEVEL / len(judged)
+        row["use"] = bool(beyond_chance and row.pop("pays"))
+    if overall["gain"]["low"] > 0 and any(gate["pays"] for gate in gates):
+        use = "yes"
+    else:
+        use = "kinds" if any(row["use"] for row in judged) else "no"
+    record: dict[str, Any] = {
+        "use": use,
+        "kinds": [name for name, row in kinds.items() if row.get("use")],
+        **overall,
+        "rows": len(label),
+        "right": float(label.mean()),
+        "gates": gates,
+        "by_kind": kinds,
+    }
+    record = rounded(record)
+    return record | {"sentence": say("recommendation", record)}
+
+
+def _against(
+    label: NDArray[np.int64],
+    group: Index,
+    own: Tests,
+    rivals: Mapping[str, Tests],
+    inside: NDArray[np.bool_],
+) -> dict[str, Any] | None:
+    """Return the strongest rival on the rows ``inside`` [n], both AUROCs and the gain over it; None
+    if no test side has both classes there."""
+    own = _restricted(own, inside)
+    aurocs = {}
+    for name, tests in rivals.items():
+        value = mean_auroc(label, _restricted(tests, inside))
+        if np.isfinite(value):
+            aurocs[name] = float(value)
+    if not aurocs:
+        return None
+    strongest = max(aurocs, key=lambda name: aurocs[name])
+    ahead = gain(label, group, own, _restricted(rivals[strongest], inside))
+    return {
+        "auroc": float(mean_auroc(label, own)),
+        "rival": strongest,
+        "rival_title": TITLES[strongest],
+        "rival_auroc": aurocs[strongest],
+        "gain": _gain_document(ahead),
+    }
+
+
+def _gain_document(ahead: Gain) -> dict[str, float]:
+    difference, low, high, p_value = ahead
+    return {"difference": difference, "low": low, "high": high, "p_value": p_value}
+
+
+def _restricted(tests: Tests, inside: NDArray[np.bool_]) -> Tests:
+    sides = [(rows[inside[rows]], np.asarray(score)[inside[rows]]) for rows, score in tests]
+    return [(rows, score) for rows, score in sides if len(rows)]
+
+
+def _gate(label: NDArray[np.int64], risk: Floats, cost: float) -> dict[str, Any]:
+    """Return what the gate for this cost of a wrong answer does: label [n], risk [n]."""
+    threshold = 1 / (1 + cost)
+    answered = risk < threshold
+    saved = net_benefit(label, risk, cost)
+    return {
+        "wrong_costs": cost,
+        "threshold": threshold,
+        "answered": float(answered.mean()),
+        "wrong_among_answered": float(1 - label[answered].mean()) if answered.any() else None,
+        "right_withheld": float((~answered)[label == 1].mean()) if label.any() else 0.0,
+        "pays": saved["net_benefit"] > max(0.0, saved["withholding_all"]),
+    }
+
+
+def _by_kind(
+    inputs: Inputs, own: Tests, rivals: Mapping[str, Tests], risk: Floats
+) -> dict[str, dict[str, Any]]:
+    """Return rows and share right of each kind, most rows first; of large ones also the gain."""
+    names = np.array([row.get("kind") or "" for row in inputs.strata], dtype=object)
+    label, table = inputs.label, dict[str, dict[str, Any]]()
+    counts = {name: int((names == name).sum()) for name in sorted(set(names.tolist()) - {""})}
+    for name, rows in sorted(counts.items(), key=lambda pair: -pair[1]):
+        inside = names == name
+        right = int(label[inside].sum())
+        row: dict[str, Any] = {"rows": rows, "right": right / rows}
+        enough = rows >= LEAST_ROWS and min(right, rows - right) >= LEAST_OF_A_CLASS
+        compared = _against(label, inputs.group, own, rivals, inside) if enough else None
+        if compared is not None:
+            row |= compared
+            gates = [_gate(label[inside], risk[inside], cost) for cost in SHOWN_COSTS]
+            row["pays"] = any(gate["pays"] for gate in gates)
+        table[name] = row
+    return table

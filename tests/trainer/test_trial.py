@@ -1,0 +1,183 @@
+"""What a run prints before it starts, and how many questions fit into minutes."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.data.bank import bank_rows
+from service.data.training_rows import read_dataset
+from service.engines.base import Extraction
+from service.errors import TrainingError
+from service.library.training import MINUTES, _within_minutes, completed
+from service.trainer.options import TrainOptions
+from service.trainer.run import train
+from service.trainer.trial import (
+    FEWEST,
+    Rates,
+    duration_text,
+    engine_rates,
+    estimated,
+    questions_within,
+    sampled,
+)
+from tests.fitting.planted import PlantedEngine, Quiet, planted_rows, write_rows
+from tests.trainer.made import FAST, run
+
+TOKEN_S, ANSWER_S = 0.001, 0.5
+
+
+class Timed(PlantedEngine):
+    """Takes a made time for each prompt token and answer, which its clock shows."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(max_tokens=6000, **options)
+        self.now = 0.0
+        self.seen: list[tuple[int, ...]] = []
+
+    def clock(self) -> float:
+        return self.now
+
+    def extract(self, prompts: Any, sites: Any, *others: Any, **read: Any) -> Extraction:
+        sampling = read.get("sampling") or (others[1] if len(others) > 1 else None)
+        self.now += TOKEN_S * sum(map(len, prompts))
+        self.now += 0.0 if sampling is None else ANSWER_S * len(prompts)
+        self.seen += map(tuple, prompts)
+        return super().extract(prompts, sites, *others, **read)
+
+
+def of_the_bank(folder: Path, **changes: Any) -> TrainOptions:
+    options: dict[str, Any] = {"labels": "generate", "max_new_tokens": 24, "jobs": 1, "seeds": 1}
+    return TrainOptions(name="planted", run_dir=folder, **options | changes)
+
+
+@pytest.fixture(scope="module")
+def bank(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    path = tmp_path_factory.mktemp("bank") / "bank.jsonl"
+    return read_dataset(write_rows(path, bank_rows("train")[:120]), "generate", folds=None)
+
+
+@pytest.mark.parametrize("labels", ["generate", "given"])
+def test_rates_are_those_of_the_engine(labels: str, tmp_path: Path) -> None:
+    engine = Timed()
+    prompts = [tuple(range(5 + number % 40)) for number in range(600)]
+    options = of_the_bank(tmp_path, labels=labels)
+    rates = engine_rates(engine, prompts, options, engine.clock)
+    assert rates.token_s == pytest.approx(TOKEN_S)
+    assert rates.answer_s == pytest.approx(ANSWER_S if labels == "generate" else 0.0)
+    assert len(engine.seen) <= 600, "an engine that remembers prompts must not see one twice"
+
+
+def test_a_sample_in_forms_stands_for_the_volume_of_all(tmp_path: Path, bank: Any) -> None:
+    options, engine = of_the_bank(tmp_path), Timed()
+    sample = sampled(options, bank, engine, "chat")
+    assert 1.5 < sample.rows < 1.8, "a quarter of the questions has three more wordings"
+    volume = sample.volume(options, 9593, 1800, chat=True)
+    assert volume.no_fact_rows == pytest.approx(0.15 * 9593, abs=1)
+    assert volume.answered_rows == pytest.approx(1200 + (9593 + 1800) * sample.rows)
+    estimate = estimated(volume, Rates(TOKEN_S, ANSWER_S), options, engine)
+    tokens = volume.answered_tokens + volume.read_tokens
+    expected = TOKEN_S * tokens + ANSWER_S * volume.answered_rows
+    assert estimate.reading_s == pytest.approx(expected)
+    half = estimated(volume, Rates(TOKEN_S, ANSWER_S), options, engine, done=0.5)
+    assert half.reading_s == pytest.approx(expected / 2)
+    assert estimate.memory > 0
+    plain = sampled(of_the_bank(tmp_path, forms="none"), bank, engine, "chat")
+    assert plain.rows == 1.0
+
+
+def within(minutes: float, folder: Path, bank: Any, most: int = 9593) -> tuple[int, list[str]]:
+    engine, console = Timed(), Quiet()
+    count = questions_within(
+        minutes,
+        of_the_bank(folder),
+        bank,
+        most,
+        lambda questions: questions // 5,
+        engine,
+        "chat",
+        console,
+        engine.clock,
+    )
+    return count, console.lines
+
+
+def test_minutes_are_fitted_by_the_number_of_questions(tmp_path: Path, bank: Any) -> None:
+    short, told = within(30, tmp_path, bank)
+    assert FEWEST < short < 9593
+    assert told == [f"in 30 minutes this machine can do {short:,} of 9,593 questions"]
+    longer, _ = within(60, tmp_path, bank)
+    assert 1.7 * short < longer < 2.6 * short, "a part of the time does not grow"
+    assert within(1e6, tmp_path, bank)[0] == 9593
+    assert within(1e6, tmp_path, bank, most=50)[0] == FEWEST
+    with pytest.raises(TrainingError, match="1 minutes are too few here: 100 questions") as caught:
+        within(1, tmp_path, bank)
+    assert caught.value.param == "minutes"
+
+
+def test_the_same_minutes_are_measured_once(tmp_path: Path) -> None:
+    options = completed(of_the_bank(tmp_path / "run", minutes=1e6), "owner/tiny")
+    assert options.data == ()
+    engine, console = Timed(), Quiet()
+    chosen = _within_minutes(options, engine, console, time.monotonic())
+    assert chosen.questions == 9593
+    assert len(Path(chosen.data[0]).read_text(encoding="utf-8").splitlines()) == 9593
+    calls = engine.extracts
+    assert _within_minutes(options, engine, console, time.monotonic()) == chosen
+    assert engine.extracts == calls
+    path = tmp_path / "run" / MINUTES
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model": "another"}))
+    assert _within_minutes(options, engine, console, time.monotonic()) == chosen
+    assert engine.extracts > calls, "another model has another speed"
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"minutes": 5.0, "questions": 50}, "give one of them"),
+        ({"minutes": 5.0, "data": ("mine.jsonl",)}, "without --data"),
+    ],
+)
+def test_minutes_choose_the_packages_questions_alone(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(TrainingError, match=words) as caught:
+        completed(TrainOptions(**given), "owner/tiny")
+    assert caught.value.param == "minutes"
+
+
+@pytest.mark.parametrize("labels", ["given", "generate"])
+def test_the_trial_of_rows_as_they_are_is_the_beginning_of_the_run(
+    tmp_path: Path, labels: str
+) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", planted_rows(240))
+    options: dict[str, Any] = FAST | {"labels": labels, "batch_rows": 16, "evaluate": False}
+    plain, measured = PlantedEngine(), PlantedEngine()
+    expected, _ = run(tmp_path, plain, **options)
+    console, store = Quiet(), tmp_path / "measured"
+    from probes_store.store import Store
+
+    bundle = train(
+        TrainOptions(name="planted", data=(str(rows),), run_dir=tmp_path / "other", **options),
+        lambda: measured,
+        Store(store),
+        console=console,
+        measure=True,
+    )
+    assert bundle.manifest.digest == expected.manifest.digest
+    assert (measured.extracts, measured.generates) == (plain.extracts, plain.generates)
+    [to_do] = [line for line in console.lines if line.startswith("to do: ")]
+    assert to_do.startswith("to do: 240 training rows; ")
+    assert ("240 answers of up to 48 tokens" in to_do) == (labels == "generate")
+    [line] = [line for line in console.lines if line.startswith("measured in ")]
+    assert "the run takes about" in line
+    assert "of memory and" in line
+    [took] = [line for line in console.lines if line.startswith("took ")]
+    assert "(estimated: " in took
+
+
+def test_durations_are_for_people() -> None:
+    shown = [duration_text(seconds) for seconds in (4.4, 89, 91, 3600, 7260)]
+    assert shown == ["4 s", "89 s", "2 min", "60 min", "2 h 01 min"]
