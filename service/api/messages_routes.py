@@ -22,6 +22,7 @@ from service.api.error_bodies import anthropic_body
 from service.api.json_body import JsonRoute
 from service.api.messages_schema import MessagesRequest
 from service.api.tool_answers import split
+from service.engines.formats import Format
 from service.errors import HalluTracerError
 from service.scoring import RiskReport
 from service.serving.dispatcher import Piece
@@ -107,13 +108,14 @@ async def messages(
         field="messages",
         most=most,
         tools=tools,
+        format=body.format,
     )
     reply = await answered(request, service, body, wanted)
     if body.stream:
-        return wire.EventStream(reply, _events(reply, tools))
+        return wire.EventStream(reply, _events(reply, tools, body.format))
     reply.end()
     report = reply.judgement.reports[0]
-    blocks, calls = _blocks(report, tools)
+    blocks, calls = _blocks(report, tools, body.format)
     content = _head(reply) | {
         "content": blocks,
         **_ended(report, calls),
@@ -123,14 +125,16 @@ async def messages(
     return whole(reply, content)
 
 
-def _blocks(report: RiskReport, tools: Tools | None) -> tuple[list[dict[str, Any]], int]:
+def _blocks(
+    report: RiskReport, tools: Tools | None, answer_format: Format | None
+) -> tuple[list[dict[str, Any]], int]:
     """Return the answer's blocks, or those of what is said instead, and how many of them are calls
     of tools."""
     if report.outcome is Outcome.WITHHELD:
         message = report.verdict.message
         return ([] if message is None else [text_block(message)]), 0
     text, calls = split(tools, report.shown.text)
-    text = annotation(report) + text
+    text = annotation(report, answer_format) + text
     used = [_tool_use(call) | {"input": json.loads(call.arguments)} for call in calls]
     return [*([text_block(text)] if text or not calls else []), *used], len(calls)
 
@@ -221,7 +225,9 @@ class Blocks:
         return event("content_block_delta", index=self._index, delta=delta, **more)
 
 
-async def _events(reply: wire.Reply, tools: Tools | None) -> AsyncIterator[bytes]:
+async def _events(
+    reply: wire.Reply, tools: Tools | None, answer_format: Format | None
+) -> AsyncIterator[bytes]:
     judgement, report, blocks = reply.judgement, reply.judgement.reports[0], Blocks()
     reader = None if tools is None else CallReader(tools)
 
@@ -259,7 +265,7 @@ async def _events(reply: wire.Reply, tools: Tools | None) -> AsyncIterator[bytes
         said = report.verdict.message
         yield (b"" if said is None else blocks.text(said)) + over([report])
         return
-    warning = annotation(report)
+    warning = annotation(report, answer_format)
     yield blocks.text(warning) if warning or tools is None else b""
     async for part in wire.answer_events(reply, piece, over, failed):
         yield part

@@ -18,12 +18,14 @@ Name = Annotated[StrictStr, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 CallId = Annotated[StrictStr, Field(min_length=1, max_length=256)]
 
 
-def _not_forced(found: Any) -> Any:
-    if found not in (None, "none", "auto"):
+def _not_forced(choice: Any) -> Any:
+    if choice not in (None, "none", "auto"):
         raise ValueError(
-            "'tool_choice' is 'auto' or 'none' here: nothing makes the model call a tool"
+            "'tool_choice' is 'auto' or 'none' here: nothing makes the model call a tool; a schema"
+            " that the answer is to have goes into 'response_format' or, of a response,"
+            " 'text.format'"
         )
-    return found
+    return choice
 
 
 ToolChoice = Annotated[Literal["none", "auto"], BeforeValidator(_not_forced)]
