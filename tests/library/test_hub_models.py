@@ -26,6 +26,7 @@ from service.demo import MODEL_DIR
 from service.demo.questions import questions
 from service.engines import loading, places
 from service.engines.base import EngineOptions
+from service.errors import ModelLoadError
 from service.library.engine import load_engine
 from service.scoring import Scorer
 from service.serving.service import Service
@@ -258,6 +259,25 @@ def test_shards_a_folder_and_the_hub_are_one_model(hub: Hub, store: Path) -> Non
     assert score(store, SHARDED, "folder") == pytest.approx(
         score(store, str(folder), "folder"), abs=1e-6
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "cure"),
+    [
+        ("acme/tiny-GGUF", "hf download acme/tiny-GGUF FILE.gguf --local-dir ."),
+        ("acme/tiny-gguf-q4", "hf download acme/tiny-gguf-q4 FILE.gguf --local-dir ."),
+        ("acme/pictures", "it is no transformers model"),
+    ],
+)
+def test_a_hub_name_without_a_configuration_is_refused_with_its_cure(
+    hub: Hub, again: None, name: str, cure: str
+) -> None:
+    hub.repository(name, {"tiny.gguf": b"GGUF", "README.md": b"no configuration"})
+    with pytest.raises(ModelLoadError) as refused:
+        load_engine(EngineOptions(name), **QUIET)
+    assert f"{name} on {hub.url} has no config.json" in str(refused.value)
+    assert cure in str(refused.value)
+    assert ("hf download" in str(refused.value)) == ("gguf" in name.lower())
 
 
 REFUSES_SYSTEM = (
