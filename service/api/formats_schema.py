@@ -1,4 +1,4 @@
-"""The format of an answer in OpenAI's requests: a text, or JSON of a schema."""
+"""The format of an answer in requests of OpenAI's and Anthropic's: a text, or JSON of a schema."""
 
 from __future__ import annotations
 
@@ -66,6 +66,18 @@ def asked_format(
         return Format(check_schema(schema), param)
     except ValueError as error:
         raise ValueError(f"'{where}schema': {error}") from None
+
+
+def asked_schema(asked: Mapping[str, Any] | None, param: str) -> Format | None:
+    """Return what a request of Anthropic's asks for, which has no name and no other type; None: a
+    text.  Raises ValueError as ``asked_format`` does."""
+    if asked is None:
+        return None
+    if asked.get("type") != "json_schema":
+        raise ValueError("'type' is 'json_schema' here")
+    if other := asked.keys() - {"type", "schema"}:
+        raise ValueError(f"no field {min(other)!r} is known beside 'type' and 'schema'")
+    return asked_format({**asked, "name": "answer"}, param)
 
 
 def check_alone(format: Format | None, tools: object) -> None:

@@ -95,6 +95,7 @@ async def messages(
         # limit comes first.
         most=min(body.max_tokens, service.settings.max_new_tokens),
         tools=body.offered,
+        format=body.format,
     )
     return wire.send(MessagesWire(reply, body), stream=body.stream)
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, StrictBool, StrictInt, StrictStr, field_validator, model_validator
 
 from probes_store.records import TemplateArgument
+from service.api.formats_schema import asked_schema, check_alone, checked_format
 from service.api.request_schema import (
     OWN_TEMPERATURE,
     UNTHINKING,
@@ -32,6 +33,7 @@ from service.api.tools_schema import (
     defined,
     offered,
 )
+from service.engines.formats import Format
 from service.json_limits import size_within
 from service.tool_calls import MOST_DEPTH, Tools
 
@@ -208,8 +210,15 @@ class ToolChoice(ForeignModel):
 class OutputConfig(ForeignModel):
     """How the answer is to be written."""
 
-    neutral = {"format": ()}
     ignored = frozenset(("effort",))
+
+    format: dict[str, Any] | None = Field(None, description="of type json_schema, with schema")
+
+    @field_validator("format")
+    @classmethod
+    def _known_format(cls, asked: dict[str, Any] | None) -> dict[str, Any] | None:
+        asked_schema(asked, "output_config.format")
+        return asked
 
 
 class Thinking(ForeignModel):
@@ -229,11 +238,20 @@ class Conversation(ForeignModel):
     ]
     system: Texts | None = None
     output_config: OutputConfig | None = None
+    output_format: dict[str, Any] | None = Field(
+        None, description="the older name of output_config.format"
+    )
     thinking: Thinking | None = None
     tools: Annotated[list[MessagesTool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
     tool_choice: ToolChoice | None = Field(
         None, description="none: the model is not told of the tools"
     )
+
+    @field_validator("output_format")
+    @classmethod
+    def _known_format(cls, asked: dict[str, Any] | None) -> dict[str, Any] | None:
+        asked_schema(asked, "output_format")
+        return asked
 
     @field_validator("thinking", mode="before")
     @classmethod
@@ -252,7 +270,7 @@ class Conversation(ForeignModel):
         if isinstance(value, dict) and value.get("type") not in ("auto", "none"):
             raise ValueError(
                 "'tool_choice' has the type 'auto' or 'none' here: nothing makes the model call a"
-                " tool"
+                " tool; a schema that the answer is to have goes into 'output_config.format'"
             )
         return value
 
@@ -272,8 +290,21 @@ class Conversation(ForeignModel):
             raise at_fault(
                 "messages", f"'messages': {error}, in all blocks' 'input' together"
             ) from None
-        _ = self.offered
+        check_alone(self.format, self.offered)
         return self
+
+    @cached_property
+    def format(self) -> Format | None:
+        """Return the format of the answer; None: a text."""
+        newer = None if self.output_config is None else self.output_config.format
+        if newer is not None and self.output_format is not None:
+            raise at_fault(
+                "output_format",
+                "'output_format' and 'output_config.format' are one field; give the latter",
+            )
+        if newer is not None:
+            return checked_format(newer, "output_config.format")
+        return checked_format(self.output_format, "output_format")
 
     @cached_property
     def offered(self) -> Tools | None:
@@ -305,7 +336,6 @@ class MessagesRequest(AnswerRequest, Conversation):
         **VLLM_NEUTRAL,
         "container": (),
         "mcp_servers": ([],),
-        "output_format": (),
         "speed": ("standard",),
         # What is cleared are thoughts, of which none are read.
         "context_management": (
@@ -354,7 +384,7 @@ class CountRequest(Conversation):
 
     neutral = {
         name: MessagesRequest.neutral[name]
-        for name in ("mcp_servers", "context_management", "output_format", "speed")
+        for name in ("mcp_servers", "context_management", "speed")
     }
     ignored = frozenset(("cache_control", "user_profile_id", "workspace_id", "vllm_xargs"))
 

@@ -28,7 +28,7 @@ class MessagesWire(wire.Wire):
     """The answer to one conversation."""
 
     def __init__(self, reply: wire.Reply, body: MessagesRequest) -> None:
-        super().__init__(reply, body.offered)
+        super().__init__(reply, body.offered, body.format)
         self._blocks = Blocks()
 
     def head(self) -> bytes:

@@ -461,4 +461,11 @@ BOUNDED_BY: Mapping[str, frozenset[str]] = {
     "service.api.formats_schema:asked_format": frozenset(
         ("ChatRequest.response_format", "TextConfig.format")
     ),
+    "service.api.formats_schema:asked_schema": frozenset(
+        (
+            "OutputConfig.format",
+            "MessagesRequest.output_format",
+            "CountRequest.output_format",
+        )
+    ),
 }

@@ -21,7 +21,9 @@ CallId = Annotated[StrictStr, Field(min_length=1, max_length=256)]
 def _not_forced(choice: Any) -> Any:
     if choice not in (None, "none", "auto"):
         raise ValueError(
-            "'tool_choice' is 'auto' or 'none' here: nothing makes the model call a tool"
+            "'tool_choice' is 'auto' or 'none' here: nothing makes the model call a tool; a schema"
+            " that the answer is to have goes into 'response_format' or, of a response,"
+            " 'text.format'"
         )
     return choice
 

@@ -19,6 +19,7 @@ from cyclopts import (
     MissingArgumentError,
     Parameter,
     UnknownCommandError,
+    UnknownOptionError,
     UnusedCliTokensError,
 )
 
@@ -253,6 +254,8 @@ def _cure(error: CycloptsError, typed: Sequence[str]) -> str:
         return _hint(typed)
     if isinstance(error, MissingArgumentError) and tuple(typed[:1]) == ("train",):
         return "  For example: hallutracer train --model ./my-model"
+    if isinstance(error, UnknownOptionError) and "-" in typed:
+        return "  Standard input is read where an option names it, such as --input -"
     if isinstance(error, UnusedCliTokensError):
         return (
             "  What an option takes follows its name, such as --model demo; a value with spaces is"

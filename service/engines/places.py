@@ -188,7 +188,9 @@ def reachable(model: str, revision: str | None) -> bool:
             f"{hub} has no model {model}, or it is private: check the name, or 'hf auth login'"
         ),
         errors.RevisionNotFoundError: f"{model} on {hub} has no revision {revision}",
-        errors.EntryNotFoundError: f"{model} on {hub} has no {CONFIG}: it is no transformers model",
+        errors.EntryNotFoundError: (
+            f"{model} on {hub} has no {CONFIG}: it is no transformers model{_of_gguf_files(model)}"
+        ),
         errors.HFValidationError: (
             f"{model!r} is neither a folder, a GGUF file nor a name that the hub could have"
         ),
@@ -215,6 +217,17 @@ def reachable(model: str, revision: str | None) -> bool:
             " --local-dir FOLDER) and give that folder"
         )
     raise ModelLoadError(problem, param="model") from None
+
+
+def _of_gguf_files(model: str) -> str:
+    """Return how to get a file of a repository of the hub that by its name has GGUF files; "" for
+    another."""
+    if "gguf" not in model.lower():
+        return ""
+    return (
+        "; of its GGUF files, fetch one and give its path:"
+        f" hf download {model} FILE.gguf --local-dir ."
+    )
 
 
 # part of the cache's folder names: raised where a conversion gives something else than before

@@ -34,6 +34,7 @@ from service.vllm_plugin.options import read_options
 log = logging.getLogger("hallutracer")
 TRIES = 5  # to load, where other API servers of the same engine test theirs at the same time
 MEET_S = 0.5  # between questions whether the other API servers are ready
+READY_S = 2.0  # between looks at whether this API server is ready, for its series
 OWN_PATHS = (SCORE_ROUTES[0], "/v1/bundles", "/health/ready", "/health/live")
 
 
@@ -67,6 +68,7 @@ class HalluTracerPlugin:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loading: asyncio.Task[None] | None = None
         self._meeting: asyncio.Task[None] | None = None  # with the engine's other API servers
+        self._telling: asyncio.Task[None] | None = None  # on ``/metrics`` whether it is ready
         self._chat = ChatOptions()
         self._weights = 0  # how often they had changed when the golden prompts were last replayed
         self.service: Service
@@ -122,6 +124,7 @@ class HalluTracerPlugin:
         if self._servers > 1:
             self.service.lifecycle.awaited = "other API servers of this engine are still loading"
         self._loading = asyncio.create_task(self._start())
+        self._telling = asyncio.create_task(self._tell_readiness())
 
     @property
     def _servers(self) -> int:
@@ -138,7 +141,6 @@ class HalluTracerPlugin:
                 break
         if lifecycle.failure is None and self._servers > 1:
             self._meeting = asyncio.create_task(self._meet())
-        self.service.metrics.ready(lifecycle.is_ready)
         if lifecycle.failure is None:
             return
         message = (
@@ -148,6 +150,15 @@ class HalluTracerPlugin:
         if not self._client.errored:  # else vLLM ends by itself, or was told to
             # With status 1; no other exception of a task ends the event loop.
             raise SystemExit(message)
+
+    async def _tell_readiness(self) -> None:
+        """Keep the series ``hallutracer_ready`` as it is, for as long as the server runs.
+
+        A scrape does not ask: ``/metrics`` is vLLM's own, and of several API servers any answers
+        for all, from what each last wrote."""
+        while True:
+            self.service.metrics.ready(self.service.lifecycle.is_ready)
+            await asyncio.sleep(READY_S)
 
     async def _meet(self) -> None:
         """Tell the workers that this API server is ready, and be called so once all of the engine's

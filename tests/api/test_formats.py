@@ -1,5 +1,5 @@
-"""Formats of answers, through the real ``openai`` package: of a real model, and of the gate before
-it."""
+"""Formats of answers, through the real ``openai`` and ``anthropic`` packages: of a real model, and
+of the gate before it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -34,6 +35,7 @@ SCHEMA: dict[str, Any] = {
 }
 CHAT = {"type": "json_schema", "json_schema": {"name": "city", "schema": SCHEMA, "strict": True}}
 RESPONSES = {"type": "json_schema", "name": "city", "schema": SCHEMA, "strict": True}
+MESSAGES = {"type": "json_schema", "schema": SCHEMA}
 USER = [{"role": "user", "content": "Who?"}]
 TOOLS = CHATS.tools
 EVERYTHING, NOTHING = {"hallutracer_threshold": 0.0}, {"hallutracer_threshold": 1.0}
@@ -79,6 +81,91 @@ def respond(service: Running, xargs: dict[str, Any], **given: Any) -> Any:
     asked = {"input": "Who?", "text": {"format": RESPONSES}, "max_output_tokens": 100} | given
     more = {"seed": 3, "vllm_xargs": xargs}
     return client_of(service).responses.create(model=model_of(service), extra_body=more, **asked)
+
+
+def anthropics(service: Running) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=service.url, api_key="none", max_retries=0, timeout=60)
+
+
+def message(service: Running, xargs: dict[str, Any], **given: Any) -> Any:
+    asked = {"messages": USER, "output_config": {"format": MESSAGES}, "max_tokens": 100} | given
+    more = {"seed": 3, "vllm_xargs": xargs} | asked.pop("extra_body", {})
+    return anthropics(service).messages.create(model=model_of(service), extra_body=more, **asked)
+
+
+def test_messages_and_their_streams_are_of_the_schema(service: Running) -> None:
+    whole = message(service, NOTHING)
+    City.model_validate_json(whole.content[0].text)
+    assert whole.stop_reason == "end_turn"
+    events = list(message(service, NOTHING, stream=True))
+    pieces = [event.delta.text for event in events if event.type == "content_block_delta"]
+    assert "".join(pieces) == whole.content[0].text
+    # The field's older name, which LiteLLM sends.
+    older = message(
+        service, NOTHING, output_config=anthropic.omit, extra_body={"output_format": MESSAGES}
+    )
+    assert older.content[0].text == whole.content[0].text
+    parsed = anthropics(service).messages.parse(
+        model=model_of(service),
+        messages=USER,
+        max_tokens=100,
+        output_format=City,
+        extra_body={"seed": 3, "vllm_xargs": NOTHING},
+    )
+    assert isinstance(parsed.parsed_output, City)
+
+
+def test_a_withheld_message_is_not_forced_through_the_grammar(service: Running) -> None:
+    before = service.engine.counters.decode_steps
+    withheld = message(service, EVERYTHING)
+    assert (withheld.stop_reason, withheld.content[0].text) == ("refusal", "I am not sure.")
+    assert service.engine.counters.decode_steps == before
+    warned = EVERYTHING | {"hallutracer_policy": "warn"}
+    whole = message(service, warned)
+    City.model_validate_json(whole.content[0].text)
+    assert whole.model_extra["hallutracer"]["data"][0]["message"] == "Careful."
+    events = list(message(service, warned, stream=True))
+    pieces = [event.delta.text for event in events if event.type == "content_block_delta"]
+    assert "".join(pieces) == whole.content[0].text
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ({"type": "json_object"}, "'type' is 'json_schema' here"),
+        ({"type": "text"}, "'type' is 'json_schema' here"),
+        ({}, "'type' is 'json_schema' here"),
+        ({"type": "json_schema"}, "'schema' is a JSON schema"),
+        (MESSAGES | {"name": "city"}, "'name'"),
+        (MESSAGES | {"schema": {"type": "text"}}, "cannot be compiled"),
+        (MESSAGES | {"schema": {"enum": ["x" * 40_000]}}, "characters"),
+    ],
+)
+@pytest.mark.parametrize("field", ["output_config.format", "output_format"])
+def test_a_format_of_messages_that_is_wrong_is_refused_with_its_field(
+    script: Running, field: str, asked: dict[str, Any], why: str
+) -> None:
+    before = script.engine.counters.prefills
+    given = {"output_format": asked}
+    if field == "output_config.format":
+        given = {"output_config": {"format": asked}}
+    with pytest.raises(anthropic.BadRequestError) as refused:
+        message(script, NOTHING, output_config=anthropic.omit, extra_body=given)
+    assert field in refused.value.message
+    assert why in refused.value.message
+    assert script.engine.counters.prefills == before
+
+
+def test_a_format_of_messages_is_given_once_and_without_tools(script: Running) -> None:
+    with pytest.raises(anthropic.BadRequestError, match="'output_format' and 'output_config"):
+        message(script, NOTHING, extra_body={"output_format": MESSAGES})
+    tools: Any = [{"name": "find", "input_schema": {"type": "object"}}]
+    with pytest.raises(anthropic.BadRequestError, match="'tools' exclude each other"):
+        message(script, NOTHING, tools=tools)
+    counted = anthropics(script).messages.count_tokens(
+        model=model_of(script), messages=USER, output_config={"format": MESSAGES}
+    )
+    assert counted.input_tokens > 0
 
 
 def test_answers_and_streams_are_of_the_schema(service: Running) -> None:

@@ -259,6 +259,8 @@ def test_a_word_that_no_option_takes_gets_its_cure() -> None:
         2,
         "a value with spaces is put in quotes",
     )
+    for command in (("score", "-"), ("train", "-"), ("score", "--model", "demo", "-")):
+        one_line_says(command, 2, "such as --input -")
     one_line_says(
         ("train", "--data", "a.jsonl", "--data", "b.jsonl"),
         2,

@@ -72,9 +72,10 @@ def write(
     adds_bos: bool | None = True,
     architecture: str | None = None,
     quantized: bool = False,
+    template: str | None = TEMPLATE,
 ) -> Path:
     """The model as llama.cpp's own writer puts it down; ``quantized``: its matrices of whole blocks
-    in Q8_0."""
+    in Q8_0; ``template``: its chat template, None for none."""
     built, out = model(family), writer.GGUFWriter(path, architecture or family)
     config, tokens = built.config, vocabulary()
     unused = [f"<unused{number}>" for number in range(config.vocab_size - len(tokens))]
@@ -101,7 +102,7 @@ def write(
         "bos_token_id": tokens["<s>"],
         "eos_token_id": tokens["</s>"],
         "pad_token_id": tokens["</s>"],
-        "chat_template": TEMPLATE,
+        **({} if template is None else {"chat_template": template}),
         **({} if adds_bos is None else {"add_bos_token": adds_bos}),
     }.items():
         getattr(out, f"add_{name}")(value)

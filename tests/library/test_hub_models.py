@@ -7,7 +7,7 @@ import dataclasses
 import json
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from service.demo import MODEL_DIR
 from service.demo.questions import questions
 from service.engines import loading, places
 from service.engines.base import EngineOptions
+from service.errors import ModelLoadError
 from service.library.engine import load_engine
 from service.scoring import Scorer
 from service.serving.service import Service
@@ -152,6 +153,34 @@ def score(store: Path, model: str, bundle: str = "hub") -> float:
     return float(json.loads(done.stdout)["data"][0]["risk"])
 
 
+@contextmanager
+def serving(store: Path, model: str, bundle: str) -> Iterator[TestClient]:
+    """The service of a model and a bundle in this process, once it is ready."""
+    loaded = Store(store).load(bundle)
+    engine = load_engine(EngineOptions(model), bundles=[loaded], **QUIET)
+    state = Service(
+        lambda: {bundle: Scorer(engine, loaded)}, settings=ServiceSettings(model_names=("*",))
+    )
+    with closing(engine), TestClient(create_app(state)) as client:
+        until(lambda: state.lifecycle.is_ready, 300)
+        yield client
+
+
+def asked_in_each_protocol(client: TestClient, risk: float) -> None:
+    """A risk, an answer to text, an answer to messages, and a streamed one."""
+    scored = client.post("/score", json={"prompt": QUESTION})
+    assert scored.json()["data"][0]["risk"] == pytest.approx(risk, abs=1e-6), scored.text
+    short = {"model": "x", "max_tokens": 2}
+    text = client.post("/v1/completions", json=short | {"prompt": QUESTION})
+    assert text.status_code == 200, text.text
+    messages = short | {"messages": [{"role": "user", "content": QUESTION}]}
+    chat = client.post("/v1/chat/completions", json=messages)
+    assert (chat.status_code, chat.json()["usage"]["completion_tokens"]) == (200, 2), chat.text
+    streamed = client.post("/v1/chat/completions", json=messages | {"stream": True}).text
+    assert streamed.rstrip().endswith("data: [DONE]"), streamed
+    assert '"error"' not in streamed
+
+
 def test_what_train_prints_next_is_what_works(hub: Hub, store: Path, printed: str) -> None:
     command = next(line for line in printed.splitlines() if "hallutracer score" in line)
     assert f"--model {NAME}" in command
@@ -220,6 +249,9 @@ def test_shards_a_folder_and_the_hub_are_one_model(hub: Hub, store: Path) -> Non
     snapshot = next(Path(constants.HF_HUB_CACHE).glob("models--acme--sharded/snapshots/*"))
     assert snapshot.name == Store(store).load("shards").manifest.model.revision
     assert score(store, str(snapshot), "shards") == pytest.approx(risk, abs=1e-6)
+    for model in (SHARDED, str(snapshot)):
+        with serving(store, model, "shards") as client:
+            asked_in_each_protocol(client, risk)
     folder = store.parent / "sharded"
     shutil.copytree(snapshot, folder)
     trained(store, str(folder), "folder")
@@ -229,13 +261,23 @@ def test_shards_a_folder_and_the_hub_are_one_model(hub: Hub, store: Path) -> Non
     )
 
 
-def test_a_gguf_file_is_trained_and_scored(
-    store: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(
+    ("name", "cure"),
+    [
+        ("acme/tiny-GGUF", "hf download acme/tiny-GGUF FILE.gguf --local-dir ."),
+        ("acme/tiny-gguf-q4", "hf download acme/tiny-gguf-q4 FILE.gguf --local-dir ."),
+        ("acme/pictures", "it is no transformers model"),
+    ],
+)
+def test_a_hub_name_without_a_configuration_is_refused_with_its_cure(
+    hub: Hub, again: None, name: str, cure: str
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    file = str(test_gguf.write(tmp_path / "tiny.gguf", "qwen2"))
-    assert f" --model {file} " in trained(store, file, "gguf")
-    assert 0 < score(store, file, "gguf") < 1
+    hub.repository(name, {"tiny.gguf": b"GGUF", "README.md": b"no configuration"})
+    with pytest.raises(ModelLoadError) as refused:
+        load_engine(EngineOptions(name), **QUIET)
+    assert f"{name} on {hub.url} has no config.json" in str(refused.value)
+    assert cure in str(refused.value)
+    assert ("hf download" in str(refused.value)) == ("gguf" in name.lower())
 
 
 REFUSES_SYSTEM = (
@@ -245,6 +287,46 @@ ALTERNATE = (
     "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}"
 )
+
+
+@pytest.mark.parametrize(
+    ("template", "refused", "why"),
+    [
+        (test_gguf.TEMPLATE, None, ""),
+        (None, [{"role": "user", "content": QUESTION}], "has no chat template: /v1/completions"),
+        (
+            REFUSES_SYSTEM + test_gguf.TEMPLATE,
+            [{"role": "system", "content": "Be brief."}, {"role": "user", "content": QUESTION}],
+            "no system prompt here",
+        ),
+    ],
+    ids=["template", "none", "refuses-system"],
+)
+def test_a_gguf_file_is_trained_scored_and_served(
+    template: str | None,
+    refused: list[dict[str, str]] | None,
+    why: str,
+    store: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    name = f"gguf-{request.node.callspec.id}"
+    file = str(test_gguf.write(tmp_path / "tiny.gguf", "qwen2", template=template))
+    assert f" --model {file} " in trained(store, file, name)
+    risk = score(store, file, name)
+    assert 0 < risk < 1
+    with serving(store, file, name) as client:
+        if template is not None:
+            asked_in_each_protocol(client, risk)
+        if refused is not None:
+            chat = client.post(
+                "/v1/chat/completions", json={"model": "x", "messages": refused, "max_tokens": 1}
+            )
+            assert (chat.status_code, why in chat.json()["error"]["message"]) == (422, True)
+            text = {"model": "x", "prompt": QUESTION, "max_tokens": 1}
+            assert client.post("/v1/completions", json=text).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -284,13 +366,7 @@ def test_a_model_is_trained_scored_and_served_whatever_its_template_takes(
         (folder / "chat_template.jinja").write_text(template)
     trained(store, str(folder), name)
     risk = score(store, str(folder), name)
-    bundle = Store(store).load(name)
-    engine = load_engine(EngineOptions(str(folder)), bundles=[bundle], **QUIET)
-    state = Service(
-        lambda: {name: Scorer(engine, bundle)}, settings=ServiceSettings(model_names=("*",))
-    )
-    with closing(engine), TestClient(create_app(state)) as client:
-        until(lambda: state.lifecycle.is_ready, 300)
+    with serving(store, str(folder), name) as client:
         answer = client.post("/score", json={"prompt": QUESTION}).json()
         assert answer["data"][0]["risk"] == pytest.approx(risk, abs=1e-6)
         chat = client.post(

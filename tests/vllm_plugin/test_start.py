@@ -268,6 +268,39 @@ def test_one_of_several_api_servers_is_ready_once_all_are(
     server.run("gate", then)
 
 
+def ready_series(guard: HalluTracerPlugin) -> float | None:
+    """What vLLM's ``/metrics`` says of whether this API server is ready."""
+    return guard.service.metrics.collector.get_sample_value("hallutracer_ready")
+
+
+def test_the_series_of_readiness_follows_readiness(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plugin, "MEET_S", 0.0)
+    monkeypatch.setattr(plugin, "READY_S", 0.0)
+    server.client.engine_core = SimpleNamespace(client_count=2, client_index=0)
+
+    async def then(guard: HalluTracerPlugin) -> None:
+        lifecycle, meeting = guard.service.lifecycle, guard._meeting
+        assert meeting is not None
+
+        async def told() -> tuple[bool, float | None]:
+            for _ in range(5):
+                await asyncio.sleep(0)
+            return lifecycle.is_ready, ready_series(guard)
+
+        assert await told() == (False, 0)
+        server.client.ready.add(1)
+        await meeting
+        assert await told() == (True, 1)
+        lifecycle.error = EngineError("the engine broke")
+        assert await told() == (False, 0)
+        lifecycle.error = None
+        assert await told() == (True, 1)
+
+    server.run("gate", then)
+
+
 def test_a_replay_that_fails_later_does_not_end_the_server(
     server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
