@@ -287,7 +287,7 @@ class Tolerance:
 
 
 # Qwen2.5-Coder-1.5B in float32 deviates by up to 0.32 from what it read in bfloat16, at an early
-# layer, and its risks by 0.01.  Where it reads one wrong head or layer, it deviates by 0.76 or more.
+# layer, and its risks by 0.01.  Where it reads one wrong head or layer, it deviates by 0.76.
 _HALF = Tolerance(risk=0.05, trajectory=0.5)
 TOLERANCES = {"float32": Tolerance(risk=1e-3, trajectory=1e-3), "float16": _HALF, "bfloat16": _HALF}
 
