@@ -416,7 +416,7 @@ BOUNDED_BY: Mapping[str, frozenset[str]] = {
         )
     ),
     # how many prompts; each then by ``check_length``, or as token ids by ``check_prompts``
-    "service.api.score:ScoringRequest.check": frozenset(
+    "service.api.asking:ScoringRequest.check": frozenset(
         (
             "ScoreRequest.prompt",
             "ScoreRequest.input_ids",
