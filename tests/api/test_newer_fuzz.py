@@ -106,7 +106,7 @@ TOOLS: dict[str, dict[str, list[Any]]] = {
     },
 }
 
-XARGS = {"vllm_xargs": every_route.OPENAI_VALUES["vllm_xargs"]}
+XARGS = {"vllm_xargs": every_route.FIELDS["openai"]["vllm_xargs"]}
 
 
 def request(number: int) -> tuple[str, bytes]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from probes_store.store import Store
 from service.data.bank import bank_rows
 from service.data.training_rows import read_dataset
 from service.engines.base import Extraction
@@ -155,10 +156,8 @@ def test_the_trial_of_rows_as_they_are_is_the_beginning_of_the_run(
     rows = write_rows(tmp_path / "rows.jsonl", planted_rows(240))
     options: dict[str, Any] = FAST | {"labels": labels, "batch_rows": 16, "evaluate": False}
     plain, measured = PlantedEngine(), PlantedEngine()
-    expected, _ = run(tmp_path, plain, **options)
+    expected, _ = run(tmp_path, plain, pictures=True, **options)
     console, store = Quiet(), tmp_path / "measured"
-    from probes_store.store import Store
-
     bundle = train(
         TrainOptions(name="planted", data=(str(rows),), run_dir=tmp_path / "other", **options),
         lambda: measured,
