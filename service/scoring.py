@@ -165,16 +165,16 @@ class Scorer:
 
     def again(self, bundle: Bundle) -> Scorer:
         """Return one for the same bundle, loaded again: its golden prompts need not be replayed."""
-        other = copy(self)
-        other.bundle = bundle
-        return other
+        scorer = copy(self)
+        scorer.bundle = bundle
+        return scorer
 
     def replayed(self, reports: Sequence[RiskReport]) -> None:
         """Keep in ``golden`` how far the golden prompts' reports are from the record.  Raises
         GoldenMismatch."""
         logits, risks = (
-            np.stack([one.logits for one in reports]),
-            np.array([one.risk for one in reports]),
+            np.stack([report.logits for report in reports]),
+            np.array([report.risk for report in reports]),
         )
         self.golden = check_golden(self.bundle, logits, risks, dtype=self.engine.identity.dtype)
 
@@ -186,7 +186,7 @@ class Scorer:
         read = self.engine.score(
             stored.rows(), [self.answer_probes], last=stored.answer_tokens.tolist()
         )
-        trajectories = np.stack([one.trajectories[0] for one in read])
+        trajectories = np.stack([answer.trajectories[0] for answer in read])
         risks = np.array([self._answer_risk(trajectory) for trajectory in trajectories])
         check_answers(self.bundle, trajectories, risks, dtype=self.engine.identity.dtype)
 
@@ -344,8 +344,8 @@ class Scorer:
             answer_probes=self.answer_probes,
         )
         machine: Turn | None = None
-        async with aclosing(_engine_updates(updates)) as own:
-            async for update in own:
+        async with aclosing(_engine_updates(updates)) as own_updates:
+            async for update in own_updates:
                 # 1) The first update has the prefill: judge the prompt.
                 events = list[Event]()
                 if machine is None:
@@ -388,15 +388,15 @@ class Scorer:
     ) -> RiskReport:
         """Return the report of a prompt from the engine's first update, with what the other readers
         make of it."""
-        prefill, place = base.prefill_of(update), len(self.probes)
+        prefill, first_trajectory = base.prefill_of(update), len(self.probes)
         report = self.judge(prefill, policy, standing=standing, cached_tokens=update.cached_tokens)
         risks = list[ShadowRisk]()
         for shadow in shadows:
-            risks.append(shadow.shadowed(prefill, policy, place, standing))
-            place += len(shadow.probes)
+            risks.append(shadow.shadowed(prefill, policy, first_trajectory, standing))
+            first_trajectory += len(shadow.probes)
         report = replace(report, shadows=tuple(risks))
         if second is not None:
-            report = second.stricter(report, prefill, policy, place, standing)
+            report = second.stricter(report, prefill, policy, first_trajectory, standing)
         if sampling is None:
             return report
         return replace(
@@ -420,8 +420,8 @@ class Scorer:
     def threshold(self, policy: Policy, standing: Standing = UNKNOWN) -> float:
         """Return the risk from which on ``policy`` flags a prompt of this bundle; the strictest if
         little is known."""
-        own = self.bundle.manifest.threshold_for(standing.passage)
-        return own if policy.threshold is None else policy.threshold
+        bundle_threshold = self.bundle.manifest.threshold_for(standing.passage)
+        return bundle_threshold if policy.threshold is None else policy.threshold
 
     def withholds_outside(self, policy: Policy) -> bool:
         """Return whether ``policy`` treats prompts outside training as flagged ones.
@@ -468,20 +468,22 @@ class Scorer:
             threshold = least_reaching(manifest.recalibration, threshold) * (1 + _ROUNDING)
         if not policy.action.withholds or threshold >= 1.0:
             return None
-        given: dict[str, float] = dict(
+        weight_of: dict[str, float] = dict(
             zip(manifest.signals, manifest.classifier.weight, strict=True)
         )
-        weight = tuple(given.get(name, 0.0) for name in SIGNALS)
+        weight = tuple(weight_of.get(name, 0.0) for name in SIGNALS)
         context = self._context(UNKNOWN if policy.withhold_no_fact else standing)
         return EngineGate(weight, manifest.classifier.intercept, threshold, context)
 
     def shadowed(
-        self, result: PrefillResult, policy: Policy, place: int, standing: Standing
+        self, result: PrefillResult, policy: Policy, first_trajectory: int, standing: Standing
     ) -> ShadowRisk:
         """Return what this bundle would have said; nothing that is wrong with it is the request's
         fault."""
         try:
-            report = self.judge(result, policy, standing=standing, place=place)
+            report = self.judge(
+                result, policy, standing=standing, first_trajectory=first_trajectory
+            )
         except NonFiniteReadout:
             return ShadowRisk(self.bundle.reference, None, flagged=True)
         return ShadowRisk(self.bundle.reference, report.risk, report.verdict.flagged)
@@ -491,23 +493,27 @@ class Scorer:
         report: RiskReport,
         result: PrefillResult,
         policy: Policy,
-        place: int,
+        first_trajectory: int,
         standing: Standing,
     ) -> RiskReport:
         """Return another bundle's report, with this bundle's verdict where that one lets the answer
         pass and this not.
 
-        Closed where this bundle gives no number; ``place`` and ``standing`` as ``judge`` takes
-        them."""
+        Closed where this bundle gives no number; ``first_trajectory`` and ``standing`` as ``judge``
+        takes them."""
         if report.verdict.acts:
             return report
         try:
-            own = self.judge(result, policy, standing=standing, place=place).verdict
+            verdict_here = self.judge(
+                result, policy, standing=standing, first_trajectory=first_trajectory
+            ).verdict
         except NonFiniteReadout:
-            own = stopped_by(policy, report.verdict, None)
-        if not own.acts:
+            verdict_here = stopped_by(policy, report.verdict, None)
+        if not verdict_here.acts:
             return report
-        verdict = replace(report.verdict, decision=own.decision, message=own.message)
+        verdict = replace(
+            report.verdict, decision=verdict_here.decision, message=verdict_here.message
+        )
         return replace(report, verdict=verdict, decided_by=self.bundle.reference)
 
     def judge(
@@ -517,23 +523,27 @@ class Scorer:
         *,
         standing: Standing = UNKNOWN,
         cached_tokens: int = 0,
-        place: int = 0,
+        first_trajectory: int = 0,
     ) -> RiskReport:
         """Return the report: the one place where a risk becomes a decision.
 
-        ``standing``: what is known of the prompt beside its ids; ``place``: of this bundle's first
-        trajectory in the result.  Raises NonFiniteReadout rather than report a NaN.
+        ``standing``: what is known of the prompt beside its ids; ``first_trajectory``: the position
+        of this bundle's first one in the result.  Raises NonFiniteReadout rather than report a NaN.
         """
         started, manifest = time.perf_counter(), self.bundle.manifest
-        trajectory, *others = result.trajectories[place : place + len(self.probes)]
-        mean, means = float(depth_mean(trajectory)), [float(depth_mean(one)) for one in others]
+        trajectory, *context_trajectories = result.trajectories[
+            first_trajectory : first_trajectory + len(self.probes)
+        ]
+        mean = float(depth_mean(trajectory))
+        means = [float(depth_mean(probe_logits)) for probe_logits in context_trajectories]
         context = base.prompt_context(self._context(standing), means, result.prompt_tokens)
         signals = {name: getattr(context, name) for name in ("passage", "stated", "stated_length")}
         signals["depth_mean"] = mean
         if (first := result.first_token) is not None:
             signals |= {"log_max_prob": first.log_max_prob, "entropy": first.entropy}
         vector = np.array([signals[name] for name in manifest.signals], np.float64)
-        value, logits = float(served_risk(vector, manifest)), np.concatenate([trajectory, *others])
+        value = float(served_risk(vector, manifest))
+        logits = np.concatenate([trajectory, *context_trajectories])
         if not np.isfinite(value) or not np.isfinite(logits).all():
             raise NonFiniteReadout(
                 "the forward pass gave a NaN or an infinity at the answer onset; no risk is served"
@@ -541,17 +551,21 @@ class Scorer:
         known = uncertain(self.bundle, logits, vector, unlike=unlike_training(manifest, standing))
         outside = self.withholds(known, policy)
         truth = policy.passage_truth if beside_passage(standing, context) else 1.0
-        told = risk_beside_passage(value, truth)
+        served_value = risk_beside_passage(value, truth)
         if truth < 1.0 and (interval := known.interval) is not None:
-            low, high = (risk_beside_passage(one, truth) for one in interval)
+            low, high = (risk_beside_passage(bound, truth) for bound in interval)
             known = replace(known, interval=(low, high))
         verdict = judge(
-            told, policy, self.threshold(policy, standing), outside=outside, applies=context.applies
+            served_value,
+            policy,
+            self.threshold(policy, standing),
+            outside=outside,
+            applies=context.applies,
         )
         return RiskReport(
             passage_truth=truth if truth < 1.0 else None,
             trained_risk=value if truth < 1.0 else None,
-            risk=told,
+            risk=served_value,
             depth_mean=mean,
             trajectory=trajectory,
             logits=logits,

@@ -170,10 +170,10 @@ def _objects(value: Any) -> Iterator[Mapping[str, Any]]:
 
 def _combines(schema: Mapping[str, Any]) -> bool:
     """Return whether an answer has to be of several schemas at once."""
-    others = schema.keys() - _BESIDE
+    constraints = schema.keys() - _BESIDE
     every = schema.get("allOf")
     return (isinstance(every, list) and len(every) > 1) or (
-        len(others) > 1 and any(name in schema for name in _COMBINE)
+        len(constraints) > 1 and any(name in schema for name in _COMBINE)
     )
 
 
@@ -195,13 +195,13 @@ class _Patterns:
             return sum(map(self.of, value))
         if not isinstance(value, Mapping):
             return 0
-        own = sum(isinstance(value.get(name), str) for name in ("pattern", "format"))
+        here = sum(isinstance(value.get(name), str) for name in ("pattern", "format"))
         by_pattern = value.get("patternProperties")
-        own += len(by_pattern) if isinstance(by_pattern, Mapping) else 0
+        here += len(by_pattern) if isinstance(by_pattern, Mapping) else 0
         reference = value.get("$ref")
         named = self._named(reference) if isinstance(reference, str) else 0
         return (
-            own
+            here
             + named
             + sum(
                 self.of(part)
@@ -231,11 +231,11 @@ class _Patterns:
         return target
 
 
-def refused(asked: Format, failure: str) -> RequestError:
+def refused(wanted: Format, failure: str) -> RequestError:
     """Return the error for a schema that cannot be used."""
     reason = " ".join(failure.split())[:300]
     return RequestError(
-        f"{asked.param}: the schema cannot be compiled: {reason}", param=asked.param
+        f"{wanted.param}: the schema cannot be compiled: {reason}", param=wanted.param
     )
 
 
@@ -272,13 +272,13 @@ class Compiled:
             int, list[tuple[int, bytes]]
         ] = {}  # by answer, what came while another was waited for
 
-    def compile(self, asked: Format, masks: int, seconds: float) -> None:
+    def compile(self, wanted: Format, masks: int, seconds: float) -> None:
         """Wait at most so long for the grammar.  Raises RequestError; TimeoutError where the time
         is up."""
         self._channel.settimeout(None if seconds == math.inf else max(seconds, 0.001))
         try:
             order = {
-                "schema": asked.schema,
+                "schema": wanted.schema,
                 "limits": LIMITS,
                 "memory": MEMORY,
                 "cpu_s": CPU_S,
@@ -294,7 +294,7 @@ class Compiled:
                 " smaller"
             )
         if failure:
-            raise refused(asked, failure)
+            raise refused(wanted, failure)
 
     def begin(self) -> int:
         """Return the number of a new answer.  Raises EOFError, OSError where the process has
@@ -364,24 +364,26 @@ class Grammars:
         self._control: socket.socket | None = None
         self._closed = False
 
-    def prepared(self, asked: Format, caller: str = "", seconds: float = math.inf) -> Format:
+    def prepared(self, wanted: Format, caller: str = "", seconds: float = math.inf) -> Format:
         """Return a format that ``Held`` takes, compiled in at most so many seconds.
 
         Raises RequestError with the reason for one that cannot be, TimeoutError, Overloaded,
         EngineError."""
-        key = caller, asked.schema
+        key = caller, wanted.schema
         with self._changing:
-            live = {own: compiled for own, compiled in self._live.items() if not compiled.closed}
+            live = {
+                key_of: compiled for key_of, compiled in self._live.items() if not compiled.closed
+            }
             if key in live:
-                return replace(asked, compiled=live[key])
+                return replace(wanted, compiled=live[key])
             callers = [*(whose for whose, _ in live), *self._compiling.values()]
-            if (own := callers.count(caller)) >= MAX_LIVE_OF_CALLER or len(callers) >= MAX_LIVE:
+            if (in_use := callers.count(caller)) >= MAX_LIVE_OF_CALLER or len(callers) >= MAX_LIVE:
                 raise Overloaded(
-                    f"{own} formats of this caller and {len(callers)} in all are in use; try again"
-                    " in 1 s"
+                    f"{in_use} formats of this caller and {len(callers)} in all are in use; try"
+                    " again in 1 s"
                 )
         until = time.monotonic() + seconds
-        channel = self._forked(asked)
+        channel = self._forked(wanted)
         with self._changing:
             compiled = Compiled(channel, self._waiting.setdefault(caller, Waiting()))
             if len(self._waiting) > MAX_REMEMBERED:
@@ -389,7 +391,7 @@ class Grammars:
             self._compiling[compiled] = caller
         try:
             self._check_open()
-            compiled.compile(asked, self._masks, until - time.monotonic())
+            compiled.compile(wanted, self._masks, until - time.monotonic())
             with self._changing:
                 self._live[key] = compiled
         except BaseException:
@@ -399,7 +401,7 @@ class Grammars:
         finally:
             with self._changing:
                 del self._compiling[compiled]
-        return replace(asked, compiled=compiled)
+        return replace(wanted, compiled=compiled)
 
     def close(self) -> None:
         """End all processes; who waits for one has an error at once."""
@@ -419,7 +421,7 @@ class Grammars:
         if self._closed:
             raise EngineError("the engine is closed; load the model again")
 
-    def _forked(self, asked: Format) -> socket.socket:
+    def _forked(self, wanted: Format) -> socket.socket:
         """Return the socket of a new process.  Raises RequestError, EngineError."""
         ours, theirs = socket.socketpair()
         with theirs:
@@ -430,7 +432,7 @@ class Grammars:
                 try:
                     with self._starting:
                         if self._process is None or self._process.poll() is not None:
-                            self._start(asked)
+                            self._start(wanted)
                         assert self._control is not None
                         socket.send_fds(self._control, [b"f"], [theirs.fileno()])
                     return ours
@@ -439,10 +441,10 @@ class Grammars:
         ours.close()
         raise EngineError("the process that compiles formats cannot be started; try again")
 
-    def _start(self, asked: Format) -> None:
+    def _start(self, wanted: Format) -> None:
         """Start the process.  Raises RequestError, OSError, EOFError."""
         if self._definition is None:
-            raise self._impossible(asked, "only fast tokenizers are supported")
+            raise self._impossible(wanted, "only fast tokenizers are supported")
         ours, theirs = socket.socketpair()
         with theirs:
             descriptor = theirs.fileno()
@@ -468,13 +470,13 @@ class Grammars:
         grammar_process.send_message(ours, table)
         if failure := grammar_process.received_message(ours):
             _end(ours, process)
-            raise self._impossible(asked, failure)
+            raise self._impossible(wanted, failure)
 
     @staticmethod
-    def _impossible(asked: Format, failure: str) -> RequestError:
+    def _impossible(wanted: Format, failure: str) -> RequestError:
         return RequestError(
-            f"{asked.param}: this model's tokenizer cannot be held to a format: {failure}",
-            param=asked.param,
+            f"{wanted.param}: this model's tokenizer cannot be held to a format: {failure}",
+            param=wanted.param,
         )
 
 
@@ -489,10 +491,10 @@ class Held:
     """One answer that is held to a format.  On the engine's thread, which waits for the process as
     little as it may."""
 
-    def __init__(self, asked: Format) -> None:
+    def __init__(self, wanted: Format) -> None:
         """Raises RequestError where the format's process has ended."""
-        assert asked.compiled is not None, "Grammars.prepared makes it"
-        self._asked, self._compiled = asked, asked.compiled
+        assert wanted.compiled is not None, "Grammars.prepared makes it"
+        self._asked, self._compiled = wanted, wanted.compiled
         self._waiting = self._compiled.waiting
         self._waiting.left(WAIT_PER_TOKEN_S)
         try:

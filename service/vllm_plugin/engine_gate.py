@@ -77,7 +77,9 @@ class Gate:
                 policy = untemplated(scorer, policy)
             standing = self.standing(prompt) if chat and as_trained else UNKNOWN
             result = self.lease.result(wire.numpy(), len(prompt))
-            report = scorer.judge(result, policy, standing=standing, place=self.offsets[scorer])
+            report = scorer.judge(
+                result, policy, standing=standing, first_trajectory=self.offsets[scorer]
+            )
         except HalluTracerError as error:
             log.warning("request %s has no risk: %s", request.request_id, error)
             return f"hallutracer: withheld, since {error}" if policy.action.withholds else None

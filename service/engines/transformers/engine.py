@@ -126,14 +126,14 @@ class TransformersEngine:
         self._busy = threading.Lock()
         self._stacks: OrderedDict[tuple[int, ...], ProbeStack] = OrderedDict()
         self.counters = base.Counters()
-        own = config or model.config
+        settings = config or model.config
         self.identity = base.ModelIdentity(
             model=self._options.model,
             revision=revision,
-            model_type=str(own.model_type),
+            model_type=str(settings.model_type),
             fingerprint=fingerprint or loading.memory_fingerprint(model),
             tokenizer=tokens.digest,
-            architecture=str((own.architectures or [type(model).__name__])[0]),
+            architecture=str((settings.architectures or [type(model).__name__])[0]),
             chat_template=tokens.chat_template_digest,
             geometry=self._modules.geometry,
             dtype=str(embedding.weight.dtype).removeprefix("torch."),
@@ -203,18 +203,18 @@ class TransformersEngine:
         with self._running(prompts):
             stack = self._stack(probes)
             done: list[Prefilled] = []
-            kept: dict[int, tuple[Any, Tensor]] = {}
+            cached: dict[int, tuple[Any, Tensor]] = {}
             for batch in self._batches(prompts, kept=True):
                 sink = TruthLogits(stack, len(batch.index), self._device)
                 logits, caches = self._prefill_kept(batch, sink)
                 done.append((batch, sink, summarise(logits)))
-                kept |= {
+                cached |= {
                     index: (caches[row], logits[row].clone())
                     for row, index in enumerate(batch.index)
                 }
             results = hooks.prefill_results(stack, done)
             return [
-                KvContinuation(self, result, *kept[index]) for index, result in enumerate(results)
+                KvContinuation(self, result, *cached[index]) for index, result in enumerate(results)
             ]
 
     def in_chunks(
@@ -290,9 +290,11 @@ class TransformersEngine:
                 else self._answered_together(prompts, sampling)
             )
             for group in groups:
-                own = [prompts[row] for row in group]
+                group_prompts = [prompts[row] for row in group]
                 begun: dict[int, KvContinuation] = {}
-                for batch in self._batches(own, kept=sampling is not None, whole=bool(last)):
+                for batch in self._batches(
+                    group_prompts, kept=sampling is not None, whole=bool(last)
+                ):
                     rows = [group[index] for index in batch.index]
                     sink = self._buffer(sites, len(rows))
                     caches: list[Any] = []
@@ -370,11 +372,11 @@ class TransformersEngine:
                         copies = [cache, *(copy.deepcopy(cache) for _ in seeds[row][1:])]
                         site = Site.RESIDUAL_STREAM
                         begun[row] = [
-                            KvContinuation(self, prefill, own, own_logits, site, state)
-                            for own in copies
+                            KvContinuation(self, prefill, copy_of_cache, own_logits, site, state)
+                            for copy_of_cache in copies
                         ]
-                own = [replace(sampling, seed=seed) for row in begun for seed in seeds[row]]
-                self._answer(list(chain.from_iterable(begun.values())), own)
+                seeded = [replace(sampling, seed=seed) for row in begun for seed in seeds[row]]
+                self._answer(list(chain.from_iterable(begun.values())), seeded)
                 for row, of_prompt in begun.items():
                     answers[row] = [answer.traced() for answer in of_prompt]
         return [answers[row] for row in sorted(answers)]
@@ -426,7 +428,7 @@ class TransformersEngine:
         unless ``whole``."""
         prefixes = [0 if whole else self._prefix_of(prompt) for prompt in prompts]
         for prefix in sorted(set(prefixes)):
-            rows = [row for row, own in enumerate(prefixes) if own == prefix]
+            rows = [row for row, prefix_of_row in enumerate(prefixes) if prefix_of_row == prefix]
             lengths = [len(prompts[row]) - prefix for row in rows]
             budget = (
                 0 if kept and self._alone else self.max_batch_tokens
@@ -455,8 +457,8 @@ class TransformersEngine:
     def _answer(self, begun: Collection[KvContinuation], samplings: Sequence[Sampling]) -> None:
         try:
             running = [
-                (continuation, continuation.decode(own))
-                for continuation, own in zip(begun, samplings, strict=True)
+                (continuation, continuation.decode(sampling))
+                for continuation, sampling in zip(begun, samplings, strict=True)
             ]
             while running:
                 running = [
@@ -496,13 +498,13 @@ class TransformersEngine:
             try:
                 logits, read = self._decode_step(group)
             except Exception as error:
-                for one, before in zip(group, windows, strict=True):
-                    one.restore(before, error)
+                for continuation, before in zip(group, windows, strict=True):
+                    continuation.restore(before, error)
                 raise
             self.counters.forward_tokens += len(group)
             self.counters.decode_steps += len(group)
-            for continuation, row, own in zip(group, logits, read, strict=True):
-                continuation.go_on(row, own)
+            for continuation, row, wanted in zip(group, logits, read, strict=True):
+                continuation.go_on(row, wanted)
 
     def _decode_step(self, group: Sequence[KvContinuation]) -> tuple[Tensor, Sequence[Any]]:
         """Return the next logits, [vocab] of each row, and what each wants read of its last token,

@@ -94,12 +94,12 @@ def pad(
 ) -> Batch:
     """Make a micro-batch of ``prompts[i] for i in index`` without their first ``prefix`` tokens;
     side left or right."""
-    own = [prompts[i][prefix:] for i in index]
-    lengths = [len(prompt) for prompt in own]
+    beyond_prefix = [prompts[i][prefix:] for i in index]
+    lengths = [len(prompt) for prompt in beyond_prefix]
     columns = max(lengths)
     starts = [columns - length if side == "left" else 0 for length in lengths]
     ids = np.full((len(index), columns), filler, np.int64)
-    for row, (prompt, start, length) in enumerate(zip(own, starts, lengths, strict=True)):
+    for row, (prompt, start, length) in enumerate(zip(beyond_prefix, starts, lengths, strict=True)):
         ids[row, start : start + length] = prompt
     mask = positions = None
     if any(starts):
@@ -129,8 +129,8 @@ def inputs_of(model: Any, batch: Batch, key_value_cache: Any) -> dict[str, Any]:
         "attention_mask": batch.attention_mask,
         "position_ids": batch.position_ids,
     }
-    given = {name: tensor for name, tensor in inputs.items() if tensor is not None}
-    return given | (
+    present = {name: tensor for name, tensor in inputs.items() if tensor is not None}
+    return present | (
         {"use_cache": False} if key_value_cache is None else with_cache(model, key_value_cache)
     )
 
@@ -144,28 +144,28 @@ class PassCost:
     attention: float = 1.0  # how long one of attention's operations takes, over one of those
     copied: float = 0.0  # of ``doubled_at`` kept tokens, however few tokens the pass has
 
-    def of(self, tokens: int, kept: int) -> float:
-        """Return the cost of a pass of so many tokens behind ``kept``."""
-        return tokens * self._of_token(kept) + self._of_copies(kept)
+    def of(self, tokens: int, cached: int) -> float:
+        """Return the cost of a pass of so many tokens behind ``cached``."""
+        return tokens * self._of_token(cached) + self._of_copies(cached)
 
-    def of_pass(self, tokens: int, kept: int) -> float:
+    def of_pass(self, tokens: int, cached: int) -> float:
         """Return the same with what its tokens attend to among themselves: half of them on
         average."""
-        return self.of(tokens, kept + tokens // 2)
+        return self.of(tokens, cached + tokens // 2)
 
-    def most_tokens(self, most: int, kept: int) -> int:
-        """Return how many tokens behind ``kept`` cost as much as ``most`` behind none.
+    def most_tokens(self, most: int, cached: int) -> int:
+        """Return how many tokens behind ``cached`` cost as much as ``most`` behind none.
 
         Where copying alone takes more than half of that, as many as cost the same as the copying:
         fewer would read on for little else."""
-        copies = self._of_copies(kept)
-        return min(most, max(1, int(max(most - copies, copies) / self._of_token(kept))))
+        copies = self._of_copies(cached)
+        return min(most, max(1, int(max(most - copies, copies) / self._of_token(cached))))
 
-    def _of_token(self, kept: int) -> float:
-        return 1 + self.attention * kept / self.doubled_at
+    def _of_token(self, cached: int) -> float:
+        return 1 + self.attention * cached / self.doubled_at
 
-    def _of_copies(self, kept: int) -> float:
-        return self.copied * kept / self.doubled_at
+    def _of_copies(self, cached: int) -> float:
+        return self.copied * cached / self.doubled_at
 
 
 def pass_cost(modules: ModelModules, device: torch.device) -> PassCost:
@@ -246,10 +246,10 @@ class Prefix:
         """Return a new cache for ``rows`` prompts that holds the beginning.  Runs the model at the
         first call."""
         if not self._layers:
-            own: Any = DynamicCache()
+            key_value_cache: Any = DynamicCache()
             ids = torch.tensor([self.tokens], device=device)
-            model(input_ids=ids, logits_to_keep=1, **with_cache(model, own))
-            self._layers = [(layer.keys, layer.values) for layer in own.layers]
+            model(input_ids=ids, logits_to_keep=1, **with_cache(model, key_value_cache))
+            self._layers = [(layer.keys, layer.values) for layer in key_value_cache.layers]
         cache = DynamicCache()
         for number, (keys, values) in enumerate(self._layers):
             cache.update(keys.expand(rows, -1, -1, -1), values.expand(rows, -1, -1, -1), number)
@@ -292,10 +292,10 @@ def longest_in_chunks(config: Any, *, whole: bool) -> float:
         return 0
     if not depends_on_longest(config):
         return math.inf
-    own = text_config(config)
-    parameters = getattr(own, "rope_parameters", None) or {}
+    text_settings = text_config(config)
+    parameters = getattr(text_settings, "rope_parameters", None) or {}
     entries = [
-        vars(own),
+        vars(text_settings),
         parameters,
         *(value for value in parameters.values() if isinstance(value, dict)),
     ]
@@ -340,8 +340,8 @@ def end_tokens(model: Any) -> frozenset[int]:
         model.config,
         text_config(model.config),
     ):
-        given = getattr(config, "eos_token_id", None)
-        listed = given if isinstance(given, list | tuple) else [given]
+        end_tokens = getattr(config, "eos_token_id", None)
+        listed = end_tokens if isinstance(end_tokens, list | tuple) else [end_tokens]
         if tokens := frozenset(int(token) for token in listed if _is_token(token)):
             return tokens
     return frozenset()
@@ -494,8 +494,8 @@ def reading(
 
     def reader(site: Site, layer: int) -> Any:
         def hook(_module: torch.nn.Module, *tensors: Tensor | tuple[Tensor, ...]) -> None:
-            given = tensors[-1]  # a module's output, or its inputs
-            sink.take(site, layer, onset(given[0] if isinstance(given, tuple) else given))
+            states = tensors[-1]  # a module's output, or its inputs
+            sink.take(site, layer, onset(states[0] if isinstance(states, tuple) else states))
             if stop and layer == modules.geometry.num_layers - 1:
                 left.remove(site)
                 if not left:
@@ -538,13 +538,13 @@ def check_decoder(model: Any, modules: ModelModules, name: str, device: torch.de
     ] = []  # block, what it was given, what it made
 
     def record(block: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        given = args[0] if args else kwargs["hidden_states"]
-        called.append((block, given, output[0] if isinstance(output, tuple) else output))
+        states = args[0] if args else kwargs["hidden_states"]
+        called.append((block, states, output[0] if isinstance(output, tuple) else output))
 
-    def same(first: Tensor, other: Tensor) -> bool:
-        return first.shape == other.shape and float((first - other).abs().max()) <= SAME * float(
-            first.abs().max()
-        )
+    def same(first_states: Tensor, second_states: Tensor) -> bool:
+        return first_states.shape == second_states.shape and float(
+            (first_states - second_states).abs().max()
+        ) <= SAME * float(first_states.abs().max())
 
     ids, shape = torch.tensor([[0, 1, 2], [0, 1, 3]], device=device), modules.geometry
     handles = [block.register_forward_hook(record, with_kwargs=True) for block in modules.blocks]
@@ -562,8 +562,8 @@ def check_decoder(model: Any, modules: ModelModules, name: str, device: torch.de
     finally:
         for handle in handles:
             handle.remove()
-    made = [output for _, _, output in seen]
-    own = (
+    outputs = [output for _, _, output in seen]
+    reported = (
         getattr(whole, "hidden_states", None) or ()
     )  # by transformers' account; the last is behind a norm
     for holds, problem in (
@@ -572,22 +572,24 @@ def check_decoder(model: Any, modules: ModelModules, name: str, device: torch.de
             "does not run each of its blocks once, in their order",
         ),
         (
-            all(states.shape == (*ids.shape, shape.hidden_size) for states in made),
+            all(states.shape == (*ids.shape, shape.hidden_size) for states in outputs),
             f"has blocks that do not hand on hidden states of size {shape.hidden_size}",
         ),
         (
             all(
-                torch.equal(given, before)
-                for before, (_, given, _) in zip(made, seen[1:], strict=False)
+                torch.equal(received, before)
+                for before, (_, received, _) in zip(outputs, seen[1:], strict=False)
             ),
             "has blocks that are not given what the block before made",
         ),
         (
-            len(own) <= shape.num_layers or all(map(same, own[1:-1], made)),
+            len(reported) <= shape.num_layers or all(map(same, reported[1:-1], outputs)),
             "has other hidden states than its blocks'",
         ),
         (
-            all(same(states[0, :2], states[1, :2]) and not same(*states[:, 2]) for states in made),
+            all(
+                same(states[0, :2], states[1, :2]) and not same(*states[:, 2]) for states in outputs
+            ),
             "has blocks that do not read a prompt from left to right",
         ),
         (

@@ -86,13 +86,17 @@ class SiteReadout:
 
     def write(self, slot: int, probes: Probes) -> None:
         """Write this rank's part of a probe into a slot."""
-        own = slice(self.layers.start, self.layers.stop)
+        of_rank = slice(self.layers.start, self.layers.stop)
         first, count = self.heads
-        head = torch.from_numpy(np.asarray(probes.head[own], np.int64)) - first
+        head = torch.from_numpy(np.asarray(probes.head[of_rank], np.int64)) - first
         local = (head >= 0) & (head < count) & (self.split or self.leading)
-        scale = np.asarray(probes.scale[own], np.float64)
-        direction = torch.from_numpy(np.asarray(probes.direction[own], np.float64) / scale[:, None])
-        offset = torch.from_numpy(np.asarray(probes.bias[own], np.float64) / scale * self.leading)
+        scale = np.asarray(probes.scale[of_rank], np.float64)
+        direction = torch.from_numpy(
+            np.asarray(probes.direction[of_rank], np.float64) / scale[:, None]
+        )
+        offset = torch.from_numpy(
+            np.asarray(probes.bias[of_rank], np.float64) / scale * self.leading
+        )
         self.head[:, slot] = torch.where(local, head, 0).to(self.head)
         self.direction[:, slot] = torch.where(local[:, None], direction, 0.0).to(self.direction)
         self.offset[:, slot] = offset.to(self.offset)
@@ -144,17 +148,17 @@ class SiteReadout:
         if not self._parts or layer == 0:  # at once for all layers
             both = self._places[:, :count].flatten(1), self._kept[:, :count].flatten(1, 2)
             self._parts = list(zip(*(part.unbind() for part in both), strict=True))
-        indices, kept = self._parts[layer]
+        indices, target = self._parts[layer]
         if residual is None:
-            torch.index_select(parts[0], 0, indices, out=kept)
+            torch.index_select(parts[0], 0, indices, out=target)
         else:
-            torch.add(*(part.index_select(0, indices) for part in parts), out=kept)
+            torch.add(*(part.index_select(0, indices) for part in parts), out=target)
 
     def _step(self) -> Tensor | None:
         """Return what was kept of the step; None unless every layer was kept once, or a captured
         graph may have."""
-        kept = self._calls == len(self.layers) or (self._rows > 0 and self._calls == 0)
-        return self._kept[:, : self._count] if kept and self._kept is not None else None
+        is_whole = self._calls == len(self.layers) or (self._rows > 0 and self._calls == 0)
+        return self._kept[:, : self._count] if is_whole and self._kept is not None else None
 
     def read(self) -> Tensor:
         """Return truth logits [layers, n, slots] at the step's rows; NaN unless every layer was
@@ -273,7 +277,7 @@ def _stream_is_sum(
     if family.summed is not None:
         return family.summed
     decoder, _ = block_list(_language(model), geometry.num_layers, family.name)
-    takes, calls, made = (
+    takes, calls, returned = (
         inspect.signature(type(decoder).forward).parameters,
         list[list[Any]](),
         list[list[Tensor]](),
@@ -296,11 +300,11 @@ def _stream_is_sum(
     def run(*parts: Tensor) -> Tensor:
         def stub(*args: Any, **kwargs: Any) -> Any:
             calls.append([*args, *kwargs.values()])
-            made.append([part.clone() for part in parts])
-            return tuple(made[-1]) if len(parts) > 1 else made[-1][0]
+            returned.append([part.clone() for part in parts])
+            return tuple(returned[-1]) if len(parts) > 1 else returned[-1][0]
 
         calls.clear()
-        made.clear()
+        returned.clear()
         values["inputs_embeds"] = sines.clone()  # which some scale in place
         for block in blocks.values():
             block.forward = stub
@@ -316,10 +320,10 @@ def _stream_is_sum(
 
     def handed_on() -> bool:
         def gets(call: list[Any], part: Tensor) -> bool:
-            return any(given is part for given in call)
+            return any(received is part for received in call)
 
-        after = zip(made, calls[1:], strict=False)
-        given_on = [gets(call, part) for own, call in after for part in own]
+        after = zip(returned, calls[1:], strict=False)
+        given_on = [gets(next_call, part) for parts, next_call in after for part in parts]
         return len(calls) == geometry.num_layers > 1 and all(given_on)
 
     problem, pair = "returns neither one tensor nor two that the next is given", None
@@ -328,8 +332,8 @@ def _stream_is_sum(
             pair = run(sines, cosines)
         if pair is not None and handed_on():
             whole, first = (
-                torch.allclose(pair, run(*other), atol=0.05)
-                for other in ((sines + cosines, 0 * cosines), (sines, 0 * cosines))
+                torch.allclose(pair, run(*pair_read), atol=0.05)
+                for pair_read in ((sines + cosines, 0 * cosines), (sines, 0 * cosines))
             )
             if whole != first:
                 return whole
@@ -407,11 +411,11 @@ def _checked_attention(
         or attention.head_size
     )
     width = attention.num_heads * size
-    made = torch.linspace(-1, 1, TOKENS * width).view(TOKENS, width).to(like)
-    given: list[Tensor] = []
+    attended = torch.linspace(-1, 1, TOKENS * width).view(TOKENS, width).to(like)
+    received: list[Tensor] = []
 
     def projected(states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        given.append(states)
+        received.append(states)
         raise _Reached
 
     # Adapters' wrappers, which compute with tables that a step of the runner writes.
@@ -429,7 +433,7 @@ def _checked_attention(
         }
     for wrapper in wrappers:
         wrapper.forward = wrapper.base_layer.forward
-    attention.forward, projection.forward = lambda *args, **kwargs: made, projected
+    attention.forward, projection.forward = lambda *args, **kwargs: attended, projected
     try:
         with torch.inference_mode(), suppress(_Reached):
             parent(**{name: value for name, value in values.items() if name in takes})
@@ -441,9 +445,9 @@ def _checked_attention(
         for changed in {attention, projection, *wrappers}:
             del changed.forward
     if (
-        len(given) != 1
-        or given[0].numel() != made.numel()
-        or not torch.equal(given[0].reshape(made.shape), made)
+        len(received) != 1
+        or received[0].numel() != attended.numel()
+        or not torch.equal(received[0].reshape(attended.shape), attended)
     ):
         raise refused(f"'s {family.projection} does not read its attention's result as it is")
     return attention
