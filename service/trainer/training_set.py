@@ -221,20 +221,22 @@ def spread(
 def forms_of(options: TrainOptions, prompt_format: PromptFormat) -> list[Form]:
     """Return the forms that the options name; without a chat template those of a single
     message."""
+    forms = _named_forms(options)
+    return forms if prompt_format == "chat" else [form for form in forms if is_one_message(form)]
+
+
+def _named_forms(options: TrainOptions) -> list[Form]:
     if not options.wanted_forms:
         return []
-    mixture = options.wanted_forms == (MIXTURE,)
-    forms = chosen(["all"] if mixture else options.wanted_forms)
-    return forms if prompt_format == "chat" else [form for form in forms if is_one_message(form)]
+    return chosen(["all"] if options.wanted_forms == (MIXTURE,) else options.wanted_forms)
 
 
 def _forms(options: TrainOptions, prompt_format: PromptFormat, console: Console) -> list[Form]:
     single = forms_of(options, prompt_format)
     if prompt_format == "chat":
         return single
-    mixture = options.wanted_forms == (MIXTURE,)
-    forms = chosen(["all"] if mixture else options.wanted_forms)
-    if mixture:
+    forms = _named_forms(options)
+    if options.wanted_forms == (MIXTURE,):
         console.print(
             "prompts are plain text, without a chat template: questions take forms of a single"
             " message only"
@@ -364,10 +366,10 @@ def sample_prompts(
             asked += _reworded(rows, asked, "train", seed, fits)
             no_fact = _no_fact_requests(MEASURED_TASKS, seed, fits)
 
-    def rendered(made: Sequence[dict[str, Any]]) -> list[list[int]]:
-        asked = [as_asked(row, prompt_format) for row in made]
+    def rendered(rows: Sequence[dict[str, Any]]) -> list[list[int]]:
         return [
-            render(engine, row.get("prompt"), row.get("messages"), prompt_format) for row in asked
+            render(engine, row.get("prompt"), row.get("messages"), prompt_format)
+            for row in (as_asked(row, prompt_format) for row in rows)
         ]
 
     if prompt_format != "chat":
