@@ -30,7 +30,7 @@ class Judge(SimpleNamespace):
 
 
 def scorer(judged: list[Policy]) -> Any:
-    def judge(result: Any, policy: Policy, *, standing: Standing, place: int = 0) -> Any:
+    def judge(result: Any, policy: Policy, *, standing: Standing, first_trajectory: int = 0) -> Any:
         assert result == len(IDS)
         judged.append(policy)
         verdict = Verdict(Decision.CONTINUE, flagged=False, threshold=0.5, message=None)
