@@ -33,6 +33,8 @@ from service.errors import (
 from service.serving.request_log import log_failure, record_of
 
 _FIELD = re.compile(r"[A-Za-z_]\w*")
+# what protocols call a kind of part or of turn; another text may be a prompt and is not repeated
+_KIND = re.compile(r"[a-z][a-z_]{0,31}")
 CODES = {
     400: "invalid_json",
     404: "not_found",
@@ -199,6 +201,10 @@ def _in_words(request: Request, error: Any, entries: Sequence[Any]) -> str:
         )
         first, *further = dict.fromkeys(map(_told, same))
         return " or ".join([first, *(message.removeprefix(_SHOULD_BE) for message in further)])
+    if error["type"] == "literal_error" and path[-1:] in (["type"], ["role"]):
+        value = error["input"]
+        is_kind = isinstance(value, str) and _KIND.fullmatch(value) is not None
+        return f"{_told(error)}, not {value!r}" if is_kind else _told(error)
     if error["type"] != "extra_forbidden":
         return _told(error)
     model = _model_of(request)

@@ -387,6 +387,30 @@ def test_a_withheld_answer_comes_back_as_a_part_of_a_chat_s_turn(app: App) -> No
         assert "only an assistant" in chat(role, 422, content=[part])["error"]["message"]
 
 
+def test_a_kind_of_part_or_of_turn_that_is_not_read_is_named(app: App) -> None:
+    """Which of its parts to leave out, a client's user cannot see from those that are read."""
+
+    def message_of(route: str, turn: dict[str, Any]) -> str:
+        status = 422 if route == CHAT_ROUTE else 400
+        return str(post(app, route, status, **body_of(route, [turn]))["error"]["message"])
+
+    def of_part(route: str, kind: str) -> str:
+        return message_of(route, {"role": "user", "content": [{"type": kind}]})
+
+    for route, kinds in (
+        (CHAT_ROUTE, ("image_url", "input_audio", "file")),
+        (RESPONSES_ROUTE, ("input_image", "input_file")),
+        (MESSAGES_ROUTE, ("image", "document", "search_result")),
+    ):
+        for kind in kinds:
+            told = of_part(route, kind)
+            assert told.startswith("messages.0" if route != RESPONSES_ROUTE else "input.0"), told
+            assert told.endswith(f", not {kind!r}"), told
+        for prompt in ("Who is it?", "secret" * 20, "1", ""):
+            assert ", not " not in of_part(route, prompt), "it may be a prompt"
+        assert message_of(route, {"role": "human", "content": "a"}).endswith(", not 'human'")
+
+
 def test_an_empty_list_of_system_texts_is_no_system_message(app: App) -> None:
     for route in (MESSAGES_ROUTE, f"{MESSAGES_ROUTE}/count_tokens"):
         body = body_of(MESSAGES_ROUTE)
