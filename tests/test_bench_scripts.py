@@ -222,25 +222,35 @@ def _fair_run(short: int, ready: int, work: int) -> service_fairness.Run:
 
 
 @pytest.mark.parametrize(
-    ("short", "ready", "work", "quiet_ms", "other", "judged"),
+    ("short", "ready", "work", "quiet_ms", "limit_ms", "judged", "passed"),
     [
-        (0, 0, 200, 50, True, [None, True, True, True, True]),
-        (0, 0, 200, 50, False, [None, None, True, True, True]),
-        (1, 0, 200, 50, True, [None, True, False, True, True]),
-        (0, 1, 200, 50, True, [None, True, True, False, True]),
-        (0, 0, 200, 20, True, [None, False, True, True, True]),
-        (0, 0, 504, 50, True, [None, True, True, True, False]),
-        (100, 0, 200, 50, True, [None, False, False, True, True]),
+        (0, 0, 200, 50, None, True, [None, True, True, True, True]),
+        (0, 0, 200, 50, None, False, [None, None, True, True, True]),
+        (1, 0, 200, 50, None, True, [None, True, False, True, True]),
+        (0, 1, 200, 50, None, True, [None, True, True, False, True]),
+        (0, 0, 200, 20, None, True, [None, False, True, True, True]),
+        (0, 0, 504, 50, None, True, [None, True, True, True, False]),
+        (100, 0, 200, 50, None, True, [None, False, False, True, True]),
+        (0, 0, 200, 20, 150, True, [True, None, True, True, True]),
+        (0, 0, 200, 20, 90, True, [False, None, True, True, True]),
+        (0, 0, 200, 20, 90, False, [None, None, True, True, True]),
+        (100, 0, 200, 50, 150, True, [False, None, False, True, True]),
     ],
 )
-def test_the_judge_of_fairness_sees_each_fault(
-    short: int, ready: int, work: int, quiet_ms: float, other: bool, judged: list[bool | None]
+def test_the_fairness_script_sees_each_fault(
+    short: int,
+    ready: int,
+    work: int,
+    quiet_ms: float,
+    limit_ms: float | None,
+    judged: bool,
+    passed: list[bool | None],
 ) -> None:
     quiet = Summary(10, {"200": 10}, 1.0, 10.0, quiet_ms, quiet_ms, quiet_ms)
-    found = service_fairness.checks_of(
-        "x", _fair_run(short, ready, work), quiet, other=other, judge_times=True
+    checks = service_fairness.checks_of(
+        "x", _fair_run(short, ready, work), quiet, limit_ms=limit_ms, judged=judged
     )
-    assert [check.passed for check in found] == judged
+    assert [check.passed for check in checks] == passed
 
 
 @pytest.mark.long
