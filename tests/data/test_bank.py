@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hallutracer_research.data.bank import main, packed
+from hallutracer_research.data.bank import OTHER_NAMES, main, packed
 from service.data.bank import ATTRIBUTION, SPLITS, bank_file, bank_rows
 from service.errors import TrainingError
 from service.library.training import bundle_name, completed
@@ -36,6 +36,16 @@ def test_the_halves_are_whole_rows_that_share_no_group_and_no_question() -> None
     assert all(
         row["answers"][0] in row["statement"] for row in train if row["kind"] == "facts/capital"
     )
+
+
+def test_a_country_is_accepted_by_its_other_names() -> None:
+    rows = [row for split in SPLITS for row in bank_rows(split) if row["kind"][:6] == "facts/"]
+    assert any(row["answers"] == ["Türkiye", "Turkey"] for row in rows)
+    countries = {answer for row in rows for answer in row["answers"][:1]}
+    for name, others in OTHER_NAMES.items():
+        with_name = [row["answers"] for row in rows if name in row["answers"]]
+        assert all(set(others) <= set(answers) for answers in with_name)
+        assert countries.isdisjoint(others)  # no other name is a country of its own
 
 
 def test_each_beginning_is_a_sample_of_the_whole() -> None:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import lzma
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,47 @@ from hallutracer_research.data.mixture import read_rows
 from service.data.bank import SPLITS, bank_file
 
 FIELDS = ("id", "prompt", "answers", "group", "kind", "statement")
+# What models call a country beside the name in the table of facts: without these, a right answer
+# would be labelled a hallucination.  No name that is also a word, or part of another country's.
+OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
+    "Bosnia and Herzegovina": ("Bosnia",),
+    "Cape Verde": ("Cabo Verde",),
+    "Czechia": ("Czech Republic",),
+    "DR Congo": ("Democratic Republic of the Congo", "DRC", "Congo-Kinshasa"),
+    "Eswatini": ("Swaziland",),
+    "Ivory Coast": ("Côte d'Ivoire",),
+    "Myanmar": ("Burma",),
+    "Netherlands": ("Holland",),
+    "North Korea": ("Democratic People's Republic of Korea", "DPRK"),
+    "North Macedonia": ("Macedonia",),
+    "Palestine": ("Palestinian Territories", "West Bank", "Gaza Strip"),
+    "South Korea": ("Republic of Korea",),
+    "Timor-Leste": ("East Timor",),
+    "Türkiye": ("Turkey",),
+    "United Arab Emirates": ("UAE",),
+    "United Kingdom": ("UK", "Great Britain"),
+    "United States": ("USA",),
+    "Vatican City": ("Holy See",),
+    "Vietnam": ("Viet Nam",),
+}
+
+
+def with_other_names(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row of facts that also accepts the other names of a country; any other as it is."""
+    if not row["kind"].startswith("facts/"):
+        return row
+    answers = list(row["answers"])
+    for answer in row["answers"]:
+        answers += [name for name in OTHER_NAMES.get(answer, ()) if name not in answers]
+    return {**row, "answers": answers}
 
 
 def packed(rows: Iterable[dict[str, Any]]) -> bytes:
-    """Return rows as the bank keeps them: fields that training reads, groups in the order of a hash
-    of their name."""
+    """Return rows as the bank keeps them: fields that training reads, other names of countries
+    accepted, groups in the order of a hash of their name."""
     ordered = sorted(
-        rows, key=lambda row: (hashlib.sha256(row["group"].encode()).digest(), row["id"])
+        map(with_other_names, rows),
+        key=lambda row: (hashlib.sha256(row["group"].encode()).digest(), row["id"]),
     )
     lines = [
         json.dumps({field: row[field] for field in FIELDS if field in row}, ensure_ascii=False)
