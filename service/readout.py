@@ -107,7 +107,7 @@ class Probes:
         if stored.context_head is None:
             return (cls.of(site, stored),)
         context = [
-            cls(site, *parts)  # type: ignore[arg-type]
-            for parts in zip(*arrays, strict=True)
+            cls(site, *parts)
+            for parts in zip(*arrays, strict=True)  # type: ignore[arg-type]
         ]
         return (cls.of(site, stored), *context)

@@ -254,8 +254,8 @@ def install(
 
 def _language(model: Any) -> nn.Module:
     if hasattr(model, "get_language_model"):
-        return model.get_language_model()  # type: ignore[no-any-return]
-    return model
+        model = model.get_language_model()
+    return model  # type: ignore[no-any-return]
 
 
 def blocks_of(model: nn.Module, family: Family, num_layers: int) -> dict[int, nn.Module]:

@@ -261,7 +261,8 @@ class V1Reading:
         nothing."""
         if self.hallutracer.needs_pieces:
             return False
-        return super()._is_uniform_decode(*args, **kwargs)  # type: ignore[misc]
+        is_uniform: bool = super()._is_uniform_decode(*args, **kwargs)  # type: ignore[misc]
+        return is_uniform
 
     def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
         output = super()._model_forward(*args, **kwargs)  # type: ignore[misc]
