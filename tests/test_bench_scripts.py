@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import capacity, fleet, service_fairness
+from benchmarks import capacity, fleet, languages, service_fairness
 from benchmarks.fleet import TOLERANCE, Range, Witness, questions, replay, two_versions
 from benchmarks.harness import Outcome, Summary
 from benchmarks.rollout_soak import Events, grown, judge
@@ -189,6 +189,32 @@ def test_a_script_runs_and_passes(command: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     checks = json.loads(record.read_text())["checks"]
     assert sum(check["passed"] is True for check in checks) >= 3
+
+
+def test_a_question_in_another_language_accepts_the_country_in_it_and_in_english() -> None:
+    germany = {"deu": "Deutschland", "fra": "Allemagne"}
+    codes = {code for code, _ in languages.LANGUAGES.values()} - {"eng"}
+    countries = [
+        {
+            "name": {"common": "Germany"},
+            "translations": {code: {"common": germany.get(code, code)} for code in codes},
+        }
+    ]
+    row = {"id": "facts/capital_of:Berlin:x", "group": "g", "kind": "facts/capital_of"}
+    others = [{**row, "kind": "facts/capital"}, {**row, "answers": ["Utopia"]}]
+    names = languages.names_by_language(countries)
+    asked = {
+        line["form"]: line
+        for line in languages.in_languages(
+            [{**row, "answers": ["Germany"]}, *({"answers": ["Germany"], **o} for o in others)],
+            names,
+        )
+    }
+    assert asked.keys() == languages.LANGUAGES.keys()
+    assert asked["french"]["prompt"] == "Quel pays a pour capitale Berlin ?"
+    assert asked["french"]["answers"] == ["Germany", "Allemagne"]
+    assert asked["english"]["answers"] == ["Germany"]
+    assert len({line["id"] for line in asked.values()}) == len(asked)
 
 
 @pytest.mark.long
