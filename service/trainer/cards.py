@@ -459,6 +459,8 @@ def closing_lines(evaluation: Mapping[str, Any]) -> Iterator[str]:
     if crossed is None and held is None:
         yield "Not evaluated: how well this bundle works is not known"
     yield rule_in_words(evaluation["threshold"])
+    if "self_labels" in evaluation["data"]:
+        yield say("contradicts")
     if warning := group_warning(evaluation["data"]):
         yield warning
 
