@@ -238,6 +238,9 @@ def _hub_data(manifest: Manifest, evaluation: Mapping[str, Any]) -> ModelCardDat
     elif crossed is not None:
         row = crossed["signals"][evaluation["signal_of_the_bundle"]]
         scores = {key: value["mean"] for key, value in row.items() if value is not None}
+    measured = evaluation["data"].get("self_labels", {}) if test is None else test
+    if measured.get("figures_by") == "agreement":
+        protocol += ", of the model's contradictions and not of wrong answers"
     results = [
         EvalResult(
             task_type="text-classification",

@@ -253,6 +253,7 @@ def _tested(
     options = rows.options
     if isinstance(source, Dataset):  # the held-out file
         labels = rows.bundle.manifest.training.labels
+        assert labels != "self", "the traffic of such a bundle was refused"
         held = replace(rows, dataset=source, options=replace(options, labels=labels))
         data = held.prepare(engine, folds=None, name=f"held-out-{source.digest[7:19]}")
         source = LabelledRisks(risks_of(rows.bundle, data), data.inputs.label, data.inputs.group)

@@ -364,6 +364,8 @@ def _draft(
             "digest": own_file.file_digest,
             "left_out": held.counts["left_out"],
         }
+        if held.labelled.figures_by is not None:
+            document["held_out"]["figures_by"] = held.labelled.figures_by
         risk = classifier.risk(read)[None]
         document["held_out"] |= publish.strata_tables(
             held.inputs.label, risk, held.inputs.strata, threshold

@@ -99,9 +99,10 @@ def test_questions_alone_train_a_bundle_that_says_what_its_risk_means(
     assert (own["samples"], own["figures_by"]) == (SAMPLES, "agreement")
     assert own["agreement"] == pytest.approx((KNOWN + UNKNOWN) / 2, abs=0.1)
     card = " ".join(bundle.card().split())
-    assert "how likely the model contradicts itself" in card
+    assert "**As trained, this risk says how likely the model contradicts itself" in card
+    assert "hallutracer recalibrate.**" in card
+    assert "AUROC, nested cross-validation, of the model's contradictions" in card
     assert "it does not say how likely the answer is wrong" in card
-    assert "hallutracer recalibrate" in card
     assert "wrong stands for an answer that the model contradicts" in card
     assert any("contradicts itself" in line for line in console.lines)
     assert "recommendation" not in evaluation, "nobody knows what is wrong"
@@ -168,11 +169,15 @@ def test_held_out_rows_with_answers_need_no_samples(tmp_path: Path) -> None:
     test = planted_rows(60, seed=3)
     bundle, _ = run(tmp_path, engine, questions(), test=test, evaluate=False, **OWN)
     assert sum(engine.sampled) == 240
-    assert bundle.evaluation()["held_out"]["signals"]["bundle"]["auroc"] > 0.8
+    held = bundle.evaluation()["held_out"]
+    assert held["signals"]["bundle"]["auroc"] > 0.8
+    assert "figures_by" not in held
     engine = SamplingEngine()
     own = tmp_path / "own"
-    run(own, engine, questions(), test=questions(60, 3), evaluate=False, **OWN)
+    bundle, _ = run(own, engine, questions(), test=questions(60, 3), evaluate=False, **OWN)
     assert sum(engine.sampled) == 240 + 60
+    assert bundle.evaluation()["held_out"]["figures_by"] == "agreement"
+    assert "by the model's own samples) that took no part in training" in bundle.card()
 
 
 def test_the_mixture_of_forms_is_the_default(tmp_path: Path) -> None:
