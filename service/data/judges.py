@@ -111,8 +111,15 @@ def contains(question: str, answer: str, accepted: Sequence[str]) -> bool:
 
 def _parts(text: str) -> list[str]:
     """Return the words of a normalised text; characters, of words in scripts without spaces."""
-    words = normalise(text).split()
-    return [part for word in words for part in (word if _UNSPACED.search(word) else [word])]
+    parts: list[str] = []
+    for word in normalise(text).split():
+        parts += word if _UNSPACED.search(word) else [word]
+    return parts
+
+
+def _added(words: Sequence[str], asked: frozenset[str]) -> frozenset[str]:
+    """Return the words of an answer that are neither the question's nor function words."""
+    return frozenset(word for word in words if not _FUNCTION_WORD.fullmatch(word)) - asked
 
 
 def agree(question: str, answer: str, other: str) -> bool:
@@ -126,10 +133,7 @@ def agree(question: str, answer: str, other: str) -> bool:
     counts as another answer."""
     asked = frozenset(_parts(question))
     texts = [_parts(text) for text in (answer, other)]
-    added = [
-        frozenset(word for word in words if not _FUNCTION_WORD.fullmatch(word)) - asked
-        for words in texts
-    ]
+    added = [_added(words, asked) for words in texts]
     short, long = sorted(added if all(added) else map(frozenset, texts), key=len)
     negated = [any(map(_NEGATION.fullmatch, words)) for words in texts]
     return negated[0] == negated[1] and 2 * len(short & long) > len(short)
