@@ -465,7 +465,10 @@ def test_classifier_and_threshold_are_fitted_apart_from_what_measures_them(
     of_classifiers = [
         call for number, call in enumerate(used, 1) if number % names
     ]  # the last reads no signal
-    for (signals, label, classifier), (test_label, *_) in zip(fitted, of_classifiers, strict=True):
+    for (signals, label, soft_label, classifier), (test_label, *_) in zip(
+        fitted, of_classifiers, strict=True
+    ):
+        assert soft_label is None
         assert len(label) + len(test_label) == 240
         assert label.sum() + test_label.sum() == fitted[0][1].sum() + used[0][0].sum()
         again: FinalClassifier = fit(signals, label)
