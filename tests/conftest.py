@@ -15,6 +15,9 @@ from hypothesis import settings
 # One thread for each worker and each process that a test starts, since the workers share the cores.
 # Before torch.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Fits take as many processes as there are cores, each of which imports torch for seconds: here one,
+# unless a test asks for more.
+os.environ.setdefault("LOKY_MAX_CPU_COUNT", "1")
 # A busy machine must not fail a test: no example has a time limit.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
@@ -40,6 +43,18 @@ def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.trainer.made import blank
 
     monkeypatch.setattr("service.trainer.run.draw", blank)
+
+
+@pytest.fixture
+def jobs_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fits divide their work by the number of jobs, but do it in this process: starting another
+    takes seconds.  That processes change no bit: tests/fitting/test_probes.py."""
+    from joblib.parallel import BACKENDS, SequentialBackend
+
+    class InTurn(SequentialBackend):
+        supports_inner_max_num_threads = True
+
+    monkeypatch.setitem(BACKENDS, "loky", InTurn)
 
 
 # Of ``make test-long``, files of many minutes whose tests share next to nothing.

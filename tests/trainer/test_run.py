@@ -310,7 +310,7 @@ def test_kill_9_and_resume_give_the_same_bundle(tmp_path: Path) -> None:
 
 
 def test_the_same_run_twice_publishes_once_and_another_in_its_folder_is_refused(
-    tmp_path: Path,
+    tmp_path: Path, jobs_in_turn: None
 ) -> None:
     first, again = (run(tmp_path / "a", **ONE)[0] for _ in range(2))
     elsewhere, _ = run(tmp_path / "b", jobs=2, **ONE)
