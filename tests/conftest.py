@@ -28,6 +28,10 @@ os.environ.setdefault("HALLUTRACER_MODEL", "demo")
 ssl.create_default_context = functools.cache(ssl.create_default_context)  # type: ignore[assignment]
 
 
+# Looking for garbage while all files are imported takes seconds of each worker, and there is none.
+gc.disable()
+
+
 @pytest.fixture
 def anyio_backend() -> str:
     """Tests that are coroutines run on asyncio, as the service does."""
@@ -106,6 +110,7 @@ def pytest_collection_finish() -> None:
     that tests ask for too, looks through all of it, for seconds."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_sessionfinish() -> None:
