@@ -101,7 +101,8 @@ def one_torch_thread() -> Iterator[None]:
 def one_numpy_thread() -> AbstractContextManager[Any]:
     """Run numpy, scipy and scikit-learn on one thread, so that sums have the same order for any
     number of cores; restore the setting after."""
-    return _thread_pools().limit(limits=1)
+    limit: AbstractContextManager[Any] = _thread_pools().limit(limits=1)
+    return limit
 
 
 @cache
