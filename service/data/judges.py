@@ -38,9 +38,25 @@ _UNSPACED = re.compile(
     "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]"
 )
 _ARTICLES = frozenset(("a", "an", "the"))
+_NEGATION = re.compile(
+    r"no|not|never|none|nobody|nothing|cannot"
+    r"|(is|are|was|were|do|does|did|ca|could|wo|would|has|have|had)nt"
+)
+_FUNCTION_WORD = re.compile(
+    r"and|are|as|at|be|been|but|by|can|could|did|do|does|for|from|had|has|have|he|her|his|in|into"
+    r"|is|it|its|of|on|or|she|so|than|that|their|there|these|they|this|those|to|was|we|were|which"
+    r"|who|will|with|would|you|your|i|my|me|our|also"
+)
 _INSTRUCTION = (
     "You grade answers. Say whether the given answer states the same fact as one of the accepted"
     " answers. Reply with exactly one word: yes or no."
+)
+# What stands for an apostrophe within a name: "Nuku\u02bbalofa"
+_APOSTROPHES = "'\u2018\u2019\u02bb\u02bc\u02b9\u0060\u00b4"
+# Latin letters with a mark that Unicode does not take apart, as they are written without it
+_PLAIN_LETTERS = str.maketrans(
+    {"\u00f8": "o", "\u0142": "l", "\u0111": "d", "\u0131": "i", "\u00f0": "d", "\u0127": "h"}
+    | {"\u00e6": "ae", "\u0153": "oe", "\u00fe": "th"}
 )
 TIMEOUT_S = 60.0  # of each request
 RETRIES = 3  # after a failure that may be temporary: connection, 429, 5xx, neither yes nor no
@@ -48,10 +64,11 @@ _BACKOFF_S = 0.5
 
 
 def normalise(text: str) -> str:
-    """Return the text in NFKC and casefolded, without punctuation, symbols and English articles, in
-    single spaces."""
+    """Return the text in NFKC and casefolded, Latin letters without their marks ("Papeet\u0113":
+    "papeete"), without punctuation, symbols and English articles, in single spaces."""
     folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
-    joined = re.sub(r"(?<=\w)['\u2019](?=\w)|(?<=\d),(?=\d{3})", "", folded)
+    folded = _without_latin_marks(folded)
+    joined = re.sub(rf"(?<=\w)[{_APOSTROPHES}](?=\w)|(?<=\d),(?=\d{{3}})", "", folded)
     number_marks = {
         match.start() for match in re.finditer(r"(?<!\w)[-\u2212](?=\d)|(?<=\d)\.(?=\d)", joined)
     }
@@ -67,6 +84,20 @@ def normalise(text: str) -> str:
     )
 
 
+def _without_latin_marks(text: str) -> str:
+    """Marks of other scripts stay, since they make another letter: a voiced Japanese syllable."""
+    if text.isascii():
+        return text
+    kept, is_latin = list[str](), False
+    for char in unicodedata.normalize("NFD", text.translate(_PLAIN_LETTERS)):
+        is_mark = unicodedata.category(char) == "Mn"
+        if not is_mark:
+            is_latin = unicodedata.name(char, "").startswith("LATIN")
+        if not (is_mark and is_latin):
+            kept.append(char)
+    return unicodedata.normalize("NFKC", "".join(kept))
+
+
 def contains(question: str, answer: str, accepted: Sequence[str]) -> bool:
     """Return whether a normalised accepted answer occurs in the normalised answer as whole words.
 
@@ -76,6 +107,36 @@ def contains(question: str, answer: str, accepted: Sequence[str]) -> bool:
     return any(
         words in text if _UNSPACED.search(words) else f" {words} " in text for words in wanted
     )
+
+
+def _parts(text: str) -> list[str]:
+    """Return the words of a normalised text; characters, of words in scripts without spaces."""
+    parts: list[str] = []
+    for word in normalise(text).split():
+        parts += word if _UNSPACED.search(word) else [word]
+    return parts
+
+
+def _added(words: Sequence[str], asked: frozenset[str]) -> frozenset[str]:
+    """Return the words of an answer that are neither the question's nor function words."""
+    return frozenset(word for word in words if not _FUNCTION_WORD.fullmatch(word)) - asked
+
+
+def agree(question: str, answer: str, other: str) -> bool:
+    """Return whether two answers to a question say the same: ``contains`` in both directions, by
+    words.
+
+    Of the shorter one's normalised words, those of the question and English function words left
+    out, more than half must be among the other's, and both must negate or neither; if an answer has
+    no other words, its whole text counts.  So "Paris" and "It is Paris, in France." agree, and
+    answers of one or two words must have all of them in common.  A paraphrase without a common word
+    counts as another answer."""
+    asked = frozenset(_parts(question))
+    texts = [_parts(text) for text in (answer, other)]
+    added = [_added(words, asked) for words in texts]
+    short, long = sorted(added if all(added) else map(frozenset, texts), key=len)
+    negated = [any(map(_NEGATION.fullmatch, words)) for words in texts]
+    return negated[0] == negated[1] and 2 * len(short & long) > len(short)
 
 
 def answer_problems(options: JudgeOptions, answers: Sequence[str]) -> list[str]:

@@ -24,6 +24,8 @@ BATCH_ROWS = 128  # with fewer prompts in a batch, decoding reads all weights mo
 MAX_NEW_TOKENS = 48
 
 Labels = Literal["given", "generate"]
+TrainingLabels = Literal["given", "generate", "self"]
+SAMPLES, SAMPLE_TEMPERATURE = 5, 0.7  # answers that are compared with the greedy one
 JudgeName = Literal["exact", "contains", "regex", "openai", "similarity", "calls"]
 
 PYTHON = Parameter(parse=False)
@@ -37,9 +39,19 @@ GeneratedLabels = Annotated[
     Labels | None,
     option(
         'given: each row\'s \'label\' ("factual" or "hallucinated", or 1 and 0).  generate: the'
-        " model answers greedily and a judge compares with 'answers'.  Default of train: given, or"
-        " generate without --data; of guarantee: as the bundle's own rows were labelled; of"
+        " model answers greedily and a judge compares with 'answers'.  Default of guarantee and"
+        " recalibrate: as the bundle's own rows were labelled, given where it labelled itself; of"
         " evaluate: the set's own, or given where a row has a label."
+    ),
+]
+LearntLabels = Annotated[
+    TrainingLabels | None,
+    option(
+        'given: each row\'s \'label\' ("factual" or "hallucinated", or 1 and 0).  generate: the'
+        " model answers greedily and a judge compares with 'answers'.  self: no judge and no"
+        f" accepted answers, the model also samples {SAMPLES} answers to each question, and the"
+        " share that agrees with the greedy one is what the probes learn (transformers engine)."
+        "  Default: given, or generate without --data."
     ),
 ]
 Questions = Annotated[

@@ -1,4 +1,5 @@
-"""Reads files of rows: JSON lines, CSV or Parquet; the first two also packed by gzip."""
+"""Reads files of rows: JSON lines, CSV, Parquet, or texts with a question a line; all but Parquet
+also packed by gzip."""
 
 from __future__ import annotations
 
@@ -130,7 +131,33 @@ def read_lines(path: Path) -> Lines:
             return
         if whole := _one_document(first.strip(), second.strip(), path):
             raise DataError(str(path), [whole])
+        if ".txt" in kinds:
+            yield from _questions(path, lines)
+            return
         yield from enumerate(lines, 1)
+
+
+def _questions(path: Path, lines: Iterable[bytes]) -> Lines:
+    """Yield each line of a text as a row's prompt, blank ones left out; JSON lines as they are.
+
+    Raises DataError for a line that is not UTF-8."""
+    numbered = ((number, line) for number, line in enumerate(lines, 1) if line.strip())
+    for number, line in numbered:
+        if line.lstrip().startswith(b"{"):
+            yield from chain([(number, line)], numbered)
+            return
+        yield number, _question(path, number, line)
+        break
+    for number, line in numbered:
+        yield number, _question(path, number, line)
+
+
+def _question(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        return {"prompt": line.decode("utf-8").strip()}
+    except UnicodeDecodeError as error:
+        problem = f"line {number}: not UTF-8 at byte {error.start + 1}: save the file as UTF-8"
+        raise DataError(str(path), [problem]) from None
 
 
 def _rows_below(first: bytes, second: bytes) -> str:

@@ -95,7 +95,8 @@ def objects(
             cure = (
                 ""
                 if data.lstrip().startswith(b"{")
-                else ': an object is expected, such as {"prompt": "..."}'
+                else ': an object is expected, such as {"prompt": "..."}; a file with a'
+                " question a line is to be named .txt"
             )
             problems.append(
                 f"line {line}: invalid JSON: {error.msg}, at character {error.pos + 1}{cure}"

@@ -213,7 +213,7 @@ def test_a_line_of_no_json_says_what_is_expected_and_where(tmp_path: Path) -> No
     assert refused(path) == [
         (
             "line 1: invalid JSON: Expecting value, at character 1: an object is expected, such as"
-            ' {"prompt": "..."}'
+            ' {"prompt": "..."}; a file with a question a line is to be named .txt'
         ),
         "line 2: invalid JSON: Expecting property name enclosed in double quotes, at character 28",
     ]
