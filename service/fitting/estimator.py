@@ -16,7 +16,6 @@ from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.linear_model import LogisticRegression
 from sklearn.utils.multiclass import check_classification_targets, type_of_target
 from sklearn.utils.validation import check_is_fitted, validate_data
-from threadpoolctl import threadpool_limits
 
 from probes_store.records import CONTEXT_SIGNALS
 from service.fitting import C_GRID, DEPTH_MEAN, ClassBalance, LogitScale
@@ -36,6 +35,7 @@ from service.fitting.probes import (
     weighted_rows,
 )
 from service.fitting.scores import auroc
+from service.fitting.solver import one_numpy_thread
 from service.readout import Site
 from service.risk import depth_mean, risk
 
@@ -375,7 +375,7 @@ def fit_classifier(
     mean, std = signals.mean(axis=0), signals.std(axis=0)
     std = np.where(std > 0, std, 1.0)
     rows = weighted_rows(label, soft_label)
-    with threadpool_limits(1):  # the same order of summation for any number of cores
+    with one_numpy_thread():  # the same order of summation for any number of cores
         model = LogisticRegression(
             C=1e4, tol=1e-8, max_iter=5000
         )  # C matters if the classes are separable

@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 from sklearn.linear_model import LogisticRegression
 from sklearn.utils.extmath import randomized_svd
-from threadpoolctl import threadpool_limits
 
 from service.errors import NoDirection
 from service.fitting import ClassBalance
@@ -28,6 +27,7 @@ from service.fitting.probes import (
     weighted_rows,
 )
 from service.fitting.scores import auroc
+from service.fitting.solver import one_numpy_thread
 
 COMPONENTS: Final = 300  # leading components of the standardised columns
 C: Final = 5e-4  # inverse strength of the L2 penalty on the components, as in scikit-learn
@@ -98,7 +98,7 @@ def fit_joint(
     n, layers, dim = activations.shape
     rows = weighted_rows(label, soft_label)
     weights = row_weights(rows.label, balance, rows.weight)
-    with threadpool_limits(1):  # the same order of summation for any number of cores
+    with one_numpy_thread():  # the same order of summation for any number of cores
         columns, mean, deviation = standardise(activations.reshape(n, layers * dim))
         components = min(COMPONENTS, n, layers * dim)
         basis = randomized_svd(columns, components, n_oversamples=20, n_iter=4, random_state=0)[2].T

@@ -16,13 +16,12 @@ from joblib import Parallel, delayed, parallel_config
 from numpy.typing import NDArray
 from sklearn import config_context
 from sklearn.linear_model import LogisticRegression
-from threadpoolctl import threadpool_limits
 
 from service.data.run_folder import RowsFile
 from service.errors import NoDirection
 from service.fitting import ClassBalance
 from service.fitting.scores import auroc
-from service.fitting.solver import CONSTANT, one_torch_thread, solve
+from service.fitting.solver import CONSTANT, one_numpy_thread, one_torch_thread, solve
 from service.readout import Geometry, Site
 
 Floats = NDArray[np.float64]
@@ -325,7 +324,7 @@ def _fit_layer(
     zero."""
     best: list[HeadProbe | None] = [None] * len(tasks)
     with (
-        threadpool_limits(1),
+        one_numpy_thread(),
         one_torch_thread(),
     ):  # the same order of summation for any number of cores
         for head in heads:

@@ -94,7 +94,7 @@ def test_directions_are_unit_and_selection_is_by_training_auroc() -> None:
 def test_processes_and_a_choice_of_layers_and_heads_change_no_other_s_bits() -> None:
     data = readouts(*sample())
     tasks = [probes.Task(EVERY[:200], EVERY[200:], c) for c in (0.05, 0.3)]
-    for one, other in zip(fit_all(data, *tasks), fit_all(data, *tasks, jobs=3), strict=True):
+    for one, other in zip(fit_all(data, *tasks), fit_all(data, *tasks, jobs=2), strict=True):
         for field in ("direction", "trajectory", "bias"):
             assert getattr(one, field).tobytes() == getattr(other, field).tobytes()
     (fit,), (whole,) = (
