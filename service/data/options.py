@@ -31,7 +31,8 @@ JudgeName = Literal["exact", "contains", "regex", "openai", "similarity", "calls
 PYTHON = Parameter(parse=False)
 ROWS = option(
     "Rows: prompt or messages, label or answers; id and group if any.  JSONL, also packed (.gz),"
-    " .csv, .tsv or .parquet (needs pyarrow).  evaluate: also NAME=FOLDER for a public set you"
+    " .csv, .tsv or .parquet (needs pyarrow); or a folder of requests as OpenAI's API takes them"
+    " (.json, .jsonl).  evaluate: also NAME=FOLDER for a public set you"
     " downloaded ('hallutracer data list'), and repeatable."
 )
 Data = Annotated[tuple[str, ...], ROWS, Parameter(metavar="FILE")]

@@ -1,5 +1,5 @@
 """Reads files of rows: JSON lines, CSV, Parquet, or texts with a question a line; all but Parquet
-also packed by gzip."""
+also packed by gzip.  A folder holds requests."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from service.data.requests import requests_in
 from service.engines.places import replaced_by
 from service.errors import DataError
 
@@ -102,7 +103,8 @@ def read_lines(path: Path) -> Lines:
             )
             first = file.readline()
         except IsADirectoryError:
-            raise DataError(str(path), ["is a folder: name a file in it"]) from None
+            yield from _requests(path)
+            return
         except OSError as error:
             raise DataError(str(path), [f"cannot be read: {error.strerror}"]) from error
         kinds = [suffix.lower() for suffix in path.suffixes[-2:]]
@@ -135,6 +137,19 @@ def read_lines(path: Path) -> Lines:
             yield from _questions(path, lines)
             return
         yield from enumerate(lines, 1)
+
+
+def _requests(folder: Path) -> Lines:
+    """Yield the requests of a folder.  Raises DataError, which names the file, for one that is no
+    JSON object."""
+    for number, (file, data) in enumerate(requests_in(folder), 1):
+        try:
+            is_object = isinstance(json.loads(data), dict)
+        except (ValueError, RecursionError) as error:
+            raise DataError(str(file), [f"invalid JSON: {error}"]) from None
+        if not is_object:
+            raise DataError(str(file), ['a request is a JSON object, such as {"messages": [..]}'])
+        yield number, data
 
 
 def _questions(path: Path, lines: Iterable[bytes]) -> Lines:
