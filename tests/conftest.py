@@ -7,6 +7,7 @@ import functools
 import gc
 import os
 import ssl
+from collections.abc import Generator
 from typing import Any
 
 import pytest
@@ -26,10 +27,6 @@ os.environ.setdefault("HALLUTRACER_MODEL", "demo")
 # httpx reads all certificates for every client, which takes longer than most requests of these
 # tests.
 ssl.create_default_context = functools.cache(ssl.create_default_context)  # type: ignore[assignment]
-
-
-# Looking for garbage while all files are imported takes seconds of each worker, and there is none.
-gc.disable()
 
 
 @pytest.fixture
@@ -105,12 +102,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=place)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Looking for garbage while all files are imported takes seconds of each worker, and there is
+    none."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_finish() -> None:
     """What importing all test files has made is never garbage: without this each collection, those
     that tests ask for too, looks through all of it, for seconds."""
     gc.collect()
     gc.freeze()
-    gc.enable()
 
 
 def pytest_sessionfinish() -> None:
