@@ -14,14 +14,14 @@ from urllib.parse import urlsplit
 
 from cyclopts import Parameter
 
+from service.annexes.doctor import machine, model
+from service.annexes.doctor.machine import Finding, fail, ok, run, summary, warn, worst
 from service.audit.file import AuditFile
 from service.cli.loading import OptionalBundles, bundle_names, load_engine, load_scorers, open_store
 from service.cli.options import BundleOptions, EngineChoice, Json
 from service.cli.output import print_json, print_line
 from service.cli.running import listen
 from service.cli.serve_options import AccessOptions, FeedbackOptions, RolloutOptions, TraceOptions
-from service.doctor import machine, model
-from service.doctor.machine import Finding, fail, ok, run, summary, warn, worst
 from service.errors import HalluTracerError
 from service.library.engine import refuse_another_name
 from service.options import Common

@@ -1,0 +1,58 @@
+"""Each annex is a folder, a line of the list, and nothing that the others or the core need."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from service.annexes import ANNEXES, Annex, annexes, imported
+
+ROOT = Path(__file__).parent.parent.parent
+# Commands that there are, with what is behind each, where one annex is left out and its folder is
+# as good as gone.
+LEFT_OUT = """
+import json, sys
+import service.annexes
+service.annexes.ANNEXES = tuple(name for name in service.annexes.ANNEXES if name != sys.argv[1])
+sys.modules[sys.argv[1]] = None
+from service.cli.main import imported, make_app, own_commands
+from service.options import Sources, commands_of
+commands = [imported(path) for path, _ in own_commands().values()]
+print(json.dumps({"commands": [" ".join(path) for path, _ in commands_of(make_app(Sources({})))]}))
+"""
+
+
+def import_paths(annex: Annex) -> Iterator[str]:
+    """Each import path that an annex names."""
+    yield from (path for path, _ in annex.commands.values())
+
+
+def test_each_annex_is_a_folder_with_tests_and_a_line_of_the_list() -> None:
+    for folder in (ROOT / "service" / "annexes", ROOT / "tests" / "annexes"):
+        names = {f"service.annexes.{path.parent.name}" for path in folder.glob("*/__init__.py")}
+        assert names == set(ANNEXES)
+    assert len(set(ANNEXES)) == len(ANNEXES)
+
+
+def test_what_an_annex_adds_is_its_own_and_is_there() -> None:
+    for name, annex in zip(ANNEXES, annexes(), strict=True):
+        for path in import_paths(annex):
+            assert path.startswith(f"{name}.")
+            assert imported(path) is not None
+
+
+@pytest.mark.parametrize("name", ANNEXES)
+def test_without_its_line_an_annex_is_gone_and_all_else_is_there(name: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LEFT_OUT, name], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    left = json.loads(done.stdout)
+    gone = set(dict(zip(ANNEXES, annexes(), strict=True))[name].commands)
+    assert not gone & {command.split()[0] for command in left["commands"]}
+    assert {"serve", "score", "train", "bundle list"} <= set(left["commands"])
