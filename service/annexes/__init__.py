@@ -13,7 +13,10 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
-ANNEXES = ("service.annexes.doctor",)
+ANNEXES = (
+    "service.annexes.doctor",
+    "service.annexes.guardrails",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +28,11 @@ class Annex:
     after: str = ""  # the command of the core that its own commands follow where all are listed
     # its command -> another, whose table of a configuration file holds for it, after its own
     tables: Mapping[str, str] = field(default_factory=dict)
+    routers: tuple[str, ...] = ()  # import paths of FastAPI routers
+    prompt_routes: tuple[str, ...] = ()  # paths of those routes that read prompts
+    # path -> import path of what makes its errors' bodies of status and message, where they are not
+    # OpenAI's
+    error_bodies: Mapping[str, str] = field(default_factory=dict)
 
 
 def annexes() -> tuple[Annex, ...]:

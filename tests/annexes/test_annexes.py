@@ -13,8 +13,8 @@ import pytest
 from service.annexes import ANNEXES, Annex, annexes, imported
 
 ROOT = Path(__file__).parent.parent.parent
-# Commands that there are, with what is behind each, where one annex is left out and its folder is
-# as good as gone.
+# The commands, with what is behind each, and the paths that there are where one annex is left out
+# and its folder is as good as gone.
 LEFT_OUT = """
 import json, sys
 import service.annexes
@@ -23,13 +23,18 @@ sys.modules[sys.argv[1]] = None
 from service.cli.main import imported, make_app, own_commands
 from service.options import Sources, commands_of
 commands = [imported(path) for path, _ in own_commands().values()]
-print(json.dumps({"commands": [" ".join(path) for path, _ in commands_of(make_app(Sources({})))]}))
+listed = [path[0] for path, _ in commands_of(make_app(Sources({})))]
+from service.api.app import create_app
+from service.serving.service import Service
+paths = create_app(Service(lambda: {})).openapi()["paths"]
+print(json.dumps([sorted(set(listed)), sorted(paths)]))
 """
 
 
 def import_paths(annex: Annex) -> Iterator[str]:
     """Each import path that an annex names."""
     yield from (path for path, _ in annex.commands.values())
+    yield from (*annex.routers, *annex.error_bodies.values())
 
 
 def test_each_annex_is_a_folder_with_tests_and_a_line_of_the_list() -> None:
@@ -52,7 +57,11 @@ def test_without_its_line_an_annex_is_gone_and_all_else_is_there(name: str) -> N
         [sys.executable, "-c", LEFT_OUT, name], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    left = json.loads(done.stdout)
-    gone = set(dict(zip(ANNEXES, annexes(), strict=True))[name].commands)
-    assert not gone & {command.split()[0] for command in left["commands"]}
-    assert {"serve", "score", "train", "bundle list"} <= set(left["commands"])
+    commands, paths = (set(names) for names in json.loads(done.stdout))
+    annex = dict(zip(ANNEXES, annexes(), strict=True))[name]
+    own = {route.path for router in map(imported, annex.routers) for route in router.routes}
+    assert own >= set(annex.prompt_routes)
+    assert not commands & annex.commands.keys()
+    assert not paths & own
+    assert commands >= {"serve", "score", "train", "bundle"}
+    assert paths >= {"/score", "/v1/chat/completions", "/v1/bundles", "/metrics"}
