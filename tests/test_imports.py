@@ -16,7 +16,8 @@ ROOT = Path(__file__).parent.parent
 # Each layer may import the layers below it and itself; siblings (same line) do not import each
 # other.
 LAYERS = [
-    ["service.annexes.doctor", "service.annexes.guardrails"],
+    ["service.annexes.doctor"],
+    ["service.annexes.guardrails", "service.annexes.traces"],
     ["hallutracer"],
     ["hallutracer_research"],
     ["service.cli", "service.vllm_plugin"],

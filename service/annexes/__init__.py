@@ -16,6 +16,7 @@ from typing import Any
 ANNEXES = (
     "service.annexes.doctor",
     "service.annexes.guardrails",
+    "service.annexes.traces",
 )
 
 
@@ -23,6 +24,10 @@ ANNEXES = (
 class Annex:
     """What one annex adds."""
 
+    name: str
+    # import path of a dataclass of further options of `serve`, whose method ``hooks`` returns the
+    # fields of ``service.serving.service.Service`` that the annex fills
+    options: str = ""
     # name -> import path of its function or group, and what the list of commands says of it
     commands: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     after: str = ""  # the command of the core that its own commands follow where all are listed

@@ -7,6 +7,7 @@ import logging
 import signal
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
 
 from service.cli import running
 from service.cli.loading import (
@@ -20,13 +21,20 @@ from service.cli.loading import (
 )
 from service.cli.options import BundleOptions, EngineChoice
 from service.cli.output import print_line
-from service.cli.serve_options import AccessOptions, FeedbackOptions, RolloutOptions, TraceOptions
+from service.cli.serve_options import (
+    AccessOptions,
+    AnnexOptions,
+    FeedbackOptions,
+    RolloutOptions,
+    takes_annex_options,
+)
 from service.options import Common
 from service.settings import ServiceSettings
 
 log = logging.getLogger("hallutracer")
 
 
+@takes_annex_options
 def serve(
     *,
     engine: EngineChoice = EngineChoice(),
@@ -35,8 +43,8 @@ def serve(
     access: AccessOptions = AccessOptions(),
     rollout: RolloutOptions = RolloutOptions(),
     feedback: FeedbackOptions = FeedbackOptions(),
-    traces: TraceOptions = TraceOptions(),
     common: Common = Common(),
+    **of_annexes: AnnexOptions,
 ) -> None:
     """Serve POST /score: a risk for each prompt before its first answer token.
 
@@ -66,7 +74,9 @@ def serve(
     open_to_all = access.check_open(settings.host, settings.protect_metrics, keys)
     access.check_audit()
     database = feedback.location()
-    tracing = traces.opened()
+    hooks = dict[str, Any]()
+    for options in of_annexes.values():
+        hooks |= options.hooks()
     chosen = chosen_model(
         engine, tuple(opened.values())
     )  # refused before anybody is told that it listens
@@ -130,8 +140,8 @@ def serve(
         metrics=metrics,
         feedback=answers,
         audit=audit,
-        tracing=tracing,
         on_broken=broken,
+        **hooks,
     )
 
     def loaded() -> None:

@@ -30,7 +30,7 @@ from service.serving.metrics import Metrics
 from service.settings import ServiceSettings
 
 if TYPE_CHECKING:
-    from service.serving.tracing import Tracing
+    from service.serving.hooks import Tracing
 
 log = logging.getLogger("hallutracer")
 T = TypeVar("T")

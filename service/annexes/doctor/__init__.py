@@ -6,6 +6,7 @@ from __future__ import annotations
 from service.annexes import Annex
 
 ANNEX = Annex(
+    name="doctor",
     commands={
         "doctor": (
             "service.annexes.doctor.command:doctor",

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
 
 from cyclopts import Parameter
@@ -21,7 +21,12 @@ from service.cli.loading import OptionalBundles, bundle_names, load_engine, load
 from service.cli.options import BundleOptions, EngineChoice, Json
 from service.cli.output import print_json, print_line
 from service.cli.running import listen
-from service.cli.serve_options import AccessOptions, FeedbackOptions, RolloutOptions, TraceOptions
+from service.cli.serve_options import (
+    AccessOptions,
+    FeedbackOptions,
+    RolloutOptions,
+    takes_annex_options,
+)
 from service.errors import HalluTracerError
 from service.library.engine import refuse_another_name
 from service.options import Common
@@ -29,8 +34,10 @@ from service.settings import DEFAULT_STORE, ServiceSettings, option
 
 if TYPE_CHECKING:
     from probes_store.bundle import Bundle
+    from service.annexes.traces.options import TraceOptions
 
 
+@takes_annex_options
 def doctor(
     *,
     load: Annotated[
@@ -45,8 +52,8 @@ def doctor(
     access: AccessOptions = AccessOptions(),
     rollout: RolloutOptions = RolloutOptions(),
     feedback: FeedbackOptions = FeedbackOptions(),
-    traces: TraceOptions = TraceOptions(),
     common: Common = Common(),
+    **of_annexes: Any,
 ) -> None:
     """Check that `hallutracer serve` with the same options would serve; one line for each check:
     ok, warn or fail.
@@ -105,7 +112,7 @@ def doctor(
         ("audit", lambda: _audit(access)),
         ("port", lambda: _port(settings)),
         ("feedback", lambda: _feedback(feedback)),
-        ("traces", lambda: _traces(traces)),
+        ("traces", lambda: _traces(of_annexes["traces"]) if "traces" in of_annexes else ()),
         ("disk", folders),
         ("files", lambda: machine.check_files(settings.max_connections)),
         (

@@ -14,6 +14,7 @@ CONTENTS_DETECTOR, MESSAGES_DETECTOR = (
 DETECTOR_ROUTES = (CONTENTS_DETECTOR, MESSAGES_DETECTOR)
 
 ANNEX = Annex(
+    name="guardrails",
     routers=(
         "service.annexes.guardrails.guardrail_routes:guarding",
         "service.annexes.guardrails.guardrail_routes:router",

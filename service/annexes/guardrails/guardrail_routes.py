@@ -33,7 +33,7 @@ from service.api.request_schema import Kind, Reference, RequestModel, Risk, Text
 from service.errors import EmptyPrompt, RequestError
 from service.scoring import RiskReport
 
-EXAMPLE = {
+EXAMPLE: dict[str, Any] = {
     "input_type": "request",
     "texts": ["What is the capital of France?"],
     "request_data": {},
