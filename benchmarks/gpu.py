@@ -68,7 +68,9 @@ def make(folder: Path, shape: dict[str, Any]) -> None:
 
     torch.manual_seed(0)
     config = hf.LlamaConfig(**shape, initializer_range=0.04)
-    model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+    model = hf.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+        config, dtype=torch.float32
+    )
     model.to(torch.bfloat16).save_pretrained(folder / "plain")
     tokenizer().save_pretrained(folder / "plain")
     for made, name in zip(

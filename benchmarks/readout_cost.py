@@ -70,7 +70,9 @@ def build(shape: str) -> tuple[PreTrainedModel, TransformersEngine]:
         max_position_embeddings=32_768,
     )
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()  # type: ignore[no-untyped-call]
+    model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+        config, dtype=torch.float32
+    ).eval()
     return model, TransformersEngine(model, tokenizer)
 
 

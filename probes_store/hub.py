@@ -34,7 +34,10 @@ NO_ANSWER = (
     httpx2.HTTPError,
 )  # no answer or part of one; huggingface_hub 1 and 2 raise these
 TAG = re.compile(r"v[1-9][0-9]*")  # the tag of a version
-_TOKEN = "log in with 'hf auth login', or set HF_TOKEN to a token of https://huggingface.co/settings/tokens"
+_TOKEN = (
+    "log in with 'hf auth login', or set HF_TOKEN to a token of"
+    " https://huggingface.co/settings/tokens"
+)
 
 
 @dataclass(frozen=True, slots=True)

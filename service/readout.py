@@ -106,5 +106,8 @@ class Probes:
         )
         if stored.context_head is None:
             return (cls.of(site, stored),)
-        context = [cls(site, *parts) for parts in zip(*arrays, strict=True)]  # type: ignore[arg-type]
+        context = [
+            cls(site, *parts)
+            for parts in zip(*arrays, strict=True)  # type: ignore[arg-type]
+        ]
         return (cls.of(site, stored), *context)

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import capacity, fleet, service_fairness
+from benchmarks import capacity, fleet, languages, service_fairness
 from benchmarks.fleet import TOLERANCE, Range, Witness, questions, replay, two_versions
 from benchmarks.harness import Outcome, Summary
 from benchmarks.rollout_soak import Events, grown, judge
@@ -191,6 +191,32 @@ def test_a_script_runs_and_passes(command: str, tmp_path: Path) -> None:
     assert sum(check["passed"] is True for check in checks) >= 3
 
 
+def test_a_question_in_another_language_accepts_the_country_in_it_and_in_english() -> None:
+    germany = {"deu": "Deutschland", "fra": "Allemagne"}
+    codes = {code for code, _ in languages.LANGUAGES.values()} - {"eng"}
+    countries = [
+        {
+            "name": {"common": "Germany"},
+            "translations": {code: {"common": germany.get(code, code)} for code in codes},
+        }
+    ]
+    row = {"id": "facts/capital_of:Berlin:x", "group": "g", "kind": "facts/capital_of"}
+    others = [{**row, "kind": "facts/capital"}, {**row, "answers": ["Utopia"]}]
+    names = languages.names_by_language(countries)
+    asked = {
+        line["form"]: line
+        for line in languages.in_languages(
+            [{**row, "answers": ["Germany"]}, *({"answers": ["Germany"], **o} for o in others)],
+            names,
+        )
+    }
+    assert asked.keys() == languages.LANGUAGES.keys()
+    assert asked["french"]["prompt"] == "Quel pays a pour capitale Berlin ?"
+    assert asked["french"]["answers"] == ["Germany", "Allemagne"]
+    assert asked["english"]["answers"] == ["Germany"]
+    assert len({line["id"] for line in asked.values()}) == len(asked)
+
+
 @pytest.mark.long
 def test_the_fairness_script_runs(tmp_path: Path) -> None:
     record = tmp_path / "record.json"
@@ -222,25 +248,35 @@ def _fair_run(short: int, ready: int, work: int) -> service_fairness.Run:
 
 
 @pytest.mark.parametrize(
-    ("short", "ready", "work", "quiet_ms", "other", "judged"),
+    ("short", "ready", "work", "quiet_ms", "limit_ms", "judged", "passed"),
     [
-        (0, 0, 200, 50, True, [None, True, True, True, True]),
-        (0, 0, 200, 50, False, [None, None, True, True, True]),
-        (1, 0, 200, 50, True, [None, True, False, True, True]),
-        (0, 1, 200, 50, True, [None, True, True, False, True]),
-        (0, 0, 200, 20, True, [None, False, True, True, True]),
-        (0, 0, 504, 50, True, [None, True, True, True, False]),
-        (100, 0, 200, 50, True, [None, False, False, True, True]),
+        (0, 0, 200, 50, None, True, [None, True, True, True, True]),
+        (0, 0, 200, 50, None, False, [None, None, True, True, True]),
+        (1, 0, 200, 50, None, True, [None, True, False, True, True]),
+        (0, 1, 200, 50, None, True, [None, True, True, False, True]),
+        (0, 0, 200, 20, None, True, [None, False, True, True, True]),
+        (0, 0, 504, 50, None, True, [None, True, True, True, False]),
+        (100, 0, 200, 50, None, True, [None, False, False, True, True]),
+        (0, 0, 200, 20, 150, True, [True, None, True, True, True]),
+        (0, 0, 200, 20, 90, True, [False, None, True, True, True]),
+        (0, 0, 200, 20, 90, False, [None, None, True, True, True]),
+        (100, 0, 200, 50, 150, True, [False, None, False, True, True]),
     ],
 )
-def test_the_judge_of_fairness_sees_each_fault(
-    short: int, ready: int, work: int, quiet_ms: float, other: bool, judged: list[bool | None]
+def test_the_fairness_script_sees_each_fault(
+    short: int,
+    ready: int,
+    work: int,
+    quiet_ms: float,
+    limit_ms: float | None,
+    judged: bool,
+    passed: list[bool | None],
 ) -> None:
     quiet = Summary(10, {"200": 10}, 1.0, 10.0, quiet_ms, quiet_ms, quiet_ms)
-    found = service_fairness.checks_of(
-        "x", _fair_run(short, ready, work), quiet, other=other, judge_times=True
+    checks = service_fairness.checks_of(
+        "x", _fair_run(short, ready, work), quiet, limit_ms=limit_ms, judged=judged
     )
-    assert [check.passed for check in found] == judged
+    assert [check.passed for check in checks] == passed
 
 
 @pytest.mark.long

@@ -42,16 +42,24 @@ _INSTRUCTION = (
     "You grade answers. Say whether the given answer states the same fact as one of the accepted"
     " answers. Reply with exactly one word: yes or no."
 )
+# What stands for an apostrophe within a name: "Nuku\u02bbalofa"
+_APOSTROPHES = "'\u2018\u2019\u02bb\u02bc\u02b9\u0060\u00b4"
+# Latin letters with a mark that Unicode does not take apart, as they are written without it
+_PLAIN_LETTERS = str.maketrans(
+    {"\u00f8": "o", "\u0142": "l", "\u0111": "d", "\u0131": "i", "\u00f0": "d", "\u0127": "h"}
+    | {"\u00e6": "ae", "\u0153": "oe", "\u00fe": "th"}
+)
 TIMEOUT_S = 60.0  # of each request
 RETRIES = 3  # after a failure that may be temporary: connection, 429, 5xx, neither yes nor no
 _BACKOFF_S = 0.5
 
 
 def normalise(text: str) -> str:
-    """Return the text in NFKC and casefolded, without punctuation, symbols and English articles, in
-    single spaces."""
+    """Return the text in NFKC and casefolded, Latin letters without their marks ("Papeet\u0113":
+    "papeete"), without punctuation, symbols and English articles, in single spaces."""
     folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
-    joined = re.sub(r"(?<=\w)['\u2019](?=\w)|(?<=\d),(?=\d{3})", "", folded)
+    folded = _without_latin_marks(folded)
+    joined = re.sub(rf"(?<=\w)[{_APOSTROPHES}](?=\w)|(?<=\d),(?=\d{{3}})", "", folded)
     number_marks = {
         match.start() for match in re.finditer(r"(?<!\w)[-\u2212](?=\d)|(?<=\d)\.(?=\d)", joined)
     }
@@ -65,6 +73,20 @@ def normalise(text: str) -> str:
         for position, word in enumerate(words)
         if word not in _ARTICLES or position == len(words) - 1
     )
+
+
+def _without_latin_marks(text: str) -> str:
+    """Marks of other scripts stay, since they make another letter: a voiced Japanese syllable."""
+    if text.isascii():
+        return text
+    kept, is_latin = list[str](), False
+    for char in unicodedata.normalize("NFD", text.translate(_PLAIN_LETTERS)):
+        is_mark = unicodedata.category(char) == "Mn"
+        if not is_mark:
+            is_latin = unicodedata.name(char, "").startswith("LATIN")
+        if not (is_mark and is_latin):
+            kept.append(char)
+    return unicodedata.normalize("NFKC", "".join(kept))
 
 
 def contains(question: str, answer: str, accepted: Sequence[str]) -> bool:

@@ -185,7 +185,11 @@ class DepthMeanProbe(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         ]
         return np.stack(logits, axis=1) / self.scale_
 
-    def decision_function(self, X: ArrayLike, extra: ArrayLike | None = None) -> Floats:  # noqa: N803
+    def decision_function(
+        self,
+        X: ArrayLike,  # noqa: N803
+        extra: ArrayLike | None = None,
+    ) -> Floats:
         """Return the log odds of a factual answer, [n]."""
         signals = signal_matrix(self.trajectory(X), _extra(extra, None))
         if signals.shape[1] != len(self.classifier_.weight):

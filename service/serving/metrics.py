@@ -675,7 +675,9 @@ class Metrics:
             if pid.isdigit() and not _alive(int(pid)):  # it ended without ``close``
                 mark_process_dead(int(pid), str(self._folder))  # type: ignore[no-untyped-call]
         all_processes = CollectorRegistry()
-        MultiProcessCollector(all_processes, path=str(self._folder))  # type: ignore[no-untyped-call]
+        MultiProcessCollector(  # type: ignore[no-untyped-call]
+            all_processes, path=str(self._folder)
+        )
         return generate_latest(all_processes), CONTENT_TYPE
 
     def close(self) -> None:

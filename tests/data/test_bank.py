@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hallutracer_research.data.bank import main, packed
+from hallutracer_research.data.bank import OTHER_NAMES, main, packed
 from service.data.bank import ATTRIBUTION, SPLITS, bank_file, bank_rows
 from service.errors import TrainingError
 from service.library.training import bundle_name, completed
@@ -36,6 +36,19 @@ def test_the_halves_are_whole_rows_that_share_no_group_and_no_question() -> None
     assert all(
         row["answers"][0] in row["statement"] for row in train if row["kind"] == "facts/capital"
     )
+
+
+def test_a_fact_is_accepted_by_its_other_names() -> None:
+    rows = [row for split in SPLITS for row in bank_rows(split) if row["kind"][:6] == "facts/"]
+    assert any(row["answers"] == ["Türkiye", "Turkey"] for row in rows)
+    first = {row["answers"][0] for row in rows}
+    for name, others in OTHER_NAMES.items():
+        accepted = [row["answers"] for row in rows if row["answers"][0] == name]
+        assert all(set(others) <= set(answers) for answers in accepted)
+        assert accepted or name in ("Cape Verde", "Eswatini", "Timor-Leste", "Vatican City")
+    # None of them is the name of another thing; two are the same.
+    shared = first & {other for others in OTHER_NAMES.values() for other in others}
+    assert shared == {"Romanian", "British pound"}
 
 
 def test_each_beginning_is_a_sample_of_the_whole() -> None:

@@ -31,6 +31,13 @@ from tests.kit.local_server import answer, listening
         ("Straße", "strasse"),
         ("don't", "dont"),
         ("An apple a day", "apple day"),
+        ("Papeet\u0113, Bras\u00edlia", "papeete brasilia"),
+        ("Nuku\u02bbalofa; Nuku\u2019alofa", "nukualofa nukualofa"),
+        ("Troms\u00f8, \u0141\u00f3d\u017a, Smi\u0107", "tromso lodz smic"),
+        ("Vi\u1ec7t Nam \u0111\u1ed3ng", "viet nam dong"),
+        ("\u30ac\u30fc\u30ca", "\u30ac\u30fc\u30ca"),  # a mark of Japanese makes another syllable
+        ("\u0939\u093f\u0928\u094d\u0926\u0940", "\u0939\u093f\u0928\u094d\u0926\u0940"),
+        ("\u0419", "\u0439"),
     ],
 )
 def test_normalise(text: str, normal: str) -> None:
@@ -55,6 +62,9 @@ def test_normalise(text: str, normal: str) -> None:
         ("contains", "unbelievable", "able", False),
         ("contains", "It is in New  York, I think", "new york", True),
         ("contains", "Parisian", "paris", False),
+        ("contains", "The capital is Papeete.", "Papeet\u0113", True),
+        ("contains", "It is Reykjav\u00edk", "Reykjavik", True),
+        ("contains", "\u304b", "\u304c", False),
         ("contains", "anything", "the", False),  # none has an empty answer
     ],
 )

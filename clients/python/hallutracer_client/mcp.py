@@ -2,7 +2,8 @@
 from memory.
 
     hallutracer-mcp                  over stdio, as a host starts it
-    hallutracer-mcp --port 8766      over streamable HTTP, for this machine: http://127.0.0.1:8766/mcp
+    hallutracer-mcp --port 8766      over streamable HTTP, for this machine only:
+                                     http://127.0.0.1:8766/mcp
 
 Over HTTP it asks the service with its own key for whoever comes, so callers need a token:
 HALLUTRACER_MCP_TOKEN. Each call is one ``score`` of the service at --url, under that service's own

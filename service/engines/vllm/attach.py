@@ -200,7 +200,9 @@ def _keep_residual(hidden: Tensor, residual: Tensor | None, order: Tensor, site:
     _sites[site].keep(hidden, residual)
 
 
-_library.impl("keep_residual", _keep_residual, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+_library.impl(  # type: ignore[no-untyped-call]
+    "keep_residual", _keep_residual, "CompositeExplicitAutograd"
+)
 torch.library.register_fake(KEEP, lambda hidden, residual, order, site: None)
 
 
@@ -251,7 +253,9 @@ def install(
 
 
 def _language(model: Any) -> nn.Module:
-    return model.get_language_model() if hasattr(model, "get_language_model") else model  # type: ignore[no-any-return]
+    if hasattr(model, "get_language_model"):
+        model = model.get_language_model()
+    return model  # type: ignore[no-any-return]
 
 
 def blocks_of(model: nn.Module, family: Family, num_layers: int) -> dict[int, nn.Module]:

@@ -259,7 +259,10 @@ class V1Reading:
     def _is_uniform_decode(self, *args: Any, **kwargs: Any) -> bool:
         """Return False for a step with an onset, whatever its tokens, where a whole graph keeps
         nothing."""
-        return not self.hallutracer.needs_pieces and super()._is_uniform_decode(*args, **kwargs)  # type: ignore[misc]
+        if self.hallutracer.needs_pieces:
+            return False
+        is_uniform: bool = super()._is_uniform_decode(*args, **kwargs)  # type: ignore[misc]
+        return is_uniform
 
     def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
         output = super()._model_forward(*args, **kwargs)  # type: ignore[misc]
@@ -384,7 +387,9 @@ class V2Reading:
         """Call ``after``: the same for a compiled, an eager and a captured forward pass."""
         earlier = _take_earlier(intermediate_tensors)
         self.hallutracer.before([])  # a step without inputs prepares none
-        output = super().execute_model(scheduler_output, intermediate_tensors, *args, **kwargs)  # type: ignore[misc]
+        output = super().execute_model(  # type: ignore[misc]
+            scheduler_output, intermediate_tensors, *args, **kwargs
+        )
         values = self.hallutracer.after(earlier)
         if values is not None and isinstance(output, IntermediateTensors):
             output.tensors[STAGE_KEY] = values
