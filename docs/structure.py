@@ -20,6 +20,7 @@ ROLES = {
     "service.annexes": ("the list of the annexes", GROUND),
     "service.annexes.doctor": ("would it serve, and what to do if not", OUTSIDE),
     "service.annexes.traces": ("traces of requests, for OpenTelemetry", OUTSIDE),
+    "service.annexes.feedback": ("takes what users say of answers", OUTSIDE),
     "service.annexes.guardrails": ("the protocols of other products' guardrails", OUTSIDE),
     "service.vllm_plugin": ("risks in vLLM's own server", OUTSIDE),
     "service.demo": ("the demo model and its questions", OFFLINE),

@@ -18,6 +18,7 @@ from fastapi.testclient import TestClient
 from probes_store.bundle import Bundle
 from service.access.callers import ApiKey, Key, Right
 from service.access.keys import KeyRing
+from service.annexes.feedback.store import Feedback
 from service.annexes.traces.tracing import Tracing
 from service.api.app import create_app
 from service.audit.auditor import Auditor
@@ -25,7 +26,6 @@ from service.cli.running import make_server
 from service.policies.guard import Policy
 from service.policies.policy import Policies, built_in
 from service.scoring import Scorer
-from service.serving.feedback import Feedback
 from service.serving.metrics import Metrics
 from service.serving.service import Service
 from service.settings import ServiceSettings

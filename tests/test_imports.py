@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 # other.
 LAYERS = [
     ["service.annexes.doctor"],
-    ["service.annexes.guardrails", "service.annexes.traces"],
+    ["service.annexes.feedback", "service.annexes.guardrails", "service.annexes.traces"],
     ["hallutracer"],
     ["hallutracer_research"],
     ["service.cli", "service.vllm_plugin"],

@@ -13,13 +13,18 @@ RESPONSES_ROUTE = "/v1/responses"  # OpenAI's newer protocol
 MESSAGES_ROUTE = "/v1/messages"  # Anthropic's
 COUNT_ROUTE = f"{MESSAGES_ROUTE}/count_tokens"  # no answer and no risk: it only renders
 CONVERSATION_ROUTES = (CHAT_ROUTE, RESPONSES_ROUTE, MESSAGES_ROUTE)
-FEEDBACK_ROUTE = "/v1/feedback"
 ANSWER_ROUTES = (*SCORE_ROUTES, CHAT_ROUTE, TEXT_ROUTE, RESPONSES_ROUTE, MESSAGES_ROUTE)
 PROMPT_ROUTES = (
     *ANSWER_ROUTES,
     *(route for annex in annexes() for route in annex.prompt_routes),
 )
-CALLED = frozenset({*PROMPT_ROUTES, COUNT_ROUTE, FEEDBACK_ROUTE})
+CALLED = frozenset(
+    {
+        *PROMPT_ROUTES,
+        COUNT_ROUTE,
+        *(route for annex in annexes() for route in annex.score_routes),
+    }
+)
 CATALOGUE = ("/v1/models", "/v1/bundles")
 SAMPLE_ROUTE = (
     "/v1/bundles/{bundle}/sample/{number}"  # it answers a question that the bundle carries

@@ -16,6 +16,7 @@ from typing import Any
 ANNEXES = (
     "service.annexes.doctor",
     "service.annexes.guardrails",
+    "service.annexes.feedback",
     "service.annexes.traces",
 )
 
@@ -25,8 +26,8 @@ class Annex:
     """What one annex adds."""
 
     name: str
-    # import path of a dataclass of further options of `serve`, whose method ``hooks`` returns the
-    # fields of ``service.serving.service.Service`` that the annex fills
+    # import path of a dataclass of further options of `serve`, whose method ``hooks`` returns,
+    # for each field of ``service.serving.service.Service`` that the annex fills, what makes it
     options: str = ""
     # name -> import path of its function or group, and what the list of commands says of it
     commands: Mapping[str, tuple[str, str]] = field(default_factory=dict)
@@ -35,6 +36,7 @@ class Annex:
     tables: Mapping[str, str] = field(default_factory=dict)
     routers: tuple[str, ...] = ()  # import paths of FastAPI routers
     prompt_routes: tuple[str, ...] = ()  # paths of those routes that read prompts
+    score_routes: tuple[str, ...] = ()  # further ones for which a key needs the scope "score"
     # path -> import path of what makes its errors' bodies of status and message, where they are not
     # OpenAI's
     error_bodies: Mapping[str, str] = field(default_factory=dict)

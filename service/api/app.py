@@ -30,7 +30,6 @@ from service.annexes import annexes, imported
 from service.api import (
     catalogue,
     error_handlers,
-    feedback_routes,
     health,
     messages_routes,
     openai_routes,
@@ -51,7 +50,6 @@ ROUTERS = (
     responses_routes.router,
     messages_routes.router,
     *(imported(path) for annex in annexes() for path in annex.routers),
-    feedback_routes.router,
     catalogue.router,
     catalogue.admin,
     health.router,

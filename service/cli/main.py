@@ -77,13 +77,6 @@ COMMANDS: Mapping[
             " the bundle's next version."
         ),
     ),
-    "feedback": (
-        "service.cli.records:feedback",
-        (
-            "List the answers that the service drew at random and that have no label yet,"
-            " oldest first, as JSON lines."
-        ),
-    ),
     "bundle": (
         "service.cli.bundle:COMMANDS",
         "Look at, check, publish and fetch probe bundles.",

@@ -1,5 +1,5 @@
 """What ``serve`` and ``doctor`` are told beside engine, bundles and settings: access, rollout,
-feedback, and the options of annexes."""
+and the options of annexes."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar, get_args
 from service import settings
 from service.access.callers import ApiKey, Right, is_placeholder, on_loopback
 from service.annexes import annexes, imported
-from service.cli.options import FeedbackDatabase, UsageError
+from service.cli.options import UsageError
 from service.errors import HalluTracerError
 from service.policies.policy import Policies, load_policies
-from service.settings import DEFAULT_DRAWN, DEFAULT_MESSAGE, DEFAULT_SHARE, Range, option, section
+from service.settings import DEFAULT_MESSAGE, DEFAULT_SHARE, Range, option, section
 
 if TYPE_CHECKING:
     from service.access.keys import KeyRing
-    from service.feedback.databases import Location
     from service.serving.catalogue import RolloutPlan
+    from service.serving.metrics import Metrics
 
 log = logging.getLogger("hallutracer")
 Command = TypeVar("Command", bound=Callable[..., None])
@@ -173,58 +173,12 @@ class RolloutOptions:
         return RolloutPlan(self.canary, self.canary_share, self.shadow, secret)
 
 
-@section("Feedback", 37)
-@dataclass(frozen=True, kw_only=True)
-class FeedbackOptions:
-    """Whether answers and what users say of them are kept, and where."""
-
-    feedback_db: FeedbackDatabase = ""
-    feedback_prompts: Annotated[bool, option("Keep the prompts too; needs --feedback-days.")] = (
-        False
-    )
-    feedback_days: Annotated[
-        float | None,
-        option(
-            "Delete an answer's row, prompt and labels after so many days.  Default: never.",
-            limits=Range(positive=True),
-        ),
-    ] = None
-    feedback_share: Annotated[
-        float,
-        option(
-            "Share of the unflagged answers that is drawn at random; a guarantee is held against"
-            " labels of these alone, which 'hallutracer feedback' lists.",
-            limits=Range(0, 1),
-        ),
-    ] = DEFAULT_DRAWN
-
-    def location(self) -> Location | None:
-        """Return where feedback is kept; None: nowhere.  Raises UsageError."""
-        if not self.feedback_db:
-            for flag, is_set in (
-                ("--feedback-prompts", self.feedback_prompts),
-                ("--feedback-days", self.feedback_days),
-                ("--feedback-share", self.feedback_share != DEFAULT_DRAWN),
-            ):
-                if is_set:
-                    raise UsageError(flag, "needs --feedback-db")
-            return None
-        if self.feedback_prompts and self.feedback_days is None:
-            raise UsageError(
-                "--feedback-prompts",
-                "needs --feedback-days: prompts are kept for a time, not for ever",
-            )
-        from service.feedback.databases import location
-
-        return location(self.feedback_db)
-
-
 class AnnexOptions(Protocol):
     """What `serve` is told for an annex."""
 
-    def hooks(self) -> Mapping[str, Any]:
-        """Return the fields of a ``Service`` that the annex fills.  Raises what is wrong with an
-        option."""
+    def hooks(self) -> Mapping[str, Callable[[Metrics], Any]]:
+        """Return, for each field of a ``Service`` that the annex fills, what makes it.  Raises what
+        is wrong with an option."""
 
 
 def takes_annex_options(command: Command) -> Command:

@@ -5,8 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from service.feedback.rows import Tally
 from service.policies.guard import Upstream
-from service.serving.judgement import AnswerEnd, Judgement
+from service.serving.judgement import AnswerEnd, Judgement, StoredPrompt
+
+
+class AnswerStore(Protocol):
+    """What keeps answers, and what is said of them."""
+
+    def stored(self, content: Mapping[str, Any]) -> StoredPrompt:
+        """Return what is stored of a prompt; slow for a long one."""
+
+    def record(self, judgement: Judgement) -> None:
+        """Keep what was judged.  Raises nothing: the answer does not wait for it."""
+
+    def tally(self, digest: str) -> Tally:
+        """Return what labels say of a bundle's drawn answers; slow.  Raises FeedbackUnavailable."""
+
+    def close(self) -> None:
+        """Write what waits."""
 
 
 class UpstreamCall(Protocol):

@@ -73,7 +73,7 @@ def test_without_its_line_an_annex_is_gone_and_all_else_is_there(name: str) -> N
     commands, options, paths = (set(names) for names in json.loads(done.stdout))
     annex = dict(zip(ANNEXES, annexes(), strict=True))[name]
     own = {route.path for router in map(imported, annex.routers) for route in router.routes}
-    assert own >= set(annex.prompt_routes)
+    assert own >= {*annex.prompt_routes, *annex.score_routes}
     assert not commands & annex.commands.keys()
     assert not paths & own
     added = fields(imported(annex.options)) if annex.options else ()

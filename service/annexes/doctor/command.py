@@ -23,7 +23,6 @@ from service.cli.output import print_json, print_line
 from service.cli.running import listen
 from service.cli.serve_options import (
     AccessOptions,
-    FeedbackOptions,
     RolloutOptions,
     takes_annex_options,
 )
@@ -34,6 +33,7 @@ from service.settings import DEFAULT_STORE, ServiceSettings, option
 
 if TYPE_CHECKING:
     from probes_store.bundle import Bundle
+    from service.annexes.feedback.options import FeedbackOptions
     from service.annexes.traces.options import TraceOptions
 
 
@@ -51,7 +51,6 @@ def doctor(
     settings: ServiceSettings = ServiceSettings(),
     access: AccessOptions = AccessOptions(),
     rollout: RolloutOptions = RolloutOptions(),
-    feedback: FeedbackOptions = FeedbackOptions(),
     common: Common = Common(),
     **of_annexes: Any,
 ) -> None:
@@ -70,7 +69,7 @@ def doctor(
     store = open_store(bundles, to_read=False)
     findings: list[Finding] = []
     ranks = engine.tensor_parallel_size * engine.pipeline_parallel_size
-    plan, database = rollout.plan, feedback.location
+    plan, feedback = rollout.plan, of_annexes.get("feedback")
 
     def bundle_checks() -> Iterator[Finding]:
         served = bundle_names(engine.model, bundles)
@@ -89,7 +88,7 @@ def doctor(
         yield from model.check_drift(judging.values(), rollout.replay_s)
 
     def folders() -> Iterator[Finding]:
-        where = database()
+        where = None if feedback is None else feedback.location()
         yield from machine.check_disk(
             model.folders(store, where.path if where and not where.is_postgres else None)
         )
@@ -111,7 +110,7 @@ def doctor(
         ("policies", lambda: _policies(settings, access)),
         ("audit", lambda: _audit(access)),
         ("port", lambda: _port(settings)),
-        ("feedback", lambda: _feedback(feedback)),
+        ("feedback", lambda: () if feedback is None else _feedback(feedback)),
         ("traces", lambda: _traces(of_annexes["traces"]) if "traces" in of_annexes else ()),
         ("disk", folders),
         ("files", lambda: machine.check_files(settings.max_connections)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlsplit
@@ -12,6 +13,7 @@ from service.settings import option, section
 
 if TYPE_CHECKING:
     from service.annexes.traces.tracing import Tracing
+    from service.serving.metrics import Metrics
 
 TRACES, EVENTS = "--otlp-traces-endpoint", "--otlp-logs-endpoint"
 HTTP = "http/protobuf"
@@ -38,9 +40,10 @@ class TraceOptions:
         ),
     ] = None
 
-    def hooks(self) -> dict[str, Tracing | None]:
-        """Return the fields of a ``Service`` that the annex fills.  Raises UsageError."""
-        return {"tracing": self.opened()}
+    def hooks(self) -> dict[str, Callable[[Metrics], Tracing | None]]:
+        """Return what makes the ``tracing`` of a ``Service``.  Raises UsageError."""
+        tracing = self.opened()
+        return {"tracing": lambda _: tracing}
 
     def opened(self) -> Tracing | None:
         """Return the exporter; None: no traces.  Raises UsageError.  Whether a collector listens is
