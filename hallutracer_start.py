@@ -61,9 +61,8 @@ def _asking() -> str | None:
     names = ["BUNDLE"] if observes else ["BUNDLE", "POLICY", "POLICIES", "THRESHOLD"]
     if os.environ.get("HALLUTRACER_AUDIT_REQUIRED", "").lower() in ("yes", "y", "1", "true", "t"):
         names.append("AUDIT_REQUIRED")
-    return next(
-        (name for name in (f"HALLUTRACER_{one}" for one in names) if os.environ.get(name)), None
-    )
+    variables = (f"HALLUTRACER_{name}" for name in names)
+    return next(filter(os.environ.get, variables), None)
 
 
 def load_vllm() -> HalluTracerPlugin:

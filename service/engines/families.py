@@ -252,7 +252,8 @@ def block_list(
         for path, module in language.named_modules()
         if isinstance(module, ModuleList) and len(module) == num_layers
     ]
-    outer = [path for path in lists if not any(path.startswith(f"{other}.") for other in lists)]
+    inner = tuple(f"{path}." for path in lists)
+    outer = [path for path in lists if not path.startswith(inner)]
     if len(outer) != 1:
         problem = (
             f"has {len(outer)} lists of {num_layers} blocks, as its config's num_hidden_layers"

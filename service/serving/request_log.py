@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
@@ -71,8 +72,9 @@ class RequestRecord:
 
     def _numbers(self, judgement: Judgement) -> dict[str, Any]:
         reports = judgement.reports
+        timings = [prompt.timings for prompt in judgement.prompts]
         slowest_ms = {
-            f"{name}_ms": 1e3 * max(getattr(prompt.timings, name) for prompt in judgement.prompts)
+            f"{name}_ms": 1e3 * max(map(attrgetter(name), timings))
             for name in ("queue", "prefill", "probe")
         }
         decodes = [answer.decode_s for answer in self.answers if answer.decode_s is not None]

