@@ -94,9 +94,10 @@ lint: install    ## ruff, and the linters of shell, Dockerfile, compose file, wo
 		promtool test rules deploy/prometheus/rules/tests/*.yml; \
 	else echo "The chart and Prometheus' rules are not linted: make tools"; test "$$HALLUTRACER_REQUIRE_TOOLS" != 1; fi
 
-# Four workers for two cores, each with one thread (tests/conftest.py): half of a test's time is waiting.  mypy uses one
-# core for a minute: it runs beside them, and what it has to say comes last.  The long tests start vLLM, more of a core.
-WORKERS ?= 4
+# Three workers for two cores, each with one thread (tests/conftest.py): much of a test's time is waiting, but each worker
+# imports all tests, half a minute of a core.  mypy uses one core for a minute: it runs beside them, and what it has to
+# say comes last.  The long tests start vLLM, more of a core.
+WORKERS ?= 3
 LONG_WORKERS ?= 3
 # The client is for Python 3.10, too.
 MYPY_310 = $(BIN)/mypy --python-version 3.10 --cache-dir .mypy_cache/client clients/python/hallutracer_client

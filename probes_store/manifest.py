@@ -135,7 +135,7 @@ class TrainingRecord(Record):
     hallucinated: Positive  # rows of class 0 that took part
     left_out: Natural  # rows without a usable label
     groups: Positive  # questions or entities that folds keep together
-    labels: records.Labels
+    labels: records.TrainingLabels
     judge: Text | None  # the judge of generated answers
     seeds: Annotated[tuple[records.Int, ...], Field(min_length=1)]
     folds: records.AtLeast2
@@ -148,6 +148,10 @@ class TrainingRecord(Record):
     reworded: Positive | None = (
         None  # rows that ask a lone question in other words; absent if there were too few
     )
+    # With labels by the model itself: its sampled answers to each question, and their temperature;
+    # absent with other labels.
+    samples: Positive | None = None
+    sample_temperature: records.AboveZero | None = None
 
     @model_validator(mode="after")
     def _relations(self) -> Self:
@@ -230,9 +234,7 @@ class Manifest(Record):
         Answers that a training run generates have always been greedy, also before bundles recorded
         it."""
         recorded = self.training.decoding
-        return (
-            records.GREEDY if recorded is None and self.training.labels == "generate" else recorded
-        )
+        return records.GREEDY if recorded is None and self.training.labels != "given" else recorded
 
     @property
     def calibrated_decoding(self) -> records.Decoding:
@@ -381,6 +383,8 @@ _LATER: Final[Mapping[str, str]] = {
     "training.decoding": "a record",
     "training.shapes": "a list of texts",
     "training.reworded": "a count",
+    "training.samples": "a count",
+    "training.sample_temperature": "a number",
     "chat_template.arguments": "a record",
 }
 

@@ -22,6 +22,7 @@ from pydantic_core import PydanticCustomError
 Floats = NDArray[np.floating]
 DType = Literal["float32", "bfloat16", "float16"]
 Labels = Literal["given", "generate"]
+TrainingLabels = Literal["given", "generate", "self"]
 MAX_INT = 2**53  # larger integers lose digits in some JSON readers
 
 

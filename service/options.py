@@ -100,7 +100,8 @@ class Sources(Env):
 
     def _from_file(self, path: str, root: App) -> None:
         try:
-            document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+            # "-sig": editors on Windows begin a file with a byte order mark
+            document = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
         except OSError as error:
             raise CycloptsError(
                 msg=f"Cannot read the configuration file {path}: {error.strerror or error}."

@@ -15,6 +15,9 @@ from hypothesis import settings
 # One thread for each worker and each process that a test starts, since the workers share the cores.
 # Before torch.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Fits take as many processes as there are cores, each of which imports torch for seconds: here one,
+# unless a test asks for more.
+os.environ.setdefault("LOKY_MAX_CPU_COUNT", "1")
 # A busy machine must not fail a test: no example has a time limit.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
@@ -23,6 +26,10 @@ os.environ.setdefault("HALLUTRACER_MODEL", "demo")
 # httpx reads all certificates for every client, which takes longer than most requests of these
 # tests.
 ssl.create_default_context = functools.cache(ssl.create_default_context)  # type: ignore[assignment]
+
+
+# Looking for garbage while all files are imported takes seconds of each worker, and there is none.
+gc.disable()
 
 
 @pytest.fixture
@@ -40,6 +47,18 @@ def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.trainer.made import blank
 
     monkeypatch.setattr("service.trainer.run.draw", blank)
+
+
+@pytest.fixture
+def jobs_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fits divide their work by the number of jobs, but do it in this process: starting another
+    takes seconds.  That processes change no bit: tests/fitting/test_probes.py."""
+    from joblib.parallel import BACKENDS, SequentialBackend
+
+    class InTurn(SequentialBackend):
+        supports_inner_max_num_threads = True
+
+    monkeypatch.setitem(BACKENDS, "loky", InTurn)
 
 
 # Of ``make test-long``, files of many minutes whose tests share next to nothing.
@@ -91,6 +110,7 @@ def pytest_collection_finish() -> None:
     that tests ask for too, looks through all of it, for seconds."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_sessionfinish() -> None:

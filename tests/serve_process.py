@@ -14,6 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
+from tests.kit import forks
+
 ROOT = Path(__file__).parent.parent
 CLIENT = ROOT / "clients" / "python"
 PACKAGES = os.environ.get(
@@ -49,7 +51,7 @@ class ServeProcess:
         self,
         *arguments: str,
         on_listening: Callable[[int], None] = lambda pid: None,
-        program: Sequence[str | Path] = (sys.executable, "-m", "service.cli"),
+        program: Sequence[str | Path] = (),
         folder: Path = ROOT,
         stderr: int | None = None,
         **variables: str,
@@ -57,19 +59,34 @@ class ServeProcess:
         """``on_listening`` is called with the process id while the model loads; ``folder`` is where
         it is started.
 
+        ``program``: what is started, by default ``python -m service.cli``, as a fork that
+        has imported what the demo model needs (tests/kit/forks.py).
         ``stderr``: a descriptor, instead of the file that ``log`` reads."""
         self._on_listening = on_listening
         port = () if "--port" in arguments else ("--port", "0")
         self._stderr = tempfile.NamedTemporaryFile("w")  # noqa: SIM115  (closed on exit)
-        self.process = subprocess.Popen(
-            [*program, "serve", *port, *arguments],
-            cwd=folder,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=self._stderr if stderr is None else stderr,
-            start_new_session=True,
-            env=inherited() | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": PATHS} | variables,
-        )
+        environment = inherited() | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": PATHS} | variables
+        command = ["serve", *port, *arguments]
+        errors = self._stderr.fileno() if stderr is None else stderr
+        self.process: subprocess.Popen[str] | forks.Forked
+        if (
+            program
+            or PACKAGES
+            or "vllm" in arguments
+            or not all(name.startswith(forks.READ_LATER) for name in variables)
+            or (fork := forks.start(command, folder, environment, errors)) is None
+        ):
+            self.process = subprocess.Popen(
+                [*(program or (sys.executable, "-m", "service.cli")), *command],
+                cwd=folder,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                start_new_session=True,
+                env=environment,
+            )
+        else:
+            self.process = fork
         self.url = self.said = ""  # its address; what it printed until it was ready
 
     def log(self) -> str:

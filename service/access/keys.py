@@ -64,7 +64,8 @@ def read_keys(path: Path, policies: Collection[str] | None = None) -> tuple[Key,
         mode = path.stat().st_mode
         if not stat.S_ISREG(mode):
             raise OSError("it is not a file")  # which could only be read once, or without an end
-        text = path.read_text(encoding="utf-8")
+        # "-sig": editors on Windows begin a file with a byte order mark
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise HalluTracerError(f"cannot read the keys file {path}: {error}", param="keys") from None
     if mode & stat.S_IWOTH:

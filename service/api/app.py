@@ -137,8 +137,10 @@ def create_app(service: Service, on_loaded: Callable[[], None] | None = None) ->
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.cors_origins,
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "HEAD", "POST"],
             allow_headers=["*"],
+            # Chrome asks where a public page's request goes to a private address
+            allow_private_network=True,
             expose_headers=EXPOSED_HEADERS,
         )
     app.add_middleware(RequestFrame, service=service)

@@ -403,6 +403,8 @@ RESPONSES = errors(
 )
 
 
+@router.head("/v1/models", include_in_schema=False)
+@router.head("/v1/models/", include_in_schema=False)
 @router.get("/v1/models/", include_in_schema=False)  # else the model of the name ""
 @router.get("/v1/models", summary="The loaded model and its names", responses=RESPONSES)
 async def models(service: TheService) -> ModelList:
@@ -412,6 +414,7 @@ async def models(service: TheService) -> ModelList:
     return ModelList(data=[card, *(card.model_copy(update={"id": name}) for name in names)])
 
 
+@router.head("/v1/models/{name:path}", include_in_schema=False)
 @router.get(
     "/v1/models/{name:path}",
     summary="The loaded model, by a name",
@@ -439,6 +442,7 @@ def _loaded_model(service: Service) -> ModelCard:
     )
 
 
+@router.head("/v1/bundles", include_in_schema=False)
 @router.get("/v1/bundles", summary="Loaded bundles and policies", responses=RESPONSES)
 async def bundles(service: TheService) -> BundleList:
     """The loaded bundles, what each does, and the available policies."""
@@ -465,6 +469,7 @@ def _time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
 
 
+@router.head("/v1/bundles/{bundle}", include_in_schema=False)
 @router.get(
     "/v1/bundles/{bundle}",
     summary="One bundle: what its thresholds and risks are worth",

@@ -91,6 +91,7 @@ def _reasons_for(service: Service, request: Request) -> Iterator[None]:
         raise NotReady("not ready; send a key for the reason") from None
 
 
+@router.head("/metrics", include_in_schema=False)
 @router.get(
     "/metrics",
     summary="Prometheus metrics",

@@ -47,7 +47,7 @@ class TextBlock(ForeignModel):
     text: StrictStr
 
 
-Texts = StrictStr | Annotated[list[TextBlock], Field(fail_fast=True, min_length=1, max_length=1024)]
+Texts = StrictStr | Annotated[list[TextBlock], Field(fail_fast=True, max_length=1024)]
 
 
 def joined(content: str | list[TextBlock]) -> str:
@@ -323,8 +323,10 @@ class Conversation(ForeignModel):
 
     def conversation(self) -> list[dict[str, Any]]:
         """Return the messages for the chat template."""
-        first = [] if self.system is None else [{"role": "system", "content": joined(self.system)}]
-        return [*first, *chain.from_iterable(message.rendered() for message in self.messages)]
+        turns = chain.from_iterable(message.rendered() for message in self.messages)
+        if self.system is None or self.system == []:
+            return list(turns)
+        return [{"role": "system", "content": joined(self.system)}, *turns]
 
 
 class MessagesRequest(AnswerRequest, Conversation):

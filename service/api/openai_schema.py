@@ -19,12 +19,14 @@ from service.api.request_schema import (
     Effort,
     ForeignModel,
     Ids,
+    Part,
     Reference,
     StopText,
     StopTexts,
     TemplateArguments,
     Texts,
     at_fault,
+    joined,
     of_effort,
 )
 from service.api.tools_schema import (
@@ -100,13 +102,12 @@ OF_HISTORY = frozenset(
 )
 
 
-class TextPart(ForeignModel):
-    """A part of a message; only text can be read."""
+class TextPart(Part):
+    """A part of a message."""
 
     ignored = frozenset(("annotations", "cache_control", "id", "index", "prompt_cache_breakpoint"))
 
-    type: Literal["text"]
-    text: StrictStr
+    type: Literal["text", "refusal"]
 
 
 class ChatMessage(ForeignModel):
@@ -152,6 +153,9 @@ class ChatMessage(ForeignModel):
                 "'content' is missing; only a withheld answer has a 'refusal', or a turn"
                 " 'tool_calls', instead"
             )
+        parts = self.content if isinstance(self.content, list) else []
+        if self.role != "assistant" and any(part.refusal is not None for part in parts):
+            raise ValueError("only an assistant's turn has a part of type 'refusal'")
         if self.tool_calls and self.role != "assistant":
             raise ValueError("only an assistant's turn has 'tool_calls'")
         if (self.role == "tool") != (self.tool_call_id is not None):
@@ -163,16 +167,9 @@ class ChatMessage(ForeignModel):
 
     def rendered(self) -> dict[str, Any]:
         """Return it for the chat template."""
-        text = (
-            self.content
-            if isinstance(self.content, str)
-            else "".join(part.text for part in self.content or ())
-        )
+        text = self.refusal or "" if self.content is None else joined(self.content)
         role = "system" if self.role == "developer" else self.role
-        turn: dict[str, Any] = {
-            "role": role,
-            "content": text if self.content is not None else self.refusal or "",
-        }
+        turn: dict[str, Any] = {"role": role, "content": text}
         if self.tool_calls:
             turn["tool_calls"] = [call.rendered() for call in self.tool_calls]
         return turn | ({} if self.tool_call_id is None else {"tool_call_id": self.tool_call_id})

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -250,7 +250,7 @@ class ForeignModel(RequestModel):
             if name not in dropped or name in cls.ignored or value is None:
                 continue
             if not _is_one_of(value, allowed := cls.neutral[name]):
-                than = f", except as {' or '.join(map(repr, allowed))}" if allowed else ""
+                than = f", except as {' or '.join(map(json.dumps, allowed))}" if allowed else ""
                 raise at_fault(name, f"{name!r} is not supported here{than}; leave it out")
         return {name: value for name, value in data.items() if name not in dropped}
 
@@ -266,6 +266,31 @@ def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
     """Return whether a JSON value is one of these; true is not 1, as Python has it, and 1.0 is."""
     alike = [same for same in allowed if isinstance(value, bool) == isinstance(same, bool)]
     return value in alike
+
+
+class Part(ForeignModel):
+    """A part of a turn in OpenAI's protocols; only text can be read.  ``refusal``: of an earlier
+    answer that was withheld."""
+
+    type: str
+    text: StrictStr | None = None
+    refusal: StrictStr | None = None
+
+    @model_validator(mode="after")
+    def _says_what_it_is(self) -> Self:
+        is_refusal = self.type == "refusal"
+        wanted, unwanted = ("refusal", "text") if is_refusal else ("text", "refusal")
+        if getattr(self, wanted) is None or getattr(self, unwanted) is not None:
+            raise ValueError(f"a part of type {self.type!r} has {wanted!r} and no {unwanted!r}")
+        return self
+
+
+def joined(content: str | Sequence[Part]) -> str:
+    """Return the whole text; a refusal is read where there is no text beside it."""
+    if isinstance(content, str):
+        return content
+    texts = [part.text for part in content if part.text is not None]
+    return "".join(texts or [part.refusal or "" for part in content])
 
 
 VLLM_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -401,6 +426,7 @@ BOUNDED_BY: Mapping[str, frozenset[str]] = {
             "ChatMessage.content",
             "ChatMessage.refusal",
             "TextPart.text",
+            "TextPart.refusal",
             "ResponsesRequest.input",
             "ResponsesRequest.instructions",
             "InputItem.content",

@@ -18,8 +18,10 @@ from service.api.request_schema import (
     CacheOptions,
     Effort,
     ForeignModel,
+    Part,
     TemplateArguments,
     at_fault,
+    joined,
     of_effort,
 )
 from service.api.tools_schema import (
@@ -39,25 +41,14 @@ from service.engines.formats import Format
 from service.tool_calls import Tools
 
 
-class InputPart(ForeignModel):
-    """A part of a message; only text can be read.  ``refusal``: of an earlier answer that was
-    withheld."""
+class InputPart(Part):
+    """A part of a message."""
 
     ignored = frozenset(
         ("annotations", "cache_control", "id", "index", "logprobs", "prompt_cache_breakpoint")
     )
 
     type: Literal["input_text", "output_text", "refusal"]
-    text: StrictStr | None = None
-    refusal: StrictStr | None = None
-
-    @model_validator(mode="after")
-    def _says_what_it_is(self) -> InputPart:
-        is_refusal = self.type == "refusal"
-        wanted, unwanted = ("refusal", "text") if is_refusal else ("text", "refusal")
-        if getattr(self, wanted) is None or getattr(self, unwanted) is not None:
-            raise ValueError(f"a part of type {self.type!r} has {wanted!r} and no {unwanted!r}")
-        return self
 
 
 Parts = Annotated[list[InputPart], Field(fail_fast=True, min_length=1, max_length=1024)]
@@ -140,14 +131,6 @@ class InputItem(ForeignModel):
             "role": "system" if self.role == "developer" else self.role,
             "content": joined(self.content or ""),
         }
-
-
-def joined(content: str | list[InputPart]) -> str:
-    """Return the whole text; a refusal is read where there is no text beside it."""
-    if isinstance(content, str):
-        return content
-    texts = [part.text for part in content if part.text is not None]
-    return "".join(texts or [part.refusal or "" for part in content])
 
 
 class ResponsesTool(Function, ForeignModel):

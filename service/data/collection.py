@@ -19,17 +19,26 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from probes_store.local import atomic_write
-from service.data.labels import answer_texts
+from service.data.labels import SAMPLES_FILE, answer_texts
+from service.data.options import SAMPLE_TEMPERATURE, SAMPLES
 from service.data.run_folder import AppendLog, RowsFile, claim, write_at
 from service.data.training_rows import Dataset
-from service.engines.base import Completion, Engine, Sampling
+from service.engines.base import Completion, Engine, LoadedModel, Sampling
 from service.engines.checks import beyond_onset
-from service.errors import DataError, NonFiniteReadout, RequestError, RunMismatch, TrainingError
+from service.errors import (
+    DataError,
+    EngineError,
+    NonFiniteReadout,
+    RequestError,
+    RunMismatch,
+    TrainingError,
+)
 from service.progress import size_text
 from service.prompts import PromptFormat, continuation, render
 from service.readout import Pooling, Site
 
 COPIED_TOGETHER = 256  # rows of an earlier collection
+SAMPLED_TOGETHER = 32  # prompts in one call; what an interruption loses
 
 
 @dataclass(frozen=True, eq=False)
@@ -244,6 +253,61 @@ def collect(
     return Collection(
         folder, prompts, files, np.fromfile(first_token, "<f8").reshape(-1, 2), pooled, answer_file
     )
+
+
+def sample_answers(
+    engine: LoadedModel, dataset: Dataset, prompts: Prompts, folder: Path, max_new_tokens: int
+) -> None:
+    """Sample ``SAMPLES`` answers of each row that applies into ``SAMPLES_FILE`` of a collection's
+    folder; an interrupted run resumes.
+
+    A sample depends on the row's id, its number and the prompt alone.  Raises TrainingError where
+    the engine cannot sample, and RunMismatch for a file of another run."""
+    check_samples(engine)
+    order = batches(prompts.lengths[dataset.asking], SAMPLED_TOGETHER)
+    plan = [dataset.asking[batch] for batch in order]
+    sampling = Sampling(max_tokens=max_new_tokens, temperature=SAMPLE_TEMPERATURE)
+    with closing(AppendLog(folder / SAMPLES_FILE)) as log:
+        done = log.count // SAMPLED_TOGETHER if log.count < len(dataset.asking) else len(plan)
+        rows = np.concatenate(plan[:done]) if done else dataset.asking[:0]
+        log.keep(len(rows))  # a call that was cut is made again as a whole
+        if [record["row"] for record in log.read()] != rows.tolist():
+            raise RunMismatch(f"{log.path} does not hold the samples of this run: delete it")
+        with _bar("sampled answers", prompts.lengths, plan, done) as bar:
+            for batch in plan[done:]:
+                numbers = batch.tolist()
+                sampled = engine.sample(
+                    [prompts.of(row) for row in numbers],
+                    sampling,
+                    [_seeds(dataset.rows[row].id) for row in numbers],
+                )
+                records = []
+                for row, answers in zip(numbers, sampled, strict=True):
+                    texts = [
+                        answer_texts(answer.completion, prompts.of(row), engine)[1]
+                        for answer in answers
+                    ]
+                    records.append({"id": dataset.rows[row].id, "row": row, "answers": texts})
+                log.append(records)
+                bar.update(int(prompts.lengths[batch].sum()))
+
+
+def check_samples(engine: LoadedModel) -> None:
+    """Raise TrainingError if the engine cannot sample several answers of a prompt."""
+    try:
+        engine.sample([], Sampling(), [])
+    except EngineError as error:
+        raise TrainingError(
+            "--labels self samples several answers to each question, which the transformers engine"
+            " can: leave --engine out",
+            param="labels",
+        ) from error
+
+
+def _seeds(name: str) -> list[int]:
+    """Return a row's seeds, one for each sample."""
+    texts = [f"{number} {name}".encode() for number in range(SAMPLES)]
+    return [int.from_bytes(hashlib.sha256(text).digest()[:6], "big") for text in texts]
 
 
 def _copy_rows(

@@ -38,6 +38,15 @@ _UNSPACED = re.compile(
     "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]"
 )
 _ARTICLES = frozenset(("a", "an", "the"))
+_NEGATION = re.compile(
+    r"no|not|never|none|nobody|nothing|cannot"
+    r"|(is|are|was|were|do|does|did|ca|could|wo|would|has|have|had)nt"
+)
+_FUNCTION_WORD = re.compile(
+    r"and|are|as|at|be|been|but|by|can|could|did|do|does|for|from|had|has|have|he|her|his|in|into"
+    r"|is|it|its|of|on|or|she|so|than|that|their|there|these|they|this|those|to|was|we|were|which"
+    r"|who|will|with|would|you|your|i|my|me|our|also"
+)
 _INSTRUCTION = (
     "You grade answers. Say whether the given answer states the same fact as one of the accepted"
     " answers. Reply with exactly one word: yes or no."
@@ -98,6 +107,36 @@ def contains(question: str, answer: str, accepted: Sequence[str]) -> bool:
     return any(
         words in text if _UNSPACED.search(words) else f" {words} " in text for words in wanted
     )
+
+
+def _parts(text: str) -> list[str]:
+    """Return the words of a normalised text; characters, of words in scripts without spaces."""
+    parts: list[str] = []
+    for word in normalise(text).split():
+        parts += word if _UNSPACED.search(word) else [word]
+    return parts
+
+
+def _added(words: Sequence[str], asked: frozenset[str]) -> frozenset[str]:
+    """Return the words of an answer that are neither the question's nor function words."""
+    return frozenset(word for word in words if not _FUNCTION_WORD.fullmatch(word)) - asked
+
+
+def agree(question: str, answer: str, other: str) -> bool:
+    """Return whether two answers to a question say the same: ``contains`` in both directions, by
+    words.
+
+    Of the shorter one's normalised words, those of the question and English function words left
+    out, more than half must be among the other's, and both must negate or neither; if an answer has
+    no other words, its whole text counts.  So "Paris" and "It is Paris, in France." agree, and
+    answers of one or two words must have all of them in common.  A paraphrase without a common word
+    counts as another answer."""
+    asked = frozenset(_parts(question))
+    texts = [_parts(text) for text in (answer, other)]
+    added = [_added(words, asked) for words in texts]
+    short, long = sorted(added if all(added) else map(frozenset, texts), key=len)
+    negated = [any(map(_NEGATION.fullmatch, words)) for words in texts]
+    return negated[0] == negated[1] and 2 * len(short & long) > len(short)
 
 
 def answer_problems(options: JudgeOptions, answers: Sequence[str]) -> list[str]:

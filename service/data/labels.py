@@ -1,4 +1,5 @@
-"""Labels the rows: by the data file, or by a judge's verdicts on the model's answers."""
+"""Labels the rows: by the data file, by a judge's verdicts on the model's answers, or by how far
+sampled answers agree with the greedy one."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from service.data.judges import Judge, answer_problems, make_judge
-from service.data.options import JudgeOptions
+from service.data.judges import Judge, agree, answer_problems, make_judge
+from service.data.options import SAMPLE_TEMPERATURE, SAMPLES, JudgeOptions
 from service.data.run_folder import AppendLog
 from service.data.training_rows import Dataset
 from service.engines.base import Completion, LoadedModel, TokenIds
@@ -26,8 +27,11 @@ from service.errors import DataError, RunMismatch, TrainingError
 
 Verdict = Literal["factual", "hallucinated", "abstained", "empty", "unfinished thought"]
 UNFINISHED: Verdict = "unfinished thought"
+MOST = 0.5  # share of the sampled answers; above it, most of them agree with the greedy one
 # share of the answers; above it, the finished answers are those that took the least thought
 MOST_UNFINISHED = 0.5
+SAMPLES_FILE = f"samples-{SAMPLES}-{SAMPLE_TEMPERATURE:g}.jsonl"  # in a run folder
+FiguresBy = Literal["answers", "label", "agreement"]
 CLASSES = {"hallucinated": 0, "factual": 1}
 """The verdicts that are labels; any other verdict belongs to neither class."""
 
@@ -40,6 +44,12 @@ class Labelled:
     label: NDArray[np.int64]  # [n] 1 factual, 0 hallucinated
     left_out: dict[str, int]  # count of the other rows by the reason why they do not take part
     thoughts: int = 0  # answers that begin with a thought
+    # [n] share of the sampled answers that agree with the greedy one; then ``label`` is whether
+    # most of them do
+    agreement: NDArray[np.float64] | None = None
+    # [n] whether the greedy answer is right, where the rows bring what tells it
+    truth: NDArray[np.int64] | None = None
+    figures_by: FiguresBy | None = None  # what figures of self-labelled rows are by
 
 
 def given_labels(dataset: Dataset) -> Labelled:
@@ -56,6 +66,8 @@ def given_labels(dataset: Dataset) -> Labelled:
 def check_answers(dataset: Dataset, options: JudgeOptions) -> None:
     """Raise DataError if the judge cannot use a row's accepted answers; needs no model."""
     asking = [row for row in dataset.rows if row.applies]
+    if not has_answers(dataset):
+        asking = []
     if problems := [
         f"line {row.line}: {problem}"
         for row in asking
@@ -93,6 +105,54 @@ def judged_labels(dataset: Dataset, folder: Path, options: JudgeOptions) -> Labe
     why = dict(sorted(left_out.items()))
     return Labelled(
         np.array([*used], np.int64), np.array([*used.values()], np.int64), why, thoughts
+    )
+
+
+def has_answers(dataset: Dataset) -> bool:
+    """Return whether each row that applies has accepted answers."""
+    return all(row.answers for row in dataset.rows if row.applies)
+
+
+def has_labels(dataset: Dataset) -> bool:
+    """Return whether each row that applies has a label of its own."""
+    return all(row.label is not None for row in dataset.rows if row.applies)
+
+
+def self_labels(dataset: Dataset, folder: Path, options: JudgeOptions) -> Labelled:
+    """Label each answer of a collection by the share of ``SAMPLES_FILE``'s answers that agree with
+    it.
+
+    An answer that abstains, is empty or ends in its thought is left out; a sample of that kind
+    agrees with none.  ``truth`` is what a judge says where all rows have accepted answers, else
+    the label of each where all have one."""
+    judge = options.judge if has_answers(dataset) else None
+    judged = judged_labels(dataset, folder, replace(options, judge=judge))
+    with (folder / "answers.jsonl").open(encoding="utf-8") as file:
+        greedy = {record["row"]: _judged(record) or "" for record in map(json.loads, file)}
+    with (folder / SAMPLES_FILE).open(encoding="utf-8") as file:
+        samples = {record["row"]: record["answers"] for record in map(json.loads, file)}
+    shares = []
+    for number in judged.index.tolist():
+        question = dataset.rows[number].texts[-1]
+        same = [
+            sample is not None and agree(question, greedy[number], sample)
+            for sample in samples[number]
+        ]
+        shares.append(float(np.mean(same)))
+    agreement = np.array(shares, np.float64)
+    truth: NDArray[np.int64] | None = None
+    figures_by: FiguresBy = "agreement"
+    if has_answers(dataset):
+        truth, figures_by = judged.label, "answers"
+    elif has_labels(dataset):
+        given = [dataset.rows[number].label for number in judged.index.tolist()]
+        truth, figures_by = np.array(given, np.int64), "label"
+    return replace(
+        judged,
+        label=(agreement > MOST).astype(np.int64),
+        agreement=agreement,
+        truth=truth,
+        figures_by=figures_by,
     )
 
 

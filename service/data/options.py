@@ -24,12 +24,15 @@ BATCH_ROWS = 128  # with fewer prompts in a batch, decoding reads all weights mo
 MAX_NEW_TOKENS = 48
 
 Labels = Literal["given", "generate"]
+TrainingLabels = Literal["given", "generate", "self"]
+SAMPLES, SAMPLE_TEMPERATURE = 5, 0.7  # answers that are compared with the greedy one
 JudgeName = Literal["exact", "contains", "regex", "openai", "similarity", "calls"]
 
 PYTHON = Parameter(parse=False)
 ROWS = option(
     "Rows: prompt or messages, label or answers; id and group if any.  JSONL, also packed (.gz),"
-    " .csv, .tsv or .parquet (needs pyarrow).  evaluate: also NAME=FOLDER for a public set you"
+    " .csv, .tsv or .parquet (needs pyarrow); or a folder of requests as OpenAI's API takes them"
+    " (.json, .jsonl).  evaluate: also NAME=FOLDER for a public set you"
     " downloaded ('hallutracer data list'), and repeatable."
 )
 Data = Annotated[tuple[str, ...], ROWS, Parameter(metavar="FILE")]
@@ -37,9 +40,19 @@ GeneratedLabels = Annotated[
     Labels | None,
     option(
         'given: each row\'s \'label\' ("factual" or "hallucinated", or 1 and 0).  generate: the'
-        " model answers greedily and a judge compares with 'answers'.  Default of train: given, or"
-        " generate without --data; of guarantee: as the bundle's own rows were labelled; of"
+        " model answers greedily and a judge compares with 'answers'.  Default of guarantee and"
+        " recalibrate: as the bundle's own rows were labelled, given where it labelled itself; of"
         " evaluate: the set's own, or given where a row has a label."
+    ),
+]
+LearntLabels = Annotated[
+    TrainingLabels | None,
+    option(
+        'given: each row\'s \'label\' ("factual" or "hallucinated", or 1 and 0).  generate: the'
+        " model answers greedily and a judge compares with 'answers'.  self: no judge and no"
+        f" accepted answers, the model also samples {SAMPLES} answers to each question, and the"
+        " share that agrees with the greedy one is what the probes learn (transformers engine)."
+        "  Default: given, or generate without --data."
     ),
 ]
 Questions = Annotated[

@@ -1,4 +1,5 @@
-"""Reads files of rows: JSON lines, CSV or Parquet; the first two also packed by gzip."""
+"""Reads files of rows: JSON lines, CSV, Parquet, or texts with a question a line; all but Parquet
+also packed by gzip.  A folder holds requests."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from service.data.requests import requests_in
 from service.engines.places import replaced_by
 from service.errors import DataError
 
@@ -101,7 +103,8 @@ def read_lines(path: Path) -> Lines:
             )
             first = file.readline()
         except IsADirectoryError:
-            raise DataError(str(path), ["is a folder: name a file in it"]) from None
+            yield from _requests(path)
+            return
         except OSError as error:
             raise DataError(str(path), [f"cannot be read: {error.strerror}"]) from error
         kinds = [suffix.lower() for suffix in path.suffixes[-2:]]
@@ -130,7 +133,46 @@ def read_lines(path: Path) -> Lines:
             return
         if whole := _one_document(first.strip(), second.strip(), path):
             raise DataError(str(path), [whole])
+        if ".txt" in kinds:
+            yield from _questions(path, lines)
+            return
         yield from enumerate(lines, 1)
+
+
+def _requests(folder: Path) -> Lines:
+    """Yield the requests of a folder.  Raises DataError, which names the file, for one that is no
+    JSON object."""
+    for number, (file, data) in enumerate(requests_in(folder), 1):
+        try:
+            is_object = isinstance(json.loads(data), dict)
+        except (ValueError, RecursionError) as error:
+            raise DataError(str(file), [f"invalid JSON: {error}"]) from None
+        if not is_object:
+            raise DataError(str(file), ['a request is a JSON object, such as {"messages": [..]}'])
+        yield number, data
+
+
+def _questions(path: Path, lines: Iterable[bytes]) -> Lines:
+    """Yield each line of a text as a row's prompt, blank ones left out; JSON lines as they are.
+
+    Raises DataError for a line that is not UTF-8."""
+    numbered = ((number, line) for number, line in enumerate(lines, 1) if line.strip())
+    for number, line in numbered:
+        if line.lstrip().startswith(b"{"):
+            yield from chain([(number, line)], numbered)
+            return
+        yield number, _question(path, number, line)
+        break
+    for number, line in numbered:
+        yield number, _question(path, number, line)
+
+
+def _question(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        return {"prompt": line.decode("utf-8").strip()}
+    except UnicodeDecodeError as error:
+        problem = f"line {number}: not UTF-8 at byte {error.start + 1}: save the file as UTF-8"
+        raise DataError(str(path), [problem]) from None
 
 
 def _rows_below(first: bytes, second: bytes) -> str:

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from probes_store.records import GREEDY, Decoding
+from service.data.requests import as_row
 from service.data.row_files import field_of, read_lines
 
 Message = dict[str, str]
@@ -95,7 +96,8 @@ def objects(
             cure = (
                 ""
                 if data.lstrip().startswith(b"{")
-                else ': an object is expected, such as {"prompt": "..."}'
+                else ': an object is expected, such as {"prompt": "..."}; a file with a'
+                " question a line is to be named .txt"
             )
             problems.append(
                 f"line {line}: invalid JSON: {error.msg}, at character {error.pos + 1}{cure}"
@@ -104,7 +106,7 @@ def objects(
             problems.append(f"line {line}: invalid JSON: {error}")
         else:
             if isinstance(value, dict):
-                yield line, _renamed(value, columns)
+                yield line, _renamed(as_row(value), columns)
             else:
                 problems.append(f"line {line}: a JSON object is expected, found {_kind(value)}")
 
@@ -165,6 +167,8 @@ def check_text(value: dict[str, Any], key: str, *, required: bool) -> Iterator[s
 
 def check_prompt(value: dict[str, Any]) -> Iterator[str]:
     """Yield problems of an object's ``prompt`` or ``messages``."""
+    if value.get("tools"):
+        yield "has 'tools', which change the prompt and which no row can offer: leave it out"
     if ("prompt" in value) == ("messages" in value):
         both = "prompt" in value
         yield (

@@ -9,6 +9,7 @@ rows-<site>-answer.f32         mean over the tokens of a generated answer; zeros
 first_token.f64      [N, 2] log maximum probability, entropy (nats)
 journal.jsonl        one line per finished batch, written after its data reached the disk
 answers.jsonl        generated answers, one line per row that applies, in the order of the plan
+samples-<K>-<T>.jsonl  K answers of each row that applies, sampled at temperature T
 labels-<key>.jsonl   verdicts of one judge with one set of options
 finished.json        above these: what the whole run read, once its bundle was published"""
 

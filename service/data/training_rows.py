@@ -8,7 +8,8 @@ A training row has these keys:
 ``label``                   "factual" or 1, "hallucinated" or 0
 ``answer``, ``decoding``    optional: the answer that ``label`` is about, and how it was decoded
                             (``rows.decoding_of``); ``messages`` may end with the answer instead
-``answers``                 accepted answers, for labels that are generated and judged
+``answers``                 accepted answers, for labels that are generated and judged; with labels
+                            by the model itself, both may be missing
 ``group``                   optional: folds keep the rows of a group together.  They also keep
                             together rows with the same prompt, and rows without a group that ask
                             the same in other words
@@ -38,7 +39,7 @@ from numpy.typing import NDArray
 
 from probes_store.records import Decoding
 from service.data.near_duplicates import near_duplicates
-from service.data.options import Labels
+from service.data.options import TrainingLabels
 from service.data.rows import (
     DECODINGS,
     Message,
@@ -70,6 +71,10 @@ ANSWERS = (
     "prediction",
 )
 WRITTEN_LIST = re.compile(r"\[\s*(['\"].*)?\]", re.DOTALL)  # as JSON, Python and pandas write one
+WITHOUT_LABELS = (
+    " (questions alone are enough to train on with --labels self: the model's own sampled answers"
+    " then say where it contradicts itself)"
+)
 KEYS_SHOWN = 120  # characters that a message spends on the keys of a row
 REMARKED = (
     0.01  # share of rows; from it on, near-duplicates in different named groups cause a remark
@@ -233,7 +238,7 @@ class Dataset:
 
 def read_dataset(
     path: Path,
-    labels: Labels,
+    labels: TrainingLabels,
     *,
     folds: int | None,
     columns: Mapping[str, str] = MappingProxyType({}),
@@ -269,7 +274,7 @@ def read_dataset(
                 prompt=value.get("prompt"),
                 messages=messages or None,
                 group=value.get("group", ""),
-                label=label_of(value.get("label")) if labels == "given" else None,
+                label=None if labels == "generate" else label_of(value.get("label")),
                 answers=tuple(answers) if texts else (),
                 prompt_digest=prompt_digest(value),
                 strata={key: str(value[key]) for key in STRATA if value.get(key) is not None},
@@ -317,11 +322,12 @@ def _checked(
     return values, f"sha256:{digest.hexdigest()}"
 
 
-def _check_row(value: dict[str, Any], labels: Labels, all_labelled: bool) -> Iterator[str]:
+def _check_row(value: dict[str, Any], labels: TrainingLabels, all_labelled: bool) -> Iterator[str]:
     yield from check_id(value)
     yield from check_text(value, "group", required=False)
     fields = [] if {"prompt", "messages"} & value.keys() else ["prompt", "messages"]
-    likely = likely_columns(value, *fields, "label" if labels == "given" else "answers")
+    wanted = {"given": ["label"], "generate": ["answers"], "self": []}[labels]
+    likely = likely_columns(value, *fields, *wanted)
     renamed = "".join(f",{field}={key}" for field, key in likely.items())[1:]
     renamed = f": --columns {renamed} would read this row" if renamed else ""
     for problem in check_prompt(value):
@@ -350,14 +356,10 @@ def _check_row(value: dict[str, Any], labels: Labels, all_labelled: bool) -> Ite
                 if "answers" in value
                 else ""
             )
-            cure = cure or (renamed if "label" in likely else "")
+            cure = cure or (renamed if "label" in likely else WITHOUT_LABELS)
             yield f"'label' is missing{cure}"
-        elif label_of(value["label"]) is None:
-            excerpt = json.dumps(value["label"])[:60]
-            yield (
-                '\'label\' must be "factual" or "hallucinated", or the number 1 or 0 for these,'
-                f" found {excerpt}"
-            )
+        else:
+            yield from _check_label(value)
         if not isinstance(value.get("answer", ""), str):
             excerpt = json.dumps(value["answer"])[:60]
             yield f"'answer' must be a string, the answer that 'label' is about, found {excerpt}"
@@ -369,13 +371,16 @@ def _check_row(value: dict[str, Any], labels: Labels, all_labelled: bool) -> Ite
                 "'decoding', how the answer that 'label' is about was decoded, must be"
                 f" {DECODINGS}, found {excerpt}"
             )
+    elif labels == "self" and "answers" not in value:
+        if "label" in value:
+            yield from _check_label(value)
     elif "answers" not in value:
         cure = (
             " (there is a 'label': use the given labels, --labels given)"
             if "label" in value
             else ""
         )
-        cure = cure or (renamed if "answers" in likely else "")
+        cure = cure or (renamed if "answers" in likely else WITHOUT_LABELS)
         yield f"'answers' is missing{cure}"
     elif isinstance(value["answers"], str) and WRITTEN_LIST.fullmatch(value["answers"].strip()):
         # No model's answer holds it, so that each label would be "hallucinated".
@@ -389,6 +394,15 @@ def _check_row(value: dict[str, Any], labels: Labels, all_labelled: bool) -> Ite
         yield "'answers' must hold non-empty strings only"
     else:
         yield from check_text({"answers": " ".join(answers)}, "answers", required=True)
+
+
+def _check_label(value: dict[str, Any]) -> Iterator[str]:
+    if label_of(value["label"]) is None:
+        excerpt = json.dumps(value["label"])[:60]
+        yield (
+            '\'label\' must be "factual" or "hallucinated", or the number 1 or 0 for these,'
+            f" found {excerpt}"
+        )
 
 
 def _answer_in(value: dict[str, Any]) -> str:

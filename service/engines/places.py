@@ -7,6 +7,7 @@ starts."""
 
 from __future__ import annotations
 
+import codecs
 import fcntl
 import functools
 import hashlib
@@ -133,14 +134,20 @@ _HUB = r"(?:hf://|https?://(?:www\.)?(?:huggingface\.co|hf\.co)/)"
 _OF_HUB = re.compile(_HUB + r"([\w.-]+/[\w.-]+)(?:/tree/[\w.-]+)?/?")
 _POINTER = b"version https://git-lfs"
 _PAGE = re.compile(rb"\s*<(!doctype|html|head|\?xml|error)\b", re.IGNORECASE)
+_MARKS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+_TEXTS = (".json", ".txt", ".jinja")
 _BEGINNING = 512  # bytes of a file that tell
 
 
 def check_contents(file: Path, param: str = "model") -> None:
     """Raise ModelLoadError, before a parser does in its own words, for a file in whose place
-    something else was saved: a Git LFS pointer, a web page or nothing."""
+    something else was saved: a Git LFS pointer, a web page, nothing, or a text as an editor marks
+    it."""
     with file.open("rb") as stream:
         begins = stream.read(_BEGINNING)
+    if file.suffix in _TEXTS and begins.startswith(_MARKS):
+        problem = "begins with a byte order mark, as Windows' editors write it; save it as UTF-8"
+        raise ModelLoadError(f"{file} {problem} without one", param=param)
     if problem := replaced_by(begins) if begins else "is empty; download it again":
         raise ModelLoadError(f"{file} {problem}", param=param)
 

@@ -129,9 +129,9 @@ def fit_passage_probes(
 ) -> tuple[ContextFit, ContextFit] | None:
     """Fit ``passage`` on ``rows``, and ``stated`` on those with a passage.  Return None if the rows
     are too few."""
-    of_passage = replace(readouts, label=labels.passage.astype(np.int64))
+    of_passage = replace(readouts, label=labels.passage.astype(np.int64), soft_label=None)
     passage = fit_context_probe("passage", of_passage, group, rows, probe, least)
-    of_stated = replace(readouts, label=labels.stated.astype(np.int64))
+    of_stated = replace(of_passage, label=labels.stated.astype(np.int64))
     stated = fit_context_probe("stated", of_stated, group, rows[labels.passage[rows]], probe, least)
     return None if passage is None or stated is None else (passage, stated)
 

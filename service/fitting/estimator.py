@@ -16,7 +16,6 @@ from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.linear_model import LogisticRegression
 from sklearn.utils.multiclass import check_classification_targets, type_of_target
 from sklearn.utils.validation import check_is_fitted, validate_data
-from threadpoolctl import threadpool_limits
 
 from probes_store.records import CONTEXT_SIGNALS
 from service.fitting import C_GRID, DEPTH_MEAN, ClassBalance, LogitScale
@@ -33,8 +32,10 @@ from service.fitting.probes import (
     Task,
     fit_probes,
     project,
+    weighted_rows,
 )
 from service.fitting.scores import auroc
+from service.fitting.solver import one_numpy_thread
 from service.readout import Site
 from service.risk import depth_mean, risk
 
@@ -243,14 +244,17 @@ class DepthMeanProbe(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self.out_of_fold_, self.scale_ = served.out_of_fold, served.scale
         return self
 
-    def fit_risk(self, label: Labels, extra: Floats | None = None) -> Self:
-        """Fit the classifier on out-of-fold signals: label [n] of ``fit_readouts``' rows, extra
-        [n, k]."""
+    def fit_risk(
+        self, label: Labels, extra: Floats | None = None, soft_label: Floats | None = None
+    ) -> Self:
+        """Fit the classifier on out-of-fold signals: label, soft_label [n] of ``fit_readouts``'
+        rows, extra [n, k]."""
         seeds, signals = len(self.out_of_fold_), signal_matrix(self.out_of_fold_, extra)
         # Seeds are stacked and not averaged: an average would be less noisy than the single probe
         # that is served.
         self.signals_ = signals.reshape(-1, signals.shape[-1])
-        self.classifier_ = fit_classifier(self.signals_, np.tile(label, seeds))
+        soft = None if soft_label is None else np.tile(soft_label, seeds)
+        self.classifier_ = fit_classifier(self.signals_, np.tile(label, seeds), soft)
         self.out_of_fold_risk_ = self.classifier_.risk(self.signals_).reshape(seeds, -1)
         return self
 
@@ -360,19 +364,22 @@ def _scaled(rule: LogitScale, crossed: OutOfFold, refitted: ProbeFit) -> ScaledL
     return ScaledLogits(out_of_fold, refitted.standardized, refitted.scale)
 
 
-def fit_classifier(signals: Floats, label: Labels) -> FinalClassifier:
+def fit_classifier(
+    signals: Floats, label: Labels, soft_label: Floats | None = None
+) -> FinalClassifier:
     """Return a practically unregularised logistic regression: signals [n, k], label [n] (1
-    factual).
+    factual), or soft_label [n].
 
     It has no class weights, so the risk is a probability at the training data's share of
     hallucinations."""
     mean, std = signals.mean(axis=0), signals.std(axis=0)
     std = np.where(std > 0, std, 1.0)
-    with threadpool_limits(1):  # the same order of summation for any number of cores
+    rows = weighted_rows(label, soft_label)
+    with one_numpy_thread():  # the same order of summation for any number of cores
         model = LogisticRegression(
             C=1e4, tol=1e-8, max_iter=5000
         )  # C matters if the classes are separable
-        model.fit((signals - mean) / std, label)
+        model.fit(((signals - mean) / std)[rows.row], rows.label, sample_weight=rows.weight)
     weight = model.coef_[0] / std
     return FinalClassifier(weight, float(model.intercept_[0] - weight @ mean))
 

@@ -14,12 +14,20 @@ import numpy as np
 from numpy.typing import NDArray
 from sklearn.linear_model import LogisticRegression
 from sklearn.utils.extmath import randomized_svd
-from threadpoolctl import threadpool_limits
 
 from service.errors import NoDirection
 from service.fitting import ClassBalance
-from service.fitting.probes import Floats, ProbeFit, Readouts, Task, row_weights, standardise
+from service.fitting.probes import (
+    Floats,
+    ProbeFit,
+    Readouts,
+    Task,
+    row_weights,
+    standardise,
+    weighted_rows,
+)
 from service.fitting.scores import auroc
+from service.fitting.solver import one_numpy_thread
 
 COMPONENTS: Final = 300  # leading components of the standardised columns
 C: Final = 5e-4  # inverse strength of the L2 penalty on the components, as in scikit-learn
@@ -58,7 +66,14 @@ def joined(
     heads = fit.head.tolist()
     columns = [readouts.file.head(layer, head)[readouts.index] for layer, head in enumerate(heads)]
     activations, label = np.stack(columns, axis=1), readouts.label[task.train]
-    joint = fit_joint(activations[task.train], label, balance, zero_layers=zero_layers, c=c)
+    joint = fit_joint(
+        activations[task.train],
+        label,
+        balance,
+        zero_layers=zero_layers,
+        c=c,
+        soft_label=readouts.soft(task.train),
+    )
     quality = np.array(
         [auroc(label, logits) for logits in joint.trajectory(activations[task.train]).T]
     )
@@ -72,21 +87,23 @@ def fit_joint(
     *,
     zero_layers: bool = False,
     c: float = C,
+    soft_label: Floats | None = None,
 ) -> JointFit:
     """Fit one logistic regression on the leading components of the standardised columns of all
     layers.
 
-    activations [n, m, d] of the chosen head of each layer, label [n] (1 factual, 0 hallucinated).
-    ``c`` is the inverse strength of the penalty.  A layer with constant activations gets a
-    direction of zero with ``zero_layers``; without it, raises NoDirection."""
+    activations [n, m, d] of the chosen head of each layer, label [n] (1 factual, 0 hallucinated),
+    or soft_label [n].  ``c`` is the inverse strength of the penalty.  A layer with constant
+    activations gets a direction of zero with ``zero_layers``; without it, raises NoDirection."""
     n, layers, dim = activations.shape
-    weights = row_weights(label, balance)
-    with threadpool_limits(1):  # the same order of summation for any number of cores
+    rows = weighted_rows(label, soft_label)
+    weights = row_weights(rows.label, balance, rows.weight)
+    with one_numpy_thread():  # the same order of summation for any number of cores
         columns, mean, deviation = standardise(activations.reshape(n, layers * dim))
         components = min(COMPONENTS, n, layers * dim)
         basis = randomized_svd(columns, components, n_oversamples=20, n_iter=4, random_state=0)[2].T
         model = LogisticRegression(C=c, solver="newton-cholesky", tol=1e-8)
-        model.fit(columns @ basis, label, sample_weight=weights)
+        model.fit((columns @ basis)[rows.row], rows.label, sample_weight=weights)
     # The component of a constant column is only a rounding error.
     raw = np.where(columns.any(axis=0), (basis @ model.coef_[0]) / deviation, 0.0).reshape(
         layers, dim

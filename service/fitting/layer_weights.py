@@ -19,11 +19,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import minimize
-from threadpoolctl import threadpool_limits
 
 from service.fitting.folds import group_folds
 from service.fitting.probes import Floats, Labels
 from service.fitting.scores import gain
+from service.fitting.solver import one_numpy_thread
 
 STRENGTHS = (math.inf, 3.0, 1.0, 0.3, 0.1, 0.03, 0.01, 0.003)  # lambda, strong to weak
 FLOOR = (
@@ -53,7 +53,7 @@ def fit_layer_weights(
     def fit(rows: NDArray[np.integer], strengths: Sequence[float]) -> list[Floats]:
         return _path(trajectory[rows], label[rows], strengths)
 
-    with threadpool_limits(1):  # the same order of summation for any number of cores
+    with one_numpy_thread():  # the same order of summation for any number of cores
         paths = [fit(train, STRENGTHS) for train, _ in pairs]
         paper = [(held, -trajectory[held].sum(axis=1)) for _, held in pairs]
         gains = []

@@ -159,11 +159,17 @@ class Inputs:
     prompt_tokens: NDArray[np.int64]  # [n]
     strata: tuple[Mapping[str, str], ...]  # [n] metadata that names strata
     prompts: PromptLabels | None = None  # None: context signals are not evaluated
+    # [n] what figures are by; None: by the label that the fits learn
+    truth: NDArray[np.int64] | None = None
 
     @property
     def label(self) -> NDArray[np.int64]:
-        """[n] 1 factual, 0 hallucinated."""
-        return self.readouts.label
+        """What figures are by, [n]: 1 factual, 0 hallucinated."""
+        return self.readouts.label if self.truth is None else self.truth
+
+    def classifier(self, signals: Floats, rows: Index) -> FinalClassifier:
+        """Return a classifier that learnt from signals [r, k] of these rows [r]."""
+        return fit_classifier(signals, self.readouts.label[rows], self.readouts.soft(rows))
 
     def stratum_of_rows(self) -> dict[str, Index]:
         """Return each row's stratum [n], for each name in ``STRATA`` whose keys every row has.
@@ -227,7 +233,7 @@ def evaluate(
             "signals": {},
         }
         risks = {
-            name: fit_classifier(of_train, label[train]).risk(of_test)
+            name: inputs.classifier(of_train, train).risk(of_test)
             for name, (of_train, of_test) in signals
         }
         risks |= _without_a_model(inputs, train, inputs, test)
@@ -276,14 +282,13 @@ def held_out(
 
     The latter are fitted on all training rows (``references``)."""
     label, factual = inputs.label, int(inputs.label.sum())
+    every = np.arange(len(references.label))
     risks = {"bundle": classifier.risk(signals)}
     for (name, of_train), (_, of_test) in zip(
         _references(references), _references(inputs), strict=True
     ):
-        risks[name] = fit_classifier(of_train, references.label).risk(of_test)
-    risks |= _without_a_model(
-        references, np.arange(len(references.label)), inputs, np.arange(len(label))
-    )
+        risks[name] = references.classifier(of_train, every).risk(of_test)
+    risks |= _without_a_model(references, every, inputs, np.arange(len(label)))
     strata = inputs.stratum_of_rows()
     scores = {name: scores_of(label, risk, strata) for name, risk in risks.items()}
     gate = decisions.at_threshold(label, risks["bundle"], threshold)
@@ -379,7 +384,7 @@ def _without_a_model(
     columns = OneHotEncoder(handle_unknown="ignore")
     of_train = columns.fit_transform(_values(fitted, train, keys))
     of_rows = columns.transform(_values(inputs, rows, keys))
-    model = LogisticRegression().fit(of_train, fitted.label[train])
+    model = LogisticRegression().fit(of_train, fitted.readouts.label[train])
     factual: Floats = model.predict_proba(of_rows)[:, 1]
     return {KIND_AND_FORM: 1 - factual}
 

@@ -1,5 +1,9 @@
 """Fits probes: standardises, fits, selects a head per layer, maps to raw space, normalises (App.
-probe-training)."""
+probe-training).
+
+A row's soft label is the share of its sampled answers that agree with the greedy one.  Its logistic
+loss is that share times a factual row's, plus the rest times a hallucinated one's, so the
+regressions fit it as two weighted rows.  Heads and C are chosen, and scales taken, by the label."""
 
 from __future__ import annotations
 
@@ -12,13 +16,12 @@ from joblib import Parallel, delayed, parallel_config
 from numpy.typing import NDArray
 from sklearn import config_context
 from sklearn.linear_model import LogisticRegression
-from threadpoolctl import threadpool_limits
 
 from service.data.run_folder import RowsFile
 from service.errors import NoDirection
 from service.fitting import ClassBalance
 from service.fitting.scores import auroc
-from service.fitting.solver import CONSTANT, one_torch_thread, solve
+from service.fitting.solver import CONSTANT, one_numpy_thread, one_torch_thread, solve
 from service.readout import Geometry, Site
 
 Floats = NDArray[np.float64]
@@ -59,10 +62,36 @@ class Readouts:
     file: RowsFile | ActivationArray
     index: Index  # [n]
     label: NDArray[np.int64]  # [n] 1 factual, 0 hallucinated
+    soft_label: Floats | None = None  # [n] what the regressions learn in place of ``label``
 
     def subset(self, rows: Labels) -> Readouts:
         """Return the same file, restricted to these rows."""
-        return Readouts(self.file, self.index[rows], self.label[rows])
+        return Readouts(self.file, self.index[rows], self.label[rows], self.soft(rows))
+
+    def soft(self, rows: Labels) -> Floats | None:
+        """Return the soft labels of these rows, if there are any."""
+        return None if self.soft_label is None else self.soft_label[rows]
+
+
+class WeightedRows(NamedTuple):
+    """r weighted rows made of n: first one of each, then the second ones of those that have two."""
+
+    row: Index  # [r]
+    label: NDArray[np.int64]  # [r] 1 factual, 0 hallucinated
+    weight: Floats  # [r]; those of a row sum to 1
+
+
+def weighted_rows(label: Labels, soft_label: Floats | None) -> WeightedRows:
+    """Return the rows of label [n] or, if given, of ``soft_label`` [n], without those of weight
+    zero."""
+    rows = np.arange(len(label))
+    if soft_label is None:
+        return WeightedRows(rows, np.asarray(label, np.int64), np.ones(len(label)))
+    first = (soft_label >= 0.5).astype(np.int64)
+    mixed = np.flatnonzero((soft_label > 0) & (soft_label < 1))
+    row, of_class = np.r_[rows, mixed], np.r_[first, 1 - first[mixed]]
+    weight = np.where(of_class == 1, soft_label[row], 1 - soft_label[row])
+    return WeightedRows(row, of_class, weight)
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,28 +138,40 @@ class ProbeFit:
 
 
 def fit_head(
-    x: NDArray[np.floating], label: Labels, tasks: Sequence[Task], site: Site, balance: ClassBalance
+    x: NDArray[np.floating],
+    label: Labels,
+    tasks: Sequence[Task],
+    site: Site,
+    balance: ClassBalance,
+    soft_label: Floats | None = None,
 ) -> list[tuple[Floats, float] | None]:
     """Return each task's raw-space weight [d] and bias of one head, before normalisation: x [n, d],
-    label [n].
+    label [n], soft_label [n].
 
     Eq. standardize, standardized-probe and raw-space-probe: L1 at the attention site, all tasks at
-    once (``solver``), L2 at the residual stream.  None if every weight is zero."""
+    once (``solver``), L2 at the residual stream.  None if every weight is zero.  A row of both
+    classes counts twice in the attention site's standardisation."""
     if site is Site.RESIDUAL_STREAM:
-        return [_ridge(x[task.train], label[task.train], task.c, balance) for task in tasks]
+        ridges = []
+        for task in tasks:
+            soft = None if soft_label is None else soft_label[task.train]
+            rows = weighted_rows(label[task.train], soft)
+            ridges.append(_ridge(x[task.train], rows, task.c, balance))
+        return ridges
+    rows = weighted_rows(label, soft_label)
     partitions = {task.train.tobytes(): task.train for task in reversed(tasks)}
-    weight = np.zeros((len(partitions), len(x)))
+    weight = np.zeros((len(partitions), len(rows.row)))
     for of_partition, train in zip(weight, partitions.values(), strict=True):
-        inside = np.zeros(len(x), bool)
-        inside[train] = True
-        of_partition[inside] = row_weights(label[inside], balance)
+        inside = np.isin(rows.row, train)
+        of_partition[inside] = row_weights(rows.label[inside], balance, rows.weight[inside])
     number = {name: position for position, name in enumerate(partitions)}
     partition, c = (
         np.array([number[task.train.tobytes()] for task in tasks]),
         np.array([task.c for task in tasks]),
     )
+    values = x if soft_label is None else x[rows.row]
     directions, intercepts = solve(
-        np.ascontiguousarray(x, np.float32)[None], label, weight, partition, c
+        np.ascontiguousarray(values, np.float32)[None], rows.label, weight, partition, c
     )
     pairs = zip(directions[0], intercepts[0], strict=True)
     return [(direction, float(bias)) if np.any(direction) else None for direction, bias in pairs]
@@ -153,28 +194,30 @@ def standardise(x: NDArray[np.floating]) -> tuple[Floats, Floats, Floats]:
     return z, mean, std
 
 
-def row_weights(label: Labels, balance: ClassBalance) -> Floats:
+def row_weights(label: Labels, balance: ClassBalance, weight: Floats | None = None) -> Floats:
     """Return weights of the training rows, [n], that balance the classes; ``downsample`` gives some
-    rows weight 0."""
+    rows weight 0.  ``weight`` [n]: how much a row counts before it is balanced."""
     if balance == "downsample":
         weights = np.zeros(len(label))
         weights[_downsample(label)] = 1.0
         return weights
-    sizes = np.bincount(label, minlength=2)
-    return np.asarray((len(label) / (2.0 * sizes))[label])
+    counts = np.ones(len(label)) if weight is None else weight
+    sizes = np.bincount(label, counts, minlength=2)
+    return np.asarray(counts * (counts.sum() / (2.0 * sizes))[label])
 
 
 def _ridge(
-    x: NDArray[np.floating], label: Labels, c: float, balance: ClassBalance
+    x: NDArray[np.floating], rows: WeightedRows, c: float, balance: ClassBalance
 ) -> tuple[Floats, float] | None:
-    if balance == "downsample":
-        rows = _downsample(label)
-        x, label = x[rows], label[rows]
+    if balance == "downsample":  # never of soft labels
+        chosen = _downsample(rows.label)
+        x, rows = x[chosen], weighted_rows(rows.label[chosen], None)
     z, mean, std = standardise(x)
+    weight = row_weights(rows.label, "weights", rows.weight)
     # Collection has checked the rows; a second check costs as much as a small fit.
     with config_context(assume_finite=True, skip_parameter_validation=True):
         model = LogisticRegression(C=c, max_iter=5000)
-        model.fit(z, label, sample_weight=row_weights(label, "weights"))
+        model.fit(z[rows.row], rows.label, sample_weight=weight)
     raw = model.coef_[0] / std
     return (raw, float(model.intercept_[0] - raw @ mean)) if np.any(raw) else None
 
@@ -281,12 +324,14 @@ def _fit_layer(
     zero."""
     best: list[HeadProbe | None] = [None] * len(tasks)
     with (
-        threadpool_limits(1),
+        one_numpy_thread(),
         one_torch_thread(),
     ):  # the same order of summation for any number of cores
         for head in heads:
             x = readouts.file.head(layer, head)[readouts.index]
-            fitted = fit_head(x, readouts.label, tasks, readouts.file.site, balance)
+            fitted = fit_head(
+                x, readouts.label, tasks, readouts.file.site, balance, readouts.soft_label
+            )
             for number, (task, raw) in enumerate(zip(tasks, fitted, strict=True)):
                 if raw is not None:
                     probe, current = unit_probe(x, readouts.label, task, head, raw), best[number]

@@ -118,11 +118,19 @@ class ChosenMap:
 
 
 def choose_map(
-    label: Labels, risk: Floats, group: Labels, prior_shift: MapFit | None = None, seed: int = 0
+    label: Labels,
+    risk: Floats,
+    group: Labels,
+    prior_shift: MapFit | None = None,
+    seed: int = 0,
+    *,
+    as_it_is: bool = True,
 ) -> ChosenMap:
     """Measure every candidate on labelled rows: label, risk, group [n]; ``prior_shift`` adds one
     fitted on traffic.
 
+    ``as_it_is``: if false, the risk is no probability of these labels, so any map that can be
+    fitted is chosen before none.
     Raises TrainingError if a fold lacks a class."""
     fits: dict[Method, MapFit] = (
         FITS if prior_shift is None else {"prior_shift": prior_shift, **FITS}
@@ -139,14 +147,14 @@ def choose_map(
             left_out.append(name)
         else:
             candidates.append(_candidate(name, whole, held_out, label, before, group))
-    best = min(candidates, key=lambda candidate: candidate.log_loss)
+    eligible = candidates if as_it_is else candidates[1:] or candidates
+    best = min(eligible, key=lambda candidate: candidate.log_loss)
     errors = (
-        standard_error(_means_without(candidate.loss - best.loss, group))
-        for candidate in candidates
+        standard_error(_means_without(candidate.loss - best.loss, group)) for candidate in eligible
     )
     near = (
         candidate
-        for candidate, error in zip(candidates, errors, strict=True)
+        for candidate, error in zip(eligible, errors, strict=True)
         if candidate.log_loss - best.log_loss <= error + 1e-9
     )
     return ChosenMap(tuple(candidates), candidates[0], next(near), best, tuple(left_out))

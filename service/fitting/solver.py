@@ -17,13 +17,15 @@ that close to the optimum for any data."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import NamedTuple
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numba import njit
 from numpy.typing import NDArray
+from threadpoolctl import ThreadpoolController
 
 Floats = NDArray[np.float64]
 Tensor = torch.Tensor
@@ -94,6 +96,22 @@ def one_torch_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def one_numpy_thread() -> AbstractContextManager[Any]:
+    """Run numpy, scipy and scikit-learn on one thread, so that sums have the same order for any
+    number of cores; restore the setting after."""
+    limit: AbstractContextManager[Any] = _thread_pools().limit(limits=1)
+    return limit
+
+
+@cache
+def _thread_pools() -> ThreadpoolController:
+    """The thread pools of the loaded libraries.
+
+    Looking for them reads the process's whole memory map, 10 ms beside a fit of as much, and the
+    libraries are loaded with the modules that fit."""
+    return ThreadpoolController()
 
 
 def _scale(rows: Tensor, sign: Tensor, weight: Tensor) -> _Scaled:

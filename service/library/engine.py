@@ -410,6 +410,9 @@ def _refuse_other_files(options: "EngineOptions", bundle: "Bundle") -> None:
         (weights is None or options.engine == "vllm") and _agree(shape, trained)
     ):
         return
+    if path is not None and not is_gguf(path):
+        # a download that ended early: its weights are others for that
+        checkpoint.check_whole(path)
     raise another_commit(bundle.manifest, name, commit) or _wrong(
         bundle, f"{name} has other weights or another configuration"
     )

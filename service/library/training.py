@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from probes_store.bundle import Bundle
     from probes_store.manifest import SiteName
     from probes_store.store import Store
+    from service.data.options import TrainingLabels
     from service.engines.base import Engine as LoadedEngine
     from service.engines.base import EngineOptions
     from service.fitting.estimator import DepthMeanProbe
@@ -118,7 +119,7 @@ def train(
     name: str = "",
     model: str | Path | None = None,
     *,
-    labels: Literal["given", "generate"] | None = None,
+    labels: TrainingLabels | None = None,
     store: str | Path = DEFAULT_STORE,
     run_dir: str | Path | None = None,
     engine: Engine | None = None,
@@ -130,12 +131,14 @@ def train(
     interrupted.
 
     Args:
-        rows: A JSONL file, or the rows themselves: ``prompt`` or ``messages``, ``label`` (1
-            factual, 0 hallucinated) or ``answers``, and where several rows share a question or an
-            entity their ``group``.  None: the questions that come with the package.
+        rows: A JSONL file, a .txt file with a question a line, or the rows themselves: ``prompt``
+            or ``messages``, ``label`` (1 factual, 0 hallucinated) or ``answers`` (neither is needed
+            with labels "self"), and where several rows share a question or an entity their
+            ``group``.  None: the questions that come with the package.
         name, model: Name of the bundle, by default made of the model's; the model as of ``load``.
         labels: "given": each row's label.  "generate": the model answers and a judge compares with
-            ``answers``.  None: given, or generate without rows.
+            ``answers``.  "self": no judge and no accepted answers, the share of sampled answers
+            that agree with the greedy one.  None: given, or generate without rows.
         store, run_dir: Folder or URL that the bundle is published in; folder of activations and
             progress (runs/NAME, or runs/NAME-2 and so on where a finished run that read something
             else has that).
@@ -357,7 +360,7 @@ def _within_minutes(
         questions = questions_within(
             options.minutes,
             options,
-            read_dataset(few, "generate", folds=None),
+            read_dataset(few, options.answers, folds=None),
             len(whole),
             _held_out_of,
             engine,
@@ -436,7 +439,9 @@ def completed(options: TrainOptions, model: str | None) -> TrainOptions:
             param="data",
         )
     options = replace(
-        options, labels="generate", max_new_tokens=options.max_new_tokens or BANK_ANSWER_TOKENS
+        options,
+        labels=options.labels or "generate",
+        max_new_tokens=options.max_new_tokens or BANK_ANSWER_TOKENS,
     )
     return options if options.minutes is not None else _of_the_bank(options)
 

@@ -88,7 +88,8 @@ def read_policies(path: Path, message: str = DEFAULT_MESSAGE) -> Policies:
     """Return the built-in policies and the file's, which may replace them.  Raises
     HalluTracerError."""
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        # "-sig": editors on Windows begin a file with a byte order mark
+        tables = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise HalluTracerError(
             f"cannot read the policies file {path}: {error.strerror or error}"

@@ -70,14 +70,15 @@ def fit_answer(
         return None
     console.print("fitting probes of the answers' tokens")
     try:
-        answer_probe = clone(probe).fit_readouts(read, group).fit_risk(label)
+        answer_probe = clone(probe).fit_readouts(read, group)
+        answer_probe.fit_risk(label, soft_label=read.soft_label)
     except (NoDirection, TrainingError) as error:
         console.print(f"no probes of the answers' tokens: {error}")
         return None
     every = np.arange(len(rows))
     after = [(every, risk) for risk in answer_probe.out_of_fold_risk_]
     before = [(every, risk) for risk in probe.out_of_fold_risk_[:, rows]]
-    document = _document(label, group, after, before, data, rows)
+    document = _document(data.inputs.label[rows], group, after, before, data, rows)
     if document["auroc"]["low"] <= CHANCE and not options.allow_no_signal:
         console.print(
             f"no probes of the answers' tokens: AUROC {document['auroc']['mean']:.3f}, and its"
@@ -99,7 +100,7 @@ def fit_answer(
         auroc=document["auroc"]["mean"],
         before=document["before"]["mean"],
         c=answer_probe.C_,
-        statement=say("answer", document, len(label)),
+        statement=say("answer", document, len(label), data.labelled.agreement is not None),
     )
     return AnswerFit(record, _tensors(answer_probe, read, data, engine), document)
 

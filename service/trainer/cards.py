@@ -238,6 +238,9 @@ def _hub_data(manifest: Manifest, evaluation: Mapping[str, Any]) -> ModelCardDat
     elif crossed is not None:
         row = crossed["signals"][evaluation["signal_of_the_bundle"]]
         scores = {key: value["mean"] for key, value in row.items() if value is not None}
+    measured = evaluation["data"].get("self_labels", {}) if test is None else test
+    if measured.get("figures_by") == "agreement":
+        protocol += ", of the model's contradictions and not of wrong answers"
     results = [
         EvalResult(
             task_type="text-classification",
@@ -459,6 +462,8 @@ def closing_lines(evaluation: Mapping[str, Any]) -> Iterator[str]:
     if crossed is None and held is None:
         yield "Not evaluated: how well this bundle works is not known"
     yield rule_in_words(evaluation["threshold"])
+    if "self_labels" in evaluation["data"]:
+        yield say("contradicts")
     if warning := group_warning(evaluation["data"]):
         yield warning
 

@@ -198,7 +198,9 @@ def _prior_shift(
     (groups,) = number_together(marks)
     traffic = Traffic(risk, groups)
     test = None if source is None else prior_shift_test(source, traffic, options.seed)
-    if len(risk) < LEAST_TRAFFIC:
+    if bundle.manifest.training.labels == "self":
+        described["no_traffic"] = "the model labelled the bundle's training rows itself"
+    elif len(risk) < LEAST_TRAFFIC:
         described["no_traffic"] = f"there are fewer than {LEAST_TRAFFIC}"
     elif test is None and not options.allow_other_shift:
         described["no_traffic"] = "the bundle records no risks of its training rows to compare with"

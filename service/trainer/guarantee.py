@@ -477,7 +477,7 @@ def carry_out(planned: GuaranteePlan, engine: Engine, store: Store, console: Con
         rows=len(data.row),
         all_groups=len(np.unique(group)),
         data_digest=rows.dataset.digest,
-        labels=options.answers,
+        labels="generate" if options.generates else "given",
         judge=rows.judge,
         dtype=cast(DType, engine.identity.dtype),
         seed=options.seed,

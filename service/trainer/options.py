@@ -22,9 +22,11 @@ from service.data.options import (
     JudgeOptions,
     LabelOptions,
     Labels,
+    LearntLabels,
     Questions,
     RunDir,
     Seed,
+    TrainingLabels,
 )
 from service.data.rows import DECODINGS, decoding_of
 from service.errors import HalluTracerError, TrainingError
@@ -120,7 +122,7 @@ class RowsOptions(JudgeOptions, LabelOptions):
     """The rows of a run, and its folder."""
 
     data: Data = ()
-    labels: GeneratedLabels = None
+    labels: LearntLabels = None
     run_dir: RunDir = None
     columns: Annotated[
         str,
@@ -158,9 +160,15 @@ class RowsOptions(JudgeOptions, LabelOptions):
         return Path(self.data[0])
 
     @property
-    def answers(self) -> Labels:
-        """Return where the labels come from: the rows, or greedy answers of the model."""
+    def answers(self) -> TrainingLabels:
+        """Return where the labels come from: the rows, or greedy answers of the model, which a
+        judge or the model's own sampled answers label."""
         return self.labels or "given"
+
+    @property
+    def generates(self) -> bool:
+        """Return whether the model answers the rows."""
+        return self.answers != "given"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,6 +226,7 @@ class ConfidenceOptions(RowsOptions):
 class NewRowsOptions(RowsOptions):
     """Options of commands that publish a bundle's next version from rows that it has never seen."""
 
+    labels: GeneratedLabels = None
     new_name: Annotated[
         str | None,
         option("Name to publish under.  Default: the bundle's own, as its next version."),
@@ -252,9 +261,8 @@ class NewRowsOptions(RowsOptions):
         """Return the options, completed from the training record of the bundle ``name``.
 
         Raises TrainingError if they need a judge that the record does not describe completely."""
-        filled = replace(
-            self, labels=self.labels or training.labels, new_name=self.new_name or name
-        )
+        as_trained: Labels = "given" if training.labels == "self" else training.labels
+        filled = replace(self, labels=self.labels or as_trained, new_name=self.new_name or name)
         if self.judge is not None:
             return filled
         described, _, pattern = (training.judge or "contains").partition(" of ")
@@ -273,6 +281,7 @@ class NewRowsOptions(RowsOptions):
 class GuaranteeOptions(ConfidenceOptions, NewRowsOptions):
     """One guarantee for a threshold of a published bundle."""
 
+    labels: GeneratedLabels = None  # of two base classes, the narrower one
     recheck: Annotated[
         bool,
         option(
@@ -357,7 +366,7 @@ class TrainOptions(FoldOptions, ConfidenceOptions):
         Path | None,
         option("Held-out rows, scored with the final bundle and used for nothing else."),
     ] = None
-    labels: GeneratedLabels = None
+    labels: LearntLabels = None
     answers_decoding: Annotated[
         str | None,
         option(
@@ -475,12 +484,23 @@ class TrainOptions(FoldOptions, ConfidenceOptions):
             (len(set(seeds)) == len(seeds) > 0, "seeds", "one or more distinct seeds"),
             (all(0 <= seed < 2**32 for seed in seeds), "seeds", "numbers from 0 to 2**32 - 1"),
             (len(self.c_grid) > 0, "c_grid", "one or more numbers"),
+            (
+                self.answers != "self" or self.class_balance == "weights",
+                "class_balance",
+                "'weights' with --labels self, whose rows have a part in both classes",
+            ),
         )
         for fine, field, expected in checks:
             if not fine:
                 raise TrainingError(
                     f"{field} must be {expected}, not {getattr(self, field)!r}", param=field
                 )
+        if self.answers == "self" and self.calibration is not None:
+            raise TrainingError(
+                "a guaranteed threshold needs labelled rows, and --labels self has none: train"
+                " first, then hallutracer guarantee",
+                param="calibration",
+            )
         _ = self.rule, self.template_arguments
         self.decoding(())
         if self.forms is not None and not self.forms.strip(" ,"):
@@ -534,7 +554,7 @@ class TrainOptions(FoldOptions, ConfidenceOptions):
     def wanted_forms(self) -> tuple[str, ...]:
         """Return names of the forms, or the mixture: the default if labels are generated."""
         if self.forms is None:
-            return (MIXTURE,) if self.answers == "generate" else ()
+            return (MIXTURE,) if self.generates else ()
         names = tuple(part.strip() for part in self.forms.split(",") if part.strip())
         return () if names == ("none",) else names
 
@@ -564,7 +584,7 @@ class TrainOptions(FoldOptions, ConfidenceOptions):
                 f"answers_decoding must be {DECODINGS}, not {self.answers_decoding!r}",
                 param="answers_decoding",
             )
-        if self.answers == "generate":
+        if self.generates:
             if stated not in (None, GREEDY):
                 raise TrainingError(
                     "generated labels are of greedy answers: answers_decoding belongs to given"

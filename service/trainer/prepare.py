@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from probes_store.manifest import Signal
 from probes_store.records import CONTEXT_SIGNALS, Applicability, Context
-from service.data.collection import Collection, Earlier, collect, read_given
+from service.data.collection import Collection, Earlier, collect, read_given, sample_answers
 from service.data.forms import FORMS
 from service.data.forms.crossed import PLAIN_WORDING, WORDING
 from service.data.judges import contains
@@ -19,7 +19,10 @@ from service.data.labels import (
     UNFINISHED,
     Labelled,
     given_labels,
+    has_answers,
+    has_labels,
     judged_labels,
+    self_labels,
     unfinished_thoughts,
 )
 from service.data.training_rows import FORM, Dataset, class_problems
@@ -93,6 +96,7 @@ def prepare(
     folds: int | None,
     answer_probes: bool = False,
     labelled: bool = True,
+    learnt: bool = True,
     earlier: Earlier | None = None,
 ) -> PreparedData:
     """Collect the readouts of one file in the folder ``name`` of the run, where it can resume, and
@@ -103,11 +107,13 @@ def prepare(
     ``answer_probes``: read the answers' tokens, too, if the engine can.
     ``labelled``: if false, decode no answers, read no labels, and give ``UNKNOWN_LABEL`` to every
     row that applies.
+    ``learnt``: if false, the rows are measured on and not learnt from, so those that bring accepted
+    answers or labels need no label by the model itself.
     ``earlier``: rows that were collected before.
 
     Raises what ``collect`` and ``judged_labels`` raise, and TrainingError for a class with too few
     groups."""
-    folder, generate = options.folder / name, labelled and options.answers == "generate"
+    folder, generates = options.folder / name, labelled and options.generates
     collection = collect_rows(
         engine,
         dataset,
@@ -121,35 +127,70 @@ def prepare(
     )
     if not labelled:
         labels = Labelled(dataset.asking, np.full(len(dataset.asking), UNKNOWN_LABEL, np.int64), {})
-    elif not generate:
+    elif not generates:
         labels = given_labels(dataset)
     else:
-        labels = judged_labels(dataset, folder, options)
+        labels = _generated_labels(engine, dataset, options, collection, learnt=learnt)
         groups = dataset.groups[labels.index]
         problems = [] if folds is None else class_problems(labels.label, groups, folds)
         if problems and (unfinished := labels.left_out.get(UNFINISHED)):
             problems.append(unfinished_thoughts(unfinished, len(dataset.asking)))
         if problems:
+            own = labels.agreement is not None
+            by = "how far the model's answers agree" if own else "its answers"
             raise TrainingError(
-                f"{dataset.path}, labelled by its answers: {'; '.join(problems)}", param="labels"
+                f"{dataset.path}, labelled by {by}: {'; '.join(problems)}", param="labels"
             )
     index = labels.index
     tokens = collection.prompts.lengths[index]
     inputs = Inputs(
-        readouts=Readouts(collection.rows[sites[0]], index, labels.label),
+        readouts=Readouts(collection.rows[sites[0]], index, labels.label, labels.agreement),
         group=dataset.groups[index],
         first_token=collection.first_token[index],
         prompt_tokens=tokens,
         strata=tuple(dataset.rows[row].strata for row in index.tolist()),
         prompts=prompt_labels(dataset, index, tokens),
+        truth=labels.truth,
     )
     read = collection.answers
     if answer_probes and engine.reads_answers and any(row.answer for row in dataset.rows):
         read = read_given(
             engine, dataset, collection.prompts, folder / "answers", sites[0], options.batch_rows
         )
-    answers = None if read is None else Readouts(read, index, labels.label)
+    answers = None if read is None else Readouts(read, index, labels.label, labels.agreement)
     return PreparedData(dataset, collection, labels, inputs, answers)
+
+
+def labels_itself(held_out: Dataset, options: TrainOptions | NewRowsOptions) -> bool:
+    """Return whether held-out rows get their label by the model's samples: those that bring neither
+    accepted answers nor labels."""
+    return options.answers == "self" and not has_answers(held_out) and not has_labels(held_out)
+
+
+def _generated_labels(
+    engine: Engine,
+    dataset: Dataset,
+    options: TrainOptions | NewRowsOptions,
+    collection: Collection,
+    *,
+    learnt: bool,
+) -> Labelled:
+    """Return labels of the model's answers: by a judge, or with labels "self" by its samples."""
+    folder = collection.folder
+    if not learnt and not labels_itself(dataset, options):
+        judged = options.answers == "generate" or has_answers(dataset)
+        return judged_labels(dataset, folder, options) if judged else given_labels(dataset)
+    if options.answers == "generate":
+        return judged_labels(dataset, folder, options)
+    sample_answers(engine, dataset, collection.prompts, folder, options.answer_tokens)
+    labels = self_labels(dataset, folder, options)
+    if labels.truth is None or not learnt:
+        return labels
+    groups = dataset.groups[labels.index]
+    folds = options.folds if isinstance(options, TrainOptions) else 0
+    if class_problems(labels.truth, groups, folds):  # too few of a class to measure anything by
+        return replace(labels, truth=None, figures_by="agreement")
+    return labels
 
 
 def collect_rows(
@@ -166,7 +207,7 @@ def collect_rows(
 ) -> Collection:
     """Collect the readouts that ``prepare`` needs, which says what the arguments are; ``more`` is
     handed to ``collect``."""
-    generate = labelled and options.answers == "generate"
+    generates = labelled and options.generates
     return collect(
         engine,
         dataset,
@@ -174,8 +215,8 @@ def collect_rows(
         sites=sites,
         prompt_format=prompt_format,
         batch_rows=options.batch_rows,
-        max_new_tokens=options.answer_tokens if generate else None,
-        answer_site=sites[0] if answer_probes and generate and engine.reads_answers else None,
+        max_new_tokens=options.answer_tokens if generates else None,
+        answer_site=sites[0] if answer_probes and generates and engine.reads_answers else None,
         **more,
     )
 

@@ -19,6 +19,7 @@ from probes_store.bundle import spreads, tolerance_for
 from probes_store.records import CONTEXT_SIGNALS, AnswerProbe, Context, DType, Uncertainty
 from probes_store.tensors import Golden, ProbeTensors
 from service.data.forms.crossed import WORDING
+from service.data.options import SAMPLE_TEMPERATURE, SAMPLES
 from service.data.training_rows import FORM
 from service.engines.base import Engine, ModelIdentity
 from service.errors import EngineError
@@ -157,6 +158,8 @@ def manifest_of(
         data_digest=data.dataset.origin.file_digest,
         labels=options.answers,
         judge=options.judged_by if options.answers == "generate" else None,
+        samples=SAMPLES if options.answers == "self" else None,
+        sample_temperature=SAMPLE_TEMPERATURE if options.answers == "self" else None,
         seeds=options.shuffles,
         folds=options.folds,
         c=c,
@@ -199,9 +202,10 @@ def evaluation_document(
     """Return evaluation.json of a bundle with these ``signals`` and the fitted and calibrated
     ``probe``."""
     label, group = data.inputs.label, data.inputs.group
+    learnt = data.inputs.readouts.label
     scaled = probe.scaled_[options.scale]
     layers, means = layer_aurocs(label, scaled.out_of_fold)
-    shift = scale_shift(scaled.out_of_fold.mean(axis=-1), scaled.trajectory.mean(axis=-1), label)
+    shift = scale_shift(scaled.out_of_fold.mean(axis=-1), scaled.trajectory.mean(axis=-1), learnt)
     counts: dict[str, Any] = {
         "file": options.file.name,
         "digest": data.dataset.origin.file_digest,
@@ -212,6 +216,14 @@ def evaluation_document(
     } | data.counts
     if data.labelled.left_out:
         counts["left_out_because"] = data.labelled.left_out
+    if data.labelled.agreement is not None:
+        counts["self_labels"] = {
+            "samples": SAMPLES,
+            "temperature": SAMPLE_TEMPERATURE,
+            "agreement": rounded(float(data.labelled.agreement.mean())),
+            "figures_by": data.labelled.figures_by,
+            "wrong": rounded(float(1 - label.mean())),
+        }
     forms = [row.strata.get(FORM) for row in data.dataset.rows]
     if None not in forms:
         counts["forms"] = dict(sorted(Counter(forms).items()))
@@ -225,7 +237,7 @@ def evaluation_document(
             "depth_mean_auroc": rounded(float(means.mean())),
             "depth_mean_cross_fitted_and_refitted": rounded(shift),
             "gates": asdict(gates),
-            "risks": risks_document(risks, label, group),
+            "risks": risks_document(risks, learnt, group),
         },
         "rows_seen": {"training": Marks.of(data.dataset).document()},
         "signal_of_the_bundle": name_of(signals, options.scale),

@@ -73,6 +73,12 @@ def _plan(
     rows = read_new_rows(bundle, options, store, folds=FOLDS)
     evaluation = rows.evaluation
     check_not_recalibrated(bundle, evaluation)
+    if options.traffic is not None and bundle.manifest.training.labels == "self":
+        raise TrainingError(
+            f"the model labelled the training rows of {bundle.reference} itself, so traffic without"
+            " labels tells nothing of wrong answers: leave --traffic out",
+            param="traffic",
+        )
     traffic = (
         None
         if options.traffic is None
@@ -247,6 +253,7 @@ def _tested(
     options = rows.options
     if isinstance(source, Dataset):  # the held-out file
         labels = rows.bundle.manifest.training.labels
+        assert labels != "self", "the traffic of such a bundle was refused"
         held = replace(rows, dataset=source, options=replace(options, labels=labels))
         data = held.prepare(engine, folds=None, name=f"held-out-{source.digest[7:19]}")
         source = LabelledRisks(risks_of(rows.bundle, data), data.inputs.label, data.inputs.group)
@@ -357,7 +364,8 @@ def choose_and_publish(
 ) -> Bundle | None:
     """Publish the bundle with the best map on ``rows``; return None if no map is better than the
     risk as it is."""
-    choice = choose_map(*rows, prior_shift, options.seed)
+    own = bundle.manifest.training.labels == "self"
+    choice = choose_map(*rows, prior_shift, options.seed, as_it_is=not own)
     console.print(candidates_table(choice))
     if choice.chosen.map is None:
         console.print(

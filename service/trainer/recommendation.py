@@ -29,9 +29,18 @@ TEXT_C = 1.0
 
 
 def text_risks(
-    texts: Sequence[str], label: NDArray[np.int64], group: Index, *, folds: int, seed: int
+    texts: Sequence[str],
+    label: NDArray[np.int64],
+    group: Index,
+    *,
+    folds: int,
+    seed: int,
+    learnt: NDArray[np.int64] | None = None,
 ) -> Tests:
-    """Return the risk by the words of each prompt alone, for the test rows of each outer fold."""
+    """Return the risk by the words of each prompt alone, for the test rows of each outer fold.
+
+    ``learnt`` [n]: the label that the fits learn, if it is not the one that figures are by."""
+    learnt = label if learnt is None else learnt
     words = np.array(texts, dtype=object)
     tests = []
     for fold in outer_folds(label, group, folds=folds, seeds=(seed,)):
@@ -42,7 +51,7 @@ def text_risks(
             tests.append((fold.test, np.zeros(len(fold.test))))
             continue
         model = LogisticRegression(C=TEXT_C, solver="liblinear", max_iter=1000)
-        model.fit(of_train, label[fold.train])
+        model.fit(of_train, learnt[fold.train])
         factual = model.decision_function(columns.transform(words[fold.test]))
         tests.append((fold.test, expit(-np.asarray(factual, np.float64))))
     return tests
@@ -66,7 +75,8 @@ def recommend(
     label, group = inputs.label, inputs.group
     own = nested.tests[served][:folds]
     rivals = {name: nested.tests[name][:folds] for name in CHEAPER if name in nested.tests}
-    rivals[TEXT] = text_risks(texts, label, group, folds=folds, seed=seed)
+    learnt = inputs.readouts.label
+    rivals[TEXT] = text_risks(texts, label, group, folds=folds, seed=seed, learnt=learnt)
     every = np.ones(len(label), np.bool_)
     risk = nested.risk[served][0]
     overall = _against(label, group, own, rivals, every)

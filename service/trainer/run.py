@@ -19,8 +19,8 @@ from probes_store.local import atomic_write
 from probes_store.records import Uncertainty
 from probes_store.store import Store
 from probes_store.syntax import NAME
-from service.data.collection import Earlier
-from service.data.labels import check_answers
+from service.data.collection import Earlier, check_samples
+from service.data.labels import SAMPLES_FILE, check_answers
 from service.data.run_folder import finish, locked, unfinished_folder
 from service.data.training_rows import Dataset, check_all_apply, check_disjoint, read_dataset
 from service.engines.base import Engine
@@ -106,6 +106,8 @@ def train(
     with ExitStack() as stack:
         stack.enter_context(locked(options.folder))
         engine = stack.enter_context(closing(engine_factory()))
+        if options.answers == "self":
+            check_samples(engine)
         reads, run_folder = _reads(options, dataset, test, engine), options.folder
         if (
             options.run_dir is None
@@ -151,8 +153,8 @@ def _reads(
     del identity[
         "model"
     ]  # a model's folder may have two names; the fingerprint identifies the model
-    generated = options.answers == "generate"
-    return {
+    own = {"samples": SAMPLES_FILE} if options.answers == "self" else {}
+    return own | {
         "data": dataset.digest,
         "test": None if test is None else test.digest,
         "model": identity,
@@ -160,7 +162,7 @@ def _reads(
         "prompt_format": options.prompt_format,
         "batch_rows": options.batch_rows,
         "forms": list(options.wanted_forms),
-        "max_new_tokens": options.answer_tokens if generated else None,
+        "max_new_tokens": options.answer_tokens if options.generates else None,
         "answer_probes": options.answer_probes,
         "seed": options.shuffles[0] if options.wanted_forms else None,
     }
@@ -242,8 +244,9 @@ def _draft(
         answer_probes=options.answer_probes,
         earlier=first,
     )
-    held = run(test, name="test", folds=0) if test else None
+    held = run(test, name="test", folds=0, learnt=False) if test else None
     counts, inputs = data.counts, data.inputs
+    learnt, soft_label = inputs.readouts.label, inputs.readouts.soft_label
     no_fact = f", {counts['others']} that ask for no fact" if counts["others"] else ""
     why = ", ".join(f"{count} {reason}" for reason, count in data.labelled.left_out.items())
     classes = (
@@ -262,7 +265,7 @@ def _draft(
         _check_fitted(probe, inputs.readouts)
     final, scaled = probe.probes_, probe.scaled_[options.scale]
     out_of_fold = scaled.out_of_fold
-    class_mean, class_std = class_statistics(out_of_fold, inputs.label)
+    class_mean, class_std = class_statistics(out_of_fold, learnt)
 
     # Fit the context probes (does a prompt ask for a fact, has it a passage?) and the reference of
     # training prompts.
@@ -272,9 +275,7 @@ def _draft(
         None if context is None else context.columns,
     )
     logits, more = all_logits(out_of_fold, data, final, scaled.scale, context)
-    reference = fit_reference(
-        logits, inputs.label, inputs.group, options.folds, options.shuffles, more
-    )
+    reference = fit_reference(logits, learnt, inputs.group, options.folds, options.shuffles, more)
     tensors = publish.probe_tensors(final, scaled.scale, class_mean, class_std, reference, context)
     probes = Probes.all_of(options.site, tensors)
     record = None if context is None else context.record()
@@ -282,9 +283,9 @@ def _draft(
     # Calibrate: the classifier sees out-of-fold signals only. Choose the threshold on every seed's
     # risks.
     extra = extra_signals(names, inputs.first_token, columns)
-    probe.fit_risk(inputs.label, extra)
+    probe.fit_risk(learnt, extra, soft_label)
     classifier, risks = probe.classifier_, probe.out_of_fold_risk_
-    cut = choose_threshold(options.rule, inputs.label, risks)
+    cut = choose_threshold(options.rule, learnt, risks)
     threshold = cut.threshold
     answer = fit_answer(data, probe, options, engine, console)
 
@@ -305,9 +306,10 @@ def _draft(
         )
         nested.document.update(publish.rewording(data, crossed, threshold))
         texts = ["\n".join(data.dataset.rows[row].texts) for row in data.labelled.index.tolist()]
-        recommendation = recommend(
-            inputs, texts, nested, served_signal, folds=options.folds, seed=options.shuffles[0]
-        )
+        if soft_label is None or inputs.truth is not None:  # else nobody knows what is wrong
+            recommendation = recommend(
+                inputs, texts, nested, served_signal, folds=options.folds, seed=options.shuffles[0]
+            )
         auroc = nested.document["signals"][served_signal]["auroc"]
         if auroc["low"] <= CHANCE and not options.allow_no_signal:
             raise TrainingError(
@@ -362,6 +364,8 @@ def _draft(
             "digest": own_file.file_digest,
             "left_out": held.counts["left_out"],
         }
+        if held.labelled.figures_by is not None:
+            document["held_out"]["figures_by"] = held.labelled.figures_by
         risk = classifier.risk(read)[None]
         document["held_out"] |= publish.strata_tables(
             held.inputs.label, risk, held.inputs.strata, threshold
@@ -441,7 +445,7 @@ def _read(options: TrainOptions) -> tuple[Dataset, Dataset | None]:
         )
     every = (dataset,) if test is None else (dataset, test)
     for data in every:
-        if options.answers == "generate":
+        if options.generates:
             check_answers(data, options)
     if test is not None:
         check_disjoint(dataset, test)

@@ -72,7 +72,7 @@ def draw_sample(
 ) -> tuple[Dataset, Sample | None]:
     """Return the training rows and the sample, which is drawn from the held-out rows, else from the
     training rows."""
-    judge = options.judge_name if options.answers == "generate" else "contains"
+    judge = options.judge_name if options.generates else "contains"
     if not options.keep_sample or judge not in JUDGES or options.answer_pattern:
         return dataset, None
     source, room = (
@@ -287,7 +287,7 @@ def _in_forms(
         for row in _with_unique_ids(formed)
     ]
     atomic_write(path, "".join(f"{line}\n" for line in lines).encode())
-    result = replace(read_dataset(path, "generate", folds=None), made_of=dataset)
+    result = replace(read_dataset(path, options.answers, folds=None), made_of=dataset)
     forms_met = {row.strata["form"] for row in result.rows if row.applies}
     added = len(result.others) - len(dataset.others)
     console.print(
@@ -463,7 +463,9 @@ def _object(row: Row, group: str, key: str) -> dict[str, Any]:
     """Return a row as an object of its file, with this group, and with its answers under
     ``key``."""
     question = {"messages": row.messages} if row.prompt is None else {"prompt": row.prompt}
-    answers: dict[str, Any] = {key: list(row.answers)} if row.applies else {"applies": False}
+    answers: dict[str, Any] = {} if row.applies else {"applies": False}
+    if row.applies and row.answers:
+        answers[key] = list(row.answers)
     stated = {"statement": row.statement} if row.statement else {}
     return {"id": row.id, "group": group} | row.strata | question | answers | stated
 

@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 
 from service.data.collection import render_all
+from service.data.labels import SAMPLES_FILE
+from service.data.options import SAMPLE_TEMPERATURE, SAMPLES
 from service.data.training_rows import Dataset
 from service.engines.base import Engine, Sampling
 from service.errors import TrainingError
@@ -25,7 +27,7 @@ from service.progress import size_text
 from service.prompts import PromptFormat
 from service.readout import Geometry, Site
 from service.trainer.options import MIXTURE, Console, TrainOptions
-from service.trainer.prepare import collect_rows
+from service.trainer.prepare import collect_rows, labels_itself
 from service.trainer.training_set import (
     ASKED_ALONE,
     FIRST_ROWS,
@@ -63,6 +65,8 @@ class Volume:
     fitted_rows: float  # training rows that get a label
     no_fact_rows: float
     test_rows: float
+    sampled_rows: float = 0.0  # prompts of which the model samples several answers
+    sampled_tokens: float = 0.0  # of these prompts
 
     @property
     def rows(self) -> float:
@@ -80,6 +84,7 @@ class Rates:
     call_s: float = 0.0  # of a head in any other call for fits, for each row
     task_s: float = 0.0  # of each fit in such a call, for each of its training rows
     joint_s: float = 0.0  # of a fit of all layers together, for each training row
+    sample_s: float = 0.0  # of a prompt's sampled answers, beside its reading
 
 
 @dataclass(frozen=True)
@@ -107,14 +112,25 @@ class Sampled:
     alone: float  # mean tokens of a question by itself
     no_fact: float  # mean tokens of a request that asks for no fact
 
-    def volume(self, options: TrainOptions, questions: int, held_out: int, chat: bool) -> Volume:
-        """Return what a run with so many questions reads."""
+    def volume(
+        self,
+        options: TrainOptions,
+        questions: int,
+        held_out: int,
+        chat: bool,
+        *,
+        held_out_sampled: bool = False,
+    ) -> Volume:
+        """Return what a run with so many questions reads.
+
+        ``held_out_sampled``: the held-out ones are labelled by the model itself, too."""
         names = {form.name for form in forms_of(options, "chat" if chat else "text")}
         own = bool(names & set(WITH_OWN_ANSWERS))
         alone = sum(min(ASKED_ALONE, count) for count in (questions, held_out)) if own else 0
         mixture = options.wanted_forms == (MIXTURE,)
         no_fact = no_fact_count(questions) if mixture and chat else 0
         train, test = questions * self.rows, held_out * self.rows
+        sampled_rows = train + held_out_sampled * test if options.answers == "self" else 0.0
         return Volume(
             answered_rows=alone + train + test,
             answered_tokens=alone * self.alone + (train + test) * self.tokens,
@@ -124,6 +140,8 @@ class Sampled:
             fitted_rows=train,
             no_fact_rows=no_fact,
             test_rows=test,
+            sampled_rows=sampled_rows,
+            sampled_tokens=sampled_rows * self.tokens,
         )
 
 
@@ -181,7 +199,27 @@ def engine_rates(
     answering: dict[str, Any] = {} if site is None else {"answer_site": site}
     sampling = Sampling(max_tokens=options.answer_tokens, temperature=0.0)
     rows, tokens, took = timed(ANSWER_S, sampling=sampling, **answering)
-    return Rates(token_s, max(0.0, took - token_s * tokens) / rows)
+    rates = Rates(token_s, max(0.0, took - token_s * tokens) / rows)
+    if options.answers != "self":
+        return rates
+    return replace(rates, sample_s=sample_seconds(engine, waiting, options, token_s, clock))
+
+
+def sample_seconds(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    options: TrainOptions,
+    token_s: float,
+    clock: Clock,
+) -> float:
+    """Return the seconds that the sampled answers of a prompt take beside its reading, by one call
+    of some of these prompts."""
+    part = [list(prompt) for prompt in prompts[:FIRST_CALL]]
+    sampling = Sampling(max_tokens=options.answer_tokens, temperature=SAMPLE_TEMPERATURE)
+    began = clock()
+    engine.sample(part, sampling, [list(range(SAMPLES))] * len(part))
+    took = clock() - began
+    return max(0.0, took - token_s * sum(map(len, part))) / len(part)
 
 
 def fit_rates(
@@ -287,7 +325,7 @@ def _fits(volume: Volume, rates: Rates, options: TrainOptions, engine: Engine) -
     rows, together = volume.fitted_rows, options.scale == "joint"
     mixture = options.wanted_forms == (MIXTURE,)
     seconds = AFTER_S + fit(rows, folds, seeds, joint=together)
-    if options.answers == "generate" and options.answer_probes and engine.reads_answers:
+    if options.generates and options.answer_probes and engine.reads_answers:
         seconds += fit(rows, folds, seeds, joint=together)
     if volume.no_fact_rows:
         asking = ASKS_SIDES * volume.no_fact_rows
@@ -304,16 +342,23 @@ def _fits(volume: Volume, rates: Rates, options: TrainOptions, engine: Engine) -
 
 
 def estimated(
-    volume: Volume, rates: Rates, options: TrainOptions, engine: Engine, done: float = 0.0
+    volume: Volume,
+    rates: Rates,
+    options: TrainOptions,
+    engine: Engine,
+    done: float = 0.0,
+    sampled_before: float = 0.0,
 ) -> Estimate:
-    """Return what a run of this volume takes, of which a share ``done`` was read before."""
+    """Return what a run of this volume takes, of which a share ``done`` was read before, and a
+    share ``sampled_before`` of the prompts' answers was sampled."""
     geometry, site = engine.identity.geometry, options.site
     reading_s = (
         volume.answered_tokens + volume.read_tokens
     ) * rates.token_s + volume.answered_rows * rates.answer_s
+    sampling_s = volume.sampled_tokens * rates.token_s + volume.sampled_rows * rates.sample_s
     sites = {site, *options.sites}
     numbers = sum(geometry.num_layers * geometry.width(each) for each in sites)
-    answers = options.answers == "generate" and options.answer_probes and engine.reads_answers
+    answers = options.generates and options.answer_probes and engine.reads_answers
     stored = volume.training_rows + volume.test_rows
     disk = 4 * stored * numbers
     if answers:
@@ -323,7 +368,8 @@ def estimated(
     peak, now, workers = memory_of()
     memory = max(peak, now + (together if joint else 0.0)) + workers
     fitting_s = fitting_seconds(volume, rates, options, engine)
-    return Estimate(reading_s * (1 - done), fitting_s, memory, disk)
+    left_s = reading_s * (1 - done) + sampling_s * (1 - sampled_before)
+    return Estimate(left_s, fitting_s, memory, disk)
 
 
 def announce(
@@ -346,11 +392,15 @@ def announce(
     sample: Sampled | None = None
     if options.wanted_forms:
         sample = sampled(options, dataset, engine, prompt_format)
-        volume = sample.volume(options, len(dataset), held_out, prompt_format == "chat")
+        chat, own = prompt_format == "chat", test is not None and labels_itself(test, options)
+        volume = sample.volume(options, len(dataset), held_out, chat, held_out_sampled=own)
     else:
         volume = _as_they_are(options, dataset, test, engine, prompt_format)
     console.print(_described(volume, options))
     done = min(1.0, _rows_done(options.folder) / volume.rows)
+    sampled_before = (
+        _samples_done(options.folder) / volume.sampled_rows if volume.sampled_rows else 1.0
+    )
     rates = Rates(0.0, 0.0)
     if done < 1 and sample is not None:
         rates = engine_rates(engine, sample.prompts, options, clock, int(volume.rows / 8))
@@ -360,9 +410,26 @@ def announce(
         rates = _kept_rates(*begins, engine, prompt_format, sites, clock)
         done = min(1.0, _rows_done(options.folder) / volume.rows)
     rates = fit_rates(rates, options, engine.identity.geometry, volume.fitted_rows, clock)
-    estimate = estimated(volume, rates, options, engine, done)
+    if sampled_before < 1 and not rates.sample_s:  # its rows stand as they are, or all were read
+        rates = _with_samples(rates, options, dataset, engine, prompt_format, clock)
+    estimate = estimated(volume, rates, options, engine, done, min(1.0, sampled_before))
     console.print(_measured(rates, estimate, options, clock() - began))
     return estimate
+
+
+def _with_samples(
+    rates: Rates,
+    options: TrainOptions,
+    dataset: Dataset,
+    engine: Engine,
+    prompt_format: PromptFormat,
+    clock: Clock,
+) -> Rates:
+    """Return the rates with that of sampled answers, by some of the rows."""
+    prompts = render_all(engine, dataset, prompt_format, 0)
+    drawn = random.Random("trial").sample(dataset.asking.tolist(), min(FIRST_CALL, len(dataset)))
+    few = [prompts.of(row) for row in drawn]
+    return replace(rates, sample_s=sample_seconds(engine, few, options, rates.token_s, clock))
 
 
 def _as_they_are(
@@ -373,9 +440,10 @@ def _as_they_are(
     prompt_format: PromptFormat,
 ) -> Volume:
     """Return what a run reads whose rows are those of the files."""
-    generate = options.answers == "generate"
+    generate = options.generates
     reserve = options.answer_tokens if generate else 0
     answered_rows = answered_tokens = read_rows = read_tokens = 0.0
+    sampled_rows = sampled_tokens = 0.0
     for data in filter(None, (dataset, test)):
         lengths = render_all(engine, data, prompt_format, reserve).lengths
         asking = lengths[data.asking] if generate else lengths[:0]
@@ -383,6 +451,9 @@ def _as_they_are(
         answered_tokens += asking.sum()
         read_rows += len(lengths) - len(asking)
         read_tokens += lengths.sum() - asking.sum()
+        if options.answers == "self" and (data is dataset or labels_itself(data, options)):
+            sampled_rows += len(asking)
+            sampled_tokens += asking.sum()
         if not generate and options.answer_probes and engine.reads_answers:
             given = [row for row, each in enumerate(data.rows) if each.answer]
             read_rows += len(given)
@@ -397,6 +468,8 @@ def _as_they_are(
         fitted_rows=asking_rows,
         no_fact_rows=len(dataset) - asking_rows,
         test_rows=0 if test is None else len(test),
+        sampled_rows=sampled_rows,
+        sampled_tokens=float(sampled_tokens),
     )
 
 
@@ -456,6 +529,12 @@ def _rows_done(folder: Path) -> int:
     return count
 
 
+def _samples_done(folder: Path) -> int:
+    """Return of how many rows an earlier call has sampled answers."""
+    paths = (folder / name / SAMPLES_FILE for name in COLLECTIONS)
+    return sum(path.read_bytes().count(b"\n") for path in paths if path.exists())
+
+
 def _described(volume: Volume, options: TrainOptions) -> str:
     about = "about " if options.wanted_forms else ""
     tokens = volume.answered_tokens + volume.read_tokens
@@ -467,12 +546,16 @@ def _described(volume: Volume, options: TrainOptions) -> str:
         if volume.answered_rows
         else ""
     )
+    if volume.sampled_rows:
+        answers += f", and {SAMPLES} sampled ones of {volume.sampled_rows:,.0f} rows"
     return f"to do: {about}{', '.join(rows)}; {tokens:,.0f} prompt tokens{answers}"
 
 
 def _measured(rates: Rates, estimate: Estimate, options: TrainOptions, took: float) -> str:
     speeds = [f"{1 / rates.token_s:,.0f} prompt tokens a second"] if rates.token_s else []
     speeds += [f"{1 / rates.answer_s:,.1f} answers a second"] if rates.answer_s else []
+    if rates.sample_s:
+        speeds.append(f"{SAMPLES / rates.sample_s:,.1f} sampled answers a second")
     speed = f"{' and '.join(speeds)}; " if speeds else ""
     return (
         f"measured in {took:.0f} s on this machine: {speed}the run takes about"

@@ -3,6 +3,7 @@ force."""
 
 from __future__ import annotations
 
+import codecs
 import os
 from datetime import UTC, datetime, timedelta, tzinfo
 from pathlib import Path
@@ -42,6 +43,12 @@ policies = ["gate"]
         revoked=datetime(2026, 12, 1, 8, tzinfo=UTC),
     )
     assert D1 not in repr(key)
+
+
+def test_a_file_as_windows_editors_write_it_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    file.write_bytes(codecs.BOM_UTF8 + ONE.replace("\n", "\r\n").encode())
+    assert read_keys(file) == parse_keys(ONE, "f")
 
 
 @pytest.mark.parametrize(

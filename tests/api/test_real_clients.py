@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from starlette.routing import Route
 
 from service.access.routes import CHAT_ROUTE, MESSAGES_ROUTE, RESPONSES_ROUTE, TEXT_ROUTE
 from service.annexes.guardrails import CONTENTS_DETECTOR, LITELLM_ROUTE, MESSAGES_DETECTOR
@@ -74,6 +75,41 @@ def test_a_browser_s_client_is_allowed_its_headers_where_an_origin_is_named(
         )
         other = app.client.options(CHAT_ROUTE, headers=preflight | {"origin": "https://b.example"})
         assert (other.status_code, "access-control-allow-origin" in other.headers) == (400, False)
+
+
+def test_a_page_of_a_named_origin_may_ask_from_the_public_internet(tmp_path: Path) -> None:
+    """Chrome asks before a public page's request to a private address; an origin that the operator
+    named gets the answer, and no other."""
+    preflight = {"access-control-request-private-network": "true"}
+    with App(tmp_path, cors_origins=("https://a.example",)).started() as app:
+        for route, method in ((CHAT_ROUTE, "POST"), ("/v1/models", "GET"), ("/v1/models", "HEAD")):
+            asked = preflight | {"access-control-request-method": method}
+            allowed = app.client.options(route, headers=asked | {"origin": "https://a.example"})
+            assert allowed.status_code == 200, (method, allowed.text)
+            assert allowed.headers["access-control-allow-private-network"] == "true"
+            other = app.client.options(route, headers=asked | {"origin": "https://b.example"})
+            assert (other.status_code, "access-control-allow-origin" in other.headers) == (
+                400,
+                False,
+            )
+
+
+# --- methods ---
+
+
+def test_head_is_taken_wherever_get_is_with_the_headers_that_get_has(app: App) -> None:
+    """As HTTP has it: probes of clients and of monitoring ask so."""
+    paths = [
+        route.path
+        for route in app.app.routes
+        if isinstance(route, Route) and "GET" in (route.methods or ()) and "{" not in route.path
+    ]
+    assert {"/v1/models", "/v1/bundles", "/metrics", "/health", "/docs"} <= set(paths)
+    for path in [*paths, "/v1/models/scripted", "/v1/models/absent", "/v1/bundles/absent"]:
+        full, head = app.client.get(path), app.client.head(path)
+        assert (head.status_code, head.content) == (full.status_code, b""), path
+        assert head.headers["content-type"] == full.headers["content-type"], path
+    assert "head" not in app.client.get("/openapi.json").json()["paths"]["/v1/models"]
 
 
 # --- fields ---
@@ -316,6 +352,54 @@ def test_what_clients_keep_of_earlier_turns_changes_nothing(app: App) -> None:
         )
         == 1
     )
+
+
+def test_a_withheld_answer_comes_back_as_a_part_of_a_chat_s_turn(app: App) -> None:
+    """OpenAI's chats take an assistant's refusal as its content's only part, too."""
+
+    def chat(role: str = "assistant", status: int = 200, **turn: Any) -> Any:
+        messages = [
+            {"role": "user", "content": "When?"},
+            {"role": role} | turn,
+            {"role": "user", "content": "Sure?"},
+        ]
+        return post(app, CHAT_ROUTE, status, **body_of(CHAT_ROUTE, messages))
+
+    part = {"type": "refusal", "refusal": "I am not sure."}
+    text = {"type": "text", "text": "Now."}
+    assert risk(chat(content=[part])) == risk(chat(content=None, refusal="I am not sure."))
+    assert risk(chat(content=[text, part])) == risk(chat(content="Now."))
+    for wrong in (
+        [{"type": "refusal", "text": "a"}],
+        [{"type": "text", "refusal": "a"}],
+        [{"type": "text", "text": "a", "refusal": "b"}],
+        [{"type": "refusal", "refusal": None}],
+    ):
+        assert chat(status=422, content=wrong)["error"]["param"].startswith("messages.1.content.0")
+    for role in ("user", "system", "developer"):
+        assert "only an assistant" in chat(role, 422, content=[part])["error"]["message"]
+
+
+def test_an_empty_list_of_system_texts_is_no_system_message(app: App) -> None:
+    for route in (MESSAGES_ROUTE, f"{MESSAGES_ROUTE}/count_tokens"):
+        body = body_of(MESSAGES_ROUTE)
+        if route != MESSAGES_ROUTE:
+            body = {name: body[name] for name in ("model", "messages")}
+        plain, empty = post(app, route, **body), post(app, route, **body | {"system": []})
+        if route == MESSAGES_ROUTE:
+            assert risk(empty) == risk(plain)
+        else:
+            assert empty == plain
+
+
+def test_what_a_field_may_be_is_told_as_json_has_it(app: App) -> None:
+    for name, value, allowed in (
+        ("logprobs", True, "except as false or 0;"),
+        ("modalities", ["audio"], 'except as ["text"];'),
+        ("skip_special_tokens", False, "except as true;"),
+    ):
+        error = post(app, CHAT_ROUTE, 422, **body_of(CHAT_ROUTE) | {name: value})["error"]
+        assert allowed in error["message"]
 
 
 def test_thoughts_of_earlier_turns_are_not_read_on_any_route(app: App) -> None:

@@ -376,6 +376,17 @@ def test_a_bundle_of_other_weights_is_refused_before_they_are_read(
     assert "hallutracer-demo has other weights" in str(caught.value)
 
 
+def test_a_download_that_ended_early_is_told_as_that_and_not_as_another_model(
+    tmp_path: Path,
+) -> None:
+    folder = Path(shutil.copytree(MODEL_DIR, tmp_path / "model"))
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    for name in ("demo", "smollm2"):
+        with pytest.raises(ModelLoadError, match="cut short.*download the file again"):
+            load_engine(EngineOptions(model=str(folder)), bundles=[Store(SHIPPED).load(name)])
+
+
 REFUSED = """
 import sys, hallutracer_start
 for command in COMMANDS:

@@ -3,6 +3,7 @@ silently."""
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -161,6 +162,13 @@ def test_the_precedence_is_flag_environment_table_shared_key_default(tmp_path: P
     values = parsed(*base, "--port", "6", HALLUTRACER_PORT="7", HALLUTRACER_MAX_QUEUE="8").values()
     assert (values["port"], values["max_queue"], values["store"]) == (6, 8, "shared")
     assert values["drain_s"] == ServiceSettings.drain_s
+
+
+def test_a_file_as_windows_editors_write_it_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_bytes(codecs.BOM_UTF8 + b"threads = 2\r\n[serve]\r\nport = 4\r\n")
+    values = parsed("serve", "--config", str(file)).values()
+    assert (values["threads"], values["port"]) == (2, 4)
 
 
 def test_names_that_are_both_option_and_table(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from service.scoring import Scorer
 from service.serving.judgement import JudgedPrompt
 from service.trainer.cards import card_of
 from tests.command_line import hallutracer
+from tests.kit.forks import Forked
 from tests.matching import SMALL_TALK, contextual_bundle
 from tests.scripted_engine import ScriptedEngine
 from tests.serve_process import ServeProcess
@@ -65,6 +66,7 @@ def test_the_demo_model_is_right_more_often_where_the_risk_is_low(here: dict[str
 
 def test_a_service_tells_the_same(here: dict[str, Any]) -> None:
     with ServeProcess(HALLUTRACER_POLICY="observe") as service:
+        assert isinstance(service.process, Forked), "tests' services import everything anew"
         done = hallutracer("try", "--url", service.url, "--json")
         assert done.returncode == 0, done.stderr
         there = json.loads(done.stdout)

@@ -25,10 +25,7 @@ QUICKSTARTS = ROOT / "clients" / "quickstarts"
 SCRIPTS = sorted(path.name for path in QUICKSTARTS.glob("*.py"))
 PAGE = blocks(ROOT / "docs" / "apps.md")
 KNOWN, UNKNOWN = "What is the capital of China?", "Which city is the capital of Dominica?"
-# What the service without options answers: SmolLM2, as after `make run`, else the demo model.
-ANSWERS = {"plain": "It is Beijing.", "page": "It is Beijing."}
-if PACKAGED["smollm2"].is_installed:
-    ANSWERS["page"] = "The capital of China is Beijing."
+ANSWER = "It is Beijing."
 # What a withheld answer looks like in each, as the service writes it by default, and with
 # --message-in-content.
 REFUSED = "refused: I am not sure. (content_filter)"
@@ -69,26 +66,25 @@ def in_their_environment(
     )
 
 
-@pytest.fixture(scope="module")
-def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """``plain``: the demo model, without --message-in-content.  ``page``: what apps.md starts, on
-    its reader's model.
-
-    Both take any model name, as one that has a quick start's requests needs."""
-    needed()
+def page_options() -> list[str]:
+    """The options with which apps.md starts the service."""
     program, command, *options = shlex.split(
         next(block.text for block in PAGE if "hallutracer serve" in block.text)
     )
     assert (program, command) == ("hallutracer", "serve")
-    # Model and policy as nobody has set them. Answers of more than the 100 tokens that a script
-    # asks for would take minutes, and a busy machine may take longer for these than the default
-    # deadline.
-    unset = {"HALLUTRACER_MODEL": "", "HALLUTRACER_POLICY": ""}
-    limits = {"HALLUTRACER_MAX_COMPLETION_TOKENS": "100", "HALLUTRACER_DEADLINE_S": "600"}
+    return options
+
+
+@pytest.fixture(scope="module")
+def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """``plain``: without --message-in-content.  ``page``: with the options of apps.md.
+
+    Both take any model name, as one that has a quick start's requests needs."""
+    needed()
     store = str(tmp_path_factory.mktemp("store"))
     with (
         serve("--served-model-name", "*", **MAY_CHOOSE) as plain,
-        serve(*options, HALLUTRACER_STORE=store, **unset, **limits) as page,
+        serve(*page_options(), HALLUTRACER_STORE=store) as page,
     ):
         yield {"plain": plain.url, "page": page.url}
 
@@ -118,7 +114,7 @@ def test_a_quick_start_runs_and_shows_a_refusal(
     assert known.startswith(f"{KNOWN} answered: ")
     # LangChain takes the temperature out of requests to a model of the quick start's name: its
     # answers vary.
-    assert known.endswith(ANSWERS[service]) or script == "langchain_chat.py"
+    assert known.endswith(ANSWER) or script == "langchain_chat.py"
     (unknown,) = [line for line in lines if line.startswith(UNKNOWN)]
     assert unknown == f"{UNKNOWN} {(PLAIN if service == 'plain' else AS_TEXT).get(script, REFUSED)}"
     if script == "langchain_chat.py":
@@ -127,20 +123,34 @@ def test_a_quick_start_runs_and_shows_a_refusal(
     elif script.startswith("langchain"):
         assert lines[-1] == f"streamed: {(PLAIN | AS_TEXT).get(script, REFUSED)}"
     told = [line for line in lines if line.startswith("risk: ")]
-    assert not told or service == "page" or told == ["risk: 0.90"]
+    assert not told or told == ["risk: 0.90"]
 
 
 @pytest.mark.skipif(
     not PACKAGED["smollm2"].is_installed, reason=f"needs {PACKAGED['smollm2'].install}"
 )
-def test_a_quick_start_prints_what_the_page_says(found: dict[str, Any]) -> None:
+def test_a_quick_start_prints_what_the_page_says(tmp_path: Path) -> None:
+    """On its reader's model, under the policy that nobody has set."""
     shown = [block.text.splitlines() for block in PAGE if block.language == "console"]
     assert shown
-    for command, *printed in shown:
-        named = re.fullmatch(r"\$ python clients/quickstarts/(\w+\.py) \| tail -n (\d+)", command)
-        assert named, command
-        out, _ = found["page"][named[1]]
-        assert out.splitlines()[-int(named[2]) :] == printed
+    unset = {"HALLUTRACER_MODEL": "", "HALLUTRACER_POLICY": ""}
+    # Answers of more than the 100 tokens that a script asks for would take minutes, and a busy
+    # machine may take longer for these than the default deadline.
+    limits = {"HALLUTRACER_MAX_COMPLETION_TOKENS": "100", "HALLUTRACER_DEADLINE_S": "600"}
+    with serve(*page_options(), HALLUTRACER_STORE=str(tmp_path), **unset, **limits) as page:
+        for command, *printed in shown:
+            named = re.fullmatch(
+                r"\$ python (clients/quickstarts/\w+\.py) \| tail -n (\d+)", command
+            )
+            assert named, command
+            done = subprocess.run(
+                [sys.executable, ROOT / named[1]],
+                env=inherited() | {"HALLUTRACER_URL": page.url},
+                capture_output=True,
+                text=True,
+            )
+            assert done.returncode == 0, done.stderr
+            assert done.stdout.splitlines()[-int(named[2]) :] == printed
 
 
 def test_the_adapters(found: dict[str, Any]) -> None:
@@ -161,7 +171,7 @@ def test_the_newest_openai_client_too(urls: dict[str, str]) -> None:
         out, error = json.loads(done.stdout)[urls["plain"]][script]
         assert not error, error
         assert f"{UNKNOWN} {REFUSED}" in out
-        assert f"{KNOWN} answered:  {ANSWERS['plain']}" in out
+        assert f"{KNOWN} answered:  {ANSWER}" in out
 
 
 def test_a_quick_start_names_what_it_changed() -> None:

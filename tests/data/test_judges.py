@@ -609,3 +609,40 @@ def test_what_meets_an_expectation(text: str, expected: dict[str, Any], met: boo
 def test_a_damaged_expectation_is_named(damaged: dict[str, Any], part: str) -> None:
     assert part in (expectation_problem(damaged) or "")
     assert expectation_problem(calls(wanted(base=[1]))) is expectation_problem(NO_CALL) is None
+
+
+# --- answers that agree ---
+
+
+@pytest.mark.parametrize(
+    ("question", "answer_text", "other", "same"),
+    [
+        ("What is the capital of France?", "Paris", "It is Paris, in the north of France.", True),
+        ("What is the capital of France?", "The capital of France is Paris.", "Paris!", True),
+        ("What is the capital of France?", "Paris", "Lyon", False),
+        ("Who wrote it?", "John Smith", "It was Peter Smith who wrote it.", False),
+        ("Is it red, Paris or Lyon?", "Paris", "Lyon", False),
+        ("Is it red?", "It is red.", "It is not red.", False),
+        ("Is it red?", "It isn't.", "It is not red.", False),
+        ("Which year?", "1,903", "In 1903.", True),
+        ("Which year?", "-5", "5", False),
+        ("法国的首都是哪里？", "巴黎", "法国的首都是巴黎。", True),
+        ("法国的首都是哪里？", "巴黎", "里昂", False),
+        ("Who?", "", "", False),
+        ("Who?", "Paris", "", False),
+        ("Who?", "the", "the", True),
+    ],
+)
+def test_answers_agree_by_the_words_that_they_add(
+    question: str, answer_text: str, other: str, same: bool
+) -> None:
+    assert judge.agree(question, answer_text, other) is same
+    assert judge.agree(question, other, answer_text) is same
+
+
+@given(st.text(max_size=30), st.text(max_size=30), st.text(max_size=30))
+def test_agreement_is_symmetric_and_an_answer_agrees_with_itself(
+    question: str, answer_text: str, other: str
+) -> None:
+    assert judge.agree(question, answer_text, other) == judge.agree(question, other, answer_text)
+    assert judge.agree(question, other, other) == bool(judge.normalise(other))

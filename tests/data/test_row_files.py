@@ -9,6 +9,7 @@ import csv
 import gzip
 import json
 import lzma
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -169,8 +170,59 @@ def test_a_file_that_is_wrong_as_a_whole_gets_one_message(
     assert len(caught.value.problems) == 1
 
 
-def test_a_folder_is_no_file_of_rows(tmp_path: Path) -> None:
-    assert refused(tmp_path) == ["is a folder: name a file in it"]
+def test_a_folder_without_requests_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "notes.md").write_text("# notes")
+    [problem] = refused(tmp_path)
+    assert problem.startswith("is a folder without requests: name a file in it")
+
+
+def test_the_requests_of_a_folder_are_rows_as_the_service_reads_them(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "Where is "}, {"type": "text", "text": "Bern?"}]
+    turns = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": parts, "name": "ann"},
+    ]
+    chat = {"model": "m", "temperature": 0.2, "messages": turns}
+    (tmp_path / "a.json").write_text(json.dumps(chat, indent=2))
+    body = {"messages": [{"role": "user", "content": "Where is Oslo?"}], "tools": []}
+    batch = {"custom_id": "q7", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    lines = [batch, {"model": "m", "prompt": "The capital of Chad is"}]
+    (tmp_path / "b.jsonl").write_text("\n\n".join(map(json.dumps, lines)) + "\n")
+    (tmp_path / "README.txt").write_text("not a request")
+    rows = read_dataset(tmp_path, "self", folds=None).rows
+    assert rows[0].messages == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Where is Bern?"},
+    ]
+    assert (rows[1].id, rows[1].messages) == (
+        "q7",
+        [{"role": "user", "content": "Where is Oslo?"}],
+    )
+    assert (rows[2].id, rows[2].prompt) == ("3", "The capital of Chad is")
+
+
+@pytest.mark.parametrize(
+    ("request_body", "problem"),
+    [
+        ("{", "a.json: 1 problem; nothing was done\n  invalid JSON"),
+        ("[]", "a.json: 1 problem; nothing was done\n  a request is a JSON object"),
+        ('{"messages": [{"role": "user", "content": "a"}], "tools": [{}]}', "has 'tools'"),
+        (
+            '{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}',
+            "'content' must be a string",
+        ),
+        (
+            '{"messages": [{"role": "tool", "content": "a", "tool_call_id": "b"}]}',
+            "exactly 'role' and 'content'",
+        ),
+    ],
+)
+def test_a_request_that_no_row_can_hold_is_refused(
+    tmp_path: Path, request_body: str, problem: str
+) -> None:
+    (tmp_path / "a.json").write_text(request_body)
+    with pytest.raises(DataError, match=re.escape(problem)):
+        read_dataset(tmp_path, "self", folds=None)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +265,7 @@ def test_a_line_of_no_json_says_what_is_expected_and_where(tmp_path: Path) -> No
     assert refused(path) == [
         (
             "line 1: invalid JSON: Expecting value, at character 1: an object is expected, such as"
-            ' {"prompt": "..."}'
+            ' {"prompt": "..."}; a file with a question a line is to be named .txt'
         ),
         "line 2: invalid JSON: Expecting property name enclosed in double quotes, at character 28",
     ]

@@ -10,7 +10,7 @@ from typing import Any, get_args
 import pytest
 
 from probes_store.records import GREEDY, Decoding
-from service.data.options import Labels
+from service.data.options import TrainingLabels
 from service.data.training_rows import (
     Dataset,
     check_all_apply,
@@ -125,7 +125,7 @@ def test_one_bad_line_of_generated_labels(
 def test_rows_that_do_not_apply_count_for_no_class(tmp_path: Path) -> None:
     subjects = ("a tired poem", "some winter story", "my silly song")
     rows: Rows = [{"id": one, "prompt": f"Write {one}.", "applies": False} for one in subjects]
-    for labels in get_args(Labels):
+    for labels in get_args(TrainingLabels):
         asking = [row | {"answers": ["x"]} for row in enough()]
         dataset = read_dataset(
             write_rows(tmp_path / "rows.jsonl", [rows[0], *asking, *rows[1:]]), labels, folds=3

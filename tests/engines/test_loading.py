@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import shutil
 from pathlib import Path
@@ -396,6 +397,18 @@ def test_weights_that_are_cut_short_or_none_are_named(folder: Path) -> None:
             ModelLoadError, match="the weights in .*part-1.safetensors are cut short"
         ):
             load(folder)
+
+
+@pytest.mark.parametrize("mark", [codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE])
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
+)
+def test_a_byte_order_mark_of_an_editor_is_named(folder: Path, name: str, mark: bytes) -> None:
+    file = folder / name
+    file.write_bytes(mark + (file.read_bytes() if file.exists() else b"{{ messages }}"))
+    with pytest.raises(ModelLoadError, match="byte order mark.*as UTF-8 without") as caught:
+        load(folder)
+    assert caught.value.message.startswith(f"{file} begins with")
 
 
 def test_a_folder_without_a_tokenizer_is_told_so(folder: Path) -> None:

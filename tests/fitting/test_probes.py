@@ -1,4 +1,5 @@
-"""Probes: the paper's mapping, selection, what happens at the edges."""
+"""Probes: the paper's mapping, selection, what happens at the edges; a soft label counts as that
+many answers."""
 
 from __future__ import annotations
 
@@ -9,6 +10,8 @@ from sklearn.preprocessing import StandardScaler
 
 from service.errors import NoDirection
 from service.fitting import ClassBalance, probes
+from service.fitting.estimator import fit_classifier
+from service.fitting.joint import fit_joint
 from service.fitting.scores import auroc
 from service.readout import Site
 from tests.fitting.made import readouts
@@ -22,10 +25,12 @@ def fit_one(
     c: float,
     site: Site = Site.ATTENTION_HEAD,
     balance: ClassBalance = "weights",
+    soft_label: np.ndarray | None = None,
 ) -> tuple[np.ndarray, float]:
     """One head, one task, all rows."""
     every = np.arange(len(x))
-    [found] = probes.fit_head(x, label, [probes.Task(every, every, c)], site, balance)
+    tasks = [probes.Task(every, every, c)]
+    [found] = probes.fit_head(x, label, tasks, site, balance, soft_label)
     assert found is not None
     return found
 
@@ -89,7 +94,7 @@ def test_directions_are_unit_and_selection_is_by_training_auroc() -> None:
 def test_processes_and_a_choice_of_layers_and_heads_change_no_other_s_bits() -> None:
     data = readouts(*sample())
     tasks = [probes.Task(EVERY[:200], EVERY[200:], c) for c in (0.05, 0.3)]
-    for one, other in zip(fit_all(data, *tasks), fit_all(data, *tasks, jobs=3), strict=True):
+    for one, other in zip(fit_all(data, *tasks), fit_all(data, *tasks, jobs=2), strict=True):
         for field in ("direction", "trajectory", "bias"):
             assert getattr(one, field).tobytes() == getattr(other, field).tobytes()
     (fit,), (whole,) = (
@@ -142,3 +147,55 @@ def test_downsampling_uses_as_many_rows_of_each_class() -> None:
     assert not np.allclose(down, fit_one(x, label, 0.3)[0])
     assert down.tolist() == again.tolist()
     assert probes.row_weights(label, "downsample").sum() == 60
+
+
+# --- soft labels ---
+
+K = 4  # answers of each row
+
+
+def shared() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Rows, labels, soft labels, and the answers [n, K] that these are of; each row has both
+    kinds."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((150, 6)).astype(np.float32)
+    agree = np.clip(rng.binomial(K, 1 / (1 + np.exp(-2 * x[:, 0]))), 1, K - 1)
+    label = (x[:, 0] > 0).astype(np.int64)
+    return x, label, agree / K, (np.arange(K) < agree[:, None]).astype(np.int64)
+
+
+def test_weighted_rows_carry_the_soft_labels() -> None:
+    soft = np.array([0.0, 0.25, 1.0, 0.5])
+    made = probes.weighted_rows(np.array([1, 1, 0, 0]), soft)
+    assert len(made.row) == 6, "rows without doubt stay one row"
+    for row, value in enumerate(soft):
+        mine = made.row == row
+        assert made.weight[mine].sum() == 1
+        assert made.weight[mine & (made.label == 1)].sum() == value
+    hard = probes.weighted_rows(np.array([1, 0]), None)
+    assert [part.tolist() for part in hard] == [[0, 1], [1, 0], [1.0, 1.0]]
+
+
+@pytest.mark.parametrize("site", list(Site))
+def test_a_probe_is_that_of_one_row_for_each_answer(site: Site) -> None:
+    x, label, soft_label, answers = (part[:100] for part in shared())
+    soft = fit_one(x, label, 0.3, site, soft_label=soft_label)
+    # As many rows as answers, and a loss K times as large: C is K times smaller.
+    hard = fit_one(np.repeat(x, K, axis=0), answers.ravel(), 0.3 / K, site)
+    np.testing.assert_allclose(soft[0], hard[0], rtol=2e-3, atol=2e-4)
+    assert soft[1] == pytest.approx(hard[1], abs=2e-3)
+    assert abs(fit_one(x, label, 0.3, site)[0][0] - soft[0][0]) > 0.05
+
+
+def test_the_joint_fit_and_the_classifier_are_those_of_one_row_for_each_answer() -> None:
+    x, label, soft_label, answers = shared()
+    signals = x.astype(np.float64)
+    soft = fit_classifier(signals, label, soft_label)
+    hard = fit_classifier(np.repeat(signals, K, axis=0), answers.ravel())
+    np.testing.assert_allclose(soft.weight, hard.weight, rtol=1e-3, atol=1e-4)
+    assert soft.risk(signals).mean() == pytest.approx(1 - soft_label.mean(), abs=1e-4)
+    rows = x.reshape(len(x), 2, 3)
+    together = fit_joint(rows, label, "weights", c=0.1, soft_label=soft_label)
+    many = fit_joint(np.repeat(rows, K, axis=0), answers.ravel(), "weights", c=0.1 / K)
+    np.testing.assert_allclose(together.direction, many.direction, rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(together.scale, many.scale, rtol=1e-3)

@@ -86,6 +86,10 @@ def test_a_calibrated_risk_stays_as_it_is() -> None:
     drawings = [drawn(Recalibration("intercept"), 200, seed) for seed in range(12)]
     names = [maps.choose_map(label, risk, np.arange(200)).chosen.name for label, risk in drawings]
     assert names.count("identity") >= 9
+    label, risk = drawings[0]
+    choice = maps.choose_map(label, risk, np.arange(200), as_it_is=False)
+    assert choice.before.name == choice.candidates[0].name == "identity"
+    assert "identity" not in (choice.chosen.name, choice.best.name)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from scipy.special import expit, logit
 from scipy.stats import kstest
+from sklearn.metrics import average_precision_score
 
 from hallutracer_research.evaluation.results import delong
 from service.fitting import scores as measures
@@ -82,6 +83,16 @@ def test_the_debiased_error_by_hand_and_without_each_group() -> None:
         for level in (1 - far.mean(), 0.45)
     ]
     assert shifted == [pytest.approx(0, abs=0.02), pytest.approx(0.45 - (1 - far.mean()), abs=0.03)]
+
+
+def test_the_average_precision_is_scikit_learns_to_the_bit() -> None:
+    for seed in range(50):
+        label, risk = labelled(seed)
+        for rounded in (risk, risk.astype(np.float32), risk + np.linspace(0, 0.01, len(risk))):
+            for positive, score in ((0, rounded), (1, -rounded)):
+                expected = average_precision_score(label == positive, score)
+                assert measures.auprc(label, rounded, positive=positive) == expected
+    assert measures.auprc(np.ones(3, int), np.array([0.1, 0.2, 0.3]), positive=0) == 0.0
 
 
 def test_known_answers() -> None:

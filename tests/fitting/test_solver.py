@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.linear_model import LogisticRegression
+from threadpoolctl import ThreadpoolController, threadpool_info, threadpool_limits
 
 from service.fitting import solver
 from service.fitting.probes import row_weights
-from service.fitting.solver import GAP, INTERCEPT_PENALTY, descend, solve
+from service.fitting.solver import GAP, INTERCEPT_PENALTY, descend, one_numpy_thread, solve
 
 GRID = np.array([0.01, 0.03, 0.1, 0.3, 1.0, 3.0])
 PARTITION, C = np.repeat(np.arange(5), len(GRID)), np.tile(GRID, 5)
@@ -152,6 +153,26 @@ def test_a_large_offset_does_not_spoil_a_small_spread() -> None:
     raw, intercept = solve(x + 512.0, label, weight[:1], np.array([0]), np.array([0.3]))
     problem = Problem((x + 512.0)[0], label, weight[0], 0.3)
     assert problem.of(raw[0, 0], intercept[0, 0]) <= problem.liblinear() * (1 + 2 * GAP)
+
+
+def test_fits_run_on_one_thread_and_the_libraries_are_looked_for_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def threads() -> set[int]:
+        return {library["num_threads"] for library in threadpool_info()}
+
+    with one_numpy_thread():
+        pass
+    monkeypatch.setattr(ThreadpoolController, "_load_libraries", lambda self: pytest.fail("again"))
+    with one_numpy_thread():
+        pass
+    monkeypatch.undo()
+    with threadpool_limits(2):
+        before = threads()
+        assert 2 in before
+        with one_numpy_thread():
+            assert threads() == {1}
+        assert threads() == before
 
 
 def test_the_same_call_gives_the_same_bits() -> None:

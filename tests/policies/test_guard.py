@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import subprocess
 import sys
 from dataclasses import replace
@@ -125,6 +126,12 @@ def test_a_file_adds_to_the_built_in_policies(tmp_path: Path) -> None:
         "again", Action.ANNOTATE, None, Action.ANNOTATE.message, recheck=True
     )
     assert policies["seen"] == Policy("seen", Action.OBSERVE)
+
+
+def test_a_file_as_windows_editors_write_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "policies.toml"
+    path.write_bytes(codecs.BOM_UTF8 + b'[strict]\r\naction = "block"\r\n')
+    assert read_policies(path).named["strict"] == Policy("strict", Action.BLOCK)
 
 
 FALLBACK = '[a]\naction = "fallback"\nupstream = "http://b/v1"\nupstream_model = "m"\n'

@@ -60,7 +60,15 @@ FULL = render(
         answer=ANSWER,
         model={"adapter": OTHER},
         template_arguments={"enable_thinking": False, "style": "kurz", "most": 3, "share": 0.5},
-        training=dataclasses.replace(TRAINING, decoding=SAMPLED, shapes=("a", "b"), reworded=40),
+        training=dataclasses.replace(
+            TRAINING,
+            labels="self",
+            decoding=SAMPLED,
+            shapes=("a", "b"),
+            reworded=40,
+            samples=5,
+            sample_temperature=0.7,
+        ),
     )
 )[0]
 # Every record and field but guarantee_reads_answers, which needs the record answer: a test below.

@@ -320,13 +320,12 @@ def withheld_alone(
 MANY = [f"question {number}" for number in range(200)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "policy",
+    ("policy", "kind"),
     [
-        Policy("gate", Action.ABSTAIN),
-        Policy("block", Action.BLOCK),
-        Policy("fetch", Action.RETRIEVE),
+        (Policy("gate", Action.ABSTAIN), "scheduled"),
+        (Policy("block", Action.BLOCK), "own loop"),
+        (Policy("fetch", Action.RETRIEVE), "scheduled"),
     ],
 )
 def test_no_session_gets_past_the_default_bundle(tmp_path: Path, policy: Policy, kind: str) -> None:

@@ -153,10 +153,11 @@ def test_the_card_is_valid_and_tells_neither_the_machine_nor_the_hour(trained: B
     "scale", ["unit_norm", pytest.param("standardized", marks=pytest.mark.long)]
 )
 def test_shuffled_labels_leave_nothing(tmp_path: Path, scale: str) -> None:
+    options: dict[str, Any] = {"logit_scale": scale, "seeds": (0,)}
     with pytest.raises(TrainingError, match="no signal: the nested AUROC is 0"):
-        run(tmp_path, rows=planted_rows(300, shuffled=True, per_group=1), logit_scale=scale)
+        run(tmp_path, rows=planted_rows(300, shuffled=True, per_group=1), **options)
     assert not list((tmp_path / "store").rglob("bundle.json"))
-    bundle, _ = run(tmp_path, logit_scale=scale, allow_no_signal=True)
+    bundle, _ = run(tmp_path, **options, allow_no_signal=True)
     assert NO_SIGNAL in bundle.card()
     signals = bundle.evaluation()["cross_validation"]["signals"]
     for name in (
@@ -310,7 +311,7 @@ def test_kill_9_and_resume_give_the_same_bundle(tmp_path: Path) -> None:
 
 
 def test_the_same_run_twice_publishes_once_and_another_in_its_folder_is_refused(
-    tmp_path: Path,
+    tmp_path: Path, jobs_in_turn: None
 ) -> None:
     first, again = (run(tmp_path / "a", **ONE)[0] for _ in range(2))
     elsewhere, _ = run(tmp_path / "b", jobs=2, **ONE)
@@ -465,7 +466,10 @@ def test_classifier_and_threshold_are_fitted_apart_from_what_measures_them(
     of_classifiers = [
         call for number, call in enumerate(used, 1) if number % names
     ]  # the last reads no signal
-    for (signals, label, classifier), (test_label, *_) in zip(fitted, of_classifiers, strict=True):
+    for (signals, label, soft_label, classifier), (test_label, *_) in zip(
+        fitted, of_classifiers, strict=True
+    ):
+        assert soft_label is None
         assert len(label) + len(test_label) == 240
         assert label.sum() + test_label.sum() == fitted[0][1].sum() + used[0][0].sum()
         again: FinalClassifier = fit(signals, label)

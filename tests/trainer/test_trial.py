@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from probes_store.store import Store
 from service.data.bank import bank_rows
+from service.data.options import SAMPLES
 from service.data.training_rows import read_dataset
 from service.engines.base import Extraction
 from service.errors import TrainingError
@@ -29,7 +31,7 @@ from service.trainer.trial import (
 from tests.fitting.planted import PlantedEngine, Quiet, planted_rows, write_rows
 from tests.trainer.made import FAST, run
 
-TOKEN_S, ANSWER_S = 0.001, 0.5
+TOKEN_S, ANSWER_S, SAMPLE_S = 0.001, 0.5, 0.4
 
 
 class Timed(PlantedEngine):
@@ -42,6 +44,10 @@ class Timed(PlantedEngine):
 
     def clock(self) -> float:
         return self.now
+
+    def sample(self, prompts: Any, sampling: Any, seeds: Any) -> Any:
+        self.now += TOKEN_S * sum(map(len, prompts)) + SAMPLE_S * sum(map(len, seeds))
+        return []
 
     def extract(self, prompts: Any, sites: Any, *others: Any, **read: Any) -> Extraction:
         sampling = read.get("sampling") or (others[1] if len(others) > 1 else None)
@@ -62,14 +68,15 @@ def bank(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return read_dataset(write_rows(path, bank_rows("train")[:120]), "generate", folds=None)
 
 
-@pytest.mark.parametrize("labels", ["generate", "given"])
+@pytest.mark.parametrize("labels", ["generate", "given", "self"])
 def test_rates_are_those_of_the_engine(labels: str, tmp_path: Path) -> None:
     engine = Timed()
     prompts = [tuple(range(5 + number % 40)) for number in range(600)]
     options = of_the_bank(tmp_path, labels=labels)
     rates = engine_rates(engine, prompts, options, engine.clock)
     assert rates.token_s == pytest.approx(TOKEN_S)
-    assert rates.answer_s == pytest.approx(ANSWER_S if labels == "generate" else 0.0)
+    assert rates.answer_s == pytest.approx(0.0 if labels == "given" else ANSWER_S)
+    assert rates.sample_s == pytest.approx(SAMPLES * SAMPLE_S if labels == "self" else 0.0)
     assert len(engine.seen) <= 600, "an engine that remembers prompts must not see one twice"
 
 
@@ -89,6 +96,22 @@ def test_a_sample_in_forms_stands_for_the_volume_of_all(tmp_path: Path, bank: An
     assert estimate.memory > 0
     plain = sampled(of_the_bank(tmp_path, forms="none"), bank, engine, "chat")
     assert plain.rows == 1.0
+
+
+def test_sampled_answers_count_and_those_of_an_earlier_call_do_not(
+    tmp_path: Path, bank: Any
+) -> None:
+    options, engine = of_the_bank(tmp_path, labels="self"), Timed()
+    sample = sampled(options, bank, engine, "chat")
+    assert sample.volume(options, 1000, 200, chat=True).sampled_rows == 1000 * sample.rows
+    volume = sample.volume(options, 1000, 200, chat=True, held_out_sampled=True)
+    assert volume.sampled_rows == 1200 * sample.rows
+    rates = Rates(TOKEN_S, ANSWER_S, sample_s=SAMPLES * SAMPLE_S)
+    greedy = estimated(volume, replace(rates, sample_s=0.0), options, engine, 1.0, 1.0)
+    assert greedy.reading_s == 0
+    left = estimated(volume, rates, options, engine, done=1.0, sampled_before=0.25)
+    per_row = SAMPLES * SAMPLE_S + TOKEN_S * sample.tokens
+    assert left.reading_s == pytest.approx(0.75 * per_row * volume.sampled_rows)
 
 
 def within(minutes: float, folder: Path, bank: Any, most: int = 9593) -> tuple[int, list[str]]:

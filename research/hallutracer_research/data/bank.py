@@ -118,7 +118,7 @@ OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
 
 
 def with_other_names(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row of facts that accepts its answers by their other names, too; any other as it is."""
+    """Return a row of facts with its answers by their other names, too; any other as it is."""
     if not row["kind"].startswith("facts/"):
         return row
     answers = list(row["answers"])

@@ -15,7 +15,6 @@ import numpy as np
 from joblib import cpu_count
 from numpy.typing import NDArray
 from scipy.special import logit
-from threadpoolctl import threadpool_limits
 
 from hallutracer_research.evaluation.methods import ANSWER_MAX, RUNNING
 from hallutracer_research.evaluation.methods.base import (
@@ -31,7 +30,7 @@ from service.errors import NoDirection, TrainingError
 from service.fitting.estimator import DepthMeanProbe
 from service.fitting.folds import OuterFold, group_folds, outer_folds
 from service.fitting.probes import LARGER_C, Floats, Index, Readouts, Task, fit_head, unit_probe
-from service.fitting.solver import one_torch_thread
+from service.fitting.solver import one_numpy_thread, one_torch_thread
 from service.readout import Site
 from service.risk import depth_mean
 
@@ -106,7 +105,7 @@ def _fit(item: tuple[Readouts, tuple[Task, ...], int, list[int]]) -> list[list[N
     every task."""
     readouts, tasks, layer, heads = item
     fitted: list[list[tuple[Any, ...]]] = [[] for _ in tasks]
-    with threadpool_limits(1), one_torch_thread():
+    with one_numpy_thread(), one_torch_thread():
         for head in heads:
             x = readouts.file.head(layer, head)[readouts.index]
             fits = fit_head(x, readouts.label, tasks, Site.ATTENTION_HEAD, "weights")
@@ -133,7 +132,7 @@ def trajectory_ridge(
     are); group-disjoint inner folds choose C by AUROC, ties to the stronger penalty.  Raises
     TrainingError where an inner fold lacks a class."""
     pairs = group_folds(label, group, np.arange(len(label)), 3, seed, what="trajectory inner fold")
-    with threadpool_limits(1):  # sums in one order, whatever the number of cores
+    with one_numpy_thread():  # sums in one order, whatever the number of cores
         c, _ = best_c(trajectory, label, pairs, RIDGE_GRID)
         return -linear_logits(c, "l2", trajectory, label, test_trajectory)
 
@@ -295,7 +294,7 @@ def _beside_depth_mean(inputs: MethodInputs, split: Split, column: Floats) -> Fl
     x, x_test = (
         np.stack([column[rows], depth_mean(trajectory)], axis=1) for rows, trajectory in sides
     )
-    with threadpool_limits(1):
+    with one_numpy_thread():
         return -linear_logits(WEAK, "l2", x, inputs.label[split.train], x_test)
 
 

@@ -86,11 +86,7 @@ def test_scores_rise_with_hallucination_and_neither_test_labels_nor_other_test_r
     assert risk_auroc(data.label[test], scores) > 0.7
     label = data.label.copy()
     label[test] = 1 - label[test]
-    assert (
-        fit_method(name, relabelled(data, label), train, test, 3, jobs=1).tobytes()
-        == scores.tobytes()
-    )
-    some = fit_method(name, data, train, test[5:9], 3, jobs=1)
+    some = fit_method(name, relabelled(data, label), train, test[5:9], 3, jobs=1)
     np.testing.assert_allclose(
         some, scores[5:9], rtol=1e-4, atol=1e-5
     )  # float32 products of other shapes

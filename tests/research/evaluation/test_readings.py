@@ -160,20 +160,20 @@ def files(out: Path) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize("at", [1, 2, 3, 5])
 def test_a_killed_run_goes_on_to_the_same_files(
-    tmp_path: Path, engine: Any, made: PreparedSet, at: int
+    tmp_path: Path, engine: Any, made: PreparedSet
 ) -> None:
-    killed = tmp_path / "killed"
     whole = read(engine, tmp_path / "whole", made).inputs.answers
-    with pytest.raises(KeyboardInterrupt):
-        read(Killed(engine, at), killed, made)
-    before = {name: (killed / name).stat().st_mtime_ns for name in files(killed)}
-    again = read(engine, killed, made).inputs.answers
-    assert files(killed) == files(tmp_path / "whole")
-    assert all((killed / name).stat().st_mtime_ns == time for name, time in before.items())
-    for name in ("log_prob", "states", "true", "entropy", "entropy_weighted", "eigenscore"):
-        assert getattr(again, name).tobytes() == getattr(whole, name).tobytes()
+    for kill_at in (1, 2, 3, 5):
+        killed = tmp_path / f"killed at {kill_at}"
+        with pytest.raises(KeyboardInterrupt):
+            read(Killed(engine, kill_at), killed, made)
+        before = {name: (killed / name).stat().st_mtime_ns for name in files(killed)}
+        again = read(engine, killed, made).inputs.answers
+        assert files(killed) == files(tmp_path / "whole")
+        assert all((killed / name).stat().st_mtime_ns == time for name, time in before.items())
+        for name in ("log_prob", "states", "true", "entropy", "entropy_weighted", "eigenscore"):
+            assert getattr(again, name).tobytes() == getattr(whole, name).tobytes()
 
 
 def test_seeds_differ_by_row_and_number_and_more_samples_keep_the_first() -> None:

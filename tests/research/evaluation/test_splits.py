@@ -46,7 +46,7 @@ def arrays(value: Split | HeadProbes) -> dict[str, bytes]:
 
 
 def test_the_heads_probes_are_what_the_trainer_fits_and_crossed_with_the_next_layers_same_head(
-    inputs: MethodInputs,
+    inputs: MethodInputs, jobs_in_turn: None
 ) -> None:
     [probes] = fit_all_heads(inputs.heads, [TASK], jobs=1)
     [fit] = fit_probes(inputs.heads, [TASK], balance="weights", jobs=1)

@@ -13,12 +13,12 @@ from joblib import Parallel, cpu_count, delayed, parallel_config
 from numpy.typing import NDArray
 from sklearn import config_context
 from sklearn.linear_model import LogisticRegression
-from threadpoolctl import threadpool_limits
 
 from service.errors import TrainingError
 from service.fitting.folds import Labels, Pairs, unchecked_folds
 from service.fitting.probes import Readouts, project, standardise
 from service.fitting.scores import auroc
+from service.fitting.solver import one_numpy_thread
 
 _HAS_PENALTY = (
     inspect.signature(LogisticRegression).parameters["penalty"].default == "l2"
@@ -225,7 +225,7 @@ def fit_at_best_layer(
     layers = at_depths(inputs.residual.file.geometry.num_layers, depths)
     layer, fit = choose(inputs, train, seed, layers=layers, fits=fits, jobs=jobs, what=what)
     rows, index = inputs.residual.file.layer(layer), inputs.residual.index
-    with threadpool_limits(1):  # sums in one order, whatever the number of cores
+    with one_numpy_thread():  # sums in one order, whatever the number of cores
         return -fits[fit](rows[index[train]], inputs.label[train], rows[index[test]])
 
 
@@ -245,7 +245,7 @@ def l2_at_best_c(
     ``L2_GRID`` that inner folds find the best, ties to the stronger penalty.  Raises TrainingError
     where no inner fold has both classes."""
     pairs = usable_folds(inputs.label, inputs.group, train, INNER_FOLDS, seed, what=what)
-    with threadpool_limits(1):  # sums in one order, whatever the number of cores
+    with one_numpy_thread():  # sums in one order, whatever the number of cores
         c, _ = best_c(x, inputs.label, pairs, L2_GRID)
         return -linear_logits(c, "l2", x[train], inputs.label[train], x[test])
 
@@ -312,7 +312,7 @@ def held_out_aurocs(
     """Return the mean AUROC of each way to fit over the folds (fitted, held out), for one window
     read once."""
     x = window(readouts, *span, np.arange(len(readouts.index)))
-    with threadpool_limits(1):  # sums in one order, whatever the number of cores
+    with one_numpy_thread():  # sums in one order, whatever the number of cores
         return [held_out_auroc(fit, x, readouts.label, pairs) for fit in fits]
 
 

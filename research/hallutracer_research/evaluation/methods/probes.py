@@ -23,7 +23,6 @@ from functools import partial
 
 import numpy as np
 from sklearn.covariance import empirical_covariance, ledoit_wolf, shrunk_covariance
-from threadpoolctl import threadpool_limits
 
 from hallutracer_research.evaluation.methods.base import (
     INNER_FOLDS,
@@ -46,6 +45,7 @@ from service.errors import TrainingError
 from service.fitting.folds import group_folds
 from service.fitting.probes import Readouts, standardise
 from service.fitting.scores import auroc
+from service.fitting.solver import one_numpy_thread
 from service.readout import Site
 
 ITI_GRID, PROBES = (0.01, 0.1, 1.0), 3
@@ -69,7 +69,7 @@ def iti(
     label = inputs.label[train]
     rng = np.random.default_rng(seed)
     total = np.zeros(len(test))
-    with threadpool_limits(1):  # sums in one order, whatever the number of cores
+    with one_numpy_thread():  # sums in one order, whatever the number of cores
         for _ in range(PROBES):
             drawn = group_bootstrap(label, inputs.group[train], rng)
             total += linear_logits(c, "l2", x[drawn], label[drawn], x_test)
@@ -90,7 +90,7 @@ def iti_head(
     for c in ITI_GRID:
         layer, head, _ = best_head(readouts, train, c, jobs)
         x = readouts.file.head(layer, head)[readouts.index]
-        with threadpool_limits(1):
+        with one_numpy_thread():
             quality = held_out_auroc(partial(linear_logits, c, "l2"), x, inputs.label, pairs)
         found.append((round(quality, 12), -c, layer, head))
     _, c, layer, head = max(found)
@@ -116,7 +116,7 @@ def pca_heads(
     """Return the scores [n_test].  Memory: a few [n, n] float64 matrices and one layer's columns.
     Raises TrainingError where no inner fold has both classes."""
     rows = np.r_[train, test]
-    with threadpool_limits(1):  # sums in one order, whatever the number of cores
+    with one_numpy_thread():  # sums in one order, whatever the number of cores
         components = principal_components(inputs.heads, train, rows, max(COMPONENTS))
     x = np.zeros((len(inputs.label), components.shape[1]))
     x[rows] = components
@@ -124,7 +124,7 @@ def pca_heads(
         inputs.label, inputs.group, train, INNER_FOLDS, seed, what="PCA inner fold"
     )
     counts = sorted({min(one, x.shape[1]) for one in COMPONENTS})
-    with threadpool_limits(1):
+    with one_numpy_thread():
         found = [best_c(x[:, :count], inputs.label, pairs, C_GRID) for count in counts]
         place = int(np.argmax([quality for _, quality in found]))
         count, c = counts[place], found[place][0]
@@ -148,7 +148,7 @@ def principal_components(readouts: Readouts, train: Index, rows: Index, count: i
 
 def _head_aurocs(readouts: Readouts, train: Index, c: float, layer: int) -> list[float]:
     label, found = readouts.label[train], []
-    with threadpool_limits(1):
+    with one_numpy_thread():
         for head in range(readouts.file.geometry.heads(Site.ATTENTION_HEAD)):
             columns = readouts.file.head(layer, head)[readouts.index[train]]
             found.append(auroc(label, linear_logits(c, "l2", columns, label, columns)))
@@ -181,7 +181,7 @@ def fact_probe(
     """Return negated logits [n_test] of the best candidate.  Raises TrainingError where an inner
     fold lacks a class."""
     start, size, c, _ = search(inputs, train, seed, jobs)
-    with threadpool_limits(1):
+    with one_numpy_thread():
         probe = fit_linear(
             window(inputs.residual, start, size, train), inputs.label[train], c, "l1"
         )

@@ -1,0 +1,315 @@
+"""Training on questions alone: labels by how far the model's sampled answers agree with its greedy
+one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from probes_store.bundle import Bundle
+from probes_store.store import Store
+from service.data.labels import SAMPLES_FILE
+from service.data.options import SAMPLE_TEMPERATURE, SAMPLES
+from service.data.training_rows import read_dataset
+from service.engines.base import Completion, Sampling, TokenIds, TracedAnswer
+from service.errors import DataError, TrainingError
+from service.trainer.options import RecalibrateOptions, TrainOptions
+from service.trainer.recalibrate import recalibrate
+from service.trainer.run import train
+from service.trainer.trial import FIRST_CALL
+from tests.fitting.planted import PlantedEngine, Quiet, planted_rows, write_rows
+from tests.trainer.made import FAST, Never, Rows, run, served, store_of
+
+OWN: dict[str, Any] = {"labels": "self", "seeds": (0,), "answer_probes": False}
+KNOWN, UNKNOWN = 0.85, 0.2  # probability that a sample agrees
+
+
+class SamplingEngine(PlantedEngine):
+    """Samples agree with the greedy answer with the probability ``KNOWN`` or ``UNKNOWN``; each
+    depends on prompt and seed alone."""
+
+    def __init__(self, strength: float = 0.5, fail_at: int | None = None) -> None:
+        super().__init__(strength)
+        self.sampled: list[int] = []  # prompts of each call
+        self.fail_at = fail_at
+
+    def sample(
+        self, prompts: Sequence[TokenIds], sampling: Sampling, seeds: Sequence[Sequence[int]]
+    ) -> list[list[TracedAnswer]]:
+        if self.fail_at == len(self.sampled):
+            raise KeyboardInterrupt
+        if prompts:
+            self.sampled.append(len(prompts))
+            assert sampling.temperature == SAMPLE_TEMPERATURE
+        greedy = PlantedEngine.generate(self, prompts, sampling)
+        answers = []
+        for prompt, answer, of_prompt in zip(prompts, greedy, seeds, strict=True):
+            text = self.detokenize(prompt)
+            agrees = KNOWN if "known" in text else UNKNOWN
+            traced = []
+            for seed in of_prompt:
+                draw = int(hashlib.sha256(f"{seed} {text}".encode()).hexdigest()[:8], 16) / 2**32
+                sample = answer.text if draw < agrees else "In Lyon, perhaps."
+                state = np.zeros((1, 1), np.float32)
+                completion = Completion(sample, (1, 2), "stop")
+                traced.append(TracedAnswer(completion, np.zeros(2), state, state))
+            answers.append(traced)
+        return answers
+
+
+def questions(count: int = 240, seed: int = 0) -> Rows:
+    """Planted rows of which only the prompt is kept."""
+    return [{"prompt": row["prompt"].strip()} for row in planted_rows(count, seed=seed)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("self")
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path) -> tuple[Bundle, Quiet]:
+    """A bundle of questions alone, one a line."""
+    lines = [row["prompt"] for row in questions()]
+    (folder / "questions.txt").write_text("\n".join(lines) + "\n\n", encoding="utf-8")
+    data = {"data": (str(folder / "questions.txt"),)}
+    return run(folder, SamplingEngine(), **OWN | data)
+
+
+def test_questions_alone_train_a_bundle_that_says_what_its_risk_means(
+    trained: tuple[Bundle, Quiet],
+) -> None:
+    bundle, console = trained
+    record = bundle.manifest.training
+    assert (record.labels, record.samples, record.sample_temperature, record.judge) == (
+        "self",
+        SAMPLES,
+        SAMPLE_TEMPERATURE,
+        None,
+    )
+    evaluation = bundle.evaluation()
+    own = evaluation["data"]["self_labels"]
+    assert (own["samples"], own["figures_by"]) == (SAMPLES, "agreement")
+    assert own["agreement"] == pytest.approx((KNOWN + UNKNOWN) / 2, abs=0.1)
+    card = " ".join(bundle.card().split())
+    assert "**As trained, this risk says how likely the model contradicts itself" in card
+    assert "hallutracer recalibrate.**" in card
+    assert "AUROC, nested cross-validation, of the model's contradictions" in card
+    assert "it does not say how likely the answer is wrong" in card
+    assert "wrong stands for an answer that the model contradicts" in card
+    assert any("contradicts itself" in line for line in console.lines)
+    assert "recommendation" not in evaluation, "nobody knows what is wrong"
+    crossed = evaluation["cross_validation"]["signals"]["depth_mean_unit_norm"]
+    assert crossed["auroc"]["mean"] > 0.8
+
+
+def test_the_risk_is_the_probability_that_a_sample_contradicts(tmp_path: Path) -> None:
+    bundle, _ = run(tmp_path, SamplingEngine(2.0), questions(), evaluate=False, **OWN)
+    rows = planted_rows(200, seed=9)
+    known = np.array(["known" in row["prompt"] for row in rows])
+    risks = np.array([report.risk for report in served(bundle, rows, SamplingEngine(2.0))])
+    assert risks[known].mean() == pytest.approx(1 - KNOWN, abs=0.06)
+    assert risks[~known].mean() == pytest.approx(1 - UNKNOWN, abs=0.06)
+
+
+def test_an_interrupted_run_resumes_and_gives_the_same_bundle(tmp_path: Path) -> None:
+    whole, _ = run(tmp_path / "whole", SamplingEngine(), questions(), evaluate=False, **OWN)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "torn", SamplingEngine(fail_at=4), questions(), evaluate=False, **OWN)
+    path = tmp_path / "torn" / "run" / "train" / SAMPLES_FILE
+    done = path.read_text(encoding="utf-8")
+    path.write_text(done[:-20], encoding="utf-8")  # the end of the last call was never written
+    engine = SamplingEngine()
+    resumed, _ = run(tmp_path / "torn", engine, evaluate=False, **OWN)
+    assert resumed.manifest.digest == whole.manifest.digest
+    assert engine.sampled[0] == 32, "the call that was cut is made again as a whole"
+    again = SamplingEngine()
+    run(tmp_path / "torn", again, evaluate=False, **OWN)
+    assert again.sampled == []
+
+
+@pytest.mark.parametrize("by", ["answers", "label"])
+def test_rows_that_bring_the_truth_are_measured_by_it_and_not_learnt_from_it(
+    trained: tuple[Bundle, Quiet], tmp_path: Path, by: str
+) -> None:
+    """The labels are turned round: the model agrees with itself where it is wrong."""
+    rows = []
+    for number, row in enumerate(planted_rows(240)):
+        known = "known" in row["prompt"]
+        right = "Paris" if known else "Rome"
+        truth: dict[str, dict[str, Any]] = {
+            "answers": {"answers": [right if number % 3 else "Nice"]},
+            "label": {"label": int(not known)},
+        }
+        rows.append({"prompt": row["prompt"].strip()} | truth[by])
+    bundle, _ = run(tmp_path / "truth", SamplingEngine(), rows, **OWN, allow_no_signal=True)
+    plain, _ = trained
+    evaluation = bundle.evaluation()
+    assert evaluation["data"]["self_labels"]["figures_by"] == by
+    assert bundle.manifest.classifier == plain.manifest.classifier
+    assert (bundle.manifest.training.factual, bundle.manifest.training.left_out) == (
+        plain.manifest.training.factual,
+        plain.manifest.training.left_out,
+    )
+    auroc = evaluation["cross_validation"]["signals"]["depth_mean_unit_norm"]["auroc"]["mean"]
+    if by == "label":
+        assert auroc < 0.3
+        assert bundle.evaluation()["recommendation"]["use"] == "no"
+
+
+def test_held_out_rows_with_answers_need_no_samples(tmp_path: Path) -> None:
+    engine = SamplingEngine()
+    test = planted_rows(60, seed=3)
+    bundle, _ = run(tmp_path, engine, questions(), test=test, evaluate=False, **OWN)
+    assert sum(engine.sampled) == 240
+    held = bundle.evaluation()["held_out"]
+    assert held["signals"]["bundle"]["auroc"] > 0.8
+    assert "figures_by" not in held
+    engine = SamplingEngine()
+    own = tmp_path / "own"
+    bundle, _ = run(own, engine, questions(), test=questions(60, 3), evaluate=False, **OWN)
+    assert sum(engine.sampled) == 240 + 60
+    assert bundle.evaluation()["held_out"]["figures_by"] == "agreement"
+    assert "by the model's own samples) that took no part in training" in bundle.card()
+
+
+def test_the_mixture_of_forms_is_the_default(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", questions())
+    options = TrainOptions(data=(str(path),), labels="self")
+    assert options.wanted_forms == ("mixture",)
+    assert options.scale == "joint"
+
+
+def test_fifty_labels_put_it_on_the_scale_of_wrong_answers(
+    trained: tuple[Bundle, Quiet], tmp_path: Path
+) -> None:
+    """Every answer is wrong that the model does not know, and one in three that it knows."""
+    rows = [
+        {"prompt": row["prompt"], "label": int("known" in row["prompt"] and number % 3 > 0)}
+        for number, row in enumerate(planted_rows(50, seed=5))
+    ]
+    data = write_rows(tmp_path / "labelled.jsonl", rows)
+    options = RecalibrateOptions(data=(str(data),), run_dir=tmp_path / "run")
+    store = store_of(trained[0], tmp_path)
+    own = store.load("planted:1")
+    bundle = recalibrate(own, options, SamplingEngine, store, console=Quiet())
+    assert bundle is not None
+    assert bundle.reference == "planted:2"
+    assert bundle.manifest.training.labels == "self"
+    [record] = bundle.evaluation()["recalibrations"]
+    assert record["chosen"] != "identity", "the risk was never a probability of a wrong answer"
+
+
+def test_traffic_without_labels_tells_nothing_of_wrong_answers(
+    trained: tuple[Bundle, Quiet], tmp_path: Path
+) -> None:
+    data = write_rows(tmp_path / "labelled.jsonl", planted_rows(50, seed=5))
+    options = RecalibrateOptions(data=(str(data),), run_dir=tmp_path / "run", traffic=data)
+    store = store_of(trained[0], tmp_path)
+    with pytest.raises(TrainingError, match="leave --traffic out"):
+        recalibrate(store.load("planted:1"), options, Never, store, console=Quiet())
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"class_balance": "downsample"}, "class_balance"),
+        ({"calibration": Path("more.jsonl")}, "calibration"),
+        ({"answers_decoding": "temperature=0.7"}, "answers_decoding"),
+    ],
+)
+def test_options_that_need_labels_are_refused(change: dict[str, Any], field: str) -> None:
+    with pytest.raises(TrainingError) as caught:
+        TrainOptions(name="x", data=("rows.jsonl",), labels="self", **change).check()
+    assert caught.value.param == field
+
+
+def test_an_engine_that_cannot_sample_is_refused_before_it_reads(tmp_path: Path) -> None:
+    engine = PlantedEngine()
+    with pytest.raises(TrainingError, match="the transformers engine") as caught:
+        run(tmp_path, engine, questions(), **OWN)
+    assert (caught.value.param, engine.extracts) == ("labels", 0)
+
+
+def test_a_model_that_always_agrees_has_nothing_to_teach(tmp_path: Path) -> None:
+    class Sure(SamplingEngine):
+        def sample(self, prompts: Any, sampling: Any, seeds: Any) -> Any:
+            state = np.zeros((1, 1), np.float32)
+            texts = PlantedEngine.generate(self, prompts, sampling)
+            return [[TracedAnswer(text, np.zeros(2), state, state)] * SAMPLES for text in texts]
+
+    with pytest.raises(TrainingError, match=r"answers agree: no row is hallucinated"):
+        run(tmp_path, Sure(), questions(), **OWN)
+
+
+def test_the_trial_says_what_the_samples_take(tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", questions())
+    options = TrainOptions(
+        **FAST | OWN | {"evaluate": False},
+        name="planted",
+        data=(str(rows),),
+        run_dir=tmp_path / "run",
+        test=write_rows(tmp_path / "test.jsonl", planted_rows(60, seed=3)),
+    )
+    console = Quiet()
+    store = Store(tmp_path / "store")
+    first, second = SamplingEngine(), SamplingEngine()
+    train(options, lambda: first, store, console=console, measure=True)
+    [to_do] = [line for line in console.lines if line.startswith("to do: ")]
+    assert "300 answers of up to 48 tokens, and 5 sampled ones of 240 rows" in to_do
+    assert first.sampled[0] == FIRST_CALL, "the trial"
+    assert sum(first.sampled[1:]) == 240
+    train(replace(options, wrong_costs=4), lambda: second, store, console=console, measure=True)
+    assert second.sampled == [], "they are in the run folder"
+
+
+# --- files of questions ---
+
+
+@pytest.mark.parametrize("labels", ["given", "generate"])
+def test_questions_alone_are_told_of_the_labels_that_need_no_more(
+    tmp_path: Path, labels: Any
+) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", questions(3))
+    with pytest.raises(DataError, match="--labels self") as caught:
+        run(tmp_path, Never, data=(str(path),), labels=labels)
+    assert len(caught.value.problems) == 3
+
+
+def test_a_text_has_a_question_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "my questions.txt"
+    path.write_bytes("\ufeffWho, what, when?\r\n\n  Où est Lyon ? \n".encode())
+    rows = read_dataset(path, "self", folds=None).rows
+    assert [(row.line, row.prompt) for row in rows] == [
+        (1, "Who, what, when?"),
+        (3, "Où est Lyon ?"),
+    ]
+
+
+def test_a_text_of_json_lines_is_read_as_such(tmp_path: Path) -> None:
+    path = tmp_path / "rows.txt"
+    path.write_text("\n" + json.dumps({"prompt": "Where?"}) + "\n", encoding="utf-8")
+    [row] = read_dataset(path, "self", folds=None).rows
+    assert (row.line, row.prompt) == (2, "Where?")
+
+
+def test_a_line_that_is_no_text_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "questions.txt"
+    path.write_bytes(b"Who?\nWh\xe9re?\n")
+    with pytest.raises(DataError, match="line 2: not UTF-8 at byte 3"):
+        read_dataset(path, "self", folds=None)
+
+
+def test_labels_and_answers_of_self_labelled_rows_are_checked(tmp_path: Path) -> None:
+    rows = [{"prompt": "Who?", "label": "perhaps"}, {"prompt": "What?", "answers": []}]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    with pytest.raises(DataError) as caught:
+        read_dataset(path, "self", folds=None)
+    assert [problem.partition(":")[0] for problem in caught.value.problems] == ["line 1", "line 2"]
