@@ -34,7 +34,8 @@ from benchmarks.harness import (
 )
 from probes_store.bundle import BundleDraft
 from probes_store.store import SHIPPED, Store
-from service.access.routes import FEEDBACK_ROUTE, RELOAD_ROUTE
+from service.access.routes import RELOAD_ROUTE
+from service.annexes.feedback import FEEDBACK_ROUTE
 from service.audit.file import verify
 from service.feedback.rows import LABELS
 from tests.kit.balancer import Balancer, balancing

@@ -29,14 +29,12 @@ from cyclopts import App, CycloptsError, Parameter, Token
 from cyclopts.argument import Argument, ArgumentCollection
 from cyclopts.config import Env
 
+from service.annexes import annexes
 from service.errors import HalluTracerError
 from service.settings import DATABASE, NEVER_EMPTY, NO_OPTIONS, PREFIX, SECRET, env, option, section
 
 T = TypeVar("T")
 Command = tuple[str, ...]  # ("bundle", "list")
-LIKE: Mapping[Command, Command] = {
-    ("doctor",): ("serve",)
-}  # command -> another whose table holds, after its own
 COMMON = (
     "--config",
     "--print-config",
@@ -115,7 +113,7 @@ class Sources(Env):
         options = {
             key: (key, value) for key, value in document.items() if not isinstance(value, dict)
         }
-        for command in (LIKE.get(self.commands, self.commands), self.commands):
+        for command in _tables_of(self.commands):
             table: Any = document
             for name in command:
                 table = table.get(name, {}) if isinstance(table, dict) else {}
@@ -227,6 +225,16 @@ def key_of(argument: Argument) -> str:
 def one_line(error: CycloptsError) -> str:
     """Return in one line what was wrong with an option."""
     return " ".join(str(error).split())
+
+
+def _tables_of(command: Command) -> tuple[Command, ...]:
+    """Return the commands whose tables hold for ``command``; its own, which goes before, is
+    last."""
+    others: dict[str, str] = {}
+    for annex in annexes():
+        others |= annex.tables
+    other = others.get(" ".join(command))
+    return (command,) if other is None else ((other,), command)
 
 
 def commands_of(app: App, path: Command = ()) -> Iterator[tuple[Command, ArgumentCollection]]:

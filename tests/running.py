@@ -18,16 +18,16 @@ from fastapi.testclient import TestClient
 from probes_store.bundle import Bundle
 from service.access.callers import ApiKey, Key, Right
 from service.access.keys import KeyRing
+from service.annexes.feedback.store import Feedback
+from service.annexes.traces.tracing import Tracing
 from service.api.app import create_app
 from service.audit.auditor import Auditor
 from service.cli.running import make_server
 from service.policies.guard import Policy
 from service.policies.policy import Policies, built_in
 from service.scoring import Scorer
-from service.serving.feedback import Feedback
 from service.serving.metrics import Metrics
 from service.serving.service import Service
-from service.serving.tracing import Tracing
 from service.settings import ServiceSettings
 from tests.engine_kinds import KINDS, engine_of
 from tests.matching import matching_bundle

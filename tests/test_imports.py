@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from graphlib import CycleError, TopologicalSorter
@@ -15,10 +16,12 @@ ROOT = Path(__file__).parent.parent
 # Each layer may import the layers below it and itself; siblings (same line) do not import each
 # other.
 LAYERS = [
+    ["service.annexes.doctor"],
+    ["service.annexes.feedback", "service.annexes.guardrails", "service.annexes.traces"],
     ["hallutracer"],
     ["hallutracer_research"],
     ["service.cli", "service.vllm_plugin"],
-    ["service.library", "service.doctor"],
+    ["service.library"],
     ["service.demo", "service.api"],
     ["service.trainer", "service.serving"],
     ["service.fitting"],
@@ -44,7 +47,7 @@ LAYERS = [
         "service.access.callers",
         "service.tool_calls",
     ],
-    ["service.json_limits"],
+    ["service.json_limits", "service.annexes"],
 ]
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 
@@ -137,6 +140,22 @@ def test_nothing_that_serves_imports_research(imports: Imports) -> None:
     ] == []
 
 
+NAMED = re.compile(r"service\.annexes\.\w|service/annexes/\w")
+
+
+def annexes_named(paths: list[Path]) -> list[str]:
+    """Sources that name an annex, as an import or in any other way; the list in
+    ``service/annexes/__init__.py`` and the annexes themselves aside."""
+    core = [path for path in paths if ROOT / "service" / "annexes" not in path.parents]
+    return [str(path) for path in core if NAMED.search(path.read_text(encoding="utf-8"))]
+
+
+def test_nothing_outside_the_annexes_names_one(tmp_path: Path) -> None:
+    assert annexes_named(SOURCES) == []
+    (late := tmp_path / "late.py").write_text('import_module("service.annexes.doctor")\n')
+    assert annexes_named([late]) == [str(late)]
+
+
 def circle(imports: Imports) -> list[str]:
     """Modules that import each other in a ring; empty where there is none."""
     graph = {}
@@ -190,11 +209,12 @@ def test_a_wrong_direction_would_be_caught(tmp_path: Path) -> None:
 HEAVY = ("torch", "vllm", "transformers", "sklearn", "pandas", "matplotlib")
 
 
-COMMANDS = ("serve", "doctor", "held_out", "score", "train", "records", "bundle")
+COMMANDS = ("serve", "held_out", "score", "train", "records", "bundle")
 LIGHT = (
     "service",
     "service.cli",
     *(f"service.cli.{name}" for name in COMMANDS),
+    "service.annexes.doctor.command",
     "service.risk",
     "probes_store",
     "service.demo",

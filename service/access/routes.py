@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from service.access.callers import USER_SCOPES, Scope
+from service.annexes import annexes
 
 SCORE_ROUTES = ("/v1/risk/score", "/score")  # the second is an alias
 CHAT_ROUTE, TEXT_ROUTE = "/v1/chat/completions", "/v1/completions"
@@ -12,17 +13,18 @@ RESPONSES_ROUTE = "/v1/responses"  # OpenAI's newer protocol
 MESSAGES_ROUTE = "/v1/messages"  # Anthropic's
 COUNT_ROUTE = f"{MESSAGES_ROUTE}/count_tokens"  # no answer and no risk: it only renders
 CONVERSATION_ROUTES = (CHAT_ROUTE, RESPONSES_ROUTE, MESSAGES_ROUTE)
-LITELLM_ROUTE = "/beta/litellm_basic_guardrail_api"  # LiteLLM's own name
-CLASSIFY_ROUTE = "/classify"
-CONTENTS_DETECTOR, MESSAGES_DETECTOR = (
-    "/api/v1/text/contents",
-    "/api/v1/text/chat",
-)  # of FMS Guardrails
-DETECTOR_ROUTES = (CONTENTS_DETECTOR, MESSAGES_DETECTOR)
-FEEDBACK_ROUTE = "/v1/feedback"
 ANSWER_ROUTES = (*SCORE_ROUTES, CHAT_ROUTE, TEXT_ROUTE, RESPONSES_ROUTE, MESSAGES_ROUTE)
-PROMPT_ROUTES = (*ANSWER_ROUTES, LITELLM_ROUTE, CLASSIFY_ROUTE, *DETECTOR_ROUTES)
-CALLED = frozenset({*PROMPT_ROUTES, COUNT_ROUTE, FEEDBACK_ROUTE})
+PROMPT_ROUTES = (
+    *ANSWER_ROUTES,
+    *(route for annex in annexes() for route in annex.prompt_routes),
+)
+CALLED = frozenset(
+    {
+        *PROMPT_ROUTES,
+        COUNT_ROUTE,
+        *(route for annex in annexes() for route in annex.score_routes),
+    }
+)
 CATALOGUE = ("/v1/models", "/v1/bundles")
 SAMPLE_ROUTE = (
     "/v1/bundles/{bundle}/sample/{number}"  # it answers a question that the bundle carries

@@ -26,12 +26,10 @@ from starlette.responses import FileResponse, HTMLResponse, Response, StreamingR
 from starlette.routing import Route
 
 from service import __version__
+from service.annexes import annexes, imported
 from service.api import (
     catalogue,
-    detector_routes,
     error_handlers,
-    feedback_routes,
-    guardrail_routes,
     health,
     messages_routes,
     openai_routes,
@@ -45,16 +43,13 @@ from service.api.json_body import LongBodies
 from service.api.middleware import LoadShedder, RequestFrame
 from service.serving.service import Service
 
-# A new route is a module with a ``router``, named here.
+# A new route is a module with a ``router``, named here or by its annex.
 ROUTERS = (
     score.router,
     openai_routes.router,
     responses_routes.router,
     messages_routes.router,
-    guardrail_routes.guarding,
-    guardrail_routes.router,
-    detector_routes.router,
-    feedback_routes.router,
+    *(imported(path) for annex in annexes() for path in annex.routers),
     catalogue.router,
     catalogue.admin,
     health.router,

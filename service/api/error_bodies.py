@@ -1,16 +1,16 @@
-"""An error in the words of a route's protocol: OpenAI's envelope, which is ours, Anthropic's or a
-detector's."""
+"""An error in the words of a route's protocol: OpenAI's envelope, which is ours, Anthropic's, or an
+annex's own."""
 
 from __future__ import annotations
 
 from service.access.routes import (
     CHAT_ROUTE,
     COUNT_ROUTE,
-    DETECTOR_ROUTES,
     MESSAGES_ROUTE,
     RESPONSES_ROUTE,
     TEXT_ROUTE,
 )
+from service.annexes import annexes, imported
 from service.errors import ContextLengthExceeded, PromptTooLong
 
 # Neither protocol has a 422.
@@ -49,6 +49,7 @@ def body_on(
     status = 400 if status == 422 and route in _AS_400 else status
     if route.startswith(MESSAGES_ROUTE):  # what this service does not have below it, too
         return status, anthropic_body(status, message, request_id)
-    if route in DETECTOR_ROUTES:
-        return status, {"code": status, "message": message}
+    for annex in annexes():
+        if route in annex.error_bodies:
+            return status, imported(annex.error_bodies[route])(status, message)
     return status, error_body(status, message, code, param)

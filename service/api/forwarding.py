@@ -18,7 +18,7 @@ from service.proxies import AsyncProxyTransport, Proxies
 from service.serving.metrics import Metrics, UpstreamOutcome
 
 if TYPE_CHECKING:
-    from service.serving.tracing import RequestTrace, UpstreamCall
+    from service.serving.hooks import RequestTrace, UpstreamCall
 
 CONNECT_S = 10.0
 MOST_BYTES = 16 * 2**20  # of a whole answer, or of one event of a stream

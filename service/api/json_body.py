@@ -94,7 +94,10 @@ class _Invalid(HTTPException):
 
 
 class JsonRoute(APIRoute):
-    """A route whose body is read by ``parse``, and a long one validated in a thread, too."""
+    """A route whose body is read by ``parse``, and a long one validated in a thread, too.
+
+    With ``takes_surrogates`` it is read by ``parse_repaired``, and ``request.state.unreadable`` is
+    the refusal of texts that are no Unicode, or None."""
 
     takes_surrogates = False
 
@@ -133,16 +136,6 @@ class JsonRoute(APIRoute):
                 raise invalid.error from None
 
         return handle_json
-
-
-class GuardRoute(JsonRoute):
-    """A route that is asked about prompts which go elsewhere, and that answers about those, too,
-    that cannot be read.
-
-    ``request.state.unreadable`` is the refusal of a body with texts that are no Unicode, or None;
-    the route raises it where its policy withholds."""
-
-    takes_surrogates = True
 
 
 def parse(body: bytes) -> Any:

@@ -447,26 +447,8 @@ BOUNDED_BY: Mapping[str, frozenset[str]] = {
             "ScoreRequest.prompt",
             "ScoreRequest.input_ids",
             "TextRequest.prompt",
-            "ClassifyRequest.inputs",
-            "ContentsRequest.contents",
-            "GuardrailRequest.texts",
         )
     ),
-    "service.api.guardrail_routes:conversation": frozenset(
-        ("GuardrailRequest.structured_messages", "ChatDetectorRequest.messages")
-    ),
-    # none of it is read: a call with any of it is refused
-    "service.api.guardrail_routes:check_readable": frozenset(
-        (
-            "GuardrailRequest.images",
-            "GuardrailRequest.tools",
-            "GuardrailRequest.tool_calls",
-            "ChatDetectorRequest.tools",
-        )
-    ),
-    "service.json_limits:excess": frozenset(
-        ("GuardrailRequest.*",)
-    ),  # further fields, which are not read
     "service.api.tools_schema:check_parameters": frozenset(
         ("Function.parameters", "ResponsesTool.parameters", "MessagesTool.input_schema")
     ),

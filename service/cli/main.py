@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
@@ -25,6 +24,7 @@ from cyclopts import (
 
 from probes_store.errors import BundleError
 from service import __version__
+from service.annexes import annexes, imported
 from service.cli.options import UsageError
 from service.cli.output import print_line
 from service.errors import HalluTracerError
@@ -47,13 +47,6 @@ COMMANDS: Mapping[
     "serve": (
         "service.cli.serve:serve",
         "Serve POST /score: a risk for each prompt before its first answer token.",
-    ),
-    "doctor": (
-        "service.cli.doctor:doctor",
-        (
-            "Check that `hallutracer serve` with the same options would serve; one line for"
-            " each check: ok, warn or fail."
-        ),
     ),
     "try": (
         "service.cli.held_out:held_out",
@@ -84,13 +77,6 @@ COMMANDS: Mapping[
             " the bundle's next version."
         ),
     ),
-    "feedback": (
-        "service.cli.records:feedback",
-        (
-            "List the answers that the service drew at random and that have no label yet,"
-            " oldest first, as JSON lines."
-        ),
-    ),
     "bundle": (
         "service.cli.bundle:COMMANDS",
         "Look at, check, publish and fetch probe bundles.",
@@ -103,7 +89,7 @@ COMMANDS: Mapping[
     "audit": ("service.cli.records:AUDIT_COMMANDS", "The audit log of --audit-log."),
 }
 """Imported where they are asked for: all together they take a second, and the list of commands none
-of them."""
+of them.  ``own_commands`` has those of the annexes as well."""
 # entry points of other distributions: name -> a function, or a group's help and commands
 GROUP = "hallutracer.commands"
 RESEARCH = (("evaluate",), ("diagnose",), ("data",), ("demo", "build"), ("demo", "retrieval"))
@@ -121,18 +107,24 @@ RESEARCH_HELP: Mapping[str, str] = {
 }
 
 
-def command_of(name: str) -> Any:
-    """Return the function of one of COMMANDS, or a group's help and commands."""
-    module, _, attribute = COMMANDS[name][0].partition(":")
-    return getattr(import_module(module), attribute)
+def own_commands() -> dict[str, tuple[str, str]]:
+    """Return COMMANDS, and the commands of the annexes in between."""
+    commands = list(COMMANDS.items())
+    for annex in annexes():
+        if annex.commands:
+            index = [name for name, _ in commands].index(annex.after) + 1
+            commands[index:index] = annex.commands.items()
+    return dict(commands)
 
 
 def installed(only: str | None = None) -> dict[str, Any]:
     """Return what is behind each command, or behind one: its function, or a group's help and
     commands.
 
-    COMMANDS, and those of distributions with entry points of GROUP; groups are joined by name."""
-    commands = {name: command_of(name) for name in COMMANDS if only in (None, name)}
+    Ours, and those of distributions with entry points of GROUP; groups are joined by name."""
+    commands = {
+        name: imported(path) for name, (path, _) in own_commands().items() if only in (None, name)
+    }
     for point in _points():
         if only not in (None, point.name):
             continue
@@ -155,7 +147,7 @@ def _points() -> list[EntryPoint]:
 def _listed(typed: Sequence[str]) -> tuple[str, dict[str, str]]:
     """Return the command that is typed, "" where there is none, and the help of each other
     command."""
-    helps = {name: help for name, (_, help) in COMMANDS.items()}
+    helps = {name: help for name, (_, help) in own_commands().items()}
     for point in _points():
         helps[point.name] = RESEARCH_HELP.get(
             point.name, f"A command of {point.dist.name if point.dist else point.value}."

@@ -1,8 +1,7 @@
-"""hallutracer keys, audit and feedback: the files that an operator keeps beside a service."""
+"""hallutracer keys and audit: the files that an operator keeps beside a service."""
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 
 from service.access.callers import Key, Right, now
-from service.cli.options import FeedbackDatabase, Json, UsageError
+from service.cli.options import Json, UsageError
 from service.cli.output import print_json, print_line, print_table
 from service.errors import HalluTracerError
 from service.options import Common
@@ -194,30 +193,6 @@ def verify(
         shown = [*report.problems[:20], *(["..."] if len(report.problems) > 20 else [])]
         sys.stdout.flush()
         raise HalluTracerError("the audit log is not whole:\n  " + "\n  ".join(shown))
-
-
-def feedback(*, feedback_db: FeedbackDatabase = "", common: Common = Common()) -> None:
-    """List the answers that the service drew at random and that have no label yet, oldest first, as
-    JSON lines.
-
-    A guarantee is held against the labels of these alone, and an answer without one is taken for
-    right: label them all, in this order, at POST /v1/feedback.  'given' is the prompt, where the
-    service keeps prompts; the answer's text is kept by whoever asked.
-
-      hallutracer feedback --feedback-db feedback.db"""
-    if not feedback_db:
-        raise UsageError("--feedback-db", "name the database that the service was given")
-    from service.feedback.databases import location
-    from service.feedback.rows import to_label
-
-    database, count = location(feedback_db).open(create=False), 0
-    try:
-        for answer in to_label(database):
-            print_line(json.dumps(answer, ensure_ascii=False))
-            count += 1
-    finally:
-        database.close()
-    note(f"{count} answers wait for a label")
 
 
 AUDIT_COMMANDS = ("The audit log of --audit-log.", {"verify": verify})

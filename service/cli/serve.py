@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import logging
 import signal
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
 
 from service.cli import running
 from service.cli.loading import (
@@ -20,13 +22,19 @@ from service.cli.loading import (
 )
 from service.cli.options import BundleOptions, EngineChoice
 from service.cli.output import print_line
-from service.cli.serve_options import AccessOptions, FeedbackOptions, RolloutOptions, TraceOptions
+from service.cli.serve_options import (
+    AccessOptions,
+    AnnexOptions,
+    RolloutOptions,
+    takes_annex_options,
+)
 from service.options import Common
 from service.settings import ServiceSettings
 
 log = logging.getLogger("hallutracer")
 
 
+@takes_annex_options
 def serve(
     *,
     engine: EngineChoice = EngineChoice(),
@@ -34,9 +42,8 @@ def serve(
     settings: ServiceSettings = ServiceSettings(),
     access: AccessOptions = AccessOptions(),
     rollout: RolloutOptions = RolloutOptions(),
-    feedback: FeedbackOptions = FeedbackOptions(),
-    traces: TraceOptions = TraceOptions(),
     common: Common = Common(),
+    **of_annexes: AnnexOptions,
 ) -> None:
     """Serve POST /score: a risk for each prompt before its first answer token.
 
@@ -65,8 +72,9 @@ def serve(
     settings = replace(settings, allowed_hosts=running.known_hosts(settings, keyed=keys.closed))
     open_to_all = access.check_open(settings.host, settings.protect_metrics, keys)
     access.check_audit()
-    database = feedback.location()
-    tracing = traces.opened()
+    hooks = dict[str, Callable[..., Any]]()
+    for options in of_annexes.values():
+        hooks |= options.hooks()
     chosen = chosen_model(
         engine, tuple(opened.values())
     )  # refused before anybody is told that it listens
@@ -80,7 +88,6 @@ def serve(
     from service.api.app import create_app
     from service.audit.auditor import Auditor
     from service.scoring import Scorer
-    from service.serving.feedback import Feedback
     from service.serving.metrics import Metrics
     from service.serving.service import Service
 
@@ -100,17 +107,8 @@ def serve(
 
     metrics, left_out = Metrics(), at_start.reasons
     audit: Auditor | None = None
-    answers: Feedback | None = None
     if access.audit_log is not None:
         audit = Auditor(access.audit_log, required=access.audit_required, count=metrics.audit_lines)
-    if database is not None:
-        answers = Feedback(
-            database,
-            metrics,
-            prompts=feedback.feedback_prompts,
-            days=feedback.feedback_days,
-            share=feedback.feedback_share,
-        )
     service = Service(
         load,
         load_again=lambda on: running.load_again(
@@ -128,10 +126,9 @@ def serve(
         plan=plan,
         keys=keys,
         metrics=metrics,
-        feedback=answers,
         audit=audit,
-        tracing=tracing,
         on_broken=broken,
+        **{field: make(metrics) for field, make in hooks.items()},
     )
 
     def loaded() -> None:

@@ -1,39 +1,37 @@
 """What ``serve`` and ``doctor`` are told beside engine, bundles and settings: access, rollout,
-feedback, traces."""
+and the options of annexes."""
 
 from __future__ import annotations
 
+import inspect
 import logging
-import os
 import re
 import stat
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, get_args
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar, get_args
 
 from service import settings
 from service.access.callers import ApiKey, Right, is_placeholder, on_loopback
-from service.cli.options import FeedbackDatabase, UsageError
+from service.annexes import annexes, imported
+from service.cli.options import UsageError
 from service.errors import HalluTracerError
 from service.policies.policy import Policies, load_policies
-from service.settings import DEFAULT_DRAWN, DEFAULT_MESSAGE, DEFAULT_SHARE, Range, option, section
+from service.settings import DEFAULT_MESSAGE, DEFAULT_SHARE, Range, option, section
 
 if TYPE_CHECKING:
     from service.access.keys import KeyRing
-    from service.feedback.databases import Location
     from service.serving.catalogue import RolloutPlan
-    from service.serving.tracing import Tracing
+    from service.serving.metrics import Metrics
 
 log = logging.getLogger("hallutracer")
+Command = TypeVar("Command", bound=Callable[..., None])
 _HOST = re.compile(
     r"[\w.-]+|[\da-fA-F.]*(:[\da-fA-F.]*){2,}(%[\w.-]+)?"
 )  # a name or IPv4 address, or one of IPv6
 LEAST_CHARACTERS = 16  # of a key
 CURE = "python3 -c 'import secrets; print(secrets.token_urlsafe(32))' makes one"
-TRACES, EVENTS = "--otlp-traces-endpoint", "--otlp-logs-endpoint"
-HTTP = "http/protobuf"
 
 
 @section("Access and policies", 35)
@@ -175,126 +173,29 @@ class RolloutOptions:
         return RolloutPlan(self.canary, self.canary_share, self.shadow, secret)
 
 
-@section("Feedback", 37)
-@dataclass(frozen=True, kw_only=True)
-class FeedbackOptions:
-    """Whether answers and what users say of them are kept, and where."""
+class AnnexOptions(Protocol):
+    """What `serve` is told for an annex."""
 
-    feedback_db: FeedbackDatabase = ""
-    feedback_prompts: Annotated[bool, option("Keep the prompts too; needs --feedback-days.")] = (
-        False
-    )
-    feedback_days: Annotated[
-        float | None,
-        option(
-            "Delete an answer's row, prompt and labels after so many days.  Default: never.",
-            limits=Range(positive=True),
-        ),
-    ] = None
-    feedback_share: Annotated[
-        float,
-        option(
-            "Share of the unflagged answers that is drawn at random; a guarantee is held against"
-            " labels of these alone, which 'hallutracer feedback' lists.",
-            limits=Range(0, 1),
-        ),
-    ] = DEFAULT_DRAWN
-
-    def location(self) -> Location | None:
-        """Return where feedback is kept; None: nowhere.  Raises UsageError."""
-        if not self.feedback_db:
-            for flag, is_set in (
-                ("--feedback-prompts", self.feedback_prompts),
-                ("--feedback-days", self.feedback_days),
-                ("--feedback-share", self.feedback_share != DEFAULT_DRAWN),
-            ):
-                if is_set:
-                    raise UsageError(flag, "needs --feedback-db")
-            return None
-        if self.feedback_prompts and self.feedback_days is None:
-            raise UsageError(
-                "--feedback-prompts",
-                "needs --feedback-days: prompts are kept for a time, not for ever",
-            )
-        from service.feedback.databases import location
-
-        return location(self.feedback_db)
+    def hooks(self) -> Mapping[str, Callable[[Metrics], Any]]:
+        """Return, for each field of a ``Service`` that the annex fills, what makes it.  Raises what
+        is wrong with an option."""
 
 
-@section("Traces", 38)
-@dataclass(frozen=True, kw_only=True)
-class TraceOptions:
-    """Whether requests are traced, and where to; the same of events."""
+def takes_annex_options(command: Command) -> Command:
+    """Give a command, before its last parameter, another for each annex with options: the annex's
+    name.
 
-    otlp_traces_endpoint: Annotated[
-        str | None,
-        option(
-            "Send OpenTelemetry traces there over OTLP/HTTP, such as"
-            " http://localhost:4318/v1/traces; service name, headers and sampler are OTEL_*"
-            " variables.  Default: no traces."
-        ),
-    ] = None
-    otlp_logs_endpoint: Annotated[
-        str | None,
-        option(
-            "Send the risks of traced requests there, too, as gen_ai.evaluation.result events over"
-            " OTLP/HTTP, such as http://localhost:4318/v1/logs.  Default: no events."
-        ),
-    ] = None
-
-    def opened(self) -> Tracing | None:
-        """Return the exporter; None: no traces.  Raises UsageError.  Whether a collector listens is
-        not asked."""
-        if self.otlp_logs_endpoint is not None:
-            _check_endpoint(EVENTS, "logs", self.otlp_logs_endpoint)
-        if self.otlp_traces_endpoint is None:
-            if self.otlp_logs_endpoint is not None:
-                raise UsageError(EVENTS, f"needs {TRACES}: an event belongs to a span")
-            return None
-        _check_endpoint(TRACES, "traces", self.otlp_traces_endpoint)
-        try:
-            from service.serving.tracing import Tracing
-        except ImportError as error:
-            raise UsageError(
-                TRACES, f"needs OpenTelemetry: pip install 'hallutracer[otel]' ({error})"
-            ) from None
-        return Tracing(self.otlp_traces_endpoint, self.otlp_logs_endpoint)
-
-
-def _check_endpoint(flag: str, signal: str, endpoint: str) -> None:
-    """Raise UsageError for what cannot be a collector's address for ``signal``, and for variables
-    that do not fit."""
-    prefixes = (
-        f"OTEL_EXPORTER_OTLP_{signal.upper()}_",
-        "OTEL_EXPORTER_OTLP_",
-    )  # of two variables, the first counts
-    try:
-        parts = urlsplit(endpoint)
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        usable = False
-    example = f"such as http://localhost:4318/v1/{signal}"
-    if not usable or parts.query or parts.fragment or any(letter.isspace() for letter in endpoint):
-        raise UsageError(flag, f"needs an address for OTLP over HTTP, {example}")
-    if parts.username is not None or parts.password is not None:
-        raise UsageError(flag, f"holds a user or a password; give headers in {prefixes[0]}HEADERS")
-    if parts.path in ("", "/"):
-        raise UsageError(flag, f"needs the whole address with its path, {example}")
-    for name in (
-        prefix + file
-        for prefix in prefixes
-        for file in ("CERTIFICATE", "CLIENT_CERTIFICATE", "CLIENT_KEY")
-    ):
-        if (path := os.environ.get(name)) and not os.access(path, os.R_OK):
-            raise UsageError(flag, f"cannot read the file that {name} names: {path}")
-    name = next(
-        (prefix + "PROTOCOL" for prefix in prefixes if os.environ.get(prefix + "PROTOCOL")), ""
-    )
-    if name and os.environ[name] != HTTP:
-        raise UsageError(
-            flag,
-            f"sends {HTTP}; {name} asks for {os.environ[name]!r}: unset it, or set it to {HTTP}",
-        )
+    The command itself takes them as ``**`` of any name."""
+    signature = inspect.signature(command)
+    *first, last, _ = signature.parameters.values()
+    kinds = {annex.name: imported(annex.options) for annex in annexes() if annex.options}
+    added = [
+        inspect.Parameter(name, last.kind, default=kind(), annotation=kind)
+        for name, kind in kinds.items()
+    ]
+    with_added = signature.replace(parameters=[*first, *added, last])
+    command.__signature__ = with_added  # type: ignore[attr-defined]
+    return command
 
 
 def load_keys(secrets: tuple[str, ...], path: Path | None) -> tuple[ApiKey, ...]:

@@ -30,7 +30,7 @@ from service.judging.drift import DriftLimits
 from service.policies.guard import OBSERVE, Action, Policy
 from service.policies.policy import Policies
 from service.scoring import Scorer
-from service.serving.feedback import Feedback
+from service.serving.hooks import AnswerStore
 from service.serving.judgement import Monitor
 from service.serving.metrics import Metrics
 from service.settings import DEFAULT_MESSAGE, DEFAULT_SHARE, ServiceSettings
@@ -161,7 +161,7 @@ class Catalogue:
     aliases_of: Callable[[str], Mapping[str, int]] = (
         lambda name: {}
     )  # a bundle's alias -> version; read when it loads
-    feedback: Feedback | None = None
+    feedback: AnswerStore | None = None
     limits: DriftLimits = field(default_factory=DriftLimits)
     loaded: Loaded = field(default_factory=Loaded)
     scorers: Sequence[Scorer] = ()  # the first is the default

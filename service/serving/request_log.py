@@ -16,7 +16,7 @@ from service.errors import EngineError, HalluTracerError
 from service.serving.judgement import AnswerEnd, Judgement
 
 if TYPE_CHECKING:
-    from service.serving.tracing import RequestTrace
+    from service.serving.hooks import RequestTrace
 
 log, access = logging.getLogger("hallutracer"), logging.getLogger("hallutracer.request")
 

@@ -24,13 +24,12 @@ from service.policies.policy import Policies, built_in
 from service.serving.admission import Tokenizing
 from service.serving.catalogue import Catalogue, Loaded, RolloutPlan, Scorers
 from service.serving.dispatcher import ENDS, Dispatcher
-from service.serving.feedback import Feedback
 from service.serving.judgement import Judgement, Retrievals
 from service.serving.metrics import Metrics
 from service.settings import ServiceSettings
 
 if TYPE_CHECKING:
-    from service.serving.tracing import Tracing
+    from service.serving.hooks import AnswerStore, Tracing
 
 log = logging.getLogger("hallutracer")
 T = TypeVar("T")
@@ -378,7 +377,7 @@ class Service:
     plan: RolloutPlan = field(default_factory=RolloutPlan)
     keys: KeyRing = field(default_factory=KeyRing)
     metrics: Metrics = field(default_factory=Metrics)
-    feedback: Feedback | None = None  # None: nothing is stored, and no label taken
+    feedback: AnswerStore | None = None  # None: nothing is stored, and no label taken
     audit: Auditor | None = None  # None: nothing is written
     tracing: Tracing | None = None  # None: no traces
     on_broken: Callable[[], None] = lambda: None

@@ -243,7 +243,8 @@ def test_each_scope_opens_its_routes_and_no_others(tmp_path: Path) -> None:
 
 
 def test_every_route_is_sorted_into_a_scope(tmp_path: Path) -> None:
-    """A new route is open to every key until it stands in service/access/routes.py, or here."""
+    """A new route is open to every key until it stands in service/access/routes.py, in its annex's
+    ``prompt_routes`` or ``score_routes``, or here."""
     open_to_all_keys = {"/openapi.json", "/docs/oauth2-redirect"} | HEALTH | set(pages(True))
     with App(tmp_path, names=["tiny"]).started() as app:
         found = {route.path for route in app.app.routes if isinstance(route, Route)} | set(

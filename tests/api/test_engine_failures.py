@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from service.access.routes import (
+from service.annexes.guardrails import (
     CLASSIFY_ROUTE,
     CONTENTS_DETECTOR,
     LITELLM_ROUTE,

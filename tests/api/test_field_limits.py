@@ -14,9 +14,20 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from hallutracer_client.client import AsyncClient
 from hallutracer_client.mcp import make_server
+from service.annexes import annexes
 from service.api.app import ROUTERS
 from service.api.request_schema import BOUNDED_BY, Reference, RequestModel
 
+# The core's, and those of each module in which an annex has routes.
+CHECKS = [
+    *BOUNDED_BY.items(),
+    *(
+        check
+        for annex in annexes()
+        for module in sorted({path.partition(":")[0] for path in annex.routers})
+        for check in getattr(import_module(module), "BOUNDED_BY", {}).items()
+    ),
+]
 _REPEATED = re.compile(r"\^\[[^\]]+\]\{\d+,\d+\}\$")  # a pattern that bounds the length
 
 
@@ -90,7 +101,7 @@ def test_every_field_of_every_request_has_a_limit() -> None:
     without = set[str]().union(*map(unbounded, schemas().values())) - {
         "hallucination_riskArguments.*"
     }
-    bounded = [field for fields in BOUNDED_BY.values() for field in fields]
+    bounded = [field for _, fields in CHECKS for field in fields]
     assert without - set(bounded) == set(), (
         "give them a max_length, or name the check that bounds them in BOUNDED_BY"
     )
@@ -98,7 +109,7 @@ def test_every_field_of_every_request_has_a_limit() -> None:
     assert len(bounded) == len(set(bounded))
 
 
-@pytest.mark.parametrize("check", BOUNDED_BY)
+@pytest.mark.parametrize("check", sorted({check for check, _ in CHECKS}))
 def test_a_check_that_is_named_is_there(check: str) -> None:
     module, _, name = check.partition(":")
     value: Any = import_module(module)

@@ -18,16 +18,13 @@ from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
 from service.access.callers import ApiKey
-from service.access.routes import (
-    CHAT_ROUTE,
+from service.access.routes import CHAT_ROUTE, MESSAGES_ROUTE, RESPONSES_ROUTE, TEXT_ROUTE
+from service.annexes.guardrails import (
     CLASSIFY_ROUTE,
     CONTENTS_DETECTOR,
     DETECTOR_ROUTES,
     LITELLM_ROUTE,
     MESSAGES_DETECTOR,
-    MESSAGES_ROUTE,
-    RESPONSES_ROUTE,
-    TEXT_ROUTE,
 )
 from service.audit import auditor
 from service.audit.auditor import Auditor, Who

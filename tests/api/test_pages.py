@@ -18,13 +18,13 @@ import pytest
 
 from service.access.callers import ApiKey, Key, Scope, digest_of
 from service.access.routes import SAMPLE_ROUTE
+from service.annexes.feedback.store import Feedback
 from service.api.app import HEADERS, pages
 from service.audit.auditor import Auditor
 from service.feedback.databases import location
 from service.policies.guard import Action, Policy
 from service.policies.policy import Policies, Rule, built_in
 from service.serving.catalogue import RolloutPlan
-from service.serving.feedback import Feedback
 from service.serving.judgement import Monitor
 from service.serving.metrics import Metrics
 from tests.judging.test_evaluation import SAMPLE

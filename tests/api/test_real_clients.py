@@ -13,15 +13,8 @@ import openai
 import pytest
 from starlette.routing import Route
 
-from service.access.routes import (
-    CHAT_ROUTE,
-    CONTENTS_DETECTOR,
-    LITELLM_ROUTE,
-    MESSAGES_DETECTOR,
-    MESSAGES_ROUTE,
-    RESPONSES_ROUTE,
-    TEXT_ROUTE,
-)
+from service.access.routes import CHAT_ROUTE, MESSAGES_ROUTE, RESPONSES_ROUTE, TEXT_ROUTE
+from service.annexes.guardrails import CONTENTS_DETECTOR, LITELLM_ROUTE, MESSAGES_DETECTOR
 from service.errors import RequestError
 from tests.api.protocols import ROUTES, body_of
 from tests.running import App

@@ -16,6 +16,7 @@ import pytest
 from hallutracer_client.results import BundleList, ScoreResult, parse
 from probes_store.bundle import Bundle
 from service.access.callers import Caller
+from service.annexes.feedback.store import Feedback
 from service.engines.base import Sampling
 from service.errors import NotAllowed
 from service.feedback.databases import location
@@ -32,7 +33,6 @@ from service.judging.guarantee import (
 from service.policies.guard import GATE, OBSERVE, Action, Policy
 from service.scoring import Scorer
 from service.serving.catalogue import check_choice
-from service.serving.feedback import Feedback
 from service.serving.judgement import Judgement, Monitor, digest_of
 from service.vllm_plugin.note import Note
 from tests.kit.bundles import GUARANTEE, STRATA, UNCERTAINTY, write_bundle

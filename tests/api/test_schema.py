@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from service.annexes.feedback.store import Feedback
 from service.feedback.databases import location
-from service.serving.feedback import Feedback
 from tests.running import Running, running
 
 HERE = Path(__file__).parent

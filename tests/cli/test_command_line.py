@@ -17,8 +17,7 @@ import pytest
 
 from service import __version__, progress
 from service.api.reply import BundleRef, RiskOut, ScoreResponse
-from service.cli.main import COMMANDS as OWN
-from service.cli.main import RESEARCH_HELP, installed, make_app
+from service.cli.main import RESEARCH_HELP, installed, make_app, own_commands
 from service.options import Sources, commands_of
 from tests.command_line import hallutracer, one_line_says
 
@@ -82,7 +81,7 @@ def test_every_command_has_a_help() -> None:
 
 
 def test_the_list_says_of_each_command_what_its_own_help_begins_with() -> None:
-    known = {name: help for name, (_, help) in OWN.items()} | RESEARCH_HELP
+    known = {name: help for name, (_, help) in own_commands().items()} | RESEARCH_HELP
     assert known == {
         name: entry[0]
         if isinstance(entry, tuple)

@@ -14,10 +14,10 @@ import httpx
 import pytest
 
 from probes_store.store import Store
+from service.annexes.feedback.store import Feedback
 from service.cli.train import _console
 from service.demo.questions import questions
 from service.feedback.databases import location
-from service.serving.feedback import Feedback
 from service.trainer.cards import guaranteed_card
 from tests.command_line import run
 from tests.fitting.planted import write_rows

@@ -17,6 +17,7 @@ import pytest
 
 from probes_store.bundle import Bundle
 from service import scoring
+from service.annexes.feedback.store import Feedback
 from service.engines.base import UNKNOWN, Engine
 from service.engines.scheduler import Scheduled
 from service.feedback.databases import location
@@ -26,7 +27,6 @@ from service.judging.uncertainty import Uncertain
 from service.policies.guard import Action, Policy
 from service.policies.policy import Policies
 from service.scoring import Scorer
-from service.serving.feedback import Feedback
 from service.serving.judgement import Monitor, digest_of
 from tests.engine_kinds import KINDS
 from tests.kit.bundles import GUARANTEE, UNCERTAINTY, write_bundle

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Body, Request
 from pydantic import AfterValidator, Field, StrictInt, StrictStr
 
-from service.access.routes import FEEDBACK_ROUTE
+from service.annexes.feedback import FEEDBACK_ROUTE
+from service.annexes.feedback.store import Feedback
 from service.api.asking import while_connected
 from service.api.auth import TheService, caller_of
 from service.api.json_body import JsonRoute
 from service.api.reply import errors
-from service.api.request_schema import EXAMPLES, RequestModel, Strict
+from service.api.request_schema import RequestModel, Strict
 from service.errors import DeadlineExceeded, NotFound
 from service.feedback.rows import Label, Standing
+
+EXAMPLE: dict[str, Any] = {
+    "id": "risk-c67afd5b1cb64cdeadfda66467e28928",
+    "label": "hallucinated",
+    "comment": "It is Honiara.",
+}
 
 
 def _text(value: str) -> str:
@@ -27,9 +34,7 @@ def _text(value: str) -> str:
 class FeedbackRequest(RequestModel):
     """What somebody says of an earlier answer."""
 
-    model_config = RequestModel.model_config | {
-        "json_schema_extra": {"example": EXAMPLES["feedback"]}
-    }
+    model_config = RequestModel.model_config | {"json_schema_extra": {"example": EXAMPLE}}
 
     id: StrictStr = Field(
         pattern=r"^[A-Za-z0-9._:-]{1,140}$",
@@ -90,7 +95,7 @@ async def feedback(
 ) -> FeedbackResponse:
     """Store whether an answer was right.  The response is sent once the label is on disk."""
     store = service.feedback
-    if store is None:
+    if not isinstance(store, Feedback):
         raise NotFound(
             "this service keeps no feedback: its operator can start it with --feedback-db"
         )

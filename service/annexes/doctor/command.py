@@ -9,19 +9,23 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
 
 from cyclopts import Parameter
 
+from service.annexes.doctor import machine, model
+from service.annexes.doctor.machine import Finding, fail, ok, run, summary, warn, worst
 from service.audit.file import AuditFile
 from service.cli.loading import OptionalBundles, bundle_names, load_engine, load_scorers, open_store
 from service.cli.options import BundleOptions, EngineChoice, Json
 from service.cli.output import print_json, print_line
 from service.cli.running import listen
-from service.cli.serve_options import AccessOptions, FeedbackOptions, RolloutOptions, TraceOptions
-from service.doctor import machine, model
-from service.doctor.machine import Finding, fail, ok, run, summary, warn, worst
+from service.cli.serve_options import (
+    AccessOptions,
+    RolloutOptions,
+    takes_annex_options,
+)
 from service.errors import HalluTracerError
 from service.library.engine import refuse_another_name
 from service.options import Common
@@ -29,8 +33,11 @@ from service.settings import DEFAULT_STORE, ServiceSettings, option
 
 if TYPE_CHECKING:
     from probes_store.bundle import Bundle
+    from service.annexes.feedback.options import FeedbackOptions
+    from service.annexes.traces.options import TraceOptions
 
 
+@takes_annex_options
 def doctor(
     *,
     load: Annotated[
@@ -44,9 +51,8 @@ def doctor(
     settings: ServiceSettings = ServiceSettings(),
     access: AccessOptions = AccessOptions(),
     rollout: RolloutOptions = RolloutOptions(),
-    feedback: FeedbackOptions = FeedbackOptions(),
-    traces: TraceOptions = TraceOptions(),
     common: Common = Common(),
+    **of_annexes: Any,
 ) -> None:
     """Check that `hallutracer serve` with the same options would serve; one line for each check:
     ok, warn or fail.
@@ -63,7 +69,7 @@ def doctor(
     store = open_store(bundles, to_read=False)
     findings: list[Finding] = []
     ranks = engine.tensor_parallel_size * engine.pipeline_parallel_size
-    plan, database = rollout.plan, feedback.location
+    plan, feedback = rollout.plan, of_annexes.get("feedback")
 
     def bundle_checks() -> Iterator[Finding]:
         served = bundle_names(engine.model, bundles)
@@ -82,7 +88,7 @@ def doctor(
         yield from model.check_drift(judging.values(), rollout.replay_s)
 
     def folders() -> Iterator[Finding]:
-        where = database()
+        where = None if feedback is None else feedback.location()
         yield from machine.check_disk(
             model.folders(store, where.path if where and not where.is_postgres else None)
         )
@@ -104,8 +110,8 @@ def doctor(
         ("policies", lambda: _policies(settings, access)),
         ("audit", lambda: _audit(access)),
         ("port", lambda: _port(settings)),
-        ("feedback", lambda: _feedback(feedback)),
-        ("traces", lambda: _traces(traces)),
+        ("feedback", lambda: () if feedback is None else _feedback(feedback)),
+        ("traces", lambda: _traces(of_annexes["traces"]) if "traces" in of_annexes else ()),
         ("disk", folders),
         ("files", lambda: machine.check_files(settings.max_connections)),
         (

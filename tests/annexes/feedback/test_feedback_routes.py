@@ -15,11 +15,12 @@ import openai
 import pytest
 
 from service.access.callers import ApiKey
-from service.access.routes import CHAT_ROUTE, CLASSIFY_ROUTE, LITELLM_ROUTE, TEXT_ROUTE
+from service.access.routes import CHAT_ROUTE, TEXT_ROUTE
+from service.annexes.feedback.store import Feedback
+from service.annexes.guardrails import CLASSIFY_ROUTE, LITELLM_ROUTE
 from service.feedback import databases, writer
 from service.feedback.databases import location
 from service.policies.guard import Action, Policy
-from service.serving.feedback import Feedback
 from service.serving.metrics import Metrics
 from tests.kit.feedback import rows
 from tests.running import Running, running, until

@@ -42,15 +42,15 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from service import __version__
 from service.access.routes import CHAT_ROUTE, CONVERSATION_ROUTES, SCORE_ROUTES
-from service.errors import ClientGone, HalluTracerError
-from service.policies.guard import Decision, Upstream
-from service.serving.evaluation_events import (
+from service.annexes.traces.evaluation_events import (
     Attributes,
     EvaluationEvents,
     of_answer,
     of_failure,
     of_prompt,
 )
+from service.errors import ClientGone, HalluTracerError
+from service.policies.guard import Decision, Upstream
 from service.serving.judgement import AnswerEnd, JudgedPrompt, Judgement
 
 FLUSH_S = 5.0  # how long the end of the service waits for its last spans

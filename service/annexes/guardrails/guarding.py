@@ -11,11 +11,22 @@ from fastapi import Request, Response
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
+from service.api.json_body import JsonRoute
 from service.api.openai_schema import ChatMessage
 from service.api.reply import json_response
 from service.errors import EmptyPrompt, RequestError
 from service.policies.guard import Action, Decision, Policy
 from service.scoring import RiskReport
+
+
+class GuardRoute(JsonRoute):
+    """A route that is asked about prompts which go elsewhere, and that answers about those, too,
+    that cannot be read.
+
+    ``request.state.unreadable`` is the refusal of a body with texts that are no Unicode, or None;
+    the route raises it where its policy withholds."""
+
+    takes_surrogates = True
 
 
 class CannotRead(Exception):

@@ -15,10 +15,10 @@ from typing import Any
 import httpx
 import pytest
 
+from service.annexes.traces import tracing
+from service.annexes.traces.tracing import Tracing
 from service.errors import HalluTracerError
 from service.policies.guard import Action, Policy, Upstream
-from service.serving import tracing
-from service.serving.tracing import Tracing
 from tests.api.test_reply import guaranteed, known
 from tests.kit.local_server import answer, listening
 from tests.otlp import Collector, Span, collector

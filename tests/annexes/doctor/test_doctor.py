@@ -16,9 +16,9 @@ import pytest
 
 from probes_store.manifest import manifest_bytes, read_manifest, sealed
 from probes_store.store import SHIPPED, Store
+from service.annexes.doctor import machine
+from service.annexes.doctor.machine import Finding, fail, ok, run, summary, warn, worst
 from service.demo import MODEL_DIR
-from service.doctor import machine
-from service.doctor.machine import Finding, fail, ok, run, summary, warn, worst
 from tests.command_line import hallutracer
 from tests.kit.key_files import add_key, revoke_key
 from tests.kit.key_pairs import key_pair
@@ -80,7 +80,8 @@ def test_a_sound_installation_passes_and_no_model_is_loaded(
     doctor: Doctor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "service.cli.doctor.load_engine", lambda *_, **__: pytest.fail("a model was loaded")
+        "service.annexes.doctor.command.load_engine",
+        lambda *_, **__: pytest.fail("a model was loaded"),
     )
     assert doctor("--load", "--host", "0.0.0.0")[0] == 1  # nor is one where a check failed
     status, found = doctor("--device", "cpu")

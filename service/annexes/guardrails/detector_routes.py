@@ -15,12 +15,10 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body, Header, Request, Response
 from pydantic import BaseModel, Field
 
-from service.access.routes import CONTENTS_DETECTOR, MESSAGES_DETECTOR
-from service.api import reply as wire
-from service.api.asking import ScoringRequest, answer, requested
-from service.api.auth import TheService
-from service.api.guarding import (
+from service.annexes.guardrails import CONTENTS_DETECTOR, MESSAGES_DETECTOR
+from service.annexes.guardrails.guarding import (
     CannotRead,
+    GuardRoute,
     check_readable,
     conversation,
     require_policy_without_answers,
@@ -29,7 +27,9 @@ from service.api.guarding import (
     unread_prompts,
     withheld,
 )
-from service.api.json_body import GuardRoute
+from service.api import reply as wire
+from service.api.asking import ScoringRequest, answer, requested
+from service.api.auth import TheService
 from service.api.request_schema import Kind, Reference, RequestModel, Risk, Texts
 from service.errors import RequestError
 from service.scoring import RiskReport
@@ -37,6 +37,13 @@ from service.serving.service import Service
 
 TYPE = "hallucination_risk"
 OWN = "hallutracer"  # the detector-id that leaves the bundle to the service
+BOUNDED_BY = {  # as ``request_schema.BOUNDED_BY``
+    "service.api.asking:ScoringRequest.check": frozenset(("ContentsRequest.contents",)),
+    "service.annexes.guardrails.guarding:conversation": frozenset(
+        ("ChatDetectorRequest.messages",)
+    ),
+    "service.annexes.guardrails.guarding:check_readable": frozenset(("ChatDetectorRequest.tools",)),
+}
 
 
 class DetectorParams(RequestModel):
@@ -85,6 +92,11 @@ class DetectorError(BaseModel):
 
     code: int = Field(description="the HTTP status")
     message: str
+
+
+def error_body(status: int, message: str) -> dict[str, object]:
+    """Return the body of an error, as ``DetectorError`` has it."""
+    return {"code": status, "message": message}
 
 
 DetectorId = Annotated[

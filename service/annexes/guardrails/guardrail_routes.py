@@ -13,11 +13,10 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Body, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, StrictStr
 
-from service.access.routes import CLASSIFY_ROUTE, LITELLM_ROUTE
-from service.api.asking import answer, requested
-from service.api.auth import TheService
-from service.api.guarding import (
+from service.annexes.guardrails import CLASSIFY_ROUTE, LITELLM_ROUTE
+from service.annexes.guardrails.guarding import (
     CannotRead,
+    GuardRoute,
     check_readable,
     conversation,
     require_policy_without_answers,
@@ -26,11 +25,33 @@ from service.api.guarding import (
     unread_prompts,
     withheld,
 )
-from service.api.json_body import GuardRoute, JsonRoute
+from service.api.asking import answer, requested
+from service.api.auth import TheService
+from service.api.json_body import JsonRoute
 from service.api.reply import FAILURES, risk_note
-from service.api.request_schema import EXAMPLES, Kind, Reference, RequestModel, Risk, Texts
+from service.api.request_schema import Kind, Reference, RequestModel, Risk, Texts
 from service.errors import EmptyPrompt, RequestError
 from service.scoring import RiskReport
+
+EXAMPLE: dict[str, Any] = {
+    "input_type": "request",
+    "texts": ["What is the capital of France?"],
+    "request_data": {},
+}
+BOUNDED_BY = {  # as ``request_schema.BOUNDED_BY``
+    "service.api.asking:ScoringRequest.check": frozenset(
+        ("ClassifyRequest.inputs", "GuardrailRequest.texts")
+    ),
+    "service.annexes.guardrails.guarding:conversation": frozenset(
+        ("GuardrailRequest.structured_messages",)
+    ),
+    # none of it is read: a call with any of it is refused
+    "service.annexes.guardrails.guarding:check_readable": frozenset(
+        ("GuardrailRequest.images", "GuardrailRequest.tools", "GuardrailRequest.tool_calls")
+    ),
+    # further fields, which are not read
+    "service.json_limits:excess": frozenset(("GuardrailRequest.*",)),
+}
 
 
 class GuardrailParams(RequestModel):
@@ -45,7 +66,7 @@ class GuardrailParams(RequestModel):
 class GuardrailRequest(BaseModel):
     """What LiteLLM sends before a call."""
 
-    model_config = ConfigDict(extra="ignore", json_schema_extra={"example": EXAMPLES["guardrail"]})
+    model_config = ConfigDict(extra="ignore", json_schema_extra={"example": EXAMPLE})
 
     input_type: Literal["request", "response"]
     texts: Texts | None = None

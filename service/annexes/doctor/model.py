@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from probes_store.errors import BundleError, BundleNotFound, InvalidReference
 from probes_store.syntax import is_url
-from service.doctor.machine import TEMPORARY, Finding, fail, memory_free, ok, warn
+from service.annexes.doctor.machine import TEMPORARY, Finding, fail, memory_free, ok, warn
 from service.progress import size_text
 from service.settings import DEFAULT_SHARE
 

@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
+from service.annexes.traces import tracing
+from service.annexes.traces.tracing import MOST_PROMPTS, Tracing
 from service.errors import HalluTracerError
-from service.serving import tracing
-from service.serving.tracing import MOST_PROMPTS, Tracing
 from tests.api.test_answer_risk import ANSWERED
 from tests.api.test_reply import known
 from tests.kit.api import two_parts

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from service.access.routes import CONTENTS_DETECTOR, DETECTOR_ROUTES, MESSAGES_DETECTOR
+from service.annexes.guardrails import CONTENTS_DETECTOR, DETECTOR_ROUTES, MESSAGES_DETECTOR
 from service.policies.guard import GATE, Action
 from service.settings import MOST_PROMPTS
 from tests.api.test_openai_routes import POLICIES
