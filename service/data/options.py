@@ -36,23 +36,16 @@ ROWS = option(
     " downloaded ('hallutracer data list'), and repeatable."
 )
 Data = Annotated[tuple[str, ...], ROWS, Parameter(metavar="FILE")]
-GeneratedLabels = Annotated[
-    Labels | None,
-    option(
-        'given: each row\'s \'label\' ("factual" or "hallucinated", or 1 and 0).  generate: the'
-        " model answers greedily and a judge compares with 'answers'.  Default of guarantee and"
-        " recalibrate: as the bundle's own rows were labelled, given where it labelled itself; of"
-        " evaluate: the set's own, or given where a row has a label."
-    ),
-]
-LearntLabels = Annotated[
+LabelSource = Annotated[
     TrainingLabels | None,
     option(
         'given: each row\'s \'label\' ("factual" or "hallucinated", or 1 and 0).  generate: the'
-        " model answers greedily and a judge compares with 'answers'.  self: no judge and no"
-        f" accepted answers, the model also samples {SAMPLES} answers to each question, and the"
-        " share that agrees with the greedy one is what the probes learn (transformers engine)."
-        "  Default: given, or generate without --data."
+        " model answers greedily and a judge compares with 'answers'.  self (train only): no judge"
+        f" and no accepted answers, the model also samples {SAMPLES} answers to each question, and"
+        " the share that agrees with the greedy one is what the probes learn (transformers engine)."
+        "  Default of train: given, or generate without --data; of guarantee and recalibrate: as"
+        " the bundle's own rows were labelled, given where it labelled itself; of evaluate: the"
+        " set's own, or given where a row has a label."
     ),
 ]
 Questions = Annotated[
@@ -101,6 +94,18 @@ def check_fields(options: Any) -> None:
             wrong = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
             shown = "" if parameter.metavar == SECRET else f", not {value!r}"
             raise TrainingError(f"{name}: {wrong.rstrip('.').lower()}{shown}", param=name) from None
+
+
+def outside_training(labels: TrainingLabels | None) -> Labels | None:
+    """Return where a command's labels come from that trains nothing.  Raises TrainingError for
+    ``self``."""
+    if labels == "self":
+        raise TrainingError(
+            "labels: 'self' says where a model contradicts itself, which train alone can use: give"
+            " rows with a label ('given'), or with accepted answers ('generate')",
+            param="labels",
+        )
+    return labels
 
 
 _PROMPTS = Group("Prompts and generated labels", sort_key=30)

@@ -17,16 +17,16 @@ from service.data.options import (
     PYTHON,
     BatchRows,
     Data,
-    GeneratedLabels,
     JudgeName,
     JudgeOptions,
     LabelOptions,
     Labels,
-    LearntLabels,
+    LabelSource,
     Questions,
     RunDir,
     Seed,
     TrainingLabels,
+    outside_training,
 )
 from service.data.rows import DECODINGS, decoding_of
 from service.errors import HalluTracerError, TrainingError
@@ -122,7 +122,7 @@ class RowsOptions(JudgeOptions, LabelOptions):
     """The rows of a run, and its folder."""
 
     data: Data = ()
-    labels: LearntLabels = None
+    labels: LabelSource = None
     run_dir: RunDir = None
     columns: Annotated[
         str,
@@ -226,7 +226,6 @@ class ConfidenceOptions(RowsOptions):
 class NewRowsOptions(RowsOptions):
     """Options of commands that publish a bundle's next version from rows that it has never seen."""
 
-    labels: GeneratedLabels = None
     new_name: Annotated[
         str | None,
         option("Name to publish under.  Default: the bundle's own, as its next version."),
@@ -247,6 +246,7 @@ class NewRowsOptions(RowsOptions):
         """Raise TrainingError for an invalid value, and for an option of training."""
         super().check()
         _ = self.file
+        outside_training(self.labels)
         if self.prompt_format != "auto":
             raise TrainingError(
                 "prompt_format is that of the bundle's training rows", param="prompt_format"
@@ -281,7 +281,6 @@ class NewRowsOptions(RowsOptions):
 class GuaranteeOptions(ConfidenceOptions, NewRowsOptions):
     """One guarantee for a threshold of a published bundle."""
 
-    labels: GeneratedLabels = None  # of two base classes, the narrower one
     recheck: Annotated[
         bool,
         option(
@@ -366,7 +365,7 @@ class TrainOptions(FoldOptions, ConfidenceOptions):
         Path | None,
         option("Held-out rows, scored with the final bundle and used for nothing else."),
     ] = None
-    labels: LearntLabels = None
+    labels: LabelSource = None
     answers_decoding: Annotated[
         str | None,
         option(

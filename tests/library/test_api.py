@@ -251,7 +251,7 @@ def test_an_option_of_training_that_is_none_is_told_which_there_are(tmp_path: Pa
     folders: dict[str, Any] = {"store": tmp_path, "run_dir": tmp_path / "run", **QUIET}
     for options, said in (
         ({"readout": "residual"}, "'attention_head' or 'residual_stream', not 'residual'"),
-        ({"labels": "model"}, "'given' or 'generate', not 'model'"),
+        ({"labels": "model"}, "'given', 'generate' or 'self', not 'model'"),
         ({"class_balance": "x"}, "class_balance"),
     ):
         with pytest.raises(ht.HalluTracerError, match=said):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ class MadeInputs(Inputs):
 
     def __init__(self, label: np.ndarray, kinds: list[str]) -> None:
         object.__setattr__(self, "made", label)
+        object.__setattr__(self, "readouts", SimpleNamespace(label=label))
         object.__setattr__(self, "group", np.arange(len(label)))
         object.__setattr__(self, "strata", tuple({"kind": kind} for kind in kinds))
 

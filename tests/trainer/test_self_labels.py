@@ -20,7 +20,7 @@ from service.data.options import SAMPLE_TEMPERATURE, SAMPLES
 from service.data.training_rows import read_dataset
 from service.engines.base import Completion, Sampling, TokenIds, TracedAnswer
 from service.errors import DataError, TrainingError
-from service.trainer.options import RecalibrateOptions, TrainOptions
+from service.trainer.options import GuaranteeOptions, RecalibrateOptions, TrainOptions
 from service.trainer.recalibrate import recalibrate
 from service.trainer.run import train
 from service.trainer.trial import FIRST_CALL
@@ -313,3 +313,10 @@ def test_labels_and_answers_of_self_labelled_rows_are_checked(tmp_path: Path) ->
     with pytest.raises(DataError) as caught:
         read_dataset(path, "self", folds=None)
     assert [problem.partition(":")[0] for problem in caught.value.problems] == ["line 1", "line 2"]
+
+
+@pytest.mark.parametrize("command", [RecalibrateOptions, GuaranteeOptions])
+def test_commands_that_train_nothing_refuse_them(command: Any) -> None:
+    with pytest.raises(TrainingError, match="which train alone can use") as caught:
+        command(data=("rows.jsonl",), labels="self").check()
+    assert caught.value.param == "labels"

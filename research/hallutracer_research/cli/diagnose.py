@@ -17,9 +17,9 @@ from service.data.options import (
     BATCH_ROWS,
     BatchRows,
     Data,
-    GeneratedLabels,
     JudgeOptions,
     LabelOptions,
+    LabelSource,
     RunDir,
 )
 from service.options import Common
@@ -122,7 +122,7 @@ class DiagnoseChoices(JudgeOptions, LabelOptions):
     """What is diagnosed: with a bundle, the trajectories of these rows."""
 
     data: Data = ()
-    labels: GeneratedLabels = None
+    labels: LabelSource = None
     run_dir: RunDir = None
     batch_rows: BatchRows = BATCH_ROWS
     output: Annotated[Output, Parameter(name=("--output", "--json"))] = None

@@ -13,7 +13,7 @@ from cyclopts import Parameter
 from hallutracer_research.evaluation.methods import METHODS
 from service.cli.options import EngineChoice, Out, UsageError, check_place
 from service.cli.output import print_line
-from service.data.options import Data, GeneratedLabels, LabelOptions
+from service.data.options import Data, LabelOptions, LabelSource, outside_training
 from service.options import Common
 from service.settings import Range, option, section
 from service.trainer.options import FoldOptions
@@ -30,7 +30,7 @@ class EvaluateChoices:
     """What is compared, and on which rows."""
 
     data: Data = ()
-    labels: GeneratedLabels = None
+    labels: LabelSource = None
     out: Out = None
     suite: Annotated[
         Literal["main", "paper"],
@@ -138,7 +138,7 @@ def evaluate(
         inner_folds=options.inner_folds,
         c=fit.c,
         judge=labels.judge,
-        labels=options.labels,
+        labels=outside_training(options.labels),
         max_new_tokens=labels.max_new_tokens,
         prompt_format=labels.prompt_format,
         per_subset=options.per_subset,
