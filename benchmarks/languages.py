@@ -111,8 +111,8 @@ def main() -> None:
     names = names_by_language(json.loads(options.countries.read_text(encoding="utf-8")))
     held_out, (_, relations) = bank_rows("held-out"), LANGUAGES["english"]
     for relation in relations:
-        rows = [row for row in held_out if row["kind"] == relation][: options.each]
-        for row in in_languages(rows, names):
+        of_subject = {row["id"].split(":")[1]: row for row in held_out if row["kind"] == relation}
+        for row in in_languages([*of_subject.values()][: options.each], names):
             sys.stdout.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 

@@ -88,24 +88,27 @@ def _without_latin_marks(text: str) -> str:
     """Marks of other scripts stay, since they make another letter: a voiced Japanese syllable."""
     if text.isascii():
         return text
-    kept, is_latin = list[str](), False
+    characters, is_latin = list[str](), False
     for char in unicodedata.normalize("NFD", text.translate(_PLAIN_LETTERS)):
         is_mark = unicodedata.category(char) == "Mn"
         if not is_mark:
             is_latin = unicodedata.name(char, "").startswith("LATIN")
         if not (is_mark and is_latin):
-            kept.append(char)
-    return unicodedata.normalize("NFKC", "".join(kept))
+            characters.append(char)
+    return unicodedata.normalize("NFKC", "".join(characters))
 
 
 def contains(question: str, answer: str, accepted: Sequence[str]) -> bool:
     """Return whether a normalised accepted answer occurs in the normalised answer as whole words.
 
-    In scripts that write no spaces between words (Chinese, Japanese, Thai, ...) as a substring."""
-    text = f" {normalise(answer)} "
+    In scripts that write no spaces between words (Chinese, Japanese, Thai, ...) as a substring;
+    beside such a script another one's word is whole."""
+    text = normalise(answer)
+    apart = _UNSPACED.sub(r" \g<0> ", text).split()
+    spaced = f" {' '.join(apart)} "
     wanted = [candidate for candidate in map(normalise, accepted) if candidate]
     return any(
-        words in text if _UNSPACED.search(words) else f" {words} " in text for words in wanted
+        words in text if _UNSPACED.search(words) else f" {words} " in spaced for words in wanted
     )
 
 
@@ -117,12 +120,12 @@ def _parts(text: str) -> list[str]:
     return parts
 
 
-def _added(words: Sequence[str], asked: frozenset[str]) -> frozenset[str]:
+def _added(words: Sequence[str], question_parts: frozenset[str]) -> frozenset[str]:
     """Return the words of an answer that are neither the question's nor function words."""
-    return frozenset(word for word in words if not _FUNCTION_WORD.fullmatch(word)) - asked
+    return frozenset(word for word in words if not _FUNCTION_WORD.fullmatch(word)) - question_parts
 
 
-def agree(question: str, answer: str, other: str) -> bool:
+def agree(question: str, answer: str, sampled: str) -> bool:
     """Return whether two answers to a question say the same: ``contains`` in both directions, by
     words.
 
@@ -131,9 +134,9 @@ def agree(question: str, answer: str, other: str) -> bool:
     no other words, its whole text counts.  So "Paris" and "It is Paris, in France." agree, and
     answers of one or two words must have all of them in common.  A paraphrase without a common word
     counts as another answer."""
-    asked = frozenset(_parts(question))
-    texts = [_parts(text) for text in (answer, other)]
-    added = [_added(words, asked) for words in texts]
+    question_parts = frozenset(_parts(question))
+    texts = [_parts(text) for text in (answer, sampled)]
+    added = [_added(words, question_parts) for words in texts]
     short, long = sorted(added if all(added) else map(frozenset, texts), key=len)
     negated = [any(map(_NEGATION.fullmatch, words)) for words in texts]
     return negated[0] == negated[1] and 2 * len(short & long) > len(short)

@@ -447,11 +447,11 @@ def completed(options: TrainOptions, model: str | None) -> TrainOptions:
 
 
 def _of_the_bank(options: TrainOptions) -> TrainOptions:
-    asked = bank_rows("train")[: options.questions]
-    held_out = bank_rows("held-out")[: _held_out_of(len(asked))]
+    questions = bank_rows("train")[: options.questions]
+    held_out = bank_rows("held-out")[: _held_out_of(len(questions))]
     return replace(
         options,
-        data=(str(rows_file(asked, options.folder, "questions")),),
+        data=(str(rows_file(questions, options.folder, "questions")),),
         test=options.test or rows_file(held_out, options.folder, "held-out"),
     )
 

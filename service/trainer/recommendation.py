@@ -73,16 +73,16 @@ def recommend(
     and more than withholding everything.  "kinds": both hold inside some kinds; the level is shared
     by all kinds that are judged.  All of it on the folds of the first seed, which no fit saw."""
     label, group = inputs.label, inputs.group
-    own = nested.tests[served][:folds]
+    served_tests = nested.tests[served][:folds]
     rivals = {name: nested.tests[name][:folds] for name in CHEAPER if name in nested.tests}
     learnt = inputs.readouts.label
     rivals[TEXT] = text_risks(texts, label, group, folds=folds, seed=seed, learnt=learnt)
     every = np.ones(len(label), np.bool_)
     risk = nested.risk[served][0]
-    overall = _against(label, group, own, rivals, every)
+    overall = _against(label, group, served_tests, rivals, every)
     assert overall is not None, "each test side of the outer folds has both classes"
     gates = [_gate(label, risk, cost) for cost in SHOWN_COSTS]
-    kinds = _by_kind(inputs, own, rivals, risk)
+    kinds = _by_kind(inputs, served_tests, rivals, risk)
     judged = [row for row in kinds.values() if "gain" in row]
     for row in judged:
         ahead = row["gain"]
@@ -108,13 +108,13 @@ def recommend(
 def _against(
     label: NDArray[np.int64],
     group: Index,
-    own: Tests,
+    served_tests: Tests,
     rivals: Mapping[str, Tests],
     inside: NDArray[np.bool_],
 ) -> dict[str, Any] | None:
     """Return the strongest rival on the rows ``inside`` [n], both AUROCs and the gain over it; None
     if no test side has both classes there."""
-    own = _restricted(own, inside)
+    served_tests = _restricted(served_tests, inside)
     aurocs = {}
     for name, tests in rivals.items():
         value = mean_auroc(label, _restricted(tests, inside))
@@ -123,9 +123,9 @@ def _against(
     if not aurocs:
         return None
     strongest = max(aurocs, key=lambda name: aurocs[name])
-    ahead = gain(label, group, own, _restricted(rivals[strongest], inside))
+    ahead = gain(label, group, served_tests, _restricted(rivals[strongest], inside))
     return {
-        "auroc": float(mean_auroc(label, own)),
+        "auroc": float(mean_auroc(label, served_tests)),
         "rival": strongest,
         "rival_title": TITLES[strongest],
         "rival_auroc": aurocs[strongest],
@@ -159,7 +159,7 @@ def _gate(label: NDArray[np.int64], risk: Floats, cost: float) -> dict[str, Any]
 
 
 def _by_kind(
-    inputs: Inputs, own: Tests, rivals: Mapping[str, Tests], risk: Floats
+    inputs: Inputs, served_tests: Tests, rivals: Mapping[str, Tests], risk: Floats
 ) -> dict[str, dict[str, Any]]:
     """Return rows and share right of each kind, most rows first; of large ones also the gain."""
     names = np.array([row.get("kind") or "" for row in inputs.strata], dtype=object)
@@ -170,7 +170,7 @@ def _by_kind(
         right = int(label[inside].sum())
         row: dict[str, Any] = {"rows": rows, "right": right / rows}
         enough = rows >= LEAST_ROWS and min(right, rows - right) >= LEAST_OF_A_CLASS
-        compared = _against(label, inputs.group, own, rivals, inside) if enough else None
+        compared = _against(label, inputs.group, served_tests, rivals, inside) if enough else None
         if compared is not None:
             row |= compared
             gates = [_gate(label[inside], risk[inside], cost) for cost in SHOWN_COSTS]

@@ -344,8 +344,8 @@ def no_fact_count(questions: int) -> int:
 def _no_fact_requests(count: int, seed: int, fits: Fits) -> list[dict[str, Any]]:
     """Return so many requests that ask for no fact, less those that the model cannot take."""
     alike = round(LIKE_QUESTIONS * count)
-    made = [*task_rows(count - alike, seed), *no_fact_rows(alike, (), seed)]
-    return [row for row in made if fits.takes(row["messages"])]
+    tasks = [*task_rows(count - alike, seed), *no_fact_rows(alike, (), seed)]
+    return [row for row in tasks if fits.takes(row["messages"])]
 
 
 def sample_prompts(
@@ -358,12 +358,12 @@ def sample_prompts(
     fits, seed = Fits(engine, prompt_format, options.answer_tokens), options.shuffles[0]
     rows = _objects(options, dataset)
     lone = in_forms(rows, [FORMS["lone"]])
-    asked, no_fact = lone, []
+    questions, no_fact = lone, []
     if forms := forms_of(options, prompt_format):
         answers = {row["id"]: "word " * (options.answer_tokens // 2) for row in rows}
-        asked = in_forms(rows, forms, seed=seed, model_answers=answers, fits=fits)
+        questions = in_forms(rows, forms, seed=seed, model_answers=answers, fits=fits)
         if options.wanted_forms == (MIXTURE,):
-            asked += _reworded(rows, asked, "train", seed, fits)
+            questions += _reworded(rows, questions, "train", seed, fits)
             no_fact = _no_fact_requests(MEASURED_TASKS, seed, fits)
 
     def rendered(rows: Sequence[dict[str, Any]]) -> list[list[int]]:
@@ -374,7 +374,7 @@ def sample_prompts(
 
     if prompt_format != "chat":
         no_fact = []
-    return rendered(asked), rendered(lone), rendered(no_fact)
+    return rendered(questions), rendered(lone), rendered(no_fact)
 
 
 def _objects(options: TrainOptions, dataset: Dataset) -> list[dict[str, Any]]:

@@ -151,12 +151,14 @@ def sampled(
     """Return a sample of the questions of ``dataset`` in the forms that the options name."""
     draw = random.Random(f"{options.shuffles[0]} trial")
     positions = sorted(draw.sample(range(len(dataset)), min(SAMPLED, len(dataset))))
-    asked, alone, no_fact = sample_prompts(options, dataset.part(positions), engine, prompt_format)
-    draw.shuffle(asked)
+    questions, alone, no_fact = sample_prompts(
+        options, dataset.part(positions), engine, prompt_format
+    )
+    draw.shuffle(questions)
     return Sampled(
-        prompts=tuple(map(tuple, asked)),
-        rows=len(asked) / len(positions),
-        tokens=_mean_length(asked),
+        prompts=tuple(map(tuple, questions)),
+        rows=len(questions) / len(positions),
+        tokens=_mean_length(questions),
         alone=_mean_length(alone),
         no_fact=_mean_length(no_fact),
     )

@@ -64,6 +64,9 @@ def test_normalise(text: str, normal: str) -> None:
         ("contains", "Parisian", "paris", False),
         ("contains", "The capital is Papeete.", "Papeet\u0113", True),
         ("contains", "It is Reykjav\u00edk", "Reykjavik", True),
+        ("contains", "Harare\u306f Zimbabwe\u306e\u9996\u90fd\u3067\u3059\u3002", "Zimbabwe", True),
+        ("contains", "\u662fSouth Africa\u7684", "South Africa", True),
+        ("contains", "\u662fZimbabwean\u7684", "Zimbabwe", False),
         ("contains", "\u304b", "\u304c", False),
         ("contains", "anything", "the", False),  # none has an empty answer
     ],

@@ -102,9 +102,16 @@ class Tracing:
 
 @contextmanager
 def _faults_raised() -> Iterator[None]:
-    """Raise what OpenTelemetry only warns of: it goes on with a default that nobody chose."""
+    """Raise what OpenTelemetry only warns of: it goes on with a default that nobody chose.
+
+    Warnings of other threads are about exports, such as those of an earlier service, except where
+    resources are read."""
     catcher, logger = BufferingHandler(1000), logging.getLogger("opentelemetry")
     catcher.setLevel(logging.WARNING)
+    here = threading.get_ident()
+    catcher.addFilter(
+        lambda record: record.thread == here or record.name == "opentelemetry.sdk.resources"
+    )
     logger.addHandler(catcher)
     before, logger.propagate = logger.propagate, False
     try:

@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
 from service.annexes.traces import tracing
 from service.annexes.traces.tracing import Tracing
@@ -581,3 +582,18 @@ def test_a_caller_who_leaves_an_upstream_ends_its_span(tmp_path: Path) -> None:
             until(lambda: service.metric("hallutracer_upstream_requests_total") == 1)
         (theirs,) = (one for one in sink.spans if one.name == "chat theirs")
         assert theirs.attributes["error.type"] == "given_up"
+
+
+def test_a_failed_export_of_another_thread_is_no_fault_of_a_variable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def exporter(endpoint: str) -> OTLPSpanExporter:
+        warn = logging.getLogger("opentelemetry.exporter").warning
+        earlier = threading.Thread(target=warn, args=("Failed to export: it timed out",))
+        earlier.start()
+        earlier.join()
+        return OTLPSpanExporter(endpoint)
+
+    monkeypatch.setattr(tracing, "OTLPSpanExporter", exporter)
+    with collector() as sink:
+        Tracing(sink.endpoint).close()
