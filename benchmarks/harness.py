@@ -17,6 +17,7 @@ import os
 import random
 import re
 import resource
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -422,10 +423,12 @@ class Metrics:
 
 
 class ServiceProcess(ServeProcess):
-    """``hallutracer serve`` with ``arguments``, watched; its clients may choose what they like."""
+    """``hallutracer serve`` with ``arguments``, in a process of its own as users start it, watched;
+    its clients may choose what they like."""
 
     def __init__(self, *arguments: str, **variables: str) -> None:
-        super().__init__(*arguments, **MAY_CHOOSE | variables)
+        program = (sys.executable, "-m", "service.cli")
+        super().__init__(*arguments, program=program, **MAY_CHOOSE | variables)
 
     @property
     def pid(self) -> int:
