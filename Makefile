@@ -102,7 +102,7 @@ LONG_WORKERS ?= 3
 # The client is for Python 3.10, too.
 MYPY_310 = $(BIN)/mypy --python-version 3.10 --cache-dir .mypy_cache/client clients/python/hallutracer_client
 PYTEST = $(if $(VLLM),HALLUTRACER_REQUIRE_VLLM=1) $(if $(CLIENTS),HALLUTRACER_REQUIRE_CLIENTS=1) $(BIN)/python -m pytest --numprocesses $(WORKERS)
-test: lint install vllm clients $(VENV)/.smollm2   ## make lint, mypy --strict, pytest: a quarter of an hour on two cores
+test: lint install vllm clients $(VENV)/.smollm2   ## make lint, mypy --strict, pytest: ten minutes on two cores
 	@{ $(BIN)/mypy && $(MYPY_310); } >$(VENV)/mypy.txt 2>&1 & mypy=$$!; $(PYTEST); tests=$$?; \
 		wait $$mypy || { cat $(VENV)/mypy.txt; exit 1; }; exit $$tests
 
