@@ -274,16 +274,26 @@ def refuse_unsupported(config: Any) -> None:
             raise EngineError(f"the readout does not support {feature}; start vLLM without it")
 
 
+def _cores_of_the_quota() -> int:
+    """Return how many cores this process may use; a limit for the processes of fits is none."""
+    from joblib import cpu_count
+
+    of_fits = os.environ.pop("LOKY_MAX_CPU_COUNT", None)
+    try:
+        return int(cpu_count())
+    finally:
+        if of_fits is not None:
+            os.environ["LOKY_MAX_CPU_COUNT"] = of_fits
+
+
 def _bind_cores(arguments: dict[str, Any], threads: int | None) -> None:
     """Give each rank a share of the cores that quota and ``threads`` allow; vLLM would take all of
     the mask."""
-    from joblib import cpu_count
-
     ranks = math.prod(
         int(arguments.get(f"{kind}_parallel_size", 1)) for kind in ("tensor", "pipeline", "data")
     )
     allowed = sorted(os.sched_getaffinity(0))
-    cores = allowed[: threads or cpu_count()]
+    cores = allowed[: threads or _cores_of_the_quota()]
     if (
         ranks == 1 and threads is None and cores == allowed
     ) or "VLLM_CPU_OMP_THREADS_BIND" in os.environ:

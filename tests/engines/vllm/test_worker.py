@@ -157,6 +157,14 @@ def test_a_quota_of_cpus_binds_fewer_cores(monkeypatch: pytest.MonkeyPatch) -> N
         launch._bind_cores({"tensor_parallel_size": 2}, None)
 
 
+def test_a_limit_for_the_processes_of_fits_binds_no_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOKY_MAX_CPU_COUNT", raising=False)
+    cores = launch._cores_of_the_quota()
+    monkeypatch.setenv("LOKY_MAX_CPU_COUNT", "1")
+    assert launch._cores_of_the_quota() == cores
+    assert launch.os.environ["LOKY_MAX_CPU_COUNT"] == "1"
+
+
 # The worker's plan
 
 
