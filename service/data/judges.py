@@ -104,20 +104,16 @@ def contains(question: str, answer: str, accepted: Sequence[str]) -> bool:
     In scripts that write no spaces between words (Chinese, Japanese, Thai, ...) as a substring;
     beside such a script another one's word is whole."""
     text = normalise(answer)
-    apart = _UNSPACED.sub(r" \g<0> ", text).split()
-    spaced = f" {' '.join(apart)} "
+    spaced = f" {' '.join(_parts(text))} "
     wanted = [candidate for candidate in map(normalise, accepted) if candidate]
     return any(
         words in text if _UNSPACED.search(words) else f" {words} " in spaced for words in wanted
     )
 
 
-def _parts(text: str) -> list[str]:
-    """Return the words of a normalised text; characters, of words in scripts without spaces."""
-    parts: list[str] = []
-    for word in normalise(text).split():
-        parts += word if _UNSPACED.search(word) else [word]
-    return parts
+def _parts(normalised: str) -> list[str]:
+    """Return the words of a normalised text, and each character of a script without spaces."""
+    return _UNSPACED.sub(r" \g<0> ", normalised).split()
 
 
 def _added(words: Sequence[str], question_parts: frozenset[str]) -> frozenset[str]:
@@ -134,8 +130,8 @@ def agree(question: str, answer: str, sampled: str) -> bool:
     no other words, its whole text counts.  So "Paris" and "It is Paris, in France." agree, and
     answers of one or two words must have all of them in common.  A paraphrase without a common word
     counts as another answer."""
-    question_parts = frozenset(_parts(question))
-    texts = [_parts(text) for text in (answer, sampled)]
+    question_parts = frozenset(_parts(normalise(question)))
+    texts = [_parts(normalise(text)) for text in (answer, sampled)]
     added = [_added(words, question_parts) for words in texts]
     short, long = sorted(added if all(added) else map(frozenset, texts), key=len)
     negated = [any(map(_NEGATION.fullmatch, words)) for words in texts]

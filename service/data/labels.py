@@ -65,12 +65,12 @@ def given_labels(dataset: Dataset) -> Labelled:
 
 def check_answers(dataset: Dataset, options: JudgeOptions) -> None:
     """Raise DataError if the judge cannot use a row's accepted answers; needs no model."""
-    asking = [row for row in dataset.rows if row.applies]
     if not has_answers(dataset):
-        asking = []
+        return
     if problems := [
         f"line {row.line}: {problem}"
-        for row in asking
+        for row in dataset.rows
+        if row.applies
         for problem in answer_problems(options, row.answers)
     ]:
         raise DataError(str(dataset.path), problems)

@@ -157,14 +157,12 @@ def _questions(path: Path, lines: Iterable[bytes]) -> Lines:
 
     Raises DataError for a line that is not UTF-8."""
     numbered = ((number, line) for number, line in enumerate(lines, 1) if line.strip())
-    for number, line in numbered:
-        if line.lstrip().startswith(b"{"):
-            yield from chain([(number, line)], numbered)
-            return
-        yield number, _question(path, number, line)
-        break
-    for number, line in numbered:
-        yield number, _question(path, number, line)
+    first = next(numbered, None)
+    if first is None:
+        return
+    are_objects = first[1].lstrip().startswith(b"{")
+    for number, line in chain([first], numbered):
+        yield number, line if are_objects else _question(path, number, line)
 
 
 def _question(path: Path, number: int, line: bytes) -> dict[str, Any]:
