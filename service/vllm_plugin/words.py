@@ -143,7 +143,8 @@ class MessagesWords(Words):
         elif kind == "content_block_start":
             self._blocks += 1
         elif kind == "message_delta":
-            content = self._end(content, content["delta"]) | self._note.answer_note(0)
+            content = self._end(content, content["delta"])
+            content |= risk_field(self._note.answer_note(0))
             if verdict is not None and verdict.message is not None:
                 blocks = Blocks(self._blocks)
                 before = blocks.text(verdict.message) + blocks.end()

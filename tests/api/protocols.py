@@ -78,7 +78,8 @@ def in_openais_client(
 def in_anthropics_client(
     url: str, model: str, text: str, stream: bool, **xargs: Any
 ) -> tuple[str, str | None, int, Any]:
-    """The text of a message, its stop reason, its tokens, the risk."""
+    """The text of a message, its stop reason, its tokens, the risk (of a stream: with what its last
+    events say of the answer)."""
     client = Anthropic(base_url=url, api_key="none", max_retries=0)
     more = {"temperature": 0.0, "vllm_xargs": xargs}
     turns = [{"role": "user", "content": text}]
@@ -88,13 +89,19 @@ def in_anthropics_client(
         "messages": turns,
         "extra_body": more,
     }
+    answer_note: dict[str, Any] = {}
     if stream:
-        with client.messages.stream(**asked) as events:
-            pieces = "".join(events.text_stream)
-            found = events.get_final_message()
-        assert pieces == "".join(block.text for block in found.content if block.type == "text")
+        with client.messages.stream(**asked) as stream_events:
+            events = list(stream_events)
+            message = stream_events.get_final_message()
+        pieces = "".join(event.text for event in events if event.type == "text")
+        assert pieces == "".join(block.text for block in message.content if block.type == "text")
+        for event in events:
+            if event.type == "message_delta":
+                answer_note |= (event.model_extra or {}).get("hallutracer", {})
     else:
-        found = client.messages.create(**asked)
-    said = "".join(block.text for block in found.content if block.type == "text")
-    assert found.model_extra is not None
-    return said, found.stop_reason, found.usage.output_tokens, found.model_extra["hallutracer"]
+        message = client.messages.create(**asked)
+    text_shown = "".join(block.text for block in message.content if block.type == "text")
+    assert message.model_extra is not None
+    note = message.model_extra["hallutracer"] | answer_note
+    return text_shown, message.stop_reason, message.usage.output_tokens, note
