@@ -364,4 +364,6 @@ def test_an_answer_is_read_again_as_the_embedded_engine_reads_it(tmp_path: Path)
         text, tokens = row["completion"]["text"], row["completion"]["completion_tokens"]
         assert whole["completion"]["text"].startswith(text)
         if row["completion"] in ended:
-            assert LEAST_READ <= tokens <= row["answer_tokens"], "nothing behind what was read"
+            # Where vLLM merges outputs that wait, fewer tokens were shown than were read.
+            assert tokens <= row["answer_tokens"], "nothing behind what was read"
+            assert row["answer_tokens"] >= LEAST_READ
