@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from service.engines.base import EngineOptions
     from service.fitting.estimator import DepthMeanProbe
     from service.library.detector import Prompts
+    from service.prompts import PromptFormat
     from service.trainer.options import Console, TrainOptions
 
 
@@ -322,10 +323,10 @@ def run_training(
     def load() -> LoadedEngine:
         return load_engine(engine, rows=[options.site], threads=threads, report=report)
 
-    if options.minutes is not None:
+    if not options.data:
         loaded = load()
         try:
-            options = _within_minutes(options, loaded, console, began)
+            options = with_questions(options, loaded, console, began)
         except BaseException:
             loaded.close()
             raise
@@ -340,37 +341,41 @@ def _given(loaded: LoadedEngine) -> LoadedEngine:
     return loaded
 
 
-def _within_minutes(
+def with_questions(
     options: TrainOptions, engine: LoadedEngine, console: Console, began: float
 ) -> TrainOptions:
-    """Return the options with as many of the bank's questions as a trial says can be asked in
-    ``options.minutes``.
+    """Return the options with the bank's questions as rows, and its held-out half in proportion,
+    written into the run folder.
 
-    The number is kept in the run folder, so that the same command resumes the same run.  Raises
-    TrainingError if the minutes are too few."""
+    With ``options.minutes`` they are as many as a trial says can be asked in these.  The number is
+    kept in the run folder, so that the same command resumes the same run.  Questions that are too
+    long for the model are left out.  Raises TrainingError if the minutes are too few."""
     from service.data.training_rows import read_dataset
     from service.prompts import default_prompt_format
     from service.trainer.trial import SAMPLED, questions_within
 
-    assert options.minutes is not None
+    named = options.prompt_format
+    prompt_format = default_prompt_format(engine) if named == "auto" else named
+    if options.minutes is None:
+        return _of_the_bank(options, engine, prompt_format, console)
     asked_for = {"minutes": options.minutes, "model": engine.identity.fingerprint}
     if (questions := _kept_questions(options.folder, asked_for)) is None:
-        named, whole = options.prompt_format, bank_rows("train")
-        few = rows_file(whole[:SAMPLED], options.folder, "trial")
+        whole = bank_rows("train")
+        few = _readable(whole[:SAMPLED], options, engine, prompt_format)
         questions = questions_within(
             options.minutes,
             options,
-            read_dataset(few, options.answers, folds=None),
+            read_dataset(rows_file(few, options.folder, "trial"), options.answers, folds=None),
             len(whole),
             _held_out_of,
             engine,
-            default_prompt_format(engine) if named == "auto" else named,
+            prompt_format,
             console,
             began=began,
         )
         record = asked_for | {"questions": questions}
         atomic_write(options.folder / MINUTES, (json.dumps(record) + "\n").encode())
-    return _of_the_bank(replace(options, questions=questions))
+    return _of_the_bank(replace(options, questions=questions), engine, prompt_format, console)
 
 
 def _kept_questions(folder: Path, asked_for: Mapping[str, Any]) -> int | None:
@@ -409,12 +414,9 @@ def figures_of(evaluation: Mapping[str, Any]) -> tuple[SignalFigures, ...]:
 
 
 def completed(options: TrainOptions, model: str | None) -> TrainOptions:
-    """Return the options with what a newcomer leaves open: a name made of the model's, and the
-    questions of the bank.
+    """Return the options with what a newcomer leaves open: a name made of the model's, and how the
+    bank's questions are answered, where there are no ``data``.
 
-    The bank's questions are written into the run folder, its held-out half too, in proportion.
-    With ``minutes`` there are none yet: how many the model reads in them is measured once it is
-    loaded.
     Raises TrainingError for given labels without rows that have them, for ``questions`` or
     ``minutes`` beside rows of one's own, and for both of them."""
     options = replace(options, name=options.name or bundle_name(model))
@@ -438,22 +440,44 @@ def completed(options: TrainOptions, model: str | None) -> TrainOptions:
             "model answers questions that come with the package",
             param="data",
         )
-    options = replace(
+    return replace(
         options,
         labels=options.labels or "generate",
         max_new_tokens=options.max_new_tokens or BANK_ANSWER_TOKENS,
     )
-    return options if options.minutes is not None else _of_the_bank(options)
 
 
-def _of_the_bank(options: TrainOptions) -> TrainOptions:
+def _of_the_bank(
+    options: TrainOptions, engine: LoadedEngine, prompt_format: PromptFormat, console: Console
+) -> TrainOptions:
     questions = bank_rows("train")[: options.questions]
     held_out = bank_rows("held-out")[: _held_out_of(len(questions))]
+    asked, tested = (
+        _readable(rows, options, engine, prompt_format) for rows in (questions, held_out)
+    )
+    if too_long := len(questions) - len(asked):
+        console.print(
+            f"left out: {too_long:,} of the package's {len(questions):,} questions, which with an"
+            f" answer are longer than the model's {engine.identity.max_tokens} tokens"
+        )
     return replace(
         options,
-        data=(str(rows_file(questions, options.folder, "questions")),),
-        test=options.test or rows_file(held_out, options.folder, "held-out"),
+        data=(str(rows_file(asked, options.folder, "questions")),),
+        test=options.test or rows_file(tested, options.folder, "held-out"),
     )
+
+
+def _readable(
+    rows: Sequence[Mapping[str, Any]],
+    options: TrainOptions,
+    engine: LoadedEngine,
+    prompt_format: PromptFormat,
+) -> list[Mapping[str, Any]]:
+    """Return the rows whose prompt leaves room for an answer."""
+    from service.prompts import render
+
+    most = engine.identity.max_tokens - options.answer_tokens
+    return [row for row in rows if len(render(engine, row["prompt"], None, prompt_format)) <= most]
 
 
 def _held_out_of(questions: int) -> int:

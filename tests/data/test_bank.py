@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import lzma
+import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hallutracer_research.data.bank import OTHER_NAMES, main, packed
 from service.data.bank import ATTRIBUTION, SPLITS, bank_file, bank_rows
 from service.errors import TrainingError
-from service.library.training import bundle_name, completed
+from service.library.training import bundle_name, completed, with_questions
+from service.prompts import render
 from service.trainer.options import TrainOptions
 from tests.command_line import hallutracer
+from tests.fitting.planted import PlantedEngine, Quiet
 
 SOURCES = ("opentriviaqa", "nq-open", "facts")
 
@@ -96,19 +100,45 @@ def test_a_bundle_is_named_after_its_model(model: str, name: str) -> None:
     assert bundle_name(model) == name
 
 
-def test_a_model_alone_is_asked_the_bank_and_its_answers_are_judged(tmp_path: Path) -> None:
-    options = completed(TrainOptions(run_dir=tmp_path / "run", questions=400), "owner/tiny")
-    assert (options.name, options.answers, options.answer_tokens) == ("tiny", "generate", 24)
+def asked_and_held_out(
+    folder: Path, questions: int, max_tokens: int
+) -> tuple[TrainOptions, list[dict[str, Any]], list[dict[str, Any]], list[str]]:
+    """The options of a run, the rows of both files, and what was printed."""
+    options, console = TrainOptions(run_dir=folder, questions=questions), Quiet()
+    engine = PlantedEngine(max_tokens=max_tokens)
+    options = with_questions(completed(options, "owner/tiny"), engine, console, time.monotonic())
+    assert options.test is not None
     asked, held_out = (
-        Path(path).read_text(encoding="utf-8").splitlines()
-        for path in (*options.data, options.test)
+        [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+        for path in (options.data[0], options.test)
     )
-    assert [json.loads(line) for line in asked] == bank_rows("train")[:400]
-    assert [json.loads(line) for line in held_out] == bank_rows("held-out")[: 400 * 1800 // 9593]
-    again = completed(TrainOptions(run_dir=tmp_path / "run", questions=400), "owner/tiny")
+    return options, asked, held_out, console.lines
+
+
+def test_a_model_alone_is_asked_the_bank_and_its_answers_are_judged(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    options, asked, held_out, printed = asked_and_held_out(folder, 400, 6000)
+    assert (options.name, options.answers, options.answer_tokens) == ("tiny", "generate", 24)
+    assert (asked, printed) == (bank_rows("train")[:400], [])
+    assert held_out == bank_rows("held-out")[: 400 * 1800 // 9593]
+    again, *_ = asked_and_held_out(folder, 400, 6000)
     assert (again.data, again.test) == (options.data, options.test)
-    other = completed(TrainOptions(run_dir=tmp_path / "run", questions=500), "owner/tiny")
-    assert other.data != options.data
+    assert asked_and_held_out(folder, 500, 6000)[0].data != options.data
+
+
+def test_questions_of_the_bank_that_are_too_long_for_the_model_are_left_out(tmp_path: Path) -> None:
+    """One of one's own is refused by its line."""
+    engine, rows = PlantedEngine(max_tokens=6000), bank_rows("train")[:400]
+    lengths = [len(render(engine, row["prompt"], None, "text")) for row in rows]
+    longest, limit = max(lengths), max(lengths) + 24 - 1
+    expected = [row for row, length in zip(rows, lengths, strict=True) if length < longest]
+    assert 0 < len(rows) - len(expected) < 5
+    _, asked, _, printed = asked_and_held_out(tmp_path / "run", 400, limit)
+    assert asked == expected
+    assert printed == [
+        f"left out: {400 - len(asked)} of the package's 400 questions, which with an answer are"
+        f" longer than the model's {limit} tokens"
+    ]
 
 
 def test_rows_of_ones_own_stay_as_they_are() -> None:

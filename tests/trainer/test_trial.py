@@ -16,7 +16,7 @@ from service.data.options import SAMPLES
 from service.data.training_rows import read_dataset
 from service.engines.base import Extraction
 from service.errors import TrainingError
-from service.library.training import MINUTES, _within_minutes, completed
+from service.library.training import MINUTES, completed, with_questions
 from service.trainer.options import TrainOptions
 from service.trainer.run import train
 from service.trainer.trial import (
@@ -147,15 +147,15 @@ def test_the_same_minutes_are_measured_once(tmp_path: Path) -> None:
     options = completed(of_the_bank(tmp_path / "run", minutes=1e6), "owner/tiny")
     assert options.data == ()
     engine, console = Timed(), Quiet()
-    chosen = _within_minutes(options, engine, console, time.monotonic())
+    chosen = with_questions(options, engine, console, time.monotonic())
     assert chosen.questions == 9593
     assert len(Path(chosen.data[0]).read_text(encoding="utf-8").splitlines()) == 9593
     calls = engine.extracts
-    assert _within_minutes(options, engine, console, time.monotonic()) == chosen
+    assert with_questions(options, engine, console, time.monotonic()) == chosen
     assert engine.extracts == calls
     path = tmp_path / "run" / MINUTES
     path.write_text(json.dumps(json.loads(path.read_text()) | {"model": "another"}))
-    assert _within_minutes(options, engine, console, time.monotonic()) == chosen
+    assert with_questions(options, engine, console, time.monotonic()) == chosen
     assert engine.extracts > calls, "another model has another speed"
 
 
