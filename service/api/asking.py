@@ -114,9 +114,10 @@ class ScoringRequest:
                 f"{count} prompts in one request; at most {most} are taken", param=self.field
             )
         if self.running and self.scorer.answer_probes is None:
-            what = f"{self.scorer.bundle.reference} reads no answers here"
             raise RequestError(
-                f"'answer_risk' cannot be included: {what}; leave it out", param="include"
+                f"'answer_risk' cannot be included: {self.scorer.bundle.reference} reads no"
+                " answers here; leave it out",
+                param="include",
             )
         if self.retrieval_of is not None and count != 1:
             raise RequestError("'retrieval_of' takes exactly one prompt", param="retrieval_of")

@@ -332,13 +332,10 @@ class Connection(HttpToolsProtocol):
         self._parts += 1
         self._received += len(body)
         if self._parts > SMALL_PARTS + self._received // PART_BYTES:
-            least = (
-                f"{SMALL_PARTS} parts, chunks or packets, may be smaller than {PART_BYTES} bytes on"
-                " average"
-            )
             self._reason = BodyTooLarge(
-                f"the body arrived in {self._parts} parts of {self._received} bytes: {least}; "
-                "write larger ones"
+                f"the body arrived in {self._parts} parts of {self._received} bytes:"
+                f" {SMALL_PARTS} parts, chunks or packets, may be smaller than {PART_BYTES} bytes"
+                " on average; write larger ones"
             )
             raise ValueError
         self._body += len(body)
@@ -442,8 +439,11 @@ class Connection(HttpToolsProtocol):
         if (
             self._body < BODY_BYTES and not self.flow.read_paused
         ):  # paused: the service reads no more for now
-            least = f"{BODY_BYTES} bytes in {BODY_SECONDS:g} s"
-            self._refuse(BodyTooSlow(f"the body arrived more slowly than {least}"))
+            self._refuse(
+                BodyTooSlow(
+                    f"the body arrived more slowly than {BODY_BYTES} bytes in {BODY_SECONDS:g} s"
+                )
+            )
             return
         self._body = 0
         self._start(BODY_SECONDS, self._body_is_late)

@@ -63,8 +63,10 @@ def snapshot_of(model: str, revision: str | None) -> Path:
     except (
         Exception
     ) as error:  # connections fail in many ways, also by exceptions of the HTTP library in use
-        problem = f"the configuration of {model} cannot be loaded: {type(error).__name__}: {error}"
-        raise ModelLoadError(problem, param="model") from error
+        raise ModelLoadError(
+            f"the configuration of {model} cannot be loaded: {type(error).__name__}: {error}",
+            param="model",
+        ) from error
     return Path(config).parent
 
 
@@ -117,8 +119,10 @@ def check_whole(folder: Path) -> None:
     does."""
     for file in weight_files(folder):
         if file.suffix == ".safetensors" and not _is_whole(file):
-            problem = f"the weights in {file} are cut short, or are none; download the file again"
-            raise ModelLoadError(problem, param="model")
+            raise ModelLoadError(
+                f"the weights in {file} are cut short, or are none; download the file again",
+                param="model",
+            )
 
 
 def _is_whole(file: Path) -> bool:
@@ -159,12 +163,9 @@ def weight_files(folder: Path) -> list[Path]:
         names = _named_in(index) if index.is_file() else [single]
         if (folder / single).is_file():
             if names != [single]:
-                problem = (
-                    f"{folder} holds {single} beside {index.name}, which names other files; keep"
-                    " what is whole"
-                )
                 raise ModelLoadError(
-                    f"{problem}: vLLM reads what the index names, transformers does not",
+                    f"{folder} holds {single} beside {index.name}, which names other files; keep"
+                    " what is whole: vLLM reads what the index names, transformers does not",
                     param="model",
                 )
             return [folder / single]
@@ -184,10 +185,10 @@ def _named_in(index: Path) -> list[str]:
     named = read_json(index).get("weight_map")
     files = list(named.values()) if isinstance(named, dict) else []
     if not files or not all(isinstance(file, str) for file in files):
-        problem = (
-            f"{index} does not say in which files the weights are (weight_map); download it again"
+        raise ModelLoadError(
+            f"{index} does not say in which files the weights are (weight_map); download it again",
+            param="model",
         )
-        raise ModelLoadError(problem, param="model")
     return sorted(set(files))
 
 

@@ -65,12 +65,10 @@ def check_length(texts: Sequence[str], engine: LoadedModel) -> None:
 
 def _too_long(what: str, tokens: int, most: int) -> PromptTooLong:
     # As Anthropic's clients and OpenAI's know it: many act on these words.
-    problem = (
-        f"prompt is too long: {tokens} tokens > {most} maximum; this model's maximum context length"
-        f" is {most} tokens"
-    )
     return PromptTooLong(
-        f"{problem} and {what} {tokens}: shorten the prompt, which is never truncated",
+        f"prompt is too long: {tokens} tokens > {most} maximum; this model's maximum context"
+        f" length is {most} tokens and {what} {tokens}: shorten the prompt, which is never"
+        " truncated",
         param="prompt",
     )
 
@@ -84,11 +82,11 @@ def check_special_tokens(texts: Mapping[str, Sequence[str]], engine: LoadedModel
     for field, written in texts.items():
         spelt = next(filter(None, map(spelling.search, written)), None)
         if spelt is not None:
-            problem = (
-                f"{field} spells out the special token {spelt[0]!r}, which is refused here;"
-                " remove it"
+            raise RequestError(
+                f"{field} spells out the special token {spelt[0]!r}, which is refused here; remove"
+                " it",
+                param=field,
             )
-            raise RequestError(problem, param=field)
 
 
 @cache
@@ -144,11 +142,11 @@ def check_prompts(prompts: Prompts, *, vocabulary: int, max_tokens: int) -> None
             )
         if large or ids.min() < 0 or ids.max() >= vocabulary:
             shown = "beyond 64 bits" if large else int(ids.min() if ids.min() < 0 else ids.max())
-            problem = (
+            raise RequestError(
                 f"prompt {number} holds token id {shown}; this model's vocabulary is 0 to"
-                f" {vocabulary - 1}"
+                f" {vocabulary - 1}",
+                param="input_ids",
             )
-            raise RequestError(problem, param="input_ids")
 
 
 def check_sampling(sampling: Sampling) -> None:
@@ -173,9 +171,10 @@ def check_sampling(sampling: Sampling) -> None:
         )
     for stop in sampling.stop:
         if not 0 < len(stop) <= MAX_STOP_CHARACTERS:
-            bounds = f"has to have 1 to {MAX_STOP_CHARACTERS}"
             raise RequestError(
-                f"a text of stop has {len(stop)} characters; each {bounds}", param="stop"
+                f"a text of stop has {len(stop)} characters; each has to have 1 to"
+                f" {MAX_STOP_CHARACTERS}",
+                param="stop",
             )
 
 
@@ -223,21 +222,21 @@ def first_token_of(summary: Sequence[float] | np.ndarray) -> FirstToken:
 def refuse_tracing(engine: str) -> NoReturn:
     """Raise EngineError: an engine that decodes, but keeps neither log-probabilities nor states of
     its answers."""
-    problem = (
+    raise EngineError(
         f"the {engine} engine keeps neither log-probabilities nor states of its answers; use the"
-        " transformers engine"
+        " transformers engine",
+        param="methods",
     )
-    raise EngineError(problem, param="methods")
 
 
 def refuse_answer_reading(engine: str) -> NoReturn:
     """Raise EngineError: an engine that has no activations of an answer's own tokens to train
     on."""
-    problem = (
+    raise EngineError(
         f"the {engine} engine gives no answer's own tokens to train on; use the transformers one,"
-        " or leave them out"
+        " or leave them out (--no-answer-probes)",
+        param="answer_probes",
     )
-    raise EngineError(f"{problem} (--no-answer-probes)", param="answer_probes")
 
 
 def beyond_onset(poolings: Sequence[Pooling]) -> list[Pooling]:
@@ -248,9 +247,11 @@ def beyond_onset(poolings: Sequence[Pooling]) -> list[Pooling]:
 def check_onset_only(poolings: Sequence[Pooling]) -> None:
     """Raise EngineError if other poolings than last_1 are asked for: engines read t* alone."""
     if others := beyond_onset(poolings):
-        problem = f"this engine reads only the answer onset (last_1), not {', '.join(others)}"
-        cure = "`hallutracer evaluate` on the transformers engine reads the others, too"
-        raise EngineError(f"{problem}; {cure}", param="poolings")
+        raise EngineError(
+            f"this engine reads only the answer onset (last_1), not {', '.join(others)};"
+            " `hallutracer evaluate` on the transformers engine reads the others, too",
+            param="poolings",
+        )
 
 
 MOST_SHAPES = 256  # sequences of roles that are remembered
@@ -347,9 +348,9 @@ class Tokens:
         """Return what the template makes of messages, these, and what stands in both for special
         tokens spelt out."""
         if not getattr(self._tokenizer, "chat_template", None):
-            problem = "this model's tokenizer has no chat template"
             raise _refused(
-                f"{problem}: /v1/completions takes the text, as `prompt`, and so does /score"
+                "this model's tokenizer has no chat template: /v1/completions takes the text, as"
+                " `prompt`, and so does /score"
             )
         if not messages:
             raise _refused("messages is empty; send at least one message")
@@ -390,13 +391,11 @@ class Tokens:
             from jinja2 import TemplateSyntaxError
 
             if isinstance(error, TemplateSyntaxError):
-                fault = f"{error.message}, at its line {error.lineno}"
-                problem = f"this model's chat template is no valid Jinja template: {fault}"
-                cure = (
-                    "mend chat_template.jinja, or chat_template in tokenizer_config.json, in the"
-                    " model's folder"
-                )
-                raise _refused(f"{problem}: {cure}") from error
+                raise _refused(
+                    f"this model's chat template is no valid Jinja template: {error.message}, at"
+                    f" its line {error.lineno}: mend chat_template.jinja, or chat_template in"
+                    " tokenizer_config.json, in the model's folder"
+                ) from error
             raise _refused(f"the chat template refuses these messages: {error}") from error
         return str(rendered)
 
@@ -505,12 +504,10 @@ def _check_unicode(text: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        problem = (
-            f"character {error.start} is the lone surrogate U+{ord(text[error.start]):04X}; send"
-            " well-formed Unicode"
-        )
         raise RequestError(
-            f"the text cannot be encoded as UTF-8: {problem}", param="prompt"
+            f"the text cannot be encoded as UTF-8: character {error.start} is the lone surrogate"
+            f" U+{ord(text[error.start]):04X}; send well-formed Unicode",
+            param="prompt",
         ) from error
 
 
@@ -519,8 +516,10 @@ def _refused(message: str) -> RequestError:
 
 
 def _spelt_out(special: str) -> RequestError:
-    cure = "and this model's tokenizer cannot encode it as text; remove it"
-    return _refused(f"a message spells out the special token {special!r}, {cure}")
+    return _refused(
+        f"a message spells out the special token {special!r}, and this model's tokenizer cannot"
+        " encode it as text; remove it"
+    )
 
 
 def _sha256(content: Any) -> str:

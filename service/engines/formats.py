@@ -114,11 +114,9 @@ def check_schema(schema: Mapping[str, Any]) -> str:
         except RecursionError:
             raise ValueError("the chain of references is too long") from None
         if patterns > MOST_COMBINED:
-            problem = (
-                f"at most {MOST_COMBINED} patterns and formats are taken where schemas are combined"
-            )
             raise ValueError(
-                f"{problem} ({', '.join(_COMBINE)} with others): one text may have to match them"
+                f"at most {MOST_COMBINED} patterns and formats are taken where schemas are"
+                f" combined ({', '.join(_COMBINE)} with others): one text may have to match them"
                 " all"
             )
     return written

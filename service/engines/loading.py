@@ -136,11 +136,11 @@ def _load_adapter(model: Any, folder: str, options: EngineOptions) -> None:
     if wrong := sorted(
         {*report.missing_keys, *report.unexpected_keys, *map(str, report.mismatched_keys)}
     ):
-        problem = (
-            f"{len(wrong)} of its weights do not fit {options.model}, first {wrong[0]}; name its"
-            " base model"
+        raise ModelLoadError(
+            f"the adapter {folder} is another model's: {len(wrong)} of its weights do not fit"
+            f" {options.model}, first {wrong[0]}; name its base model",
+            param="adapter",
         )
-        raise ModelLoadError(f"the adapter {folder} is another model's: {problem}", param="adapter")
 
 
 def loader(config: Any) -> Any:
@@ -163,11 +163,11 @@ def check_options(options: EngineOptions) -> None:
                 f"{name} is {getattr(options, name)!r}; it must {expected}", param=name
             )
     if unknown:
-        problem = (
+        raise ModelLoadError(
             f"the transformers engine has no option {', '.join(unknown)}; it takes"
-            f" {', '.join(EXTRA_OPTIONS)}"
+            f" {', '.join(EXTRA_OPTIONS)}",
+            param="extra",
         )
-        raise ModelLoadError(problem, param="extra")
 
 
 def choose_dtype(dtype: str, config: Any, device: torch.device) -> torch.dtype:
@@ -201,11 +201,11 @@ def _attempt(
             checkpoint.check_files(folder)
             checkpoint.check_whole(folder)
             if what == "tokenizer" and not any((folder / name).is_file() for name in TOKENIZERS):
-                problem = (
+                raise ModelLoadError(
                     f"{folder} has no tokenizer; expected {TOKENIZERS[0]}, as it lies beside the"
-                    " model's own weights"
-                )
-                raise ModelLoadError(problem, param="model") from None
+                    " model's own weights",
+                    param="model",
+                ) from None
         told = str(error).lower()
         full = isinstance(error, torch.OutOfMemoryError | MemoryError)
         if full or "out of memory" in told or "can't allocate memory" in told:

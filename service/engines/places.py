@@ -121,11 +121,11 @@ def place_of(model: str) -> Path | None:
         shown = (
             model if local.is_absolute() or not model else f"{model} (that is {local.resolve()})"
         )
-        problem = (
-            f"there is no folder or GGUF file {shown}; give a folder with config.json, a .gguf file"
-            " or a hub name"
+        raise ModelLoadError(
+            f"there is no folder or GGUF file {shown}; give a folder with config.json, a .gguf"
+            " file or a hub name",
+            param="model",
         )
-        raise ModelLoadError(problem, param="model")
     return None
 
 
@@ -158,10 +158,9 @@ def replaced_by(begins: bytes) -> str:
     if begins.startswith(_POINTER):
         return "is a Git LFS pointer, which stands for the file; fetch that: git lfs pull"
     if _PAGE.match(begins):
-        cure = "download the file itself, logged in where it asks for that"
         return (
-            f"holds a web page, saved in its place; {cure} (from a hub, the address with /resolve/,"
-            " not /blob/)"
+            "holds a web page, saved in its place; download the file itself, logged in where it"
+            " asks for that (from a hub, the address with /resolve/, not /blob/)"
         )
     return ""
 
@@ -335,11 +334,10 @@ def folder_of(file: Path) -> Path:
         ) from None
     free, needed = shutil.disk_usage(cache).free, source.weights * NEEDED
     if free < needed:
-        problem = (
+        raise _refused(
             f"{file.name} takes {size_text(needed)} dequantized, and {cache} has {size_text(free)}"
-            " free"
+            " free; make room, or set HALLUTRACER_CACHE to a folder elsewhere"
         )
-        raise _refused(f"{problem}; make room, or set HALLUTRACER_CACHE to a folder elsewhere")
     with _at_work(cache):
         folder.parent.mkdir(parents=True, exist_ok=True)
         aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=MAKING))

@@ -132,8 +132,10 @@ class Policy:
         """Raises RequestError for a threshold outside [0, 1], or a share of true passages outside
         (0, 1]."""
         if not 0.0 < self.passage_truth <= 1.0:
-            problem = f"passage_truth must lie above 0 and be at most 1, not {self.passage_truth}"
-            raise RequestError(problem, param="passage_truth")
+            raise RequestError(
+                f"passage_truth must lie above 0 and be at most 1, not {self.passage_truth}",
+                param="passage_truth",
+            )
         if self.threshold is not None:
             check_threshold(self.threshold)
 

@@ -90,8 +90,10 @@ class Lane:
         own, total = self._pending[caller], self._pending.total()
         free = self._places - (total - own)
         if own >= (free // 2 if own else free):
-            waiting = f"{own} requests of this caller, {total} in all"
-            raise Overloaded(f"{waiting}, are waiting to be tokenized; try again in 1 s")
+            raise Overloaded(
+                f"{own} requests of this caller, {total} in all, are waiting to be tokenized; try"
+                " again in 1 s"
+            )
         done: Future[T] = Future()
 
         def run() -> None:
@@ -165,10 +167,10 @@ class Tokenizing:
         Overloaded."""
         loop = asyncio.get_running_loop()
         if self._formats[caller] >= MAX_FORMATS_OF_CALLER or self._formats.total() >= MAX_FORMATS:
-            waiting = (
-                f"{self._formats[caller]} requests of this caller, {self._formats.total()} in all"
+            raise Overloaded(
+                f"{self._formats[caller]} requests of this caller, {self._formats.total()} in all,"
+                " are waiting for their formats; try again in 1 s"
             )
-            raise Overloaded(f"{waiting}, are waiting for their formats; try again in 1 s")
         self._formats[caller] += 1
         turn = self._turns.setdefault(caller, asyncio.Lock())
 

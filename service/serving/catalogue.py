@@ -321,10 +321,10 @@ class Catalogue:
             model = base.engine.identity.model
         if model is not None and not {model, "*"} & models.keys():
             listed = ", ".join(repr(name) for name in models)
-            problem = (
-                f"model {model!r} is not loaded; ask for {listed} (--served-model-name adds names)"
+            raise NotFound(
+                f"model {model!r} is not loaded; ask for {listed} (--served-model-name adds names)",
+                param="model",
             )
-            raise NotFound(problem, param="model")
         own = models.get(model or "", base)
         if bundle is None:
             return own

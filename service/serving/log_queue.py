@@ -157,11 +157,11 @@ class QueuedLog(logging.Handler):
         super().close()
 
     def _missing(self, lost: int) -> str:
-        text = (
+        return self._line(
+            logging.WARNING,
             f"{lost} log lines are missing before this one: they could not be written, or were not"
-            " read fast enough"
+            " read fast enough",
         )
-        return self._line(logging.WARNING, text)
 
     def _line(self, level: int, text: str) -> str:
         return self.format(logging.LogRecord("hallutracer", level, "", 0, text, None, None))

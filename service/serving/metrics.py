@@ -724,12 +724,9 @@ def _shared_folder() -> Path | None:
         with tempfile.TemporaryFile(dir=name or os.devnull):  # an empty name would mean this folder
             return Path(name)
     except OSError as error:
-        cure = (
-            "create an empty, writable folder before the service starts, or unset"
-            f" {FOLDER_VARIABLE}"
-        )
         raise HalluTracerError(
-            f"{FOLDER_VARIABLE}={name}: cannot write there ({error.strerror}); {cure}"
+            f"{FOLDER_VARIABLE}={name}: cannot write there ({error.strerror}); create an empty,"
+            f" writable folder before the service starts, or unset {FOLDER_VARIABLE}"
         ) from None
 
 

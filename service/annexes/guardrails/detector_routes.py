@@ -37,13 +37,6 @@ from service.serving.service import Service
 
 TYPE = "hallucination_risk"
 OWN = "hallutracer"  # the detector-id that leaves the bundle to the service
-BOUNDED_BY = {  # as ``request_schema.BOUNDED_BY``
-    "service.api.asking:ScoringRequest.check": frozenset(("ContentsRequest.contents",)),
-    "service.annexes.guardrails.guarding:conversation": frozenset(
-        ("ChatDetectorRequest.messages",)
-    ),
-    "service.annexes.guardrails.guarding:check_readable": frozenset(("ChatDetectorRequest.tools",)),
-}
 
 
 class DetectorParams(RequestModel):

@@ -38,20 +38,6 @@ EXAMPLE: dict[str, Any] = {
     "texts": ["What is the capital of France?"],
     "request_data": {},
 }
-BOUNDED_BY = {  # as ``request_schema.BOUNDED_BY``
-    "service.api.asking:ScoringRequest.check": frozenset(
-        ("ClassifyRequest.inputs", "GuardrailRequest.texts")
-    ),
-    "service.annexes.guardrails.guarding:conversation": frozenset(
-        ("GuardrailRequest.structured_messages",)
-    ),
-    # none of it is read: a call with any of it is refused
-    "service.annexes.guardrails.guarding:check_readable": frozenset(
-        ("GuardrailRequest.images", "GuardrailRequest.tools", "GuardrailRequest.tool_calls")
-    ),
-    # further fields, which are not read
-    "service.json_limits:excess": frozenset(("GuardrailRequest.*",)),
-}
 
 
 class GuardrailParams(RequestModel):
@@ -154,8 +140,10 @@ def _verdict(reason: str | None, risk: dict[str, Any]) -> dict[str, Any]:
 def _reason(report: RiskReport) -> str:
     verdict = report.verdict
     why = ", outside training" if report.uncertain.outside and not verdict.flagged else ""
-    numbers = f"risk {report.risk:.2f}, threshold {verdict.threshold:.2f}"
-    return verdict.message or f"withheld: {numbers}{why}"
+    return (
+        verdict.message
+        or f"withheld: risk {report.risk:.2f}, threshold {verdict.threshold:.2f}{why}"
+    )
 
 
 @router.post(

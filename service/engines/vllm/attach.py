@@ -348,11 +348,10 @@ def _stream_is_sum(
     except Exception as error:  # whatever a kernel raises
         problem += f" ({type(error).__name__}: {error})"
     if problem or len(blocks) < geometry.num_layers:
-        reason = (
-            f"a block of vLLM's {type(model).__name__}"
-            f" {problem or 'cannot be checked across pipeline stages'}"
+        raise EngineError(
+            f"{family.name}: a block of vLLM's {type(model).__name__}"
+            f" {problem or 'cannot be checked across pipeline stages'}; use --engine transformers"
         )
-        raise EngineError(f"{family.name}: {reason}; use --engine transformers")
     return False
 
 
@@ -368,12 +367,9 @@ def _local_heads(
             projection, "input_size", None
         )
         if width not in (heads * head_dim, heads * head_dim // tp_size) or width % head_dim:
-            problem = (
-                f"takes {width} inputs on one of {tp_size} ranks, not {heads} heads of {head_dim}"
-            )
             raise EngineError(
-                f"{family.name}: layer {layer}'s {family.projection} {problem}; use --engine"
-                " transformers"
+                f"{family.name}: layer {layer}'s {family.projection} takes {width} inputs on one"
+                f" of {tp_size} ranks, not {heads} heads of {head_dim}; use --engine transformers"
             )
     return int(width) // head_dim
 

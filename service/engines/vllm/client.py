@@ -164,11 +164,10 @@ class ProbeLease:
                 self._sum = self._sum + answer_read(wire, self._plan)
                 self._tokens += 1
         if self._tokens != max(0, decoded - 1):
-            problem = (
+            raise EngineError(
                 f"{self._tokens} of an answer's tokens were read where the model went on from"
-                f" {max(0, decoded - 1)}"
+                f" {max(0, decoded - 1)}; please report this bug of the engine"
             )
-            raise EngineError(f"{problem}; please report this bug of the engine")
         return AnswerReading(self._tokens, self._sum / self._tokens) if self._tokens else None
 
     def _result(self, payload: Payload, prompt_tokens: int) -> PrefillResult:

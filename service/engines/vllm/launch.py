@@ -116,9 +116,10 @@ def check_installed() -> str:
             at, low, high = map(_numbers_of, (installed, *TESTED))
             if at < low:
                 cure = f"pip install '{distribution}>={TESTED[0]},<={TESTED[1]}'"
-                problem = f"this engine needs {TESTED[0]} or newer: {cure}"
                 raise ModelLoadError(
-                    f"{distribution} {installed} is installed, and {problem}", param="engine"
+                    f"{distribution} {installed} is installed, and this engine needs {TESTED[0]}"
+                    f" or newer: {cure}",
+                    param="engine",
                 )
             if at > high:
                 log.warning(
@@ -299,11 +300,11 @@ def _bind_cores(arguments: dict[str, Any], threads: int | None) -> None:
     ) or "VLLM_CPU_OMP_THREADS_BIND" in os.environ:
         return
     if ranks > len(cores):
-        problem = (
+        raise ModelLoadError(
             f"{ranks} ranks need as many cores, and {len(cores)} are available; lower the parallel"
-            " sizes"
+            " sizes",
+            param="tensor_parallel_size",
         )
-        raise ModelLoadError(problem, param="tensor_parallel_size")
     share = len(cores) // ranks
     shares = [cores[rank * share : (rank + 1) * share] for rank in range(ranks)]
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(

@@ -133,10 +133,7 @@ def _test_answers(engine: Answering, prompts: Prompts, probes: Probes, most: flo
 
     right, early = apart(texts), apart([text[:-1] for text in texts])
     if not (right <= most and right < early / 2):  # nor of a NaN
-        problem = (
-            f"of {len(ended)} answers' own tokens at {probes.site} is not that of the same text as"
-            " a prompt"
-        )
         raise EngineError(
-            f"self-test: what is read {problem}, by {right:.2g}; install vLLM {RANGE}"
+            f"self-test: what is read of {len(ended)} answers' own tokens at {probes.site} is not"
+            f" that of the same text as a prompt, by {right:.2g}; install vLLM {RANGE}"
         )

@@ -260,11 +260,10 @@ def _flat(wire: NDArray[np.float32], expected: int) -> NDArray[np.float32]:
 
 def _refuse(state: np.float32) -> None:
     if state == STALE:
-        problem = (
-            "nothing is read before the golden prompts are replayed; where that does not happen,"
-            " restart the engine"
+        raise WeightsChanged(
+            "the model's weights have changed: nothing is read before the golden prompts are"
+            " replayed; where that does not happen, restart the engine"
         )
-        raise WeightsChanged(f"the model's weights have changed: {problem}")
     if state == REPLACED:
         raise ProbeReplaced(
             "another server of this vLLM has put its own probe into a slot; try again"

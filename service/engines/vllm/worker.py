@@ -144,13 +144,10 @@ def refuse_ungated(config: VllmConfig) -> None:
         additional.get(GATED) if isinstance(additional, dict) else None
     )  # False: the engine's core judges
     if gated is None or not (gated or os.environ.get(env("bundle"))):
-        problem = (
-            "vLLM has not loaded the plugin hallutracer (VLLM_PLUGINS leaves it out, or vLLM's log"
-            " says why)"
-        )
         raise EngineError(
             f"nothing judges what {WORKER} reads: {env('bundle')} is not set in each process, or"
-            f" {problem}"
+            " vLLM has not loaded the plugin hallutracer (VLLM_PLUGINS leaves it out, or vLLM's"
+            " log says why)"
         )
 
 
