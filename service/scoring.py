@@ -242,7 +242,7 @@ class Scorer:
         ending = self.chat_ending if self.prompt_format == "chat" else ()
         if not ending or tuple(token_ids[-len(ending) :]) != ending:
             return UNKNOWN
-        messages = self._conversations.read(token_ids)
+        messages = self.conversations.read(token_ids)
         if messages is None:
             return Standing(other_rendering=True)
         shape = shape_of(messages, refusals)
@@ -253,7 +253,8 @@ class Scorer:
         )
 
     @cached_property
-    def _conversations(self) -> ConversationReader:
+    def conversations(self) -> ConversationReader:
+        """Return what reads the messages of a rendered chat back."""
         return ConversationReader.of(self.engine.render_chat, self.engine.spell)
 
     @cached_property

@@ -39,8 +39,9 @@ from service.api import (
 from service.api.auth import BearerKeys
 from service.api.encodings import EncodedBodies
 from service.api.forwarding import Forwarder
-from service.api.json_body import LongBodies
+from service.api.json_body import MOST_THREADS
 from service.api.middleware import LoadShedder, RequestFrame
+from service.serving.admission import OneAtATime
 from service.serving.service import Service
 
 # A new route is a module with a ``router``, named here or by its annex.
@@ -115,7 +116,7 @@ def create_app(service: Service, on_loaded: Callable[[], None] | None = None) ->
         redoc_url=None,  # FastAPI's pages load foreign scripts
     )
     app.state.service, app.state.forwarder = service, Forwarder(service.metrics)
-    app.state.long_bodies = LongBodies()
+    app.state.long_bodies = OneAtATime("body", MOST_THREADS)
     settings, keys = service.settings, service.access.keys
     files_of_pages = pages(settings.playground)
     app.add_middleware(LoadShedder, service=service)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,16 @@ from transformers import (
     AutoTokenizer,
 )
 
+from probes_store.records import TemplateArgument
 from service.engines import checkpoint, places
 from service.engines.adapters import config_of
-from service.engines.base import EngineOptions
+from service.engines.base import EngineOptions, ModelIdentity
+from service.engines.checks import Tokens
 from service.engines.devices import choose_device
 from service.engines.families import check_sites, text_config
 from service.engines.reading import read_for
 from service.errors import ModelLoadError
-from service.readout import Site
+from service.readout import Geometry, Site
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Files of which a tokenizer is made: the fast one's own first.
@@ -55,6 +57,32 @@ class ModelFiles:
     name: str
     folder: Path
     revision: str = "local"  # the hub's commit, for a name of the hub
+
+    def identity(
+        self,
+        tokens: Tokens,
+        *,
+        fingerprint: str,
+        geometry: Geometry,
+        dtype: object,
+        max_tokens: int,
+        arguments: Mapping[str, TemplateArgument] | None,
+    ) -> ModelIdentity:
+        """Return what identifies the model, with what an engine knows of it; ``arguments``: of the
+        chat template."""
+        return ModelIdentity(
+            model=self.name,
+            revision=self.revision,
+            fingerprint=fingerprint,
+            architecture=str((self.config.architectures or [type(self.config).__name__])[0]),
+            model_type=str(self.config.model_type),
+            tokenizer=tokens.digest,
+            chat_template=tokens.chat_template_digest,
+            geometry=geometry,
+            dtype=str(dtype).removeprefix("torch."),
+            max_tokens=max_tokens,
+            template_arguments=arguments,
+        )
 
 
 def find_model_files(options: EngineOptions) -> ModelFiles:

@@ -32,7 +32,7 @@ from service.engines.base import (
     Turn,
     Update,
 )
-from service.engines.bridge import Outboxes, gather_all, receive, wait_for
+from service.engines.bridge import Outboxes, fulfil, gather_all, receive, wait_for
 from service.engines.checks import check_sampling
 from service.engines.pass_times import PassTimes
 from service.engines.request_queue import EngineRequest, RequestQueue
@@ -209,22 +209,15 @@ class Scheduled:
         """Return ``method`` as one that runs while no other forward pass does."""
 
         def run(*arguments: P.args, **options: P.kwargs) -> T:
-            done: Future[T] = Future()
-
-            def call() -> None:
-                try:
-                    done.set_result(method(*arguments, **options))
-                except BaseException as error:
-                    done.set_exception(error)
-
+            done, work = Future[T](), partial(method, *arguments, **options)
             with self._changed:
                 serving = self._serving
                 if serving:
-                    self._calls.append(call)
+                    self._calls.append(partial(fulfil, done, work))
                     self._changed.notify()
             if not serving:
                 with self._running:
-                    return method(*arguments, **options)
+                    return work()
             return done.result()
 
         return run

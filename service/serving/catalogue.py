@@ -413,10 +413,7 @@ class Catalogue:
     @property
     def refusals(self) -> frozenset[str]:
         """Return what stands in for withheld answers here, as ``asks_of`` takes it."""
-        messages = (policy.message for policy in self.policies.named.values())
-        return frozenset(
-            {self.abstain_message, *(message.strip() for message in messages if message)}
-        )
+        return self.policies.refusals | {self.abstain_message}
 
     def policy(self, name: str | None, threshold: float | None) -> Policy:
         """Return the policy a request names, or the service's; thresholds: the request's, the

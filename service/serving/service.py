@@ -18,6 +18,7 @@ from service.access.callers import OWNERS, Caller, Key, on_loopback
 from service.access.keys import KeyRing
 from service.audit.auditor import SERVICE, Auditor, Who, recorded
 from service.engines.base import Engine
+from service.engines.bridge import fulfil
 from service.errors import AuditUnavailable, ClientGone, HalluTracerError, NotReady
 from service.policies.guard import Action, Policy
 from service.policies.policy import Policies, built_in
@@ -351,14 +352,7 @@ def in_own_thread(load: Callable[[], T]) -> Future[T]:
     few cores, stops spinning, and a forward pass of a small model takes 2.5 times as long."""
     done: Future[T] = Future()
     done.set_running_or_notify_cancel()  # whoever waits may be cancelled, the loading is not
-
-    def run() -> None:
-        try:
-            done.set_result(load())
-        except BaseException as error:
-            done.set_exception(error)
-
-    threading.Thread(target=run, name="load", daemon=True).start()
+    threading.Thread(target=fulfil, args=(done, load), name="load", daemon=True).start()
     return done
 
 

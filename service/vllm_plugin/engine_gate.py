@@ -26,7 +26,6 @@ from service.engines.vllm.client import ProbeLease
 from service.engines.vllm.engine import VllmEngine
 from service.engines.vllm.wire import CHANGES
 from service.errors import HalluTracerError
-from service.judging.conversation import ConversationReader
 from service.judging.guarantee import UNKNOWN, Standing, shape_of
 from service.policies.guard import Policy
 from service.readout import Probes
@@ -52,7 +51,6 @@ class Gate:
     # Of each scorer's first trajectory in what is read of every request.
     offsets: Mapping[Scorer, int]
     adapters: Adapters
-    conversations: ConversationReader
     refusals: frozenset[str]  # what stands in for withheld answers, as ``asks_of`` takes it
 
     def reason(self, request: Any, wire: Any) -> str | None:
@@ -93,7 +91,7 @@ class Gate:
 
     def standing(self, prompt: Sequence[int]) -> Standing:
         """Return what is known of a prompt that ends as the chat template ends a question."""
-        messages = self.conversations.read(prompt)
+        messages = self.scorer.conversations.read(prompt)
         if messages is None:
             return Standing(other_rendering=True)
         return Standing(shape_of(messages, self.refusals))
@@ -366,9 +364,9 @@ def open_gate(core: Any, options: PluginOptions) -> Judging:
                 log.warning(
                     "bundle %s reads an adapter that %s does not name", waiting, env("adapters")
                 )
-            assert all(
-                scorer.chat_ending is not None for scorer in scorers
-            )  # made while the engine renders
+            # Made while the engine renders.
+            assert all(scorer.chat_ending is not None for scorer in scorers)
+            assert scorers[0].conversations is not None
             probes, offsets = list[Probes](), dict[Scorer, int]()
             for scorer in scorers:
                 offsets[scorer] = len(probes)
@@ -376,18 +374,9 @@ def open_gate(core: Any, options: PluginOptions) -> Judging:
             lease = engine.lease(
                 probes, first_token=any(scorer.needs_first_token for scorer in scorers)
             )
-            conversations = ConversationReader.of(engine.render_chat, engine.spell)
-            messages = (named.message for named in options.policies.named.values())
-            refusals = frozenset(message.strip() for message in messages if message)
-            return Gate(
-                scorers[0],
-                policy,
-                run_on(engine.loop, lease),
-                offsets,
-                adapters,
-                conversations,
-                refusals,
-            )
+            held = run_on(engine.loop, lease)
+            refusals = options.policies.refusals
+            return Gate(scorers[0], policy, held, offsets, adapters, refusals)
         finally:
             engine.close()
 

@@ -144,20 +144,15 @@ class VllmEngine:
                 keep_merged()
             self.slots, self._weights = Slots(self._plan, self._write), int(described["weights"])
             changes = launch.changes_at_load(config, files.config)
-            self.identity = base.ModelIdentity(
-                model=files.name,
-                revision=files.revision,
+            self.identity = files.identity(
+                tokens,
                 fingerprint=checkpoint.changed_at_load(
                     checkpoint.folder_fingerprint(files.folder), changes
                 ),
-                architecture=str((files.config.architectures or [type(files.config).__name__])[0]),
-                model_type=str(files.config.model_type),
-                tokenizer=tokens.digest,
-                chat_template=tokens.chat_template_digest,
                 geometry=self._plan.geometry,
-                dtype=str(config.model_config.dtype).removeprefix("torch."),
+                dtype=config.model_config.dtype,
                 max_tokens=int(config.model_config.max_model_len),
-                template_arguments=template_arguments or None,
+                arguments=template_arguments or None,
             )
             if adapter is not None:
                 self.identity = adapters.identity_with(self.identity, adapter)
