@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
@@ -268,9 +269,7 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
     status, headers = error.status_code, dict(error.headers or {})
     message = NO_ROUTE.format(path=_shown(request.url.path)) if status == 404 else str(error.detail)
     if status == 405:
-        allowed = next(
-            (value for name, value in headers.items() if name.lower() == "allow"), "another method"
-        )
+        allowed = Headers(headers).get("allow", "another method")
         message = f"{request.method} is not for this route; it takes {allowed}"
     return _answer(request, status, message, CODES.get(status, "http_error"), **headers)
 

@@ -35,6 +35,10 @@ Kind = Literal[
     "prompt", "text", "messages", "input_ids"
 ]  # a text's own form is the bundle's; "text": no template
 Risk = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]
+Temperature = Annotated[float, Field(ge=0.0, le=2.0, strict=True)]
+TopP = Annotated[float, Field(gt=0.0, le=1.0, strict=True)]
+Seed = Annotated[StrictInt, Field(ge=-(2**63), lt=2**63)]
+StrictRisk = Annotated[Risk, Field(strict=True)]
 # fail_fast and MAX_FIELDS bound the work: a million wrong elements must not become a million errors
 # on the event loop.
 Texts = Annotated[list[StrictStr], Field(fail_fast=True, max_length=MOST_PROMPTS)]
@@ -97,9 +101,9 @@ class Generate(RequestModel):
     """Continue decoding from the same KV cache if the decision is ``continue``."""
 
     max_tokens: StrictInt = Field(64, ge=1, description="at most this many answer tokens")
-    temperature: float | None = Field(None, ge=0.0, le=2.0, strict=True, description=TEMPERATURE)
-    top_p: float | None = Field(None, gt=0.0, le=1.0, strict=True)
-    seed: StrictInt | None = Field(None, ge=-(2**63), lt=2**63)
+    temperature: Temperature | None = Field(None, description=TEMPERATURE)
+    top_p: TopP | None = None
+    seed: Seed | None = None
     stop: StopTexts = Field(default_factory=list)
 
 
@@ -382,7 +386,7 @@ class Arguments(RequestModel):
 
     hallutracer_bundle: Reference | None = None
     hallutracer_policy: Reference | None = None
-    hallutracer_threshold: Annotated[Risk, Field(strict=True)] | None = None
+    hallutracer_threshold: StrictRisk | None = None
     hallutracer_retrieval_of: Annotated[StrictStr, Field(max_length=256)] | None = None
     hallutracer_include: Annotated[list[Literal["answer_risk"]], Field(max_length=1)] | None = None
 
@@ -396,11 +400,9 @@ class AnswerRequest(ForeignModel):
     """What every protocol's request for an answer takes."""
 
     model: Reference = Field(description="must be the loaded model, as GET /v1/models names it")
-    temperature: float | None = Field(
-        None, ge=0.0, le=2.0, strict=True, description=OWN_TEMPERATURE
-    )
-    top_p: float | None = Field(None, gt=0.0, le=1.0, strict=True)
-    seed: StrictInt | None = Field(None, ge=-(2**63), lt=2**63)
+    temperature: Temperature | None = Field(None, description=OWN_TEMPERATURE)
+    top_p: TopP | None = None
+    seed: Seed | None = None
     stream: StrictBool | None = None
     vllm_xargs: Arguments | None = Field(
         None, description="hallutracer_policy, hallutracer_threshold, hallutracer_bundle"

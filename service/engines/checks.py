@@ -500,6 +500,15 @@ class Tokens:
         return [int(token) for token in encoded["input_ids"]]
 
 
+class WithTokens:
+    """The methods of an engine that its tokenizer has; a scheduler's are its engine's."""
+
+    def __init__(self, tokens: Tokens | LoadedModel) -> None:
+        self.tokenize, self.render_chat = tokens.tokenize, tokens.render_chat
+        self.detokenize, self.spell = tokens.detokenize, tokens.spell
+        self.special_tokens, self.renders_alike = tokens.special_tokens, tokens.renders_alike
+
+
 def _check_unicode(text: str) -> None:
     try:
         text.encode("utf-8")

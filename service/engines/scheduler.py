@@ -33,7 +33,7 @@ from service.engines.base import (
     Update,
 )
 from service.engines.bridge import Outboxes, fulfil, gather_all, receive, wait_for
-from service.engines.checks import check_sampling
+from service.engines.checks import WithTokens, check_sampling
 from service.engines.pass_times import PassTimes
 from service.engines.request_queue import EngineRequest, RequestQueue
 from service.errors import EngineError
@@ -47,7 +47,7 @@ P = ParamSpec("P")
 QUANTUM_S = 0.05
 
 
-class Scheduled:
+class Scheduled(WithTokens):
     """Implements ``base.Engine`` on a batch engine, which it owns and closes."""
 
     scores_overtake_answers = True
@@ -62,30 +62,17 @@ class Scheduled:
     ) -> None:
         """Own ``batch``; ``max_kv_tokens``: of all answers; ``max_wait_s``: for a batch as large as
         the last."""
+        super().__init__(batch)
         self.batch, self._clock = batch, clock
-        self.identity, self.counters, self.special_tokens = (
-            batch.identity,
-            batch.counters,
-            batch.special_tokens,
-        )
+        self.identity, self.counters = batch.identity, batch.counters
         self.max_batch_tokens: int = batch.max_batch_tokens
         self.reads_answers = batch.reads_answers
-        self.tokenize, self.render_chat, self.detokenize = (
-            batch.tokenize,
-            batch.render_chat,
-            batch.detokenize,
-        )
-        self.spell, self.check, self.prepared = batch.spell, batch.check, batch.prepared
-        self.renders_alike = batch.renders_alike
+        self.check, self.prepared = batch.check, batch.prepared
         # While prompts are being served, these run between turns.
-        self._score, self.extract = (
-            self._between_turns(batch.score),
-            self._between_turns(batch.extract),
-        )
-        self.generate, self.sample = (
-            self._between_turns(batch.generate),
-            self._between_turns(batch.sample),
-        )
+        self._score = self._between_turns(batch.score)
+        self.extract = self._between_turns(batch.extract)
+        self.generate = self._between_turns(batch.generate)
+        self.sample = self._between_turns(batch.sample)
         self.next_token = self._between_turns(batch.next_token)
         self.on_prefill: Callable[[int, int], None] = lambda prompts, tokens: None
         self._max_wait_s = max_wait_s

@@ -419,17 +419,7 @@ _FIRST: dict[str, Iterable[str]] = {
 }
 _SHAPES = [_labels(shape) for shape in (*SHAPES, None)]
 _OF_BUNDLE: dict[str, Sequence[tuple[str, ...]]] = {
-    "flagged_total": [()],
-    "outside_training_total": [()],
-    "no_fact_total": [()],
-    "risk": [()],
-    "answer_risk": [()],
-    "answers_flagged_total": [()],
-    "answers_stopped_total": [()],
-    "tool_calls_let_through_total": [()],
-    "canary_overruled_total": [()],
-    "prompt_tokens_total": [()],
-    "completion_tokens_total": [()],
+    **{name: [()] for _, name, _, labels, _ in _SERIES if labels == BUNDLE},
     "feedback_labels_total": [(label,) for label in LABELS],
     "feedback_agreement_total": [*product(("yes", "no"), JUDGED)],
     "prompts_total": [(str(decision),) for decision in Decision],
@@ -588,9 +578,7 @@ class Metrics:
         roles = [*judging, *(("shadow", shadow) for shadow in shadows)]
         now = {(model_name, bundle, role) for role, bundle in roles}
         before = self._listed.get("bundle_role_info", set())
-        if {labels for labels in before if labels[2] != "shadow"} != {
-            labels for labels in now if labels[2] != "shadow"
-        }:
+        if any(role != "shadow" for _, _, role in before ^ now):
             self.compared.clear()  # they were compared with what judged until now
         self._list("bundle_role_info", now)
         for (_, bundle), shadow in product(judging, shadows):

@@ -30,7 +30,7 @@ from service.annexes.guardrails.guarding import (
 from service.api import reply as wire
 from service.api.asking import ScoringRequest, answer, requested
 from service.api.auth import TheService
-from service.api.request_schema import Kind, Reference, RequestModel, Risk, Texts
+from service.api.request_schema import Kind, Reference, RequestModel, Risk, StrictRisk, Texts
 from service.errors import RequestError
 from service.scoring import RiskReport
 from service.serving.service import Service
@@ -43,7 +43,7 @@ class DetectorParams(RequestModel):
     """What ``policy`` and ``threshold`` are to /v1/risk/score."""
 
     policy: Reference | None = None
-    threshold: Annotated[Risk, Field(strict=True)] | None = None
+    threshold: StrictRisk | None = None
 
 
 class ContentsRequest(RequestModel):

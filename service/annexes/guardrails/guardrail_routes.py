@@ -29,7 +29,7 @@ from service.api.asking import answer, requested
 from service.api.auth import TheService
 from service.api.json_body import JsonRoute
 from service.api.reply import FAILURES, risk_note
-from service.api.request_schema import Kind, Reference, RequestModel, Risk, Texts
+from service.api.request_schema import Kind, Reference, RequestModel, Risk, StrictRisk, Texts
 from service.errors import EmptyPrompt, RequestError
 from service.scoring import RiskReport
 
@@ -46,7 +46,7 @@ class GuardrailParams(RequestModel):
 
     bundle: Reference | None = None
     policy: Reference | None = None
-    threshold: Annotated[Risk, Field(strict=True)] | None = None
+    threshold: StrictRisk | None = None
 
 
 class GuardrailRequest(BaseModel):

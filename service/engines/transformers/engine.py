@@ -33,6 +33,7 @@ from service.engines.base import (
 )
 from service.engines.checks import (
     Tokens,
+    WithTokens,
     check_onset_only,
     check_prompts,
     check_sampling,
@@ -58,7 +59,7 @@ MAX_PROBE_STACKS = 8
 BATCH_TOKENS = {"cpu": 512}  # measured: larger batches overflow a CPU's caches and are slower
 
 
-class TransformersEngine:
+class TransformersEngine(WithTokens):
     """Runs one model (``base.BatchEngine``); a call during another thread's raises EngineError.
 
     A prompt's readout is independent of its batch: to 1e-5 in float32, in half types to the
@@ -88,13 +89,7 @@ class TransformersEngine:
         loading.check_options(self._options)
         self._model = model.eval().requires_grad_(False)
         tokens = Tokens(tokenizer, self._options.template_arguments)
-        self.tokenize, self.render_chat, self.detokenize = (
-            tokens.tokenize,
-            tokens.render_chat,
-            tokens.detokenize,
-        )
-        self.special_tokens, self.spell = tokens.special_tokens, tokens.spell
-        self.renders_alike = tokens.renders_alike
+        super().__init__(tokens)
         self._modules, family = locate(model), family_of(model.config)
         self._head = model.get_output_embeddings()
         embedding = model.get_input_embeddings()
@@ -473,28 +468,15 @@ class TransformersEngine:
 
     def _step(self, continuations: Sequence[KvContinuation]) -> None:
         waiting = [continuation for continuation in continuations if continuation.waits]
-        for group in (
-            [[continuation] for continuation in waiting]
-            if self._equal_lengths
-            else [waiting]
-            if waiting
-            else []
-        ):
+        alone = [[continuation] for continuation in waiting]
+        for group in alone if self._equal_lengths else filter(None, [waiting]):
             windows = [
                 decoding.windows_of(continuation.cache) if self._windows else ()
                 for continuation in group
             ]
-            if (
-                failure := next(
-                    (
-                        continuation.failure
-                        for continuation in group
-                        if continuation.failure is not None
-                    ),
-                    None,
-                )
-            ) is not None:
-                raise failure
+            for continuation in group:
+                if continuation.failure is not None:
+                    raise continuation.failure
             try:
                 logits, read = self._decode_step(group)
             except Exception as error:

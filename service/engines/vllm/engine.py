@@ -36,6 +36,7 @@ from service.engines.base import (
 from service.engines.bridge import LoopThread, Outboxes, gather_all, relay, run_on
 from service.engines.checks import (
     Tokens,
+    WithTokens,
     check_onset_only,
     check_prompts,
     check_sampling,
@@ -88,7 +89,7 @@ def slots_for(bundles: Iterable[Bundle], *, answers: bool = False) -> int:
     )
 
 
-class VllmEngine:
+class VllmEngine(WithTokens):
     """One model on a started ``AsyncLLM``, all of whose coroutines run on ``loop``.  Implements
     ``base.Engine``."""
 
@@ -120,13 +121,7 @@ class VllmEngine:
         self._adapter: Any = None  # ``LoRARequest`` of every request made here
         try:
             tokens, config = Tokens(files.tokenizer, template_arguments), async_llm.vllm_config
-            self.tokenize, self.render_chat, self.detokenize = (
-                tokens.tokenize,
-                tokens.render_chat,
-                tokens.detokenize,
-            )
-            self.special_tokens, self.spell = tokens.special_tokens, tokens.spell
-            self.renders_alike = tokens.renders_alike
+            super().__init__(tokens)
             self.encode_chat, self.special_token_in = tokens.encode_chat, tokens.special_token_in
             self._vocabulary = int(text_config(files.config).vocab_size)
             # The token that a closed gate samples, which ends the request.
