@@ -39,7 +39,6 @@ class EngineOptions:
     max_batch_tokens: int | None = (
         None  # padded tokens in one forward pass; None: the device's default
     )
-    padding_side: str = "right"
     trust_remote_code: bool = False
     engine: EngineName = "transformers"
     adapter: str | None = None  # folder of a LoRA adapter: with it, the model is another one

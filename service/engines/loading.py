@@ -183,7 +183,6 @@ def check_options(options: EngineOptions) -> None:
     tokens, unknown = options.max_batch_tokens, sorted(set(options.extra) - EXTRA_OPTIONS)
     for name, valid, expected in (
         ("dtype", options.dtype in ("auto", *DTYPES), f"be auto, {', '.join(DTYPES)}"),
-        ("padding_side", options.padding_side in ("left", "right"), "be left or right"),
         ("max_batch_tokens", tokens is None or tokens >= 1, "be at least 1"),
     ):
         if not valid:

@@ -333,10 +333,10 @@ def split_cache(cache: Any, batch: Batch, config: Any) -> list[Any]:
     if len(batch.index) == 1:
         return [cache]
     rows = []
-    for row, (start, length) in enumerate(zip(batch.starts, batch.prompt_tokens, strict=True)):
+    for row, length in enumerate(batch.prompt_tokens):
         own = DynamicCache(config=config)
         for layer, full in enumerate(cache.layers):
-            span = (slice(row, row + 1), slice(None), slice(start, start + length))
+            span = (slice(row, row + 1), slice(None), slice(length))
             own.update(
                 full.keys[span], full.values[span], layer
             )  # update concatenates, which copies

@@ -114,9 +114,7 @@ class TransformersEngine(WithTokens):
         self._pass_cost = hooks.pass_cost(self._modules, self._device)
         self._equal_lengths = self._alone or hooks.depends_on_longest(model.config)
         self._windows = hooks.has_windows(model.config)
-        shares = (
-            self._options.padding_side == "right" and not self._equal_lengths and not self._windows
-        )
+        shares = not (self._equal_lengths or self._windows)
         self._prefix = hooks.Prefix(hooks.chat_prefix(self.render_chat) if shares else ())
         self._busy = threading.Lock()
         self._stacks: OrderedDict[tuple[int, ...], ProbeStack] = OrderedDict()
@@ -430,9 +428,7 @@ class TransformersEngine(WithTokens):
             )  # a cache that cannot be split: one prompt
             for group in hooks.micro_batches(lengths, budget, equal_lengths=self._equal_lengths):
                 index = [rows[number] for number in group]
-                yield hooks.pad(
-                    prompts, index, self._options.padding_side, self._filler, self._device, prefix
-                )
+                yield hooks.pad(prompts, index, self._filler, self._device, prefix)
 
     def _prefix_of(self, prompt: base.TokenIds) -> int:
         """Return how many of a prompt's first tokens are not run again."""

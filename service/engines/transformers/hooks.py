@@ -44,15 +44,12 @@ CPU_ATTENTION, CPU_COPIED = 2.0, 40.0
 
 @dataclass(frozen=True)
 class Batch:
-    """Prompts padded to one length.  Without mask and positions causal attention alone hides the
-    padding."""
+    """Prompts padded behind their ends to one length: causal attention alone hides the padding."""
 
     index: tuple[int, ...]
     lengths: tuple[int, ...]
-    starts: tuple[int, ...]  # column of each row's first real token
     input_ids: Tensor  # [batch, columns]
-    attention_mask: Tensor | None
-    position_ids: Tensor | None
+    position_ids: Tensor | None = None  # None: by the columns
     prefix: int = 0  # tokens before the first column, whose keys and values are there already
 
     @property
@@ -63,7 +60,7 @@ class Batch:
     @property
     def onsets(self) -> list[int]:
         """Column of t* per row."""
-        return [start + length - 1 for start, length in zip(self.starts, self.lengths, strict=True)]
+        return [length - 1 for length in self.lengths]
 
 
 def micro_batches(
@@ -87,26 +84,18 @@ def micro_batches(
 def pad(
     prompts: Sequence[TokenIds],
     index: Sequence[int],
-    side: str,
     filler: int,
     device: torch.device,
     prefix: int = 0,
 ) -> Batch:
-    """Make a micro-batch of ``prompts[i] for i in index`` without their first ``prefix`` tokens;
-    side left or right."""
+    """Make a micro-batch of ``prompts[i] for i in index`` without their first ``prefix`` tokens."""
     beyond_prefix = [prompts[i][prefix:] for i in index]
     lengths = [len(prompt) for prompt in beyond_prefix]
-    columns = max(lengths)
-    starts = [columns - length if side == "left" else 0 for length in lengths]
-    ids = np.full((len(index), columns), filler, np.int64)
-    for row, (prompt, start, length) in enumerate(zip(beyond_prefix, starts, lengths, strict=True)):
-        ids[row, start : start + length] = prompt
-    mask = positions = None
-    if any(starts):
-        mask = torch.from_numpy(np.arange(columns) >= np.array(starts)[:, None]).to(device).long()
-        positions = (mask.cumsum(dim=-1) - 1).clamp(min=0)
+    ids = np.full((len(index), max(lengths)), filler, np.int64)
+    for row, prompt in enumerate(beyond_prefix):
+        ids[row, : len(prompt)] = prompt
     input_ids = torch.from_numpy(ids).to(device)
-    return Batch(tuple(index), tuple(lengths), tuple(starts), input_ids, mask, positions, prefix)
+    return Batch(tuple(index), tuple(lengths), input_ids, prefix=prefix)
 
 
 @functools.cache
@@ -124,15 +113,9 @@ def with_cache(model: Any, key_value_cache: Any) -> dict[str, Any]:
 
 def inputs_of(model: Any, batch: Batch, key_value_cache: Any) -> dict[str, Any]:
     """Return what the model is called with, ``key_value_cache`` None: without one."""
-    inputs = {
-        "input_ids": batch.input_ids,
-        "attention_mask": batch.attention_mask,
-        "position_ids": batch.position_ids,
-    }
-    present = {name: tensor for name, tensor in inputs.items() if tensor is not None}
-    return present | (
-        {"use_cache": False} if key_value_cache is None else with_cache(model, key_value_cache)
-    )
+    positions = {} if batch.position_ids is None else {"position_ids": batch.position_ids}
+    cached = {"use_cache": False} if key_value_cache is None else with_cache(model, key_value_cache)
+    return {"input_ids": batch.input_ids} | positions | cached
 
 
 @dataclass(frozen=True)

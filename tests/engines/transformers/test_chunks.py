@@ -125,7 +125,7 @@ def check_first(found: FirstToken | None, expected: FirstToken | None) -> None:
 def test_passes_on_one_cache_read_as_one_pass_does(name: str) -> None:
     """Two prompts in turn, with the probes of a bundle and of its context, at every site that the
     family has."""
-    engine = tiny.shared_engine(name, "right", MOST)
+    engine = tiny.shared_engine(name, MOST)
     shape, sites = engine.identity.geometry, family_of(tiny.modules(engine).model.config).sites
     probes = [tiny.probes(shape, site, seed, scaled=True) for site in sites for seed in (1, 2)]
     prompts = tiny.prompts([*LENGTHS])
