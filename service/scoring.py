@@ -172,10 +172,8 @@ class Scorer:
     def replayed(self, reports: Sequence[RiskReport]) -> None:
         """Keep in ``golden`` how far the golden prompts' reports are from the record.  Raises
         GoldenMismatch."""
-        logits, risks = (
-            np.stack([report.logits for report in reports]),
-            np.array([report.risk for report in reports]),
-        )
+        logits = np.stack([report.logits for report in reports])
+        risks = np.array([report.risk for report in reports])
         self.golden = check_golden(self.bundle, logits, risks, dtype=self.engine.identity.dtype)
 
     def _replay_answers(self) -> None:

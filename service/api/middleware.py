@@ -49,11 +49,9 @@ class RequestFrame:
             await self.app(scope, receive, send)
             return
         started, headers = time.perf_counter(), Headers(scope=scope)
-        metrics, tracing, settings = (
-            self._service.metrics,
-            self._service.tracing,
-            self._service.settings,
-        )
+        metrics = self._service.metrics
+        tracing = self._service.tracing
+        settings = self._service.settings
         named = headers.get("x-request-id", "")
         id = named if _ID.fullmatch(named) else f"{random.getrandbits(128):032x}"
         record = RequestRecord(request_id=id, method=scope["method"], path=scope["path"][:256])
@@ -111,11 +109,9 @@ class _Body:
     disconnects."""
 
     def __init__(self, receive: Receive, max_bytes: int, seconds: float) -> None:
-        self._receive, self._max_bytes, self._deadline = (
-            receive,
-            max_bytes,
-            time.monotonic() + seconds,
-        )
+        self._receive = receive
+        self._max_bytes = max_bytes
+        self._deadline = time.monotonic() + seconds
         self._received, self._complete = 0, False
         self.gone = self.cut_off = False  # the second: gone before the body was complete
 

@@ -19,10 +19,9 @@ from service.errors import ModelLoadError
 MIB = 1 << 20
 # Of the GGUF format: where the number of fields stands, and the types of values, by their numbers.
 _COUNT_AT, _TEXT, _LIST = 16, 8, 9
-_WHOLE, _OTHER = (
-    {4: "I", 5: "i", 10: "Q", 11: "q"},
-    {0: 1, 1: 1, 2: 2, 3: 2, 6: 4, 7: 1, 12: 8},
-)  # layouts; bytes
+# layouts; bytes
+_WHOLE = {4: "I", 5: "i", 10: "Q", 11: "q"}
+_OTHER = {0: 1, 1: 1, 2: 2, 3: 2, 6: 4, 7: 1, 12: 8}
 _LONGEST, _SHORT_LIST = 1 << 20, 1000
 _LENGTH_BYTES = 8  # of the number with which a safetensors file begins: how long its header is
 SINGLE = "model.safetensors", "pytorch_model.bin"

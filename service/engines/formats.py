@@ -405,11 +405,9 @@ class Grammars:
         """End all processes; who waits for one has an error at once."""
         with self._changing:
             self._closed = True
-            live, control, process = (
-                [*self._live.values(), *self._compiling],
-                self._control,
-                self._process,
-            )
+            live = [*self._live.values(), *self._compiling]
+            control = self._control
+            process = self._process
         for compiled in live:
             compiled.close()
         if control is not None and process is not None:

@@ -67,10 +67,8 @@ def read(file: Path) -> Source:
         weights = sum(int(tensor.n_elements) for tensor in reader.tensors)
         # llama.cpp's default for SentencePiece vocabularies is a first token.
         by_default = True if said("tokenizer.ggml.model") == "llama" else None
-        adds_bos, adds_eos = (
-            said("tokenizer.ggml.add_bos_token"),
-            bool(said("tokenizer.ggml.add_eos_token")),
-        )
+        adds_bos = said("tokenizer.ggml.add_bos_token")
+        adds_eos = bool(said("tokenizer.ggml.add_eos_token"))
         head_dim = said(f"{said('general.architecture')}.attention.key_length")
         shards = int(said("split.count") or 1)
         types = {tensor.tensor_type for tensor in reader.tensors}

@@ -255,10 +255,8 @@ def is_gguf(path: Path) -> bool:
 def cache_folder() -> Path:
     """Return ``HALLUTRACER_CACHE``, else hallutracer/models in the user's cache folder.  Raises
     ModelLoadError."""
-    given, caches = (
-        os.environ.get("HALLUTRACER_CACHE"),
-        os.environ.get("XDG_CACHE_HOME") or "~/.cache",
-    )
+    given = os.environ.get("HALLUTRACER_CACHE")
+    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:
         return expanded(given or Path(caches) / "hallutracer", "HALLUTRACER_CACHE") / "models"
     except InvalidReference as error:

@@ -17,17 +17,15 @@ from service.engines.bridge import fulfil
 from service.errors import DeadlineExceeded, NotReady, Overloaded
 
 T = TypeVar("T")
-SPARE, SPARE_S = (
-    0.05,
-    0.5,
-)  # of a deadline's time, and seconds at least, to end an answer and to send it
+# of a deadline's time, and seconds at least, to end an answer and to send it
+SPARE = 0.05
+SPARE_S = 0.5
 INLINE = 512  # characters or ids up to which a thread costs more than the work, about 0.2 ms
 LONG = 16_384  # characters or ids from which a request takes the slow lane
 MAX_LONG = 16  # requests of a caller in the slow lane
-MAX_FORMATS, MAX_FORMATS_OF_CALLER = (
-    64,
-    16,
-)  # requests whose formats are being compiled, of a caller one at a time
+# requests whose formats are being compiled, of a caller one at a time
+MAX_FORMATS = 64
+MAX_FORMATS_OF_CALLER = 16
 MAX_COMPILING = 8  # callers whose formats are being compiled at once
 RESERVE = 8  # one caller leaves one of this many free places to those who wait for nothing yet
 MAX_REMEMBERED = 4096  # callers whose account is kept although they wait for nothing

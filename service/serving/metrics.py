@@ -516,10 +516,8 @@ class Metrics:
         """Count the prompts that were scored, with the end of each one's answer."""
         model, bundle = judgement.model, judgement.bundle
         self._create(model, bundle)
-        count, observe = (
-            partial(self._of, "inc", model, bundle),
-            partial(self._of, "observe", model, bundle),
-        )
+        count = partial(self._of, "inc", model, bundle)
+        observe = partial(self._of, "observe", model, bundle)
         route = judgement.route if judgement.route in COUNTED else OTHER
         for prompt, answer in zip(judgement.prompts, answers, strict=True):
             report, timings, shape = prompt.report, prompt.timings, _labels(prompt.shape)

@@ -118,21 +118,15 @@ class Judging:
         self._core, self._opened, self._requests = core, opened, scheduler.requests
         self._gate: Gate | None = None  # while ``opened`` runs
         self._changed = False  # whether the weights may have, since
-        self._update, self._update_request = (
-            scheduler.update_from_output,
-            scheduler._update_request_with_output,
-        )
+        self._update = scheduler.update_from_output
+        self._update_request = scheduler._update_request_with_output
         self._rpc, executor.collective_rpc = executor.collective_rpc, self.rpc
         self._withheld: dict[str, str] = {}  # request -> reason, of this step
-        scheduler.update_from_output, scheduler._update_request_with_output = (
-            self.update,
-            self.update_request,
-        )
-        self._add, scheduler.add_request, self._add_lora = (
-            scheduler.add_request,
-            self.add,
-            core.add_lora,
-        )
+        scheduler.update_from_output = self.update
+        scheduler._update_request_with_output = self.update_request
+        self._add = scheduler.add_request
+        scheduler.add_request = self.add
+        self._add_lora = core.add_lora
         # vLLM decodes what it is given by its signature.
         core.add_lora = functools.wraps(self._add_lora)(lambda request: self.add_lora(request))
 
@@ -200,10 +194,8 @@ class Judging:
         """Judge the step's first outputs; the payloads go no further."""
         if self._gate is None:
             return self._update(scheduler_output, model_runner_output)
-        wires, sampled = (
-            model_runner_output.prompt_token_id_logprobs_dict,
-            model_runner_output.sampled_token_ids,
-        )
+        wires = model_runner_output.prompt_token_id_logprobs_dict
+        sampled = model_runner_output.sampled_token_ids
         self._withheld = {}
         for name in scheduler_output.num_scheduled_tokens:
             request, row = self._requests.get(name), model_runner_output.req_id_to_index.get(name)
@@ -228,11 +220,9 @@ class Judging:
             return self._update_request(request, new_token_ids, *args, **kwargs)
         from vllm.v1.request import RequestStatus
 
-        request.status, request.stop_reason, request.resumable = (
-            RequestStatus.FINISHED_STOPPED,
-            reason,
-            False,
-        )
+        request.status = RequestStatus.FINISHED_STOPPED
+        request.stop_reason = reason
+        request.resumable = False
         return [], True
 
 

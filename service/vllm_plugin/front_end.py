@@ -132,10 +132,8 @@ def check() -> None:
     create_gated.gates = True  # type: ignore[attr-defined]
     note_renderings()
     EngineArgs.create_engine_config, EngineCore.__init__ = create_gated, make_core_gated
-    EngineCore.add_request, EngineCoreProc.run_engine_core = (
-        opened(EngineCore.add_request),
-        staticmethod(run_core),
-    )
+    EngineCore.add_request = opened(EngineCore.add_request)
+    EngineCoreProc.run_engine_core = staticmethod(run_core)
     for kind in (EngineCoreProc, DPEngineCoreProc):
         kind.run_busy_loop = opened(kind.run_busy_loop)
     _own[:] = [run]

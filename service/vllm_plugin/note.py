@@ -252,10 +252,8 @@ def read(note: Note, body: bytes) -> None:
     )
     turns = tuple(chat if isinstance(chat, list) else [] for chat in chats or ())
     ends = [chat[-1] for chat in turns if chat and isinstance(chat[-1], dict)]
-    note.moves, note.of_template = (
-        () if chats is None else tuple(_moves(content)),
-        content.get(TEMPLATE_ARGUMENTS),
-    )
+    note.moves = () if chats is None else tuple(_moves(content))
+    note.of_template = content.get(TEMPLATE_ARGUMENTS)
     note.answered = next(filter(None, (chat_violations([end]) for end in ends)), ())
     note.turns = () if any(content.get(name) for name in ELSEWHERE) else turns
     note.tools = None if chats is None else offered(content)

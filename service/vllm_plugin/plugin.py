@@ -109,11 +109,9 @@ class HalluTracerPlugin:
         A server that would never be ready ends, with status 1."""
         if engine_client is None:
             return
-        self._client, self._loop, self._chat = (
-            engine_client,
-            asyncio.get_running_loop(),
-            ChatOptions.of(args),
-        )
+        self._client = engine_client
+        self._loop = asyncio.get_running_loop()
+        self._chat = ChatOptions.of(args)
         self._generate = engine_client.generate
         engine_client.generate = judging_generate(
             self._generate, self.service, lambda: self._engine, self._adapters

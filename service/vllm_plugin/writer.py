@@ -64,10 +64,8 @@ class ResponseWriter:
             error_body(status, reason, "invalid_request" if status < 500 else "server_error")
         ).encode()
         headers = [(b"content-type", b"application/json")]
-        self._start, self._streams = (
-            {"type": "http.response.start", "status": status, "headers": headers},
-            False,
-        )
+        self._start = {"type": "http.response.start", "status": status, "headers": headers}
+        self._streams = False
         await self._begin(len(body))
         await self._send({"type": "http.response.body", "body": body})
         return True

@@ -47,13 +47,11 @@ class Feedback:
 
         ``share`` of the answers that a guarantee is about is drawn at random: labels of these are
         held against it. Raises FeedbackUnavailable where the database cannot be opened."""
-        self.days, self._where, self._prompts, self._share, self._metrics = (
-            days,
-            where,
-            prompts,
-            share,
-            metrics,
-        )
+        self.days = days
+        self._where = where
+        self._prompts = prompts
+        self._share = share
+        self._metrics = metrics
         self._count: Callable[[str, int], None] = lambda fate, number: metrics.count(
             "feedback_answers_total", fate, by=number
         )
@@ -72,12 +70,10 @@ class Feedback:
             self._count("dropped", len(judgement.prompts))
 
     def _rows(self, judgement: Judgement) -> list[Answer]:
-        manifest, policy, now, rows = (
-            judgement.scorer.bundle.manifest,
-            judgement.policy,
-            time.time(),
-            [],
-        )
+        manifest = judgement.scorer.bundle.manifest
+        policy = judgement.policy
+        now = time.time()
+        rows = []
         guaranteed = outside_as_calibrated(manifest, policy) and policy.passage_truth == 1.0
         guaranteed = guaranteed and not judgement.request_violations
         for prompt in judgement.prompts:

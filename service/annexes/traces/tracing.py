@@ -147,10 +147,8 @@ class RequestTrace:
 
     def upstream(self, upstream: Upstream, route: str) -> UpstreamCall:
         """Begin the span of a prompt that is sent on."""
-        operation, parts = (
-            "chat" if route == CHAT_ROUTE else "text_completion",
-            urlsplit(upstream.url),
-        )
+        operation = "chat" if route == CHAT_ROUTE else "text_completion"
+        parts = urlsplit(upstream.url)
         attributes = _operation(operation, "openai", upstream.model)
         attributes |= {
             "server.address": parts.hostname or "",

@@ -315,10 +315,8 @@ class KvContinuation:
         _, length = self.last
         for layer in self.cache.layers:
             if not layer.is_sliding:
-                layer.keys, layer.values = (
-                    layer.keys[..., :length, :],
-                    layer.values[..., :length, :],
-                )
+                layer.keys = layer.keys[..., :length, :]
+                layer.values = layer.values[..., :length, :]
 
     def close(self) -> None:
         """Free the KV cache.  Safe to call twice."""

@@ -140,10 +140,8 @@ class TransformersEngine(WithTokens):
         """Load a model folder or hub name, to be read at ``sites``.  Raises ModelLoadError,
         EngineError."""
         model, files = loading.load(options, sites)
-        named, fingerprint = (
-            replace(options, model=files.name),
-            checkpoint.folder_fingerprint(files.folder),
-        )
+        named = replace(options, model=files.name)
+        fingerprint = checkpoint.folder_fingerprint(files.folder)
         engine = cls(
             model,
             files.tokenizer,

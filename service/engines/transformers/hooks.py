@@ -346,10 +346,8 @@ def at_onsets(positions: Sequence[int], device: torch.device) -> Callable[[Tenso
     """Return what selects t*, [batch, width] of [batch, positions, width]."""
     if len(set(positions)) == 1:  # one column: a view, no gather
         return lambda states: states.select(1, positions[0])
-    batch, columns = (
-        torch.arange(len(positions), device=device),
-        torch.tensor(positions, device=device),
-    )
+    batch = torch.arange(len(positions), device=device)
+    columns = torch.tensor(positions, device=device)
     return lambda states: states[batch, columns]
 
 

@@ -104,12 +104,10 @@ class SiteReadout:
     def start(self, rows: Tensor | None) -> None:
         """Have the next forward pass keep these rows [n] in each of its layers; None: it keeps
         nothing."""
-        before, self._count, self._calls, self._parts = (
-            self._count,
-            0 if rows is None else len(rows),
-            0,
-            [],
-        )
+        before = self._count
+        self._count = 0 if rows is None else len(rows)
+        self._calls = 0
+        self._parts = []
         if self._rows and before:
             self._places[:, :before] = (
                 0  # a graph keeps as many as it was captured for: each has to be in every step
@@ -281,11 +279,9 @@ def _stream_is_sum(
     if family.summed is not None:
         return family.summed
     decoder, _ = block_list(_language(model), geometry.num_layers, family.name)
-    takes, calls, returned = (
-        inspect.signature(type(decoder).forward).parameters,
-        list[list[Any]](),
-        list[list[Tensor]](),
-    )
+    takes = inspect.signature(type(decoder).forward).parameters
+    calls = list[list[Any]]()
+    returned = list[list[Tensor]]()
     angles = torch.linspace(0, 99, TOKENS * geometry.hidden_size).view(
         TOKENS, -1
     )  # norms take lines for one another

@@ -442,10 +442,8 @@ class VllmEngine(WithTokens):
                     if sampling is None or gated:
                         piece, tokens = "", 0
                     self.on_prefill(1, len(prompt))
-                    completion, cached = (
-                        answer.completion() if ends else None,
-                        int(output.num_cached_tokens or 0),
-                    )
+                    completion = answer.completion() if ends else None
+                    cached = int(output.num_cached_tokens or 0)
                     read = None if gated else lease.answer(output, answer.tokens, first=True)
                     yield Update(result, piece, tokens, completion, cached, *times(output), read)
         finally:

@@ -74,10 +74,8 @@ def onset_rows(step: StepLayout, directive_of: Callable[[str], Directive | None]
     for row in map(int, np.flatnonzero(ends)):
         request = step.requests[row]
         if (directive := directive_of(request)) is not None:
-            onset, logits_row = (
-                int(step.starts[row + 1] - step.drafts[row]) - 1,
-                row + int(step.drafts[:row].sum()),
-            )
+            onset = int(step.starts[row + 1] - step.drafts[row]) - 1
+            logits_row = row + int(step.drafts[:row].sum())
             onsets.append(
                 OnsetRow(request, directive, onset, row, logits_row, int(step.prompts[row]))
             )
@@ -282,10 +280,8 @@ class Reader:
         if not self._answers:
             return {}
         first = len(self._step)
-        columns, indices = (
-            self._numbers[first:, SLOT].long(),
-            torch.arange(len(self._answers), device=self.device),
-        )
+        columns = self._numbers[first:, SLOT].long()
+        indices = torch.arange(len(self._answers), device=self.device)
         state = torch.zeros(len(indices), 1, dtype=values.dtype, device=self.device)
         for index, why in self._refused.items():
             if index >= first:
@@ -300,13 +296,11 @@ class Reader:
 # and token id.
 TOKEN_ROW, REQUEST_ROW, LOGITS_ROW, END_TOKEN, INTERCEPT, BOUND = range(6)
 WEIGHTS, LOG_TOKENS = slice(6, 12), 12
-SLOT, SLOTS, CONTEXT_WEIGHTS, CONTEXT_INTERCEPTS, APPLIES_FROM = (
-    13,
-    slice(13, 17),
-    slice(17, 20),
-    slice(20, 23),
-    23,
-)
+SLOT = 13
+SLOTS = slice(13, 17)
+CONTEXT_WEIGHTS = slice(17, 20)
+CONTEXT_INTERCEPTS = slice(20, 23)
+APPLIES_FROM = 23
 
 
 def _numbers(row: OnsetRow) -> list[float]:

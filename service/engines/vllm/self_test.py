@@ -72,10 +72,8 @@ def self_test(engine: Answering, plan: Plan, vocabulary: int) -> None:
         direction = (direction / np.linalg.norm(direction, axis=1, keepdims=True)).astype(
             np.float32
         )
-        head, ones = (
-            generator.integers(0, geometry.heads(site), layers),
-            np.ones(layers, np.float32),
-        )
+        head = generator.integers(0, geometry.heads(site), layers)
+        ones = np.ones(layers, np.float32)
         probes = Probes(site, head, direction, 0 * ones, ones)
         together = trajectories([*prompts, *changed], probes)
         alone = np.concatenate([trajectories([prompt], probes) for prompt in prompts])
@@ -122,10 +120,8 @@ def _test_answers(engine: Answering, prompts: Prompts, probes: Probes, most: flo
     if not ended:  # each ended with its first token
         return
     texts = [[*prompt, *completion.token_ids[:-1]] for prompt, completion, _ in ended]
-    counts, read = (
-        [answer.tokens for *_, answer in ended],
-        np.stack([answer.trajectory for *_, answer in ended]),
-    )
+    counts = [answer.tokens for *_, answer in ended]
+    read = np.stack([answer.trajectory for *_, answer in ended])
 
     def apart(texts: Prompts) -> float:
         written = [result.trajectories[0] for result in engine.score(texts, [probes], last=counts)]

@@ -179,10 +179,8 @@ class Directive:
             )
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
             return None
-        columns, named = (
-            len(plan.sites) * plan.slots,
-            [slot, *context[:3], *(() if answer is None else answer[:1])],
-        )
+        columns = len(plan.sites) * plan.slots
+        named = [slot, *context[:3], *(() if answer is None else answer[:1])]
         fits = all(0 <= slot < columns for slot in named) and 0 <= (end_token or 0) <= MAX_TOKEN
         asks = plan.activations >= directive.activations and plan.answers >= (answer is not None)
         return directive if fits and asks else None

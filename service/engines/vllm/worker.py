@@ -75,11 +75,9 @@ class Worker(VllmWorker):  # type: ignore[misc]
         say("loading the weights")
         super().load_model(*args, **kwargs)
         config, plan, group = self.vllm_config.model_config, self.hallutracer_plan, get_tp_group()
-        family, rank, ranks = (
-            families.family_of(config.hf_config),
-            group.rank_in_group,
-            group.world_size,
-        )
+        family = families.family_of(config.hf_config)
+        rank = group.rank_in_group
+        ranks = group.world_size
         rows = self.vllm_config.scheduler_config.max_num_seqs if plan.answers else 0
         readouts = attach.install(
             self.model_runner.model, family, plan, rank, ranks, self.device, config.dtype, rows
@@ -273,10 +271,8 @@ class V1Reading:
         batch = runner.input_batch
         count = len(batch.req_ids)
         computed, prompts = batch.num_computed_tokens_cpu[:count], batch.num_prompt_tokens[:count]
-        starts, emits = (
-            runner.query_start_loc.np[: count + 1],
-            ~runner.discard_request_mask.np[:count],
-        )
+        starts = runner.query_start_loc.np[: count + 1]
+        emits = ~runner.discard_request_mask.np[:count]
         drafts = (
             np.zeros_like(prompts)
             if speculation is None
