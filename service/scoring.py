@@ -86,26 +86,21 @@ class RiskReport:
     context: base.PromptContext = base.UNKNOWN
     outcome: Outcome = Outcome.SCORED  # until its turn has ended
     completion: Completion | None = None
-    answer: AnswerRisk | None = (
-        None  # of ``completion``; None where nothing reads answers, or no token was read
-    )
+    # of ``completion``; None where nothing reads answers, or no token was read
+    answer: AnswerRisk | None = None
     cached_tokens: int = 0  # of the prompt, found in the engine's prefix cache
     judge_s: float = 0.0  # from truth logits to the verdict
     shadows: tuple[ShadowRisk, ...] = ()  # they decide nothing
-    held: bool = (
-        False  # decoded although withheld, until it is known whether it is a call of a tool
-    )
+    # decoded although withheld, until it is known whether it is a call of a tool
+    held: bool = False
     tool_call: bool = False  # it was held, and is given: it is nothing but calls
-    decoding: str | None = (
-        None  # how its answer is decoded otherwise than those were that the risk is about
-    )
-    passage_truth: float | None = (
-        None  # where a passage counted as true in this share only; the risk is so already
-    )
+    # how its answer is decoded otherwise than those were that the risk is about
+    decoding: str | None = None
+    # where a passage counted as true in this share only; the risk is so already
+    passage_truth: float | None = None
     trained_risk: float | None = None  # the bundle's own, where the risk is another
-    decided_by: str | None = (
-        None  # name:version of the second bundle, where its verdict and not this bundle's decides
-    )
+    # name:version of the second bundle, where its verdict and not this bundle's decides
+    decided_by: str | None = None
 
     @property
     def decision(self) -> Decision:
@@ -457,13 +452,11 @@ class Scorer:
         It only saves work: the decision is ``judge``'s.  At threshold 1 there is nothing to save,
         since only a risk that was rounded to 1 reaches it."""
         manifest, threshold = self.bundle.manifest, self.threshold(policy, standing)
-        if (
-            policy.passage_truth < 1.0 and standing.passage is True
-        ):  # else the probes tell, too late for the engine
+        if policy.passage_truth < 1.0 and standing.passage is True:
+            # else the probes tell, too late for the engine
             threshold = max(0.0, 1.0 - (1.0 - threshold) / policy.passage_truth * (1.0 - _ROUNDING))
-        if (
-            manifest.recalibration is not None
-        ):  # the engine compares the classifier's own risk; rather too late
+        if manifest.recalibration is not None:
+            # the engine compares the classifier's own risk; rather too late
             threshold = least_reaching(manifest.recalibration, threshold) * (1 + _ROUNDING)
         if not policy.action.withholds or threshold >= 1.0:
             return None

@@ -49,9 +49,8 @@ class Outcome(StrEnum):
     SCORED = "scored"  # no answer was asked for
     ANSWERED = "answered"  # the whole answer was shown
     CALLED = "called"  # nothing but calls of the request's tools, shown whatever the risk
-    STOPPED = (
-        "stopped"  # the risk of its own tokens ended the answer; the text before that was shown
-    )
+    # the risk of its own tokens ended the answer; the text before that was shown
+    STOPPED = "stopped"
     WITHHELD = "withheld"  # nothing was shown
 
     @property
@@ -70,9 +69,8 @@ class Chunk:
 
     text: str
     tokens: int
-    answer_risk: Callable[[], AnswerRisk | None] = (
-        _not_read  # by all tokens so far; called where it is needed, maybe again
-    )
+    # by all tokens so far; called where it is needed, maybe again
+    answer_risk: Callable[[], AnswerRisk | None] = _not_read
     end: Completion | None = None  # with an answer's last chunk
 
 
@@ -90,9 +88,8 @@ class Ended:
 
     outcome: Outcome
     verdict: Verdict  # on the prompt; under ``recheck`` on the answer, where that changed it
-    completion: Completion | None = (
-        None  # what was shown of the answer, of one that is not withheld
-    )
+    # what was shown of the answer, of one that is not withheld
+    completion: Completion | None = None
     answer: AnswerRisk | None = None  # the risk that decided, or that of the whole answer
 
 

@@ -26,9 +26,8 @@ CALLED = frozenset(
     }
 )
 CATALOGUE = ("/v1/models", "/v1/bundles")
-SAMPLE_ROUTE = (
-    "/v1/bundles/{bundle}/sample/{number}"  # it answers a question that the bundle carries
-)
+# it answers a question that the bundle carries
+SAMPLE_ROUTE = "/v1/bundles/{bundle}/sample/{number}"
 _SAMPLE = re.compile(r"/v1/bundles/[^/]+/sample(/.*)?", re.DOTALL)
 METRICS = "/metrics"
 HEALTH = frozenset({"/health", "/health/live", "/health/ready"})

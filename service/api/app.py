@@ -148,9 +148,8 @@ def create_app(service: Service, on_loaded: Callable[[], None] | None = None) ->
     error_handlers.install(app)
     for router in ROUTERS:
         app.include_router(router)
-    if (
-        "/" not in files_of_pages
-    ):  # a balancer asks there for the service's health, by OPTIONS (``health.plain_check``)
+    if "/" not in files_of_pages:
+        # a balancer asks there for the service's health, by OPTIONS (``health.plain_check``)
         app.router.routes.append(Route("/", _absent, methods=["GET"], include_in_schema=False))
     for path, file in files_of_pages.items():
         without = LINK_BACK if path == "/docs" and not settings.playground else ""

@@ -81,9 +81,8 @@ class OneWrite:
 log = logging.getLogger("hallutracer")
 HEAD_BYTES = 64 * 1024  # of a request line with its headers; of trailers, too
 HEAD_LINES = 100
-HEAD_SECONDS = (
-    10.0  # from the connection, or the first byte after an answer, to the end of the request's head
-)
+# from the connection, or the first byte after an answer, to the end of the request's head
+HEAD_SECONDS = 10.0
 # A body, and an answer that waits for its reader, advance by so many bytes in so many seconds.
 BODY_BYTES, BODY_SECONDS = 1024, 10.0
 SEND_BYTES, SEND_SECONDS = 1024, 10.0
@@ -221,22 +220,18 @@ class Connection(HttpToolsProtocol):
         self.address = ""
         self._timer: asyncio.TimerHandle | None = None  # of a head or a body
         self._send_timer: asyncio.TimerHandle | None = None
-        self._lines = self._unread = (
-            0  # header lines of this request; bytes that were neither a whole head nor a body
-        )
-        self._body = self._unsent = (
-            0  # bytes of a body since its last progress; of answers when they last advanced
-        )
+        # header lines of this request; bytes that were neither a whole head nor a body
+        self._lines = self._unread = 0
+        # bytes of a body since its last progress; of answers when they last advanced
+        self._body = self._unsent = 0
         self._parts = self._received = 0  # of this body, and its bytes
         self._kept = bytearray()  # of this body, not given to the app yet
         self._advanced = False
-        self._last = (
-            False  # the answer under way is the connection's last: what else arrives is dropped
-        )
+        # the answer under way is the connection's last: what else arrives is dropped
+        self._last = False
         self._health_only = self.ended = False
-        self._reason: HalluTracerError | None = (
-            None  # why the parser is ended; None: by what the client sent
-        )
+        # why the parser is ended; None: by what the client sent
+        self._reason: HalluTracerError | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Find a place for it; where there is none, it may ask for the server's health alone."""
@@ -281,9 +276,8 @@ class Connection(HttpToolsProtocol):
                 # a WebSocket's handshake is answered as the GET that it is
                 self._end_after_answer()
             except httptools.HttpParserError as error:
-                if (
-                    self._answers() and not self.cycle.more_body
-                ):  # an answer under way is not to be written into
+                if self._answers() and not self.cycle.more_body:
+                    # an answer under way is not to be written into
                     self._end_after_answer()
                 else:
                     self._refuse(
@@ -436,9 +430,8 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
     def _body_is_late(self) -> None:
-        if (
-            self._body < BODY_BYTES and not self.flow.read_paused
-        ):  # paused: the service reads no more for now
+        if self._body < BODY_BYTES and not self.flow.read_paused:
+            # paused: the service reads no more for now
             self._refuse(
                 BodyTooSlow(
                     f"the body arrived more slowly than {BODY_BYTES} bytes in {BODY_SECONDS:g} s"

@@ -187,9 +187,8 @@ class LoadShedder:
             if (more := size - FREE - taken) > 0:
                 try:
                     memory.take(caller, more)
-                except (
-                    BodiesFull
-                ) as full:  # FastAPI turns any other exception here into a plain 400
+                except BodiesFull as full:
+                    # FastAPI turns any other exception here into a plain 400
                     raise HTTPException(
                         full.status, full.message, {"Retry-After": str(full.retry_after_s)}
                     ) from None

@@ -36,15 +36,13 @@ class EngineOptions:
     revision: str | None = None
     dtype: str = "auto"  # auto: float32 on CPU, the checkpoint's own on CUDA
     device: str = "auto"  # auto: cuda where there is one
-    max_batch_tokens: int | None = (
-        None  # padded tokens in one forward pass; None: the device's default
-    )
+    # padded tokens in one forward pass; None: the device's default
+    max_batch_tokens: int | None = None
     trust_remote_code: bool = False
     engine: EngineName = "transformers"
     adapter: str | None = None  # folder of a LoRA adapter: with it, the model is another one
-    template_arguments: Mapping[str, TemplateArgument] | None = (
-        None  # of the chat template, for every chat
-    )
+    # of the chat template, for every chat
+    template_arguments: Mapping[str, TemplateArgument] | None = None
     extra: dict[str, str] = field(default_factory=dict)
 
 
@@ -141,9 +139,8 @@ class Extraction:
         default_factory=dict
     )  # of no engine of this room
     completions: tuple[Completion, ...] = ()  # with ``sampling``
-    answers: NDArray[np.float32] | None = (
-        None  # [n, m, width] with ``answer_site``: over ``AnswerReading``'s tokens
-    )
+    # [n, m, width] with ``answer_site``: over ``AnswerReading``'s tokens
+    answers: NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -187,9 +184,8 @@ class PromptContext:
     asks: float | None = None  # that it asks for a fact
     passage: float | None = None  # that text to answer from stands beside the question
     stated: float | None = None  # P(passage) P(that text states the answer)
-    stated_length: float | None = (
-        None  # the same times ln(tokens of the prompt): in longer ones it is found less often
-    )
+    # the same times ln(tokens of the prompt): in longer ones it is found less often
+    stated_length: float | None = None
     # False: it asks for no fact, so the risk does not apply; True where the bundle cannot tell
     applies: bool = True
 
@@ -270,9 +266,8 @@ class Update:
     cached_tokens: int = 0  # prompt tokens found in the prefix cache; with ``prefill``
     queue_s: float = 0.0  # from submission to the start of the first forward pass; with ``prefill``
     prefill_s: float = 0.0  # from there to the first token; with ``prefill``
-    answer: AnswerReading | None = (
-        None  # so far, with ``answer_probes``; None before a token was read
-    )
+    # so far, with ``answer_probes``; None before a token was read
+    answer: AnswerReading | None = None
 
 
 def prefill_of(update: Update) -> PrefillResult:

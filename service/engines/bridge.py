@@ -84,9 +84,8 @@ async def receive(inbox: asyncio.Queue[T | BaseException | None]) -> AsyncGenera
             raise item
         yield item
         received += 1
-        if (
-            received % MAX_ITEMS_PER_TURN == 0
-        ):  # a queue with items does not suspend: let other tasks run
+        if received % MAX_ITEMS_PER_TURN == 0:
+            # a queue with items does not suspend: let other tasks run
             await asyncio.sleep(0)
 
 

@@ -59,9 +59,8 @@ def snapshot_of(model: str, revision: str | None) -> Path:
     offline = not places.reachable(model, revision)
     try:
         config = hf_hub_download(model, places.CONFIG, revision=revision, local_files_only=offline)
-    except (
-        Exception
-    ) as error:  # connections fail in many ways, also by exceptions of the HTTP library in use
+    except Exception as error:
+        # connections fail in many ways, also by exceptions of the HTTP library in use
         raise ModelLoadError(
             f"the configuration of {model} cannot be loaded: {type(error).__name__}: {error}",
             param="model",

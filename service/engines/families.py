@@ -37,9 +37,8 @@ class Family:
     alone: bool = False
     whole: bool = False
     in_vllm: str = ""  # ``projection`` in vLLM's block, where it is called otherwise
-    summed: bool | None = (
-        None  # whether two tensors of vLLM's block are summed, by comparison; None: it must be seen
-    )
+    # whether two tensors of vLLM's block are summed, by comparison; None: it must be seen
+    summed: bool | None = None
 
     @property
     def sites(self) -> tuple[Site, ...]:

@@ -30,12 +30,10 @@ from service.tool_calls import deeper_than
 MOST_CHARACTERS = 32_768  # of a schema's JSON
 MOST_LEVELS = 64  # of its lists and objects
 MOST_REPEATS = 5_000  # of items, characters or properties: each costs the grammar a symbol
-MOST_COMBINED = (
-    4  # patterns, where schemas are combined: time is exponential in how many are intersected
-)
-MOST_WRITTEN_OUT = (
-    10_000  # characters of a pattern, its repeats written out: each token may look at all of them
-)
+# patterns, where schemas are combined: time is exponential in how many are intersected
+MOST_COMBINED = 4
+# characters of a pattern, its repeats written out: each token may look at all of them
+MOST_WRITTEN_OUT = 10_000
 _REPEATS = (
     "minItems",
     "maxItems",
@@ -356,9 +354,8 @@ class Grammars:
         self._live: WeakValueDictionary[tuple[str, str], Compiled] = WeakValueDictionary()
         self._compiling: dict[Compiled, str] = {}  # whose they are
         self._changing, self._starting = threading.Lock(), threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = (
-            None  # it starts when the first format comes
-        )
+        # it starts when the first format comes
+        self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._closed = False
 

@@ -206,9 +206,8 @@ def reachable(model: str, revision: str | None) -> bool:
             hf_hub_url(model, CONFIG, revision=revision), timeout=TIMEOUT_S, token=get_token()
         )
         return True
-    except (
-        Exception
-    ) as error:  # connections fail in many ways, also by exceptions of the HTTP library in use
+    except Exception as error:
+        # connections fail in many ways, also by exceptions of the HTTP library in use
         problem = next((words for kind, words in refusals.items() if isinstance(error, kind)), "")
         if not problem and isinstance(
             try_to_load_from_cache(model, CONFIG, revision=revision), str

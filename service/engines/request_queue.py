@@ -59,9 +59,8 @@ class EngineRequest:
     pieces: Iterator[str] = iter(())
     served: int = 0  # number of its latest step, over all answers
     long: bool = False  # it takes several forward passes
-    passes: Generator[PrefillResult | base.Continuation | None, None, None] | None = (
-        None  # of a long one, once it has begun
-    )
+    # of a long one, once it has begun
+    passes: Generator[PrefillResult | base.Continuation | None, None, None] | None = None
     costs: Iterator[float] = iter(())  # of these passes, as ``BatchEngine.pass_costs``
     begun: float = 0.0  # when
 

@@ -243,9 +243,8 @@ class Scheduled(WithTokens):
                     self._closed or self._calls or queue.answering or queue.reading or queue.waiting
                 )
             )
-            if (
-                not queue.answering and not queue.reading and self._last_batch > 1
-            ):  # the batching delay; a single client never waits
+            if not queue.answering and not queue.reading and self._last_batch > 1:
+                # the batching delay; a single client never waits
                 self._changed.wait_for(
                     lambda: self._closed or self._calls or len(queue.waiting) >= self._last_batch,
                     self._max_wait_s,

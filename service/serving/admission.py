@@ -33,9 +33,8 @@ MAX_RETRY_S = 60
 # share of its deadline that a request may be expected to wait: work that ends too late is wasted
 HEADROOM = 0.75
 NEW_SPEED = 0.2  # weight of the newest measurement in the running speed
-LEAST_MEASUREMENTS = (
-    4  # the first one has the engine's warm-up in it: alone it would refuse what fits easily
-)
+# the first one has the engine's warm-up in it: alone it would refuse what fits easily
+LEAST_MEASUREMENTS = 4
 
 
 class Deadline:

@@ -39,9 +39,8 @@ from service.turn import AnswerRisk, Outcome
 
 log = logging.getLogger("hallutracer")
 MAX_PIECES = 64  # pieces of text handed on together
-MAX_FAILURES = (
-    32  # passes in a row that fail through no fault of their prompts, before the engine is given up
-)
+# passes in a row that fail through no fault of their prompts, before the engine is given up
+MAX_FAILURES = 32
 SPEED_SPAN_S = 0.25  # prompts come out of the engine in bursts: a measurement spans several
 WATCH_S = 1.0  # how often an idle dispatcher checks that its engine is alive
 CLOSING_S = 10.0  # how long closing waits for an engine to let go of its requests
@@ -70,9 +69,8 @@ class Job:
     report: RiskReport | None = None  # None until it is scored
     tokens: int = 0  # decoded so far
     timings: PromptTimings = PromptTimings()
-    decode_s: float | None = (
-        None  # from the verdict to the last token, other requests' turns included
-    )
+    # from the verdict to the last token, other requests' turns included
+    decode_s: float | None = None
     task: asyncio.Task[None] | None = None
     turn: Turn = FIRST_COME
     submitted_ns: int = field(default_factory=time.time_ns)  # since 1970, for traces
@@ -225,9 +223,8 @@ class Dispatcher:
         # other answers.
         self._speeds = {answers: Speed(SPEED_SPAN_S) for answers in (True, False)}
         self._decoding = self._failures = 0  # passes in a row that failed
-        self._failed_step: BaseException | None = (
-            None  # what ended the answers of the newest step that failed
-        )
+        # what ended the answers of the newest step that failed
+        self._failed_step: BaseException | None = None
         self._progress_at = (
             clock()
         )  # of the engine's newest sign of life, or of the first prompt since

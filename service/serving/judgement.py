@@ -268,14 +268,12 @@ class Judgement:
     who: Who = Who()  # for the audit log
     sampling: Sampling | None = None  # None: scores only
     streams: bool = False
-    of_sample: bool = (
-        False  # a question that the bundle carries: no traffic, of which feedback and drift tell
-    )
+    # a question that the bundle carries: no traffic, of which feedback and drift tell
+    of_sample: bool = False
     request_violations: tuple[str, ...] = ()  # of what a guarantee assumes, by the request
     monitor: Monitor | None = None  # of the bundle, as it was when the request came
-    bundle_violations: tuple[str, ...] | None = (
-        None  # that the monitor had found when the prompts were judged
-    )
+    # that the monitor had found when the prompts were judged
+    bundle_violations: tuple[str, ...] | None = None
     retrieval: Retrieval | None = None  # where the request names an earlier one
     unscored: Mapping[int, int] = field(
         default_factory=dict
@@ -347,9 +345,8 @@ class AnswerEnd:
     """How the answer to one judged prompt ended, if it had one."""
 
     tokens: int = 0  # decoded; what was decoded before a reader left was decoded all the same
-    decode_s: float | None = (
-        None  # from the verdict to the last token; None where nothing was decoded to its end
-    )
+    # from the verdict to the last token; None where nothing was decoded to its end
+    decode_s: float | None = None
     outcome: Outcome = Outcome.SCORED  # of one that has not ended, too
     completion: Completion | None = None  # what was shown
     risk: AnswerRisk | None = None  # of the whole answer

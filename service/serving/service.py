@@ -129,16 +129,13 @@ class Lifecycle:
     on_broken: Callable[[], None]  # the engine broke: only a new process helps
     audit: Auditor | None
     stopping: bool = False
-    error: BaseException | None = (
-        None  # why loading ended without scorers, or what broke the engine
-    )
-    awaited: str | None = (
-        None  # which other processes are to be ready before this one is told to be, in words
-    )
+    # why loading ended without scorers, or what broke the engine
+    error: BaseException | None = None
+    # which other processes are to be ready before this one is told to be, in words
+    awaited: str | None = None
     reload_error: str | None = None  # why the newest reload changed nothing
-    failing_since: float | None = (
-        None  # when the first of those reloads failed that changed nothing, one after another
-    )
+    # when the first of those reloads failed that changed nothing, one after another
+    failing_since: float | None = None
     ended: Counter[str] = field(
         default_factory=Counter
     )  # scoring requests since ``leave``: finished, unfinished, refused

@@ -68,9 +68,8 @@ class RiskNotes:
 
         async def reading() -> Message:
             message = await receive()
-            if (
-                note.carries and message["type"] == "http.request"
-            ):  # of any other route nothing is asked
+            if note.carries and message["type"] == "http.request":
+                # of any other route nothing is asked
                 parts.append(message.get("body", b""))
                 if not message.get("more_body"):
                     body = b"".join(parts)

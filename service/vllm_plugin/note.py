@@ -83,9 +83,8 @@ class Note:
     moves: tuple[
         str, ...
     ] = ()  # its fields that render its messages otherwise than training's were
-    of_template: Any = (
-        None  # the arguments of the chat template that it asks for, as its body has them
-    )
+    # the arguments of the chat template that it asks for, as its body has them
+    of_template: Any = None
     answered: tuple[str, ...] = ()  # ``chat_violations`` of its messages
     tools: Tools | None = None  # that an answer may call
     background: bool = False  # whether the answer is fetched later, by another request
@@ -113,12 +112,10 @@ class Note:
         default_factory=dict
     )  # vllm_xargs of a beam search, which vLLM drops
     reads_answers: bool = False  # whether answers' own tokens are read
-    error: tuple[int, str] | None = (
-        None  # HTTP status and reason, where the request was refused or failed
-    )
-    spelt: tuple[str | None] | None = (
-        None  # the special token that one of its texts spells out; None: not looked for
-    )
+    # HTTP status and reason, where the request was refused or failed
+    error: tuple[int, str] | None = None
+    # the special token that one of its texts spells out; None: not looked for
+    spelt: tuple[str | None] | None = None
     who: Who = Who()  # for the audit log; without a key's name, as vLLM's own keys have none
 
     def add(self, prompt: Any) -> int:

@@ -150,9 +150,8 @@ class TurnDriver:
         Of messages that are rendered otherwise than training's, or hold more than text, a shape is
         only known where it is one that no training had: nothing of theirs passes as small talk."""
         note, index, refusals = self._note, self._index, self._service.catalogue.refusals
-        if (
-            matters and not note.templated
-        ):  # the caller's text or ids may be a chat as the template writes it
+        if matters and not note.templated:
+            # the caller's text or ids may be a chat as the template writes it
             standing = self._scorer.standing_of_ids(note.prompts[index], refusals)
             return standing.other_rendering, standing.shape
         chat = note.chats[index]

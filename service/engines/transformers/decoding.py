@@ -166,17 +166,14 @@ class KvContinuation:
         self._decoder = decoder
         self.prefill = prefill
         self.cache: Any = cache  # None once it is closed
-        self._ahead: Tensor | None = (
-            logits  # the next token's, float32 [vocab]; None while they are to be computed
-        )
-        self.site = (
-            site  # where the answer's own tokens are read, None: nowhere, or by ``answer_probes``
-        )
+        # the next token's, float32 [vocab]; None while they are to be computed
+        self._ahead: Tensor | None = logits
+        # where the answer's own tokens are read, None: nowhere, or by ``answer_probes``
+        self.site = site
         self.answer_probes: Probes | None = None
         self._traced = states is not None
-        self._read: Any = (
-            states  # of the token that ``_ahead`` follows: [m, width], truth logits [m] by probes
-        )
+        # of the token that ``_ahead`` follows: [m, width], truth logits [m] by probes
+        self._read: Any = states
         self._sum: Any = None  # of the answer's own tokens, so many
         self._tokens = 0
         self._log_prob: list[float] = []

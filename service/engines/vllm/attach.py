@@ -79,9 +79,8 @@ class SiteReadout:
             len(layers), rows, picks, dtype=torch.int64, device=device
         )  # among a step's units
         self._kept: Tensor | None = None  # [layers, rows, picks, unit]
-        self._count = self._calls = (
-            0  # rows of the step, and how often its forward pass has kept them
-        )
+        # rows of the step, and how often its forward pass has kept them
+        self._count = self._calls = 0
         self._parts: list[tuple[Tensor, ...]] = []  # by layer, the step's part of both tensors
 
     def write(self, slot: int, probes: Probes) -> None:
@@ -109,9 +108,8 @@ class SiteReadout:
         self._calls = 0
         self._parts = []
         if self._rows and before:
-            self._places[:, :before] = (
-                0  # a graph keeps as many as it was captured for: each has to be in every step
-            )
+            # a graph keeps as many as it was captured for: each has to be in every step
+            self._places[:, :before] = 0
         if not self._rows:
             self._kept = None
         if rows is None:
@@ -460,9 +458,8 @@ def _read_attention(attention: Any, site: SiteReadout) -> None:
 
     def reading(*args: Any, output: Tensor, **kwargs: Any) -> Any:
         result = forward(*args, output=output, **kwargs)
-        if (
-            kwargs.get("output_scale") is None
-        ):  # quantized results are not what the probes were trained on
+        if kwargs.get("output_scale") is None:
+            # quantized results are not what the probes were trained on
             site.keep(output)
         return result
 

@@ -34,9 +34,8 @@ GATED = (  # in an engine's ``additional_config``: requests reach it through our
     f"{KEY}_gated"
 )
 MAX_TOKEN = 2**31 - 1
-EXTRAS = (
-    4  # log max probability, entropy, greedy token, and 1 where the gate closed, REPLACED or STALE
-)
+# log max probability, entropy, greedy token, and 1 where the gate closed, REPLACED or STALE
+EXTRAS = 4
 CONTEXT_NAMES: tuple[ContextName, ...] = get_args(ContextName)
 CERTAIN = 50.0  # log odds of a probability that is 1 in float64
 REPLACED = -1.0  # a slot holds another probe than the request side has written
@@ -113,19 +112,16 @@ class Directive:
     activations: bool = False
     slot: int = 0  # the gated probe's index in ``sites`` x ``slots``
     gate: EngineGate | None = None
-    end_token: int | None = (
-        None  # the token that a closed gate samples instead of an answer's first token
-    )
+    # the token that a closed gate samples instead of an answer's first token
+    end_token: int | None = None
     context: tuple[float, ...] = NO_CONTEXT  # what the gate reads of the context probes
     # (column, ``probe_digest``) that the request side has written: where a worker finds another, it
     # reports no number.
     probes: tuple[tuple[int, str], ...] = ()
-    answer: tuple[int, str] | None = (
-        None  # the same of the probe that reads the answer's own tokens
-    )
-    weights: int = (
-        0  # how often they had changed (``CHANGES``) when the golden prompts were replayed
-    )
+    # the same of the probe that reads the answer's own tokens
+    answer: tuple[int, str] | None = None
+    # how often they had changed (``CHANGES``) when the golden prompts were replayed
+    weights: int = 0
 
     def encode(self) -> dict[str, Any]:
         """Return ``SamplingParams(extra_args=...)``: plain values only, because vLLM sends them to

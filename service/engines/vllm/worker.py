@@ -150,9 +150,8 @@ def refuse_ungated(config: VllmConfig) -> None:
 
 
 def _change(worker: Worker, name: str, *args: Any, **kwargs: Any) -> Any:
-    worker.hallutracer_reader.weights += (
-        1  # first: whatever becomes of it, nothing is read that was asked for before
-    )
+    # first: whatever becomes of it, nothing is read that was asked for before
+    worker.hallutracer_reader.weights += 1
     return getattr(VllmWorker, name)(worker, *args, **kwargs)
 
 
