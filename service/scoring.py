@@ -148,9 +148,8 @@ class Scorer:
         check_identity(bundle.manifest, engine.identity)
         self.engine, self.bundle = engine, bundle
         self.prompt_format = as_prompt_format(bundle.manifest.prompt_format)
-        self.probes = Probes.all_of(
-            Site(bundle.manifest.readout.site), bundle.probes
-        )  # the risk's, then the context's
+        # the risk's, then the context's
+        self.probes = Probes.all_of(Site(bundle.manifest.readout.site), bundle.probes)
         self.needs_first_token = bundle.manifest.needs_first_token
         self.answer_probes: Probes | None = None
         if (answer := bundle.answer) is not None and engine.reads_answers:

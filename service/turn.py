@@ -214,9 +214,8 @@ class Turn:
             )
             yield self._end(Outcome.CALLED, verdict, chunk.end)
             return
-        holds = (
-            self._withheld or self._policy.reads_answers_for is not None
-        )  # a call has no risk of its own
+        # a call has no risk of its own
+        holds = self._withheld or self._policy.reads_answers_for is not None
         if chunk.end is None and may_be_calls(self._beginning):
             if not holds:
                 yield from self._show_held()

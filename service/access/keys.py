@@ -145,9 +145,8 @@ class KeyRing:
         self._read_at = self._signature()
         self._keys = self._by_digest()
         self.problem: str | None = None  # why the file as it is now is not in force
-        self.reading = (
-            asyncio.Lock()
-        )  # held from ``read`` to ``use``: an older file must not follow a newer one
+        # held from ``read`` to ``use``: an older file must not follow a newer one
+        self.reading = asyncio.Lock()
 
     @property
     def closed(self) -> bool:

@@ -31,10 +31,8 @@ SAMPLE_ROUTE = "/v1/bundles/{bundle}/sample/{number}"
 _SAMPLE = re.compile(r"/v1/bundles/[^/]+/sample(/.*)?", re.DOTALL)
 METRICS = "/metrics"
 HEALTH = frozenset({"/health", "/health/live", "/health/ready"})
-PLAIN_CHECK = (
-    "OPTIONS",
-    "/",
-)  # by it HAProxy asks for a server's health where nothing else is named
+# by it HAProxy asks for a server's health where nothing else is named
+PLAIN_CHECK = ("OPTIONS", "/")
 ADMIN = "/v1/admin/"  # what changes the service is below it
 RELOAD_ROUTE = f"{ADMIN}reload"
 OTHER = "other"  # of vLLM's own server, whose further routes read prompts, too

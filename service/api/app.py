@@ -181,9 +181,8 @@ def _declare_keys(app: FastAPI, protect_metrics: bool) -> None:
 def pages(playground: bool) -> Mapping[str, Path]:
     """Return path -> file of all that is served without a key; with or without the playground."""
     here = Path(__file__).parent
-    swagger = (
-        Path(str(files("fastapi_offline"))) / "static"
-    )  # its files; the package's own page has an inline script
+    # its files; the package's own page has an inline script
+    swagger = Path(str(files("fastapi_offline"))) / "static"
     files_of_pages = {"/docs": here / "reference" / "index.html"}
     files_of_pages |= {
         f"/docs/{name}": here / "reference" / name

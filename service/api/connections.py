@@ -90,9 +90,8 @@ SEND_BYTES, SEND_SECONDS = 1024, 10.0
 # their average counts.
 SMALL_PARTS, PART_BYTES = 2048, 64
 GIVEN_BYTES = 16 * 1024  # of a body, which the app gets together: each time a task is woken
-SEND_BUFFER_BYTES = (
-    64 * 1024
-)  # of an answer that the kernel holds and has not sent: else it may be megabytes
+# of an answer that the kernel holds and has not sent: else it may be megabytes
+SEND_BUFFER_BYTES = 64 * 1024
 HEALTH_PLACES = 32  # connections beyond the limit, for health checks alone
 MOST_ASKED = 8  # connections that are asked for their progress where one has to give way
 LEFT_TO_OTHERS = 8  # an address leaves one in so many places to other addresses
@@ -110,13 +109,11 @@ class Places:
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self.waiting: dict[
-            Connection, None
-        ] = {}  # for their client, by the time of their last progress
+        # for their client, by the time of their last progress
+        self.waiting: dict[Connection, None] = {}
         self._waiting_of: dict[str, dict[Connection, None]] = {}  # the same of each address
-        self.health: dict[
-            Connection, None
-        ] = {}  # beyond the limit, in the order in which they came
+        # beyond the limit, in the order in which they came
+        self.health: dict[Connection, None] = {}
         self._held: Counter[str] = Counter()  # address -> places
         self._taken = 0
         self._logged = -LOG_SECONDS
@@ -235,9 +232,8 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Find a place for it; where there is none, it may ask for the server's health alone."""
-        transport.set_write_buffer_limits(
-            high=0
-        )  # the clock runs while anything waits for the reader
+        # the clock runs while anything waits for the reader
+        transport.set_write_buffer_limits(high=0)
         _bound_send_buffer(transport)
         super().connection_made(OneWrite(transport, self.loop))  # type: ignore[arg-type]
         self.address = _subscriber(self.client[0]) if self.client else ""

@@ -25,10 +25,8 @@ from service.serving.service import Service
 PIECE = 65_536  # bytes that are decoded at once
 _GZIP, _ZLIB, _RAW = 31, 15, -15  # zlib's ``wbits``
 _MOST_MEMBERS = 1000  # of one body; each costs a decoder, and may be of nothing
-_ZSTD_MODULES = (
-    "compression.zstd",
-    "backports.zstd",
-)  # Python's own from 3.14 on, and the same for older ones
+# Python's own from 3.14 on, and the same for older ones
+_ZSTD_MODULES = ("compression.zstd", "backports.zstd")
 
 
 class Decoder(Protocol):
@@ -202,9 +200,8 @@ class EncodedBodies:
                         )
                         raise Refused(BodyTooLarge(reason))
                     yield {"type": "http.request", "body": piece, "more_body": True}
-                    await asyncio.sleep(
-                        0
-                    )  # a piece takes the event loop for a fraction of a millisecond
+                    # a piece takes the event loop for a fraction of a millisecond
+                    await asyncio.sleep(0)
             except ValueError:
                 reason = (
                     f"the body is not what Content-Encoding: {name} says; compress it, or leave the"

@@ -56,9 +56,8 @@ def joined(content: str | list[TextBlock]) -> str:
     return content if isinstance(content, str) else "".join(block.text for block in content)
 
 
-THOUGHTS = frozenset(
-    ("thinking", "redacted_thinking")
-)  # of earlier turns: no chat template is given any
+# of earlier turns: no chat template is given any
+THOUGHTS = frozenset(("thinking", "redacted_thinking"))
 
 
 class Block(ForeignModel):

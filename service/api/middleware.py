@@ -145,9 +145,8 @@ class _Body:
         )
 
 
-FREE = (
-    16 * 1024
-)  # bytes of each body that are not counted: most have no more, and ``max_connections`` bounds them
+# bytes of each body that are not counted: most have no more, and ``max_connections`` bounds them
+FREE = 16 * 1024
 LEAST = 128 * 2**20  # bytes of all bodies that are always allowed
 LARGEST = 32  # so many of the largest bodies as well
 

@@ -267,10 +267,8 @@ _AS_400 = "the body is not JSON, the prompt is too long, or a field is wrong or 
 FAILURES_400 = {
     status: response for status, response in FAILURES.items() if status not in (422, 502)
 } | errors(_400=_AS_400)
-FAILURES_400["default"] = {
-    "model": _ERROR_RESPONSE,
-    "description": "any other error",
-}  # else FastAPI adds a 422
+# else FastAPI adds a 422
+FAILURES_400["default"] = {"model": _ERROR_RESPONSE, "description": "any other error"}
 """Of a route in whose protocol a wrong field is a 400, and where no other server answers."""
 
 

@@ -31,9 +31,8 @@ from service.engines.chat import texts_in
 from service.settings import MOST_PROMPTS
 
 Include = Literal["trajectory", "running_mean", "answer_risk"]
-Kind = Literal[
-    "prompt", "text", "messages", "input_ids"
-]  # a text's own form is the bundle's; "text": no template
+# a text's own form is the bundle's; "text": no template
+Kind = Literal["prompt", "text", "messages", "input_ids"]
 Risk = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]
 Temperature = Annotated[float, Field(ge=0.0, le=2.0, strict=True)]
 TopP = Annotated[float, Field(gt=0.0, le=1.0, strict=True)]
@@ -46,13 +45,11 @@ Ids = Annotated[list[StrictInt], Field(fail_fast=True)]
 Batches = Annotated[list[Ids], Field(fail_fast=True)]
 StopText = Annotated[StrictStr, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 StopTexts = Annotated[list[StopText], Field(fail_fast=True, max_length=MAX_STOPS)]
-Reference = Annotated[
-    StrictStr, Field(max_length=1024)
-]  # what names a model, a bundle or a policy; errors repeat it
+# what names a model, a bundle or a policy; errors repeat it
+Reference = Annotated[StrictStr, Field(max_length=1024)]
 MAX_FIELDS = 32
-EXAMPLES: dict[str, Any] = json.loads(
-    (Path(__file__).parent / "examples.json").read_text("utf-8")
-)  # of OpenAPI
+# of OpenAPI
+EXAMPLES: dict[str, Any] = json.loads((Path(__file__).parent / "examples.json").read_text("utf-8"))
 TEMPLATE_CHARACTERS = 16  # added to a message by a chat template, roughly
 
 
@@ -237,9 +234,8 @@ class ForeignModel(RequestModel):
 
     So is a null, also of a field that a newer client writes and nobody here knows."""
 
-    neutral: ClassVar[
-        Mapping[str, tuple[Any, ...]]
-    ] = {}  # what is not there -> the values of its absence; null is one
+    # what is not there -> the values of its absence; null is one
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     ignored: ClassVar[frozenset[str]] = frozenset()
 
     @model_validator(mode="before")

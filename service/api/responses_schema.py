@@ -64,11 +64,8 @@ class InputItem(ForeignModel):
     """A message as people write it, an answer as it came, a call of a tool, the result of one, or
     what an earlier answer was thought with, of which a chat template is given nothing."""
 
-    neutral = {
-        "namespace": (),
-        "async": (False,),
-        "async_": (False,),
-    }  # as the openai package dumps a call
+    # as the openai package dumps a call
+    neutral = {"namespace": (), "async": (False,), "async_": (False,)}
     ignored = frozenset(
         (
             "id",

@@ -94,9 +94,8 @@ def _of_object(text: str | None) -> str:
 class CalledFunction(ForeignModel):
     """What was called, with the arguments' JSON."""
 
-    ignored = frozenset(
-        ("parsed_arguments",)
-    )  # as the openai package keeps them, beside their JSON
+    # as the openai package keeps them, beside their JSON
+    ignored = frozenset(("parsed_arguments",))
 
     name: Name
     arguments: Annotated[StrictStr | None, AfterValidator(_of_object)] = Field(
@@ -189,9 +188,8 @@ def offered(tools: Sequence[_Tool], *, visible: bool = True, parallel: bool = Tr
     twice."""
     definitions = tuple(tool.definition() for tool in tools)
     try:
-        characters = size_within(
-            definitions, levels=MOST_DEPTH + 3
-        )  # around a schema: a list, a tool and its function
+        # around a schema: a list, a tool and its function
+        characters = size_within(definitions, levels=MOST_DEPTH + 3)
     except ValueError as error:
         raise at_fault("tools", f"'tools': {error}, in all tools together") from None
     if not visible or not definitions:

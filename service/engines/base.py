@@ -86,9 +86,8 @@ class Sampling:
     top_p: float = 1.0
     seed: int | None = None
     stop: tuple[str, ...] = ()  # at most MAX_STOPS of 1 to MAX_STOP_CHARACTERS characters
-    until: float = (
-        math.inf
-    )  # on the monotonic clock; there an answer ends as one of ``max_tokens`` tokens does
+    # on the monotonic clock; there an answer ends as one of ``max_tokens`` tokens does
+    until: float = math.inf
     format: Format | None = None  # ``LoadedModel.prepared``'s, which the answer is held to
 
 
@@ -135,9 +134,8 @@ class Extraction:
 
     activations: dict[Site, NDArray[np.float32]]  # site -> [n, m, width], at t*
     first_tokens: tuple[FirstToken, ...]
-    pooled: dict[tuple[Site, Pooling], NDArray[np.float32]] = field(
-        default_factory=dict
-    )  # of no engine of this room
+    # of no engine of this room
+    pooled: dict[tuple[Site, Pooling], NDArray[np.float32]] = field(default_factory=dict)
     completions: tuple[Completion, ...] = ()  # with ``sampling``
     # [n, m, width] with ``answer_site``: over ``AnswerReading``'s tokens
     answers: NDArray[np.float32] | None = None
@@ -158,12 +156,10 @@ class TracedAnswer:
     them."""
 
     completion: Completion
-    log_prob: NDArray[
-        np.float64
-    ]  # [T] each token's under the model itself, whatever the temperature, nats
-    last: NDArray[
-        np.float32
-    ]  # [m, hidden_size] residual stream of the token before the T-th; of t* where T is 1
+    # [T] each token's under the model itself, whatever the temperature, nats
+    log_prob: NDArray[np.float64]
+    # [m, hidden_size] residual stream of the token before the T-th; of t* where T is 1
+    last: NDArray[np.float32]
     mean: NDArray[np.float32]  # [m, hidden_size] the same, mean over the first T - 1 tokens
 
 
@@ -299,9 +295,8 @@ class Continuation(Protocol):
     it."""
 
     prefill: PrefillResult  # the result at t*
-    answer_probes: (
-        Probes | None
-    )  # what its answer's own tokens are read by; to be set before ``decode``
+    # what its answer's own tokens are read by; to be set before ``decode``
+    answer_probes: Probes | None
 
     def decode(self, sampling: Sampling, cancelled: Callable[[], bool] = ...) -> Iterator[str]:
         """Yield one piece of text per token, "" if it completes no character, until ``cancelled()``

@@ -66,9 +66,8 @@ def check_shown(
 
     It is rendered once more with marks in their places, whatever else the template makes of
     them."""
-    marks: dict[
-        str, tuple[str, str]
-    ] = {}  # mark -> what would be left out, and in which field it came
+    # mark -> what would be left out, and in which field it came
+    marks: dict[str, tuple[str, str]] = {}
 
     def mark(what: str, param: str) -> str:
         name = f"shown{len(marks)}here"

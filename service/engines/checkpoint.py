@@ -25,12 +25,8 @@ _OTHER = {0: 1, 1: 1, 2: 2, 3: 2, 6: 4, 7: 1, 12: 8}
 _LONGEST, _SHORT_LIST = 1 << 20, 1000
 _LENGTH_BYTES = 8  # of the number with which a safetensors file begins: how long its header is
 SINGLE = "model.safetensors", "pytorch_model.bin"
-WEIGHTS = (
-    ".safetensors",
-    ".bin",
-    ".pth",
-    ".pt",
-)  # suffixes of files with weights, whatever their names
+# suffixes of files with weights, whatever their names
+WEIGHTS = (".safetensors", ".bin", ".pth", ".pt")
 ADAPTER = "adapter_config.json"
 DESCRIPTIONS = (
     places.CONFIG,

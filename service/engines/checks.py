@@ -133,9 +133,8 @@ def check_prompts(prompts: Prompts, *, vocabulary: int, max_tokens: int) -> None
             ids = np.asarray(prompt)
         except ValueError:  # nested lists of several lengths
             ids = np.asarray(None)
-        large = ids.dtype.kind == "O" and all(
-            type(token) is int for token in prompt
-        )  # beyond 64 bits
+        # beyond 64 bits
+        large = ids.dtype.kind == "O" and all(type(token) is int for token in prompt)
         if not large and (ids.ndim != 1 or ids.dtype.kind not in "iu"):
             raise RequestError(
                 f"prompt {number} is not a flat list of integer token ids", param="input_ids"
@@ -202,9 +201,8 @@ def summarise(logits: Tensor) -> Tensor:
 
     log_probabilities = torch.log_softmax(logits, dim=-1)
     largest, token = log_probabilities.max(dim=-1)
-    entropy = torch.special.entr(log_probabilities.exp()).sum(
-        dim=-1
-    )  # 0 for probabilities that underflow to 0
+    # 0 for probabilities that underflow to 0
+    entropy = torch.special.entr(log_probabilities.exp()).sum(dim=-1)
     return torch.stack([largest.double(), entropy.double(), token.double()], dim=-1)
 
 
@@ -255,10 +253,8 @@ def check_onset_only(poolings: Sequence[Pooling]) -> None:
 
 
 MOST_SHAPES = 256  # sequences of roles that are remembered
-STAND_INS = (
-    "\U000f0000",
-    "\U000f03ff",
-)  # of a private plane: 1,024 different special tokens in one request
+# of a private plane: 1,024 different special tokens in one request
+STAND_INS = ("\U000f0000", "\U000f03ff")
 
 
 class Tokens:
@@ -278,9 +274,8 @@ class Tokens:
                 " correct its name",
                 param="chat_template_kwargs",
             )
-        self._encoding = (
-            threading.Lock()
-        )  # the tokenizer keeps how special tokens are read, for all threads
+        # the tokenizer keeps how special tokens are read, for all threads
+        self._encoding = threading.Lock()
         # Roles of a conversation -> the turns that the template leaves out, whatever they say.
         self._left_out = lru_cache(MOST_SHAPES)(
             lambda roles: turns_left_out(self._templated, roles)

@@ -168,9 +168,8 @@ class SiteModule:
     """Which module of a block has a site's activations.  vLLM reads inputs of the attention output
     projection only."""
 
-    path: Callable[
-        [Family], str | None
-    ]  # from the block; "" is the block itself, None: the family has none
+    # from the block; "" is the block itself, None: the family has none
+    path: Callable[[Family], str | None]
     is_input: bool = False
 
 

@@ -75,9 +75,8 @@ class Format:
 
     schema: str
     param: str
-    compiled: Compiled | None = field(
-        default=None, compare=False, repr=False
-    )  # ``Grammars.prepared``'s, of one engine
+    # ``Grammars.prepared``'s, of one engine
+    compiled: Compiled | None = field(default=None, compare=False, repr=False)
 
 
 def check_schema(schema: Mapping[str, Any]) -> str:
@@ -87,9 +86,8 @@ def check_schema(schema: Mapping[str, Any]) -> str:
     written = json.dumps(schema, ensure_ascii=False, allow_nan=False)
     if len(written) > MOST_CHARACTERS:
         raise ValueError(f"a schema has at most {MOST_CHARACTERS} characters here")
-    objects = [
-        part for part in _objects(schema) if not _CHECKED.isdisjoint(part)
-    ]  # of thousands, few as a rule
+    # of thousands, few as a rule
+    objects = [part for part in _objects(schema) if not _CHECKED.isdisjoint(part)]
     for item in objects:
         for name in _REPEATS:
             if isinstance(many := item.get(name), int | float) and many > MOST_REPEATS:
@@ -143,9 +141,8 @@ def written_out(pattern: str) -> int:
             sizes.append(0)
             last = 0
         elif part[0] == ")":
-            last = (
-                sizes.pop() if len(sizes) > 1 else 0
-            )  # one that closes nothing is refused by the grammar's maker
+            # one that closes nothing is refused by the grammar's maker
+            last = sizes.pop() if len(sizes) > 1 else 0
             sizes[-1] += last
         elif part[0] not in "|*+?":
             last, in_class = 1, part[0] == "["
@@ -178,9 +175,8 @@ class _Patterns:
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
-        self._known: dict[
-            str, int
-        ] = {}  # by reference; 0 while it is being counted, so that a cycle ends
+        # by reference; 0 while it is being counted, so that a cycle ends
+        self._known: dict[str, int] = {}
 
     def of(self, value: Any) -> int:
         """Return how many there are.  Raises ValueError for a reference to elsewhere,
@@ -264,9 +260,8 @@ class Compiled:
         # No __del__: while one runs, another thread would still get this from ``Grammars._live``.
         finalize(self, channel.close)
         self._numbers = count()
-        self._replies: dict[
-            int, list[tuple[int, bytes]]
-        ] = {}  # by answer, what came while another was waited for
+        # by answer, what came while another was waited for
+        self._replies: dict[int, list[tuple[int, bytes]]] = {}
 
     def compile(self, wanted: Format, masks: int, seconds: float) -> None:
         """Wait at most so long for the grammar.  Raises RequestError; TimeoutError where the time

@@ -24,9 +24,8 @@ from service.engines.families import family_of
 from service.errors import HalluTracerError, ModelLoadError
 
 PLAIN = frozenset({"F32", "F16", "BF16"})
-PIECE = (
-    1 << 18
-)  # numbers dequantized at once: they and what is computed on the way stay in a CPU's cache
+# numbers dequantized at once: they and what is computed on the way stay in a CPU's cache
+PIECE = 1 << 18
 _ALONE = threading.Lock()  # held while gguf's functions are replaced
 
 

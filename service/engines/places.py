@@ -29,14 +29,8 @@ from service.errors import ModelLoadError
 from service.progress import size_text
 
 CONFIG = "config.json"
-OF_A_FOLDER = (
-    ".json",
-    ".jinja",
-    ".safetensors",
-    ".bin",
-    ".pth",
-    ".pt",
-)  # suffixes of the files of a model's folder
+# suffixes of the files of a model's folder
+OF_A_FOLDER = (".json", ".jinja", ".safetensors", ".bin", ".pth", ".pt")
 TIMEOUT_S = 5.0
 
 

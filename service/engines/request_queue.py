@@ -49,9 +49,8 @@ class EngineRequest:
     outbox: Outbox
     turn: Turn = FIRST_COME
     answer_probes: Probes | None = None
-    inbox: asyncio.Queue[Update | BaseException | None] = field(
-        default_factory=asyncio.Queue
-    )  # None: the end
+    # None: the end
+    inbox: asyncio.Queue[Update | BaseException | None] = field(default_factory=asyncio.Queue)
     queued: float = field(default_factory=time.monotonic)
     cancelled: bool = False  # written by the consumer's loop, read by the engine's thread
     finished: bool = False  # written by the engine's thread

@@ -32,9 +32,8 @@ class Action(StrEnum):
 
     decision: Decision
     strictness: int  # a higher number lets less through, or less without a warning
-    message: (
-        str | None
-    )  # where the policies file gives none; "": the service's own; None: it comes with none
+    # where the policies file gives none; "": the service's own; None: it comes with none
+    message: str | None
 
     def __new__(
         cls, name: str, decision: Decision, strictness: int, message: str | None = None

@@ -77,9 +77,8 @@ class Lane:
         self._pending: Counter[str] = Counter()  # by caller, those that wait and the one that runs
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
         self._lock = threading.Lock()
-        self._waiting: dict[
-            str, deque[tuple[Future[Any], Callable[[], Any]]]
-        ] = {}  # by caller, whose turn it is first
+        # by caller, whose turn it is first
+        self._waiting: dict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = {}
 
     async def run(self, caller: str, work: Callable[[], T]) -> T:
         """Return ``work()`` from the thread; raises what it raises, Overloaded, or NotReady after
@@ -225,10 +224,8 @@ class FairShare:
     def __init__(self, max_waiting: int) -> None:
         self._max_waiting = max_waiting
         self._prompts: Counter[str] = Counter()
-        self._tokens: dict[bool, Counter[str]] = {
-            True: Counter(),
-            False: Counter(),
-        }  # by whether they may be decoded
+        # by whether they may be decoded
+        self._tokens: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
         self._given: dict[str, int] = {}  # caller -> the place after its newest prompt
         self._now = 0  # the place of the prompt that was served last
 

@@ -138,9 +138,8 @@ class Loaded:
     """What one loading gave: all of it is served from one moment on."""
 
     scorers: tuple[Scorer, ...] = ()  # the first is the default
-    aliases: Mapping[str, str] = field(
-        default_factory=dict
-    )  # name@alias -> name:version, as they were when loaded
+    # name@alias -> name:version, as they were when loaded
+    aliases: Mapping[str, str] = field(default_factory=dict)
     rollout: Rollout = Rollout()
     left_out: Mapping[str, str] = field(default_factory=dict)  # reference -> why it is not used
     tallies: Mapping[str, Tally] = field(default_factory=dict)  # digest -> what labels said before
@@ -155,9 +154,8 @@ class Catalogue:
     metrics: Metrics
     policies: Policies
     plan: RolloutPlan = field(default_factory=RolloutPlan)
-    aliases_of: Callable[[str], Mapping[str, int]] = (
-        lambda name: {}
-    )  # a bundle's alias -> version; read when it loads
+    # a bundle's alias -> version; read when it loads
+    aliases_of: Callable[[str], Mapping[str, int]] = lambda name: {}
     feedback: AnswerStore | None = None
     limits: DriftLimits = field(default_factory=DriftLimits)
     loaded: Loaded = field(default_factory=Loaded)
@@ -303,9 +301,8 @@ class Catalogue:
 
     def scorer(self, bundle: str | None, model: str | None) -> Scorer:
         """Return the loaded scorer that a request names, else the first.  Raises NotFound."""
-        models = {
-            scorer.engine.identity.model: scorer for scorer in reversed(self.scorers)
-        }  # the default of each adapter, too
+        # the default of each adapter, too
+        models = {scorer.engine.identity.model: scorer for scorer in reversed(self.scorers)}
         base = self.scorers[0]
         models |= dict.fromkeys((base.engine.identity.model, *self.settings.model_names), base)
         if model is not None and model not in models and model in self._other_names(base):

@@ -109,9 +109,8 @@ class RequestHandle:
     def __post_init__(self) -> None:
         self.unscored = self.unfinished = self.prompts
         self.scored, self.done = asyncio.Event(), asyncio.Event()
-        self.text: asyncio.Queue[Piece | None] = (
-            asyncio.Queue()
-        )  # of a streaming request; None: no more
+        # of a streaming request; None: no more
+        self.text: asyncio.Queue[Piece | None] = asyncio.Queue()
         self._error: BaseException | None = None
 
     def start(self, prompts: Sequence[TokenIds], standings: Sequence[Standing] = ()) -> None:
@@ -225,9 +224,8 @@ class Dispatcher:
         self._decoding = self._failures = 0  # passes in a row that failed
         # what ended the answers of the newest step that failed
         self._failed_step: BaseException | None = None
-        self._progress_at = (
-            clock()
-        )  # of the engine's newest sign of life, or of the first prompt since
+        # of the engine's newest sign of life, or of the first prompt since
+        self._progress_at = clock()
         self._scorer: Scorer | None = None  # of the newest request
         self._trial: asyncio.Task[None] | None = None  # tries a stalled engine
         self.stalled = False

@@ -66,9 +66,8 @@ class Monitor:
             log.error("bundle %s is not watched for drift: %s", bundle.reference, error)
         guarantee = bundle.manifest.guarantee
         self._label_test = None if guarantee is None else LabelTest(guarantee.alpha)
-        self._window: OrderedDict[bytes, tuple[float, bool]] = (
-            OrderedDict()
-        )  # by digest: its newest risk, outside
+        # by digest: its newest risk, outside
+        self._window: OrderedDict[bytes, tuple[float, bool]] = OrderedDict()
         self._seen = self._new = 0
 
     @property
@@ -171,9 +170,8 @@ _ANSWERS = {
     MESSAGES_ROUTE: "msg_",
 }
 _RISK = "risk-"  # what other routes answer
-PREFIX = re.compile(
-    f"^({'|'.join([_RISK, *_ANSWERS.values()])})"
-)  # of an answer's id; behind it is the request's own
+# of an answer's id; behind it is the request's own
+PREFIX = re.compile(f"^({'|'.join([_RISK, *_ANSWERS.values()])})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,9 +273,8 @@ class Judgement:
     # that the monitor had found when the prompts were judged
     bundle_violations: tuple[str, ...] | None = None
     retrieval: Retrieval | None = None  # where the request names an earlier one
-    unscored: Mapping[int, int] = field(
-        default_factory=dict
-    )  # index of a prompt that failed -> its ``submitted_ns``
+    # index of a prompt that failed -> its ``submitted_ns``
+    unscored: Mapping[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.bundle_violations is None:

@@ -42,9 +42,8 @@ from service.serving.judgement import CAUSES, AnswerEnd, Cause, Judgement
 from service.serving.log_queue import Fate as LogFate
 from service.turn import Outcome
 
-UpstreamOutcome = Literal[
-    "answered", "failed", "given_up"
-]  # of a prompt that was sent to an upstream
+# of a prompt that was sent to an upstream
+UpstreamOutcome = Literal["answered", "failed", "given_up"]
 ShadowVerdict = Literal["agrees", "stricter", "looser", "failed"]
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
@@ -481,17 +480,15 @@ class Metrics:
             "keys_stale",
             "gate_configured",
         ):
-            self.gauge(
-                name, 0
-            )  # a shared folder may hold values of an earlier process with this id
+            # a shared folder may hold values of an earlier process with this id
+            self.gauge(name, 0)
         self.gauge("last_reload_successful", 1)
         for name, first in _FIRST.items():
             for value in first:
                 self._all[name].labels(value)
         self.compared: dict[str, Comparison] = {}  # by the shadow, "name:version"
-        self._listed: dict[
-            str, set[tuple[str, ...]]
-        ] = {}  # labels of the gauges that are 1 for what is loaded
+        # labels of the gauges that are 1 for what is loaded
+        self._listed: dict[str, set[tuple[str, ...]]] = {}
         self._known: set[tuple[str, str]] = set()  # bundles whose series exist
 
     def count(self, name: str, *labels: str, by: float = 1) -> None:

@@ -136,13 +136,11 @@ class Lifecycle:
     reload_error: str | None = None  # why the newest reload changed nothing
     # when the first of those reloads failed that changed nothing, one after another
     failing_since: float | None = None
-    ended: Counter[str] = field(
-        default_factory=Counter
-    )  # scoring requests since ``leave``: finished, unfinished, refused
+    # scoring requests since ``leave``: finished, unfinished, refused
+    ended: Counter[str] = field(default_factory=Counter)
     _left_at: float | None = None  # on the monotonic clock
-    _limits: set[asyncio.Timeout] = field(
-        default_factory=set
-    )  # of what waits for others than the engine
+    # of what waits for others than the engine
+    _limits: set[asyncio.Timeout] = field(default_factory=set)
     _dispatcher: Dispatcher | None = None
     _reloading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -359,9 +357,8 @@ class Service:
 
     load: Load = field(kw_only=False)
     load_again: LoadAgain | None = None
-    left_out: Mapping[str, str] = field(
-        default_factory=dict
-    )  # reference -> why; written by whoever loads
+    # reference -> why; written by whoever loads
+    left_out: Mapping[str, str] = field(default_factory=dict)
     aliases_of: Callable[[str], Mapping[str, int]] = lambda name: {}
     settings: ServiceSettings = field(default_factory=ServiceSettings)
     policies: Policies = field(default_factory=lambda: Policies(built_in()))
@@ -397,9 +394,8 @@ class Service:
         )
         metrics.gauge("gate_configured", int(self._gates))
         self.access = Access(settings, self.keys, metrics, self.audit)
-        self.tokenizing = Tokenizing(
-            settings.max_queue
-        )  # as many requests may be tokenized as prompts may wait
+        # as many requests may be tokenized as prompts may wait
+        self.tokenizing = Tokenizing(settings.max_queue)
         # Answers to bundles' own questions: by digest, number, and the policy with its threshold
         # that judged them.
         self.sampled: dict[tuple[str, int, Policy], Judgement] = {}

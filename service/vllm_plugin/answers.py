@@ -29,9 +29,8 @@ class AnswerReader:
     def __init__(self, scorer: Scorer, policy: Policy, lease: ProbeLease) -> None:
         self._scorer, self._policy = scorer, policy
         self._lease: ProbeLease | None = lease  # None: the answer cannot be read any further
-        self._waiting = deque[
-            tuple[Any, int]
-        ]()  # outputs, and how many tokens the answer had with each
+        # outputs, and how many tokens the answer had with each
+        self._waiting = deque[tuple[Any, int]]()
         self._outputs_read = 0
         self._risk: AnswerRisk | None = None  # by the tokens of those
 

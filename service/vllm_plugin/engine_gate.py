@@ -68,9 +68,8 @@ class Gate:
                 raise HalluTracerError("the worker did not read its prompt")
             chat = scorer.prompt_format == "chat"
             ends = not chat or tuple(prompt[-len(scorer.chat_ending) :]) == scorer.chat_ending
-            as_trained = ends and not getattr(
-                request, "mm_features", None
-            )  # images, audio: training had text
+            # images, audio: training had text
+            as_trained = ends and not getattr(request, "mm_features", None)
             if not as_trained:
                 policy = untemplated(scorer, policy)
             standing = self.standing(prompt) if chat and as_trained else UNKNOWN
@@ -145,9 +144,8 @@ class Judging:
 
     def rpc(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         """Call a method of every worker."""
-        self._changed |= (
-            not isinstance(method, str) or method in CHANGES
-        )  # a function may do anything
+        # a function may do anything
+        self._changed |= not isinstance(method, str) or method in CHANGES
         return self._rpc(method, *args, **kwargs)
 
     def open(self) -> None:
@@ -170,9 +168,8 @@ class Judging:
         """Open the gate again after a change of the weights, while nothing else runs: no request is
         read before."""
         idle = not (self._requests or self._core.is_sleeping())
-        alone = (
-            self._core.vllm_config.parallel_config.data_parallel_size == 1
-        )  # the others step along
+        # the others step along
+        alone = self._core.vllm_config.parallel_config.data_parallel_size == 1
         if self._gate is None or not (self._changed and idle and alone):
             return
         try:

@@ -39,12 +39,8 @@ NAME = "hallutracer"
 RAY_PREFIXES = (  # of the variables that vLLM hands to its Ray workers
     "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
 )
-GROUPS = (
-    "general",
-    "io_processor",
-    "platform",
-    "stat_logger",
-)  # of vLLM's plugins that load unless others are named
+# of vLLM's plugins that load unless others are named
+GROUPS = ("general", "io_processor", "platform", "stat_logger")
 # module and function: what starts the engine of vLLM's own server, or another node's part of it
 SERVERS = {
     ("vllm.entrypoints.launchers.api_server.entry", "run_server_worker"),
@@ -238,9 +234,8 @@ def _exit(reason: str) -> NoReturn:
 def in_server(frame: FrameType | None) -> bool:
     """Return whether vLLM's own server is among the callers of ``frame``."""
     while frame is not None:
-        module = getattr(
-            frame.f_globals.get("__spec__"), "name", ""
-        )  # also where it runs as a program
+        # also where it runs as a program
+        module = getattr(frame.f_globals.get("__spec__"), "name", "")
         if (module, frame.f_code.co_name) in SERVERS:
             return True
         frame = frame.f_back

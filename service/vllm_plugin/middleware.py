@@ -62,9 +62,8 @@ class RiskNotes:
         address = scope["client"][0] if scope.get("client") else None
         note = Note(carries=path in PATHS, who=Who(address=address), route=path)
         token = CURRENT.set(note)
-        parts: list[
-            bytes
-        ] = []  # the objects that the app keeps as well, until the body is complete
+        # the objects that the app keeps as well, until the body is complete
+        parts: list[bytes] = []
 
         async def reading() -> Message:
             message = await receive()

@@ -53,10 +53,8 @@ AS_TRAINED: dict[str, Any] = {
 nothing, beside null."""
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Fields of a body that a model's ``generation_config`` fills in where they are missing."""
-ELSEWHERE = (
-    "previous_response_id",
-    "prompt",
-)  # of a request to /v1/responses: turns that its body does not have
+# of a request to /v1/responses: turns that its body does not have
+ELSEWHERE = ("previous_response_id", "prompt")
 _FLAG = TypeAdapter(bool)
 NO_PLACE = (
     "a policy that withholds answers applies to this request, and the response of this route cannot"
@@ -64,9 +62,8 @@ NO_PLACE = (
     " operator choose a policy that observes"
 )
 IN_BACKGROUND = "an answer that is fetched later has no place for a verdict: leave 'background' out"
-OURS = re.compile(
-    r"hallu[_-]*tracer", re.IGNORECASE
-)  # how an argument of ours begins, well written or not
+# how an argument of ours begins, well written or not
+OURS = re.compile(r"hallu[_-]*tracer", re.IGNORECASE)
 
 
 @dataclass
@@ -80,9 +77,8 @@ class Note:
     route: str = ""  # that the request came by
     carries: bool = True  # whether the response has a place for it
     templated: bool = True  # whether its prompts go through the chat template
-    moves: tuple[
-        str, ...
-    ] = ()  # its fields that render its messages otherwise than training's were
+    # its fields that render its messages otherwise than training's were
+    moves: tuple[str, ...] = ()
     # the arguments of the chat template that it asks for, as its body has them
     of_template: Any = None
     answered: tuple[str, ...] = ()  # ``chat_violations`` of its messages
@@ -90,27 +86,21 @@ class Note:
     background: bool = False  # whether the answer is fetched later, by another request
     beams: bool = False  # whether it asks for a beam search
     written: tuple[Any, ...] = ()  # what of its body a chat template may write
-    turns: tuple[
-        list[Any], ...
-    ] = ()  # of its chats, as the body has them; empty where they are made of more
+    # of its chats, as the body has them; empty where they are made of more
+    turns: tuple[list[Any], ...] = ()
     rendered: list[Chat] = field(default_factory=list)  # what vLLM's renderer made of its chats
-    chats: list[Chat | None] = field(
-        default_factory=list
-    )  # of its prompts; None where none is known
-    prompts: list[Sequence[int]] = field(
-        default_factory=list
-    )  # their token ids; empty where none are known
-    moved: set[int] = field(
-        default_factory=set
-    )  # the prompts that are not what the template makes of their messages
+    # of its prompts; None where none is known
+    chats: list[Chat | None] = field(default_factory=list)
+    # their token ids; empty where none are known
+    prompts: list[Sequence[int]] = field(default_factory=list)
+    # the prompts that are not what the template makes of their messages
+    moved: set[int] = field(default_factory=set)
     sampling: frozenset[str] = frozenset()  # its fields that say how tokens are chosen
-    decoded: dict[str, float] = field(
-        default_factory=dict
-    )  # temperature and top_p, where vLLM's own are others
+    # temperature and top_p, where vLLM's own are others
+    decoded: dict[str, float] = field(default_factory=dict)
     misplaced: tuple[str, ...] = ()  # arguments of ours outside vllm_xargs
-    xargs: dict[str, Any] = field(
-        default_factory=dict
-    )  # vllm_xargs of a beam search, which vLLM drops
+    # vllm_xargs of a beam search, which vLLM drops
+    xargs: dict[str, Any] = field(default_factory=dict)
     reads_answers: bool = False  # whether answers' own tokens are read
     # HTTP status and reason, where the request was refused or failed
     error: tuple[int, str] | None = None
@@ -241,9 +231,8 @@ def read(note: Note, body: bytes) -> None:
     note.misplaced = tuple(name for name in content if OURS.match(name))
     note.sampling = frozenset(name for name in SAMPLING if content.get(name) is not None)
     chats = _chats(note.route, content)
-    note.templated = chats is not None and not (
-        "prompt" in content and note.route == EITHER
-    )  # which may read either
+    # which may read either
+    note.templated = chats is not None and not ("prompt" in content and note.route == EITHER)
     note.written = (
         () if chats is None else tuple(content[name] for name in RENDERED if name in content)
     )
@@ -259,9 +248,8 @@ def read(note: Note, body: bytes) -> None:
     )
     note.background = note.route == RESPONSES_ROUTE and bool(content.get("background"))
     try:
-        note.beams = _FLAG.validate_python(
-            content.get("use_beam_search")
-        )  # as vLLM reads a flag; it refuses others
+        # as vLLM reads a flag; it refuses others
+        note.beams = _FLAG.validate_python(content.get("use_beam_search"))
     except ValidationError:
         note.beams = False
     xargs = content.get("vllm_xargs")

@@ -116,9 +116,8 @@ def check_bundles(
 
 
 def _about(name: str, error: BundleError) -> str:
-    return (
-        str(error) if str(error).startswith(f"{name}:") else f"{name}: {error}"
-    )  # most begin with the name
+    # most begin with the name
+    return str(error) if str(error).startswith(f"{name}:") else f"{name}: {error}"
 
 
 def _left_out(check: str, name: str, error: BundleError) -> Finding:

@@ -141,9 +141,8 @@ class RequestTrace:
         self._tracer, self._span, self._method, self._events = tracer, span, method, events
         self._context = set_span_in_context(span, Context())
         context = span.get_span_context()
-        self.id = (
-            format_trace_id(context.trace_id) if context.is_valid else None
-        )  # None with OTEL_SDK_DISABLED
+        # None with OTEL_SDK_DISABLED
+        self.id = format_trace_id(context.trace_id) if context.is_valid else None
 
     def upstream(self, upstream: Upstream, route: str) -> UpstreamCall:
         """Begin the span of a prompt that is sent on."""
@@ -285,9 +284,8 @@ class RequestTrace:
                     self._events.send(below, ended, same | of_answer(end.risk, record.threshold))
         if reasons:
             span.set_attribute("gen_ai.response.finish_reasons", reasons)
-        _fail(
-            span, None if finished else code
-        )  # else what failed came after the model, such as an upstream
+        # else what failed came after the model, such as an upstream
+        _fail(span, None if finished else code)
         span.end(over)
 
 

@@ -39,9 +39,8 @@ GREEDY_BELOW = 1e-6  # smaller temperatures overflow float32; their limit is the
 INCOMPLETE = "\ufffd"  # what a tokenizer decodes the bytes of an incomplete character to
 
 
-Window = tuple[
-    Any, Tensor, Tensor, int
-]  # a layer, its keys, values and the tokens that it has seen
+# a layer, its keys, values and the tokens that it has seen
+Window = tuple[Any, Tensor, Tensor, int]
 
 
 def generator_for(sampling: Sampling, device: torch.device) -> torch.Generator | None:
@@ -68,9 +67,8 @@ def pick(logits: Tensor, sampling: Sampling, generator: torch.Generator | None) 
         # vocabulary, suffices.
         likely = (probabilities >= (1.0 - sampling.top_p) / 2 / len(probabilities)).nonzero()[:, 0]
         ordered, order = probabilities[likely].sort(descending=True)
-        outside = (
-            ordered.cumsum(dim=-1) - ordered >= sampling.top_p
-        )  # the token that crosses top_p is kept
+        # the token that crosses top_p is kept
+        outside = ordered.cumsum(dim=-1) - ordered >= sampling.top_p
         outside[0] = False  # also if top_p is zero in float32
         probabilities = torch.zeros_like(probabilities).scatter(
             0, likely[order], ordered.masked_fill(outside, 0.0)
@@ -332,9 +330,8 @@ def split_cache(cache: Any, batch: Batch, config: Any) -> list[Any]:
         own = DynamicCache(config=config)
         for layer, full in enumerate(cache.layers):
             span = (slice(row, row + 1), slice(None), slice(length))
-            own.update(
-                full.keys[span], full.values[span], layer
-            )  # update concatenates, which copies
+            # update concatenates, which copies
+            own.update(full.keys[span], full.values[span], layer)
         rows.append(own)
     return rows
 

@@ -421,9 +421,8 @@ class TransformersEngine(WithTokens):
         for prefix in sorted(set(prefixes)):
             rows = [row for row, prefix_of_row in enumerate(prefixes) if prefix_of_row == prefix]
             lengths = [len(prompts[row]) - prefix for row in rows]
-            budget = (
-                0 if kept and self._alone else self.max_batch_tokens
-            )  # a cache that cannot be split: one prompt
+            # a cache that cannot be split: one prompt
+            budget = 0 if kept and self._alone else self.max_batch_tokens
             for group in hooks.micro_batches(lengths, budget, equal_lengths=self._equal_lengths):
                 index = [rows[number] for number in group]
                 yield hooks.pad(prompts, index, self._filler, self._device, prefix)
@@ -506,9 +505,8 @@ class TransformersEngine(WithTokens):
         stack = self._stack([probes[key] for key in keys])
         sink = TruthLogits(stack, len(group), self._device)
         logits = stepped(sink)
-        truth = stack.finish(
-            {key: sums.cpu().numpy() for key, sums in sink.buffers.items()}
-        )  # [m, rows, P]
+        # [m, rows, P]
+        truth = stack.finish({key: sums.cpu().numpy() for key, sums in sink.buffers.items()})
         return logits, [
             (
                 None
@@ -575,9 +573,8 @@ class TransformersEngine(WithTokens):
 
     def _stack(self, probes: Sequence[Probes]) -> ProbeStack:
         check_sites(self.identity.model_type, [probe.site for probe in probes])
-        key = tuple(
-            id(probe) for probe in probes
-        )  # a stack holds its probes, so their ids are not reused
+        # a stack holds its probes, so their ids are not reused
+        key = tuple(id(probe) for probe in probes)
         stack = self._stacks.pop(key, None) or ProbeStack(
             probes, self._modules.geometry, self._device
         )

@@ -243,9 +243,8 @@ def has_windows(config: Any) -> bool:
     """Return whether some layer sees a window only or is recurrent: its cache is not the whole
     beginning."""
     cache: Any = DynamicCache(config=config)
-    return any(
-        getattr(layer, "is_sliding", True) for layer in cache.layers
-    )  # without the attribute: recurrent
+    # without the attribute: recurrent
+    return any(getattr(layer, "is_sliding", True) for layer in cache.layers)
 
 
 def is_recurrent(config: Any) -> bool:
@@ -514,9 +513,8 @@ def check_decoder(model: Any, modules: ModelModules, name: str, device: torch.de
 
     Runs two prompts of three tokens that differ in the last one, and one of them in two steps with
     a cache."""
-    called: list[
-        tuple[torch.nn.Module, Tensor, Tensor]
-    ] = []  # block, what it was given, what it made
+    # block, what it was given, what it made
+    called: list[tuple[torch.nn.Module, Tensor, Tensor]] = []
 
     def record(block: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         states = args[0] if args else kwargs["hidden_states"]
@@ -544,9 +542,8 @@ def check_decoder(model: Any, modules: ModelModules, name: str, device: torch.de
         for handle in handles:
             handle.remove()
     outputs = [output for _, _, output in seen]
-    reported = (
-        getattr(whole, "hidden_states", None) or ()
-    )  # by transformers' account; the last is behind a norm
+    # by transformers' account; the last is behind a norm
+    reported = getattr(whole, "hidden_states", None) or ()
     for holds, problem in (
         (
             [block for block, _, _ in seen] == [*modules.blocks],
@@ -584,9 +581,8 @@ def check_decoder(model: Any, modules: ModelModules, name: str, device: torch.de
             )
 
 
-Prefilled = tuple[
-    Batch, TruthLogits, Tensor | None
-]  # one micro-batch's, still on the device; [batch, 3] if asked for
+# one micro-batch's, still on the device; [batch, 3] if asked for
+Prefilled = tuple[Batch, TruthLogits, Tensor | None]
 
 
 def prefill_results(stack: ProbeStack, done: Sequence[Prefilled]) -> list[PrefillResult]:

@@ -94,16 +94,14 @@ class AdaptiveThreads:
         self._counts = tuple(
             sorted({1 << power for power in range(most.bit_length()) if 1 << power < most} | {most})
         )
-        self._latest = (
-            len(self._counts) - 1
-        )  # a size that was not seen yet begins with what was best for another
+        # a size that was not seen yet begins with what was best for another
+        self._latest = len(self._counts) - 1
         self._sizes: dict[int, Timings] = {}
         self._before = most
         self._pass: tuple[Timings, int, int, float] | None = None
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
-        model.register_forward_hook(
-            self._end, always_call=True
-        )  # a score ends its pass with an exception
+        # a score ends its pass with an exception
+        model.register_forward_hook(self._end, always_call=True)
 
     def _begin(self, model: Any, arguments: Any, named: dict[str, Any]) -> None:
         if "input_ids" not in named:  # a method of the evaluation that feeds embeddings

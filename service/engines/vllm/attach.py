@@ -58,9 +58,8 @@ class SiteReadout:
         rows: int = 0,
     ) -> None:
         geometry = plan.geometry
-        self.whole = (
-            plan.activations or heads[1] <= plan.slots
-        )  # else the heads of the probes are kept alone
+        # else the heads of the probes are kept alone
+        self.whole = plan.activations or heads[1] <= plan.slots
         self.site, self.layers, self.heads = site, layers, heads
         self.dim = geometry.dim(site)
         self.width = heads[1] * self.dim
@@ -68,16 +67,14 @@ class SiteReadout:
         self.leading = leading
         size = (len(layers), plan.slots)
         self.head = torch.zeros(size, dtype=torch.int64, device=device)  # of this rank's
-        self.direction = torch.zeros(
-            *size, self.dim, dtype=torch.float32, device=device
-        )  # v / scale
+        # v / scale
+        self.direction = torch.zeros(*size, self.dim, dtype=torch.float32, device=device)
         self.offset = torch.zeros(size, dtype=torch.float32, device=device)  # b / scale
         self._unit = self.width if self.whole else self.dim  # numbers that are kept together
         picks = 1 if self.whole else plan.slots
         self._rows = rows
-        self._places = torch.zeros(
-            len(layers), rows, picks, dtype=torch.int64, device=device
-        )  # among a step's units
+        # among a step's units
+        self._places = torch.zeros(len(layers), rows, picks, dtype=torch.int64, device=device)
         self._kept: Tensor | None = None  # [layers, rows, picks, unit]
         # rows of the step, and how often its forward pass has kept them
         self._count = self._calls = 0
@@ -280,9 +277,8 @@ def _stream_is_sum(
     takes = inspect.signature(type(decoder).forward).parameters
     calls = list[list[Any]]()
     returned = list[list[Tensor]]()
-    angles = torch.linspace(0, 99, TOKENS * geometry.hidden_size).view(
-        TOKENS, -1
-    )  # norms take lines for one another
+    # norms take lines for one another
+    angles = torch.linspace(0, 99, TOKENS * geometry.hidden_size).view(TOKENS, -1)
     positions = torch.arange(TOKENS, device=like.device)
     if "attention_mask" in takes:  # transformers' own module, which vLLM's backend for it runs
         angles, positions = angles[None], positions[None]

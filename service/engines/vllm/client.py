@@ -37,9 +37,8 @@ class Slots:
         """``write(index, probes)`` writes a probe into a slot of its site on every rank, and
         returns its digest."""
         self._plan, self._write = plan, write
-        self.on_changed: Callable[[], None] = lambda: (
-            None
-        )  # a request was not read: the weights have changed
+        # a request was not read: the weights have changed
+        self.on_changed: Callable[[], None] = lambda: None
         self._slots = [_Slot(site, index) for site in plan.sites for index in range(plan.slots)]
         self._lock = asyncio.Lock()
         self._clock = count(1)

@@ -617,9 +617,8 @@ class _Answer:
         self._text += new.text
         self._tokens += new.token_ids
         self._finish_reason = new.finish_reason
-        self._stop = (
-            new.stop_reason if isinstance(new.stop_reason, str) else None
-        )  # a number is an end token's
+        # a number is an end token's
+        self._stop = new.stop_reason if isinstance(new.stop_reason, str) else None
         return new.text, len(new.token_ids)
 
     @property

@@ -173,9 +173,8 @@ def start(
         cache_sizes = {"kv_cache_memory_bytes", "gpu_memory_utilization"}
         if not cache_sizes & set(arguments) and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
             arguments["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
-    arguments.setdefault(
-        "scheduling_policy", "priority"
-    )  # callers take turns: ``Engine.answer``'s place
+    # callers take turns: ``Engine.answer``'s place
+    arguments.setdefault("scheduling_policy", "priority")
     # llguidance, by which a schema is checked before vLLM sees it, and which is lazy where others'
     # automata are large.
     arguments.setdefault("structured_outputs_config", StructuredOutputsConfig(backend="guidance"))
@@ -189,9 +188,8 @@ def start(
     if options.max_batch_tokens is not None:
         arguments["max_num_batched_tokens"] = options.max_batch_tokens
     try:
-        here = bool(
-            files.loader_arguments["local_files_only"]
-        )  # then vLLM need not ask the hub either
+        # then vLLM need not ask the hub either
+        here = bool(files.loader_arguments["local_files_only"])
         revision = None if here else options.revision
         config = AsyncEngineArgs(
             model=str(files.folder) if here else options.model,
@@ -203,9 +201,8 @@ def start(
             enable_log_requests=False,
             **arguments,
         ).create_engine_config()
-        refuse_unsupported(
-            config
-        )  # also here, because an error in a worker's process only reaches the log
+        # also here, because an error in a worker's process only reaches the log
+        refuse_unsupported(config)
         # Statistics are on, because they measure each request's time in the queue and in the
         # prefill.
         return AsyncLLM.from_vllm_config(config, disable_log_stats=False)

@@ -108,15 +108,13 @@ class Reader:
         self.for_all: Directive | None = None  # of every request, whatever it asks for itself
         self.digests: dict[int, str] = {}  # column -> digest of the probe that its slot holds
         self.weights = 0  # how often they have changed since they were loaded
-        self.answering: dict[
-            str, Directive
-        ] = {}  # of requests whose prompt has ended and whose answer is read
+        # of requests whose prompt has ended and whose answer is read
+        self.answering: dict[str, Directive] = {}
         self._step: list[OnsetRow] = []
         self._answers: Sequence[AnswerRow] = ()
         self.keeps = False  # whether the coming forward pass keeps activations
-        self._refused: dict[
-            int, float
-        ] = {}  # places in the step whose directives name other probes or weights
+        # places in the step whose directives name other probes or weights
+        self._refused: dict[int, float] = {}
         self._numbers = torch.empty(0)  # [n, 24] on the device: ``_numbers``
         self._values: Tensor | None = None  # [columns, n, layers]
         self._activations: list[Tensor] = []
@@ -225,9 +223,8 @@ class Reader:
         )
         signals[:, 0] = means[:, 0]
         if self._summary is not None:
-            signals[:, 1:3] = (
-                self._summary[:, :2].float().to(signals)
-            )  # rounded as the payload's are
+            # rounded as the payload's are
+            signals[:, 1:3] = self._summary[:, :2].float().to(signals)
         signals[:, 3], signals[:, 4] = told[:, 1], told[:, 1] * told[:, 2]
         signals[:, 5] = signals[:, 4] * numbers[:, LOG_TOKENS]
         # A signal with weight 0 may be anything, including a NaN.

@@ -18,11 +18,8 @@ from service.readout import Probes
 
 # Relative to the largest truth logit: kernels round differently in batches of other shapes.
 TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.2}
-ENDS = (
-    0,
-    2,
-    3,
-)  # prompts whose end is changed: in a long one it may weigh little, in a short one it does not
+# prompts whose end is changed: in a long one it may weigh little, in a short one it does not
+ENDS = (0, 2, 3)
 DECODED = (1, 3, 7)  # batch sizes; vLLM pads those between the sizes that it captured
 DECODE = Sampling(max_tokens=4)
 
@@ -55,16 +52,8 @@ def self_test(engine: Answering, plan: Plan, vocabulary: int) -> None:
 
     generator, geometry = np.random.default_rng(0), plan.geometry
     layers = geometry.num_layers
-    lengths = [
-        2,
-        5,
-        3,
-        40,
-        1,
-        17,
-        2,
-        9,
-    ]  # 17: when it is repeated, a cached block, and t* alone like a decoded token
+    # 17: when it is repeated, a cached block, and t* alone like a decoded token
+    lengths = [2, 5, 3, 40, 1, 17, 2, 9]
     prompts = [generator.integers(0, vocabulary, length).tolist() for length in lengths]
     changed = [[*prompts[row][:-1], (prompts[row][-1] + 1) % vocabulary] for row in ENDS]
     for site in plan.sites:

@@ -138,9 +138,8 @@ def refuse_ungated(config: VllmConfig) -> None:
     """Raise EngineError where nothing judges what this worker reads: its class was named, and the
     guard not loaded."""
     additional = config.additional_config
-    gated = (
-        additional.get(GATED) if isinstance(additional, dict) else None
-    )  # False: the engine's core judges
+    # False: the engine's core judges
+    gated = additional.get(GATED) if isinstance(additional, dict) else None
     if gated is None or not (gated or os.environ.get(env("bundle"))):
         raise EngineError(
             f"nothing judges what {WORKER} reads: {env('bundle')} is not set in each process, or"
@@ -390,9 +389,8 @@ class V2Reading:
     def _step_layout(self, batch: Any) -> StepLayout:
         runner: Any = self
         prompts = runner.req_states.prompt_len.np[batch.idx_mapping_np]
-        starts = batch.query_start_loc_np[
-            : batch.num_reqs + 1
-        ]  # a captured batch is padded with empty requests
+        # a captured batch is padded with empty requests
+        starts = batch.query_start_loc_np[: batch.num_reqs + 1]
         drafts, computed = np.diff(batch.cu_num_logits_np) - 1, batch.num_computed_tokens_np
         # Known tokens beyond the prompt were sampled before a preemption: a step that ends before
         # them samples none.
