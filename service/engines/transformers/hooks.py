@@ -253,14 +253,17 @@ def is_recurrent(config: Any) -> bool:
     return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
 
 
+def _rope_parameters(config: Any) -> list[dict[str, Any]]:
+    """Return those of all layers, then those of each type of layers."""
+    parameters = getattr(text_config(config), "rope_parameters", None) or {}
+    return [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+
+
 def depends_on_longest(config: Any) -> bool:
     """Return whether the encoding of positions depends on the batch's longest prompt (Phi-3's
     longrope)."""
-    parameters = getattr(text_config(config), "rope_parameters", None) or {}
-    per_layer_type = [value for value in parameters.values() if isinstance(value, dict)]
-    return any(
-        entry.get("rope_type") in LENGTH_DEPENDENT_ROPE for entry in (parameters, *per_layer_type)
-    )
+    kinds = (entry.get("rope_type") for entry in _rope_parameters(config))
+    return not LENGTH_DEPENDENT_ROPE.isdisjoint(kinds)
 
 
 def longest_in_chunks(config: Any, *, whole: bool) -> float:
@@ -274,13 +277,7 @@ def longest_in_chunks(config: Any, *, whole: bool) -> float:
         return 0
     if not depends_on_longest(config):
         return math.inf
-    text_settings = text_config(config)
-    parameters = getattr(text_settings, "rope_parameters", None) or {}
-    entries = [
-        vars(text_settings),
-        parameters,
-        *(value for value in parameters.values() if isinstance(value, dict)),
-    ]
+    entries = [vars(text_config(config)), *_rope_parameters(config)]
     names = ("original_max_position_embeddings", "max_position_embeddings")
     return min(
         int(entry[name]) for entry in entries for name in names if entry.get(name) is not None
