@@ -14,10 +14,7 @@ MESSAGES_ROUTE = "/v1/messages"  # Anthropic's
 COUNT_ROUTE = f"{MESSAGES_ROUTE}/count_tokens"  # no answer and no risk: it only renders
 CONVERSATION_ROUTES = (CHAT_ROUTE, RESPONSES_ROUTE, MESSAGES_ROUTE)
 ANSWER_ROUTES = (*SCORE_ROUTES, CHAT_ROUTE, TEXT_ROUTE, RESPONSES_ROUTE, MESSAGES_ROUTE)
-PROMPT_ROUTES = (
-    *ANSWER_ROUTES,
-    *(route for annex in annexes() for route in annex.prompt_routes),
-)
+PROMPT_ROUTES = (*ANSWER_ROUTES, *(route for annex in annexes() for route in annex.prompt_routes))
 CALLED = frozenset(
     {
         *PROMPT_ROUTES,

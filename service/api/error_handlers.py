@@ -23,25 +23,13 @@ from service.api.request_schema import (
     RequestModel,
     ScoreRequest,
 )
-from service.errors import (
-    BodiesFull,
-    BodyTooLarge,
-    BodyTooSlow,
-    HalluTracerError,
-    Unauthorized,
-    UnknownEncoding,
-)
+from service.errors import HalluTracerError, Unauthorized, UnknownEncoding
 from service.serving.request_log import log_failure, record_of
 
 _FIELD = re.compile(r"[A-Za-z_]\w*")
 # what protocols call a kind of part or of turn; another text may be a prompt and is not repeated
 _KIND = re.compile(r"[a-z][a-z_]{0,31}")
-CODES = {
-    400: "invalid_json",
-    404: "not_found",
-    405: "method_not_allowed",
-    **{error.status: error.code for error in (BodiesFull, BodyTooSlow, BodyTooLarge)},
-}
+CODES = {400: "invalid_json", 404: "not_found", 405: "method_not_allowed"}
 NO_ROUTE = (
     "no such route: {path}; this service has /score (also as /v1/risk/score), of OpenAI's API"
     " /v1/chat/completions, /v1/completions, /v1/responses and /v1/models: the base URL of OpenAI's"
@@ -258,7 +246,7 @@ class Refused(HTTPException):
     of any other."""
 
     def __init__(self, error: HalluTracerError) -> None:
-        super().__init__(error.status)
+        super().__init__(error.status, error.message)
         self.error = error
 
 

@@ -19,6 +19,8 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
 from service.api.auth import caller_of
+from service.api.error_handlers import Refused
+from service.errors import BodyTooLarge
 from service.json_limits import excess, lone_surrogate
 from service.serving.admission import OneAtATime
 
@@ -119,7 +121,7 @@ def _surrogate(body: bytes, value: Any) -> _Invalid | None:
 
 def _loaded(body: bytes) -> Any:
     if (what := excess(body)) is not None:
-        raise HTTPException(413, f"the body has {what}")
+        raise Refused(BodyTooLarge(f"the body has {what}"))
     if not body.strip():
         raise json.JSONDecodeError("it is empty: send an object", "", 0)
     if body.startswith(codecs.BOM_UTF8):

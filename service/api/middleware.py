@@ -12,13 +12,12 @@ import time
 from collections import Counter
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.access.routes import has_engine_work
 from service.api.auth import caller_of
-from service.api.error_handlers import respond
+from service.api.error_handlers import Refused, respond
 from service.errors import (
     BodiesFull,
     BodyTooLarge,
@@ -116,17 +115,14 @@ class _Body:
         self.gone = self.cut_off = False  # the second: gone before the body was complete
 
     async def receive(self) -> Message:
-        """Return the next message.  Raises HTTPException: FastAPI turns any other exception here
-        into a plain 400."""
+        """Return the next message.  Raises Refused."""
         try:
             async with asyncio.timeout(
                 None if self._complete else self._deadline - time.monotonic()
             ):
                 message = await self._receive()
         except TimeoutError:
-            raise HTTPException(
-                BodyTooSlow.status, "the body did not arrive before the deadline"
-            ) from None
+            raise Refused(BodyTooSlow("the body did not arrive before the deadline")) from None
         if message["type"] == "http.disconnect":
             self.gone = True
             self.cut_off = self.cut_off or not self._complete
@@ -135,7 +131,7 @@ class _Body:
         )
         self._received += len(message.get("body", b""))
         if self._received > self._max_bytes:
-            raise HTTPException(BodyTooLarge.status, self.too_large().message)
+            raise Refused(self.too_large())
         return message
 
     def too_large(self) -> BodyTooLarge:
@@ -187,10 +183,7 @@ class LoadShedder:
                 try:
                     memory.take(caller, more)
                 except BodiesFull as full:
-                    # FastAPI turns any other exception here into a plain 400
-                    raise HTTPException(
-                        full.status, full.message, {"Retry-After": str(full.retry_after_s)}
-                    ) from None
+                    raise Refused(full) from None
                 taken += more
 
         async def whole() -> Message:

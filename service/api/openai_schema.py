@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, StrictBool, StrictInt, StrictStr, mo
 from probes_store.records import TemplateArgument
 from service.api.formats_schema import asked_format, check_alone, checked_format
 from service.api.request_schema import (
-    VLLM_IGNORED,
+    OPENAI_IGNORED,
     VLLM_NEUTRAL,
     AnswerRequest,
     Batches,
@@ -48,10 +48,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "top_k": (-1, 0),
-    "min_p": (0,),
-    "min_tokens": (0,),
     "logit_bias": ({},),
     "logprobs": (False, 0),
     "top_logprobs": (0,),
@@ -73,16 +69,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 either."""
 IGNORED = frozenset(
     (
-        "user",
-        "metadata",
-        "store",
-        "service_tier",
         "parallel_tool_calls",
-        "safety_identifier",
-        "prompt_cache_key",
         "verbosity",
-        "prompt_cache_retention",
-        *VLLM_IGNORED,
+        *OPENAI_IGNORED,
     )
 )
 # Of an earlier answer, as clients keep it: no chat template is given any of it.

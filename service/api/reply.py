@@ -550,11 +550,7 @@ class EventStream(StreamingResponse):
     def __init__(self, wire: Wire, answer: AsyncGenerator[bytes, None] | None = None) -> None:
         """``answer``: the events between head and end mark, where another server gives them."""
         self._reply = wire.reply
-        headers = {
-            "cache-control": "no-cache",
-            "x-accel-buffering": "no",
-            **self._reply.headers(),
-        }
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no", **self._reply.headers()}
         content = _events(wire, decoded(wire) if answer is None else answer)
         super().__init__(content, media_type="text/event-stream", headers=headers)
 

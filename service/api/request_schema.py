@@ -345,6 +345,17 @@ VLLM_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 VLLM_IGNORED = frozenset(
     ("include_reasoning", "request_id", "session_id", "cache_salt", "stream_interval")
 )
+OPENAI_IGNORED = VLLM_IGNORED.union(
+    (
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+    )
+)
 
 
 def _template_arguments(value: Any) -> Any:

@@ -12,7 +12,7 @@ from pydantic import Field, StrictBool, StrictInt, StrictStr, model_validator
 from probes_store.records import TemplateArgument
 from service.api.formats_schema import asked_format, check_alone, checked_format, taken_by
 from service.api.request_schema import (
-    VLLM_IGNORED,
+    OPENAI_IGNORED,
     VLLM_NEUTRAL,
     AnswerRequest,
     CacheOptions,
@@ -211,19 +211,7 @@ class ResponsesRequest(AnswerRequest):
         "logit_bias": ({},),
         **VLLM_NEUTRAL,
     }
-    ignored = frozenset(
-        (
-            "user",
-            "metadata",
-            "store",
-            "service_tier",
-            "max_tool_calls",
-            "safety_identifier",
-            "prompt_cache_key",
-            "prompt_cache_retention",
-            *VLLM_IGNORED,
-        )
-    )
+    ignored = frozenset(("max_tool_calls", *OPENAI_IGNORED))
 
     input: Annotated[
         StrictStr
