@@ -100,7 +100,10 @@ class RequestFrame:
                 metrics.request_ended(status, code, seconds)
                 self._service.lifecycle.count_ended(code, arrived_late=arrived_late)
             if record.trace is not None:
-                record.trace.end(record, getattr(scope.get("route"), "path", None))
+                route = getattr(scope.get("route"), "path", None)
+                record.trace.end(
+                    record.request_id, route, status, code, record.judgement, record.answers
+                )
 
 
 class _Body:

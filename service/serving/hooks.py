@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from service.feedback.rows import Tally
 from service.policies.guard import Upstream
-from service.serving.judgement import Judgement, StoredPrompt
-
-if TYPE_CHECKING:
-    from service.serving.request_log import RequestRecord
+from service.serving.judgement import AnswerEnd, Judgement, StoredPrompt
 
 
 class AnswerStore(Protocol):
@@ -49,8 +46,17 @@ class RequestTrace(Protocol):
     def upstream(self, upstream: Upstream, route: str) -> UpstreamCall:
         """Note that a prompt is sent on."""
 
-    def end(self, record: RequestRecord, route: str | None) -> None:
-        """Note how the request ended; ``route`` None where there is none."""
+    def end(
+        self,
+        request_id: str,
+        route: str | None,
+        status: int,
+        code: str | None,
+        judgement: Judgement | None = None,
+        answers: Sequence[AnswerEnd] = (),
+    ) -> None:
+        """Note how the request ended; ``code`` is the error's, ``route`` None where there is
+        none."""
 
 
 class Tracing(Protocol):

@@ -52,7 +52,6 @@ from service.annexes.traces.evaluation_events import (
 from service.errors import ClientGone, HalluTracerError
 from service.policies.guard import Decision, Upstream
 from service.serving.judgement import AnswerEnd, JudgedPrompt, Judgement
-from service.serving.request_log import RequestRecord
 
 FLUSH_S = 5.0  # how long the end of the service waits for its last spans
 METHODS = frozenset(
@@ -158,24 +157,29 @@ class RequestTrace:
             self._tracer.start_span(name, self._context, SpanKind.CLIENT, attributes)
         )
 
-    def end(self, record: RequestRecord, route: str | None) -> None:
-        """End the request's span with all below it; ``route`` None where there is none."""
-        span, judgement = self._span, record.judgement
+    def end(
+        self,
+        request_id: str,
+        route: str | None,
+        status: int,
+        code: str | None,
+        judgement: Judgement | None = None,
+        answers: Sequence[AnswerEnd] = (),
+    ) -> None:
+        """End the request's span with all below it; ``code`` is the error's, ``route`` None where
+        there is none."""
+        span = self._span
         if not span.is_recording():
             return
         if judgement is not None and (judgement.prompts or judgement.unscored):
-            self._write_operation(judgement, record.answers, route, record.code)
+            self._write_operation(judgement, answers, route, code)
         if route is not None:  # a path that is no route of ours may hold anything
             span.update_name(f"{self._method} {route}")
             span.set_attributes({"http.route": route, "url.path": route})
-        assert record.status is not None, "it has ended"
         span.set_attributes(
-            {
-                "http.response.status_code": record.status,
-                "hallutracer.request_id": record.request_id,
-            }
+            {"http.response.status_code": status, "hallutracer.request_id": request_id}
         )
-        _fail(span, record.code, record.status)
+        _fail(span, code, status)
         span.end()
 
     def _write_operation(
