@@ -37,7 +37,7 @@ EQUAL = PassCost(math.inf)
 )
 @pytest.mark.parametrize(("columns", "prefix"), [(1, 0), (20, 0), (21, 0), (83, 0), (200, 7)])
 def test_passes_are_of_about_the_same_work(columns: int, prefix: int, cost: PassCost) -> None:
-    [whole] = [pad([list(range(columns + prefix))], [0], "right", 0, torch.device("cpu"), prefix)]
+    [whole] = [pad([list(range(columns + prefix))], [0], 0, torch.device("cpu"), prefix)]
     cut = chunks(whole, MOST, cost)
     assert torch.cat([one.input_ids for one in cut], dim=1).tolist() == whole.input_ids.tolist()
     ends = prefix
