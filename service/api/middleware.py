@@ -10,6 +10,7 @@ import random
 import re
 import time
 from collections import Counter
+from dataclasses import dataclass
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import HTTPConnection
@@ -33,14 +34,15 @@ from service.serving.service import Service
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
+@dataclass(eq=False)
 class RequestFrame:
     """Sets x-request-id and x-total-time (ms), refuses bodies that are too large or too slow,
     answers unhandled errors.
 
     Writes one log line per request; requests to the scoring routes are counted."""
 
-    def __init__(self, app: ASGIApp, service: Service) -> None:
-        self.app, self._service = app, service
+    app: ASGIApp
+    service: Service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve or refuse one request."""
@@ -48,9 +50,9 @@ class RequestFrame:
             await self.app(scope, receive, send)
             return
         started, headers = time.perf_counter(), Headers(scope=scope)
-        metrics = self._service.metrics
-        tracing = self._service.tracing
-        settings = self._service.settings
+        metrics = self.service.metrics
+        tracing = self.service.tracing
+        settings = self.service.settings
         named = headers.get("x-request-id", "")
         id = named if _ID.fullmatch(named) else f"{random.getrandbits(128):032x}"
         record = RequestRecord(request_id=id, method=scope["method"], path=scope["path"][:256])
@@ -67,7 +69,7 @@ class RequestFrame:
                 out["x-total-time"] = f"{(time.perf_counter() - started) * 1e3:.3f}"
             await send(message)
 
-        scoring, arrived_late = has_engine_work(record.path), self._service.lifecycle.stopping
+        scoring, arrived_late = has_engine_work(record.path), self.service.lifecycle.stopping
         if scoring:
             metrics.request_started()
         try:
@@ -98,7 +100,7 @@ class RequestFrame:
             record.write()
             if scoring:
                 metrics.request_ended(status, code, seconds)
-                self._service.lifecycle.count_ended(code, arrived_late=arrived_late)
+                self.service.lifecycle.count_ended(code, arrived_late=arrived_late)
             if record.trace is not None:
                 route = getattr(scope.get("route"), "path", None)
                 record.trace.end(
