@@ -160,7 +160,9 @@ class Turn:
         ``applies``: the prompt asks for a fact.  ``answers``: an answer was asked for.  ``tools``:
         the request's; a policy that gates calls as it gates answers knows none."""
         self.phase = Phase.PROMPT
-        self._policy, self._verdict, self._answers = policy, verdict, answers
+        self._policy = policy
+        self._verdict = verdict
+        self._answers = answers
         self._tools = None if policy.tools == "gate" else tools
         self._withheld = verdict.decision is not Decision.CONTINUE
         self._applies = applies

@@ -73,7 +73,9 @@ class OneWrite:
         self._transport.close()
 
     def _send(self) -> None:
-        parts, self._parts, self._size = self._parts, [], 0
+        parts = self._parts
+        self._parts = []
+        self._size = 0
         if parts and not self._transport.is_closing():
             self._transport.write(b"".join(parts))
 

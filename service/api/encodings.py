@@ -46,7 +46,9 @@ class _Zlib:
     some send it, raw."""
 
     def __init__(self, *windows: int, members: int = 1) -> None:
-        self._windows, self._members, self._begun = windows, members, b""
+        self._windows = windows
+        self._members = members
+        self._begun = b""
         self._decoder: Any = None
 
     @property
@@ -73,7 +75,9 @@ class _Zlib:
                 raise ValueError from None
             data, full = self._decoder.unconsumed_tail, len(piece) == PIECE
             if self._decoder.eof:
-                data, full, self._decoder = self._decoder.unused_data, False, None
+                data = self._decoder.unused_data
+                full = False
+                self._decoder = None
             if piece:
                 yield piece
 
@@ -131,7 +135,9 @@ class EncodedBodies:
     not what that says, and 413 where it decodes to more than the service's limit."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
-        self.app, self._most, self._decoders = app, service.settings.max_body_bytes, decoders()
+        self.app = app
+        self._most = service.settings.max_body_bytes
+        self._decoders = decoders()
         self._accepted = ", ".join(name for name in self._decoders if not name.startswith("x-"))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

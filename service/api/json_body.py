@@ -56,7 +56,9 @@ class JsonRoute(APIRoute):
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return FastAPI's handler for another request class."""
-        handle, field, repairs = super().get_route_handler(), self.body_field, self.takes_surrogates
+        handle = super().get_route_handler()
+        field = self.body_field
+        repairs = self.takes_surrogates
 
         def parsed(request: Request, body: bytes) -> Any:
             if not repairs:

@@ -154,7 +154,9 @@ class AnthropicMessage(ForeignModel):
         place."""
         if isinstance(self.content, str):
             return [{"role": self.role, "content": self.content}]
-        turns, texts, calls = list[dict[str, Any]](), list[str](), list[dict[str, Any]]()
+        turns = list[dict[str, Any]]()
+        texts = list[str]()
+        calls = list[dict[str, Any]]()
         for block in self.content:
             if block.type == "text":
                 texts.append(block.text or "")

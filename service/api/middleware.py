@@ -180,7 +180,9 @@ class LoadShedder:
         if known and size <= FREE:
             await self.app(scope, receive, send)
             return
-        memory, parts, taken = self._memory, bytearray(), 0
+        memory = self._memory
+        parts = bytearray()
+        taken = 0
 
         def take(size: int) -> None:
             nonlocal taken

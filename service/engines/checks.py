@@ -179,7 +179,9 @@ def check_sampling(sampling: Sampling) -> None:
 
 def check_probe(probe: Probes, geometry: Geometry) -> None:
     """Raise EngineError, naming the array and both shapes, for probes of another geometry."""
-    m, d, heads = geometry.num_layers, geometry.dim(probe.site), geometry.heads(probe.site)
+    m = geometry.num_layers
+    d = geometry.dim(probe.site)
+    heads = geometry.heads(probe.site)
     for name, shape in {"head": (m,), "direction": (m, d), "bias": (m,), "scale": (m,)}.items():
         if (actual := np.shape(getattr(probe, name))) != shape:
             raise EngineError(

@@ -223,7 +223,9 @@ def geometry(config: Any) -> Geometry:
     """Return layers, QUERY heads and head size of a config.  Raises EngineError if the head size is
     no whole number."""
     text = text_config(config)
-    hidden, heads, head_dim = int(text.hidden_size), None, None
+    hidden = int(text.hidden_size)
+    heads = None
+    head_dim = None
     with suppress(Exception):  # transformers raises for what differs between blocks
         # Latent attention: queries and keys are of another size than what the heads hand on.
         head_dim = getattr(text, "v_head_dim", None) or getattr(text, "head_dim", None)

@@ -449,7 +449,9 @@ class Grammars:
                 start_new_session=True,
             )
         with self._changing:
-            self._process, self._control, closed = process, ours, self._closed
+            self._process = process
+            self._control = ours
+            closed = self._closed
             finalize(self, _end, ours, process)
         if closed:
             _end(ours, process)

@@ -401,7 +401,9 @@ class Scheduled(WithTokens):
         )
         with self._changed:
             left = [*batch, *self._queue.waiting, *self._queue.reading, *self._queue.answering]
-            self._queue.waiting, self._queue.reading, self._queue.answering = [], [], []
+            self._queue.waiting = []
+            self._queue.reading = []
+            self._queue.answering = []
             calls, self._calls = self._calls, []
         for request in left:
             if not request.finished:

@@ -41,7 +41,9 @@ class Action(StrEnum):
         """Make the member that is called ``name``."""
         action = str.__new__(cls, name)
         action._value_ = name
-        action.decision, action.strictness, action.message = decision, strictness, message
+        action.decision = decision
+        action.strictness = strictness
+        action.message = message
         return action
 
     OBSERVE = "observe", Decision.CONTINUE, 0

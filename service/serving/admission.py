@@ -334,7 +334,10 @@ class Speed:
     def __init__(self, min_span_s: float = 0.0) -> None:
         """A measurement spans at least ``min_span_s`` seconds, because prompts leave an engine in
         bursts."""
-        self._mean, self._measurements, self._tokens, self._min_span_s = 0.0, 0, 0, min_span_s
+        self._mean = 0.0
+        self._measurements = 0
+        self._tokens = 0
+        self._min_span_s = min_span_s
         self._since: float | None = None
 
     @property

@@ -211,7 +211,9 @@ class Dispatcher:
         ``max_queue`` prompts may wait; ``stall_s`` seconds without anything from the engine
         although prompts wait make it ``stalled``; those for which it waited for a CPU do not
         count.  ``on_broken`` is called once if the engine is gone or fails on every prompt."""
-        self._engine, self._metrics, self._stall_s = engine, metrics, stall_s
+        self._engine = engine
+        self._metrics = metrics
+        self._stall_s = stall_s
         self._on_broken, self._clock = on_broken, clock
         self._loop = asyncio.get_running_loop()
         self._closing = False
@@ -340,7 +342,9 @@ class Dispatcher:
     async def _run(self, request: RequestHandle, job: Job) -> None:
         """See one prompt through."""
         scored_at = 0.0
-        scorer, policy, sampling = request.scorer, request.policy, request.sampling
+        scorer = request.scorer
+        policy = request.policy
+        sampling = request.sampling
         try:
             steps = scorer.run(
                 job.token_ids,

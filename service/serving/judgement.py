@@ -89,7 +89,9 @@ class Monitor:
             self._window.move_to_end(prompt)
             if len(self._window) > self.limits.window:
                 self._window.popitem(last=False)
-            self._seen, self._new, every = self._seen + 1, self._new + 1, self.limits.every
+            self._seen += 1
+            self._new += 1
+            every = self.limits.every
             # Where few different prompts are asked they never fill a window, and are compared as
             # the few they are.
             if (

@@ -44,7 +44,9 @@ class LineQueue(BatchWriter[Line]):
         closing_s: float = CLOSING_S,
     ) -> None:
         """``count`` is told of written and dropped lines, on any thread."""
-        self._descriptor, self._count, self._missing = descriptor, count, missing
+        self._descriptor = descriptor
+        self._count = count
+        self._missing = missing
         self._lost = 0  # lines that found no room since the last one that did
         # lines that could not be written since the last one that could; the thread's own
         self._failed = 0

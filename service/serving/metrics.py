@@ -452,7 +452,9 @@ class Metrics:
         observe = partial(self._of, "observe", model, bundle)
         route = judgement.route if judgement.route in COUNTED else OTHER
         for prompt, answer in zip(judgement.prompts, answers, strict=True):
-            report, timings, shape = prompt.report, prompt.timings, _labels(prompt.shape)
+            report = prompt.report
+            timings = prompt.timings
+            shape = _labels(prompt.shape)
             withheld = report.decision is not Decision.CONTINUE
             count("route_prompts_total", route, _yes(report.verdict.flagged))
             count("prompts_total", report.decision.value)

@@ -118,7 +118,9 @@ class AnswerOutputs:
         from vllm.logprobs import Logprob
 
         last, shown = output.outputs[0], ended.completion
-        text, token_ids, logprobs = "", list[int](), last.logprobs and last.logprobs[:0]
+        text = ""
+        token_ids = list[int]()
+        logprobs = last.logprobs and last.logprobs[:0]
         if shown is None or not shown.tokens:  # vLLM's streams skip a first output without a token
             token_ids = [self._end_token]
             logprobs = None if last.logprobs is None else [{self._end_token: Logprob(0.0, 1, "")}]

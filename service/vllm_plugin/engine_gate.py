@@ -58,7 +58,9 @@ class Gate:
         on.
 
         ``wire``: the worker's payload for this request, None where it sent none."""
-        scorer, policy, prompt = self.scorer, self.policy, request.prompt_token_ids
+        scorer = self.scorer
+        policy = self.policy
+        prompt = request.prompt_token_ids
         try:
             if request.lora_request is not None:
                 scorer = self.adapters.scorer(request.lora_request)
@@ -114,7 +116,9 @@ class Judging:
         """``opened`` tests the engine, replays the golden prompts and returns the gate, or
         raises."""
         scheduler, executor = core.scheduler, core.model_executor
-        self._core, self._opened, self._requests = core, opened, scheduler.requests
+        self._core = core
+        self._opened = opened
+        self._requests = scheduler.requests
         self._gate: Gate | None = None  # while ``opened`` runs
         self._changed = False  # whether the weights may have, since
         self._update = scheduler.update_from_output
@@ -151,7 +155,9 @@ class Judging:
     def open(self) -> None:
         """Judge every request from now on.  Raises what ``opened`` does; where a gate was open
         before, it stays, and nothing is read."""
-        gate, self._gate, self._changed = self._gate, None, False
+        gate = self._gate
+        self._gate = None
+        self._changed = False
         directive = None if gate is None else replace(gate.lease.directive, weights=-1)
         self._core.collective_rpc("hallutracer_read_all", args=(None,))
         self._core.reset_prefix_cache()

@@ -63,7 +63,9 @@ def check() -> None:
     from vllm.v1.engine.core import DPEngineCoreProc, EngineCore, EngineCoreProc
     from vllm.v1.executor.abstract import Executor
 
-    create, choose, make = EngineArgs.create_engine_config, Executor.get_class, Executor.__init__
+    create = EngineArgs.create_engine_config
+    choose = Executor.get_class
+    make = Executor.__init__
     make_core, run = EngineCore.__init__, EngineCoreProc.run_engine_core
     if getattr(create, "gates", False):
         return

@@ -143,7 +143,9 @@ class TurnDriver:
 
         Of messages that are rendered otherwise than training's, or hold more than text, a shape is
         only known where it is one that no training had: nothing of theirs passes as small talk."""
-        note, index, refusals = self.note, self.index, self.service.catalogue.refusals
+        note = self.note
+        index = self.index
+        refusals = self.service.catalogue.refusals
         if matters and not note.templated:
             # the caller's text or ids may be a chat as the template writes it
             standing = self.scorer.standing_of_ids(note.prompts[index], refusals)

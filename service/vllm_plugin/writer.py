@@ -86,7 +86,9 @@ class ResponseWriter:
     async def _begin(self, length: int | None) -> None:
         if self._start is None:
             return
-        start, self._start, self._begun = self._start, None, True
+        start = self._start
+        self._start = None
+        self._begun = True
         headers = MutableHeaders(scope=start)
         headers.update(self._note.headers())
         if length is not None:

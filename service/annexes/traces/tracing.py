@@ -137,7 +137,10 @@ class RequestTrace:
     def __init__(
         self, tracer: Tracer, span: Span, method: str, events: EvaluationEvents | None = None
     ) -> None:
-        self._tracer, self._span, self._method, self._events = tracer, span, method, events
+        self._tracer = tracer
+        self._span = span
+        self._method = method
+        self._events = events
         self._context = set_span_in_context(span, Context())
         context = span.get_span_context()
         # None with OTEL_SDK_DISABLED
@@ -189,8 +192,12 @@ class RequestTrace:
         route: str | None,
         code: str | None,
     ) -> None:
-        scorer, model, sampling = judgement.scorer, judgement.model, judgement.sampling
-        manifest, operation, now = scorer.bundle.manifest, "score", time.time_ns()
+        scorer = judgement.scorer
+        model = judgement.model
+        sampling = judgement.sampling
+        manifest = scorer.bundle.manifest
+        operation = "score"
+        now = time.time_ns()
         rows: list[tuple[int, int, JudgedPrompt | None, AnswerEnd]] = [
             (prompt.index, prompt.submitted_ns, prompt, answer)
             for prompt, answer in zip(judgement.prompts, answers, strict=True)
@@ -236,7 +243,9 @@ class RequestTrace:
         if (guarantee := judgement.guarantee) is not None:
             bundle["hallutracer.guarantee.holds"] = guarantee.holds
             bundle["hallutracer.guarantee.void"] = guarantee.violations
-        reasons, over, finished = [], started, True
+        reasons = []
+        over = started
+        finished = True
         for number, (index, ns, prompt, end) in enumerate(sorted(rows, key=lambda row: row[0])):
             decodes = (
                 sampling is not None

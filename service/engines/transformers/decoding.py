@@ -306,7 +306,9 @@ class KvContinuation:
             self.failure = error
             return
         for layer, keys, values, seen in windows:
-            layer.keys, layer.values, layer.cumulative_length = keys, values, seen
+            layer.keys = keys
+            layer.values = values
+            layer.cumulative_length = seen
         _, length = self.last
         for layer in self.cache.layers:
             if not layer.is_sliding:

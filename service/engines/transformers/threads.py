@@ -50,7 +50,10 @@ class Timings:
             wait = PATIENCE * max(self._cost[index], *known, 0.0)
             due = not known or (len(self._seconds[self.best]) == RECENT and self._spent > wait)
             if index != self.best and due:
-                self._up, self._spent, self._trial, self._tries = index > self.best, 0.0, index, 0
+                self._up = index > self.best
+                self._spent = 0.0
+                self._trial = index
+                self._tries = 0
                 self._cost[index] = 0.0
         return self.best if self._trial is None else self._trial
 

@@ -60,7 +60,9 @@ class SiteReadout:
         geometry = plan.geometry
         # else the heads of the probes are kept alone
         self.whole = plan.activations or heads[1] <= plan.slots
-        self.site, self.layers, self.heads = site, layers, heads
+        self.site = site
+        self.layers = layers
+        self.heads = heads
         self.dim = geometry.dim(site)
         self.width = heads[1] * self.dim
         self.split = heads[1] < geometry.heads(site)

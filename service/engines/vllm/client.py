@@ -126,7 +126,9 @@ class ProbeLease:
         answer: Sequence[int] = (),
     ) -> None:
         self.directive = directive
-        self._plan, self._columns, self._slots = plan, list(columns), slots
+        self._plan = plan
+        self._columns = list(columns)
+        self._slots = slots
         self._held, self._answer = list(columns), list(answer)
         self._sum, self._tokens = np.zeros(plan.geometry.num_layers), 0
 
@@ -186,7 +188,9 @@ class ProbeLease:
 
     def release(self) -> None:
         """Free the slots.  Safe to call twice."""
-        held, self._held, self._answer = self._held + self._answer, [], []
+        held = self._held + self._answer
+        self._held = []
+        self._answer = []
         self._slots.release(held)
 
 

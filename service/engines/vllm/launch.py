@@ -221,7 +221,9 @@ def refuse_unsupported(config: Any) -> None:
     from vllm.config import CUDAGraphMode
     from vllm.platforms import current_platform
 
-    parallel, model, graphs = config.parallel_config, config.model_config, config.compilation_config
+    parallel = config.parallel_config
+    model = config.model_config
+    graphs = config.compilation_config
     additional = getattr(config, "additional_config", None)
     answers = isinstance(additional, dict) and bool(additional.get(KEY, {}).get("answers"))
     stages_in_vain = (

@@ -103,7 +103,9 @@ class Reader:
     def __init__(
         self, plan: Plan, sites: dict[Site, SiteReadout], group: Any, device: torch.device
     ) -> None:
-        self.plan, self.sites, self.device = plan, sites, device
+        self.plan = plan
+        self.sites = sites
+        self.device = device
         self._group = group
         self.for_all: Directive | None = None  # of every request, whatever it asks for itself
         self.digests: dict[int, str] = {}  # column -> digest of the probe that its slot holds
@@ -142,7 +144,9 @@ class Reader:
 
     def before(self, step: list[OnsetRow], answers: Sequence[AnswerRow] = ()) -> None:
         """Start a step: its forward pass keeps what is at these onsets and answers' tokens."""
-        self._step, self._answers, self._activations = step, answers, []
+        self._step = step
+        self._answers = answers
+        self._activations = []
         self._values = self._summary = self._gated = None
         if self.plan.answers:
             self.answering |= {
@@ -212,7 +216,9 @@ class Reader:
             return sampled
         count = len(self._step)
         numbers = self._numbers[:count]
-        weights, intercept, bound = numbers[:, WEIGHTS], numbers[:, INTERCEPT], numbers[:, BOUND]
+        weights = numbers[:, WEIGHTS]
+        intercept = numbers[:, INTERCEPT]
+        bound = numbers[:, BOUND]
         signals = torch.zeros(count, len(SIGNALS), dtype=torch.float64, device=self.device)
         # Computed from the trajectory, as on the request side, so that both get the same number.
         rows = torch.arange(count, device=self.device)

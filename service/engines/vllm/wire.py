@@ -147,7 +147,10 @@ class Directive:
         raises."""
         try:
             wire = (extra_args or {})[KEY]
-            gate, end_token, context, answer = None, None, NO_CONTEXT, None
+            gate = None
+            end_token = None
+            context = NO_CONTEXT
+            answer = None
             if wire.get("gate") is not None:
                 end_token = int(wire["end_token"])
                 *weight, intercept, threshold = (float(value) for value in wire["gate"])
@@ -161,7 +164,9 @@ class Directive:
             if wire.get("answer") is not None:
                 column, digest = wire["answer"]
                 answer = int(column), str(digest)
-            first, rows, slot = bool(wire["first_token"]), bool(wire["rows"]), int(wire["slot"])
+            first = bool(wire["first_token"])
+            rows = bool(wire["rows"])
+            slot = int(wire["slot"])
             directive = cls(
                 first,
                 rows,

@@ -74,7 +74,9 @@ class Worker(VllmWorker):  # type: ignore[misc]
         """Load the model, then add the readout to it and to its runner."""
         say("loading the weights")
         super().load_model(*args, **kwargs)
-        config, plan, group = self.vllm_config.model_config, self.hallutracer_plan, get_tp_group()
+        config = self.vllm_config.model_config
+        plan = self.hallutracer_plan
+        group = get_tp_group()
         family = families.family_of(config.hf_config)
         rank = group.rank_in_group
         ranks = group.world_size
@@ -128,7 +130,9 @@ class Worker(VllmWorker):  # type: ignore[misc]
         readout, column = reader.sites[Site(site)], reader.plan.column(Site(site), slot)
         reader.digests.pop(column, None)  # nothing until it is written
         table = np.frombuffer(numbers, np.float32).reshape(len(head), readout.dim + 2)
-        direction, bias, scale = table[:, :-2].copy(), table[:, -2].copy(), table[:, -1].copy()
+        direction = table[:, :-2].copy()
+        bias = table[:, -2].copy()
+        scale = table[:, -1].copy()
         with torch.inference_mode():
             readout.write(slot, Probes(Site(site), np.asarray(head), direction, bias, scale))
         reader.digests[column] = probe_digest(site, head, numbers)
@@ -211,7 +215,9 @@ def adopt(runner: Any, reader: Reader) -> None:
             f"{type(runner).__name__} is neither of vLLM's model runners; install vLLM {RANGE}"
         )
     runner.__class__ = type(f"Reading{type(runner).__name__}", (mixin, type(runner)), {})
-    runner.hallutracer, runner.hallutracer_directives, runner.hallutracer_earlier = reader, {}, None
+    runner.hallutracer = reader
+    runner.hallutracer_directives = {}
+    runner.hallutracer_earlier = None
     # Both runners compute the step's logits before a sampler may change them in place.
     compute: Callable[..., Tensor | None] = runner.model.compute_logits
 
