@@ -198,9 +198,8 @@ def requested(
         named = request.headers.get("x-session-id")
         return named or (_beginning(kind, prompts[0]) if prompts else "")
 
-    choice = dict.fromkeys(("bundle", "model", "policy", "threshold")) | chosen
-    scorer, policy = service.ready.choose(caller, route, session=session, **choice)
-    second = service.catalogue.second(scorer, policy) if choice["bundle"] is None else None
+    scorer, policy = service.ready.choose(caller, route, session=session, **chosen)
+    second = service.catalogue.second(scorer, policy) if chosen.get("bundle") is None else None
     return ScoringRequest(scorer, policy, caller, kind, prompts, field or kind, second=second)
 
 
