@@ -342,14 +342,11 @@ class Dispatcher:
     async def _run(self, request: RequestHandle, job: Job) -> None:
         """See one prompt through."""
         scored_at = 0.0
-        scorer = request.scorer
-        policy = request.policy
-        sampling = request.sampling
         try:
-            steps = scorer.run(
+            steps = request.scorer.run(
                 job.token_ids,
-                policy,
-                sampling,
+                request.policy,
+                request.sampling,
                 turn=job.turn,
                 shadows=request.shadows,
                 second=request.second,

@@ -490,10 +490,9 @@ def reading(
         for site in sink.sites:
             for layer, module in enumerate(modules.at[site]):
                 hook = reader(site, layer)
-                before = SITES[site].is_input
                 handles.append(
                     module.register_forward_pre_hook(hook)
-                    if before
+                    if SITES[site].is_input
                     else module.register_forward_hook(hook)
                 )
         if not stop:
