@@ -49,7 +49,7 @@ def client() -> Iterator[str]:
 
 def series() -> Iterator[str]:
     """Each metric with its labels."""
-    for _, name, _, labels, _ in metrics._SERIES:
+    for name, _, labels, _, _ in metrics._SERIES:
         yield f"hallutracer_{name}{{{','.join(labels)}}}"
 
 

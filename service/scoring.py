@@ -86,26 +86,21 @@ class RiskReport:
     context: base.PromptContext = base.UNKNOWN
     outcome: Outcome = Outcome.SCORED  # until its turn has ended
     completion: Completion | None = None
-    answer: AnswerRisk | None = (
-        None  # of ``completion``; None where nothing reads answers, or no token was read
-    )
+    # of ``completion``; None where nothing reads answers, or no token was read
+    answer: AnswerRisk | None = None
     cached_tokens: int = 0  # of the prompt, found in the engine's prefix cache
     judge_s: float = 0.0  # from truth logits to the verdict
     shadows: tuple[ShadowRisk, ...] = ()  # they decide nothing
-    held: bool = (
-        False  # decoded although withheld, until it is known whether it is a call of a tool
-    )
+    # decoded although withheld, until it is known whether it is a call of a tool
+    held: bool = False
     tool_call: bool = False  # it was held, and is given: it is nothing but calls
-    decoding: str | None = (
-        None  # how its answer is decoded otherwise than those were that the risk is about
-    )
-    passage_truth: float | None = (
-        None  # where a passage counted as true in this share only; the risk is so already
-    )
+    # how its answer is decoded otherwise than those were that the risk is about
+    decoding: str | None = None
+    # where a passage counted as true in this share only; the risk is so already
+    passage_truth: float | None = None
     trained_risk: float | None = None  # the bundle's own, where the risk is another
-    decided_by: str | None = (
-        None  # name:version of the second bundle, where its verdict and not this bundle's decides
-    )
+    # name:version of the second bundle, where its verdict and not this bundle's decides
+    decided_by: str | None = None
 
     @property
     def decision(self) -> Decision:
@@ -153,9 +148,8 @@ class Scorer:
         check_identity(bundle.manifest, engine.identity)
         self.engine, self.bundle = engine, bundle
         self.prompt_format = as_prompt_format(bundle.manifest.prompt_format)
-        self.probes = Probes.all_of(
-            Site(bundle.manifest.readout.site), bundle.probes
-        )  # the risk's, then the context's
+        # the risk's, then the context's
+        self.probes = Probes.all_of(Site(bundle.manifest.readout.site), bundle.probes)
         self.needs_first_token = bundle.manifest.needs_first_token
         self.answer_probes: Probes | None = None
         if (answer := bundle.answer) is not None and engine.reads_answers:
@@ -172,10 +166,8 @@ class Scorer:
     def replayed(self, reports: Sequence[RiskReport]) -> None:
         """Keep in ``golden`` how far the golden prompts' reports are from the record.  Raises
         GoldenMismatch."""
-        logits, risks = (
-            np.stack([report.logits for report in reports]),
-            np.array([report.risk for report in reports]),
-        )
+        logits = np.stack([report.logits for report in reports])
+        risks = np.array([report.risk for report in reports])
         self.golden = check_golden(self.bundle, logits, risks, dtype=self.engine.identity.dtype)
 
     def _replay_answers(self) -> None:
@@ -242,7 +234,7 @@ class Scorer:
         ending = self.chat_ending if self.prompt_format == "chat" else ()
         if not ending or tuple(token_ids[-len(ending) :]) != ending:
             return UNKNOWN
-        messages = self._conversations.read(token_ids)
+        messages = self.conversations.read(token_ids)
         if messages is None:
             return Standing(other_rendering=True)
         shape = shape_of(messages, refusals)
@@ -253,7 +245,8 @@ class Scorer:
         )
 
     @cached_property
-    def _conversations(self) -> ConversationReader:
+    def conversations(self) -> ConversationReader:
+        """Return what reads the messages of a rendered chat back."""
         return ConversationReader.of(self.engine.render_chat, self.engine.spell)
 
     @cached_property
@@ -458,13 +451,11 @@ class Scorer:
         It only saves work: the decision is ``judge``'s.  At threshold 1 there is nothing to save,
         since only a risk that was rounded to 1 reaches it."""
         manifest, threshold = self.bundle.manifest, self.threshold(policy, standing)
-        if (
-            policy.passage_truth < 1.0 and standing.passage is True
-        ):  # else the probes tell, too late for the engine
+        if policy.passage_truth < 1.0 and standing.passage is True:
+            # else the probes tell, too late for the engine
             threshold = max(0.0, 1.0 - (1.0 - threshold) / policy.passage_truth * (1.0 - _ROUNDING))
-        if (
-            manifest.recalibration is not None
-        ):  # the engine compares the classifier's own risk; rather too late
+        if manifest.recalibration is not None:
+            # the engine compares the classifier's own risk; rather too late
             threshold = least_reaching(manifest.recalibration, threshold) * (1 + _ROUNDING)
         if not policy.action.withholds or threshold >= 1.0:
             return None

@@ -49,9 +49,8 @@ class Outcome(StrEnum):
     SCORED = "scored"  # no answer was asked for
     ANSWERED = "answered"  # the whole answer was shown
     CALLED = "called"  # nothing but calls of the request's tools, shown whatever the risk
-    STOPPED = (
-        "stopped"  # the risk of its own tokens ended the answer; the text before that was shown
-    )
+    # the risk of its own tokens ended the answer; the text before that was shown
+    STOPPED = "stopped"
     WITHHELD = "withheld"  # nothing was shown
 
     @property
@@ -70,9 +69,8 @@ class Chunk:
 
     text: str
     tokens: int
-    answer_risk: Callable[[], AnswerRisk | None] = (
-        _not_read  # by all tokens so far; called where it is needed, maybe again
-    )
+    # by all tokens so far; called where it is needed, maybe again
+    answer_risk: Callable[[], AnswerRisk | None] = _not_read
     end: Completion | None = None  # with an answer's last chunk
 
 
@@ -90,9 +88,8 @@ class Ended:
 
     outcome: Outcome
     verdict: Verdict  # on the prompt; under ``recheck`` on the answer, where that changed it
-    completion: Completion | None = (
-        None  # what was shown of the answer, of one that is not withheld
-    )
+    # what was shown of the answer, of one that is not withheld
+    completion: Completion | None = None
     answer: AnswerRisk | None = None  # the risk that decided, or that of the whole answer
 
 
@@ -163,7 +160,9 @@ class Turn:
         ``applies``: the prompt asks for a fact.  ``answers``: an answer was asked for.  ``tools``:
         the request's; a policy that gates calls as it gates answers knows none."""
         self.phase = Phase.PROMPT
-        self._policy, self._verdict, self._answers = policy, verdict, answers
+        self._policy = policy
+        self._verdict = verdict
+        self._answers = answers
         self._tools = None if policy.tools == "gate" else tools
         self._withheld = verdict.decision is not Decision.CONTINUE
         self._applies = applies
@@ -217,9 +216,8 @@ class Turn:
             )
             yield self._end(Outcome.CALLED, verdict, chunk.end)
             return
-        holds = (
-            self._withheld or self._policy.reads_answers_for is not None
-        )  # a call has no risk of its own
+        # a call has no risk of its own
+        holds = self._withheld or self._policy.reads_answers_for is not None
         if chunk.end is None and may_be_calls(self._beginning):
             if not holds:
                 yield from self._show_held()

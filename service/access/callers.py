@@ -14,9 +14,8 @@ from typing import Literal
 
 Right = Literal["policy", "threshold", "bundle", "rendering", "feedback"]
 Loosened = Literal[Right, "none"]  # as an operator says it of all callers; "none": that it was said
-OWNERS: frozenset[Right] = frozenset(
-    {"policy", "threshold"}
-)  # on loopback, where there are no keys
+# on loopback, where there are no keys
+OWNERS: frozenset[Right] = frozenset({"policy", "threshold"})
 
 
 class Scope(StrEnum):

@@ -141,13 +141,14 @@ class KeyRing:
         file may name.
 
         Raises HalluTracerError: a file that cannot be read must not open the service."""
-        self._fixed, self._path, self._policies = tuple(fixed), path, policies
+        self._fixed = tuple(fixed)
+        self._path = path
+        self._policies = policies
         self._read_at = self._signature()
         self._keys = self._by_digest()
         self.problem: str | None = None  # why the file as it is now is not in force
-        self.reading = (
-            asyncio.Lock()
-        )  # held from ``read`` to ``use``: an older file must not follow a newer one
+        # held from ``read`` to ``use``: an older file must not follow a newer one
+        self.reading = asyncio.Lock()
 
     @property
     def closed(self) -> bool:

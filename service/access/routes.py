@@ -14,10 +14,7 @@ MESSAGES_ROUTE = "/v1/messages"  # Anthropic's
 COUNT_ROUTE = f"{MESSAGES_ROUTE}/count_tokens"  # no answer and no risk: it only renders
 CONVERSATION_ROUTES = (CHAT_ROUTE, RESPONSES_ROUTE, MESSAGES_ROUTE)
 ANSWER_ROUTES = (*SCORE_ROUTES, CHAT_ROUTE, TEXT_ROUTE, RESPONSES_ROUTE, MESSAGES_ROUTE)
-PROMPT_ROUTES = (
-    *ANSWER_ROUTES,
-    *(route for annex in annexes() for route in annex.prompt_routes),
-)
+PROMPT_ROUTES = (*ANSWER_ROUTES, *(route for annex in annexes() for route in annex.prompt_routes))
 CALLED = frozenset(
     {
         *PROMPT_ROUTES,
@@ -26,16 +23,13 @@ CALLED = frozenset(
     }
 )
 CATALOGUE = ("/v1/models", "/v1/bundles")
-SAMPLE_ROUTE = (
-    "/v1/bundles/{bundle}/sample/{number}"  # it answers a question that the bundle carries
-)
+# it answers a question that the bundle carries
+SAMPLE_ROUTE = "/v1/bundles/{bundle}/sample/{number}"
 _SAMPLE = re.compile(r"/v1/bundles/[^/]+/sample(/.*)?", re.DOTALL)
 METRICS = "/metrics"
 HEALTH = frozenset({"/health", "/health/live", "/health/ready"})
-PLAIN_CHECK = (
-    "OPTIONS",
-    "/",
-)  # by it HAProxy asks for a server's health where nothing else is named
+# by it HAProxy asks for a server's health where nothing else is named
+PLAIN_CHECK = ("OPTIONS", "/")
 ADMIN = "/v1/admin/"  # what changes the service is below it
 RELOAD_ROUTE = f"{ADMIN}reload"
 OTHER = "other"  # of vLLM's own server, whose further routes read prompts, too

@@ -39,8 +39,9 @@ from service.api import (
 from service.api.auth import BearerKeys
 from service.api.encodings import EncodedBodies
 from service.api.forwarding import Forwarder
-from service.api.json_body import LongBodies
+from service.api.json_body import MOST_THREADS
 from service.api.middleware import LoadShedder, RequestFrame
+from service.serving.admission import OneAtATime
 from service.serving.service import Service
 
 # A new route is a module with a ``router``, named here or by its annex.
@@ -115,7 +116,7 @@ def create_app(service: Service, on_loaded: Callable[[], None] | None = None) ->
         redoc_url=None,  # FastAPI's pages load foreign scripts
     )
     app.state.service, app.state.forwarder = service, Forwarder(service.metrics)
-    app.state.long_bodies = LongBodies()
+    app.state.long_bodies = OneAtATime("body", MOST_THREADS)
     settings, keys = service.settings, service.access.keys
     files_of_pages = pages(settings.playground)
     app.add_middleware(LoadShedder, service=service)
@@ -147,9 +148,8 @@ def create_app(service: Service, on_loaded: Callable[[], None] | None = None) ->
     error_handlers.install(app)
     for router in ROUTERS:
         app.include_router(router)
-    if (
-        "/" not in files_of_pages
-    ):  # a balancer asks there for the service's health, by OPTIONS (``health.plain_check``)
+    if "/" not in files_of_pages:
+        # a balancer asks there for the service's health, by OPTIONS (``health.plain_check``)
         app.router.routes.append(Route("/", _absent, methods=["GET"], include_in_schema=False))
     for path, file in files_of_pages.items():
         without = LINK_BACK if path == "/docs" and not settings.playground else ""
@@ -181,9 +181,8 @@ def _declare_keys(app: FastAPI, protect_metrics: bool) -> None:
 def pages(playground: bool) -> Mapping[str, Path]:
     """Return path -> file of all that is served without a key; with or without the playground."""
     here = Path(__file__).parent
-    swagger = (
-        Path(str(files("fastapi_offline"))) / "static"
-    )  # its files; the package's own page has an inline script
+    # its files; the package's own page has an inline script
+    swagger = Path(str(files("fastapi_offline"))) / "static"
     files_of_pages = {"/docs": here / "reference" / "index.html"}
     files_of_pages |= {
         f"/docs/{name}": here / "reference" / name

@@ -114,9 +114,10 @@ class ScoringRequest:
                 f"{count} prompts in one request; at most {most} are taken", param=self.field
             )
         if self.running and self.scorer.answer_probes is None:
-            what = f"{self.scorer.bundle.reference} reads no answers here"
             raise RequestError(
-                f"'answer_risk' cannot be included: {what}; leave it out", param="include"
+                f"'answer_risk' cannot be included: {self.scorer.bundle.reference} reads no"
+                " answers here; leave it out",
+                param="include",
             )
         if self.retrieval_of is not None and count != 1:
             raise RequestError("'retrieval_of' takes exactly one prompt", param="retrieval_of")
@@ -143,12 +144,12 @@ class ScoringRequest:
             raise
 
     def _encoded(self) -> list[list[int]]:
-        scorer, engine, encoded = self.scorer, self.scorer.engine, list[list[int]]()
+        engine, encoded = self.scorer.engine, list[list[int]]()
         for number, text in enumerate(self.prompts):
             if not text.strip() and len(self.prompts) > 1:
                 raise EmptyPrompt(f"prompt {number} is empty", param=self.field)
             check_length([text], engine)
-            ids = engine.tokenize(text) if self.kind == "text" else scorer.render(prompt=text)
+            ids = engine.tokenize(text) if self.kind == "text" else self.scorer.render(prompt=text)
             encoded.append(ids)
             if len(ids) > engine.identity.max_tokens:
                 break  # refused by the engine's check: the others are not worth encoding
@@ -197,9 +198,8 @@ def requested(
         named = request.headers.get("x-session-id")
         return named or (_beginning(kind, prompts[0]) if prompts else "")
 
-    choice = dict.fromkeys(("bundle", "model", "policy", "threshold")) | chosen
-    scorer, policy = service.ready.choose(caller, route, session=session, **choice)
-    second = service.catalogue.second(scorer, policy) if choice["bundle"] is None else None
+    scorer, policy = service.ready.choose(caller, route, session=session, **chosen)
+    second = service.catalogue.second(scorer, policy) if chosen.get("bundle") is None else None
     return ScoringRequest(scorer, policy, caller, kind, prompts, field or kind, second=second)
 
 
@@ -303,7 +303,9 @@ class _ReadPrompt:
 
 def _read(spec: ScoringRequest, service: Service) -> list[_ReadPrompt]:
     """Return each prompt's token ids, its shape, and what feedback stores of it."""
-    scorer, kind, feedback = spec.scorer, spec.kind, service.feedback
+    scorer = spec.scorer
+    kind = spec.kind
+    feedback = service.feedback
     if kind == "text" and scorer.prompt_format != "chat":
         kind = "prompt"  # the bundle's own rows went through no template either
     refusals, read = service.catalogue.refusals, list[_ReadPrompt]()
@@ -386,7 +388,9 @@ def _applied_policy(spec: ScoringRequest, service: Service) -> Policy:
 
 
 async def _compile_format(service: Service, spec: ScoringRequest, handle: RequestHandle) -> None:
-    sampling, engine, caller = handle.sampling, spec.scorer.engine, spec.caller.name
+    sampling = handle.sampling
+    engine = spec.scorer.engine
+    caller = spec.caller.name
     if sampling is not None and (format := sampling.format) is not None:
         compiled = await service.tokenizing.compile(
             caller, lambda: engine.prepared(format, caller, handle.deadline.left)
@@ -398,7 +402,9 @@ def _begun_judgement(
     request: Request, service: Service, spec: ScoringRequest
 ) -> Callable[..., Judgement]:
     """Return what makes the request's judgement, but for its prompts and violations."""
-    record, named, retrieval = record_of(request), spec.retrieval_of, None
+    record = record_of(request)
+    named = spec.retrieval_of
+    retrieval = None
     if named is not None:
         retrieval = service.retrievals.recall(spec.caller.name, named)
     return partial(

@@ -51,7 +51,9 @@ class BearerKeys:
         pages: Collection[str],
         hosts: Collection[str],
     ) -> None:
-        self.app, self._keys, self._pages = app, keys, frozenset(pages)
+        self.app = app
+        self._keys = keys
+        self._pages = frozenset(pages)
         self._open = frozenset() if protect_metrics else frozenset({METRICS})
         self._hosts = frozenset(host.lower() for host in hosts)
 

@@ -507,20 +507,7 @@ def _card(scorer: Scorer, service: Service) -> dict[str, Any]:
     manifest, golden = scorer.bundle.manifest, scorer.golden
     rollout, monitor = service.catalogue.rollout, service.catalogue.monitors.get(manifest.reference)
     role = rollout.role(scorer, service.catalogue.scorers[0])
-    alike = (
-        "name",
-        "version",
-        "digest",
-        "created",
-        "logit_scale",
-        "signals",
-        "prompt_format",
-        "threshold",
-        "guarantee",
-        "uncertainty",
-        "guarantee_shapes",
-        "guarantee_strata",
-    )
+    alike = [name for name in BundleCard.model_fields if hasattr(manifest, name)]
     compared = service.metrics.compared.get(manifest.reference, Comparison())
     return {name: getattr(manifest, name) for name in alike} | {
         "id": manifest.reference,

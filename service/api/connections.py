@@ -73,7 +73,9 @@ class OneWrite:
         self._transport.close()
 
     def _send(self) -> None:
-        parts, self._parts, self._size = self._parts, [], 0
+        parts = self._parts
+        self._parts = []
+        self._size = 0
         if parts and not self._transport.is_closing():
             self._transport.write(b"".join(parts))
 
@@ -81,9 +83,8 @@ class OneWrite:
 log = logging.getLogger("hallutracer")
 HEAD_BYTES = 64 * 1024  # of a request line with its headers; of trailers, too
 HEAD_LINES = 100
-HEAD_SECONDS = (
-    10.0  # from the connection, or the first byte after an answer, to the end of the request's head
-)
+# from the connection, or the first byte after an answer, to the end of the request's head
+HEAD_SECONDS = 10.0
 # A body, and an answer that waits for its reader, advance by so many bytes in so many seconds.
 BODY_BYTES, BODY_SECONDS = 1024, 10.0
 SEND_BYTES, SEND_SECONDS = 1024, 10.0
@@ -91,9 +92,8 @@ SEND_BYTES, SEND_SECONDS = 1024, 10.0
 # their average counts.
 SMALL_PARTS, PART_BYTES = 2048, 64
 GIVEN_BYTES = 16 * 1024  # of a body, which the app gets together: each time a task is woken
-SEND_BUFFER_BYTES = (
-    64 * 1024
-)  # of an answer that the kernel holds and has not sent: else it may be megabytes
+# of an answer that the kernel holds and has not sent: else it may be megabytes
+SEND_BUFFER_BYTES = 64 * 1024
 HEALTH_PLACES = 32  # connections beyond the limit, for health checks alone
 MOST_ASKED = 8  # connections that are asked for their progress where one has to give way
 LEFT_TO_OTHERS = 8  # an address leaves one in so many places to other addresses
@@ -111,13 +111,11 @@ class Places:
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self.waiting: dict[
-            Connection, None
-        ] = {}  # for their client, by the time of their last progress
+        # for their client, by the time of their last progress
+        self.waiting: dict[Connection, None] = {}
         self._waiting_of: dict[str, dict[Connection, None]] = {}  # the same of each address
-        self.health: dict[
-            Connection, None
-        ] = {}  # beyond the limit, in the order in which they came
+        # beyond the limit, in the order in which they came
+        self.health: dict[Connection, None] = {}
         self._held: Counter[str] = Counter()  # address -> places
         self._taken = 0
         self._logged = -LOG_SECONDS
@@ -221,28 +219,23 @@ class Connection(HttpToolsProtocol):
         self.address = ""
         self._timer: asyncio.TimerHandle | None = None  # of a head or a body
         self._send_timer: asyncio.TimerHandle | None = None
-        self._lines = self._unread = (
-            0  # header lines of this request; bytes that were neither a whole head nor a body
-        )
-        self._body = self._unsent = (
-            0  # bytes of a body since its last progress; of answers when they last advanced
-        )
+        # header lines of this request; bytes that were neither a whole head nor a body
+        self._lines = self._unread = 0
+        # bytes of a body since its last progress; of answers when they last advanced
+        self._body = self._unsent = 0
         self._parts = self._received = 0  # of this body, and its bytes
         self._kept = bytearray()  # of this body, not given to the app yet
         self._advanced = False
-        self._last = (
-            False  # the answer under way is the connection's last: what else arrives is dropped
-        )
+        # the answer under way is the connection's last: what else arrives is dropped
+        self._last = False
         self._health_only = self.ended = False
-        self._reason: HalluTracerError | None = (
-            None  # why the parser is ended; None: by what the client sent
-        )
+        # why the parser is ended; None: by what the client sent
+        self._reason: HalluTracerError | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Find a place for it; where there is none, it may ask for the server's health alone."""
-        transport.set_write_buffer_limits(
-            high=0
-        )  # the clock runs while anything waits for the reader
+        # the clock runs while anything waits for the reader
+        transport.set_write_buffer_limits(high=0)
         _bound_send_buffer(transport)
         super().connection_made(OneWrite(transport, self.loop))  # type: ignore[arg-type]
         self.address = _subscriber(self.client[0]) if self.client else ""
@@ -281,9 +274,8 @@ class Connection(HttpToolsProtocol):
                 # a WebSocket's handshake is answered as the GET that it is
                 self._end_after_answer()
             except httptools.HttpParserError as error:
-                if (
-                    self._answers() and not self.cycle.more_body
-                ):  # an answer under way is not to be written into
+                if self._answers() and not self.cycle.more_body:
+                    # an answer under way is not to be written into
                     self._end_after_answer()
                 else:
                     self._refuse(
@@ -332,13 +324,10 @@ class Connection(HttpToolsProtocol):
         self._parts += 1
         self._received += len(body)
         if self._parts > SMALL_PARTS + self._received // PART_BYTES:
-            least = (
-                f"{SMALL_PARTS} parts, chunks or packets, may be smaller than {PART_BYTES} bytes on"
-                " average"
-            )
             self._reason = BodyTooLarge(
-                f"the body arrived in {self._parts} parts of {self._received} bytes: {least}; "
-                "write larger ones"
+                f"the body arrived in {self._parts} parts of {self._received} bytes:"
+                f" {SMALL_PARTS} parts, chunks or packets, may be smaller than {PART_BYTES} bytes"
+                " on average; write larger ones"
             )
             raise ValueError
         self._body += len(body)
@@ -439,11 +428,13 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
     def _body_is_late(self) -> None:
-        if (
-            self._body < BODY_BYTES and not self.flow.read_paused
-        ):  # paused: the service reads no more for now
-            least = f"{BODY_BYTES} bytes in {BODY_SECONDS:g} s"
-            self._refuse(BodyTooSlow(f"the body arrived more slowly than {least}"))
+        if self._body < BODY_BYTES and not self.flow.read_paused:
+            # paused: the service reads no more for now
+            self._refuse(
+                BodyTooSlow(
+                    f"the body arrived more slowly than {BODY_BYTES} bytes in {BODY_SECONDS:g} s"
+                )
+            )
             return
         self._body = 0
         self._start(BODY_SECONDS, self._body_is_late)

@@ -25,10 +25,8 @@ from service.serving.service import Service
 PIECE = 65_536  # bytes that are decoded at once
 _GZIP, _ZLIB, _RAW = 31, 15, -15  # zlib's ``wbits``
 _MOST_MEMBERS = 1000  # of one body; each costs a decoder, and may be of nothing
-_ZSTD_MODULES = (
-    "compression.zstd",
-    "backports.zstd",
-)  # Python's own from 3.14 on, and the same for older ones
+# Python's own from 3.14 on, and the same for older ones
+_ZSTD_MODULES = ("compression.zstd", "backports.zstd")
 
 
 class Decoder(Protocol):
@@ -48,7 +46,9 @@ class _Zlib:
     some send it, raw."""
 
     def __init__(self, *windows: int, members: int = 1) -> None:
-        self._windows, self._members, self._begun = windows, members, b""
+        self._windows = windows
+        self._members = members
+        self._begun = b""
         self._decoder: Any = None
 
     @property
@@ -75,7 +75,9 @@ class _Zlib:
                 raise ValueError from None
             data, full = self._decoder.unconsumed_tail, len(piece) == PIECE
             if self._decoder.eof:
-                data, full, self._decoder = self._decoder.unused_data, False, None
+                data = self._decoder.unused_data
+                full = False
+                self._decoder = None
             if piece:
                 yield piece
 
@@ -133,7 +135,9 @@ class EncodedBodies:
     not what that says, and 413 where it decodes to more than the service's limit."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
-        self.app, self._most, self._decoders = app, service.settings.max_body_bytes, decoders()
+        self.app = app
+        self._most = service.settings.max_body_bytes
+        self._decoders = decoders()
         self._accepted = ", ".join(name for name in self._decoders if not name.startswith("x-"))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -202,9 +206,8 @@ class EncodedBodies:
                         )
                         raise Refused(BodyTooLarge(reason))
                     yield {"type": "http.request", "body": piece, "more_body": True}
-                    await asyncio.sleep(
-                        0
-                    )  # a piece takes the event loop for a fraction of a millisecond
+                    # a piece takes the event loop for a fraction of a millisecond
+                    await asyncio.sleep(0)
             except ValueError:
                 reason = (
                     f"the body is not what Content-Encoding: {name} says; compress it, or leave the"

@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
@@ -22,25 +23,13 @@ from service.api.request_schema import (
     RequestModel,
     ScoreRequest,
 )
-from service.errors import (
-    BodiesFull,
-    BodyTooLarge,
-    BodyTooSlow,
-    HalluTracerError,
-    Unauthorized,
-    UnknownEncoding,
-)
+from service.errors import HalluTracerError, Unauthorized, UnknownEncoding
 from service.serving.request_log import log_failure, record_of
 
 _FIELD = re.compile(r"[A-Za-z_]\w*")
 # what protocols call a kind of part or of turn; another text may be a prompt and is not repeated
 _KIND = re.compile(r"[a-z][a-z_]{0,31}")
-CODES = {
-    400: "invalid_json",
-    404: "not_found",
-    405: "method_not_allowed",
-    **{error.status: error.code for error in (BodiesFull, BodyTooSlow, BodyTooLarge)},
-}
+CODES = {400: "invalid_json", 404: "not_found", 405: "method_not_allowed"}
 NO_ROUTE = (
     "no such route: {path}; this service has /score (also as /v1/risk/score), of OpenAI's API"
     " /v1/chat/completions, /v1/completions, /v1/responses and /v1/models: the base URL of OpenAI's"
@@ -257,7 +246,7 @@ class Refused(HTTPException):
     of any other."""
 
     def __init__(self, error: HalluTracerError) -> None:
-        super().__init__(error.status)
+        super().__init__(error.status, error.message)
         self.error = error
 
 
@@ -268,9 +257,7 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
     status, headers = error.status_code, dict(error.headers or {})
     message = NO_ROUTE.format(path=_shown(request.url.path)) if status == 404 else str(error.detail)
     if status == 405:
-        allowed = next(
-            (value for name, value in headers.items() if name.lower() == "allow"), "another method"
-        )
+        allowed = Headers(headers).get("allow", "another method")
         message = f"{request.method} is not for this route; it takes {allowed}"
     return _answer(request, status, message, CODES.get(status, "http_error"), **headers)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from pydantic import AfterValidator
 
 from service.api.request_schema import at_fault
 from service.engines.formats import MOST_CHARACTERS, MOST_LEVELS, Format, check_schema
@@ -78,6 +80,17 @@ def asked_schema(asked: Mapping[str, Any] | None, param: str) -> Format | None:
     if other := asked.keys() - {"type", "schema"}:
         raise ValueError(f"no field {min(other)!r} is known beside 'type' and 'schema'")
     return asked_format({**asked, "name": "answer"}, param)
+
+
+def taken_by(check: Callable[..., object], *where: str) -> AfterValidator:
+    """Return what has pydantic refuse a format that ``check`` refuses; ``where``: its further
+    arguments."""
+
+    def checked(fields: dict[str, Any]) -> dict[str, Any]:
+        check(fields, *where)
+        return fields
+
+    return AfterValidator(checked)
 
 
 def check_alone(format: Format | None, tools: object) -> None:

@@ -7,13 +7,11 @@ validated in a thread."""
 
 from __future__ import annotations
 
-import asyncio
 import codecs
 import json
 import re
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -21,67 +19,22 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
 from service.api.auth import caller_of
+from service.api.error_handlers import Refused
+from service.errors import BodyTooLarge
 from service.json_limits import excess, lone_surrogate
+from service.serving.admission import OneAtATime
 
-T = TypeVar("T")
 # Bytes of a body up to which it is parsed and validated on the event loop: a schema of so many
 # takes two milliseconds, a longer one so much that a burst of a caller's requests would hold up the
 # health checks.
 INLINE = 4096
 # that read long bodies: they share one interpreter, so more would only hold up the event loop
 MOST_THREADS = 2
-MOST_OF_CALLER = (
-    1  # of these threads, so that one caller's bodies wait for each other and for nobody else's
-)
 MOST_KEY_CHARACTERS = 4096  # a key may be repeated in an error
 MOST_DIGITS = 100  # of a whole number: the time to read one grows with their square
 _DIGITS_AS_9 = bytes(0x39 if code in b"0123456789" else 0x20 for code in range(256))
 _LONG_NUMBER = b"9" * (MOST_DIGITS + 1)  # or so many digits in a text
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # also of a whole pair
-
-
-class LongBodies:
-    """Reads bodies in threads.  A caller has ``MOST_OF_CALLER`` of them; its further bodies wait in
-    their order."""
-
-    def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="body")
-        self._callers: dict[
-            str, tuple[asyncio.Semaphore, set[object]]
-        ] = {}  # with the bodies that wait or are read
-
-    async def read(self, caller: str, work: Callable[[], T]) -> T:
-        """Return ``work()``, which runs in a thread; raises what it raises."""
-        body = object()
-        threads, bodies = self._callers.setdefault(
-            caller, (asyncio.Semaphore(MOST_OF_CALLER), set())
-        )
-        bodies.add(body)
-        try:
-            await threads.acquire()
-        except asyncio.CancelledError:
-            self._leave(caller, body)
-            raise
-
-        def end(_: object) -> None:
-            threads.release()
-            self._leave(caller, body)
-
-        reading = asyncio.get_running_loop().run_in_executor(self._threads, work)
-        reading.add_done_callback(end)
-        return await asyncio.shield(
-            reading
-        )  # a request that is cancelled keeps its place until the thread is free
-
-    def _leave(self, caller: str, body: object) -> None:
-        bodies = self._callers[caller][1]
-        bodies.discard(body)
-        if not bodies:
-            del self._callers[caller]
-
-    def close(self) -> None:
-        """End the threads; what waits is dropped."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 class _Invalid(HTTPException):
@@ -103,7 +56,9 @@ class JsonRoute(APIRoute):
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return FastAPI's handler for another request class."""
-        handle, field, repairs = super().get_route_handler(), self.body_field, self.takes_surrogates
+        handle = super().get_route_handler()
+        field = self.body_field
+        repairs = self.takes_surrogates
 
         def parsed(request: Request, body: bytes) -> Any:
             if not repairs:
@@ -126,8 +81,8 @@ class JsonRoute(APIRoute):
                 if len(body) <= INLINE:
                     return parsed(self, body)
                 caller = caller_of(self, self.app.state.service).name
-                bodies: LongBodies = self.app.state.long_bodies
-                return await bodies.read(caller, lambda: validated(self, body))
+                bodies: OneAtATime = self.app.state.long_bodies
+                return await bodies.run(caller, lambda: validated(self, body))
 
         async def handle_json(request: Request) -> Response:
             try:
@@ -168,7 +123,7 @@ def _surrogate(body: bytes, value: Any) -> _Invalid | None:
 
 def _loaded(body: bytes) -> Any:
     if (what := excess(body)) is not None:
-        raise HTTPException(413, f"the body has {what}")
+        raise Refused(BodyTooLarge(f"the body has {what}"))
     if not body.strip():
         raise json.JSONDecodeError("it is empty: send an object", "", 0)
     if body.startswith(codecs.BOM_UTF8):

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, StrictBool, StrictInt, StrictStr, field_validator, model_validator
 
 from probes_store.records import TemplateArgument
-from service.api.formats_schema import asked_schema, check_alone, checked_format
+from service.api.formats_schema import asked_schema, check_alone, checked_format, taken_by
 from service.api.request_schema import (
     OWN_TEMPERATURE,
     UNTHINKING,
@@ -27,8 +27,9 @@ from service.api.tools_schema import (
     MOST_TOOLS,
     CallId,
     Name,
+    Parameters,
+    Values,
     called,
-    check_parameters,
     check_results,
     defined,
     offered,
@@ -55,9 +56,8 @@ def joined(content: str | list[TextBlock]) -> str:
     return content if isinstance(content, str) else "".join(block.text for block in content)
 
 
-THOUGHTS = frozenset(
-    ("thinking", "redacted_thinking")
-)  # of earlier turns: no chat template is given any
+# of earlier turns: no chat template is given any
+THOUGHTS = frozenset(("thinking", "redacted_thinking"))
 
 
 class Block(ForeignModel):
@@ -83,7 +83,7 @@ class Block(ForeignModel):
     text: StrictStr | None = None
     id: CallId | None = None
     name: Name | None = None
-    input: dict[str, Any] | None = None
+    input: Values | None = None
     tool_use_id: CallId | None = None
     content: Texts | None = Field(None, description="of a tool_result")
 
@@ -102,12 +102,6 @@ class Block(ForeignModel):
         if unknown := present - allowed:
             raise ValueError(f"a block of type {self.type!r} has no {min(unknown)!r}")
         return self
-
-    @field_validator("input")
-    @classmethod
-    def _small(cls, arguments: dict[str, Any] | None) -> dict[str, Any] | None:
-        size_within(arguments, levels=MOST_DEPTH)
-        return arguments
 
 
 class AnthropicMessage(ForeignModel):
@@ -160,7 +154,9 @@ class AnthropicMessage(ForeignModel):
         place."""
         if isinstance(self.content, str):
             return [{"role": self.role, "content": self.content}]
-        turns, texts, calls = list[dict[str, Any]](), list[str](), list[dict[str, Any]]()
+        turns = list[dict[str, Any]]()
+        texts = list[str]()
+        calls = list[dict[str, Any]]()
         for block in self.content:
             if block.type == "text":
                 texts.append(block.text or "")
@@ -188,12 +184,7 @@ class MessagesTool(ForeignModel):
     type: Literal["custom"] | None = None
     name: Name
     description: StrictStr | None = None
-    input_schema: dict[str, Any]
-
-    @field_validator("input_schema")
-    @classmethod
-    def _schema(cls, schema: dict[str, Any]) -> dict[str, Any]:
-        return check_parameters(schema)
+    input_schema: Parameters
 
     def definition(self) -> dict[str, Any]:
         """Return what the chat template is given."""
@@ -212,13 +203,9 @@ class OutputConfig(ForeignModel):
 
     ignored = frozenset(("effort",))
 
-    format: dict[str, Any] | None = Field(None, description="of type json_schema, with schema")
-
-    @field_validator("format")
-    @classmethod
-    def _known_format(cls, asked: dict[str, Any] | None) -> dict[str, Any] | None:
-        asked_schema(asked, "output_config.format")
-        return asked
+    format: Annotated[dict[str, Any], taken_by(asked_schema, "output_config.format")] | None = (
+        Field(None, description="of type json_schema, with schema")
+    )
 
 
 class Thinking(ForeignModel):
@@ -238,20 +225,14 @@ class Conversation(ForeignModel):
     ]
     system: Texts | None = None
     output_config: OutputConfig | None = None
-    output_format: dict[str, Any] | None = Field(
-        None, description="the older name of output_config.format"
+    output_format: Annotated[dict[str, Any], taken_by(asked_schema, "output_format")] | None = (
+        Field(None, description="the older name of output_config.format")
     )
     thinking: Thinking | None = None
     tools: Annotated[list[MessagesTool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
     tool_choice: ToolChoice | None = Field(
         None, description="none: the model is not told of the tools"
     )
-
-    @field_validator("output_format")
-    @classmethod
-    def _known_format(cls, asked: dict[str, Any] | None) -> dict[str, Any] | None:
-        asked_schema(asked, "output_format")
-        return asked
 
     @field_validator("thinking", mode="before")
     @classmethod

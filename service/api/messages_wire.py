@@ -53,7 +53,9 @@ class MessagesWire(wire.Wire):
 
     def end(self, reports: list[RiskReport]) -> bytes:
         """Return the events that close the last block, with the stop reason, and the message."""
-        report, blocks, events = reports[0], self._blocks, b""
+        report = reports[0]
+        blocks = self._blocks
+        events = b""
         if report.outcome.shows:
             events = blocks.add(self.last_parts())
         elif report.verdict.message is not None:
@@ -97,7 +99,9 @@ class Blocks:
 
     def __init__(self, before: int = 0) -> None:
         """``before``: the blocks that the stream has had."""
-        self.calls, self._index, self._open = 0, before - 1, False
+        self.calls = 0
+        self._index = before - 1
+        self._open = False
 
     def add(self, parts: Sequence[Part], **more: Any) -> bytes:
         """Return the events of more texts and calls."""

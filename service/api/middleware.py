@@ -10,15 +10,15 @@ import random
 import re
 import time
 from collections import Counter
+from dataclasses import dataclass
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.access.routes import has_engine_work
 from service.api.auth import caller_of
-from service.api.error_handlers import respond
+from service.api.error_handlers import Refused, respond
 from service.errors import (
     BodiesFull,
     BodyTooLarge,
@@ -34,14 +34,15 @@ from service.serving.service import Service
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
+@dataclass(eq=False)
 class RequestFrame:
     """Sets x-request-id and x-total-time (ms), refuses bodies that are too large or too slow,
     answers unhandled errors.
 
     Writes one log line per request; requests to the scoring routes are counted."""
 
-    def __init__(self, app: ASGIApp, service: Service) -> None:
-        self.app, self._service = app, service
+    app: ASGIApp
+    service: Service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve or refuse one request."""
@@ -49,11 +50,9 @@ class RequestFrame:
             await self.app(scope, receive, send)
             return
         started, headers = time.perf_counter(), Headers(scope=scope)
-        metrics, tracing, settings = (
-            self._service.metrics,
-            self._service.tracing,
-            self._service.settings,
-        )
+        metrics = self.service.metrics
+        tracing = self.service.tracing
+        settings = self.service.settings
         named = headers.get("x-request-id", "")
         id = named if _ID.fullmatch(named) else f"{random.getrandbits(128):032x}"
         record = RequestRecord(request_id=id, method=scope["method"], path=scope["path"][:256])
@@ -70,7 +69,7 @@ class RequestFrame:
                 out["x-total-time"] = f"{(time.perf_counter() - started) * 1e3:.3f}"
             await send(message)
 
-        scoring, arrived_late = has_engine_work(record.path), self._service.lifecycle.stopping
+        scoring, arrived_late = has_engine_work(record.path), self.service.lifecycle.stopping
         if scoring:
             metrics.request_started()
         try:
@@ -101,7 +100,7 @@ class RequestFrame:
             record.write()
             if scoring:
                 metrics.request_ended(status, code, seconds)
-                self._service.lifecycle.count_ended(code, arrived_late=arrived_late)
+                self.service.lifecycle.count_ended(code, arrived_late=arrived_late)
             if record.trace is not None:
                 route = getattr(scope.get("route"), "path", None)
                 record.trace.end(
@@ -114,26 +113,21 @@ class _Body:
     disconnects."""
 
     def __init__(self, receive: Receive, max_bytes: int, seconds: float) -> None:
-        self._receive, self._max_bytes, self._deadline = (
-            receive,
-            max_bytes,
-            time.monotonic() + seconds,
-        )
+        self._receive = receive
+        self._max_bytes = max_bytes
+        self._deadline = time.monotonic() + seconds
         self._received, self._complete = 0, False
         self.gone = self.cut_off = False  # the second: gone before the body was complete
 
     async def receive(self) -> Message:
-        """Return the next message.  Raises HTTPException: FastAPI turns any other exception here
-        into a plain 400."""
+        """Return the next message.  Raises Refused."""
         try:
             async with asyncio.timeout(
                 None if self._complete else self._deadline - time.monotonic()
             ):
                 message = await self._receive()
         except TimeoutError:
-            raise HTTPException(
-                BodyTooSlow.status, "the body did not arrive before the deadline"
-            ) from None
+            raise Refused(BodyTooSlow("the body did not arrive before the deadline")) from None
         if message["type"] == "http.disconnect":
             self.gone = True
             self.cut_off = self.cut_off or not self._complete
@@ -142,7 +136,7 @@ class _Body:
         )
         self._received += len(message.get("body", b""))
         if self._received > self._max_bytes:
-            raise HTTPException(BodyTooLarge.status, self.too_large().message)
+            raise Refused(self.too_large())
         return message
 
     def too_large(self) -> BodyTooLarge:
@@ -152,9 +146,8 @@ class _Body:
         )
 
 
-FREE = (
-    16 * 1024
-)  # bytes of each body that are not counted: most have no more, and ``max_connections`` bounds them
+# bytes of each body that are not counted: most have no more, and ``max_connections`` bounds them
+FREE = 16 * 1024
 LEAST = 128 * 2**20  # bytes of all bodies that are always allowed
 LARGEST = 32  # so many of the largest bodies as well
 
@@ -187,19 +180,17 @@ class LoadShedder:
         if known and size <= FREE:
             await self.app(scope, receive, send)
             return
-        memory, parts, taken = self._memory, bytearray(), 0
+        memory = self._memory
+        parts = bytearray()
+        taken = 0
 
         def take(size: int) -> None:
             nonlocal taken
             if (more := size - FREE - taken) > 0:
                 try:
                     memory.take(caller, more)
-                except (
-                    BodiesFull
-                ) as full:  # FastAPI turns any other exception here into a plain 400
-                    raise HTTPException(
-                        full.status, full.message, {"Retry-After": str(full.retry_after_s)}
-                    ) from None
+                except BodiesFull as full:
+                    raise Refused(full) from None
                 taken += more
 
         async def whole() -> Message:

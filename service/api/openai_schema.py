@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, StrictBool, StrictInt, StrictStr, field_validator, model_validator
+from pydantic import AfterValidator, Field, StrictBool, StrictInt, StrictStr, model_validator
 
 from probes_store.records import TemplateArgument
 from service.api.formats_schema import asked_format, check_alone, checked_format
 from service.api.request_schema import (
-    VLLM_IGNORED,
+    OPENAI_IGNORED,
     VLLM_NEUTRAL,
     AnswerRequest,
     Batches,
@@ -33,10 +33,9 @@ from service.api.tools_schema import (
     MOST_TOOLS,
     Call,
     CallId,
+    FewArguments,
     Tool,
     ToolChoice,
-    arguments_in,
-    check_arguments,
     check_results,
     offered,
 )
@@ -49,10 +48,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "top_k": (-1, 0),
-    "min_p": (0,),
-    "min_tokens": (0,),
     "logit_bias": ({},),
     "logprobs": (False, 0),
     "top_logprobs": (0,),
@@ -74,16 +69,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 either."""
 IGNORED = frozenset(
     (
-        "user",
-        "metadata",
-        "store",
-        "service_tier",
         "parallel_tool_calls",
-        "safety_identifier",
-        "prompt_cache_key",
         "verbosity",
-        "prompt_cache_retention",
-        *VLLM_IGNORED,
+        *OPENAI_IGNORED,
     )
 )
 # Of an earlier answer, as clients keep it: no chat template is given any of it.
@@ -210,6 +198,10 @@ class OpenAIRequest(AnswerRequest):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
+def _known_format(fields: dict[str, Any] | None) -> dict[str, Any] | None:
+    return None if asked_format(fields, "response_format", "json_schema") is None else fields
+
+
 class ChatRequest(OpenAIRequest):
     """POST /v1/chat/completions."""
 
@@ -219,7 +211,9 @@ class ChatRequest(OpenAIRequest):
 
     neutral = NEUTRAL | {"add_special_tokens": (False,)}
 
-    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=1024)]
+    messages: Annotated[
+        list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=1024), FewArguments
+    ]
     max_completion_tokens: StrictInt | None = Field(
         None, ge=1, description="OpenAI's newer name of max_tokens"
     )
@@ -230,23 +224,12 @@ class ChatRequest(OpenAIRequest):
     parallel_tool_calls: StrictBool | None = Field(
         None, description="false: of an answer's calls the first is given"
     )
-    response_format: dict[str, Any] | None = Field(
+    response_format: Annotated[dict[str, Any] | None, AfterValidator(_known_format)] = Field(
         None,
         description=(
             "of type text, json_object or json_schema, with json_schema: name, schema, strict"
         ),
     )
-
-    @field_validator("messages", mode="before")
-    @classmethod
-    def _few_arguments(cls, messages: Any) -> Any:
-        check_arguments(arguments_in(messages))
-        return messages
-
-    @field_validator("response_format")
-    @classmethod
-    def _known_format(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
-        return None if asked_format(value, "response_format", "json_schema") is None else value
 
     @model_validator(mode="after")
     def _tools_belong_together(self) -> ChatRequest:

@@ -267,10 +267,8 @@ _AS_400 = "the body is not JSON, the prompt is too long, or a field is wrong or 
 FAILURES_400 = {
     status: response for status, response in FAILURES.items() if status not in (422, 502)
 } | errors(_400=_AS_400)
-FAILURES_400["default"] = {
-    "model": _ERROR_RESPONSE,
-    "description": "any other error",
-}  # else FastAPI adds a 422
+# else FastAPI adds a 422
+FAILURES_400["default"] = {"model": _ERROR_RESPONSE, "description": "any other error"}
 """Of a route in whose protocol a wrong field is a 400, and where no other server answers."""
 
 
@@ -552,11 +550,7 @@ class EventStream(StreamingResponse):
     def __init__(self, wire: Wire, answer: AsyncGenerator[bytes, None] | None = None) -> None:
         """``answer``: the events between head and end mark, where another server gives them."""
         self._reply = wire.reply
-        headers = {
-            "cache-control": "no-cache",
-            "x-accel-buffering": "no",
-            **self._reply.headers(),
-        }
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no", **self._reply.headers()}
         content = _events(wire, decoded(wire) if answer is None else answer)
         super().__init__(content, media_type="text/event-stream", headers=headers)
 

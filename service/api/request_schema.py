@@ -31,10 +31,13 @@ from service.engines.chat import texts_in
 from service.settings import MOST_PROMPTS
 
 Include = Literal["trajectory", "running_mean", "answer_risk"]
-Kind = Literal[
-    "prompt", "text", "messages", "input_ids"
-]  # a text's own form is the bundle's; "text": no template
+# a text's own form is the bundle's; "text": no template
+Kind = Literal["prompt", "text", "messages", "input_ids"]
 Risk = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]
+Temperature = Annotated[float, Field(ge=0.0, le=2.0, strict=True)]
+TopP = Annotated[float, Field(gt=0.0, le=1.0, strict=True)]
+Seed = Annotated[StrictInt, Field(ge=-(2**63), lt=2**63)]
+StrictRisk = Annotated[Risk, Field(strict=True)]
 # fail_fast and MAX_FIELDS bound the work: a million wrong elements must not become a million errors
 # on the event loop.
 Texts = Annotated[list[StrictStr], Field(fail_fast=True, max_length=MOST_PROMPTS)]
@@ -42,13 +45,11 @@ Ids = Annotated[list[StrictInt], Field(fail_fast=True)]
 Batches = Annotated[list[Ids], Field(fail_fast=True)]
 StopText = Annotated[StrictStr, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 StopTexts = Annotated[list[StopText], Field(fail_fast=True, max_length=MAX_STOPS)]
-Reference = Annotated[
-    StrictStr, Field(max_length=1024)
-]  # what names a model, a bundle or a policy; errors repeat it
+# what names a model, a bundle or a policy; errors repeat it
+Reference = Annotated[StrictStr, Field(max_length=1024)]
 MAX_FIELDS = 32
-EXAMPLES: dict[str, Any] = json.loads(
-    (Path(__file__).parent / "examples.json").read_text("utf-8")
-)  # of OpenAPI
+# of OpenAPI
+EXAMPLES: dict[str, Any] = json.loads((Path(__file__).parent / "examples.json").read_text("utf-8"))
 TEMPLATE_CHARACTERS = 16  # added to a message by a chat template, roughly
 
 
@@ -97,9 +98,9 @@ class Generate(RequestModel):
     """Continue decoding from the same KV cache if the decision is ``continue``."""
 
     max_tokens: StrictInt = Field(64, ge=1, description="at most this many answer tokens")
-    temperature: float | None = Field(None, ge=0.0, le=2.0, strict=True, description=TEMPERATURE)
-    top_p: float | None = Field(None, gt=0.0, le=1.0, strict=True)
-    seed: StrictInt | None = Field(None, ge=-(2**63), lt=2**63)
+    temperature: Temperature | None = Field(None, description=TEMPERATURE)
+    top_p: TopP | None = None
+    seed: Seed | None = None
     stop: StopTexts = Field(default_factory=list)
 
 
@@ -233,9 +234,8 @@ class ForeignModel(RequestModel):
 
     So is a null, also of a field that a newer client writes and nobody here knows."""
 
-    neutral: ClassVar[
-        Mapping[str, tuple[Any, ...]]
-    ] = {}  # what is not there -> the values of its absence; null is one
+    # what is not there -> the values of its absence; null is one
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     ignored: ClassVar[frozenset[str]] = frozenset()
 
     @model_validator(mode="before")
@@ -345,6 +345,17 @@ VLLM_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 VLLM_IGNORED = frozenset(
     ("include_reasoning", "request_id", "session_id", "cache_salt", "stream_interval")
 )
+OPENAI_IGNORED = VLLM_IGNORED.union(
+    (
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+    )
+)
 
 
 def _template_arguments(value: Any) -> Any:
@@ -382,7 +393,7 @@ class Arguments(RequestModel):
 
     hallutracer_bundle: Reference | None = None
     hallutracer_policy: Reference | None = None
-    hallutracer_threshold: Annotated[Risk, Field(strict=True)] | None = None
+    hallutracer_threshold: StrictRisk | None = None
     hallutracer_retrieval_of: Annotated[StrictStr, Field(max_length=256)] | None = None
     hallutracer_include: Annotated[list[Literal["answer_risk"]], Field(max_length=1)] | None = None
 
@@ -396,11 +407,9 @@ class AnswerRequest(ForeignModel):
     """What every protocol's request for an answer takes."""
 
     model: Reference = Field(description="must be the loaded model, as GET /v1/models names it")
-    temperature: float | None = Field(
-        None, ge=0.0, le=2.0, strict=True, description=OWN_TEMPERATURE
-    )
-    top_p: float | None = Field(None, gt=0.0, le=1.0, strict=True)
-    seed: StrictInt | None = Field(None, ge=-(2**63), lt=2**63)
+    temperature: Temperature | None = Field(None, description=OWN_TEMPERATURE)
+    top_p: TopP | None = None
+    seed: Seed | None = None
     stream: StrictBool | None = None
     vllm_xargs: Arguments | None = Field(
         None, description="hallutracer_policy, hallutracer_threshold, hallutracer_bundle"
@@ -414,66 +423,3 @@ class AnswerRequest(ForeignModel):
         """Return the arguments of the chat template that the request asks for, by the field that
         does."""
         return {}
-
-
-# Check -> the fields of requests that it bounds, where the field itself has no limit of length.
-# What a body may hold is counted by ``json_limits.excess``; these count what is done with a field:
-# tokens, prompts, values to walk.
-BOUNDED_BY: Mapping[str, frozenset[str]] = {
-    "service.engines.checks:check_length": frozenset(
-        (
-            "Message.content",
-            "ChatMessage.content",
-            "ChatMessage.refusal",
-            "TextPart.text",
-            "TextPart.refusal",
-            "ResponsesRequest.input",
-            "ResponsesRequest.instructions",
-            "InputItem.content",
-            "InputItem.output",
-            "InputPart.text",
-            "InputPart.refusal",
-            "MessagesRequest.system",
-            "CountRequest.system",
-            "AnthropicMessage.content",
-            "Block.content",
-            "Block.text",
-            "TextBlock.text",
-        )
-    ),
-    # how many prompts; each then by ``check_length``, or as token ids by ``check_prompts``
-    "service.api.asking:ScoringRequest.check": frozenset(
-        (
-            "ScoreRequest.prompt",
-            "ScoreRequest.input_ids",
-            "TextRequest.prompt",
-        )
-    ),
-    "service.api.tools_schema:check_parameters": frozenset(
-        ("Function.parameters", "ResponsesTool.parameters", "MessagesTool.input_schema")
-    ),
-    "service.api.tools_schema:offered": frozenset(
-        ("Function.description", "ResponsesTool.description", "MessagesTool.description")
-    ),
-    "service.api.tools_schema:arguments_of": frozenset(
-        ("CalledFunction.arguments", "InputItem.arguments")
-    ),
-    "service.json_limits:size_within": frozenset(("Block.input",)),
-    "probes_store.records:template_arguments": frozenset(
-        (
-            "ChatRequest.chat_template_kwargs",
-            "ResponsesRequest.chat_template_kwargs",
-            "MessagesRequest.chat_template_kwargs",
-        )
-    ),
-    "service.api.formats_schema:asked_format": frozenset(
-        ("ChatRequest.response_format", "TextConfig.format")
-    ),
-    "service.api.formats_schema:asked_schema": frozenset(
-        (
-            "OutputConfig.format",
-            "MessagesRequest.output_format",
-            "CountRequest.output_format",
-        )
-    ),
-}

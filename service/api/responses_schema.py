@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StrictBool, StrictInt, StrictStr, field_validator, model_validator
+from pydantic import Field, StrictBool, StrictInt, StrictStr, model_validator
 
 from probes_store.records import TemplateArgument
-from service.api.formats_schema import asked_format, check_alone, checked_format
+from service.api.formats_schema import asked_format, check_alone, checked_format, taken_by
 from service.api.request_schema import (
-    VLLM_IGNORED,
+    OPENAI_IGNORED,
     VLLM_NEUTRAL,
     AnswerRequest,
     CacheOptions,
@@ -27,13 +27,12 @@ from service.api.request_schema import (
 from service.api.tools_schema import (
     MOST_TOOLS,
     CallId,
+    FewArguments,
     Function,
     Name,
     ToolChoice,
-    arguments_in,
     arguments_of,
     called,
-    check_arguments,
     check_results,
     offered,
 )
@@ -65,11 +64,8 @@ class InputItem(ForeignModel):
     """A message as people write it, an answer as it came, a call of a tool, the result of one, or
     what an earlier answer was thought with, of which a chat template is given nothing."""
 
-    neutral = {
-        "namespace": (),
-        "async": (False,),
-        "async_": (False,),
-    }  # as the openai package dumps a call
+    # as the openai package dumps a call
+    neutral = {"namespace": (), "async": (False,), "async_": (False,)}
     ignored = frozenset(
         (
             "id",
@@ -172,16 +168,10 @@ class TextConfig(ForeignModel):
 
     ignored = frozenset(("verbosity",))
 
-    format: dict[str, Any] | None = Field(
+    format: Annotated[dict[str, Any], taken_by(asked_format, "text.format")] | None = Field(
         None,
         description="of type text, json_object or json_schema, that with name, schema and strict",
     )
-
-    @field_validator("format")
-    @classmethod
-    def _known_format(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
-        asked_format(value, "text.format")
-        return value
 
 
 class Reasoning(ForeignModel):
@@ -221,23 +211,13 @@ class ResponsesRequest(AnswerRequest):
         "logit_bias": ({},),
         **VLLM_NEUTRAL,
     }
-    ignored = frozenset(
-        (
-            "user",
-            "metadata",
-            "store",
-            "service_tier",
-            "max_tool_calls",
-            "safety_identifier",
-            "prompt_cache_key",
-            "prompt_cache_retention",
-            *VLLM_IGNORED,
-        )
-    )
+    ignored = frozenset(("max_tool_calls", *OPENAI_IGNORED))
 
-    input: (
-        StrictStr | Annotated[list[InputItem], Field(fail_fast=True, min_length=1, max_length=1024)]
-    )
+    input: Annotated[
+        StrictStr
+        | Annotated[list[InputItem], Field(fail_fast=True, min_length=1, max_length=1024)],
+        FewArguments,
+    ]
     instructions: StrictStr | None = Field(
         None, description="a system message in front of the input"
     )
@@ -256,12 +236,6 @@ class ResponsesRequest(AnswerRequest):
     chat_template_kwargs: TemplateArguments = None
     prompt_cache_options: CacheOptions | None = None
     stream_options: ResponsesStreamOptions | None = None
-
-    @field_validator("input", mode="before")
-    @classmethod
-    def _few_arguments(cls, items: Any) -> Any:
-        check_arguments(arguments_in(items))
-        return items
 
     @model_validator(mode="after")
     def _tools_belong_together(self) -> ResponsesRequest:

@@ -86,7 +86,9 @@ class ResponsesWire(wire.Wire):
         self, risk: Mapping[str, Any], report: RiskReport | None = None
     ) -> dict[str, Any]:
         """Return the response; without a report as it is before the answer."""
-        body, judgement, sampling = self._body, self.judgement, self.judgement.sampling
+        body = self._body
+        judgement = self.judgement
+        sampling = self.judgement.sampling
         assert sampling is not None, "every request on this route wants an answer"
         status, details = ("in_progress", None) if report is None else _status(report)
         return {

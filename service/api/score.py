@@ -52,7 +52,7 @@ async def score(
     it may go on."""
     kind, prompts = body.given()
     names = {name: getattr(body, name) for name in ("bundle", "model", "policy", "threshold")}
-    spec = requested(request, service, SCORE_ROUTES[0], kind, prompts, kind, **names)
+    spec = requested(request, service, SCORE_ROUTES[0], kind, prompts, **names)
     sampling = None
     if (wanted := body.generate) is not None:
         check_limit(wanted.max_tokens, "generate.max_tokens", service.settings)

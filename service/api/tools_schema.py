@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal, Protocol
 
-from pydantic import BeforeValidator, Field, StrictBool, StrictStr, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, StrictBool, StrictStr
 
 from service.api.request_schema import ForeignModel, at_fault
 from service.json_limits import MOST_CHARACTERS, MOST_VALUES, excess, lone_surrogate, size_within
@@ -31,6 +31,23 @@ def _not_forced(choice: Any) -> Any:
 ToolChoice = Annotated[Literal["none", "auto"], BeforeValidator(_not_forced)]
 
 
+def _small(values: dict[str, Any]) -> dict[str, Any]:
+    size_within(values, levels=MOST_DEPTH)
+    return values
+
+
+def check_parameters(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool's JSON schema.  Raises ValueError where it is none of an object, too large or
+    nested too deeply."""
+    if schema.get("type", "object") != "object":
+        raise ValueError("give a JSON schema of type object")
+    return _small(schema)
+
+
+Values = Annotated[dict[str, Any], AfterValidator(_small)]
+Parameters = Annotated[dict[str, Any], AfterValidator(check_parameters)]
+
+
 class Function(ForeignModel):
     """A function that the model may call."""
 
@@ -38,15 +55,10 @@ class Function(ForeignModel):
 
     name: Name
     description: StrictStr | None = None
-    parameters: dict[str, Any] | None = Field(None, description="a JSON schema of type object")
+    parameters: Parameters | None = Field(None, description="a JSON schema of type object")
     strict: StrictBool | None = Field(
         None, description="taken; nothing makes the model keep to the schema"
     )
-
-    @field_validator("parameters")
-    @classmethod
-    def _schema(cls, schema: dict[str, Any] | None) -> dict[str, Any] | None:
-        return None if schema is None else check_parameters(schema)
 
     def definition(self) -> dict[str, Any]:
         """Return what the chat template is given; ``strict`` is about decoding, and left out as
@@ -65,15 +77,6 @@ def defined(
     }
 
 
-def check_parameters(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool's JSON schema.  Raises ValueError where it is none of an object, too large or
-    nested too deeply."""
-    if schema.get("type", "object") != "object":
-        raise ValueError("give a JSON schema of type object")
-    size_within(schema, levels=MOST_DEPTH)
-    return schema
-
-
 class Tool(ForeignModel):
     """A tool on offer."""
 
@@ -83,23 +86,21 @@ class Tool(ForeignModel):
     function: Function
 
 
+def _of_object(text: str | None) -> str:
+    arguments_of(text)
+    return text or ""
+
+
 class CalledFunction(ForeignModel):
     """What was called, with the arguments' JSON."""
 
-    ignored = frozenset(
-        ("parsed_arguments",)
-    )  # as the openai package keeps them, beside their JSON
+    # as the openai package keeps them, beside their JSON
+    ignored = frozenset(("parsed_arguments",))
 
     name: Name
-    arguments: StrictStr | None = Field(
+    arguments: Annotated[StrictStr | None, AfterValidator(_of_object)] = Field(
         None, description="empty: none, of a tool without parameters"
     )
-
-    @field_validator("arguments")
-    @classmethod
-    def _object(cls, text: str | None) -> str:
-        arguments_of(text)
-        return text or ""
 
 
 class Call(ForeignModel):
@@ -140,13 +141,15 @@ def arguments_of(text: str | None) -> dict[str, Any]:
     return arguments
 
 
-def check_arguments(texts: Iterable[str]) -> None:
+def _few_arguments(turns: Any) -> Any:
     """Raise ValueError where the arguments of earlier calls are too much together; before they are
     parsed.
 
     One that ``arguments_of`` refuses for its length alone is left to it, which names the call."""
     documents = [
-        text.encode("utf-8", "surrogatepass") for text in texts if len(text) <= MOST_OF_CALL
+        text.encode("utf-8", "surrogatepass")
+        for text in _arguments_in(turns)
+        if len(text) <= MOST_OF_CALL
     ]
     if (length := sum(map(len, documents))) > MOST_CHARACTERS:
         raise ValueError(
@@ -155,9 +158,13 @@ def check_arguments(texts: Iterable[str]) -> None:
         )
     if (what := excess(*documents, elements=MOST_VALUES)) is not None:
         raise ValueError(f"the arguments of earlier calls have {what} together")
+    return turns
 
 
-def arguments_in(turns: Any) -> Iterator[str]:
+FewArguments = BeforeValidator(_few_arguments)
+
+
+def _arguments_in(turns: Any) -> Iterator[str]:
     """Yield the arguments of a conversation's calls, in OpenAI's forms, however wrong the rest of
     it may be."""
     for turn in turns if isinstance(turns, list) else ():
@@ -181,9 +188,8 @@ def offered(tools: Sequence[_Tool], *, visible: bool = True, parallel: bool = Tr
     twice."""
     definitions = tuple(tool.definition() for tool in tools)
     try:
-        characters = size_within(
-            definitions, levels=MOST_DEPTH + 3
-        )  # around a schema: a list, a tool and its function
+        # around a schema: a list, a tool and its function
+        characters = size_within(definitions, levels=MOST_DEPTH + 3)
     except ValueError as error:
         raise at_fault("tools", f"'tools': {error}, in all tools together") from None
     if not visible or not definitions:

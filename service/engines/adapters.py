@@ -14,10 +14,8 @@ from service.engines.places import check_contents
 from service.errors import ModelLoadError
 
 CONFIG = "adapter_config.json"
-WEIGHTS = (
-    "adapter_model.safetensors",
-    "adapter_model.bin",
-)  # PEFT and vLLM both take the first that is there
+# PEFT and vLLM both take the first that is there
+WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 # Of the configuration, what says where an adapter comes from or how it was trained; nothing of it
 # is computed with.
 INCIDENTAL = frozenset(
@@ -41,9 +39,8 @@ def digest_of(folder: str | Path) -> str:
     Raises ModelLoadError for a folder that holds no adapter."""
     config, digest = config_of(folder), hashlib.sha256()
     names = config.get("target_modules")
-    settings = {
-        name: value for name, value in config.items() if name not in INCIDENTAL and value
-    }  # unset, by any release
+    # unset, by any release
+    settings = {name: value for name, value in config.items() if name not in INCIDENTAL and value}
     if isinstance(names, list):
         settings["target_modules"] = sorted(names)  # PEFT saves a set
     digest.update(json.dumps(settings, sort_keys=True).encode())

@@ -36,16 +36,13 @@ class EngineOptions:
     revision: str | None = None
     dtype: str = "auto"  # auto: float32 on CPU, the checkpoint's own on CUDA
     device: str = "auto"  # auto: cuda where there is one
-    max_batch_tokens: int | None = (
-        None  # padded tokens in one forward pass; None: the device's default
-    )
-    padding_side: str = "right"
+    # padded tokens in one forward pass; None: the device's default
+    max_batch_tokens: int | None = None
     trust_remote_code: bool = False
     engine: EngineName = "transformers"
     adapter: str | None = None  # folder of a LoRA adapter: with it, the model is another one
-    template_arguments: Mapping[str, TemplateArgument] | None = (
-        None  # of the chat template, for every chat
-    )
+    # of the chat template, for every chat
+    template_arguments: Mapping[str, TemplateArgument] | None = None
     extra: dict[str, str] = field(default_factory=dict)
 
 
@@ -89,9 +86,8 @@ class Sampling:
     top_p: float = 1.0
     seed: int | None = None
     stop: tuple[str, ...] = ()  # at most MAX_STOPS of 1 to MAX_STOP_CHARACTERS characters
-    until: float = (
-        math.inf
-    )  # on the monotonic clock; there an answer ends as one of ``max_tokens`` tokens does
+    # on the monotonic clock; there an answer ends as one of ``max_tokens`` tokens does
+    until: float = math.inf
     format: Format | None = None  # ``LoadedModel.prepared``'s, which the answer is held to
 
 
@@ -138,13 +134,11 @@ class Extraction:
 
     activations: dict[Site, NDArray[np.float32]]  # site -> [n, m, width], at t*
     first_tokens: tuple[FirstToken, ...]
-    pooled: dict[tuple[Site, Pooling], NDArray[np.float32]] = field(
-        default_factory=dict
-    )  # of no engine of this room
+    # of no engine of this room
+    pooled: dict[tuple[Site, Pooling], NDArray[np.float32]] = field(default_factory=dict)
     completions: tuple[Completion, ...] = ()  # with ``sampling``
-    answers: NDArray[np.float32] | None = (
-        None  # [n, m, width] with ``answer_site``: over ``AnswerReading``'s tokens
-    )
+    # [n, m, width] with ``answer_site``: over ``AnswerReading``'s tokens
+    answers: NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -162,12 +156,10 @@ class TracedAnswer:
     them."""
 
     completion: Completion
-    log_prob: NDArray[
-        np.float64
-    ]  # [T] each token's under the model itself, whatever the temperature, nats
-    last: NDArray[
-        np.float32
-    ]  # [m, hidden_size] residual stream of the token before the T-th; of t* where T is 1
+    # [T] each token's under the model itself, whatever the temperature, nats
+    log_prob: NDArray[np.float64]
+    # [m, hidden_size] residual stream of the token before the T-th; of t* where T is 1
+    last: NDArray[np.float32]
     mean: NDArray[np.float32]  # [m, hidden_size] the same, mean over the first T - 1 tokens
 
 
@@ -188,9 +180,8 @@ class PromptContext:
     asks: float | None = None  # that it asks for a fact
     passage: float | None = None  # that text to answer from stands beside the question
     stated: float | None = None  # P(passage) P(that text states the answer)
-    stated_length: float | None = (
-        None  # the same times ln(tokens of the prompt): in longer ones it is found less often
-    )
+    # the same times ln(tokens of the prompt): in longer ones it is found less often
+    stated_length: float | None = None
     # False: it asks for no fact, so the risk does not apply; True where the bundle cannot tell
     applies: bool = True
 
@@ -271,9 +262,8 @@ class Update:
     cached_tokens: int = 0  # prompt tokens found in the prefix cache; with ``prefill``
     queue_s: float = 0.0  # from submission to the start of the first forward pass; with ``prefill``
     prefill_s: float = 0.0  # from there to the first token; with ``prefill``
-    answer: AnswerReading | None = (
-        None  # so far, with ``answer_probes``; None before a token was read
-    )
+    # so far, with ``answer_probes``; None before a token was read
+    answer: AnswerReading | None = None
 
 
 def prefill_of(update: Update) -> PrefillResult:
@@ -305,9 +295,8 @@ class Continuation(Protocol):
     it."""
 
     prefill: PrefillResult  # the result at t*
-    answer_probes: (
-        Probes | None
-    )  # what its answer's own tokens are read by; to be set before ``decode``
+    # what its answer's own tokens are read by; to be set before ``decode``
+    answer_probes: Probes | None
 
     def decode(self, sampling: Sampling, cancelled: Callable[[], bool] = ...) -> Iterator[str]:
         """Yield one piece of text per token, "" if it completes no character, until ``cancelled()``

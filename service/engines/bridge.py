@@ -17,6 +17,14 @@ T = TypeVar("T")
 MAX_ITEMS_PER_TURN = 64
 
 
+def fulfil(done: Future[T], work: Callable[[], T]) -> None:
+    """Give a future what ``work`` returns, or raises."""
+    try:
+        done.set_result(work())
+    except BaseException as error:
+        done.set_exception(error)
+
+
 class Outbox:
     """Items for consumers on one event loop, sent from another thread with one wake-up of the loop
     for many items."""
@@ -76,9 +84,8 @@ async def receive(inbox: asyncio.Queue[T | BaseException | None]) -> AsyncGenera
             raise item
         yield item
         received += 1
-        if (
-            received % MAX_ITEMS_PER_TURN == 0
-        ):  # a queue with items does not suspend: let other tasks run
+        if received % MAX_ITEMS_PER_TURN == 0:
+            # a queue with items does not suspend: let other tasks run
             await asyncio.sleep(0)
 
 

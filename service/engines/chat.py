@@ -66,9 +66,8 @@ def check_shown(
 
     It is rendered once more with marks in their places, whatever else the template makes of
     them."""
-    marks: dict[
-        str, tuple[str, str]
-    ] = {}  # mark -> what would be left out, and in which field it came
+    # mark -> what would be left out, and in which field it came
+    marks: dict[str, tuple[str, str]] = {}
 
     def mark(what: str, param: str) -> str:
         name = f"shown{len(marks)}here"
@@ -96,12 +95,10 @@ def check_shown(
     text = render(turns, offered) if marks else ""
     for name, (what, param) in marks.items():
         if name not in text:
-            problem = (
-                f"{param!r}: this model's chat template has no place for {what}, and would leave"
-                " them out: send none"
-            )
             raise RequestError(
-                f"{problem}, or serve a model whose template takes them", param=param
+                f"{param!r}: this model's chat template has no place for {what}, and would leave"
+                " them out: send none, or serve a model whose template takes them",
+                param=param,
             )
 
 
@@ -143,9 +140,11 @@ def check_turns(text: str, turns: Sequence[Message], left_out: Sequence[int]) ->
 
 
 def _left_out(number: int, role: str, part: str) -> RequestError:
-    problem = f"this model's chat template leaves out {part}messages.{number}, of the role {role!r}"
-    cure = "say it in a turn that the template takes, or serve a model whose template takes it"
-    return RequestError(f"{problem}: {cure}", param=f"messages.{number}")
+    return RequestError(
+        f"this model's chat template leaves out {part}messages.{number}, of the role {role!r}: say"
+        " it in a turn that the template takes, or serve a model whose template takes it",
+        param=f"messages.{number}",
+    )
 
 
 def _is_shown(text: str, role: str, content: str, times: int) -> bool:

@@ -19,19 +19,14 @@ from service.errors import ModelLoadError
 MIB = 1 << 20
 # Of the GGUF format: where the number of fields stands, and the types of values, by their numbers.
 _COUNT_AT, _TEXT, _LIST = 16, 8, 9
-_WHOLE, _OTHER = (
-    {4: "I", 5: "i", 10: "Q", 11: "q"},
-    {0: 1, 1: 1, 2: 2, 3: 2, 6: 4, 7: 1, 12: 8},
-)  # layouts; bytes
+# layouts; bytes
+_WHOLE = {4: "I", 5: "i", 10: "Q", 11: "q"}
+_OTHER = {0: 1, 1: 1, 2: 2, 3: 2, 6: 4, 7: 1, 12: 8}
 _LONGEST, _SHORT_LIST = 1 << 20, 1000
 _LENGTH_BYTES = 8  # of the number with which a safetensors file begins: how long its header is
 SINGLE = "model.safetensors", "pytorch_model.bin"
-WEIGHTS = (
-    ".safetensors",
-    ".bin",
-    ".pth",
-    ".pt",
-)  # suffixes of files with weights, whatever their names
+# suffixes of files with weights, whatever their names
+WEIGHTS = (".safetensors", ".bin", ".pth", ".pt")
 ADAPTER = "adapter_config.json"
 DESCRIPTIONS = (
     places.CONFIG,
@@ -60,11 +55,12 @@ def snapshot_of(model: str, revision: str | None) -> Path:
     offline = not places.reachable(model, revision)
     try:
         config = hf_hub_download(model, places.CONFIG, revision=revision, local_files_only=offline)
-    except (
-        Exception
-    ) as error:  # connections fail in many ways, also by exceptions of the HTTP library in use
-        problem = f"the configuration of {model} cannot be loaded: {type(error).__name__}: {error}"
-        raise ModelLoadError(problem, param="model") from error
+    except Exception as error:
+        # connections fail in many ways, also by exceptions of the HTTP library in use
+        raise ModelLoadError(
+            f"the configuration of {model} cannot be loaded: {type(error).__name__}: {error}",
+            param="model",
+        ) from error
     return Path(config).parent
 
 
@@ -117,8 +113,10 @@ def check_whole(folder: Path) -> None:
     does."""
     for file in weight_files(folder):
         if file.suffix == ".safetensors" and not _is_whole(file):
-            problem = f"the weights in {file} are cut short, or are none; download the file again"
-            raise ModelLoadError(problem, param="model")
+            raise ModelLoadError(
+                f"the weights in {file} are cut short, or are none; download the file again",
+                param="model",
+            )
 
 
 def _is_whole(file: Path) -> bool:
@@ -159,12 +157,9 @@ def weight_files(folder: Path) -> list[Path]:
         names = _named_in(index) if index.is_file() else [single]
         if (folder / single).is_file():
             if names != [single]:
-                problem = (
-                    f"{folder} holds {single} beside {index.name}, which names other files; keep"
-                    " what is whole"
-                )
                 raise ModelLoadError(
-                    f"{problem}: vLLM reads what the index names, transformers does not",
+                    f"{folder} holds {single} beside {index.name}, which names other files; keep"
+                    " what is whole: vLLM reads what the index names, transformers does not",
                     param="model",
                 )
             return [folder / single]
@@ -184,10 +179,10 @@ def _named_in(index: Path) -> list[str]:
     named = read_json(index).get("weight_map")
     files = list(named.values()) if isinstance(named, dict) else []
     if not files or not all(isinstance(file, str) for file in files):
-        problem = (
-            f"{index} does not say in which files the weights are (weight_map); download it again"
+        raise ModelLoadError(
+            f"{index} does not say in which files the weights are (weight_map); download it again",
+            param="model",
         )
-        raise ModelLoadError(problem, param="model")
     return sorted(set(files))
 
 

@@ -65,12 +65,10 @@ def check_length(texts: Sequence[str], engine: LoadedModel) -> None:
 
 def _too_long(what: str, tokens: int, most: int) -> PromptTooLong:
     # As Anthropic's clients and OpenAI's know it: many act on these words.
-    problem = (
-        f"prompt is too long: {tokens} tokens > {most} maximum; this model's maximum context length"
-        f" is {most} tokens"
-    )
     return PromptTooLong(
-        f"{problem} and {what} {tokens}: shorten the prompt, which is never truncated",
+        f"prompt is too long: {tokens} tokens > {most} maximum; this model's maximum context"
+        f" length is {most} tokens and {what} {tokens}: shorten the prompt, which is never"
+        " truncated",
         param="prompt",
     )
 
@@ -84,11 +82,11 @@ def check_special_tokens(texts: Mapping[str, Sequence[str]], engine: LoadedModel
     for field, written in texts.items():
         spelt = next(filter(None, map(spelling.search, written)), None)
         if spelt is not None:
-            problem = (
-                f"{field} spells out the special token {spelt[0]!r}, which is refused here;"
-                " remove it"
+            raise RequestError(
+                f"{field} spells out the special token {spelt[0]!r}, which is refused here; remove"
+                " it",
+                param=field,
             )
-            raise RequestError(problem, param=field)
 
 
 @cache
@@ -135,20 +133,19 @@ def check_prompts(prompts: Prompts, *, vocabulary: int, max_tokens: int) -> None
             ids = np.asarray(prompt)
         except ValueError:  # nested lists of several lengths
             ids = np.asarray(None)
-        large = ids.dtype.kind == "O" and all(
-            type(token) is int for token in prompt
-        )  # beyond 64 bits
+        # beyond 64 bits
+        large = ids.dtype.kind == "O" and all(type(token) is int for token in prompt)
         if not large and (ids.ndim != 1 or ids.dtype.kind not in "iu"):
             raise RequestError(
                 f"prompt {number} is not a flat list of integer token ids", param="input_ids"
             )
         if large or ids.min() < 0 or ids.max() >= vocabulary:
             shown = "beyond 64 bits" if large else int(ids.min() if ids.min() < 0 else ids.max())
-            problem = (
+            raise RequestError(
                 f"prompt {number} holds token id {shown}; this model's vocabulary is 0 to"
-                f" {vocabulary - 1}"
+                f" {vocabulary - 1}",
+                param="input_ids",
             )
-            raise RequestError(problem, param="input_ids")
 
 
 def check_sampling(sampling: Sampling) -> None:
@@ -173,15 +170,18 @@ def check_sampling(sampling: Sampling) -> None:
         )
     for stop in sampling.stop:
         if not 0 < len(stop) <= MAX_STOP_CHARACTERS:
-            bounds = f"has to have 1 to {MAX_STOP_CHARACTERS}"
             raise RequestError(
-                f"a text of stop has {len(stop)} characters; each {bounds}", param="stop"
+                f"a text of stop has {len(stop)} characters; each has to have 1 to"
+                f" {MAX_STOP_CHARACTERS}",
+                param="stop",
             )
 
 
 def check_probe(probe: Probes, geometry: Geometry) -> None:
     """Raise EngineError, naming the array and both shapes, for probes of another geometry."""
-    m, d, heads = geometry.num_layers, geometry.dim(probe.site), geometry.heads(probe.site)
+    m = geometry.num_layers
+    d = geometry.dim(probe.site)
+    heads = geometry.heads(probe.site)
     for name, shape in {"head": (m,), "direction": (m, d), "bias": (m,), "scale": (m,)}.items():
         if (actual := np.shape(getattr(probe, name))) != shape:
             raise EngineError(
@@ -203,9 +203,8 @@ def summarise(logits: Tensor) -> Tensor:
 
     log_probabilities = torch.log_softmax(logits, dim=-1)
     largest, token = log_probabilities.max(dim=-1)
-    entropy = torch.special.entr(log_probabilities.exp()).sum(
-        dim=-1
-    )  # 0 for probabilities that underflow to 0
+    # 0 for probabilities that underflow to 0
+    entropy = torch.special.entr(log_probabilities.exp()).sum(dim=-1)
     return torch.stack([largest.double(), entropy.double(), token.double()], dim=-1)
 
 
@@ -223,21 +222,21 @@ def first_token_of(summary: Sequence[float] | np.ndarray) -> FirstToken:
 def refuse_tracing(engine: str) -> NoReturn:
     """Raise EngineError: an engine that decodes, but keeps neither log-probabilities nor states of
     its answers."""
-    problem = (
+    raise EngineError(
         f"the {engine} engine keeps neither log-probabilities nor states of its answers; use the"
-        " transformers engine"
+        " transformers engine",
+        param="methods",
     )
-    raise EngineError(problem, param="methods")
 
 
 def refuse_answer_reading(engine: str) -> NoReturn:
     """Raise EngineError: an engine that has no activations of an answer's own tokens to train
     on."""
-    problem = (
+    raise EngineError(
         f"the {engine} engine gives no answer's own tokens to train on; use the transformers one,"
-        " or leave them out"
+        " or leave them out (--no-answer-probes)",
+        param="answer_probes",
     )
-    raise EngineError(f"{problem} (--no-answer-probes)", param="answer_probes")
 
 
 def beyond_onset(poolings: Sequence[Pooling]) -> list[Pooling]:
@@ -248,16 +247,16 @@ def beyond_onset(poolings: Sequence[Pooling]) -> list[Pooling]:
 def check_onset_only(poolings: Sequence[Pooling]) -> None:
     """Raise EngineError if other poolings than last_1 are asked for: engines read t* alone."""
     if others := beyond_onset(poolings):
-        problem = f"this engine reads only the answer onset (last_1), not {', '.join(others)}"
-        cure = "`hallutracer evaluate` on the transformers engine reads the others, too"
-        raise EngineError(f"{problem}; {cure}", param="poolings")
+        raise EngineError(
+            f"this engine reads only the answer onset (last_1), not {', '.join(others)};"
+            " `hallutracer evaluate` on the transformers engine reads the others, too",
+            param="poolings",
+        )
 
 
 MOST_SHAPES = 256  # sequences of roles that are remembered
-STAND_INS = (
-    "\U000f0000",
-    "\U000f03ff",
-)  # of a private plane: 1,024 different special tokens in one request
+# of a private plane: 1,024 different special tokens in one request
+STAND_INS = ("\U000f0000", "\U000f03ff")
 
 
 class Tokens:
@@ -277,9 +276,8 @@ class Tokens:
                 " correct its name",
                 param="chat_template_kwargs",
             )
-        self._encoding = (
-            threading.Lock()
-        )  # the tokenizer keeps how special tokens are read, for all threads
+        # the tokenizer keeps how special tokens are read, for all threads
+        self._encoding = threading.Lock()
         # Roles of a conversation -> the turns that the template leaves out, whatever they say.
         self._left_out = lru_cache(MOST_SHAPES)(
             lambda roles: turns_left_out(self._templated, roles)
@@ -347,9 +345,9 @@ class Tokens:
         """Return what the template makes of messages, these, and what stands in both for special
         tokens spelt out."""
         if not getattr(self._tokenizer, "chat_template", None):
-            problem = "this model's tokenizer has no chat template"
             raise _refused(
-                f"{problem}: /v1/completions takes the text, as `prompt`, and so does /score"
+                "this model's tokenizer has no chat template: /v1/completions takes the text, as"
+                " `prompt`, and so does /score"
             )
         if not messages:
             raise _refused("messages is empty; send at least one message")
@@ -390,13 +388,11 @@ class Tokens:
             from jinja2 import TemplateSyntaxError
 
             if isinstance(error, TemplateSyntaxError):
-                fault = f"{error.message}, at its line {error.lineno}"
-                problem = f"this model's chat template is no valid Jinja template: {fault}"
-                cure = (
-                    "mend chat_template.jinja, or chat_template in tokenizer_config.json, in the"
-                    " model's folder"
-                )
-                raise _refused(f"{problem}: {cure}") from error
+                raise _refused(
+                    f"this model's chat template is no valid Jinja template: {error.message}, at"
+                    f" its line {error.lineno}: mend chat_template.jinja, or chat_template in"
+                    " tokenizer_config.json, in the model's folder"
+                ) from error
             raise _refused(f"the chat template refuses these messages: {error}") from error
         return str(rendered)
 
@@ -501,16 +497,23 @@ class Tokens:
         return [int(token) for token in encoded["input_ids"]]
 
 
+class WithTokens:
+    """The methods of an engine that its tokenizer has; a scheduler's are its engine's."""
+
+    def __init__(self, tokens: Tokens | LoadedModel) -> None:
+        self.tokenize, self.render_chat = tokens.tokenize, tokens.render_chat
+        self.detokenize, self.spell = tokens.detokenize, tokens.spell
+        self.special_tokens, self.renders_alike = tokens.special_tokens, tokens.renders_alike
+
+
 def _check_unicode(text: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        problem = (
-            f"character {error.start} is the lone surrogate U+{ord(text[error.start]):04X}; send"
-            " well-formed Unicode"
-        )
         raise RequestError(
-            f"the text cannot be encoded as UTF-8: {problem}", param="prompt"
+            f"the text cannot be encoded as UTF-8: character {error.start} is the lone surrogate"
+            f" U+{ord(text[error.start]):04X}; send well-formed Unicode",
+            param="prompt",
         ) from error
 
 
@@ -519,8 +522,10 @@ def _refused(message: str) -> RequestError:
 
 
 def _spelt_out(special: str) -> RequestError:
-    cure = "and this model's tokenizer cannot encode it as text; remove it"
-    return _refused(f"a message spells out the special token {special!r}, {cure}")
+    return _refused(
+        f"a message spells out the special token {special!r}, and this model's tokenizer cannot"
+        " encode it as text; remove it"
+    )
 
 
 def _sha256(content: Any) -> str:

@@ -37,9 +37,8 @@ class Family:
     alone: bool = False
     whole: bool = False
     in_vllm: str = ""  # ``projection`` in vLLM's block, where it is called otherwise
-    summed: bool | None = (
-        None  # whether two tensors of vLLM's block are summed, by comparison; None: it must be seen
-    )
+    # whether two tensors of vLLM's block are summed, by comparison; None: it must be seen
+    summed: bool | None = None
 
     @property
     def sites(self) -> tuple[Site, ...]:
@@ -169,9 +168,8 @@ class SiteModule:
     """Which module of a block has a site's activations.  vLLM reads inputs of the attention output
     projection only."""
 
-    path: Callable[
-        [Family], str | None
-    ]  # from the block; "" is the block itself, None: the family has none
+    # from the block; "" is the block itself, None: the family has none
+    path: Callable[[Family], str | None]
     is_input: bool = False
 
 
@@ -225,7 +223,9 @@ def geometry(config: Any) -> Geometry:
     """Return layers, QUERY heads and head size of a config.  Raises EngineError if the head size is
     no whole number."""
     text = text_config(config)
-    hidden, heads, head_dim = int(text.hidden_size), None, None
+    hidden = int(text.hidden_size)
+    heads = None
+    head_dim = None
     with suppress(Exception):  # transformers raises for what differs between blocks
         # Latent attention: queries and keys are of another size than what the heads hand on.
         head_dim = getattr(text, "v_head_dim", None) or getattr(text, "head_dim", None)

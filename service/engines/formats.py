@@ -30,12 +30,10 @@ from service.tool_calls import deeper_than
 MOST_CHARACTERS = 32_768  # of a schema's JSON
 MOST_LEVELS = 64  # of its lists and objects
 MOST_REPEATS = 5_000  # of items, characters or properties: each costs the grammar a symbol
-MOST_COMBINED = (
-    4  # patterns, where schemas are combined: time is exponential in how many are intersected
-)
-MOST_WRITTEN_OUT = (
-    10_000  # characters of a pattern, its repeats written out: each token may look at all of them
-)
+# patterns, where schemas are combined: time is exponential in how many are intersected
+MOST_COMBINED = 4
+# characters of a pattern, its repeats written out: each token may look at all of them
+MOST_WRITTEN_OUT = 10_000
 _REPEATS = (
     "minItems",
     "maxItems",
@@ -77,9 +75,8 @@ class Format:
 
     schema: str
     param: str
-    compiled: Compiled | None = field(
-        default=None, compare=False, repr=False
-    )  # ``Grammars.prepared``'s, of one engine
+    # ``Grammars.prepared``'s, of one engine
+    compiled: Compiled | None = field(default=None, compare=False, repr=False)
 
 
 def check_schema(schema: Mapping[str, Any]) -> str:
@@ -89,9 +86,8 @@ def check_schema(schema: Mapping[str, Any]) -> str:
     written = json.dumps(schema, ensure_ascii=False, allow_nan=False)
     if len(written) > MOST_CHARACTERS:
         raise ValueError(f"a schema has at most {MOST_CHARACTERS} characters here")
-    objects = [
-        part for part in _objects(schema) if not _CHECKED.isdisjoint(part)
-    ]  # of thousands, few as a rule
+    # of thousands, few as a rule
+    objects = [part for part in _objects(schema) if not _CHECKED.isdisjoint(part)]
     for item in objects:
         for name in _REPEATS:
             if isinstance(many := item.get(name), int | float) and many > MOST_REPEATS:
@@ -114,11 +110,9 @@ def check_schema(schema: Mapping[str, Any]) -> str:
         except RecursionError:
             raise ValueError("the chain of references is too long") from None
         if patterns > MOST_COMBINED:
-            problem = (
-                f"at most {MOST_COMBINED} patterns and formats are taken where schemas are combined"
-            )
             raise ValueError(
-                f"{problem} ({', '.join(_COMBINE)} with others): one text may have to match them"
+                f"at most {MOST_COMBINED} patterns and formats are taken where schemas are"
+                f" combined ({', '.join(_COMBINE)} with others): one text may have to match them"
                 " all"
             )
     return written
@@ -147,9 +141,8 @@ def written_out(pattern: str) -> int:
             sizes.append(0)
             last = 0
         elif part[0] == ")":
-            last = (
-                sizes.pop() if len(sizes) > 1 else 0
-            )  # one that closes nothing is refused by the grammar's maker
+            # one that closes nothing is refused by the grammar's maker
+            last = sizes.pop() if len(sizes) > 1 else 0
             sizes[-1] += last
         elif part[0] not in "|*+?":
             last, in_class = 1, part[0] == "["
@@ -182,9 +175,8 @@ class _Patterns:
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
-        self._known: dict[
-            str, int
-        ] = {}  # by reference; 0 while it is being counted, so that a cycle ends
+        # by reference; 0 while it is being counted, so that a cycle ends
+        self._known: dict[str, int] = {}
 
     def of(self, value: Any) -> int:
         """Return how many there are.  Raises ValueError for a reference to elsewhere,
@@ -268,9 +260,8 @@ class Compiled:
         # No __del__: while one runs, another thread would still get this from ``Grammars._live``.
         finalize(self, channel.close)
         self._numbers = count()
-        self._replies: dict[
-            int, list[tuple[int, bytes]]
-        ] = {}  # by answer, what came while another was waited for
+        # by answer, what came while another was waited for
+        self._replies: dict[int, list[tuple[int, bytes]]] = {}
 
     def compile(self, wanted: Format, masks: int, seconds: float) -> None:
         """Wait at most so long for the grammar.  Raises RequestError; TimeoutError where the time
@@ -358,9 +349,8 @@ class Grammars:
         self._live: WeakValueDictionary[tuple[str, str], Compiled] = WeakValueDictionary()
         self._compiling: dict[Compiled, str] = {}  # whose they are
         self._changing, self._starting = threading.Lock(), threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = (
-            None  # it starts when the first format comes
-        )
+        # it starts when the first format comes
+        self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._closed = False
 
@@ -407,11 +397,9 @@ class Grammars:
         """End all processes; who waits for one has an error at once."""
         with self._changing:
             self._closed = True
-            live, control, process = (
-                [*self._live.values(), *self._compiling],
-                self._control,
-                self._process,
-            )
+            live = [*self._live.values(), *self._compiling]
+            control = self._control
+            process = self._process
         for compiled in live:
             compiled.close()
         if control is not None and process is not None:
@@ -461,7 +449,9 @@ class Grammars:
                 start_new_session=True,
             )
         with self._changing:
-            self._process, self._control, closed = process, ours, self._closed
+            self._process = process
+            self._control = ours
+            closed = self._closed
             finalize(self, _end, ours, process)
         if closed:
             _end(ours, process)

@@ -24,9 +24,8 @@ from service.engines.families import family_of
 from service.errors import HalluTracerError, ModelLoadError
 
 PLAIN = frozenset({"F32", "F16", "BF16"})
-PIECE = (
-    1 << 18
-)  # numbers dequantized at once: they and what is computed on the way stay in a CPU's cache
+# numbers dequantized at once: they and what is computed on the way stay in a CPU's cache
+PIECE = 1 << 18
 _ALONE = threading.Lock()  # held while gguf's functions are replaced
 
 
@@ -67,10 +66,8 @@ def read(file: Path) -> Source:
         weights = sum(int(tensor.n_elements) for tensor in reader.tensors)
         # llama.cpp's default for SentencePiece vocabularies is a first token.
         by_default = True if said("tokenizer.ggml.model") == "llama" else None
-        adds_bos, adds_eos = (
-            said("tokenizer.ggml.add_bos_token"),
-            bool(said("tokenizer.ggml.add_eos_token")),
-        )
+        adds_bos = said("tokenizer.ggml.add_bos_token")
+        adds_eos = bool(said("tokenizer.ggml.add_eos_token"))
         head_dim = said(f"{said('general.architecture')}.attention.key_length")
         shards = int(said("split.count") or 1)
         types = {tensor.tensor_type for tensor in reader.tensors}

@@ -101,17 +101,15 @@ def _serve(channel: socket.socket, tokenizer: Any) -> NoReturn:
     try:
         with suppress(AttributeError):  # on Linux it ends with the process that it is a copy of
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), 2
-        )  # Rust says there that it has no more memory, and aborts
+        # Rust says there that it has no more memory, and aborts
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         for default in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(default, signal.SIG_DFL)
         asked = received_message(channel)
         _limit_memory(asked["memory"])
         seconds: float = asked["cpu_s"]
-        signal.setitimer(
-            signal.ITIMER_PROF, seconds
-        )  # SIGPROF ends a process that does not handle it
+        # SIGPROF ends a process that does not handle it
+        signal.setitimer(signal.ITIMER_PROF, seconds)
         failure, matcher, first = _compiled(asked["schema"], asked["limits"], tokenizer)
         failure = failure or _failure_on_the_way(matcher, asked["masks"])
         send_message(channel, failure)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,16 @@ from transformers import (
     AutoTokenizer,
 )
 
+from probes_store.records import TemplateArgument
 from service.engines import checkpoint, places
 from service.engines.adapters import config_of
-from service.engines.base import EngineOptions
+from service.engines.base import EngineOptions, ModelIdentity
+from service.engines.checks import Tokens
 from service.engines.devices import choose_device
 from service.engines.families import check_sites, text_config
 from service.engines.reading import read_for
 from service.errors import ModelLoadError
-from service.readout import Site
+from service.readout import Geometry, Site
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Files of which a tokenizer is made: the fast one's own first.
@@ -55,6 +57,32 @@ class ModelFiles:
     name: str
     folder: Path
     revision: str = "local"  # the hub's commit, for a name of the hub
+
+    def identity(
+        self,
+        tokens: Tokens,
+        *,
+        fingerprint: str,
+        geometry: Geometry,
+        dtype: object,
+        max_tokens: int,
+        arguments: Mapping[str, TemplateArgument] | None,
+    ) -> ModelIdentity:
+        """Return what identifies the model, with what an engine knows of it; ``arguments``: of the
+        chat template."""
+        return ModelIdentity(
+            model=self.name,
+            revision=self.revision,
+            fingerprint=fingerprint,
+            architecture=str((self.config.architectures or [type(self.config).__name__])[0]),
+            model_type=str(self.config.model_type),
+            tokenizer=tokens.digest,
+            chat_template=tokens.chat_template_digest,
+            geometry=geometry,
+            dtype=str(dtype).removeprefix("torch."),
+            max_tokens=max_tokens,
+            template_arguments=arguments,
+        )
 
 
 def find_model_files(options: EngineOptions) -> ModelFiles:
@@ -136,11 +164,11 @@ def _load_adapter(model: Any, folder: str, options: EngineOptions) -> None:
     if wrong := sorted(
         {*report.missing_keys, *report.unexpected_keys, *map(str, report.mismatched_keys)}
     ):
-        problem = (
-            f"{len(wrong)} of its weights do not fit {options.model}, first {wrong[0]}; name its"
-            " base model"
+        raise ModelLoadError(
+            f"the adapter {folder} is another model's: {len(wrong)} of its weights do not fit"
+            f" {options.model}, first {wrong[0]}; name its base model",
+            param="adapter",
         )
-        raise ModelLoadError(f"the adapter {folder} is another model's: {problem}", param="adapter")
 
 
 def loader(config: Any) -> Any:
@@ -155,7 +183,6 @@ def check_options(options: EngineOptions) -> None:
     tokens, unknown = options.max_batch_tokens, sorted(set(options.extra) - EXTRA_OPTIONS)
     for name, valid, expected in (
         ("dtype", options.dtype in ("auto", *DTYPES), f"be auto, {', '.join(DTYPES)}"),
-        ("padding_side", options.padding_side in ("left", "right"), "be left or right"),
         ("max_batch_tokens", tokens is None or tokens >= 1, "be at least 1"),
     ):
         if not valid:
@@ -163,11 +190,11 @@ def check_options(options: EngineOptions) -> None:
                 f"{name} is {getattr(options, name)!r}; it must {expected}", param=name
             )
     if unknown:
-        problem = (
+        raise ModelLoadError(
             f"the transformers engine has no option {', '.join(unknown)}; it takes"
-            f" {', '.join(EXTRA_OPTIONS)}"
+            f" {', '.join(EXTRA_OPTIONS)}",
+            param="extra",
         )
-        raise ModelLoadError(problem, param="extra")
 
 
 def choose_dtype(dtype: str, config: Any, device: torch.device) -> torch.dtype:
@@ -201,11 +228,11 @@ def _attempt(
             checkpoint.check_files(folder)
             checkpoint.check_whole(folder)
             if what == "tokenizer" and not any((folder / name).is_file() for name in TOKENIZERS):
-                problem = (
+                raise ModelLoadError(
                     f"{folder} has no tokenizer; expected {TOKENIZERS[0]}, as it lies beside the"
-                    " model's own weights"
-                )
-                raise ModelLoadError(problem, param="model") from None
+                    " model's own weights",
+                    param="model",
+                ) from None
         told = str(error).lower()
         full = isinstance(error, torch.OutOfMemoryError | MemoryError)
         if full or "out of memory" in told or "can't allocate memory" in told:

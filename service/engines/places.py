@@ -29,14 +29,8 @@ from service.errors import ModelLoadError
 from service.progress import size_text
 
 CONFIG = "config.json"
-OF_A_FOLDER = (
-    ".json",
-    ".jinja",
-    ".safetensors",
-    ".bin",
-    ".pth",
-    ".pt",
-)  # suffixes of the files of a model's folder
+# suffixes of the files of a model's folder
+OF_A_FOLDER = (".json", ".jinja", ".safetensors", ".bin", ".pth", ".pt")
 TIMEOUT_S = 5.0
 
 
@@ -121,11 +115,11 @@ def place_of(model: str) -> Path | None:
         shown = (
             model if local.is_absolute() or not model else f"{model} (that is {local.resolve()})"
         )
-        problem = (
-            f"there is no folder or GGUF file {shown}; give a folder with config.json, a .gguf file"
-            " or a hub name"
+        raise ModelLoadError(
+            f"there is no folder or GGUF file {shown}; give a folder with config.json, a .gguf"
+            " file or a hub name",
+            param="model",
         )
-        raise ModelLoadError(problem, param="model")
     return None
 
 
@@ -158,10 +152,9 @@ def replaced_by(begins: bytes) -> str:
     if begins.startswith(_POINTER):
         return "is a Git LFS pointer, which stands for the file; fetch that: git lfs pull"
     if _PAGE.match(begins):
-        cure = "download the file itself, logged in where it asks for that"
         return (
-            f"holds a web page, saved in its place; {cure} (from a hub, the address with /resolve/,"
-            " not /blob/)"
+            "holds a web page, saved in its place; download the file itself, logged in where it"
+            " asks for that (from a hub, the address with /resolve/, not /blob/)"
         )
     return ""
 
@@ -207,9 +200,8 @@ def reachable(model: str, revision: str | None) -> bool:
             hf_hub_url(model, CONFIG, revision=revision), timeout=TIMEOUT_S, token=get_token()
         )
         return True
-    except (
-        Exception
-    ) as error:  # connections fail in many ways, also by exceptions of the HTTP library in use
+    except Exception as error:
+        # connections fail in many ways, also by exceptions of the HTTP library in use
         problem = next((words for kind, words in refusals.items() if isinstance(error, kind)), "")
         if not problem and isinstance(
             try_to_load_from_cache(model, CONFIG, revision=revision), str
@@ -256,10 +248,8 @@ def is_gguf(path: Path) -> bool:
 def cache_folder() -> Path:
     """Return ``HALLUTRACER_CACHE``, else hallutracer/models in the user's cache folder.  Raises
     ModelLoadError."""
-    given, caches = (
-        os.environ.get("HALLUTRACER_CACHE"),
-        os.environ.get("XDG_CACHE_HOME") or "~/.cache",
-    )
+    given = os.environ.get("HALLUTRACER_CACHE")
+    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:
         return expanded(given or Path(caches) / "hallutracer", "HALLUTRACER_CACHE") / "models"
     except InvalidReference as error:
@@ -335,11 +325,10 @@ def folder_of(file: Path) -> Path:
         ) from None
     free, needed = shutil.disk_usage(cache).free, source.weights * NEEDED
     if free < needed:
-        problem = (
+        raise _refused(
             f"{file.name} takes {size_text(needed)} dequantized, and {cache} has {size_text(free)}"
-            " free"
+            " free; make room, or set HALLUTRACER_CACHE to a folder elsewhere"
         )
-        raise _refused(f"{problem}; make room, or set HALLUTRACER_CACHE to a folder elsewhere")
     with _at_work(cache):
         folder.parent.mkdir(parents=True, exist_ok=True)
         aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=MAKING))

@@ -29,9 +29,8 @@ def read_for(config: Any, dtype: torch.dtype, device: torch.device) -> Iterator[
     try:
         yield
     finally:
-        transformers.safe_open = (
-            safe_open  # another load's, too, if one is under way: it maps what is left
-        )
+        # another load's, too, if one is under way: it maps what is left
+        transformers.safe_open = safe_open
 
 
 def _opened(file: Any, **options: Any) -> Any:

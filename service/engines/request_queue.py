@@ -49,9 +49,8 @@ class EngineRequest:
     outbox: Outbox
     turn: Turn = FIRST_COME
     answer_probes: Probes | None = None
-    inbox: asyncio.Queue[Update | BaseException | None] = field(
-        default_factory=asyncio.Queue
-    )  # None: the end
+    # None: the end
+    inbox: asyncio.Queue[Update | BaseException | None] = field(default_factory=asyncio.Queue)
     queued: float = field(default_factory=time.monotonic)
     cancelled: bool = False  # written by the consumer's loop, read by the engine's thread
     finished: bool = False  # written by the engine's thread
@@ -59,16 +58,10 @@ class EngineRequest:
     pieces: Iterator[str] = iter(())
     served: int = 0  # number of its latest step, over all answers
     long: bool = False  # it takes several forward passes
-    passes: Generator[PrefillResult | base.Continuation | None, None, None] | None = (
-        None  # of a long one, once it has begun
-    )
+    # of a long one, once it has begun
+    passes: Generator[PrefillResult | base.Continuation | None, None, None] | None = None
     costs: Iterator[float] = iter(())  # of these passes, as ``BatchEngine.pass_costs``
     begun: float = 0.0  # when
-
-    @property
-    def kv_tokens(self) -> int:
-        """Maximum number of tokens in its KV cache."""
-        return 0 if self.sampling is None else len(self.prompt) + self.sampling.max_tokens
 
     def send(self, update: Update) -> None:
         """Put an update into the outbox.  On the engine's thread."""
@@ -168,9 +161,9 @@ class RequestQueue:
     def _kv_tokens(self, request: EngineRequest) -> int:
         """Return what it holds of the cache, scores from their first to their last pass; they leave
         half of it."""
-        if request.sampling is None and request.long:
-            return min(len(request.prompt), self._max_kv_tokens // 2)
-        return request.kv_tokens
+        if request.sampling is not None:
+            return len(request.prompt) + request.sampling.max_tokens
+        return min(len(request.prompt), self._max_kv_tokens // 2) if request.long else 0
 
     def _order(self, request: EngineRequest) -> tuple[tuple[float, float], int]:
         return self._shares.given(request.turn.caller, _kind(request)), request.turn.place

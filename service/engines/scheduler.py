@@ -32,8 +32,8 @@ from service.engines.base import (
     Turn,
     Update,
 )
-from service.engines.bridge import Outboxes, gather_all, receive, wait_for
-from service.engines.checks import check_sampling
+from service.engines.bridge import Outboxes, fulfil, gather_all, receive, wait_for
+from service.engines.checks import WithTokens, check_sampling
 from service.engines.pass_times import PassTimes
 from service.engines.request_queue import EngineRequest, RequestQueue
 from service.errors import EngineError
@@ -47,7 +47,7 @@ P = ParamSpec("P")
 QUANTUM_S = 0.05
 
 
-class Scheduled:
+class Scheduled(WithTokens):
     """Implements ``base.Engine`` on a batch engine, which it owns and closes."""
 
     scores_overtake_answers = True
@@ -62,30 +62,17 @@ class Scheduled:
     ) -> None:
         """Own ``batch``; ``max_kv_tokens``: of all answers; ``max_wait_s``: for a batch as large as
         the last."""
+        super().__init__(batch)
         self.batch, self._clock = batch, clock
-        self.identity, self.counters, self.special_tokens = (
-            batch.identity,
-            batch.counters,
-            batch.special_tokens,
-        )
+        self.identity, self.counters = batch.identity, batch.counters
         self.max_batch_tokens: int = batch.max_batch_tokens
         self.reads_answers = batch.reads_answers
-        self.tokenize, self.render_chat, self.detokenize = (
-            batch.tokenize,
-            batch.render_chat,
-            batch.detokenize,
-        )
-        self.spell, self.check, self.prepared = batch.spell, batch.check, batch.prepared
-        self.renders_alike = batch.renders_alike
+        self.check, self.prepared = batch.check, batch.prepared
         # While prompts are being served, these run between turns.
-        self._score, self.extract = (
-            self._between_turns(batch.score),
-            self._between_turns(batch.extract),
-        )
-        self.generate, self.sample = (
-            self._between_turns(batch.generate),
-            self._between_turns(batch.sample),
-        )
+        self._score = self._between_turns(batch.score)
+        self.extract = self._between_turns(batch.extract)
+        self.generate = self._between_turns(batch.generate)
+        self.sample = self._between_turns(batch.sample)
         self.next_token = self._between_turns(batch.next_token)
         self.on_prefill: Callable[[int, int], None] = lambda prompts, tokens: None
         self._max_wait_s = max_wait_s
@@ -209,22 +196,15 @@ class Scheduled:
         """Return ``method`` as one that runs while no other forward pass does."""
 
         def run(*arguments: P.args, **options: P.kwargs) -> T:
-            done: Future[T] = Future()
-
-            def call() -> None:
-                try:
-                    done.set_result(method(*arguments, **options))
-                except BaseException as error:
-                    done.set_exception(error)
-
+            done, work = Future[T](), partial(method, *arguments, **options)
             with self._changed:
                 serving = self._serving
                 if serving:
-                    self._calls.append(call)
+                    self._calls.append(partial(fulfil, done, work))
                     self._changed.notify()
             if not serving:
                 with self._running:
-                    return method(*arguments, **options)
+                    return work()
             return done.result()
 
         return run
@@ -263,9 +243,8 @@ class Scheduled:
                     self._closed or self._calls or queue.answering or queue.reading or queue.waiting
                 )
             )
-            if (
-                not queue.answering and not queue.reading and self._last_batch > 1
-            ):  # the batching delay; a single client never waits
+            if not queue.answering and not queue.reading and self._last_batch > 1:
+                # the batching delay; a single client never waits
                 self._changed.wait_for(
                     lambda: self._closed or self._calls or len(queue.waiting) >= self._last_batch,
                     self._max_wait_s,
@@ -422,7 +401,9 @@ class Scheduled:
         )
         with self._changed:
             left = [*batch, *self._queue.waiting, *self._queue.reading, *self._queue.answering]
-            self._queue.waiting, self._queue.reading, self._queue.answering = [], [], []
+            self._queue.waiting = []
+            self._queue.reading = []
+            self._queue.answering = []
             calls, self._calls = self._calls, []
         for request in left:
             if not request.finished:

@@ -23,12 +23,8 @@ _WHOLE = re.compile("|".join(f"{opening}.*?{closing}" for opening, closing in _P
 _OPENING = re.compile("|".join(opening for opening, _ in _PAIRS), _FLAGS)
 _CLOSING = re.compile("|".join(closing for _, closing in _PAIRS), _FLAGS)
 _OPENED_LAST = re.compile(rf"(?:{_OPENING.pattern})\s*(?:<\|message\|>)?\s*\Z", _FLAGS)
-_PARTS = (
-    "<|channel|>",
-    "<|message|>",
-    "<|channel>",
-    "<channel|>",
-)  # special tokens that are a part of a mark
+# special tokens that are a part of a mark
+_PARTS = ("<|channel|>", "<|message|>", "<|channel>", "<channel|>")
 TAIL = 32  # last tokens of a prompt, which hold any mark
 OPENED = "<think>"  # stands for whatever a template opens a thought with
 

@@ -32,9 +32,8 @@ class Action(StrEnum):
 
     decision: Decision
     strictness: int  # a higher number lets less through, or less without a warning
-    message: (
-        str | None
-    )  # where the policies file gives none; "": the service's own; None: it comes with none
+    # where the policies file gives none; "": the service's own; None: it comes with none
+    message: str | None
 
     def __new__(
         cls, name: str, decision: Decision, strictness: int, message: str | None = None
@@ -42,7 +41,9 @@ class Action(StrEnum):
         """Make the member that is called ``name``."""
         action = str.__new__(cls, name)
         action._value_ = name
-        action.decision, action.strictness, action.message = decision, strictness, message
+        action.decision = decision
+        action.strictness = strictness
+        action.message = message
         return action
 
     OBSERVE = "observe", Decision.CONTINUE, 0
@@ -132,8 +133,10 @@ class Policy:
         """Raises RequestError for a threshold outside [0, 1], or a share of true passages outside
         (0, 1]."""
         if not 0.0 < self.passage_truth <= 1.0:
-            problem = f"passage_truth must lie above 0 and be at most 1, not {self.passage_truth}"
-            raise RequestError(problem, param="passage_truth")
+            raise RequestError(
+                f"passage_truth must lie above 0 and be at most 1, not {self.passage_truth}",
+                param="passage_truth",
+            )
         if self.threshold is not None:
             check_threshold(self.threshold)
 

@@ -70,6 +70,11 @@ class Policies:
     named: Mapping[str, Policy]
     rules: tuple[Rule, ...] = ()
 
+    @property
+    def refusals(self) -> frozenset[str]:
+        """Return what stands in for withheld answers, as ``asks_of`` takes it."""
+        return frozenset(policy.message for policy in self.named.values() if policy.message)
+
 
 def load_policies(path: Path | None, message: str, default: str) -> Policies:
     """Return the built-in policies and the file's.  Raises HalluTracerError: no message, or no

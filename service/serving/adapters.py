@@ -73,9 +73,8 @@ class Adapters:
     def check_place(self, number: int, request: Any) -> None:
         """Raise EngineError where a request would replace the adapter of this number, and a bundle
         reads that."""
-        read = self._scorers
         if request.load_inplace and any(
-            key[0] == number and digest in read for key, digest in self._digests.items()
+            key[0] == number and digest in self._scorers for key, digest in self._digests.items()
         ):
             raise EngineError(
                 f"a bundle reads the adapter {request.lora_name!r}: load its successor under"

@@ -13,20 +13,19 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
+from service.engines.bridge import fulfil
 from service.errors import DeadlineExceeded, NotReady, Overloaded
 
 T = TypeVar("T")
-SPARE, SPARE_S = (
-    0.05,
-    0.5,
-)  # of a deadline's time, and seconds at least, to end an answer and to send it
+# of a deadline's time, and seconds at least, to end an answer and to send it
+SPARE = 0.05
+SPARE_S = 0.5
 INLINE = 512  # characters or ids up to which a thread costs more than the work, about 0.2 ms
 LONG = 16_384  # characters or ids from which a request takes the slow lane
 MAX_LONG = 16  # requests of a caller in the slow lane
-MAX_FORMATS, MAX_FORMATS_OF_CALLER = (
-    64,
-    16,
-)  # requests whose formats are being compiled, of a caller one at a time
+# requests whose formats are being compiled, of a caller one at a time
+MAX_FORMATS = 64
+MAX_FORMATS_OF_CALLER = 16
 MAX_COMPILING = 8  # callers whose formats are being compiled at once
 RESERVE = 8  # one caller leaves one of this many free places to those who wait for nothing yet
 MAX_REMEMBERED = 4096  # callers whose account is kept although they wait for nothing
@@ -34,9 +33,8 @@ MAX_RETRY_S = 60
 # share of its deadline that a request may be expected to wait: work that ends too late is wasted
 HEADROOM = 0.75
 NEW_SPEED = 0.2  # weight of the newest measurement in the running speed
-LEAST_MEASUREMENTS = (
-    4  # the first one has the engine's warm-up in it: alone it would refuse what fits easily
-)
+# the first one has the engine's warm-up in it: alone it would refuse what fits easily
+LEAST_MEASUREMENTS = 4
 
 
 class Deadline:
@@ -79,9 +77,8 @@ class Lane:
         self._pending: Counter[str] = Counter()  # by caller, those that wait and the one that runs
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
         self._lock = threading.Lock()
-        self._waiting: dict[
-            str, deque[tuple[Callable[[], None], Future[Any]]]
-        ] = {}  # by caller, whose turn it is first
+        # by caller, whose turn it is first
+        self._waiting: dict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = {}
 
     async def run(self, caller: str, work: Callable[[], T]) -> T:
         """Return ``work()`` from the thread; raises what it raises, Overloaded, or NotReady after
@@ -90,18 +87,13 @@ class Lane:
         own, total = self._pending[caller], self._pending.total()
         free = self._places - (total - own)
         if own >= (free // 2 if own else free):
-            waiting = f"{own} requests of this caller, {total} in all"
-            raise Overloaded(f"{waiting}, are waiting to be tokenized; try again in 1 s")
+            raise Overloaded(
+                f"{own} requests of this caller, {total} in all, are waiting to be tokenized; try"
+                " again in 1 s"
+            )
         done: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                done.set_result(work())
-            except BaseException as error:
-                done.set_exception(error)
-
         with self._lock:
-            self._waiting.setdefault(caller, deque()).append((run, done))
+            self._waiting.setdefault(caller, deque()).append((done, work))
         try:
             self._thread.submit(self._next)
         except RuntimeError:
@@ -122,54 +114,37 @@ class Lane:
         with self._lock:
             caller = next(iter(self._waiting))
             own = self._waiting.pop(caller)
-            run, done = own.popleft()
+            done, work = own.popleft()
             if own:
                 self._waiting[caller] = own  # behind all others
         if done.set_running_or_notify_cancel():
-            run()
+            fulfil(done, work)
 
     def close(self) -> None:
         """Drop requests that have not begun, and wait for the one that has."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         with self._lock:
-            left = [done for own in self._waiting.values() for _, done in own]
+            left = [done for own in self._waiting.values() for done, _ in own]
         for done in left:
             done.cancel()
         self._thread.shutdown(wait=True)
 
 
-class Tokenizing:
-    """Text to token ids: short texts on the event loop, others in two bounded lanes: none waits for
-    a long one.
+class OneAtATime:
+    """Threads of which a caller has one at a time; its further work waits in its order.  On the
+    event loop only."""
 
-    Formats have a lane for each caller: none waits for another's."""
-
-    def __init__(self, max_pending: int) -> None:
-        """``max_pending`` requests of a caller may wait for the fast lane."""
-        self._fast, self._slow = Lane("tokenize", max_pending), Lane("tokenize-long", MAX_LONG)
-        self._compilers = ThreadPoolExecutor(MAX_COMPILING, thread_name_prefix="format")
-        self._formats: Counter[str] = (
-            Counter()
-        )  # by caller, those that wait and those that are being compiled
+    def __init__(self, name: str, threads: int) -> None:
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix=name)
+        self.pending: Counter[str] = Counter()  # by caller, what waits and what runs
         self._turns: dict[str, asyncio.Lock] = {}
 
-    async def run(self, caller: str, size: int, work: Callable[[], T]) -> T:
-        """Return ``work()`` from the lane for ``size`` characters or ids; raises what it raises, or
-        Overloaded."""
-        if size <= INLINE:
-            return work()
-        return await (self._slow if size >= LONG else self._fast).run(caller, work)
+    async def run(self, caller: str, work: Callable[[], T]) -> T:
+        """Return ``work()`` from a thread; raises what it raises, or NotReady after ``close``.
 
-    async def compile(self, caller: str, work: Callable[[], T]) -> T:
-        """Return ``work()`` from the caller's lane for formats; raises what it raises, or
-        Overloaded."""
+        Whoever is cancelled leaves the turn only when work that has begun has ended."""
         loop = asyncio.get_running_loop()
-        if self._formats[caller] >= MAX_FORMATS_OF_CALLER or self._formats.total() >= MAX_FORMATS:
-            waiting = (
-                f"{self._formats[caller]} requests of this caller, {self._formats.total()} in all"
-            )
-            raise Overloaded(f"{waiting}, are waiting for their formats; try again in 1 s")
-        self._formats[caller] += 1
+        self.pending[caller] += 1
         turn = self._turns.setdefault(caller, asyncio.Lock())
 
         def leave() -> None:
@@ -182,7 +157,7 @@ class Tokenizing:
             self._leave(caller)
             raise
         try:
-            done = self._compilers.submit(work)
+            done = self._threads.submit(work)
         except RuntimeError:
             leave()
             raise NotReady("the service is shutting down") from None
@@ -192,14 +167,48 @@ class Tokenizing:
         return await asyncio.wrap_future(done)
 
     def _leave(self, caller: str) -> None:
-        self._formats[caller] -= 1
-        if not self._formats[caller]:
-            del self._formats[caller], self._turns[caller]
+        self.pending[caller] -= 1
+        if not self.pending[caller]:
+            del self.pending[caller], self._turns[caller]
+
+    def close(self) -> None:
+        """Drop work that has not begun."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+class Tokenizing:
+    """Text to token ids: short texts on the event loop, others in two bounded lanes: none waits for
+    a long one.
+
+    Formats have a lane for each caller: none waits for another's."""
+
+    def __init__(self, max_pending: int) -> None:
+        """``max_pending`` requests of a caller may wait for the fast lane."""
+        self._fast, self._slow = Lane("tokenize", max_pending), Lane("tokenize-long", MAX_LONG)
+        self._formats = OneAtATime("format", MAX_COMPILING)
+
+    async def run(self, caller: str, size: int, work: Callable[[], T]) -> T:
+        """Return ``work()`` from the lane for ``size`` characters or ids; raises what it raises, or
+        Overloaded."""
+        if size <= INLINE:
+            return work()
+        return await (self._slow if size >= LONG else self._fast).run(caller, work)
+
+    async def compile(self, caller: str, work: Callable[[], T]) -> T:
+        """Return ``work()`` from the caller's lane for formats; raises what it raises, or
+        Overloaded."""
+        own, total = self._formats.pending[caller], self._formats.pending.total()
+        if own >= MAX_FORMATS_OF_CALLER or total >= MAX_FORMATS:
+            raise Overloaded(
+                f"{own} requests of this caller, {total} in all, are waiting for their formats; try"
+                " again in 1 s"
+            )
+        return await self._formats.run(caller, work)
 
     def close(self) -> None:
         """Drop requests that have not begun, and wait for the others, but for formats: these end
         with the engine."""
-        self._compilers.shutdown(wait=False, cancel_futures=True)
+        self._formats.close()
         for lane in (self._fast, self._slow):
             lane.close()
 
@@ -215,10 +224,8 @@ class FairShare:
     def __init__(self, max_waiting: int) -> None:
         self._max_waiting = max_waiting
         self._prompts: Counter[str] = Counter()
-        self._tokens: dict[bool, Counter[str]] = {
-            True: Counter(),
-            False: Counter(),
-        }  # by whether they may be decoded
+        # by whether they may be decoded
+        self._tokens: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
         self._given: dict[str, int] = {}  # caller -> the place after its newest prompt
         self._now = 0  # the place of the prompt that was served last
 
@@ -327,7 +334,10 @@ class Speed:
     def __init__(self, min_span_s: float = 0.0) -> None:
         """A measurement spans at least ``min_span_s`` seconds, because prompts leave an engine in
         bursts."""
-        self._mean, self._measurements, self._tokens, self._min_span_s = 0.0, 0, 0, min_span_s
+        self._mean = 0.0
+        self._measurements = 0
+        self._tokens = 0
+        self._min_span_s = min_span_s
         self._since: float | None = None
 
     @property

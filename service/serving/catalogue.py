@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Literal
 
 from probes_store.errors import BundleError, GoldenMismatch
@@ -57,9 +58,7 @@ class RolloutPlan:
     def references(self) -> tuple[str, ...]:
         """Return those loaded beside the bundles that requests may name; one that cannot be used is
         left out."""
-        return tuple(
-            dict.fromkeys((*((self.canary,) if self.canary is not None else ()), *self.shadows))
-        )
+        return tuple(dict.fromkeys(filter(None, (self.canary, *self.shadows))))
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,16 +94,14 @@ class Rollout:
     def watching(self, scorer: Scorer) -> tuple[Scorer, ...]:
         """Return the shadows of a request that ``scorer`` judges: other bundles, which read the
         same token ids."""
-        own, prompt_format = (
-            scorer.bundle.manifest.digest,
-            scorer.prompt_format,
-        )  # two aliases may mean one bundle
-        others = (
+        own = scorer.bundle.manifest.digest  # two aliases may mean one bundle
+        return tuple(
             shadow
             for shadow in self.shadows
-            if shadow.bundle.manifest.digest != own and shadow.engine is scorer.engine
+            if shadow.bundle.manifest.digest != own
+            and shadow.engine is scorer.engine
+            and shadow.prompt_format == scorer.prompt_format
         )
-        return tuple(shadow for shadow in others if shadow.prompt_format == prompt_format)
 
     def shadowed(self, digest: str) -> bool:
         """Return whether the bundle is read as a shadow, beside what else it does: a canary may be
@@ -141,9 +138,8 @@ class Loaded:
     """What one loading gave: all of it is served from one moment on."""
 
     scorers: tuple[Scorer, ...] = ()  # the first is the default
-    aliases: Mapping[str, str] = field(
-        default_factory=dict
-    )  # name@alias -> name:version, as they were when loaded
+    # name@alias -> name:version, as they were when loaded
+    aliases: Mapping[str, str] = field(default_factory=dict)
     rollout: Rollout = Rollout()
     left_out: Mapping[str, str] = field(default_factory=dict)  # reference -> why it is not used
     tallies: Mapping[str, Tally] = field(default_factory=dict)  # digest -> what labels said before
@@ -158,9 +154,8 @@ class Catalogue:
     metrics: Metrics
     policies: Policies
     plan: RolloutPlan = field(default_factory=RolloutPlan)
-    aliases_of: Callable[[str], Mapping[str, int]] = (
-        lambda name: {}
-    )  # a bundle's alias -> version; read when it loads
+    # a bundle's alias -> version; read when it loads
+    aliases_of: Callable[[str], Mapping[str, int]] = lambda name: {}
     feedback: AnswerStore | None = None
     limits: DriftLimits = field(default_factory=DriftLimits)
     loaded: Loaded = field(default_factory=Loaded)
@@ -219,14 +214,7 @@ class Catalogue:
         """Raise HalluTracerError where a policy decides by an answer's tokens and a bundle cannot
         read them."""
         blind = next((scorer for scorer in scorers if scorer.answer_probes is None), None)
-        policy, field = next(
-            (
-                (rule.name, rule.reads_answers_for)
-                for rule in self.policies.named.values()
-                if rule.reads_answers_for
-            ),
-            (None, None),
-        )
+        policy = next(filter(attrgetter("reads_answers_for"), self.policies.named.values()), None)
         if blind is None or policy is None:
             return
         why = (
@@ -238,8 +226,9 @@ class Catalogue:
                 "has probes of answers, which this engine does not read: restart the service, which"
                 " starts one for it"
             )
+        field = policy.reads_answers_for
         raise HalluTracerError(
-            f"policy {policy!r} has {field}, and bundle {blind.bundle.reference} {why}; or "
+            f"policy {policy.name!r} has {field}, and bundle {blind.bundle.reference} {why}; or "
             f"take {field} out of the policies file",
             param="policies",
         )
@@ -312,19 +301,18 @@ class Catalogue:
 
     def scorer(self, bundle: str | None, model: str | None) -> Scorer:
         """Return the loaded scorer that a request names, else the first.  Raises NotFound."""
-        models = {
-            scorer.engine.identity.model: scorer for scorer in reversed(self.scorers)
-        }  # the default of each adapter, too
+        # the default of each adapter, too
+        models = {scorer.engine.identity.model: scorer for scorer in reversed(self.scorers)}
         base = self.scorers[0]
         models |= dict.fromkeys((base.engine.identity.model, *self.settings.model_names), base)
         if model is not None and model not in models and model in self._other_names(base):
             model = base.engine.identity.model
         if model is not None and not {model, "*"} & models.keys():
             listed = ", ".join(repr(name) for name in models)
-            problem = (
-                f"model {model!r} is not loaded; ask for {listed} (--served-model-name adds names)"
+            raise NotFound(
+                f"model {model!r} is not loaded; ask for {listed} (--served-model-name adds names)",
+                param="model",
             )
-            raise NotFound(problem, param="model")
         own = models.get(model or "", base)
         if bundle is None:
             return own
@@ -365,10 +353,10 @@ class Catalogue:
         caller: Caller,
         route: str,
         *,
-        bundle: str | None,
-        model: str | None,
-        policy: str | None,
-        threshold: float | None,
+        bundle: str | None = None,
+        model: str | None = None,
+        policy: str | None = None,
+        threshold: float | None = None,
         session: Callable[[], str] = str,
     ) -> tuple[Scorer, Policy]:
         """Return the scorer and the policy of a request; those of one ``session`` have the canary,
@@ -413,10 +401,7 @@ class Catalogue:
     @property
     def refusals(self) -> frozenset[str]:
         """Return what stands in for withheld answers here, as ``asks_of`` takes it."""
-        messages = (policy.message for policy in self.policies.named.values())
-        return frozenset(
-            {self.abstain_message, *(message.strip() for message in messages if message)}
-        )
+        return self.policies.refusals | {self.abstain_message}
 
     def policy(self, name: str | None, threshold: float | None) -> Policy:
         """Return the policy a request names, or the service's; thresholds: the request's, the
@@ -482,22 +467,28 @@ def check_choice(
     refuse("bundle", judged, looser=scorer is not own_scorer)
     if looser:
         return
-    outside = _outside(scorer, policy) < _outside(scorer, own)
-    refuse("policy", f"{named} lets prompts outside training through", looser=outside)
-    no_fact = policy.withhold_no_fact < own.withhold_no_fact
-    refuse("policy", f"{named} lets prompts that ask for no fact through", looser=no_fact)
-    truer = policy.passage_truth > own.passage_truth
-    refuse("policy", f"{named} takes more passages for true", looser=truer)
-    again = policy.recheck < own.recheck
-    refuse("policy", f"{named} does not read the answer again", looser=again)
     # One that rechecks shows what its bundle's threshold for answers lets through.
     answer, ends = scorer.bundle.manifest.answer, policy.stop_at
     if policy.recheck and answer is not None:
         ends = answer.threshold
-    later = own.stop_at is not None and (ends is None or ends > own.stop_at)
-    refuse("policy", f"{named} does not end an answer as early", looser=later)
-    calls = own.tools == "gate" and policy.tools == "let_through"
-    refuse("policy", f"{named} lets calls of tools through", looser=calls)
+    for does, looser in (
+        (
+            "lets prompts outside training through",
+            _outside(scorer, policy) < _outside(scorer, own),
+        ),
+        (
+            "lets prompts that ask for no fact through",
+            policy.withhold_no_fact < own.withhold_no_fact,
+        ),
+        ("takes more passages for true", policy.passage_truth > own.passage_truth),
+        ("does not read the answer again", policy.recheck < own.recheck),
+        (
+            "does not end an answer as early",
+            own.stop_at is not None and (ends is None or ends > own.stop_at),
+        ),
+        ("lets calls of tools through", own.tools == "gate" and policy.tools == "let_through"),
+    ):
+        refuse("policy", f"{named} {does}", looser=looser)
     # Without a number of its own a policy may have several: another must lie below the strictest of
     # them.
     most, wanted = scorer.threshold(own), scorer.threshold(policy)

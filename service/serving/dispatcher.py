@@ -39,9 +39,8 @@ from service.turn import AnswerRisk, Outcome
 
 log = logging.getLogger("hallutracer")
 MAX_PIECES = 64  # pieces of text handed on together
-MAX_FAILURES = (
-    32  # passes in a row that fail through no fault of their prompts, before the engine is given up
-)
+# passes in a row that fail through no fault of their prompts, before the engine is given up
+MAX_FAILURES = 32
 SPEED_SPAN_S = 0.25  # prompts come out of the engine in bursts: a measurement spans several
 WATCH_S = 1.0  # how often an idle dispatcher checks that its engine is alive
 CLOSING_S = 10.0  # how long closing waits for an engine to let go of its requests
@@ -70,9 +69,8 @@ class Job:
     report: RiskReport | None = None  # None until it is scored
     tokens: int = 0  # decoded so far
     timings: PromptTimings = PromptTimings()
-    decode_s: float | None = (
-        None  # from the verdict to the last token, other requests' turns included
-    )
+    # from the verdict to the last token, other requests' turns included
+    decode_s: float | None = None
     task: asyncio.Task[None] | None = None
     turn: Turn = FIRST_COME
     submitted_ns: int = field(default_factory=time.time_ns)  # since 1970, for traces
@@ -111,9 +109,8 @@ class RequestHandle:
     def __post_init__(self) -> None:
         self.unscored = self.unfinished = self.prompts
         self.scored, self.done = asyncio.Event(), asyncio.Event()
-        self.text: asyncio.Queue[Piece | None] = (
-            asyncio.Queue()
-        )  # of a streaming request; None: no more
+        # of a streaming request; None: no more
+        self.text: asyncio.Queue[Piece | None] = asyncio.Queue()
         self._error: BaseException | None = None
 
     def start(self, prompts: Sequence[TokenIds], standings: Sequence[Standing] = ()) -> None:
@@ -214,7 +211,9 @@ class Dispatcher:
         ``max_queue`` prompts may wait; ``stall_s`` seconds without anything from the engine
         although prompts wait make it ``stalled``; those for which it waited for a CPU do not
         count.  ``on_broken`` is called once if the engine is gone or fails on every prompt."""
-        self._engine, self._metrics, self._stall_s = engine, metrics, stall_s
+        self._engine = engine
+        self._metrics = metrics
+        self._stall_s = stall_s
         self._on_broken, self._clock = on_broken, clock
         self._loop = asyncio.get_running_loop()
         self._closing = False
@@ -225,12 +224,10 @@ class Dispatcher:
         # other answers.
         self._speeds = {answers: Speed(SPEED_SPAN_S) for answers in (True, False)}
         self._decoding = self._failures = 0  # passes in a row that failed
-        self._failed_step: BaseException | None = (
-            None  # what ended the answers of the newest step that failed
-        )
-        self._progress_at = (
-            clock()
-        )  # of the engine's newest sign of life, or of the first prompt since
+        # what ended the answers of the newest step that failed
+        self._failed_step: BaseException | None = None
+        # of the engine's newest sign of life, or of the first prompt since
+        self._progress_at = clock()
         self._scorer: Scorer | None = None  # of the newest request
         self._trial: asyncio.Task[None] | None = None  # tries a stalled engine
         self.stalled = False
@@ -345,12 +342,11 @@ class Dispatcher:
     async def _run(self, request: RequestHandle, job: Job) -> None:
         """See one prompt through."""
         scored_at = 0.0
-        scorer, policy, sampling = request.scorer, request.policy, request.sampling
         try:
-            steps = scorer.run(
+            steps = request.scorer.run(
                 job.token_ids,
-                policy,
-                sampling,
+                request.policy,
+                request.sampling,
                 turn=job.turn,
                 shadows=request.shadows,
                 second=request.second,

@@ -66,9 +66,8 @@ class Monitor:
             log.error("bundle %s is not watched for drift: %s", bundle.reference, error)
         guarantee = bundle.manifest.guarantee
         self._label_test = None if guarantee is None else LabelTest(guarantee.alpha)
-        self._window: OrderedDict[bytes, tuple[float, bool]] = (
-            OrderedDict()
-        )  # by digest: its newest risk, outside
+        # by digest: its newest risk, outside
+        self._window: OrderedDict[bytes, tuple[float, bool]] = OrderedDict()
         self._seen = self._new = 0
 
     @property
@@ -90,7 +89,9 @@ class Monitor:
             self._window.move_to_end(prompt)
             if len(self._window) > self.limits.window:
                 self._window.popitem(last=False)
-            self._seen, self._new, every = self._seen + 1, self._new + 1, self.limits.every
+            self._seen += 1
+            self._new += 1
+            every = self.limits.every
             # Where few different prompts are asked they never fill a window, and are compared as
             # the few they are.
             if (
@@ -171,9 +172,8 @@ _ANSWERS = {
     MESSAGES_ROUTE: "msg_",
 }
 _RISK = "risk-"  # what other routes answer
-PREFIX = re.compile(
-    f"^({'|'.join([_RISK, *_ANSWERS.values()])})"
-)  # of an answer's id; behind it is the request's own
+# of an answer's id; behind it is the request's own
+PREFIX = re.compile(f"^({'|'.join([_RISK, *_ANSWERS.values()])})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,18 +268,15 @@ class Judgement:
     who: Who = Who()  # for the audit log
     sampling: Sampling | None = None  # None: scores only
     streams: bool = False
-    of_sample: bool = (
-        False  # a question that the bundle carries: no traffic, of which feedback and drift tell
-    )
+    # a question that the bundle carries: no traffic, of which feedback and drift tell
+    of_sample: bool = False
     request_violations: tuple[str, ...] = ()  # of what a guarantee assumes, by the request
     monitor: Monitor | None = None  # of the bundle, as it was when the request came
-    bundle_violations: tuple[str, ...] | None = (
-        None  # that the monitor had found when the prompts were judged
-    )
+    # that the monitor had found when the prompts were judged
+    bundle_violations: tuple[str, ...] | None = None
     retrieval: Retrieval | None = None  # where the request names an earlier one
-    unscored: Mapping[int, int] = field(
-        default_factory=dict
-    )  # index of a prompt that failed -> its ``submitted_ns``
+    # index of a prompt that failed -> its ``submitted_ns``
+    unscored: Mapping[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.bundle_violations is None:
@@ -347,9 +344,8 @@ class AnswerEnd:
     """How the answer to one judged prompt ended, if it had one."""
 
     tokens: int = 0  # decoded; what was decoded before a reader left was decoded all the same
-    decode_s: float | None = (
-        None  # from the verdict to the last token; None where nothing was decoded to its end
-    )
+    # from the verdict to the last token; None where nothing was decoded to its end
+    decode_s: float | None = None
     outcome: Outcome = Outcome.SCORED  # of one that has not ended, too
     completion: Completion | None = None  # what was shown
     risk: AnswerRisk | None = None  # of the whole answer

@@ -44,11 +44,12 @@ class LineQueue(BatchWriter[Line]):
         closing_s: float = CLOSING_S,
     ) -> None:
         """``count`` is told of written and dropped lines, on any thread."""
-        self._descriptor, self._count, self._missing = descriptor, count, missing
+        self._descriptor = descriptor
+        self._count = count
+        self._missing = missing
         self._lost = 0  # lines that found no room since the last one that did
-        self._failed = (
-            0  # lines that could not be written since the last one that could; the thread's own
-        )
+        # lines that could not be written since the last one that could; the thread's own
+        self._failed = 0
         self._torn = False  # a line was cut short
         super().__init__(f"lines-{descriptor}", most=most_bytes, batch=BATCH, closing_s=closing_s)
 
@@ -73,9 +74,8 @@ class LineQueue(BatchWriter[Line]):
             return
         if left := self.finish():
             self._count("dropped", len(left))
-        if (
-            self._thread.is_alive()
-        ):  # the reader has stopped: what ends the process must not wait for it either
+        if self._thread.is_alive():
+            # the reader has stopped: what ends the process must not wait for it either
             self.silence()
         elif self._failed or self._lost:
             self._write([Line(b"", self._lost)])
@@ -144,9 +144,8 @@ class QueuedLog(logging.Handler):
         source."""
         try:
             line = self.format(record)
-        except (
-            Exception
-        ) as error:  # logging's own handling of it writes to standard error, and may wait there
+        except Exception as error:
+            # logging's own handling of it writes to standard error, and may wait there
             where, kind = f"{record.pathname}:{record.lineno}", type(error).__name__
             line = self._line(logging.ERROR, f"a log line from {where} could not be made: {kind}")
         self.lines.send(line)
@@ -157,11 +156,11 @@ class QueuedLog(logging.Handler):
         super().close()
 
     def _missing(self, lost: int) -> str:
-        text = (
+        return self._line(
+            logging.WARNING,
             f"{lost} log lines are missing before this one: they could not be written, or were not"
-            " read fast enough"
+            " read fast enough",
         )
-        return self._line(logging.WARNING, text)
 
     def _line(self, level: int, text: str) -> str:
         return self.format(logging.LogRecord("hallutracer", level, "", 0, text, None, None))

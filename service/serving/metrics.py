@@ -42,9 +42,8 @@ from service.serving.judgement import CAUSES, AnswerEnd, Cause, Judgement
 from service.serving.log_queue import Fate as LogFate
 from service.turn import Outcome
 
-UpstreamOutcome = Literal[
-    "answered", "failed", "given_up"
-]  # of a prompt that was sent to an upstream
+# of a prompt that was sent to an upstream
+UpstreamOutcome = Literal["answered", "failed", "given_up"]
 ShadowVerdict = Literal["agrees", "stricter", "looser", "failed"]
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
@@ -115,295 +114,232 @@ def _labels(shape: Shape | None) -> tuple[str, str, str]:
     )
 
 
-_SERIES: tuple[tuple[str, str, Any, tuple[str, ...], str], ...] = (
-    # kind, name, buckets or how live processes add up, labels, help; in the order of ``/metrics``
-    ("Counter", "prompts_total", None, (*BUNDLE, "decision"), "Prompts scored, by decision."),
-    ("Counter", "flagged_total", None, BUNDLE, "Prompts whose risk reached the threshold."),
-    (
-        "Counter",
+_Series = tuple[str, str, tuple[str, ...], Any, dict[str, Any]]
+
+
+def _counter(name: str, text: str, *labels: str) -> _Series:
+    return name, text, labels, prometheus.Counter, {}
+
+
+def _histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> _Series:
+    return name, text, labels, prometheus.Histogram, {"buckets": buckets}
+
+
+def _gauge(name: str, text: str, processes: str, *labels: str) -> _Series:
+    """``processes``: how those that live add up."""
+    return name, text, labels, prometheus.Gauge, {"multiprocess_mode": processes}
+
+
+_SERIES: tuple[_Series, ...] = (  # in the order of ``/metrics``
+    _counter("prompts_total", "Prompts scored, by decision.", *BUNDLE, "decision"),
+    _counter("flagged_total", "Prompts whose risk reached the threshold.", *BUNDLE),
+    _counter(
         "route_prompts_total",
-        None,
-        (*BUNDLE, "route", "flagged"),
         "Prompts scored, by the route they came by: did the risk reach the threshold?",
+        *BUNDLE,
+        "route",
+        "flagged",
     ),
-    (
-        "Counter",
+    _counter(
         "gated_by_route_total",
-        None,
-        (*BUNDLE, "route"),
         "Prompts that the policy did not let the model answer, by the route they came by.",
+        *BUNDLE,
+        "route",
     ),
-    (
-        "Counter",
+    _counter(
         "key_prompts_total",
-        None,
-        ("key", "withheld"),
-        (
-            "Prompts scored, by the name of the caller's key, where keys are asked for: was the"
-            " answer withheld?"
-        ),
+        "Prompts scored, by the name of the caller's key, where keys are asked for: was the"
+        " answer withheld?",
+        "key",
+        "withheld",
     ),
     # A sum and a count: buckets would be ten series more for each of the 17 shapes.
     (
-        "Summary",
         "risk_by_conversation",
-        None,
-        SHAPE,
         (
             "Risk by a conversation's shape: the assistant's earlier turns, a passage, a system"
             " prompt."
         ),
-    ),
-    (
-        "Counter",
-        "gated_by_conversation_total",
-        None,
         SHAPE,
+        prometheus.Summary,
+        {},
+    ),
+    _counter(
+        "gated_by_conversation_total",
         "Prompts that the policy did not let the model answer, by a conversation's shape.",
+        *SHAPE,
     ),
-    (
-        "Counter",
+    _counter(
         "outside_training_total",
-        None,
-        BUNDLE,
         "Prompts outside what training saw; stays 0 where the bundle cannot tell.",
+        *BUNDLE,
     ),
-    (
-        "Counter",
+    _counter(
         "no_fact_total",
-        None,
-        BUNDLE,
-        (
-            "Prompts that ask for no fact, whose risk is not counted; stays 0 where the bundle"
-            " cannot tell."
-        ),
+        "Prompts that ask for no fact, whose risk is not counted; stays 0 where the bundle"
+        " cannot tell.",
+        *BUNDLE,
     ),
-    (
-        "Counter",
+    _counter(
         "canary_overruled_total",
-        None,
-        BUNDLE,
         "Prompts that a canary lets pass and the default bundle's verdict does not.",
+        *BUNDLE,
     ),
-    ("Counter", "prompt_tokens_total", None, BUNDLE, "Prompt tokens of scored prompts."),
-    ("Counter", "completion_tokens_total", None, BUNDLE, "Answer tokens decoded."),
-    ("Counter", "errors_total", None, ("code",), "Requests that ended in an error, by wire code."),
-    ("Counter", "http_requests_total", None, ("status",), "Scoring requests, by HTTP status."),
-    (
-        "Counter",
+    _counter("prompt_tokens_total", "Prompt tokens of scored prompts.", *BUNDLE),
+    _counter("completion_tokens_total", "Answer tokens decoded.", *BUNDLE),
+    _counter("errors_total", "Requests that ended in an error, by wire code.", "code"),
+    _counter("http_requests_total", "Scoring requests, by HTTP status.", "status"),
+    _counter(
         "upstream_requests_total",
-        None,
-        ("outcome",),
         "Withheld answers sent to a policy's upstream: answered, failed, or given up by us.",
+        "outcome",
     ),
-    (
-        "Counter",
+    _counter(
         "feedback_labels_total",
-        None,
-        (*BUNDLE, "label"),
         "Labels of answers that callers gave, repeats and changes included, by label.",
+        *BUNDLE,
+        "label",
     ),
-    (
-        "Counter",
+    _counter(
         "feedback_agreement_total",
-        None,
-        (*BUNDLE, "flagged", "label"),
-        (
-            "First labels, factual or hallucinated, of answers that were given: was the prompt"
-            " flagged?"
-        ),
+        "First labels, factual or hallucinated, of answers that were given: was the prompt"
+        " flagged?",
+        *BUNDLE,
+        "flagged",
+        "label",
     ),
-    (
-        "Counter",
+    _counter(
         "feedback_answers_total",
-        None,
-        ("fate",),
-        (
-            "Scored prompts kept for feedback: stored, or dropped because the database did not"
-            " keep up."
-        ),
+        "Scored prompts kept for feedback: stored, or dropped because the database did not"
+        " keep up.",
+        "fate",
     ),
-    (
-        "Counter",
+    _counter(
         "audit_lines_total",
-        None,
-        ("fate",),
-        (
-            "Lines of the audit log: written, or missed; broken: written after lines that somebody"
-            " had changed."
-        ),
+        "Lines of the audit log: written, or missed; broken: written after lines that somebody"
+        " had changed.",
+        "fate",
     ),
-    (
-        "Counter",
+    _counter(
         "log_lines_total",
-        None,
-        ("fate",),
-        (
-            "Lines of the log: written, or dropped because nobody read them or they could not be"
-            " written."
-        ),
+        "Lines of the log: written, or dropped because nobody read them or they could not be"
+        " written.",
+        "fate",
     ),
-    ("Histogram", "risk", TENTHS, BUNDLE, "Risk of each scored prompt."),
-    (
-        "Histogram",
-        "answer_risk",
-        TENTHS,
-        BUNDLE,
-        "Risk of each finished answer, by its own tokens.",
-    ),
-    (
-        "Counter",
+    _histogram("risk", "Risk of each scored prompt.", TENTHS, *BUNDLE),
+    _histogram("answer_risk", "Risk of each finished answer, by its own tokens.", TENTHS, *BUNDLE),
+    _counter(
         "answers_flagged_total",
-        None,
-        BUNDLE,
         "Answers that the risk before them let through and their own tokens did not.",
+        *BUNDLE,
     ),
-    (
-        "Counter",
+    _counter(
         "answers_stopped_total",
-        None,
-        BUNDLE,
         "Answers that a policy ended under way, by the risk of their own tokens.",
+        *BUNDLE,
     ),
-    (
-        "Counter",
+    _counter(
         "tool_calls_let_through_total",
-        None,
-        BUNDLE,
-        (
-            "Turns of nothing but calls of tools, given although an answer there would have been"
-            " withheld."
-        ),
+        "Turns of nothing but calls of tools, given although an answer there would have been"
+        " withheld.",
+        *BUNDLE,
     ),
-    (
-        "Histogram",
+    _histogram(
         "request_seconds",
-        SECONDS,
-        (),
         "A whole scoring request that was worked on: answered, failed or late, not refused.",
+        SECONDS,
     ),
-    ("Histogram", "queue_seconds", SECONDS, (), "A prompt's wait for a forward pass."),
-    ("Histogram", "prefill_seconds", SECONDS, (), "The forward pass that a prompt was in."),
-    (
-        "Histogram",
+    _histogram("queue_seconds", "A prompt's wait for a forward pass.", SECONDS),
+    _histogram("prefill_seconds", "The forward pass that a prompt was in.", SECONDS),
+    _histogram(
         "probe_seconds",
-        SECONDS,
-        (),
         "One prompt's truth logits to a verdict; the readout itself is inside the prefill.",
-    ),
-    (
-        "Histogram",
-        "risk_seconds",
         SECONDS,
-        (),
-        (
-            "A prompt's arrival in the queue to its verdict: what the guard adds before an answer"
-            " begins."
-        ),
     ),
-    ("Histogram", "decode_seconds", SECONDS, (), "Decoding one prompt's answer."),
-    (
-        "Histogram",
+    _histogram(
+        "risk_seconds",
+        "A prompt's arrival in the queue to its verdict: what the guard adds before an answer"
+        " begins.",
+        SECONDS,
+    ),
+    _histogram("decode_seconds", "Decoding one prompt's answer.", SECONDS),
+    _histogram(
         "batch_prompts",
-        BATCH_SIZES,
-        (),
         "Prompts in one forward pass; 1 where the engine makes its own batches.",
+        BATCH_SIZES,
     ),
-    (
-        "Histogram",
-        "batch_tokens",
-        TOKENS,
-        (),
-        "Prompt tokens in one forward pass, or of one prompt.",
-    ),
-    ("Histogram", "prompt_length_tokens", TOKENS, (), "Tokens of one prompt."),
-    ("Gauge", "queue_depth", "livesum", (), "Prompts waiting for a forward pass."),
-    ("Gauge", "running_decodes", "livesum", (), "Answers being decoded."),
-    ("Gauge", "requests_in_flight", "livesum", (), "Scoring requests being served."),
-    ("Gauge", "ready", "livemin", (), "1 once scores can be served, else 0."),
-    (
-        "Gauge",
+    _histogram("batch_tokens", "Prompt tokens in one forward pass, or of one prompt.", TOKENS),
+    _histogram("prompt_length_tokens", "Tokens of one prompt.", TOKENS),
+    _gauge("queue_depth", "Prompts waiting for a forward pass.", "livesum"),
+    _gauge("running_decodes", "Answers being decoded.", "livesum"),
+    _gauge("requests_in_flight", "Scoring requests being served.", "livesum"),
+    _gauge("ready", "1 once scores can be served, else 0.", "livemin"),
+    _gauge(
         "gate_configured",
+        "1 where the policy of requests that choose none, or a rule's, does not only observe,"
+        " else 0.",
         "livemax",
-        (),
-        (
-            "1 where the policy of requests that choose none, or a rule's, does not only observe,"
-            " else 0."
-        ),
     ),
-    (
-        "Gauge",
+    _gauge(
         "keys_stale",
-        "livemax",
-        (),
         "1 while the file of named keys has changed and could not be read again, else 0.",
+        "livemax",
     ),
-    ("Gauge", "bundle_info", "livemax", (*BUNDLE, "digest"), "Always 1: a loaded bundle."),
-    (
-        "Gauge",
+    _gauge("bundle_info", "Always 1: a loaded bundle.", "livemax", *BUNDLE, "digest"),
+    _gauge(
         "guarantee_info",
-        "livemax",
-        (*BUNDLE, "alpha", "delta"),
         "Always 1: a loaded bundle whose threshold is guaranteed, with alpha and delta.",
+        "livemax",
+        *BUNDLE,
+        "alpha",
+        "delta",
     ),
-    ("Gauge", "build_info", "livemax", ("version",), "Always 1: the version."),
-    (
-        "Gauge",
+    _gauge("build_info", "Always 1: the version.", "livemax", "version"),
+    _gauge(
         "bundle_role_info",
-        "livemax",
-        (*BUNDLE, "role"),
         "Always 1: what a loaded bundle does: default, canary or shadow.",
+        "livemax",
+        *BUNDLE,
+        "role",
     ),
-    (
-        "Gauge",
+    _gauge(
         "drift",
+        "The newest window of prompts beside training: ks, psi, shift of the mean risk, outside"
+        " training.",
         "livemax",
-        (*BUNDLE, "statistic"),
-        (
-            "The newest window of prompts beside training: ks, psi, shift of the mean risk, outside"
-            " training."
-        ),
+        *BUNDLE,
+        "statistic",
     ),
-    (
-        "Gauge",
+    _gauge(
         "void",
-        "livemax",
-        (*BUNDLE, "cause"),
         "1 where a bundle's promise does not hold, by cause: drift, outside, labels, golden.",
+        "livemax",
+        *BUNDLE,
+        "cause",
     ),
-    (
-        "Counter",
-        "reloads_total",
-        None,
-        ("outcome",),
-        "Reloads of the bundles: done, or failed and nothing changed.",
+    _counter(
+        "reloads_total", "Reloads of the bundles: done, or failed and nothing changed.", "outcome"
     ),
-    (
-        "Gauge",
+    _gauge(
         "last_reload_successful",
+        "1 where the newest reload of the bundles went well, or none was asked for; 0 where it"
+        " changed nothing.",
         "livemin",
-        (),
-        (
-            "1 where the newest reload of the bundles went well, or none was asked for; 0 where it"
-            " changed nothing."
-        ),
     ),
-    (
-        "Counter",
+    _counter(
         "shadow_prompts_total",
-        None,
-        (*BUNDLE, "shadow", "verdict"),
-        (
-            "Prompts that a shadow read too: agrees, stricter (it alone flags), looser (it alone"
-            " does not), or failed."
-        ),
+        "Prompts that a shadow read too: agrees, stricter (it alone flags), looser (it alone"
+        " does not), or failed.",
+        *BUNDLE,
+        "shadow",
+        "verdict",
     ),
-    (
-        "Histogram",
+    _histogram(
         "shadow_risk_difference",
-        DIFFERENCES,
-        (*BUNDLE, "shadow"),
         "How far a shadow's risk is from that of the bundle that judged.",
+        DIFFERENCES,
+        *BUNDLE,
+        "shadow",
     ),
 )
 # Label sets that exist as 0: without a bundle from the first scrape, behind a bundle's own from its
@@ -419,17 +355,7 @@ _FIRST: dict[str, Iterable[str]] = {
 }
 _SHAPES = [_labels(shape) for shape in (*SHAPES, None)]
 _OF_BUNDLE: dict[str, Sequence[tuple[str, ...]]] = {
-    "flagged_total": [()],
-    "outside_training_total": [()],
-    "no_fact_total": [()],
-    "risk": [()],
-    "answer_risk": [()],
-    "answers_flagged_total": [()],
-    "answers_stopped_total": [()],
-    "tool_calls_let_through_total": [()],
-    "canary_overruled_total": [()],
-    "prompt_tokens_total": [()],
-    "completion_tokens_total": [()],
+    **{name: [()] for name, _, labels, _, _ in _SERIES if labels == BUNDLE},
     "feedback_labels_total": [(label,) for label in LABELS],
     "feedback_agreement_total": [*product(("yes", "no"), JUDGED)],
     "prompts_total": [(str(decision),) for decision in Decision],
@@ -438,7 +364,6 @@ _OF_BUNDLE: dict[str, Sequence[tuple[str, ...]]] = {
     "risk_by_conversation": _SHAPES,
     "gated_by_conversation_total": _SHAPES,
 }
-_EXTRA = {"Histogram": "buckets", "Gauge": "multiprocess_mode"}
 
 
 @dataclass
@@ -477,10 +402,9 @@ class Metrics:
         self._process = CollectorRegistry()
         prometheus.ProcessCollector(registry=self._process)
         self._all: dict[str, Any] = {}
-        for kind, name, extra, labels, text in _SERIES:
-            made, more = getattr(prometheus, kind), {_EXTRA[kind]: extra} if kind in _EXTRA else {}
-            self._all[name] = made(
-                f"hallutracer_{name}", text, labels, registry=self.collector, **more
+        for name, text, labels, kind, options in _SERIES:
+            self._all[name] = kind(
+                f"hallutracer_{name}", text, labels, registry=self.collector, **options
             )
         self._all["build_info"].labels(__version__).set(1)
         for name in (
@@ -491,17 +415,15 @@ class Metrics:
             "keys_stale",
             "gate_configured",
         ):
-            self.gauge(
-                name, 0
-            )  # a shared folder may hold values of an earlier process with this id
+            # a shared folder may hold values of an earlier process with this id
+            self.gauge(name, 0)
         self.gauge("last_reload_successful", 1)
         for name, first in _FIRST.items():
             for value in first:
                 self._all[name].labels(value)
         self.compared: dict[str, Comparison] = {}  # by the shadow, "name:version"
-        self._listed: dict[
-            str, set[tuple[str, ...]]
-        ] = {}  # labels of the gauges that are 1 for what is loaded
+        # labels of the gauges that are 1 for what is loaded
+        self._listed: dict[str, set[tuple[str, ...]]] = {}
         self._known: set[tuple[str, str]] = set()  # bundles whose series exist
 
     def count(self, name: str, *labels: str, by: float = 1) -> None:
@@ -526,13 +448,13 @@ class Metrics:
         """Count the prompts that were scored, with the end of each one's answer."""
         model, bundle = judgement.model, judgement.bundle
         self._create(model, bundle)
-        count, observe = (
-            partial(self._of, "inc", model, bundle),
-            partial(self._of, "observe", model, bundle),
-        )
+        count = partial(self._of, "inc", model, bundle)
+        observe = partial(self._of, "observe", model, bundle)
         route = judgement.route if judgement.route in COUNTED else OTHER
         for prompt, answer in zip(judgement.prompts, answers, strict=True):
-            report, timings, shape = prompt.report, prompt.timings, _labels(prompt.shape)
+            report = prompt.report
+            timings = prompt.timings
+            shape = _labels(prompt.shape)
             withheld = report.decision is not Decision.CONTINUE
             count("route_prompts_total", route, _yes(report.verdict.flagged))
             count("prompts_total", report.decision.value)
@@ -588,9 +510,7 @@ class Metrics:
         roles = [*judging, *(("shadow", shadow) for shadow in shadows)]
         now = {(model_name, bundle, role) for role, bundle in roles}
         before = self._listed.get("bundle_role_info", set())
-        if {labels for labels in before if labels[2] != "shadow"} != {
-            labels for labels in now if labels[2] != "shadow"
-        }:
+        if any(role != "shadow" for _, _, role in before ^ now):
             self.compared.clear()  # they were compared with what judged until now
         self._list("bundle_role_info", now)
         for (_, bundle), shadow in product(judging, shadows):
@@ -724,12 +644,9 @@ def _shared_folder() -> Path | None:
         with tempfile.TemporaryFile(dir=name or os.devnull):  # an empty name would mean this folder
             return Path(name)
     except OSError as error:
-        cure = (
-            "create an empty, writable folder before the service starts, or unset"
-            f" {FOLDER_VARIABLE}"
-        )
         raise HalluTracerError(
-            f"{FOLDER_VARIABLE}={name}: cannot write there ({error.strerror}); {cure}"
+            f"{FOLDER_VARIABLE}={name}: cannot write there ({error.strerror}); create an empty,"
+            f" writable folder before the service starts, or unset {FOLDER_VARIABLE}"
         ) from None
 
 

@@ -32,12 +32,10 @@ class Answered:
 
     question: SampleQuestion
     report: RiskReport
-    verdict: (
-        Verdict | None
-    )  # as in training; None where the policy withholds the answer, or ends it under way
-    answer: (
-        str | None
-    )  # what the model said, or thinks where that never ends; None where the policy withholds it
+    # as in training; None where the policy withholds the answer, or ends it under way
+    verdict: Verdict | None
+    # what the model said, or thinks where that never ends; None where the policy withholds it
+    answer: str | None
 
 
 async def ask(scorer: Scorer, sample: Sample, number: int) -> Answered:

@@ -18,6 +18,7 @@ from service.access.callers import OWNERS, Caller, Key, on_loopback
 from service.access.keys import KeyRing
 from service.audit.auditor import SERVICE, Auditor, Who, recorded
 from service.engines.base import Engine
+from service.engines.bridge import fulfil
 from service.errors import AuditUnavailable, ClientGone, HalluTracerError, NotReady
 from service.policies.guard import Action, Policy
 from service.policies.policy import Policies, built_in
@@ -128,23 +129,18 @@ class Lifecycle:
     on_broken: Callable[[], None]  # the engine broke: only a new process helps
     audit: Auditor | None
     stopping: bool = False
-    error: BaseException | None = (
-        None  # why loading ended without scorers, or what broke the engine
-    )
-    awaited: str | None = (
-        None  # which other processes are to be ready before this one is told to be, in words
-    )
+    # why loading ended without scorers, or what broke the engine
+    error: BaseException | None = None
+    # which other processes are to be ready before this one is told to be, in words
+    awaited: str | None = None
     reload_error: str | None = None  # why the newest reload changed nothing
-    failing_since: float | None = (
-        None  # when the first of those reloads failed that changed nothing, one after another
-    )
-    ended: Counter[str] = field(
-        default_factory=Counter
-    )  # scoring requests since ``leave``: finished, unfinished, refused
+    # when the first of those reloads failed that changed nothing, one after another
+    failing_since: float | None = None
+    # scoring requests since ``leave``: finished, unfinished, refused
+    ended: Counter[str] = field(default_factory=Counter)
     _left_at: float | None = None  # on the monotonic clock
-    _limits: set[asyncio.Timeout] = field(
-        default_factory=set
-    )  # of what waits for others than the engine
+    # of what waits for others than the engine
+    _limits: set[asyncio.Timeout] = field(default_factory=set)
     _dispatcher: Dispatcher | None = None
     _reloading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -351,14 +347,7 @@ def in_own_thread(load: Callable[[], T]) -> Future[T]:
     few cores, stops spinning, and a forward pass of a small model takes 2.5 times as long."""
     done: Future[T] = Future()
     done.set_running_or_notify_cancel()  # whoever waits may be cancelled, the loading is not
-
-    def run() -> None:
-        try:
-            done.set_result(load())
-        except BaseException as error:
-            done.set_exception(error)
-
-    threading.Thread(target=run, name="load", daemon=True).start()
+    threading.Thread(target=fulfil, args=(done, load), name="load", daemon=True).start()
     return done
 
 
@@ -368,9 +357,8 @@ class Service:
 
     load: Load = field(kw_only=False)
     load_again: LoadAgain | None = None
-    left_out: Mapping[str, str] = field(
-        default_factory=dict
-    )  # reference -> why; written by whoever loads
+    # reference -> why; written by whoever loads
+    left_out: Mapping[str, str] = field(default_factory=dict)
     aliases_of: Callable[[str], Mapping[str, int]] = lambda name: {}
     settings: ServiceSettings = field(default_factory=ServiceSettings)
     policies: Policies = field(default_factory=lambda: Policies(built_in()))
@@ -406,9 +394,8 @@ class Service:
         )
         metrics.gauge("gate_configured", int(self._gates))
         self.access = Access(settings, self.keys, metrics, self.audit)
-        self.tokenizing = Tokenizing(
-            settings.max_queue
-        )  # as many requests may be tokenized as prompts may wait
+        # as many requests may be tokenized as prompts may wait
+        self.tokenizing = Tokenizing(settings.max_queue)
         # Answers to bundles' own questions: by digest, number, and the policy with its threshold
         # that judged them.
         self.sampled: dict[tuple[str, int, Policy], Judgement] = {}

@@ -29,9 +29,8 @@ class AnswerReader:
     def __init__(self, scorer: Scorer, policy: Policy, lease: ProbeLease) -> None:
         self._scorer, self._policy = scorer, policy
         self._lease: ProbeLease | None = lease  # None: the answer cannot be read any further
-        self._waiting = deque[
-            tuple[Any, int]
-        ]()  # outputs, and how many tokens the answer had with each
+        # outputs, and how many tokens the answer had with each
+        self._waiting = deque[tuple[Any, int]]()
         self._outputs_read = 0
         self._risk: AnswerRisk | None = None  # by the tokens of those
 
@@ -119,7 +118,9 @@ class AnswerOutputs:
         from vllm.logprobs import Logprob
 
         last, shown = output.outputs[0], ended.completion
-        text, token_ids, logprobs = "", list[int](), last.logprobs and last.logprobs[:0]
+        text = ""
+        token_ids = list[int]()
+        logprobs = last.logprobs and last.logprobs[:0]
         if shown is None or not shown.tokens:  # vLLM's streams skip a first output without a token
             token_ids = [self._end_token]
             logprobs = None if last.logprobs is None else [{self._end_token: Logprob(0.0, 1, "")}]

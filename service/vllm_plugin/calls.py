@@ -24,9 +24,8 @@ def offered(content: dict[str, Any]) -> Tools | None:
     return Tools(tuple(definitions)) if definitions else None
 
 
-_OF_TOOLS = frozenset(
-    ("function_call", "function_call_output", "tool_use", "tool_result")
-)  # items and blocks
+# items and blocks
+_OF_TOOLS = frozenset(("function_call", "function_call_output", "tool_use", "tool_result"))
 
 
 def used(content: dict[str, Any], turns: Iterable[Any]) -> bool:

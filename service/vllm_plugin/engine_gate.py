@@ -26,7 +26,6 @@ from service.engines.vllm.client import ProbeLease
 from service.engines.vllm.engine import VllmEngine
 from service.engines.vllm.wire import CHANGES
 from service.errors import HalluTracerError
-from service.judging.conversation import ConversationReader
 from service.judging.guarantee import UNKNOWN, Standing, shape_of
 from service.policies.guard import Policy
 from service.readout import Probes
@@ -52,7 +51,6 @@ class Gate:
     # Of each scorer's first trajectory in what is read of every request.
     offsets: Mapping[Scorer, int]
     adapters: Adapters
-    conversations: ConversationReader
     refusals: frozenset[str]  # what stands in for withheld answers, as ``asks_of`` takes it
 
     def reason(self, request: Any, wire: Any) -> str | None:
@@ -60,7 +58,9 @@ class Gate:
         on.
 
         ``wire``: the worker's payload for this request, None where it sent none."""
-        scorer, policy, prompt = self.scorer, self.policy, request.prompt_token_ids
+        scorer = self.scorer
+        policy = self.policy
+        prompt = request.prompt_token_ids
         try:
             if request.lora_request is not None:
                 scorer = self.adapters.scorer(request.lora_request)
@@ -70,9 +70,8 @@ class Gate:
                 raise HalluTracerError("the worker did not read its prompt")
             chat = scorer.prompt_format == "chat"
             ends = not chat or tuple(prompt[-len(scorer.chat_ending) :]) == scorer.chat_ending
-            as_trained = ends and not getattr(
-                request, "mm_features", None
-            )  # images, audio: training had text
+            # images, audio: training had text
+            as_trained = ends and not getattr(request, "mm_features", None)
             if not as_trained:
                 policy = untemplated(scorer, policy)
             standing = self.standing(prompt) if chat and as_trained else UNKNOWN
@@ -93,7 +92,7 @@ class Gate:
 
     def standing(self, prompt: Sequence[int]) -> Standing:
         """Return what is known of a prompt that ends as the chat template ends a question."""
-        messages = self.conversations.read(prompt)
+        messages = self.scorer.conversations.read(prompt)
         if messages is None:
             return Standing(other_rendering=True)
         return Standing(shape_of(messages, self.refusals))
@@ -117,24 +116,20 @@ class Judging:
         """``opened`` tests the engine, replays the golden prompts and returns the gate, or
         raises."""
         scheduler, executor = core.scheduler, core.model_executor
-        self._core, self._opened, self._requests = core, opened, scheduler.requests
+        self._core = core
+        self._opened = opened
+        self._requests = scheduler.requests
         self._gate: Gate | None = None  # while ``opened`` runs
         self._changed = False  # whether the weights may have, since
-        self._update, self._update_request = (
-            scheduler.update_from_output,
-            scheduler._update_request_with_output,
-        )
+        self._update = scheduler.update_from_output
+        self._update_request = scheduler._update_request_with_output
         self._rpc, executor.collective_rpc = executor.collective_rpc, self.rpc
         self._withheld: dict[str, str] = {}  # request -> reason, of this step
-        scheduler.update_from_output, scheduler._update_request_with_output = (
-            self.update,
-            self.update_request,
-        )
-        self._add, scheduler.add_request, self._add_lora = (
-            scheduler.add_request,
-            self.add,
-            core.add_lora,
-        )
+        scheduler.update_from_output = self.update
+        scheduler._update_request_with_output = self.update_request
+        self._add = scheduler.add_request
+        scheduler.add_request = self.add
+        self._add_lora = core.add_lora
         # vLLM decodes what it is given by its signature.
         core.add_lora = functools.wraps(self._add_lora)(lambda request: self.add_lora(request))
 
@@ -153,15 +148,16 @@ class Judging:
 
     def rpc(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         """Call a method of every worker."""
-        self._changed |= (
-            not isinstance(method, str) or method in CHANGES
-        )  # a function may do anything
+        # a function may do anything
+        self._changed |= not isinstance(method, str) or method in CHANGES
         return self._rpc(method, *args, **kwargs)
 
     def open(self) -> None:
         """Judge every request from now on.  Raises what ``opened`` does; where a gate was open
         before, it stays, and nothing is read."""
-        gate, self._gate, self._changed = self._gate, None, False
+        gate = self._gate
+        self._gate = None
+        self._changed = False
         directive = None if gate is None else replace(gate.lease.directive, weights=-1)
         self._core.collective_rpc("hallutracer_read_all", args=(None,))
         self._core.reset_prefix_cache()
@@ -178,9 +174,8 @@ class Judging:
         """Open the gate again after a change of the weights, while nothing else runs: no request is
         read before."""
         idle = not (self._requests or self._core.is_sleeping())
-        alone = (
-            self._core.vllm_config.parallel_config.data_parallel_size == 1
-        )  # the others step along
+        # the others step along
+        alone = self._core.vllm_config.parallel_config.data_parallel_size == 1
         if self._gate is None or not (self._changed and idle and alone):
             return
         try:
@@ -202,10 +197,8 @@ class Judging:
         """Judge the step's first outputs; the payloads go no further."""
         if self._gate is None:
             return self._update(scheduler_output, model_runner_output)
-        wires, sampled = (
-            model_runner_output.prompt_token_id_logprobs_dict,
-            model_runner_output.sampled_token_ids,
-        )
+        wires = model_runner_output.prompt_token_id_logprobs_dict
+        sampled = model_runner_output.sampled_token_ids
         self._withheld = {}
         for name in scheduler_output.num_scheduled_tokens:
             request, row = self._requests.get(name), model_runner_output.req_id_to_index.get(name)
@@ -230,11 +223,9 @@ class Judging:
             return self._update_request(request, new_token_ids, *args, **kwargs)
         from vllm.v1.request import RequestStatus
 
-        request.status, request.stop_reason, request.resumable = (
-            RequestStatus.FINISHED_STOPPED,
-            reason,
-            False,
-        )
+        request.status = RequestStatus.FINISHED_STOPPED
+        request.stop_reason = reason
+        request.resumable = False
         return [], True
 
 
@@ -366,9 +357,9 @@ def open_gate(core: Any, options: PluginOptions) -> Judging:
                 log.warning(
                     "bundle %s reads an adapter that %s does not name", waiting, env("adapters")
                 )
-            assert all(
-                scorer.chat_ending is not None for scorer in scorers
-            )  # made while the engine renders
+            # Made while the engine renders.
+            assert all(scorer.chat_ending is not None for scorer in scorers)
+            assert scorers[0].conversations is not None
             probes, offsets = list[Probes](), dict[Scorer, int]()
             for scorer in scorers:
                 offsets[scorer] = len(probes)
@@ -376,18 +367,9 @@ def open_gate(core: Any, options: PluginOptions) -> Judging:
             lease = engine.lease(
                 probes, first_token=any(scorer.needs_first_token for scorer in scorers)
             )
-            conversations = ConversationReader.of(engine.render_chat, engine.spell)
-            messages = (named.message for named in options.policies.named.values())
-            refusals = frozenset(message.strip() for message in messages if message)
-            return Gate(
-                scorers[0],
-                policy,
-                run_on(engine.loop, lease),
-                offsets,
-                adapters,
-                conversations,
-                refusals,
-            )
+            held = run_on(engine.loop, lease)
+            refusals = options.policies.refusals
+            return Gate(scorers[0], policy, held, offsets, adapters, refusals)
         finally:
             engine.close()
 

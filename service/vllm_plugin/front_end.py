@@ -39,12 +39,8 @@ NAME = "hallutracer"
 RAY_PREFIXES = (  # of the variables that vLLM hands to its Ray workers
     "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
 )
-GROUPS = (
-    "general",
-    "io_processor",
-    "platform",
-    "stat_logger",
-)  # of vLLM's plugins that load unless others are named
+# of vLLM's plugins that load unless others are named
+GROUPS = ("general", "io_processor", "platform", "stat_logger")
 # module and function: what starts the engine of vLLM's own server, or another node's part of it
 SERVERS = {
     ("vllm.entrypoints.launchers.api_server.entry", "run_server_worker"),
@@ -67,7 +63,9 @@ def check() -> None:
     from vllm.v1.engine.core import DPEngineCoreProc, EngineCore, EngineCoreProc
     from vllm.v1.executor.abstract import Executor
 
-    create, choose, make = EngineArgs.create_engine_config, Executor.get_class, Executor.__init__
+    create = EngineArgs.create_engine_config
+    choose = Executor.get_class
+    make = Executor.__init__
     make_core, run = EngineCore.__init__, EngineCoreProc.run_engine_core
     if getattr(create, "gates", False):
         return
@@ -132,10 +130,8 @@ def check() -> None:
     create_gated.gates = True  # type: ignore[attr-defined]
     note_renderings()
     EngineArgs.create_engine_config, EngineCore.__init__ = create_gated, make_core_gated
-    EngineCore.add_request, EngineCoreProc.run_engine_core = (
-        opened(EngineCore.add_request),
-        staticmethod(run_core),
-    )
+    EngineCore.add_request = opened(EngineCore.add_request)
+    EngineCoreProc.run_engine_core = staticmethod(run_core)
     for kind in (EngineCoreProc, DPEngineCoreProc):
         kind.run_busy_loop = opened(kind.run_busy_loop)
     _own[:] = [run]
@@ -240,9 +236,8 @@ def _exit(reason: str) -> NoReturn:
 def in_server(frame: FrameType | None) -> bool:
     """Return whether vLLM's own server is among the callers of ``frame``."""
     while frame is not None:
-        module = getattr(
-            frame.f_globals.get("__spec__"), "name", ""
-        )  # also where it runs as a program
+        # also where it runs as a program
+        module = getattr(frame.f_globals.get("__spec__"), "name", "")
         if (module, frame.f_code.co_name) in SERVERS:
             return True
         frame = frame.f_back

@@ -162,8 +162,10 @@ def _take_xargs(note: Note, parameters: Any) -> dict[str, Any]:
     parameters.extra_args = extra or None
     for name in (*extra, *note.misplaced):
         if OURS.match(name):
-            message = f"{name!r} has no effect here: 'vllm_xargs' takes {', '.join(XARGS)}"
-            raise VLLMValidationError(message, parameter=name)
+            raise VLLMValidationError(
+                f"{name!r} has no effect here: 'vllm_xargs' takes {', '.join(XARGS)}",
+                parameter=name,
+            )
     return {name: xargs[name] for name in XARGS if name in xargs}
 
 

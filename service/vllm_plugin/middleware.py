@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -17,22 +18,17 @@ from service.vllm_plugin.note import CURRENT, IN_BACKGROUND, PATHS, Note, read
 from service.vllm_plugin.writer import ResponseWriter
 
 
+@dataclass(eq=False)
 class RiskNotes:
     """Gives each request a note and, on ``PATHS``, counts it and writes the note's content into the
     response."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        metrics: Metrics,
-        refuses: Callable[[], bool],
-        message_in_content: bool = False,
-    ) -> None:
-        """``refuses`` tells whether an answer without a verdict must not be sent.
-
-        ``message_in_content`` also puts the policy's message where the answer's text would be."""
-        self.app, self._metrics = app, metrics
-        self._refuses, self._message_in_content = refuses, message_in_content
+    app: ASGIApp
+    metrics: Metrics
+    refuses: Callable[[], bool]  # tells whether an answer without a verdict must not be sent
+    message_in_content: bool = (
+        False  # whether the policy's message also stands as the answer's text
+    )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -49,28 +45,26 @@ class RiskNotes:
                 status = message["status"]
             await send(message)
 
-        self._metrics.request_started()
+        self.metrics.request_started()
         try:
             await self._serve(path, scope, receive, counted)
         except Exception:
             status = HalluTracerError.status
             raise
         finally:
-            self._metrics.request_ended(status, None, time.perf_counter() - started)
+            self.metrics.request_ended(status, None, time.perf_counter() - started)
 
     async def _serve(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         address = scope["client"][0] if scope.get("client") else None
         note = Note(carries=path in PATHS, who=Who(address=address), route=path)
         token = CURRENT.set(note)
-        parts: list[
-            bytes
-        ] = []  # the objects that the app keeps as well, until the body is complete
+        # the objects that the app keeps as well, until the body is complete
+        parts: list[bytes] = []
 
         async def reading() -> Message:
             message = await receive()
-            if (
-                note.carries and message["type"] == "http.request"
-            ):  # of any other route nothing is asked
+            if note.carries and message["type"] == "http.request":
+                # of any other route nothing is asked
                 parts.append(message.get("body", b""))
                 if not message.get("more_body"):
                     body = b"".join(parts)
@@ -78,7 +72,7 @@ class RiskNotes:
                     read(note, body)
             return message
 
-        writer, held = ResponseWriter(note, send, self._message_in_content), deque[Message]()
+        writer, held = ResponseWriter(note, send, self.message_in_content), deque[Message]()
 
         async def replayed() -> Message:
             return held.popleft() if held else await reading()
@@ -88,7 +82,7 @@ class RiskNotes:
             # before that.
             while (
                 path == RESPONSES_ROUTE
-                and self._refuses()
+                and self.refuses()
                 and (not held or held[-1].get("more_body"))
             ):
                 held.append(await reading())

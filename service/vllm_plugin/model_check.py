@@ -96,7 +96,7 @@ def check_model(config: Any, bundles: Iterable[Bundle], options: ChatOptions) ->
     if not manifests:
         return
     from service.engines import checkpoint, loading
-    from service.engines.base import EngineOptions, ModelIdentity
+    from service.engines.base import EngineOptions
     from service.engines.checks import Tokens
     from service.engines.families import geometry
     from service.engines.vllm.launch import changes_at_load
@@ -109,18 +109,13 @@ def check_model(config: Any, bundles: Iterable[Bundle], options: ChatOptions) ->
     tokens, fingerprint = Tokens(tokenizer), checkpoint.fingerprint_on_disk(files.folder)
     if fingerprint is not None:
         fingerprint = checkpoint.changed_at_load(fingerprint, changes_at_load(config, files.config))
-    identity = ModelIdentity(
-        model=files.name,
-        revision=files.revision,
+    identity = files.identity(
+        tokens,
         fingerprint=fingerprint or "",
-        architecture=str((files.config.architectures or [type(files.config).__name__])[0]),
-        model_type=str(files.config.model_type),
-        tokenizer=tokens.digest,
-        chat_template=tokens.chat_template_digest,
         geometry=geometry(files.config),
-        dtype=str(model.dtype).removeprefix("torch."),
+        dtype=model.dtype,
         max_tokens=int(model.max_model_len),
-        template_arguments=manifests[0].chat_template.arguments,
+        arguments=manifests[0].chat_template.arguments,
     )
     for manifest in manifests:
         # Weights that are still to be downloaded are compared once they are loaded.

@@ -53,10 +53,8 @@ AS_TRAINED: dict[str, Any] = {
 nothing, beside null."""
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Fields of a body that a model's ``generation_config`` fills in where they are missing."""
-ELSEWHERE = (
-    "previous_response_id",
-    "prompt",
-)  # of a request to /v1/responses: turns that its body does not have
+# of a request to /v1/responses: turns that its body does not have
+ELSEWHERE = ("previous_response_id", "prompt")
 _FLAG = TypeAdapter(bool)
 NO_PLACE = (
     "a policy that withholds answers applies to this request, and the response of this route cannot"
@@ -64,9 +62,8 @@ NO_PLACE = (
     " operator choose a policy that observes"
 )
 IN_BACKGROUND = "an answer that is fetched later has no place for a verdict: leave 'background' out"
-OURS = re.compile(
-    r"hallu[_-]*tracer", re.IGNORECASE
-)  # how an argument of ours begins, well written or not
+# how an argument of ours begins, well written or not
+OURS = re.compile(r"hallu[_-]*tracer", re.IGNORECASE)
 
 
 @dataclass
@@ -80,45 +77,35 @@ class Note:
     route: str = ""  # that the request came by
     carries: bool = True  # whether the response has a place for it
     templated: bool = True  # whether its prompts go through the chat template
-    moves: tuple[
-        str, ...
-    ] = ()  # its fields that render its messages otherwise than training's were
-    of_template: Any = (
-        None  # the arguments of the chat template that it asks for, as its body has them
-    )
+    # its fields that render its messages otherwise than training's were
+    moves: tuple[str, ...] = ()
+    # the arguments of the chat template that it asks for, as its body has them
+    of_template: Any = None
     answered: tuple[str, ...] = ()  # ``chat_violations`` of its messages
     tools: Tools | None = None  # that an answer may call
     background: bool = False  # whether the answer is fetched later, by another request
     beams: bool = False  # whether it asks for a beam search
     written: tuple[Any, ...] = ()  # what of its body a chat template may write
-    turns: tuple[
-        list[Any], ...
-    ] = ()  # of its chats, as the body has them; empty where they are made of more
+    # of its chats, as the body has them; empty where they are made of more
+    turns: tuple[list[Any], ...] = ()
     rendered: list[Chat] = field(default_factory=list)  # what vLLM's renderer made of its chats
-    chats: list[Chat | None] = field(
-        default_factory=list
-    )  # of its prompts; None where none is known
-    prompts: list[Sequence[int]] = field(
-        default_factory=list
-    )  # their token ids; empty where none are known
-    moved: set[int] = field(
-        default_factory=set
-    )  # the prompts that are not what the template makes of their messages
+    # of its prompts; None where none is known
+    chats: list[Chat | None] = field(default_factory=list)
+    # their token ids; empty where none are known
+    prompts: list[Sequence[int]] = field(default_factory=list)
+    # the prompts that are not what the template makes of their messages
+    moved: set[int] = field(default_factory=set)
     sampling: frozenset[str] = frozenset()  # its fields that say how tokens are chosen
-    decoded: dict[str, float] = field(
-        default_factory=dict
-    )  # temperature and top_p, where vLLM's own are others
+    # temperature and top_p, where vLLM's own are others
+    decoded: dict[str, float] = field(default_factory=dict)
     misplaced: tuple[str, ...] = ()  # arguments of ours outside vllm_xargs
-    xargs: dict[str, Any] = field(
-        default_factory=dict
-    )  # vllm_xargs of a beam search, which vLLM drops
+    # vllm_xargs of a beam search, which vLLM drops
+    xargs: dict[str, Any] = field(default_factory=dict)
     reads_answers: bool = False  # whether answers' own tokens are read
-    error: tuple[int, str] | None = (
-        None  # HTTP status and reason, where the request was refused or failed
-    )
-    spelt: tuple[str | None] | None = (
-        None  # the special token that one of its texts spells out; None: not looked for
-    )
+    # HTTP status and reason, where the request was refused or failed
+    error: tuple[int, str] | None = None
+    # the special token that one of its texts spells out; None: not looked for
+    spelt: tuple[str | None] | None = None
     who: Who = Who()  # for the audit log; without a key's name, as vLLM's own keys have none
 
     def add(self, prompt: Any) -> int:
@@ -244,18 +231,15 @@ def read(note: Note, body: bytes) -> None:
     note.misplaced = tuple(name for name in content if OURS.match(name))
     note.sampling = frozenset(name for name in SAMPLING if content.get(name) is not None)
     chats = _chats(note.route, content)
-    note.templated = chats is not None and not (
-        "prompt" in content and note.route == EITHER
-    )  # which may read either
+    # which may read either
+    note.templated = chats is not None and not ("prompt" in content and note.route == EITHER)
     note.written = (
         () if chats is None else tuple(content[name] for name in RENDERED if name in content)
     )
     turns = tuple(chat if isinstance(chat, list) else [] for chat in chats or ())
     ends = [chat[-1] for chat in turns if chat and isinstance(chat[-1], dict)]
-    note.moves, note.of_template = (
-        () if chats is None else tuple(_moves(content)),
-        content.get(TEMPLATE_ARGUMENTS),
-    )
+    note.moves = () if chats is None else tuple(_moves(content))
+    note.of_template = content.get(TEMPLATE_ARGUMENTS)
     note.answered = next(filter(None, (chat_violations([end]) for end in ends)), ())
     note.turns = () if any(content.get(name) for name in ELSEWHERE) else turns
     note.tools = None if chats is None else offered(content)
@@ -264,9 +248,8 @@ def read(note: Note, body: bytes) -> None:
     )
     note.background = note.route == RESPONSES_ROUTE and bool(content.get("background"))
     try:
-        note.beams = _FLAG.validate_python(
-            content.get("use_beam_search")
-        )  # as vLLM reads a flag; it refuses others
+        # as vLLM reads a flag; it refuses others
+        note.beams = _FLAG.validate_python(content.get("use_beam_search"))
     except ValidationError:
         note.beams = False
     xargs = content.get("vllm_xargs")

@@ -36,9 +36,8 @@ class PluginVariables:
     store_cache: settings.StoreCache = None
     require_signature: settings.RequireSignature = None
     allow_open_store: settings.AllowOpenStore = False
-    policy: settings.PolicyName = (
-        "observe"  # a running server answers as before until its operator decides otherwise
-    )
+    # a running server answers as before until its operator decides otherwise
+    policy: settings.PolicyName = "observe"
     policies: settings.PoliciesFile = None
     abstain_message: settings.AbstainMessage = settings.DEFAULT_MESSAGE
     threshold: settings.Threshold = None

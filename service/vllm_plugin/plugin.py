@@ -78,7 +78,10 @@ class HalluTracerPlugin:
 
         ``/score``, ``/health``, ``/metrics`` and ``/v1/models`` stay vLLM's; our series join its
         ``/metrics``."""
-        options, settings, metrics, audit = self._options, self._options.settings, Metrics(), None
+        options = self._options
+        settings = self._options.settings
+        metrics = Metrics()
+        audit = None
         if options.audit_log is not None:
             audit = Auditor(
                 options.audit_log, required=options.audit_required, count=metrics.audit_lines
@@ -109,11 +112,9 @@ class HalluTracerPlugin:
         A server that would never be ready ends, with status 1."""
         if engine_client is None:
             return
-        self._client, self._loop, self._chat = (
-            engine_client,
-            asyncio.get_running_loop(),
-            ChatOptions.of(args),
-        )
+        self._client = engine_client
+        self._loop = asyncio.get_running_loop()
+        self._chat = ChatOptions.of(args)
         self._generate = engine_client.generate
         engine_client.generate = judging_generate(
             self._generate, self.service, lambda: self._engine, self._adapters
@@ -219,7 +220,9 @@ class HalluTracerPlugin:
         }
         for request in [*self._models.lora_requests.values()]:  # of --lora-modules
             scorers |= self._read(engine, request)
-        self._engine, engine.slots.on_changed, self._scorers = engine, self._replay_soon, scorers
+        self._engine = engine
+        engine.slots.on_changed = self._replay_soon
+        self._scorers = scorers
         return scorers
 
     def _replay_soon(self) -> None:

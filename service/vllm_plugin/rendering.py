@@ -14,13 +14,8 @@ from typing import Any, Protocol
 from service.engines.chat import Message, ToolDefinition
 from service.errors import RequestError
 
-ROLES = (
-    "system",
-    "developer",
-    "user",
-    "assistant",
-    "tool",
-)  # vLLM takes any text, and templates write it
+# vLLM takes any text, and templates write it
+ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class EncodesChats(Protocol):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vllm.sampling_params import RequestOutputKind
@@ -38,37 +38,31 @@ from service.vllm_plugin.note import Note
 from service.vllm_plugin.rendering import is_rendering
 
 
+@dataclass(eq=False)
 class TurnDriver:
     """The outputs of one prompt: it drives the prompt's turn by them, and shows what the turn
     shows."""
 
-    def __init__(
-        self,
-        service: Service,
-        engine: VllmEngine,
-        scorer: Scorer,
-        policy: Policy,
-        note: Note,
-        index: int,
-        parameters: Any,
-        request_id: str,
-        same: Callable[[], None],
-        rendering: tuple[str, ...],
-        *,
-        compared: bool,
-    ) -> None:
-        """``index``: of the prompt in its request.  ``same`` raises where the adapter is another
-        one by now.
+    service: Service
+    engine: VllmEngine
+    scorer: Scorer
+    policy: Policy
+    note: Note
+    index: int  # of the prompt in its request
+    parameters: Any  # vLLM's
+    request_id: str
+    same: Callable[[], None]  # raises where the adapter is another one by now
+    rendering: tuple[str, ...]  # how it is known to be rendered otherwise than training's
+    compared: bool = field(kw_only=True)  # whether its token ids are to tell, too
 
-        ``rendering``: how the prompt is known to be rendered otherwise than training's;
-        ``compared``: whether its token ids are to tell, too."""
-        self._service, self._engine, self._scorer, self._policy = service, engine, scorer, policy
-        self._note, self._index, self._request_id, self._same = note, index, request_id, same
-        self._rendering, self._compared, self._standing = rendering, compared, UNKNOWN
-        self._parameters, self._choices = parameters, parameters.n
+    def __post_init__(self) -> None:
+        parameters = self.parameters
+        self._choices = parameters.n
         # As the caller reads it: what is seen here is cumulative where each token has to be seen.
         self._final = parameters.output_kind is RequestOutputKind.FINAL_ONLY
-        self._tools = note.tools if parameters.n == 1 and policy.tools != "gate" else None
+        calls = parameters.n == 1 and self.policy.tools != "gate"
+        self._tools = self.note.tools if calls else None
+        self._standing = UNKNOWN
         self._lease: ProbeLease | None = None  # None: the prompt is not read
         self._begun: _Begun | None = None
 
@@ -78,7 +72,7 @@ class TurnDriver:
         """Yield vLLM's outputs, as far as the turn shows them.  Raises HalluTracerError."""
         try:
             self._lease = await self._prepare()
-            self._note.reads_answers = self._lease.directive.answer is not None
+            self.note.reads_answers = self._lease.directive.answer is not None
         except HalluTracerError as error:
             self._unread(error)
         reads = self._lease is not None
@@ -101,19 +95,19 @@ class TurnDriver:
                 self._lease.release()
             if self._begun is not None:
                 end = AnswerEnd.of(self._begun.report, self._begun.outputs.tokens)
-                observers.ended(self._service, self._begun.judgement, [end])
+                observers.ended(self.service, self._begun.judgement, [end])
 
     async def _prepare(self) -> ProbeLease:
         """Hold the probe in its slot and put the directive into the request."""
         await self._check_rendering()
-        scorer, parameters = self._scorer, self._parameters
-        gate = scorer.gate(self._policy, self._standing)
+        scorer, parameters = self.scorer, self.parameters
+        gate = scorer.gate(self.policy, self._standing)
         # The engine ends an answer by an end token in place of the first. With these options that
         # does not end it, and what may be a call must not be ended so early: both are ended from
         # here.
         ends = not (parameters.ignore_eos or parameters.min_tokens or parameters.structured_outputs)
         in_engine = gate if ends and self._tools is None else None
-        lease = await self._engine.lease(
+        lease = await self.engine.lease(
             scorer.probes,
             first_token=scorer.needs_first_token,
             gate=in_engine,
@@ -128,20 +122,20 @@ class TurnDriver:
     async def _check_rendering(self) -> None:
         """Note how the prompt departs from training's, where a guarantee or a gate depends on
         it."""
-        manifest, note = self._scorer.bundle.manifest, self._note
-        matters = manifest.guarantee is not None or self._policy.action.withholds
+        manifest, note = self.scorer.bundle.manifest, self.note
+        matters = manifest.guarantee is not None or self.policy.action.withholds
         # A long chat takes its time, which the other requests of this event loop should not wait
         # for.
         differs, shape = await asyncio.to_thread(self._read_chat, matters=matters)
         if differs:
-            self._rendering = (*self._rendering, OTHER_RENDERING)
-        if self._rendering:
-            self._policy = untemplated(self._scorer, self._policy)
+            self.rendering = (*self.rendering, OTHER_RENDERING)
+        if self.rendering:
+            self.policy = untemplated(self.scorer, self.policy)
         self._standing = Standing(
-            shape, other_rendering=differs and "rendering" not in self._service.settings.callers_may
+            shape, other_rendering=differs and "rendering" not in self.service.settings.callers_may
         )
         shapes = shape_violations(manifest, [shape])
-        note.violations = tuple(dict.fromkeys((*note.violations, *self._rendering, *shapes)))
+        note.violations = tuple(dict.fromkeys((*note.violations, *self.rendering, *shapes)))
 
     def _read_chat(self, *, matters: bool) -> tuple[bool, Shape | None]:
         """Return whether the prompt is another than the template makes of its messages, and the
@@ -149,29 +143,30 @@ class TurnDriver:
 
         Of messages that are rendered otherwise than training's, or hold more than text, a shape is
         only known where it is one that no training had: nothing of theirs passes as small talk."""
-        note, index, refusals = self._note, self._index, self._service.catalogue.refusals
-        if (
-            matters and not note.templated
-        ):  # the caller's text or ids may be a chat as the template writes it
-            standing = self._scorer.standing_of_ids(note.prompts[index], refusals)
+        note = self.note
+        index = self.index
+        refusals = self.service.catalogue.refusals
+        if matters and not note.templated:
+            # the caller's text or ids may be a chat as the template writes it
+            standing = self.scorer.standing_of_ids(note.prompts[index], refusals)
             return standing.other_rendering, standing.shape
         chat = note.chats[index]
-        differs = matters and self._compared and not is_rendering(self._engine, chat)
+        differs = matters and self.compared and not is_rendering(self.engine, chat)
         if differs:
             note.moved.add(index)
         if (turns := note.conversation(index)) is not None:
             return differs, shape_of(turns, refusals)
         shape = None if chat is None else shape_of(chat.messages, refusals)
-        if shape is None or shape_unlike_training(self._scorer.bundle.manifest, shape) is None:
+        if shape is None or shape_unlike_training(self.scorer.bundle.manifest, shape) is None:
             return differs, None
         return differs, shape
 
     def _unread(self, error: HalluTracerError) -> None:
         """Under a policy that only observes, the answer goes on without a risk; otherwise the
         request fails."""
-        if self._policy.action is not Action.OBSERVE:
+        if self.policy.action is not Action.OBSERVE:
             raise error
-        self._note.unread = str(error)
+        self.note.unread = str(error)
 
     def _judge(self, output: Any) -> bool:
         """Begin the turn with the first output, which has the prefill; return whether its prompt
@@ -183,36 +178,36 @@ class TurnDriver:
             self._unread(error)
             return False
         report = judgement.reports[0]
-        reader = AnswerReader(self._scorer, self._policy, self._lease)
+        reader = AnswerReader(self.scorer, self.policy, self._lease)
         self._begun = _Begun(
             judgement,
-            Turn(self._policy, report.verdict, applies=report.context.applies, tools=self._tools),
+            Turn(self.policy, report.verdict, applies=report.context.applies, tools=self._tools),
             reader,
-            AnswerOutputs(reader, self._parameters, self._engine.end_token or 0),
+            AnswerOutputs(reader, self.parameters, self.engine.end_token or 0),
         )
         return True
 
     def _judgement(self, lease: ProbeLease, output: Any) -> Judgement:
-        self._same()
+        self.same()
         token_ids = output.prompt_token_ids or ()
         result, _ = lease.prefill(output, len(token_ids))
         cached = int(output.num_cached_tokens or 0)
-        report = self._scorer.judge(
-            result, self._policy, standing=self._standing, cached_tokens=cached
+        report = self.scorer.judge(
+            result, self.policy, standing=self._standing, cached_tokens=cached
         )
-        decoding = Decoding(self._parameters.temperature, self._parameters.top_p)
-        report = replace(report, decoding=departure(self._scorer.bundle.manifest, decoding))
+        decoding = Decoding(self.parameters.temperature, self.parameters.top_p)
+        report = replace(report, decoding=departure(self.scorer.bundle.manifest, decoding))
         timings = PromptTimings(*times(output))
-        prompt = JudgedPrompt(self._index, report, token_ids, timings, shape=self._standing.shape)
+        prompt = JudgedPrompt(self.index, report, token_ids, timings, shape=self._standing.shape)
         return Judgement(
-            scorer=self._scorer,
-            policy=self._policy,
+            scorer=self.scorer,
+            policy=self.policy,
             prompts=(prompt,),
-            request_id=self._request_id,
-            route=canonical(self._note.route),
-            who=self._note.who,
-            request_violations=self._note.violations,
-            monitor=self._service.catalogue.monitors.get(self._scorer.bundle.reference),
+            request_id=self.request_id,
+            route=canonical(self.note.route),
+            who=self.note.who,
+            request_violations=self.note.violations,
+            monitor=self.service.catalogue.monitors.get(self.scorer.bundle.reference),
         )
 
     async def _shown(self, begun: _Begun, output: Any) -> Sequence[Any]:
@@ -230,10 +225,10 @@ class TurnDriver:
         if events and isinstance(events[-1], Ended):
             begun.report = ended_report(begun.report, events[-1])
         if events:
-            self._note.judgements[self._index] = begun.judgement
+            self.note.judgements[self.index] = begun.judgement
         if events and not begun.announced:
             begun.announced = True
-            await observers.judged(self._service, begun.judgement)
+            await observers.judged(self.service, begun.judgement)
         # 3) It is shown in vLLM's form.
         return list(begun.outputs.shown(events, output))
 

@@ -137,7 +137,9 @@ class MessagesWords(Words):
     def events(self, content: Body) -> bytes:
         """Return the event; before the end of a withheld answer, which has no block, the policy's
         message as one."""
-        before, kind, verdict = b"", content.pop("type", ""), self._note.refusal()
+        before = b""
+        kind = content.pop("type", "")
+        verdict = self._note.refusal()
         if kind == "message_start":
             content["message"] |= self._risk_field()
         elif kind == "content_block_start":

@@ -64,10 +64,8 @@ class ResponseWriter:
             error_body(status, reason, "invalid_request" if status < 500 else "server_error")
         ).encode()
         headers = [(b"content-type", b"application/json")]
-        self._start, self._streams = (
-            {"type": "http.response.start", "status": status, "headers": headers},
-            False,
-        )
+        self._start = {"type": "http.response.start", "status": status, "headers": headers}
+        self._streams = False
         await self._begin(len(body))
         await self._send({"type": "http.response.body", "body": body})
         return True
@@ -88,7 +86,9 @@ class ResponseWriter:
     async def _begin(self, length: int | None) -> None:
         if self._start is None:
             return
-        start, self._start, self._begun = self._start, None, True
+        start = self._start
+        self._start = None
+        self._begun = True
         headers = MutableHeaders(scope=start)
         headers.update(self._note.headers())
         if length is not None:

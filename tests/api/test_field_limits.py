@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -16,16 +16,102 @@ from hallutracer_client.client import AsyncClient
 from hallutracer_client.mcp import make_server
 from service.annexes import annexes
 from service.api.app import ROUTERS
-from service.api.request_schema import BOUNDED_BY, Reference, RequestModel
+from service.api.request_schema import Reference, RequestModel
 
-# The core's, and those of each module in which an annex has routes.
+# Check -> the fields of requests that it bounds, where the field itself has no limit of length.
+# What a body may hold is counted by ``json_limits.excess``; these count what is done with a field:
+# tokens, prompts, values to walk.
+BOUNDED_BY: Mapping[str, frozenset[str]] = {
+    "service.engines.checks:check_length": frozenset(
+        (
+            "Message.content",
+            "ChatMessage.content",
+            "ChatMessage.refusal",
+            "TextPart.text",
+            "TextPart.refusal",
+            "ResponsesRequest.input",
+            "ResponsesRequest.instructions",
+            "InputItem.content",
+            "InputItem.output",
+            "InputPart.text",
+            "InputPart.refusal",
+            "MessagesRequest.system",
+            "CountRequest.system",
+            "AnthropicMessage.content",
+            "Block.content",
+            "Block.text",
+            "TextBlock.text",
+        )
+    ),
+    # how many prompts; each then by ``check_length``, or as token ids by ``check_prompts``
+    "service.api.asking:ScoringRequest.check": frozenset(
+        (
+            "ScoreRequest.prompt",
+            "ScoreRequest.input_ids",
+            "TextRequest.prompt",
+        )
+    ),
+    "service.api.tools_schema:check_parameters": frozenset(
+        ("Function.parameters", "ResponsesTool.parameters", "MessagesTool.input_schema")
+    ),
+    "service.api.tools_schema:offered": frozenset(
+        ("Function.description", "ResponsesTool.description", "MessagesTool.description")
+    ),
+    "service.api.tools_schema:arguments_of": frozenset(
+        ("CalledFunction.arguments", "InputItem.arguments")
+    ),
+    "service.json_limits:size_within": frozenset(("Block.input",)),
+    "probes_store.records:template_arguments": frozenset(
+        (
+            "ChatRequest.chat_template_kwargs",
+            "ResponsesRequest.chat_template_kwargs",
+            "MessagesRequest.chat_template_kwargs",
+        )
+    ),
+    "service.api.formats_schema:asked_format": frozenset(
+        ("ChatRequest.response_format", "TextConfig.format")
+    ),
+    "service.api.formats_schema:asked_schema": frozenset(
+        (
+            "OutputConfig.format",
+            "MessagesRequest.output_format",
+            "CountRequest.output_format",
+        )
+    ),
+}
+# Module in which an annex has routes -> the same of its requests.
+BOUNDED_OF_ANNEXES: Mapping[str, Mapping[str, frozenset[str]]] = {
+    "service.annexes.guardrails.guardrail_routes": {
+        "service.api.asking:ScoringRequest.check": frozenset(
+            ("ClassifyRequest.inputs", "GuardrailRequest.texts")
+        ),
+        "service.annexes.guardrails.guarding:conversation": frozenset(
+            ("GuardrailRequest.structured_messages",)
+        ),
+        # none of it is read: a call with any of it is refused
+        "service.annexes.guardrails.guarding:check_readable": frozenset(
+            ("GuardrailRequest.images", "GuardrailRequest.tools", "GuardrailRequest.tool_calls")
+        ),
+        # further fields, which are not read
+        "service.json_limits:excess": frozenset(("GuardrailRequest.*",)),
+    },
+    "service.annexes.guardrails.detector_routes": {
+        "service.api.asking:ScoringRequest.check": frozenset(("ContentsRequest.contents",)),
+        "service.annexes.guardrails.guarding:conversation": frozenset(
+            ("ChatDetectorRequest.messages",)
+        ),
+        "service.annexes.guardrails.guarding:check_readable": frozenset(
+            ("ChatDetectorRequest.tools",)
+        ),
+    },
+}
 CHECKS = [
     *BOUNDED_BY.items(),
     *(
         check
         for annex in annexes()
         for module in sorted({path.partition(":")[0] for path in annex.routers})
-        for check in getattr(import_module(module), "BOUNDED_BY", {}).items()
+        for check in BOUNDED_OF_ANNEXES.get(module, {}).items()
     ),
 ]
 _REPEATED = re.compile(r"\^\[[^\]]+\]\{\d+,\d+\}\$")  # a pattern that bounds the length

@@ -320,7 +320,7 @@ def test_while_a_format_is_compiled_others_are_served_and_few_wait(script: Runni
         for one in asked:
             one.start()
         assert began.wait(60)
-        lane = script.state.tokenizing._formats
+        lane = script.state.tokenizing._formats.pending
         scripted.until(lambda: lane.total() == MAX_FORMATS_OF_CALLER)
         assert chat(script, NOTHING, response_format=openai.omit).choices[0].finish_reason == "stop"
         assert httpx.get(f"{script.url}/health/ready").status_code == 200

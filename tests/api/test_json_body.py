@@ -16,7 +16,7 @@ import pytest
 from fastapi._compat import ModelField
 
 from service.api import formats_schema, json_body
-from service.api.json_body import INLINE, LongBodies
+from service.api.json_body import INLINE, MOST_THREADS
 from service.engines.formats import check_schema
 from service.json_limits import (
     MOST_CONTAINERS,
@@ -27,6 +27,7 @@ from service.json_limits import (
     lone_surrogate,
     size_within,
 )
+from service.serving.admission import OneAtATime
 from tests.running import App
 
 JSON = {"content-type": "application/json"}
@@ -282,10 +283,10 @@ class Work:
 
 def test_a_caller_s_bodies_wait_for_each_other_and_for_nobody_else() -> None:
     async def scenario() -> None:
-        bodies, works = LongBodies(), [Work() for _ in range(4)]
-        first, second, third = (asyncio.ensure_future(bodies.read("a", one)) for one in works[:3])
+        bodies, works = OneAtATime("body", MOST_THREADS), [Work() for _ in range(4)]
+        first, second, third = (asyncio.ensure_future(bodies.run("a", one)) for one in works[:3])
         await asyncio.to_thread(works[0].begun.wait, 30)
-        other = asyncio.ensure_future(bodies.read("b", works[3]))
+        other = asyncio.ensure_future(bodies.run("b", works[3]))
         await asyncio.to_thread(works[3].begun.wait, 30)  # a thread is left, whatever a sends
         assert not works[1].begun.is_set()
         first.cancel()  # its thread is busy still: the next one has to wait
@@ -293,7 +294,7 @@ def test_a_caller_s_bodies_wait_for_each_other_and_for_nobody_else() -> None:
         await asyncio.sleep(0)
         works[3].go.set()
         assert await other == "done"
-        assert await bodies.read("c", lambda: "done") == "done"
+        assert await bodies.run("c", lambda: "done") == "done"
         assert not works[2].begun.is_set()
         works[0].go.set()
         await asyncio.to_thread(works[2].begun.wait, 30)
@@ -301,10 +302,10 @@ def test_a_caller_s_bodies_wait_for_each_other_and_for_nobody_else() -> None:
         assert await third == "done"
         assert not works[1].begun.is_set()
         with pytest.raises(ZeroDivisionError):
-            await bodies.read("a", lambda: 1 // 0)
-        assert await bodies.read("a", lambda: 1) == 1
+            await bodies.run("a", lambda: 1 // 0)
+        assert await bodies.run("a", lambda: 1) == 1
         await asyncio.sleep(0)
-        assert bodies._callers == {}
+        assert (dict(bodies.pending), bodies._turns) == ({}, {})
         bodies.close()
 
     asyncio.run(scenario())

@@ -154,7 +154,7 @@ def test_a_new_metric_is_a_series_and_an_observer(
             if one.report.prompt_tokens > 24:
                 service.metrics.count("long_prompts_total", judgement.bundle)
 
-    series = ("Counter", "long_prompts_total", None, ("bundle",), "Prompts of more than 24 tokens.")
+    series = metrics._counter("long_prompts_total", "Prompts of more than 24 tokens.", "bundle")
     monkeypatch.setattr(metrics, "_SERIES", (*metrics._SERIES, series))
     monkeypatch.setattr(observers, "ENDED", (*observers.ENDED, count_long))
     with client(tmp_path) as opened:

@@ -167,7 +167,6 @@ def test_no_such_folder(saved: Path) -> None:
     assert not places.looks_like_path("owner/model")
     for option, bad in (
         ("dtype", "int4"),
-        ("padding_side", "middle"),
         ("max_batch_tokens", 0),
         ("device", "abacus"),
         ("device", "meta"),

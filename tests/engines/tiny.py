@@ -354,11 +354,9 @@ def engine(family: str = "llama", **options: Any) -> TransformersEngine:
 
 
 @cache
-def shared_engine(
-    family: str, padding_side: str = "right", max_batch_tokens: int = 8192
-) -> TransformersEngine:
+def shared_engine(family: str, max_batch_tokens: int = 8192) -> TransformersEngine:
     """One engine for tests that neither count nor close."""
-    return engine(family, padding_side=padding_side, max_batch_tokens=max_batch_tokens)
+    return engine(family, max_batch_tokens=max_batch_tokens)
 
 
 def modules(engine: Any) -> TorchModel:

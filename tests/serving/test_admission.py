@@ -304,10 +304,10 @@ async def test_a_callers_formats_wait_for_its_own_and_for_no_other_callers(
 
 async def until_empty(lanes: Tokenizing) -> None:
     for _ in range(6000):
-        if not lanes._formats and not lanes._turns:
+        if not lanes._formats.pending and not lanes._formats._turns:
             return
         await asyncio.sleep(0.01)
-    raise AssertionError(f"{lanes._formats} of {lanes._turns} have not left")
+    raise AssertionError(f"{lanes._formats.pending} have not left")
 
 
 @pytest.mark.anyio

@@ -139,9 +139,9 @@ def test_the_engines_gate_takes_the_numbers_of_the_adapters_own_probes(made: Mad
     lease: Any = SimpleNamespace(
         result=lambda wire, tokens: PrefillResult((*read[0], *read[1]), None, tokens)
     )
-    reader = ConversationReader(made.base.engine.render_chat, str)
+    made.base.conversations = ConversationReader(made.base.engine.render_chat, str)
     places = {made.base: 0, own: len(made.base.probes)}
-    gate = Gate(made.base, GATE.at(0.0), lease, places, made.adapters, reader, frozenset())
+    gate = Gate(made.base, GATE.at(0.0), lease, places, made.adapters, frozenset())
 
     def reason(adapter: Any) -> str:
         parameters = SimpleNamespace(prompt_logprob_token_ids=None)

@@ -53,8 +53,8 @@ def test_the_gate_in_the_engine_withholds_an_image_outside_training(features: An
         sampling_params=SimpleNamespace(prompt_logprob_token_ids=None),
     )
     own, adapters = scorer(judged), Adapters({}, str)
-    reader = ConversationReader(lambda messages: [], str)
-    gate = Gate(own, Policy("gate", Action.ABSTAIN), lease, {own: 0}, adapters, reader, frozenset())
+    own.conversations = ConversationReader(lambda messages: [], str)
+    gate = Gate(own, Policy("gate", Action.ABSTAIN), lease, {own: 0}, adapters, frozenset())
     wire = SimpleNamespace(numpy=lambda: np.zeros(1))
     assert gate.reason(request, wire) is None
     assert [policy.withhold_outside for policy in judged] == [True if features else None]
@@ -81,9 +81,9 @@ def test_the_stop_reason_says_what_withholds_an_answer_whose_risk_is_low(
         request_id="a",
         sampling_params=SimpleNamespace(prompt_logprob_token_ids=None),
     )
-    reader = ConversationReader(lambda messages: [], str)
+    own.conversations = ConversationReader(lambda messages: [], str)
     gate = Gate(
-        own, Policy("gate", Action.ABSTAIN), lease, {own: 0}, Adapters({}, str), reader, frozenset()
+        own, Policy("gate", Action.ABSTAIN), lease, {own: 0}, Adapters({}, str), frozenset()
     )
     wire = SimpleNamespace(numpy=lambda: np.zeros(1))
     assert gate.reason(request, wire) == f"hallutracer: withheld, risk 0.100{why}"

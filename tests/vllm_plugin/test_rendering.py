@@ -482,7 +482,7 @@ def test_a_prompt_is_compared_where_a_guarantee_or_a_gate_depends_on_it_and_off_
             None if other else shape_of([turn()]), other_rendering=other and not may
         )
         withholds = other and policy.action.withholds
-        assert driver._policy.withhold_outside is (True if withholds else None)
+        assert driver.policy.withhold_outside is (True if withholds else None)
 
 
 def test_what_the_turns_before_ask_is_known_of_each_prompt() -> None:

@@ -348,7 +348,7 @@ def test_a_prompt_that_the_template_did_not_make_of_its_messages_is_noticed(
                 other,
                 other,
             )
-            assert one._policy.withhold_outside is (True if other else None)
+            assert one.policy.withhold_outside is (True if other else None)
         one = server.asks(prompt, Note())  # whose messages nobody knows
         await one._check_rendering()
         assert one._standing.other_rendering

@@ -241,10 +241,8 @@ def _loads(engine: EngineChoice, loaded: dict[str, Bundle]) -> Iterator[Finding]
     began = time.monotonic()
     with closing(load_engine(engine, bundles=tuple(loaded.values()))) as running:
         scorers = load_scorers(running, loaded, leave_out=OptionalBundles(tuple(loaded)[1:]))
-        names, identity = (
-            ", ".join(scorer.bundle.reference for scorer in scorers.values()),
-            running.identity,
-        )
+        names = ", ".join(scorer.bundle.reference for scorer in scorers.values())
+        identity = running.identity
     yield ok(
         "load",
         f"{identity.model} ({identity.dtype}) in {time.monotonic() - began:.0f} s; the golden"

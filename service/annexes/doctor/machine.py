@@ -31,9 +31,8 @@ from service.settings import LEAST_CONNECTIONS, SPARE_FILES
 Status = Literal["ok", "warn", "fail"]
 GIB = 1 << 30
 TEMPORARY = "temporary files"
-ENOUGH = {
-    TEMPORARY: GIB // 16
-}  # free bytes; else a GiB, for the next model.  A tenth of it is next to nothing
+# free bytes; else a GiB, for the next model.  A tenth of it is next to nothing
+ENOUGH = {TEMPORARY: GIB // 16}
 UNSYNCHRONISED = 5  # adjtimex's TIME_ERROR
 TIMEX_BYTES = 512  # struct timex has some 200
 AHEAD_S = 300.0

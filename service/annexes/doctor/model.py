@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
@@ -115,9 +116,8 @@ def check_bundles(
 
 
 def _about(name: str, error: BundleError) -> str:
-    return (
-        str(error) if str(error).startswith(f"{name}:") else f"{name}: {error}"
-    )  # most begin with the name
+    # most begin with the name
+    return str(error) if str(error).startswith(f"{name}:") else f"{name}: {error}"
 
 
 def _left_out(check: str, name: str, error: BundleError) -> Finding:
@@ -191,19 +191,18 @@ def check_model(
         else:
             of = "" if free is None else f" of {size_text(free)} that are free"
             yield ok("memory", f"{size_text(needed)} for the weights{of}")
-    identity: Any = SimpleNamespace(
-        model=files.name,
+    identity = files.identity(
+        tokens,
         fingerprint=folder_fingerprint(files.folder),
-        revision=files.revision,
         geometry=geometry(config),
-        architecture=str((config.architectures or [type(config).__name__])[0]),
-        tokenizer=tokens.digest,
-        chat_template=tokens.chat_template_digest,
-        template_arguments=next(
+        dtype=options.dtype,  # which no bundle is compared with
+        max_tokens=0,
+        arguments=next(
             (bundle.manifest.chat_template.arguments for bundle in loaded.values()), None
         ),
-        adapter=None if options.adapter is None else digest_of(options.adapter),
     )
+    if options.adapter is not None:
+        identity = replace(identity, adapter=digest_of(options.adapter))
     for number, (name, bundle) in enumerate(list(loaded.items())):
         try:
             check_identity(bundle.manifest, identity)

@@ -105,10 +105,9 @@ async def feedback(
         async with while_connected(request), asyncio.timeout(seconds):
             stored = await store.label(caller, body.id, body.index, body.label, body.comment)
     except TimeoutError:
-        message = (
+        raise DeadlineExceeded(
             f"the label was not on disk within {seconds:g} s and may come to be: send it again"
-        )
-        raise DeadlineExceeded(message) from None
+        ) from None
     if stored is None:
         past = "" if store.days is None else f", it is older than {store.days:g} days"
         raise NotFound(

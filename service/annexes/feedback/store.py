@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import closing
+from dataclasses import dataclass, field
 from typing import Any
 
 from probes_store.manifest import PROBES
@@ -30,38 +31,28 @@ _CHANCE = random.SystemRandom()  # nobody can know or choose what is drawn
 Content = Mapping[str, Any]  # prompt, messages, text without a template, or input_ids
 
 
+@dataclass(eq=False)
 class Feedback:
     """Answers and labels, into one database."""
 
-    def __init__(
-        self,
-        where: Location,
-        metrics: Metrics,
-        *,
-        prompts: bool = False,
-        days: float | None = None,
-        share: float = DEFAULT_DRAWN,
-    ) -> None:
-        """``prompts`` keeps them too; ``days`` after which everything of an answer is deleted,
-        None: never.
+    where: Location
+    metrics: Metrics
+    prompts: bool = field(default=False, kw_only=True)  # whether they are kept, too
+    # after so many everything of an answer is deleted; None: never
+    days: float | None = field(default=None, kw_only=True)
+    # of the answers that a guarantee is about, drawn at random: labels of these are held against it
+    share: float = field(default=DEFAULT_DRAWN, kw_only=True)
 
-        ``share`` of the answers that a guarantee is about is drawn at random: labels of these are
-        held against it. Raises FeedbackUnavailable where the database cannot be opened."""
-        self.days, self._where, self._prompts, self._share, self._metrics = (
-            days,
-            where,
-            prompts,
-            share,
-            metrics,
-        )
-        self._count: Callable[[str, int], None] = lambda fate, number: metrics.count(
+    def __post_init__(self) -> None:
+        """Raises FeedbackUnavailable where the database cannot be opened."""
+        self._count: Callable[[str, int], None] = lambda fate, number: self.metrics.count(
             "feedback_answers_total", fate, by=number
         )
-        self._writer = Writer(where, days=days, count=self._count)
+        self._writer = Writer(self.where, days=self.days, count=self._count)
 
     def stored(self, content: Content) -> StoredPrompt:
         """Return what is stored of a prompt; slow for a long one."""
-        return StoredPrompt(mark_of(content), json.dumps(dict(content)) if self._prompts else None)
+        return StoredPrompt(mark_of(content), json.dumps(dict(content)) if self.prompts else None)
 
     def record(self, judgement: Judgement) -> None:
         """Keep a row for each prompt, as soon as the answer's id is going to be known."""
@@ -72,12 +63,10 @@ class Feedback:
             self._count("dropped", len(judgement.prompts))
 
     def _rows(self, judgement: Judgement) -> list[Answer]:
-        manifest, policy, now, rows = (
-            judgement.scorer.bundle.manifest,
-            judgement.policy,
-            time.time(),
-            [],
-        )
+        manifest = judgement.scorer.bundle.manifest
+        policy = judgement.policy
+        now = time.time()
+        rows = []
         guaranteed = outside_as_calibrated(manifest, policy) and policy.passage_truth == 1.0
         guaranteed = guaranteed and not judgement.request_violations
         for prompt in judgement.prompts:
@@ -109,7 +98,7 @@ class Feedback:
                     drawn=calibrated
                     and report.context.applies
                     and given
-                    and _CHANCE.random() < self._share,
+                    and _CHANCE.random() < self.share,
                 )
             )
         return rows
@@ -126,14 +115,14 @@ class Feedback:
         stored = await asyncio.wrap_future(self._writer.label(given))
         if stored is not None:
             agrees = stored.standing == "new" and stored.answered
-            self._metrics.feedback(
+            self.metrics.feedback(
                 stored.model, stored.bundle, label, stored.flagged if agrees else None
             )
         return stored
 
     def tally(self, digest: str) -> Tally:
         """Return what labels say of a bundle's drawn answers; slow.  Raises FeedbackUnavailable."""
-        with closing(self._where.open(create=False)) as database:
+        with closing(self.where.open(create=False)) as database:
             return tally_of(database, digest)
 
     def close(self) -> None:

@@ -7,10 +7,9 @@ from service.annexes import Annex
 
 LITELLM_ROUTE = "/beta/litellm_basic_guardrail_api"  # LiteLLM's own name
 CLASSIFY_ROUTE = "/classify"
-CONTENTS_DETECTOR, MESSAGES_DETECTOR = (
-    "/api/v1/text/contents",
-    "/api/v1/text/chat",
-)  # of FMS Guardrails
+# of FMS Guardrails
+CONTENTS_DETECTOR = "/api/v1/text/contents"
+MESSAGES_DETECTOR = "/api/v1/text/chat"
 DETECTOR_ROUTES = (CONTENTS_DETECTOR, MESSAGES_DETECTOR)
 
 ANNEX = Annex(

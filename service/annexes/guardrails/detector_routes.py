@@ -30,27 +30,20 @@ from service.annexes.guardrails.guarding import (
 from service.api import reply as wire
 from service.api.asking import ScoringRequest, answer, requested
 from service.api.auth import TheService
-from service.api.request_schema import Kind, Reference, RequestModel, Risk, Texts
+from service.api.request_schema import Kind, Reference, RequestModel, Risk, StrictRisk, Texts
 from service.errors import RequestError
 from service.scoring import RiskReport
 from service.serving.service import Service
 
 TYPE = "hallucination_risk"
 OWN = "hallutracer"  # the detector-id that leaves the bundle to the service
-BOUNDED_BY = {  # as ``request_schema.BOUNDED_BY``
-    "service.api.asking:ScoringRequest.check": frozenset(("ContentsRequest.contents",)),
-    "service.annexes.guardrails.guarding:conversation": frozenset(
-        ("ChatDetectorRequest.messages",)
-    ),
-    "service.annexes.guardrails.guarding:check_readable": frozenset(("ChatDetectorRequest.tools",)),
-}
 
 
 class DetectorParams(RequestModel):
     """What ``policy`` and ``threshold`` are to /v1/risk/score."""
 
     policy: Reference | None = None
-    threshold: Annotated[Risk, Field(strict=True)] | None = None
+    threshold: StrictRisk | None = None
 
 
 class ContentsRequest(RequestModel):

@@ -29,7 +29,7 @@ from service.api.asking import answer, requested
 from service.api.auth import TheService
 from service.api.json_body import JsonRoute
 from service.api.reply import FAILURES, risk_note
-from service.api.request_schema import Kind, Reference, RequestModel, Risk, Texts
+from service.api.request_schema import Kind, Reference, RequestModel, Risk, StrictRisk, Texts
 from service.errors import EmptyPrompt, RequestError
 from service.scoring import RiskReport
 
@@ -37,20 +37,6 @@ EXAMPLE: dict[str, Any] = {
     "input_type": "request",
     "texts": ["What is the capital of France?"],
     "request_data": {},
-}
-BOUNDED_BY = {  # as ``request_schema.BOUNDED_BY``
-    "service.api.asking:ScoringRequest.check": frozenset(
-        ("ClassifyRequest.inputs", "GuardrailRequest.texts")
-    ),
-    "service.annexes.guardrails.guarding:conversation": frozenset(
-        ("GuardrailRequest.structured_messages",)
-    ),
-    # none of it is read: a call with any of it is refused
-    "service.annexes.guardrails.guarding:check_readable": frozenset(
-        ("GuardrailRequest.images", "GuardrailRequest.tools", "GuardrailRequest.tool_calls")
-    ),
-    # further fields, which are not read
-    "service.json_limits:excess": frozenset(("GuardrailRequest.*",)),
 }
 
 
@@ -60,7 +46,7 @@ class GuardrailParams(RequestModel):
 
     bundle: Reference | None = None
     policy: Reference | None = None
-    threshold: Annotated[Risk, Field(strict=True)] | None = None
+    threshold: StrictRisk | None = None
 
 
 class GuardrailRequest(BaseModel):
@@ -154,8 +140,10 @@ def _verdict(reason: str | None, risk: dict[str, Any]) -> dict[str, Any]:
 def _reason(report: RiskReport) -> str:
     verdict = report.verdict
     why = ", outside training" if report.uncertain.outside and not verdict.flagged else ""
-    numbers = f"risk {report.risk:.2f}, threshold {verdict.threshold:.2f}"
-    return verdict.message or f"withheld: {numbers}{why}"
+    return (
+        verdict.message
+        or f"withheld: risk {report.risk:.2f}, threshold {verdict.threshold:.2f}{why}"
+    )
 
 
 @router.post(

@@ -33,10 +33,8 @@ class EvaluationEvents:
         # As of spans: who calls ``shutdown`` bounds the end, and not the library.
         provider = LoggerProvider(resource, shutdown_on_exit=False)
         provider.add_log_record_processor(BatchLogRecordProcessor(OTLPLogExporter(endpoint)))
-        self._logger, self.shutdown = (
-            provider.get_logger("hallutracer", __version__),
-            provider.shutdown,
-        )
+        self._logger = provider.get_logger("hallutracer", __version__)
+        self.shutdown = provider.shutdown
 
     def send(self, span: Context, at_ns: int, attributes: Attributes) -> None:
         """Queue one event below ``span``."""

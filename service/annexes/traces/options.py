@@ -67,10 +67,8 @@ class TraceOptions:
 def _check_endpoint(flag: str, signal: str, endpoint: str) -> None:
     """Raise UsageError for what cannot be a collector's address for ``signal``, and for variables
     that do not fit."""
-    prefixes = (
-        f"OTEL_EXPORTER_OTLP_{signal.upper()}_",
-        "OTEL_EXPORTER_OTLP_",
-    )  # of two variables, the first counts
+    # of two variables, the first counts
+    prefixes = (f"OTEL_EXPORTER_OTLP_{signal.upper()}_", "OTEL_EXPORTER_OTLP_")
     try:
         parts = urlsplit(endpoint)
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0

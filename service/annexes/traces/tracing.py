@@ -137,19 +137,19 @@ class RequestTrace:
     def __init__(
         self, tracer: Tracer, span: Span, method: str, events: EvaluationEvents | None = None
     ) -> None:
-        self._tracer, self._span, self._method, self._events = tracer, span, method, events
+        self._tracer = tracer
+        self._span = span
+        self._method = method
+        self._events = events
         self._context = set_span_in_context(span, Context())
         context = span.get_span_context()
-        self.id = (
-            format_trace_id(context.trace_id) if context.is_valid else None
-        )  # None with OTEL_SDK_DISABLED
+        # None with OTEL_SDK_DISABLED
+        self.id = format_trace_id(context.trace_id) if context.is_valid else None
 
     def upstream(self, upstream: Upstream, route: str) -> UpstreamCall:
         """Begin the span of a prompt that is sent on."""
-        operation, parts = (
-            "chat" if route == CHAT_ROUTE else "text_completion",
-            urlsplit(upstream.url),
-        )
+        operation = "chat" if route == CHAT_ROUTE else "text_completion"
+        parts = urlsplit(upstream.url)
         attributes = _operation(operation, "openai", upstream.model)
         attributes |= {
             "server.address": parts.hostname or "",
@@ -192,8 +192,12 @@ class RequestTrace:
         route: str | None,
         code: str | None,
     ) -> None:
-        scorer, model, sampling = judgement.scorer, judgement.model, judgement.sampling
-        manifest, operation, now = scorer.bundle.manifest, "score", time.time_ns()
+        scorer = judgement.scorer
+        model = judgement.model
+        sampling = judgement.sampling
+        manifest = scorer.bundle.manifest
+        operation = "score"
+        now = time.time_ns()
         rows: list[tuple[int, int, JudgedPrompt | None, AnswerEnd]] = [
             (prompt.index, prompt.submitted_ns, prompt, answer)
             for prompt, answer in zip(judgement.prompts, answers, strict=True)
@@ -239,7 +243,9 @@ class RequestTrace:
         if (guarantee := judgement.guarantee) is not None:
             bundle["hallutracer.guarantee.holds"] = guarantee.holds
             bundle["hallutracer.guarantee.void"] = guarantee.violations
-        reasons, over, finished = [], started, True
+        reasons = []
+        over = started
+        finished = True
         for number, (index, ns, prompt, end) in enumerate(sorted(rows, key=lambda row: row[0])):
             decodes = (
                 sampling is not None
@@ -291,9 +297,8 @@ class RequestTrace:
                     self._events.send(below, ended, same | of_answer(end.risk, record.threshold))
         if reasons:
             span.set_attribute("gen_ai.response.finish_reasons", reasons)
-        _fail(
-            span, None if finished else code
-        )  # else what failed came after the model, such as an upstream
+        # else what failed came after the model, such as an upstream
+        _fail(span, None if finished else code)
         span.end(over)
 
 

@@ -39,9 +39,8 @@ GREEDY_BELOW = 1e-6  # smaller temperatures overflow float32; their limit is the
 INCOMPLETE = "\ufffd"  # what a tokenizer decodes the bytes of an incomplete character to
 
 
-Window = tuple[
-    Any, Tensor, Tensor, int
-]  # a layer, its keys, values and the tokens that it has seen
+# a layer, its keys, values and the tokens that it has seen
+Window = tuple[Any, Tensor, Tensor, int]
 
 
 def generator_for(sampling: Sampling, device: torch.device) -> torch.Generator | None:
@@ -68,9 +67,8 @@ def pick(logits: Tensor, sampling: Sampling, generator: torch.Generator | None) 
         # vocabulary, suffices.
         likely = (probabilities >= (1.0 - sampling.top_p) / 2 / len(probabilities)).nonzero()[:, 0]
         ordered, order = probabilities[likely].sort(descending=True)
-        outside = (
-            ordered.cumsum(dim=-1) - ordered >= sampling.top_p
-        )  # the token that crosses top_p is kept
+        # the token that crosses top_p is kept
+        outside = ordered.cumsum(dim=-1) - ordered >= sampling.top_p
         outside[0] = False  # also if top_p is zero in float32
         probabilities = torch.zeros_like(probabilities).scatter(
             0, likely[order], ordered.masked_fill(outside, 0.0)
@@ -166,17 +164,14 @@ class KvContinuation:
         self._decoder = decoder
         self.prefill = prefill
         self.cache: Any = cache  # None once it is closed
-        self._ahead: Tensor | None = (
-            logits  # the next token's, float32 [vocab]; None while they are to be computed
-        )
-        self.site = (
-            site  # where the answer's own tokens are read, None: nowhere, or by ``answer_probes``
-        )
+        # the next token's, float32 [vocab]; None while they are to be computed
+        self._ahead: Tensor | None = logits
+        # where the answer's own tokens are read, None: nowhere, or by ``answer_probes``
+        self.site = site
         self.answer_probes: Probes | None = None
         self._traced = states is not None
-        self._read: Any = (
-            states  # of the token that ``_ahead`` follows: [m, width], truth logits [m] by probes
-        )
+        # of the token that ``_ahead`` follows: [m, width], truth logits [m] by probes
+        self._read: Any = states
         self._sum: Any = None  # of the answer's own tokens, so many
         self._tokens = 0
         self._log_prob: list[float] = []
@@ -311,14 +306,14 @@ class KvContinuation:
             self.failure = error
             return
         for layer, keys, values, seen in windows:
-            layer.keys, layer.values, layer.cumulative_length = keys, values, seen
+            layer.keys = keys
+            layer.values = values
+            layer.cumulative_length = seen
         _, length = self.last
         for layer in self.cache.layers:
             if not layer.is_sliding:
-                layer.keys, layer.values = (
-                    layer.keys[..., :length, :],
-                    layer.values[..., :length, :],
-                )
+                layer.keys = layer.keys[..., :length, :]
+                layer.values = layer.values[..., :length, :]
 
     def close(self) -> None:
         """Free the KV cache.  Safe to call twice."""
@@ -333,13 +328,12 @@ def split_cache(cache: Any, batch: Batch, config: Any) -> list[Any]:
     if len(batch.index) == 1:
         return [cache]
     rows = []
-    for row, (start, length) in enumerate(zip(batch.starts, batch.prompt_tokens, strict=True)):
+    for row, length in enumerate(batch.prompt_tokens):
         own = DynamicCache(config=config)
         for layer, full in enumerate(cache.layers):
-            span = (slice(row, row + 1), slice(None), slice(start, start + length))
-            own.update(
-                full.keys[span], full.values[span], layer
-            )  # update concatenates, which copies
+            span = (slice(row, row + 1), slice(None), slice(length))
+            # update concatenates, which copies
+            own.update(full.keys[span], full.values[span], layer)
         rows.append(own)
     return rows
 

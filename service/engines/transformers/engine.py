@@ -33,6 +33,7 @@ from service.engines.base import (
 )
 from service.engines.checks import (
     Tokens,
+    WithTokens,
     check_onset_only,
     check_prompts,
     check_sampling,
@@ -58,7 +59,7 @@ MAX_PROBE_STACKS = 8
 BATCH_TOKENS = {"cpu": 512}  # measured: larger batches overflow a CPU's caches and are slower
 
 
-class TransformersEngine:
+class TransformersEngine(WithTokens):
     """Runs one model (``base.BatchEngine``); a call during another thread's raises EngineError.
 
     A prompt's readout is independent of its batch: to 1e-5 in float32, in half types to the
@@ -88,13 +89,7 @@ class TransformersEngine:
         loading.check_options(self._options)
         self._model = model.eval().requires_grad_(False)
         tokens = Tokens(tokenizer, self._options.template_arguments)
-        self.tokenize, self.render_chat, self.detokenize = (
-            tokens.tokenize,
-            tokens.render_chat,
-            tokens.detokenize,
-        )
-        self.special_tokens, self.spell = tokens.special_tokens, tokens.spell
-        self.renders_alike = tokens.renders_alike
+        super().__init__(tokens)
         self._modules, family = locate(model), family_of(model.config)
         self._head = model.get_output_embeddings()
         embedding = model.get_input_embeddings()
@@ -119,9 +114,7 @@ class TransformersEngine:
         self._pass_cost = hooks.pass_cost(self._modules, self._device)
         self._equal_lengths = self._alone or hooks.depends_on_longest(model.config)
         self._windows = hooks.has_windows(model.config)
-        shares = (
-            self._options.padding_side == "right" and not self._equal_lengths and not self._windows
-        )
+        shares = not (self._equal_lengths or self._windows)
         self._prefix = hooks.Prefix(hooks.chat_prefix(self.render_chat) if shares else ())
         self._busy = threading.Lock()
         self._stacks: OrderedDict[tuple[int, ...], ProbeStack] = OrderedDict()
@@ -147,10 +140,8 @@ class TransformersEngine:
         """Load a model folder or hub name, to be read at ``sites``.  Raises ModelLoadError,
         EngineError."""
         model, files = loading.load(options, sites)
-        named, fingerprint = (
-            replace(options, model=files.name),
-            checkpoint.folder_fingerprint(files.folder),
-        )
+        named = replace(options, model=files.name)
+        fingerprint = checkpoint.folder_fingerprint(files.folder)
         engine = cls(
             model,
             files.tokenizer,
@@ -430,14 +421,11 @@ class TransformersEngine:
         for prefix in sorted(set(prefixes)):
             rows = [row for row, prefix_of_row in enumerate(prefixes) if prefix_of_row == prefix]
             lengths = [len(prompts[row]) - prefix for row in rows]
-            budget = (
-                0 if kept and self._alone else self.max_batch_tokens
-            )  # a cache that cannot be split: one prompt
+            # a cache that cannot be split: one prompt
+            budget = 0 if kept and self._alone else self.max_batch_tokens
             for group in hooks.micro_batches(lengths, budget, equal_lengths=self._equal_lengths):
                 index = [rows[number] for number in group]
-                yield hooks.pad(
-                    prompts, index, self._options.padding_side, self._filler, self._device, prefix
-                )
+                yield hooks.pad(prompts, index, self._filler, self._device, prefix)
 
     def _prefix_of(self, prompt: base.TokenIds) -> int:
         """Return how many of a prompt's first tokens are not run again."""
@@ -473,28 +461,15 @@ class TransformersEngine:
 
     def _step(self, continuations: Sequence[KvContinuation]) -> None:
         waiting = [continuation for continuation in continuations if continuation.waits]
-        for group in (
-            [[continuation] for continuation in waiting]
-            if self._equal_lengths
-            else [waiting]
-            if waiting
-            else []
-        ):
+        alone = [[continuation] for continuation in waiting]
+        for group in alone if self._equal_lengths else filter(None, [waiting]):
             windows = [
                 decoding.windows_of(continuation.cache) if self._windows else ()
                 for continuation in group
             ]
-            if (
-                failure := next(
-                    (
-                        continuation.failure
-                        for continuation in group
-                        if continuation.failure is not None
-                    ),
-                    None,
-                )
-            ) is not None:
-                raise failure
+            for continuation in group:
+                if continuation.failure is not None:
+                    raise continuation.failure
             try:
                 logits, read = self._decode_step(group)
             except Exception as error:
@@ -530,9 +505,8 @@ class TransformersEngine:
         stack = self._stack([probes[key] for key in keys])
         sink = TruthLogits(stack, len(group), self._device)
         logits = stepped(sink)
-        truth = stack.finish(
-            {key: sums.cpu().numpy() for key, sums in sink.buffers.items()}
-        )  # [m, rows, P]
+        # [m, rows, P]
+        truth = stack.finish({key: sums.cpu().numpy() for key, sums in sink.buffers.items()})
         return logits, [
             (
                 None
@@ -599,9 +573,8 @@ class TransformersEngine:
 
     def _stack(self, probes: Sequence[Probes]) -> ProbeStack:
         check_sites(self.identity.model_type, [probe.site for probe in probes])
-        key = tuple(
-            id(probe) for probe in probes
-        )  # a stack holds its probes, so their ids are not reused
+        # a stack holds its probes, so their ids are not reused
+        key = tuple(id(probe) for probe in probes)
         stack = self._stacks.pop(key, None) or ProbeStack(
             probes, self._modules.geometry, self._device
         )

@@ -44,15 +44,12 @@ CPU_ATTENTION, CPU_COPIED = 2.0, 40.0
 
 @dataclass(frozen=True)
 class Batch:
-    """Prompts padded to one length.  Without mask and positions causal attention alone hides the
-    padding."""
+    """Prompts padded behind their ends to one length: causal attention alone hides the padding."""
 
     index: tuple[int, ...]
     lengths: tuple[int, ...]
-    starts: tuple[int, ...]  # column of each row's first real token
     input_ids: Tensor  # [batch, columns]
-    attention_mask: Tensor | None
-    position_ids: Tensor | None
+    position_ids: Tensor | None = None  # None: by the columns
     prefix: int = 0  # tokens before the first column, whose keys and values are there already
 
     @property
@@ -63,7 +60,7 @@ class Batch:
     @property
     def onsets(self) -> list[int]:
         """Column of t* per row."""
-        return [start + length - 1 for start, length in zip(self.starts, self.lengths, strict=True)]
+        return [length - 1 for length in self.lengths]
 
 
 def micro_batches(
@@ -87,26 +84,18 @@ def micro_batches(
 def pad(
     prompts: Sequence[TokenIds],
     index: Sequence[int],
-    side: str,
     filler: int,
     device: torch.device,
     prefix: int = 0,
 ) -> Batch:
-    """Make a micro-batch of ``prompts[i] for i in index`` without their first ``prefix`` tokens;
-    side left or right."""
+    """Make a micro-batch of ``prompts[i] for i in index`` without their first ``prefix`` tokens."""
     beyond_prefix = [prompts[i][prefix:] for i in index]
     lengths = [len(prompt) for prompt in beyond_prefix]
-    columns = max(lengths)
-    starts = [columns - length if side == "left" else 0 for length in lengths]
-    ids = np.full((len(index), columns), filler, np.int64)
-    for row, (prompt, start, length) in enumerate(zip(beyond_prefix, starts, lengths, strict=True)):
-        ids[row, start : start + length] = prompt
-    mask = positions = None
-    if any(starts):
-        mask = torch.from_numpy(np.arange(columns) >= np.array(starts)[:, None]).to(device).long()
-        positions = (mask.cumsum(dim=-1) - 1).clamp(min=0)
+    ids = np.full((len(index), max(lengths)), filler, np.int64)
+    for row, prompt in enumerate(beyond_prefix):
+        ids[row, : len(prompt)] = prompt
     input_ids = torch.from_numpy(ids).to(device)
-    return Batch(tuple(index), tuple(lengths), tuple(starts), input_ids, mask, positions, prefix)
+    return Batch(tuple(index), tuple(lengths), input_ids, prefix=prefix)
 
 
 @functools.cache
@@ -124,15 +113,9 @@ def with_cache(model: Any, key_value_cache: Any) -> dict[str, Any]:
 
 def inputs_of(model: Any, batch: Batch, key_value_cache: Any) -> dict[str, Any]:
     """Return what the model is called with, ``key_value_cache`` None: without one."""
-    inputs = {
-        "input_ids": batch.input_ids,
-        "attention_mask": batch.attention_mask,
-        "position_ids": batch.position_ids,
-    }
-    present = {name: tensor for name, tensor in inputs.items() if tensor is not None}
-    return present | (
-        {"use_cache": False} if key_value_cache is None else with_cache(model, key_value_cache)
-    )
+    positions = {} if batch.position_ids is None else {"position_ids": batch.position_ids}
+    cached = {"use_cache": False} if key_value_cache is None else with_cache(model, key_value_cache)
+    return {"input_ids": batch.input_ids} | positions | cached
 
 
 @dataclass(frozen=True)
@@ -260,9 +243,8 @@ def has_windows(config: Any) -> bool:
     """Return whether some layer sees a window only or is recurrent: its cache is not the whole
     beginning."""
     cache: Any = DynamicCache(config=config)
-    return any(
-        getattr(layer, "is_sliding", True) for layer in cache.layers
-    )  # without the attribute: recurrent
+    # without the attribute: recurrent
+    return any(getattr(layer, "is_sliding", True) for layer in cache.layers)
 
 
 def is_recurrent(config: Any) -> bool:
@@ -271,14 +253,17 @@ def is_recurrent(config: Any) -> bool:
     return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
 
 
+def _rope_parameters(config: Any) -> list[dict[str, Any]]:
+    """Return those of all layers, then those of each type of layers."""
+    parameters = getattr(text_config(config), "rope_parameters", None) or {}
+    return [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+
+
 def depends_on_longest(config: Any) -> bool:
     """Return whether the encoding of positions depends on the batch's longest prompt (Phi-3's
     longrope)."""
-    parameters = getattr(text_config(config), "rope_parameters", None) or {}
-    per_layer_type = [value for value in parameters.values() if isinstance(value, dict)]
-    return any(
-        entry.get("rope_type") in LENGTH_DEPENDENT_ROPE for entry in (parameters, *per_layer_type)
-    )
+    kinds = (entry.get("rope_type") for entry in _rope_parameters(config))
+    return not LENGTH_DEPENDENT_ROPE.isdisjoint(kinds)
 
 
 def longest_in_chunks(config: Any, *, whole: bool) -> float:
@@ -292,13 +277,7 @@ def longest_in_chunks(config: Any, *, whole: bool) -> float:
         return 0
     if not depends_on_longest(config):
         return math.inf
-    text_settings = text_config(config)
-    parameters = getattr(text_settings, "rope_parameters", None) or {}
-    entries = [
-        vars(text_settings),
-        parameters,
-        *(value for value in parameters.values() if isinstance(value, dict)),
-    ]
+    entries = [vars(text_config(config)), *_rope_parameters(config)]
     names = ("original_max_position_embeddings", "max_position_embeddings")
     return min(
         int(entry[name]) for entry in entries for name in names if entry.get(name) is not None
@@ -363,10 +342,8 @@ def at_onsets(positions: Sequence[int], device: torch.device) -> Callable[[Tenso
     """Return what selects t*, [batch, width] of [batch, positions, width]."""
     if len(set(positions)) == 1:  # one column: a view, no gather
         return lambda states: states.select(1, positions[0])
-    batch, columns = (
-        torch.arange(len(positions), device=device),
-        torch.tensor(positions, device=device),
-    )
+    batch = torch.arange(len(positions), device=device)
+    columns = torch.tensor(positions, device=device)
     return lambda states: states[batch, columns]
 
 
@@ -513,10 +490,9 @@ def reading(
         for site in sink.sites:
             for layer, module in enumerate(modules.at[site]):
                 hook = reader(site, layer)
-                before = SITES[site].is_input
                 handles.append(
                     module.register_forward_pre_hook(hook)
-                    if before
+                    if SITES[site].is_input
                     else module.register_forward_hook(hook)
                 )
         if not stop:
@@ -533,9 +509,8 @@ def check_decoder(model: Any, modules: ModelModules, name: str, device: torch.de
 
     Runs two prompts of three tokens that differ in the last one, and one of them in two steps with
     a cache."""
-    called: list[
-        tuple[torch.nn.Module, Tensor, Tensor]
-    ] = []  # block, what it was given, what it made
+    # block, what it was given, what it made
+    called: list[tuple[torch.nn.Module, Tensor, Tensor]] = []
 
     def record(block: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         states = args[0] if args else kwargs["hidden_states"]
@@ -563,9 +538,8 @@ def check_decoder(model: Any, modules: ModelModules, name: str, device: torch.de
         for handle in handles:
             handle.remove()
     outputs = [output for _, _, output in seen]
-    reported = (
-        getattr(whole, "hidden_states", None) or ()
-    )  # by transformers' account; the last is behind a norm
+    # by transformers' account; the last is behind a norm
+    reported = getattr(whole, "hidden_states", None) or ()
     for holds, problem in (
         (
             [block for block, _, _ in seen] == [*modules.blocks],
@@ -603,9 +577,8 @@ def check_decoder(model: Any, modules: ModelModules, name: str, device: torch.de
             )
 
 
-Prefilled = tuple[
-    Batch, TruthLogits, Tensor | None
-]  # one micro-batch's, still on the device; [batch, 3] if asked for
+# one micro-batch's, still on the device; [batch, 3] if asked for
+Prefilled = tuple[Batch, TruthLogits, Tensor | None]
 
 
 def prefill_results(stack: ProbeStack, done: Sequence[Prefilled]) -> list[PrefillResult]:

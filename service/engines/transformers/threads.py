@@ -50,7 +50,10 @@ class Timings:
             wait = PATIENCE * max(self._cost[index], *known, 0.0)
             due = not known or (len(self._seconds[self.best]) == RECENT and self._spent > wait)
             if index != self.best and due:
-                self._up, self._spent, self._trial, self._tries = index > self.best, 0.0, index, 0
+                self._up = index > self.best
+                self._spent = 0.0
+                self._trial = index
+                self._tries = 0
                 self._cost[index] = 0.0
         return self.best if self._trial is None else self._trial
 
@@ -94,16 +97,14 @@ class AdaptiveThreads:
         self._counts = tuple(
             sorted({1 << power for power in range(most.bit_length()) if 1 << power < most} | {most})
         )
-        self._latest = (
-            len(self._counts) - 1
-        )  # a size that was not seen yet begins with what was best for another
+        # a size that was not seen yet begins with what was best for another
+        self._latest = len(self._counts) - 1
         self._sizes: dict[int, Timings] = {}
         self._before = most
         self._pass: tuple[Timings, int, int, float] | None = None
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
-        model.register_forward_hook(
-            self._end, always_call=True
-        )  # a score ends its pass with an exception
+        # a score ends its pass with an exception
+        model.register_forward_hook(self._end, always_call=True)
 
     def _begin(self, model: Any, arguments: Any, named: dict[str, Any]) -> None:
         if "input_ids" not in named:  # a method of the evaluation that feeds embeddings

@@ -58,30 +58,28 @@ class SiteReadout:
         rows: int = 0,
     ) -> None:
         geometry = plan.geometry
-        self.whole = (
-            plan.activations or heads[1] <= plan.slots
-        )  # else the heads of the probes are kept alone
-        self.site, self.layers, self.heads = site, layers, heads
+        # else the heads of the probes are kept alone
+        self.whole = plan.activations or heads[1] <= plan.slots
+        self.site = site
+        self.layers = layers
+        self.heads = heads
         self.dim = geometry.dim(site)
         self.width = heads[1] * self.dim
         self.split = heads[1] < geometry.heads(site)
         self.leading = leading
         size = (len(layers), plan.slots)
         self.head = torch.zeros(size, dtype=torch.int64, device=device)  # of this rank's
-        self.direction = torch.zeros(
-            *size, self.dim, dtype=torch.float32, device=device
-        )  # v / scale
+        # v / scale
+        self.direction = torch.zeros(*size, self.dim, dtype=torch.float32, device=device)
         self.offset = torch.zeros(size, dtype=torch.float32, device=device)  # b / scale
         self._unit = self.width if self.whole else self.dim  # numbers that are kept together
         picks = 1 if self.whole else plan.slots
         self._rows = rows
-        self._places = torch.zeros(
-            len(layers), rows, picks, dtype=torch.int64, device=device
-        )  # among a step's units
+        # among a step's units
+        self._places = torch.zeros(len(layers), rows, picks, dtype=torch.int64, device=device)
         self._kept: Tensor | None = None  # [layers, rows, picks, unit]
-        self._count = self._calls = (
-            0  # rows of the step, and how often its forward pass has kept them
-        )
+        # rows of the step, and how often its forward pass has kept them
+        self._count = self._calls = 0
         self._parts: list[tuple[Tensor, ...]] = []  # by layer, the step's part of both tensors
 
     def write(self, slot: int, probes: Probes) -> None:
@@ -104,16 +102,13 @@ class SiteReadout:
     def start(self, rows: Tensor | None) -> None:
         """Have the next forward pass keep these rows [n] in each of its layers; None: it keeps
         nothing."""
-        before, self._count, self._calls, self._parts = (
-            self._count,
-            0 if rows is None else len(rows),
-            0,
-            [],
-        )
+        before = self._count
+        self._count = 0 if rows is None else len(rows)
+        self._calls = 0
+        self._parts = []
         if self._rows and before:
-            self._places[:, :before] = (
-                0  # a graph keeps as many as it was captured for: each has to be in every step
-            )
+            # a graph keeps as many as it was captured for: each has to be in every step
+            self._places[:, :before] = 0
         if not self._rows:
             self._kept = None
         if rows is None:
@@ -281,14 +276,11 @@ def _stream_is_sum(
     if family.summed is not None:
         return family.summed
     decoder, _ = block_list(_language(model), geometry.num_layers, family.name)
-    takes, calls, returned = (
-        inspect.signature(type(decoder).forward).parameters,
-        list[list[Any]](),
-        list[list[Tensor]](),
-    )
-    angles = torch.linspace(0, 99, TOKENS * geometry.hidden_size).view(
-        TOKENS, -1
-    )  # norms take lines for one another
+    takes = inspect.signature(type(decoder).forward).parameters
+    calls = list[list[Any]]()
+    returned = list[list[Tensor]]()
+    # norms take lines for one another
+    angles = torch.linspace(0, 99, TOKENS * geometry.hidden_size).view(TOKENS, -1)
     positions = torch.arange(TOKENS, device=like.device)
     if "attention_mask" in takes:  # transformers' own module, which vLLM's backend for it runs
         angles, positions = angles[None], positions[None]
@@ -348,11 +340,10 @@ def _stream_is_sum(
     except Exception as error:  # whatever a kernel raises
         problem += f" ({type(error).__name__}: {error})"
     if problem or len(blocks) < geometry.num_layers:
-        reason = (
-            f"a block of vLLM's {type(model).__name__}"
-            f" {problem or 'cannot be checked across pipeline stages'}"
+        raise EngineError(
+            f"{family.name}: a block of vLLM's {type(model).__name__}"
+            f" {problem or 'cannot be checked across pipeline stages'}; use --engine transformers"
         )
-        raise EngineError(f"{family.name}: {reason}; use --engine transformers")
     return False
 
 
@@ -368,12 +359,9 @@ def _local_heads(
             projection, "input_size", None
         )
         if width not in (heads * head_dim, heads * head_dim // tp_size) or width % head_dim:
-            problem = (
-                f"takes {width} inputs on one of {tp_size} ranks, not {heads} heads of {head_dim}"
-            )
             raise EngineError(
-                f"{family.name}: layer {layer}'s {family.projection} {problem}; use --engine"
-                " transformers"
+                f"{family.name}: layer {layer}'s {family.projection} takes {width} inputs on one"
+                f" of {tp_size} ranks, not {heads} heads of {head_dim}; use --engine transformers"
             )
     return int(width) // head_dim
 
@@ -468,9 +456,8 @@ def _read_attention(attention: Any, site: SiteReadout) -> None:
 
     def reading(*args: Any, output: Tensor, **kwargs: Any) -> Any:
         result = forward(*args, output=output, **kwargs)
-        if (
-            kwargs.get("output_scale") is None
-        ):  # quantized results are not what the probes were trained on
+        if kwargs.get("output_scale") is None:
+            # quantized results are not what the probes were trained on
             site.keep(output)
         return result
 

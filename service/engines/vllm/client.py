@@ -37,9 +37,8 @@ class Slots:
         """``write(index, probes)`` writes a probe into a slot of its site on every rank, and
         returns its digest."""
         self._plan, self._write = plan, write
-        self.on_changed: Callable[[], None] = lambda: (
-            None
-        )  # a request was not read: the weights have changed
+        # a request was not read: the weights have changed
+        self.on_changed: Callable[[], None] = lambda: None
         self._slots = [_Slot(site, index) for site in plan.sites for index in range(plan.slots)]
         self._lock = asyncio.Lock()
         self._clock = count(1)
@@ -127,7 +126,9 @@ class ProbeLease:
         answer: Sequence[int] = (),
     ) -> None:
         self.directive = directive
-        self._plan, self._columns, self._slots = plan, list(columns), slots
+        self._plan = plan
+        self._columns = list(columns)
+        self._slots = slots
         self._held, self._answer = list(columns), list(answer)
         self._sum, self._tokens = np.zeros(plan.geometry.num_layers), 0
 
@@ -164,11 +165,10 @@ class ProbeLease:
                 self._sum = self._sum + answer_read(wire, self._plan)
                 self._tokens += 1
         if self._tokens != max(0, decoded - 1):
-            problem = (
+            raise EngineError(
                 f"{self._tokens} of an answer's tokens were read where the model went on from"
-                f" {max(0, decoded - 1)}"
+                f" {max(0, decoded - 1)}; please report this bug of the engine"
             )
-            raise EngineError(f"{problem}; please report this bug of the engine")
         return AnswerReading(self._tokens, self._sum / self._tokens) if self._tokens else None
 
     def _result(self, payload: Payload, prompt_tokens: int) -> PrefillResult:
@@ -188,7 +188,9 @@ class ProbeLease:
 
     def release(self) -> None:
         """Free the slots.  Safe to call twice."""
-        held, self._held, self._answer = self._held + self._answer, [], []
+        held = self._held + self._answer
+        self._held = []
+        self._answer = []
         self._slots.release(held)
 
 

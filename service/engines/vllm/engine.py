@@ -36,6 +36,7 @@ from service.engines.base import (
 from service.engines.bridge import LoopThread, Outboxes, gather_all, relay, run_on
 from service.engines.checks import (
     Tokens,
+    WithTokens,
     check_onset_only,
     check_prompts,
     check_sampling,
@@ -88,7 +89,7 @@ def slots_for(bundles: Iterable[Bundle], *, answers: bool = False) -> int:
     )
 
 
-class VllmEngine:
+class VllmEngine(WithTokens):
     """One model on a started ``AsyncLLM``, all of whose coroutines run on ``loop``.  Implements
     ``base.Engine``."""
 
@@ -120,13 +121,7 @@ class VllmEngine:
         self._adapter: Any = None  # ``LoRARequest`` of every request made here
         try:
             tokens, config = Tokens(files.tokenizer, template_arguments), async_llm.vllm_config
-            self.tokenize, self.render_chat, self.detokenize = (
-                tokens.tokenize,
-                tokens.render_chat,
-                tokens.detokenize,
-            )
-            self.special_tokens, self.spell = tokens.special_tokens, tokens.spell
-            self.renders_alike = tokens.renders_alike
+            super().__init__(tokens)
             self.encode_chat, self.special_token_in = tokens.encode_chat, tokens.special_token_in
             self._vocabulary = int(text_config(files.config).vocab_size)
             # The token that a closed gate samples, which ends the request.
@@ -144,20 +139,15 @@ class VllmEngine:
                 keep_merged()
             self.slots, self._weights = Slots(self._plan, self._write), int(described["weights"])
             changes = launch.changes_at_load(config, files.config)
-            self.identity = base.ModelIdentity(
-                model=files.name,
-                revision=files.revision,
+            self.identity = files.identity(
+                tokens,
                 fingerprint=checkpoint.changed_at_load(
                     checkpoint.folder_fingerprint(files.folder), changes
                 ),
-                architecture=str((files.config.architectures or [type(files.config).__name__])[0]),
-                model_type=str(files.config.model_type),
-                tokenizer=tokens.digest,
-                chat_template=tokens.chat_template_digest,
                 geometry=self._plan.geometry,
-                dtype=str(config.model_config.dtype).removeprefix("torch."),
+                dtype=config.model_config.dtype,
                 max_tokens=int(config.model_config.max_model_len),
-                template_arguments=template_arguments or None,
+                arguments=template_arguments or None,
             )
             if adapter is not None:
                 self.identity = adapters.identity_with(self.identity, adapter)
@@ -452,10 +442,8 @@ class VllmEngine:
                     if sampling is None or gated:
                         piece, tokens = "", 0
                     self.on_prefill(1, len(prompt))
-                    completion, cached = (
-                        answer.completion() if ends else None,
-                        int(output.num_cached_tokens or 0),
-                    )
+                    completion = answer.completion() if ends else None
+                    cached = int(output.num_cached_tokens or 0)
                     read = None if gated else lease.answer(output, answer.tokens, first=True)
                     yield Update(result, piece, tokens, completion, cached, *times(output), read)
         finally:
@@ -629,9 +617,8 @@ class _Answer:
         self._text += new.text
         self._tokens += new.token_ids
         self._finish_reason = new.finish_reason
-        self._stop = (
-            new.stop_reason if isinstance(new.stop_reason, str) else None
-        )  # a number is an end token's
+        # a number is an end token's
+        self._stop = new.stop_reason if isinstance(new.stop_reason, str) else None
         return new.text, len(new.token_ids)
 
     @property

@@ -116,9 +116,10 @@ def check_installed() -> str:
             at, low, high = map(_numbers_of, (installed, *TESTED))
             if at < low:
                 cure = f"pip install '{distribution}>={TESTED[0]},<={TESTED[1]}'"
-                problem = f"this engine needs {TESTED[0]} or newer: {cure}"
                 raise ModelLoadError(
-                    f"{distribution} {installed} is installed, and {problem}", param="engine"
+                    f"{distribution} {installed} is installed, and this engine needs {TESTED[0]}"
+                    f" or newer: {cure}",
+                    param="engine",
                 )
             if at > high:
                 log.warning(
@@ -172,9 +173,8 @@ def start(
         cache_sizes = {"kv_cache_memory_bytes", "gpu_memory_utilization"}
         if not cache_sizes & set(arguments) and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
             arguments["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
-    arguments.setdefault(
-        "scheduling_policy", "priority"
-    )  # callers take turns: ``Engine.answer``'s place
+    # callers take turns: ``Engine.answer``'s place
+    arguments.setdefault("scheduling_policy", "priority")
     # llguidance, by which a schema is checked before vLLM sees it, and which is lazy where others'
     # automata are large.
     arguments.setdefault("structured_outputs_config", StructuredOutputsConfig(backend="guidance"))
@@ -188,9 +188,8 @@ def start(
     if options.max_batch_tokens is not None:
         arguments["max_num_batched_tokens"] = options.max_batch_tokens
     try:
-        here = bool(
-            files.loader_arguments["local_files_only"]
-        )  # then vLLM need not ask the hub either
+        # then vLLM need not ask the hub either
+        here = bool(files.loader_arguments["local_files_only"])
         revision = None if here else options.revision
         config = AsyncEngineArgs(
             model=str(files.folder) if here else options.model,
@@ -202,9 +201,8 @@ def start(
             enable_log_requests=False,
             **arguments,
         ).create_engine_config()
-        refuse_unsupported(
-            config
-        )  # also here, because an error in a worker's process only reaches the log
+        # also here, because an error in a worker's process only reaches the log
+        refuse_unsupported(config)
         # Statistics are on, because they measure each request's time in the queue and in the
         # prefill.
         return AsyncLLM.from_vllm_config(config, disable_log_stats=False)
@@ -223,7 +221,9 @@ def refuse_unsupported(config: Any) -> None:
     from vllm.config import CUDAGraphMode
     from vllm.platforms import current_platform
 
-    parallel, model, graphs = config.parallel_config, config.model_config, config.compilation_config
+    parallel = config.parallel_config
+    model = config.model_config
+    graphs = config.compilation_config
     additional = getattr(config, "additional_config", None)
     answers = isinstance(additional, dict) and bool(additional.get(KEY, {}).get("answers"))
     stages_in_vain = (
@@ -299,11 +299,11 @@ def _bind_cores(arguments: dict[str, Any], threads: int | None) -> None:
     ) or "VLLM_CPU_OMP_THREADS_BIND" in os.environ:
         return
     if ranks > len(cores):
-        problem = (
+        raise ModelLoadError(
             f"{ranks} ranks need as many cores, and {len(cores)} are available; lower the parallel"
-            " sizes"
+            " sizes",
+            param="tensor_parallel_size",
         )
-        raise ModelLoadError(problem, param="tensor_parallel_size")
     share = len(cores) // ranks
     shares = [cores[rank * share : (rank + 1) * share] for rank in range(ranks)]
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(

@@ -74,10 +74,8 @@ def onset_rows(step: StepLayout, directive_of: Callable[[str], Directive | None]
     for row in map(int, np.flatnonzero(ends)):
         request = step.requests[row]
         if (directive := directive_of(request)) is not None:
-            onset, logits_row = (
-                int(step.starts[row + 1] - step.drafts[row]) - 1,
-                row + int(step.drafts[:row].sum()),
-            )
+            onset = int(step.starts[row + 1] - step.drafts[row]) - 1
+            logits_row = row + int(step.drafts[:row].sum())
             onsets.append(
                 OnsetRow(request, directive, onset, row, logits_row, int(step.prompts[row]))
             )
@@ -105,20 +103,20 @@ class Reader:
     def __init__(
         self, plan: Plan, sites: dict[Site, SiteReadout], group: Any, device: torch.device
     ) -> None:
-        self.plan, self.sites, self.device = plan, sites, device
+        self.plan = plan
+        self.sites = sites
+        self.device = device
         self._group = group
         self.for_all: Directive | None = None  # of every request, whatever it asks for itself
         self.digests: dict[int, str] = {}  # column -> digest of the probe that its slot holds
         self.weights = 0  # how often they have changed since they were loaded
-        self.answering: dict[
-            str, Directive
-        ] = {}  # of requests whose prompt has ended and whose answer is read
+        # of requests whose prompt has ended and whose answer is read
+        self.answering: dict[str, Directive] = {}
         self._step: list[OnsetRow] = []
         self._answers: Sequence[AnswerRow] = ()
         self.keeps = False  # whether the coming forward pass keeps activations
-        self._refused: dict[
-            int, float
-        ] = {}  # places in the step whose directives name other probes or weights
+        # places in the step whose directives name other probes or weights
+        self._refused: dict[int, float] = {}
         self._numbers = torch.empty(0)  # [n, 24] on the device: ``_numbers``
         self._values: Tensor | None = None  # [columns, n, layers]
         self._activations: list[Tensor] = []
@@ -146,7 +144,9 @@ class Reader:
 
     def before(self, step: list[OnsetRow], answers: Sequence[AnswerRow] = ()) -> None:
         """Start a step: its forward pass keeps what is at these onsets and answers' tokens."""
-        self._step, self._answers, self._activations = step, answers, []
+        self._step = step
+        self._answers = answers
+        self._activations = []
         self._values = self._summary = self._gated = None
         if self.plan.answers:
             self.answering |= {
@@ -216,7 +216,9 @@ class Reader:
             return sampled
         count = len(self._step)
         numbers = self._numbers[:count]
-        weights, intercept, bound = numbers[:, WEIGHTS], numbers[:, INTERCEPT], numbers[:, BOUND]
+        weights = numbers[:, WEIGHTS]
+        intercept = numbers[:, INTERCEPT]
+        bound = numbers[:, BOUND]
         signals = torch.zeros(count, len(SIGNALS), dtype=torch.float64, device=self.device)
         # Computed from the trajectory, as on the request side, so that both get the same number.
         rows = torch.arange(count, device=self.device)
@@ -227,9 +229,8 @@ class Reader:
         )
         signals[:, 0] = means[:, 0]
         if self._summary is not None:
-            signals[:, 1:3] = (
-                self._summary[:, :2].float().to(signals)
-            )  # rounded as the payload's are
+            # rounded as the payload's are
+            signals[:, 1:3] = self._summary[:, :2].float().to(signals)
         signals[:, 3], signals[:, 4] = told[:, 1], told[:, 1] * told[:, 2]
         signals[:, 5] = signals[:, 4] * numbers[:, LOG_TOKENS]
         # A signal with weight 0 may be anything, including a NaN.
@@ -282,10 +283,8 @@ class Reader:
         if not self._answers:
             return {}
         first = len(self._step)
-        columns, indices = (
-            self._numbers[first:, SLOT].long(),
-            torch.arange(len(self._answers), device=self.device),
-        )
+        columns = self._numbers[first:, SLOT].long()
+        indices = torch.arange(len(self._answers), device=self.device)
         state = torch.zeros(len(indices), 1, dtype=values.dtype, device=self.device)
         for index, why in self._refused.items():
             if index >= first:
@@ -300,13 +299,11 @@ class Reader:
 # and token id.
 TOKEN_ROW, REQUEST_ROW, LOGITS_ROW, END_TOKEN, INTERCEPT, BOUND = range(6)
 WEIGHTS, LOG_TOKENS = slice(6, 12), 12
-SLOT, SLOTS, CONTEXT_WEIGHTS, CONTEXT_INTERCEPTS, APPLIES_FROM = (
-    13,
-    slice(13, 17),
-    slice(17, 20),
-    slice(20, 23),
-    23,
-)
+SLOT = 13
+SLOTS = slice(13, 17)
+CONTEXT_WEIGHTS = slice(17, 20)
+CONTEXT_INTERCEPTS = slice(20, 23)
+APPLIES_FROM = 23
 
 
 def _numbers(row: OnsetRow) -> list[float]:

@@ -18,11 +18,8 @@ from service.readout import Probes
 
 # Relative to the largest truth logit: kernels round differently in batches of other shapes.
 TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.2}
-ENDS = (
-    0,
-    2,
-    3,
-)  # prompts whose end is changed: in a long one it may weigh little, in a short one it does not
+# prompts whose end is changed: in a long one it may weigh little, in a short one it does not
+ENDS = (0, 2, 3)
 DECODED = (1, 3, 7)  # batch sizes; vLLM pads those between the sizes that it captured
 DECODE = Sampling(max_tokens=4)
 
@@ -55,16 +52,8 @@ def self_test(engine: Answering, plan: Plan, vocabulary: int) -> None:
 
     generator, geometry = np.random.default_rng(0), plan.geometry
     layers = geometry.num_layers
-    lengths = [
-        2,
-        5,
-        3,
-        40,
-        1,
-        17,
-        2,
-        9,
-    ]  # 17: when it is repeated, a cached block, and t* alone like a decoded token
+    # 17: when it is repeated, a cached block, and t* alone like a decoded token
+    lengths = [2, 5, 3, 40, 1, 17, 2, 9]
     prompts = [generator.integers(0, vocabulary, length).tolist() for length in lengths]
     changed = [[*prompts[row][:-1], (prompts[row][-1] + 1) % vocabulary] for row in ENDS]
     for site in plan.sites:
@@ -72,10 +61,8 @@ def self_test(engine: Answering, plan: Plan, vocabulary: int) -> None:
         direction = (direction / np.linalg.norm(direction, axis=1, keepdims=True)).astype(
             np.float32
         )
-        head, ones = (
-            generator.integers(0, geometry.heads(site), layers),
-            np.ones(layers, np.float32),
-        )
+        head = generator.integers(0, geometry.heads(site), layers)
+        ones = np.ones(layers, np.float32)
         probes = Probes(site, head, direction, 0 * ones, ones)
         together = trajectories([*prompts, *changed], probes)
         alone = np.concatenate([trajectories([prompt], probes) for prompt in prompts])
@@ -122,10 +109,8 @@ def _test_answers(engine: Answering, prompts: Prompts, probes: Probes, most: flo
     if not ended:  # each ended with its first token
         return
     texts = [[*prompt, *completion.token_ids[:-1]] for prompt, completion, _ in ended]
-    counts, read = (
-        [answer.tokens for *_, answer in ended],
-        np.stack([answer.trajectory for *_, answer in ended]),
-    )
+    counts = [answer.tokens for *_, answer in ended]
+    read = np.stack([answer.trajectory for *_, answer in ended])
 
     def apart(texts: Prompts) -> float:
         written = [result.trajectories[0] for result in engine.score(texts, [probes], last=counts)]
@@ -133,10 +118,7 @@ def _test_answers(engine: Answering, prompts: Prompts, probes: Probes, most: flo
 
     right, early = apart(texts), apart([text[:-1] for text in texts])
     if not (right <= most and right < early / 2):  # nor of a NaN
-        problem = (
-            f"of {len(ended)} answers' own tokens at {probes.site} is not that of the same text as"
-            " a prompt"
-        )
         raise EngineError(
-            f"self-test: what is read {problem}, by {right:.2g}; install vLLM {RANGE}"
+            f"self-test: what is read of {len(ended)} answers' own tokens at {probes.site} is not"
+            f" that of the same text as a prompt, by {right:.2g}; install vLLM {RANGE}"
         )

@@ -34,9 +34,8 @@ GATED = (  # in an engine's ``additional_config``: requests reach it through our
     f"{KEY}_gated"
 )
 MAX_TOKEN = 2**31 - 1
-EXTRAS = (
-    4  # log max probability, entropy, greedy token, and 1 where the gate closed, REPLACED or STALE
-)
+# log max probability, entropy, greedy token, and 1 where the gate closed, REPLACED or STALE
+EXTRAS = 4
 CONTEXT_NAMES: tuple[ContextName, ...] = get_args(ContextName)
 CERTAIN = 50.0  # log odds of a probability that is 1 in float64
 REPLACED = -1.0  # a slot holds another probe than the request side has written
@@ -113,19 +112,16 @@ class Directive:
     activations: bool = False
     slot: int = 0  # the gated probe's index in ``sites`` x ``slots``
     gate: EngineGate | None = None
-    end_token: int | None = (
-        None  # the token that a closed gate samples instead of an answer's first token
-    )
+    # the token that a closed gate samples instead of an answer's first token
+    end_token: int | None = None
     context: tuple[float, ...] = NO_CONTEXT  # what the gate reads of the context probes
     # (column, ``probe_digest``) that the request side has written: where a worker finds another, it
     # reports no number.
     probes: tuple[tuple[int, str], ...] = ()
-    answer: tuple[int, str] | None = (
-        None  # the same of the probe that reads the answer's own tokens
-    )
-    weights: int = (
-        0  # how often they had changed (``CHANGES``) when the golden prompts were replayed
-    )
+    # the same of the probe that reads the answer's own tokens
+    answer: tuple[int, str] | None = None
+    # how often they had changed (``CHANGES``) when the golden prompts were replayed
+    weights: int = 0
 
     def encode(self) -> dict[str, Any]:
         """Return ``SamplingParams(extra_args=...)``: plain values only, because vLLM sends them to
@@ -151,7 +147,10 @@ class Directive:
         raises."""
         try:
             wire = (extra_args or {})[KEY]
-            gate, end_token, context, answer = None, None, NO_CONTEXT, None
+            gate = None
+            end_token = None
+            context = NO_CONTEXT
+            answer = None
             if wire.get("gate") is not None:
                 end_token = int(wire["end_token"])
                 *weight, intercept, threshold = (float(value) for value in wire["gate"])
@@ -165,7 +164,9 @@ class Directive:
             if wire.get("answer") is not None:
                 column, digest = wire["answer"]
                 answer = int(column), str(digest)
-            first, rows, slot = bool(wire["first_token"]), bool(wire["rows"]), int(wire["slot"])
+            first = bool(wire["first_token"])
+            rows = bool(wire["rows"])
+            slot = int(wire["slot"])
             directive = cls(
                 first,
                 rows,
@@ -179,10 +180,8 @@ class Directive:
             )
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
             return None
-        columns, named = (
-            len(plan.sites) * plan.slots,
-            [slot, *context[:3], *(() if answer is None else answer[:1])],
-        )
+        columns = len(plan.sites) * plan.slots
+        named = [slot, *context[:3], *(() if answer is None else answer[:1])]
         fits = all(0 <= slot < columns for slot in named) and 0 <= (end_token or 0) <= MAX_TOKEN
         asks = plan.activations >= directive.activations and plan.answers >= (answer is not None)
         return directive if fits and asks else None
@@ -260,11 +259,10 @@ def _flat(wire: NDArray[np.float32], expected: int) -> NDArray[np.float32]:
 
 def _refuse(state: np.float32) -> None:
     if state == STALE:
-        problem = (
-            "nothing is read before the golden prompts are replayed; where that does not happen,"
-            " restart the engine"
+        raise WeightsChanged(
+            "the model's weights have changed: nothing is read before the golden prompts are"
+            " replayed; where that does not happen, restart the engine"
         )
-        raise WeightsChanged(f"the model's weights have changed: {problem}")
     if state == REPLACED:
         raise ProbeReplaced(
             "another server of this vLLM has put its own probe into a slot; try again"

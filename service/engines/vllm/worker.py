@@ -74,12 +74,12 @@ class Worker(VllmWorker):  # type: ignore[misc]
         """Load the model, then add the readout to it and to its runner."""
         say("loading the weights")
         super().load_model(*args, **kwargs)
-        config, plan, group = self.vllm_config.model_config, self.hallutracer_plan, get_tp_group()
-        family, rank, ranks = (
-            families.family_of(config.hf_config),
-            group.rank_in_group,
-            group.world_size,
-        )
+        config = self.vllm_config.model_config
+        plan = self.hallutracer_plan
+        group = get_tp_group()
+        family = families.family_of(config.hf_config)
+        rank = group.rank_in_group
+        ranks = group.world_size
         rows = self.vllm_config.scheduler_config.max_num_seqs if plan.answers else 0
         readouts = attach.install(
             self.model_runner.model, family, plan, rank, ranks, self.device, config.dtype, rows
@@ -130,7 +130,9 @@ class Worker(VllmWorker):  # type: ignore[misc]
         readout, column = reader.sites[Site(site)], reader.plan.column(Site(site), slot)
         reader.digests.pop(column, None)  # nothing until it is written
         table = np.frombuffer(numbers, np.float32).reshape(len(head), readout.dim + 2)
-        direction, bias, scale = table[:, :-2].copy(), table[:, -2].copy(), table[:, -1].copy()
+        direction = table[:, :-2].copy()
+        bias = table[:, -2].copy()
+        scale = table[:, -1].copy()
         with torch.inference_mode():
             readout.write(slot, Probes(Site(site), np.asarray(head), direction, bias, scale))
         reader.digests[column] = probe_digest(site, head, numbers)
@@ -140,24 +142,19 @@ def refuse_ungated(config: VllmConfig) -> None:
     """Raise EngineError where nothing judges what this worker reads: its class was named, and the
     guard not loaded."""
     additional = config.additional_config
-    gated = (
-        additional.get(GATED) if isinstance(additional, dict) else None
-    )  # False: the engine's core judges
+    # False: the engine's core judges
+    gated = additional.get(GATED) if isinstance(additional, dict) else None
     if gated is None or not (gated or os.environ.get(env("bundle"))):
-        problem = (
-            "vLLM has not loaded the plugin hallutracer (VLLM_PLUGINS leaves it out, or vLLM's log"
-            " says why)"
-        )
         raise EngineError(
             f"nothing judges what {WORKER} reads: {env('bundle')} is not set in each process, or"
-            f" {problem}"
+            " vLLM has not loaded the plugin hallutracer (VLLM_PLUGINS leaves it out, or vLLM's"
+            " log says why)"
         )
 
 
 def _change(worker: Worker, name: str, *args: Any, **kwargs: Any) -> Any:
-    worker.hallutracer_reader.weights += (
-        1  # first: whatever becomes of it, nothing is read that was asked for before
-    )
+    # first: whatever becomes of it, nothing is read that was asked for before
+    worker.hallutracer_reader.weights += 1
     return getattr(VllmWorker, name)(worker, *args, **kwargs)
 
 
@@ -218,7 +215,9 @@ def adopt(runner: Any, reader: Reader) -> None:
             f"{type(runner).__name__} is neither of vLLM's model runners; install vLLM {RANGE}"
         )
     runner.__class__ = type(f"Reading{type(runner).__name__}", (mixin, type(runner)), {})
-    runner.hallutracer, runner.hallutracer_directives, runner.hallutracer_earlier = reader, {}, None
+    runner.hallutracer = reader
+    runner.hallutracer_directives = {}
+    runner.hallutracer_earlier = None
     # Both runners compute the step's logits before a sampler may change them in place.
     compute: Callable[..., Tensor | None] = runner.model.compute_logits
 
@@ -276,10 +275,8 @@ class V1Reading:
         batch = runner.input_batch
         count = len(batch.req_ids)
         computed, prompts = batch.num_computed_tokens_cpu[:count], batch.num_prompt_tokens[:count]
-        starts, emits = (
-            runner.query_start_loc.np[: count + 1],
-            ~runner.discard_request_mask.np[:count],
-        )
+        starts = runner.query_start_loc.np[: count + 1]
+        emits = ~runner.discard_request_mask.np[:count]
         drafts = (
             np.zeros_like(prompts)
             if speculation is None
@@ -398,9 +395,8 @@ class V2Reading:
     def _step_layout(self, batch: Any) -> StepLayout:
         runner: Any = self
         prompts = runner.req_states.prompt_len.np[batch.idx_mapping_np]
-        starts = batch.query_start_loc_np[
-            : batch.num_reqs + 1
-        ]  # a captured batch is padded with empty requests
+        # a captured batch is padded with empty requests
+        starts = batch.query_start_loc_np[: batch.num_reqs + 1]
         drafts, computed = np.diff(batch.cu_num_logits_np) - 1, batch.num_computed_tokens_np
         # Known tokens beyond the prompt were sampled before a preemption: a step that ends before
         # them samples none.

@@ -37,7 +37,7 @@ EQUAL = PassCost(math.inf)
 )
 @pytest.mark.parametrize(("columns", "prefix"), [(1, 0), (20, 0), (21, 0), (83, 0), (200, 7)])
 def test_passes_are_of_about_the_same_work(columns: int, prefix: int, cost: PassCost) -> None:
-    [whole] = [pad([list(range(columns + prefix))], [0], "right", 0, torch.device("cpu"), prefix)]
+    [whole] = [pad([list(range(columns + prefix))], [0], 0, torch.device("cpu"), prefix)]
     cut = chunks(whole, MOST, cost)
     assert torch.cat([one.input_ids for one in cut], dim=1).tolist() == whole.input_ids.tolist()
     ends = prefix
@@ -125,7 +125,7 @@ def check_first(found: FirstToken | None, expected: FirstToken | None) -> None:
 def test_passes_on_one_cache_read_as_one_pass_does(name: str) -> None:
     """Two prompts in turn, with the probes of a bundle and of its context, at every site that the
     family has."""
-    engine = tiny.shared_engine(name, "right", MOST)
+    engine = tiny.shared_engine(name, MOST)
     shape, sites = engine.identity.geometry, family_of(tiny.modules(engine).model.config).sites
     probes = [tiny.probes(shape, site, seed, scaled=True) for site in sites for seed in (1, 2)]
     prompts = tiny.prompts([*LENGTHS])

@@ -28,16 +28,13 @@ CPU = torch.device("cpu")
 LENGTHS = [3, 20, 7, 20, 1, 33, 12, 7]
 
 
-SIDES = [*((name, "right") for name in tiny.ALL), *((name, "left") for name in KINDS[:3])]
-
-
 def hooks_of(model: Any) -> int:
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
 
-@pytest.mark.parametrize(("name", "side"), SIDES)
-def test_score_equals_the_formula_on_single_prompt_activations(name: str, side: str):
-    engine: BatchEngine = tiny.shared_engine(name, side, 60)
+@pytest.mark.parametrize("name", tiny.ALL)
+def test_score_equals_the_formula_on_single_prompt_activations(name: str):
+    engine: BatchEngine = tiny.shared_engine(name, 60)
     shape = engine.identity.geometry
     probes = [
         tiny.probes(shape, Site.ATTENTION_HEAD, 1),
@@ -65,9 +62,9 @@ def test_longrope_prompts_keep_their_own_frequencies_beside_long_ones() -> None:
     np.testing.assert_allclose(together.trajectories[0], alone.trajectories[0], rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize(("name", "side"), SIDES)
-def test_first_token_equals_the_models_own_logits(name: str, side: str) -> None:
-    engine = tiny.shared_engine(name, side)
+@pytest.mark.parametrize("name", tiny.ALL)
+def test_first_token_equals_the_models_own_logits(name: str) -> None:
+    engine = tiny.shared_engine(name)
     prompts = tiny.prompts([9, 17, 4])
     probe = tiny.probes(engine.identity.geometry)
     scored = engine.score(prompts, [probe], first_token=True)
@@ -115,13 +112,11 @@ def test_nothing_runs_after_the_last_readout(name: str) -> None:
     assert [rows for *rows, _ in seen] == [[len(prompts), 1]]
 
 
-@pytest.mark.parametrize(
-    ("side", "lengths"), [("right", [6, 6]), ("right", [5, 6]), ("left", [5, 6])]
-)
-def test_the_head_is_given_contiguous_rows(side: str, lengths: list[int]) -> None:
+@pytest.mark.parametrize("lengths", [[6, 6], [5, 6]])
+def test_the_head_is_given_contiguous_rows(lengths: list[int]) -> None:
     """Of a view into [batch, positions, width] torch multiplies each row by a weight of its own: a
     copy in bfloat16."""
-    engine = tiny.shared_engine("llama", side)
+    engine = tiny.shared_engine("llama")
     probe, contiguous = tiny.probes(engine.identity.geometry), []
     head = tiny.modules(engine).head
     handle = head.register_forward_hook(
