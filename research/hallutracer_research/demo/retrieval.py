@@ -140,12 +140,8 @@ def document(answered: Answered, facts: dict[str, Any]) -> dict[str, Any]:
 def markdown(found: dict[str, Any]) -> str:
     """Return the document's tables."""
 
-    def interval(cell: dict[str, float] | None, digits: int = 3) -> str:
-        return (
-            f"{cell['value']:.{digits}f} [{cell['low']:.{digits}f}, {cell['high']:.{digits}f}]"
-            if cell
-            else ""
-        )
+    def interval(cell: dict[str, float] | None) -> str:
+        return "{value:.3f} [{low:.3f}, {high:.3f}]".format(**cell) if cell else ""
 
     parts = [
         (
