@@ -21,8 +21,9 @@ from tqdm import tqdm
 from probes_store.local import atomic_write
 from service.data.labels import SAMPLES_FILE, answer_texts
 from service.data.options import SAMPLE_TEMPERATURE, SAMPLES
+from service.data.rows import rendered
 from service.data.run_folder import AppendLog, RowsFile, claim, write_at
-from service.data.training_rows import Dataset
+from service.data.training_rows import Dataset, Row
 from service.engines.base import Completion, Engine, LoadedModel, Sampling
 from service.engines.checks import beyond_onset
 from service.errors import (
@@ -401,26 +402,20 @@ def render_all(
     tokens of an answer.
 
     Raises DataError that names every row that the model cannot take."""
-    problems: list[str] = []
-    parts: list[NDArray[np.int32]] = []
-    limit = engine.identity.max_tokens
-    for row in dataset.rows:
-        try:
-            ids = render(engine, row.prompt, row.messages, prompt_format)
-        except RequestError as error:
-            problems.append(f"line {row.line}: {error.message}")
-            continue
+
+    def ids_of(row: Row) -> NDArray[np.int32]:
+        ids = render(engine, row.prompt, row.messages, prompt_format)
         if not ids:
-            problems.append(f"line {row.line}: the tokenizer makes no token of it")
-        reserved = reserve if row.applies else 0
-        if len(ids) + reserved > limit:
-            answer = f" and {reserved} of the answer" if reserved else ""
-            problems.append(
-                f"line {row.line}: {len(ids)} tokens{answer} are more than the model's {limit}"
-            )
-        parts.append(np.asarray(ids, np.int32))
-    if problems:
-        raise DataError(str(dataset.path), problems)
+            raise RequestError("the tokenizer makes no token of it")
+        return np.asarray(ids, np.int32)
+
+    parts = rendered(
+        str(dataset.path),
+        ((row.line, row) for row in dataset.rows),
+        ids_of,
+        engine.identity.max_tokens,
+        lambda row: reserve if row.applies else 0,
+    )
     lengths = np.array([len(part) for part in parts], np.int64)
     return Prompts(np.concatenate(parts), np.concatenate([[0], np.cumsum(lengths)]))
 

@@ -4,7 +4,7 @@ rows bring."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,15 +132,11 @@ def _document(
             scores.gain(label, group, after, before, within)._asdict()
         )
     for key, tests in (("decisions", after), ("decisions_before", before)):
-        document[key] = rounded(_means([decisions.decisions(label, risk) for _, risk in tests]))
+        rows_of = [decisions.decisions(label, risk) for _, risk in tests]
+        document[key] = rounded(
+            {name: float(np.mean([row[name] for row in rows_of])) for name in rows_of[0]}
+        )
     return document
-
-
-def _means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    means = {}
-    for name in rows[0]:
-        means[name] = float(np.mean([row[name] for row in rows]))
-    return means
 
 
 def _tensors(
