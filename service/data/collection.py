@@ -4,7 +4,6 @@ resume."""
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 import sys
@@ -22,7 +21,7 @@ from probes_store.local import atomic_write
 from service.data.labels import SAMPLES_FILE, answer_texts
 from service.data.options import SAMPLE_TEMPERATURE, SAMPLES
 from service.data.rows import rendered
-from service.data.run_folder import AppendLog, RowsFile, claim, write_at
+from service.data.run_folder import AppendLog, RowsFile, claim, json_lines, write_at
 from service.data.training_rows import Dataset, Row
 from service.engines.base import Completion, Engine, LoadedModel, Sampling
 from service.engines.checks import beyond_onset
@@ -334,8 +333,7 @@ def _copy_rows(
 def _renumbered(earlier: Earlier) -> list[dict[str, Any]]:
     """Return the answers of an earlier collection with this data file's rows."""
     path, positions = earlier.collection.folder / "answers.jsonl", earlier.positions.tolist()
-    with path.open(encoding="utf-8") as lines:
-        return [record | {"row": positions[record["row"]]} for record in map(json.loads, lines)]
+    return [record | {"row": positions[record["row"]]} for record in json_lines(path)]
 
 
 def read_given(

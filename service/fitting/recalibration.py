@@ -419,15 +419,6 @@ def _most_likely(ratio: Floats, counts: Floats) -> NDArray[np.float64]:
     return (low + high) / 2
 
 
-def number_together(*names: Sequence[str]) -> list[NDArray[np.int64]]:
-    """Return numbers for the group names of several samples; equal names have equal numbers."""
-    codes: dict[str, int] = {}
-    numbers = []
-    for sample in names:
-        numbers.append(np.array([codes.setdefault(name, len(codes)) for name in sample], np.int64))
-    return numbers
-
-
 def prior_shift_test(source: LabelledRisks, traffic: Traffic, seed: int = 0) -> PriorShiftTest:
     """Compare the traffic with the best mixture of training's two class-conditional distributions.
 

@@ -24,10 +24,10 @@ from service.fitting.recalibration import (
     MapFit,
     Traffic,
     estimate_share,
-    number_together,
     prior_shift_test,
     shift_to,
 )
+from service.fitting.scores import number_together
 from service.risk import served_risk
 from service.trainer.cards import CAUTION, feedback_lines
 from service.trainer.new_rows import Marks, seen_by

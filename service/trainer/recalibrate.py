@@ -38,11 +38,10 @@ from service.fitting.recalibration import (
     choose_map,
     estimate_share,
     most_likely_share,
-    number_together,
     prior_shift_test,
     shift_to,
 )
-from service.fitting.scores import share_interval
+from service.fitting.scores import number_together, share_interval
 from service.scoring import Scorer
 from service.trainer.cards import candidates_table, card_of, recalibrated_card
 from service.trainer.new_rows import (

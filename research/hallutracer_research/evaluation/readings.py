@@ -44,7 +44,7 @@ from hallutracer_research.evaluation.splits import kept
 from service.data.collection import batches, collect
 from service.data.judges import make_judge
 from service.data.labels import CLASSES, answer_texts, spoken_behind, verdict_on
-from service.data.run_folder import claim
+from service.data.run_folder import claim, json_lines
 from service.engines.base import Engine, Sampling
 from service.errors import EngineError
 from service.fitting.probes import ActivationArray, Floats, Readouts
@@ -228,8 +228,8 @@ class _Reader:
     @cached_property
     def judged(self) -> list[str]:
         """The labelled rows' answers, as the judge read them."""
-        with (self.prepared.prompts.folder / "answers.jsonl").open(encoding="utf-8") as lines:
-            said = {record["row"]: str(record["answer"]) for record in map(json.loads, lines)}
+        records = json_lines(self.prepared.prompts.folder / "answers.jsonl")
+        said = {record["row"]: str(record["answer"]) for record in records}
         return [said[row] for row in self.prepared.index.tolist()]
 
     def positions(self) -> OtherPositions:
