@@ -126,8 +126,8 @@ def self_labels(dataset: Dataset, folder: Path, options: JudgeOptions) -> Labell
     the label of each where all have one."""
     judge = options.judge if has_answers(dataset) else None
     judged = judged_labels(dataset, folder, replace(options, judge=judge))
-    given = json_lines(folder / "answers.jsonl")
-    greedy = {record["row"]: _judged(record) or "" for record in given}
+    records = json_lines(folder / "answers.jsonl")
+    greedy = {record["row"]: _judged(record) or "" for record in records}
     samples = {record["row"]: record["answers"] for record in json_lines(folder / SAMPLES_FILE)}
     shares = []
     for number in judged.index.tolist():
