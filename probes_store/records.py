@@ -63,33 +63,28 @@ Kind = Literal["relation", "wrong_shape", "missing", "unexpected_keyword_argumen
 
 MOST_ARGUMENTS, MOST_CHARACTERS = 16, 256  # of a chat template; characters of a text argument
 _ARGUMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
+# names that transformers passes to a template itself, or reads as its own options
 _TAKEN = frozenset(
     (
-        *(
-            "conversation",
-            "messages",
-            "tools",
-            "documents",
-            "chat_template",
-            "add_generation_prompt",
-        ),
-        *(
-            "continue_final_message",
-            "tokenize",
-            "padding",
-            "truncation",
-            "max_length",
-            "return_tensors",
-        ),
-        *(
-            "return_dict",
-            "return_assistant_tokens_mask",
-            "tokenizer_kwargs",
-            "processor_kwargs",
-            "self",
-        ),
+        "conversation",
+        "messages",
+        "tools",
+        "documents",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+        "processor_kwargs",
+        "self",
     )
-)  # names that transformers passes to a template itself, or reads as its own options
+)
 
 
 def template_arguments(arguments: object) -> dict[str, TemplateArgument]:
@@ -196,20 +191,7 @@ class Guarantee(Record):
 
     @model_validator(mode="after")
     def _relations(self) -> Self:
-        counts = [self.hallucinated, self.groups, self.all_groups, self.rows]
-        require(
-            counts == sorted(counts),
-            "hallucinated",
-            "hallucinated <= groups <= all_groups <= rows",
-            counts,
-        )
-        require(
-            self.p_value <= self.delta or self.closed,
-            "p_value",
-            f"at most delta, {self.delta}",
-            self.p_value,
-        )
-        require(not self.closed or self.groups == 0, "groups", "0 at threshold 0", self.groups)
+        _check_counts(self, "all_groups")
         return self
 
 
@@ -237,22 +219,18 @@ class GuaranteeStratum(Record):
 
     @model_validator(mode="after")
     def _relations(self) -> Self:
-        counts = [self.hallucinated, self.groups, self.labelled, self.rows]
-        require(
-            counts == sorted(counts),
-            "hallucinated",
-            "hallucinated <= groups <= labelled <= rows",
-            counts,
-        )
-        closed = self.threshold == CLOSED
-        require(
-            self.p_value <= self.delta or closed,
-            "p_value",
-            f"at most delta, {self.delta}",
-            self.p_value,
-        )
-        require(not closed or self.groups == 0, "groups", "0 at threshold 0", self.groups)
+        _check_counts(self, "labelled")
         return self
+
+
+def _check_counts(record: Guarantee | GuaranteeStratum, name: str) -> None:
+    """Check counts and p-value; ``name`` is the count between ``groups`` and ``rows``."""
+    counts = [record.hallucinated, record.groups, getattr(record, name), record.rows]
+    order = f"hallucinated <= groups <= {name} <= rows"
+    require(counts == sorted(counts), "hallucinated", order, counts)
+    closed, most = record.threshold == CLOSED, f"at most delta, {record.delta}"
+    require(record.p_value <= record.delta or closed, "p_value", most, record.p_value)
+    require(not closed or record.groups == 0, "groups", "0 at threshold 0", record.groups)
 
 
 @dataclass(frozen=True)

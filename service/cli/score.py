@@ -15,8 +15,8 @@ from cyclopts import Parameter
 from service.cli.loading import bundle_names, load_engine, load_first, load_scorers, open_store
 from service.cli.options import BundleOptions, EngineChoice, Json, Output, UsageError
 from service.cli.output import draw_report, print_line, progress_bar
-from service.data.rows import check_prompt, likely_columns, objects, split_answer
-from service.errors import DataError, HalluTracerError, RequestError
+from service.data.rows import check_prompt, likely_columns, objects, rendered, split_answer
+from service.errors import DataError, HalluTracerError
 from service.options import Common
 from service.policies.guard import Policy
 from service.policies.policy import built_in
@@ -188,22 +188,12 @@ def _read_rows(path: Path) -> Rows:
 def _render_rows(scorer: Scorer, rows: Rows, source: str) -> list[list[int]]:
     """Return the token ids of all prompts, before the first is scored.  Raises DataError, by
     line."""
-    prompts: list[list[int]] = []
-    problems: list[str] = []
-    limit = scorer.engine.identity.max_tokens
-    for line, row in rows:
-        try:
-            messages = split_answer(row["messages"])[0] if "messages" in row else None
-            prompts.append(scorer.render(row.get("prompt"), messages))
-            if len(prompts[-1]) > limit:
-                problems.append(
-                    f"line {line}: {len(prompts[-1])} tokens are more than the model's {limit}"
-                )
-        except RequestError as error:
-            problems.append(f"line {line}: {error}")
-    if problems:
-        raise DataError(source, problems)
-    return prompts
+
+    def ids_of(row: dict[str, Any]) -> list[int]:
+        messages = split_answer(row["messages"])[0] if "messages" in row else None
+        return scorer.render(row.get("prompt"), messages)
+
+    return rendered(source, rows, ids_of, scorer.engine.identity.max_tokens)
 
 
 def _scored(

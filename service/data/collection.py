@@ -4,7 +4,6 @@ resume."""
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 import sys
@@ -21,8 +20,9 @@ from tqdm import tqdm
 from probes_store.local import atomic_write
 from service.data.labels import SAMPLES_FILE, answer_texts
 from service.data.options import SAMPLE_TEMPERATURE, SAMPLES
-from service.data.run_folder import AppendLog, RowsFile, claim, write_at
-from service.data.training_rows import Dataset
+from service.data.rows import rendered
+from service.data.run_folder import AppendLog, RowsFile, claim, json_lines, write_at
+from service.data.training_rows import Dataset, Row
 from service.engines.base import Completion, Engine, LoadedModel, Sampling
 from service.engines.checks import beyond_onset
 from service.errors import (
@@ -333,8 +333,7 @@ def _copy_rows(
 def _renumbered(earlier: Earlier) -> list[dict[str, Any]]:
     """Return the answers of an earlier collection with this data file's rows."""
     path, positions = earlier.collection.folder / "answers.jsonl", earlier.positions.tolist()
-    with path.open(encoding="utf-8") as lines:
-        return [record | {"row": positions[record["row"]]} for record in map(json.loads, lines)]
+    return [record | {"row": positions[record["row"]]} for record in json_lines(path)]
 
 
 def read_given(
@@ -401,26 +400,20 @@ def render_all(
     tokens of an answer.
 
     Raises DataError that names every row that the model cannot take."""
-    problems: list[str] = []
-    parts: list[NDArray[np.int32]] = []
-    limit = engine.identity.max_tokens
-    for row in dataset.rows:
-        try:
-            ids = render(engine, row.prompt, row.messages, prompt_format)
-        except RequestError as error:
-            problems.append(f"line {row.line}: {error.message}")
-            continue
+
+    def ids_of(row: Row) -> NDArray[np.int32]:
+        ids = render(engine, row.prompt, row.messages, prompt_format)
         if not ids:
-            problems.append(f"line {row.line}: the tokenizer makes no token of it")
-        reserved = reserve if row.applies else 0
-        if len(ids) + reserved > limit:
-            answer = f" and {reserved} of the answer" if reserved else ""
-            problems.append(
-                f"line {row.line}: {len(ids)} tokens{answer} are more than the model's {limit}"
-            )
-        parts.append(np.asarray(ids, np.int32))
-    if problems:
-        raise DataError(str(dataset.path), problems)
+            raise RequestError("the tokenizer makes no token of it")
+        return np.asarray(ids, np.int32)
+
+    parts = rendered(
+        str(dataset.path),
+        ((row.line, row) for row in dataset.rows),
+        ids_of,
+        engine.identity.max_tokens,
+        lambda row: reserve if row.applies else 0,
+    )
     lengths = np.array([len(part) for part in parts], np.int64)
     return Prompts(np.concatenate(parts), np.concatenate([[0], np.cumsum(lengths)]))
 

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from service.data.judges import Judge, agree, answer_problems, make_judge
 from service.data.options import SAMPLE_TEMPERATURE, SAMPLES, JudgeOptions
-from service.data.run_folder import AppendLog
+from service.data.run_folder import AppendLog, json_lines
 from service.data.training_rows import Dataset
 from service.engines.base import Completion, LoadedModel, TokenIds
 from service.engines.thoughts import OPENED, TAIL, opens_thought, spoken, with_marks
@@ -80,8 +80,7 @@ def judged_labels(dataset: Dataset, folder: Path, options: JudgeOptions) -> Labe
     """Judge ``answers.jsonl`` of a collection, which has an answer of each row that applies.
 
     Raises TrainingError if most of the answers are thoughts that do not end."""
-    with (folder / "answers.jsonl").open(encoding="utf-8") as file:
-        records = {record["row"]: record for record in map(json.loads, file)}
+    records = {record["row"]: record for record in json_lines(folder / "answers.jsonl")}
     answers = sorted((row, _judged(record)) for row, record in records.items())
     thoughts = sum(
         "with_thought" in record or _judged(record) != record["answer"]
@@ -127,10 +126,9 @@ def self_labels(dataset: Dataset, folder: Path, options: JudgeOptions) -> Labell
     the label of each where all have one."""
     judge = options.judge if has_answers(dataset) else None
     judged = judged_labels(dataset, folder, replace(options, judge=judge))
-    with (folder / "answers.jsonl").open(encoding="utf-8") as file:
-        greedy = {record["row"]: _judged(record) or "" for record in map(json.loads, file)}
-    with (folder / SAMPLES_FILE).open(encoding="utf-8") as file:
-        samples = {record["row"]: record["answers"] for record in map(json.loads, file)}
+    records = json_lines(folder / "answers.jsonl")
+    greedy = {record["row"]: _judged(record) or "" for record in records}
+    samples = {record["row"]: record["answers"] for record in json_lines(folder / SAMPLES_FILE)}
     shares = []
     for number in judged.index.tolist():
         question = dataset.rows[number].texts[-1]

@@ -162,12 +162,12 @@ def _questions(path: Path, lines: Iterable[bytes]) -> Lines:
         return
     are_objects = first[1].lstrip().startswith(b"{")
     for number, line in chain([first], numbered):
-        yield number, line if are_objects else _question(path, number, line)
+        yield number, line if are_objects else {"prompt": _decoded(path, number, line).strip()}
 
 
-def _question(path: Path, number: int, line: bytes) -> dict[str, Any]:
+def _decoded(path: Path, number: int, line: bytes) -> str:
     try:
-        return {"prompt": line.decode("utf-8").strip()}
+        return line.decode("utf-8")
     except UnicodeDecodeError as error:
         problem = f"line {number}: not UTF-8 at byte {error.start + 1}: save the file as UTF-8"
         raise DataError(str(path), [problem]) from None
@@ -254,18 +254,7 @@ def _one_document(first: bytes, second: bytes, path: Path) -> str:
 def _csv(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the rows of a table, each with the number of its last line.  The table's first line
     names the columns."""
-
-    def decoded() -> Iterator[str]:
-        for number, line in enumerate(lines, 1):
-            try:
-                yield line.decode("utf-8")
-            except UnicodeDecodeError as error:
-                problem = (
-                    f"line {number}: not UTF-8 at byte {error.start + 1}: save the file as UTF-8"
-                )
-                raise DataError(str(path), [problem]) from None
-
-    texts = decoded()
+    texts = (_decoded(path, number, line) for number, line in enumerate(lines, 1))
     header = next(texts, "")
     named = SEPARATOR.fullmatch(header)
     skipped = 0 if named is None else 1

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from probes_store.records import GREEDY, Decoding
 from service.data.requests import as_row
 from service.data.row_files import field_of, read_lines
+from service.errors import DataError, RequestError
 
 Message = dict[str, str]
+Given = TypeVar("Given")
+Ids = TypeVar("Ids", bound=Sized)
 MARK_DIGITS = 16  # hexadecimal
 LABELS = {"factual": 1, "hallucinated": 0}  # a row's label is one of these words or numbers
 DECODINGS = "greedy, or temperature=T or temperature=T,top_p=P, as in temperature=0.7,top_p=0.9"
@@ -243,6 +246,34 @@ def _kind(value: Any) -> str:
         dict: "an object",
     }
     return names.get(type(value), "a number")
+
+
+def rendered(
+    source: str,
+    rows: Iterable[tuple[int, Given]],
+    render: Callable[[Given], Ids],
+    limit: int,
+    reserved: Callable[[Given], int] = lambda _: 0,
+) -> list[Ids]:
+    """Return the token ids of all ``rows``, given with their lines, that leave room for
+    ``reserved`` tokens of an answer.
+
+    Raises DataError that names every row that the model, with its ``limit``, cannot take."""
+    rendered, problems = [], []
+    for line, row in rows:
+        try:
+            rendered.append(ids := render(row))
+        except RequestError as error:
+            problems.append(f"line {line}: {error}")
+            continue
+        if len(ids) + (reserve := reserved(row)) > limit:
+            answer = f" and {reserve} of the answer" if reserve else ""
+            problems.append(
+                f"line {line}: {len(ids)} tokens{answer} are more than the model's {limit}"
+            )
+    if problems:
+        raise DataError(source, problems)
+    return rendered
 
 
 def prompt_digest(value: Mapping[str, Any]) -> bytes:

@@ -127,6 +127,13 @@ def write_at(descriptor: int, data: bytes, offset: int) -> None:
         raise OSError(f"only {written} of {len(data)} bytes could be written; is the disk full?")
 
 
+def json_lines(path: Path) -> Iterator[Any]:
+    """Yield the values of a file of JSON lines, one by one."""
+    with path.open("rb") as file:
+        for line in file:
+            yield json.loads(line)
+
+
 class AppendLog:
     """Append-only JSON lines.  An incomplete last line is cut off on opening."""
 
@@ -160,10 +167,8 @@ class AppendLog:
         self.count = min(self.count, count)
 
     def read(self) -> Iterator[Any]:
-        """Yield the records, one by one."""
-        with self.path.open("rb") as file:
-            for line in file:
-                yield json.loads(line)
+        """Return the records, one by one."""
+        return json_lines(self.path)
 
     def close(self) -> None:
         """Close the file."""

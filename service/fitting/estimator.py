@@ -34,7 +34,7 @@ from service.fitting.probes import (
     project,
     weighted_rows,
 )
-from service.fitting.scores import auroc
+from service.fitting.scores import auroc, number_together
 from service.fitting.solver import one_numpy_thread
 from service.readout import Site
 from service.risk import depth_mean, risk
@@ -156,9 +156,8 @@ class DepthMeanProbe(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 f"Only binary classification is supported. The type of the target is {kind}."
             )
         self.shape_ = x.shape[1:]
-        codes: dict[Any, int] = {}  # group numbers in order of appearance, as in training
         named = range(len(x)) if groups is None else np.asarray(groups).tolist()
-        group = np.array([codes.setdefault(name, len(codes)) for name in named], np.int64)
+        [group] = number_together(named)  # in order of appearance, as in training
         if len(group) != len(x):
             raise ValueError(f"groups has {len(group)} rows, X {len(x)}")
         self.fit_readouts(Readouts(_activations(x), np.arange(len(x)), label), group)
@@ -352,9 +351,9 @@ class DepthMeanProbe(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return fit_probes(readouts, tasks, retry_larger_c=True, **options)
 
 
-def _evenly_spaced(count: int, most: int = 8) -> list[int]:
-    """Return at most ``most`` of the numbers 0 .. count - 1."""
-    return sorted({round(number) for number in np.linspace(0, count - 1, min(count, most))})
+def _evenly_spaced(count: int) -> list[int]:
+    """Return at most 8 of the numbers 0 .. count - 1."""
+    return sorted({round(number) for number in np.linspace(0, count - 1, min(count, 8))})
 
 
 def _scaled(rule: LogitScale, crossed: OutOfFold, refitted: ProbeFit) -> ScaledLogits:

@@ -178,11 +178,7 @@ class Inputs:
         strata = {}
         for name, keys in STRATA.items():
             if all(key in row for row in self.strata for key in keys):
-                codes: dict[Any, int] = {}
-                values = map(itemgetter(*keys), self.strata)
-                strata[name] = np.array(
-                    [codes.setdefault(value, len(codes)) for value in values], np.int64
-                )
+                [strata[name]] = measures.number_together(map(itemgetter(*keys), self.strata))
         if CLOSED_BOOK in strata and self.prompts is not None:
             passage = np.flatnonzero(self.prompts.passage)
             strata[CLOSED_BOOK][passage] = len(self.strata) + passage

@@ -150,7 +150,7 @@ def choose_map(
     eligible = candidates if as_it_is else candidates[1:] or candidates
     best = min(eligible, key=lambda candidate: candidate.log_loss)
     errors = (
-        standard_error(_means_without(candidate.loss - best.loss, group)) for candidate in eligible
+        standard_error(means_without(candidate.loss - best.loss, group)) for candidate in eligible
     )
     near = (
         candidate
@@ -202,15 +202,15 @@ def _candidate(
         held_out,
         loss,
         log_loss,
-        interval(log_loss, _means_without(loss, group), folds),
+        interval(log_loss, means_without(loss, group), folds),
         mean_gain,
-        interval(mean_gain, _means_without(gain, group), folds),
+        interval(mean_gain, means_without(gain, group), folds),
         error,
         ConfidenceInterval(low, high),
     )
 
 
-def _means_without(values: Floats, group: Labels) -> NDArray[np.float64]:
+def means_without(values: Floats, group: Labels) -> NDArray[np.float64]:
     """Return the mean without each group: values, group [n] -> [G]."""
     member = np.unique(group, return_inverse=True)[1]
     return np.asarray(
@@ -417,15 +417,6 @@ def _most_likely(ratio: Floats, counts: Floats) -> NDArray[np.float64]:
         rising = slope + wrong / middle - right / (1 - middle) > 0
         low, high = np.where(rising, middle, low), np.where(rising, high, middle)
     return (low + high) / 2
-
-
-def number_together(*names: Sequence[str]) -> list[NDArray[np.int64]]:
-    """Return numbers for the group names of several samples; equal names have equal numbers."""
-    codes: dict[str, int] = {}
-    numbers = []
-    for sample in names:
-        numbers.append(np.array([codes.setdefault(name, len(codes)) for name in sample], np.int64))
-    return numbers
 
 
 def prior_shift_test(source: LabelledRisks, traffic: Traffic, seed: int = 0) -> PriorShiftTest:

@@ -9,7 +9,7 @@ Learn. 52, 239-281).  Measured coverage: ``benchmarks/LOG.md``."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -161,13 +161,22 @@ def debiased_calibration_error(label: Labels, risk: Floats, bins: int = ECE_BINS
     )
 
 
+def number_together(*names: Iterable[Hashable]) -> list[NDArray[np.int64]]:
+    """Return numbers for the names of several samples, in order of appearance; equal names have
+    equal numbers."""
+    codes: dict[Hashable, int] = {}
+    return [
+        np.array([codes.setdefault(name, len(codes)) for name in sample], np.int64)
+        for sample in names
+    ]
+
+
 def within_stratum_auroc(label: Labels, risk: Floats, strata: Sequence[Hashable]) -> float | None:
     """Return the mean AUROC inside strata, weighted by (hallucinated, factual) pairs; None without
     any pair."""
-    codes: dict[Hashable, int] = {}
-    index = np.array([codes.setdefault(stratum, len(codes)) for stratum in strata])
+    [index] = number_together(strata)
     total = pairs = 0.0
-    for code in range(len(codes)):
+    for code in np.unique(index):
         inside = index == code
         weight = float(np.sum(label[inside] == 0)) * float(np.sum(label[inside] == 1))
         if weight:

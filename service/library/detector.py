@@ -328,22 +328,8 @@ class Detector:
         from service.serving.judgement import Judgement
 
         inputs = as_prompts(prompts)
-        ids = [
-            (
-                self._scorer.render(prompt=prompt)
-                if isinstance(prompt, str)
-                else self._scorer.render(messages=prompt)
-            )
-            for prompt in inputs
-        ]
-        standings = [
-            (
-                self._scorer.standing(prompt)
-                if isinstance(prompt, str)
-                else self._scorer.standing(messages=prompt)
-            )
-            for prompt in inputs
-        ]
+        ids = [self._scorer.render(*text_or_messages(prompt)) for prompt in inputs]
+        standings = [self._scorer.standing(*text_or_messages(prompt)) for prompt in inputs]
         policy = GATE.at(threshold)
         if generate < 0:
             raise RequestError(
@@ -428,6 +414,11 @@ def as_prompts(prompts: Prompts) -> list[str | list[Message]]:
         prompt if isinstance(prompt, str) else _conversation(prompt, f"prompts[{at}]")
         for at, prompt in enumerate(items)
     ]
+
+
+def text_or_messages(prompt: str | list[Message]) -> tuple[str | None, list[Message] | None]:
+    """Return the prompt as the text or as the messages that it is, and None for the other."""
+    return (prompt, None) if isinstance(prompt, str) else (None, prompt)
 
 
 def _conversation(messages: object, name: str) -> list[Message]:

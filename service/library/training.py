@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from probes_store.local import atomic_write
 from service.data.bank import bank_rows
 from service.errors import RequestError, TrainingError
-from service.library.detector import as_prompts, frame
+from service.library.detector import as_prompts, frame, text_or_messages
 from service.library.engine import FILES, SHIPPED, Engine, default_model, load_engine, open_store
 from service.progress import Report, note
 from service.settings import DEFAULT_STORE
@@ -282,11 +282,7 @@ def extract(
     ) as loaded:
         prompt_format = default_prompt_format(loaded)
         ids = [
-            (
-                render(loaded, prompt, None, prompt_format)
-                if isinstance(prompt, str)
-                else render(loaded, None, prompt, prompt_format)
-            )
+            render(loaded, *text_or_messages(prompt), prompt_format)
             for prompt in as_prompts(prompts)
         ]
         geometry = loaded.identity.geometry

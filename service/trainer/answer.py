@@ -3,8 +3,7 @@ rows bring."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +12,7 @@ from sklearn.base import clone
 
 from probes_store.records import AnswerProbe
 from probes_store.tensors import AnswerTensors, joined
+from service.data.run_folder import json_lines
 from service.engines.base import Engine
 from service.errors import NoDirection, TrainingError
 from service.fitting import decisions, scores
@@ -132,15 +132,11 @@ def _document(
             scores.gain(label, group, after, before, within)._asdict()
         )
     for key, tests in (("decisions", after), ("decisions_before", before)):
-        document[key] = rounded(_means([decisions.decisions(label, risk) for _, risk in tests]))
+        rows_of = [decisions.decisions(label, risk) for _, risk in tests]
+        document[key] = rounded(
+            {name: float(np.mean([row[name] for row in rows_of])) for name in rows_of[0]}
+        )
     return document
-
-
-def _means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    means = {}
-    for name in rows[0]:
-        means[name] = float(np.mean([row[name] for row in rows]))
-    return means
 
 
 def _tensors(
@@ -182,6 +178,6 @@ def answer_tokens(data: PreparedData, engine: Engine) -> Callable[[int], list[in
     """Return a function that gives the tokens of a data row's answer, as many as were read."""
     if data.collection.answers is None:
         return lambda row: continuation(engine, data.dataset.rows[row].answer)
-    with (data.collection.folder / "answers.jsonl").open(encoding="utf-8") as lines:
-        tokens = {record["row"]: record["tokens"] for record in map(json.loads, lines)}
+    records = json_lines(data.collection.folder / "answers.jsonl")
+    tokens = {record["row"]: record["tokens"] for record in records}
     return lambda row: tokens[row][:-1]  # the model never read its last token

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from huggingface_hub import EvalResult, ModelCardData
@@ -17,14 +16,17 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from probes_store.bundle import Bundle
 from probes_store.manifest import Manifest
-from probes_store.records import CONTEXT_SIGNALS, Guarantee, GuaranteeStratum, RefitInterval
+from probes_store.records import CONTEXT_SIGNALS, Guarantee, RefitInterval
 from service.fitting.nested_cv import CONTEXT_NAMES, NAMES, Evaluation, Inputs
 from service.fitting.recalibration import ChosenMap
 from service.fitting.scores import gain
-from service.fitting.thresholds import LEAST_ANSWERED, GuaranteeStep
+from service.fitting.thresholds import LEAST_ANSWERED
 from service.judging.evaluation import kept_strata
 from service.risk import risk
 from service.trainer.presentation import aligned_table, markdown_table
+
+if TYPE_CHECKING:
+    from service.trainer.guarantee import StratumResult
 
 METRICS = {
     "auroc": "AUROC",
@@ -316,32 +318,8 @@ def group_warning(data: Mapping[str, Any]) -> str | None:
     return f"One group has {share:.0%} of the rows: {words}" if share > LARGE_GROUP else None
 
 
-@dataclass(frozen=True)
-class GuaranteePart:
-    """The guarantee of one stratum, for the statement and the card."""
-
-    passage: bool | None  # None: of all rows
-    record: GuaranteeStratum
-    step: GuaranteeStep | None  # the threshold that passed; None: none did
-
-    @property
-    def name(self) -> str:
-        """Return what its questions are called."""
-        return "with a passage beside them" if self.passage else "without a passage"
-
-    @property
-    def wrong_rows(self) -> int:
-        """Return how many of the answered rows were hallucinated."""
-        return 0 if self.step is None else self.step.wrong_rows
-
-    @property
-    def answered_rows(self) -> int:
-        """Return how many rows are answered."""
-        return 0 if self.step is None else self.step.rows
-
-
 def statement(
-    guarantee: Guarantee, manifest: Manifest, max_new_tokens: int, parts: Sequence[GuaranteePart]
+    guarantee: Guarantee, manifest: Manifest, max_new_tokens: int, parts: Sequence[StratumResult]
 ) -> str:
     """Return the text that says for which requests the guarantee holds and what voids it."""
     text = _render(
@@ -350,7 +328,7 @@ def statement(
         m=manifest,
         judged=guarantee.labels == "generate",
         parts=parts,
-        closed=all(part.step is None for part in parts),
+        closed=not any(part.step.groups for part in parts),
         scored=sum(part.record.rows for part in parts),
         labelled=sum(part.record.labelled for part in parts),
         max_new_tokens=max_new_tokens,
@@ -359,14 +337,14 @@ def statement(
     return " ".join(text.split())
 
 
-def _by_row(guarantee: Guarantee, parts: Sequence[GuaranteePart]) -> str | None:
+def _by_row(guarantee: Guarantee, parts: Sequence[StratumResult]) -> str | None:
     """Return the figures by row of the threshold that passed; None if none did, or there are
     several strata."""
-    step = parts[0].step if len(parts) == 1 else None
-    return None if step is None else say("by_row", step, guarantee.alpha)
+    alone = len(parts) == 1 and parts[0].step.groups
+    return say("by_row", parts[0].step, guarantee.alpha) if alone else None
 
 
-def guaranteed_card(card: str, manifest: Manifest, parts: Sequence[GuaranteePart] = ()) -> str:
+def guaranteed_card(card: str, manifest: Manifest, parts: Sequence[StratumResult] = ()) -> str:
     """Return the card with the section of this guarantee, which replaces an earlier one; ``parts``
     are its strata."""
     guarantee = manifest.guarantee

@@ -24,10 +24,10 @@ from service.fitting.recalibration import (
     MapFit,
     Traffic,
     estimate_share,
-    number_together,
     prior_shift_test,
     shift_to,
 )
+from service.fitting.scores import number_together
 from service.risk import served_risk
 from service.trainer.cards import CAUTION, feedback_lines
 from service.trainer.new_rows import Marks, seen_by
@@ -104,7 +104,9 @@ def recalibrate_by_feedback(
             f"{where} holds no answer that the probes of {bundle.reference} scored",
             param="feedback",
         )
-    matrix = np.array([_signals_of(answer, signals) for answer in answers], np.float64)
+    matrix = np.array(
+        [[answer.signals[name] for name in signals] for answer in answers], np.float64
+    )
     judged = [position for position, answer in enumerate(answers) if answer.label is not None]
     left_out = {
         "callers disagree": sum(answer.conflict for answer in answers),
@@ -178,10 +180,6 @@ def recalibrate_by_feedback(
             f" version, this one: 'hallutracer bundle alias {name} production N' keeps another"
         )
     return published
-
-
-def _signals_of(answer: LabelledAnswer, names: Sequence[str]) -> list[float]:
-    return [answer.signals[name] for name in names]
 
 
 def _prior_shift(

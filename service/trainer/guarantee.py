@@ -32,7 +32,7 @@ from service.fitting.thresholds import (
 from service.judging.guarantee import Standing, unlike_training
 from service.scoring import Scorer
 from service.trainer import new_rows
-from service.trainer.cards import GuaranteePart, card_of, guaranteed_card, statement
+from service.trainer.cards import card_of, guaranteed_card, statement
 from service.trainer.new_rows import Marks, NewRows
 from service.trainer.options import Console, GuaranteeOptions
 from service.trainer.prepare import UNKNOWN_LABEL
@@ -387,9 +387,10 @@ class StratumResult:
     answered: float  # share of the rows that the threshold that passed answers
 
     @property
-    def step(self) -> GuaranteeStep | None:
-        """Return the threshold that passed."""
-        return None if self.test is None else self.test.passed
+    def step(self) -> GuaranteeStep:
+        """Return the threshold that passed, or one that no group is answered at."""
+        passed = None if self.test is None else self.test.passed
+        return passed or GuaranteeStep(CLOSED, 0, 0, 0, 0, 1.0)
 
     @property
     def record(self) -> GuaranteeStratum:
@@ -398,10 +399,10 @@ class StratumResult:
         return GuaranteeStratum(
             passage=bool(self.stratum.passage),
             delta=self.stratum.delta,
-            threshold=CLOSED if step is None else step.threshold,
-            groups=0 if step is None else step.groups,
-            hallucinated=0 if step is None else step.wrong,
-            p_value=1.0 if step is None else step.p_value,
+            threshold=step.threshold,
+            groups=step.groups,
+            hallucinated=step.wrong,
+            p_value=step.p_value,
             answered=self.answered,
             rows=self.rows,
             labelled=self.labelled,
@@ -456,7 +457,7 @@ def carry_out(planned: GuaranteePlan, engine: Engine, store: Store, console: Con
         assert result.test is not None
         for line in table(result.test, result.stratum.name if named else ""):
             console.print(line)
-    passed = [alpha for alpha, result in tested if result.step is not None]
+    passed = [alpha for alpha, result in tested if result.step.groups]
     if not passed and not options.publish_closed:
         raise NoThreshold("\n".join(_missing(result, named) for _, result in tested), param="data")
 
@@ -491,8 +492,7 @@ def carry_out(planned: GuaranteePlan, engine: Engine, store: Store, console: Con
         name=options.new_name or bundle.manifest.name,
         threshold=record.threshold,
     )
-    parts = [GuaranteePart(result.stratum.passage, result.record, result.step) for result in served]
-    record = replace(record, statement=statement(record, manifest, options.answer_tokens, parts))
+    record = replace(record, statement=statement(record, manifest, options.answer_tokens, served))
     manifest = replace(manifest, guarantee=record)
     evaluation, known = bundle.evaluation(), data.label[data.label != UNKNOWN_LABEL]
     ledger = {
@@ -514,7 +514,7 @@ def carry_out(planned: GuaranteePlan, engine: Engine, store: Store, console: Con
         "spent": Marks.of(rows.dataset).document(),
     }
     evaluation["calibrations"] = [*evaluation.get("calibrations", []), ledger]
-    card = guaranteed_card(card_of(bundle), manifest, parts)
+    card = guaranteed_card(card_of(bundle), manifest, served)
     published = store.publish(new_rows.draft_of(bundle, manifest, evaluation, card))
     console.print(f"published {published.reference}")
     return published

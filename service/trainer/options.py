@@ -58,14 +58,17 @@ SIGNALS: dict[str, tuple[Signal, ...]] = {
 }
 _FITS, _GUARANTEE = Group("Fits and folds", sort_key=40), Group("Guarantee", sort_key=36)
 _RECALIBRATION = Group("Recalibration", sort_key=6)
-Options = TypeVar("Options", bound="NewRowsOptions")
+Options = TypeVar("Options")
 
 
-def made_of(kind: type[Options], options: object, **changes: Any) -> Options:
-    """Return options of ``kind`` with the fields that it shares with ``options``, and with
+def made_of(kind: type[Options], *sources: object, **changes: Any) -> Options:
+    """Return options of ``kind`` with the fields that it shares with ``sources``, and with
     ``changes``."""
-    names = [declared.name for declared in fields(kind) if hasattr(options, declared.name)]
-    return kind(**{name: getattr(options, name) for name in names} | changes)
+    names = [declared.name for declared in fields(kind)]  # type: ignore[arg-type]
+    shared = {
+        name: getattr(source, name) for source in sources for name in names if hasattr(source, name)
+    }
+    return kind(**shared | changes)
 
 
 def other_decoding(decodings: Collection[Decoding | None], expected: Decoding) -> Decoding | None:

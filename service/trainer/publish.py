@@ -64,11 +64,11 @@ def probe_tensors(
     return ProbeTensors(head=fit.head, **stored, **({} if context is None else context.tensors()))
 
 
-def golden_rows(risk: Floats, count: int = GOLDEN_PROMPTS) -> Index:
-    """Return positions of ``count`` rows, evenly spread over the ranks of risk [n], with the lowest
-    and the highest."""
+def golden_rows(risk: Floats) -> Index:
+    """Return positions of ``GOLDEN_PROMPTS`` rows, evenly spread over the ranks of risk [n],
+    with the lowest and the highest."""
     order = np.argsort(risk, kind="stable")
-    ranks = np.linspace(0, len(order) - 1, min(count, len(order))).round().astype(np.int64)
+    ranks = np.linspace(0, len(order) - 1, min(GOLDEN_PROMPTS, len(order))).round().astype(np.int64)
     return order[np.unique(ranks)]
 
 

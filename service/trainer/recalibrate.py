@@ -21,10 +21,11 @@ from probes_store.bundle import Bundle
 from probes_store.local import atomic_write
 from probes_store.records import Recalibration
 from probes_store.store import Store
+from service.data.rows import rendered
 from service.data.run_folder import locked
 from service.data.training_rows import Dataset, TrafficFile, read_dataset, read_traffic
 from service.engines.base import Engine
-from service.errors import DataError, RequestError, TrainingError
+from service.errors import TrainingError
 from service.fitting.decisions import at_threshold
 from service.fitting.nested_cv import rounded
 from service.fitting.recalibration import (
@@ -37,11 +38,10 @@ from service.fitting.recalibration import (
     choose_map,
     estimate_share,
     most_likely_share,
-    number_together,
     prior_shift_test,
     shift_to,
 )
-from service.fitting.scores import share_interval
+from service.fitting.scores import number_together, share_interval
 from service.scoring import Scorer
 from service.trainer.cards import candidates_table, card_of, recalibrated_card
 from service.trainer.new_rows import (
@@ -219,21 +219,12 @@ def check_not_recalibrated(bundle: Bundle, evaluation: Mapping[str, Any]) -> Non
 def _score(file: TrafficFile, scorer: Scorer, batch_rows: int) -> Floats:
     if file.scored:
         return np.array([row.risk for row in file.rows], np.float64)
-    prompts: list[list[int]] = []
-    problems: list[str] = []
-    limit = scorer.engine.identity.max_tokens
-    for row in file.rows:
-        try:
-            prompts.append(scorer.render(row.prompt, row.messages))
-        except RequestError as error:
-            problems.append(f"line {row.line}: {error}")
-        else:
-            if len(prompts[-1]) > limit:
-                problems.append(
-                    f"line {row.line}: {len(prompts[-1])} tokens are more than the model's {limit}"
-                )
-    if problems:
-        raise DataError(str(file.path), problems)
+    prompts = rendered(
+        str(file.path),
+        ((row.line, row) for row in file.rows),
+        lambda row: scorer.render(row.prompt, row.messages),
+        scorer.engine.identity.max_tokens,
+    )
     batches = (prompts[start : start + batch_rows] for start in range(0, len(prompts), batch_rows))
     return np.array([report.risk for batch in batches for report in scorer.score(batch)])
 

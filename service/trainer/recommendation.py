@@ -12,11 +12,11 @@ from scipy.special import expit
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
 
-from service.fitting.decisions import net_benefit
+from service.fitting.decisions import at_threshold, net_benefit
 from service.fitting.folds import outer_folds
 from service.fitting.nested_cv import KIND_AND_FORM, Evaluation, Inputs, rounded
 from service.fitting.probes import Floats, Index
-from service.fitting.scores import Gain, Tests, gain, mean_auroc
+from service.fitting.scores import Tests, gain, mean_auroc
 from service.trainer.cards import SIGNALS, say
 
 TEXT = "text"  # the rival that reads the prompt's words and no model
@@ -129,13 +129,8 @@ def _against(
         "rival": strongest,
         "rival_title": TITLES[strongest],
         "rival_auroc": aurocs[strongest],
-        "gain": _gain_document(ahead),
+        "gain": ahead._asdict(),
     }
-
-
-def _gain_document(ahead: Gain) -> dict[str, float]:
-    difference, low, high, p_value = ahead
-    return {"difference": difference, "low": low, "high": high, "p_value": p_value}
 
 
 def _restricted(tests: Tests, inside: NDArray[np.bool_]) -> Tests:
@@ -146,14 +141,12 @@ def _restricted(tests: Tests, inside: NDArray[np.bool_]) -> Tests:
 def _gate(label: NDArray[np.int64], risk: Floats, cost: float) -> dict[str, Any]:
     """Return what the gate for this cost of a wrong answer does: label [n], risk [n]."""
     threshold = 1 / (1 + cost)
-    answered = risk < threshold
+    gate: dict[str, Any] = {"wrong_costs": cost, "threshold": threshold}
+    gate |= at_threshold(label, risk, threshold)
+    if not gate["answered"]:
+        gate["wrong_among_answered"] = None
     saved = net_benefit(label, risk, cost)
-    return {
-        "wrong_costs": cost,
-        "threshold": threshold,
-        "answered": float(answered.mean()),
-        "wrong_among_answered": float(1 - label[answered].mean()) if answered.any() else None,
-        "right_withheld": float((~answered)[label == 1].mean()) if label.any() else 0.0,
+    return gate | {
         "pays": saved["net_benefit"] > max(0.0, saved["withholding_all"]),
     }
 

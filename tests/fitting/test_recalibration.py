@@ -16,7 +16,7 @@ from probes_store.manifest import sealed
 from probes_store.records import Method, Recalibration
 from service.errors import TrainingError
 from service.fitting import recalibration as maps
-from service.fitting.scores import debiased_calibration_error, t_interval
+from service.fitting.scores import debiased_calibration_error, number_together, t_interval
 from tests.fitting.made import APART, PRIOR, rows
 from tests.kit.bundles import make_draft
 
@@ -340,7 +340,7 @@ def test_the_map_gives_the_risks_of_the_new_share_and_one_at_the_end_no_certaint
         assert found == pytest.approx(share, abs=1e-9)
         assert 0 < maps.shift_to(found, PRIOR, 50)(risk) < 1
         assert abs(maps.shift_to(found, PRIOR, 50).c) < 6
-    assert [numbers.tolist() for numbers in maps.number_together(["a", "b", "a"], ["c", "b"])] == [
+    assert [numbers.tolist() for numbers in number_together(["a", "b", "a"], ["c", "b"])] == [
         [0, 1, 0],
         [2, 1],
     ]

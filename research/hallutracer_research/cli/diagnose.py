@@ -4,6 +4,7 @@ file of arrays."""
 from __future__ import annotations
 
 import json
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -33,87 +34,10 @@ if TYPE_CHECKING:
     from hallutracer_research.paper.diagnose import LabelledSet
     from hallutracer_research.paper.diagnostics.shape import Shrinkage
 
-# What is printed: section of the document -> its title, and what each key is; keys with a mark are
-# written as a percentage (%) or as a p-value (p).
-SECTIONS: dict[str, tuple[str, dict[str, str]]] = {
-    "fisher": (
-        "Fisher gap",
-        {
-            "r_fisher": "SNR of the best layer weights over that of the plain mean",
-            "r_fisher_unbiased": "the same without the gain from noise",
-            "theta": "level-shape coupling",
-            "chi": "shape energy",
-            "t": "cross term",
-            "cauchy_schwarz": "t over its bound; near 1 the two above cancel",
-        },
-    ),
-    "snr": (
-        "Slope against mean",
-        {
-            "rho": "divergence ratio of the class gap",
-            "gamma": "origin penalty",
-            "r_plugin": "SNR of slope over mean, from the covariance",
-            "r_empirical": "the same, measured",
-            "eta": "measured over predicted",
-        },
-    ),
-    "variance": (
-        "Variance components",
-        {
-            "icc": "share of within-class variance common to all layers (the paper's plug-in)",
-            "icc_unbiased": "the same by the method of moments",
-            "icc_factual": "factual class",
-            "icc_hallucinated": "hallucinated class",
-        },
-    ),
-    "features": (
-        "AUROC of each feature",
-        {
-            "mean": "AUROC of the depth mean: the detector",
-            "median": "trajectory median",
-            "trimmed_mean": "mean without a tenth of the layers at each end",
-            "slope": "least-squares slope",
-            "zone_shift": "output zone less recognition zone",
-            "total_variation": "path length",
-            "range": "largest less smallest logit",
-        },
-    ),
-    "geometry": (
-        "Geometry",
-        {
-            "adjacent_cos": "|cos| of adjacent probes (middle layers)",
-            "expected_cos": "the same for random directions",
-            "cos_p_value p": "p-value of their difference",
-            "energy_fraction %": "variance along the probe, of all",
-            "v2_top90 %": "of the probe, in the directions with 90 % of the variance",
-            "alignment": "|cos| of probe and mean shift",
-            "stable_rank": "effective rank of the readouts",
-            "mean_shift_norm": "distance of the class means",
-            "cohen_d": "Cohen's d of W, the frozen probe on the next layer",
-            "r_w": "the same over Cohen's d of the whole increment",
-            "distance_correlation": "of W and K",
-        },
-    ),
-    "kappa": (
-        "Class spread along the frozen probe",
-        {
-            "kappa_median": "larger over smaller class variance along the frozen probe, median",
-            "kappa_p95": "95th percentile",
-            "degradation %": "of the effect size, where the wider class is counted",
-            "factual_wider %": "transitions where the factual class is the wider",
-        },
-    ),
-    "isotropy": (
-        "Probe isotropy: p-values, small ones speak against it",
-        {
-            "shapiro_p p": "inner products are normal",
-            "ks_ambient_p p": "with variance 1 / d",
-            "trend_p p": "|cos| has no trend over the gap between layers",
-            "anova_p p": "|cos| has one mean at every gap",
-            "permutation_ambient_p p": "inner products are those of random directions",
-        },
-    ),
-}
+# section of the document -> its title, and what each key is
+SECTIONS: dict[str, dict[str, Any]] = tomllib.loads(
+    Path(__file__).with_name("diagnose.toml").read_text(encoding="utf-8")
+)
 
 
 @section("Diagnosis", 5)
@@ -235,9 +159,9 @@ def _rule(text: str | None) -> Shrinkage:
 def _print(document: dict[str, Any], console: Console) -> None:
     geometry = document.get("geometry", {})
     parts = {**document, **{key: geometry[key] for key in ("kappa", "isotropy") if key in geometry}}
-    for key, (title, rows) in SECTIONS.items():
+    for key, part in SECTIONS.items():
         if key in parts:
-            _section(title, parts[key], rows, console)
+            _section(part["title"], parts[key], part["rows"], console)
         if key == "variance":
             lags = "  ".join(
                 f"{lag}: {_cell(value, '')}"

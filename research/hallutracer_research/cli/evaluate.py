@@ -16,7 +16,7 @@ from service.cli.output import print_line
 from service.data.options import Data, LabelOptions, LabelSource, outside_training
 from service.options import Common
 from service.settings import Range, option, section
-from service.trainer.options import FoldOptions
+from service.trainer.options import FoldOptions, made_of
 
 if TYPE_CHECKING:
     from hallutracer_research.evaluation.options import EvaluationSource
@@ -124,27 +124,17 @@ def evaluate(
     names = method_names(
         options.methods, other_model=options.other_model, embedder=options.embedder
     )
-    evaluation = EvaluateOptions(
+    evaluation = made_of(
+        EvaluateOptions,
+        options,
+        labels,
+        fit,
         sources=limited(sources, options.limit),
         out=options.out or Path("evaluation"),
-        suite=options.suite,
         methods=names,
-        other_model=options.other_model,
-        embedder=options.embedder,
         beside=tuple(map(Path, options.beside)),
-        samples=options.samples,
         seeds=len(fit.shuffles),
-        folds=fit.folds,
-        inner_folds=options.inner_folds,
-        c=fit.c,
-        judge=labels.judge,
         labels=outside_training(options.labels),
-        max_new_tokens=labels.max_new_tokens,
-        prompt_format=labels.prompt_format,
-        per_subset=options.per_subset,
-        skip_long=options.skip_long,
-        batch_rows=fit.batch_rows,
-        jobs=fit.jobs,
     )
     chosen = engine.options_for()  # a wrong option is reported before rows are read
     console = Console(stderr=True, highlight=False, soft_wrap=True)

@@ -17,6 +17,7 @@ from service.data.judges import contains
 from service.demo import Passage
 from service.demo.questions import questions, with_passages
 from service.engines.base import Sampling
+from service.fitting.recalibration import means_without
 from service.fitting.scores import auroc_interval, risk_auroc, t_interval
 from service.policies.guard import OBSERVE
 from service.scoring import Scorer
@@ -140,12 +141,8 @@ def document(answered: Answered, facts: dict[str, Any]) -> dict[str, Any]:
 def markdown(found: dict[str, Any]) -> str:
     """Return the document's tables."""
 
-    def interval(cell: dict[str, float] | None, digits: int = 3) -> str:
-        return (
-            f"{cell['value']:.{digits}f} [{cell['low']:.{digits}f}, {cell['high']:.{digits}f}]"
-            if cell
-            else ""
-        )
+    def interval(cell: dict[str, float] | None) -> str:
+        return "{value:.3f} [{low:.3f}, {high:.3f}]".format(**cell) if cell else ""
 
     parts = [
         (
@@ -202,7 +199,5 @@ def _auroc(group: NDArray[np.int64], right: Flags, risk: Floats) -> dict[str, fl
 
 
 def _mean(group: NDArray[np.int64], column: NDArray[Any]) -> dict[str, float]:
-    member = np.unique(group, return_inverse=True)[1]
-    without = (column.sum() - np.bincount(member, column)) / (len(column) - np.bincount(member))
     value = float(column.mean())
-    return {"value": value, **t_interval(value, without)._asdict()}
+    return {"value": value, **t_interval(value, means_without(column, group))._asdict()}

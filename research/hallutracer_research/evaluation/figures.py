@@ -9,6 +9,7 @@ import io
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib import figure as mpl
@@ -61,6 +62,7 @@ _STYLE = {
     "svg.hashsalt": "hallutracer",
 }
 _MAX_TICKS = 12
+_SHARES: Any = {"xlim": (-0.01, 1.01), "ylim": (-0.01, 1.01)}
 _MAX_POINTS = 200  # of a curve; more would not be seen
 
 
@@ -159,15 +161,13 @@ def roc_pr(label: ArrayLike, risks: Mapping[str, ArrayLike]) -> Figure:
             title="ROC",
             xlabel="factual prompts flagged (share)",
             ylabel="hallucinated prompts flagged (share)",
-            xlim=(-0.01, 1.01),
-            ylim=(-0.01, 1.01),
+            **_SHARES,
         )
         right.set(
             title="Precision and recall",
             xlabel="hallucinated prompts flagged (share)",
             ylabel="flagged prompts that are\nhallucinated (share)",
-            xlim=(-0.01, 1.01),
-            ylim=(-0.01, 1.01),
+            **_SHARES,
         )
         look.legend_below(left, columns=2)
         return Figure(
@@ -295,8 +295,7 @@ def reliability(
         axes.set(
             xlabel="mean risk of the bin (probability)",
             ylabel="hallucinated in the bin (share)",
-            xlim=(-0.01, 1.01),
-            ylim=(-0.01, 1.01),
+            **_SHARES,
         )
         axes.set_aspect("equal")
         look.legend_below(axes, columns=1)

@@ -39,6 +39,9 @@ class Column:
     )
 
 
+SET, METHOD = Column("set", "Set", "text"), Column("method", "Method", "text")
+
+
 @dataclass(frozen=True)
 class Table:
     """Rows of cells by column key; a missing cell is shown as a dash."""

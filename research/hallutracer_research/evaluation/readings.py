@@ -44,7 +44,7 @@ from hallutracer_research.evaluation.splits import kept
 from service.data.collection import batches, collect
 from service.data.judges import make_judge
 from service.data.labels import CLASSES, answer_texts, spoken_behind, verdict_on
-from service.data.run_folder import claim
+from service.data.run_folder import claim, json_lines
 from service.engines.base import Engine, Sampling
 from service.errors import EngineError
 from service.fitting.probes import ActivationArray, Floats, Readouts
@@ -132,7 +132,6 @@ def with_embeddings(prepared: PreparedSet, options: EvaluateOptions) -> Prepared
         options.out / "sets" / prepared.rows.name / "embeddings",
         {"text": _digest(inputs.text), "embedder": str(options.embedder.resolve())},
         np.array([len(text) for text in inputs.text]),
-        AT_ONCE,
         "embeddings",
         lambda at: {"embedding": encoder.encode([inputs.text[row] for row in at.tolist()])},
     )
@@ -229,8 +228,8 @@ class _Reader:
     @cached_property
     def judged(self) -> list[str]:
         """The labelled rows' answers, as the judge read them."""
-        with (self.prepared.prompts.folder / "answers.jsonl").open(encoding="utf-8") as lines:
-            said = {record["row"]: str(record["answer"]) for record in map(json.loads, lines)}
+        records = json_lines(self.prepared.prompts.folder / "answers.jsonl")
+        said = {record["row"]: str(record["answer"]) for record in records}
         return [said[row] for row in self.prepared.index.tolist()]
 
     def positions(self) -> OtherPositions:
@@ -259,7 +258,6 @@ class _Reader:
             self.folder / "positions",
             self.owner | sizes | {"scaffold": list(scaffold)},
             self.prepared.inputs.prompt_tokens,
-            AT_ONCE,
             "other positions",
             read,
         )
@@ -310,7 +308,6 @@ class _Reader:
                 "each": BEGINNING,
             },
             self.prepared.inputs.prompt_tokens + np.array([len(one) for one in said]),
-            AT_ONCE,
             "behind answers",
             read,
         )
@@ -371,7 +368,7 @@ class _Reader:
                 self.folder / "answers" / self.p_true_name(way),
                 partial(self._log_odds, asking),
             )
-            found = _by_row(folder, of_answers, lengths, AT_ONCE, "P(True)", ask)
+            found = _by_row(folder, of_answers, lengths, "P(True)", ask)
             suffix = "_examples" if way else ""
             readings |= {
                 f"true{suffix}": found["true"],
@@ -404,7 +401,6 @@ class _Reader:
             self.folder / "answers" / "greedy",
             self.owner,
             lengths,
-            AT_ONCE,
             "greedy answers",
             answer,
         )
@@ -443,7 +439,7 @@ class _Reader:
                 "read": "where tokens stand before it",
             }
             folder, name = self.folder / "answers" / "content", "first words of content"
-            content[later] = _by_row(folder, of_answers, lengths, AT_ONCE, name, read)["content"]
+            content[later] = _by_row(folder, of_answers, lengths, name, read)["content"]
         return {"content": content, "decoded": decoded.astype(np.float64)}
 
     def samples(self) -> dict[str, Any]:
@@ -471,7 +467,7 @@ class _Reader:
 
         of_samples = self.owner | {"samples": count, "sampling": asdict(sampling), "seed": SEED}
         folder, at_once = self.folder / "answers" / f"samples-{count}", max(1, AT_ONCE // count)
-        found = _by_row(folder, of_samples, inputs.prompt_tokens, at_once, "samples", sample)
+        found = _by_row(folder, of_samples, inputs.prompt_tokens, "samples", sample, at_once)
         groups = [
             clusters(text, said.tolist())
             for text, said in zip(inputs.text, found["text"], strict=True)
@@ -509,9 +505,9 @@ def _by_row(
     folder: Path,
     owner: Mapping[str, Any],
     lengths: NDArray[np.integer],
-    at_once: int,
     name: str,
     make: Callable[[NDArray[np.int64]], dict[str, NDArray[Any]]],
+    at_once: int = AT_ONCE,
 ) -> dict[str, Any]:
     """Return arrays of all n rows, made in files of ``at_once`` of them, longest prompts first, or
     read from them."""

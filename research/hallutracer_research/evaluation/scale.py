@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from hallutracer_research.evaluation.methods import METHODS, OURS
-from hallutracer_research.evaluation.page import Cell, Column, Table, mean
+from hallutracer_research.evaluation.page import METHOD, SET, Cell, Column, Table, mean
 from hallutracer_research.evaluation.results import SetResult
 from service.errors import DataError
 from service.fitting.scores import debiased_calibration_error
@@ -41,12 +41,12 @@ def sets_table(sets: Sequence[SetResult], weights: int | None) -> Table:
         name="sets",
         title="The rows and the model",
         columns=(
-            Column("set", "Set", "text"),
+            SET,
             Column("rows", "Rows", "integer"),
-            Column("right", "Right", "percent", 3),
+            Column("right", "Right", "percent"),
             Column("weights", "Weights", "integer"),
-            Column("calibration", "Calibration error, debiased", "number", 3),
-            Column("gap", "Mean risk less share wrong", "number", 3),
+            Column("calibration", "Calibration error, debiased"),
+            Column("gap", "Mean risk less share wrong"),
         ),
         rows=rows,
         caption=(
@@ -124,17 +124,17 @@ def _models(runs: Mapping[str, Mapping[str, Any]], titles: Sequence[str]) -> Tab
         name="models",
         title="Model by model",
         columns=(
-            Column("set", "Set", "text"),
+            SET,
             Column("model", "Model", "text"),
             Column("weights", "Weights", "integer"),
             Column("rows", "Rows", "integer"),
-            Column("right", "Right", "percent", 3),
-            Column("within", "AUROC within kind", "percent", 3),
-            Column("auroc", "AUROC", "percent", 3),
-            Column("left_out", "AUROC, source left out", "percent", 3),
-            Column("e_aurc", "E-AURC", "number", 3),
-            Column("caught_at_10", "Wrong caught at 10 %", "percent", 3),
-            Column("calibration", "Calibration error, debiased", "number", 3),
+            Column("right", "Right", "percent"),
+            Column("within", "AUROC within kind", "percent"),
+            Column("auroc", "AUROC", "percent"),
+            Column("left_out", "AUROC, source left out", "percent"),
+            Column("e_aurc", "E-AURC"),
+            Column("caught_at_10", "Wrong caught at 10 %", "percent"),
+            Column("calibration", "Calibration error, debiased"),
             Column("milliseconds", "Milliseconds a prefill", "number", 1),
         ),
         rows=rows,
@@ -167,11 +167,11 @@ def _methods(runs: Mapping[str, Mapping[str, Any]], titles: Sequence[str]) -> Ta
         name="scale",
         title="Every method, model by model",
         columns=(
-            Column("set", "Set", "text"),
-            Column("method", "Method", "text"),
+            SET,
+            METHOD,
             Column("class", "Class", "text"),
             *(
-                Column(f"{key} {model}", f"{words}, {model}", "percent", 3, higher=True)
+                Column(f"{key} {model}", f"{words}, {model}", "percent", higher=True)
                 for model in runs
                 for key, words in (("within", "Within kind"), ("auroc", "AUROC"))
             ),

@@ -23,7 +23,7 @@ from hallutracer_research.evaluation.methods import (
 from hallutracer_research.evaluation.methods.base import MethodInputs
 from hallutracer_research.evaluation.methods.references import text_ngrams
 from hallutracer_research.evaluation.options import CLASSES, Cost, EvaluateOptions
-from hallutracer_research.evaluation.page import Cell, Column, Table
+from hallutracer_research.evaluation.page import METHOD, SET, Cell, Column, Table
 from hallutracer_research.evaluation.results import Measures, SetResult, pooled_ranks, spread
 from hallutracer_research.evaluation.splits import chosen_depth_mean, kept
 from probes_store.local import atomic_write
@@ -63,14 +63,14 @@ def main_table(rows: Sequence[Mapping[str, Any]], notes: Sequence[str]) -> Table
         label="tab:main-results",
         title="Hallucination detection",
         columns=(
-            Column("set", "Set", "text"),
-            Column("method", "Method", "text"),
+            SET,
+            METHOD,
             Column("class", "Class", "text"),
-            Column("cost", "Cost, prefills", "number", 3),
-            Column("within", "AUROC within kind", "percent", 3, higher=True),
-            Column("auroc", "AUROC", "percent", 3, higher=True),
-            Column("auprc_hallucinated", "AUPRC, hallucinated positive", "percent", 3, higher=True),
-            Column("auprc_factual", "AUPRC, factual positive", "percent", 3, higher=True),
+            Column("cost", "Cost, prefills"),
+            Column("within", "AUROC within kind", "percent", higher=True),
+            Column("auroc", "AUROC", "percent", higher=True),
+            Column("auprc_hallucinated", "AUPRC, hallucinated positive", "percent", higher=True),
+            Column("auprc_factual", "AUPRC, factual positive", "percent", higher=True),
         ),
         rows=rows,
         caption=(
@@ -98,15 +98,14 @@ def decisions_table(sets: Sequence[SetResult]) -> Table:
         name="decisions",
         title="What a gate gains",
         columns=(
-            Column("set", "Set", "text"),
-            Column("method", "Method", "text"),
-            Column("e_aurc", "E-AURC", "number", 3, higher=False),
+            SET,
+            METHOD,
+            Column("e_aurc", "E-AURC", higher=False),
             *(
                 Column(
                     f"caught_at_{100 * share:.0f}",
                     f"Wrong caught, {share:.0%} of right withheld",
                     "percent",
-                    3,
                     higher=True,
                 )
                 for share in WITHHELD
@@ -176,11 +175,11 @@ def second_look_table(sets: Sequence[SetResult]) -> Table | None:
         name="second_look",
         title="What a second look shows, and what it costs",
         columns=(
-            Column("set", "Set", "text"),
+            SET,
             Column("shown", "Shown", "percent", 2),
-            *(Column(name, f"Wrong, {title}", "percent", 3) for name, title in titles.items()),
+            *(Column(name, f"Wrong, {title}", "percent") for name, title in titles.items()),
             *(
-                Column(f"{name}_tokens", f"Tokens, {titles[name]}", "percent", 3)
+                Column(f"{name}_tokens", f"Tokens, {titles[name]}", "percent")
                 for name in ("before", "staged")
             ),
         ),
@@ -221,12 +220,12 @@ def ahead_table(sets: Sequence[SetResult]) -> Table:
         name="ahead",
         title="Ahead of each rival",
         columns=(
-            Column("set", "Set", "text"),
-            Column("method", "Method", "text"),
+            SET,
+            METHOD,
             Column("over", "Over", "text"),
             Column("class", "Its class", "text"),
-            Column("within", "AUROC within kind, points", "percent", 3),
-            Column("gain", "AUROC, points", "percent", 3),
+            Column("within", "AUROC within kind, points", "percent"),
+            Column("gain", "AUROC, points", "percent"),
         ),
         rows=rows,
         block="set",
@@ -279,12 +278,12 @@ def form_table(sets: Sequence[SetResult]) -> Table | None:
         name="forms",
         title="By form of conversation",
         columns=(
-            Column("set", "Set", "text"),
+            SET,
             Column(FORM, "Form", "text"),
             Column("rows", "Rows", "integer"),
-            Column("wrong", "Hallucinated", "percent", 3),
+            Column("wrong", "Hallucinated", "percent"),
             *(
-                Column(method, f"AUROC, {METHODS[method].title}", "percent", 3, higher=True)
+                Column(method, f"AUROC, {METHODS[method].title}", "percent", higher=True)
                 for method in methods
             ),
         ),
@@ -372,10 +371,10 @@ def transfer_table(
         name="transfer",
         title="Trained on one source, tested on another",
         columns=(
-            Column("set", "Set", "text"),
+            SET,
             Column("train", "Trained on", "text"),
-            Column("method", "Method", "text"),
-            *(Column(name, f"AUROC on {name}", "percent", 3, higher=True) for name in names),
+            METHOD,
+            *(Column(name, f"AUROC on {name}", "percent", higher=True) for name in names),
         ),
         rows=rows,
         caption=(

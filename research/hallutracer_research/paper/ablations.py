@@ -117,9 +117,7 @@ def _depth_columns(results: Sequence[SetResult]) -> list[Column]:
             for size in features.depth_sizes(result.splits[0].test_trajectory.shape[1])[0]
         }
     )
-    return [
-        Column(depth_key(size), f"{size} layer{'s' * (size > 1)}", "percent", 3) for size in sizes
-    ]
+    return [Column(depth_key(size), f"{size} layer{'s' * (size > 1)}", "percent") for size in sizes]
 
 
 def _logit_scale(result: SetResult, _: list[str]) -> Row:

@@ -16,7 +16,7 @@ from importlib.resources import files
 from types import MappingProxyType
 from typing import Any, Final
 
-from hallutracer_research.evaluation.page import Cell, Column, Table
+from hallutracer_research.evaluation.page import SET, Cell, Column, Table
 from hallutracer_research.evaluation.results import SetResult
 from service.errors import TrainingError
 
@@ -73,7 +73,6 @@ RowMaker = Callable[[SetResult, list[str]], Row]
 TrainingError."""
 Columns = Sequence[str | Column]
 
-SET: Final = Column("set", "Set", "text")
 SHARED: Final = {  # by captions and notes of ``tables.toml``
     "over_splits": "mean ± standard deviation over the test sides of all folds and seeds",
     "classifier": (

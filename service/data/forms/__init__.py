@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -341,13 +342,13 @@ def _shuffled(notes: Sequence[str], around: Surroundings) -> str:
 
 _FORMS: Sequence[tuple[str, str, float, Make]] = (
     ("lone", "lone", 4.0, lambda q, around: _ask(q.text)),
-    ("polite", "wording", 1.0, lambda q, around: _asked("polite", q, around)),
-    ("chatter", "wording", 1.0, lambda q, around: _asked("chatter", q, around)),
+    ("polite", "wording", 1.0, partial(_asked, "polite")),
+    ("chatter", "wording", 1.0, partial(_asked, "chatter")),
     ("lower", "wording", 1.0, lambda q, around: _ask(q.text.lower().rstrip("?.! "))),
     ("typos", "wording", 1.0, _typos),
     ("ending", "wording", 1.0, _ending),
     ("junk", "junk", 1.0, _junk),
-    ("format", "formats", 1.0, lambda q, around: _asked("formats", q, around)),
+    ("format", "formats", 1.0, partial(_asked, "formats")),
     (
         "system_short",
         "system",
@@ -378,7 +379,7 @@ _FORMS: Sequence[tuple[str, str, float, Make]] = (
         1.0,
         lambda q, around: _turn(q, around, lambda _: around.one_of(*WORDINGS["refusals"])),
     ),
-    ("turn_own", "turns", 2.0, lambda q, around: _turns_own(q, around, (1,))),
+    ("turn_own", "turns", 2.0, partial(_turns_own, counts=(1,))),
     ("turns_own", "turns", 1.5, _turns_own),
     ("turns_mixed", "turns", 1.5, _turns_mixed),
     ("turns_with_system", "turns", 1.0, _turns_with_system),
@@ -399,8 +400,8 @@ _FORMS: Sequence[tuple[str, str, float, Make]] = (
     ("passage_unrelated", "passages", 1.5, lambda q, around: _passage(q, around, around.notes(3))),
     ("passage_contradicting", "passages", 0.1, _passage_contradicting),
     ("passages_several", "passages", 1.5, _passages_several),
-    ("context_1k", "long", 0.6, lambda q, around: _long(q, around, 700)),
-    ("context_4k", "long", 0.1, lambda q, around: _long(q, around, 2800)),
+    ("context_1k", "long", 0.6, partial(_long, words=700)),
+    ("context_4k", "long", 0.1, partial(_long, words=2800)),
 )
 FORMS = {row[0]: Form(*row) for row in _FORMS}
 

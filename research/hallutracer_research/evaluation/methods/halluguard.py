@@ -143,13 +143,13 @@ def score(kernel: NDArray[np.floating], states: NDArray[np.floating], floor: flo
     )
 
 
-def displacement_ratio(states: NDArray[np.floating], floor: float = 1e-8) -> float:
+def displacement_ratio(states: NDArray[np.floating]) -> float:
     """Return sigma_max: the largest |h_t - h_(t-1)| / |h_(t-1) - h_(t-2)| of states [T, d]; 1 where
-    T < 3.  Steps are raised to ``floor``, so that a state that repeats divides by no zero."""
+    T < 3.  Steps are raised to 1e-8, so that a state that repeats divides by no zero."""
     if len(states) < 3:
         return 1.0
     steps = np.maximum(
-        np.linalg.norm(np.diff(np.asarray(states, np.float64), axis=0), axis=1), floor
+        np.linalg.norm(np.diff(np.asarray(states, np.float64), axis=0), axis=1), 1e-8
     )
     return float(np.max(steps[1:] / steps[:-1]))
 
