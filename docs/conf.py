@@ -48,8 +48,8 @@ html_css_files = ["site.css"]
 html_additional_pages = {"index": "redirect.html"}
 html_theme_options = {"navigation_with_keys": False}  # arrow keys scroll wide code blocks
 
-# GitHub shows README.md as it is, so the navigation is not written there.  The README's shelf has the
-# same pages without the reports, which pages lead to; a test compares them.
+# GitHub shows README.md as it is, so the navigation is not written there.  The README's shelf has
+# the same pages without the reports, to which pages lead; a test compares them.
 REPORTS = "Reports"
 NAVIGATION = {
     "Start": {

@@ -2,8 +2,8 @@
 docs/first_screen.py.
 
 Both are of the shipped bundles' own records, so no model is loaded: each training question has a
-risk by folds that saw neither the question nor its entity.  The list is every ``EVERY``-th, by risk,
-of the questions about ``KINDS`` in plain words, of the rows that the bundle was trained on."""
+risk by folds that saw neither the question nor its entity.  The list is every ``EVERY``-th, by
+risk, of the questions about ``KINDS`` in plain words among the rows of the bundle's training."""
 
 from __future__ import annotations
 
@@ -57,11 +57,9 @@ def answers(bundle: Bundle, rows: Sequence[Mapping[str, object]]) -> list[Answer
     recorded = read_risks(bundle.evaluation()["out_of_fold"]["risks"])
     if [row["label"] for row in labelled] != recorded.label.tolist():
         raise ValueError(f"the rows are not those that {bundle.manifest.reference} records")
-    threshold = bundle.manifest.threshold_for(False)
+    limit = bundle.manifest.threshold_for(False)
     asked = [
-        Answer(
-            float(risk), texts_of(row)[-1], str(row["answer"]), row["label"] == 1, risk >= threshold
-        )
+        Answer(float(risk), texts_of(row)[-1], str(row["answer"]), row["label"] == 1, risk >= limit)
         for row, risk in zip(labelled, recorded.risk.tolist(), strict=True)
         if row["form"] == "wording_plain" and row["kind"] in KINDS
     ]

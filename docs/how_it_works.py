@@ -117,7 +117,8 @@ def draw() -> str:
         ' font-family="sans-serif">',
         "<title>From a prompt to an answer or a refusal</title>",
         '<defs><marker id="end" viewBox="0 0 10 10" refX="8" refY="5" markerWidth="7"'
-        f' markerHeight="7" orient="auto"><path d="M0 0L10 5L0 10z" fill="{LINE}"/></marker></defs>',
+        f' markerHeight="7" orient="auto"><path d="M0 0L10 5L0 10z" fill="{LINE}"/></marker>',
+        "</defs>",
         f'<rect width="{WIDTH}" height="{HEIGHT}" rx="8" fill="#ffffff"/>',
         *(line for box in BOXES for line in box.drawn()),
         *map(arrow, ARROWS),

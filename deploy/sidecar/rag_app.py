@@ -156,7 +156,7 @@ class GuardedRag:
         return Reply(None, "passages", None, None, tuple(self._retriever.find(question)))
 
     async def _guarded(self, messages: list[dict[str, str]]) -> Risk:
-        """One request: the risk, and the answer unless gated."""
+        """One request: the risk, and the answer unless it is withheld."""
         return (
             await self._client.score(messages=messages, policy="gate", generate=self._generate)
         ).only

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from docs.first_screen import QWEN, QWEN_ROWS, Answer, answers
 from docs.answered import read_rows
+from docs.first_screen import QWEN, QWEN_ROWS, Answer, answers
 from probes_store.bundle import load_bundle
 from tests.kit.pages import ROOT
 
