@@ -65,6 +65,7 @@ NAVIGATION = {
     "Run a vLLM fleet": {
         "vLLM and gateways": "docs/vllm",
         "Training": "docs/training",
+        "No labels": "docs/no-labels",
         "Deployment": "deploy/README",
         "Rollout, upgrading": "docs/rollout",
     },
