@@ -44,6 +44,7 @@ TOOLS = HERE.parent / ".tools" / "bin"
 STEP = 2  # seconds between two scrapes, and two points of the picture
 WINDOW = "20s"
 PHASES = ("well known", "hardly known", "mixed")
+SHOWN_UNITS = {"percentunit": "%", "none": "", "reqps": "/s"}  # of Grafana's names
 DECISIONS = {"continue": "#0072b2", "abstain": "#d55e00"}
 
 
@@ -182,13 +183,13 @@ def draw_panel(axes: Axes, panel: dict[str, Any], url: str, start: float, end: f
         for labels, x, y in ranges(url, filled(target["expr"]), start, end)
     ]
     if panel["type"] == "stat":
-        axes.axis("off")
-        value = f"{lines[0][2][-1]:.3g}{' %' if percent else ''}" if lines else "no data"
-        axes.text(0, 0.3, value, fontsize=17, transform=axes.transAxes)
+        axes.set(xticks=[], yticks=[])
+        value = f"{lines[0][2][-1]:.3g} {SHOWN_UNITS.get(unit, unit)}" if lines else "no data"
+        axes.text(0.05, 0.3, value, fontsize=15, transform=axes.transAxes)
         return
     for name, x, y in lines:
         axes.plot(x, y, label=name)
-    axes.set_ylabel("%" if percent else unit, fontsize=8)
+    axes.set_ylabel(SHOWN_UNITS.get(unit, unit), fontsize=8)
     axes.tick_params(labelsize=7)
     axes.set_ylim(bottom=0)
     axes.spines[["top", "right"]].set_visible(False)
@@ -205,12 +206,11 @@ def draw_board(url: str, start: float, end: float, board: Path, path: Path) -> N
     )
     shown = list(panels)
     height = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in shown)
-    figure = plt.figure(figsize=(12, 0.42 * height), dpi=100, layout="constrained")
-    grid = figure.add_gridspec(height, 24)
+    figure = plt.figure(figsize=(12, 0.36 * height), dpi=100)
     for panel in shown:
         at = panel["gridPos"]
-        rows = slice(at["y"], at["y"] + at["h"])
-        axes = figure.add_subplot(grid[rows, at["x"] : at["x"] + at["w"]])
+        left, bottom = (at["x"] + 0.9) / 24, 1 - (at["y"] + at["h"] - 0.9) / height
+        axes = figure.add_axes((left, bottom, (at["w"] - 1.2) / 24, (at["h"] - 2) / height))
         draw_panel(axes, panel, url, start, end)
     figure.savefig(path, metadata={"Software": None})
 
@@ -226,7 +226,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=240, help="how long to send traffic")
     parser.add_argument("--rate", type=float, default=10, help="questions a second")
     parser.add_argument(
-        "--board", type=Path, help="a dashboard, drawn beside the picture as NAME.png"
+        "--board", type=Path, help="a dashboard, drawn beside the picture as dashboard_NAME.png"
     )
     options = parser.parse_args()
     prometheus = shutil.which("prometheus") or shutil.which("prometheus", path=str(TOOLS))
@@ -238,7 +238,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(temporary)
         log = work / "service.log"
-        command = [sys.executable, "-m", "service.cli", "serve", "--policy", "gate", "--port", "0"]
+        serve = ["serve", "--model", "demo", "--policy", "gate", "--port", "0"]
+        command = [sys.executable, "-m", "service.cli", *serve]
         with process(command, log, PYTHONUNBUFFERED="1", HALLUTRACER_STORE=str(work)) as service:
             address = wait_for(service, log, r"listening on (http://\S+),")
             wait_for(service, log, r"(API reference)")
@@ -267,7 +268,7 @@ def main() -> None:
                 time.sleep(2 * STEP)
                 draw(url, start, starts, end, options.out)
                 if options.board is not None:
-                    target = options.out.with_name(f"{options.board.stem}.png")
+                    target = options.out.with_name(f"dashboard_{options.board.stem}.png")
                     draw_board(url, start, end, options.board, target)
     print(f"drawn from Prometheus' API: {options.out}")
 
