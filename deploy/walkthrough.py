@@ -98,7 +98,7 @@ def ranges(
     url: str, query: str, start: float, end: float
 ) -> Iterator[tuple[dict[str, str], Any, Any]]:
     """Prometheus' answer to a range query: labels, seconds since ``start``, values."""
-    parameters = {"query": query, "start": start, "end": end, "step": STEP}
+    parameters: dict[str, str | float] = {"query": query, "start": start, "end": end, "step": STEP}
     answer = httpx.get(f"{url}/api/v1/query_range", params=parameters, timeout=30).json()
     if answer["status"] != "success":
         sys.exit(f"Prometheus refuses {query!r}: {answer.get('error')}")

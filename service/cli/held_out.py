@@ -55,14 +55,14 @@ class TryOptions:
         ),
     ] = None
     data: Annotated[
-        Path | None,
+        tuple[str, ...],  # as other commands have it: a file may hold the key for all
         option(
             "Ask questions of yours instead of the bundle's: rows with 'prompt' and 'answers', in"
             " JSONL, .csv, .tsv or .parquet.  Then a line says how many answers are wrong without a"
             " gate and with one.  Not with --url."
         ),
         Parameter(metavar="FILE"),
-    ] = None
+    ] = ()
     url: Annotated[
         str | None,
         option("Ask this running service instead of loading the model here."),
@@ -93,7 +93,9 @@ def held_out(
       hallutracer try --data mine.jsonl
 
       hallutracer try --url http://127.0.0.1:8765"""
-    if options.data is not None and options.url is not None:
+    if len(options.data) > 1:
+        raise UsageError("--data", "name one file")
+    if options.data and options.url is not None:
         raise UsageError("--data", "asks the model here; leave out --url")
     tried = (
         _asked_here(options, bundles, engine)
@@ -111,11 +113,11 @@ def _asked_here(options: TryOptions, bundles: BundleOptions, engine: EngineChoic
     from service.judging.evaluation import coverage, recommendation_of, sample_of
     from service.serving.sampled import TOGETHER, ask
 
-    sample = None if options.data is None else _sample_in(options.data)
+    sample = _sample_in(Path(options.data[0])) if options.data else None
     bundle = load_first(open_store(bundles), bundle_names(engine.model, bundles))
     if sample is None and (sample := sample_of(bundle)) is None:
         raise _nothing(bundle.reference)
-    most = options.show or (SHOWN if options.data is None else len(sample.questions))
+    most = options.show or (len(sample.questions) if options.data else SHOWN)
     numbers = range(min(most, len(sample.questions)))
     with (
         closing(load_engine(engine, bundles=[bundle])) as loaded,
@@ -142,7 +144,7 @@ def _asked_here(options: TryOptions, bundles: BundleOptions, engine: EngineChoic
         )
     tenths, recommendation = coverage(bundle).tenths, recommendation_of(bundle)
     tried = _tried(bundle.reference, model, bundle.manifest.threshold, seen, tenths, recommendation)
-    return replace(tried, file=None if options.data is None else str(options.data))
+    return replace(tried, file=options.data[0] if options.data else None)
 
 
 def _sample_in(path: Path) -> Sample:

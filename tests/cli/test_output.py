@@ -179,6 +179,7 @@ def test_own_questions_are_asked_and_judged(tmp_path: Path) -> None:
     for arguments, status, word in (
         (f"--model demo --data {file}", 1, "line 1: give a 'prompt'"),
         (f"--data {file} --url http://127.0.0.1:9", 2, "leave out --url"),
+        (f"--data {file} --data {file}", 2, "name one file"),
     ):
         done = hallutracer("try", *arguments.split())
         assert (done.returncode, word in done.stderr) == (status, True), done.stderr
