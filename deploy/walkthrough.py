@@ -5,13 +5,15 @@ picture.
     python deploy/walkthrough.py --out risk.png   # four minutes; --seconds 60 for a short one
 
 The questions are first well known to the demo model, then hardly known, then mixed.  The picture
-shows decisions, the gated share and the distribution of the risk, queried from Prometheus' HTTP
-API."""
+shows decisions, the withheld share and the distribution of the risk, queried from Prometheus' HTTP
+API.  ``--board FILE`` draws the first screen of a dashboard, too: the panels of its JSON, where
+they stand, by their own queries.  It needs no Grafana, and is not Grafana's own picture."""
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import os
 import random
 import re
@@ -29,6 +31,7 @@ from typing import Any
 import httpx
 import matplotlib
 import numpy as np
+from matplotlib.axes import Axes
 
 from hallutracer_client import Client, Generate
 from service.demo.questions import questions
@@ -41,6 +44,7 @@ TOOLS = HERE.parent / ".tools" / "bin"
 STEP = 2  # seconds between two scrapes, and two points of the picture
 WINDOW = "20s"
 PHASES = ("well known", "hardly known", "mixed")
+SHOWN_UNITS = {"percentunit": "%", "none": "", "reqps": "/s"}  # of Grafana's names
 DECISIONS = {"continue": "#0072b2", "abstain": "#d55e00"}
 
 
@@ -90,26 +94,31 @@ def send_questions(url: str, rows: list[list[str]], seconds: float, rate: float)
                 time.sleep(random.Random(text).expovariate(rate))
 
 
-def series(
+def ranges(
     url: str, query: str, start: float, end: float
-) -> dict[tuple[str, ...], tuple[Any, Any]]:
-    """Prometheus' answer to a range query: label values -> (times, values)."""
-    parameters = {"query": query, "start": start, "end": end, "step": STEP}
+) -> Iterator[tuple[dict[str, str], Any, Any]]:
+    """Prometheus' answer to a range query: labels, seconds since ``start``, values."""
+    parameters: dict[str, str | float] = {"query": query, "start": start, "end": end, "step": STEP}
     answer = httpx.get(f"{url}/api/v1/query_range", params=parameters, timeout=30).json()
     if answer["status"] != "success":
         sys.exit(f"Prometheus refuses {query!r}: {answer.get('error')}")
-    results = {}
     for result in answer["data"]["result"]:
         points = np.array(result["values"], dtype=float)
-        results[tuple(value for _, value in sorted(result["metric"].items()))] = (
-            points[:, 0] - start,
-            points[:, 1],
-        )
-    return results
+        yield result["metric"], points[:, 0] - start, points[:, 1]
+
+
+def series(
+    url: str, query: str, start: float, end: float
+) -> dict[tuple[str, ...], tuple[Any, Any]]:
+    """The same by the values of the labels, in the order of their names."""
+    return {
+        tuple(value for _, value in sorted(labels.items())): (x, y)
+        for labels, x, y in ranges(url, query, start, end)
+    }
 
 
 def draw(url: str, start: float, starts: list[float], end: float, path: Path) -> None:
-    """Three panels over time: decisions a second, gated share, distribution of the risk."""
+    """Three panels over time: decisions a second, withheld share, distribution of the risk."""
     prompts = f"sum by (decision) (rate(hallutracer_prompts_total[{WINDOW}]))"
     share = (
         f'sum(rate(hallutracer_prompts_total{{decision!="continue"}}[{WINDOW}]))'
@@ -124,7 +133,7 @@ def draw(url: str, start: float, starts: list[float], end: float, path: Path) ->
     axes[0].legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     for x, y in series(url, share, start, end).values():
         axes[1].plot(x, 100 * y, color=DECISIONS["abstain"])
-    axes[1].set_ylabel("gated, %")
+    axes[1].set_ylabel("withheld, %")
     axes[1].set_ylim(0, 100)
     bounds = sorted((le for (le,) in buckets if le != "+Inf"), key=float)
     times = buckets[bounds[0],][0]
@@ -146,6 +155,66 @@ def draw(url: str, start: float, starts: list[float], end: float, path: Path) ->
     figure.savefig(path, metadata={"Software": None})
 
 
+def filled(expression: str) -> str:
+    """A panel's query as Grafana would send it: all jobs, and the picture's window."""
+    words = {"$__rate_interval": WINDOW, "$__range": WINDOW, "[5m]": f"[{WINDOW}]"}
+    for name, value in words.items():
+        expression = expression.replace(name, value)
+    return re.sub(r"\$\w+", ".*", expression)
+
+
+def named(legend: str, labels: dict[str, str]) -> str:
+    """A line's name; there is one job, so its name is left out."""
+    return re.sub(
+        r"\{\{(\w+)\}\}",
+        lambda match: labels.get(match[1], ""),
+        legend.replace(" ({{job}} {{namespace}})", ""),
+    )
+
+
+def draw_panel(axes: Axes, panel: dict[str, Any], url: str, start: float, end: float) -> None:
+    """A number, or lines over time, by the panel's own queries."""
+    unit = panel["fieldConfig"]["defaults"].get("unit", "")
+    percent = unit == "percentunit"
+    axes.set_title(panel["title"], fontsize=9, loc="left")
+    lines = [
+        (named(target["legendFormat"], labels), x, 100 * y if percent else y)
+        for target in panel["targets"]
+        for labels, x, y in ranges(url, filled(target["expr"]), start, end)
+    ]
+    if panel["type"] == "stat":
+        axes.set(xticks=[], yticks=[])
+        value = f"{lines[0][2][-1]:.3g} {SHOWN_UNITS.get(unit, unit)}" if lines else "no data"
+        axes.text(0.05, 0.3, value, fontsize=15, transform=axes.transAxes)
+        return
+    for name, x, y in lines:
+        axes.plot(x, y, label=name)
+    axes.set_ylabel(SHOWN_UNITS.get(unit, unit), fontsize=8)
+    axes.tick_params(labelsize=7)
+    axes.set_ylim(bottom=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    if lines:
+        axes.legend(frameon=False, fontsize=7)
+    else:
+        axes.text(0.5, 0.5, "no data", ha="center", transform=axes.transAxes, fontsize=8)
+
+
+def draw_board(url: str, start: float, end: float, board: Path, path: Path) -> None:
+    """The dashboard's panels above its first folded row, where its grid has them."""
+    panels = itertools.takewhile(
+        lambda panel: panel["type"] != "row", json.loads(board.read_text())["panels"]
+    )
+    shown = list(panels)
+    height = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in shown)
+    figure = plt.figure(figsize=(12, 0.36 * height), dpi=100)
+    for panel in shown:
+        at = panel["gridPos"]
+        left, bottom = (at["x"] + 0.9) / 24, 1 - (at["y"] + at["h"] - 0.9) / height
+        axes = figure.add_axes((left, bottom, (at["w"] - 1.2) / 24, (at["h"] - 2) / height))
+        draw_panel(axes, panel, url, start, end)
+    figure.savefig(path, metadata={"Software": None})
+
+
 def main() -> None:
     """Parse the options, start both processes, send questions, draw."""
     parser = argparse.ArgumentParser(
@@ -156,6 +225,9 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, default=240, help="how long to send traffic")
     parser.add_argument("--rate", type=float, default=10, help="questions a second")
+    parser.add_argument(
+        "--board", type=Path, help="a dashboard, drawn beside the picture as dashboard_NAME.png"
+    )
     options = parser.parse_args()
     prometheus = shutil.which("prometheus") or shutil.which("prometheus", path=str(TOOLS))
     if prometheus is None:
@@ -166,7 +238,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(temporary)
         log = work / "service.log"
-        command = [sys.executable, "-m", "service.cli", "serve", "--policy", "gate", "--port", "0"]
+        serve = ["serve", "--model", "demo", "--policy", "gate", "--port", "0"]
+        command = [sys.executable, "-m", "service.cli", *serve]
         with process(command, log, PYTHONUNBUFFERED="1", HALLUTRACER_STORE=str(work)) as service:
             address = wait_for(service, log, r"listening on (http://\S+),")
             wait_for(service, log, r"(API reference)")
@@ -194,6 +267,9 @@ def main() -> None:
                 end = time.time()
                 time.sleep(2 * STEP)
                 draw(url, start, starts, end, options.out)
+                if options.board is not None:
+                    target = options.out.with_name(f"dashboard_{options.board.stem}.png")
+                    draw_board(url, start, end, options.board, target)
     print(f"drawn from Prometheus' API: {options.out}")
 
 

@@ -20,6 +20,8 @@ HEAD = """\
 
 # Command line
 
+*For everyone, to look something up. Before: [Install](install.md).*
+
 This page lists every command and option of `hallutracer`, and says where an option's value comes from.
 
 `hallutracer COMMAND --help-all` prints what stands here; `--help` leaves out the variables and, of `serve`, the options

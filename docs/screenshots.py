@@ -1,8 +1,7 @@
-"""Draw the playground, the terminal and the tenths, of a service that runs: python
-docs/screenshots.py URL.
+"""Draw the playground and the terminal, of a service that runs: python docs/screenshots.py URL.
 
-Writes docs/playground.png, docs/playground-phone.png, docs/try.svg and docs/tenths.svg of SmolLM2,
-of another model docs/playground-BUNDLE.png, and docs/answers.png where the bundle reads answers."""
+Writes docs/playground.png, docs/playground-phone.png and docs/try.svg of SmolLM2, of another model
+docs/playground-BUNDLE.png, and docs/answers.png where the bundle reads answers."""
 
 from __future__ import annotations
 
@@ -13,7 +12,6 @@ import sys
 from pathlib import Path
 
 import httpx
-import matplotlib.pyplot as plt
 from playwright.sync_api import Browser, expect, sync_playwright
 from rich.console import Console
 from rich.text import Text
@@ -65,27 +63,6 @@ def terminal(url: str, target: Path, width: int = 108) -> None:
     target.write_text(own, encoding="utf-8")
 
 
-def tenths(url: str, target: Path) -> None:
-    """How often the model is right in each tenth of the training rows by risk."""
-    card = httpx.get(f"{url}/v1/bundles/smollm2").raise_for_status().json()
-    shares = [100 * tenth["right"] for tenth in card["coverage"]["tenths"]]
-    names = [f"{tenth['low']:.2f} to {tenth['high']:.2f}" for tenth in card["coverage"]["tenths"]]
-    with plt.rc_context({"svg.hashsalt": "tenths", "font.size": 8}):
-        figure, axes = plt.subplots(figsize=(8, 1.9), layout="constrained")
-        bars = axes.bar(names, shares, color="#2b6cb0", width=0.8)
-        axes.bar_label(bars, [f"{share:.0f} %" for share in shares], padding=2)
-        axes.set(
-            ylim=(0, 1.25 * max(shares)),
-            yticks=[],
-            xlabel="a tenth of the questions, by risk before the answer",
-            title="answered right",
-        )
-        axes.spines[["top", "right", "left"]].set_visible(False)
-        axes.tick_params(axis="x", length=0, labelsize=7)
-        figure.savefig(target, metadata={"Date": None})
-        plt.close(figure)
-
-
 def main(url: str) -> None:
     """All of them."""
     card = httpx.get(f"{url}/v1/bundles").raise_for_status().json()["data"][0]
@@ -100,7 +77,6 @@ def main(url: str) -> None:
         page(browser, url, DOCS / "playground.png", 1280, 900)
         page(browser, url, DOCS / "playground-phone.png", 390, 844)
     terminal(url, DOCS / "try.svg")
-    tenths(url, DOCS / "tenths.svg")
 
 
 if __name__ == "__main__":

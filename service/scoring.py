@@ -1,4 +1,4 @@
-"""A request without HTTP: token ids -> engine -> risk report, gated or continued.
+"""A request without HTTP: token ids -> engine -> risk report, withheld or continued.
 
 The way of a prompt: ``prompts.render`` -> ``Engine.answer`` (prefill, readout, truth logits) ->
 ``Scorer.judge`` (``risk.risk``, ``guard.judge``) -> the rest of the answer, where the decision

@@ -136,8 +136,8 @@ PolicyName = Annotated[
     str,
     option(
         "What becomes of a flagged prompt where a request names no policy: observe answers and"
-        " tells the risk, gate says the abstain message, block gives an error; or a name in"
-        " --policies.",
+        " tells the risk, gate withholds and says the abstain message, block shows nothing; or a"
+        " name in --policies.",
         everyday=True,
     ),
 ]
@@ -229,7 +229,9 @@ PoliciesFile = Annotated[
         everyday=True,
     ),
 ]
-AbstainMessage = Annotated[str, option("What an abstaining policy says instead of an answer.")]
+AbstainMessage = Annotated[
+    str, option("What a policy that abstains says where it withholds an answer.")
+]
 DecodingChoice = Literal["bundle", "openai"]
 Decoding = Annotated[
     DecodingChoice | None,
@@ -243,7 +245,7 @@ Decoding = Annotated[
 MessageInContent = Annotated[
     bool,
     option(
-        "Say the abstain message as the answer's text, too, for clients that show nothing else."
+        "Say the message of a withheld answer as its text, too, for clients that show nothing else."
     ),
 ]
 

@@ -1,10 +1,10 @@
 """Retrieval-augmented generation guarded by HalluTracer: retrieve only if the model's own answer is
-flagged.
+withheld.
 
     score the question ── below the threshold ──> the model's answer
-            │ flagged
+            │ withheld
     retrieve, score with the passages ── below ──> the model's answer, with the passages
-            │ flagged
+            │ withheld
     no answer: the passages themselves
 
 Run:  python deploy/sidecar/rag_app.py "What is the capital of Italy?" \\
@@ -156,7 +156,7 @@ class GuardedRag:
         return Reply(None, "passages", None, None, tuple(self._retriever.find(question)))
 
     async def _guarded(self, messages: list[dict[str, str]]) -> Risk:
-        """One request: the risk, and the answer unless gated."""
+        """One request: the risk, and the answer unless it is withheld."""
         return (
             await self._client.score(messages=messages, policy="gate", generate=self._generate)
         ).only

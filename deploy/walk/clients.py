@@ -86,7 +86,7 @@ def messages(client: Anthropic, model: str, question: str, withheld: bool) -> No
 
 
 def tools(client: OpenAI, model: str, question: str) -> None:
-    """A tool is offered; then its result is there, and the answer from it is gated as any.
+    """A tool is offered; then its result is there, and the answer from it is judged as any.
 
     With the tool's description the prompt is another, and so is its risk: what is shown has to
     follow the decision."""

@@ -6,8 +6,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
@@ -34,7 +35,11 @@ from service.library.engine import DEMO, SHIPPED
 from service.options import Common
 from service.settings import Range, option, section
 
+if TYPE_CHECKING:
+    from service.judging.evaluation import Sample
+
 SHOWN = 24  # questions, where the bundle carries more
+OWN_TOKENS = 48  # of an answer to a question of the user's
 
 
 @section("Trying", 5)
@@ -42,7 +47,22 @@ SHOWN = 24  # questions, where the bundle carries more
 class TryOptions:
     """Number of questions, and the address of the service that is asked."""
 
-    show: Annotated[int, option("So many of the bundle's questions.", limits=Range(1))] = SHOWN
+    show: Annotated[
+        int | None,
+        option(
+            f"So many questions.  Default: {SHOWN} of the bundle's, or all of --data.",
+            limits=Range(1),
+        ),
+    ] = None
+    data: Annotated[
+        tuple[str, ...],  # as other commands have it: a file may hold the key for all
+        option(
+            "Ask questions of yours instead of the bundle's: rows with 'prompt' and 'answers', in"
+            " JSONL, .csv, .tsv or .parquet.  Then a line says how many answers are wrong without a"
+            " gate and with one.  Not with --url."
+        ),
+        Parameter(metavar="FILE"),
+    ] = ()
     url: Annotated[
         str | None,
         option("Ask this running service instead of loading the model here."),
@@ -65,11 +85,18 @@ def held_out(
     First comes a sentence of the bundle's own card: use it, use it for some kinds of question, or
     do not.  The questions were drawn before any risk was known, and no fit saw them; misses are
     printed like hits.  Below them, how often the model is right in each tenth of the training
-    questions by risk.
+    questions by risk.  With --data the questions are yours, and the last line says whether the gate
+    helps you.
 
       hallutracer try
 
+      hallutracer try --data mine.jsonl
+
       hallutracer try --url http://127.0.0.1:8765"""
+    if len(options.data) > 1:
+        raise UsageError("--data", "name one file")
+    if options.data and options.url is not None:
+        raise UsageError("--data", "asks the model here; leave out --url")
     tried = (
         _asked_here(options, bundles, engine)
         if options.url is None
@@ -86,10 +113,12 @@ def _asked_here(options: TryOptions, bundles: BundleOptions, engine: EngineChoic
     from service.judging.evaluation import coverage, recommendation_of, sample_of
     from service.serving.sampled import TOGETHER, ask
 
+    sample = _sample_in(Path(options.data[0])) if options.data else None
     bundle = load_first(open_store(bundles), bundle_names(engine.model, bundles))
-    if (sample := sample_of(bundle)) is None:
+    if sample is None and (sample := sample_of(bundle)) is None:
         raise _nothing(bundle.reference)
-    numbers = range(min(options.show, len(sample.questions)))
+    most = options.show or (len(sample.questions) if options.data else SHOWN)
+    numbers = range(min(most, len(sample.questions)))
     with (
         closing(load_engine(engine, bundles=[bundle])) as loaded,
         progress_bar(len(numbers), "asking", "question") as bar,
@@ -114,7 +143,26 @@ def _asked_here(options: TryOptions, bundles: BundleOptions, engine: EngineChoic
             loaded.identity.model,
         )
     tenths, recommendation = coverage(bundle).tenths, recommendation_of(bundle)
-    return _tried(bundle.reference, model, bundle.manifest.threshold, seen, tenths, recommendation)
+    tried = _tried(bundle.reference, model, bundle.manifest.threshold, seen, tenths, recommendation)
+    return replace(tried, file=options.data[0] if options.data else None)
+
+
+def _sample_in(path: Path) -> Sample:
+    """Return the user's questions as a bundle carries its own, judged in the same way.
+
+    Raises DataError, by line."""
+    from service.data.options import ABSTAIN
+    from service.data.training_rows import read_dataset
+    from service.errors import DataError
+    from service.judging.evaluation import Sample, SampleQuestion
+
+    rows = [row for row in read_dataset(path, "generate", folds=None).rows if row.applies]
+    if problems := [f"line {row.line}: give a 'prompt'" for row in rows if row.prompt is None]:
+        raise DataError(str(path), problems)
+    questions = tuple(
+        SampleQuestion(row.question, row.answers, row.strata.get("kind", "")) for row in rows
+    )
+    return Sample(str(path), "contains", ABSTAIN, OWN_TOKENS, questions)
 
 
 def _asked_there(options: TryOptions, bundles: BundleOptions) -> TryReport:
@@ -135,7 +183,7 @@ def _asked_there(options: TryOptions, bundles: BundleOptions) -> TryReport:
         card = get(f"/v1/bundles/{name}")
         if card["sample"] is None:
             raise _nothing(card["id"])
-        numbers = range(min(options.show, len(card["sample"]["questions"])))
+        numbers = range(min(options.show or SHOWN, len(card["sample"]["questions"])))
         seen = []
         with (
             progress_bar(len(numbers), "asking", "question") as bar,

@@ -224,6 +224,7 @@ class TryReport:
     seen: tuple[QuestionResult, ...]  # lowest risks first
     tenths: tuple[Tenth, ...]  # of the training rows, by folds that never saw the row
     recommendation: str | None = None  # whether the bundle pays for its model, as its training said
+    file: str | None = None  # of the user's own questions; None where the bundle carries them
 
     @property
     def halves(self) -> tuple[dict[str, int], dict[str, int]]:
@@ -231,6 +232,20 @@ class TryReport:
         is in the lower."""
         middle = (len(self.seen) + 1) // 2
         return _counts(self.seen[:middle]), _counts(self.seen[middle:])
+
+    @property
+    def helps(self) -> str:
+        """Return a sentence: wrong answers without a gate, and with one."""
+        right, wrong = (
+            [result.flagged for result in self.seen if result.verdict == verdict]
+            for verdict in ("right", "wrong")
+        )
+        given = right.count(False) + wrong.count(False)
+        return (
+            f"Without a gate {_none(len(wrong))} of {len(right) + len(wrong)} answers are wrong."
+            f"  A gate at {self.threshold:.2f} gives {_none(given)}, {_none(wrong.count(False))} of"
+            f" them wrong, and withholds {_none(right.count(True))} of the {len(right)} right ones."
+        )
 
     def document(self) -> dict[str, Any]:
         """Return it for --json."""
@@ -279,8 +294,11 @@ def draw_sorted(tried: TryReport, console: Console | None = None) -> None:
             f" answered.{_not_judged(tried)}"
         )
     result = f"right in {right}" if judged else f"no answer was given.{_not_judged(tried)}"
-    questions = f"asked {len(tried.seen)} questions that {tried.bundle} was not fitted on"
+    whose = f"that {tried.bundle} was not fitted on" if tried.file is None else f"of {tried.file}"
+    questions = f"asked {len(tried.seen)} questions {whose}"
     console.print(f"\n{tried.model}, {questions}: {result}", soft_wrap=True, markup=False)
+    if tried.file is not None:
+        console.print(tried.helps, soft_wrap=True, markup=False)
 
 
 def _none(number: int) -> str:

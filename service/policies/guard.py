@@ -112,7 +112,7 @@ class Policy:
     ``stop_at``: an answer ends where the running risk of its own tokens reaches this, or a token
     was not read; what was said before stays.
     ``tools``: of a request that offers tools, a turn of nothing but calls is no answer and is let
-    through, whatever the risk; or it is gated as an answer is.
+    through, whatever the risk; or it is judged as an answer is.
     ``passage_truth``: the share of passages that say the truth, above 0 and at most 1, as in
     training.  The risk of a prompt with a passage beside it rises by that, before any threshold
     (``risk_beside_passage``)."""

@@ -3,7 +3,7 @@
     HALLUTRACER_BUNDLE=my-probe@production vllm serve MODEL
 
 The way of a completion: vLLM's router -> ``middleware`` (a note for this request) -> vLLM's serving
-code -> ``generation`` (asks the worker for the reading, judges it, ends what is gated) ->
+code -> ``generation`` (asks the worker for the reading, judges it, ends what is withheld) ->
 ``middleware`` (the note into the response).  ``plugin`` is what vLLM loads; ``options`` reads the
 same variables as ``hallutracer serve``'s flags."""
 

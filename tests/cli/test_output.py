@@ -24,6 +24,7 @@ from service.cli.output import (
     print_card,
     print_table,
 )
+from service.demo.questions import questions
 from service.engines.scheduler import Scheduled
 from service.judging.evaluation import Tenth
 from service.library.detector import risk_of
@@ -128,6 +129,60 @@ def test_the_sentence_that_says_whether_a_bundle_pays_comes_first() -> None:
     assert lines[1] == ""
     assert lines[2].split()[:2] == ["risk", "question"]
     assert tried.document()["recommendation"] == sentence
+
+
+@pytest.mark.parametrize(
+    ("results", "sentence"),
+    [
+        (
+            {("right", False): 3, ("right", True): 1, ("wrong", False): 2, ("wrong", True): 4},
+            "Without a gate 6 of 10 answers are wrong.  A gate at 0.50 gives 5, 2 of them wrong,"
+            " and withholds 1 of the 4 right ones.",
+        ),
+        (
+            {("right", False): 1, ("abstained", True): 1},
+            "Without a gate none of 1 answers are wrong.  A gate at 0.50 gives 1, none of them"
+            " wrong, and withholds none of the 1 right ones.",
+        ),
+    ],
+)
+def test_own_questions_end_with_a_line_before_and_after(
+    results: dict[tuple[str, bool], int], sentence: str
+) -> None:
+    seen = [
+        QuestionResult("Who?", "She.", ("She",), 0.9 if flagged else 0.1, flagged, verdict)
+        for (verdict, flagged), count in results.items()
+        for _ in range(count)
+    ]
+    console = Console(file=StringIO(), width=100)
+    tried = TryReport("probe:1", "model", 0.5, tuple(seen), (), file="mine.jsonl")
+    draw_sorted(tried, console)
+    assert isinstance(console.file, StringIO)
+    *_, above, last = console.file.getvalue().splitlines()
+    assert last == sentence
+    assert f"model, asked {len(seen)} questions of mine.jsonl: right in" in above
+
+
+def test_own_questions_are_asked_and_judged(tmp_path: Path) -> None:
+    rows = questions("test")[:60:3]
+    (file := tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = hallutracer("try", "--model", "demo", "--data", str(file), "--json")
+    assert done.returncode == 0, done.stderr
+    tried = json.loads(done.stdout)
+    assert (tried["file"], len(tried["seen"])) == (str(file), len(rows))
+    assert {result["prompt"] for result in tried["seen"]} == {row["prompt"] for row in rows}
+    for result in tried["seen"]:
+        assert (result["verdict"] == "right") is any(
+            word.lower() in result["answer"].lower() for word in result["accepted"]
+        )
+    file.write_text('{"messages": [{"role": "user", "content": "Who?"}], "answers": ["She"]}\n')
+    for arguments, status, word in (
+        (f"--model demo --data {file}", 1, "line 1: give a 'prompt'"),
+        (f"--data {file} --url http://127.0.0.1:9", 2, "leave out --url"),
+        (f"--data {file} --data {file}", 2, "name one file"),
+    ):
+        done = hallutracer("try", *arguments.split())
+        assert (done.returncode, word in done.stderr) == (status, True), done.stderr
 
 
 LONG = "Can you say what the chemical symbol of the element with the atomic number 17 is, please?"

@@ -42,6 +42,7 @@ NOT_ANSWERED = {
     "no_threshold",
 }
 ASSETS = "service/demo/assets"
+LINK = re.compile(r"\[([^]]+)\]\(([^)]+)\)")
 STABLE = str(ROOT / "docs" / "stable_names.py")
 
 
@@ -173,6 +174,7 @@ def test_the_dependencies_all_have_a_reason() -> None:
     ("script", "function", "file"),
     [
         ("structure.py", "draw", "structure.svg"),
+        ("how_it_works.py", "draw", "how_it_works.svg"),
         ("cli_reference.py", "document", "cli.md"),
         ("models.py", "page", "models.md"),
         ("openapi.py", "document", "openapi.json"),
@@ -270,6 +272,29 @@ def test_every_page_is_there_and_in_the_navigation(site: Path) -> None:
             name
         )
     assert "README.html" in (site / "index.html").read_text(encoding="utf-8")
+
+
+def test_each_page_says_whom_it_is_for_and_what_to_read_around_it() -> None:
+    for page in sorted(set(PAGES) - set(RECORDS) - {ROOT / "README.md"}):
+        first = re.search(r"^# .*\n\n(.*)\n", page.read_text(encoding="utf-8"), re.MULTILINE)
+        assert first, page
+        assert re.fullmatch(r"\*For .*\.\*", first[1]), f"{page.name}: {first[1]}"
+
+
+def test_the_readmes_shelf_is_the_sites_navigation() -> None:
+    """Reports are on the site alone, which needs them in its navigation."""
+    conf = runpy.run_path(str(ROOT / "docs" / "conf.py"))
+    shelves = {name: pages for name, pages in conf["NAVIGATION"].items() if name != conf["REPORTS"]}
+    start, *tracks = shelves.values()
+    shelf = text_of("README.md").partition("\n## Where to read on\n")[2]
+    above, *rows = re.split(r"^\| (?=\*\*|look)", shelf, flags=re.MULTILINE)
+
+    def links(text: str) -> dict[str, str]:
+        return {title: path.removesuffix(".md") for title, path in LINK.findall(text)}
+
+    assert links(above) == start
+    assert [links(row.splitlines()[0]) for row in rows] == tracks
+    assert all(len(track) <= 5 for track in tracks[:-1])  # what a first-time reader reads
 
 
 def test_it_needs_no_network_and_its_links_are_well_formed(site: Path) -> None:

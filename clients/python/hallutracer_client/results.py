@@ -103,7 +103,7 @@ class Risk(Checked):
     risk: Share
     depth_mean: float
     decision: (
-        str  # continue, abstain, block, retrieve or fallback; an unknown decision is gated too
+        str  # continue, abstain, block, retrieve or fallback; an unknown decision withholds, too
     )
     flagged: bool  # the risk applies and reached the threshold, whatever the policy
     threshold: Share
@@ -218,7 +218,7 @@ class ScoreResult(OfOneRisk, Checked):
 
     @property
     def text(self) -> str | None:
-        """The only prompt's answer; None without ``generate``.  Raises Withheld if gated."""
+        """The only prompt's answer; None without ``generate``.  Raises Withheld."""
         if self.only.gated:
             raise Withheld(self.only)
         return None if self.only.completion is None else self.only.completion.text

@@ -1,4 +1,4 @@
-"""A streamed answer: events from bytes, first the risk, then, unless gated, the answer piece by
+"""A streamed answer: events from bytes, first the risk, then, unless withheld, the answer piece by
 piece."""
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class BaseAnswer(results.OfOneRisk):
     """A streamed answer: check ``gated``, then iterate over pieces of text.  The risk is known from
     the start.
 
-    Iterating a gated answer raises ``Withheld``, so a missing check of ``gated`` cannot pass for an
-    empty answer."""
+    Iterating a withheld answer raises ``Withheld``, so a missing check of ``gated`` cannot pass for
+    an empty answer."""
 
     _advance: Any  # next or anext
     _events: Any
@@ -117,7 +117,7 @@ class BaseAnswer(results.OfOneRisk):
 
     @property
     def completion(self) -> Completion | None:
-        """The whole answer after the end of the stream; None before, or if gated."""
+        """The whole answer after the end of the stream; None before, or if withheld."""
         if not self._ended or self._finish_reason is None or self._usage is None:
             return None
         return Completion("".join(self._pieces), self._finish_reason, self._usage.completion_tokens)
