@@ -33,7 +33,7 @@ from service.fitting.thresholds import GateProfile, gate_profile
 from service.fitting.uncertainty import TrajectoryReference
 from service.prompts import PromptFormat
 from service.readout import Probes
-from service.trainer.new_rows import Marks, shapes_of
+from service.trainer.new_rows import Marks, scripts_of_rows, shapes_of
 from service.trainer.options import TrainOptions
 from service.trainer.plots import PlotData
 from service.trainer.prepare import BundleContext, PreparedData, served_signals, with_context
@@ -168,6 +168,7 @@ def manifest_of(
         hallutracer_version=service.__version__,
         decoding=options.decoding(data.dataset.origin.decodings),
         shapes=shapes_of(data.dataset.rows, prompt_format),
+        scripts=scripts_of_rows(data.dataset.rows, prompt_format),
         reworded=None if context is None else context.reworded,
         **counts,
     )
