@@ -225,6 +225,8 @@ def evaluation_document(
             "figures_by": data.labelled.figures_by,
             "wrong": rounded(float(1 - label.mean())),
         }
+    if data.dataset.origin.clustered:
+        counts["kinds"] = "clusters"
     forms = [row.strata.get(FORM) for row in data.dataset.rows]
     if None not in forms:
         counts["forms"] = dict(sorted(Counter(forms).items()))
