@@ -350,7 +350,8 @@ def _within_minutes(
     TrainingError if the minutes are too few."""
     from service.data.training_rows import read_dataset
     from service.prompts import default_prompt_format
-    from service.trainer.trial import SAMPLED, questions_within
+    from service.trainer.trial import questions_within
+    from service.trainer.volume import SAMPLED
 
     assert options.minutes is not None
     asked_for = {"minutes": options.minutes, "model": engine.identity.fingerprint}

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 from sklearn.cluster import KMeans
 from sklearn.feature_extraction.text import TfidfVectorizer
 
@@ -61,7 +62,7 @@ def _words(row: Row) -> list[str]:
     return sorted(content_of(row.texts[-1])[0])
 
 
-def _names(centers: np.ndarray, words: Sequence[str]) -> list[str]:
+def _names(centers: NDArray[np.float64], words: Sequence[str]) -> list[str]:
     """Return a name for each cluster, [k], of its strongest words: centers [k, w]."""
     names = list[str]()
     for center in centers:
