@@ -117,7 +117,7 @@ def find(
             f"no bundle for {model} is in {', '.join([store.store, *look_in])}; one command makes"
             f" one: hallutracer train --model {model}"
         )
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "bundle": match.reference,
             "in": "the package" if match.where == str(SHIPPED) else match.where,
