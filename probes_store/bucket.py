@@ -7,10 +7,12 @@
     URL/NAME/VERSION/model.sig      its signature, if any
     URL/NAME/aliases/REVISION.json  the whole alias table; the highest revision counts, and a change
                                     creates the next
+    URL/index.json                  what is offered (``index``); of two publishers at once one may
+                                    be missing from it, so nothing relies on it
 
-A publisher that dies leaves only blobs, which are not a bundle.  Nothing but ``model.sig`` is ever
-overwritten, so the server needs only one guarantee: it can create an object on the condition that
-there is none.
+A publisher that dies leaves only blobs, which are not a bundle.  Nothing but ``model.sig`` and
+``index.json`` is ever overwritten, so the server needs only one guarantee: it can create an object
+on the condition that there is none.
 
 Credentials and endpoints come from fsspec's implementations: AWS_* variables and ~/.aws for s3,
 application default credentials for gs, AZURE_STORAGE_* for az, FSSPEC_* and ~/.config/fsspec for
@@ -19,6 +21,7 @@ all.  A URL contains none."""
 from __future__ import annotations
 
 import errno
+import logging
 import secrets
 import socket
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,8 +31,17 @@ from typing import Any
 
 from probes_store import errors
 from probes_store.bundle import MAX_MANIFEST, MAX_SIGNATURE, SIGNATURE, listed, timestamp
-from probes_store.errors import MissingFile, StoreRefused, StoreUnreachable, one_line
+from probes_store.errors import (
+    BundleDamaged,
+    BundleError,
+    MissingFile,
+    StoreRefused,
+    StoreUnreachable,
+    one_line,
+)
+from probes_store.index import INDEX, index_bytes, joined, offer_of, read_index
 from probes_store.manifest import (
+    EVALUATION,
     MANIFEST,
     Manifest,
     manifest_bytes,
@@ -46,8 +58,11 @@ from probes_store.syntax import (
     moved,
     next_number,
     parse_aliases,
+    parse_json,
     readable_json,
 )
+
+log = logging.getLogger("hallutracer")
 
 TABLES, BLOBS = "aliases", "blobs"
 EXCLUSIVE = ".exclusive"  # an object that tests whether the server honours a conditional create
@@ -93,7 +108,7 @@ class Bucket:
         return [
             name
             for name in self._objects.children()
-            if NAME.fullmatch(name) and self.versions(name)
+            if name != INDEX and NAME.fullmatch(name) and self.versions(name)
         ]
 
     def versions(self, name: str) -> set[int]:
@@ -104,6 +119,10 @@ class Bucket:
     def aliases(self, name: str) -> dict[str, int]:
         """Return the newest table."""
         return self._table(name)[1]
+
+    def index(self) -> bytes | None:
+        """Return the bytes of ``index.json``; None if there is none."""
+        return self._objects.read(INDEX, MAX_MANIFEST)
 
     def manifest(self, name: str, version: int) -> bytes:
         """Return the manifest's bytes.  Raises MissingFile."""
@@ -138,7 +157,9 @@ class Bucket:
             if same := [version for version, digest in known.items() if digest == manifest.digest]:
                 return min(same)
             version = next_number(versions, name)
-            if self._claim(sealed(manifest, version=version, created=timestamp())):
+            claimed = sealed(manifest, version=version, created=timestamp())
+            if self._claim(claimed):
+                self._list(claimed, files)
                 return version
 
     def add(self, manifest: Manifest, files: Mapping[str, bytes]) -> bool:
@@ -149,6 +170,7 @@ class Bucket:
             return False
         if SIGNATURE in files:
             self.write_signature(manifest.name, manifest.version, files[SIGNATURE])
+        self._list(manifest, files)
         return True
 
     def set_alias(self, name: str, alias: str, version: int, keep_as: str | None = None) -> None:
@@ -167,6 +189,20 @@ class Bucket:
     def write_signature(self, name: str, version: int, data: bytes) -> None:
         """Write the signature, over an older one."""
         self._objects.put(f"{name}/{version}/{SIGNATURE}", data)
+
+    def _list(self, manifest: Manifest, files: Mapping[str, bytes]) -> None:
+        """Add a version to the index.  It is published without, so a server that refuses the index
+        is only warned of."""
+        try:
+            evaluation = parse_json(files[EVALUATION], EVALUATION)
+            try:
+                known = read_index(self.index() or index_bytes(()))
+            except BundleDamaged:
+                known = ()  # it is written anew
+            offers = joined([*known, offer_of(manifest, evaluation)])
+            self._objects.put(INDEX, index_bytes(offers))
+        except BundleError as error:
+            log.warning("%s is published, and not in %s: %s", manifest.reference, INDEX, error)
 
     def _read(self, path: str, limit: int, shown: str | None = None) -> bytes:
         data = self._objects.read(path, limit)

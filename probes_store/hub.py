@@ -24,6 +24,7 @@ from tqdm import tqdm
 from probes_store import errors
 from probes_store.bundle import MAX_MANIFEST, MAX_SIGNATURE, SIGNATURE, listed, too_long
 from probes_store.errors import BundleError, HubError, HubUnreachable, one_line
+from probes_store.index import INDEX
 from probes_store.manifest import MANIFEST, FileRecord, Manifest, read_manifest
 from probes_store.syntax import HubAddress, parse_address
 
@@ -252,6 +253,13 @@ class HubSource:
     def aliases(self, name: str) -> dict[str, int]:
         """Return an empty table: a repository has no aliases."""
         return {}
+
+    def index(self) -> bytes | None:
+        """Read ``index.json``; None if the repository has none."""
+        with _answering():
+            if INDEX not in self._hub.snapshot().files:
+                return None
+            return self._hub.read(INDEX, MAIN, MAX_MANIFEST, bytes)[0]
 
     def manifest(self, name: str, version: int) -> bytes:
         """Read bundle.json at the tag."""

@@ -145,6 +145,7 @@ class TrainingRecord(Record):
     hallutracer_version: Filled
     decoding: records.Decoding | None = None  # of the labelled answers; absent if unknown
     shapes: tuple[Filled, ...] | None = None  # of the rows' conversations; absent if unknown
+    scripts: tuple[Filled, ...] | None = None  # of the rows' last questions; absent if unknown
     reworded: Positive | None = (
         None  # rows that ask a lone question in other words; absent if there were too few
     )
@@ -157,13 +158,9 @@ class TrainingRecord(Record):
     def _relations(self) -> Self:
         used = self.factual + self.hallucinated
         require(used <= self.rows, "rows", f"at least factual + hallucinated = {used}", self.rows)
-        if self.shapes is not None:
-            require(
-                0 < len(self.shapes) == len(set(self.shapes)),
-                "shapes",
-                "one or more, each once",
-                self.shapes,
-            )
+        for name, values in (("shapes", self.shapes), ("scripts", self.scripts)):
+            fine = values is None or 0 < len(values) == len(set(values))
+            require(fine, name, "one or more, each once", values)
         return self
 
 
@@ -382,6 +379,7 @@ _LATER: Final[Mapping[str, str]] = {
     "guarantee_strata": "a list of records",
     "training.decoding": "a record",
     "training.shapes": "a list of texts",
+    "training.scripts": "a list of texts",
     "training.reworded": "a count",
     "training.samples": "a count",
     "training.sample_temperature": "a number",

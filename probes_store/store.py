@@ -14,7 +14,9 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +24,7 @@ from probes_store import errors
 from probes_store.bucket import Bucket
 from probes_store.bundle import SIGNATURE, Bundle, BundleDraft, check_total, load_version, render
 from probes_store.errors import BadValue, BundleConflict, BundleDamaged, BundleError, BundleNotFound
+from probes_store.index import Offer, joined, offer_of, offers
 from probes_store.local import LocalBackend, atomic_write, writing
 from probes_store.manifest import MANIFEST, Manifest, manifest_bytes, read_manifest
 from probes_store.syntax import (
@@ -57,6 +60,7 @@ class RemoteBackend:
         self._copies = LocalBackend(cache / hashlib.sha256(source.where.encode()).hexdigest()[:16])
         self.folders = self._copies.folders
         self.names, self.versions, self.aliases = source.names, source.versions, source.aliases
+        self.offers = partial(offers, source)
         self.check_writable, self.publish, self.add = (
             source.check_writable,
             source.publish,
@@ -148,6 +152,15 @@ class BundleSummary:
 
 
 Summaries = list[BundleSummary]  # ``Store.list`` hides the builtin
+Offers = list[Offer]
+
+
+def _offers_of_folder(backend: LocalBackend) -> Iterator[Offer]:
+    for name in backend.names():
+        for version in sorted(backend.versions(name)):
+            with suppress(BundleError):  # a damaged one is no offer
+                bundle = load_version(name, backend.folder(name, version))
+                yield offer_of(bundle.manifest, bundle.evaluation())
 
 
 @dataclass(frozen=True)
@@ -299,6 +312,14 @@ class Store:
             for name in backend.names():
                 seen.setdefault(name, backend)
         return [summary for name in sorted(seen) for summary in self._summaries(seen[name], name)]
+
+    def offers(self) -> Offers:
+        """Return what the store has itself, for which model; of a URL no bundle is fetched for it,
+        and nothing is checked."""
+        self.check_closed()
+        if isinstance(self.own, RemoteBackend):
+            return self.own.offers()
+        return joined(_offers_of_folder(self.own))
 
     def _summaries(self, backend: Backend, name: str) -> Iterator[BundleSummary]:
         shared: BundleError | None = None

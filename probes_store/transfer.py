@@ -19,6 +19,7 @@ from probes_store import errors
 from probes_store.bundle import MAX_MANIFEST, SIGNATURE, Bundle, load_version, read_signature
 from probes_store.errors import BundleConflict, BundleDamaged, HubError, MissingFile
 from probes_store.hub import MAIN, TAG, Hub, Snapshot
+from probes_store.index import INDEX, index_bytes, offer_of
 from probes_store.local import write_files
 from probes_store.manifest import (
     CARD,
@@ -270,8 +271,9 @@ def _compare(manifest: Manifest, snapshot: Snapshot) -> list[str]:
 
 
 def _strangers(snapshot: Snapshot) -> list[str]:
-    """Return names that are not hidden; the hub itself makes .gitattributes."""
-    return [name for name in snapshot.files if not name.rsplit("/", 1)[-1].startswith(".")]
+    """Return names that are neither hidden nor our index; the hub itself makes .gitattributes."""
+    names = (name for name in snapshot.files if name != INDEX)
+    return [name for name in names if not name.rsplit("/", 1)[-1].startswith(".")]
 
 
 def _signature(hub: Hub, commit: str, snapshot: Snapshot | None) -> dict[str, bytes]:
@@ -345,7 +347,8 @@ def push(
             hub.api.create_repo(hub.repository, private=private or None)
         commit = hub.snapshot().commit if head is None else head.commit
         if done.commit:
-            additions = [CommitOperationAdd(name, data) for name, data in files.items()]
+            listed = {INDEX: _index(hub, bundle, new=done.create)}
+            additions = [CommitOperationAdd(*item) for item in (files | listed).items()]
             commit = hub.api.create_commit(
                 hub.repository,
                 [*additions, *(CommitOperationDelete(name) for name in done.deleted)],
@@ -357,6 +360,14 @@ def push(
     there = hub.snapshot(tag)
     _check_complete(there, files)
     return replace(done, private=there.private)
+
+
+def _index(hub: Hub, bundle: Bundle, *, new: bool) -> bytes:
+    """Return the index of a repository with this version and those of its tags."""
+    tags = set[str]() if new else hub.tags()
+    before = {int(tag[1:]) for tag in tags if TAG.fullmatch(tag)}
+    offer = offer_of(bundle.manifest, bundle.evaluation())
+    return index_bytes([replace(offer, versions=tuple(sorted({*before, *offer.versions})))])
 
 
 def _changes(

@@ -27,6 +27,7 @@ from service.judging.guarantee import (
     UNKNOWN,
     Shape,
     Standing,
+    shape_of,
     unlike_training,
 )
 from service.judging.uncertainty import FAR_READINGS
@@ -495,6 +496,44 @@ def test_a_shape_that_training_never_had_is_outside_where_the_bundle_records_whi
             assert (report.uncertain.outside, report.decision) == (outside, Decision.CONTINUE)
         [report] = scorer.score(asked(scorer, 1), replace(GATE, threshold=1.0), [UNKNOWN])
         assert not report.uncertain.outside, "what is not known is judged by its readings"
+    engine.close()
+
+
+@pytest.mark.parametrize("tells_outside", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_script_that_training_never_had_is_outside_where_the_bundle_records_which_it_had(
+    tmp_path: Path, script: ScriptedEngine, kind: str, tells_outside: bool
+) -> None:
+    questions = {
+        "What is the capital of France?": None,
+        "What does 東京 mean?": None,
+        "1 + 1 = ?": None,
+        "法国的首都是哪里?": "Han",
+        "Ποια είναι η πρωτεύουσα της Γαλλίας;": "Greek",
+        "ما هي عاصمة فرنسا؟": "Arabic",
+    }
+    engine = engine_of(script, kind)
+    for scripts in (None, ("Latin",), ("Arabic", "Greek", "Han", "Latin")):
+        name = "old" if scripts is None else f"had-{len(scripts)}"
+        draft = matching_draft(script, name, 0)
+        changes = {"training": replace(draft.manifest.training, scripts=scripts)}
+        if tells_outside:
+            bundle = contextual_bundle(script, tmp_path, name, manifest=changes, reach=1e3)
+        else:
+            draft.manifest = replace(draft.manifest, **changes)
+            bundle = write_bundle(draft, tmp_path / name)
+        scorer = Scorer(engine, bundle)
+        for question, other in questions.items():
+            standing = Standing(shape_of([{"role": "user", "content": question}]))
+            unlike = scripts == ("Latin",) and other is not None
+            because = f"prompt: most of its letters are {other}; training had none like it"
+            for policy in (GATE, OBSERVE):
+                [report] = scorer.score(
+                    asked(scorer, 1), replace(policy, threshold=1.0), [standing]
+                )
+                assert report.uncertain.outside_because == (because if unlike else None)
+                withheld = unlike and policy is GATE
+                assert (report.decision is Decision.ABSTAIN) is withheld, (question, scripts)
     engine.close()
 
 

@@ -24,6 +24,7 @@ from service.settings import DEFAULT_STORE, Range, option
 if TYPE_CHECKING:
     from probes_store.bundle import Bundle
     from probes_store.store import BundleSummary
+    from service.library.offers import Match
 
 FOLLOW = (
     "running services: those with --watch-s follow by themselves; else SIGHUP or POST"
@@ -84,6 +85,65 @@ def _described(summary: BundleSummary) -> dict[str, Any]:
         "problem": str(summary.error) if summary.error else None,
         "path": str(summary.path) if summary.path else None,
     }
+
+
+def find(
+    model: Annotated[
+        str, Parameter(help="Folder, GGUF file or hub name of a model.", show_env_var=False)
+    ],
+    /,
+    *,
+    look_in: Annotated[
+        tuple[str, ...],
+        option("hf://OWNER/NAME or the URL of a store, to look there, too; repeatable."),
+    ] = (),
+    store: StoreOptions = StoreOptions(),
+    as_json: Json = False,
+    common: Common = Common(),
+) -> None:
+    """Find bundles for a model: by its weights, where they are here, else by its name.
+
+    Nothing is fetched. Whether a bundle fits is checked when it is served. Without one, the command
+    that trains one is printed, with status 1.
+
+      hallutracer bundle find ./my-model --look-in hf://some-name/some-probe"""
+    from probes_store.store import SHIPPED
+    from service.library.offers import for_model
+
+    there = [open_store(replace(store, store=place)) for place in look_in]
+    matches = for_model(model, [open_store(store), *there])
+    if not matches:
+        raise HalluTracerError(
+            f"no bundle for {model} is in {', '.join([store.store, *look_in])}; one command makes"
+            f" one: hallutracer train --model {model}"
+        )
+    rows: list[dict[str, Any]] = [
+        {
+            "bundle": match.reference,
+            "in": "the package" if match.where == str(SHIPPED) else match.where,
+            "model": match.offer.model,
+            "known by": "weights" if match.same_weights else "name",
+            "auroc": match.offer.auroc,
+            "next": _next(match, model, store),
+        }
+        for match in matches
+    ]
+    if as_json:
+        print_json(rows)
+        return
+    shown = [row | {"auroc": f"{row['auroc']:.3f}" if row["auroc"] else "-"} for row in rows]
+    print_table(shown, [name for name in rows[0] if name != "next"])
+    print_line(rows[0]["next"])
+
+
+def _next(match: Match, model: str, store: StoreOptions) -> str:
+    """Return the command that goes on with a bundle that was found."""
+    if match.where.startswith(HUB):
+        return f"hallutracer bundle pull {match.where}@v{match.offer.versions[-1]}"
+    if is_url(match.where) and match.where != store.store:
+        return f"hallutracer bundle pull {match.where}/{match.reference}"
+    at = "" if store.store == DEFAULT_STORE else f" --store {store.store}"
+    return f"hallutracer serve --model {model} --bundle {match.offer.name}{at}"
 
 
 def show(
@@ -519,6 +579,7 @@ COMMANDS = (
     "Look at, check, publish and fetch probe bundles.",
     {
         "list": list_,
+        "find": find,
         "show": show,
         "compare": compare,
         "verify": verify,

@@ -54,7 +54,24 @@ def bundle_names(model: str | None, options: BundleOptions) -> tuple[str, ...]:
     try:
         return default_bundles(model)
     except NoDefaultBundle as error:
-        raise UsageError(f"--{error.param}", error.message) from None
+        also = _in_the_store(model, options)
+        raise UsageError(f"--{error.param}", error.message + also) from None
+
+
+def _in_the_store(model: str | None, options: BundleOptions) -> str:
+    """Return which bundle of the store may be named for a model that comes with none; "" if there
+    is none, or the store cannot be read."""
+    from service.library.offers import for_model
+
+    try:
+        matches = for_model(model or "", [open_store(options)], hashing=False)
+    except (HalluTracerError, OSError):
+        return ""
+    if not matches:
+        return ""
+    best = matches[0]
+    known = "was trained on it" if best.same_weights else "was trained on a model of this name"
+    return f"; {best.reference} in {best.where} {known}: --bundle {best.offer.name}"
 
 
 def chosen_model(choice: EngineChoice, bundles: Sequence[Bundle]) -> EngineOptions:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,11 @@ ONE, MANY = ".json", ".jsonl"  # a file with one request; a file with a request 
 PROMPT = ("prompt", "messages")
 
 
-def requests_in(folder: Path) -> Iterator[tuple[Path, bytes]]:
-    """Yield the file and the bytes of each request in a folder, the files by name.
+def requests_in(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield each request in a folder as a row, the files by name.
 
-    Raises DataError where no file has the name of one with requests, or one cannot be read."""
+    Raises DataError, which names the file, where one cannot be read or holds something else; also
+    where no file has the name of one with requests."""
     files = sorted(path for path in folder.iterdir() if path.suffix.lower() in (ONE, MANY))
     if not files:
         problem = (
@@ -25,13 +28,47 @@ def requests_in(folder: Path) -> Iterator[tuple[Path, bytes]]:
         raise DataError(str(folder), [problem])
     for path in files:
         try:
-            data = path.read_bytes()
+            data = path.read_bytes().removeprefix(codecs.BOM_UTF8)
         except OSError as error:
             raise DataError(str(path), [f"cannot be read: {error.strerror}"]) from error
-        documents = [data] if path.suffix.lower() == ONE else data.splitlines()
-        for document in documents:
+        several = path.suffix.lower() == MANY
+        for number, document in enumerate(data.splitlines() if several else [data], 1):
             if document.strip():
-                yield path, document
+                yield _request(path, f"line {number}: " if several else "", document)
+
+
+def _request(path: Path, where: str, document: bytes) -> dict[str, Any]:
+    try:
+        value = json_value(document)
+    except UnicodeDecodeError as error:
+        problem = f"not UTF-8 at byte {error.start + 1}: save the file as UTF-8"
+        raise DataError(str(path), [where + problem]) from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(str(path), [f"{where}invalid JSON: {error}"]) from None
+    if not isinstance(value, dict):
+        problem = 'a request is a JSON object, such as {"messages": [..]}'
+        raise DataError(str(path), [where + problem])
+    return as_row(value)
+
+
+def json_value(data: bytes) -> Any:
+    """Return the value of a JSON text.
+
+    Raises UnicodeDecodeError; ValueError or RecursionError for what is no JSON, a number that JSON
+    does not have (NaN), or an object that names a key twice."""
+    return json.loads(data.decode("utf-8"), parse_constant=_refuse, object_pairs_hook=_no_repeats)
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"key {next(key for key in keys if keys.count(key) > 1)!r} appears twice")
+    return value
 
 
 def as_row(value: dict[str, Any]) -> dict[str, Any]:

@@ -103,7 +103,7 @@ def read_lines(path: Path) -> Lines:
             )
             first = file.readline()
         except IsADirectoryError:
-            yield from _requests(path)
+            yield from enumerate(requests_in(path), 1)
             return
         except OSError as error:
             raise DataError(str(path), [f"cannot be read: {error.strerror}"]) from error
@@ -137,19 +137,6 @@ def read_lines(path: Path) -> Lines:
             yield from _questions(path, lines)
             return
         yield from enumerate(lines, 1)
-
-
-def _requests(folder: Path) -> Lines:
-    """Yield the requests of a folder.  Raises DataError, which names the file, for one that is no
-    JSON object."""
-    for number, (file, data) in enumerate(requests_in(folder), 1):
-        try:
-            is_object = isinstance(json.loads(data), dict)
-        except (ValueError, RecursionError) as error:
-            raise DataError(str(file), [f"invalid JSON: {error}"]) from None
-        if not is_object:
-            raise DataError(str(file), ['a request is a JSON object, such as {"messages": [..]}'])
-        yield number, data
 
 
 def _questions(path: Path, lines: Iterable[bytes]) -> Lines:

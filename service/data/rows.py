@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from probes_store.records import GREEDY, Decoding
-from service.data.requests import as_row
+from service.data.requests import as_row, json_value
 from service.data.row_files import field_of, read_lines
 from service.errors import DataError, RequestError
 
@@ -88,9 +88,7 @@ def objects(
         if not data.strip():
             continue
         try:
-            value = json.loads(
-                data.decode("utf-8"), parse_constant=_refuse, object_pairs_hook=_no_repeats
-            )
+            value = json_value(data)
         except UnicodeDecodeError as error:
             problems.append(
                 f"line {line}: not UTF-8 at byte {error.start + 1}: save the file as UTF-8"
@@ -223,18 +221,6 @@ def _check_messages(messages: list[Any]) -> Iterator[str]:
                     f"'messages[{position}]': role {message['role']!r} is none of"
                     f" {', '.join(ROLES)}"
                 )
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is not JSON")
-
-
-def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"key {next(key for key in keys if keys.count(key) > 1)!r} appears twice")
-    return value
 
 
 def _kind(value: Any) -> str:

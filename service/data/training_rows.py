@@ -134,6 +134,7 @@ class Dataset:
     left_out_forms: tuple[
         str, ...
     ] = ()  # forms in which the model can be asked none of the questions
+    clustered: bool = False  # the rows' kinds are clusters of their words, and not the file's
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -7,6 +7,8 @@ regressions fit it as two weighted rows.  Heads and C are chosen, and scales tak
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -29,6 +31,7 @@ Index = NDArray[np.int64]
 Labels = NDArray[np.integer]
 
 LARGER_C = (3.0, 10.0, 30.0, 100.0)  # factors on C to try if a layer has no probe
+START_S = 60.0  # of waiting for processes, on a busy machine
 _CHUNK = 4096  # rows
 
 
@@ -254,9 +257,7 @@ def fit_probes(
         1, min(len(heads), -(-2 * jobs // len(layers)))
     )  # split the heads if layers are fewer than processes
     items = [(layer, chunk.tolist()) for layer in layers for chunk in np.array_split(heads, pieces)]
-    with parallel_config(
-        backend="loky", n_jobs=1 if len(items) == 1 else jobs, inner_max_num_threads=1
-    ):
+    with _processes(1 if len(items) == 1 else jobs):
         best = Parallel()(
             delayed(_fit_layer)(readouts, tasks, layer, chunk, balance) for layer, chunk in items
         )
@@ -311,6 +312,24 @@ def fit_probes(
             )
         )
     return fits
+
+
+def _processes(jobs: int) -> parallel_config:
+    return parallel_config(backend="loky", n_jobs=jobs, inner_max_num_threads=1)
+
+
+def start_processes(jobs: int) -> None:
+    """Start those that fit, and wait until each of them answers: the first fits would wait for
+    them, or do without."""
+    answering, until = set[int](), time.monotonic() + START_S
+    while jobs > 1 and len(answering) < jobs and time.monotonic() < until:
+        with _processes(jobs):
+            answering |= set(Parallel()(delayed(_answers)() for _ in range(jobs)))
+
+
+def _answers() -> int:
+    time.sleep(0.02)  # else one process answers for all
+    return os.getpid()
 
 
 def _fit_layer(

@@ -12,7 +12,7 @@ whether the questions are drawn like those of the calibration."""
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, Literal, get_args
 
@@ -21,6 +21,7 @@ from probes_store.records import GREEDY, Decoding
 from service.engines.base import Sampling
 from service.judging.asking import Asks, asks_of
 from service.judging.passages import has_passage, text_of
+from service.judging.scripts import Shares, scripts_of, unlike_scripts
 from service.policies.guard import Policy
 from service.tool_calls import Tools
 
@@ -39,6 +40,7 @@ class Shape:
     passage: bool  # the last user message contains a passage
     system: bool  # a system prompt stands above it
     asks: Asks = "plain"  # what the last user message asks for
+    scripts: Shares = field(default=(), compare=False)  # of that message's letters
 
     def __str__(self) -> str:
         """Return the name of the shape in guarantees."""
@@ -106,7 +108,16 @@ def shape_unlike_training(manifest: Manifest, shape: Shape) -> str | None:
         return f"conversation: {_UNTRAINED[shape.asks]}, on which no bundle is trained"
     if trained is not None and shape.around not in trained:
         return f"conversation: {shape.around}; training had none like it"
+    if (script := _other_script(manifest, shape)) is not None:
+        return f"prompt: most of its letters are {script}; training had none like it"
     return None
+
+
+def _other_script(manifest: Manifest, shape: Shape) -> str | None:
+    """Return the script of most letters where training's questions were in others; None if they
+    were in this one, or the bundle does not record them."""
+    trained = manifest.training.scripts
+    return None if trained is None else unlike_scripts(shape.scripts, trained)
 
 
 SURE = 1e-4
@@ -137,10 +148,12 @@ def shape_around(messages: Sequence[object]) -> Shape:
     content = next(
         (message.get("content") for message in reversed(known) if message.get("role") == "user"), ""
     )
+    text = text_of(content)
     return Shape(
         turns="0" if answers == 0 else "1" if answers == 1 else "2-4" if answers < 5 else "5+",
-        passage=has_passage(text_of(content)),
+        passage=has_passage(text),
         system="system" in roles or "developer" in roles,
+        scripts=scripts_of(text),
     )
 
 
@@ -263,7 +276,11 @@ def shape_violations(manifest: Manifest, shapes: Sequence[Shape | None]) -> tupl
         for shape in shapes
         if shape is not None and shape_unlike_training(manifest, shape) is not None
     ]
-    untrained = dict.fromkeys(map(str, unlike))
+    scripts = [_other_script(manifest, shape) for shape in unlike]
+    untrained = dict.fromkeys(
+        f"{shape}, letters mostly {script}" if script else str(shape)
+        for shape, script in zip(unlike, scripts, strict=True)
+    )
     requested = (
         []
         if known is None

@@ -7,6 +7,7 @@ import difflib
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -416,6 +417,30 @@ def _refuse_other_files(options: "EngineOptions", bundle: "Bundle") -> None:
     raise another_commit(bundle.manifest, name, commit) or _wrong(
         bundle, f"{name} has other weights or another configuration"
     )
+
+
+def name_and_weights(model: str, *, hashing: bool) -> tuple[str, str | None]:
+    """Return a model's name and the fingerprint of its weights; None where they are not here, or
+    still to be unpacked.  The hub is not asked.
+
+    ``hashing``: a GGUF file is read as a whole, to know whether it was unpacked.  Raises
+    ModelLoadError for a place where no model is."""
+    from huggingface_hub import try_to_load_from_cache
+
+    from service.demo import MODEL_DIR
+    from service.engines import checkpoint
+
+    path = MODEL_DIR if model == DEMO else place_of(model)
+    if path is None:
+        config = None
+        with suppress(ValueError):  # it is no name of the hub
+            config = try_to_load_from_cache(model, CONFIG)
+        name, folder = model, Path(config).parent if isinstance(config, str) else None
+    elif is_gguf(path):
+        name, folder = path.name, unpacked(path) if hashing else None
+    else:
+        name, folder = path.resolve().name, path
+    return name, None if folder is None else checkpoint.fingerprint_on_disk(folder)
 
 
 def _agree(shape: Mapping[str, str | int], trained: "ModelRecord") -> bool:

@@ -348,7 +348,8 @@ def with_questions(
     long for the model are left out.  Raises TrainingError if the minutes are too few."""
     from service.data.training_rows import read_dataset
     from service.prompts import default_prompt_format
-    from service.trainer.trial import SAMPLED, questions_within
+    from service.trainer.trial import questions_within
+    from service.trainer.volume import SAMPLED
 
     named = options.prompt_format
     prompt_format = default_prompt_format(engine) if named == "auto" else named

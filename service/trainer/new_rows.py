@@ -32,6 +32,7 @@ from service.data.training_rows import Dataset, Row, check_all_apply, read_datas
 from service.engines.base import Engine, prompt_context
 from service.errors import DataError, TrainingError
 from service.judging.guarantee import UNKNOWN, Standing, shape_around, shape_of, unlike_training
+from service.judging.scripts import recorded_scripts
 from service.judging.uncertainty import distance
 from service.prompts import as_prompt_format
 from service.readout import Probes, Site
@@ -327,6 +328,13 @@ def shapes_of(rows: Sequence[Row], prompt_format: str) -> tuple[str, ...] | None
     conversations = [messages_of(row, prompt_format) for row in rows]
     shapes = {shape_around(messages).around for messages in conversations if messages is not None}
     return tuple(sorted(shapes)) or None
+
+
+def scripts_of_rows(rows: Sequence[Row], prompt_format: str) -> tuple[str, ...] | None:
+    """Return the scripts of the rows' last questions for the bundle's record; None if no row has
+    one."""
+    conversations = filter(None, (messages_of(row, prompt_format) for row in rows))
+    return recorded_scripts(shape_around(messages).scripts for messages in conversations)
 
 
 def messages_of(row: Row, prompt_format: str) -> Sequence[Message] | None:

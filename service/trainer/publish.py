@@ -33,7 +33,7 @@ from service.fitting.thresholds import GateProfile, gate_profile
 from service.fitting.uncertainty import TrajectoryReference
 from service.prompts import PromptFormat
 from service.readout import Probes
-from service.trainer.new_rows import Marks, shapes_of
+from service.trainer.new_rows import Marks, scripts_of_rows, shapes_of
 from service.trainer.options import TrainOptions
 from service.trainer.plots import PlotData
 from service.trainer.prepare import BundleContext, PreparedData, served_signals, with_context
@@ -168,6 +168,7 @@ def manifest_of(
         hallutracer_version=service.__version__,
         decoding=options.decoding(data.dataset.origin.decodings),
         shapes=shapes_of(data.dataset.rows, prompt_format),
+        scripts=scripts_of_rows(data.dataset.rows, prompt_format),
         reworded=None if context is None else context.reworded,
         **counts,
     )
@@ -224,6 +225,8 @@ def evaluation_document(
             "figures_by": data.labelled.figures_by,
             "wrong": rounded(float(1 - label.mean())),
         }
+    if data.dataset.origin.clustered:
+        counts["kinds"] = "clusters"
     forms = [row.strata.get(FORM) for row in data.dataset.rows]
     if None not in forms:
         counts["forms"] = dict(sorted(Counter(forms).items()))

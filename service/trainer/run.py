@@ -46,6 +46,7 @@ from service.trainer.cards import (
     say,
     write_card,
 )
+from service.trainer.clusters import with_clusters
 from service.trainer.guarantee import carry_out, plan
 from service.trainer.new_rows import Marks, standing_of
 from service.trainer.options import LEAST_ROWS, Console, TrainOptions
@@ -101,6 +102,13 @@ def train(
     for data in filter(None, (dataset, test)):
         for remark in data.remarks:
             console.print(f"{data.path.name}: {remark}")
+    dataset, test = with_clusters(dataset, test)
+    if dataset.clustered:
+        kinds = sorted({row.strata["kind"] for row in dataset.rows if row.applies})
+        console.print(
+            f"no row names a kind, so kinds are {len(kinds)} clusters of the questions' words:"
+            f" {'; '.join(kinds)}"
+        )
     dataset, sample = draw_sample(options, dataset, test, console)
 
     with ExitStack() as stack:

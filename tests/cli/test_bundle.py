@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import uuid
@@ -242,6 +243,26 @@ def test_signed_pushed_verified_and_pulled(url: str, folder: Path, tmp_path: Pat
     assert (tmp_path / "pulled" / "my-demo" / "1" / "model.sig").is_file()
 
 
+def test_bundles_for_a_model_are_found_by_its_weights_and_without_them_by_its_name(
+    url: str, folder: Path, tmp_path: Path
+) -> None:
+    own = str(folder / "own")
+    find = partial(bundle, "find", store=own, cache=tmp_path / "cache")
+    found = fine(find("demo"), "my-demo:1", "demo-fused:1", "weights")
+    assert " --bundle " in found.splitlines()[-1]
+    there = partial(bundle, store=url, cache=tmp_path / "cache")
+    fine(bundle("push", "my-demo", url, store=own, cache=tmp_path / "cache"))
+    rows = json.loads(fine(find("demo", "--look-in", url, "--json")))
+    [row] = [row for row in rows if row["in"] == url and row["bundle"] == "my-demo:1"]
+    assert row["next"] == f"hallutracer bundle pull {url}/my-demo:1"
+    assert row["known by"] == "weights"
+    by_name = json.loads(fine(find(f"owner/{row['model']}", "--json")))
+    assert {row["known by"] for row in by_name} == {"name"}
+    assert "serve --model" in fine(there("find", "demo"))
+    refused(find("owner/unknown"), 1, "hallutracer train --model owner/unknown")
+    refused(find(str(tmp_path)), 1, f"hallutracer train --model {tmp_path}")
+
+
 def test_promoted_rolled_back_and_compared_with_the_signature_that_is_required(
     url: str, folder: Path, tmp_path: Path
 ) -> None:
@@ -367,6 +388,10 @@ def test_a_bundle_is_pushed_to_the_hub_and_pulled(run: Run, hub: Hub, folder: Pa
     pulled = run(*pull.split()[2:], *other)  # as the push printed it
     fine(pulled, "pulled from hf://me/my-demo@v1 at commit ", "not downloaded: 'evil\\x1b[2J.py'")
     assert hub.count("evil") == 0
+    found = fine(run("find", "demo", "--look-in", "hf://me/my-demo", "--json", *own))
+    assert "hallutracer bundle pull hf://me/my-demo@v1" in [
+        row["next"] for row in json.loads(found)
+    ]
     fine(
         hallutracer("bundle", "verify", "my-demo", *other), "golden prompts gave the recorded risks"
     )

@@ -33,6 +33,7 @@ def test_the_commands_are_those_of_the_readme() -> None:
         "score",
         "train",
         "bundle list",
+        "bundle find",
         "bundle show",
         "bundle compare",
         "bundle verify",

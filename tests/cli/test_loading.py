@@ -180,6 +180,19 @@ def test_a_file_that_people_have_is_known_by_its_digest_whatever_it_is_called(
     assert bundle_names(str(other), BundleOptions()) == ("of-the-file", "another")
 
 
+def test_a_model_without_a_bundle_is_told_which_of_the_store_fits(tmp_path: Path) -> None:
+    folder = tmp_path / "my-model"
+    shutil.copytree(MODEL_DIR, folder)
+    with pytest.raises(UsageError, match=r"demo.*:1 in .* was trained on it: --bundle demo"):
+        bundle_names(str(folder), BundleOptions())
+    (folder / "config.json").write_text(
+        (folder / "config.json").read_text().replace("{", '{"other": 1,', 1)
+    )
+    with pytest.raises(UsageError) as caught:
+        bundle_names(str(folder), BundleOptions())
+    assert "was trained on" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("model", "words", "unwanted"),
     [

@@ -201,6 +201,37 @@ def test_the_requests_of_a_folder_are_rows_as_the_service_reads_them(tmp_path: P
     assert (rows[2].id, rows[2].prompt) == ("3", "The capital of Chad is")
 
 
+def test_the_requests_of_a_folder_are_parsed_once_and_may_begin_with_a_byte_order_mark(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = json.dumps({"prompt": "Where is Bern?"}).encode()
+    (tmp_path / "a.json").write_bytes(codecs.BOM_UTF8 + request)
+    (tmp_path / "b.jsonl").write_bytes(codecs.BOM_UTF8 + request.replace(b"Bern", b"Oslo"))
+    parsed: list[str] = []
+    loads = json.loads
+
+    def counting(text: str, **more: Any) -> Any:
+        parsed.append(text)
+        return loads(text, **more)
+
+    monkeypatch.setattr("service.data.requests.json.loads", counting)
+    rows = read_dataset(tmp_path, "self", folds=None).rows
+    assert [row.prompt for row in rows] == ["Where is Bern?", "Where is Oslo?"]
+    assert len(parsed) == 2
+
+
+def test_a_request_that_is_no_json_is_named_by_file_and_line(tmp_path: Path) -> None:
+    for text, problem in (
+        (b'{"prompt": "a", "temperature": NaN}', "line 2: invalid JSON: NaN is not JSON"),
+        (b'{"prompt": "a", "prompt": "b"}', "line 2: invalid JSON: key 'prompt' appears twice"),
+        (b'{"prompt": "\xff"}', "line 2: not UTF-8 at byte 13: save the file as UTF-8"),
+    ):
+        (tmp_path / "a.jsonl").write_bytes(b'{"prompt": "c"}\n' + text + b"\n")
+        with pytest.raises(DataError, match=re.escape(problem)) as caught:
+            read_dataset(tmp_path, "self", folds=None)
+        assert "a.jsonl: 1 problem" in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("request_body", "problem"),
     [

@@ -4,12 +4,13 @@ besides."""
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from service.data.forms import FORMS, chosen, in_forms
-from service.judging.guarantee import SHAPES, Shape, Turns, shape_of
+from service.judging.guarantee import SHAPES, Shape, Turns, shape_of, shape_violations
 from service.judging.passages import BESIDE, LONG, has_passage
 from tests.data.test_forms import SAID, made
 
@@ -161,3 +162,18 @@ def test_parts_are_one_text() -> None:
     parts = [{"type": "text", "text": "It is so. " * 5}, "It is so. " * 5, "Is it?"]
     found = shape_of([{"role": "developer", "content": None}, QUESTION | {"content": parts}])
     assert replace(found, asks="plain") == Shape("0", passage=True, system=True)
+
+
+def test_a_guarantee_is_void_for_a_script_that_training_never_had() -> None:
+    training = SimpleNamespace(shapes=None, scripts=("Latin",))
+    manifest: Any = SimpleNamespace(guarantee_shapes=None, training=training)
+    around = "0 earlier turns, no passage, no system prompt"
+    for text, violations in (
+        ("What does 東京 mean?", ()),
+        (
+            "法国的首都是哪里?",
+            (f"conversation: {around}, letters mostly Han; the calibration had none like it",),
+        ),
+    ):
+        shape = shape_of([{"role": "user", "content": text}])
+        assert shape_violations(manifest, [shape]) == violations

@@ -27,6 +27,7 @@ from probes_store.errors import (
     HubUnreachable,
     InvalidReference,
 )
+from probes_store.index import INDEX, read_index
 from probes_store.manifest import MANIFEST, record_of, with_seal
 from probes_store.store import SHIPPED, Store, Trust
 from probes_store.syntax import HubAddress, parse_address, readable_json
@@ -167,9 +168,14 @@ def test_a_bundle_goes_there_and_back(place: Place) -> None:
         False,
     )
     assert list(place.there.tags) == ["v3"]
-    assert {
-        k: v for k, v in place.there.commits[place.there.tags["v3"]].items() if k[0] != "."
-    } == files_of(bundle)
+    pushed = {k: v for k, v in place.there.commits[place.there.tags["v3"]].items() if k[0] != "."}
+    [offer] = read_index(pushed.pop(INDEX))
+    assert (offer.name, offer.versions, offer.fingerprint) == (
+        "tiny",
+        (3,),
+        bundle.manifest.model.fingerprint,
+    )
+    assert pushed == files_of(bundle)
     shown: list[int] = []
 
     def shows(total: int) -> Callable[[int], None]:

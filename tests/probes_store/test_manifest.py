@@ -65,6 +65,7 @@ FULL = render(
             labels="self",
             decoding=SAMPLED,
             shapes=("a", "b"),
+            scripts=("Latin", "Han"),
             reworded=40,
             samples=5,
             sample_temperature=0.7,
@@ -323,7 +324,11 @@ UNRELATED: list[tuple[str, Any]] = [
     *(("created", f"2026-{time}") for time in ("01-01", "02-30T00:00:00Z", "01-01T00:00:00+01:00")),
     *(("signals", names) for names in ([], ["passage"], ["depth_mean", "depth_mean"])),
     *(("guarantee_shapes", shapes) for shapes in ([], ["alone", "alone"])),
-    *(("training.shapes", shapes) for shapes in ([], ["a", "a"])),
+    *(
+        (f"training.{name}", values)
+        for name in ("shapes", "scripts")
+        for values in ([], ["a", "a"])
+    ),
     ("training.rows", 3),
     ("training.seeds", []),
     ("guarantee.p_value", 0.06),

@@ -207,6 +207,7 @@ def test_generated_labels_are_judged_and_abstentions_left_out(tmp_path: Path) ->
     assert (training.labels, training.judge) == ("generate", "contains")
     assert training.decoding == GREEDY
     assert training.shapes == ("0 earlier turns, no passage, no system prompt",)
+    assert training.scripts == ("Latin",)
     assert f"| left out | {training.left_out} ({training.left_out} abstained)" in bundle.card()
     assert "how well it works is not known" in bundle.card()
     assert "cross_validation" not in bundle.evaluation()

@@ -21,9 +21,9 @@ from service.data.training_rows import read_dataset
 from service.engines.base import Completion, Sampling, TokenIds, TracedAnswer
 from service.errors import DataError, TrainingError
 from service.trainer.options import GuaranteeOptions, RecalibrateOptions, TrainOptions
+from service.trainer.rates import FIRST_CALL
 from service.trainer.recalibrate import recalibrate
 from service.trainer.run import train
-from service.trainer.trial import FIRST_CALL
 from tests.fitting.planted import PlantedEngine, Quiet, planted_rows, write_rows
 from tests.trainer.made import FAST, Never, Rows, run, served, store_of
 

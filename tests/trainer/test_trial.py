@@ -17,17 +17,20 @@ from service.data.training_rows import read_dataset
 from service.engines.base import Extraction
 from service.errors import TrainingError
 from service.library.training import MINUTES, completed, with_questions
+from service.readout import Site
+from service.trainer import rates as measuring
 from service.trainer.options import TrainOptions
+from service.trainer.rates import REPEATS, Rates, engine_rates, fit_rates
 from service.trainer.run import train
 from service.trainer.trial import (
+    AFTER_S,
     FEWEST,
-    Rates,
+    announce,
     duration_text,
-    engine_rates,
     estimated,
     questions_within,
-    sampled,
 )
+from service.trainer.volume import Volume, sampled
 from tests.fitting.planted import PlantedEngine, Quiet, planted_rows, write_rows
 from tests.trainer.made import FAST, run
 
@@ -112,6 +115,69 @@ def test_sampled_answers_count_and_those_of_an_earlier_call_do_not(
     left = estimated(volume, rates, options, engine, done=1.0, sampled_before=0.25)
     per_row = SAMPLES * SAMPLE_S + TOKEN_S * sample.tokens
     assert left.reading_s == pytest.approx(0.75 * per_row * volume.sampled_rows)
+
+
+COLD_S, FIT_S, DISTURBED_S = 50.0, 2.0, 9.0
+
+
+def test_cold_processes_and_one_disturbance_do_not_move_the_rates_of_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, calls = Timed(), list[str]()
+
+    def taking(name: str) -> Any:
+        def work(*given: Any, **more: Any) -> None:
+            before = calls.count(name)
+            cold = before == 0 and (name == "jointly" or "started" not in calls)
+            first = (1 + REPEATS) if name == "jointly" else 2 * REPEATS
+            clock.now += COLD_S if cold else DISTURBED_S if before == first - 1 else FIT_S
+            calls.append(name)
+
+        return work
+
+    monkeypatch.setattr(measuring, "start_processes", lambda jobs: calls.append("started"))
+    monkeypatch.setattr(measuring, "fit_probes", taking("apart"))
+    monkeypatch.setattr(measuring, "joined", taking("jointly"))
+    engine = PlantedEngine()
+    options = of_the_bank(tmp_path, readout="attention_head")
+    geometry = replace(engine.identity.geometry, num_heads=2)
+    rates = fit_rates(Rates(0.0, 0.0), options, geometry, 400, clock.clock)
+    assert calls[0] == "started"
+    assert options.site is Site.ATTENTION_HEAD
+    assert rates.joint_s * 400 == pytest.approx(FIT_S)
+    assert rates.choice_s * 400 == pytest.approx(FIT_S)
+    assert (rates.call_s + rates.task_s) * 400 == pytest.approx(FIT_S)
+
+
+def test_what_is_not_measured_by_itself_takes_longer_on_a_busy_machine(tmp_path: Path) -> None:
+    options, engine = of_the_bank(tmp_path, evaluate=False), Timed()
+    nothing = Volume(*[0.0] * 8)
+    for slowdown in (1.0, 4.0):
+        rates = Rates(0.0, 0.0, slowdown=slowdown)
+        assert estimated(nothing, rates, options, engine).fitting_s == slowdown * AFTER_S
+
+
+def test_the_first_calls_of_an_engine_do_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Cold(Timed):
+        def extract(self, prompts: Any, *given: Any, **more: Any) -> Extraction:
+            self.now += 3.0 if self.extracts < 2 else 0.0
+            return super().extract(prompts, *given, **more)
+
+    rows = write_rows(tmp_path / "rows.jsonl", planted_rows(240))
+    options = of_the_bank(tmp_path / "run", labels="given", forms="none", batch_rows=4)
+    told = list[Rates]()
+
+    def kept(rates: Rates, *given: Any) -> Rates:
+        told.append(rates)
+        return rates
+
+    monkeypatch.setattr("service.trainer.trial.fit_rates", kept)
+    engine = Cold()
+    data = read_dataset(rows, "given", folds=5)
+    announce(options, data, None, engine, "text", [options.site], Quiet(), engine.clock)
+    assert told[0].token_s == pytest.approx(TOKEN_S)
 
 
 def within(minutes: float, folder: Path, bank: Any, most: int = 9593) -> tuple[int, list[str]]:

@@ -423,13 +423,14 @@ def checked(
     may: tuple[str, ...] = (),
     guarantee: Any = None,
     shapes: Any = None,
+    scripts: Any = None,
     renders: Any = None,
 ) -> tuple[Any, bool]:
     """The turn of a prompt whose rendering was checked, and whether it is unlike training's.
 
-    ``engine``: whose tokens are compared; ``shapes``: those of training, where the bundle records
-    them; ``renders``: a scorer whose own engine tells what a caller has rendered."""
-    training = SimpleNamespace(shapes=shapes)
+    ``engine``: whose tokens are compared; ``shapes``, ``scripts``: those of training, where the
+    bundle records them; ``renders``: a scorer whose own engine tells what a caller has rendered."""
+    training = SimpleNamespace(shapes=shapes, scripts=scripts)
     manifest: Any = SimpleNamespace(guarantee=guarantee, guarantee_shapes=None, training=training)
     scorer = renders or SimpleNamespace()
     scorer.prompt_format, scorer.bundle = "chat", SimpleNamespace(manifest=manifest)
@@ -580,6 +581,21 @@ def test_a_shape_that_training_never_had_is_known_of_a_chat_however_it_is_render
         )
         assert unlike is expected
         assert any("conversation:" in violation for violation in note.violations) is expected
+
+
+@pytest.mark.parametrize("content", [str, with_image])
+def test_a_script_that_training_never_had_is_known_of_a_chat(content: Any) -> None:
+    tokens = Tokens(AutoTokenizer.from_pretrained(MODEL_DIR))
+    for text, scripts, expected in (
+        ("\u6cd5\u56fd\u7684\u9996\u90fd\u662f\u54ea\u91cc\uff1f", ("Latin",), True),
+        ("\u6cd5\u56fd\u7684\u9996\u90fd\u662f\u54ea\u91cc\uff1f", ("Han", "Latin"), False),
+        ("\u6cd5\u56fd\u7684\u9996\u90fd\u662f\u54ea\u91cc\uff1f", None, False),
+        ("What does \u6771\u4eac mean?", ("Latin",), False),
+    ):
+        _, unlike = checked(
+            of_chat(turn(content(text))), tokens, GATES, compared=False, scripts=scripts
+        )
+        assert unlike is expected, (text, scripts)
 
 
 def test_a_chats_shape_is_told_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:

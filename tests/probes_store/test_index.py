@@ -1,0 +1,121 @@
+"""What a store at a URL says that it offers."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from typing import Any
+
+import pytest
+
+from probes_store.bucket import Objects
+from probes_store.bundle import render
+from probes_store.errors import BundleDamaged, StoreRefused
+from probes_store.index import INDEX, Offer, auroc_of, index_bytes, joined, offers, read_index
+from probes_store.manifest import manifest_bytes
+from probes_store.store import Store
+from tests.kit.bundles import make_draft
+
+EVALUATION = {
+    "signal_of_the_bundle": "depth_mean",
+    "cross_validation": {"signals": {"depth_mean": {"auroc": {"mean": 0.75}}}},
+}
+MANIFEST = manifest_bytes(render(make_draft())[0])
+OFFER = Offer("tiny", (1, 2), "owner/tiny", "f" * 64, 0.75)
+
+
+def test_an_index_is_read_as_it_was_written() -> None:
+    other = Offer("another", (3,), "owner/other", "e" * 64, None)
+    assert read_index(index_bytes([OFFER, other])) == (other, OFFER)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"name": "../tiny"},
+        {"versions": [0]},
+        {"versions": ["1"]},
+        {"model": ""},
+        {"auroc": 2.0},
+        {"more": 1},
+    ],
+)
+def test_a_damaged_index_is_refused(change: dict[str, Any]) -> None:
+    document = json.loads(index_bytes([OFFER]))
+    document["bundles"][0].update(change)
+    with pytest.raises(BundleDamaged):
+        read_index(json.dumps(document).encode())
+    with pytest.raises(BundleDamaged):
+        read_index(b"[]")
+
+
+def test_versions_of_one_model_are_one_offer_with_the_newest_figure() -> None:
+    newest = Offer("tiny", (4,), "owner/tiny", "f" * 64, 0.5)
+    other = Offer("tiny", (3,), "owner/tiny", "e" * 64, 0.9)
+    assert joined([newest, OFFER, other]) == [
+        Offer("tiny", (1, 2, 4), "owner/tiny", "f" * 64, 0.5),
+        other,
+    ]
+    assert auroc_of(EVALUATION) == 0.75
+    assert auroc_of({}) is None
+
+
+class Listing:
+    """A source with two versions, and the index that a test gives it."""
+
+    def __init__(self, index: bytes | None) -> None:
+        self.given, self.read = index, list[int]()
+
+    def index(self) -> bytes | None:
+        return self.given
+
+    def names(self) -> list[str]:
+        return ["tiny"]
+
+    def versions(self, name: str) -> set[int]:
+        return {1, 2}
+
+    def manifest(self, name: str, version: int) -> bytes:
+        self.read.append(version)
+        return b"damaged" if version == 1 else MANIFEST
+
+
+@pytest.mark.parametrize(
+    ("index", "versions", "read"),
+    [
+        (index_bytes([OFFER]), [(1, 2)], []),
+        (index_bytes([Offer("tiny", (1, 9), "m", "f", None)]), [(1,), (1,)], [2]),
+        (index_bytes([Offer("gone", (1,), "m", "f", None)]), [(1,)], [1, 2]),
+        (b"damaged", [(1,)], [1, 2]),
+        (None, [(1,)], [1, 2]),
+    ],
+)
+def test_what_an_index_lacks_is_looked_up_and_what_is_not_there_is_passed_over(
+    index: bytes | None, versions: list[tuple[int, ...]], read: list[int]
+) -> None:
+    source = Listing(index)
+    assert [offer.versions for offer in offers(source)] == versions
+    assert source.read == read
+
+
+def test_whoever_publishes_writes_the_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    url = f"memory://{uuid.uuid4().hex}"
+    store, objects = Store(url), Objects(url)
+    for size, expected in ((0.5, (1,)), (0.25, (1, 2))):
+        draft = make_draft(threshold=size)
+        draft.evaluation = {**draft.evaluation, **EVALUATION}
+        store.publish(draft)
+        [offer] = read_index(objects.read(INDEX, 10**6) or b"")
+        assert (offer.name, offer.versions, offer.auroc) == ("tiny", expected, 0.75)
+    assert store.own.names() == ["tiny"], "the index is no bundle"
+    objects.put(INDEX, b"damaged")
+    store.publish(make_draft(threshold=0.125))
+    [offer] = read_index(objects.read(INDEX, 10**6) or b"")
+    assert offer.versions == (3,)
+    assert {version for offer in store.offers() for version in offer.versions} == {1, 2, 3}
+
+    def refused(self: Objects, path: str, data: bytes) -> None:
+        raise StoreRefused("no overwriting")
+
+    monkeypatch.setattr(Objects, "put", refused)
+    assert store.publish(make_draft(threshold=0.375)).reference == "tiny:4", "it is published"
