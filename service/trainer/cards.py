@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from huggingface_hub import EvalResult, ModelCardData
@@ -24,9 +24,7 @@ from service.fitting.thresholds import LEAST_ANSWERED
 from service.judging.evaluation import kept_strata
 from service.risk import risk
 from service.trainer.presentation import aligned_table, markdown_table
-
-if TYPE_CHECKING:
-    from service.trainer.guarantee import StratumResult
+from service.trainer.strata import StratumResult
 
 METRICS = {
     "auroc": "AUROC",

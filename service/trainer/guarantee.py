@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from probes_store.bundle import Bundle
 from probes_store.local import atomic_write
-from probes_store.records import CLOSED, DType, Guarantee, GuaranteeStratum
+from probes_store.records import DType, Guarantee
 from probes_store.store import Store
 from service.data.run_folder import locked
 from service.engines.base import Engine
@@ -24,7 +24,6 @@ from service.fitting import thresholds
 from service.fitting.nested_cv import rounded
 from service.fitting.thresholds import (
     GateProfile,
-    GuaranteeStep,
     GuaranteeTest,
     least_groups,
     threshold_sequence,
@@ -36,29 +35,9 @@ from service.trainer.cards import card_of, guaranteed_card, statement
 from service.trainer.new_rows import Marks, NewRows
 from service.trainer.options import Console, GuaranteeOptions
 from service.trainer.prepare import UNKNOWN_LABEL
+from service.trainer.strata import Stratum, StratumResult
 
 PILOT_SHARE = 4  # one group in 4 chooses the thresholds, if the bundle records no out-of-fold risks
-
-
-@dataclass(frozen=True)
-class Stratum:
-    """Calibration rows that have a test of their own: questions with a passage, or without."""
-
-    passage: bool | None  # None: all rows, since the bundle's prompts use no chat template
-    groups: int  # groups for the test
-    delta: float  # for one alpha
-    # false: no threshold can pass with so few groups, so none of these questions is answered
-    tested: bool
-
-    @property
-    def name(self) -> str:
-        """Return the name of its rows in messages."""
-        beside = {
-            True: "questions with a passage",
-            False: "questions without a passage",
-            None: "questions",
-        }
-        return beside[self.passage]
 
 
 @dataclass(frozen=True, eq=False)
@@ -374,39 +353,6 @@ def _calibration_rows(planned: GuaranteePlan, engine: Engine) -> CalibrationRows
     label[labelled.index] = labelled.label
     used = np.setdiff1d(np.arange(len(risk)), np.setdiff1d(wanted, labelled.index))
     return CalibrationRows(used, risk[used], label[used], len(wanted) - len(labelled.index))
-
-
-@dataclass(frozen=True, eq=False)
-class StratumResult:
-    """The result of a test of one stratum at one alpha."""
-
-    stratum: Stratum
-    test: GuaranteeTest | None  # None: the stratum has too few groups for any threshold
-    rows: int  # calibration rows of the stratum
-    labelled: int  # these of them have a label
-    answered: float  # share of the rows that the threshold that passed answers
-
-    @property
-    def step(self) -> GuaranteeStep:
-        """Return the threshold that passed, or one that no group is answered at."""
-        passed = None if self.test is None else self.test.passed
-        return passed or GuaranteeStep(CLOSED, 0, 0, 0, 0, 1.0)
-
-    @property
-    def record(self) -> GuaranteeStratum:
-        """Return the manifest's record."""
-        step = self.step
-        return GuaranteeStratum(
-            passage=bool(self.stratum.passage),
-            delta=self.stratum.delta,
-            threshold=step.threshold,
-            groups=step.groups,
-            hallucinated=step.wrong,
-            p_value=step.p_value,
-            answered=self.answered,
-            rows=self.rows,
-            labelled=self.labelled,
-        )
 
 
 def strata_tests(

@@ -17,8 +17,9 @@ from scipy.stats import binom
 from service.fitting import thresholds
 from service.fitting.thresholds import CANDIDATES, GateProfile, certify, gate_profile
 from service.judging.guarantee import Shape, Standing
-from service.trainer.guarantee import CalibrationRows, GuaranteePlan, StratumResult, strata_tests
+from service.trainer.guarantee import CalibrationRows, GuaranteePlan, strata_tests
 from service.trainer.prepare import UNKNOWN_LABEL
+from service.trainer.strata import StratumResult
 
 ALPHA, DELTA, DRAWS, ROWS = 0.2, 0.1, 1000, 1200
 BESIDE, ALONE = (Standing(Shape("0", passage=passage, system=False)) for passage in (True, False))
