@@ -93,9 +93,15 @@ def gate_at(
     return CoverageGate(threshold, float(answered.mean()), among, withheld)
 
 
+def kept_risks(bundle: Bundle) -> tuple[NDArray[np.float64], NDArray[np.bool_]] | None:
+    """Return the risk of each training row and whether it is hallucinated; None if the bundle
+    records none."""
+    return _row_risks(bundle.manifest, bundle.evaluation())
+
+
 def training_risks(bundle: Bundle) -> NDArray[np.float64] | None:
     """Return the risks of the training rows; None if the bundle records none."""
-    risks = _row_risks(bundle.manifest, bundle.evaluation())
+    risks = kept_risks(bundle)
     return None if risks is None else risks[0]
 
 
