@@ -86,6 +86,10 @@ class Never(PlantedEngine):
         raise AssertionError("a model was loaded")
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
 def store_of(bundle: Bundle, folder: Path) -> Store:
     """A store with this bundle alone, as planted:1."""
     shutil.copytree(bundle.path, folder / "store" / "planted" / "1")

@@ -37,7 +37,7 @@ from service.trainer.publish import golden_rows, model_record, read_risks
 from service.trainer.run import train
 from tests.engines import tiny
 from tests.fitting.planted import PlantedEngine, Quiet, planted_rows, write_rows
-from tests.trainer.made import FAST, FUSED, ONE, Never, killed, run, section, served
+from tests.trainer.made import FAST, FUSED, ONE, Never, contents, killed, run, section, served
 
 NO_SIGNAL = "The interval of the bundle's own AUROC reaches chance"
 LAYER = 2
@@ -304,10 +304,8 @@ def test_kill_9_and_resume_give_the_same_bundle(tmp_path: Path) -> None:
         killed(partial(run, tmp_path / "killed", engine, **options))
     folders = tmp_path / "whole", tmp_path / "killed"
     assert len({run(folder, **options)[0].manifest.digest for folder in folders}) == 1
-    contents = [
-        {path.name: path.read_bytes() for path in (f / "run" / "train").iterdir()} for f in folders
-    ]
-    assert contents[0] == contents[1]
+    whole, resumed = (contents(folder / "run" / "train") for folder in folders)
+    assert whole == resumed
 
 
 def test_the_same_run_twice_publishes_once_and_another_in_its_folder_is_refused(

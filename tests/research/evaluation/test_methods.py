@@ -603,10 +603,10 @@ def test_mind_reads_the_last_token_over_layers_and_the_last_layer_over_tokens(
     )
     np.testing.assert_array_equal(networks.features(answer), [4, 5, 6, 7, 108, 109, 110, 111])
     train, test = sides(data)
-    rare = replace(data, answers=replace(data.answers, states=data.answers.states * 1e3 + 1e5))  # type: ignore[operator]
-    assert (
-        risk_auroc(data.label[test], networks.mind(rare, train, test, 1)) > 0.85
-    )  # standardised by the training side
+    states: Any = data.answers.states
+    rare = replace(data, answers=replace(data.answers, states=states * 1e3 + 1e5))
+    risk = networks.mind(rare, train, test, 1)
+    assert risk_auroc(data.label[test], risk) > 0.85, "standardised by the training side"
 
 
 def test_eigenscore_is_the_paper_s_equation() -> None:
