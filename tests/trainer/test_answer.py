@@ -166,15 +166,6 @@ def test_the_second_part_is_left_out(
     assert [said in line for line in told] == [True] * bool(said)
 
 
-def test_an_interrupted_run_reads_no_answer_twice(tmp_path: Path) -> None:
-    whole = run(tmp_path / "whole", Confesses(), questions(), **ONE, **GENERATED)[0]
-    again = run(tmp_path / "whole", Confesses(), questions(), **ONE, **GENERATED)[0]
-    assert whole.manifest.digest == again.manifest.digest
-    assert whole.answer is not None
-    assert again.answer is not None
-    np.testing.assert_array_equal(whole.answer.trajectory, again.answer.trajectory)
-
-
 def test_a_real_model_s_answers_are_read_in_training_and_in_service_alike(tmp_path: Path) -> None:
     rows = only(demo_questions("train")[::10], *ASKED)
     quick: dict[str, Any] = {

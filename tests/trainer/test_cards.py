@@ -242,7 +242,7 @@ def missed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Bundle, Quiet]:
         row | {"label": 1 - row["label"]} if place % 5 == 0 else row
         for place, row in enumerate(planted_rows(240))
     ]
-    return run(tmp_path_factory.mktemp("missed"), rows=rows, target="wrong<=0.01")
+    return run(tmp_path_factory.mktemp("missed"), rows=rows, target="wrong<=0.01", **QUICK)
 
 
 def test_by_default_what_is_more_likely_right_than_wrong_is_answered(tmp_path: Path) -> None:

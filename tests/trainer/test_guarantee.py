@@ -39,11 +39,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     return run(tmp_path_factory.mktemp("trained"), test=planted_rows(80, seed=3), evaluate=False)[0]
 
 
-@pytest.fixture
-def store(trained: Bundle, tmp_path: Path) -> Store:
-    return store_of(trained, tmp_path)
-
-
 def calibrated(
     folder: Path,
     store: Store,
@@ -386,7 +381,9 @@ def test_a_row_that_wants_a_label_and_has_none_is_named_and_nothing_is_spent(
         calibrated(tmp_path, store, rows, Never)
 
 
-def test_only_rows_below_the_loosest_threshold_are_answered(tmp_path: Path) -> None:
+def test_rows_below_the_loosest_threshold_are_answered_and_judged_as_the_bundle_records(
+    tmp_path: Path,
+) -> None:
     run(tmp_path / "a", labels="generate", evaluate=False)
     store, rows = Store(tmp_path / "a" / "store"), planted_rows(400, seed=5)
     wanted = {row["prompt"] for row in listed(tmp_path, store, rows)}
@@ -400,7 +397,9 @@ def test_only_rows_below_the_loosest_threshold_are_answered(tmp_path: Path) -> N
     )
     asked = re.compile("|".join(map(re.escape, wanted)))
     assert all(map(asked.search, Counting.answered))
-    assert found.rows == 400 - record["data"]["left_out"]
+    assert 0 < found.rows == 400 - record["data"]["left_out"] < 400
+    assert (found.labels, found.judge) == ("generate", "contains")
+    assert "greedy with up to 48 tokens" in found.statement
 
 
 def test_two_strata_have_thresholds_of_their_own(tmp_path: Path, store: Store) -> None:
@@ -519,14 +518,6 @@ def test_a_bundle_of_a_read_only_store_needs_a_name(tmp_path: Path, store: Store
     assert published(tmp_path, own, new_name="mine")[0].reference == "mine:1"
 
 
-def test_generated_answers_are_judged_as_the_bundle_records(tmp_path: Path) -> None:
-    run(tmp_path / "a", labels="generate", evaluate=False)
-    _, found, record = published(tmp_path, Store(tmp_path / "a" / "store"))
-    assert (found.labels, found.judge) == ("generate", "contains")
-    assert "greedy with up to 48 tokens" in found.statement
-    assert record["data"]["left_out"] == 400 - found.rows > 0
-
-
 def test_training_ends_with_a_calibration(tmp_path: Path) -> None:
     quick: dict[str, Any] = {
         "evaluate": False,
@@ -596,6 +587,7 @@ def test_coin_labels_of_paraphrases_have_no_signal(
     rows = copied([{"prompt": text, "label": draw.getrandbits(1)} for text in asked], 4)
     with pytest.raises(TrainingError, match="no signal: the nested AUROC is 0"):
         run(tmp_path, demo, rows, folds=4, seeds=(0,), c=0.3)
+    assert not list((tmp_path / "store").rglob("bundle.json"))
 
 
 def test_training_and_guarantee_count_paraphrases_once(tmp_path: Path) -> None:
