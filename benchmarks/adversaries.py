@@ -21,6 +21,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from benchmarks.running_service import (
@@ -255,7 +256,9 @@ def freed(lines: Sequence[Line]) -> Freed:
 def by_way(lines: Sequence[Line]) -> dict[str, Freed]:
     """Return each way, the best of them for each question, and the search, as far as they were
     tried."""
-    parts = {name: [line for line in lines if line["way"] == name] for name in WAYS}
+    parts: dict[str, list[Line]] = {}
+    for name in WAYS:
+        parts[name] = [line for line in lines if line["way"] == name]
     parts |= {"any of these": [line for line in lines if line["way"] in WAYS]}
     parts |= {SEARCH: [line for line in lines if line["way"] == SEARCH]}
     return {name: freed(part) for name, part in parts.items() if part}
@@ -266,15 +269,12 @@ def shown(now: dict[str, Freed], before: dict[str, Freed] | None = None) -> str:
     columns = ["tried", "freed", "right", "wrong", "no answer", "outside"]
     sides = {"": now} if before is None else {", before": before, ", now": now}
     header = ["way", *(f"{column}{side}" for side in sides for column in columns)]
-    names = [
-        name
-        for name in (*WAYS, "any of these", SEARCH)
-        if any(name in found for found in sides.values())
-    ]
-    rows = [
-        [name, *(cell for found in sides.values() for cell in _cells(found.get(name)))]
-        for name in names
-    ]
+    tried = set[str]().union(*sides.values())
+    rows = []
+    for name in (*WAYS, "any of these", SEARCH):
+        if name in tried:
+            of_sides = (_cells(side.get(name)) for side in sides.values())
+            rows.append([name, *chain.from_iterable(of_sides)])
     return markdown_table(header, rows, range(1, len(header)))
 
 

@@ -137,11 +137,11 @@ def _first_of_each(
     """Return the first rows of each relation that has a count, and of the ``others`` all, relation
     by relation."""
     relations = dict.fromkeys(row["relation"] for row in rows) if others else counts
-    return [
-        row
-        for relation in relations
-        for row in [fact for fact in rows if fact["relation"] == relation][: counts.get(relation)]
-    ]
+    first: list[Row] = []
+    for relation in relations:
+        of_relation = [row for row in rows if row["relation"] == relation]
+        first += of_relation[: counts.get(relation)]
+    return first
 
 
 def _gzipped(path: Path) -> list[Row]:

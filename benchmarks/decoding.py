@@ -42,9 +42,10 @@ OFF = 0.05  # target of a request that names no temperature
 def one_of_each_group(paths: Sequence[Path], count: int, seed: int) -> list[Line]:
     """Return ``count`` questions, the files in turn; fewer where there are not so many groups."""
     draw, taken, chosen = random.Random(seed), set[str](), list[Line]()
-    pools = [[row for row in read_rows(path) if "prompt" in row] for path in paths]
-    for pool in pools:
-        draw.shuffle(pool)
+    pools: list[list[Line]] = []
+    for path in paths:
+        pools.append([row for row in read_rows(path) if "prompt" in row])
+        draw.shuffle(pools[-1])
     while any(pools) and len(chosen) < count:
         for pool in pools:
             while pool and pool[-1]["group"] in taken:
@@ -122,11 +123,11 @@ def _z(lines: Sequence[Line]) -> float | None:
     questions: dict[str, list[Line]] = {}
     for line in lines:
         questions.setdefault(line["group"], []).append(line)
-    right = np.array(
-        [np.mean([CLASSES[line["verdict"]] for line in draws]) for draws in questions.values()]
-    )
+    right = []
+    for draws in questions.values():
+        right.append(np.mean([CLASSES[line["verdict"]] for line in draws]))
     risk = np.array([draws[0]["risk"] for draws in questions.values()])
-    return difference_z(right, risk, np.arange(len(questions)))
+    return difference_z(np.array(right), risk, np.arange(len(questions)))
 
 
 def target(lines: Sequence[Line]) -> Check:

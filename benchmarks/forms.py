@@ -209,10 +209,10 @@ def auroc_interval(
 
 
 def worths(lines: Sequence[Line], *, abstained_wrong: bool = False) -> dict[str, Worth]:
-    names = list(dict.fromkeys(line["form"] for line in lines))
-    parts = {name: [line for line in lines if line["form"] == name] for name in names} | {
-        ALL: lines
-    }
+    parts: dict[str, list[Line]] = {}
+    for line in lines:
+        parts.setdefault(line["form"], []).append(line)
+    parts[ALL] = list(lines)
     found = {name: worth(part, abstained_wrong=abstained_wrong) for name, part in parts.items()}
     return {name: one for name, one in found.items() if one is not None}
 
@@ -337,14 +337,16 @@ def report(lines: Sequence[Line], forms: Sequence[str]) -> str:
         parts.append(f"## {title}\n\n{shown(found)}\n\n```\n{table(targets(found))}\n```")
     sent = [line for line in lines if "bundle" in line]
     if sent:
-        levels = ", ".join(f"{level:.3f}" for level in sorted({line["threshold"] for line in sent}))
+        thresholds = {line["threshold"] for line in sent}
+        levels = ", ".join(f"{level:.3f}" for level in sorted(thresholds))
         parts.insert(
             0, f"Bundle {sent[0]['bundle'][:19]}, threshold {levels}, {len(lines):,} requests."
         )
     if refused := [line for line in lines if "refused" in line]:
         names = ", ".join(sorted({f"{line['form']} ({line['refused']})" for line in refused}))
         parts.append(f"{len(refused):,} requests were refused: {names}.")
-    if without := [name for name in forms if name not in {line["form"] for line in lines}]:
+    asked = {line["form"] for line in lines}
+    if without := [name for name in forms if name not in asked]:
         parts.append(f"No question fits {', '.join(without)}: some forms need --said.")
     if LONE in forms:
         parts.append(examples(lines))

@@ -238,7 +238,7 @@ def table(checks: Sequence[Check]) -> str:
         (check.name, check.figure, check.target, words[check.passed], check.note)
         for check in checks
     ]
-    widths = [max((len(row[column]) for row in rows), default=0) for column in range(4)]
+    widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:4]]
     lines = []
     for row in rows:
         lines.append(
@@ -547,7 +547,11 @@ def make_prompts(count: int, mix: str, seed: int) -> list[list[int]]:
 
 def make_texts(count: int, seed: int) -> list[str]:
     draw = random.Random(seed)
-    return [" ".join(question(draw) for _ in range(draw.randint(*QUESTIONS))) for _ in range(count)]
+    return [make_text(draw) for _ in range(count)]
+
+
+def make_text(draw: random.Random) -> str:
+    return " ".join(question(draw) for _ in range(draw.randint(*QUESTIONS)))
 
 
 def question(draw: random.Random) -> str:

@@ -70,7 +70,8 @@ def report(given: list[dict[str, Any]], run: Path) -> None:
     """Print the AUROC before a sentence, behind it and the difference, with 95 % intervals over
     passages."""
     factual = np.array([row["label"] for row in given])
-    group, source = (np.array([row[name] for row in given]) for name in ("group", "subset"))
+    group = np.array([row["group"] for row in given])
+    source = np.array([row["subset"] for row in given])
     geometry = json.loads((run / "run.json").read_text())["model"]["geometry"]
     shape = geometry["num_layers"], len(given), geometry["num_heads"], geometry["head_dim"]
     risks = []
@@ -94,10 +95,9 @@ def report(given: list[dict[str, Any]], run: Path) -> None:
     }
     names = np.unique(group)
     for name, measure in measures.items():
-        both = [
-            [measure(risk, kept) for risk in risks]
-            for kept in (group == group, *(group != one for one in names))
-        ]
+        both = []
+        for kept in (group == group, *(group != left_out for left_out in names)):
+            both.append([measure(risk, kept) for risk in risks])
         values = np.array([[before, after, after - before] for before, after in both]) * 100
         left = values[1:]
         error = np.sqrt(

@@ -70,12 +70,11 @@ LANGUAGES: Mapping[str, tuple[str, Mapping[str, str]]] = {
 
 def names_by_language(countries: Sequence[Row]) -> dict[str, dict[str, str]]:
     """Return each country's common names by the code of a language, by its English name."""
-    return {
-        country["name"]["common"]: {
-            code: names["common"] for code, names in country["translations"].items()
-        }
-        for country in countries
-    }
+    by_country = {}
+    for country in countries:
+        common = {code: names["common"] for code, names in country["translations"].items()}
+        by_country[country["name"]["common"]] = common
+    return by_country
 
 
 def in_languages(rows: Sequence[Row], names: Mapping[str, Mapping[str, str]]) -> Iterator[Row]:

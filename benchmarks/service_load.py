@@ -29,6 +29,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
+from operator import itemgetter
 from typing import Any
 
 from benchmarks import harness
@@ -92,7 +93,7 @@ class ServiceBench(Bench):
                 time.sleep(0.1)  # the server's OpenMP threads stop spinning
             rounds.append({side: count / value for side, value in seconds.items()})
         ratio = harness.spread([one["service"] / one["direct"] for one in rounds])
-        medians = {side: statistics.median(one[side] for one in rounds) for side in SIDES}
+        medians = {side: statistics.median(map(itemgetter(side), rounds)) for side in SIDES}
         cores = meter.cores()
         carried = (
             "text, rendered and tokenised on both sides"

@@ -258,14 +258,10 @@ def metric_checks(before: Metrics, after: Metrics, soak: Soak, bundle: str) -> l
             if status != 200
         ),
     ]
-    pairs = [
-        (
-            " ".join([name, *(value for key, value in labels.items() if key != "bundle")]),
-            grown(f"hallutracer_{name}", **labels),
-            count,
-        )
-        for name, labels, count in counted
-    ]
+    pairs = []
+    for name, labels, count in counted:
+        others = (value for key, value in labels.items() if key != "bundle")
+        pairs.append((" ".join([name, *others]), grown(f"hallutracer_{name}", **labels), count))
     wrong = [
         f"{name}: {theirs}, clients counted {ours}"
         for name, theirs, ours in pairs

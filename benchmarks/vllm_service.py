@@ -38,6 +38,8 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +179,9 @@ class VllmBench(Bench):
             rounds.append({side: count / value for side, value in took.items()})
             harness.say(f"rate, {mix}, round {number + 1} of {self.options.rounds}: {rounds[-1]}")
         result = interval([one["score"] / one["llm"] for one in rounds])
-        rates = {side: interval([one[side] for one in rounds]).median for side in ("score", "llm")}
+        rates = {}
+        for side in ("score", "llm"):
+            rates[side] = interval([of_round[side] for of_round in rounds]).median
         note = (
             f"/score {rates['score']:.4g}/s, LLM.generate {rates['llm']:.4g}/s; {count} prompts a"
             " round"
@@ -210,7 +214,7 @@ class VllmBench(Bench):
                     ]
             if number:
                 rounds.append(found)
-        pooled = {side: [value for one in rounds for value in one[side]] for side in sides}
+        pooled = {side: list(chain.from_iterable(map(itemgetter(side), rounds))) for side in sides}
         for share, name in ((0.5, "p50"), (0.99, "p99")):
             times = {side: harness.percentile(values, share) for side, values in pooled.items()}
             paired = [
@@ -257,9 +261,11 @@ class VllmBench(Bench):
         over += [("reads", "able")] if "able" in kinds else []
         for name, (kind, base) in ((name, pair) for name in todo for pair in over):
             alone = statistics.median(one[base] for times in starts for one in times[name]) * 1e3
-            ratios = [[one[kind] / one[base] for one in times[name]] for times in starts]
+            ratios = []
+            for times in starts:
+                ratios.append([by_kind[kind] / by_kind[base] for by_kind in times[name]])
             result, judged = interval(np.concatenate(ratios)), kind == "ours"
-            by_start = " ".join(f"{statistics.median(one):.3f}" for one in ratios)
+            by_start = " ".join(f"{statistics.median(of_start):.3f}" for of_start in ratios)
             self.add(
                 f"{name}: {kind} / {base}",
                 f"{result} ({result.count} rounds)",

@@ -24,12 +24,12 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from numpy.typing import NDArray
-from scipy.sparse import hstack
 
 from probes_store.bundle import Bundle, load_bundle
 from service.data.forms import FORMS
 from service.fitting.folds import group_folds
 from service.fitting.scores import group_draws, within_stratum_auroc
+from service.fitting.texts import text_logits
 from service.judging.passages import has_passage
 from service.trainer.prepare import WITH_PASSAGE
 from service.trainer.publish import read_risks
@@ -125,31 +125,25 @@ def without_model(
     reads the prompt."""
     from sklearn.feature_extraction import DictVectorizer
     from sklearn.feature_extraction.text import TfidfVectorizer
-    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline, make_union
+    from sklearn.preprocessing import FunctionTransformer
 
-    names = [{"kind": str(row.get("kind")), "form": str(row.get("form"))} for row in rows]
-    texts = ["\n".join(texts_of(row)) for row in rows]
+    words = TfidfVectorizer(
+        ngram_range=(1, 2), min_df=2, sublinear_tf=True, preprocessor=_lower_text
+    )
+    columns = make_union(make_pipeline(FunctionTransformer(_names), DictVectorizer()), words)
     score = np.zeros(len(rows))
     for train, test in group_folds(label, group, np.arange(len(rows)), FOLDS, SEED):
-        of_names, of_texts = (
-            DictVectorizer(),
-            TfidfVectorizer(ngram_range=(1, 2), min_df=2, sublinear_tf=True),
-        )
-        fitted = hstack(
-            [
-                of_names.fit_transform([names[row] for row in train]),
-                of_texts.fit_transform([texts[row] for row in train]),
-            ]
-        ).tocsr()
-        scored = hstack(
-            [
-                of_names.transform([names[row] for row in test]),
-                of_texts.transform([texts[row] for row in test]),
-            ]
-        ).tocsr()
-        fit = LogisticRegression(C=1.0, solver="liblinear").fit(fitted, 1 - label[train])
-        score[test] = fit.decision_function(scored)
+        [score[test]] = text_logits(columns, rows, 1 - label, train, test)
     return score
+
+
+def _names(rows: Sequence[Row]) -> list[dict[str, str]]:
+    return [{"kind": str(row.get("kind")), "form": str(row.get("form"))} for row in rows]
+
+
+def _lower_text(row: Row) -> str:
+    return "\n".join(texts_of(row)).lower()
 
 
 def wrong_among_answered(wrong: Floats, score: Floats, weight: Floats | None = None) -> Floats:

@@ -10,13 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import expit
 from sklearn.feature_extraction.text import TfidfVectorizer
-from sklearn.linear_model import LogisticRegression
 
 from service.fitting.decisions import at_threshold, net_benefit
 from service.fitting.folds import outer_folds
 from service.fitting.nested_cv import KIND_AND_FORM, Evaluation, Inputs, rounded
 from service.fitting.probes import Floats, Index
 from service.fitting.scores import Tests, gain, mean_auroc
+from service.fitting.texts import NoWords, text_logits
 from service.trainer.cards import SIGNALS, say
 
 TEXT = "text"  # the rival that reads the prompt's words and no model
@@ -25,7 +25,6 @@ TITLES = SIGNALS | {TEXT: "the prompt's words alone, no model"}
 SHOWN_COSTS = (0.25, 1.0, 4.0)  # a wrong answer in withheld right ones
 LEAST_ROWS, LEAST_OF_A_CLASS = 100, 20  # of a kind that is judged by itself
 LEVEL = 0.05  # probability that chance alone names a kind, over all kinds together
-TEXT_C = 1.0
 
 
 def text_risks(
@@ -41,19 +40,15 @@ def text_risks(
 
     ``learnt`` [n]: the label that the fits learn, if it is not the one that figures are by."""
     learnt = label if learnt is None else learnt
-    words = np.array(texts, dtype=object)
+    columns = TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True, token_pattern=r"(?u)\w+")
     tests = []
     for fold in outer_folds(label, group, folds=folds, seeds=(seed,)):
-        columns = TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True, token_pattern=r"(?u)\w+")
         try:
-            of_train = columns.fit_transform(words[fold.train])
-        except ValueError:  # no prompt has a word
+            [factual] = text_logits(columns, texts, learnt, fold.train, fold.test)
+        except NoWords:
             tests.append((fold.test, np.zeros(len(fold.test))))
-            continue
-        model = LogisticRegression(C=TEXT_C, solver="liblinear", max_iter=1000)
-        model.fit(of_train, learnt[fold.train])
-        factual = model.decision_function(columns.transform(words[fold.test]))
-        tests.append((fold.test, expit(-np.asarray(factual, np.float64))))
+        else:
+            tests.append((fold.test, expit(-factual)))
     return tests
 
 

@@ -11,6 +11,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from itertools import product
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from service.errors import DataError, EngineError, NonFiniteReadout, RunMismatch
 from service.readout import Pooling, Site
 from tests.engines import tiny
 from tests.fitting.planted import GEOMETRY, PlantedEngine, planted_rows, write_rows
+from tests.kit.rows import read_lines
 from tests.scripted_engine import ScriptedEngine
 from tests.trainer.made import killed
 
@@ -61,11 +64,10 @@ class PoolingEngine(PlantedEngine):
         if not prompts:
             return Extraction({}, ())
         found = super().extract(prompts, sites, (Pooling.LAST_1,), sampling)
-        pooled = {
-            (site, pooling): np.stack([self.pooled(prompt, site, pooling) for prompt in prompts])
-            for site in sites
-            for pooling in beyond_onset(poolings)
-        }
+        pooled = {}
+        for site, pooling in product(sites, beyond_onset(poolings)):
+            rows = [self.pooled(prompt, site, pooling) for prompt in prompts]
+            pooled[site, pooling] = np.stack(rows)
         return Extraction(found.activations, found.first_tokens, pooled, found.completions)
 
 
@@ -122,9 +124,7 @@ def test_rows_are_the_engines_own_in_the_order_of_the_data(
             )
     first = engine.first_token(collection.prompts.of(17))
     assert collection.first_token[17].tolist() == [first.log_max_prob, first.entropy]
-    answers = [
-        json.loads(line) for line in (tmp_path / "run" / "answers.jsonl").read_text().splitlines()
-    ]
+    answers = read_lines(tmp_path / "run" / "answers.jsonl")
     assert sorted(answer["row"] for answer in answers) == list(range(50))
     assert all(dataset.rows[answer["row"]].id == answer["id"] for answer in answers)
 
@@ -441,14 +441,8 @@ def test_rows_that_were_read_earlier_are_copied_and_not_read_again(
                 stored(collection.rows[site], row), stored(whole.rows[site], row)
             )
     np.testing.assert_array_equal(collection.first_token, whole.first_token)
-    records = [
-        {record["row"]: record for record in map(json.loads, path.read_text().splitlines())}
-        for path in (
-            collection.folder / "answers.jsonl",
-            whole.folder / "answers.jsonl",
-        )
-    ]
-    assert records[0] == records[1]
+    resumed, expected = (read_lines(one.folder / "answers.jsonl") for one in (collection, whole))
+    assert sorted(resumed, key=itemgetter("row")) == sorted(expected, key=itemgetter("row"))
     assert len((collection.folder / "answers.jsonl").read_text().splitlines()) == 50
     with pytest.raises(RunMismatch) as caught:
         run(dataset, tmp_path / "run")

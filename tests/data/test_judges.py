@@ -44,35 +44,30 @@ def test_normalise(text: str, normal: str) -> None:
     assert judge.normalise(text) == normal
 
 
-@pytest.mark.parametrize(
-    ("name", "said", "accepted", "expected"),
-    [
-        ("exact", "The Paris.", "paris", True),
-        ("exact", "It is Paris", "paris", False),
-        ("regex", "around 1 905", r"1\s905", True),
-        ("regex", "1806", r"19\d\d", False),
-        ("contains", "It is Vitamin C.", "Vitamin A", False),
-        ("contains", "It is vitamin A.", "Vitamin A", True),
-        ("contains", "The answer is -5.", "5", False),
-        ("contains", "about 1,000 people", "1000", True),
-        ("contains", "it is 3.14", "314", False),
-        ("contains", "答案是东京。", "东京", True),
-        ("contains", "答案是大阪。", "东京", False),
-        ("contains", "It is the United States", "United States", True),
-        ("contains", "unbelievable", "able", False),
-        ("contains", "It is in New  York, I think", "new york", True),
-        ("contains", "Parisian", "paris", False),
-        ("contains", "The capital is Papeete.", "Papeet\u0113", True),
-        ("contains", "It is Reykjav\u00edk", "Reykjavik", True),
-        ("contains", "Harare\u306f Zimbabwe\u306e\u9996\u90fd\u3067\u3059\u3002", "Zimbabwe", True),
-        ("contains", "\u662fSouth Africa\u7684", "South Africa", True),
-        ("contains", "\u662fZimbabwean\u7684", "Zimbabwe", False),
-        ("contains", "\u304b", "\u304c", False),
-        ("contains", "anything", "the", False),  # none has an empty answer
-    ],
-)
-def test_texts_are_compared(name: JudgeName, said: str, accepted: str, expected: bool) -> None:
-    assert judge.make_judge(JudgeOptions(name))("", said, [accepted]) is expected
+TEXTS: list[tuple[JudgeName, str, str, bool]] = [
+    ("exact", "The Paris.", "paris", True),
+    ("exact", "It is Paris", "paris", False),
+    ("regex", "around 1 905", r"1\s905", True),
+    ("regex", "1806", r"19\d\d", False),
+    ("contains", "It is Vitamin C.", "Vitamin A", False),
+    ("contains", "It is vitamin A.", "Vitamin A", True),
+    ("contains", "The answer is -5.", "5", False),
+    ("contains", "about 1,000 people", "1000", True),
+    ("contains", "it is 3.14", "314", False),
+    ("contains", "答案是东京。", "东京", True),
+    ("contains", "答案是大阪。", "东京", False),
+    ("contains", "It is the United States", "United States", True),
+    ("contains", "unbelievable", "able", False),
+    ("contains", "It is in New  York, I think", "new york", True),
+    ("contains", "Parisian", "paris", False),
+    ("contains", "The capital is Papeete.", "Papeet\u0113", True),
+    ("contains", "It is Reykjav\u00edk", "Reykjavik", True),
+    ("contains", "Harare\u306f Zimbabwe\u306e\u9996\u90fd\u3067\u3059\u3002", "Zimbabwe", True),
+    ("contains", "\u662fSouth Africa\u7684", "South Africa", True),
+    ("contains", "\u662fZimbabwean\u7684", "Zimbabwe", False),
+    ("contains", "\u304b", "\u304c", False),
+    ("contains", "anything", "the", False),  # none has an empty answer
+]
 
 
 ABSTENTIONS = (
@@ -180,6 +175,7 @@ def test_an_unreachable_endpoint_is_named() -> None:
         server.judge()[0]("q", "a", ["b"])
 
 
+BOTH = [judge.parts(["Paris"], ["Euro", "EUR"])]
 KITE = ["No, it needs wind", "I have no comment.", judge.incorrect("Yes, it always flies")]
 CALL = {"name": "area", "arguments": {"base": [3]}, "optional": []}
 AREA = [judge.expectation("calls", calls=[CALL])]
@@ -206,6 +202,15 @@ GUINEA = r"^(?:It is|The answer is)?\s*(.*?)\.?$"
             for name in ("exact", "contains", "regex")  # not shown incorrect answers
             for said, expected in (("No, it needs wind", True), ("Yes, it always flies", False))
         ),
+        *((name, "", said, [accepted], expected) for name, said, accepted, expected in TEXTS),
+        # An answer must hold each part.
+        ("contains", "", "Paris, and the euro.", BOTH, True),
+        ("contains", "", "They pay in EUR; its capital is Paris.", BOTH, True),
+        ("contains", "", "The capital is Paris.", BOTH, False),
+        ("contains", "", "It is the euro.", BOTH, False),
+        ("contains", "", "Parisian euros", BOTH, False),
+        ("regex", "", "paris eur", BOTH, True),
+        ("regex", "", "paris", BOTH, False),
     ],
 )
 def test_what_a_judge_sees(
@@ -237,31 +242,19 @@ def test_what_a_judge_sees(
         ("similarity", ["Paris"], "needs an incorrect answer"),
         ("exact", [judge.incorrect("Rome")], "an accepted one"),
         ("similarity", ["...", judge.incorrect("Rome")], "has no word"),
+        ("contains", BOTH, ""),
+        ("regex", BOTH, ""),
+        ("exact", BOTH, "has parts"),
+        ("similarity", BOTH, "has parts"),
+        ("contains", [*BOTH, "Paris"], "only entry"),
+        ("contains", [judge.parts(["Paris"], ["?!"])], "empty once"),
+        ("regex", [judge.parts(["Paris"], ["("])], "not a regular expression"),
     ],
 )
 def test_what_a_judge_cannot_use(name: JudgeName, answers: list[str], said: str) -> None:
     problems = judge.answer_problems(JudgeOptions(name), answers)
     assert bool(problems) == bool(said)
     assert said in " ".join(problems)
-
-
-BOTH = [judge.parts(["Paris"], ["Euro", "EUR"])]
-
-
-@pytest.mark.parametrize(
-    ("name", "said", "expected"),
-    [
-        ("contains", "Paris, and the euro.", True),
-        ("contains", "They pay in EUR; its capital is Paris.", True),
-        ("contains", "The capital is Paris.", False),
-        ("contains", "It is the euro.", False),
-        ("contains", "Parisian euros", False),
-        ("regex", "paris eur", True),
-        ("regex", "paris", False),
-    ],
-)
-def test_an_answer_must_hold_each_part(name: JudgeName, said: str, expected: bool) -> None:
-    assert judge.make_judge(JudgeOptions(name))("", said, BOTH) is expected
 
 
 def test_the_endpoint_is_asked_for_each_part(endpoint: Any) -> None:
@@ -274,44 +267,10 @@ def test_the_endpoint_is_asked_for_each_part(endpoint: Any) -> None:
     assert ["- EUR" in one for one in asked] == [False, True]
 
 
-@pytest.mark.parametrize(
-    ("name", "answers", "problem"),
-    [
-        ("contains", BOTH, ""),
-        ("regex", BOTH, ""),
-        ("exact", BOTH, "has parts"),
-        ("similarity", BOTH, "has parts"),
-        ("contains", [*BOTH, "Paris"], "only entry"),
-        ("contains", [judge.parts(["Paris"], ["?!"])], "empty once"),
-        ("regex", [judge.parts(["Paris"], ["("])], "not a regular expression"),
-    ],
-)
-def test_parts_that_a_judge_cannot_use(name: JudgeName, answers: list[str], problem: str) -> None:
-    problems = judge.answer_problems(JudgeOptions(name), answers)
-    assert bool(problems) == bool(problem)
-    assert problem in " ".join(problems)
-
-
 def test_parts_there_and_back() -> None:
     assert judge.parts_of(BOTH) == [["Paris"], ["Euro", "EUR"]]
     assert judge.split_answers(BOTH) == ([], [])
     assert judge.parts_of(["Paris"]) is None
-
-
-@pytest.mark.parametrize(
-    "plain",
-    [
-        '{"parts": []}',
-        '{"parts": [["a"]]}',
-        '{"parts": [["a"], []]}',
-        '{"parts": [["a"], ["b"]], "x": 1}',
-        '{"parts": ["a", "b"]}',
-        '{"parts": [["a"], [1]]}',
-    ],
-)
-def test_a_damaged_object_with_parts_is_a_plain_answer(plain: str) -> None:
-    assert judge.parts_of([plain]) is None
-    assert judge.split_answers([plain]) == ([plain], [])
 
 
 def test_the_manifest_names_the_measure() -> None:
@@ -349,11 +308,17 @@ def test_references_there_and_back() -> None:
         r"{2,3}\d",
         '{"expect": ["calls"]}',
         '{"a":' * 5_000,
+        '{"parts": []}',
+        '{"parts": [["a"]]}',
+        '{"parts": [["a"], []]}',
+        '{"parts": [["a"], ["b"]], "x": 1}',
+        '{"parts": ["a", "b"]}',
+        '{"parts": [["a"], [1]]}',
     ],
 )
 def test_other_strings_stay_plain_answers(plain: str) -> None:
     assert judge.split_answers([plain]) == ([plain], [])
-    assert judge.expected([plain]) is None
+    assert judge.expected([plain]) is judge.parts_of([plain]) is None
 
 
 # ROUGE-L against its definition, and the rule over references.
@@ -361,21 +326,15 @@ def test_other_strings_stay_plain_answers(plain: str) -> None:
 SENTENCES = st.lists(st.sampled_from("abc"), max_size=6)
 
 
-def longest_common(one: list[str], other: list[str]) -> int:
-    """By trying every subsequence."""
-    subsequences = {pick for size in range(len(other) + 1) for pick in combinations(other, size)}
-    return max(
-        size
-        for size in range(len(one) + 1)
-        if any(p in subsequences for p in combinations(one, size))
-    )
+def subsequences(words: list[str]) -> set[tuple[str, ...]]:
+    return {picked for size in range(len(words) + 1) for picked in combinations(words, size)}
 
 
 @given(SENTENCES, SENTENCES)
 def test_rouge_l_is_the_f1_of_the_longest_common_subsequence(
     one: list[str], other: list[str]
 ) -> None:
-    common = longest_common(one, other)
+    common = max(map(len, subsequences(one) & subsequences(other)))
     expected = 2 * common / (len(one) + len(other)) if common else 0.0
     assert judge.rouge_l(one, other) == pytest.approx(expected)
     assert judge.rouge_l(other, one) == pytest.approx(expected)
@@ -409,79 +368,65 @@ JSON = '{"name": "area", "arguments": {"base": 3, "unit": "cm"}}'
 OTHER = '{"name": "g.h", "arguments": {"x": null}}'
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "area(base=3, unit='cm')",
-        '[area(base=3, unit="cm")]',
-        "  area(base=1 + 2, unit='cm');",
-        "```python\n[area(base=3, unit='cm')]\n```",
-        "Sure.\n```\narea(base=3, unit='cm')\n```\nDone.",
-        "I shall call it:\narea(base=3, unit='cm')",
-        "<think>area(base=9)</think>\narea(base=3, unit='cm')",
-        "thoughts without a first tag area(base=9)</think>[area(base=3, unit='cm')]",
-        JSON,
-        '[{"name": "area", "parameters": {"base": 3, "unit": "cm"}}]',
-        (
-            '{"type": "function", "function": {"name": "area", "arguments": "{\\"base\\": 3,'
-            ' \\"unit\\": \\"cm\\"}"}}'
-        ),
-        '{"type": "function", "function": "area", "parameters": {"base": 3, "unit": "cm"}}',
-        '[{"area": {"base": 3, "unit": "cm"}}]',
-        f"<tool_call>\n{JSON}\n</tool_call>",
-        f"Well: <tool_call>{JSON}",
-        f"[TOOL_CALLS] [{JSON}]",
-        "<|python_tag|>area(base=3, unit='cm')",
-    ],
+IN_MANY_SHAPES = (
+    "area(base=3, unit='cm')",
+    '[area(base=3, unit="cm")]',
+    "  area(base=1 + 2, unit='cm');",
+    "```python\n[area(base=3, unit='cm')]\n```",
+    "Sure.\n```\narea(base=3, unit='cm')\n```\nDone.",
+    "I shall call it:\narea(base=3, unit='cm')",
+    "<think>area(base=9)</think>\narea(base=3, unit='cm')",
+    "thoughts without a first tag area(base=9)</think>[area(base=3, unit='cm')]",
+    JSON,
+    '[{"name": "area", "parameters": {"base": 3, "unit": "cm"}}]',
+    (
+        '{"type": "function", "function": {"name": "area", "arguments": "{\\"base\\": 3,'
+        ' \\"unit\\": \\"cm\\"}"}}'
+    ),
+    '{"type": "function", "function": "area", "parameters": {"base": 3, "unit": "cm"}}',
+    '[{"area": {"base": 3, "unit": "cm"}}]',
+    f"<tool_call>\n{JSON}\n</tool_call>",
+    f"Well: <tool_call>{JSON}",
+    f"[TOOL_CALLS] [{JSON}]",
+    "<|python_tag|>area(base=3, unit='cm')",
 )
-def test_one_call_in_many_shapes(text: str) -> None:
-    assert parse_calls(text) == [ONE]
+IN_ORDER = (
+    "[area(base=3, unit='cm'), g.h(x=None)]",
+    "area(base=3, unit='cm'); g.h(x=null)",
+    "area(base=3, unit='cm')\ng.h(x=None)",
+    f"{JSON}; {OTHER}",
+    f"<tool_call>{JSON}</tool_call>\n<tool_call>{OTHER}</tool_call>",
+)
+NO_CALL_AT_ALL = (
+    "",
+    "None of the functions fits.",
+    "I would need area(base=3, unit='cm') but the unit is missing.",
+    "42",
+    "[]",
+    "{}",
+    "[1, 2]",
+    "x = area(base=3)",
+    "import os\nos.system",
+    '{"answer": "Paris"}',
+    "<think>area(base=3)",
+    # the offer again
+    ('{"name": "area", "description": "Area.", "parameters": {"type": "dict", "properties": {}}}'),
+    "f()()",
+    "lambda: 1",
+    "[" * 5_000,
+    "(" * 5_000 + "f()" + ")" * 5_000,
+    "f(" * 2_000 + ")" * 2_000,
+    '{"a":' * 3_000,
+    "\x00",
+)
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "[area(base=3, unit='cm'), g.h(x=None)]",
-        "area(base=3, unit='cm'); g.h(x=null)",
-        "area(base=3, unit='cm')\ng.h(x=None)",
-        f"{JSON}; {OTHER}",
-        f"<tool_call>{JSON}</tool_call>\n<tool_call>{OTHER}</tool_call>",
-    ],
+    ("texts", "expected"), [(IN_MANY_SHAPES, [ONE]), (IN_ORDER, [ONE, TWO]), (NO_CALL_AT_ALL, [])]
 )
-def test_several_calls_in_order(text: str) -> None:
-    assert parse_calls(text) == [ONE, TWO]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "None of the functions fits.",
-        "I would need area(base=3, unit='cm') but the unit is missing.",
-        "42",
-        "[]",
-        "{}",
-        "[1, 2]",
-        "x = area(base=3)",
-        "import os\nos.system",
-        '{"answer": "Paris"}',
-        "<think>area(base=3)",
-        # the offer again
-        (
-            '{"name": "area", "description": "Area.", "parameters": {"type": "dict", "properties":'
-            " {}}}"
-        ),
-        "f()()",
-        "lambda: 1",
-        "[" * 5_000,
-        "(" * 5_000 + "f()" + ")" * 5_000,
-        "f(" * 2_000 + ")" * 2_000,
-        '{"a":' * 3_000,
-        "\x00",
-    ],
-)
-def test_what_is_no_call(text: str) -> None:
-    assert parse_calls(text) == []
+def test_calls_in_what_models_write(texts: tuple[str, ...], expected: list[Call]) -> None:
+    for text in texts:
+        assert parse_calls(text) == expected, text
 
 
 @pytest.mark.parametrize(

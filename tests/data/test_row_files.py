@@ -427,12 +427,6 @@ def test_a_label_that_could_mean_either_is_refused(tmp_path: Path, label: Any) -
     assert problem.startswith('line 1: \'label\' must be "factual" or "hallucinated"')
 
 
-def test_one_accepted_answer_may_be_a_text(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"prompt": "a", "answers": "b"}\n')
-    assert read(path, "generate") == [("a", None, ("b",))]
-
-
 @pytest.mark.parametrize(
     ("row", "labels", "columns"),
     [

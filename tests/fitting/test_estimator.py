@@ -3,6 +3,8 @@ are enough."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from sklearn.model_selection import GroupKFold, cross_val_score
@@ -74,9 +76,9 @@ def test_the_larger_class_is_the_factual_one_whatever_its_name() -> None:
 
 
 @pytest.mark.parametrize("scale", ["unit_norm", "standardized", "joint"])
-def test_a_layer_s_logit_is_that_of_its_served_probe(scale: str) -> None:
+def test_a_layer_s_logit_is_that_of_its_served_probe(scale: Any) -> None:
     rows, label = signal()
-    probe = DepthMeanProbe(0.3, seeds=(0, 1), logit_scale=scale).fit(rows, label)  # type: ignore[arg-type]
+    probe = DepthMeanProbe(0.3, seeds=(0, 1), logit_scale=scale).fit(rows, label)
     a = rows[:, np.arange(3), probe.probes_.head].astype(np.float64)
     expected = (
         np.einsum("nld,ld->nl", a, probe.probes_.direction) + probe.probes_.bias

@@ -88,9 +88,9 @@ def test_the_folds_are_scikit_learn_s(seed: int, folds: int, share: float) -> No
     theirs = StratifiedGroupKFold(folds, shuffle=True, random_state=seed).split(label, label, group)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        expected = [[side.tolist() for side in pair] for pair in theirs]
-    found = unchecked_folds(label, group, np.arange(60), folds, seed)
-    assert [[side.tolist() for side in pair] for pair in found] == expected
+        expected = [side.tolist() for pair in theirs for side in pair]
+    pairs = unchecked_folds(label, group, np.arange(60), folds, seed)
+    assert [side.tolist() for pair in pairs for side in pair] == expected
 
 
 def test_every_row_is_scored_once_per_seed_by_a_fold_without_its_group() -> None:

@@ -3,6 +3,8 @@ many answers."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from sklearn.linear_model import LogisticRegression
@@ -35,8 +37,8 @@ def fit_one(
     return found
 
 
-def fit_all(data: probes.Readouts, *tasks: probes.Task, **options: object) -> list[probes.ProbeFit]:
-    return probes.fit_probes(data, tasks, balance="weights", **{"jobs": 1, **options})  # type: ignore[arg-type]
+def fit_all(data: probes.Readouts, *tasks: probes.Task, **options: Any) -> list[probes.ProbeFit]:
+    return probes.fit_probes(data, tasks, balance="weights", **{"jobs": 1, **options})
 
 
 def sample(count: int = 300, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:

@@ -73,7 +73,7 @@ def test_results_are_frozen_and_a_slice_is_a_result(detector: ht.Detector) -> No
 
 
 @pytest.mark.parametrize("site", ["attention_head", "residual_stream"])
-def test_a_probe_of_extracted_arrays_is_the_one_that_train_fits(tmp_path: Path, site: str) -> None:
+def test_a_probe_of_extracted_arrays_is_the_one_that_train_fits(tmp_path: Path, site: Any) -> None:
     """On 120 rows: the same heads, directions, scale, classifier and threshold, to the last bit,
     and so one digest."""
     rows = labelled(25)
@@ -95,7 +95,7 @@ def test_a_probe_of_extracted_arrays_is_the_one_that_train_fits(tmp_path: Path, 
         **fit,
         **publish,
     )
-    x = ht.extract([row["prompt"] for row in rows], "demo", site=site, **QUIET)  # type: ignore[arg-type]
+    x = ht.extract([row["prompt"] for row in rows], "demo", site=site, **QUIET)
     y, groups = [row["label"] for row in rows], [row["group"] for row in rows]
     probe = ht.DepthMeanProbe(0.1, **fit).fit(x, y, groups=groups)
     tensors, classifier = trained.bundle.probes, trained.bundle.manifest.classifier

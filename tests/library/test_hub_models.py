@@ -181,6 +181,15 @@ def asked_in_each_protocol(client: TestClient, risk: float) -> None:
     assert '"error"' not in streamed
 
 
+def refuses_alone(client: TestClient, messages: list[dict[str, str]], why: str) -> None:
+    """These messages are refused; a text is answered."""
+    short = {"model": "x", "max_tokens": 1}
+    chat = client.post("/v1/chat/completions", json=short | {"messages": messages})
+    assert (chat.status_code, why in chat.json()["error"]["message"]) == (422, True), chat.text
+    text = client.post("/v1/completions", json=short | {"prompt": QUESTION})
+    assert text.status_code == 200, text.text
+
+
 def test_what_train_prints_next_is_what_works(hub: Hub, store: Path, printed: str) -> None:
     command = next(line for line in printed.splitlines() if "hallutracer score" in line)
     assert f"--model {NAME}" in command
@@ -289,30 +298,12 @@ ALTERNATE = (
 )
 
 
-@pytest.mark.parametrize(
-    ("template", "refused", "why"),
-    [
-        (test_gguf.TEMPLATE, None, ""),
-        (None, [{"role": "user", "content": QUESTION}], "has no chat template: /v1/completions"),
-        (
-            REFUSES_SYSTEM + test_gguf.TEMPLATE,
-            [{"role": "system", "content": "Be brief."}, {"role": "user", "content": QUESTION}],
-            "no system prompt here",
-        ),
-    ],
-    ids=["template", "none", "refuses-system"],
-)
+@pytest.mark.parametrize("template", [test_gguf.TEMPLATE, None])
 def test_a_gguf_file_is_trained_scored_and_served(
-    template: str | None,
-    refused: list[dict[str, str]] | None,
-    why: str,
-    store: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
+    template: str | None, store: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    name = f"gguf-{request.node.callspec.id}"
+    name = "gguf" if template else "gguf-bare"
     file = str(test_gguf.write(tmp_path / "tiny.gguf", "qwen2", template=template))
     assert f" --model {file} " in trained(store, file, name)
     risk = score(store, file, name)
@@ -320,13 +311,8 @@ def test_a_gguf_file_is_trained_scored_and_served(
     with serving(store, file, name) as client:
         if template is not None:
             asked_in_each_protocol(client, risk)
-        if refused is not None:
-            chat = client.post(
-                "/v1/chat/completions", json={"model": "x", "messages": refused, "max_tokens": 1}
-            )
-            assert (chat.status_code, why in chat.json()["error"]["message"]) == (422, True)
-            text = {"model": "x", "prompt": QUESTION, "max_tokens": 1}
-            assert client.post("/v1/completions", json=text).status_code == 200
+        else:
+            refuses_alone(client, [{"role": "user", "content": QUESTION}], "has no chat template:")
 
 
 @pytest.mark.parametrize(
@@ -369,14 +355,7 @@ def test_a_model_is_trained_scored_and_served_whatever_its_template_takes(
     with serving(store, str(folder), name) as client:
         answer = client.post("/score", json={"prompt": QUESTION}).json()
         assert answer["data"][0]["risk"] == pytest.approx(risk, abs=1e-6)
-        chat = client.post(
-            "/v1/chat/completions", json={"model": "x", "messages": refused, "max_tokens": 1}
-        )
-        assert (chat.status_code, said in chat.json()["error"]["message"]) == (422, True), chat.text
-        plain = client.post(
-            "/v1/completions", json={"model": "x", "prompt": QUESTION, "max_tokens": 1}
-        )
-        assert plain.status_code == 200, plain.text
+        refuses_alone(client, refused, said)
 
 
 def without_commit(store: Path, name: str) -> None:

@@ -372,8 +372,15 @@ UNRELATED: list[tuple[str, Any]] = [
             {"messages": "x"},
             {"tools": False},
             {"tokenize": True},
-            {f"a{number}": 1 for number in range(17)},
-            *({"a": value} for value in (None, [1], {"b": 1}, "x" * 257, "\n", 2**60)),
+            dict.fromkeys("abcdefghijklmnopq", 1),  # one too many
+            *(
+                {"a": None},
+                {"a": [1]},
+                {"a": {"b": 1}},
+                {"a": "x" * 257},
+                {"a": "\n"},
+                {"a": 2**60},
+            ),
         )
     ),
 ]

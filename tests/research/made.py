@@ -105,13 +105,11 @@ def fitted_result(folder: Path) -> SetResult:
         by_split[reference] = [rng.standard_normal(len(split.test)) for split in splits]
     scores = {name: list(map(fold_scores, splits, found)) for name, found in by_split.items()}
     means = [depth_mean(split.test_trajectory) for split in splits if split.seed == 0]
-    pooled: dict[tuple[Site, Pooling], list[np.ndarray]] = {
-        (Site.ATTENTION_HEAD, pooling): [
-            mean + 10.0 * rng.standard_normal(len(mean)) for mean in means
-        ]
-        for pooling in Pooling
-        if pooling is not Pooling.LAST_1
-    }
+    pooled: dict[tuple[Site, Pooling], list[np.ndarray]] = {}
+    for pooling in Pooling:
+        if pooling is not Pooling.LAST_1:
+            noisy = [mean + 10.0 * rng.standard_normal(len(mean)) for mean in means]
+            pooled[Site.ATTENTION_HEAD, pooling] = noisy
     return SetResult(prepared(inputs, "made"), splits, scores, None, pooled)
 
 

@@ -6,7 +6,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,11 @@ def blank(data: PlotData) -> dict[str, bytes]:
     """The files of ``plots.draw`` without pictures, whose drawing takes half of a quick run."""
     evaluated = ("coverage", "precision_recall", "reliability", "roc") if data.risk else ()
     return {f"{name}.png": b"a picture" for name in ("layers", "trajectories", *evaluated)}
+
+
+def no_picture_of_the_change() -> AbstractContextManager[object]:
+    """Recalibrations draw none."""
+    return patch("service.trainer.recalibrate.draw_before_after", lambda *_: b"a picture")
 
 
 def run(
@@ -84,6 +89,10 @@ def killed(work: Callable[[], object]) -> None:
 class Never(PlantedEngine):
     def __init__(self) -> None:
         raise AssertionError("a model was loaded")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def store_of(bundle: Bundle, folder: Path) -> Store:

@@ -35,17 +35,15 @@ from service.trainer.guarantee import guarantee
 from service.trainer.options import GuaranteeOptions
 from service.trainer.prepare import trajectories
 from tests.fitting.planted import PlantedEngine, Quiet, planted_rows, write_rows
+from tests.kit.rows import only, without
 from tests.trainer.made import ONE, run, section, store_of
 
+ASKED = ("id", "prompt", "answers", "group", "kind")
 GENERATED: dict[str, Any] = {"labels": "generate", "judge": "contains"}
 
 
 def questions(count: int = 240) -> list[dict[str, Any]]:
-    rows = planted_rows(count)
-    return [
-        {key: value for key, value in row.items() if key != "label"} | {"answers": ["Paris"]}
-        for row in rows
-    ]
+    return without(planted_rows(count), "label")
 
 
 class Confesses(PlantedEngine):
@@ -168,18 +166,8 @@ def test_the_second_part_is_left_out(
     assert [said in line for line in told] == [True] * bool(said)
 
 
-def test_an_interrupted_run_reads_no_answer_twice(tmp_path: Path) -> None:
-    whole = run(tmp_path / "whole", Confesses(), questions(), **ONE, **GENERATED)[0]
-    again = run(tmp_path / "whole", Confesses(), questions(), **ONE, **GENERATED)[0]
-    assert whole.manifest.digest == again.manifest.digest
-    assert whole.answer is not None
-    assert again.answer is not None
-    np.testing.assert_array_equal(whole.answer.trajectory, again.answer.trajectory)
-
-
 def test_a_real_model_s_answers_are_read_in_training_and_in_service_alike(tmp_path: Path) -> None:
-    asked = ("id", "prompt", "answers", "group", "kind")
-    rows = [{key: row[key] for key in asked} for row in demo_questions("train")[::10]]
+    rows = only(demo_questions("train")[::10], *ASKED)
     quick: dict[str, Any] = {
         "seeds": (0,),
         "folds": 3,
@@ -242,8 +230,7 @@ def test_given_answers_are_read_behind_their_prompts(tmp_path: Path) -> None:
 
 
 def test_a_given_answer_is_read_as_one_that_the_model_wrote(tmp_path: Path) -> None:
-    asked = ("id", "prompt", "answers", "group", "kind")
-    rows = [{key: row[key] for key in asked} for row in demo_questions("train")[:24]]
+    rows = only(demo_questions("train")[:24], *ASKED)
     rows = [row | {"label": place % 2} for place, row in enumerate(rows)]
     site = Site.ATTENTION_HEAD
     with closing(Scheduled(TransformersEngine.load(EngineOptions(str(MODEL_DIR))))) as engine:

@@ -126,10 +126,7 @@ def test_a_gain_beyond_chance_is_recommended(
 def test_a_signal_without_probes_that_ranks_better_is_said_above_the_table() -> None:
     def signals(**auroc: float) -> dict[str, Any]:
         keys = ("auroc", "ece", "calibration_debiased")
-        return {
-            name: {key: {"mean": value, "std": 0.1} for key in keys}
-            for name, value in auroc.items()
-        }
+        return {name: dict.fromkeys(keys, {"mean": v, "std": 0.1}) for name, v in auroc.items()}
 
     rows = signals(
         depth_mean_unit_norm=0.844, first_token_entropy=0.904, prompt_length=0.85, best_head=0.95
@@ -217,7 +214,8 @@ def test_the_curve_of_coverage_shows_the_chosen_point() -> None:
         axes = Figure().add_subplot()
         _coverage(axes, dataclasses.replace(given, threshold=threshold))
         gate = at_threshold(given.label, given.risk["depth mean"], threshold)
-        found = [line.get_xydata()[0].tolist() for line in axes.lines if line.get_marker() == "o"]  # type: ignore[index]
+        shown: Any = [line.get_xydata() for line in axes.lines if line.get_marker() == "o"]
+        found = [point[0].tolist() for point in shown]
         assert found == (
             [[gate["answered"], gate["wrong_among_answered"]]] if gate["answered"] else []
         )
@@ -244,7 +242,7 @@ def missed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Bundle, Quiet]:
         row | {"label": 1 - row["label"]} if place % 5 == 0 else row
         for place, row in enumerate(planted_rows(240))
     ]
-    return run(tmp_path_factory.mktemp("missed"), rows=rows, target="wrong<=0.01")
+    return run(tmp_path_factory.mktemp("missed"), rows=rows, target="wrong<=0.01", **QUICK)
 
 
 def test_by_default_what_is_more_likely_right_than_wrong_is_answered(tmp_path: Path) -> None:

@@ -336,9 +336,8 @@ def test_where_passages_differ_in_length_the_classifier_reads_it(tmp_path: Path)
     data = prepared(tmp_path, rows, Overlooking())
     risks = np.array([report.risk for report in served(bundle, rows, Overlooking())])
     np.testing.assert_allclose(risks_of(bundle, data), risks, atol=1e-6)
-    stated, long = (
-        np.array([word in row["prompt"] for row in rows]) for word in ("states", "word37")
-    )
+    stated = np.array(["states" in row["prompt"] for row in rows])
+    long = np.array(["word37" in row["prompt"] for row in rows])
     assert risks[stated & long].mean() > risks[stated & ~long].mean() + 0.2
 
 
@@ -372,10 +371,8 @@ def test_labels_of_each_family_of_forms(tmp_path: Path, family: str) -> None:
         text = "\n".join(message["content"] for message in row["messages"])
         own = re.search(rf"\b{row['answers'][0]}\b", text) is not None
         assert stated == (own and family in WITH_PASSAGE), row["form"]
-    by_form = {
-        name: found.stated[[row["form"] == name for row in rows]]
-        for name in {row["form"] for row in rows}
-    }
+    forms = np.array([row["form"] for row in rows])
+    by_form = {name: found.stated[forms == name] for name in set(forms.tolist())}
     for name, share in {
         "passage_right": (1, 1),
         "passage_unrelated": (0, 0),

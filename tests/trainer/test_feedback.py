@@ -23,19 +23,8 @@ from service.trainer.guarantee import plan
 from service.trainer.options import GuaranteeOptions, RecalibrateOptions
 from tests.fitting.planted import Quiet, planted_rows, write_rows
 from tests.kit.feedback import answer, given
-from tests.trainer.made import Rows, served, store_of
-from tests.trainer.made import run as train
+from tests.trainer.made import Rows, no_picture_of_the_change, served
 from tests.trainer.test_recalibrate import check_served, rare, scored
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    return train(tmp_path_factory.mktemp("trained"), rows=planted_rows(400), evaluate=False)[0]
-
-
-@pytest.fixture
-def store(trained: Bundle, tmp_path: Path) -> Store:
-    return store_of(trained, tmp_path)
 
 
 def kept(
@@ -88,10 +77,10 @@ def mixed(count: int, seed: int) -> Rows:
 def run(store: Store, where: Location, **changes: Any) -> tuple[Bundle | None, str]:
     """The new version, and what was printed."""
     console, bundle = Quiet(), store.load(changes.pop("bundle", "planted:1"))
-    found = recalibrate_by_feedback(
-        bundle, RecalibrateOptions(feedback=where.text, **changes), store, console=console
-    )
-    return found, "\n".join(console.lines)
+    options = RecalibrateOptions(feedback=where.text, **changes)
+    with no_picture_of_the_change():
+        made = recalibrate_by_feedback(bundle, options, store, console=console)
+    return made, "\n".join(console.lines)
 
 
 def published(store: Store, where: Location, **changes: Any) -> tuple[Bundle, Any, str]:

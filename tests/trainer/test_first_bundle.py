@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,28 @@ from tests.trainer.made import ONE, run
 LONG: dict[str, Any] = ONE | {"labels": "generate", "batch_rows": 32}
 
 
-@pytest.fixture(autouse=True)
-def few_rows_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training_set, "FIRST_ROWS", 80)
-    monkeypatch.setattr(training_set, "LEAST_FOR_FIRST", 240)
+@pytest.fixture(autouse=True, scope="module")
+def few_rows_are_many() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(training_set, "FIRST_ROWS", 80)
+        patched.setattr(training_set, "LEAST_FOR_FIRST", 240)
+        yield
+
+
+@pytest.fixture(scope="module")
+def whole(
+    few_rows_are_many: None, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[str]]:
+    """The folder of a run, and what it printed."""
+    folder = tmp_path_factory.mktemp("whole")
+    return folder, run(folder, **LONG)[1].lines
+
+
+def digests(folder: Path) -> list[str]:
+    """Of the first bundle and of the whole one, and there is no third."""
+    store = Store(folder / "store")
+    assert [summary.reference for summary in store.list()] == ["planted:1", "planted:2"]
+    return [store.load(f"planted:{version}").manifest.digest for version in (1, 2)]
 
 
 class Interrupted(PlantedEngine):
@@ -59,38 +78,29 @@ def test_only_long_runs_whose_answers_are_generated_have_one() -> None:
     assert not has_first_bundle(TrainOptions(labels="given"), 240)
 
 
-def test_a_first_bundle_is_published_and_replaced(tmp_path: Path) -> None:
-    bundle, console = run(tmp_path, **LONG)
-    store = Store(tmp_path / "store")
-    assert bundle.reference == "planted:2"
-    first, whole = (store.load(f"planted:{version}").manifest for version in (1, 2))
-    assert (first.training.rows, whole.training.rows) == (80, 240)
-    [line] = first_lines(console.lines)
+def test_a_first_bundle_is_published_and_replaced(whole: tuple[Path, list[str]]) -> None:
+    folder, lines = whole
+    store = Store(folder / "store")
+    counts = [store.load(f"planted:{version}").manifest.training.rows for version in (1, 2)]
+    assert counts == [80, 240]
+    [line] = first_lines(lines)
     assert line.startswith("published planted:1, of 80 of the 240 rows")
-    assert console.lines.index(line) < console.lines.index("published planted:2")
-    again, told = run(tmp_path, **LONG)
+    assert lines.index(line) < lines.index("published planted:2")
+    again, told = run(folder, **LONG)
     assert (again.reference, first_lines(told.lines)) == ("planted:2", [])
 
 
 @pytest.mark.parametrize("stop", [1, 3, 5, 7])
 def test_a_run_that_is_resumed_publishes_it_once_and_gives_the_same_bundles(
-    tmp_path: Path, stop: int
+    tmp_path: Path, whole: tuple[Path, list[str]], stop: int
 ) -> None:
-    whole, _ = run(tmp_path / "whole", **LONG)
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path / "torn", Interrupted(stop), **LONG)
+        run(tmp_path, Interrupted(stop), **LONG)
     engine = Interrupted()
-    resumed, console = run(tmp_path / "torn", engine, **LONG)
+    _, console = run(tmp_path, engine, **LONG)
     assert stop + engine.extracts == 3 + 5, "each row was read once"
-    assert resumed.manifest.digest == whole.manifest.digest
     assert len(first_lines(console.lines)) == (stop < 3)
-    digests = []
-    for name in ("whole", "torn"):
-        store = Store(tmp_path / name / "store")
-        digests.append([store.load(f"planted:{version}").manifest.digest for version in (1, 2)])
-    assert digests[0] == digests[1]
-    folders = (tmp_path / "torn" / "store" / "planted").glob("[0-9]")
-    assert sorted(path.name for path in folders) == ["1", "2"]
+    assert digests(tmp_path) == digests(whole[0])
 
 
 def test_rows_without_a_signal_have_no_first_bundle(

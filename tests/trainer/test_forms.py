@@ -3,7 +3,6 @@ ledger."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +26,7 @@ from service.trainer.prepare import prepare
 from service.trainer.publish import rewording
 from service.trainer.training_set import group_names
 from tests.fitting.planted import PlantedEngine, planted_rows, write_rows
+from tests.kit.rows import read_lines, without
 from tests.trainer.made import Rows, run
 
 MIXED: dict[str, Any] = {
@@ -66,21 +66,17 @@ class Row(NamedTuple):
     strata: dict[str, str]
 
 
-class Labelled:
+def labelled(rows: list[Row], label: np.ndarray) -> Any:
     """As prepared data has them."""
-
-    def __init__(self, rows: list[Row], label: np.ndarray) -> None:
-        self.dataset = SimpleNamespace(rows=rows)
-        self.inputs = SimpleNamespace(label=label)
-        self.labelled = SimpleNamespace(index=np.arange(len(rows)))
-
-
-def lines(path: Path) -> Rows:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return SimpleNamespace(
+        dataset=SimpleNamespace(rows=rows),
+        inputs=SimpleNamespace(label=label),
+        labelled=SimpleNamespace(index=np.arange(len(rows))),
+    )
 
 
 def in_forms(folder: Path, name: str = "train") -> Rows:
-    return lines(folder / "run" / f"{name}-forms.jsonl")
+    return read_lines(folder / "run" / f"{name}-forms.jsonl")
 
 
 def reworded(row: dict[str, Any]) -> bool:
@@ -107,7 +103,7 @@ def test_generated_labels_are_asked_in_a_mixture_by_default(mixed: tuple[Path, l
     assert all(row["form"] == "task" and row["applies"] is False for row in tasks)
     counts = Counter(row["form"] for row in asking)
     assert len(counts) > 20
-    said = {row["answer"] for row in lines(folder / "run" / "train-said" / "answers.jsonl")}
+    said = {row["answer"] for row in read_lines(folder / "run" / "train-said" / "answers.jsonl")}
     own = next(row for row in asking if row["form"] == "turn_own")
     assert own["messages"][1]["content"] in said
     data = Store(folder / "store").load("planted").evaluation()["data"]
@@ -133,9 +129,7 @@ def test_some_questions_are_asked_in_three_wordings_and_held_out_ones_in_others(
     mixed: tuple[Path, list[str]],
 ) -> None:
     folder, _ = mixed
-    rows = {
-        name: [row for row in in_forms(folder, name) if reworded(row)] for name in ("train", "test")
-    }
+    rows = {name: list(filter(reworded, in_forms(folder, name))) for name in ("train", "test")}
     asked = Counter(row["id"].partition("+")[0] for row in rows["train"])
     assert (len(asked), set(asked.values())) == (60, {3}), "a quarter of 240"
     assert len({row["form"] for row in rows["train"]}) > 10
@@ -178,25 +172,18 @@ def test_decisions_under_other_wordings_are_counted_by_question() -> None:
     asked += [Row("d+wording_x", {"form": "wording_x"}), Row("a+lone", {"form": "lone"})]
     label = np.array([0, 0, 0, 1, 1, 1, 0, 1, 0, 1, 1])
     risk = np.array([[0.6, 0.7, 0.9, 0.1, 0.2, 0.3, 0.5, 0.6, 0.7, 0.9, 0.1]])
-    data = Labelled(asked, label)
-    assert (
-        rewording(data, risk, 0.65)["rewording"]
-        == {  # type: ignore[arg-type]
-            "questions": 3,
-            "wordings": 3.0,
-            "answered_alike": 2,
-            "decided_differently": 0.5,
-            "log_odds_spread": pytest.approx(
-                np.sqrt(np.mean([np.var(logit(risk[0, at : at + 3]), ddof=1) for at in (0, 3, 6)])),
-                abs=1e-5,
-            ),
-        }
-    )
-    assert (
-        rewording(data, np.vstack([risk, risk - 0.05]), 0.65)["rewording"]["decided_differently"]
-        == 0.5
-    )  # type: ignore[arg-type]
-    assert rewording(Labelled(asked[-2:], label[-2:]), risk[:, -2:], 0.65) == {}  # type: ignore[arg-type]
+    data = labelled(asked, label)
+    spread = np.var(logit(risk[0, :9].reshape(3, 3)), axis=1, ddof=1).mean() ** 0.5
+    assert rewording(data, risk, 0.65)["rewording"] == {
+        "questions": 3,
+        "wordings": 3.0,
+        "answered_alike": 2,
+        "decided_differently": 0.5,
+        "log_odds_spread": pytest.approx(spread, abs=1e-5),
+    }
+    two_seeds = rewording(data, np.vstack([risk, risk - 0.05]), 0.65)
+    assert two_seeds["rewording"]["decided_differently"] == 0.5
+    assert rewording(labelled(asked[-2:], label[-2:]), risk[:, -2:], 0.65) == {}
 
 
 def test_held_out_rows_have_a_table_by_form_and_no_requests(mixed: tuple[Path, list[str]]) -> None:
@@ -265,8 +252,7 @@ def test_a_form_is_spent_and_an_id_that_became_a_group_is_not(
     ):
         with pytest.raises(DataError, match="its prompt is among the training rows"):
             check(folder, row)
-    lone = [{key: value for key, value in row.items() if key != "group"} for row in questions()]
-    run(tmp_path / "lone", Roomy(), lone, **MIXED | {"forms": "wording"})
+    run(tmp_path / "lone", Roomy(), without(questions(), "group"), **MIXED | {"forms": "wording"})
     assert {row["group"] for row in in_forms(tmp_path / "lone")} >= {"r0-7"}
     check(tmp_path / "lone", {"prompt": "Which river?", "group": "r0-7"})
 
@@ -390,7 +376,7 @@ def test_rows_that_do_not_apply_are_read_but_not_answered(tmp_path: Path) -> Non
     data = prepare(engine, dataset, options, "chat", "train", sites=[options.site], folds=2)
     assert data.dataset.others.tolist() == list(range(30))
     assert set(data.labelled.index.tolist()).isdisjoint(range(30))
-    answers = lines(tmp_path / "run" / "train" / "answers.jsonl")
+    answers = read_lines(tmp_path / "run" / "train" / "answers.jsonl")
     assert sorted(row["row"] for row in answers) == list(range(30, 90))
     assert (data.counts["others"], data.counts["rows"]) == (30, 60)
     rendered = engine.render_chat([{"role": "user", "content": "Write poem 29."}])
@@ -402,9 +388,7 @@ def test_rows_that_do_not_apply_are_read_but_not_answered(tmp_path: Path) -> Non
 
 
 def test_given_labels_and_rows_that_do_not_apply(tmp_path: Path) -> None:
-    rows = [
-        {key: value for key, value in row.items() if key != "answers"} for row in planted_rows(240)
-    ]
+    rows = without(planted_rows(240), "answers")
     rows += [{"prompt": f"Write poem {n}.", "applies": False} for n in range(30)]
     bundle, console = run(tmp_path, rows=rows, forms=None, evaluate=False)
     assert (bundle.manifest.training.rows, bundle.evaluation()["data"]["others"]) == (240, 30)

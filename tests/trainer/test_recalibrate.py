@@ -3,6 +3,7 @@ place."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +17,14 @@ from service.trainer.guarantee import guarantee, plan
 from service.trainer.options import GuaranteeOptions, RecalibrateOptions
 from service.trainer.recalibrate import recalibrate
 from tests.fitting.planted import PlantedEngine, Quiet, planted_rows, write_rows
-from tests.trainer.made import Never, Rows, check_answer_kept, run, served, store_of, with_answer
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    return run(
-        tmp_path_factory.mktemp("trained"), rows=planted_rows(400), test=planted_rows(80, seed=3)
-    )[0]
-
-
-@pytest.fixture
-def store(trained: Bundle, tmp_path: Path) -> Store:
-    return store_of(trained, tmp_path)
+from tests.trainer.made import (
+    Never,
+    Rows,
+    check_answer_kept,
+    no_picture_of_the_change,
+    served,
+    with_answer,
+)
 
 
 def rare(count: int, seed: int) -> Rows:
@@ -43,6 +39,8 @@ def recalibrated(
     store: Store,
     rows: Rows | None = None,
     engine: type[PlantedEngine] = PlantedEngine,
+    *,
+    pictures: bool = False,
     **changes: Any,
 ) -> tuple[Bundle | None, Quiet]:
     data = write_rows(folder / "labelled.jsonl", rare(150, 5) if rows is None else rows)
@@ -50,8 +48,9 @@ def recalibrated(
         changes["traffic"] = write_rows(folder / "traffic.jsonl", changes["traffic"])
     given: dict[str, Any] = {"data": (str(data),), "run_dir": folder / "run"} | changes
     bundle = store.load(given.pop("bundle", "planted"))
-    console = Quiet()
-    return recalibrate(bundle, RecalibrateOptions(**given), engine, store, console=console), console
+    console, options = Quiet(), RecalibrateOptions(**given)
+    with nullcontext() if pictures else no_picture_of_the_change():
+        return recalibrate(bundle, options, engine, store, console=console), console
 
 
 def published(
@@ -117,7 +116,8 @@ def test_an_answer_probe_comes_along_as_it_is(
 
 
 def test_everything_is_recorded_and_shown(tmp_path: Path, store: Store) -> None:
-    bundle, console = recalibrated(tmp_path, store, traffic=unlabelled(rare(600, 7)))
+    given: dict[str, Any] = {"traffic": unlabelled(rare(600, 7)), "pictures": True}
+    bundle, console = recalibrated(tmp_path, store, **given)
     assert bundle is not None
     (record,) = bundle.evaluation()["recalibrations"]
     chosen = record["candidates"][record["chosen"]]
@@ -152,7 +152,7 @@ def test_everything_is_recorded_and_shown(tmp_path: Path, store: Store) -> None:
         assert text in section
     picture = (bundle.path / "plots" / "recalibration.png").read_bytes()
     assert (picture[:4], len(picture) < 60_000) == (b"\x89PNG", True)
-    again, _ = published(tmp_path, store, traffic=unlabelled(rare(600, 7)), bundle="planted:1")
+    again, _ = published(tmp_path, store, bundle="planted:1", **given)
     assert again.manifest.digest == bundle.manifest.digest
 
 

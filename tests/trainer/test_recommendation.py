@@ -57,7 +57,9 @@ def made(
 
     sides = [fold.test for fold in outer_folds(label, np.arange(ROWS), folds=FOLDS, seeds=(0,))]
     risk = {OWN: risks(strength), "first_token_entropy": risks(rival)}
-    tests = {name: [(side, values[side]) for side in sides] for name, values in risk.items()}
+    tests: dict[str, Any] = {}
+    for name, values in risk.items():
+        tests[name] = [(side, values[side]) for side in sides]
     nested = Evaluation({}, {name: values[None] for name, values in risk.items()}, tests)
     texts = ["the same words"] * ROWS
     inputs = MadeInputs(label, names)

@@ -249,7 +249,7 @@ def test_a_model_that_always_agrees_has_nothing_to_teach(tmp_path: Path) -> None
         run(tmp_path, Sure(), questions(), **OWN)
 
 
-def test_the_trial_says_what_the_samples_take(tmp_path: Path) -> None:
+def test_the_trial_says_what_the_samples_take(tmp_path: Path, no_pictures: None) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", questions())
     options = TrainOptions(
         **FAST | OWN | {"evaluate": False},

@@ -240,12 +240,12 @@ def test_minutes_choose_the_packages_questions_alone(given: dict[str, Any], word
 
 @pytest.mark.parametrize("labels", ["given", "generate"])
 def test_the_trial_of_rows_as_they_are_is_the_beginning_of_the_run(
-    tmp_path: Path, labels: str
+    tmp_path: Path, no_pictures: None, labels: str
 ) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", planted_rows(240))
     options: dict[str, Any] = FAST | {"labels": labels, "batch_rows": 16, "evaluate": False}
     plain, measured = PlantedEngine(), PlantedEngine()
-    expected, _ = run(tmp_path, plain, pictures=True, **options)
+    expected, _ = run(tmp_path, plain, **options)
     console, store = Quiet(), tmp_path / "measured"
     bundle = train(
         TrainOptions(name="planted", data=(str(rows),), run_dir=tmp_path / "other", **options),

@@ -302,11 +302,10 @@ def list_(*, as_json: Json = False, common: Common = Common()) -> None:
         "licence",
         "source",
     )
-    rows: list[dict[str, Any]] = [
-        {name: getattr(info, name) for name in shown}
-        | {"labels": info.judge or info.labels, "train": _advice(info)}
-        for info in SETS.values()
-    ]
+    rows: list[dict[str, Any]] = []
+    for info in SETS.values():
+        row = {name: getattr(info, name) for name in shown}
+        rows.append(row | {"labels": info.judge or info.labels, "train": _advice(info)})
     if as_json:
         print_json(rows)
         return

@@ -42,11 +42,10 @@ def packed(rows: Iterable[dict[str, Any]]) -> bytes:
         map(with_other_names, rows),
         key=lambda row: (hashlib.sha256(row["group"].encode()).digest(), row["id"]),
     )
-    lines = [
-        json.dumps({field: row[field] for field in FIELDS if field in row}, ensure_ascii=False)
-        + "\n"
-        for row in ordered
-    ]
+    lines = []
+    for row in ordered:
+        fields = {field: row[field] for field in FIELDS if field in row}
+        lines.append(json.dumps(fields, ensure_ascii=False) + "\n")
     return lzma.compress("".join(lines).encode(), preset=9 | lzma.PRESET_EXTREME)
 
 
@@ -54,8 +53,8 @@ def main(arguments: Sequence[str]) -> None:
     """Write the halves: the first file is trained on, the second is held out.  Raises ValueError
     where they overlap."""
     halves = [read_rows(Path(name)) for name in arguments]
-    train_groups, held_groups = ({row["group"] for row in rows} for rows in halves)
-    if shared := train_groups & held_groups:
+    trained, held_out = halves
+    if shared := {row["group"] for row in trained} & {row["group"] for row in held_out}:
         raise ValueError(f"{len(shared)} groups are in both files, such as {min(shared)!r}")
     for split, rows in zip(SPLITS, halves, strict=True):
         bank_file(split).write_bytes(packed(rows))

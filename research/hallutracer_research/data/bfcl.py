@@ -57,14 +57,10 @@ _MEMORY = (
 def read_bfcl(folder: Path, problems: list[str]) -> Rows:
     """Return rows (id, messages, answers, group, kind) for generated labels; counts {read,
     multi_turn, repeated}."""
-    files = {
-        kind: json_lines(folder, f"possible_answer/{_file(kind)}", problems)
-        for kind in (*CALLS, *TEXTS)
-    }
-    gold = {
-        kind: {str(one.get("id")): one.get("ground_truth") for _, one in lines}
-        for kind, lines in files.items()
-    }
+    gold: dict[str, dict[str, Any]] = {}
+    for kind in (*CALLS, *TEXTS):
+        lines = json_lines(folder, f"possible_answer/{_file(kind)}", problems)
+        gold[kind] = {str(one.get("id")): one.get("ground_truth") for _, one in lines}
     talks = _conversations(folder, problems)
 
     def row(kind: str, value: Row) -> Row:

@@ -72,10 +72,10 @@ def sample(dataset: Dataset, run: Path, rows: int, seed: int = 0) -> Rows:
         file = str(spread) if spread.is_file() else "the file of that run"
         raise RunMismatch(f"{folder} judged other rows than {dataset.path} has: give {file}")
     rng = random.Random(seed)
-    of_class = {
-        one: [place for place, record in enumerate(verdicts) if record["verdict"] == one]
-        for one in VERDICTS
-    }
+    of_class: dict[str, list[int]] = {verdict: [] for verdict in VERDICTS}
+    for place, record in enumerate(verdicts):
+        if record["verdict"] in of_class:
+            of_class[record["verdict"]].append(place)
     judged = sum(map(len, of_class.values()))
     found: Rows = []
     for verdict, places in of_class.items():

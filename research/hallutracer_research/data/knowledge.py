@@ -102,7 +102,8 @@ def spellings(number: str) -> list[str]:
 def _names(folder: Path, name: str, problems: list[str]) -> dict[str, list[str]]:
     found = files.checked(_Names, files.json_document(folder, name, dict, problems), name, problems)
     listed = found.root if found is not None else {}
-    return {
-        country: [one for one in (*own, *_COUNTRIES.get(country, ())) if one not in _OTHER_WORDS]
-        for country, own in listed.items()
-    }
+    names = {}
+    for country, own in listed.items():
+        every = (*own, *_COUNTRIES.get(country, ()))
+        names[country] = [other for other in every if other not in _OTHER_WORDS]
+    return names

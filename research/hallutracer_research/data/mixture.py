@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,10 +64,7 @@ def mix(sources: Sequence[MixtureSource], seed: int = 0, without: Path | None = 
     for name, (path, count) in zip(names, sources, strict=True):
         rows = [row for row in read[name] if joined[_own_group(name, row)] not in taken]
         alike = {row["id"]: joined.subset(_own_group(name, row)) for row in rows}
-        group = {
-            row: min(one for one in together if isinstance(one, str))
-            for row, together in alike.items()
-        }
+        group = {row: _first_name(together) for row, together in alike.items()}
         counts[name] = wanted = len(rows) if count is None else count
         if wanted > len(rows):
             raise DataError(
@@ -118,6 +115,11 @@ def read_rows(path: Path) -> list[Row]:
     if problems:
         raise DataError(str(path), problems)
     return rows
+
+
+def _first_name(together: Iterable[Any]) -> str:
+    """Return the first of the names of groups among what is joined."""
+    return min(name for name in together if isinstance(name, str))
 
 
 def _own_group(source: str, row: Row) -> str:

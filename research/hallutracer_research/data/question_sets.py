@@ -36,16 +36,18 @@ _TABLE_COLUMNS = (
 )
 
 
+def _parts(cell: str) -> list[str]:
+    """Return the answers that a cell of the table lists."""
+    return [part.strip() for part in cell.split(";") if part.strip()]
+
+
 def read_truthfulqa(folder: Path, problems: list[str]) -> Rows:
     """Return rows (id, prompt, answers, group, kind, type) for generated labels; counts {read,
     correct, incorrect}."""
     rows, counts = [], {"read": 0, "correct": 0, "incorrect": 0}
     for place, (number, row) in enumerate(csv_table(folder, TABLE, _TABLE_COLUMNS, problems)):
         question = row["Question"].strip()
-        correct, false = (
-            [part.strip() for part in row[f"{which} Answers"].split(";") if part.strip()]
-            for which in ("Correct", "Incorrect")
-        )
+        correct, false = map(_parts, (row["Correct Answers"], row["Incorrect Answers"]))
         if not (question and correct and false):
             problems.append(
                 f"{TABLE} line {number}: a question, correct and incorrect answers are needed"

@@ -253,31 +253,30 @@ def report(
         "fold_seeds": list(fold_seeds),
         "models": models,
         "auprc_positive": "hallucinated",
-        "table": {
-            name: {
-                key: {"mean": round(float(np.mean(v)), 4), "std": round(float(np.std(v)), 4)}
-                for key, v in columns.items()
-            }
-            for name, columns in cells.items()
-        },
+        "table": {name: _spreads(columns) for name, columns in cells.items()},
     }
     (out / "report.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     (out / "report.md").write_text(markdown(document), encoding="utf-8")
     return document
 
 
+def _spreads(columns: dict[str, list[float]]) -> dict[str, dict[str, float]]:
+    """Return the mean and the deviation of each column."""
+    return {
+        key: {"mean": round(float(np.mean(v)), 4), "std": round(float(np.std(v)), 4)}
+        for key, v in columns.items()
+    }
+
+
 def markdown(document: dict[str, Any]) -> str:
     """Return the table of ``report.json``: mean ± standard deviation over the seeds."""
     table = document["table"]
     names = list(dict.fromkeys(name for row in table.values() for name in row))
-    cells = {key: [table[key].get(name) for name in names] for key in METHODS}
-    rows = [
-        [
-            METHODS[key],
-            *(f"{cell['mean']:.3f} ± {cell['std']:.3f}" if cell else "" for cell in of_method),
-        ]
-        for key, of_method in cells.items()
-    ]
+    rows = []
+    for key, title in METHODS.items():
+        cells = [table[key].get(name) for name in names]
+        shown = (f"{cell['mean']:.3f} ± {cell['std']:.3f}" if cell else "" for cell in cells)
+        rows.append([title, *shown])
     return markdown_table(["method", *names], rows) + "\n"
 
 

@@ -172,19 +172,15 @@ def markdown(found: dict[str, Any]) -> str:
             ],
         ),
     ]
+    shares = ("right", "wrong", "withheld", "retrieved")
     for which, rows in found["policies"].items():
+        cells = []
+        for row in rows:
+            cells.append([row["policy"], *(f"{row[key]:.3f}" for key in shares)])
+        header = ["policy", "right shown", "wrong shown", "withheld", "retrievals"]
         parts += [
             f"Where the retriever finds a passage that is {which}, shares of all questions:",
-            markdown_table(
-                ["policy", "right shown", "wrong shown", "withheld", "retrievals"],
-                [
-                    [
-                        row["policy"],
-                        *(f"{row[key]:.3f}" for key in ("right", "wrong", "withheld", "retrieved")),
-                    ]
-                    for row in rows
-                ],
-            ),
+            markdown_table(header, cells),
         ]
     return "\n\n".join(parts) + "\n"
 

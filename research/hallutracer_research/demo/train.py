@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import random
 import time
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -436,10 +437,8 @@ def train_model(
         if progress and step % 100 == 0:
             progress(f"step {step}/{steps} loss {loss:.3f} {time.monotonic() - started:.0f} s")
     save(model, fast, out)
-    edges = {"0": 0, "1-3": 3, "4-8": 8, "9-15": 15, "16+": 10**9}
-    bands = Counter(
-        next(name for name, last in edges.items() if fact.exposures <= last) for fact in world.facts
-    )
+    names, last_of_each = ("0", "1-3", "4-8", "9-15", "16+"), (0, 3, 8, 15)
+    bands = Counter(names[bisect_left(last_of_each, fact.exposures)] for fact in world.facts)
     record = {
         "recipe": RECIPE,
         "seed": seed,

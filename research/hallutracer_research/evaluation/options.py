@@ -136,7 +136,8 @@ def method_names(
         if METHODS[name].reads not in given or given[METHODS[name].reads] is not None
     )
     groups: dict[str, tuple[str, ...]] = {"default": DEFAULT_METHODS, "all": there}
-    groups |= {cls: tuple(name for name in there if METHODS[name].cost == cls) for cls in CLASSES}
+    for cls in CLASSES:
+        groups[cls] = tuple(name for name in there if METHODS[name].cost == cls)
     words = [word.strip() for word in (text or "default").split(",")] + ["other"]
     chosen = dict.fromkeys(name for word in words if word for name in groups.get(word, (word,)))
     return tuple(

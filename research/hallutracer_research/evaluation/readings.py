@@ -353,13 +353,11 @@ class _Reader:
     def p_true(self, ways: Sequence[bool]) -> dict[str, Any]:
         """Ask whether the judged answer is true, without or behind examples."""
         of_answers, readings = self.owner | {"answers": _digest(self.judged)}, dict[str, Any]()
-        every = {
-            way: [
-                render(self.engine, asked(text, answer, examples=way), None, self.prompt_format)
-                for text, answer in zip(self.prepared.inputs.text, self.judged, strict=True)
-            ]
-            for way in ways
-        }
+        every: dict[bool, list[list[int]]] = {way: [] for way in ways}
+        for text, answer in zip(self.prepared.inputs.text, self.judged, strict=True):
+            for way, asking in every.items():
+                question = asked(text, answer, examples=way)
+                asking.append(render(self.engine, question, None, self.prompt_format))
         for way, asking in every.items():
             lengths = np.array(
                 [len(prompt) for prompt in asking]
@@ -452,17 +450,15 @@ class _Reader:
             seeds = [seeds_of(SEED, int(row), count) for row in self.prepared.index[at]]
             prompts = self.prompts(at)
             by_row = engine.sample(prompts, sampling, seeds)
-            texts = [
-                [answer_texts(one.completion, prompt, engine)[0] for one in of_row]
-                for prompt, of_row in zip(prompts, by_row, strict=True)
-            ]
-            last = [np.stack([one.last[layer] for one in of_row]) for of_row in by_row]
+            texts, log_probs, scores = [], [], []
+            for prompt, of_row in zip(prompts, by_row, strict=True):
+                texts.append([answer_texts(one.completion, prompt, engine)[0] for one in of_row])
+                log_probs.append([one.log_prob.mean() for one in of_row])
+                scores.append(eigen_score(np.stack([one.last[layer] for one in of_row])))
             return {
                 "text": np.array(texts),
-                "log_prob": np.array(
-                    [[one.log_prob.mean() for one in of_row] for of_row in by_row]
-                ),
-                "eigenscore": np.array([eigen_score(states) for states in last]),
+                "log_prob": np.array(log_probs),
+                "eigenscore": np.array(scores),
             }
 
         of_samples = self.owner | {"samples": count, "sampling": asdict(sampling), "seed": SEED}

@@ -160,12 +160,11 @@ def compare(
         return None
     other = max(others, key=lambda name: others[name])
     seeds = sorted({split.seed for split in scores[OURS]})
-    pairs = [
-        [pooled_ranks(len(label), scores[name], seed) for name in (OURS, other)] for seed in seeds
-    ]
-    p_values = [
-        p for ours, theirs in pairs if (p := delong(label, ours, theirs).p_value) is not None
-    ]
+    p_values = []
+    for seed in seeds:
+        ours, theirs = (pooled_ranks(len(label), scores[name], seed) for name in (OURS, other))
+        if (p := delong(label, ours, theirs).p_value) is not None:
+            p_values.append(p)
     found = gain(label, group, test_sides(scores[OURS]), test_sides(scores[other]))
     return MethodComparison(other, *found, float(np.median(p_values)) if p_values else None)
 

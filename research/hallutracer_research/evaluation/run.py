@@ -360,6 +360,17 @@ def _fingerprint(prepared: prepare.PreparedSet, options: EvaluateOptions) -> dic
     }
 
 
+def _mean_measures(of_kinds: Sequence[results.Measures]) -> results.Measures:
+    """Return the mean over sub-datasets of each measure's mean and deviation."""
+    means: dict[str, dict[str, float]] = {}
+    for name in results.MEASURES:
+        own = [measures[name] for measures in of_kinds]
+        means[name] = {}
+        for part in ("mean", "std"):
+            means[name][part] = float(np.mean([measure[part] for measure in own]))
+    return means
+
+
 def _subsets(sets: Sequence[results.SetResult], options: EvaluateOptions) -> Table | None:
     """Return the main table inside each sub-dataset, probes included: the mean over those with rows
     for the folds."""
@@ -383,21 +394,11 @@ def _subsets(sets: Sequence[results.SetResult], options: EvaluateOptions) -> Tab
             except (TrainingError, NoDirection) as error:
                 notes.append(f"{prepared.rows.name}/{kind} is left out: {error}")
         if measures:
-            there = [
-                one
-                for one in prepare.methods_of(prepared.rows, options)
-                if all(one in each for each in measures)
-            ]
-            mean = {
-                method: {
-                    name: {
-                        part: float(np.mean([one[method][name][part] for one in measures]))
-                        for part in ("mean", "std")
-                    }
-                    for name in results.MEASURES
-                }
-                for method in there
-            }
+            mean: dict[str, results.Measures] = {}
+            for method in prepare.methods_of(prepared.rows, options):
+                of_kinds = [of_kind[method] for of_kind in measures if method in of_kind]
+                if len(of_kinds) == len(measures):  # else it cannot learn in one of the kinds
+                    mean[method] = _mean_measures(of_kinds)
             title = f"{prepared.rows.name}, mean of {len(measures)} sub-datasets"
             table_rows += tables.rows_of(title, mean, of_set.costs)
     if not table_rows:

@@ -184,7 +184,7 @@ def _methods(runs: Mapping[str, Mapping[str, Any]], titles: Sequence[str]) -> Ta
 
 def _row(tables: Mapping[str, Any], name: str, **wanted: str) -> dict[str, Any]:
     """Return the first row of a table whose cells are these; {} where there is none."""
-    rows = tables.get(name, ())
-    return next(
-        (row for row in rows if all(row.get(key) == value for key, value in wanted.items())), {}
-    )
+    for row in tables.get(name, ()):
+        if all(row.get(key) == value for key, value in wanted.items()):
+            return dict(row)
+    return {}

@@ -78,9 +78,10 @@ def fit_all_heads(readouts: Readouts, tasks: Sequence[Task], *, jobs: int) -> li
     parts = in_processes(_fit, items, jobs)
     results = []
     for number, task in enumerate(tasks):
+        of_task = [part[number] for part in parts]
         direction, bias, scale, quality, logits = (
             np.concatenate(chunk).reshape(layers, count, *chunk[0].shape[1:])
-            for chunk in zip(*(part[number] for part in parts), strict=True)
+            for chunk in zip(*of_task, strict=True)
         )
         for layer in np.flatnonzero(quality.max(axis=1) == 0).tolist():
             larger = (replace(task, c=task.c * factor) for factor in LARGER_C)
@@ -117,7 +118,7 @@ def _fit(item: tuple[Readouts, tuple[Task, ...], int, list[int]]) -> list[list[N
                     continue
                 probe = unit_probe(x, readouts.label, task, head, fit)
                 of_task.append((*probe[1:5], probe.logits.astype(np.float32)))
-    return [[np.stack(values) for values in zip(*of_task, strict=True)] for of_task in fitted]
+    return [list(map(np.stack, zip(*of_task, strict=True))) for of_task in fitted]
 
 
 RIDGE_GRID = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)

@@ -92,7 +92,9 @@ def decisions_table(sets: Sequence[SetResult]) -> Table:
     for result in sets:
         for method, of_method in result.scores.items():
             found = [decisions(result.label[side], score) for side, score in test_sides(of_method)]
-            cells = {name: spread([one[name] for one in found]) for name in found[0]}
+            cells: dict[str, Cell] = {}
+            for name in found[0]:
+                cells[name] = spread([of_side[name] for of_side in found])
             rows.append({"set": result.title, "method": METHODS[method].title, **cells})
     return Table(
         name="decisions",
@@ -136,14 +138,13 @@ def second_look_table(sets: Sequence[SetResult]) -> Table | None:
         behind = result.prepared.inputs.behind
         if behind is None or not {ANSWER_MEAN, WITH_ANSWER} <= result.scores.keys():
             continue
-        sides = [
-            [score for _, score in test_sides(result.scores[name])]
-            for name in (OURS, ANSWER_MEAN, WITH_ANSWER)
-        ]
-        tests = [side for side, _ in test_sides(result.scores[OURS])]
+        folds = [result.scores[name] for name in (OURS, ANSWER_MEAN, WITH_ANSWER)]
+        of_folds = list(zip(*map(test_sides, folds), strict=True))
         for share in SHOWN:
             found: dict[str, list[float]] = {}
-            for test, before, after, both in zip(tests, *sides, strict=True):
+            for of_fold in of_folds:
+                test = of_fold[0][0]
+                before, after, both = (score for _, score in of_fold)
                 wrong, said = 1 - result.label[test], behind.said[test]
                 shown, begun = (
                     max(1, round(part * len(test))) for part in (share, min(1.0, TWICE * share))

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hallutracer_research.evaluation.methods import OURS, RESIDUAL
-from hallutracer_research.evaluation.page import Column
+from hallutracer_research.evaluation.page import Cell, Column
 from hallutracer_research.evaluation.results import SetResult, spread
 from hallutracer_research.evaluation.splits import HeadProbes, Split
 from hallutracer_research.paper.diagnostics import features
@@ -236,12 +236,14 @@ TOP: Final = 5
 def _readout_site(result: SetResult, _: list[str]) -> Row:
     if RESIDUAL not in result.scores:
         raise TrainingError(f"{RESIDUAL} is not among the methods")
-    head, residual = (
-        [risk_auroc(result.label[split.test], split.score) for split in result.scores[name]]
-        for name in (OURS, RESIDUAL)
-    )
+    head, residual = (_by_fold(result, name) for name in (OURS, RESIDUAL))
     difference = [b - a for a, b in zip(head, residual, strict=True)]
     return {"head": spread(head), "residual": spread(residual), "difference": spread(difference)}
+
+
+def _by_fold(result: SetResult, method: str) -> list[float]:
+    """Return the AUROC of a method on each test side."""
+    return [risk_auroc(result.label[fold.test], fold.score) for fold in result.scores[method]]
 
 
 def _readout_position(result: SetResult, notes: list[str]) -> Row:
@@ -309,8 +311,10 @@ def _head_distribution(result: SetResult, notes: list[str]) -> Row:
         by_split.append(
             uniformity(np.where(probes.auroc > 0, probes.auroc, 0.5), probes.logits, notes)
         )
-    cells = {name: mean_or_none([of_split[name] for of_split in by_split]) for name in by_split[0]}
-    return {"heads": f"{layers}×{heads}", **cells}
+    cells: dict[str, Cell] = {"heads": f"{layers}×{heads}"}
+    for name in by_split[0]:
+        cells[name] = mean_or_none([of_split[name] for of_split in by_split])
+    return cells
 
 
 def uniformity(

@@ -310,11 +310,11 @@ def depth_saturates(_: SetResult, rows: Rows) -> ClaimFinding:
         raise NotTestable(
             f"{full} layers are too few: {len(between) or 'no'} size between one and all of them"
         )
-    reached = [
-        size
-        for size in between
-        if all(curve[full] - curve[more] <= HALF_A_POINT for more in between if more >= size)
-    ]
+    reached: list[int] = []
+    for size in reversed(between):
+        if curve[full] - curve[size] > HALF_A_POINT:
+            break
+        reached.insert(0, size)
     text = (
         f"within half a point from {reached[0]} of {full} layers on"
         if reached

@@ -278,11 +278,10 @@ def _chen_qin(data: LabelledSet, readout: NDArray[np.floating]) -> dict[str, Any
         notes = ["p-values are of independent rows: where a question has several, give their group"]
     significant = [test.p_value is not None and test.p_value < ALPHA for test in tests]
     middle = middle_layers(len(tests))
-    return {
-        **{
-            name: [getattr(test, name) for test in tests]
-            for name in ("statistic", "energy_ratio", "p_value", "z")
-        },
+    numbers: dict[str, Any] = {}
+    for name in ("statistic", "energy_ratio", "p_value", "z"):
+        numbers[name] = [getattr(test, name) for test in tests]
+    return numbers | {
         "layers_significant": sum(significant),
         "layers": len(tests),
         "middle_significant": sum(significant[layer] for layer in middle),

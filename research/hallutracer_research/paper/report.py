@@ -96,14 +96,10 @@ def write_report(evaluation: EvaluationResult, command: str) -> list[Path]:
     computed."""
     data = report_data(evaluation, command)
     tables = [table for section in data.sections for table in section.tables]
-    verdicts = [
-        line
-        for claim in data.claims
-        for line in (
-            f"- **{claim.verdict}**: {claim.claim} Rule: {claim.rule}.",
-            *(f"  - {one}" for one in claim.evidence),
-        )
-    ]
+    verdicts = []
+    for claim in data.claims:
+        verdicts.append(f"- **{claim.verdict}**: {claim.claim} Rule: {claim.rule}.")
+        verdicts += [f"  - {evidence}" for evidence in claim.evidence]
     intro = f"# {data.title}\n\n" + "\n".join(verdicts)
     document = {
         "facts": data.facts,
@@ -204,13 +200,10 @@ def _detection(result: SetResult) -> list[Figure]:
         OURS,
         *(name for name in result.scores if name not in (OURS, SHUFFLED)),
     ]  # that one is a control
-    aurocs = {
-        name: (
-            result.costs[name],
-            [risk_auroc(label[split.test], split.score) for split in result.scores[name]],
-        )
-        for name in shown
-    }
+    aurocs = {}
+    for name in shown:
+        by_split = [risk_auroc(label[split.test], split.score) for split in result.scores[name]]
+        aurocs[name] = result.costs[name], by_split
     return [
         _named(figures.cost(aurocs), result),
         _named(figures.roc_pr(label, ranks), result),

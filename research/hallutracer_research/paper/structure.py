@@ -90,13 +90,11 @@ _DIAGNOSTICS: Final = {  # the table's column -> the diagnostic's name
 
 def _geometry(result: SetResult, notes: list[str]) -> Row:
     folds = [_fold_geometry(result, split) for split in result.folds(0)]
-    cells: dict[str, Cell] = {
-        key: _mean_defined([fold.middle[name] for fold in folds], key, notes)
-        for key, name in _DIAGNOSTICS.items()
-    }
-    drift, whole = (
-        mean_or_none([fold.middle[name] for fold in folds]) for name in ("cohen_d", "increment_d")
-    )
+    cells: dict[str, Cell] = {}
+    for key, name in _DIAGNOSTICS.items():
+        cells[key] = _mean_defined([fold.middle[name] for fold in folds], key, notes)
+    drift = mean_or_none([fold.middle["cohen_d"] for fold in folds])
+    whole = mean_or_none([fold.middle["increment_d"] for fold in folds])
     cells["r_w"] = drift / whole if drift is not None and whole else None
     middle = middle_layers(len(folds[0].layers))
 
@@ -104,15 +102,12 @@ def _geometry(result: SetResult, notes: list[str]) -> Row:
         x = _selected_readout(result, split, layer)
         return chen_qin_by_group(x, result.label[split.test], result.group[split.test])
 
-    tests = [[tested(split, layer) for layer in middle] for split in result.folds(0)]
-    ratios = [test.energy_ratio for of_fold in tests for test in of_fold]
+    tests = [tested(split, layer) for split in result.folds(0) for layer in middle]
+    ratios = [test.energy_ratio for test in tests]
     cells["energy_ratio"] = _mean_defined(ratios, "energy_ratio", notes)
-    counts = [
-        sum(test.p_value is not None and test.p_value < ALPHA for test in of_fold)
-        for of_fold in tests
-    ]
-    cells["cq_significant"] = f"{np.mean(counts):.1f}/{len(middle)}"
-    if undefined := sum(test.p_value is None for of_fold in tests for test in of_fold):
+    significant = sum(test.p_value is not None and test.p_value < ALPHA for test in tests)
+    cells["cq_significant"] = f"{significant / len(folds):.1f}/{len(middle)}"
+    if undefined := sum(test.p_value is None for test in tests):
         notes.append(
             f"{undefined} of {len(ratios)} Chen-Qin tests have no p-value and count as not"
             " significant"
@@ -163,13 +158,14 @@ def _isotropy(result: SetResult, notes: list[str]) -> Row:
 def _k_split(result: SetResult, notes: list[str]) -> Row:
     """Return the cells of both tables on the parts of the readout change."""
     folds = [_fold_k(result, split) for split in result.folds(0)]
-    signal, null, variance = (
-        {
-            name: float(np.mean([getattr(fold.parts[name], field) for fold in folds]))
-            for name in PARTS
-        }
-        for field in ("signal", "null", "variance")
-    )
+
+    def means(field: str) -> dict[str, float]:
+        values = {}
+        for name in PARTS:
+            values[name] = float(np.mean([getattr(fold.parts[name], field) for fold in folds]))
+        return values
+
+    signal, null, variance = map(means, ("signal", "null", "variance"))
     whole = signal["k"] - null["k"]
     if whole <= 0:
         notes.append("gaps are left out: K itself tells no more than permuted labels")
@@ -201,13 +197,12 @@ def geometry_by_layer(result: SetResult) -> tuple[Floats, Floats, int]:
     """Return adjacent |cos| [m - 1], the probe's share of variance [m] (NaN where a fold has none),
     d; fold means."""
     folds = [_fold_geometry(result, split) for split in result.folds(0)]
-    cosines = np.array(
-        [[transition.adjacent_cos for transition in fold.transitions] for fold in folds]
-    )
-    energy = np.array(
-        [[layer.energy_fraction for layer in fold.layers] for fold in folds], np.float64
-    )
-    return cosines.mean(axis=0), energy.mean(axis=0), folds[0].dim
+    cosines, energy = [], []
+    for fold in folds:
+        cosines.append([transition.adjacent_cos for transition in fold.transitions])
+        energy.append([layer.energy_fraction for layer in fold.layers])
+    share = np.array(energy, np.float64).mean(axis=0)  # None becomes NaN
+    return np.array(cosines).mean(axis=0), share, folds[0].dim
 
 
 def readout_of(result: SetResult, layer: int, head: int, rows: Index) -> Floats:

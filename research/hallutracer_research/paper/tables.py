@@ -31,10 +31,10 @@ def _text(name: str) -> str:
 
 def _table(label: str, entry: Mapping[str, Any]) -> Table:
     columns = [Column(*column) for column in entry["columns"]]
-    rows = [
-        {column.key: _cell(column, value) for column, value in zip(columns, row, strict=True)}
-        for row in entry["rows"]
-    ]
+    rows = []
+    for values in entry["rows"]:
+        named = zip(columns, values, strict=True)
+        rows.append({column.key: _cell(column, value) for column, value in named})
     return Table(
         name="paper-" + label.removeprefix("tab:"),
         title=entry["title"],
@@ -151,10 +151,10 @@ def make_tables(specs: Iterable[TableSpec], results: Sequence[SetResult]) -> lis
         if spec.row not in cells:
             cells[spec.row] = [_set_row(spec.row, result, notes) for result in results]
         columns = spec.resolved_columns(results)
-        rows = [
-            {column.key: row[column.key] for column in columns if column.key in row}
-            for row in cells[spec.row]
-        ]
+        keys = [column.key for column in columns]
+        rows = []
+        for row in cells[spec.row]:
+            rows.append({key: row[key] for key in keys if key in row})
         tables.append(Table(spec.name, spec.title, columns, rows, spec.label, spec.caption, notes))
     return tables
 

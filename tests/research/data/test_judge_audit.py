@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import csv
 import json
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -43,17 +44,9 @@ def run(tmp_path: Path) -> tuple[Dataset, Path]:
 
 def test_half_of_each_class_is_drawn_and_weighted_by_its_share(run: tuple[Dataset, Path]) -> None:
     rows = sample(*run, 60)
-    of_class = {
-        verdict: [row for row in rows if row["verdict"] == verdict]
-        for verdict in ("factual", "hallucinated")
-    }
-    assert {verdict: len(found) for verdict, found in of_class.items()} == {
-        "factual": 30,
-        "hallucinated": 30,
-    }
-    assert sum(float(row["share"]) for row in of_class["factual"]) == pytest.approx(
-        40 / 190, abs=1e-6
-    )
+    assert Counter(row["verdict"] for row in rows) == {"factual": 30, "hallucinated": 30}
+    of_factual = (float(row["share"]) for row in rows if row["verdict"] == "factual")
+    assert sum(of_factual) == pytest.approx(40 / 190, abs=1e-6)
     assert sum(float(row["share"]) for row in rows) == pytest.approx(1, abs=1e-6)
     for row in rows:
         number = int(row["id"][1:])

@@ -520,10 +520,8 @@ def test_bfcl_s_functions_and_earlier_talks_stand_before_the_users_words_and_tur
 
 def test_bfcl_s_groups_and_repeats(tmp_path: Path) -> None:
     offered = function("f", a="string")
-    live, none = (
-        [f"live_{kind}_{n}" for n in ("0-4-0", "1-4-1", "2-5-0")]
-        for kind in ("simple", "irrelevance")
-    )
+    numbers = ("0-4-0", "1-4-1", "2-5-0")
+    live, none = (["live_simple_" + n for n in numbers], ["live_irrelevance_" + n for n in numbers])
     samples.write_bfcl(
         tmp_path,
         live_simple=[bfcl_row(name, offered, text=name) for name in live],

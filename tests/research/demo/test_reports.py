@@ -65,9 +65,7 @@ def test_the_table(asked: LabelledAnswers) -> None:
     assert table["kind_prior"]["auroc_within_kind"] == 0.5
     assert abs(table["max_prob"]["auroc"] - 0.5) < 0.2
     assert 0.3 < table["name_ngrams"]["auroc_within_kind"] < 0.7
-    cells = {
-        name: {k: {"mean": v, "std": 0.0} for k, v in row.items()} for name, row in table.items()
-    }
+    cells = dict.fromkeys(METHODS, {"auroc": {"mean": 0.5, "std": 0.0}})
     assert build.markdown({"table": cells}).count("\n") == len(METHODS) + 2
 
 

@@ -441,11 +441,18 @@ def test_the_ridge_weighs_layers_where_the_mean_cannot() -> None:
     assert abs(risk_auroc(label[1000:], found) - 0.5) < 0.05
 
 
-def test_an_attention_pooled_probe_finds_the_token_that_knows(data: MethodInputs) -> None:
+@pytest.fixture(scope="module")
+def pooled(data: MethodInputs) -> np.ndarray:
+    return networks.attention_pooled(data, *sides(data), 0)
+
+
+def test_an_attention_pooled_probe_finds_the_token_that_knows(
+    data: MethodInputs, pooled: np.ndarray
+) -> None:
     train, test = sides(data)
     assert data.positions is not None
     tokens = data.positions.states
-    found = risk_auroc(data.label[test], networks.attention_pooled(data, train, test, 0))
+    found = risk_auroc(data.label[test], pooled)
     there = tokens[:, 1].any(axis=2, keepdims=True)
     mean = tokens[:, 1].sum(axis=1, dtype=np.float64) / there.sum(axis=1)
     plain = auroc(
@@ -462,7 +469,7 @@ def test_an_attention_pooled_probe_finds_the_token_that_knows(data: MethodInputs
 
 
 def test_an_attention_pooled_probe_with_soft_targets_learns_the_share_of_right_samples(
-    data: MethodInputs,
+    data: MethodInputs, pooled: np.ndarray
 ) -> None:
     train, test = sides(data)
     right = (
@@ -472,9 +479,7 @@ def test_an_attention_pooled_probe_with_soft_targets_learns_the_share_of_right_s
     soft = replace(data, answers=replace(data.answers, right=right))
     found = networks.attention_pooled_soft(soft, train, test, 0)
     assert risk_auroc(data.label[test], found) > 0.9
-    assert np.ptp(found) < 0.8 * np.ptp(
-        networks.attention_pooled(data, train, test, 0)
-    )  # it is taught to be less sure
+    assert np.ptp(found) < 0.8 * np.ptp(pooled), "it is taught to be less sure"
     with pytest.raises(TrainingError, match="sampled answers, and there are none"):
         networks.attention_pooled_soft(replace(data, answers=AnswerReadings()), train, test, 0)
 
@@ -603,10 +608,10 @@ def test_mind_reads_the_last_token_over_layers_and_the_last_layer_over_tokens(
     )
     np.testing.assert_array_equal(networks.features(answer), [4, 5, 6, 7, 108, 109, 110, 111])
     train, test = sides(data)
-    rare = replace(data, answers=replace(data.answers, states=data.answers.states * 1e3 + 1e5))  # type: ignore[operator]
-    assert (
-        risk_auroc(data.label[test], networks.mind(rare, train, test, 1)) > 0.85
-    )  # standardised by the training side
+    states: Any = data.answers.states
+    rare = replace(data, answers=replace(data.answers, states=states * 1e3 + 1e5))
+    risk = networks.mind(rare, train, test, 1)
+    assert risk_auroc(data.label[test], risk) > 0.85, "standardised by the training side"
 
 
 def test_eigenscore_is_the_paper_s_equation() -> None:

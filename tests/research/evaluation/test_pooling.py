@@ -95,10 +95,9 @@ def test_spans_are_means_of_onsets_of_beginnings_and_the_last_token_s_distributi
     heads = Site.ATTENTION_HEAD
     pooled = PoolingEngine(engine).extract(prompts, BOTH, [Pooling.LAST_8]).pooled
     np.testing.assert_allclose(found.heads[0], pooled[heads, Pooling.LAST_8], rtol=0, atol=1e-5)
-    one, two, whole = (
-        engine.extract([row[: end + more] for row, end in zip(rows, ends, strict=True)], BOTH)
-        for more in (1, 2, 3)
-    )
+    whole = engine.extract(rows, BOTH)
+    one = engine.extract([row[:-2] for row in rows], BOTH)
+    two = engine.extract([row[:-1] for row in rows], BOTH)
     both = (one.activations[heads] + two.activations[heads]) / 2
     np.testing.assert_allclose(found.heads[1], both, rtol=0, atol=1e-5)
     np.testing.assert_allclose(found.heads[2], whole.activations[heads], rtol=0, atol=1e-5)

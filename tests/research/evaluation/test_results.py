@@ -35,7 +35,9 @@ C, D = PREFILL + 8 * TOKEN, PREFILL + 3 * 8 * TOKEN
 
 
 def test_methods_by_name_and_by_class() -> None:
-    by_class = {cls: {name for name in METHODS if METHODS[name].cost == cls} for cls in CLASSES}
+    by_class: dict[str, set[str]] = {cls: set() for cls in CLASSES}
+    for name, method in METHODS.items():
+        by_class[method.cost].add(name)
     assert by_class["none"] == {"prompt-length", "text-ngrams", "kind-prior"}
     assert by_class["other"] == {"other-model", "text-embedding"}
     behind = {"scaffold-max-prob", "scaffold-entropy", "scaffold-entropy-and-depth-mean"}
@@ -268,6 +270,10 @@ FORMS = ["lone", "turn"] * 20 + ["polite"] * 4
 FORM_LABEL = np.array([0, 0, 1, 1] * 10 + [1] * 4)
 
 
+def of_folds(values: np.ndarray, tests: list[np.ndarray]) -> list[FoldScores]:
+    return [FoldScores(0, fold, test, values[test]) for fold, test in enumerate(tests)]
+
+
 def with_forms(forms: list[str] = FORMS) -> SetResult:
     """Of lone questions our method ranks all right, behind a turn all wrong; one head ranks them
     the other way."""
@@ -275,7 +281,7 @@ def with_forms(forms: list[str] = FORMS) -> SetResult:
     good = sign * (1 - 2 * FORM_LABEL)  # rises with hallucination
     tests = [np.arange(0, 24), np.arange(24, 44)]
     scores = {
-        method: [FoldScores(0, fold, test, values[test]) for fold, test in enumerate(tests)]
+        method: of_folds(values, tests)
         for method, values in ((OURS, good), ("iti", -good), ("prompt-length", good))
     }
     rows = [SimpleNamespace(strata={"form": form} if form else {}) for form in forms]
@@ -312,9 +318,8 @@ def test_a_second_look_shows_fewer_wrong_answers_and_costs_the_tokens_of_those_t
     label = np.repeat([0, 1, 0], [5, 5, 10])
     before, both = np.arange(20.0), np.where(label == 1, 0.0, 1.0)
     said = np.repeat([2, 4, 1], [5, 5, 10])
-    tests = [np.arange(20)]
     scores = {
-        name: [FoldScores(0, fold, test, values[test]) for fold, test in enumerate(tests)]
+        name: of_folds(values, [np.arange(20)])
         for name, values in ((OURS, before), (ANSWER_MEAN, -before), (WITH_ANSWER, both))
     }
     named = SimpleNamespace(name="made", dataset=SimpleNamespace(rows=[]))

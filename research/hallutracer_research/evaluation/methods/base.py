@@ -35,8 +35,8 @@ class _ByRow:
 
     def subset(self, rows: Index) -> Self:
         """Return only these of the n rows."""
-        fields = vars(self).items()
-        return replace(self, **{name: _subset(value, rows) for name, value in fields})  # type: ignore[type-var]
+        of_rows = {name: _subset(value, rows) for name, value in vars(self).items()}
+        return replace(self, **of_rows)  # type: ignore[type-var]
 
 
 def _subset(value: Any, rows: Index) -> Any:
@@ -287,7 +287,11 @@ def usable_folds(
     """Return those of ``group_folds`` whose two sides have both classes; for a choice that need not
     test every row. Raises TrainingError: not one has."""
     pairs = unchecked_folds(label, group, rows, folds, seed, what)
-    usable = [pair for pair in pairs if all(len(np.unique(label[side])) == 2 for side in pair)]
+    usable = [
+        (inside, held)
+        for inside, held in pairs
+        if len(np.unique(label[inside])) == len(np.unique(label[held])) == 2
+    ]
     if not usable:
         raise TrainingError(
             f"seed {seed}: none of the {folds} {what}s has both classes on both sides; add rows"

@@ -8,6 +8,7 @@ model knows."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,6 +23,7 @@ from hallutracer_research.evaluation.methods.base import (
 from service.errors import TrainingError
 from service.fitting.folds import group_folds
 from service.fitting.scores import risk_auroc
+from service.fitting.texts import text_logits
 
 if TYPE_CHECKING:
     from hallutracer_research.evaluation.methods import Fit
@@ -110,7 +112,6 @@ def text_ngrams(
     characters in words. Its C is chosen inside the training side, by AUROC over group-disjoint
     folds."""
     from sklearn.feature_extraction.text import TfidfVectorizer
-    from sklearn.linear_model import LogisticRegression
     from sklearn.pipeline import make_union
 
     least = 2 if len(train) > FEW_ROWS else 1
@@ -118,20 +119,14 @@ def text_ngrams(
         TfidfVectorizer(ngram_range=(1, 2), min_df=least, sublinear_tf=True),
         TfidfVectorizer(analyzer="char_wb", ngram_range=(2, 4), min_df=least, sublinear_tf=True),
     )
-    text = np.array(inputs.text, dtype=object)
-
-    def risks(fitted: Index, scored: Index, grid: tuple[float, ...]) -> list[Floats]:
-        x, x_scored = vectorizer.fit_transform(text[fitted]), vectorizer.transform(text[scored])
-        models = [LogisticRegression(C=c, solver="liblinear", max_iter=1000) for c in grid]
-        fits = [model.fit(x, 1 - inputs.label[fitted]) for model in models]
-        return [np.asarray(fit.decision_function(x_scored), np.float64) for fit in fits]
-
+    risks = partial(text_logits, vectorizer, inputs.text, 1 - inputs.label)
     found = np.zeros(len(C_GRID))
     for fitted, held in group_folds(
         inputs.label, inputs.group, train, INNER_FOLDS, seed, what="inner fold"
     ):
-        found += [risk_auroc(inputs.label[held], risk) for risk in risks(fitted, held, C_GRID)]
-    return risks(train, test, (C_GRID[int(found.argmax())],))[0]
+        of_grid = risks(fitted, held, c_grid=C_GRID)
+        found += [risk_auroc(inputs.label[held], risk) for risk in of_grid]
+    return risks(train, test, c_grid=(C_GRID[int(found.argmax())],))[0]
 
 
 def kind_prior(

@@ -88,11 +88,10 @@ class ReadoutGeometry:
         JSON."""
         kinds: list[tuple[Any, Sequence[Any]]] = [(Layer, self.layers)]
         kinds += [(Transition, self.transitions)] if self.transitions else []
-        by_layer = {
-            one.name: [getattr(at, one.name) for at in all_of]
-            for kind, all_of in kinds
-            for one in fields(kind)
-        }
+        by_layer: dict[str, list[Any]] = {}
+        for kind, all_of in kinds:
+            for field in fields(kind):
+                by_layer[field.name] = [getattr(at, field.name) for at in all_of]
         names = ("dim", "expected_cos", "expected_cos_exact", "cos_p_value", "notes")
         plain = {name: getattr(self, name) for name in names}
         return dict(classes.as_document({**self.middle, **plain, "by_layer": by_layer}))
