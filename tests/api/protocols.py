@@ -9,9 +9,8 @@ from typing import Any
 from anthropic import Anthropic
 from openai import OpenAI
 
-from service.access.routes import CHAT_ROUTE, MESSAGES_ROUTE, RESPONSES_ROUTE
+from service.access.routes import MESSAGES_ROUTE, RESPONSES_ROUTE
 
-ROUTES = (CHAT_ROUTE, RESPONSES_ROUTE, MESSAGES_ROUTE)
 NEW = (RESPONSES_ROUTE, MESSAGES_ROUTE)
 ASKED = [{"role": "user", "content": "What is the capital of France?"}]
 
@@ -91,10 +90,10 @@ def in_anthropics_client(
     if stream:
         with client.messages.stream(**asked) as events:
             pieces = "".join(events.text_stream)
-            found = events.get_final_message()
-        assert pieces == "".join(block.text for block in found.content if block.type == "text")
+            result = events.get_final_message()
+        assert pieces == "".join(block.text for block in result.content if block.type == "text")
     else:
-        found = client.messages.create(**asked)
-    said = "".join(block.text for block in found.content if block.type == "text")
-    assert found.model_extra is not None
-    return said, found.stop_reason, found.usage.output_tokens, found.model_extra["hallutracer"]
+        result = client.messages.create(**asked)
+    said = "".join(block.text for block in result.content if block.type == "text")
+    assert result.model_extra is not None
+    return said, result.stop_reason, result.usage.output_tokens, result.model_extra["hallutracer"]
