@@ -19,15 +19,10 @@ from service.api.app import ROUTERS
 from service.api.request_schema import BOUNDED_BY, Reference, RequestModel
 
 # The core's, and those of each module in which an annex has routes.
-CHECKS = [
-    *BOUNDED_BY.items(),
-    *(
-        check
-        for annex in annexes()
-        for module in sorted({path.partition(":")[0] for path in annex.routers})
-        for check in getattr(import_module(module), "BOUNDED_BY", {}).items()
-    ),
-]
+CHECKS = list(BOUNDED_BY.items())
+MODULES = {path.partition(":")[0] for annex in annexes() for path in annex.routers}
+for _module in sorted(MODULES):
+    CHECKS += getattr(import_module(_module), "BOUNDED_BY", {}).items()
 _REPEATED = re.compile(r"\^\[[^\]]+\]\{\d+,\d+\}\$")  # a pattern that bounds the length
 
 
@@ -73,8 +68,8 @@ def _open(kind: dict[str, Any]) -> Iterator[str]:
 
 def bodies() -> dict[str, type[BaseModel]]:
     """The model of each route's body."""
-    routes = [route for router in ROUTERS for route in router.routes]
-    fields = {route.path: getattr(route, "body_field", None) for route in routes}  # type: ignore[attr-defined]
+    routes: list[Any] = [route for router in ROUTERS for route in router.routes]
+    fields = {route.path: getattr(route, "body_field", None) for route in routes}
     return {
         path: field.field_info.annotation for path, field in fields.items() if field is not None
     }
