@@ -16,43 +16,22 @@ from service.serving.service import Service
 
 ROOT = Path(__file__).parent.parent.parent
 # The commands, with what is behind each, the options of serve, and the paths that there are where
-# one annex is left out and its folder is as good as gone: a fork for each, of a process that has
-# imported what is not ours.
+# one annex is left out and its folder is as good as gone.
 LEFT_OUT = """
-import json, os, sys
-import cyclopts, fastapi, httpx, huggingface_hub, matplotlib, numba, prometheus_client, sklearn
-names = sys.argv[1:]
-for name in names:
-    if os.fork():
-        assert os.wait()[1] == 0
-        continue
-    import service.annexes
-    service.annexes.ANNEXES = tuple(other for other in names if other != name)
-    sys.modules[name] = None
-    from service.cli.main import imported, make_app, own_commands
-    from service.options import Sources, commands_of, options_of
-    commands = [imported(path) for path, _ in own_commands().values()]
-    listed = dict(commands_of(make_app(Sources({}))))
-    options = [argument.name for argument in options_of(listed[("serve",)])]
-    from service.api.app import create_app
-    from service.serving.service import Service
-    paths = create_app(Service(lambda: {})).openapi()["paths"]
-    print(json.dumps([[path[0] for path in listed], options, list(paths)]), flush=True)
-    os._exit(0)
+import json, sys
+import service.annexes
+service.annexes.ANNEXES = tuple(name for name in service.annexes.ANNEXES if name != sys.argv[1])
+sys.modules[sys.argv[1]] = None
+from service.cli.main import imported, make_app, own_commands
+from service.options import Sources, commands_of, options_of
+commands = [imported(path) for path, _ in own_commands().values()]
+listed = dict(commands_of(make_app(Sources({}))))
+options = [argument.name for argument in options_of(listed[("serve",)])]
+from service.api.app import create_app
+from service.serving.service import Service
+paths = create_app(Service(lambda: {})).openapi()["paths"]
+print(json.dumps([[path[0] for path in listed], options, list(paths)]))
 """
-
-
-@pytest.fixture(scope="module")
-def left_out() -> dict[str, list[set[str]]]:
-    """By the annex: commands, options and paths without it."""
-    done = subprocess.run(
-        [sys.executable, "-c", LEFT_OUT, *ANNEXES], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    documents = map(json.loads, done.stdout.splitlines())
-    return {
-        name: list(map(set, document)) for name, document in zip(ANNEXES, documents, strict=True)
-    }
 
 
 def import_paths(annex: Annex) -> Iterator[str]:
@@ -86,10 +65,12 @@ def test_the_options_of_an_annex_fill_fields_of_the_service() -> None:
 
 
 @pytest.mark.parametrize("name", ANNEXES)
-def test_without_its_line_an_annex_is_gone_and_all_else_is_there(
-    left_out: dict[str, list[set[str]]], name: str
-) -> None:
-    commands, options, paths = left_out[name]
+def test_without_its_line_an_annex_is_gone_and_all_else_is_there(name: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LEFT_OUT, name], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    commands, options, paths = (set(names) for names in json.loads(done.stdout))
     annex = dict(zip(ANNEXES, annexes(), strict=True))[name]
     own = {route.path for router in map(imported, annex.routers) for route in router.routes}
     assert own >= {*annex.prompt_routes, *annex.score_routes}
