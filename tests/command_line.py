@@ -3,31 +3,46 @@ each command."""
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 from contextlib import chdir, redirect_stderr, redirect_stdout
+from importlib import import_module
 from pathlib import Path
 from subprocess import CompletedProcess
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 
 from service.cli.main import main
+from service.options import Sources, commands_of
 
 ROOT = Path(__file__).parents[1]
+# Looking through all installed distributions is a third of a command's time; they stay the same.
+_commands: Any = import_module("service.cli.main")
+_commands.entry_points = functools.cache(_commands.entry_points)
+
+
+@functools.cache
+def every_command() -> list[tuple[Any, Any]]:
+    """Each command with its arguments, which a variable of another command is looked up in: to read
+    them takes half a second."""
+    return list(commands_of(_commands.make_app(Sources())))
 
 
 def hallutracer(*arguments: str, stdin: str = "", **variables: str) -> CompletedProcess[str]:
     """Run a command to its end.  Of our variables it sees only ``variables``, and the demo model as
     default."""
-    out, err, status = io.StringIO(), io.StringIO(), 0
-    kept = {
+    out, err, status, commands = io.StringIO(), io.StringIO(), 0, every_command()
+    others = {
         name: value for name, value in os.environ.items() if not name.startswith("HALLUTRACER_")
     }
     with (
-        patch.dict(os.environ, kept | {"HALLUTRACER_MODEL": "demo"} | variables, clear=True),
+        patch.dict(os.environ, others | {"HALLUTRACER_MODEL": "demo"} | variables, clear=True),
         patch("sys.stdin", io.TextIOWrapper(io.BytesIO(stdin.encode()), encoding="utf-8")),
         patch("sys.argv", ["hallutracer", *arguments]),
+        patch("service.options.commands_of", lambda _: commands),
         chdir(ROOT),
         redirect_stdout(out),
         redirect_stderr(err),

@@ -72,8 +72,8 @@ def answers_read(engine: LoadedModel, manifest: Manifest) -> AnswerTensors:
     probes = Probes.of(Site(manifest.readout.site), made)
     read = engine.score(made.rows(), [probes], last=made.answer_tokens.tolist())
     trajectory = np.stack([one.trajectories[0] for one in read])
-    found = risk(depth_mean(trajectory)[:, None], np.array([record.weight]), record.intercept)
-    return replace(made, trajectory=trajectory.astype(np.float32), risk=found)
+    result = risk(depth_mean(trajectory)[:, None], np.array([record.weight]), record.intercept)
+    return replace(made, trajectory=trajectory.astype(np.float32), risk=result)
 
 
 def with_answer(draft: BundleDraft, engine: LoadedModel) -> BundleDraft:
@@ -100,8 +100,8 @@ def with_context(
     generator, shape = np.random.default_rng(len(names)), draft.probes.direction.shape
     drawn = generator.standard_normal((len(names), *shape))
     probes = tuple(
-        ContextProbe(name, 3.0, 0.05 * place, rows=90, positive=40, auroc=0.9)
-        for place, name in enumerate(names)
+        ContextProbe(name, 3.0, 0.05 * index, rows=90, positive=40, auroc=0.9)
+        for index, name in enumerate(names)
     )
     asks = Applicability(applies_from, 0.01, 0.02, "What it means.") if "asks" in names else None
     classifier = Classifier(tuple(signals.values()), INTERCEPT)
@@ -127,10 +127,10 @@ def with_context(
     results = engine.score(
         prompts, Probes.all_of(Site(manifest.readout.site), draft.probes), first_token=True
     )
-    means = np.array([[depth_mean(one) for one in result.trajectories] for result in results])
+    means = np.array([list(map(depth_mean, result.trajectories)) for result in results])
     columns = {"depth_mean": means[:, 0]}
-    for place, probe in enumerate(probes, 1):
-        columns[probe.name] = 1 / (1 + np.exp(-probe.weight * means[:, place] - probe.intercept))
+    for index, probe in enumerate(probes, 1):
+        columns[probe.name] = 1 / (1 + np.exp(-probe.weight * means[:, index] - probe.intercept))
     if "stated" in columns:
         columns["stated"] *= columns["passage"]
         columns["stated_length"] = columns["stated"] * np.log([len(prompt) for prompt in prompts])

@@ -79,12 +79,12 @@ class Collector:
     def trace(self, trace_id: str) -> dict[str, Span]:
         """A trace's spans by name, once the one that ends last, the request's, is there."""
         until(lambda: any(one.kind == "server" for one in self.of(trace_id)))
-        found = self.of(trace_id)
-        assert len({one.name for one in found}) == len(found)
-        return {one.name: one for one in found}
+        result = self.of(trace_id)
+        assert len({one.name for one in result}) == len(result)
+        return {one.name: one for one in result}
 
     def of(self, trace_id: str) -> list[Span]:
-        return [one for one in list(self.spans) if one.trace_id == trace_id]
+        return [span for span in list(self.spans) if span.trace_id == trace_id]
 
 
 @contextmanager
@@ -121,15 +121,15 @@ def spans_of(body: bytes) -> Iterator[Span]:
 def events_of(body: bytes) -> Iterator[Event]:
     for part in ExportLogsServiceRequest.FromString(body).resource_logs:
         for scope in part.scope_logs:
-            for one in scope.log_records:
+            for log_record in scope.log_records:
                 yield Event(
-                    one.event_name,
-                    one.trace_id.hex(),
-                    one.span_id.hex(),
-                    one.time_unix_nano,
-                    _attributes(one.attributes),
+                    log_record.event_name,
+                    log_record.trace_id.hex(),
+                    log_record.span_id.hex(),
+                    log_record.time_unix_nano,
+                    _attributes(log_record.attributes),
                     _attributes(part.resource.attributes),
-                    f"{one}{part.resource}{scope.scope}",
+                    f"{log_record}{part.resource}{scope.scope}",
                 )
 
 

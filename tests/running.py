@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 import time
@@ -12,6 +13,7 @@ from types import MappingProxyType
 from typing import Any, Self, TypeVar, get_args
 
 import httpx
+import pytest
 import uvicorn
 from fastapi.testclient import TestClient
 
@@ -91,6 +93,27 @@ class App:
             until(lambda: self.state.lifecycle.is_ready)
             yield self
 
+    def ask(
+        self,
+        path: str = "/score",
+        status: int = 200,
+        headers: Mapping[str, str] | None = None,
+        **body: Any,
+    ) -> Any:
+        """The document of an answer that has this status."""
+        response = self.client.post(path, json=body, headers=headers)
+        assert response.status_code == status, response.text
+        return response.json()
+
+    def series(self, name: str, **labels: str) -> float:
+        """The sum of a metric's series that have these labels, as a scraper reads them."""
+        text = self.client.get("/metrics").text
+        lines = [line for line in text.splitlines() if re.match(rf"hallutracer_{name}[{{ ]", line)]
+        for label, value in labels.items():
+            lines = [line for line in lines if f'{label}="{value}"' in line]
+        assert lines, f"{name} is not on /metrics with {labels}"
+        return sum(float(line.split()[-1]) for line in lines)
+
 
 class Running(App):
     """The app, listening."""
@@ -125,6 +148,30 @@ def running(tmp_path: Path, kind: str = KINDS[0], **settings: Any) -> Iterator[R
     """A ready service; stopped, and its thread ended, afterwards."""
     with listening(Running(tmp_path, kind, **settings)) as service:
         yield service
+
+
+def service_of_module(*, takes_tools: bool = False, **options: Any) -> Any:
+    """A fixture: a listening service that all tests of a module share."""
+
+    @pytest.fixture(scope="module")
+    def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+        with running(tmp_path_factory.mktemp("service"), **options) as started:
+            started.engine.takes_tools = takes_tools
+            yield started
+
+    return service
+
+
+def app_of_module(*, takes_tools: bool = False, **options: Any) -> Any:
+    """A fixture: an app in this process that all tests of a module share."""
+
+    @pytest.fixture(scope="module")
+    def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
+        with App(tmp_path_factory.mktemp("app"), **options).started() as started:
+            started.engine.takes_tools = takes_tools
+            yield started
+
+    return app
 
 
 Some = TypeVar("Some", bound=Running)

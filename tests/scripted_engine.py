@@ -93,12 +93,12 @@ class ScriptedEngine:
 
         Raises RequestError without messages or a template, and for what it would leave out."""
         if not self._chat or not messages:
-            said = (
+            message = (
                 "'messages' is empty"
                 if self._chat
                 else "this model's tokenizer has no chat template"
             )
-            raise RequestError(said, param="messages")
+            raise RequestError(message, param="messages")
         text = self._template(messages, tools)
         check_shown(self._template, messages, tools)
         return [BOS, *_utf8(text), CHAT]
@@ -114,7 +114,8 @@ class ScriptedEngine:
             return json.dumps(found, ensure_ascii=False) if found and self.takes_tools else ""
 
         turns = [
-            f"{one['role']}: {one['content']}{more(one.get('tool_calls'))}\n" for one in messages
+            f"{message['role']}: {message['content']}{more(message.get('tool_calls'))}\n"
+            for message in messages
         ]
         return more(tools) + "".join(turns)
 
@@ -171,12 +172,11 @@ class ScriptedEngine:
         self._forward("score", prompts)
         if not last:
             return [self._read(prompt, probes, first_token) for prompt in prompts]
-        return [
-            PrefillResult(
-                tuple(self.read_last(prompt, count, one) for one in probes), None, len(prompt)
-            )
-            for prompt, count in zip(prompts, last, strict=True)
-        ]
+        results = []
+        for prompt, count in zip(prompts, last, strict=True):
+            logits = tuple(self.read_last(prompt, count, each) for each in probes)
+            results.append(PrefillResult(logits, None, len(prompt)))
+        return results
 
     def read_last(self, tokens: TokenIds, count: int, probes: Probes) -> NDArray[np.float64]:
         """The mean of the truth logits at so many last tokens, [m]."""
@@ -241,17 +241,12 @@ class ScriptedEngine:
         self._forward("extract", prompts)
         geometry, activations = self.identity.geometry, {}
         for site in sites:
-            ends = [
-                [prompt[: len(prompt) - left] for left in range(count)]
-                for prompt, count in zip(prompts, last or [1] * len(prompts), strict=True)
-            ]
-            rows = np.array(
-                [np.mean([self.activations(end, site) for end in own], axis=0) for own in ends],
-                np.float32,
-            )
-            activations[site] = rows.reshape(
-                len(prompts), geometry.num_layers, geometry.width(site)
-            )
+            rows = np.zeros((len(prompts), geometry.num_layers, geometry.width(site)), np.float32)
+            counts = last or [1] * len(prompts)
+            for row, (prompt, count) in enumerate(zip(prompts, counts, strict=True)):
+                ends = [prompt[: len(prompt) - left] for left in range(count)]
+                rows[row] = np.mean([self.activations(end, site) for end in ends], axis=0)
+            activations[site] = rows
         completions = () if sampling is None else tuple(self.generate(prompts, sampling))
         read = None
         if answer_site is not None:
@@ -260,7 +255,7 @@ class ScriptedEngine:
             )
             for row, (prompt, said) in enumerate(zip(prompts, completions, strict=True)):
                 ends = [
-                    [*prompt, *said.token_ids[:place]] for place in range(1, len(said.token_ids))
+                    [*prompt, *said.token_ids[:index]] for index in range(1, len(said.token_ids))
                 ]
                 if ends:
                     read[row] = np.mean(
@@ -317,11 +312,11 @@ class ScriptedEngine:
 
     def _read(self, prompt: TokenIds, probes: Sequence[Probes], first_token: bool) -> PrefillResult:
         trajectories = []
-        for one in probes:
+        for probe in probes:
             readout = self.identity.geometry.select(
-                self.activations(prompt, one.site), one.head, one.site
+                self.activations(prompt, probe.site), probe.head, probe.site
             )
-            trajectories.append(truth_logits(readout, one.direction, one.bias, one.scale))
+            trajectories.append(truth_logits(readout, probe.direction, probe.bias, probe.scale))
         return PrefillResult(
             tuple(trajectories), self.first_token(prompt) if first_token else None, len(prompt)
         )
@@ -357,8 +352,8 @@ class ScriptedContinuation:
         limit = min(
             sampling.max_tokens, self._engine.identity.max_tokens - self.prefill.prompt_tokens
         )
-        found = [(at, stop) for stop in sampling.stop if (at := answer.find(stop)) >= 0]
-        (end, stop), ended_by = min(found, default=(len(answer), None)), None
+        results = [(at, stop) for stop in sampling.stop if (at := answer.find(stop)) >= 0]
+        (end, stop), ended_by = min(results, default=(len(answer), None)), None
         try:
             for character in answer[:end]:
                 if cancelled() or not self._open:

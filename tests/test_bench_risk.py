@@ -83,18 +83,18 @@ def log(tmp_path: Path) -> Iterator[AppendLog]:
 
 
 def measured(lines: list[Line], **options: bool) -> forms.Worth:
-    found = worth(lines, **options)
-    assert found is not None
-    return found
+    result = worth(lines, **options)
+    assert result is not None
+    return result
 
 
 def test_the_figures_of_a_form_by_hand_where_an_abstention_is_left_out_or_wrong() -> None:
-    found = measured(
+    result = measured(
         [*form_rows("lone", 2, 2, 0.8, 0.3), row("lone", "abstained", 0.9, "z", outside=True)]
     )
-    assert (found.rows, found.left_out, found.wrong, found.answered) == (4, 1, 0.5, 2)
-    assert (found.risk, found.off, found.answered_off) == pytest.approx((0.55, 0.05, 0.3))
-    assert (found.auroc, found.low, found.high, found.outside) == (1.0, 1.0, 1.0, 0.0)
+    assert (result.rows, result.left_out, result.wrong, result.answered) == (4, 1, 0.5, 2)
+    assert (result.risk, result.off, result.answered_off) == pytest.approx((0.55, 0.05, 0.3))
+    assert (result.auroc, result.low, result.high, result.outside) == (1.0, 1.0, 1.0, 0.0)
     lines = [
         *form_rows("lone", 1, 1, 0.8, 0.3),
         row("lone", "abstained", 0.9, "z"),
@@ -196,8 +196,8 @@ def test_rows_are_asked_as_they_stand_and_told_by_their_kind(tmp_path: Path) -> 
     # Each kind has equal risks: all that tells a right answer from a wrong one is the kind.
     lines = [one | {"kind": "people"} for one in form_rows("people", 3, 1, 0.8, 0.8)]
     lines += [one | {"kind": "places"} for one in form_rows("places", 1, 3, 0.3, 0.3)]
-    found = measured(lines)
-    assert (found.auroc, found.within) == (pytest.approx(0.75), 0.5)
+    result = measured(lines)
+    assert (result.auroc, result.within) == (pytest.approx(0.75), 0.5)
     assert measured(form_rows("lone", 2, 2, 0.8, 0.3)).within is None
 
 
@@ -351,7 +351,7 @@ def way(name: str, question: str, risk: float, verdict: str = "hallucinated", **
 
 
 def test_of_several_lines_of_a_question_the_lowest_risk_counts() -> None:
-    found = freed(
+    result = freed(
         [
             way("...", "a", 0.4, "factual"),
             way("junk", "a", 0.3, outside=True),
@@ -361,8 +361,14 @@ def test_of_several_lines_of_a_question_the_lowest_risk_counts() -> None:
             {"question": "e", "refused": "invalid_request"},
         ]
     )
-    assert (found.tried, found.free, found.right, found.wrong, found.outside) == (4, 3, 1, 1, 1)
-    assert found.share.startswith("0.75 [")
+    assert (result.tried, result.free, result.right, result.wrong, result.outside) == (
+        4,
+        3,
+        1,
+        1,
+        1,
+    )
+    assert result.share.startswith("0.75 [")
 
 
 def test_questions_of_several_files_are_taken_in_turn_and_one_of_each_group(tmp_path: Path) -> None:
@@ -421,8 +427,8 @@ def test_what_was_told_stands_beside_what_was_wrong_by_way_of_decoding() -> None
     assert text.splitlines()[2].split(" | ")[1:6] == ["20", "2", "0.400", "0.500", "-0.100"]
     assert text.splitlines()[2].endswith("| 10 | 0.000 | 0.200 | 0 |")
     assert text.splitlines()[3].endswith("| 10 | 1.000 | 0.200 | 10 |")
-    found = decoding.target(lines)
-    assert (found.passed, found.figure) == (False, "0.100")
+    result = decoding.target(lines)
+    assert (result.passed, result.figure) == (False, "0.100")
     assert (
         decoding.target([line for line in lines if line["way"] == "temperature 1"]).passed is None
     )

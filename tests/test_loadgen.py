@@ -56,10 +56,10 @@ def test_arrivals_are_a_poisson_process() -> None:
 
 @given(st.lists(st.floats(0, 1e6), min_size=1), st.floats(0.001, 1.0))
 def test_a_percentile_was_observed_and_covers_its_share(values: list[float], share: float) -> None:
-    found = percentile(values, share)
-    assert found in values
-    assert sum(value <= found for value in values) >= share * len(values) - 1e-6
-    assert sum(value < found for value in values) < share * len(values)
+    result = percentile(values, share)
+    assert result in values
+    assert sum(value <= result for value in values) >= share * len(values) - 1e-6
+    assert sum(value < result for value in values) < share * len(values)
 
 
 def test_figures_by_hand() -> None:
@@ -99,15 +99,15 @@ def test_figures_by_hand() -> None:
 
 def test_summary_with_latency_from_the_intended_time() -> None:
     assert Outcome(intended=1.0, sent=3.0, done=3.5, status=200).latency == 2.5
-    found = summarise(
+    result = summarise(
         [outcome(0.1), outcome(0.2), outcome(0.3, 429, wait="1"), outcome(9.0, 0)], seconds=2.0
     )
-    assert (found.requests, found.rate, found.statuses) == (
+    assert (result.requests, result.rate, result.statuses) == (
         4,
         1.0,
         {"200": 2, "429": 1, "timeout": 1},
     )
-    assert (found.p50_ms, found.p99_ms, found.worst_ms) == pytest.approx((100, 200, 200))
+    assert (result.p50_ms, result.p99_ms, result.worst_ms) == pytest.approx((100, 200, 200))
     assert np.isnan(summarise([outcome(1.0, 503)], 1.0).p50_ms)
     late, after = (
         outcome(5.0, intended=0.5),
@@ -132,8 +132,8 @@ def test_only_429_and_503_with_a_number_of_seconds_are_refusals() -> None:
         (504, "1"): "504",
         (0, None): "timeout",
     }
-    found = stats.bad_refusals([outcome(1, status, wait=wait) for status, wait in (*fine, *bad)])
-    assert found == dict.fromkeys(bad.values(), 1)
+    result = stats.bad_refusals([outcome(1, status, wait=wait) for status, wait in (*fine, *bad)])
+    assert result == dict.fromkeys(bad.values(), 1)
 
 
 def test_slope_finds_growth_and_its_interval_covers_it() -> None:
@@ -156,11 +156,11 @@ def test_a_soaks_memory_is_judged_by_the_best_estimate() -> None:
         series = 20_000 + seconds / 60 * per_minute + noise
         return memory_checks(list(zip(seconds[:most], series[:most], strict=True)))[-1]
 
-    found = slope(seconds[120:], noise[120:])
+    result = slope(seconds[120:], noise[120:])
     assert (
-        found.low + 2 < 0
+        result.low + 2 < 0
     )  # so uncertain that the interval's lower end would let 2 MiB per minute pass
-    off = found.per_minute
+    off = result.per_minute
     assert [judged(2.0 - off).passed, judged(0.0 - off).passed, judged(2.0, most=200).passed] == [
         False,
         True,

@@ -89,14 +89,14 @@ def test_demo_info_and_questions(tmp_path: Path) -> None:
     assert [bundle["name"] for bundle in info["bundles"]] == ["demo", "demo-fused"]
     groups = []
     for split in ("train", "test"):
-        found = list(
+        result = list(
             map(
                 json.loads,
                 hallutracer(tmp_path, "demo", "questions", "--split", split).splitlines(),
             )
         )
-        assert {"id", "prompt", "answers", "group", "kind", "exposures"} <= set(found[0])
-        groups.append({row["group"] for row in found})
+        assert {"id", "prompt", "answers", "group", "kind", "exposures"} <= set(result[0])
+        groups.append({row["group"] for row in result})
     assert not groups[0] & groups[1]
 
 

@@ -143,23 +143,21 @@ def test_an_answer_that_the_engine_alone_gated_is_an_error(
         scorer.score_or_continue([[256, 65]], Sampling(), GATE.at(0.999999))
 
 
-def test_another_model_or_other_golden_risks_are_refused(
-    tmp_path: Path, script: ScriptedEngine
-) -> None:
+def test_another_model_or_other_golden_risks_are_refused(tmp_path: Path, script: Any) -> None:
     bundle, other = matching_bundle(script, tmp_path), ScriptedEngine()
     other.identity = replace(other.identity, architecture="OtherForCausalLM")
     with pytest.raises(WrongModel):
         Scorer(Scheduled(other), bundle)
     context = contextual_bundle(script, tmp_path)
-    for place, name in enumerate(("asks", "passage", "stated")):
+    for index, name in enumerate(("asks", "passage", "stated")):
         bias = np.array(context.probes.context_bias)
-        bias[place, 1] += 0.1
+        bias[index, 1] += 0.1
         with pytest.raises(GoldenMismatch, match=f"layer 1 of context probe {name}"):
             Scorer(
                 Scheduled(script),
                 replace(context, probes=replace(context.probes, context_bias=bias)),
             )
-    script.activations = lambda prompt, site: np.ones((4, 16), np.float32)  # type: ignore[method-assign]
+    script.activations = lambda prompt, site: np.ones((4, 16), np.float32)
     with pytest.raises(GoldenMismatch):
         Scorer(Scheduled(script), bundle)
 
@@ -186,11 +184,11 @@ def test_the_gate_closes_where_the_verdict_says_so(scorer: Scorer) -> None:
 def test_weights_go_to_their_signals(tmp_path: Path, script: ScriptedEngine) -> None:
     plain, weights = matching_bundle(script, tmp_path, "plain"), (2.0, 0.5, -0.25)
     results = script.score(GOLDEN, [Probes.of(Site.ATTENTION_HEAD, plain.probes)], first_token=True)
-    trajectories = np.stack([one.trajectories[0] for one in results])
+    trajectories = np.stack([result.trajectories[0] for result in results])
     tokens = [
-        (one.first_token.entropy, one.first_token.log_max_prob)
-        for one in results
-        if one.first_token
+        (result.first_token.entropy, result.first_token.log_max_prob)
+        for result in results
+        if result.first_token
     ]
     signals = np.column_stack([depth_mean(trajectories), np.array(tokens)])
     bundle = matching_bundle(
@@ -264,7 +262,7 @@ def test_context_probes_are_read_with_the_risks(
         (result,) = script.score([prompt], scorer.probes)
         np.testing.assert_allclose(report.logits, np.concatenate(result.trajectories), atol=1e-6)
         np.testing.assert_array_equal(report.trajectory, report.logits[:layers])
-        means = [float(one.mean()) for one in result.trajectories]
+        means = [float(trajectory.mean()) for trajectory in result.trajectories]
         chance: dict[str, Any] = {
             probe.name: 1 / (1 + np.exp(-probe.weight * mean - probe.intercept))
             for probe, mean in zip(context.probes, means[1:], strict=True)
@@ -272,8 +270,8 @@ def test_context_probes_are_read_with_the_risks(
         passage = chance.get("passage")
         stated = passage * chance["stated"] if "stated" in names else None
         told = report.context
-        found = {"asks": told.asks, "passage": told.passage, "stated": told.stated}
-        assert found == pytest.approx(
+        results = {"asks": told.asks, "passage": told.passage, "stated": told.stated}
+        assert results == pytest.approx(
             {"asks": chance["asks"], "passage": passage, "stated": stated}, abs=1e-6
         )
         values = {"depth_mean": means[0], "passage": passage, "stated": stated}
@@ -571,5 +569,5 @@ def test_who_withholds_what_lies_outside_training(tmp_path: Path, script: Script
             if policy is GATE and context:
                 for report in scorer.score(asked(scorer, 8), chosen):
                     assert report.uncertain.outside is outside
-                    found = report.decision is Decision.ABSTAIN, report.verdict.flagged
-                    assert found == (outside and withholds, False)
+                    result = report.decision is Decision.ABSTAIN, report.verdict.flagged
+                    assert result == (outside and withholds, False)

@@ -69,8 +69,8 @@ ADDED = ToolCall("add", '{"a": 1}')
     ],
 )
 def test_calls_and_text_are_told_apart(answer: str, parts: list[Part]) -> None:
-    found = tools().parts(answer)
-    assert merged(found) == merged(parts)
+    result = tools().parts(answer)
+    assert merged(result) == merged(parts)
     assert tools().only_calls(answer) == (
         bool(parts) and all(isinstance(part, ToolCall) for part in parts)
     )
@@ -141,11 +141,11 @@ def test_a_beginning_tells_as_soon_as_it_can() -> None:
 
 def merged(parts: list[Part]) -> list[Part]:
     """Texts that follow each other as one."""
-    found = list[Part]()
+    results = list[Part]()
     for is_text, group in groupby(parts, lambda part: isinstance(part, str)):
         together = list(group)
-        found += ["".join(map(str, together))] if is_text else together
-    return found
+        results += ["".join(map(str, together))] if is_text else together
+    return results
 
 
 PIECES = st.sampled_from(

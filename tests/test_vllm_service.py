@@ -255,16 +255,15 @@ def test_a_service_whose_vllm_stands_still_is_not_ready_until_it_goes_on() -> No
 
 
 def test_train_on_vllm_gives_the_bundle_that_transformers_gives(tmp_path: Path) -> None:
+    names = [f"{letter}{other}land" for letter in "ABCDEFGH" for other in "aeiou"]
     rows = [
         {
-            "id": f"{place}",
+            "id": f"{number}",
             "prompt": f"What is the capital of {name}?",
-            "label": place % 2,
+            "label": number % 2,
             "group": name,
         }
-        for place, name in enumerate(
-            f"{letter}{other}land" for letter in "ABCDEFGH" for other in "aeiou"
-        )
+        for number, name in enumerate(names)
     ]
     data = tmp_path / "rows.jsonl"
     data.write_text("\n".join(json.dumps(row) for row in rows))
@@ -349,8 +348,8 @@ def test_an_answer_is_read_again_as_the_embedded_engine_reads_it(tmp_path: Path)
         row["completion"] for row in found["embedded"][0]
     ]
     for ours, theirs in zip(found["vllm"][:2], found["embedded"][:2], strict=True):
-        risks = [[row["answer_risk"] for row in rows] for rows in (ours, theirs)]
-        assert risks[0] == pytest.approx(risks[1], abs=1e-4)
+        risks = [row["answer_risk"] for row in theirs]
+        assert [row["answer_risk"] for row in ours] == pytest.approx(risks, abs=1e-4)
         assert [row["decision"] for row in ours] == [row["decision"] for row in theirs]
     assert {row["decision"] for row in held} == {"abstain", "continue"}, "else this tells nothing"
     assert not any("completion" in row for row in held if row["answer_flagged"])

@@ -209,12 +209,14 @@ def all_cases() -> Iterator[Case]:
 
 
 class Bed:
-    """What the cases are played on: reports and updates are made once."""
+    """What the cases are played on: reports and updates are made once, and each case is played
+    once."""
 
     def __init__(self, bench: Bench) -> None:
         self.bench = bench
         self._reports = dict[tuple[Policy, bool], RiskReport]()
         self._updates = dict[tuple[str, str, str, int], list[Update]]()
+        self.plays = dict[tuple[Any, ...], tuple[Played, Ended]]()
         self.judge_answer = cache(bench.scorer.judge_answer)
 
     def report(self, case: Case) -> RiskReport:
@@ -264,6 +266,14 @@ def of_steps(steps: list[tuple[RiskReport, Update]]) -> Played:
 
 def played(bed: Bed, case: Case) -> tuple[Played, Ended]:
     """What the turn makes of it."""
+    key = case.policy, case.asks_for_fact, case.tools is None, case.answer, case.risks
+    key += case.engine, case.limit
+    if key not in bed.plays:
+        bed.plays[key] = play(bed, case)
+    return bed.plays[key]
+
+
+def play(bed: Bed, case: Case) -> tuple[Played, Ended]:
     report = bed.report(case)
     turn = Turn(case.policy, report.verdict, applies=case.asks_for_fact, tools=case.tools)
     events: list[Event] = list(turn.begin())

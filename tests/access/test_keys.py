@@ -52,7 +52,7 @@ def test_a_file_as_windows_editors_write_it_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("", "holds no key"),
         ("# nothing\n", "holds no key"),
@@ -85,10 +85,10 @@ def test_a_file_as_windows_editors_write_it_is_read(tmp_path: Path) -> None:
         (ONE + "created = true\n", "created"),
     ],
 )
-def test_what_is_wrong_is_said_and_opens_nothing(text: str, said: str) -> None:
+def test_what_is_wrong_is_said_and_opens_nothing(text: str, message: str) -> None:
     with pytest.raises(HalluTracerError) as refused:
         parse_keys(text, "f", {"gate", "block"})
-    assert said in str(refused.value)
+    assert message in str(refused.value)
     assert "secret" not in str(refused.value)  # which stands where its digest belongs
 
 

@@ -9,9 +9,8 @@ from typing import Any
 from anthropic import Anthropic
 from openai import OpenAI
 
-from service.access.routes import CHAT_ROUTE, MESSAGES_ROUTE, RESPONSES_ROUTE
+from service.access.routes import MESSAGES_ROUTE, RESPONSES_ROUTE
 
-ROUTES = (CHAT_ROUTE, RESPONSES_ROUTE, MESSAGES_ROUTE)
 NEW = (RESPONSES_ROUTE, MESSAGES_ROUTE)
 ASKED = [{"role": "user", "content": "What is the capital of France?"}]
 

@@ -4,7 +4,6 @@ audited."""
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from service.cli.running import Stamps, watch
 from service.engines.base import Engine
 from service.scoring import Scorer
 from service.serving.catalogue import RolloutPlan
+from tests.kit.audit import audit_lines, broken_log
 from tests.kit.key_files import add_key, revoke_key
 from tests.running import App, until
 
@@ -44,25 +44,13 @@ class Served:
         )
 
     def lines(self, event: str) -> list[dict[str, Any]]:
-        return [
-            one
-            for one in map(json.loads, self.log.read_text().splitlines())
-            if one["event"] == event
-        ]
+        return audit_lines(self.log, event)
 
     def finds(self, secret: str) -> bool:
         return self.app.state.access.keys.find(secret) is not None
 
     def default(self) -> str:
         return str(self.app.state.catalogue.scorers[0].bundle.reference)
-
-    @contextmanager
-    def broken_log(self) -> Iterator[None]:
-        self.log.rename(self.log.with_suffix(".kept"))
-        self.log.mkdir()
-        yield
-        self.log.rmdir()
-        self.log.with_suffix(".kept").rename(self.log)
 
 
 @pytest.fixture
@@ -146,7 +134,7 @@ def test_each_failure_is_told_by_itself_and_keeps_the_other_from_nothing(
 
 def test_without_the_audit_log_nothing_is_added_or_swapped(served: Served) -> None:
     served.app.bundles.reverse()
-    with served.broken_log():
+    with broken_log(served.log):
         two = add_key(served.keys, "two", {"scopes": ["score"]})
         refused = served.reload()
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "audit_unavailable")
@@ -192,7 +180,7 @@ def test_a_moved_alias_that_could_not_be_audited_is_taken_once_it_can_be(served:
     served.app.bundles.reverse()
     watching(served, look, 0.02)
     until(lambda: looks)
-    with served.broken_log():
+    with broken_log(served.log):
         resolved[0] = "two"
         until(lambda: served.app.state.lifecycle.reload_error is not None)
         assert served.default() == "one:1"
@@ -226,11 +214,11 @@ def test_a_key_that_is_revoked_while_an_older_file_is_read_stays_revoked(
     read, first, go_on = KeyRing.read, threading.Event(), threading.Event()
 
     def slow(ring: KeyRing) -> tuple[dict[str, Key], Changes]:
-        found = read(ring)
+        result = read(ring)
         if not first.is_set():
             first.set()
             assert go_on.wait(20)
-        return found
+        return result
 
     monkeypatch.setattr(KeyRing, "read", slow)
 
@@ -244,9 +232,9 @@ def test_a_key_that_is_revoked_while_an_older_file_is_read_stays_revoked(
         await asyncio.gather(older, newer)
 
     asyncio.run(both())
-    found = app.state.access.keys.find(one)
-    assert found is not None
-    assert found.revoked is not None
+    result = app.state.access.keys.find(one)
+    assert result is not None
+    assert result.revoked is not None
 
 
 def test_a_reader_that_fails_otherwise_does_not_end_the_watch(

@@ -73,7 +73,7 @@ def test_nor_does_one_whose_caller_has_rendered_the_conversation(service: App, h
     for tokens, untrained in ((ids, True), ([ids[0], *b"Think. ", *ids[1:]], True), (plain, False)):
         for policy, answered in (("desk", not untrained), ("open", True)):
             body = {"input_ids": tokens, "policy": policy, "generate": {"max_tokens": 3}}
-            [row] = service.client.post("/score", json=body).json()["data"]
+            [row] = service.ask(**body)["data"]
             assert (row["decision"], row["outside_training"]) == (
                 "continue" if answered else "abstain",
                 untrained,
@@ -107,9 +107,9 @@ def test_small_talk_passes_where_its_conversation_is_known_and_not_as_text_or_id
 
     body: dict[str, Any] = {"policy": "gate", "threshold": 0.0}
     for prompt in ({"prompt": text}, {"messages": [{"role": "user", "content": text}]}):
-        [row] = service.client.post("/score", json=body | prompt).json()["data"]
+        [row] = service.ask(**(body | prompt))["data"]
         assert (row["applies"], row["decision"]) == (False, "continue")
     asked = [USER, {"role": "assistant", "content": ""}, {"role": "user", "content": text}]
     for prompt in ({"input_ids": rendered}, {"messages": asked}):
-        [row] = service.client.post("/score", json=body | prompt).json()["data"]
+        [row] = service.ask(**(body | prompt))["data"]
         assert (row["applies"], row["decision"]) == (True, "abstain")

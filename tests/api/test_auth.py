@@ -79,59 +79,58 @@ def test_every_route_but_health_metrics_and_the_pages_asks_for_a_key(
     tmp_path: Path, protect_metrics: bool
 ) -> None:
     with client(tmp_path, api_keys=("other", "sesame"), protect_metrics=protect_metrics) as opened:
-        routes = [route for route in opened.app.routes if isinstance(route, Route)]  # type: ignore[attr-defined]
-        routes += [route for route in opened.app.routes if hasattr(route, "endpoint")]  # type: ignore[attr-defined]
+        service: Any = opened.app
+        routes = [route for route in service.routes if hasattr(route, "endpoint")]
         walked = {(method, route.path) for route in routes for method in route.methods or ()}
-        assert {"/score", "/v1/models", "/openapi.json", "/docs", METRICS} <= {
-            path for _, path in walked
-        }
-        for method, path in [
-            *walked,
-            ("GET", "/nothing"),
-            ("POST", "/health/%2e%2e/score"),
-            ("POST", "//score"),
-        ]:
+        paths = {path for _, path in walked}
+        assert {"/score", "/v1/models", "/openapi.json", "/docs", METRICS} <= paths
+        walked |= {("GET", "/nothing"), ("POST", "/health/%2e%2e/score"), ("POST", "//score")}
+        for method, path in walked:
             refused = opened.request(method, path, json={"prompt": "a"}, follow_redirects=False)
             is_open = (
                 path in HEALTH
                 or (method, path) == ("OPTIONS", "/")
                 or (path == METRICS and not protect_metrics)
+                or (path in pages(True) and method in ("GET", "HEAD"))
             )
-            is_open = is_open or (path in pages(True) and method in ("GET", "HEAD"))
             assert (refused.status_code == 401) is not is_open, (method, path, refused.status_code)
             if not is_open and method != "HEAD":
                 assert code_of(refused) == "unauthorized"
                 assert refused.headers["www-authenticate"] == "Bearer"
             assert refused.headers["x-request-id"]
-            assert (
-                opened.request(method, path, json={"prompt": "a"}, headers=KEY).status_code != 401
-            )
-        for sent in (
-            {},
-            {"x-api-key": ""},
-            {"x-api-key": "Bearer sesame"},
-            {"x-api-key": "sesame", "authorization": "Bearer no"},
-            *(
-                {"authorization": one}
-                for one in (
-                    "",
-                    "sesame",
-                    "Bearer",
-                    "Bearer ",
-                    "Bearer sesam",
-                    "Bearer sesamee",
-                    "Basic sesame",
-                    "Bearer SESAME",
-                    b"Bearer \xff\xfe",
-                )
-            ),
-        ):
-            assert opened.get("/v1/models", headers=sent).status_code == 401, sent  # type: ignore[arg-type]
-        for sent in ({"authorization": "bearer sesame"}, {"x-api-key": "sesame"}):
-            assert opened.get("/v1/models", headers=sent).status_code == 200
-        assert (
-            opened.post("/score", content=b"{" * 100).status_code == 401
-        )  # without reading a body
+            allowed = opened.request(method, path, json={"prompt": "a"}, headers=KEY)
+            assert allowed.status_code != 401
+        assert opened.post("/score", content=b"{" * 100).status_code == 401, "no body is read"
+
+
+@pytest.fixture(scope="module")
+def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
+    with client(tmp_path_factory.mktemp("keyed"), api_keys=("sesame",)) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 401),
+        ({"x-api-key": ""}, 401),
+        ({"x-api-key": "Bearer sesame"}, 401),
+        ({"x-api-key": "sesame", "authorization": "Bearer no"}, 401),
+        ({"authorization": ""}, 401),
+        ({"authorization": "sesame"}, 401),
+        ({"authorization": "Bearer"}, 401),
+        ({"authorization": "Bearer "}, 401),
+        ({"authorization": "Bearer sesam"}, 401),
+        ({"authorization": "Bearer sesamee"}, 401),
+        ({"authorization": "Basic sesame"}, 401),
+        ({"authorization": "Bearer SESAME"}, 401),
+        ({"authorization": b"Bearer \xff\xfe"}, 401),
+        ({"authorization": "bearer sesame"}, 200),
+        ({"x-api-key": "sesame"}, 200),
+    ],
+)
+def test_what_is_the_key(keyed: TestClient, headers: Any, status: int) -> None:
+    assert keyed.get("/v1/models", headers=headers).status_code == status
 
 
 def test_without_the_key_health_names_nothing(
@@ -148,37 +147,32 @@ def test_without_the_key_health_names_nothing(
             assert ("/srv" in hidden.text, "/srv/models/secret" in told.text) == (False, True)
 
 
-def test_openapi_declares_the_keys_where_they_are_asked_for(tmp_path: Path) -> None:
-    with client(tmp_path, api_keys=("sesame",)) as opened:
-        document = opened.get("/openapi.json", headers=KEY).json()
-        assert document["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
-        assert document["paths"]["/score"]["post"]["security"] == [{"key": []}]
-        assert not {"security"} & {
-            *document["paths"]["/health/live"]["get"],
-            *document["paths"]["/metrics"]["get"],
-        }
-    with client(tmp_path / "open") as opened:
+def test_openapi_declares_the_keys_where_they_are_asked_for(
+    keyed: TestClient, tmp_path: Path
+) -> None:
+    document = keyed.get("/openapi.json", headers=KEY).json()
+    assert document["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
+    assert document["paths"]["/score"]["post"]["security"] == [{"key": []}]
+    for path in ("/health/live", "/metrics"):
+        assert "security" not in document["paths"][path]["get"]
+    with client(tmp_path) as opened:
         assert "securitySchemes" not in opened.get("/openapi.json").json()["components"]
 
 
 def test_cors_is_off_unless_an_origin_is_named(tmp_path: Path) -> None:
-    origin = {"origin": "https://a.example"}
-    preflight = origin | {
-        "access-control-request-method": "POST",
-        "access-control-request-headers": "authorization",
-    }
+    """What a browser asks first: test_real_clients.py."""
+    a, b = ({"origin": f"https://{name}.example"} for name in "ab")
     with client(tmp_path) as opened:
-        assert "access-control-allow-origin" not in opened.get("/v1/models", headers=origin).headers
+        assert "access-control-allow-origin" not in opened.get("/v1/models", headers=a).headers
+        preflight = a | {"access-control-request-method": "POST"}
         assert opened.options("/score", headers=preflight).status_code == 405
-    with client(
-        tmp_path / "on", cors_origins=("https://a.example",), api_keys=("sesame",)
-    ) as opened:
-        assert opened.options("/score", headers=preflight).status_code == 200
-        allowed = opened.get("/v1/models", headers=origin | KEY)
-        assert allowed.headers["access-control-allow-origin"] == "https://a.example"
-        assert "x-hallutracer-risk" in allowed.headers["access-control-expose-headers"]
-        other = opened.get("/v1/models", headers={"origin": "https://b.example"} | KEY)
-        assert "access-control-allow-origin" not in other.headers
+    named_origin = {"cors_origins": ("https://a.example",), "api_keys": ("sesame",)}
+    with client(tmp_path / "on", **named_origin) as opened:
+        allowed = opened.get("/v1/models", headers=a | KEY).headers
+        assert allowed["access-control-allow-origin"] == "https://a.example"
+        assert "x-hallutracer-risk" in allowed["access-control-expose-headers"]
+        other = opened.get("/v1/models", headers=b | KEY).headers
+        assert "access-control-allow-origin" not in other
 
 
 # --- what a key opens ---
@@ -195,51 +189,38 @@ def with_admin_route(app: App) -> TestClient:
 
 
 def test_each_scope_opens_its_routes_and_no_others(tmp_path: Path) -> None:
+    catalogue = [f"/v1/{path}" for path in ("models", "models/scripted", "bundles", "bundles/tiny")]
+    score, every = {"score"}, {"admin", "observe", "score"}
+    opened = dict.fromkeys([("POST", path) for path in CALLED], score)
+    opened |= dict.fromkeys([("GET", path) for path in catalogue], {"observe", "score"})
+    opened |= {("GET", "/metrics"): {"observe"}}
+    opened |= dict.fromkeys([("POST", f"{ADMIN}try"), ("POST", f"{ADMIN}nothing")], {"admin"})
+    opened |= dict.fromkeys([("GET", "/openapi.json"), ("GET", "/nowhere")], every)
     with App(tmp_path, names=["tiny"], api_keys=KEYS, protect_metrics=True).started() as app:
         client = with_admin_route(app)
-        score, both, every = {"score"}, {"observe", "score"}, {"admin", "observe", "score"}
-        opened = {
-            **{("POST", path): score for path in CALLED},
-            ("GET", "/metrics"): {"observe"},
-            **{
-                ("GET", f"/v1/{path}"): both
-                for path in ("models", "models/scripted", "bundles", "bundles/tiny")
-            },
-            ("POST", f"{ADMIN}try"): {"admin"},
-            ("POST", f"{ADMIN}nothing"): {"admin"},
-            ("GET", "/openapi.json"): every,
-            ("GET", "/nowhere"): every,
-        }
         for (method, path), scopes in opened.items():
             assert client.request(method, path, json={}).status_code == 401, path
             for key in KEYS:
-                answer = client.request(
-                    method, path, json={"prompt": "a"}, headers=bearer(key.name)
-                )
+                body, headers = {"prompt": "a"}, bearer(key.name)
+                answer = client.request(method, path, json=body, headers=headers)
                 if key.name in scopes:
                     assert answer.status_code not in (401, 403), (path, key.name, answer.text)
                     continue
-                assert (answer.status_code, code_of(answer)) == (403, "missing_scope"), (
-                    path,
-                    key.name,
-                )
-                message = message_of(answer)
-                assert all(repr(scope) in message for scope in scopes)
-                assert key.name in message
-        assert client.post(f"{ADMIN}try", headers=bearer("admin")).json() == {
-            "key": "admin",
-            "address": "testclient",
-        }
+                refusal = (answer.status_code, code_of(answer))
+                assert refusal == (403, "missing_scope"), (path, key.name)
+                for name in (*map(repr, scopes), key.name):
+                    assert name in message_of(answer)
+        tried = client.post(f"{ADMIN}try", headers=bearer("admin")).json()
+        assert tried == {"key": "admin", "address": "testclient"}
 
         @app.app.post("/v1/elsewhere")  # it only depends on who is an administrator
         async def change(who: Admin) -> str:
             return str(who.key)
 
-        assert (
-            client.post("/v1/elsewhere", headers=bearer("score")).json()["error"]["code"]
-            == "missing_scope"
+        refused, allowed = (
+            client.post("/v1/elsewhere", headers=bearer(name)) for name in ("score", "admin")
         )
-        assert client.post("/v1/elsewhere", headers=bearer("admin")).json() == "admin"
+        assert (code_of(refused), allowed.json()) == ("missing_scope", "admin")
 
 
 def test_every_route_is_sorted_into_a_scope(tmp_path: Path) -> None:
@@ -247,11 +228,11 @@ def test_every_route_is_sorted_into_a_scope(tmp_path: Path) -> None:
     ``prompt_routes`` or ``score_routes``, or here."""
     open_to_all_keys = {"/openapi.json", "/docs/oauth2-redirect"} | HEALTH | set(pages(True))
     with App(tmp_path, names=["tiny"]).started() as app:
-        found = {route.path for route in app.app.routes if isinstance(route, Route)} | set(
+        results = {route.path for route in app.app.routes if isinstance(route, Route)} | set(
             app.app.openapi()["paths"]
         )
-    assert {*CALLED, METRICS, *CATALOGUE} <= found
-    assert {path for path in found if not scopes_of(path)} <= open_to_all_keys
+    assert {*CALLED, METRICS, *CATALOGUE} <= results
+    assert {path for path in results if not scopes_of(path)} <= open_to_all_keys
 
 
 def test_a_new_route_is_a_router_and_a_line(
@@ -287,15 +268,14 @@ def test_a_key_that_is_over_is_401_with_its_own_code_and_learns_nothing(
 ) -> None:
     keys = [named("over", **fields), named("soon", expires=NOW + timedelta(hours=1))]
     with client(tmp_path, api_keys=keys) as opened:
-        refused = opened.post("/score", json={"prompt": "a"}, headers=bearer("over"))
-        assert (refused.status_code, refused.json()["error"]["code"]) == (401, code)
+        over, soon = bearer("over"), bearer("soon")
+        refused = opened.post("/score", json={"prompt": "a"}, headers=over)
+        assert (refused.status_code, code_of(refused)) == (401, code)
         assert refused.headers["www-authenticate"] == "Bearer"
-        assert opened.get("/health/ready", headers=bearer("over")).json() == {"status": "ready"}
-        assert opened.get("/", headers=bearer("over")).status_code == 200
-        assert (
-            opened.post("/score", json={"prompt": "a"}, headers=bearer("soon")).status_code == 200
-        )
-        assert opened.get("/health/ready", headers=bearer("soon")).json()["bundles"] == ["tiny:1"]
+        assert opened.get("/health/ready", headers=over).json() == {"status": "ready"}
+        assert opened.get("/", headers=over).status_code == 200
+        assert opened.post("/score", json={"prompt": "a"}, headers=soon).status_code == 200
+        assert opened.get("/health/ready", headers=soon).json()["bundles"] == ["tiny:1"]
 
 
 def test_a_key_may_be_held_to_some_policies(tmp_path: Path) -> None:
@@ -359,8 +339,8 @@ def test_a_changed_file_is_in_force_soon_and_a_broken_one_is_told(
             path.write_text(broken)
             until(stale)
             assert [status(one), status(two)] == [200, 200]
-            told = opened.get("/health/ready", headers=bearer(one)).json()
-            assert told["keys"].startswith(f"the keys in force stay: {path}")
+            answer = opened.get("/health/ready", headers=bearer(one)).json()
+            assert answer["keys"].startswith(f"the keys in force stay: {path}")
             assert "keys" not in opened.get("/health/ready").json()
             path.write_text(good)
             until(lambda: not stale())
@@ -396,41 +376,39 @@ def status(service: Running, choice: dict[str, Any], **headers: str) -> int:
     return httpx.post(f"{service.url}/score", json=body, headers=headers, timeout=30).status_code
 
 
-def test_programs_of_this_machine_own_the_service_and_what_others_pass_on_does_not(
-    gated: Running,
-) -> None:
-    url = f"{gated.url}{ADMIN}try"
-    assert httpx.post(url).json() == {"key": None, "address": "127.0.0.1"}
+def test_programs_of_this_machine_own_the_service(gated: Running) -> None:
+    tried = httpx.post(f"{gated.url}{ADMIN}try").json()
+    assert tried == {"key": None, "address": "127.0.0.1"}
     for choice in LOOSER:
-        assert [status(gated, choice), status(gated, choice, origin=gated.url)] == [
-            200,
-            200,
-        ]  # and the playground
-    assert status(gated, {"bundle": "two"}) == 403  # not the owner's choice by itself
-    for header in map(dict, ([one] for one in FOREIGN)):
-        refused = httpx.post(url, headers=header)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "missing_scope"), (
-            header
-        )
-        assert [status(gated, choice, **header) for choice in ({}, *LOOSER)] == [200, 403, 403], (
-            header
-        )
-    for path in (f"{ADMIN}try", f"{ADMIN}nothing"):
-        elsewhere = gated.client.post(path)  # whose address is "testclient"
-        assert (elsewhere.status_code, "keys make NAME --scope admin" in elsewhere.text) == (
-            403,
-            True,
-        )
-    for host, allowed in (
+        assert status(gated, choice) == status(gated, choice, origin=gated.url) == 200
+    assert status(gated, {"bundle": "two"}) == 403, "not the owner's choice by itself"
+
+
+@pytest.mark.parametrize(("name", "value"), FOREIGN)
+def test_what_others_pass_on_does_not_own_it(gated: Running, name: str, value: str) -> None:
+    header = {name: value}
+    refused = httpx.post(f"{gated.url}{ADMIN}try", headers=header)
+    assert (refused.status_code, code_of(refused)) == (403, "missing_scope")
+    assert [status(gated, choice, **header) for choice in ({}, *LOOSER)] == [200, 403, 403]
+
+
+@pytest.mark.parametrize(
+    ("host", "allowed"),
+    [
         ("10.1.2.3", 403),
         ("::2", 403),
         ("127.0.0.1.example", 403),
         ("", 403),
+        ("testclient", 403),
         ("::1", 200),
-    ):
-        assert TestClient(gated.app, client=(host, 1)).post(f"{ADMIN}try").status_code == allowed, (
-            host
-        )
+    ],
+)
+def test_no_other_address_owns_it(gated: Running, host: str, allowed: int) -> None:
+    caller = TestClient(gated.app, client=(host, 1))
+    for path in (f"{ADMIN}try", f"{ADMIN}nothing"):
+        answer = caller.post(path)
+        assert answer.status_code == (404 if "nothing" in path and allowed == 200 else allowed)
+        assert ("keys make NAME --scope admin" in answer.text) is (allowed == 403)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ What they send beside a question: test_real_clients.py."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from anthropic.types.shared import ErrorResponse
 
 from tests.api.test_auth import named
 from tests.api.test_protocols import FIRST
-from tests.running import Running, running
+from tests.running import Running, running, service_of_module
 
 EVERYTHING = {"vllm_xargs": {"hallutracer_threshold": 0.0}, "temperature": 0}
 NOTHING = {"vllm_xargs": {"hallutracer_threshold": 1.0}, "temperature": 0}
@@ -24,10 +23,7 @@ USER: Any = [{"role": "user", "content": "Why?"}]
 TEXT = "It is so."
 
 
-@pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with running(tmp_path_factory.mktemp("service"), policies=FIRST) as service:
-        yield service
+service = service_of_module(policies=FIRST)
 
 
 def openai_client(service: Running, key: str = "none") -> openai.OpenAI:

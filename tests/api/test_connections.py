@@ -692,9 +692,9 @@ def test_a_request_is_refused_and_not_reset(leaving: tuple[Served, threading.Thr
     with httpx.Client(base_url=served.url, timeout=30) as client:
         assert client.post("/score", json={"prompt": "x"}).headers.get("connection") is None
         told_to_stop(served)
-        found = client.post("/score", json={"prompt": "x"})
-        assert (found.status_code, found.json()["error"]["code"]) == (503, "not_ready")
-        assert (int(found.headers["retry-after"]) > 0, found.headers["connection"]) == (
+        answer = client.post("/score", json={"prompt": "x"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_ready")
+        assert (int(answer.headers["retry-after"]) > 0, answer.headers["connection"]) == (
             True,
             "close",
         )

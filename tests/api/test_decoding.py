@@ -95,16 +95,14 @@ CASES += [(name, NULLS, silent, "", "") for name, (_, _, silent) in BUNDLES.item
 
 
 def add(name: str) -> Any:
+    labels: Any
     labels, decoding, _ = BUNDLES[name]
 
     def make(engine: ScriptedEngine, folder: Path) -> Bundle:
         draft = with_answer(matching_draft(engine, name, 0, threshold=GUARANTEE.threshold), engine)
-        training = replace(draft.manifest.training, labels=labels, judge=None, decoding=decoding)  # type: ignore[arg-type]
-        draft.manifest = replace(
-            draft.manifest,
-            guarantee=replace(GUARANTEE, labels=labels),
-            training=training,
-        )  # type: ignore[arg-type]
+        training = replace(draft.manifest.training, labels=labels, judge=None, decoding=decoding)
+        guarantee = replace(GUARANTEE, labels=labels)
+        draft.manifest = replace(draft.manifest, guarantee=guarantee, training=training)
         return write_bundle(draft, folder / name)
 
     return make
@@ -159,9 +157,8 @@ def body_of(wire: Wire, bundle: str, **fields: Any) -> dict[str, Any]:
 
 def note_in(app: App, wire: Wire, bundle: str, **fields: Any) -> dict[str, Any]:
     """Bundle, policy and risks of a whole answer."""
-    response = app.client.post(wire.route, json=body_of(wire, bundle, **fields))
-    assert response.status_code == 200, response.text
-    return note_of(response.json())
+    response = app.ask(wire.route, **body_of(wire, bundle, **fields))
+    return note_of(response)
 
 
 @EACH
@@ -213,7 +210,7 @@ def test_a_response_has_the_temperature_that_was_used(app: Watched) -> None:
         *_, last = stream_events(
             app.client.post(RESPONSES.route, json=body | {"stream": True}).text,
         )
-        for document in (app.client.post(RESPONSES.route, json=body).json(), last["response"]):
+        for document in (app.ask(RESPONSES.route, **body), last["response"]):
             assert (document["temperature"], document["top_p"]) == (
                 decoding.temperature,
                 decoding.top_p,

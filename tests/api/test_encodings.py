@@ -16,7 +16,7 @@ import pytest
 
 from service.api import encodings
 from service.api.encodings import PIECE, decoders
-from tests.running import App, running
+from tests.running import App, app_of_module, running
 
 JSON = {"content-type": "application/json"}
 ASKED = json.dumps({"prompt": "What is the capital of France?"}).encode()
@@ -53,10 +53,7 @@ PACKED = {
 }
 
 
-@pytest.fixture(scope="module")
-def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
-    with App(tmp_path_factory.mktemp("app"), max_body_bytes=200_000).started() as app:
-        yield app
+app = app_of_module(max_body_bytes=200_000)
 
 
 def send(
@@ -175,13 +172,13 @@ def test_it_streams_and_a_reader_that_leaves_ends_it(tmp_path: Path) -> None:
     with running(tmp_path, policy="observe") as service:
         body = ROUTES["/v1/chat/completions"] | {"stream": True}
         packed = gzip.compress(json.dumps(body).encode())
-        found = httpx.post(
+        answer = httpx.post(
             f"{service.url}/v1/chat/completions",
             content=packed,
             timeout=30,
             headers=JSON | {"content-encoding": "gzip"},
         )
-        assert (found.status_code, found.text.endswith("data: [DONE]\n\n")) == (200, True)
+        assert (answer.status_code, answer.text.endswith("data: [DONE]\n\n")) == (200, True)
 
 
 @pytest.mark.parametrize("coding", ["gzip, chunked", "gzip", "identity, chunked", "x" * 500])
@@ -238,10 +235,10 @@ def test_zstd_is_taken_where_a_module_has_it(
         {"prompt": "a", "pad": "".join(random.Random(1).choices("abcdef", k=300_000))}
     ).encode()
     with App(tmp_path, max_body_bytes=200_000).started() as app:
-        found = send(app, zlib.compress(ASKED), "zstd")
-        assert found.status_code == (200 if there else 415), found.text
+        result = send(app, zlib.compress(ASKED), "zstd")
+        assert result.status_code == (200 if there else 415), result.text
         if there:
             assert send(app, zlib.compress(long), "zstd").status_code == 413
             assert send(app, ASKED, "zstd").json()["error"]["code"] == "invalid_encoding"
         else:
-            assert found.headers["accept-encoding"] == "gzip, deflate"
+            assert result.headers["accept-encoding"] == "gzip, deflate"

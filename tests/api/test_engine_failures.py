@@ -20,7 +20,7 @@ from service.annexes.guardrails import (
 from service.errors import EngineBusy
 from service.serving import observers
 from tests.engine_kinds import KINDS
-from tests.kit.api import MESSAGES, WIRES, request_of, stream_events
+from tests.kit.api import MESSAGES, RESPONSES, WIRES, request_of, stream_events
 from tests.running import App
 
 SECRET = "a detail that no caller is told"
@@ -48,20 +48,17 @@ def app(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 
 
 def counted(app: App) -> dict[str, float]:
-    lines = [
-        line
-        for line in app.client.get("/metrics").text.splitlines()
-        if line.startswith("hallutracer_errors_to")
-    ]
-    return {line.split('"')[1]: float(line.split()[-1]) for line in lines}
+    lines = app.client.get("/metrics").text.splitlines()
+    errors = [line for line in lines if line.startswith("hallutracer_errors_to")]
+    return {line.split('"')[1]: float(line.split()[-1]) for line in errors}
 
 
 def tracebacks(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
     """Each line with a traceback, and that."""
-    found = [record for record in caplog.records if record.exc_info]
+    results = [record for record in caplog.records if record.exc_info]
     return [
         (record.getMessage(), logging.Formatter().formatException(record.exc_info))
-        for record in found
+        for record in results
     ]  # type: ignore[arg-type]
 
 
@@ -111,11 +108,16 @@ def test_a_step_of_an_answer_that_fails(
     assert (response.status_code, SECRET in response.text) == (200 if stream else 500, False)
     assert counted(app) == before | {"engine_error": before["engine_error"] + 1}
     check_logged(caplog, "mine-2")
-    if stream:
-        events = [event for event in stream_events(response.text) if event != "[DONE]"]
-        error = events[-1]["error"]
-        assert error["type"] == ("api_error" if wire is MESSAGES else "server_error")
-        assert wire is MESSAGES or error["code"] == "engine_error"
+    if stream:  # the failure is its last event, and nothing says that the answer is whole
+        assert ("[DONE]" in response.text) is (name in ("score", "chat", "text"))
+        *events, last = [event for event in stream_events(response.text) if event != "[DONE]"]
+        assert any("delta" in str(event) or "text" in str(event) for event in events[1:])
+        assert '"stop"' not in response.text
+        ends = ("response.completed", "message_delta")
+        assert not any(event.get("type") in ends for event in events)
+        assert last["error"]["type"] == ("api_error" if wire is MESSAGES else "server_error")
+        assert wire is MESSAGES or last["error"]["code"] == "engine_error"
+        assert wire not in (RESPONSES, MESSAGES) or last["type"] == "error"
 
 
 def test_an_engine_that_gives_up_one_request_is_503_and_says_when_to_come_back(
@@ -132,5 +134,10 @@ def test_an_engine_that_gives_up_one_request_is_503_and_says_when_to_come_back(
 def test_what_the_request_did_wrong_has_no_traceback(
     app: App, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert app.client.post("/score", json={"prompt": "a" * 5000}).status_code == 413
+    app.ask(status=413, prompt="a" * 5000)
     assert not tracebacks(caplog)
+
+
+def test_a_nan_is_no_risk(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app.engine, "nan_layer", 0)
+    assert app.ask(status=500, prompt="a")["error"]["code"] == "non_finite_readout"

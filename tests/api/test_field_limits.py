@@ -159,8 +159,8 @@ def _open(kind: dict[str, Any]) -> Iterator[str]:
 
 def bodies() -> dict[str, type[BaseModel]]:
     """The model of each route's body."""
-    routes = [route for router in ROUTERS for route in router.routes]
-    fields = {route.path: getattr(route, "body_field", None) for route in routes}  # type: ignore[attr-defined]
+    routes: list[Any] = [route for router in ROUTERS for route in router.routes]
+    fields = {route.path: getattr(route, "body_field", None) for route in routes}
     return {
         path: field.field_info.annotation for path, field in fields.items() if field is not None
     }

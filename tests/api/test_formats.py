@@ -3,7 +3,6 @@ of the gate before it."""
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +20,7 @@ from tests import running as scripted
 from tests.engines import tiny
 from tests.kit.api import CHAT as CHATS
 from tests.kit.bundles import make_draft
-from tests.running import Running, running
+from tests.running import Running, service_of_module
 
 POLICIES = {
     "gate": Policy("gate", Action.ABSTAIN, message="I am not sure."),
@@ -55,11 +54,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield service
 
 
-@pytest.fixture(scope="module")
-def script(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with running(tmp_path_factory.mktemp("scripted"), policies=POLICIES) as service:
-        service.engine.takes_tools = True
-        yield service
+script = service_of_module(policies=POLICIES, takes_tools=True)
 
 
 def client_of(service: Running) -> openai.OpenAI:
@@ -129,33 +124,6 @@ def test_a_withheld_message_is_not_forced_through_the_grammar(service: Running) 
     assert "".join(pieces) == whole.content[0].text
 
 
-@pytest.mark.parametrize(
-    ("asked", "why"),
-    [
-        ({"type": "json_object"}, "'type' is 'json_schema' here"),
-        ({"type": "text"}, "'type' is 'json_schema' here"),
-        ({}, "'type' is 'json_schema' here"),
-        ({"type": "json_schema"}, "'schema' is a JSON schema"),
-        (MESSAGES | {"name": "city"}, "'name'"),
-        (MESSAGES | {"schema": {"type": "text"}}, "cannot be compiled"),
-        (MESSAGES | {"schema": {"enum": ["x" * 40_000]}}, "characters"),
-    ],
-)
-@pytest.mark.parametrize("field", ["output_config.format", "output_format"])
-def test_a_format_of_messages_that_is_wrong_is_refused_with_its_field(
-    script: Running, field: str, asked: dict[str, Any], why: str
-) -> None:
-    before = script.engine.counters.prefills
-    given = {"output_format": asked}
-    if field == "output_config.format":
-        given = {"output_config": {"format": asked}}
-    with pytest.raises(anthropic.BadRequestError) as refused:
-        message(script, NOTHING, output_config=anthropic.omit, extra_body=given)
-    assert field in refused.value.message
-    assert why in refused.value.message
-    assert script.engine.counters.prefills == before
-
-
 def test_a_format_of_messages_is_given_once_and_without_tools(script: Running) -> None:
     with pytest.raises(anthropic.BadRequestError, match="'output_format' and 'output_config"):
         message(script, NOTHING, extra_body={"output_format": MESSAGES})
@@ -173,12 +141,14 @@ def test_answers_and_streams_are_of_the_schema(service: Running) -> None:
     assert whole.finish_reason == "stop"
     City.model_validate_json(whole.message.content)
     chunks = list(chat(service, NOTHING, stream=True))
-    assert "".join(one.choices[0].delta.content or "" for one in chunks) == whole.message.content
-    found = respond(service, NOTHING)
-    City.model_validate_json(found.output_text)
-    assert (found.status, found.text.to_dict()["format"]) == ("completed", RESPONSES)
+    assert (
+        "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.message.content
+    )
+    result = respond(service, NOTHING)
+    City.model_validate_json(result.output_text)
+    assert (result.status, result.text.to_dict()["format"]) == ("completed", RESPONSES)
     last = list(respond(service, NOTHING, stream=True))[-1]
-    assert (last.type, last.response.output_text) == ("response.completed", found.output_text)
+    assert (last.type, last.response.output_text) == ("response.completed", result.output_text)
     listed = chat(service, NOTHING, response_format={"type": "json_object"}, max_tokens=3).choices[
         0
     ]
@@ -235,73 +205,12 @@ def test_a_withheld_answer_is_not_forced_through_the_grammar_and_decodes_nothing
 
 def test_a_warning_does_not_spoil_the_format(service: Running) -> None:
     xargs = EVERYTHING | {"hallutracer_policy": "warn"}
-    found = chat(service, xargs)
-    City.model_validate_json(found.choices[0].message.content)
-    assert found.model_extra["hallutracer"]["data"][0]["message"] == "Careful."
+    result = chat(service, xargs)
+    City.model_validate_json(result.choices[0].message.content)
+    assert result.model_extra["hallutracer"]["data"][0]["message"] == "Careful."
     text = "".join(one.choices[0].delta.content or "" for one in chat(service, xargs, stream=True))
     City.model_validate_json(text)
     City.model_validate_json(respond(service, xargs).output_text)
-
-
-def named(**changes: Any) -> dict[str, Any]:
-    return CHAT | {"json_schema": CHAT["json_schema"] | changes}  # type: ignore[operator]
-
-
-DEEP = json.loads('{"items":' * 70 + "{}" + "}" * 70)
-
-
-@pytest.mark.parametrize(
-    ("asked", "said"),
-    [
-        ({"type": "grammar"}, "'json_schema' here"),
-        ({"type": "text", "name": "x"}, "'name'"),
-        ({"type": "json_object", "schema": {}}, "'schema'"),
-        ({"type": "json_schema"}, "'json_schema'"),
-        (named(name="a b"), "json_schema.name"),
-        (named(schema=[]), "json_schema.schema"),
-        (named(schema=None), "json_schema.schema"),
-        (named(strict="yes"), "json_schema.strict"),
-        (named(example={}), "json_schema.example"),
-        (CHAT | {"name": "x"}, "nothing else"),
-        (named(schema=DEEP), "levels"),
-        (named(schema={"enum": ["x" * 40_000]}), "characters"),
-        (named(schema={"type": "string", "minLength": 10**7}), "minLength"),
-        (named(schema={"type": "text"}), "cannot be compiled"),
-        (named(schema={"type": "string", "pattern": "(?=a)"}), "look-around"),
-        (named(schema={"type": "array", "uniqueItems": True}), "uniqueItems"),
-    ],
-)
-def test_what_is_wrong_is_refused_with_field_and_reason(
-    script: Running, asked: Any, said: str
-) -> None:
-    before = script.engine.counters.prefills
-    with pytest.raises(openai.UnprocessableEntityError, match="response_format") as refused:
-        chat(script, NOTHING, response_format=asked)
-    assert said in refused.value.message, refused.value.message
-    assert refused.value.param == "response_format"
-    flat = {"type": asked["type"], **asked.get("json_schema", {})}
-    if "json_schema" in asked and "name" not in asked:
-        with pytest.raises(openai.BadRequestError, match=r"text\.format") as refused_too:
-            respond(script, NOTHING, text={"format": flat})
-        assert said.removeprefix("json_schema.") in refused_too.value.message
-        assert refused_too.value.param == "text.format"
-    assert script.engine.counters.prefills == before
-
-
-def test_tools_and_a_format_exclude_each_other(script: Running) -> None:
-    with pytest.raises(
-        openai.UnprocessableEntityError, match="'response_format' and 'tools' exclude each other"
-    ):
-        chat(script, NOTHING, tools=TOOLS)
-    with pytest.raises(
-        openai.BadRequestError, match=r"'text\.format' and 'tools' exclude each other"
-    ):
-        respond(script, NOTHING, tools=[{"type": "function", "name": "find"}])
-    assert chat(script, NOTHING, tools=TOOLS, tool_choice="none").choices[0].finish_reason == "stop"
-    with pytest.raises(openai.UnprocessableEntityError, match="response_format"):
-        client_of(script).completions.create(
-            model="scripted", prompt="Who?", extra_body={"response_format": CHAT}
-        )
 
 
 def test_while_a_format_is_compiled_others_are_served_and_few_wait(script: Running) -> None:
@@ -331,7 +240,9 @@ def test_while_a_format_is_compiled_others_are_served_and_few_wait(script: Runni
         script.engine.before = None
         for one in asked:
             one.join()
-    assert chat(script, NOTHING).choices[0].finish_reason == "stop"
+    # Tools that the model is not told of and a format exclude nothing; told: refusals.json.
+    answer = chat(script, NOTHING, tools=TOOLS, tool_choice="none")
+    assert answer.choices[0].finish_reason == "stop"
 
 
 def test_a_format_voids_the_guarantee() -> None:

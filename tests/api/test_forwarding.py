@@ -94,8 +94,8 @@ def test_nobody_is_sent_twice_and_an_unknown_first_call_is_told(service: Running
     assert parsed is not None
     assert (parsed.known, parsed.drop) == (True, 0.0)
     for named, bundle in (("risk-nope", "one"), (id, "two")):
-        found = service.post(messages=ASKED, retrieval_of=named, bundle=bundle).json()["retrieval"]
-        assert found == {"of": named, "known": False}
+        answer = service.post(messages=ASKED, retrieval_of=named, bundle=bundle).json()["retrieval"]
+        assert answer == {"of": named, "known": False}
     two = service.post(prompt=["a", "b"], retrieval_of=id)
     assert (two.status_code, two.json()["error"]["param"]) == (422, "retrieval_of")
 
@@ -132,9 +132,9 @@ def test_another_callers_first_call_is_unknown_and_rules_choose_by_route_and_key
             ("b", chat, {"vllm_xargs": loose}, None),
             ("b", chat, {"vllm_xargs": strict}, "gate"),
         ):
-            found = post(secret, path, **more)
-            document = found.json()
-            assert found.status_code == (403 if policy is None else 200)
+            answer = post(secret, path, **more)
+            document = answer.json()
+            assert answer.status_code == (403 if policy is None else 200)
             assert (
                 document.get("policy") or document.get("hallutracer", {}).get("policy")
             ) == policy
@@ -169,9 +169,7 @@ def test_a_request_may_only_be_stricter(
             *(({"policy": one}, 403) for one in looser),
             *((one, 200 if own == "observe" else 403) for one in loosened),
         ):
-            assert app.client.post("/score", json={"prompt": "A"} | choice).status_code == status, (
-                choice
-            )
+            app.ask(status=status, **({"prompt": "A"} | choice))
 
 
 # --- fallback ---
@@ -180,10 +178,10 @@ def test_a_request_may_only_be_stricter(
 def test_another_server_answers(service: Running, other: Running) -> None:
     decoded, asked = service.engine.counters.decode_steps, other.engine.counters.decode_steps
     counted = service.metric("hallutracer_upstream_requests_total")
-    found = ask(service, max_tokens=50)
-    assert (found.choices[0].message.content, found.choices[0].finish_reason) == (SAID, "stop")
-    assert (note(found)["data"][0]["decision"], found.id[:9]) == ("fallback", "chatcmpl-")
-    assert found.usage.completion_tokens > 0
+    answer = ask(service, max_tokens=50)
+    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (SAID, "stop")
+    assert (note(answer)["data"][0]["decision"], answer.id[:9]) == ("fallback", "chatcmpl-")
+    assert answer.usage.completion_tokens > 0
     assert service.engine.counters.decode_steps == decoded
     assert other.engine.counters.decode_steps > asked
     chunks = list(ask(service, stream=True, max_tokens=50, stream_options={"include_usage": True}))
@@ -192,7 +190,7 @@ def test_another_server_answers(service: Running, other: Running) -> None:
         "hallutracer" in chunk.model_extra for chunk in chunks[1:]
     )  # the other server's note is its own
     assert len({chunk.id for chunk in chunks}) == 1
-    assert chunks[-1].usage.completion_tokens == found.usage.completion_tokens
+    assert chunks[-1].usage.completion_tokens == answer.usage.completion_tokens
     assert service.metric("hallutracer_upstream_requests_total") == counted + 2
 
 
@@ -305,7 +303,7 @@ BRACKETS = {"objects": '{"choices": [' + "{}," * 2**16 + "{}]}", "depth": "[" * 
 
 
 @pytest.mark.parametrize(
-    ("stream", "written", "said"),
+    ("stream", "written", "message"),
     [
         (False, http("500 Oops", '{"error": "their secret"}'), "status 500"),
         (False, http("302 Found", ""), "status 302"),
@@ -321,18 +319,18 @@ BRACKETS = {"objects": '{"choices": [' + "{}," * 2**16 + "{}]}", "depth": "[" * 
             for content in BRACKETS.values()
         ),
         *(
-            (True, http("200 OK", f"data: {one}\n\n", SSE), "something else than")
-            for one in BRACKETS.values()
+            (True, http("200 OK", f"data: {bracket}\n\n", SSE), "something else than")
+            for bracket in BRACKETS.values()
         ),
     ],
     ids=range(13),
 )
 def test_its_failure_is_told_apart_from_ours(
-    forwarding: tuple[Running, Other], stream: bool, written: bytes, said: str
+    forwarding: tuple[Running, Other], stream: bool, written: bytes, message: str
 ) -> None:
     service, other = forwarding
     other.answer = written
-    seen = refused(service, stream, said)
+    seen = refused(service, stream, message)
     if stream:
         assert streamed(seen) == ("Half an " if CHUNK.encode() in written else "")
         assert note(seen[0])["data"][0]["decision"] == "fallback"
@@ -480,6 +478,8 @@ def test_a_compressed_answer_is_not_unpacked(
         with memory_below(MOST_BYTES):
             refused(service, stream, "compressed")
     else:
-        found = ask(service, stream=stream)
-        assert (streamed(list(found)) if stream else found.choices[0].message.content) == "Half an "
+        answer = ask(service, stream=stream)
+        assert (
+            streamed(list(answer)) if stream else answer.choices[0].message.content
+        ) == "Half an "
     assert asked == ["identity"]

@@ -253,19 +253,19 @@ def responses(data: bytes) -> Iterator[tuple[int, bytes]]:
     """(status, body) of each response in a row.  Raises ValueError where the bytes are no
     responses."""
     while data:
-        found = re.match(rb"HTTP/1\.1 (\d{3}) [^\r\n]*\r\n((?:[!-9;-~]+:[^\r\n]*\r\n)*)\r\n", data)
-        if found is None:
+        result = re.match(rb"HTTP/1\.1 (\d{3}) [^\r\n]*\r\n((?:[!-9;-~]+:[^\r\n]*\r\n)*)\r\n", data)
+        if result is None:
             raise ValueError(f"no response: {data[:80]!r}")
-        data = data[found.end() :]
-        length = re.search(rb"(?im)^content-length: *(\d+)", found[2])
-        if found[1] == b"100":
+        data = data[result.end() :]
+        length = re.search(rb"(?im)^content-length: *(\d+)", result[2])
+        if result[1] == b"100":
             continue
         if length is None:
-            raise ValueError(f"a response without length: {found[0][:200]!r}")
+            raise ValueError(f"a response without length: {result[0][:200]!r}")
         body, data = data[: int(length[1])], data[int(length[1]) :]
         if len(body) < int(length[1]):
             return  # cut off by us or by a reset
-        yield int(found[1]), body
+        yield int(result[1]), body
 
 
 def one(port: int, number: int, seed: int, wait_s: float, tally: Tally) -> None:
@@ -277,22 +277,24 @@ def one(port: int, number: int, seed: int, wait_s: float, tally: Tally) -> None:
     answer = exchange(port, parts, wait_s, leave=draw.random() < 0.05)
     where = f"{name}, number {number} of seed {seed}, sent {b''.join(parts)[:300]!r}"
     try:
-        found = list(responses(answer))
+        result = list(responses(answer))
     except ValueError as error:
         tally.faults.append(f"{where}: {error}")
         return
-    if not found:
+    if not result:
         tally.silent[name] += 1
-    for status, body in found:
+    for status, body in result:
         tally.statuses[name][status] += 1
         if status not in KNOWN:
             tally.faults.append(f"{where}: status {status}, {body[:200]!r}")
-    if name == "hidden requests" and (len(found) > 1 or any(status == 404 for status, _ in found)):
+    if name == "hidden requests" and (
+        len(result) > 1 or any(status == 404 for status, _ in result)
+    ):
         tally.faults.append(f"{where}: the hidden request was answered: {answer[:400]!r}")
-    if name in ("pipelines", "mutated requests") and len(answers_to_requests(found)) > max(
+    if name in ("pipelines", "mutated requests") and len(answers_to_requests(result)) > max(
         1, requests
     ):
-        tally.faults.append(f"{where}: {len(found)} answers to {requests} requests")
+        tally.faults.append(f"{where}: {len(result)} answers to {requests} requests")
 
 
 def answers_to_requests(found: list[tuple[int, bytes]]) -> list[tuple[int, bytes]]:
@@ -324,11 +326,10 @@ def risk(url: str) -> float:
 
 
 def series(url: str, name: str) -> float:
-    found = re.search(
-        rf"^{name} (\S+)$", httpx.get(f"{url}/metrics", timeout=30).text, re.MULTILINE
-    )
-    assert found
-    return float(found[1])
+    text = httpx.get(f"{url}/metrics", timeout=30).text
+    line = re.search(rf"^{name} (\S+)$", text, re.MULTILINE)
+    assert line
+    return float(line[1])
 
 
 # --- the attacks ---
@@ -395,7 +396,7 @@ LOST = b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n"
 
 
 @pytest.mark.parametrize(
-    ("reply", "said"),
+    ("reply", "message"),
     [
         (b"HTTP/1.1 500 Oops\r\ncontent-length: 0\r\n\r\n", "status 500"),
         (b"hello", "no response"),
@@ -405,10 +406,10 @@ LOST = b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n"
         (b"HTTP/1.1 200 OK\r\nx y: z\r\n\r\n", "no response"),
     ],
 )
-def test_the_fuzzer_would_tell(monkeypatch: pytest.MonkeyPatch, reply: bytes, said: str) -> None:
+def test_the_fuzzer_would_tell(monkeypatch: pytest.MonkeyPatch, reply: bytes, message: str) -> None:
     monkeypatch.setattr(sys.modules[__name__], "exchange", lambda *_, **__: reply)
     tally = attack(0, 60, seed=3, clients=1)
-    assert any(said in fault for fault in tally.faults), tally.faults[:3]
+    assert any(message in fault for fault in tally.faults), tally.faults[:3]
 
 
 @pytest.mark.parametrize("rest", [b"}", b"GET", b"\0" * 100])
@@ -423,6 +424,6 @@ def test_what_follows_a_request_in_a_later_packet_is_refused_and_no_answer_to_it
         connection.sendall(rest + b"\r\n\r\n")
         while piece := connection.recv(65_536):
             answer += piece
-    found = list(responses(answer))
-    assert [status for status, _ in found] == [200, 400]
-    assert answers_to_requests(found) == found[:1]
+    result = list(responses(answer))
+    assert [status for status, _ in result] == [200, 400]
+    assert answers_to_requests(result) == result[:1]

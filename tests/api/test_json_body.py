@@ -8,7 +8,6 @@ import json
 import random
 import re
 import threading
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +27,7 @@ from service.json_limits import (
     size_within,
 )
 from service.serving.admission import OneAtATime
-from tests.running import App
+from tests.running import App, app_of_module
 
 JSON = {"content-type": "application/json"}
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
@@ -40,10 +39,7 @@ COUNT, TEXT, LITELLM = (
 CONTENTS, DETECTED = "/api/v1/text/contents", "/api/v1/text/chat"
 
 
-@pytest.fixture(scope="module")
-def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
-    with App(tmp_path_factory.mktemp("app")).started() as app:
-        yield app
+app = app_of_module()
 
 
 NUMBERS = ("[" + "1," * MOST_ELEMENTS + "1]").encode()
@@ -129,18 +125,18 @@ def test_what_stands_in_texts_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("unit", "fit", "said"),
+    ("unit", "fit", "message"),
     [
         (b"1", MOST_ELEMENTS, f"{MOST_ELEMENTS} values"),  # the list itself is one
         (b'"a":1', MOST_KEYS, f"{MOST_KEYS} keys"),
         (b"[]", MOST_CONTAINERS - 1, f"{MOST_CONTAINERS} lists and objects"),
     ],
 )
-def test_a_limit_is_taken_and_one_more_is_not(unit: bytes, fit: int, said: str) -> None:
+def test_a_limit_is_taken_and_one_more_is_not(unit: bytes, fit: int, message: str) -> None:
     most, more = (b"[" + b",".join([unit] * number) + b"]" for number in (fit, fit + 1))
-    assert (excess(most), excess(more)) == (None, f"more than {said}")
+    assert (excess(most), excess(more)) == (None, f"more than {message}")
     texts = json.dumps([more.decode(), "\\"] * 3).encode()
-    assert (excess(texts), excess(texts + more)) == (None, f"more than {said}")
+    assert (excess(texts), excess(texts + more)) == (None, f"more than {message}")
 
 
 def test_many_documents_count_together() -> None:
@@ -311,112 +307,7 @@ def test_a_caller_s_bodies_wait_for_each_other_and_for_nobody_else() -> None:
     asyncio.run(scenario())
 
 
-# --- texts that are no Unicode ---
-
-HALF = "hi \ud83d"
-ASKED = {"model": "scripted", "messages": [{"role": "user", "content": "a"}]}
-TOOL = {"type": "function", "function": {"name": "f", "description": HALF}}
-CALL = {
-    "id": "c",
-    "type": "function",
-    "function": {"name": "f", "arguments": json.dumps({"a": HALF})},
-}
-HALVES: dict[str, tuple[str, dict[str, Any], str]] = {  # the place that is told, as well
-    "a prompt": ("/score", {"prompt": HALF}, "prompt"),
-    "the second of two": ("/score", {"prompt": ["a", HALF]}, "prompt.1"),
-    "a message": (
-        "/score",
-        {"messages": [{"role": "user", "content": HALF}]},
-        "messages.0.content",
-    ),
-    "a role": ("/score", {"messages": [{"role": HALF, "content": "a"}]}, "messages.0.role"),
-    "a bundle": ("/score", {"prompt": "a", "bundle": HALF}, "bundle"),
-    "a stop text": ("/score", {"prompt": "a", "generate": {"stop": [HALF]}}, "generate.stop.0"),
-    "a key": ("/score", {"prompt": "a", "generate": {HALF: 1}}, "generate"),
-    "a chat": (
-        CHAT,
-        ASKED | {"messages": [{"role": "user", "content": HALF}]},
-        "messages.0.content",
-    ),
-    "a part": (
-        CHAT,
-        ASKED | {"messages": [{"role": "user", "content": [{"type": "text", "text": HALF}]}]},
-        "messages.0.content.0.text",
-    ),
-    "what is ignored": (CHAT, ASKED | {"user": HALF}, "user"),
-    "a format's key": (
-        CHAT,
-        ASKED | {"response_format": {"type": "json_schema", "json_schema": {HALF: 1}}},
-        "response_format.json_schema",
-    ),
-    "a description": (CHAT, ASKED | {"tools": [TOOL]}, "tools.0.function.description"),
-    "earlier arguments": (
-        CHAT,
-        ASKED | {"messages": [{"role": "assistant", "tool_calls": [CALL]}]},
-        "messages.0.tool_calls.0.function.arguments",
-    ),
-    "instructions": (
-        RESPONSES,
-        {"model": "scripted", "input": "a", "instructions": HALF},
-        "instructions",
-    ),
-    "what is repeated": (
-        RESPONSES,
-        {
-            "model": "scripted",
-            "input": "a",
-            "stream": True,
-            "text": {"format": {"type": "text", "description": HALF}},
-        },
-        "text.format.description",
-    ),
-    "a tool that nobody is told of": (
-        RESPONSES,
-        {
-            "model": "scripted",
-            "input": "a",
-            "tool_choice": "none",
-            "tools": [TOOL["function"] | {"type": "function"}],
-        },
-        "tools.0.description",
-    ),
-    "a system text": (MESSAGES, ASKED | {"max_tokens": 1, "system": HALF}, "system"),
-    "counted": (COUNT, ASKED | {"system": HALF}, "system"),
-    "inputs": ("/classify", {"inputs": HALF}, "inputs"),
-    "contents": (CONTENTS, {"contents": [HALF]}, "contents.0"),
-    "a detected chat": (
-        DETECTED,
-        {"messages": [{"role": "user", "content": HALF}]},
-        "messages.0.content",
-    ),
-    "a guarded chat": (
-        LITELLM,
-        {"input_type": "request", "structured_messages": [{"role": "user", "content": HALF}]},
-        "structured_messages.0.content",
-    ),
-    "what no guard reads": (
-        LITELLM,
-        {"input_type": "request", "texts": ["a"], "x": {"y": [HALF]}},
-        "x.y.0",
-    ),
-    "a comment": ("/v1/feedback", {"id": "a", "label": "correct", "comment": HALF}, "comment"),
-}
-
-
-@pytest.mark.parametrize("case", HALVES)
-def test_half_a_character_is_refused_by_its_place(app: App, case: str) -> None:
-    """The field is named, and the character counts within the field's own text."""
-    route, body, place = HALVES[case]
-    answer = app.client.post(route, content=json.dumps(body), headers=JSON)
-    assert answer.status_code == (400 if route in (RESPONSES, MESSAGES, COUNT) else 422), (
-        answer.text
-    )
-    content = answer.json()
-    message = content["message"] if "message" in content else content["error"]["message"]
-    assert message.startswith(f"{place}: "), message
-    assert "character 3 is the lone surrogate U+D83D" in message
-    if "param" in content.get("error", {}):
-        assert content["error"]["param"] == place
+# --- texts that are no Unicode; those of half a character: refusals.json ---
 
 
 def test_whole_pairs_and_what_only_looks_like_half_of_one_are_taken(app: App) -> None:

@@ -49,7 +49,7 @@ def bodies(*messages: dict[str, str]) -> dict[str, dict[str, Any]]:
         "/v1/messages": {
             "model": "tiny",
             "max_tokens": 2,
-            "messages": [one for one in messages if one != SYSTEM],
+            "messages": [message for message in messages if message != SYSTEM],
             "system": "Answer in French.",
         },
     }

@@ -73,10 +73,10 @@ def samples(body: bytes) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
 
 def check(metrics: Metrics | bytes, expected: dict[str, float]) -> None:
     """Series, as ``name{label="value"}`` without our prefix, have these values."""
-    found = samples(metrics if isinstance(metrics, bytes) else metrics.render()[0])
+    result = samples(metrics if isinstance(metrics, bytes) else metrics.render()[0])
     text = "".join(f"hallutracer_{series} {value}\n" for series, value in expected.items())
     wanted = samples(text.encode())
-    assert {series: found.get(series) for series in wanted} == wanted
+    assert {series: result.get(series) for series in wanted} == wanted
 
 
 def test_a_prompt_moves_every_number_it_should() -> None:
@@ -239,12 +239,12 @@ def test_a_bundle_that_is_swapped_out_is_no_longer_listed() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prometheus_client reads /proc")
 def test_the_process_is_measured_under_the_names_that_every_exporter_uses() -> None:
-    found = {
+    results = {
         name: value
         for (name, _), value in samples(Metrics().render()[0]).items()
         if name.startswith("process_")
     }
-    assert set(found) == {
+    assert set(results) == {
         "process_cpu_seconds_total",
         "process_max_fds",
         "process_open_fds",
@@ -252,9 +252,9 @@ def test_the_process_is_measured_under_the_names_that_every_exporter_uses() -> N
         "process_start_time_seconds",
         "process_virtual_memory_bytes",
     }
-    assert 1e7 < found["process_resident_memory_bytes"] < 1e11
-    assert 3 <= found["process_open_fds"] < found["process_max_fds"]
-    assert 0 < found["process_start_time_seconds"] < time.time()
+    assert 1e7 < results["process_resident_memory_bytes"] < 1e11
+    assert 3 <= results["process_open_fds"] < results["process_max_fds"]
+    assert 0 < results["process_start_time_seconds"] < time.time()
 
 
 def test_names_end_in_their_unit_and_nothing_is_said_twice() -> None:

@@ -21,36 +21,27 @@ from service.engines.checks import SEGMENT, check_length
 from service.errors import BodiesFull, PromptTooLong
 from service.json_limits import MOST_CONTAINERS
 from tests.matching import Held
-from tests.running import App, Served, listening, until
+from tests.running import App, Served, app_of_module, listening, until
 from tests.scripted_engine import ScriptedEngine
 from tests.serve_process import serve
 
-
-@pytest.fixture(scope="module")
-def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
-    with App(tmp_path_factory.mktemp("app")).started() as app:
-        yield app
+app = app_of_module()
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "said"),
+    ("body", "status", "message"),
     [
         (b'{"input_ids": [' + b"[]," * 1_000_000 + b"[]]}", 413, "lists and objects"),
         (b'{"prompt": "a", "x": [' + b"{}," * 1_000_000 + b"{}]}", 413, "lists and objects"),
         (b'{"prompt": "' + b"[{" * 100_000, 400, "not valid JSON"),
-        (b'{"prompt": "a", "prompt": "b"}', 400, "same key twice"),
-        (b'{"prompt": "a", "generate": {"max_tokens": 1, "max_tokens": 2}}', 400, "same key twice"),
-        ('{"prompt": "a"}'.encode("utf-16"), 400, "not UTF-8"),
-        (b'{"prompt": "\xff"}', 400, "not UTF-8, at byte 12"),
-        (b"[" * 8000, 400, "not valid JSON"),
         (b"[" * 100_000, 413, "lists and objects"),
         (b'{"prompt": "' + b"a" * (4 * 2**20) + b'"}', 413, "larger than"),
     ],
-    ids=range(10),
+    ids=range(5),
 )
-def test_bodies_that_nobody_means(app: App, body: bytes, status: int, said: str) -> None:
+def test_large_bodies_that_nobody_means(app: App, body: bytes, status: int, message: str) -> None:
     answer = app.client.post("/score", content=body, headers={"content-type": "application/json"})
-    assert (answer.status_code, said in answer.json()["error"]["message"]) == (status, True), (
+    assert (answer.status_code, message in answer.json()["error"]["message"]) == (status, True), (
         answer.text
     )
 
@@ -205,11 +196,11 @@ def service(tmp_path: Path, memory: list[BodyMemory]) -> Iterator[Served]:
 
 def accepted(port: int, key: str) -> list[Client]:
     """Bodies of the largest size that wait to be sent, until one is refused."""
-    found: list[Client] = []
+    results: list[Client] = []
     while (client := Client(port, LARGEST, key)).status == 100:
-        found.append(client)
+        results.append(client)
     assert (client.status, *client.error()) == (503, "bodies_full", "1")
-    return found
+    return results
 
 
 def test_callers_share_the_memory_and_get_it_back(

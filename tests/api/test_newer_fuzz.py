@@ -43,69 +43,11 @@ CALLED = (
     "function_call",
 )  # of these three nothing is in an answer that is withheld
 
-FIND = {"name": "find", "description": "Looks it up.", "input_schema": {"type": "object"}}
-_ASKED = {"role": "user", "content": "Who was Ada?"}
-_USED = {
-    "role": "assistant",
-    "content": [{"type": "tool_use", "id": "t1", "name": "find", "input": {"q": ["a"]}}],
+# By route, values of what belongs to tools, beside those of every route.
+TOOLS = {
+    RESPONSES_ROUTE: every_route.FIELDS["tools of responses"],
+    MESSAGES_ROUTE: every_route.FIELDS["tools of messages"],
 }
-_RESULT = {
-    "role": "user",
-    "content": [{"type": "tool_result", "tool_use_id": "t1", "content": "Ada"}],
-}
-_TOOL = {"type": "function", "name": "find", "parameters": {"type": "object"}}
-TOOLS: dict[str, dict[str, list[Any]]] = {
-    RESPONSES_ROUTE: {
-        "tools": [
-            [_TOOL],
-            [_TOOL, _TOOL],
-            [_TOOL | {"strict": True}],
-            [{"type": "web_search"}],
-            None,
-            [None],
-            "find",
-        ],
-        "tool_choice": ["auto", "none", "required", {"type": "function", "name": "find"}, None, 1],
-        "parallel_tool_calls": [True, False, None],
-        "metadata": [{}, None, {"a": "b"}],
-        "user": ["me"],
-        "input": [
-            [
-                _ASKED,
-                {"type": "function_call", "call_id": "c", "name": "find", "arguments": "{}"},
-                {"type": "function_call_output", "call_id": "c", "output": "Ada"},
-            ]
-        ],
-    },
-    MESSAGES_ROUTE: {
-        "tools": [
-            [FIND],
-            [FIND, FIND],
-            [FIND | {"cache_control": {"type": "ephemeral"}}],
-            [{"name": "find"}],
-            None,
-            [FIND | {"input_schema": {"type": "array"}}],
-            [{"type": "bash_20250124", "name": "bash"}],
-            "find",
-        ],
-        "tool_choice": [
-            {"type": "auto"},
-            {"type": "none"},
-            {"type": "auto", "disable_parallel_tool_use": True},
-            {"type": "tool", "name": "find"},
-            "auto",
-            None,
-        ],
-        "messages": [
-            [_ASKED, _USED, _RESULT],
-            [_ASKED, _RESULT],
-            [_USED],
-            [_RESULT, _USED],
-            [_ASKED, _USED, _USED],
-        ],
-    },
-}
-
 XARGS = {"vllm_xargs": every_route.FIELDS["openai"]["vllm_xargs"]}
 
 
@@ -135,9 +77,9 @@ def checked_error(path: str, status: int, body: dict[str, Any], request_id: str)
         assert error.error.type != "api_error"
         return
     assert body.keys() == {"error"}
-    found = ErrorObject.model_validate(body["error"], strict=True, extra="forbid")
-    assert found.message
-    assert found.type == "invalid_request_error"
+    result = ErrorObject.model_validate(body["error"], strict=True, extra="forbid")
+    assert result.message
+    assert result.type == "invalid_request_error"
 
 
 def check_all(app: App, requests: int) -> Counter[tuple[str, int]]:
@@ -173,9 +115,9 @@ def check_all(app: App, requests: int) -> Counter[tuple[str, int]]:
 
 def risk(app: App, path: str) -> float:
     """That of a sound request, which is withheld."""
-    found = app.client.post(path, json=body_of(path)).raise_for_status().json()["hallutracer"]
-    assert found["data"][0]["decision"] == "abstain"
-    return float(found["data"][0]["risk"])
+    answer = app.client.post(path, json=body_of(path)).raise_for_status().json()["hallutracer"]
+    assert answer["data"][0]["decision"] == "abstain"
+    return float(answer["data"][0]["risk"])
 
 
 @pytest.mark.parametrize("requests", [SHORT, pytest.param(LONG, marks=pytest.mark.long)])
@@ -184,9 +126,9 @@ def test_nothing_leaves_and_every_error_is_the_protocols(tmp_path: Path, request
         before = [risk(app, path) for path in NEW]
         seen = check_all(app, requests)
         for path in NEW:
-            found = {status: count for (route, status), count in seen.items() if route == path}
-            assert {200, 400, 403, 404} <= found.keys(), found
-            assert found[200] > requests // 10, found
+            results = {status: count for (route, status), count in seen.items() if route == path}
+            assert {200, 400, 403, 404} <= results.keys(), results
+            assert results[200] > requests // 10, results
         assert app.engine.counters.decode_steps > 0  # of answers that might have been calls
         assert [risk(app, path) for path in NEW] == before
         assert app.client.get("/health/ready").status_code == 200

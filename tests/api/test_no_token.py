@@ -83,8 +83,8 @@ def answered(text: str) -> bool:
         ):
             return True
         for choice in content.get("choices", ()):
-            said = choice.get("message") or choice.get("delta") or choice
-            if said.get("content") or said.get("text"):
+            message = choice.get("message") or choice.get("delta") or choice
+            if message.get("content") or message.get("text"):
                 return True
     return False
 

@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from service.serving.judgement import Judgement
 from service.serving.metrics import Metrics
 from service.serving.request_log import JsonLines
 from service.serving.service import Service
+from tests.kit.audit import audit_lines, broken_log
 from tests.kit.key_files import add_key, revoke_key
 from tests.running import App, until
 
@@ -150,8 +152,8 @@ def test_a_new_metric_is_a_series_and_an_observer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def count_long(service: Service, judgement: Judgement, *_: Any) -> None:
-        for one in judgement.prompts:
-            if one.report.prompt_tokens > 24:
+        for prompt in judgement.prompts:
+            if prompt.report.prompt_tokens > 24:
                 service.metrics.count("long_prompts_total", judgement.bundle)
 
     series = metrics._counter("long_prompts_total", "Prompts of more than 24 tokens.", "bundle")
@@ -160,6 +162,15 @@ def test_a_new_metric_is_a_series_and_an_observer(
     with client(tmp_path) as opened:
         opened.post("/score", json={"prompt": ["a", "a longer prompt than that" * 4]})
         assert 'hallutracer_long_prompts_total{bundle="tiny:1"} 1.0' in opened.get("/metrics").text
+
+
+def by_shape(text: str, name: str) -> dict[tuple[str, ...], float]:
+    """What is counted of each shape of a conversation."""
+    families = text_string_to_metric_families(text)
+    samples = [sample for family in families for sample in family.samples]
+    counted = [one for one in samples if one.value and one.name == f"hallutracer_{name}"]
+    shape = itemgetter("turns", "passage", "system")
+    return {shape(sample.labels): sample.value for sample in counted}
 
 
 def test_risks_are_counted_by_the_shape_of_what_was_asked(tmp_path: Path) -> None:
@@ -194,16 +205,7 @@ def test_risks_are_counted_by_the_shape_of_what_was_asked(tmp_path: Path) -> Non
         scorer.prompt_format = "text"  # a prompt of such a bundle may hold a whole conversation
         opened.post("/score", json={"prompt": beside})
         text = opened.get("/metrics").text
-    asked, gated = (
-        {
-            tuple(sample.labels[name] for name in ("turns", "passage", "system")): sample.value
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-            if sample.value and sample.name == f"hallutracer_{name}"
-        }
-        for name in ("risk_by_conversation_count", "gated_by_conversation_total")
-    )
-    assert asked == {
+    assert by_shape(text, "risk_by_conversation_count") == {
         ("0", "no", "no"): 3,
         ("0", "yes", "no"): 2,
         ("2-4", "no", "no"): 1,
@@ -211,6 +213,7 @@ def test_risks_are_counted_by_the_shape_of_what_was_asked(tmp_path: Path) -> Non
         ("2-4", "no", "yes"): 1,
         ("unknown", "unknown", "unknown"): 4,  # token ids, and texts that go through no template
     }
+    gated = by_shape(text, "gated_by_conversation_total")
     assert gated == {("0", "no", "no"): 1, ("0", "yes", "no"): 1}
     assert "Nauru" not in text
 
@@ -248,24 +251,15 @@ def audited(tmp_path: Path, *, required: bool = False, **options: Any) -> Iterat
 
 
 def lines(tmp_path: Path, event: str | None = None) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (tmp_path / "audit.jsonl").read_text().splitlines()]
-    return [line for line in found if event in (None, line["event"])]
-
-
-@contextmanager
-def broken_log(tmp_path: Path) -> Iterator[None]:
-    (tmp_path / "audit.jsonl").rename(tmp_path / "kept")
-    (tmp_path / "audit.jsonl").mkdir()
-    yield
-    (tmp_path / "audit.jsonl").rmdir()
-    (tmp_path / "kept").rename(tmp_path / "audit.jsonl")
+    return audit_lines(tmp_path / "audit.jsonl", event)
 
 
 def test_every_route_that_decides_is_audited_and_no_prompt_is(tmp_path: Path) -> None:
     streamed = [(path, ASKED[path] | {"stream": True}) for path in ANSWERED]
     with audited(tmp_path, api_keys=[ApiKey("sesame", "ann")]) as app:
         for number, (path, body) in enumerate([*ASKED.items(), *streamed]):
-            answer = app.client.post(path, json=body, headers=KEY | {"x-request-id": f"r-{number}"})
+            headers = KEY | {"x-request-id": f"r-{number}"}
+            answer = app.client.post(path, json=body, headers=headers)
             assert answer.status_code == 200, answer.text
             line, [prompt] = lines(tmp_path)[-1], lines(tmp_path)[-1]["prompts"]
             assert (line["event"], line["key"], line["address"]) == (
@@ -288,7 +282,8 @@ def test_every_route_that_decides_is_audited_and_no_prompt_is(tmp_path: Path) ->
                     name: told[name] for name in ("decision", "flagged")
                 }
                 assert prompt["risk"] == pytest.approx(told["risk"], abs=1e-6)
-            assert app.client.post(path, json=body).status_code == 401
+            app.ask(path, status=401, **body)
+            assert app.series("route_prompts_total", route=line["route"]) >= 1
     text = (tmp_path / "audit.jsonl").read_text()
     assert not any(secret in text for secret in ("patient", "sesame", "It is"))
     assert lines(tmp_path)[-1]["event"] == "service.stop"
@@ -305,14 +300,13 @@ def test_what_a_client_sends_stays_within_its_line(tmp_path: Path) -> None:
                 "x-forwarded-for": b"6.6.6.6",
                 "x-session-id": sent.encode(),
             }
-            assert (
-                app.client.post("/score", json={"prompt": "a"}, headers=headers).status_code == 200
-            )
+            app.ask(headers=headers, prompt="a")
         for sent in (forged, "x" * 60_000, "\ud800"):  # as vLLM hands its client's id on
             judgement = Judgement.of(scorer, GATE, scorer.score([[1, 2]]), sent)
-            app.client.portal.call(observers.judged, app.state, judgement)  # type: ignore[union-attr]
-    found = verify([tmp_path / "audit.jsonl"])
-    assert (found.problems, found.lines) == ([], 10)
+            assert app.client.portal is not None
+            app.client.portal.call(observers.judged, app.state, judgement)
+    result = verify([tmp_path / "audit.jsonl"])
+    assert (result.problems, result.lines) == ([], 10)
     assert {line["address"] for line in lines(tmp_path, "decision")} == {"testclient", None}
     assert all(len(line["request_id"]) <= 256 for line in lines(tmp_path, "decision"))
     assert lines(tmp_path, "keys.reload") == []
@@ -320,13 +314,13 @@ def test_what_a_client_sends_stays_within_its_line(tmp_path: Path) -> None:
 
 def test_answers_go_on_without_the_log_and_are_counted(tmp_path: Path) -> None:
     with audited(tmp_path) as app:
-        with broken_log(tmp_path):
-            assert app.client.post("/score", json={"prompt": "a"}).status_code == 200
+        with broken_log(tmp_path / "audit.jsonl"):
+            app.ask(prompt="a")
             assert (
                 'hallutracer_audit_lines_total{fate="missed"} 1.0'
                 in app.client.get("/metrics").text
             )
-        assert app.client.post("/score", json={"prompt": "a"}).status_code == 200
+        app.ask(prompt="a")
         assert (
             'hallutracer_audit_lines_total{fate="written"} 1.0' in app.client.get("/metrics").text
         )
@@ -335,8 +329,8 @@ def test_answers_go_on_without_the_log_and_are_counted(tmp_path: Path) -> None:
 
 def test_where_the_log_is_required_nothing_is_told_that_is_not_in_it(tmp_path: Path) -> None:
     with audited(tmp_path, required=True) as app:
-        assert app.client.post("/score", json={"prompt": "a"}).status_code == 200
-        with broken_log(tmp_path):
+        app.ask(prompt="a")
+        with broken_log(tmp_path / "audit.jsonl"):
             for path, body in [*ASKED.items(), ("/score", ASKED["/score"] | {"stream": True})]:
                 refused = app.client.post(path, json=body)
                 error = refused.json().get("error", refused.json())
@@ -356,7 +350,7 @@ def test_where_the_log_is_required_nothing_is_told_that_is_not_in_it(tmp_path: P
             assert (not_ready.status_code, not_ready.json()["error"]["code"]) == (503, "not_ready")
             assert "cannot write the audit log" in not_ready.json()["error"]["message"]
             assert "hallutracer_ready 0.0" in app.client.get("/metrics").text
-        assert app.client.post("/score", json={"prompt": "a"}).status_code == 200
+        app.ask(prompt="a")
         assert app.client.get("/health/ready").status_code == 200
         text = app.client.get("/metrics").text
         assert f'hallutracer_errors_total{{code="audit_unavailable"}} {len(ASKED) + 1}.0' in text
@@ -376,19 +370,16 @@ def test_a_required_log_that_hangs_refuses_within_a_bound(
         monkeypatch.setattr(auditor, "REQUIRED_WAIT_S", 0.05)
         try:
             for body in (ASKED["/score"], ASKED["/score"] | {"stream": True}):
-                refused = app.client.post("/score", json=body)
-                assert (refused.status_code, refused.json()["error"]["code"]) == (
-                    503,
-                    "audit_unavailable",
-                )
-                assert "hangs" in refused.json()["error"]["message"]
+                refused = app.ask(status=503, **body)
+                assert refused["error"]["code"] == "audit_unavailable"
+                assert "hangs" in refused["error"]["message"]
             until(lambda: app.client.get("/health/ready").status_code == 503)
             assert "hangs" in app.client.get("/health/ready").json()["error"]["message"]
             assert app.client.get("/health/live").status_code == 200
             monkeypatch.setattr(auditor, "REQUIRED_WAIT_S", 60)
         finally:
             goes_on.set()
-        assert app.client.post("/score", json=ASKED["/score"]).status_code == 200
+        app.ask(**ASKED["/score"])
         assert app.client.get("/health/ready").status_code == 200
 
 
@@ -405,7 +396,7 @@ def test_keys_that_change_are_audited_and_without_the_log_none_is_added(
         begun, done = lines(tmp_path, "keys.reload")
         assert (begun["by"], begun["outcome"], done["outcome"]) == ("file", "begun", "done")
         assert done["what"] == {"added": ["two"], "removed": [], "changed": []}
-        with broken_log(tmp_path):
+        with broken_log(tmp_path / "audit.jsonl"):
             three = add_key(path, "three", {"scopes": ["score"]})
             until(lambda: ring.problem is not None)
             assert ring.find(three) is None

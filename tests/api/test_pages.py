@@ -139,8 +139,8 @@ def test_files_need_no_key_and_calls_do(tmp_path: Path) -> None:
                 "/docs/nothing.js",
                 "/redoc",
             ):
-                found = service.client.get(path)
-                assert (found.status_code, found.json()["error"]["code"]) == (status, code), path
+                answer = service.client.get(path)
+                assert (answer.status_code, answer.json()["error"]["code"]) == (status, code), path
             assert all(service.client.get(path).status_code == 200 for path in REFERENCE)
 
 
@@ -164,16 +164,16 @@ def test_the_pages_come_while_the_queue_is_full_and_are_not_counted(tmp_path: Pa
 
 @pytest.mark.parametrize("name", ["one", "one:1", "one@live"])
 def test_one_bundle_with_what_a_picture_needs(app: App, name: str) -> None:
-    found = app.client.get(f"/v1/bundles/{name}").json()
+    answer = app.client.get(f"/v1/bundles/{name}").json()
     (card,) = [one for one in app.client.get("/v1/bundles").json()["data"] if one["id"] == "one:1"]
-    assert {key: found[key] for key in card} == card
+    assert {key: answer[key] for key in card} == card
     means = dict(
         zip(
             ("hallucinated", "factual"), app.bundles[0].probes.trajectory_mean.tolist(), strict=True
         )
     )
-    assert {key: found["trajectories"][key] for key in means} == means
-    assert (found["coverage"]["source"], found["sample"]) == ("own_threshold", None)
+    assert {key: answer["trajectories"][key] for key in means} == means
+    assert (answer["coverage"]["source"], answer["sample"]) == ("own_threshold", None)
     missing = app.client.get("/v1/bundles/none")
     assert (missing.status_code, missing.json()["error"]["param"]) == (404, "bundle")
 
@@ -187,17 +187,15 @@ def asked(
 
 
 def test_an_answer_has_the_risk_that_score_gives(app: App) -> None:
-    told = app.client.get("/v1/bundles/carrying").json()["sample"]
-    assert told["file"] == "rows.jsonl"
-    assert told["questions"][0] == {
+    answer = app.client.get("/v1/bundles/carrying").json()["sample"]
+    assert answer["file"] == "rows.jsonl"
+    assert answer["questions"][0] == {
         "prompt": "Capital of France?",
         "answers": ["Paris"],
         "kind": "capital",
     }
     one = asked(app, 0)
-    scored = app.client.post(
-        "/score", json={"prompt": "Capital of France?", "bundle": "carrying"}
-    ).json()["data"][0]
+    scored = app.ask(prompt="Capital of France?", bundle="carrying")["data"][0]
     assert one["risk"] == pytest.approx(scored["risk"], abs=1e-6)
     assert (one["threshold"], one["flagged"]) == (0.25, scored["flagged"])
     assert (one["number"], one["kind"], one["accepted"]) == (0, "capital", ["Paris"])
@@ -233,31 +231,18 @@ def withholding(tmp_path: Path, **options: Any) -> App:
     )
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        Policy("gate", Action.ABSTAIN),
-        Policy("block", Action.BLOCK),
-        Policy("fetch", Action.RETRIEVE),
-        Policy("elsewhere", Action.FALLBACK),
-    ],
-)
-@pytest.mark.parametrize("name", ["carrying", "carrying:1", "carrying@live"])
-def test_a_withheld_answer_is_not_shown_and_not_decoded(
-    tmp_path: Path, policy: Policy, name: str
-) -> None:
-    own: dict[str, Any] = {"policy": policy.name, "policies": {policy.name: policy}}
+@pytest.mark.parametrize("action", [Action.ABSTAIN, Action.BLOCK, Action.RETRIEVE, Action.FALLBACK])
+def test_a_withheld_answer_is_not_shown_and_not_decoded(tmp_path: Path, action: Action) -> None:
+    own: dict[str, Any] = {"policy": "mine", "policies": {"mine": Policy("mine", action)}}
+    names = ("carrying", "carrying:1", "carrying@live")
     with withholding(tmp_path, **own, **ALL).started() as app:
-        for _ in range(2):
-            one = asked(app, 0, name)
-            assert (one["flagged"], one["decision"] != "continue") == (True, True)
-            assert (one["answer"], one["verdict"]) == (None, None)
+        for answer in [asked(app, 0, name) for name in names * 2]:
+            assert (answer["flagged"], answer["decision"] != "continue") == (True, True)
+            assert (answer["answer"], answer["verdict"]) == (None, None)
         assert app.engine.counters.decode_steps == 0
     with withholding(tmp_path / "open", **own, threshold=1.0).started() as app:
-        assert (asked(app, 0, name)["decision"], asked(app, 0, name)["answer"]) == (
-            "continue",
-            "It is so.",
-        )
+        for answer in [asked(app, 0, name) for name in names * 2]:
+            assert (answer["decision"], answer["answer"]) == ("continue", "It is so.")
 
 
 def test_each_caller_is_judged_by_its_own_policy_whatever_was_answered_before(
@@ -326,25 +311,18 @@ def test_it_is_audited_each_time_and_counted_where_the_model_was_asked(tmp_path:
                 app.client.get(ROUTES[0], headers={"x-request-id": f"r-{number}"}).status_code
                 == 200
             )
-        found = [json.loads(line) for line in (tmp_path / "audit.jsonl").read_text().splitlines()][
-            1:
-        ]
-        assert [(line["key"], line["request_id"], line["route"]) for line in found] == [
+        results = [
+            json.loads(line) for line in (tmp_path / "audit.jsonl").read_text().splitlines()
+        ][1:]
+        assert [(line["key"], line["request_id"], line["route"]) for line in results] == [
             ("ann", f"r-{number}", SAMPLE_ROUTE) for number in range(3)
         ]
-        assert {(line["policy"], line["prompts"][0]["decision"]) for line in found} == {
+        assert {(line["policy"], line["prompts"][0]["decision"]) for line in results} == {
             ("gate", "abstain")
         }
-        metrics = app.client.get("/metrics").text.splitlines()
-        counted = {
-            line.rpartition(" ")[0]: float(line.rpartition(" ")[2])
-            for line in metrics
-            if line[:1] != "#"
-        }
-        labels = f'bundle="carrying:1",model_name="scripted",route="{SAMPLE_ROUTE}"'
-        assert counted[f"hallutracer_gated_by_route_total{{{labels}}}"] == 1
-        assert counted['hallutracer_key_prompts_total{key="ann",withheld="yes"}'] == 1
-        assert counted['hallutracer_http_requests_total{status="200"}'] == 3
+        gated = app.series("gated_by_route_total", bundle="carrying:1", route=SAMPLE_ROUTE)
+        assert gated == app.series("key_prompts_total", key="ann", withheld="yes") == 1
+        assert app.series("http_requests_total", status="200") == 3
         assert app.engine.counters.prefills == before + 1
     assert "France" not in (tmp_path / "audit.jsonl").read_text()
 
@@ -444,9 +422,9 @@ def test_a_page_of_another_site_cannot_have_a_browser_ask(
         ours: list[dict[str, str]] = [{}, {"origin": "http://testserver"}]
         ours += [{"sec-fetch-site": "same-origin"}, {"sec-fetch-site": "none"}]
         ours.append({"origin": "http://ours.test", "sec-fetch-site": "cross-site"})
-        assert [app.client.get(ROUTES[0], headers=one).status_code for one in ours] == [200] * len(
-            ours
-        )
+        assert [app.client.get(ROUTES[0], headers=headers).status_code for headers in ours] == [
+            200
+        ] * len(ours)
 
 
 @pytest.mark.parametrize(
@@ -464,9 +442,9 @@ def test_an_unknown_path_is_named_with_the_routes_that_there_are(
     app: App, path: str, shown: str
 ) -> None:
     for method in ("GET", "POST"):
-        found = app.client.request(method, path)
-        message = found.json()["error"]["message"]
-        assert found.status_code == 404
+        answer = app.client.request(method, path)
+        message = answer.json()["error"]["message"]
+        assert answer.status_code == 404
         assert f"no such route: {shown}" in message
         assert {"/score", "/v1/risk/score", "/v1/chat/completions"} <= set(
             re.split(r"[ ,;:)]+", message)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator
+from contextlib import nullcontext
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from service.judging.guarantee import (
     outside_as_calibrated,
 )
 from service.policies.guard import GATE, OBSERVE, Action, Policy
-from service.scoring import Scorer
+from service.scoring import RiskReport, Scorer
 from service.serving.catalogue import check_choice
 from service.serving.judgement import Judgement, Monitor, digest_of
 from service.vllm_plugin.note import Note
@@ -121,15 +122,6 @@ def events(app: App, **body: Any) -> list[Any]:
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
 
-def series(app: App, name: str, bundle: str) -> float:
-    start = f'hallutracer_{name}{{bundle="{bundle}"'
-    values = [
-        line for line in app.client.get("/metrics").text.splitlines() if line.startswith(start)
-    ]
-    assert values, name
-    return sum(float(line.split()[-1]) for line in values)
-
-
 # --- guarantee ---
 
 # A prompt without a template is withheld where it lies outside training; the calibration had none.
@@ -210,8 +202,8 @@ def test_a_guarantee_holds_or_says_why_not(
     service: App, bundle: str, body: dict[str, Any], reasons: list[str] | None
 ) -> None:
     asked = {} if {"messages", "input_ids", "prompt"} & set(body) else {"prompt": "Why?"}
-    found = told(service, bundle=bundle, **asked, **body).get("guarantee")
-    assert found == (None if reasons is None else HOLDS | {"holds": not reasons, "void": reasons})
+    answer = told(service, bundle=bundle, **asked, **body).get("guarantee")
+    assert answer == (None if reasons is None else HOLDS | {"holds": not reasons, "void": reasons})
 
 
 def test_streams_bundles_and_metrics_tell_what_the_answer_tells(service: App) -> None:
@@ -235,15 +227,7 @@ def test_streams_bundles_and_metrics_tell_what_the_answer_tells(service: App) ->
     assert parsed[2].guarantee.statement == GUARANTEE.statement
     assert parsed[4].uncertainty is not None
     assert parsed[4].uncertainty.statement == UNCERTAINTY.statement
-    lines = [
-        line
-        for line in service.client.get("/metrics").text.splitlines()
-        if "guarantee_info{" in line
-    ]
-    (line,) = [line for line in lines if 'bundle="sure:1"' in line]
-    assert 'alpha="0.1"' in line
-    assert 'delta="0.05"' in line
-    assert line.endswith(" 1.0")
+    assert service.series("guarantee_info", bundle="sure:1", alpha="0.1", delta="0.05") == 1
     service.state.metrics.guarantees([])
     assert "guarantee_info{" not in service.client.get("/metrics").text
 
@@ -316,99 +300,94 @@ def test_a_request_is_held_to_the_guarantee_of_its_stratum(service: App) -> None
             assert list(status.violations) == said
 
 
-def test_each_stratum_is_gated_at_its_own_threshold(service: App, tmp_path: Path) -> None:
-    """Also where the engine decides; of a prompt that is not known, at the strictest."""
-    drafted = matching_draft(service.engine, "strata", 0, threshold=GUARANTEE.threshold)
-    drafted.manifest = dataclasses.replace(
-        drafted.manifest, guarantee=GUARANTEE, guarantee_strata=STRATA
+@pytest.fixture
+def stratified(service: App, tmp_path: Path) -> Scorer:
+    """With a threshold for prompts alone, and another beside a passage."""
+    draft = matching_draft(service.engine, "strata", 0, threshold=GUARANTEE.threshold)
+    draft.manifest = dataclasses.replace(
+        draft.manifest, guarantee=GUARANTEE, guarantee_strata=STRATA
     )
-    scorer = Scorer(service.engine, write_bundle(drafted, tmp_path / "strata"))
+    return Scorer(service.engine, write_bundle(draft, tmp_path / "strata"))
+
+
+def test_each_stratum_is_gated_at_its_own_threshold(stratified: Scorer) -> None:
+    """Also where the engine decides; of a prompt that is not known, at the strictest."""
     alone, beside = (
         Standing(Shape("0", passage=passage, system=False)) for passage in (False, True)
     )
     moved = dataclasses.replace(beside, other_rendering=True)
-    cases = ((alone, 0.25), (beside, 0.5), (Standing(), 0.25), (moved, 0.25))
-    for standing, threshold in cases:
-        policy = Policy("mine", Action.ABSTAIN)
-        (report,) = scorer.score([NEAR], policy, [standing])
-        assert report.verdict.threshold == scorer.threshold(policy, standing) == threshold
-        gate = scorer.gate(policy, standing)
+    policy = Policy("mine", Action.ABSTAIN)
+    for standing, threshold in ((alone, 0.25), (beside, 0.5), (Standing(), 0.25), (moved, 0.25)):
+        [report] = stratified.score([NEAR], policy, [standing])
+        gate = stratified.gate(policy, standing)
         assert gate is not None
-        assert gate.threshold == threshold
-        assert scorer.score([NEAR], policy.at(0.7), [standing])[0].verdict.threshold == 0.7
+        assert report.verdict.threshold == gate.threshold == threshold
+        assert stratified.threshold(policy, standing) == threshold
+        [report] = stratified.score([NEAR], policy.at(0.7), [standing])
+        assert report.verdict.threshold == 0.7
 
 
-def test_a_caller_may_name_no_policy_that_is_looser_in_any_stratum(
-    service: App, tmp_path: Path
-) -> None:
-    drafted = matching_draft(service.engine, "strata", 0, threshold=GUARANTEE.threshold)
-    drafted.manifest = dataclasses.replace(
-        drafted.manifest, guarantee=GUARANTEE, guarantee_strata=STRATA
-    )
-    scorer = Scorer(service.engine, write_bundle(drafted, tmp_path / "strata"))
+def test_a_caller_may_name_no_policy_that_is_looser_in_any_stratum(stratified: Scorer) -> None:
     bundles, block = Policy("bundle's", Action.BLOCK), Policy("fixed", Action.BLOCK)
-    fine = [
-        (bundles, bundles),
-        (bundles, block.at(0.25)),
-        (block.at(0.5), bundles),
-        (block.at(0.3), block.at(0.3)),
-    ]
-    wrong = [(bundles, block.at(0.4)), (block.at(0.4), bundles), (block.at(0.3), block.at(0.31))]
-    for own, asked in fine:
-        check_choice(scorer, asked, scorer, own, Caller())
-    for own, asked in wrong:
-        with pytest.raises(NotAllowed, match="threshold"):
-            check_choice(scorer, asked, scorer, own, Caller())
+    for own, asked, allowed in (
+        (bundles, bundles, True),
+        (bundles, block.at(0.25), True),
+        (block.at(0.5), bundles, True),
+        (block.at(0.3), block.at(0.3), True),
+        (bundles, block.at(0.4), False),
+        (block.at(0.4), bundles, False),
+        (block.at(0.3), block.at(0.31), False),
+    ):
+        with nullcontext() if allowed else pytest.raises(NotAllowed, match="threshold"):
+            check_choice(stratified, asked, stratified, own, Caller())
+
+
+def small_talk(scorer: Scorer) -> dict[bool | None, RiskReport]:
+    """A prompt's report that asks for no fact, and one of another, by whether the risk applies."""
+    ids = [scorer.render(prompt=text) for text in SMALL_TALKS]
+    standings = [scorer.standing(text) for text in SMALL_TALKS]
+    reports = scorer.score(ids, standings=standings)
+    return {report.context.applies: report for report in reports}
+
+
+def note(*judged: Judgement, **options: Any) -> dict[str, Any]:
+    return Note(list(judged), **options).body() or {}
 
 
 def test_vllms_note_has_it_all(service: App, contextual: App) -> None:
-    scorers = {one.bundle.manifest.name: one for one in service.state.catalogue.scorers}
-    judged = {name: Judgement.of(one, GATE, one.score([FAR])) for name, one in scorers.items()}
-    body = Note([judged["sure"]], violations=("decoding: ...",)).body() or {}
+    scorers = {scorer.bundle.manifest.name: scorer for scorer in service.state.catalogue.scorers}
+    judged = {name: Judgement.of(own, GATE, own.score([FAR])) for name, own in scorers.items()}
+    body = note(judged["sure"], violations=("decoding: ...",))
     assert body["guarantee"] == HOLDS | {"holds": False, "void": ["decoding: ..."]}
-    body = Note([judged["known"]]).body() or {}
+    body = note(judged["known"])
     assert "guarantee" not in body
     assert (body["data"][0]["outside_training"], len(body["data"][0]["interval"])) == (True, 2)
     scorer = contextual.state.catalogue.scorers[0]
-    standings = [scorer.standing(text) for text in SMALL_TALKS]
-    reports = scorer.score(
-        [scorer.render(prompt=text) for text in SMALL_TALKS], standings=standings
-    )
-    odd = next(report for report in reports if not report.context.applies)
-    assert (Note([Judgement.of(scorer, GATE, [odd])]).body() or {})["data"][0]["applies"] is False
+    body = note(Judgement.of(scorer, GATE, [small_talk(scorer)[False]]))
+    assert body["data"][0]["applies"] is False
 
 
 def test_a_guarantee_is_void_where_any_prompt_of_a_batch_passes_unjudged(contextual: App) -> None:
     scorer = copy(contextual.state.catalogue.scorers[0])
-    manifest = dataclasses.replace(
-        scorer.bundle.manifest, guarantee=GUARANTEE, threshold=GUARANTEE.threshold
-    )
+    manifest = dataclasses.replace(scorer.bundle.manifest, **GUARANTEED)
     scorer.bundle = dataclasses.replace(scorer.bundle, manifest=manifest)
-    standings = [scorer.standing(text) for text in SMALL_TALKS]
-    reports = scorer.score(
-        [scorer.render(prompt=text) for text in SMALL_TALKS], standings=standings
-    )
-    odd, usual = (
-        next(report for report in reports if report.context.applies is applies)
-        for applies in (False, True)
-    )
+    reports = small_talk(scorer)
+    odd, usual = (Judgement.of(scorer, GATE, [reports[applies]]) for applies in (False, True))
     for order in ([odd, usual], [usual, odd]):
-        body = Note([Judgement.of(scorer, GATE, [report]) for report in order]).body() or {}
+        body = note(*order)
         assert NO_FACT in body["guarantee"]["void"]
-        assert [row["risk"] for row in body["data"]] == [report.risk for report in order]
-    assert (
-        NO_FACT
-        not in (Note([Judgement.of(scorer, GATE, [usual])]).body() or {})["guarantee"]["void"]
-    )
+        risks = [judged.prompts[0].report.risk for judged in order]
+        assert [row["risk"] for row in body["data"]] == risks
+    assert NO_FACT not in note(usual)["guarantee"]["void"]
 
 
 # --- uncertainty ---
 
 
 def test_an_answer_tells_its_interval_and_its_distance(service: App) -> None:
-    before = series(service, "outside_training_total", "known:1")
+    before = service.series("outside_training_total", bundle="known:1")
     near, far = (told(service, input_ids=ids, bundle="known")["data"][0] for ids in (NEAR, FAR))
-    assert series(service, "outside_training_total", "known:1") == before + 1
+    assert service.series("outside_training_total", bundle="known:1") == before + 1
     assert (near["outside_training"], far["outside_training"]) == (False, True)
     assert (near["distance"], far["distance"]) == (
         pytest.approx(0, abs=1e-5),
@@ -447,12 +426,9 @@ def test_a_caller_may_not_choose_a_policy_that_lets_it_through(tmp_path: Path) -
     )
     app.bundles.insert(0, known(app.engine, tmp_path))
     with app.started():
-        answer = app.client.post("/score", json={"input_ids": FAR, "policy": "block"})
-        assert (answer.status_code, answer.json()["error"]["param"]) == (403, "policy")
-        assert (
-            app.client.post("/score", json={"input_ids": FAR}).json()["data"][0]["decision"]
-            == "abstain"
-        )
+        answer = app.ask(status=403, input_ids=FAR, policy="block")
+        assert answer["error"]["param"] == "policy"
+        assert app.ask(input_ids=FAR)["data"][0]["decision"] == "abstain"
 
 
 # --- prompts that ask for no fact ---
@@ -465,15 +441,17 @@ KINDS: list[Kind] = [(high, applies) for high in (True, False) for applies in (T
 
 @pytest.fixture(scope="module")
 def prompts(contextual: App) -> dict[Kind, list[str]]:
-    found: dict[Kind, list[str]] = {kind: [] for kind in KINDS}
+    results: dict[Kind, list[str]] = {kind: [] for kind in KINDS}
     scorer = contextual.state.catalogue.scorers[0]
     ids, standings = zip(
         *((scorer.render(prompt=text), scorer.standing(text)) for text in SMALL_TALKS), strict=True
     )
     for text, report in zip(SMALL_TALKS, scorer.score(ids, standings=standings), strict=True):
-        found[report.risk >= scorer.bundle.manifest.threshold, report.context.applies].append(text)
-    assert all(len(found[kind]) >= 3 for kind in KINDS)
-    return found
+        results[report.risk >= scorer.bundle.manifest.threshold, report.context.applies].append(
+            text
+        )
+    assert all(len(results[kind]) >= 3 for kind in KINDS)
+    return results
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -498,7 +476,7 @@ def test_an_answer_tells_whether_its_risk_applies_and_a_policy_may_judge_it_all_
         "max_tokens": 3,
     }
     body |= {"vllm_xargs": {"hallutracer_policy": policy}}
-    answer = contextual.client.post("/v1/chat/completions", json=body).json()
+    answer = contextual.ask("/v1/chat/completions", **body)
     (choice,), (noted,) = answer["choices"], answer["hallutracer"]["data"]
     assert (noted["applies"], noted["decision"]) == (applies, row["decision"])
     assert choice["message"]["content"] == (None if flagged else contextual.engine.answer[:3])
@@ -515,14 +493,14 @@ def test_no_caller_lets_prompts_that_ask_for_no_fact_through(
         assert told(app, prompt=text)["data"][0]["decision"] == "abstain"
         # By default the policy withholds what lies outside, so to open that is no less a choice.
         for policy, said in (("gate", "that ask for no fact"), ("open", "outside training")):
-            answer = app.client.post("/score", json={"prompt": text, "policy": policy})
-            assert (answer.status_code, answer.json()["error"]["param"]) == (403, "policy")
-            assert f"lets prompts {said} through" in answer.json()["error"]["message"]
+            answer = app.ask(status=403, prompt=text, policy=policy)
+            assert answer["error"]["param"] == "policy"
+            assert f"lets prompts {said} through" in answer["error"]["message"]
     with serving(tmp_path / "may", policy="all", callers_may=("policy",)).started() as app:
         assert told(app, prompt=text, policy="gate")["data"][0]["decision"] == "continue"
     with serving(tmp_path / "stricter", callers_may=()).started() as app:
         assert (
-            series(app, "no_fact_total", "context:1") == 0
+            app.series("no_fact_total", bundle="context:1") == 0
         )  # the series is there before anything is counted
         assert told(app, prompt=text, policy="all")["data"][0]["decision"] == "abstain"
 
@@ -560,11 +538,11 @@ def test_metrics_count_it_apart(
         "flagged_total",
         "prompts_total",
     )
-    before = [series(contextual, name, "context:1") for name in names]
+    before = [contextual.series(name, bundle="context:1") for name in names]
     told(contextual, prompt=prompts[kind][1], policy=policy)
     assert (
         tuple(
-            series(contextual, name, "context:1") - old
+            contextual.series(name, bundle="context:1") - old
             for name, old in zip(names, before, strict=True)
         )
         == moved

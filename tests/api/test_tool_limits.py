@@ -4,7 +4,6 @@ together."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from service.api.openai_schema import ChatRequest
 from service.api.responses_schema import ResponsesRequest
 from service.json_limits import MOST_CHARACTERS, MOST_CONTAINERS, MOST_VALUES
 from service.tool_calls import MOST_CHARACTERS as MOST_OF_CALL
-from tests.running import App
+from tests.running import App, app_of_module
 
 CHAT, RESPONSES, MESSAGES, COUNT = (
     "/v1/chat/completions",
@@ -26,10 +25,7 @@ CHAT, RESPONSES, MESSAGES, COUNT = (
 ROUTES = (CHAT, RESPONSES, MESSAGES, COUNT)
 
 
-@pytest.fixture(scope="module")
-def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
-    with App(tmp_path_factory.mktemp("app")).started() as app:
-        yield app
+app = app_of_module()
 
 
 def asked(route: str, **more: Any) -> dict[str, Any]:
@@ -40,10 +36,9 @@ def asked(route: str, **more: Any) -> dict[str, Any]:
 
 
 def refusal(app: App, route: str, body: dict[str, Any]) -> str:
-    answer = app.client.post(route, json=body)
-    assert answer.status_code == (422 if route == CHAT else 400), answer.text
-    said: str = answer.json()["error"]["message"]
-    return said
+    answer = app.ask(route, status=422 if route == CHAT else 400, **body)
+    message: str = answer["error"]["message"]
+    return message
 
 
 def tool(route: str, name: str, schema: dict[str, Any], description: str = "d") -> dict[str, Any]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ from tests.kit.api import (
     send_to,
 )
 from tests.matching import matching_bundle
-from tests.running import App, until
+from tests.running import App, app_of_module, until
 
 USER, GO_ON = {"role": "user", "content": "Who?"}, {"role": "user", "content": "So?"}
 WITH_TOOLS = {name: wire for name, wire in WIRES.items() if wire.tools}
@@ -45,11 +44,7 @@ OPEN, SHUT = (
 )
 
 
-@pytest.fixture(scope="module")
-def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
-    with App(tmp_path_factory.mktemp("app")).started() as app:
-        app.engine.takes_tools = True
-        yield app
+app = app_of_module(takes_tools=True)
 
 
 def test_calls_that_pass_a_gate_are_counted(app: App) -> None:
@@ -123,7 +118,7 @@ def test_tools_calls_and_results_are_rendered_and_scored(app: App, name: str) ->
         GO_ON,
     ]
     ids = app.engine.render_chat(rendered, definitions)
-    [row] = app.client.post("/score", json={"input_ids": ids}).json()["data"]
+    [row] = app.ask(input_ids=ids)["data"]
     assert note_of(response.json())["data"][0]["risk"] == row["risk"]
     hidden = send_to(
         app,
@@ -231,8 +226,7 @@ def test_callers_may_not_choose_a_policy_that_lets_calls_through(tmp_path: Path)
         for policy in ("gate", "block"):
             error = refusal_of(app, "/score", {"prompt": "one", "policy": policy}, 403)
             assert "lets calls of tools through" in error["message"]
-        response = app.client.post("/score", json={"prompt": "one", "policy": "strict"})
-        assert response.status_code == 200
+        app.ask(prompt="one", policy="strict")
 
 
 # --- the embedded engine's own calls ---

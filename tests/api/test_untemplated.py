@@ -110,7 +110,7 @@ def test_a_question_goes_through_the_template_and_is_judged_by_its_risk(client: 
 def test_a_chat_that_ends_with_an_answer_is_no_question(
     client: TestClient, scorer: Scorer, route: str
 ) -> None:
-    found = []
+    results = []
     more = {} if route == "/score" else {"model": scorer.engine.identity.model, "max_tokens": 1}
     for row in questions("test")[:30]:
         messages = [
@@ -118,9 +118,9 @@ def test_a_chat_that_ends_with_an_answer_is_no_question(
             {"role": "assistant", "content": "The capital is"},
         ]
         answer = client.post(route, json={"messages": messages} | more).json()
-        found += answer.get("hallutracer", answer)["data"]
-    assert any(row["outside_training"] and not row["flagged"] for row in found)
-    assert withheld(found) == [row["flagged"] or row["outside_training"] for row in found]
+        results += answer.get("hallutracer", answer)["data"]
+    assert any(row["outside_training"] and not row["flagged"] for row in results)
+    assert withheld(results) == [row["flagged"] or row["outside_training"] for row in results]
 
 
 def test_probes_that_learnt_from_texts_know_texts(

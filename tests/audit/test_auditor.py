@@ -171,8 +171,8 @@ async def test_a_decision_does_not_wait_for_a_disk_that_hangs(
         async with recorded(log.auditor, WHO, "test", {}):
             raise AssertionError("begun")
     await asyncio.to_thread(log.auditor.close)
-    found = verify([log.path])
-    assert (found.events, found.missed) == (
+    result = verify([log.path])
+    assert (result.events, result.missed) == (
         {"service.start": 1, "decision": 4, "test": 2, "service.stop": 1},
         4,
     )
@@ -251,8 +251,8 @@ async def test_a_disk_that_hangs_refuses_what_is_required_and_says_so(
     await log.decide(2)
     assert log.auditor.refusing is None
     log.auditor.close()
-    found = verify([log.path])
-    assert (found.events, found.problems) == (
+    result = verify([log.path])
+    assert (result.events, result.problems) == (
         {"service.start": 1, "decision": 2, "service.stop": 1},
         [],
     )
@@ -281,8 +281,8 @@ async def test_a_log_that_was_mended_is_found_without_a_request(
         while log.auditor.refusing is not None:
             await asyncio.sleep(0.01)
     log.auditor.close()
-    found = verify([log.path])
-    assert (found.events, found.problems) == (
+    result = verify([log.path])
+    assert (result.events, result.problems) == (
         {"service.start": 1, "audit.resume": 1, "service.stop": 1},
         [],
     )

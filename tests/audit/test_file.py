@@ -58,9 +58,9 @@ def numbers(path: Path) -> list[int]:
 
 def whole(*paths: Path, **expected: Any) -> Verified | None:
     """What the logs hold, where nothing is wrong with them; it must be ``expected``."""
-    found = verify(paths)
-    assert {name: getattr(found, name) for name in expected} == expected
-    return None if found.problems else found
+    result = verify(paths)
+    assert {name: getattr(result, name) for name in expected} == expected
+    return None if result.problems else result
 
 
 @contextmanager
@@ -249,9 +249,10 @@ def chain_again(path: Path) -> None:
     """As somebody who may write to everything and knows how: each ``prev`` anew, and the head
     file."""
     digest, texts = FIRST, list[bytes]()
-    for one in path.read_bytes().splitlines():
+    for written in path.read_bytes().splitlines():
         texts.append(
-            json.dumps(json.loads(one) | {"prev": digest}, separators=(",", ":")).encode() + b"\n"
+            json.dumps(json.loads(written) | {"prev": digest}, separators=(",", ":")).encode()
+            + b"\n"
         )
         digest = digest_of(texts[-1])
     path.write_bytes(b"".join(texts))
@@ -278,9 +279,9 @@ def test_with_its_head_file_changed_too_the_process_that_wrote_the_line_tells(
 def test_every_changed_byte_shows(path: Path) -> None:
     log_of(path, 2).close()
     content = path.read_bytes()
-    for place in range(len(content)):
-        path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
-        assert not whole(path), place
+    for index in range(len(content)):
+        path.write_bytes(content[:index] + bytes([content[index] ^ 1]) + content[index + 1 :])
+        assert not whole(path), index
 
 
 def test_what_is_gone_from_the_end_shows_by_a_digest_that_was_noted(path: Path) -> None:
@@ -340,7 +341,7 @@ def test_no_honest_order_of_events_alarms_and_each_change_afterwards_does(steps:
 
 def check_every_change(files: list[Path]) -> None:
     """Each whole line edited, removed, and swapped with the next one: verify finds it."""
-    for place, path in enumerate(files):
+    for index, path in enumerate(files):
         kept = path.read_bytes()
         lines = kept.splitlines(keepends=True)
         for number, text in enumerate(lines):
@@ -355,15 +356,15 @@ def check_every_change(files: list[Path]) -> None:
                 ways["swapped"] = [*before, after[0], text, *after[1:]]
             for way, content in ways.items():
                 path.write_bytes(b"".join(content))
-                found = verify(files)
-                first = (way, place, number) == (
+                result = verify(files)
+                first = (way, index, number) == (
                     "removed",
                     0,
                     0,
                 )  # as if it were in an earlier file
-                assert found.problems or (first and (found.continues or not found.lines)), (
+                assert result.problems or (first and (result.continues or not result.lines)), (
                     way,
-                    place,
+                    index,
                     number,
                 )
         path.write_bytes(kept)

@@ -13,13 +13,12 @@ from playwright.sync_api import Browser, Page, expect
 
 from probes_store.bundle import Bundle
 from service.judging.evaluation import SampleQuestion
-from service.policies.guard import Action, Policy
 from tests.browser.chromium import faults, sideways, tab
 from tests.browser.test_playground import QUESTION, Slow, ask, finished, ready, reply
 from tests.browser.test_sample_list import SAMPLE
 from tests.kit.bundles import write_bundle
 from tests.matching import contextual_bundle, matching_bundle, matching_draft, with_context
-from tests.running import Running, running
+from tests.running import Running, running, service_of_module
 from tests.scripted_engine import ScriptedEngine
 
 LAPTOP = {"width": 1366, "height": 850}
@@ -46,22 +45,12 @@ def with_forms(engine: ScriptedEngine, folder: Path) -> Bundle:
     return write_bundle(draft, folder / "forms")
 
 
-def no_fact(engine: ScriptedEngine, folder: Path) -> Bundle:
-    """A bundle to which no prompt asks for a fact."""
-    return contextual_bundle(engine, folder, applies_from=0.999999)
-
-
 def far_away(engine: ScriptedEngine, folder: Path) -> Bundle:
     """A bundle to which every prompt lies outside training."""
     return contextual_bundle(engine, folder, applies_from=1e-9, reach=1e-6)
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with running(
-        tmp_path_factory.mktemp("bundles"), names=(), add=[with_list, with_forms], policy="observe"
-    ) as started:
-        yield started
+shared = service_of_module(names=(), add=[with_list, with_forms], policy="observe")
 
 
 @pytest.fixture
@@ -111,32 +100,6 @@ def test_a_bar_beside_each_risk_is_as_long_as_the_risk(page: Page) -> None:
     assert len(bars) == 24 + 1  # the list's, and that of what was asked in this tab
     for risk, share in bars:
         assert share == pytest.approx(risk, abs=0.02)
-
-
-@pytest.mark.parametrize("own", ["observe", "gate", "all"])
-def test_the_slider_says_of_a_prompt_that_asks_for_no_fact_what_a_gate_does(
-    browser: Browser, tmp_path: Path, own: str
-) -> None:
-    policies = {"all": Policy("all", Action.BLOCK, threshold=0.0, withhold_no_fact=True)}
-    with running(tmp_path, names=(), add=[no_fact], policy=own, policies=policies) as service:
-        wanted = reply(service)
-        assert wanted["applies"] is False
-        with tab(browser, service.url) as opened:
-            page = ready(opened)
-            ask(page)
-            finished(page)
-            if own == "all":
-                page.locator("#threshold").fill("0")
-                expect(page.locator("#gate-here")).to_have_text(
-                    f"The last question, risk {wanted['risk']:.2f}, would be withheld."
-                )
-                return
-            for value in EXTREMES:
-                page.locator("#threshold").fill(value)
-                expect(page.locator("#gate-here")).to_have_text(
-                    f"The last question asks for no fact: its risk, {wanted['risk']:.2f}, does not"
-                    " apply, and no threshold withholds the answer."
-                )
 
 
 @pytest.mark.parametrize("own", ["observe", "gate"])

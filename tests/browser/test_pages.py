@@ -69,14 +69,14 @@ def test_the_reference_links_to_the_playground_where_there_is_one(
 
 def brightness(page: Page, selector: str, of: str) -> float:
     """Of the colour of the letters, or of the first background behind them, from 0 to 1."""
-    found: list[float] = page.locator(selector).first.evaluate(
+    result: list[float] = page.locator(selector).first.evaluate(
         """(node, of) => {
         const read = (element) => getComputedStyle(element)[of].match(/[\\d.]+/g).map(Number);
         while (node.parentElement && read(node)[3] === 0) node = node.parentElement;
         return read(node).slice(0, 3); }""",
         of,
     )
-    return sum(found) / 3 / 255
+    return sum(result) / 3 / 255
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -94,10 +94,10 @@ def test_the_reference_follows_the_colours_of_the_system(
 
 def letters(page: Page) -> list[float]:
     """Heights of the drawings' letters in pixels."""
-    found: list[float] = page.evaluate("""[...document.querySelectorAll("figure svg text")]
+    result: list[float] = page.evaluate("""[...document.querySelectorAll("figure svg text")]
         .map((text) => [parseFloat(getComputedStyle(text).fontSize), text.getScreenCTM()])
         .map(([size, placed]) => size * Math.hypot(placed.a, placed.b))""")
-    return found
+    return result
 
 
 def test_it_is_read_on_a_phone(browser: Browser, tmp_path: Path) -> None:

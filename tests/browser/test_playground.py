@@ -226,7 +226,7 @@ def test_the_interval_and_what_lies_outside_training(service: Running, page: Pag
     expect(outside).to_have_count(int(wanted["outside_training"]))
 
 
-@pytest.mark.parametrize("own", ["gate", "all"])
+@pytest.mark.parametrize("own", ["observe", "gate", "all"])
 def test_a_prompt_that_asks_for_no_fact(browser: Browser, tmp_path: Path, own: str) -> None:
     policies = {"all": Policy("all", Action.BLOCK, threshold=0.0, withhold_no_fact=True)}
 
@@ -239,19 +239,25 @@ def test_a_prompt_that_asks_for_no_fact(browser: Browser, tmp_path: Path, own: s
         with tab(browser, service.url) as open_tab:
             page = ready(open_tab)
             answered(page)
-            said = "Asks for no fact: the risk does not apply"
-            decided = said if own == "gate" else "Blocked before the first token"
+            passes = "Asks for no fact: the risk does not apply"
+            decided = "Blocked before the first token" if own == "all" else passes
             expect(page.locator(".decision")).to_have_text(decided)
-            facts = page.locator(".facts", has_text=said)
-            expect(facts).to_contain_text(
-                f"The probability that it asks for one is {wanted['asks']:.2f}."
-            )
-            if own == "gate":
+            chance = f"The probability that it asks for one is {wanted['asks']:.2f}."
+            expect(page.locator(".facts", has_text=passes)).to_contain_text(chance)
+            if own != "all":
                 expect(page.locator(".answer")).to_have_text("It is so.")
             # Read aloud is the decision, and after it the answer, where there is one.
-            expect(page.locator("#announce")).to_contain_text(
-                "Answer: It is so." if own == "gate" else decided
-            )
+            aloud = decided if own == "all" else "Answer: It is so."
+            expect(page.locator("#announce")).to_contain_text(aloud)
+            for value in ("0",) if own == "all" else ("0", "0.5", "1"):  # what a gate does
+                page.locator("#threshold").fill(value)
+                sentence = (
+                    f"The last question, risk {wanted['risk']:.2f}, would be withheld."
+                    if own == "all"
+                    else f"The last question asks for no fact: its risk, {wanted['risk']:.2f},"
+                    " does not apply, and no threshold withholds the answer."
+                )
+                expect(page.locator("#gate-here")).to_have_text(sentence)
 
 
 @pytest.mark.parametrize("stops", [False, True])
@@ -519,7 +525,7 @@ def test_the_table_by_form_of_conversation(opened: Open) -> None:
 def test_two_bundles_on_one_prompt(service: Running, page: Page) -> None:
     page.select_option("#compare", "two:1")
     answered(page)
-    found = {
+    results = {
         reading.get_attribute("data-bundle"): float(
             reading.locator(".risk").get_attribute("data-risk") or ""
         )
@@ -527,7 +533,7 @@ def test_two_bundles_on_one_prompt(service: Running, page: Page) -> None:
     }
     wanted = {name: reply(service, bundle=name)["risk"] for name in ("one:1", "two:1")}
     assert wanted["one:1"] != wanted["two:1"]
-    assert found == pytest.approx(wanted)
+    assert results == pytest.approx(wanted)
     expect(page.locator(".reading .plot[data-drawn]")).to_have_count(2)
     expect(page.locator(".answer")).to_have_count(
         1

@@ -16,7 +16,7 @@ from service.errors import EngineError
 from service.judging.evaluation import RECOMMENDATION, Sample, SampleQuestion
 from tests.browser.chromium import faults, sideways, tab
 from tests.matching import matching_bundle
-from tests.running import Running, running
+from tests.running import Running, running, service_of_module
 from tests.scripted_engine import ScriptedEngine
 
 QUESTIONS = tuple(
@@ -36,16 +36,11 @@ def carrying(engine: ScriptedEngine, folder: Path) -> Bundle:
     return matching_bundle(engine, folder, "carrying", evaluation=evaluation)
 
 
-@pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with running(
-        tmp_path_factory.mktemp("bundles"), names=(), add=[carrying, other], policy="observe"
-    ) as started:
-        yield started
-
-
 def other(engine: ScriptedEngine, folder: Path) -> Bundle:
     return matching_bundle(engine, folder, "other")
+
+
+service = service_of_module(names=(), add=[carrying, other], policy="observe")
 
 
 @pytest.fixture
@@ -60,11 +55,11 @@ LOADED = "performance.getEntriesByType('resource').map((one) => one.name)"
 
 
 def rows(page: Page) -> list[dict[str, Any]]:
-    found = []
+    results = []
     for row in page.locator("#sample-rows tr").all():
         cells = row.locator("td").all_inner_texts()
         number = row.get_attribute("data-number")
-        found.append(
+        results.append(
             {
                 "number": number,
                 "risk": float(cells[0]),
@@ -72,14 +67,14 @@ def rows(page: Page) -> list[dict[str, Any]]:
                 "kind": row.get_attribute("class"),
             }
         )
-    return found
+    return results
 
 
 def test_the_questions_are_answered_and_sorted(service: Running, page: Page) -> None:
     assert faults(page) == []
-    found = rows(page)
-    assert [row["risk"] for row in found] == sorted(row["risk"] for row in found)
-    answers = {row["number"]: row["cells"] for row in found if row["number"] is not None}
+    result = rows(page)
+    assert [row["risk"] for row in result] == sorted(row["risk"] for row in result)
+    answers = {row["number"]: row["cells"] for row in result if row["number"] is not None}
     assert set(answers) == {str(number) for number in range(24)}
     assert answers["1"][1].splitlines() == ["Question <b>1</b> x?", "It is so."]  # text, no markup
     assert answers["1"][2].strip() == "\u2713 right"
@@ -103,9 +98,9 @@ def test_the_line_tells_what_a_gate_there_would_do(service: Running, page: Page)
     for at in (None, 0.0, 0.4, 1.0):
         if at is not None:
             page.locator("#threshold").fill(str(at))
-        found = rows(page)
-        [place] = [place for place, row in enumerate(found) if row["kind"] == "line-row"]
-        passed, stopped = found[:place], found[place + 1 :]
+        result = rows(page)
+        [place] = [place for place, row in enumerate(result) if row["kind"] == "line-row"]
+        passed, stopped = result[:place], result[place + 1 :]
         value = threshold if at is None else at
         assert all(row["risk"] <= value + 0.005 for row in passed)
         assert all(row["risk"] >= value - 0.005 for row in stopped)
@@ -154,7 +149,7 @@ def test_under_a_policy_that_withholds_the_list_says_which_answers_are_not_known
 
 
 @pytest.mark.parametrize(
-    ("verdicts", "said"),
+    ("verdicts", "message"),
     [
         (
             [None, None],
@@ -183,7 +178,7 @@ def test_under_a_policy_that_withholds_the_list_says_which_answers_are_not_known
         ),
     ],
 )
-def test_what_is_none_is_told_in_words(page: Page, verdicts: list[Any], said: str) -> None:
+def test_what_is_none_is_told_in_words(page: Page, verdicts: list[Any], message: str) -> None:
     told = [
         {"risk": risk, "verdict": verdict}
         for risk, verdict in zip((0.1, 0.9), verdicts, strict=True)
@@ -193,7 +188,7 @@ def test_what_is_none_is_told_in_words(page: Page, verdicts: list[Any], said: st
         "async ([from, rows, at, own]) => (await import(from)).headline(rows, rows.length, at, own)"
     )
     detail = {"signals": ["depth_mean"]}
-    assert page.evaluate(headline, [address, told, 0.5, detail]).startswith(said)
+    assert page.evaluate(headline, [address, told, 0.5, detail]).startswith(message)
     judged = sum(verdict is not None for verdict in verdicts)
     through = {0: "none that", 1: "of the 1 judged ones that", 2: "of the 2 that"}[judged]
     assert f"withholds none; {through} it lets through" in page.evaluate(

@@ -75,10 +75,8 @@ def hostile_clients(service: ServeProcess, key: str, over: threading.Event) -> l
     answer."""
     host, _, port = service.url.removeprefix("http://").partition(":")
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-    head = b"".join(
-        f"{line}\r\n".encode()
-        for line in ("POST /score HTTP/1.1", "Host: x", *(f"{n}: {v}" for n, v in headers.items()))
-    )
+    lines = ["POST /score HTTP/1.1", "Host: x", *map(": ".join, headers.items())]
+    head = b"".join(f"{line}\r\n".encode() for line in lines)
 
     def send(*pieces: bytes, last: bytes = b"") -> None:
         """Send the pieces, then the last one again and again; read nothing."""

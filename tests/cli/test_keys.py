@@ -54,7 +54,7 @@ def test_the_lines_of_a_key_hold_no_secret_and_can_be_pasted(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("make", "X"), "lower-case"),
         (("make", "x", "--expires", "2020-01-01"), "not in the future"),
@@ -63,8 +63,8 @@ def test_the_lines_of_a_key_hold_no_secret_and_can_be_pasted(tmp_path: Path) -> 
         (("list",), "--keys"),
     ],
 )
-def test_a_wrong_command_prints_no_key(arguments: tuple[str, ...], said: str) -> None:
-    one_line_says(("keys", *arguments), 2, said)
+def test_a_wrong_command_prints_no_key(arguments: tuple[str, ...], message: str) -> None:
+    one_line_says(("keys", *arguments), 2, message)
 
 
 def test_verify_says_whether_a_log_is_whole(
@@ -156,8 +156,8 @@ def test_a_running_service_follows_its_keys_and_a_kill_loses_no_decision(tmp_pat
     AuditFile(log).append(
         [change(SERVICE, "service.start", "done", {})]
     )  # as the next process begins
-    found = verify([old, log])
-    assert found.problems == []
+    result = verify([old, log])
+    assert result.problems == []
     kept = {json.loads(text).get("request_id") for text in log.read_text().splitlines()}
     assert set(told) <= kept
     assert "keys.reload" in old.read_text()

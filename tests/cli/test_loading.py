@@ -118,16 +118,16 @@ def test_a_further_bundle_that_is_nowhere_is_refused_wherever_it_is_named(
 def test_a_store_that_is_named_and_is_not_there_is_refused(command: str, tmp_path: Path) -> None:
     missing, file = tmp_path / "prbes", tmp_path / "file"
     file.write_text("")
-    for place, reason in ((missing, "there is no folder"), (file, "is not a folder")):
-        for done in (
-            hallutracer(*command.split(), "--store", str(place)),
-            hallutracer(*command.split(), HALLUTRACER_STORE=str(place)),
-        ):
-            said = done.stderr + done.stdout
-            assert done.returncode == 2, said
-            for word in ("--store", reason, str(place), "leave it out"):
-                assert word in said
-            assert "listening" not in said
+    words = command.split()
+    for store, reason, done in (
+        (missing, "there is no folder", hallutracer(*words, "--store", str(missing))),
+        (file, "is not a folder", hallutracer(*words, HALLUTRACER_STORE=str(file))),
+    ):
+        printed = done.stderr + done.stdout
+        assert done.returncode == 2, printed
+        for word in ("--store", reason, str(store), "leave it out"):
+            assert word in printed
+        assert "listening" not in printed
     assert not missing.exists()
 
 
@@ -340,16 +340,16 @@ def test_a_model_that_is_nowhere_is_asked_for_once(online: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("owner/gated", "is gated: accept its terms"),
         ("a b", "neither a folder, a GGUF file nor a name"),
     ],
 )
 def test_other_reasons_are_told_apart_and_an_answer_is_remembered(
-    online: str, name: str, said: str
+    online: str, name: str, message: str
 ) -> None:
-    with pytest.raises(ModelLoadError, match=said):
+    with pytest.raises(ModelLoadError, match=message):
         places.reachable(name, None)
     ASKED.clear()
     assert [places.reachable("owner/there", None) for _ in range(2)] == [True, True]
@@ -361,13 +361,13 @@ def test_offline_what_was_downloaded_before_is_used_and_else_it_is_said_in_one_l
 ) -> None:
     with pytest.raises(ModelLoadError) as caught:
         places.reachable("owner/nope", None)
-    said = str(caught.value)
+    text = str(caught.value)
     assert (
         f"owner/nope is no folder or GGUF file here, was not downloaded before, and {offline}"
-        in said
+        in text
     )
-    assert ("cannot be reached" in said, "\n" in said) == (True, False)
-    assert "(hf download owner/nope --local-dir FOLDER) and give that folder" in said
+    assert ("cannot be reached" in text, "\n" in text) == (True, False)
+    assert "(hf download owner/nope --local-dir FOLDER) and give that folder" in text
     folder = tmp_path / "cache" / "models--owner--there"
     (folder / "refs").mkdir(parents=True)
     (folder / "refs" / "main").write_text(COMMIT)
@@ -538,7 +538,8 @@ def test_what_a_starting_worker_says_is_reported_as_it_begins() -> None:
         for stage in ("loading the weights", "warming up"):
             say(stage)
             assert last() == stage
-            until(lambda stage=stage: lines and f"loading m: {stage} (" in lines[-1], 30)  # type: ignore[misc]
+            report = f"loading m: {stage} ("
+            until(lambda report=report: lines and report in lines[-1], 30)  # type: ignore[misc]
     assert lines[-1].startswith("loading m: done in ")
     assert STAGES not in os.environ
     assert last() == ""

@@ -74,9 +74,9 @@ def test_a_log_that_cannot_be_written_is_counted() -> None:
     with serving(full) as (service, client):
         os.close(full)
         ask(client, 5)
-        found = fates(client)
-        assert found["written"] == 0
-        assert found["dropped"] > 0
+        result = fates(client)
+        assert result["written"] == 0
+        assert result["dropped"] > 0
         service.process.send_signal(signal.SIGHUP)  # what it says of it on standard output goes on
         ask(client, 5)
     assert service.process.returncode == 0

@@ -82,7 +82,8 @@ def kinds(hint: Any) -> Iterator[Any]:
 def example(argument: Argument) -> tuple[Any, list[str]]:
     """A value that is not the default, as TOML has it and as words."""
     kind, *_ = kinds(argument.hint)
-    limits = argument.parameter.validator[0] if argument.parameter.validator else None  # type: ignore[index]
+    validators: Any = argument.parameter.validator
+    limits = validators[0] if validators else None
     if get_origin(kind) is tuple and get_origin(get_args(kind)[0]) is Literal:
         choices = list(get_args(get_args(kind)[0]))[:2]
         return choices, choices

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Sequence
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,17 @@ from tests.kit.forks import Forked
 from tests.matching import SMALL_TALK, contextual_bundle
 from tests.scripted_engine import ScriptedEngine
 from tests.serve_process import ServeProcess
+
+
+def drawn(draw: Callable[..., object], *arguments: Any, width: int = 100, **options: Any) -> str:
+    """What is drawn on a console of this width."""
+    file = StringIO()
+    draw(*arguments, Console(file=file, width=width, **options))
+    return file.getvalue()
+
+
+def tried(*questions: QuestionResult, tenths: Sequence[Tenth] = (), **fields: Any) -> TryReport:
+    return TryReport("probe:1", "model", 0.5, questions, tuple(tenths), **fields)
 
 
 @pytest.fixture(scope="module")
@@ -88,21 +100,20 @@ def test_a_service_tells_the_same(here: dict[str, Any]) -> None:
     assert any(one["answer"] is not None for one in withheld["seen"])
 
 
+FRANCE = QuestionResult("Capital of\nFrance?", "It is Paris.", ("Paris",), 0.1, False, "right")
+
+
 def test_the_table_is_sorted_and_has_the_gates_line() -> None:
+    palau = ("Capital of Palau?", "It is [red]Koror.", ("Ngerulmud", "Melekeok"))
     seen = [
-        QuestionResult("Capital of\nFrance?", "It is Paris.", ("Paris",), 0.1, False, "right"),
-        QuestionResult(
-            "Capital of Palau?", "It is [red]Koror.", ("Ngerulmud", "Melekeok"), 0.7, True, "wrong"
-        ),
+        FRANCE,
+        QuestionResult(*palau, 0.7, True, "wrong"),
         QuestionResult(
             "Capital of Chad?", "I do not know.", ("N'Djamena",), 0.9, True, "abstained"
         ),
     ]
-    tenths = tuple(Tenth(place / 10, (place + 1) / 10, 1 - place / 10) for place in range(10))
-    console = Console(file=StringIO(), width=100)
-    draw_sorted(TryReport("probe:1", "model", 0.5, tuple(seen), tenths), console)
-    assert isinstance(console.file, StringIO)
-    lines = console.file.getvalue().splitlines()
+    tenths = [Tenth(number / 10, (number + 1) / 10, 1 - number / 10) for number in range(10)]
+    lines = drawn(draw_sorted, tried(*seen, tenths=tenths)).splitlines()
     assert [line.split()[0] for line in lines[:5]] == ["risk", "0.10", "a", "0.70", "0.90"]
     assert "a gate withholds 0.50 and more:" in lines[2]
     assert "Capital of France?" in lines[1]
@@ -111,24 +122,18 @@ def test_the_table_is_sorted_and_has_the_gates_line() -> None:
     assert lines[3].rstrip().endswith("\u2717 Ngerulmud")
     bars = [line.count("\u2588") for line in lines if "\u2588" in line]
     assert bars == [40, 36, 32, 28, 24, 20, 16, 12, 8, 4]
-    assert lines[-1].endswith(
-        "right in 1 of the 2 with the lower risks, in none of the 1 with the higher."
-    )
+    halves = "right in 1 of the 2 with the lower risks, in none of the 1 with the higher."
+    assert lines[-1].endswith(halves)
     assert max(map(len, lines[:-1])) <= 100
 
 
 def test_the_sentence_that_says_whether_a_bundle_pays_comes_first() -> None:
-    asked = QuestionResult("Capital of France?", "Paris.", ("Paris",), 0.1, False, "right")
     sentence = "Use it for these kinds: [bold]\x1b[2J, capitals."
-    console = Console(file=StringIO(), width=80)
-    tried = TryReport("probe:1", "model", 0.5, (asked,), (), sentence)
-    draw_sorted(tried, console)
-    assert isinstance(console.file, StringIO)
-    lines = console.file.getvalue().splitlines()
-    assert lines[0] == "Use it for these kinds: [bold][2J, capitals."
-    assert lines[1] == ""
+    report = tried(FRANCE, recommendation=sentence)
+    lines = drawn(draw_sorted, report, width=80).splitlines()
+    assert lines[:2] == ["Use it for these kinds: [bold][2J, capitals.", ""]
     assert lines[2].split()[:2] == ["risk", "question"]
-    assert tried.document()["recommendation"] == sentence
+    assert report.document()["recommendation"] == sentence
 
 
 @pytest.mark.parametrize(
@@ -191,18 +196,9 @@ LONG = "Can you say what the chemical symbol of the element with the atomic numb
 def test_questions_are_cut_for_a_terminal_and_whole_for_a_pipe(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    tried = TryReport(
-        "probe:1",
-        "model",
-        0.5,
-        (QuestionResult(LONG, "word " * 40, ("Cl",), 0.1, False, "right"),),
-        (),
-    )
-    console = Console(file=StringIO(), width=80, force_terminal=True)
-    draw_sorted(tried, console)
-    assert isinstance(console.file, StringIO)
-    assert LONG not in console.file.getvalue()
-    draw_sorted(tried)
+    report = tried(QuestionResult(LONG, "word " * 40, ("Cl",), 0.1, False, "right"))
+    assert LONG not in drawn(draw_sorted, report, width=80, force_terminal=True)
+    draw_sorted(report)
     row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("0.10"))
     assert LONG in row
     assert ("word " * 40).strip() in row
@@ -221,10 +217,7 @@ ROWS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("width", [10, 40, 60, 80, 200])
 def test_a_table_breaks_no_cell_however_narrow_the_terminal_is(width: int) -> None:
-    console = Console(file=StringIO(), width=width)
-    print_table(ROWS, ["name", "lists", "digest"], console)
-    assert isinstance(console.file, StringIO)
-    lines = console.file.getvalue().splitlines()
+    lines = drawn(print_table, ROWS, ["name", "lists", "digest"], width=width).splitlines()
     for cell in (
         "a-bundle-with-a-long-name:12",
         "depth_mean, stated_length, passage",
@@ -256,26 +249,19 @@ def test_a_pipe_gets_a_line_for_each_bundle_however_narrow() -> None:
 
 def test_what_a_service_withholds_is_said_to_be_unknown() -> None:
     seen = (
-        QuestionResult("Capital of France?", "It is Paris.", ("Paris",), 0.1, False, "right"),
+        FRANCE,
         QuestionResult("Capital of Palau?", None, ("Ngerulmud",), 0.7, True, None),
-        QuestionResult(
-            "Capital of Chad?", "It is", ("N'Djamena",), 0.9, True, None
-        ),  # ended under way
+        # Ended under way.
+        QuestionResult("Capital of Chad?", "It is", ("N'Djamena",), 0.9, True, None),
     )
-    console = Console(file=StringIO(), width=200)
-    draw_sorted(TryReport("probe:1", "model", 0.5, seen, ()), console)
-    assert isinstance(console.file, StringIO)
-    text = console.file.getvalue()
-    assert "(withheld)" in text.splitlines()[3]
-    assert "Ngerulmud" in text.splitlines()[3]
-    assert (
-        "withholds 2 of the answers: whether they would be right is not known."
-        in text.splitlines()[-1]
-    )
+    lines = drawn(draw_sorted, tried(*seen), width=200).splitlines()
+    assert "(withheld)" in lines[3]
+    assert "Ngerulmud" in lines[3]
+    assert "withholds 2 of the answers: whether they would be right is not known." in lines[-1]
 
 
 @pytest.mark.parametrize(
-    ("verdicts", "said"),
+    ("verdicts", "message"),
     [
         (
             [None, None],
@@ -294,22 +280,13 @@ def test_what_a_service_withholds_is_said_to_be_unknown() -> None:
         ),
     ],
 )
-def test_what_is_none_is_told_in_words(verdicts: list[Any], said: str) -> None:
-    seen = tuple(
-        QuestionResult(
-            "Capital?",
-            None if verdict is None else "It is",
-            ("Oslo",),
-            0.1 * number,
-            False,
-            verdict,
-        )
-        for number, verdict in enumerate(verdicts)
-    )
-    console = Console(file=StringIO(), width=200)
-    draw_sorted(TryReport("probe:1", "model", 0.5, seen, ()), console)
-    assert isinstance(console.file, StringIO)
-    assert said in console.file.getvalue().splitlines()[-1]
+def test_what_is_none_is_told_in_words(verdicts: list[Any], message: str) -> None:
+    texts = [None if verdict is None else "It is" for verdict in verdicts]
+    seen = [
+        QuestionResult("Capital?", text, ("Oslo",), 0.1 * number, False, verdict)
+        for number, (text, verdict) in enumerate(zip(texts, verdicts, strict=True))
+    ]
+    assert message in drawn(draw_sorted, tried(*seen), width=200).splitlines()[-1]
 
 
 def test_errors_name_the_cause(tmp_path: Path) -> None:
@@ -357,11 +334,9 @@ def test_a_prompt_that_asks_for_no_fact_is_told(
     script = ScriptedEngine()
     bundle = contextual_bundle(script, tmp_path, applies_from=applies_from)
     [report] = Scorer(Scheduled(script), bundle).score([[256, 65]], standings=[SMALL_TALK])
-    console = Console(file=StringIO(), width=100)
-    draw_report(bundle, report, console)
-    assert isinstance(console.file, StringIO)
+    text = drawn(draw_report, bundle, report)
     said = f"asks for no fact (P(asks) {report.context.asks or 0.0:.2f}): the risk does not apply"
-    assert (said in console.file.getvalue()) is (applies is False)
+    assert (said in text) is (applies is False)
     assert risk_of("A", JudgedPrompt(0, report)).applies is applies
 
 
@@ -370,13 +345,9 @@ def test_a_prompt_that_asks_for_no_fact_is_told(
 
 def shown(width: int) -> str:
     bundle = Store(SHIPPED).load("smollm2")
-    out = StringIO()
-    print_card(
-        bundle.card(),
-        bundle.path,
-        Console(file=out, width=width, force_terminal=True, highlight=False),
-    )
-    return re.sub(r"\x1b(\[[\d;]*m|]8;[^\\]*\x1b\\\\)", "", out.getvalue())
+    options: dict[str, Any] = {"width": width, "force_terminal": True, "highlight": False}
+    text = drawn(print_card, bundle.card(), bundle.path, **options)
+    return re.sub(r"\x1b(\[[\d;]*m|]8;[^\\]*\x1b\\\\)", "", text)
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -408,14 +379,10 @@ def test_a_pipe_gets_the_file_and_a_terminal_the_layout() -> None:
 
 
 def test_a_strangers_card_moves_no_cursor() -> None:
-    out = StringIO()
-    print_card(
-        "# A\x1b[2J\n\n| a |\n| --- |\n| b\x9b2J\x07 |\n",
-        Path("x"),
-        Console(file=out, width=80, no_color=True),
-    )
-    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", out.getvalue())
-    assert "A[2J" in out.getvalue()
+    card = "# A\x1b[2J\n\n| a |\n| --- |\n| b\x9b2J\x07 |\n"
+    text = drawn(print_card, card, Path("x"), width=80, no_color=True)
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", text)
+    assert "A[2J" in text
 
 
 @pytest.mark.parametrize(

@@ -46,13 +46,13 @@ def keys_file(tmp_path: Path, text: str, mode: int = 0o600) -> Path:
 
 def test_a_line_is_a_key_its_name_and_its_rights(tmp_path: Path) -> None:
     text = f"# for the apps\n{ONE}\n\n {TWO}  name=search may=policy,threshold \n"
-    found = load_keys(("3" * 16,), keys_file(tmp_path, text))
-    assert [(key.secret, key.name, key.may) for key in found] == [
+    result = load_keys(("3" * 16,), keys_file(tmp_path, text))
+    assert [(key.secret, key.name, key.may) for key in result] == [
         ("3" * 16, "key-1", frozenset()),
         (ONE, "key-2", frozenset()),
         (TWO, "search", {"policy", "threshold"}),
     ]
-    assert ONE not in repr(found)
+    assert ONE not in repr(result)
 
 
 [PUBLISHED] = re.findall(
@@ -61,7 +61,7 @@ def test_a_line_is_a_key_its_name_and_its_rights(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("# nothing\n", "holds no key"),
         ("short\n", "line 1 of"),
@@ -92,11 +92,11 @@ def test_a_line_is_a_key_its_name_and_its_rights(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_wrong_with_a_key_is_said_and_opens_nothing(
-    tmp_path: Path, text: str, said: str
+    tmp_path: Path, text: str, message: str
 ) -> None:
     with pytest.raises(HalluTracerError) as refused:
         load_keys((), keys_file(tmp_path, text))
-    assert said in str(refused.value)
+    assert message in str(refused.value)
     assert [secret for secret in (ONE, TWO, "app-one") if secret in str(refused.value)] == []
 
 
@@ -114,7 +114,7 @@ def test_the_files_mode_is_looked_at_and_no_drawn_key_is_a_placeholder(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--audit-log", "no/folder/audit.jsonl"], "cannot write the audit log"),
         (["--keys", "none.toml"], "cannot read the keys file"),
@@ -130,13 +130,13 @@ def test_the_files_mode_is_looked_at_and_no_drawn_key_is_a_placeholder(
     ],
 )
 def test_a_service_does_not_start_without_what_it_was_told_to_keep(
-    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         "service.cli.serve.load_engine", lambda *_, **__: pytest.fail("a model was loaded")
     )
     done = hallutracer("serve", "--port", "0", *arguments)
-    assert (done.returncode in (1, 2), said in done.stderr, "geheim" in done.stderr) == (
+    assert (done.returncode in (1, 2), message in done.stderr, "geheim" in done.stderr) == (
         True,
         True,
         False,
@@ -173,9 +173,9 @@ def test_a_service_with_next_to_no_connections_does_not_start_and_doctor_says_so
     options = ("--port", "0", "--max-connections", "1000", "--store", str(tmp_path))
     for word in ("may open 143 files", "at least 144", "ulimit -n 1128"):
         one_line_says(("serve", *options), 1, word)
-    found = hallutracer("doctor", *options, "--json")
-    [files] = [check for check in json.loads(found.stdout)["checks"] if check["check"] == "files"]
-    assert (found.returncode, files["status"]) == (1, "fail")
+    result = hallutracer("doctor", *options, "--json")
+    [files] = [check for check in json.loads(result.stdout)["checks"] if check["check"] == "files"]
+    assert (result.returncode, files["status"]) == (1, "fail")
     assert [
         word
         for word in ("143 open files", "at least 144", "ulimit -n 1128")

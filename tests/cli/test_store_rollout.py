@@ -336,8 +336,8 @@ def test_a_stamp_moves_with_the_alias_the_signature_and_the_bytes(
 
 
 def test_a_stamp_fetches_nothing_and_is_none_without_an_answer(remote: Remote) -> None:
-    found = stamps(remote.reader, NAMES)
-    assert found[DEFAULT] is not None
+    result = stamps(remote.reader, NAMES)
+    assert result[DEFAULT] is not None
     assert not list(remote.reader.root.rglob("probes.safetensors"))
     remote.down(StoreUnreachable, "")
     assert stamps(remote.reader, NAMES) == dict.fromkeys(NAMES)

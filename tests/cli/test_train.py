@@ -95,7 +95,7 @@ def test_a_dry_run_of_a_guarantee_prints_the_rows_that_want_a_label(
 
 
 @pytest.mark.parametrize(
-    ("verb", "more", "said"),
+    ("verb", "more", "message"),
     [
         ("guarantee", ["--judge", "openai"], "--judge-url"),
         ("recalibrate", ["--threshold-rule", "youden"], "keep"),
@@ -105,10 +105,10 @@ def test_a_dry_run_of_a_guarantee_prints_the_rows_that_want_a_label(
     ],
 )
 def test_what_is_refused(
-    tmp_path: Path, files: dict[str, str], capsys: Capture, verb: str, more: list[str], said: str
+    tmp_path: Path, files: dict[str, str], capsys: Capture, verb: str, more: list[str], message: str
 ) -> None:
     assert run(*command(verb, files, tmp_path, *more)) in (1, 2)
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert verb == "guarantee" or not any(tmp_path.iterdir())
 
 
@@ -152,9 +152,11 @@ def test_the_demo_models_own_rows_at_another_share(
     said = capsys.readouterr()
     assert (said.out, "nothing was published" in said.err) == ("", True)
     [labels] = (tmp_path / "run").rglob("labels-*.jsonl")
-    found = {one["id"]: one["verdict"] for one in map(json.loads, labels.read_text().splitlines())}
-    wrong = [row | {"label": 0} for row in rows if found[str(row["id"])] == "hallucinated"]
-    right = [row | {"label": 1} for row in rows if found[str(row["id"])] == "factual"]
+    results = {
+        one["id"]: one["verdict"] for one in map(json.loads, labels.read_text().splitlines())
+    }
+    wrong = [row | {"label": 0} for row in rows if results[str(row["id"])] == "hallucinated"]
+    right = [row | {"label": 1} for row in rows if results[str(row["id"])] == "factual"]
     shifted = files | {
         "dev": str(write_rows(tmp_path / "shifted.jsonl", wrong + right[: len(wrong) // 5]))
     }
@@ -209,12 +211,12 @@ def test_what_was_drawn_is_listed_until_it_has_a_label(tmp_path: Path, capsys: C
             return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
         until(lambda: len(listed()) == len(given))
-        found = listed()
-        assert [one["given"]["prompt"] for one in found] == [
+        result = listed()
+        assert [one["given"]["prompt"] for one in result] == [
             body["prompt"][index] for index in given
         ]
-        said = {"id": found[0]["id"], "index": found[0]["index"], "label": "factual"}
+        said = {"id": result[0]["id"], "index": result[0]["index"], "label": "factual"}
         assert (
             httpx.post(f"{service.url}/v1/feedback", json=said, timeout=60).json()["drawn"] is True
         )
-        assert listed() == found[1:]
+        assert listed() == result[1:]

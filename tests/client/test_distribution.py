@@ -36,12 +36,12 @@ def test_it_requires_two_libraries_and_the_server_not_it() -> None:
 
 def pythons() -> list[str]:
     """This Python, and 3.10 where there is one."""
-    found = [sys.executable]
+    results = [sys.executable]
     for path in os.environ["PATH"].split(os.pathsep):
         other = shutil.which("python3.10", path=path)
         if other and subprocess.run([other, "--version"], capture_output=True).returncode == 0:
-            return [*found, other]
-    return found
+            return [*results, other]
+    return results
 
 
 def clean() -> dict[str, str]:

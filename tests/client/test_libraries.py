@@ -98,8 +98,8 @@ def found(urls: dict[str, str]) -> dict[str, Any]:
     status."""
     done = in_their_environment(RUN, QUICKSTARTS, FRAMEWORKS, *urls.values())
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    return {name: found[url] for name, url in urls.items()} | {"tests": found["tests"]}
+    result = json.loads(done.stdout)
+    return {name: result[url] for name, url in urls.items()} | {"tests": result["tests"]}
 
 
 @pytest.mark.parametrize("service", ["plain", "page"])

@@ -108,7 +108,7 @@ def test_over_stdio_it_has_one_tool_and_logs_no_question(
         with (tmp_path / "log").open("w") as log:
             async with Client(stdio_client(process, errlog=log)) as client:
                 arguments = ({"question": ASKED}, {"question": ASKED * LONGEST})
-                first, refused = [await client.call_tool(TOOL, one) for one in arguments]
+                first, refused = [await client.call_tool(TOOL, argument) for argument in arguments]
                 return (await client.list_tools()).tools, first, refused
 
     (tool,), found, refused = asyncio.run(asked())
@@ -126,7 +126,8 @@ def test_over_stdio_it_has_one_tool_and_logs_no_question(
         "open_world_hint": False,
     }
     assert tool.input_schema["required"] == ["question"]
-    assert set(tool.output_schema["properties"]) >= set(found.structured_content or {})  # type: ignore[index]
+    assert tool.output_schema is not None
+    assert set(tool.output_schema["properties"]) >= set(found.structured_content or {})
 
 
 def test_over_http_this_machine_alone_is_served(service: ServeProcess, tmp_path: Path) -> None:
@@ -188,10 +189,10 @@ def test_a_port_takes_a_token_or_the_word_that_it_is_open(
         with pytest.raises(SystemExit) as caught:
             main(["--port", "8766"])
         assert caught.value.code == 2
-        said = capsys.readouterr().err
-        assert TOKEN in said
-        assert "token_urlsafe" in said
-        assert KEY not in said
+        printed = capsys.readouterr().err
+        assert TOKEN in printed
+        assert "token_urlsafe" in printed
+        assert KEY not in printed
     assert not started
     monkeypatch.setenv(TOKEN, SECRET)
     main(["--port", "8766"])
@@ -212,14 +213,14 @@ def test_a_key_comes_from_the_environment(tmp_path: Path) -> None:
     with running(tmp_path, api_keys=(KEY,)) as service:
         for given, wrong in (("", True), ("another-key-of-it", True), (KEY, False)):
             own = {"PYTHONPATH": PATHS, "HALLUTRACER_API_KEY": given}
-            found = ask(
+            answer = ask(
                 StdioServerParameters(
                     command=sys.executable, args=[*COMMAND, "--url", service.url], env=own
                 )
             )
-            assert found.is_error is wrong
-            assert ("401" in text(found) and "as HALLUTRACER_API_KEY" in text(found)) is wrong
-            assert not given or given not in text(found)
+            assert answer.is_error is wrong
+            assert ("401" in text(answer) and "as HALLUTRACER_API_KEY" in text(answer)) is wrong
+            assert not given or given not in text(answer)
 
 
 def broken(request: httpx.Request) -> httpx.Response:
@@ -248,11 +249,11 @@ def broken(request: httpx.Request) -> httpx.Response:
 def test_without_a_risk_the_error_has_cause_and_cure(
     handler: Callable[[httpx.Request], httpx.Response], words: list[str]
 ) -> None:
-    found = ask(scripted(handler))
-    assert (found.is_error, found.structured_content) == (True, None)
-    assert "no risk is known" in text(found)
-    assert all(word in text(found) for word in words), text(found)
-    assert "Solomon" not in text(found)
+    answer = ask(scripted(handler))
+    assert (answer.is_error, answer.structured_content) == (True, None)
+    assert "no risk is known" in text(answer)
+    assert all(word in text(answer) for word in words), text(answer)
+    assert "Solomon" not in text(answer)
 
 
 @pytest.mark.parametrize(

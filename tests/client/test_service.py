@@ -11,11 +11,11 @@ import pytest
 import hallutracer_client as hc
 from hallutracer_client.stream import BaseAnswer
 from tests.client.conftest import BlockingClient, MakeClient
-from tests.running import Running, running, until
+from tests.running import Running, running, service_of_module, until
 
 KEY = "test-key"
 ANSWER = "It is so."
-OPEN, SHUT = 1.0, 0.0  # thresholds that let everything or nothing through
+OPEN = 1.0  # a threshold that lets everything through
 SETTINGS: dict[str, Any] = {
     "api_keys": (KEY,),
     "max_prompts": 4,
@@ -25,10 +25,7 @@ SETTINGS: dict[str, Any] = {
 LONG = "Ωmega, then a rather long answer: " * 40  # two-byte characters, one byte a token
 
 
-@pytest.fixture(scope="module")
-def module_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with running(tmp_path_factory.mktemp("bundles"), **SETTINGS) as service:
-        yield service
+module_service = service_of_module(**SETTINGS)
 
 
 @pytest.fixture

@@ -26,14 +26,17 @@ STREAM = (
 EVENTS = [b"YHOO\n+2\n10", b"\n\xe2\x80\xa8 x"]
 
 
+def cut_at(data: bytes, places: tuple[int, ...]) -> list[bytes]:
+    return [data[start:end] for start, end in pairwise((0, *places, len(data)))]
+
+
 @pytest.mark.parametrize("newline", [b"\n", b"\r\n", b"\r"])
 def test_any_cut_gives_the_same_events(newline: bytes) -> None:
     sent = STREAM.replace(b"\n", newline)
     cuts = [c for n in (0, 1, 2) for c in combinations(range(1, len(sent), 1 if n < 2 else 3), n)]
-    parted = [[sent[i:j] for i, j in pairwise((0, *cut, len(sent)))] for cut in cuts]
-    parted.append(
-        [piece for byte in sent for piece in (bytes([byte]), b"")]
-    )  # byte by byte, empty ones between
+    parted = [cut_at(sent, cut) for cut in cuts]
+    # Byte by byte, empty ones between.
+    parted.append([piece for byte in sent for piece in (bytes([byte]), b"")])
     for pieces in parted:
         reader = EventReader()
         assert [data for piece in pieces for data in reader.feed(piece)] == EVENTS, pieces

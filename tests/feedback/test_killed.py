@@ -108,17 +108,17 @@ def test_nothing_that_was_acknowledged_is_lost(with_postgres: bool) -> None:
             service.process.wait(60)
         if crash is not None:
             crash.start()
-        found = [
+        results = [
             (f"risk-{name}", index, label) for name, index, label in rows(location(where), STORED)
         ]
-        assert len(set(found)) == len(found), "a label is there twice"
-        assert told.keys() <= set(found), "what was acknowledged is lost"
+        assert len(set(results)) == len(results), "a label is there twice"
+        assert told.keys() <= set(results), "what was acknowledged is lost"
         assert (
-            posts // 2 <= len(told) <= len(found)
+            posts // 2 <= len(told) <= len(results)
         )  # those that were not acknowledged in time may be there
         rest = [one for one in said if one not in told]
         with ServeProcess(*arguments, HALLUTRACER_THREADS="1") as service:
             again = asyncio.run(post_all(service.url, rest, clients))
         assert len(again) == len(rest)  # it goes on where it was
-        assert list(again.values()).count("repeated") == len(found) - len(told)
+        assert list(again.values()).count("repeated") == len(results) - len(told)
         assert len(rows(location(where), STORED)) == posts

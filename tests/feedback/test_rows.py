@@ -56,7 +56,10 @@ def told(
 
 
 def verdicts(database: Database) -> list[tuple[int | None, bool, bool]]:
-    return [(one.label, one.conflict, one.unclear) for one in read_answers(database, PROBES)]
+    return [
+        (read_answer.label, read_answer.conflict, read_answer.unclear)
+        for read_answer in read_answers(database, PROBES)
+    ]
 
 
 def test_a_label_is_stored_beside_what_was_answered(database: Database, where: Location) -> None:

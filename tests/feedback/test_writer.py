@@ -97,15 +97,15 @@ def test_a_kill_loses_nothing_that_was_acknowledged(file: Location) -> None:
     with suppress(EOFError, OSError):
         while True:
             said.append(heard.recv())
-    found = [
+    results = [
         name
         for (name,) in rows(
             file,
             "SELECT request_id FROM hallutracer_answers JOIN hallutracer_labels ON answer = uid",
         )
     ]
-    assert set(said) <= set(found)
-    assert len(set(found)) == len(found) <= len(said) + 1
+    assert set(said) <= set(results)
+    assert len(set(results)) == len(results) <= len(said) + 1
     with writing(file) as (made, _):  # it goes on where it was
         again = made.label(given("r0")).result(20)
         assert again is not None
@@ -254,11 +254,10 @@ class Clock:
         with writing(self.where, days=30) as (made, counted):
             for number in range(1 + round(2 * hours)):
                 self.passed += HOUR / 2 * (number > 0)
-                for again in range(
-                    2
-                ):  # when the second is stored, what was to be deleted after the first is
+                # When the second is stored, what was to be deleted after the first is.
+                for stored in (2 * number + 1, 2 * number + 2):
                     made.record([answer("asked", time=self.time())])
-                    until(lambda stored=2 * number + again + 1: counted == {"stored": stored})  # type: ignore[misc]
+                    until(lambda stored=stored: counted == {"stored": stored})  # type: ignore[misc]
         return [name for (name,) in rows(self.where, STORED) if name != "asked"]
 
 

@@ -104,18 +104,15 @@ def test_a_file_adds_to_the_built_in_policies(tmp_path: Path) -> None:
         '[all]\naction = "block"\nwithhold_outside = false\nwithhold_no_fact = true\n'
         '[again]\naction = "annotate"\nrecheck = true\n'
         '[seen]\naction = "observe"\nwithhold_no_fact = false\n'
+        '[stops]\naction = "annotate"\nstop_at = 0.8\n'
+        '[whole]\naction = "block"\npassage_truth = 1\n'
+        '[share]\naction = "block"\npassage_truth = 0.01\n'
     )
     policies = read_policies(path, "No.").named
-    assert set(policies) == {
-        "observe",
-        "gate",
-        "block",
-        "strict",
-        "careful",
-        "all",
-        "again",
-        "seen",
-    }
+    added = {"strict", "careful", "all", "again", "seen", "stops", "whole", "share"}
+    assert set(policies) == {"observe", "gate", "block"} | added
+    assert policies["stops"].stop_at == 0.8
+    assert [policies[name].passage_truth for name in ("whole", "share")] == [1.0, 0.01]
     assert policies["gate"] == Policy("gate", Action.ABSTAIN, 0, "No.")
     assert policies["strict"] == Policy("strict", Action.BLOCK, 0.2, None)
     assert policies["careful"] == Policy("careful", Action.BLOCK, None, None, withhold_outside=True)
@@ -138,7 +135,7 @@ FALLBACK = '[a]\naction = "fallback"\nupstream = "http://b/v1"\nupstream_model =
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("a", "is not TOML"),
         ("x = 1", "'x' is outside a table"),
@@ -154,6 +151,16 @@ FALLBACK = '[a]\naction = "fallback"\nupstream = "http://b/v1"\nupstream_model =
         ('[a]\naction = "annotate"\nwithhold_no_fact = true', "false with action 'annotate'"),
         ('[a]\naction = "block"\nrecheck = 1', "recheck: "),
         ('[a]\naction = "observe"\nrecheck = true', "recheck needs another action than 'observe'"),
+        ('[a]\naction = "abstain"\nstop_at = 0', "greater than 0"),
+        ('[a]\naction = "abstain"\nstop_at = 1.1', "less than or equal"),
+        ('[a]\naction = "abstain"\nstop_at = "high"', "number"),
+        ('[a]\naction = "observe"\nstop_at = 0.5', "another action"),
+        ('[a]\naction = "abstain"\nstop_at = 0.5\nrecheck = true', "remove one of them"),
+        ('[a]\naction = "abstain"\nstopat = 0.5', "stopat"),
+        *(
+            (f'[a]\naction = "block"\npassage_truth = {share}', "passage_truth")
+            for share in ("0", "0.0", "-0.1", "1.01", "nan", "inf", "true", '"0.5"')
+        ),
         ('[a]\naction = "block"\nthreshold = 2', "threshold: "),
         ('[a]\naction = "block"\nthreshold = nan', "threshold: "),
         ('[a]\naction = "block"\nthreshold = true', "threshold: "),
@@ -187,13 +194,13 @@ FALLBACK = '[a]\naction = "fallback"\nupstream = "http://b/v1"\nupstream_model =
         ('[rule]\naction = "gate"', "written [[rule]]"),
     ],
 )
-def test_faults_of_the_file_name_their_place(tmp_path: Path, text: str, said: str) -> None:
+def test_faults_of_the_file_name_their_place(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "policies.toml"
     path.write_text(text)
     with pytest.raises(HalluTracerError) as error:
         read_policies(path)
     assert str(path) in str(error.value)
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
@@ -209,13 +216,13 @@ def test_upstreams_and_rules_are_read(tmp_path: Path, monkeypatch: pytest.Monkey
         ' "annotate"\n[[rule]]\npolicy = "a"\nroute = "/score"\nkey = "rag"\n[[rule]]\npolicy ='
         ' "warn"\nmodel = "m"\n'
     )
-    found = read_policies(path)
-    upstream = found.named["a"].upstream
+    result = read_policies(path)
+    upstream = result.named["a"].upstream
     assert upstream == Upstream("http://b/v1", "m", "BIG_KEY", 60.0)
     assert upstream.headers() == {"authorization": "Bearer secret"}
-    assert "Fetch a passage" in str(found.named["ask"].message)
-    assert "{risk}" in str(found.named["warn"].message)
-    first, second = found.rules
+    assert "Fetch a passage" in str(result.named["ask"].message)
+    assert "{risk}" in str(result.named["warn"].message)
+    first, second = result.rules
     assert first.fits("/v1/risk/score", "any", "rag")
     assert first.fits("/score", "any", "rag")
     assert not first.fits("/score", "any", "other")

@@ -155,6 +155,10 @@ async def bench(
         yield made
 
 
+# What is decided before an engine hears of it needs one kind of engine only.
+ON_ONE = pytest.mark.parametrize("bench", KINDS[:1], indirect=True)
+
+
 async def test_every_prompt_gets_its_own_risk_by_its_own_bundle(bench: Bench) -> None:
     held = await bench.hold()
     handles = [bench.request(f"{n} one", f"{n} two", scorer=n % 2) for n in range(12)]
@@ -173,8 +177,8 @@ async def test_every_prompt_gets_its_own_risk_by_its_own_bundle(bench: Bench) ->
 async def test_answers_have_risk_text_and_times(bench: Bench) -> None:
     handle = bench.request("a", "b", **ANSWER)
     reports = await handle.answers()
-    assert [one.completion.text for one in reports if one.completion] == ["It is so."] * 2
-    assert [one.risk for one in reports] == [bench.report(text).risk for text in "ab"]
+    assert [report.completion.text for report in reports if report.completion] == ["It is so."] * 2
+    assert [report.risk for report in reports] == [bench.report(text).risk for text in "ab"]
     for job in handle.jobs:
         assert job.tokens == len("It is so.")
         assert job.decode_s is not None
@@ -182,8 +186,7 @@ async def test_answers_have_risk_text_and_times(bench: Bench) -> None:
         assert min(job.timings.queue, job.timings.probe, job.decode_s) >= 0
 
 
-@pytest.mark.parametrize("policy", [GATE, BLOCK])
-@pytest.mark.parametrize("honoured", [True, False])
+@pytest.mark.parametrize(("policy", "honoured"), [(GATE, True), (GATE, False), (BLOCK, False)])
 async def test_a_gated_prompt_gives_no_token(
     bench: Bench, policy: Policy, honoured: bool, monkeypatch: Patch
 ) -> None:
@@ -228,6 +231,7 @@ async def test_cancelling_frees_the_engine_at_once(bench: Bench) -> None:
     assert bench.script.counters.decode_steps < 300
 
 
+@ON_ONE
 @opened(max_queue=2)
 async def test_a_request_that_ends_before_it_starts_gives_its_places_back(bench: Bench) -> None:
     prefills = bench.script.counters.prefills
@@ -286,6 +290,7 @@ async def test_a_deadline_that_passes_in_the_queue_costs_no_forward(bench: Bench
     assert bench.script.counters.prefills == prefills + 2
 
 
+@ON_ONE
 @opened(max_queue=4)
 async def test_a_full_queue_refuses_and_takes_all_or_none(bench: Bench) -> None:
     held = await bench.hold()
@@ -306,6 +311,7 @@ async def test_a_full_queue_refuses_and_takes_all_or_none(bench: Bench) -> None:
     bench.admit(4, 5).cancel()
 
 
+@ON_ONE
 @opened(max_queue=1024, max_batch_tokens=64)
 async def test_whoever_sends_much_does_not_delay_another(bench: Bench, monkeypatch: Patch) -> None:
     """A newcomer's prompt begins the next batch but one at the latest, although 200 of another
@@ -321,7 +327,8 @@ async def test_whoever_sends_much_does_not_delay_another(bench: Bench, monkeypat
 
     held = await bench.hold()
     monkeypatch.setattr(bench.script, "score", recording)
-    busy = [bench.request(*(f"{n} {m}" for m in range(10)), caller="busy") for n in range(20)]
+    texts = [f"prompt {number}" for number in range(200)]
+    busy = [bench.request(*texts[n : n + 10], caller="busy") for n in range(0, 200, 10)]
     other = bench.request("mine", caller="other")
     await until(lambda: len(bench.engine._queue.waiting) == 201)
     bench.holding.release.set()
@@ -331,6 +338,7 @@ async def test_whoever_sends_much_does_not_delay_another(bench: Bench, monkeypat
     assert len(batches) > 10
 
 
+@ON_ONE
 @opened(max_queue=16)
 async def test_the_last_places_are_for_others(bench: Bench) -> None:
     await bench.hold()
@@ -368,6 +376,7 @@ async def test_an_engine_that_stands_still_is_stalled_until_it_goes_on(bench: Be
         assert not await stalled()
 
 
+@ON_ONE
 @opened(stall_s=20, watch_s=0.001)
 async def test_an_engine_that_waits_for_a_cpu_is_slow_and_does_not_stand_still(
     bench: Bench, monkeypatch: Patch
@@ -386,6 +395,7 @@ async def test_an_engine_that_waits_for_a_cpu_is_slow_and_does_not_stand_still(
     await until(lambda: bench.dispatcher.stalled)
 
 
+@ON_ONE
 @opened(max_kv_tokens=700)
 async def test_scores_are_not_refused_for_answers_that_wait_for_the_cache(bench: Bench) -> None:
     bench.script.answer = "x" * 300
@@ -400,6 +410,7 @@ async def test_scores_are_not_refused_for_answers_that_wait_for_the_cache(bench:
         await bench.request(f"score {n}", seconds=0.5).answers()
 
 
+@ON_ONE
 @opened(max_queue=1000, max_batch_tokens=100)
 async def test_what_cannot_be_answered_in_time_is_refused_at_once(bench: Bench) -> None:
     bench.script.sleep_s = 0.01
@@ -422,6 +433,7 @@ async def test_what_cannot_be_answered_in_time_is_refused_at_once(bench: Bench) 
     bench.admit(1, 0.1).cancel()
 
 
+@ON_ONE
 async def test_a_single_client_gives_no_measurement_of_speed(bench: Bench) -> None:
     bench.script.sleep_s = 0.03
     for n in range(12):
@@ -434,6 +446,7 @@ def kept_busy(handles: list[RequestHandle]) -> Callable[[], bool]:
     return lambda: all(handle.scored.is_set() for handle in handles)
 
 
+@ON_ONE
 @opened(max_queue=1000, max_batch_tokens=100)
 async def test_neither_answers_nor_an_empty_queue_make_scores_look_slow(
     bench: Bench, monkeypatch: Patch
@@ -480,6 +493,7 @@ async def test_neither_answers_nor_an_empty_queue_make_scores_look_slow(
     assert scores.value == pytest.approx(100)
 
 
+@ON_ONE
 @pytest.mark.parametrize("overtake", [True, False])
 async def test_scores_wait_behind_answers_where_they_do_not_overtake(
     bench: Bench, monkeypatch: Patch, overtake: bool
@@ -662,7 +676,7 @@ async def test_random_clients_leave_nothing_behind(bench: Bench) -> None:
         await asyncio.sleep(luck.random() * 0.2)
         sampling = luck.choice([None, Sampling(max_tokens=luck.randint(1, 40))])
         policy = luck.choice([GATE, BLOCK.at(0.0), OBSERVE])
-        texts = [f"{n} {place}" for place in range(luck.randint(1, 3))]
+        texts = [f"{n} {index}" for index in range(luck.randint(1, 3))]
         options: dict[str, Any] = {
             "scorer": n % 2,
             "policy": policy,
@@ -731,6 +745,7 @@ async def test_a_deadline_that_passes_between_two_passes_ends_the_prompt(bench: 
     assert bench.engine._queue.reading == []
 
 
+@ON_ONE
 @opened(max_batch_tokens=8)
 async def test_a_prompt_that_cannot_be_read_in_its_time_is_refused_at_once(
     bench: Bench, monkeypatch: Patch

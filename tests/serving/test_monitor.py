@@ -73,13 +73,13 @@ def reports(
     high = round(top * count)
     risks = [1.0] * high + np.linspace(0, 1, count - high, endpoint=False).tolist()
     are_outside = [SimpleNamespace(outside=n < round(outside * count)) for n in range(count)]
-    found = [
+    results = [
         SimpleNamespace(bundle_risk=risk, context=UNKNOWN, uncertain=uncertain)
         for risk, uncertain in zip(risks, are_outside, strict=True)
     ]
     order = np.arange(count) if alike else np.random.default_rng(0).permutation(count)
     names = named or [next(NUMBERS) for _ in range(count)]
-    return [found[place] for place in order], [str(name).encode() for name in names]
+    return [results[place] for place in order], [str(name).encode() for name in names]
 
 
 def test_a_full_window_is_compared_now_and_then(told: list[Monitor]) -> None:
@@ -208,9 +208,8 @@ def promised(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
         draft.probes, **{name: one.astype("f4") for name, one in reference.items()}
     )
     scorer = Scorer(Scheduled(engine), write_bundle(draft, folder / "first"))
-    risks = [
-        report.risk for report in scorer.score([scorer.render(prompt) for prompt in PROMPTS[2000:]])
-    ]
+    ids = [scorer.render(prompt) for prompt in PROMPTS[2000:]]
+    risks = [report.risk for report in scorer.score(ids)]
     kept = {
         "risk": " ".join(map(str, risks)),
         "hallucinated": " ".join("1" if risk > 0.5 else "0" for risk in risks),
@@ -244,25 +243,25 @@ def voids(app: App) -> dict[str, float]:
 
 
 def ask(app: App, prompts: list[str]) -> dict[str, Any]:
-    answer = app.client.post("/score", json={"prompt": prompts})
-    assert answer.status_code == 200, answer.text
-    return dict(answer.json())
+    answer = app.ask(prompt=prompts)
+    return dict(answer)
 
 
 def shifted(app: App, away: float) -> None:
     """From now on the engine's readouts are moved along every probe."""
-    engine, (bundle,) = app.engine, app.bundles
+    engine: Any = app.engine
+    [bundle] = app.bundles
     own, geometry = type(engine).activations, engine.identity.geometry
     step = np.zeros((geometry.num_layers, geometry.num_heads, geometry.head_dim), np.float32)
     step[np.arange(geometry.num_layers), bundle.probes.head] = away * bundle.probes.direction
     flat = step.reshape(geometry.num_layers, -1)
-    engine.activations = lambda prompt, site: own(engine, prompt, site) + flat  # type: ignore[method-assign]
+    engine.activations = lambda prompt, site: own(engine, prompt, site) + flat
 
 
 def test_traffic_like_training_voids_nothing(app: App) -> None:
     for start in range(0, 600, 200):
-        found = ask(app, PROMPTS[start : start + 200])
-    assert found["guarantee"]["void"] == card(app)["void"] == []
+        answer = ask(app, PROMPTS[start : start + 200])
+    assert answer["guarantee"]["void"] == card(app)["void"] == []
     assert card(app)["drift"]["prompts"] == 200
     assert card(app)["drift"]["ks"] < app.state.catalogue.limits.ks
     assert voids(app) == {"drift": 0, "outside": 0, "labels": 0, "golden": 0}
@@ -282,11 +281,11 @@ def test_a_shift_either_way_is_told_everywhere_and_taken_back(
     ask(app, PROMPTS[199:200])
     shifted(app, away)
     ask(app, PROMPTS[200:400])
-    found = ask(app, PROMPTS[400:401])
-    (reason,) = found["guarantee"]["void"]
+    answer = ask(app, PROMPTS[400:401])
+    (reason,) = answer["guarantee"]["void"]
     assert reason.startswith("drift: the last 200 risks are unlike those of training")
     assert direction in reason
-    assert found["guarantee"]["holds"] is False
+    assert answer["guarantee"]["holds"] is False
     assert card(app)["void"] == [reason]
     assert voids(app)["drift"] == 1
     body = {
@@ -295,9 +294,7 @@ def test_a_shift_either_way_is_told_everywhere_and_taken_back(
         "max_tokens": 12,
         "temperature": 0,
     }
-    assert app.client.post("/v1/chat/completions", json=body).json()["hallutracer"]["guarantee"][
-        "void"
-    ] == [reason]
+    assert app.ask("/v1/chat/completions", **body)["hallutracer"]["guarantee"]["void"] == [reason]
     shifted(app, 0.0)
     ask(app, PROMPTS[600:800])
     ask(app, PROMPTS[800:850])
@@ -308,10 +305,10 @@ def test_a_shift_either_way_is_told_everywhere_and_taken_back(
 def test_prompts_outside_training_are_told(app: App, monkeypatch: Patch) -> None:
     monkeypatch.setattr(scoring, "uncertain", lambda *_, **__: Uncertain(2.0, None))
     ask(app, PROMPTS[:200])
-    found = ask(app, PROMPTS[200:201])
+    answer = ask(app, PROMPTS[200:201])
     assert any(
         reason.startswith("outside: 100.0% of the last 200 prompts")
-        for reason in found["guarantee"]["void"]
+        for reason in answer["guarantee"]["void"]
     )
     assert voids(app)["outside"] == 1
 
@@ -335,31 +332,30 @@ def labelled(tmp_path: Path, promised: Bundle) -> Labelled:
 
 def complain(app: App, prompts: Sequence[str], **said: Any) -> list[dict[str, Any]]:
     """Ask each, and call the answer wrong where there was one; what the labels came to."""
-    found = []
+    results = []
     for prompt in prompts:
-        answer = app.client.post("/score", json={"prompt": prompt, **said}).json()
-        label = app.client.post("/v1/feedback", json={"id": answer["id"], "label": "hallucinated"})
-        assert label.status_code == 200
+        answer = app.ask(prompt=prompt, **said)
+        label = app.ask("/v1/feedback", id=answer["id"], label="hallucinated")
         if answer["data"][0]["decision"] == "continue":
-            found.append(label.json())
-    return found
+            results.append(label)
+    return results
 
 
 def test_labels_that_break_the_guarantee_are_told_and_known_to_the_next_process(
     labelled: Labelled,
 ) -> None:
     with labelled(1.0) as app:
-        found = complain(app, PROMPTS[:60])
-        assert 10 < len(found) < 60, "withheld answers do not count"
-        assert all(one["drawn"] for one in found)
+        result = complain(app, PROMPTS[:60])
+        assert 10 < len(result) < 60, "withheld answers do not count"
+        assert all(one["drawn"] for one in result)
         assert card(app)["labels"] == {
-            "drawn": len(found),
-            "labelled": len(found),
-            "wrong": len(found),
+            "drawn": len(result),
+            "labelled": len(result),
+            "wrong": len(result),
         }
         (reason,) = ask(app, ["a"])["guarantee"]["void"]
         assert reason.startswith(
-            f"labels: {len(found)} of {len(found)} answers that were drawn at random are wrong"
+            f"labels: {len(result)} of {len(result)} answers that were drawn at random are wrong"
         )
         assert voids(app)["labels"] == 1
     with labelled(1.0) as app:
@@ -368,9 +364,9 @@ def test_labels_that_break_the_guarantee_are_told_and_known_to_the_next_process(
 
 def test_complaints_about_answers_that_were_not_drawn_void_nothing(labelled: Labelled) -> None:
     with labelled(0.0) as app:
-        found = complain(app, PROMPTS[:60])
-        assert not any(one["drawn"] for one in found)
-        assert all(one["counts"] for one in found), "a recalibration learns from them"
+        result = complain(app, PROMPTS[:60])
+        assert not any(one["drawn"] for one in result)
+        assert all(one["counts"] for one in result), "a recalibration learns from them"
         assert card(app)["void"] == []
         assert card(app).get("labels") is None or card(app)["labels"]["drawn"] == 0
 

@@ -133,7 +133,11 @@ async def test_no_request_is_lost_and_each_digest_matches_its_risk(
         clients = [asyncio.create_task(client_of(client, number)) for number in range(12)]
         for swap in range(1, 5):
             before, bundle = len(digests), bundles[swap % 2]
-            await state.lifecycle.reload(lambda engine: {bundle.reference: Scorer(engine, bundle)})  # noqa: B023
+
+            def load(engine: Engine, bundle: Bundle = bundle) -> dict[str, Scorer]:
+                return {bundle.reference: Scorer(engine, bundle)}
+
+            await state.lifecycle.reload(load)
             while len(digests) < before + 24:
                 await asyncio.sleep(0.005)
         done.set()
@@ -161,9 +165,9 @@ def test_what_was_sent_to_fetch_a_passage_is_remembered_for_its_caller_for_a_whi
     known = Retrievals()
     known.record("a", "1", 0.9, "d")
     for named in ("1", "risk-1", "chatcmpl-1", "cmpl-1"):
-        found = known.recall("a", named)
-        assert found.first is not None
-        assert (found.of, found.first.risk, found.first.digest) == (named, 0.9, "d")
+        result = known.recall("a", named)
+        assert result.first is not None
+        assert (result.of, result.first.risk, result.first.digest) == (named, 0.9, "d")
     assert known.recall("b", "risk-1").first is known.recall("a", "risk-risk-1").first is None
     few, short = Retrievals(most=2), Retrievals(seconds=0.0)
     for name in ("1", "2", "1", "3"):

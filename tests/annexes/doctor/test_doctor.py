@@ -355,10 +355,10 @@ def test_the_gravest_status_and_a_check_that_breaks() -> None:
         yield ok("a", "fine")
         raise ZeroDivisionError("division by zero")
 
-    found = list(run([("a", broken), ("b", lambda: [warn("b", "hm", "mend it")])]))
-    assert [finding.status for finding in found] == ["ok", "fail", "warn"]
-    assert "ZeroDivisionError" in found[1].found
-    assert (worst([]), worst(found[:1]), worst(found[2:]), worst(found)) == (
+    result = list(run([("a", broken), ("b", lambda: [warn("b", "hm", "mend it")])]))
+    assert [finding.status for finding in result] == ["ok", "fail", "warn"]
+    assert "ZeroDivisionError" in result[1].found
+    assert (worst([]), worst(result[:1]), worst(result[2:]), worst(result)) == (
         "ok",
         "ok",
         "warn",
@@ -380,10 +380,10 @@ def test_missing_and_unfit_packages(monkeypatch: pytest.MonkeyPatch) -> None:
             "never; sys_platform == 'x'",
         ],
     )
-    found = list(machine.check_packages())
-    assert [finding.status for finding in found] == ["ok", "fail", "fail"]
-    assert "wanted <0.1 -> pip install 'torch<0.1'" in found[1].line()
-    assert "pip install 'no-such-package>=2'" in found[2].cure
+    result = list(machine.check_packages())
+    assert [finding.status for finding in result] == ["ok", "fail", "fail"]
+    assert "wanted <0.1 -> pip install 'torch<0.1'" in result[1].line()
+    assert "pip install 'no-such-package>=2'" in result[2].cure
 
     monkeypatch.setattr(machine, "requires", Mock(side_effect=machine.PackageNotFoundError))
     assert "pip install --editable ." in lines(
@@ -465,7 +465,7 @@ def test_vllm_and_what_it_loads_by_name(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(machine, "version", lambda _: "2.13.0+cpu")
     monkeypatch.setattr(shutil, "which", lambda _: None)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=64 << 20))
-    found = lines(machine.check_engine("vllm", 2))
-    assert [word for word in ("libnuma1", "g++", "--shm-size") if word not in found] == []
+    result = lines(machine.check_engine("vllm", 2))
+    assert [word for word in ("libnuma1", "g++", "--shm-size") if word not in result] == []
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     assert "hallutracer[postgres]" in lines(machine.check_extras(True))

@@ -124,7 +124,8 @@ def test_a_stream_can_be_labelled_as_soon_as_its_id_is_known(
     monkeypatch.setattr(client.service.engine, "sleep_s", 0.02)
     if route == "chat":
         sdk = openai.OpenAI(base_url=f"{client.service.url}/v1", api_key="none", max_retries=0)
-        chunks = sdk.chat.completions.create(model="scripted", messages=ASKED, stream=True)  # type: ignore[call-overload]
+        body: Any = {"model": "scripted", "messages": ASKED, "stream": True}
+        chunks = sdk.chat.completions.create(**body)
         assert client.say(next(iter(chunks)).id).status_code == 200
         chunks.close()
         return
@@ -162,10 +163,10 @@ def test_a_label_of_an_answer_that_was_not_given_does_not_count(tmp_path: Path) 
     }
     with keeping(tmp_path, policies=policies) as client:
         for decision in decisions:
-            found = client.say(
+            answer = client.say(
                 client.ask(prompt="why", policy=decision)["id"], "hallucinated"
             ).json()
-            assert (found["counts"], f"the decision was {decision}" in found["reason"]) == (
+            assert (answer["counts"], f"the decision was {decision}" in answer["reason"]) == (
                 False,
                 True,
             )
@@ -187,8 +188,8 @@ def test_another_callers_answer_is_not_there_unless_the_operator_says_so(tmp_pat
         assert theirs.status_code == missing.status_code == 404
         assert theirs.json() == missing.json()  # nor does it tell that there is one
         assert ann.say(id).json()["counts"]
-        found = eve.say(id, "hallucinated").json()
-        assert (found["standing"], found["conflict"], found["reason"]) == (
+        answer = eve.say(id, "hallucinated").json()
+        assert (answer["standing"], answer["conflict"], answer["reason"]) == (
             "new",
             True,
             "another caller says otherwise",
@@ -223,7 +224,7 @@ def test_prompts_are_kept_only_where_the_operator_asks(tmp_path: Path, prompts: 
         ):
             client.ask(route, **body)
         until(lambda: client.service.metric("hallutracer_feedback_answers_total") == 6)
-        found = stored(
+        result = stored(
             tmp_path, "SELECT prompt, mark FROM hallutracer_answers ORDER BY time, place"
         )
     everything = b"".join(path.read_bytes() for path in tmp_path.glob("feedback.db*"))
@@ -236,8 +237,8 @@ def test_prompts_are_kept_only_where_the_operator_asks(tmp_path: Path, prompts: 
         {"text": SECRET},
         {"input_ids": list(SECRET.encode())},
     ]
-    assert [text and json.loads(text) for text, _ in found] == (kept if prompts else [None] * 6)
-    marks = [mark for _, mark in found]
+    assert [text and json.loads(text) for text, _ in result] == (kept if prompts else [None] * 6)
+    marks = [mark for _, mark in result]
     assert marks[1] == marks[2] == marks[3]  # one question, however it was put
     assert len(set(marks)) == 4
 

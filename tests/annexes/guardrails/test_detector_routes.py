@@ -3,7 +3,6 @@ tests/client/frameworks/guardrail.py."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,16 +14,13 @@ from service.policies.guard import GATE, Action
 from service.settings import MOST_PROMPTS
 from tests.api.test_openai_routes import POLICIES
 from tests.api.test_reply import CAREFUL, known
-from tests.running import App
+from tests.running import App, app_of_module
 
 ASKED = [{"role": "user", "content": "A"}]
 SENT = {CONTENTS_DETECTOR: {"contents": ["A"]}, MESSAGES_DETECTOR: {"messages": ASKED}}
 
 
-@pytest.fixture(scope="module")
-def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
-    with App(tmp_path_factory.mktemp("app"), policies=POLICIES).started() as app:
-        yield app
+app = app_of_module(policies=POLICIES)
 
 
 def detect(
@@ -32,16 +28,12 @@ def detect(
 ) -> Any:
     detector = {"detector-id": given.pop("detector")} if "detector" in given else {}
     body = (given or SENT[route]) | ({} if params is None else {"detector_params": params})
-    found = app.client.post(route, json=body, headers=detector)
-    assert found.status_code == status, found.text
-    return found.json()
+    return app.ask(route, status=status, headers=detector, **body)
 
 
 def test_a_withheld_text_is_one_detection_and_another_none(app: App) -> None:
     texts = ["A", "Bé\U0001f600"]
-    risks = [
-        row["risk"] for row in app.client.post("/score", json={"prompt": texts}).json()["data"]
-    ]
+    risks = [row["risk"] for row in app.ask(prompt=texts)["data"]]
     both = detect(app, CONTENTS_DETECTOR, {"threshold": 0.0}, contents=texts)
     for text, risk, (found,) in zip(texts, risks, both, strict=True):
         assert (found["start"], found["end"], found["text"], found["score"]) == (
@@ -59,7 +51,7 @@ def test_a_withheld_text_is_one_detection_and_another_none(app: App) -> None:
 
 def test_a_chat_is_judged_as_a_conversation(app: App) -> None:
     turns = [*ASKED, {"role": "assistant", "content": "B"}, {"role": "user", "content": "C"}]
-    risk = app.client.post("/score", json={"messages": turns}).json()["data"][0]["risk"]
+    risk = app.ask(messages=turns)["data"][0]["risk"]
     (found,) = detect(app, MESSAGES_DETECTOR, {"threshold": 0.0, "policy": "block"}, messages=turns)
     assert (found["detection"], found["score"]) == ("block", risk)
     assert detect(app, MESSAGES_DETECTOR, {"threshold": 1.0}, messages=turns) == []
@@ -69,8 +61,8 @@ def test_a_chat_is_judged_as_a_conversation(app: App) -> None:
 @pytest.mark.parametrize("route", DETECTOR_ROUTES)
 def test_what_a_call_may_choose(app: App, tmp_path: Path, route: str) -> None:
     def bundles(detector: str) -> Any:
-        found = detect(app, route, {"threshold": 0.0}, detector=detector, **SENT[route])
-        (one,) = found[0] if route == CONTENTS_DETECTOR else found
+        result = detect(app, route, {"threshold": 0.0}, detector=detector, **SENT[route])
+        (one,) = result[0] if route == CONTENTS_DETECTOR else result
         return one["metadata"]["bundle"]["name"]
 
     assert [bundles(name) for name in ("hallutracer", "one", "two")] == ["one", "one", "two"]

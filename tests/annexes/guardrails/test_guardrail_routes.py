@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,9 @@ import pytest
 from service.annexes.guardrails import CLASSIFY_ROUTE, LITELLM_ROUTE
 from tests.api.test_openai_routes import POLICIES
 from tests.kit.api import QUESTION
-from tests.running import App
+from tests.running import App, app_of_module
 
-
-@pytest.fixture(scope="module")
-def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
-    with App(tmp_path_factory.mktemp("app"), policies=POLICIES).started() as app:
-        yield app
+app = app_of_module(policies=POLICIES)
 
 
 def guard(app: App, chosen: dict[str, Any] | None = None, status: int = 200, **given: Any) -> Any:
@@ -27,13 +22,11 @@ def guard(app: App, chosen: dict[str, Any] | None = None, status: int = 200, **g
         "litellm_version": "1",
     }
     params = {} if chosen is None else {"additional_provider_specific_params": chosen}
-    answer = app.client.post(LITELLM_ROUTE, json=body | params | given)
-    assert answer.status_code == status, answer.text
-    return answer.json()
+    return app.ask(LITELLM_ROUTE, status=status, **(body | params | given))
 
 
 def test_a_guarded_call_is_judged_as_the_other_routes_judge_it(app: App) -> None:
-    risk = app.client.post("/score", json={"messages": QUESTION}).json()["data"][0]["risk"]
+    risk = app.ask(messages=QUESTION)["data"][0]["risk"]
     for threshold, action, reason, decision in (
         (1.0, "NONE", None, "continue"),
         (0.0, "BLOCKED", "I am not sure.", "abstain"),
@@ -47,9 +40,7 @@ def test_a_guarded_call_is_judged_as_the_other_routes_judge_it(app: App) -> None
         (row,) = answer["hallutracer"]["data"]
         assert (answer["action"], answer.get("blocked_reason")) == (action, reason)
         assert (row["risk"], row["decision"]) == (risk, decision)
-    both = [
-        row["risk"] for row in app.client.post("/score", json={"prompt": ["A", "B"]}).json()["data"]
-    ]
+    both = [row["risk"] for row in app.ask(prompt=["A", "B"])["data"]]
     answer = guard(
         app,
         {"threshold": max(both)},
@@ -118,15 +109,13 @@ def test_what_cannot_be_read_does_not_pass(app: App, given: dict[str, Any]) -> N
 
 
 def test_a_classifier_gives_the_risk_as_a_probability(app: App) -> None:
-    both = [
-        row["risk"] for row in app.client.post("/score", json={"prompt": ["A", "B"]}).json()["data"]
-    ]
+    both = [row["risk"] for row in app.ask(prompt=["A", "B"])["data"]]
     two, one = (
         app.client.post(CLASSIFY_ROUTE, json={"inputs": inputs}) for inputs in (["A", "B"], "A")
     )
-    assert [{row["label"]: row["score"] for row in of_text} for of_text in two.json()] == [
-        {"hallucinated": risk, "factual": pytest.approx(1 - risk)} for risk in both
-    ]
+    for risk, rows in zip(both, two.json(), strict=True):
+        scores = {row["label"]: row["score"] for row in rows}
+        assert scores == {"hallucinated": risk, "factual": pytest.approx(1 - risk)}
     assert (one.json(), one.headers["x-hallutracer-bundle"]) == (two.json()[0], "one:1")
     for wrong in ({"inputs": []}, {"inputs": 1}, {}, {"inputs": "A", "truncate": True}):
-        assert app.client.post(CLASSIFY_ROUTE, json=wrong).status_code == 422
+        app.ask(CLASSIFY_ROUTE, status=422, **wrong)

@@ -44,14 +44,14 @@ def test_a_risk_and_the_risk_of_its_answer(tmp_path: Path) -> None:
     xargs = {"hallutracer_bundle": "both", "hallutracer_threshold": 1.0}
     with told(tmp_path, add=[two_parts]) as (service, sink):
         url = f"{service.url}/v1/chat/completions"
-        found = httpx.post(url, json=body | {"vllm_xargs": xargs}, timeout=60).json()
-        text = found["choices"][0]["message"]["content"]
+        answer = httpx.post(url, json=body | {"vllm_xargs": xargs}, timeout=60).json()
+        text = answer["choices"][0]["message"]["content"]
     spans, (first, second) = (
         {one.name: one for one in sink.spans},
         sorted(sink.events, key=lambda one: one.at_ns),
     )
-    row, chat = found["hallutracer"]["data"][0], spans["chat scripted"]
-    same = {"gen_ai.response.id": found["id"], "hallutracer.index": 0}
+    row, chat = answer["hallutracer"]["data"][0], spans["chat scripted"]
+    same = {"gen_ai.response.id": answer["id"], "hallutracer.index": 0}
     assert first.attributes == same | {
         "gen_ai.evaluation.name": "hallucination_risk",
         "gen_ai.evaluation.score.value": pytest.approx(row["risk"]),
@@ -143,7 +143,7 @@ def test_events_are_of_what_is_traced(tmp_path: Path) -> None:
     with told(tmp_path) as (service, sink):
         httpx.post(f"{service.url}/score", json={"prompt": ASKED}, headers=unsampled, timeout=60)
         service.post(prompt=[ASKED] * (MOST_PROMPTS + 4))
-    assert sorted(one.attributes["hallutracer.index"] for one in sink.events) == list(
+    assert sorted(event.attributes["hallutracer.index"] for event in sink.events) == list(
         range(MOST_PROMPTS)
     )
 

@@ -88,5 +88,5 @@ def test_without_the_option_nothing_is_opened_or_imported() -> None:
     code = (
         f"import sys, service.cli.serve, service.api.app, service.serving.service; print({names})"
     )
-    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert found.stdout.strip() == "[]", found.stderr
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert result.stdout.strip() == "[]", result.stderr

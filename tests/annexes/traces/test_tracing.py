@@ -103,11 +103,7 @@ class Traced:
         return self.collector.trace(self.trace_id)
 
     def lines(self, **fields: str) -> list[dict[str, Any]]:
-        return [
-            line
-            for line in self.log.lines
-            if all(line.get(name) == value for name, value in fields.items())
-        ]
+        return [line for line in self.log.lines if line.items() >= fields.items()]
 
 
 @pytest.fixture(scope="module")
@@ -365,7 +361,7 @@ def test_no_prompt_answer_or_key_is_sent(traced: Traced) -> None:
     traced.trace()
     answered = traced.post(policy="observe").json()["choices"][0]["message"]["content"]
     traced.trace()
-    everything = " ".join(one.raw for one in traced.collector.spans)
+    everything = " ".join(span.raw for span in traced.collector.spans)
     assert "hallutracer.risk" in everything
     for private in ("Solomon", "A secret.", KEY, "alice", "acme", answered.strip()):
         assert private
@@ -433,9 +429,9 @@ def end(
 )
 def test_an_upstreams_span_has_its_port(url: str, port: int) -> None:
     with collector() as sink:
-        found = Tracing(sink.endpoint)
-        found.request({}, "POST").upstream(Upstream(url, "theirs"), CHATS).end(None)
-        found.close()
+        result = Tracing(sink.endpoint)
+        result.request({}, "POST").upstream(Upstream(url, "theirs"), CHATS).end(None)
+        result.close()
         (span,) = sink.spans
     assert (span.attributes["server.address"], span.attributes["server.port"]) == ("h", port)
 
@@ -443,7 +439,7 @@ def test_an_upstreams_span_has_its_port(url: str, port: int) -> None:
 def test_sampled_away_switched_off_and_an_invented_method(monkeypatch: pytest.MonkeyPatch) -> None:
     with collector() as sink:
         end(Tracing(sink.endpoint), {}, "SECRET", None)
-        assert [(one.name, one.attributes["http.request.method"]) for one in sink.spans] == [
+        assert [(span.name, span.attributes["http.request.method"]) for span in sink.spans] == [
             ("_OTHER", "_OTHER")
         ]
         sampler = {"OTEL_TRACES_SAMPLER": "traceidratio", "OTEL_TRACES_SAMPLER_ARG": "0"}
@@ -462,11 +458,11 @@ def test_the_end_does_not_wait_for_a_collector_that_hangs(monkeypatch: pytest.Mo
         assert any(
             thread.name == "traces" for thread in threading.enumerate()
         )  # it hangs, and nobody waits for it
-        found = Tracing(sink.endpoint)
+        result = Tracing(sink.endpoint)
         assert (
-            found._provider._atexit_handler is None
+            result._provider._atexit_handler is None
         )  # nor does a process that ends without ``close``
-        found.close()
+        result.close()
 
 
 def test_spans_that_nobody_takes_are_bounded(
@@ -507,9 +503,11 @@ def test_a_prompt_that_is_never_judged_has_a_gate_that_failed(tmp_path: Path) ->
         with running(tmp_path, tracing=Tracing(sink.endpoint), deadline_s=0.2) as service:
             service.engine.sleep_s = 1.0
             assert service.post(prompt="Why?").status_code == 504
-        spans = {one.name: one for one in sink.spans}
-        assert {one.attributes.get("error.type") for one in spans.values()} == {"deadline_exceeded"}
-        assert all(one.failed for one in spans.values())
+        spans = {span.name: span for span in sink.spans}
+        assert {span.attributes.get("error.type") for span in spans.values()} == {
+            "deadline_exceeded"
+        }
+        assert all(span.failed for span in spans.values())
         assert set(spans) == {"POST /score", "score scripted", "gate"}
         assert "hallutracer.risk" not in spans["gate"].attributes
 
@@ -580,7 +578,7 @@ def test_a_caller_who_leaves_an_upstream_ends_its_span(tmp_path: Path) -> None:
             with pytest.raises(httpx.ReadTimeout):
                 httpx.post(f"{service.url}{CHATS}", json=body, timeout=1.0)
             until(lambda: service.metric("hallutracer_upstream_requests_total") == 1)
-        (theirs,) = (one for one in sink.spans if one.name == "chat theirs")
+        (theirs,) = (span for span in sink.spans if span.name == "chat theirs")
         assert theirs.attributes["error.type"] == "given_up"
 
 

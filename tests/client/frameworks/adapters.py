@@ -97,11 +97,11 @@ def pipeline(client: Client, **options: Any) -> Pipeline:
 def by_haystack(client: Client, question: str, asynchronous: bool = False, **options: Any) -> Any:
     made, given = pipeline(client, **options), {"prompt": {"question": question}}
     run = made.run_async if asynchronous else made.run
-    found: Any = run(given, include_outputs_from={"llm", "gate"})
-    found = asyncio.run(found) if asynchronous else found
-    answer = found["answers"]["value"][0]
-    assert 0 <= found["gate"]["risk"] <= 1
-    assert ("llm" in found) is (answer.meta["finish_reason"] != "content_filter")
+    result: Any = run(given, include_outputs_from={"llm", "gate"})
+    result = asyncio.run(result) if asynchronous else result
+    answer = result["answers"]["value"][0]
+    assert 0 <= result["gate"]["risk"] <= 1
+    assert ("llm" in result) is (answer.meta["finish_reason"] != "content_filter")
     return answer.text, answer.meta
 
 
@@ -345,9 +345,9 @@ def test_engines_ask_with_their_passages_and_their_history(
         llm = GuardedLLM(LLAMAINDEX, client, threshold=threshold)
         engine = RetrieverQueryEngine.from_args(Passages(passage), llm=llm, **short)
         assert (str(engine.query(question)) == REFUSED) is (threshold == 0.0)
-        said = str(asked.pop()["messages"])
-        assert passage in said
-        assert question in said
+        message = str(asked.pop()["messages"])
+        assert passage in message
+        assert question in message
     chatting = SimpleChatEngine.from_defaults(llm=GuardedLLM(LLAMAINDEX, client))
     assert str(chatting.chat(UNKNOWN)) == REFUSED
     chatting.chat(KNOWN)  # the refusal is a turn that can be sent again

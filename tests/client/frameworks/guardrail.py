@@ -45,7 +45,7 @@ def check(
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (
             {"additional_provider_specific_params": {"threshold": 0.0, "policy": "block"}},
@@ -57,10 +57,10 @@ def check(
         ({"url": AWAY}, "Guardrail API failed"),
     ],
 )
-def test_what_is_blocked(options: dict[str, Any], said: str) -> None:
+def test_what_is_blocked(options: dict[str, Any], message: str) -> None:
     """A typo in a parameter of ours, what cannot be read, and an answer, which is not judged, do
     not pass."""
-    with pytest.raises(Exception, match=said):
+    with pytest.raises(Exception, match=message):
         check(KNOWN, **options)
 
 

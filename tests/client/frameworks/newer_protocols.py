@@ -42,8 +42,8 @@ def withheld() -> str:
     def said(question: str) -> str:
         turns = [{"role": "user", "content": question}]
         body = {"model": MODEL, "messages": turns, "temperature": 0} | OBSERVE
-        found = httpx.post(f"{URL}/v1/chat/completions", json=body).raise_for_status().json()
-        return str(found["choices"][0]["message"]["content"])
+        answer = httpx.post(f"{URL}/v1/chat/completions", json=body).raise_for_status().json()
+        return str(answer["choices"][0]["message"]["content"])
 
     assert said(KNOWN) == ANSWER
     return said(UNKNOWN).strip().removeprefix("It is ").rstrip(".")
@@ -76,12 +76,12 @@ def langchain_responses(asked: Any, stream: bool, **more: Any) -> Found:
         include_response_headers=True,
         **more,
     )  # type: ignore[arg-type]
-    found = added(model.stream(asked)) if stream else model.invoke(asked)
-    said = found.response_metadata
-    why = (said.get("incomplete_details") or {}).get("reason")
-    refusals = "".join(part["refusal"] for part in found.content if part["type"] == "refusal")
+    result = added(model.stream(asked)) if stream else model.invoke(asked)
+    metadata = result.response_metadata
+    why = (metadata.get("incomplete_details") or {}).get("reason")
+    refusals = "".join(part["refusal"] for part in result.content if part["type"] == "refusal")
     return Found(
-        found.text or refusals, why, float(said["headers"]["x-hallutracer-risk"]), repr(found)
+        result.text or refusals, why, float(metadata["headers"]["x-hallutracer-risk"]), repr(result)
     )
 
 
@@ -89,10 +89,12 @@ def langchain_messages(asked: Any, stream: bool, **more: Any) -> Found:
     model: Any = ChatAnthropic(
         model=MODEL, base_url=URL, api_key="none", temperature=0, max_tokens=40, **more
     )  # type: ignore[call-arg]
-    found = added(model.stream(asked)) if stream else model.invoke(asked)
-    said = found.response_metadata
-    why = None if said["stop_reason"] == "end_turn" else said["stop_reason"]
-    return Found(found.text, why, None if stream else risk_of(said["hallutracer"]), repr(found))
+    result = added(model.stream(asked)) if stream else model.invoke(asked)
+    metadata = result.response_metadata
+    why = None if metadata["stop_reason"] == "end_turn" else metadata["stop_reason"]
+    return Found(
+        result.text, why, None if stream else risk_of(metadata["hallutracer"]), repr(result)
+    )
 
 
 def added(chunks: Any) -> Any:
@@ -103,7 +105,7 @@ def added(chunks: Any) -> Any:
 
 
 def litellm_responses(asked: Any, stream: bool, model: str = "openai/gpt-4o", **more: Any) -> Found:
-    found: Any = litellm.responses(
+    result: Any = litellm.responses(
         model=model,
         api_base=f"{URL}/v1",
         api_key="none",
@@ -112,13 +114,13 @@ def litellm_responses(asked: Any, stream: bool, model: str = "openai/gpt-4o", **
         stream=stream,
         **more,
     )
-    events = list(found) if stream else []
-    response = events[-1].response if stream else found
+    events = list(result) if stream else []
+    response = events[-1].response if stream else result
     parts = [part for item in response.output for part in item.content]
     text = "".join(getattr(part, "text", None) or getattr(part, "refusal", "") for part in parts)
     first = events[0].response if stream else response
     why = None if response.incomplete_details is None else response.incomplete_details.reason
-    return Found(text, why, risk_of(first.hallutracer), repr([found, *events]))
+    return Found(text, why, risk_of(first.hallutracer), repr([result, *events]))
 
 
 def litellm_without_a_known_model(asked: Any, stream: bool) -> Found:
@@ -128,7 +130,7 @@ def litellm_without_a_known_model(asked: Any, stream: bool) -> Found:
 
 def litellm_messages(asked: Any, stream: bool, **more: Any) -> Found:
     turns = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
-    found: Any = litellm.completion(
+    result: Any = litellm.completion(
         model=f"anthropic/{MODEL}",
         api_base=URL,
         api_key="none",
@@ -139,13 +141,13 @@ def litellm_messages(asked: Any, stream: bool, **more: Any) -> Found:
         **more,
     )
     if stream:
-        chunks = list(found)
+        chunks = list(result)
         text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
         why, risk = chunks[-1].choices[0].finish_reason, None
     else:
-        chunks, text, why = [], found.choices[0].message.content, found.choices[0].finish_reason
-        risk = float(found._hidden_params["additional_headers"]["llm_provider-x-hallutracer-risk"])
-    return Found(text, None if why == "stop" else why, risk, repr([found, *chunks]))
+        chunks, text, why = [], result.choices[0].message.content, result.choices[0].finish_reason
+        risk = float(result._hidden_params["additional_headers"]["llm_provider-x-hallutracer-risk"])
+    return Found(text, None if why == "stop" else why, risk, repr([result, *chunks]))
 
 
 CLIENT = AsyncOpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0)
@@ -199,13 +201,13 @@ WHY = {
 def test_an_answer_arrives_and_of_a_withheld_one_nothing(
     ask: Any, stream: bool, withheld: str
 ) -> None:
-    found = ask(KNOWN, stream)
-    assert (found.text, found.why) == (ANSWER, None)
-    assert found.risk is None or 0 < found.risk < 0.3
-    found = ask(UNKNOWN, stream)
-    assert (found.text, found.why) == (REFUSED, WHY[ask])
-    assert found.risk is None or found.risk > 0.3
-    assert withheld not in found.all
+    answer = ask(KNOWN, stream)
+    assert (answer.text, answer.why) == (ANSWER, None)
+    assert answer.risk is None or 0 < answer.risk < 0.3
+    answer = ask(UNKNOWN, stream)
+    assert (answer.text, answer.why) == (REFUSED, WHY[ask])
+    assert answer.risk is None or answer.risk > 0.3
+    assert withheld not in answer.all
 
 
 def test_where_the_risk_cannot_be_read(withheld: str) -> None:
@@ -226,9 +228,9 @@ def test_the_check_would_find_a_token(stream: bool, withheld: str) -> None:
         (litellm_messages, OBSERVE),
         (agents_sdk, in_body),
     ):
-        found = ask(UNKNOWN, stream, **more)  # type: ignore[operator]
-        assert found.why is None
-        assert withheld in found.all
+        answer = ask(UNKNOWN, stream, **more)  # type: ignore[operator]
+        assert answer.why is None
+        assert withheld in answer.all
 
 
 ENCRYPTED = ["reasoning.encrypted_content"]  # of a reasoning that is not there
@@ -324,6 +326,7 @@ def test_turns_go_back_as_they_came() -> None:
 
 
 def test_a_count_before_the_call() -> None:
-    model: Any = ChatAnthropic(model=MODEL, base_url=URL, api_key="none", max_tokens=40)  # type: ignore[call-arg]
+    options: Any = {"model": MODEL, "base_url": URL, "api_key": "none", "max_tokens": 40}
+    model = ChatAnthropic(**options)
     read = model.invoke(KNOWN).usage_metadata["input_tokens"]
     assert model.get_num_tokens_from_messages([HumanMessage(KNOWN)]) == read
