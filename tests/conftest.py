@@ -7,11 +7,14 @@ import functools
 import gc
 import os
 import ssl
-from collections.abc import Generator
-from typing import Any
+from collections.abc import Generator, Iterator
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from tests.kit.vllm_service import VllmService
 
 # One thread for each worker and each process that a test starts, since the workers share the cores.
 # Before torch.
@@ -38,6 +41,14 @@ def anyio_backend() -> str:
 LONGEST = ("client/test_libraries", "trainer/test_run", "docs/test_commands", "trainer/test_forms")
 
 
+@pytest.fixture(scope="session")
+def vllm_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmService]:
+    from tests.kit.vllm_service import started
+
+    with started(tmp_path_factory.mktemp("vllm")) as service:
+        yield service
+
+
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Training draws none, as in tests/trainer: most of a quick run's time."""
@@ -60,17 +71,23 @@ def jobs_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # Of ``make test-long``, files of many minutes whose tests share next to nothing.
 APART = ("docs/test_commands", "test_bench_scripts")
+# Files that ask the same service, whose start is most of a minute.
+TOGETHER = (
+    ("tests/test_vllm_service", "tests/test_openai_mixed"),
+    ("vllm_plugin/test_calls", "vllm_plugin/test_observing"),
+)
 
 
 def scope_of(file: str, nodeid: str, long: bool) -> str:
     """What one worker runs in order: a file, or all of vLLM's files; of ``make test-long`` a model
     family's starts, or a test."""
+    group = next((names[0] for names in TOGETHER if any(name in file for name in names)), file)
     if not starts_vllm(file):
-        return nodeid if long and any(name in file for name in APART) else file
+        return nodeid if long and any(name in file for name in APART) else group
     if not long:
         return "vllm"
     family = "faults" if "_fault_" in nodeid else nodeid.partition("[")[2].partition("-")[0]
-    return f"parity {family}" if "parity" in file else file
+    return f"parity {family}" if "parity" in file else group
 
 
 def is_long(config: pytest.Config) -> bool:

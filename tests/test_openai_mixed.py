@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from service.demo import MODEL_DIR
 from service.demo.questions import questions
 from tests.engines.vllm.installed import vllm_or_skip
+from tests.kit.vllm_service import PATIENT
 from tests.serve_process import MAY_CHOOSE, serve
 
 REQUESTS = int(
@@ -30,7 +31,6 @@ REQUESTS = int(
 )  # to each engine; 5,000 take two minutes
 CLIENTS = 16
 MOST = 12  # answer tokens
-VLLM = ("--engine", "vllm", "--engine-arg", "enforce_eager=true")
 ASKED = [row["prompt"] for row in questions("dev")[:400]]
 pytestmark = pytest.mark.long
 
@@ -112,9 +112,10 @@ def alone() -> dict[tuple[bool, str], list[str]]:
 def url(request: pytest.FixtureRequest) -> Iterator[str]:
     if request.param == "vllm":
         vllm_or_skip()
-    engine = VLLM if request.param == "vllm" else ()
-    with serve(*engine, "--max-queue", "4096", "--deadline-s", "120", **MAY_CHOOSE) as served:
-        yield served.url
+        yield request.getfixturevalue("vllm_service").served.url
+    else:
+        with serve(*PATIENT, **MAY_CHOOSE) as served:
+            yield served.url
 
 
 def test_no_token_of_a_withheld_answer_and_every_byte_of_the_others(
