@@ -73,7 +73,7 @@ def jobs_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
 APART = ("docs/test_commands", "test_bench_scripts")
 # Files that ask the same service, whose start is most of a minute.
 TOGETHER = (
-    ("tests/test_vllm_service", "tests/test_openai_mixed"),
+    ("tests/test_vllm_service", "tests/test_openai_mixed", "tests/test_newer_protocols"),
     ("vllm_plugin/test_calls", "vllm_plugin/test_observing"),
 )
 

@@ -2,7 +2,7 @@
 model.
 
 A start of vLLM is most of a minute, so tests share services: ``vllm_service``,
-which tests/test_openai_mixed.py asks, too; one that reads answers, which at last is killed; and one
+which other files ask, too; one that reads answers, which at last is killed; and one
 whose engine stands still, and then dies."""
 
 from __future__ import annotations

@@ -26,6 +26,16 @@ from tests.serve_process import PATHS
 STARTING_S = 240.0
 MODEL = "demo"
 SURE = "sure"  # the demo's bundle, with a guarantee
+POLICIES = """
+[calls-too]
+action = "abstain"
+message = "I am not sure."
+tools = "gate"
+
+[open]
+action = "abstain"
+withhold_outside = false
+"""
 KNOWN, UNKNOWN = "What is the capital of Italy?", "What is the capital of the Solomon Islands?"
 # An engine of ours that this process had before has set another level for the processes that it
 # starts.
@@ -146,4 +156,27 @@ def url(server_log: Path, audit_log: Path, store: Path) -> Iterator[str]:
         HALLUTRACER_AUDIT_LOG=str(audit_log),
         **variables,
     ) as address:
+        yield address
+
+
+@pytest.fixture(scope="package")
+def choosing_url(tmp_path_factory: pytest.TempPathFactory, store: Path) -> Iterator[str]:
+    """A server under a gate with tools, whose operator lets callers choose another policy and
+    another rendering, and whose answers are what ``vllm_xargs.says`` has."""
+    folder = tmp_path_factory.mktemp("choosing")
+    (folder / "policies.toml").write_text(POLICIES)
+    arguments = (
+        "--trust-request-chat-template",
+        *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+        *("--logits-processors", "tests.vllm_plugin.forcing:Forcing"),
+    )
+    variables = {
+        "BUNDLE": f"demo {SURE}",
+        "STORE": str(store),
+        "POLICY": "gate",
+        "POLICIES": str(folder / "policies.toml"),
+        "CALLERS_MAY": "policy rendering",
+    }
+    given = {f"HALLUTRACER_{name}": value for name, value in variables.items()}
+    with serving(folder / "log", *arguments, **given) as address:
         yield address

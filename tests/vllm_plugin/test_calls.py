@@ -4,7 +4,6 @@ nothing else is."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -19,7 +18,7 @@ from tests.engines.vllm.installed import vllm_or_skip
 vllm_or_skip()
 
 from service.vllm_plugin.calls import offered, used  # noqa: E402
-from tests.vllm_plugin.conftest import KNOWN, MODEL, UNKNOWN, serving  # noqa: E402
+from tests.vllm_plugin.conftest import KNOWN, MODEL, UNKNOWN  # noqa: E402
 
 NAME = "look_up"
 CALL = f'<tool_call>{{"name": "{NAME}", "arguments": {{"of": "Honiara"}}}}</tool_call>'
@@ -30,12 +29,6 @@ TOOLS: dict[str, Any] = {
     RESPONSES_ROUTE: [{"type": "function"} | FUNCTION],
     MESSAGES_ROUTE: [{"name": NAME, "input_schema": SCHEMA}],
 }
-POLICIES = """
-["calls-too"]
-action = "abstain"
-message = "I am not sure."
-tools = "gate"
-"""
 
 
 @pytest.mark.parametrize("route", TOOLS)
@@ -74,25 +67,9 @@ def test_a_conversation_with_tools_is_unlike_the_calibrations(
     assert used(content, turns) is found
 
 
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    folder = tmp_path_factory.mktemp("vllm")
-    (folder / "policies.toml").write_text(POLICIES)
-    arguments = (
-        "--enable-auto-tool-choice",
-        "--tool-call-parser",
-        "hermes",
-        "--logits-processors",
-        "tests.vllm_plugin.forcing:Forcing",
-    )
-    with serving(
-        folder / "log",
-        *arguments,
-        HALLUTRACER_POLICIES=str(folder / "policies.toml"),
-        HALLUTRACER_POLICY="gate",
-        HALLUTRACER_CALLERS_MAY="policy",
-    ) as address:
-        yield address
+@pytest.fixture
+def url(choosing_url: str) -> str:
+    return choosing_url
 
 
 def ask(

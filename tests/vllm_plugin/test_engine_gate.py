@@ -273,10 +273,3 @@ def test_no_token_of_a_withheld_answer(
         check([*said["LONG"], *said["LATE"]], [False, True], changed)
         check(said["WORSE"], [True] * FEW, changed)
         assert "golden prompt" in ran.stdout + ran.stderr  # wherever vLLM logs to
-
-
-def test_an_engine_whose_bundle_reads_another_model_does_not_start(tmp_path: Path) -> None:
-    ran = run(tmp_path, OFFLINE, ["x"], HALLUTRACER_BUNDLE="smollm2")
-    assert ran.returncode != 0
-    assert "ANSWER" not in ran.stdout
-    assert "trained on other weights" in ran.stdout + ran.stderr

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from service.engines.transformers.engine import TransformersEngine  # noqa: E402
 from service.policies.guard import OBSERVE  # noqa: E402
 from service.scoring import Scorer  # noqa: E402
 from tests.api.test_observers import audited, lines  # noqa: E402
-from tests.vllm_plugin.conftest import KNOWN, MODEL, SURE, UNKNOWN, serving  # noqa: E402
+from tests.vllm_plugin.conftest import KNOWN, MODEL, SURE, UNKNOWN  # noqa: E402
 from tests.vllm_plugin.test_gated import CHATS, TEXTS, documents, token_ids, turn  # noqa: E402
 
 GATE = {"vllm_xargs": {"hallutracer_policy": "gate"}}
@@ -351,38 +350,18 @@ def test_a_chat_that_ends_with_an_answer_is_no_question(url: str) -> None:
     assert void(ask(url, CHATS, messages=[*BEGUN, *turn(KNOWN)])) == []
 
 
-@pytest.fixture(scope="module")
-def open_url(tmp_path_factory: pytest.TempPathFactory, store: Path) -> Iterator[str]:
-    """Its operator allows callers another rendering, and under one policy what lies outside
-    training."""
-    folder = tmp_path_factory.mktemp("open")
-    (policies := folder / "policies.toml").write_text(
-        '[open]\naction = "abstain"\nwithhold_outside = false\n'
-    )
-    variables = {
-        "BUNDLE": SURE,
-        "STORE": store,
-        "POLICY": "open",
-        "POLICIES": policies,
-        "CALLERS_MAY": "rendering",
-    }
-    given = {f"HALLUTRACER_{name}": str(value) for name, value in variables.items()}
-    with serving(folder / "log", "--trust-request-chat-template", **given) as address:
-        yield address
-
-
 @pytest.mark.long
-def test_what_the_operator_allows_is_answered_and_voids_the_guarantee(open_url: str) -> None:
+def test_what_the_operator_allows_is_answered_and_voids_the_guarantee(choosing_url: str) -> None:
     for field in ("continue_final_message", "add_generation_prompt", "chat_template"):
         body = {"messages": turn(UNKNOWN)} | MOVES[field]
         for policy in ("open", "gate"):  # the built-in gate says nothing of what lies outside
-            response = ask(open_url, CHATS, policy, **body)
+            response = ask(choosing_url, CHATS, policy, **body)
             flagged, outside, decision = row(response)
             assert decision == (
                 "abstain" if flagged or (outside and policy == "gate") else "continue"
             ), field
             assert policy == "gate" or f"rendering: the request's own '{field}'" in void(response)
-    assert row(ask(open_url, TEXTS, "open", prompt=f"Q: {UNKNOWN}\nA:")) == (
+    assert row(ask(choosing_url, TEXTS, "open", prompt=f"Q: {UNKNOWN}\nA:")) == (
         False,
         True,
         "continue",

@@ -371,21 +371,17 @@ def test_a_prompt_that_the_template_did_not_make_of_its_messages_is_noticed(
             "HALLUTRACER_BUNDLE is set, and field model.fingerprint: bundle smollm2:1 was",
         ),
         (
-            ["--chat-template", "{{ messages }}"],
-            {},
-            "HALLUTRACER_BUNDLE is set, and --chat-template (a text) renders",
-        ),
-        (
             ["--worker-cls", "tests.parity.faulty.RowTooEarly"],
             {},
             "it would never be ready: EngineError: self-test: ",
         ),
     ],
-    ids=["no bundle", "another model", "template", "never ready"],
+    ids=["no bundle", "another model", "never ready"],
 )
 def test_vllms_server_ends_where_its_gate_would_not_be_there(
     tmp_path: Path, arguments: list[str], variables: dict[str, str], said: str
 ) -> None:
+    """Of a chat template and of other starts, in this process: test_no_gate."""
     log = tmp_path / "log"
     given = {f"HALLUTRACER_{name}": value for name, value in variables.items()}
     assert ending(log, *arguments, **given) == 1, log.read_text()[-3000:]
