@@ -8,6 +8,7 @@ import gc
 import os
 import ssl
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -49,6 +50,18 @@ def vllm_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServi
         yield service
 
 
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The documentation as a site: half a minute."""
+    from tests.kit.site import ROOT, build
+
+    pytest.importorskip("furo", reason="pip install 'hallutracer[docs]'")
+    target = tmp_path_factory.mktemp("docs")
+    done = build(ROOT, target)
+    assert done.returncode == 0, done.stderr
+    return target / "site"
+
+
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Training draws none, as in tests/trainer: most of a quick run's time."""
@@ -71,10 +84,11 @@ def jobs_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # Of ``make test-long``, files of many minutes whose tests share next to nothing.
 APART = ("docs/test_commands", "test_bench_scripts")
-# Files that ask the same service, whose start is most of a minute.
+# Files that ask the same service, or look at the same site, which take most of a minute to make.
 TOGETHER = (
     ("tests/test_vllm_service", "tests/test_openai_mixed", "tests/test_newer_protocols"),
     ("vllm_plugin/test_calls", "vllm_plugin/test_observing"),
+    ("tests/docs/test_pages", "tests/browser/test_site"),
 )
 
 

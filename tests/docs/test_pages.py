@@ -8,7 +8,6 @@ import os
 import re
 import runpy
 import shutil
-import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from service.engines.vllm.launch import TESTED
 from service.errors import HalluTracerError
 from service.policies.policy import read_policies
 from tests.kit.pages import PAGES, RECORDS, ROOT, blocks
+from tests.kit.site import build
 from tests.parity import models, versions
 from tests.serve_process import inherited
 
@@ -229,36 +229,6 @@ def test_the_clients_page_names_every_script_and_the_pinned_versions() -> None:
 
 
 # --- the site ---
-
-
-def build(source: Path, target: Path) -> subprocess.CompletedProcess[str]:
-    """What `make docs` runs."""
-    command = [
-        sys.executable,
-        "-m",
-        "sphinx",
-        "-W",
-        "--keep-going",
-        "-n",
-        "-q",
-        "-c",
-        str(ROOT / "docs"),
-    ]
-    return subprocess.run(
-        [*command, "-d", str(target / ".doctrees"), str(source), str(target / "site")],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("furo", reason="pip install 'hallutracer[docs]'")
-    target = tmp_path_factory.mktemp("docs")
-    done = build(ROOT, target)
-    assert done.returncode == 0, done.stderr
-    return target / "site"
 
 
 def test_every_page_is_there_and_in_the_navigation(site: Path) -> None:
