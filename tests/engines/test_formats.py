@@ -8,8 +8,9 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -303,12 +304,6 @@ LARGE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _nothing_is_left() -> None:
-    """What failed in other tests is kept with their errors' frames."""
-    gc.collect()
-
-
 def processes(grammars: Grammars) -> list[int]:
     """Those of the formats that are in use."""
     assert grammars._process is not None
@@ -323,9 +318,17 @@ def processes(grammars: Grammars) -> list[int]:
     return found
 
 
+@pytest.fixture
+def in_use(grammars: Grammars) -> Callable[[], list[int]]:
+    """The processes of the formats that are in use, none of an earlier test: what failed there is
+    kept with its error's frames."""
+    gc.collect()
+    return partial(processes, grammars)
+
+
 @pytest.mark.parametrize("name", COSTLY)
 def test_what_costs_too_much_to_compile_is_refused_and_leaves_nothing(
-    name: str, grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+    name: str, grammars: Grammars, in_use: Callable[[], list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(formats, "CPU_S", 0.3)
     monkeypatch.setattr(formats, "MEMORY", 32 << 20)
@@ -334,7 +337,7 @@ def test_what_costs_too_much_to_compile_is_refused_and_leaves_nothing(
     ) as refused:
         prepared(grammars, COSTLY[name])
     assert refused.value.param == "response_format"
-    until(lambda: not processes(grammars))
+    until(lambda: not in_use())
 
 
 def test_a_format_that_nobody_uses_any_more_is_not_given_to_another_request(
@@ -371,7 +374,9 @@ def test_each_of_the_two_limits_ends_it_alone(
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_what_is_large_ends_as_it_may_and_leaves_nothing(name: str, grammars: Grammars) -> None:
+def test_what_is_large_ends_as_it_may_and_leaves_nothing(
+    name: str, grammars: Grammars, in_use: Callable[[], list[int]]
+) -> None:
     def answer() -> None:
         held = Held(prepared(grammars, LARGE[name]))
         for _ in range(40):
@@ -381,7 +386,7 @@ def test_what_is_large_ends_as_it_may_and_leaves_nothing(name: str, grammars: Gr
 
     with suppress(RequestError):
         answer()
-    until(lambda: not processes(grammars))
+    until(lambda: not in_use())
 
 
 def test_the_memory_and_time_of_a_costly_format_are_not_the_services(grammars: Grammars) -> None:
@@ -401,21 +406,22 @@ def test_the_memory_and_time_of_a_costly_format_are_not_the_services(grammars: G
 
 
 def test_what_takes_longer_than_the_request_has_ends_with_it(
-    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+    grammars: Grammars, in_use: Callable[[], list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(formats, "MEMORY", 1 << 30)
     with pytest.raises(TimeoutError):
         prepared(grammars, COSTLY["a large divisor"], "", 0.3)
-    until(lambda: not processes(grammars))
+    until(lambda: not in_use())
 
 
 def test_requests_of_a_caller_with_one_schema_share_a_process_that_ends_with_them(
     grammars: Grammars,
+    in_use: Callable[[], list[int]],
 ) -> None:
     first, second = (prepared(grammars, {"type": "object"}, "a") for _ in range(2))
     other = prepared(grammars, {"type": "object"}, "b")
     assert first.compiled is second.compiled is not other.compiled
-    assert len(processes(grammars)) == 2
+    assert len(in_use()) == 2
     one, two = Held(first), Held(second)
     assert not two.take(_token("{"))  # in any order: each has its own
     allowed = one.allowed()
@@ -424,7 +430,7 @@ def test_requests_of_a_caller_with_one_schema_share_a_process_that_ends_with_the
     assert two.take(_token("}"))
     assert Held(first).allowed() == allowed
     del first, second, other, one, two
-    until(lambda: not processes(grammars))
+    until(lambda: not in_use())
 
 
 def _token(text: str) -> int:
@@ -432,9 +438,11 @@ def _token(text: str) -> int:
     return int(token)
 
 
-def test_a_mask_that_takes_too_long_ends_its_own_answer(grammars: Grammars) -> None:
+def test_a_mask_that_takes_too_long_ends_its_own_answer(
+    grammars: Grammars, in_use: Callable[[], list[int]]
+) -> None:
     slow = prepared(grammars, {"type": "object"}, "a")
-    [process] = processes(grammars)
+    [process] = in_use()
     other = Held(prepared(grammars, {"type": "object"}, "b"))
     os.kill(process, signal.SIGSTOP)  # as if it were computing one
     held = Held(slow)
@@ -451,7 +459,9 @@ def test_a_mask_that_takes_too_long_ends_its_own_answer(grammars: Grammars) -> N
     )
 
 
-def test_the_masks_of_a_callers_answers_have_one_account_of_waiting(grammars: Grammars) -> None:
+def test_the_masks_of_a_callers_answers_have_one_account_of_waiting(
+    grammars: Grammars, in_use: Callable[[], list[int]]
+) -> None:
     first, second, other = (
         prepared(grammars, {"const": n}, caller).compiled
         for n, caller in ((0, "slow"), (1, "slow"), (1, "other"))
@@ -463,7 +473,7 @@ def test_the_masks_of_a_callers_answers_have_one_account_of_waiting(grammars: Gr
     assert first.waiting is second.waiting is not other.waiting
     again = first.waiting
     del first, second
-    until(lambda: len(processes(grammars)) == 1)
+    until(lambda: len(in_use()) == 1)
     kept = prepared(grammars, {"const": 2}, "slow").compiled
     assert kept is not None
     assert kept.waiting is again, "a new request does not begin a new account"
@@ -485,6 +495,7 @@ def test_waiting_is_spent_and_comes_back_with_time_and_tokens(
     assert waiting.left(1.0) == formats.WAIT_S
 
 
+@pytest.mark.usefixtures("in_use")
 def test_formats_in_use_are_bounded_by_caller_and_in_all(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -167,17 +167,19 @@ def digests(folder: Path) -> dict[str, str]:
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.iterdir()}
 
 
-@pytest.mark.parametrize("large", [1.0, 1e6], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize(("large", "dtype"), [(1.0, torch.float16), (1e6, torch.bfloat16)])
 def test_our_help_changes_no_byte_of_what_transformers_makes(
-    large: float, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+    large: float, dtype: torch.dtype, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Weights beyond float16 are kept in bfloat16."""
     built = model("qwen2")
     with torch.no_grad():
         built.model.norm.weight[0] = large
     monkeypatch.setattr("tests.engines.test_gguf.model", lambda family: built)
     file = write(tmp_path / "model.gguf", "qwen2", quantized=True)
     monkeypatch.setattr(gguf, "PIECE", 7 * 32)  # the last piece of a matrix is a shorter one
-    ours = digests(places.folder_of(file))
+    ours = digests(folder := places.folder_of(file))
+    assert hf.AutoConfig.from_pretrained(folder).dtype == dtype
     shutil.rmtree(cache)
     monkeypatch.setattr(gguf, "_helped", lambda source, dtype: nullcontext())
     assert digests(places.folder_of(file)) == ours
@@ -309,17 +311,6 @@ def test_the_files_own_rule_for_the_first_token_is_kept(tmp_path: Path) -> None:
     engine = load(write(tmp_path / "model.gguf", "qwen2", adds_bos=False))
     assert engine.tokenize("ab") == [vocabulary()["ab"]]
     assert engine.render_chat([{"role": "user", "content": "ab"}])[0] == vocabulary()["<|user|>"]
-
-
-def test_weights_beyond_float16_are_kept_in_bfloat16(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    built = model("qwen2")
-    with torch.no_grad():
-        built.model.norm.weight[0] = 1e6
-    monkeypatch.setattr("tests.engines.test_gguf.model", lambda family: built)
-    file = write(tmp_path / "model.gguf", "qwen2")
-    assert hf.AutoConfig.from_pretrained(places.folder_of(file)).dtype == torch.bfloat16
 
 
 def test_what_cannot_be_read_is_refused(

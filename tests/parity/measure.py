@@ -41,7 +41,7 @@ CHUNK = 48  # tokens per step: most prompts are chunked
 EXTRACTED = 40  # prompts with activations and full answers
 ANSWER = Sampling(max_tokens=12)
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
-FEW = 24  # prompts of a family that is compared in fewer ways
+FEW = 24  # prompts of a family that is compared in fewer ways, and of a faulty worker
 LATER = 2  # bundles that replace others in their slots
 Arrays = dict[str, Any]
 
@@ -239,7 +239,7 @@ def vllm(folder: str, arguments: dict[str, str], faulty: str | None, *, reads: b
 
 def flawed(engine: Any, asked: list[q.Question], bundles: Sequence[list[Probes]]) -> Arrays:
     """The numbers of a faulty worker for each bundle, or the error's name."""
-    prompts = [question.prompt for question in asked]
+    prompts = [question.prompt for question in asked[:FEW]]  # a fault is seen in any
     try:
         scored = [engine.score(prompts, bundle) for bundle in bundles]
     except EngineError as error:

@@ -403,7 +403,8 @@ def test_a_fault_is_found_at_the_start_and_by_the_comparison(
     if "failed" in found:
         assert found["failed"] == "NonFiniteReadout"
         return
-    apart = np.abs(found["bundles"] - expected["bundles"]).max(axis=(1, 2, 3))
+    few = expected["bundles"][:, : found["bundles"].shape[1]]
+    apart = np.abs(found["bundles"] - few).max(axis=(1, 2, 3))
     if worker == "AnswersTooEarly":  # whose prompts are read as they should be
         return
     assert apart.shape == (models.BUNDLES,)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -19,6 +20,7 @@ import pytest
 from probes_store.bundle import BundleDraft
 from probes_store.store import SHIPPED, Store
 from service.demo import MODEL_DIR
+from tests.kit.api import CHAT, WIRES, request_of
 from tests.kit.bundles import GUARANTEE, write_bundle
 from tests.kit.local_server import free_port
 from tests.serve_process import PATHS
@@ -121,6 +123,15 @@ def _wait(process: subprocess.Popen[bytes], log: Path, url: str) -> None:
             pass
         time.sleep(0.5)
     raise AssertionError(f"{url} did not answer 200: {log.read_text()[-3000:]}")
+
+
+def ask(url: str, route: str, asked: Any, **options: Any) -> httpx.Response:
+    """What is answered to a question, or to messages, in any protocol; ``options`` are
+    ``request_of``'s."""
+    wire = next((wire for wire in WIRES.values() if wire.route == route), CHAT)
+    messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+    body = request_of(wire, messages, **{"model": MODEL} | options)
+    return httpx.post(f"{url}{route}", json=body, timeout=60)
 
 
 @pytest.fixture(scope="package")

@@ -18,7 +18,8 @@ from tests.engines.vllm.installed import vllm_or_skip
 vllm_or_skip()
 
 from service.vllm_plugin.calls import offered, used  # noqa: E402
-from tests.vllm_plugin.conftest import KNOWN, MODEL, UNKNOWN  # noqa: E402
+from tests.vllm_plugin import conftest  # noqa: E402
+from tests.vllm_plugin.conftest import KNOWN, UNKNOWN  # noqa: E402
 
 NAME = "look_up"
 CALL = f'<tool_call>{{"name": "{NAME}", "arguments": {{"of": "Honiara"}}}}</tool_call>'
@@ -82,26 +83,14 @@ def ask(
     **more: Any,
 ) -> httpx.Response:
     """Ask with a tool; ``says`` is what the model is made to say, by a grammar or by its logits."""
-    asked = [{"role": "user", "content": question}]
-    body: dict[str, Any] = {
-        "model": MODEL,
-        "temperature": 0,
-        "stream": stream,
-        "tools": TOOLS[route],
-    }
-    responses = route == RESPONSES_ROUTE
-    body |= {
-        "input" if responses else "messages": asked,
-        "max_output_tokens" if responses else "max_tokens": 200,
-    }
-    body |= more
+    fields = {"tokens": 200, "stream": stream, "tools": TOOLS[route]} | more
     if says is not None and by == "logits":
         tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
         tokens = tokenizer.encode(says, add_special_tokens=False)
-        body["vllm_xargs"] = {"says": [*tokens, tokenizer.eos_token_id]}
+        fields["vllm_xargs"] = {"says": [*tokens, tokenizer.eos_token_id]}
     elif says is not None:
-        body["structured_outputs"] = {"choice": [says]}
-    response = httpx.post(f"{url}{route}", json=body, timeout=60)
+        fields["structured_outputs"] = {"choice": [says]}
+    response = conftest.ask(url, route, question, **fields)
     assert response.status_code == 200, response.text
     return response
 
@@ -168,7 +157,7 @@ def test_a_turn_of_nothing_but_calls_is_let_through_and_counted(
         (f"{CALL} Honiara", {}),
         (CALL.replace(NAME, "other"), {}),
         (CALL, {"tool_choice": "none"}),
-        (CALL, {"vllm_xargs": {"hallutracer_policy": "calls-too"}}),
+        (CALL, {"chosen": {"policy": "calls-too"}}),
         (CALL, {"tokens": 9}),
         (f"{CALL} Honiara", {"by": "logits"}),
     ],
@@ -176,8 +165,6 @@ def test_a_turn_of_nothing_but_calls_is_let_through_and_counted(
 def test_whatever_else_is_said_is_withheld(
     url: str, route: str, stream: bool, says: str, more: dict[str, Any]
 ) -> None:
-    if "tokens" in more:
-        more = {"max_output_tokens" if route == RESPONSES_ROUTE else "max_tokens": more["tokens"]}
     before = counted(url)
     answer = ask(url, route, UNKNOWN, says, stream, **more).text
     assert not [word for word in ("Honiara", "tool_call>") if word in answer]

@@ -153,7 +153,7 @@ def test_the_families_that_take_one_pass_are_those_whose_caches_do_not_go_on() -
     assert {name for family in FAMILIES if family.whole for name in family.model_types} == WHOLE
 
 
-def test_what_chats_begin_with_is_read_once_in_front_of_passes_too(
+def test_what_chats_begin_with_is_read_once_in_front_of_passes_and_costs_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(hooks, "MIN_PREFIX", 4)
@@ -168,6 +168,8 @@ def test_what_chats_begin_with_is_read_once_in_front_of_passes_too(
     check_same(result, whole, tokens=False)
     assert engine.counters.forward_tokens - before == len(chat) - shared
     assert engine.counters.prefills == 2
+    assert sum(engine.pass_costs(chat)) == len(chat) - shared
+    assert sum(engine.pass_costs(chat[1:])) == len(chat) - 1
 
 
 def test_costs_are_of_the_passes_that_a_prompt_takes() -> None:
@@ -188,17 +190,6 @@ def test_costs_are_of_the_passes_that_a_prompt_takes() -> None:
             kept += tokens
         assert next(costs, None) is None
         assert kept == length
-
-
-def test_what_chats_begin_with_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hooks, "MIN_PREFIX", 4)
-    engine = tiny.engine(max_batch_tokens=MOST)
-    engine._pass_cost = EQUAL
-    chat = engine.render_chat([{"role": "user", "content": "x" * 60}])
-    shared = len(engine._prefix.tokens)
-    assert 0 < shared < MOST
-    assert sum(engine.pass_costs(chat)) == len(chat) - shared
-    assert sum(engine.pass_costs(chat[1:])) == len(chat) - 1
 
 
 def test_positions_that_depend_on_the_longest_take_one_pass_where_they_would_differ() -> None:

@@ -477,13 +477,18 @@ def test_rows_that_finish_early_leave_and_the_rest_go_on_rightly() -> None:
     assert counters.forward_tokens == sum(map(len, prompts)) + steps
 
 
-def test_sampled_answers_do_not_depend_on_batch_mates() -> None:
-    engine = tiny.shared_engine("llama")
-    prompts = tiny.prompts([4, 9, 15])
-    sampling = Sampling(max_tokens=10, temperature=1.2, top_p=0.9, seed=7)
-    together = engine.generate(prompts, sampling)
-    assert together == [engine.generate([prompt], sampling)[0] for prompt in prompts]
-    assert engine.generate(prompts, replace(sampling, seed=8)) != together
+def test_answers_do_not_depend_on_batch_mates() -> None:
+    sampled = Sampling(max_tokens=10, temperature=1.2, top_p=0.9, seed=7)
+    for engine, lengths, sampling in (
+        (tiny.shared_engine("llama"), [4, 9, 15], sampled),
+        (tiny.longrope_engine(), [5, 30, 20], Sampling(max_tokens=16)),
+    ):
+        prompts = tiny.prompts(lengths)
+        together = engine.generate(prompts, sampling)
+        assert together == [engine.generate([prompt], sampling)[0] for prompt in prompts]
+        assert sampling is not sampled or together != engine.generate(
+            prompts, replace(sampled, seed=8)
+        )
 
 
 def test_stop_strings_end_the_answer_before_themselves() -> None:
@@ -504,14 +509,6 @@ def test_stop_strings_end_the_answer_before_themselves() -> None:
         assert completion.stop in (stop if ends else [None])
     assert found
     assert engine.counters.open_continuations == 0
-
-
-def test_longrope_answers_do_not_depend_on_longer_batch_mates() -> None:
-    engine, sampling = tiny.longrope_engine(), Sampling(max_tokens=16)
-    prompts = tiny.prompts([5, 30, 20])
-    assert engine.generate(prompts, sampling) == [
-        engine.generate([prompt], sampling)[0] for prompt in prompts
-    ]
 
 
 # Traced

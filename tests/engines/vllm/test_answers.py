@@ -1,5 +1,6 @@
-"""What vLLM reads of answers' own tokens, against the reference engine on the same text: chunked,
-preempted, cached."""
+"""What vLLM reads of answers' own tokens, against the reference engine on the same text.
+
+Of many at once, chunked, preempted and cached: tests/parity."""
 
 from __future__ import annotations
 
@@ -20,7 +21,6 @@ from service.readout import Probes, Site
 from tests.engines import tiny
 from tests.engines.vllm.installed import vllm_or_skip
 from tests.parity import models
-from tests.parity.measure import counter
 from tests.running import until
 
 vllm_or_skip()
@@ -32,7 +32,7 @@ from service.engines.vllm.engine import VllmEngine  # noqa: E402
 pytestmark = pytest.mark.long
 
 CLOSE = 1e-5  # truth logits, as in tests/parity
-ANSWERS, TOGETHER, SLOTS = 120, 32, 2
+SLOTS = 2
 PROMPT = models.questions("llama")[5].prompt
 MANY = Sampling(max_tokens=40)
 
@@ -44,13 +44,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(folder: Path) -> Iterator[VllmEngine]:
-    """With room in the cache for a few of the answers that it may run."""
     extra = {
         "enforce_eager": "true",
         "max_model_len": str(models.CONTEXT),
-        "max_num_seqs": str(TOGETHER),
-        "block_size": "32",
-        "num_gpu_blocks_override": "24",
+        "max_num_seqs": "32",
     }
     options = EngineOptions(str(folder), dtype="float32", max_batch_tokens=48, extra=extra)
     loaded = VllmEngine.load(options, slots=SLOTS, answers=True)
@@ -131,43 +128,6 @@ def check(
     [expected] = reference.score([written], [probes], last=[last.answer.tokens])
     np.testing.assert_allclose(last.answer.trajectory, expected.trajectories[0], rtol=0, atol=CLOSE)
     return last.answer.tokens
-
-
-def test_many_answers_at_once_are_each_read_by_their_own_probes(
-    engine: VllmEngine, reference: TransformersEngine, probes: dict[Site, list[Probes]]
-) -> None:
-    """More than there is room for, so that some are computed again; long prompts in chunks, and
-    common beginnings."""
-    prompts = [question.prompt for question in models.questions("llama")[:ANSWERS]]
-    read_by = [
-        (*probes[Site.ATTENTION_HEAD][:2], probes[Site.RESIDUAL_STREAM][0], None)[n % 4]
-        for n in range(ANSWERS)
-    ]
-    limits = [Sampling(max_tokens=1 + n % 64) for n in range(ANSWERS)]
-
-    async def all_of_them() -> list[list[Update]]:
-        async def one(number: int) -> list[Update]:
-            stream = engine.answer(
-                prompts[number], [], sampling=limits[number], answer_probes=read_by[number]
-            )
-            async with aclosing(stream):
-                return [update async for update in stream]
-
-        return list(await asyncio.gather(*(one(number) for number in range(ANSWERS))))
-
-    before = counter("vllm:num_preemptions_total")
-    found = wait(engine, all_of_them())
-    read = [check(*one, reference) for one in zip(found, prompts, read_by, strict=True)]
-    assert sum(count > 0 for count in read) > 70
-    assert max(read) > 40
-    assert counter("vllm:num_preemptions_total") > before + 5
-    assert any(own[0].cached_tokens for own in found)
-    plain = engine.generate(prompts[:20], Sampling(max_tokens=64))
-    for number, completion in enumerate(plain):  # what is read changes nothing
-        assert (
-            found[number][-1].completion.token_ids
-            == completion.token_ids[: limits[number].max_tokens]
-        )
 
 
 def test_each_update_has_the_mean_so_far(
