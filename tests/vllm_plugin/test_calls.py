@@ -49,23 +49,23 @@ def test_what_names_no_function_offers_nothing(tools: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "turns", "found"),
+    ("content", "turns", "with_tools"),
     [
-        ({"tools": [{}]}, [], True),
-        ({}, [{"role": "user", "content": "x"}], False),
-        ({"tools": []}, [None, "x"], False),
-        ({}, [{"role": "assistant", "tool_calls": []}], True),
-        ({}, [{"role": "tool", "content": "x"}], True),
-        ({}, [{"type": "function_call"}], True),
-        ({}, [{"type": ["function_call"]}], False),
-        ({}, [{"role": "user", "content": [{"type": "tool_result"}, None]}], True),
-        ({}, [{"role": "user", "content": [{"type": "text"}]}], False),
+        ('{"tools": [{}]}', "[]", True),
+        ("{}", '[{"role": "user", "content": "x"}]', False),
+        ('{"tools": []}', '[null, "x"]', False),
+        ("{}", '[{"role": "assistant", "tool_calls": []}]', True),
+        ("{}", '[{"role": "tool", "content": "x"}]', True),
+        ("{}", '[{"type": "function_call"}]', True),
+        ("{}", '[{"type": ["function_call"]}]', False),
+        ("{}", '[{"role": "user", "content": [{"type": "tool_result"}, null]}]', True),
+        ("{}", '[{"role": "user", "content": [{"type": "text"}]}]', False),
     ],
 )
 def test_a_conversation_with_tools_is_unlike_the_calibrations(
-    content: Any, turns: Any, found: bool
+    content: str, turns: str, with_tools: bool
 ) -> None:
-    assert used(content, turns) is found
+    assert used(json.loads(content), json.loads(turns)) is with_tools
 
 
 @pytest.fixture

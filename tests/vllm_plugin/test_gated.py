@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import re
 import shutil
 from collections import Counter
@@ -29,6 +28,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers import AutoTokenizer  # noqa: E402
 
 from tests.api.protocols import in_anthropics_client, in_openais_client  # noqa: E402
+from tests.kit.api import whole  # noqa: E402
 from tests.running import until  # noqa: E402
 from tests.vllm_plugin.conftest import KNOWN, MODEL, UNKNOWN, serving  # noqa: E402
 
@@ -372,97 +372,11 @@ def test_after_a_change_of_weights_golden_prompts_are_replayed_before_any_answer
 
 
 REQUESTS = 5000  # as many again are sent to our own service: tests/api/test_no_token.py
-NAMES = [
-    "hallutracer_policy",
-    "hallutracer_threshold",
-    "hallutracer_bundle",
-    "hallutracer",
-    "hallutracer-policy",
-    "hallutracer_polcy",
-    "HALLUTRACER_POLICY",
-    "hallutracer_gate",
-    "policy",
-    "threshold",
-]
-VALUES = [
-    "observe",
-    "gate",
-    "block",
-    "none",
-    "",
-    None,
-    0,
-    1,
-    0.5,
-    1.5,
-    -1,
-    True,
-    "1",
-    [],
-    {},
-    ["observe"],
-    1e400,
-    math.nan,
-    "demo",
-    "demo-fused",
-    "demo:1",
-    "demo@production",
-    {"first_token": True, "rows": False, "slot": 0},
-    {
-        "first_token": True,
-        "rows": True,
-        "slot": 0,
-        "probes": [],
-        "gate": [0, 0, 0, 0, 1],
-        "end_token": 5,
-    },
-    "x" * 10_000,
-    10**40,
-]
-SAMPLING: dict[str, list[Any]] = {
-    "n": [1, 2, 3, 0],
-    "max_tokens": [1, 5, 0, None],
-    "min_tokens": [0, 1, 5],
-    "ignore_eos": [True, False],
-    "temperature": [0, 0.7, 2],
-    "top_p": [0.5, 1],
-    "seed": [1, -1],
-    "stop": ["a", []],
-    "echo": [True],
-    "logprobs": [True, 1, 0],
-    "top_logprobs": [1],
-    "prompt_logprobs": [0, 1],
-    "use_beam_search": [True, 1, "true"],
-    "best_of": [2],
-    "stream": [True, False],
-    "stream_options": [{"include_usage": True, "continuous_usage_stats": True}],
-    "return_token_ids": [True],
-    "return_tokens_as_token_ids": [True],
-    "logit_bias": [{"5": 100}],
-    "priority": [0, 3],
-    "allowed_token_ids": [[5, 6]],
-    "bad_words": [["a"]],
-    "stop_token_ids": [[5]],
-    "include_stop_str_in_output": [True],
-    "skip_special_tokens": [False],
-    "response_format": [{"type": "json_object"}, {"type": "text"}],
-    "structured_outputs": [{"choice": ["yes", "no"]}, {"regex": "[a-z]+"}],
-    "add_generation_prompt": [False, True],
-    "continue_final_message": [True],
-    "truncate_prompt_tokens": [1, -1],
-    "detokenize": [False],
-    "cache_salt": ["s"],
-    "kv_transfer_params": [{}, {"do_remote_decode": True}],
-    "request_id": ["mine", "-beam-1"],
-    "user": ["u"],
-    "tools": [[{"type": "function", "function": {"name": "f", "parameters": {}}}]],
-    "tool_choice": ["auto", "required"],
-    "background": [True],
-    "store": [True],
-    "model": ["demo", "other"],
-    "suffix": ["x"],
-    "extra_body": [{"vllm_xargs": {"hallutracer_policy": "observe"}}],
-}
+# What a body may have: names of ours and the like, their values, and vLLM's own fields.
+DRAWN: dict[str, Any] = whole(
+    json.loads(Path(__file__).with_name("gated_requests.json").read_text(encoding="utf-8"))
+)
+NAMES, VALUES, FIELDS = DRAWN["names"], DRAWN["values"], DRAWN["fields"]
 SPELT = ["hallu\\u0074racer", "\\u0068allutracer", "hallutracer\\u0000"]
 
 
@@ -471,8 +385,8 @@ def drawn(number: int) -> tuple[str, bytes]:
     draw = Random(number)
     path = draw.choice([*WITHHOLDS, *WITHHOLDS, *WITHHOLDS, *REFUSES])
     body: dict[str, Any] = dict({**WITHHOLDS, **REFUSES}[path](draw.choice([KNOWN, UNKNOWN])))
-    for name in draw.sample(sorted(SAMPLING), draw.choice([0, 1, 1, 2, 4])):
-        body[name] = draw.choice(SAMPLING[name])
+    for name in draw.sample(sorted(FIELDS), draw.choice([0, 1, 1, 2, 4])):
+        body[name] = draw.choice(FIELDS[name])
     ours = {draw.choice(NAMES): draw.choice(VALUES) for _ in range(draw.choice([0, 1, 1, 2, 3]))}
     for name, value in ours.items():
         (body.setdefault("vllm_xargs", {}) if draw.random() < 0.7 else body)[name] = value
