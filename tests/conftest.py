@@ -124,13 +124,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     test-long`` the longest are those without vLLM, then vLLM's files, some of which take minutes;
     the families' starts fill the end."""
 
-    def place(item: pytest.Item) -> int:
+    def order(item: pytest.Item) -> int:
         file = item.nodeid.split("::")[0]
         if is_long(config):
             return starts_vllm(file) + ("parity" in file)
         return 0 if starts_vllm(file) else 1 if any(name in file for name in LONGEST) else 2
 
-    items.sort(key=place)
+    items.sort(key=order)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -21,15 +21,15 @@ MODEL, MESSAGE = "hallutracer-demo", "I am not sure."
 def check(url: str, model: str, number: int) -> None:
     """Ask one question by both routes under a threshold that every risk reaches."""
     question, stream = f"What is the capital of the country number {number}?", bool(number % 2)
-    said, refusal, why, tokens, note = in_openais_client(
+    text, refusal, why, tokens, note = in_openais_client(
         url, model, question, stream, hallutracer_threshold=0.0
     )
-    assert (said, refusal, why, tokens) == ("", MESSAGE, "content_filter", 0)
+    assert (text, refusal, why, tokens) == ("", MESSAGE, "content_filter", 0)
     assert note["data"][0]["decision"] == "abstain"
-    said, reason, tokens, note = in_anthropics_client(
+    text, reason, tokens, note = in_anthropics_client(
         url, model, question, stream, hallutracer_threshold=0.0
     )
-    assert (said, reason, tokens) == (MESSAGE, "refusal", 0)
+    assert (text, reason, tokens) == (MESSAGE, "refusal", 0)
     assert note["data"][0]["decision"] == "abstain"
 
 

@@ -70,11 +70,11 @@ def test_its_start_was_told_step_by_step(vllm_service: VllmService) -> None:
         log.find(f"with vllm: {step}")
         for step in ("starting its", "loading the weights", "compiling", "testing")
     ]
-    told = [
-        place for place in places if place >= 0
+    steps = [
+        position for position in places if position >= 0
     ]  # a step that is over within 0.3 s may go untold
-    assert told == sorted(told)
-    assert len(told) >= 2
+    assert steps == sorted(steps)
+    assert len(steps) >= 2
 
 
 def test_the_other_bundle_reads_the_same_forward_pass(service: str) -> None:
@@ -223,12 +223,12 @@ def test_a_service_whose_vllm_stands_still_waits_for_it_and_ends_with_one_that_d
 def test_train_on_vllm_gives_the_bundle_that_transformers_gives(tmp_path: Path) -> None:
     rows = [
         {
-            "id": f"{place}",
+            "id": f"{number}",
             "prompt": f"What is the capital of {name}?",
-            "label": place % 2,
+            "label": number % 2,
             "group": name,
         }
-        for place, name in enumerate(
+        for number, name in enumerate(
             f"{letter}{other}land" for letter in "ABCDEFGH" for other in "aeiou"
         )
     ]

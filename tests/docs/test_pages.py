@@ -54,7 +54,8 @@ def test_the_readme_is_one_page_and_its_first_screen_one_screen() -> None:
     lines = text_of("README.md").splitlines()
     assert len(lines) <= 150
     assert (
-        max(place for place, line in enumerate(lines) if line.startswith("| [LettuceDetect]")) < 45
+        max(number for number, line in enumerate(lines) if line.startswith("| [LettuceDetect]"))
+        < 45
     )
 
 
@@ -153,8 +154,8 @@ def test_named_files_exist() -> None:
     named = (
         r"`((?:service|probes_store|tests|deploy|docs|clients|research|benchmarks)/[\w./-]*[\w/])`"
     )
-    found = [(page.name, path) for page in PAGES for path in re.findall(named, page.read_text())]
-    assert [(page, path) for page, path in found if not (ROOT / path).exists()] == []
+    paths = [(page.name, path) for page in PAGES for path in re.findall(named, page.read_text())]
+    assert [(page, path) for page, path in paths if not (ROOT / path).exists()] == []
 
 
 def test_the_dependencies_all_have_a_reason() -> None:
@@ -179,19 +180,19 @@ def test_the_dependencies_all_have_a_reason() -> None:
     ],
 )
 def test_what_is_generated_is_up_to_date(script: str, function: str, file: str) -> None:
-    found = runpy.run_path(str(ROOT / "docs" / script))[function]()
-    assert found == text_of(f"docs/{file}"), f"run: python docs/{script}"
+    generated = runpy.run_path(str(ROOT / "docs" / script))[function]()
+    assert generated == text_of(f"docs/{file}"), f"run: python docs/{script}"
 
 
 def test_no_name_is_gone_that_is_promised_to_stay() -> None:
-    listed, found = (
+    listed, names = (
         set(text_of("docs/stable_names.txt").splitlines()),
         runpy.run_path(STABLE)["names"](),
     )
-    assert sorted(listed - found) == [], (
+    assert sorted(listed - names) == [], (
         "this breaks what docs/stability.md promises: keep them, or make a major release"
     )
-    assert sorted(found - listed) == [], "run: python docs/stable_names.py"
+    assert sorted(names - listed) == [], "run: python docs/stable_names.py"
 
 
 def test_the_http_api_is_described_as_openapi_has_it() -> None:
@@ -222,7 +223,7 @@ def test_the_clients_page_names_every_script_and_the_pinned_versions() -> None:
     extras = tomllib.loads(text_of("clients/python/pyproject.toml"))["project"][
         "optional-dependencies"
     ]
-    for requirement in (Requirement(one) for (one,) in extras.values()):
+    for requirement in (Requirement(line) for (line,) in extras.values()):
         assert requirement.specifier.contains(
             (ours if requirement.name == "mcp" else pins)[requirement.name]
         )
@@ -322,24 +323,26 @@ def executed(path: Path, folder: Path, kernel: Any) -> Any:
 
 def shown(book: Any) -> list[tuple[str, ...]]:
     """What each cell shows: kinds of output, and the text of those that are not pictures."""
-    found = []
+    outputs = []
     for cell in book.cells:
         for output in cell.get("outputs", ()):
             data = output.get("data", {})
             kinds = tuple(sorted(data)) or (output["output_type"],)
-            found.append(
+            outputs.append(
                 kinds
                 if "image/png" in data
                 else (*kinds, str(data.get("text/plain", output.get("text"))))
             )
-    return found
+    return outputs
 
 
 @pytest.mark.parametrize(
     "path",
     [
-        pytest.param(one, id=one.stem, marks=[pytest.mark.long] * one.stem.startswith("train"))
-        for one in NOTEBOOKS
+        pytest.param(
+            notebook, id=notebook.stem, marks=[pytest.mark.long] * notebook.stem.startswith("train")
+        )
+        for notebook in NOTEBOOKS
     ],
 )
 def test_a_notebook_runs_and_shows_what_is_committed(
@@ -358,7 +361,7 @@ def test_a_notebook_runs_and_shows_what_is_committed(
         for output in cell.get("outputs", ())
         if output.output_type == "stream"
     ]
-    assert {one.stem for one in NOTEBOOKS} == {"score-and-look", "train-on-your-rows"}
+    assert {notebook.stem for notebook in NOTEBOOKS} == {"score-and-look", "train-on-your-rows"}
     assert [kinds[:-1] for kinds in shown(ran)] == [kinds[:-1] for kinds in shown(committed)]
     assert any("image/png" in kinds for kinds in shown(ran))
     if os.environ.get("HALLUTRACER_WRITE_NOTEBOOKS"):

@@ -47,13 +47,13 @@ def nested(levels: int) -> dict[str, Any]:
 def definitions(last: dict[str, Any], twice: str, levels: int = 25) -> dict[str, Any]:
     """Each level has the next one twice: as a tree they are 2 ** levels."""
     parts = {f"d{n}": {"$ref": f"#/$defs/d{n + 1}"} for n in range(levels)}
-    two = {
-        name: {twice: [one, one]}
+    levelled = {
+        name: {twice: [reference, reference]}
         if twice == "allOf"
-        else {"type": "object", "properties": {"a": one, "b": one}}
-        for name, one in parts.items()
+        else {"type": "object", "properties": {"a": reference, "b": reference}}
+        for name, reference in parts.items()
     }
-    return {"$defs": two | {f"d{levels}": last}, "$ref": "#/$defs/d0"}
+    return {"$defs": levelled | {f"d{levels}": last}, "$ref": "#/$defs/d0"}
 
 
 BEYOND = {
@@ -234,17 +234,17 @@ def test_a_hostile_schema_ends_soon_whatever_becomes_of_it(name: str, grammars: 
 def test_an_answer_of_the_format_is_complete_when_nothing_may_follow(grammars: Grammars) -> None:
     tokenizer = tiny.tokenizer()
     schema = {"type": "object", "properties": {"a": {"enum": [1, "é"]}}, "required": ["a"]}
-    found = grammars.prepared(
+    compiled = grammars.prepared(
         Format(json.dumps(schema | {"additionalProperties": False}), "response_format")
     )
     for text in ('{"a": 1}', '{"a": "é"}'):
-        held = Held(found)
+        held = Held(compiled)
         tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
-        for place, token in enumerate(tokens):
+        for position, token in enumerate(tokens):
             assert int.from_bytes(held.allowed(), "little") >> token & 1, text
-            assert held.take(token) == (place == len(tokens) - 1)
+            assert held.take(token) == (position == len(tokens) - 1)
     [opens], [quote] = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in '{"')
-    held = Held(found)
+    held = Held(compiled)
     allowed = int.from_bytes(held.allowed(), "little")
     assert allowed == 1 << opens, "no answer ends before it begins, or begins with something else"
     held.take(opens)
@@ -306,15 +306,15 @@ LARGE: dict[str, dict[str, Any]] = {
 def processes(grammars: Grammars) -> list[int]:
     """Those of the formats that are in use."""
     assert grammars._process is not None
-    found = []
+    running = []
     for entry in os.listdir("/proc"):
         try:
             state, parent = Path(f"/proc/{entry}/stat").read_text().rpartition(") ")[2].split()[:2]
         except (OSError, ValueError):
             continue
         if state != "Z" and parent == str(grammars._process.pid):
-            found.append(int(entry))
-    return found
+            running.append(int(entry))
+    return running
 
 
 @pytest.fixture
@@ -421,14 +421,14 @@ def test_requests_of_a_caller_with_one_schema_share_a_process_that_ends_with_the
     other = prepared(grammars, {"type": "object"}, "b")
     assert first.compiled is second.compiled is not other.compiled
     assert len(in_use()) == 2
-    one, two = Held(first), Held(second)
-    assert not two.take(_token("{"))  # in any order: each has its own
-    allowed = one.allowed()
-    assert not one.take(_token("{"))
-    one.close()
-    assert two.take(_token("}"))
+    answer, another = Held(first), Held(second)
+    assert not another.take(_token("{"))  # in any order: each has its own
+    allowed = answer.allowed()
+    assert not answer.take(_token("{"))
+    answer.close()
+    assert another.take(_token("}"))
     assert Held(first).allowed() == allowed
-    del first, second, other, one, two
+    del first, second, other, answer, another
     until(lambda: not in_use())
 
 
@@ -473,9 +473,9 @@ def test_the_masks_of_a_callers_answers_have_one_account_of_waiting(
     again = first.waiting
     del first, second
     until(lambda: len(in_use()) == 1)
-    kept = prepared(grammars, {"const": 2}, "slow").compiled
-    assert kept is not None
-    assert kept.waiting is again, "a new request does not begin a new account"
+    third = prepared(grammars, {"const": 2}, "slow").compiled
+    assert third is not None
+    assert third.waiting is again, "a new request does not begin a new account"
 
 
 def test_waiting_is_spent_and_comes_back_with_time_and_tokens(
@@ -500,14 +500,14 @@ def test_formats_in_use_are_bounded_by_caller_and_in_all(
 ) -> None:
     monkeypatch.setattr(formats, "MAX_LIVE_OF_CALLER", 2)
     monkeypatch.setattr(formats, "MAX_LIVE", 3)
-    kept = [prepared(grammars, {"const": n}, "a") for n in range(2)]
+    live = [prepared(grammars, {"const": n}, "a") for n in range(2)]
     with pytest.raises(Overloaded, match="2 formats of this caller"):
         prepared(grammars, {"const": 2}, "a")
     prepared(grammars, {"const": 1}, "a")
-    kept.append(prepared(grammars, {"const": 2}, "b"))
+    live.append(prepared(grammars, {"const": 2}, "b"))
     with pytest.raises(Overloaded, match="3 in all"):
         prepared(grammars, {"const": 2}, "c")
-    del kept[0]
+    del live[0]
     prepared(grammars, {"const": 2}, "a")
 
 

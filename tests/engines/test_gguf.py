@@ -108,12 +108,12 @@ def write(
         getattr(out, f"add_{name}")(value)
     names = writer.get_tensor_name_map(ARCHITECTURES[family], config.num_hidden_layers)
     for name, tensor in built.state_dict().items():
-        found = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        assert found is not None, name
+        mapped = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert mapped is not None, name
         if quantized and tensor.ndim > 1 and tensor.shape[-1] % 32 == 0:
-            out.add_tensor(found, writer.quantize(tensor.numpy(), Q8_0), raw_dtype=Q8_0)
+            out.add_tensor(mapped, writer.quantize(tensor.numpy(), Q8_0), raw_dtype=Q8_0)
         else:
-            out.add_tensor(found, tensor.numpy())
+            out.add_tensor(mapped, tensor.numpy())
     out.write_header_to_file()
     out.write_kv_data_to_file()
     out.write_tensors_to_file()
@@ -146,9 +146,11 @@ def test_it_reads_what_its_safetensors_twin_reads(family: str, tmp_path: Path) -
         message = [{"role": "user", "content": text}]
         assert ours.render_chat(message) == theirs.render_chat(message)
     prompts = [ours.tokenize(text) for text in TEXTS]
-    found, expected = ours.extract(prompts, list(Site)), theirs.extract(prompts, list(Site))
+    extracted, expected = ours.extract(prompts, list(Site)), theirs.extract(prompts, list(Site))
     for site in Site:
-        np.testing.assert_allclose(found.activations[site], expected.activations[site], atol=1e-5)
+        np.testing.assert_allclose(
+            extracted.activations[site], expected.activations[site], atol=1e-5
+        )
 
 
 def test_a_file_is_converted_once_and_its_fingerprint_stays(tmp_path: Path, cache: Path) -> None:
@@ -253,8 +255,8 @@ def test_a_number_that_is_not_finite_is_seen_wherever_it_is(
     for length in (1, 7, 33, 1000):
         sound = torch.randn(length, generator=torch.Generator().manual_seed(length)).to(dtype)
         assert gguf._is_finite(sound)
-        for place in {0, length // 2, length - 1}:
-            assert not gguf._is_finite(sound.index_fill(0, torch.tensor([place]), wrong))
+        for position in {0, length // 2, length - 1}:
+            assert not gguf._is_finite(sound.index_fill(0, torch.tensor([position]), wrong))
 
 
 def test_a_load_that_is_under_way_is_left_alone_and_what_a_killed_one_left_is_removed(
@@ -324,9 +326,9 @@ def test_what_cannot_be_read_is_refused(
         (b"no gguf at all", unsound),
         (b"", "is empty"),
     )
-    for content, said in contents:
+    for content, words in contents:
         file.write_bytes(content)
-        with pytest.raises(ModelLoadError, match=said):
+        with pytest.raises(ModelLoadError, match=words):
             load(file)
     whole = write(tmp_path / "whole.gguf", "qwen2")
     file.write_bytes(whole.read_bytes()[: whole.stat().st_size // 2])

@@ -285,16 +285,16 @@ def noted(path: str, parts: Iterator[Message], held: list[int] | None = None) ->
         if held is not None:
             held.append(tracemalloc.get_traced_memory()[0])
         assert (note := CURRENT.get()) is not None
-        found.append(note)
+        notes.append(note)
         await Response()(scope, receive, send)
 
     async def send(message: Message) -> None:
         pass
 
-    found: list[Note] = []
+    notes: list[Note] = []
     scope = {"type": "http", "method": "POST", "path": path, "headers": []}
     asyncio.run(RiskNotes(app, Metrics(), refuses=lambda: True)(scope, receive, send))
-    return found[0]
+    return notes[0]
 
 
 @pytest.mark.parametrize(

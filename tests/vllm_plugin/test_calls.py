@@ -98,31 +98,35 @@ def ask(
 def read(route: str, stream: bool, text: str) -> tuple[str, list[dict[str, Any]], dict[str, Any]]:
     """What is said, the calls' arguments, and the note of the last event that has one."""
     if not stream:
-        found = json.loads(text)
+        document = json.loads(text)
         if route == CHAT_ROUTE:
-            message = found["choices"][0]["message"]
-            calls = [one["function"]["arguments"] for one in message.get("tool_calls") or ()]
-            return message["content"] or "", list(map(json.loads, calls)), found["hallutracer"]
-        calls = [item["arguments"] for item in found["output"] if item["type"] == "function_call"]
-        said = [
-            part.get("text", "") for item in found["output"] for part in item.get("content") or ()
+            message = document["choices"][0]["message"]
+            calls = [call["function"]["arguments"] for call in message.get("tool_calls") or ()]
+            return message["content"] or "", list(map(json.loads, calls)), document["hallutracer"]
+        calls = [
+            item["arguments"] for item in document["output"] if item["type"] == "function_call"
         ]
-        return "".join(said), list(map(json.loads, calls)), found["hallutracer"]
-    said, written, note = "", "", None
+        spoken = [
+            part.get("text", "")
+            for item in document["output"]
+            for part in item.get("content") or ()
+        ]
+        return "".join(spoken), list(map(json.loads, calls)), document["hallutracer"]
+    spoken, written, note = "", "", None
     for _, event in sse(text):
         note = event.get("hallutracer") or (event.get("response") or {}).get("hallutracer") or note
         if event.get("type") == "response.output_text.delta":
-            said += event["delta"]
+            spoken += event["delta"]
         if event.get("type") == "response.function_call_arguments.delta":
             written += event["delta"]
         for choice in event.get("choices") or ():
-            said += choice["delta"].get("content") or ""
+            spoken += choice["delta"].get("content") or ""
             written += "".join(
-                one["function"].get("arguments") or ""
-                for one in choice["delta"].get("tool_calls") or ()
+                call["function"].get("arguments") or ""
+                for call in choice["delta"].get("tool_calls") or ()
             )
     assert note is not None
-    return said, [json.loads(written)] if written else [], note
+    return spoken, [json.loads(written)] if written else [], note
 
 
 @pytest.mark.long
@@ -133,11 +137,11 @@ def test_a_turn_of_nothing_but_calls_is_let_through_and_counted(
     url: str, route: str, stream: bool, by: str
 ) -> None:
     before = counted(url)
-    said, calls, note = read(route, stream, ask(url, route, UNKNOWN, CALL, stream, by).text)
-    assert (said.strip(), calls) == ("", [{"of": "Honiara"}])
+    spoken, calls, note = read(route, stream, ask(url, route, UNKNOWN, CALL, stream, by).text)
+    assert (spoken.strip(), calls) == ("", [{"of": "Honiara"}])
     assert (note["data"][0]["decision"], note["data"][0]["tool_call"]) == ("continue", True)
     assert counted(url) == before + 1
-    said, calls, note = read(
+    spoken, calls, note = read(
         route, stream, ask(url, route, KNOWN, CALL, stream, by).text
     )  # not withheld anyway
     assert (calls, "tool_call" in note["data"][0], counted(url)) == (
@@ -168,8 +172,8 @@ def test_whatever_else_is_said_is_withheld(
     before = counted(url)
     answer = ask(url, route, UNKNOWN, says, stream, **more).text
     assert not [word for word in ("Honiara", "tool_call>") if word in answer]
-    said, calls, note = read(route, stream, answer)
-    assert (said, calls, note["data"][0]["decision"], "tool_call" in note["data"][0]) == (
+    spoken, calls, note = read(route, stream, answer)
+    assert (spoken, calls, note["data"][0]["decision"], "tool_call" in note["data"][0]) == (
         "",
         [],
         "abstain",
@@ -190,8 +194,8 @@ def test_an_answer_with_tools_is_gated_as_any(url: str) -> None:
 def counted(url: str) -> float:
     lines = httpx.get(f"{url}/metrics").text.splitlines()
     [line] = [
-        one
-        for one in lines
-        if one.startswith("hallutracer_tool_calls_let_through_total{") and '"demo:' in one
+        series
+        for series in lines
+        if series.startswith("hallutracer_tool_calls_let_through_total{") and '"demo:' in series
     ]
     return float(line.rpartition(" ")[2])

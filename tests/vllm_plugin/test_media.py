@@ -80,9 +80,11 @@ def test_the_stop_reason_says_what_withholds_an_answer_whose_risk_is_low(
 def test_the_gate_of_vllms_server_says_what_voids_a_guarantee() -> None:
     note = Note(carries=True)
     note.templated = True
-    for more, said in (
+    for more, violations in (
         ({}, ()),
         ({"mm_placeholders": {}}, ()),
         ({"mm_placeholders": {"image": [object()]}}, (MEDIA,)),
     ):
-        assert generation._rendering(note, scorer([]), {"prompt_token_ids": IDS, **more}) == said
+        assert (
+            generation._rendering(note, scorer([]), {"prompt_token_ids": IDS, **more}) == violations
+        )

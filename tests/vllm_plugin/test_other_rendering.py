@@ -60,17 +60,17 @@ def void(response: httpx.Response) -> list[str]:
     """What voids the guarantee, but for what other tests' requests to the same server may have made
     drift."""
     assert response.status_code == 200, response.text
-    found = next(part for part in documents(response) if "hallutracer" in part)
-    causes = found["hallutracer"]["guarantee"]["void"]
+    document = next(part for part in documents(response) if "hallutracer" in part)
+    causes = document["hallutracer"]["guarantee"]["void"]
     return [cause for cause in causes if not cause.startswith(("drift: ", "outside: "))]
 
 
 @pytest.mark.parametrize("what", MOVES)
 def test_what_the_template_leaves_out_changes_nothing(url: str, what: str) -> None:
     route, fields = MOVES[what]
-    for question, said in ((KNOWN, True), (UNKNOWN, False)):
+    for question, answered in ((KNOWN, True), (UNKNOWN, False)):
         response = ask(url, route, question, **fields)
-        assert (void(response), "Rome" in response.text) == ([], said)
+        assert (void(response), "Rome" in response.text) == ([], answered)
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -124,8 +124,8 @@ def test_an_answer_that_is_cut_or_ends_otherwise_voids_the_guarantee(url: str) -
         "decoding: at most 1 tokens, where the calibration's answers had 12 or more"
     ]
     detection = {"max_pattern_size": 3, "min_pattern_size": 1, "min_count": 3}
-    (said,) = void(ask(url, CHATS, KNOWN, repetition_detection=detection))
-    assert "repetition_detection" in said
+    (cause,) = void(ask(url, CHATS, KNOWN, repetition_detection=detection))
+    assert "repetition_detection" in cause
 
 
 @pytest.fixture(scope="module")
@@ -152,9 +152,9 @@ def telltale(tmp_path_factory: pytest.TempPathFactory, store: Path) -> Iterator[
     )
     draft = BundleDraft(manifest, sure.probes, sure.golden, sure.evaluation(), "A test's.")
     write_bundle(draft, folder / "store" / SURE / "1")
-    kept = str(folder / "store")
+    bundles = str(folder / "store")
     with serving(
-        folder / "log", "--model", str(model), HALLUTRACER_BUNDLE=SURE, HALLUTRACER_STORE=kept
+        folder / "log", "--model", str(model), HALLUTRACER_BUNDLE=SURE, HALLUTRACER_STORE=bundles
     ) as address:
         yield address
 

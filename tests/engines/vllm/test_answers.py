@@ -107,19 +107,19 @@ def updates(
 
 
 def check(
-    found: list[Update], prompt: Any, probes: Probes | None, reference: TransformersEngine
+    received: list[Update], prompt: Any, probes: Probes | None, reference: TransformersEngine
 ) -> int:
     """The last update has what ``reference`` reads of the answer's text; return how many tokens
     were read."""
     decoded = 0
-    for update in found:
+    for update in received:
         decoded += update.tokens
         if probes is None or decoded < 2:
             assert update.answer is None
         else:
             assert update.answer is not None
             assert update.answer.tokens == decoded - 1
-    last = found[-1]
+    last = received[-1]
     assert last.completion is not None
     if last.answer is None:
         return 0
@@ -134,15 +134,15 @@ def test_each_update_has_the_mean_so_far(
     engine: VllmEngine, reference: TransformersEngine, probes: dict[Site, list[Probes]]
 ) -> None:
     for site in Site:
-        found = updates(
+        received = updates(
             engine,
             engine.answer(
                 PROMPT, [], sampling=Sampling(max_tokens=9), answer_probes=probes[site][0]
             ),
         )
-        ids = found[-1].completion.token_ids if found[-1].completion else ()
+        ids = received[-1].completion.token_ids if received[-1].completion else ()
         assert len(ids) > 4
-        for update in found:
+        for update in received:
             if update.answer is not None:
                 written, count = [*PROMPT, *ids[: update.answer.tokens]], update.answer.tokens
                 [expected] = reference.score([written], [probes[site][0]], last=[count])
@@ -156,15 +156,15 @@ def test_a_reader_that_is_late_misses_nothing(
 ) -> None:
     """vLLM adds outputs that were not taken to one another, and keeps what came with the first."""
     asked = probes[Site.ATTENTION_HEAD]
-    found = updates(
+    received = updates(
         engine, engine.answer(PROMPT, asked[:1], sampling=MANY, answer_probes=asked[1]), pause=0.3
     )
-    assert max(update.tokens for update in found) > 5, "it was not late"
-    assert check(found, PROMPT, asked[1], reference) > 10
-    assert found[0].prefill is not None
+    assert max(update.tokens for update in received) > 5, "it was not late"
+    assert check(received, PROMPT, asked[1], reference) > 10
+    assert received[0].prefill is not None
     [onset] = reference.score([PROMPT], asked[:1])
     np.testing.assert_allclose(
-        found[0].prefill.trajectories[0], onset.trajectories[0], rtol=0, atol=CLOSE
+        received[0].prefill.trajectories[0], onset.trajectories[0], rtol=0, atol=CLOSE
     )
 
 
@@ -181,9 +181,9 @@ def test_a_request_that_is_not_read_is_sent_nothing_more(
             ) as outputs:
                 # One output may be of several steps, where this loop was late.
                 return [
-                    one
+                    payload
                     async for output in outputs
-                    for one in (output.prompt_token_id_logprobs, *getattr(output, MERGED))
+                    for payload in (output.prompt_token_id_logprobs, *getattr(output, MERGED))
                 ]
         finally:
             lease.release()
@@ -192,9 +192,9 @@ def test_a_request_that_is_not_read_is_sent_nothing_more(
         return list(await asyncio.gather(payloads(None), payloads(probes[Site.ATTENTION_HEAD][1])))
 
     unread, read = wait(engine, both())
-    assert [one is None for one in unread] == [False] + [True] * (len(unread) - 1)
+    assert [payload is None for payload in unread] == [False] + [True] * (len(unread) - 1)
     assert unread[0].size == read[0].size == engine._plan.payload
-    assert {one.size for one in read[1:]} == {engine.identity.geometry.num_layers + 1}
+    assert {payload.size for payload in read[1:]} == {engine.identity.geometry.num_layers + 1}
     assert len(read) == len(unread) > 10
 
 
@@ -222,11 +222,11 @@ def test_its_slot_is_its_own_until_the_answer_has_ended(
     first, *others = probes[Site.ATTENTION_HEAD]
 
     async def meanwhile() -> list[Update]:
-        stream, found = engine.answer(PROMPT, others[:1], sampling=MANY, answer_probes=first), []
+        stream, received = engine.answer(PROMPT, others[:1], sampling=MANY, answer_probes=first), []
         async with aclosing(stream):
             async for update in stream:
-                found.append(update)
-                if len(found) == 2:
+                received.append(update)
+                if len(received) == 2:
                     for other in others:  # each in the place of the one before
                         async with aclosing(engine.answer(PROMPT, [other])) as prefill:
                             await anext(prefill)
@@ -235,7 +235,7 @@ def test_its_slot_is_its_own_until_the_answer_has_ended(
                     ):
                         async with aclosing(engine.answer(PROMPT, others)) as prefill:
                             await anext(prefill)
-        return found
+        return received
 
     assert check(wait(engine, meanwhile()), PROMPT, first, reference) > 10
 
@@ -251,13 +251,13 @@ def test_an_answer_that_ends_early_is_read_as_far_as_it_went(
         Sampling(max_tokens=40, stop=(whole.text[9:12],)),
         Sampling(max_tokens=2),
     ):
-        found = updates(
+        received = updates(
             engine, engine.answer(PROMPT, [second], sampling=sampling, answer_probes=first)
         )
-        assert check(found, PROMPT, first, reference) >= 1
-        assert found[-1].completion is not None
-        assert len(found[-1].completion.token_ids) < 40
-        assert found[-1].completion.stop == next(iter(sampling.stop), None)
+        assert check(received, PROMPT, first, reference) >= 1
+        assert received[-1].completion is not None
+        assert len(received[-1].completion.token_ids) < 40
+        assert received[-1].completion.stop == next(iter(sampling.stop), None)
     shut = EngineGate((1.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, 0.0)
     for more in ({"sampling": Sampling(max_tokens=1)}, {"sampling": MANY, "gate": shut}, {}):
         [update] = updates(engine, engine.answer(PROMPT, [second], answer_probes=first, **more))
@@ -269,10 +269,10 @@ def test_a_written_text_is_read_over_its_last_tokens(
 ) -> None:
     prompts, last = [question.prompt for question in models.questions("llama")[2:6]], [5, 1, 9, 3]
     every = [probes[site][0] for site in Site]
-    found, read = (
-        one.score(prompts, every, first_token=True, last=last) for one in (engine, reference)
+    scored, read = (
+        reader.score(prompts, every, first_token=True, last=last) for reader in (engine, reference)
     )
-    for ours, theirs in zip(found, read, strict=True):
+    for ours, theirs in zip(scored, read, strict=True):
         np.testing.assert_allclose(ours.trajectories, theirs.trajectories, rtol=0, atol=CLOSE)
         assert ours.prompt_tokens == theirs.prompt_tokens
         assert ours.first_token is theirs.first_token is None, "that is of the last token alone"
