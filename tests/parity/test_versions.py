@@ -90,9 +90,9 @@ def test_another_version_reads_what_transformers_does(
         models.save(family, model)
         measure("transformers", model, reference)
     run = Run(family, runner == "V2", runner=runner)
-    found = measure("vllm", model, folder / f"{version}-{run}.npz", *run.arguments)
-    assert found["version"] == version
-    versions.note(version, runner, family, max(check(run, load(reference), found).values()))
+    measured = measure("vllm", model, folder / f"{version}-{run}.npz", *run.arguments)
+    assert measured["version"] == version
+    versions.note(version, runner, family, max(check(run, load(reference), measured).values()))
 
 
 DECISIONS = "/v1/decisions"
