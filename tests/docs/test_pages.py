@@ -104,46 +104,30 @@ def test_the_files_of_policies_and_of_keys_are_read(tmp_path: Path) -> None:
     assert set(KeyTable.model_fields) == set(re.findall(r"^(\w+) =", keys[0], re.MULTILINE))
 
 
-def cells(value: Any) -> str:
-    return f"{value['mean']:.3f} ± {value['std']:.3f}"
+def rows_of(text: str) -> dict[str, str]:
+    """The lines of its tables by what is in their first cell."""
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    return {line.split(" | ")[0].removeprefix("| "): line for line in lines}
+
+
+def row_of(title: str, *values: Any) -> str:
+    return " | ".join([f"| {title}", *(f"{v['mean']:.3f} ± {v['std']:.3f}" for v in values)]) + " |"
 
 
 def test_the_demo_models_table_is_the_report() -> None:
     table = json.loads(text_of(f"{ASSETS}/report.json"))["table"]
     card = text_of(f"{ASSETS}/hallutracer-demo/README.md")
-    every, never = (
-        {
-            line.split(" | ")[0].removeprefix("| "): line
-            for line in part.splitlines()
-            if line.startswith("| ")
-        }
-        for part in card.split("\n### Entities that no refusal document mentions\n")
-    )
-    section = text_of("docs/results.md").partition("\n## Demo model\n")[2]
-    page = {
-        line.split(" | ")[0].removeprefix("| "): line
-        for line in section.splitlines()
-        if line.startswith("| ")
-    }
+    parts = card.split("\n### Entities that no refusal document mentions\n")
+    every, never = map(rows_of, parts)
+    page = rows_of(text_of("docs/results.md").partition("\n## Demo model\n")[2])
     assert len(set(page) & set(METHODS.values())) == 5
+    columns = ["auroc", "auprc", "auroc_within_kind", "auroc_within_kind_x_template"]
+    shown = ["auroc", "auroc_within_kind", "ece", "no_refusal_auroc"]
     for name, title in METHODS.items():
         row = table[name]
-        columns = ["auroc", "auprc", "auroc_within_kind", "auroc_within_kind_x_template"]
-        assert (
-            every[title]
-            == "| " + " | ".join([title, *(cells(row[key]) for key in [*columns, "ece"])]) + " |"
-        )
-        shown = [row[key] for key in ("auroc", "auroc_within_kind", "ece", "no_refusal_auroc")]
-        assert (
-            title not in page
-            or page[title] == "| " + " | ".join([title, *map(cells, shown)]) + " |"
-        )
-        assert (
-            never[title]
-            == "| "
-            + " | ".join([title, *(cells(row[f"no_refusal_{key}"]) for key in columns)])
-            + " |"
-        )
+        assert every[title] == row_of(title, *(row[key] for key in [*columns, "ece"]))
+        assert title not in page or page[title] == row_of(title, *(row[key] for key in shown))
+        assert never[title] == row_of(title, *(row[f"no_refusal_{key}"] for key in columns))
 
 
 def test_the_table_of_model_families_is_what_the_engines_read_and_the_tests_compare() -> None:
