@@ -68,9 +68,9 @@ MORE = [
 WITH_HEADS = [
     *tiny.ALL,
     *(
-        one
-        for one in MORE
-        if (config := CONFIGS[str(one.values[0])]) and family_of(config).projection
+        family
+        for family in MORE
+        if (config := CONFIGS[str(family.values[0])]) and family_of(config).projection
     ),
 ]
 

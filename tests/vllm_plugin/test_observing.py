@@ -67,7 +67,7 @@ def chat(client: openai.OpenAI, question: str, **options: Any) -> Any:
     return list(got) if options.get("stream") else got
 
 
-def said(parts: list[Any]) -> tuple[list[str], list[str]]:
+def choices_of(parts: list[Any]) -> tuple[list[str], list[str]]:
     """Each choice's text, and why it ended."""
     text, ended = {}, {}
     for choice in (choice for part in parts for choice in part.choices):
@@ -97,7 +97,10 @@ def test_a_chat_says_its_risk_first_and_a_gate_withholds_the_unknown(
     assert row["risk"] == pytest.approx(expected["risk"][number], abs=1e-5)
     assert (row["flagged"], row["decision"]) == (number == 1, "abstain" if withheld else "continue")
     assert row.get("message") == ("I am not sure." if withheld else None)
-    assert said(parts) == (["" if withheld else expected["text"][number]], [REASONS[withheld]])
+    assert choices_of(parts) == (
+        ["" if withheld else expected["text"][number]],
+        [REASONS[withheld]],
+    )
     assert sum(bool(note_in(part)) for part in parts) == 1
 
 
@@ -118,7 +121,7 @@ def test_the_gate_holds_where_an_end_token_would_not_end_it(
     extra = GATE | options.pop("extra", {})
     for question, withheld in ((UNKNOWN, True), (KNOWN, False)):
         got = chat(client, question, stream=stream, extra_body=extra, **options)
-        (text,), (reason,) = said(got if stream else [got])
+        (text,), (reason,) = choices_of(got if stream else [got])
         assert (not text, reason == "content_filter") == (withheld, withheld)
 
 
@@ -135,10 +138,10 @@ def test_several_prompts_and_several_choices(
             rows[row["index"]] = row["risk"]
         assert {choice.index for choice in part.choices} <= set(rows), "text before its risk"
     assert [rows[0], rows[1]] == pytest.approx(expected["risk"], abs=1e-5)
-    assert said(parts) == ([expected["text"][0], ""], REASONS)
+    assert choices_of(parts) == ([expected["text"][0], ""], REASONS)
     for question, number in ((KNOWN, 0), (UNKNOWN, 1)):
         both = chat(client, question, n=2, seed=1, temperature=1.0, stream=stream, extra_body=GATE)
-        texts, ended = said(both if stream else [both])
+        texts, ended = choices_of(both if stream else [both])
         assert (all(texts), any(texts), ended) == (number == 0, number == 0, [REASONS[number]] * 2)
 
 

@@ -88,9 +88,9 @@ def test_a_chat_is_judged_on_two_nodes(tmp_path: Path) -> None:
         "float32",
         "--enforce-eager",
     )
-    one, two = (sorted(os.sched_getaffinity(0)) * 2)[:2]
+    core, other = (sorted(os.sched_getaffinity(0)) * 2)[:2]
     both = {"HALLUTRACER_BUNDLE": "demo"}
-    first, second = f"{one}|{two}", f"{two}|{one}"  # each node takes the first
+    first, second = f"{core}|{other}", f"{other}|{core}"  # each node takes the first
     with (
         second_node(tmp_path, *same, **both, VLLM_CPU_OMP_THREADS_BIND=second),
         serving(
