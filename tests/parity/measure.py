@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import multiprocessing
 import os
 import sys
 import traceback
@@ -36,6 +35,7 @@ from service.errors import EngineError
 from service.readout import Geometry, Probes, Site
 from tests.parity import models as q
 from tests.parity import quantized
+from tests.vllm_plugin.forked import start_vllms_processes_by_fork
 
 CHUNK = 48  # tokens per step: most prompts are chunked
 EXTRACTED = 40  # prompts with activations and full answers
@@ -345,20 +345,6 @@ def _be_a_process_of_its_own(argv: Sequence[str], log: str) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
-
-
-def start_vllms_processes_by_fork() -> None:
-    """As vLLM does on CUDA; its CPU build spawns them, whatever it is told, and they import
-    everything again."""
-    from vllm.model_executor.models import registry
-
-    context = multiprocessing.get_context
-    multiprocessing.get_context = lambda method=None: context(
-        "fork" if method == "spawn" else method
-    )  # type: ignore
-    registry._run_in_subprocess = lambda look: (
-        look()
-    )  # it starts Python anew to look at a model's class
 
 
 def main(argv: Sequence[str]) -> None:

@@ -1,5 +1,7 @@
-"""vLLM's own OpenAI server with the plugin, as a user starts it, on the demo model; one observes,
-for all who ask."""
+"""vLLM's own OpenAI server with the plugin on the demo model; one observes, for all who ask.
+
+Its processes are forks of it, as on CUDA, but for those of ``gated`` (test_gated), over two nodes,
+and where it ends: these are started as by a user of the CPU build."""
 
 from __future__ import annotations
 
@@ -26,6 +28,7 @@ from tests.kit.local_server import free_port
 from tests.serve_process import PATHS
 
 STARTING_S = 240.0
+SERVER, FORKED = "vllm.entrypoints.openai.api_server", "tests.vllm_plugin.forked"
 MODEL = "demo"
 SURE = "sure"  # the demo's bundle, with a guarantee
 POLICIES = """
@@ -50,9 +53,9 @@ QUIET = {
 
 
 @contextmanager
-def serving(log: Path, *arguments: str, **environment: str) -> Iterator[str]:
+def serving(log: Path, *arguments: str, program: str = FORKED, **environment: str) -> Iterator[str]:
     """Its address, once it answers and our routes are ready."""
-    process, url = _started(log, *arguments, **environment)
+    process, url = _started(log, program, *arguments, **environment)
     try:
         _wait(process, log, f"{url}/health")
         _wait(process, log, f"{url}/health/ready")
@@ -63,19 +66,21 @@ def serving(log: Path, *arguments: str, **environment: str) -> Iterator[str]:
 
 def ending(log: Path, *arguments: str, **environment: str) -> int:
     """The status of a server that ends by itself."""
-    process, _ = _started(log, *arguments, **environment)
+    process, _ = _started(log, SERVER, *arguments, **environment)
     try:
         return process.wait(STARTING_S)
     finally:
         _stop(process)
 
 
-def _started(log: Path, *arguments: str, **environment: str) -> tuple[subprocess.Popen[bytes], str]:
+def _started(
+    log: Path, program: str, *arguments: str, **environment: str
+) -> tuple[subprocess.Popen[bytes], str]:
     port = free_port()
     command = [
         sys.executable,
         "-m",
-        "vllm.entrypoints.openai.api_server",
+        program,
         "--model",
         str(MODEL_DIR),
         "--dtype",

@@ -30,7 +30,7 @@ from transformers import AutoTokenizer  # noqa: E402
 from tests.api.protocols import in_anthropics_client, in_openais_client  # noqa: E402
 from tests.kit.api import whole  # noqa: E402
 from tests.running import until  # noqa: E402
-from tests.vllm_plugin.conftest import KNOWN, MODEL, UNKNOWN, serving  # noqa: E402
+from tests.vllm_plugin.conftest import KNOWN, MODEL, SERVER, UNKNOWN, serving  # noqa: E402
 
 pytestmark = pytest.mark.long
 
@@ -123,6 +123,7 @@ def gated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with serving(
         log,
         *arguments,
+        program=SERVER,
         HALLUTRACER_POLICY="gate",
         VLLM_SERVER_DEV_MODE="1",
         VLLM_ENABLE_RESPONSES_API_STORE="1",
