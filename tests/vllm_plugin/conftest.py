@@ -191,7 +191,7 @@ def choosing_url(tmp_path_factory: pytest.TempPathFactory, store: Path) -> Itera
         "STORE": str(store),
         "POLICY": "gate",
         "POLICIES": str(folder / "policies.toml"),
-        "CALLERS_MAY": "policy rendering",
+        "CALLERS_MAY": "policy bundle rendering",
     }
     given = {f"HALLUTRACER_{name}": value for name, value in variables.items()}
     with serving(folder / "log", *arguments, **given) as address:
