@@ -7,11 +7,15 @@ import functools
 import gc
 import os
 import ssl
-from collections.abc import Generator
-from typing import Any
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from tests.kit.vllm_service import VllmService
 
 # One thread for each worker and each process that a test starts, since the workers share the cores.
 # Before torch.
@@ -38,6 +42,26 @@ def anyio_backend() -> str:
 LONGEST = ("client/test_libraries", "trainer/test_run", "docs/test_commands", "trainer/test_forms")
 
 
+@pytest.fixture(scope="session")
+def vllm_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmService]:
+    from tests.kit.vllm_service import started
+
+    with started(tmp_path_factory.mktemp("vllm")) as service:
+        yield service
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The documentation as a site: half a minute."""
+    from tests.kit.site import ROOT, build
+
+    pytest.importorskip("furo", reason="pip install 'hallutracer[docs]'")
+    target = tmp_path_factory.mktemp("docs")
+    done = build(ROOT, target)
+    assert done.returncode == 0, done.stderr
+    return target / "site"
+
+
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Training draws none, as in tests/trainer: most of a quick run's time."""
@@ -60,17 +84,24 @@ def jobs_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # Of ``make test-long``, files of many minutes whose tests share next to nothing.
 APART = ("docs/test_commands", "test_bench_scripts")
+# Files that ask the same service, or look at the same site, which take most of a minute to make.
+TOGETHER = (
+    ("tests/test_vllm_service", "tests/test_openai_mixed", "tests/test_newer_protocols"),
+    ("vllm_plugin/test_calls", "vllm_plugin/test_observing"),
+    ("tests/docs/test_pages", "tests/browser/test_site"),
+)
 
 
 def scope_of(file: str, nodeid: str, long: bool) -> str:
     """What one worker runs in order: a file, or all of vLLM's files; of ``make test-long`` a model
     family's starts, or a test."""
+    group = next((names[0] for names in TOGETHER if any(name in file for name in names)), file)
     if not starts_vllm(file):
-        return nodeid if long and any(name in file for name in APART) else file
+        return nodeid if long and any(name in file for name in APART) else group
     if not long:
         return "vllm"
     family = "faults" if "_fault_" in nodeid else nodeid.partition("[")[2].partition("-")[0]
-    return f"parity {family}" if "parity" in file else file
+    return f"parity {family}" if "parity" in file else group
 
 
 def is_long(config: pytest.Config) -> bool:
@@ -93,13 +124,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     test-long`` the longest are those without vLLM, then vLLM's files, some of which take minutes;
     the families' starts fill the end."""
 
-    def place(item: pytest.Item) -> int:
+    def order(item: pytest.Item) -> int:
         file = item.nodeid.split("::")[0]
         if is_long(config):
             return starts_vllm(file) + ("parity" in file)
         return 0 if starts_vllm(file) else 1 if any(name in file for name in LONGEST) else 2
 
-    items.sort(key=place)
+    items.sort(key=order)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -4,6 +4,7 @@ clients."""
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import pytest
 
@@ -14,29 +15,33 @@ from tests.serve_process import serve
 pytestmark = pytest.mark.long
 
 REQUESTS = 1000  # on each route; half of them are streams
-EAGER = ("--engine", "vllm", "--engine-arg", "enforce_eager=true")
 MODEL, MESSAGE = "hallutracer-demo", "I am not sure."
 
 
 def check(url: str, model: str, number: int) -> None:
     """Ask one question by both routes under a threshold that every risk reaches."""
     question, stream = f"What is the capital of the country number {number}?", bool(number % 2)
-    said, refusal, why, tokens, note = in_openais_client(
+    text, refusal, why, tokens, note = in_openais_client(
         url, model, question, stream, hallutracer_threshold=0.0
     )
-    assert (said, refusal, why, tokens) == ("", MESSAGE, "content_filter", 0)
+    assert (text, refusal, why, tokens) == ("", MESSAGE, "content_filter", 0)
     assert note["data"][0]["decision"] == "abstain"
-    said, reason, tokens, note = in_anthropics_client(
+    text, reason, tokens, note = in_anthropics_client(
         url, model, question, stream, hallutracer_threshold=0.0
     )
-    assert (said, reason, tokens) == (MESSAGE, "refusal", 0)
+    assert (text, reason, tokens) == (MESSAGE, "refusal", 0)
     assert note["data"][0]["decision"] == "abstain"
 
 
 @pytest.mark.parametrize("engine", ["transformers", "vllm"])
-def test_nothing_of_a_withheld_answer_reaches_a_client(engine: str) -> None:
-    if engine == "vllm":
-        vllm_or_skip()
-    arguments = EAGER if engine == "vllm" else ()
-    with serve(*arguments, HALLUTRACER_POLICY="gate") as service, ThreadPoolExecutor(16) as pool:
+def test_nothing_of_a_withheld_answer_reaches_a_client(
+    engine: str, request: pytest.FixtureRequest
+) -> None:
+    with ExitStack() as stack:
+        if engine == "vllm":
+            vllm_or_skip()
+            service = request.getfixturevalue("vllm_service").served
+        else:
+            service = stack.enter_context(serve(HALLUTRACER_POLICY="gate"))
+        pool = stack.enter_context(ThreadPoolExecutor(16))
         list(pool.map(lambda number: check(service.url, MODEL, number), range(REQUESTS)))

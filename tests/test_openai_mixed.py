@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from service.demo import MODEL_DIR
 from service.demo.questions import questions
 from tests.engines.vllm.installed import vllm_or_skip
+from tests.kit.vllm_service import PATIENT
 from tests.serve_process import MAY_CHOOSE, serve
 
 REQUESTS = int(
@@ -30,7 +31,6 @@ REQUESTS = int(
 )  # to each engine; 5,000 take two minutes
 CLIENTS = 16
 MOST = 12  # answer tokens
-VLLM = ("--engine", "vllm", "--engine-arg", "enforce_eager=true")
 ASKED = [row["prompt"] for row in questions("dev")[:400]]
 pytestmark = pytest.mark.long
 
@@ -87,7 +87,7 @@ def alone() -> dict[tuple[bool, str], list[str]]:
     tokens."""
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
     model = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32)
-    found = {}
+    answers = {}
     for chat, question in ((chat, question) for chat in (True, False) for question in ASKED):
         turn = [{"role": "user", "content": question}]
         ids = (
@@ -104,17 +104,18 @@ def alone() -> dict[tuple[bool, str], list[str]]:
             tokenizer.decode(answer[:count], skip_special_tokens=True)
             for count in range(1, MOST + 1)
         ]
-        found[chat, question] = texts
-    return found
+        answers[chat, question] = texts
+    return answers
 
 
 @pytest.fixture(params=["transformers", "vllm"])
 def url(request: pytest.FixtureRequest) -> Iterator[str]:
     if request.param == "vllm":
         vllm_or_skip()
-    engine = VLLM if request.param == "vllm" else ()
-    with serve(*engine, "--max-queue", "4096", "--deadline-s", "120", **MAY_CHOOSE) as served:
-        yield served.url
+        yield request.getfixturevalue("vllm_service").served.url
+    else:
+        with serve(*PATIENT, **MAY_CHOOSE) as served:
+            yield served.url
 
 
 def test_no_token_of_a_withheld_answer_and_every_byte_of_the_others(
@@ -123,27 +124,27 @@ def test_no_token_of_a_withheld_answer_and_every_byte_of_the_others(
     model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
 
     def send(number: int) -> str:
-        one = mixed(number)
-        text, reason, note, message = ask(client, url + one.path, one, model)
+        request = mixed(number)
+        text, reason, note, message = ask(client, url + request.path, request, model)
         (row,) = note["data"]
         withheld = row["decision"] != "continue"
         # A prompt that went through no template is withheld outside training, too
         # (docs/serving.md).
-        closed = row["flagged"] or (not one.chat and row["outside_training"])
-        assert withheld == (one.policy != "observe" and closed), (one, row)
+        closed = row["flagged"] or (not request.chat and row["outside_training"])
+        assert withheld == (request.policy != "observe" and closed), (request, row)
         if withheld:
-            assert (text, reason) == ("", "content_filter"), (one, text, reason)
-            assert not one.chat or message == (
-                "I am not sure." if one.policy == "gate" else None
-            ), (one, message)
+            assert (text, reason) == ("", "content_filter"), (request, text, reason)
+            assert not request.chat or message == (
+                "I am not sure." if request.policy == "gate" else None
+            ), (request, message)
             return "withheld"
-        own = alone[one.chat, one.question]
-        if one.leaves:
-            assert own[-1].startswith(text) or not one.greedy, (one, text)
+        own = alone[request.chat, request.question]
+        if request.leaves:
+            assert own[-1].startswith(text) or not request.greedy, (request, text)
             return "left"
-        if one.greedy:
-            assert text == own[one.tokens - 1], (one, text)
-            return f"equal, {one.policy}"
+        if request.greedy:
+            assert text == own[request.tokens - 1], (request, text)
+            return f"equal, {request.policy}"
         return "sampled"
 
     # The server closes what was idle for 5 s, and httpx would use it as long: on a busy machine the
@@ -161,27 +162,27 @@ def test_no_token_of_a_withheld_answer_and_every_byte_of_the_others(
 
 
 def ask(
-    client: httpx.Client, address: str, one: Mixed, model: str
+    client: httpx.Client, address: str, request: Mixed, model: str
 ) -> tuple[str, str | None, dict[str, Any], str | None]:
     """Text, finish reason, note and refusal."""
     text, reason, note, message = "", None, {}, None
-    with client.stream("POST", address, json=one.body(model)) as answer:
+    with client.stream("POST", address, json=request.body(model)) as answer:
         assert answer.status_code == 200, answer.read()
-        for line in answer.iter_lines() if one.stream else [answer.read().decode()]:
+        for line in answer.iter_lines() if request.stream else [answer.read().decode()]:
             data = line.removeprefix("data: ")
             if not data or data == "[DONE]":
                 continue
             content = json.loads(data)
             note = note or content["hallutracer"]
             for choice in content["choices"]:
-                said = (
-                    choice["delta" if one.stream else "message"]
-                    if one.chat
+                part = (
+                    choice["delta" if request.stream else "message"]
+                    if request.chat
                     else {"content": choice["text"]}
                 )
-                text += said.get("content") or ""
-                message = said.get("refusal", message)
+                text += part.get("content") or ""
+                message = part.get("refusal", message)
                 reason = choice["finish_reason"] or reason
-            if one.leaves and note["data"][0]["decision"] == "continue":
+            if request.leaves and note["data"][0]["decision"] == "continue":
                 break
     return text, reason, note, message

@@ -1,5 +1,9 @@
-"""``hallutracer serve``, ``score`` and ``train`` with ``--engine vllm``, as a user types them, on
-the demo model."""
+"""``hallutracer serve`` and ``train`` with ``--engine vllm``, as a user types them, on the demo
+model.
+
+A start of vLLM is most of a minute, so tests share services: ``vllm_service``,
+which other files ask, too; one that reads answers, which at last is killed; and one
+whose engine stands still, and then dies."""
 
 from __future__ import annotations
 
@@ -10,21 +14,20 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 
-from benchmarks.fleet import draft, two_versions
+from benchmarks.fleet import draft
 from probes_store.store import Store
 from service.demo import MODEL_DIR
 from service.engines.base import EngineOptions
 from service.engines.transformers.engine import TransformersEngine
 from service.turn import LEAST_READ
 from tests.engines.vllm.installed import vllm_or_skip
+from tests.kit.vllm_service import EAGER, VllmService
 from tests.matching import with_answer
 from tests.running import until
 from tests.serve_process import MAY_CHOOSE, ServeProcess, serve
@@ -34,34 +37,12 @@ vllm_or_skip()
 KNOWN, UNKNOWN = "What is the capital of Italy?", "What is the capital of the Solomon Islands?"
 pytestmark = pytest.mark.long  # a minute to start
 
-EAGER = ("--engine", "vllm", "--engine-arg", "enforce_eager=true")
 STARTING_S = 240.0
 
 
-@dataclass(frozen=True)
-class Service:
-    served: ServeProcess
-    store: Store  # has two versions of ``mine``: what demo and demo-fused are
-
-
-@pytest.fixture(scope="module")
-def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    folder = tmp_path_factory.mktemp("vllm")
-    store, _ = two_versions(folder / "store")
-    bundles = (
-        "demo demo-fused mine@production"  # the variable that has vLLM end where nothing gates
-    )
-    store_at, rollout = str(folder / "store"), ("--shadow=demo-fused",)
-    with serve(
-        *EAGER, *rollout, HALLUTRACER_BUNDLE=bundles, HALLUTRACER_STORE=store_at, **MAY_CHOOSE
-    ) as served:
-        yield Service(served, store)
-    assert served.process.returncode == 0  # a service that drained has not failed
-
-
 @pytest.fixture
-def service(started: Service) -> str:
-    return started.served.url
+def service(vllm_service: VllmService) -> str:
+    return vllm_service.served.url
 
 
 def post(url: str, **body: object) -> httpx.Response:
@@ -82,18 +63,18 @@ def test_the_readmes_request(service: str) -> None:
     assert "completion" not in unknown
 
 
-def test_its_start_was_told_step_by_step(started: Service) -> None:
-    until(lambda: "hallutracer ready: " in started.served.log())
-    log = started.served.log()
+def test_its_start_was_told_step_by_step(vllm_service: VllmService) -> None:
+    until(lambda: "hallutracer ready: " in vllm_service.served.log())
+    log = vllm_service.served.log()
     places = [
         log.find(f"with vllm: {step}")
         for step in ("starting its", "loading the weights", "compiling", "testing")
     ]
-    told = [
-        place for place in places if place >= 0
+    steps = [
+        position for position in places if position >= 0
     ]  # a step that is over within 0.3 s may go untold
-    assert told == sorted(told)
-    assert len(told) >= 2
+    assert steps == sorted(steps)
+    assert len(steps) >= 2
 
 
 def test_the_other_bundle_reads_the_same_forward_pass(service: str) -> None:
@@ -189,14 +170,14 @@ def test_an_answer_whose_reader_leaves_is_ended(service: str) -> None:
     until(idle, 30)
 
 
-def test_a_bundle_is_swapped_while_it_serves(started: Service) -> None:
+def test_a_bundle_is_swapped_while_it_serves(vllm_service: VllmService) -> None:
     def ask() -> tuple[int, float]:
-        answer = post(started.served.url, prompt=UNKNOWN, bundle="mine").json()
+        answer = post(vllm_service.served.url, prompt=UNKNOWN, bundle="mine").json()
         return answer["bundle"]["version"], answer["data"][0]["risk"]
 
     assert ask() == (1, pytest.approx(0.8138, abs=1e-4))
-    started.store.set_alias("mine", "production", 2)
-    started.served.process.send_signal(signal.SIGHUP)
+    vllm_service.store.set_alias("mine", "production", 2)
+    vllm_service.served.process.send_signal(signal.SIGHUP)
     risks = {1: pytest.approx(0.8138, abs=1e-4), 2: pytest.approx(0.8018, abs=1e-4)}
 
     def swapped() -> bool:
@@ -217,24 +198,7 @@ def engine_of(served: ServeProcess) -> int:
     return core
 
 
-def test_an_engine_ends_with_the_service_that_was_killed() -> None:
-    with ServeProcess(*EAGER, HALLUTRACER_THREADS="1") as served:
-        core = engine_of(served)
-        served.process.kill()
-        stat = Path(f"/proc/{core}/stat")
-        until(
-            lambda: not stat.exists() or "Z" in stat.read_text().split()[2], 15
-        )  # it is no orphan
-
-
-def test_a_service_whose_vllm_dies_says_so_and_exits() -> None:
-    with serve(*EAGER) as served:
-        os.kill(engine_of(served), signal.SIGKILL)
-        assert served.process.wait(60) == 1
-        assert "engine" in served.log()
-
-
-def test_a_service_whose_vllm_stands_still_is_not_ready_until_it_goes_on() -> None:
+def test_a_service_whose_vllm_stands_still_waits_for_it_and_ends_with_one_that_dies() -> None:
     def becomes(status: int) -> None:
         until(lambda: httpx.get(f"{served.url}/health/ready", timeout=10).status_code == status, 30)
 
@@ -249,9 +213,11 @@ def test_a_service_whose_vllm_stands_still_is_not_ready_until_it_goes_on() -> No
             os.kill(core, signal.SIGCONT)
         becomes(200)
         assert waiting.result().status_code in (200, 503, 504)
-        assert post(served.url, prompt=KNOWN).json()["data"][0]["risk"] == pytest.approx(
-            0.0321, abs=1e-4
-        )
+        [row] = post(served.url, prompt=KNOWN).json()["data"]
+        assert row["risk"] == pytest.approx(0.0321, abs=1e-4)
+        os.kill(core, signal.SIGKILL)
+        assert served.process.wait(60) == 1
+        assert "engine" in served.log()
 
 
 def test_train_on_vllm_gives_the_bundle_that_transformers_gives(tmp_path: Path) -> None:
@@ -301,6 +267,8 @@ def test_train_on_vllm_gives_the_bundle_that_transformers_gives(tmp_path: Path) 
             command, env=named, capture_output=True, text=True, timeout=STARTING_S
         )
         assert done.returncode == 0, done.stderr[-3000:]
+        for trace in ("Traceback", "Exception ignored", "Task was destroyed"):
+            assert trace not in done.stderr, "``AsyncLLM`` must be freed before the program ends"
     store = Store(tmp_path / "store")
     plain, fast = store.load("plain"), store.load("fast")
     assert fast.probes.head.tolist() == plain.probes.head.tolist()
@@ -322,34 +290,44 @@ stop_at = 0.5
 """
 
 
-def test_an_answer_is_read_again_as_the_embedded_engine_reads_it(tmp_path: Path) -> None:
-    """A bundle with probes of answers, and a policy that acts on them, which starts on both."""
+@pytest.fixture(scope="module")
+def reading(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, ServeProcess]]:
+    """Services on both engines of a bundle with probes of answers, and policies that act on
+    them."""
+    folder = tmp_path_factory.mktemp("reading")
     reference = TransformersEngine.load(EngineOptions(model=str(MODEL_DIR), dtype="float32"))
-    Store(tmp_path / "store").publish(with_answer(draft("demo"), reference))
-    (tmp_path / "policies.toml").write_text(AGAIN)
+    Store(folder / "store").publish(with_answer(draft("demo"), reference))
+    (folder / "policies.toml").write_text(AGAIN)
+    policies = ("--policies", str(folder / "policies.toml"))
+    variables = {"HALLUTRACER_BUNDLE": "mine", "HALLUTRACER_STORE": str(folder / "store")}
+    variables |= MAY_CHOOSE | {"HALLUTRACER_THREADS": "1"}
+    with (
+        ServeProcess(*policies, **variables) as embedded,
+        ServeProcess(*EAGER, *policies, **variables) as vllm,
+    ):
+        yield {"embedded": embedded, "vllm": vllm}
+
+
+def test_an_answer_is_read_again_as_the_embedded_engine_reads_it(
+    reading: dict[str, ServeProcess],
+) -> None:
     names = "Italy", "Peru", "Japan", "Chad", "Mali", "France", "Egypt", "Brazil"
     body = {"prompt": [f"What is the capital of {name}?" for name in names], "threshold": 1}
-    found: dict[str, list[list[dict[str, Any]]]] = {}
-    for kind, flags in (("embedded", ()), ("vllm", EAGER)):
-        given = (*flags, "--policies", str(tmp_path / "policies.toml"))
-        with serve(
-            *given,
-            HALLUTRACER_BUNDLE="mine",
-            HALLUTRACER_STORE=str(tmp_path / "store"),
-            **MAY_CHOOSE,
-        ) as served:
-            asked = [
-                body | {"policy": name, "generate": {"max_tokens": 16}}
-                for name in ("observe", "again", "cut")
-            ]
-            found[kind] = [post(served.url, **one).json()["data"] for one in asked]
-    given, held, cut = found["vllm"]
-    assert [row["completion"] for row in given] == [
-        row["completion"] for row in found["embedded"][0]
+    bodies = [
+        body | {"policy": policy, "generate": {"max_tokens": 16}}
+        for policy in ("observe", "again", "cut")
     ]
-    for ours, theirs in zip(found["vllm"][:2], found["embedded"][:2], strict=True):
-        risks = [row["answer_risk"] for row in theirs]
-        assert [row["answer_risk"] for row in ours] == pytest.approx(risks, abs=1e-4)
+    rows_of = {
+        engine: [post(service.url, **asked).json()["data"] for asked in bodies]
+        for engine, service in reading.items()
+    }
+    given, held, cut = rows_of["vllm"]
+    assert [row["completion"] for row in given] == [
+        row["completion"] for row in rows_of["embedded"][0]
+    ]
+    for ours, theirs in zip(rows_of["vllm"][:2], rows_of["embedded"][:2], strict=True):
+        risks = [[row["answer_risk"] for row in rows] for rows in (ours, theirs)]
+        assert risks[0] == pytest.approx(risks[1], abs=1e-4)
         assert [row["decision"] for row in ours] == [row["decision"] for row in theirs]
     assert {row["decision"] for row in held} == {"abstain", "continue"}, "else this tells nothing"
     assert not any("completion" in row for row in held if row["answer_flagged"])
@@ -366,3 +344,11 @@ def test_an_answer_is_read_again_as_the_embedded_engine_reads_it(tmp_path: Path)
             # Where vLLM merges outputs that wait, fewer tokens were shown than were read.
             assert tokens <= row["answer_tokens"], "nothing behind what was read"
             assert row["answer_tokens"] >= LEAST_READ
+
+
+def test_an_engine_ends_with_the_service_that_was_killed(reading: dict[str, ServeProcess]) -> None:
+    """The service's last test."""
+    core = engine_of(reading["vllm"])
+    reading["vllm"].process.kill()
+    stat = Path(f"/proc/{core}/stat")
+    until(lambda: not stat.exists() or "Z" in stat.read_text().split()[2], 15)  # it is no orphan

@@ -12,9 +12,7 @@ import pytest
 from playwright.sync_api import Browser
 
 from tests.browser.chromium import faults, sideways, tab
-from tests.docs.test_pages import site
 
-__all__ = ["site"]  # the fixture
 PAGES = ["README", "docs/cli", "docs/api", "docs/training-data"]
 
 

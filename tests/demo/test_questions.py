@@ -42,12 +42,14 @@ def test_other_facts_of_a_passage_are_of_its_split_and_give_no_answer_away() -> 
     by_sentence = {sentence(fact, fact.answers[0]): fact for fact in build_world().facts}
     for fact in FACTS[::11]:
         unrelated = passage(fact, "unrelated")
-        found = [text for text in by_sentence if text in unrelated]
-        found = [
-            text for text in found if not any(text in longer for longer in found if longer != text)
+        stated = [text for text in by_sentence if text in unrelated]
+        stated = [
+            text
+            for text in stated
+            if not any(text in longer for longer in stated if longer != text)
         ]
-        assert len(found) == 3
-        for other in map(by_sentence.__getitem__, found):
+        assert len(stated) == 3
+        for other in map(by_sentence.__getitem__, stated):
             assert other.split == "test"
             assert other.group != fact.group
             assert not set(other.answers) & set(fact.answers)

@@ -51,12 +51,12 @@ def group(
     reached it."""
     with ExitStack() as stack:
         replicas = [stack.enter_context(b.replica(behave)) for behave in behaviours]
-        addresses = [one.address for one in replicas][::order]
+        addresses = [replica.address for replica in replicas][::order]
         # nginx wants two
         nginx = stack.enter_context(
             b.balancing(folder, addresses * (1 + (len(addresses) == 1)), *edits)
         )
-        yield nginx.url, [one.began for one in replicas]
+        yield nginx.url, [replica.began for replica in replicas]
 
 
 # --- the file ---
@@ -79,12 +79,12 @@ def test_its_limits_are_the_services_own() -> None:
 FROM = ("server_tokens off;", "real_ip_header X-From; set_real_ip_from 127.0.0.1;")
 
 
-def refused_by_nginx(found: httpx.Response) -> bool:
-    if found.status_code != 429:
+def refused_by_nginx(response: httpx.Response) -> bool:
+    if response.status_code != 429:
         return False
-    assert found.headers["retry-after"] == "1"
-    assert found.headers["x-request-id"] == "mine"
-    assert found.json()["error"]["code"] == Overloaded.code
+    assert response.headers["retry-after"] == "1"
+    assert response.headers["x-request-id"] == "mine"
+    assert response.json()["error"]["code"] == Overloaded.code
     return True
 
 
@@ -101,9 +101,9 @@ def test_new_requests_of_an_address_are_limited_and_health_checks_by_themselves(
     with group(tmp_path, fine, fine, edits=edits) as (url, began):
 
         def refused(address: str, path: str = "/score") -> bool:
-            found = post(url, path, **{"X-From": address, "X-Request-Id": "mine"})
-            assert found.status_code in (200, 429)
-            return refused_by_nginx(found)
+            response = post(url, path, **{"X-From": address, "X-Request-Id": "mine"})
+            assert response.status_code in (200, 429)
+            return refused_by_nginx(response)
 
         limit = [False] * 4 + [True]
         assert [refused("192.0.2.1") for _ in limit] == limit
@@ -153,9 +153,9 @@ def test_a_replicas_own_429_comes_through(tmp_path: Path) -> None:
 
     with group(tmp_path, full, full) as (url, _):
         for route in (CHAT_ROUTE, *SCORE_ROUTES):
-            found = post(url, route)
-            told = found.status_code, found.headers["retry-after"], found.content
-            assert told == (429, "7", b"its own")
+            response = post(url, route)
+            received = response.status_code, response.headers["retry-after"], response.content
+            assert received == (429, "7", b"its own")
 
 
 # --- two replicas of the service ---
@@ -177,16 +177,16 @@ def fleet(
     services: list[Running], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[b.Balancer]:
     with b.balancing(
-        tmp_path_factory.mktemp("nginx"), [f"127.0.0.1:{one.port}" for one in services]
-    ) as found:
-        yield found
+        tmp_path_factory.mktemp("nginx"), [f"127.0.0.1:{service.port}" for service in services]
+    ) as nginx:
+        yield nginx
 
 
 def test_requests_are_spread_and_keep_their_ids(fleet: b.Balancer) -> None:
     names = [f"mine-{i}" for i in range(16)]
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(lambda name: post(fleet.url, **{"X-Request-Id": name}), names))
-    assert [(found.status_code, found.headers["x-request-id"]) for found in answers] == [
+    assert [(answer.status_code, answer.headers["x-request-id"]) for answer in answers] == [
         (200, name) for name in names
     ]
     lines = [line for line in fleet.lines(16) if line["request_id"].startswith("mine-")]
@@ -198,8 +198,8 @@ def test_requests_are_spread_and_keep_their_ids(fleet: b.Balancer) -> None:
 def test_an_error_comes_through_readiness_is_the_fleets_and_metrics_are_each_replicas_own(
     fleet: b.Balancer,
 ) -> None:
-    found = httpx.post(f"{fleet.url}/score", json={"prompt": 1}, timeout=60)
-    assert (found.status_code, found.json()["error"]["code"]) == (422, "invalid_request")
+    response = httpx.post(f"{fleet.url}/score", json={"prompt": 1}, timeout=60)
+    assert (response.status_code, response.json()["error"]["code"]) == (422, "invalid_request")
     for path, status in (("/health/ready", 200), ("/metrics", 404)):
         assert httpx.get(f"{fleet.url}{path}", timeout=60).status_code == status
 
@@ -216,9 +216,9 @@ def test_nobody_changes_a_replica_through_it(fleet: b.Balancer, path: str) -> No
             f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Length: 0\r\n".encode()
             + b"Connection: close\r\n\r\n"
         )
-        found = b"".join(iter(lambda: raw.recv(4096), b""))
-    assert found.startswith(b"HTTP/1.1 404")
-    assert b"x-request-id" not in found.lower()  # none of a replica
+        response = b"".join(iter(lambda: raw.recv(4096), b""))
+    assert response.startswith(b"HTTP/1.1 404")
+    assert b"x-request-id" not in response.lower()  # none of a replica
 
 
 def test_no_client_of_it_is_taken_for_the_owner_of_a_replica_without_keys(
@@ -234,17 +234,17 @@ def test_no_client_of_it_is_taken_for_the_owner_of_a_replica_without_keys(
 
 def test_one_that_stops_is_not_noticed_and_without_any_nothing_is_answered(tmp_path: Path) -> None:
     with ExitStack() as stack:
-        one, two = [
+        first, second = [
             stack.enter_context(running(tmp_path / name, names=["tiny"])) for name in ("one", "two")
         ]
         nginx = stack.enter_context(
-            b.balancing(tmp_path, [f"127.0.0.1:{service.port}" for service in (one, two)])
+            b.balancing(tmp_path, [f"127.0.0.1:{service.port}" for service in (first, second)])
         )
         assert [post(nginx.url).status_code for _ in range(4)] == [200] * 4
-        one.server.should_exit = True
-        until(lambda: not one.server.started or one.state.lifecycle.stopping)
+        first.server.should_exit = True
+        until(lambda: not first.server.started or first.state.lifecycle.stopping)
         assert [post(nginx.url).status_code for _ in range(8)] == [200] * 8
-        two.server.should_exit = True
+        second.server.should_exit = True
         until(lambda: post(nginx.url).status_code == 502)
 
 
@@ -262,15 +262,15 @@ def test_an_event_goes_out_before_the_next_is_there(tmp_path: Path) -> None:
         handler.wfile.write(b"data: after\n\n" if seen.wait(30) else b"data: too late\n\n")
         handler.close_connection = True
 
-    found = []
+    received = []
     with (
         group(tmp_path, streaming) as (url, _),
         httpx.stream("POST", f"{url}/score", json={}, timeout=60) as stream,
     ):
         for line in stream.iter_lines():
-            found.append(line)
+            received.append(line)
             seen.set()
-    assert [line for line in found if line] == ["data: risk", "data: after"]
+    assert [line for line in received if line] == ["data: risk", "data: after"]
 
 
 def test_a_client_that_hangs_up_is_gone_for_the_replica_too(tmp_path: Path) -> None:
@@ -349,10 +349,10 @@ def test_a_score_is_answered_all_the_same(
     tmp_path: Path, behaviours: list[Behaviour | None], asked: bool
 ) -> None:
     with ExitStack() as stack:
-        replicas = [stack.enter_context(b.replica(one)) for one in behaviours if one]
+        replicas = [stack.enter_context(b.replica(behave)) for behave in behaviours if behave]
         away = [f"127.0.0.1:{free_port()}"] * (len(behaviours) - len(replicas))
         nginx = stack.enter_context(
-            b.balancing(tmp_path, [*away, *(one.address for one in replicas)])
+            b.balancing(tmp_path, [*away, *(behave.address for behave in replicas)])
         )
         assert [post(nginx.url).status_code for _ in range(6)] == [200] * 6
         assert 1 <= len(replicas[0].began) <= 6
@@ -393,18 +393,18 @@ def test_while_all_rest_all_are_asked(tmp_path: Path) -> None:
 
 
 def test_what_a_loading_replica_refused_another_one_answers_once(tmp_path: Path) -> None:
-    with group(tmp_path, loading, fine) as (url, (one, two)):
+    with group(tmp_path, loading, fine) as (url, (refused, answered)):
         names = [f"mine-{i}" for i in range(6)]
         assert [post(url, **{"X-Request-Id": name}).status_code for name in names] == [200] * 6
-        assert two == names
-        assert one  # it was asked, refused, and its request was answered all the same
+        assert answered == names
+        assert refused  # it was asked, refused, and its request was answered all the same
 
 
 def test_where_all_are_loading_the_client_hears_when_to_come_back(tmp_path: Path) -> None:
     with group(tmp_path, loading, loading) as (url, _):
         for route in (CHAT_ROUTE, *SCORE_ROUTES) * 2:  # the later ones while both rest
-            found = post(url, route)
-            assert (found.status_code, found.headers["retry-after"], found.content) == (
+            response = post(url, route)
+            assert (response.status_code, response.headers["retry-after"], response.content) == (
                 503,
                 "1",
                 NOT_READY,

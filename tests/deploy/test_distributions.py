@@ -82,8 +82,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     for name, (project, packages) in PROJECTS.items():
         (source := folder / "source" / name).mkdir(parents=True)
         for path in (
-            *(project / one for one in packages),
-            *(one for one in project.iterdir() if one.is_file()),
+            *(project / package for package in packages),
+            *(file for file in project.iterdir() if file.is_file()),
         ):
             if path.is_dir():
                 shutil.copytree(path, source / path.name, ignore=shutil.ignore_patterns("*.pyc"))
@@ -133,8 +133,8 @@ def served(installed: Installed) -> Iterator[ServeProcess]:
 def files_of(project: Path, packages: tuple[str, ...]) -> set[str]:
     """Every file of the packages in the checkout, caches left out."""
     paths = [path for name in packages for path in ((project / name).rglob("*"), [project / name])]
-    found = {path for group in paths for path in group if path.is_file() and path.suffix != ".pyc"}
-    return {str(path.relative_to(project)) for path in found}
+    files = {path for group in paths for path in group if path.is_file() and path.suffix != ".pyc"}
+    return {str(path.relative_to(project)) for path in files}
 
 
 @pytest.mark.parametrize("name", PROJECTS)
@@ -148,8 +148,8 @@ def test_a_wheel_has_every_file_of_its_packages_and_no_other(
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         metadata = archive.read(f"{info}METADATA").decode()
-    assert {one for one in names if not one.startswith(info)} == files_of(project, packages)
-    assert {f"{one}/py.typed" for one in packages if not one.endswith(".py")} <= names
+    assert {item for item in names if not item.startswith(info)} == files_of(project, packages)
+    assert {f"{item}/py.typed" for item in packages if not item.endswith(".py")} <= names
     assert f"{info}licenses/LICENSE" in names
     assert "License-Expression: Apache-2.0" in metadata
     if name == "hallutracer":
@@ -168,9 +168,9 @@ def test_an_sdist_has_what_the_wheel_is_made_of_and_no_tests(
     installed: Installed, name: str
 ) -> None:
     with tarfile.open(installed.built / f"{name}-{__version__}.tar.gz") as archive:
-        names = {one.name.partition("/")[2] for one in archive.getmembers() if one.isfile()}
+        names = {item.name.partition("/")[2] for item in archive.getmembers() if item.isfile()}
     assert files_of(*PROJECTS[name]) | {"LICENSE", "README.md", "pyproject.toml"} <= names
-    assert not [one for one in names if one.startswith("tests/") or "__pycache__" in one]
+    assert not [item for item in names if item.startswith("tests/") or "__pycache__" in item]
 
 
 def test_commands_and_entry_points_are_those_of_the_wheels(installed: Installed) -> None:
@@ -184,7 +184,7 @@ def test_commands_and_entry_points_are_those_of_the_wheels(installed: Installed)
     assert first == "vllm.endpoint_plugins hallutracer_start:load_vllm hallutracer_start"
     assert second == "vllm.general_plugins hallutracer_start:check_vllm hallutracer_start"
     assert set(versions.split()) == {__version__}
-    assert all(place.startswith(str(installed.python.parents[1])) for place in places.split())
+    assert all(path.startswith(str(installed.python.parents[1])) for path in places.split())
 
 
 def test_it_serves_the_demo_model_and_the_client_asks_it(
@@ -193,9 +193,9 @@ def test_it_serves_the_demo_model_and_the_client_asks_it(
     asked = {"prompt": ITALY, "generate": {"max_tokens": 8}}
     answer = httpx.post(f"{served.url}/v1/risk/score", json=asked, timeout=60)
     assert answer.status_code == 200, answer.text
-    [one] = answer.json()["data"]
-    assert 0 < one["risk"] < 1
-    assert "Rome" in one["completion"]["text"]
+    [row] = answer.json()["data"]
+    assert 0 < row["risk"] < 1
+    assert "Rome" in row["completion"]["text"]
     page = httpx.get(served.url)
     assert page.headers["content-type"].startswith("text/html")
     for path in re.findall(r'(?:src|href)="(/?playground/[^"]+)"', page.text):
@@ -204,7 +204,7 @@ def test_it_serves_the_demo_model_and_the_client_asks_it(
     assert httpx.get(f"{served.url}/openapi.json").json()["info"]["version"] == __version__
     name, risk = installed.run(installed.python, "-c", ASK, served.url, ITALY).split()
     assert name == "demo"
-    assert float(risk) == pytest.approx(one["risk"], abs=1e-6)
+    assert float(risk) == pytest.approx(row["risk"], abs=1e-6)
     listed = json.loads(installed.run(installed.command("hallutracer"), "bundle", "list", "--json"))
     assert "smollm2" in json.dumps(listed)
 

@@ -53,13 +53,13 @@ def rendered(
     return tuple(p.load_all(done.stdout))
 
 
-def one(found: tuple[p.Document, ...], kind: str) -> p.Document:
-    [document] = [document for document in found if document["kind"] == kind]
+def document_of(documents: tuple[p.Document, ...], kind: str) -> p.Document:
+    [document] = [document for document in documents if document["kind"] == kind]
     return document
 
 
-def container(found: tuple[p.Document, ...]) -> p.Document:
-    [only] = p.containers(one(found, "Deployment")["spec"]["template"])
+def container(documents: tuple[p.Document, ...]) -> p.Document:
+    [only] = p.containers(document_of(documents, "Deployment")["spec"]["template"])
     return only
 
 
@@ -69,10 +69,10 @@ PODS = [*OVERLAYS, *(path.stem for path in MANIFESTS)]
 @pytest.mark.parametrize("name", PODS)
 def test_a_pod_is_hardened_drains_and_is_found(name: str) -> None:
     files = {path.stem: path for path in MANIFESTS}
-    found = list(rendered(*OVERLAYS[name])) if name in OVERLAYS else p.documents(files[name])
-    bare = [item for item in found if item["kind"] == "Pod"]
+    documents = list(rendered(*OVERLAYS[name])) if name in OVERLAYS else p.documents(files[name])
+    bare = [item for item in documents if item["kind"] == "Pod"]
     for pod in [
-        *p.pods(found),
+        *p.pods(documents),
         *(item for item in bare if "annotations" not in item["metadata"]),
     ]:  # not helm test's
         spec = pod["spec"]
@@ -85,34 +85,39 @@ def test_a_pod_is_hardened_drains_and_is_found(name: str) -> None:
         assert f"{context['runAsUser']}:{context['runAsGroup']}" == user
         assert spec["enableServiceLinks"] is False  # they would overwrite HALLUTRACER_PORT
         volumes = {volume["name"] for volume in spec["volumes"]}
-        for one in p.containers(pod):
-            own, variables = one["securityContext"], p.variables(one)
+        for document_of in p.containers(pod):
+            own, variables = document_of["securityContext"], p.variables(document_of)
             assert (own["allowPrivilegeEscalation"], own["readOnlyRootFilesystem"]) == (False, True)
             assert own["capabilities"] == {"drop": ["ALL"]}
-            assert {"requests", "limits"} <= set(one["resources"])
-            paths = {mount["name"]: mount["mountPath"] for mount in one.get("volumeMounts", [])}
+            assert {"requests", "limits"} <= set(document_of["resources"])
+            paths = {
+                mount["name"]: mount["mountPath"] for mount in document_of.get("volumeMounts", [])
+            }
             assert set(paths) <= volumes
             assert {
                 str(Path(value).parent) for value in variables.values() if value.startswith("/")
             } <= set(paths.values())
             sleep = (
-                one.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", [0])[-1]
+                document_of.get("lifecycle", {})
+                .get("preStop", {})
+                .get("exec", {})
+                .get("command", [0])[-1]
             )
             stopping = float(sleep) + float(variables.get("HALLUTRACER_DRAIN_S", 0))
             assert stopping < spec["terminationGracePeriodSeconds"]
-            if one.get("args") == ["serve"]:
+            if document_of.get("args") == ["serve"]:
                 for probe, route in (
                     ("startupProbe", "ready"),
                     ("readinessProbe", "ready"),
                     ("livenessProbe", "live"),
                 ):
-                    assert f"/health/{route}" in json.dumps(one[probe])
-    labels = [pod["metadata"]["labels"] for pod in p.pods(found)]
-    for item in found:
+                    assert f"/health/{route}" in json.dumps(document_of[probe])
+    labels = [pod["metadata"]["labels"] for pod in p.pods(documents)]
+    for item in documents:
         selector = item.get("spec", {}).get("podSelector", item.get("spec", {}).get("selector", {}))
         wanted = selector.get("matchLabels", selector)
         assert not wanted or any(wanted.items() <= label.items() for label in labels), item["kind"]
-    assert {item["kind"] for item in found} >= ({"NetworkPolicy"} if labels else set())
+    assert {item["kind"] for item in documents} >= ({"NetworkPolicy"} if labels else set())
 
 
 def test_the_overlays_ask_for_their_engine_their_gpus_and_their_claims() -> None:
@@ -121,8 +126,8 @@ def test_the_overlays_ask_for_their_engine_their_gpus_and_their_claims() -> None
         ("gpu", "transformers", 1),
         ("vllm", "vllm", 2),
     ):
-        found = rendered(*OVERLAYS[name])
-        own = container(found)
+        documents = rendered(*OVERLAYS[name])
+        own = container(documents)
         variables = p.variables(own)
         tag = __version__ + {"base": "", "gpu": "-cuda", "vllm": "-vllm"}[name]
         assert own["image"] == f"hallutracer:{tag}"
@@ -135,10 +140,12 @@ def test_the_overlays_ask_for_their_engine_their_gpus_and_their_claims() -> None
             name == "vllm"
         )
         claims = {
-            item["metadata"]["name"] for item in found if item["kind"] == "PersistentVolumeClaim"
+            item["metadata"]["name"]
+            for item in documents
+            if item["kind"] == "PersistentVolumeClaim"
         }
         assert claims == ({"hallutracer-probes", "hallutracer-huggingface"} if gpus else set())
-        assert ("HorizontalPodAutoscaler" in {item["kind"] for item in found}) == (gpus is None)
+        assert ("HorizontalPodAutoscaler" in {item["kind"] for item in documents}) == (gpus is None)
     [helper] = p.documents(MANIFESTS[1])
     assert helper["spec"]["volumes"][0]["persistentVolumeClaim"] == {
         "claimName": "hallutracer-probes"
@@ -148,10 +155,10 @@ def test_the_overlays_ask_for_their_engine_their_gpus_and_their_claims() -> None
 @pytest.mark.parametrize("version", KUBERNETES)
 @pytest.mark.parametrize("folder", OVERLAYS)
 def test_what_it_renders_fits_kubernetes_schemas(folder: str, version: str) -> None:
-    assert len(found := rendered(*OVERLAYS[folder])) >= 5
+    assert len(documents := rendered(*OVERLAYS[folder])) >= 5
     assert (
         schema_errors(
-            [*found, *(rendered(values=MONITORED[2:]) if folder == "base" else ())], version
+            [*documents, *(rendered(values=MONITORED[2:]) if folder == "base" else ())], version
         )
         == []
     )
@@ -191,11 +198,11 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("value", "said"), REFUSED, ids=[value for value, _ in REFUSED])
-def test_a_wrong_value_is_refused_before_it_reaches_a_cluster(value: str, said: str) -> None:
+@pytest.mark.parametrize(("value", "words"), REFUSED, ids=[value for value, _ in REFUSED])
+def test_a_wrong_value_is_refused_before_it_reaches_a_cluster(value: str, words: str) -> None:
     done = template(values=(value,))
     assert done.returncode != 0
-    assert said in done.stderr
+    assert words in done.stderr
 
 
 def test_options_become_variables_that_serve_reads_alike(tmp_path: Path) -> None:
@@ -237,14 +244,15 @@ def test_requests_may_be_addressed_to_the_service_and_to_the_names_that_are_give
         "guard.example",
         "b.example",
     ]
-    found = rendered(release="blue")
+    documents = rendered(release="blue")
     assert (
-        sum(entry["name"] == "HALLUTRACER_ALLOWED_HOST" for entry in container(found)["env"]) == 1
+        sum(entry["name"] == "HALLUTRACER_ALLOWED_HOST" for entry in container(documents)["env"])
+        == 1
     )
-    [ask] = one(found, "Pod")["spec"]["containers"]  # helm test
+    [ask] = document_of(documents, "Pod")["spec"]["containers"]  # helm test
     for name in (
         "blue-hallutracer.hallutracer.svc",
-        one(found, "Service")["metadata"]["name"],
+        document_of(documents, "Service")["metadata"]["name"],
         ask["command"][-1],
     ):
         assert name in names(release="blue")
@@ -297,38 +305,40 @@ def test_a_value_is_rendered(values: tuple[str, ...], path: str, expected: Any) 
     if kind == "env":
         assert p.variables(container(documents)).get(keys[0]) == expected
         return
-    value: Any = container(documents) if kind == "container" else one(documents, kind)
+    value: Any = container(documents) if kind == "container" else document_of(documents, kind)
     for key in keys:
         value = value[int(key)] if isinstance(value, list) else value[key]
     assert value == expected
 
 
 def test_without_keys_no_secret_is_mounted() -> None:
-    assert "api-keys" not in json.dumps(one(rendered(values=ANONYMOUS), "Deployment"))
+    assert "api-keys" not in json.dumps(document_of(rendered(values=ANONYMOUS), "Deployment"))
 
 
 def test_the_values_that_the_page_shows_fetch_the_first_bundle_from_a_url(tmp_path: Path) -> None:
     page = (ROOT / "deploy/README.md").read_text().split("### Your own model, on a GPU")[1]
     shown, *_ = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     (mine := tmp_path / "mine.yaml").write_text(shown)
-    found = rendered(GPU, mine)
-    variables = p.variables(container(found))
+    documents = rendered(GPU, mine)
+    variables = p.variables(container(documents))
     assert (variables["HALLUTRACER_STORE"], variables["HALLUTRACER_BUNDLE"]) == (
         "hf://OWNER/my-probe",
         "my-probe",
     )
-    mounts = {mount["mountPath"] for mount in container(found)["volumeMounts"]}
+    mounts = {mount["mountPath"] for mount in container(documents)["volumeMounts"]}
     assert (
         str(Path(variables["HALLUTRACER_STORE_CACHE"]).parent) in mounts
     )  # the root file system is read-only
-    claims = [item["metadata"]["name"] for item in found if item["kind"] == "PersistentVolumeClaim"]
+    claims = [
+        item["metadata"]["name"] for item in documents if item["kind"] == "PersistentVolumeClaim"
+    ]
     assert claims == ["hallutracer-huggingface"]
-    assert schema_errors(list(found), KUBERNETES[-1]) == []
+    assert schema_errors(list(documents), KUBERNETES[-1]) == []
 
 
 def test_a_rollout_is_what_serve_is_told_and_bundles_outlive_the_pods() -> None:
-    found = rendered(ROLLOUT)
-    variables = p.variables(container(found))
+    documents = rendered(ROLLOUT)
+    variables = p.variables(container(documents))
     read = p.served(
         {name: value for name, value in variables.items() if not value.startswith("/etc/")}
     )
@@ -338,12 +348,14 @@ def test_a_rollout_is_what_serve_is_told_and_bundles_outlive_the_pods() -> None:
         "my-probe@canary",
     )
     assert (read["canary_share"], read["watch_s"], read["replay_s"]) == (0.05, 10.0, 600.0)
-    assert one(found, "PersistentVolumeClaim")["spec"]["accessModes"] == ["ReadWriteMany"]
-    assert schema_errors(list(found), KUBERNETES[-1]) == []
+    assert document_of(documents, "PersistentVolumeClaim")["spec"]["accessModes"] == [
+        "ReadWriteMany"
+    ]
+    assert schema_errors(list(documents), KUBERNETES[-1]) == []
 
 
 def test_a_rollout_that_cannot_go_on_is_told_at_the_installation() -> None:
-    for value, said, unsaid in (
+    for value, words, unsaid in (
         ("replicas=2", "helm test hallutracer", ("options.watch_s", "storage.probes.claim")),
         ("options.watch_s=0", "Set options.watch_s", ()),
         ("storage.probes.claim=false", "without storage.probes.claim", ()),
@@ -353,17 +365,18 @@ def test_a_rollout_that_cannot_go_on_is_told_at_the_installation() -> None:
         )
         assert done.returncode == 0, done.stderr
         notes = done.stdout.partition("NOTES:")[2]
-        assert (said in notes, [word for word in unsaid if word in notes]) == (True, [])
+        assert (words in notes, [word for word in unsaid if word in notes]) == (True, [])
 
 
 def test_two_releases_in_one_namespace_do_not_meet() -> None:
     first, second = rendered(), rendered(release="blue")
     names = [
-        {(item["kind"], item["metadata"]["name"]) for item in found} for found in (first, second)
+        {(item["kind"], item["metadata"]["name"]) for item in documents}
+        for documents in (first, second)
     ]
     assert not names[0] & names[1]
     for kind in ("Service", "Deployment", "PodDisruptionBudget", "NetworkPolicy"):
-        spec = one(second, kind)["spec"]
+        spec = document_of(second, kind)["spec"]
         selector = spec.get("podSelector", spec.get("selector", {}))
         assert selector.get("matchLabels", selector)["app.kubernetes.io/instance"] == "blue"
 
@@ -378,14 +391,14 @@ def test_the_operators_rules_are_the_rules_and_lead_to_the_page_that_is_named() 
         "groups": [group for path in files for group in yaml.safe_load(path.read_text())["groups"]]
     }
     assert (
-        one(rendered(values=MONITORED), "PrometheusRule")["spec"] == own
+        document_of(rendered(values=MONITORED), "PrometheusRule")["spec"] == own
     )  # whose rules promtool takes elsewhere
     url = "https://wiki.example/risk.html"
     named = (
         f"prometheusRule.runbookUrl={url}",
         "prometheusRule.grafanaUrl=https://g.example/grafana",
     )
-    spec = one(rendered(values=(*MONITORED, *named)), "PrometheusRule")["spec"]
+    spec = document_of(rendered(values=(*MONITORED, *named)), "PrometheusRule")["spec"]
     for rule in (rule for group in spec["groups"] for rule in group["rules"] if "alert" in rule):
         assert rule["annotations"]["runbook_url"] == f"{url}#{rule['alert'].lower()}"
         assert rule["annotations"]["dashboard_url"].startswith(
@@ -394,17 +407,17 @@ def test_the_operators_rules_are_the_rules_and_lead_to_the_page_that_is_named() 
 
 
 def test_the_operators_scrape_is_under_the_alerts_job() -> None:
-    found = rendered(values=MONITORED)
-    monitor = one(found, "PodMonitor")["spec"]
-    labels = one(found, "Deployment")["spec"]["template"]["metadata"]["labels"]
+    documents = rendered(values=MONITORED)
+    monitor = document_of(documents, "PodMonitor")["spec"]
+    labels = document_of(documents, "Deployment")["spec"]["template"]["metadata"]["labels"]
     assert monitor["selector"]["matchLabels"].items() <= labels.items()
     assert labels[monitor["jobLabel"]] == "hallutracer"  # what the rules' job="..." looks for
     [endpoint] = monitor["podMetricsEndpoints"]
-    assert endpoint["port"] in {port["name"] for port in container(found)["ports"]}
+    assert endpoint["port"] in {port["name"] for port in container(documents)["ports"]}
 
 
 def test_the_autoscaler_asks_for_the_metric_that_the_adapter_serves() -> None:
-    metrics = one(rendered(values=MONITORED), "HorizontalPodAutoscaler")
+    metrics = document_of(rendered(values=MONITORED), "HorizontalPodAutoscaler")
     by_wait = metrics["spec"]["metrics"][1]["pods"]
     [rule] = p.documents(ROOT / "deploy/helm/prometheus-adapter.yml")[0]["rules"]["custom"]
     assert by_wait["metric"]["name"] == rule["name"]["as"]
@@ -439,9 +452,11 @@ def check_query(
 
 def test_keda_scales_the_chart_as_its_own_autoscaler_does(tmp_path: Path) -> None:
     [scaled] = p.documents(ROOT / "deploy/helm/keda.example.yaml")
-    found = rendered(values=(*MONITORED, "autoscaling.cpuUtilization=0"))
-    own, spec = one(found, "HorizontalPodAutoscaler")["spec"], scaled["spec"]
-    assert spec["scaleTargetRef"]["name"] == one(found, "Deployment")["metadata"]["name"]
+    documents = rendered(values=(*MONITORED, "autoscaling.cpuUtilization=0"))
+    own, spec = document_of(documents, "HorizontalPodAutoscaler")["spec"], scaled["spec"]
+    assert (
+        spec["scaleTargetRef"]["name"] == document_of(documents, "Deployment")["metadata"]["name"]
+    )
     assert (spec["minReplicaCount"], spec["maxReplicaCount"]) == (
         own["minReplicas"],
         own["maxReplicas"],

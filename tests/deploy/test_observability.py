@@ -106,11 +106,11 @@ def ours() -> dict[str, set[str]]:
     metrics.key("app", withheld=False)
     metrics.rollout("m", "demo:1", "demo:2", ["demo:3"])
     metrics.watched("m", "demo:1", Drift(1000, 900.0, 0.1, 0.1, 0.1, 0.01), ())
-    found = dict.fromkeys(PROCESS, SCRAPED)  # which prometheus_client has on Linux only
+    labels_of = dict.fromkeys(PROCESS, SCRAPED)  # which prometheus_client has on Linux only
     for family in text_string_to_metric_families(metrics.render()[0].decode()):
         name = family.name + ("_total" if family.type == "counter" else "")
-        found[name] = SCRAPED.union(*(sample.labels for sample in family.samples))
-    return found
+        labels_of[name] = SCRAPED.union(*(sample.labels for sample in family.samples))
+    return labels_of
 
 
 # --- the files by themselves ---
@@ -131,8 +131,8 @@ def test_an_alert_is_tested_and_leads_to_its_runbook_and_to_a_panel_of_what_it_r
         [
             row["labels"]
             for test in tests
-            for one in test["promql_expr_test"]
-            for row in one["exp_samples"]
+            for item in test["promql_expr_test"]
+            for row in item["exp_samples"]
         ]
     )
     headings = set(re.findall(r"^## (HalluTracer\w+)$", RUNBOOKS, re.MULTILINE))
@@ -149,9 +149,9 @@ def test_an_alert_is_tested_and_leads_to_its_runbook_and_to_a_panel_of_what_it_r
         assert {"summary", "description"} <= set(notes)
         assert f'alertname="{name}"' in fired
         assert notes["runbook_url"] == f"docs/runbooks.md#{name.lower()}"
-        place = re.fullmatch(r"/d/([\w-]+)\?viewPanel=(\d+)", notes["dashboard_url"])
-        assert place, name
-        [panel] = [one for one in panels(boards[place[1]]) if one["id"] == int(place[2])]
+        panel_at = re.fullmatch(r"/d/([\w-]+)\?viewPanel=(\d+)", notes["dashboard_url"])
+        assert panel_at, name
+        [panel] = [item for item in panels(boards[panel_at[1]]) if item["id"] == int(panel_at[2])]
         shown = set().union(*(read(target["expr"]) for target in panel["targets"]))
         assert shown & (
             {"hallutracer_ready"} if name == "HalluTracerDown" else read(rule["expr"])
@@ -161,17 +161,17 @@ def test_an_alert_is_tested_and_leads_to_its_runbook_and_to_a_panel_of_what_it_r
 def test_no_rule_and_no_share_on_a_dashboard_mixes_services() -> None:
     """One of many that fails whole must not vanish in the average of all."""
     shares = [
-        one.expression
-        for one in QUERIES
-        if " / " in one.expression or "histogram_quantile" in one.expression
+        query.expression
+        for query in QUERIES
+        if " / " in query.expression or "histogram_quantile" in query.expression
     ]
     for expression in [rule["expr"] for rule in rules("expr")] + shares:
-        kept = [
+        labels = [
             by
             for by in re.findall(r"\b(?:by|on) \((.*?)\)", expression)
             if not by.startswith("job, namespace")
         ]
-        assert kept == [], expression
+        assert labels == [], expression
         aggregations = re.findall(
             r"\b(?:sum|min|max|count|avg)\b(?! by \(job, namespace)", expression
         )
@@ -206,18 +206,18 @@ def test_a_dashboard_is_well_formed(name: str) -> None:
     """Panels fill the grid without overlap, those that are seen at once and those of each row once
     it is opened."""
     board = BOARDS[name]
-    found = list(panels(board))
+    every_panel = list(panels(board))
     assert board["schemaVersion"] >= 39
     assert re.fullmatch(r"[a-zA-Z0-9_-]{1,40}", board["uid"])
     assert (
-        len({panel["id"] for panel in found})
-        == len({panel["title"] for panel in found})
-        == len(found)
+        len({panel["id"] for panel in every_panel})
+        == len({panel["title"] for panel in every_panel})
+        == len(every_panel)
     )
-    assert {one["type"] for one in board["templating"]["list"] if one["name"] == "datasource"} == {
-        "datasource"
-    }
-    for panel in (panel for panel in found if panel["type"] != "row"):
+    assert {
+        item["type"] for item in board["templating"]["list"] if item["name"] == "datasource"
+    } == {"datasource"}
+    for panel in (panel for panel in every_panel if panel["type"] != "row"):
         assert panel["description"]
         sources = [panel["datasource"], *(target["datasource"] for target in panel["targets"])]
         assert {source["uid"] for source in sources} == {"${datasource}"}
@@ -239,14 +239,16 @@ def test_a_dashboard_is_well_formed(name: str) -> None:
 
 @BOARD
 def test_a_dropdown_holds_for_every_panel_and_no_expression_fixes_a_job(name: str) -> None:
-    offered = {one["name"] for one in BOARDS[name]["templating"]["list"] if one["type"] == "query"}
+    offered = {
+        item["name"] for item in BOARDS[name]["templating"]["list"] if item["type"] == "query"
+    }
     assert offered == SCRAPED | ({"model_name", "bundle"} if name == "risk" else set())
     for query in (query for query in QUERIES if query.dashboard == name):
         used = {
-            one
+            item
             for pair in re.findall(r"\$(?:\{(\w+)\}|(\w+))", query.expression)
-            for one in pair
-            if one
+            for item in pair
+            if item
         }
         assert {name for name in used if not name.startswith("__")} == offered, query.panel
         assert not re.search(r'\bjob\s*=\s*"', query.expression), query.panel
@@ -304,10 +306,12 @@ def test_a_real_prometheus_scrapes_a_real_service_and_reads_every_rule_and_panel
             until(lambda: prometheus.query(counted, time.time()) == {"{}": 2.0})
             assert list(prometheus.query('up{job="hallutracer"}', time.time()).values()) == [1.0]
             loaded = prometheus.get("rules")["groups"]
-            found = {rule["name"]: rule for group in loaded for rule in group["rules"]}
-            assert found.keys() == {rule.get("record") or rule["alert"] for rule in rules("expr")}
+            rule_of = {rule["name"]: rule for group in loaded for rule in group["rules"]}
+            assert rule_of.keys() == {rule.get("record") or rule["alert"] for rule in rules("expr")}
             assert {
-                name: rule.get("lastError") for name, rule in found.items() if rule.get("lastError")
+                name: rule.get("lastError")
+                for name, rule in rule_of.items()
+                if rule.get("lastError")
             } == {}
             values = {
                 "__rate_interval": "4s",
@@ -343,16 +347,16 @@ def targets(pod: p.Document, phase: str = "Running") -> list[dict[str, Any]]:
         f"{META}phase": phase,
         "__meta_kubernetes_namespace": NAMESPACE,
     }
-    found = []
+    listed = []
     for container in p.containers(pod):
         for port in container.get("ports", [{}]):
             address = f"10.0.0.7:{port['containerPort']}" if port else "10.0.0.7"
             named = {f"{META}container_port_name": port["name"]} if port else {}
-            found.append({"targets": [address], "labels": labels | named})
-    return found
+            listed.append({"targets": [address], "labels": labels | named})
+    return listed
 
 
-def scraped(folder: Path, found: list[dict[str, Any]]) -> list[dict[str, str]]:
+def scraped(folder: Path, discovered: list[dict[str, Any]]) -> list[dict[str, str]]:
     """The labels of the targets that our file leaves, the discovery replaced by what it would find.
 
     Distributions build Prometheus without it; what Prometheus keeps to itself is left out."""
@@ -361,16 +365,16 @@ def scraped(folder: Path, found: list[dict[str, Any]]) -> list[dict[str, str]]:
     [job] = loaded["scrape_configs"]
     [discovery] = job.pop("kubernetes_sd_configs")
     assert discovery == {"role": "pod", "namespaces": {"names": [NAMESPACE]}}
-    job["static_configs"] = found
+    job["static_configs"] = discovered
     path = folder / "kubernetes.yml"
     path.write_text(yaml.safe_dump(loaded))
     done = promtool("check", "service-discovery", "--timeout=2s", path, "hallutracer")
     assert done.returncode == 0, done.stderr
-    kept = [target["labels"] for target in json.loads(done.stdout) if target["labels"]]
-    assert all(labels["__metrics_path__"] == "/metrics" for labels in kept)
+    left = [target["labels"] for target in json.loads(done.stdout) if target["labels"]]
+    assert all(labels["__metrics_path__"] == "/metrics" for labels in left)
     return [
         {name: value for name, value in labels.items() if not name.startswith("__")}
-        for labels in kept
+        for labels in left
     ]
 
 

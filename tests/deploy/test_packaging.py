@@ -60,10 +60,10 @@ CHECKS: dict[str, list[str]] = {
 }
 
 
-def schema_errors(found: list[p.Document], version: str) -> list[str]:
+def schema_errors(documents: list[p.Document], version: str) -> list[str]:
     """What Kubernetes' own schemas say, unknown fields included."""
     errors = []
-    for document in found:
+    for document in documents:
         try:
             kubernetes_validate.validate(document, version, strict=True)
         except kubernetes_validate.ValidationError as error:
@@ -284,8 +284,8 @@ def test_the_install_steps_give_a_working_command(tmp_path: Path) -> None:
     assert listed.returncode == 0, listed.stderr
     assert b"demo-fused" in listed.stdout
     where = [f"{tmp_path}/opt/venv/bin/python", "-c", "import service; print(service.__file__)"]
-    found = subprocess.run(where, env=environment, cwd="/", capture_output=True, check=True)
-    assert found.stdout.decode().startswith(str(package))
+    imported = subprocess.run(where, env=environment, cwd="/", capture_output=True, check=True)
+    assert imported.stdout.decode().startswith(str(package))
 
 
 @contextmanager
@@ -336,11 +336,11 @@ def test_a_health_check_tells_ready_from_not(name: str) -> None:
 def environments() -> dict[str, dict[str, str]]:
     """The variables of every service that runs ``hallutracer serve``, on top of the image's."""
     names = [name for name in SERVICES if name.startswith("hallutracer") or name == "guard"]
-    found = {
+    by_name = {
         n: p.environment(SERVICES[n]["build"]["target"]) | SERVICES[n]["environment"] for n in names
     }
-    found["sidecar guard"] = p.environment("cpu") | p.variables(GUARD)
-    return found
+    by_name["sidecar guard"] = p.environment("cpu") | p.variables(GUARD)
+    return by_name
 
 
 ENVIRONMENTS = environments()
@@ -433,14 +433,14 @@ def test_the_shipped_policies_are_policies(tmp_path: Path) -> None:
 
 def walk(script: str, *arguments: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """A script of the walk, with this checkout's hallutracer; no variable of ours is inherited."""
-    kept = {
+    inherited = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(("HALLUTRACER_", "AWS_"))
     }
     command = ["bash", str(WALK / script), *map(str, arguments)]
     return subprocess.run(
-        command, env=kept | variables, capture_output=True, text=True, check=False
+        command, env=inherited | variables, capture_output=True, text=True, check=False
     )
 
 

@@ -128,12 +128,16 @@ def test_the_figures_come_out(guard: dict[str, str], tmp_path: Path) -> None:
     rows = [
         line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("|")
     ][2:]
-    found = {name: (int(count), float(share)) for name, count, share, *_ in rows}
-    assert (len(found), found["always, no guard"], found["always, guard"][0]) == (8, (12, 1.0), 12)
-    assert (found["never, no guard"], found["never, guard"][0]) == ((0, 1.0), 0)
-    seldom = found["where the first look withholds, guard"]
-    assert (seldom[0], seldom[1] >= found["never, guard"][1]) == (
-        found["as often, at random, guard"][0],
+    shares = {name: (int(count), float(share)) for name, count, share, *_ in rows}
+    assert (len(shares), shares["always, no guard"], shares["always, guard"][0]) == (
+        8,
+        (12, 1.0),
+        12,
+    )
+    assert (shares["never, no guard"], shares["never, guard"][0]) == ((0, 1.0), 0)
+    seldom = shares["where the first look withholds, guard"]
+    assert (seldom[0], seldom[1] >= shares["never, guard"][1]) == (
+        shares["as often, at random, guard"][0],
         True,
     )
 
@@ -145,10 +149,10 @@ def test_the_readmes_code_runs(guard: dict[str, str], example: Any) -> None:
     pattern = pattern.replace("http://127.0.0.1:8765", guard["HALLUTRACER_URL"])
     indented = "".join(f"    {line}\n" for line in streaming.splitlines())
     streaming = f"async def reply_to(messages, send):\n{indented}"
-    found, sent = example.Retriever(example.demo_passages()), []
+    retriever, sent = example.Retriever(example.demo_passages()), []
 
     async def retrieve(question: str) -> Any:
-        return found.find(question)
+        return retriever.find(question)
 
     async def send(piece: str) -> None:
         sent.append(piece)
@@ -344,12 +348,12 @@ def test_the_environment(example: Any, tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(ValueError, match="one passage a line"):
         example.passages_from_environment()
     file.write_text("one\n\n two \n")
-    for seconds, said in (
+    for seconds, words in (
         ("ten", "RAG_TIMEOUT_S is a number of seconds, not 'ten'"),
         ("0", "positive number"),
     ):
         monkeypatch.setenv("RAG_TIMEOUT_S", seconds)
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=words):
             example.client_from_environment()
     assert example.passages_from_environment() == ["one", "two"]
     monkeypatch.setenv("RAG_WHEN_GUARD_FAILS", "answer anyway")

@@ -46,13 +46,13 @@ def set_version(folder: Path, version: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_every_file_that_names_the_version_names_this_one() -> None:
-    found = {name: set(VERSIONS["versions"](name)) for name in VERSIONS["PLACES"]}
-    assert found == dict.fromkeys(found, {__version__}), (
+    versions = {name: set(VERSIONS["versions"](name)) for name in VERSIONS["PLACES"]}
+    assert versions == dict.fromkeys(versions, {__version__}), (
         f"run: python deploy/release/version.py {__version__}"
     )
     deployed = [path for path in (ROOT / "deploy").rglob("*.y*ml") if "templates" not in path.parts]
     for path in {*PAGES, *deployed}:  # another file that names an image is one more place
-        if str(path.relative_to(ROOT)) not in found:
+        if str(path.relative_to(ROOT)) not in versions:
             assert not re.search(r"(?<![\w-])hallutracer(:|==)\d+\.\d+\.\d+", path.read_text()), (
                 path
             )
@@ -162,10 +162,10 @@ def test_what_a_step_runs_exists_and_is_sound(tmp_path: Path) -> None:
             [BIN / "shellcheck", file], capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stdout
-    kept = [
+    uploaded = [
         step["with"]["path"] for _, step in steps() if "upload-artifact" in step.get("uses", "")
     ]
-    assert all(f" {path}" in makefile for path in kept)
+    assert all(f" {path}" in makefile for path in uploaded)
     stages = {step.stage for step in p.dockerfile()}
     assert {entry["target"] for entry in JOBS["images"]["strategy"]["matrix"]["include"]} <= stages
 

@@ -86,18 +86,18 @@ def environment(**changes: str) -> dict[str, Any]:
 
 
 def test_the_sbom_has_what_a_service_runs_on_and_the_models() -> None:
-    found = SCRIPT["pruned"](environment())
-    names = {component["name"] for component in found["components"]}
+    document = SCRIPT["pruned"](environment())
+    names = {component["name"] for component in document["components"]}
     assert {"torch", "numpy", "transformers", "demo", "smollm2", "hallutracer-demo"} <= names
     assert not {"pytest", "mypy"} & names
-    refs = {component["bom-ref"] for component in found["components"]}
-    assert len(refs) == len(found["components"])
-    for entry in found["dependencies"]:
+    refs = {component["bom-ref"] for component in document["components"]}
+    assert len(refs) == len(document["components"])
+    for entry in document["dependencies"]:
         assert set(entry["dependsOn"]) <= refs
-    assert "bundle:demo:1" in found["dependencies"][0]["dependsOn"]
+    assert "bundle:demo:1" in document["dependencies"][0]["dependsOn"]
     manifest = json.loads((ROOT / "probes_store/shipped/demo/1/bundle.json").read_text())
     [demo] = [
-        component for component in found["components"] if component["bom-ref"] == "bundle:demo:1"
+        component for component in document["components"] if component["bom-ref"] == "bundle:demo:1"
     ]
     assert f"sha256:{demo['hashes'][0]['content']}" == manifest["digest"]
     with pytest.raises(SystemExit, match="numpy"):  # an environment of other versions
@@ -118,9 +118,9 @@ def test_the_makefile_makes_them() -> None:
     command = ["make", "--dry-run", "sbom", "audit", "pins"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert [
-        said
-        for said in ("sbom.py", "pip-audit --strict", "--generate-hashes")
-        if said not in done.stdout
+        words
+        for words in ("sbom.py", "pip-audit --strict", "--generate-hashes")
+        if words not in done.stdout
     ] == []
 
 
@@ -144,7 +144,9 @@ def test_a_list_pins_the_constraints_versions_and_what_its_extra_names(
     if name == CPU:
         assert left_out() == {"torch", "torchaudio", "torchcodec", "torchvision"}
         assert [
-            one for one in theirs if one in left_out() or one.startswith(("nvidia", "cuda"))
+            package
+            for package in theirs
+            if package in left_out() or package.startswith(("nvidia", "cuda"))
         ] == []
 
 

@@ -74,12 +74,14 @@ def test_the_questions_are_those_without_a_passage_and_each_signal_has_their_sco
 ) -> None:
     entropy = np.stack([np.zeros(len(rows)), np.arange(len(rows), dtype=np.float64)], axis=1)
     own = answered.questions("made", bundle, rows, entropy)
-    kept = [
-        place for place, row in enumerate(rows) if "label" in row and row["form"] != "passage_right"
+    numbers = [
+        number
+        for number, row in enumerate(rows)
+        if "label" in row and row["form"] != "passage_right"
     ]
-    assert len(own.wrong) == len(kept) == ROWS * 3 // 4
-    assert own.wrong.tolist() == [1.0 - rows[place]["label"] for place in kept]
-    assert own.scores["first-token entropy"].tolist() == [float(place) for place in kept], (
+    assert len(own.wrong) == len(numbers) == ROWS * 3 // 4
+    assert own.wrong.tolist() == [1.0 - rows[number]["label"] for number in numbers]
+    assert own.scores["first-token entropy"].tolist() == [float(number) for number in numbers], (
         "of rows that ask, in order"
     )
     assert (own.scores["the bundle"] > 0.5).tolist() == (own.wrong == 1.0).tolist()
@@ -145,9 +147,9 @@ def test_the_picture_is_drawn_of_files_and_says_what_it_shows(
     monkeypatch.setattr("sys.argv", [*arguments, "--model", "Twin", str(bundle.path), str(file)])
     assert answered.main() == 0
     assert target.read_text(encoding="utf-8").startswith("<?xml")
-    told = capsys.readouterr().out
-    assert told.count("180 questions without a passage") == 2
-    entropy = next(line for line in told.splitlines() if "first-token entropy" in line)
+    printed = capsys.readouterr().out
+    assert printed.count("180 questions without a passage") == 2
+    entropy = next(line for line in printed.splitlines() if "first-token entropy" in line)
     assert entropy.endswith("AUROC within kind x form 0.500")
-    assert told.count("first-token entropy") == 1
-    assert "at the threshold 0.500 (by cost)" in told
+    assert printed.count("first-token entropy") == 1
+    assert "at the threshold 0.500 (by cost)" in printed

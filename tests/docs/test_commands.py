@@ -36,9 +36,9 @@ def pages_that(wanted: Any, *, once: bool = False) -> list[Any]:
             id=str(page.relative_to(ROOT)),
             marks=() if page.parent == ROOT else pytest.mark.long,
         )
-        for page, found in ALL.items()
-        if any(map(wanted, found))
-        and not (once and page.parent != ROOT and any(map(is_long, found)))
+        for page, page_blocks in ALL.items()
+        if any(map(wanted, page_blocks))
+        and not (once and page.parent != ROOT and any(map(is_long, page_blocks)))
     ]
 
 
@@ -128,13 +128,13 @@ class Sandbox:
         return done.stdout
 
 
-def check_printed(code: str, output: str, place: str) -> None:
+def check_printed(code: str, output: str, where: str) -> None:
     """Fail where a comment behind a ``print`` of a page is not what it prints, in the order of the
     page."""
     lines = iter(lines_of(output))
     for shown in PRINTED.findall(code):
         assert shown in lines, (
-            f"{place}: {shown!r} is not printed, or not there: {lines_of(output)}"
+            f"{where}: {shown!r} is not printed, or not there: {lines_of(output)}"
         )
 
 
@@ -143,20 +143,20 @@ def lines_of(text: str) -> list[str]:
     return [line.rstrip() for line in text.strip("\n").splitlines()]
 
 
-def same(shown: Any, real: Any, place: str) -> None:
+def same(shown: Any, real: Any, where: str) -> None:
     """``real`` has what the page shows; numbers are rounded there."""
     if isinstance(shown, dict):
-        assert shown.keys() == real.keys(), place
+        assert shown.keys() == real.keys(), where
         for key in shown.keys() - NOT_FOLLOWED:
-            same(shown[key], real[key], f"{place}.{key}")
+            same(shown[key], real[key], f"{where}.{key}")
     elif isinstance(shown, list):
-        assert len(shown) == len(real), place
+        assert len(shown) == len(real), where
         for number, (left, right) in enumerate(zip(shown, real, strict=True)):
-            same(left, right, f"{place}[{number}]")
+            same(left, right, f"{where}[{number}]")
     elif isinstance(shown, float):
-        assert real == pytest.approx(shown, abs=6e-4), place
+        assert real == pytest.approx(shown, abs=6e-4), where
     else:
-        assert shown == real, place
+        assert shown == real, where
 
 
 def run_page(sandbox: Sandbox, page: Path, *, long: bool = False, model: str = "demo") -> int:
@@ -182,16 +182,16 @@ def test_the_commands_on_smollm2_run(
     assert run_page(Sandbox(tmp_path, request), page, model="smollm2") > 0
 
 
-def is_plain(one: dict[str, Any]) -> bool:
+def is_plain(sample: dict[str, Any]) -> bool:
     """Return whether an answer that is judged right claims nothing but an accepted answer, in its
     first sentence.
 
     A judge finds the accepted answer among other words, some of which a reader may know to be
     false."""
-    claimed = content_of(re.split(r"(?<=[.!?])\s", one["answer"].strip())[0])[0]
-    asked = content_of(one["prompt"])[0]
-    return one["verdict"] != "right" or any(
-        claimed <= asked | content_of(answer)[0] for answer in one["accepted"]
+    claimed = content_of(re.split(r"(?<=[.!?])\s", sample["answer"].strip())[0])[0]
+    asked = content_of(sample["prompt"])[0]
+    return sample["verdict"] != "right" or any(
+        claimed <= asked | content_of(answer)[0] for answer in sample["accepted"]
     )
 
 
@@ -231,12 +231,12 @@ def test_the_readmes_table_is_every_other_question_by_risk(smollm2: str) -> None
         (ROOT / "README.md").read_text(),
     )
     lower, others = (
-        sum(one["verdict"] == "right" for one in half) for half in (ranked[:12], ranked[12:])
+        sum(sample["verdict"] == "right" for sample in half) for half in (ranked[:12], ranked[12:])
     )
     assert (
         f"Of the 24, {lower} of the 12 with lower risks are right, {others} of the others." in page
     )
-    plain = [one for one in ranked if is_plain(one)]
+    plain = [sample for sample in ranked if is_plain(sample)]
     assert f"every other of {len(plain)} of the 24 questions" in page
     wanted = plain[::2]
     table = rows_of(page)[: len(wanted)]  # below it: tests/docs/test_first_screen.py
@@ -268,7 +268,7 @@ def test_the_long_commands_of_a_page_run(
 
 
 def test_a_block_runs_or_says_why_not() -> None:
-    for block in (block for found in ALL.values() for block in found):
+    for block in (block for page_blocks in ALL.values() for block in page_blocks):
         assert block.language not in SPELLINGS, (
             f"{block.place}: write one of {', '.join(sorted(RUNNABLE))}"
         )
@@ -279,8 +279,8 @@ def test_a_block_runs_or_says_why_not() -> None:
 
 
 def test_what_a_page_shows_of_the_service_is_of_the_model_that_make_run_serves() -> None:
-    for found in ALL.values():
-        for block, after in zip_longest(found, found[1:]):
+    for page_blocks in ALL.values():
+        for block, after in zip_longest(page_blocks, page_blocks[1:]):
             shows = bool(PRINTED.search(block.text)) or (after is not None and after.answers)
             if block.runs and shows and ADDRESS in block.text:
                 assert block.model == "smollm2", f"{block.place}: mark it 'run: on smollm2'"
@@ -302,5 +302,5 @@ def test_an_unknown_mark_is_noticed(tmp_path: Path) -> None:
     page.write_text(
         "<!-- run: long, with A=1 B=x -->\n```sh\n```\n\n<!-- run: on smollm2 -->\n```sh\n```\n"
     )
-    found = [(block.long, block.variables, block.model, block.runs) for block in blocks(page)]
-    assert found == [(True, {"A": "1", "B": "x"}, "demo", True), (False, {}, "smollm2", True)]
+    marks = [(block.long, block.variables, block.model, block.runs) for block in blocks(page)]
+    assert marks == [(True, {"A": "1", "B": "x"}, "demo", True), (False, {}, "smollm2", True)]

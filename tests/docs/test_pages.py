@@ -8,7 +8,6 @@ import os
 import re
 import runpy
 import shutil
-import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from service.engines.vllm.launch import TESTED
 from service.errors import HalluTracerError
 from service.policies.policy import read_policies
 from tests.kit.pages import PAGES, RECORDS, ROOT, blocks
+from tests.kit.site import build
 from tests.parity import models, versions
 from tests.serve_process import inherited
 
@@ -55,7 +55,8 @@ def test_the_readme_is_one_page_and_its_first_screen_one_screen() -> None:
     lines = text_of("README.md").splitlines()
     assert len(lines) <= 150
     assert (
-        max(place for place, line in enumerate(lines) if line.startswith("| [LettuceDetect]")) < 45
+        max(number for number, line in enumerate(lines) if line.startswith("| [LettuceDetect]"))
+        < 45
     )
 
 
@@ -104,46 +105,30 @@ def test_the_files_of_policies_and_of_keys_are_read(tmp_path: Path) -> None:
     assert set(KeyTable.model_fields) == set(re.findall(r"^(\w+) =", keys[0], re.MULTILINE))
 
 
-def cells(value: Any) -> str:
-    return f"{value['mean']:.3f} ± {value['std']:.3f}"
+def rows_of(text: str) -> dict[str, str]:
+    """The lines of its tables by what is in their first cell."""
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    return {line.split(" | ")[0].removeprefix("| "): line for line in lines}
+
+
+def row_of(title: str, *values: Any) -> str:
+    return " | ".join([f"| {title}", *(f"{v['mean']:.3f} ± {v['std']:.3f}" for v in values)]) + " |"
 
 
 def test_the_demo_models_table_is_the_report() -> None:
     table = json.loads(text_of(f"{ASSETS}/report.json"))["table"]
     card = text_of(f"{ASSETS}/hallutracer-demo/README.md")
-    every, never = (
-        {
-            line.split(" | ")[0].removeprefix("| "): line
-            for line in part.splitlines()
-            if line.startswith("| ")
-        }
-        for part in card.split("\n### Entities that no refusal document mentions\n")
-    )
-    section = text_of("docs/results.md").partition("\n## Demo model\n")[2]
-    page = {
-        line.split(" | ")[0].removeprefix("| "): line
-        for line in section.splitlines()
-        if line.startswith("| ")
-    }
+    parts = card.split("\n### Entities that no refusal document mentions\n")
+    every, never = map(rows_of, parts)
+    page = rows_of(text_of("docs/results.md").partition("\n## Demo model\n")[2])
     assert len(set(page) & set(METHODS.values())) == 5
+    columns = ["auroc", "auprc", "auroc_within_kind", "auroc_within_kind_x_template"]
+    shown = ["auroc", "auroc_within_kind", "ece", "no_refusal_auroc"]
     for name, title in METHODS.items():
         row = table[name]
-        columns = ["auroc", "auprc", "auroc_within_kind", "auroc_within_kind_x_template"]
-        assert (
-            every[title]
-            == "| " + " | ".join([title, *(cells(row[key]) for key in [*columns, "ece"])]) + " |"
-        )
-        shown = [row[key] for key in ("auroc", "auroc_within_kind", "ece", "no_refusal_auroc")]
-        assert (
-            title not in page
-            or page[title] == "| " + " | ".join([title, *map(cells, shown)]) + " |"
-        )
-        assert (
-            never[title]
-            == "| "
-            + " | ".join([title, *(cells(row[f"no_refusal_{key}"]) for key in columns)])
-            + " |"
-        )
+        assert every[title] == row_of(title, *(row[key] for key in [*columns, "ece"]))
+        assert title not in page or page[title] == row_of(title, *(row[key] for key in shown))
+        assert never[title] == row_of(title, *(row[f"no_refusal_{key}"] for key in columns))
 
 
 def test_the_table_of_model_families_is_what_the_engines_read_and_the_tests_compare() -> None:
@@ -154,8 +139,8 @@ def test_named_files_exist() -> None:
     named = (
         r"`((?:service|probes_store|tests|deploy|docs|clients|research|benchmarks)/[\w./-]*[\w/])`"
     )
-    found = [(page.name, path) for page in PAGES for path in re.findall(named, page.read_text())]
-    assert [(page, path) for page, path in found if not (ROOT / path).exists()] == []
+    paths = [(page.name, path) for page in PAGES for path in re.findall(named, page.read_text())]
+    assert [(page, path) for page, path in paths if not (ROOT / path).exists()] == []
 
 
 def test_the_dependencies_all_have_a_reason() -> None:
@@ -181,19 +166,19 @@ def test_the_dependencies_all_have_a_reason() -> None:
     ],
 )
 def test_what_is_generated_is_up_to_date(script: str, function: str, file: str) -> None:
-    found = runpy.run_path(str(ROOT / "docs" / script))[function]()
-    assert found == text_of(f"docs/{file}"), f"run: python docs/{script}"
+    generated = runpy.run_path(str(ROOT / "docs" / script))[function]()
+    assert generated == text_of(f"docs/{file}"), f"run: python docs/{script}"
 
 
 def test_no_name_is_gone_that_is_promised_to_stay() -> None:
-    listed, found = (
+    listed, names = (
         set(text_of("docs/stable_names.txt").splitlines()),
         runpy.run_path(STABLE)["names"](),
     )
-    assert sorted(listed - found) == [], (
+    assert sorted(listed - names) == [], (
         "this breaks what docs/stability.md promises: keep them, or make a major release"
     )
-    assert sorted(found - listed) == [], "run: python docs/stable_names.py"
+    assert sorted(names - listed) == [], "run: python docs/stable_names.py"
 
 
 def test_the_http_api_is_described_as_openapi_has_it() -> None:
@@ -224,43 +209,13 @@ def test_the_clients_page_names_every_script_and_the_pinned_versions() -> None:
     extras = tomllib.loads(text_of("clients/python/pyproject.toml"))["project"][
         "optional-dependencies"
     ]
-    for requirement in (Requirement(one) for (one,) in extras.values()):
+    for requirement in (Requirement(line) for (line,) in extras.values()):
         assert requirement.specifier.contains(
             (ours if requirement.name == "mcp" else pins)[requirement.name]
         )
 
 
 # --- the site ---
-
-
-def build(source: Path, target: Path) -> subprocess.CompletedProcess[str]:
-    """What `make docs` runs."""
-    command = [
-        sys.executable,
-        "-m",
-        "sphinx",
-        "-W",
-        "--keep-going",
-        "-n",
-        "-q",
-        "-c",
-        str(ROOT / "docs"),
-    ]
-    return subprocess.run(
-        [*command, "-d", str(target / ".doctrees"), str(source), str(target / "site")],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("furo", reason="pip install 'hallutracer[docs]'")
-    target = tmp_path_factory.mktemp("docs")
-    done = build(ROOT, target)
-    assert done.returncode == 0, done.stderr
-    return target / "site"
 
 
 def test_every_page_is_there_and_in_the_navigation(site: Path) -> None:
@@ -377,24 +332,26 @@ def executed(path: Path, folder: Path, kernel: Any) -> Any:
 
 def shown(book: Any) -> list[tuple[str, ...]]:
     """What each cell shows: kinds of output, and the text of those that are not pictures."""
-    found = []
+    outputs = []
     for cell in book.cells:
         for output in cell.get("outputs", ()):
             data = output.get("data", {})
             kinds = tuple(sorted(data)) or (output["output_type"],)
-            found.append(
+            outputs.append(
                 kinds
                 if "image/png" in data
                 else (*kinds, str(data.get("text/plain", output.get("text"))))
             )
-    return found
+    return outputs
 
 
 @pytest.mark.parametrize(
     "path",
     [
-        pytest.param(one, id=one.stem, marks=[pytest.mark.long] * one.stem.startswith("train"))
-        for one in NOTEBOOKS
+        pytest.param(
+            notebook, id=notebook.stem, marks=[pytest.mark.long] * notebook.stem.startswith("train")
+        )
+        for notebook in NOTEBOOKS
     ],
 )
 def test_a_notebook_runs_and_shows_what_is_committed(
@@ -413,7 +370,7 @@ def test_a_notebook_runs_and_shows_what_is_committed(
         for output in cell.get("outputs", ())
         if output.output_type == "stream"
     ]
-    assert {one.stem for one in NOTEBOOKS} == {"score-and-look", "train-on-your-rows"}
+    assert {notebook.stem for notebook in NOTEBOOKS} == {"score-and-look", "train-on-your-rows"}
     assert [kinds[:-1] for kinds in shown(ran)] == [kinds[:-1] for kinds in shown(committed)]
     assert any("image/png" in kinds for kinds in shown(ran))
     if os.environ.get("HALLUTRACER_WRITE_NOTEBOOKS"):

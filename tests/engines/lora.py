@@ -29,7 +29,9 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 def _layers(model: Any) -> dict[str, torch.nn.Linear]:
-    return {name: one for name, one in model.named_modules() if name.rpartition(".")[2] in TARGETS}
+    return {
+        name: module for name, module in model.named_modules() if name.rpartition(".")[2] in TARGETS
+    }
 
 
 def save_adapter(base: Path, folder: Path, seed: int = 0, scale: float = 1.0) -> Path:
@@ -77,11 +79,11 @@ def reference(base: Path, adapter: Path, merged: Path) -> TransformersEngine:
     """The embedded engine on the merged weights, under the identity of the model with the
     adapter."""
     plain = TransformersEngine.load(EngineOptions(str(base), dtype="float32"))
-    found = TransformersEngine.load(
+    engine = TransformersEngine.load(
         EngineOptions(str(save_merged(base, adapter, merged)), dtype="float32")
     )
-    found.identity = identity_with(plain.identity, adapter)
-    return found
+    engine.identity = identity_with(plain.identity, adapter)
+    return engine
 
 
 def save_bundle(engine: Any, folder: Path, name: str = "adapted") -> Bundle:
@@ -98,9 +100,11 @@ def save_bundle(engine: Any, folder: Path, name: str = "adapted") -> Bundle:
     )
     scorer.probes = Probes.all_of(Site(manifest.readout.site), shipped.probes)
     prompts = shipped.golden.prompts()
-    found = scorer.score(prompts, OBSERVE)
+    reports = scorer.score(prompts, OBSERVE)
     golden = Golden.record(
-        prompts, np.stack([one.logits for one in found]), np.array([one.risk for one in found])
+        prompts,
+        np.stack([report.logits for report in reports]),
+        np.array([report.risk for report in reports]),
     )
     draft = BundleDraft(manifest, shipped.probes, golden, shipped.evaluation(), "A test's.")
     return write_bundle(draft, folder / name / "1")

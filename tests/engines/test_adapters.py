@@ -68,12 +68,12 @@ def test_the_digest_is_of_what_is_computed(adapter: Path, tmp_path: Path) -> Non
 def test_what_is_no_adapter_is_refused_by_name(adapter: Path, tmp_path: Path) -> None:
     bare = changed(adapter, tmp_path / "bare")
     (bare / WEIGHTS[0]).unlink()
-    for folder, said in (
+    for folder, words in (
         (tmp_path / "nothing", "holds no adapter"),
         (bare, "there is no adapter_model.safetensors"),
         (changed(adapter, tmp_path / "ia3", peft_type="IA3"), "is not a LoRA adapter's"),
     ):
-        with pytest.raises(ModelLoadError, match=said) as caught:
+        with pytest.raises(ModelLoadError, match=words) as caught:
             TransformersEngine.load(EngineOptions(str(MODEL_DIR), adapter=str(folder)))
         assert caught.value.param == "adapter"
     if importlib.util.find_spec("peft") is None:
@@ -96,13 +96,13 @@ def test_the_embedded_engine_reads_the_model_with_its_adapter(
         *tiny.prompts([1, 17, 60], seed=2),
     ]
     probes = [tiny.probes(engine.identity.geometry, site, 3) for site in Site]
-    found, wanted, without = (
-        np.array([one.trajectories for one in each.score(prompts, probes)])
+    adapted, wanted, without = (
+        np.array([result.trajectories for result in each.score(prompts, probes)])
         for each in (engine, merged, plain)
     )
     size = np.abs(wanted).max()
-    assert np.abs(found - wanted).max() < 1e-5 * max(size, 1.0)
-    assert np.abs(found - without).max() > 1e-2 * size
+    assert np.abs(adapted - wanted).max() < 1e-5 * max(size, 1.0)
+    assert np.abs(adapted - without).max() > 1e-2 * size
     answers = [
         each.generate(prompts[:1], Sampling(max_tokens=8))[0].text
         for each in (engine, merged, plain)

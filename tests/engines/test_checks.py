@@ -196,15 +196,15 @@ def test_a_special_token_that_a_text_spells_out_is_named_the_longer_one_first() 
     fast = tiny.tokenizer()
     fast.add_special_tokens({"additional_special_tokens": ["<|a|>", "<|a|>b", "[x]"]})
     tokens = Tokens(fast)
-    for texts, said in (
+    for texts, token in (
         (["Hi", "a </s> b"], "</s>"),
         (["x<|a|>bc"], "<|a|>b"),
-        ((one for one in ("\U000f0000 <|a|>",)), "<|a|>"),
+        ((text for text in ("\U000f0000 <|a|>",)), "<|a|>"),
         (["[x]"], "[x]"),
         (["x", "[X]", "<s", "\ud83d", ""], None),
         ([], None),
     ):
-        assert tokens.special_token_in(texts) == said
+        assert tokens.special_token_in(texts) == token
     assert Tokens(SimpleNamespace(all_special_tokens=[])).special_token_in(["", "anything"]) is None
 
 
@@ -218,13 +218,13 @@ def test_many_special_tokens_are_looked_for_at_once() -> None:
             for _ in range(draw.randrange(1, 9))
         }
         longest_first = sorted(words, key=len, reverse=True)
-        plain, found = (
+        plain, spelt = (
             re.compile("|".join(map(re.escape, longest_first))),
             spelling_of(tuple(longest_first)),
         )
         for _ in range(20):
             text = "".join(draw.choices("ab<|.", k=12))
-            assert found.findall(text) == plain.findall(text), (words, text)
+            assert spelt.findall(text) == plain.findall(text), (words, text)
     many = tuple(f"<|reserved_special_token_{number}|>" for number in range(6000))
     assert spelling_of(many).pattern.count("reserved") == 1
     assert spelling_of(many, "[x-z]").findall(

@@ -52,25 +52,25 @@ def test_each_probe_has_its_own_mean_in_the_records_order() -> None:
         ("stated", "asks", "passage"),
     ]
     for order in orders:
-        told = prompt_context(of(*order), [means[name] for name in order], 200)
-        assert (told.asks, told.passage) == (
+        context = prompt_context(of(*order), [means[name] for name in order], 200)
+        assert (context.asks, context.passage) == (
             pytest.approx(exact("asks", 0.7)),
             pytest.approx(passage),
         )
-        assert told.stated == pytest.approx(
+        assert context.stated == pytest.approx(
             passage * stated
         )  # stated means something beside a passage only
-        assert told.stated_length == pytest.approx(passage * stated * math.log(200))
+        assert context.stated_length == pytest.approx(passage * stated * math.log(200))
 
 
 @pytest.mark.parametrize(
     "names", [("asks",), ("passage",), ("passage", "stated"), ("asks", "passage", "stated")]
 )
 def test_what_has_no_probe_is_none(names: tuple[ContextName, ...]) -> None:
-    told = prompt_context(of(*names), [0.2] * len(names), 9)
-    assert {name for name in PROBES if getattr(told, name) is not None} == set(names)
-    assert (told.stated_length is None) == (told.stated is None)
-    assert told.said is (True if "asks" in names else None)
+    context = prompt_context(of(*names), [0.2] * len(names), 9)
+    assert {name for name in PROBES if getattr(context, name) is not None} == set(names)
+    assert (context.stated_length is None) == (context.stated is None)
+    assert context.said is (True if "asks" in names else None)
     with pytest.raises(ValueError, match="zip"):
         prompt_context(of(*names), [0.1] * (len(names) + 1), 9)
 
@@ -82,11 +82,11 @@ def test_the_risk_applies_from_the_threshold_on() -> None:
         (math.nextafter(at, 0), True),
         (math.nextafter(at, 1), False),
     ):
-        told = prompt_context(of("asks", threshold=threshold), [0.4], 9)
-        assert told.applies is told.said is applies
-    told = prompt_context(of("asks"), [math.nan], 9)
-    assert told.applies is told.said is True
-    assert math.isnan(told.asks or 0.0)
+        context = prompt_context(of("asks", threshold=threshold), [0.4], 9)
+        assert context.applies is context.said is applies
+    context = prompt_context(of("asks"), [math.nan], 9)
+    assert context.applies is context.said is True
+    assert math.isnan(context.asks or 0.0)
 
 
 def test_the_sigmoid_never_overflows() -> None:

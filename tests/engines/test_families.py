@@ -68,9 +68,9 @@ MORE = [
 WITH_HEADS = [
     *tiny.ALL,
     *(
-        one
-        for one in MORE
-        if (config := CONFIGS[str(one.values[0])]) and family_of(config).projection
+        family
+        for family in MORE
+        if (config := CONFIGS[str(family.values[0])]) and family_of(config).projection
     ),
 ]
 
@@ -144,10 +144,10 @@ def test_a_new_site_is_a_name_and_a_row(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(SITES, added, SiteModule(lambda family: "mlp"))
     engine = tiny.engine("llama")
     model, prompt = tiny.modules(engine).model, tiny.prompts([11])[0]
-    found = engine.extract([prompt], [added]).activations[added][0]
+    extracted = engine.extract([prompt], [added]).activations[added][0]
     outputs = capture(model, [block.get_submodule("mlp") for block in locate(model).blocks], prompt)
     np.testing.assert_allclose(
-        found, [output[-1].numpy() for output in outputs], rtol=1e-5, atol=1e-6
+        extracted, [output[-1].numpy() for output in outputs], rtol=1e-5, atol=1e-6
     )
     assert {site.value for site in Site} == set(get_args(SiteName))  # as a bundle names them
 
@@ -186,7 +186,7 @@ def test_prompts_together_are_read_and_answered_as_each_alone(name: str):
 def test_a_family_without_a_row_is_read_at_the_residual_stream_alone() -> None:
     engine = tiny.shared_engine(UNKNOWN)
     prompts, geometry = tiny.prompts([7]), engine.identity.geometry
-    said = (
+    words = (
         r"'opt' is read at residual_stream only, not at attention_head: train with --readout"
         r" residual_stream.*row in"
     )
@@ -195,7 +195,7 @@ def test_a_family_without_a_row_is_read_at_the_residual_stream_alone() -> None:
         lambda: engine.score(prompts, [tiny.probes(geometry)]),
         lambda: engine.begin(prompts, [tiny.probes(geometry)]),
     ):
-        with pytest.raises(UnknownFamily, match=said):
+        with pytest.raises(UnknownFamily, match=words):
             reads()
     [result] = engine.score(prompts, [tiny.probes(geometry, Site.RESIDUAL_STREAM)])
     assert np.isfinite(result.trajectories[0]).all()
@@ -226,17 +226,17 @@ def backwards(block: Any, hidden: Any, args: Any, kwargs: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "words"),
     [
         (narrower, "size 32|does not run as a decoder"),
         (backwards, "from left to right|other hidden"),
     ],
 )
-def test_what_is_no_chain_of_blocks_is_refused(change: Any, said: str) -> None:
+def test_what_is_no_chain_of_blocks_is_refused(change: Any, words: str) -> None:
     model = tiny.model(UNKNOWN)
     layers = model.get_decoder().layers
     layers[-1] = Wrapped(layers[-1], change)
-    with pytest.raises(EngineError, match=f"opt: .*({said})"):
+    with pytest.raises(EngineError, match=f"opt: .*({words})"):
         TransformersEngine(model, tiny.tokenizer())
 
 

@@ -8,8 +8,9 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,13 +47,13 @@ def nested(levels: int) -> dict[str, Any]:
 def definitions(last: dict[str, Any], twice: str, levels: int = 25) -> dict[str, Any]:
     """Each level has the next one twice: as a tree they are 2 ** levels."""
     parts = {f"d{n}": {"$ref": f"#/$defs/d{n + 1}"} for n in range(levels)}
-    two = {
-        name: {twice: [one, one]}
+    levelled = {
+        name: {twice: [reference, reference]}
         if twice == "allOf"
-        else {"type": "object", "properties": {"a": one, "b": one}}
-        for name, one in parts.items()
+        else {"type": "object", "properties": {"a": reference, "b": reference}}
+        for name, reference in parts.items()
     }
-    return {"$defs": two | {f"d{levels}": last}, "$ref": "#/$defs/d0"}
+    return {"$defs": levelled | {f"d{levels}": last}, "$ref": "#/$defs/d0"}
 
 
 BEYOND = {
@@ -105,10 +106,9 @@ BEYOND = {
 }
 
 
-@pytest.mark.parametrize("name", BEYOND)
-def test_a_schema_is_bounded_before_it_is_compiled(name: str) -> None:
-    schema, said = BEYOND[name]
-    with pytest.raises(ValueError, match=said):
+@pytest.mark.parametrize(("schema", "words"), BEYOND.values(), ids=BEYOND)
+def test_a_schema_is_bounded_before_it_is_compiled(schema: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
         check_schema(schema)
 
 
@@ -137,30 +137,30 @@ def test_what_a_pattern_repeats_is_counted() -> None:
         written_out(unfinished * 5_000)
 
 
+# Schemas as requests have them, and what is said of them.
 REFUSED = {
-    "a type": ({"type": "text"}, "text"),
-    "a keyword": ({"type": "array", "uniqueItems": True}, "uniqueItems"),
-    "elsewhere": ({"$ref": "http://other.example/schema"}, "not present|retriev"),
-    "not": ({"not": {}}, "not"),
-    "look-ahead": ({"type": "string", "pattern": "(?=a)b"}, "regex"),
-    "nothing": ({"enum": []}, "."),
-    "an unclosed pattern": ({"type": "string", "pattern": "(a"}, "regex"),
-    "nowhere": ({"$ref": "#/$defs/x"}, "."),
-    "a range": ({"type": "integer", "minimum": 5, "maximum": 2}, "."),
+    "a type": ('{"type": "text"}', "text"),
+    "a keyword": ('{"type": "array", "uniqueItems": true}', "uniqueItems"),
+    "elsewhere": ('{"$ref": "http://other.example/schema"}', "not present|retriev"),
+    "not": ('{"not": {}}', "not"),
+    "look-ahead": ('{"type": "string", "pattern": "(?=a)b"}', "regex"),
+    "nothing": ('{"enum": []}', "."),
+    "an unclosed pattern": ('{"type": "string", "pattern": "(a"}', "regex"),
+    "nowhere": ('{"$ref": "#/$defs/x"}', "."),
+    "a range": ('{"type": "integer", "minimum": 5, "maximum": 2}', "."),
     "patterns that nothing is of": (
-        {"allOf": [{"type": "string", "pattern": f"^{one}"} for one in "ab"]},
+        '{"allOf": [{"type": "string", "pattern": "^a"}, {"type": "string", "pattern": "^b"}]}',
         ".",
     ),
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize(("schema", "words"), REFUSED.values(), ids=REFUSED)
 def test_what_cannot_be_compiled_is_refused_with_its_field_and_the_reason(
-    name: str, grammars: Grammars
+    schema: str, words: str, grammars: Grammars
 ) -> None:
-    schema, said = REFUSED[name]
-    with pytest.raises(RequestError, match=said) as refused:
-        grammars.prepared(Format(check_schema(schema), "text.format"))
+    with pytest.raises(RequestError, match=words) as refused:
+        grammars.prepared(Format(check_schema(json.loads(schema)), "text.format"))
     assert refused.value.param == "text.format"
     assert refused.value.message.startswith("text.format: the schema cannot be compiled: ")
     assert len(refused.value.message) < 400
@@ -234,17 +234,17 @@ def test_a_hostile_schema_ends_soon_whatever_becomes_of_it(name: str, grammars: 
 def test_an_answer_of_the_format_is_complete_when_nothing_may_follow(grammars: Grammars) -> None:
     tokenizer = tiny.tokenizer()
     schema = {"type": "object", "properties": {"a": {"enum": [1, "é"]}}, "required": ["a"]}
-    found = grammars.prepared(
+    compiled = grammars.prepared(
         Format(json.dumps(schema | {"additionalProperties": False}), "response_format")
     )
     for text in ('{"a": 1}', '{"a": "é"}'):
-        held = Held(found)
+        held = Held(compiled)
         tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
-        for place, token in enumerate(tokens):
+        for position, token in enumerate(tokens):
             assert int.from_bytes(held.allowed(), "little") >> token & 1, text
-            assert held.take(token) == (place == len(tokens) - 1)
+            assert held.take(token) == (position == len(tokens) - 1)
     [opens], [quote] = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in '{"')
-    held = Held(found)
+    held = Held(compiled)
     allowed = int.from_bytes(held.allowed(), "little")
     assert allowed == 1 << opens, "no answer ends before it begins, or begins with something else"
     held.take(opens)
@@ -303,29 +303,31 @@ LARGE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _nothing_is_left() -> None:
-    """What failed in other tests is kept with their errors' frames."""
-    gc.collect()
-
-
 def processes(grammars: Grammars) -> list[int]:
     """Those of the formats that are in use."""
     assert grammars._process is not None
-    found = []
+    running = []
     for entry in os.listdir("/proc"):
         try:
             state, parent = Path(f"/proc/{entry}/stat").read_text().rpartition(") ")[2].split()[:2]
         except (OSError, ValueError):
             continue
         if state != "Z" and parent == str(grammars._process.pid):
-            found.append(int(entry))
-    return found
+            running.append(int(entry))
+    return running
+
+
+@pytest.fixture
+def in_use(grammars: Grammars) -> Callable[[], list[int]]:
+    """The processes of the formats that are in use, none of an earlier test: what failed there is
+    kept with its error's frames."""
+    gc.collect()
+    return partial(processes, grammars)
 
 
 @pytest.mark.parametrize("name", COSTLY)
 def test_what_costs_too_much_to_compile_is_refused_and_leaves_nothing(
-    name: str, grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+    name: str, grammars: Grammars, in_use: Callable[[], list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(formats, "CPU_S", 0.3)
     monkeypatch.setattr(formats, "MEMORY", 32 << 20)
@@ -334,7 +336,7 @@ def test_what_costs_too_much_to_compile_is_refused_and_leaves_nothing(
     ) as refused:
         prepared(grammars, COSTLY[name])
     assert refused.value.param == "response_format"
-    until(lambda: not processes(grammars))
+    until(lambda: not in_use())
 
 
 def test_a_format_that_nobody_uses_any_more_is_not_given_to_another_request(
@@ -371,7 +373,9 @@ def test_each_of_the_two_limits_ends_it_alone(
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_what_is_large_ends_as_it_may_and_leaves_nothing(name: str, grammars: Grammars) -> None:
+def test_what_is_large_ends_as_it_may_and_leaves_nothing(
+    name: str, grammars: Grammars, in_use: Callable[[], list[int]]
+) -> None:
     def answer() -> None:
         held = Held(prepared(grammars, LARGE[name]))
         for _ in range(40):
@@ -381,7 +385,7 @@ def test_what_is_large_ends_as_it_may_and_leaves_nothing(name: str, grammars: Gr
 
     with suppress(RequestError):
         answer()
-    until(lambda: not processes(grammars))
+    until(lambda: not in_use())
 
 
 def test_the_memory_and_time_of_a_costly_format_are_not_the_services(grammars: Grammars) -> None:
@@ -401,30 +405,31 @@ def test_the_memory_and_time_of_a_costly_format_are_not_the_services(grammars: G
 
 
 def test_what_takes_longer_than_the_request_has_ends_with_it(
-    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+    grammars: Grammars, in_use: Callable[[], list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(formats, "MEMORY", 1 << 30)
     with pytest.raises(TimeoutError):
         prepared(grammars, COSTLY["a large divisor"], "", 0.3)
-    until(lambda: not processes(grammars))
+    until(lambda: not in_use())
 
 
 def test_requests_of_a_caller_with_one_schema_share_a_process_that_ends_with_them(
     grammars: Grammars,
+    in_use: Callable[[], list[int]],
 ) -> None:
     first, second = (prepared(grammars, {"type": "object"}, "a") for _ in range(2))
     other = prepared(grammars, {"type": "object"}, "b")
     assert first.compiled is second.compiled is not other.compiled
-    assert len(processes(grammars)) == 2
-    one, two = Held(first), Held(second)
-    assert not two.take(_token("{"))  # in any order: each has its own
-    allowed = one.allowed()
-    assert not one.take(_token("{"))
-    one.close()
-    assert two.take(_token("}"))
+    assert len(in_use()) == 2
+    answer, another = Held(first), Held(second)
+    assert not another.take(_token("{"))  # in any order: each has its own
+    allowed = answer.allowed()
+    assert not answer.take(_token("{"))
+    answer.close()
+    assert another.take(_token("}"))
     assert Held(first).allowed() == allowed
-    del first, second, other, one, two
-    until(lambda: not processes(grammars))
+    del first, second, other, answer, another
+    until(lambda: not in_use())
 
 
 def _token(text: str) -> int:
@@ -432,9 +437,11 @@ def _token(text: str) -> int:
     return int(token)
 
 
-def test_a_mask_that_takes_too_long_ends_its_own_answer(grammars: Grammars) -> None:
+def test_a_mask_that_takes_too_long_ends_its_own_answer(
+    grammars: Grammars, in_use: Callable[[], list[int]]
+) -> None:
     slow = prepared(grammars, {"type": "object"}, "a")
-    [process] = processes(grammars)
+    [process] = in_use()
     other = Held(prepared(grammars, {"type": "object"}, "b"))
     os.kill(process, signal.SIGSTOP)  # as if it were computing one
     held = Held(slow)
@@ -451,7 +458,9 @@ def test_a_mask_that_takes_too_long_ends_its_own_answer(grammars: Grammars) -> N
     )
 
 
-def test_the_masks_of_a_callers_answers_have_one_account_of_waiting(grammars: Grammars) -> None:
+def test_the_masks_of_a_callers_answers_have_one_account_of_waiting(
+    grammars: Grammars, in_use: Callable[[], list[int]]
+) -> None:
     first, second, other = (
         prepared(grammars, {"const": n}, caller).compiled
         for n, caller in ((0, "slow"), (1, "slow"), (1, "other"))
@@ -463,10 +472,10 @@ def test_the_masks_of_a_callers_answers_have_one_account_of_waiting(grammars: Gr
     assert first.waiting is second.waiting is not other.waiting
     again = first.waiting
     del first, second
-    until(lambda: len(processes(grammars)) == 1)
-    kept = prepared(grammars, {"const": 2}, "slow").compiled
-    assert kept is not None
-    assert kept.waiting is again, "a new request does not begin a new account"
+    until(lambda: len(in_use()) == 1)
+    third = prepared(grammars, {"const": 2}, "slow").compiled
+    assert third is not None
+    assert third.waiting is again, "a new request does not begin a new account"
 
 
 def test_waiting_is_spent_and_comes_back_with_time_and_tokens(
@@ -485,19 +494,20 @@ def test_waiting_is_spent_and_comes_back_with_time_and_tokens(
     assert waiting.left(1.0) == formats.WAIT_S
 
 
+@pytest.mark.usefixtures("in_use")
 def test_formats_in_use_are_bounded_by_caller_and_in_all(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(formats, "MAX_LIVE_OF_CALLER", 2)
     monkeypatch.setattr(formats, "MAX_LIVE", 3)
-    kept = [prepared(grammars, {"const": n}, "a") for n in range(2)]
+    live = [prepared(grammars, {"const": n}, "a") for n in range(2)]
     with pytest.raises(Overloaded, match="2 formats of this caller"):
         prepared(grammars, {"const": 2}, "a")
     prepared(grammars, {"const": 1}, "a")
-    kept.append(prepared(grammars, {"const": 2}, "b"))
+    live.append(prepared(grammars, {"const": 2}, "b"))
     with pytest.raises(Overloaded, match="3 in all"):
         prepared(grammars, {"const": 2}, "c")
-    del kept[0]
+    del live[0]
     prepared(grammars, {"const": 2}, "a")
 
 

@@ -108,12 +108,12 @@ def write(
         getattr(out, f"add_{name}")(value)
     names = writer.get_tensor_name_map(ARCHITECTURES[family], config.num_hidden_layers)
     for name, tensor in built.state_dict().items():
-        found = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        assert found is not None, name
+        mapped = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert mapped is not None, name
         if quantized and tensor.ndim > 1 and tensor.shape[-1] % 32 == 0:
-            out.add_tensor(found, writer.quantize(tensor.numpy(), Q8_0), raw_dtype=Q8_0)
+            out.add_tensor(mapped, writer.quantize(tensor.numpy(), Q8_0), raw_dtype=Q8_0)
         else:
-            out.add_tensor(found, tensor.numpy())
+            out.add_tensor(mapped, tensor.numpy())
     out.write_header_to_file()
     out.write_kv_data_to_file()
     out.write_tensors_to_file()
@@ -146,9 +146,11 @@ def test_it_reads_what_its_safetensors_twin_reads(family: str, tmp_path: Path) -
         message = [{"role": "user", "content": text}]
         assert ours.render_chat(message) == theirs.render_chat(message)
     prompts = [ours.tokenize(text) for text in TEXTS]
-    found, expected = ours.extract(prompts, list(Site)), theirs.extract(prompts, list(Site))
+    extracted, expected = ours.extract(prompts, list(Site)), theirs.extract(prompts, list(Site))
     for site in Site:
-        np.testing.assert_allclose(found.activations[site], expected.activations[site], atol=1e-5)
+        np.testing.assert_allclose(
+            extracted.activations[site], expected.activations[site], atol=1e-5
+        )
 
 
 def test_a_file_is_converted_once_and_its_fingerprint_stays(tmp_path: Path, cache: Path) -> None:
@@ -167,17 +169,19 @@ def digests(folder: Path) -> dict[str, str]:
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.iterdir()}
 
 
-@pytest.mark.parametrize("large", [1.0, 1e6], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize(("large", "dtype"), [(1.0, torch.float16), (1e6, torch.bfloat16)])
 def test_our_help_changes_no_byte_of_what_transformers_makes(
-    large: float, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+    large: float, dtype: torch.dtype, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Weights beyond float16 are kept in bfloat16."""
     built = model("qwen2")
     with torch.no_grad():
         built.model.norm.weight[0] = large
     monkeypatch.setattr("tests.engines.test_gguf.model", lambda family: built)
     file = write(tmp_path / "model.gguf", "qwen2", quantized=True)
     monkeypatch.setattr(gguf, "PIECE", 7 * 32)  # the last piece of a matrix is a shorter one
-    ours = digests(places.folder_of(file))
+    ours = digests(folder := places.folder_of(file))
+    assert hf.AutoConfig.from_pretrained(folder).dtype == dtype
     shutil.rmtree(cache)
     monkeypatch.setattr(gguf, "_helped", lambda source, dtype: nullcontext())
     assert digests(places.folder_of(file)) == ours
@@ -251,8 +255,8 @@ def test_a_number_that_is_not_finite_is_seen_wherever_it_is(
     for length in (1, 7, 33, 1000):
         sound = torch.randn(length, generator=torch.Generator().manual_seed(length)).to(dtype)
         assert gguf._is_finite(sound)
-        for place in {0, length // 2, length - 1}:
-            assert not gguf._is_finite(sound.index_fill(0, torch.tensor([place]), wrong))
+        for position in {0, length // 2, length - 1}:
+            assert not gguf._is_finite(sound.index_fill(0, torch.tensor([position]), wrong))
 
 
 def test_a_load_that_is_under_way_is_left_alone_and_what_a_killed_one_left_is_removed(
@@ -311,17 +315,6 @@ def test_the_files_own_rule_for_the_first_token_is_kept(tmp_path: Path) -> None:
     assert engine.render_chat([{"role": "user", "content": "ab"}])[0] == vocabulary()["<|user|>"]
 
 
-def test_weights_beyond_float16_are_kept_in_bfloat16(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    built = model("qwen2")
-    with torch.no_grad():
-        built.model.norm.weight[0] = 1e6
-    monkeypatch.setattr("tests.engines.test_gguf.model", lambda family: built)
-    file = write(tmp_path / "model.gguf", "qwen2")
-    assert hf.AutoConfig.from_pretrained(places.folder_of(file)).dtype == torch.bfloat16
-
-
 def test_what_cannot_be_read_is_refused(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -333,9 +326,9 @@ def test_what_cannot_be_read_is_refused(
         (b"no gguf at all", unsound),
         (b"", "is empty"),
     )
-    for content, said in contents:
+    for content, words in contents:
         file.write_bytes(content)
-        with pytest.raises(ModelLoadError, match=said):
+        with pytest.raises(ModelLoadError, match=words):
             load(file)
     whole = write(tmp_path / "whole.gguf", "qwen2")
     file.write_bytes(whole.read_bytes()[: whole.stat().st_size // 2])

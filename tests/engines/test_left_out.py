@@ -29,9 +29,10 @@ LAST_SYSTEM = (
 BOTH_ENDS = "{% for m in messages %}{{ m.content[:8] ~ m.content[-8:] }}\n{% endfor %}>"
 
 
-def turns(*said: str) -> list[dict[str, str]]:
+def turns(*lines: str) -> list[dict[str, str]]:
     return [
-        {"role": role, "content": content} for role, content in (one.split(": ", 1) for one in said)
+        {"role": role, "content": content}
+        for role, content in (line.split(": ", 1) for line in lines)
     ]
 
 

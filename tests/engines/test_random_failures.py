@@ -124,7 +124,7 @@ async def test_a_thousand_failures_lose_nothing_but_their_own_requests() -> None
     engine, chance, ended = Scheduled(batch, max_kv_tokens=2000), Random(1), Counter[str]()
 
     async def ask(client: int) -> None:
-        place, answers, leaves = (
+        number, answers, leaves = (
             chance.randrange(len(prompts)),
             chance.random() < 0.8,
             chance.random() < 0.1,
@@ -134,7 +134,7 @@ async def test_a_thousand_failures_lose_nothing_but_their_own_requests() -> None
         turn = Turn(f"caller {client % 3}", client)
         try:
             async with aclosing(
-                engine.answer(prompts[place], probes, sampling=sampling, turn=turn)
+                engine.answer(prompts[number], probes, sampling=sampling, turn=turn)
             ) as stream:
                 async for update in stream:
                     updates.append(update)
@@ -145,7 +145,7 @@ async def test_a_thousand_failures_lose_nothing_but_their_own_requests() -> None
             return
         ended["left" if leaves else "answered"] += 1
         if not leaves:
-            checked(updates, texts[place] if answers else None)
+            checked(updates, texts[number] if answers else None)
 
     async def client(number: int) -> None:
         while failing.counts.total() < FAILURES:

@@ -33,10 +33,10 @@ CLOSED, OPEN = (
 
 
 def request(
-    length: int, answer: int | None = None, caller: str = "", place: int = 0
+    length: int, answer: int | None = None, caller: str = "", rank: int = 0
 ) -> EngineRequest:
     sampling = None if answer is None else Sampling(max_tokens=answer)
-    turn = Turn(caller, place) if caller else FIRST_COME
+    turn = Turn(caller, rank) if caller else FIRST_COME
     return EngineRequest(
         [1] * length, [], False, sampling, None, cast(Any, None), turn, inbox=cast(Any, None)
     )
@@ -95,7 +95,7 @@ def test_similar_lengths_are_batched(lengths: list[int], batches: list[list[int]
     requests = list(map(request, lengths))
     waiting = queue(requests)
     assert [waiting.next_batch() for _ in batches] == [
-        [requests[place] for place in batch] for batch in batches
+        [requests[number] for number in batch] for batch in batches
     ]
     waiting = queue(requests)
     for gone in requests[1:]:
@@ -129,7 +129,7 @@ def test_answers_begin_where_the_cache_has_room(
     waiting = queue(requests)
     for held, batch in turns:
         holds(waiting, **held)
-        assert waiting.next_batch() == [requests[place] for place in batch]
+        assert waiting.next_batch() == [requests[number] for number in batch]
 
 
 def test_more_callers_than_a_step_holds_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,8 +224,8 @@ async def test_waiting_prompts_and_their_bundles_share_one_forward(
         monkeypatch.setattr(bench.script, "score", counted)
         tasks = [bench.start(f"prompt {n}", three[n % 3]) for n in range(9)]
         await bench.release(held)
-        found = [logits(await task) for task in tasks]
-        assert found == [bench.logits(f"prompt {n}", three[n % 3]) for n in range(9)]
+        scored = [logits(await task) for task in tasks]
+        assert scored == [bench.logits(f"prompt {n}", three[n % 3]) for n in range(9)]
     assert bench.batches == [1, 9]
     assert calls == [3]
 
@@ -264,7 +264,9 @@ async def test_a_step_that_fails_loses_at_most_the_answer_that_fails_alone(
     once: list[bool] = []
 
     def step_together(continuations: Sequence[Any]) -> None:
-        poisoned = any(one._prompt == bench.script.tokenize("7") for one in continuations)
+        poisoned = any(
+            continuation._prompt == bench.script.tokenize("7") for continuation in continuations
+        )
         failing = len(continuations) == 32 and not once
         if poisoned if failures == "poison" else failing:
             once.append(True)

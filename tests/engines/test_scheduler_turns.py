@@ -98,7 +98,8 @@ async def test_short_prompts_run_between_the_passes_of_a_long_one(
         async with timed.held_in(0, meanwhile=3):
             texts = [str(n) * 7 for n in range(3)]
             shorts = [
-                timed.start(text, turn=Turn(caller, 32 + place)) for place, text in enumerate(texts)
+                timed.start(text, turn=Turn(caller, 32 + number))
+                for number, text in enumerate(texts)
             ]
         assert [logits(await short) for short in shorts] == [timed.logits(text) for text in texts]
         first, *_ = await long
@@ -136,9 +137,9 @@ async def test_callers_have_their_turns_between_synchronous_scores(
             work = asyncio.to_thread(timed.engine.score, golden, [timed.probe], **options)
             scoring = asyncio.create_task(work)
             await until(lambda: bool(timed.engine._calls) if answers else len(queue.waiting) == 6)
-        for found, result in zip(await scoring, expected, strict=True):
-            assert found.trajectories[0].tolist() == result.trajectories[0].tolist()
-            assert found.first_token == result.first_token
+        for scored, result in zip(await scoring, expected, strict=True):
+            assert scored.trajectories[0].tolist() == result.trajectories[0].tolist()
+            assert scored.first_token == result.first_token
         await asyncio.wait(caller)
     assert order[:5] == ["caller", "golden", "caller", "golden", "caller"]
     assert sorted(order) == ["caller"] * 4 + ["golden"] * 3
@@ -230,10 +231,10 @@ async def test_decoding_holds_the_engine_for_a_quantum_beside_a_waiting_prompt(
         for task in (other, long, answer):
             await task
     assert "score" in timed.log[35:40], "the other caller's, four steps later at most"
-    passes = [place for place, name in enumerate(timed.log) if name in ("chunk", "score")]
-    chunks = [place for place in passes if timed.log[place] == "chunk"]
-    for one, next_ in zip(chunks, chunks[1:], strict=False):
-        steps = timed.log[one:next_].count("step")
+    passes = [position for position, name in enumerate(timed.log) if name in ("chunk", "score")]
+    chunks = [position for position in passes if timed.log[position] == "chunk"]
+    for chunk, next_ in zip(chunks, chunks[1:], strict=False):
+        steps = timed.log[chunk:next_].count("step")
         assert 60 <= steps <= 68, "of 64 in a second: half and half"
 
 
@@ -283,12 +284,12 @@ async def test_how_long_the_engine_waited_for_a_cpu_is_known_where_the_system_co
         assert thread is not None
         counts = Path(f"/proc/self/task/{thread.native_id}/schedstat")
         if counts.exists():
-            before, told, after = (
+            before, waited_s, after = (
                 counts.read_text(),
                 timed.engine.waited_for_cpu_s,
                 counts.read_text(),
             )
-            assert int(before.split()[1]) <= round(1e9 * told) <= int(after.split()[1])
+            assert int(before.split()[1]) <= round(1e9 * waited_s) <= int(after.split()[1])
     assert timed.engine.waited_for_cpu_s == 0.0, "it has ended"
 
 
@@ -331,7 +332,7 @@ def test_callers_share_the_engine_and_their_work_their_share(
     work = [("a", Kind.ANSWER), ("a", Kind.PROMPT), ("b", Kind.PROMPT)]
     seconds = dict.fromkeys(work, 0.0)
     for _ in range(400):
-        turn = min(work, key=lambda one: had.given(*one))
+        turn = min(work, key=lambda kind: had.given(*kind))
         had.begin(*turn)
         had.give(*turn, 0.25)
         seconds[turn] += 0.25

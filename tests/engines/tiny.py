@@ -402,10 +402,10 @@ def come_and_go(
     chance, running = Random(0), list(range(len(streams)))
     while running:
         some = chance.sample(running, chance.randint(1, len(running)))
-        engine.step_together([continuations[place] for place in some])
-        for place in some:
-            if next(streams[place], None) is None:
-                running.remove(place)
+        engine.step_together([continuations[number] for number in some])
+        for number in some:
+            if next(streams[number], None) is None:
+                running.remove(number)
 
 
 def probes(

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import multiprocessing
 import os
 import sys
 import traceback
@@ -36,12 +35,13 @@ from service.errors import EngineError
 from service.readout import Geometry, Probes, Site
 from tests.parity import models as q
 from tests.parity import quantized
+from tests.vllm_plugin.forked import start_vllms_processes_by_fork
 
 CHUNK = 48  # tokens per step: most prompts are chunked
 EXTRACTED = 40  # prompts with activations and full answers
 ANSWER = Sampling(max_tokens=12)
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
-FEW = 24  # prompts of a family that is compared in fewer ways
+FEW = 24  # prompts of a family that is compared in fewer ways, and of a faulty worker
 LATER = 2  # bundles that replace others in their slots
 Arrays = dict[str, Any]
 
@@ -56,9 +56,9 @@ def flat(asked: Sequence[q.Question], onsets: Sequence[PrefillResult]) -> Arrays
     trajectories = np.full((len(asked), q.BUNDLES, len(Site), layers), np.nan)
     for row, (question, onset) in enumerate(zip(asked, onsets, strict=True)):
         assert onset.prompt_tokens == len(question.prompt)
-        for place, bundle in enumerate(question.bundles):
+        for number, bundle in enumerate(question.bundles):
             trajectories[row, bundle] = onset.trajectories[
-                len(Site) * place : len(Site) * (place + 1)
+                len(Site) * number : len(Site) * (number + 1)
             ]
     first = [onset.first_token for onset in onsets]
     assert None not in first
@@ -73,30 +73,34 @@ def flat(asked: Sequence[q.Question], onsets: Sequence[PrefillResult]) -> Arrays
 def read_of_answers(readings: Sequence[Any], geometry: Geometry) -> Any:
     """Trajectories of answers' own tokens, NaN where none was read."""
     unread = np.full(geometry.num_layers, np.nan)
-    return np.array([unread if one is None else one for one in readings]).reshape(
+    return np.array([unread if reading is None else reading for reading in readings]).reshape(
         -1, geometry.num_layers
     )
 
 
 def answers(completions: Sequence[Completion | None]) -> Any:
     return np.array(
-        [json.dumps([one.text, one.token_ids, one.finish_reason]) for one in completions if one]
+        [
+            json.dumps([completion.text, completion.token_ids, completion.finish_reason])
+            for completion in completions
+            if completion
+        ]
     )
 
 
 def shared(engine: Any, asked: Sequence[q.Question], *, rows: bool) -> Arrays:
     prompts = [question.prompt for question in asked[:EXTRACTED]]
     geometry: Geometry = engine.identity.geometry
-    found: Arrays = {"generated": answers(engine.generate(prompts, ANSWER))}
+    arrays: Arrays = {"generated": answers(engine.generate(prompts, ANSWER))}
     later = [
         [onset.trajectories for onset in engine.score(prompts, q.probes(geometry, bundle))]
         for bundle in range(q.BUNDLES, q.BUNDLES + LATER)
     ]
-    found["later"] = np.array(later)
+    arrays["later"] = np.array(later)
     if rows:
         extraction = engine.extract(prompts, list(Site))
-        found |= {f"rows_{site}": extraction.activations[site] for site in Site}
-    return found
+        arrays |= {f"rows_{site}": extraction.activations[site] for site in Site}
+    return arrays
 
 
 def transformers(folder: str) -> Arrays:
@@ -110,15 +114,15 @@ def transformers(folder: str) -> Arrays:
     everything = [*asked, *q.repeated(asked)]
     bundles = [q.probes(engine.identity.geometry, bundle) for bundle in range(q.BUNDLES)]
     every = [probe for bundle in bundles for probe in bundle]
-    scored = engine.score([one.prompt for one in everything], every, first_token=True)
+    scored = engine.score([item.prompt for item in everything], every, first_token=True)
     onsets = []
     for question, onset in zip(everything, scored, strict=True):
         starts = [len(Site) * bundle for bundle in question.bundles]
-        own = [one for start in starts for one in onset.trajectories[start : start + len(Site)]]
+        own = [item for start in starts for item in onset.trajectories[start : start + len(Site)]]
         onsets.append(PrefillResult(tuple(own), onset.first_token, onset.prompt_tokens))
-    answered = [one for one in asked if one.sampling is not None and not one.cancelled]
+    answered = [item for item in asked if item.sampling is not None and not item.cancelled]
     completions = [
-        engine.generate([one.prompt], one.sampling)[0] for one in answered if one.sampling
+        engine.generate([item.prompt], item.sampling)[0] for item in answered if item.sampling
     ]
     geometry, read = engine.identity.geometry, list[Any]()
     for question, completion in zip(answered, completions, strict=True):
@@ -152,7 +156,7 @@ def both(folder: str, reference: str, dtype: str, method: str, arguments: dict[s
     plain = EngineOptions(model=reference, dtype="float32", extra={"attn_implementation": "eager"})
     options = EngineOptions(model=folder, dtype=dtype, max_batch_tokens=CHUNK, extra=arguments)
     sites = family_of(find_model_files(options).config).sites
-    found: Arrays = {}
+    arrays: Arrays = {}
     for name, load in (
         ("expected", lambda: TransformersEngine.load(plain)),
         ("found", lambda: VllmEngine.load(options, rows=True)),
@@ -161,14 +165,14 @@ def both(folder: str, reference: str, dtype: str, method: str, arguments: dict[s
         if engine.torch_model is not None:
             quantized.round_inputs(engine.torch_model.model, method)
         probes = q.probes(engine.identity.geometry, 0, sites)
-        scored = np.array([one.trajectories for one in engine.score(prompts, probes)])
-        found |= {f"{name}_logits_{site}": scored[:, place] for place, site in enumerate(sites)}
+        scored = np.array([onset.trajectories for onset in engine.score(prompts, probes)])
+        arrays |= {f"{name}_logits_{site}": scored[:, number] for number, site in enumerate(sites)}
         rows = engine.extract(prompts, sites).activations
-        found |= {f"{name}_rows_{site}": rows[site] for site in sites}
-        found[f"{name}_answers"] = answers(engine.generate(prompts, ANSWER))
-        found[f"{name}_fingerprint"] = np.array(engine.identity.fingerprint)
+        arrays |= {f"{name}_rows_{site}": rows[site] for site in sites}
+        arrays[f"{name}_answers"] = answers(engine.generate(prompts, ANSWER))
+        arrays[f"{name}_fingerprint"] = np.array(engine.identity.fingerprint)
         engine.close()
-    return found
+    return arrays
 
 
 def vllm(folder: str, arguments: dict[str, str], faulty: str | None, *, reads: bool) -> Arrays:
@@ -197,30 +201,34 @@ def vllm(folder: str, arguments: dict[str, str], faulty: str | None, *, reads: b
         bundles = [q.probes(engine.identity.geometry, bundle) for bundle in range(q.BUNDLES)]
         if faulty is not None:
             return flawed(engine, asked, bundles) | {"self_test": np.array(refusals)}
-        found = asyncio.run_coroutine_threadsafe(
+        streams = asyncio.run_coroutine_threadsafe(
             everyone(engine, asked, bundles), engine.loop
         ).result(900)
         repeated = asyncio.run_coroutine_threadsafe(
             again(engine, asked, bundles), engine.loop
         ).result(300)
-        firsts = [*(updates[0] for updates in found), *repeated]
+        firsts = [*(updates[0] for updates in streams), *repeated]
         onsets = [update.prefill for update in firsts if update.prefill is not None]
         assert len(onsets) == len(firsts)
-        assert not any(update.prefill for updates in found for update in updates[1:])
+        assert not any(update.prefill for updates in streams for update in updates[1:])
         answered = [
-            place
-            for place, one in enumerate(asked)
-            if one.sampling is not None and not one.cancelled
+            number
+            for number, question in enumerate(asked)
+            if question.sampling is not None and not question.cancelled
         ]
-        read = [found[place][-1].answer for place in answered]
-        texts = ["".join(update.piece for update in found[place]) for place in answered]
-        completions = [found[place][-1].completion for place in answered]
+        read = [streams[number][-1].answer for number in answered]
+        texts = ["".join(update.piece for update in streams[number]) for number in answered]
+        completions = [streams[number][-1].completion for number in answered]
         assert texts == [completion.text for completion in completions if completion is not None]
         arrays = flat([*asked, *q.repeated(asked)], onsets) | {
             "answers": answers(completions),
-            "cached_tokens": np.array([updates[0].cached_tokens for updates in found]),
+            "cached_tokens": np.array([updates[0].cached_tokens for updates in streams]),
             "cancelled_after": np.array(
-                [len(own) for own, one in zip(found, asked, strict=True) if one.cancelled]
+                [
+                    len(own)
+                    for own, question in zip(streams, asked, strict=True)
+                    if question.cancelled
+                ]
             ),
             "cached_again": np.array([update.cached_tokens for update in repeated]),
             "preemptions": np.array(counter("vllm:num_preemptions_total")),
@@ -230,7 +238,7 @@ def vllm(folder: str, arguments: dict[str, str], faulty: str | None, *, reads: b
             "open": np.array(engine.counters.open_continuations),
         }
         if reads:
-            means = [None if one is None else one.trajectory for one in read]
+            means = [None if question is None else question.trajectory for question in read]
             arrays["read_of_answers"] = read_of_answers(means, engine.identity.geometry)
         return arrays | shared(engine, asked, rows=rows)
     finally:
@@ -239,7 +247,7 @@ def vllm(folder: str, arguments: dict[str, str], faulty: str | None, *, reads: b
 
 def flawed(engine: Any, asked: list[q.Question], bundles: Sequence[list[Probes]]) -> Arrays:
     """The numbers of a faulty worker for each bundle, or the error's name."""
-    prompts = [question.prompt for question in asked]
+    prompts = [question.prompt for question in asked[:FEW]]  # a fault is seen in any
     try:
         scored = [engine.score(prompts, bundle) for bundle in bundles]
     except EngineError as error:
@@ -250,15 +258,15 @@ def flawed(engine: Any, asked: list[q.Question], bundles: Sequence[list[Probes]]
 async def again(
     engine: Engine, asked: list[q.Question], bundles: Sequence[list[Probes]]
 ) -> list[Update]:
-    found = []
+    received = []
     for question in q.repeated(asked):
         for attempt in range(2):
             stream = engine.answer(question.prompt, wanted(question, bundles), first_token=True)
             async with aclosing(stream):
                 update = await anext(stream)
             if attempt:
-                found.append(update)
-    return found
+                received.append(update)
+    return received
 
 
 async def everyone(
@@ -268,7 +276,7 @@ async def everyone(
         q.answer_probe(engine.identity.geometry, number) for number in range(3)
     ]  # one object: a slot for each
 
-    async def one(question: q.Question) -> list[Update]:
+    async def ask(question: q.Question) -> list[Update]:
         updates = []
         stream = engine.answer(
             question.prompt,
@@ -288,7 +296,7 @@ async def everyone(
     # would give way.
     vllm = engine._async_llm
     await vllm.pause_generation(mode="keep", clear_cache=False)
-    streams = asyncio.gather(*(one(question) for question in asked))
+    streams = asyncio.gather(*(ask(question) for question in asked))
     while len(vllm.output_processor.request_states) < len(asked):
         await asyncio.sleep(0.01)
     await vllm.resume_generation()
@@ -339,20 +347,6 @@ def _be_a_process_of_its_own(argv: Sequence[str], log: str) -> None:
         os._exit(status)
 
 
-def start_vllms_processes_by_fork() -> None:
-    """As vLLM does on CUDA; its CPU build spawns them, whatever it is told, and they import
-    everything again."""
-    from vllm.model_executor.models import registry
-
-    context = multiprocessing.get_context
-    multiprocessing.get_context = lambda method=None: context(
-        "fork" if method == "spawn" else method
-    )  # type: ignore
-    registry._run_in_subprocess = lambda look: (
-        look()
-    )  # it starts Python anew to look at a model's class
-
-
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("backend", choices=["transformers", "vllm", "both"])
@@ -376,7 +370,7 @@ def main(argv: Sequence[str]) -> None:
         arrays = transformers(given.folder)
     else:
         start_vllms_processes_by_fork()
-        arguments = dict(one.split("=", 1) for one in given.argument)
+        arguments = dict(pair.split("=", 1) for pair in given.argument)
         if given.backend == "both":
             arrays = both(
                 given.folder, given.reference or given.folder, given.dtype, given.method, arguments

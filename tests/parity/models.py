@@ -132,7 +132,7 @@ def questions(family: str, seed: int = 5) -> list[Question]:
     up halfway."""
     generator = np.random.default_rng(seed)
     beginnings = [generator.integers(0, TEXT_TOKENS, length).tolist() for length in (64, 96, 100)]
-    found = []
+    asked = []
     count = PROMPTS.get(family, FEWER_PROMPTS)
     for number in range(count):
         length = 1 + int(generator.integers(0, LONGEST)) if number >= 3 else (1, 2, LONGEST)[number]
@@ -144,10 +144,10 @@ def questions(family: str, seed: int = 5) -> list[Question]:
             number % BUNDLES,
         )
         sampling = Sampling(max_tokens=int(generator.integers(1, 96))) if number % 5 < 2 else None
-        found.append(
+        asked.append(
             Question(tuple(prompt), wanted, sampling, sampling is not None and number % 10 == 0)
         )
-    return found
+    return asked
 
 
 def repeated(asked: list[Question]) -> list[Question]:
@@ -160,8 +160,8 @@ def repeated(asked: list[Question]) -> list[Question]:
 def probes(geometry: Geometry, bundle: int, sites: Sequence[Site] = tuple(Site)) -> list[Probes]:
     """One bundle's probes at every site: random heads, biases and scales."""
     return [
-        tiny.probes(geometry, site, 10 * bundle + place, scaled=True)
-        for place, site in enumerate(sites)
+        tiny.probes(geometry, site, 10 * bundle + number, scaled=True)
+        for number, site in enumerate(sites)
     ]
 
 

@@ -87,12 +87,12 @@ def _awq(weight: Tensor) -> Made:
         return _packed(values.view(len(values), -1, 8)[..., AWQ_ORDER].reshape(values.shape))
 
     zeros = torch.full((inputs // GROUP, outputs), 8, dtype=torch.int32)
-    found = {
+    packed = {
         "qweight": shuffled(whole.T.contiguous()),
         "qzeros": shuffled(zeros),
         "scales": scale.T.contiguous(),
     }
-    return found, meant
+    return packed, meant
 
 
 def _compressed(layout: str, bits: int, kind: str, activations: bool) -> dict[str, Any]:
@@ -179,18 +179,19 @@ def quantize(plain: Path, method: str, folder: Path) -> tuple[Path, Path]:
             tensors, meant[name] = make(weight.float())
             packed.pop(name)
             packed |= {
-                f"{name.removesuffix('weight')}{suffix}": one for suffix, one in tensors.items()
+                f"{name.removesuffix('weight')}{suffix}": tensor
+                for suffix, tensor in tensors.items()
             }
-    found = folder / f"{method}-packed", folder / f"{method}-meant"
+    folders = folder / f"{method}-packed", folder / f"{method}-meant"
     config = json.loads((plain / "config.json").read_text())
-    for place, tensors, more in zip(
-        found, (packed, meant), ({"quantization_config": settings}, {}), strict=True
+    for target, tensors, more in zip(
+        folders, (packed, meant), ({"quantization_config": settings}, {}), strict=True
     ):
-        place.mkdir(parents=True)
+        target.mkdir(parents=True)
         for file in plain.iterdir():
             if file.suffix == ".json":
-                (place / file.name).write_bytes(file.read_bytes())
-        (place / "config.json").write_text(json.dumps(config | more))
-        whole = {name: one.contiguous() for name, one in tensors.items()}
-        save_file(whole, place / "model.safetensors", {"format": "pt"})
-    return found
+                (target / file.name).write_bytes(file.read_bytes())
+        (target / "config.json").write_text(json.dumps(config | more))
+        whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(whole, target / "model.safetensors", {"format": "pt"})
+    return folders

@@ -29,7 +29,11 @@ TESTS = (
 
 def test_the_range_is_what_is_tested() -> None:
     wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    [taken] = [one.specifier for one in map(Requirement, wanted) if one.name == "transformers"]
+    [taken] = [
+        requirement.specifier
+        for requirement in map(Requirement, wanted)
+        if requirement.name == "transformers"
+    ]
     oldest, newest = map(Version, versions.TRANSFORMERS)
     assert taken == SpecifierSet(
         f">={oldest.major}.{oldest.minor},<{newest.major}.{newest.minor + 1}"
@@ -50,10 +54,10 @@ def test_another_version_passes_the_tests_of_the_engine(version: str) -> None:
     path = os.pathsep.join([str(packages), PATHS])
     environment = os.environ | {"PYTHONPATH": path, "TESTED_PACKAGES": str(packages)}
     asked = [sys.executable, "-c", "import transformers; print(transformers.__version__)"]
-    found = subprocess.run(
+    ran = subprocess.run(
         asked, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
     )
-    assert found.stdout.strip() == version
+    assert ran.stdout.strip() == version
     tests = [
         sys.executable,
         "-m",

@@ -26,7 +26,7 @@ from tests.parity import models, versions  # noqa: E402
 from tests.parity.test_parity import Measurer, Run, check, load  # noqa: E402
 from tests.serve_process import PATHS  # noqa: E402
 from tests.vllm_plugin import test_gated as routes  # noqa: E402
-from tests.vllm_plugin.conftest import KNOWN, UNKNOWN, serving  # noqa: E402
+from tests.vllm_plugin.conftest import KNOWN, SERVER, UNKNOWN, serving  # noqa: E402
 
 MATRIX = {
     (version, runner, family)
@@ -90,9 +90,9 @@ def test_another_version_reads_what_transformers_does(
         models.save(family, model)
         measure("transformers", model, reference)
     run = Run(family, runner == "V2", runner=runner)
-    found = measure("vllm", model, folder / f"{version}-{run}.npz", *run.arguments)
-    assert found["version"] == version
-    versions.note(version, runner, family, max(check(run, load(reference), found).values()))
+    measured = measure("vllm", model, folder / f"{version}-{run}.npz", *run.arguments)
+    assert measured["version"] == version
+    versions.note(version, runner, family, max(check(run, load(reference), measured).values()))
 
 
 DECISIONS = "/v1/decisions"
@@ -109,9 +109,8 @@ DECISION = {
 def test_the_server_of_another_version_withholds(packages: Path, folder: Path) -> None:
     assert versions.not_met(packages) == []
     path = os.pathsep.join([str(packages), PATHS])
-    with serving(
-        folder / "log", HALLUTRACER_POLICY="gate", VLLM_SERVER_DEV_MODE="1", PYTHONPATH=path
-    ) as url:
+    variables = {"HALLUTRACER_POLICY": "gate", "VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": path}
+    with serving(folder / "log", program=SERVER, **variables) as url:
         answers = {}
         for asked in (KNOWN, UNKNOWN):
             body = routes.SHORT | {"messages": routes.turn(asked)}

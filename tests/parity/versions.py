@@ -146,27 +146,27 @@ def not_met(folder: Path) -> list[str]:
     """Return what the packages in a folder, before those of the environment, want and do not
     find."""
     path = [str(folder), *sys.path]
-    found = {
-        one.name: one.version for one in reversed([*importlib.metadata.distributions(path=path)])
+    installed = {
+        item.name: item.version for item in reversed([*importlib.metadata.distributions(path=path)])
     }
-    there = {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in found.items()}
+    there = {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in installed.items()}
     lines = [
         line
-        for one in importlib.metadata.distributions(path=[str(folder)])
-        for line in one.requires or ()
+        for item in importlib.metadata.distributions(path=[str(folder)])
+        for line in item.requires or ()
     ]
     wanted = [
-        one
-        for one in map(Requirement, lines)
-        if one.marker is None or one.marker.evaluate({"extra": ""})
+        item
+        for item in map(Requirement, lines)
+        if item.marker is None or item.marker.evaluate({"extra": ""})
     ]
-    names = [(re.sub(r"[-_.]+", "-", one.name).lower(), one) for one in wanted]
+    names = [(re.sub(r"[-_.]+", "-", item.name).lower(), item) for item in wanted]
     left_out = NOT_MET | CUDA if is_for_cuda(folder) else NOT_MET
     return [
-        f"{one}, found: {there.get(name)}"
-        for name, one in names
+        f"{item}, found: {there.get(name)}"
+        for name, item in names
         if name not in left_out
-        and not (name in there and one.specifier.contains(there[name], prereleases=True))
+        and not (name in there and item.specifier.contains(there[name], prereleases=True))
     ]
 
 
@@ -198,8 +198,8 @@ def note(version: str, runner: str, family: str, apart: float) -> None:
         rows = documented() | {run: apart}
         how = {"V1": "V1, compiled", "V2": "V2, Triton's interpreter"}
         lines = [
-            f"| {one[0]} | {how[one[1]]} | {one[2]} | {largest:.1e} |"
-            for one, largest in sorted(rows.items())
+            f"| {row[0]} | {how[row[1]]} | {row[2]} | {largest:.1e} |"
+            for row, largest in sorted(rows.items())
         ]
         text = between(DOCS.read_text(encoding="utf-8"), BEGIN, END, "\n".join([*HEADER, *lines]))
         DOCS.write_text(text, encoding="utf-8")

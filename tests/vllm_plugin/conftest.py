@@ -1,5 +1,7 @@
-"""vLLM's own OpenAI server with the plugin, as a user starts it, on the demo model; one observes,
-for all who ask."""
+"""vLLM's own OpenAI server with the plugin on the demo model; one observes, for all who ask.
+
+Its processes are forks of it, as on CUDA, but for those of ``gated`` (test_gated), over two nodes,
+and where it ends: these are started as by a user of the CPU build."""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -19,13 +22,25 @@ import pytest
 from probes_store.bundle import BundleDraft
 from probes_store.store import SHIPPED, Store
 from service.demo import MODEL_DIR
+from tests.kit.api import CHAT, WIRES, request_of
 from tests.kit.bundles import GUARANTEE, write_bundle
 from tests.kit.local_server import free_port
 from tests.serve_process import PATHS
 
 STARTING_S = 240.0
+SERVER, FORKED = "vllm.entrypoints.openai.api_server", "tests.vllm_plugin.forked"
 MODEL = "demo"
 SURE = "sure"  # the demo's bundle, with a guarantee
+POLICIES = """
+[calls-too]
+action = "abstain"
+message = "I am not sure."
+tools = "gate"
+
+[open]
+action = "abstain"
+withhold_outside = false
+"""
 KNOWN, UNKNOWN = "What is the capital of Italy?", "What is the capital of the Solomon Islands?"
 # An engine of ours that this process had before has set another level for the processes that it
 # starts.
@@ -38,9 +53,9 @@ QUIET = {
 
 
 @contextmanager
-def serving(log: Path, *arguments: str, **environment: str) -> Iterator[str]:
+def serving(log: Path, *arguments: str, program: str = FORKED, **environment: str) -> Iterator[str]:
     """Its address, once it answers and our routes are ready."""
-    process, url = _started(log, *arguments, **environment)
+    process, url = _started(log, program, *arguments, **environment)
     try:
         _wait(process, log, f"{url}/health")
         _wait(process, log, f"{url}/health/ready")
@@ -51,19 +66,21 @@ def serving(log: Path, *arguments: str, **environment: str) -> Iterator[str]:
 
 def ending(log: Path, *arguments: str, **environment: str) -> int:
     """The status of a server that ends by itself."""
-    process, _ = _started(log, *arguments, **environment)
+    process, _ = _started(log, SERVER, *arguments, **environment)
     try:
         return process.wait(STARTING_S)
     finally:
         _stop(process)
 
 
-def _started(log: Path, *arguments: str, **environment: str) -> tuple[subprocess.Popen[bytes], str]:
+def _started(
+    log: Path, program: str, *arguments: str, **environment: str
+) -> tuple[subprocess.Popen[bytes], str]:
     port = free_port()
     command = [
         sys.executable,
         "-m",
-        "vllm.entrypoints.openai.api_server",
+        program,
         "--model",
         str(MODEL_DIR),
         "--dtype",
@@ -113,6 +130,15 @@ def _wait(process: subprocess.Popen[bytes], log: Path, url: str) -> None:
     raise AssertionError(f"{url} did not answer 200: {log.read_text()[-3000:]}")
 
 
+def ask(url: str, route: str, asked: Any, **options: Any) -> httpx.Response:
+    """What is answered to a question, or to messages, in any protocol; ``options`` are
+    ``request_of``'s."""
+    wire = next((wire for wire in WIRES.values() if wire.route == route), CHAT)
+    messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+    body = request_of(wire, messages, **{"model": MODEL} | options)
+    return httpx.post(f"{url}{route}", json=body, timeout=60)
+
+
 @pytest.fixture(scope="package")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store with ``SURE``."""
@@ -146,4 +172,27 @@ def url(server_log: Path, audit_log: Path, store: Path) -> Iterator[str]:
         HALLUTRACER_AUDIT_LOG=str(audit_log),
         **variables,
     ) as address:
+        yield address
+
+
+@pytest.fixture(scope="package")
+def choosing_url(tmp_path_factory: pytest.TempPathFactory, store: Path) -> Iterator[str]:
+    """A server under a gate with tools, whose operator lets callers choose another policy and
+    another rendering, and whose answers are what ``vllm_xargs.says`` has."""
+    folder = tmp_path_factory.mktemp("choosing")
+    (folder / "policies.toml").write_text(POLICIES)
+    arguments = (
+        "--trust-request-chat-template",
+        *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+        *("--logits-processors", "tests.vllm_plugin.forcing:Forcing"),
+    )
+    variables = {
+        "BUNDLE": f"demo {SURE}",
+        "STORE": str(store),
+        "POLICY": "gate",
+        "POLICIES": str(folder / "policies.toml"),
+        "CALLERS_MAY": "policy bundle rendering",
+    }
+    given = {f"HALLUTRACER_{name}": value for name, value in variables.items()}
+    with serving(folder / "log", *arguments, **given) as address:
         yield address

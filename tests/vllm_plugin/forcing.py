@@ -18,8 +18,8 @@ class Forcing(AdapterLogitsProcessor):  # type: ignore[misc]
     def new_req_logits_processor(self, params: Any) -> Any:
         says = (params.extra_args or {}).get("says")
 
-        def force(said: list[int], logits: torch.Tensor) -> torch.Tensor:
-            logits[says[len(said)]] = 1e4
+        def force(decoded: list[int], logits: torch.Tensor) -> torch.Tensor:
+            logits[says[len(decoded)]] = 1e4
             return logits
 
         return None if says is None else force

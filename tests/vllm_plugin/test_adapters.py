@@ -101,11 +101,11 @@ def test_an_adapter_is_judged_by_the_bundle_that_names_its_digest(made: Made) ->
     with pytest.raises(EngineError, match="no bundle here reads the adapter 'terse'"):
         made.adapters.scorer(made.request())
     assert [*made.adapters.waiting] == ["a"]
-    found = made.adapters.load(made.engine, made.request())
-    assert [*found] == ["a"]
+    loaded = made.adapters.load(made.engine, made.request())
+    assert [*loaded] == ["a"]
     assert made.adapters.waiting == {}
     own = made.adapters.scorer(made.request())
-    assert own is found["a"]
+    assert own is loaded["a"]
     assert own is made.adapters.scorer(made.request(7, "another name"))
     made.adapters.check(made.request(), own)
     made.adapters.check(None, made.base)
@@ -156,8 +156,8 @@ def test_the_engines_gate_takes_the_numbers_of_the_adapters_own_probes(made: Mad
         return str(gate.reason(request, SimpleNamespace(numpy=lambda: None)))
 
     risks = [
-        scorer.judge(PrefillResult(tuple(one), None, 3), GATE).risk
-        for scorer, one in zip((made.base, own), read, strict=True)
+        scorer.judge(PrefillResult(tuple(trajectories), None, 3), GATE).risk
+        for scorer, trajectories in zip((made.base, own), read, strict=True)
     ]
     assert abs(risks[0] - risks[1]) > 0.002
     assert reason(None) == f"hallutracer: withheld, risk {risks[0]:.3f}"
@@ -270,7 +270,7 @@ def test_the_plugin_reads_the_adapters_that_vllm_starts_with_and_loads(
         with pytest.raises(VLLMValidationError, match="no bundle here reads the adapter 'other'"):
             ask(other)
         answers, unread = ask(other, hallutracer_policy="observe")
-        assert [one async for one in answers] == ["an answer that nobody has judged"]
+        assert [answer async for answer in answers] == ["an answer that nobody has judged"]
         assert "no bundle here reads the adapter 'other'" in str(unread)
         for adapter, bundle in ((None, "adapted"), (made.request(), "base")):
             with pytest.raises(VLLMValidationError, match="does not read the model"):
@@ -322,7 +322,7 @@ def test_an_adapter_that_vllm_loads_while_it_runs_is_read_from_then_on(
         )
         await guard.init_state(client, state, Namespace())
         assert await client.add_lora(made.request())  # waits until the model itself is read
-        names = [one.bundle.manifest.name for one in guard.service.catalogue.scorers]
+        names = [scorer.bundle.manifest.name for scorer in guard.service.catalogue.scorers]
         assert names == ["base", "adapted"]
         assert guard.service.catalogue.loaded.aliases == {"b": "base:1", "a": "adapted:1"}
         assert set(guard.service.catalogue.monitors) == {"base:1", "adapted:1"}

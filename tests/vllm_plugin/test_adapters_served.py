@@ -44,8 +44,8 @@ class Made(NamedTuple):
 
 def judged(engine: Any, bundle: Bundle) -> list[tuple[bool, float]]:
     scorer = Scorer(engine, bundle)
-    found = scorer.score([scorer.render(one) for one in ASKED], GATE)
-    return [(one.decision.value != "continue", one.risk) for one in found]
+    reports = scorer.score([scorer.render(item) for item in ASKED], GATE)
+    return [(item.decision.value != "continue", item.risk) for item in reports]
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
     base = judged(TransformersEngine.load(EngineOptions(str(MODEL_DIR), dtype="float32")), shipped)
     assert 5 < sum(withheld for withheld, _ in base) < COUNT - 5
-    apart = sum(one[0] != two[0] for one, two in zip(base, adapted, strict=True))
+    apart = sum(
+        of_base[0] != of_adapted[0] for of_base, of_adapted in zip(base, adapted, strict=True)
+    )
     assert apart > 2, "the wrong bundle must be seen"
     return Made(terse, other, folder / "store", base, adapted)
 
@@ -128,22 +130,22 @@ def test_the_gate_in_the_engine_judges_each_adapter_by_its_own_bundle(
         for line in ran.stdout.splitlines()
         if line.startswith("ANSWER")
     ]
-    told = ran.stdout[-2000:] + ran.stderr[-4000:]
+    output = ran.stdout[-2000:] + ran.stderr[-4000:]
     names = ["terse", "another name", "other", "fresh", "another name", "fresh"]
-    assert [name for name, _ in lines] == [None, *names], told
-    for place, wanted in ((0, made.base), (1, made.adapted), (2, made.adapted), (5, made.adapted)):
-        for (text, reason), (withheld, risk) in zip(lines[place][1], wanted, strict=True):
-            assert (reason is not None) == withheld, (place, reason, withheld, risk)
+    assert [name for name, _ in lines] == [None, *names], output
+    for number, wanted in ((0, made.base), (1, made.adapted), (2, made.adapted), (5, made.adapted)):
+        for (text, reason), (withheld, risk) in zip(lines[number][1], wanted, strict=True):
+            assert (reason is not None) == withheld, (number, reason, withheld, risk)
             assert text == "" if withheld else text
             assert not withheld or float(reason.rpartition(" ")[2]) == pytest.approx(risk, abs=2e-3)
-    for place, said in (
+    for number, words in (
         (3, "no bundle here reads the adapter 'other'"),
         (4, "was replaced in place"),
         (6, "was replaced in place"),
     ):
-        assert all(text == "" and said in reason for text, reason in lines[place][1]), lines[place][
-            1
-        ][:3]
+        assert all(text == "" and words in reason for text, reason in lines[number][1]), lines[
+            number
+        ][1][:3]
 
 
 def test_vllms_server_judges_each_adapter_by_its_own_bundle(made: Made, tmp_path: Path) -> None:
@@ -179,16 +181,16 @@ def test_vllms_server_judges_each_adapter_by_its_own_bundle(made: Made, tmp_path
         def check(model: str, bundle: str, wanted: list[tuple[bool, float]]) -> None:
             for text, (withheld, risk) in zip(ASKED[:20], wanted, strict=False):
                 answer = ask(model, text).json()
-                said, choice = answer["hallutracer"], answer["choices"][0]
-                assert said["bundle"]["name"] == bundle
-                assert said["data"][0]["risk"] == pytest.approx(risk, abs=2e-4)
+                words, choice = answer["hallutracer"], answer["choices"][0]
+                assert words["bundle"]["name"] == bundle
+                assert words["data"][0]["risk"] == pytest.approx(risk, abs=2e-4)
                 assert (choice["finish_reason"] == "content_filter") == withheld
                 assert bool(choice["message"]["content"]) != withheld
 
-        def refused(model: str, said: str, **more: Any) -> None:
+        def refused(model: str, words: str, **more: Any) -> None:
             answer = ask(model, ASKED[0], **more)
             assert answer.status_code == 400
-            assert said in answer.text
+            assert words in answer.text
 
         check(MODEL, "demo", made.base)
         check("terse", "adapted", made.adapted)

@@ -37,49 +37,56 @@ from service.vllm_plugin.note import CURRENT, Note
 from service.vllm_plugin.options import missing_bundle, read_options, unread
 
 
-def environment(**variables: str) -> dict[str, str]:
+def variables_of(line: str) -> dict[str, str]:
+    """Variables as a shell has them in front of a command, ours without their prefix."""
+    pairs = (word.partition("=") for word in line.split())
     return {
-        "HALLUTRACER_BUNDLE": "demo",
-        **{f"HALLUTRACER_{name}": value for name, value in variables.items()},
+        name if name.startswith("VLLM_") else f"HALLUTRACER_{name}": value
+        for name, _, value in pairs
     }
+
+
+def environment(line: str) -> dict[str, str]:
+    return {"HALLUTRACER_BUNDLE": "demo"} | variables_of(line)
 
 
 FALLBACK = '[a]\naction = "fallback"\nupstream = "http://b/v1"\nupstream_model = "m"'
 
 
 @pytest.mark.parametrize(
-    ("variables", "policies", "said"),
+    ("variables", "policies", "words"),
     [
-        ({}, '[a]\naction = "annotate"', "action 'annotate' needs HalluTracer's own service"),
-        ({}, '[a]\naction = "retrieve"', "action 'retrieve' needs"),
-        ({}, FALLBACK, "action 'fallback' needs"),
-        ({}, '[[rule]]\npolicy = "gate"', "[[rule]] in the policies file needs"),
-        ({"AUDIT_REQUIRED": "true"}, "", "HALLUTRACER_AUDIT_REQUIRED needs HALLUTRACER_AUDIT_LOG"),
-        ({"AUDIT_LOG": "no/folder/audit.jsonl"}, "", "cannot write the audit log"),
+        ("", '[a]\naction = "annotate"', "action 'annotate' needs HalluTracer's own service"),
+        ("", '[a]\naction = "retrieve"', "action 'retrieve' needs"),
+        ("", FALLBACK, "action 'fallback' needs"),
+        ("", '[[rule]]\npolicy = "gate"', "[[rule]] in the policies file needs"),
+        ("AUDIT_REQUIRED=true", "", "HALLUTRACER_AUDIT_REQUIRED needs HALLUTRACER_AUDIT_LOG"),
+        ("AUDIT_LOG=no/folder/audit.jsonl", "", "cannot write the audit log"),
         (
-            {"STORE": "no/such/folder"},
+            "STORE=no/such/folder",
             "",
             "HALLUTRACER_STORE: there is no folder no/such/folder; correct it",
         ),
-        ({}, '[a]\naction = "block"', None),
+        ("", '[a]\naction = "block"', None),
     ],
 )
 def test_what_only_our_own_service_has_or_cannot_be_kept(
-    tmp_path: Path, variables: dict[str, str], policies: str, said: str | None
+    tmp_path: Path, variables: str, policies: str, words: str | None
 ) -> None:
     (path := tmp_path / "policies.toml").write_text(policies)
-    if said is None:
-        assert "a" in read_options(environment(POLICIES=str(path))).policies.named
+    given = environment(f"POLICIES={path} {variables}")
+    if words is None:
+        assert "a" in read_options(given).policies.named
         return
     with pytest.raises(HalluTracerError) as refused:
-        read_options(environment(POLICIES=str(path), **variables))
-    assert said in str(refused.value)
+        read_options(given)
+    assert words in str(refused.value)
 
 
 @pytest.mark.parametrize("field", ["recheck = true", "stop_at = 0.5"])
 def test_the_gate_in_an_engine_s_core_reads_no_answers(tmp_path: Path, field: str) -> None:
     (path := tmp_path / "policies.toml").write_text(f'[a]\naction = "block"\n{field}')
-    options = read_options(environment(POLICIES=str(path), POLICY="a"))  # which `vllm serve` takes
+    options = read_options(environment(f"POLICIES={path} POLICY=a"))  # which `vllm serve` takes
     with pytest.raises(
         HalluTracerError, match=f"policy 'a': {field.split()[0]} needs `vllm serve`"
     ):
@@ -90,94 +97,91 @@ POLICIES = '[mine]\naction = "block"\n\n[watch]\naction = "observe"\n'
 
 
 @pytest.mark.parametrize(
-    ("variables", "said"),
+    ("variables", "words"),
     [
         (
-            {"POLICY": "gate"},
+            "POLICY=gate",
             (
                 "HALLUTRACER_POLICY=gate is set and HALLUTRACER_BUNDLE is not: nothing would be"
                 " withheld"
             ),
         ),
         (
-            {"POLICY": "block", "BUNDLE": ""},
+            "POLICY=block BUNDLE=",
             "HALLUTRACER_POLICY=block is set and HALLUTRACER_BUNDLE is empty",
         ),
         (
-            {"POLICY": "gate", "BUNDEL": "demo", "AUDIT_LOG": "a.jsonl", "MAX_QUEUE": "x"},
+            "POLICY=gate BUNDEL=demo AUDIT_LOG=a.jsonl MAX_QUEUE=x",
             "did you mean HALLUTRACER_BUNDLE?",
         ),
-        ({"POLICY": "gaet"}, "HALLUTRACER_POLICY=gaet is set"),
-        ({"POLICY": "mine", "POLICIES": "FILE"}, "HALLUTRACER_POLICY=mine is set"),
-        ({"POLICY": "watch", "POLICIES": "no/file"}, "HALLUTRACER_POLICY=watch is set"),
-        ({"POLICIES": "FILE"}, "HALLUTRACER_POLICIES=FILE is set"),
-        ({"POLICIES": "no/file", "POLICY": ""}, "HALLUTRACER_POLICIES=no/file is set"),
-        ({"THRESHOLD": "0.5"}, "HALLUTRACER_THRESHOLD=0.5 is set"),
-        ({"POLICY": "observe", "AUDIT_REQUIRED": "true"}, "HALLUTRACER_AUDIT_REQUIRED=true is set"),
-        ({"POLICY": "watch", "POLICIES": "FILE"}, None),
-        ({"POLICY": "observe", "THRESHOLD": "0.5", "POLICIES": "FILE"}, None),
-        ({"POLICY": "observe"}, None),
-        ({"AUDIT_REQUIRED": "false", "STORE": "/probes", "DEADLINE_S": "9"}, None),
-        ({"BUNDEL": "demo"}, None),
-        ({"POLICY": "", "BUNDLE": ""}, None),
-        ({"POLICY": "gate", "BUNDLE": "demo"}, None),
-        ({}, None),
+        ("POLICY=gaet", "HALLUTRACER_POLICY=gaet is set"),
+        ("POLICY=mine POLICIES=FILE", "HALLUTRACER_POLICY=mine is set"),
+        ("POLICY=watch POLICIES=no/file", "HALLUTRACER_POLICY=watch is set"),
+        ("POLICIES=FILE", "HALLUTRACER_POLICIES=FILE is set"),
+        ("POLICIES=no/file POLICY=", "HALLUTRACER_POLICIES=no/file is set"),
+        ("THRESHOLD=0.5", "HALLUTRACER_THRESHOLD=0.5 is set"),
+        ("POLICY=observe AUDIT_REQUIRED=true", "HALLUTRACER_AUDIT_REQUIRED=true is set"),
+        ("POLICY=watch POLICIES=FILE", None),
+        ("POLICY=observe THRESHOLD=0.5 POLICIES=FILE", None),
+        ("POLICY=observe", None),
+        ("AUDIT_REQUIRED=false STORE=/probes DEADLINE_S=9", None),
+        ("BUNDEL=demo", None),
+        ("POLICY= BUNDLE=", None),
+        ("POLICY=gate BUNDLE=demo", None),
+        ("", None),
     ],
 )
 def test_a_gate_that_is_asked_for_needs_a_bundle(
-    tmp_path: Path, variables: dict[str, str], said: str | None
+    tmp_path: Path, variables: str, words: str | None
 ) -> None:
     (path := tmp_path / "policies.toml").write_text(POLICIES)
-    given = {
-        f"HALLUTRACER_{name}": value.replace("FILE", str(path)) for name, value in variables.items()
-    }
-    reason = missing_bundle(given)
-    assert (reason is None) == (said is None), reason
-    if said is not None:
-        assert said.replace("FILE", str(path)) in str(reason)
+    reason = missing_bundle(variables_of(variables.replace("FILE", str(path))))
+    assert (reason is None) == (words is None), reason
+    if words is not None:
+        assert words.replace("FILE", str(path)) in str(reason)
         assert "Set HALLUTRACER_BUNDLE to the bundle that reads this model" in str(reason)
 
 
 @pytest.mark.parametrize(
-    ("variables", "said"),
+    ("variables", "words"),
     [
-        ({"POLICY": "observe"}, "HALLUTRACER_POLICY=observe is set and HALLUTRACER_BUNDLE is not"),
+        ("POLICY=observe", "HALLUTRACER_POLICY=observe is set and HALLUTRACER_BUNDLE is not"),
         (
-            {"BUNDEL": "demo"},
+            "BUNDEL=demo",
             "HALLUTRACER_BUNDEL is not read here; did you mean HALLUTRACER_BUNDLE?",
         ),
-        ({"STORE": "/probes"}, None),
-        ({"BUNDLE": "demo", "POLICY": "observe", "BUNDEL": "demo"}, None),
-        ({}, None),
+        ("STORE=/probes", None),
+        ("BUNDLE=demo POLICY=observe BUNDEL=demo", None),
+        ("", None),
     ],
 )
 def test_a_server_that_may_have_meant_to_observe_says_that_it_tells_no_risk(
-    variables: dict[str, str], said: str | None
+    variables: str, words: str | None
 ) -> None:
-    line = unread({f"HALLUTRACER_{name}": value for name, value in variables.items()})
-    assert line is None if said is None else said in str(line)
+    line = unread(variables_of(variables))
+    assert line is None if words is None else words in str(line)
 
 
 @pytest.mark.parametrize(
     ("variables", "argv", "cure"),
     [
-        ({"VLLM_PLUGINS": "other,hallutracer", "VLLM_USE_RUST_FRONTEND": "1"}, "", None),
-        ({"VLLM_PLUGINS": "hallutracer2"}, "", "add hallutracer"),
-        ({"VLLM_PLUGINS": ""}, "", "unset it"),
-        ({"VLLM_API_KEY": "REPLACE-ME-app-one"}, "", "placeholder"),
-        ({}, f"--api-key {'k' * 40} REPLACE-ME-app-one", "placeholder"),
-        ({}, "--api-key=REPLACE-ME-app-one", "placeholder"),
-        ({}, f"--api-key {'k' * 40} --served-model-name change-me", None),
-        ({}, "", None),
-        ({"VLLM_PLUGINS": "other,hallutracer"}, "", None),
-        ({"VLLM_USE_RUST_FRONTEND": "0"}, "", None),
+        ("VLLM_PLUGINS=other,hallutracer VLLM_USE_RUST_FRONTEND=1", "", None),
+        ("VLLM_PLUGINS=hallutracer2", "", "add hallutracer"),
+        ("VLLM_PLUGINS=", "", "unset it"),
+        ("VLLM_API_KEY=REPLACE-ME-app-one", "", "placeholder"),
+        ("", f"--api-key {'k' * 40} REPLACE-ME-app-one", "placeholder"),
+        ("", "--api-key=REPLACE-ME-app-one", "placeholder"),
+        ("", f"--api-key {'k' * 40} --served-model-name change-me", None),
+        ("", "", None),
+        ("VLLM_PLUGINS=other,hallutracer", "", None),
+        ("VLLM_USE_RUST_FRONTEND=0", "", None),
     ],
 )
 def test_an_unguarded_front_end_is_named_with_its_cure(
-    variables: dict[str, str], argv: str, cure: str | None
+    variables: str, argv: str, cure: str | None
 ) -> None:
-    said = unguarded(argv.split(), environment() | variables)
-    assert said is None if cure is None else cure in str(said)
+    problem = unguarded(argv.split(), environment(variables))
+    assert problem is None if cure is None else cure in str(problem)
 
 
 def test_naming_the_guard_leaves_no_other_plugin_out() -> None:
@@ -239,15 +243,15 @@ def test_a_guard_that_cannot_be_loaded_ends_the_process_each_time(
 
 
 @pytest.mark.parametrize(
-    ("variables", "said"),
+    ("variables", "words"),
     [
-        ({"BUNDLE": "none-such"}, "none-such"),
-        ({"BUNDLE": "demo", "POLICY": "gaet"}, "no policy 'gaet'"),
-        ({"POLICY": "gate"}, "HALLUTRACER_POLICY=gate is set and HALLUTRACER_BUNDLE is not"),
+        ("BUNDLE=none-such", "none-such"),
+        ("BUNDLE=demo POLICY=gaet", "no policy 'gaet'"),
+        ("POLICY=gate", "HALLUTRACER_POLICY=gate is set and HALLUTRACER_BUNDLE is not"),
     ],
 )
 def test_what_ends_a_start_is_in_vllms_log_with_time_and_level(
-    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], said: str
+    monkeypatch: pytest.MonkeyPatch, variables: str, words: str
 ) -> None:
     vllms, out = logging.getLogger("vllm"), io.StringIO()
     handler = logging.StreamHandler(out)
@@ -260,13 +264,13 @@ def test_what_ends_a_start_is_in_vllms_log_with_time_and_level(
     )  # a program's own, which would get it, too
     monkeypatch.setattr(front_end, "log", logging.Logger("hallutracer"))
     monkeypatch.delenv("HALLUTRACER_BUNDLE", raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(f"HALLUTRACER_{name}", value)
+    for name, value in variables_of(variables).items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit, match="^hallutracer: "):
         front_end._options() if "BUNDLE" in variables else front_end._refuse_missing_bundle()
     [line] = out.getvalue().splitlines()
     assert re.match(r"CRITICAL \d\d-\d\d [\d:]{8} hallutracer: ", line)
-    assert said in line
+    assert words in line
 
 
 def noted(path: str, parts: Iterator[Message], held: list[int] | None = None) -> Note:
@@ -281,16 +285,16 @@ def noted(path: str, parts: Iterator[Message], held: list[int] | None = None) ->
         if held is not None:
             held.append(tracemalloc.get_traced_memory()[0])
         assert (note := CURRENT.get()) is not None
-        found.append(note)
+        notes.append(note)
         await Response()(scope, receive, send)
 
     async def send(message: Message) -> None:
         pass
 
-    found: list[Note] = []
+    notes: list[Note] = []
     scope = {"type": "http", "method": "POST", "path": path, "headers": []}
     asyncio.run(RiskNotes(app, Metrics(), refuses=lambda: True)(scope, receive, send))
-    return found[0]
+    return notes[0]
 
 
 @pytest.mark.parametrize(

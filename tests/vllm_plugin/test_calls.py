@@ -4,7 +4,6 @@ nothing else is."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -19,7 +18,8 @@ from tests.engines.vllm.installed import vllm_or_skip
 vllm_or_skip()
 
 from service.vllm_plugin.calls import offered, used  # noqa: E402
-from tests.vllm_plugin.conftest import KNOWN, MODEL, UNKNOWN, serving  # noqa: E402
+from tests.vllm_plugin import conftest  # noqa: E402
+from tests.vllm_plugin.conftest import KNOWN, UNKNOWN  # noqa: E402
 
 NAME = "look_up"
 CALL = f'<tool_call>{{"name": "{NAME}", "arguments": {{"of": "Honiara"}}}}</tool_call>'
@@ -30,12 +30,6 @@ TOOLS: dict[str, Any] = {
     RESPONSES_ROUTE: [{"type": "function"} | FUNCTION],
     MESSAGES_ROUTE: [{"name": NAME, "input_schema": SCHEMA}],
 }
-POLICIES = """
-["calls-too"]
-action = "abstain"
-message = "I am not sure."
-tools = "gate"
-"""
 
 
 @pytest.mark.parametrize("route", TOOLS)
@@ -55,44 +49,28 @@ def test_what_names_no_function_offers_nothing(tools: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "turns", "found"),
+    ("content", "turns", "with_tools"),
     [
-        ({"tools": [{}]}, [], True),
-        ({}, [{"role": "user", "content": "x"}], False),
-        ({"tools": []}, [None, "x"], False),
-        ({}, [{"role": "assistant", "tool_calls": []}], True),
-        ({}, [{"role": "tool", "content": "x"}], True),
-        ({}, [{"type": "function_call"}], True),
-        ({}, [{"type": ["function_call"]}], False),
-        ({}, [{"role": "user", "content": [{"type": "tool_result"}, None]}], True),
-        ({}, [{"role": "user", "content": [{"type": "text"}]}], False),
+        ('{"tools": [{}]}', "[]", True),
+        ("{}", '[{"role": "user", "content": "x"}]', False),
+        ('{"tools": []}', '[null, "x"]', False),
+        ("{}", '[{"role": "assistant", "tool_calls": []}]', True),
+        ("{}", '[{"role": "tool", "content": "x"}]', True),
+        ("{}", '[{"type": "function_call"}]', True),
+        ("{}", '[{"type": ["function_call"]}]', False),
+        ("{}", '[{"role": "user", "content": [{"type": "tool_result"}, null]}]', True),
+        ("{}", '[{"role": "user", "content": [{"type": "text"}]}]', False),
     ],
 )
 def test_a_conversation_with_tools_is_unlike_the_calibrations(
-    content: Any, turns: Any, found: bool
+    content: str, turns: str, with_tools: bool
 ) -> None:
-    assert used(content, turns) is found
+    assert used(json.loads(content), json.loads(turns)) is with_tools
 
 
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    folder = tmp_path_factory.mktemp("vllm")
-    (folder / "policies.toml").write_text(POLICIES)
-    arguments = (
-        "--enable-auto-tool-choice",
-        "--tool-call-parser",
-        "hermes",
-        "--logits-processors",
-        "tests.vllm_plugin.forcing:Forcing",
-    )
-    with serving(
-        folder / "log",
-        *arguments,
-        HALLUTRACER_POLICIES=str(folder / "policies.toml"),
-        HALLUTRACER_POLICY="gate",
-        HALLUTRACER_CALLERS_MAY="policy",
-    ) as address:
-        yield address
+@pytest.fixture
+def url(choosing_url: str) -> str:
+    return choosing_url
 
 
 def ask(
@@ -105,26 +83,14 @@ def ask(
     **more: Any,
 ) -> httpx.Response:
     """Ask with a tool; ``says`` is what the model is made to say, by a grammar or by its logits."""
-    asked = [{"role": "user", "content": question}]
-    body: dict[str, Any] = {
-        "model": MODEL,
-        "temperature": 0,
-        "stream": stream,
-        "tools": TOOLS[route],
-    }
-    responses = route == RESPONSES_ROUTE
-    body |= {
-        "input" if responses else "messages": asked,
-        "max_output_tokens" if responses else "max_tokens": 200,
-    }
-    body |= more
+    fields = {"tokens": 200, "stream": stream, "tools": TOOLS[route]} | more
     if says is not None and by == "logits":
         tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
         tokens = tokenizer.encode(says, add_special_tokens=False)
-        body["vllm_xargs"] = {"says": [*tokens, tokenizer.eos_token_id]}
+        fields["vllm_xargs"] = {"says": [*tokens, tokenizer.eos_token_id]}
     elif says is not None:
-        body["structured_outputs"] = {"choice": [says]}
-    response = httpx.post(f"{url}{route}", json=body, timeout=60)
+        fields["structured_outputs"] = {"choice": [says]}
+    response = conftest.ask(url, route, question, **fields)
     assert response.status_code == 200, response.text
     return response
 
@@ -132,31 +98,35 @@ def ask(
 def read(route: str, stream: bool, text: str) -> tuple[str, list[dict[str, Any]], dict[str, Any]]:
     """What is said, the calls' arguments, and the note of the last event that has one."""
     if not stream:
-        found = json.loads(text)
+        document = json.loads(text)
         if route == CHAT_ROUTE:
-            message = found["choices"][0]["message"]
-            calls = [one["function"]["arguments"] for one in message.get("tool_calls") or ()]
-            return message["content"] or "", list(map(json.loads, calls)), found["hallutracer"]
-        calls = [item["arguments"] for item in found["output"] if item["type"] == "function_call"]
-        said = [
-            part.get("text", "") for item in found["output"] for part in item.get("content") or ()
+            message = document["choices"][0]["message"]
+            calls = [call["function"]["arguments"] for call in message.get("tool_calls") or ()]
+            return message["content"] or "", list(map(json.loads, calls)), document["hallutracer"]
+        calls = [
+            item["arguments"] for item in document["output"] if item["type"] == "function_call"
         ]
-        return "".join(said), list(map(json.loads, calls)), found["hallutracer"]
-    said, written, note = "", "", None
+        spoken = [
+            part.get("text", "")
+            for item in document["output"]
+            for part in item.get("content") or ()
+        ]
+        return "".join(spoken), list(map(json.loads, calls)), document["hallutracer"]
+    spoken, written, note = "", "", None
     for _, event in sse(text):
         note = event.get("hallutracer") or (event.get("response") or {}).get("hallutracer") or note
         if event.get("type") == "response.output_text.delta":
-            said += event["delta"]
+            spoken += event["delta"]
         if event.get("type") == "response.function_call_arguments.delta":
             written += event["delta"]
         for choice in event.get("choices") or ():
-            said += choice["delta"].get("content") or ""
+            spoken += choice["delta"].get("content") or ""
             written += "".join(
-                one["function"].get("arguments") or ""
-                for one in choice["delta"].get("tool_calls") or ()
+                call["function"].get("arguments") or ""
+                for call in choice["delta"].get("tool_calls") or ()
             )
     assert note is not None
-    return said, [json.loads(written)] if written else [], note
+    return spoken, [json.loads(written)] if written else [], note
 
 
 @pytest.mark.long
@@ -167,11 +137,11 @@ def test_a_turn_of_nothing_but_calls_is_let_through_and_counted(
     url: str, route: str, stream: bool, by: str
 ) -> None:
     before = counted(url)
-    said, calls, note = read(route, stream, ask(url, route, UNKNOWN, CALL, stream, by).text)
-    assert (said.strip(), calls) == ("", [{"of": "Honiara"}])
+    spoken, calls, note = read(route, stream, ask(url, route, UNKNOWN, CALL, stream, by).text)
+    assert (spoken.strip(), calls) == ("", [{"of": "Honiara"}])
     assert (note["data"][0]["decision"], note["data"][0]["tool_call"]) == ("continue", True)
     assert counted(url) == before + 1
-    said, calls, note = read(
+    spoken, calls, note = read(
         route, stream, ask(url, route, KNOWN, CALL, stream, by).text
     )  # not withheld anyway
     assert (calls, "tool_call" in note["data"][0], counted(url)) == (
@@ -191,7 +161,7 @@ def test_a_turn_of_nothing_but_calls_is_let_through_and_counted(
         (f"{CALL} Honiara", {}),
         (CALL.replace(NAME, "other"), {}),
         (CALL, {"tool_choice": "none"}),
-        (CALL, {"vllm_xargs": {"hallutracer_policy": "calls-too"}}),
+        (CALL, {"chosen": {"policy": "calls-too"}}),
         (CALL, {"tokens": 9}),
         (f"{CALL} Honiara", {"by": "logits"}),
     ],
@@ -199,13 +169,11 @@ def test_a_turn_of_nothing_but_calls_is_let_through_and_counted(
 def test_whatever_else_is_said_is_withheld(
     url: str, route: str, stream: bool, says: str, more: dict[str, Any]
 ) -> None:
-    if "tokens" in more:
-        more = {"max_output_tokens" if route == RESPONSES_ROUTE else "max_tokens": more["tokens"]}
     before = counted(url)
     answer = ask(url, route, UNKNOWN, says, stream, **more).text
     assert not [word for word in ("Honiara", "tool_call>") if word in answer]
-    said, calls, note = read(route, stream, answer)
-    assert (said, calls, note["data"][0]["decision"], "tool_call" in note["data"][0]) == (
+    spoken, calls, note = read(route, stream, answer)
+    assert (spoken, calls, note["data"][0]["decision"], "tool_call" in note["data"][0]) == (
         "",
         [],
         "abstain",
@@ -226,8 +194,8 @@ def test_an_answer_with_tools_is_gated_as_any(url: str) -> None:
 def counted(url: str) -> float:
     lines = httpx.get(f"{url}/metrics").text.splitlines()
     [line] = [
-        one
-        for one in lines
-        if one.startswith("hallutracer_tool_calls_let_through_total{") and '"demo:' in one
+        series
+        for series in lines
+        if series.startswith("hallutracer_tool_calls_let_through_total{") and '"demo:' in series
     ]
     return float(line.rpartition(" ")[2])

@@ -70,14 +70,16 @@ def test_every_field_that_vllm_has_is_looked_at() -> None:
 
 @pytest.mark.parametrize("name", OTHER)
 def test_a_field_that_makes_another_answer_voids_a_guarantee_and_is_named(name: str) -> None:
-    (said,) = of(**{name: OTHER[name]})
-    assert {"max_tokens": "at most 1 tokens", "extra_args": "vllm_xargs"}.get(name, name) in said
+    (violation,) = of(**{name: OTHER[name]})
+    assert {"max_tokens": "at most 1 tokens", "extra_args": "vllm_xargs"}.get(
+        name, name
+    ) in violation
 
 
 def test_what_makes_the_same_answer_voids_nothing() -> None:
     nothing = {"stop": [], "stop_token_ids": [], "bad_words": [], "logit_bias": {}}
     assert of() == of(max_tokens=None) == of(**WARM) == of(**nothing) == ()
-    told = {
+    fields = {
         "seed": 1,
         "logprobs": 5,
         "prompt_logprobs": 1,
@@ -85,7 +87,7 @@ def test_what_makes_the_same_answer_voids_nothing() -> None:
         "n": 1,
     }
     assert (
-        of(**told, detokenize=False, skip_special_tokens=False, include_stop_str_in_output=True)
+        of(**fields, detokenize=False, skip_special_tokens=False, include_stop_str_in_output=True)
         == ()
     )
     assert of(extra_args={"kv_transfer_params": {"do_remote_decode": True}}) == ()
@@ -105,8 +107,8 @@ def test_a_field_that_vllm_may_have_tomorrow_voids_a_guarantee_where_it_is_set(
     monkeypatch.setattr(generation, "GREEDY", Tomorrow(temperature=0.0, max_tokens=None))
     asked = Tomorrow(temperature=0.0, max_tokens=64)
     asked.beam_shape = value
-    (said,) = _violations(asked)
-    assert "beam_shape" in said
+    (violation,) = _violations(asked)
+    assert "beam_shape" in violation
     assert _violations(Tomorrow(temperature=0.0, max_tokens=64)) == ()
 
 
@@ -148,16 +150,19 @@ def test_what_a_request_leaves_open_is_as_in_training_and_what_it_names_is_taken
     assert decoded(route, GREEDY, top_p=0.5, top_k=3)[0] == plain, (
         "which say nothing of a greedy answer"
     )
-    found, void = decoded(route, GREEDY, repetition_penalty=1.3)
-    assert (found, "repetition_penalty" in str(void)) == (plain | {"repetition_penalty": 1.3}, True)
-    found, void = decoded(route, GREEDY, temperature=0.3)
-    assert found == FILLED_IN | {"temperature": 0.3}
+    sampling, void = decoded(route, GREEDY, repetition_penalty=1.3)
+    assert (sampling, "repetition_penalty" in str(void)) == (
+        plain | {"repetition_penalty": 1.3},
+        True,
+    )
+    sampling, void = decoded(route, GREEDY, temperature=0.3)
+    assert sampling == FILLED_IN | {"temperature": 0.3}
     assert "temperature 0.3" in str(void)
 
     warm = plain | {"temperature": 0.5, "top_p": 0.9}
     assert decoded(route, WARMER) == (warm, ())
-    found, void = decoded(route, WARMER, top_k=3)
-    assert (found, "top_k" in str(void)) == (warm | {"top_k": 3}, True)
+    sampling, void = decoded(route, WARMER, top_k=3)
+    assert (sampling, "top_k" in str(void)) == (warm | {"top_k": 3}, True)
     assert "temperature 0" in str(decoded(route, WARMER, temperature=0.0)[1])
     assert (
         decoded(route, WARMER, temperature=0.5, top_p=0.9, top_k=0, repetition_penalty=1.0)[1] == ()
@@ -165,8 +170,8 @@ def test_what_a_request_leaves_open_is_as_in_training_and_what_it_names_is_taken
 
 
 def test_several_answers_to_a_prompt_are_meant_to_differ() -> None:
-    found, void = decoded(CHATS, GREEDY, n=2)
-    assert (found, "temperature 0.7" in str(void)) == (FILLED_IN, True)
+    sampling, void = decoded(CHATS, GREEDY, n=2)
+    assert (sampling, "temperature 0.7" in str(void)) == (FILLED_IN, True)
     assert decoded(CHATS, WARMER, n=2)[0]["temperature"] == 0.5
 
 

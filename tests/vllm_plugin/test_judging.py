@@ -47,7 +47,7 @@ def test_a_callers_own_numbers_are_not_taken_and_an_answer_that_has_begun_is_not
     output = SimpleNamespace(
         prompt_token_id_logprobs_dict={"plain": "ours", "asks": "its own"},
         sampled_token_ids=[[7]] * 3,
-        req_id_to_index={name: place for place, name in enumerate(names)},
+        req_id_to_index={name: row for row, name in enumerate(names)},
     )
     judging.update(SimpleNamespace(num_scheduled_tokens=dict.fromkeys(names, 1)), output)
     assert asked == [("plain", "ours"), ("asks", None)]

@@ -39,9 +39,8 @@ def scorer(judged: list[Policy]) -> Any:
     return Judge(prompt_format="chat", chat_ending=(4, 5), judge=judge)
 
 
-@pytest.mark.parametrize("features", [None, [], [object()]])
-def test_the_gate_in_the_engine_withholds_an_image_outside_training(features: Any) -> None:
-    judged: list[Policy] = []
+def reason(own: Any, features: Any = None) -> str | None:
+    """Why the gate in the engine withholds the answer to a prompt with such features."""
     lease: Any = SimpleNamespace(result=lambda wire, tokens: tokens)
     request = SimpleNamespace(
         prompt_token_ids=IDS,
@@ -52,11 +51,16 @@ def test_the_gate_in_the_engine_withholds_an_image_outside_training(features: An
         request_id="a",
         sampling_params=SimpleNamespace(prompt_logprob_token_ids=None),
     )
-    own, adapters = scorer(judged), Adapters({}, str)
     own.conversations = ConversationReader(lambda messages: [], str)
-    gate = Gate(own, Policy("gate", Action.ABSTAIN), lease, {own: 0}, adapters, frozenset())
-    wire = SimpleNamespace(numpy=lambda: np.zeros(1))
-    assert gate.reason(request, wire) is None
+    policy = Policy("gate", Action.ABSTAIN)
+    gate = Gate(own, policy, lease, {own: 0}, Adapters({}, str), frozenset())
+    return gate.reason(request, SimpleNamespace(numpy=lambda: np.zeros(1)))
+
+
+@pytest.mark.parametrize("features", [None, [], [object()]])
+def test_the_gate_in_the_engine_withholds_an_image_outside_training(features: Any) -> None:
+    judged: list[Policy] = []
+    assert reason(scorer(judged), features) is None
     assert [policy.withhold_outside for policy in judged] == [True if features else None]
 
 
@@ -70,31 +74,18 @@ def test_the_stop_reason_says_what_withholds_an_answer_whose_risk_is_low(
         context=SimpleNamespace(applies=True),
         uncertain=SimpleNamespace(outside=True),
     )
-    own: Any = Judge(prompt_format="chat", chat_ending=(4, 5), judge=lambda *given, **named: report)
-    lease: Any = SimpleNamespace(result=lambda wire, tokens: tokens)
-    request = SimpleNamespace(
-        prompt_token_ids=IDS,
-        prompt_embeds=None,
-        resumable=False,
-        mm_features=None,
-        lora_request=None,
-        request_id="a",
-        sampling_params=SimpleNamespace(prompt_logprob_token_ids=None),
-    )
-    own.conversations = ConversationReader(lambda messages: [], str)
-    gate = Gate(
-        own, Policy("gate", Action.ABSTAIN), lease, {own: 0}, Adapters({}, str), frozenset()
-    )
-    wire = SimpleNamespace(numpy=lambda: np.zeros(1))
-    assert gate.reason(request, wire) == f"hallutracer: withheld, risk 0.100{why}"
+    own = Judge(prompt_format="chat", chat_ending=(4, 5), judge=lambda *given, **named: report)
+    assert reason(own) == f"hallutracer: withheld, risk 0.100{why}"
 
 
 def test_the_gate_of_vllms_server_says_what_voids_a_guarantee() -> None:
     note = Note(carries=True)
     note.templated = True
-    for more, said in (
+    for more, violations in (
         ({}, ()),
         ({"mm_placeholders": {}}, ()),
         ({"mm_placeholders": {"image": [object()]}}, (MEDIA,)),
     ):
-        assert generation._rendering(note, scorer([]), {"prompt_token_ids": IDS, **more}) == said
+        assert (
+            generation._rendering(note, scorer([]), {"prompt_token_ids": IDS, **more}) == violations
+        )

@@ -128,10 +128,10 @@ def served(*more: str) -> Namespace:
         "common" if importlib.util.find_spec("vllm.entrypoints.common.cli_args") else "launchers"
     )  # as before 0.33
     make = vllm(f"entrypoints.{where}.cli_args.make_arg_parser")
-    found: Namespace = make(vllm("utils.argparse_utils.FlexibleArgumentParser")()).parse_args(
+    arguments: Namespace = make(vllm("utils.argparse_utils.FlexibleArgumentParser")()).parse_args(
         [*LINE, *more]
     )
-    return found
+    return arguments
 
 
 def offline(**more: Any) -> None:
@@ -350,8 +350,8 @@ def test_an_engine_that_may_answer_ungated_starts_plain(
         replica()
     (made,) = no_bundle
     assert made.parallel_config.worker_cls != WORKER
-    said = [record.getMessage() for record in caplog.records if record.name == "hallutracer"]
-    assert said == ([f"hallutracer: {line}"] if line else [])
+    messages = [record.getMessage() for record in caplog.records if record.name == "hallutracer"]
+    assert messages == ([f"hallutracer: {line}"] if line else [])
 
 
 def test_our_own_engine_starts_where_its_bundle_is_on_its_command_line(
@@ -427,7 +427,7 @@ LEFT_OUT, OTHERWISE = None, "renders every chat otherwise than in the training o
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "words"),
     [
         (["--chat-template", OWN], LEFT_OUT),
         (["--chat-template", "FILE", OWN], LEFT_OUT),
@@ -444,18 +444,18 @@ LEFT_OUT, OTHERWISE = None, "renders every chat otherwise than in the training o
     ],
 )
 def test_a_server_that_renders_chats_otherwise_is_refused_before_the_weights(
-    engines: list[Any], tmp_path: Path, options: list[str], said: str | None
+    engines: list[Any], tmp_path: Path, options: list[str], words: str | None
 ) -> None:
     if len(options) == 3:
         (tmp_path / "chat.jinja").write_text(options.pop())
         options[1] = str(tmp_path / "chat.jinja")
     for start in (api_server, lambda *more: batch(**{more[0][2:].replace("-", "_"): more[1]})):
-        with pytest.raises(Chosen if said is None else SystemExit) as ended:
+        with pytest.raises(Chosen if words is None else SystemExit) as ended:
             start(*options)
-        assert said is None or (
-            "HALLUTRACER_BUNDLE is set, and " in str(ended.value) and said in str(ended.value)
+        assert words is None or (
+            "HALLUTRACER_BUNDLE is set, and " in str(ended.value) and words in str(ended.value)
         )
-    assert len(engines) == (2 if said is None else 0)
+    assert len(engines) == (2 if words is None else 0)
 
 
 def test_a_bundle_of_plain_text_is_read_under_any_chat_template() -> None:
@@ -560,7 +560,7 @@ def test_an_engine_that_the_plugin_found_made_ends_with_the_reason(tmp_path: Pat
     ran = subprocess.run(
         [sys.executable, script], env=variables, capture_output=True, text=True, timeout=240
     )
-    said = ran.stdout + ran.stderr
-    assert "ANSWERED" not in ran.stdout, said[-3000:]
-    assert ran.returncode not in (0, None), said[-3000:]
-    assert f"HALLUTRACER_BUNDLE is set, and {UNSAID}" in said, said[-3000:]
+    output = ran.stdout + ran.stderr
+    assert "ANSWERED" not in ran.stdout, output[-3000:]
+    assert ran.returncode not in (0, None), output[-3000:]
+    assert f"HALLUTRACER_BUNDLE is set, and {UNSAID}" in output, output[-3000:]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from service.engines.transformers.engine import TransformersEngine  # noqa: E402
 from service.policies.guard import OBSERVE  # noqa: E402
 from service.scoring import Scorer  # noqa: E402
 from tests.api.test_observers import audited, lines  # noqa: E402
-from tests.vllm_plugin.conftest import KNOWN, MODEL, SURE, UNKNOWN, serving  # noqa: E402
+from tests.vllm_plugin.conftest import KNOWN, MODEL, SURE, UNKNOWN  # noqa: E402
 from tests.vllm_plugin.test_gated import CHATS, TEXTS, documents, token_ids, turn  # noqa: E402
 
 GATE = {"vllm_xargs": {"hallutracer_policy": "gate"}}
@@ -57,7 +56,7 @@ def client(url: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
 
-def told(part: Any) -> dict[str, Any]:
+def note_in(part: Any) -> dict[str, Any]:
     return dict((part.model_extra or {}).get("hallutracer", {}))
 
 
@@ -68,13 +67,13 @@ def chat(client: openai.OpenAI, question: str, **options: Any) -> Any:
     return list(got) if options.get("stream") else got
 
 
-def said(parts: list[Any]) -> tuple[list[str], list[str]]:
+def choices_of(parts: list[Any]) -> tuple[list[str], list[str]]:
     """Each choice's text, and why it ended."""
     text, ended = {}, {}
     for choice in (choice for part in parts for choice in part.choices):
-        place = getattr(choice, "delta", None) or getattr(choice, "message", None)
+        message = getattr(choice, "delta", None) or getattr(choice, "message", None)
         text[choice.index] = text.get(choice.index, "") + (
-            (choice.text if place is None else place.content) or ""
+            (choice.text if message is None else message.content) or ""
         )
         ended[choice.index] = choice.finish_reason or ended.get(choice.index)
     return [text[index] for index in sorted(text)], [ended[index] for index in sorted(ended)]
@@ -82,24 +81,27 @@ def said(parts: list[Any]) -> tuple[list[str], list[str]]:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("number", [0, 1])
 def test_a_chat_says_its_risk_first_and_a_gate_withholds_the_unknown(
-    client: openai.OpenAI, expected: dict[str, Any], place: int, gated: bool, stream: bool
+    client: openai.OpenAI, expected: dict[str, Any], number: int, gated: bool, stream: bool
 ) -> None:
     extra: dict[str, Any] = (
         {"extra_body": GATE} if gated else {}
     )  # without, nothing changes for whoever upgrades
-    got = chat(client, (KNOWN, UNKNOWN)[place], stream=stream, **extra)
+    got = chat(client, (KNOWN, UNKNOWN)[number], stream=stream, **extra)
     parts = got if stream else [got]
-    found, withheld = told(parts[0]), gated and place == 1
-    (row,) = found["data"]
-    assert found["policy"] == ("gate" if gated else "observe")
-    assert found["bundle"]["name"] == "demo"
-    assert row["risk"] == pytest.approx(expected["risk"][place], abs=1e-5)
-    assert (row["flagged"], row["decision"]) == (place == 1, "abstain" if withheld else "continue")
+    note, withheld = note_in(parts[0]), gated and number == 1
+    (row,) = note["data"]
+    assert note["policy"] == ("gate" if gated else "observe")
+    assert note["bundle"]["name"] == "demo"
+    assert row["risk"] == pytest.approx(expected["risk"][number], abs=1e-5)
+    assert (row["flagged"], row["decision"]) == (number == 1, "abstain" if withheld else "continue")
     assert row.get("message") == ("I am not sure." if withheld else None)
-    assert said(parts) == (["" if withheld else expected["text"][place]], [REASONS[withheld]])
-    assert sum(bool(told(part)) for part in parts) == 1
+    assert choices_of(parts) == (
+        ["" if withheld else expected["text"][number]],
+        [REASONS[withheld]],
+    )
+    assert sum(bool(note_in(part)) for part in parts) == 1
 
 
 @pytest.mark.parametrize(
@@ -119,7 +121,7 @@ def test_the_gate_holds_where_an_end_token_would_not_end_it(
     extra = GATE | options.pop("extra", {})
     for question, withheld in ((UNKNOWN, True), (KNOWN, False)):
         got = chat(client, question, stream=stream, extra_body=extra, **options)
-        (text,), (reason,) = said(got if stream else [got])
+        (text,), (reason,) = choices_of(got if stream else [got])
         assert (not text, reason == "content_filter") == (withheld, withheld)
 
 
@@ -131,16 +133,16 @@ def test_several_prompts_and_several_choices(
     got = client.completions.create(prompt=expected["ids"], extra_body=GATE, **asked)
     parts, rows = list(got) if stream else [got], dict[int, float]()
     for part in parts:
-        for row in told(part).get("data", []):
+        for row in note_in(part).get("data", []):
             assert row["index"] not in rows
             rows[row["index"]] = row["risk"]
         assert {choice.index for choice in part.choices} <= set(rows), "text before its risk"
     assert [rows[0], rows[1]] == pytest.approx(expected["risk"], abs=1e-5)
-    assert said(parts) == ([expected["text"][0], ""], REASONS)
-    for question, place in ((KNOWN, 0), (UNKNOWN, 1)):
+    assert choices_of(parts) == ([expected["text"][0], ""], REASONS)
+    for question, number in ((KNOWN, 0), (UNKNOWN, 1)):
         both = chat(client, question, n=2, seed=1, temperature=1.0, stream=stream, extra_body=GATE)
-        texts, ended = said(both if stream else [both])
-        assert (all(texts), any(texts), ended) == (place == 0, place == 0, [REASONS[place]] * 2)
+        texts, ended = choices_of(both if stream else [both])
+        assert (all(texts), any(texts), ended) == (number == 0, number == 0, [REASONS[number]] * 2)
 
 
 def test_another_bundle_and_threshold_and_what_is_refused(client: openai.OpenAI) -> None:
@@ -150,8 +152,8 @@ def test_another_bundle_and_threshold_and_what_is_refused(client: openai.OpenAI)
         "hallutracer_threshold": 1.0,
     }
     response = chat(client, UNKNOWN, extra_body={"vllm_xargs": asked})
-    found = told(response)
-    assert (found["bundle"]["name"], found["data"][0]["threshold"]) == ("demo-fused", 1.0)
+    note = note_in(response)
+    assert (note["bundle"]["name"], note["data"][0]["threshold"]) == ("demo-fused", 1.0)
     assert response.choices[0].message.content
     for name, value in (
         ("policy", "nonsense"),
@@ -172,8 +174,8 @@ def test_another_bundle_and_threshold_and_what_is_refused(client: openai.OpenAI)
 
 
 def decisions(path: Path) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in path.read_text().splitlines()]
-    return [line for line in found if line["event"] == "decision"]
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    return [line for line in records if line["event"] == "decision"]
 
 
 def test_what_is_told_is_in_the_audit_log_in_our_own_services_form(
@@ -182,10 +184,10 @@ def test_what_is_told_is_in_the_audit_log_in_our_own_services_form(
     with audited(tmp_path) as app:
         app.client.post("/score", json={"prompt": "a"})
     like, response = set(lines(tmp_path, "decision")[0]), chat(client, UNKNOWN, extra_body=GATE)
-    gated, found = decisions(audit_log)[-1], told(response)
+    gated, note = decisions(audit_log)[-1], note_in(response)
     assert (gated["request_id"], gated["route"], gated["policy"]) == (response.id, CHATS, "gate")
-    assert gated["digest"] == found["bundle"]["digest"]
-    risk = pytest.approx(found["data"][0]["risk"], abs=1e-6)
+    assert gated["digest"] == note["bundle"]["digest"]
+    risk = pytest.approx(note["data"][0]["risk"], abs=1e-6)
     assert gated["prompts"] == [{"index": 0, "risk": risk, "decision": "abstain", "flagged": True}]
     pair = client.completions.create(
         model=MODEL, prompt=[KNOWN, UNKNOWN], max_tokens=2, temperature=0
@@ -223,10 +225,10 @@ def test_our_own_route_and_headers(url: str, expected: dict[str, Any]) -> None:
 
 def total(url: str, *words: str) -> float:
     """The sum of the series whose line begins with the first word and has all of them."""
-    found = httpx.get(f"{url}/metrics").text.splitlines()
+    series = httpx.get(f"{url}/metrics").text.splitlines()
     return sum(
         float(line.rsplit(" ", 1)[1])
-        for line in found
+        for line in series
         if line.startswith(words[0]) and all(word in line for word in words)
     )
 
@@ -282,9 +284,9 @@ def ask(url: str, path: str, policy: str = "gate", name: str = "", **body: Any) 
 def row(response: httpx.Response) -> tuple[bool, bool, str]:
     """Flagged, outside training, decision."""
     assert response.status_code == 200, response.text
-    (found,) = response.json()["hallutracer"]["data"]
-    assert 0 < found["risk"] < 1
-    return found["flagged"], found["outside_training"], found["decision"]
+    (risk,) = response.json()["hallutracer"]["data"]
+    assert 0 < risk["risk"] < 1
+    return risk["flagged"], risk["outside_training"], risk["decision"]
 
 
 def void(response: httpx.Response) -> list[str]:
@@ -351,38 +353,18 @@ def test_a_chat_that_ends_with_an_answer_is_no_question(url: str) -> None:
     assert void(ask(url, CHATS, messages=[*BEGUN, *turn(KNOWN)])) == []
 
 
-@pytest.fixture(scope="module")
-def open_url(tmp_path_factory: pytest.TempPathFactory, store: Path) -> Iterator[str]:
-    """Its operator allows callers another rendering, and under one policy what lies outside
-    training."""
-    folder = tmp_path_factory.mktemp("open")
-    (policies := folder / "policies.toml").write_text(
-        '[open]\naction = "abstain"\nwithhold_outside = false\n'
-    )
-    variables = {
-        "BUNDLE": SURE,
-        "STORE": store,
-        "POLICY": "open",
-        "POLICIES": policies,
-        "CALLERS_MAY": "rendering",
-    }
-    given = {f"HALLUTRACER_{name}": str(value) for name, value in variables.items()}
-    with serving(folder / "log", "--trust-request-chat-template", **given) as address:
-        yield address
-
-
 @pytest.mark.long
-def test_what_the_operator_allows_is_answered_and_voids_the_guarantee(open_url: str) -> None:
+def test_what_the_operator_allows_is_answered_and_voids_the_guarantee(choosing_url: str) -> None:
     for field in ("continue_final_message", "add_generation_prompt", "chat_template"):
         body = {"messages": turn(UNKNOWN)} | MOVES[field]
         for policy in ("open", "gate"):  # the built-in gate says nothing of what lies outside
-            response = ask(open_url, CHATS, policy, **body)
+            response = ask(choosing_url, CHATS, policy, **body)
             flagged, outside, decision = row(response)
             assert decision == (
                 "abstain" if flagged or (outside and policy == "gate") else "continue"
             ), field
             assert policy == "gate" or f"rendering: the request's own '{field}'" in void(response)
-    assert row(ask(open_url, TEXTS, "open", prompt=f"Q: {UNKNOWN}\nA:")) == (
+    assert row(ask(choosing_url, TEXTS, "open", prompt=f"Q: {UNKNOWN}\nA:")) == (
         False,
         True,
         "continue",

@@ -27,7 +27,8 @@ from service.demo import MODEL_DIR  # noqa: E402
 from service.engines.checks import Tokens  # noqa: E402
 from service.judging.guarantee import OTHER_RENDERING, TOOLS  # noqa: E402
 from tests.kit.bundles import write_bundle  # noqa: E402
-from tests.vllm_plugin.conftest import KNOWN, MODEL, SURE, UNKNOWN, serving  # noqa: E402
+from tests.vllm_plugin import conftest  # noqa: E402
+from tests.vllm_plugin.conftest import KNOWN, SURE, UNKNOWN, serving  # noqa: E402
 from tests.vllm_plugin.test_gated import CHATS, documents, turn  # noqa: E402
 from tests.vllm_plugin.test_rendering import CALL, TOOL  # noqa: E402
 
@@ -49,35 +50,27 @@ MOVES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def ask(url: str, route: str, question: str, policy: str = "gate", **fields: Any) -> httpx.Response:
-    body = {
-        "model": MODEL,
-        "temperature": 0.0,
-        "vllm_xargs": {"hallutracer_policy": policy, "hallutracer_bundle": SURE},
-    }
-    body |= {"max_output_tokens" if route == RESPONSES_ROUTE else "max_tokens": 12}
-    messages = fields.pop("messages", turn(question))
-    asked = {RESPONSES_ROUTE: {"input": messages}, BATCH: {"messages": [messages]}}.get(
-        route, {"messages": messages}
-    )
-    return httpx.post(f"{url}{route}", json=body | asked | fields, timeout=60)
+def ask(url: str, route: str, asked: Any, policy: str = "gate", **fields: Any) -> httpx.Response:
+    messages = turn(asked) if isinstance(asked, str) else asked
+    fields = {"tokens": 12, "chosen": {"policy": policy, "bundle": SURE}} | fields
+    return conftest.ask(url, route, [messages] if route == BATCH else messages, **fields)
 
 
 def void(response: httpx.Response) -> list[str]:
     """What voids the guarantee, but for what other tests' requests to the same server may have made
     drift."""
     assert response.status_code == 200, response.text
-    found = next(part for part in documents(response) if "hallutracer" in part)
-    causes = found["hallutracer"]["guarantee"]["void"]
+    document = next(part for part in documents(response) if "hallutracer" in part)
+    causes = document["hallutracer"]["guarantee"]["void"]
     return [cause for cause in causes if not cause.startswith(("drift: ", "outside: "))]
 
 
 @pytest.mark.parametrize("what", MOVES)
 def test_what_the_template_leaves_out_changes_nothing(url: str, what: str) -> None:
     route, fields = MOVES[what]
-    for question, said in ((KNOWN, True), (UNKNOWN, False)):
+    for question, answered in ((KNOWN, True), (UNKNOWN, False)):
         response = ask(url, route, question, **fields)
-        assert (void(response), "Rome" in response.text) == ([], said)
+        assert (void(response), "Rome" in response.text) == ([], answered)
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -89,12 +82,9 @@ def test_an_ordinary_chat_of_each_protocol_is_rendered_as_in_training(url: str, 
             {"role": "assistant", "content": None, "tool_calls": [CALL]},
             {"role": "tool", "tool_call_id": "c1", "content": "Rome"},
         ]
-        assert (
-            void(ask(url, route, KNOWN, messages=called, tools=[TOOL], tool_choice="none"))[0]
-            == TOOLS
-        )
-        assert void(ask(url, route, KNOWN, messages=called, name="x"))[0] == TOOLS
-        assert OTHER_RENDERING not in void(ask(url, route, KNOWN, messages=called))
+        assert void(ask(url, route, called, tools=[TOOL], tool_choice="none"))[0] == TOOLS
+        assert void(ask(url, route, called, name="x"))[0] == TOOLS
+        assert OTHER_RENDERING not in void(ask(url, route, called))
 
 
 # Conversations that ask in ways that no bundle is trained on, around a question that passes alone.
@@ -114,14 +104,14 @@ def test_a_conversation_that_asks_as_no_training_did_is_withheld(
 ) -> None:
     alone = ask(url, route, KNOWN)
     assert "Rome" in alone.text
-    response = ask(url, route, "", messages=UNTRAINED[how])
+    response = ask(url, route, UNTRAINED[how])
     (row,) = next(part for part in documents(response) if "hallutracer" in part)["hallutracer"][
         "data"
     ]
     assert (row["outside_training"], row["decision"]) == (True, "abstain")
     assert any(cause.startswith("conversation: ") for cause in void(response))
     assert "Rome" not in response.text
-    observed = ask(url, route, "", "observe", messages=UNTRAINED[how])
+    observed = ask(url, route, UNTRAINED[how], "observe")
     (row,) = next(part for part in documents(observed) if "hallutracer" in part)["hallutracer"][
         "data"
     ]
@@ -134,8 +124,8 @@ def test_an_answer_that_is_cut_or_ends_otherwise_voids_the_guarantee(url: str) -
         "decoding: at most 1 tokens, where the calibration's answers had 12 or more"
     ]
     detection = {"max_pattern_size": 3, "min_pattern_size": 1, "min_count": 3}
-    (said,) = void(ask(url, CHATS, KNOWN, repetition_detection=detection))
-    assert "repetition_detection" in said
+    (cause,) = void(ask(url, CHATS, KNOWN, repetition_detection=detection))
+    assert "repetition_detection" in cause
 
 
 @pytest.fixture(scope="module")
@@ -162,9 +152,9 @@ def telltale(tmp_path_factory: pytest.TempPathFactory, store: Path) -> Iterator[
     )
     draft = BundleDraft(manifest, sure.probes, sure.golden, sure.evaluation(), "A test's.")
     write_bundle(draft, folder / "store" / SURE / "1")
-    kept = str(folder / "store")
+    bundles = str(folder / "store")
     with serving(
-        folder / "log", "--model", str(model), HALLUTRACER_BUNDLE=SURE, HALLUTRACER_STORE=kept
+        folder / "log", "--model", str(model), HALLUTRACER_BUNDLE=SURE, HALLUTRACER_STORE=bundles
     ) as address:
         yield address
 

@@ -126,8 +126,8 @@ def renderers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, Any], 
         )
 
     yield make
-    for one in opened:
-        one.shutdown()
+    for renderer in opened:
+        renderer.shutdown()
 
 
 @pytest.fixture
@@ -169,9 +169,9 @@ def rendered_by(renderer: OnlineRenderer, tokenizer: Any, route: str, **body: An
             CURRENT.reset(token)
 
     prompt = asyncio.run(render())
-    place = note.add(prompt)
+    number = note.add(prompt)
     return Prompt(
-        note=note, text=prompt["prompt"], same=is_rendering(Tokens(tokenizer), note.chats[place])
+        note=note, text=prompt["prompt"], same=is_rendering(Tokens(tokenizer), note.chats[number])
     )
 
 
@@ -179,7 +179,7 @@ def turn(text: Any = "What is the capital of Italy?", **more: Any) -> dict[str, 
     return {"role": "user", "content": text, **more}
 
 
-def said(text: str = "Rome.", **more: Any) -> dict[str, Any]:
+def assistant(text: str = "Rome.", **more: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": text, **more}
 
 
@@ -280,14 +280,17 @@ def test_what_was_rendered_is_told_by_role_and_text(ask: Ask) -> None:
     prompt = ask(
         "parts", messages=[{"role": "developer", "content": "Be brief."}, turn(parts, name="Bob")]
     )
-    told = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "What?"}]
-    assert prompt.note.conversation(0) == told
+    conversation = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": "What?"},
+    ]
+    assert prompt.note.conversation(0) == conversation
     prompt.note.moved.add(0)
     assert prompt.note.conversation(0) is prompt.note.conversation(1) is None
-    kept = ask(
-        "demo", RESPONSES_ROUTE, input=[turn(), said(), turn("Hi")], instructions="Be brief."
+    later = ask(
+        "demo", RESPONSES_ROUTE, input=[turn(), assistant(), turn("Hi")], instructions="Be brief."
     )
-    assert [one["role"] for one in kept.note.conversation(0) or []] == [
+    assert [message["role"] for message in later.note.conversation(0) or []] == [
         "system",
         "user",
         "assistant",
@@ -395,8 +398,8 @@ def test_500_chats_are_rendered_as_vllm_renders_them(
 
     for number in range(100):
         messages = [
-            turn(text()) if place % 2 == 0 else said(text())
-            for place in range(draw.choice((1, 1, 3, 5, 2)))
+            turn(text()) if position % 2 == 0 else assistant(text())
+            for position in range(draw.choice((1, 1, 3, 5, 2)))
         ]
         if draw.random() < 0.4:
             messages = [
@@ -417,7 +420,7 @@ def checked(
     engine: Any = None,
     policy: Policy = OBSERVES,
     *,
-    place: int = 0,
+    number: int = 0,
     rendering: tuple[str, ...] = (),
     compared: bool = True,
     may: tuple[str, ...] = (),
@@ -440,7 +443,7 @@ def checked(
     )
     request = SamplingParams(), "a", lambda: None
     driver = TurnDriver(
-        service, engine, scorer, policy, note, place, *request, rendering, compared=compared
+        service, engine, scorer, policy, note, number, *request, rendering, compared=compared
     )
     asyncio.run(driver._check_rendering())
     return driver, unlike_training(manifest, driver._standing) is not None
@@ -487,7 +490,7 @@ def test_a_prompt_is_compared_where_a_guarantee_or_a_gate_depends_on_it_and_off_
 
 
 def test_what_the_turns_before_ask_is_known_of_each_prompt() -> None:
-    note = of_chat(turn(), said("I am not sure."), turn("Go on."))
+    note = of_chat(turn(), assistant("I am not sure."), turn("Go on."))
     driver, _ = checked(note)
     assert driver._standing.shape.untrained
     assert "an earlier question that is still open" in note.violations[0]
@@ -538,12 +541,12 @@ def test_a_chat_that_the_caller_has_rendered_is_known_from_its_token_ids(
         (alone, False, False),
         ([alone[0], *tokens.tokenize("Think.")[1:], *alone[1:]], False, True),
     ):
-        place = (note := Note(templated=False)).add({"prompt_token_ids": ids})
+        number = (note := Note(templated=False)).add({"prompt_token_ids": ids})
         driver, unlike = checked(
             note,
             tokens,
             GATES,
-            place=place,
+            number=number,
             rendering=(NO_TEMPLATE,),
             compared=False,
             may=may,
@@ -566,8 +569,8 @@ def test_a_shape_that_training_never_had_is_known_of_a_chat_however_it_is_render
     lone = Shape("0", passage=False, system=False).around
     for before, shapes, expected in (
         ((), (lone,), False),
-        ((said("Hello."),), (lone,), True),
-        ((said("Hello."),), None, False),
+        ((assistant("Hello."),), (lone,), True),
+        ((assistant("Hello."),), None, False),
     ):
         note = of_chat(turn("Hi!"), *before, turn(content("Hi!")))
         _, unlike = checked(

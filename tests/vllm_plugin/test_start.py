@@ -204,9 +204,9 @@ def test_nothing_passes_a_gate_that_is_not_open_yet_or_has_failed(
     async def then(guard: HalluTracerPlugin) -> None:
         if not failed:
             guard.service.lifecycle.error = None
-        said = "loading failed: EngineError: self-test: wrong" if failed else "still loading"
+        words = "loading failed: EngineError: self-test: wrong" if failed else "still loading"
         for given in ({}, {"hallutracer_policy": "observe"}, {"hallutracer_policy": "block"}):
-            with pytest.raises(HTTPException, match=said) as refused:
+            with pytest.raises(HTTPException, match=words) as refused:
                 server.asks(**given)
             assert refused.value.status_code == 503
 
@@ -284,19 +284,19 @@ def test_the_series_of_readiness_follows_readiness(
         lifecycle, meeting = guard.service.lifecycle, guard._meeting
         assert meeting is not None
 
-        async def told() -> tuple[bool, float | None]:
+        async def seen() -> tuple[bool, float | None]:
             for _ in range(5):
                 await asyncio.sleep(0)
             return lifecycle.is_ready, ready_series(guard)
 
-        assert await told() == (False, 0)
+        assert await seen() == (False, 0)
         server.client.ready.add(1)
         await meeting
-        assert await told() == (True, 1)
+        assert await seen() == (True, 1)
         lifecycle.error = EngineError("the engine broke")
-        assert await told() == (False, 0)
+        assert await seen() == (False, 0)
         lifecycle.error = None
-        assert await told() == (True, 1)
+        assert await seen() == (True, 1)
 
     server.run("gate", then)
 
@@ -342,23 +342,23 @@ def test_a_prompt_that_the_template_did_not_make_of_its_messages_is_noticed(
     async def then(guard: HalluTracerPlugin) -> None:
         prompt = server.engine.render_chat(asked)
         for ids, other in ((prompt, False), ([*prompt, 10], True), ([10, *prompt], True)):
-            one = server.asks(ids, note := Note(turns=(asked,)))
-            await one._check_rendering()
-            assert (one._standing.other_rendering, OTHER_RENDERING in note.violations) == (
+            driver = server.asks(ids, note := Note(turns=(asked,)))
+            await driver._check_rendering()
+            assert (driver._standing.other_rendering, OTHER_RENDERING in note.violations) == (
                 other,
                 other,
             )
-            assert one.policy.withhold_outside is (True if other else None)
-        one = server.asks(prompt, Note())  # whose messages nobody knows
-        await one._check_rendering()
-        assert one._standing.other_rendering
+            assert driver.policy.withhold_outside is (True if other else None)
+        driver = server.asks(prompt, Note())  # whose messages nobody knows
+        await driver._check_rendering()
+        assert driver._standing.other_rendering
 
     server.run("gate", then)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("arguments", "variables", "said"),
+    ("arguments", "variables", "words"),
     [
         (
             [],
@@ -371,28 +371,24 @@ def test_a_prompt_that_the_template_did_not_make_of_its_messages_is_noticed(
             "HALLUTRACER_BUNDLE is set, and field model.fingerprint: bundle smollm2:1 was",
         ),
         (
-            ["--chat-template", "{{ messages }}"],
-            {},
-            "HALLUTRACER_BUNDLE is set, and --chat-template (a text) renders",
-        ),
-        (
             ["--worker-cls", "tests.parity.faulty.RowTooEarly"],
             {},
             "it would never be ready: EngineError: self-test: ",
         ),
     ],
-    ids=["no bundle", "another model", "template", "never ready"],
+    ids=["no bundle", "another model", "never ready"],
 )
 def test_vllms_server_ends_where_its_gate_would_not_be_there(
-    tmp_path: Path, arguments: list[str], variables: dict[str, str], said: str
+    tmp_path: Path, arguments: list[str], variables: dict[str, str], words: str
 ) -> None:
+    """Of a chat template and of other starts, in this process: test_no_gate."""
     log = tmp_path / "log"
     given = {f"HALLUTRACER_{name}": value for name, value in variables.items()}
     assert ending(log, *arguments, **given) == 1, log.read_text()[-3000:]
     text = log.read_text()
-    assert any(line.startswith("hallutracer: ") and said in line for line in text.splitlines()), (
+    assert any(line.startswith("hallutracer: ") and words in line for line in text.splitlines()), (
         text[-3000:]
     )
     assert ("Starting to load model" in text) == (
-        "self-test" in said
+        "self-test" in words
     )  # the others before the weights are read

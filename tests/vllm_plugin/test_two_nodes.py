@@ -21,7 +21,7 @@ from tests.engines.vllm.installed import vllm_or_skip
 vllm_or_skip()
 
 from tests.kit.local_server import free_port  # noqa: E402
-from tests.vllm_plugin.conftest import MODEL, QUIET, serving  # noqa: E402
+from tests.vllm_plugin.conftest import MODEL, QUIET, SERVER, serving  # noqa: E402
 
 pytestmark = pytest.mark.long
 QUESTION = "What is the capital of France?"
@@ -88,13 +88,18 @@ def test_a_chat_is_judged_on_two_nodes(tmp_path: Path) -> None:
         "float32",
         "--enforce-eager",
     )
-    one, two = (sorted(os.sched_getaffinity(0)) * 2)[:2]
+    core, other = (sorted(os.sched_getaffinity(0)) * 2)[:2]
     both = {"HALLUTRACER_BUNDLE": "demo"}
-    first, second = f"{one}|{two}", f"{two}|{one}"  # each node takes the first
+    first, second = f"{core}|{other}", f"{other}|{core}"  # each node takes the first
     with (
         second_node(tmp_path, *same, **both, VLLM_CPU_OMP_THREADS_BIND=second),
         serving(
-            tmp_path / "first", *same, "--node-rank", "0", **both, VLLM_CPU_OMP_THREADS_BIND=first
+            tmp_path / "first",
+            *same,
+            *("--node-rank", "0"),
+            program=SERVER,
+            VLLM_CPU_OMP_THREADS_BIND=first,
+            **both,
         ) as url,
     ):
         messages = [{"role": "user", "content": QUESTION}]

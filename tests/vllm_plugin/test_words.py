@@ -32,7 +32,7 @@ def ended(outcome: Outcome, shown: int | None = None) -> Note:
 @pytest.fixture(autouse=True)
 def without_risks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Note, "body", lambda _: None)
-    monkeypatch.setattr(Note, "answer_note", lambda _, place: {})
+    monkeypatch.setattr(Note, "answer_note", lambda _, number: {})
 
 
 def read(events: bytes) -> list[Any]:
@@ -72,9 +72,9 @@ def test_what_vllm_streams_of_a_withheld_response_is_dropped() -> None:
         "sequence_number": 3,
         "response": response("completed", call, item("Ottawa")),
     }
-    found = read(sent + words.events(done) + words.rest())
-    assert [one["sequence_number"] for one in found] == list(range(len(found)))
-    assert [one["type"] for one in found] == [
+    sent_events = read(sent + words.events(done) + words.rest())
+    assert [event["sequence_number"] for event in sent_events] == list(range(len(sent_events)))
+    assert [event["type"] for event in sent_events] == [
         f"response.{kind}"
         for kind in (
             "created",
@@ -87,16 +87,16 @@ def test_what_vllm_streams_of_a_withheld_response_is_dropped() -> None:
             "incomplete",
         )
     ]
-    last = found[-1]["response"]
+    last = sent_events[-1]["response"]
     assert (last["incomplete_details"], last["usage"]["output_tokens"]) == (
         {"reason": "content_filter"},
         0,
     )
-    assert [one.get("content", [{}])[0].get("refusal") for one in last["output"]] == [
+    assert [event.get("content", [{}])[0].get("refusal") for event in last["output"]] == [
         None,
         "Not sure.",
     ]
-    assert "Ottawa" not in json.dumps(found)
+    assert "Ottawa" not in json.dumps(sent_events)
 
 
 def test_a_withheld_message_has_the_policys_text_alone() -> None:
@@ -107,9 +107,9 @@ def test_a_withheld_message_has_the_policys_text_alone() -> None:
         "stop_reason": "end_turn",
         "usage": {},
     }
-    found = words.whole(body)
-    assert found is not None
-    assert (found["content"], found["stop_reason"]) == (
+    message = words.whole(body)
+    assert message is not None
+    assert (message["content"], message["stop_reason"]) == (
         [{"type": "text", "text": "Not sure."}],
         "refusal",
     )

@@ -21,43 +21,45 @@ def by_hand(engine: Any, prompt: list[int], answer: list[int], probes: Probes) -
     """Mean truth logits [m] at the onsets of the beginnings that end in one of the answer's
     tokens."""
     beginnings = [[*prompt, *answer[: count + 1]] for count in range(len(answer))]
-    return np.mean([one.trajectories[0] for one in engine.score(beginnings, [probes])], axis=0)
+    return np.mean(
+        [result.trajectories[0] for result in engine.score(beginnings, [probes])], axis=0
+    )
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_answers_that_write_together_are_each_read_by_their_own_probes(name: str) -> None:
     engine, prompts = tiny.engine(name), tiny.prompts(LENGTHS)
     plain = engine.generate(prompts, Sampling(max_tokens=9))
-    two = (
+    both = (
         tiny.probes(engine.identity.geometry, scaled=True),
         tiny.probes(engine.identity.geometry, seed=5),
     )
-    read_by = [two[0], None, two[1], two[0], two[1], None]
+    read_by = [both[0], None, both[1], both[0], both[1], None]
     continuations = engine.begin(prompts, [])
-    for one, probes in zip(continuations, read_by, strict=True):
-        one.answer_probes = probes
-    streams = [one.decode(Sampling(max_tokens=9)) for one in continuations]
-    assert [one.reading for one in continuations] == [None] * len(prompts)
+    for continuation, probes in zip(continuations, read_by, strict=True):
+        continuation.answer_probes = probes
+    streams = [continuation.decode(Sampling(max_tokens=9)) for continuation in continuations]
+    assert [continuation.reading for continuation in continuations] == [None] * len(prompts)
     tiny.come_and_go(engine, continuations, streams)
-    assert [one.completion for one in continuations] == plain
-    for prompt, one, probes in zip(prompts, continuations, read_by, strict=True):
+    assert [continuation.completion for continuation in continuations] == plain
+    for prompt, continuation, probes in zip(prompts, continuations, read_by, strict=True):
         if probes is None:
-            assert one.reading is None
+            assert continuation.reading is None
             continue
-        went_on = list(one.completion.token_ids[:-1])
-        assert one.reading.tokens == len(went_on)
+        went_on = list(continuation.completion.token_ids[:-1])
+        assert continuation.reading.tokens == len(went_on)
         expected = by_hand(engine, prompt, went_on, probes)
-        np.testing.assert_allclose(one.reading.trajectory, expected, rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose(continuation.reading.trajectory, expected, rtol=1e-3, atol=1e-4)
         [whole] = engine.score([[*prompt, *went_on]], [probes], last=[len(went_on)])
         np.testing.assert_allclose(whole.trajectories[0], expected, rtol=1e-3, atol=1e-4)
 
 
 def test_an_answer_of_one_token_has_no_reading() -> None:
     engine = tiny.engine("llama")
-    [one] = engine.begin(tiny.prompts([5]), [])
-    one.answer_probes = tiny.probes(engine.identity.geometry)
-    list(one.decode(Sampling(max_tokens=1)))
-    assert one.reading is None
+    [continuation] = engine.begin(tiny.prompts([5]), [])
+    continuation.answer_probes = tiny.probes(engine.identity.geometry)
+    list(continuation.decode(Sampling(max_tokens=1)))
+    assert continuation.reading is None
 
 
 @pytest.mark.parametrize("site", list(Site))
@@ -66,12 +68,14 @@ def test_training_reads_the_tokens_that_serving_reads(name: str, site: Site) -> 
     engine, prompts = tiny.engine(name, max_batch_tokens=90), tiny.prompts(LENGTHS)
     plain = engine.extract(prompts, [site], sampling=Sampling(max_tokens=6))
     assert plain.answers is None
-    found = engine.extract(prompts, [site], sampling=Sampling(max_tokens=6), answer_site=site)
-    assert found.completions == plain.completions
-    np.testing.assert_array_equal(found.activations[site], plain.activations[site])
-    assert found.answers is not None
-    for prompt, said, read in zip(prompts, found.completions, found.answers, strict=True):
-        ids = list(said.token_ids[:-1])
+    extraction = engine.extract(prompts, [site], sampling=Sampling(max_tokens=6), answer_site=site)
+    assert extraction.completions == plain.completions
+    np.testing.assert_array_equal(extraction.activations[site], plain.activations[site])
+    assert extraction.answers is not None
+    for prompt, completion, read in zip(
+        prompts, extraction.completions, extraction.answers, strict=True
+    ):
+        ids = list(completion.token_ids[:-1])
         ends = [[*prompt, *ids[: count + 1]] for count in range(len(ids))]
         expected = engine.extract(ends, [site]).activations[site].mean(axis=0)
         np.testing.assert_allclose(read, expected, rtol=1e-3, atol=1e-4)
@@ -91,9 +95,9 @@ def test_many_rows_are_read_over_spans_of_their_own_and_a_shared_beginning_is_am
         for text in ("who was it?", "where", "a")
     ]
     rows, last = [*tiny.prompts([9, 14, 4]), *chats], [3, 13, 1, 4, 2, len(chats[2])]
-    for row, count, found in zip(rows, last, engine.score(rows, probes, last=last), strict=True):
-        for one, trajectory in zip(probes, found.trajectories, strict=True):
-            expected = by_hand(engine, row[: len(row) - count], row[len(row) - count :], one)
+    for row, count, result in zip(rows, last, engine.score(rows, probes, last=last), strict=True):
+        for probe, trajectory in zip(probes, result.trajectories, strict=True):
+            expected = by_hand(engine, row[: len(row) - count], row[len(row) - count :], probe)
             np.testing.assert_allclose(trajectory, expected, rtol=1e-3, atol=1e-4)
 
 

@@ -39,18 +39,18 @@ EQUAL = PassCost(math.inf)
 def test_passes_are_of_about_the_same_work(columns: int, prefix: int, cost: PassCost) -> None:
     [whole] = [pad([list(range(columns + prefix))], [0], 0, torch.device("cpu"), prefix)]
     cut = chunks(whole, MOST, cost)
-    assert torch.cat([one.input_ids for one in cut], dim=1).tolist() == whole.input_ids.tolist()
+    assert torch.cat([part.input_ids for part in cut], dim=1).tolist() == whole.input_ids.tolist()
     ends = prefix
-    for one in cut:
-        assert one.prefix == ends
-        assert one.position_ids is not None
-        assert one.position_ids.tolist() == [list(range(ends, ends + one.lengths[0]))]
-        assert cost.of(one.lengths[0], ends) <= MOST
-        ends += one.lengths[0]
-    sizes = [one.lengths[0] for one in cut]
+    for part in cut:
+        assert part.prefix == ends
+        assert part.position_ids is not None
+        assert part.position_ids.tolist() == [list(range(ends, ends + part.lengths[0]))]
+        assert cost.of(part.lengths[0], ends) <= MOST
+        ends += part.lengths[0]
+    sizes = [part.lengths[0] for part in cut]
     assert sizes == sorted(sizes, reverse=True)
     assert len(cut) == 1 or sizes[-1] >= sizes[-2] / 2
-    equal = [one.lengths[0] for one in chunks(whole, MOST, EQUAL)]
+    equal = [part.lengths[0] for part in chunks(whole, MOST, EQUAL)]
     assert len(equal) == -(-columns // MOST)
 
 
@@ -75,25 +75,25 @@ def test_no_pass_over_a_long_prompt_takes_longer_than_its_first() -> None:
     modules: Any = SimpleNamespace(geometry=shape, blocks=[block])
     cost = hooks.pass_cost(modules, torch.device("cpu"))
     of_first = cost.of_pass(512, 0)
-    for tokens, kept, milliseconds in PASSES:
-        assert 1 <= cost.of(tokens, kept) / 512 * FIRST_PASS_MS / milliseconds <= 1.4
-        expected = cost.of_pass(tokens, kept) / of_first * FIRST_PASS_MS
+    for tokens, cached, milliseconds in PASSES:
+        assert 1 <= cost.of(tokens, cached) / 512 * FIRST_PASS_MS / milliseconds <= 1.4
+        expected = cost.of_pass(tokens, cached) / of_first * FIRST_PASS_MS
         assert 0.85 <= expected / milliseconds <= 1.25
-    for kept in range(0, 8192, 64):
-        tokens = cost.most_tokens(512, kept)
-        assert cost.of(tokens, kept) <= 512
-        assert cost.of(tokens + 1, kept) > 512
+    for cached in range(0, 8192, 64):
+        tokens = cost.most_tokens(512, cached)
+        assert cost.of(tokens, cached) <= 512
+        assert cost.of(tokens + 1, cached) > 512
     assert hooks.pass_cost(modules, torch.device("cuda")) == PassCost(cost.doubled_at)
 
 
 def test_a_pass_reads_at_least_as_much_as_it_copies() -> None:
     cost = PassCost(100.0, 2.0, 40.0)
-    for kept in (0, 25, 50, 100, 10_000):
-        tokens = cost.most_tokens(20, kept)
-        copies = cost.of(0, kept)
+    for cached in (0, 25, 50, 100, 10_000):
+        tokens = cost.most_tokens(20, cached)
+        copies = cost.of(0, cached)
         assert 1 <= tokens <= 20
-        assert cost.of(tokens, kept) <= max(20, 2 * copies)
-        assert cost.of(tokens + 1, kept) > min(20, 2 * copies)
+        assert cost.of(tokens, cached) <= max(20, 2 * copies)
+        assert cost.of(tokens + 1, cached) > min(20, 2 * copies)
 
 
 def result_of(passes: Iterator[Any], count: int, *, more: bool = False) -> Any:
@@ -104,21 +104,21 @@ def result_of(passes: Iterator[Any], count: int, *, more: bool = False) -> Any:
     return result
 
 
-def check_same(found: PrefillResult, expected: PrefillResult, *, tokens: bool) -> None:
-    assert found.prompt_tokens == expected.prompt_tokens
-    for trajectory, whole in zip(found.trajectories, expected.trajectories, strict=True):
+def check_same(result: PrefillResult, expected: PrefillResult, *, tokens: bool) -> None:
+    assert result.prompt_tokens == expected.prompt_tokens
+    for trajectory, whole in zip(result.trajectories, expected.trajectories, strict=True):
         np.testing.assert_allclose(trajectory, whole, rtol=1e-5, atol=1e-5)
-    assert (found.first_token is not None) == tokens
+    assert (result.first_token is not None) == tokens
     if tokens:
-        check_first(found.first_token, expected.first_token)
+        check_first(result.first_token, expected.first_token)
 
 
-def check_first(found: FirstToken | None, expected: FirstToken | None) -> None:
-    assert found is not None
+def check_first(first: FirstToken | None, expected: FirstToken | None) -> None:
+    assert first is not None
     assert expected is not None
-    assert found.token == expected.token
-    assert found.log_max_prob == pytest.approx(expected.log_max_prob, abs=1e-5)
-    assert found.entropy == pytest.approx(expected.entropy, abs=1e-5)
+    assert first.token == expected.token
+    assert first.log_max_prob == pytest.approx(expected.log_max_prob, abs=1e-5)
+    assert first.entropy == pytest.approx(expected.entropy, abs=1e-5)
 
 
 @pytest.mark.parametrize("name", [*tiny.ALL, *MORE, UNKNOWN])
@@ -153,7 +153,7 @@ def test_the_families_that_take_one_pass_are_those_whose_caches_do_not_go_on() -
     assert {name for family in FAMILIES if family.whole for name in family.model_types} == WHOLE
 
 
-def test_what_chats_begin_with_is_read_once_in_front_of_passes_too(
+def test_what_chats_begin_with_is_read_once_in_front_of_passes_and_costs_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(hooks, "MIN_PREFIX", 4)
@@ -168,6 +168,8 @@ def test_what_chats_begin_with_is_read_once_in_front_of_passes_too(
     check_same(result, whole, tokens=False)
     assert engine.counters.forward_tokens - before == len(chat) - shared
     assert engine.counters.prefills == 2
+    assert sum(engine.pass_costs(chat)) == len(chat) - shared
+    assert sum(engine.pass_costs(chat[1:])) == len(chat) - 1
 
 
 def test_costs_are_of_the_passes_that_a_prompt_takes() -> None:
@@ -176,29 +178,18 @@ def test_costs_are_of_the_passes_that_a_prompt_takes() -> None:
     probes = [tiny.probes(engine.identity.geometry)]
     for length in (1, 6, 7, 16, 17, 40):
         [prompt] = tiny.prompts([length])
-        costs, kept = iter(engine.pass_costs(prompt)), 0
+        costs, cached = iter(engine.pass_costs(prompt)), 0
         before = engine.counters.forward_tokens
         for _ in engine.in_chunks(prompt, probes):
             tokens, before = (
                 engine.counters.forward_tokens - before,
                 engine.counters.forward_tokens,
             )
-            attended = kept + tokens // 2
+            attended = cached + tokens // 2
             assert next(costs) == pytest.approx(tokens * (1 + attended / 5) + attended / 10)
-            kept += tokens
+            cached += tokens
         assert next(costs, None) is None
-        assert kept == length
-
-
-def test_what_chats_begin_with_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hooks, "MIN_PREFIX", 4)
-    engine = tiny.engine(max_batch_tokens=MOST)
-    engine._pass_cost = EQUAL
-    chat = engine.render_chat([{"role": "user", "content": "x" * 60}])
-    shared = len(engine._prefix.tokens)
-    assert 0 < shared < MOST
-    assert sum(engine.pass_costs(chat)) == len(chat) - shared
-    assert sum(engine.pass_costs(chat[1:])) == len(chat) - 1
+        assert cached == length
 
 
 def test_positions_that_depend_on_the_longest_take_one_pass_where_they_would_differ() -> None:

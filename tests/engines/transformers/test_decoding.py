@@ -132,13 +132,13 @@ def test_the_nucleus_is_that_of_the_whole_vocabulary_sorted(top_p: float, spread
     logits = spread * torch.randn(3000, generator=torch.Generator().manual_seed(1))
     ordered, order = torch.softmax((logits - logits.max()) / 0.8, -1).sort(descending=True)
     count = int((ordered.cumsum(-1) - ordered < top_p).sum())
-    kept = torch.zeros(3000).scatter(0, order[:count], ordered[:count])
+    nucleus = torch.zeros(3000).scatter(0, order[:count], ordered[:count])
     for seed in range(20):
         sampling = Sampling(temperature=0.8, top_p=top_p, seed=seed)
-        drawn = int(torch.multinomial(kept, 1, generator=torch.Generator().manual_seed(seed)))
-        found = pick(logits, sampling, generator_for(sampling, CPU))
+        drawn = int(torch.multinomial(nucleus, 1, generator=torch.Generator().manual_seed(seed)))
+        picked = pick(logits, sampling, generator_for(sampling, CPU))
         assert (
-            found == drawn or spread == 0.0
+            picked == drawn or spread == 0.0
         )  # of equal probabilities it does not matter which are kept
     for temperature in (0.0, 1e-30):
         sampling = Sampling(temperature=temperature)
@@ -186,12 +186,14 @@ def test_greedy_equals_generate_and_the_prompt_runs_once(name: str) -> None:
     )
     assert (counters.forward_tokens, counters.open_continuations) == (2 * sum(LENGTHS[:4]), 4)
     steps = 0
-    for prompt, onset, one in zip(prompts, scored, continuations, strict=True):
-        np.testing.assert_allclose(one.prefill.trajectories[0], onset.trajectories[0], atol=1e-6)
-        assert one.prefill.first_token is not None
+    for prompt, onset, continuation in zip(prompts, scored, continuations, strict=True):
+        np.testing.assert_allclose(
+            continuation.prefill.trajectories[0], onset.trajectories[0], atol=1e-6
+        )
+        assert continuation.prefill.first_token is not None
         assert onset.first_token is not None
-        assert one.prefill.first_token.token == onset.first_token.token
-        ids = decoded(one, Sampling(max_tokens=12)).token_ids
+        assert continuation.prefill.first_token.token == onset.first_token.token
+        ids = decoded(continuation, Sampling(max_tokens=12)).token_ids
         assert list(ids) == reference(tiny.modules(engine).model, prompt, 12)
         steps += len(ids) - 1  # the first token comes from the prefill
         assert (counters.decode_steps, counters.forward_tokens) == (
@@ -214,14 +216,15 @@ def test_padding_does_not_push_a_short_prompt_out_of_its_window(name: str) -> No
         torch.testing.assert_close(
             (ours.keys, ours.values), (own.keys, own.values), rtol=0, atol=1e-5
         )
-    found = decoded(together, Sampling(max_tokens=20)).token_ids
-    assert list(found) == reference(tiny.modules(engine).model, short, 20)
+    token_ids = decoded(together, Sampling(max_tokens=20)).token_ids
+    assert list(token_ids) == reference(tiny.modules(engine).model, short, 20)
 
 
 def test_each_continuation_has_its_own_memory() -> None:
     begun = tiny.engine("qwen3").begin(tiny.prompts([5, 40]), [])
     storages = [
-        {layer.keys.untyped_storage().data_ptr() for layer in one.cache.layers} for one in begun
+        {layer.keys.untyped_storage().data_ptr() for layer in continuation.cache.layers}
+        for continuation in begun
     ]
     assert not storages[0] & storages[1]
     short = begun[0].cache.layers[0].keys
@@ -237,11 +240,11 @@ def test_cancelling_stops_before_the_next_step() -> None:
         checks.append(engine.counters.decode_steps)
         return len(checks) > 3
 
-    found = decoded(engine.begin(tiny.prompts([8]), [])[0], Sampling(max_tokens=50), cancelled)
+    completion = decoded(engine.begin(tiny.prompts([8]), [])[0], Sampling(max_tokens=50), cancelled)
     assert (
         engine.counters.decode_steps == 2
     )  # tokens 2 and 3; the first was free, the fourth never ran
-    assert (found.finish_reason, len(found.token_ids)) == ("cancelled", 3)
+    assert (completion.finish_reason, len(completion.token_ids)) == ("cancelled", 3)
     assert engine.counters.open_continuations == 0
 
 
@@ -475,13 +478,18 @@ def test_rows_that_finish_early_leave_and_the_rest_go_on_rightly() -> None:
     assert counters.forward_tokens == sum(map(len, prompts)) + steps
 
 
-def test_sampled_answers_do_not_depend_on_batch_mates() -> None:
-    engine = tiny.shared_engine("llama")
-    prompts = tiny.prompts([4, 9, 15])
-    sampling = Sampling(max_tokens=10, temperature=1.2, top_p=0.9, seed=7)
-    together = engine.generate(prompts, sampling)
-    assert together == [engine.generate([prompt], sampling)[0] for prompt in prompts]
-    assert engine.generate(prompts, replace(sampling, seed=8)) != together
+def test_answers_do_not_depend_on_batch_mates() -> None:
+    sampled = Sampling(max_tokens=10, temperature=1.2, top_p=0.9, seed=7)
+    for engine, lengths, sampling in (
+        (tiny.shared_engine("llama"), [4, 9, 15], sampled),
+        (tiny.longrope_engine(), [5, 30, 20], Sampling(max_tokens=16)),
+    ):
+        prompts = tiny.prompts(lengths)
+        together = engine.generate(prompts, sampling)
+        assert together == [engine.generate([prompt], sampling)[0] for prompt in prompts]
+        assert sampling is not sampled or together != engine.generate(
+            prompts, replace(sampled, seed=8)
+        )
 
 
 def test_stop_strings_end_the_answer_before_themselves() -> None:
@@ -489,27 +497,19 @@ def test_stop_strings_end_the_answer_before_themselves() -> None:
     prompts = tiny.prompts([5] * 6, seed=3)
     plain = engine.generate(prompts, Sampling(max_tokens=16))
     stop = tuple({completion.text[4:6] for completion in plain if len(completion.text) > 6})
-    sampling, found = Sampling(max_tokens=16, stop=stop), 0
+    sampling, stopped = Sampling(max_tokens=16, stop=stop), 0
     for prompt, whole, completion in zip(
         prompts, plain, engine.generate(prompts, sampling), strict=True
     ):
         assert decoded(engine.begin([prompt], [])[0], sampling) == completion
         ends = any(end in whole.text for end in stop)
-        found += ends
+        stopped += ends
         assert not any(end in completion.text for end in stop)
         assert whole.text.startswith(completion.text)
         assert completion.finish_reason == "stop" or not ends
         assert completion.stop in (stop if ends else [None])
-    assert found
+    assert stopped
     assert engine.counters.open_continuations == 0
-
-
-def test_longrope_answers_do_not_depend_on_longer_batch_mates() -> None:
-    engine, sampling = tiny.longrope_engine(), Sampling(max_tokens=16)
-    prompts = tiny.prompts([5, 30, 20])
-    assert engine.generate(prompts, sampling) == [
-        engine.generate([prompt], sampling)[0] for prompt in prompts
-    ]
 
 
 # Traced
@@ -538,7 +538,7 @@ def test_a_greedy_trace_is_that_of_plain_decoding(name: str) -> None:
     prompts = tiny.prompts(LENGTHS[:4])
     plain = engine.generate(prompts, Sampling(max_tokens=6))
     traced = engine.sample(prompts, Sampling(max_tokens=6), [[0]] * len(prompts))
-    assert [one.completion for (one,) in traced] == plain
+    assert [trace.completion for (trace,) in traced] == plain
     for prompt, (answer,) in zip(prompts, traced, strict=True):
         check_trace(engine, prompt, answer)
 
@@ -552,14 +552,14 @@ def test_samples_share_one_prefill_and_each_is_that_of_its_seed(name: str) -> No
     )
     seeds = [[10 * row + number for number in range(3)] for row in range(len(prompts))]
     traced = engine.sample(prompts, sampling, seeds)
-    written = sum(len(one.completion.token_ids) for of_prompt in traced for one in of_prompt)
+    written = sum(len(answer.completion.token_ids) for of_prompt in traced for answer in of_prompt)
     assert engine.counters.prefills == len(prompts)
     assert engine.counters.forward_tokens == sum(LENGTHS[:3]) + written - 3 * len(prompts)
     for prompt, own, of_prompt in zip(prompts, seeds, traced, strict=True):
-        assert len({one.completion.token_ids for one in of_prompt}) > 1
-        for seed, one in zip(own, of_prompt, strict=True):
-            assert one.completion == engine.generate([prompt], replace(sampling, seed=seed))[0]
-            check_trace(engine, prompt, one)
+        assert len({answer.completion.token_ids for answer in of_prompt}) > 1
+        for seed, answer in zip(own, of_prompt, strict=True):
+            assert answer.completion == engine.generate([prompt], replace(sampling, seed=seed))[0]
+            check_trace(engine, prompt, answer)
 
 
 def test_an_answer_of_one_token_has_the_states_of_the_onset_and_each_prompt_its_seeds() -> None:
@@ -588,9 +588,9 @@ def test_next_token_is_the_softmax_of_the_logits() -> None:
 
 
 @pytest.mark.parametrize("name", [*KINDS, "falcon"])  # which runs its rows one by one
-@pytest.mark.parametrize("place", [0, 1, -1])
+@pytest.mark.parametrize("layer", [0, 1, -1])
 def test_a_step_that_failed_behind_some_layer_leaves_all_answers_as_they_were(
-    name: str, place: int
+    name: str, layer: int
 ) -> None:
     """Each step of several fails once and is run again by halves; in and beyond the windows."""
     engine: Any = tiny.engine(name)
@@ -601,18 +601,22 @@ def test_a_step_that_failed_behind_some_layer_leaves_all_answers_as_they_were(
         if fails:
             raise RuntimeError("no memory")
 
-    tiny.modules(engine).blocks[place].register_forward_hook(fail)
+    tiny.modules(engine).blocks[layer].register_forward_hook(fail)
     ended: list[list[Any]] = []
     for failing in (False, True):
         continuations = engine.begin(prompts, [])
-        for one in continuations:
-            one.answer_probes = probe
-        running = [(one, one.decode(sampling)) for one in continuations]
+        for continuation in continuations:
+            continuation.answer_probes = probe
+        running = [(continuation, continuation.decode(sampling)) for continuation in continuations]
         failed = 0
         while running:
-            running = [(one, pieces) for one, pieces in running if next(pieces, None) is not None]
-            rows = [one for one, _ in running]
-            if failing and sum(one.waits for one in rows) > 1:
+            running = [
+                (continuation, pieces)
+                for continuation, pieces in running
+                if next(pieces, None) is not None
+            ]
+            rows = [continuation for continuation, _ in running]
+            if failing and sum(continuation.waits for continuation in rows) > 1:
                 fails = True
                 with pytest.raises(RuntimeError):
                     engine.step_together(rows)
@@ -621,14 +625,14 @@ def test_a_step_that_failed_behind_some_layer_leaves_all_answers_as_they_were(
             engine.step_together(rows[len(rows) // 2 :])
         assert failed == (13 if failing else 0)
         ended.append(continuations)
-    for one, other in zip(*ended, strict=True):
-        assert one.completion == other.completion
-        if one.reading is None:  # of the first token alone nothing is read
+    for continuation, other in zip(*ended, strict=True):
+        assert continuation.completion == other.completion
+        if continuation.reading is None:  # of the first token alone nothing is read
             assert other.reading is None
             continue
-        assert one.reading.tokens == other.reading.tokens
+        assert continuation.reading.tokens == other.reading.tokens
         np.testing.assert_allclose(
-            one.reading.trajectory, other.reading.trajectory, rtol=0, atol=1e-5
+            continuation.reading.trajectory, other.reading.trajectory, rtol=0, atol=1e-5
         )
 
 
@@ -642,10 +646,10 @@ def test_an_answer_whose_recurrent_state_is_half_changed_is_not_gone_on_with() -
         if fails == 0:
             raise RuntimeError("no memory")
 
-    answers = [one.token_ids for one in engine.generate(prompts, sampling)]
+    answers = [answer.token_ids for answer in engine.generate(prompts, sampling)]
     tiny.modules(engine).blocks[1].register_forward_hook(fail)
     continuations = engine.begin(prompts, [])
-    streams = [one.decode(sampling) for one in continuations]
+    streams = [answer.decode(sampling) for answer in continuations]
     for stream in streams:
         next(stream)
     fails = 2  # the second one's pass
@@ -653,6 +657,6 @@ def test_an_answer_whose_recurrent_state_is_half_changed_is_not_gone_on_with() -
         with pytest.raises(RuntimeError, match="no memory"):
             engine.step_together(group)
     continuations[1].close()
-    for place in (0, 2):
-        list(streams[place])
-        assert continuations[place].completion.token_ids == answers[place]
+    for number in (0, 2):
+        list(streams[number])
+        assert continuations[number].completion.token_ids == answers[number]

@@ -51,18 +51,18 @@ def answers(engine: TransformersEngine, *samplings: Sampling) -> list[Completion
         arrived.append(request)
         add(request)
 
-    async def one(number: int, sampling: Sampling) -> Completion:
-        found: Completion | None = None
+    async def ask(number: int, sampling: Sampling) -> Completion:
+        completions: Completion | None = None
         prompt = [*PROMPT, number]
         async with aclosing(served.answer(prompt, [], sampling=sampling)) as updates:
             async for update in updates:
-                found = update.completion or found
-        assert found is not None
-        return found
+                completions = update.completion or completions
+        assert completions is not None
+        return completions
 
     async def every() -> list[Completion]:
         return await asyncio.gather(
-            *(one(number, sampling) for number, sampling in enumerate(samplings))
+            *(ask(number, sampling) for number, sampling in enumerate(samplings))
         )
 
     engine.step_together = noted  # type: ignore[method-assign]
@@ -70,7 +70,7 @@ def answers(engine: TransformersEngine, *samplings: Sampling) -> list[Completion
     # Until all are there none begins: the first would have ended before the last has come.
     served._queue.next_batch = lambda: next_batch() if len(arrived) == len(samplings) else []  # type: ignore[method-assign]
     try:
-        found = asyncio.run(every())
+        completions = asyncio.run(every())
     finally:
         del engine.step_together
         served._closed = True
@@ -79,14 +79,14 @@ def answers(engine: TransformersEngine, *samplings: Sampling) -> list[Completion
         assert served._thread is not None
         served._thread.join()
     assert max(together) == len(samplings)
-    return found
+    return completions
 
 
 def valid(completion: Completion) -> Any:
     assert completion.finish_reason == "stop"
-    found = json.loads(completion.text)
-    jsonschema.validate(found, SCHEMA)
-    return found
+    document = json.loads(completion.text)
+    jsonschema.validate(document, SCHEMA)
+    return document
 
 
 def held(engine: TransformersEngine, schema: dict[str, Any] = SCHEMA, **options: Any) -> Sampling:
@@ -103,14 +103,14 @@ def test_rows_with_and_without_a_schema_share_the_steps(engine: TransformersEngi
         valid(completion)
     assert beside[5].text in ('"ab"', '"cd"')
     alone = answers(engine, *free)
-    assert [one.token_ids for one in beside[:3]] == [one.token_ids for one in alone], (
+    assert [answer.token_ids for answer in beside[:3]] == [answer.token_ids for answer in alone], (
         "theirs do not change"
     )
 
 
 def test_one_prepared_format_serves_answers_of_their_own(engine: TransformersEngine) -> None:
     shared = held(engine, temperature=1.0, seed=1)
-    first, other = (valid(one) for one in answers(engine, shared, replace(shared, seed=2)))
+    first, other = (valid(answer) for answer in answers(engine, shared, replace(shared, seed=2)))
     assert first.keys() == other.keys()
 
 
@@ -134,12 +134,12 @@ def test_a_grammar_that_becomes_too_much_ends_its_own_answer_alone(
     served = Scheduled(engine)
 
     async def both() -> list[Any]:
-        async def one(sampling: Sampling) -> Any:
+        async def ask(sampling: Sampling) -> Any:
             async with aclosing(served.answer(PROMPT, [], sampling=sampling)) as updates:
                 return [update async for update in updates][-1].completion
 
         return await asyncio.gather(
-            one(broken), one(held(engine, {"const": "ab"})), return_exceptions=True
+            ask(broken), ask(held(engine, {"const": "ab"})), return_exceptions=True
         )
 
     failed, whole = asyncio.run(both())

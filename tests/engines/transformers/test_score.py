@@ -306,8 +306,8 @@ def chatting(family: str = "llama") -> TransformersEngine:
 
 
 def chats(made: TransformersEngine) -> list[list[int]]:
-    found = [made.render_chat([{"role": "user", "content": content}]) for content in CONTENTS]
-    return [*found, made.tokenize("no chat"), list(made._prefix.tokens) or found[0][:9]]
+    rendered = [made.render_chat([{"role": "user", "content": content}]) for content in CONTENTS]
+    return [*rendered, made.tokenize("no chat"), list(made._prefix.tokens) or rendered[0][:9]]
 
 
 @pytest.mark.parametrize("family", KINDS)
@@ -316,12 +316,12 @@ def test_numbers_and_answers_are_those_of_whole_prompts(family: str) -> None:
     plain._prefix = Prefix(())
     prompts, probe = chats(chatting()), tiny.probes(ours.identity.geometry)
     scores = (engine.score(prompts, [probe], first_token=True) for engine in (ours, plain))
-    for found, expected in zip(*scores, strict=True):
-        np.testing.assert_allclose(found.trajectories[0], expected.trajectories[0], atol=1e-5)
-        assert found.prompt_tokens == expected.prompt_tokens
-        assert found.first_token is not None
+    for result, expected in zip(*scores, strict=True):
+        np.testing.assert_allclose(result.trajectories[0], expected.trajectories[0], atol=1e-5)
+        assert result.prompt_tokens == expected.prompt_tokens
+        assert result.first_token is not None
         assert expected.first_token is not None
-        assert found.first_token.token == expected.first_token.token
+        assert result.first_token.token == expected.first_token.token
     rows, whole = (engine.extract(prompts, list(Site)).activations for engine in (ours, plain))
     for site in Site:
         np.testing.assert_allclose(rows[site], whole[site], atol=1e-5)
@@ -361,12 +361,12 @@ def test_the_cache_is_given_by_the_name_that_the_model_has_for_it(forward: Any) 
         model, tiny.tokenizer(template=TEMPLATE), options=EngineOptions(model="tiny-llama")
     )
     prompts, probe = chats(plain), tiny.probes(ours.identity.geometry)
-    for found, expected in zip(
+    for result, expected in zip(
         *(engine.score(prompts, [probe]) for engine in (ours, plain)), strict=True
     ):
-        np.testing.assert_allclose(found.trajectories[0], expected.trajectories[0], atol=1e-5)
+        np.testing.assert_allclose(result.trajectories[0], expected.trajectories[0], atol=1e-5)
     answers = [
-        [one.token_ids for one in engine.generate(prompts, Sampling(max_tokens=6))]
+        [answer.token_ids for answer in engine.generate(prompts, Sampling(max_tokens=6))]
         for engine in (ours, plain)
     ]
     assert answers[0] == answers[1]

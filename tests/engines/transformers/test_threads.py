@@ -36,9 +36,9 @@ def run(
     random.seed(passes)
     used = []
     for _ in range(passes):
-        place = timings.next()
-        timings.add(place, seconds[counts[place]] * random.uniform(1 - noise, 1 + noise))
-        used.append(counts[place])
+        choice = timings.next()
+        timings.add(choice, seconds[counts[choice]] * random.uniform(1 - noise, 1 + noise))
+        used.append(counts[choice])
     return used
 
 

@@ -60,11 +60,11 @@ def test_the_adapter_is_read_and_no_other(
         merged.identity.model,
         merged.identity.fingerprint,
     )
-    prompts = [one.prompt[:110] for one in models.questions("llama")[:40]]
+    prompts = [reader.prompt[:110] for reader in models.questions("llama")[:40]]
     probes = models.probes(engine.identity.geometry, 0)
 
-    def read(one: Any) -> Any:
-        return np.array([found.trajectories for found in one.score(prompts, probes)])
+    def read(reader: Any) -> Any:
+        return np.array([result.trajectories for result in reader.score(prompts, probes)])
 
     wanted, plain = read(merged), copy(engine)
     plain._adapter = None
@@ -72,12 +72,12 @@ def test_the_adapter_is_read_and_no_other(
         assert np.abs(read(engine) - wanted).max() < CLOSE
         assert np.abs(read(plain) - wanted).max() > 1000 * CLOSE
     answers = [
-        [answer.text for answer in one.generate(prompts[:8], ANSWER)]
-        for one in (engine, merged, plain)
+        [answer.text for answer in reader.generate(prompts[:8], ANSWER)]
+        for reader in (engine, merged, plain)
     ]
     assert answers[0] == answers[1]
     assert not set(answers[0]) & set(answers[2])
-    rows = [one.extract(prompts, list(Site)).activations for one in (engine, merged)]
+    rows = [reader.extract(prompts, list(Site)).activations for reader in (engine, merged)]
     for site in Site:
         assert np.abs(rows[0][site] - rows[1][site]).max() < 2 * CLOSE
 

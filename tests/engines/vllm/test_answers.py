@@ -1,5 +1,6 @@
-"""What vLLM reads of answers' own tokens, against the reference engine on the same text: chunked,
-preempted, cached."""
+"""What vLLM reads of answers' own tokens, against the reference engine on the same text.
+
+Of many at once, chunked, preempted and cached: tests/parity."""
 
 from __future__ import annotations
 
@@ -20,7 +21,6 @@ from service.readout import Probes, Site
 from tests.engines import tiny
 from tests.engines.vllm.installed import vllm_or_skip
 from tests.parity import models
-from tests.parity.measure import counter
 from tests.running import until
 
 vllm_or_skip()
@@ -32,7 +32,7 @@ from service.engines.vllm.engine import VllmEngine  # noqa: E402
 pytestmark = pytest.mark.long
 
 CLOSE = 1e-5  # truth logits, as in tests/parity
-ANSWERS, TOGETHER, SLOTS = 120, 32, 2
+SLOTS = 2
 PROMPT = models.questions("llama")[5].prompt
 MANY = Sampling(max_tokens=40)
 
@@ -44,13 +44,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(folder: Path) -> Iterator[VllmEngine]:
-    """With room in the cache for a few of the answers that it may run."""
     extra = {
         "enforce_eager": "true",
         "max_model_len": str(models.CONTEXT),
-        "max_num_seqs": str(TOGETHER),
-        "block_size": "32",
-        "num_gpu_blocks_override": "24",
+        "max_num_seqs": "32",
     }
     options = EngineOptions(str(folder), dtype="float32", max_batch_tokens=48, extra=extra)
     loaded = VllmEngine.load(options, slots=SLOTS, answers=True)
@@ -110,19 +107,19 @@ def updates(
 
 
 def check(
-    found: list[Update], prompt: Any, probes: Probes | None, reference: TransformersEngine
+    received: list[Update], prompt: Any, probes: Probes | None, reference: TransformersEngine
 ) -> int:
     """The last update has what ``reference`` reads of the answer's text; return how many tokens
     were read."""
     decoded = 0
-    for update in found:
+    for update in received:
         decoded += update.tokens
         if probes is None or decoded < 2:
             assert update.answer is None
         else:
             assert update.answer is not None
             assert update.answer.tokens == decoded - 1
-    last = found[-1]
+    last = received[-1]
     assert last.completion is not None
     if last.answer is None:
         return 0
@@ -133,56 +130,19 @@ def check(
     return last.answer.tokens
 
 
-def test_many_answers_at_once_are_each_read_by_their_own_probes(
-    engine: VllmEngine, reference: TransformersEngine, probes: dict[Site, list[Probes]]
-) -> None:
-    """More than there is room for, so that some are computed again; long prompts in chunks, and
-    common beginnings."""
-    prompts = [question.prompt for question in models.questions("llama")[:ANSWERS]]
-    read_by = [
-        (*probes[Site.ATTENTION_HEAD][:2], probes[Site.RESIDUAL_STREAM][0], None)[n % 4]
-        for n in range(ANSWERS)
-    ]
-    limits = [Sampling(max_tokens=1 + n % 64) for n in range(ANSWERS)]
-
-    async def all_of_them() -> list[list[Update]]:
-        async def one(number: int) -> list[Update]:
-            stream = engine.answer(
-                prompts[number], [], sampling=limits[number], answer_probes=read_by[number]
-            )
-            async with aclosing(stream):
-                return [update async for update in stream]
-
-        return list(await asyncio.gather(*(one(number) for number in range(ANSWERS))))
-
-    before = counter("vllm:num_preemptions_total")
-    found = wait(engine, all_of_them())
-    read = [check(*one, reference) for one in zip(found, prompts, read_by, strict=True)]
-    assert sum(count > 0 for count in read) > 70
-    assert max(read) > 40
-    assert counter("vllm:num_preemptions_total") > before + 5
-    assert any(own[0].cached_tokens for own in found)
-    plain = engine.generate(prompts[:20], Sampling(max_tokens=64))
-    for number, completion in enumerate(plain):  # what is read changes nothing
-        assert (
-            found[number][-1].completion.token_ids
-            == completion.token_ids[: limits[number].max_tokens]
-        )
-
-
 def test_each_update_has_the_mean_so_far(
     engine: VllmEngine, reference: TransformersEngine, probes: dict[Site, list[Probes]]
 ) -> None:
     for site in Site:
-        found = updates(
+        received = updates(
             engine,
             engine.answer(
                 PROMPT, [], sampling=Sampling(max_tokens=9), answer_probes=probes[site][0]
             ),
         )
-        ids = found[-1].completion.token_ids if found[-1].completion else ()
+        ids = received[-1].completion.token_ids if received[-1].completion else ()
         assert len(ids) > 4
-        for update in found:
+        for update in received:
             if update.answer is not None:
                 written, count = [*PROMPT, *ids[: update.answer.tokens]], update.answer.tokens
                 [expected] = reference.score([written], [probes[site][0]], last=[count])
@@ -196,15 +156,15 @@ def test_a_reader_that_is_late_misses_nothing(
 ) -> None:
     """vLLM adds outputs that were not taken to one another, and keeps what came with the first."""
     asked = probes[Site.ATTENTION_HEAD]
-    found = updates(
+    received = updates(
         engine, engine.answer(PROMPT, asked[:1], sampling=MANY, answer_probes=asked[1]), pause=0.3
     )
-    assert max(update.tokens for update in found) > 5, "it was not late"
-    assert check(found, PROMPT, asked[1], reference) > 10
-    assert found[0].prefill is not None
+    assert max(update.tokens for update in received) > 5, "it was not late"
+    assert check(received, PROMPT, asked[1], reference) > 10
+    assert received[0].prefill is not None
     [onset] = reference.score([PROMPT], asked[:1])
     np.testing.assert_allclose(
-        found[0].prefill.trajectories[0], onset.trajectories[0], rtol=0, atol=CLOSE
+        received[0].prefill.trajectories[0], onset.trajectories[0], rtol=0, atol=CLOSE
     )
 
 
@@ -221,9 +181,9 @@ def test_a_request_that_is_not_read_is_sent_nothing_more(
             ) as outputs:
                 # One output may be of several steps, where this loop was late.
                 return [
-                    one
+                    payload
                     async for output in outputs
-                    for one in (output.prompt_token_id_logprobs, *getattr(output, MERGED))
+                    for payload in (output.prompt_token_id_logprobs, *getattr(output, MERGED))
                 ]
         finally:
             lease.release()
@@ -232,9 +192,9 @@ def test_a_request_that_is_not_read_is_sent_nothing_more(
         return list(await asyncio.gather(payloads(None), payloads(probes[Site.ATTENTION_HEAD][1])))
 
     unread, read = wait(engine, both())
-    assert [one is None for one in unread] == [False] + [True] * (len(unread) - 1)
+    assert [payload is None for payload in unread] == [False] + [True] * (len(unread) - 1)
     assert unread[0].size == read[0].size == engine._plan.payload
-    assert {one.size for one in read[1:]} == {engine.identity.geometry.num_layers + 1}
+    assert {payload.size for payload in read[1:]} == {engine.identity.geometry.num_layers + 1}
     assert len(read) == len(unread) > 10
 
 
@@ -262,11 +222,11 @@ def test_its_slot_is_its_own_until_the_answer_has_ended(
     first, *others = probes[Site.ATTENTION_HEAD]
 
     async def meanwhile() -> list[Update]:
-        stream, found = engine.answer(PROMPT, others[:1], sampling=MANY, answer_probes=first), []
+        stream, received = engine.answer(PROMPT, others[:1], sampling=MANY, answer_probes=first), []
         async with aclosing(stream):
             async for update in stream:
-                found.append(update)
-                if len(found) == 2:
+                received.append(update)
+                if len(received) == 2:
                     for other in others:  # each in the place of the one before
                         async with aclosing(engine.answer(PROMPT, [other])) as prefill:
                             await anext(prefill)
@@ -275,7 +235,7 @@ def test_its_slot_is_its_own_until_the_answer_has_ended(
                     ):
                         async with aclosing(engine.answer(PROMPT, others)) as prefill:
                             await anext(prefill)
-        return found
+        return received
 
     assert check(wait(engine, meanwhile()), PROMPT, first, reference) > 10
 
@@ -291,13 +251,13 @@ def test_an_answer_that_ends_early_is_read_as_far_as_it_went(
         Sampling(max_tokens=40, stop=(whole.text[9:12],)),
         Sampling(max_tokens=2),
     ):
-        found = updates(
+        received = updates(
             engine, engine.answer(PROMPT, [second], sampling=sampling, answer_probes=first)
         )
-        assert check(found, PROMPT, first, reference) >= 1
-        assert found[-1].completion is not None
-        assert len(found[-1].completion.token_ids) < 40
-        assert found[-1].completion.stop == next(iter(sampling.stop), None)
+        assert check(received, PROMPT, first, reference) >= 1
+        assert received[-1].completion is not None
+        assert len(received[-1].completion.token_ids) < 40
+        assert received[-1].completion.stop == next(iter(sampling.stop), None)
     shut = EngineGate((1.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, 0.0)
     for more in ({"sampling": Sampling(max_tokens=1)}, {"sampling": MANY, "gate": shut}, {}):
         [update] = updates(engine, engine.answer(PROMPT, [second], answer_probes=first, **more))
@@ -309,10 +269,10 @@ def test_a_written_text_is_read_over_its_last_tokens(
 ) -> None:
     prompts, last = [question.prompt for question in models.questions("llama")[2:6]], [5, 1, 9, 3]
     every = [probes[site][0] for site in Site]
-    found, read = (
-        one.score(prompts, every, first_token=True, last=last) for one in (engine, reference)
+    scored, read = (
+        reader.score(prompts, every, first_token=True, last=last) for reader in (engine, reference)
     )
-    for ours, theirs in zip(found, read, strict=True):
+    for ours, theirs in zip(scored, read, strict=True):
         np.testing.assert_allclose(ours.trajectories, theirs.trajectories, rtol=0, atol=CLOSE)
         assert ours.prompt_tokens == theirs.prompt_tokens
         assert ours.first_token is theirs.first_token is None, "that is of the last token alone"

@@ -168,10 +168,10 @@ def hidden(seed: int = 3, tokens: int = TOKENS) -> torch.Tensor:
 
 
 def run(
-    model: Any, found: dict[Site, SiteReadout], inputs: torch.Tensor, onsets: list[int]
+    model: Any, readouts: dict[Site, SiteReadout], inputs: torch.Tensor, onsets: list[int]
 ) -> torch.Tensor:
     """A step's forward pass."""
-    for readout in found.values():
+    for readout in readouts.values():
         readout.start(torch.tensor(onsets))
     with torch.inference_mode():
         return model(inputs)  # type: ignore[no-any-return]
@@ -223,7 +223,7 @@ def test_half_types_are_read_in_float32_and_of_all_heads_only_the_slots_are_kept
         heads.keep(states)
     whole = states.float().numpy()[:, None].repeat(GEOMETRY.num_layers, axis=1)
     check_read(heads.read().numpy(), 0, whole, probe, range(4))
-    assert max(kept.shape[1] for kept in heads._kept) <= SLOTS
+    assert max(rows.shape[1] for rows in heads._kept) <= SLOTS
 
 
 def test_another_probe_and_another_step_need_no_other_graph() -> None:
@@ -238,16 +238,16 @@ def test_another_probe_and_another_step_need_no_other_graph() -> None:
 
     rows = activations_of(Model(), hidden())
     model = Model()
-    found = installed(model)
+    readouts = installed(model)
     compiled = torch.compile(model, backend=count, dynamic=True)
     for seed in range(4):
         onsets = ONSETS[: 1 + seed]
         made = {site: probes(site, seed) for site in Site}
         for site, probe in made.items():
-            found[site].write(1, probe)
-        run(compiled, found, hidden(), onsets)
+            readouts[site].write(1, probe)
+        run(compiled, readouts, hidden(), onsets)
         for site, probe in made.items():
-            check_read(found[site].read().numpy(), 1, rows[site], probe, onsets)
+            check_read(readouts[site].read().numpy(), 1, rows[site], probe, onsets)
         if seed == 0:
             once = compilations
     assert once > 0
@@ -326,9 +326,12 @@ class Graph(TorchDispatchMode):
         with torch.inference_mode():
             for func, args, kwargs, before in self._done:
                 again = func(*args, **kwargs)
-                for one, other in zip(*map(pytree.tree_leaves, (before, again)), strict=True):
-                    if isinstance(one, torch.Tensor) and one.data_ptr() != other.data_ptr():
-                        one.copy_(other)
+                for before_it, other in zip(*map(pytree.tree_leaves, (before, again)), strict=True):
+                    if (
+                        isinstance(before_it, torch.Tensor)
+                        and before_it.data_ptr() != other.data_ptr()
+                    ):
+                        before_it.copy_(other)
 
 
 @pytest.mark.parametrize("slots", [SLOTS, GEOMETRY.num_heads])  # picked heads, and whole rows
@@ -336,18 +339,18 @@ def test_a_graph_that_was_captured_whole_keeps_each_steps_own_rows(slots: int) -
     """At fixed addresses, for any number of rows up to that of its tokens, between steps that run
     without it."""
     model, most = Model(), 7
-    found = installed(model, room=most, slots=slots)
+    readouts = installed(model, room=most, slots=slots)
     made = {site: probes(site, seed) for seed, site in enumerate(Site)}
-    for site, readout in found.items():
+    for site, readout in readouts.items():
         readout.write(1, made[site])
-    run(model, found, hidden(), [0])  # the warm-up
-    for readout in found.values():
+    run(model, readouts, hidden(), [0])  # the warm-up
+    for readout in readouts.values():
         readout.start(None)
     graphs = {tokens: Graph(model, tokens) for tokens in (8, 4, 1)}
     addresses = [
         part.data_ptr()
-        for one in found.values()
-        for part in (one._kept, one._places)
+        for readout in readouts.values()
+        for part in (readout._kept, readout._places)
         if part is not None
     ]
     for seed, (tokens, real, rows) in enumerate(
@@ -365,7 +368,7 @@ def test_a_graph_that_was_captured_whole_keeps_each_steps_own_rows(slots: int) -
         ]
     ):
         inputs = hidden(seed, real)
-        for readout in found.values():
+        for readout in readouts.values():
             readout.start(torch.tensor(rows) if rows else None)
         if tokens:
             graphs[tokens].replay(inputs)
@@ -373,15 +376,15 @@ def test_a_graph_that_was_captured_whole_keeps_each_steps_own_rows(slots: int) -
             with torch.inference_mode():
                 model(inputs)
         expected_rows = activations_of(Model(), inputs)
-        for site, readout in found.items():
+        for site, readout in readouts.items():
             if rows:
                 check_read(readout.read().numpy(), 1, expected_rows[site], made[site], rows)
             readout.start(None)
             assert not readout._places.any(), "a smaller graph would read outside its tokens"
     now = [
         part.data_ptr()
-        for one in found.values()
-        for part in (one._kept, one._places)
+        for readout in readouts.values()
+        for part in (readout._kept, readout._places)
         if part is not None
     ]
     assert now == addresses
@@ -391,9 +394,9 @@ def test_a_graph_that_was_captured_whole_keeps_each_steps_own_rows(slots: int) -
 def test_a_graph_that_keeps_nothing_gives_no_number() -> None:
     """As one of another compilation: the step before was read, at the same address."""
     model = Model()
-    found = installed(model, room=4)
-    run(model, found, hidden(), [1])
-    for readout in found.values():
+    readouts = installed(model, room=4)
+    run(model, readouts, hidden(), [1])
+    for readout in readouts.values():
         assert torch.isfinite(readout.read()).all()
         readout.start(torch.tensor([2, 3]))
         assert torch.isnan(readout.read()).all()
@@ -404,14 +407,14 @@ def test_a_graph_that_keeps_nothing_gives_no_number() -> None:
 
 def test_a_quantized_result_of_attention_is_not_read() -> None:
     model = Model()
-    found = installed(model, (Site.ATTENTION_HEAD,))[Site.ATTENTION_HEAD]
-    found.start(torch.tensor(ONSETS))
-    values = torch.ones(TOKENS, found.width)
+    readout = installed(model, (Site.ATTENTION_HEAD,))[Site.ATTENTION_HEAD]
+    readout.start(torch.tensor(ONSETS))
+    values = torch.ones(TOKENS, readout.width)
     for block in model.model.layers:
         block.self_attn.attn.impl.forward(
             values, output=torch.empty_like(values), output_scale=torch.ones(1)
         )
-    assert torch.isnan(found.read()).all()
+    assert torch.isnan(readout.read()).all()
 
 
 def test_a_module_tree_that_is_not_read_as_it_was_trained_on_is_refused() -> None:
@@ -516,11 +519,11 @@ def test_the_stream_of_a_family_without_a_row_is_what_the_blocks_hand_on(
     stream = hidden()
     with torch.inference_mode():
         model.model(None, torch.arange(TOKENS), None, stream)
-    for layer, kept in enumerate(readout.activations()):
+    for layer, rows in enumerate(readout.activations()):
         expected = stream + layer + 1
         if model.model.two:
             expected = model.model.reads(stream, stream * (layer + 1))
-        np.testing.assert_allclose(kept, expected[ONSETS], rtol=1e-5)
+        np.testing.assert_allclose(rows, expected[ONSETS], rtol=1e-5)
 
 
 def test_quantized_blocks_are_checked_in_the_dtype_that_the_model_computes_in() -> None:

@@ -6,8 +6,6 @@ import asyncio
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import AsyncGenerator, Coroutine, Iterator
 from contextlib import aclosing, suppress
 from dataclasses import replace
@@ -96,7 +94,7 @@ def _nothing_is_left(request: pytest.FixtureRequest, engine: VllmEngine) -> Iter
     """After each test no request runs in our client, nor in vLLM a short time later, and every slot
     can be leased."""
     yield
-    if "killed" in request.node.name or "without_a_traceback" in request.node.name:
+    if "killed" in request.node.name:
         return
 
     def running() -> list[float]:
@@ -187,17 +185,17 @@ def test_generated_and_streamed_answers_are_the_same_and_the_references(
         answer.token_ids for answer in expected_answers
     ]
     for prompt, expected in zip(PROMPTS[1:4], generated, strict=True):
-        found = updates(engine, engine.answer(prompt, probes[:1], sampling=sampling))
-        assert found[0].prefill is not None
+        received = updates(engine, engine.answer(prompt, probes[:1], sampling=sampling))
+        assert received[0].prefill is not None
         assert (
-            0 <= found[0].cached_tokens < len(prompt)
+            0 <= received[0].cached_tokens < len(prompt)
         )  # a block has 128 tokens, as many as the context
-        assert (found[0].queue_s >= 0.0, found[0].prefill_s > 0.0) == (True, True)
-        assert all(update.prefill is None for update in found[1:])
-        assert found[-1].completion == expected
-        assert all(update.completion is None for update in found[:-1])
-        assert "".join(update.piece for update in found) == expected.text
-        assert sum(update.tokens for update in found) == len(expected.token_ids)
+        assert (received[0].queue_s >= 0.0, received[0].prefill_s > 0.0) == (True, True)
+        assert all(update.prefill is None for update in received[1:])
+        assert received[-1].completion == expected
+        assert all(update.completion is None for update in received[:-1])
+        assert "".join(update.piece for update in received) == expected.text
+        assert sum(update.tokens for update in received) == len(expected.token_ids)
     [answer] = engine.generate(
         [PROMPTS[-1]], Sampling(max_tokens=50)
     )  # it begins where the context ends
@@ -226,8 +224,8 @@ def test_a_closed_gate_ends_a_request_at_its_onset_and_an_open_one_changes_nothi
         assert (update.piece, update.tokens, update.completion) == ("", 0, None)
     assert engine.counters.decode_steps == before, "tokens were decoded behind a closed gate"
     gate = EngineGate((1.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, 1.0)
-    found = updates(engine, engine.answer(PROMPTS[1], probes[:1], sampling=sampling, gate=gate))
-    assert found[-1].completion == engine.generate([PROMPTS[1]], sampling)[0]
+    received = updates(engine, engine.answer(PROMPTS[1], probes[:1], sampling=sampling, gate=gate))
+    assert received[-1].completion == engine.generate([PROMPTS[1]], sampling)[0]
 
 
 def test_a_bundle_with_context_reads_and_gates_as_the_reference_does(
@@ -262,10 +260,13 @@ def test_a_bundle_with_context_reads_and_gates_as_the_reference_does(
 def test_answers_are_held_to_a_schema_beside_others_and_behind_the_gate(
     engine: VllmEngine, probes: list[Probes]
 ) -> None:
-    found = engine.prepared(Format('{"enum": ["ab", "cd"]}', "response_format"))
+    prepared = engine.prepared(Format('{"enum": ["ab", "cd"]}', "response_format"))
     with pytest.raises(RequestError, match="response_format: the schema cannot be compiled"):
         engine.prepared(Format('{"type": "text"}', "response_format"))
-    held = [Sampling(max_tokens=40, temperature=one, format=found) for one in (1.0, 0.0)]
+    held = [
+        Sampling(max_tokens=40, temperature=temperature, format=prepared)
+        for temperature in (1.0, 0.0)
+    ]
     free = Sampling(max_tokens=6)
     gate = EngineGate((1.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, 1.0)
 
@@ -281,8 +282,8 @@ def test_answers_are_held_to_a_schema_beside_others_and_behind_the_gate(
     for completion in (first, third):
         # By its tokens: vLLM's text begins with what the prompt's last bytes, no whole character,
         # become.
-        said = engine.detokenize(completion.token_ids)
-        assert (said in ('"ab"', '"cd"'), completion.finish_reason) == (True, "stop"), completion
+        text = engine.detokenize(completion.token_ids)
+        assert (text in ('"ab"', '"cd"'), completion.finish_reason) == (True, "stop"), completion
     assert other == engine.generate([PROMPTS[1]], free)[0]
     before = engine.counters.decode_steps
     closed = EngineGate((1.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, 0.0)
@@ -418,25 +419,3 @@ def test_a_killed_worker_raises(engine: VllmEngine, probes: list[Probes]) -> Non
     with pytest.raises(EngineError):
         engine.score(PROMPTS[:1], probes)
     assert engine.counters.open_continuations == 0
-
-
-@pytest.mark.long
-def test_a_process_ends_without_a_traceback() -> None:
-    """``AsyncLLM`` must be freed before the interpreter ends.  After the module's own engine was
-    killed."""
-    command = [
-        sys.executable,
-        "-m",
-        "service.cli",
-        "score",
-        "--engine",
-        "vllm",
-        "--engine-arg",
-        "enforce_eager=true",
-    ]
-    done = subprocess.run(
-        [*command, "Who?"], capture_output=True, text=True, timeout=600, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    for trace in ("Traceback", "Exception ignored", "Task was destroyed"):
-        assert trace not in done.stderr

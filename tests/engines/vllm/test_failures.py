@@ -30,7 +30,7 @@ def wrapped(cause: Exception) -> Exception:
     return error
 
 
-def told(raised: Exception) -> HalluTracerError:
+def raised_by(raised: Exception) -> HalluTracerError:
     """What ``VllmEngine`` makes of an exception of vLLM's ``generate``."""
 
     async def generate(*_: Any, **__: Any) -> AsyncGenerator[Any, None]:
@@ -76,7 +76,7 @@ BUSY, FULL = exceptions.RetryableRequestError("a block was lost"), exceptions.Ma
 def test_the_status_is_the_one_that_vllm_means(
     raised: Exception, kind: type[HalluTracerError], status: int, retry_after_s: int | None
 ) -> None:
-    error = told(raised)
+    error = raised_by(raised)
     assert (type(error), error.status, error.retry_after_s) == (kind, status, retry_after_s)
     assert str(raised.__cause__ or raised) in str(error) or isinstance(raised, EngineDeadError)
     assert error.code == {429: "overloaded", 422: "invalid_request"}.get(status, "engine_error")

@@ -44,7 +44,7 @@ def reader(
 ) -> Reader:
     """With a probe in every slot."""
     plan = Plan(GEOMETRY, sites, SLOTS, activations, answers)
-    found = {
+    readouts = {
         site: SiteReadout(
             plan,
             site,
@@ -56,10 +56,10 @@ def reader(
         )
         for site in sites
     }
-    for site, readout in found.items():
+    for site, readout in readouts.items():
         for slot in range(SLOTS):
             readout.write(slot, tiny.probes(GEOMETRY, site, slot, scaled=True))
-    return Reader(plan, found, None, CPU)
+    return Reader(plan, readouts, None, CPU)
 
 
 def forward(made: Reader, seed: int = 0, layers: int = 2) -> torch.Tensor:
@@ -77,7 +77,11 @@ def test_every_request_is_read_alike_but_one_whose_own_numbers_come_back_there()
     own = SimpleNamespace(extra_args=None, prompt_logprob_token_ids=np.zeros((1, 1), np.int32))
     assert made.directive_of(asks) == OURS
     made.for_all = everyone
-    assert [made.directive_of(one) for one in (asks, own, None)] == [everyone, None, None]
+    assert [made.directive_of(parameters) for parameters in (asks, own, None)] == [
+        everyone,
+        None,
+        None,
+    ]
 
 
 # ---- onset_rows
@@ -375,14 +379,14 @@ def test_activations_are_returned_to_requests_that_ask() -> None:
     onsets = step(Directive(), Directive(activations=True))
     made.before(onsets)
     forward(made)
-    kept = {site: readout.activations() for site, readout in made.sites.items()}
+    rows = {site: readout.activations() for site, readout in made.sites.items()}
     made.after()
     made.observe_logits(torch.randn(4, VOCABULARY))
     payloads = made.payloads()
     assert payloads["r0"].shape == (1, made.plan.payload)
     payload = Payload.decode(payloads["r1"].numpy(), made.plan, onsets[1].directive)
     for site in made.sites:
-        np.testing.assert_array_equal(payload.activations[site], kept[site][:, 1].numpy())
+        np.testing.assert_array_equal(payload.activations[site], rows[site][:, 1].numpy())
 
 
 def answer_steps(*directives: Directive) -> list[AnswerRow]:
@@ -404,8 +408,8 @@ def test_answers_are_read_by_their_own_probes_beside_prompts_that_end(prompts: i
     payloads = made.payloads()
     assert set(payloads) == {f"r{n}" for n in range(prompts)} | {"a0", "a1"}
     for number, column in enumerate((3, 0)):
-        found = answer_read(payloads[f"a{number}"].numpy(), made.plan)
-        np.testing.assert_array_equal(found, read[:, prompts + number, column].numpy())
+        answer = answer_read(payloads[f"a{number}"].numpy(), made.plan)
+        np.testing.assert_array_equal(answer, read[:, prompts + number, column].numpy())
     for number, row in enumerate(onsets):
         payload = Payload.decode(payloads[row.request].numpy(), made.plan, row.directive)
         np.testing.assert_array_equal(payload.trajectories, read[:, number].T.numpy())
@@ -440,13 +444,13 @@ def test_an_answer_s_token_that_was_not_kept_is_no_number(layers: int) -> None:
     """After a step that was."""
     made = reader(answers=True)
     made.digests = {0: ""}
-    for kept in (2, layers):
+    for layers_kept in (2, layers):
         made.before([], answer_steps(Directive(answer=(0, ""))))
-        forward(made, layers=kept)
+        forward(made, layers=layers_kept)
         made.after()
-        found = answer_read(made.payloads()["a0"].numpy(), made.plan)
-        assert np.isfinite(found).all() == (kept == 2)
-        assert np.isnan(found).all() == (kept != 2)
+        answer = answer_read(made.payloads()["a0"].numpy(), made.plan)
+        assert np.isfinite(answer).all() == (layers_kept == 2)
+        assert np.isnan(answer).all() == (layers_kept != 2)
 
 
 def test_answers_are_known_from_their_onset_until_they_have_ended() -> None:
@@ -539,28 +543,39 @@ def test_the_gate_reads_the_context_as_the_request_side_does(columns: tuple[int,
         [payload] = run(
             made, step(directive), torch.zeros(3, VOCABULARY), torch.tensor([[1], [2], [3]])
         ).values()
-        found = Payload.decode(payload.numpy(), made.plan, directive)
-        return found, PrefillResult(
-            tuple(found.trajectories[column] for column in columns), found.first_token, PROMPT
+        decoded = Payload.decode(payload.numpy(), made.plan, directive)
+        return decoded, PrefillResult(
+            tuple(decoded.trajectories[column] for column in columns), decoded.first_token, PROMPT
         )
 
     _, result = read(EngineGate(weight, 0.2, 0.5, CONTEXT))
-    told = prompt_context(CONTEXT, [float(one.mean()) for one in result.trajectories[1:]], PROMPT)
-    assert told.asks is not None
+    context_read = prompt_context(
+        CONTEXT, [float(trajectory.mean()) for trajectory in result.trajectories[1:]], PROMPT
+    )
+    assert context_read.asks is not None
     signals = np.array(
-        [result.trajectories[0].mean(), 0.0, 0.0, told.passage, told.stated, told.stated_length]
+        [
+            result.trajectories[0].mean(),
+            0.0,
+            0.0,
+            context_read.passage,
+            context_read.stated,
+            context_read.stated_length,
+        ]
     )
     exact = float(risk(signals, np.array(weight), 0.2))
     for threshold, applies_from in (
-        (exact - 1e-4, told.asks - 1e-4),
-        (exact + 1e-4, told.asks - 1e-4),
-        (exact - 1e-4, told.asks + 1e-4),
+        (exact - 1e-4, context_read.asks - 1e-4),
+        (exact + 1e-4, context_read.asks - 1e-4),
+        (exact - 1e-4, context_read.asks + 1e-4),
     ):
         applicability = Applicability(applies_from, 0.01, 0.02, "What it means.")
         gate = EngineGate(weight, 0.2, threshold, Context(CONTEXT.probes, applicability))
-        found, result = read(gate)
+        decoded, result = read(gate)
         assert (
-            found.gated is gate.closes(result) is (threshold < exact and applies_from < told.asks)
+            decoded.gated
+            is gate.closes(result)
+            is (threshold < exact and applies_from < context_read.asks)
         )
     never = Context(
         (replace(CONTEXT.probes[0], intercept=-99.0), *CONTEXT.probes[1:]), CONTEXT.applicability
@@ -569,9 +584,9 @@ def test_the_gate_reads_the_context_as_the_request_side_does(columns: tuple[int,
         (never, False),
         (replace(never, applicability=None), True),
     ):  # None: a policy wants it so
-        found, result = read(EngineGate(weight, 0.2, exact - 1e-4, context))
+        decoded, result = read(EngineGate(weight, 0.2, exact - 1e-4, context))
         assert (
-            found.gated is EngineGate(weight, 0.2, exact - 1e-4, context).closes(result) is closes
+            decoded.gated is EngineGate(weight, 0.2, exact - 1e-4, context).closes(result) is closes
         )
 
 

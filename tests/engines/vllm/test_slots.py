@@ -125,7 +125,10 @@ async def test_a_slot_that_another_server_took_is_written_again() -> None:
 
 def output(payload: list[float] | None, *later: list[float]) -> Any:
     """A request's output, to which vLLM has added later ones."""
-    made = [None if one is None else np.array([one], np.float32) for one in (payload, *later)]
+    made = [
+        None if numbers is None else np.array([numbers], np.float32)
+        for numbers in (payload, *later)
+    ]
     return SimpleNamespace(prompt_token_id_logprobs=made[0], **{MERGED: tuple(made[1:])})
 
 
@@ -161,16 +164,16 @@ async def test_the_mean_is_over_each_token_that_came_whatever_vllm_has_added_to_
     lease = await leased(slots, FIRST)
     assert lease.answer(output(ONSET), 1, first=True) is None
     assert lease.answer(output(None), 1) is None  # an output without a token
-    found = lease.answer(output([1.0, -2.0, 0.0]), 2)
-    assert found is not None
-    assert (found.tokens, found.trajectory.tolist()) == (1, [1.0, -2.0])
-    found = lease.answer(output([2.0, 0.0, 0.0], [6.0, 5.0, 0.0]), 4)
-    assert found is not None
-    assert (found.tokens, found.trajectory.tolist()) == (3, [3.0, 1.0])
+    reading = lease.answer(output([1.0, -2.0, 0.0]), 2)
+    assert reading is not None
+    assert (reading.tokens, reading.trajectory.tolist()) == (1, [1.0, -2.0])
+    reading = lease.answer(output([2.0, 0.0, 0.0], [6.0, 5.0, 0.0]), 4)
+    assert reading is not None
+    assert (reading.tokens, reading.trajectory.tolist()) == (3, [3.0, 1.0])
     other = await leased(slots, FIRST)
-    found = other.answer(output(ONSET, [4.0, 8.0, 0.0]), 2, first=True)
-    assert found is not None
-    assert found.trajectory.tolist() == [4.0, 8.0]
+    reading = other.answer(output(ONSET, [4.0, 8.0, 0.0]), 2, first=True)
+    assert reading is not None
+    assert reading.trajectory.tolist() == [4.0, 8.0]
     with pytest.raises(
         EngineError, match="1 of an answer's tokens were read where the model went on from 2"
     ):

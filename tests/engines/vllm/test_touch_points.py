@@ -60,14 +60,14 @@ def test_what_the_worker_overrides_and_the_gate_replaces_is_listed() -> None:
     }
     assert len(used) > 15
     assert [
-        one
-        for one in used
-        if one[2] and not {(one[0], one[2]), (one[0], f"{one[1]}.{one[2]}")} & listed
+        use
+        for use in used
+        if use[2] and not {(use[0], use[2]), (use[0], f"{use[1]}.{use[2]}")} & listed
     ] == []
 
 
 @pytest.mark.parametrize(
-    ("path", "was", "becomes", "said"),
+    ("path", "was", "becomes", "words"),
     [
         (
             "v1/outputs.py",
@@ -99,7 +99,7 @@ def test_what_the_worker_overrides_and_the_gate_replaces_is_listed() -> None:
         (CORE, None, "", "core.py: no such file"),
     ],
 )
-def test_what_is_gone_is_named(path: str, was: str | None, becomes: str, said: str) -> None:
+def test_what_is_gone_is_named(path: str, was: str | None, becomes: str, words: str) -> None:
     """Only the one file is looked at: the others are as they are."""
     here = touched.installed()
     text = here.text(path)
@@ -108,11 +108,11 @@ def test_what_is_gone_is_named(path: str, was: str | None, becomes: str, said: s
         lambda name: here.text(name) if name != path else was and text.replace(was, becomes)
     )
     points = [point for point in POINTS if point.path == path]
-    found = [f"vllm/{path}: {problem}" for point in points if (problem := changed.broken(point))]
-    found += [
+    problems = [f"vllm/{path}: {problem}" for point in points if (problem := changed.broken(point))]
+    problems += [
         f"imports {name} from {module}"
         for _, module, name in touched.imported()
         if path == module.removeprefix("vllm.").replace(".", "/") + ".py"
         and not changed.imports(module, name)
     ]
-    assert any(said in one for one in found), found
+    assert any(words in line for line in problems), problems

@@ -72,8 +72,8 @@ def test_a_directive_round_trips(directive: Directive) -> None:
 
 
 def probe(name: ContextName) -> ContextProbe:
-    place = CONTEXT_NAMES.index(name)
-    return ContextProbe(name, 1.5 + place, -0.5 - place, rows=9, positive=4, auroc=0.9)
+    number = CONTEXT_NAMES.index(name)
+    return ContextProbe(name, 1.5 + number, -0.5 - number, rows=9, positive=4, auroc=0.9)
 
 
 def test_the_terms_of_a_record_are_by_name_not_by_its_order() -> None:
@@ -97,29 +97,17 @@ def test_the_terms_of_a_record_are_by_name_not_by_its_order() -> None:
         *({"gate": gate} for gate in ([0.0] * 4, [0.0] * 7, [[0.0]] * 8)),
         {"end_token": None},
         {"rows": True},
-        *(
-            {"answer": answer}
-            for answer in (
-                [0],
-                [0, "b", 1],
-                ["a", "b"],
-                3,
-                [10**30, "b"],
-                [COLUMNS, "b"],
-                [-1, "b"],
-            )
-        ),
         *({"probes": probes} for probes in ([[0]], [["a", "b"]], 3, [[10**30, "b"]])),
     ],
     ids=str,
 )
 def test_what_a_caller_could_write_never_raises_in_a_worker(wrong: dict[str, object]) -> None:
-    found = Directive.decode({KEY: GATED | wrong}, replace(PLAN, activations=False))
-    if found is not None:
-        assert 0 <= found.slot < COLUMNS
-        assert not found.activations
-        assert found.answer is None
-        assert found.gate is None or 0 <= (found.end_token or 0) < 2**31
+    directive = Directive.decode({KEY: GATED | wrong}, replace(PLAN, activations=False))
+    if directive is not None:
+        assert 0 <= directive.slot < COLUMNS
+        assert not directive.activations
+        assert directive.answer is None
+        assert directive.gate is None or 0 <= (directive.end_token or 0) < 2**31
     for missing in GATED:
         Directive.decode(
             {KEY: {name: value for name, value in GATED.items() if name != missing}}, PLAN
@@ -135,14 +123,16 @@ def test_what_is_no_directive_of_this_plan_is_none() -> None:
     assert made_of() is not None
     for bad in (math.nan, math.inf, -math.inf, "nan", None, [], "x"):
         for name in ("context", "gate"):
-            for place in range(len(GATED[name])):
+            for position in range(len(GATED[name])):
                 numbers = [*GATED[name]]
-                numbers[place] = bad
-                assert made_of(**{name: numbers}) is None, (name, place, bad)
+                numbers[position] = bad
+                assert made_of(**{name: numbers}) is None, (name, position, bad)
     for slot in (-1, COLUMNS, 2**40, -(2**70), 1e300):
-        for place in range(3):
-            assert made_of(context=[*NO_CONTEXT[:place], slot, *NO_CONTEXT[place + 1 :]]) is None
-    for answer in ([-1, "a"], [COLUMNS, "a"], [2**70, "a"], ["x", "a"], [0], "x", 1):
+        for position in range(3):
+            assert (
+                made_of(context=[*NO_CONTEXT[:position], slot, *NO_CONTEXT[position + 1 :]]) is None
+            )
+    for answer in ([-1, "a"], [COLUMNS, "a"], [2**70, "a"], ["x", "a"], [0], [0, "a", 1], "x", 1):
         assert made_of(answer=answer) is None
     reads = GATED | {"answer": [1, "a"]}
     assert Directive.decode({KEY: reads}, PLAN) is not None
@@ -199,7 +189,7 @@ def test_a_payload_of_another_length_is_refused(activations: bool) -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize(
-    ("place", "message"),
+    ("position", "message"),
     [
         (0, "layer 0"),
         (3 * 3 + 2, "layer 2"),
@@ -209,9 +199,9 @@ def test_a_payload_of_another_length_is_refused(activations: bool) -> None:
         (PLAN.payload + PLAN.activation_floats() - 1, "residual_stream"),
     ],
 )
-def test_a_nan_or_infinity_is_refused(place: int, message: str, bad: float) -> None:
+def test_a_nan_or_infinity_is_refused(position: int, message: str, bad: float) -> None:
     values = wire(activations=True)
-    values[place] = bad
+    values[position] = bad
     with pytest.raises(NonFiniteReadout, match=message):
         Payload.decode(values, PLAN, Directive(activations=True))
 

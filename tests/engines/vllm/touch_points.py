@@ -54,14 +54,14 @@ class Point:
 
     def __str__(self) -> str:
         if self.has:
-            members = ", ".join(f"`{one}`" for one in self.has.split())
+            members = ", ".join(f"`{name}`" for name in self.has.split())
             return f"`{self.name}`: {members}" if self.name else members
         if self.says or self.order:
-            said = ", ".join(f"`{one.rstrip('(')}`" for one in self.says or self.order)
+            texts = ", ".join(f"`{name.rstrip('(')}`" for name in self.says or self.order)
             return (
-                f"`{self.name}` {'calls, in this order,' if self.order else 'with'} {said}"
+                f"`{self.name}` {'calls, in this order,' if self.order else 'with'} {texts}"
                 if self.name
-                else said
+                else texts
             )
         return (
             f"`{self.name}({', '.join(self.takes.replace('* ', '').split())})`"
@@ -93,12 +93,12 @@ class Sources:
         text = self.text(point.path)
         if isinstance(node, DEFINITIONS):
             text = "\n".join(text.split("\n")[node.lineno - 1 : node.end_lineno])
-        if missing := [one for one in point.says if one not in text]:
+        if missing := [item for item in point.says if item not in text]:
             return f"nothing says {', '.join(missing)}"
-        places = [text.find(one) for one in point.order]
+        places = [text.find(item) for item in point.order]
         if min(places, default=0) < 0 or places != sorted(places):
             return f"{point.name} does not call, in this order: {', '.join(point.order)}"
-        if missing := [one for one in point.has.split() if one not in self.members(node)]:
+        if missing := [item for item in point.has.split() if item not in self.members(node)]:
             return f"{point.name} has no {', '.join(missing)}"
         if point.takes:
             return self._called(node, point)
@@ -116,22 +116,22 @@ class Sources:
     def _find(self, path: str, name: str) -> ast.AST | None:
         node: ast.AST = self.tree(path)
         for part in filter(None, name.split(".")):
-            found = next((one for one in defined(node) if one.name == part), None)
-            if found is None:
+            node_of = next((item for item in defined(node) if item.name == part), None)
+            if node_of is None:
                 return None
-            node = found
+            node = node_of
         return node
 
     def _called(self, node: ast.AST, point: Point) -> str | None:
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             return f"{point.name} is no function"
         names = [
-            one.arg
-            for one in (*node.args.posonlyargs, *node.args.args)
-            if one.arg not in ("self", "cls")
+            item.arg
+            for item in (*node.args.posonlyargs, *node.args.args)
+            if item.arg not in ("self", "cls")
         ]
         first, _, some = point.takes.partition("*")
-        every = [*names, *(one.arg for one in node.args.kwonlyargs)]
+        every = [*names, *(item.arg for item in node.args.kwonlyargs)]
         if names[: len(first.split())] != first.split() or not set(some.split()) <= set(every):
             return f"{point.name} takes ({', '.join(every)}), not ({point.takes})"
         return None
@@ -139,39 +139,39 @@ class Sources:
 
 def statements(node: ast.AST) -> Iterator[ast.AST]:
     """Yield what stands in a module, a class or a function, also under a condition."""
-    for one in ast.iter_child_nodes(node):
-        yield one
-        if isinstance(one, ast.If | ast.Try):
-            yield from statements(one)
+    for child in ast.iter_child_nodes(node):
+        yield child
+        if isinstance(child, ast.If | ast.Try):
+            yield from statements(child)
 
 
 def defined(node: ast.AST) -> list[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
     """Return the classes and functions that stand in ``node``."""
-    return [one for one in statements(node) if isinstance(one, DEFINITIONS)]
+    return [statement for statement in statements(node) if isinstance(statement, DEFINITIONS)]
 
 
 def members(node: ast.AST) -> set[str]:
     """Return the names that a class or a module has: definitions, fields, what its methods set,
     what it hands on."""
-    found, module = {one.name for one in defined(node)}, isinstance(node, ast.Module)
-    for one in statements(node) if module else ast.walk(node):
-        match one:
+    names, module = {item.name for item in defined(node)}, isinstance(node, ast.Module)
+    for item in statements(node) if module else ast.walk(node):
+        match item:
             case ast.Assign() | ast.AnnAssign():
-                targets = one.targets if isinstance(one, ast.Assign) else [one.target]
+                targets = item.targets if isinstance(item, ast.Assign) else [item.target]
                 for inner in (inner for target in targets for inner in ast.walk(target)):
                     if isinstance(inner, ast.Name):
-                        found.add(inner.id)
+                        names.add(inner.id)
                     elif isinstance(inner, ast.Attribute) and ast.unparse(inner.value) == "self":
-                        found.add(inner.attr)
+                        names.add(inner.attr)
                 if module and isinstance(
-                    one.value, ast.Dict
+                    item.value, ast.Dict
                 ):  # names that vLLM's package imports when they are used
-                    found |= {
-                        str(key.value) for key in one.value.keys if isinstance(key, ast.Constant)
+                    names |= {
+                        str(key.value) for key in item.value.keys if isinstance(key, ast.Constant)
                     }
             case ast.ImportFrom():
-                found |= {name.asname or name.name for name in one.names}
-    return found
+                names |= {name.asname or name.name for name in item.names}
+    return names
 
 
 def imported() -> Iterator[tuple[str, str, str]]:
@@ -184,17 +184,17 @@ def imported() -> Iterator[tuple[str, str, str]]:
 
 def broken(sources: Sources) -> list[str]:
     """Return a line for each import and point that does not hold."""
-    found = [
+    problems = [
         f"service: {ours}.py imports {name} from {module}: not there"
         for ours, module, name in imported()
         if not sources.imports(module, name)
     ]
-    found += [
+    problems += [
         f"{point.ours}.py: vllm/{point.path}: {problem}"
         for point in POINTS
         if (problem := sources.broken(point)) is not None
     ]
-    return found
+    return problems
 
 
 def table() -> str:
@@ -213,7 +213,7 @@ def table() -> str:
             else f"{path}.py"
         )
         texts, files = rows.setdefault(file, ([], set()))
-        if not any(text.strip("`") in one for one in texts):
+        if not any(text.strip("`") in item for item in texts):
             texts.append(text)
         files.add(f"`{ours}`")
     lines = [
@@ -228,9 +228,9 @@ def table() -> str:
 def between(text: str, begin: str, end: str, inner: str) -> str:
     """Return ``text`` with ``inner`` between two lines.  Raises ValueError where they are not there
     once, in order."""
-    before, found, rest = text.partition(begin + "\n")
+    before, begins, rest = text.partition(begin + "\n")
     _, closed, after = rest.partition(end)
-    if not (found and closed):
+    if not (begins and closed):
         raise ValueError(f"no {begin} ... {end}")
     return f"{before}{begin}\n{inner}\n{end}{after}"
 
@@ -295,12 +295,12 @@ def main(argv: Sequence[str]) -> int:
         return 0
     if given.version:
         with of_version(given.version) as sources:
-            found = broken(sources)
+            problems = broken(sources)
     else:
-        found = broken(installed())
+        problems = broken(installed())
     count = len(POINTS) + len(list(imported()))
-    print("\n".join([*found, f"{len(found)} of {count} touch points broke"]))
-    return 1 if found else 0
+    print("\n".join([*problems, f"{len(problems)} of {count} touch points broke"]))
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":
