@@ -50,19 +50,19 @@ class TryOptions:
     show: Annotated[
         int | None,
         option(
-            f"So many questions.  Default: {SHOWN} of the bundle's, or all of --data.",
+            f"So many questions.  Default: {SHOWN} of the bundle's, or all of --ask.",
             limits=Range(1),
         ),
     ] = None
-    data: Annotated[
-        tuple[str, ...],  # as other commands have it: a file may hold the key for all
+    ask: Annotated[
+        Path | None,
         option(
             "Ask questions of yours instead of the bundle's: rows with 'prompt' and 'answers', in"
             " JSONL, .csv, .tsv or .parquet.  Then a line says how many answers are wrong without a"
             " gate and with one.  Not with --url."
         ),
         Parameter(metavar="FILE"),
-    ] = ()
+    ] = None
     url: Annotated[
         str | None,
         option("Ask this running service instead of loading the model here."),
@@ -85,18 +85,16 @@ def held_out(
     First comes a sentence of the bundle's own card: use it, use it for some kinds of question, or
     do not.  The questions were drawn before any risk was known, and no fit saw them; misses are
     printed like hits.  Below them, how often the model is right in each tenth of the training
-    questions by risk.  With --data the questions are yours, and the last line says whether the gate
+    questions by risk.  With --ask the questions are yours, and the last line says whether the gate
     helps you.
 
       hallutracer try
 
-      hallutracer try --data mine.jsonl
+      hallutracer try --ask mine.jsonl
 
       hallutracer try --url http://127.0.0.1:8765"""
-    if len(options.data) > 1:
-        raise UsageError("--data", "name one file")
-    if options.data and options.url is not None:
-        raise UsageError("--data", "asks the model here; leave out --url")
+    if options.ask is not None and options.url is not None:
+        raise UsageError("--ask", "asks the model here; leave out --url")
     tried = (
         _asked_here(options, bundles, engine)
         if options.url is None
@@ -113,11 +111,11 @@ def _asked_here(options: TryOptions, bundles: BundleOptions, engine: EngineChoic
     from service.judging.evaluation import coverage, recommendation_of, sample_of
     from service.serving.sampled import TOGETHER, ask
 
-    sample = _sample_in(Path(options.data[0])) if options.data else None
+    sample = None if options.ask is None else _sample_in(options.ask)
     bundle = load_first(open_store(bundles), bundle_names(engine.model, bundles))
     if sample is None and (sample := sample_of(bundle)) is None:
         raise _nothing(bundle.reference)
-    most = options.show or (len(sample.questions) if options.data else SHOWN)
+    most = options.show or (len(sample.questions) if options.ask else SHOWN)
     numbers = range(min(most, len(sample.questions)))
     with (
         closing(load_engine(engine, bundles=[bundle])) as loaded,
@@ -144,7 +142,7 @@ def _asked_here(options: TryOptions, bundles: BundleOptions, engine: EngineChoic
         )
     tenths, recommendation = coverage(bundle).tenths, recommendation_of(bundle)
     tried = _tried(bundle.reference, model, bundle.manifest.threshold, seen, tenths, recommendation)
-    return replace(tried, file=options.data[0] if options.data else None)
+    return replace(tried, file=options.ask and str(options.ask))
 
 
 def _sample_in(path: Path) -> Sample:

@@ -33,6 +33,7 @@ REQUIRED = {
     "diagnose": ["x.npz"],
     "score": ["why?"],
     "bundle show": ["demo"],
+    "bundle find": ["demo"],
     "bundle verify": ["demo"],
     "bundle alias": ["a", "b", "1"],
     "data convert": ["helm", "."],

@@ -171,7 +171,7 @@ def test_own_questions_end_with_a_line_before_and_after(
 def test_own_questions_are_asked_and_judged(tmp_path: Path) -> None:
     rows = questions("test")[:60:3]
     (file := tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    done = hallutracer("try", "--model", "demo", "--data", str(file), "--json")
+    done = hallutracer("try", "--model", "demo", "--ask", str(file), "--json")
     assert done.returncode == 0, done.stderr
     tried = json.loads(done.stdout)
     assert (tried["file"], len(tried["seen"])) == (str(file), len(rows))
@@ -182,9 +182,8 @@ def test_own_questions_are_asked_and_judged(tmp_path: Path) -> None:
         )
     file.write_text('{"messages": [{"role": "user", "content": "Who?"}], "answers": ["She"]}\n')
     for arguments, status, word in (
-        (f"--model demo --data {file}", 1, "line 1: give a 'prompt'"),
-        (f"--data {file} --url http://127.0.0.1:9", 2, "leave out --url"),
-        (f"--data {file} --data {file}", 2, "name one file"),
+        (f"--model demo --ask {file}", 1, "line 1: give a 'prompt'"),
+        (f"--ask {file} --url http://127.0.0.1:9", 2, "leave out --url"),
     ):
         done = hallutracer("try", *arguments.split())
         assert (done.returncode, word in done.stderr) == (status, True), done.stderr
