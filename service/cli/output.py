@@ -236,10 +236,8 @@ class TryReport:
     @property
     def helps(self) -> str:
         """Return a sentence: wrong answers without a gate, and with one."""
-        right, wrong = (
-            [result.flagged for result in self.seen if result.verdict == verdict]
-            for verdict in ("right", "wrong")
-        )
+        right = [result.flagged for result in self.seen if result.verdict == "right"]
+        wrong = [result.flagged for result in self.seen if result.verdict == "wrong"]
         given = right.count(False) + wrong.count(False)
         return (
             f"Without a gate {_none(len(wrong))} of {len(right) + len(wrong)} answers are wrong."

@@ -165,10 +165,10 @@ def number_together(*names: Iterable[Hashable]) -> list[NDArray[np.int64]]:
     """Return numbers for the names of several samples, in order of appearance; equal names have
     equal numbers."""
     codes: dict[Hashable, int] = {}
-    return [
-        np.array([codes.setdefault(name, len(codes)) for name in sample], np.int64)
-        for sample in names
-    ]
+    numbers = []
+    for sample in names:
+        numbers.append(np.array([codes.setdefault(name, len(codes)) for name in sample], np.int64))
+    return numbers
 
 
 def within_stratum_auroc(label: Labels, risk: Floats, strata: Sequence[Hashable]) -> float | None:

@@ -132,10 +132,9 @@ def _document(
             scores.gain(label, group, after, before, within)._asdict()
         )
     for key, tests in (("decisions", after), ("decisions_before", before)):
-        rows_of = [decisions.decisions(label, risk) for _, risk in tests]
-        document[key] = rounded(
-            {name: float(np.mean([row[name] for row in rows_of])) for name in rows_of[0]}
-        )
+        of_tests = [decisions.decisions(label, risk) for _, risk in tests]
+        means = np.mean([list(figures.values()) for figures in of_tests], axis=0)
+        document[key] = rounded(dict(zip(of_tests[0], means.tolist(), strict=True)))
     return document
 
 
