@@ -142,7 +142,7 @@ def _asked_here(options: TryOptions, bundles: BundleOptions, engine: EngineChoic
         )
     tenths, recommendation = coverage(bundle).tenths, recommendation_of(bundle)
     tried = _tried(bundle.reference, model, bundle.manifest.threshold, seen, tenths, recommendation)
-    return replace(tried, file=options.ask and str(options.ask))
+    return replace(tried, file=None if options.ask is None else str(options.ask))
 
 
 def _sample_in(path: Path) -> Sample:
