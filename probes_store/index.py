@@ -53,7 +53,8 @@ def read_index(data: bytes, file: str = INDEX) -> tuple[Offer, ...]:
 
 def index_bytes(offers: Iterable[Offer]) -> bytes:
     """Return the bytes of an index."""
-    rows = [asdict(offer) for offer in sorted(offers, key=lambda one: (one.name, one.versions))]
+    in_order = sorted(offers, key=lambda offer: (offer.name, offer.versions))
+    rows = [asdict(offer) for offer in in_order]
     return readable_json({"format": "hallutracer-index", "format_version": 1, "bundles": rows})
 
 
@@ -81,7 +82,7 @@ def joined(offers: Iterable[Offer]) -> list[Offer]:
         if (other := by_model.get(key)) is None:
             by_model[key] = offer
         else:
-            newer = max(other, offer, key=lambda one: max(one.versions, default=0))
+            newer = max(other, offer, key=lambda each: max(each.versions, default=0))
             versions = sorted({*other.versions, *offer.versions})
             by_model[key] = replace(newer, versions=tuple(versions))
     return list(by_model.values())

@@ -40,7 +40,7 @@ def for_model(model: str, stores: Sequence[Store], *, hashing: bool = True) -> l
     return sorted(matches, key=lambda match: -(match.offer.auroc or 0.0))
 
 
-def _same_name(one: str, other: str) -> bool:
+def _same_name(name: str, other: str) -> bool:
     """Return whether two names of a model end alike: a folder has the name of its repository."""
-    first, second = (name.rstrip("/").rpartition("/")[2].casefold() for name in (one, other))
+    first, second = (text.rstrip("/").rpartition("/")[2].casefold() for text in (name, other))
     return first == second
