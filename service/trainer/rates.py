@@ -50,6 +50,15 @@ class Rates:
     slowdown: float = 1.0  # seconds of the clock for each of the processor, where one core is busy
 
 
+@dataclass(frozen=True)
+class Call:
+    """A timed call of the engine."""
+
+    rows: int
+    tokens: int  # of its prompts
+    seconds: float
+
+
 def engine_rates(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
@@ -57,12 +66,13 @@ def engine_rates(
     clock: Clock = time.monotonic,
     limit: int | None = None,
 ) -> Rates:
-    """Return the engine's rates at these prompts; no call has more than ``limit`` of them."""
+    """Return the engine's rates at these prompts, of which no call has more than ``limit``."""
     waiting = list(prompts)
     limit = max(1, min(options.batch_rows, len(waiting) // 4, limit or len(waiting)))
 
-    def timed(seconds: float, **more: Any) -> tuple[int, int, float]:
-        """Time one call that takes about ``seconds``: its rows, prompt tokens and duration."""
+    def calls(seconds: float, least: int, **more: Any) -> list[Call]:
+        """Time at least so many calls, each with more rows, until one takes about ``seconds``."""
+        timed: list[Call] = []
         count = min(FIRST_CALL, limit)
         while True:
             part = [list(prompt) for prompt in waiting[:count]]
@@ -70,23 +80,38 @@ def engine_rates(
             waiting.extend(map(tuple, part))
             began = clock()
             engine.extract(part, [options.site], **more)
-            took = clock() - began
-            if took >= seconds / 2 or count >= limit:
-                return count, sum(map(len, part)), took
+            timed.append(Call(count, sum(map(len, part)), clock() - began))
+            took = timed[-1].seconds
+            if count >= limit or (took >= seconds / 2 and len(timed) >= least):
+                return timed
             count = min(limit, int(count * min(8.0, max(2.0, 0.7 * seconds / max(took, 1e-3)))))
 
-    _, tokens, took = timed(READ_S)
-    token_s = took / tokens
+    reading = calls(READ_S, 1)[-1]
+    token_s = reading.seconds / reading.tokens
     if options.answers == "given":
         return Rates(token_s, 0.0)
     site = options.site if options.answer_probes and engine.reads_answers else None
     answering: dict[str, Any] = {} if site is None else {"answer_site": site}
     sampling = Sampling(max_tokens=options.answer_tokens, temperature=0.0)
-    rows, tokens, took = timed(ANSWER_S, sampling=sampling, **answering)
-    rates = Rates(token_s, max(0.0, took - token_s * tokens) / rows)
+    answered = calls(ANSWER_S, 2, sampling=sampling, **answering)
+    rates = Rates(token_s, _answer_seconds(answered, token_s, options.batch_rows))
     if options.answers != "self":
         return rates
     return replace(rates, sample_s=sample_seconds(engine, waiting, options, token_s, clock))
+
+
+def _answer_seconds(calls: Sequence[Call], token_s: float, rows: int) -> float:
+    """Return the seconds of an answer, beside its reading, in a call of so many rows.
+
+    A step of decoding reads the weights once, however many answers it goes on with: the last two
+    calls tell that part from what each answer adds."""
+    beside = [max(0.0, call.seconds - token_s * call.tokens) for call in calls]
+    many, each = calls[-1].rows, beside[-1] / calls[-1].rows
+    if len(calls) > 1:
+        more = (beside[-1] - beside[-2]) / (many - calls[-2].rows)
+        each = min(max(0.0, more), each)
+    shared = beside[-1] - each * many
+    return each + shared / max(many, rows)
 
 
 def sample_seconds(

@@ -83,6 +83,27 @@ def test_rates_are_those_of_the_engine(labels: str, tmp_path: Path) -> None:
     assert len(engine.seen) <= 600, "an engine that remembers prompts must not see one twice"
 
 
+@pytest.mark.parametrize(("each", "shared"), [(0.1, 2.4), (0.0, 2.4), (0.5, 0.0), (2.0, 40.0)])
+def test_answers_are_timed_as_in_calls_of_the_run(
+    each: float, shared: float, tmp_path: Path
+) -> None:
+    class Steps(Timed):
+        """Its answers share the reading of the weights."""
+
+        def extract(self, prompts: Any, *others: Any, **read: Any) -> Extraction:
+            before = self.now
+            extraction = super().extract(prompts, *others, **read)
+            if read.get("sampling") is not None:
+                self.now = before + TOKEN_S * sum(map(len, prompts)) + shared
+                self.now += each * len(prompts)
+            return extraction
+
+    engine = Steps()
+    prompts = [tuple(range(5 + number % 40)) for number in range(600)]
+    rates = engine_rates(engine, prompts, of_the_bank(tmp_path, batch_rows=64), engine.clock)
+    assert rates.answer_s == pytest.approx(each + shared / 64, rel=0.01)
+
+
 def test_a_sample_in_forms_stands_for_the_volume_of_all(tmp_path: Path, bank: Any) -> None:
     options, engine = of_the_bank(tmp_path), Timed()
     sample = sampled(options, bank, engine, "chat")
