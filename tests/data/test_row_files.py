@@ -14,6 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow as arrow
+import pyarrow.parquet as parquet
 import pytest
 
 from service.data.rows import objects
@@ -336,7 +338,6 @@ def test_a_parquet_file_without_its_package_names_it(
 
 
 def test_a_parquet_file_is_read(tmp_path: Path) -> None:
-    parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
     path, plain, hi = (
         tmp_path / "rows.parquet",
         tmp_path / "rows.jsonl",
@@ -350,7 +351,6 @@ def test_a_parquet_file_is_read(tmp_path: Path) -> None:
 def test_a_parquet_file_s_nested_cells_are_those_that_are_set(tmp_path: Path) -> None:
     """A column's values have all its fields, null where one lacks it; older writers keep texts as
     bytes."""
-    parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
     path = tmp_path / "rows.parquet"
     turns = [
         {"role": "system", "content": "s", "name": None},
