@@ -55,7 +55,8 @@ hallutracer serve --config hallutracer.toml --print-config
 
 An unknown key, a value of another type and a value out of range are errors. `--print-config` prints the effective
 options as TOML, each with its source, and exits; keys are masked. A service logs a warning for a variable that begins
-with `HALLUTRACER_` and belongs to no option.
+with `HALLUTRACER_` and belongs to no option. One that looks like a misspelt `HALLUTRACER_POLICY`, or like another that
+closes something (policies, threshold, keys, signatures), ends the start where that itself is not set.
 """
 
 

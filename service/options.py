@@ -31,7 +31,17 @@ from cyclopts.config import Env
 
 from service.annexes import annexes
 from service.errors import HalluTracerError
-from service.settings import DATABASE, NEVER_EMPTY, NO_OPTIONS, PREFIX, SECRET, env, option, section
+from service.settings import (
+    CLOSES,
+    DATABASE,
+    NEVER_EMPTY,
+    NO_OPTIONS,
+    PREFIX,
+    SECRET,
+    env,
+    option,
+    section,
+)
 
 T = TypeVar("T")
 Command = tuple[str, ...]  # ("bundle", "list")
@@ -133,7 +143,9 @@ class Sources(Env):
 
     def unknown(self) -> tuple[str, ...]:
         """Return a warning for each ``HALLUTRACER_`` variable that no command reads, or that is an
-        older name."""
+        older name.
+
+        Raises CycloptsError where one was probably meant to close what is open without it."""
         read_here = {env(argument.name): argument for argument in options_of(self.arguments)}
         unread = sorted(
             name for name in self.environment if name.startswith(PREFIX) and name not in read_here
@@ -160,9 +172,16 @@ class Sources(Env):
                 close = difflib.get_close_matches(
                     name.removeprefix(PREFIX), short, n=1, cutoff=0.75
                 )
+                nearest = PREFIX + close[0] if close else ""
+                argument = read_here.get(nearest)
+                set_here = argument is None or argument.tokens
+                if self.environment[name] and nearest in CLOSES and not set_here:
+                    raise CycloptsError(
+                        msg=f"{name} is not read, and {nearest} is not set: correct the name, or"
+                        " unset it."
+                    )
                 warnings.append(
-                    f"{name} is not read here"
-                    + (f"; did you mean {PREFIX}{close[0]}?" if close else "")
+                    f"{name} is not read here" + (f"; did you mean {nearest}?" if close else "")
                 )
         return tuple(warnings)
 
@@ -203,9 +222,9 @@ def parse(cls: type[T], environment: Mapping[str, str] | None = None) -> tuple[T
     app.default(cls)
     try:
         options = app([], exit_on_error=False, print_error=False)
+        return options, sources.unknown()
     except CycloptsError as error:
         raise HalluTracerError(one_line(error)) from None
-    return options, sources.unknown()
 
 
 def options_of(arguments: Iterable[Argument]) -> Iterator[Argument]:

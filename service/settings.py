@@ -46,6 +46,25 @@ def env(flag: str) -> str:
 
 NEVER_EMPTY = (env("api-key"), env("api-key-file"), env("keys"), env("audit-log"))
 """Variables that are an error when set to nothing: a missing key must not open the service."""
+CLOSES = frozenset(
+    map(
+        env,
+        (
+            "api-key",
+            "api-key-file",
+            "audit-required",
+            "keys",
+            "policies",
+            "policy",
+            "protect-metrics",
+            "refuse-special-tokens",
+            "require-signature",
+            "threshold",
+        ),
+    )
+)
+"""Variables that keep somebody out or withhold something: a name that is nearest to one of these,
+and is none, is an error, because the service would be open without it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,11 +131,13 @@ def check_turns(text: str, turns: Sequence[Message], left_out: Sequence[int]) ->
     if missing := contents.keys() & set(left_out):
         raise _left_out(min(missing), turns[min(missing)]["role"], "")
     times = Counter(contents.values())
-    for number, content in contents.items():
-        role = turns[number]["role"]
-        if text.count(content) < times[content] and not _is_shown(
-            text, role, content, times[content]
-        ):
+    # of each text once: a long conversation may repeat one, and a template may write all otherwise
+    counted = {content: text.count(content) for content in times}
+    changed = [number for number, content in contents.items() if counted[content] < times[content]]
+    plain = _without_spaces(text) if changed else ""
+    for number in changed:
+        content, role = contents[number], turns[number]["role"]
+        if not _is_shown(text, plain, role, content, times[content]):
             raise _left_out(number, role, "a part of ")
 
 
@@ -147,12 +149,15 @@ def _left_out(number: int, role: str, part: str) -> RequestError:
     )
 
 
-def _is_shown(text: str, role: str, content: str, times: int) -> bool:
-    """Return whether a text holds a turn's content so often in other spacing or capitals, as JSON,
-    or, of an answer, without its thought."""
+def _without_spaces(text: str) -> str:
+    return "".join(text.split()).lower()
+
+
+def _is_shown(text: str, plain: str, role: str, content: str, times: int) -> bool:
+    """Return whether a text, also ``plain``, holds a turn's content so often in other spacing or
+    capitals, as JSON, or, of an answer, without its thought."""
     words = spoken(content) if role == "assistant" else content
     if not words:
         return True
     as_json = json.dumps(words, ensure_ascii=False)[1:-1]
-    plain = "".join(text.split()).lower().count("".join(words.split()).lower())
-    return max(text.count(as_json), plain) >= times
+    return max(text.count(as_json), plain.count(_without_spaces(words))) >= times

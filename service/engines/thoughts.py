@@ -19,8 +19,8 @@ _PAIRS = (
     (r"<\|channel\|>\s*(?:analysis|commentary)\b", r"<\|channel\|>\s*final\s*(?:<\|message\|>)?"),
 )
 _FLAGS = re.IGNORECASE | re.DOTALL
-_WHOLE = re.compile("|".join(f"{opening}.*?{closing}" for opening, closing in _PAIRS), _FLAGS)
-_OPENING = re.compile("|".join(opening for opening, _ in _PAIRS), _FLAGS)
+_OPENING = re.compile("|".join(f"({opening})" for opening, _ in _PAIRS), _FLAGS)
+_CLOSINGS = [re.compile(closing, _FLAGS) for _, closing in _PAIRS]  # of each group of ``_OPENING``
 _CLOSING = re.compile("|".join(closing for _, closing in _PAIRS), _FLAGS)
 _OPENED_LAST = re.compile(rf"(?:{_OPENING.pattern})\s*(?:<\|message\|>)?\s*\Z", _FLAGS)
 # special tokens that are a part of a mark
@@ -31,12 +31,30 @@ OPENED = "<think>"  # stands for whatever a template opens a thought with
 
 def spoken(answer: str) -> str | None:
     """Return an answer without what its model thought first; None where the thought never ends."""
-    rest = _WHOLE.sub("", answer)
+    rest = _outside(answer)
     *_, last = (0, *(match.end() for match in _CLOSING.finditer(rest)))
     rest = rest[last:]
     if _OPENING.search(rest):
         return None
     return rest if rest == answer else rest.strip()
+
+
+def _outside(answer: str) -> str:
+    """Return what stands outside thoughts that end.
+
+    An answer may come back in a request and be full of openings: once one kind of them is known to
+    have no end behind it, no further end of that kind is looked for."""
+    parts, end, start, endless = list[str](), 0, 0, set[int]()
+    while (opening := _OPENING.search(answer, start)) is not None:
+        kind = (opening.lastindex or 1) - 1
+        closing = None if kind in endless else _CLOSINGS[kind].search(answer, opening.end())
+        if closing is None:
+            endless.add(kind)
+            start = opening.start() + 1
+        else:
+            parts.append(answer[end : opening.start()])
+            start = end = closing.end()
+    return "".join((*parts, answer[end:]))
 
 
 def opens_thought(prompt: str) -> bool:

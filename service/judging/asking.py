@@ -129,6 +129,7 @@ _FILLER = re.compile(
     r"really|what['\u2019]?s\s+up|anyone|any\s+ideas?)\W*$",
     re.IGNORECASE,
 )
+_RUN = re.compile(r"([^\w\n]{4})[^\w\n]*([^\w\n]{4})|(?<=___)_+(?=___)")  # of marks and blanks
 _EXAMPLE = re.compile(
     r"^[ \t]*(?:q|question|user|input)\s*\d*[:.)].*\n+["
     r" \t]*(?:a|answer|assistant|output)\s*\d*[:.)][ \t]*\S.*$",
@@ -458,7 +459,7 @@ def asks_of(messages: Sequence[object], refusals: Collection[str] = ()) -> Asks:
     ``refusals`` are the texts that replace withheld answers, with ``{risk}`` for any risk.
     Anything that is not a message, or has no text, counts as empty."""
     known = [turn for turn in messages if isinstance(turn, Mapping)]
-    turns = [(str(turn.get("role")), _ends(text_of(turn.get("content"))).strip()) for turn in known]
+    turns = [(str(turn.get("role")), _condensed(text_of(turn.get("content")))) for turn in known]
     last = next(
         (index for index in range(len(turns) - 1, -1, -1) if turns[index][0] == "user"), None
     )
@@ -517,7 +518,7 @@ def asks_of(messages: Sequence[object], refusals: Collection[str] = ()) -> Asks:
 
 def questions(text: str) -> int:
     """Return how many questions a message asks; 0 if its words show none."""
-    text = _EXAMPLE.sub("", _ends(text))
+    text = _EXAMPLE.sub("", _condensed(text))
     lines = text.splitlines()
     parts = [part for line in lines for part in _sentences(line.replace("_", " "))]
     passage, further = has_passage(text), 0
@@ -668,14 +669,14 @@ def _offers(text: str) -> bool:
 def _answered(turns: Sequence[tuple[str, str]], refusals: Collection[str]) -> bool:
     """Return whether one of these messages is an answer of the assistant to the message before
     them."""
-    known = {_RISK.sub("", text).strip() for text in refusals}
+    known = {_condensed(_RISK.sub("", text)) for text in refusals}
     return any(role == "assistant" and _answers(text, known) for role, text in turns)
 
 
 def _answers(text: str, refusals: Collection[str]) -> bool:
     if not re.search(r"\w", text) or text[-1] in f"{_MARKS}:" or text.endswith(("...", "\u2026")):
         return False
-    refused = _RISK.sub("", text).strip() in refusals or _REFUSED.search(text)
+    refused = _condensed(_RISK.sub("", text)) in refusals or _REFUSED.search(text)
     sentences = [
         part for part in re.split(r"(?<=[.!])\s+", text) if not _made_of(part, _ACKNOWLEDGED)
     ]
@@ -691,6 +692,16 @@ def _sentences(line: str) -> list[str]:
     return [
         _ends(part.strip(), LONGEST_SENTENCE) for part in _SENTENCES.split(line) if part.strip()
     ]
+
+
+def _condensed(text: str) -> str:
+    """Return a text's beginning and end, each run of blanks as one, and of longer runs of marks
+    both ends.
+
+    The time of many expressions grows with the square of such a run, or with a higher power: of
+    400 blanks one took half a minute."""
+    lines = (" ".join(line.split()) for line in _ends(text).splitlines())
+    return _RUN.sub(r"\1\2", "\n".join(filter(None, lines)))
 
 
 def _ends(text: str, most: int = LONGEST_READ) -> str:

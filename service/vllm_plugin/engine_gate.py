@@ -64,7 +64,10 @@ class Gate:
         try:
             if request.lora_request is not None:
                 scorer = self.adapters.scorer(request.lora_request)
-            if problem := unreadable(request):
+            problem = unreadable(request)
+            if policy.action.withholds:
+                problem = problem or foretold(request.sampling_params)
+            if problem:
                 raise HalluTracerError(problem)
             if wire is None:
                 raise HalluTracerError("the worker did not read its prompt")
@@ -107,6 +110,20 @@ def unreadable(request: Any) -> str | None:
         return "a prompt that arrives in pieces is not read: send it whole"
     taken = request.sampling_params.prompt_logprob_token_ids
     return "prompt_logprob_token_ids: the gate needs that channel" if taken else None
+
+
+def foretold(parameters: Any) -> str | None:
+    """Return what in vLLM's parameters has a response tell what the model would say within the
+    prompt; None where nothing does.
+
+    0 tells how likely the prompt's own tokens are, and of no others."""
+    if not parameters.prompt_logprobs:
+        return None
+    return (
+        "'prompt_logprobs' above 0 tells what the model would say at each place of the prompt, as"
+        " behind an earlier question, whatever the verdict: leave it out, and so 'echo' beside log"
+        " probabilities"
+    )
 
 
 class Judging:
@@ -213,6 +230,9 @@ class Judging:
                 continue
             if reason := self._gate.reason(request, wire):
                 self._withheld[name] = reason
+                # Of the prompt's places nothing goes out, either.
+                wires.pop(name, None)
+                model_runner_output.prompt_logprobs_dict.pop(name, None)
         return self._update(scheduler_output, model_runner_output)
 
     def update_request(

@@ -26,6 +26,7 @@ from service.scoring import Scorer
 from service.serving.adapters import Adapters
 from service.serving.service import Service
 from service.settings import DecodingChoice, env
+from service.vllm_plugin.engine_gate import foretold
 from service.vllm_plugin.note import CURRENT, IN_BACKGROUND, NO_PLACE, OURS, Note
 from service.vllm_plugin.turn import TurnDriver
 
@@ -100,6 +101,8 @@ def judging_generate(
                 f" {env('callers-may')}=rendering",
                 parameter=note.moves[0],
             )
+        if withholds and (problem := foretold(parameters)) is not None:
+            raise VLLMValidationError(problem, parameter="prompt_logprobs")
         if withholds and note.background:
             raise VLLMValidationError(IN_BACKGROUND, parameter="background")
         if note.beams:

@@ -270,6 +270,31 @@ def test_unknown_variables_are_reported_with_the_nearest_name() -> None:
     assert "HALLUTRACER_XYZZY" in warnings[2]
 
 
+@pytest.mark.parametrize(
+    ("misspelt", "meant"),
+    [
+        ("POLCY", "POLICY"),
+        ("POLICES", "POLICIES"),
+        ("TRESHOLD", "THRESHOLD"),
+        ("KEY", "KEYS"),
+        ("REQUIRE_SIGNATURES", "REQUIRE_SIGNATURE"),
+    ],
+)
+def test_a_misspelt_variable_leaves_nothing_open(misspelt: str, meant: str) -> None:
+    name = f"HALLUTRACER_{misspelt}"
+    with pytest.raises(CycloptsError, match=f"^{name} is not read, and HALLUTRACER_{meant} is not"):
+        parsed("serve", **{name: "gate"}).unknown()
+
+
+def test_what_is_set_all_the_same_may_be_misspelt_beside_it() -> None:
+    here: dict[str, str] = {"HALLUTRACER_POLICY": "gate"}
+    for given, variables in ((("--policy", "gate"), {}), ((), here)):
+        assert parsed("serve", *given, HALLUTRACER_POLICYS="x", **variables).unknown()
+    assert parsed("train", HALLUTRACER_POLICYS="x").unknown()  # which has no policy
+    [warning] = parsed("serve", HALLUTRACER_POLICYS="").unknown()
+    assert warning == "HALLUTRACER_POLICYS is not read here; did you mean HALLUTRACER_POLICY?"
+
+
 def test_print_config_can_be_used_as_a_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,6 +4,7 @@ no label."""
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,23 @@ def test_what_stands_in_a_thought_does_not_count(wrapped: str) -> None:
         ]
         assert found == ["hallucinated", "factual", "abstained", "empty"]
     assert spoken(wrapped.format("Lyon") + "\n\nParis.\n") == "Paris."
+
+
+def test_thoughts_of_several_kinds_and_ends_of_none() -> None:
+    kinds = "[think] a <think>b</think> c ◁think▷d◁/think▷ <reasoning>e</Thought>"
+    assert spoken(kinds) is None  # the first never ends
+    assert spoken(f"{kinds} f</think>Paris.") == "Paris."
+    assert spoken("<think>[think]</think>Paris.[/think] Or not.") == "Or not."
+
+
+def test_a_text_full_of_thoughts_that_never_end_is_read_once() -> None:
+    """It may come back as an earlier answer, and a template that drops thoughts has it looked
+    at."""
+    for opening in ("[think]", "<think>", "<|channel|>analysis"):
+        begun = time.thread_time()
+        assert spoken(opening * 4000) is None
+        assert spoken("◁/think▷" + opening * 4000 + "◁/think▷Paris.") == "Paris."
+        assert time.thread_time() - begun < 0.5
 
 
 @pytest.mark.parametrize("cut", CUT)

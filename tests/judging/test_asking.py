@@ -3,6 +3,7 @@ written from, too."""
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -471,6 +472,28 @@ def test_every_text_is_read_to_its_end() -> None:
             for messages in (turns(text), turns(QUESTION, text, "go on"), turns("hi", system=text)):
                 assert asks_of(messages)
     assert asks_of(turns("word " * 1_000_000))
+
+
+@pytest.mark.parametrize("run", [*" \t\u00a0&;|/+_-.\"'(", "& ", "?!", "\n", " \n"])
+@pytest.mark.parametrize("before", ["", "capital of", "I know nothing of", "mention", "the"])
+def test_a_run_of_blanks_or_marks_costs_no_time(before: str, run: str) -> None:
+    """So short a text is read on the event loop, and the engine's own process waits for it."""
+    text = before + run * (300 // len(run)) + "x"
+    begun = time.thread_time()
+    assert asks_of(turns(text))
+    assert asks_of(turns(QUESTION, text, "go on"))
+    assert time.thread_time() - begun < 0.05
+
+
+def test_runs_of_blanks_and_marks_change_nothing_else() -> None:
+    assert (
+        questions("Who wrote  \t Emma" + "?" * 30 + "     Where   is" + " " * 40 + "Manado?") == 2
+    )
+    cannot = "I  cannot\ntell" + "." * 30
+    assert asks_of(turns(QUESTION, cannot, "Just give me your best guess.")) == "earlier"
+    refusal = "Code  {risk}" + "-" * 20 + "by  order"
+    shown = turns(QUESTION, refusal.replace("{risk}", "0.71"), "go on")
+    assert (asks_of(shown, [refusal]), asks_of(shown)) == ("earlier", "inside")
 
 
 @pytest.mark.parametrize(

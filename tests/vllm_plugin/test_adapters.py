@@ -144,7 +144,7 @@ def test_the_engines_gate_takes_the_numbers_of_the_adapters_own_probes(made: Mad
     gate = Gate(made.base, GATE.at(0.0), lease, places, made.adapters, frozenset())
 
     def reason(adapter: Any) -> str:
-        parameters = SimpleNamespace(prompt_logprob_token_ids=None)
+        parameters = SimpleNamespace(prompt_logprob_token_ids=None, prompt_logprobs=None)
         request = SimpleNamespace(
             request_id="1",
             prompt_token_ids=PROMPT,

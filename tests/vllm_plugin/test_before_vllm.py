@@ -162,6 +162,12 @@ def test_a_server_that_may_have_meant_to_observe_says_that_it_tells_no_risk(
     assert line is None if words is None else words in str(line)
 
 
+def test_a_misspelt_policy_is_none_that_observes() -> None:
+    match = "HALLUTRACER_POLCY is not read, and HALLUTRACER_POLICY is not set"
+    with pytest.raises(HalluTracerError, match=match):
+        read_options(variables_of("BUNDLE=demo POLCY=gate"))
+
+
 @pytest.mark.parametrize(
     ("variables", "argv", "cure"),
     [

@@ -23,10 +23,15 @@ def test_a_callers_own_numbers_are_not_taken_and_an_answer_that_has_begun_is_not
                 num_output_tokens=tokens,
                 sampling_params=SimpleNamespace(prompt_logprob_token_ids=own),
             )
-            for name, own, tokens in (("plain", None, 0), ("asks", [[1]], 0), ("begun", None, 3))
+            for name, own, tokens in (
+                ("plain", None, 0),
+                ("asks", [[1]], 0),
+                ("begun", None, 3),
+                ("refused", [[1]], 0),
+            )
         },
         update_from_output=lambda scheduled, output: passed.append(
-            dict(output.prompt_token_id_logprobs_dict)
+            (dict(output.prompt_token_id_logprobs_dict), dict(output.prompt_logprobs_dict))
         ),
         _update_request_with_output=lambda request, tokens: (tokens, False),
         add_request=None,
@@ -40,19 +45,22 @@ def test_a_callers_own_numbers_are_not_taken_and_an_answer_that_has_begun_is_not
 
     def reason(request: Any, wire: Any) -> str | None:
         asked.append((request.request_id, wire))
-        return "withheld" if wire is None else None
+        return "withheld" if request.request_id == "refused" else None
 
     judging._gate = SimpleNamespace(reason=reason)  # type: ignore[assignment]
     names = [*scheduler.requests]
     output = SimpleNamespace(
-        prompt_token_id_logprobs_dict={"plain": "ours", "asks": "its own"},
-        sampled_token_ids=[[7]] * 3,
+        prompt_token_id_logprobs_dict={"plain": "ours", "asks": "own", "refused": "own"},
+        prompt_logprobs_dict={"asks": "of its prompt", "refused": "of its prompt"},
+        sampled_token_ids=[[7]] * 4,
         req_id_to_index={name: row for row, name in enumerate(names)},
     )
     judging.update(SimpleNamespace(num_scheduled_tokens=dict.fromkeys(names, 1)), output)
-    assert asked == [("plain", "ours"), ("asks", None)]
-    assert passed == [{"asks": "its own"}]
+    assert asked == [("plain", "ours"), ("asks", None), ("refused", None)]
+    # of a withheld request nothing is told of its prompt, either
+    assert passed == [({"asks": "own"}, {"asks": "of its prompt"})]
     plain, begun = scheduler.requests["plain"], scheduler.requests["begun"]
     assert judging.update_request(plain, [7]) == judging.update_request(begun, [7]) == ([7], False)
-    assert judging.update_request(scheduler.requests["asks"], [7]) == ([], True)
-    assert scheduler.requests["asks"].stop_reason == "withheld"
+    assert judging.update_request(scheduler.requests["asks"], [7]) == ([7], False)
+    assert judging.update_request(scheduler.requests["refused"], [7]) == ([], True)
+    assert scheduler.requests["refused"].stop_reason == "withheld"

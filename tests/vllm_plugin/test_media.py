@@ -39,8 +39,11 @@ def scorer(judged: list[Policy]) -> Any:
     return Judge(prompt_format="chat", chat_ending=(4, 5), judge=judge)
 
 
-def reason(own: Any, features: Any = None) -> str | None:
-    """Why the gate in the engine withholds the answer to a prompt with such features."""
+def reason(
+    own: Any, features: Any = None, action: Action = Action.ABSTAIN, **asked: Any
+) -> str | None:
+    """Why the gate in the engine withholds the answer to a prompt with such features, and with
+    ``asked`` among its sampling parameters."""
     lease: Any = SimpleNamespace(result=lambda wire, tokens: tokens)
     request = SimpleNamespace(
         prompt_token_ids=IDS,
@@ -49,10 +52,12 @@ def reason(own: Any, features: Any = None) -> str | None:
         mm_features=features,
         lora_request=None,
         request_id="a",
-        sampling_params=SimpleNamespace(prompt_logprob_token_ids=None),
+        sampling_params=SimpleNamespace(
+            **{"prompt_logprob_token_ids": None, "prompt_logprobs": None} | asked
+        ),
     )
     own.conversations = ConversationReader(lambda messages: [], str)
-    policy = Policy("gate", Action.ABSTAIN)
+    policy = Policy("gate", action)
     gate = Gate(own, policy, lease, {own: 0}, Adapters({}, str), frozenset())
     return gate.reason(request, SimpleNamespace(numpy=lambda: np.zeros(1)))
 
