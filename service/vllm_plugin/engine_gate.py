@@ -113,15 +113,16 @@ def unreadable(request: Any) -> str | None:
 
 
 def foretold(parameters: Any) -> str | None:
-    """Return what in vLLM's parameters has a response tell what the model would say within the
-    prompt; None where nothing does.
+    """Return what in vLLM's parameters has a response tell how the model goes on within the prompt;
+    None where nothing does.
 
-    0 tells how likely the prompt's own tokens are, and of no others."""
-    if not parameters.prompt_logprobs:
+    0 does, too: the rank of each of the prompt's own tokens says whether a guessed answer is the
+    model's."""
+    if parameters.prompt_logprobs is None:
         return None
     return (
-        "'prompt_logprobs' above 0 tells what the model would say at each place of the prompt, as"
-        " behind an earlier question, whatever the verdict: leave it out, and so 'echo' beside log"
+        "'prompt_logprobs' tells what the model would say at each place of the prompt, as behind an"
+        " earlier question, whatever the verdict: leave it out, and so 'echo' beside log"
         " probabilities"
     )
 

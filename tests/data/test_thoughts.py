@@ -4,7 +4,6 @@ no label."""
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from service.errors import TrainingError
 from service.serving.sampled import ask
 from tests.fitting.planted import PlantedEngine, planted_rows
 from tests.judging.test_evaluation import SAMPLE
+from tests.kit.hangs import no_hang
 from tests.matching import matching_bundle
 from tests.running import App
 from tests.scripted_engine import ScriptedEngine
@@ -79,10 +79,9 @@ def test_a_text_full_of_thoughts_that_never_end_is_read_once() -> None:
     """It may come back as an earlier answer, and a template that drops thoughts has it looked
     at."""
     for opening in ("[think]", "<think>", "<|channel|>analysis"):
-        begun = time.thread_time()
-        assert spoken(opening * 4000) is None
-        assert spoken("◁/think▷" + opening * 4000 + "◁/think▷Paris.") == "Paris."
-        assert time.thread_time() - begun < 0.5
+        with no_hang(10):
+            assert spoken(opening * 20_000) is None
+            assert spoken("◁/think▷" + opening * 20_000 + "◁/think▷Paris.") == "Paris."
 
 
 @pytest.mark.parametrize("cut", CUT)

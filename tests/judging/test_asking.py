@@ -3,12 +3,12 @@ written from, too."""
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
 
 from service.judging.asking import asks_of, questions
+from tests.kit.hangs import no_hang
 
 QUESTION = "Do you know the capital of American Samoa?"
 REFUSED = "I am not sure."
@@ -478,11 +478,10 @@ def test_every_text_is_read_to_its_end() -> None:
 @pytest.mark.parametrize("before", ["", "capital of", "I know nothing of", "mention", "the"])
 def test_a_run_of_blanks_or_marks_costs_no_time(before: str, run: str) -> None:
     """So short a text is read on the event loop, and the engine's own process waits for it."""
-    text = before + run * (300 // len(run)) + "x"
-    begun = time.thread_time()
-    assert asks_of(turns(text))
-    assert asks_of(turns(QUESTION, text, "go on"))
-    assert time.thread_time() - begun < 0.05
+    text = before + run * (390 // len(run)) + "x"
+    with no_hang(5):
+        assert asks_of(turns(text))
+        assert asks_of(turns(QUESTION, text, "go on"))
 
 
 def test_runs_of_blanks_and_marks_change_nothing_else() -> None:

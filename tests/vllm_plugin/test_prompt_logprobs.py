@@ -22,14 +22,14 @@ from service.vllm_plugin import generation  # noqa: E402
 from service.vllm_plugin.note import CURRENT, TEXTS, Note  # noqa: E402
 from tests.vllm_plugin.test_media import IDS, Judge, reason, scorer  # noqa: E402
 
-REFUSED = "'prompt_logprobs' above 0"
+REFUSED = "'prompt_logprobs' tells"
 
 
 def test_the_engines_gate_withholds_such_a_request() -> None:
-    for asked in (1, -1):  # -1: of the whole vocabulary
+    for asked in (0, 1, -1):  # 0: ranks of the prompt's own tokens; -1: of the whole vocabulary
         assert REFUSED in str(reason(scorer([]), prompt_logprobs=asked))
         assert reason(scorer([]), action=Action.OBSERVE, prompt_logprobs=asked) is None
-    assert reason(scorer([]), prompt_logprobs=0) is None  # of the prompt's own tokens alone
+    assert reason(scorer([]), prompt_logprobs=None) is None
 
 
 @pytest.mark.parametrize("action", [Action.OBSERVE, Action.ABSTAIN, Action.BLOCK])
@@ -47,7 +47,7 @@ def test_vllms_server_refuses_it_by_name(action: Action, asked: int | None) -> N
     token = CURRENT.set(Note(route=TEXTS, templated=False))
     try:
         parameters = SamplingParams(prompt_logprobs=asked)
-        if asked and action is not Action.OBSERVE:
+        if asked is not None and action is not Action.OBSERVE:
             with pytest.raises(VLLMValidationError, match=REFUSED):
                 generate({"prompt_token_ids": IDS}, parameters, "a")
         else:
