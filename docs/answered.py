@@ -181,17 +181,21 @@ def panel(axes: Axes, own: Questions) -> None:
         axes.fill_between(SHARES, low, high, color=colour, alpha=0.15, linewidth=0)
         axes.plot(SHARES, wrong_among_answered(own.wrong, score), color=colour, label=name)
     axes.axhline(
-        own.break_even, color="#555555", linewidth=0.8, linestyle="--", label="withhold everything"
+        own.break_even,
+        color="#555555",
+        linewidth=0.8,
+        linestyle="--",
+        label="as good as withholding all",
     )
     if (point := at_threshold(own)) is not None:
         face = COLOURS["the bundle"] if own.guaranteed else "white"
-        label = "the certified threshold" if own.guaranteed else "the threshold, by cost"
+        label = "the guaranteed threshold" if own.guaranteed else "the threshold, by cost"
         axes.plot(*point, "o", color=COLOURS["the bundle"], markerfacecolor=face, label=label)
     axes.set(
         title=f"{own.title}, {len(own.wrong):,} questions",
         xlim=(0, 1),
         ylim=(0, 1),
-        xlabel="answered",
+        xlabel="share answered",
     )
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=7, loc="lower right")
@@ -205,7 +209,7 @@ def draw(models: Sequence[Questions], target: Path) -> None:
         )
         for axes, own in zip(panels[0], models, strict=True):
             panel(axes, own)
-        panels[0][0].set_ylabel("wrong among the answered")
+        panels[0][0].set_ylabel("share wrong among the answered")
         figure.savefig(target, metadata={"Date": None})
         plt.close(figure)
 
@@ -226,7 +230,7 @@ def figures(own: Questions) -> str:
         shown = "-" if within is None else f"{within:.3f}"
         lines.append(f"  {name}: wrong {shares}; AUROC within kind x form {shown}")
     if (point := at_threshold(own)) is not None:
-        kind = "certified" if own.guaranteed else "by cost"
+        kind = "guaranteed" if own.guaranteed else "by cost"
         lines.append(
             f"  at the threshold {own.threshold:.3f} ({kind}): {point[0]:.3f} answered,"
             f" {point[1]:.3f} of these wrong"

@@ -35,7 +35,7 @@ def row(bundle: Bundle) -> list[str]:
         found = decisions(1 - wrong.astype(np.int64), risk)
         gate = gate or gate_at(
             manifest.threshold, risk < manifest.threshold, wrong
-        )  # none: certified since
+        )  # none: guaranteed since
     return [
         f"`{manifest.name}`",
         manifest.model.name,
@@ -92,7 +92,7 @@ def page() -> str:
 
 
 def promise(bundle: Bundle) -> str:
-    """What a certified threshold promises; nothing of another."""
+    """What a guaranteed threshold promises; nothing of another."""
     given = bundle.manifest.guarantee
     if given is None:
         return ""

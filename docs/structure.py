@@ -54,7 +54,8 @@ ROLES = {
     "service.progress": ("lines about long steps", GROUND),
     "service.proxies": ("which requests go through a proxy", GROUND),
 }
-WIDTH, ROW, GAP, LEFT = 760, 44, 8, 40
+WIDTH, ROW, GAP, LEFT = 860, 44, 8, 40
+ABREAST = 3  # most boxes beside each other: more do not hold their words
 
 
 def layers() -> list[list[str]]:
@@ -71,7 +72,8 @@ def draw() -> str:
     rows = layers()
     if unknown := sorted({name for row in rows for name in row} - set(ROLES)):
         raise SystemExit(f"docs/structure.py: add to ROLES what these do: {', '.join(unknown)}")
-    height = len(rows) * (ROW + GAP) + GAP
+    lines = [(row[at : at + ABREAST], at) for row in rows for at in range(0, len(row), ABREAST)]
+    height = len(lines) * ROW + (len(rows) + 1) * GAP
     parts = [
         (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}"'
@@ -86,10 +88,11 @@ def draw() -> str:
             ' fill="#444444" text-anchor="middle">may import</text>'
         ),
     ]
-    for place, row in enumerate(rows):
-        width = (WIDTH - LEFT - GAP * len(row)) / len(row)
-        y = GAP + place * (ROW + GAP)
-        for column, name in enumerate(row):
+    y = -ROW
+    for line, at in lines:
+        y += ROW if at else ROW + GAP  # boxes of one layer touch: none may import another
+        width = (WIDTH - LEFT - GAP * len(line)) / len(line)
+        for column, name in enumerate(line):
             role, colour = ROLES[name]
             x = LEFT + column * (width + GAP)
             middle = x + width / 2

@@ -154,21 +154,21 @@ Threshold = Annotated[
 PolicyName = Annotated[
     str,
     option(
-        "What becomes of a flagged prompt where a request names no policy: observe answers and"
-        " tells the risk, gate withholds and says the abstain message, block shows nothing; or a"
-        " name in --policies.",
+        "What becomes of a flagged prompt (its risk reaches the threshold) where a request names"
+        " no policy: observe answers and tells the risk, gate withholds and shows the abstain"
+        " message, block shows nothing; or a name in --policies.",
         everyday=True,
     ),
 ]
 CallersMay = Annotated[
     tuple[Loosened, ...],
     option(
-        "What a request may choose although it lets more through than a service that withholds"
-        " would, repeatable: an observing policy, a higher threshold, another bundle; rendering: in"
-        " vLLM's server, fields such as continue_final_message.  feedback: it may label other"
-        " callers' answers.  Default: policy and threshold for programs and pages of this machine"
-        " where a service on loopback asks for no key, else none (which can be said); stricter is"
-        " always taken."
+        "What a request may choose although more answers pass then, repeatable.  policy: one that"
+        " withholds less.  threshold: a higher one.  bundle: another.  rendering: in vLLM's server,"
+        " fields such as continue_final_message.  feedback: to label other callers' answers.  none:"
+        " nothing of these.  Default: policy and threshold for programs and pages of this machine"
+        " where a service on loopback asks for no key, else none.  What is stricter is always"
+        " taken."
     ),
 ]
 
@@ -249,7 +249,7 @@ PoliciesFile = Annotated[
     ),
 ]
 AbstainMessage = Annotated[
-    str, option("What a policy that abstains says where it withholds an answer.")
+    str, option("The message in place of an answer that a policy with action abstain withholds.")
 ]
 DecodingChoice = Literal["bundle", "openai"]
 Decoding = Annotated[
@@ -264,7 +264,7 @@ Decoding = Annotated[
 MessageInContent = Annotated[
     bool,
     option(
-        "Say the message of a withheld answer as its text, too, for clients that show nothing else."
+        "Give a withheld answer's message as its text, too, for clients that show nothing else."
     ),
 ]
 

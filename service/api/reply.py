@@ -97,7 +97,7 @@ class RiskOut(Strict):
         ),
     )
     outside_training: bool | None = Field(
-        None, description="the prompt lies outside what training saw"
+        None, description="the prompt is unlike all that the bundle was trained on"
     )
     outside_because: str | None = Field(None, description="why it does; null where it does not")
     distance: float | None = Field(

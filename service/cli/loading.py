@@ -222,9 +222,7 @@ def running_service(url: str, key: str | None) -> Iterator[Callable[[str], Any]]
                 message = answer.json()["error"]["message"]
             except (ValueError, LookupError, TypeError):
                 message = answer.text[:200]
-            raise HalluTracerError(
-                f"GET {client.base_url}{path.lstrip('/')} answered {answer.status_code}: {message}"
-            )
+            raise HalluTracerError(f"GET {answer.url} answered {answer.status_code}: {message}")
         return answer.json()
 
     headers = {} if key is None else {"authorization": f"Bearer {key}"}

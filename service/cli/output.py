@@ -131,7 +131,7 @@ def draw_report(bundle: Bundle, report: RiskReport, console: Console | None = No
             *known.interval
         )
         side = "outside" if known.outside else "inside"
-        console.print(f"{refits or ''}{side} what training saw (distance {known.distance:.2f})")
+        console.print(f"{refits or ''}{side} training (distance {known.distance:.2f})")
         if known.unlike is not None:
             console.print(known.unlike)
     if not report.context.applies:

@@ -14,7 +14,7 @@ from probes_store.bundle import Bundle
 from probes_store.records import OUTSIDE
 from service.risk import Floats, served_risk
 
-FAR_READINGS = "readings: as far from those of training as few of its own are"
+FAR_READINGS = "readings: farther from those of training than nearly all of its own are"
 
 
 def distance(trajectory: Floats, mean: Floats, whitening: Floats) -> NDArray[np.float64]:

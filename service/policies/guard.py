@@ -102,7 +102,7 @@ class Policy:
     ``message`` is shown instead of the answer, or before an annotated one; ``{risk}`` in it becomes
     the risk.
 
-    ``withhold_outside``: prompts outside what training saw are treated as flagged ones are,
+    ``withhold_outside``: prompts outside training are treated as flagged ones are,
     whatever their risk; None, which nobody chose: where the policy withholds and the bundle can
     tell well enough (``Scorer.withholds_outside``).
     ``withhold_no_fact``: a prompt that asks for no fact is judged by its risk as any other;
@@ -202,7 +202,7 @@ def judge(
 
     ``applies``: false of a prompt that asks for no fact, which is not flagged unless the policy
     wants it so. ``default_threshold``, the bundle's, applies if the policy has none.  ``outside``:
-    the prompt is, or may be, outside what training saw, and the policy treats such prompts as
+    the prompt is, or may be, outside training, and the policy treats such prompts as
     flagged ones (``Scorer.withholds_outside``)."""
     threshold = check_threshold(default_threshold if policy.threshold is None else policy.threshold)
     flagged = risk >= threshold and (applies or policy.withhold_no_fact)

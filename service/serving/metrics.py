@@ -142,7 +142,7 @@ _SERIES: tuple[_Series, ...] = (  # in the order of ``/metrics``
     ),
     _counter(
         "gated_by_route_total",
-        "Prompts that the policy did not let the model answer, by the route they came by.",
+        "Prompts whose answer was withheld, by the route they came by.",
         *BUNDLE,
         "route",
     ),
@@ -166,12 +166,12 @@ _SERIES: tuple[_Series, ...] = (  # in the order of ``/metrics``
     ),
     _counter(
         "gated_by_conversation_total",
-        "Prompts that the policy did not let the model answer, by a conversation's shape.",
+        "Prompts whose answer was withheld, by a conversation's shape.",
         *SHAPE,
     ),
     _counter(
         "outside_training_total",
-        "Prompts outside what training saw; stays 0 where the bundle cannot tell.",
+        "Prompts outside training; stays 0 where the bundle cannot tell.",
         *BUNDLE,
     ),
     _counter(

@@ -117,8 +117,7 @@ def test_the_slider_says_of_a_prompt_outside_training_what_a_gate_does(
             finished(page)
             page.locator("#threshold").fill("1")
             expect(page.locator("#gate-here")).to_have_text(
-                "The last question is unlike the training prompts: it would be withheld at every"
-                " threshold."
+                "The last question is outside training: it would be withheld at every threshold."
             )
 
 
@@ -149,11 +148,7 @@ def test_the_list_counts_what_a_gate_withholds_whatever_the_threshold(
         withheld, count = (4, "4") if kind == "outside" else (0, "none")
         expect(page.locator("#sample-text")).to_contain_text(f"withholds {count}")
         expect(page.locator("#sample-rows tr.stopped")).to_have_count(withheld)
-        why = (
-            "unlike the training prompts: withheld"
-            if kind == "outside"
-            else "asks for no fact: let through"
-        )
+        why = "outside training: withheld" if kind == "outside" else "asks for no fact: let through"
         assert set(page.locator("#sample-rows .why").all_inner_texts()) == {why}
 
 

@@ -272,7 +272,8 @@ def test_without_a_risk_the_error_has_cause_and_cure(
         ),
         (
             {"outside_training": True},
-            "but the question is unlike all that the probes were trained on: look it up",
+            "but the question is outside training, unlike all that the probes were trained on: look"
+            " it up",
         ),
         (
             {"decision": "block"},

@@ -115,7 +115,7 @@ def advice(told: Assessment) -> str:
         return f"{risk}, at or above {threshold}: {CHECK}."
     if told.decision != "continue" or told.outside_training:
         why = (
-            "is unlike all that the probes were trained on"
+            "is outside training, unlike all that the probes were trained on"
             if told.outside_training
             else "is withheld by the policy"
         )

@@ -111,10 +111,10 @@ class Risk(Checked):
         None  # where 95 % of refits on other training rows would put the risk
     )
     outside_training: bool | None = (
-        None  # the prompt is unlike what training saw; None: the bundle cannot tell
+        None  # outside training: unlike all its prompts; None: the bundle cannot tell
     )
     outside_because: str | None = None  # why it is
-    distance: float | None = None  # to what training saw; outside from 1 on
+    distance: float | None = None  # to training's prompts; outside from 1 on
     applies: bool | None = (
         None  # False: the prompt asks for no fact, so the risk says nothing; None: it cannot tell
     )

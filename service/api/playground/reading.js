@@ -55,7 +55,7 @@ export class Reading {
     const does = this.risk.message ? "warns" : "only watches";
     if (decision === "continue") return flagged ? `${be("answered")} although flagged: the policy ${this.policy} ${does}` : be("answered");
     if (this.risk.answer_flagged) return `${be(WITHHELD[decision] ?? "withheld")} after it was read`;
-    return `${be(WITHHELD[decision] ?? "withheld")} before the first token${outside && !flagged ? ": unlike the training prompts" : ""}`;
+    return `${be(WITHHELD[decision] ?? "withheld")} before the first token${outside && !flagged ? ": outside training" : ""}`;
   }
 
   // chunk: the next piece, and the risk of the answer's tokens before it, where it is read
@@ -95,7 +95,7 @@ export class Reading {
     if (!this.text) this.answer.textContent = "(an empty answer)";
     if (chunk.answer_risk !== undefined) {
       this.left.append(el("p", { class: chunk.answer_flagged ? "facts warn" : "facts", "data-answer-risk": chunk.answer_risk },
-        `Read again: the answer's own tokens put its risk at ${fixed(chunk.answer_risk)}${chunk.answer_flagged ? ", above the bundle's line for answers" : ""}. Each token is shaded by its own.`));
+        `Read again: the answer's own tokens put its risk at ${fixed(chunk.answer_risk)}${chunk.answer_flagged ? ", at or above the bundle's threshold for answers" : ""}. Each token is shaded by its own.`));
     }
   }
 
@@ -118,7 +118,7 @@ export class Reading {
       ? `Trained on other rows, the bundle would put the risk between ${fixed(interval[0])} and ${fixed(interval[1])} (95 %).`
       : "This bundle records no interval for its risks.")));
     if (applies === false) lines.push(el("p", { class: "facts" }, `${NO_FACT}. The probability that it asks for one is ${fixed(asks)}.`));
-    if (outside) lines.push(el("p", { class: "facts warn" }, `Unlike all that training saw (distance ${fixed(distance, 1)}, its cutoff is 1): the risk is a guess here.`));
+    if (outside) lines.push(el("p", { class: "facts warn" }, `Outside training: unlike all its prompts (distance ${fixed(distance, 1)}, its cutoff is 1). The risk is a guess here.`));
     if (document.guarantee) {
       const { alpha, delta, holds, void: reasons } = document.guarantee;
       lines.push(el("p", { class: "facts" }, holds

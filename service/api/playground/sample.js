@@ -70,7 +70,7 @@ export class Sample {
     button.addEventListener("click", () => this.onChosen({ question: prompt }));
     const right = verdict === "right" ? [] : [el("span", { class: "accepted" }, accepted[0])];
     const mark = verdict ?? "withheld";
-    const why = by === "outside" ? "unlike the training prompts: withheld" : !by && risk >= this.#threshold ? "asks for no fact: let through" : null;
+    const why = by === "outside" ? "outside training: withheld" : !by && risk >= this.#threshold ? "asks for no fact: let through" : null;
     return el("tr", { class: by ? "stopped" : false, "data-number": String(number), "data-verdict": mark },
       el("td", {}, fixed(risk), bar(risk, by ? "flagged" : asksForAFact(row) ? "passed" : "unjudged")),
       el("td", {}, button, el("span", { class: "said" }, whole(answer) ?? "(withheld)"), ...(why ? [el("span", { class: "why" }, why)] : [])),

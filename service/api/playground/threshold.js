@@ -131,7 +131,7 @@ function forms(table) {
 
 function lastQuestion(row, at, detail) {
   const by = gatedBy(row, at, detail), risk = fixed(row.risk);
-  if (by === "outside") return "The last question is unlike the training prompts: it would be withheld at every threshold.";
+  if (by === "outside") return "The last question is outside training: it would be withheld at every threshold.";
   if (!asksForAFact(row)) return `The last question asks for no fact: its risk, ${risk}, does not apply, and no threshold withholds the answer.`;
   return `The last question, risk ${risk}, would be ${by ? "withheld" : "answered"}.`;
 }
