@@ -38,7 +38,7 @@ def folder(saved: Path, tmp_path: Path) -> Path:
 
 
 def load(folder: Path | str, **options: Any) -> TransformersEngine:
-    return TransformersEngine.load(EngineOptions(model=str(folder), device="cpu", **options))  # type: ignore[arg-type]
+    return TransformersEngine.load(EngineOptions(model=str(folder), device="cpu", **options))
 
 
 def test_a_loaded_model_reads_what_the_one_in_memory_reads(saved: Path):
@@ -150,8 +150,9 @@ def test_no_such_folder(saved: Path) -> None:
         ("device", "cuda:99"),
         ("extra", {"speed": "fast"}),
     ):
+        wrong: dict[str, Any] = {option: bad}
         with pytest.raises(ModelLoadError) as caught:
-            TransformersEngine.load(EngineOptions(model=str(saved), **{option: bad}))  # type: ignore[arg-type]
+            TransformersEngine.load(EngineOptions(model=str(saved), **wrong))
         assert caught.value.param == option
 
 

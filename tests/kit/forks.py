@@ -120,7 +120,8 @@ class Parent:
         os.close(child_out)
         os.close(child_status)
         pid = int.from_bytes(_exactly(self._ours, 4), "big")
-        return Forked(pid, status, open(out, encoding="utf-8"))  # noqa: SIM115  (the caller reads it)
+        stdout = open(out, encoding="utf-8")  # noqa: SIM115  (the caller reads it)
+        return Forked(pid, status, stdout)
 
     def close(self) -> None:
         self._ours.close()

@@ -209,7 +209,7 @@ def test_a_guard_that_cannot_be_loaded_ends_the_process_each_time(
     """vLLM loads general plugins once, even where one has raised."""
     vllm_plugins = SimpleNamespace(plugins_loaded=True)
     monkeypatch.setitem(sys.modules, "vllm.plugins", vllm_plugins)  # type: ignore[arg-type]
-    monkeypatch.setitem(sys.modules, "service.vllm_plugin.front_end", None)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "service.vllm_plugin.front_end", None)
     monkeypatch.delenv("HALLUTRACER_BUNDLE", raising=False)
     check_vllm()  # an app that wants no risks
     assert vllm_plugins.plugins_loaded

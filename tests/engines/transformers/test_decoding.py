@@ -222,11 +222,11 @@ def test_padding_does_not_push_a_short_prompt_out_of_its_window(name: str) -> No
 
 def test_each_continuation_has_its_own_memory() -> None:
     begun = tiny.engine("qwen3").begin(tiny.prompts([5, 40]), [])
-    storages = [
-        {layer.keys.untyped_storage().data_ptr() for layer in continuation.cache.layers}
-        for continuation in begun
-    ]
-    assert not storages[0] & storages[1]
+
+    def addresses(continuation: Any) -> set[int]:
+        return {layer.keys.untyped_storage().data_ptr() for layer in continuation.cache.layers}
+
+    assert not addresses(begun[0]) & addresses(begun[1])
     short = begun[0].cache.layers[0].keys
     assert short.untyped_storage().nbytes() == short.numel() * short.element_size()
     assert short.shape[-2] == 5
@@ -550,7 +550,7 @@ def test_samples_share_one_prefill_and_each_is_that_of_its_seed(name: str) -> No
         tiny.prompts(LENGTHS[:3]),
         Sampling(max_tokens=7, temperature=1.3, top_p=0.9),
     )
-    seeds = [[10 * row + number for number in range(3)] for row in range(len(prompts))]
+    seeds = [[10 * row, 10 * row + 1, 10 * row + 2] for row in range(len(prompts))]
     traced = engine.sample(prompts, sampling, seeds)
     written = sum(len(answer.completion.token_ids) for of_prompt in traced for answer in of_prompt)
     assert engine.counters.prefills == len(prompts)

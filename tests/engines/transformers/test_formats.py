@@ -66,9 +66,10 @@ def answers(engine: TransformersEngine, *samplings: Sampling) -> list[Completion
         )
 
     engine.step_together = noted  # type: ignore[method-assign]
-    served._queue.add = added  # type: ignore[method-assign]
+    waiting: Any = served._queue
+    waiting.add = added
     # Until all are there none begins: the first would have ended before the last has come.
-    served._queue.next_batch = lambda: next_batch() if len(arrived) == len(samplings) else []  # type: ignore[method-assign]
+    waiting.next_batch = lambda: next_batch() if len(arrived) == len(samplings) else []
     try:
         completions = asyncio.run(every())
     finally:

@@ -365,11 +365,11 @@ def test_the_cache_is_given_by_the_name_that_the_model_has_for_it(forward: Any) 
         *(engine.score(prompts, [probe]) for engine in (ours, plain)), strict=True
     ):
         np.testing.assert_allclose(result.trajectories[0], expected.trajectories[0], atol=1e-5)
-    answers = [
-        [answer.token_ids for answer in engine.generate(prompts, Sampling(max_tokens=6))]
-        for engine in (ours, plain)
-    ]
-    assert answers[0] == answers[1]
+
+    def answers(engine: TransformersEngine) -> list[Any]:
+        return [answer.token_ids for answer in engine.generate(prompts, Sampling(max_tokens=6))]
+
+    assert answers(ours) == answers(plain)
     assert caches == {"NoneType", "DynamicCache", "_RowCaches"}
 
 
