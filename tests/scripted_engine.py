@@ -352,8 +352,8 @@ class ScriptedContinuation:
         limit = min(
             sampling.max_tokens, self._engine.identity.max_tokens - self.prefill.prompt_tokens
         )
-        results = [(at, stop) for stop in sampling.stop if (at := answer.find(stop)) >= 0]
-        (end, stop), ended_by = min(results, default=(len(answer), None)), None
+        stops = [(answer.find(stop), stop) for stop in sampling.stop if stop in answer]
+        (end, stop), ended_by = min(stops, default=(len(answer), None)), None
         try:
             for character in answer[:end]:
                 if cancelled() or not self._open:

@@ -189,11 +189,10 @@ def broken(sources: Sources) -> list[str]:
         for ours, module, name in imported()
         if not sources.imports(module, name)
     ]
-    problems += [
-        f"{point.ours}.py: vllm/{point.path}: {problem}"
-        for point in POINTS
-        if (problem := sources.broken(point)) is not None
-    ]
+    for point in POINTS:
+        problem = sources.broken(point)
+        if problem is not None:
+            problems.append(f"{point.ours}.py: vllm/{point.path}: {problem}")
     return problems
 
 
