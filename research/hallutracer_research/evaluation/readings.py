@@ -442,7 +442,8 @@ class _Reader:
 
     def samples(self) -> dict[str, Any]:
         """Sample answers; their semantic entropies and EigenScore."""
-        engine, inputs, rows = self.engine, self.prepared.inputs, self.prepared.rows
+        engine = self.engine
+        inputs, rows = self.prepared.inputs, self.prepared.rows
         count, sampling = self.options.samples, replace(SAMPLING, max_tokens=rows.max_new_tokens)
         layer = engine.identity.geometry.num_layers // 2
 
