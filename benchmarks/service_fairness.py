@@ -143,7 +143,9 @@ async def look(
         f"GET /health/{name} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode()
     )
     while going():
-        pool, begun, status = harness.Pool(*server.address), time.perf_counter(), 0
+        pool = harness.Pool(*server.address)
+        begun = time.perf_counter()
+        status = 0
         with suppress(OSError):
             status = (await pool.exchange(request, TIMEOUT_S)).status
         looks.add(status, time.perf_counter() - begun)
@@ -229,12 +231,10 @@ def main() -> int:
     )
     options = arguments.parse_args()
     if options.quick:
-        options.model, options.long_tokens, options.answers, options.answer_tokens = (
-            "demo",
-            160,
-            2,
-            8,
-        )
+        options.model = "demo"
+        options.long_tokens = 160
+        options.answers = 2
+        options.answer_tokens = 8
         options.rate, options.seconds, options.lead_s = 10.0, 2.0, 0.2
     checks: list[Check] = []
     record: dict[str, Any] = {

@@ -444,9 +444,14 @@ def main() -> int:
     options = arguments.parse_args()
     options.least = 3
     if options.quick:
-        options.shapes, options.eager, options.rounds, options.latency_rounds = "demo", True, 2, 2
+        options.shapes = "demo"
+        options.eager = True
+        options.rounds = 2
+        options.latency_rounds = 2
         options.round_seconds, options.least = 0.5, 1
-        options.tokens, options.overhead_rounds, options.starts = "32,64", 4, 2
+        options.tokens = "32,64"
+        options.overhead_rounds = 4
+        options.starts = 2
     return run_shapes(options, VllmBench)
 
 

@@ -337,11 +337,9 @@ def test_a_parquet_file_without_its_package_names_it(
 
 def test_a_parquet_file_is_read(tmp_path: Path) -> None:
     parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
-    path, plain, hi = (
-        tmp_path / "rows.parquet",
-        tmp_path / "rows.jsonl",
-        {"prompt": "Hi!", "applies": False},
-    )
+    path = tmp_path / "rows.parquet"
+    plain = tmp_path / "rows.jsonl"
+    hi = {"prompt": "Hi!", "applies": False}
     parquet.write_table(arrow.Table.from_pylist([{"applies": None} | ROWS[0], *ROWS[1:], hi]), path)
     plain.write_text(LINES + json.dumps(hi) + "\n")
     assert read(path) == read(plain)

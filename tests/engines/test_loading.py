@@ -102,11 +102,9 @@ def test_weights_that_are_converted_are_read_and_not_mapped(
 def test_a_fingerprint_sees_config_weights_and_their_size_and_not_where_and_by_what_it_was_saved(
     saved: Path, folder: Path
 ) -> None:
-    original, written, weights = (
-        folder_fingerprint(saved),
-        folder / "config.json",
-        folder / "model.safetensors",
-    )
+    original = folder_fingerprint(saved)
+    written = folder / "config.json"
+    weights = folder / "model.safetensors"
     config, content = json.loads(written.read_text()), bytearray(weights.read_bytes())
     elsewhere = {
         "transformers_version": "0.0",

@@ -479,7 +479,9 @@ async def test_a_thread_that_fails_leaves_no_consumer_waiting(bench: Bench) -> N
 async def test_a_backlog_of_updates_does_not_starve_the_loop(bench: Bench) -> None:
     bench.script.answer = "x" * 300
     async with bench.open():
-        iterations, counting, loop = 0, True, asyncio.get_running_loop()
+        iterations = 0
+        counting = True
+        loop = asyncio.get_running_loop()
 
         def count() -> None:
             nonlocal iterations

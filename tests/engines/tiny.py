@@ -108,7 +108,9 @@ def more_families(
 ) -> dict[str, Any]:
     """As ``families``, of those that are compared in fewer ways: hybrids have attention in the
     second block."""
-    hidden, head, sliding = base["hidden_size"], wide["head_dim"], {"sliding_window": window}
+    hidden = base["hidden_size"]
+    head = wide["head_dim"]
+    sliding = {"sliding_window": window}
     no_gqa = {key: value for key, value in base.items() if key != "num_key_value_heads"}
     ends = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
     local = {"num_local_experts": 4, "num_experts_per_tok": 2}

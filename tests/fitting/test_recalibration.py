@@ -202,7 +202,9 @@ def test_a_known_distortion_is_found() -> None:
 
 
 def test_separated_or_constant_risks_and_a_single_class_have_no_line() -> None:
-    label, group, risk = np.repeat([0, 1], 10), np.arange(20), np.linspace(0.9, 0.1, 20)
+    label = np.repeat([0, 1], 10)
+    group = np.arange(20)
+    risk = np.linspace(0.9, 0.1, 20)
     for given_ in (risk, 1 - risk, np.full(20, 0.3), np.where(label == 0, 1.0, 0.0)):
         assert maps.fit_cox_line(label, given_) is None
         assert maps.cox_line(label, group, given_[None]) == {SLOPE: None, INTERCEPT: None}
@@ -230,7 +232,9 @@ def test_separated_or_constant_risks_and_a_single_class_have_no_line() -> None:
 
 def test_the_intervals_cover_and_rows_taken_as_independent_would_not() -> None:
     rng = np.random.default_rng(2)
-    draws, hits, naive = 200, np.zeros(2), np.zeros(2)
+    draws = 200
+    hits = np.zeros(2)
+    naive = np.zeros(2)
     for _ in range(draws):
         label, group, risk = draw(rng, 80, 8)
         for groups, count in ((group, hits), (np.arange(len(group)), naive)):
@@ -304,7 +308,9 @@ def test_the_share_is_the_fixed_point_of_em_also_where_many_rows_are_binned() ->
 def test_the_interval_holds_the_truth_as_often_as_it_says(
     share: float, groups: int, size: int, labels: int
 ) -> None:
-    held, widths, repeats = 0, [], 60
+    held = 0
+    widths = []
+    repeats = 60
     for seed in range(repeats):
         rng = np.random.default_rng(seed)
         traffic, label = seen(rng, groups, share, size), rows(rng, labels, share)[1]

@@ -269,7 +269,9 @@ def test_equal_groups_count_whole_and_one_large_group_for_little() -> None:
         share_interval(0.3, np.arange(10))
     )
     rng = np.random.default_rng(0)
-    group, truth, hits = np.repeat(np.arange(60), 5), 0.2, 0
+    group = np.repeat(np.arange(60), 5)
+    truth = 0.2
+    hits = 0
     for _ in range(300):
         low, high = share_interval(float((rng.random(60) < truth)[group].mean()), group)
         hits += low <= truth <= high

@@ -50,7 +50,10 @@ class Problem:
         self.mean, std = train.mean(0), train.std(0)
         constant = std <= 1e-9 * np.abs(self.mean)
         self.z = (x.astype(np.float64) - self.mean) / np.where(constant, np.inf, std)
-        self.std, self.label, self.s, self.c = np.where(constant, 0.0, std), label, s, c
+        self.std = np.where(constant, 0.0, std)
+        self.label = label
+        self.s = s
+        self.c = c
 
     def objective(self, w: np.ndarray, b: float) -> float:
         margin = (2 * self.label - 1) * (self.z @ w + b)

@@ -165,7 +165,10 @@ def test_one_seed_has_no_interval_and_fits_that_agree_or_say_0_and_1_have_finite
 
 # --- real refits ---
 
-FOLDS, SEEDS, FRESH, N = 5, (0, 1, 2), 500, 200
+FOLDS = 5
+SEEDS = (0, 1, 2)
+FRESH = 500
+N = 200
 PROBE = DepthMeanProbe(0.1, folds=FOLDS, seeds=SEEDS)
 
 

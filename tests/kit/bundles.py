@@ -242,11 +242,9 @@ def directions(generator: np.random.Generator, *shape: int) -> np.ndarray:
 
 def answer_tensors(manifest: Manifest) -> AnswerTensors:
     """The probes of the answer's tokens, and two golden answers."""
-    layers, record, generator = (
-        manifest.model.num_layers,
-        manifest.answer or ANSWER,
-        np.random.default_rng(7),
-    )
+    layers = manifest.model.num_layers
+    record = manifest.answer or ANSWER
+    generator = np.random.default_rng(7)
     trajectory = generator.standard_normal((2, layers)).astype(np.float32)
     return AnswerTensors(
         generator.integers(0, manifest.probe_heads, layers).astype(np.int32),

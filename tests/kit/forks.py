@@ -50,7 +50,9 @@ class Forked:
     the process that waits for it."""
 
     def __init__(self, pid: int, status: int, stdout: IO[str]) -> None:
-        self.pid, self.stdout, self._status = pid, stdout, status
+        self.pid = pid
+        self.stdout = stdout
+        self._status = status
         self.returncode: int | None = None
 
     def poll(self) -> int | None:

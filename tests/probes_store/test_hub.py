@@ -48,12 +48,10 @@ class Place:
     """A hub that this process may write to, an empty store, and a folder."""
 
     def __init__(self, server: Hub, folder: Path) -> None:
-        self.hub, self.folder, self.cache, self.store = (
-            server,
-            folder,
-            folder / "cache",
-            Store(folder / "store"),
-        )
+        self.hub = server
+        self.folder = folder
+        self.cache = folder / "cache"
+        self.store = Store(folder / "store")
         self.at: dict[str, Any] = {"endpoint": server.url, "cache": self.cache}
 
     @property
@@ -528,7 +526,9 @@ def pull_and_die(place: Place, moment: str) -> None:
 @pytest.mark.parametrize("moment", ["download", "rename"])
 def test_a_killed_pull_leaves_the_store_as_it_was(place: Place, moment: str) -> None:
     place.offered()
-    reached, go_on, root = threading.Event(), threading.Event(), place.store.root
+    reached = threading.Event()
+    go_on = threading.Event()
+    root = place.store.root
 
     def stall(request: Request) -> None:
         reached.set()

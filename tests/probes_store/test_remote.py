@@ -323,11 +323,9 @@ def test_an_alias_moved_at_the_last_moment_is_not_lost(
 ) -> None:
     """Two promotions at once: the one that comes second keeps what the first one set as what was
     before."""
-    store, create, rival = (
-        opens(memory),
-        Objects.create,
-        [("production", 2, None), ("canary", 1, None)],
-    )
+    store = opens(memory)
+    create = Objects.create
+    rival = [("production", 2, None), ("canary", 1, None)]
     for seed in range(3):
         store.publish(make_draft(seed))
     store.set_alias("tiny", "production", 1)
@@ -345,7 +343,9 @@ def test_an_alias_moved_at_the_last_moment_is_not_lost(
 
 def test_a_version_taken_at_the_last_moment(memory: str, opens: Opens, monkeypatch: Patch) -> None:
     """Another publisher wins the race twice: once with other content, once with ours."""
-    store, rivals, create = opens(memory), [make_draft(7), make_draft(0)], Objects.create
+    store = opens(memory)
+    rivals = [make_draft(7), make_draft(0)]
+    create = Objects.create
 
     def late(self: Objects, path: str, data: bytes) -> bool:
         if path.endswith(MANIFEST) and rivals and b'"tiny"' in data:

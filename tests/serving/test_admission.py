@@ -211,7 +211,10 @@ async def test_one_callers_texts_lock_nobody_out_and_callers_take_turns(
     monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     monkeypatch.setattr(admission, "MAX_LONG", 4)
-    lanes, begun, release, order = Tokenizing(4), threading.Event(), threading.Event(), list[str]()
+    lanes = Tokenizing(4)
+    begun = threading.Event()
+    release = threading.Event()
+    order = list[str]()
 
     def work(caller: str) -> None:
         begun.set()
@@ -258,7 +261,9 @@ async def until_free(lanes: Tokenizing) -> None:
 
 @pytest.mark.anyio
 async def test_closing_ends_the_texts_that_wait() -> None:
-    own, begun, release = Tokenizing(4), threading.Event(), threading.Event()
+    own = Tokenizing(4)
+    begun = threading.Event()
+    release = threading.Event()
 
     def work() -> bool:
         begun.set()

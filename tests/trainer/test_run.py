@@ -57,16 +57,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 
 
 def test_the_planted_signal_is_found_and_recorded(trained: Bundle) -> None:
-    evaluation, manifest, card = (
-        trained.evaluation(),
-        trained.manifest,
-        " ".join(trained.card().split()),
-    )
-    signals, held, counts = (
-        evaluation["cross_validation"]["signals"],
-        evaluation["held_out"],
-        evaluation["data"],
-    )
+    evaluation = trained.evaluation()
+    manifest = trained.manifest
+    card = " ".join(trained.card().split())
+    signals = evaluation["cross_validation"]["signals"]
+    held = evaluation["held_out"]
+    counts = evaluation["data"]
     assert signals["depth_mean_unit_norm"]["auroc"]["mean"] > 0.85
     assert signals["prompt_length"]["auroc"]["mean"] < 0.62
     assert signals["depth_mean_unit_norm"]["auroc_within_kind_x_template"]["mean"] > 0.8

@@ -235,11 +235,9 @@ def test_the_plugin_reads_the_adapters_that_vllm_starts_with_and_loads(
     served: Any = object.__new__(
         OpenAIServingModels
     )  # vLLM's own, whose route asks it for adapters
-    served.engine_client, served.lora_requests, served.registry = (
-        client,
-        {},
-        SimpleNamespace(is_base_model=lambda _: False),
-    )
+    served.engine_client = client
+    served.lora_requests = {}
+    served.registry = SimpleNamespace(is_base_model=lambda _: False)
     served.lora_resolver_lock, served.lora_id_counter = defaultdict(asyncio.Lock), AtomicCounter(10)
 
     def asked(name: str, folder: Path, **more: Any) -> LoadLoRAAdapterRequest:

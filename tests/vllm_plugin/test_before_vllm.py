@@ -360,7 +360,9 @@ def test_a_request_s_texts_are_searched_once_for_all_its_prompts() -> None:
 
 
 def test_a_body_is_kept_once() -> None:
-    part, count, held = 64 * 1024, 128, list[int]()
+    part = 64 * 1024
+    count = 128
+    held = list[int]()
 
     def parts() -> Iterator[Message]:
         first = b'{"vllm_xargs": {"hallutracer_policy": "gate"}, "use_beam_search": true}'

@@ -84,11 +84,9 @@ def no_bundle(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
 def checked(monkeypatch: pytest.MonkeyPatch, variable: str, value: str) -> Iterator[list[Any]]:
     configs: list[Any] = []
-    args, executor, core = (
-        vllm("EngineArgs"),
-        vllm("v1.executor.abstract.Executor"),
-        vllm("v1.engine.core"),
-    )
+    args = vllm("EngineArgs")
+    executor = vllm("v1.executor.abstract.Executor")
+    core = vllm("v1.engine.core")
 
     own = executor.get_class
 

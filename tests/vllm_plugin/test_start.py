@@ -85,7 +85,9 @@ class Server:
         self.engine: Any = Scheduled(model)
         self.engine.slots = SimpleNamespace()
         self.bundle = matching_bundle(model, folder, "mine")
-        self.policies, self.client, self.arguments = Policies(built_in()), Client(), Namespace()
+        self.policies = Policies(built_in())
+        self.client = Client()
+        self.arguments = Namespace()
         self.around: Callable[[], Any] = lambda: self.engine
         self.loads = 0
         self.patch = monkeypatch
@@ -231,11 +233,9 @@ def test_a_probe_that_another_api_server_replaced_is_written_again(server: Serve
 
     server.run("gate", then)
     assert server.loads == 3
-    server.around, server.loads, server.client = (
-        raised(ProbeReplaced("another server")),
-        0,
-        Client(),
-    )
+    server.around = raised(ProbeReplaced("another server"))
+    server.loads = 0
+    server.client = Client()
     with pytest.raises(SystemExit):
         server.run("gate")
     assert server.loads == TRIES

@@ -638,7 +638,9 @@ def test_a_step_that_failed_behind_some_layer_leaves_all_answers_as_they_were(
 
 def test_an_answer_whose_recurrent_state_is_half_changed_is_not_gone_on_with() -> None:
     engine: Any = tiny.engine("qwen3_5_text")
-    prompts, sampling, fails = tiny.prompts(LENGTHS[:3]), Sampling(max_tokens=5), 0
+    prompts = tiny.prompts(LENGTHS[:3])
+    sampling = Sampling(max_tokens=5)
+    fails = 0
 
     def fail(*_: Any) -> None:
         nonlocal fails

@@ -40,8 +40,12 @@ def engine() -> TransformersEngine:
 
 def answers(engine: TransformersEngine, *samplings: Sampling) -> list[Completion]:
     """All at once, through the scheduler: they share the steps of decoding."""
-    served, together, arrived = Scheduled(engine), list[int](), list[Any]()
-    step, add, next_batch = engine.step_together, served._queue.add, served._queue.next_batch
+    served = Scheduled(engine)
+    together = list[int]()
+    arrived = list[Any]()
+    step = engine.step_together
+    add = served._queue.add
+    next_batch = served._queue.next_batch
 
     def noted(continuations: Any) -> None:
         together.append(len(continuations))

@@ -86,7 +86,9 @@ def test_each_pass_has_its_threads_and_the_process_keeps_its_own() -> None:
         torch.get_num_threads(),
     )
     assert engine.torch_model is not None
-    model, between, inside = engine.torch_model.model, list[int](), list[int]()
+    model = engine.torch_model.model
+    between = list[int]()
+    inside = list[int]()
     prompt = engine.tokenize("What is the capital of France?")
     probes = [tiny.probes(engine.identity.geometry, Site.ATTENTION_HEAD, 1)]
     before = engine.score([prompt], probes)[0]

@@ -228,7 +228,9 @@ def test_alike_rows_of_a_group_reject_by_themselves_and_one_row_of_each_does_not
 
 def test_rows_without_company_are_all_taken_and_too_few_groups_have_no_test() -> None:
     rng = np.random.default_rng(8)
-    x, label, group = rng.standard_normal((30, 4)), np.arange(30) % 2, np.arange(30) // 6
+    x = rng.standard_normal((30, 4))
+    label = np.arange(30) % 2
+    group = np.arange(30) // 6
     alone = classes.chen_qin_by_group(x, label, np.array([f"g{row}" for row in range(30)]))
     assert alone == classes.chen_qin(x, label)
     found = classes.chen_qin_by_group(x, label, group)
