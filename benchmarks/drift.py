@@ -123,10 +123,8 @@ def void_after(monitor: Monitor, served: Floats, prompts: NDArray[np.int64]) -> 
     """Whether the monitor cries, after each ``every`` requests."""
     rest: Any = {"uncertain": Uncertain(0.0, None), "context": UNKNOWN}
     reports: list[Any] = [SimpleNamespace(bundle_risk=risk, **rest) for risk in served.tolist()]
-    names, step = (
-        [number.to_bytes(8, signed=True) for number in prompts.tolist()],
-        monitor.limits.every,
-    )
+    names = [number.to_bytes(8, signed=True) for number in prompts.tolist()]
+    step = monitor.limits.every
     for start in range(0, len(reports), step):
         monitor.observe(reports[start : start + step], names[start : start + step])
         yield "drift" in monitor.violations

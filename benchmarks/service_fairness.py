@@ -35,10 +35,8 @@ import numpy as np
 from benchmarks import harness
 from benchmarks.harness import Check, Outcome, Summary
 
-SHORT, OTHER = (
-    "bench-short-scores-key",
-    "bench-other-work-key",
-)  # of a service that only this script reaches
+# of a service that only this script reaches
+SHORT, OTHER = "bench-short-scores-key", "bench-other-work-key"
 LONG, ANSWERS = "a long prompt", "answers"
 WORK = ((LONG,), (ANSWERS,), (LONG, ANSWERS))
 # Targets for another caller's short scores.  Beside answers: p50 over quiet.  Beside a long prompt

@@ -31,10 +31,8 @@ from benchmarks.harness import Check, Metrics, ServiceProcess
 from benchmarks.traffic import Tally, Traffic
 
 WARM_UP = 0.2  # share of the run whose memory is not judged
-MAX_GROWTH, MAX_SLOPE = (
-    1.05,
-    1.0,
-)  # last third over first third, after warm-up; estimate in MiB per minute
+# last third over first third, after warm-up; estimate in MiB per minute
+MAX_GROWTH, MAX_SLOPE = 1.05, 1.0
 KEPT = 20_000  # latencies per kind
 WORK = (
     "hallutracer_prompt_tokens_total",

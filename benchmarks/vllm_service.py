@@ -239,10 +239,8 @@ class VllmBench(Bench):
 
     def overhead(self, logs: Path) -> None:
         """Time every contestant beside bare vLLM, in rounds of several starts."""
-        kinds, lengths = (
-            self.options.kinds.split(","),
-            [int(one) for one in self.options.tokens.split(",") if one],
-        )
+        kinds = self.options.kinds.split(",")
+        lengths = [int(one) for one in self.options.tokens.split(",") if one]
         todo = {f"prefill {length}": (length, 1, 1) for length in lengths}
         for answers in map(int, self.options.together.split(",")):
             todo[f"decode {answers}" if answers > 1 else "decode"] = (
@@ -284,10 +282,8 @@ class VllmBench(Bench):
     ) -> tuple[dict[str, list[dict[str, float]]], float]:
         """Start the contestants, warm up and go through the rounds.  Return the times, and the
         cores that were busy."""
-        order, rounds = (
-            draw.sample(kinds, len(kinds)),
-            max(2, -(-self.options.overhead_rounds // self.options.starts)),
-        )
+        order = draw.sample(kinds, len(kinds))
+        rounds = max(2, -(-self.options.overhead_rounds // self.options.starts))
         same: dict[str, Any] = {"enforce_eager": True} if self.options.eager else {}
         adapter: list[str] = []
         if self.options.drafts:

@@ -72,10 +72,8 @@ class RemoteBackend:
     def folder(self, name: str, version: int) -> Path:
         """Return the version's copy, fetched and checked where there is none yet; else compared
         with the source's."""
-        data, signature = (
-            self._source.manifest(name, version),
-            self._source.signature(name, version),
-        )
+        data = self._source.manifest(name, version)
+        signature = self._source.signature(name, version)
         shown = f"{name}/{version}/{MANIFEST}"
         if version in self._copies.versions(name):
             path = self._copies.folder(name, version)

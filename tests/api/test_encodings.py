@@ -211,10 +211,8 @@ class FakeZstd:
         def decompress(self, data: bytes, most: int) -> bytes:
             piece = self._decoder.decompress(self._kept + data, most)
             self._kept, self.eof = self._decoder.unconsumed_tail, self._decoder.eof
-            self.unused_data, self.needs_input = (
-                self._decoder.unused_data,
-                not self._kept and len(piece) < most,
-            )
+            self.unused_data = self._decoder.unused_data
+            self.needs_input = not self._kept and len(piece) < most
             return piece
 
 

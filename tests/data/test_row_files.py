@@ -59,10 +59,8 @@ def written_csv(path: Path, delimiter: str = ",", bom: bool = False) -> Path:
 def test_packed_lines_and_tables_are_the_same_rows(tmp_path: Path) -> None:
     plain = tmp_path / "rows.jsonl"
     plain.write_text(LINES)
-    packed, hidden = (
-        tmp_path / "rows.jsonl.gz",
-        tmp_path / "packed.jsonl",
-    )  # also where the name does not say so
+    packed = tmp_path / "rows.jsonl.gz"
+    hidden = tmp_path / "packed.jsonl"  # also where the name does not say so
     for path in (packed, hidden):
         path.write_bytes(gzip.compress(LINES.encode()))
     tables = [written_csv(tmp_path / "a.csv"), written_csv(tmp_path / "b.csv", ";", bom=True)]

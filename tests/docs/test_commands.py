@@ -230,10 +230,8 @@ def test_the_readmes_table_is_every_other_question_by_risk(smollm2: str) -> None
         answers = [
             client.get(f"/v1/bundles/smollm2/sample/{number}").json() for number in range(24)
         ]
-    ranked, page = (
-        sorted(answers, key=lambda answer: float(answer["risk"])),
-        (ROOT / "README.md").read_text(),
-    )
+    ranked = sorted(answers, key=lambda answer: float(answer["risk"]))
+    page = (ROOT / "README.md").read_text()
     lower, higher = right_among(ranked[:12]), right_among(ranked[12:])
     assert (
         f"Of the 24, {lower} of the 12 with lower risks are right, {higher} of the others." in page

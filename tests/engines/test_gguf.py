@@ -41,10 +41,8 @@ def vocabulary() -> dict[str, int]:
 
 def tokenizer() -> Any:
     """With two merges, and a first token in front of plain text."""
-    backend, first = (
-        Tokenizer(models.BPE(vocab=vocabulary(), merges=[("a", "b"), ("ab", "a")])),
-        vocabulary()["<s>"],
-    )
+    backend = Tokenizer(models.BPE(vocab=vocabulary(), merges=[("a", "b"), ("ab", "a")]))
+    first = vocabulary()["<s>"]
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(SPECIAL)

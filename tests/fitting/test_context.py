@@ -172,10 +172,8 @@ def test_passage_probes_learn_from_their_own_rows_and_give_the_columns() -> None
         < passage.record.auroc
         == pytest.approx(auroc(labels.passage.astype(int), passage.logits.mean(axis=1)))
     )
-    columns, product = (
-        context.context_columns(found, labels),
-        passage.probability * stated.probability,
-    )
+    columns = context.context_columns(found, labels)
+    product = passage.probability * stated.probability
     assert np.array_equal(
         columns, np.stack([passage.probability, product, product * np.log(labels.tokens)], axis=1)
     )

@@ -221,10 +221,8 @@ def test_separated_or_constant_risks_and_a_single_class_have_no_line() -> None:
     # Risks of zero and one are taken as nearly so, and seeds are averaged.
     label, group, risk = draw(np.random.default_rng(1), 200)
     risk[0], risk[1] = 0.0, 1.0
-    alone, five = (
-        maps.cox_line(label, group, risk[None]),
-        maps.cox_line(label, group, np.stack([risk] * 5)),
-    )
+    alone = maps.cox_line(label, group, risk[None])
+    five = maps.cox_line(label, group, np.stack([risk] * 5))
     assert np.isfinite(alone[SLOPE]["high"])
     for key in maps.COX_KEYS:
         assert five[key] == pytest.approx(alone[key], abs=1e-9)
@@ -247,10 +245,8 @@ def test_the_intervals_cover_and_rows_taken_as_independent_would_not() -> None:
 
 def test_one_newton_step_is_close_to_refitting_without_each_group() -> None:
     label, group, risk = draw(np.random.default_rng(3), 100)
-    found, crossed = (
-        maps.cox_line(label, group, risk[None]),
-        maps.cox_line(label, group, risk[None], 5),
-    )
+    found = maps.cox_line(label, group, risk[None])
+    crossed = maps.cox_line(label, group, risk[None], 5)
     refitted = np.array(
         [maps.fit_cox_line(label[group != name], risk[group != name]) for name in np.unique(group)]
     )

@@ -215,10 +215,8 @@ def test_copies_are_no_new_evidence_and_a_gain_turns_with_its_sides() -> None:
     assert auroc_interval(*again[:2], whole(again[2])) == pytest.approx(
         auroc_interval(label, group, whole(risk))
     )
-    copied, once = (
-        gain(*again[:2], whole(again[2]), whole(again[3])),
-        gain(label, group, whole(risk), whole(other)),
-    )
+    copied = gain(*again[:2], whole(again[2]), whole(again[3]))
+    once = gain(label, group, whole(risk), whole(other))
     assert copied == pytest.approx(once)
     label, group, risk = draw(np.random.default_rng(8), 90, 2)
     worse = risk + np.random.default_rng(9).standard_normal(180) * 5

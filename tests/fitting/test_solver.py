@@ -94,10 +94,8 @@ def test_weights_and_zeros_are_sagas() -> None:
     found, _ = solve(x, label, weight[:1], np.zeros(3, int), c)
     for h, p in np.ndindex(2, 3):
         problem = Problem(x[h], label, weight[0], c[p])
-        theirs, mine = (
-            problem.fitted("saga", tol=1e-10, max_iter=100_000).coef_[0],
-            found[h, p] * problem.std,
-        )
+        theirs = problem.fitted("saga", tol=1e-10, max_iter=100_000).coef_[0]
+        mine = found[h, p] * problem.std
         size = max(1e-3, float(np.abs(theirs).max()))
         np.testing.assert_allclose(mine, theirs, atol=0.02 * size)
         assert np.all(mine[np.abs(theirs) > 0.05 * size] != 0)

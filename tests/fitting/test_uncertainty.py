@@ -207,10 +207,8 @@ def trained(
     )
     made = fit_reference(probe.out_of_fold_, label, group, FOLDS, SEEDS)
     logits, interval = probe.scaled_["unit_norm"].trajectory, fit_interval(risk, made, FOLDS)
-    away, z = (
-        distance(logits, made.mean, made.whitening),
-        logits.mean(axis=1) * probe.classifier_.weight[0],
-    )
+    away = distance(logits, made.mean, made.whitening)
+    z = logits.mean(axis=1) * probe.classifier_.weight[0]
     z += probe.classifier_.intercept
     assert interval is not None
     return (

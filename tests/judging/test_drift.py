@@ -142,10 +142,8 @@ def test_a_shift_is_seen_either_way_and_a_blind_gate_at_once() -> None:
         ("a constant (a blind gate)", 500),
     ):
         for _ in range(5):
-            before, watch = (
-                drift.risks(drift.means(draw, limits.window)),
-                drift.watching(draw, limits),
-            )
+            before = drift.risks(drift.means(draw, limits.window))
+            watch = drift.watching(draw, limits)
             shifted = drift.risks(drift.SHIFTS[name](drift.means(draw, 3000)))
             seen = drift.until_seen(shifted, before, watch)
             assert seen is not None

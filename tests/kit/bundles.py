@@ -192,10 +192,8 @@ def make_draft(seed: int = 0, **changes: Any) -> BundleDraft:
         sum(w * columns[s] for w, s in zip(classifier.weight, signals, strict=False))
         + classifier.intercept
     )
-    head, bias = (
-        generator.integers(0, manifest.probe_heads, layers),
-        generator.standard_normal(layers),
-    )
+    head = generator.integers(0, manifest.probe_heads, layers)
+    bias = generator.standard_normal(layers)
     context, others = context_arrays(manifest)
     contents: dict[str, Any] = {
         "probes": ProbeTensors(

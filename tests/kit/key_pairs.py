@@ -29,10 +29,8 @@ class KeyPair:
 
 
 def key_pair(folder: Path, name: str, password: bytes | None = None) -> KeyPair:
-    key, pair = (
-        ec.generate_private_key(ec.SECP256R1()),
-        KeyPair(folder / f"{name}.pem", folder / f"{name}.pub"),
-    )
+    key = ec.generate_private_key(ec.SECP256R1())
+    pair = KeyPair(folder / f"{name}.pem", folder / f"{name}.pub")
     locked = (
         serialization.BestAvailableEncryption(password)
         if password

@@ -293,10 +293,8 @@ def test_what_goes_wrong_during_a_push(place: Place) -> None:
 
 
 def test_a_pin_is_held_and_other_files_are_told_and_never_fetched(place: Place) -> None:
-    own, names = (
-        files_of(place.made()),
-        ("../evil.txt", "/etc/evil", "model.pkl", "setup.py", "plots/x.svg"),
-    )
+    own = files_of(place.made())
+    names = ("../evil.txt", "/etc/evil", "model.pkl", "setup.py", "plots/x.svg")
     place.offered(dict.fromkeys(names, b"\x80\x04.") | own)
     place.refuses(errors.DigestMismatch, "--digest", digest="sha256:" + "0" * 64)
     place.refuses(InvalidReference, "64 hex", digest="sha256:0")

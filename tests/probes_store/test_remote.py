@@ -163,10 +163,8 @@ def test_what_changed_or_is_gone_at_the_url_is_refused(url: str, opens: Opens) -
         assert store.verify("tiny").manifest == bundle.manifest
     (bundle.path / "README.md").unlink()
     assert store.verify("tiny").card() == "# tiny\n\nA bundle for tests.\n"
-    blob, size = (
-        blob_of(bundle.manifest, "probes.safetensors"),
-        bundle.manifest.files["probes.safetensors"].bytes,
-    )
+    blob = blob_of(bundle.manifest, "probes.safetensors")
+    size = bundle.manifest.files["probes.safetensors"].bytes
     for data in (b"x" * size, b"x" * 10_000):
         objects.put(blob, data)
         with pytest.raises(errors.DigestMismatch, match=r"tiny/1/probes\.safetensors"):
@@ -188,10 +186,8 @@ def test_what_changed_or_is_gone_at_the_url_is_refused(url: str, opens: Opens) -
 
 def test_another_bundle_under_a_known_version_is_refused(url: str, opens: Opens) -> None:
     store = opens(url)
-    first, rogue = (
-        store.publish(make_draft(0)),
-        opens(f"{url}-rogue", "rogue").publish(make_draft(1)),
-    )
+    first = store.publish(make_draft(0))
+    rogue = opens(f"{url}-rogue", "rogue").publish(make_draft(1))
     for name, data in read_files(rogue.path, rogue.manifest).items():
         Objects(url).put(blob_of(rogue.manifest, name), data)
     Objects(url).put(f"tiny/1/{MANIFEST}", manifest_bytes(rogue.manifest))

@@ -101,10 +101,8 @@ def test_while_both_wait_no_caller_is_served_more_than_one_prompt_ahead(
     ):  # one after the other: the first has sent everything before the last begins
         for number, cost in enumerate(costs):
             heappush(queue, (shares.place(str(caller), cost), number, caller, cost))
-    left, served = (
-        Counter(caller for caller, costs in enumerate(sent) for _ in costs),
-        Counter[int](),
-    )
+    left = Counter(caller for caller, costs in enumerate(sent) for _ in costs)
+    served = Counter[int]()
     most = max(map(max, sent))
     while queue:
         place, _, caller, cost = heappop(queue)

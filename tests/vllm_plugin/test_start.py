@@ -54,10 +54,8 @@ class Client:
         cache = SimpleNamespace(cache_dtype="auto")
         self.engine_core = SimpleNamespace(client_count=1, client_index=0)
         self.ready = set[int]()  # of its API servers, as the workers know them
-        self.errored, self.vllm_config = (
-            errored,
-            SimpleNamespace(model_config=model, cache_config=cache),
-        )
+        self.errored = errored
+        self.vllm_config = SimpleNamespace(model_config=model, cache_config=cache)
 
     async def generate(
         self, prompt: Any, parameters: Any, name: str, *, lora_request: Any = None

@@ -251,10 +251,8 @@ def reliability(
     few.  label [n], name -> calibrated risk [n] in [0, 1]; group [n] of rows that depend on each
     other, for the bands."""
     classes = np.asarray(label)
-    groups, bins = (
-        np.arange(len(classes)) if group is None else np.asarray(group),
-        shown_bins(len(classes)),
-    )
+    groups = np.arange(len(classes)) if group is None else np.asarray(group)
+    bins = shown_bins(len(classes))
     with rc_context(_STYLE):
         figure, (axes,) = _figure(1, width=4.8, height=4.4)
         axes.plot([0, 1], [0, 1], color=look.GREY, linewidth=0.8)

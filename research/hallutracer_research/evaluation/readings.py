@@ -362,10 +362,8 @@ class _Reader:
             lengths = np.array(
                 [len(prompt) for prompt in asking]
             )  # longest first: what does not fit is told at once
-            folder, ask = (
-                self.folder / "answers" / self.p_true_name(way),
-                partial(self._log_odds, asking),
-            )
+            folder = self.folder / "answers" / self.p_true_name(way)
+            ask = partial(self._log_odds, asking)
             found = _by_row(folder, of_answers, lengths, "P(True)", ask)
             suffix = "_examples" if way else ""
             readings |= {

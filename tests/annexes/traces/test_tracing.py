@@ -62,10 +62,8 @@ class Traced:
 
     def say(self, request: BaseHTTPRequestHandler, body: bytes) -> None:
         self.headers = {name.lower(): value for name, value in request.headers.items()}
-        choice, usage = (
-            {"index": 0, "finish_reason": "length"},
-            {"prompt_tokens": 12, "completion_tokens": 3},
-        )
+        choice = {"index": 0, "finish_reason": "length"}
+        usage = {"prompt_tokens": 12, "completion_tokens": 3}
         if json.loads(body).get("stream"):
             chunk = {"choices": [choice | {"delta": {"content": "A secret."}}], "usage": usage}
             answer(

@@ -180,10 +180,8 @@ def test_greedy_equals_generate_and_the_prompt_runs_once(name: str) -> None:
     engine: BatchEngine = tiny.engine(name)
     prompts, counters = tiny.prompts(LENGTHS[:4]), engine.counters
     probe = [tiny.probes(engine.identity.geometry)]
-    scored, continuations = (
-        engine.score(prompts, probe, first_token=True),
-        engine.begin(prompts, probe),
-    )
+    scored = engine.score(prompts, probe, first_token=True)
+    continuations = engine.begin(prompts, probe)
     assert (counters.forward_tokens, counters.open_continuations) == (2 * sum(LENGTHS[:4]), 4)
     steps = 0
     for prompt, onset, continuation in zip(prompts, scored, continuations, strict=True):
@@ -470,10 +468,8 @@ def test_rows_that_finish_early_leave_and_the_rest_go_on_rightly() -> None:
         )  # text has no end token
         assert completion.text == engine.detokenize(shown).rstrip("\ufffd")
     assert {completion.finish_reason for completion in completions} == {"stop", "length"}
-    steps, counters = (
-        sum(len(completion.token_ids) for completion in completions) - len(prompts),
-        engine.counters,
-    )
+    steps = sum(len(completion.token_ids) for completion in completions) - len(prompts)
+    counters = engine.counters
     assert (counters.decode_steps, counters.prefills) == (steps, len(prompts))
     assert counters.forward_tokens == sum(map(len, prompts)) + steps
 
@@ -546,10 +542,8 @@ def test_a_greedy_trace_is_that_of_plain_decoding(name: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "mistral"])  # a cache in full, and one with windows
 def test_samples_share_one_prefill_and_each_is_that_of_its_seed(name: str) -> None:
     engine = tiny.engine(name)
-    prompts, sampling = (
-        tiny.prompts(LENGTHS[:3]),
-        Sampling(max_tokens=7, temperature=1.3, top_p=0.9),
-    )
+    prompts = tiny.prompts(LENGTHS[:3])
+    sampling = Sampling(max_tokens=7, temperature=1.3, top_p=0.9)
     seeds = [[10 * row, 10 * row + 1, 10 * row + 2] for row in range(len(prompts))]
     traced = engine.sample(prompts, sampling, seeds)
     written = sum(len(answer.completion.token_ids) for of_prompt in traced for answer in of_prompt)

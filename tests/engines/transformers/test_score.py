@@ -245,10 +245,8 @@ def test_no_probes_means_no_trajectories_but_still_first_tokens_and_counts_real_
 
 def test_a_limited_number_of_probe_stacks_is_cached() -> None:
     engine = tiny.engine("llama")
-    prompts, probes = (
-        tiny.prompts([4]),
-        [tiny.probes(engine.identity.geometry, seed=seed) for seed in range(9)],
-    )
+    prompts = tiny.prompts([4])
+    probes = [tiny.probes(engine.identity.geometry, seed=seed) for seed in range(9)]
     engine.score(prompts, probes[:1])
     first = next(iter(engine._stacks.values()))
     for probe in (*probes[1:8], probes[0]):

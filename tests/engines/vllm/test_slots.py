@@ -265,10 +265,8 @@ async def test_there_is_room_for_larger_bundles_beside_those_they_replace(
             bundles=dict(enumerate(old)), policies=SimpleNamespace(named=named)
         )
         for served in (True, False):
-            arguments, plan = (
-                SimpleNamespace(worker_cls="auto", additional_config=None),
-                {"sites": ["attention_head"]},
-            )
+            arguments = SimpleNamespace(worker_cls="auto", additional_config=None)
+            plan = {"sites": ["attention_head"]}
             front_end.read_by_default(arguments, options, {front_end.GATED: served})
             own = (
                 {"slots": room, "answers": True}

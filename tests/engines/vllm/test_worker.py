@@ -391,10 +391,8 @@ def test_a_runner_forgets_answers_that_have_ended_and_no_others(mixin: type) -> 
     """A preempted one goes on."""
     methods = {name: lambda *_: None for name in ("execute_model", "finish_requests")}
     runner: Any = type("Runner", (mixin, type("Base", (), methods)), {})()
-    runner.hallutracer_directives, runner.hallutracer = (
-        {},
-        Reader(PLAN, {}, None, torch.device("cpu")),
-    )
+    runner.hallutracer_directives = {}
+    runner.hallutracer = Reader(PLAN, {}, None, torch.device("cpu"))
     runner.hallutracer.answering = dict.fromkeys("abc", ANSWERED)
     scheduled = step(finished=("a", "unknown"), preempted=("b",))
     (runner.execute_model if mixin is worker.V1Reading else runner.finish_requests)(scheduled)

@@ -195,10 +195,8 @@ def test_neither_blocks_nor_a_common_offset_change_the_test(
 ) -> None:
     rng = np.random.default_rng(2)
     x, label = rng.standard_normal((60, 10)), np.arange(60) % 2
-    one, two = (
-        classes.chen_qin(x, label),
-        classes.chen_qin(x + 1000 * rng.standard_normal(10), label),
-    )
+    one = classes.chen_qin(x, label)
+    two = classes.chen_qin(x + 1000 * rng.standard_normal(10), label)
     assert (two.statistic, two.p_value) == pytest.approx((one.statistic, one.p_value), rel=1e-6)
     found = classes.chen_qin(np.zeros((6, 2)), [1, 1, 1, 0, 0, 0])
     assert (found.p_value, found.energy_ratio, len(found.notes)) == (None, None, 1)

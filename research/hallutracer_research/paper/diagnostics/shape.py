@@ -299,10 +299,8 @@ def _shrunk(
     if shrinkage == "ledoit_wolf":
         from sklearn.covariance import ledoit_wolf_shrinkage
 
-        share, rule = (
-            float(ledoit_wolf_shrinkage(centred(values, factual), assume_centered=True)),
-            "ledoit_wolf",
-        )
+        share = float(ledoit_wolf_shrinkage(centred(values, factual), assume_centered=True))
+        rule = "ledoit_wolf"
     else:
         share, rule = float(shrinkage), "fixed"
         if not 0.0 <= share <= 1.0:
