@@ -47,7 +47,7 @@ def test_a_risk_and_the_risk_of_its_answer(tmp_path: Path) -> None:
         answer = httpx.post(url, json=body | {"vllm_xargs": xargs}, timeout=60).json()
         text = answer["choices"][0]["message"]["content"]
     spans = {one.name: one for one in sink.spans}
-    (first, second) = sorted(sink.events, key=lambda one: one.at_ns)
+    first, second = sorted(sink.events, key=lambda one: one.at_ns)
     row, chat = answer["hallutracer"]["data"][0], spans["chat scripted"]
     same = {"gen_ai.response.id": answer["id"], "hallutracer.index": 0}
     assert first.attributes == same | {
