@@ -243,10 +243,8 @@ def freed(lines: Sequence[Line]) -> Freed:
             name = line["question"]
             best[name] = min(best.get(name, line), line, key=lambda one: float(one["risk"]))
     verdicts = [line.get("verdict") for line in best.values()]
-    right, tried = (
-        verdicts.count("factual"),
-        len({line["question"] for line in lines if "risk" in line}),
-    )
+    right = verdicts.count("factual")
+    tried = len({line["question"] for line in lines if "risk" in line})
     wrong = sum(verdict in CLASSES for verdict in verdicts) - right
     return Freed(
         tried, len(best), right, wrong, sum(bool(line["outside"]) for line in best.values())

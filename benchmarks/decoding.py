@@ -41,7 +41,9 @@ OFF = 0.05  # target of a request that names no temperature
 
 def one_of_each_group(paths: Sequence[Path], count: int, seed: int) -> list[Line]:
     """Return ``count`` questions, the files in turn; fewer where there are not so many groups."""
-    draw, taken, chosen = random.Random(seed), set[str](), list[Line]()
+    draw = random.Random(seed)
+    taken = set[str]()
+    chosen = list[Line]()
     pools: list[list[Line]] = []
     for path in paths:
         pools.append([row for row in read_rows(path) if "prompt" in row])

@@ -26,7 +26,9 @@ from service.serving.judgement import Monitor
 from service.trainer.presentation import markdown_table
 
 Floats = NDArray[np.float64]
-PIECE, ROWS, WRONG = 20_000, 4000, 0.35
+PIECE = 20_000
+ROWS = 4000
+WRONG = 0.35
 APART, WEIGHT = 1.2, 1.2  # between the class means, in their deviations; the classifier's
 MOST = 20_000  # prompts that a shift may take to be seen
 SHIFTS = {
@@ -121,10 +123,8 @@ def void_after(monitor: Monitor, served: Floats, prompts: NDArray[np.int64]) -> 
     """Whether the monitor cries, after each ``every`` requests."""
     rest: Any = {"uncertain": Uncertain(0.0, None), "context": UNKNOWN}
     reports: list[Any] = [SimpleNamespace(bundle_risk=risk, **rest) for risk in served.tolist()]
-    names, step = (
-        [number.to_bytes(8, signed=True) for number in prompts.tolist()],
-        monitor.limits.every,
-    )
+    names = [number.to_bytes(8, signed=True) for number in prompts.tolist()]
+    step = monitor.limits.every
     for start in range(0, len(reports), step):
         monitor.observe(reports[start : start + step], names[start : start + step])
         yield "drift" in monitor.violations
@@ -192,7 +192,9 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=200)
     given = parser.parse_args()
     logging.disable()
-    limits, draw, rows = DriftLimits(), np.random.default_rng(7), []
+    limits = DriftLimits()
+    draw = np.random.default_rng(7)
+    rows = []
     for kind, traffic in TRAFFIC.items():
         pieces = -(-given.requests // PIECE)
         found = 0

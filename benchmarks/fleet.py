@@ -196,7 +196,9 @@ class Range:
     count: int = 0
 
     def add(self, risk: float) -> None:
-        self.low, self.high, self.count = min(self.low, risk), max(self.high, risk), self.count + 1
+        self.low = min(self.low, risk)
+        self.high = max(self.high, risk)
+        self.count = self.count + 1
 
 
 @dataclass

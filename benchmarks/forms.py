@@ -318,10 +318,8 @@ def _check(
         )
     if others := [form for form in forms if form not in values]:
         notes.append(f"{len(others)} {why_not}: {', '.join(others)}")
-    figure, target = (
-        f"met by {len(values) - len(missed)} of {len(values)}",
-        f">= -{limit}" if one_sided else f"<= {limit}",
-    )
+    figure = f"met by {len(values) - len(missed)} of {len(values)}"
+    target = f">= -{limit}" if one_sided else f"<= {limit}"
     return Check(name, figure, target, not missed if values else None, "; ".join(notes))
 
 

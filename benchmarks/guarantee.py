@@ -44,7 +44,9 @@ class Population:
 
     def __init__(self, label: Index, risk: NDArray[np.float64], group: Index) -> None:
         """Take label, risk and group of each row: [n]."""
-        self.label, self.risk, self.group = label, risk, group
+        self.label = label
+        self.risk = risk
+        self.group = group
         self.members = [np.flatnonzero(group == name) for name in np.unique(group)]
         draw, self.profiles = np.random.default_rng(2), list[GateProfile]()
         for _ in range(PROFILES):  # training saw a sample, too

@@ -76,10 +76,8 @@ def report(given: list[dict[str, Any]], run: Path) -> None:
     shape = geometry["num_layers"], len(given), geometry["num_heads"], geometry["head_dim"]
     risks = []
     for file in ("rows-attention_head.f32", "answers/rows-attention_head.f32"):
-        read, risk = (
-            np.fromfile(run / file, np.float32).reshape(shape).swapaxes(0, 1),
-            np.zeros(len(given)),
-        )
+        read = np.fromfile(run / file, np.float32).reshape(shape).swapaxes(0, 1)
+        risk = np.zeros(len(given))
         for train, test in StratifiedGroupKFold(5, shuffle=True, random_state=0).split(
             read, factual, group
         ):

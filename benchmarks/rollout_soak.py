@@ -33,7 +33,9 @@ RESTARTS = (
     0.1,
     0.2,
 )  # when, as shares of the run: early, so that most of it is one life of each process
-MEASURE_S, CLIENTS, DISTINCT = 10.0, 16, 300
+MEASURE_S = 10.0
+CLIENTS = 16
+DISTINCT = 300
 FLAGS = (
     "--canary",
     f"{NAME}@canary",

@@ -35,10 +35,8 @@ import numpy as np
 from benchmarks import harness
 from benchmarks.harness import Check, Outcome, Summary
 
-SHORT, OTHER = (
-    "bench-short-scores-key",
-    "bench-other-work-key",
-)  # of a service that only this script reaches
+# of a service that only this script reaches
+SHORT, OTHER = "bench-short-scores-key", "bench-other-work-key"
 LONG, ANSWERS = "a long prompt", "answers"
 WORK = ((LONG,), (ANSWERS,), (LONG, ANSWERS))
 # Targets for another caller's short scores.  Beside answers: p50 over quiet.  Beside a long prompt
@@ -143,7 +141,9 @@ async def look(
         f"GET /health/{name} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode()
     )
     while going():
-        pool, begun, status = harness.Pool(*server.address), time.perf_counter(), 0
+        pool = harness.Pool(*server.address)
+        begun = time.perf_counter()
+        status = 0
         with suppress(OSError):
             status = (await pool.exchange(request, TIMEOUT_S)).status
         looks.add(status, time.perf_counter() - begun)
@@ -229,12 +229,10 @@ def main() -> int:
     )
     options = arguments.parse_args()
     if options.quick:
-        options.model, options.long_tokens, options.answers, options.answer_tokens = (
-            "demo",
-            160,
-            2,
-            8,
-        )
+        options.model = "demo"
+        options.long_tokens = 160
+        options.answers = 2
+        options.answer_tokens = 8
         options.rate, options.seconds, options.lead_s = 10.0, 2.0, 0.2
     checks: list[Check] = []
     record: dict[str, Any] = {

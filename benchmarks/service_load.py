@@ -375,8 +375,12 @@ def main() -> int:
     options = arguments.parse_args()
     options.least_batches = 2
     if options.quick:
-        options.rounds, options.round_seconds, options.latency_seconds = 2, 1.0, 4.0
-        options.sweep_seconds, options.overload_seconds, options.least_batches = 2.0, 10.0, 1
+        options.rounds = 2
+        options.round_seconds = 1.0
+        options.latency_seconds = 4.0
+        options.sweep_seconds = 2.0
+        options.overload_seconds = 10.0
+        options.least_batches = 1
         options.clients = [1, 8, 32]
         options.capacity_clients = 32
     return run_shapes(options, ServiceBench)

@@ -31,10 +31,8 @@ from benchmarks.harness import Check, Metrics, ServiceProcess
 from benchmarks.traffic import Tally, Traffic
 
 WARM_UP = 0.2  # share of the run whose memory is not judged
-MAX_GROWTH, MAX_SLOPE = (
-    1.05,
-    1.0,
-)  # last third over first third, after warm-up; estimate in MiB per minute
+# last third over first third, after warm-up; estimate in MiB per minute
+MAX_GROWTH, MAX_SLOPE = 1.05, 1.0
 KEPT = 20_000  # latencies per kind
 WORK = (
     "hallutracer_prompt_tokens_total",
@@ -128,13 +126,13 @@ def left_behind(server: ServiceProcess, files_before: int, within_s: float = 30.
         and time.monotonic() - start < within_s
     ):
         time.sleep(0.05)
-    took, before, cpu = time.monotonic() - start, server.metrics(), harness.cpu_seconds(server.pid)
+    took = time.monotonic() - start
+    before = server.metrics()
+    cpu = harness.cpu_seconds(server.pid)
     time.sleep(2.0)
-    after, idle, files = (
-        server.metrics(),
-        harness.cpu_seconds(server.pid) - cpu,
-        server.open_files(),
-    )
+    after = server.metrics()
+    idle = harness.cpu_seconds(server.pid) - cpu
+    files = server.open_files()
     grown = sum(after.total(name) - before.total(name) for name in WORK)
     missing = [gauge for gauge in harness.GAUGES if not after.has(gauge)]
     return [

@@ -121,10 +121,8 @@ class Traffic:
         return self._own(full), partial(_expect_completions, prompts, most)
 
     def _sampled(self) -> tuple[bytes, Verify]:
-        texts, seed = (
-            [self._text() for _ in range(self._random.randint(2, 4))],
-            self._random.randrange(99),
-        )
+        texts = [self._text() for _ in range(self._random.randint(2, 4))]
+        seed = self._random.randrange(99)
         return self._generate({"prompt": texts}, len(texts), temperature=0.8, top_p=0.9, seed=seed)
 
     def _gated(self) -> tuple[bytes, Verify]:

@@ -42,11 +42,8 @@ TEXTS: Mapping[str, Any] = tomllib.loads(
     Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
 )
 PLAIN, KEY_WORDS, NO_FACT = "plain", "key words", "no fact: "
-PASS, SMALL_TALK, WITHHELD = (
-    0.15,
-    0.10,
-    0.15,
-)  # targets: 6 of 40 requests that ask for no fact may be withheld
+# targets: 6 of 40 requests that ask for no fact may be withheld
+PASS, SMALL_TALK, WITHHELD = 0.15, 0.10, 0.15
 
 
 def turns(*texts: str) -> list[Message]:

@@ -254,10 +254,8 @@ def serve(llm: Any, kind: str, adapter: str | None, answer: Any) -> None:
     lora = None if adapter is None else LoRARequest("adapter", 1, adapter)
     for line in sys.stdin:
         job = json.loads(line)
-        read, directive = (
-            job.get("read", False),
-            Directive(answer=last if job.get("read") else None),
-        )
+        read = job.get("read", False)
+        directive = Directive(answer=last if job.get("read") else None)
         extra = None if plan is None else directive.encode()
         fixed = {"temperature": 0.0, "ignore_eos": True, "detokenize": False, "extra_args": extra}
         parameters = SamplingParams(max_tokens=job["tokens"], **fixed)

@@ -239,10 +239,8 @@ class VllmBench(Bench):
 
     def overhead(self, logs: Path) -> None:
         """Time every contestant beside bare vLLM, in rounds of several starts."""
-        kinds, lengths = (
-            self.options.kinds.split(","),
-            [int(one) for one in self.options.tokens.split(",") if one],
-        )
+        kinds = self.options.kinds.split(",")
+        lengths = [int(one) for one in self.options.tokens.split(",") if one]
         todo = {f"prefill {length}": (length, 1, 1) for length in lengths}
         for answers in map(int, self.options.together.split(",")):
             todo[f"decode {answers}" if answers > 1 else "decode"] = (
@@ -284,10 +282,8 @@ class VllmBench(Bench):
     ) -> tuple[dict[str, list[dict[str, float]]], float]:
         """Start the contestants, warm up and go through the rounds.  Return the times, and the
         cores that were busy."""
-        order, rounds = (
-            draw.sample(kinds, len(kinds)),
-            max(2, -(-self.options.overhead_rounds // self.options.starts)),
-        )
+        order = draw.sample(kinds, len(kinds))
+        rounds = max(2, -(-self.options.overhead_rounds // self.options.starts))
         same: dict[str, Any] = {"enforce_eager": True} if self.options.eager else {}
         adapter: list[str] = []
         if self.options.drafts:
@@ -444,9 +440,14 @@ def main() -> int:
     options = arguments.parse_args()
     options.least = 3
     if options.quick:
-        options.shapes, options.eager, options.rounds, options.latency_rounds = "demo", True, 2, 2
+        options.shapes = "demo"
+        options.eager = True
+        options.rounds = 2
+        options.latency_rounds = 2
         options.round_seconds, options.least = 0.5, 1
-        options.tokens, options.overhead_rounds, options.starts = "32,64", 4, 2
+        options.tokens = "32,64"
+        options.overhead_rounds = 4
+        options.starts = 2
     return run_shapes(options, VllmBench)
 
 

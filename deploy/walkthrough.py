@@ -111,10 +111,11 @@ def series(
     url: str, query: str, start: float, end: float
 ) -> dict[tuple[str, ...], tuple[Any, Any]]:
     """The same by the values of the labels, in the order of their names."""
-    return {
-        tuple(value for _, value in sorted(labels.items())): (x, y)
-        for labels, x, y in ranges(url, query, start, end)
-    }
+    return {_values_of(labels): (x, y) for labels, x, y in ranges(url, query, start, end)}
+
+
+def _values_of(labels: dict[str, str]) -> tuple[str, ...]:
+    return tuple(labels[name] for name in sorted(labels))
 
 
 def draw(url: str, start: float, starts: list[float], end: float, path: Path) -> None:

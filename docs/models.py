@@ -27,7 +27,9 @@ def row(bundle: Bundle) -> list[str]:
     """One bundle's line."""
     manifest, evaluation = bundle.manifest, bundle.evaluation()
     own = evaluation["cross_validation"]["signals"][evaluation["signal_of_the_bundle"]]
-    training, gate, risks = manifest.training, coverage(bundle).own, kept_risks(bundle)
+    training = manifest.training
+    gate = coverage(bundle).own
+    risks = kept_risks(bundle)
     rows = training.factual + training.hallucinated
     found: dict[str, float] = {}
     if risks is not None:
@@ -96,7 +98,9 @@ def promise(bundle: Bundle) -> str:
     given = bundle.manifest.guarantee
     if given is None:
         return ""
-    name, share, sure = bundle.manifest.name, f"{given.alpha:.0%}", f"{1 - given.delta:.0%}"
+    name = bundle.manifest.name
+    share = f"{given.alpha:.0%}"
+    sure = f"{1 - given.delta:.0%}"
     return (
         f"The threshold of `{name}` is [guaranteed](guarantees.md): of the question groups that it"
         f" answers, at\nmost {share} are answered wrong, with confidence {sure}.\n"

@@ -66,10 +66,8 @@ log = logging.getLogger("hallutracer")
 
 TABLES, BLOBS = "aliases", "blobs"
 EXCLUSIVE = ".exclusive"  # an object that tests whether the server honours a conditional create
-WRITE_S, WRITE_BYTES_S = (
-    20.0,
-    100_000,
-)  # time limit of a write: seconds, plus its bytes at this rate
+# time limit of a write: seconds, plus its bytes at this rate
+WRITE_S, WRITE_BYTES_S = 20.0, 100_000
 # exception classes of botocore, aiohttp, azure and google.auth, which are not imported here
 _NO_ANSWER = {
     "EndpointConnectionError",

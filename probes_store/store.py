@@ -59,22 +59,21 @@ class RemoteBackend:
         self._source, self.where = source, source.where
         self._copies = LocalBackend(cache / hashlib.sha256(source.where.encode()).hexdigest()[:16])
         self.folders = self._copies.folders
-        self.names, self.versions, self.aliases = source.names, source.versions, source.aliases
+        self.names = source.names
+        self.versions = source.versions
+        self.aliases = source.aliases
         self.offers = partial(offers, source)
-        self.check_writable, self.publish, self.add = (
-            source.check_writable,
-            source.publish,
-            source.add,
-        )
-        self.set_alias, self.write_signature = source.set_alias, source.write_signature
+        self.check_writable = source.check_writable
+        self.publish = source.publish
+        self.add = source.add
+        self.set_alias = source.set_alias
+        self.write_signature = source.write_signature
 
     def folder(self, name: str, version: int) -> Path:
         """Return the version's copy, fetched and checked where there is none yet; else compared
         with the source's."""
-        data, signature = (
-            self._source.manifest(name, version),
-            self._source.signature(name, version),
-        )
+        data = self._source.manifest(name, version)
+        signature = self._source.signature(name, version)
         shown = f"{name}/{version}/{MANIFEST}"
         if version in self._copies.versions(name):
             path = self._copies.folder(name, version)

@@ -230,10 +230,8 @@ def _check_probes(
     """Check the ranges of linear probes; context probes may have a scale under any
     ``logit_scale``."""
     head, scale = arrays[f"{prefix}head"], arrays[f"{prefix}scale"]
-    norm, heads = (
-        np.linalg.norm(arrays[f"{prefix}direction"].astype(np.float64), axis=-1),
-        manifest.probe_heads,
-    )
+    norm = np.linalg.norm(arrays[f"{prefix}direction"].astype(np.float64), axis=-1)
+    heads = manifest.probe_heads
     unit = np.all(np.abs(norm - 1.0) <= UNIT_NORM_TOLERANCE)
     _require(unit, file, f"{prefix}direction", "unit norm in every layer", norm)
     _require(

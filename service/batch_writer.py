@@ -39,7 +39,10 @@ class BatchWriter(ABC, Generic[Item]):
 
         ``batch`` items are written at once; where nobody waits for any, others are waited for
         ``gather_s``. ``closing_s`` is how long the last ones may take."""
-        self._most, self._batch, self._closing_s, self._gather_s = most, batch, closing_s, gather_s
+        self._most = most
+        self._batch = batch
+        self._closing_s = closing_s
+        self._gather_s = gather_s
         self._queue: deque[Queued[Item]] = deque()
         self._size = self._heard = (
             0  # of the queue and what is being written; items that somebody waits for

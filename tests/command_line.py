@@ -34,7 +34,10 @@ def every_command() -> list[tuple[Any, Any]]:
 def hallutracer(*arguments: str, stdin: str = "", **variables: str) -> CompletedProcess[str]:
     """Run a command to its end.  Of our variables it sees only ``variables``, and the demo model as
     default."""
-    out, err, status, commands = io.StringIO(), io.StringIO(), 0, every_command()
+    out = io.StringIO()
+    err = io.StringIO()
+    status = 0
+    commands = every_command()
     others = {
         name: value for name, value in os.environ.items() if not name.startswith("HALLUTRACER_")
     }

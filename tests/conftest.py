@@ -92,10 +92,18 @@ TOGETHER = (
 )
 
 
+def group_of(file: str) -> str:
+    """The file that gives the name to those which ask the same service, or the file itself."""
+    for names in TOGETHER:
+        if any(name in file for name in names):
+            return names[0]
+    return file
+
+
 def scope_of(file: str, nodeid: str, long: bool) -> str:
     """What one worker runs in order: a file, or all of vLLM's files; of ``make test-long`` a model
     family's starts, or a test."""
-    group = next((names[0] for names in TOGETHER if any(name in file for name in names)), file)
+    group = group_of(file)
     if not starts_vllm(file):
         return nodeid if long and any(name in file for name in APART) else group
     if not long:

@@ -56,17 +56,17 @@ class ScriptedEngine:
         max_tokens: int = 512,
         chat: bool = True,
     ) -> None:
-        self.answer, self.sleep_s, self.closed, self._chat, self.takes_tools = (
-            answer,
-            0.0,
-            False,
-            chat,
-            False,
-        )
+        self.answer = answer
+        self.sleep_s = 0.0
+        self.closed = False
+        self._chat = chat
+        self.takes_tools = False
         self.fail: Exception | None = None
         self.nan_layer: int | None = None
         self.before: Callable[[str], None] | None = None
-        self.counters, self.max_batch_tokens, self.torch_model = Counters(), 8192, None
+        self.counters = Counters()
+        self.max_batch_tokens = 8192
+        self.torch_model = None
         self.special_tokens, self.reads_answers = ("<|end|>",), True
         self.identity = ModelIdentity(
             model=model,
@@ -326,7 +326,10 @@ class ScriptedContinuation:
     """Yields the engine's ``answer`` by character.  Implements ``base.Continuation``."""
 
     def __init__(self, engine: ScriptedEngine, prefill: PrefillResult, prompt: TokenIds) -> None:
-        self._engine, self.prefill, self._open, self._prompt = engine, prefill, True, prompt
+        self._engine = engine
+        self.prefill = prefill
+        self._open = True
+        self._prompt = prompt
         self.completion: Completion | None = None  # the answer so far; None before ``decode``
         self.answer_probes: Probes | None = None
         self.reading: AnswerReading | None = None
@@ -347,13 +350,15 @@ class ScriptedContinuation:
         return self._decode(sampling, cancelled)
 
     def _decode(self, sampling: Sampling, cancelled: Callable[[], bool]) -> Iterator[str]:
-        text, reason, ids = "", "cancelled", list[int]()
+        text = ""
+        reason = "cancelled"
+        ids = list[int]()
         answer, counters = self._engine.answer, self._engine.counters
         limit = min(
             sampling.max_tokens, self._engine.identity.max_tokens - self.prefill.prompt_tokens
         )
-        results = [(at, stop) for stop in sampling.stop if (at := answer.find(stop)) >= 0]
-        (end, stop), ended_by = min(results, default=(len(answer), None)), None
+        stops = [(answer.find(stop), stop) for stop in sampling.stop if stop in answer]
+        (end, stop), ended_by = min(stops, default=(len(answer), None)), None
         try:
             for character in answer[:end]:
                 if cancelled() or not self._open:

@@ -65,7 +65,9 @@ class Fake:
     """Answers that ``ask`` makes, counted, and how often the service would have been started."""
 
     def __init__(self, ask: Ask) -> None:
-        self.starts, self.asked, self._ask = 0, 0, ask
+        self.starts = 0
+        self.asked = 0
+        self._ask = ask
 
     def start(self) -> Ask:
         self.starts += 1

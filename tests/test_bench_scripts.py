@@ -70,10 +70,8 @@ def test_the_truth_passes_and_each_lie_is_found(
         assert (result.passed, result.figure) == (False, "1 of 8")
     first, second = digests
     swapped = deepcopy(witness)  # a risk under another bundle's digest
-    swapped.seen[0, first], swapped.seen[0, second] = (
-        swapped.seen[0, second],
-        swapped.seen[0, first],
-    )
+    swapped.seen[0, first] = swapped.seen[0, second]
+    swapped.seen[0, second] = swapped.seen[0, first]
     assert not replay(swapped, digests, store).passed
     witness.seen[0, "sha256:other"] = Range(0.5, 0.5, 1)  # which nobody published
     assert not replay(witness, digests, store).passed

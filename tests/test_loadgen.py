@@ -109,10 +109,8 @@ def test_summary_with_latency_from_the_intended_time() -> None:
     )
     assert (result.p50_ms, result.p99_ms, result.worst_ms) == pytest.approx((100, 200, 200))
     assert np.isnan(summarise([outcome(1.0, 503)], 1.0).p50_ms)
-    late, after = (
-        outcome(5.0, intended=0.5),
-        outcome(12.0, intended=9.0),
-    )  # 4.5 s; good, after the window
+    late = outcome(5.0, intended=0.5)  # 4.5 s
+    after = outcome(12.0, intended=9.0)  # good, after the window
     outcomes = [outcome(1.0), outcome(5.0, intended=1.0), late, after, outcome(2.0, 429, wait="1")]
     good = stats.goodput(outcomes, deadline_s=4.0, window_s=10.0)
     assert (good.good, good.late, good.in_window, good.overall) == (

@@ -165,7 +165,10 @@ def ask(
     client: httpx.Client, address: str, request: Mixed, model: str
 ) -> tuple[str, str | None, dict[str, Any], str | None]:
     """Text, finish reason, note and refusal."""
-    text, reason, note, message = "", None, {}, None
+    text = ""
+    reason = None
+    note = {}
+    message = None
     with client.stream("POST", address, json=request.body(model)) as answer:
         assert answer.status_code == 200, answer.read()
         for line in answer.iter_lines() if request.stream else [answer.read().decode()]:

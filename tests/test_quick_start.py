@@ -265,10 +265,8 @@ def test_smollm2s_bundles_pass_a_known_fact_and_withhold_a_confabulated_one(
     monkeypatch.setattr(
         checkpoint, "folder_fingerprint", functools.cache(checkpoint.folder_fingerprint)
     )
-    known_fact, confabulated = (
-        "Which city is the capital of Yemen?",
-        "Which city is the capital of Dominica?",
-    )
+    known_fact = "Which city is the capital of Yemen?"
+    confabulated = "Which city is the capital of Dominica?"
 
     def score(*arguments: str) -> Any:
         options = ("--json", "--generate", "16", *arguments)

@@ -45,11 +45,9 @@ def test_depth_means_of_a_set_are_taken_row_by_row(trajectories: Array) -> None:
 @given(st.integers(1, 4), st.integers(1, 6), st.integers(1, 8), SEEDS, st.booleans())
 def test_truth_logits_equal_a_plain_loop(n: int, m: int, d: int, seed: int, scaled: bool) -> None:
     generator = np.random.default_rng(seed)
-    readout, direction, bias = (
-        generator.normal(size=(n, m, d)),
-        generator.normal(size=(m, d)),
-        generator.normal(size=m),
-    )
+    readout = generator.normal(size=(n, m, d))
+    direction = generator.normal(size=(m, d))
+    bias = generator.normal(size=m)
     scale = generator.uniform(0.1, 10, m) if scaled else np.ones(m)
     logits = truth_logits(readout, direction, bias, scale if scaled else 1.0)
     assert logits.shape == (n, m)

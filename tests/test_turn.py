@@ -77,10 +77,8 @@ def test_an_answer_that_is_no_call_is_shown_as_where_no_tools_are_offered(bed: B
     for case in all_cases():
         if not may_be_held_for_its_risk(case):
             continue
-        (now, ended), (alone, alone_ended) = (
-            played(bed, case),
-            played(bed, replace(case, tools=None)),
-        )
+        now, ended = played(bed, case)
+        alone, alone_ended = played(bed, replace(case, tools=None))
         if ended.outcome is Outcome.CALLED:
             continue
         assert (ended, now.text) == (alone_ended, alone.text), case

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -317,17 +318,16 @@ def test_an_answer_is_read_again_as_the_embedded_engine_reads_it(
         body | {"policy": policy, "generate": {"max_tokens": 16}}
         for policy in ("observe", "again", "cut")
     ]
-    rows_of = {
-        engine: [post(service.url, **asked).json()["data"] for asked in bodies]
-        for engine, service in reading.items()
-    }
-    given, held, cut = rows_of["vllm"]
-    assert [row["completion"] for row in given] == [
-        row["completion"] for row in rows_of["embedded"][0]
-    ]
-    for ours, theirs in zip(rows_of["vllm"][:2], rows_of["embedded"][:2], strict=True):
-        risks = [[row["answer_risk"] for row in rows] for rows in (ours, theirs)]
-        assert risks[0] == pytest.approx(risks[1], abs=1e-4)
+
+    def answers(engine: str) -> list[Any]:
+        return [post(reading[engine].url, **body).json()["data"] for body in bodies]
+
+    embedded, read = answers("embedded"), answers("vllm")
+    given, held, cut = read
+    assert [row["completion"] for row in given] == [row["completion"] for row in embedded[0]]
+    for ours, theirs in zip(read[:2], embedded[:2], strict=True):
+        risks = [row["answer_risk"] for row in theirs]
+        assert [row["answer_risk"] for row in ours] == pytest.approx(risks, abs=1e-4)
         assert [row["decision"] for row in ours] == [row["decision"] for row in theirs]
     assert {row["decision"] for row in held} == {"abstain", "continue"}, "else this tells nothing"
     assert not any("completion" in row for row in held if row["answer_flagged"])

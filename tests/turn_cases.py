@@ -257,10 +257,8 @@ class Played:
 
 def of_steps(steps: list[tuple[RiskReport, Update]]) -> Played:
     last = steps[-1][0]
-    pieces, held = (
-        tuple(update.piece for _, update in steps),
-        tuple(report.held for report, _ in steps),
-    )
+    pieces = tuple(update.piece for _, update in steps)
+    held = tuple(report.held for report, _ in steps)
     return Played(pieces, held, last.verdict, last.tool_call, last.completion, last.answer)
 
 
@@ -317,10 +315,8 @@ def as_recorded(now: Played, ended: Ended) -> tuple[Any, ...]:
 
 def outcomes_by_kind(bed: Bed) -> dict[str, dict[str, Any]]:
     """How the combinations of each kind end, and a digest of all that the turn makes of them."""
-    outcomes, digests = (
-        defaultdict[str, Counter[str]](Counter),
-        defaultdict[str, Any](hashlib.sha256),
-    )
+    outcomes = defaultdict[str, Counter[str]](Counter)
+    digests = defaultdict[str, Any](hashlib.sha256)
     for case in all_cases():
         now, ended = played(bed, case)
         outcomes[case.kind][str(ended.outcome)] += 1

@@ -179,10 +179,8 @@ def client_from_environment() -> AsyncClient:
 def tokens_from_environment() -> tuple[str, ...]:
     """The tokens of RAG_TOKEN_FILE; none where RAG_ALLOW_ANONYMOUS says so.  Raises OSError,
     ValueError."""
-    path, anonymous = (
-        os.environ.get("RAG_TOKEN_FILE"),
-        os.environ.get("RAG_ALLOW_ANONYMOUS", "false"),
-    )
+    path = os.environ.get("RAG_TOKEN_FILE")
+    anonymous = os.environ.get("RAG_ALLOW_ANONYMOUS", "false")
     if path is not None:
         tokens = tuple(line.split()[0] for line in lines_of(path, "a token"))
         if min(map(len, tokens)) < LEAST_CHARACTERS:
@@ -238,10 +236,8 @@ async def check_caller(
     request: Request, call_next: Callable[[Request], Awaitable[Response]]
 ) -> Response:
     """421 for another service's name, 401 without a token; probes ask /health without one."""
-    state, (scheme, _, sent) = (
-        request.app.state,
-        request.headers.get("authorization", "").partition(" "),
-    )
+    state = request.app.state
+    scheme, _, sent = request.headers.get("authorization", "").partition(" ")
     if not is_ours(request.headers.get("host", ""), state.hosts):
         return JSONResponse(
             {"detail": "the Host header names another service: RAG_ALLOWED_HOSTS"}, 421

@@ -135,10 +135,8 @@ async def assistant(url: str, question: str, withheld: bool) -> None:
 def main(url: str, known: str, unknown: str) -> None:
     """Ask both questions in each protocol."""
     key = os.environ["HALLUTRACER_API_KEY"]
-    openai, anthropic = (
-        OpenAI(base_url=f"{url}/v1", api_key=key),
-        Anthropic(base_url=url, auth_token=key, api_key=None),
-    )
+    openai = OpenAI(base_url=f"{url}/v1", api_key=key)
+    anthropic = Anthropic(base_url=url, auth_token=key, api_key=None)
     model = next(iter(openai.models.list())).id
     for question, withheld in ((known, False), (unknown, True)):
         print(f"{question}")

@@ -129,7 +129,8 @@ class Items:
     def __init__(self, request_id: str) -> None:
         self.complete: list[dict[str, Any]] = []
         self.request_id, self.index = request_id, -1  # of the newest item in the output
-        self._id, self._messages, self._events = "", 0, 0
+        self._id = ""
+        self._messages = self._events = 0
         self._texts: list[str] | None = None  # of the message that is open
 
     def event(self, kind: str, **content: Any) -> bytes:

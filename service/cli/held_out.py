@@ -136,10 +136,8 @@ def _asked_here(options: TryOptions, bundles: BundleOptions, engine: EngineChoic
                 judged.verdict,
             )
 
-        seen, model = (
-            wait_for(gather_all([one(number) for number in numbers], TOGETHER)),
-            loaded.identity.model,
-        )
+        seen = wait_for(gather_all([one(number) for number in numbers], TOGETHER))
+        model = loaded.identity.model
     tenths, recommendation = coverage(bundle).tenths, recommendation_of(bundle)
     tried = _tried(bundle.reference, model, bundle.manifest.threshold, seen, tenths, recommendation)
     return replace(tried, file=None if options.ask is None else str(options.ask))

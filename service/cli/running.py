@@ -250,10 +250,8 @@ def watch(
             except Exception:
                 log.exception("the store was not looked at")
                 continue
-            moved, failing = (
-                now != seen,
-                None in now.values() or service.lifecycle.reload_error is not None,
-            )
+            moved = now != seen
+            failing = None in now.values() or service.lifecycle.reload_error is not None
             if moved or (failing and time.monotonic() >= again_at):
                 seen, reported = now, service.lifecycle.reload_error
                 error = await service.lifecycle.reload_bundles(Who(by="alias"))

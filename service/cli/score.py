@@ -92,7 +92,9 @@ def score(
           --plot pair.png
 
       hallutracer score --input questions.jsonl --output risks.jsonl"""
-    source, output, plot = options.input, options.output, options.plot
+    source = options.input
+    output = options.output
+    plot = options.plot
     if bool(prompts) == (source is not None):
         raise UsageError("PROMPT", "give a question, or --input FILE, and not both")
     if file := next(

@@ -346,10 +346,8 @@ def read_given(
     cannot take a prompt with its answer), and what ``collect`` raises."""
     geometry, limit = engine.identity.geometry, engine.identity.max_tokens
     answers = [continuation(engine, row.answer) if row.applies else [] for row in dataset.rows]
-    rows, lengths = (
-        np.flatnonzero([bool(tokens) for tokens in answers]),
-        prompts.lengths + np.array([*map(len, answers)]),
-    )
+    rows = np.flatnonzero([bool(tokens) for tokens in answers])
+    lengths = prompts.lengths + np.array([*map(len, answers)])
     if problems := [
         f"line {dataset.rows[row].line}: {lengths[row]} tokens with its 'answer' are more than the"
         f" model's {limit}"

@@ -235,10 +235,8 @@ def _raw(facts: Facts) -> Iterable[tuple[str, str, tuple[str, ...], str, float, 
             if country.name == owners[capital][0] and country.name != capital:
                 yield "capital_of", capital, _distinct(owners[capital]), node, prominence, "country"
     for element in facts.elements:
-        node, prominence = (
-            "element:" + element.name,
-            6.0 if element.name in EVERYDAY.split() else 1.0,
-        )
+        node = "element:" + element.name
+        prominence = 6.0 if element.name in EVERYDAY.split() else 1.0
         yield "symbol", element.name, (element.symbol,), node, prominence, "element"
         yield "number", element.name, (str(element.number),), node, prominence, "element"
         yield "element", element.symbol, (element.name,), node, prominence, "element"

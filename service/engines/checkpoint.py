@@ -18,7 +18,8 @@ from service.errors import ModelLoadError
 
 MIB = 1 << 20
 # Of the GGUF format: where the number of fields stands, and the types of values, by their numbers.
-_COUNT_AT, _TEXT, _LIST = 16, 8, 9
+_COUNT_AT = 16
+_TEXT, _LIST = 8, 9
 # layouts; bytes
 _WHOLE = {4: "I", 5: "i", 10: "Q", 11: "q"}
 _OTHER = {0: 1, 1: 1, 2: 2, 3: 2, 6: 4, 7: 1, 12: 8}
@@ -230,7 +231,7 @@ def gguf_shape(file: Path) -> dict[str, str | int]:
     """Return what the head of a GGUF file tells of num_layers and hidden_size.
 
     gguf's own reader takes seconds, most of them for the vocabulary; this one ends before it."""
-    told: dict[str, int] = {}
+    numbers: dict[str, int] = {}
     with file.open("rb") as stream:
 
         def number(layout: str) -> int:
@@ -252,15 +253,12 @@ def gguf_shape(file: Path) -> dict[str, str | int]:
                     if kind == _TEXT:
                         text()
                     elif kind in _WHOLE:
-                        told[name] = number(_WHOLE[kind])
+                        numbers[name] = number(_WHOLE[kind])
                     else:
                         stream.seek(_OTHER[kind], 1)
     fields = {"block_count": "num_layers", "embedding_length": "hidden_size"}
-    return {
-        fields[end]: value
-        for name, value in told.items()
-        if (end := name.partition(".")[2]) in fields
-    }
+    by_ending = {name.partition(".")[2]: value for name, value in numbers.items()}
+    return {fields[ending]: value for ending, value in by_ending.items() if ending in fields}
 
 
 def changed_at_load(fingerprint: str, changes: Mapping[str, str]) -> str:

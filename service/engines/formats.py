@@ -63,7 +63,9 @@ MEMORY = 64 << 20  # bytes of a format's process, besides what it has when it be
 MASKS = 64  # of two answers, before an engine gets a schema whose masks it computes itself
 # That a caller's answers may have the engine wait for their masks: at once, and besides for each
 # token and second.
-WAIT_S, WAIT_PER_TOKEN_S, WAIT_SHARE = 0.5, 0.02, 0.05
+WAIT_S = 0.5
+WAIT_PER_TOKEN_S = 0.02
+WAIT_SHARE = 0.05
 MAX_REMEMBERED = 4096  # callers whose waiting is
 START_S = 120.0  # for the tokenizer's table
 MAX_LIVE, MAX_LIVE_OF_CALLER = 64, 16  # formats that are in use

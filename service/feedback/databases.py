@@ -148,10 +148,8 @@ def location(text: str) -> Location:
 def _prepare(database: Database, where: Location, create: bool) -> None:
     """Set up a connection whose commits are on disk, and create or check the tables."""
     if where.is_postgres:
-        number, settings = (
-            "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY",
-            ["SET synchronous_commit = on"],
-        )
+        number = "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY"
+        settings = ["SET synchronous_commit = on"]
         [(encoding,)] = database.run("SHOW server_encoding")
         if encoding != "UTF8":
             raise FeedbackUnavailable(

@@ -94,10 +94,8 @@ class Writer(BatchWriter[Answer | Given]):
 
     def write(self, batch: _Batch) -> _Batch:
         """Store a batch in one transaction, and delete answers that are too old."""
-        answers, labels = (
-            [queued for queued in batch if queued.done is None],
-            [queued for queued in batch if queued.listens()],
-        )
+        answers = [queued for queued in batch if queued.done is None]
+        labels = [queued for queued in batch if queued.listens()]
         try:
             self._database = self._database or self._where.open()
             if batch:

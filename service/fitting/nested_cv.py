@@ -196,10 +196,8 @@ class Evaluation:
 
 def name_of(signals: Sequence[str], scale: LogitScale) -> str:
     """Return the name in ``NAMES`` of a bundle with these signals."""
-    fused, context = (
-        bool(set(FIRST_TOKEN) & set(signals)),
-        bool(set(CONTEXT_SIGNALS) & set(signals)),
-    )
+    fused = bool(set(FIRST_TOKEN) & set(signals))
+    context = bool(set(CONTEXT_SIGNALS) & set(signals))
     kind = {(False, False): "depth_mean", (True, False): "fused", (False, True): "context"}
     return f"{kind.get((fused, context), 'fused_context')}_{scale}"
 

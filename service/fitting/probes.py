@@ -168,10 +168,8 @@ def fit_head(
         inside = np.isin(rows.row, train)
         of_partition[inside] = row_weights(rows.label[inside], balance, rows.weight[inside])
     number = {name: position for position, name in enumerate(partitions)}
-    partition, c = (
-        np.array([number[task.train.tobytes()] for task in tasks]),
-        np.array([task.c for task in tasks]),
-    )
+    partition = np.array([number[task.train.tobytes()] for task in tasks])
+    c = np.array([task.c for task in tasks])
     values = x if soft_label is None else x[rows.row]
     directions, intercepts = solve(
         np.ascontiguousarray(values, np.float32)[None], rows.label, weight, partition, c

@@ -454,10 +454,8 @@ def prior_shift_test(source: LabelledRisks, traffic: Traffic, seed: int = 0) -> 
     observed = whole[:, :-1] / whole[:, -1:]
     free = _best_share(*observed)
     share = float(np.clip(free, 0.0, 1.0))
-    distance, centre = (
-        float(np.abs(difference(share, *observed)).max()),
-        difference(free, *observed),
-    )
+    distance = float(np.abs(difference(share, *observed)).max())
+    centre = difference(free, *observed)
     chance = []
     for weights in zip(
         group_draws(source.group, seed), group_draws(traffic.group, seed + 1), strict=True

@@ -51,10 +51,8 @@ def auroc(label: Labels, score: Floats) -> float:
 
     The score increases with factuality.  Raises ValueError if a class is missing."""
     values = np.asarray(label, np.int64)
-    hallucinated, factual = (
-        np.sort(np.asarray(score)[values == 0]),
-        np.sort(np.asarray(score)[values == 1]),
-    )
+    hallucinated = np.sort(np.asarray(score)[values == 0])
+    factual = np.sort(np.asarray(score)[values == 1])
     if not len(hallucinated) or not len(factual) or len(hallucinated) + len(factual) != len(values):
         raise ValueError(
             "both classes (1 factual, 0 hallucinated) are needed, found"

@@ -74,10 +74,8 @@ def solve(
         rows = rows.copy()  # torch warns about read-only arrays
     sign = torch.from_numpy(np.where(np.asarray(label) == 1, 1.0, -1.0)).float()
     weights = torch.from_numpy(np.ascontiguousarray(weight, np.float64))
-    parts, strength = (
-        torch.from_numpy(np.asarray(partition, np.int64)),
-        torch.from_numpy(np.asarray(c, np.float64)),
-    )
+    parts = torch.from_numpy(np.asarray(partition, np.int64))
+    strength = torch.from_numpy(np.asarray(c, np.float64))
     heads = torch.split(
         torch.from_numpy(rows), 1
     )  # one by one, so that one head's rows stay in the cache
@@ -192,10 +190,8 @@ class _Active:
 
     def __init__(self, scaled: _Scaled, partition: Tensor, c: Tensor) -> None:
         self.partition = partition
-        self.mean, self.inverse = (
-            scaled.mean[:, partition],
-            scaled.inverse[:, partition],
-        )  # [h, p, d]
+        self.mean = scaled.mean[:, partition]  # [h, p, d]
+        self.inverse = scaled.inverse[:, partition]
         self.s = scaled.weight[partition]  # [p, n]
         ones = torch.ones(scaled.rows.shape[-1], dtype=torch.float64)
         ones[-1] = INTERCEPT_PENALTY

@@ -264,10 +264,8 @@ def threshold_sequence(
     at once.  The last threshold is the loosest whose share of wrong is at most alpha in the
     profile: a looser one could pass only on rows that are easier than the profile's, and rows above
         the last threshold need no label."""
-    levels, answering = (
-        profile.thresholds,
-        np.array(profile.groups) / profile.total * calibration_groups,
-    )
+    levels = profile.thresholds
+    answering = np.array(profile.groups) / profile.total * calibration_groups
     share = (np.array(profile.wrong) + 0.5) / (
         np.array(profile.groups) + 1
     )  # never 0, since the profile is a sample

@@ -21,10 +21,8 @@ request, which the probe can read itself.
 ``inside``: words that may contain a question.  ``several``: more than one question.  ``earlier``:
 it calls for the answer to an earlier message, which got none."""
 
-LONGEST_READ, LONGEST_SENTENCE = (
-    4000,
-    400,
-)  # characters of a text, and of a sentence, half of them from its end
+# characters of a text, and of a sentence, half of them from its end
+LONGEST_READ, LONGEST_SENTENCE = 4000, 400
 LONG_TURN = 12  # words; a longer message calls for an earlier answer only in explicit words
 SHORT_TURN = (
     6  # words; in a message up to this length "that", "please", "more" refer to an earlier one

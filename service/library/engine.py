@@ -476,10 +476,8 @@ def refuse_another_adapter(options: "EngineOptions", bundle: "Bundle") -> None:
     names none."""
     from service.engines.adapters import digest_of
 
-    trained, loaded = (
-        bundle.manifest.model.adapter,
-        None if options.adapter is None else digest_of(options.adapter),
-    )
+    trained = bundle.manifest.model.adapter
+    loaded = None if options.adapter is None else digest_of(options.adapter)
     if trained != loaded:
         actual, expected = (
             f"the adapter {digest[:12]}" if digest else "no adapter" for digest in (loaded, trained)

@@ -310,10 +310,8 @@ def run_training(
     published bundle."""
     from service.trainer.run import train as run
 
-    folders, engine = (
-        [options.folder],
-        replace(engine, template_arguments=options.template_arguments),
-    )
+    folders = [options.folder]
+    engine = replace(engine, template_arguments=options.template_arguments)
     began = time.monotonic()
 
     def load() -> LoadedEngine:

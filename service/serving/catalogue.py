@@ -257,10 +257,13 @@ class Catalogue:
         self.metrics.bundles(
             (model, scorer.bundle.reference, scorer.bundle.manifest.digest) for scorer in scorers
         )
+        guarantees = {
+            scorer.bundle.reference: scorer.bundle.manifest.guarantee for scorer in scorers
+        }
         self.metrics.guarantees(
-            (model, scorer.bundle.reference, guarantee.alpha, guarantee.delta)
-            for scorer in scorers
-            if (guarantee := scorer.bundle.manifest.guarantee) is not None
+            (model, reference, guarantee.alpha, guarantee.delta)
+            for reference, guarantee in guarantees.items()
+            if guarantee is not None
         )
 
     def _report(self, monitor: Monitor) -> None:

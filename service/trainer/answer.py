@@ -87,10 +87,8 @@ def fit_answer(
         return None
     cut = choose_threshold(options.rule, label, answer_probe.out_of_fold_risk_)
     document["threshold"] = cut.document() | {"out_of_fold": rounded(cut.gate)}
-    [weight], intercept = (
-        answer_probe.classifier_.weight.tolist(),
-        answer_probe.classifier_.intercept,
-    )
+    [weight] = answer_probe.classifier_.weight.tolist()
+    intercept = answer_probe.classifier_.intercept
     record = AnswerProbe(
         weight=weight,
         intercept=intercept,

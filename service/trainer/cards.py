@@ -134,10 +134,8 @@ def write_card(
 ) -> str:
     """Return the whole README.md: front matter as the Hugging Face hub reads it, then the card."""
     crossed, test = evaluation.get("cross_validation"), evaluation.get("held_out")
-    served, rarer = (
-        evaluation["signal_of_the_bundle"],
-        min(manifest.training.factual, manifest.training.hallucinated),
-    )
+    served = evaluation["signal_of_the_bundle"]
+    rarer = min(manifest.training.factual, manifest.training.hallucinated)
     few = crossed is not None and rarer < FEW_IN_A_FOLD * crossed["protocol"]["folds"]
     signals = [
         (name, weight, weight * std)
@@ -309,10 +307,8 @@ def cheaper_and_better(signals: Mapping[str, Mapping[str, Any]], served: str) ->
 def group_warning(data: Mapping[str, Any]) -> str | None:
     """Return a warning if one group is a large part of the rows; ``data`` is that of
     evaluation.json."""
-    share, words = (
-        data.get("largest_group_share", 0.0),
-        "how well the bundle does elsewhere is hardly known",
-    )
+    share = data.get("largest_group_share", 0.0)
+    words = "how well the bundle does elsewhere is hardly known"
     return f"One group has {share:.0%} of the rows: {words}" if share > LARGE_GROUP else None
 
 

@@ -75,6 +75,10 @@ def _described(
     }
 
 
+def _values(answer: LabelledAnswer, signals: Sequence[str]) -> list[float]:
+    return [answer.signals[name] for name in signals]
+
+
 def recalibrate_by_feedback(
     bundle: Bundle, options: RecalibrateOptions, store: Store, *, console: Console
 ) -> Bundle | None:
@@ -104,9 +108,7 @@ def recalibrate_by_feedback(
             f"{where} holds no answer that the probes of {bundle.reference} scored",
             param="feedback",
         )
-    matrix = np.array(
-        [[answer.signals[name] for name in signals] for answer in answers], np.float64
-    )
+    matrix = np.array([_values(answer, signals) for answer in answers], np.float64)
     judged = [position for position, answer in enumerate(answers) if answer.label is not None]
     left_out = {
         "callers disagree": sum(answer.conflict for answer in answers),

@@ -76,10 +76,8 @@ def draw_before_after(label: Labels, group: Labels, before: Floats, after: Float
 
     def plot(axes: Axes, risks: Mapping[str, Floats]) -> None:
         axes.plot([0, 1], [0, 1], color=look.GREY, linewidth=0.8, label="perfect calibration")
-        looks, count = (
-            ((look.ORANGE, "--", "s"), (look.BLUE, "-", "o")),
-            min(10, max(3, len(label) // 15)),
-        )
+        looks = ((look.ORANGE, "--", "s"), (look.BLUE, "-", "o"))
+        count = min(10, max(3, len(label) // 15))
         for (name, risk), line in zip(risks.items(), looks, strict=True):
             _with_bands(axes, label, group, risk, count, name, line)
         _shares(

@@ -278,10 +278,8 @@ def _draft(
     # Fit the context probes (does a prompt ask for a fact, has it a passage?) and the reference of
     # training prompts.
     context = fit_context(data, probe)
-    names, columns = (
-        with_context(options.reads, context),
-        None if context is None else context.columns,
-    )
+    names = with_context(options.reads, context)
+    columns = None if context is None else context.columns
     logits, more = all_logits(out_of_fold, data, final, scaled.scale, context)
     reference = fit_reference(logits, learnt, inputs.group, options.folds, options.shuffles, more)
     tensors = publish.probe_tensors(final, scaled.scale, class_mean, class_std, reference, context)

@@ -50,14 +50,10 @@ ASKED_ALONE = (
     600  # questions that the model answers alone, for earlier messages with its own answers
 )
 WITH_OWN_ANSWERS = ("turn_own", "turns_own")
-ANSWERS, PATTERNS = (
-    "answers",
-    "patterns",
-)  # patterns are for the judge alone: no passage or earlier message states them
-TASKS, LEAST_TASKS = (
-    0.15,
-    200,
-)  # requests that ask for no fact: a share of the questions, and a least number
+# patterns are for the judge alone: no passage or earlier message states them
+ANSWERS, PATTERNS = "answers", "patterns"
+# requests that ask for no fact: a share of the questions, and a least number
+TASKS, LEAST_TASKS = 0.15, 200
 FIRST = "first"  # folder of a first bundle's rows
 FIRST_ROWS, LEAST_FOR_FIRST = 1000, 3000  # of a first bundle, and of a run that has one
 MEASURED_TASKS = 120  # of them, whose mean length stands for all

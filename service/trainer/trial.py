@@ -78,11 +78,14 @@ def fitting_seconds(volume: Volume, rates: Rates, options: TrainOptions, engine:
 
 def _fits(volume: Volume, rates: Rates, options: TrainOptions, engine: Engine) -> float:
     """Return the time of the fits that one bundle of so many rows takes."""
-    geometry, site, probe = engine.identity.geometry, options.site, options.probe
+    geometry = engine.identity.geometry
+    site = options.site
+    probe = options.probe
     heads = geometry.num_layers * geometry.heads(site)
     few = min(8, geometry.num_layers) * min(8, geometry.heads(site))
     grid = len(set(probe.c_grid)) if probe.C == "auto" else 1
-    folds, inner, seeds = probe.folds, probe.inner_folds, len(probe.seeds)
+    folds, inner = probe.folds, probe.inner_folds
+    seeds = len(probe.seeds)
 
     def fit(rows: float, folds: int, seeds: int, *, joint: bool, choose: bool = True) -> float:
         passes = seeds * (folds - 1) + 1  # over the rows: a cross-fit, and a fit of all

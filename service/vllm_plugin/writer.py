@@ -28,7 +28,8 @@ class ResponseWriter:
         self._note, self._send = note, send
         self._words = _WORDS.get(note.route, ChatWords)(note, message_in_content)
         self._start: Message | None = None
-        self._begun, self._streams, self._held = False, False, b""
+        self._begun = self._streams = False
+        self._held = b""
 
     async def send(self, message: Message) -> None:
         """Send a message of the app, or keep it until there is something to send."""

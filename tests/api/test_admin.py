@@ -211,7 +211,9 @@ def test_a_key_that_is_revoked_while_an_older_file_is_read_stays_revoked(
     one = add_key(path, "one", {"scopes": ["score"]})
     app = App(tmp_path, names=["tiny"], keys_file=path)
     add_key(path, "two", {"scopes": ["score"]})
-    read, first, go_on = KeyRing.read, threading.Event(), threading.Event()
+    read = KeyRing.read
+    first = threading.Event()
+    go_on = threading.Event()
 
     def slow(ring: KeyRing) -> tuple[dict[str, Key], Changes]:
         result = read(ring)

@@ -381,7 +381,9 @@ class Slow(asyncio.Transport):
 
     def __init__(self) -> None:
         super().__init__()
-        self.unsent, self.aborted, self.written = 0, False, b""
+        self.unsent = 0
+        self.aborted = False
+        self.written = b""
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
         assert high == 0
@@ -820,7 +822,9 @@ def test_what_becomes_of_requests_is_counted_from_the_signal_on(
 def test_it_refuses_until_no_request_comes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gaps: tuple[float, ...], seconds: float
 ) -> None:
-    server, due, now = Served(tmp_path).server, list(accumulate(gaps)), 0.0
+    server = Served(tmp_path).server
+    due = list(accumulate(gaps))
+    now = 0.0
 
     async def sleep(slept: float) -> None:
         nonlocal now

@@ -202,21 +202,17 @@ class FakeZstd:
 
     class ZstdDecompressor:
         def __init__(self) -> None:
-            self._decoder, self._kept, self.eof, self.unused_data, self.needs_input = (
-                zlib.decompressobj(),
-                b"",
-                False,
-                b"",
-                True,
-            )
+            self._decoder = zlib.decompressobj()
+            self._kept = b""
+            self.eof = False
+            self.unused_data = b""
+            self.needs_input = True
 
         def decompress(self, data: bytes, most: int) -> bytes:
             piece = self._decoder.decompress(self._kept + data, most)
             self._kept, self.eof = self._decoder.unconsumed_tail, self._decoder.eof
-            self.unused_data, self.needs_input = (
-                self._decoder.unused_data,
-                not self._kept and len(piece) < most,
-            )
+            self.unused_data = self._decoder.unused_data
+            self.needs_input = not self._kept and len(piece) < most
             return piece
 
 

@@ -89,7 +89,9 @@ def test_a_step_of_an_answer_that_fails(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    before, steps, begun = counted(app), itertools.count(), threading.Event()
+    before = counted(app)
+    steps = itertools.count()
+    begun = threading.Event()
     judged, wire = observers.judged, WIRES[name]
 
     async def told(*given: Any) -> None:

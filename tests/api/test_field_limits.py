@@ -105,15 +105,18 @@ BOUNDED_OF_ANNEXES: Mapping[str, Mapping[str, frozenset[str]]] = {
         ),
     },
 }
-CHECKS = [
-    *BOUNDED_BY.items(),
-    *(
-        check
-        for annex in annexes()
-        for module in sorted({path.partition(":")[0] for path in annex.routers})
-        for check in BOUNDED_OF_ANNEXES.get(module, {}).items()
-    ),
-]
+
+
+def checks() -> list[tuple[str, frozenset[str]]]:
+    of_all = [*BOUNDED_BY.items()]
+    for annex in annexes():
+        modules = {path.partition(":")[0] for path in annex.routers}
+        for module in sorted(modules):
+            of_all += BOUNDED_OF_ANNEXES.get(module, {}).items()
+    return of_all
+
+
+CHECKS = checks()
 _REPEATED = re.compile(r"\^\[[^\]]+\]\{\d+,\d+\}\$")  # a pattern that bounds the length
 
 

@@ -165,10 +165,8 @@ def test_answers_and_streams_are_of_the_schema(service: Running) -> None:
 
 
 def test_the_package_parses_what_comes(service: Running) -> None:
-    client, same = (
-        client_of(service),
-        {"model": model_of(service), "extra_body": {"seed": 3, "vllm_xargs": NOTHING}},
-    )
+    client = client_of(service)
+    same = {"model": model_of(service), "extra_body": {"seed": 3, "vllm_xargs": NOTHING}}
     parsed = client.chat.completions.parse(
         messages=USER, response_format=City, max_tokens=100, **same
     )

@@ -364,10 +364,8 @@ def test_twenty_thousand_attacks_and_two_thousand_idle_connections() -> None:
     with ServeProcess("--threads", "1", HALLUTRACER_MODEL="demo") as service:
         port, before = int(service.url.rpartition(":")[2]), risk(service.url)
         attack(port, 500, seed=12)  # warm: allocators, caches
-        files, memory = (
-            series(service.url, "process_open_fds"),
-            series(service.url, "process_resident_memory_bytes"),
-        )
+        files = series(service.url, "process_open_fds")
+        memory = series(service.url, "process_resident_memory_bytes")
         tally = attack(port, LONG, seed=11)
         idle = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(IDLE)]
         for number, connection in enumerate(idle):

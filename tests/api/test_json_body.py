@@ -31,11 +31,9 @@ from tests.running import App, app_of_module
 
 JSON = {"content-type": "application/json"}
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
-COUNT, TEXT, LITELLM = (
-    "/v1/messages/count_tokens",
-    "/v1/completions",
-    "/beta/litellm_basic_guardrail_api",
-)
+COUNT = "/v1/messages/count_tokens"
+TEXT = "/v1/completions"
+LITELLM = "/beta/litellm_basic_guardrail_api"
 CONTENTS, DETECTED = "/api/v1/text/contents", "/api/v1/text/chat"
 
 

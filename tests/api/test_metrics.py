@@ -29,10 +29,8 @@ from service.serving.judgement import AnswerEnd, JudgedPrompt, Judgement, Prompt
 from service.serving.metrics import FOLDER_VARIABLE, STATUS_OF, Metrics
 
 ROOT = Path(__file__).parent.parent.parent
-PASSED, FLAGGED = (
-    Verdict(Decision.CONTINUE, False, 0.5, None),
-    Verdict(Decision.ABSTAIN, True, 0.5, None),
-)
+PASSED = Verdict(Decision.CONTINUE, False, 0.5, None)
+FLAGGED = Verdict(Decision.ABSTAIN, True, 0.5, None)
 REPORT = RiskReport(0.25, 0.0, np.zeros(1), np.zeros(1), PASSED, 11, Uncertain(0.0, None))
 WITHHELD = replace(REPORT, risk=0.75, verdict=FLAGGED, prompt_tokens=10)
 ANSWERED, TIMINGS = AnswerEnd(5, 0.3), PromptTimings(queue=0.002, prefill=0.02, probe=0.0002)

@@ -88,10 +88,8 @@ def check_all(app: App, requests: int) -> Counter[tuple[str, int]]:
     app.engine.takes_tools = True
     for number in range(requests):
         path, content = request(number)
-        app.engine.answer, decoded = (
-            ANSWERS[number % len(ANSWERS)],
-            app.engine.counters.decode_steps,
-        )
+        app.engine.answer = ANSWERS[number % len(ANSWERS)]
+        decoded = app.engine.counters.decode_steps
         response = app.client.post(
             path, content=content, headers={"content-type": "application/json"}
         )

@@ -177,10 +177,8 @@ def test_risks_are_counted_by_the_shape_of_what_was_asked(tmp_path: Path) -> Non
     question = {"role": "user", "content": "What is the capital of Nauru?"}
     turns = [question, {"role": "assistant", "content": "Yaren."}] * 2 + [question]
     beside = "Documents:\nYaren is a district of Nauru.\n\n" + question["content"]
-    chat, texts = (
-        {"model": "scripted", "max_tokens": 2},
-        {"input_type": "request", "texts": [beside]},
-    )
+    chat = {"model": "scripted", "max_tokens": 2}
+    texts = {"input_type": "request", "texts": [beside]}
     with client(tmp_path, policy="observe") as opened:
         for path, body in (
             ("/score", {"prompt": [question["content"], beside], "policy": "gate", "threshold": 0}),

@@ -19,10 +19,8 @@ from tests.kit.api import WIRES, note_of, send_to
 from tests.running import App, app_of_module
 
 TRUTH = 0.5
-HALF, WATCH = (
-    Policy("half", Action.ABSTAIN, message="No.", passage_truth=TRUTH),
-    replace(OBSERVE, name="watch"),
-)
+HALF = Policy("half", Action.ABSTAIN, message="No.", passage_truth=TRUTH)
+WATCH = replace(OBSERVE, name="watch")
 POLICIES = {"half": HALF, "watch": replace(WATCH, passage_truth=TRUTH), "plain": WATCH}
 QUESTION = "Why?"
 BESIDE = f"Context: {'A fact. ' * 60}\n\n{QUESTION}"

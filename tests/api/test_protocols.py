@@ -162,10 +162,8 @@ def test_a_special_token_is_read_as_its_characters(
     refuses: bool,
 ) -> None:
     odd = "a <|end|> b"
-    system, user = (
-        [{"role": "system", "content": odd}, *QUESTION],
-        [{"role": "user", "content": odd}],
-    )
+    system = [{"role": "system", "content": odd}, *QUESTION]
+    user = [{"role": "user", "content": odd}]
     cases: list[tuple[Any, dict[str, Any], Any]] = [(user, {}, user), (system, {}, system)]
     if wire.route in SYSTEM_FIELD:
         cases.append((QUESTION, {SYSTEM_FIELD[wire.route]: odd}, system))

@@ -156,7 +156,9 @@ def guard(app: App, route: str, parameters: str, policy: str, **body: Any) -> tu
 def test_what_cannot_be_read_passes_an_observing_guard_and_no_other(
     app: App, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
-    template, items, is_chat = app.engine._template, UNREADABLE[case], "chat" in case
+    template = app.engine._template
+    items = UNREADABLE[case]
+    is_chat = "chat" in case
 
     def refusing(messages: Any, tools: Any) -> str:
         if messages[0]["role"] == "system":

@@ -102,7 +102,9 @@ def told(app: App, **body: Any) -> Any:
     response = app.client.post("/score", json=body)
     assert response.status_code == 200, response.text
     found, parsed = response.json(), parse(ScoreResult, response.content)
-    guarantee, row, one = found.get("guarantee"), found["data"][0], parsed.data[0]
+    guarantee = found.get("guarantee")
+    row = found["data"][0]
+    one = parsed.data[0]
     holds = None if parsed.guarantee is None else parsed.guarantee.holds
     interval = None if one.interval is None else list(one.interval)
     assert (guarantee or {}).get("holds") == holds

@@ -60,10 +60,8 @@ def bodies(
     }
 
 
-OFF, ON = (
-    {"chat_template_kwargs": {"enable_thinking": False}},
-    {"chat_template_kwargs": {"enable_thinking": True}},
-)
+OFF = {"chat_template_kwargs": {"enable_thinking": False}}
+ON = {"chat_template_kwargs": {"enable_thinking": True}}
 NAMES = {
     "/v1/responses": "reasoning.effort",
     "/v1/messages": "thinking",

@@ -16,12 +16,10 @@ from service.json_limits import MOST_CHARACTERS, MOST_CONTAINERS, MOST_VALUES
 from service.tool_calls import MOST_CHARACTERS as MOST_OF_CALL
 from tests.running import App, app_of_module
 
-CHAT, RESPONSES, MESSAGES, COUNT = (
-    "/v1/chat/completions",
-    "/v1/responses",
-    "/v1/messages",
-    "/v1/messages/count_tokens",
-)
+CHAT = "/v1/chat/completions"
+RESPONSES = "/v1/responses"
+MESSAGES = "/v1/messages"
+COUNT = "/v1/messages/count_tokens"
 ROUTES = (CHAT, RESPONSES, MESSAGES, COUNT)
 
 

@@ -38,10 +38,8 @@ from tests.running import App, app_of_module, until
 
 USER, GO_ON = {"role": "user", "content": "Who?"}, {"role": "user", "content": "So?"}
 WITH_TOOLS = {name: wire for name, wire in WIRES.items() if wire.tools}
-OPEN, SHUT = (
-    {"threshold": 1.0},
-    {"threshold": 0.0},
-)
+OPEN = {"threshold": 1.0}
+SHUT = {"threshold": 0.0}
 
 
 app = app_of_module(takes_tools=True)

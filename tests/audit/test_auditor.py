@@ -226,7 +226,9 @@ async def test_refusals_in_a_row_are_told_of_until_a_line_is_written(
 async def test_a_disk_that_hangs_refuses_what_is_required_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log, goes_on, append = Watched(tmp_path, required=True), threading.Event(), AuditFile.append
+    log = Watched(tmp_path, required=True)
+    goes_on = threading.Event()
+    append = AuditFile.append
     monkeypatch.setattr(
         AuditFile,
         "append",

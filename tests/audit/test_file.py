@@ -216,10 +216,8 @@ def tamper(path: Path, what: str) -> None:
 def test_a_changed_end_shows_at_once_and_is_not_healed_by_the_next_line(
     path: Path, what: str, who: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    breaks, writers = (
-        list[int](),
-        list[AuditFile](),
-    )  # the one of the last line, one that knows the log, a new one
+    breaks = list[int]()
+    writers = list[AuditFile]()  # the one of the last line, one that knows the log, a new one
     for number in range(3):
         if number == 2:
             tamper(path, what)

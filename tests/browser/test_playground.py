@@ -81,7 +81,9 @@ def service(shared: Running) -> Iterator[Running]:
     """The same, its engine as it was."""
     yield shared
     engine = shared.engine
-    engine.answer, engine.fail, engine.sleep_s = "It is so.", None, 0.0
+    engine.answer = "It is so."
+    engine.fail = None
+    engine.sleep_s = 0.0
     engine.__dict__.pop("wait", None)
     until(lambda: engine.counters.open_continuations == 0)
 
@@ -322,7 +324,10 @@ class Slow:
     then."""
 
     def __init__(self, after: int, error: Exception | None = None) -> None:
-        self.after, self.error, self.seen, self.go_on = after, error, 0, threading.Event()
+        self.after = after
+        self.error = error
+        self.seen = 0
+        self.go_on = threading.Event()
 
     def __call__(self) -> None:
         self.seen += 1

@@ -352,10 +352,8 @@ def test_score_writes_what_the_api_answers(tmp_path: Path) -> None:
 
 
 def test_several_questions_are_scored_together_and_drawn(tmp_path: Path) -> None:
-    questions, picture = (
-        ["What is the capital of Italy?", "What costs $5 in $us?"],
-        tmp_path / "pair.png",
-    )
+    questions = ["What is the capital of Italy?", "What costs $5 in $us?"]
+    picture = tmp_path / "pair.png"
     document = score(*questions, "--plot", str(picture))
     assert [risk.index for risk in document.data] == [0, 1]
     drawn = picture.read_bytes()

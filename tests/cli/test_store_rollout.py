@@ -171,7 +171,9 @@ def test_without_an_answer_what_is_loaded_stays_and_it_is_said_since_when(
     for alias in ("canary", "shadow"):
         remote.publisher.set_alias("mine", alias, 2)
     reload(app).raise_for_status()
-    before, since, failing = roles(app), status(app)["since"], None
+    before = roles(app)
+    since = status(app)["since"]
+    failing = None
     assert before == ["mine:1 default", "mine:2 canary", "mine:2 shadow"]
     for kind, text in (
         (StoreUnreachable, ""),
@@ -218,7 +220,9 @@ class Watched:
     told to."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, problem: str | None = None) -> None:
-        self.reloads, self.problem, self.state = 0, problem, Service(dict)
+        self.reloads = 0
+        self.problem = problem
+        self.state = Service(dict)
         self.state.lifecycle.reload_error = problem
         self.state.lifecycle.load_again = lambda engine: {}
         self.state.catalogue.loaded = Loaded(
@@ -288,7 +292,9 @@ def test_the_watch_tries_again_where_the_last_one_failed(monkeypatch: pytest.Mon
 
 def test_a_store_that_hangs_does_not_hold_the_stop_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the loop's end nor the process': the thread that waits is nobody's."""
-    watched, asked, hangs = Watched(monkeypatch), threading.Event(), threading.Event()
+    watched = Watched(monkeypatch)
+    asked = threading.Event()
+    hangs = threading.Event()
 
     def look() -> Stamps:
         asked.set()

@@ -42,7 +42,9 @@ class BlockingClient:
         base_url: str = "http://guard.test",
         **more: Any,
     ):
-        self.time, self.kind, scripted = Time(), kind, dict[str, Any]()
+        self.time = Time()
+        self.kind = kind
+        scripted = dict[str, Any]()
         if handler is not None:
             scripted = {
                 "transport": httpx.MockTransport(handler),

@@ -31,7 +31,10 @@ module_service = service_of_module(**SETTINGS)
 @pytest.fixture
 def service(module_service: Running) -> Iterator[Running]:
     engine = module_service.engine
-    engine.answer, engine.sleep_s, engine.fail, engine.before = ANSWER, 0.0, None, None
+    engine.answer = ANSWER
+    engine.sleep_s = 0.0
+    engine.fail = None
+    engine.before = None
     yield module_service
     engine.before = None
 

@@ -54,7 +54,9 @@ class Chunks(httpx.SyncByteStream, httpx.AsyncByteStream):
     """A body in given pieces, perhaps with a failure at its end; remembers being closed."""
 
     def __init__(self, pieces: list[bytes], failure: Exception | None = None) -> None:
-        self.pieces, self.failure, self.closed = pieces, failure, False
+        self.pieces = pieces
+        self.failure = failure
+        self.closed = False
 
     def __iter__(self) -> Iterator[bytes]:
         yield from self.pieces

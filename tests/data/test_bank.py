@@ -99,6 +99,10 @@ def test_a_bundle_is_named_after_its_model(model: str, name: str) -> None:
     assert bundle_name(model) == name
 
 
+def rows_of(path: Path | str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+
+
 def asked_and_held_out(
     folder: Path, questions: int, max_tokens: int
 ) -> tuple[TrainOptions, list[dict[str, Any]], list[dict[str, Any]], list[str]]:
@@ -107,11 +111,7 @@ def asked_and_held_out(
     engine = PlantedEngine(max_tokens=max_tokens)
     options = with_questions(completed(options, "owner/tiny"), engine, console, time.monotonic())
     assert options.test is not None
-    asked, held_out = (
-        [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
-        for path in (options.data[0], options.test)
-    )
-    return options, asked, held_out, console.lines
+    return options, rows_of(options.data[0]), rows_of(options.test), console.lines
 
 
 def test_a_model_alone_is_asked_the_bank_and_its_answers_are_judged(tmp_path: Path) -> None:

@@ -248,10 +248,8 @@ def test_rows_are_conversations_that_end_with_the_user() -> None:
 
 
 def test_hardly_a_request_is_made_twice_and_every_kind_has_its_weight() -> None:
-    found, weight = (
-        Counter(row["kind"] for row in ROWS),
-        sum(task.weight for task in TASKS.values()),
-    )
+    found = Counter(row["kind"] for row in ROWS)
+    weight = sum(task.weight for task in TASKS.values())
     for name, task in TASKS.items():
         expected = len(ROWS) * task.weight / weight
         assert abs(found[f"task/{name}"] - expected) < 5 * expected**0.5, name

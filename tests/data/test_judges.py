@@ -350,10 +350,8 @@ def test_words_and_the_nearer_reference() -> None:
         "abc",
         "strasse",
     ]
-    correct, incorrect = (
-        ["You digest the seeds", "Nothing happens"],
-        ["You grow watermelons in your stomach"],
-    )
+    correct = ["You digest the seeds", "Nothing happens"]
+    incorrect = ["You grow watermelons in your stomach"]
     assert judge.margin("nothing happens.", correct, incorrect) == 1.0
     assert judge.margin("You grow watermelons in the stomach", correct, incorrect) < 0
     assert (

@@ -61,10 +61,8 @@ def written_csv(path: Path, delimiter: str = ",", bom: bool = False) -> Path:
 def test_packed_lines_and_tables_are_the_same_rows(tmp_path: Path) -> None:
     plain = tmp_path / "rows.jsonl"
     plain.write_text(LINES)
-    packed, hidden = (
-        tmp_path / "rows.jsonl.gz",
-        tmp_path / "packed.jsonl",
-    )  # also where the name does not say so
+    packed = tmp_path / "rows.jsonl.gz"
+    hidden = tmp_path / "packed.jsonl"  # also where the name does not say so
     for path in (packed, hidden):
         path.write_bytes(gzip.compress(LINES.encode()))
     tables = [written_csv(tmp_path / "a.csv"), written_csv(tmp_path / "b.csv", ";", bom=True)]
@@ -338,11 +336,9 @@ def test_a_parquet_file_without_its_package_names_it(
 
 
 def test_a_parquet_file_is_read(tmp_path: Path) -> None:
-    path, plain, hi = (
-        tmp_path / "rows.parquet",
-        tmp_path / "rows.jsonl",
-        {"prompt": "Hi!", "applies": False},
-    )
+    path = tmp_path / "rows.parquet"
+    plain = tmp_path / "rows.jsonl"
+    hi = {"prompt": "Hi!", "applies": False}
     parquet.write_table(arrow.Table.from_pylist([{"applies": None} | ROWS[0], *ROWS[1:], hi]), path)
     plain.write_text(LINES + json.dumps(hi) + "\n")
     assert read(path) == read(plain)

@@ -117,7 +117,9 @@ class Thinking(PlantedEngine):
 
     def __init__(self, cut: int, *, opened: bool = False, special: bool = False) -> None:
         super().__init__()
-        self.cut, self.opened, self.special = cut, opened, special
+        self.cut = cut
+        self.opened = opened
+        self.special = special
         if special:
             self.special_tokens = ("[THINK]", "[/THINK]", "</s>")
 

@@ -341,10 +341,8 @@ def test_problems_of_traffic_are_named_by_line(tmp_path: Path, line: Any, said: 
 
 # fine-tuning rows, which end with the answer
 
-USER, ANSWER = (
-    {"role": "user", "content": "Capital of France?"},
-    {"role": "assistant", "content": "Paris"},
-)
+USER = {"role": "user", "content": "Capital of France?"}
+ANSWER = {"role": "assistant", "content": "Paris"}
 SYSTEM = {"role": "system", "content": "Be brief."}
 
 

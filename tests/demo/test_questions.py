@@ -38,16 +38,16 @@ def test_a_passage_states_the_fact_or_does_not() -> None:
         assert right == passage(fact, "right")
 
 
+def is_part_of_a_longer(text: str, texts: list[str]) -> bool:
+    return any(text in longer for longer in texts if longer != text)
+
+
 def test_other_facts_of_a_passage_are_of_its_split_and_give_no_answer_away() -> None:
     by_sentence = {sentence(fact, fact.answers[0]): fact for fact in build_world().facts}
     for fact in FACTS[::11]:
         unrelated = passage(fact, "unrelated")
-        stated = [text for text in by_sentence if text in unrelated]
-        stated = [
-            text
-            for text in stated
-            if not any(text in longer for longer in stated if longer != text)
-        ]
+        occurring = [text for text in by_sentence if text in unrelated]
+        stated = [text for text in occurring if not is_part_of_a_longer(text, occurring)]
         assert len(stated) == 3
         for other in map(by_sentence.__getitem__, stated):
             assert other.split == "test"

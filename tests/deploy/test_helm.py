@@ -368,13 +368,13 @@ def test_a_rollout_that_cannot_go_on_is_told_at_the_installation() -> None:
         assert (words in notes, [word for word in unsaid if word in notes]) == (True, [])
 
 
+def kinds_and_names(documents: tuple[p.Document, ...]) -> set[tuple[str, str]]:
+    return {(document["kind"], document["metadata"]["name"]) for document in documents}
+
+
 def test_two_releases_in_one_namespace_do_not_meet() -> None:
     first, second = rendered(), rendered(release="blue")
-    names = [
-        {(item["kind"], item["metadata"]["name"]) for item in documents}
-        for documents in (first, second)
-    ]
-    assert not names[0] & names[1]
+    assert not kinds_and_names(first) & kinds_and_names(second)
     for kind in ("Service", "Deployment", "PodDisruptionBudget", "NetworkPolicy"):
         spec = document_of(second, kind)["spec"]
         selector = spec.get("podSelector", spec.get("selector", {}))

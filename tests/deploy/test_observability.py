@@ -201,6 +201,14 @@ def test_expressions_read_metrics_and_labels_that_exist_and_every_metric_is_on_a
     assert set(ours()) - set().union(*(names(query.expression) for query in QUERIES)) == set()
 
 
+def squares(panel: Any) -> Iterator[tuple[int, int]]:
+    """What it takes of the grid."""
+    at = panel["gridPos"]
+    for x in range(at["w"]):
+        for y in range(at["h"]):
+            yield at["x"] + x, at["y"] + y
+
+
 @BOARD
 def test_a_dashboard_is_well_formed(name: str) -> None:
     """Panels fill the grid without overlap, those that are seen at once and those of each row once
@@ -227,12 +235,7 @@ def test_a_dashboard_is_well_formed(name: str) -> None:
         board["panels"],
         *(panel["panels"] for panel in board["panels"] if panel.get("panels")),
     ):
-        taken = [
-            (at["x"] + x, at["y"] + y)
-            for at in (panel["gridPos"] for panel in group)
-            for x in range(at["w"])
-            for y in range(at["h"])
-        ]
+        taken = [square for panel in group for square in squares(panel)]
         rows = {y for _, y in taken}
         assert sorted(taken) == [(x, y) for x in range(24) for y in range(min(rows), max(rows) + 1)]
 
@@ -372,10 +375,11 @@ def scraped(folder: Path, discovered: list[dict[str, Any]]) -> list[dict[str, st
     assert done.returncode == 0, done.stderr
     left = [target["labels"] for target in json.loads(done.stdout) if target["labels"]]
     assert all(labels["__metrics_path__"] == "/metrics" for labels in left)
-    return [
-        {name: value for name, value in labels.items() if not name.startswith("__")}
-        for labels in left
-    ]
+    return list(map(without_internal, left))
+
+
+def without_internal(labels: dict[str, str]) -> dict[str, str]:
+    return {name: value for name, value in labels.items() if not name.startswith("__")}
 
 
 def test_the_service_is_scraped_once_under_the_name_that_the_alerts_look_for(
@@ -394,13 +398,16 @@ def test_the_service_is_scraped_once_under_the_name_that_the_alerts_look_for(
     )
 
 
+def workload_of(manifest: Path) -> p.Document:
+    kinds = ("Pod", "Deployment")
+    [workload] = [item for item in p.documents(manifest) if item["kind"] in kinds]
+    return workload
+
+
 def test_no_other_pod_is_scraped_and_none_that_has_ended(tmp_path: Path) -> None:
     [service] = p.pods(list(rendered()))
-    [[helper], [rag]] = [
-        [item for item in p.documents(path) if item["kind"] in ("Pod", "Deployment")]
-        for path in reversed(MANIFESTS)
-    ]
-    [rag] = p.pods([rag])
+    deployment, helper = map(workload_of, MANIFESTS)
+    [rag] = p.pods([deployment])
     others = (
         targets(helper) + targets(rag) + targets(service, "Failed") + targets(service, "Succeeded")
     )

@@ -24,10 +24,8 @@ def made_rows() -> list[dict[str, Any]]:
     asks for no fact."""
     rows: list[dict[str, Any]] = []
     for number in range(ROWS):
-        kind, form = (
-            ("known", "rare")[number % 2],
-            ("lone", "greeting", "passage_right", "polite")[number % 4],
-        )
+        kind = ("known", "rare")[number % 2]
+        form = ("lone", "greeting", "passage_right", "polite")[number % 4]
         label = int((kind == "known") is (number % 10 != 0))
         messages = [{"role": "user", "content": f"What is thing {number} of the {kind} ones?"}]
         rows.append(

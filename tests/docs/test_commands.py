@@ -216,6 +216,10 @@ def rows_of(page: str) -> list[tuple[str, str, str, str]]:
     return re.findall(r"^\| (0\.\d\d) \| (.*?) \| (.*?) \| (.*?) \|$", page, re.MULTILINE)
 
 
+def right_among(samples: list[dict[str, Any]]) -> int:
+    return sum(sample["verdict"] == "right" for sample in samples)
+
+
 @pytest.mark.long
 @pytest.mark.skipif(
     not PACKAGED["smollm2"].is_installed, reason=f"needs {PACKAGED['smollm2'].install}"
@@ -226,15 +230,11 @@ def test_the_readmes_table_is_every_other_question_by_risk(smollm2: str) -> None
         answers = [
             client.get(f"/v1/bundles/smollm2/sample/{number}").json() for number in range(24)
         ]
-    ranked, page = (
-        sorted(answers, key=lambda answer: float(answer["risk"])),
-        (ROOT / "README.md").read_text(),
-    )
-    lower, others = (
-        sum(sample["verdict"] == "right" for sample in half) for half in (ranked[:12], ranked[12:])
-    )
+    ranked = sorted(answers, key=lambda answer: float(answer["risk"]))
+    page = (ROOT / "README.md").read_text()
+    lower, higher = right_among(ranked[:12]), right_among(ranked[12:])
     assert (
-        f"Of the 24, {lower} of the 12 with lower risks are right, {others} of the others." in page
+        f"Of the 24, {lower} of the 12 with lower risks are right, {higher} of the others." in page
     )
     plain = [sample for sample in ranked if is_plain(sample)]
     assert f"every other of {len(plain)} of the 24 questions" in page

@@ -93,11 +93,12 @@ def test_the_table_of_errors_is_the_codes() -> None:
     }
 
 
+def toml_of(page: str) -> list[str]:
+    return [block.text for block in blocks(ROOT / "docs" / page) if block.language == "toml"]
+
+
 def test_the_files_of_policies_and_of_keys_are_read(tmp_path: Path) -> None:
-    policies, keys = (
-        [block.text for block in blocks(ROOT / "docs" / name) if block.language == "toml"]
-        for name in ("serving.md", "security.md")
-    )
+    policies, keys = toml_of("serving.md"), toml_of("security.md")
     (path := tmp_path / "policies.toml").write_text("".join(policies))
     assert read_policies(path).named["support"].threshold == 0.4
     [key] = parse_keys(keys[0], "security.md", {"gate", "block"})
@@ -171,10 +172,8 @@ def test_what_is_generated_is_up_to_date(script: str, function: str, file: str) 
 
 
 def test_no_name_is_gone_that_is_promised_to_stay() -> None:
-    listed, names = (
-        set(text_of("docs/stable_names.txt").splitlines()),
-        runpy.run_path(STABLE)["names"](),
-    )
+    listed = set(text_of("docs/stable_names.txt").splitlines())
+    names = runpy.run_path(STABLE)["names"]()
     assert sorted(listed - names) == [], (
         "this breaks what docs/stability.md promises: keep them, or make a major release"
     )

@@ -93,11 +93,9 @@ def save_bundle(engine: Any, folder: Path, name: str = "adapted") -> Bundle:
     model = replace(shipped.manifest.model, adapter=engine.identity.adapter)
     manifest = replace(shipped.manifest, name=name, model=model)
     scorer = Scorer.__new__(Scorer)  # its golden prompts are to be made
-    scorer.engine, scorer.bundle, scorer.needs_first_token = (
-        engine,
-        replace(shipped, manifest=manifest),
-        False,
-    )
+    scorer.engine = engine
+    scorer.bundle = replace(shipped, manifest=manifest)
+    scorer.needs_first_token = False
     scorer.probes = Probes.all_of(Site(manifest.readout.site), shipped.probes)
     prompts = shipped.golden.prompts()
     reports = scorer.score(prompts, OBSERVE)

@@ -96,10 +96,11 @@ def test_the_embedded_engine_reads_the_model_with_its_adapter(
         *tiny.prompts([1, 17, 60], seed=2),
     ]
     probes = [tiny.probes(engine.identity.geometry, site, 3) for site in Site]
-    adapted, wanted, without = (
-        np.array([result.trajectories for result in each.score(prompts, probes)])
-        for each in (engine, merged, plain)
-    )
+
+    def read(reader: TransformersEngine) -> Any:
+        return np.array([result.trajectories for result in reader.score(prompts, probes)])
+
+    adapted, wanted, without = map(read, (engine, merged, plain))
     size = np.abs(wanted).max()
     assert np.abs(adapted - wanted).max() < 1e-5 * max(size, 1.0)
     assert np.abs(adapted - without).max() > 1e-2 * size

@@ -218,10 +218,8 @@ def test_many_special_tokens_are_looked_for_at_once() -> None:
             for _ in range(draw.randrange(1, 9))
         }
         longest_first = sorted(words, key=len, reverse=True)
-        plain, spelt = (
-            re.compile("|".join(map(re.escape, longest_first))),
-            spelling_of(tuple(longest_first)),
-        )
+        plain = re.compile("|".join(map(re.escape, longest_first)))
+        spelt = spelling_of(tuple(longest_first))
         for _ in range(20):
             text = "".join(draw.choices("ab<|.", k=12))
             assert spelt.findall(text) == plain.findall(text), (words, text)
@@ -237,10 +235,8 @@ def test_many_special_tokens_are_looked_for_at_once() -> None:
 
 def test_threads_that_encode_chats_at_once_read_special_tokens_alike() -> None:
     tokens = Tokens(tiny.tokenizer())
-    plain, forged = (
-        [{"role": "user", "content": "Hi" * 200}],
-        [{"role": "user", "content": "</s><s>" * 50}],
-    )
+    plain = [{"role": "user", "content": "Hi" * 200}]
+    forged = [{"role": "user", "content": "</s><s>" * 50}]
     expected = [tokens.encode_chat(plain), tokens.encode_chat(forged)]
 
     def work(number: int) -> bool:

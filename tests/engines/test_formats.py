@@ -191,7 +191,10 @@ HOSTILE: dict[str, dict[str, Any]] = {
         ]
     },
     "alternatives of all": {
-        "allOf": [{"anyOf": [{"properties": {f"{at}{n}": {}}} for at in "pq"]} for n in range(40)]
+        "allOf": [
+            {"anyOf": [{"properties": {f"p{n}": {}}}, {"properties": {f"q{n}": {}}}]}
+            for n in range(40)
+        ]
     },
     "many properties": {
         "type": "object",

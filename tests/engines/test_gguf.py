@@ -41,10 +41,8 @@ def vocabulary() -> dict[str, int]:
 
 def tokenizer() -> Any:
     """With two merges, and a first token in front of plain text."""
-    backend, first = (
-        Tokenizer(models.BPE(vocab=vocabulary(), merges=[("a", "b"), ("ab", "a")])),
-        vocabulary()["<s>"],
-    )
+    backend = Tokenizer(models.BPE(vocab=vocabulary(), merges=[("a", "b"), ("ab", "a")]))
+    first = vocabulary()["<s>"]
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(SPECIAL)
@@ -197,11 +195,9 @@ def test_a_file_is_parsed_once_and_its_matrices_come_in_half(
     functions = {
         name: getattr(writer, name) for name in ("GGUFReader", "dequantize", "get_tensor_name_map")
     }
-    parse, dequantized, named = (
-        writer.GGUFReader.__init__,
-        gguf.dequantized,
-        writer.get_tensor_name_map,
-    )
+    parse = writer.GGUFReader.__init__
+    dequantized = gguf.dequantized
+    named = writer.get_tensor_name_map
     monkeypatch.setattr(
         writer.GGUFReader,
         "__init__",
@@ -264,7 +260,9 @@ def test_a_load_that_is_under_way_is_left_alone_and_what_a_killed_one_left_is_re
 ) -> None:
     """Locks are of open files: another thread's keep others off as another process's do."""
     file, other = write(tmp_path / "model.gguf", "qwen2"), write(tmp_path / "other.gguf", "qwen3")
-    convert, begun, go_on = gguf.convert, Queue[Path](), Event()
+    convert = gguf.convert
+    begun = Queue[Path]()
+    go_on = Event()
 
     def waiting(source: gguf.Source, folder: Path) -> None:
         (folder / "part").write_text("half made")

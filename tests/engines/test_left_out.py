@@ -29,11 +29,13 @@ LAST_SYSTEM = (
 BOTH_ENDS = "{% for m in messages %}{{ m.content[:8] ~ m.content[-8:] }}\n{% endfor %}>"
 
 
+def turn(line: str) -> dict[str, str]:
+    role, content = line.split(": ", 1)
+    return {"role": role, "content": content}
+
+
 def turns(*lines: str) -> list[dict[str, str]]:
-    return [
-        {"role": role, "content": content}
-        for role, content in (line.split(": ", 1) for line in lines)
-    ]
+    return list(map(turn, lines))
 
 
 LONG = "What is the capital of the country that borders Italy, France and Austria in the Alps?"

@@ -38,7 +38,7 @@ def folder(saved: Path, tmp_path: Path) -> Path:
 
 
 def load(folder: Path | str, **options: Any) -> TransformersEngine:
-    return TransformersEngine.load(EngineOptions(model=str(folder), device="cpu", **options))  # type: ignore[arg-type]
+    return TransformersEngine.load(EngineOptions(model=str(folder), device="cpu", **options))
 
 
 def test_a_loaded_model_reads_what_the_one_in_memory_reads(saved: Path):
@@ -102,11 +102,9 @@ def test_weights_that_are_converted_are_read_and_not_mapped(
 def test_a_fingerprint_sees_config_weights_and_their_size_and_not_where_and_by_what_it_was_saved(
     saved: Path, folder: Path
 ) -> None:
-    original, written, weights = (
-        folder_fingerprint(saved),
-        folder / "config.json",
-        folder / "model.safetensors",
-    )
+    original = folder_fingerprint(saved)
+    written = folder / "config.json"
+    weights = folder / "model.safetensors"
     config, content = json.loads(written.read_text()), bytearray(weights.read_bytes())
     elsewhere = {
         "transformers_version": "0.0",
@@ -150,8 +148,9 @@ def test_no_such_folder(saved: Path) -> None:
         ("device", "cuda:99"),
         ("extra", {"speed": "fast"}),
     ):
+        wrong: dict[str, Any] = {option: bad}
         with pytest.raises(ModelLoadError) as caught:
-            TransformersEngine.load(EngineOptions(model=str(saved), **{option: bad}))  # type: ignore[arg-type]
+            TransformersEngine.load(EngineOptions(model=str(saved), **wrong))
         assert caught.value.param == option
 
 

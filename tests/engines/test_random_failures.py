@@ -33,7 +33,10 @@ class Failing:
     called."""
 
     def __init__(self, engine: TransformersEngine) -> None:
-        self.engine, self.counts, self._chance, self._layer = engine, Counter[str](), Random(0), -1
+        self.engine = engine
+        self.counts = Counter[str]()
+        self._chance = Random(0)
+        self._layer = -1
         self._on_half = False
         for layer, block in enumerate(tiny.modules(engine).blocks):
             block.register_forward_hook(lambda *_, layer=layer: self._run(layer))
@@ -41,12 +44,10 @@ class Failing:
     def begin(self) -> None:
         """From now on calls fail."""
         engine: Any = self.engine
-        score, start, step, chunks = (
-            engine.score,
-            engine.begin,
-            engine.step_together,
-            engine.in_chunks,
-        )
+        score = engine.score
+        start = engine.begin
+        step = engine.step_together
+        chunks = engine.in_chunks
         detokenize = engine.detokenize
 
         def scored(*given: Any, **options: Any) -> Any:
@@ -77,12 +78,10 @@ class Failing:
                 self._fail("detokenize")
             return str(detokenize(token_ids))
 
-        engine.score, engine.begin, engine.step_together, engine.in_chunks = (
-            scored,
-            begun,
-            stepped,
-            in_chunks,
-        )
+        engine.score = scored
+        engine.begin = begun
+        engine.step_together = stepped
+        engine.in_chunks = in_chunks
         engine.detokenize = detokenized
 
     @contextmanager
@@ -121,14 +120,14 @@ async def test_a_thousand_failures_lose_nothing_but_their_own_requests() -> None
     prompts = tiny.prompts([3, 5, 8, 12, 17, 30, 45])  # the last two take several passes
     texts = [completion.text for completion in batch.generate(prompts, SAMPLING)]
     failing.begin()
-    engine, chance, ended = Scheduled(batch, max_kv_tokens=2000), Random(1), Counter[str]()
+    engine = Scheduled(batch, max_kv_tokens=2000)
+    chance = Random(1)
+    ended = Counter[str]()
 
     async def ask(client: int) -> None:
-        number, answers, leaves = (
-            chance.randrange(len(prompts)),
-            chance.random() < 0.8,
-            chance.random() < 0.1,
-        )
+        number = chance.randrange(len(prompts))
+        answers = chance.random() < 0.8
+        leaves = chance.random() < 0.1
         updates: list[Update] = []
         sampling = SAMPLING if answers else None
         turn = Turn(f"caller {client % 3}", client)

@@ -32,7 +32,9 @@ class Timed(Bench):
 
     def __init__(self) -> None:
         super().__init__()
-        self.now, self.log, self.held_at = 0.0, list[str](), dict[int, Held]()
+        self.now = 0.0
+        self.log = list[str]()
+        self.held_at = dict[int, Held]()
         self._passing = False
         self.script.max_batch_tokens, self.script.answer = 8, "x" * 300
         self.script.before, self.script.wait = self.before, self.wait  # type: ignore[method-assign]
@@ -284,11 +286,9 @@ async def test_how_long_the_engine_waited_for_a_cpu_is_known_where_the_system_co
         assert thread is not None
         counts = Path(f"/proc/self/task/{thread.native_id}/schedstat")
         if counts.exists():
-            before, waited_s, after = (
-                counts.read_text(),
-                timed.engine.waited_for_cpu_s,
-                counts.read_text(),
-            )
+            before = counts.read_text()
+            waited_s = timed.engine.waited_for_cpu_s
+            after = counts.read_text()
             assert int(before.split()[1]) <= round(1e9 * waited_s) <= int(after.split()[1])
     assert timed.engine.waited_for_cpu_s == 0.0, "it has ended"
 

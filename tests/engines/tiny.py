@@ -51,10 +51,8 @@ def families(
 ) -> dict[str, Any]:
     """A configuration's maker for each family, of two shapes; ``expert``: hidden size of an
     expert."""
-    sliding, ends = (
-        {"sliding_window": window},
-        {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD},
-    )
+    sliding = {"sliding_window": window}
+    ends = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
     gemma = wide | sliding | {"query_pre_attn_scalar": wide["head_dim"]}
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": expert}
     no_gqa = {key: value for key, value in base.items() if key != "num_key_value_heads"}
@@ -108,7 +106,9 @@ def more_families(
 ) -> dict[str, Any]:
     """As ``families``, of those that are compared in fewer ways: hybrids have attention in the
     second block."""
-    hidden, head, sliding = base["hidden_size"], wide["head_dim"], {"sliding_window": window}
+    hidden = base["hidden_size"]
+    head = wide["head_dim"]
+    sliding = {"sliding_window": window}
     no_gqa = {key: value for key, value in base.items() if key != "num_key_value_heads"}
     ends = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
     local = {"num_local_experts": 4, "num_experts_per_tok": 2}

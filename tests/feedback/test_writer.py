@@ -241,7 +241,9 @@ class Clock:
     database."""
 
     def __init__(self, where: Location) -> None:
-        self.ahead, self.passed, self.where = 0.0, 0.0, where
+        self.ahead = 0.0
+        self.passed = 0.0
+        self.where = where
 
     def time(self) -> float:
         return 1.9e9 + self.passed + self.ahead

@@ -14,10 +14,8 @@ Rows = tuple[
     np.ndarray, np.ndarray, np.ndarray
 ]  # risk at training's share, label (1 factual), group
 
-PRIOR, APART = (
-    0.3,
-    1.6,
-)  # training's share of hallucinated rows; distance of the classes in standard deviations
+# training's share of hallucinated rows; distance of the classes in standard deviations
+PRIOR, APART = 0.3, 1.6
 
 
 def readouts(

@@ -114,11 +114,9 @@ def test_too_few_groups_of_a_class_give_none() -> None:
 
 
 def test_the_larger_class_is_cut_to_three_rows_for_one() -> None:
-    group, rows, balanced = (
-        np.arange(1000) // 2,
-        np.arange(1000),
-        context._balanced,
-    )  # pairs, which stay together
+    group = np.arange(1000) // 2  # pairs, which stay together
+    rows = np.arange(1000)
+    balanced = context._balanced
     label = (rows % 20 == 0).astype(np.int64)
     kept = balanced(label, group, rows, 7)
     zeros = kept[label[kept] == 0]
@@ -174,10 +172,8 @@ def test_passage_probes_learn_from_their_own_rows_and_give_the_columns() -> None
         < passage.record.auroc
         == pytest.approx(auroc(labels.passage.astype(int), passage.logits.mean(axis=1)))
     )
-    columns, product = (
-        context.context_columns(found, labels),
-        passage.probability * stated.probability,
-    )
+    columns = context.context_columns(found, labels)
+    product = passage.probability * stated.probability
     assert np.array_equal(
         columns, np.stack([passage.probability, product, product * np.log(labels.tokens)], axis=1)
     )

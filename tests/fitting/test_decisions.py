@@ -71,10 +71,8 @@ def test_what_is_caught_is_the_roc_curve(seed: int) -> None:
     label, risk = labelled(seed)
     false, true, _ = roc_curve(1 - label, risk, drop_intermediate=False)
     for withheld in (0.05, 0.31, 0.5, 1.0):
-        before, behind = (
-            np.searchsorted(false, withheld, "right") - 1,
-            np.searchsorted(false, withheld, "left"),
-        )
+        before = np.searchsorted(false, withheld, "right") - 1
+        behind = np.searchsorted(false, withheld, "left")
         if false[before] == withheld:
             expected = true[before]
         else:

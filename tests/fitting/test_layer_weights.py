@@ -78,7 +78,9 @@ def test_no_admissible_step_lowers_the_objective(third: float) -> None:
     )  # what the third layer's negative weight would take away
     sigma = trajectory.std(axis=0)
     paper = sigma / np.linalg.norm(sigma)
-    rows, sign, strength = trajectory / sigma, 2 * label - 1, 0.1
+    rows = trajectory / sigma
+    sign = 2 * label - 1
+    strength = 0.1
 
     def objective(weight: np.ndarray) -> float:
         """The least over the level of the weights and the intercept."""

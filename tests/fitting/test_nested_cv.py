@@ -125,7 +125,9 @@ def test_every_row_is_scored_once_per_seed_by_a_fold_without_its_group() -> None
 def test_columns_of_the_nested_classifiers_are_out_of_fold() -> None:
     """Probes that memorise noise rank the rows that they were fitted on; nothing of that may be in
     their columns."""
-    given, train, probe = inputs(0.0), np.arange(260), DepthMeanProbe(1.0)
+    given = inputs(0.0)
+    train = np.arange(260)
+    probe = DepthMeanProbe(1.0)
     inside = probe.refit(given.readouts, train, train, 1.0).trajectory.mean(axis=1)
     assert auroc(given.label[train], inside) > 0.75
     _, found = columns(given, train, np.arange(260, 300), probe)
@@ -205,7 +207,9 @@ def test_what_is_known_without_a_model_is_the_share_of_each_kind_and_form() -> N
 def test_no_fit_of_an_outer_fold_sees_its_test_side(site: Site) -> None:
     """Poison: rows of the test side are replaced by huge values, their labels turned; the fold must
     not notice."""
-    given, train, test = inputs(1.0, 240), np.arange(180), np.arange(180, 240)
+    given = inputs(1.0, 240)
+    train = np.arange(180)
+    test = np.arange(180, 240)
     file = given.readouts.file
     assert isinstance(file, ActivationArray)
     values = file.values if site is Site.ATTENTION_HEAD else file.values.reshape(240, 3, 1, 60)

@@ -202,7 +202,9 @@ def test_a_known_distortion_is_found() -> None:
 
 
 def test_separated_or_constant_risks_and_a_single_class_have_no_line() -> None:
-    label, group, risk = np.repeat([0, 1], 10), np.arange(20), np.linspace(0.9, 0.1, 20)
+    label = np.repeat([0, 1], 10)
+    group = np.arange(20)
+    risk = np.linspace(0.9, 0.1, 20)
     for given_ in (risk, 1 - risk, np.full(20, 0.3), np.where(label == 0, 1.0, 0.0)):
         assert maps.fit_cox_line(label, given_) is None
         assert maps.cox_line(label, group, given_[None]) == {SLOPE: None, INTERCEPT: None}
@@ -219,10 +221,8 @@ def test_separated_or_constant_risks_and_a_single_class_have_no_line() -> None:
     # Risks of zero and one are taken as nearly so, and seeds are averaged.
     label, group, risk = draw(np.random.default_rng(1), 200)
     risk[0], risk[1] = 0.0, 1.0
-    alone, five = (
-        maps.cox_line(label, group, risk[None]),
-        maps.cox_line(label, group, np.stack([risk] * 5)),
-    )
+    alone = maps.cox_line(label, group, risk[None])
+    five = maps.cox_line(label, group, np.stack([risk] * 5))
     assert np.isfinite(alone[SLOPE]["high"])
     for key in maps.COX_KEYS:
         assert five[key] == pytest.approx(alone[key], abs=1e-9)
@@ -230,7 +230,9 @@ def test_separated_or_constant_risks_and_a_single_class_have_no_line() -> None:
 
 def test_the_intervals_cover_and_rows_taken_as_independent_would_not() -> None:
     rng = np.random.default_rng(2)
-    draws, hits, naive = 200, np.zeros(2), np.zeros(2)
+    draws = 200
+    hits = np.zeros(2)
+    naive = np.zeros(2)
     for _ in range(draws):
         label, group, risk = draw(rng, 80, 8)
         for groups, count in ((group, hits), (np.arange(len(group)), naive)):
@@ -243,10 +245,8 @@ def test_the_intervals_cover_and_rows_taken_as_independent_would_not() -> None:
 
 def test_one_newton_step_is_close_to_refitting_without_each_group() -> None:
     label, group, risk = draw(np.random.default_rng(3), 100)
-    found, crossed = (
-        maps.cox_line(label, group, risk[None]),
-        maps.cox_line(label, group, risk[None], 5),
-    )
+    found = maps.cox_line(label, group, risk[None])
+    crossed = maps.cox_line(label, group, risk[None], 5)
     refitted = np.array(
         [maps.fit_cox_line(label[group != name], risk[group != name]) for name in np.unique(group)]
     )
@@ -304,7 +304,9 @@ def test_the_share_is_the_fixed_point_of_em_also_where_many_rows_are_binned() ->
 def test_the_interval_holds_the_truth_as_often_as_it_says(
     share: float, groups: int, size: int, labels: int
 ) -> None:
-    held, widths, repeats = 0, [], 60
+    held = 0
+    widths = []
+    repeats = 60
     for seed in range(repeats):
         rng = np.random.default_rng(seed)
         traffic, label = seen(rng, groups, share, size), rows(rng, labels, share)[1]

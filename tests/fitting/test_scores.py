@@ -215,10 +215,8 @@ def test_copies_are_no_new_evidence_and_a_gain_turns_with_its_sides() -> None:
     assert auroc_interval(*again[:2], whole(again[2])) == pytest.approx(
         auroc_interval(label, group, whole(risk))
     )
-    copied, once = (
-        gain(*again[:2], whole(again[2]), whole(again[3])),
-        gain(label, group, whole(risk), whole(other)),
-    )
+    copied = gain(*again[:2], whole(again[2]), whole(again[3]))
+    once = gain(label, group, whole(risk), whole(other))
     assert copied == pytest.approx(once)
     label, group, risk = draw(np.random.default_rng(8), 90, 2)
     worse = risk + np.random.default_rng(9).standard_normal(180) * 5
@@ -269,7 +267,9 @@ def test_equal_groups_count_whole_and_one_large_group_for_little() -> None:
         share_interval(0.3, np.arange(10))
     )
     rng = np.random.default_rng(0)
-    group, truth, hits = np.repeat(np.arange(60), 5), 0.2, 0
+    group = np.repeat(np.arange(60), 5)
+    truth = 0.2
+    hits = 0
     for _ in range(300):
         low, high = share_interval(float((rng.random(60) < truth)[group].mean()), group)
         hits += low <= truth <= high

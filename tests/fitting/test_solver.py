@@ -50,7 +50,10 @@ class Problem:
         self.mean, std = train.mean(0), train.std(0)
         constant = std <= 1e-9 * np.abs(self.mean)
         self.z = (x.astype(np.float64) - self.mean) / np.where(constant, np.inf, std)
-        self.std, self.label, self.s, self.c = np.where(constant, 0.0, std), label, s, c
+        self.std = np.where(constant, 0.0, std)
+        self.label = label
+        self.s = s
+        self.c = c
 
     def objective(self, w: np.ndarray, b: float) -> float:
         margin = (2 * self.label - 1) * (self.z @ w + b)
@@ -91,10 +94,8 @@ def test_weights_and_zeros_are_sagas() -> None:
     found, _ = solve(x, label, weight[:1], np.zeros(3, int), c)
     for h, p in np.ndindex(2, 3):
         problem = Problem(x[h], label, weight[0], c[p])
-        theirs, mine = (
-            problem.fitted("saga", tol=1e-10, max_iter=100_000).coef_[0],
-            found[h, p] * problem.std,
-        )
+        theirs = problem.fitted("saga", tol=1e-10, max_iter=100_000).coef_[0]
+        mine = found[h, p] * problem.std
         size = max(1e-3, float(np.abs(theirs).max()))
         np.testing.assert_allclose(mine, theirs, atol=0.02 * size)
         assert np.all(mine[np.abs(theirs) > 0.05 * size] != 0)

@@ -275,11 +275,9 @@ def test_the_sequence_goes_from_strict_to_loose_and_never_sees_the_calibration_r
 
 
 def test_a_group_counts_once_with_its_first_answered_row() -> None:
-    label, risk, group = (
-        np.array([0, 1, 1, 0, 1]),
-        np.array([0.9, 0.1, 0.2, 0.1, 0.8]),
-        np.array([0, 0, 1, 1, 2]),
-    )
+    label = np.array([0, 1, 1, 0, 1])
+    risk = np.array([0.9, 0.1, 0.2, 0.1, 0.8])
+    group = np.array([0, 0, 1, 1, 2])
     expected = {(0.5, 1): (2, 0), (0.5, -1): (2, 1), (0.95, 1): (3, 1), (0.05, 1): (0, 0)}
     for (threshold, step), counts in expected.items():
         assert first_answered(label, risk, group, threshold, np.arange(5)[::step]) == counts
@@ -294,7 +292,9 @@ def test_it_stops_at_the_first_failure_and_says_what_is_missing() -> None:
     ]
     bounds = [thresholds.GuaranteeTest(0.1, 0.05, (step,)).least_alpha for step in steps]
     assert bounds[0] < 0.1 < bounds[1] < bounds[2] == 1.0
-    label, risk, group = np.ones(100, int), np.linspace(0.01, 1, 100), np.arange(100)
+    label = np.ones(100, int)
+    risk = np.linspace(0.01, 1, 100)
+    group = np.arange(100)
     label[70:] = 0
     found = certify(label, risk, group, [0.5, 0.705, 0.95, 1.1], 0.1, 0.05)
     assert [step.p_value <= 0.05 for step in found.steps] == [True, True, False]

@@ -165,7 +165,10 @@ def test_one_seed_has_no_interval_and_fits_that_agree_or_say_0_and_1_have_finite
 
 # --- real refits ---
 
-FOLDS, SEEDS, FRESH, N = 5, (0, 1, 2), 500, 200
+FOLDS = 5
+SEEDS = (0, 1, 2)
+FRESH = 500
+N = 200
 PROBE = DepthMeanProbe(0.1, folds=FOLDS, seeds=SEEDS)
 
 
@@ -204,10 +207,8 @@ def trained(
     )
     made = fit_reference(probe.out_of_fold_, label, group, FOLDS, SEEDS)
     logits, interval = probe.scaled_["unit_norm"].trajectory, fit_interval(risk, made, FOLDS)
-    away, z = (
-        distance(logits, made.mean, made.whitening),
-        logits.mean(axis=1) * probe.classifier_.weight[0],
-    )
+    away = distance(logits, made.mean, made.whitening)
+    z = logits.mean(axis=1) * probe.classifier_.weight[0]
     z += probe.classifier_.intercept
     assert interval is not None
     return (

@@ -93,7 +93,9 @@ def test_whoever_chooses_what_to_label_does_not_break_it(right: float, wrong: fl
 def test_labels_that_are_worse_break_it_soon() -> None:
     draw, needed = np.random.default_rng(4), []
     for _ in range(100):
-        test, wrong, drawn = LabelTest(0.1), 0, 0
+        test = LabelTest(0.1)
+        wrong = 0
+        drawn = 0
         while not test.broken(wrong, drawn):
             wrong, drawn = wrong + bool(draw.random() < 0.3), drawn + 1
         needed.append(drawn)
@@ -140,10 +142,8 @@ def test_a_shift_is_seen_either_way_and_a_blind_gate_at_once() -> None:
         ("a constant (a blind gate)", 500),
     ):
         for _ in range(5):
-            before, watch = (
-                drift.risks(drift.means(draw, limits.window)),
-                drift.watching(draw, limits),
-            )
+            before = drift.risks(drift.means(draw, limits.window))
+            watch = drift.watching(draw, limits)
             shifted = drift.risks(drift.SHIFTS[name](drift.means(draw, 3000)))
             seen = drift.until_seen(shifted, before, watch)
             assert seen is not None

@@ -26,18 +26,17 @@ def configuration(folder: Path, replicas: Sequence[str], port: int, *edits: Edit
     """Ours, but for the addresses, the folder of its files, and what a test changes on purpose."""
     text = CONFIGURATION.read_text().replace("/tmp/hallutracer-nginx", f"{folder}/nginx")
     text = re.sub(rf" *server {SECOND} .*\n", "", text)
-    own = [
-        (line, "".join(line.replace(FIRST, replica) for replica in replicas))
-        for line in re.findall(rf" *server {FIRST} .*\n", text)
-    ]
+    ours = list[Edit]()
+    for line in re.findall(rf" *server {FIRST} .*\n", text):
+        ours.append((line, "".join(line.replace(FIRST, replica) for replica in replicas)))
     tries = "place of the last one.\n            proxy_next_upstream_tries "
-    own += [(f"{tries}4;", f"{tries}{2 * len(replicas)};")]
-    own += [
+    ours += [(f"{tries}4;", f"{tries}{2 * len(replicas)};")]
+    ours += [
         (LISTEN, f"listen 127.0.0.1:{port};"),
         ("access_log /dev/stdout", f"access_log {folder}/lines"),
     ]
-    own += [("worker_processes auto", "worker_processes 1")]  # two cores run all of this
-    for old, new in (*own, *edits):
+    ours += [("worker_processes auto", "worker_processes 1")]  # two cores run all of this
+    for old, new in (*ours, *edits):
         assert text.count(old) == 1, f"nginx.conf should say {old} once"
         text = text.replace(old, new)
     (path := folder / "nginx.conf").write_text(text)

@@ -192,10 +192,8 @@ def make_draft(seed: int = 0, **changes: Any) -> BundleDraft:
         sum(w * columns[s] for w, s in zip(classifier.weight, signals, strict=False))
         + classifier.intercept
     )
-    head, bias = (
-        generator.integers(0, manifest.probe_heads, layers),
-        generator.standard_normal(layers),
-    )
+    head = generator.integers(0, manifest.probe_heads, layers)
+    bias = generator.standard_normal(layers)
     context, others = context_arrays(manifest)
     contents: dict[str, Any] = {
         "probes": ProbeTensors(
@@ -242,11 +240,9 @@ def directions(generator: np.random.Generator, *shape: int) -> np.ndarray:
 
 def answer_tensors(manifest: Manifest) -> AnswerTensors:
     """The probes of the answer's tokens, and two golden answers."""
-    layers, record, generator = (
-        manifest.model.num_layers,
-        manifest.answer or ANSWER,
-        np.random.default_rng(7),
-    )
+    layers = manifest.model.num_layers
+    record = manifest.answer or ANSWER
+    generator = np.random.default_rng(7)
     trajectory = generator.standard_normal((2, layers)).astype(np.float32)
     return AnswerTensors(
         generator.integers(0, manifest.probe_heads, layers).astype(np.int32),

@@ -50,7 +50,9 @@ class Forked:
     the process that waits for it."""
 
     def __init__(self, pid: int, status: int, stdout: IO[str]) -> None:
-        self.pid, self.stdout, self._status = pid, stdout, status
+        self.pid = pid
+        self.stdout = stdout
+        self._status = status
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
@@ -120,7 +122,8 @@ class Parent:
         os.close(child_out)
         os.close(child_status)
         pid = int.from_bytes(_exactly(self._ours, 4), "big")
-        return Forked(pid, status, open(out, encoding="utf-8"))  # noqa: SIM115  (the caller reads it)
+        stdout = open(out, encoding="utf-8")  # noqa: SIM115  (the caller reads it)
+        return Forked(pid, status, stdout)
 
     def close(self) -> None:
         self._ours.close()

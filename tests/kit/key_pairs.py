@@ -29,10 +29,8 @@ class KeyPair:
 
 
 def key_pair(folder: Path, name: str, password: bytes | None = None) -> KeyPair:
-    key, pair = (
-        ec.generate_private_key(ec.SECP256R1()),
-        KeyPair(folder / f"{name}.pem", folder / f"{name}.pub"),
-    )
+    key = ec.generate_private_key(ec.SECP256R1())
+    pair = KeyPair(folder / f"{name}.pem", folder / f"{name}.pub")
     locked = (
         serialization.BestAvailableEncryption(password)
         if password
@@ -45,11 +43,17 @@ def key_pair(folder: Path, name: str, password: bytes | None = None) -> KeyPair:
     return pair
 
 
+def loaded(private: Path) -> ec.EllipticCurvePrivateKey:
+    key = serialization.load_pem_private_key(private.read_bytes(), None)
+    assert isinstance(key, ec.EllipticCurvePrivateKey)
+    return key
+
+
 def certified(folder: Path, name: str) -> tuple[KeyPair, Path]:
     """A key with its certificate, and the certificate of the root that signed it."""
     start = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
     pairs = [key_pair(folder, name), key_pair(folder, f"{name}-root")]
-    keys = [serialization.load_pem_private_key(pair.private.read_bytes(), None) for pair in pairs]
+    keys = [loaded(pair.private) for pair in pairs]
     names = [
         x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, pair.private.stem)]) for pair in pairs
     ]
@@ -59,7 +63,7 @@ def certified(folder: Path, name: str) -> tuple[KeyPair, Path]:
         builder = x509.CertificateBuilder().subject_name(names[root]).issuer_name(names[1])
         builder = builder.public_key(keys[root].public_key()).serial_number(
             x509.random_serial_number()
-        )  # type: ignore[arg-type]
+        )
         builder = builder.not_valid_before(start).not_valid_after(
             start + datetime.timedelta(days=3650)
         )
@@ -73,5 +77,5 @@ def certified(folder: Path, name: str) -> tuple[KeyPair, Path]:
             builder = builder.add_extension(
                 x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CODE_SIGNING]), critical=False
             )
-        path.write_bytes(builder.sign(keys[1], hashes.SHA256()).public_bytes(PEM))  # type: ignore[arg-type]
+        path.write_bytes(builder.sign(keys[1], hashes.SHA256()).public_bytes(PEM))
     return KeyPair(pairs[0].private, certificates[0]), certificates[1]

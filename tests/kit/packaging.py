@@ -101,14 +101,14 @@ def variables(container: Document) -> dict[str, str]:
 @cache
 def flags() -> dict[str, dict[str, str]]:
     """Command -> flag -> environment variable, from the parser itself."""
-    return {"": {}} | {
-        " ".join(command): {
+    by_command: dict[str, dict[str, str]] = {"": {}}
+    for command, arguments in commands_of(make_app(Sources())):
+        by_command[" ".join(command)] = {
             name: env(argument.name)
             for argument in options_of(arguments)
             for name in argument.names
         }
-        for command, arguments in commands_of(make_app(Sources()))
-    }
+    return by_command
 
 
 def served(variables: Document) -> Document:

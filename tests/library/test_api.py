@@ -167,10 +167,8 @@ def test_a_frame_and_a_picture(detector: ht.Detector) -> None:
 
 def test_the_longest_titles_lie_inside_the_picture(detector: ht.Detector) -> None:
     (risk,) = detector.score(ITALY)
-    question, answer = (
-        "Which of the two largest cities " * 4,
-        "It is the capital of the Republic " * 4,
-    )
+    question = "Which of the two largest cities " * 4
+    answer = "It is the capital of the Republic " * 4
     long = dataclasses.replace(risk, prompt=question, answer=answer)
     figure = ht.Risks((long,) * 6, detector.bundle).plot().figure
     figure.draw_without_rendering()

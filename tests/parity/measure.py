@@ -88,15 +88,20 @@ def answers(completions: Sequence[Completion | None]) -> Any:
     )
 
 
+def trajectories_of(engine: Any, prompts: Sequence[Any], probes: Sequence[Probes]) -> list[Any]:
+    return [onset.trajectories for onset in engine.score(prompts, probes)]
+
+
+def text_of(updates: Sequence[Update]) -> str:
+    return "".join(update.piece for update in updates)
+
+
 def shared(engine: Any, asked: Sequence[q.Question], *, rows: bool) -> Arrays:
     prompts = [question.prompt for question in asked[:EXTRACTED]]
     geometry: Geometry = engine.identity.geometry
     arrays: Arrays = {"generated": answers(engine.generate(prompts, ANSWER))}
-    later = [
-        [onset.trajectories for onset in engine.score(prompts, q.probes(geometry, bundle))]
-        for bundle in range(q.BUNDLES, q.BUNDLES + LATER)
-    ]
-    arrays["later"] = np.array(later)
+    later = [q.probes(geometry, bundle) for bundle in range(q.BUNDLES, q.BUNDLES + LATER)]
+    arrays["later"] = np.array([trajectories_of(engine, prompts, probes) for probes in later])
     if rows:
         extraction = engine.extract(prompts, list(Site))
         arrays |= {f"rows_{site}": extraction.activations[site] for site in Site}
@@ -165,7 +170,7 @@ def both(folder: str, reference: str, dtype: str, method: str, arguments: dict[s
         if engine.torch_model is not None:
             quantized.round_inputs(engine.torch_model.model, method)
         probes = q.probes(engine.identity.geometry, 0, sites)
-        scored = np.array([onset.trajectories for onset in engine.score(prompts, probes)])
+        scored = np.array(trajectories_of(engine, prompts, probes))
         arrays |= {f"{name}_logits_{site}": scored[:, number] for number, site in enumerate(sites)}
         rows = engine.extract(prompts, sites).activations
         arrays |= {f"{name}_rows_{site}": rows[site] for site in sites}
@@ -217,7 +222,7 @@ def vllm(folder: str, arguments: dict[str, str], faulty: str | None, *, reads: b
             if question.sampling is not None and not question.cancelled
         ]
         read = [streams[number][-1].answer for number in answered]
-        texts = ["".join(update.piece for update in streams[number]) for number in answered]
+        texts = [text_of(streams[number]) for number in answered]
         completions = [streams[number][-1].completion for number in answered]
         assert texts == [completion.text for completion in completions if completion is not None]
         arrays = flat([*asked, *q.repeated(asked)], onsets) | {
@@ -249,10 +254,10 @@ def flawed(engine: Any, asked: list[q.Question], bundles: Sequence[list[Probes]]
     """The numbers of a faulty worker for each bundle, or the error's name."""
     prompts = [question.prompt for question in asked[:FEW]]  # a fault is seen in any
     try:
-        scored = [engine.score(prompts, bundle) for bundle in bundles]
+        scored = [trajectories_of(engine, prompts, bundle) for bundle in bundles]
     except EngineError as error:
         return {"failed": np.array(type(error).__name__)}
-    return {"bundles": np.array([[onset.trajectories for onset in onsets] for onsets in scored])}
+    return {"bundles": np.array(scored)}
 
 
 async def again(

@@ -168,11 +168,9 @@ def round_inputs(model: torch.nn.Module, method: str) -> None:
 def quantize(plain: Path, method: str, folder: Path) -> tuple[Path, Path]:
     """A quantized copy of a plain model, and the plain model that its weights stand for."""
     make, settings = METHODS[method]
-    weights, packed, meant = (
-        load_file(plain / "model.safetensors"),
-        dict[str, Tensor](),
-        dict[str, Tensor](),
-    )
+    weights = load_file(plain / "model.safetensors")
+    packed = dict[str, Tensor]()
+    meant = dict[str, Tensor]()
     for name, weight in weights.items():
         packed[name] = meant[name] = weight
         if ".layers." in name and name.endswith("proj.weight"):

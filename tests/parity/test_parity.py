@@ -168,10 +168,11 @@ def differences(reference: dict[str, Array], measured: dict[str, Array]) -> dict
             if name in measured
         ],
     }
-    return {
-        name: max((float(np.nanmax(np.abs(a - b))) for a, b in arrays), default=0.0)
-        for name, arrays in pairs.items()
-    }
+    return {name: largest_difference(arrays) for name, arrays in pairs.items()}
+
+
+def largest_difference(pairs: list[tuple[Array, Array]]) -> float:
+    return max((float(np.nanmax(np.abs(a - b))) for a, b in pairs), default=0.0)
 
 
 def row(name: str, cells: list[str]) -> str:

@@ -28,14 +28,8 @@ from tests.serve_process import PATHS  # noqa: E402
 from tests.vllm_plugin import test_gated as routes  # noqa: E402
 from tests.vllm_plugin.conftest import KNOWN, SERVER, UNKNOWN, serving  # noqa: E402
 
-MATRIX = {
-    (version, runner, family)
-    for version, runner in (
-        *versions.RUNS,
-        *((versions.INSTALLED, runner) for runner in versions.RUNNERS),
-    )
-    for family in versions.FAMILIES
-}
+RUNS = [*versions.RUNS, *((versions.INSTALLED, runner) for runner in versions.RUNNERS)]
+MATRIX = {(version, runner, family) for version, runner in RUNS for family in versions.FAMILIES}
 
 
 def test_what_is_tested_is_what_is_declared_and_documented() -> None:

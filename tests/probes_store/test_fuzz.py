@@ -128,7 +128,9 @@ def header(draw: random.Random, data: bytes) -> bytes:
     """Another header of a tensor file: types, shapes, offsets, names, a name twice, its length."""
     size = int.from_bytes(data[:8], "little")
     document, body = json.loads(data[8 : 8 + size]), data[8 + size :]
-    spaces, shift, twice = 0, 0, b""
+    spaces = 0
+    shift = 0
+    twice = b""
     name, other = draw.choice(sorted(document)), draw.choice(sorted(document))
     match draw.randrange(5):
         case 0:
@@ -301,11 +303,9 @@ def origins(folder: Path) -> Iterator[Bundle]:
     ("count", "seed"), [(SHORT, 1), pytest.param(LONG, 1000, marks=pytest.mark.long)]
 )
 def test_mutations_are_refused_or_sound(count: int, seed: int) -> None:
-    kinds, refused, before = (
-        Counter[str](),
-        Counter[str](),
-        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
-    )
+    kinds = Counter[str]()
+    refused = Counter[str]()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     memory = Path("/dev/shm")  # a hundred thousand writes need no disk
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
         for number, bundle in enumerate(origins(Path(folder))):

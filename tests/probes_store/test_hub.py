@@ -48,12 +48,10 @@ class Place:
     """A hub that this process may write to, an empty store, and a folder."""
 
     def __init__(self, server: Hub, folder: Path) -> None:
-        self.hub, self.folder, self.cache, self.store = (
-            server,
-            folder,
-            folder / "cache",
-            Store(folder / "store"),
-        )
+        self.hub = server
+        self.folder = folder
+        self.cache = folder / "cache"
+        self.store = Store(folder / "store")
         self.at: dict[str, Any] = {"endpoint": server.url, "cache": self.cache}
 
     @property
@@ -295,10 +293,8 @@ def test_what_goes_wrong_during_a_push(place: Place) -> None:
 
 
 def test_a_pin_is_held_and_other_files_are_told_and_never_fetched(place: Place) -> None:
-    own, names = (
-        files_of(place.made()),
-        ("../evil.txt", "/etc/evil", "model.pkl", "setup.py", "plots/x.svg"),
-    )
+    own = files_of(place.made())
+    names = ("../evil.txt", "/etc/evil", "model.pkl", "setup.py", "plots/x.svg")
     place.offered(dict.fromkeys(names, b"\x80\x04.") | own)
     place.refuses(errors.DigestMismatch, "--digest", digest="sha256:" + "0" * 64)
     place.refuses(InvalidReference, "64 hex", digest="sha256:0")
@@ -528,7 +524,9 @@ def pull_and_die(place: Place, moment: str) -> None:
 @pytest.mark.parametrize("moment", ["download", "rename"])
 def test_a_killed_pull_leaves_the_store_as_it_was(place: Place, moment: str) -> None:
     place.offered()
-    reached, go_on, root = threading.Event(), threading.Event(), place.store.root
+    reached = threading.Event()
+    go_on = threading.Event()
+    root = place.store.root
 
     def stall(request: Request) -> None:
         reached.set()

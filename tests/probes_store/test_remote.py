@@ -163,10 +163,8 @@ def test_what_changed_or_is_gone_at_the_url_is_refused(url: str, opens: Opens) -
         assert store.verify("tiny").manifest == bundle.manifest
     (bundle.path / "README.md").unlink()
     assert store.verify("tiny").card() == "# tiny\n\nA bundle for tests.\n"
-    blob, size = (
-        blob_of(bundle.manifest, "probes.safetensors"),
-        bundle.manifest.files["probes.safetensors"].bytes,
-    )
+    blob = blob_of(bundle.manifest, "probes.safetensors")
+    size = bundle.manifest.files["probes.safetensors"].bytes
     for data in (b"x" * size, b"x" * 10_000):
         objects.put(blob, data)
         with pytest.raises(errors.DigestMismatch, match=r"tiny/1/probes\.safetensors"):
@@ -188,10 +186,8 @@ def test_what_changed_or_is_gone_at_the_url_is_refused(url: str, opens: Opens) -
 
 def test_another_bundle_under_a_known_version_is_refused(url: str, opens: Opens) -> None:
     store = opens(url)
-    first, rogue = (
-        store.publish(make_draft(0)),
-        opens(f"{url}-rogue", "rogue").publish(make_draft(1)),
-    )
+    first = store.publish(make_draft(0))
+    rogue = opens(f"{url}-rogue", "rogue").publish(make_draft(1))
     for name, data in read_files(rogue.path, rogue.manifest).items():
         Objects(url).put(blob_of(rogue.manifest, name), data)
     Objects(url).put(f"tiny/1/{MANIFEST}", manifest_bytes(rogue.manifest))
@@ -323,11 +319,9 @@ def test_an_alias_moved_at_the_last_moment_is_not_lost(
 ) -> None:
     """Two promotions at once: the one that comes second keeps what the first one set as what was
     before."""
-    store, create, rival = (
-        opens(memory),
-        Objects.create,
-        [("production", 2, None), ("canary", 1, None)],
-    )
+    store = opens(memory)
+    create = Objects.create
+    rival = [("production", 2, None), ("canary", 1, None)]
     for seed in range(3):
         store.publish(make_draft(seed))
     store.set_alias("tiny", "production", 1)
@@ -345,7 +339,9 @@ def test_an_alias_moved_at_the_last_moment_is_not_lost(
 
 def test_a_version_taken_at_the_last_moment(memory: str, opens: Opens, monkeypatch: Patch) -> None:
     """Another publisher wins the race twice: once with other content, once with ours."""
-    store, rivals, create = opens(memory), [make_draft(7), make_draft(0)], Objects.create
+    store = opens(memory)
+    rivals = [make_draft(7), make_draft(0)]
+    create = Objects.create
 
     def late(self: Objects, path: str, data: bytes) -> bool:
         if path.endswith(MANIFEST) and rivals and b'"tiny"' in data:

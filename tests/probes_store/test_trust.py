@@ -166,10 +166,8 @@ def test_certificates(store: Store, tmp_path: Path) -> None:
 def test_the_tool_of_others_agrees(store: Store, strict: Store, keys: KeyPair) -> None:
     """Both ways with OpenSSF's own command line."""
     bundle = signed(store, keys)
-    tool, at = (
-        [sys.executable, "-m", "model_signing"],
-        [str(bundle.path), "--signature", str(bundle.path / SIGNATURE)],
-    )
+    tool = [sys.executable, "-m", "model_signing"]
+    at = [str(bundle.path), "--signature", str(bundle.path / SIGNATURE)]
     subprocess.run(
         [*tool, "verify", "key", *at, "--public_key", str(keys.public)],
         check=True,

@@ -63,7 +63,9 @@ def saved(folder: Path, **changed: Any) -> Path:
 
 
 def test_sections_come_with_what_a_file_has(tmp_path: Path) -> None:
-    document, whole, data = diagnose(saved(tmp_path, **BARE)), diagnose(saved(tmp_path)), arrays()
+    document = diagnose(saved(tmp_path, **BARE))
+    whole = diagnose(saved(tmp_path))
+    data = arrays()
     assert set(document) == {"fisher", "snr", "variance", "features"}
     assert set(whole) == {*document, "geometry", "chen_qin"}
     for section in whole:

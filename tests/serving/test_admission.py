@@ -101,10 +101,8 @@ def test_while_both_wait_no_caller_is_served_more_than_one_prompt_ahead(
     ):  # one after the other: the first has sent everything before the last begins
         for number, cost in enumerate(costs):
             heappush(queue, (shares.place(str(caller), cost), number, caller, cost))
-    left, served = (
-        Counter(caller for caller, costs in enumerate(sent) for _ in costs),
-        Counter[int](),
-    )
+    left = Counter(caller for caller, costs in enumerate(sent) for _ in costs)
+    served = Counter[int]()
     most = max(map(max, sent))
     while queue:
         place, _, caller, cost = heappop(queue)
@@ -211,7 +209,10 @@ async def test_one_callers_texts_lock_nobody_out_and_callers_take_turns(
     monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     monkeypatch.setattr(admission, "MAX_LONG", 4)
-    lanes, begun, release, order = Tokenizing(4), threading.Event(), threading.Event(), list[str]()
+    lanes = Tokenizing(4)
+    begun = threading.Event()
+    release = threading.Event()
+    order = list[str]()
 
     def work(caller: str) -> None:
         begun.set()
@@ -258,7 +259,9 @@ async def until_free(lanes: Tokenizing) -> None:
 
 @pytest.mark.anyio
 async def test_closing_ends_the_texts_that_wait() -> None:
-    own, begun, release = Tokenizing(4), threading.Event(), threading.Event()
+    own = Tokenizing(4)
+    begun = threading.Event()
+    release = threading.Event()
 
     def work() -> bool:
         begun.set()

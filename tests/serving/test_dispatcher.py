@@ -41,12 +41,10 @@ class Bench:
     told."""
 
     def __init__(self, tmp_path: Path, kind: str) -> None:
-        self.tmp_path, self.kind, self.script, self.holding = (
-            tmp_path,
-            kind,
-            ScriptedEngine(),
-            Held(),
-        )
+        self.tmp_path = tmp_path
+        self.kind = kind
+        self.script = ScriptedEngine()
+        self.holding = Held()
         self.batches: list[int] = []
         self.last = (0, 0)  # waiting, decoding
         self.broke: list[BaseException] = []
@@ -554,7 +552,9 @@ class FailingSteps:
     ``error`` gives."""
 
     def __init__(self, answer: Any, error: Callable[[], Exception]) -> None:
-        self._answer, self._error, self.now = answer, error, asyncio.Event()
+        self._answer = answer
+        self._error = error
+        self.now = asyncio.Event()
 
     async def __call__(self, *prompt: Any, **options: Any) -> AsyncGenerator[Update, None]:
         async with aclosing(self._answer(*prompt, **options)) as updates:
@@ -803,8 +803,12 @@ async def test_of_random_failures_each_request_is_told_and_the_engine_is_kept(
     tmp_path: Path,
 ) -> None:
     """Failures of passes and steps, of which the bench checks that they leave nothing behind."""
-    bench, chance, ended = Bench(tmp_path, KINDS[0]), random.Random(0), list[str]()
-    bench.script.answer, failures, risks = "x" * 8, 0, dict[int, float]()
+    bench = Bench(tmp_path, KINDS[0])
+    chance = random.Random(0)
+    ended = list[str]()
+    bench.script.answer = "x" * 8
+    failures = 0
+    risks = dict[int, float]()
 
     def fail(*_: Any) -> None:
         nonlocal failures

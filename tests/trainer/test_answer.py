@@ -60,11 +60,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 
 
 def test_the_bundle_has_a_second_part_and_says_what_it_is_worth(trained: Bundle) -> None:
-    record, stored, evaluation = (
-        trained.manifest.answer,
-        trained.answer,
-        trained.evaluation()["answer"],
-    )
+    record = trained.manifest.answer
+    stored = trained.answer
+    evaluation = trained.evaluation()["answer"]
     assert record is not None
     assert stored is not None
     assert record.auroc > record.before + 0.1

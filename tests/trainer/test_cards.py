@@ -390,10 +390,8 @@ def test_too_few_rows_for_a_target_publish_nothing(tmp_path: Path) -> None:
 
 def test_a_gate_that_answers_nothing_says_so(missed: tuple[Bundle, Quiet]) -> None:
     evaluation, manifest = missed[0].evaluation(), missed[0].manifest
-    crossed, nothing = (
-        evaluation["cross_validation"],
-        {"answered": 0.0, "wrong_among_answered": 0.0, "right_withheld": 1.0},
-    )
+    crossed = evaluation["cross_validation"]
+    nothing = {"answered": 0.0, "wrong_among_answered": 0.0, "right_withheld": 1.0}
     crossed["at_threshold"] = nothing
     crossed["by_wrong_costs"][-1] |= nothing
     said = write_card(

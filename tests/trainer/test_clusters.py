@@ -73,11 +73,10 @@ def test_rows_without_words_to_tell_apart_have_no_kinds(tmp_path: Path) -> None:
 
 
 def test_the_card_says_that_kinds_are_clusters(tmp_path: Path) -> None:
-    rows = [
-        {key: value for key, value in row.items() if key != "kind"}
-        | {"prompt": f"{row['prompt']} {('harbour bridge', 'market square')[at % 2]}"}
-        for at, row in enumerate(planted_rows(240))
-    ]
+    rows = planted_rows(240)
+    for at, row in enumerate(rows):
+        del row["kind"]
+        row["prompt"] += " harbour bridge" if at % 2 == 0 else " market square"
     bundle, console = run(tmp_path, rows=rows)
     assert any(line.startswith("no row names a kind, so kinds are 2 ") for line in console.lines)
     evaluation = bundle.evaluation()

@@ -200,10 +200,8 @@ def test_requests_that_ask_for_no_fact_do_not_apply_when_served(trained: Bundle)
     asking = np.array([row.get("applies", True) for row in rows])
     applies = np.array([report.context.applies for report in reports])
     assert applies[asking].all()
-    context, asks = (
-        trained.manifest.context,
-        np.array([report.context.asks for report in reports], np.float64),
-    )
+    context = trained.manifest.context
+    asks = np.array([report.context.asks for report in reports], np.float64)
     assert context is not None
     assert context.applicability is not None
     assert (asks[asking] >= context.applicability.threshold).mean() > 0.96

@@ -155,10 +155,8 @@ def test_the_card_says_who_was_labelled(tmp_path: Path, store: Store, trained: B
 def test_labels_that_decide_nothing_are_left_out(
     tmp_path: Path, store: Store, trained: Bundle
 ) -> None:
-    rows, training = (
-        mixed(400, 5),
-        [row | {"id": f"t{n}"} for n, row in enumerate(planted_rows(400)[:7])],
-    )
+    rows = mixed(400, 5)
+    training = [row | {"id": f"t{n}"} for n, row in enumerate(planted_rows(400)[:7])]
     said = [
         {
             "request_id": row["id"],

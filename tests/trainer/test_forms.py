@@ -94,10 +94,8 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
 def test_generated_labels_are_asked_in_a_mixture_by_default(mixed: tuple[Path, list[str]]) -> None:
     folder, told = mixed
     rows = in_forms(folder)
-    tasks, worded = (
-        [row for row in rows if "answers" not in row],
-        [row for row in rows if reworded(row)],
-    )
+    tasks = [row for row in rows if "answers" not in row]
+    worded = [row for row in rows if reworded(row)]
     asking = [row for row in rows if "answers" in row and not reworded(row)]
     assert (len(asking), len(worded), len(tasks)) == (240, 180, 200)
     assert all(row["form"] == "task" and row["applies"] is False for row in tasks)

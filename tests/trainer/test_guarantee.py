@@ -85,10 +85,8 @@ def test_each_shape_is_named_once_whatever_its_rows_ask(tmp_path: Path, store: S
         )
         return plan(store.load("planted"), options, store).shapes
 
-    alone, several = (
-        "0 earlier turns, no passage, no system prompt",
-        "Who wrote Emma? And what is {}?",
-    )
+    alone = "0 earlier turns, no passage, no system prompt"
+    several = "Who wrote Emma? And what is {}?"
     assert shapes("{}", "Write a note that answers: {}", several) == (alone,)
     assert shapes(several) == (f"{alone}, several questions",)
 
@@ -151,10 +149,8 @@ def test_rows_outside_training_count_as_withheld(
 
 
 def test_the_card_has_the_statement_once(tmp_path: Path, store: Store) -> None:
-    first, again = (
-        published(tmp_path, store),
-        published(tmp_path, store, planted_rows(400, seed=6), alpha="0.3"),
-    )
+    first = published(tmp_path, store)
+    again = published(tmp_path, store, planted_rows(400, seed=6), alpha="0.3")
     for bundle, found, _ in (first, again):
         card = bundle.card()
         assert card.count("## Guarantee\n") == card.count(found.statement) == 1

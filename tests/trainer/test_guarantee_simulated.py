@@ -21,7 +21,10 @@ from service.trainer.guarantee import CalibrationRows, GuaranteePlan, strata_tes
 from service.trainer.prepare import UNKNOWN_LABEL
 from service.trainer.strata import StratumResult
 
-ALPHA, DELTA, DRAWS, ROWS = 0.2, 0.1, 1000, 1200
+ALPHA = 0.2
+DELTA = 0.1
+DRAWS = 1000
+ROWS = 1200
 BESIDE, ALONE = (Standing(Shape("0", passage=passage, system=False)) for passage in (True, False))
 Truth = Callable[[np.ndarray], np.ndarray]  # P(wrong) by the risk that is told
 
@@ -101,7 +104,9 @@ QUICK = "just above alpha everywhere"  # where the bound is nearly reached
 def test_the_promises_of_both_strata_are_broken_no_more_often_than_delta(name: str) -> None:
     truth, made_of = TRUTHS[name], profiles()
     share, rng = share_wrong(truth), np.random.default_rng(7)
-    broken, each, served = 0, {False: 0, True: 0}, {False: 0, True: 0}
+    broken = 0
+    each = {False: 0, True: 0}
+    served = {False: 0, True: 0}
     for seed in range(DRAWS):
         wrong = set()
         for one in results_of(rng, truth, made_of, seed):
@@ -126,7 +131,9 @@ def test_the_promises_of_both_strata_are_broken_no_more_often_than_delta(name: s
 def test_as_many_labels_answer_more_where_they_are_spent_below_the_loosest_threshold() -> None:
     """Against labelling rows at random and testing thresholds up to 1, which is broken as
     seldom."""
-    budget, alpha, delta = 300, 0.12, 0.05
+    budget = 300
+    alpha = 0.12
+    delta = 0.05
     (_, parts), rng = profiles(), np.random.default_rng(8)
     truth, gates = TRUTHS["calibrated"], parts[False]
     share = share_wrong(truth)

@@ -271,7 +271,9 @@ def test_a_guarantee_is_dropped_aloud_and_a_new_one_can_be_had(
     first = guaranteed(21)
     bundle, console = recalibrated(tmp_path, store)
     assert bundle is not None
-    moved, lost, card = bundle.manifest.recalibration, first.manifest.guarantee, bundle.card()
+    moved = bundle.manifest.recalibration
+    lost = first.manifest.guarantee
+    card = bundle.card()
     assert moved is not None
     assert lost is not None
     assert bundle.manifest.guarantee is None

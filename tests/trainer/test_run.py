@@ -57,16 +57,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 
 
 def test_the_planted_signal_is_found_and_recorded(trained: Bundle) -> None:
-    evaluation, manifest, card = (
-        trained.evaluation(),
-        trained.manifest,
-        " ".join(trained.card().split()),
-    )
-    signals, held, counts = (
-        evaluation["cross_validation"]["signals"],
-        evaluation["held_out"],
-        evaluation["data"],
-    )
+    evaluation = trained.evaluation()
+    manifest = trained.manifest
+    card = " ".join(trained.card().split())
+    signals = evaluation["cross_validation"]["signals"]
+    held = evaluation["held_out"]
+    counts = evaluation["data"]
     assert signals["depth_mean_unit_norm"]["auroc"]["mean"] > 0.85
     assert signals["prompt_length"]["auroc"]["mean"] < 0.62
     assert signals["depth_mean_unit_norm"]["auroc_within_kind_x_template"]["mean"] > 0.8
@@ -109,10 +105,8 @@ def test_the_planted_signal_is_found_and_recorded(trained: Bundle) -> None:
 
 def test_the_bundle_serves_what_was_evaluated(trained: Bundle) -> None:
     rows = planted_rows(200, seed=3)
-    label, risk = (
-        np.array([row["label"] for row in rows]),
-        np.array([one.risk for one in served(trained, rows)]),
-    )
+    label = np.array([row["label"] for row in rows])
+    risk = np.array([one.risk for one in served(trained, rows)])
     held_out = trained.evaluation()["held_out"]["signals"]["bundle"]
     assert np.mean((label - (1 - risk)) ** 2) == pytest.approx(held_out["brier"], abs=1e-5)
     golden = trained.golden.risk
@@ -448,10 +442,8 @@ def test_classifier_and_threshold_are_fitted_apart_from_what_measures_them(
     both seeds, not from the nested ones, which are there to measure it, nor from those of the
     refitted probes."""
     fit, chosen = nested_cv.fit_classifier, watched(monkeypatch, trainer_run, "choose_threshold")
-    fitted, used = (
-        watched(monkeypatch, nested_cv, "fit_classifier"),
-        watched(monkeypatch, nested_cv.measures, "summary"),
-    )
+    fitted = watched(monkeypatch, nested_cv, "fit_classifier")
+    used = watched(monkeypatch, nested_cv.measures, "summary")
     bundle, _ = run(tmp_path, target="wrong<=0.2")
     names = len(nested_cv.NAMES) - len(nested_cv.CONTEXT_NAMES)  # no row has a passage
     assert (len(fitted), len(used)) == (2 * 3 * (names - 1), 2 * 3 * names)  # seeds, folds, signals

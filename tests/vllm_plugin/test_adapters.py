@@ -75,10 +75,8 @@ class Made:
             "b": matching_bundle(base, folder, "base"),
             "a": matching_bundle(tuned, folder, "adapted", 1),
         }
-        self.adapters, self.base = (
-            Adapters(self.bundles, str),
-            Scorer(self.engine, self.bundles["b"]),
-        )
+        self.adapters = Adapters(self.bundles, str)
+        self.base = Scorer(self.engine, self.bundles["b"])
 
     def request(
         self, number: int = 1, name: str = "terse", folder: Path | None = None, **more: Any
@@ -217,10 +215,8 @@ def test_the_plugin_reads_the_adapters_that_vllm_starts_with_and_loads(
     made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which scorer a request gets, and that it gets none where there is none."""
-    policies, settings = (
-        Policies(built_in()),
-        ServiceSettings(policy="gate", callers_may=("policy", "bundle")),
-    )
+    policies = Policies(built_in())
+    settings = ServiceSettings(policy="gate", callers_may=("policy", "bundle"))
     store: Any = SimpleNamespace(aliases=lambda name: {})
     options = PluginOptions(store, made.bundles, policies, settings)
     monkeypatch.setattr(plugin, "read_options", lambda: options)
@@ -235,11 +231,9 @@ def test_the_plugin_reads_the_adapters_that_vllm_starts_with_and_loads(
     served: Any = object.__new__(
         OpenAIServingModels
     )  # vLLM's own, whose route asks it for adapters
-    served.engine_client, served.lora_requests, served.registry = (
-        client,
-        {},
-        SimpleNamespace(is_base_model=lambda _: False),
-    )
+    served.engine_client = client
+    served.lora_requests = {}
+    served.registry = SimpleNamespace(is_base_model=lambda _: False)
     served.lora_resolver_lock, served.lora_id_counter = defaultdict(asyncio.Lock), AtomicCounter(10)
 
     def asked(name: str, folder: Path, **more: Any) -> LoadLoRAAdapterRequest:

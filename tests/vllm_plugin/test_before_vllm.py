@@ -215,7 +215,7 @@ def test_a_guard_that_cannot_be_loaded_ends_the_process_each_time(
     """vLLM loads general plugins once, even where one has raised."""
     vllm_plugins = SimpleNamespace(plugins_loaded=True)
     monkeypatch.setitem(sys.modules, "vllm.plugins", vllm_plugins)  # type: ignore[arg-type]
-    monkeypatch.setitem(sys.modules, "service.vllm_plugin.front_end", None)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "service.vllm_plugin.front_end", None)
     monkeypatch.delenv("HALLUTRACER_BUNDLE", raising=False)
     check_vllm()  # an app that wants no risks
     assert vllm_plugins.plugins_loaded
@@ -366,7 +366,9 @@ def test_a_request_s_texts_are_searched_once_for_all_its_prompts() -> None:
 
 
 def test_a_body_is_kept_once() -> None:
-    part, count, held = 64 * 1024, 128, list[int]()
+    part = 64 * 1024
+    count = 128
+    held = list[int]()
 
     def parts() -> Iterator[Message]:
         first = b'{"vllm_xargs": {"hallutracer_policy": "gate"}, "use_beam_search": true}'

@@ -112,7 +112,9 @@ def read(route: str, stream: bool, text: str) -> tuple[str, list[dict[str, Any]]
             for part in item.get("content") or ()
         ]
         return "".join(spoken), list(map(json.loads, calls)), document["hallutracer"]
-    spoken, written, note = "", "", None
+    spoken = ""
+    written = ""
+    note = None
     for _, event in sse(text):
         note = event.get("hallutracer") or (event.get("response") or {}).get("hallutracer") or note
         if event.get("type") == "response.output_text.delta":

@@ -110,10 +110,8 @@ NO_ANSWER = {
 @pytest.fixture(scope="module")
 def gated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server that decodes by speculation."""
-    log, drafts = (
-        tmp_path_factory.mktemp("vllm") / "log",
-        {"prompt_lookup_min": 1, "prompt_lookup_max": 3},
-    )
+    log = tmp_path_factory.mktemp("vllm") / "log"
+    drafts = {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
     arguments = (
         "--root-path",
         PREFIX,

@@ -84,11 +84,9 @@ def no_bundle(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
 def checked(monkeypatch: pytest.MonkeyPatch, variable: str, value: str) -> Iterator[list[Any]]:
     configs: list[Any] = []
-    args, executor, core = (
-        vllm("EngineArgs"),
-        vllm("v1.executor.abstract.Executor"),
-        vllm("v1.engine.core"),
-    )
+    args = vllm("EngineArgs")
+    executor = vllm("v1.executor.abstract.Executor")
+    core = vllm("v1.engine.core")
 
     own = executor.get_class
 
@@ -211,7 +209,7 @@ def test_no_engine_starts_where_the_guard_cannot_be_loaded(
     engines: list[Any], start: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not at a second try either."""
-    monkeypatch.setitem(sys.modules, "service.vllm_plugin.front_end", None)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "service.vllm_plugin.front_end", None)
     monkeypatch.setattr(vllm("plugins"), "plugins_loaded", False)
     for _ in range(2):
         with pytest.raises(SystemExit, match="the guard cannot be loaded"):

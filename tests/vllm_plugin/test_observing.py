@@ -225,12 +225,11 @@ def test_our_own_route_and_headers(url: str, expected: dict[str, Any]) -> None:
 
 def total(url: str, *words: str) -> float:
     """The sum of the series whose line begins with the first word and has all of them."""
-    series = httpx.get(f"{url}/metrics").text.splitlines()
-    return sum(
-        float(line.rsplit(" ", 1)[1])
-        for line in series
-        if line.startswith(words[0]) and all(word in line for word in words)
-    )
+    values = list[float]()
+    for line in httpx.get(f"{url}/metrics").text.splitlines():
+        if line.startswith(words[0]) and all(word in line for word in words):
+            values.append(float(line.rsplit(" ", 1)[1]))
+    return sum(values)
 
 
 def test_our_series_are_among_vllms(url: str, client: openai.OpenAI) -> None:

@@ -165,10 +165,8 @@ def test_what_the_template_writes_voids_the_guarantee_and_is_outside_training(
     telltale: str, what: str
 ) -> None:
     route, fields = MOVES[what]
-    plain, observed = (
-        ask(telltale, route, UNKNOWN, "observe"),
-        ask(telltale, route, UNKNOWN, "observe", **fields),
-    )
+    plain = ask(telltale, route, UNKNOWN, "observe")
+    observed = ask(telltale, route, UNKNOWN, "observe", **fields)
     assert OTHER_RENDERING in void(observed)
     assert route == RESPONSES_ROUTE or OTHER_RENDERING not in void(plain)
     withheld = ask(telltale, route, UNKNOWN, **fields)

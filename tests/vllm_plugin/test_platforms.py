@@ -229,10 +229,8 @@ def test_no_token_of_a_withheld_answer_through_ray(
 # without it.
 BROKEN = {"sitecustomize.py": 'import sys\n\nsys.modules["service.vllm_plugin.front_end"] = None\n'}
 UNREACHED = {"hallutracer_start.py": 'raise RuntimeError("broken")\n'}
-LOADS_NOT, JUDGES_NOT = (
-    "the guard cannot be loaded: ModuleNotFoundError",
-    f"nothing judges what {WORKER} reads",
-)
+LOADS_NOT = "the guard cannot be loaded: ModuleNotFoundError"
+JUDGES_NOT = f"nothing judges what {WORKER} reads"
 
 
 @pytest.mark.parametrize(

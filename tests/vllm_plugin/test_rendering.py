@@ -267,10 +267,8 @@ def test_a_template_of_the_operators_own_is_another_rendering(
     for template, same in ((DEMO, True), ("Answer." + DEMO, False), (DEMO + "{{ ' ' }}", False)):
         renderer.chat_template = template
         assert rendered_by(renderer, tokenizer, CHATS, messages=[turn()]).same is same, template
-    renderer.chat_template, renderer.default_chat_template_kwargs = (
-        TELLTALE,
-        {"enable_thinking": False},
-    )
+    renderer.chat_template = TELLTALE
+    renderer.default_chat_template_kwargs = {"enable_thinking": False}
     tokenizer.chat_template = TELLTALE
     assert not rendered_by(renderer, tokenizer, CHATS, messages=[turn()]).same
 

@@ -54,10 +54,8 @@ class Client:
         cache = SimpleNamespace(cache_dtype="auto")
         self.engine_core = SimpleNamespace(client_count=1, client_index=0)
         self.ready = set[int]()  # of its API servers, as the workers know them
-        self.errored, self.vllm_config = (
-            errored,
-            SimpleNamespace(model_config=model, cache_config=cache),
-        )
+        self.errored = errored
+        self.vllm_config = SimpleNamespace(model_config=model, cache_config=cache)
 
     async def generate(
         self, prompt: Any, parameters: Any, name: str, *, lora_request: Any = None
@@ -85,7 +83,9 @@ class Server:
         self.engine: Any = Scheduled(model)
         self.engine.slots = SimpleNamespace()
         self.bundle = matching_bundle(model, folder, "mine")
-        self.policies, self.client, self.arguments = Policies(built_in()), Client(), Namespace()
+        self.policies = Policies(built_in())
+        self.client = Client()
+        self.arguments = Namespace()
         self.around: Callable[[], Any] = lambda: self.engine
         self.loads = 0
         self.patch = monkeypatch
@@ -231,11 +231,9 @@ def test_a_probe_that_another_api_server_replaced_is_written_again(server: Serve
 
     server.run("gate", then)
     assert server.loads == 3
-    server.around, server.loads, server.client = (
-        raised(ProbeReplaced("another server")),
-        0,
-        Client(),
-    )
+    server.around = raised(ProbeReplaced("another server"))
+    server.loads = 0
+    server.client = Client()
     with pytest.raises(SystemExit):
         server.run("gate")
     assert server.loads == TRIES

@@ -56,7 +56,9 @@ class Lease:
 
     def __init__(self, *, answers: bool = True) -> None:
         self.directive = SimpleNamespace(answer=answers or None, encode=dict)
-        self.tokens, self.answers_read, self.released = 0, 0, False
+        self.tokens = 0
+        self.answers_read = 0
+        self.released = False
         self.error: EngineError | None = None
 
     def prefill(self, output: Any, prompt_tokens: int) -> tuple[PrefillResult, bool]:
@@ -135,7 +137,9 @@ def drive(
 ) -> tuple[list[Any], Note, list[int], list[tuple[Judgement, AnswerEnd]]]:
     """What the caller sees, the request's note, and what the observers are told, and behind how
     many outputs."""
-    judged, ends, outputs = list[int](), list[tuple[Judgement, AnswerEnd]](), list[Any]()
+    judged = list[int]()
+    ends = list[tuple[Judgement, AnswerEnd]]()
+    outputs = list[Any]()
 
     async def observer(service: Any, judgement: Judgement) -> None:
         judged.append(len(outputs))
@@ -244,7 +248,9 @@ def test_the_plugin_and_the_service_make_the_same_of_every_answer(
     for number, case in enumerate(list(all_cases())[:: 2 * 53]):
         engine = [*PER_UPDATE][number % len(PER_UPDATE)]
         now, ended = played(bed, replace(case, engine=engine))
-        prefill, text, risks = bed.bench.prefill, ANSWERS[case.answer], RISKS[case.risks]
+        prefill = bed.bench.prefill
+        text = ANSWERS[case.answer]
+        risks = RISKS[case.risks]
         updates = answer_updates(prefill, text, risks, "vllm", case.limit, size=PER_UPDATE[engine])
         check(plugin_sees(bed, case, updates, kind, monkeypatch), now, ended, kind)
         outcomes[ended.outcome] += 1

@@ -64,12 +64,12 @@ class BaseClient(Generic[Transport]):
             raise ValueError(f"timeout is a positive number of seconds, not {timeout}")
         if max_retries < 0:
             raise ValueError(f"max_retries must be 0 or more, not {max_retries}")
-        self._base_url, self._max_retries, self._timeout_s = (
-            wire.checked_base_url(base_url),
-            max_retries,
-            timeout,
-        )
-        self._clock, self._draw, self._sleep = clock, draw, sleep or self._ways.sleep
+        self._base_url = wire.checked_base_url(base_url)
+        self._max_retries = max_retries
+        self._timeout_s = timeout
+        self._clock = clock
+        self._draw = draw
+        self._sleep = sleep or self._ways.sleep
         self._http = self._ways.pool(
             transport=transport, trust_env=False, headers=wire.headers(api_key)
         )

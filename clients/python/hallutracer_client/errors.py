@@ -46,7 +46,10 @@ class APIError(ClientError):
         at = "in the stream" if status is None else str(status)
         request = f" [request {request_id}]" if request_id else ""
         super().__init__(f"{at} {code}: {message}{request}")
-        self.message, self.status, self.code, self.request_id = message, status, code, request_id
+        self.message = message
+        self.status = status
+        self.code = code
+        self.request_id = request_id
         self.param = param  # the request field that is wrong
         self.retry_after = retry_after  # seconds
 

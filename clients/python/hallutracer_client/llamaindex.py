@@ -58,7 +58,9 @@ class GuardedLLM(LLM):
         raises: bool = False,
     ) -> None:
         super().__init__(callback_manager=llm.callback_manager, system_prompt=llm.system_prompt)
-        self._llm, self._guard, self._raises = llm, Guard(client, policy, threshold, bundle), raises
+        self._llm = llm
+        self._guard = Guard(client, policy, threshold, bundle)
+        self._raises = raises
 
     @classmethod
     def class_name(cls) -> str:

@@ -107,10 +107,8 @@ def assessment(result: ScoreResult) -> Assessment:
 
 def advice(told: Assessment) -> str:
     """Return one sentence that an assistant can act on."""
-    risk, threshold = (
-        f"Risk {told.risk:.2f} of a wrong answer from memory",
-        f"the threshold {told.threshold:.2f}",
-    )
+    risk = f"Risk {told.risk:.2f} of a wrong answer from memory"
+    threshold = f"the threshold {told.threshold:.2f}"
     if told.flagged:
         return f"{risk}, at or above {threshold}: {CHECK}."
     if told.decision != "continue" or told.outside_training:

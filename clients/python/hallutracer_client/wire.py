@@ -33,10 +33,8 @@ T = TypeVar("T")
 SCORE, MODELS, BUNDLES, READY = "/v1/risk/score", "/v1/models", "/v1/bundles", "/health/ready"
 CONNECT_S = 5.0  # connect timeout: an unreachable host is reported long before a slow model
 RETRIED = (429, 503)
-BASE_S, MOST_S = (
-    0.25,
-    8.0,
-)  # full jitter: uniform in [0, min(MOST_S, BASE_S 2^n)] before retry n = 0, 1, ..
+# full jitter: uniform in [0, min(MOST_S, BASE_S 2^n)] before retry n = 0, 1, ..
+BASE_S, MOST_S = 0.25, 8.0
 MOST_RETRY_AFTER_S = 60.0  # a longer Retry-After fails the call at once
 
 
@@ -74,12 +72,10 @@ class Attempts:
         clock: Callable[[], float],
         draw: Callable[[], float],
     ) -> None:
-        self._max_retries, self._timeout_s, self._clock, self._draw = (
-            max_retries,
-            timeout_s,
-            clock,
-            draw,
-        )
+        self._max_retries = max_retries
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._draw = draw
         self._end = clock() + timeout_s
         self._retries = 0
 

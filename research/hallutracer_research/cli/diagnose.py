@@ -131,10 +131,8 @@ def _own(options: DiagnoseChoices, bundles: BundleOptions, engine: EngineChoice)
     from service.readout import Site
 
     engine.options_for([bundle.manifest.name])  # a wrong option is reported before rows are read
-    site, rows = (
-        Site(bundle.manifest.readout.site),
-        made_of(NewRowsOptions, options, new_name=bundle.manifest.name),
-    )
+    site = Site(bundle.manifest.readout.site)
+    rows = made_of(NewRowsOptions, options, new_name=bundle.manifest.name)
     try:
         return own_trajectories(
             bundle, rows, lambda: load_engine(engine, bundles=[bundle], rows=[site])

@@ -19,10 +19,8 @@ CITIES, ARITHMETIC, MEDALS, PEOPLE = KINDS = (
     "medals_9k",
     "notable_people",
 )
-TABLE, NAMES = (
-    "main/main.csv",
-    "eval_map.json",
-)  # in the folder of each kind; the names of countries in two of them
+# in the folder of each kind; the names of countries in two of them
+TABLE, NAMES = "main/main.csv", "eval_map.json"
 COLUMNS = ("question", "correct_answer")
 
 _OTHER_WORDS = frozenset(

@@ -207,7 +207,8 @@ def measure(
         columns: dict[str, float | None] = {}
         for prefix, mask in (("", shown), ("no_refusal_", never_refused)):
             rows = np.flatnonzero(mask)
-            label, own, folds = asked.label[rows], risk[rows], fold[rows].tolist()
+            label, own = asked.label[rows], risk[rows]
+            folds = fold[rows].tolist()
             in_kind = [(f, kind[row]) for f, row in zip(folds, rows, strict=True)]
             in_cell = [(f, cell[row]) for f, row in zip(folds, rows, strict=True)]
             by_fold = [np.equal(folds, number) for number in np.unique(folds)]

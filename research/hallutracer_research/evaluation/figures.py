@@ -191,17 +191,16 @@ def cost(methods: Mapping[str, tuple[Cost, ArrayLike]]) -> Figure:
     for cls, text in CLASSES.items():
         inside = [name for name, (price, _) in methods.items() if price.cls == cls]
         if inside:
-            amounts = sorted(
-                {f"{x:.4g}" for name in inside if (x := methods[name][0].prefills) is not None},
-                key=float,
-            )
+            prefills = [methods[name][0].prefills for name in inside]
+            amounts = sorted({f"{x:.4g}" for x in prefills if x is not None}, key=float)
             ends = " to ".join(dict.fromkeys((amounts[0], amounts[-1]))) if amounts else ""
             words = f"\n{ends} prefill{'' if ends == '1' else 's'}" if ends else ""
             heading = f"{text}{words}" if cls == "none" else f"{cls}: {text}{words}"
             bands.append((heading, sorted(inside, key=lambda name: float(auroc[name].mean()))))
     with rc_context(_STYLE):
         figure, (axes,) = _figure(1, height=1.0 + 0.21 * (len(methods) + len(bands)))
-        ticks, shown, line, best = [], [], 0.0, -math.inf
+        ticks, shown = [], []
+        line, best = 0.0, -math.inf
         for heading, names in bands:
             places = [line + number for number in range(len(names))]
             for place, name in zip(places, names, strict=True):
@@ -252,10 +251,8 @@ def reliability(
     few.  label [n], name -> calibrated risk [n] in [0, 1]; group [n] of rows that depend on each
     other, for the bands."""
     classes = np.asarray(label)
-    groups, bins = (
-        np.arange(len(classes)) if group is None else np.asarray(group),
-        shown_bins(len(classes)),
-    )
+    groups = np.arange(len(classes)) if group is None else np.asarray(group)
+    bins = shown_bins(len(classes))
     with rc_context(_STYLE):
         figure, (axes,) = _figure(1, width=4.8, height=4.4)
         axes.plot([0, 1], [0, 1], color=look.GREY, linewidth=0.8)

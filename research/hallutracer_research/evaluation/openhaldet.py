@@ -62,7 +62,9 @@ class PromptDetector:
         **options: Any,
     ) -> None:
         self.name, self.config = name, options
-        self._model, self._folder, self._engine = model, Path(folder), engine
+        self._model = model
+        self._folder = Path(folder)
+        self._engine = engine
         self._detector: Detector | None = None
 
     def fit(self, train_accessors: Sequence[Sample]) -> Self:

@@ -120,11 +120,8 @@ def best_rows(column: Column, rows: Rows) -> set[int]:
     number to compare."""
     if column.higher is None:
         return set()
-    shown = {
-        index: _shown(column, value)
-        for index, row in enumerate(rows)
-        if (value := mean(row.get(column.key))) is not None
-    }
+    means = [mean(row.get(column.key)) for row in rows]
+    shown = {index: _shown(column, value) for index, value in enumerate(means) if value is not None}
     if len(shown) < 2:
         return set()
     best = max(shown.values()) if column.higher else min(shown.values())

@@ -85,10 +85,8 @@ def read_rows(source: EvaluationSource, options: EvaluateOptions) -> SetRows:
             "rows: " + ", ".join(f"{key} {value}" for key, value in counts.items()),
         ]
     else:
-        rows, title = (
-            [value | {"id": id_of(value, line)} for line, value in objects(source.path, [])],
-            source.path.name,
-        )
+        rows = [value | {"id": id_of(value, line)} for line, value in objects(source.path, [])]
+        title = source.path.name
     labels: Labels = "given" if any("label" in row for row in rows) else "generate"
     labels = options.labels or (info.labels if info else labels)
     folds = options.folds if labels == "given" else 0

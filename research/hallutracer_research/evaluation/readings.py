@@ -362,10 +362,8 @@ class _Reader:
             lengths = np.array(
                 [len(prompt) for prompt in asking]
             )  # longest first: what does not fit is told at once
-            folder, ask = (
-                self.folder / "answers" / self.p_true_name(way),
-                partial(self._log_odds, asking),
-            )
+            folder = self.folder / "answers" / self.p_true_name(way)
+            ask = partial(self._log_odds, asking)
             found = _by_row(folder, of_answers, lengths, "P(True)", ask)
             suffix = "_examples" if way else ""
             readings |= {
@@ -442,7 +440,8 @@ class _Reader:
 
     def samples(self) -> dict[str, Any]:
         """Sample answers; their semantic entropies and EigenScore."""
-        engine, inputs, rows = self.engine, self.prepared.inputs, self.prepared.rows
+        engine = self.engine
+        inputs, rows = self.prepared.inputs, self.prepared.rows
         count, sampling = self.options.samples, replace(SAMPLING, max_tokens=rows.max_new_tokens)
         layer = engine.identity.geometry.num_layers // 2
 

@@ -179,7 +179,8 @@ def fit_split(
     """Choose C, then fit the training side and its inner folds together.  Raises NoDirection,
     TrainingError."""
     fits = fit_options(options)
-    label, group, readouts = inputs.label, inputs.group, inputs.heads
+    label, group = inputs.label, inputs.group
+    readouts = inputs.heads
     c = fits.choose_c(readouts, group, train, seed).c
     inner = group_folds(label, group, train, options.inner_folds, seed, what="inner fold")
     tasks = [Task(train, test, c), *(Task(fitted, held, c) for fitted, held in inner)]
@@ -253,7 +254,8 @@ def running(
         TrainingError without answers."""
     if (behind := inputs.behind) is None:
         raise TrainingError("no answer's tokens were read; leave it out", param="methods")
-    fits, train, test = fit_options(options), split.train, split.test
+    fits = fit_options(options)
+    train, test = split.train, split.test
     fit = fits.refit(
         behind.mean, train, test, fits.choose_c(behind.mean, inputs.group, train, split.seed).c
     )
@@ -280,14 +282,15 @@ def before_and_behind(
     """Return scores [n_test] of a logistic regression on two depth means, of the prompt's end and
     of ``behind``, both out of fold on the training side.  Raises TrainingError where an inner fold
     lacks a class."""
-    fits, train, found = fit_options(options), split.train, np.zeros(len(inputs.label))
+    fits, train = fit_options(options), split.train
+    depth_means = np.zeros(len(inputs.label))
     c = fits.choose_c(behind, inputs.group, train, split.seed).c
     inner = group_folds(
         inputs.label, inputs.group, train, options.inner_folds, split.seed, what="inner fold"
     )
     for fitted, held in [*inner, (train, split.test)]:
-        found[held] = depth_mean(fits.refit(behind, fitted, held, c).trajectory)
-    return _beside_depth_mean(inputs, split, found)
+        depth_means[held] = depth_mean(fits.refit(behind, fitted, held, c).trajectory)
+    return _beside_depth_mean(inputs, split, depth_means)
 
 
 def _beside_depth_mean(inputs: MethodInputs, split: Split, column: Floats) -> Floats:

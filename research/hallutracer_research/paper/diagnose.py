@@ -233,7 +233,8 @@ def _geometry(data: LabelledSet, readout: NDArray[np.floating]) -> dict[str, Any
     readout gauge)."""
     n, m, dim = readout.shape
     v = data.direction
-    layers, own, crossed = [], np.empty((n, m)), np.empty((n, m - 1))
+    layers = []
+    own, crossed = np.empty((n, m)), np.empty((n, m - 1))
     for layer in range(m):
         x = readout[:, layer].astype(np.float64)
         layers.append(geometry.layer_geometry(x, data.label, None if v is None else v[layer]))
@@ -326,7 +327,8 @@ def own_trajectories(
             remarks.append(
                 "left out: " + ", ".join(f"{count} {why}" for why, count in left.items())
             )
-        readouts, readout, direction = inputs.readouts, None, None
+        readouts = inputs.readouts
+        readout = direction = None
         if len(readouts.index) * probes.direction.size * 4 <= MOST_BYTES:
             heads = [
                 readouts.file.head(layer, head)[readouts.index]

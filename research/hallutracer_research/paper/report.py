@@ -115,7 +115,8 @@ def write_report(evaluation: EvaluationResult, command: str) -> list[Path]:
 
 def report_data(evaluation: EvaluationResult, command: str) -> ReportData:
     """Return all sections; the main suite has the first only."""
-    options, identity, results = evaluation.options, evaluation.identity, evaluation.sets
+    options, identity = evaluation.options, evaluation.identity
+    results = evaluation.sets
     shape = identity.geometry
     tables = (
         evaluation.about,

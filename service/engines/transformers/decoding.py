@@ -124,7 +124,7 @@ class TextStream:
 
     def _release(self, text: str) -> str:
         self._held += text
-        stops = [(at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        stops = [(self._held.find(stop), stop) for stop in self._stop if stop in self._held]
         if stops:
             at, self.stopped = min(stops)
             out, self._held = self._held[:at], ""

@@ -46,10 +46,8 @@ def test_a_risk_and_the_risk_of_its_answer(tmp_path: Path) -> None:
         url = f"{service.url}/v1/chat/completions"
         answer = httpx.post(url, json=body | {"vllm_xargs": xargs}, timeout=60).json()
         text = answer["choices"][0]["message"]["content"]
-    spans, (first, second) = (
-        {one.name: one for one in sink.spans},
-        sorted(sink.events, key=lambda one: one.at_ns),
-    )
+    spans = {one.name: one for one in sink.spans}
+    first, second = sorted(sink.events, key=lambda one: one.at_ns)
     row, chat = answer["hallutracer"]["data"][0], spans["chat scripted"]
     same = {"gen_ai.response.id": answer["id"], "hallutracer.index": 0}
     assert first.attributes == same | {
@@ -106,10 +104,8 @@ def test_the_labels_of_prompts_and_answers(tmp_path: Path) -> None:
     for answer in answers:
         for row in answer["data"]:
             event = got[answer["id"], "hallucination_risk", row["index"]]
-            label, why = (
-                event["gen_ai.evaluation.score.label"],
-                event["gen_ai.evaluation.explanation"],
-            )
+            label = event["gen_ai.evaluation.score.label"]
+            why = event["gen_ai.evaluation.explanation"]
             no_fact = row.get("applies") is False
             assert label == ("fail" if row["flagged"] else "not_applicable" if no_fact else "pass")
             assert ("asks for no fact" in why) is no_fact

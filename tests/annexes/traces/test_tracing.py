@@ -62,10 +62,8 @@ class Traced:
 
     def say(self, request: BaseHTTPRequestHandler, body: bytes) -> None:
         self.headers = {name.lower(): value for name, value in request.headers.items()}
-        choice, usage = (
-            {"index": 0, "finish_reason": "length"},
-            {"prompt_tokens": 12, "completion_tokens": 3},
-        )
+        choice = {"index": 0, "finish_reason": "length"}
+        usage = {"prompt_tokens": 12, "completion_tokens": 3}
         if json.loads(body).get("stream"):
             chunk = {"choices": [choice | {"delta": {"content": "A secret."}}], "usage": usage}
             answer(
@@ -148,7 +146,9 @@ def traced(_traced: Traced) -> Traced:
 
 def test_an_answer(traced: Traced) -> None:
     found = traced.post(policy="observe")
-    request_id, document, spans = found.headers["x-request-id"], found.json(), traced.trace()
+    request_id = found.headers["x-request-id"]
+    document = found.json()
+    spans = traced.trace()
     names = ("POST /v1/chat/completions", "chat scripted", "gate", "decode")
     root, chat, gate, decode = (spans[name] for name in names)
     assert set(spans) == set(names)
@@ -248,11 +248,9 @@ def test_a_withheld_answer(traced: Traced) -> None:
 def test_a_server_that_a_policy_falls_back_on(traced: Traced, stream: bool) -> None:
     assert "A secret." in traced.post(policy="send", stream=stream).text
     spans = traced.trace()
-    root, theirs, chat = (
-        spans["POST /v1/chat/completions"],
-        spans["chat theirs"],
-        spans["chat scripted"],
-    )
+    root = spans["POST /v1/chat/completions"]
+    theirs = spans["chat theirs"]
+    chat = spans["chat scripted"]
     assert (theirs.kind, theirs.parent_id, theirs.failed) == ("client", root.span_id, False)
     address = traced.headers["host"].split(":")
     assert theirs.attributes == {
@@ -276,11 +274,9 @@ def test_an_upstream_that_fails(traced: Traced) -> None:
     traced.status = 500
     assert traced.post(policy="send").status_code == 502
     spans = traced.trace()
-    root, theirs, chat = (
-        spans["POST /v1/chat/completions"],
-        spans["chat theirs"],
-        spans["chat scripted"],
-    )
+    root = spans["POST /v1/chat/completions"]
+    theirs = spans["chat theirs"]
+    chat = spans["chat scripted"]
     assert root.attributes["error.type"] == theirs.attributes["error.type"] == "upstream_failed"
     assert root.attributes["http.response.status_code"] == 502
     assert (root.failed, theirs.failed, chat.failed) == (

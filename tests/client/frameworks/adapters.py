@@ -305,10 +305,8 @@ def test_what_is_sent_is_the_conversation(client: Client) -> None:
         AIMessage("", additional_kwargs={"refusal": "No."}),
         ("user", "Why?"),
     ]
-    roles, texts = (
-        ("system", "user", "assistant", "assistant", "user"),
-        ("Be brief.", "Why so?", "So.", "No.", "Why?"),
-    )
+    roles = ("system", "user", "assistant", "assistant", "user")
+    texts = ("Be brief.", "Why so?", "So.", "No.", "Why?")
     assert conversation(turns) == [
         {"role": role, "content": text} for role, text in zip(roles, texts, strict=True)
     ]

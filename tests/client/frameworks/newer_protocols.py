@@ -145,7 +145,9 @@ def litellm_messages(asked: Any, stream: bool, **more: Any) -> Found:
         text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
         why, risk = chunks[-1].choices[0].finish_reason, None
     else:
-        chunks, text, why = [], result.choices[0].message.content, result.choices[0].finish_reason
+        chunks = []
+        text = result.choices[0].message.content
+        why = result.choices[0].finish_reason
         risk = float(result._hidden_params["additional_headers"]["llm_provider-x-hallutracer-risk"])
     return Found(text, None if why == "stop" else why, risk, repr([result, *chunks]))
 
@@ -169,7 +171,9 @@ def agents_sdk(asked: Any, stream: bool, **more: Any) -> Found:
     async def streamed() -> Found:
         """Where a stream ends as incomplete the SDK raises what it raises for any model that broke
         off."""
-        found, events, why = Runner.run_streamed(agent, asked), [], None
+        found = Runner.run_streamed(agent, asked)
+        events = []
+        why = None
         try:
             async for event in found.stream_events():
                 events.append(event)

@@ -24,10 +24,8 @@ from tests.engines import tiny
 from tests.engines.test_families import MORE, UNKNOWN
 from tests.engines.transformers.test_decoding import decoded
 
-MOST, LENGTHS = (
-    20,
-    (83, 61),
-)  # tokens of a pass, and of the prompts: windows are shorter, and passes are not alike
+# tokens of a pass, and of the prompts: windows are shorter, and passes are not alike
+MOST, LENGTHS = 20, (83, 61)
 WHOLE = {"bamba", "jamba"}
 EQUAL = PassCost(math.inf)
 
@@ -181,10 +179,8 @@ def test_costs_are_of_the_passes_that_a_prompt_takes() -> None:
         costs, cached = iter(engine.pass_costs(prompt)), 0
         before = engine.counters.forward_tokens
         for _ in engine.in_chunks(prompt, probes):
-            tokens, before = (
-                engine.counters.forward_tokens - before,
-                engine.counters.forward_tokens,
-            )
+            tokens = engine.counters.forward_tokens - before
+            before = engine.counters.forward_tokens
             attended = cached + tokens // 2
             assert next(costs) == pytest.approx(tokens * (1 + attended / 5) + attended / 10)
             cached += tokens

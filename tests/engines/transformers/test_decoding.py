@@ -180,10 +180,8 @@ def test_greedy_equals_generate_and_the_prompt_runs_once(name: str) -> None:
     engine: BatchEngine = tiny.engine(name)
     prompts, counters = tiny.prompts(LENGTHS[:4]), engine.counters
     probe = [tiny.probes(engine.identity.geometry)]
-    scored, continuations = (
-        engine.score(prompts, probe, first_token=True),
-        engine.begin(prompts, probe),
-    )
+    scored = engine.score(prompts, probe, first_token=True)
+    continuations = engine.begin(prompts, probe)
     assert (counters.forward_tokens, counters.open_continuations) == (2 * sum(LENGTHS[:4]), 4)
     steps = 0
     for prompt, onset, continuation in zip(prompts, scored, continuations, strict=True):
@@ -222,11 +220,11 @@ def test_padding_does_not_push_a_short_prompt_out_of_its_window(name: str) -> No
 
 def test_each_continuation_has_its_own_memory() -> None:
     begun = tiny.engine("qwen3").begin(tiny.prompts([5, 40]), [])
-    storages = [
-        {layer.keys.untyped_storage().data_ptr() for layer in continuation.cache.layers}
-        for continuation in begun
-    ]
-    assert not storages[0] & storages[1]
+
+    def addresses(continuation: Any) -> set[int]:
+        return {layer.keys.untyped_storage().data_ptr() for layer in continuation.cache.layers}
+
+    assert not addresses(begun[0]) & addresses(begun[1])
     short = begun[0].cache.layers[0].keys
     assert short.untyped_storage().nbytes() == short.numel() * short.element_size()
     assert short.shape[-2] == 5
@@ -470,10 +468,8 @@ def test_rows_that_finish_early_leave_and_the_rest_go_on_rightly() -> None:
         )  # text has no end token
         assert completion.text == engine.detokenize(shown).rstrip("\ufffd")
     assert {completion.finish_reason for completion in completions} == {"stop", "length"}
-    steps, counters = (
-        sum(len(completion.token_ids) for completion in completions) - len(prompts),
-        engine.counters,
-    )
+    steps = sum(len(completion.token_ids) for completion in completions) - len(prompts)
+    counters = engine.counters
     assert (counters.decode_steps, counters.prefills) == (steps, len(prompts))
     assert counters.forward_tokens == sum(map(len, prompts)) + steps
 
@@ -546,11 +542,9 @@ def test_a_greedy_trace_is_that_of_plain_decoding(name: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "mistral"])  # a cache in full, and one with windows
 def test_samples_share_one_prefill_and_each_is_that_of_its_seed(name: str) -> None:
     engine = tiny.engine(name)
-    prompts, sampling = (
-        tiny.prompts(LENGTHS[:3]),
-        Sampling(max_tokens=7, temperature=1.3, top_p=0.9),
-    )
-    seeds = [[10 * row + number for number in range(3)] for row in range(len(prompts))]
+    prompts = tiny.prompts(LENGTHS[:3])
+    sampling = Sampling(max_tokens=7, temperature=1.3, top_p=0.9)
+    seeds = [[10 * row, 10 * row + 1, 10 * row + 2] for row in range(len(prompts))]
     traced = engine.sample(prompts, sampling, seeds)
     written = sum(len(answer.completion.token_ids) for of_prompt in traced for answer in of_prompt)
     assert engine.counters.prefills == len(prompts)
@@ -638,7 +632,9 @@ def test_a_step_that_failed_behind_some_layer_leaves_all_answers_as_they_were(
 
 def test_an_answer_whose_recurrent_state_is_half_changed_is_not_gone_on_with() -> None:
     engine: Any = tiny.engine("qwen3_5_text")
-    prompts, sampling, fails = tiny.prompts(LENGTHS[:3]), Sampling(max_tokens=5), 0
+    prompts = tiny.prompts(LENGTHS[:3])
+    sampling = Sampling(max_tokens=5)
+    fails = 0
 
     def fail(*_: Any) -> None:
         nonlocal fails

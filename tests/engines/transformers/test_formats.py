@@ -40,8 +40,12 @@ def engine() -> TransformersEngine:
 
 def answers(engine: TransformersEngine, *samplings: Sampling) -> list[Completion]:
     """All at once, through the scheduler: they share the steps of decoding."""
-    served, together, arrived = Scheduled(engine), list[int](), list[Any]()
-    step, add, next_batch = engine.step_together, served._queue.add, served._queue.next_batch
+    served = Scheduled(engine)
+    together = list[int]()
+    arrived = list[Any]()
+    step = engine.step_together
+    add = served._queue.add
+    next_batch = served._queue.next_batch
 
     def noted(continuations: Any) -> None:
         together.append(len(continuations))
@@ -66,9 +70,10 @@ def answers(engine: TransformersEngine, *samplings: Sampling) -> list[Completion
         )
 
     engine.step_together = noted  # type: ignore[method-assign]
-    served._queue.add = added  # type: ignore[method-assign]
+    waiting: Any = served._queue
+    waiting.add = added
     # Until all are there none begins: the first would have ended before the last has come.
-    served._queue.next_batch = lambda: next_batch() if len(arrived) == len(samplings) else []  # type: ignore[method-assign]
+    waiting.next_batch = lambda: next_batch() if len(arrived) == len(samplings) else []
     try:
         completions = asyncio.run(every())
     finally:

@@ -245,10 +245,8 @@ def test_no_probes_means_no_trajectories_but_still_first_tokens_and_counts_real_
 
 def test_a_limited_number_of_probe_stacks_is_cached() -> None:
     engine = tiny.engine("llama")
-    prompts, probes = (
-        tiny.prompts([4]),
-        [tiny.probes(engine.identity.geometry, seed=seed) for seed in range(9)],
-    )
+    prompts = tiny.prompts([4])
+    probes = [tiny.probes(engine.identity.geometry, seed=seed) for seed in range(9)]
     engine.score(prompts, probes[:1])
     first = next(iter(engine._stacks.values()))
     for probe in (*probes[1:8], probes[0]):
@@ -365,11 +363,11 @@ def test_the_cache_is_given_by_the_name_that_the_model_has_for_it(forward: Any) 
         *(engine.score(prompts, [probe]) for engine in (ours, plain)), strict=True
     ):
         np.testing.assert_allclose(result.trajectories[0], expected.trajectories[0], atol=1e-5)
-    answers = [
-        [answer.token_ids for answer in engine.generate(prompts, Sampling(max_tokens=6))]
-        for engine in (ours, plain)
-    ]
-    assert answers[0] == answers[1]
+
+    def answers(engine: TransformersEngine) -> list[Any]:
+        return [answer.token_ids for answer in engine.generate(prompts, Sampling(max_tokens=6))]
+
+    assert answers(ours) == answers(plain)
     assert caches == {"NoneType", "DynamicCache", "_RowCaches"}
 
 

@@ -81,12 +81,12 @@ def test_noise_does_not_decide_and_threads_that_do_not_pay_are_not_taken() -> No
 
 
 def test_each_pass_has_its_threads_and_the_process_keeps_its_own() -> None:
-    engine, own = (
-        TransformersEngine.load(EngineOptions(model=str(MODEL_DIR))),
-        torch.get_num_threads(),
-    )
+    engine = TransformersEngine.load(EngineOptions(model=str(MODEL_DIR)))
+    own = torch.get_num_threads()
     assert engine.torch_model is not None
-    model, between, inside = engine.torch_model.model, list[int](), list[int]()
+    model = engine.torch_model.model
+    between = list[int]()
+    inside = list[int]()
     prompt = engine.tokenize("What is the capital of France?")
     probes = [tiny.probes(engine.identity.geometry, Site.ATTENTION_HEAD, 1)]
     before = engine.score([prompt], probes)[0]

@@ -71,12 +71,13 @@ def test_the_adapter_is_read_and_no_other(
     for _ in range(2):  # from the prefix cache, too, which the model without it shares
         assert np.abs(read(engine) - wanted).max() < CLOSE
         assert np.abs(read(plain) - wanted).max() > 1000 * CLOSE
-    answers = [
-        [answer.text for answer in reader.generate(prompts[:8], ANSWER)]
-        for reader in (engine, merged, plain)
-    ]
-    assert answers[0] == answers[1]
-    assert not set(answers[0]) & set(answers[2])
+
+    def answers(reader: Any) -> list[str]:
+        return [answer.text for answer in reader.generate(prompts[:8], ANSWER)]
+
+    adapted = answers(engine)
+    assert adapted == answers(merged)
+    assert not set(adapted) & set(answers(plain))
     rows = [reader.extract(prompts, list(Site)).activations for reader in (engine, merged)]
     for site in Site:
         assert np.abs(rows[0][site] - rows[1][site]).max() < 2 * CLOSE

@@ -64,10 +64,11 @@ def reference(folder: Path) -> TransformersEngine:
 @pytest.fixture(scope="module")
 def probes(reference: TransformersEngine) -> dict[Site, list[Probes]]:
     geometry = reference.identity.geometry
-    return {
-        site: [tiny.probes(geometry, site, seed, scaled=True) for seed in (7, 8, 9)]
-        for site in Site
-    }
+
+    def of(site: Site) -> list[Probes]:
+        return [tiny.probes(geometry, site, seed, scaled=True) for seed in (7, 8, 9)]
+
+    return {site: of(site) for site in Site}
 
 
 @pytest.fixture(autouse=True)

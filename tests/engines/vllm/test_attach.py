@@ -476,7 +476,8 @@ class Decoder(nn.Module):
                 hidden, residual = layer(positions, hidden, residual)
             else:
                 hidden = layer(positions, hidden)
-        return self.norm(self.reads(hidden, residual) if self.two else hidden)  # type: ignore[no-any-return]
+        normed: torch.Tensor = self.norm(self.reads(hidden, residual) if self.two else hidden)
+        return normed
 
 
 class Scaling(Decoder):

@@ -102,10 +102,8 @@ class Part:
 
 def layout_of(parts: list[Part]) -> StepLayout:
     counts = np.array([(part.computed, part.prompt) for part in parts], np.int32).reshape(-1, 2)
-    starts, emits = (
-        np.cumsum([0, *(part.count for part in parts)]),
-        np.array([part.emits for part in parts], np.bool_),
-    )
+    starts = np.cumsum([0, *(part.count for part in parts)])
+    emits = np.array([part.emits for part in parts], np.bool_)
     drafts = np.array([part.drafts for part in parts], np.int32)
     return StepLayout(
         [part.request for part in parts], starts, counts[:, 0], counts[:, 1], emits, drafts

@@ -237,9 +237,8 @@ async def test_there_is_room_for_larger_bundles_beside_those_they_replace(
 ) -> None:
     """While prompts of the old ones wait, and answers where they are read: in vLLM's own server
     where a policy asks."""
-    old, new = (
-        [Loaded(count, answer=answers) for count in counts] for counts in (fleet, [3] * len(fleet))
-    )
+    old = [Loaded(count, answer=answers) for count in fleet]
+    new = [Loaded(3, answer=answers) for _ in fleet]
     reads = answers and bool(fleet)
     room = slots_for(cast(Any, old), answers=reads)
     assert room >= SLOTS
@@ -266,10 +265,8 @@ async def test_there_is_room_for_larger_bundles_beside_those_they_replace(
             bundles=dict(enumerate(old)), policies=SimpleNamespace(named=named)
         )
         for served in (True, False):
-            arguments, plan = (
-                SimpleNamespace(worker_cls="auto", additional_config=None),
-                {"sites": ["attention_head"]},
-            )
+            arguments = SimpleNamespace(worker_cls="auto", additional_config=None)
+            plan = {"sites": ["attention_head"]}
             front_end.read_by_default(arguments, options, {front_end.GATED: served})
             own = (
                 {"slots": room, "answers": True}

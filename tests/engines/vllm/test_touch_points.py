@@ -107,8 +107,8 @@ def test_what_is_gone_is_named(path: str, was: str | None, becomes: str, words: 
     changed = Sources(
         lambda name: here.text(name) if name != path else was and text.replace(was, becomes)
     )
-    points = [point for point in POINTS if point.path == path]
-    problems = [f"vllm/{path}: {problem}" for point in points if (problem := changed.broken(point))]
+    of_points = [changed.broken(point) for point in POINTS if point.path == path]
+    problems = [f"vllm/{path}: {problem}" for problem in of_points if problem]
     problems += [
         f"imports {name} from {module}"
         for _, module, name in touched.imported()

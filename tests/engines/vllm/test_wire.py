@@ -146,9 +146,8 @@ def test_what_is_no_directive_of_this_plan_is_none() -> None:
 def test_a_payload_is_split_by_column_layer_and_site() -> None:
     payload = Payload.decode(wire(activations=True)[None], PLAN, Directive(activations=True))
     assert payload.trajectories.dtype == np.float64
-    assert payload.trajectories.tolist() == [
-        [(3 * column + layer) / 8 for layer in range(3)] for column in range(4)
-    ]
+    by_column = np.arange(4 * 3).reshape(4, 3) / 8
+    assert payload.trajectories.tolist() == by_column.tolist()
     first = payload.first_token
     assert first is not None
     assert (first.log_max_prob, first.entropy, first.token, payload.gated) == (

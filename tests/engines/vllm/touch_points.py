@@ -31,10 +31,8 @@ DOCS = Path(__file__).with_suffix(".md")
 # A point a line; rows are known before a graph is chosen and runs: in V2 it is chosen by what was
 # gathered.
 LIST = Path(__file__).with_suffix(".json")
-BEGIN, END = (
-    "<!-- touch points: written by tests/engines/vllm/touch_points.py -->",
-    "<!-- end of touch points -->",
-)
+BEGIN = "<!-- touch points: written by tests/engines/vllm/touch_points.py -->"
+END = "<!-- end of touch points -->"
 PACKAGES = {"", "config", "platforms", "v1/engine"}  # of vLLM's modules that are imported from
 DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 Read = Callable[[str], str | None]  # a path in the package -> its text
@@ -189,11 +187,10 @@ def broken(sources: Sources) -> list[str]:
         for ours, module, name in imported()
         if not sources.imports(module, name)
     ]
-    problems += [
-        f"{point.ours}.py: vllm/{point.path}: {problem}"
-        for point in POINTS
-        if (problem := sources.broken(point)) is not None
-    ]
+    for point in POINTS:
+        problem = sources.broken(point)
+        if problem is not None:
+            problems.append(f"{point.ours}.py: vllm/{point.path}: {problem}")
     return problems
 
 

@@ -27,10 +27,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
         mask.data = mask.data.astype(bool)
         return store(self, ptrs, value, mask, *others)
 
-    InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store = (
-        masked_load,
-        masked_store,
-    )
+    InterpreterBuilder.create_masked_load = masked_load
+    InterpreterBuilder.create_masked_store = masked_store
 
     # vLLM 0.31 asks for the version of "vllm" to see whether it is the CPU build, whose
     # distribution has another name.

@@ -223,10 +223,8 @@ def test_helm_s_label_one_in_the_file_is_hallucinated_and_a_title_ends_at_the_fi
 def test_helm_s_repeats_are_kept_once_in_a_model_and_contradictions_left_out_over_all(
     tmp_path: Path,
 ) -> None:
-    twice, both = (
-        passage(1, 1, texts=["It flies."] * 2),
-        passage(1, 1, texts=["It flies.", "It sinks."]),
-    )
+    twice = passage(1, 1, texts=["It flies."] * 2)
+    both = passage(1, 1, texts=["It flies.", "It sinks."])
     other = passage(0, texts=["It sinks."])
     samples.write_helm(tmp_path, opt7b={"7": twice}, gptj7b={"7": both}, falcon40b={"7": other})
     rows, counts = read("helm", tmp_path)

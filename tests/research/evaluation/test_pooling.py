@@ -86,7 +86,10 @@ def test_pooled_activations_are_the_onsets_of_every_beginning_pooled_by_hand(nam
 def test_spans_are_means_of_onsets_of_beginnings_and_the_last_token_s_distribution_is_the_row_s(
     name: str,
 ) -> None:
-    engine, prompts, layers, behind = tiny.shared_engine(name), mixed_prompts(), [0, 2], [7, 11, 5]
+    engine = tiny.shared_engine(name)
+    prompts = mixed_prompts()
+    layers = [0, 2]
+    behind = [7, 11, 5]
     ends = [len(prompt) for prompt in prompts]
     rows = [[*prompt, *behind] for prompt in prompts]
     spans = [[(max(0, end - 8), end), (end, end + 2), (end + 2, end + 3)] for end in ends]

@@ -353,7 +353,8 @@ class Page(HTMLParser):
         self.text.append(data)
 
     def attributes(self, name: str) -> list[str]:
-        return [value for _, attrs in self.tags if (value := attrs.get(name)) is not None]
+        values = [attrs.get(name) for _, attrs in self.tags]
+        return [value for value in values if value is not None]
 
 
 HTML = to_html(REPORT)

@@ -30,7 +30,9 @@ from service.fitting.nested_cv import FoldScores
 from tests.research.made import method_inputs
 
 LENGTHS = Tokens(prompt=20.0, answer=8, samples=3, asked=45.0, scaffold=4.0, other=25.0)
-PREFILL, HEAD, TOKEN = 20 * 1000, 300, 1300  # multiply-adds with ``Weights(1000, 300)``
+# multiply-adds with ``Weights(1000, 300)``
+PREFILL = 20 * 1000
+HEAD, TOKEN = 300, 1300
 C, D = PREFILL + 8 * TOKEN, PREFILL + 3 * 8 * TOKEN
 
 

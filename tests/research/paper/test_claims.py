@@ -291,10 +291,8 @@ def test_verdicts_for_and_against_mirror_each_other(
     low: float, high: float, is_above: Verdict, is_within: Verdict
 ) -> None:
     middle = (low + high) / 2
-    interval, mirrored = (
-        DifferenceInterval(middle, low, high),
-        DifferenceInterval(-middle, -high, -low),
-    )
+    interval = DifferenceInterval(middle, low, high)
+    mirrored = DifferenceInterval(-middle, -high, -low)
     assert rules.above(interval, 0.005) == is_above
     opposite = {YES: NO, NO: YES, MIXED: MIXED}
     assert rules.above(mirrored, -0.005) == opposite[is_above]

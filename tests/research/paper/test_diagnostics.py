@@ -195,10 +195,8 @@ def test_neither_blocks_nor_a_common_offset_change_the_test(
 ) -> None:
     rng = np.random.default_rng(2)
     x, label = rng.standard_normal((60, 10)), np.arange(60) % 2
-    one, two = (
-        classes.chen_qin(x, label),
-        classes.chen_qin(x + 1000 * rng.standard_normal(10), label),
-    )
+    one = classes.chen_qin(x, label)
+    two = classes.chen_qin(x + 1000 * rng.standard_normal(10), label)
     assert (two.statistic, two.p_value) == pytest.approx((one.statistic, one.p_value), rel=1e-6)
     found = classes.chen_qin(np.zeros((6, 2)), [1, 1, 1, 0, 0, 0])
     assert (found.p_value, found.energy_ratio, len(found.notes)) == (None, None, 1)
@@ -228,7 +226,9 @@ def test_alike_rows_of_a_group_reject_by_themselves_and_one_row_of_each_does_not
 
 def test_rows_without_company_are_all_taken_and_too_few_groups_have_no_test() -> None:
     rng = np.random.default_rng(8)
-    x, label, group = rng.standard_normal((30, 4)), np.arange(30) % 2, np.arange(30) // 6
+    x = rng.standard_normal((30, 4))
+    label = np.arange(30) % 2
+    group = np.arange(30) // 6
     alone = classes.chen_qin_by_group(x, label, np.array([f"g{row}" for row in range(30)]))
     assert alone == classes.chen_qin(x, label)
     found = classes.chen_qin_by_group(x, label, group)

@@ -21,26 +21,22 @@ if TYPE_CHECKING:
     Fit = Callable[[MethodInputs, Index, Index, int, int | None], Floats]
 
 CostClass = Literal["none", "A", "B", "C", "D", "other"]
-OURS, RESIDUAL, TRAJECTORY, SHUFFLED = (
-    "hallutracer",
-    "residual-depth-mean",
-    "trajectory-ridge",
-    "shuffled-labels",
-)
-WITH_KIND, WITH_CONTENT, SCAFFOLD, OTHER = (
-    "kind-and-depth-mean",
-    "content-and-depth-mean",
-    "scaffold-depth-mean",
-    "other-model",
-)
+OURS = "hallutracer"
+RESIDUAL = "residual-depth-mean"
+TRAJECTORY = "trajectory-ridge"
+SHUFFLED = "shuffled-labels"
+WITH_KIND = "kind-and-depth-mean"
+WITH_CONTENT = "content-and-depth-mean"
+SCAFFOLD = "scaffold-depth-mean"
+OTHER = "other-model"
 LAST_8, LAST_16 = "last-8-depth-mean", "last-16-depth-mean"
 WITH_SCAFFOLD = "scaffold-entropy-and-depth-mean"
-ASKED, BOTH, WITH_ANSWER = "asked-depth-mean", "depth-mean-and-asked", "depth-mean-and-answer-mean"
-ANSWER_MEAN, ANSWER_MAX, BEGINNINGS = (
-    "answer-mean-depth-mean",
-    "answer-max-depth-mean",
-    (1, 2, 4, 8, 16),
-)
+ASKED = "asked-depth-mean"
+BOTH = "depth-mean-and-asked"
+WITH_ANSWER = "depth-mean-and-answer-mean"
+ANSWER_MEAN = "answer-mean-depth-mean"
+ANSWER_MAX = "answer-max-depth-mean"
+BEGINNINGS = (1, 2, 4, 8, 16)
 RUNNING = {f"answer-first-{count}": count for count in BEGINNINGS}
 SOFT, SEP_BEHIND = "attention-pooled-soft", "answer-sep"  # of last tokens and of samples
 

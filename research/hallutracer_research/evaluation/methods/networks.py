@@ -42,7 +42,9 @@ from service.fitting.probes import standardise
 from service.fitting.scores import auroc, risk_auroc
 from service.fitting.solver import CONSTANT, one_torch_thread
 
-BETA, PATIENCE, MAX_EPOCHS = 0.8, 5, 100  # of IRIS
+# Of IRIS
+BETA = 0.8
+PATIENCE, MAX_EPOCHS = 5, 100
 VALIDATION_FOLDS = 5  # one of them is the validation split
 
 
@@ -101,7 +103,8 @@ def fit_iris(
         network = mlp(rows.shape[1], 2)
         order = torch.Generator().manual_seed(seed)
         optimizer = torch.optim.Adam(network.parameters(), 1e-3)
-        best, kept, best_epoch, epoch = float("inf"), deepcopy(network.state_dict()), 0, 0
+        best, weights = float("inf"), deepcopy(network.state_dict())
+        best_epoch = epoch = 0
         while epoch < max_epochs and epoch - best_epoch < PATIENCE:
             epoch += 1
             shuffled = torch.randperm(len(x), generator=order)
@@ -111,8 +114,9 @@ def fit_iris(
             with torch.no_grad():
                 quality = float(soft_bootstrapping(network(x_check), y_check, BETA))
             if quality < best:
-                best, kept, best_epoch = quality, deepcopy(network.state_dict()), epoch
-        network.load_state_dict(kept)
+                best, weights = quality, deepcopy(network.state_dict())
+                best_epoch = epoch
+        network.load_state_dict(weights)
         with torch.no_grad():
             logits = network(x_test).double().numpy()
     return logits[:, 0] - logits[:, 1], epoch, best_epoch
@@ -242,7 +246,8 @@ def _fit_pooled(
     with _seeded(seed):
         network = _Pooled(x.shape[2])
         optimizer = torch.optim.AdamW(network.parameters(), 1e-2, weight_decay=decay)
-        best, kept, best_epoch, epoch = -1.0, deepcopy(network.state_dict()), 0, 0
+        best, weights = -1.0, deepcopy(network.state_dict())
+        best_epoch = epoch = 0
         while epoch < POOL_EPOCHS and epoch - best_epoch < POOL_PATIENCE:
             epoch += 1
             _epoch(
@@ -254,8 +259,9 @@ def _fit_pooled(
             with torch.no_grad():
                 quality = auroc(label[held], network(x_held, known_held).double().numpy())
             if quality > best:
-                best, kept, best_epoch = quality, deepcopy(network.state_dict()), epoch
-        network.load_state_dict(kept)
+                best, weights = quality, deepcopy(network.state_dict())
+                best_epoch = epoch
+        network.load_state_dict(weights)
 
     def score(rows: NDArray[np.float16]) -> Floats:
         with torch.no_grad(), one_torch_thread():

@@ -112,10 +112,8 @@ def kappa_table(w: ArrayLike, label: ArrayLike) -> KappaTable:
     [N]."""
     values, factual = labelled(w, label, "w")
     hallucinated_variance, factual_variance = classes.variances(values, factual)
-    low, high = (
-        np.minimum(hallucinated_variance, factual_variance),
-        np.maximum(hallucinated_variance, factual_variance),
-    )
+    low = np.minimum(hallucinated_variance, factual_variance)
+    high = np.maximum(hallucinated_variance, factual_variance)
     kappa = np.divide(high, low, out=np.full_like(high, np.nan), where=low > 0)
     middle = np.array(classes.middle_transitions(values.shape[1] + 1), np.int64)
     kept = middle[low[middle] > 0]
@@ -205,10 +203,8 @@ def split_readout_change(
         next_own, next_old = probes.z(layer + 1, one.next_head), probes.z(layer, one.next_head)
         k = one.next_head @ v[layer + 1] + b[layer + 1] - (one.same_head @ v[layer] + b[layer])
         probe = next_own @ (probes.weight[layer + 1] - weight)
-        metric, head = (
-            (next_own - next_old) @ weight,
-            (next_old - probes.z(layer, one.same_head)) @ weight,
-        )
+        metric = (next_own - next_old) @ weight
+        head = (next_old - probes.z(layer, one.same_head)) @ weight
         step = float(probes.intercept[layer + 1] - probes.intercept[layer])
         size = np.abs(k) + np.abs(probe) + np.abs(metric) + np.abs(head) + abs(step)
         worst = max(worst, float(np.max(np.abs(probe + metric + head + step - k))))
@@ -259,10 +255,8 @@ def k_table(split: KSplit, label: ArrayLike, permutations: int = 200, seed: int 
         values = np.asarray(getattr(split, name))[:, steps]
         ranks = np.asarray(rankdata(values, axis=0), np.float64)
         chunks = [_signals(ranks, shuffled[i : i + _CHUNK]) for i in range(0, permutations, _CHUNK)]
-        null, variance = (
-            float(np.mean(np.concatenate(chunks))),
-            float(values.var(axis=0, ddof=1).mean()),
-        )
+        null = float(np.mean(np.concatenate(chunks)))
+        variance = float(values.var(axis=0, ddof=1).mean())
         parts[name] = Part(float(_signals(ranks, factual[None])[0]), null, variance)
     metric, head = split.metric[:, steps], split.head[:, steps]
     covariance = np.sum((metric - metric.mean(axis=0)) * (head - head.mean(axis=0)), axis=0) / (

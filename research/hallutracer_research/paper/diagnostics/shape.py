@@ -255,11 +255,9 @@ def fisher_gap(trajectory: ArrayLike, label: ArrayLike, shrinkage: Shrinkage = N
     a, b = float(u @ sigma @ u), q.T @ sigma @ u
     factor = cho_factor(q.T @ sigma @ q)
     by_b, by_z = cho_solve(factor, b), cho_solve(factor, z)
-    theta, chi, t = (
-        float(b @ by_b) / a,
-        math.sqrt(max(a * float(z @ by_z), 0.0)) / abs(s),
-        float(b @ by_z) / s,
-    )
+    theta = float(b @ by_b) / a
+    chi = math.sqrt(max(a * float(z @ by_z), 0.0)) / abs(s)
+    t = float(b @ by_z) / s
     squared = chi**2 + (1.0 - t) ** 2 / (1.0 - theta)
     mahalanobis = float(d @ cho_solve(cho_factor(sigma), d))
     level = s**2 / a
@@ -301,10 +299,8 @@ def _shrunk(
     if shrinkage == "ledoit_wolf":
         from sklearn.covariance import ledoit_wolf_shrinkage
 
-        share, rule = (
-            float(ledoit_wolf_shrinkage(centred(values, factual), assume_centered=True)),
-            "ledoit_wolf",
-        )
+        share = float(ledoit_wolf_shrinkage(centred(values, factual), assume_centered=True))
+        rule = "ledoit_wolf"
     else:
         share, rule = float(shrinkage), "fixed"
         if not 0.0 <= share <= 1.0:
