@@ -437,10 +437,8 @@ def shown(choice: dict[str, Any], prompts: set[str]) -> list[Any]:
         for item in logprobs.get("content") or []
         if item["token"] not in ("", f"token_id:{end}")
     ]
-    if not texts[0]:  # with ``echo`` the text's log probabilities are the prompt's
-        pieces += [
-            item for item in logprobs.get("tokens") or [] if item not in ("", f"token_id:{end}")
-        ]
+    pieces += [item for item in logprobs.get("tokens") or [] if item not in ("", f"token_id:{end}")]
+    pieces += [item for item in choice.get("prompt_logprobs") or [] if item]
     return pieces + [token for token in choice.get("token_ids") or [] if token != end]
 
 
@@ -498,6 +496,7 @@ def test_no_request_gets_a_token_under_a_gate_that_every_answer_meets(tmp_path: 
                 for document in documents(response) if status < 400 else ():
                     if "error" not in document:
                         assert path in WITHHOLDS, context
+                        assert not document.get("prompt_logprobs"), context
                         choices = document.get("choices", ())
                         assert not any(shown(choice, prompts) for choice in choices), context
                         assert "choices" in document or path in NEWER, context
