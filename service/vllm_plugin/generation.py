@@ -101,6 +101,8 @@ def judging_generate(
                 f" {env('callers-may')}=rendering",
                 parameter=note.moves[0],
             )
+        if withholds and note.templated and "prompt_logprobs" not in note.sampling:
+            parameters.prompt_logprobs = None  # vLLM's own, beside a chat's ``echo``
         if withholds and (problem := foretold(parameters)) is not None:
             raise VLLMValidationError(problem, parameter="prompt_logprobs")
         if withholds and note.background:

@@ -51,8 +51,9 @@ AS_TRAINED: dict[str, Any] = {
 }
 """Fields of a chat's body that change how its messages are rendered -> the values that change
 nothing, beside null."""
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Fields of a body that a model's ``generation_config`` fills in where they are missing."""
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "prompt_logprobs")
+"""Fields of a body that, where they are missing, a model's ``generation_config`` fills in, or the
+last of them a chat's ``echo``."""
 # of a request to /v1/responses: turns that its body does not have
 ELSEWHERE = ("previous_response_id", "prompt")
 _FLAG = TypeAdapter(bool)
@@ -95,7 +96,7 @@ class Note:
     prompts: list[Sequence[int]] = field(default_factory=list)
     # the prompts that are not what the template makes of their messages
     moved: set[int] = field(default_factory=set)
-    sampling: frozenset[str] = frozenset()  # its fields that say how tokens are chosen
+    sampling: frozenset[str] = frozenset()  # which of ``SAMPLING`` it names
     # temperature and top_p, where vLLM's own are others
     decoded: dict[str, float] = field(default_factory=dict)
     misplaced: tuple[str, ...] = ()  # arguments of ours outside vllm_xargs
