@@ -103,8 +103,8 @@ def engine_rates(
 def _answer_seconds(calls: Sequence[Call], token_s: float, rows: int) -> float:
     """Return the seconds of an answer, beside its reading, in a call of so many rows.
 
-    A step of decoding reads the weights once, however many answers it goes on with: the last two
-    calls tell that part from what each answer adds."""
+    A step of decoding reads the weights once for all answers of a call.  The last two calls, which
+    differ in size, separate that shared time from the time of each answer."""
     beside = [max(0.0, call.seconds - token_s * call.tokens) for call in calls]
     many, each = calls[-1].rows, beside[-1] / calls[-1].rows
     if len(calls) > 1:

@@ -231,7 +231,7 @@ class Judging:
                 continue
             if reason := self._gate.reason(request, wire):
                 self._withheld[name] = reason
-                # Of the prompt's places nothing goes out, either.
+                # Its response holds no log probabilities of the prompt, either.
                 wires.pop(name, None)
                 model_runner_output.prompt_logprobs_dict.pop(name, None)
         return self._update(scheduler_output, model_runner_output)
