@@ -99,7 +99,8 @@ def collect(
     """Extract every prompt's activations at ``sites`` and, with ``max_new_tokens``, its greedy
     answer from one prefill.
 
-    A row that does not apply has no answer.  ``poolings`` adds activations pooled over other
+    A row that does not apply has no answer; ``max_new_tokens`` holds for rows that do not name
+    more ``answer_tokens`` themselves.  ``poolings`` adds activations pooled over other
     positions (App. pooling) from the same forward passes.  ``answer_site`` adds the means over the
     answers' own tokens at that site.  Rows that were read ``earlier``, with the same options, are
     copied and not read again.  ``enough`` is called after each batch, with its rows and the
@@ -148,17 +149,17 @@ def collect(
     copied = np.zeros(len(dataset), np.bool_)
     if earlier is not None:
         copied[earlier.positions] = True
+    # Likewise no batch has answers of two lengths.
+    limits = np.zeros(len(dataset), np.int64)
+    if max_new_tokens is not None:
+        limits = answer_limits(dataset, max_new_tokens)
+    asking = dataset.asking[~copied[dataset.asking]]
+    others = dataset.others[~copied[dataset.others]]
     plan = [
         rows[batch]
-        for rows in (
-            dataset.asking[~copied[dataset.asking]],
-            dataset.others[~copied[dataset.others]],
-        )
+        for rows in (*_by_limit(asking, limits), others)
         for batch in batches(prompts.lengths[rows], batch_rows)
     ]
-    greedy = (
-        None if max_new_tokens is None else Sampling(max_tokens=max_new_tokens, temperature=0.0)
-    )
     first_token = folder / "first_token.f64"
     answer_file = (
         None
@@ -171,7 +172,7 @@ def collect(
     with ExitStack() as stack:
         sizes = {file.path: file.nbytes for file in row_files} | {first_token: len(dataset) * 16}
         journal, done = _resumed(stack, folder, sizes, len(plan))
-        if greedy is not None:
+        if max_new_tokens is not None:
             answers = stack.enter_context(closing(AppendLog(folder / "answers.jsonl")))
             finished = sum(int(dataset.applies[batch].sum()) for batch in plan[:done])
             if done:
@@ -189,13 +190,14 @@ def collect(
             if answer_file is not None and earlier.collection.answers is not None:
                 pairs.append((earlier.collection.answers, answer_file))
             _copy_rows(earlier, pairs, targets, first_token)
-            if greedy is not None:
+            if max_new_tokens is not None:
                 answers.append(_renumbered(earlier))
         bar = stack.enter_context(
-            _bar("readouts" + (" and answers" if greedy else ""), prompts.lengths, plan, done)
+            _bar("readouts" + (" and answers" if limits.any() else ""), prompts.lengths, plan, done)
         )
         for number, batch in list(enumerate(plan))[done:]:
-            answered = greedy if dataset.applies[batch[0]] else None
+            limit = int(limits[batch[0]])
+            answered = Sampling(max_tokens=limit, temperature=0.0) if limit else None
             answer_options: dict[str, Any] = (
                 {} if answer_file is None or answered is None else {"answer_site": answer_file.site}
             )
@@ -264,11 +266,15 @@ def sample_answers(
     A sample depends on the row's id, its number and the prompt alone.  Raises TrainingError where
     the engine cannot sample, and RunMismatch for a file of another run."""
     check_samples(engine)
-    order = batches(prompts.lengths[dataset.asking], SAMPLED_TOGETHER)
-    plan = [dataset.asking[batch] for batch in order]
-    sampling = Sampling(max_tokens=max_new_tokens, temperature=SAMPLE_TEMPERATURE)
+    limits = answer_limits(dataset, max_new_tokens)
+    plan = [
+        rows[batch]
+        for rows in _by_limit(dataset.asking, limits)
+        for batch in batches(prompts.lengths[rows], SAMPLED_TOGETHER)
+    ]
     with closing(AppendLog(folder / SAMPLES_FILE)) as log:
-        done = log.count // SAMPLED_TOGETHER if log.count < len(dataset.asking) else len(plan)
+        ends = np.cumsum([len(batch) for batch in plan])
+        done = int(np.searchsorted(ends, log.count, side="right"))
         rows = np.concatenate(plan[:done]) if done else dataset.asking[:0]
         log.keep(len(rows))  # a call that was cut is made again as a whole
         if [record["row"] for record in log.read()] != rows.tolist():
@@ -276,6 +282,8 @@ def sample_answers(
         with _bar("sampled answers", prompts.lengths, plan, done) as bar:
             for batch in plan[done:]:
                 numbers = batch.tolist()
+                limit = int(limits[batch[0]])
+                sampling = Sampling(max_tokens=limit, temperature=SAMPLE_TEMPERATURE)
                 sampled = engine.sample(
                     [prompts.of(row) for row in numbers],
                     sampling,
@@ -290,6 +298,18 @@ def sample_answers(
                     records.append({"id": dataset.rows[row].id, "row": row, "answers": texts})
                 log.append(records)
                 bar.update(int(prompts.lengths[batch].sum()))
+
+
+def answer_limits(dataset: Dataset, usual: int) -> NDArray[np.int64]:
+    """Return the most tokens of each row's answer, [N]: ``usual``, or what the row names, if that
+    is more; 0 for a row that does not apply."""
+    named = np.array([row.answer_tokens for row in dataset.rows], np.int64)
+    return np.where(dataset.applies, np.maximum(named, usual), 0)
+
+
+def _by_limit(rows: NDArray[np.int64], limits: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+    """Return the rows of each limit of an answer, the shortest first."""
+    return [rows[limits[rows] == limit] for limit in np.unique(limits[rows])]
 
 
 def check_samples(engine: LoadedModel) -> None:
@@ -395,7 +415,7 @@ def render_all(
     engine: Engine, dataset: Dataset, prompt_format: PromptFormat, reserve: int
 ) -> Prompts:
     """Return the token ids of all prompts.  A row that applies must leave room for ``reserve``
-    tokens of an answer.
+    tokens of an answer, or for those that it names.
 
     Raises DataError that names every row that the model cannot take."""
 
@@ -410,7 +430,7 @@ def render_all(
         ((row.line, row) for row in dataset.rows),
         ids_of,
         engine.identity.max_tokens,
-        lambda row: reserve if row.applies else 0,
+        lambda row: max(reserve, row.answer_tokens) if row.applies else 0,
     )
     lengths = np.array([len(part) for part in parts], np.int64)
     return Prompts(np.concatenate(parts), np.concatenate([[0], np.cumsum(lengths)]))

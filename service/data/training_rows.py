@@ -13,6 +13,10 @@ A training row has these keys:
 ``group``                   optional: folds keep the rows of a group together.  They also keep
                             together rows with the same prompt, and rows without a group that ask
                             the same in other words
+``answer_tokens``           optional: tokens that a generated answer to this row may need, where
+                            that is more than the run's length of answers
+``relation``, ``subject``   optional: what an English fact is about, for wordings of its relation
+                            (``forms/relations.toml``)
 ``applies``                 false for a row that asks for no fact; it has neither ``label`` nor
                             ``answers``
 
@@ -98,6 +102,9 @@ class Row:
     statement: str = ""  # a sentence that gives the answer, for the forms that state facts
     answer: str = ""  # the answer that ``label`` is about, exactly as it stands behind the prompt
     decoding: Decoding | None = None  # how that answer was decoded; None if the row does not say
+    answer_tokens: int = 0  # that a generated answer may need, if more than the run's length
+    relation: str = ""  # of a fact, with its subject
+    subject: str = ""
 
     @property
     def question(self) -> str:
@@ -280,9 +287,12 @@ def read_dataset(
                 prompt_digest=prompt_digest(value),
                 strata={key: str(value[key]) for key in STRATA if value.get(key) is not None},
                 applies=value.get("applies", True),
-                statement=value["statement"] if isinstance(value.get("statement"), str) else "",
+                statement=text_of(value.get("statement")),
                 answer=(value.get("answer") or answer) if labels == "given" else "",
                 decoding=decoding_of(value.get("decoding")) if labels == "given" else None,
+                answer_tokens=0 if labels == "given" else value.get("answer_tokens") or 0,
+                relation=text_of(value.get("relation")),
+                subject=text_of(value.get("subject")),
             )
         )
     problems += _across(rows)
@@ -323,6 +333,11 @@ def _checked(
     return values, f"sha256:{digest.hexdigest()}"
 
 
+def text_of(value: object) -> str:
+    """Return a string as it is, and "" for anything else."""
+    return value if isinstance(value, str) else ""
+
+
 def _check_row(value: dict[str, Any], labels: TrainingLabels, all_labelled: bool) -> Iterator[str]:
     yield from check_id(value)
     yield from check_text(value, "group", required=False)
@@ -338,6 +353,12 @@ def _check_row(value: dict[str, Any], labels: TrainingLabels, all_labelled: bool
             else ""
         )
         yield problem + (renamed if {"prompt", "messages"} & likely.keys() else keys_text)
+    tokens = value.get("answer_tokens") or 0
+    if labels != "given" and not (type(tokens) is int and tokens >= 0):
+        yield (
+            "'answer_tokens', the tokens that this row's answer may need, must be a whole number,"
+            f" found {json.dumps(tokens)[:60]}"
+        )
     applies = value.get("applies", True)
     if not isinstance(applies, bool):
         yield f"'applies' must be true or false, found {json.dumps(applies)[:60]}"

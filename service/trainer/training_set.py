@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,11 +26,12 @@ from service.data.forms import (
 )
 from service.data.forms.crossed import (
     PLAIN_WORDING,
+    RELATIONS,
     held_out_families,
     in_wordings,
     training_families,
 )
-from service.data.forms.several import no_fact_rows
+from service.data.forms.several import no_fact_rows, several_rows
 from service.data.forms.tasks import task_rows
 from service.data.judges import normalise, parts_of
 from service.data.run_folder import IN_FORMS
@@ -44,6 +45,7 @@ from service.trainer.options import MIXTURE, Console, TrainOptions
 SAMPLE_SIZE = 48  # questions
 LEAST_SAMPLE = 8  # questions; with fewer the bundle carries no sample
 SAMPLE_SHARE = 0.05  # most of the training rows that the sample may take
+JUDGES_OF_PARTS = ("contains", "openai")  # those that can judge an answer to several questions
 JUDGES = ("contains", "exact")  # those that a service has: they need no endpoint and no pattern
 LONGEST = 400  # characters of a question that a table can show
 ASKED_ALONE = (
@@ -59,6 +61,9 @@ FIRST_ROWS, LEAST_FOR_FIRST = 1000, 3000  # of a first bundle, and of a run that
 MEASURED_TASKS = 120  # of them, whose mean length stands for all
 LIKE_QUESTIONS = 1 / 3  # share of these requests that look like questions: key words and follow-ups
 REWORDED, WORDINGS_EACH = 0.25, 3  # share of the questions that are reworded, and wordings of each
+# share of the questions that are also asked among others, as follow-ups or inside a task
+SEVERAL = 0.16
+SET_ASIDE = 0.05  # share of the questions that are only the other ones of such messages
 _PLAIN = ("lone", PLAIN_WORDING)  # forms that leave a question as it is
 LONGEST_REWORDED = 240  # characters; longer questions are not reworded
 
@@ -273,7 +278,7 @@ def _in_forms(
         )
     mixture = options.wanted_forms == (MIXTURE,)
     if mixture:
-        formed += _reworded(rows, formed, name, seed, fits)
+        formed = _also_in_other_words(options, rows, formed, name, fits)
     if name == "train" and mixture and fits.prompt_format == "chat" and not len(dataset.others):
         formed += _no_fact_requests(no_fact_count(len(dataset)), seed, fits)
     formed = list(map(_with_answers, formed))
@@ -344,11 +349,19 @@ def _no_fact_requests(count: int, seed: int, fits: Fits) -> list[dict[str, Any]]
     return [row for row in tasks if fits.takes(row["messages"])]
 
 
+class SamplePrompts(NamedTuple):
+    """Token ids of questions as a run asks them, and of some requests that ask for no fact."""
+
+    questions: list[list[int]]  # in forms
+    alone: list[list[int]]
+    no_fact: list[list[int]]
+    answer_length: float  # mean limit of the answers to ``questions``, in usual ones
+
+
 def sample_prompts(
     options: TrainOptions, dataset: Dataset, engine: Engine, prompt_format: PromptFormat
-) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
-    """Return token ids of these questions as the run asks them: in forms, alone, and of some
-    requests that ask for no fact.
+) -> SamplePrompts:
+    """Return these questions as the run asks them.
 
     Where a form repeats the model's own earlier answer, a text of that length stands in for it."""
     fits, seed = Fits(engine, prompt_format, options.answer_tokens), options.shuffles[0]
@@ -359,7 +372,7 @@ def sample_prompts(
         answers = {row["id"]: "word " * (options.answer_tokens // 2) for row in rows}
         questions = in_forms(rows, forms, seed=seed, model_answers=answers, fits=fits)
         if options.wanted_forms == (MIXTURE,):
-            questions += _reworded(rows, questions, "train", seed, fits)
+            questions = _also_in_other_words(options, rows, questions, "train", fits)
             no_fact = _no_fact_requests(MEASURED_TASKS, seed, fits)
 
     def rendered(rows: Sequence[dict[str, Any]]) -> list[list[int]]:
@@ -370,7 +383,11 @@ def sample_prompts(
 
     if prompt_format != "chat":
         no_fact = []
-    return rendered(questions), rendered(lone), rendered(no_fact)
+    usual = options.answer_tokens
+    limits = [max(usual, row.get("answer_tokens", 0)) for row in questions]
+    return SamplePrompts(
+        rendered(questions), rendered(lone), rendered(no_fact), float(np.mean(limits)) / usual
+    )
 
 
 def _objects(options: TrainOptions, dataset: Dataset) -> list[dict[str, Any]]:
@@ -389,6 +406,22 @@ def _possible_ids(row: dict[str, Any], forms: Sequence[Form]) -> set[str]:
 def _with_answers(row: dict[str, Any]) -> dict[str, Any]:
     """Return the row with its patterns under the key of answers."""
     return {ANSWERS if key == PATTERNS else key: value for key, value in row.items()}
+
+
+def _also_in_other_words(
+    options: TrainOptions,
+    rows: Sequence[dict[str, Any]],
+    formed: Sequence[dict[str, Any]],
+    name: str,
+    fits: Fits,
+) -> list[dict[str, Any]]:
+    """Return the rows in forms, and those that the mixture adds to them."""
+    seed = options.shuffles[0]
+    formed = [*formed, *_reworded(rows, formed, name, seed, fits)]
+    can_judge = options.answers == "generate" and options.judge_name in JUDGES_OF_PARTS
+    if can_judge and fits.prompt_format == "chat":
+        return _among_others(rows, formed, name, seed, fits)
+    return formed
 
 
 def _reworded(
@@ -412,6 +445,54 @@ def _reworded(
     taken = {row["messages"][0]["content"] for row in formed if len(row.get("messages", ())) == 1}
     wordings = in_wordings(drawn, families, per_row=WORDINGS_EACH, seed=seed, taken=taken)
     return [row for row in wordings if fits.takes(row["messages"], fits.reserve)]
+
+
+def _among_others(
+    rows: Sequence[dict[str, Any]],
+    formed: Sequence[dict[str, Any]],
+    name: str,
+    seed: int,
+    fits: Fits,
+) -> list[dict[str, Any]]:
+    """Return the rows, less those of a share of the groups, and a share of the other questions
+    again: beside another question, as a follow-up or inside a task.
+
+    The other questions are those of the groups that are set aside, so that no label depends on a
+    fact of another fold.  Held-out rows get texts that no training row has."""
+    asking = [
+        row
+        for row in rows
+        if 0 < len(row.get("prompt", "")) < LONGEST_REWORDED and row.get(ANSWERS)
+    ]
+    sizes = Counter(row["group"] for row in rows)
+    groups = sorted({row["group"] for row in asking})
+    random.Random(f"{seed} among others").shuffle(groups)
+    aside = _beginning(groups, sizes, SET_ASIDE)
+    drawn = _beginning([group for group in groups if group not in aside], sizes, SEVERAL)
+    among = several_rows(
+        [row for row in asking if row["group"] in drawn],
+        [row for row in asking if row["group"] in aside],
+        seed=seed,
+        test=name == "test",
+    )
+    among = [
+        row
+        for row in among
+        if fits.takes(row["messages"], max(fits.reserve, row.get("answer_tokens", 0)))
+    ]
+    return [row for row in formed if row["group"] not in aside] + among
+
+
+def _beginning(groups: Sequence[str], sizes: Counter[str], share: float) -> set[str]:
+    """Return the first groups that together have at most this share of all rows; one that is too
+    large is passed over."""
+    room = round(share * sizes.total())
+    taken = set()
+    for group in groups:
+        if sizes[group] <= room:
+            taken.add(group)
+            room -= sizes[group]
+    return taken
 
 
 def _own_answers(
@@ -463,6 +544,8 @@ def _object(row: Row, group: str, key: str) -> dict[str, Any]:
     if row.applies and row.answers:
         answers[key] = list(row.answers)
     stated = {"statement": row.statement} if row.statement else {}
+    if row.relation in RELATIONS and row.subject and row.statement and row.prompt is not None:
+        stated |= {"relation": row.relation, "subject": row.subject}
     return {"id": row.id, "group": group} | row.strata | question | answers | stated
 
 

@@ -126,7 +126,7 @@ def estimated(
     geometry, site = engine.identity.geometry, options.site
     reading_s = (
         volume.answered_tokens + volume.read_tokens
-    ) * rates.token_s + volume.answered_rows * rates.answer_s
+    ) * rates.token_s + volume.usual_answers * rates.answer_s
     sampling_s = volume.sampled_tokens * rates.token_s + volume.sampled_rows * rates.sample_s
     sites = {site, *options.sites}
     numbers = sum(geometry.num_layers * geometry.width(each) for each in sites)
@@ -212,8 +212,9 @@ def _described(volume: Volume, options: TrainOptions) -> str:
     rows = [f"{volume.fitted_rows:,.0f} training rows"]
     rows += [f"{volume.no_fact_rows:,.0f} that ask for no fact"] if volume.no_fact_rows else []
     rows += [f"{volume.test_rows:,.0f} held-out rows"] if volume.test_rows else []
+    longer = ", some of them longer" if volume.usual_answers > volume.answered_rows else ""
     answers = (
-        f"; {volume.answered_rows:,.0f} answers of up to {options.answer_tokens} tokens"
+        f"; {volume.answered_rows:,.0f} answers of up to {options.answer_tokens} tokens{longer}"
         if volume.answered_rows
         else ""
     )

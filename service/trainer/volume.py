@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from service.data.collection import render_all
+from service.data.collection import answer_limits, render_all
 from service.data.training_rows import Dataset
 from service.engines.base import Engine
 from service.prompts import PromptFormat
@@ -31,6 +31,7 @@ class Volume:
 
     answered_rows: float  # prompts that the model answers
     answered_tokens: float  # of these prompts
+    usual_answers: float  # these answers, a longer one by its limit: one of twice counts as two
     read_rows: float  # prompts that are read and not answered
     read_tokens: float
     training_rows: float
@@ -53,6 +54,7 @@ class Sampled:
     prompts: tuple[tuple[int, ...], ...]  # token ids, in a drawn order
     rows: float  # rows of one question
     tokens: float  # mean of a row
+    answer_length: float  # mean limit of an answer, in usual ones
     alone: float  # mean tokens of a question by itself
     no_fact: float  # mean tokens of a request that asks for no fact
 
@@ -78,6 +80,7 @@ class Sampled:
         return Volume(
             answered_rows=alone + train + test,
             answered_tokens=alone * self.alone + (train + test) * self.tokens,
+            usual_answers=alone + (train + test) * self.answer_length,
             read_rows=no_fact,
             read_tokens=no_fact * self.no_fact,
             training_rows=train + no_fact,
@@ -95,16 +98,15 @@ def sampled(
     """Return a sample of the questions of ``dataset`` in the forms that the options name."""
     draw = random.Random(f"{options.shuffles[0]} trial")
     positions = sorted(draw.sample(range(len(dataset)), min(SAMPLED, len(dataset))))
-    questions, alone, no_fact = sample_prompts(
-        options, dataset.part(positions), engine, prompt_format
-    )
-    draw.shuffle(questions)
+    sample = sample_prompts(options, dataset.part(positions), engine, prompt_format)
+    draw.shuffle(sample.questions)
     return Sampled(
-        prompts=tuple(map(tuple, questions)),
-        rows=len(questions) / len(positions),
-        tokens=_mean_length(questions),
-        alone=_mean_length(alone),
-        no_fact=_mean_length(no_fact),
+        prompts=tuple(map(tuple, sample.questions)),
+        rows=len(sample.questions) / len(positions),
+        tokens=_mean_length(sample.questions),
+        answer_length=sample.answer_length,
+        alone=_mean_length(sample.alone),
+        no_fact=_mean_length(sample.no_fact),
     )
 
 
@@ -122,13 +124,15 @@ def as_they_are(
     """Return what a run reads whose rows are those of the files."""
     generate = options.generates
     reserve = options.answer_tokens if generate else 0
-    answered_rows = answered_tokens = read_rows = read_tokens = 0.0
+    answered_rows = answered_tokens = usual_answers = read_rows = read_tokens = 0.0
     sampled_rows = sampled_tokens = 0.0
     for data in filter(None, (dataset, test)):
         lengths = render_all(engine, data, prompt_format, reserve).lengths
         asking = lengths[data.asking] if generate else lengths[:0]
         answered_rows += len(asking)
         answered_tokens += asking.sum()
+        if generate:
+            usual_answers += answer_limits(data, reserve).sum() / reserve
         read_rows += len(lengths) - len(asking)
         read_tokens += lengths.sum() - asking.sum()
         if options.answers == "self" and (data is dataset or labels_itself(data, options)):
@@ -142,6 +146,7 @@ def as_they_are(
     return Volume(
         answered_rows=answered_rows,
         answered_tokens=float(answered_tokens),
+        usual_answers=float(usual_answers),
         read_rows=read_rows,
         read_tokens=float(read_tokens),
         training_rows=len(dataset),

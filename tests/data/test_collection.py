@@ -30,7 +30,7 @@ from service.errors import DataError, EngineError, NonFiniteReadout, RunMismatch
 from service.readout import Pooling, Site
 from tests.engines import tiny
 from tests.fitting.planted import GEOMETRY, PlantedEngine, planted_rows, write_rows
-from tests.kit.rows import read_lines
+from tests.kit.rows import read_lines, without
 from tests.scripted_engine import ScriptedEngine
 from tests.trainer.made import killed
 
@@ -127,6 +127,53 @@ def test_rows_are_the_engines_own_in_the_order_of_the_data(
     answers = read_lines(tmp_path / "run" / "answers.jsonl")
     assert sorted(answer["row"] for answer in answers) == list(range(50))
     assert all(dataset.rows[answer["row"]].id == answer["id"] for answer in answers)
+
+
+class Lengths(PlantedEngine):
+    """Notes which prompts may get answers of which length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lengths: dict[tuple[int, ...], int] = {}
+
+    def extract(self, prompts: Any, sites: Any, *others: Any, **read: Any) -> Extraction:
+        sampling = read.get("sampling") or (others[1] if len(others) > 1 else None)
+        length = 0 if sampling is None else sampling.max_tokens
+        self.lengths.update((tuple(prompt), length) for prompt in prompts)
+        return super().extract(prompts, sites, *others, **read)
+
+
+@pytest.mark.parametrize("stop", [None, 1, 3, 5])
+def test_a_row_may_need_a_longer_answer_than_the_others(tmp_path: Path, stop: int | None) -> None:
+    rows = [
+        row | {"answers": ["Paris"], "answer_tokens": (0, 9, 2)[number % 3]}
+        for number, row in enumerate(without(planted_rows(50), "label"))
+    ]
+    rows += [{"prompt": f"Write poem {number}.", "applies": False} for number in range(9)]
+    dataset = read_dataset(write_rows(tmp_path / "rows.jsonl", rows), "generate", folds=0)
+    engine, calls = Lengths(), list[int]()
+    if stop is not None:
+        run(
+            dataset,
+            tmp_path / "run",
+            engine,
+            enough=lambda rows, lengths: bool(calls.append(len(rows)) or len(calls) == stop),
+        )
+    collection = run(dataset, tmp_path / "run", engine)
+    for row, asked in enumerate(rows):
+        length = max(4, asked.get("answer_tokens", 0)) if "answers" in asked else 0
+        assert engine.lengths[tuple(collection.prompts.of(row))] == length
+    answers = read_lines(tmp_path / "run" / "answers.jsonl")
+    assert sorted(answer["row"] for answer in answers) == list(range(50))
+    assert all(dataset.rows[answer["row"]].id == answer["id"] for answer in answers)
+
+
+def test_a_longer_answer_needs_room(tmp_path: Path) -> None:
+    rows = [{"prompt": "Who?", "answers": ["I"]}, {"prompt": "And?", "answers": ["I"]}]
+    rows[1]["answer_tokens"] = 5000  # type: ignore[assignment]
+    dataset = read_dataset(write_rows(tmp_path / "rows.jsonl", rows), "generate", folds=None)
+    with pytest.raises(DataError, match=r"line 2: (?!.*line 1)"):
+        run(dataset, tmp_path / "run")
 
 
 @pytest.mark.parametrize("finished", [0, 1, 4, 7])

@@ -122,6 +122,15 @@ def test_one_bad_line_of_generated_labels(
     assert said in found
 
 
+@pytest.mark.parametrize("tokens", ["64", -1, 6.5, True])
+def test_the_length_of_an_answer_is_a_whole_number(tmp_path: Path, tokens: Any) -> None:
+    rows = [X | {"answers": ["y"], "answer_tokens": tokens}, X | {"id": "b", "answers": ["y"]}]
+    [problem, *_] = problems_of(tmp_path, rows, labels="generate")
+    shown = json.dumps(tokens)
+    assert problem.startswith("line 1: 'answer_tokens', the tokens that this row's answer may need")
+    assert problem.endswith(f"must be a whole number, found {shown}")
+
+
 def test_rows_that_do_not_apply_count_for_no_class(tmp_path: Path) -> None:
     subjects = ("a tired poem", "some winter story", "my silly song")
     rows: Rows = [{"id": one, "prompt": f"Write {one}.", "applies": False} for one in subjects]

@@ -3,6 +3,7 @@ ledger."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import pytest
 from scipy.special import logit
 
 from probes_store.store import Store
-from service.data.forms import FORMS, is_one_message
+from service.data.forms import FORMS, is_one_message, several
 from service.data.forms.crossed import held_out_families
 from service.data.training_rows import read_dataset
 from service.engines.base import Extraction
@@ -83,6 +84,17 @@ def reworded(row: dict[str, Any]) -> bool:
     return str(row["form"]).startswith("wording_")
 
 
+def among_others(row: dict[str, Any]) -> bool:
+    return row["form"] in {form.name for form in several.FORMS}
+
+
+def asked_once(rows: Rows) -> Rows:
+    """The questions in a form of conversation each, without those that the mixture adds."""
+    return [
+        row for row in rows if row["form"] != "task" and not (reworded(row) or among_others(row))
+    ]
+
+
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     """The folder of a run with everything by default, and what it printed."""
@@ -96,8 +108,11 @@ def test_generated_labels_are_asked_in_a_mixture_by_default(mixed: tuple[Path, l
     rows = in_forms(folder)
     tasks = [row for row in rows if "answers" not in row]
     worded = [row for row in rows if reworded(row)]
-    asking = [row for row in rows if "answers" in row and not reworded(row)]
-    assert (len(asking), len(worded), len(tasks)) == (240, 180, 200)
+    among = list(filter(among_others, rows))
+    asking = asked_once(rows)
+    # 12 of the 240 questions are set aside, 38 are asked again among others.
+    assert (len(asking), len(among), len(tasks)) == (228, 38, 200)
+    assert len(asking) + len(worded) + len(among) + len(tasks) == len(rows)
     assert all(row["form"] == "task" and row["applies"] is False for row in tasks)
     counts = Counter(row["form"] for row in asking)
     assert len(counts) > 20
@@ -105,17 +120,18 @@ def test_generated_labels_are_asked_in_a_mixture_by_default(mixed: tuple[Path, l
     own = next(row for row in asking if row["form"] == "turn_own")
     assert own["messages"][1]["content"] in said
     data = Store(folder / "store").load("planted").evaluation()["data"]
-    counts.update(row["form"] for row in worded)
+    counts.update(row["form"] for row in (*worded, *among))
+    count = counts.total()
     assert data["forms"] == dict(sorted(counts.items())) | {"task": 200}
-    assert (data["rows"], data["others"]) == (420, 200)
-    assert data["factual"] + data["hallucinated"] + data["left_out"] == 420
-    [line] = [line for line in told if line.startswith("420 rows of rows.jsonl in")]
+    assert (data["rows"], data["others"]) == (count, 200)
+    assert data["factual"] + data["hallucinated"] + data["left_out"] == count
+    [line] = [line for line in told if line.startswith(f"{count} rows of rows.jsonl in")]
     assert line.startswith(
-        f"420 rows of rows.jsonl in {len(counts)} forms, and 200 requests that ask for no fact"
+        f"{count} rows of rows.jsonl in {len(counts)} forms, and 200 requests that ask for no fact"
     )
     before = {row["id"]: row["group"] for row in questions()}
     assert all(
-        row["group"] == before[row["id"].partition("+")[0]] for row in (*asking, *worded)
+        row["group"] == before[row["id"].partition("+")[0]] for row in (*asking, *worded, *among)
     )  # whatever the form
     kinds = Counter(row["kind"] for row in tasks)
     assert kinds["task/key_words"] + kinds["task/after_request"] > 10, (
@@ -129,7 +145,8 @@ def test_some_questions_are_asked_in_three_wordings_and_held_out_ones_in_others(
     folder, _ = mixed
     rows = {name: list(filter(reworded, in_forms(folder, name))) for name in ("train", "test")}
     asked = Counter(row["id"].partition("+")[0] for row in rows["train"])
-    assert (len(asked), set(asked.values())) == (60, {3}), "a quarter of 240"
+    assert set(asked.values()) == {3}
+    assert 54 <= len(asked) <= 60, "a quarter of 240, less those that are set aside"
     assert len({row["form"] for row in rows["train"]}) > 10
     assert {row["form"] for row in rows["test"]} <= {
         f"wording_{family.name}" for family in held_out_families()
@@ -142,6 +159,46 @@ def test_some_questions_are_asked_in_three_wordings_and_held_out_ones_in_others(
         if len(row["messages"]) == 1 and "answers" in row
     ]
     assert len(texts) == len(set(texts))
+
+
+@pytest.mark.parametrize("name", ["train", "test"])
+def test_the_other_questions_of_a_message_are_asked_in_no_other_row(
+    mixed: tuple[Path, list[str]], name: str
+) -> None:
+    """So no label depends on a fact of another fold."""
+    rows = in_forms(mixed[0], name)
+    every = questions() if name == "train" else questions(100, seed=3)
+    asked = {row["group"] for row in rows if row["form"] != "task"}
+    aside = {row["answers"][0] for row in every if row["group"] not in asked}
+    assert len(aside) == (12 if name == "train" else 4), "groups of two, at most 5 %"
+    own = {row["id"]: row["answers"][0] for row in every}
+    met: list[str] = []
+    for row in rows:
+        if row["form"] in ("two_questions", "three_questions"):
+            named = [part[0] for part in json.loads(row["answers"][0])["parts"]]
+            named.remove(own[row["id"].partition("+")[0]])
+            assert aside.issuperset(named)
+            met += named
+    assert met
+    assert len(met) == len(set(met)), "each is used once"
+
+
+def test_a_question_among_others_may_need_a_longer_answer(
+    mixed: tuple[Path, list[str]],
+) -> None:
+    long = {form.name for form in several.FORMS if form.long}
+    rows = list(filter(among_others, in_forms(mixed[0])))
+    assert {row["form"] in long for row in rows} == {False, True}
+    for row in rows:
+        assert row.get("answer_tokens", 0) == (several.LONG_ANSWER if row["form"] in long else 0)
+
+
+def test_where_the_judge_takes_one_answer_no_message_asks_several_questions(tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match="no row is factual"):  # no answer is the name alone
+        run(tmp_path, Roomy(), questions(), **MIXED | {"judge": "exact"})
+    rows = in_forms(tmp_path)
+    assert not any(map(among_others, rows))
+    assert len(asked_once(rows)) == 240
 
 
 def test_the_card_says_how_decisions_hold_under_other_wordings(
@@ -200,7 +257,8 @@ def test_held_out_rows_have_a_table_by_form_and_no_requests(mixed: tuple[Path, l
         )
         assert (record["file"], record["digest"]) == (file, own)
         assert own != made
-    assert bundle.manifest.training.rows == 420
+    asking = [row for row in in_forms(folder, "train") if row["form"] != "task"]
+    assert bundle.manifest.training.rows == len(asking)
 
 
 def test_the_same_run_again_reads_nothing_and_gives_the_same_bundle(
@@ -284,8 +342,9 @@ def test_conversations_stay_as_they_are_and_rows_that_do_not_apply_bring_no_othe
         [*questions(), {"id": "c", "messages": chat, "answers": ["Paris"]}, poem],
         **MIXED,
     )
-    found = {row["id"]: row for row in in_forms(tmp_path) if not reworded(row)}
-    assert len(found) == 242
+    rows = in_forms(tmp_path)
+    found = {row["id"]: row for row in rows if not (reworded(row) or among_others(row))}
+    assert len(found) == 230, "two more than 240 questions, less 12 that are set aside"
     assert (found["c"]["messages"], found["c"]["form"]) == (chat, "messages")
     assert (found["t"]["form"], found["t"]["prompt"]) == ("task", "Write a poem.")
 
@@ -313,7 +372,7 @@ def test_what_is_too_long_for_the_model_takes_another_form(tmp_path: Path) -> No
     bundle, console = run(tmp_path, PlantedEngine(max_tokens=limit), questions(), **MIXED)
     forms = bundle.evaluation()["data"]["forms"]
     assert not {"context_1k", "context_4k"} & set(forms)
-    assert sum(count for name, count in forms.items() if name in FORMS) == 240
+    assert sum(count for name, count in forms.items() if name in FORMS) == 228
     assert 0 < forms["task"] < 200
     [line] = [
         line for line in console.lines if line.startswith(f"beyond the model's {limit} tokens")

@@ -107,13 +107,16 @@ def test_answers_are_timed_as_in_calls_of_the_run(
 def test_a_sample_in_forms_stands_for_the_volume_of_all(tmp_path: Path, bank: Any) -> None:
     options, engine = of_the_bank(tmp_path), Timed()
     sample = sampled(options, bank, engine, "chat")
-    assert 1.5 < sample.rows < 1.8, "a quarter of the questions has three more wordings"
+    # A quarter of the questions has three more wordings, a sixth is asked among others.
+    assert 1.7 < sample.rows < 1.95
+    assert 1.0 < sample.answer_length < 1.2, "some answers may be longer"
     volume = sample.volume(options, 9593, 1800, chat=True)
     assert volume.no_fact_rows == pytest.approx(0.15 * 9593, abs=1)
     assert volume.answered_rows == pytest.approx(1200 + (9593 + 1800) * sample.rows)
     estimate = estimated(volume, Rates(TOKEN_S, ANSWER_S), options, engine)
     tokens = volume.answered_tokens + volume.read_tokens
-    expected = TOKEN_S * tokens + ANSWER_S * volume.answered_rows
+    usual_answers = 1200 + (volume.answered_rows - 1200) * sample.answer_length
+    expected = TOKEN_S * tokens + ANSWER_S * usual_answers
     assert estimate.reading_s == pytest.approx(expected)
     half = estimated(volume, Rates(TOKEN_S, ANSWER_S), options, engine, done=0.5)
     assert half.reading_s == pytest.approx(expected / 2)
@@ -172,7 +175,7 @@ def test_cold_processes_and_one_disturbance_do_not_move_the_rates_of_fits(
 
 def test_what_is_not_measured_by_itself_takes_longer_on_a_busy_machine(tmp_path: Path) -> None:
     options, engine = of_the_bank(tmp_path, evaluate=False), Timed()
-    nothing = Volume(*[0.0] * 8)
+    nothing = Volume(*[0.0] * 9)
     for slowdown in (1.0, 4.0):
         rates = Rates(0.0, 0.0, slowdown=slowdown)
         assert estimated(nothing, rates, options, engine).fitting_s == slowdown * AFTER_S

@@ -18,7 +18,8 @@ from typing import Any
 from hallutracer_research.data.mixture import read_rows
 from service.data.bank import SPLITS, bank_file
 
-FIELDS = ("id", "prompt", "answers", "group", "kind", "statement")
+FACTS = "facts/"  # the kind of a fact is this and its relation
+FIELDS = ("id", "prompt", "answers", "group", "kind", "statement", "relation", "subject")
 OTHER_NAMES: Mapping[str, list[str]] = tomllib.loads(
     Path(__file__).with_name("other_names.toml").read_text(encoding="utf-8")
 )
@@ -27,7 +28,7 @@ OTHER_NAMES: Mapping[str, list[str]] = tomllib.loads(
 
 def with_other_names(row: dict[str, Any]) -> dict[str, Any]:
     """Return a row of facts with its answers by their other names, too; any other as it is."""
-    if not row["kind"].startswith("facts/"):
+    if not row["kind"].startswith(FACTS):
         return row
     answers = list(row["answers"])
     for answer in row["answers"]:
@@ -35,11 +36,20 @@ def with_other_names(row: dict[str, Any]) -> dict[str, Any]:
     return {**row, "answers": answers}
 
 
+def with_relation(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row of facts with its relation and subject, which its kind and id hold; any other
+    as it is."""
+    if not row["kind"].startswith(FACTS):
+        return row
+    _, subject, _ = row["id"].split(":")
+    return {**row, "relation": row["kind"].removeprefix(FACTS), "subject": subject}
+
+
 def packed(rows: Iterable[dict[str, Any]]) -> bytes:
     """Return rows as the bank keeps them: fields that training reads, other names
     accepted, groups in the order of a hash of their name."""
     ordered = sorted(
-        map(with_other_names, rows),
+        (with_relation(with_other_names(row)) for row in rows),
         key=lambda row: (hashlib.sha256(row["group"].encode()).digest(), row["id"]),
     )
     lines = []
