@@ -124,8 +124,8 @@ def test_one_bad_line_of_generated_labels(
 
 @pytest.mark.parametrize("tokens", ["64", -1, 6.5, True])
 def test_the_length_of_an_answer_is_a_whole_number(tmp_path: Path, tokens: Any) -> None:
-    rows = [X | {"answers": ["y"], "answer_tokens": tokens}, X | {"id": "b", "answers": ["y"]}]
-    [problem, *_] = problems_of(tmp_path, rows, labels="generate")
+    row = {"prompt": "x", "answers": ["y"]}
+    [problem] = problems_of(tmp_path, [row | {"answer_tokens": tokens}, row], labels="generate")
     shown = json.dumps(tokens)
     assert problem.startswith("line 1: 'answer_tokens', the tokens that this row's answer may need")
     assert problem.endswith(f"must be a whole number, found {shown}")
