@@ -291,6 +291,8 @@ def _cell(name: str, text: str) -> Any:
     value = text.strip()
     if name == "label" and LABEL.fullmatch(value):
         return int(float(value))
+    if name == "answer_tokens" and value.isdecimal():
+        return int(value)
     if name == "applies" and value.lower() in ("true", "false"):
         return value.lower() == "true"
     if name in ("answers", "messages") and value.startswith("["):

@@ -390,7 +390,8 @@ class TrainOptions(FoldOptions, ConfidenceOptions):
         str | None,
         option(
             "Forms of conversation that questions are asked in.  mixture: all, by weight, a quarter"
-            " of the questions in three more wordings each, and requests that ask for no fact. "
+            " of the questions in three more wordings each, a sixth among others, as follow-ups or"
+            " inside a task, and requests that ask for no fact. "
             " none: as they are.  Else families or names of 'hallutracer data forms', with commas. "
             " Default: mixture; none with given labels, which belong to the prompts as they are.",
             metavar="NAMES",
