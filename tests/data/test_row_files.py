@@ -79,7 +79,8 @@ def test_packed_lines_and_tables_are_the_same_rows(tmp_path: Path) -> None:
 def test_cells_have_the_types_of_their_fields(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_text(
-        'prompt,answers,applies,kind,answer_tokens\na,"[""x"", ""y""]",,k,64\nb,z,,,\n\nHi!,,FALSE,,\n'
+        'prompt,answers,applies,kind,answer_tokens\na,"[""x"", ""y""]",,k,64\n'
+        "b,z,,,\n\nHi!,,FALSE,,\n"
     )
     rows = read_dataset(path, "generate", folds=None).rows
     assert [row.answers for row in rows] == [("x", "y"), ("z",), ()]
