@@ -93,6 +93,7 @@ def engine_rates(
     site = options.site if options.answer_probes and engine.reads_answers else None
     answering: dict[str, Any] = {} if site is None else {"answer_site": site}
     sampling = Sampling(max_tokens=options.answer_tokens, temperature=0.0)
+    waiting.sort(key=len)  # of short prompts, the answers take most of a call
     answered = calls(ANSWER_S, 2, sampling=sampling, **answering)
     rates = Rates(token_s, _answer_seconds(answered, token_s, options.batch_rows))
     if options.answers != "self":
