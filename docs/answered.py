@@ -4,10 +4,11 @@ answers are wrong.
     python docs/answered.py --model "SmolLM2-135M" BUNDLE ROWS [RUN] \\
         --model "Qwen2.5-Coder-1.5B" BUNDLE ROWS [RUN]
 
-BUNDLE is a bundle's folder, whose record has the cross-fitted risk of each row; ROWS its training
-file, JSONL or JSONL.gz; RUN the run folder of that training, for the entropy of the first token.
-Kind + form + text is a logistic regression, cross-fitted on the same groups.  Run it after a new
-bundle."""
+A model that is not named is drawn as docs/answered.json has it, where the curves of each model are
+kept.  BUNDLE is a bundle's folder, whose record has the cross-fitted risk of each row; ROWS its
+training file, JSONL or JSONL.gz; RUN the run folder of that training, for the entropy of the first
+token.  Kind + form + text is a logistic regression, cross-fitted on the same groups.  Run it after
+a new bundle."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ import gzip
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -173,13 +174,37 @@ def at_threshold(own: Questions) -> tuple[float, float] | None:
     return (float(below.mean()), float(own.wrong[below].mean())) if below.any() else None
 
 
-def panel(axes: Axes, own: Questions) -> None:
-    """Draw one model."""
+@dataclass(frozen=True)
+class Curves:
+    """What the picture shows of one model: for each signal three curves [100] over ``SHARES``."""
+
+    questions: int
+    break_even: float
+    guaranteed: bool
+    at_threshold: tuple[float, float] | None
+    signals: dict[str, tuple[list[float], list[float], list[float]]]  # share wrong, and its band
+
+
+def curves(own: Questions) -> Curves:
+    """Return the curves of one model."""
+
+    def rounded(values: Floats) -> list[float]:
+        return [round(float(value), 4) for value in values]
+
+    signals = {}
     for name, score in own.scores.items():
-        colour = COLOURS[name]
         low, high = band(own.wrong, score, own.group)
+        shares = wrong_among_answered(own.wrong, score)
+        signals[name] = (rounded(shares), rounded(low), rounded(high))
+    return Curves(len(own.wrong), own.break_even, own.guaranteed, at_threshold(own), signals)
+
+
+def panel(axes: Axes, title: str, own: Curves) -> None:
+    """Draw one model."""
+    for name, (shares, low, high) in own.signals.items():
+        colour = COLOURS[name]
         axes.fill_between(SHARES, low, high, color=colour, alpha=0.15, linewidth=0)
-        axes.plot(SHARES, wrong_among_answered(own.wrong, score), color=colour, label=name)
+        axes.plot(SHARES, shares, color=colour, label=name)
     axes.axhline(
         own.break_even,
         color="#555555",
@@ -187,12 +212,12 @@ def panel(axes: Axes, own: Questions) -> None:
         linestyle="--",
         label="as good as withholding all",
     )
-    if (point := at_threshold(own)) is not None:
+    if (point := own.at_threshold) is not None:
         face = COLOURS["the bundle"] if own.guaranteed else "white"
         label = "the guaranteed threshold" if own.guaranteed else "the threshold, by cost"
         axes.plot(*point, "o", color=COLOURS["the bundle"], markerfacecolor=face, label=label)
     axes.set(
-        title=f"{own.title}, {len(own.wrong):,} questions",
+        title=f"{title}, {own.questions:,} questions",
         xlim=(0, 1),
         ylim=(0, 1),
         xlabel="share answered",
@@ -201,14 +226,14 @@ def panel(axes: Axes, own: Questions) -> None:
     axes.legend(frameon=False, fontsize=7, loc="lower right")
 
 
-def draw(models: Sequence[Questions], target: Path) -> None:
+def draw(models: Mapping[str, Curves], target: Path) -> None:
     """Write the picture, a panel for each model."""
     with plt.rc_context({"svg.hashsalt": "answered", "font.size": 8}):
         figure, panels = plt.subplots(
             1, len(models), figsize=(4 * len(models), 3), layout="constrained", squeeze=False
         )
-        for axes, own in zip(panels[0], models, strict=True):
-            panel(axes, own)
+        for axes, (title, own) in zip(panels[0], models.items(), strict=True):
+            panel(axes, title, own)
         panels[0][0].set_ylabel("share wrong among the answered")
         figure.savefig(target, metadata={"Date": None})
         plt.close(figure)
@@ -251,22 +276,25 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--model", nargs="+", action="append", required=True, help="TITLE BUNDLE ROWS [RUN]"
+        "--model", nargs="+", action="append", default=[], help="TITLE BUNDLE ROWS [RUN]"
     )
     parser.add_argument("--to", type=Path, default=TARGET)
     options = parser.parse_args()
-    models = []
+    record = options.to.with_suffix(".json")
+    recorded = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
+    models = {title: Curves(**kept) for title, kept in recorded.items()}
     for title, folder, rows, *run in options.model:
         first_token = (
             np.fromfile(Path(run[0]) / "train" / "first_token.f64", "<f8").reshape(-1, 2)
             if run
             else None
         )
-        models.append(
-            questions(title, load_bundle(Path(folder)), read_rows(Path(rows)), first_token)
-        )
+        own = questions(title, load_bundle(Path(folder)), read_rows(Path(rows)), first_token)
+        models[title] = curves(own)
+        sys.stdout.write(figures(own) + "\n")
     draw(models, options.to)
-    sys.stdout.write("\n".join(map(figures, models)) + "\n")
+    kept = {title: asdict(own) for title, own in models.items()}
+    record.write_text(json.dumps(kept) + "\n", encoding="utf-8")
     return 0
 
 

@@ -205,8 +205,7 @@ def test_a_run_resumes_chunk_by_chunk_and_exports_what_is_done(
 
 @pytest.mark.parametrize("model", ["smollm2", "qwen2.5-coder-1.5b"])
 def test_the_rows_of_a_model_are_one_training_file(model: str) -> None:
-    files = [
-        Path("docs") / f"{model}{part}-rows.jsonl.gz" for part in ("", "-crossed", "-crossed-test")
-    ]
+    files = sorted(Path("docs").glob(f"{model}*-rows.jsonl.gz"))
+    assert len(files) == 3
     names = [row["id"] for file in files for row in gzipped(file)]
     assert len(names) == len(set(names))

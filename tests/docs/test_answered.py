@@ -151,3 +151,7 @@ def test_the_picture_is_drawn_of_files_and_says_what_it_shows(
     assert entropy.endswith("AUROC within kind x form 0.500")
     assert printed.count("first-token entropy") == 1
     assert "at the threshold 0.500 (by cost)" in printed
+    picture = target.read_bytes()
+    monkeypatch.setattr("sys.argv", arguments[:3])
+    assert answered.main() == 0
+    assert target.read_bytes() == picture, "from the curves that were kept"

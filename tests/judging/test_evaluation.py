@@ -134,7 +134,7 @@ def test_the_shipped_bundles(name: str) -> None:
         forms = form_table(bundle)
         assert forms is not None
         with gzip.open(
-            ROOT / "docs/smollm2-crossed-test-rows.jsonl.gz", "rt", encoding="utf-8"
+            ROOT / "docs/smollm2-test-rows.jsonl.gz", "rt", encoding="utf-8"
         ) as held_out:
             assert {row.form for row in forms.data} == {
                 json.loads(line)["form"] for line in held_out
