@@ -360,7 +360,7 @@ class TrainOptions(FoldOptions, ConfidenceOptions):
         float | None,
         option(
             "Instead of --questions: as many of them as this machine reads, answers and fits in so"
-            " many minutes, by a trial of about 20 seconds.",
+            " many minutes, by a trial of about half a minute.",
             limits=Range(positive=True),
         ),
     ] = None

@@ -29,7 +29,7 @@ from service.readout import Geometry, Site
 from service.trainer.options import TrainOptions
 from service.trainer.prepare import collect_rows
 
-READ_S, ANSWER_S = 4.0, 8.0  # about as long prompts are read, and answered
+READ_S, ANSWER_S = 4.0, 16.0  # about as long prompts are read, and answered
 FIRST_CALL = 8  # rows of the call that warms the engine
 FIT_ROWS = 2000  # most rows of a trial's fits
 REPEATS = 3  # of a timed fit, of which the middle one counts: one may be disturbed

@@ -82,7 +82,7 @@ def train(
 
     ``probe``, if given, is already fitted on the labelled rows, with the options' folds and seeds.
     ``began_in`` is called with the run's folder.  ``measure``: print first what the run takes on
-    this machine, by a trial of about 20 seconds.
+    this machine, by a trial of about half a minute.
 
     Raises NoThreshold (the bundle was published, but no threshold of it can be guaranteed),
     DataError, RunMismatch, NoDirection and TrainingError (the data allow no probe under these

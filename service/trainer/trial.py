@@ -155,7 +155,7 @@ def announce(
     clock: Clock = time.monotonic,
 ) -> Estimate:
     """Print what the run will do and what that takes on this machine, measured by a trial of about
-    20 seconds; return it.
+    half a minute; return it.
 
     Rows that stand as they are, are read into the run folder by the trial, and not again.  Forms
     with the model's own answers have no rows yet, so the trial reads others in their stead."""
