@@ -292,7 +292,10 @@ def origins(folder: Path) -> Iterator[Bundle]:
                 answer=ANSWER,
             ),
             make_draft(2, site="residual_stream", chat_template=None, prompt_format="text"),
-            *(BundleDraft(one.manifest, one.probes, one.golden, {}, "# card\n") for one in shipped),
+            *(
+                BundleDraft(one.manifest, one.probes, one.golden, {}, "# card\n", {}, one.answer)
+                for one in shipped
+            ),
         ]
     ):
         draft = dataclasses.replace(draft, evaluation={}, plots={})
