@@ -205,12 +205,12 @@ MUTATORS: dict[str, Mutator] = {
 }
 
 
-def content(files: Files) -> dict[str, Any]:
-    return {
-        key: value
-        for key, value in json.loads(files["bundle.json"]).items()
-        if key not in NOT_CONTENT
-    }
+def content(files: Files) -> str:
+    """What the digest is of, as text: 0.0 and -0.0 are equal numbers and other bytes."""
+    document = json.loads(files["bundle.json"])
+    return json.dumps(
+        {key: value for key, value in document.items() if key not in NOT_CONTENT}, sort_keys=True
+    )
 
 
 def check_sound(found: Bundle, origin: Bundle, files: Files, original: Files) -> None:
