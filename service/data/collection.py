@@ -155,11 +155,7 @@ def collect(
         limits = answer_limits(dataset, max_new_tokens)
     asking = dataset.asking[~copied[dataset.asking]]
     others = dataset.others[~copied[dataset.others]]
-    plan = [
-        rows[batch]
-        for rows in (*_by_limit(asking, limits), others)
-        for batch in batches(prompts.lengths[rows], batch_rows)
-    ]
+    plan = _planned((*_by_limit(asking, limits), others), prompts.lengths, batch_rows)
     first_token = folder / "first_token.f64"
     answer_file = (
         None
@@ -267,11 +263,7 @@ def sample_answers(
     the engine cannot sample, and RunMismatch for a file of another run."""
     check_samples(engine)
     limits = answer_limits(dataset, max_new_tokens)
-    plan = [
-        rows[batch]
-        for rows in _by_limit(dataset.asking, limits)
-        for batch in batches(prompts.lengths[rows], SAMPLED_TOGETHER)
-    ]
+    plan = _planned(_by_limit(dataset.asking, limits), prompts.lengths, SAMPLED_TOGETHER)
     with closing(AppendLog(folder / SAMPLES_FILE)) as log:
         ends = np.cumsum([len(batch) for batch in plan])
         done = int(np.searchsorted(ends, log.count, side="right"))
@@ -386,7 +378,7 @@ def read_given(
         },
     )
     file = RowsFile(folder / f"rows-{site}.f32", geometry, site, len(dataset))
-    plan = [rows[batch] for batch in batches(lengths[rows], batch_rows)]
+    plan = _planned([rows], lengths, batch_rows)
     with ExitStack() as stack:
         journal, done = _resumed(stack, folder, {file.path: file.nbytes}, len(plan))
         target = os.open(file.path, os.O_WRONLY)
@@ -402,6 +394,13 @@ def read_given(
             journal.append([{"batch": number, "rows": len(batch)}])
             bar.update(int(lengths[batch].sum()))
     return file
+
+
+def _planned(
+    parts: Sequence[NDArray[np.int64]], lengths: NDArray[np.integer], batch_rows: int
+) -> list[NDArray[np.int64]]:
+    """Return the rows of each batch, part by part; ``lengths`` are those of all rows."""
+    return [rows[batch] for rows in parts for batch in batches(lengths[rows], batch_rows)]
 
 
 def batches(lengths: NDArray[np.integer], batch_rows: int) -> list[NDArray[np.int64]]:

@@ -287,12 +287,12 @@ def read_dataset(
                 prompt_digest=prompt_digest(value),
                 strata={key: str(value[key]) for key in STRATA if value.get(key) is not None},
                 applies=value.get("applies", True),
-                statement=text_of(value.get("statement")),
+                statement=_text(value.get("statement")),
                 answer=(value.get("answer") or answer) if labels == "given" else "",
                 decoding=decoding_of(value.get("decoding")) if labels == "given" else None,
                 answer_tokens=0 if labels == "given" else value.get("answer_tokens") or 0,
-                relation=text_of(value.get("relation")),
-                subject=text_of(value.get("subject")),
+                relation=_text(value.get("relation")),
+                subject=_text(value.get("subject")),
             )
         )
     problems += _across(rows)
@@ -333,7 +333,7 @@ def _checked(
     return values, f"sha256:{digest.hexdigest()}"
 
 
-def text_of(value: object) -> str:
+def _text(value: object) -> str:
     """Return a string as it is, and "" for anything else."""
     return value if isinstance(value, str) else ""
 

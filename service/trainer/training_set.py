@@ -384,7 +384,7 @@ def sample_prompts(
     if prompt_format != "chat":
         no_fact = []
     usual = options.answer_tokens
-    limits = [max(usual, row.get("answer_tokens", 0)) for row in questions]
+    limits = [_limit(row, usual) for row in questions]
     return SamplePrompts(
         rendered(questions), rendered(lone), rendered(no_fact), float(np.mean(limits)) / usual
     )
@@ -403,6 +403,12 @@ def _possible_ids(row: dict[str, Any], forms: Sequence[Form]) -> set[str]:
     return {row["id"], *(f"{row['id']}+{form.name}" for form in forms)}
 
 
+def _limit(row: dict[str, Any], usual: int) -> int:
+    """Return the most tokens of the row's answer."""
+    named: int = row.get("answer_tokens", 0)
+    return max(usual, named)
+
+
 def _with_answers(row: dict[str, Any]) -> dict[str, Any]:
     """Return the row with its patterns under the key of answers."""
     return {ANSWERS if key == PATTERNS else key: value for key, value in row.items()}
@@ -415,31 +421,44 @@ def _also_in_other_words(
     name: str,
     fits: Fits,
 ) -> list[dict[str, Any]]:
-    """Return the rows in forms, and those that the mixture adds to them."""
+    """Return the rows in forms, and those that the mixture adds to them: questions in other words,
+    and beside another question, as follow-ups or inside a task.
+
+    The other questions are those of a share of the groups that is set aside, whose rows are left
+    out, so that no label depends on a fact of another fold.  Held-out rows get wordings and texts
+    that no training row has."""
     seed = options.shuffles[0]
-    formed = [*formed, *_reworded(rows, formed, name, seed, fits)]
+    short = [
+        row
+        for row in rows
+        if 0 < len(row.get("prompt", "")) < LONGEST_REWORDED and "applies" not in row
+    ]
+    formed = [*formed, *_reworded(short, formed, name, seed, fits)]
     can_judge = options.answers == "generate" and options.judge_name in JUDGES_OF_PARTS
-    if can_judge and fits.prompt_format == "chat":
-        return _among_others(rows, formed, name, seed, fits)
-    return formed
+    if not can_judge or fits.prompt_format != "chat":
+        return formed
+    answerable = [row for row in short if row.get(ANSWERS)]
+    sizes = Counter(row["group"] for row in rows)
+    aside, drawn = _set_aside_and_drawn(answerable, sizes, seed)
+    among = several_rows(
+        [row for row in answerable if row["group"] in drawn],
+        [row for row in answerable if row["group"] in aside],
+        seed=seed,
+        test=name == "test",
+    )
+    kept = [row for row in formed if row["group"] not in aside]
+    return kept + [row for row in among if fits.takes(row["messages"], _limit(row, fits.reserve))]
 
 
 def _reworded(
-    rows: Sequence[dict[str, Any]],
+    asking: Sequence[dict[str, Any]],
     formed: Sequence[dict[str, Any]],
     name: str,
     seed: int,
     fits: Fits,
 ) -> list[dict[str, Any]]:
     """Return a share of the questions in several wordings each, so that a probe cannot mistake a
-    wording for knowledge.
-
-    Held-out rows get wordings that no training row has."""
-    asking = [
-        row
-        for row in rows
-        if 0 < len(row.get("prompt", "")) < LONGEST_REWORDED and "applies" not in row
-    ]
+    wording for knowledge."""
     drawn = random.Random(f"{seed} reworded").sample(asking, round(REWORDED * len(asking)))
     families = training_families() if name == "train" else held_out_families()
     taken = {row["messages"][0]["content"] for row in formed if len(row.get("messages", ())) == 1}
@@ -447,40 +466,14 @@ def _reworded(
     return [row for row in wordings if fits.takes(row["messages"], fits.reserve)]
 
 
-def _among_others(
-    rows: Sequence[dict[str, Any]],
-    formed: Sequence[dict[str, Any]],
-    name: str,
-    seed: int,
-    fits: Fits,
-) -> list[dict[str, Any]]:
-    """Return the rows, less those of a share of the groups, and a share of the other questions
-    again: beside another question, as a follow-up or inside a task.
-
-    The other questions are those of the groups that are set aside, so that no label depends on a
-    fact of another fold.  Held-out rows get texts that no training row has."""
-    asking = [
-        row
-        for row in rows
-        if 0 < len(row.get("prompt", "")) < LONGEST_REWORDED and row.get(ANSWERS)
-    ]
-    sizes = Counter(row["group"] for row in rows)
-    groups = sorted({row["group"] for row in asking})
+def _set_aside_and_drawn(
+    rows: Sequence[dict[str, Any]], sizes: Counter[str], seed: int
+) -> tuple[set[str], set[str]]:
+    """Return the groups that are set aside, and those whose questions are asked among others."""
+    groups = sorted({row["group"] for row in rows})
     random.Random(f"{seed} among others").shuffle(groups)
     aside = _beginning(groups, sizes, SET_ASIDE)
-    drawn = _beginning([group for group in groups if group not in aside], sizes, SEVERAL)
-    among = several_rows(
-        [row for row in asking if row["group"] in drawn],
-        [row for row in asking if row["group"] in aside],
-        seed=seed,
-        test=name == "test",
-    )
-    among = [
-        row
-        for row in among
-        if fits.takes(row["messages"], max(fits.reserve, row.get("answer_tokens", 0)))
-    ]
-    return [row for row in formed if row["group"] not in aside] + among
+    return aside, _beginning([group for group in groups if group not in aside], sizes, SEVERAL)
 
 
 def _beginning(groups: Sequence[str], sizes: Counter[str], share: float) -> set[str]:

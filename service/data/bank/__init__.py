@@ -25,9 +25,10 @@ def bank_rows(split: Split = "train") -> list[dict[str, Any]]:
     """Return the questions of one half as rows to train on.
 
     Each row has ``id``, ``prompt``, ``answers``, ``group`` and ``kind``; a fact also its
-    ``relation`` and ``subject``, and the ``statement`` that a passage makes of it.  The
-    rows stand in a drawn order, those of one group behind each other, so that each beginning is a
-    sample of the whole.  The halves share no group.
+    ``relation`` and ``subject``, and the ``statement`` that a passage makes of it.
+
+    The rows stand in a drawn order, those of one group behind each other, so that each beginning is
+    a sample of the whole.  The halves share no group.
 
     >>> row = bank_rows("train")[0]
     >>> sorted(row)
