@@ -30,7 +30,11 @@ from service.trainer.options import TrainOptions
 from service.trainer.prepare import collect_rows
 
 READ_S, ANSWER_S = 4.0, 16.0  # about as long prompts are read, and answered
-FIRST_CALL = 8  # rows of the call that warms the engine
+FIRST_CALL = 8  # rows of the first call
+LEAST_GROWTH = 3.0  # rows of the next call; two of nearly equal size cannot be told apart
+# Share of the prompts that is timed apart, the longest: their tokens take longer, and fewer of
+# their answers are decoded together.
+LONGEST = 1 / 8
 FIT_ROWS = 2000  # most rows of a trial's fits
 REPEATS = 3  # of a timed fit, of which the middle one counts: one may be disturbed
 Clock = Callable[[], float]
@@ -66,39 +70,74 @@ def engine_rates(
     clock: Clock = time.monotonic,
     limit: int | None = None,
 ) -> Rates:
-    """Return the engine's rates at these prompts, of which no call has more than ``limit``."""
-    waiting = list(prompts)
-    limit = max(1, min(options.batch_rows, len(waiting) // 4, limit or len(waiting)))
+    """Return the engine's rates at these prompts, of which no call has more than ``limit``.
 
-    def calls(seconds: float, least: int, **more: Any) -> list[Call]:
+    A prompt token's rate is the mean over the prompts that are among the longest, and the
+    others."""
+    ordered = sorted(prompts, key=len)
+    longest = max(1, round(LONGEST * len(ordered)))
+    others = _Waiting(ordered[:-longest] or ordered)
+    long_ones = _Waiting(ordered[-longest:])
+    limit = max(1, min(options.batch_rows, len(ordered) // 4, limit or len(ordered)))
+
+    def calls(waiting: _Waiting, seconds: float, least: int, **more: Any) -> list[Call]:
         """Time at least so many calls, each with more rows, until one takes about ``seconds``."""
         timed: list[Call] = []
-        count = min(FIRST_CALL, limit)
+        most = min(limit, len(waiting.prompts))
+        count = min(FIRST_CALL, most)
         while True:
-            part = [list(prompt) for prompt in waiting[:count]]
-            waiting[:count] = []  # an engine that remembers prompts must not see them again
-            waiting.extend(map(tuple, part))
+            part = waiting.take(count)
             began = clock()
             engine.extract(part, [options.site], **more)
             timed.append(Call(count, sum(map(len, part)), clock() - began))
             took = timed[-1].seconds
-            if count >= limit or (took >= seconds / 2 and len(timed) >= least):
+            if count >= most or (took >= seconds / 2 and len(timed) >= least):
                 return timed
-            count = min(limit, int(count * min(8.0, max(2.0, 0.7 * seconds / max(took, 1e-3)))))
+            more_rows = min(8.0, max(LEAST_GROWTH, 0.7 * seconds / max(took, 1e-3)))
+            count = min(most, int(count * more_rows))
 
-    reading = calls(READ_S, 1)[-1]
-    token_s = reading.seconds / reading.tokens
-    if options.answers == "given":
-        return Rates(token_s, 0.0)
-    site = options.site if options.answer_probes and engine.reads_answers else None
-    answering: dict[str, Any] = {} if site is None else {"answer_site": site}
-    sampling = Sampling(max_tokens=options.answer_tokens, temperature=0.0)
-    waiting.sort(key=len)  # of short prompts, the answers take most of a call
-    answered = calls(ANSWER_S, 2, sampling=sampling, **answering)
-    rates = Rates(token_s, _answer_seconds(answered, token_s, options.batch_rows))
+    reading = calls(others, READ_S, 2)[-1]  # the first call also warms the engine
+    token_s, answer_s = reading.seconds / reading.tokens, 0.0
+    answering: dict[str, Any] = {}
+    if options.answers != "given":
+        answering["sampling"] = Sampling(max_tokens=options.answer_tokens, temperature=0.0)
+        if options.answer_probes and engine.reads_answers:
+            answering["answer_site"] = options.site
+        answered = calls(others, ANSWER_S, 2, **answering)
+        answer_s = _answer_seconds(answered, token_s, options.batch_rows)
+    # What the answers to the longest take beyond those to the others counts as their reading.
+    long = calls(long_ones, READ_S, 1, **answering)[-1]
+    long_token_s = max(token_s, (long.seconds - answer_s * long.rows) / long.tokens)
+    lengths = [len(prompt) for prompt in ordered]
+    share = sum(lengths[-longest:]) / sum(lengths)
+    rates = Rates((1 - share) * token_s + share * long_token_s, answer_s)
     if options.answers != "self":
         return rates
-    return replace(rates, sample_s=sample_seconds(engine, waiting, options, token_s, clock))
+    return replace(
+        rates, sample_s=sample_seconds(engine, others.take(FIRST_CALL), options, token_s, clock)
+    )
+
+
+class _Waiting:
+    """Prompts in the order of their lengths, of which a call takes some.
+
+    An engine that remembers prompts must not see one again, so each is taken once before any is
+    taken twice."""
+
+    def __init__(self, prompts: Sequence[Sequence[int]]) -> None:
+        self.prompts = prompts
+        self.unseen = list(prompts)
+
+    def take(self, count: int) -> list[list[int]]:
+        """Return so many prompts of all lengths, evenly spaced."""
+        if len(self.unseen) < count:
+            self.unseen = list(self.prompts)
+        taken = {(2 * number + 1) * len(self.unseen) // (2 * count) for number in range(count)}
+        part = [list(self.unseen[position]) for position in sorted(taken)]
+        self.unseen = [
+            prompt for position, prompt in enumerate(self.unseen) if position not in taken
+        ]
+        return part
 
 
 def _answer_seconds(calls: Sequence[Call], token_s: float, rows: int) -> float:

@@ -303,7 +303,9 @@ def questions_within(
 
 def memory_of() -> tuple[float, float, float]:
     """Return bytes of memory: this process's peak, what it has now, and the peaks of the processes
-    that it started for fits."""
+    that it started for fits.
+
+    The files that these map, libraries and readouts, are counted once, with this process."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
         1 if sys.platform == "darwin" else 1024
     )
@@ -313,7 +315,8 @@ def memory_of() -> tuple[float, float, float]:
             names = path.read_text().split()
         except OSError:
             continue
-        children += sum(_status(name).get("VmHWM", 0.0) for name in names)
+        for status in map(_status, names):
+            children += max(0.0, status.get("VmHWM", 0.0) - status.get("RssFile", 0.0))
     return peak, now, children
 
 
