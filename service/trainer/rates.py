@@ -31,10 +31,9 @@ from service.trainer.prepare import collect_rows
 
 READ_S, ANSWER_S = 4.0, 16.0  # about as long prompts are read, and answered
 FIRST_CALL = 8  # rows of the first call
-LEAST_GROWTH = 3.0  # rows of the next call; two of nearly equal size cannot be told apart
-# Share of the prompts that is timed apart, the longest: their tokens take longer, and fewer of
-# their answers are decoded together.
-LONGEST = 1 / 8
+LONGEST = (
+    1 / 8
+)  # share of the prompts that is timed apart, the longest: a token of theirs takes longer
 FIT_ROWS = 2000  # most rows of a trial's fits
 REPEATS = 3  # of a timed fit, of which the middle one counts: one may be disturbed
 Clock = Callable[[], float]
@@ -80,11 +79,13 @@ def engine_rates(
     long_ones = _Waiting(ordered[-longest:])
     limit = max(1, min(options.batch_rows, len(ordered) // 4, limit or len(ordered)))
 
-    def calls(waiting: _Waiting, seconds: float, least: int, **more: Any) -> list[Call]:
+    def calls(
+        waiting: _Waiting, seconds: float, least: int = 1, first: int = FIRST_CALL, **more: Any
+    ) -> list[Call]:
         """Time at least so many calls, each with more rows, until one takes about ``seconds``."""
         timed: list[Call] = []
         most = min(limit, len(waiting.prompts))
-        count = min(FIRST_CALL, most)
+        count = min(first, most)
         while True:
             part = waiting.take(count)
             began = clock()
@@ -93,24 +94,23 @@ def engine_rates(
             took = timed[-1].seconds
             if count >= most or (took >= seconds / 2 and len(timed) >= least):
                 return timed
-            more_rows = min(8.0, max(LEAST_GROWTH, 0.7 * seconds / max(took, 1e-3)))
-            count = min(most, int(count * more_rows))
+            count = min(most, int(count * min(8.0, max(2.0, 0.7 * seconds / max(took, 1e-3)))))
 
-    reading = calls(others, READ_S, 2)[-1]  # the first call also warms the engine
-    token_s, answer_s = reading.seconds / reading.tokens, 0.0
-    answering: dict[str, Any] = {}
-    if options.answers != "given":
-        answering["sampling"] = Sampling(max_tokens=options.answer_tokens, temperature=0.0)
-        if options.answer_probes and engine.reads_answers:
-            answering["answer_site"] = options.site
-        answered = calls(others, ANSWER_S, 2, **answering)
-        answer_s = _answer_seconds(answered, token_s, options.batch_rows)
-    # What the answers to the longest take beyond those to the others counts as their reading.
-    long = calls(long_ones, READ_S, 1, **answering)[-1]
-    long_token_s = max(token_s, (long.seconds - answer_s * long.rows) / long.tokens)
+    calls(others, 0.0, first=1)  # warms the engine
+    reading = calls(others, READ_S)[-1]
+    token_s = reading.seconds / reading.tokens
     lengths = [len(prompt) for prompt in ordered]
+    long_s = token_s * sum(lengths[-longest:]) / longest  # of one, at least
+    long = calls(long_ones, READ_S, first=max(1, min(FIRST_CALL, int(2 * READ_S / long_s))))[-1]
     share = sum(lengths[-longest:]) / sum(lengths)
-    rates = Rates((1 - share) * token_s + share * long_token_s, answer_s)
+    rates = Rates((1 - share) * token_s + share * long.seconds / long.tokens, 0.0)
+    if options.answers == "given":
+        return rates
+    site = options.site if options.answer_probes and engine.reads_answers else None
+    answering: dict[str, Any] = {} if site is None else {"answer_site": site}
+    sampling = Sampling(max_tokens=options.answer_tokens, temperature=0.0)
+    answered = calls(others, ANSWER_S, 2, sampling=sampling, **answering)
+    rates = replace(rates, answer_s=_answer_seconds(answered, token_s, options.batch_rows))
     if options.answers != "self":
         return rates
     return replace(
