@@ -14,19 +14,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
-from hallutracer_research.data.files import Row, Rows, json_lines
+from hallutracer_research.data.files import Row, Rows, SetFiles
 from service.data import judges as references
 
-CALLS = (
-    "simple_python",
-    "multiple",
-    "parallel",
-    "parallel_multiple",
-    "live_simple",
-)  # have gold calls
+# have gold calls
+CALLS = ("simple_python", "multiple", "parallel", "parallel_multiple", "live_simple")
 NO_CALL, SOME_CALL = ("irrelevance", "live_irrelevance"), ("live_relevance",)
 TEXTS = ("web_search", "memory")  # have gold short answers
 SIMULATED = "multi_turn_base"
@@ -54,54 +48,49 @@ _MEMORY = (
 )
 
 
-def read_bfcl(folder: Path, problems: list[str]) -> Rows:
+def read_bfcl(files: SetFiles) -> Rows:
     """Return rows (id, messages, answers, group, kind) for generated labels; counts {read,
     multi_turn, repeated}."""
     gold: dict[str, dict[str, Any]] = {}
     for kind in (*CALLS, *TEXTS):
-        lines = json_lines(folder, f"possible_answer/{_file(kind)}", problems)
-        gold[kind] = {str(one.get("id")): one.get("ground_truth") for _, one in lines}
-    talks = _conversations(folder, problems)
+        lines = files.json_lines(f"possible_answer/{_file(kind)}")
+        gold[kind] = {str(value.get("id")): value.get("ground_truth") for _, value in lines}
+    talks = _conversations(files)
 
     def row(kind: str, value: Row) -> Row:
         return _row(kind, value, talks) | {"answers": [_expectation(kind, value, gold)]}
 
-    simulated = len(json_lines(folder, _file(SIMULATED), problems))
-    kept, counts = _read(folder, KINDS, row, problems)
-    return kept, {
+    simulated = len(files.json_lines(_file(SIMULATED)))
+    rows, counts = _read(files, KINDS, row)
+    return rows, {
         "read": counts["read"] + simulated,
         "multi_turn": simulated,
         "repeated": counts["repeated"],
     }
 
 
-def read_bfcl_answerable(folder: Path, problems: list[str]) -> Rows:
+def read_bfcl_answerable(files: SetFiles) -> Rows:
     """Return rows (id, messages, label, group, kind) and counts {read, repeated}; label 1: an
     offered function fits."""
     return _read(
-        folder,
-        ANSWERABLE,
-        lambda kind, row: _row(kind, row, {}) | {"label": ANSWERABLE[kind]},
-        problems,
+        files, ANSWERABLE, lambda kind, row: _row(kind, row, {}) | {"label": ANSWERABLE[kind]}
     )
 
 
-def _read(
-    folder: Path, kinds: Iterable[str], convert: Callable[[str, Row], Row], problems: list[str]
-) -> Rows:
+def _read(files: SetFiles, kinds: Iterable[str], convert: Callable[[str, Row], Row]) -> Rows:
     """Return the rows of the kinds' files whose conversation no earlier row of their group has, and
     counts."""
     rows = []
     for kind in kinds:
-        for number, value in json_lines(folder, _file(kind), problems):
+        for number, value in files.json_lines(_file(kind)):
             try:
                 rows.append(convert(kind, value))
             except _BadRow as error:
-                problems.append(f"{_file(kind)} line {number}: {error}")
-    kept: dict[tuple[str, str], Row] = {}
+                files.problems.append(f"{_file(kind)} line {number}: {error}")
+    distinct: dict[tuple[str, str], Row] = {}
     for row in rows:
-        kept.setdefault((json.dumps(row["messages"]), row["group"]), row)
-    return list(kept.values()), {"read": len(rows), "repeated": len(rows) - len(kept)}
+        distinct.setdefault((json.dumps(row["messages"]), row["group"]), row)
+    return list(distinct.values()), {"read": len(rows), "repeated": len(rows) - len(distinct)}
 
 
 class _BadRow(Exception):
@@ -163,20 +152,20 @@ def _messages(system: str, turn: Any) -> list[dict[str, str]]:
     return messages
 
 
-def _conversations(folder: Path, problems: list[str]) -> dict[str, str]:
+def _conversations(files: SetFiles) -> dict[str, str]:
     """Return the user's turns of the earlier conversations, by scenario."""
     conversations = {}
-    for path in sorted((folder / "memory_prereq_conversation").glob("memory_*.json")):
+    for path in sorted((files.folder / "memory_prereq_conversation").glob("memory_*.json")):
         topics, name = [], f"memory_prereq_conversation/{path.name}"
-        for number, value in json_lines(folder, name, problems):
+        for number, value in files.json_lines(name):
             try:
                 turns = [message["content"] for turn in value["question"] for message in turn]
                 topics.append("\n".join([f"[{value['topic']}]", *(f"- {turn}" for turn in turns)]))
             except (KeyError, TypeError):
-                problems.append(f"{name} line {number}: 'topic' and 'question' are needed")
+                files.problems.append(f"{name} line {number}: 'topic' and 'question' are needed")
         conversations[path.stem.removeprefix("memory_")] = "\n\n".join(topics)
     if not conversations:
-        problems.append(
+        files.problems.append(
             "memory_prereq_conversation has no memory_*.json, which the memory questions need"
         )
     return conversations

@@ -6,15 +6,14 @@ only (right | judged right + wrong | judged wrong) / 2."""
 from __future__ import annotations
 
 import csv
-import json
 import random
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 import numpy as np
 
-from service.data.run_folder import IN_FORMS
+from service.data.run_folder import IN_FORMS, json_lines
 from service.data.training_rows import Dataset
 from service.errors import DataError, RunMismatch
 
@@ -52,9 +51,8 @@ class Audit:
 
 def sample(dataset: Dataset, run: Path, rows: int, seed: int = 0) -> Rows:
     """Return ``rows`` verdicts of a training run, as many of each class as there are, shuffled;
-    ``read`` is empty.
-    ``share``: how much of all verdicts a row stands for; they sum to one.  Raises DataError,
-        RunMismatch."""
+    ``read`` is empty.  ``share``: how much of all verdicts a row stands for; they sum to one.
+    Raises DataError, RunMismatch."""
     folder = run / "train" if (run / "train").is_dir() else run
     judged_files = sorted(folder.glob("labels-*.jsonl"), key=lambda path: path.stat().st_mtime)
     if not (folder / "answers.jsonl").is_file():
@@ -64,24 +62,26 @@ def sample(dataset: Dataset, run: Path, rows: int, seed: int = 0) -> Rows:
         )
     if not judged_files:
         raise DataError(str(folder), ["no answer has been judged yet: let the run go on"])
-    answers = {record["row"]: record["answer"] for record in _lines(folder / "answers.jsonl")}
-    verdicts = _lines(judged_files[-1])
-    judged_rows = [(place, row) for place, row in enumerate(dataset.rows) if row.applies]
+    answers = {record["row"]: record["answer"] for record in json_lines(folder / "answers.jsonl")}
+    verdicts = list(json_lines(judged_files[-1]))
+    judged_rows = [(number, row) for number, row in enumerate(dataset.rows) if row.applies]
     if [record["id"] for record in verdicts] != [row.id for _, row in judged_rows]:
         spread = run / IN_FORMS.format(folder.name)  # of a run that asked in forms
         file = str(spread) if spread.is_file() else "the file of that run"
         raise RunMismatch(f"{folder} judged other rows than {dataset.path} has: give {file}")
     rng = random.Random(seed)
-    of_class: dict[str, list[int]] = {verdict: [] for verdict in VERDICTS}
-    for place, record in enumerate(verdicts):
-        if record["verdict"] in of_class:
-            of_class[record["verdict"]].append(place)
+    of_class = {
+        verdict: [
+            position for position, record in enumerate(verdicts) if record["verdict"] == verdict
+        ]
+        for verdict in VERDICTS
+    }
     judged = sum(map(len, of_class.values()))
-    found: Rows = []
-    for verdict, places in of_class.items():
-        taken = rng.sample(places, min(rows // 2, len(places)))
-        for place in taken:
-            number, row = judged_rows[place]
+    drawn: Rows = []
+    for verdict, positions in of_class.items():
+        taken = rng.sample(positions, min(rows // 2, len(positions)))
+        for position in taken:
+            number, row = judged_rows[position]
             values = (
                 row.id,
                 row.strata.get("kind", ""),
@@ -89,12 +89,12 @@ def sample(dataset: Dataset, run: Path, rows: int, seed: int = 0) -> Rows:
                 " | ".join(row.answers),
                 answers[number],
                 verdict,
-                f"{len(places) / judged / len(taken):.8f}",
+                f"{len(positions) / judged / len(taken):.8f}",
                 "",
             )
-            found.append(dict(zip(COLUMNS, values, strict=True)))
-    rng.shuffle(found)
-    return found
+            drawn.append(dict(zip(COLUMNS, values, strict=True)))
+    rng.shuffle(drawn)
+    return drawn
 
 
 def write(rows: Rows, target: TextIO) -> None:
@@ -162,14 +162,15 @@ def measure(rows: Rows) -> Audit:
             disagreed.append(row["id"])
     rng = np.random.default_rng(0)
     value, drawn = {}, {}
-    for verdict, found in agrees.items():
-        value[verdict] = np.array([np.mean(found)])
-        drawn[verdict] = rng.beta(sum(found) + 0.5, len(found) - sum(found) + 0.5, DRAWS)
+    for verdict, of_verdict in agrees.items():
+        agreed, read = sum(of_verdict), len(of_verdict)
+        value[verdict] = float(np.mean(of_verdict))
+        drawn[verdict] = rng.beta(agreed + 0.5, read - agreed + 0.5, DRAWS)
     right, wrong = VERDICTS
 
     def rate(of_right: float, of_wrong: float) -> Rate:
         low, high = np.quantile(of_right * drawn[right] + of_wrong * drawn[wrong], [0.025, 0.975])
-        point = (of_right * value[right] + of_wrong * value[wrong]).item()
+        point = of_right * value[right] + of_wrong * value[wrong]
         return Rate(point, min(float(low), point), max(float(high), point))
 
     share = weight[right] / sum(weight.values())
@@ -182,8 +183,3 @@ def measure(rows: Rows) -> Audit:
         ceiling=rate(0.5, 0.5),
         disagreed=tuple(disagreed),
     )
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    with path.open(encoding="utf-8") as file:
-        return [json.loads(line) for line in file]

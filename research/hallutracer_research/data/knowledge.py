@@ -5,27 +5,20 @@ questions."""
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 from pydantic import RootModel
 
-from hallutracer_research.data import files
-from hallutracer_research.data.files import BRIEFLY, Row, Rows, Text, csv_table, question_group
+from hallutracer_research.data.files import BRIEFLY, Row, Rows, SetFiles, Text, question_group
 from service.data.judges import contains, normalise
 
-CITIES, ARITHMETIC, MEDALS, PEOPLE = KINDS = (
-    "cities_10k",
-    "math_operations_6k",
-    "medals_9k",
-    "notable_people",
-)
+KINDS = ("cities_10k", "math_operations_6k", "medals_9k", "notable_people")
+CITIES, ARITHMETIC, MEDALS, _ = KINDS
 # in the folder of each kind; the names of countries in two of them
 TABLE, NAMES = "main/main.csv", "eval_map.json"
 COLUMNS = ("question", "correct_answer")
 
-_OTHER_WORDS = frozenset(
-    ("AS", "CA", "CAR", "DR", "KY")
-)  # codes of the set's names that mean something else as a word
+# codes of the set's names that mean something else as a word
+_OTHER_WORDS = frozenset(("AS", "CA", "CAR", "DR", "KY"))
 _COUNTRIES = {  # what models say beside the set's own names
     "United States": ("US", "U.S."),
     "United Kingdom": ("Britain", "U.K."),
@@ -45,7 +38,7 @@ class _Names(RootModel[dict[str, list[Text]]]):
     """The names of a country that the set accepts, by the one in its table."""
 
 
-def read_knowledge(folder: Path, problems: list[str]) -> Rows:
+def read_knowledge(files: SetFiles) -> Rows:
     """Return rows (id, prompt, answers, group, kind) for generated labels; counts {read, repeated,
     answer in question}. A question that is repeated with another answer (a shared gold medal)
     accepts both.  One that holds its own answer ("What is 8 minus 4?") is left out: an answer that
@@ -53,11 +46,11 @@ def read_knowledge(folder: Path, problems: list[str]) -> Rows:
     rows: dict[str, Row] = {}
     counts = {"read": 0, "left out: repeated": 0, "left out: the answer stands in the question": 0}
     for kind in KINDS:
-        names = _names(folder, f"{kind}/{NAMES}", problems) if kind in (CITIES, MEDALS) else {}
-        for number, row in csv_table(folder, f"{kind}/{TABLE}", COLUMNS, problems):
+        names = _names(files, f"{kind}/{NAMES}") if kind in (CITIES, MEDALS) else {}
+        for number, row in files.csv_table(f"{kind}/{TABLE}", COLUMNS):
             question, answer = (" ".join(row[column].split()) for column in COLUMNS)
             if not (question and normalise(answer)):
-                problems.append(
+                files.problems.append(
                     f"{kind}/{TABLE} line {number}: a question and an answer are needed"
                 )
                 continue
@@ -97,11 +90,10 @@ def spellings(number: str) -> list[str]:
     )
 
 
-def _names(folder: Path, name: str, problems: list[str]) -> dict[str, list[str]]:
-    found = files.checked(_Names, files.json_document(folder, name, dict, problems), name, problems)
-    listed = found.root if found is not None else {}
+def _names(files: SetFiles, name: str) -> dict[str, list[str]]:
+    listed = files.checked(_Names, files.json_document(name, dict), name)
     names = {}
-    for country, own in listed.items():
-        every = (*own, *_COUNTRIES.get(country, ()))
-        names[country] = [other for other in every if other not in _OTHER_WORDS]
+    for country, accepted in (listed.root if listed is not None else {}).items():
+        every = (*accepted, *_COUNTRIES.get(country, ()))
+        names[country] = [spelling for spelling in every if spelling not in _OTHER_WORDS]
     return names

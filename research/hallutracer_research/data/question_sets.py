@@ -6,20 +6,18 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, NamedTuple
 
 from annotated_types import MinLen
 from pydantic import BaseModel
 
-from hallutracer_research.data import files
 from hallutracer_research.data.files import (
     BRIEFLY,
     Label,
     Row,
     Rows,
+    SetFiles,
     Text,
-    csv_table,
     question_group,
 )
 from service.data import judges as references
@@ -41,29 +39,26 @@ def _parts(cell: str) -> list[str]:
     return [part.strip() for part in cell.split(";") if part.strip()]
 
 
-def read_truthfulqa(folder: Path, problems: list[str]) -> Rows:
+def read_truthfulqa(files: SetFiles) -> Rows:
     """Return rows (id, prompt, answers, group, kind, type) for generated labels; counts {read,
     correct, incorrect}."""
     rows, counts = [], {"read": 0, "correct": 0, "incorrect": 0}
-    for place, (number, row) in enumerate(csv_table(folder, TABLE, _TABLE_COLUMNS, problems)):
+    for position, (number, row) in enumerate(files.csv_table(TABLE, _TABLE_COLUMNS)):
         question = row["Question"].strip()
         correct, false = map(_parts, (row["Correct Answers"], row["Incorrect Answers"]))
         if not (question and correct and false):
-            problems.append(
+            files.problems.append(
                 f"{TABLE} line {number}: a question, correct and incorrect answers are needed"
             )
             continue
         counts["read"] += 1
         counts["correct"] += len(correct)
         counts["incorrect"] += len(false)
-        accepted = list(
-            dict.fromkeys(
-                [row["Best Answer"].strip() or correct[0], *correct, "I have no comment."]
-            )
-        )
+        best = row["Best Answer"].strip() or correct[0]
+        accepted = dict.fromkeys([best, *correct, "I have no comment."])
         rows.append(
             {
-                "id": f"truthfulqa-{place}",
+                "id": f"truthfulqa-{position}",
                 "prompt": question,
                 "answers": [*accepted, *map(references.incorrect, dict.fromkeys(false))],
                 "group": f"truthfulqa/{question}",
@@ -79,32 +74,34 @@ class _ReferenceAnswers(BaseModel):
     mc2_targets: dict[str, Label]
 
 
-def read_truthfulqa_reference(folder: Path, problems: list[str]) -> Rows:
+def read_truthfulqa_reference(files: SetFiles) -> Rows:
     """Return rows (id, prompt, label, group, kind) of every answer in ``mc2_targets``, and counts
     {read, questions}. The categories are the table's, joined on the question: the two files are in
     different orders."""
-    table = csv_table(folder, TABLE, _TABLE_COLUMNS, problems)
+    table = files.csv_table(TABLE, _TABLE_COLUMNS)
     categories = {row["Question"].strip(): row["Category"].strip() for _, row in table}
-    task = TASK if (folder / TASK).is_file() else f"data/{TASK}"
+    task = TASK if (files.folder / TASK).is_file() else f"data/{TASK}"
     rows = []
-    questions = files.json_document(folder, task, list, problems)
-    for place, value in enumerate(questions):
-        where = f"{task} question {place + 1}"
-        if (asked := files.checked(_ReferenceAnswers, value, where, problems)) is None:
+    questions = files.json_document(task, list)
+    for position, value in enumerate(questions):
+        where = f"{task} question {position + 1}"
+        if (reference := files.checked(_ReferenceAnswers, value, where)) is None:
             continue
-        question = asked.question.strip()
+        question = reference.question.strip()
         if categories and question not in categories:
-            problems.append(f"{where}: {question!r} is not in {TABLE}: take both of one version")
+            files.problems.append(
+                f"{where}: {question!r} is not in {TABLE}: take both of one version"
+            )
             continue
         rows += [
             {
-                "id": f"truthfulqa-reference-{place}-{number}",
+                "id": f"truthfulqa-reference-{position}-{number}",
                 "prompt": f"Q: {question} A: {answer.strip()}",
                 "label": label,
                 "group": f"truthfulqa/{question}",
                 "kind": categories.get(question, ""),
             }
-            for number, (answer, label) in enumerate(asked.mc2_targets.items())
+            for number, (answer, label) in enumerate(reference.mc2_targets.items())
         ]
     return rows, {"read": len(rows), "questions": len(questions)}
 
@@ -153,12 +150,12 @@ class Question(NamedTuple):
         }
 
 
-def read_opentriviaqa(folder: Path, problems: list[str]) -> Rows:
+def read_opentriviaqa(files: SetFiles) -> Rows:
     """Return rows (id, prompt, answers, group, kind) for generated labels; counts {read, without
     options, repeated}."""
     rows: dict[str, Row] = {}
     counts = {"read": 0, "left out: needs its options": 0, "left out: repeated": 0}
-    for question in _questions(folder, problems):
+    for question in _questions(files):
         counts["read"] += 1
         row = question.row("opentriviaqa", f"{question.text}{BRIEFLY}", [question.answer])
         if len(question.options) < len(LETTERS) or _NEEDS_OPTIONS.search(question.text):
@@ -168,11 +165,11 @@ def read_opentriviaqa(folder: Path, problems: list[str]) -> Rows:
     return list(rows.values()), counts
 
 
-def read_opentriviaqa_choice(folder: Path, problems: list[str]) -> Rows:
+def read_opentriviaqa_choice(files: SetFiles) -> Rows:
     """Return rows (id, prompt, answers, group, kind) whose answers are patterns for the judge
     ``regex``; {read}."""
     rows = []
-    for question in _questions(folder, problems):
+    for question in _questions(files):
         letter = LETTERS[question.options.index(question.answer)]
         listed = "\n".join(
             f"{name}. {option}" for name, option in zip(LETTERS, question.options, strict=False)
@@ -183,13 +180,12 @@ def read_opentriviaqa_choice(folder: Path, problems: list[str]) -> Rows:
     return rows, {"read": len(rows)}
 
 
-def _questions(folder: Path, problems: list[str]) -> Iterator[Question]:
+def _questions(files: SetFiles) -> Iterator[Question]:
     for category in CATEGORIES:
-        text = files.text_of(folder, category, problems, _ENCODINGS) or ""
-        for start, block in _blocks(text):
+        for start, block in _blocks(files.text(category, _ENCODINGS) or ""):
             question = _parse(category, start, block)
             if question is None:
-                problems.append(
+                files.problems.append(
                     f"{category} line {start}: expected '#Q question', '^ answer' and options"
                     " with it"
                 )
@@ -215,13 +211,13 @@ def _blocks(text: str) -> Iterator[tuple[int, list[str]]]:
 
 
 def _parse(category: str, start: int, block: list[str]) -> Question | None:
-    place = next((number for number, line in enumerate(block) if line.startswith("^")), None)
-    if place is None:
+    caret = next((number for number, line in enumerate(block) if line.startswith("^")), None)
+    if caret is None:
         return None
-    text = " ".join([block[0].removeprefix("#Q").strip(), *block[1:place]]).strip()
-    answer = block[place][1:].strip()
+    text = " ".join([block[0].removeprefix("#Q").strip(), *block[1:caret]]).strip()
+    answer = block[caret][1:].strip()
     options: list[str] = []
-    for line in block[place + 1 :]:
+    for line in block[caret + 1 :]:
         if len(options) < len(LETTERS) and re.match(rf"{LETTERS[len(options)]}(?:\s|$)", line):
             options.append(line[1:].strip())
         elif options:
@@ -242,15 +238,15 @@ class _Query(BaseModel):
     answer: Annotated[list[Text], MinLen(1)]
 
 
-def read_nq_open(folder: Path, problems: list[str]) -> Rows:
+def read_nq_open(files: SetFiles) -> Rows:
     """Return rows (id, prompt, answers, group, kind) for generated labels; counts {read, repeated,
     without a word}.  An accepted answer without a word, such as "*", is dropped: no judge could
     find it in an answer."""
     rows, seen = [], set()
     counts = Counter({"read": 0, "left out: repeated": 0, "left out: no answer with a word": 0})
     for kind, name in FILES.items():
-        for number, value in files.json_lines(folder, name, problems):
-            if (query := files.checked(_Query, value, f"{name} line {number}", problems)) is None:
+        for number, value in files.json_lines(name):
+            if (query := files.checked(_Query, value, f"{name} line {number}")) is None:
                 continue
             counts["read"] += 1
             group = question_group(query.question)
@@ -258,11 +254,11 @@ def read_nq_open(folder: Path, problems: list[str]) -> Rows:
             if group in seen or not accepted:
                 counts[f"left out: {'repeated' if group in seen else 'no answer with a word'}"] += 1
             else:
-                asked = query.question.strip().rstrip("?").strip()
+                question = query.question.strip().rstrip("?").strip()
                 rows.append(
                     {
                         "id": f"nq-open-{kind}-{number}",
-                        "prompt": f"{asked[:1].upper()}{asked[1:]}?{BRIEFLY}",
+                        "prompt": f"{question[:1].upper()}{question[1:]}?{BRIEFLY}",
                         "answers": list(dict.fromkeys(accepted)),
                         "group": group,
                         "kind": kind,

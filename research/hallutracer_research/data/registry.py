@@ -11,11 +11,11 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from hallutracer_research.data import bfcl, knowledge, question_sets, statement_sets
-from hallutracer_research.data.files import Rows
+from hallutracer_research.data.files import Rows, SetFiles
 from service.errors import DataError
 
-Reader = Callable[[Path, list[str]], Rows]
-"""Folder, list for problems -> trainer's rows, and counts of which "read" is compared with
+Reader = Callable[[SetFiles], Rows]
+"""A set's files -> trainer's rows, and counts of which "read" is compared with
 ``SetInfo.rows``."""
 
 
@@ -58,18 +58,16 @@ READERS: Mapping[str, Reader] = {
 
 
 def _described() -> dict[str, SetInfo]:
-    found: dict[str, dict[str, Any]] = {}
-    for name, given in tomllib.loads(
-        Path(__file__).with_name("sets.toml").read_text(encoding="utf-8")
-    ).items():
-        values = found.get(given.pop("like", ""), {}) | given
-        for of_judge in (
-            ("judge", "max_new_tokens", "abstain_pattern") if values["labels"] == "given" else ()
-        ):
-            values.pop(of_judge, None)
-        found[name] = values | {"folders": tuple(values["folders"])}
+    text = Path(__file__).with_name("sets.toml").read_text(encoding="utf-8")
+    described: dict[str, dict[str, Any]] = {}
+    for name, entry in tomllib.loads(text).items():
+        values = described.get(entry.pop("like", ""), {}) | entry
+        if values["labels"] == "given":
+            for of_judge in ("judge", "max_new_tokens", "abstain_pattern"):
+                values.pop(of_judge, None)
+        described[name] = values | {"folders": tuple(values["folders"])}
     return {
-        name: SetInfo(name=name, read=READERS[name], **values) for name, values in found.items()
+        name: SetInfo(name=name, read=READERS[name], **values) for name, values in described.items()
     }
 
 
@@ -79,23 +77,23 @@ SETS: Mapping[str, SetInfo] = MappingProxyType(_described())
 def find_path(name: str, path: Path) -> Path:
     """Return the set's folder: ``path`` or a folder in it; ``path`` if the set is in neither."""
     info = SETS[name]
-    places = (path, *(path / folder for folder in info.folders))
-    return next((place for place in places if (place / info.found_by).is_file()), path)
+    folders = (path, *(path / folder for folder in info.folders))
+    return next((folder for folder in folders if (folder / info.found_by).is_file()), path)
 
 
 def read_set(name: str, path: Path, allow_other_counts: bool = False) -> Rows:
     """Return rows for the trainer and the reader's counts; ``path`` is the download.  Raises
     DataError: unknown set or folder, missing or malformed files, or not the published number of
-        rows."""
+    rows."""
     if name not in SETS:
         raise DataError(name, [f"unknown set; known are {', '.join(SETS)}"])
-    info, problems = SETS[name], list[str]()
+    info = SETS[name]
     if not path.is_dir():
         raise DataError(str(path), [f"is not a folder; download {name} from {info.source}"])
-    folder = find_path(name, path)
-    rows, counts = info.read(folder, problems)
-    if problems:
-        raise DataError(str(folder), problems)
+    files = SetFiles(find_path(name, path))
+    rows, counts = info.read(files)
+    if files.problems:
+        raise DataError(str(files.folder), files.problems)
     if counts["read"] != info.rows and not allow_other_counts:
         problem = (
             f"{counts['read']:,} rows read, but {info.title} as published has {info.rows:,}:"

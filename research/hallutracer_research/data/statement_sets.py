@@ -8,20 +8,11 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, StringConstraints
 
-from hallutracer_research.data.files import (
-    Label,
-    Row,
-    Rows,
-    Text,
-    checked,
-    csv_table,
-    json_document,
-)
+from hallutracer_research.data.files import Label, Row, Rows, SetFiles, Text
 
 TEMPLATE = (
     "Determine whether the given statement is TRUE or FALSE. The Final Answer must only be either"
@@ -58,17 +49,17 @@ def unambiguous_rows(statements: Sequence[Statement]) -> Rows:
     labels: dict[tuple[str, str], set[bool]] = defaultdict(set)
     for statement in statements:
         labels[statement.group, statement.text].add(statement.factual)
-    kept: dict[tuple[str, str, str], Row] = {}
+    rows: dict[tuple[str, str, str], Row] = {}
     counts = Counter(read=len(statements), contradictory=0, repeated=0)
     for statement in statements:
         key = (statement.kind, statement.group, statement.text)
         if len(labels[statement.group, statement.text]) > 1:
             counts["contradictory"] += 1
-        elif key in kept:
+        elif key in rows:
             counts["repeated"] += 1
         else:
-            kept[key] = statement.row()
-    return list(kept.values()), dict(counts)
+            rows[key] = statement.row()
+    return list(rows.values()), dict(counts)
 
 
 SUBJECTS = ("animals", "cities", "companies", "elements", "facts", "generated", "inventions")
@@ -95,14 +86,16 @@ def subject(category: str, statement: str) -> str:
     return (match.group(1) if match else statement).strip().casefold()
 
 
-def read_truefalse(folder: Path, problems: list[str]) -> Rows:
+def read_truefalse(files: SetFiles) -> Rows:
     """Return rows for the trainer and counts {read, contradictory, repeated}."""
     statements = []
     for category in SUBJECTS:
         name = f"{category}.csv"  # generated.csv starts with a byte-order mark
-        for number, row in csv_table(folder, name, ("statement", "label"), problems):
+        for number, row in files.csv_table(name, ("statement", "label")):
             if row["label"] not in ("0", "1"):
-                problems.append(f"{name} line {number}: label must be 0 or 1, not {row['label']!r}")
+                files.problems.append(
+                    f"{name} line {number}: label must be 0 or 1, not {row['label']!r}"
+                )
             text, group = row["statement"], f"{category}/{subject(category, row['statement'])}"
             statements.append(
                 Statement(f"{category}-{number}", text, row["label"] == "1", group, category)
@@ -124,23 +117,25 @@ class _Judged(BaseModel):
     human_judge: list[Literal["true", "false"]]
 
 
-def read_halueval2(folder: Path, problems: list[str]) -> Rows:
+def read_halueval2(files: SetFiles) -> Rows:
     """Return rows for the trainer and counts {read, unjudged}; ``folder`` is
     ``annotation/human_annotation``."""
     rows, counts = [], Counter(read=0, unjudged=0)
     for domain in DOMAINS:
         name = f"{domain}.json"
-        for place, value in enumerate(json_document(folder, name, list, problems), 1):
-            where = f"{name} query {place}"
-            if (query := checked(_Query, value, where, problems)) is None:
+        for number, value in enumerate(files.json_document(name, list), 1):
+            where = f"{name} query {number}"
+            if (query := files.checked(_Query, value, where)) is None:
                 continue
             if not query.human_judge:
                 counts["unjudged"] += 1
                 continue
-            if (judged := checked(_Judged, value, where, problems)) is None:
+            if (judged := files.checked(_Judged, value, where)) is None:
                 continue
             if len(judged.chatgpt_fact) != len(judged.human_judge):
-                problems.append(f"{where}: one 'true' or 'false' is needed for each statement")
+                files.problems.append(
+                    f"{where}: one 'true' or 'false' is needed for each statement"
+                )
                 continue
             counts["read"] += len(judged.chatgpt_fact)
             group = f"{domain}/{query.id}"
@@ -169,52 +164,54 @@ class _Sentence(BaseModel):
     label: Label
 
 
-def read_helm(folder: Path, problems: list[str]) -> Rows:
+def read_helm(files: SetFiles) -> Rows:
     """Return rows for the trainer and counts {read, contradictory, repeated}; ``folder`` is MIND's
     ``helm``."""
     statements = []
     for model in MODELS:
-        own = _sentences(folder, model, problems)
+        of_model = _sentences(files, model)
         for table in (f"statements/{model}.csv", f"helm_data/{model}.csv"):
-            if own and (folder / table).is_file():
-                problems += _disagreements(folder, table, own)
-        statements += own
+            if of_model and (files.folder / table).is_file():
+                _compare(files, table, of_model)
+        statements += of_model
     return unambiguous_rows(statements)
 
 
-def _sentences(folder: Path, model: str, problems: list[str]) -> list[Statement]:
+def _sentences(files: SetFiles, model: str) -> list[Statement]:
     """Return one model's sentences, in the file's order."""
     name = f"data/{model}/data.json"
     statements: list[Statement] = []
-    for passage, value in json_document(folder, name, dict, problems).items():
-        where = f"{name} passage {passage}"
-        if (read := checked(_Passage, value, where, problems)) is None:
+    for number, value in files.json_document(name, dict).items():
+        where = f"{name} passage {number}"
+        if (passage := files.checked(_Passage, value, where)) is None:
             continue
-        title = read.prompt.removeprefix(_OPENING).split(".")[0]
-        for place, one in enumerate(read.sentences, 1):
-            if (
-                sentence := checked(_Sentence, one, f"{where} sentence {place}", problems)
-            ) is not None:
+        title = passage.prompt.removeprefix(_OPENING).split(".")[0]
+        for position, entry in enumerate(passage.sentences, 1):
+            sentence = files.checked(_Sentence, entry, f"{where} sentence {position}")
+            if sentence is not None:
                 identifier, text = f"{model}-{len(statements)}", f"{title}: {sentence.sentence}"
                 statements.append(
-                    Statement(identifier, text, sentence.label == 0, f"passage/{passage}", model)
+                    Statement(identifier, text, sentence.label == 0, f"passage/{number}", model)
                 )
     return statements
 
 
-def _disagreements(folder: Path, name: str, statements: list[Statement]) -> list[str]:
-    """Return the first row in which one of IRIS's tables differs from MIND's sentences."""
-    problems: list[str] = []
-    table = csv_table(folder, name, ("statement", "label"), problems)
-    if problems:
-        return problems
+def _compare(files: SetFiles, name: str, statements: list[Statement]) -> None:
+    """Add as a problem the first row in which one of IRIS's tables differs from MIND's
+    sentences."""
+    before = len(files.problems)
+    table = files.csv_table(name, ("statement", "label"))
+    if len(files.problems) > before:
+        return
     cure = "the two files are of different versions: remove this table, or download both again"
     for (number, row), statement in zip(table, statements, strict=False):
         if (row["statement"], row["label"]) != (statement.text, str(1 - statement.factual)):
-            return [
+            files.problems.append(
                 f"{name} line {number}: differs from the sentence of {statement.group} in"
                 f" data.json; {cure}"
-            ]
+            )
+            return
     if len(table) != len(statements):
-        return [f"{name}: {len(table)} rows, but data.json has {len(statements)} sentences; {cure}"]
-    return []
+        files.problems.append(
+            f"{name}: {len(table)} rows, but data.json has {len(statements)} sentences; {cure}"
+        )

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from hallutracer_research.data import bfcl, knowledge, question_sets, statement_sets
+from hallutracer_research.data.files import SetFiles
 from hallutracer_research.data.registry import read_set
 from service.errors import DataError
 
@@ -130,8 +131,8 @@ def write_helm(folder: Path, **models: dict[str, Any]) -> Path:
 def write_iris_tables(folder: Path) -> None:
     """The tables that belong to what ``write_helm`` wrote."""
     for model in statement_sets.MODELS:
-        own = statement_sets._sentences(folder, model, [])
-        rows = [{"statement": one.text, "label": str(1 - one.factual)} for one in own]
+        sentences = statement_sets._sentences(SetFiles(folder), model)
+        rows = [{"statement": one.text, "label": str(1 - one.factual)} for one in sentences]
         write_table(folder / "statements" / f"{model}.csv", rows)
 
 
