@@ -110,73 +110,72 @@ def ask(engine: Engine, folder: Path, judge: JudgeOptions) -> LabelledAnswers:
         labelled = judged_labels(dataset, run, judge)
     index = labelled.index
     heads, stream = (Readouts(activations.rows[site], index, labelled.label) for site in sites)
-    asked = [by_id[dataset.rows[row].id] for row in index.tolist()]
-    return LabelledAnswers(
-        asked, heads, stream, dataset.groups[index], activations.first_token[index]
-    )
+    rows = [by_id[dataset.rows[row].id] for row in index.tolist()]
+    first_token = activations.first_token[index]
+    return LabelledAnswers(rows, heads, stream, dataset.groups[index], first_token)
 
 
-def risks(asked: LabelledAnswers, fold_seed: int, jobs: int) -> tuple[dict[str, Floats], Index]:
+def risks(answers: LabelledAnswers, fold_seed: int, jobs: int) -> tuple[dict[str, Floats], Index]:
     """Return each method's risk for every row [n], by a fold that never saw its entity; and that
     fold's number [n]."""
     options = DepthMeanProbe(inner_folds=INNER_FOLDS, n_jobs=jobs)
-    outer = outer_folds(asked.label, asked.group, folds=FOLDS, seeds=(fold_seed,))
+    outer = outer_folds(answers.label, answers.group, folds=FOLDS, seeds=(fold_seed,))
 
     def fit(fold: OuterFold) -> dict[str, Floats]:
-        label = asked.label[fold.train]
-        columns = _columns(asked, fold.train, fold.test, fold_seed, options)
-        scores = {
+        label = answers.label[fold.train]
+        of_fold = {
             name: fit_classifier(of_train, label).risk(of_test)
-            for name, of_train, of_test in columns
+            for name, of_train, of_test in _columns(answers, fold, options)
         }
-        return scores | dict(_shortcuts(asked, fold.train, fold.test))
+        return of_fold | dict(_shortcuts(answers, fold.train, fold.test))
 
     scores = nested_cv(outer, fit)
-    number = np.full(len(asked.label), -1)
+    number = np.full(len(answers.label), -1)
     for fold in outer:
         number[fold.test] = fold.fold
-    return {name: by_row(scores[name], len(asked.label))[0] for name in METHODS}, number
+    return {name: by_row(scores[name], len(answers.label))[0] for name in METHODS}, number
 
 
 def _columns(
-    asked: LabelledAnswers, train: Index, test: Index, seed: int, options: DepthMeanProbe
+    answers: LabelledAnswers, fold: OuterFold, options: DepthMeanProbe
 ) -> Iterator[tuple[str, Floats, Floats]]:
     """Yield signals of the training side (out of fold where probes are involved) and of the test
     side."""
-    first = asked.first_token
-    for readouts, names in ((asked.heads, HEADS), (asked.stream, STREAM)):
-        _, found = probe_columns(readouts, asked.group, first, train, test, seed, options)
-        for name, columns in found:
+    first, train, test = answers.first_token, fold.train, fold.test
+    for readouts, names in ((answers.heads, HEADS), (answers.stream, STREAM)):
+        _, signals = probe_columns(readouts, answers.group, first, train, test, fold.seed, options)
+        for name, columns in signals:
             if name in names:
                 yield names[name], *columns
-    for column, name in enumerate(("max_prob", "entropy")):
-        yield name, first[train, column][:, None], first[test, column][:, None]
-    told = np.log1p(np.array([row["exposures"] for row in asked.rows], np.float64))[:, None]
-    yield "exposures", told[train], told[test]
+    exposures = np.log1p(np.array([row["exposures"] for row in answers.rows], np.float64))
+    for name, column in (
+        ("max_prob", first[:, 0]),
+        ("entropy", first[:, 1]),
+        ("exposures", exposures),
+    ):
+        yield name, column[train, None], column[test, None]
 
 
-def _shortcuts(asked: LabelledAnswers, train: Index, test: Index) -> Iterator[tuple[str, Floats]]:
-    hallucinated = 1.0 - asked.label
-    kind = [row["kind"] for row in asked.rows]
-    cell = [f"{row['kind']} {row['template']}" for row in asked.rows]
-    of_kind = _prior(
-        kind, asked.label, train, dict.fromkeys(kind, float(hallucinated[train].mean()))
-    )
+def _shortcuts(answers: LabelledAnswers, train: Index, test: Index) -> Iterator[tuple[str, Floats]]:
+    hallucinated = 1.0 - answers.label
+    kind = [row["kind"] for row in answers.rows]
+    cell = [f"{row['kind']} {row['template']}" for row in answers.rows]
+    share = float(hallucinated[train].mean())
+    of_kind = _prior(kind, answers.label, train, dict.fromkeys(kind, share))
     yield "kind_prior", np.array([of_kind[kind[row]] for row in test])
     parent = {name: of_kind[name.split(" ")[0]] for name in cell}
-    of_cell = _prior(cell, asked.label, train, parent)
+    of_cell = _prior(cell, answers.label, train, parent)
     yield "kind_x_template_prior", np.array([of_cell[cell[row]] for row in test])
     # The id is kind:subject:template; the subject is the name that the question asks about.
-    named = [f"{row['kind']} {row['id'].split(':', 1)[1].rsplit(':', 1)[0]}" for row in asked.rows]
+    subjects = [row["id"].split(":", 1)[1].rsplit(":", 1)[0] for row in answers.rows]
+    named = [f"{of_row} {subject}" for of_row, subject in zip(kind, subjects, strict=True)]
     vectorizer = TfidfVectorizer(
         analyzer="char_wb", ngram_range=(1, 4), sublinear_tf=True, min_df=2
     )
     x = vectorizer.fit_transform([named[row] for row in train])
     model = LogisticRegression(C=1.0, max_iter=2000).fit(x, hallucinated[train])
-    yield (
-        "name_ngrams",
-        model.predict_proba(vectorizer.transform([named[row] for row in test]))[:, 1],
-    )
+    x_test = vectorizer.transform([named[row] for row in test])
+    yield "name_ngrams", model.predict_proba(x_test)[:, 1]
 
 
 def _prior(
@@ -185,41 +184,40 @@ def _prior(
     """Return each key's share of hallucinations on the training side, shrunk towards its parent by
     five pseudo-rows."""
     size = Counter(keys[row] for row in train)
-    bad = Counter[str]()
-    for row in train:
-        bad[keys[row]] += 1 - int(label[row])
-    return {key: (bad[key] + 5 * parent[key]) / (size[key] + 5) for key in parent}
+    wrong = Counter(keys[row] for row in train if label[row] == 0)
+    return {key: (wrong[key] + 5 * parent[key]) / (size[key] + 5) for key in parent}
 
 
 def measure(
-    asked: LabelledAnswers, risk_of: dict[str, Floats], fold: Index
+    answers: LabelledAnswers, risk_of: dict[str, Floats], fold: Index
 ) -> dict[str, dict[str, float]]:
     """Return the table's columns for each method, on the rows of the test split.  AUROC and AUPRC
-    compare rows within a
-    fold: risks of different folds come from different fits, and pooling them would turn differences
-    between the folds' priors into a signal.  ECE is over all rows."""
-    shown = np.array([row["split"] == "test" for row in asked.rows])
-    never_refused = shown & ~np.array([row["in_refusals"] for row in asked.rows])
-    kind = [row["kind"] for row in asked.rows]
-    cell = [(row["kind"], row["template"]) for row in asked.rows]
+    compare rows within a fold: risks of different folds come from different fits, and pooling them
+    would turn differences between the folds' priors into a signal.  ECE is over all rows."""
+    shown = np.array([row["split"] == "test" for row in answers.rows])
+    never_refused = shown & ~np.array([row["in_refusals"] for row in answers.rows])
+    kind = [row["kind"] for row in answers.rows]
+    cell = [(row["kind"], row["template"]) for row in answers.rows]
     table = {}
     for name, risk in risk_of.items():
         columns: dict[str, float | None] = {}
         for prefix, mask in (("", shown), ("no_refusal_", never_refused)):
             rows = np.flatnonzero(mask)
-            label, own = asked.label[rows], risk[rows]
+            label, score = answers.label[rows], risk[rows]
             folds = fold[rows].tolist()
             in_kind = [(f, kind[row]) for f, row in zip(folds, rows, strict=True)]
             in_cell = [(f, cell[row]) for f, row in zip(folds, rows, strict=True)]
             by_fold = [np.equal(folds, number) for number in np.unique(folds)]
             columns |= {
-                f"{prefix}auroc": within_stratum_auroc(label, own, folds),
+                f"{prefix}auroc": within_stratum_auroc(label, score, folds),
                 f"{prefix}auprc": float(
-                    np.mean([auprc(label[inside], own[inside], positive=0) for inside in by_fold])
+                    np.mean([auprc(label[inside], score[inside], positive=0) for inside in by_fold])
                 ),
-                f"{prefix}auroc_within_kind": within_stratum_auroc(label, own, in_kind),
-                f"{prefix}auroc_within_kind_x_template": within_stratum_auroc(label, own, in_cell),
-                f"{prefix}ece": ece(label, own),
+                f"{prefix}auroc_within_kind": within_stratum_auroc(label, score, in_kind),
+                f"{prefix}auroc_within_kind_x_template": within_stratum_auroc(
+                    label, score, in_cell
+                ),
+                f"{prefix}ece": ece(label, score),
             }
         table[name] = {key: float(value) for key, value in columns.items() if value is not None}
     return table
@@ -239,14 +237,14 @@ def report(
     models = {}
     for seed, load in engines.items():
         with closing(load()) as engine:
-            asked = ask(engine, out / f"asked-{seed}", judge)
-        test = np.array([row["split"] == "test" for row in asked.rows])
+            answers = ask(engine, out / f"asked-{seed}", judge)
+        test = np.array([row["split"] == "test" for row in answers.rows])
         models[str(seed)] = {
             "test_rows": int(test.sum()),
-            "hallucinated": float(1 - asked.label[test].mean()),
+            "hallucinated": float(1 - answers.label[test].mean()),
         }
         for fold_seed in tqdm(fold_seeds, f"model {seed}"):
-            for name, columns in measure(asked, *risks(asked, fold_seed, jobs)).items():
+            for name, columns in measure(answers, *risks(answers, fold_seed, jobs)).items():
                 for column, value in columns.items():
                     cells.setdefault(name, {}).setdefault(column, []).append(value)
     document = {
@@ -347,8 +345,8 @@ def _choose(out: Path, seeds: Sequence[int], threads: int, console: Console) -> 
     scores = {}
     for seed in seeds:
         with closing(_load(out / f"seed{seed}")) as engine:
-            asked = ask(engine, out / f"asked-{seed}", JUDGE)
-        scores[seed] = _dev_score(asked, threads)
+            answers = ask(engine, out / f"asked-{seed}", JUDGE)
+        scores[seed] = _dev_score(answers, threads)
         console.print(f"seed {seed}: dev score {scores[seed]:.4f}")
     best = max(scores, key=lambda seed: scores[seed])
     (out / "choice.json").write_text(
@@ -357,12 +355,12 @@ def _choose(out: Path, seeds: Sequence[int], threads: int, console: Console) -> 
     return best
 
 
-def _dev_score(asked: LabelledAnswers, jobs: int) -> float:
-    split = np.array([row["split"] for row in asked.rows])
+def _dev_score(answers: LabelledAnswers, jobs: int) -> float:
+    split = np.array([row["split"] for row in answers.rows])
     train_rows, dev = np.flatnonzero(split == "train"), np.flatnonzero(split == "dev")
-    fit = DepthMeanProbe(CHOICE_C, n_jobs=jobs).refit(asked.heads, train_rows, dev, CHOICE_C)
-    mean, label = fit.trajectory.mean(axis=1), asked.label[dev]
-    within = within_stratum_auroc(label, -mean, [asked.rows[row]["kind"] for row in dev.tolist()])
+    fit = DepthMeanProbe(CHOICE_C, n_jobs=jobs).refit(answers.heads, train_rows, dev, CHOICE_C)
+    mean, label = fit.trajectory.mean(axis=1), answers.label[dev]
+    within = within_stratum_auroc(label, -mean, [answers.rows[row]["kind"] for row in dev.tolist()])
     return (auroc(label, mean) + (within or 0.5)) / 2
 
 

@@ -17,6 +17,7 @@ from service.data.judges import contains
 from service.demo import Passage
 from service.demo.questions import questions, with_passages
 from service.engines.base import Sampling
+from service.fitting.probes import Floats, Index
 from service.fitting.recalibration import means_without
 from service.fitting.scores import auroc_interval, risk_auroc, t_interval
 from service.policies.guard import OBSERVE
@@ -26,7 +27,6 @@ from service.trainer.presentation import markdown_table
 PASSAGES: tuple[Passage, ...] = get_args(Passage)
 BATCH = 64  # questions between two updates of the progress bar
 
-Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
 
@@ -34,7 +34,7 @@ Flags = NDArray[np.bool_]
 class Answered:
     """n questions, answered with each kind of passage."""
 
-    group: NDArray[np.int64]  # [n] entity
+    group: Index  # [n] entity
     risk: dict[Passage, Floats]  # [n]
     right: dict[Passage, Flags]  # [n] the answer names an accepted one
     threshold: float
@@ -185,7 +185,7 @@ def markdown(found: dict[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _auroc(group: NDArray[np.int64], right: Flags, risk: Floats) -> dict[str, float] | None:
+def _auroc(group: Index, right: Flags, risk: Floats) -> dict[str, float] | None:
     """Return it with its interval; None where all answers are right, or all wrong."""
     if right.all() or not right.any():
         return None
@@ -194,6 +194,6 @@ def _auroc(group: NDArray[np.int64], right: Flags, risk: Floats) -> dict[str, fl
     return {"value": risk_auroc(label, risk), **found._asdict()}
 
 
-def _mean(group: NDArray[np.int64], column: NDArray[Any]) -> dict[str, float]:
+def _mean(group: Index, column: NDArray[Any]) -> dict[str, float]:
     value = float(column.mean())
     return {"value": value, **t_interval(value, means_without(column, group))._asdict()}
