@@ -5,8 +5,8 @@ define "content word"; ``is_content`` is this project's definition."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,7 +32,7 @@ def is_content(text: str) -> bool:
     part of a character, which decodes to no letter, does not."""
     from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS
 
-    letters = [place for place, character in enumerate(text) if character.isalnum()]
+    letters = [number for number, character in enumerate(text) if character.isalnum()]
     return bool(letters) and text[letters[0] : letters[-1] + 1].lower() not in ENGLISH_STOP_WORDS
 
 
@@ -57,12 +57,10 @@ class SpanReadouts(NamedTuple):
     """What n rows of tokens were read at, besides their ends."""
 
     heads: NDArray[np.float32]  # [spans, n, m, width] attention heads, mean over each span's tokens
-    states: NDArray[
-        np.float16
-    ]  # [n, layers, count, hidden_size] residual stream of so many tokens; zeros in front
-    first_token: NDArray[
-        np.float64
-    ]  # [n, 2] behind the last token: log maximum probability, entropy (nats)
+    # [n, layers, count, hidden_size] residual stream of so many tokens; zeros in front
+    states: NDArray[np.float16]
+    # [n, 2] behind the last token: log maximum probability, entropy (nats)
+    first_token: NDArray[np.float64]
 
 
 class PoolingEngine:
@@ -83,15 +81,17 @@ class PoolingEngine:
     ) -> Extraction:
         """Extract as the engine does, and pool.  Raises EngineError where its modules are in
         another process."""
-        others = beyond_onset(poolings)
+        more = beyond_onset(poolings)
         if self._engine.torch_model is None:
-            check_onset_only(others)
-        found = self._engine.extract(prompts, sites, (), sampling)
+            check_onset_only(more)
+        plain = self._engine.extract(prompts, sites, (), sampling)
         pooled = {
-            (site, one): np.empty_like(found.activations[site]) for site in sites for one in others
+            (site, pooling): np.empty_like(plain.activations[site])
+            for site in sites
+            for pooling in more
         }
-        for number, prompt in enumerate(prompts if others else ()):
-            for key, rows in self._pooled(prompt, sites, others).items():
+        for number, prompt in enumerate(prompts if more else ()):
+            for key, rows in self._pooled(prompt, sites, more).items():
                 if not np.isfinite(rows).all():
                     layer = int(np.argwhere(~np.isfinite(rows))[0][0])
                     raise NonFiniteReadout(
@@ -100,7 +100,7 @@ class PoolingEngine:
                         " and check its weights"
                     )
                 pooled[key][number] = rows
-        return Extraction(found.activations, found.first_tokens, pooled, found.completions)
+        return Extraction(plain.activations, plain.first_tokens, pooled, plain.completions)
 
     def _pooled(
         self, prompt: TokenIds, sites: Sequence[Site], poolings: Sequence[Pooling]
@@ -109,27 +109,22 @@ class PoolingEngine:
         of one prompt."""
         model = self._engine.torch_model
         assert model is not None
-        text = [self._engine.detokenize([token]) for token in prompt]  # special tokens have none
-        content = torch.tensor([is_content(one) for one in text], device=model.device)
-        rows: dict[tuple[Site, Pooling], list[Tensor]] = {
-            (site, one): [] for site in sites for one in poolings
+        words = [self._engine.detokenize([token]) for token in prompt]  # special tokens have none
+        content = torch.tensor([is_content(word) for word in words], device=model.device)
+
+        def pool_all(states: Tensor) -> Tensor:
+            return torch.stack([pool(states, pooling, content) for pooling in poolings])
+
+        every_layer = range(self._engine.identity.geometry.num_layers)
+        readers = [(site, layer, pool_all) for site in sites for layer in every_layer]
+        values, _ = _read(model, prompt, readers)
+        return {
+            (site, pooling): torch.stack([values[site, layer][number] for layer in every_layer])
+            .cpu()
+            .numpy()
+            for site in sites
+            for number, pooling in enumerate(poolings)
         }
-
-        def reader(site: Site) -> Any:
-            def hook(_module: Any, *tensors: Any) -> None:
-                states = _states(tensors)
-                for pooling in poolings:
-                    rows[site, pooling].append(pool(states, pooling, content))
-
-            return hook
-
-        at = locate(model.model).at
-        _pass(
-            model,
-            prompt,
-            [(module, reader(site), SITES[site].is_input) for site in sites for module in at[site]],
-        )
-        return {key: torch.stack(layers).cpu().numpy() for key, layers in rows.items()}
 
     def spans(
         self,
@@ -149,75 +144,69 @@ class PoolingEngine:
             raise EngineError(
                 "other positions are read by the transformers engine only", param="engine"
             )
-        site, number = Site.ATTENTION_HEAD, len(rows)
-        at = locate(model.model).at
-        kinds = len(spans[0]) if spans else 0
-        found = SpanReadouts(
-            np.empty((kinds, number, geometry.num_layers, geometry.width(site)), np.float32),
-            np.zeros((number, len(layers), count, geometry.hidden_size), np.float16),
-            np.empty((number, 2)),
+        heads, residual = Site.ATTENTION_HEAD, Site.RESIDUAL_STREAM
+        kinds, every_layer = len(spans[0]) if spans else 0, range(geometry.num_layers)
+        readouts = SpanReadouts(
+            np.empty((kinds, len(rows), len(every_layer), geometry.width(heads)), np.float32),
+            np.zeros((len(rows), len(layers), count, geometry.hidden_size), np.float16),
+            np.empty((len(rows), 2)),
         )
-        for row, (tokens, own) in enumerate(zip(rows, spans, strict=True)):
-
-            def last(place: int, row: int = row) -> Any:
-                def hook(_module: Any, *tensors: Any) -> None:
-                    states = (
-                        _states(tensors)[max(0, ends[row] - count) : ends[row]]
-                        .float()
-                        .cpu()
-                        .numpy()
-                    )
-                    found.states[row, place, count - len(states) :] = states
-
-                return hook
-
-            def heads(layer: int, row: int = row, own: Sequence[Span] = own) -> Any:
-                def hook(_module: Any, *tensors: Any) -> None:
-                    states = _states(tensors)
-                    for kind, (begin, end) in enumerate(own):
-                        found.heads[kind, row, layer] = (
-                            states[begin:end].float().mean(dim=0).cpu().numpy()
-                        )
-
-                return hook
-
-            residual = at[Site.RESIDUAL_STREAM]
-            hooks = [
-                (residual[one], last(place), SITES[Site.RESIDUAL_STREAM].is_input)
-                for place, one in enumerate(layers)
+        for row, (tokens, of_row) in enumerate(zip(rows, spans, strict=True)):
+            readers: list[Reader] = [
+                (heads, layer, partial(_span_means, of_row)) for layer in every_layer
             ]
-            hooks += [
-                (module, heads(layer), SITES[site].is_input)
-                for layer, module in enumerate(at[site])
-            ]
-            logits = _pass(model, tokens, hooks, logits_to_keep=1).logits[:, -1].float()
+            if layers:
+                copied = partial(_copied, max(0, ends[row] - count), ends[row])
+                readers += [(residual, layer, copied) for layer in layers]
+            values, output = _read(model, tokens, readers, logits_to_keep=1)
+            for layer in every_layer:
+                readouts.heads[:, row, layer] = values[heads, layer].cpu().numpy()
+            for number, layer in enumerate(layers):
+                states = values[residual, layer].float().cpu().numpy()
+                readouts.states[row, number, count - len(states) :] = states
+            logits = output.logits[:, -1].float()
             first = first_token_of(summarise(logits)[0].cpu().numpy())
-            found.first_token[row] = first.log_max_prob, first.entropy
-        if not (np.isfinite(found.heads).all() and np.isfinite(found.states).all()):
+            readouts.first_token[row] = first.log_max_prob, first.entropy
+        if not (np.isfinite(readouts.heads).all() and np.isfinite(readouts.states).all()):
             raise NonFiniteReadout(
                 "a position is beyond the range of its dtype: load the model with dtype float32"
             )
-        return found
+        return readouts
 
 
-def _states(tensors: Sequence[Any]) -> Tensor:
-    """Return the [tokens, width] that a hook was given."""
-    batch: Tensor = tensors[-1][0] if isinstance(tensors[-1], tuple) else tensors[-1]
-    return batch[0]
+def _copied(begin: int, end: int, states: Tensor) -> Tensor:
+    return states[begin:end].clone()  # a view would keep all tokens, which the model may change
 
 
-def _pass(
-    model: TorchModel, prompt: TokenIds, hooks: Sequence[tuple[Any, Any, bool]], **options: Any
-) -> Any:
-    """Run one prompt with hooks on modules, before or behind them, and return the model's
-    output."""
-    handles = [
-        module.register_forward_pre_hook(hook) if before else module.register_forward_hook(hook)
-        for module, hook, before in hooks
-    ]
+def _span_means(spans: Sequence[Span], states: Tensor) -> Tensor:
+    return torch.stack([states[begin:end].float().mean(dim=0) for begin, end in spans])
+
+
+Reader = tuple[Site, int, Callable[[Tensor], Tensor]]
+"""A site, a layer, and what is kept of its states [tokens, width]."""
+
+
+def _read(
+    model: TorchModel, prompt: TokenIds, readers: Sequence[Reader], **options: Any
+) -> tuple[dict[tuple[Site, int], Tensor], Any]:
+    """Run one prompt, and return what is kept of each (site, layer), and the model's output."""
+    values: dict[tuple[Site, int], Tensor] = {}
+
+    def hook_of(site: Site, layer: int, keep: Callable[[Tensor], Tensor]) -> Any:
+        def hook(_module: Any, *tensors: Any) -> None:
+            batch = tensors[-1][0] if isinstance(tensors[-1], tuple) else tensors[-1]
+            values[site, layer] = keep(batch[0])
+
+        module = modules[site][layer]
+        if SITES[site].is_input:
+            return module.register_forward_pre_hook(hook)
+        return module.register_forward_hook(hook)
+
+    modules = locate(model.model).at
+    handles = [hook_of(*reader) for reader in readers]
     try:
         with torch.inference_mode():
-            return model.model(
+            output = model.model(
                 input_ids=torch.tensor([list(prompt)], device=model.device),
                 use_cache=False,
                 **options,
@@ -225,3 +214,4 @@ def _pass(
     finally:
         for handle in handles:
             handle.remove()
+    return values, output
