@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +39,7 @@ from service.data.run_folder import locked
 from service.data.training_rows import Dataset, check_all_apply, read_dataset
 from service.engines.base import Engine
 from service.errors import DataError
+from service.fitting.probes import Index
 from service.fitting.scores import auroc
 from service.prompts import as_prompt_format
 from service.readout import Probes, Site
@@ -49,9 +50,8 @@ from service.trainer.prepare import prepare, trajectories
 
 NAMES = ("trajectory", "label", "group", "readout", "direction")
 ALPHA = 0.05  # of the layer-wise Chen-Qin tests
-LIMIT = (
-    1e30  # of a number's size: diagnostics take fourth powers and sum them over rows, in float64
-)
+# of a number's size: diagnostics take fourth powers and sum them over rows, in float64
+LIMIT = 1e30
 MOST_BYTES = 1 << 31  # of readouts in memory; the sections that need them are left out above it
 
 
@@ -60,8 +60,8 @@ class LabelledSet:
     """What a file held, checked: N rows, m >= 3 layers, both classes, finite numbers."""
 
     trajectory: Floats  # [N, m]
-    label: NDArray[np.int64]  # [N]
-    group: NDArray[np.int64] | None  # [N] numbered from 0, None where the file has none
+    label: Index  # [N]
+    group: Index | None  # [N] numbered from 0, None where the file has none
     readout: NDArray[np.floating] | None  # [N, m, d], as stored
     direction: Floats | None  # [m, d]
     remarks: tuple[str, ...] = ()  # what is to be said of it
@@ -70,30 +70,21 @@ class LabelledSet:
 def read_set(path: Path | str) -> LabelledSet:
     """Read and check a file.  Raises DataError, which names every array that does not fit."""
     arrays = _arrays(Path(path))
-    problems = [
-        f"{name}: missing; trajectory [N, m] and label [N] are needed"
-        for name in NAMES[:2]
-        if name not in arrays
-    ]
-    problems += [
-        f"{name}: holds {array.dtype}, numbers are needed"
-        for name, array in arrays.items()
-        if name in NAMES and name != "group" and array.dtype.kind not in "biuf"
-    ]
-    if problems or (problems := _misfits(arrays)):
-        raise DataError(str(path), problems)
-    direction, others = arrays.get("direction"), [name for name in arrays if name not in NAMES]
+    for check in (_not_numbers, _misfits, _not_unit):  # each where those before are passed
+        if problems := list(check(arrays)):
+            raise DataError(str(path), problems)
+    direction, ignored = arrays.get("direction"), [name for name in arrays if name not in NAMES]
     return LabelledSet(
         trajectory=arrays["trajectory"].astype(np.float64),
         label=arrays["label"].astype(np.int64),
         group=_numbered(arrays["group"]) if "group" in arrays else None,
         readout=arrays.get("readout"),
         direction=direction.astype(np.float64) if direction is not None else None,
-        remarks=(f"ignored arrays: {', '.join(others)}",) if others else (),
+        remarks=(f"ignored arrays: {', '.join(ignored)}",) if ignored else (),
     )
 
 
-def _numbered(group: NDArray[Any]) -> NDArray[np.int64]:
+def _numbered(group: NDArray[Any]) -> Index:
     return np.unique(group, return_inverse=True)[1].astype(np.int64)
 
 
@@ -119,8 +110,8 @@ def diagnose_set(data: LabelledSet, shrinkage: Shrinkage = None) -> dict[str, An
         "snr": as_document(snr_table(data.trajectory, data.label)),
         "variance": variance,
         "features": {
-            name: auroc(data.label, one)
-            for name, one in trajectory_features(data.trajectory).items()
+            name: auroc(data.label, feature)
+            for name, feature in trajectory_features(data.trajectory).items()
         },
     }
     if data.readout is not None:
@@ -130,12 +121,12 @@ def diagnose_set(data: LabelledSet, shrinkage: Shrinkage = None) -> dict[str, An
 
 
 def _arrays(path: Path) -> dict[str, NDArray[Any]]:
-    made = "make it with numpy.savez(FILE, trajectory=..., label=...)"
+    cure = "make it with numpy.savez(FILE, trajectory=..., label=...)"
     try:
         loaded = np.load(path, allow_pickle=False)
         if not isinstance(loaded, Mapping):
             raise DataError(
-                str(path), [f"one bare array, not a .npz archive of named ones: {made}"]
+                str(path), [f"one bare array, not a .npz archive of named ones: {cure}"]
             )
         with cast(Any, loaded):
             arrays = {}
@@ -154,78 +145,69 @@ def _arrays(path: Path) -> dict[str, NDArray[Any]]:
             return arrays
     except (ValueError, EOFError, zlib.error, zipfile.BadZipFile) as error:
         reason = "no NumPy file" if "pickle" in str(error) else str(error)
-        raise DataError(str(path), [f"not a readable .npz archive ({reason}): {made}"]) from error
+        raise DataError(str(path), [f"not a readable .npz archive ({reason}): {cure}"]) from error
 
 
-def _misfits(arrays: Mapping[str, NDArray[Any]]) -> list[str]:
-    """Return what is wrong with the shapes and values of arrays of numbers."""
+def _not_numbers(arrays: Mapping[str, NDArray[Any]]) -> Iterator[str]:
+    for name in NAMES[:2]:
+        if name not in arrays:
+            yield f"{name}: missing; trajectory [N, m] and label [N] are needed"
+    for name, array in arrays.items():
+        if name in NAMES and name != "group" and array.dtype.kind not in "biuf":
+            yield f"{name}: holds {array.dtype}, numbers are needed"
+
+
+def _misfits(arrays: Mapping[str, NDArray[Any]]) -> Iterator[str]:
+    """Yield what is wrong with the shapes and values of arrays of numbers."""
     trajectory, label = arrays["trajectory"], arrays["label"]
     if trajectory.ndim != 2 or trajectory.shape[1] < 3:
-        return [
-            f"trajectory: shape {list(trajectory.shape)}, [N, m] with at least 3 layers is needed"
-        ]
+        yield f"trajectory: shape {list(trajectory.shape)}, [N, m] with at least 3 layers is needed"
+        return
     n, m = trajectory.shape
-    problems = []
     if label.shape != (n,):
-        problems.append(f"label: shape {list(label.shape)}, [{n}] is needed, one per trajectory")
+        yield f"label: shape {list(label.shape)}, [{n}] is needed, one per trajectory"
     elif not np.isin(label, (0, 1)).all():
         shown = np.unique(label[~np.isin(label, (0, 1))])[:5].tolist()
-        problems.append(
-            f"label: holds {shown}; 1 (factual) and 0 (hallucinated) are the only labels"
-        )
+        yield f"label: holds {shown}; 1 (factual) and 0 (hallucinated) are the only labels"
     else:
-        counts = {
-            "1 (factual)": int(np.sum(label == 1)),
-            "0 (hallucinated)": int(np.sum(label == 0)),
-        }
-        few = {name: count for name, count in counts.items() if count < MIN_ROWS}
-        problems += [
-            f"label: {n} rows are {name}, at least {MIN_ROWS} of each are needed"
-            for name, n in few.items()
-        ]
+        for value, name in ((1, "1 (factual)"), (0, "0 (hallucinated)")):
+            if (count := int(np.sum(label == value))) < MIN_ROWS:
+                yield f"label: {count} rows are {name}, at least {MIN_ROWS} of each are needed"
     if "group" in arrays and arrays["group"].shape != (n,):
-        problems.append(
-            f"group: shape {list(arrays['group'].shape)}, [{n}] is needed, one per trajectory"
-        )
+        yield f"group: shape {list(arrays['group'].shape)}, [{n}] is needed, one per trajectory"
     readout, direction = arrays.get("readout"), arrays.get("direction")
     if readout is not None and (readout.ndim != 3 or readout.shape[:2] != (n, m)):
-        problems.append(
-            f"readout: shape {list(readout.shape)}, [{n}, {m}, d] is needed to go with trajectory"
-        )
+        yield f"readout: shape {list(readout.shape)}, [{n}, {m}, d] is needed to go with trajectory"
     elif readout is not None and readout.shape[2] < 2:
-        problems.append(f"readout: d = {readout.shape[2]}, at least 2 is needed")
+        yield f"readout: d = {readout.shape[2]}, at least 2 is needed"
     if direction is not None and readout is None:
-        problems.append(
+        yield (
             "direction: is of use with readout [N, m, d] only; add readout, or leave direction out"
         )
-    elif (
-        direction is not None and readout is not None and direction.shape != (m, *readout.shape[2:])
-    ):
-        problems.append(
-            f"direction: shape {list(direction.shape)}, {[m, *readout.shape[2:]]} is needed with"
-            " readout"
-        )
+    elif direction is not None and readout is not None:
+        wanted = [m, *readout.shape[2:]]
+        if list(direction.shape) != wanted:
+            yield f"direction: shape {list(direction.shape)}, {wanted} is needed with readout"
     for name in ("trajectory", "readout", "direction"):
         array = arrays.get(name, np.zeros(0))
         if bad := int(np.sum(~np.isfinite(array))):
-            problems.append(
-                f"{name}: {bad} numbers are not finite (NaN or infinite); leave their rows out"
-            )
+            yield f"{name}: {bad} numbers are not finite (NaN or infinite); leave their rows out"
         elif array.size and max(abs(float(array.max())), abs(float(array.min()))) > LIMIT:
-            problems.append(
+            yield (
                 f"{name}: {int(np.sum(np.abs(array) > LIMIT))} numbers are larger than {LIMIT:g} in"
                 " size, and their powers overflow; divide the whole array by a constant, or leave"
                 " their rows out"
             )
-    if direction is not None and direction.ndim == 2 and not problems:
-        norms = np.linalg.norm(direction.astype(np.float64), axis=1)
+
+
+def _not_unit(arrays: Mapping[str, NDArray[Any]]) -> Iterator[str]:
+    """Yield the direction that is farthest from unit length, where it is not of it."""
+    if "direction" in arrays:
+        norms = np.linalg.norm(arrays["direction"].astype(np.float64), axis=1)
         worst = int(np.argmax(np.abs(norms - 1.0)))
         if abs(norms[worst] - 1.0) > 1e-3:
-            problems.append(
-                f"direction: row {worst} has length {norms[worst]:.4g}; divide each row by its"
-                " length"
-            )
-    return problems
+            length = f"{norms[worst]:.4g}"
+            yield f"direction: row {worst} has length {length}; divide each row by its length"
 
 
 def _geometry(data: LabelledSet, readout: NDArray[np.floating]) -> dict[str, Any]:
@@ -234,23 +216,23 @@ def _geometry(data: LabelledSet, readout: NDArray[np.floating]) -> dict[str, Any
     n, m, dim = readout.shape
     v = data.direction
     layers = []
-    own, crossed = np.empty((n, m)), np.empty((n, m - 1))
+    projected, crossed = np.empty((n, m)), np.empty((n, m - 1))
     for layer in range(m):
         x = readout[:, layer].astype(np.float64)
         layers.append(geometry.layer_geometry(x, data.label, None if v is None else v[layer]))
         if v is not None:  # without biases, which move no spread and no gap
-            own[:, layer] = x @ v[layer]
+            projected[:, layer] = x @ v[layer]
             if layer:
                 crossed[:, layer - 1] = x @ v[layer - 1]
     if v is None:
         return geometry.readout_geometry(layers, (), dim).document()
-    parts = decompose(own, crossed)
-    found = geometry.readout_geometry(
+    parts = decompose(projected, crossed)
+    whole = geometry.readout_geometry(
         layers, geometry.transition_geometry(parts, v, data.label), dim
     )
-    document = found.document()
+    document = whole.document()
     document["kappa"] = as_document(kappa_table(parts.w, data.label))
-    document["isotropy"] = as_document(geometry.isotropy(v, found.middle["stable_rank"]))
+    document["isotropy"] = as_document(geometry.isotropy(v, whole.middle["stable_rank"]))
     document["notes"].append(
         "W, K, kappa and isotropy take readout l + 1 as the same head's as readout l: exact for the"
         " residual stream and for one head fixed through all layers, a convention (the paper's"
@@ -258,8 +240,8 @@ def _geometry(data: LabelledSet, readout: NDArray[np.floating]) -> dict[str, Any
     )
     # A bias is one number per layer: anything else between v . a and the trajectory says that they
     # do not match.
-    rest = (data.trajectory - own).std(axis=0)
-    if off := int(np.sum(rest > 1e-3 * data.trajectory.std(axis=0))):
+    spread = (data.trajectory - projected).std(axis=0)
+    if off := int(np.sum(spread > 1e-3 * data.trajectory.std(axis=0))):
         document["notes"].append(
             f"at {off} of {m} layers the trajectory is not direction . readout plus a bias (another"
             " head, scale or position?): W and K are of direction . readout, the other sections of"

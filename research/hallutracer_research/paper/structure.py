@@ -231,7 +231,7 @@ def _fold_geometry(result: SetResult, split: Split) -> geometry.ReadoutGeometry:
 def _fold_k(result: SetResult, split: Split) -> increments.KTable:
     """Return the split of K on the test side; z is the standardisation of the selected heads'
     training rows."""
-    heads, head = result.prepared.inputs.heads, split.probes.selected
+    head = split.probes.selected
     direction, bias = split.probes.of(head)
     mean, std = np.empty_like(direction), np.empty_like(direction)
     for layer, selected in enumerate(head.tolist()):
@@ -239,10 +239,7 @@ def _fold_k(result: SetResult, split: Split) -> increments.KTable:
         mean[layer], std[layer] = x.mean(axis=0), x.std(axis=0)
     probes = increments.StandardizedProbes.of(direction, bias, mean, np.where(std > 0, std, 1.0))
     across = increments.crossings(
-        lambda layer: heads.file.layer(layer)[heads.index[split.test]],
-        head,
-        heads.file.geometry,
-        heads.file.site,
+        lambda layer, head: readout_of(result, layer, head, split.test), head.tolist()
     )
     parts = increments.split_readout_change(across, probes, direction, bias)
     return increments.k_table(parts, result.label[split.test], PERMUTATIONS, split.fold)

@@ -30,7 +30,6 @@ from hallutracer_research.paper.diagnostics.increments import (
 )
 from hallutracer_research.paper.diagnostics.shape import fisher_gap, snr_table, variance_components
 from service.errors import TrainingError
-from service.readout import Geometry, Site
 from service.risk import truth_logits
 from tests.research.made import random_intercepts, unit_rows
 
@@ -323,52 +322,48 @@ def test_depth_layers_never_repeat(m: int, size: int) -> None:
 
 
 def planted(heads_differ: bool = True, seed: int = 0) -> Any:
-    """Rows of 6 layers, 60 prompts, 3 heads of 8 on scales and offsets of their own; probes of the
-    selected heads."""
+    """Rows [layers, prompts, heads, d] of 6 layers, 60 prompts, 3 heads of 8 on scales and offsets
+    of their own; probes of the selected heads."""
     rng = np.random.default_rng(seed)
-    shape = Geometry(6, 3, 8, 24)
     rows = rng.standard_normal((6, 60, 24)) * rng.uniform(
         0.1, 10, (6, 1, 24)
     ) + 5 * rng.standard_normal((6, 1, 24))
+    rows = rows.reshape(6, 60, 3, 8)
     head = rng.integers(0, 3, 6) if heads_differ else np.zeros(6, int)
-    readout = shape.select(rows.transpose(1, 0, 2), head, Site.ATTENTION_HEAD)
+    readout = np.stack([rows[layer][:, head[layer]] for layer in range(6)], axis=1)
     direction, bias = unit_rows(rng.standard_normal((6, 8))), rng.standard_normal(6)
     probes = StandardizedProbes.of(direction, bias, readout.mean(axis=0), readout.std(axis=0))
     return SimpleNamespace(
-        shape=shape,
-        rows=rows,
-        head=head,
-        readout=readout,
-        direction=direction,
-        bias=bias,
-        probes=probes,
+        rows=rows, head=head, readout=readout, direction=direction, bias=bias, probes=probes
     )
 
 
 def split(made: Any) -> KSplit:
-    steps = increments.crossings(made.rows.__getitem__, made.head, made.shape, Site.ATTENTION_HEAD)
+    steps = increments.crossings(lambda layer, head: made.rows[layer][:, head], made.head)
     return increments.split_readout_change(steps, made.probes, made.direction, made.bias)
 
 
 def test_w_is_the_frozen_probe_on_the_same_head_and_w_plus_k_the_increment() -> None:
     made, read = planted(), []
 
-    def rows_of(layer: int) -> np.ndarray:
-        read.append(layer)
-        return np.asarray(made.rows[layer])
+    def readout_of(layer: int, head: int) -> np.ndarray:
+        read.append((layer, head))
+        return np.asarray(made.rows[layer][:, head])
 
-    by_head = made.rows.reshape(6, 60, 3, 8)
     crossed = []
-    for one in increments.crossings(rows_of, made.head, made.shape, Site.ATTENTION_HEAD):
-        assert np.array_equal(one.same_head, by_head[one.layer + 1][:, made.head[one.layer]])
-        assert np.array_equal(one.next_head, by_head[one.layer + 1][:, made.head[one.layer + 1]])
-        crossed.append(one.same_head @ made.direction[one.layer] + made.bias[one.layer])
-    assert read == [1, 2, 3, 4, 5], "one layer at a time, each once"
+    for step in increments.crossings(readout_of, made.head):
+        layer, following = step.layer, made.rows[step.layer + 1]
+        assert np.array_equal(step.same_head, following[:, made.head[layer]])
+        assert np.array_equal(step.next_head, following[:, made.head[layer + 1]])
+        crossed.append(step.same_head @ made.direction[layer] + made.bias[layer])
+    assert read == [(layer, made.head[of]) for layer in range(1, 6) for of in (layer - 1, layer)], (
+        "one layer at a time"
+    )
     trajectory = truth_logits(made.readout, made.direction, made.bias)
     parts = increments.decompose(trajectory, np.stack(crossed, axis=1))
     assert np.allclose(parts.w + parts.k, np.diff(trajectory, axis=1), atol=1e-12)
     for layer in range(5):
-        moved = by_head[layer + 1][:, made.head[layer]] - by_head[layer][:, made.head[layer]]
+        moved = (made.rows[layer + 1] - made.rows[layer])[:, made.head[layer]]
         assert np.allclose(parts.w[:, layer], moved @ made.direction[layer], atol=1e-10)
     assert increments.decompose(np.full((1, 2), 1e200), np.array([[-1e184]])).w.shape == (1, 1)
 
@@ -395,7 +390,7 @@ def test_the_head_part_is_that_of_a_head_switch_alone() -> None:
     assert not any(part.any() for part in (found.probe, found.metric, found.bias))
     assert np.allclose(found.head, found.k)
     a = planted()
-    x = a.rows[2][:, :8]
+    x = a.rows[2][:, 0]
     assert np.allclose(
         a.probes.z(2, x) @ a.probes.weight[2] + a.probes.intercept[2],
         x @ a.direction[2] + a.bias[2],

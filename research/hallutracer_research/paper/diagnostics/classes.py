@@ -18,12 +18,11 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.stats import norm
 
 from service.errors import TrainingError
+from service.fitting.probes import Floats, Index
 
-Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
-MIN_ROWS = (
-    3  # of each class, for Chen and Qin's test: a pair of rows must leave one over in the variance
-)
+# of each class, for Chen and Qin's test: a pair of rows must leave one over in the variance
+MIN_ROWS = 3
 _PAIRS, _BLOCK = 512, 1024
 
 
@@ -75,10 +74,10 @@ def gap(x: Floats, factual: Mask) -> Floats:
 
 def centred(x: Floats, factual: Mask) -> Floats:
     """Return x [N, ...] less the mean of each row's own class."""
-    rest = x.copy()
+    away = x.copy()
     for rows in (factual, ~factual):
-        rest[rows] -= x[rows].mean(axis=0)
-    return rest
+        away[rows] -= x[rows].mean(axis=0)
+    return away
 
 
 def variances(x: Floats, factual: Mask) -> tuple[Floats, Floats]:
@@ -95,8 +94,8 @@ def pooled_variance(x: Floats, factual: Mask) -> Floats:
 
 def covariance(x: Floats) -> Floats:
     """Return the unbiased covariance: x [n, d] -> [d, d]."""
-    rest = x - x.mean(axis=0)
-    return np.asarray(rest.T @ rest / (len(x) - 1))
+    away = x - x.mean(axis=0)
+    return np.asarray(away.T @ away / (len(x) - 1))
 
 
 def pooled_covariance(x: Floats, factual: Mask) -> Floats:
@@ -134,8 +133,8 @@ def mean_or_none(values: Sequence[float | None] | Floats) -> float | None:
     """Return the mean of the numbers that are defined (neither None nor NaN); None where there is
     none."""
     array = np.asarray(values, np.float64)  # None becomes NaN
-    kept = array[np.isfinite(array)]
-    return float(kept.mean()) if len(kept) else None
+    finite = array[np.isfinite(array)]
+    return float(finite.mean()) if len(finite) else None
 
 
 def defined(value: float) -> float | None:
@@ -162,25 +161,26 @@ def distance_correlation(x: ArrayLike, y: ArrayLike) -> float | None:
     is constant.  The V-statistic: dCov^2 = mean(a b) + mean(a) mean(b) - 2 mean_i(a_i. b_i.) with
     a_ij = |x_i - x_j|, a_i. its row means; the definition's double centring, multiplied out.
     O(N^2) time, since one sum over pairs remains."""
-    one, two = as_float(x, "x", 1), as_float(y, "y", 1)
-    if len(one) != len(two) or not len(one):
+    first, second = as_float(x, "x", 1), as_float(y, "y", 1)
+    n = len(first)
+    if n != len(second) or not n:
         raise TrainingError(
-            f"x has {len(one)} values and y {len(two)}: as many, at least one, are needed"
+            f"x has {n} values and y {len(second)}: as many, at least one, are needed"
         )
-    n = len(one)
-    one, two = one - one.mean(), two - two.mean()  # distances stay; rounding of large offsets goes
-    rows_one, rows_two = _row_means(one), _row_means(two)
+    # Distances stay; rounding of large offsets goes.
+    first, second = first - first.mean(), second - second.mean()
+    rows_first, rows_second = _row_means(first), _row_means(second)
     pairs = 0.0
     for start in range(0, n, _PAIRS):
         block = slice(start, start + _PAIRS)
-        product = (one[block, None] - one) * (two[block, None] - two)
+        product = (first[block, None] - first) * (second[block, None] - second)
         pairs += float(np.abs(product, out=product).sum())
     covariance = (
         pairs / n**2
-        + float(rows_one.mean() * rows_two.mean())
-        - 2.0 * float(np.mean(rows_one * rows_two))
+        + float(rows_first.mean() * rows_second.mean())
+        - 2.0 * float(np.mean(rows_first * rows_second))
     )
-    spread = _squared_spread(one, rows_one) * _squared_spread(two, rows_two)
+    spread = _squared_spread(first, rows_first) * _squared_spread(second, rows_second)
     if spread <= 0:
         return None
     return math.sqrt(min(max(covariance / math.sqrt(spread), 0.0), 1.0))
@@ -211,16 +211,16 @@ class ChenQin:
     """statistic: an unbiased estimate of |mu_F - mu_H|^2, which may be negative; p_value:
     one-sided, for it > 0.  All are of independent rows; None where there are too few."""
 
-    statistic: float | None
-    variance: float | None  # of the statistic where the means are equal
-    z: float | None
-    p_value: float | None  # None where the variance is not estimated as positive
-    trace: float | None  # Tr(Sigma), pooled within class
-    energy_ratio: float | None  # statistic / trace; None where there is no variance
+    statistic: float | None = None
+    variance: float | None = None  # of the statistic where the means are equal
+    z: float | None = None
+    p_value: float | None = None  # None where the variance is not estimated as positive
+    trace: float | None = None  # Tr(Sigma), pooled within class
+    energy_ratio: float | None = None  # statistic / trace; None where there is no variance
     notes: tuple[str, ...] = ()
 
 
-def one_row_a_group(group: ArrayLike, seed: int = 0) -> NDArray[np.int64]:
+def one_row_a_group(group: ArrayLike, seed: int = 0) -> Index:
     """Return one row of each group, drawn with a seed, in the data's order: group [N] -> [G] rows.
     Rows of a group depend on each other, and a group may have rows of both classes: its means would
     tie the classes."""
@@ -234,15 +234,15 @@ def chen_qin_by_group(x: ArrayLike, label: ArrayLike, group: ArrayLike) -> ChenQ
     their own likeness within a group a difference of the classes.  Without a number, and with a
     note, below 3 of these rows of a class."""
     rows = one_row_a_group(group)
-    kept = np.asarray(label)[rows]
-    least = min(int(np.sum(kept == value)) for value in (0, 1))
+    classes = np.asarray(label)[rows]
+    least = min(int(np.sum(classes == value)) for value in (0, 1))
     if least < MIN_ROWS:
         note = (
             f"one row of each group leaves {least} rows of a class, and {MIN_ROWS} are needed: give"
             " more groups"
         )
-        return ChenQin(None, None, None, None, None, None, (note,))
-    return chen_qin(np.asarray(x)[rows], kept)
+        return ChenQin(notes=(note,))
+    return chen_qin(np.asarray(x)[rows], classes)
 
 
 def chen_qin(x: ArrayLike, label: ArrayLike) -> ChenQin:
@@ -255,32 +255,24 @@ def chen_qin(x: ArrayLike, label: ArrayLike) -> ChenQin:
     moved by the OTHER's mean, which is independent of
     it: the estimator is otherwise theirs.  Raises TrainingError below 3 rows of a class."""
     values, factual = labelled(x, label, "x", minimum=MIN_ROWS)
-    values = values - values.mean(
-        axis=0
-    )  # changes nothing but rounding: everything below is moved again or invariant
-    one, two = values[factual], values[~factual]
-    n1, n2 = len(one), len(two)
-    statistic = _within(one) + _within(two) - 2.0 * float(one.mean(axis=0) @ two.mean(axis=0))
-    square1, square2 = squared_trace(one - two.mean(axis=0)), squared_trace(two - one.mean(axis=0))
-    mixed = _mixed_trace(one, two)
+    # Changes nothing but rounding: everything below is moved again or invariant.
+    values = values - values.mean(axis=0)
+    first, second = values[factual], values[~factual]
+    n1, n2 = len(first), len(second)
+    mean1, mean2 = first.mean(axis=0), second.mean(axis=0)
+    statistic = _within(first) + _within(second) - 2.0 * float(mean1 @ mean2)
     variance = (
-        2.0 * square1 / (n1 * (n1 - 1)) + 2.0 * square2 / (n2 * (n2 - 1)) + 4.0 * mixed / (n1 * n2)
+        2.0 * squared_trace(first - mean2) / (n1 * (n1 - 1))
+        + 2.0 * squared_trace(second - mean1) / (n2 * (n2 - 1))
+        + 4.0 * _mixed_trace(first, second) / (n1 * n2)
     )
     trace = float(pooled_variance(values, factual).sum())
-    z = statistic / math.sqrt(variance) if variance > 0 else None
-    return ChenQin(
-        statistic=statistic,
-        variance=variance,
-        z=z,
-        p_value=float(norm.sf(z)) if z is not None else None,
-        trace=trace,
-        energy_ratio=statistic / trace if trace > 0 else None,
-        notes=(
-            ()
-            if variance > 0
-            else ("z and p_value are left out: the variance estimate is not positive",)
-        ),
-    )
+    energy_ratio = statistic / trace if trace > 0 else None
+    if not variance > 0:
+        note = "z and p_value are left out: the variance estimate is not positive"
+        return ChenQin(statistic, variance, None, None, trace, energy_ratio, (note,))
+    z = statistic / math.sqrt(variance)
+    return ChenQin(statistic, variance, z, float(norm.sf(z)), trace, energy_ratio)
 
 
 def squared_trace(x: Floats) -> float:
@@ -289,17 +281,16 @@ def squared_trace(x: Floats) -> float:
     sum_{i != j} G_ij, a factor is ((n - 1) G_jk - h_j) / (n - 2), and the sum needs only |X'X|^2,
     diag G and h."""
     n = len(x)
-    own = np.einsum("nd,nd->n", x, x)
-    rest = x @ x.sum(axis=0) - own
-    short = (
-        x if n <= x.shape[1] else np.ascontiguousarray(x.T)
-    )  # |X X'|^2 = |X'X|^2, by blocks of the smaller one
+    diagonal = np.einsum("nd,nd->n", x, x)
+    h = x @ x.sum(axis=0) - diagonal
+    # |X X'|^2 = |X'X|^2, by blocks of the smaller one.
+    short = x if n <= x.shape[1] else np.ascontiguousarray(x.T)
     gram = sum(
         float(np.sum((short[i : i + _BLOCK] @ short.T) ** 2)) for i in range(0, len(short), _BLOCK)
     )
-    pairs = gram - float(own @ own)  # sum over j != k of G_jk^2
-    squares = float(rest @ rest)
-    total = (n - 1) ** 2 * pairs - 2 * (n - 1) * squares + float(rest.sum()) ** 2 - squares
+    pairs = gram - float(diagonal @ diagonal)  # sum over j != k of G_jk^2
+    squares = float(h @ h)
+    total = (n - 1) ** 2 * pairs - 2 * (n - 1) * squares + float(h.sum()) ** 2 - squares
     return total / (n * (n - 1) * (n - 2) ** 2)
 
 
@@ -308,10 +299,10 @@ def _within(x: Floats) -> float:
     return (float(total @ total) - float(np.sum(x * x))) / (n * (n - 1))
 
 
-def _mixed_trace(one: Floats, two: Floats) -> float:
+def _mixed_trace(first: Floats, second: Floats) -> float:
     """Return tr(S_1 S_2) of the unbiased covariances: what their leave-one-out estimate comes to,
     exactly."""
-    a, b = one - one.mean(axis=0), two - two.mean(axis=0)
+    a, b = first - first.mean(axis=0), second - second.mean(axis=0)
     d = a.shape[1]
     if min(len(a), len(b)) < d:
         total = sum(float(np.sum((a[i : i + _BLOCK] @ b.T) ** 2)) for i in range(0, len(a), _BLOCK))

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from hallutracer_research.paper.diagnostics.classes import Floats, as_float
 from service.errors import TrainingError
-
-Index = NDArray[np.int64]
+from service.fitting.probes import Index
 
 # Guards three ratios against a zero denominator. In units of squared truth logits for friction and
 # energy, of truth logits for the condition number; far below any spread that a probe's logits have.

@@ -43,13 +43,11 @@ class Layer:
     stable_rank_share_hallucinated: float | None
     trace_ratio: float | None  # Tr(Sigma_F) / Tr(Sigma_H)
     energy_fraction: float | None  # v'Sigma v / Tr(Sigma); 1/d for a random direction
-    v2_top90: (
-        float | None
-    )  # squared length of v in the fewest top eigenvectors with 90 % of the variance
+    # squared length of v in the fewest top eigenvectors with 90 % of the variance
+    v2_top90: float | None
     alignment: float | None  # |<v, mean shift>| / |mean shift|
-    fisher_cos2: (
-        float | None
-    )  # cos^2(v, Sigma^-1 mean shift); None where Sigma is singular (as for N <= d)
+    # cos^2(v, Sigma^-1 mean shift); None where Sigma is singular (as for N <= d)
+    fisher_cos2: float | None
 
 
 @dataclass(frozen=True)
@@ -60,9 +58,8 @@ class Transition:
     cohen_d: float | None  # of W (Eq. cohen-d)
     increment_d: float | None  # Cohen's d of dL
     r_w: float | None  # cohen_d / increment_d: for the paper's r_w, which it does not define
-    distance_correlation: (
-        float | None
-    )  # of W and K, all rows; for the paper's dCov, which it does not define
+    # of W and K, all rows; for the paper's dCov, which it does not define
+    distance_correlation: float | None
 
 
 @dataclass(frozen=True)
@@ -72,15 +69,13 @@ class ReadoutGeometry:
 
     layers: tuple[Layer, ...]
     transitions: tuple[Transition, ...]  # empty without directions
-    middle: dict[
-        str, float | None
-    ]  # by the fields of ``Layer`` and ``Transition``; r_w is the ratio of two means
+    # by the fields of ``Layer`` and ``Transition``; r_w is the ratio of two means
+    middle: dict[str, float | None]
     dim: int
     expected_cos: float  # sqrt(2 / (pi d)), the paper's value for random directions
     expected_cos_exact: float  # Gamma(d/2) / (sqrt(pi) Gamma((d + 1)/2)), which it approximates
-    cos_p_value: (
-        float | None
-    )  # t-test of the middle |cos| against ``expected_cos_exact``, two-sided
+    # t-test of the middle |cos| against ``expected_cos_exact``, two-sided
+    cos_p_value: float | None
     notes: tuple[str, ...] = ()
 
     def document(self) -> dict[str, Any]:
@@ -103,14 +98,13 @@ def layer_geometry(
     """Return one layer's geometry: readout [N, d], label [N], unit direction [d] or None; Sigma is
     pooled."""
     x, factual = labelled(readout, label, "readout")
-    each = classes.covariance(x[factual]), classes.covariance(x[~factual])
+    of_class = classes.covariance(x[factual]), classes.covariance(x[~factual])
     share, d = float(factual.mean()), x.shape[1]
-    sigma = share * each[0] + (1.0 - share) * each[1]
+    sigma = share * of_class[0] + (1.0 - share) * of_class[1]
     shift, trace = classes.gap(x, factual), float(np.trace(sigma))
     norm = float(np.linalg.norm(shift))
-    ranks = [_stable_rank(one) for one in (sigma, *each)]
-    shares = [rank / d if rank is not None else None for rank in ranks]
-    trace_factual, trace_hallucinated = (float(np.trace(one)) for one in each)
+    ranks = [_stable_rank(covariance) for covariance in (sigma, *of_class)]
+    trace_factual, trace_hallucinated = (float(np.trace(covariance)) for covariance in of_class)
     energy = top = aligned = fisher = None
     if direction is not None:
         v = _unit(as_float(direction, "direction", 1), d)
@@ -128,9 +122,7 @@ def layer_geometry(
     return Layer(
         norm,
         ranks[0],
-        shares[0],
-        shares[1],
-        shares[2],
+        *(None if rank is None else rank / d for rank in ranks),
         trace_ratio=trace_factual / trace_hallucinated if trace_hallucinated > 0 else None,
         energy_fraction=energy,
         v2_top90=top,
@@ -167,14 +159,14 @@ def transition_geometry(
         )
     drift = classes.effect_size(increments.w, factual)
     whole = classes.effect_size(increments.w + increments.k, factual)
-    found = []
+    transitions = []
     for step, cosine in enumerate(adjacent_cosines(v)):
         ratio = defined(drift[step] / whole[step]) if whole[step] > 0 else None
         dependence = classes.distance_correlation(increments.w[:, step], increments.k[:, step])
-        found.append(
+        transitions.append(
             Transition(float(cosine), defined(drift[step]), defined(whole[step]), ratio, dependence)
         )
-    return tuple(found)
+    return tuple(transitions)
 
 
 def adjacent_cosines(direction: ArrayLike) -> Floats:
@@ -203,12 +195,10 @@ def readout_geometry(
     inner, between = classes.middle_layers(m), classes.middle_transitions(m)
     middle: dict[str, float | None] = {}
     notes: list[str] = []
-    for kind, entries, places in ((Layer, layers, inner), (Transition, transitions, between)):
+    for kind, entries, chosen in ((Layer, layers, inner), (Transition, transitions, between)):
         for field in fields(kind) if entries else ():
-            values = [getattr(entries[place], field.name) for place in places]
-            middle[field.name] = mean_or_none(
-                [math.nan if value is None else value for value in values]
-            )
+            values = [getattr(entries[number], field.name) for number in chosen]
+            middle[field.name] = mean_or_none(values)
             missing = sum(value is None for value in values)
             if missing and (transitions or field.name not in _OF_DIRECTION):
                 notes.append(
@@ -221,7 +211,7 @@ def readout_geometry(
         middle["r_w"] = drift / whole if drift is not None and whole else None
     p_value = None
     if transitions:
-        cosines = [transitions[place].adjacent_cos for place in between]
+        cosines = [transitions[step].adjacent_cos for step in between]
         if len(cosines) > 1 and np.ptp(cosines) > 0:
             p_value = defined(float(ttest_1samp(cosines, expected_cosine_exact(dim)).pvalue))
     else:
@@ -238,7 +228,7 @@ def readout_geometry(
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Isotropy:
     """Table isotropy-results for one model; p-values are None where too few pairs exist, ``notes``
     says which."""
@@ -248,10 +238,11 @@ class Isotropy:
     effective_rank: float | None
     mean_abs_cos: float
     expected_ambient: float  # sqrt(2 / (pi d))
-    expected_rank: float | None  # sqrt(2 / (pi r_eff))
+    expected_rank: float | None = None  # sqrt(2 / (pi r_eff))
     # Test 1: inner products are normal
     ks_ambient_p: float | None  # sqrt(d) <v_l, v_{l+1}> against N(0, 1)
-    ks_rank_p: float | None  # sqrt(r_eff) <v_l, v_{l+1}> against N(0, 1), the paper's
+    # sqrt(r_eff) <v_l, v_{l+1}> against N(0, 1), the paper's
+    ks_rank_p: float | None = None
     shapiro_p: float | None
     # Test 2: |cos| does not depend on the gap
     gap_means: tuple[float, ...]  # mean |<v_l, v_{l+k}>|, k = 1 ..
@@ -260,7 +251,7 @@ class Isotropy:
     anova_p: float | None
     # Test 3: against sets of random directions
     permutation_ambient_p: float | None
-    permutation_rank_p: float | None
+    permutation_rank_p: float | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -302,29 +293,33 @@ def isotropy(
         normality = float(shapiro(adjacent).pvalue)
     else:
         notes.append("shapiro_p is left out: it needs at least 3 different adjacent pairs")
-    r = float(effective_rank) if effective_rank is not None and effective_rank >= 2 else None
-    if r is None:
-        notes.append("no effective rank of at least 2 was given: its comparisons are left out")
     rng = np.random.default_rng(seed)
+    ambient_p = permutation_p_value(adjacent, d, permutations, rng)
+    of_rank: dict[str, float] = {}
+    if effective_rank is not None and effective_rank >= 2:
+        r = float(effective_rank)
+        of_rank = {
+            "expected_rank": expected_cosine(r),
+            "ks_rank_p": float(kstest(math.sqrt(r) * adjacent, "norm").pvalue),
+            "permutation_rank_p": permutation_p_value(adjacent, round(r), permutations, rng),
+        }
+    else:
+        notes.append("no effective rank of at least 2 was given: its comparisons are left out")
     return Isotropy(
         pairs=len(adjacent),
         dim=d,
         effective_rank=effective_rank,
         mean_abs_cos=float(np.abs(adjacent).mean()),
         expected_ambient=expected_cosine(d),
-        expected_rank=None if r is None else expected_cosine(r),
         ks_ambient_p=float(kstest(math.sqrt(d) * adjacent, "norm").pvalue),
-        ks_rank_p=None if r is None else float(kstest(math.sqrt(r) * adjacent, "norm").pvalue),
         shapiro_p=normality,
-        gap_means=tuple(float(one.mean()) for one in gaps),
+        gap_means=tuple(float(cosines.mean()) for cosines in gaps),
         trend_slope=slope,
         trend_p=trend,
         anova_p=anova,
-        permutation_ambient_p=permutation_p_value(adjacent, d, permutations, rng),
-        permutation_rank_p=None
-        if r is None
-        else permutation_p_value(adjacent, round(r), permutations, rng),
+        permutation_ambient_p=ambient_p,
         notes=tuple(notes),
+        **of_rank,
     )
 
 
@@ -350,20 +345,20 @@ def _ks_distance(probability: Floats) -> Floats:
     """Return sup |F_n - F| of each row, from F at its points: [B, n] in any order -> [B]."""
     ranked = np.sort(probability, axis=1)
     n = ranked.shape[1]
-    place = np.arange(n)
-    return np.asarray(np.maximum((place + 1) / n - ranked, ranked - place / n).max(axis=1))
+    below = np.arange(n)
+    return np.asarray(np.maximum((below + 1) / n - ranked, ranked - below / n).max(axis=1))
 
 
 def _gap_tests(gaps: list[Floats]) -> tuple[float | None, float | None, float | None]:
     """Return slope and p-value of the trend, p-value of the analysis of variance; None where pairs
     are too few."""
     values = np.concatenate(gaps)
-    place = np.concatenate([np.full(len(one), k + 1.0) for k, one in enumerate(gaps)])
+    gap = np.concatenate([np.full(len(cosines), k) for k, cosines in enumerate(gaps, 1)])
     slope = trend = anova = None
     if len(gaps) > 1 and len(values) > 2 and np.ptp(values) > 0:
-        line = linregress(place, values)
+        line = linregress(gap, values)
         slope, trend = float(line.slope), defined(float(line.pvalue))
-    groups = [one for one in gaps if len(one) > 1]
+    groups = [cosines for cosines in gaps if len(cosines) > 1]
     if len(groups) > 1 and np.ptp(np.concatenate(groups)) > 0:
         anova = defined(float(f_oneway(*groups).pvalue))
     return slope, trend, anova

@@ -9,25 +9,21 @@ passes out-of-fold probes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from scipy.stats import rankdata
 
 from hallutracer_research.paper.diagnostics import classes
 from hallutracer_research.paper.diagnostics.classes import Floats, Mask, as_float, labelled
 from hallutracer_research.paper.diagnostics.features import zones
 from service.errors import TrainingError
-from service.readout import Geometry, Site
 
-PARTS = (
-    "k",
-    "probe",
-    "metric",
-    "head",
-)  # of Table k-decomp-auroc; the bias part is one number per layer
+# of Table k-decomp-auroc; the bias part is one number per layer
+PARTS = ("k", "probe", "metric", "head")
 _CHUNK = 64  # permutations at a time
 
 
@@ -73,21 +69,11 @@ class Crossing:
     next_head: Floats  # a_{l+1} of k_{l+1}, the head selected one layer up
 
 
-def crossings(
-    rows_of: Callable[[int], NDArray[np.floating]], head: ArrayLike, geometry: Geometry, site: Site
-) -> Iterator[Crossing]:
-    """Yield the transitions of a model, in order: ``rows_of(layer)`` [N, width] is asked once for
-    each layer from 1 up. head [m] are the selected heads; at the residual stream, which has one
-    readout a layer, they are 0."""
-    heads = np.asarray(head)
-    if heads.shape != (geometry.num_layers,):
-        raise TrainingError(
-            f"head has shape {list(heads.shape)}: one per layer, [{geometry.num_layers}], is needed"
-        )
-    for layer in range(geometry.num_layers - 1):
-        by_head = geometry.by_head(np.asarray(rows_of(layer + 1)), site)
-        same, other = (by_head[:, int(heads[at])].astype(np.float64) for at in (layer, layer + 1))
-        yield Crossing(layer, same, other)
+def crossings(readout_of: Callable[[int, int], Floats], head: Sequence[int]) -> Iterator[Crossing]:
+    """Yield the transitions of a model, in order: head [m] are the selected heads;
+    ``readout_of(layer, head)`` [N, d] is called for one layer after the other, from 1 up."""
+    for layer, (same, following) in enumerate(pairwise(head)):
+        yield Crossing(layer, readout_of(layer + 1, same), readout_of(layer + 1, following))
 
 
 @dataclass(frozen=True)
@@ -116,25 +102,24 @@ def kappa_table(w: ArrayLike, label: ArrayLike) -> KappaTable:
     high = np.maximum(hallucinated_variance, factual_variance)
     kappa = np.divide(high, low, out=np.full_like(high, np.nan), where=low > 0)
     middle = np.array(classes.middle_transitions(values.shape[1] + 1), np.int64)
-    kept = middle[low[middle] > 0]
-    by_layer, missing = tuple(classes.as_document(kappa)), len(middle) - len(kept)
-    notes = (f"{missing} of {len(middle)} middle transitions have a class without variance",) * (
-        missing > 0
-    )
-    if not len(kept):
+    varied = middle[low[middle] > 0]
+    by_layer, notes = tuple(classes.as_document(kappa)), ()
+    if missing := len(middle) - len(varied):
+        notes = (f"{missing} of {len(middle)} middle transitions have a class without variance",)
+    if not len(varied):
         return KappaTable(kappa_by_layer=by_layer, notes=notes)
-    size = np.abs(classes.gap(values, factual)[kept])
-    effect = float(np.mean(size / np.sqrt(classes.pooled_variance(values, factual)[kept])))
-    worst = float(np.mean(size / np.sqrt(high[kept])))
+    size = np.abs(classes.gap(values, factual)[varied])
+    effect = float(np.mean(size / np.sqrt(classes.pooled_variance(values, factual)[varied])))
+    worst = float(np.mean(size / np.sqrt(high[varied])))
     return KappaTable(
-        kappa_mean=float(kappa[kept].mean()),
-        kappa_median=float(np.median(kappa[kept])),
-        kappa_p95=float(np.percentile(kappa[kept], 95)),
+        kappa_mean=float(kappa[varied].mean()),
+        kappa_median=float(np.median(kappa[varied])),
+        kappa_p95=float(np.percentile(kappa[varied], 95)),
         effect_size=effect,
         worst_case_snr=worst,
         degradation=1.0 - worst / effect if effect > 0 else None,
-        factual_wider=float(np.mean(factual_variance[kept] > hallucinated_variance[kept])),
-        transitions=len(kept),
+        factual_wider=float(np.mean(factual_variance[varied] > hallucinated_variance[varied])),
+        transitions=len(varied),
         kappa_by_layer=by_layer,
         notes=notes,
     )
@@ -157,8 +142,10 @@ class StandardizedProbes:
     ) -> StandardizedProbes:
         """Convert raw-space probes: w_l = std_l v_l, b~_l = b_l + v_l . mean_l (Eq.
         raw-space-probe, backwards)."""
-        given = {"direction": direction, "mean": mean, "std": std}
-        v, centre, spread = (as_float(x, name, 2) for name, x in given.items())
+        v, centre, spread = (
+            as_float(x, name, 2)
+            for name, x in (("direction", direction), ("mean", mean), ("std", std))
+        )
         if not (v.shape == centre.shape == spread.shape) or np.any(spread <= 0):
             raise TrainingError(
                 "direction, mean and std must be [m, d], std above 0 (1 where a column is constant)"
@@ -198,13 +185,14 @@ def split_readout_change(
     columns: dict[str, list[Floats]] = {name: [] for name in PARTS}
     biases: list[float] = []
     worst = largest = 0.0
-    for one in steps:
-        layer, weight = one.layer, probes.weight[one.layer]
-        next_own, next_old = probes.z(layer + 1, one.next_head), probes.z(layer, one.next_head)
-        k = one.next_head @ v[layer + 1] + b[layer + 1] - (one.same_head @ v[layer] + b[layer])
-        probe = next_own @ (probes.weight[layer + 1] - weight)
-        metric = (next_own - next_old) @ weight
-        head = (next_old - probes.z(layer, one.same_head)) @ weight
+    for crossing in steps:
+        layer, weight = crossing.layer, probes.weight[crossing.layer]
+        same, following = crossing.same_head, crossing.next_head
+        z_new, z_old = probes.z(layer + 1, following), probes.z(layer, following)
+        k = following @ v[layer + 1] + b[layer + 1] - (same @ v[layer] + b[layer])
+        probe = z_new @ (probes.weight[layer + 1] - weight)
+        metric = (z_new - z_old) @ weight
+        head = (z_old - probes.z(layer, same)) @ weight
         step = float(probes.intercept[layer + 1] - probes.intercept[layer])
         size = np.abs(k) + np.abs(probe) + np.abs(metric) + np.abs(head) + abs(step)
         worst = max(worst, float(np.max(np.abs(probe + metric + head + step - k))))
@@ -243,9 +231,8 @@ class KTable:
 def k_table(split: KSplit, label: ArrayLike, permutations: int = 200, seed: int = 0) -> KTable:
     """Return what each part tells of the label, over the transitions of the recognition zone (Eq.
     zone-index-sets). The null is the mean, over ``permutations`` permutations of the label shared
-    by all parts, of the same averaged
-    signal: a folded AUROC is above 0.5 by chance.  Labels are permuted across rows, groups are not
-        kept together."""
+    by all parts, of the same averaged signal: a folded AUROC is above 0.5 by chance.  Labels are
+    permuted across rows, groups are not kept together."""
     _, factual = labelled(split.k, label, "k")
     steps = zones(split.k.shape[1] + 1).recognition_steps
     rng = np.random.default_rng(seed)
