@@ -14,6 +14,7 @@ from hallutracer_research.evaluation.methods import OURS, RESIDUAL
 from hallutracer_research.evaluation.methods.base import (
     AnswerReadings,
     BehindAnswers,
+    Fold,
     MethodInputs,
     OtherPositions,
 )
@@ -87,7 +88,7 @@ def fitted_result(folder: Path) -> SetResult:
     """Real fits of our method and of the residual stream; the best head and noise for the other
     methods."""
     inputs = level_inputs(folder)
-    splits = [fit_split(inputs, *one, OPTIONS) for one in outer_splits(inputs, OPTIONS)]
+    splits = [fit_split(inputs, outer, OPTIONS) for outer in outer_splits(inputs, OPTIONS)]
     rng = np.random.default_rng(1)
     by_split = {
         OURS: [-depth_mean(split.test_trajectory) for split in splits],
@@ -103,7 +104,7 @@ def fitted_result(folder: Path) -> SetResult:
     }
     for reference in ("first-token-max-prob", "prompt-length"):
         by_split[reference] = [rng.standard_normal(len(split.test)) for split in splits]
-    scores = {name: list(map(fold_scores, splits, found)) for name, found in by_split.items()}
+    scores = {name: list(map(fold_scores, splits, values)) for name, values in by_split.items()}
     means = [depth_mean(split.test_trajectory) for split in splits if split.seed == 0]
     pooled: dict[tuple[Site, Pooling], list[np.ndarray]] = {}
     for pooling in Pooling:
@@ -250,7 +251,7 @@ def method_inputs(
             read,
             readouts(folder / "behind", own, label, Site.RESIDUAL_STREAM),
             tokens=heads[:, None].astype(np.float16),
-            said=np.full(count, 1),
+            answer_tokens=np.full(count, 1),
             question=np.full(count, 4),
         ),
         embedding=embedding.astype(np.float32),
@@ -271,7 +272,7 @@ def _answers(rng: np.random.Generator, label: np.ndarray, residual: np.ndarray) 
     )
     right = np.clip(rng.integers(0, 11, len(label)) / 20 + 0.5 * label, 0, 1)
     return AnswerReadings(
-        states=states, asked=np.full(len(label), 30.0), entropy=entropy, right=right, **known
+        states=states, true_tokens=np.full(len(label), 30.0), entropy=entropy, right=right, **known
     )
 
 
@@ -299,6 +300,11 @@ def sides(data: MethodInputs) -> tuple[np.ndarray, np.ndarray]:
     """The last third is the test side; groups stay whole."""
     cut = len(data.label) * 2 // 3 // 2 * 2
     return np.arange(cut), np.arange(cut, len(data.label))
+
+
+def fold(data: MethodInputs, seed: int = 0) -> Fold:
+    """These sides, fitted in this process."""
+    return Fold(data, *sides(data), seed, jobs=1)
 
 
 def random_intercepts(

@@ -51,9 +51,8 @@ _STYLE = {
     **look.STYLE,
     **dict.fromkeys(_INKED, _INK),
     "font.family": "sans-serif",
-    "font.sans-serif": [
-        "DejaVu Sans"
-    ],  # comes with matplotlib: every machine measures the same letters
+    # comes with matplotlib: every machine measures the same letters
+    "font.sans-serif": ["DejaVu Sans"],
     "axes.titlesize": 9.5,
     "grid.color": look.GREY,
     "grid.alpha": 0.25,
@@ -186,51 +185,40 @@ def cost(methods: Mapping[str, tuple[Cost, ArrayLike]]) -> Figure:
     for each method, a band for each class, cheapest below: on an axis of costs a class would be one
     point, and two classes may differ by a hundredth.  The first method is drawn strongest."""
     ours = next(iter(methods))
-    auroc = {name: _array(values, name) for name, (_, values) in methods.items()}
+    aurocs = {name: _array(values, name) for name, (_, values) in methods.items()}
+    means = {name: float(values.mean()) for name, values in aurocs.items()}
     bands: list[tuple[str, list[str]]] = []
     for cls, text in CLASSES.items():
         inside = [name for name, (price, _) in methods.items() if price.cls == cls]
         if inside:
             prefills = [methods[name][0].prefills for name in inside]
-            amounts = sorted({f"{x:.4g}" for x in prefills if x is not None}, key=float)
-            ends = " to ".join(dict.fromkeys((amounts[0], amounts[-1]))) if amounts else ""
-            words = f"\n{ends} prefill{'' if ends == '1' else 's'}" if ends else ""
-            heading = f"{text}{words}" if cls == "none" else f"{cls}: {text}{words}"
-            bands.append((heading, sorted(inside, key=lambda name: float(auroc[name].mean()))))
+            heading = (text if cls == "none" else f"{cls}: {text}") + _amounts(prefills)
+            bands.append((heading, sorted(inside, key=lambda name: means[name])))
     with rc_context(_STYLE):
         figure, (axes,) = _figure(1, height=1.0 + 0.21 * (len(methods) + len(bands)))
         ticks, shown = [], []
         line, best = 0.0, -math.inf
         for heading, names in bands:
-            places = [line + number for number in range(len(names))]
-            for place, name in zip(places, names, strict=True):
+            heights = [line + number for number in range(len(names))]
+            for height, name in zip(heights, names, strict=True):
                 strong = name == ours
                 axes.errorbar(
-                    auroc[name].mean(),
-                    place,
-                    xerr=auroc[name].std(),
+                    means[name],
+                    height,
+                    xerr=aurocs[name].std(),
                     fmt="o",
                     elinewidth=0.8,
                     markersize=6 if strong else 4,
                     color=look.BLUE if strong else look.GREY,
                 )
-                ticks.append((place, name))
-            best = max(best, float(auroc[names[-1]].mean()))
-            axes.plot(
-                [best, best],
-                [line - 0.6, line + len(names) - 0.4],
-                color=look.ORANGE,
-                linewidth=1.2,
-            )
-            axes.text(
-                1.02,
-                float(np.mean(places)),
-                heading,
-                transform=axes.get_yaxis_transform(),
-                va="center",
-            )
+                ticks.append((height, name))
+            best = max(best, means[names[-1]])
+            ends = [line - 0.6, line + len(names) - 0.4]
+            axes.plot([best, best], ends, color=look.ORANGE, linewidth=1.2)
+            beside = axes.get_yaxis_transform()
+            axes.text(1.02, float(np.mean(heights)), heading, transform=beside, va="center")
             line += len(names) + 0.6
-            listed = ", ".join(f"{name} {auroc[name].mean():.3f}" for name in reversed(names))
+            listed = ", ".join(f"{name} {means[name]:.3f}" for name in reversed(names))
             shown.append(f"{', '.join(heading.splitlines())}: {listed}")
         axes.set(xlabel="AUROC", ylim=(-0.8, line - 0.8))
         axes.set_yticks(*zip(*ticks, strict=True))
@@ -242,6 +230,16 @@ def cost(methods: Mapping[str, tuple[Cost, ArrayLike]]) -> Figure:
             f"AUROC of each method by its cost. {'; '.join(shown)}.",
             _svg(figure),
         )
+
+
+def _amounts(prefills: Sequence[float | None]) -> str:
+    """Return the least and the largest of what methods take, on a line of its own; "" where none is
+    known."""
+    known = [prefill for prefill in prefills if prefill is not None]
+    if not known:
+        return ""
+    ends = " to ".join(dict.fromkeys((f"{min(known):.4g}", f"{max(known):.4g}")))
+    return f"\n{ends} prefill{'' if ends == '1' else 's'}"
 
 
 def reliability(
@@ -268,7 +266,7 @@ def reliability(
             predicted, observed, sizes = reliability_bins(classes, score, bins)
             member = equal_mass_bins(score, bins)
             ends = np.array(
-                [share_interval(y, groups[member == place]) for place, y in enumerate(observed)]
+                [share_interval(y, groups[member == number]) for number, y in enumerate(observed)]
             ).T
             error = ece(classes, score)
             axes.errorbar(
@@ -296,21 +294,13 @@ def reliability(
         )
         axes.set_aspect("equal")
         look.legend_below(axes, columns=1)
-        rows = (
-            f"{sizes.min():,}"
-            if sizes.min() == sizes.max()
-            else f"{sizes.min():,} to {sizes.max():,}"
-        )
-        few = (
-            ""
-            if bins == ECE_BINS
-            else f" So few rows give {len(sizes)} bins here and {ECE_BINS} in ECE."
-        )
+        rows = " to ".join(dict.fromkeys((f"{sizes.min():,}", f"{sizes.max():,}")))
+        few = f" So few rows give {len(sizes)} bins here and {ECE_BINS} in ECE."
         return Figure(
             "reliability",
             f"Reliability: {len(classes):,} rows in {len(sizes)} bins of {rows}; bars are 95 %"
             " intervals of a bin's share, grey is perfect calibration. ECE is the mean distance"
-            f" from it over {ECE_BINS} bins.{few}",
+            f" from it over {ECE_BINS} bins.{few if bins < ECE_BINS else ''}",
             f"Share of hallucinated rows against mean risk. {'; '.join(shown)}.",
             _svg(figure),
         )
@@ -324,32 +314,22 @@ def geometry(adjacent_cos: ArrayLike, energy: ArrayLike, width: int) -> Figure:
     chance, even = math.sqrt(2 / (math.pi * width)), 1 / width
     with rc_context(_STYLE):
         figure, (left, right) = _figure(2, height=3.2)
-        left.plot(
-            np.arange(len(cosines)),
-            np.abs(cosines),
-            "o-",
-            color=look.BLUE,
-            markersize=3.5,
-            linewidth=1.0,
-        )
-        left.axhline(chance, color=look.ORANGE, linestyle="--", linewidth=1.4)
+        panels = ((left, np.abs(cosines), chance), (right, shares, even))
+        for axes, values, random in panels:
+            axes.plot(
+                values, "o-", color=look.BLUE, markersize=3.5, linewidth=1.0, label="measured"
+            )
+            axes.axhline(
+                random,
+                color=look.ORANGE,
+                linestyle="--",
+                linewidth=1.4,
+                label="a random direction",
+            )
+            look.layer_ticks(axes, len(values), _MAX_TICKS)
+            axes.set_ylim(0, 1.1 * max(float(axes.dataLim.ymax), random))
         left.set(title="|cos| of neighbouring probes", xlabel="layer l of the pair (l, l + 1)")
-        right.plot(
-            np.arange(len(shares)),
-            shares,
-            "o-",
-            color=look.BLUE,
-            markersize=3.5,
-            linewidth=1.0,
-            label="measured",
-        )
-        right.axhline(
-            even, color=look.ORANGE, linestyle="--", linewidth=1.4, label="a random direction"
-        )
         right.set(title="share of variance along the probe", xlabel="layer")
-        for axes, count, top in ((left, len(cosines), chance), (right, len(shares), even)):
-            look.layer_ticks(axes, count, _MAX_TICKS)
-            axes.set_ylim(0, 1.1 * max(float(axes.dataLim.ymax), top))
         look.legend_below(right, columns=2)
         return Figure(
             "geometry",
@@ -398,7 +378,7 @@ def _svg(figure: mpl.Figure) -> bytes:
 
     def rounded(path: re.Match[str]) -> str:
         return numbers.sub(
-            lambda one: f"{float(one[0]) + 0.0:.2f}".rstrip("0").rstrip("."), path[0]
+            lambda number: f"{float(number[0]) + 0.0:.2f}".rstrip("0").rstrip("."), path[0]
         )
 
     return re.sub(r' d="[^"]*"', rounded, text).encode("utf-8")

@@ -15,7 +15,7 @@ allowed, so that C and D are costs that answers stay below.  All experts of a mi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -44,7 +44,7 @@ OF_OWN_ANSWERS = tuple(name for name, method in METHODS.items() if method.reads 
 # Answers take minutes where a prefill takes seconds, and behind a scaffold every prompt is read
 # again.
 DEFAULT_METHODS = tuple(
-    name for name, one in METHODS.items() if one.cost != "C" and one.reads == "prompt"
+    name for name, method in METHODS.items() if method.cost != "C" and method.reads == "prompt"
 )
 MODELS_OF = {"other-model": "other_model", "embedder": "embedder"}
 """What methods read with another model -> the option that names it."""
@@ -97,8 +97,10 @@ class EvaluateOptions:
                     f"no method {name!r}; there are {', '.join(METHODS)}", param="methods"
                 )
             if (needed := MODELS_OF.get(METHODS[name].reads)) and getattr(self, needed) is None:
-                said = f"{name} needs another model: name it as {needed}, or leave the method out"
-                raise TrainingError(said, param=needed)
+                raise TrainingError(
+                    f"{name} needs another model: name it as {needed}, or leave the method out",
+                    param=needed,
+                )
         if OURS not in self.methods:
             raise TrainingError(
                 f"{OURS} must be among the methods: the others are compared with it",
@@ -113,11 +115,11 @@ class EvaluateOptions:
                     f"{field} must be at least {number}, not {getattr(self, field)}", param=field
                 )
         if self.judge == "openai":
-            problem = (
+            raise TrainingError(
                 "the openai judge needs an endpoint, which cannot be set here: give labels or"
-                " another judge"
+                " another judge",
+                param="judge",
             )
-            raise TrainingError(problem, param="judge")
         if self.c is not None and not self.c > 0:
             raise TrainingError(f"c must be positive, not {self.c}", param="c")
 
@@ -128,21 +130,17 @@ def method_names(
     """Return the methods that a comma-separated list names, each once: names, classes of cost,
     "default", "all"; and those of a model that is given besides.  Unknown names are returned as
     they are; ``EvaluateOptions`` refuses them."""
-    names = tuple(METHODS)
-    given = {"other-model": other_model, "embedder": embedder}
-    there = tuple(
-        name
-        for name in names
-        if METHODS[name].reads not in given or given[METHODS[name].reads] is not None
-    )
-    groups: dict[str, tuple[str, ...]] = {"default": DEFAULT_METHODS, "all": there}
+    models = {"other-model": other_model, "embedder": embedder}
+    available = [
+        name for name, method in METHODS.items() if models.get(method.reads, True) is not None
+    ]
+    groups: dict[str, Sequence[str]] = {"default": DEFAULT_METHODS, "all": available}
     for cls in CLASSES:
-        groups[cls] = tuple(name for name in there if METHODS[name].cost == cls)
+        groups[cls] = [name for name in available if METHODS[name].cost == cls]
     words = [word.strip() for word in (text or "default").split(",")] + ["other"]
     chosen = dict.fromkeys(name for word in words if word for name in groups.get(word, (word,)))
-    return tuple(
-        sorted(chosen, key=lambda name: names.index(name) if name in names else len(names))
-    )
+    order = {name: number for number, name in enumerate(METHODS)}
+    return tuple(sorted(chosen, key=lambda name: order.get(name, len(order))))
 
 
 class Cost(NamedTuple):
@@ -165,9 +163,9 @@ class Tokens(NamedTuple):
     prompt: float
     answer: float
     samples: int = 0  # answers of class D
-    asked: float = 0.0  # of the prompt that asks for P(True)
+    p_true: float = 0.0  # of the prompt that asks for P(True)
     scaffold: float = 0.0  # or question, behind the prompt or the answer
-    other: float = 0.0  # of the prompt as another model reads it
+    other_model: float = 0.0  # of the prompt as another model reads it
 
 
 def count_weights(engine: LoadedModel) -> Weights | None:
@@ -180,9 +178,9 @@ def count_weights(engine: LoadedModel) -> Weights | None:
 
 
 def cost(
-    method: str, weights: Weights | None, tokens: Tokens, other: Weights | None = None
+    method: str, weights: Weights | None, tokens: Tokens, other_model: Weights | None = None
 ) -> Cost:
-    """Return the method's cost; ``other``: weights of the other model."""
+    """Return the method's cost; ``other_model``: weights of the other model."""
     cls = METHODS[method].cost
     behind = method.startswith("scaffold") or method in (ASKED, BOTH)
     if cls == "none" or (cls == "A" and not behind):
@@ -191,14 +189,13 @@ def cost(
         return Cost(cls, None)
     prompt = tokens.prompt * weights.blocks
     if cls == "other":
-        return Cost(
-            cls,
-            tokens.other * other.blocks / prompt if method == OTHER and other is not None else None,
-        )
+        if method != OTHER or other_model is None:
+            return Cost(cls, None)
+        return Cost(cls, tokens.other_model * other_model.blocks / prompt)
     whole = tokens.answer * (weights.blocks + weights.head)
     more: float = {"A": 0.0, "B": weights.head, "C": whole, "D": tokens.samples * whole}[cls]
     if behind:
         more += tokens.scaffold * weights.blocks
     if method.startswith("p-true"):
-        more += tokens.asked * weights.blocks + weights.head
+        more += tokens.p_true * weights.blocks + weights.head
     return Cost(cls, 1.0 + more / prompt)

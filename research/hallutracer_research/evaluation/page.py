@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from service.trainer.presentation import markdown_table
 
 Kind = Literal["text", "integer", "number", "percent", "p_value"]
 Cell = str | int | float | None | Mapping[str, float]  # a mapping: mean, and std or low and high
+Rows = list[Mapping[str, Cell]]
 
 
 @dataclass(frozen=True)
@@ -30,16 +32,14 @@ class Column:
 
     key: str
     title: str
-    kind: Kind = (
-        "number"  # percent: a share of 1 written as 12.3; p_value: two digits, "< 0.001" below
-    )
+    # percent: a share of 1 written as 12.3; p_value: two digits, "< 0.001" below
+    kind: Kind = "number"
     digits: int = 3
-    higher: bool | None = (
-        None  # whether a larger value is better (the best is set in bold); None where neither is
-    )
+    # whether a larger value is better (the best is set in bold); None where neither is
+    higher: bool | None = None
 
 
-SET, METHOD = Column("set", "Set", "text"), Column("method", "Method", "text")
+SET = Column("set", "Set", "text")
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,38 @@ class Table:
         }
 
 
+_FOLDER = Path(__file__).parent
+TEXTS: Mapping[str, Any] = tomllib.loads((_FOLDER / "tables.toml").read_text(encoding="utf-8"))
+
+
+def described(
+    name: str,
+    rows: Sequence[Mapping[str, Cell]],
+    *,
+    columns: Sequence[Column] = (),
+    notes: Sequence[str] = (),
+    **words: object,
+) -> Table:
+    """Return the table of ``tables.toml`` by its name with these rows; ``columns`` come after its
+    own, ``words`` stand in its texts."""
+    entry = TEXTS[name]
+    own_columns = [
+        Column(key, title.format_map(words), *more) for key, title, *more in entry["columns"]
+    ]
+    return Table(
+        name,
+        entry["title"],
+        [*own_columns, *columns],
+        rows,
+        label=entry.get("label", ""),
+        caption=entry["caption"].format_map(words),
+        notes=notes,
+        block=entry.get("block", ""),
+    )
+
+
 DASH, MINUS = "–", "−"
 SMALLEST_P = 0.001
-Rows = Sequence[Mapping[str, Cell]]
 
 
 def to_markdown(tables: Sequence[Table], intro: str) -> str:
@@ -96,7 +125,7 @@ def table_markdown(table: Table) -> str:
                 [f"**{text}**" if index in best[key] else text for key, text in texts.items()]
             )
     header = [_escape(header_text(column)) for column in table.columns]
-    numbers = [place for place, column in enumerate(table.columns) if column.kind != "text"]
+    numbers = [number for number, column in enumerate(table.columns) if column.kind != "text"]
     heading = f"## {_escape(table.title)}" + (f" (paper: `{table.label}`)" if table.label else "")
     notes = "\n".join(f"- {_markdown_prose(note)}" for note in table.notes)
     parts = [heading, _markdown_prose(table.caption), markdown_table(header, lines, numbers), notes]
@@ -108,7 +137,7 @@ def blocks(table: Table) -> list[Rows]:
     without one."""
     if not table.block:
         return [list(table.rows)]
-    groups: dict[str, list[Mapping[str, Cell]]] = {}
+    groups: dict[str, Rows] = {}
     for row in table.rows:
         groups.setdefault(str(row.get(table.block)), []).append(row)
     return list(groups.values())
@@ -268,7 +297,6 @@ _MARKS: Mapping[Verdict, str] = {
     "not testable": "○",
 }
 _PIXELS = 4 / 3  # of a point
-_FOLDER = Path(__file__).parent
 
 
 def to_html(report: ReportData) -> str:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hallutracer_research.data.registry import SETS, SetInfo, read_set
 from hallutracer_research.evaluation.methods.base import MethodInputs
@@ -28,7 +27,7 @@ from service.data.rows import id_of, objects
 from service.data.training_rows import Dataset, class_problems, read_dataset
 from service.engines.base import Engine
 from service.errors import TrainingError
-from service.fitting.probes import Readouts
+from service.fitting.probes import Index, Readouts
 from service.prompts import PromptFormat, render
 from service.readout import Pooling, Site
 
@@ -60,10 +59,10 @@ class PreparedSet:
     inputs: MethodInputs
     pooled: dict[tuple[Site, Pooling], Readouts]
     prompts: Collection
-    index: NDArray[np.int64]  # [n] data rows
+    index: Index  # [n] data rows
     left_out: dict[str, int]
 
-    def subset(self, rows: NDArray[np.int64]) -> PreparedSet:
+    def subset(self, rows: Index) -> PreparedSet:
         """Return only these of the n rows."""
         pooled = {key: readouts.subset(rows) for key, readouts in self.pooled.items()}
         return replace(self, inputs=self.inputs.subset(rows), pooled=pooled, index=self.index[rows])

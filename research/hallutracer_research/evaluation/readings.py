@@ -9,6 +9,7 @@ computed again as a whole: a killed run goes on to the same files."""
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -39,15 +40,16 @@ from hallutracer_research.evaluation.methods.own_answers import (
 from hallutracer_research.evaluation.methods.own_answers import semantic_entropy as entropy_of
 from hallutracer_research.evaluation.options import EvaluateOptions
 from hallutracer_research.evaluation.pooling import PoolingEngine, Span
-from hallutracer_research.evaluation.prepare import PreparedSet, SetRows, methods_of
-from hallutracer_research.evaluation.splits import kept
+from hallutracer_research.evaluation.prepare import PreparedSet, methods_of
+from hallutracer_research.evaluation.splits import Arrays, kept
+from probes_store.local import atomic_write
 from service.data.collection import batches, collect
 from service.data.judges import make_judge
 from service.data.labels import CLASSES, answer_texts, spoken_behind, verdict_on
 from service.data.run_folder import claim, json_lines
 from service.engines.base import Engine, Sampling
 from service.errors import EngineError
-from service.fitting.probes import ActivationArray, Floats, Readouts
+from service.fitting.probes import ActivationArray, Floats, Index, Readouts
 from service.prompts import PromptFormat, continuation, default_prompt_format, render
 from service.readout import Site
 
@@ -58,19 +60,17 @@ TOKEN_DEPTHS, LAST_TOKENS = (0.4, 0.6, 0.8), 32  # of the attention-pooled probe
 QUESTION = "Is that correct?"  # asked behind the answer
 BEGINNING = 24  # of an answer's tokens, each of which is kept
 SCAFFOLD = "The answer is"  # what is read behind, as if the model had begun so
+P_TRUE = {False: "p-true", True: "p-true-examples"}  # whether it is asked behind examples
 
 
 def check_engine(engine: Engine, methods: Sequence[str]) -> None:
     """Raise EngineError, before anything slow, where the engine cannot do what the methods need."""
-    if SEP_BEHIND in methods or any(
-        METHODS[name].reads in ("answer", "samples") for name in methods
-    ):
+    reads = {METHODS[name].reads for name in methods}
+    if SEP_BEHIND in methods or {"answer", "samples"} & reads:
         engine.sample([], SAMPLING, [])
-    if OF_POSITIONS & set(methods) or any(
-        METHODS[name].reads == "behind-answer" for name in methods
-    ):
+    if OF_POSITIONS & set(methods) or "behind-answer" in reads:
         cast(PoolingEngine, engine).spans([], [])
-    if {"p-true", "p-true-examples"} & set(methods):
+    if {*P_TRUE.values()} & set(methods):
         engine.next_token([], [token for side in candidates(engine) for token in side])
 
 
@@ -87,22 +87,20 @@ def with_readings(
         inputs = replace(inputs, positions=reader.positions())
     if "halluguard" in methods:
         inputs = replace(inputs, halluguard=reader.halluguard())
-    found: dict[str, Any] = {}
-    if {"p-true", "p-true-examples"} & set(methods):
-        found |= reader.p_true(
-            [examples for examples in (False, True) if reader.p_true_name(examples) in methods]
-        )
+    answers: dict[str, Any] = {}
+    if ways := [examples for examples, name in P_TRUE.items() if name in methods]:
+        answers |= reader.p_true(ways)
     if {"perplexity", "mind"} & set(methods):
-        found |= reader.greedy()
+        answers |= reader.greedy()
     if "behind-answer" in wanted:
         inputs = replace(inputs, behind=reader.behind_answers())
     if "content" in wanted:
-        found |= reader.content()
+        answers |= reader.content()
     if "samples" in wanted or SEP_BEHIND in methods:
-        found |= reader.samples()
-    return replace(
-        prepared, rows=reader.rows, inputs=replace(inputs, answers=AnswerReadings(**found))
-    )
+        answers |= reader.samples()
+    rows = replace(prepared.rows, notes=(*prepared.rows.notes, *reader.notes))
+    inputs = replace(inputs, answers=AnswerReadings(**answers))
+    return replace(prepared, rows=rows, inputs=inputs)
 
 
 def with_other_model(
@@ -119,23 +117,24 @@ def with_other_model(
         prompt_format=default_prompt_format(engine),
         batch_rows=options.batch_rows,
     )
-    other = Readouts(collection.rows[Site.ATTENTION_HEAD], prepared.index, prepared.inputs.label)
+    readouts = Readouts(collection.rows[Site.ATTENTION_HEAD], prepared.index, prepared.inputs.label)
     tokens = collection.prompts.lengths[prepared.index]
-    return replace(prepared, inputs=replace(prepared.inputs, other=other, other_tokens=tokens))
+    inputs = replace(prepared.inputs, other_model=readouts, other_tokens=tokens)
+    return replace(prepared, inputs=inputs)
 
 
 def with_embeddings(prepared: PreparedSet, options: EvaluateOptions) -> PreparedSet:
     """Add an embedding of each row's text, by the sentence encoder in ``options.embedder``."""
     assert options.embedder is not None
     inputs, encoder = prepared.inputs, _Encoder(options.embedder)
-    found = _by_row(
+    arrays = _by_row(
         options.out / "sets" / prepared.rows.name / "embeddings",
         {"text": _digest(inputs.text), "embedder": str(options.embedder.resolve())},
         np.array([len(text) for text in inputs.text]),
         "embeddings",
         lambda at: {"embedding": encoder.encode([inputs.text[row] for row in at.tolist()])},
     )
-    return replace(prepared, inputs=replace(inputs, embedding=found["embedding"]))
+    return replace(prepared, inputs=replace(inputs, embedding=arrays["embedding"]))
 
 
 class _Encoder:
@@ -149,9 +148,10 @@ class _Encoder:
     def _loaded(self) -> Any:
         from transformers import AutoModel, AutoTokenizer
 
-        given: dict[str, Any] = {"local_files_only": True}
-        return AutoTokenizer.from_pretrained(self._folder, **given), AutoModel.from_pretrained(
-            self._folder, **given
+        options: dict[str, Any] = {"local_files_only": True}
+        return (
+            AutoTokenizer.from_pretrained(self._folder, **options),
+            AutoModel.from_pretrained(self._folder, **options),
         )
 
     def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
@@ -163,17 +163,12 @@ class _Encoder:
         rows = []
         with torch.inference_mode():
             for start in range(0, len(texts), 32):
-                given = tokenizer(
-                    list(texts[start : start + 32]),
-                    padding=True,
-                    truncation=True,
-                    return_tensors="pt",
-                )
-                mask = given["attention_mask"][..., None].float()
-                states = (model(**given).last_hidden_state.float() * mask).sum(dim=1) / mask.sum(
-                    dim=1
-                )
-                rows.append(torch.nn.functional.normalize(states, dim=1).numpy())
+                batch = list(texts[start : start + 32])
+                tokens = tokenizer(batch, padding=True, truncation=True, return_tensors="pt")
+                mask = tokens["attention_mask"][..., None].float()
+                states = model(**tokens).last_hidden_state.float() * mask
+                mean = states.sum(dim=1) / mask.sum(dim=1)
+                rows.append(torch.nn.functional.normalize(mean, dim=1).numpy())
         return np.concatenate(rows)
 
 
@@ -204,24 +199,31 @@ class _Reader:
         """What a reader of the report must know of these readings."""
         return []
 
-    @property
-    def rows(self) -> SetRows:
-        """Return the set's rows with the notes."""
-        return replace(self.prepared.rows, notes=(*self.prepared.rows.notes, *self.notes))
-
-    @cached_property
-    def owner(self) -> dict[str, Any]:
-        """What the readings depend on."""
+    def kept(
+        self,
+        folder: str,
+        name: str,
+        make: Make,
+        *,
+        lengths: NDArray[np.integer] | None = None,
+        at_once: int | None = None,
+        **depends_on: Any,
+    ) -> dict[str, Any]:
+        """Return ``_by_row`` of the set's rows in one of its folders; ``lengths`` are those of the
+        prompts by default."""
         rows = self.prepared.rows
-        return {
+        owner = {
             "data": rows.dataset.digest,
             "rows": _digest(self.prepared.index.tolist()),
             "model": self.engine.identity.fingerprint,
             "prompt_format": self.prompt_format,
             "max_new_tokens": rows.max_new_tokens,
+            **depends_on,
         }
+        lengths = self.prepared.inputs.prompt_tokens if lengths is None else lengths
+        return _by_row(self.folder / folder, owner, lengths, name, make, at_once or AT_ONCE)
 
-    def prompts(self, at: NDArray[np.int64]) -> list[list[int]]:
+    def prompts(self, at: Index) -> list[list[int]]:
         """Return the prompts of these of the n rows."""
         return [self.prepared.prompts.prompts.of(int(row)) for row in self.prepared.index[at]]
 
@@ -229,19 +231,19 @@ class _Reader:
     def judged(self) -> list[str]:
         """The labelled rows' answers, as the judge read them."""
         records = json_lines(self.prepared.prompts.folder / "answers.jsonl")
-        said = {record["row"]: str(record["answer"]) for record in records}
-        return [said[row] for row in self.prepared.index.tolist()]
+        answers = {record["row"]: str(record["answer"]) for record in records}
+        return [answers[row] for row in self.prepared.index.tolist()]
 
     def positions(self) -> OtherPositions:
         """Read the prompts at other positions, with ``SCAFFOLD`` behind them."""
         scaffold = continuation(self.engine, SCAFFOLD)
         layers = at_depths(self.engine.identity.geometry.num_layers, TOKEN_DEPTHS)
-        sizes = {"layers": layers, "count": LAST_TOKENS}
+        names = ("last_8", "last_16", "behind")
 
-        def read(at: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+        def read(at: Index) -> Arrays:
             prompts = self.prompts(at)
             ends = [len(prompt) for prompt in prompts]
-            found = cast(PoolingEngine, self.engine).spans(
+            readouts = cast(PoolingEngine, self.engine).spans(
                 [[*prompt, *scaffold] for prompt in prompts],
                 [
                     [(max(0, end - 8), end), (max(0, end - 16), end), _last(end + len(scaffold))]
@@ -251,76 +253,80 @@ class _Reader:
                 count=LAST_TOKENS,
                 ends=ends,
             )
-            heads = dict(zip(("last_8", "last_16", "behind"), found.heads, strict=True))
-            return {"states": found.states, "first_token": found.first_token, **heads}
+            heads = dict(zip(names, readouts.heads, strict=True))
+            return {"states": readouts.states, "first_token": readouts.first_token, **heads}
 
-        found = _by_row(
-            self.folder / "positions",
-            self.owner | sizes | {"scaffold": list(scaffold)},
-            self.prepared.inputs.prompt_tokens,
+        arrays = self.kept(
+            "positions",
             "other positions",
             read,
+            layers=layers,
+            count=LAST_TOKENS,
+            scaffold=list(scaffold),
         )
         return OtherPositions(
-            states=found["states"],
-            first_token=found["first_token"],
+            states=arrays["states"],
+            first_token=arrays["first_token"],
             scaffold=np.full(len(self.prepared.index), len(scaffold)),
-            **{name: self._heads(found[name]) for name in ("last_8", "last_16", "behind")},
+            **{name: self._heads(arrays[name]) for name in names},
         )
 
     def behind_answers(self) -> BehindAnswers:
         """Read the judged answers' tokens, and behind them a user who asks ``QUESTION``."""
         question = follow_up(self.engine, QUESTION, self.prompt_format)
-        said = [continuation(self.engine, answer) for answer in self.judged]
+        answers = [continuation(self.engine, answer) for answer in self.judged]
+        lengths = np.array([len(answer) for answer in answers])
         layers = range(self.engine.identity.geometry.num_layers)
 
         def spans(prompt: int, end: int) -> list[Span]:
             # An answer of no token at all has no last one: there the prompt's is read.
             begin = min(prompt, end - 1)
-            each = [_last(min(begin + count, end)) for count in range(1, BEGINNING + 1)]
-            return [_last(end), (begin, end), _last(end + len(question)), *each]
+            tokens = [_last(min(begin + count, end)) for count in range(1, BEGINNING + 1)]
+            return [_last(end), (begin, end), _last(end + len(question)), *tokens]
 
-        def read(at: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
-            prompts, answers = self.prompts(at), [said[row] for row in at.tolist()]
-            ends = [
-                len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True)
+        def read(at: Index) -> Arrays:
+            prompts = self.prompts(at)
+            rows = [
+                [*prompt, *answers[row]] for prompt, row in zip(prompts, at.tolist(), strict=True)
             ]
-            found = cast(PoolingEngine, self.engine).spans(
-                [
-                    [*prompt, *answer, *question]
-                    for prompt, answer in zip(prompts, answers, strict=True)
-                ],
+            ends = [len(row) for row in rows]
+            readouts = cast(PoolingEngine, self.engine).spans(
+                [[*row, *question] for row in rows],
                 [spans(len(prompt), end) for prompt, end in zip(prompts, ends, strict=True)],
                 layers=layers,
                 count=1,
                 ends=ends,
             )
-            heads = dict(zip(("last", "mean", "asked"), found.heads, strict=False))
-            each = found.heads[len(heads) :].swapaxes(0, 1).astype(np.float16)
-            return heads | {"tokens": each, "residual": found.states[:, :, 0]}
+            last, mean, behind_question, *tokens = readouts.heads
+            return {
+                "last": last,
+                "mean": mean,
+                "asked": behind_question,
+                "tokens": np.stack(tokens, axis=1).astype(np.float16),
+                "residual": readouts.states[:, :, 0],
+            }
 
-        found = _by_row(
-            self.folder / "answers" / "behind",
-            self.owner
-            | {
-                "answers": _digest(self.judged),
-                "question": list(question),
-                "each": BEGINNING,
-            },
-            self.prepared.inputs.prompt_tokens + np.array([len(one) for one in said]),
+        arrays = self.kept(
+            "answers/behind",
             "behind answers",
             read,
+            lengths=self.prepared.inputs.prompt_tokens + lengths,
+            answers=_digest(self.judged),
+            question=list(question),
+            each=BEGINNING,
         )
         residual = ActivationArray(
-            found["residual"][:, :, None].astype(np.float32), Site.RESIDUAL_STREAM
+            arrays["residual"][:, :, None].astype(np.float32), Site.RESIDUAL_STREAM
         )
-        every = np.arange(len(self.prepared.index))
+        every_row = np.arange(len(self.prepared.index))
         return BehindAnswers(
-            **{name: self._heads(found[name]) for name in ("last", "mean", "asked")},
-            residual=Readouts(residual, every, self.prepared.inputs.label),
-            tokens=found["tokens"],
-            said=np.array([max(1, len(one)) for one in said]),
-            question=np.full(len(every), len(question)),
+            last=self._heads(arrays["last"]),
+            mean=self._heads(arrays["mean"]),
+            follow_up=self._heads(arrays["asked"]),
+            residual=Readouts(residual, every_row, self.prepared.inputs.label),
+            tokens=arrays["tokens"],
+            answer_tokens=np.maximum(1, lengths),
+            question=np.full(len(every_row), len(question)),
         )
 
     def _heads(self, rows: NDArray[np.float32]) -> Readouts:
@@ -336,164 +342,166 @@ class _Reader:
         if not path.exists():
             from hallutracer_research.evaluation.methods.halluguard import halluguard_scores
 
-            every = np.arange(len(self.prepared.index))
-            scores = halluguard_scores(
-                self.engine, self.prompts(every), self.prepared.rows.max_new_tokens
-            )
-            with path.with_suffix(".part").open("wb") as file:
-                np.save(file, scores)
-            path.with_suffix(".part").replace(path)
+            prompts = self.prompts(np.arange(len(self.prepared.index)))
+            scores = halluguard_scores(self.engine, prompts, self.prepared.rows.max_new_tokens)
+            buffer = io.BytesIO()
+            np.save(buffer, scores)
+            atomic_write(path, buffer.getvalue())
         return np.asarray(np.load(path, allow_pickle=False), np.float64)
-
-    @staticmethod
-    def p_true_name(examples: bool) -> str:
-        """Return the method that asks so."""
-        return "p-true-examples" if examples else "p-true"
 
     def p_true(self, ways: Sequence[bool]) -> dict[str, Any]:
         """Ask whether the judged answer is true, without or behind examples."""
-        of_answers, readings = self.owner | {"answers": _digest(self.judged)}, dict[str, Any]()
-        every: dict[bool, list[list[int]]] = {way: [] for way in ways}
-        for text, answer in zip(self.prepared.inputs.text, self.judged, strict=True):
-            for way, asking in every.items():
-                question = asked(text, answer, examples=way)
-                asking.append(render(self.engine, question, None, self.prompt_format))
-        for way, asking in every.items():
-            lengths = np.array(
-                [len(prompt) for prompt in asking]
-            )  # longest first: what does not fit is told at once
-            folder = self.folder / "answers" / self.p_true_name(way)
+        prompts = {
+            examples: [
+                render(
+                    self.engine, asked(text, answer, examples=examples), None, self.prompt_format
+                )
+                for text, answer in zip(self.prepared.inputs.text, self.judged, strict=True)
+            ]
+            for examples in ways
+        }
+        readings: dict[str, Any] = {}
+        for examples, asking in prompts.items():
+            # Longest first: what does not fit is told at once.
+            lengths = np.array([len(prompt) for prompt in asking])
             ask = partial(self._log_odds, asking)
-            found = _by_row(folder, of_answers, lengths, "P(True)", ask)
-            suffix = "_examples" if way else ""
-            readings |= {
-                f"true{suffix}": found["true"],
-                f"asked{suffix}": lengths.astype(np.float64),
-            }
+            answers = _digest(self.judged)
+            arrays = self.kept(
+                f"answers/{P_TRUE[examples]}", "P(True)", ask, lengths=lengths, answers=answers
+            )
+            suffix = "_examples" if examples else ""
+            readings[f"true{suffix}"] = arrays["true"]
+            readings[f"true_tokens{suffix}"] = lengths.astype(np.float64)
         return readings
 
-    def _log_odds(
-        self, asking: Sequence[list[int]], at: NDArray[np.int64]
-    ) -> dict[str, NDArray[Any]]:
+    def _log_odds(self, asking: Sequence[list[int]], at: Index) -> Arrays:
         return {"true": log_odds(self.engine, [asking[row] for row in at.tolist()])}
 
     def greedy(self) -> dict[str, Any]:
         """Decode the answers again, for their probability and their states."""
         from hallutracer_research.evaluation.methods.networks import features
 
-        def answer(at: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+        def answer(at: Index) -> Arrays:
             sampling = Sampling(max_tokens=self.prepared.rows.max_new_tokens)
-            traced = [
-                one for (one,) in self.engine.sample(self.prompts(at), sampling, [[0]] * len(at))
-            ]
+            by_row = self.engine.sample(self.prompts(at), sampling, [[0]] * len(at))
+            traced = [answer for (answer,) in by_row]
             return {
-                "text": np.array([one.completion.text for one in traced]),
-                "log_prob": np.array([one.log_prob.mean() for one in traced]),
-                "states": np.stack([features(one) for one in traced]),
+                "text": np.array([answer.completion.text for answer in traced]),
+                "log_prob": np.array([answer.log_prob.mean() for answer in traced]),
+                "states": np.stack([features(answer) for answer in traced]),
             }
 
-        lengths = self.prepared.inputs.prompt_tokens
-        greedy = _by_row(
-            self.folder / "answers" / "greedy",
-            self.owner,
-            lengths,
-            "greedy answers",
-            answer,
-        )
-        said = zip(greedy.pop("text").tolist(), self.judged, strict=True)
-        if other := sum(own != text for own, text in said):
-            note = (
-                f"{other} of {len(self.judged)} answers, decoded again for their scores, differ"
+        arrays = self.kept("answers/greedy", "greedy answers", answer)
+        again = arrays.pop("text").tolist()
+        if differ := sum(text != judged for text, judged in zip(again, self.judged, strict=True)):
+            self.notes.append(
+                f"{differ} of {len(again)} answers, decoded again for their scores, differ"
                 " from the judged ones"
             )
-            self.notes.append(note)
-        return greedy
+        return arrays
 
     def content(self) -> dict[str, Any]:
         """Read the distribution of the judged answer's first token of content."""
+        inputs = self.prepared.inputs
         begun = [
             before_content(self.engine, text, answer)
-            for text, answer in zip(self.prepared.inputs.text, self.judged, strict=True)
+            for text, answer in zip(inputs.text, self.judged, strict=True)
         ]
-
-        decoded = np.array([len(one) for one in begun], np.int64)
+        decoded = np.array([len(tokens) for tokens in begun], np.int64)
         later = np.flatnonzero(decoded)  # of the others the first token is that token, and is known
 
-        def read(at: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+        def read(at: Index) -> Arrays:
+            rows = later[at]
             prompts = [
-                [*prompt, *begun[row]]
-                for prompt, row in zip(self.prompts(later[at]), later[at], strict=True)
+                [*prompt, *begun[row]] for prompt, row in zip(self.prompts(rows), rows, strict=True)
             ]
             tokens = self.engine.extract(prompts, ()).first_tokens
-            return {"content": np.array([[one.log_max_prob, one.entropy] for one in tokens])}
+            return {"content": np.array([[token.log_max_prob, token.entropy] for token in tokens])}
 
-        content = self.prepared.inputs.first_token.copy()
+        content = inputs.first_token.copy()
         if len(later):
-            lengths = (self.prepared.inputs.prompt_tokens + decoded)[later]
-            of_answers = self.owner | {
-                "answers": _digest(self.judged),
-                "read": "where tokens stand before it",
-            }
-            folder, name = self.folder / "answers" / "content", "first words of content"
-            content[later] = _by_row(folder, of_answers, lengths, name, read)["content"]
+            arrays = self.kept(
+                "answers/content",
+                "first words of content",
+                read,
+                lengths=(inputs.prompt_tokens + decoded)[later],
+                answers=_digest(self.judged),
+                read="where tokens stand before it",
+            )
+            content[later] = arrays["content"]
         return {"content": content, "decoded": decoded.astype(np.float64)}
 
     def samples(self) -> dict[str, Any]:
         """Sample answers; their semantic entropies and EigenScore."""
-        engine = self.engine
-        inputs, rows = self.prepared.inputs, self.prepared.rows
-        count, sampling = self.options.samples, replace(SAMPLING, max_tokens=rows.max_new_tokens)
+        engine, count = self.engine, self.options.samples
+        sampling = replace(SAMPLING, max_tokens=self.prepared.rows.max_new_tokens)
         layer = engine.identity.geometry.num_layers // 2
 
-        def sample(at: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+        def sample(at: Index) -> Arrays:
             seeds = [seeds_of(SEED, int(row), count) for row in self.prepared.index[at]]
             prompts = self.prompts(at)
-            by_row = engine.sample(prompts, sampling, seeds)
             texts, log_probs, scores = [], [], []
-            for prompt, of_row in zip(prompts, by_row, strict=True):
-                texts.append([answer_texts(one.completion, prompt, engine)[0] for one in of_row])
-                log_probs.append([one.log_prob.mean() for one in of_row])
-                scores.append(eigen_score(np.stack([one.last[layer] for one in of_row])))
+            for prompt, answers in zip(
+                prompts, engine.sample(prompts, sampling, seeds), strict=True
+            ):
+                texts.append(
+                    [answer_texts(answer.completion, prompt, engine)[0] for answer in answers]
+                )
+                log_probs.append([answer.log_prob.mean() for answer in answers])
+                scores.append(eigen_score(np.stack([answer.last[layer] for answer in answers])))
             return {
                 "text": np.array(texts),
                 "log_prob": np.array(log_probs),
                 "eigenscore": np.array(scores),
             }
 
-        of_samples = self.owner | {"samples": count, "sampling": asdict(sampling), "seed": SEED}
-        folder, at_once = self.folder / "answers" / f"samples-{count}", max(1, AT_ONCE // count)
-        found = _by_row(folder, of_samples, inputs.prompt_tokens, "samples", sample, at_once)
+        arrays = self.kept(
+            f"answers/samples-{count}",
+            "samples",
+            sample,
+            at_once=max(1, AT_ONCE // count),
+            samples=count,
+            sampling=asdict(sampling),
+            seed=SEED,
+        )
         groups = [
-            clusters(text, said.tolist())
-            for text, said in zip(inputs.text, found["text"], strict=True)
+            clusters(question, texts.tolist())
+            for question, texts in zip(self.prepared.inputs.text, arrays["text"], strict=True)
         ]
-        weighed = zip(groups, found["log_prob"], strict=True)
+        weighted = map(entropy_of, groups, arrays["log_prob"])
         return {
-            "right": self._share_right(found["text"]),
-            "eigenscore": found["eigenscore"],
+            "right": self._share_right(arrays["text"]),
+            "eigenscore": arrays["eigenscore"],
             "entropy": np.array([entropy_of(group) for group in groups]),
-            "entropy_weighted": np.array(
-                [entropy_of(group, log_prob) for group, log_prob in weighed]
-            ),
+            "entropy_weighted": np.array(list(weighted)),
         }
 
-    def _share_right(self, said: NDArray[np.str_]) -> Floats:
+    def _share_right(self, samples: NDArray[np.str_]) -> Floats:
         """Return the share of answers [n, samples] that are right, of those that belong to a class;
         NaN where none."""
         options, rows = self.prepared.rows.judge, self.prepared.rows.dataset.rows
-        judge, shares = make_judge(options), np.full(len(said), np.nan)
-        for place, (number, texts) in enumerate(
-            zip(self.prepared.index.tolist(), said.tolist(), strict=True)
+        judge, shares = make_judge(options), np.full(len(samples), np.nan)
+        for position, (number, texts) in enumerate(
+            zip(self.prepared.index.tolist(), samples.tolist(), strict=True)
         ):
-            row, (prompt,) = rows[number], self.prompts(np.array([place]))
-            spoken = [spoken_behind(prompt, text, self.engine) for text in texts]
+            row, (prompt,) = rows[number], self.prompts(np.array([position]))
             verdicts = [
-                verdict_on(one, row.question, row.answers, judge, options.abstains)
-                for one in spoken
+                verdict_on(
+                    spoken_behind(prompt, text, self.engine),
+                    row.question,
+                    row.answers,
+                    judge,
+                    options.abstains,
+                )
+                for text in texts
             ]
-            if labels := [CLASSES[one] for one in verdicts if one in CLASSES]:
-                shares[place] = float(np.mean(labels))
+            if labels := [CLASSES[verdict] for verdict in verdicts if verdict in CLASSES]:
+                shares[position] = float(np.mean(labels))
         return shares
+
+
+Make = Callable[[Index], Arrays]
+"""Rows -> arrays of these."""
 
 
 def _by_row(
@@ -501,7 +509,7 @@ def _by_row(
     owner: Mapping[str, Any],
     lengths: NDArray[np.integer],
     name: str,
-    make: Callable[[NDArray[np.int64]], dict[str, NDArray[Any]]],
+    make: Make,
     at_once: int = AT_ONCE,
 ) -> dict[str, Any]:
     """Return arrays of all n rows, made in files of ``at_once`` of them, longest prompts first, or

@@ -23,7 +23,7 @@ from service.errors import TrainingError
 from service.fitting.estimator import fit_classifier
 from service.fitting.nested_cv import FoldScores, test_sides
 from service.fitting.probes import Floats, Index
-from service.fitting.scores import auprc, auroc_interval, gain, mean_auroc, risk_auroc
+from service.fitting.scores import Gain, auprc, auroc_interval, gain, mean_auroc, risk_auroc
 from service.readout import Pooling, Site
 from service.risk import depth_mean
 
@@ -37,10 +37,7 @@ class MethodComparison(NamedTuple):
     """Ours against the best of the ``BASELINES``."""
 
     runner_up: str
-    difference: float  # of the mean AUROC over all test sides
-    low: float
-    high: float
-    p_value: float  # over groups
+    gain: Gain  # of the mean AUROC over all test sides; its p-value is over groups
     p_delong: float | None  # median over seeds; None where it is not defined
 
 
@@ -53,9 +50,8 @@ class SetResult:
     splits: Sequence[Split]
     scores: Mapping[str, Sequence[FoldScores]]  # method -> scores by split
     comparison: MethodComparison | None
-    pooled: Mapping[tuple[Site, Pooling], Sequence[Floats]] = field(
-        default_factory=dict
-    )  # depth means [n_test]
+    # depth means [n_test]
+    pooled: Mapping[tuple[Site, Pooling], Sequence[Floats]] = field(default_factory=dict)
     costs: Mapping[str, Cost] = field(default_factory=dict)  # by method
     failed: Mapping[str, str] = field(default_factory=dict)  # rival -> why it has no scores
 
@@ -65,7 +61,7 @@ class SetResult:
         return self.prepared.rows.name
 
     @property
-    def label(self) -> NDArray[np.int64]:
+    def label(self) -> Index:
         """[n] 1 factual."""
         return self.prepared.inputs.label
 
@@ -89,17 +85,16 @@ class SetResult:
 
     def measures(self) -> dict[str, Measures]:
         """Return each method's measures; of the AUROC also the ends of its interval."""
-        found = {method: measured(self.label, scores) for method, scores in self.scores.items()}
+        table = {}
         for method, scores in self.scores.items():
+            table[method] = measures = measured(self.label, scores)
             tests = test_sides(scores)
-            found[method]["auroc"] |= auroc_interval(self.label, self.group, tests)._asdict()
+            measures["auroc"] |= auroc_interval(self.label, self.group, tests)._asdict()
             if self.kinds is not None:
-                inside = auroc_interval(self.label, self.group, tests, self.kinds)._asdict()
-                found[method]["within"] = {
-                    "mean": mean_auroc(self.label, tests, self.kinds),
-                    **inside,
-                }
-        return found
+                inside = auroc_interval(self.label, self.group, tests, self.kinds)
+                mean = mean_auroc(self.label, tests, self.kinds)
+                measures["within"] = {"mean": mean, **inside._asdict()}
+        return table
 
     @cached_property
     def calibrated(self) -> Floats:
@@ -124,14 +119,19 @@ class SetResult:
         return np.asarray(kind, np.int64)
 
 
-def measured(label: NDArray[np.int64], splits: Sequence[FoldScores]) -> Measures:
+def measured(label: Index, splits: Sequence[FoldScores]) -> Measures:
     """Return mean and standard deviation of each measure over folds and seeds."""
     sides = [(label[split.test], split.score) for split in splits]
     return {
-        "auroc": spread([risk_auroc(*side) for side in sides]),
+        "auroc": spread(aurocs(label, splits)),
         "auprc_hallucinated": spread([auprc(*side, positive=0) for side in sides]),
         "auprc_factual": spread([auprc(*side, positive=1) for side in sides]),
     }
+
+
+def aurocs(label: Index, splits: Sequence[FoldScores]) -> list[float]:
+    """Return the AUROC of each test side: label [n]."""
+    return [risk_auroc(label[split.test], split.score) for split in splits]
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -149,24 +149,22 @@ def pooled_ranks(count: int, splits: Sequence[FoldScores], seed: int = 0) -> Flo
 
 
 def compare(
-    label: NDArray[np.int64],
-    group: Index,
-    scores: Mapping[str, Sequence[FoldScores]],
-    aurocs: Mapping[str, float],
+    label: Index, group: Index, scores: Mapping[str, Sequence[FoldScores]]
 ) -> MethodComparison | None:
     """Return the comparison; None where no baseline was evaluated."""
-    others = {name: value for name, value in aurocs.items() if name in BASELINES}
-    if not others:
+    quality = {
+        name: float(np.mean(aurocs(label, scores[name]))) for name in scores if name in BASELINES
+    }
+    if not quality:
         return None
-    other = max(others, key=lambda name: others[name])
-    seeds = sorted({split.seed for split in scores[OURS]})
+    best = max(quality, key=lambda name: quality[name])
     p_values = []
-    for seed in seeds:
-        ours, theirs = (pooled_ranks(len(label), scores[name], seed) for name in (OURS, other))
+    for seed in sorted({split.seed for split in scores[OURS]}):
+        ours, theirs = (pooled_ranks(len(label), scores[name], seed) for name in (OURS, best))
         if (p := delong(label, ours, theirs).p_value) is not None:
             p_values.append(p)
-    found = gain(label, group, test_sides(scores[OURS]), test_sides(scores[other]))
-    return MethodComparison(other, *found, float(np.median(p_values)) if p_values else None)
+    difference = gain(label, group, test_sides(scores[OURS]), test_sides(scores[best]))
+    return MethodComparison(best, difference, float(np.median(p_values)) if p_values else None)
 
 
 class DeLong(NamedTuple):

@@ -34,7 +34,7 @@ from hallutracer_research.evaluation.methods import (
     fit_method,
     readouts_of,
 )
-from hallutracer_research.evaluation.methods.base import MethodInputs
+from hallutracer_research.evaluation.methods.base import Fold, MethodInputs
 from hallutracer_research.evaluation.options import (
     Cost,
     EvaluateOptions,
@@ -68,16 +68,14 @@ class EvaluationResult:
     options: EvaluateOptions
     identity: ModelIdentity
     sets: tuple[results.SetResult, ...]
-    main: Table
-    subsets: Table | None
-    transfer: Table | None
-    forms: Table | None
-    decisions: Table
-    second_look: Table | None
-    ahead: Table
-    about: Table
+    tables: Sequence[Table]  # in the order of the report
     milliseconds: Mapping[str, float]  # by set: median of prefills, one prompt at a time
     seconds: float
+
+    @property
+    def main(self) -> Table:
+        """Return the main table."""
+        return next(table for table in self.tables if table.name == "main")
 
 
 def evaluate(
@@ -106,20 +104,22 @@ def evaluate(
         prepared: list[prepare.PreparedSet] = []
         problems: list[prepare.TooFewOfAClass] = []
         with closing(cast(Engine, PoolingEngine(engine_factory()))) as engine:
-            form: PromptFormat = (
+            prompt_format: PromptFormat = (
                 default_prompt_format(engine)
                 if options.prompt_format == "auto"
                 else options.prompt_format
             )
             readings.check_engine(engine, options.methods)
             poolings = _poolings(engine, options, console)
-            for one in rows:
+            for set_rows in rows:
                 if options.skip_long:
-                    one = prepare.within_context(
-                        engine, one, folder / one.name, options.folds, form
+                    set_rows = prepare.within_context(
+                        engine, set_rows, folder / set_rows.name, options.folds, prompt_format
                     )
                 try:
-                    prepared.append(prepare.prepare_set(engine, one, options, form, poolings))
+                    prepared.append(
+                        prepare.prepare_set(engine, set_rows, options, prompt_format, poolings)
+                    )
                 except prepare.TooFewOfAClass as problem:
                     problems.append(problem)
                     console.print(f"left out: {problem}")
@@ -127,53 +127,63 @@ def evaluate(
                 raise problems[0]
             identity, weights = engine.identity, count_weights(engine)
             prepared = [
-                readings.with_readings(engine, one_set, options, form) for one_set in prepared
+                readings.with_readings(engine, of_set, options, prompt_format)
+                for of_set in prepared
             ]
-            took = {
-                one_set.rows.name: _milliseconds(engine, one_set, options) for one_set in prepared
+            milliseconds = {
+                of_set.rows.name: _milliseconds(engine, of_set, options) for of_set in prepared
             }
-        other: Weights | None = None
+        other_weights: Weights | None = None
         if OTHER in options.methods:
             assert other_factory is not None, (
                 "options that name another model come with a way to load it"
             )
             with closing(other_factory()) as engine:
                 prepared = [
-                    readings.with_other_model(engine, one_set, options) for one_set in prepared
+                    readings.with_other_model(engine, of_set, options) for of_set in prepared
                 ]
-                other = count_weights(engine)
+                other_weights = count_weights(engine)
         if "text-embedding" in options.methods:
-            prepared = [readings.with_embeddings(one_set, options) for one_set in prepared]
+            prepared = [readings.with_embeddings(of_set, options) for of_set in prepared]
         sets = [
-            replace(_evaluate_set(one_set, options), costs=_costs(one_set, options, weights, other))
-            for one_set in prepared
+            replace(
+                _evaluate_set(of_set, options),
+                costs=_costs(of_set, options, weights, other_weights),
+            )
+            for of_set in prepared
         ]
         for result in sets:
             tables.write_row_scores(result, folder / result.title / "scores.csv")
-        table_rows = [
-            row
-            for result in sets
-            for row in tables.rows_of(result.title, result.measures(), result.costs)
-        ]
         subsets = _subsets(sets, options) if options.per_subset else None
-        by_set = {one_set.rows.name: one_set.inputs for one_set in prepared}
+        by_set = {of_set.rows.name: of_set.inputs for of_set in prepared}
         transfer = tables.transfer_table(by_set, options, options.out / "transfer")
-    notes = [
-        *(note for result in sets for note in _notes(result, options)),
-        *(f"Left out: {one}" for one in problems),
-    ]
-    main = tables.main_table(table_rows, notes)
-    about = scale.sets_table(sets, None if weights is None else sum(weights))
-    seconds = time.monotonic() - begun
-    more = (
-        tables.form_table(sets),
+    notes = [note for result in sets for note in _notes(result, options)]
+    notes += [f"Left out: {problem}" for problem in problems]
+    all_tables = (
+        scale.sets_table(sets, None if weights is None else sum(weights)),
+        _main_table(sets, notes),
+        tables.ahead_table(sets),
         tables.decisions_table(sets),
         tables.second_look_table(sets),
-        tables.ahead_table(sets),
-        about,
-        took,
+        subsets,
+        transfer,
+        tables.form_table(sets),
     )
-    return EvaluationResult(options, identity, tuple(sets), main, subsets, transfer, *more, seconds)
+    return EvaluationResult(
+        options,
+        identity,
+        tuple(sets),
+        [table for table in all_tables if table is not None],
+        milliseconds,
+        time.monotonic() - begun,
+    )
+
+
+def _main_table(sets: Sequence[results.SetResult], notes: Sequence[str]) -> Table:
+    rows = []
+    for result in sets:
+        rows += tables.rows_of(result.title, result.measures(), result.costs)
+    return tables.main_table(rows, notes)
 
 
 TIMED = 20  # prompts
@@ -184,7 +194,7 @@ def _milliseconds(engine: Engine, prepared: prepare.PreparedSet, options: Evalua
     once in a run."""
     rows = np.linspace(0, len(prepared.index) - 1, TIMED).astype(int)
 
-    def make() -> dict[str, NDArray[Any]]:
+    def make() -> splits.Arrays:
         times = []
         for row in prepared.index[rows].tolist():
             begun = time.perf_counter()
@@ -202,7 +212,7 @@ def _costs(
     prepared: prepare.PreparedSet,
     options: EvaluateOptions,
     weights: Weights | None,
-    other: Weights | None,
+    other_weights: Weights | None,
 ) -> dict[str, Cost]:
     inputs = prepared.inputs
 
@@ -210,26 +220,22 @@ def _costs(
         return 0.0 if values is None else float(values.mean())
 
     def tokens(method: str) -> Tokens:
-        answers, asked = inputs.answers, inputs.answers.asked
-        answer: float = prepared.rows.max_new_tokens
-        if METHODS[method].reads == "content":
-            answer = mean(answers.decoded)
-        if method == "p-true-examples":
-            asked = answers.asked_examples
-        scaffold = 0.0 if inputs.positions is None else mean(inputs.positions.scaffold)
-        if inputs.behind is not None and METHODS[method].reads == "behind-answer":
-            scaffold = mean(inputs.behind.question)
+        answers, reads = inputs.answers, METHODS[method].reads
+        examples = method == "p-true-examples"
+        scaffold = None if inputs.positions is None else inputs.positions.scaffold
+        if inputs.behind is not None and reads == "behind-answer":
+            scaffold = inputs.behind.question
         return Tokens(
-            mean(inputs.prompt_tokens),
-            answer,
-            options.samples,
-            mean(asked),
-            scaffold,
-            mean(inputs.other_tokens),
+            prompt=mean(inputs.prompt_tokens),
+            answer=mean(answers.decoded) if reads == "content" else prepared.rows.max_new_tokens,
+            samples=options.samples,
+            p_true=mean(answers.true_tokens_examples if examples else answers.true_tokens),
+            scaffold=mean(scaffold),
+            other_model=mean(inputs.other_tokens),
         )
 
     return {
-        method: cost(method, weights, tokens(method), other)
+        method: cost(method, weights, tokens(method), other_weights)
         for method in prepare.methods_of(prepared.rows, options)
     }
 
@@ -262,12 +268,11 @@ def _evaluate_set(
     steps = len(outer) * len(methods) + (len(poolings) * options.folds if paper else 0)
     fitted: list[Split] = []
     pooled: dict[tuple[Site, Pooling], list[Floats]] = {(site, pooling): [] for pooling in poolings}
-    failed: dict[
-        str, str
-    ] = {}  # rivals that cannot learn from this set, which must not cost it the others
+    # Rivals that cannot learn from this set, which must not cost it the others.
+    failed: dict[str, str] = {}
 
     def fit(fold: OuterFold) -> dict[str, Floats]:
-        split = splits.kept_split(folder / OURS, inputs, *fold, options)
+        split = splits.kept_split(folder / OURS, inputs, fold, options)
         fitted.append(split)
         of_fold = {}
         for method in methods:
@@ -295,11 +300,7 @@ def _evaluate_set(
     result = results.SetResult(prepared, fitted, scores, None, pooled, failed=failed)
     if subset:
         return result
-    aurocs = {
-        method: results.measured(inputs.label, of_method)["auroc"]["mean"]
-        for method, of_method in scores.items()
-    }
-    return replace(result, comparison=results.compare(inputs.label, inputs.group, scores, aurocs))
+    return replace(result, comparison=results.compare(inputs.label, inputs.group, scores))
 
 
 def _kept_score(path: Path, make: Callable[[], Floats]) -> Floats:
@@ -313,27 +314,27 @@ def _score(
     if method == OURS:
         return -depth_mean(split.test_trajectory)
 
-    sides, read = (split.train, split.test), inputs.positions
-    entropies = {
-        WITH_CONTENT: inputs.answers.content,
-        WITH_SCAFFOLD: None if read is None else read.first_token,
-    }
+    name, positions = f"seed{split.seed}-fold{split.fold}.npz", inputs.positions
     if method in RUNNING or method == ANSWER_MAX:
-        path = folder / "answer-running" / f"seed{split.seed}-fold{split.fold}.npz"
-        found = kept(path, partial(splits.running, inputs, split, options))
-        return np.asarray(found[method], np.float64)
+        make_all = partial(splits.running, inputs, split, options)
+        return np.asarray(kept(folder / "answer-running" / name, make_all)[method], np.float64)
+    first_tokens = {
+        WITH_CONTENT: inputs.answers.content,
+        WITH_SCAFFOLD: None if positions is None else positions.first_token,
+    }
 
     def make() -> Floats:
         if method in (BOTH, WITH_ANSWER):
             return splits.before_and_behind(readouts_of(method, inputs), inputs, split, options)
         if METHODS[method].of and METHODS[method].fit is None:
+            sides = split.train, split.test
             return -splits.chosen_depth_mean(
                 readouts_of(method, inputs), inputs.group, *sides, split.seed, options
             )
         if method == WITH_KIND:
             return splits.with_kind(inputs, split)
-        if method in entropies:
-            return splits.with_entropy(entropies[method], inputs, split)
+        if method in first_tokens:
+            return splits.with_entropy(first_tokens[method], inputs, split)
         if method == TRAJECTORY:
             label, group = inputs.label[split.train], inputs.group[split.train]
             return splits.trajectory_ridge(
@@ -341,9 +342,10 @@ def _score(
             )
         if method == SHUFFLED:
             return -splits.shuffled_depth_mean(inputs, split, options)
-        return fit_method(method, inputs, *sides, split.seed, options.jobs or None)
+        jobs = options.jobs or None
+        return fit_method(method, Fold(inputs, split.train, split.test, split.seed, jobs))
 
-    return _kept_score(folder / method / f"seed{split.seed}-fold{split.fold}.npz", make)
+    return _kept_score(folder / method / name, make)
 
 
 def _fingerprint(prepared: prepare.PreparedSet, options: EvaluateOptions) -> dict[str, Any]:
@@ -364,10 +366,10 @@ def _mean_measures(of_kinds: Sequence[results.Measures]) -> results.Measures:
     """Return the mean over sub-datasets of each measure's mean and deviation."""
     means: dict[str, dict[str, float]] = {}
     for name in results.MEASURES:
-        own = [measures[name] for measures in of_kinds]
-        means[name] = {}
-        for part in ("mean", "std"):
-            means[name][part] = float(np.mean([measure[part] for measure in own]))
+        means[name] = {
+            part: float(np.mean([measures[name][part] for measures in of_kinds]))
+            for part in ("mean", "std")
+        }
     return means
 
 
@@ -386,19 +388,17 @@ def _subsets(sets: Sequence[results.SetResult], options: EvaluateOptions) -> Tab
             rows = np.flatnonzero(prepared.inputs.kind == kind)
             slug = "".join(char if char.isalnum() else "-" for char in kind.lower())
             try:
-                measures.append(
-                    _evaluate_set(
-                        prepared.subset(rows), options, subset=f"subset-{slug}"
-                    ).measures()
-                )
+                of_kind = _evaluate_set(prepared.subset(rows), options, subset=f"subset-{slug}")
+                measures.append(of_kind.measures())
             except (TrainingError, NoDirection) as error:
                 notes.append(f"{prepared.rows.name}/{kind} is left out: {error}")
         if measures:
-            mean: dict[str, results.Measures] = {}
-            for method in prepare.methods_of(prepared.rows, options):
-                of_kinds = [of_kind[method] for of_kind in measures if method in of_kind]
-                if len(of_kinds) == len(measures):  # else it cannot learn in one of the kinds
-                    mean[method] = _mean_measures(of_kinds)
+            mean = {
+                method: _mean_measures([of_kind[method] for of_kind in measures])
+                for method in prepare.methods_of(prepared.rows, options)
+                # else it cannot learn in one of the kinds
+                if all(method in of_kind for of_kind in measures)
+            }
             title = f"{prepared.rows.name}, mean of {len(measures)} sub-datasets"
             table_rows += tables.rows_of(title, mean, of_set.costs)
     if not table_rows:
@@ -428,11 +428,12 @@ def _notes(result: results.SetResult, options: EvaluateOptions) -> list[str]:
         prepare.left_out(rows, options),
         *failed,
     ]
-    if (c := result.comparison) is not None:
-        delong = "" if c.p_delong is None else f", DeLong p = {c.p_delong:.2g} (median over seeds)"
+    if result.comparison is not None:
+        runner_up, gain, p = result.comparison
+        delong = "" if p is None else f", DeLong p = {p:.2g} (median over seeds)"
         notes.append(
-            f"HalluTracer over the runner-up ({METHODS[c.runner_up].title}): AUROC"
-            f" {100 * c.difference:+.1f} points [{100 * c.low:+.1f}, {100 * c.high:+.1f}], p ="
-            f" {c.p_value:.2g} over groups{delong}"
+            f"HalluTracer over the runner-up ({METHODS[runner_up].title}): AUROC"
+            f" {100 * gain.difference:+.1f} points [{100 * gain.low:+.1f}, {100 * gain.high:+.1f}],"
+            f" p = {gain.p_value:.2g} over groups{delong}"
         )
     return [f"{result.title}: {note}" for note in notes if note]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from hallutracer_research.evaluation.methods import METHODS, OURS
-from hallutracer_research.evaluation.page import METHOD, SET, Cell, Column, Table, mean
+from hallutracer_research.evaluation.page import Column, Rows, Table, described, mean
 from hallutracer_research.evaluation.results import SetResult
 from service.errors import DataError
 from service.fitting.scores import debiased_calibration_error
@@ -24,7 +24,7 @@ _OURS = METHODS[OURS].title
 
 def sets_table(sets: Sequence[SetResult], weights: int | None) -> Table:
     """Return a row for each set: how hard it is for the model, and how true our risk is."""
-    rows: list[Mapping[str, Cell]] = []
+    rows: Rows = []
     for result in sets:
         error = debiased_calibration_error(result.label, result.calibrated)
         rows.append(
@@ -37,24 +37,7 @@ def sets_table(sets: Sequence[SetResult], weights: int | None) -> Table:
                 "gap": float(result.calibrated.mean() - 1 + result.label.mean()),
             }
         )
-    return Table(
-        name="sets",
-        title="The rows and the model",
-        columns=(
-            SET,
-            Column("rows", "Rows", "integer"),
-            Column("right", "Right", "percent"),
-            Column("weights", "Weights", "integer"),
-            Column("calibration", "Calibration error, debiased"),
-            Column("gap", "Mean risk less share wrong"),
-        ),
-        rows=rows,
-        caption=(
-            "Right: of the judged answers, or of the set's labels. Calibration: of the depth mean's"
-            " risk, each row by a fold of the first seed that never saw it. Weights: of all blocks"
-            " and the head."
-        ),
-    )
+    return described("sets", rows)
 
 
 def beside_tables(
@@ -62,18 +45,16 @@ def beside_tables(
 ) -> list[Table]:
     """Return the figures of each model that one line can say, then every method's, model by model.
     Raises DataError where a folder holds no finished evaluation, or none of the same rows."""
-    own: dict[str, Any] = {table.name: table.document()["rows"] for table in tables}
-    own[TIMES] = milliseconds
-    runs = {model: own}
+    here: dict[str, Any] = {table.name: table.document()["rows"] for table in tables}
+    here[TIMES] = milliseconds
+    runs = {model: here}
+    titles = [row["set"] for row in here["sets"]]
     for folder in folders:
-        name, found = finished(folder)
-        shared = {row["set"]: row["rows"] for row in found.get("sets", ())}
-        if not any(shared.get(row["set"]) is not None for row in own["sets"]):
-            raise DataError(
-                str(folder), [f"has no set of {', '.join(row['set'] for row in own['sets'])}"]
-            )
-        runs[name if name not in runs else f"{name} ({folder.name})"] = found
-    titles = [row["set"] for row in own["sets"]]
+        name, beside = finished(folder)
+        shared = {row["set"]: row["rows"] for row in beside.get("sets", ())}
+        if not any(shared.get(title) is not None for title in titles):
+            raise DataError(str(folder), [f"has no set of {', '.join(titles)}"])
+        runs[name if name not in runs else f"{name} ({folder.name})"] = beside
     return [_models(runs, titles), _methods(runs, titles)]
 
 
@@ -94,7 +75,7 @@ def finished(folder: Path) -> tuple[str, dict[str, Any]]:
 
 
 def _models(runs: Mapping[str, Mapping[str, Any]], titles: Sequence[str]) -> Table:
-    rows: list[Mapping[str, Cell]] = []
+    rows: Rows = []
     for title in titles:
         for model, tables in runs.items():
             about = _row(tables, "sets", set=title)
@@ -120,66 +101,31 @@ def _models(runs: Mapping[str, Mapping[str, Any]], titles: Sequence[str]) -> Tab
                     "milliseconds": tables[TIMES].get(title),
                 }
             )
-    return Table(
-        name="models",
-        title="Model by model",
-        columns=(
-            SET,
-            Column("model", "Model", "text"),
-            Column("weights", "Weights", "integer"),
-            Column("rows", "Rows", "integer"),
-            Column("right", "Right", "percent"),
-            Column("within", "AUROC within kind", "percent"),
-            Column("auroc", "AUROC", "percent"),
-            Column("left_out", "AUROC, source left out", "percent"),
-            Column("e_aurc", "E-AURC"),
-            Column("caught_at_10", "Wrong caught at 10 %", "percent"),
-            Column("calibration", "Calibration error, debiased"),
-            Column("milliseconds", "Milliseconds a prefill", "number", 1),
-        ),
-        rows=rows,
-        block="set",
-        caption=(
-            "Of the depth mean, with the measures of the tables above. Source left out: mean over"
-            " the sources of a mixture of the AUROC on the one that the probes were not fitted on."
-            " A prefill: median of prompts read one at a time, on the machine of the run."
-        ),
-    )
+    return described("models", rows)
 
 
 def _methods(runs: Mapping[str, Mapping[str, Any]], titles: Sequence[str]) -> Table:
-    rows: list[Mapping[str, Cell]] = []
+    rows: Rows = []
     for title in titles:
         named = [row for tables in runs.values() for row in tables["main"] if row["set"] == title]
         for method in dict.fromkeys(row["method"] for row in named):
-            found = {
+            by_model = {
                 model: _row(tables, "main", set=title, method=method)
                 for model, tables in runs.items()
             }
             cells = {
                 f"{key} {model}": row.get(key)
-                for model, row in found.items()
+                for model, row in by_model.items()
                 for key in ("within", "auroc")
             }
-            costs = [row["class"] for row in found.values() if row]
+            costs = [row["class"] for row in by_model.values() if row]
             rows.append({"set": title, "method": method, "class": costs[0], **cells})
-    return Table(
-        name="scale",
-        title="Every method, model by model",
-        columns=(
-            SET,
-            METHOD,
-            Column("class", "Class", "text"),
-            *(
-                Column(f"{key} {model}", f"{words}, {model}", "percent", higher=True)
-                for model in runs
-                for key, words in (("within", "Within kind"), ("auroc", "AUROC"))
-            ),
-        ),
-        rows=rows,
-        block="set",
-        caption="AUROC with its 95 % interval over groups, of pairs of one kind, and of all pairs.",
-    )
+    columns = [
+        Column(f"{key} {model}", f"{words}, {model}", "percent", higher=True)
+        for model in runs
+        for key, words in (("within", "Within kind"), ("auroc", "AUROC"))
+    ]
+    return described("scale", rows, columns=columns)
 
 
 def _row(tables: Mapping[str, Any], name: str, **wanted: str) -> dict[str, Any]:

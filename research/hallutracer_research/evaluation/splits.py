@@ -18,10 +18,11 @@ from scipy.special import logit
 
 from hallutracer_research.evaluation.methods import ANSWER_MAX, RUNNING
 from hallutracer_research.evaluation.methods.base import (
+    Fold,
     MethodInputs,
     best_c,
-    in_processes,
     linear_logits,
+    required,
 )
 from hallutracer_research.evaluation.methods.references import kind_prior
 from hallutracer_research.evaluation.options import EvaluateOptions
@@ -29,8 +30,8 @@ from probes_store.local import atomic_write
 from service.errors import NoDirection, TrainingError
 from service.fitting.estimator import DepthMeanProbe
 from service.fitting.folds import OuterFold, group_folds, outer_folds
-from service.fitting.probes import LARGER_C, Floats, Index, Readouts, Task, fit_head, unit_probe
-from service.fitting.solver import one_numpy_thread, one_torch_thread
+from service.fitting.probes import LARGER_C, Floats, Index, ProbeFit, Readouts, Task, fit_probes
+from service.fitting.solver import one_numpy_thread
 from service.readout import Site
 from service.risk import depth_mean
 
@@ -67,60 +68,60 @@ class HeadProbes:
 def fit_all_heads(readouts: Readouts, tasks: Sequence[Task], *, jobs: int) -> list[HeadProbes]:
     """Fit and score all heads of all layers for each task, a layer without a probe at the first
     larger C with one. Raises NoDirection where a layer's probes are all zero at any."""
-    geometry, site = readouts.file.geometry, readouts.file.site
-    layers, count = geometry.num_layers, geometry.heads(site)
-    chunks = np.array_split(np.arange(count), max(1, min(count, -(-2 * jobs // layers))))
-    items = [
-        (readouts, tuple(tasks), layer, chunk.tolist())
-        for layer in range(layers)
-        for chunk in chunks
-    ]
-    parts = in_processes(_fit, items, jobs)
-    results = []
-    for number, task in enumerate(tasks):
-        of_task = [part[number] for part in parts]
-        direction, bias, scale, quality, logits = (
-            np.concatenate(chunk).reshape(layers, count, *chunk[0].shape[1:])
-            for chunk in zip(*of_task, strict=True)
-        )
-        for layer in np.flatnonzero(quality.max(axis=1) == 0).tolist():
-            larger = (replace(task, c=task.c * factor) for factor in LARGER_C)
-            found = (_fit((readouts, (one,), layer, list(range(count))))[0] for one in larger)
-            relaxed = next((of_heads for of_heads in found if of_heads[3].max() > 0), None)
-            if relaxed is None:
-                where = f"at C = {task.c:g} on {len(task.train)} rows"
-                raise NoDirection(
-                    f"layer {layer}: every probe is zero {where}; give a larger C", param="c"
-                )
-            for values, of_layer in zip(
-                (direction, bias, scale, quality, logits), relaxed, strict=True
-            ):
-                values[layer] = of_layer
-        by_row = np.ascontiguousarray(logits.transpose(2, 0, 1))
-        results.append(HeadProbes(direction, bias, scale, quality, by_row))
+    every_layer = range(readouts.file.geometry.num_layers)
+    results = _fit_heads(readouts, tasks, every_layer, jobs)
+    for task, probes in zip(tasks, results, strict=True):
+        for layer in np.flatnonzero(probes.auroc.max(axis=1) == 0).tolist():
+            relaxed = _with_larger_c(readouts, task, layer)
+            for name in ("direction", "bias", "scale", "auroc"):
+                getattr(probes, name)[layer] = getattr(relaxed, name)[0]
+            probes.logits[:, layer] = relaxed.logits[:, 0]
     return results
 
 
-def _fit(item: tuple[Readouts, tuple[Task, ...], int, list[int]]) -> list[list[NDArray[Any]]]:
-    """Return direction, bias, scale, auroc and logits [n_test], stacked by head of one layer, for
-    every task."""
-    readouts, tasks, layer, heads = item
-    fitted: list[list[tuple[Any, ...]]] = [[] for _ in tasks]
-    with one_numpy_thread(), one_torch_thread():
-        for head in heads:
-            x = readouts.file.head(layer, head)[readouts.index]
-            fits = fit_head(x, readouts.label, tasks, Site.ATTENTION_HEAD, "weights")
-            for of_task, task, fit in zip(fitted, tasks, fits, strict=True):
-                if fit is None:
-                    of_task.append(
-                        (np.zeros(x.shape[1]), 0.0, 1.0, 0.0, np.zeros(len(task.test), np.float32))
-                    )
-                    continue
-                probe = unit_probe(x, readouts.label, task, head, fit)
-                of_task.append((*probe[1:5], probe.logits.astype(np.float32)))
-    return [list(map(np.stack, zip(*of_task, strict=True))) for of_task in fitted]
+def _with_larger_c(readouts: Readouts, task: Task, layer: int) -> HeadProbes:
+    """Return one layer's probes at the first larger C that gives one.  Raises NoDirection."""
+    for factor in LARGER_C:
+        (probes,) = _fit_heads(readouts, [replace(task, c=task.c * factor)], [layer], 1)
+        if probes.auroc.max() > 0:
+            return probes
+    where = f"at C = {task.c:g} on {len(task.train)} rows"
+    raise NoDirection(f"layer {layer}: every probe is zero {where}; give a larger C", param="c")
 
 
+def _fit_heads(
+    readouts: Readouts, tasks: Sequence[Task], layers: Sequence[int], jobs: int
+) -> list[HeadProbes]:
+    """Return all heads' probes of these layers for each task."""
+    by_head = [
+        fit_probes(
+            readouts,
+            tasks,
+            balance="weights",
+            jobs=jobs,
+            layers=layers,
+            heads=[head],
+            zero_layers=True,
+        )
+        for head in range(readouts.file.geometry.heads(readouts.file.site))
+    ]
+    return [_side_by_side(fits) for fits in zip(*by_head, strict=True)]
+
+
+def _side_by_side(fits: Sequence[ProbeFit]) -> HeadProbes:
+    """Return the probes of all heads from the fits of each."""
+    direction = np.stack([fit.direction for fit in fits], axis=1)
+    auroc = np.stack([fit.auroc for fit in fits], axis=1)
+    return HeadProbes(
+        direction,
+        np.stack([fit.bias for fit in fits], axis=1),
+        np.stack([fit.scale for fit in fits], axis=1),
+        np.where(direction.any(axis=2), auroc, 0.0),
+        np.stack([fit.trajectory for fit in fits], axis=2).astype(np.float32),
+    )
+
+
+Arrays = dict[str, NDArray[Any]]
 RIDGE_GRID = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 
 
@@ -173,28 +174,24 @@ def fit_options(options: EvaluateOptions) -> DepthMeanProbe:
     )
 
 
-def fit_split(
-    inputs: MethodInputs, seed: int, fold: int, train: Index, test: Index, options: EvaluateOptions
-) -> Split:
+def fit_split(inputs: MethodInputs, outer: OuterFold, options: EvaluateOptions) -> Split:
     """Choose C, then fit the training side and its inner folds together.  Raises NoDirection,
     TrainingError."""
     fits = fit_options(options)
-    label, group = inputs.label, inputs.group
-    readouts = inputs.heads
+    seed, _, train, test = outer
+    label, group, readouts = inputs.label, inputs.group, inputs.heads
     c = fits.choose_c(readouts, group, train, seed).c
     inner = group_folds(label, group, train, options.inner_folds, seed, what="inner fold")
     tasks = [Task(train, test, c), *(Task(fitted, held, c) for fitted, held in inner)]
-    outer, *parts = fit_all_heads(readouts, tasks, jobs=fits.n_jobs)
-    place = {int(row): number for number, row in enumerate(train)}
-    trajectory = np.full((len(train), outer.logits.shape[1]), np.nan)
-    crossed = np.full((len(train), outer.logits.shape[1] - 1), np.nan)
-    for (_, held), part in zip(inner, parts, strict=True):
-        where = [place[int(row)] for row in held]
-        trajectory[where] = part.trajectory()
-        crossed[where] = cross(readouts, part, held)
-    return Split(
-        seed, fold, train, test, c, outer, trajectory, crossed, cross(readouts, outer, test)
-    )
+    probes, *of_inner = fit_all_heads(readouts, tasks, jobs=fits.n_jobs)
+    layers = probes.logits.shape[1]
+    trajectory = np.full((len(label), layers), np.nan)
+    crossed = np.full((len(label), layers - 1), np.nan)
+    for (_, held), of_fold in zip(inner, of_inner, strict=True):
+        trajectory[held] = of_fold.trajectory()
+        crossed[held] = cross(readouts, of_fold, held)
+    test_crossed = cross(readouts, probes, test)
+    return Split(*outer, c, probes, trajectory[train], crossed[train], test_crossed)
 
 
 def cross(readouts: Readouts, probes: HeadProbes, rows: Index) -> Floats:
@@ -213,10 +210,14 @@ def chosen_depth_mean(
 ) -> Floats:
     """Return depth means [n_test] of probes of one site; C is chosen for it on the training
     side."""
+    return depth_mean(_chosen_fit(readouts, group, train, test, seed, options).trajectory)
+
+
+def _chosen_fit(
+    readouts: Readouts, group: Index, train: Index, test: Index, seed: int, options: EvaluateOptions
+) -> ProbeFit:
     fits = fit_options(options)
-    return depth_mean(
-        fits.refit(readouts, train, test, fits.choose_c(readouts, group, train, seed).c).trajectory
-    )
+    return fits.refit(readouts, train, test, fits.choose_c(readouts, group, train, seed).c)
 
 
 WEAK = 100.0  # C of a fit of two numbers on many rows
@@ -228,52 +229,42 @@ def with_kind(inputs: MethodInputs, split: Split) -> Floats:
     kind, and where an inner fold lacks a class."""
     if len(set(inputs.kind.tolist())) < 2:
         raise TrainingError("the rows name fewer than two kinds", param="methods")
-    train, prior = split.train, np.zeros(len(inputs.label))
-    inner = group_folds(inputs.label, inputs.group, train, 3, split.seed, what="kind inner fold")
-    for fitted, held in [*inner, (train, split.test)]:
-        prior[held] = kind_prior(inputs, fitted, held)
-    return _beside_depth_mean(inputs, split, logit(np.clip(prior, 1e-3, 1 - 1e-3)))
+
+    def prior(fitted: Index, held: Index) -> Floats:
+        return kind_prior(Fold(inputs, fitted, held, split.seed))
+
+    shares = _out_of_fold(inputs, split, 3, "kind inner fold", prior)
+    return _beside_depth_mean(inputs, split, logit(np.clip(shares, 1e-3, 1 - 1e-3)))
 
 
-def with_entropy(read: Floats | None, inputs: MethodInputs, split: Split) -> Floats:
+def with_entropy(first_token: Floats | None, inputs: MethodInputs, split: Split) -> Floats:
     """Return scores [n_test] of a logistic regression on the depth mean and the entropy of another
-    token's
-    distribution: ``read`` [n, 2].  Raises TrainingError where that was not read."""
-    if read is None:
-        raise TrainingError(
-            "there is no other token to read beside the depth mean; leave it out", param="methods"
-        )
-    return _beside_depth_mean(inputs, split, read[:, 1])
+    token's distribution: ``first_token`` [n, 2].  Raises TrainingError where that was not read."""
+    first_token = required(first_token, "there is no other token to read beside the depth mean")
+    return _beside_depth_mean(inputs, split, first_token[:, 1])
 
 
-def running(
-    inputs: MethodInputs, split: Split, options: EvaluateOptions
-) -> dict[str, NDArray[np.generic]]:
+def running(inputs: MethodInputs, split: Split, options: EvaluateOptions) -> Arrays:
     """Return scores [n_test] of the test side's answers as they grow, by probes of whole answers'
     means: of the mean of each beginning, and of the one token whose risk is highest.  Raises
-        TrainingError without answers."""
-    if (behind := inputs.behind) is None:
-        raise TrainingError("no answer's tokens were read; leave it out", param="methods")
-    fits = fit_options(options)
-    train, test = split.train, split.test
-    fit = fits.refit(
-        behind.mean, train, test, fits.choose_c(behind.mean, inputs.group, train, split.seed).c
-    )
+    TrainingError without answers."""
+    behind, test = required(inputs.behind, "no answer's tokens were read"), split.test
+    fit = _chosen_fit(behind.mean, inputs.group, split.train, test, split.seed, options)
     dim = behind.mean.file.geometry.dim(Site.ATTENTION_HEAD)
-    each = np.zeros((len(test), behind.tokens.shape[1]))
+    risks = np.zeros((len(test), behind.tokens.shape[1]))  # of each token by itself
     for layer, (head, direction, bias) in enumerate(
         zip(fit.head.tolist(), fit.direction, fit.bias, strict=True)
     ):
         columns = behind.tokens[test, :, layer, head * dim : (head + 1) * dim].astype(np.float64)
-        each -= (columns @ direction + bias) / len(fit.head)
-    place = np.arange(each.shape[1])
-    grown = np.cumsum(each, axis=1) / (1 + place)
-    ends = np.minimum(behind.said[test], each.shape[1])
-    found: dict[str, NDArray[np.generic]] = {
+        risks -= (columns @ direction + bias) / len(fit.head)
+    token = np.arange(risks.shape[1])
+    grown = np.cumsum(risks, axis=1) / (1 + token)
+    ends = np.minimum(behind.answer_tokens[test], risks.shape[1])
+    scores: Arrays = {
         name: grown[np.arange(len(test)), np.minimum(count, ends) - 1]
         for name, count in RUNNING.items()
     }
-    return found | {ANSWER_MAX: np.where(place < ends[:, None], each, -np.inf).max(axis=1)}
+    return scores | {ANSWER_MAX: np.where(token < ends[:, None], risks, -np.inf).max(axis=1)}
 
 
 def before_and_behind(
@@ -282,15 +273,30 @@ def before_and_behind(
     """Return scores [n_test] of a logistic regression on two depth means, of the prompt's end and
     of ``behind``, both out of fold on the training side.  Raises TrainingError where an inner fold
     lacks a class."""
-    fits, train = fit_options(options), split.train
-    depth_means = np.zeros(len(inputs.label))
-    c = fits.choose_c(behind, inputs.group, train, split.seed).c
-    inner = group_folds(
-        inputs.label, inputs.group, train, options.inner_folds, split.seed, what="inner fold"
-    )
-    for fitted, held in [*inner, (train, split.test)]:
-        depth_means[held] = depth_mean(fits.refit(behind, fitted, held, c).trajectory)
-    return _beside_depth_mean(inputs, split, depth_means)
+    fits = fit_options(options)
+    c = fits.choose_c(behind, inputs.group, split.train, split.seed).c
+
+    def mean(fitted: Index, held: Index) -> Floats:
+        return depth_mean(fits.refit(behind, fitted, held, c).trajectory)
+
+    means = _out_of_fold(inputs, split, options.inner_folds, "inner fold", mean)
+    return _beside_depth_mean(inputs, split, means)
+
+
+def _out_of_fold(
+    inputs: MethodInputs,
+    split: Split,
+    folds: int,
+    what: str,
+    score: Callable[[Index, Index], Floats],
+) -> Floats:
+    """Return a column [n]: the training side's by inner folds, the test side's by all of the
+    training side; ``score`` takes rows to fit on and rows to score."""
+    column = np.zeros(len(inputs.label))
+    inner = group_folds(inputs.label, inputs.group, split.train, folds, split.seed, what=what)
+    for fitted, held in [*inner, (split.train, split.test)]:
+        column[held] = score(fitted, held)
+    return column
 
 
 def _beside_depth_mean(inputs: MethodInputs, split: Split, column: Floats) -> Floats:
@@ -324,42 +330,32 @@ def pooled_depth_mean(readouts: Readouts, split: Split, options: EvaluateOptions
     )
 
 
-def kept(
-    path: Path, make: Callable[[], dict[str, NDArray[np.generic]]]
-) -> dict[str, NDArray[np.generic]]:
+def kept(path: Path, make: Callable[[], Arrays]) -> Arrays:
     """Return the arrays in ``path`` (.npz), made and written first where it is missing: a killed
     run loses nothing."""
     if path.exists():
         with np.load(path, allow_pickle=False) as archive:
             return {name: archive[name] for name in archive.files}
-    made = make()
+    arrays = make()
     buffer = io.BytesIO()
-    np.savez(buffer, **made)  # type: ignore[arg-type]
+    np.savez(buffer, **arrays)  # type: ignore[arg-type]
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic_write(path, buffer.getvalue())
-    return made
+    return arrays
 
 
 def kept_split(
-    folder: Path,
-    inputs: MethodInputs,
-    seed: int,
-    fold: int,
-    train: Index,
-    test: Index,
-    options: EvaluateOptions,
+    folder: Path, inputs: MethodInputs, outer: OuterFold, options: EvaluateOptions
 ) -> Split:
     """Return ``fit_split``, or what an earlier run has kept of it."""
     of_probes = [field.name for field in fields(HeadProbes)]
     of_split = ("train_trajectory", "train_crossed", "test_crossed")
 
-    def make() -> dict[str, NDArray[np.generic]]:
-        made = fit_split(inputs, seed, fold, train, test, options)
-        probes = {name: getattr(made.probes, name) for name in of_probes}
-        return {"c": np.array(made.c)} | probes | {name: getattr(made, name) for name in of_split}
+    def make() -> Arrays:
+        split = fit_split(inputs, outer, options)
+        probes = {name: getattr(split.probes, name) for name in of_probes}
+        return {"c": np.array(split.c)} | probes | {name: getattr(split, name) for name in of_split}
 
-    arrays: dict[str, Any] = kept(folder / f"seed{seed}-fold{fold}.npz", make)
+    arrays: dict[str, Any] = kept(folder / f"seed{outer.seed}-fold{outer.fold}.npz", make)
     probes = HeadProbes(*(arrays[name] for name in of_probes))
-    return Split(
-        seed, fold, train, test, float(arrays["c"]), probes, *(arrays[name] for name in of_split)
-    )
+    return Split(*outer, float(arrays["c"]), probes, *(arrays[name] for name in of_split))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,12 @@ from hallutracer_research.evaluation.methods import (
     WITH_ANSWER,
     WITH_KIND,
 )
-from hallutracer_research.evaluation.methods.base import MethodInputs
+from hallutracer_research.evaluation.methods.base import Fold, MethodInputs
 from hallutracer_research.evaluation.methods.references import text_ngrams
 from hallutracer_research.evaluation.options import CLASSES, Cost, EvaluateOptions
-from hallutracer_research.evaluation.page import METHOD, SET, Cell, Column, Table
+from hallutracer_research.evaluation.page import Cell, Column, Rows, Table, described
 from hallutracer_research.evaluation.results import Measures, SetResult, pooled_ranks, spread
-from hallutracer_research.evaluation.splits import chosen_depth_mean, kept
+from hallutracer_research.evaluation.splits import Arrays, chosen_depth_mean, kept
 from probes_store.local import atomic_write
 from service.data.training_rows import FORM
 from service.errors import NoDirection, TrainingError
@@ -44,84 +44,39 @@ def rows_of(
     """Return the main table's rows of one set: our cost class first, within it in the order of
     ``measures``."""
     order = ("A", *(name for name in CLASSES if name not in ("A", "none")), "none")
-    return [
-        {
-            "set": title,
-            "method": METHODS[name].title,
-            "class": costs[name].cls,
-            "cost": costs[name].prefills,
-        }
-        | measures[name]
-        for name in sorted(measures, key=lambda name: order.index(costs[name].cls))
-    ]
+    rows = []
+    for name in sorted(measures, key=lambda name: order.index(costs[name].cls)):
+        cost = {"class": costs[name].cls, "cost": costs[name].prefills}
+        rows.append({"set": title, "method": METHODS[name].title} | cost | measures[name])
+    return rows
 
 
 def main_table(rows: Sequence[Mapping[str, Any]], notes: Sequence[str]) -> Table:
     """Return tab:main-results of this run."""
-    return Table(
-        name="main",
-        label="tab:main-results",
-        title="Hallucination detection",
-        columns=(
-            SET,
-            METHOD,
-            Column("class", "Class", "text"),
-            Column("cost", "Cost, prefills"),
-            Column("within", "AUROC within kind", "percent", higher=True),
-            Column("auroc", "AUROC", "percent", higher=True),
-            Column("auprc_hallucinated", "AUPRC, hallucinated positive", "percent", higher=True),
-            Column("auprc_factual", "AUPRC, factual positive", "percent", higher=True),
-        ),
-        rows=rows,
-        caption=(
-            "AUROC and AUPRC in percent, means over the test sides of all folds and seeds: AUROC"
-            " with its 95 % interval over groups, for other training and test rows of this kind;"
-            " AUPRC ± standard deviation over sides. Class: what a score takes"
-            f" ({', '.join(f'{name}: {text}' for name, text in CLASSES.items())}); its cost is in"
-            " prefills of the same prompt. Within kind: of pairs of rows of one kind, what is left"
-            " once the kind is known."
-        ),
-        notes=notes,
-        block="set",
-    )
+    classes = ", ".join(f"{name}: {text}" for name, text in CLASSES.items())
+    return described("main", rows, notes=notes, classes=classes)
 
 
 def decisions_table(sets: Sequence[SetResult]) -> Table:
     """Return, for each set and method, what a gate gains by its order of the rows."""
-    rows: list[Mapping[str, Cell]] = []
+    rows: Rows = []
     for result in sets:
-        for method, of_method in result.scores.items():
-            found = [decisions(result.label[side], score) for side, score in test_sides(of_method)]
-            cells: dict[str, Cell] = {}
-            for name in found[0]:
-                cells[name] = spread([of_side[name] for of_side in found])
+        for method, scores in result.scores.items():
+            sides = [decisions(result.label[side], score) for side, score in test_sides(scores)]
+            cells: dict[str, Cell] = {
+                name: spread([of_side[name] for of_side in sides]) for name in sides[0]
+            }
             rows.append({"set": result.title, "method": METHODS[method].title, **cells})
-    return Table(
-        name="decisions",
-        title="What a gate gains",
-        columns=(
-            SET,
-            METHOD,
-            Column("e_aurc", "E-AURC", higher=False),
-            *(
-                Column(
-                    f"caught_at_{100 * share:.0f}",
-                    f"Wrong caught, {share:.0%} of right withheld",
-                    "percent",
-                    higher=True,
-                )
-                for share in WITHHELD
-            ),
-        ),
-        rows=rows,
-        block="set",
-        caption=(
-            "Means ± standard deviation over the test sides. E-AURC: area under the curve of wrong"
-            " among answered over the share answered, less that of a perfect order, so 0 is"
-            " perfect. Caught: the share of wrong answers that is withheld where so many of the"
-            " right ones are."
-        ),
-    )
+    caught = [
+        Column(
+            f"caught_at_{100 * share:.0f}",
+            f"Wrong caught, {share:.0%} of right withheld",
+            "percent",
+            higher=True,
+        )
+        for share in WITHHELD
+    ]
+    return described("decisions", rows, columns=caught)
 
 
 SHOWN = (0.1, 0.2, 0.3, 0.5)
@@ -133,19 +88,16 @@ def second_look_table(sets: Sequence[SetResult]) -> Table | None:
     """Return what is shown wrong, and what is decoded for it, where the risk before the answer, its
     own tokens', or one after the other choose the share that is shown; None where no set has all of
     these."""
-    rows: list[Mapping[str, Cell]] = []
+    rows: Rows = []
     for result in sets:
         behind = result.prepared.inputs.behind
         if behind is None or not {ANSWER_MEAN, WITH_ANSWER} <= result.scores.keys():
             continue
-        folds = [result.scores[name] for name in (OURS, ANSWER_MEAN, WITH_ANSWER)]
-        of_folds = list(zip(*map(test_sides, folds), strict=True))
+        looks = [test_sides(result.scores[name]) for name in (OURS, ANSWER_MEAN, WITH_ANSWER)]
         for share in SHOWN:
-            found: dict[str, list[float]] = {}
-            for of_fold in of_folds:
-                test = of_fold[0][0]
-                before, after, both = (score for _, score in of_fold)
-                wrong, said = 1 - result.label[test], behind.said[test]
+            shares: dict[str, list[float]] = {}
+            for (test, before), (_, after), (_, both) in zip(*looks, strict=True):
+                wrong, tokens = 1 - result.label[test], behind.answer_tokens[test]
                 shown, begun = (
                     max(1, round(part * len(test))) for part in (share, min(1.0, TWICE * share))
                 )
@@ -158,93 +110,47 @@ def second_look_table(sets: Sequence[SetResult]) -> Table | None:
                     "both": (np.argsort(both, kind="stable")[:shown], first),
                 }
                 for name, (chosen, decoded) in ways.items():
-                    found.setdefault(name, []).append(float(wrong[chosen].mean()))
-                    found.setdefault(f"{name}_tokens", []).append(
-                        float(said[decoded].sum() / said.sum())
-                    )
+                    share_of_tokens = float(tokens[decoded].sum() / tokens.sum())
+                    shares.setdefault(name, []).append(float(wrong[chosen].mean()))
+                    shares.setdefault(f"{name}_tokens", []).append(share_of_tokens)
             row: dict[str, Cell] = {"set": result.title, "shown": share}
-            rows.append(row | {name: spread(values) for name, values in found.items()})
-    if not rows:
-        return None
-    titles = {
-        "before": "by the risk before",
-        "after": "by the answer's own tokens",
-        "both": "by both",
-        "staged": f"the risk before lets {TWICE} times as many begin, both choose",
-    }
-    return Table(
-        name="second_look",
-        title="What a second look shows, and what it costs",
-        columns=(
-            SET,
-            Column("shown", "Shown", "percent", 2),
-            *(Column(name, f"Wrong, {title}", "percent") for name, title in titles.items()),
-            *(
-                Column(f"{name}_tokens", f"Tokens, {titles[name]}", "percent")
-                for name in ("before", "staged")
-            ),
-        ),
-        rows=rows,
-        block="set",
-        caption=(
-            "Of each test side a share of the answers is shown, those of lowest risk: the share of"
-            " them that is wrong, and of all answers' tokens those that are decoded for it (all,"
-            " where every answer is written before it is chosen). Means ± standard deviation over"
-            " the test sides."
-        ),
-    )
+            rows.append(row | {name: spread(values) for name, values in shares.items()})
+    return described("second_look", rows, twice=TWICE) if rows else None
 
 
 def ahead_table(sets: Sequence[SetResult]) -> Table:
     """Return by how much our method leads each other one, on the same test sides; and the kind and
     our method together the kind alone, which is what a probe adds to knowing the sort of
     question."""
-    rows: list[Mapping[str, Cell]] = []
+    rows: Rows = []
+    order = ("A", *(name for name in CLASSES if name != "A"))
     for result in sets:
-        order = ("A", *(name for name in CLASSES if name != "A"))
-        pairs = [(OURS, other) for other in result.scores if other != OURS]
+        pairs = [(OURS, rival) for rival in result.scores if rival != OURS]
         pairs.sort(key=lambda pair: order.index(METHODS[pair[1]].cost))
         if {WITH_KIND, "kind-prior"} <= result.scores.keys():
             pairs.insert(0, (WITH_KIND, "kind-prior"))
-        for one, other in pairs:
-            sides = test_sides(result.scores[one]), test_sides(result.scores[other])
+        for method, rival in pairs:
+            sides = test_sides(result.scores[method]), test_sides(result.scores[rival])
             cells = {"gain": _interval(gain(result.label, result.group, *sides))}
             if result.kinds is not None:
                 cells["within"] = _interval(gain(result.label, result.group, *sides, result.kinds))
             names = {
-                "method": METHODS[one].title,
-                "over": METHODS[other].title,
-                "class": METHODS[other].cost,
+                "method": METHODS[method].title,
+                "over": METHODS[rival].title,
+                "class": METHODS[rival].cost,
             }
             rows.append({"set": result.title, **names, **cells})
-    return Table(
-        name="ahead",
-        title="Ahead of each rival",
-        columns=(
-            SET,
-            METHOD,
-            Column("over", "Over", "text"),
-            Column("class", "Its class", "text"),
-            Column("within", "AUROC within kind, points", "percent"),
-            Column("gain", "AUROC, points", "percent"),
-        ),
-        rows=rows,
-        block="set",
-        caption=(
-            "Differences of AUROC in points, paired by test side, with 95 % intervals over groups:"
-            " where an interval holds 0, the rows do not tell who leads."
-        ),
-    )
+    return described("ahead", rows)
 
 
-def _interval(found: Gain) -> dict[str, float]:
-    return {"mean": found.difference, "low": found.low, "high": found.high}
+def _interval(difference: Gain) -> dict[str, float]:
+    return {"mean": difference.difference, "low": difference.low, "high": difference.high}
 
 
 def form_table(sets: Sequence[SetResult]) -> Table | None:
     """Return a row for each form of conversation of each set with two or more; None where there is
     no such set."""
-    rows: list[Mapping[str, Cell]] = []
+    rows: Rows = []
     methods: list[str] = []
     for result in sets:
         dataset = result.prepared.rows.dataset
@@ -261,41 +167,22 @@ def form_table(sets: Sequence[SetResult]) -> Table | None:
         for name in names:
             inside = form == name
             label = result.label[inside]
-            cells: dict[str, Cell] = {}
+            row: dict[str, Cell] = {
+                "set": result.title,
+                FORM: name,
+                "rows": len(label),
+                "wrong": float(1 - label.mean()),
+            }
             if 0 < label.sum() < len(label):
-                cells = {method: risk_auroc(label, rank[inside]) for method, rank in ranks.items()}
-            rows.append(
-                {
-                    "set": result.title,
-                    FORM: name,
-                    "rows": len(label),
-                    "wrong": float(1 - label.mean()),
-                    **cells,
-                }
-            )
-    if not rows:
-        return None
-    return Table(
-        name="forms",
-        title="By form of conversation",
-        columns=(
-            SET,
-            Column(FORM, "Form", "text"),
-            Column("rows", "Rows", "integer"),
-            Column("wrong", "Hallucinated", "percent"),
-            *(
-                Column(method, f"AUROC, {METHODS[method].title}", "percent", higher=True)
-                for method in methods
-            ),
-        ),
-        rows=rows,
-        block="set",
-        caption=(
-            "AUROC in percent within the rows of one form, by out-of-fold ranks of the first seed."
-            " What a form does to the level of the risk does not show here: `hallutracer train`"
-            " puts that into the model card."
-        ),
-    )
+                row |= {method: risk_auroc(label, rank[inside]) for method, rank in ranks.items()}
+            rows.append(row)
+    columns = _aurocs((method, METHODS[method].title) for method in methods)
+    return described("forms", rows, columns=columns) if rows else None
+
+
+def _aurocs(titles: Iterable[tuple[str, str]], prefix: str = "AUROC,") -> list[Column]:
+    """Return a column of AUROCs for each (key, title)."""
+    return [Column(key, f"{prefix} {title}", "percent", higher=True) for key, title in titles]
 
 
 def write_row_scores(result: SetResult, path: Path) -> None:
@@ -307,11 +194,10 @@ def write_row_scores(result: SetResult, path: Path) -> None:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["id", "group", "label", *result.scores])
     dataset = result.prepared.rows.dataset
-    for place, row in enumerate(result.prepared.index.tolist()):
-        values = [f"{rank[place]:.6f}" for rank in ranks]
-        writer.writerow(
-            [dataset.rows[row].id, int(result.group[place]), int(result.label[place]), *values]
-        )
+    for number, row in enumerate(result.prepared.index.tolist()):
+        labels = [int(result.group[number]), int(result.label[number])]
+        values = [f"{rank[number]:.6f}" for rank in ranks]
+        writer.writerow([dataset.rows[row].id, *labels, *values])
     atomic_write(path, text.getvalue().encode("utf-8", "backslashreplace"))
 
 
@@ -329,18 +215,21 @@ def transfer_table(
     """Return a block of rows for each mixture of two sources or more (named in front of the kind);
     None where no set is one. Probes are fitted on one source, or on all but one, and scored on the
     others; no group is on both sides.  A source's own column is cross-validated."""
-    rows: list[Mapping[str, Cell]] = []
+    rows: Rows = []
     notes: list[str] = []
     names: list[str] = []
     for title, inputs in sets.items():
         source = sources_of(inputs.kind)
-        found = sorted(set(source.tolist()))
-        if len(found) < 2 or "" in found or not any("/" in name for name in inputs.kind.tolist()):
+        sources = sorted(set(source.tolist()))
+        mixed = len(sources) > 1 and "" not in sources
+        if not mixed or not any("/" in name for name in inputs.kind.tolist()):
             continue
-        names += [name for name in found if name not in names]
-        plans = [(name, np.flatnonzero(source == name), found) for name in found]
-        if len(found) > 2:
-            plans += [(f"all but {name}", np.flatnonzero(source != name), [name]) for name in found]
+        names += [name for name in sources if name not in names]
+        plans = [(name, np.flatnonzero(source == name), sources) for name in sources]
+        if len(sources) > 2:
+            plans += [
+                (f"all but {name}", np.flatnonzero(source != name), [name]) for name in sources
+            ]
         for trained_on, train, tested in tqdm(plans, f"{title}, transfer", unit="source"):
             path = folder / f"{title}-{trained_on}".replace("/", "-")
             try:
@@ -348,43 +237,19 @@ def transfer_table(
             except (TrainingError, NoDirection) as error:
                 notes.append(f"{title}, trained on {trained_on}: left out, {error}")
                 continue
-            for method, of_method in scores.items():
-                sides = {
-                    name: (inputs.label[source == name], of_method[source == name])
-                    for name in tested
+            for method, score in scores.items():
+                row: dict[str, Cell] = {
+                    "set": title,
+                    "train": trained_on,
+                    "method": METHODS[_TRANSFER[method]].title,
                 }
-                cells: dict[str, Cell] = {
-                    name: risk_auroc(label, score)
-                    for name, (label, score) in sides.items()
-                    if len(set(label.tolist())) == 2 and np.isfinite(score).all()
-                }
-                rows.append(
-                    {
-                        "set": title,
-                        "train": trained_on,
-                        "method": METHODS[_TRANSFER[method]].title,
-                        **cells,
-                    }
-                )
-    if not rows:
-        return None
-    return Table(
-        name="transfer",
-        title="Trained on one source, tested on another",
-        columns=(
-            SET,
-            Column("train", "Trained on", "text"),
-            METHOD,
-            *(Column(name, f"AUROC on {name}", "percent", higher=True) for name in names),
-        ),
-        rows=rows,
-        caption=(
-            "AUROC in percent. A source's own column is cross-validated; in the others no group is"
-            " on both sides."
-        ),
-        notes=notes,
-        block="set",
-    )
+                for name in tested:
+                    label, risk = inputs.label[source == name], score[source == name]
+                    if len(set(label.tolist())) == 2 and np.isfinite(risk).all():
+                        row[name] = risk_auroc(label, risk)
+                rows.append(row)
+    columns = _aurocs(((name, name) for name in names), "AUROC on")
+    return described("transfer", rows, columns=columns, notes=notes) if rows else None
 
 
 def _scores(
@@ -393,21 +258,22 @@ def _scores(
     """Return scores [n] by each method; NaN for rows that were not tested.  Training rows are
     tested out of fold."""
 
-    def make() -> dict[str, NDArray[np.generic]]:
-        found = {name: np.full(len(inputs.label), np.nan) for name in _TRANSFER}
+    def make() -> Arrays:
+        scores = {name: np.full(len(inputs.label), np.nan) for name in _TRANSFER}
         outside = np.setdiff1d(np.arange(len(inputs.label)), train)
         shared = np.isin(inputs.group[train], inputs.group[outside])
-        own = len(tested) > 1  # its own source is among them
-        splits = group_folds(inputs.label, inputs.group, train, options.folds, 0) if own else []
-        if not (
-            own and shared.all()
-        ):  # sources that ask the same questions: there is nothing to learn from
-            splits = [*splits, (train[~shared], outside)]
+        with_itself = len(tested) > 1  # its own source is among them
+        splits = []
+        if with_itself:
+            splits += group_folds(inputs.label, inputs.group, train, options.folds, 0)
+        # Of sources that ask the same questions there is nothing to learn from.
+        if not (with_itself and shared.all()):
+            splits.append((train[~shared], outside))
         for fitted, test in splits:
-            found["depth mean"][test] = -chosen_depth_mean(
+            scores["depth mean"][test] = -chosen_depth_mean(
                 inputs.heads, inputs.group, fitted, test, 0, options
             )
-            found["text"][test] = text_ngrams(inputs, fitted, test, 0)
-        return dict(found)
+            scores["text"][test] = text_ngrams(Fold(inputs, fitted, test, 0))
+        return scores
 
     return {name: np.asarray(values, np.float64) for name, values in kept(path, make).items()}

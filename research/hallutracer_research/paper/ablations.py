@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from hallutracer_research.evaluation.methods import OURS, RESIDUAL
 from hallutracer_research.evaluation.page import Cell, Column
-from hallutracer_research.evaluation.results import SetResult, spread
+from hallutracer_research.evaluation.results import SetResult, aurocs, spread
 from hallutracer_research.evaluation.splits import HeadProbes, Split
 from hallutracer_research.paper.diagnostics import features
 from hallutracer_research.paper.diagnostics.classes import as_float, mean_or_none
@@ -25,8 +25,8 @@ from hallutracer_research.paper.tables import Row, specs
 from service.errors import TrainingError
 from service.fitting.estimator import fit_classifier
 from service.fitting.nested_cv import FoldScores
-from service.fitting.probes import Floats
-from service.fitting.scores import auroc, risk_auroc
+from service.fitting.probes import Floats, Index
+from service.fitting.scores import auroc
 from service.readout import Pooling, Site
 from service.risk import depth_mean
 
@@ -35,12 +35,11 @@ Features = Callable[[Split], Sides]
 
 
 def _statistics(split: Split, names: Sequence[str]) -> Sides:
-    train, test = (
-        trajectory_features(values) for values in (split.train_trajectory, split.test_trajectory)
-    )
-    return np.stack([train[name] for name in names], axis=1), np.stack(
-        [test[name] for name in names], axis=1
-    )
+    def side(trajectory: Floats) -> Floats:
+        values = trajectory_features(trajectory)
+        return np.stack([values[name] for name in names], axis=1)
+
+    return side(split.train_trajectory), side(split.test_trajectory)
 
 
 def FULL(split: Split) -> Sides:  # noqa: N802
@@ -55,9 +54,9 @@ SHAPE: Final = partial(_statistics, names=tuple(name for name in FIVE if name !=
 
 
 def _mean_dominance(result: SetResult, _: list[str]) -> Row:
-    plain = {name: _feature_auroc(result, name) for name in ("mean", "median")}
     return {
-        **plain,
+        "mean": _feature_auroc(result, "mean"),
+        "median": _feature_auroc(result, "median"),
         "mean_and_shape": _classifier_auroc(result, FIVE_D),
         "shape": _classifier_auroc(result, SHAPE),
     }
@@ -81,8 +80,8 @@ def _location(result: SetResult, notes: list[str]) -> Row:
     ]
     if not np.isfinite(correlations).all():
         raise TrainingError("the depth mean or the median is the same for all test rows of a fold")
-    aurocs = {name: _feature_auroc(result, name) for name in ("mean", "median", "trimmed_mean")}
-    return {**aurocs, "correlation": float(np.mean(correlations))}
+    cells = {name: _feature_auroc(result, name) for name in ("mean", "median", "trimmed_mean")}
+    return {**cells, "correlation": float(np.mean(correlations))}
 
 
 def _feature_sets(result: SetResult, notes: list[str]) -> Row:
@@ -99,42 +98,50 @@ def _feature_sets(result: SetResult, notes: list[str]) -> Row:
 
 
 def _depth_subsampling(result: SetResult, notes: list[str]) -> Row:
-    sizes, aurocs = _depth(result)
-    m = max(sizes)
+    curve = _depth_aurocs(result)
+    m = max(curve)
     if smaller := [size for size in features.depth_sizes(m)[1] if size < m]:
         notes.append(
             f"of {m} layers those from 3 to {m - 3} are spaced over: too few for"
             f" {', '.join(map(str, smaller))}"
         )
-    return {depth_key(size): spread(values) for size, values in aurocs.items()}
+    return {depth_key(size): spread(values) for size, values in curve.items()}
 
 
 def _depth_columns(results: Sequence[SetResult]) -> list[Column]:
-    sizes = sorted(
-        {
-            size
-            for result in results
-            for size in features.depth_sizes(result.splits[0].test_trajectory.shape[1])[0]
-        }
-    )
-    return [Column(depth_key(size), f"{size} layer{'s' * (size > 1)}", "percent") for size in sizes]
+    sizes: set[int] = set()
+    for result in results:
+        sizes |= {*features.depth_sizes(result.splits[0].test_trajectory.shape[1])[0]}
+    return [
+        Column(depth_key(size), f"{size} layer{'s' * (size > 1)}", "percent")
+        for size in sorted(sizes)
+    ]
+
+
+def _test_aurocs(
+    result: SetResult, score: Callable[[Split], Floats], splits: Sequence[Split] | None = None
+) -> list[float]:
+    """Return the AUROC of a truth score [n_test] on the test side of each split, all by default."""
+    return [
+        auroc(result.label[split.test], score(split))
+        for split in (result.splits if splits is None else splits)
+    ]
+
+
+def _mean_logit(split: Split) -> Floats:
+    return depth_mean(split.test_trajectory)
 
 
 def _logit_scale(result: SetResult, _: list[str]) -> Row:
-    plain: list[float] = []
-    even: list[float] = []
-    for split in result.splits:
-        scale = split.probes.scale[np.arange(len(split.probes.scale)), split.probes.selected]
-        for aurocs, trajectory in (
-            (plain, split.test_trajectory),
-            (even, split.test_trajectory / scale),
-        ):
-            aurocs.append(auroc(result.label[split.test], depth_mean(trajectory)))
-    difference = [b - a for a, b in zip(plain, even, strict=True)]
+    def standardized(split: Split) -> Floats:
+        layers = np.arange(len(split.probes.scale))
+        return depth_mean(split.test_trajectory / split.probes.scale[layers, split.probes.selected])
+
+    plain, even = _test_aurocs(result, _mean_logit), _test_aurocs(result, standardized)
     return {
         "unit_norm": spread(plain),
         "standardized": spread(even),
-        "difference": spread(difference),
+        "difference": spread(np.subtract(even, plain).tolist()),
     }
 
 
@@ -158,13 +165,10 @@ def depth_curve(
     deviation over splits)."""
     curves = {}
     for result in results:
-        sizes, aurocs = _depth(result)
-        cells = [spread(aurocs[size]) for size in sizes]
-        curves[result.title] = (
-            list(sizes),
-            [cell["mean"] for cell in cells],
-            [cell["std"] for cell in cells],
-        )
+        curve = _depth_aurocs(result)
+        cells = [spread(values) for values in curve.values()]
+        means, stds = ([cell[part] for cell in cells] for part in ("mean", "std"))
+        curves[result.title] = (list(curve), means, stds)
     return curves
 
 
@@ -173,32 +177,28 @@ def depth_key(size: int) -> str:
     return f"layers_{size}"
 
 
-def _depth(result: SetResult) -> tuple[tuple[int, ...], dict[int, list[float]]]:
-    """Return numbers of layers, and AUROC by split for each."""
+def _depth_aurocs(result: SetResult) -> dict[int, list[float]]:
+    """Return number of layers -> AUROC by split."""
     m = result.splits[0].test_trajectory.shape[1]
-    sizes = features.depth_sizes(m)[0]
-    aurocs: dict[int, list[float]] = {size: [] for size in sizes}
-    for split in result.splits:
+
+    def mean_of(size: int, split: Split) -> Floats:
         best = int(split.probes.auroc.max(axis=1).argmax())
-        trajectory = split.test_trajectory
-        for size in sizes:
-            layers = features.depth_layers(m, size, best)
-            assert layers is not None, "depth_sizes lists only sizes that have layers"
-            aurocs[size].append(auroc(result.label[split.test], depth_mean(trajectory[:, layers])))
-    return sizes, aurocs
+        layers = features.depth_layers(m, size, best)
+        assert layers is not None, "depth_sizes lists only sizes that have layers"
+        return depth_mean(split.test_trajectory[:, layers])
+
+    sizes = features.depth_sizes(m)[0]
+    return {size: _test_aurocs(result, partial(mean_of, size)) for size in sizes}
 
 
 def _feature_auroc(result: SetResult, name: str) -> dict[str, float]:
     return spread(
-        [
-            auroc(result.label[split.test], trajectory_features(split.test_trajectory)[name])
-            for split in result.splits
-        ]
+        _test_aurocs(result, lambda split: trajectory_features(split.test_trajectory)[name])
     )
 
 
 def classifier_scores(
-    splits: Sequence[Split], label: NDArray[np.int64], of_split: Features
+    splits: Sequence[Split], label: Index, of_split: Features
 ) -> list[FoldScores]:
     """Score several features together on the test sides: by log odds, as risks round to 0 or 1 far
     out."""
@@ -212,7 +212,7 @@ def classifier_scores(
 
 def _classifier_auroc(result: SetResult, of_split: Features) -> dict[str, float]:
     scores = classifier_scores(result.splits, result.label, of_split)
-    return spread([risk_auroc(result.label[fold.test], fold.score) for fold in scores])
+    return spread(aurocs(result.label, scores))
 
 
 def _source(split: Split, columns: Sequence[int] | None = None) -> Sides:
@@ -236,19 +236,14 @@ TOP: Final = 5
 def _readout_site(result: SetResult, _: list[str]) -> Row:
     if RESIDUAL not in result.scores:
         raise TrainingError(f"{RESIDUAL} is not among the methods")
-    head, residual = (_by_fold(result, name) for name in (OURS, RESIDUAL))
-    difference = [b - a for a, b in zip(head, residual, strict=True)]
+    head, residual = (aurocs(result.label, result.scores[name]) for name in (OURS, RESIDUAL))
+    difference = np.subtract(residual, head).tolist()
     return {"head": spread(head), "residual": spread(residual), "difference": spread(difference)}
-
-
-def _by_fold(result: SetResult, method: str) -> list[float]:
-    """Return the AUROC of a method on each test side."""
-    return [risk_auroc(result.label[fold.test], fold.score) for fold in result.scores[method]]
 
 
 def _readout_position(result: SetResult, notes: list[str]) -> Row:
     folds = result.folds(0)
-    last = [auroc(result.label[split.test], depth_mean(split.test_trajectory)) for split in folds]
+    last = _test_aurocs(result, _mean_logit, folds)
     cells = {Pooling.LAST_1.value: spread(last)}
     for pooling in Pooling:
         if pooling is Pooling.LAST_1:
@@ -257,41 +252,37 @@ def _readout_position(result: SetResult, notes: list[str]) -> Row:
         if len(scores) != len(folds):
             notes.append(f"{pooling}: scores of {len(scores)} of {len(folds)} folds, left out")
             continue
-        aurocs = [
+        pooled = [
             auroc(result.label[split.test], score)
             for split, score in zip(folds, scores, strict=True)
         ]
-        cells[pooling.value] = spread([b - a for a, b in zip(last, aurocs, strict=True)])
+        cells[pooling.value] = spread(np.subtract(pooled, last).tolist())
     return cells
 
 
 def _top_heads(result: SetResult, notes: list[str]) -> Row:
-    best, five, worst, draws = [], [], [], []
     layers, heads = result.splits[0].probes.auroc.shape
     uniform = np.random.default_rng(0).random((RANDOM_DRAWS, layers))
-    zero = 0
-    for split in result.splits:
-        probes, label = split.probes, result.label[split.test]
-        fitted = probes.auroc > 0
-        zero += int(np.sum(~fitted))
-        last = fitted.sum(axis=1) - 1  # of the heads with a probe, in order of quality
-        best.append(auroc(label, _of_rank(probes, np.zeros_like(last))))
-        five.append(auroc(label, _top(probes, min(TOP, heads))))
-        worst.append(auroc(label, _of_rank(probes, last)))
-        draws.append(
-            [
-                auroc(label, _of_rank(probes, (draw * (last + 1)).astype(np.int64)))
-                for draw in uniform
-            ]
-        )
+
+    def lowest(split: Split) -> Index:
+        """Return the last rank of each layer, [m], among the heads that have a probe."""
+        return np.asarray((split.probes.auroc > 0).sum(axis=1) - 1, np.int64)
+
+    def drawn(draw: Floats, split: Split) -> Floats:
+        return _of_rank(split.probes, (draw * (lowest(split) + 1)).astype(np.int64))
+
+    best = _test_aurocs(result, lambda split: _of_rank(split.probes, np.zeros_like(lowest(split))))
+    five = _test_aurocs(result, lambda split: _top(split.probes, min(TOP, heads)))
+    worst = _test_aurocs(result, lambda split: _of_rank(split.probes, lowest(split)))
+    draws = [_test_aurocs(result, partial(drawn, draw)) for draw in uniform]
     if heads < TOP:
         notes.append(f"a layer has {heads} heads: Top-{TOP} takes all of them")
-    if zero:
+    if zero := sum(int(np.sum(split.probes.auroc <= 0)) for split in result.splits):
         notes.append(
             f"{zero} of {len(result.splits) * layers * heads} probes are all zeros and none of "
             "these heads is taken: the worst and the random one are among the others"
         )
-    top_1, random_1 = spread(best), spread(np.mean(draws, axis=0).tolist())
+    top_1, random_1 = spread(best), spread(np.mean(list(zip(*draws, strict=True)), axis=0).tolist())
     return {
         "top_1": top_1,
         "top_5": spread(five),
@@ -372,12 +363,12 @@ READOUT: Final = specs(
 )
 
 
-def _ranked(probes: HeadProbes) -> NDArray[np.int64]:
+def _ranked(probes: HeadProbes) -> Index:
     """Return heads of each layer from the best to the worst, ties to the lowest: [m, K]."""
     return np.argsort(-probes.auroc, axis=1, kind="stable")
 
 
-def _of_rank(probes: HeadProbes, rank: NDArray[np.int64]) -> Floats:
+def _of_rank(probes: HeadProbes, rank: Index) -> Floats:
     """Return the depth mean [n_test] of the head of one rank per layer, [m]."""
     return depth_mean(
         probes.trajectory(np.take_along_axis(_ranked(probes), rank[:, None], axis=1)[:, 0])

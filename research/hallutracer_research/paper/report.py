@@ -25,7 +25,7 @@ from hallutracer_research.evaluation.page import (
     to_html,
     to_markdown,
 )
-from hallutracer_research.evaluation.results import SetResult, pooled_ranks
+from hallutracer_research.evaluation.results import SetResult, aurocs, pooled_ranks
 from hallutracer_research.evaluation.run import EvaluationResult
 from hallutracer_research.evaluation.scale import TIMES, beside_tables
 from hallutracer_research.paper.ablations import MEAN, READOUT, depth_curve
@@ -35,7 +35,6 @@ from hallutracer_research.paper.structure import READOUTS, TRAJECTORY, geometry_
 from hallutracer_research.paper.tables import PUBLISHED, TableSpec, make_tables
 from probes_store.local import atomic_write
 from service.errors import TrainingError
-from service.fitting.scores import risk_auroc
 
 
 def introduction(model: str, sets: Sequence[tuple[str, int]], options: EvaluateOptions) -> str:
@@ -104,7 +103,7 @@ def write_report(evaluation: EvaluationResult, command: str) -> list[Path]:
     document = {
         "facts": data.facts,
         "claims": data.claims,
-        "tables": {one.name: one.document() for one in tables},
+        "tables": {table.name: table.document() for table in tables},
     }
     text = json.dumps(as_document(document), indent=1, ensure_ascii=False) + "\n"
     paths = [evaluation.options.out / name for name in FILES]
@@ -118,21 +117,11 @@ def report_data(evaluation: EvaluationResult, command: str) -> ReportData:
     options, identity = evaluation.options, evaluation.identity
     results = evaluation.sets
     shape = identity.geometry
-    tables = (
-        evaluation.about,
-        evaluation.main,
-        evaluation.ahead,
-        evaluation.decisions,
-        evaluation.second_look,
-        evaluation.subsets,
-        evaluation.transfer,
-        evaluation.forms,
-    )
-    main = [table for table in tables if table is not None]
+    tables = list(evaluation.tables)
     if options.beside:
-        main += beside_tables(identity.model, main, evaluation.milliseconds, options.beside)
+        tables += beside_tables(identity.model, tables, evaluation.milliseconds, options.beside)
     detection = [figure for result in results for figure in _detection(result)]
-    sections = [Section("Detection", _PAPER, main, detection)]
+    sections = [Section("Detection", _PAPER, tables, detection)]
     judged: list[Claim] = []
     if options.suite == "paper":
         drawings = {
@@ -192,27 +181,21 @@ def report_data(evaluation: EvaluationResult, command: str) -> ReportData:
 def _detection(result: SetResult) -> list[Figure]:
     """Return AUROC against cost; ROC and precision-recall, and our reliability, from the first
     seed's test sides."""
-    label = result.label
+    label, title = result.label, METHODS[OURS].title
     ranks = {
         METHODS[name].title: pooled_ranks(len(label), scores)
         for name, scores in result.scores.items()
     }
-    shown = [
-        OURS,
-        *(name for name in result.scores if name not in (OURS, SHUFFLED)),
-    ]  # that one is a control
-    aurocs = {}
-    for name in shown:
-        by_split = [risk_auroc(label[split.test], split.score) for split in result.scores[name]]
-        aurocs[name] = result.costs[name], by_split
-    return [
-        _named(figures.cost(aurocs), result),
-        _named(figures.roc_pr(label, ranks), result),
-        _named(
-            figures.reliability(label, {METHODS[OURS].title: result.calibrated}, result.group),
-            result,
-        ),
-    ]
+    rivals = [name for name in result.scores if name not in (OURS, SHUFFLED)]  # no control
+    costs = {
+        name: (result.costs[name], aurocs(label, result.scores[name])) for name in [OURS, *rivals]
+    }
+    drawings = (
+        figures.cost(costs),
+        figures.roc_pr(label, ranks),
+        figures.reliability(label, {title: result.calibrated}, result.group),
+    )
+    return [_named(figure, result) for figure in drawings]
 
 
 def _geometry(results: Sequence[SetResult]) -> Iterator[Figure]:

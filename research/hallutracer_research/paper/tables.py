@@ -20,9 +20,8 @@ from hallutracer_research.evaluation.page import SET, Cell, Column, Table
 from hallutracer_research.evaluation.results import SetResult
 from service.errors import TrainingError
 
-_DIGITS = (
-    10  # a percentage divided by 100 is rounded here, so that 68.71 gives 0.6871 and not 0.6870999
-)
+# A percentage divided by 100 is rounded here, so that 68.71 gives 0.6871 and not 0.6870999.
+_DIGITS = 10
 
 
 def _text(name: str) -> str:
@@ -91,16 +90,11 @@ class TableSpec:
     name: str
     title: str
     label: str  # the paper's, "" for a table of our own
-    columns: (
-        Columns | Callable[[Sequence[SetResult]], Columns]
-    )  # after the set's; a string: a published key
+    # after the set's; a string: a published key
+    columns: Columns | Callable[[Sequence[SetResult]], Columns]
     caption: str
     row: RowMaker
     notes: tuple[str, ...] = ()  # of every run; each set adds its own
-
-    def table(self, results: Sequence[SetResult]) -> Table:
-        """Return the table of these sets."""
-        return make_tables([self], results)[0]
 
     def resolved_columns(self, results: Sequence[SetResult]) -> list[Column]:
         """Return all columns, the set's first."""
@@ -121,24 +115,23 @@ def specs(
 ) -> dict[str, TableSpec]:
     """Return the tables of ``tables.toml`` by name, with their row functions; ``numbers`` are those
     in their texts."""
-    found, shared = {}, {**SHARED, **numbers}
+    described, words = {}, {**SHARED, **numbers}
     for name, row in rows.items():
         entry = _TEXTS[name]
         listed = [
-            Column(*one) if isinstance(one, list) else one for one in entry.get("columns", ())
+            Column(*column) if isinstance(column, list) else column
+            for column in entry.get("columns", ())
         ]
-        notes = tuple(note.format_map(shared) for note in entry.get("notes", ()))
-        caption = entry["caption"].format_map(shared)
-        found[name] = TableSpec(
+        described[name] = TableSpec(
             name,
             entry["title"],
             entry.get("label", ""),
             columns.get(name, listed),
-            caption,
+            entry["caption"].format_map(words),
             row,
-            notes,
+            tuple(note.format_map(words) for note in entry.get("notes", ())),
         )
-    return found
+    return described
 
 
 def make_tables(specs: Iterable[TableSpec], results: Sequence[SetResult]) -> list[Table]:
@@ -167,11 +160,11 @@ def attributes(diagnostic: Any, notes: list[str]) -> dict[str, Any]:
 
 
 def _set_row(make: RowMaker, result: SetResult, notes: list[str]) -> Row:
-    own: list[str] = []
+    of_set: list[str] = []
     row: dict[str, Cell] = {SET.key: result.title}
     try:
-        row |= make(result, own)
+        row |= make(result, of_set)
     except TrainingError as error:
-        own.append(f"left out: {error}")
-    notes += [f"{result.title}: {note}" for note in dict.fromkeys(own)]
+        of_set.append(f"left out: {error}")
+    notes += [f"{result.title}: {note}" for note in dict.fromkeys(of_set)]
     return row

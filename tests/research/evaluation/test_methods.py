@@ -30,16 +30,24 @@ from hallutracer_research.evaluation.methods.base import (
     MethodInputs,
     Penalty,
     fit_linear,
-    usable_folds,
 )
 from hallutracer_research.evaluation.splits import trajectory_ridge
 from service.engines.base import Completion, TracedAnswer
 from service.errors import EngineError, TrainingError
-from service.fitting.folds import group_folds
 from service.fitting.scores import auroc, risk_auroc
 from service.readout import Site
 from tests.engines import tiny
-from tests.research.made import BEST, GEOMETRY, WIDE, method_inputs, noise, plant, readouts, sides
+from tests.research.made import (
+    BEST,
+    GEOMETRY,
+    WIDE,
+    fold,
+    method_inputs,
+    noise,
+    plant,
+    readouts,
+    sides,
+)
 
 RIVALS = [name for name, method in METHODS.items() if method.fit is not None]
 SIGNED = ("first-token-max-prob", "first-token-entropy", "prompt-length")  # by the training side
@@ -49,14 +57,27 @@ LAST = GEOMETRY.num_layers - 1
 WITHOUT_TRANSFORMERS = ("networks", "probes", "references")
 
 
+def scores(name: str, data: MethodInputs, seed: int = 0) -> np.ndarray:
+    return fit_method(name, fold(data, seed))
+
+
+def quality(data: MethodInputs, risk: np.ndarray) -> float:
+    """AUROC on the test side."""
+    return risk_auroc(data.label[sides(data)[1]], risk)
+
+
+def hidden(data: MethodInputs, layer: int, site: str = "residual") -> np.ndarray:
+    """The labelled rows of one layer."""
+    return np.asarray(getattr(data, site).file.layer(layer)[3:])
+
+
 def relabelled(data: MethodInputs, label: np.ndarray) -> MethodInputs:
     assert data.behind is not None
-    heads, residual, own = (
-        replace(one, label=label) for one in (data.heads, data.residual, data.behind.residual)
+    heads, residual, at_end = (
+        replace(rows, label=label) for rows in (data.heads, data.residual, data.behind.residual)
     )
-    return replace(
-        data, label=label, heads=heads, residual=residual, behind=replace(data.behind, residual=own)
-    )
+    behind = replace(data.behind, residual=at_end)
+    return replace(data, label=label, heads=heads, residual=residual, behind=behind)
 
 
 def planted(
@@ -68,28 +89,23 @@ def planted(
     rows = noise(np.random.default_rng(1), count, site)
     plan(rows, label)
     name = "heads" if site is Site.ATTENTION_HEAD else "residual"
-    made: dict[str, Any] = {
-        "label": label,
-        "group": np.arange(count),
-        name: readouts(folder, rows, label, site),
-    }
-    return replace(inputs, **made)
+    changed: dict[str, Any] = {name: readouts(folder, rows, label, site)}
+    return replace(inputs, label=label, group=np.arange(count), **changed)
 
 
 @pytest.mark.parametrize("name", RIVALS)
 def test_scores_rise_with_hallucination_and_neither_test_labels_nor_other_test_rows_matter(
     data: MethodInputs, name: str
 ) -> None:
-    train, test = sides(data)
-    scores = fit_method(name, data, train, test, 3, jobs=1)
-    assert scores.shape == (len(test),)
-    assert risk_auroc(data.label[test], scores) > 0.7
+    test = sides(data)[1]
+    risk = scores(name, data, 3)
+    assert risk.shape == (len(test),)
+    assert quality(data, risk) > 0.7
     label = data.label.copy()
     label[test] = 1 - label[test]
-    some = fit_method(name, relabelled(data, label), train, test[5:9], 3, jobs=1)
-    np.testing.assert_allclose(
-        some, scores[5:9], rtol=1e-4, atol=1e-5
-    )  # float32 products of other shapes
+    some = fit_method(name, replace(fold(relabelled(data, label), 3), test=test[5:9]))
+    # float32 products of other shapes
+    np.testing.assert_allclose(some, risk[5:9], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +116,7 @@ def test_methods_that_read_more_than_the_prompt_need_it(data: MethodInputs, name
         data, halluguard=None, answers=AnswerReadings(), positions=None, embedding=None, behind=None
     )
     with pytest.raises(TrainingError, match=rf"{name}.*leave") as caught:
-        fit_method(name, without, *sides(data), 0)
+        scores(name, without)
     assert caught.value.param == "methods"
 
 
@@ -109,55 +125,45 @@ def test_a_probe_at_the_answer_s_end_is_the_prompt_s_on_what_was_read_there(
     data: MethodInputs, name: str
 ) -> None:
     assert data.behind is not None
-    found = fit_method(f"answer-{name}", data, *sides(data), 3, jobs=1)
-    there = replace(data, residual=data.behind.residual)
-    assert found.tobytes() == fit_method(name, there, *sides(data), 3, jobs=1).tobytes()
-    assert found.tobytes() != fit_method(name, data, *sides(data), 3, jobs=1).tobytes()
+    risk = scores(f"answer-{name}", data, 3).tobytes()
+    assert risk == scores(name, replace(data, residual=data.behind.residual), 3).tobytes()
+    assert risk != scores(name, data, 3).tobytes()
 
 
 @pytest.mark.parametrize("name", OF_ANSWERS)
 def test_scores_of_answers_keep_the_sign_of_their_papers(data: MethodInputs, name: str) -> None:
     turned = relabelled(data, 1 - data.label)
-    assert (
-        fit_method(name, turned, *sides(data), 0).tobytes()
-        == fit_method(name, data, *sides(data), 0).tobytes()
-    )
+    assert scores(name, turned).tobytes() == scores(name, data).tobytes()
 
 
 def test_a_subset_has_the_readings_of_its_own_rows(data: MethodInputs) -> None:
     rows = np.array([5, 3, 11])
     for name, values in vars(data.subset(rows).answers).items():
-        if values is None:
-            assert getattr(data.answers, name) is None
-            continue
-        np.testing.assert_array_equal(values, getattr(data.answers, name)[rows])
+        whole = getattr(data.answers, name)
+        np.testing.assert_array_equal(values, None if whole is None else whole[rows])
     assert AnswerReadings().subset(rows).entropy is None
 
 
 def test_processes_keep_the_order_change_nothing_and_load_no_transformers(tmp_path: Path) -> None:
-    data = method_inputs(tmp_path, 60)
+    alone = fold(method_inputs(tmp_path, 60), 1)
     for name in ("iti", "fact-probe"):
-        alone, shared = (fit_method(name, data, *sides(data), 1, count) for count in (1, 2))
-        assert alone.tobytes() == shared.tobytes()
+        shared = fit_method(name, replace(alone, jobs=2))
+        assert fit_method(name, alone).tobytes() == shared.tobytes()
     modules = ", ".join(
         f"__import__('hallutracer_research.evaluation.methods.{name}')"
         for name in WITHOUT_TRANSFORMERS
     )
-    asked = [f"({modules}, 'transformers' in __import__('sys').modules)[-1]", "-3", "2"]
-    assert base.in_processes(eval, asked, 2) == [False, -3, 2]
+    items = [f"({modules}, 'transformers' in __import__('sys').modules)[-1]", "-3", "2"]
+    assert base.in_processes(eval, items, 2) == [False, -3, 2]
 
 
 def test_text_and_kind_know_nothing_of_the_model(data: MethodInputs) -> None:
-    train, test = sides(data)
-    nothing = replace(data, text=("why?",) * len(data.label), kind=np.full(len(data.label), "all"))
+    train, count = sides(data)[0], len(data.label)
+    nothing = replace(data, text=("why?",) * count, kind=np.full(count, "all"))
     for name in ("text-ngrams", "kind-prior"):
-        assert len(set(fit_method(name, nothing, train, test, 0).round(9).tolist())) == 1
-    unknown = replace(
-        data, kind=np.where(np.arange(len(data.label)) < len(train), data.kind, "new")
-    )
-    np.testing.assert_allclose(
-        fit_method("kind-prior", unknown, train, test, 0), 1 - data.label[train].mean()
-    )
+        assert len(set(scores(name, nothing).round(9).tolist())) == 1
+    unknown = replace(data, kind=np.where(np.arange(count) < len(train), data.kind, "new"))
+    np.testing.assert_allclose(scores("kind-prior", unknown), 1 - data.label[train].mean())
 
 
 def test_the_sign_of_a_free_number_is_learned_from_the_training_rows(data: MethodInputs) -> None:
@@ -168,13 +174,10 @@ def test_the_sign_of_a_free_number_is_learned_from_the_training_rows(data: Metho
         turned[train] = np.sort(values[train])[
             np.argsort(np.argsort(sign * (1 - data.label[train]), kind="stable"))
         ]
-        three = replace(
-            data,
-            first_token=np.stack([turned, turned + 0.5], axis=1),
-            prompt_tokens=turned.astype(int),
-        )
-        for name, own in zip(SIGNED, (turned, turned + 0.5, turned), strict=True):
-            np.testing.assert_array_equal(fit_method(name, three, train, test, 0), sign * own[test])
+        first = np.stack([turned, turned + 0.5], axis=1)
+        three = replace(data, first_token=first, prompt_tokens=turned.astype(int))
+        for name, column in zip(SIGNED, (turned, turned + 0.5, turned), strict=True):
+            np.testing.assert_array_equal(scores(name, three), sign * column[test])
 
 
 @pytest.mark.parametrize("penalty", ["l1", "l2"])
@@ -202,40 +205,39 @@ def test_raw_logits_are_the_standardised_pipeline_s(penalty: Penalty) -> None:
 def test_iti_finds_the_planted_head_and_averages_three_probes(tmp_path: Path) -> None:
     data = method_inputs(tmp_path)
     train, test = sides(data)
-    layer, head, quality = probes.best_head(data.heads, train, 1.0, 1)
+    layer, head, training_auroc = probes.best_head(data.heads, train, 1.0, 1)
     assert (layer, head) == BEST
-    c, *chosen = probes.iti_head(data, train, 5, 1)
+    whole = fold(data, 5)
+    c, *chosen = probes.iti_head(whole)
     assert tuple(chosen) == BEST
-    pairs = group_folds(data.label, data.group, train, base.INNER_FOLDS, 5)
-    x = np.asarray(data.heads.file.layer(BEST[0])[3:, BEST[1] * D : (BEST[1] + 1) * D])
+    x = hidden(data, BEST[0], "heads")[:, BEST[1] * D : (BEST[1] + 1) * D]
     rng = np.random.default_rng(5)
     expected = np.zeros(len(test))
     for _ in range(3):
         drawn = train[probes.group_bootstrap(data.label[train], data.group[train], rng)]
         expected -= fit_linear(x[drawn], data.label[drawn], c, "l2").logits(x[test]) / 3
-    np.testing.assert_allclose(probes.iti(data, train, test, 5, 1), expected, rtol=1e-9)
+    np.testing.assert_allclose(probes.iti(whole), expected, rtol=1e-9)
     fitted = fit_linear(x[train], data.label[train], 1.0, "l2")
-    assert quality == pytest.approx(auroc(data.label[train], fitted.logits(x[train])))
-    fits = [partial(base.linear_logits, one, "l2") for one in probes.ITI_GRID]
-    held = [base.held_out_auroc(fit, x, data.label, pairs) for fit in fits]
-    assert c == probes.ITI_GRID[int(np.argmax(np.round(held, 12)))]
+    assert training_auroc == pytest.approx(auroc(data.label[train], fitted.logits(x[train])))
+    pairs = whole.folds(base.INNER_FOLDS, "fold")
+    held_out = [
+        base.held_out_auroc(partial(base.linear_logits, c, "l2"), x, data.label, pairs)
+        for c in probes.ITI_GRID
+    ]
+    assert c == probes.ITI_GRID[int(np.argmax(np.round(held_out, 12)))]
 
 
 def test_principal_components_are_those_of_all_layers_and_know_no_test_row(tmp_path: Path) -> None:
     data = method_inputs(tmp_path, 90)
     train, test = sides(data)
-    found = probes.principal_components(data.heads, train, np.r_[train, test], 5)
-    layers = [
-        np.asarray(data.heads.file.layer(layer)[3:], np.float64)
-        for layer in range(GEOMETRY.num_layers)
-    ]
-    x = np.concatenate(layers, axis=1)
+    rows = np.r_[train, test]
+    found = probes.principal_components(data.heads, train, rows, 5)
+    layers = [hidden(data, layer, "heads") for layer in range(GEOMETRY.num_layers)]
+    x = np.concatenate(layers, axis=1).astype(np.float64)
     z = (x - x[train].mean(axis=0)) / x[train].std(axis=0)
     fitted = PCA(5).fit(z[train])
-    signs = np.sign(
-        (fitted.transform(z[train]) * found[: len(train)]).sum(axis=0)
-    )  # which neither fixes
-    expected = fitted.transform(z[np.r_[train, test]]) * signs
+    expected = fitted.transform(z[rows])
+    expected *= np.sign((expected * found)[: len(train)].sum(axis=0))  # which neither fixes
     np.testing.assert_allclose(found, expected, atol=1e-8 * np.abs(expected).max())
     few = probes.principal_components(data.heads, train[:8], train[:8], 50)
     assert few.shape == (8, 7)  # eight rows differ in seven directions
@@ -254,10 +256,7 @@ def test_ties_go_to_the_lowest_layer_and_head_and_the_first_fit(tmp_path: Path) 
     data = planted(tmp_path, Site.ATTENTION_HEAD, heads)
     assert probes.best_head(data.heads, sides(data)[0], 1.0, 1)[:2] == (2, 1)
     data = planted(tmp_path, Site.RESIDUAL_STREAM, layers)
-    found = base.choose(
-        data, sides(data)[0], 0, layers=[1, 2, 4], fits=probes.FITS[1:2] * 2, jobs=1, what="fold"
-    )
-    assert found == (2, 0)
+    assert base.choose(fold(data), [1, 2, 4], probes.FITS[1:2] * 2, "fold") == (2, 0)
 
 
 def test_the_bootstrap_draws_whole_groups_with_replacement() -> None:
@@ -266,9 +265,8 @@ def test_the_bootstrap_draws_whole_groups_with_replacement() -> None:
     seen = set()
     for _ in range(50):
         counts = np.bincount(probes.group_bootstrap(label, group, rng), minlength=6)
-        assert all(
-            len(set(counts[group == name])) == 1 for name in (5, 2, 9)
-        )  # all rows of a group, equally often
+        # all rows of a group, equally often
+        assert all(len(set(counts[group == name])) == 1 for name in (5, 2, 9))
         times = tuple(int(counts[group == name][0]) for name in (5, 2, 9))
         assert sum(times) == 3
         assert times[1] > 0  # the only hallucinated group: a sample without it is drawn again
@@ -281,33 +279,27 @@ def test_the_bootstrap_draws_whole_groups_with_replacement() -> None:
 def test_fact_probe_reads_a_signal_spread_over_layers_from_a_window(tmp_path: Path) -> None:
     data = method_inputs(tmp_path, 400)
     train, test = sides(data)
-    start, size, c, _ = probes.search(data, train, 2, 1)
+    start, size, c, _ = probes.search(fold(data, 2))
     assert (start, size) == (WIDE[0], len(WIDE))
-    x = np.concatenate([np.asarray(data.residual.file.layer(layer)[3:]) for layer in WIDE], axis=1)
+    x = np.concatenate([hidden(data, layer) for layer in WIDE], axis=1)
     np.testing.assert_array_equal(base.window(data.residual, 1, 5, np.arange(400)), x)
-    probe = fit_linear(x[train], data.label[train], c, "l1")
-    np.testing.assert_allclose(
-        probes.fact_probe(data, train, test, 2, 1), -probe.logits(x[test]), rtol=1e-9
-    )
+    expected = -fit_linear(x[train], data.label[train], c, "l1").logits(x[test])
+    np.testing.assert_allclose(scores("fact-probe", data, 2), expected, rtol=1e-9)
 
 
 def test_of_equally_good_windows_the_smallest_is_taken_and_they_are_thinned_evenly(
     tmp_path: Path,
 ) -> None:
-    plan = partial(
-        plant, layer=3, column=2, strength=8.0
-    )  # separable: every window that holds layer 3 is perfect
+    # separable: every window that holds layer 3 is perfect
+    plan = partial(plant, layer=3, column=2, strength=8.0)
     data = planted(tmp_path, Site.RESIDUAL_STREAM, plan, 200)
-    assert probes.search(data, sides(data)[0], 0, 1) == (3, 1, 0.1, 1.0)
-    assert (probes.starts(12, 1), probes.starts(6, 5), probes.starts(4, 5)) == (
-        list(range(12)),
-        [0, 1],
-        [],
-    )
+    assert probes.search(fold(data)) == (3, 1, 0.1, 1.0)
+    assert probes.starts(12, 1) == list(range(12))
+    assert (probes.starts(6, 5), probes.starts(4, 5)) == ([0, 1], [])
     for layers, size in ((13, 1), (28, 1), (28, 5), (80, 5)):
-        found = probes.starts(layers, size)
-        assert (len(found), found[0], found[-1]) == (12, 0, layers - size)
-        assert np.ptp(np.diff(found)) <= 1
+        starts = probes.starts(layers, size)
+        assert (len(starts), starts[0], starts[-1]) == (12, 0, layers - size)
+        assert np.ptp(np.diff(starts)) <= 1
 
 
 def test_the_best_layer_and_fit_of_the_inner_folds_are_taken(tmp_path: Path) -> None:
@@ -315,44 +307,35 @@ def test_the_best_layer_and_fit_of_the_inner_folds_are_taken(tmp_path: Path) -> 
     assert (base.at_depths(2, (0.5, 0.75, 1.0)), base.at_depths(1, (0.5, 1.0))) == ([0, 1], [0])
     data = method_inputs(tmp_path, 200)
     train, test = sides(data)
-    layers = base.at_depths(6, base.DEPTHS)
-    pairs = group_folds(data.label, data.group, train, base.INNER_FOLDS, 2)
+    layers, whole = base.at_depths(6, base.DEPTHS), fold(data, 2)
 
-    def quality(layer: int, c: float) -> float:
-        x = np.asarray(data.residual.file.layer(layer)[3:])
-        fits = [
-            fit_linear(x[inside], data.label[inside], c, "l2").logits(x[held])
-            for inside, held in pairs
-        ]
-        return float(
-            np.mean(
-                [auroc(data.label[held], fit) for (_, held), fit in zip(pairs, fits, strict=True)]
-            )
-        )
+    def held_out(layer: int, c: float) -> float:
+        x, aurocs = hidden(data, layer), []
+        for inside, held in whole.folds(base.INNER_FOLDS, "fold"):
+            fit = fit_linear(x[inside], data.label[inside], c, "l2").logits(x[held])
+            aurocs.append(auroc(data.label[held], fit))
+        return float(np.mean(aurocs))
 
-    best = max((quality(layer, c), layer, c) for layer in layers for c in probes.C_GRID)
-    layer, fit = base.choose(data, train, 2, layers=layers, fits=probes.FITS, jobs=1, what="fold")
+    best = max((held_out(layer, c), layer, c) for layer in layers for c in probes.C_GRID)
+    layer, fit = base.choose(whole, layers, probes.FITS, "fold")
     assert (layer, probes.C_GRID[fit]) == best[1:]
-    x = np.asarray(data.residual.file.layer(layer)[3:])
+    x = hidden(data, layer)
     expected = -fit_linear(x[train], data.label[train], probes.C_GRID[fit], "l2").logits(x[test])
-    np.testing.assert_allclose(probes.p_ik(data, train, test, 2, jobs=1), expected, rtol=1e-9)
+    np.testing.assert_allclose(probes.p_ik(whole), expected, rtol=1e-9)
 
 
 def test_a_fold_that_lacks_a_class_is_left_out_and_the_method_named_where_all_do(
     tmp_path: Path,
 ) -> None:
     data = method_inputs(tmp_path, 60)
-    train, test = sides(data)
-    label = np.zeros(60, np.int64)
+    train, label = sides(data)[0], np.zeros(60, np.int64)
     label[train[0]] = 1
     with pytest.raises(TrainingError, match=r"p\(IK\)"):
-        probes.p_ik(replace(data, label=label), train, test, 0, jobs=1)
+        scores("p-ik", replace(data, label=label))
     label[train[:2]] = 1  # one in each of two folds' test sides; the third has none
-    data = replace(data, label=label, group=np.arange(60))
-    assert [
-        label[held].sum() for _, held in usable_folds(label, data.group, train, base.INNER_FOLDS, 0)
-    ] == [1, 1]
-    base.choose(data, train, 0, layers=[1, 2], fits=probes.FITS, jobs=1, what="fold")
+    few = fold(replace(data, label=label, group=np.arange(60)))
+    assert [label[held].sum() for _, held in few.usable_folds("fold")] == [1, 1]
+    base.choose(few, [1, 2], probes.FITS, "fold")
 
 
 def correlated(rows: int, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -423,25 +406,22 @@ def test_the_ridge_weighs_layers_where_the_mean_cannot() -> None:
         trajectory[:, known] += 1.5 * (2 * label - 1)[:, None]
         return trajectory, label, group
 
+    def ridge(rows: int, test: slice) -> np.ndarray:
+        return trajectory_ridge(trajectory[:rows], label[:rows], group[:rows], trajectory[test], 0)
+
     trajectory, label, group = made(500, (2, 5))
-    train, test = slice(300), slice(300, 500)
-    found = trajectory_ridge(trajectory[train], label[train], group[train], trajectory[test], 0)
-    assert (
-        risk_auroc(label[test], found)
-        > 0.9
-        > 0.7
-        > risk_auroc(label[test], -trajectory[test].mean(axis=1))
-    )
-    some = trajectory_ridge(trajectory[train], label[train], group[train], trajectory[305:310], 0)
-    np.testing.assert_allclose(some, found[5:10], rtol=1e-9)
+    found = ridge(300, slice(300, 500))
+    plain = risk_auroc(label[300:], -trajectory[300:].mean(axis=1))
+    assert risk_auroc(label[300:], found) > 0.9 > 0.7 > plain
+    np.testing.assert_allclose(ridge(300, slice(305, 310)), found[5:10], rtol=1e-9)
     trajectory, label, group = made(2000, ())
-    found = trajectory_ridge(trajectory[:1000], label[:1000], group[:1000], trajectory[1000:], 0)
+    found = ridge(1000, slice(1000, 2000))
     assert abs(risk_auroc(label[1000:], found) - 0.5) < 0.05
 
 
 @pytest.fixture(scope="module")
 def pooled(data: MethodInputs) -> np.ndarray:
-    return networks.attention_pooled(data, *sides(data), 0)
+    return networks.attention_pooled(fold(data))
 
 
 def test_an_attention_pooled_probe_finds_the_token_that_knows(
@@ -450,51 +430,42 @@ def test_an_attention_pooled_probe_finds_the_token_that_knows(
     train, test = sides(data)
     assert data.positions is not None
     tokens = data.positions.states
-    found = risk_auroc(data.label[test], pooled)
     there = tokens[:, 1].any(axis=2, keepdims=True)
     mean = tokens[:, 1].sum(axis=1, dtype=np.float64) / there.sum(axis=1)
-    plain = auroc(
-        data.label[test], fit_linear(mean[train], data.label[train], 0.1, "l2").logits(mean[test])
-    )
-    assert found > max(0.9, plain + 0.05)
-    padded = np.concatenate(
-        [np.zeros_like(tokens[:, :, :5]), tokens], axis=2
-    )  # what is not there is not read
-    again = networks.attention_pooled(
-        replace(data, positions=replace(data.positions, states=padded)), train, test, 0
-    )
-    np.testing.assert_allclose(risk_auroc(data.label[test], again), found, atol=0.02)
+    plain = -fit_linear(mean[train], data.label[train], 0.1, "l2").logits(mean[test])
+    found = quality(data, pooled)
+    assert found > max(0.9, quality(data, plain) + 0.05)
+    # what is not there is not read
+    padded = np.concatenate([np.zeros_like(tokens[:, :, :5]), tokens], axis=2)
+    again = replace(data, positions=replace(data.positions, states=padded))
+    assert quality(data, scores("attention-pooled", again)) == pytest.approx(found, abs=0.02)
 
 
 def test_an_attention_pooled_probe_with_soft_targets_learns_the_share_of_right_samples(
     data: MethodInputs, pooled: np.ndarray
 ) -> None:
-    train, test = sides(data)
-    right = (
-        0.2 + 0.5 * data.label
-    )  # never 0 nor 1, and as wrong where the label is: a fit of the labels has no part
-    right[train[0]] = np.nan  # none of its samples was judged: its label stands for them
+    # never 0 nor 1, and as wrong where the label is: a fit of the labels has no part
+    right = 0.2 + 0.5 * data.label
+    right[0] = np.nan  # none of its samples was judged: its label stands for them
     soft = replace(data, answers=replace(data.answers, right=right))
-    found = networks.attention_pooled_soft(soft, train, test, 0)
-    assert risk_auroc(data.label[test], found) > 0.9
+    found = networks.attention_pooled_soft(fold(soft))
+    assert quality(data, found) > 0.9
     assert np.ptp(found) < 0.8 * np.ptp(pooled), "it is taught to be less sure"
     with pytest.raises(TrainingError, match="sampled answers, and there are none"):
-        networks.attention_pooled_soft(replace(data, answers=AnswerReadings()), train, test, 0)
+        networks.attention_pooled_soft(fold(replace(data, answers=AnswerReadings())))
 
 
 def test_a_semantic_entropy_probe_sees_neither_labels_nor_test_samples(data: MethodInputs) -> None:
-    train, test = sides(data)
-    scores, entropy = probes.sep(data, train, test, 0, jobs=1), data.answers.entropy
+    test = sides(data)[1]
+    risk, entropy = scores("sep", data), data.answers.entropy
     assert entropy is not None
-    assert (
-        np.corrcoef(scores, entropy[test])[0, 1] > 0.7
-    )  # it predicts the entropy, and not the label only
-    other = entropy.copy()
-    other[test] = 1000.0 - other[test]
-    blind = replace(
-        data, label=data.label[::-1].copy(), answers=replace(data.answers, entropy=other)
-    )
-    assert probes.sep(blind, train, test, 0, jobs=1).tobytes() == scores.tobytes()
+    # it predicts the entropy, and not the label only
+    assert np.corrcoef(risk, entropy[test])[0, 1] > 0.7
+    turned = entropy.copy()
+    turned[test] = 1000.0 - turned[test]
+    answers = replace(data.answers, entropy=turned)
+    blind = replace(data, label=data.label[::-1].copy(), answers=answers)
+    assert scores("sep", blind).tobytes() == risk.tobytes()
 
 
 def test_the_best_split_is_that_of_all_thresholds() -> None:
@@ -530,18 +501,17 @@ def test_a_fit_repeats_bit_by_bit_and_leaves_torch_alone(tmp_path: Path, name: s
     data = method_inputs(tmp_path, 120)
     x, label = ring(160)
 
-    def fit(seed: int) -> np.ndarray:
+    def fit(seed: int) -> bytes:
         if name == "saplma":
-            return networks.saplma_logits(seed, x[:120], label[:120], x[120:])
-        return fit_method(name, data, *sides(data), seed)
+            return networks.saplma_logits(seed, x[:120], label[:120], x[120:]).tobytes()
+        return scores(name, data, seed).tobytes()
 
     state, threads = torch.random.get_rng_state(), torch.get_num_threads()
     first = fit(4)
     assert torch.equal(torch.random.get_rng_state(), state)
     assert torch.get_num_threads() == threads
     torch.rand(3)
-    assert fit(4).tobytes() == first.tobytes()
-    assert fit(5).tobytes() != first.tobytes()
+    assert fit(4) == first != fit(5)
 
 
 def test_the_loss_of_iris_against_hand_computed_values() -> None:
@@ -565,26 +535,27 @@ def test_iris_reads_the_last_layer_and_learns_what_no_line_can(tmp_path: Path) -
     rng = np.random.default_rng(0)
     rows = noise(rng, 600, Site.ATTENTION_HEAD)
     z = (rows[:, LAST] - rows[:, LAST].mean(axis=0)) / rows[:, LAST].std(axis=0)
-    label = (z[:, 1] * z[:, 12] > 0).astype(
-        np.int64
-    )  # columns of two heads; each alone says nothing
-    inputs = method_inputs(tmp_path, 600)
-    heads = readouts(tmp_path, rows, label, Site.ATTENTION_HEAD)
-    data = replace(inputs, label=label, group=np.arange(600), heads=heads)
-    train, test = sides(data)
-    assert risk_auroc(label[test], networks.iris(data, train, test, 0)) > 0.75
+    # columns of two heads; each alone says nothing
+    label = (z[:, 1] * z[:, 12] > 0).astype(np.int64)
+    inputs = replace(method_inputs(tmp_path, 600), label=label, group=np.arange(600))
+
+    def iris() -> float:
+        heads = readouts(tmp_path, rows, label, Site.ATTENTION_HEAD)
+        return quality(inputs, scores("iris", replace(inputs, heads=heads)))
+
+    assert iris() > 0.75
+    train, test = sides(inputs)
     line = fit_linear(rows[train, LAST], label[train], 1.0, "l2").logits(rows[test, LAST])
-    assert risk_auroc(label[test], -line) < 0.6
+    assert quality(inputs, -line) < 0.6
     rows[:, LAST] = rows[rng.permutation(600), LAST]  # the other layers keep everything
-    blind = replace(data, heads=readouts(tmp_path, rows, label, Site.ATTENTION_HEAD))
-    assert risk_auroc(label[test], networks.iris(blind, train, test, 0)) < 0.65
+    assert iris() < 0.65
 
 
 def test_iris_stops_early_and_keeps_the_best_epoch(tmp_path: Path) -> None:
-    data = method_inputs(tmp_path, 120, strength=0.0)
-    long, epochs, kept = networks.fit_iris(data, *sides(data), 0)
-    assert kept + 5 == epochs < 100
-    assert networks.fit_iris(data, *sides(data), 0, max_epochs=kept)[0].tobytes() == long.tobytes()
+    blind = fold(method_inputs(tmp_path, 120, strength=0.0))
+    long, epochs, best = networks.fit_iris(blind)
+    assert best + 5 == epochs < 100
+    assert networks.fit_iris(blind, max_epochs=best)[0].tobytes() == long.tobytes()
 
 
 def test_saplma_learns_what_no_line_can_and_ignores_a_constant_column() -> None:
@@ -605,11 +576,9 @@ def test_mind_reads_the_last_token_over_layers_and_the_last_layer_over_tokens(
         Completion("", (1, 2), "stop"), np.zeros(2), last.astype("f4"), mean.astype("f4")
     )
     np.testing.assert_array_equal(networks.features(answer), [4, 5, 6, 7, 108, 109, 110, 111])
-    train, test = sides(data)
     states: Any = data.answers.states
     rare = replace(data, answers=replace(data.answers, states=states * 1e3 + 1e5))
-    risk = networks.mind(rare, train, test, 1)
-    assert risk_auroc(data.label[test], risk) > 0.85, "standardised by the training side"
+    assert quality(data, scores("mind", rare, 1)) > 0.85, "standardised by the training side"
 
 
 def test_eigenscore_is_the_paper_s_equation() -> None:
@@ -644,19 +613,17 @@ class Words:
 
 
 def test_a_follow_up_is_what_the_template_writes_behind_an_answer() -> None:
-    tiny_one = cast(Any, tiny.shared_engine("llama"))
-    assert tiny_one.detokenize(own_answers.follow_up(tiny_one, "Is it?", "text")) == "\nIs it?"
-    assert (
-        tiny_one.detokenize(own_answers.follow_up(tiny_one, "Is it?", "chat")) == "\nuser: Is it?\n"
-    )
+    engine = cast(Any, tiny.shared_engine("llama"))
+    for form, text in (("text", "\nIs it?"), ("chat", "\nuser: Is it?\n")):
+        assert engine.detokenize(own_answers.follow_up(engine, "Is it?", form)) == text
 
     class Chat(Words):
         known: ClassVar = {"X": 4, "0": 6, "a": 7, "Is it?": 8}
 
         def render_chat(self, messages: Any) -> list[int]:
             marks = {"user": 20, "assistant": 21}
-            told = ([marks[one["role"]], self.known[one["content"]], 30] for one in messages)
-            return [0, *(token for one in told for token in one), 21]
+            turns = [(marks[turn["role"]], self.known[turn["content"]]) for turn in messages]
+            return [0, *(token for turn in turns for token in (*turn, 30)), 21]
 
     assert own_answers.follow_up(cast(Any, Chat()), "Is it?", "chat") == [30, 20, 8, 30, 21]
 

@@ -134,9 +134,9 @@ def test_each_reading_is_that_of_its_own_row(
         middle = np.stack([one.last[1] for one in drawn])  # of three layers
         for name, expected, allowed in (
             ("log_prob", greedy.log_prob.mean(), 1e-5),
-            ("asked", len(ask), 0),
+            ("true_tokens", len(ask), 0),
             ("true", own_answers.log_odds(engine, [ask])[0], 1e-4),
-            ("asked_examples", len(behind), 0),
+            ("true_tokens_examples", len(behind), 0),
             ("true_examples", own_answers.log_odds(engine, [behind])[0], 1e-4),
             ("decoded", len(begun), 0),
             ("entropy", own_answers.semantic_entropy(groups), 1e-6),

@@ -29,7 +29,7 @@ from service.errors import TrainingError
 from service.fitting.nested_cv import FoldScores
 from tests.research.made import method_inputs
 
-LENGTHS = Tokens(prompt=20.0, answer=8, samples=3, asked=45.0, scaffold=4.0, other=25.0)
+LENGTHS = Tokens(prompt=20.0, answer=8, samples=3, p_true=45.0, scaffold=4.0, other_model=25.0)
 # multiply-adds with ``Weights(1000, 300)``
 PREFILL = 20 * 1000
 HEAD, TOKEN = 300, 1300
@@ -186,15 +186,13 @@ def test_a_better_method_is_told_from_the_best_baseline() -> None:
         "prompt-length": planted(3.0, 3)[1],
     }
     runs = {name: runs_of(label, score) for name, score in scores.items()}
-    aurocs = {name: measured(label, found)["auroc"]["mean"] for name, found in runs.items()}
-    found = compare(label, group, runs, aurocs)
+    found = compare(label, group, runs)
     assert found is not None
     assert found.runner_up == "iris"  # free references are no runner-up
-    assert 0 < found.low < found.difference < found.high
+    assert 0 < found.gain.low < found.gain.difference < found.gain.high
     assert found.p_delong is not None
-    assert max(found.p_value, found.p_delong) < 0.01
-    alone = {name: runs[name] for name in (OURS, "prompt-length")}
-    assert compare(label, group, alone, {OURS: 0.7, "prompt-length": 0.9}) is None
+    assert max(found.gain.p_value, found.p_delong) < 0.01
+    assert compare(label, group, {name: runs[name] for name in (OURS, "prompt-length")}) is None
 
 
 def test_rows_stand_by_cost_class_and_else_in_the_order_asked_for() -> None:
@@ -319,13 +317,13 @@ def test_a_second_look_shows_fewer_wrong_answers_and_costs_the_tokens_of_those_t
     # first.
     label = np.repeat([0, 1, 0], [5, 5, 10])
     before, both = np.arange(20.0), np.where(label == 1, 0.0, 1.0)
-    said = np.repeat([2, 4, 1], [5, 5, 10])
+    tokens = np.repeat([2, 4, 1], [5, 5, 10])
     scores = {
         name: of_folds(values, [np.arange(20)])
         for name, values in ((OURS, before), (ANSWER_MEAN, -before), (WITH_ANSWER, both))
     }
     named = SimpleNamespace(name="made", dataset=SimpleNamespace(rows=[]))
-    inputs = SimpleNamespace(label=label, behind=SimpleNamespace(said=said))
+    inputs = SimpleNamespace(label=label, behind=SimpleNamespace(answer_tokens=tokens))
     prepared: Any = SimpleNamespace(rows=named, inputs=inputs)
     table = second_look_table([SetResult(prepared, [], scores, None)])
     assert table is not None
@@ -382,7 +380,7 @@ def test_no_group_is_on_both_sides_of_a_transfer(
 
     monkeypatch.setattr(tables, "chosen_depth_mean", lambda readouts, *given: watched(*given[:3]))
     monkeypatch.setattr(
-        tables, "text_ngrams", lambda inputs, *given: watched(inputs.group, *given[:2])
+        tables, "text_ngrams", lambda fold: watched(fold.inputs.group, fold.train, fold.test)
     )
     assert (
         transfer_table({"mix": replace(inputs, kind=kind)}, OPTIONS, tmp_path / "kept") is not None

@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -22,7 +22,10 @@ from transformers import BertConfig, BertModel
 from hallutracer_research.evaluating import source
 from hallutracer_research.evaluation import splits
 from hallutracer_research.evaluation.methods import METHODS, Method
+from hallutracer_research.evaluation.methods.base import Fold
 from hallutracer_research.evaluation.options import method_names
+from hallutracer_research.evaluation.page import Verdict
+from hallutracer_research.paper.tables import PUBLISHED
 from service.demo.questions import questions
 from service.errors import TrainingError
 from tests.command_line import hallutracer
@@ -30,6 +33,7 @@ from tests.engines import tiny
 from tests.kit.rows import without
 
 ROOT = Path(__file__).parents[3]
+TITLE = "HalluTracer (depth mean)"
 QUICK = {
     "--limit": "160",
     "--seeds": "1",
@@ -56,6 +60,11 @@ def run(out: Path, *more: str, expect: int = 0) -> subprocess.CompletedProcess[s
 
 def results(out: Path) -> Any:
     return json.loads((out / "results.json").read_text())
+
+
+def by_method(rows: list[dict[str, Any]], of_set: str | None = None) -> dict[str, dict[str, Any]]:
+    """Rows of a table, of one set or of the only one, by the method's title."""
+    return {row["method"]: row for row in rows if of_set in (None, row["set"])}
 
 
 def files(out: Path) -> dict[Path, int]:
@@ -93,27 +102,10 @@ def paper(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_paper_suite_has_every_table_and_one_page(paper: Path) -> None:
     document = results(paper)
     labels = {table["label"] for table in document["tables"].values()}
-    assert {
-        "tab:main-results",
-        "tab:validation_results",
-        "tab:ablation_combined",
-        "tab:ablation_pooling",
-        "tab:readout_ablation",
-        "tab:head_distribution",
-        "tab:topk_heads",
-        "tab:snr_verification",
-        "tab:fisher-gap",
-        "tab:mean-vs-median",
-        "tab:ablation-12d-22d",
-        "tab:variance-decomp",
-        "tab:kappa-calibration",
-        "tab:isotropy-results",
-        "tab:k-decomp-auroc",
-        "tab:k-decomp-cov",
-    } <= labels
-    main = {row["method"]: row for row in document["tables"]["main"]["rows"]}
-    assert 0.6 < main["HalluTracer (depth mean)"]["auroc"]["mean"] < 0.95
-    assert main["HalluTracer (depth mean)"]["cost"] == 1.0
+    assert {*PUBLISHED} <= labels
+    main = by_method(document["tables"]["main"]["rows"])
+    assert 0.6 < main[TITLE]["auroc"]["mean"] < 0.95
+    assert main[TITLE]["cost"] == 1.0
     assert 1.0 < main["First-token entropy"]["cost"] < 1.5
     assert (
         main["Share of its kind"]["class"] == main["Prompt length"]["class"] == "none"
@@ -121,12 +113,7 @@ def test_the_paper_suite_has_every_table_and_one_page(paper: Path) -> None:
     assert set(main["ITI-Probe"]) >= {"auroc", "auprc_hallucinated", "auprc_factual"}
     assert main["ITI-Probe"]["auroc"]["low"] < main["ITI-Probe"]["auroc"]["high"]
     assert document["facts"]["command"].startswith("hallutracer evaluate")
-    assert {claim["verdict"] for claim in document["claims"]} <= {
-        "supported",
-        "not supported",
-        "mixed",
-        "not testable",
-    }
+    assert {claim["verdict"] for claim in document["claims"]} <= {*get_args(Verdict)}
     assert not re.search(r"""(src|href)=["']https?:""", (paper / "report.html").read_text()), (
         "it must need no network"
     )
@@ -197,14 +184,15 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]
     one of them too long."""
     folder, calls = tmp_path_factory.mktemp("small"), list[int]()
 
-    def vowels(inputs: Any, train: Any, test: Any, seed: int, jobs: int | None) -> np.ndarray:
-        return np.array([float(len(re.findall("[aeiou]", inputs.text[row]))) for row in test])
+    def vowels(fold: Fold) -> np.ndarray:
+        texts = [fold.inputs.text[row] for row in fold.test]
+        return np.array([float(len(re.findall("[aeiou]", text))) for text in texts])
 
-    def fails_late(inputs: Any, train: Any, test: Any, seed: int, jobs: int | None) -> np.ndarray:
-        calls.append(len(inputs.label))
+    def fails_late(fold: Fold) -> np.ndarray:
+        calls.append(len(fold.inputs.label))
         if len(calls) == 2:
             raise TrainingError("too alike")
-        return np.zeros(len(test))
+        return np.zeros(len(fold.test))
 
     own = without(questions("dev")[:160], "kind")
     given = [row | {"kind": "ab"[number // 40]} for number, row in enumerate(labelled(80))]
@@ -225,9 +213,6 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]
         models = ("--other-model", "demo", "--embedder", encoder(folder / "encoder"))
         done = run(folder / "out", *whole, *SMALL, *models)
         tables = results(folder / "out")["tables"]
-        by_set: dict[str, dict[str, Any]] = {name: {} for name in sets}
-        for row in tables["main"]["rows"]:
-            by_set.get(row["set"], {})[row["method"]] = row
         yield SimpleNamespace(
             out=folder / "out",
             data=data,
@@ -235,7 +220,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]
             calls=calls[:],
             stdout=done.stdout,
             tables=tables,
-            found=by_set,
+            found={name: by_method(tables["main"]["rows"], name) for name in sets},
         )
 
 
@@ -249,7 +234,7 @@ def test_a_set_without_both_classes_does_not_cost_the_others_their_tables(
     assert (
         130 <= int(re.findall(r"only (\d+) rows \(--limit\)", small.stdout)[0]) <= 140
     )  # whole groups
-    assert small.found["own"]["HalluTracer (depth mean)"]["auroc"]["mean"] > 0.6
+    assert small.found["own"][TITLE]["auroc"]["mean"] > 0.6
     few = ("--limit", "50", *TWO)
     assert (
         "hopeless: no row is factual"
@@ -269,7 +254,7 @@ def test_a_new_rival_is_one_function_and_one_line(small: SimpleNamespace) -> Non
         METHODS["kind-and-depth-mean"].title
     }  # one sub-dataset is one kind
     assert rivals >= {
-        "HalluTracer (depth mean)",
+        TITLE,
         *NEW,
         *(METHODS[name].title for name in ("pca-heads", *SECOND)),
     }
@@ -301,8 +286,8 @@ def test_another_model_and_an_encoder_are_read_on_the_same_rows(small: SimpleNam
         in small.stdout
     )
     for name in ("own", "given"):
-        found = {row["method"]: row for row in small.tables["main"]["rows"] if row["set"] == name}
-        ours, other = found["HalluTracer (depth mean)"], found[METHODS["other-model"].title]
+        found = small.found[name]
+        ours, other = found[TITLE], found[METHODS["other-model"].title]
         assert other["auroc"]["mean"] == pytest.approx(
             ours["auroc"]["mean"], abs=0.01
         )  # here it is the same one
@@ -317,17 +302,11 @@ def test_another_model_and_an_encoder_are_read_on_the_same_rows(small: SimpleNam
     assert same["low"] <= 0 <= same["high"]
     gains = {row["set"] for row in small.tables["ahead"]["rows"] if "within" in row}
     assert gains == {"given"}
-    decided = {
-        row["method"]: row for row in small.tables["decisions"]["rows"] if row["set"] == "own"
-    }
-    ours = decided["HalluTracer (depth mean)"]
+    ours = by_method(small.tables["decisions"]["rows"], "own")[TITLE]
     assert 0 < ours["e_aurc"]["mean"] < 0.5
-    assert (
-        ours["caught_at_5"]["mean"]
-        <= ours["caught_at_10"]["mean"]
-        <= ours["caught_at_20"]["mean"]
-        <= 1
-    )
+    caught = [ours[f"caught_at_{share}"]["mean"] for share in (5, 10, 20)]
+    assert caught == sorted(caught)
+    assert caught[-1] <= 1
 
 
 @pytest.mark.long
@@ -341,8 +320,8 @@ def test_finished_runs_are_shown_side_by_side(small: SimpleNamespace) -> None:
         assert here[key] == there[key] or key == "weights", key
         assert here[key] is not None
     assert here["milliseconds"] > 0
-    rows = {row["method"]: row for row in scale}
-    assert {"HalluTracer (depth mean)", "Prompt length", "P(True)"} <= set(rows)
+    rows = by_method(scale)
+    assert {TITLE, "Prompt length", "P(True)"} <= set(rows)
     assert rows["Prompt length"][f"auroc {DEMO}"] is not None
     assert rows["P(True)"].get(f"auroc {DEMO}") is None
     assert rows["P(True)"][f"auroc {DEMO} (out)"]["low"] > 0

@@ -34,7 +34,7 @@ def inputs(tmp_path: Path) -> MethodInputs:
 
 
 def first_split(folder: Path, inputs: MethodInputs) -> Split:
-    return kept_split(folder, inputs, *outer_splits(inputs, CHOSEN)[0], CHOSEN)
+    return kept_split(folder, inputs, outer_splits(inputs, CHOSEN)[0], CHOSEN)
 
 
 def arrays(value: Split | HeadProbes) -> dict[str, bytes]:
@@ -69,14 +69,14 @@ def test_the_heads_probes_are_what_the_trainer_fits_and_crossed_with_the_next_la
 
 
 def test_labels_of_the_test_side_change_nothing(tmp_path: Path, inputs: MethodInputs) -> None:
-    _, _, train, test = outer_splits(inputs, CHOSEN)[0]
+    outer = outer_splits(inputs, CHOSEN)[0]
     label = inputs.label.copy()
-    label[test] = 1 - label[test]
+    label[outer.test] = 1 - label[outer.test]
     turned = replace(
         inputs, label=label, heads=Readouts(inputs.heads.file, inputs.heads.index, label)
     )
     one, other = (
-        kept_split(tmp_path / name, given, 0, 0, train, test, CHOSEN)
+        kept_split(tmp_path / name, given, outer, CHOSEN)
         for name, given in (("a", inputs), ("b", turned))
     )
     assert arrays(one) == arrays(other)
@@ -86,8 +86,8 @@ def test_rows_without_a_signal_have_none_out_of_fold(tmp_path: Path) -> None:
     """In-sample trajectories would separate noise: these must not."""
     inputs = level_inputs(tmp_path, strength=0.0)
     aurocs = []
-    for fold in outer_splits(inputs, CHOSEN):
-        split = kept_split(tmp_path / "fits", inputs, *fold, CHOSEN)
+    for outer in outer_splits(inputs, CHOSEN):
+        split = kept_split(tmp_path / "fits", inputs, outer, CHOSEN)
         for rows, trajectory in (
             (split.test, split.test_trajectory),
             (split.train, split.train_trajectory),

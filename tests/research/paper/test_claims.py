@@ -12,19 +12,20 @@ import pytest
 
 from hallutracer_research.evaluation.methods import OURS, RESIDUAL
 from hallutracer_research.evaluation.page import Table, Verdict
-from hallutracer_research.evaluation.results import SetResult, compare, measured
+from hallutracer_research.evaluation.results import SetResult, compare
 from hallutracer_research.paper import claims as rules
 from hallutracer_research.paper.ablations import MEAN, READOUT, depth_key
 from hallutracer_research.paper.claims import (
-    DifferenceInterval,
+    ClaimFinding,
+    Evidence,
     Judge,
     NotTestable,
-    ahead_of,
     cells_by_set,
 )
 from hallutracer_research.paper.report import SECTIONS
 from hallutracer_research.paper.tables import make_tables
-from service.fitting.nested_cv import FoldScores
+from service.fitting.nested_cv import FoldScores, by_row
+from service.fitting.scores import Gain
 from tests.research.made import LABEL, NOTHING, scripted_result
 
 Cells = Mapping[str, Any]
@@ -158,7 +159,7 @@ CASES: list[tuple[Judge, dict[str, Cells], Verdict]] = [
 def test_a_rule_tells_its_sides_apart(
     judge: Judge, given: dict[str, Cells], verdict: Verdict
 ) -> None:
-    found = judge(NOTHING, given)
+    found = judge(Evidence(NOTHING, given))
     assert found.verdict == verdict
     assert any(char.isdigit() for char in found.text)
 
@@ -224,7 +225,7 @@ UNTESTABLE: list[tuple[Judge, dict[str, Cells], str]] = [
 @pytest.mark.parametrize(("judge", "given", "reason"), UNTESTABLE)
 def test_what_cannot_be_tested_says_why(judge: Judge, given: dict[str, Cells], reason: str) -> None:
     with pytest.raises(NotTestable, match=reason):
-        judge(NOTHING, given)
+        judge(Evidence(NOTHING, given))
 
 
 def shaped(*, level: float = 0.0, slope: float = 0.0, zigzag: float = 0.0) -> SetResult:
@@ -271,7 +272,7 @@ def test_differences_are_judged_by_their_intervals(
             [MEAN["mean-dominance"], MEAN["feature-sets"], READOUT["readout-site"]], [result]
         )
     )[result.title]
-    found = judge(result, rows)
+    found = judge(Evidence(result, rows))
     assert found.verdict == verdict, found.text
     assert "points [" in found.text
 
@@ -291,8 +292,7 @@ def test_verdicts_for_and_against_mirror_each_other(
     low: float, high: float, is_above: Verdict, is_within: Verdict
 ) -> None:
     middle = (low + high) / 2
-    interval = DifferenceInterval(middle, low, high)
-    mirrored = DifferenceInterval(-middle, -high, -low)
+    interval, mirrored = Gain(middle, low, high, 1.0), Gain(-middle, -high, -low, 1.0)
     assert rules.above(interval, 0.005) == is_above
     opposite = {YES: NO, NO: YES, MIXED: MIXED}
     assert rules.above(mirrored, -0.005) == opposite[is_above]
@@ -303,16 +303,12 @@ def test_verdicts_for_and_against_mirror_each_other(
     ("eta", "verdict"), [(1.009, "supported"), (0.985, "not supported"), (1.011, "not supported")]
 )
 def test_eta_is_a_test_where_classes_differ_in_size(eta: float, verdict: Verdict) -> None:
-    even = shaped()
     with pytest.raises(NotTestable, match="classes are of one size"):
-        rules.snr_predicted(even, cells(snr={"eta": eta}))
+        rules.snr_predicted(Evidence(shaped(), cells(snr={"eta": eta})))
     label = np.r_[LABEL[:-8], np.ones(8, np.int64)]
-    assert (
-        rules.snr_predicted(
-            scripted_result(np.zeros((400, 6, 1)), label), cells(snr={"eta": eta})
-        ).verdict
-        == verdict
-    )
+    uneven = scripted_result(np.zeros((400, 6, 1)), label)
+    found = rules.snr_predicted(Evidence(uneven, cells(snr={"eta": eta})))
+    assert found.verdict == verdict
 
 
 def against(score: np.ndarray, *, strength: float = 1.5) -> SetResult:
@@ -326,40 +322,37 @@ def against(score: np.ndarray, *, strength: float = 1.5) -> SetResult:
     return replace(result, scores={**result.scores, "iti": other})
 
 
+def ahead(result: SetResult, *names: str) -> ClaimFinding:
+    return rules.ahead_of(names, Evidence(result, {}))
+
+
 def test_ahead_is_a_matter_of_the_interval() -> None:
     rng = np.random.default_rng(1)
-    assert ahead_of(["iti"], against(rng.standard_normal(len(LABEL))), {}).verdict == "supported"
-    perfect = ahead_of(["iti"], against(1.0 - LABEL, strength=0.3), {})
+    assert ahead(against(rng.standard_normal(len(LABEL))), "iti").verdict == "supported"
+    perfect = ahead(against(1.0 - LABEL, strength=0.3), "iti")
     assert perfect.verdict == "not supported"
     assert "100.0 (iti)" in perfect.text
     ours = against(rng.standard_normal(len(LABEL))).scores[OURS]
-    near = np.concatenate([fold.score for fold in ours])[
-        np.argsort(np.concatenate([fold.test for fold in ours]))
-    ]
-    nearly = ahead_of(["iti"], against(near + 0.1 * rng.standard_normal(len(LABEL))), {})
+    [near] = by_row(ours, len(LABEL))
+    nearly = ahead(against(near + 0.1 * rng.standard_normal(len(LABEL))), "iti")
     assert nearly.verdict == "mixed"
     assert nearly.text.endswith("not distinguishable from none")
 
 
 def test_the_interval_is_that_of_the_main_table(result: SetResult) -> None:
-    aurocs = {
-        name: measured(result.label, found)["auroc"]["mean"]
-        for name, found in result.scores.items()
-    }
-    known = compare(result.label, result.group, result.scores, aurocs)
+    known = compare(result.label, result.group, result.scores)
     assert known is not None
     assert known.runner_up == "iti"
-    interval = DifferenceInterval(known.difference, known.low, known.high)
-    assert ahead_of(["iti"], result, {}).text.endswith(str(interval))
+    assert ahead(result, "iti").text.endswith(rules.shown(known.gain))
 
 
 def test_a_method_that_did_not_take_part_cannot_be_beaten_nor_be_equivalent(
     result: SetResult,
 ) -> None:
     with pytest.raises(NotTestable, match="fact-probe and iris did not take part"):
-        ahead_of(["fact-probe", "iris"], result, {})
+        ahead(result, "fact-probe", "iris")
     with pytest.raises(NotTestable, match="did not take part"):
-        rules.sites_equivalent(shaped(level=1.0), cells())
+        rules.sites_equivalent(Evidence(shaped(level=1.0), cells()))
 
 
 @pytest.mark.parametrize(

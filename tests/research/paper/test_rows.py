@@ -18,8 +18,8 @@ from hallutracer_research.evaluation.results import SetResult
 from hallutracer_research.paper import ablations, structure
 from hallutracer_research.paper.diagnostics.geometry import expected_cosine, layer_geometry
 from hallutracer_research.paper.diagnostics.shape import fisher_gap, snr_table
-from hallutracer_research.paper.report import _geometry
-from hallutracer_research.paper.tables import TableSpec, make_tables
+from hallutracer_research.paper.report import SECTIONS, _geometry
+from hallutracer_research.paper.tables import make_tables
 from service.readout import Pooling, Site
 from tests.research.made import FITTED, LABEL, scripted_result
 from tests.research.made import blind_logits as noise
@@ -29,8 +29,19 @@ def mean(cell: Any) -> float:
     return float(cell["mean"])
 
 
-def row(spec: TableSpec, result: SetResult) -> Mapping[str, Any]:
-    return spec.table([result]).rows[0]
+SPECS = {name: spec for specs in SECTIONS.values() for name, spec in specs.items()}
+
+
+def table_of(name: str, results: list[SetResult]) -> Table:
+    return make_tables([SPECS[name]], results)[0]
+
+
+def row(name: str, result: SetResult) -> Mapping[str, Any]:
+    return table_of(name, [result]).rows[0]
+
+
+def noted(table: Table, text: str) -> bool:
+    return any(text in note for note in table.notes)
 
 
 def test_the_mean_is_scored_split_by_split(result: SetResult) -> None:
@@ -38,24 +49,24 @@ def test_the_mean_is_scored_split_by_split(result: SetResult) -> None:
         roc_auc_score(result.label[one.test], one.test_trajectory.mean(axis=1))
         for one in result.splits
     ]
-    cell = row(ablations.MEAN["mean-dominance"], result)["mean"]
+    cell = row("mean-dominance", result)["mean"]
     assert cell == pytest.approx({"mean": np.mean(by_split), "std": np.std(by_split)})
-    table = ablations.MEAN["location"].table([result])
+    table = table_of("location", [result])
     assert table.rows[0]["trimmed_mean"] == table.rows[0]["mean"] == cell
-    assert any("8 layers is none" in note for note in table.notes)
-    assert row(ablations.MEAN["logit-scale"], result)["unit_norm"] == cell
-    assert row(ablations.READOUT["top-heads"], result)["top_1"] == cell
-    assert row(ablations.READOUT["readout-site"], result)["head"] == pytest.approx(cell)
+    assert noted(table, "8 layers is none")
+    assert row("logit-scale", result)["unit_norm"] == cell
+    assert row("top-heads", result)["top_1"] == cell
+    assert row("readout-site", result)["head"] == pytest.approx(cell)
 
 
 def test_a_level_is_in_the_mean_and_a_slope_in_the_shape() -> None:
     side = 2 * LABEL[:, None, None] - 1
-    level = row(ablations.MEAN["mean-dominance"], scripted_result(noise(9) + side))
+    level = row("mean-dominance", scripted_result(noise(9) + side))
     assert mean(level["mean"]) > 0.99
     assert abs(mean(level["shape"]) - 0.5) < 0.12
     assert mean(level["mean_and_shape"]) > 0.98
     tilt = row(
-        ablations.MEAN["mean-dominance"],
+        "mean-dominance",
         scripted_result(noise(9) + side * (np.arange(9) - 4)[:, None]),
     )
     assert abs(mean(tilt["mean"]) - 0.5) < 0.1
@@ -66,14 +77,14 @@ def test_a_level_is_in_the_mean_and_a_slope_in_the_shape() -> None:
 def test_too_few_layers_for_source_features_cost_their_row_and_a_note() -> None:
     short = scripted_result(noise(4), name="short")
     first, second = make_tables(
-        [ablations.MEAN["mean-dominance"], ablations.MEAN["mean-dominance-source"]],
+        [SPECS["mean-dominance"], SPECS["mean-dominance-source"]],
         [short, scripted_result(noise(9), name="long")],
     )
     assert set(first.rows[0]) > {"mean", "shape"}
     assert second.rows[0] == {"set": "short"}
     assert "source" in second.rows[1]
     assert any(note.startswith("short: left out: 4 layers") for note in second.notes)
-    sets = ablations.MEAN["feature-sets"].table([short])
+    sets = table_of("feature-sets", [short])
     assert sets.rows[0]["source"] is None
     assert mean(sets.rows[0]["full"]) > 0
     assert any(note.startswith("short: 13-D is left out: 4 layers") for note in sets.notes)
@@ -82,7 +93,7 @@ def test_too_few_layers_for_source_features_cost_their_row_and_a_note() -> None:
 def test_the_median_and_the_trimmed_mean_resist_one_wild_layer() -> None:
     logits = noise(20, seed=1) + LABEL[:, None, None]
     logits[:, 3] = 200 * noise(1, seed=2)[:, 0]
-    found = row(ablations.MEAN["location"], scripted_result(logits))
+    found = row("location", scripted_result(logits))
     assert mean(found["median"]) > 0.95
     assert mean(found["trimmed_mean"]) > 0.95
     assert mean(found["mean"]) < 0.65
@@ -93,7 +104,7 @@ def test_only_the_full_trajectory_sees_two_layers_that_cancel() -> None:
     logits = noise(9, seed=2)
     logits[:, 3] += 2 * (LABEL[:, None] - 0.5)
     logits[:, 4] -= 2 * (LABEL[:, None] - 0.5)
-    found = row(ablations.MEAN["feature-sets"], scripted_result(logits))
+    found = row("feature-sets", scripted_result(logits))
     assert mean(found["full"]) > mean(found["trajectory"]) + 0.15
 
 
@@ -102,7 +113,7 @@ def test_standardised_logits_silence_a_layer_of_large_scale() -> None:
     logits[:, 8] = 100 * noise(1, seed=4)[:, 0]
     scale = np.ones((9, 1))
     scale[8] = 100
-    found = row(ablations.MEAN["logit-scale"], scripted_result(logits, scale=scale))
+    found = row("logit-scale", scripted_result(logits, scale=scale))
     assert mean(found["unit_norm"]) < 0.6
     assert mean(found["standardized"]) > 0.9
     assert mean(found["difference"]) == pytest.approx(
@@ -124,7 +135,7 @@ def test_the_depth_curve_takes_the_best_training_layer_then_spaced_ones_then_all
         ]
         assert means[sizes.index(size)] == pytest.approx(np.mean(by_fold), abs=1e-6)
         assert stds[sizes.index(size)] == pytest.approx(np.std(by_fold), abs=1e-6)
-    table = ablations.MEAN["depth-subsampling"].table([result])
+    table = table_of("depth-subsampling", [result])
     assert [table.rows[0][ablations.depth_key(size)] for size in sizes] == [
         {"mean": a, "std": b} for a, b in zip(means, stds, strict=True)
     ]
@@ -139,7 +150,7 @@ def test_heads_are_taken_by_training_auroc_and_one_without_a_probe_never_is() ->
     logits[:, :, 0] = noise(6, seed=7)[:, :, 0]
     logits[:, :, 1] = -logits[:, :, 2]  # the worst: wrong throughout
     quality = np.tile([0.6, 0.4, 0.9, 0.0], (6, 1))
-    table = ablations.READOUT["top-heads"].table([scripted_result(logits, quality=quality)])
+    table = table_of("top-heads", [scripted_result(logits, quality=quality)])
     found = table.rows[0]
     assert mean(found["top_1"]) == 1.0
     assert mean(found["bottom_1"]) == 0.0
@@ -151,25 +162,25 @@ def test_heads_are_taken_by_training_auroc_and_one_without_a_probe_never_is() ->
     assert 0.2 < mean(found["random_1"]) < 0.8
     assert found["random_1"]["std"] > 0.1  # type: ignore[index, operator]
     assert found["difference"] == pytest.approx(mean(found["random_1"]) - 1.0)
-    assert any("12 of 48 probes are all zeros" in note for note in table.notes)
-    assert any("has 4 heads" in note for note in table.notes)
+    assert noted(table, "12 of 48 probes are all zeros")
+    assert noted(table, "has 4 heads")
 
 
 def test_a_probe_that_is_all_zeros_counts_as_chance_among_heads() -> None:
     logits = noise(6, heads=3, seed=9)
     logits[:, :, 2] = 0.0
-    table = ablations.READOUT["head-distribution"].table(
-        [scripted_result(logits, quality=np.tile([0.7, 0.6, 0.0], (6, 1)))]
+    table = table_of(
+        "head-distribution", [scripted_result(logits, quality=np.tile([0.7, 0.6, 0.0], (6, 1)))]
     )
     expected = np.std([0.7, 0.6, 0.5]) / np.mean([0.7, 0.6, 0.5])
     assert table.rows[0]["auc_cv"] == pytest.approx(expected)
-    assert any("6 heads have constant scores" in note for note in table.notes)
+    assert noted(table, "6 heads have constant scores")
 
 
 def test_the_residual_difference_is_its_auroc_less_the_heads_and_a_run_without_it_says_so(
     result: SetResult,
 ) -> None:
-    found = row(ablations.READOUT["readout-site"], result)
+    found = row("readout-site", result)
     residual = [
         roc_auc_score(1 - result.label[one.test], one.score) for one in result.scores[RESIDUAL]
     ]
@@ -178,7 +189,7 @@ def test_the_residual_difference_is_its_auroc_less_the_heads_and_a_run_without_i
     without = replace(
         result, scores={name: scores for name, scores in result.scores.items() if name != RESIDUAL}
     )
-    table = ablations.READOUT["readout-site"].table([without])
+    table = table_of("readout-site", [without])
     assert table.rows[0] == {"set": "made"}
     assert RESIDUAL in table.notes[0]
 
@@ -192,7 +203,7 @@ def test_poolings_are_compared_with_last_1_on_the_folds_of_the_first_seed(
         (Site.ATTENTION_HEAD, Pooling.MEAN): [-score for score in same],
         (Site.ATTENTION_HEAD, Pooling.MAX): same[:-1],
     }
-    table = ablations.READOUT["readout-position"].table([replace(result, pooled=pooled)])
+    table = table_of("readout-position", [replace(result, pooled=pooled)])
     found = table.rows[0]
     last = [
         roc_auc_score(result.label[one.test], score)
@@ -206,9 +217,7 @@ def test_poolings_are_compared_with_last_1_on_the_folds_of_the_first_seed(
 
 
 def k_split(results: list[SetResult]) -> list[Table]:
-    return make_tables(
-        (structure.READOUTS["k-split"], structure.READOUTS["k-split-variance"]), results
-    )
+    return make_tables((SPECS["k-split"], SPECS["k-split-variance"]), results)
 
 
 def fixed_head(result: SetResult, head: int) -> SetResult:
@@ -224,13 +233,13 @@ def fixed_head(result: SetResult, head: int) -> SetResult:
 def test_rows_are_the_diagnostics_of_the_out_of_fold_trajectories(result: SetResult) -> None:
     trajectory = result.trajectory(0)
     assert np.isfinite(trajectory).all()
-    direct, found = snr_table(trajectory, result.label), row(structure.TRAJECTORY["snr"], result)
+    direct, found = snr_table(trajectory, result.label), row("snr", result)
     assert (found["rho"], found["r_plugin"], found["eta"]) == (
         direct.rho,
         direct.r_plugin,
         direct.eta,
     )
-    gap, cells = fisher_gap(trajectory, result.label), row(structure.TRAJECTORY["fisher"], result)
+    gap, cells = fisher_gap(trajectory, result.label), row("fisher", result)
     assert cells["r_fisher"] == gap.r_fisher
     assert cells["r_fisher"] == pytest.approx(cells["r_fisher_direct"], rel=1e-9)
     assert gap.r_fisher_unbiased is not None
@@ -241,7 +250,7 @@ def test_rows_are_the_diagnostics_of_the_out_of_fold_trajectories(result: SetRes
 def test_a_singular_covariance_is_shrunk_and_says_so() -> None:
     logits = noise(8) + LABEL[:, None, None]
     logits[:, 5] = logits[:, 2]
-    table = structure.TRAJECTORY["fisher"].table([scripted_result(logits, name="twice")])
+    table = table_of("fisher", [scripted_result(logits, name="twice")])
     found = table.rows[0]
     assert 0 < found["shrinkage"] < 1  # type: ignore[operator]
     assert np.isfinite(found["r_fisher"])  # type: ignore[arg-type]
@@ -255,8 +264,8 @@ def test_a_set_without_a_gap_costs_its_row_and_not_the_table() -> None:
         ::4
     ]  # rows 0, 1 of every 4 are of one class: their twins of the other class follow
     flat[2::4], flat[3::4] = flat[::4], flat[1::4]
-    table = structure.TRAJECTORY["snr"].table(
-        [scripted_result(flat, name="flat"), scripted_result(noise(8, seed=1), name="fine")]
+    table = table_of(
+        "snr", [scripted_result(flat, name="flat"), scripted_result(noise(8, seed=1), name="fine")]
     )
     assert table.rows[0] == {"set": "flat"}
     assert table.rows[1]["set"] == "fine"
@@ -270,18 +279,18 @@ def test_a_set_without_a_gap_costs_its_row_and_not_the_table() -> None:
 def test_variance_components_have_their_lags_where_the_depth_allows() -> None:
     rng = np.random.default_rng(0)
     level = rng.standard_normal((len(LABEL), 1, 1))
-    deep = row(structure.TRAJECTORY["variance"], scripted_result(noise(16, seed=1) + level))
+    deep = row("variance", scripted_result(noise(16, seed=1) + level))
     assert deep["layers"] == 16
     assert deep["icc_unbiased"] == pytest.approx(0.5, abs=0.06)
     assert deep["acf_1"] == pytest.approx(deep["acf_floor"], abs=0.05)
     assert deep["acf_8"] == pytest.approx(-1 / 15, abs=0.05)
-    table = structure.TRAJECTORY["variance"].table([scripted_result(noise(8))])
+    table = table_of("variance", [scripted_result(noise(8))])
     assert table.rows[0]["acf_8"] is None
-    assert any("lag 8" in note for note in table.notes)
+    assert noted(table, "lag 8")
 
 
 def test_geometry_is_that_of_the_selected_heads_on_the_test_sides(result: SetResult) -> None:
-    found = row(structure.READOUTS["geometry"], result)
+    found = row("geometry", result)
     energy = []
     for split in result.folds(0):
         direction, _ = split.probes.of(split.probes.selected)
@@ -307,7 +316,7 @@ def test_a_readout_is_its_heads_slice_of_the_labelled_rows(result: SetResult) ->
 
 def test_the_figures_curves_average_to_the_tables_cells(result: SetResult) -> None:
     cosines, energy, dim = structure.geometry_by_layer(result)
-    found = row(structure.READOUTS["geometry"], result)
+    found = row("geometry", result)
     assert (len(cosines), len(energy), dim) == (7, 8, 8)
     assert cosines[1:7].mean() == pytest.approx(found["adjacent_cos"])
     assert energy[1:7].mean() == pytest.approx(found["energy"])
@@ -319,7 +328,7 @@ def test_isotropy_takes_the_head_with_the_best_training_auroc_of_all_layers(
     result: SetResult,
 ) -> None:
     for head in (0, 2):
-        found = row(structure.READOUTS["isotropy"], fixed_head(result, head))
+        found = row("isotropy", fixed_head(result, head))
         assert found["head"] == head
         direction = result.folds(0)[0].probes.direction[:, head]
         cosines = np.abs(np.einsum("ld,ld->l", direction[:-1], direction[1:]))[1:7]
@@ -333,9 +342,9 @@ def test_isotropy_leaves_out_heads_without_a_probe_somewhere(result: SetResult) 
     quality[0] = [0.99, 0.99, 0.0]
     quality[1] = [0.0, 0.6, 0.99]
     lacking = replace(result, splits=[replace(split, probes=replace(split.probes, auroc=quality))])
-    assert row(structure.READOUTS["isotropy"], lacking)["head"] == 1
+    assert row("isotropy", lacking)["head"] == 1
     quality[2] = [0.9, 0.0, 0.9]
-    table = structure.READOUTS["isotropy"].table([lacking])
+    table = table_of("isotropy", [lacking])
     assert table.rows[0] == {"set": "made"}
     assert "made: left out: no head has a probe at every layer: give a larger C" in table.notes
 

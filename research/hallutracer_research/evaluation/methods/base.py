@@ -1,4 +1,4 @@
-"""Rows, processes, a linear fit and the choice of a layer, which the methods share."""
+"""Rows, folds, processes, a linear fit and the choice of a layer, which the methods share."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from sklearn import config_context
 from sklearn.linear_model import LogisticRegression
 
 from service.errors import TrainingError
-from service.fitting.folds import Labels, Pairs, unchecked_folds
-from service.fitting.probes import Readouts, project, standardise
+from service.fitting.folds import Pairs, group_folds, unchecked_folds
+from service.fitting.probes import Floats, Index, Readouts, project, standardise
 from service.fitting.scores import auroc
 from service.fitting.solver import one_numpy_thread
 
@@ -24,8 +24,7 @@ _HAS_PENALTY = (
     inspect.signature(LogisticRegression).parameters["penalty"].default == "l2"
 )  # scikit-learn before 1.8
 
-Floats = NDArray[np.float64]
-Index = NDArray[np.int64]
+Read = TypeVar("Read")
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -56,9 +55,9 @@ class AnswerReadings(_ByRow):
         None  # [n, 2 hidden_size] ``networks.features`` of the greedy answer
     )
     true: Floats | None = None  # [n] log-odds that the model gives its greedy answer of being true
-    asked: Floats | None = None  # [n] tokens of the prompt that asks for it
+    true_tokens: Floats | None = None  # [n] tokens of the prompt that asks for it
     true_examples: Floats | None = None  # [n], [n] the same, asked behind examples
-    asked_examples: Floats | None = None
+    true_tokens_examples: Floats | None = None
     content: Floats | None = (
         None  # [n, 2] of the first token of content: log maximum probability, entropy (nats)
     )
@@ -83,7 +82,7 @@ class OtherPositions(_ByRow):
     last_16: Readouts
     behind: Readouts  # behind the prompt and the beginning of an answer
     first_token: Floats  # [n, 2] there: log maximum probability, entropy (nats)
-    scaffold: NDArray[np.int64]  # [n] tokens of that beginning
+    scaffold: Index  # [n] tokens of that beginning
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,12 +91,12 @@ class BehindAnswers(_ByRow):
 
     last: Readouts  # attention heads, at the answer's last token
     mean: Readouts  # mean over the answer's tokens
-    asked: Readouts  # behind a short question about the answer
+    follow_up: Readouts  # behind a short question about the answer
     residual: Readouts  # the residual stream, at the answer's last token
     tokens: NDArray[
         np.float16
     ]  # [n, first tokens, m, width] attention heads at each; its last one's behind the end
-    said: Index  # [n] tokens of the answer
+    answer_tokens: Index  # [n]
     question: Index  # [n] tokens of that question
 
 
@@ -106,12 +105,12 @@ class MethodInputs(_ByRow):
     """The n labelled rows, read in one extraction pass; None or empty where no method asked for
     it."""
 
-    label: NDArray[np.int64]  # [n] 1 factual, 0 hallucinated
+    label: Index  # [n] 1 factual, 0 hallucinated
     group: Index  # [n] rows of one group are never on both sides of a split
     heads: Readouts  # the attention-head site
     residual: Readouts  # the residual-stream site
     first_token: Floats  # [n, 2] log maximum probability, entropy (nats)
-    prompt_tokens: NDArray[np.int64]  # [n]
+    prompt_tokens: Index  # [n]
     text: tuple[str, ...] = ()  # [n] the prompts
     kind: NDArray[np.str_] = field(
         default_factory=lambda: np.array([], np.str_)
@@ -119,10 +118,52 @@ class MethodInputs(_ByRow):
     halluguard: Floats | None = None  # [n] ``halluguard_scores``
     positions: OtherPositions | None = None
     behind: BehindAnswers | None = None
-    other: Readouts | None = None  # another model's attention heads, at its own t*
-    other_tokens: NDArray[np.int64] | None = None  # [n] of the prompt as that model reads it
+    other_model: Readouts | None = None  # its attention heads, at its own t*
+    other_tokens: Index | None = None  # [n] of the prompt as that model reads it
     embedding: NDArray[np.float32] | None = None  # [n, d] of the text
     answers: AnswerReadings = AnswerReadings()
+
+
+@dataclass(frozen=True, eq=False)
+class Fold:
+    """What a method is fitted on and scored on."""
+
+    inputs: MethodInputs
+    train: Index  # [n_train] positions of rows; all that a method learns is learned from them
+    test: Index  # [n_test]
+    seed: int
+    jobs: int | None = None  # processes for the fits; None: all cores
+
+    @property
+    def label(self) -> Index:
+        """[n_train] 1 factual, 0 hallucinated."""
+        return self.inputs.label[self.train]
+
+    def folds(self, count: int, what: str) -> Pairs:
+        """Return ``group_folds`` of the training rows.  Raises TrainingError where a side lacks a
+        class."""
+        label, group = self.inputs.label, self.inputs.group
+        return group_folds(label, group, self.train, count, self.seed, what=what)
+
+    def usable_folds(self, what: str) -> Pairs:
+        """Return those of ``INNER_FOLDS`` folds of the training rows whose two sides have both
+        classes; for a choice that need not test every row.  Raises TrainingError: not one has."""
+        label, group = self.inputs.label, self.inputs.group
+        pairs = unchecked_folds(label, group, self.train, INNER_FOLDS, self.seed, what)
+        usable = [pair for pair in pairs if all(len(np.unique(label[side])) == 2 for side in pair)]
+        if not usable:
+            raise TrainingError(
+                f"seed {self.seed}: none of the {INNER_FOLDS} {what}s has both classes on both"
+                " sides; add rows"
+            )
+        return usable
+
+
+def required(values: Read | None, problem: str) -> Read:
+    """Return what was read.  Raises TrainingError, with this problem, where it was not."""
+    if values is None:
+        raise TrainingError(f"{problem}; leave it out", param="methods")
+    return values
 
 
 def in_processes(
@@ -182,15 +223,10 @@ def fit_linear(
 
 
 INNER_FOLDS = 3
-DEPTHS = (
-    0.2,
-    0.4,
-    0.6,
-    0.8,
-    1.0,
-)  # candidates of those that read one layer: 0 is the first block, 1 the last
+# Of those that read one layer the candidates: 0 is the first block, 1 the last.
+DEPTHS = (0.2, 0.4, 0.6, 0.8, 1.0)
 Rows = NDArray[np.float32]
-Fit = Callable[[Any, NDArray[np.int64], Any], Floats]
+LayerFit = Callable[[Any, Index, Any], Floats]
 """Training rows [n, d], labels [n], rows to score [t, d] -> truth logits [t]; processes must be
 able to pickle it."""
 
@@ -199,7 +235,7 @@ def linear_logits(
     c: float, kind: Penalty, x: NDArray[np.floating], label: Index, x_test: NDArray[np.floating]
 ) -> Floats:
     """Return truth logits [t] of ``fit_linear``; with its first two arguments bound it is a
-    ``Fit``."""
+    ``LayerFit``."""
     return fit_linear(x, label, c, kind).logits(x_test)
 
 
@@ -209,45 +245,30 @@ def at_depths(layers: int, shares: Sequence[float]) -> list[int]:
 
 
 def fit_at_best_layer(
-    inputs: MethodInputs,
-    train: Index,
-    test: Index,
-    seed: int,
-    jobs: int | None,
-    *,
-    fits: Sequence[Fit],
-    what: str,
-    depths: Sequence[float] = DEPTHS,
+    fold: Fold, fits: Sequence[LayerFit], what: str, depths: Sequence[float] = DEPTHS
 ) -> Floats:
     """Return scores [n_test] from the residual stream's layer, and the way to fit, that inner folds
     find the best.  The fit is repeated on all training rows.  Raises TrainingError: no inner fold,
     named ``what``, has both classes."""
-    layers = at_depths(inputs.residual.file.geometry.num_layers, depths)
-    layer, fit = choose(inputs, train, seed, layers=layers, fits=fits, jobs=jobs, what=what)
-    rows, index = inputs.residual.file.layer(layer), inputs.residual.index
+    residual = fold.inputs.residual
+    layers = at_depths(residual.file.geometry.num_layers, depths)
+    layer, fit = choose(fold, layers, fits, what)
+    rows, index = residual.file.layer(layer), residual.index
     with one_numpy_thread():  # sums in one order, whatever the number of cores
-        return -fits[fit](rows[index[train]], inputs.label[train], rows[index[test]])
+        return -fits[fit](rows[index[fold.train]], fold.label, rows[index[fold.test]])
 
 
 L2_GRID = (0.0001, 0.001, 0.01, 0.1, 1.0)
 
 
-def l2_at_best_c(
-    x: NDArray[np.floating],
-    inputs: MethodInputs,
-    train: Index,
-    test: Index,
-    seed: int,
-    *,
-    what: str,
-) -> Floats:
+def l2_at_best_c(x: NDArray[np.floating], fold: Fold, what: str) -> Floats:
     """Return scores [n_test] of an L2 logistic regression on columns x [n, d], with the C of
     ``L2_GRID`` that inner folds find the best, ties to the stronger penalty.  Raises TrainingError
     where no inner fold has both classes."""
-    pairs = usable_folds(inputs.label, inputs.group, train, INNER_FOLDS, seed, what=what)
+    pairs = fold.usable_folds(what)
     with one_numpy_thread():  # sums in one order, whatever the number of cores
-        c, _ = best_c(x, inputs.label, pairs, L2_GRID)
-        return -linear_logits(c, "l2", x[train], inputs.label[train], x[test])
+        c, _ = best_c(x, fold.inputs.label, pairs, L2_GRID)
+        return -linear_logits(c, "l2", x[fold.train], fold.label, x[fold.test])
 
 
 def best_c(
@@ -255,48 +276,23 @@ def best_c(
 ) -> tuple[float, float]:
     """Return the C of an L2 logistic regression on columns x [n, d] with the best mean AUROC over
     the folds, and that, rounded; ties to the first of ``grid``."""
-    found = np.round(
+    aurocs = np.round(
         [held_out_auroc(partial(linear_logits, c, "l2"), x, label, pairs) for c in grid], 12
     )
-    return grid[int(np.argmax(found))], float(found.max())
+    return grid[int(np.argmax(aurocs))], float(aurocs.max())
 
 
 def choose(
-    inputs: MethodInputs,
-    train: Index,
-    seed: int,
-    *,
-    layers: Sequence[int],
-    fits: Sequence[Fit],
-    jobs: int | None,
-    what: str,
+    fold: Fold, layers: Sequence[int], fits: Sequence[LayerFit], what: str
 ) -> tuple[int, int]:
     """Return (layer, position in ``fits``) with the best mean AUROC; ties: lower layer, first
     way."""
-    pairs = usable_folds(inputs.label, inputs.group, train, INNER_FOLDS, seed, what=what)
     spans = [(layer, 1) for layer in layers]
-    found = in_processes(partial(held_out_aurocs, inputs.residual, pairs, fits), spans, jobs)
+    rate = partial(held_out_aurocs, fold.inputs.residual, fold.usable_folds(what), fits)
     # Rounded, so that the order of a sum does not decide a tie.
-    place, fit = np.unravel_index(int(np.argmax(np.round(found, 12))), (len(layers), len(fits)))
-    return layers[int(place)], int(fit)
-
-
-def usable_folds(
-    label: Labels, group: Labels, rows: Index, folds: int, seed: int, *, what: str = "fold"
-) -> Pairs:
-    """Return those of ``group_folds`` whose two sides have both classes; for a choice that need not
-    test every row. Raises TrainingError: not one has."""
-    pairs = unchecked_folds(label, group, rows, folds, seed, what)
-    usable = [
-        (inside, held)
-        for inside, held in pairs
-        if len(np.unique(label[inside])) == len(np.unique(label[held])) == 2
-    ]
-    if not usable:
-        raise TrainingError(
-            f"seed {seed}: none of the {folds} {what}s has both classes on both sides; add rows"
-        )
-    return usable
+    aurocs = np.round(in_processes(rate, spans, fold.jobs), 12)
+    layer, fit = np.unravel_index(int(np.argmax(aurocs)), (len(layers), len(fits)))
+    return layers[int(layer)], int(fit)
 
 
 def window(readouts: Readouts, start: int, size: int, rows: Index) -> Rows:
@@ -308,10 +304,7 @@ def window(readouts: Readouts, start: int, size: int, rows: Index) -> Rows:
 
 
 def held_out_aurocs(
-    readouts: Readouts,
-    pairs: Sequence[tuple[Index, Index]],
-    fits: Sequence[Fit],
-    span: tuple[int, int],
+    readouts: Readouts, pairs: Pairs, fits: Sequence[LayerFit], span: tuple[int, int]
 ) -> list[float]:
     """Return the mean AUROC of each way to fit over the folds (fitted, held out), for one window
     read once."""
@@ -320,12 +313,7 @@ def held_out_aurocs(
         return [held_out_auroc(fit, x, readouts.label, pairs) for fit in fits]
 
 
-def held_out_auroc(
-    fit: Fit, x: NDArray[np.floating], label: Index, pairs: Sequence[tuple[Index, Index]]
-) -> float:
+def held_out_auroc(fit: LayerFit, x: NDArray[np.floating], label: Index, pairs: Pairs) -> float:
     """Return the mean AUROC over the held-out rows of ``pairs`` (fitted, held out)."""
-    return float(
-        np.mean(
-            [auroc(label[held], fit(x[inside], label[inside], x[held])) for inside, held in pairs]
-        )
-    )
+    aurocs = [auroc(label[held], fit(x[inside], label[inside], x[held])) for inside, held in pairs]
+    return float(np.mean(aurocs))

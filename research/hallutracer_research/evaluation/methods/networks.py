@@ -30,14 +30,13 @@ from torch import nn
 
 from hallutracer_research.evaluation.methods.base import (
     Floats,
+    Fold,
     Index,
-    MethodInputs,
     Rows,
     fit_at_best_layer,
+    required,
 )
 from service.engines.base import TracedAnswer
-from service.errors import TrainingError
-from service.fitting.folds import group_folds
 from service.fitting.probes import standardise
 from service.fitting.scores import auroc, risk_auroc
 from service.fitting.solver import CONSTANT, one_torch_thread
@@ -80,46 +79,62 @@ def _epoch(optimizer: Any, order: torch.Tensor, batch: int, loss_of: Any) -> Non
         optimizer.step()
 
 
-def iris(
-    inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None = None
-) -> Floats:
+def _keep_best_epoch(
+    network: nn.Module,
+    train: Callable[[], None],
+    quality: Callable[[], float],
+    *,
+    epochs: int,
+    patience: int,
+) -> tuple[float, int, int]:
+    """Train one epoch after the other until ``quality`` has not risen for ``patience`` of them, and
+    give the network the weights of the best.  Return its quality, the number of epochs, the best
+    epoch."""
+    best, weights = -np.inf, deepcopy(network.state_dict())
+    best_epoch = epoch = 0
+    while epoch < epochs and epoch - best_epoch < patience:
+        epoch += 1
+        train()
+        with torch.no_grad():
+            current = quality()
+        if current > best:
+            best, weights = current, deepcopy(network.state_dict())
+            best_epoch = epoch
+    network.load_state_dict(weights)
+    return best, epoch, best_epoch
+
+
+def iris(fold: Fold) -> Floats:
     """Return differences of logits, [n_test].  Raises TrainingError where a split lacks a class."""
-    return fit_iris(inputs, train, test, seed)[0]
+    return fit_iris(fold)[0]
 
 
-def fit_iris(
-    inputs: MethodInputs, train: Index, test: Index, seed: int, max_epochs: int = MAX_EPOCHS
-) -> tuple[Floats, int, int]:
+def fit_iris(fold: Fold, max_epochs: int = MAX_EPOCHS) -> tuple[Floats, int, int]:
     """Return the scores, the number of epochs, and the epoch whose weights were kept."""
-    readouts, label = inputs.heads, inputs.label
+    readouts, label = fold.inputs.heads, fold.inputs.label
     rows = readouts.file.layer(readouts.file.geometry.num_layers - 1)[readouts.index]
-    fit, check = group_folds(
-        label, inputs.group, train, VALIDATION_FOLDS, seed, what="IRIS validation fold"
-    )[0]
+    fit, check = fold.folds(VALIDATION_FOLDS, "IRIS validation fold")[0]
     # The network never sees ``check`` but to stop, so the scaling leaves it out as well.
-    x, x_check, x_test = _scaled(rows[fit], rows[fit], rows[check], rows[test])
+    x, x_check, x_test = _scaled(rows[fit], rows[fit], rows[check], rows[fold.test])
     y, y_check = torch.from_numpy(label[fit]), torch.from_numpy(label[check])
-    with _seeded(seed):
+    with _seeded(fold.seed):
         network = mlp(rows.shape[1], 2)
-        order = torch.Generator().manual_seed(seed)
+        order = torch.Generator().manual_seed(fold.seed)
         optimizer = torch.optim.Adam(network.parameters(), 1e-3)
-        best, weights = float("inf"), deepcopy(network.state_dict())
-        best_epoch = epoch = 0
-        while epoch < max_epochs and epoch - best_epoch < PATIENCE:
-            epoch += 1
-            shuffled = torch.randperm(len(x), generator=order)
-            _epoch(
-                optimizer, shuffled, 64, lambda at: soft_bootstrapping(network(x[at]), y[at], BETA)
-            )
-            with torch.no_grad():
-                quality = float(soft_bootstrapping(network(x_check), y_check, BETA))
-            if quality < best:
-                best, weights = quality, deepcopy(network.state_dict())
-                best_epoch = epoch
-        network.load_state_dict(weights)
+
+        def loss(at: torch.Tensor) -> torch.Tensor:
+            return soft_bootstrapping(network(x[at]), y[at], BETA)
+
+        _, epochs, best_epoch = _keep_best_epoch(
+            network,
+            lambda: _epoch(optimizer, torch.randperm(len(x), generator=order), 64, loss),
+            lambda: -float(soft_bootstrapping(network(x_check), y_check, BETA)),
+            epochs=max_epochs,
+            patience=PATIENCE,
+        )
         with torch.no_grad():
             logits = network(x_test).double().numpy()
-    return logits[:, 0] - logits[:, 1], epoch, best_epoch
+    return logits[:, 0] - logits[:, 1], epochs, best_epoch
 
 
 def soft_bootstrapping(logits: torch.Tensor, label: torch.Tensor, beta: float) -> torch.Tensor:
@@ -131,14 +146,10 @@ def soft_bootstrapping(logits: torch.Tensor, label: torch.Tensor, beta: float) -
     return -(target * log_q).sum(dim=-1).mean()
 
 
-def saplma(
-    inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None = None
-) -> Floats:
+def saplma(fold: Fold) -> Floats:
     """Return the scores [n_test].  Raises TrainingError where an inner fold lacks a class."""
-    fits, depths = [partial(saplma_logits, seed)], (0.5, 0.75, 1.0)
-    return fit_at_best_layer(
-        inputs, train, test, seed, jobs, fits=fits, depths=depths, what="SAPLMA inner fold"
-    )
+    fits = [partial(saplma_logits, fold.seed)]
+    return fit_at_best_layer(fold, fits, "SAPLMA inner fold", depths=(0.5, 0.75, 1.0))
 
 
 def saplma_logits(seed: int, x: Rows, label: Index, x_test: Rows) -> Floats:
@@ -176,47 +187,35 @@ class _Pooled(nn.Module):
         return self.probe(pooled)[:, 0]  # type: ignore[no-any-return]
 
 
-def attention_pooled(
-    inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None = None
-) -> Floats:
+def attention_pooled(fold: Fold) -> Floats:
     """Return the scores [n_test].  Raises TrainingError where a side of the training rows lacks a
     class."""
-    return _taught(inputs, train, test, seed, inputs.label.astype(np.float64))
+    return _pooled_scores(fold, fold.inputs.label.astype(np.float64))
 
 
-def attention_pooled_soft(
-    inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None = None
-) -> Floats:
+def attention_pooled_soft(fold: Fold) -> Floats:
     """Return the scores [n_test].  Raises TrainingError where a side of the training rows lacks a
     class."""
-    right = inputs.answers.right
-    if right is None:
-        raise TrainingError(
-            "attention-pooled-soft learns from sampled answers, and there are none; leave it out",
-            param="methods",
-        )
-    return _taught(inputs, train, test, seed, np.where(np.isnan(right), inputs.label, right))
+    right = required(
+        fold.inputs.answers.right,
+        "attention-pooled-soft learns from sampled answers, and there are none",
+    )
+    return _pooled_scores(fold, np.where(np.isnan(right), fold.inputs.label, right))
 
 
-def _taught(inputs: MethodInputs, train: Index, test: Index, seed: int, target: Floats) -> Floats:
-    if inputs.positions is None:
-        raise TrainingError(
-            "attention-pooled reads the last tokens, and none were read; leave it out",
-            param="methods",
-        )
-    states = inputs.positions.states
-    fitted, held = group_folds(
-        inputs.label, inputs.group, train, VALIDATION_FOLDS, seed, what="pooling inner fold"
-    )[0]
+def _pooled_scores(fold: Fold, target: Floats) -> Floats:
+    """Return the scores [n_test] of the best layer and weight decay, taught ``target`` [n]."""
+    inputs, problem = fold.inputs, "attention-pooled reads the last tokens, and none were read"
+    states = required(inputs.positions, problem).states
+    fitted, held = fold.folds(VALIDATION_FOLDS, "pooling inner fold")[0]
     ways = [(layer, decay) for layer in range(states.shape[1]) for decay in DECAYS]
-    label = inputs.label
-    found = [
-        _fit_pooled(states[:, layer], target, label, fitted, held, decay, seed)
+    fits = [
+        _fit_pooled(states[:, layer], target, inputs.label, fitted, held, decay, fold.seed)
         for layer, decay in ways
     ]
-    best = int(np.argmax([round(quality, 12) for quality, _ in found]))
-    (layer, _), (_, score) = ways[best], found[best]
-    return -score(states[test, layer])
+    best = int(np.argmax([round(quality, 12) for quality, _ in fits]))
+    (layer, _), (_, score) = ways[best], fits[best]
+    return -score(states[fold.test, layer])
 
 
 def _fit_pooled(
@@ -240,28 +239,23 @@ def _fit_pooled(
 
     target = torch.from_numpy(taught[fitted].astype(np.float32))
     balance = (1 - target.mean()) / target.mean().clamp(min=1e-6)
-    loss = nn.BCEWithLogitsLoss(pos_weight=balance)
+    criterion = nn.BCEWithLogitsLoss(pos_weight=balance)
     x, known = scaled(states[fitted])
-    x_held, known_held = scaled(states[held])
+    held_rows = scaled(states[held])
     with _seeded(seed):
         network = _Pooled(x.shape[2])
         optimizer = torch.optim.AdamW(network.parameters(), 1e-2, weight_decay=decay)
-        best, weights = -1.0, deepcopy(network.state_dict())
-        best_epoch = epoch = 0
-        while epoch < POOL_EPOCHS and epoch - best_epoch < POOL_PATIENCE:
-            epoch += 1
-            _epoch(
-                optimizer,
-                torch.randperm(len(x)),
-                64,
-                lambda at: loss(network(x[at], known[at]), target[at]),
-            )
-            with torch.no_grad():
-                quality = auroc(label[held], network(x_held, known_held).double().numpy())
-            if quality > best:
-                best, weights = quality, deepcopy(network.state_dict())
-                best_epoch = epoch
-        network.load_state_dict(weights)
+
+        def loss(at: torch.Tensor) -> Any:
+            return criterion(network(x[at], known[at]), target[at])
+
+        best, _, _ = _keep_best_epoch(
+            network,
+            lambda: _epoch(optimizer, torch.randperm(len(x)), 64, loss),
+            lambda: auroc(label[held], network(*held_rows).double().numpy()),
+            epochs=POOL_EPOCHS,
+            patience=POOL_PATIENCE,
+        )
 
     def score(rows: NDArray[np.float16]) -> Floats:
         with torch.no_grad(), one_torch_thread():
@@ -275,49 +269,46 @@ def features(answer: TracedAnswer) -> NDArray[np.float32]:
     return np.asarray(np.concatenate([answer.last.mean(axis=0), answer.mean[-1]]), np.float32)
 
 
-def mind(
-    inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None = None
-) -> Floats:
+MIND_EPOCHS = 20
+
+
+def mind(fold: Fold) -> Floats:
     """Return the scores [n_test].  Raises TrainingError where a side of the training rows lacks a
     class."""
-    states = inputs.answers.states
-    if states is None:
-        raise TrainingError(
-            "mind reads the answers' states, and none were read; leave it out", param="methods"
-        )
-    fitted, held = group_folds(
-        inputs.label, inputs.group, train, VALIDATION_FOLDS, seed, what="MIND inner fold"
-    )[0]
+    label, problem = fold.inputs.label, "mind reads the answers' states, and none were read"
+    states = required(fold.inputs.answers.states, problem)
+    fitted, held = fold.folds(VALIDATION_FOLDS, "MIND inner fold")[0]
     z, mean, std = standardise(states[fitted])
-    parts = (z, (states[held] - mean) / std, (states[test] - mean) / std)
+    parts = (z, (states[held] - mean) / std, (states[fold.test] - mean) / std)
     rows, held_rows, test_rows = (
         torch.from_numpy(np.ascontiguousarray(part, np.float32)) for part in parts
     )
-    target = torch.from_numpy(1 - inputs.label[fitted])
+    target = torch.from_numpy(1 - label[fitted])
     count = torch.bincount(target, minlength=2).double()
-    loss = nn.CrossEntropyLoss(weight=(1 - count / count.sum()).float())
-    with _seeded(seed):
+    criterion = nn.CrossEntropyLoss(weight=(1 - count / count.sum()).float())
+    with _seeded(fold.seed):
         network = mlp(rows.shape[1], 2, 0.2)
-        biases = [one for one in network.parameters() if one.ndim == 1]
-        weights = [one for one in network.parameters() if one.ndim > 1]
+        biases = [parameter for parameter in network.parameters() if parameter.ndim == 1]
+        weights = [parameter for parameter in network.parameters() if parameter.ndim > 1]
         groups: list[dict[str, Any]] = [
             {"params": weights, "weight_decay": 1e-5},
             {"params": biases},
         ]
         optimizer = torch.optim.Adam(groups, 5e-4)
-        best, kept = -1.0, network
-        for _ in range(20):
+
+        def train() -> None:
             network.train()
-            _epoch(
-                optimizer,
-                torch.randperm(len(rows)),
-                32,
-                lambda at: loss(network(rows[at]), target[at]),
-            )
-            found = risk_auroc(inputs.label[held], _risk(network, held_rows))
-            if found > best:
-                best, kept = found, deepcopy(network)
-        return _risk(kept, test_rows)
+            order = torch.randperm(len(rows))
+            _epoch(optimizer, order, 32, lambda at: criterion(network(rows[at]), target[at]))
+
+        _keep_best_epoch(
+            network,
+            train,
+            lambda: risk_auroc(label[held], _risk(network, held_rows)),
+            epochs=MIND_EPOCHS,
+            patience=MIND_EPOCHS,
+        )
+        return _risk(network, test_rows)
 
 
 def _risk(network: nn.Module, rows: torch.Tensor) -> Floats:

@@ -27,9 +27,9 @@ from sklearn.covariance import empirical_covariance, ledoit_wolf, shrunk_covaria
 from hallutracer_research.evaluation.methods.base import (
     INNER_FOLDS,
     Floats,
+    Fold,
     Index,
     Linear,
-    MethodInputs,
     Rows,
     best_c,
     fit_at_best_layer,
@@ -38,11 +38,10 @@ from hallutracer_research.evaluation.methods.base import (
     held_out_aurocs,
     in_processes,
     linear_logits,
-    usable_folds,
+    required,
     window,
 )
 from service.errors import TrainingError
-from service.fitting.folds import group_folds
 from service.fitting.probes import Readouts, standardise
 from service.fitting.scores import auroc
 from service.fitting.solver import one_numpy_thread
@@ -57,43 +56,37 @@ FITS = [partial(linear_logits, c, "l2") for c in C_GRID]
 SHRINKAGE = (None, 0.3, 1.0)  # None: Ledoit and Wolf's
 
 
-def iti(
-    inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None = None
-) -> Floats:
+def iti(fold: Fold) -> Floats:
     """Return the mean of ``PROBES`` negated logits, [n_test].  Raises TrainingError where the
     samples lack a class."""
-    readouts = inputs.heads
-    c, layer, head = iti_head(inputs, train, seed, jobs)
+    readouts, label = fold.inputs.heads, fold.label
+    c, layer, head = iti_head(fold)
     columns = readouts.file.head(layer, head)
-    x, x_test = columns[readouts.index[train]], columns[readouts.index[test]]
-    label = inputs.label[train]
-    rng = np.random.default_rng(seed)
-    total = np.zeros(len(test))
+    x, x_test = columns[readouts.index[fold.train]], columns[readouts.index[fold.test]]
+    rng = np.random.default_rng(fold.seed)
+    total = np.zeros(len(fold.test))
     with one_numpy_thread():  # sums in one order, whatever the number of cores
         for _ in range(PROBES):
-            drawn = group_bootstrap(label, inputs.group[train], rng)
+            drawn = group_bootstrap(label, fold.inputs.group[fold.train], rng)
             total += linear_logits(c, "l2", x[drawn], label[drawn], x_test)
     return -total / PROBES
 
 
-def iti_head(
-    inputs: MethodInputs, train: Index, seed: int, jobs: int | None = None
-) -> tuple[float, int, int]:
+def iti_head(fold: Fold) -> tuple[float, int, int]:
     """Return C, layer and head: of each C's best head the one with the best mean AUROC of
     ``INNER_FOLDS``; ties: the smaller C.  Raises TrainingError where no inner fold has both
     classes."""
-    readouts = inputs.heads
-    pairs = usable_folds(
-        inputs.label, inputs.group, train, INNER_FOLDS, seed, what="ITI inner fold"
-    )
-    found = []
+    readouts = fold.inputs.heads
+    pairs = fold.usable_folds("ITI inner fold")
+    candidates = []
     for c in ITI_GRID:
-        layer, head, _ = best_head(readouts, train, c, jobs)
+        layer, head, _ = best_head(readouts, fold.train, c, fold.jobs)
         x = readouts.file.head(layer, head)[readouts.index]
         with one_numpy_thread():
-            quality = held_out_auroc(partial(linear_logits, c, "l2"), x, inputs.label, pairs)
-        found.append((round(quality, 12), -c, layer, head))
-    _, c, layer, head = max(found)
+            fit = partial(linear_logits, c, "l2")
+            quality = held_out_auroc(fit, x, fold.inputs.label, pairs)
+        candidates.append((round(quality, 12), -c, layer, head))
+    _, c, layer, head = max(candidates)
     return -c, layer, head
 
 
@@ -104,31 +97,26 @@ def best_head(
     lowest head."""
     layers = range(readouts.file.geometry.num_layers)
     by_layer = in_processes(partial(_head_aurocs, readouts, train, c), layers, jobs)
-    layer, head = (
-        int(place) for place in np.unravel_index(np.argmax(by_layer), np.shape(by_layer))
-    )
+    layer, head = map(int, np.unravel_index(np.argmax(by_layer), np.shape(by_layer)))
     return layer, head, by_layer[layer][head]
 
 
-def pca_heads(
-    inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None = None
-) -> Floats:
+def pca_heads(fold: Fold) -> Floats:
     """Return the scores [n_test].  Memory: a few [n, n] float64 matrices and one layer's columns.
     Raises TrainingError where no inner fold has both classes."""
+    inputs, train, test = fold.inputs, fold.train, fold.test
     rows = np.r_[train, test]
     with one_numpy_thread():  # sums in one order, whatever the number of cores
         components = principal_components(inputs.heads, train, rows, max(COMPONENTS))
     x = np.zeros((len(inputs.label), components.shape[1]))
     x[rows] = components
-    pairs = usable_folds(
-        inputs.label, inputs.group, train, INNER_FOLDS, seed, what="PCA inner fold"
-    )
-    counts = sorted({min(one, x.shape[1]) for one in COMPONENTS})
+    pairs = fold.usable_folds("PCA inner fold")
+    counts = sorted({min(count, x.shape[1]) for count in COMPONENTS})
     with one_numpy_thread():
-        found = [best_c(x[:, :count], inputs.label, pairs, C_GRID) for count in counts]
-        place = int(np.argmax([quality for _, quality in found]))
-        count, c = counts[place], found[place][0]
-        return -linear_logits(c, "l2", x[train, :count], inputs.label[train], x[test, :count])
+        choices = [best_c(x[:, :count], inputs.label, pairs, C_GRID) for count in counts]
+        best = int(np.argmax([quality for _, quality in choices]))
+        count, c = counts[best], choices[best][0]
+        return -linear_logits(c, "l2", x[train, :count], fold.label, x[test, :count])
 
 
 def principal_components(readouts: Readouts, train: Index, rows: Index, count: int) -> Floats:
@@ -137,22 +125,22 @@ def principal_components(readouts: Readouts, train: Index, rows: Index, count: i
     ``train`` come first.  By inner products of rows: there are far fewer of them than columns."""
     products = np.zeros((len(rows), len(train)))
     for layer in range(readouts.file.geometry.num_layers):
-        z, mean, std = standardise(readouts.file.layer(layer)[readouts.index[train]])
-        others = readouts.file.layer(layer)[readouts.index[rows[len(train) :]]]
-        products += np.concatenate([z, (others - mean) / std]) @ z.T
-    own = products[: len(train)]
-    values, vectors = np.linalg.eigh(own)
-    kept = np.argsort(-values)[: min(count, int((values > values.max() * 1e-9).sum()))]
-    return np.asarray(products @ (vectors[:, kept] / np.sqrt(values[kept])), np.float64)
+        columns = readouts.file.layer(layer)
+        z, mean, std = standardise(columns[readouts.index[train]])
+        z_test = (columns[readouts.index[rows[len(train) :]]] - mean) / std
+        products += np.concatenate([z, z_test]) @ z.T
+    values, vectors = np.linalg.eigh(products[: len(train)])
+    largest = np.argsort(-values)[: min(count, int((values > values.max() * 1e-9).sum()))]
+    return np.asarray(products @ (vectors[:, largest] / np.sqrt(values[largest])), np.float64)
 
 
 def _head_aurocs(readouts: Readouts, train: Index, c: float, layer: int) -> list[float]:
-    label, found = readouts.label[train], []
+    label, aurocs = readouts.label[train], []
     with one_numpy_thread():
         for head in range(readouts.file.geometry.heads(Site.ATTENTION_HEAD)):
             columns = readouts.file.head(layer, head)[readouts.index[train]]
-            found.append(auroc(label, linear_logits(c, "l2", columns, label, columns)))
-    return found
+            aurocs.append(auroc(label, linear_logits(c, "l2", columns, label, columns)))
+    return aurocs
 
 
 def group_bootstrap(label: Index, group: Index, rng: np.random.Generator) -> Index:
@@ -175,31 +163,25 @@ def group_bootstrap(label: Index, group: Index, rng: np.random.Generator) -> Ind
     )
 
 
-def fact_probe(
-    inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None = None
-) -> Floats:
+def fact_probe(fold: Fold) -> Floats:
     """Return negated logits [n_test] of the best candidate.  Raises TrainingError where an inner
     fold lacks a class."""
-    start, size, c, _ = search(inputs, train, seed, jobs)
+    start, size, c, _ = search(fold)
+    residual = fold.inputs.residual
     with one_numpy_thread():
-        probe = fit_linear(
-            window(inputs.residual, start, size, train), inputs.label[train], c, "l1"
-        )
-        return -probe.logits(window(inputs.residual, start, size, test))
+        probe = fit_linear(window(residual, start, size, fold.train), fold.label, c, "l1")
+        return -probe.logits(window(residual, start, size, fold.test))
 
 
-def search(
-    inputs: MethodInputs, train: Index, seed: int, jobs: int | None = None
-) -> tuple[int, int, float, float]:
+def search(fold: Fold) -> tuple[int, int, float, float]:
     """Return (first layer, number of layers, C, mean AUROC on the inner folds) of the best
     candidate."""
-    layers = inputs.residual.file.geometry.num_layers
+    residual = fold.inputs.residual
+    layers = residual.file.geometry.num_layers
     spans = [(start, size) for size in (1, 5) for start in starts(layers, size)]
-    pairs = group_folds(
-        inputs.label, inputs.group, train, INNER_FOLDS, seed, what="Fact-Probe inner fold"
-    )
+    pairs = fold.folds(INNER_FOLDS, "Fact-Probe inner fold")
     fits = [partial(linear_logits, c, "l1") for c in FACT_C]
-    qualities = in_processes(partial(held_out_aurocs, inputs.residual, pairs, fits), spans, jobs)
+    qualities = in_processes(partial(held_out_aurocs, residual, pairs, fits), spans, fold.jobs)
     best = (0, 1, FACT_C[0], -1.0)
     for span, by_c in zip(spans, qualities, strict=True):
         for c, quality in zip(FACT_C, by_c, strict=True):
@@ -212,25 +194,19 @@ def starts(layers: int, size: int) -> list[int]:
     """Return the first layers of the windows of ``size`` that take part; [] where the model has
     fewer layers."""
     count = max(layers - size + 1, 0)
-    return sorted({round(place) for place in np.linspace(0, count - 1, min(count, MAX_WINDOWS))})
+    return sorted({round(start) for start in np.linspace(0, count - 1, min(count, MAX_WINDOWS))})
 
 
-def p_ik(
-    inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None = None
-) -> Floats:
+def p_ik(fold: Fold) -> Floats:
     """Return the scores [n_test].  Raises TrainingError where an inner fold lacks a class."""
-    return fit_at_best_layer(inputs, train, test, seed, jobs, fits=FITS, what="p(IK) inner fold")
+    return fit_at_best_layer(fold, FITS, "p(IK) inner fold")
 
 
-def mass_mean(
-    inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None = None
-) -> Floats:
+def mass_mean(fold: Fold) -> Floats:
     """Return the scores [n_test], with a few float64 matrices of hidden_size by hidden_size in
     memory.  Raises TrainingError where an inner fold lacks a class."""
     fits = [partial(discriminant, share) for share in SHRINKAGE]
-    return fit_at_best_layer(
-        inputs, train, test, seed, jobs, fits=fits, what="mass-mean inner fold"
-    )
+    return fit_at_best_layer(fold, fits, "mass-mean inner fold")
 
 
 def discriminant(shrinkage: float | None, x: Rows, label: Index, x_test: Rows) -> Floats:
@@ -255,33 +231,31 @@ def discriminant(shrinkage: float | None, x: Rows, label: Index, x_test: Rows) -
     return Linear(weight, bias - float(weight @ mean)).logits(x_test)
 
 
-def sep(
-    inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None = None
-) -> Floats:
+def sep(fold: Fold) -> Floats:
     """Return log-odds of a high semantic entropy, [n_test].  Raises TrainingError without samples,
     where all entropies are the same, and where no inner fold has both sides."""
-    entropy = inputs.answers.entropy
-    if entropy is None:
-        raise TrainingError(
-            "sep learns from sampled answers, and there are none; leave it out", param="methods"
-        )
+    inputs, train = fold.inputs, fold.train
+    entropy = required(
+        inputs.answers.entropy, "sep learns from sampled answers, and there are none"
+    )
     low = np.zeros(len(inputs.label), np.int64)  # of test rows nothing is known
     low[train] = entropy[train] < best_split(entropy[train])
-    alike = replace(inputs, label=low, residual=replace(inputs.residual, label=low))
-    return fit_at_best_layer(alike, train, test, seed, jobs, fits=FITS, what="SEP inner fold")
+    by_side = replace(inputs, label=low, residual=replace(inputs.residual, label=low))
+    return fit_at_best_layer(replace(fold, inputs=by_side), FITS, "SEP inner fold")
 
 
 def best_split(values: Floats) -> float:
     """Return the threshold t for which values < t and values >= t are closest to their means, in
     sum of squares."""
     ordered = np.sort(values)
-    places = np.flatnonzero(np.diff(ordered)) + 1  # the upper side's first row
-    if not len(places):
+    cuts = np.flatnonzero(np.diff(ordered)) + 1  # the upper side's first row
+    if not len(cuts):
         raise TrainingError(
             "every training row has the same semantic entropy: sep has nothing to learn; leave"
             " it out"
         )
-    lost = [
-        ordered[:at].var() * at + ordered[at:].var() * (len(ordered) - at) for at in places.tolist()
+    losses = [
+        ordered[:cut].var() * cut + ordered[cut:].var() * (len(ordered) - cut)
+        for cut in cuts.tolist()
     ]
-    return float(ordered[places[int(np.argmin(np.round(lost, 12)))]])
+    return float(ordered[cuts[int(np.argmin(np.round(losses, 12)))]])
