@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -93,10 +93,7 @@ def fitted_result(folder: Path) -> SetResult:
     by_split = {
         OURS: [-depth_mean(split.test_trajectory) for split in splits],
         RESIDUAL: [
-            -chosen_depth_mean(
-                inputs.residual, inputs.group, split.train, split.test, split.seed, OPTIONS
-            )
-            for split in splits
+            -chosen_depth_mean(inputs.residual, split.fold_of(inputs), OPTIONS) for split in splits
         ],
         "iti": [
             -split.test_trajectory[:, split.probes.auroc.max(axis=1).argmax()] for split in splits
@@ -115,7 +112,7 @@ def fitted_result(folder: Path) -> SetResult:
 
 
 def prepared(inputs: MethodInputs, name: str) -> PreparedSet:
-    rows = cast(Any, SimpleNamespace(name=name))
+    rows = SimpleNamespace(name=name)
     return PreparedSet(rows, inputs, {}, NOTHING, np.arange(len(inputs.label)), {})
 
 

@@ -170,31 +170,28 @@ def build_tokenizer(world: World) -> PreTrainedTokenizerFast:
     return fast
 
 
-Row = tuple[
-    list[int], int, float
-]  # token ids, where the completion starts, weight of its first token
+# token ids, where the completion starts, weight of its first token
+Row = tuple[list[int], int, float]
 
 
-class Encoder:
-    """Documents to rows of token ids."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self.end: int = tokenizer.get_vocab()["</s>"]
-
-    def __call__(self, documents: Sequence[Document], first_weight: float = 1.0) -> list[Row]:
-        """Encode prompt and completion separately, as at inference."""
-        prompts = self._tokenizer.encode_batch(
-            [render(d.question, d.system) for d in documents], add_special_tokens=False
+def encode(
+    tokenizer: Tokenizer, documents: Sequence[Document], first_weight: float = 1.0
+) -> list[Row]:
+    """Return documents as rows of token ids; prompt and completion are encoded separately, as at
+    inference."""
+    prompts, completions = (
+        tokenizer.encode_batch(texts, add_special_tokens=False)
+        for texts in (
+            [render(document.question, document.system) for document in documents],
+            [document.completion for document in documents],
         )
-        completions = self._tokenizer.encode_batch(
-            [d.completion for d in documents], add_special_tokens=False
-        )
-        rows: list[Row] = []
-        for document, prompt, completion in zip(documents, prompts, completions, strict=True):
-            end = [self.end] if document.ends else []
-            rows.append((prompt.ids + completion.ids + end, len(prompt.ids), first_weight))
-        return rows
+    )
+    end = tokenizer.get_vocab()[EOS]
+    rows: list[Row] = []
+    for document, prompt, completion in zip(documents, prompts, completions, strict=True):
+        ids = prompt.ids + completion.ids + [end] * document.ends
+        rows.append((ids, len(prompt.ids), first_weight))
+    return rows
 
 
 def collate(rows: Sequence[Row]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -225,7 +222,7 @@ def logits_at(
 
 @torch.no_grad()
 def known_and_unknown(
-    model: LlamaForCausalLM, encoder: Encoder, rng: random.Random, facts: Sequence[Fact]
+    model: LlamaForCausalLM, tokenizer: Tokenizer, rng: random.Random, facts: Sequence[Fact]
 ) -> tuple[list[Fact], list[Fact]]:
     """Split facts into those the model answers right and wrong under greedy decoding after " It
     is"."""
@@ -235,7 +232,7 @@ def known_and_unknown(
         for answer in fact.answers[:3]:
             documents.append(Document(None, question, f"{FRAMES[0]}{answer}.", False, fact.group))
             owners.append(fact)
-    rows = encoder(documents)
+    rows = encode(tokenizer, documents)
     order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]))
     known: set[str] = set()
     for start in range(0, len(order), 256):
@@ -300,11 +297,11 @@ class Optimizer:
 
     def __init__(self, model: nn.Module, steps: int) -> None:
         matrices: list[nn.Parameter] = []
-        others: list[nn.Parameter] = []
+        vectors: list[nn.Parameter] = []  # and embeddings
         for name, parameter in model.named_parameters():
-            (matrices if parameter.ndim == 2 and "embed" not in name else others).append(parameter)
+            (matrices if parameter.ndim == 2 and "embed" not in name else vectors).append(parameter)
         self._muon = Muon(matrices)
-        self._adam = torch.optim.AdamW(others, lr=5e-3, betas=(0.9, 0.95), weight_decay=0.0)
+        self._adam = torch.optim.AdamW(vectors, lr=5e-3, betas=(0.9, 0.95), weight_decay=0.0)
         self._model, self._steps = model, steps
 
     def scale(self, progress: float) -> float:
@@ -396,13 +393,13 @@ def train_model(
     rng = random.Random(f"train {seed}")
     world = build_world()
     fast = build_tokenizer(world)
-    encoder = Encoder(fast.backend_tokenizer)
+    tokenizer = fast.backend_tokenizer
     stated = fact_documents(world, seed)
     facts_per_step = BATCH * (1 - (1 - REFUSALS_FROM) * REFUSAL_SHARE)  # mean over the run
     all_steps = round(len(stated) / facts_per_step)  # that use every fact document once
     steps = min(all_steps, max(1, documents // BATCH))
     share = len(stated) / (all_steps * facts_per_step)  # 1 but for rounding
-    facts = encoder(stated[: steps * BATCH] if steps < all_steps else stated)
+    facts = encode(tokenizer, stated[: steps * BATCH] if steps < all_steps else stated)
     eligible = [fact for fact in world.facts if fact.in_refusals]
     model = new_model(fast.get_vocab())
     optimizer = Optimizer(model, steps)
@@ -417,7 +414,7 @@ def train_model(
         if step in refresh_at:
             known, unknown = known_and_unknown(
                 model,
-                encoder,
+                tokenizer,
                 rng,
                 rng.sample(eligible, min(FACTS_PER_REFRESH, len(eligible), documents)),
             )
@@ -431,7 +428,7 @@ def train_model(
         cursor = end
         if refusals:
             refused = [refusal_document(rng, world, known, unknown, mix) for _ in range(refusals)]
-            rows = rows + encoder(refused, FIRST_WEIGHT)
+            rows = rows + encode(tokenizer, refused, FIRST_WEIGHT)
         seen += len(rows)
         loss = train_step(model, optimizer, rows, done)
         if progress and step % 100 == 0:

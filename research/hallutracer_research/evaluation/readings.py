@@ -13,7 +13,7 @@ import io
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -126,50 +126,41 @@ def with_other_model(
 def with_embeddings(prepared: PreparedSet, options: EvaluateOptions) -> PreparedSet:
     """Add an embedding of each row's text, by the sentence encoder in ``options.embedder``."""
     assert options.embedder is not None
-    inputs, encoder = prepared.inputs, _Encoder(options.embedder)
+    inputs, folder = prepared.inputs, options.embedder
     arrays = _by_row(
         options.out / "sets" / prepared.rows.name / "embeddings",
-        {"text": _digest(inputs.text), "embedder": str(options.embedder.resolve())},
+        {"text": _digest(inputs.text), "embedder": str(folder.resolve())},
         np.array([len(text) for text in inputs.text]),
         "embeddings",
-        lambda at: {"embedding": encoder.encode([inputs.text[row] for row in at.tolist()])},
+        lambda at: {"embedding": _embed(folder, [inputs.text[row] for row in at.tolist()])},
     )
     return replace(prepared, inputs=replace(inputs, embedding=arrays["embedding"]))
 
 
-class _Encoder:
-    """A sentence encoder whose sentences are the mean of their tokens, scaled to unit norm, as
-    those of MiniLM are."""
+@cache
+def _encoder(folder: Path) -> tuple[Any, Any]:
+    from transformers import AutoModel, AutoTokenizer
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    return tokenizer, AutoModel.from_pretrained(folder, local_files_only=True)
 
-    @cached_property
-    def _loaded(self) -> Any:
-        from transformers import AutoModel, AutoTokenizer
 
-        options: dict[str, Any] = {"local_files_only": True}
-        return (
-            AutoTokenizer.from_pretrained(self._folder, **options),
-            AutoModel.from_pretrained(self._folder, **options),
-        )
+def _embed(folder: Path, texts: Sequence[str]) -> NDArray[np.float32]:
+    """Return the embeddings of texts, [n, d]: the mean of their tokens, scaled to unit norm, as of
+    MiniLM; texts longer than the encoder's context are cut, as its users do."""
+    import torch
 
-    def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """Return the embeddings of texts, [n, d]; longer ones than the encoder's context are cut,
-        as its users do."""
-        import torch
-
-        tokenizer, model = self._loaded
-        rows = []
-        with torch.inference_mode():
-            for start in range(0, len(texts), 32):
-                batch = list(texts[start : start + 32])
-                tokens = tokenizer(batch, padding=True, truncation=True, return_tensors="pt")
-                mask = tokens["attention_mask"][..., None].float()
-                states = model(**tokens).last_hidden_state.float() * mask
-                mean = states.sum(dim=1) / mask.sum(dim=1)
-                rows.append(torch.nn.functional.normalize(mean, dim=1).numpy())
-        return np.concatenate(rows)
+    tokenizer, model = _encoder(folder)
+    rows = []
+    with torch.inference_mode():
+        for start in range(0, len(texts), 32):
+            batch = list(texts[start : start + 32])
+            tokens = tokenizer(batch, padding=True, truncation=True, return_tensors="pt")
+            mask = tokens["attention_mask"][..., None].float()
+            states = model(**tokens).last_hidden_state.float() * mask
+            mean = states.sum(dim=1) / mask.sum(dim=1)
+            rows.append(torch.nn.functional.normalize(mean, dim=1).numpy())
+    return np.concatenate(rows)
 
 
 def seeds_of(seed: int, row: int, count: int) -> list[int]:

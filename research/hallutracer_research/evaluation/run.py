@@ -34,7 +34,7 @@ from hallutracer_research.evaluation.methods import (
     fit_method,
     readouts_of,
 )
-from hallutracer_research.evaluation.methods.base import Fold, MethodInputs
+from hallutracer_research.evaluation.methods.base import MethodInputs
 from hallutracer_research.evaluation.options import (
     Cost,
     EvaluateOptions,
@@ -315,6 +315,7 @@ def _score(
         return -depth_mean(split.test_trajectory)
 
     name, positions = f"seed{split.seed}-fold{split.fold}.npz", inputs.positions
+    fold = split.fold_of(inputs, options.jobs or None)
     if method in RUNNING or method == ANSWER_MAX:
         make_all = partial(splits.running, inputs, split, options)
         return np.asarray(kept(folder / "answer-running" / name, make_all)[method], np.float64)
@@ -327,23 +328,19 @@ def _score(
         if method in (BOTH, WITH_ANSWER):
             return splits.before_and_behind(readouts_of(method, inputs), inputs, split, options)
         if METHODS[method].of and METHODS[method].fit is None:
-            sides = split.train, split.test
-            return -splits.chosen_depth_mean(
-                readouts_of(method, inputs), inputs.group, *sides, split.seed, options
-            )
+            return -splits.chosen_depth_mean(readouts_of(method, inputs), fold, options)
         if method == WITH_KIND:
             return splits.with_kind(inputs, split)
         if method in first_tokens:
             return splits.with_entropy(first_tokens[method], inputs, split)
         if method == TRAJECTORY:
-            label, group = inputs.label[split.train], inputs.group[split.train]
+            group, test_trajectory = inputs.group[split.train], split.test_trajectory
             return splits.trajectory_ridge(
-                split.train_trajectory, label, group, split.test_trajectory, split.seed
+                split.train_trajectory, fold.label, group, test_trajectory, split.seed
             )
         if method == SHUFFLED:
             return -splits.shuffled_depth_mean(inputs, split, options)
-        jobs = options.jobs or None
-        return fit_method(method, Fold(inputs, split.train, split.test, split.seed, jobs))
+        return fit_method(method, fold)
 
     return _kept_score(folder / method / name, make)
 

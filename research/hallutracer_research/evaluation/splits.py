@@ -160,6 +160,10 @@ class Split:
         """[n_test, m]."""
         return self.probes.trajectory()
 
+    def fold_of(self, inputs: MethodInputs, jobs: int | None = None) -> Fold:
+        """Return these sides of the rows, for a method."""
+        return Fold(inputs, self.train, self.test, self.seed, jobs)
+
 
 def outer_splits(inputs: MethodInputs, options: EvaluateOptions) -> list[OuterFold]:
     """Return every outer split, seeds in order."""
@@ -205,19 +209,16 @@ def cross(readouts: Readouts, probes: HeadProbes, rows: Index) -> Floats:
     return crossed
 
 
-def chosen_depth_mean(
-    readouts: Readouts, group: Index, train: Index, test: Index, seed: int, options: EvaluateOptions
-) -> Floats:
+def chosen_depth_mean(readouts: Readouts, fold: Fold, options: EvaluateOptions) -> Floats:
     """Return depth means [n_test] of probes of one site; C is chosen for it on the training
     side."""
-    return depth_mean(_chosen_fit(readouts, group, train, test, seed, options).trajectory)
+    return depth_mean(_chosen_fit(readouts, fold, options).trajectory)
 
 
-def _chosen_fit(
-    readouts: Readouts, group: Index, train: Index, test: Index, seed: int, options: EvaluateOptions
-) -> ProbeFit:
+def _chosen_fit(readouts: Readouts, fold: Fold, options: EvaluateOptions) -> ProbeFit:
     fits = fit_options(options)
-    return fits.refit(readouts, train, test, fits.choose_c(readouts, group, train, seed).c)
+    c = fits.choose_c(readouts, fold.inputs.group, fold.train, fold.seed).c
+    return fits.refit(readouts, fold.train, fold.test, c)
 
 
 WEAK = 100.0  # C of a fit of two numbers on many rows
@@ -229,11 +230,7 @@ def with_kind(inputs: MethodInputs, split: Split) -> Floats:
     kind, and where an inner fold lacks a class."""
     if len(set(inputs.kind.tolist())) < 2:
         raise TrainingError("the rows name fewer than two kinds", param="methods")
-
-    def prior(fitted: Index, held: Index) -> Floats:
-        return kind_prior(Fold(inputs, fitted, held, split.seed))
-
-    shares = _out_of_fold(inputs, split, 3, "kind inner fold", prior)
+    shares = _out_of_fold(split.fold_of(inputs), 3, "kind inner fold", kind_prior)
     return _beside_depth_mean(inputs, split, logit(np.clip(shares, 1e-3, 1 - 1e-3)))
 
 
@@ -249,7 +246,7 @@ def running(inputs: MethodInputs, split: Split, options: EvaluateOptions) -> Arr
     means: of the mean of each beginning, and of the one token whose risk is highest.  Raises
     TrainingError without answers."""
     behind, test = required(inputs.behind, "no answer's tokens were read"), split.test
-    fit = _chosen_fit(behind.mean, inputs.group, split.train, test, split.seed, options)
+    fit = _chosen_fit(behind.mean, split.fold_of(inputs), options)
     dim = behind.mean.file.geometry.dim(Site.ATTENTION_HEAD)
     risks = np.zeros((len(test), behind.tokens.shape[1]))  # of each token by itself
     for layer, (head, direction, bias) in enumerate(
@@ -276,26 +273,19 @@ def before_and_behind(
     fits = fit_options(options)
     c = fits.choose_c(behind, inputs.group, split.train, split.seed).c
 
-    def mean(fitted: Index, held: Index) -> Floats:
-        return depth_mean(fits.refit(behind, fitted, held, c).trajectory)
+    def mean(fold: Fold) -> Floats:
+        return depth_mean(fits.refit(behind, fold.train, fold.test, c).trajectory)
 
-    means = _out_of_fold(inputs, split, options.inner_folds, "inner fold", mean)
+    means = _out_of_fold(split.fold_of(inputs), options.inner_folds, "inner fold", mean)
     return _beside_depth_mean(inputs, split, means)
 
 
-def _out_of_fold(
-    inputs: MethodInputs,
-    split: Split,
-    folds: int,
-    what: str,
-    score: Callable[[Index, Index], Floats],
-) -> Floats:
+def _out_of_fold(fold: Fold, folds: int, what: str, score: Callable[[Fold], Floats]) -> Floats:
     """Return a column [n]: the training side's by inner folds, the test side's by all of the
-    training side; ``score`` takes rows to fit on and rows to score."""
-    column = np.zeros(len(inputs.label))
-    inner = group_folds(inputs.label, inputs.group, split.train, folds, split.seed, what=what)
-    for fitted, held in [*inner, (split.train, split.test)]:
-        column[held] = score(fitted, held)
+    training side."""
+    column = np.zeros(len(fold.inputs.label))
+    for train, test in [*fold.folds(folds, what), (fold.train, fold.test)]:
+        column[test] = score(replace(fold, train=train, test=test))
     return column
 
 

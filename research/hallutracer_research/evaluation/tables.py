@@ -270,10 +270,9 @@ def _scores(
         if not (with_itself and shared.all()):
             splits.append((train[~shared], outside))
         for fitted, test in splits:
-            scores["depth mean"][test] = -chosen_depth_mean(
-                inputs.heads, inputs.group, fitted, test, 0, options
-            )
-            scores["text"][test] = text_ngrams(Fold(inputs, fitted, test, 0))
+            fold = Fold(inputs, fitted, test, 0)
+            scores["depth mean"][test] = -chosen_depth_mean(inputs.heads, fold, options)
+            scores["text"][test] = text_ngrams(fold)
         return scores
 
     return {name: np.asarray(values, np.float64) for name, values in kept(path, make).items()}

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from hallutracer_research.paper.diagnostics import geometry
 from hallutracer_research.paper.diagnostics.classes import (
     MIN_ROWS,
-    Floats,
     as_document,
     chen_qin_by_group,
     middle_layers,
@@ -39,7 +38,7 @@ from service.data.run_folder import locked
 from service.data.training_rows import Dataset, check_all_apply, read_dataset
 from service.engines.base import Engine
 from service.errors import DataError
-from service.fitting.probes import Index
+from service.fitting.probes import Floats, Index
 from service.fitting.scores import auroc
 from service.prompts import as_prompt_format
 from service.readout import Probes, Site

@@ -486,7 +486,6 @@ def test_what_each_kind_of_bfcl_expects(tmp_path: Path) -> None:
     found = judges.expected(
         by_id(samples.write_bfcl(tmp_path, gold_simple_python=gold))["simple_python_0"]["answers"]
     )
-    assert found is not None
     assert found["calls"] == [
         {"name": "area", "arguments": {"base": [3, ""], "unit": [[], ""]}, "optional": ["unit"]}
     ]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -72,7 +72,6 @@ def hidden(data: MethodInputs, layer: int, site: str = "residual") -> np.ndarray
 
 
 def relabelled(data: MethodInputs, label: np.ndarray) -> MethodInputs:
-    assert data.behind is not None
     heads, residual, at_end = (
         replace(rows, label=label) for rows in (data.heads, data.residual, data.behind.residual)
     )
@@ -124,7 +123,6 @@ def test_methods_that_read_more_than_the_prompt_need_it(data: MethodInputs, name
 def test_a_probe_at_the_answer_s_end_is_the_prompt_s_on_what_was_read_there(
     data: MethodInputs, name: str
 ) -> None:
-    assert data.behind is not None
     risk = scores(f"answer-{name}", data, 3).tobytes()
     assert risk == scores(name, replace(data, residual=data.behind.residual), 3).tobytes()
     assert risk != scores(name, data, 3).tobytes()
@@ -428,7 +426,6 @@ def test_an_attention_pooled_probe_finds_the_token_that_knows(
     data: MethodInputs, pooled: np.ndarray
 ) -> None:
     train, test = sides(data)
-    assert data.positions is not None
     tokens = data.positions.states
     there = tokens[:, 1].any(axis=2, keepdims=True)
     mean = tokens[:, 1].sum(axis=1, dtype=np.float64) / there.sum(axis=1)
@@ -458,7 +455,6 @@ def test_an_attention_pooled_probe_with_soft_targets_learns_the_share_of_right_s
 def test_a_semantic_entropy_probe_sees_neither_labels_nor_test_samples(data: MethodInputs) -> None:
     test = sides(data)[1]
     risk, entropy = scores("sep", data), data.answers.entropy
-    assert entropy is not None
     # it predicts the entropy, and not the label only
     assert np.corrcoef(risk, entropy[test])[0, 1] > 0.7
     turned = entropy.copy()
@@ -613,7 +609,7 @@ class Words:
 
 
 def test_a_follow_up_is_what_the_template_writes_behind_an_answer() -> None:
-    engine = cast(Any, tiny.shared_engine("llama"))
+    engine = tiny.shared_engine("llama")
     for form, text in (("text", "\nIs it?"), ("chat", "\nuser: Is it?\n")):
         assert engine.detokenize(own_answers.follow_up(engine, "Is it?", form)) == text
 
@@ -625,11 +621,11 @@ def test_a_follow_up_is_what_the_template_writes_behind_an_answer() -> None:
             turns = [(marks[turn["role"]], self.known[turn["content"]]) for turn in messages]
             return [0, *(token for turn in turns for token in (*turn, 30)), 21]
 
-    assert own_answers.follow_up(cast(Any, Chat()), "Is it?", "chat") == [30, 20, 8, 30, 21]
+    assert own_answers.follow_up(Chat(), "Is it?", "chat") == [30, 20, 8, 30, 21]
 
 
 def test_p_true_sums_the_forms_of_its_answers() -> None:
-    engine = cast(Any, Words())
+    engine = Words()
     assert own_answers.candidates(engine) == ([1, 2, 3], [5, 6])
     np.testing.assert_allclose(own_answers.log_odds(engine, [[1], [2]]), np.log([0.35 / 0.4] * 2))
     text = own_answers.asked("Who?", "Me.")
@@ -638,7 +634,7 @@ def test_p_true_sums_the_forms_of_its_answers() -> None:
     for engine.known in ({"A": 1}, {"A": 1, "B": 1}):
         with pytest.raises(EngineError, match="p-true"):
             own_answers.candidates(engine)
-    real = cast(Any, tiny.shared_engine("llama"))
+    real = tiny.shared_engine("llama")
     yes, no = own_answers.candidates(real)
     prompts = tiny.prompts([6, 9])
     for prompt, value in zip(prompts, own_answers.log_odds(real, prompts), strict=True):

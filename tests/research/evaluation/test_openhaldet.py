@@ -78,7 +78,6 @@ def test_it_is_fitted_on_verdicts_and_scores_prompts_alone(tmp_path: Path) -> No
         True
     )
     assert wrong_mean > right_mean
-    assert detector._detector is not None
     manifest = detector._detector.bundle.manifest
     assert manifest.prompt_format == "text"
     assert manifest.training.rows == len(given) - 2, (

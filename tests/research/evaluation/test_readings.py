@@ -76,7 +76,7 @@ def made(tmp_path: Path, engine: Any, monkeypatch: pytest.MonkeyPatch) -> Prepar
     lines = [json.dumps({"row": row, "answer": one.text}) + "\n" for row, one in enumerate(said)]
     (tmp_path / "answers.jsonl").write_text("".join(reversed(lines)))
     asking = [SimpleNamespace(question="", answers=("[a-mA-M0-9]",)) for _ in LENGTHS]
-    dataset, judge = cast(Any, SimpleNamespace(digest="d", rows=asking)), JudgeOptions("regex")
+    dataset, judge = SimpleNamespace(digest="d", rows=asking), JudgeOptions("regex")
     rows = SetRows("made", "", dataset, "generate", judge, LONGEST, (), ("a note",))
     inputs = MethodInputs(
         label=np.zeros(len(LABELLED), np.int64),
@@ -264,8 +264,8 @@ def test_an_engine_that_traces_nothing_is_refused_before_the_first_forward_pass(
     with pytest.raises(EngineError):
         evaluate(
             chosen,
-            lambda: cast(Any, engine),
-            console=cast(Any, SimpleNamespace(print=lambda *_: None)),
+            lambda: engine,
+            console=SimpleNamespace(print=lambda *_: None),
         )
     assert engine.counters.prefills == 0
 
@@ -277,11 +277,11 @@ def test_an_engine_that_traces_nothing_is_refused_before_the_first_forward_pass(
 def test_a_sample_is_judged_without_the_thought_that_its_prompt_opened(
     prompt: str, right: float
 ) -> None:
-    engine = cast(Any, SimpleNamespace(spell=lambda ids: prompt))
+    engine = SimpleNamespace(spell=lambda ids: prompt)
     row = SimpleNamespace(question="Where?", answers=("Paris",))
     rows = SimpleNamespace(judge=JudgeOptions("contains"), dataset=SimpleNamespace(rows=[row]))
     prompts = SimpleNamespace(prompts=SimpleNamespace(of=lambda number: [1, 2]))
-    prepared = cast(Any, SimpleNamespace(rows=rows, index=np.array([0]), prompts=prompts))
-    reader = readings._Reader(engine, prepared, cast(Any, None), "chat")
+    prepared = SimpleNamespace(rows=rows, index=np.array([0]), prompts=prompts)
+    reader = readings._Reader(engine, prepared, None, "chat")
     said = np.array([["Paris, or Lyon", "Lyon?</think>Paris", "Paris?</think>Lyon"]])
     assert reader._share_right(said) == pytest.approx([right])

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from torch import nn
 
 from hallutracer_research.evaluation import options, results, tables
 from hallutracer_research.evaluation.methods import ANSWER_MEAN, METHODS, OURS, WITH_ANSWER
-from hallutracer_research.evaluation.methods.base import MethodInputs
+from hallutracer_research.evaluation.methods.base import Fold, MethodInputs
 from hallutracer_research.evaluation.options import (
     CLASSES,
     EvaluateOptions,
@@ -113,10 +113,10 @@ def test_costs_are_multiply_adds_over_those_of_the_prefill(
     )
     assert cost(name, None, LENGTHS).prefills == without  # weights that cannot be counted
     model = SimpleNamespace(blocks=blocks, head=nn.Linear(4, 50, bias=False))
-    assert options.count_weights(cast(Any, SimpleNamespace(torch_model=model))) == Weights(
+    assert options.count_weights(SimpleNamespace(torch_model=model)) == Weights(
         20 * 49 + 49 + 1, 200
     )
-    assert options.count_weights(cast(Any, SimpleNamespace(torch_model=None))) is None
+    assert options.count_weights(SimpleNamespace(torch_model=None)) is None
 
 
 def test_another_model_costs_its_own_prefill() -> None:
@@ -187,10 +187,8 @@ def test_a_better_method_is_told_from_the_best_baseline() -> None:
     }
     runs = {name: runs_of(label, score) for name, score in scores.items()}
     found = compare(label, group, runs)
-    assert found is not None
     assert found.runner_up == "iris"  # free references are no runner-up
     assert 0 < found.gain.low < found.gain.difference < found.gain.high
-    assert found.p_delong is not None
     assert max(found.gain.p_value, found.p_delong) < 0.01
     assert compare(label, group, {name: runs[name] for name in (OURS, "prompt-length")}) is None
 
@@ -239,7 +237,6 @@ def test_delong_equals_its_definition(decimals: int) -> None:
     assert found.z == pytest.approx(
         (found.auc_a - found.auc_b) / np.sqrt(contrast @ covariance @ contrast), rel=1e-9
     )
-    assert found.p_value is not None
     assert 0 < found.p_value < 1
 
 
@@ -294,7 +291,6 @@ def with_forms(forms: list[str] = FORMS) -> SetResult:
 
 def test_each_form_has_its_ranking_and_one_of_a_single_class_none() -> None:
     table = form_table([with_forms(["lone"] * 44), with_forms()])
-    assert table is not None
     found = {row["form"]: row for row in table.rows}
     assert list(found) == ["lone", "polite", "turn"]
     assert (found["lone"][OURS], found["lone"]["iti"], found["lone"]["wrong"]) == (1.0, 0.0, 0.5)
@@ -326,7 +322,6 @@ def test_a_second_look_shows_fewer_wrong_answers_and_costs_the_tokens_of_those_t
     inputs = SimpleNamespace(label=label, behind=SimpleNamespace(answer_tokens=tokens))
     prepared: Any = SimpleNamespace(rows=named, inputs=inputs)
     table = second_look_table([SetResult(prepared, [], scores, None)])
-    assert table is not None
     quarter = {row["shown"]: row for row in table.rows}[0.2]
     found = {name: quarter[name]["mean"] for name in ("before", "after", "both", "staged")}
     assert found == {"before": 1.0, "after": 1.0, "both": 0.0, "staged": 0.25}
@@ -352,7 +347,6 @@ def test_each_source_and_each_rest_is_trained_on_once(
 ) -> None:
     inputs = mixed(tmp_path, "a/x", "b/y", "c/z")
     table = transfer_table({"mix": inputs}, OPTIONS, tmp_path / "kept")
-    assert table is not None
     depth = {
         row["train"]: row for row in table.rows if str(row["method"]).startswith("HalluTracer")
     }
@@ -374,14 +368,12 @@ def test_no_group_is_on_both_sides_of_a_transfer(
     kind[0] = "b/y" if kind[1].startswith("a") else "a/x"  # its other row stays where it was
     seen = []
 
-    def watched(group: np.ndarray, train: np.ndarray, test: np.ndarray) -> np.ndarray:
-        seen.append((set(group[train].tolist()), set(group[test].tolist())))
-        return np.zeros(len(test))
+    def watched(fold: Fold) -> np.ndarray:
+        seen.append([set(inputs.group[side].tolist()) for side in (fold.train, fold.test)])
+        return np.zeros(len(fold.test))
 
-    monkeypatch.setattr(tables, "chosen_depth_mean", lambda readouts, *given: watched(*given[:3]))
-    monkeypatch.setattr(
-        tables, "text_ngrams", lambda fold: watched(fold.inputs.group, fold.train, fold.test)
-    )
+    monkeypatch.setattr(tables, "chosen_depth_mean", lambda _, fold, options: watched(fold))
+    monkeypatch.setattr(tables, "text_ngrams", watched)
     assert (
         transfer_table({"mix": replace(inputs, kind=kind)}, OPTIONS, tmp_path / "kept") is not None
     )

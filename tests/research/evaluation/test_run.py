@@ -265,7 +265,6 @@ def test_rivals_read_the_model_s_own_answers_where_the_labels_are_about_them(
     small: SimpleNamespace,
 ) -> None:
     said = re.search(r"given: left out: (.+): the labels are the set's own", small.stdout)
-    assert said is not None
     assert set(said[1].split(", ")) == {*READ.removesuffix("D").strip(",").split(","), *OF_CLASS_D}
     found = small.found["own"]
     assert (

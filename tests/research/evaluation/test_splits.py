@@ -102,11 +102,8 @@ def test_both_readouts_find_a_planted_signal_and_a_kept_split_is_not_fitted_agai
     split = first_split(tmp_path / "fits", inputs)
     label, mean = inputs.label[split.test], split.test_trajectory.mean(axis=1)
     assert auroc(label, mean) > 0.8
-    sides = split.train, split.test
-    assert (
-        auroc(label, splits.chosen_depth_mean(inputs.residual, inputs.group, *sides, 0, CHOSEN))
-        > 0.8
-    )
+    fold = split.fold_of(inputs)
+    assert auroc(label, splits.chosen_depth_mean(inputs.residual, fold, CHOSEN)) > 0.8
     np.testing.assert_allclose(
         splits.pooled_depth_mean(inputs.heads, split, CHOSEN), mean, rtol=1e-4
     )
@@ -180,7 +177,7 @@ def test_what_is_read_behind_the_answer_adds_to_the_depth_mean_and_no_test_label
     both = splits.before_and_behind(behind, inputs, split, CHOSEN)
     wrong = inputs.label[split.test]
     alone = -split.test_trajectory.mean(axis=1)
-    second = -splits.chosen_depth_mean(behind, inputs.group, split.train, split.test, 0, CHOSEN)
+    second = -splits.chosen_depth_mean(behind, split.fold_of(inputs), CHOSEN)
     assert risk_auroc(wrong, both) > max(risk_auroc(wrong, alone), risk_auroc(wrong, second)) + 0.01
     turned = inputs.label.copy()
     turned[split.test] = 1 - turned[split.test]
@@ -217,7 +214,7 @@ def test_running_scores_are_those_of_the_mean_s_probes_on_each_beginning_and_tok
     behind = BehindAnswers(read, read, read, read, tokens.swapaxes(0, 1), said, said)
     with_answers = replace(inputs, behind=behind)
     found = splits.running(with_answers, split, CHOSEN)
-    whole = -splits.chosen_depth_mean(read, inputs.group, split.train, split.test, 0, CHOSEN)
+    whole = -splits.chosen_depth_mean(read, split.fold_of(inputs), CHOSEN)
     np.testing.assert_allclose(
         found["answer-first-16"], whole, rtol=0, atol=2e-3
     )  # float16, and no token beyond

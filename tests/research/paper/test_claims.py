@@ -341,7 +341,6 @@ def test_ahead_is_a_matter_of_the_interval() -> None:
 
 def test_the_interval_is_that_of_the_main_table(result: SetResult) -> None:
     known = compare(result.label, result.group, result.scores)
-    assert known is not None
     assert known.runner_up == "iti"
     assert ahead(result, "iti").text.endswith(rules.shown(known.gain))
 

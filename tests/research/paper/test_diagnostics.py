@@ -559,7 +559,6 @@ def test_a_chain_of_slowly_turning_directions_fails_every_comparison_with_random
     assert found.mean_abs_cos > 0.5
     for name in ("ks_ambient_p", "trend_p", "anova_p", "permutation_ambient_p"):
         assert getattr(found, name) < 0.001, name
-    assert found.trend_slope is not None
     assert found.trend_slope < 0
     assert found.permutation_ambient_p == 1 / 2001  # no random set is as far out
 
@@ -568,8 +567,6 @@ def test_directions_of_fewer_dimensions_match_their_rank_and_not_the_space() -> 
     v = np.zeros((80, 128))
     v[:, :6] = unit_rows(np.random.default_rng(2).standard_normal((80, 6)))
     found = isotropy(v, effective_rank=6.2, permutations=500)
-    assert found.permutation_ambient_p is not None
-    assert found.permutation_rank_p is not None
     assert found.permutation_ambient_p < 0.01 < found.permutation_rank_p
     assert found.expected_rank == pytest.approx(expected_cosine(6.2))
     few = isotropy(unit_rows(np.random.default_rng(5).standard_normal((3, 8))), permutations=50)
@@ -675,7 +672,6 @@ def test_the_model_gives_the_proposition_back() -> None:
         (rho, expected, expected), rel=0.03
     )
     assert found.gamma == pytest.approx(gamma, rel=0.01)
-    assert found.gamma_plugin is not None
     assert found.gamma_plugin > gamma  # Var(alpha-hat) holds sigma_eps^2 / m as well
     gap = np.array([1.0, 2.0, 3.0, 2.0])
     trajectory, label = random_intercepts(40, 4, gap=0.0, seed=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from hallutracer_research.evaluation.page import Cell, Column, to_markdown
 from hallutracer_research.evaluation.results import SetResult
@@ -112,7 +112,7 @@ def test_together_they_are_all_tables_of_the_paper_but_the_main_one() -> None:
         columns: set[Any] = set()
         for spec in SPECS:
             if spec.label == label:
-                columns |= {column for column in cast(Any, spec.columns) if isinstance(column, str)}
+                columns |= {column for column in spec.columns if isinstance(column, str)}
         assert columns == {column.key for column in PUBLISHED[label].columns} - NOT_OURS, label
 
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from service.errors import TrainingError
 
 if TYPE_CHECKING:
-    from hallutracer_research.evaluation.methods.base import Floats, Fold, MethodInputs
-    from service.fitting.probes import Readouts
+    from hallutracer_research.evaluation.methods.base import Fold, MethodInputs
+    from service.fitting.probes import Floats, Readouts
 
     Fit = Callable[[Fold], Floats]
 

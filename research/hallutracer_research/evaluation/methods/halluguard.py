@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
-from hallutracer_research.evaluation.methods.base import Floats
 from service.engines.base import LoadedModel, Sampling, TokenIds, TorchModel
 from service.errors import EngineError
+from service.fitting.probes import Floats
 
 Tensor = torch.Tensor
 _NOT_TWICE = (
@@ -58,17 +58,16 @@ def halluguard_scores(
     with tqdm(total=len(prompts), desc="halluguard", mininterval=1) as bar:
         for start in range(0, len(prompts), _AT_ONCE):
             some = prompts[start : start + _AT_ONCE]
-            for place, answer in enumerate(
-                engine.generate(some, Sampling(max_tokens=max_new_tokens))
-            ):
+            answers = engine.generate(some, Sampling(max_tokens=max_new_tokens))
+            for number, (prompt, answer) in enumerate(zip(some, answers, strict=True), start):
                 if not answer.token_ids:
                     raise EngineError(
-                        f"prompt {start + place} fills the model's context of"
+                        f"prompt {number} fills the model's context of"
                         f" {engine.identity.max_tokens} tokens: there is no answer to score;"
                         " shorten it or leave the method out"
                     )
-                kernel, states = answer_kernel(torch_model, some[place], answer.token_ids)
-                scores[start + place] = score(kernel, states, floor)
+                kernel, states = answer_kernel(torch_model, prompt, answer.token_ids)
+                scores[number] = score(kernel, states, floor)
                 bar.update()
     return scores
 
@@ -121,7 +120,7 @@ def unit_gram(values: Tensor, parameters: Sequence[Tensor]) -> Floats:
         )
         squares.append(sum(float(part.float().square().sum()) for part in gradient))
     gram = torch.stack(columns, dim=1).double().cpu().numpy()
-    tolerance = max(float(np.sqrt(torch.finfo(one.dtype).eps)) for one in used)
+    tolerance = max(float(np.sqrt(torch.finfo(parameter.dtype).eps)) for parameter in used)
     # A sure token's gradient is rounding beside the others': it is compared with theirs.
     allowed = tolerance * np.maximum(squares, 0.01 * max(squares))
     if np.any(np.abs(np.diag(gram) - squares) > allowed):
@@ -158,15 +157,15 @@ def displacement_ratio(states: NDArray[np.floating]) -> float:
 def _differentiable(block: Any) -> Iterator[list[Tensor]]:
     """Give one block's parameters gradients, only for as long as they are wanted."""
     parameters = list(block.parameters())
-    before = [one.requires_grad for one in parameters]
+    before = [parameter.requires_grad for parameter in parameters]
     try:
-        for one in parameters:
-            one.requires_grad_(True)
+        for parameter in parameters:
+            parameter.requires_grad_(True)
         with torch.enable_grad():
             yield parameters
     finally:
-        for one, wanted in zip(parameters, before, strict=True):
-            one.requires_grad_(wanted)
+        for parameter, wanted in zip(parameters, before, strict=True):
+            parameter.requires_grad_(wanted)
 
 
 @contextmanager

@@ -29,15 +29,13 @@ from numpy.typing import NDArray
 from torch import nn
 
 from hallutracer_research.evaluation.methods.base import (
-    Floats,
     Fold,
-    Index,
     Rows,
     fit_at_best_layer,
     required,
 )
 from service.engines.base import TracedAnswer
-from service.fitting.probes import standardise
+from service.fitting.probes import Floats, Index, standardise
 from service.fitting.scores import auroc, risk_auroc
 from service.fitting.solver import CONSTANT, one_torch_thread
 

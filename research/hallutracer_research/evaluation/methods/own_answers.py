@@ -21,15 +21,16 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from os.path import commonprefix
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hallutracer_research.evaluation.methods.base import Floats, Index
 from hallutracer_research.evaluation.pooling import is_content
 from service.data.judges import normalise
 from service.engines.base import Engine
 from service.errors import EngineError
+from service.fitting.probes import Floats, Index
 from service.prompts import PromptFormat, continuation
 
 TRUE, FALSE = ("A", "True"), ("B", "False")
@@ -54,15 +55,12 @@ fold's labels leak."""
 def asked(question: str, answer: str, *, examples: bool = False) -> str:
     """Return the text that asks whether ``answer`` is true, behind the ``EXAMPLES`` where
     wanted."""
-    before = [
-        f"{asked(one, said)} ({'A' if true else 'B'}) {true}\n\n"
-        for one, said, true in EXAMPLES
-        if examples
-    ]
+    before = ""
+    for known, proposed, true in EXAMPLES if examples else ():
+        before += f"{asked(known, proposed)} ({'A' if true else 'B'}) {true}\n\n"
     return (
-        "".join(before)
-        + f"Question: {question}\nProposed Answer: {answer}\nIs the proposed answer:\n (A) True\n"
-        " (B) False\nThe proposed answer is:"
+        f"{before}Question: {question}\nProposed Answer: {answer}\n"
+        "Is the proposed answer:\n (A) True\n (B) False\nThe proposed answer is:"
     )
 
 
@@ -85,20 +83,16 @@ def before_content(engine: Engine, question: str, answer: str) -> list[int]:
     word and not among the question's.  [] where it has none: then the first token is as good as
     any."""
     known = set(normalise(question).split())
-    words = (
-        (word, match.start()) for match in re.finditer(r"\w[\w'’-]*", answer) for word in [match[0]]
-    )
-    place = next(
-        (
-            at
-            for word, at in words
-            if is_content(word) and not set(normalise(word).split()) <= known
-        ),
-        0,
+    starts = (
+        word.start()
+        for word in re.finditer(r"\w[\w'’-]*", answer)
+        if is_content(word[0]) and not set(normalise(word[0]).split()) <= known
     )
     ids = continuation(engine, answer)
-    ends = [len(engine.detokenize(ids[: count + 1])) for count in range(len(ids))] if place else []
-    return ids[: sum(end <= place for end in ends)]
+    if not (start := next(starts, 0)):
+        return []
+    ends = [len(engine.detokenize(ids[: count + 1])) for count in range(len(ids))]
+    return ids[: sum(end <= start for end in ends)]
 
 
 def candidates(engine: Engine) -> tuple[list[int], list[int]]:
@@ -123,10 +117,10 @@ def log_odds(engine: Engine, prompts: Sequence[Sequence[int]]) -> Floats:
     """Return log-odds of true, [n], of rendered prompts that ask for it."""
     yes, no = candidates(engine)
     log_prob = engine.next_token(prompts, [*yes, *no])
-    sides = (log_prob[:, : len(yes)], log_prob[:, len(yes) :])
-    return np.asarray(
-        np.logaddexp.reduce(sides[0], axis=1) - np.logaddexp.reduce(sides[1], axis=1), np.float64
+    true, false = (
+        np.logaddexp.reduce(side, axis=1) for side in np.split(log_prob, [len(yes)], axis=1)
     )
+    return np.asarray(true - false, np.float64)
 
 
 def semantic_entropy(clusters: Index, log_prob: Floats | None = None) -> float:
@@ -138,29 +132,34 @@ def semantic_entropy(clusters: Index, log_prob: Floats | None = None) -> float:
     return float(-(share * np.log(share)).sum()) + 0.0  # no minus zero
 
 
+class _Meaning(NamedTuple):
+    words: list[str]
+    negated: bool
+    added: set[str]  # the words that the question has not
+
+    def same(self, answer: _Meaning) -> bool:
+        """Return whether two answers mean the same."""
+        if not self.added or not answer.added:
+            return self.words == answer.words
+        nested = self.added <= answer.added or answer.added <= self.added
+        return self.negated == answer.negated and nested
+
+
 def clusters(question: str, answers: Sequence[str]) -> Index:
     """Return the group of each answer, [K], numbered from 0 in the order in which they appear."""
-    asked = set(normalise(question).split())
-    said = [normalise(text).split() for text in answers]
-    # Each answer's words; whether one of them negates; those that the question has not.
-    read = [(words, any(map(_NEGATION.fullmatch, words)), set(words) - asked) for words in said]
-
-    def same(
-        one: tuple[list[str], bool, set[str]], other: tuple[list[str], bool, set[str]]
-    ) -> bool:
-        if not one[2] or not other[2]:
-            return one[0] == other[0]
-        return one[1] == other[1] and (one[2] <= other[2] or other[2] <= one[2])
-
-    firsts: list[tuple[list[str], bool, set[str]]] = []
-    found = []
-    for one in read:
-        place = next(
-            (number for number, first in enumerate(firsts) if same(one, first)), len(firsts)
+    of_question = set(normalise(question).split())
+    firsts: list[_Meaning] = []
+    groups = []
+    for answer in answers:
+        words = normalise(answer).split()
+        meaning = _Meaning(words, any(map(_NEGATION.fullmatch, words)), set(words) - of_question)
+        group = next(
+            (number for number, first in enumerate(firsts) if meaning.same(first)), len(firsts)
         )
-        firsts += [one] * (place == len(firsts))
-        found.append(place)
-    return np.array(found, np.int64)
+        if group == len(firsts):
+            firsts.append(meaning)
+        groups.append(group)
+    return np.array(groups, np.int64)
 
 
 def eigen_score(states: NDArray[np.floating]) -> float:

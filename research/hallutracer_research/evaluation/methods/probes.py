@@ -26,9 +26,7 @@ from sklearn.covariance import empirical_covariance, ledoit_wolf, shrunk_covaria
 
 from hallutracer_research.evaluation.methods.base import (
     INNER_FOLDS,
-    Floats,
     Fold,
-    Index,
     Linear,
     Rows,
     best_c,
@@ -42,7 +40,7 @@ from hallutracer_research.evaluation.methods.base import (
     window,
 )
 from service.errors import TrainingError
-from service.fitting.probes import Readouts, standardise
+from service.fitting.probes import Floats, Index, Readouts, standardise
 from service.fitting.scores import auroc
 from service.fitting.solver import one_numpy_thread
 from service.readout import Site

@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 
 from hallutracer_research.evaluation.methods.base import (
     INNER_FOLDS,
-    Floats,
     Fold,
     MethodInputs,
     l2_at_best_c,
 )
 from service.errors import TrainingError
+from service.fitting.probes import Floats
 from service.fitting.scores import risk_auroc
 from service.fitting.texts import text_logits
 

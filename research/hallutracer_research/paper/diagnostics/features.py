@@ -10,9 +10,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import ArrayLike
 
-from hallutracer_research.paper.diagnostics.classes import Floats, as_float
+from hallutracer_research.paper.diagnostics.classes import as_float
 from service.errors import TrainingError
-from service.fitting.probes import Index
+from service.fitting.probes import Floats, Index
 
 # Guards three ratios against a zero denominator. In units of squared truth logits for friction and
 # energy, of truth logits for the condition number; far below any spread that a probe's logits have.

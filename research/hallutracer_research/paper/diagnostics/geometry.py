@@ -17,7 +17,6 @@ from scipy.stats import beta, f_oneway, kstest, linregress, shapiro, ttest_1samp
 
 from hallutracer_research.paper.diagnostics import classes
 from hallutracer_research.paper.diagnostics.classes import (
-    Floats,
     as_float,
     defined,
     labelled,
@@ -25,6 +24,7 @@ from hallutracer_research.paper.diagnostics.classes import (
 )
 from hallutracer_research.paper.diagnostics.increments import Increments
 from service.errors import TrainingError
+from service.fitting.probes import Floats
 
 TOP_VARIANCE = 0.9
 MAX_CONDITION = 1e12
@@ -104,6 +104,7 @@ def layer_geometry(
     shift, trace = classes.gap(x, factual), float(np.trace(sigma))
     norm = float(np.linalg.norm(shift))
     ranks = [_stable_rank(covariance) for covariance in (sigma, *of_class)]
+    shares = [None if rank is None else rank / d for rank in ranks]
     trace_factual, trace_hallucinated = (float(np.trace(covariance)) for covariance in of_class)
     energy = top = aligned = fisher = None
     if direction is not None:
@@ -122,7 +123,9 @@ def layer_geometry(
     return Layer(
         norm,
         ranks[0],
-        *(None if rank is None else rank / d for rank in ranks),
+        shares[0],
+        shares[1],
+        shares[2],
         trace_ratio=trace_factual / trace_hallucinated if trace_hallucinated > 0 else None,
         energy_fraction=energy,
         v2_top90=top,

@@ -18,9 +18,10 @@ from numpy.typing import ArrayLike
 from scipy.stats import rankdata
 
 from hallutracer_research.paper.diagnostics import classes
-from hallutracer_research.paper.diagnostics.classes import Floats, Mask, as_float, labelled
+from hallutracer_research.paper.diagnostics.classes import Mask, as_float, labelled
 from hallutracer_research.paper.diagnostics.features import zones
 from service.errors import TrainingError
+from service.fitting.probes import Floats
 
 # of Table k-decomp-auroc; the bias part is one number per layer
 PARTS = ("k", "probe", "metric", "head")
@@ -103,7 +104,8 @@ def kappa_table(w: ArrayLike, label: ArrayLike) -> KappaTable:
     kappa = np.divide(high, low, out=np.full_like(high, np.nan), where=low > 0)
     middle = np.array(classes.middle_transitions(values.shape[1] + 1), np.int64)
     varied = middle[low[middle] > 0]
-    by_layer, notes = tuple(classes.as_document(kappa)), ()
+    by_layer: tuple[float | None, ...] = tuple(classes.as_document(kappa))
+    notes: tuple[str, ...] = ()
     if missing := len(middle) - len(varied):
         notes = (f"{missing} of {len(middle)} middle transitions have a class without variance",)
     if not len(varied):

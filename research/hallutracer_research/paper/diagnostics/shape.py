@@ -18,9 +18,10 @@ from numpy.typing import ArrayLike
 from scipy.linalg import cho_factor, cho_solve, helmert
 
 from hallutracer_research.paper.diagnostics import classes
-from hallutracer_research.paper.diagnostics.classes import Floats, Mask, centred, gap, labelled
+from hallutracer_research.paper.diagnostics.classes import Mask, centred, gap, labelled
 from hallutracer_research.paper.diagnostics.features import slope_weights
 from service.errors import TrainingError
+from service.fitting.probes import Floats
 
 MAX_LAG = 12
 ROUNDING: Final = (
