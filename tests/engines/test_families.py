@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from functools import partial
 from typing import Any, get_args
 
 import numpy as np
@@ -46,6 +47,7 @@ def capture(
     return captured
 
 
+close = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
 UNKNOWN = "opt"  # a decoder without a row
 
 
@@ -54,7 +56,7 @@ def config_of(name: str) -> Any | None:
     not have it yet."""
     try:
         return tiny.MORE[name]()
-    except AttributeError:
+    except ValueError:
         return None
 
 
@@ -92,12 +94,11 @@ def test_heads_put_back_through_the_projection_give_the_attention_output(name: s
     prompt = tiny.prompts([11])[0]
     parent = family.projection.rpartition(".")[0]
     attention = capture(model, [block.get_submodule(parent) for block in located.blocks], prompt)
-    activations = engine.extract([prompt], [Site.ATTENTION_HEAD]).activations[Site.ATTENTION_HEAD][
-        0
-    ]
-    heads = located.geometry.by_head(activations, Site.ATTENTION_HEAD)  # [m, K, d]
+    site = Site.ATTENTION_HEAD
+    [activations] = engine.extract([prompt], [site]).activations[site]
+    heads = located.geometry.by_head(activations, site)  # [m, K, d]
     assert np.abs(activations).max() > 1e-3
-    for layer, projection in enumerate(located.at[Site.ATTENTION_HEAD]):
+    for layer, projection in enumerate(located.at[site]):
         weight: Any = projection.weight
         weight = (weight if name == "gpt2" else weight.T).detach().numpy()  # [K d, hidden]
         d = located.geometry.head_dim
@@ -126,17 +127,12 @@ def test_activations_equal_an_independent_capture(name: str):
         ).hidden_states
     for layer in range(located.geometry.num_layers):
         residual = activations[Site.RESIDUAL_STREAM][0, layer]
-        np.testing.assert_allclose(residual, blocks[layer][-1].numpy(), rtol=1e-5, atol=1e-6)
-        if (
-            layer < located.geometry.num_layers - 1
-        ):  # transformers' last hidden state is after the final norm
-            np.testing.assert_allclose(
-                residual, hidden[layer + 1][0, -1].numpy(), rtol=1e-5, atol=1e-6
-            )
-        if not projected:
-            continue
-        head = activations[Site.ATTENTION_HEAD][0, layer]
-        np.testing.assert_allclose(head, projected[layer][-1].numpy(), rtol=1e-5, atol=1e-6)
+        close(residual, blocks[layer][-1].numpy())
+        # transformers' last hidden state is after the final norm
+        if layer < located.geometry.num_layers - 1:
+            close(residual, hidden[layer + 1][0, -1].numpy())
+        if projected:
+            close(activations[Site.ATTENTION_HEAD][0, layer], projected[layer][-1].numpy())
 
 
 def test_a_new_site_is_a_name_and_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,9 +142,7 @@ def test_a_new_site_is_a_name_and_a_row(monkeypatch: pytest.MonkeyPatch) -> None
     model, prompt = tiny.modules(engine).model, tiny.prompts([11])[0]
     extracted = engine.extract([prompt], [added]).activations[added][0]
     outputs = capture(model, [block.get_submodule("mlp") for block in locate(model).blocks], prompt)
-    np.testing.assert_allclose(
-        extracted, [output[-1].numpy() for output in outputs], rtol=1e-5, atol=1e-6
-    )
+    close(extracted, [output[-1].numpy() for output in outputs])
     assert {site.value for site in Site} == set(get_args(SiteName))  # as a bundle names them
 
 
@@ -185,20 +179,18 @@ def test_prompts_together_are_read_and_answered_as_each_alone(name: str):
 
 def test_a_family_without_a_row_is_read_at_the_residual_stream_alone() -> None:
     engine = tiny.shared_engine(UNKNOWN)
-    prompts, geometry = tiny.prompts([7]), engine.identity.geometry
+    prompts = tiny.prompts([7])
     words = (
-        r"'opt' is read at residual_stream only, not at attention_head: train with --readout"
-        r" residual_stream.*row in"
+        "'opt' is read at residual_stream only, not at attention_head: train with --readout"
+        " residual_stream.*row in"
     )
-    for reads in (
-        lambda: engine.extract(prompts, list(Site)),
-        lambda: engine.score(prompts, [tiny.probes(geometry)]),
-        lambda: engine.begin(prompts, [tiny.probes(geometry)]),
-    ):
+    probes = [tiny.probes_of(engine)]
+    reads: list[tuple[Any, Any]] = [(engine.score, probes), (engine.begin, probes)]
+    for read, what in [*reads, (engine.extract, list(Site))]:
         with pytest.raises(UnknownFamily, match=words):
-            reads()
-    [result] = engine.score(prompts, [tiny.probes(geometry, Site.RESIDUAL_STREAM)])
-    assert np.isfinite(result.trajectories[0]).all()
+            read(prompts, what)
+    residual = tiny.probes_of(engine, Site.RESIDUAL_STREAM)
+    assert np.isfinite(tiny.trajectories(engine, prompts, residual)).all()
     with pytest.raises(
         UnknownFamily, match="heads cannot be read: only some of its blocks have attention"
     ):
@@ -214,22 +206,17 @@ class Wrapped(torch.nn.Module):
         self.block, self.change = block, change
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return self.change(self.block, hidden, args, kwargs)
-
-
-def narrower(block: Any, hidden: Any, args: Any, kwargs: Any) -> Any:
-    return block(hidden, *args, **kwargs)[..., None]
-
-
-def backwards(block: Any, hidden: Any, args: Any, kwargs: Any) -> Any:
-    return block(hidden + hidden.sum(1, keepdim=True), *args, **kwargs)
+        return self.change(lambda given: self.block(given, *args, **kwargs), hidden)
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (narrower, "size 32|does not run as a decoder"),
-        (backwards, "from left to right|other hidden"),
+        (lambda block, hidden: block(hidden)[..., None], "size 32|does not run as a decoder"),
+        (
+            lambda block, hidden: block(hidden + hidden.sum(1, keepdim=True)),
+            "from left to right|other hidden",
+        ),
     ],
 )
 def test_what_is_no_chain_of_blocks_is_refused(change: Any, words: str) -> None:
@@ -251,14 +238,13 @@ def test_blocks_that_something_is_added_between_are_refused() -> None:
 
 def test_a_decoder_without_its_blocks_or_with_two_lists_of_them_is_refused_by_name() -> None:
     model = tiny.model(UNKNOWN)
-    model.get_decoder().others = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(3))
+    decoder = model.get_decoder()
+    decoder.others = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(3))
     with pytest.raises(EngineError, match=r"opt: OPT\w+ has 2 lists of 3 blocks.*layers.*others"):
         locate(model)
-    model.get_decoder().layers[0].experts = torch.nn.ModuleList(
-        torch.nn.Linear(2, 2) for _ in range(3)
-    )
-    del model.get_decoder().others
-    assert locate(model).blocks == tuple(model.get_decoder().layers)
+    decoder.layers[0].experts = decoder.others
+    del decoder.others
+    assert locate(model).blocks == tuple(decoder.layers)
 
 
 def test_a_config_that_contradicts_the_modules_is_refused():

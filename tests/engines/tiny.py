@@ -6,16 +6,18 @@ weights large enough that a mistake shows."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from random import Random
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import transformers as hf
+from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-from service.engines.base import EngineOptions, TorchModel
+from service.engines.base import EngineOptions, FirstToken, PrefillResult, TorchModel
 from service.engines.families import locate
 from service.engines.loading import loader
 from service.engines.transformers.engine import TransformersEngine
@@ -78,26 +80,32 @@ def families(
         "eoi_token_index": 262,
         "mm_tokens_per_image": 4,
     }
+    return makers(
+        {
+            "llama": wide,
+            "qwen2": base,
+            "qwen3": wide,
+            "mistral": wide | sliding,
+            "gemma2": gemma | {"final_logit_softcapping": 5.0},
+            "gemma3_text": gemma,
+            "gemma3": {"text_config": gemma, "vision_config": vision} | images | ends,
+            "phi3": base,
+            "olmo2": base,
+            "gpt_neox": no_gqa,
+            "gpt2": gpt2 | ends,
+            "mixtral": wide | {"num_local_experts": 4, "num_experts_per_tok": 2},
+            "qwen2_moe": base | experts | {"shared_expert_intermediate_size": 2 * expert},
+            "qwen3_moe": wide | experts,
+            "olmoe": base | {"num_experts": 4, "num_experts_per_tok": 2},
+        }
+    )
+
+
+def makers(options: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """By model type, what makes its configuration with these options.  It raises ValueError where
+    this version of transformers does not have the type."""
     return {
-        "llama": lambda: hf.LlamaConfig(**wide),
-        "qwen2": lambda: hf.Qwen2Config(**base),
-        "qwen3": lambda: hf.Qwen3Config(**wide),
-        "mistral": lambda: hf.MistralConfig(**wide, **sliding),
-        "gemma2": lambda: hf.Gemma2Config(**gemma, final_logit_softcapping=5.0),
-        "gemma3_text": lambda: hf.Gemma3TextConfig(**gemma),
-        "gemma3": lambda: hf.Gemma3Config(
-            text_config=gemma, vision_config=vision, **images, **ends
-        ),
-        "phi3": lambda: hf.Phi3Config(**base),
-        "olmo2": lambda: hf.Olmo2Config(**base),
-        "gpt_neox": lambda: hf.GPTNeoXConfig(**no_gqa),
-        "gpt2": lambda: hf.GPT2Config(**gpt2, **ends),
-        "mixtral": lambda: hf.MixtralConfig(**wide, num_local_experts=4, num_experts_per_tok=2),
-        "qwen2_moe": lambda: hf.Qwen2MoeConfig(
-            **base, **experts, shared_expert_intermediate_size=2 * expert
-        ),
-        "qwen3_moe": lambda: hf.Qwen3MoeConfig(**wide, **experts),
-        "olmoe": lambda: hf.OlmoeConfig(**base, num_experts=4, num_experts_per_tok=2),
+        name: partial(hf.AutoConfig.for_model, name, **chosen) for name, chosen in options.items()
     }
 
 
@@ -186,121 +194,120 @@ def more_families(
         "image_size": 28,
         "patch_size": 14,
     }
-    return {
-        "gpt_oss": lambda: hf.GptOssConfig(**wide, **sliding, **local),
-        "deepseek_v2": lambda: hf.DeepseekV2Config(**latent, **routed, topk_method="greedy"),
-        "deepseek_v3": lambda: hf.DeepseekV3Config(
-            **latent, **routed, topk_method="noaux_tc", scoring_func="sigmoid"
-        ),
-        "kimi_linear": lambda: hf.KimiLinearConfig(
-            **latent,
-            **hybrid,
-            **local,
-            n_group=1,
-            linear_head_dim=head,
-            linear_num_heads=4,
-            moe_intermediate_size=expert,
-            first_k_dense_replace=1,
-        ),
-        "llama4_text": lambda: hf.Llama4TextConfig(
-            **wide,
-            intermediate_size_mlp=base["intermediate_size"],
-            attention_chunk_size=window,
-            **local | {"num_experts_per_tok": 1},
-        ),
-        "glm": lambda: hf.GlmConfig(**wide),
-        "glm4": lambda: hf.Glm4Config(**wide),
-        "glm4_moe": lambda: hf.Glm4MoeConfig(**wide, **routed),
-        "phi": lambda: hf.PhiConfig(**base),
-        "phimoe": lambda: hf.PhimoeConfig(**base, **local),
-        "granite": lambda: hf.GraniteConfig(
-            **base,
-            residual_multiplier=0.5,
-            embedding_multiplier=2.0,
-            logits_scaling=2.0,
-            attention_multiplier=0.2,
-        ),
-        "granitemoe": lambda: hf.GraniteMoeConfig(**base, **local),
-        "cohere": lambda: hf.CohereConfig(**base),
-        "cohere2": lambda: hf.Cohere2Config(**base, **sliding),
-        "falcon": lambda: hf.FalconConfig(
-            **no_gqa, new_decoder_architecture=True, num_kv_heads=2, bias=False
-        ),
-        "falcon_h1": lambda: hf.FalconH1Config(**wide, **mamba, mamba_d_ssm=2 * hidden),
-        "gemma": lambda: hf.GemmaConfig(**wide),
-        "olmo3": lambda: hf.Olmo3Config(**base, **sliding),
-        "smollm3": lambda: hf.SmolLM3Config(**base),
-        "seed_oss": lambda: hf.SeedOssConfig(**wide),
-        "exaone4": lambda: hf.Exaone4Config(**base, **sliding),
-        "ernie4_5": lambda: hf.Ernie4_5Config(**wide),
-        "starcoder2": lambda: hf.Starcoder2Config(**base),
-        "stablelm": lambda: hf.StableLmConfig(**base),
-        "minimax_m2": lambda: hf.MiniMaxM2Config(**wide, **local),
-        "qwen2_5_vl": lambda: hf.Qwen2_5_VLConfig(
-            text_config=base | {"rope_parameters": rope},
-            vision_config=qwen_sight,
-            **qwen_images,
-            **ends,
-        ),
-        "mistral3": lambda: hf.Mistral3Config(
-            text_config=wide | {"model_type": "mistral"},
-            vision_config=sight,
-            image_token_index=260,
-            **ends,
-        ),
-        "qwen3_next": lambda: hf.Qwen3NextConfig(**wide, **linear, **shared),
-        "qwen3_5_text": lambda: hf.Qwen3_5TextConfig(**wide, **linear),
-        "qwen3_5_moe_text": lambda: hf.Qwen3_5MoeTextConfig(**wide, **linear, **shared),
-        "granitemoehybrid": lambda: hf.GraniteMoeHybridConfig(
-            **base,
-            **mamba,
-            **local,
-            shared_intermediate_size=expert,
-            layer_types=["mamba", "attention", "mamba"],
-        ),
-        "bamba": lambda: hf.BambaConfig(**base, **mamba, attn_layer_indices=[1]),
-        "zamba2": lambda: hf.Zamba2Config(
-            **base,
-            **states,
-            chunk_size=16,
-            num_mem_blocks=1,
-            adapter_rank=8,
-            use_mem_rope=True,
-            hybrid_layer_ids=[1],
-            layers_block_type=["mamba", "hybrid", "mamba"],
-        ),
-        "jamba": lambda: hf.JambaConfig(
-            **base,
-            attn_layer_period=2,
-            attn_layer_offset=1,
-            expert_layer_period=2,
-            expert_layer_offset=1,
-            num_experts=4,
-            mamba_d_state=16,
-            mamba_dt_rank=8,
-            use_mamba_kernels=False,
-        ),
-        "nemotron_h": lambda: hf.NemotronHConfig(
-            **base,
-            hybrid_override_pattern="M*-",
-            mamba_num_heads=4,
-            mamba_head_dim=hidden // 2,
-            ssm_state_size=16,
-            n_groups=1,
-            chunk_size=16,
-        ),
-        "lfm2": lambda: hf.Lfm2Config(**base, layer_types=["conv", "full_attention", "conv"]),
-        "opt": lambda: hf.OPTConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=hidden,
-            ffn_dim=2 * hidden,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            max_position_embeddings=base["max_position_embeddings"],
-            word_embed_proj_dim=hidden,
-            **ends,
-        ),  # no row
-    }
+    return makers(
+        {
+            "gpt_oss": wide | sliding | local,
+            "deepseek_v2": latent | routed | {"topk_method": "greedy"},
+            "deepseek_v3": latent | routed | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+            "kimi_linear": latent
+            | hybrid
+            | local
+            | {
+                "n_group": 1,
+                "linear_head_dim": head,
+                "linear_num_heads": 4,
+                "moe_intermediate_size": expert,
+                "first_k_dense_replace": 1,
+            },
+            "llama4_text": wide
+            | {
+                "intermediate_size_mlp": base["intermediate_size"],
+                "attention_chunk_size": window,
+                "num_local_experts": 4,
+                "num_experts_per_tok": 1,
+            },
+            "glm": wide,
+            "glm4": wide,
+            "glm4_moe": wide | routed,
+            "phi": base,
+            "phimoe": base | local,
+            "granite": base
+            | {
+                "residual_multiplier": 0.5,
+                "embedding_multiplier": 2.0,
+                "logits_scaling": 2.0,
+                "attention_multiplier": 0.2,
+            },
+            "granitemoe": base | local,
+            "cohere": base,
+            "cohere2": base | sliding,
+            "falcon": no_gqa | {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": False},
+            "falcon_h1": wide | mamba | {"mamba_d_ssm": 2 * hidden},
+            "gemma": wide,
+            "olmo3": base | sliding,
+            "smollm3": base,
+            "seed_oss": wide,
+            "exaone4": base | sliding,
+            "ernie4_5": wide,
+            "starcoder2": base,
+            "stablelm": base,
+            "minimax_m2": wide | local,
+            "qwen2_5_vl": {
+                "text_config": base | {"rope_parameters": rope},
+                "vision_config": qwen_sight,
+            }
+            | qwen_images
+            | ends,
+            "mistral3": {
+                "text_config": wide | {"model_type": "mistral"},
+                "vision_config": sight,
+                "image_token_index": 260,
+            }
+            | ends,
+            "qwen3_next": wide | linear | shared,
+            "qwen3_5_text": wide | linear,
+            "qwen3_5_moe_text": wide | linear | shared,
+            "granitemoehybrid": base
+            | mamba
+            | local
+            | {
+                "shared_intermediate_size": expert,
+                "layer_types": ["mamba", "attention", "mamba"],
+            },
+            "bamba": base | mamba | {"attn_layer_indices": [1]},
+            "zamba2": base
+            | states
+            | {
+                "chunk_size": 16,
+                "num_mem_blocks": 1,
+                "adapter_rank": 8,
+                "use_mem_rope": True,
+                "hybrid_layer_ids": [1],
+                "layers_block_type": ["mamba", "hybrid", "mamba"],
+            },
+            "jamba": base
+            | {
+                "attn_layer_period": 2,
+                "attn_layer_offset": 1,
+                "expert_layer_period": 2,
+                "expert_layer_offset": 1,
+                "num_experts": 4,
+                "mamba_d_state": 16,
+                "mamba_dt_rank": 8,
+                "use_mamba_kernels": False,
+            },
+            "nemotron_h": base
+            | {
+                "hybrid_override_pattern": "M*-",
+                "mamba_num_heads": 4,
+                "mamba_head_dim": hidden // 2,
+                "ssm_state_size": 16,
+                "n_groups": 1,
+                "chunk_size": 16,
+            },
+            "lfm2": base | {"layer_types": ["conv", "full_attention", "conv"]},
+            "opt": ends  # no row
+            | {
+                "vocab_size": VOCABULARY,
+                "hidden_size": hidden,
+                "ffn_dim": 2 * hidden,
+                "num_hidden_layers": 3,
+                "num_attention_heads": 4,
+                "max_position_embeddings": base["max_position_embeddings"],
+                "word_embed_proj_dim": hidden,
+            },
+        }
+    )
 
 
 CONFIGS = families(BASE, WIDE, WINDOW, 24)
@@ -326,24 +333,25 @@ def model(family: str, seed: int = 0) -> Any:
 
 def tokenizer(*, template: str | None = CHAT_TEMPLATE) -> Any:
     """One token per UTF-8 byte, a BOS in front of plain text, and a chat template."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<s>", "</s>", "<pad>", "<|assistant|>"])
-    backend.post_processor = processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", BOS)]
+    vocabulary = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    fast = byte_level(
+        models.BPE(vocab=vocabulary, merges=[]), ["<s>", "</s>", "<pad>", "<|assistant|>"]
     )
-    fast = hf.PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        bos_token="<s>",
-        eos_token="</s>",
-        pad_token="<pad>",
-        model_max_length=CONTEXT,
-    )
+    fast.pad_token, fast.model_max_length = "<pad>", CONTEXT
     if template is not None:
         fast.chat_template = template
     return fast
+
+
+def byte_level(model: models.BPE, special: list[str]) -> Any:
+    """A tokenizer of bytes with special tokens, of which <s> stands in front of plain text."""
+    backend = Tokenizer(model)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(special)
+    first = [("<s>", backend.token_to_id("<s>"))]
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=first)
+    return hf.PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
 
 
 def engine(family: str = "llama", **options: Any) -> TransformersEngine:
@@ -411,7 +419,7 @@ def come_and_go(
 def probes(
     geometry: Geometry, site: Site = Site.ATTENTION_HEAD, seed: int = 2, *, scaled: bool = False
 ) -> Probes:
-    """Random unit probes for a geometry."""
+    """Random unit probes for a geometry.  Of an engine's: ``probes_of``."""
     generator = np.random.default_rng(seed)
     m, d = geometry.num_layers, geometry.dim(site)
     direction = generator.standard_normal((m, d))
@@ -424,3 +432,39 @@ def probes(
         bias=generator.standard_normal(m).astype(np.float32),
         scale=scale.astype(np.float32),
     )
+
+
+def probes_of(engine: Any, *arguments: Any, **options: Any) -> Probes:
+    """Random unit probes for an engine's model; the rest as of ``probes``."""
+    return probes(engine.identity.geometry, *arguments, **options)
+
+
+def trajectories(engine: Any, prompts: Sequence[list[int]], probes: Probes) -> NDArray[np.float64]:
+    """Truth logits [prompts, m] of these probes."""
+    return np.stack([result.trajectories[0] for result in engine.score(prompts, [probes])])
+
+
+def check_same(
+    result: PrefillResult,
+    expected: PrefillResult,
+    *,
+    tokens: bool,
+    rtol: float = 1e-5,
+    atol: float = 1e-5,
+) -> None:
+    """Two readings of one prompt are alike, with first tokens where ``tokens`` says so."""
+    assert result.prompt_tokens == expected.prompt_tokens
+    for ours, theirs in zip(result.trajectories, expected.trajectories, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=rtol, atol=atol)
+    assert (result.first_token is not None) == tokens
+    if tokens:
+        check_first(result.first_token, expected.first_token)
+
+
+def check_first(first: FirstToken | None, expected: FirstToken | None) -> None:
+    """Two distributions of a prompt's first token are alike."""
+    assert first is not None
+    assert expected is not None
+    assert first.token == expected.token
+    assert first.log_max_prob == pytest.approx(expected.log_max_prob, abs=1e-5)
+    assert first.entropy == pytest.approx(expected.entropy, abs=1e-5)
