@@ -40,29 +40,22 @@ def changed(adapter: Path, folder: Path, **fields: Any) -> Path:
 
 
 def test_the_digest_is_of_what_is_computed(adapter: Path, tmp_path: Path) -> None:
-    own = digest_of(adapter)
-    targets = list(reversed(lora.TARGETS))
-    same = changed(
-        adapter,
-        tmp_path / "same",
-        base_model_name_or_path="/elsewhere",
-        lora_dropout=0.1,
-        use_dora=False,
-        target_modules=targets,
-        revision="x",
-        alpha_pattern={},
-    )
-    assert digest_of(same) == own
-    others = [
-        changed(adapter, tmp_path / name, **{name: value})
-        for name, value in (
-            ("lora_alpha", 9),
-            ("use_rslora", True),
-            ("alpha_pattern", {"q_proj": 3}),
-        )
+    incidental = {
+        "base_model_name_or_path": "/elsewhere",
+        "lora_dropout": 0.1,
+        "use_dora": False,
+        "target_modules": list(reversed(lora.TARGETS)),
+        "revision": "x",
+        "alpha_pattern": {},
+    }
+    digest = digest_of(adapter)
+    assert digest_of(changed(adapter, tmp_path / "same", **incidental)) == digest
+    essential = {"lora_alpha": 9, "use_rslora": True, "alpha_pattern": {"q_proj": 3}}
+    folders = [
+        changed(adapter, tmp_path / name, **{name: value}) for name, value in essential.items()
     ]
-    others.append(lora.save_adapter(MODEL_DIR, tmp_path / "weights", seed=1))
-    assert len({own, *map(digest_of, others)}) == 5
+    folders.append(lora.save_adapter(MODEL_DIR, tmp_path / "weights", seed=1))
+    assert len({digest, *map(digest_of, folders)}) == 5
 
 
 def test_what_is_no_adapter_is_refused_by_name(adapter: Path, tmp_path: Path) -> None:
@@ -95,7 +88,7 @@ def test_the_embedded_engine_reads_the_model_with_its_adapter(
         engine.render_chat([{"role": "user", "content": QUESTION}]),
         *tiny.prompts([1, 17, 60], seed=2),
     ]
-    probes = [tiny.probes(engine.identity.geometry, site, 3) for site in Site]
+    probes = [tiny.probes_of(engine, site, 3) for site in Site]
 
     def read(reader: TransformersEngine) -> Any:
         return np.array([result.trajectories for result in reader.score(prompts, probes)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing, closing, contextmanager
 from random import Random
 from typing import Any
@@ -44,19 +44,16 @@ class Failing:
     def begin(self) -> None:
         """From now on calls fail."""
         engine: Any = self.engine
-        score = engine.score
-        start = engine.begin
         step = engine.step_together
         chunks = engine.in_chunks
         detokenize = engine.detokenize
 
-        def scored(*given: Any, **options: Any) -> Any:
-            with self._at("score"):
-                return score(*given, **options)
+        def failing(what: str, work: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*given: Any, **options: Any) -> Any:
+                with self._at(what):
+                    return work(*given, **options)
 
-        def begun(*given: Any, **options: Any) -> Any:
-            with self._at("begin"):
-                return start(*given, **options)
+            return call
 
         def stepped(rows: Sequence[Any]) -> None:
             with self._at("half" if self._on_half else "step"):
@@ -66,11 +63,8 @@ class Failing:
 
         def in_chunks(*given: Any, **options: Any) -> Iterator[Any]:
             with closing(chunks(*given, **options)) as passes:
-                while True:
-                    with self._at("pass"):
-                        item = next(passes, OVER)
-                    if item is OVER:
-                        return
+                read = failing("pass", lambda: next(passes, OVER))
+                while (item := read()) is not OVER:
                     yield item
 
         def detokenized(token_ids: Sequence[int]) -> str:
@@ -78,8 +72,8 @@ class Failing:
                 self._fail("detokenize")
             return str(detokenize(token_ids))
 
-        engine.score = scored
-        engine.begin = begun
+        engine.score = failing("score", engine.score)
+        engine.begin = failing("begin", engine.begin)
         engine.step_together = stepped
         engine.in_chunks = in_chunks
         engine.detokenize = detokenized

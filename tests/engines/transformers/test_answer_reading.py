@@ -12,29 +12,22 @@ from service.engines.base import Sampling
 from service.errors import NonFiniteReadout
 from service.readout import Probes, Site
 from tests.engines import tiny
-
-LENGTHS = [3, 20, 7, 30, 1, 11]
-KINDS = ["llama", "gemma2", "gpt2", "mistral", "qwen3_moe"]
+from tests.engines.transformers.test_decoding import KINDS, LENGTHS
 
 
 def by_hand(engine: Any, prompt: list[int], answer: list[int], probes: Probes) -> np.ndarray:
     """Mean truth logits [m] at the onsets of the beginnings that end in one of the answer's
     tokens."""
     beginnings = [[*prompt, *answer[: count + 1]] for count in range(len(answer))]
-    return np.mean(
-        [result.trajectories[0] for result in engine.score(beginnings, [probes])], axis=0
-    )
+    return tiny.trajectories(engine, beginnings, probes).mean(axis=0)
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_answers_that_write_together_are_each_read_by_their_own_probes(name: str) -> None:
     engine, prompts = tiny.engine(name), tiny.prompts(LENGTHS)
     plain = engine.generate(prompts, Sampling(max_tokens=9))
-    both = (
-        tiny.probes(engine.identity.geometry, scaled=True),
-        tiny.probes(engine.identity.geometry, seed=5),
-    )
-    read_by = [both[0], None, both[1], both[0], both[1], None]
+    scaled, unscaled = tiny.probes_of(engine, scaled=True), tiny.probes_of(engine, seed=5)
+    read_by = [scaled, None, unscaled, scaled, unscaled, None]
     continuations = engine.begin(prompts, [])
     for continuation, probes in zip(continuations, read_by, strict=True):
         continuation.answer_probes = probes
@@ -52,14 +45,6 @@ def test_answers_that_write_together_are_each_read_by_their_own_probes(name: str
         np.testing.assert_allclose(continuation.reading.trajectory, expected, rtol=1e-3, atol=1e-4)
         [whole] = engine.score([[*prompt, *went_on]], [probes], last=[len(went_on)])
         np.testing.assert_allclose(whole.trajectories[0], expected, rtol=1e-3, atol=1e-4)
-
-
-def test_an_answer_of_one_token_has_no_reading() -> None:
-    engine = tiny.engine("llama")
-    [continuation] = engine.begin(tiny.prompts([5]), [])
-    continuation.answer_probes = tiny.probes(engine.identity.geometry)
-    list(continuation.decode(Sampling(max_tokens=1)))
-    assert continuation.reading is None
 
 
 @pytest.mark.parametrize("site", list(Site))
@@ -86,10 +71,7 @@ def test_training_reads_the_tokens_that_serving_reads(name: str, site: Site) -> 
 
 def test_many_rows_are_read_over_spans_of_their_own_and_a_shared_beginning_is_among_them() -> None:
     engine = tiny.engine("llama", max_batch_tokens=64)
-    probes = (
-        tiny.probes(engine.identity.geometry),
-        tiny.probes(engine.identity.geometry, Site.RESIDUAL_STREAM, seed=5),
-    )
+    probes = tiny.probes_of(engine), tiny.probes_of(engine, Site.RESIDUAL_STREAM, seed=5)
     chats = [
         engine.render_chat([{"role": "user", "content": text}])
         for text in ("who was it?", "where", "a")

@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from service.engines.base import FirstToken, PrefillResult, Sampling
+from service.engines.base import Sampling
 from service.engines.families import FAMILIES, family_of
 from service.engines.transformers import hooks
 from service.engines.transformers.decoding import KvContinuation
-from service.engines.transformers.engine import TransformersEngine
 from service.engines.transformers.hooks import PassCost, chunks, pad
 from service.errors import NonFiniteReadout, PromptTooLong
 from tests.engines import tiny
@@ -102,23 +101,6 @@ def result_of(passes: Iterator[Any], count: int, *, more: bool = False) -> Any:
     return result
 
 
-def check_same(result: PrefillResult, expected: PrefillResult, *, tokens: bool) -> None:
-    assert result.prompt_tokens == expected.prompt_tokens
-    for trajectory, whole in zip(result.trajectories, expected.trajectories, strict=True):
-        np.testing.assert_allclose(trajectory, whole, rtol=1e-5, atol=1e-5)
-    assert (result.first_token is not None) == tokens
-    if tokens:
-        check_first(result.first_token, expected.first_token)
-
-
-def check_first(first: FirstToken | None, expected: FirstToken | None) -> None:
-    assert first is not None
-    assert expected is not None
-    assert first.token == expected.token
-    assert first.log_max_prob == pytest.approx(expected.log_max_prob, abs=1e-5)
-    assert first.entropy == pytest.approx(expected.entropy, abs=1e-5)
-
-
 @pytest.mark.parametrize("name", [*tiny.ALL, *MORE, UNKNOWN])
 def test_passes_on_one_cache_read_as_one_pass_does(name: str) -> None:
     """Two prompts in turn, with the probes of a bundle and of its context, at every site that the
@@ -138,9 +120,9 @@ def test_passes_on_one_cache_read_as_one_pass_does(name: str) -> None:
         for prompt, own, whole, many in zip(prompts, items, expected, count, strict=True):
             result = result_of(iter(own), many, more=name not in WHOLE)
             if not options.get("kept"):
-                check_same(result, whole, tokens=bool(options))
+                tiny.check_same(result, whole, tokens=bool(options))
                 continue
-            check_same(result.prefill, whole, tokens=True)
+            tiny.check_same(result.prefill, whole, tokens=True)
             sampling = Sampling(max_tokens=6)
             [answer] = engine.generate([prompt], sampling)
             assert decoded(result, sampling).token_ids == answer.token_ids
@@ -151,19 +133,25 @@ def test_the_families_that_take_one_pass_are_those_whose_caches_do_not_go_on() -
     assert {name for family in FAMILIES if family.whole for name in family.model_types} == WHOLE
 
 
+def in_passes(cost: PassCost = EQUAL, most: int = MOST, engine: Any = None) -> Any:
+    """An engine whose passes take so many tokens, at this cost."""
+    engine = engine or tiny.engine()
+    engine.max_batch_tokens, engine._pass_cost = most, cost
+    return engine
+
+
 def test_what_chats_begin_with_is_read_once_in_front_of_passes_and_costs_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(hooks, "MIN_PREFIX", 4)
-    engine = tiny.engine(max_batch_tokens=MOST)
-    engine._pass_cost = EQUAL
+    engine = in_passes()
     chat = engine.render_chat([{"role": "user", "content": "x" * 60}])
-    probes = [tiny.probes(engine.identity.geometry)]
+    probes = [tiny.probes_of(engine)]
     [whole] = engine.score([chat], probes)
     shared, before = len(engine._prefix.tokens), engine.counters.forward_tokens
     assert 0 < shared < MOST
     result = result_of(engine.in_chunks(chat, probes), -(-(len(chat) - shared) // MOST))
-    check_same(result, whole, tokens=False)
+    tiny.check_same(result, whole, tokens=False)
     assert engine.counters.forward_tokens - before == len(chat) - shared
     assert engine.counters.prefills == 2
     assert sum(engine.pass_costs(chat)) == len(chat) - shared
@@ -171,9 +159,8 @@ def test_what_chats_begin_with_is_read_once_in_front_of_passes_and_costs_nothing
 
 
 def test_costs_are_of_the_passes_that_a_prompt_takes() -> None:
-    engine: Any = tiny.longrope_engine()
-    engine.max_batch_tokens, engine._pass_cost = 6, PassCost(10.0, 2.0, 1.0)
-    probes = [tiny.probes(engine.identity.geometry)]
+    engine = in_passes(PassCost(10.0, 2.0, 1.0), 6, tiny.longrope_engine())
+    probes = [tiny.probes_of(engine)]
     for length in (1, 6, 7, 16, 17, 40):
         [prompt] = tiny.prompts([length])
         costs, cached = iter(engine.pass_costs(prompt)), 0
@@ -189,19 +176,17 @@ def test_costs_are_of_the_passes_that_a_prompt_takes() -> None:
 
 
 def test_positions_that_depend_on_the_longest_take_one_pass_where_they_would_differ() -> None:
-    engine: Any = tiny.longrope_engine()
-    engine.max_batch_tokens, engine._pass_cost = 6, EQUAL
-    probes = [tiny.probes(engine.identity.geometry)]
+    engine = in_passes(EQUAL, 6, tiny.longrope_engine())
+    probes = [tiny.probes_of(engine)]
     for length, count in ((16, 3), (17, 1), (40, 1)):  # encoded otherwise beyond 16
         [prompt] = tiny.prompts([length])
         [whole] = engine.score([prompt], probes)
-        check_same(result_of(engine.in_chunks(prompt, probes), count), whole, tokens=False)
+        tiny.check_same(result_of(engine.in_chunks(prompt, probes), count), whole, tokens=False)
 
 
 def test_passes_raise_what_one_pass_raises() -> None:
-    engine: TransformersEngine = tiny.engine(max_batch_tokens=MOST)
-    engine._pass_cost = EQUAL
-    probes = [tiny.probes(engine.identity.geometry)]
+    engine = in_passes()
+    probes = [tiny.probes_of(engine)]
     with pytest.raises(PromptTooLong):
         next(engine.in_chunks([1] * (tiny.CONTEXT + 1), probes))
     tiny.modules(engine).model.model.norm.weight.data[:] = np.nan
@@ -215,8 +200,7 @@ def test_passes_raise_what_one_pass_raises() -> None:
 
 
 def test_a_pass_that_is_not_the_last_ends_with_the_blocks() -> None:
-    engine = tiny.engine(max_batch_tokens=MOST)
-    engine._pass_cost = EQUAL
+    engine = in_passes()
     called: list[str] = []
     engine._head.register_forward_hook(lambda *_: called.append("head"))
     passes = engine.in_chunks(tiny.prompts([30])[0], [], kept=True)

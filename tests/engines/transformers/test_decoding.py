@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.engines.base import BatchEngine, Completion, Continuation, Sampling, TracedAnswer
+from service.engines.base import Completion, Continuation, Sampling, TracedAnswer
+from service.engines.families import text_config
 from service.engines.transformers import hooks
 from service.engines.transformers.decoding import TextStream, generator_for, pick
 from service.errors import EngineError, NonFiniteReadout, RequestError
@@ -25,13 +27,8 @@ from tests.engines import tiny
 LENGTHS = [3, 20, 7, 30, 1, 11]
 
 
-KINDS = [
-    "llama",
-    "gemma2",
-    "gpt2",
-    "mistral",
-    "qwen3_moe",
-]  # plain, windows in turn, no rotation, windows, experts
+# plain, windows in turn, no rotation, windows, experts
+KINDS = ["llama", "gemma2", "gpt2", "mistral", "qwen3_moe"]
 CPU = torch.device("cpu")
 
 
@@ -80,10 +77,8 @@ def test_the_answer_ends_at_the_first_stop_string(text: str, stops: list[str]) -
     # longest counts.
     ends = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
     assert joined == stream.text == (text[: min(ends)[1]] if ends else text)
-    at = min(ends)[1] if ends else 0
-    assert stream.stopped in (
-        [stop for stop in stops if text.startswith(stop, at)] if ends else [None]
-    )
+    first = [stop for stop in stops if text.startswith(stop, min(ends)[1])] if ends else [None]
+    assert stream.stopped in first
 
 
 @given(
@@ -110,22 +105,6 @@ def test_what_is_held_back_is_the_longest_beginning_of_a_stop_text(
     assert stream.finish() == held
 
 
-def test_text_that_is_not_complete_waits() -> None:
-    for stops, ids, pieces in (
-        (
-            ["END"],
-            b"aENxEN",
-            ["a", "", "", "ENx", "", "", "EN"],
-        ),  # may begin a stop string, and is not lost
-        (
-            [],
-            "é€é".encode()[:-1],
-            ["", "é", "", "", "€", "", ""],
-        ),  # half a character waits, and in vain
-    ):
-        assert run(TextStream(from_bytes, stops), ids) == pieces
-
-
 @pytest.mark.parametrize("top_p", [1e-9, 0.3, 0.9, 0.999, 1.0])
 @pytest.mark.parametrize("spread", [0.0, 1.0, 4.0])
 def test_the_nucleus_is_that_of_the_whole_vocabulary_sorted(top_p: float, spread: float) -> None:
@@ -137,28 +116,23 @@ def test_the_nucleus_is_that_of_the_whole_vocabulary_sorted(top_p: float, spread
         sampling = Sampling(temperature=0.8, top_p=top_p, seed=seed)
         drawn = int(torch.multinomial(nucleus, 1, generator=torch.Generator().manual_seed(seed)))
         picked = pick(logits, sampling, generator_for(sampling, CPU))
-        assert (
-            picked == drawn or spread == 0.0
-        )  # of equal probabilities it does not matter which are kept
+        # Of equal probabilities it does not matter which are kept.
+        assert picked == drawn or spread == 0.0
     for temperature in (0.0, 1e-30):
         sampling = Sampling(temperature=temperature)
         assert pick(logits, sampling, generator_for(sampling, CPU)) == int(logits.argmax())
-    first, second = (
-        generator_for(Sampling(temperature=1.0), CPU) for _ in range(2)
-    )  # without a seed
-    assert first is not None
-    assert second is not None
-    assert first.initial_seed() != second.initial_seed()
+    unseeded: list[Any] = [generator_for(Sampling(temperature=1.0), CPU) for _ in range(2)]
+    assert unseeded[0].initial_seed() != unseeded[1].initial_seed()
 
 
 # One prompt at a time
 
 
-def reference(model: Any, prompt: list[int], count: int) -> list[int]:
+def reference(engine: Any, prompt: list[int], count: int) -> list[int]:
     """What transformers' own greedy decoding gives, end token included."""
     ids = torch.tensor([prompt])
     with torch.no_grad():
-        out = model.generate(
+        out = tiny.modules(engine).model.generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count
         )
     return out[0, len(prompt) :].tolist()
@@ -175,29 +149,30 @@ def decoded(continuation: Continuation, sampling: Sampling = FIFTY, *rest: Any) 
     return continuation.completion
 
 
+@pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("name", [*KINDS[:3], "qwen3"])
-def test_greedy_equals_generate_and_the_prompt_runs_once(name: str) -> None:
-    engine: BatchEngine = tiny.engine(name)
-    prompts, counters = tiny.prompts(LENGTHS[:4]), engine.counters
-    probe = [tiny.probes(engine.identity.geometry)]
-    scored = engine.score(prompts, probe, first_token=True)
-    continuations = engine.begin(prompts, probe)
-    assert (counters.forward_tokens, counters.open_continuations) == (2 * sum(LENGTHS[:4]), 4)
-    steps = 0
-    for prompt, onset, continuation in zip(prompts, scored, continuations, strict=True):
-        np.testing.assert_allclose(
-            continuation.prefill.trajectories[0], onset.trajectories[0], atol=1e-6
-        )
-        assert continuation.prefill.first_token is not None
-        assert onset.first_token is not None
-        assert continuation.prefill.first_token.token == onset.first_token.token
-        ids = decoded(continuation, Sampling(max_tokens=12)).token_ids
-        assert list(ids) == reference(tiny.modules(engine).model, prompt, 12)
-        steps += len(ids) - 1  # the first token comes from the prefill
-        assert (counters.decode_steps, counters.forward_tokens) == (
-            steps,
-            2 * sum(LENGTHS[:4]) + steps,
-        )
+def test_greedy_answers_are_the_models_own_and_no_token_is_run_twice(
+    name: str, together: bool
+) -> None:
+    """One after the other, and while others come and go."""
+    engine: Any = tiny.engine(name)
+    prompts, counters, sampling = tiny.prompts(LENGTHS), engine.counters, Sampling(max_tokens=14)
+    probes = [tiny.probes_of(engine)]
+    scored = engine.score(prompts, probes, first_token=True)
+    continuations = engine.begin(prompts, probes)
+    tokens = 2 * sum(LENGTHS)
+    assert (counters.forward_tokens, counters.open_continuations) == (tokens, len(LENGTHS))
+    for onset, continuation in zip(scored, continuations, strict=True):
+        tiny.check_same(continuation.prefill, onset, tokens=True, atol=1e-6)
+    if together:
+        streams = [continuation.decode(sampling) for continuation in continuations]
+        tiny.come_and_go(engine, continuations, streams)
+        answers = [list(continuation.completion.token_ids) for continuation in continuations]
+    else:
+        answers = [list(decoded(each, sampling).token_ids) for each in continuations]
+    assert answers == [reference(engine, prompt, 14) for prompt in prompts]
+    steps = sum(map(len, answers)) - len(prompts)  # the first token comes from the prefill
+    assert (counters.decode_steps, counters.forward_tokens) == (steps, tokens + steps)
     assert counters.open_continuations == 0
 
 
@@ -206,16 +181,14 @@ def test_padding_does_not_push_a_short_prompt_out_of_its_window(name: str) -> No
     engine = tiny.engine(name)
     short, long = tiny.prompts([tiny.WINDOW + 2, 60])
     [together, _], [alone] = engine.begin([short, long], []), engine.begin([short], [])
-    assert {layer.keys.shape[-2] for layer in together.cache.layers if layer.is_sliding} == {
-        tiny.WINDOW - 1
-    }
-    for ours, own in zip(together.cache.layers, alone.cache.layers, strict=True):
-        assert ours.get_seq_length() == own.get_seq_length() == len(short)
-        torch.testing.assert_close(
-            (ours.keys, ours.values), (own.keys, own.values), rtol=0, atol=1e-5
-        )
+    layers = together.cache.layers
+    assert {layer.keys.shape[-2] for layer in layers if layer.is_sliding} == {tiny.WINDOW - 1}
+    for layer, same in zip(layers, alone.cache.layers, strict=True):
+        assert layer.get_seq_length() == same.get_seq_length() == len(short)
+        pairs = (layer.keys, layer.values), (same.keys, same.values)
+        torch.testing.assert_close(*pairs, rtol=0, atol=1e-5)
     token_ids = decoded(together, Sampling(max_tokens=20)).token_ids
-    assert list(token_ids) == reference(tiny.modules(engine).model, short, 20)
+    assert list(token_ids) == reference(engine, short, 20)
 
 
 def test_each_continuation_has_its_own_memory() -> None:
@@ -301,33 +274,12 @@ def test_impossible_sampling_is_refused_by_name() -> None:
         ("seed", 2**63),
     ):
         sampling = Sampling(**{option: bad})  # type: ignore[arg-type]
-        for call in (continuation.decode, lambda own: engine.generate(tiny.prompts([4]), own)):
+        for call in (continuation.decode, partial(engine.generate, tiny.prompts([4]))):
             with pytest.raises(RequestError) as caught:
                 call(sampling)
             assert caught.value.param == option
-    assert (
-        decoded(continuation, Sampling(max_tokens=1)).finish_reason == "length"
-    )  # it is usable still
-
-
-@pytest.mark.parametrize("name", KINDS[:3])
-def test_greedy_answers_that_come_and_go_are_the_models_own(name: str) -> None:
-    engine = tiny.engine(name)
-    prompts = tiny.prompts(LENGTHS)
-    continuations = engine.begin(prompts, [])
-    streams = [continuation.decode(Sampling(max_tokens=14)) for continuation in continuations]
-    tiny.come_and_go(engine, continuations, streams)
-    produced = 0
-    for prompt, continuation in zip(prompts, continuations, strict=True):
-        assert continuation.completion is not None
-        answer = reference(tiny.modules(engine).model, prompt, 14)
-        assert list(continuation.completion.token_ids) == answer
-        produced += len(answer)
-    assert engine.counters.decode_steps == produced - len(prompts), (
-        "no step is run twice, or for nothing"
-    )
-    assert engine.counters.forward_tokens == sum(LENGTHS) + produced - len(prompts)
-    assert engine.counters.open_continuations == 0
+    # It is usable still.
+    assert decoded(continuation, Sampling(max_tokens=1)).finish_reason == "length"
 
 
 # Several that come and go
@@ -357,18 +309,6 @@ def test_a_step_reads_the_weights_once() -> None:
     assert rows == [len(LENGTHS)]
 
 
-def test_attention_is_the_models_own_again_after_a_failure() -> None:
-    engine = tiny.engine("llama")
-    model = tiny.modules(engine).model
-    own = model.config._attn_implementation
-    continuations, _ = begun(engine, [4, 9], Sampling(max_tokens=5))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "cat", lambda *_, **__: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            engine.step_together(continuations)
-    assert model.config._attn_implementation == own
-
-
 def test_a_nan_ends_the_answer_that_has_it_and_no_other() -> None:
     engine = tiny.engine("llama")
     [bad, good], streams = begun(engine, [4, 9], Sampling(max_tokens=8))
@@ -378,7 +318,7 @@ def test_a_nan_ends_the_answer_that_has_it_and_no_other() -> None:
     with pytest.raises(NonFiniteReadout):
         next(streams[0])
     list(streams[1])
-    expected = reference(tiny.modules(engine).model, tiny.prompts([4, 9])[1], 8)
+    expected = reference(engine, tiny.prompts([4, 9])[1], 8)
     assert list(good.completion.token_ids) == expected
     assert engine.counters.open_continuations == 0
 
@@ -397,18 +337,16 @@ def test_answers_of_mixed_lengths_come_from_one_prefill_with_the_readouts(name: 
     together = engine.extract(prompts, list(Site), sampling=sampling)
     assert engine.counters.prefills == before + len(prompts)
     for prompt, completion in zip(prompts, together.completions, strict=True):
-        assert list(completion.token_ids) == reference(tiny.modules(engine).model, prompt, 8)
-        assert completion.finish_reason == (
-            "stop" if completion.token_ids[-1] == tiny.EOS else "length"
-        )
+        assert list(completion.token_ids) == reference(engine, prompt, 8)
+        ended = completion.token_ids[-1] == tiny.EOS
+        assert completion.finish_reason == ("stop" if ended else "length")
     assert apart.completions == ()
     for site in Site:
         np.testing.assert_allclose(
             together.activations[site], apart.activations[site], rtol=0, atol=1e-5
         )
-    for here, there in zip(together.first_tokens, apart.first_tokens, strict=True):
-        assert here.token == there.token
-        assert here.entropy == pytest.approx(there.entropy, abs=1e-5)
+    for first, same in zip(together.first_tokens, apart.first_tokens, strict=True):
+        tiny.check_first(first, same)
 
 
 @pytest.mark.parametrize(
@@ -422,50 +360,38 @@ def test_answers_of_mixed_lengths_come_from_one_prefill_with_the_readouts(name: 
         (0, 5, {0}),
         # What a file may hold, and what says nothing of where an answer ends: then the model's own
         # config does.
-        ([], 5, {5}),
-        (-1, 5, {5}),
+        *((named, 5, {5}) for named in ([], -1, "</s>", True, float("inf"), {"eos": 7})),
         ([-1], [5, 6], {5, 6}),
-        ("</s>", 5, {5}),
         ([None, 7], 5, {7}),
         ([[7], 8], 5, {8}),
         (7.0, 5, {7}),
-        (True, 5, {5}),
-        (float("inf"), 5, {5}),
-        ({"eos": 7}, 5, {5}),
         ([], [], set[int]()),
     ],
 )
 def test_an_answer_ends_where_the_first_config_that_names_a_token_says(
     generation: Any, own: Any, ends: set[int]
 ) -> None:
-    config = SimpleNamespace(eos_token_id=own)
     model = SimpleNamespace(
-        generation_config=SimpleNamespace(eos_token_id=generation), config=config
+        generation_config=SimpleNamespace(eos_token_id=generation),
+        config=SimpleNamespace(eos_token_id=own),
     )
     assert hooks.end_tokens(model) == ends
 
 
 def test_rows_that_finish_early_leave_and_the_rest_go_on_rightly() -> None:
-    model = tiny.model("llama")
     prompts = tiny.prompts([4, 9, 9, 17, 6, 12, 3, 8])
-    answers = [reference(model, prompt, 14) for prompt in prompts]
-    model.generation_config.eos_token_id = answers[0][2]
-    assert hooks.end_tokens(model) == {answers[0][2]}
-    model.generation_config.eos_token_id = ends = [
-        answers[0][2],
-        answers[1][0],
-        answers[2][5],
-        answers[5][1],
-    ]
+    answers = [reference(tiny.shared_engine("llama"), prompt, 14) for prompt in prompts]
+    ends = [answers[0][2], answers[1][0], answers[2][5], answers[5][1]]
+    model = tiny.model("llama")
+    model.generation_config.eos_token_id = ends
     engine = tiny.TransformersEngine(model, tiny.tokenizer())
     completions = engine.generate(prompts, Sampling(max_tokens=14))
     for answer, completion in zip(answers, completions, strict=True):
         stops = [at for at, token in enumerate(answer) if token in ends]
         assert list(completion.token_ids) == (answer[: stops[0] + 1] if stops else answer)
         assert completion.finish_reason == ("stop" if stops else "length")
-        shown = (
-            completion.token_ids[:-1] if stops else completion.token_ids
-        )  # text has no end token
+        # The text has no end token.
+        shown = completion.token_ids[:-1] if stops else completion.token_ids
         assert completion.text == engine.detokenize(shown).rstrip("\ufffd")
     assert {completion.finish_reason for completion in completions} == {"stop", "length"}
     steps = sum(len(completion.token_ids) for completion in completions) - len(prompts)
@@ -574,9 +500,8 @@ def test_next_token_is_the_softmax_of_the_logits() -> None:
     for prompt, own in zip(prompts, engine.next_token(prompts, [7, 100, 7]), strict=True):
         with torch.no_grad():
             logits = tiny.modules(engine).model(torch.tensor([prompt])).logits[0, -1]
-        np.testing.assert_allclose(
-            own, torch.log_softmax(logits, -1)[[7, 100, 7]].numpy(), atol=1e-4
-        )
+        expected = torch.log_softmax(logits, -1)[[7, 100, 7]]
+        np.testing.assert_allclose(own, expected.numpy(), atol=1e-4)
     with pytest.raises(RequestError, match="264"):
         engine.next_token(prompts, [tiny.VOCABULARY])
 
@@ -589,7 +514,9 @@ def test_a_step_that_failed_behind_some_layer_leaves_all_answers_as_they_were(
     """Each step of several fails once and is run again by halves; in and beyond the windows."""
     engine: Any = tiny.engine(name)
     prompts, sampling = tiny.prompts(LENGTHS), Sampling(max_tokens=14)
-    probe, fails = tiny.probes(engine.identity.geometry), False
+    probe, fails = tiny.probes_of(engine), False
+    config = text_config(tiny.modules(engine).model.config)
+    attention = config._attn_implementation
 
     def fail(*_: Any) -> None:
         if fails:
@@ -601,33 +528,30 @@ def test_a_step_that_failed_behind_some_layer_leaves_all_answers_as_they_were(
         continuations = engine.begin(prompts, [])
         for continuation in continuations:
             continuation.answer_probes = probe
-        running = [(continuation, continuation.decode(sampling)) for continuation in continuations]
+        running = {each: each.decode(sampling) for each in continuations}
         failed = 0
         while running:
-            running = [
-                (continuation, pieces)
-                for continuation, pieces in running
-                if next(pieces, None) is not None
-            ]
-            rows = [continuation for continuation, _ in running]
+            rows = [each for each, pieces in running.items() if next(pieces, None) is not None]
+            running = {each: running[each] for each in rows}
             if failing and sum(continuation.waits for continuation in rows) > 1:
                 fails = True
                 with pytest.raises(RuntimeError):
                     engine.step_together(rows)
+                assert config._attn_implementation == attention
                 fails, failed = False, failed + 1
             engine.step_together(rows[: len(rows) // 2])
             engine.step_together(rows[len(rows) // 2 :])
         assert failed == (13 if failing else 0)
         ended.append(continuations)
-    for continuation, other in zip(*ended, strict=True):
-        assert continuation.completion == other.completion
-        if continuation.reading is None:  # of the first token alone nothing is read
-            assert other.reading is None
+    for continuation, same in zip(*ended, strict=True):
+        assert continuation.completion == same.completion
+        readings = continuation.reading, same.reading
+        if None in readings:  # of the first token alone nothing is read
+            assert readings == (None, None)
             continue
-        assert continuation.reading.tokens == other.reading.tokens
-        np.testing.assert_allclose(
-            continuation.reading.trajectory, other.reading.trajectory, rtol=0, atol=1e-5
-        )
+        assert readings[0].tokens == readings[1].tokens
+        trajectories = (reading.trajectory for reading in readings)
+        np.testing.assert_allclose(*trajectories, rtol=0, atol=1e-5)
 
 
 def test_an_answer_whose_recurrent_state_is_half_changed_is_not_gone_on_with() -> None:

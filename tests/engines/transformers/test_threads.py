@@ -15,17 +15,12 @@ from service.engines.base import EngineOptions
 from service.engines.transformers.engine import TransformersEngine
 from service.engines.transformers.threads import PATIENCE, AdaptiveThreads, Timings
 from service.library.engine import load_engine
-from service.readout import Site
 from tests.engines import tiny
 
 QUIET = {1: 1.3, 2: 1.0, 4: 0.7, 8: 0.65}
-TWO_BUSY_NEIGHBOURS = {
-    1: 1.6,
-    2: 4.0,
-    4: 5.0,
-    8: 6.0,
-}  # as measured on two cores, and a guess beyond
-HALVES_OF_ONE_CORE = {1: 1.0, 2: 1.0, 4: 1.0, 8: 1.0}
+# as measured on two cores, and a guess beyond
+TWO_BUSY_NEIGHBOURS = {1: 1.6, 2: 4.0, 4: 5.0, 8: 6.0}
+HALVES_OF_ONE_CORE = dict.fromkeys((1, 2, 4, 8), 1.0)
 
 
 def run(
@@ -75,9 +70,8 @@ def test_noise_does_not_decide_and_threads_that_do_not_pay_are_not_taken() -> No
     counts = (1, 2, 4, 8)
     timings = Timings(counts, 3)
     run(timings, counts, HALVES_OF_ONE_CORE, 500, 0.005)
-    assert (
-        Counter(run(timings, counts, HALVES_OF_ONE_CORE, 500, 0.005))[1] >= (1 - 2 / PATIENCE) * 500
-    )
+    used = run(timings, counts, HALVES_OF_ONE_CORE, 500, 0.005)
+    assert used.count(1) >= (1 - 2 / PATIENCE) * 500
 
 
 def test_each_pass_has_its_threads_and_the_process_keeps_its_own() -> None:
@@ -88,7 +82,7 @@ def test_each_pass_has_its_threads_and_the_process_keeps_its_own() -> None:
     between = list[int]()
     inside = list[int]()
     prompt = engine.tokenize("What is the capital of France?")
-    probes = [tiny.probes(engine.identity.geometry, Site.ATTENTION_HEAD, 1)]
+    probes = [tiny.probes_of(engine, seed=1)]
     before = engine.score([prompt], probes)[0]
     torch.set_num_threads(3)
     try:
