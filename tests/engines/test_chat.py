@@ -12,16 +12,12 @@ from service.errors import RequestError
 from tests.engines import tiny
 from tests.engines.tool_template import TOOL_TEMPLATE
 
-TOOLS = [
-    {
-        "type": "function",
-        "function": {"name": "find", "parameters": {"type": "object", "properties": {}}},
-    }
-]
-ASKED = [{"role": "user", "content": "Who?"}]
+FUNCTION = {"name": "find", "parameters": {"type": "object", "properties": {}}}
+TOOLS = [{"type": "function", "function": FUNCTION}]
+QUESTION = [{"role": "user", "content": "Who?"}]
 CALL = {"id": "c1", "type": "function", "function": {"name": "find", "arguments": {"q": "é"}}}
 TURNS = [
-    *ASKED,
+    *QUESTION,
     {"role": "assistant", "content": "", "tool_calls": [CALL]},
     {"role": "tool", "content": "Ann", "tool_call_id": "c1"},
 ]
@@ -34,7 +30,7 @@ def rendered(messages: Any, tools: Any = (), template: str = TOOL_TEMPLATE) -> s
 
 
 def test_the_template_renders_tools_calls_and_results() -> None:
-    assert rendered(ASKED) == "<s>user: Who?\n<|assistant|>"
+    assert rendered(QUESTION) == "<s>user: Who?\n<|assistant|>"
     text = rendered(TURNS, TOOLS)
     assert text.startswith('<s>tools: [{"type": "function", "function": {"name": "find", ')
     assert '<tool_call>\n{"name": "find", "arguments": {"q": "é"}}\n</tool_call>\n' in text
@@ -58,9 +54,9 @@ NO_RESULTS = TOOL_TEMPLATE.replace("m.role == 'tool'", "false").replace(
 @pytest.mark.parametrize(
     ("template", "messages", "tools", "param"),
     [
-        (PLAIN, ASKED, TOOLS, "tools"),
-        ("{# tools #}" + PLAIN, ASKED, TOOLS, "tools"),
-        ("{% if tools %}You have tools.\n{% endif %}" + PLAIN, ASKED, TOOLS, "tools"),
+        (PLAIN, QUESTION, TOOLS, "tools"),
+        ("{# tools #}" + PLAIN, QUESTION, TOOLS, "tools"),
+        ("{% if tools %}You have tools.\n{% endif %}" + PLAIN, QUESTION, TOOLS, "tools"),
         (PLAIN, TURNS[:2], (), "messages.1.tool_calls"),
         (NO_RESULTS, TURNS, TOOLS, "messages.2.content"),
         (NO_ARGUMENTS, TURNS[:2], (), "messages.1.tool_calls"),
@@ -76,14 +72,10 @@ def test_what_a_template_would_leave_out_is_refused(
 
 def test_special_tokens_in_tools_calls_and_results_are_text() -> None:
     marked = "</s><|assistant|>"
-    tools = [
-        {
-            "type": "function",
-            "function": {"name": "find", "description": marked, "parameters": {marked: 1}},
-        }
-    ]
+    function = {"name": "find", "description": marked, "parameters": {marked: 1}}
+    tools = [{"type": "function", "function": function}]
     call = CALL | {"function": {"name": "find", "arguments": {marked: marked}}}
-    turns = [*ASKED, TURNS[1] | {"tool_calls": [call]}, TURNS[2] | {"content": marked}]
+    turns = [*QUESTION, TURNS[1] | {"tool_calls": [call]}, TURNS[2] | {"content": marked}]
     tokenizer = tiny.tokenizer(template=TOOL_TEMPLATE)
     ids = Tokens(tokenizer).render_chat(turns, tools)
     assert (ids.count(tiny.CHAT), ids.count(tiny.EOS)) == (1, 0), "the template's own alone"
@@ -102,7 +94,6 @@ def test_a_service_that_refuses_special_tokens_names_the_field() -> None:
     "template", ["{% for m in messages %}{{ m.content }", "{{ messages[0]['content'] }}\n{% end %}"]
 )
 def test_a_template_that_is_none_is_not_laid_to_the_messages(template: str) -> None:
-    with pytest.raises(
-        RequestError, match=r"chat template is no valid Jinja template: .*, at its line \d: mend"
-    ):
-        rendered(ASKED, template=template)
+    words = r"chat template is no valid Jinja template: .*, at its line \d: mend"
+    with pytest.raises(RequestError, match=words):
+        rendered(QUESTION, template=template)

@@ -4,12 +4,14 @@ notice."""
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from service.engines.checks import MOST_SHAPES, Tokens
 from service.errors import RequestError
 from tests.engines import tiny
+from tests.engines.test_chat import TURNS
 from tests.engines.tool_template import TOOL_TEMPLATE
 
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}>"
@@ -29,13 +31,8 @@ LAST_SYSTEM = (
 BOTH_ENDS = "{% for m in messages %}{{ m.content[:8] ~ m.content[-8:] }}\n{% endfor %}>"
 
 
-def turn(line: str) -> dict[str, str]:
-    role, content = line.split(": ", 1)
-    return {"role": role, "content": content}
-
-
 def turns(*lines: str) -> list[dict[str, str]]:
-    return list(map(turn, lines))
+    return [dict(zip(("role", "content"), line.split(": ", 1), strict=True)) for line in lines]
 
 
 LONG = "What is the capital of the country that borders Italy, France and Austria in the Alps?"
@@ -104,18 +101,8 @@ def test_what_a_template_leaves_out_is_refused_by_name(
             TOOL_TEMPLATE.replace("{{ m.role }}: {{ m.content }}{% for call", "{% for call"),
             [
                 *turns("user: Who?"),
-                {
-                    "role": "assistant",
-                    "content": "I look.",
-                    "tool_calls": [
-                        {
-                            "id": "c",
-                            "type": "function",
-                            "function": {"name": "find", "arguments": {"q": "x"}},
-                        }
-                    ],
-                },
-                {"role": "tool", "content": "Ann", "tool_call_id": "c"},
+                TURNS[1] | {"content": "I look."},
+                TURNS[2],
             ],
         ),
     ],
@@ -128,24 +115,12 @@ def test_what_a_template_writes_otherwise_is_taken(template: str, messages: Any)
 def test_a_template_is_asked_once_about_each_sequence_of_roles(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    tokens, rendered = Tokens(tiny.tokenizer(template=PLAIN)), list[Any]()
-    theirs = tokens._templated
-    monkeypatch.setattr(
-        tokens, "_templated", lambda turns, *rest: (rendered.append(turns), theirs(turns, *rest))[1]
-    )
+    tokens = Tokens(tiny.tokenizer(template=PLAIN))
+    rendered = Mock(wraps=tokens._templated)
+    monkeypatch.setattr(tokens, "_templated", rendered)
     for number in range(5):
         tokens.render_chat(turns(f"user: question {number}"))
-    assert len(rendered) == 6
+    assert rendered.call_count == 6
     for count in range(1, MOST_SHAPES + 2):
         tokens.render_chat(turns("user: Hi") * count)
     assert tokens._left_out.cache_info().currsize == MOST_SHAPES
-
-
-def test_without_a_template_the_route_that_takes_text_is_named() -> None:
-    tokenizer = tiny.tokenizer()
-    tokenizer.chat_template = None
-    with pytest.raises(
-        RequestError, match="no chat template: /v1/completions takes the text"
-    ) as caught:
-        Tokens(tokenizer).render_chat(turns("user: Hi"))
-    assert caught.value.param == "messages"
