@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import io
 import os
+from collections.abc import Sequence
 from contextlib import chdir, redirect_stderr, redirect_stdout
 from importlib import import_module
 from pathlib import Path
@@ -65,10 +66,22 @@ def run(*arguments: str) -> int:
     return caught.value.code
 
 
-def one_line_says(arguments: tuple[str, ...], status: int, word: str) -> None:
-    """The command ends with ``status``; all it prints is one line on stderr, with ``word``."""
-    done = hallutracer(*arguments)
-    assert (done.returncode, done.stdout) == (status, "")
+def ended(done: CompletedProcess[str], status: int, *words: str) -> str:
+    """A program has ended with ``status``, and the words are in what it printed; its standard
+    output."""
+    printed = done.stdout + done.stderr
+    assert done.returncode == status, printed
+    assert [word for word in words if word not in printed] == [], printed
+    return done.stdout
+
+
+def one_line_says(command: str | Sequence[str], status: int, *words: str) -> str:
+    """The command ends with ``status``; all it prints is one line on stderr, with the words: it is
+    returned.
+
+    ``command``: its words, or a text in which spaces separate them."""
+    done = hallutracer(*(command.split() if isinstance(command, str) else command))
+    assert ended(done, status, *words) == ""
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1
-    assert word in done.stderr
+    return done.stderr

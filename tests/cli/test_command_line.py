@@ -3,8 +3,8 @@ is loaded."""
 
 from __future__ import annotations
 
+import io
 import json
-import os
 import re
 import socket
 import subprocess
@@ -19,7 +19,8 @@ from service import __version__, progress
 from service.api.reply import BundleRef, RiskOut, ScoreResponse
 from service.cli.main import RESEARCH_HELP, installed, make_app, own_commands
 from service.options import Sources, commands_of
-from tests.command_line import hallutracer, one_line_says
+from tests.command_line import ended, hallutracer, one_line_says, run
+from tests.fitting.planted import write_rows
 
 ROOT = Path(__file__).parent.parent.parent
 COMMANDS = {" ".join(path) for path, _ in commands_of(make_app(Sources({})))}
@@ -81,14 +82,16 @@ for words, unwanted, _ in {IMPORTS}:
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-def test_what_is_printed_is_utf_8_whatever_the_locale_writes(encoding: str) -> None:
-    command = [sys.executable, "-m", "service.cli", "demo", "questions", "--split", "test"]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, env=os.environ | {"PYTHONIOENCODING": encoding}
-    )
-    assert (done.returncode, done.stderr) == (0, b"")
-    assert not done.stdout.isascii()
-    assert all(json.loads(line)["prompt"] for line in done.stdout.decode("utf-8").splitlines())
+def test_what_is_printed_is_utf_8_whatever_the_locale_writes(
+    encoding: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    locale_stdout = io.TextIOWrapper(printed := io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr("sys.stdout", locale_stdout)
+    assert run("demo", "questions", "--split", "test") == 0
+    locale_stdout.flush()
+    assert capsys.readouterr().err == ""
+    assert not printed.getvalue().isascii()
+    assert all(json.loads(line)["prompt"] for line in printed.getvalue().decode().splitlines())
 
 
 def test_a_configuration_file_may_hold_tables_of_commands_that_are_not_run(tmp_path: Path) -> None:
@@ -123,59 +126,85 @@ def test_the_help_of_serve_shows_the_dozen_that_people_use_and_help_all_the_rest
 TRAIN = "train --name x --model owner/nowhere --data /no/rows.jsonl"
 
 
-@pytest.mark.parametrize(
-    ("command", "word"),
-    [
-        ("serv", "serve"),
-        ("serve --prot 1", "--port"),
-        ("serve --port x", "--port"),
-        ("serve --threshold 2", "0 to 1"),
-        ("serve extra", "extra"),
-        ("serve --tensor-parallel-size 2", "--engine vllm"),
-        ("serve --protect-metrics", "--api-key"),
-        ("serve --host 0.0.0.0", "--allow-anonymous"),
-        ("serve --audit-required", "--audit-log"),
-        ("keys list", "--keys"),
-        ("audit verify", "FILES"),
-        ("feedback", "--feedback-db"),
-        ("serve --api-key short", "16 characters"),
-        ("serve --api-key REPLACE-ME-app-one", "placeholder"),
-        ("serve --allowed-host guard.example:8765", "--allowed-host"),
-        ("serve --callers-may anything", "threshold"),
-        ("serve --otlp-traces-endpoint http://localhost:4318", "/v1/traces"),
-        ("serve --feedback-prompts", "--feedback-db"),
-        ("serve --feedback-days 3", "--feedback-db"),
-        ("serve --feedback-share=0.5", "--feedback-db"),
-        ("serve --feedback-db f --feedback-share=1.5", "0 to 1"),
-        ("serve --feedback-db f.db --feedback-prompts", "--feedback-days"),
-        ("serve --feedback-db f.db --feedback-days 0", "> 0"),
-        ("recalibrate --bundle demo --feedback f.db --data x.jsonl", "--data"),
-        ("recalibrate --bundle demo --feedback f.db --traffic x.jsonl", "--traffic"),
-        ("recalibrate --feedback f.db", "--bundle"),
-        ("train --model demo --labels given", "--data"),
-        ("train --data x.jsonl --questions 50", "--questions"),
-        ("train --model demo --questions 19", "20"),
-        (f"{TRAIN} --target wrong<=0.2 --wrong-costs 1", "--target"),
-        (f"{TRAIN} --wrong-costs 0", "> 0"),
-        (f"{TRAIN} --wrong-costs much", "--wrong-costs"),
-        ("guarantee --bundle demo", "--data"),
-        ("guarantee --data x.jsonl", "--bundle"),
-        ("guarantee --data x.jsonl --bundle demo --alpha .1,2", "--alpha"),
-        ("recalibrate --bundle demo", "--data"),
-        ("recalibrate --data x.jsonl", "--bundle"),
-        ("score", "--input"),
-        ("score a --model somewhere", "hallutracer train"),
-        ("score a --engine-arg x", "NAME=VALUE"),
-        ("score a --plot no/such/folder.png", "no/such is not a folder"),
-        ("score a b c d e f g --plot x.png", "1 to 6"),
-        ("score --input - --plot x.png", "1 to 6"),
-        ("evaluate --data nowhere.jsonl", "nowhere.jsonl"),
-        ("evaluate --model m", "--data"),
-        ("diagnose no.npz", "no.npz"),
-    ],
-)
-def test_a_wrong_command_line_is_one_line_and_exit_status_2(command: str, word: str) -> None:
-    one_line_says(tuple(command.split()), 2, word)
+# A command, its exit status, and words of the one line that it prints.
+REFUSED = f"""
+serv | 2 | serve
+serve --prot 1 | 2 | --port
+serve --port x | 2 | --port
+serve --threshold 2 | 2 | 0 to 1
+serve extra | 2 | extra
+serve demo | 2 | follows its name, such as --model demo
+serve --tensor-parallel-size 2 | 2 | --engine vllm
+serve --protect-metrics | 2 | --api-key
+serve --host 0.0.0.0 | 2 | --allow-anonymous
+serve --host 256.0.0.1 --allow-anonymous | 1 | cannot listen on 256.0.0.1
+serve --host http://localhost | 2 | --host: 'http://localhost' is no name or address alone
+serve --host [::1] | 2 | --host: '[::1]' is no name or address alone
+serve --host 127.0.0.1:80 | 2 | --host: '127.0.0.1:80' is no name or address alone
+serve --host localhost:80 | 2 | --host: 'localhost:80' is no name or address alone
+serve --audit-required | 2 | --audit-log
+serve --api-key short | 2 | 16 characters
+serve --api-key REPLACE-ME-app-one | 2 | placeholder
+serve --allowed-host guard.example:8765 | 2 | --allowed-host
+serve --callers-may anything | 2 | threshold
+serve --otlp-traces-endpoint http://localhost:4318 | 2 | /v1/traces
+serve --feedback-prompts | 2 | --feedback-db
+serve --feedback-days 3 | 2 | --feedback-db
+serve --feedback-share=0.5 | 2 | --feedback-db
+serve --feedback-db f --feedback-share=1.5 | 2 | 0 to 1
+serve --feedback-db f.db --feedback-prompts | 2 | --feedback-days
+serve --feedback-db f.db --feedback-days 0 | 2 | > 0
+serve --bundle smolm2 | 1 | Did you mean smollm2?
+serve --policy gaet | 1 | Did you mean gate?
+serve --policy obsreve | 1 | Did you mean observe?
+keys list | 2 | --keys
+audit verify | 2 | FILES
+feedback | 2 | --feedback-db
+recalibrate --bundle demo --feedback f.db --data x.jsonl | 2 | --data
+recalibrate --bundle demo --feedback f.db --traffic x.jsonl | 2 | --traffic
+recalibrate --feedback f.db | 2 | --bundle
+recalibrate --bundle demo | 2 | --data
+recalibrate --data x.jsonl | 2 | --bundle
+train - | 2 | such as --input -
+train --name | 2 | For example: hallutracer train --model ./my-model
+train --name x --data a.jsonl b.jsonl | 2 | a value with spaces is put in quotes
+train --data a.jsonl --data b.jsonl | 2 | name one file of rows, such as rows.jsonl
+train --model demo --labels given | 2 | --data
+train --data x.jsonl --questions 50 | 2 | --questions
+train --model demo --questions 19 | 2 | 20
+{TRAIN} --target wrong<=0.2 --wrong-costs 1 | 2 | --target
+{TRAIN} --wrong-costs 0 | 2 | > 0
+{TRAIN} --wrong-costs much | 2 | --wrong-costs
+guarantee --bundle demo | 2 | --data
+guarantee --data x.jsonl | 2 | --bundle
+guarantee --data x.jsonl --bundle demo --alpha .1,2 | 2 | --alpha
+score | 2 | --input
+score - | 2 | such as --input -
+score --model demo - | 2 | such as --input -
+score a --model somewhere | 2 | hallutracer train
+score a --engine-arg x | 2 | NAME=VALUE
+score a --plot no/such/folder.png | 2 | no/such is not a folder
+score a b c d e f g --plot x.png | 2 | 1 to 6
+score --input - --plot x.png | 2 | 1 to 6
+score hi --bundle dmo:1 | 1 | Did you mean demo?
+bundle show demo-fusd | 1 | Did you mean demo-fused?
+bundle show ../x | 1 | bundle
+bundle show X | 1 | bundle
+evaluate --data nowhere.jsonl | 2 | nowhere.jsonl
+evaluate --model m | 2 | --data
+diagnose no.npz | 2 | no.npz
+"""
+
+
+@pytest.mark.parametrize("row", REFUSED.strip().splitlines())
+def test_a_wrong_command_line_is_one_line_and_its_exit_status(row: str) -> None:
+    command, status, words = row.split(" | ")
+    one_line_says(command, int(status), words)
+
+
+def test_what_is_like_no_bundle_gets_no_guess() -> None:
+    error = one_line_says("bundle show nothing-like-it", 1, "use one of: demo")
+    assert "Did you mean" not in error
 
 
 def test_a_placeholder_or_a_rule_for_no_key_keeps_the_service_from_starting_wherever_it_stands(
@@ -183,45 +212,25 @@ def test_a_placeholder_or_a_rule_for_no_key_keeps_the_service_from_starting_wher
 ) -> None:
     config, policies, keys = (tmp_path / name for name in ("h.toml", "policies.toml", "keys"))
     config.write_text('[serve]\napi_key = ["REPLACE-ME-app-one"]\n')
-    one_line_says(("serve", "--config", str(config)), 2, "placeholder")
+    one_line_says(f"serve --config {config}", 2, "placeholder")
     assert "placeholder" in hallutracer("serve", HALLUTRACER_API_KEY="REPLACE-ME-app-one").stderr
     policies.write_text('[[rule]]\nkey = "rga"\npolicy = "observe"')
-    one_line_says(("serve", "--policies", str(policies)), 1, "there are no keys")
+    one_line_says(f"serve --policies {policies}", 1, "there are no keys")
     keys.write_text("0123456789abcdef name=rag\n")
-    one_line_says(("serve", "--policies", str(policies), "--api-key-file", str(keys)), 1, "'rga'")
+    one_line_says(f"serve --policies {policies} --api-key-file {keys}", 1, "'rga'")
 
 
 def test_an_interrupt_is_exit_status_130(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("service.cli.bundle.open_store", Mock(side_effect=KeyboardInterrupt))
-    one_line_says(("bundle", "show", "demo"), 130, "interrupted")
-
-
-def test_a_word_that_no_option_takes_gets_its_cure() -> None:
-    one_line_says(("serve", "demo"), 2, "follows its name, such as --model demo")
-    one_line_says(
-        ("train", "--name", "x", "--data", "a.jsonl", "b.jsonl"),
-        2,
-        "a value with spaces is put in quotes",
-    )
-    for command in (("score", "-"), ("train", "-"), ("score", "--model", "demo", "-")):
-        one_line_says(command, 2, "such as --input -")
-    one_line_says(
-        ("train", "--data", "a.jsonl", "--data", "b.jsonl"),
-        2,
-        "name one file of rows, such as rows.jsonl",
-    )
+    one_line_says("bundle show demo", 130, "interrupted")
 
 
 def test_what_is_no_question_is_told_before_a_model_is_loaded(tmp_path: Path) -> None:
-    one_line_says(("score", ""), 2, "the question is empty")
-    one_line_says(("score", "a", " "), 2, "the question is empty")
+    for questions in ([""], ["a", " "]):
+        one_line_says(("score", *questions), 2, "the question is empty")
     for name in ("rows.csv", "rows.parquet", "rows.jsonl.gz"):
-        (tmp_path / name).touch()
-        one_line_says(
-            ("score", str(tmp_path / name)),
-            2,
-            f"is a file; to score its rows: --input {tmp_path / name}",
-        )
+        (rows := tmp_path / name).touch()
+        one_line_says(f"score {rows}", 2, f"is a file; to score its rows: --input {rows}")
 
 
 @pytest.mark.parametrize(
@@ -251,23 +260,16 @@ def test_score_reports_lines(tmp_path: Path, lines: list[str], expected: str) ->
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(lines))
     done = hallutracer("score", "--input", str(path))
-    assert (done.returncode, expected in done.stderr, len(done.stderr.splitlines()) <= 3) == (
-        1,
-        True,
-        True,
-    )
+    ended(done, 1, expected)
+    assert len(done.stderr.splitlines()) <= 3
 
 
-def test_an_address_that_cannot_be_listened_on_is_said_before_a_model_is_loaded() -> None:
+def test_an_address_that_cannot_be_listened_on_is_told_before_a_model_is_loaded() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        one_line_says(("serve", "--port", str(taken.getsockname()[1])), 1, "--port")
-    one_line_says(
-        ("serve", "--host", "256.0.0.1", "--allow-anonymous"), 1, "cannot listen on 256.0.0.1"
-    )
-    for host in ("http://localhost", "[::1]", "127.0.0.1:80", "", " ::1", "localhost:80"):
+        one_line_says(f"serve --port {taken.getsockname()[1]}", 1, "--port")
+    for host in ("", " ::1"):
         one_line_says(("serve", "--host", host), 2, f"--host: {host!r} is no name or address alone")
-    for name in ("../x", "X", ""):  # names that would leave the store
-        one_line_says(("bundle", "show", name), 1, "")
+    one_line_says(("bundle", "show", ""), 1, "")  # a name that would leave the store
 
 
 @pytest.mark.parametrize(
@@ -282,20 +284,9 @@ def test_an_address_that_cannot_be_listened_on_is_said_before_a_model_is_loaded(
 def test_train_reports_rows_forms_and_rules_before_a_model_is_loaded(
     tmp_path: Path, more: tuple[str, ...], status: int, message: str
 ) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"id": "a", "prompt": "", "label": 1}) + "\n")
-    options = (
-        "--data",
-        str(path),
-        "--name",
-        "x",
-        "--model",
-        "owner/nowhere",
-        "--run-dir",
-        str(tmp_path / "r"),
-    )
-    done = hallutracer("train", *options, *more)
-    assert (done.returncode, message in done.stderr) == (status, True), done.stderr
+    path = write_rows(tmp_path / "rows.jsonl", [{"id": "a", "prompt": "", "label": 1}])
+    command = f"train --data {path} --name x --model owner/nowhere --run-dir {tmp_path / 'r'}"
+    ended(hallutracer(*command.split(), *more), status, message)
 
 
 def test_progress_is_reported_by_the_clock(
@@ -328,13 +319,9 @@ def test_score_writes_what_the_api_answers(tmp_path: Path) -> None:
     assert len(answered.trajectory or ()) == 8
 
     rows, output_file = tmp_path / "rows.jsonl", tmp_path / "risks.jsonl"
-    rows.write_text(
-        "".join(json.dumps({"prompt": text, "mine": n}) + "\n" for n, text in enumerate(questions))
-    )
-    done = hallutracer(
-        "score", "--input", str(rows), "--output", str(output_file), "--generate", "8"
-    )
-    assert done.returncode == 0, done.stderr
+    write_rows(rows, [{"prompt": text, "mine": n} for n, text in enumerate(questions)])
+    command = f"score --input {rows} --output {output_file} --generate 8"
+    ended(hallutracer(*command.split()), 0)
     for index, (line, document) in enumerate(
         zip(output_file.read_text().splitlines(), documents, strict=True)
     ):
@@ -358,24 +345,21 @@ def test_several_questions_are_scored_together_and_drawn(tmp_path: Path) -> None
     assert [risk.index for risk in document.data] == [0, 1]
     drawn = picture.read_bytes()
     assert drawn.startswith(b"\x89PNG")
-    one = score(questions[0], "--plot", str(picture))
-    assert one.data[0].risk == pytest.approx(document.data[0].risk, abs=1e-5)
+    alone = score(questions[0], "--plot", str(picture))
+    assert alone.data[0].risk == pytest.approx(document.data[0].risk, abs=1e-5)
     assert picture.read_bytes() != drawn
     out = hallutracer("score", *questions).stdout
     assert [out.count(f"{question}\n") for question in questions] == [1, 1]
     assert out.count("decision") == 2
 
 
-def test_a_store_that_is_not_there_is_said(tmp_path: Path) -> None:
-    told = hallutracer("bundle", "list", "--store", str(tmp_path / "nowhere"))
-    assert (told.returncode, f"there is no folder {tmp_path / 'nowhere'}" in told.stderr) == (
-        0,
-        True,
-    )
-    assert "demo:1" in told.stdout
+def test_a_store_that_is_not_there_is_told(tmp_path: Path) -> None:
+    nowhere, empty = tmp_path / "nowhere", tmp_path / "empty"
+    listed = hallutracer("bundle", "list", "--store", str(nowhere))
+    assert f"there is no folder {nowhere}" in listed.stderr
+    assert "demo:1" in ended(listed, 0)
     assert hallutracer("bundle", "list", HALLUTRACER_STORE=str(tmp_path)).stderr == ""
-    done = hallutracer("bundle", "show", "nothing", HALLUTRACER_STORE=str(tmp_path / "empty"))
-    assert (done.returncode, str(tmp_path / "empty") in done.stderr) == (2, True)
+    ended(hallutracer("bundle", "show", "nothing", HALLUTRACER_STORE=str(empty)), 2, str(empty))
 
 
 @pytest.mark.parametrize(
@@ -401,59 +385,21 @@ def test_a_device_that_is_not_there_is_refused_before_anything_is_loaded(
         "service.cli.running.listen",
     ):
         monkeypatch.setattr(name, Mock(side_effect=AssertionError("it began to load")))
-    one_line_says(
-        (*command.split(), "--device", "cuda"),
-        2,
-        "--device: device 'cuda' is not available: torch finds 0",
-    )
+    error = "--device: device 'cuda' is not available: torch finds 0"
+    one_line_says(f"{command} --device cuda", 2, error)
 
 
-@pytest.mark.parametrize(
-    ("command", "message"),
-    [
-        ("serve --bundle smolm2", "Did you mean smollm2?"),
-        ("score hi --bundle dmo:1", "Did you mean demo?"),
-        ("bundle show demo-fusd", "Did you mean demo-fused?"),
-        ("serve --policy gaet", "Did you mean gate?"),
-        ("serve --policy obsreve", "Did you mean observe?"),
-        ("bundle show nothing-like-it", "use one of: demo"),
-    ],
-)
-def test_a_misspelt_bundle_or_policy_asks_what_was_meant(command: str, message: str) -> None:
-    one_line_says(tuple(command.split()), 1, message)
-    assert ("Did you mean" in message) == ("Did you mean" in hallutracer(*command.split()).stderr)
-
-
-def test_train_without_a_model_or_a_value_shows_what_to_give() -> None:
-    one_line_says(("train", "--name"), 2, "For example: hallutracer train --model ./my-model")
+def test_train_without_a_model_shows_what_to_give() -> None:
     done = hallutracer("train", HALLUTRACER_MODEL="")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert "--model: name the model that the bundle is for, such as ./my-model" in done.stderr
 
 
 def test_a_dozen_rows_are_refused_below_a_stated_least(tmp_path: Path) -> None:
-    path = tmp_path / "few.jsonl"
-    path.write_text(
-        "".join(json.dumps({"prompt": f"Who is {n}?", "label": n % 2}) + "\n" for n in range(12))
-    )
-    command = (
-        "train",
-        "--name",
-        "x",
-        "--data",
-        str(path),
-        "--store",
-        str(tmp_path),
-        "--run-dir",
-        str(tmp_path / "r"),
-    )
-    done = hallutracer(*command, "--folds", "2")
-    assert (
-        done.returncode,
-        "12 rows that ask for a fact, and a probe needs at least 40" in done.stderr,
-    ) == (1, True)
-    assert "--allow-few" in done.stderr
-    assert (
-        "at least 40"
-        not in hallutracer(*command, "--folds", "2", "--allow-few", "--no-evaluate").stderr
-    )
+    rows = [{"prompt": f"Who is {n}?", "label": n % 2} for n in range(12)]
+    data = write_rows(tmp_path / "few.jsonl", rows)
+    command = f"train --name x --data {data} --store {tmp_path} --run-dir {tmp_path / 'r'}"
+    least = "12 rows that ask for a fact, and a probe needs at least 40"
+    ended(hallutracer(*command.split(), "--folds", "2"), 1, least, "--allow-few")
+    few = hallutracer(*command.split(), "--folds", "2", "--allow-few", "--no-evaluate")
+    assert "at least 40" not in few.stderr
