@@ -33,7 +33,8 @@ from service.progress import size_text
 from service.scoring import Scorer
 from service.serving.judgement import JudgedPrompt
 from service.trainer.cards import card_of
-from tests.command_line import hallutracer
+from tests.command_line import ended, hallutracer, one_line_says
+from tests.fitting.planted import write_rows
 from tests.kit.forks import Forked
 from tests.matching import SMALL_TALK, contextual_bundle
 from tests.scripted_engine import ScriptedEngine
@@ -42,8 +43,7 @@ from tests.serve_process import ServeProcess
 
 def drawn(draw: Callable[..., object], *arguments: Any, width: int = 100, **options: Any) -> str:
     """What is drawn on a console of this width."""
-    file = StringIO()
-    draw(*arguments, Console(file=file, width=width, **options))
+    draw(*arguments, Console(file=(file := StringIO()), width=width, **options))
     return file.getvalue()
 
 
@@ -53,24 +53,25 @@ def tried(*questions: QuestionResult, tenths: Sequence[Tenth] = (), **fields: An
 
 @pytest.fixture(scope="module")
 def here() -> dict[str, Any]:
-    done = hallutracer("try", "--json")
-    assert done.returncode == 0, done.stderr
-    return dict(json.loads(done.stdout))
+    return dict(json.loads(ended(hallutracer("try", "--json"), 0)))
+
+
+def check_verdict(result: dict[str, Any]) -> None:
+    """It is right where an accepted answer is in the text."""
+    text = result["answer"].lower()
+    right = any(word.lower() in text for word in result["accepted"])
+    assert (result["verdict"] == "right") is right
 
 
 def test_the_demo_model_is_right_more_often_where_the_risk_is_low(here: dict[str, Any]) -> None:
-    risks = [one["risk"] for one in here["seen"]]
+    risks = [result["risk"] for result in here["seen"]]
     assert (len(risks), risks) == (24, sorted(risks))
-    assert all(one["flagged"] is (one["risk"] >= here["threshold"]) for one in here["seen"])
-    for one in here["seen"]:
-        assert (one["verdict"] == "right") is any(
-            word.lower() in one["answer"].lower() for word in one["accepted"]
-        )
-    for half, own in (("lower_half", here["seen"][:12]), ("upper_half", here["seen"][12:])):
-        assert here[half] == {
-            "questions": 12,
-            "right": sum(one["verdict"] == "right" for one in own),
-        }
+    for result in here["seen"]:
+        assert result["flagged"] is (result["risk"] >= here["threshold"])
+        check_verdict(result)
+    for half, results in (("lower_half", here["seen"][:12]), ("upper_half", here["seen"][12:])):
+        right = sum(result["verdict"] == "right" for result in results)
+        assert here[half] == {"questions": 12, "right": right}
     assert here["lower_half"]["right"] > here["upper_half"]["right"]
     right = [tenth["right"] for tenth in here["tenths"]]
     assert len(right) == 10
@@ -80,13 +81,10 @@ def test_the_demo_model_is_right_more_often_where_the_risk_is_low(here: dict[str
 def test_a_service_tells_the_same(here: dict[str, Any]) -> None:
     with ServeProcess(HALLUTRACER_POLICY="observe") as service:
         assert isinstance(service.process, Forked), "tests' services import everything anew"
-        done = hallutracer("try", "--url", service.url, "--json")
-        assert done.returncode == 0, done.stderr
-        there = json.loads(done.stdout)
+        there = json.loads(ended(hallutracer("try", "--url", service.url, "--json"), 0))
         with ServeProcess(HALLUTRACER_POLICY="gate") as gate:
             withheld = json.loads(hallutracer("try", "--url", gate.url, "--json").stdout)
-        other = hallutracer("try", "--url", service.url, "--bundle", "absent")
-        assert (other.returncode, "absent" in other.stderr) == (1, True)
+        ended(hallutracer("try", "--url", service.url, "--bundle", "absent"), 1, "absent")
     for mine, its in zip(here["seen"], there["seen"], strict=True):
         assert mine["risk"] == pytest.approx(its["risk"], abs=1e-4)
         assert mine | {"risk": 0} == its | {"risk": 0}
@@ -96,8 +94,7 @@ def test_a_service_tells_the_same(here: dict[str, Any]) -> None:
         shown = {"answer": None, "verdict": None} if its["answer"] is None else {}
         assert its | {"risk": 0} == mine | {"risk": 0} | shown
         assert (its["answer"] is None) or not mine["flagged"]
-    assert any(one["answer"] is None for one in withheld["seen"])
-    assert any(one["answer"] is not None for one in withheld["seen"])
+    assert {result["answer"] is None for result in withheld["seen"]} == {True, False}
 
 
 FRANCE = QuestionResult("Capital of\nFrance?", "It is Paris.", ("Paris",), 0.1, False, "right")
@@ -159,34 +156,24 @@ def test_own_questions_end_with_a_line_before_and_after(
         for (verdict, flagged), count in results.items()
         for _ in range(count)
     ]
-    console = Console(file=StringIO(), width=100)
-    tried = TryReport("probe:1", "model", 0.5, tuple(seen), (), file="mine.jsonl")
-    draw_sorted(tried, console)
-    assert isinstance(console.file, StringIO)
-    *_, above, last = console.file.getvalue().splitlines()
+    *_, above, last = drawn(draw_sorted, tried(*seen, file="mine.jsonl")).splitlines()
     assert last == sentence
     assert f"model, asked {len(seen)} questions of mine.jsonl: right in" in above
 
 
 def test_own_questions_are_asked_and_judged(tmp_path: Path) -> None:
     rows = questions("test")[:60:3]
-    (file := tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = write_rows(tmp_path / "mine.jsonl", rows)
     done = hallutracer("try", "--model", "demo", "--ask", str(file), "--json")
-    assert done.returncode == 0, done.stderr
-    tried = json.loads(done.stdout)
-    assert (tried["file"], len(tried["seen"])) == (str(file), len(rows))
-    assert {result["prompt"] for result in tried["seen"]} == {row["prompt"] for row in rows}
-    for result in tried["seen"]:
-        assert (result["verdict"] == "right") is any(
-            word.lower() in result["answer"].lower() for word in result["accepted"]
-        )
+    report = json.loads(ended(done, 0))
+    assert (report["file"], len(report["seen"])) == (str(file), len(rows))
+    assert {result["prompt"] for result in report["seen"]} == {row["prompt"] for row in rows}
+    for result in report["seen"]:
+        check_verdict(result)
     file.write_text('{"messages": [{"role": "user", "content": "Who?"}], "answers": ["She"]}\n')
-    for arguments, status, word in (
-        (f"--model demo --ask {file}", 1, "line 1: give a 'prompt'"),
-        (f"--ask {file} --url http://127.0.0.1:9", 2, "leave out --url"),
-    ):
-        done = hallutracer("try", *arguments.split())
-        assert (done.returncode, word in done.stderr) == (status, True), done.stderr
+    done = hallutracer("try", "--model", "demo", "--ask", str(file))
+    ended(done, 1, "line 1: give a 'prompt'")
+    one_line_says(f"try --ask {file} --url http://127.0.0.1:9", 2, "leave out --url")
 
 
 LONG = "Can you say what the chemical symbol of the element with the atomic number 17 is, please?"
@@ -302,8 +289,7 @@ def test_errors_name_the_cause(tmp_path: Path) -> None:
         ("--show 0", 2, "--show"),
         (f"{away} --bundle a --bundle b", 2, "--bundle"),
     ):
-        done = hallutracer("try", *arguments.split())
-        assert (done.returncode, done.stdout, word in done.stderr) == (status, "", True), arguments
+        one_line_says(f"try {arguments}", status, word)
 
 
 def test_the_plot_fits_and_has_the_highest_logit_on_top() -> None:
@@ -334,25 +320,20 @@ def test_a_prompt_that_asks_for_no_fact_is_told(
     bundle = contextual_bundle(script, tmp_path, applies_from=applies_from)
     [report] = Scorer(Scheduled(script), bundle).score([[256, 65]], standings=[SMALL_TALK])
     text = drawn(draw_report, bundle, report)
-    said = f"asks for no fact (P(asks) {report.context.asks or 0.0:.2f}): the risk does not apply"
-    assert (said in text) is (applies is False)
+    words = f"asks for no fact (P(asks) {report.context.asks or 0.0:.2f}): the risk does not apply"
+    assert (words in text) is (applies is False)
     assert risk_of("A", JudgedPrompt(0, report)).applies is applies
 
 
 # a model card
 
 
-def shown(width: int) -> str:
-    bundle = Store(SHIPPED).load("smollm2")
-    options: dict[str, Any] = {"width": width, "force_terminal": True, "highlight": False}
-    text = drawn(print_card, bundle.card(), bundle.path, **options)
-    return re.sub(r"\x1b(\[[\d;]*m|]8;[^\\]*\x1b\\\\)", "", text)
-
-
 @pytest.mark.parametrize("width", [80, 120])
 def test_every_figure_is_there_and_fits(width: int) -> None:
     bundle = Store(SHIPPED).load("smollm2")
-    text = shown(width)
+    options: dict[str, Any] = {"width": width, "force_terminal": True, "highlight": False}
+    text = drawn(print_card, bundle.card(), bundle.path, **options)
+    text = re.sub(r"\x1b(\[[\d;]*m|]8;[^\\]*\x1b\\\\)", "", text)
     tables = [line for line in bundle.card().splitlines() if line.startswith("|")]
     figures = set(
         re.findall(r"\d\.\d{3} (?:\+/- \d\.\d{3}|\[\d\.\d{3}, \d\.\d{3}\])", "\n".join(tables))

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 
 from probes_store.bucket import Objects
@@ -33,6 +34,7 @@ from tests.scripted_engine import ScriptedEngine
 
 DEFAULT, CANARY, SHADOW = "mine@production", "mine@canary", "mine@shadow"
 NAMES = (DEFAULT, CANARY, SHADOW)
+ROLLED_OUT = ["mine:1 default", "mine:2 canary", "mine:2 shadow"]
 
 
 @dataclass
@@ -47,10 +49,15 @@ class Remote:
         [type[Exception] | None, str], None
     ]  # from now on: what is raised, for paths that hold a text
 
-    def publish(self, seed: int) -> str:
-        return self.publisher.publish(
-            matching_draft(ScriptedEngine(), "mine", seed)
-        ).manifest.digest
+    def roll_out(self) -> None:
+        """mine:2, signed, becomes canary and shadow."""
+        self.sign("mine:2")
+        self.offer()
+
+    def offer(self) -> None:
+        """mine:2 becomes canary and shadow."""
+        for alias in ("canary", "shadow"):
+            self.publisher.set_alias("mine", alias, 2)
 
 
 @pytest.fixture
@@ -79,11 +86,16 @@ def remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Remote:
     made = Remote(
         url, publisher, reader, lambda name: publisher.sign(name, Signing(keys.private)), down
     )
-    for seed in range(2):
-        made.publish(seed)
+    publish_two(publisher)
     made.sign("mine:1")
-    publisher.set_alias("mine", "production", 1)
     return made
+
+
+def publish_two(store: Store) -> None:
+    """mine:1 and mine:2, of which the first is production."""
+    for seed in range(2):
+        store.publish(matching_draft(ScriptedEngine(), "mine", seed))
+    store.set_alias("mine", "production", 1)
 
 
 @pytest.fixture
@@ -101,13 +113,16 @@ def app(tmp_path: Path, remote: Remote) -> Iterator[App]:
         yield app
 
 
-def reload(app: App) -> Any:
+def reload(app: App, status: int = 200) -> httpx.Response:
     """As an administrator on the service's machine."""
-    return type(app.client)(app.app, client=("127.0.0.1", 5)).post("/v1/admin/reload")
+    response = type(app.client)(app.app, client=("127.0.0.1", 5)).post("/v1/admin/reload")
+    assert response.status_code == status, response.text
+    return response
 
 
 def roles(app: App) -> list[str]:
-    return [f"{one['id']} {one['role']}" for one in app.client.get("/v1/bundles").json()["data"]]
+    rows = app.client.get("/v1/bundles").json()["data"]
+    return [f"{row['id']} {row['role']}" for row in rows]
 
 
 def status(app: App) -> Any:
@@ -115,26 +130,24 @@ def status(app: App) -> Any:
 
 
 def left_out(app: App) -> dict[str, str]:
-    return {one["reference"]: one["reason"] for one in status(app)["left_out"]}
+    return {row["reference"]: row["reason"] for row in status(app)["left_out"]}
 
 
 def test_whoever_moves_an_alias_without_the_key_serves_nothing(app: App, remote: Remote) -> None:
     assert ["has no alias" in left_out(app)[name] for name in (CANARY, SHADOW)] == [True, True]
     remote.publisher.set_alias("mine", "production", 2)
-    refused = reload(app)
-    assert (refused.status_code, "a signature is required here" in refused.text) == (409, True)
+    assert "a signature is required here" in reload(app, 409).text
     assert roles(app) == ["mine:1 default"]
     assert app.client.post("/score", json={"prompt": "a"}).json()["bundle"]["version"] == 1
     remote.publisher.set_alias("mine", "production", 1)
-    for alias in ("canary", "shadow"):
-        remote.publisher.set_alias("mine", alias, 2)
-    assert reload(app).status_code == 200
+    remote.offer()
+    reload(app)
     assert roles(app) == ["mine:1 default"]
     assert left_out(app).keys() == {CANARY, SHADOW}
     assert all("a signature is required here" in reason for reason in left_out(app).values())
     remote.sign("mine:2")
-    reload(app).raise_for_status()
-    assert roles(app) == ["mine:1 default", "mine:2 canary", "mine:2 shadow"]
+    reload(app)
+    assert roles(app) == ROLLED_OUT
 
 
 def test_a_bundle_that_is_loaded_is_not_replayed_unless_its_golden_prompts_were_off(
@@ -144,16 +157,14 @@ def test_a_bundle_that_is_loaded_is_not_replayed_unless_its_golden_prompts_were_
 
     def replayed() -> int:
         before = counters.prefills
-        reload(app).raise_for_status()
+        reload(app)
         return counters.prefills - before
 
     assert replayed() == 0
-    remote.sign("mine:2")
-    for alias in ("canary", "shadow"):
-        remote.publisher.set_alias("mine", alias, 2)
+    remote.roll_out()
     assert replayed() == 4, "the golden prompts of mine:2, for each of its references"
-    assert roles(app) == ["mine:1 default", "mine:2 canary", "mine:2 shadow"]
-    assert (replayed(), roles(app)) == (0, ["mine:1 default", "mine:2 canary", "mine:2 shadow"])
+    assert roles(app) == ROLLED_OUT
+    assert (replayed(), roles(app)) == (0, ROLLED_OUT)
     catalogue.monitors["mine:1"].golden("off")
     assert app.client.get("/health/ready").status_code == 503
     assert replayed() == 2
@@ -167,22 +178,19 @@ def test_a_bundle_that_is_loaded_is_not_replayed_unless_its_golden_prompts_were_
 def test_without_an_answer_what_is_loaded_stays_and_it_is_said_since_when(
     app: App, remote: Remote
 ) -> None:
-    remote.sign("mine:2")
-    for alias in ("canary", "shadow"):
-        remote.publisher.set_alias("mine", alias, 2)
-    reload(app).raise_for_status()
+    remote.roll_out()
+    reload(app)
     before = roles(app)
     since = status(app)["since"]
     failing = None
-    assert before == ["mine:1 default", "mine:2 canary", "mine:2 shadow"]
+    assert before == ROLLED_OUT
     for kind, text in (
         (StoreUnreachable, ""),
         (StoreUnreachable, "mine/2/"),
         (StoreRefused, "mine/2/"),
     ):
         remote.down(kind, text)  # all of it, and that which may be left out where it is wrong
-        refused = reload(app)
-        assert (refused.status_code, "the network is down" in refused.text) == (409, True)
+        assert "the network is down" in reload(app, 409).text
         assert (roles(app), status(app)["since"]) == (before, since)
         assert "the network is down" in status(app)["reload_error"]
         failing = failing or app.state.lifecycle.failing_since
@@ -190,7 +198,7 @@ def test_without_an_answer_what_is_loaded_stays_and_it_is_said_since_when(
         assert app.state.lifecycle.failing_since == failing  # the first of them
         assert status(app)["reload_failing_since"] is not None
     remote.down(None, "")
-    reload(app).raise_for_status()
+    reload(app)
     assert (status(app)["reload_error"], status(app)["reload_failing_since"]) == (None, None)
     assert roles(app) == before
 
@@ -198,7 +206,7 @@ def test_without_an_answer_what_is_loaded_stays_and_it_is_said_since_when(
 def test_a_pin_in_a_request_checks_and_does_not_search(app: App, remote: Remote) -> None:
     remote.sign("mine:2")
     remote.publisher.set_alias("mine", "canary", 2)
-    reload(app).raise_for_status()
+    reload(app)
     one, two = (remote.publisher.load(f"mine:{version}").manifest.digest for version in (1, 2))
     find = app.state.catalogue.scorer
     for reference, version in {
@@ -249,32 +257,23 @@ def test_the_watch_reloads_where_a_stamp_moved_and_says_a_failure_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     watched = Watched(monkeypatch)
-    answers: list[Stamps] = [
-        {"a": "1"},
-        {"a": "1"},
-        {"a": "2"},
-        {"a": "2"},
-        {"a": None},
-        {"a": None},
-        {"a": "2"},
-    ]
-    reloads = []
+    answers, reloads = ["1", "1", "2", "2", None, None, "2"], list[int]()
 
     def look() -> Stamps:
         reloads.append(watched.reloads)
         if len(reloads) == 2:
             raise OSError("the folder went away")
-        watched.problem = "no answer" if answers[0]["a"] is None else None
-        now = answers.pop(0)
+        stamp = answers.pop(0)
+        watched.problem = "no answer" if stamp is None else None
         watched.state.lifecycle.stopping = not answers
-        return now
+        return {"a": stamp}
 
     with caplog.at_level(logging.ERROR, "hallutracer"):
         watched.run(look, {"a": "0"})
     assert (reloads, watched.reloads) == ([0, 1, 1, 1, 2, 2, 3, 4], 5)
-    said = [record.getMessage() for record in caplog.records]
-    assert len([line for line in said if "not swapped" in line and "no answer" in line]) == 1
-    assert "the store was not looked at" in said
+    lines = [record.getMessage() for record in caplog.records]
+    assert len([line for line in lines if "not swapped" in line and "no answer" in line]) == 1
+    assert "the store was not looked at" in lines
 
 
 def test_the_watch_tries_again_where_the_last_one_failed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,10 +316,7 @@ def test_a_stamp_moves_with_the_alias_the_signature_and_the_bytes(
     kind: str, remote: Remote, tmp_path: Path
 ) -> None:
     if kind == "folder":
-        store = Store(tmp_path / "store")
-        for seed in range(2):
-            store.publish(matching_draft(ScriptedEngine(), "mine", seed))
-        store.set_alias("mine", "production", 1)
+        publish_two(store := Store(tmp_path / "store"))
     else:
         store = remote.publisher
     keys = key_pair(tmp_path, "any")

@@ -37,22 +37,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def command(verb: str, files: dict[str, str], folder: Path, *more: str) -> list[str]:
-    return [
-        verb,
-        "--bundle",
-        "demo",
-        "--new-name",
-        "mine",
-        "--data",
-        files["dev"],
-        "--model",
-        "demo",
-        "--store",
-        str(folder / "store"),
-        "--run-dir",
-        str(folder / "run"),
-        *more,
-    ]
+    options = f"--bundle demo --new-name mine --data {files['dev']} --model demo"
+    folders = f"--store {folder / 'store'} --run-dir {folder / 'run'}"
+    return [verb, *options.split(), *folders.split(), *more]
 
 
 def own(files: dict[str, str]) -> list[str]:
