@@ -19,7 +19,6 @@ import pytest
 
 from service import __version__
 from tests.kit.packaging import ROOT
-from tests.kit.prometheus import binary
 from tests.serve_process import CLIENT, ServeProcess, inherited
 
 pytestmark = pytest.mark.long
@@ -207,14 +206,3 @@ def test_it_serves_the_demo_model_and_the_client_asks_it(
     assert float(risk) == pytest.approx(row["risk"], abs=1e-6)
     listed = json.loads(installed.run(installed.command("hallutracer"), "bundle", "list", "--json"))
     assert "smollm2" in json.dumps(listed)
-
-
-def test_the_packed_chart_is_that_version_and_asks_for_its_image(installed: Installed) -> None:
-    chart = ROOT / "deploy" / "helm" / "hallutracer"
-    installed.run(binary("helm"), "package", chart, "--destination", installed.built)
-    rendered = installed.run(
-        binary("helm"), "template", "one", installed.built / f"hallutracer-{__version__}.tgz"
-    )
-    assert set(re.findall(r'image: "?(hallutracer:[^\s"]+)', rendered)) == {
-        f"hallutracer:{__version__}"
-    }

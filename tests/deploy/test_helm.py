@@ -36,19 +36,17 @@ def helm(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def template(
-    *files: Path, values: tuple[str, ...] = (), release: str = "hallutracer"
+    *files: Path, values: tuple[str, ...] = (), release: str = "hallutracer", chart: Path = CHART
 ) -> subprocess.CompletedProcess[str]:
     chosen = [word for file in files for word in ("--values", str(file))]
     for value in values:  # --set reads 0.5 as a text
         chosen += ["--set-json" if re.search(r"=\d*\.\d+$", value) else "--set", value]
-    return helm("template", release, CHART, "--namespace", "hallutracer", *chosen)
+    return helm("template", release, chart, "--namespace", "hallutracer", *chosen)
 
 
 @functools.cache
-def rendered(
-    *files: Path, values: tuple[str, ...] = (), release: str = "hallutracer"
-) -> tuple[p.Document, ...]:
-    done = template(*files, values=values, release=release)
+def rendered(*files: Path, **options: Any) -> tuple[p.Document, ...]:
+    done = template(*files, **options)
     assert done.returncode == 0, done.stderr
     return tuple(p.load_all(done.stdout))
 
@@ -63,6 +61,7 @@ def container(documents: tuple[p.Document, ...]) -> p.Document:
     return only
 
 
+HARDENED = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
 PODS = [*OVERLAYS, *(path.stem for path in MANIFESTS)]
 
 
@@ -71,53 +70,50 @@ def test_a_pod_is_hardened_drains_and_is_found(name: str) -> None:
     files = {path.stem: path for path in MANIFESTS}
     documents = list(rendered(*OVERLAYS[name])) if name in OVERLAYS else p.documents(files[name])
     bare = [item for item in documents if item["kind"] == "Pod"]
-    for pod in [
-        *p.pods(documents),
-        *(item for item in bare if "annotations" not in item["metadata"]),
-    ]:  # not helm test's
+    alone = [pod for pod in bare if "annotations" not in pod["metadata"]]  # not helm test's
+    for pod in [*p.pods(documents), *alone]:
         spec = pod["spec"]
         context = spec["securityContext"]
-        assert (context["runAsNonRoot"], context["seccompProfile"]) == (
-            True,
-            {"type": "RuntimeDefault"},
-        )
+        assert HARDENED.items() <= context.items()
         user = next(step.text for step in p.dockerfile() if step.verb == "USER")
         assert f"{context['runAsUser']}:{context['runAsGroup']}" == user
         assert spec["enableServiceLinks"] is False  # they would overwrite HALLUTRACER_PORT
         volumes = {volume["name"] for volume in spec["volumes"]}
-        for document_of in p.containers(pod):
-            own, variables = document_of["securityContext"], p.variables(document_of)
-            assert (own["allowPrivilegeEscalation"], own["readOnlyRootFilesystem"]) == (False, True)
-            assert own["capabilities"] == {"drop": ["ALL"]}
-            assert {"requests", "limits"} <= set(document_of["resources"])
-            paths = {
-                mount["name"]: mount["mountPath"] for mount in document_of.get("volumeMounts", [])
+        for item in p.containers(pod):
+            variables = p.variables(item)
+            assert item["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
             }
+            assert {"requests", "limits"} <= set(item["resources"])
+            paths = {mount["name"]: mount["mountPath"] for mount in item.get("volumeMounts", [])}
             assert set(paths) <= volumes
-            assert {
-                str(Path(value).parent) for value in variables.values() if value.startswith("/")
-            } <= set(paths.values())
+            files = [value for value in variables.values() if value.startswith("/")]
+            assert {str(Path(file).parent) for file in files} <= set(paths.values())
             sleep = (
-                document_of.get("lifecycle", {})
-                .get("preStop", {})
-                .get("exec", {})
-                .get("command", [0])[-1]
+                item["lifecycle"]["preStop"]["exec"]["command"][-1] if "lifecycle" in item else 0
             )
             stopping = float(sleep) + float(variables.get("HALLUTRACER_DRAIN_S", 0))
             assert stopping < spec["terminationGracePeriodSeconds"]
-            if document_of.get("args") == ["serve"]:
+            if item.get("args") == ["serve"]:
                 for probe, route in (
-                    ("startupProbe", "ready"),
-                    ("readinessProbe", "ready"),
-                    ("livenessProbe", "live"),
+                    ("startup", "ready"),
+                    ("readiness", "ready"),
+                    ("liveness", "live"),
                 ):
-                    assert f"/health/{route}" in json.dumps(document_of[probe])
+                    assert f"/health/{route}" in json.dumps(item[f"{probe}Probe"])
     labels = [pod["metadata"]["labels"] for pod in p.pods(documents)]
     for item in documents:
         selector = item.get("spec", {}).get("podSelector", item.get("spec", {}).get("selector", {}))
         wanted = selector.get("matchLabels", selector)
         assert not wanted or any(wanted.items() <= label.items() for label in labels), item["kind"]
     assert {item["kind"] for item in documents} >= ({"NetworkPolicy"} if labels else set())
+
+
+def claims(documents: tuple[p.Document, ...]) -> set[str]:
+    """The names of the volumes that are asked for."""
+    return {name for kind, name in kinds_and_names(documents) if kind == "PersistentVolumeClaim"}
 
 
 def test_the_overlays_ask_for_their_engine_their_gpus_and_their_claims() -> None:
@@ -133,35 +129,25 @@ def test_the_overlays_ask_for_their_engine_their_gpus_and_their_claims() -> None
         assert own["image"] == f"hallutracer:{tag}"
         assert variables.get("HALLUTRACER_ENGINE", "transformers") == engine
         assert own["resources"]["limits"].get("nvidia.com/gpu") == gpus
-        assert int(variables.get("HALLUTRACER_TENSOR_PARALLEL_SIZE", 1)) == (
-            2 if name == "vllm" else 1
-        )
-        assert ("/dev/shm" in {mount["mountPath"] for mount in own["volumeMounts"]}) == (
-            name == "vllm"
-        )
-        claims = {
-            item["metadata"]["name"]
-            for item in documents
-            if item["kind"] == "PersistentVolumeClaim"
-        }
-        assert claims == ({"hallutracer-probes", "hallutracer-huggingface"} if gpus else set())
+        parallel = int(variables.get("HALLUTRACER_TENSOR_PARALLEL_SIZE", 1))
+        assert parallel == (2 if name == "vllm" else 1)
+        mounts = {mount["mountPath"] for mount in own["volumeMounts"]}
+        assert ("/dev/shm" in mounts) == (name == "vllm")
+        volumes = {"hallutracer-probes", "hallutracer-huggingface"} if gpus else set()
+        assert claims(documents) == volumes
         assert ("HorizontalPodAutoscaler" in {item["kind"] for item in documents}) == (gpus is None)
     [helper] = p.documents(MANIFESTS[1])
-    assert helper["spec"]["volumes"][0]["persistentVolumeClaim"] == {
-        "claimName": "hallutracer-probes"
-    }
+    claim = helper["spec"]["volumes"][0]["persistentVolumeClaim"]
+    assert claim == {"claimName": "hallutracer-probes"}
 
 
 @pytest.mark.parametrize("version", KUBERNETES)
 @pytest.mark.parametrize("folder", OVERLAYS)
 def test_what_it_renders_fits_kubernetes_schemas(folder: str, version: str) -> None:
-    assert len(documents := rendered(*OVERLAYS[folder])) >= 5
-    assert (
-        schema_errors(
-            [*documents, *(rendered(values=MONITORED[2:]) if folder == "base" else ())], version
-        )
-        == []
-    )
+    documents = rendered(*OVERLAYS[folder])
+    assert len(documents) >= 5
+    scaled = rendered(values=MONITORED[2:]) if folder == "base" else ()
+    assert schema_errors([*documents, *scaled], version) == []
 
 
 def test_the_schema_is_up_to_date_with_the_options_of_serve() -> None:
@@ -173,51 +159,57 @@ def test_the_schema_is_up_to_date_with_the_options_of_serve() -> None:
     assert not {"api_key", "port", "feedback_db"} & set(script["options"]())
 
 
-REFUSED = [
-    ("options.max_qeue=3", "'max_qeue' not allowed"),
-    ("options.port=9", "'port' not allowed"),
-    ("options.api_key=abcdefghijklmnopqrst", "'api_key' not allowed"),
-    ("options.threshold=2", "want 1"),
-    ("options.store=/probes", "does not match pattern"),
-    ("options.deadline_s=0", "want 0"),
-    ("options.drain_s=null", "drain_s"),
-    ("options.shadow=one", "want array"),
-    ("options.bundle={a b}", "does not match pattern"),
-    ("replica=2", "'replica' not allowed"),
-    ("gpus=two", "want integer"),
-    ("image.digest=latest", "does not match pattern"),
-    ("prometheusRule.grafanaUrl=https://g.example/", "does not match pattern"),
-    ("resources.limits=", "want object"),
-    ("storage.tmp=lots", "does not match pattern"),
-    ("apiKeys.secret=", "allow_anonymous"),
-    ("podMonitor.enabled=true,options.protect_metrics=true", "podMonitor.keySecret"),
-    ("autoscaling.cpuUtilization=0", "needs a signal"),
-    ("networkPolicy.clients=null", "clients"),
-    ("user.runAsUser=0", "runAsUser"),
-    ("extraEnv[0].name=HALLUTRACER_HOST,extraEnv[0].value=x", "extraEnv"),
-]
+# A value of the chart, and words of what it is refused with.
+REFUSED = """
+options.max_qeue=3 | 'max_qeue' not allowed
+options.port=9 | 'port' not allowed
+options.api_key=abcdefghijklmnopqrst | 'api_key' not allowed
+options.threshold=2 | want 1
+options.store=/probes | does not match pattern
+options.deadline_s=0 | want 0
+options.drain_s=null | drain_s
+options.shadow=one | want array
+options.bundle={a b} | does not match pattern
+replica=2 | 'replica' not allowed
+gpus=two | want integer
+image.digest=latest | does not match pattern
+prometheusRule.grafanaUrl=https://g.example/ | does not match pattern
+resources.limits= | want object
+storage.tmp=lots | does not match pattern
+apiKeys.secret= | allow_anonymous
+podMonitor.enabled=true,options.protect_metrics=true | podMonitor.keySecret
+autoscaling.cpuUtilization=0 | needs a signal
+networkPolicy.clients=null | clients
+user.runAsUser=0 | runAsUser
+extraEnv[0].name=HALLUTRACER_HOST,extraEnv[0].value=x | extraEnv
+"""
 
 
-@pytest.mark.parametrize(("value", "words"), REFUSED, ids=[value for value, _ in REFUSED])
-def test_a_wrong_value_is_refused_before_it_reaches_a_cluster(value: str, words: str) -> None:
+@pytest.mark.parametrize("row", REFUSED.strip().splitlines())
+def test_a_wrong_value_is_refused_before_it_reaches_a_cluster(row: str) -> None:
+    value, words = row.split(" | ")
     done = template(values=(value,))
     assert done.returncode != 0
     assert words in done.stderr
 
 
+def served(documents: tuple[p.Document, ...]) -> p.Document:
+    """The options that ``serve`` reads from its variables, but for files of the cluster."""
+    variables = p.variables(container(documents))
+    files = [name for name, value in variables.items() if value.startswith("/etc/")]
+    return p.served({name: variables[name] for name in variables.keys() - files})
+
+
 def test_options_become_variables_that_serve_reads_alike(tmp_path: Path) -> None:
-    file = (
-        tmp_path / "mine.yaml"
-    )  # helm reads a file's numbers as floats, which it would write with an exponent
+    # helm reads a file's numbers as floats, which it would write with an exponent.
+    file = tmp_path / "mine.yaml"
     file.write_text(
         "options: {max_body_bytes: 8388608, deadline_s: 12.5, playground: false, threshold: 0, "
         "bundle: [demo, demo-fused], policy: support}\n"
     )
-    variables = p.variables(container(rendered(file)))
-    assert variables["HALLUTRACER_MAX_BODY_BYTES"] == "8388608"
-    read = p.served(
-        {name: value for name, value in variables.items() if not value.startswith("/etc/")}
-    )
+    documents = rendered(file)
+    assert p.variables(container(documents))["HALLUTRACER_MAX_BODY_BYTES"] == "8388608"
+    read = served(documents)
     expected = {
         "max_body_bytes": 8388608,
         "deadline_s": 12.5,
@@ -258,7 +250,6 @@ def test_requests_may_be_addressed_to_the_service_and_to_the_names_that_are_give
         assert name in names(release="blue")
 
 
-HARDENED = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
 GROUPS = {"runAsGroup": 10001, "fsGroup": 10001}
 SECURITY = "Deployment.spec.template.spec.securityContext"
 ANONYMOUS = ("options.drain_s=119.5", "apiKeys.secret=", "options.allow_anonymous=true")
@@ -282,6 +273,7 @@ RENDERED: list[tuple[tuple[str, ...], str, Any]] = [
         ((f"user.runAsUser={user}",), SECURITY, HARDENED | GROUPS | context)
         for user, context in (("null", {}), (1000660000, {"runAsUser": 1000660000}))
     ),
+    ((), "Pod.spec.containers.0.image", f"hallutracer:{__version__}"),
     (BY_DIGEST, "container.image", IMAGE),
     (BY_DIGEST, "Pod.spec.containers.0.image", IMAGE),
     (
@@ -321,36 +313,29 @@ def test_the_values_that_the_page_shows_fetch_the_first_bundle_from_a_url(tmp_pa
     (mine := tmp_path / "mine.yaml").write_text(shown)
     documents = rendered(GPU, mine)
     variables = p.variables(container(documents))
-    assert (variables["HALLUTRACER_STORE"], variables["HALLUTRACER_BUNDLE"]) == (
-        "hf://OWNER/my-probe",
-        "my-probe",
-    )
+    assert variables["HALLUTRACER_STORE"] == "hf://OWNER/my-probe"
+    assert variables["HALLUTRACER_BUNDLE"] == "my-probe"
     mounts = {mount["mountPath"] for mount in container(documents)["volumeMounts"]}
-    assert (
-        str(Path(variables["HALLUTRACER_STORE_CACHE"]).parent) in mounts
-    )  # the root file system is read-only
-    claims = [
-        item["metadata"]["name"] for item in documents if item["kind"] == "PersistentVolumeClaim"
-    ]
-    assert claims == ["hallutracer-huggingface"]
+    # The root file system is read-only.
+    assert str(Path(variables["HALLUTRACER_STORE_CACHE"]).parent) in mounts
+    assert claims(documents) == {"hallutracer-huggingface"}
     assert schema_errors(list(documents), KUBERNETES[-1]) == []
 
 
 def test_a_rollout_is_what_serve_is_told_and_bundles_outlive_the_pods() -> None:
     documents = rendered(ROLLOUT)
-    variables = p.variables(container(documents))
-    read = p.served(
-        {name: value for name, value in variables.items() if not value.startswith("/etc/")}
-    )
-    assert (read["bundle"], read["shadow"], read["canary"]) == (
-        ("my-probe",),
-        ("my-probe@shadow",),
-        "my-probe@canary",
-    )
-    assert (read["canary_share"], read["watch_s"], read["replay_s"]) == (0.05, 10.0, 600.0)
-    assert document_of(documents, "PersistentVolumeClaim")["spec"]["accessModes"] == [
-        "ReadWriteMany"
-    ]
+    read = served(documents)
+    expected = {
+        "bundle": ("my-probe",),
+        "shadow": ("my-probe@shadow",),
+        "canary": "my-probe@canary",
+        "canary_share": 0.05,
+        "watch_s": 10.0,
+        "replay_s": 600.0,
+    }
+    assert {name: read[name] for name in expected} == expected
+    claim = document_of(documents, "PersistentVolumeClaim")["spec"]
+    assert claim["accessModes"] == ["ReadWriteMany"]
     assert schema_errors(list(documents), KUBERNETES[-1]) == []
 
 
@@ -387,23 +372,17 @@ def test_the_operators_rules_are_the_rules_and_lead_to_the_page_that_is_named() 
         assert (CHART / "rules" / path.name).read_text() == path.read_text(), (
             f"copy {path} into {CHART / 'rules'}"
         )
-    own = {
-        "groups": [group for path in files for group in yaml.safe_load(path.read_text())["groups"]]
-    }
-    assert (
-        document_of(rendered(values=MONITORED), "PrometheusRule")["spec"] == own
-    )  # whose rules promtool takes elsewhere
+    groups = [group for path in files for group in yaml.safe_load(path.read_text())["groups"]]
+    # promtool takes these rules elsewhere.
+    assert document_of(rendered(values=MONITORED), "PrometheusRule")["spec"] == {"groups": groups}
     url = "https://wiki.example/risk.html"
-    named = (
-        f"prometheusRule.runbookUrl={url}",
-        "prometheusRule.grafanaUrl=https://g.example/grafana",
-    )
+    grafana = "https://g.example/grafana"
+    named = f"prometheusRule.runbookUrl={url}", f"prometheusRule.grafanaUrl={grafana}"
     spec = document_of(rendered(values=(*MONITORED, *named)), "PrometheusRule")["spec"]
     for rule in (rule for group in spec["groups"] for rule in group["rules"] if "alert" in rule):
-        assert rule["annotations"]["runbook_url"] == f"{url}#{rule['alert'].lower()}"
-        assert rule["annotations"]["dashboard_url"].startswith(
-            "https://g.example/grafana/d/hallutracer-"
-        )
+        notes = rule["annotations"]
+        assert notes["runbook_url"] == f"{url}#{rule['alert'].lower()}"
+        assert notes["dashboard_url"].startswith(f"{grafana}/d/hallutracer-")
 
 
 def test_the_operators_scrape_is_under_the_alerts_job() -> None:
@@ -454,13 +433,10 @@ def test_keda_scales_the_chart_as_its_own_autoscaler_does(tmp_path: Path) -> Non
     [scaled] = p.documents(ROOT / "deploy/helm/keda.example.yaml")
     documents = rendered(values=(*MONITORED, "autoscaling.cpuUtilization=0"))
     own, spec = document_of(documents, "HorizontalPodAutoscaler")["spec"], scaled["spec"]
-    assert (
-        spec["scaleTargetRef"]["name"] == document_of(documents, "Deployment")["metadata"]["name"]
-    )
-    assert (spec["minReplicaCount"], spec["maxReplicaCount"]) == (
-        own["minReplicas"],
-        own["maxReplicas"],
-    )
+    deployment = document_of(documents, "Deployment")["metadata"]
+    assert spec["scaleTargetRef"]["name"] == deployment["name"]
+    for bound in ("min", "max"):
+        assert spec[f"{bound}ReplicaCount"] == own[f"{bound}Replicas"]
     assert spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"] == own["behavior"]
     [trigger], [metric] = spec["triggers"], own["metrics"]
     threshold = float(trigger["metadata"]["threshold"])
@@ -472,13 +448,8 @@ def test_keda_scales_the_chart_as_its_own_autoscaler_does(tmp_path: Path) -> Non
 
 def test_a_package_of_it_renders_the_same(tmp_path: Path) -> None:
     assert helm("package", CHART, "--destination", tmp_path).returncode == 0
-    options = (
-        "--namespace",
-        "hallutracer",
-        *(word for value in MONITORED for word in ("--set", value)),
-    )
-    done = helm("template", "hallutracer", *tmp_path.glob("*.tgz"), *options)
-    assert tuple(p.load_all(done.stdout)) == rendered(values=MONITORED), done.stderr
+    packed = tmp_path / f"hallutracer-{__version__}.tgz"
+    assert rendered(values=MONITORED, chart=packed) == rendered(values=MONITORED)
 
 
 def test_the_adapters_query_is_the_mean_wait_of_each_pod_and_zero_where_nothing_came(

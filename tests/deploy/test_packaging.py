@@ -23,6 +23,7 @@ from service.cli.running import known_hosts
 from service.engines.vllm.launch import WORKER
 from service.policies.policy import read_policies
 from service.settings import NO_OPTIONS, PREFIX, ServiceSettings
+from tests.command_line import ended
 from tests.kit import packaging as p
 from tests.kit.local_server import answer, listening
 from tests.running import App
@@ -74,9 +75,7 @@ def schema_errors(documents: list[p.Document], version: str) -> list[str]:
 @pytest.mark.parametrize("version", KUBERNETES)
 def test_manifests_fit_kubernetes_schemas(version: str) -> None:
     assert [schema_errors(p.documents(path), version) for path in MANIFESTS] == [[], []]
-    wrong = (
-        MANIFESTS[0].read_text().replace("enableServiceLinks: false", "enableServiceLink: false")
-    )
+    wrong = MANIFESTS[0].read_text().replace("enableServiceLinks:", "enableServiceLink:")
     assert schema_errors(p.load_all(wrong), version)
 
 
@@ -165,19 +164,13 @@ def test_one_version_one_port_and_a_longer_stop_than_the_drain() -> None:
     assert [step.text for step in p.dockerfile() if step.verb == "EXPOSE"] == [port]
     assert p.environment()["HALLUTRACER_PORT"] == port
     scraped = p.documents(p.ROOT / "deploy/prometheus/prometheus.yml")[0]["scrape_configs"]
-    targets = [
-        target
-        for job in scraped
-        for static in job["static_configs"]
-        for target in static["targets"]
-    ]
+    configs = [config for job in scraped for config in job["static_configs"]]
+    targets = [target for config in configs for target in config["targets"]]
     assert f"hallutracer:{port}" in targets
     assert {target.partition(":")[0] for target in targets} - {"localhost"} <= set(SERVICES)
-    assert (
-        lines := re.findall(
-            r"^docker run .*-p .*$", (p.ROOT / "deploy/README.md").read_text(), re.MULTILINE
-        )
-    )
+    readme = (p.ROOT / "deploy/README.md").read_text()
+    lines = re.findall(r"^docker run .*-p .*$", readme, re.MULTILINE)
+    assert lines
     for line in lines:
         assert float(re.findall(r"--stop-timeout (\d+)", line)[0]) > ServiceSettings().drain_s
 
@@ -194,17 +187,15 @@ def test_a_service_of_compose_is_hardened_on_loopback_and_drains(name: str) -> N
         target = service["build"]["target"]
         assert service["image"].partition("-")[2] == target.replace("cpu", "", target == "cpu")
         if p.environment(target).get("HALLUTRACER_ENGINE") == "vllm":
-            assert str(service["tmpfs"]).startswith(
-                "['/tmp:exec"
-            )  # vLLM loads from there what it compiles
+            # vLLM loads from there what it compiles.
+            assert str(service["tmpfs"]).startswith("['/tmp:exec")
     if shared := service.get("network_mode", "").removeprefix("service:"):
         assert service["depends_on"][shared]["restart"]
     if name.startswith("hallutracer"):
         environment = service["environment"]
         assert service["ports"][0].endswith(":8765")
-        assert float(service["stop_grace_period"].rstrip("s")) > float(
-            environment["HALLUTRACER_DRAIN_S"]
-        )
+        grace = float(service["stop_grace_period"].rstrip("s"))
+        assert grace > float(environment["HALLUTRACER_DRAIN_S"])
         assert set(environment["HALLUTRACER_ALLOWED_HOST"].split()) == {"localhost", name}
 
 
@@ -260,15 +251,9 @@ def data_files(root: Path) -> set[str]:
 def test_the_install_steps_give_a_working_command(tmp_path: Path) -> None:
     package = install(tmp_path)
     assert data_files(package) == data_files(p.ROOT) | {"hallutracer_client/py.typed"}
+    packages = {"hallutracer", "service", "probes_store", "hallutracer_client"}
     installed = {path.name for path in package.iterdir()}
-    assert installed >= {
-        "hallutracer",
-        "service",
-        "probes_store",
-        "hallutracer_start.py",
-        "hallutracer_client",
-        "bin",
-    }
+    assert installed >= packages | {"hallutracer_start.py", "bin"}
     assert not (package / "tests").exists()
     command = package / "bin" / "hallutracer"
     assert command.read_text().startswith(f"#!{tmp_path}/opt/venv/bin/python")
@@ -378,13 +363,7 @@ def test_serve_takes_the_environment_and_answers_to_its_names(tmp_path: Path, na
     ):  # nothing set in .env: the demo model, on the GPU
         assert (options["model"], options["bundle"]) == (None, ())
     settings = ServiceSettings(host=options["host"], allowed_hosts=options["allowed_host"])
-    service = (
-        "localhost"
-        if "guard" in name
-        else name
-        if name.startswith("hallutracer")
-        else "hallutracer"
-    )
+    service = "localhost" if "guard" in name else name
     with App(
         tmp_path, names=["tiny"], allowed_hosts=known_hosts(settings, keyed=True)
     ).started() as app:
@@ -404,13 +383,9 @@ def test_the_rag_app_is_started_alike_and_reads_what_it_is_given() -> None:
     source = (p.ROOT / "deploy/sidecar/rag_app.py").read_text()
     given = set(RAG["environment"]) | set(p.variables(RAG_POD))
     assert given == {name for name in given if f'environ.get("{name}"' in source}
+    code = "import sys, uvicorn; uvicorn.Config(sys.argv[1]).load()"
     imported = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "import sys, uvicorn; uvicorn.Config(sys.argv[1]).load()",
-            RAG["entrypoint"][1],
-        ],
+        [sys.executable, "-c", code, RAG["entrypoint"][1]],
         cwd=p.ROOT / "deploy/sidecar",
         env=os.environ | {"PYTHONPATH": f"{PATHS}:."},
         capture_output=True,
@@ -452,14 +427,9 @@ def test_the_walk_names_a_missing_program_and_leaves_what_is_not_its_own_alone(
     for name in ("bash", "dirname", "ls", "mkdir"):
         (programs / name).symlink_to(str(shutil.which(name)))
     missing = walk("walk.sh", tmp_path / "walk", PATH=str(programs), HOME=str(tmp_path))
-    assert (missing.returncode, "FAILED: hallutracer is missing" in missing.stdout) == (1, True)
+    ended(missing, 1, "FAILED: hallutracer is missing")
     (mine := tmp_path / "mine.txt").write_text("mine")
-    full = walk("walk.sh", tmp_path)
-    assert (full.returncode, "has something else in it" in full.stdout, mine.read_text()) == (
-        1,
-        True,
-        "mine",
-    )
+    ended(walk("walk.sh", tmp_path), 1, "has something else in it")
+    assert mine.read_text() == "mine"
     for arguments in (["--keep"], ["--kep", "x"], ["--keep", "x", "y"]):
-        wrong = walk("in_clean_root.sh", *arguments)
-        assert (wrong.returncode, "--keep FOLDER" in wrong.stdout + wrong.stderr) == (2, True)
+        ended(walk("in_clean_root.sh", *arguments), 2, "--keep FOLDER")

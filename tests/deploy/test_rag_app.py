@@ -19,6 +19,7 @@ from fastapi.testclient import TestClient
 
 from hallutracer_client import AsyncClient
 from hallutracer_research.demo.build import KNOWN, UNKNOWN
+from tests.command_line import ended
 from tests.kit import bodies
 from tests.serve_process import PATHS, ROOT, inherited, serve
 
@@ -97,14 +98,10 @@ def test_the_known_is_answered_and_the_unknown_is_looked_up(
 
 def test_the_command_line_shows_both_and_nothing_without_its_key(guard: dict[str, str]) -> None:
     refused = cli(KNOWN, HALLUTRACER_URL=guard["HALLUTRACER_URL"])
-    assert (refused.returncode, refused.stdout, "401 unauthorized" in refused.stderr) == (
-        1,
-        "",
-        True,
-    )
-    done = cli(KNOWN, UNKNOWN, **guard)
-    assert done.returncode == 0, done.stderr
-    rows = [line for line in done.stdout.splitlines() if "│" in line]
+    ended(refused, 1, "401 unauthorized")
+    assert refused.stdout == ""
+    printed = ended(cli(KNOWN, UNKNOWN, **guard), 0)
+    rows = [line for line in printed.splitlines() if "│" in line]
     for row, words in zip(
         rows[:2], (("answered at once", "It is Rome."), ("withheld", "is Honiara.")), strict=True
     ):
@@ -113,33 +110,20 @@ def test_the_command_line_shows_both_and_nothing_without_its_key(guard: dict[str
 
 def test_the_figures_come_out(guard: dict[str, str], tmp_path: Path) -> None:
     options = ("--split", "dev", "--limit", "12", "--bundle", "demo")
-    assert (
-        "403 not_allowed: policy 'observe'"
-        in cli(*options, script="rag_figures.py", **guard).stderr
-    )
-    (tmp_path / "key").write_text("the-key-of-the-figures\n")
-    done = cli(
-        *options,
-        script="rag_figures.py",
-        **guard | {"HALLUTRACER_API_KEY_FILE": str(tmp_path / "key")},
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("12 questions of dev")
-    rows = [
-        line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("|")
-    ][2:]
+    figures: dict[str, Any] = {"script": "rag_figures.py", **guard}
+    ended(cli(*options, **figures), 1, "403 not_allowed: policy 'observe'")
+    (key := tmp_path / "key").write_text("the-key-of-the-figures\n")
+    printed = ended(cli(*options, **figures | {"HALLUTRACER_API_KEY_FILE": str(key)}), 0)
+    assert printed.startswith("12 questions of dev")
+    lines = [line for line in printed.splitlines() if line.startswith("|")]
+    rows = [line.strip("| ").split(" | ") for line in lines[2:]]
     shares = {name: (int(count), float(share)) for name, count, share, *_ in rows}
-    assert (len(shares), shares["always, no guard"], shares["always, guard"][0]) == (
-        8,
-        (12, 1.0),
-        12,
-    )
+    assert len(shares) == 8
+    assert (shares["always, no guard"], shares["always, guard"][0]) == ((12, 1.0), 12)
     assert (shares["never, no guard"], shares["never, guard"][0]) == ((0, 1.0), 0)
     seldom = shares["where the first look withholds, guard"]
-    assert (seldom[0], seldom[1] >= shares["never, guard"][1]) == (
-        shares["as often, at random, guard"][0],
-        True,
-    )
+    assert seldom[0] == shares["as often, at random, guard"][0]
+    assert seldom[1] >= shares["never, guard"][1]
 
 
 def test_the_readmes_code_runs(guard: dict[str, str], example: Any) -> None:
@@ -185,12 +169,8 @@ def test_the_readmes_code_runs(guard: dict[str, str], example: Any) -> None:
 
 def test_without_the_guard_the_command_line_says_nothing(nowhere: str) -> None:
     """The app, before a service that is stopped under it: test_guard_stopped."""
-    done = cli(KNOWN, HALLUTRACER_URL=nowhere)
-    assert (done.returncode, "cannot connect" in done.stderr, "Rome" in done.stdout) == (
-        1,
-        True,
-        False,
-    )
+    printed = ended(cli(KNOWN, HALLUTRACER_URL=nowhere), 1, "cannot connect")
+    assert "Rome" not in printed
 
 
 def scripted(example: Any, *answers: httpx.Response) -> tuple[Any, list[Any]]:
@@ -234,10 +214,8 @@ def test_an_answer_from_passages(ask: Any) -> None:
     reply = response.json()
     assert (reply["source"], reply["answer"]) == ("model", "Honiara.")
     assert (reply["risk_before"], reply["risk_after"]) == (0.9, 0.2)
-    assert [passage["text"] for passage in reply["passages"]] == [
-        "Honiara is the capital.",
-        "Rome is old.",
-    ]
+    texts = [passage["text"] for passage in reply["passages"]]
+    assert texts == ["Honiara is the capital.", "Rome is old."]
     (first,), (second,) = (body["messages"] for body in asked)
     assert first == {"role": "user", "content": "Which capital is it?"}
     assert second["content"] == "Honiara is the capital. Rome is old.\n\nWhich capital is it?"
@@ -269,11 +247,8 @@ def test_what_the_guard_cannot_say_is_not_answered(ask: Any) -> None:
     ):
         for before in ([], [scored(0.9, None)]):
             response, asked = ask("capital?", [*before, refusal])
-            assert (response.status_code, set(response.json()), len(asked)) == (
-                503,
-                {"detail"},
-                len(before) + 1,
-            )
+            assert (response.status_code, set(response.json())) == (503, {"detail"})
+            assert len(asked) == len(before) + 1
 
 
 def test_who_may_ask(
@@ -284,37 +259,25 @@ def test_who_may_ask(
     body = {"json": {"question": "capital?"}}
     with opened(example, tmp_path, monkeypatch) as app:
         example.app.state.rag, asked = scripted(example, *[scored(0.2, " Rome. ")] * 9)
-        wrong = [
-            f"Bearer {TOKEN}x",
-            f"Bearer {TOKEN[:-1]}",
-            f"Basic {TOKEN}",
-            TOKEN,
-            "Bearer \xe9",
-            "",
-        ]
         known = [f"Bearer {TOKEN}", "bearer an-older-token-of-it"]
-        for sent, status in [*((sent, 200) for sent in known), *((sent, 401) for sent in wrong)]:
-            answer = app.post("/ask", headers={"authorization": sent.encode("latin-1")}, **body)
-            assert answer.status_code == status, sent
-            assert (
-                app.get("/docs", headers={"authorization": sent.encode("latin-1")}).status_code
-                == status
-            )
-            assert (
-                app.get("/health", headers={"authorization": sent.encode("latin-1")}).status_code
-                == 200
-            )
+        wrong = [f"Bearer {TOKEN}x", f"Bearer {TOKEN[:-1]}", f"Basic {TOKEN}", TOKEN]
+        for sent in (*known, *wrong, "Bearer \xe9", ""):
+            status = 200 if sent in known else 401
+            headers = {"authorization": sent.encode("latin-1")}
+            assert app.post("/ask", headers=headers, **body).status_code == status, sent
+            assert app.get("/docs", headers=headers).status_code == status
+            assert app.get("/health", headers=headers).status_code == 200
         assert len(asked) == 2
         ours = ["localhost:8080", "LOCALHOST", "127.0.0.1:8080", "[::1]:8080", "10.0.0.7"]
-        others = [
+        foreign = [
             "evil.test",
             "evil.test:8080",
             "127.0.0.1.evil.test",
             "evil.test@127.0.0.1",
             "0x7f.1",
-            "",
         ]
-        for host, status in [*((host, 200) for host in ours), *((host, 421) for host in others)]:
+        for host in (*ours, *foreign, ""):
+            status = 200 if host in ours else 421
             assert app.get("/health", headers={"host": host}).status_code == status, host
             assert app.post("/ask", headers={"host": host}, **body).status_code == status, host
         assert len(asked) == 7
