@@ -44,12 +44,9 @@ def test_the_service_takes_what_we_send() -> None:
 
 
 def test_a_stream_asks_for_an_answer_and_what_is_not_given_is_not_sent() -> None:
-    assert json.loads(request_body({"prompt": "a"}, stream=True)) == {
-        "prompt": "a",
-        "generate": {},
-        "stream": True,
-    }
-    assert ScoreRequest.model_validate_json(request_body({"prompt": "a"}, stream=True)).stream
+    body = request_body({"prompt": "a"}, stream=True)
+    assert json.loads(body) == {"prompt": "a", "generate": {}, "stream": True}
+    assert ScoreRequest.model_validate_json(body).stream
     options: ScoreOptions = {"prompt": "a", "threshold": None, "include": (), "generate": None}
     assert json.loads(request_body(options)) == {"prompt": "a"}
     assert Generate(max_tokens=3).body() == {"max_tokens": 3}
@@ -68,10 +65,11 @@ def test_a_stream_asks_for_an_answer_and_what_is_not_given_is_not_sent() -> None
             TypeError,
             "'max_token'; expected one of max_tokens",
         ),
-        ({"prompt": "a", "generate": 3}, TypeError, "Generate"),
-        ({"prompt": "a", "generate": [1]}, TypeError, "Generate"),
-        ({"prompt": "a", "generate": {"stop": "x"}}, TypeError, "stop="),
-        ({"prompt": "a", "generate": Generate(stop="x")}, TypeError, "stop="),
+        *(({"prompt": "a", "generate": wrong}, TypeError, "Generate") for wrong in (3, [1])),
+        *(
+            ({"prompt": "a", "generate": wrong}, TypeError, "stop=")
+            for wrong in ({"stop": "x"}, Generate(stop="x"))
+        ),
         ({"prompt": "a", "threshold": float("nan")}, ValueError, "NaN"),
         ({"prompt": "\ud800"}, ValueError, "surrogate"),
         ({"input_ids": [1.5]}, TypeError, "integer"),
@@ -106,12 +104,9 @@ def test_a_prompt_may_be_given_by_its_place(make_client: MakeClient) -> None:
         {"prompt": "Why?", "threshold": 0.5},
         {"prompt": ["a", "b"], "generate": {"max_tokens": 16}},
     ]
-    for given, named, error in (
-        (("a",), {"prompt": "b"}, TypeError),
-        (("a",), {"input_ids": [1]}, ValueError),
-    ):
+    for more, error in (({"prompt": "b"}, TypeError), ({"input_ids": [1]}, ValueError)):
         with pytest.raises(error):
-            score(*given, **named)
+            score("a", **more)
     assert len(sent) == 2
 
 
@@ -176,11 +171,8 @@ def test_a_program_that_traces_has_its_trace_continued(make_client: MakeClient) 
         client.score(prompt="a")
     client.score(prompt="a")
     context = span.get_span_context()
-    assert (
-        seen[0]
-        .headers["traceparent"]
-        .startswith(f"00-{context.trace_id:032x}-{context.span_id:016x}-0")
-    )
+    expected = f"00-{context.trace_id:032x}-{context.span_id:016x}-0"
+    assert seen[0].headers["traceparent"].startswith(expected)
     assert "traceparent" not in seen[1].headers
 
 

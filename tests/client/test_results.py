@@ -36,12 +36,8 @@ def test_one_prompt_and_several() -> None:
     result = answered(
         bodies.result(row, certainty={"alpha": 0.1})
     )  # fields that are not known are read over
-    assert (result.risk, result.decision, result.gated, result.text) == (
-        0.03,
-        "continue",
-        False,
-        " It is Rome.",
-    )
+    assert (result.risk, result.decision) == (0.03, "continue")
+    assert (result.gated, result.text) == (False, " It is Rome.")
     assert (result.only.trajectory, result.bundle.reference) == ((1.0, 2.5), "demo:3")
     assert (result.request_id, result.usage.prompt_tokens, result.guarantee) == ("abc", 7, None)
     with pytest.raises(FrozenInstanceError):
@@ -49,18 +45,14 @@ def test_one_prompt_and_several() -> None:
     several = answered(
         bodies.result(bodies.row(), bodies.row(0.9, "abstain", index=1)), prompt=["a", "b"]
     )
-    assert [one.gated for one in several.data] == [False, True]
+    assert [risk.gated for risk in several.data] == [False, True]
     with pytest.raises(ValueError, match="2 prompts"):
         _ = several.risk
 
-    void = {
-        "alpha": 0.1,
-        "delta": 0.05,
-        "holds": False,
-        "void": ["policy: 'observe' withholds nothing"],
-    }
-    expected = hc.Guarantee(0.1, 0.05, False, ("policy: 'observe' withholds nothing",))
-    assert answered(bodies.result(guarantee=void)).guarantee == expected
+    causes = ("policy: 'observe' withholds nothing",)
+    void = {"alpha": 0.1, "delta": 0.05, "holds": False, "void": causes}
+    guarantee = answered(bodies.result(guarantee=void)).guarantee
+    assert guarantee == hc.Guarantee(0.1, 0.05, False, causes)
 
 
 def test_whatever_is_not_continue_is_gated() -> None:
@@ -80,23 +72,13 @@ FAULTS = [
     *(
         (path, MISSING)
         for path in (
-            "id",
-            "object",
-            "created",
-            "model",
-            "policy",
-            "bundle",
-            "data",
-            "usage",
+            *("id", "object", "created", "model", "policy", "bundle", "data", "usage"),
             "bundle.digest",
-            "data.0.risk",
-            "data.0.depth_mean",
-            "data.0.decision",
-            "data.0.flagged",
-            "data.0.threshold",
-            "data.0.index",
-            "usage.prompt_tokens",
-            "usage.total_tokens",
+            *(
+                f"data.0.{name}"
+                for name in ("risk", "depth_mean", "decision", "flagged", "threshold", "index")
+            ),
+            *("usage.prompt_tokens", "usage.total_tokens"),
         )
     ),
     *(
@@ -198,7 +180,7 @@ def _hung_up(_: httpx.Request) -> httpx.Response:
         lambda _: bodies.error(422, "invalid_request"),
         lambda r: httpx.Response(502, content=r.content),
         lambda r: httpx.Response(
-            200, json={"error": r.headers["authorization"], "data": r.content.decode()}
+            200, json={"error": [r.headers["authorization"], r.content.decode()]}
         ),
     ],
 )
@@ -206,9 +188,8 @@ def test_neither_key_nor_prompt_is_ever_shown(make_client: MakeClient, handler: 
     client = make_client(handler, api_key=SECRET, max_retries=0)
     with pytest.raises(hc.ClientError) as caught:
         client.score(prompt=PROMPT)
-    shown = (
-        "".join(traceback.format_exception(caught.value)) + repr(caught.value) + repr(client.client)
-    )
+    shown = "".join(traceback.format_exception(caught.value))
+    shown += repr(caught.value) + repr(client.client)
     source = "client.score(prompt=PROMPT)"
     assert source in shown  # the traceback is there, with names instead of values
     assert SECRET not in shown

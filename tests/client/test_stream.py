@@ -84,24 +84,15 @@ def answering(body: bytes | Chunks) -> Any:
 WHOLE = bodies.events(
     bodies.result(), bodies.chunk(" It"), bodies.chunk(" is."), bodies.chunk("", "stop", 2)
 )
+GATED = bodies.events(bodies.result(bodies.row(0.9, "abstain", message="I am not sure.")))
 
 
 def test_the_risk_is_there_before_the_text(make_client: MakeClient) -> None:
-    seen: list[Any] = []
-
     def look(answer: BaseAnswer) -> None:
-        seen.extend(
-            [
-                answer.risk,
-                answer.decision,
-                answer.gated,
-                answer.completion,
-                answer.usage.completion_tokens,
-            ]
-        )
+        assert (answer.risk, answer.decision, answer.gated) == (0.1, "continue", False)
+        assert (answer.completion, answer.usage.completion_tokens) == (None, 0)
 
     answer, pieces = make_client(answering(WHOLE)).stream(prompt="a", look=look)
-    assert seen == [0.1, "continue", False, None, 0]
     assert pieces == [" It", " is."]
     assert answer.completion == hc.Completion(" It is.", "stop", 2)
     assert answer.usage.total_tokens == 9
@@ -121,14 +112,10 @@ def iterated(made: BlockingClient, *given: Any, **options: Any) -> list[str]:
 
 def test_a_stream_is_iterated_over_without_a_block(make_client: MakeClient) -> None:
     body = Chunks([WHOLE])
-    assert (
-        "".join(iterated(make_client(answering(body)), "a", generate={"max_tokens": 4}))
-        == " It is."
-    )
+    pieces = iterated(make_client(answering(body)), "a", generate={"max_tokens": 4})
+    assert pieces == [" It", " is."]
     assert body.closed
-    gated = Chunks(
-        [bodies.events(bodies.result(bodies.row(0.9, "abstain", message="I am not sure.")))]
-    )
+    gated = Chunks([GATED])
     with pytest.raises(hc.Withheld):
         iterated(make_client(answering(gated)), prompt="a")
     assert gated.closed
@@ -137,18 +124,17 @@ def test_a_stream_is_iterated_over_without_a_block(make_client: MakeClient) -> N
     stream = made.client.stream("a")
     assert not body.closed, "nothing is asked before somebody reads"
     if made.kind == "sync":
-        pieces = iter(stream)
-        assert next(pieces) == " It"
-        pieces.close()
+        reading = iter(stream)
+        assert next(reading) == " It"
+        reading.close()
         assert body.closed, "leaving a loop early closes the connection"
 
 
 def test_reading_a_withheld_answer_is_an_error(make_client: MakeClient) -> None:
-    gated = bodies.events(bodies.result(bodies.row(0.9, "abstain", message="I am not sure.")))
-    answer, _ = make_client(answering(gated)).stream(prompt="a", take=0)
+    answer, _ = make_client(answering(GATED)).stream(prompt="a", take=0)
     assert (answer.gated, answer.message, answer.completion) == (True, "I am not sure.", None)
     with pytest.raises(hc.Withheld):
-        make_client(answering(gated)).stream(prompt="a")
+        make_client(answering(GATED)).stream(prompt="a")
 
 
 def test_leaving_early_closes_the_connection_and_leaves_no_completion(
@@ -185,10 +171,9 @@ def test_a_failure_under_way_or_instead_of_the_risk_is_raised(
         make_client(answering(body)).stream(prompt="a")
     assert caught.value.status is None  # type: ignore[attr-defined]
     assert body.closed
+    refused = bodies.events(bodies.error(422, "empty_prompt").json())
     with pytest.raises(hc.RequestRefused):
-        make_client(answering(bodies.events(bodies.error(422, "empty_prompt").json()))).stream(
-            prompt="a"
-        )
+        make_client(answering(refused)).stream(prompt="a")
 
 
 @pytest.mark.parametrize(
