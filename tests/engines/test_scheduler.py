@@ -297,12 +297,20 @@ async def test_a_closed_gate_costs_no_decode_step(bench: Bench) -> None:
         assert len(await bench.answer("a", sampling=Sampling(), gate=OPEN)) == 1
 
 
-def test_until_the_first_answer_calls_run_on_their_callers_thread(bench: Bench) -> None:
+def test_a_gate_reads_the_signals_it_weighs_on_the_callers_thread_until_the_first_answer(
+    bench: Bench,
+) -> None:
     threads: list[int] = []
     bench.script.before = lambda _: threads.append(threading.get_ident())
     engine: Engine = Scheduled(bench.script)
-    engine.score([[1, 2]], [bench.probe], first_token=True)
+    (result,) = engine.score([[1, 2]], [bench.probe], first_token=True)
     assert threads == [threading.get_ident()]
+    first = result.first_token
+    assert first is not None
+    z = 0.3 * result.trajectories[0].mean() + 2.0 * first.log_max_prob - 0.5 * first.entropy + 0.1
+    risk = 1 / (1 + np.exp(z))
+    for threshold, closes in ((risk - 1e-6, True), (risk + 1e-6, False)):
+        assert EngineGate((0.3, 2.0, -0.5, 0.0, 0.0, 0.0), 0.1, threshold).closes(result) is closes
     engine.close()
     with pytest.raises(EngineError):
         engine.score([[1]], [bench.probe])
