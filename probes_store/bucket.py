@@ -24,31 +24,30 @@ import errno
 import logging
 import secrets
 import socket
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from functools import cached_property
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
-from probes_store import errors
-from probes_store.bundle import MAX_MANIFEST, MAX_SIGNATURE, SIGNATURE, listed, timestamp
+from probes_store.bundle import MAX_MANIFEST, MAX_SIGNATURE, SIGNATURE, Files, listed
 from probes_store.errors import (
-    BundleDamaged,
     BundleError,
     MissingFile,
     StoreRefused,
     StoreUnreachable,
+    located,
     one_line,
 )
 from probes_store.index import INDEX, index_bytes, joined, offer_of, read_index
+from probes_store.local import Claim
 from probes_store.manifest import (
     EVALUATION,
     MANIFEST,
     Manifest,
     manifest_bytes,
-    read_manifest,
-    record_of,
-    sealed,
 )
+from probes_store.remote import RemoteBackend
 from probes_store.syntax import (
     ALIASES,
     EXTRAS,
@@ -78,36 +77,24 @@ _NO_ANSWER = {
     "ServiceResponseError",
     "TransportError",
 }
-_BUSY = {
-    errno.EBUSY,
-    errno.ETIMEDOUT,
-    errno.EHOSTUNREACH,
-    errno.ENETUNREACH,
-    getattr(errno, "EREMOTEIO", errno.EBUSY),
-}
-_OPTIONS: dict[
-    str, dict[str, dict[str, Any]]
-] = {  # a server that is down must not delay a start by minutes
-    "s3": {
-        "config_kwargs": {"connect_timeout": 5, "read_timeout": 10, "retries": {"max_attempts": 1}}
-    }
-}
+_BUSY = {errno.EBUSY, errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH}
+_BUSY.add(getattr(errno, "EREMOTEIO", errno.EBUSY))  # of Linux alone
+# A server that is down must not delay a start by minutes.
+_S3_LIMITS = {"connect_timeout": 5, "read_timeout": 10, "retries": {"max_attempts": 1}}
 
 
-class Bucket:
-    """The bundles below a URL; ``LocalBackend`` documents the methods."""
+class Bucket(RemoteBackend):
+    """The bundles below a URL."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, cache: Path) -> None:
         self._objects = Objects(url)
-        self.where, self.check_writable = self._objects.url, self._objects.check_exclusive
+        self.check_writable = self._objects.check_exclusive
+        super().__init__(self._objects.url, cache)
 
     def names(self) -> Sequence[str]:
         """Return names with a version."""
-        return [
-            name
-            for name in self._objects.children()
-            if name != INDEX and NAME.fullmatch(name) and self.versions(name)
-        ]
+        names = [name for name in self._objects.children() if NAME.fullmatch(name)]
+        return [name for name in names if name != INDEX and self.versions(name)]
 
     def versions(self, name: str) -> set[int]:
         """Return the published versions; a publisher creates nothing under a number before the
@@ -130,46 +117,26 @@ class Bucket:
         """Return the signature's bytes; None if there is none."""
         return self._objects.read(f"{name}/{version}/{SIGNATURE}", MAX_SIGNATURE)
 
-    def files(self, manifest: Manifest) -> dict[str, bytes]:
-        """Read and verify the files that the manifest lists.  Raises a subclass of
-        BundleDamaged."""
+    def files(self, manifest: Manifest) -> Files:
+        """Read and verify the files that the manifest lists."""
         files = {}
-        for name, record in manifest.files.items():
-            shown = f"{manifest.name}/{manifest.version}/{name}"
-            data = self._read(f"{manifest.name}/{BLOBS}/{record.sha256}", record.bytes, shown)
-            files[name] = listed(data, record, shown)
+        with located(f"{manifest.name}/{manifest.version}"):
+            for name, record in manifest.files.items():
+                data = self._read(_blob(manifest.name, record.sha256), record.bytes, name)
+                files[name] = listed(data, record, name)
         return files
 
-    def publish(self, manifest: Manifest, files: Mapping[str, bytes]) -> int:
-        """Write blobs first, then the manifest under the next free number."""
-        name = manifest.name
+    @contextmanager
+    def prepared(self, manifest: Manifest, files: Files) -> Iterator[Claim]:
+        """Write the blobs."""
         self.check_writable()
-        self._upload(name, files)
-        known: dict[int, str | None] = {}
-        while True:
-            versions = self.versions(name)
-            for version in sorted(versions - known.keys()):
-                known[version] = None
-                with suppress(errors.BundleDamaged):  # a damaged version never counts as the same
-                    known[version] = read_manifest(self.manifest(name, version)).digest
-            if same := [version for version, digest in known.items() if digest == manifest.digest]:
-                return min(same)
-            version = next_number(versions, name)
-            claimed = sealed(manifest, version=version, created=timestamp())
-            if self._claim(claimed):
-                self._list(claimed, files)
-                return version
-
-    def add(self, manifest: Manifest, files: Mapping[str, bytes]) -> bool:
-        """Write blobs first, then the manifest, then the signature."""
-        self.check_writable()
-        self._upload(manifest.name, {name: files[name] for name in manifest.files})
-        if not self._claim(manifest):
-            return False
-        if SIGNATURE in files:
-            self.write_signature(manifest.name, manifest.version, files[SIGNATURE])
-        self._list(manifest, files)
-        return True
+        for name in manifest.files:
+            data = files[name]
+            path = _blob(manifest.name, manifest.files[name].sha256)
+            if not self._objects.create(path, data) and self._objects.read(path, len(data)) != data:
+                # Repair a damaged blob: its name is the hash of its content.
+                self._objects.put(path, data)
+        yield partial(self._claim, files)
 
     def set_alias(self, name: str, alias: str, version: int, keep_as: str | None = None) -> None:
         """Create the next revision of the table; if another process was faster, the one after
@@ -188,24 +155,10 @@ class Bucket:
         """Write the signature, over an older one."""
         self._objects.put(f"{name}/{version}/{SIGNATURE}", data)
 
-    def _list(self, manifest: Manifest, files: Mapping[str, bytes]) -> None:
-        """Add a version to the index.  It is published without, so a server that refuses the index
-        is only warned of."""
-        try:
-            evaluation = parse_json(files[EVALUATION], EVALUATION)
-            try:
-                known = read_index(self.index() or index_bytes(()))
-            except BundleDamaged:
-                known = ()  # it is written anew
-            offers = joined([*known, offer_of(manifest, evaluation)])
-            self._objects.put(INDEX, index_bytes(offers))
-        except BundleError as error:
-            log.warning("%s is published, and not in %s: %s", manifest.reference, INDEX, error)
-
-    def _read(self, path: str, limit: int, shown: str | None = None) -> bytes:
+    def _read(self, path: str, limit: int, shown: str = "") -> bytes:
         data = self._objects.read(path, limit)
         if data is None:
-            raise MissingFile("the file is missing", file=shown or path)
+            raise MissingFile(file=shown or path)
         return data
 
     def _table(self, name: str) -> tuple[int, dict[str, int]]:
@@ -215,30 +168,33 @@ class Bucket:
         revision = max((int(child) for child in revisions if VERSION.fullmatch(child)), default=0)
         path = f"{name}/{TABLES}/{revision}.json" if revision else f"{name}/{ALIASES}"
         data = self._objects.read(path, MAX_MANIFEST)
-        if data is None and revision:
-            raise MissingFile(
-                "the alias table was removed", file=path, cure="Set the aliases again"
-            )
-        return revision, {} if data is None else parse_aliases(data, path)
+        with located(path):
+            if data is None and revision:
+                raise MissingFile("the alias table was removed", cure="Set the aliases again")
+            return revision, {} if data is None else parse_aliases(data)
 
-    def _upload(self, name: str, files: Mapping[str, bytes]) -> None:
-        for data in files.values():
-            path = f"{name}/{BLOBS}/{record_of(data).sha256}"
-            if not self._objects.create(path, data) and self._objects.read(path, len(data)) != data:
-                self._objects.put(
-                    path, data
-                )  # repair a damaged blob: its name is the hash of its content
-
-    def _claim(self, manifest: Manifest) -> bool:
-        """Create the manifest, which publishes the version, and return whether the version has this
-        manifest.
+    def _claim(self, files: Files, manifest: Manifest) -> bool:
+        """Create the manifest, which publishes the version, then signature and index; return False
+        if the version has another manifest.
 
         If the answer to a first attempt was lost, the object that a retry finds may be ours."""
-        path, data = f"{manifest.name}/{manifest.version}/{MANIFEST}", manifest_bytes(manifest)
-        return (
-            self._objects.create(path, data)
-            or self.manifest(manifest.name, manifest.version) == data
-        )
+        name, version, data = manifest.name, manifest.version, manifest_bytes(manifest)
+        created = self._objects.create(f"{name}/{version}/{MANIFEST}", data)
+        if not created and self.manifest(name, version) != data:
+            return False
+        if SIGNATURE in files:
+            self.write_signature(name, version, files[SIGNATURE])
+        try:  # it is published without being listed, so an index that is refused is only warned of
+            offer = offer_of(manifest, parse_json(files[EVALUATION]))
+            offers = joined([*read_index(self.index()), offer])
+            self._objects.put(INDEX, index_bytes(offers))
+        except BundleError as error:
+            log.warning("%s is published, and not in %s: %s", manifest.reference, INDEX, error)
+        return True
+
+
+def _blob(name: str, sha256: str) -> str:
+    return f"{name}/{BLOBS}/{sha256}"
 
 
 class Objects:
@@ -254,15 +210,17 @@ class Objects:
         import fsspec
         from fsspec.config import conf
 
-        defaults, configured = _OPTIONS.get(self._scheme, {}), conf.get(self._scheme, {})
-        options: dict[str, Any] = {
-            name: value | configured.get(name, {}) for name, value in defaults.items()
-        }
+        options: dict[str, Any] = {}
+        if self._scheme == "s3":
+            configured = conf.get("s3", {}).get("config_kwargs", {})
+            options["config_kwargs"] = _S3_LIMITS | configured
         try:
             opened = fsspec.filesystem(self._scheme, use_listings_cache=False, **options)
         except ImportError as error:
-            cure = f"Run: pip install 'hallutracer[{EXTRAS[self._scheme]}]'"
-            raise StoreRefused(f"{self._scheme}:// lacks a package: {error}", cure=cure) from error
+            raise StoreRefused(
+                f"{self._scheme}:// lacks a package: {error}",
+                cure=f"Run: pip install 'hallutracer[{EXTRAS[self._scheme]}]'",
+            ) from error
         if self._scheme == "s3":
             opened.retries = 1  # s3fs retries around the retries of botocore
         return opened
@@ -320,18 +278,12 @@ class Objects:
                     return False
                 except OSError as error:
                     response = getattr(error.__cause__, "response", None)  # of S3
-                    code = (
-                        response.get("Error", {}).get("Code")
-                        if isinstance(response, dict)
-                        else None
-                    )
-                    if (
-                        code == "ConditionalRequestConflict"
-                    ):  # another create is in progress: try again
-                        continue
-                    if code == "PreconditionFailed":
+                    details = response.get("Error", {}) if isinstance(response, dict) else {}
+                    if details.get("Code") == "PreconditionFailed":
                         return False
-                    raise
+                    if details.get("Code") != "ConditionalRequestConflict":
+                        raise
+                    continue  # another create is in progress: try again
                 return True
         raise StoreUnreachable(
             "others keep writing this object", file=full, cure="Run the command again"
@@ -349,11 +301,12 @@ class Objects:
     def check_exclusive(self) -> None:
         """Raise StoreRefused if the server accepts a second create of an object: then publishers
         would overwrite."""
-        if self.create(EXCLUSIVE, secrets.token_bytes(8)) and self.create(
-            EXCLUSIVE, secrets.token_bytes(8)
-        ):
-            cure = "Use one with conditional writes: Amazon S3, GCS, Azure, MinIO, Ceph from 20 on"
-            raise StoreRefused("the server ignores If-None-Match", file=self.url, cure=cure)
+        if all(self.create(EXCLUSIVE, secrets.token_bytes(8)) for _ in range(2)):
+            raise StoreRefused(
+                "the server ignores If-None-Match",
+                file=self.url,
+                cure="Use one with conditional writes: Amazon S3, GCS, Azure, MinIO, Ceph 20",
+            )
 
     def _path(self, *parts: str) -> str:
         return "/".join((self._root, *filter(None, parts)))
@@ -363,7 +316,7 @@ class Objects:
         """Turn the errors of a file system into StoreRefused or StoreUnreachable, with a cure."""
         try:
             yield
-        except (errors.BundleError, FileExistsError):
+        except (BundleError, FileExistsError):
             raise
         except Exception as error:  # the libraries behind the schemes share no base class
             message, where = one_line(error), f"{self._scheme}://{path}"
@@ -371,20 +324,20 @@ class Objects:
                 raise StoreUnreachable(
                     f"no answer: {message}", file=where, cure="Check connection and endpoint"
                 ) from error
-            cure = "Check the credentials, what they allow, the endpoint and the bucket's region"
-            raise StoreRefused(message, file=where, cure=cure) from error
+            raise StoreRefused(
+                message,
+                file=where,
+                cure="Check the credentials, what they allow, the endpoint and the bucket's region",
+            ) from error
 
 
 def _no_answer(error: BaseException) -> bool:
     """Return whether the connection or the server failed, and not the request."""
-    if isinstance(error, TimeoutError | ConnectionError | socket.gaierror):
-        return True
-    if isinstance(error, OSError) and error.errno in _BUSY:
-        return True
-    status = (
-        getattr(error, "status", None)
-        or getattr(error, "status_code", None)
-        or getattr(error, "code", None)
+    names = {kind.__name__ for kind in type(error).__mro__}
+    statuses = [getattr(error, name, None) for name in ("status", "status_code", "code")]
+    return (
+        isinstance(error, TimeoutError | ConnectionError | socket.gaierror)
+        or (isinstance(error, OSError) and error.errno in _BUSY)
+        or not names.isdisjoint(_NO_ANSWER)
+        or any(isinstance(status, int) and status >= 500 for status in statuses)
     )
-    known = bool({kind.__name__ for kind in type(error).__mro__} & _NO_ANSWER)
-    return known or (isinstance(status, int) and status >= 500)

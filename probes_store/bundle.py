@@ -6,17 +6,13 @@ published bundle loads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from probes_store import errors
 from probes_store import manifest as manifests
 from probes_store.errors import (
     BadValue,
@@ -25,6 +21,8 @@ from probes_store.errors import (
     GoldenMismatch,
     MissingFile,
     Truncated,
+    UnknownFile,
+    located,
 )
 from probes_store.manifest import (
     ANSWER,
@@ -37,23 +35,15 @@ from probes_store.manifest import (
     Manifest,
     read_manifest,
 )
+from probes_store.records import Floats
 from probes_store.syntax import parse_json, plain, readable_json
-from probes_store.tensors import (
-    AnswerTensors,
-    Golden,
-    ProbeTensors,
-    pack,
-    read_answer,
-    read_golden,
-    read_probes,
-)
+from probes_store.tensors import AnswerTensors, Golden, ProbeTensors
 
 MAX_MANIFEST = 1 << 20  # bytes
 MAX_TOTAL = 256 * 1024 * 1024  # bytes of a bundle that comes over a network, all files together
-SIGNATURE = (  # by OpenSSF model signing; it covers the manifest, so the manifest cannot list it
-    "model.sig"
-)
+SIGNATURE = "model.sig"  # by OpenSSF model signing; as it covers the manifest, that cannot list it
 MAX_SIGNATURE = 1 << 20  # bytes
+Files = dict[str, bytes]  # name -> content
 
 
 @dataclass
@@ -65,9 +55,8 @@ class BundleDraft:
     golden: Golden
     evaluation: dict[str, Any]
     card: str  # README.md; must not contain version, digest or time, which are set on publishing
-    plots: dict[str, bytes] = field(
-        default_factory=dict
-    )  # "roc.png" -> bytes, becomes plots/roc.png
+    # "roc.png" -> bytes, becomes plots/roc.png
+    plots: Files = field(default_factory=dict)
     answer: AnswerTensors | None = None  # set exactly if the manifest has the record
 
 
@@ -86,29 +75,39 @@ class Bundle:
         """NAME:VERSION."""
         return self.manifest.reference
 
-    def files(self) -> dict[str, bytes]:
-        """Read and verify the manifest and the files that it lists.  Raises a subclass of
-        BundleDamaged."""
-        return {
-            **read_files(self.path, self.manifest),
-            MANIFEST: manifests.manifest_bytes(self.manifest),
-        }
+    def signed_files(self) -> Files:
+        """Read and verify the manifest and the files that it lists, which a signature covers.
+        Raises a subclass of BundleDamaged."""
+        listed_files = {name: self.read(name) for name in self.manifest.files}
+        return listed_files | {MANIFEST: manifests.manifest_bytes(self.manifest)}
+
+    def files(self) -> Files:
+        """Read and verify all files: the signed ones, and the signature if there is one.  Raises a
+        subclass of BundleDamaged."""
+        signature = read_signature(self.path)
+        return self.signed_files() | ({} if signature is None else {SIGNATURE: signature})
+
+    def read(self, name: str) -> bytes:
+        """Read and verify a file that the manifest lists.  Raises a subclass of BundleDamaged."""
+        with located(_shown(self.path)):
+            return _read_listed(self.path, self.manifest, name)
 
     def evaluation(self) -> dict[str, Any]:
         """Read and verify evaluation.json.  Raises a subclass of BundleDamaged."""
-        shown = _shown(self.path, EVALUATION)
-        value = parse_json(_read_listed(self.path, self.manifest, EVALUATION), shown)
-        if not isinstance(value, dict):
-            raise BadValue("bad value", file=shown, expected="an object", found=type(value))
+        data = self.read(EVALUATION)
+        with located(f"{_shown(self.path)}/{EVALUATION}"):
+            value = parse_json(data)
+            if not isinstance(value, dict):
+                raise BadValue(expected="an object", found=type(value))
         return value
 
     def card(self) -> str:
         """Read and verify README.md.  Raises a subclass of BundleDamaged."""
         try:
-            return _read_listed(self.path, self.manifest, CARD).decode()
+            return self.read(CARD).decode()
         except UnicodeDecodeError as error:
             raise BadValue(
-                "not text", file=_shown(self.path, CARD), expected="UTF-8", found=error
+                "not text", file=f"{_shown(self.path)}/{CARD}", expected="UTF-8", found=error
             ) from error
 
 
@@ -120,18 +119,15 @@ def load_bundle(path: Path) -> Bundle:
     path = Path(path)
     if not path.is_dir():
         raise BundleNotFound("no bundle folder there", file=str(path), cure="Check the path")
-    manifest = read_manifest(_read(path, MANIFEST, MAX_MANIFEST), _shown(path, MANIFEST))
-    for entry in path.rglob("*"):
-        name = entry.relative_to(path).as_posix()
-        if not (
-            name in (*manifest.files, MANIFEST, SIGNATURE, "plots") or entry.name.startswith(".")
-        ):
-            raise errors.UnknownFile(
-                "the manifest does not list this file", file=_shown(path, name)
-            )
-    probes, golden, answer = _read_tensors(
-        read_files(path, manifest), manifest, partial(_shown, path)
-    )
+    with located(_shown(path)):
+        manifest = read_manifest(_read(path, MANIFEST, MAX_MANIFEST))
+        known = {*manifest.files, MANIFEST, SIGNATURE, "plots"}
+        for entry in path.rglob("*"):
+            name = entry.relative_to(path).as_posix()
+            if name not in known and not entry.name.startswith("."):
+                raise UnknownFile(file=name)
+        files = {name: _read_listed(path, manifest, name) for name in manifest.files}
+        probes, golden, answer = _read_tensors(files, manifest)
     return Bundle(manifest, probes, golden, path, answer)
 
 
@@ -140,104 +136,94 @@ def load_version(name: str, path: Path) -> Bundle:
 
     Raises what ``load_bundle`` raises."""
     bundle = load_bundle(path)
-    for part, expected in (("name", name), ("version", int(path.name))):
-        if (recorded := getattr(bundle.manifest, part)) != expected:
-            raise BadValue(
-                "the folder does not match the manifest",
-                file=_shown(path, MANIFEST),
-                field=part,
-                expected=expected,
-                found=recorded,
-                cure="Move it back, or publish anew",
-            )
+    check_place(bundle.manifest, f"{name}:{path.name}")
     return bundle
+
+
+def check_place(manifest: Manifest, reference: str) -> None:
+    """Raise BadValue if a manifest that was read in the place of a reference has another one."""
+    if manifest.reference != reference:
+        raise BadValue(
+            "the place does not match the manifest",
+            file=f"{reference.replace(':', '/')}/{MANIFEST}",
+            field="name and version",
+            expected=reference,
+            found=manifest.reference,
+            cure="Move it back, or publish anew",
+        )
 
 
 def read_signature(path: Path) -> bytes | None:
     """Read model.sig of a bundle's folder; None if there is none.  Raises a subclass of
     BundleDamaged."""
-    return _read(path, SIGNATURE, MAX_SIGNATURE) if (path / SIGNATURE).exists() else None
+    if not (path / SIGNATURE).exists():
+        return None
+    with located(_shown(path)):
+        return _read(path, SIGNATURE, MAX_SIGNATURE)
 
 
 def check_total(manifest: Manifest) -> None:
     """Raise BadValue if the files together are larger than a bundle from a network may be."""
-    total = sum(record.bytes for record in manifest.files.values())
-    if total > MAX_TOTAL:
+    if manifest.total > MAX_TOTAL:
         raise BadValue(
-            "the bundle is too large", expected=f"at most {MAX_TOTAL} bytes", found=total
+            "the bundle is too large", expected=f"at most {MAX_TOTAL} bytes", found=manifest.total
         )
 
 
-def read_files(path: Path, manifest: Manifest) -> dict[str, bytes]:
-    """Read every file that the manifest lists, with its size and hash.  Raises a subclass of
-    BundleDamaged."""
-    return {name: _read_listed(path, manifest, name) for name in manifest.files}
-
-
-def render(draft: BundleDraft) -> tuple[Manifest, dict[str, bytes]]:
+def render(draft: BundleDraft) -> tuple[Manifest, Files]:
     """Return a draft's manifest, as version 1 without a time, and the bytes of every other file.
 
     The same draft gives the same bytes and the same digest.  Raises a subclass of BundleDamaged if
     the result would not load."""
     if not draft.card.strip():
-        raise BadValue(
-            "bad value",
-            file=CARD,
-            expected="a model card",
-            found="an empty text",
-            cure="Write the card",
-        )
+        raise BadValue(file=CARD, expected="a model card", found="an empty text", cure="Write it")
+    with located(EVALUATION):
+        evaluation = readable_json(plain(draft.evaluation))
+    tensors = (draft.probes, draft.golden, draft.answer)
     files = {
-        PROBES: pack(draft.probes, PROBES),
-        GOLDEN: pack(draft.golden, GOLDEN),
-        **({} if draft.answer is None else {ANSWER: pack(draft.answer, ANSWER)}),
-        EVALUATION: readable_json(plain(draft.evaluation, EVALUATION)),
+        **{part.file: part.pack() for part in tensors if part is not None},
+        EVALUATION: evaluation,
         CARD: draft.card.encode(),
         **{f"plots/{name}": data for name, data in draft.plots.items()},
     }
     records = {name: vars(manifests.record_of(data)) for name, data in files.items()}
     set_here = {"version": 1, "created": manifests.UNSET_TIME, "files": records}
-    fields = plain(manifests.as_document(draft.manifest) | set_here, MANIFEST)
-    manifest = manifests.read_record(manifests.with_seal(fields), MANIFEST)
+    with located(MANIFEST):
+        fields = plain(manifests.as_document(draft.manifest) | set_here)
+        manifest = manifests.read_record(manifests.with_seal(fields))
     _read_tensors(files, manifest)
     return manifest, files
 
 
 def _read_tensors(
-    files: Mapping[str, bytes], manifest: Manifest, shown: Callable[[str], str] = str
+    files: Files, manifest: Manifest
 ) -> tuple[ProbeTensors, Golden, AnswerTensors | None]:
-    """Read every tensor file of a manifest; ``shown`` gives a file's name for messages."""
-    probes = read_probes(files[PROBES], manifest, shown(PROBES))
-    golden = read_golden(files[GOLDEN], manifest, shown(GOLDEN))
-    answer = (
-        None if manifest.answer is None else read_answer(files[ANSWER], manifest, shown(ANSWER))
+    """Read every tensor file of a manifest."""
+    return (
+        ProbeTensors.read(files[PROBES], manifest),
+        Golden.read(files[GOLDEN], manifest),
+        None if manifest.answer is None else AnswerTensors.read(files[ANSWER], manifest),
     )
-    return probes, golden, answer
-
-
-def timestamp(moment: datetime | None = None) -> str:
-    """Return a moment (with a time zone; default now) in the manifest's format."""
-    return (moment or datetime.now(UTC)).astimezone(UTC).strftime(manifests.TIME)
 
 
 def _read(folder: Path, name: str, limit: int) -> bytes:
     """Read a regular file inside the folder, of at most ``limit`` bytes."""
-    path, shown = folder / name, _shown(folder, name)
+    path = folder / name
     try:
         if not path.is_file():
-            raise MissingFile("the file is missing", file=shown)
+            raise MissingFile(file=name)
         if not path.resolve().is_relative_to(folder.resolve()):
             raise BadValue(
-                "a link that leaves the bundle", file=shown, expected="a file", found=path.resolve()
+                "a link that leaves the bundle", file=name, expected="a file", found=path.resolve()
             )
         with open(path, "rb") as file:
             # ``read`` allocates what it is asked for and the manifest may state any size: the
             # file's size bounds it.
             data = file.read(min(limit, path.stat().st_size) + 1)
     except OSError as error:
-        raise MissingFile(f"the file cannot be read: {error.strerror}", file=shown) from error
+        raise MissingFile(f"the file cannot be read: {error.strerror}", file=name) from error
     if len(data) > limit:
-        raise too_long(shown, limit)
+        raise too_long(name, limit)
     return data
 
 
@@ -251,30 +237,31 @@ def too_long(file: str, limit: int) -> DigestMismatch:
 def listed(data: bytes, record: FileRecord, file: str) -> bytes:
     """Check that the bytes are those that the manifest lists, and return them.  Raises Truncated
     and DigestMismatch."""
-    if (size := len(data)) < record.bytes:
+    found = manifests.record_of(data)
+    if found.bytes < record.bytes:
         raise Truncated(
-            "the file is too short",
-            file=file,
-            expected=f"{record.bytes} bytes",
-            found=f"{size} bytes",
+            "the file is too short", file=file, expected=f"{record.bytes} bytes", found=found.bytes
         )
-    if (digest := manifests.record_of(data).sha256) != record.sha256:
+    if found.sha256 != record.sha256:
         raise DigestMismatch(
-            "the file was changed", file=file, field="sha256", expected=record.sha256, found=digest
+            "the file was changed",
+            file=file,
+            field="sha256",
+            expected=record.sha256,
+            found=found.sha256,
         )
     return data
 
 
 def _read_listed(folder: Path, manifest: Manifest, name: str) -> bytes:
     record = manifest.files[name]
-    return listed(_read(folder, name, record.bytes), record, _shown(folder, name))
+    return listed(_read(folder, name, record.bytes), record, name)
 
 
-def _shown(folder: Path, name: str) -> str:
-    """Return NAME/VERSION/file for messages: they may reach a client, so they must not show the
+def _shown(folder: Path) -> str:
+    """Return NAME/VERSION for messages: they may reach a client, so they must not show the
     machine's folders."""
-    folder = folder.absolute()
-    return f"{folder.parent.name}/{folder.name}/{name}"
+    return "/".join(folder.absolute().parts[-2:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,7 +289,7 @@ def tolerance_for(*dtypes: str) -> Tolerance:
     return max((TOLERANCES[dtype] for dtype in dtypes), key=lambda tolerance: tolerance.risk)
 
 
-def spreads(trajectory: NDArray[np.floating], layers: int) -> NDArray[np.float64]:
+def spreads(trajectory: Floats, layers: int) -> NDArray[np.float64]:
     """Return the spread of each logit's own probe, [(1 + A) m], of golden logits [G, (1 + A) m]
     with m ``layers``.
 
@@ -325,9 +312,7 @@ class Deviation:
     allowed: Tolerance
 
 
-def check_golden(
-    bundle: Bundle, trajectories: NDArray[np.floating], risks: NDArray[np.floating], *, dtype: str
-) -> Deviation:
+def check_golden(bundle: Bundle, trajectories: Floats, risks: Floats, *, dtype: str) -> Deviation:
     """Compare a replay's logits [G, (1 + A) m] and risks [G], computed in ``dtype``, with the
     recorded ones.
 
@@ -343,9 +328,7 @@ def check_golden(
     return _compare(bundle, bundle.golden, trajectories, risks, dtype, "prompt")
 
 
-def check_answers(
-    bundle: Bundle, trajectories: NDArray[np.floating], risks: NDArray[np.floating], *, dtype: str
-) -> Deviation:
+def check_answers(bundle: Bundle, trajectories: Floats, risks: Floats, *, dtype: str) -> Deviation:
     """Compare a replay of the golden answers, logits [G, m] averaged over each one's tokens and
     risks [G].
 
@@ -359,57 +342,44 @@ def check_answers(
 def _compare(
     bundle: Bundle,
     golden: Golden | AnswerTensors,
-    trajectories: NDArray[np.floating],
-    risks: NDArray[np.floating],
+    trajectories: Floats,
+    risks: Floats,
     dtype: str,
     row: str,
 ) -> Deviation:
     """Compare logits [G, k m] and risks [G] with those of ``golden``; ``row`` is the word for its
     rows in messages."""
-    context, layers = bundle.manifest.context, bundle.manifest.model.num_layers
-    tolerance = tolerance_for(bundle.manifest.dtype, dtype)
-    worst_of: dict[str, float] = {}
-    for what, values, recorded, unit, limit in (
-        (
-            "trajectory",
-            trajectories,
-            golden.trajectory,
-            spreads(golden.trajectory, layers),
-            tolerance.trajectory,
-        ),
-        ("risk", risks, golden.risk, np.ones(()), tolerance.risk),
-    ):
-        replayed, expected = np.asarray(values, np.float64), np.asarray(recorded, np.float64)
-        if replayed.shape != expected.shape:
+    manifest, layers = bundle.manifest, bundle.manifest.model.num_layers
+    tolerance = tolerance_for(manifest.dtype, dtype)
+    units = {"trajectory": spreads(golden.trajectory, layers), "risk": np.ones(1)}
+    worst: dict[str, float] = {}
+    for field_name, replay in {"trajectory": trajectories, "risk": risks}.items():
+        recorded = np.asarray(getattr(golden, field_name), np.float64)
+        replayed, limit = np.asarray(replay, np.float64), getattr(tolerance, field_name)
+        if replayed.shape != recorded.shape:
             raise GoldenMismatch(
                 f"bundle {bundle.reference}: the replay of its golden {row}s has another shape",
-                field=what,
-                expected=list(expected.shape),
+                field=field_name,
+                expected=list(recorded.shape),
                 found=list(replayed.shape),
             )
-        deviation = np.abs(replayed - expected) / unit
-        worst_of[what] = float(deviation.max())
-        worst = np.unravel_index(int(np.argmax(deviation)), deviation.shape)
-        if not deviation[worst] <= limit:  # argmax finds NaN first, and this comparison rejects it
-            row_name = f"golden {row} {worst[0]}"
-            if len(worst) > 1:
-                probe, layer = divmod(int(worst[1]), layers)
-                row_name += f", layer {layer}"
-                row_name += (
-                    f" of context probe {context.probes[probe - 1].name}"
-                    if probe and context is not None
-                    else ""
-                )
-            size = float(np.broadcast_to(unit, deviation.shape)[worst])
-            problem = (
-                f"bundle {bundle.reference}: the engine ({dtype}) does not reproduce {row_name},"
-                f" recorded in {bundle.manifest.dtype}; the deviation is"
-                f" {deviation[worst] * size:.3g} and {limit * size:.3g} would pass"
-            )
+        unit = np.broadcast_to(units[field_name], recorded.shape)
+        deviation = np.abs(replayed - recorded) / unit
+        at = np.unravel_index(int(np.argmax(deviation)), deviation.shape)  # the first NaN, if any
+        worst[field_name] = float(deviation[at])
+        if not worst[field_name] <= limit:  # also for NaN
+            entry = f"golden {row} {at[0]}"
+            if field_name == "trajectory":
+                probe, layer = divmod(int(at[1]), layers)
+                entry += f", layer {layer}"
+                if probe and manifest.context is not None:
+                    entry += f" of context probe {manifest.context.probes[probe - 1].name}"
             raise GoldenMismatch(
-                problem,
-                field=what,
-                expected=f"{expected[worst]:.6g}",
-                found=f"{replayed[worst]:.6g}",
+                f"bundle {bundle.reference}: the engine ({dtype}) does not reproduce {entry},"
+                f" recorded in {manifest.dtype}; the deviation is {deviation[at] * unit[at]:.3g}"
+                f" and {limit * unit[at]:.3g} would pass",
+                field=field_name,
+                expected=f"{recorded[at]:.6g}",
+                found=f"{replayed[at]:.6g}",
             )
-    return Deviation(Tolerance(**worst_of), tolerance)
+    return Deviation(Tolerance(**worst), tolerance)

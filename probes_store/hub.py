@@ -22,23 +22,26 @@ from huggingface_hub.utils.sha import git_hash
 from tqdm import tqdm
 
 from probes_store import errors
-from probes_store.bundle import MAX_MANIFEST, MAX_SIGNATURE, SIGNATURE, listed, too_long
-from probes_store.errors import BundleError, HubError, HubUnreachable, one_line
+from probes_store.bundle import MAX_MANIFEST, MAX_SIGNATURE, SIGNATURE, Files, listed, too_long
+from probes_store.errors import (
+    BundleError,
+    HubError,
+    HubUnreachable,
+    MissingFile,
+    StoreUnreachable,
+    one_line,
+)
 from probes_store.index import INDEX
 from probes_store.manifest import MANIFEST, FileRecord, Manifest, read_manifest
+from probes_store.remote import RemoteBackend
 from probes_store.syntax import HubAddress, parse_address
 
 T = TypeVar("T")
 MAIN = "main"
-NO_ANSWER = (
-    httpx.HTTPError,
-    httpx2.HTTPError,
-)  # no answer or part of one; huggingface_hub 1 and 2 raise these
+# No answer or part of one; huggingface_hub 1 and 2 raise these.
+NO_ANSWER = (httpx.HTTPError, httpx2.HTTPError)
 TAG = re.compile(r"v[1-9][0-9]*")  # the tag of a version
-_TOKEN = (
-    "log in with 'hf auth login', or set HF_TOKEN to a token of"
-    " https://huggingface.co/settings/tokens"
-)
+_TOKEN = "log in with 'hf auth login', or set HF_TOKEN: https://huggingface.co/settings/tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +70,11 @@ class Snapshot:
 
 
 class Hub:
-    """One repository.  Every method raises HubError; its subclass HubUnreachable means no
-    answer."""
+    """One repository.  Every method raises HubError, or ``no_answer``."""
 
-    def __init__(
-        self, repository: str, *, endpoint: str | None = None, cache: Path | None = None
-    ) -> None:
-        self.repository, self._cache = repository, cache
-        self.api = HfApi(endpoint=endpoint, library_name="hallutracer")
+    def __init__(self, repository: str, *, no_answer: type[BundleError] = HubUnreachable) -> None:
+        self.repository, self._no_answer = repository, no_answer
+        self.api = HfApi(library_name="hallutracer")
         self.url = f"{self.api.endpoint}/{repository}"  # the repository's page
 
     def snapshot(self, revision: str | None = None) -> Snapshot:
@@ -82,22 +82,21 @@ class Hub:
         commit."""
         with self.errors(revision):
             info = self.api.model_info(self.repository, revision=revision, files_metadata=True)
-            if not re.fullmatch(r"[0-9a-f]{40}", commit := info.sha or ""):
-                raise HubError(
-                    "the hub names no commit", found=ascii(commit), expected="40 hex digits"
-                )
-            files = {}
-            for file in info.siblings or []:
-                size = file.size if isinstance(file.size, int) else -1
-                files[file.rfilename] = RemoteFile(
-                    size, file.lfs.sha256 if file.lfs else None, file.blob_id
-                )
-            return Snapshot(commit, bool(info.private), files)
+        commit = info.sha or ""
+        if not re.fullmatch(r"[0-9a-f]{40}", commit):
+            raise HubError("the hub names no commit", expected="40 hex digits", found=ascii(commit))
+        files = {}
+        for file in info.siblings or []:
+            size = file.size if isinstance(file.size, int) else -1
+            sha256 = file.lfs.sha256 if file.lfs else None
+            files[file.rfilename] = RemoteFile(size, sha256, file.blob_id)
+        return Snapshot(commit, bool(info.private), files)
 
-    def tags(self) -> set[str]:
-        """Return the names of the repository's tags."""
+    def versions(self) -> set[int]:
+        """Return the numbers of the tags v1, v2, ..."""
         with self.errors():
-            return {ref.name for ref in self.api.list_repo_refs(self.repository).tags}
+            tags = [ref.name for ref in self.api.list_repo_refs(self.repository).tags]
+        return {int(tag[1:]) for tag in tags if TAG.fullmatch(tag)}
 
     def read(
         self,
@@ -138,7 +137,6 @@ class Hub:
                     self.repository,
                     name,
                     revision=revision,
-                    cache_dir=self._cache,
                     local_files_only=cached,
                     force_download=again,
                     tqdm_class=Limited,
@@ -154,7 +152,7 @@ class Hub:
                     raise
         raise AssertionError("unreachable")
 
-    def files(self, manifest: Manifest, revision: str, **options: Any) -> dict[str, bytes]:
+    def files(self, manifest: Manifest, revision: str, **options: Any) -> Files:
         """Read and verify the files that the manifest lists; ``options`` are those of ``read``."""
         return {
             name: self.read(
@@ -168,64 +166,62 @@ class Hub:
         """Turn the errors of huggingface_hub into a HubError with a cure."""
         try:
             yield
-        except BundleError:
-            raise
         except (of_hub.EntryNotFoundError, *NO_ANSWER, OSError, ValueError, RuntimeError) as error:
-            kind, problem, cure = self._explained(error)
-            raise kind(
-                problem, file=str(HubAddress(self.repository, revision)), cure=cure
-            ) from error
+            explained = self._explained(error)
+            explained.file = str(HubAddress(self.repository, revision))
+            raise explained from error
 
-    def _explained(self, error: Exception) -> tuple[type[BundleError], str, str | None]:
+    def _explained(self, error: Exception) -> BundleError:
+        """Return our error, with a cure."""
         later = "the command again: finished files are kept in the cache"
         match error:
             case of_hub.GatedRepoError():
-                return (
-                    HubError,
+                return HubError(
                     "the repository is gated",
-                    f"Accept its terms at {self.url} and then: {_TOKEN}",
+                    cure=f"Accept its terms at {self.url} and then: {_TOKEN}",
                 )
             case of_hub.RepositoryNotFoundError():
-                return (
-                    errors.HubMissing,
-                    "no such repository, or it is private",
-                    f"Check the spelling, or {_TOKEN}",
+                return errors.HubMissing(
+                    "no such repository, or it is private", cure=f"Check the spelling, or {_TOKEN}"
                 )
             case of_hub.RevisionNotFoundError():
-                return (
-                    HubError,
-                    "no such revision",
-                    f"Its tags and branches are at {self.url}/tree/main",
+                return HubError(
+                    "no such revision", cure=f"Its tags and branches are at {self.url}/tree/main"
                 )
             case of_hub.OfflineModeIsEnabled() | of_hub.LocalEntryNotFoundError():
                 offline = isinstance(error, of_hub.OfflineModeIsEnabled)
-                problem = "HF_HUB_OFFLINE is set" if offline else "not in the cache"
-                return HubUnreachable, problem, "Connect, or unset HF_HUB_OFFLINE"
-            case of_hub.EntryNotFoundError():
-                return errors.MissingFile, "the repository has no such file", None
-            case of_hub.HfHubHTTPError() if error.response.status_code in (401, 403):
-                problem = (
-                    f"the hub refused the token, or asks for one ({error.response.status_code})"
+                return self._no_answer(
+                    "HF_HUB_OFFLINE is set" if offline else "not in the cache",
+                    cure="Connect, or unset HF_HUB_OFFLINE",
                 )
-                return HubError, problem, f"Try this: {_TOKEN}"
+            case of_hub.EntryNotFoundError():
+                return MissingFile("the repository has no such file")
             case of_hub.HfHubHTTPError():
                 status = error.response.status_code
+                if status in (401, 403):
+                    return HubError(
+                        f"the hub refused the token, or asks for one ({status})",
+                        cure=f"Try this: {_TOKEN}",
+                    )
                 problem = f"the hub answered {status}: {one_line(error.server_message or error)}"
                 if status >= 500 or status == 429:
-                    return HubUnreachable, problem, f"Wait, and run {later}"
-                return HubError, problem, "Correct that, or run the command again"
+                    return self._no_answer(problem, cure=f"Wait, and run {later}")
             case httpx.HTTPError() | httpx2.HTTPError():
-                problem = f"no answer from {self.api.endpoint}: {one_line(error)}"
-                return HubUnreachable, problem, f"Check the connection and run {later}"
-        cause = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error
-        return HubError, one_line(cause), "Correct that, or run the command again"
+                return self._no_answer(
+                    f"no answer from {self.api.endpoint}: {one_line(error)}",
+                    cure=f"Check the connection and run {later}",
+                )
+            case RuntimeError() if error.__cause__:
+                problem = one_line(error.__cause__)
+            case _:
+                problem = one_line(error)
+        return HubError(problem, cure="Correct that, or run the command again")
 
 
-class HubSource:
-    """A repository as a read-only store: its tags v1, v2, ... are the versions of its bundle; see
-    ``Bucket``."""
+class HubSource(RemoteBackend):
+    """A repository as a read-only store: its tags v1, v2, ... are the versions of its bundle."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, cache: Path) -> None:
         address = parse_address(url.rstrip("/"))
         if address.revision is not None:
             raise errors.InvalidReference(
@@ -234,21 +230,17 @@ class HubSource:
                 found=ascii(url),
                 cure="Name the version with the bundle",
             )
-        self.where = str(address)
-        self._hub = Hub(address.repository)
+        super().__init__(str(address), cache)
+        self._hub = Hub(address.repository, no_answer=StoreUnreachable)
 
     def names(self) -> Sequence[str]:
         """Return the name of the repository's bundle."""
-        with _answering():
-            self._hub.tags()  # raises if there is no answer; a file would come from the cache then
-            return [self._hub.read(MANIFEST, MAIN, MAX_MANIFEST, read_manifest)[0].name]
+        self._hub.versions()  # raises if there is no answer; a file would come from the cache then
+        return [self._hub.read(MANIFEST, MAIN, MAX_MANIFEST, read_manifest)[0].name]
 
     def versions(self, name: str) -> set[int]:
         """Return the numbers of the tags."""
-        if name not in self.names():
-            return set()
-        with _answering():
-            return {int(tag[1:]) for tag in self._hub.tags() if TAG.fullmatch(tag)}
+        return self._hub.versions() if name in self.names() else set()
 
     def aliases(self, name: str) -> dict[str, int]:
         """Return an empty table: a repository has no aliases."""
@@ -256,40 +248,30 @@ class HubSource:
 
     def index(self) -> bytes | None:
         """Read ``index.json``; None if the repository has none."""
-        with _answering():
-            if INDEX not in self._hub.snapshot().files:
-                return None
-            return self._hub.read(INDEX, MAIN, MAX_MANIFEST, bytes)[0]
+        return self._read(INDEX, MAIN, MAX_MANIFEST)
 
     def manifest(self, name: str, version: int) -> bytes:
         """Read bundle.json at the tag."""
-        with _answering():
-            return self._hub.read(MANIFEST, f"v{version}", MAX_MANIFEST, bytes)[0]
+        return self._hub.read(MANIFEST, f"v{version}", MAX_MANIFEST, bytes)[0]
 
     def signature(self, name: str, version: int) -> bytes | None:
         """Read model.sig at the tag."""
-        with _answering():
-            if SIGNATURE not in self._hub.snapshot(f"v{version}").files:
-                return None
-            return self._hub.read(SIGNATURE, f"v{version}", MAX_SIGNATURE, bytes)[0]
+        return self._read(SIGNATURE, f"v{version}", MAX_SIGNATURE)
 
-    def files(self, manifest: Manifest) -> dict[str, bytes]:
+    def _read(self, file: str, revision: str, limit: int) -> bytes | None:
+        if file not in self._hub.snapshot(revision).files:
+            return None
+        return self._hub.read(file, revision, limit, bytes)[0]
+
+    def files(self, manifest: Manifest) -> Files:
         """Read and verify the files at the tag."""
-        with _answering():
-            return self._hub.files(manifest, f"v{manifest.version}")
+        return self._hub.files(manifest, f"v{manifest.version}")
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
-        cure = "Publish and sign in a store of your own, and run 'hallutracer bundle push'"
         raise errors.StoreRefused(
-            "a repository of the hub is only read", file=self.where, cure=cure
+            "a repository of the hub is only read",
+            file=self.where,
+            cure="Publish and sign in a store of your own, and run 'hallutracer bundle push'",
         )
 
-    check_writable = publish = add = set_alias = write_signature = _refuse
-
-
-@contextmanager
-def _answering() -> Iterator[None]:
-    try:
-        yield
-    except HubUnreachable as error:
-        raise errors.StoreUnreachable(str(error)) from error
+    check_writable = prepared = set_alias = write_signature = _refuse

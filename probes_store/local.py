@@ -2,8 +2,8 @@
 changes.
 
 A single rename publishes a version, so readers see a complete bundle or none, even after a crash.
-Publishers need no
-lock: a rename onto an existing version fails, and the publisher tries the next number."""
+Publishers need no lock: a rename onto an existing version fails, and the publisher tries the next
+number."""
 
 from __future__ import annotations
 
@@ -13,13 +13,30 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
-from probes_store.bundle import SIGNATURE, load_version, timestamp
-from probes_store.errors import BadValue, BundleDamaged, InvalidReference, StoreNotWritable
-from probes_store.manifest import MANIFEST, Manifest, manifest_bytes, read_manifest, sealed
+from probes_store.bundle import SIGNATURE, Files, load_version
+from probes_store.errors import (
+    BadValue,
+    BundleDamaged,
+    BundleError,
+    InvalidReference,
+    StoreNotWritable,
+    located,
+)
+from probes_store.index import Offer, joined, offer_of
+from probes_store.manifest import (
+    MANIFEST,
+    Manifest,
+    manifest_bytes,
+    read_manifest,
+    sealed,
+    timestamp,
+)
 from probes_store.syntax import (
     ALIASES,
     NAME,
@@ -31,9 +48,64 @@ from probes_store.syntax import (
 )
 
 ASIDE = ".publish-"  # prefix of a folder before it is published
+Claim = Callable[[Manifest], bool]
+Prepared = AbstractContextManager[Claim]
 
 
-class LocalBackend:
+class Backend(ABC):
+    """The way in which every backend publishes a version."""
+
+    @abstractmethod
+    def versions(self, name: str) -> set[int]:
+        """Return the published versions."""
+
+    @abstractmethod
+    def manifest(self, name: str, version: int) -> bytes:
+        """Return the bytes of a version's manifest."""
+
+    @abstractmethod
+    def prepared(self, manifest: Manifest, files: Files) -> Prepared:
+        """Write all but the manifest; return a context whose value publishes it, once sealed, under
+        its number, and returns False if the number is taken."""
+
+    def publish(self, manifest: Manifest, files: Files) -> int:
+        """Publish an unsealed manifest as the next version, or find the same content: the
+        version."""
+        name = manifest.name
+        with self.prepared(manifest, files) as claim:
+            while True:
+                # Take the number before the search: if the same content is published in between,
+                # the claim fails.
+                version = next_number(self.versions(name), name)
+                if (existing := self._same_content(manifest)) is not None:
+                    return existing
+                if claim(sealed(manifest, version=version, created=timestamp())):
+                    return version
+
+    def add(self, manifest: Manifest, files: Files) -> bool:
+        """Add a version under its own number; return False if the number is taken."""
+        with self.prepared(manifest, files) as claim:
+            return claim(manifest)
+
+    def _same_content(self, manifest: Manifest) -> int | None:
+        for version in sorted(self.versions(manifest.name)):
+            with suppress(BundleDamaged, OSError):  # a damaged version never counts as the same
+                data = self.manifest(manifest.name, version)
+                # Search for the digest first: parsing hundreds of manifests would be slow.
+                if (
+                    manifest.digest.encode() in data
+                    and read_manifest(data).digest == manifest.digest
+                ):
+                    self.check_sound(manifest.name, version)
+                    return version
+        return None
+
+    def check_sound(self, name: str, version: int) -> None:
+        """Raise a subclass of BundleDamaged if files are damaged that are here."""
+        return
+
+
+class LocalBackend(Backend):
     """Bundles under ``folders``.  All backends have these methods; ``Store`` documents the
     errors."""
 
@@ -43,35 +115,35 @@ class LocalBackend:
 
     def names(self) -> Sequence[str]:
         """Return names with a version."""
-        try:
-            return [
-                name
-                for name in os.listdir(self.folders)
-                if NAME.fullmatch(name) and self.versions(name)
-            ]
-        except OSError:
-            return []
+        names = _listing(self.folders)
+        return [name for name in names if NAME.fullmatch(name) and self.versions(name)]
 
     def versions(self, name: str) -> set[int]:
         """Return the published versions; a folder that is still being written has no number."""
-        try:
-            return {
-                int(entry) for entry in os.listdir(self.folders / name) if VERSION.fullmatch(entry)
-            }
-        except OSError:
-            return set()
+        entries = _listing(self.folders / name)
+        return {int(entry) for entry in entries if VERSION.fullmatch(entry)}
 
     def aliases(self, name: str) -> dict[str, int]:
         """Return the newest table, alias -> version."""
-        shown = f"{name}/{ALIASES}"
-        try:
-            return parse_aliases(self._inside(self.folders / name / ALIASES).read_bytes(), shown)
-        except FileNotFoundError:
-            return {}
-        except OSError as error:
-            raise BadValue(
-                f"cannot be read: {error.strerror}", file=shown, cure="Check its permissions"
-            ) from error
+        with located(f"{name}/{ALIASES}"):
+            try:
+                return parse_aliases(self._inside(self.folders / name / ALIASES).read_bytes())
+            except FileNotFoundError:
+                return {}
+            except OSError as error:
+                raise BadValue(
+                    f"cannot be read: {error.strerror}", cure="Check its permissions"
+                ) from error
+
+    def offers(self) -> list[Offer]:
+        """Return what is here for which model, without damaged bundles."""
+        offers = []
+        for name in self.names():
+            for version in self.versions(name):
+                with suppress(BundleError):
+                    bundle = load_version(name, self.folder(name, version))
+                    offers.append(offer_of(bundle.manifest, bundle.evaluation()))
+        return joined(offers)
 
     def folder(self, name: str, version: int) -> Path:
         """Return the folder of an existing version; a backend at a URL fetches and checks it
@@ -83,22 +155,15 @@ class LocalBackend:
         """Return a text that changes with any file of a version, also its signature; nothing is
         fetched."""
         folder = self.folder(name, version)
+        stamp = hashlib.sha256()
         try:
-            entries = [(str(path), path.lstat()) for path in sorted((folder, *folder.rglob("*")))]
+            for path in sorted((folder, *folder.rglob("*"))):
+                at = path.lstat()
+                state = (path, at.st_ino, at.st_size, at.st_mode, at.st_mtime_ns, at.st_ctime_ns)
+                stamp.update(repr(state).encode())
         except OSError as error:
             return str(error)  # reading the version will raise a proper error
-        state = [
-            (
-                path,
-                status.st_ino,
-                status.st_size,
-                status.st_mode,
-                status.st_mtime_ns,
-                status.st_ctime_ns,
-            )
-            for path, status in entries
-        ]
-        return hashlib.sha256(repr(state).encode()).hexdigest()
+        return stamp.hexdigest()
 
     def check_writable(self) -> None:
         """Check that the store can be written, before long work."""
@@ -107,29 +172,18 @@ class LocalBackend:
             with tempfile.TemporaryFile(dir=self.folders):
                 pass
 
-    def publish(self, manifest: Manifest, files: Mapping[str, bytes]) -> int:
-        """Publish an unsealed manifest as the next version, or find the same content: the
-        version."""
-        if (existing := self._same_content(manifest)) is not None:
-            return existing
-        with self._written_aside(manifest.name, files) as aside:
-            while True:
-                # Take the number before the search: if the same content is published in between,
-                # the rename fails.
-                version = next_number(self.versions(manifest.name), manifest.name)
-                if (existing := self._same_content(manifest)) is not None:
-                    return existing
-                dated = sealed(manifest, version=version, created=timestamp())
-                write_files(
-                    aside, {MANIFEST: manifest_bytes(dated)}
-                )  # last: until then the folder is no bundle
-                if self._rename(aside, version):
-                    return version
+    def publish(self, manifest: Manifest, files: Files) -> int:
+        """Publish, without a write if the same content is here."""
+        existing = self._same_content(manifest)
+        return super().publish(manifest, files) if existing is None else existing
 
-    def add(self, manifest: Manifest, files: Mapping[str, bytes]) -> bool:
-        """Add a version under its own number; return False if the number is taken."""
-        with self._written_aside(manifest.name, files) as aside:
-            return self._rename(aside, manifest.version)
+    def manifest(self, name: str, version: int) -> bytes:
+        """Return the bytes of a version's manifest.  Raises OSError."""
+        return (self.folders / name / str(version) / MANIFEST).read_bytes()
+
+    def check_sound(self, name: str, version: int) -> None:
+        """Raise what ``load_version`` raises."""
+        load_version(name, self.folders / name / str(version))
 
     def set_alias(self, name: str, alias: str, version: int, keep_as: str | None = None) -> None:
         """Change the table by ``moved`` in one step; concurrent changes of other aliases are not
@@ -147,23 +201,26 @@ class LocalBackend:
             atomic_write(path / SIGNATURE, data)
 
     @contextmanager
-    def _written_aside(self, name: str, files: Mapping[str, bytes]) -> Iterator[Path]:
-        """Make a folder with the files beside the versions of a bundle; it is removed later unless
-        it was renamed."""
-        folder = self.folders / name
+    def prepared(self, manifest: Manifest, files: Files) -> Iterator[Claim]:
+        """Write the files into a folder beside the versions; it is removed later unless it was
+        renamed."""
+        folder = self.folders / manifest.name
         with writing(self.folders):
             folder.mkdir(parents=True, exist_ok=True)
             self._inside(folder)
             _clean_aside(folder)
             with folder_aside(folder) as aside:
                 write_files(aside, files)
-                yield aside
+                yield partial(self._claim, aside)
 
-    def _rename(self, aside: Path, version: int) -> bool:
+    def _claim(self, aside: Path, manifest: Manifest) -> bool:
         """Rename the folder to its version; return False if another publisher was faster.  Raises
         OSError."""
+        # Last: until then the folder is no bundle.
+        write_files(aside, {MANIFEST: manifest_bytes(manifest)})
+        target = aside.parent / str(manifest.version)
         try:
-            os.rename(aside, target := aside.parent / str(version))
+            os.rename(aside, target)
         except OSError:
             if target.exists():
                 return False
@@ -172,28 +229,20 @@ class LocalBackend:
         _sync_folder(self.folders)
         return True
 
-    def _same_content(self, manifest: Manifest) -> int | None:
-        for version in sorted(self.versions(manifest.name)):
-            path = self.folders / manifest.name / str(version)
-            with suppress(BundleDamaged, OSError):  # a damaged version never counts as the same
-                data = (path / MANIFEST).read_bytes()
-                # Search for the digest first: parsing hundreds of manifests would be slow.
-                if (
-                    manifest.digest.encode() in data
-                    and read_manifest(data).digest == manifest.digest
-                ):
-                    load_version(manifest.name, path)
-                    return version
-        return None
-
     def _inside(self, path: Path) -> Path:
         """Return ``path``, unless a link in it leads out of the store.  Raises InvalidReference."""
         if not path.resolve().is_relative_to(self.folders.resolve()):
-            shown = str(path.relative_to(self.folders))
-            raise InvalidReference(
-                "a link that leads out of the store", file=shown, cure="Replace it by a copy"
-            )
+            problem, file = "a link that leads out of the store", path.relative_to(self.folders)
+            raise InvalidReference(problem, file=str(file), cure="Replace it by a copy")
         return path
+
+
+def _listing(folder: Path) -> list[str]:
+    """Return the names in a folder; none if it is missing or closed to this user."""
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
 
 
 @contextmanager
@@ -207,7 +256,7 @@ def writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def write_files(into: Path, files: Mapping[str, bytes]) -> None:
+def write_files(into: Path, files: Files) -> None:
     """Write and flush files, and make and flush their folders.  Raises OSError."""
     for name, data in files.items():
         path = into / name

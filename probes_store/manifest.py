@@ -11,25 +11,50 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime
-from functools import reduce
-from operator import attrgetter, getitem
-from typing import Annotated, Any, Final, Literal, Self, get_args
+from datetime import UTC, datetime
+from operator import attrgetter
+from typing import Annotated, Any, Final, Literal, get_args
 
 from pydantic import (
-    AfterValidator,
     Field,
     PlainValidator,
     StrictBool,
     TypeAdapter,
     ValidationError,
-    model_validator,
 )
 
-from probes_store import errors, records
-from probes_store.errors import BadValue, DigestMismatch, MissingField
-from probes_store.records import Filled, Natural, Positive, Record, Text, matching, require
-from probes_store.syntax import HEX, NAME, NAMES, canonical_json, parse_json, readable_json
+from probes_store import errors
+from probes_store.errors import BadValue, DigestMismatch, MissingField, UnknownField, located
+from probes_store.records import (
+    CONTEXT_NEEDS,
+    GREEDY,
+    AboveZero,
+    AnswerProbe,
+    AtLeast2,
+    Context,
+    Decoding,
+    DType,
+    Filled,
+    Guarantee,
+    GuaranteeStratum,
+    Int,
+    Name,
+    Names,
+    Natural,
+    Positive,
+    Real,
+    Recalibration,
+    Record,
+    Share,
+    TemplateArgument,
+    Text,
+    TrainingLabels,
+    Uncertainty,
+    distinct,
+    passing,
+    template_arguments,
+)
+from probes_store.syntax import HEX, canonical_json, parse_json, readable_json
 
 FORMAT: Final = "hallutracer-bundle"
 FORMAT_VERSION: Final = 1
@@ -40,9 +65,8 @@ GOLDEN = "golden.safetensors"
 EVALUATION = "evaluation.json"
 CARD = "README.md"
 REQUIRED = (PROBES, GOLDEN, EVALUATION, CARD)
-ANSWER = (  # required if the manifest has the record ``answer``, else not allowed
-    "answer.safetensors"
-)
+# Required if the manifest has the record ``answer``, else not allowed.
+ANSWER = "answer.safetensors"
 PLOT = re.compile(r"plots/[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.png")
 DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 TIME = "%Y-%m-%dT%H:%M:%SZ"
@@ -52,26 +76,16 @@ Signal = Literal["depth_mean", "log_max_prob", "entropy", "passage", "stated", "
 FIRST_TOKEN_SIGNALS: tuple[Signal, Signal] = ("log_max_prob", "entropy")
 SIGNALS: tuple[Signal, ...] = get_args(Signal)
 SiteName = Literal["attention_head", "residual_stream"]
-LogitScale = Literal[
-    "unit_norm", "standardized", "joint", "weighted"
-]  # only older trainers made "weighted"
-Digest = Annotated[Text, matching(DIGEST, "sha256: and 64 hex digits")]
+# Only older trainers made "weighted".
+LogitScale = Literal["unit_norm", "standardized", "joint", "weighted"]
+Digest = Annotated[Text, passing(DIGEST.fullmatch, "sha256: and 64 hex digits")]
 LOCAL = "local"  # the revision of a folder or file, which has no commit
 
 
-def _time(text: str) -> str:
+def _is_time(text: str) -> bool:
     with suppress(ValueError):
-        if datetime.strptime(text, TIME).strftime(TIME) == text:
-            return text
-    raise ValueError("UTC time like 2026-01-31T12:00:00Z")
-
-
-def _template_arguments(value: object) -> dict[str, records.TemplateArgument] | None:
-    if value is None:
-        return None
-    if arguments := records.template_arguments(value):
-        return arguments
-    raise ValueError("at least one argument, or no such field")
+        return datetime.strptime(text, TIME).strftime(TIME) == text
+    return False
 
 
 @dataclass(frozen=True)
@@ -104,9 +118,13 @@ class ChatTemplateRecord(Record):
     digest: Filled | None  # None if the tokenizer has no template
     # Its arguments besides messages and tools, such as enable_thinking; absent in the file if there
     # are none.
-    arguments: Annotated[
-        dict[str, records.TemplateArgument] | None, PlainValidator(_template_arguments)
-    ] = None
+    arguments: Annotated[dict[str, TemplateArgument], PlainValidator(template_arguments)] | None = (
+        None
+    )
+
+    def check(self) -> None:
+        """Check that an empty record of arguments is left out."""
+        self.require(self.arguments != {}, "arguments", "at least one argument, or no such field")
 
 
 @dataclass(frozen=True)
@@ -121,8 +139,8 @@ class ReadoutRecord(Record):
 class Classifier(Record):
     """risk = 1 - sigmoid(weight . signals + intercept)."""
 
-    weight: tuple[records.Real, ...]  # one for each of the signals, in their order
-    intercept: records.Real
+    weight: tuple[Real, ...]  # one for each of the signals, in their order
+    intercept: Real
 
 
 @dataclass(frozen=True)
@@ -130,38 +148,33 @@ class TrainingRecord(Record):
     """The data and the settings of the training run."""
 
     data_digest: Filled
-    rows: records.AtLeast2  # rows of the data file
+    rows: AtLeast2  # rows of the data file
     factual: Positive  # rows of class 1 that took part
     hallucinated: Positive  # rows of class 0 that took part
     left_out: Natural  # rows without a usable label
     groups: Positive  # questions or entities that folds keep together
-    labels: records.TrainingLabels
+    labels: TrainingLabels
     judge: Text | None  # the judge of generated answers
-    seeds: Annotated[tuple[records.Int, ...], Field(min_length=1)]
-    folds: records.AtLeast2
-    c: records.AboveZero  # inverse strength of the probes' regularisation
-    c_grid: tuple[records.AboveZero, ...]  # the candidates for c; empty if c was given
+    seeds: Annotated[tuple[Int, ...], Field(min_length=1)]
+    folds: AtLeast2
+    c: AboveZero  # inverse strength of the probes' regularisation
+    c_grid: tuple[AboveZero, ...]  # the candidates for c; empty if c was given
     class_balance: Filled
     hallutracer_version: Filled
-    decoding: records.Decoding | None = None  # of the labelled answers; absent if unknown
-    shapes: tuple[Filled, ...] | None = None  # of the rows' conversations; absent if unknown
-    scripts: tuple[Filled, ...] | None = None  # of the rows' last questions; absent if unknown
-    reworded: Positive | None = (
-        None  # rows that ask a lone question in other words; absent if there were too few
-    )
+    decoding: Decoding | None = None  # of the labelled answers; absent if unknown
+    shapes: Names | None = None  # of the rows' conversations; absent if unknown
+    scripts: Names | None = None  # of the rows' last questions; absent if unknown
+    # Rows that ask a lone question in other words; absent if there were too few.
+    reworded: Positive | None = None
     # With labels by the model itself: its sampled answers to each question, and their temperature;
     # absent with other labels.
     samples: Positive | None = None
-    sample_temperature: records.AboveZero | None = None
+    sample_temperature: AboveZero | None = None
 
-    @model_validator(mode="after")
-    def _relations(self) -> Self:
+    def check(self) -> None:
+        """Check the counts."""
         used = self.factual + self.hallucinated
-        require(used <= self.rows, "rows", f"at least factual + hallucinated = {used}", self.rows)
-        for name, values in (("shapes", self.shapes), ("scripts", self.scripts)):
-            fine = values is None or 0 < len(values) == len(set(values))
-            require(fine, name, "one or more, each once", values)
-        return self
+        self.require(used <= self.rows, "rows", f"at least factual + hallucinated = {used}")
 
 
 @dataclass(frozen=True)
@@ -169,7 +182,7 @@ class FileRecord(Record):
     """One other file of the bundle."""
 
     bytes: Annotated[Natural, Field(le=MAX_FILE)]
-    sha256: Annotated[Text, matching(HEX, "64 hex digits")]
+    sha256: Annotated[Text, passing(HEX.fullmatch, "64 hex digits")]
 
 
 def record_of(data: bytes) -> FileRecord:
@@ -184,40 +197,37 @@ class Manifest(Record):
 
     format: Literal["hallutracer-bundle"] = FORMAT
     format_version: Literal[1] = FORMAT_VERSION
-    name: Annotated[Text, matching(NAME, NAMES)]
+    name: Name
     version: Positive = 1
-    created: Annotated[Text, AfterValidator(_time)] = UNSET_TIME
+    created: Annotated[Text, passing(_is_time, "UTC time like 2026-01-31T12:00:00Z")] = UNSET_TIME
     digest: Digest = ""  # digest of the content, see ``with_seal``
     seal: Digest = ""  # digest of this file
     model: ModelRecord
     tokenizer: TokenizerRecord
     chat_template: ChatTemplateRecord
     prompt_format: Literal["chat", "text"]  # how a bare prompt string is rendered
-    dtype: records.DType  # of the training extraction
+    dtype: DType  # of the training extraction
     readout: ReadoutRecord
     logit_scale: LogitScale
     signals: tuple[Signal, ...]  # depth_mean first
     classifier: Classifier
     # By cost, t = 1 / (1 + K), or by a target, on out-of-fold training risks; with a guarantee, the
     # guaranteed one.
-    threshold: records.Share
-    guarantee: records.Guarantee | None = None
-    uncertainty: records.Uncertainty
-    recalibration: records.Recalibration | None = None
-    context: records.Context | None = None
-    answer: records.AnswerProbe | None = None  # absent in the file if there is none
-    guarantee_shapes: tuple[Filled, ...] | None = (
-        None  # shapes of the conversations in the calibration
-    )
+    threshold: Share
+    guarantee: Guarantee | None = None
+    uncertainty: Uncertainty
+    recalibration: Recalibration | None = None
+    context: Context | None = None
+    answer: AnswerProbe | None = None  # absent in the file if there is none
+    guarantee_shapes: Names | None = None  # of the conversations in the calibration
     # The guarantee is for a policy with recheck, which also reads the answers' own tokens; absent
     # for other policies.
     guarantee_reads_answers: StrictBool | None = None
     # The guarantee for each kind of question that was tested separately; absent if none was.
-    guarantee_strata: tuple[records.GuaranteeStratum, ...] | None = None
+    guarantee_strata: tuple[GuaranteeStratum, ...] | None = None
     training: TrainingRecord
-    files: dict[Text, FileRecord] = dataclasses.field(
-        default_factory=dict
-    )  # relative name -> size and hash
+    # relative name -> size and hash
+    files: dict[Text, FileRecord] = dataclasses.field(default_factory=dict)
 
     @property
     def reference(self) -> str:
@@ -225,22 +235,27 @@ class Manifest(Record):
         return f"{self.name}:{self.version}"
 
     @property
-    def decoding(self) -> records.Decoding | None:
+    def total(self) -> int:
+        """Bytes of all files that it lists."""
+        return sum(record.bytes for record in self.files.values())
+
+    @property
+    def decoding(self) -> Decoding | None:
         """Return how the answers were decoded that the risk is about; None if that is not recorded.
 
         Answers that a training run generates have always been greedy, also before bundles recorded
         it."""
         recorded = self.training.decoding
-        return records.GREEDY if recorded is None and self.training.labels != "given" else recorded
+        return GREEDY if recorded is None and self.training.labels != "given" else recorded
 
     @property
-    def calibrated_decoding(self) -> records.Decoding:
+    def calibrated_decoding(self) -> Decoding:
         """Return how the answers of the guarantee's calibration were decoded; greedy if that is not
         recorded."""
         generated = self.guarantee is not None and self.guarantee.labels == "generate"
-        return records.GREEDY if generated else self.decoding or records.GREEDY
+        return GREEDY if generated else self.decoding or GREEDY
 
-    def stratum(self, passage: bool | None) -> records.GuaranteeStratum | None:
+    def stratum(self, passage: bool | None) -> GuaranteeStratum | None:
         """Return the guarantee for questions with or without a passage; None if they have no
         separate one.
 
@@ -295,102 +310,68 @@ class Manifest(Record):
         """(1 + A) m: the truth logits of a prompt, then those of each context probe."""
         return self.model.num_layers * (1 + self.context_probes)
 
-    @model_validator(mode="after")
-    def _relations(self) -> Self:
-        signals, weight = self.signals, self.classifier.weight
-        guarantee, shapes = self.guarantee, self.guarantee_shapes
-        fine = signals[:1] == ("depth_mean",) and len(set(signals)) == len(signals)
-        require(fine, "signals", "depth_mean first and none twice", signals)
-        fine, expected = len(weight) == len(signals), f"[{len(signals)}], one for each signal"
-        require(fine, "classifier.weight", expected, f"[{len(weight)}]", "wrong_shape")
-        if guarantee is None:  # a guarantee may let nothing or everything through
-            require(
-                0.0 < self.threshold < 1.0, "threshold", "a number between 0 and 1", self.threshold
+    def check(self) -> None:
+        """Check what signals, guarantee, context probes and files require of each other."""
+        signals, weights = self.signals, len(self.classifier.weight)
+        fine = signals[:1] == ("depth_mean",) and distinct(signals)
+        self.require(fine, "signals", "depth_mean first and none twice")
+        if weights != len(signals):
+            raise errors.WrongShape(
+                "another length",
+                field="classifier.weight",
+                expected=f"{len(signals)}, one for each signal",
+                found=weights,
             )
-        elif guarantee.threshold != self.threshold:
-            require(
-                False,
-                "guarantee.threshold",
-                f"the threshold, {self.threshold}",
-                guarantee.threshold,
-            )
-        if shapes is not None:
-            fine = guarantee is not None and 0 < len(shapes) == len(set(shapes))
-            require(
-                fine,
-                "guarantee_shapes",
-                "one or more, each once, and null without a guarantee",
-                shapes,
-            )
-        if (reads := self.guarantee_reads_answers) is not None:
-            fine = reads and guarantee is not None and self.answer is not None
-            require(
-                fine,
-                "guarantee_reads_answers",
-                "true, a guarantee and the record answer beside it",
-                reads,
-            )
-        if (strata := self.guarantee_strata) is not None:
-            self._check_strata(strata)
-        probes = {probe.name for probe in self.context.probes} if self.context is not None else None
-        for name in signals:
-            needed = records.CONTEXT_NEEDS.get(name, set())
-            field = "context" if probes is None else "context.probes"
-            require(
-                needed <= (probes or set()),
-                field,
-                f"the probes {sorted(needed)} of the signal {name}",
-                probes,
-            )
-        required = REQUIRED if self.answer is None else (*REQUIRED, ANSWER)
-        for file in required:
-            require(
-                file in self.files,
-                f"files.{file}",
-                "a file that this bundle must have",
-                None,
-                "missing",
-            )
+        if self.guarantee is None:
+            self.require(0.0 < self.threshold < 1.0, "threshold", "a number between 0 and 1")
+            for field in ("guarantee_shapes", "guarantee_reads_answers", "guarantee_strata"):
+                self.require(getattr(self, field) is None, field, "none without a guarantee")
+        else:  # which may let nothing or everything through
+            self._check_guarantee(self.guarantee)
+        probes = () if self.context is None else self.context.probes
+        field = "context" if self.context is None else "context.probes"
+        for signal in signals:
+            needed = CONTEXT_NEEDS.get(signal, set())
+            fine = needed <= {probe.name for probe in probes}
+            self.require(fine, field, f"the probes {sorted(needed)} of the signal {signal}")
+        required = {*REQUIRED} if self.answer is None else {*REQUIRED, ANSWER}
+        for file in sorted(required - self.files.keys()):
+            raise MissingField(field=f"files.{file}")
         for file in self.files:
-            fine = file in required or bool(PLOT.fullmatch(file))
-            require(fine, f"files.{file}", "", None, "unexpected_keyword_argument")
-        return self
+            if file not in required and not PLOT.fullmatch(file):
+                raise UnknownField(field=f"files.{file}")
 
-    def _check_strata(self, strata: tuple[records.GuaranteeStratum, ...]) -> None:
-        kinds = [stratum.passage for stratum in strata]
-        fine = self.guarantee is not None and 0 < len(kinds) == len(set(kinds))
-        require(
-            fine,
-            "guarantee_strata",
-            "with a passage, without one, or both, and a guarantee beside them",
-            kinds,
-        )
-        thresholds = [stratum.threshold for stratum in strata]
-        strictest = f"the least of its strata, {min(thresholds)}"
-        require(self.threshold == min(thresholds), "threshold", strictest, self.threshold)
-
-
-# Fields of later releases -> their content. They are absent if they are None, so older bundles keep
-# their bytes.
-_LATER: Final[Mapping[str, str]] = {
-    "model.adapter": "a digest",
-    "answer": "a record",
-    "guarantee_reads_answers": "true",
-    "guarantee_strata": "a list of records",
-    "training.decoding": "a record",
-    "training.shapes": "a list of texts",
-    "training.scripts": "a list of texts",
-    "training.reworded": "a count",
-    "training.samples": "a count",
-    "training.sample_temperature": "a number",
-    "chat_template.arguments": "a record",
-}
+    def _check_guarantee(self, guarantee: Guarantee) -> None:
+        fine = guarantee.threshold == self.threshold
+        self.require(fine, "guarantee.threshold", f"the threshold, {self.threshold}")
+        reads = self.guarantee_reads_answers
+        fine = reads is None or (reads and self.answer is not None)
+        self.require(fine, "guarantee_reads_answers", "true, and the record answer beside it")
+        if (strata := self.guarantee_strata) is not None:
+            fine = distinct([stratum.passage for stratum in strata])
+            self.require(fine, "guarantee_strata", "with a passage, without one, or both")
+            strictest = min(stratum.threshold for stratum in strata)
+            fine = self.threshold == strictest
+            self.require(fine, "threshold", f"the least of its strata, {strictest}")
 
 
-def _holder(document: Any, field: str) -> tuple[dict[str, Any], str]:
-    """Return the record in bundle.json's values that has this field, and the field's name in it."""
-    *where, name = field.split(".")
-    return reduce(getitem, where, document), name
+# Fields of later releases, each of one record.  They are absent if they are None, so older bundles
+# keep their bytes.
+LATER: Final = frozenset(
+    (
+        "adapter",
+        "answer",
+        "arguments",
+        "decoding",
+        "guarantee_reads_answers",
+        "guarantee_strata",
+        "reworded",
+        "sample_temperature",
+        "samples",
+        "scripts",
+        "shapes",
+    )
+)
 
 
 def manifest_bytes(manifest: Manifest) -> bytes:
@@ -400,12 +381,11 @@ def manifest_bytes(manifest: Manifest) -> bytes:
 
 def as_document(manifest: Manifest) -> dict[str, Any]:
     """Return bundle.json's values."""
-    document = dataclasses.asdict(manifest)
-    for field in _LATER:
-        record, name = _holder(document, field)
-        if record[name] is None:
-            del record[name]
-    return document
+    return dataclasses.asdict(manifest, dict_factory=_stated)
+
+
+def _stated(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: value for name, value in fields if value is not None or name not in LATER}
 
 
 def with_seal(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -418,10 +398,8 @@ def with_seal(document: Mapping[str, Any]) -> dict[str, Any]:
         ("digest", ("version", "created", "digest", "seal")),
         ("seal", ("seal",)),
     ):
-        content = canonical_json(
-            {key: value for key, value in result.items() if key not in left_out}
-        )
-        result[field] = f"sha256:{hashlib.sha256(content).hexdigest()}"
+        content = {key: value for key, value in result.items() if key not in left_out}
+        result[field] = f"sha256:{hashlib.sha256(canonical_json(content)).hexdigest()}"
     return result
 
 
@@ -429,114 +407,107 @@ def sealed(manifest: Manifest, *, version: int = 1, created: str = UNSET_TIME) -
     """Return the same content under a version and a time, with digest and seal.  Raises what
     ``read_record`` raises."""
     document = as_document(manifest) | {"version": version, "created": created}
-    return read_record(with_seal(document), MANIFEST)
+    return read_record(with_seal(document))
 
 
-def read_manifest(data: bytes, file: str = MANIFEST) -> Manifest:
-    """Read the bytes of bundle.json; ``file`` is its name in messages.
+def timestamp() -> str:
+    """Return the present time as ``created`` has it."""
+    return datetime.now(UTC).strftime(TIME)
+
+
+def read_manifest(data: bytes) -> Manifest:
+    """Read the bytes of bundle.json.
 
     Raises a subclass of BundleDamaged: Truncated, BadValue, NotFinite, UnknownField, MissingField
     or WrongShape for an invalid field, DigestMismatch if all fields are valid but one was changed
     after publishing."""
-    document = parse_json(data, file)
-    if (
-        isinstance(document, dict)
-        and "format_version" in document
-        and document.get("format") == FORMAT
-    ):
-        version = document["format_version"]
-        if (
-            type(version) is not int or version != FORMAT_VERSION
-        ):  # first, since other formats have other fields
+    with located(MANIFEST):
+        document = parse_json(data)
+        _check_format(document)
+        manifest = read_record(document)
+        right, whole = with_seal(document), readable_json(document)
+        for field in ("digest", "seal"):
+            if (recorded := document[field]) != right[field]:
+                raise DigestMismatch(
+                    "the manifest was changed", field=field, expected=right[field], found=recorded
+                )
+        if data != whole:
+            if whole.startswith(data):
+                raise errors.Truncated(expected=f"{len(whole)} bytes", found=len(data))
+            raise DigestMismatch("the manifest was reformatted", field="seal")
+    return manifest
+
+
+def _check_format(document: Any) -> None:
+    """Refuse another version of the format, which has other fields, before any field."""
+    if isinstance(document, dict) and document.get("format") == FORMAT:
+        version = document.get("format_version", FORMAT_VERSION)
+        if type(version) is not int or version != FORMAT_VERSION:
             raise BadValue(
                 "a format that this release does not read",
-                file=file,
                 field="format_version",
                 expected=FORMAT_VERSION,
                 found=repr(version),
                 cure="Train and publish it anew",
             )
-    manifest = read_record(document, file)
-    right, whole = with_seal(document), readable_json(document)
-    for field in ("digest", "seal"):
-        if (recorded := document[field]) != right[field]:
-            raise DigestMismatch(
-                "the manifest was changed",
-                file=file,
-                field=field,
-                expected=right[field],
-                found=recorded,
-            )
-    if data == whole:
-        return manifest
-    if whole.startswith(data):
-        raise errors.Truncated(
-            "the end is missing", file=file, expected=f"{len(whole)} bytes", found=len(data)
-        )
-    raise DigestMismatch(
-        "the manifest was reformatted",
-        file=file,
-        field="seal",
-        expected="the bytes that publishing wrote",
-        found="other white space or spelling",
-    )
 
 
 _ADAPTER = TypeAdapter(Manifest)
-_PROBLEMS = {
-    "unexpected_keyword_argument": (errors.UnknownField, "this format has no such field or file"),
-    "missing": (MissingField, "the field is missing"),
-    "finite_number": (errors.NotFinite, "not finite"),
-    "wrong_shape": (errors.WrongShape, "another length"),
+_KINDS: Final[Mapping[str, type[errors.BundleDamaged]]] = {
+    "unexpected_keyword_argument": UnknownField,
+    "missing": MissingField,
+    "finite_number": errors.NotFinite,
 }
 
 
-def read_record(document: Any, file: str) -> Manifest:
+def read_record(document: Any) -> Manifest:
     """Check every value of bundle.json.  Raises BadValue, NotFinite, UnknownField, MissingField and
     WrongShape."""
-    inner = document.get("recalibration") if isinstance(document, dict) else None
-    for kind, where, part in (
-        (Manifest, "", document),
-        (records.Recalibration, "recalibration.", inner),
-    ):
-        for field in dataclasses.fields(
-            kind
-        ):  # a file must state even the fields that have defaults in code
-            path = f"{where}{field.name}"
-            if isinstance(part, dict) and field.name not in part and path not in _LATER:
-                raise MissingField("the field is missing", file=file, field=path)
     try:
         manifest = _ADAPTER.validate_python(document)
-        for path, what in _LATER.items():
-            record, name = _holder(document, path)
-            if name in record and record[name] is None:
-                raise BadValue(
-                    "bad value",
-                    file=file,
-                    field=path,
-                    expected=f"{what}, or no such field",
-                    found=None,
-                )
-        return manifest
-    except (
-        ValidationError
-    ) as error:  # report the first problem, but missing and unknown fields before bad values
-        first = min(
-            error.errors(), key=lambda fault: [*_PROBLEMS, fault["type"]].index(fault["type"])
-        )
-    context = first.get("ctx", {})
-    parts = [*first["loc"], *([context["field"]] if context.get("field") else [])]
-    path = "".join(
-        f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts
-    ).removeprefix(".")
-    error_kind, problem = _PROBLEMS.get(first["type"], (BadValue, "bad value"))
-    if error_kind in (errors.UnknownField, MissingField):
-        raise error_kind(problem, file=file, field=path)
-    expected = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-    value = ascii(context.get("found", first["input"]))
-    raise error_kind(
-        problem, file=file, field=path or "the whole file", expected=expected, found=value
+    except ValidationError as error:
+        raise _first(error) from error
+    _check(manifest, document)
+    return manifest
+
+
+def _first(error: ValidationError) -> errors.BundleDamaged:
+    """Return the first problem that pydantic found, but missing and unknown fields before bad
+    values."""
+    faults = error.errors()
+    first = min(faults, key=lambda fault: [*_KINDS, fault["type"]].index(fault["type"]))
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
+    kind, field = _KINDS.get(first["type"], BadValue), path.removeprefix(".")
+    if kind in (UnknownField, MissingField):
+        return kind(field=field)
+    return kind(
+        field=field,
+        expected=first["msg"].removeprefix("Input should be ").removeprefix("Value error, "),
+        found=ascii(first["input"]),
     )
+
+
+def _check(part: Any, document: Any, path: str = "") -> None:
+    """Check a part of a manifest with valid types, the innermost records first: its fields are
+    stated, even those with a default in code, and go together."""
+    if isinstance(part, tuple):
+        for number, (item, value) in enumerate(zip(part, document, strict=True)):
+            _check(item, value, f"{path}[{number}]")
+    if not isinstance(part, Record):
+        return
+    for name, value in vars(part).items():
+        field = f"{path}.{name}".removeprefix(".")
+        if name in document:
+            _check(value, document[name], field)
+            if name in LATER and value is None:
+                raise BadValue(field=field, expected="a value, or no such field", found=None)
+        elif name not in LATER:
+            raise MissingField(field=field)
+    try:
+        part.check()
+    except errors.BundleDamaged as error:
+        error.field = f"{path}.{error.field}".removeprefix(".")
+        raise
 
 
 # Field of the manifest -> attribute of an engine, the error, the difference.
@@ -574,13 +545,13 @@ def another_commit(manifest: Manifest, model: str, revision: str) -> errors.Wron
         or revision == trained.revision
     ):
         return None
-    cure = f"Load that commit (--revision {trained.revision}), or train a bundle for what is loaded"
-    problem = (
-        f"bundle {manifest.reference} was trained on {trained.name} at revision {trained.revision},"
-        " with other weights"
-    )
     return errors.WrongRevision(
-        problem, field="model.revision", expected=trained.revision, found=revision, cure=cure
+        f"bundle {manifest.reference} was trained on {trained.name} at revision {trained.revision},"
+        " with other weights",
+        field="model.revision",
+        expected=trained.revision,
+        found=revision,
+        cure=f"Load that commit (--revision {trained.revision}), or train a bundle for this one",
     )
 
 
@@ -593,26 +564,23 @@ def check_identity(manifest: Manifest, loaded: Any) -> None:
     at = f"{manifest.model.name} at revision {manifest.model.revision}"
     for field, (attribute, error, difference) in _IDENTITY.items():
         expected, actual = attrgetter(field)(manifest), attrgetter(attribute)(loaded)
-        if expected != actual:
-            if attribute == "fingerprint" and (
-                wrong_revision := another_commit(manifest, loaded.model, loaded.revision)
-            ):
-                raise wrong_revision
-            of_model = field.startswith("model.") and attribute != "adapter"
-            what = "" if of_model else f"the {attribute.replace('_', ' ')} of "
-            expected, actual = ("none" if value is None else value for value in (expected, actual))
-            cure = f"Load {what}{at}, or train a bundle for what is loaded"
-            if (
-                attribute == "template_arguments"
-            ):  # a loaded model renders all chats with the same arguments
-                cure = (
-                    f"Serve it by a process of its own, which loads {at} with them, "
-                    "or train a bundle with the arguments of the first one"
-                )
-            raise error(
-                f"bundle {manifest.reference} was trained on {difference}",
-                field=field,
-                expected=expected,
-                found=actual,
-                cure=cure,
+        if expected == actual:
+            continue
+        needed = at
+        if attribute == "adapter" or not field.startswith("model."):
+            needed = f"the {attribute.replace('_', ' ')} of {at}"
+        cure = f"Load {needed}, or train a bundle for what is loaded"
+        if attribute == "template_arguments":  # a loaded model renders all chats with the same ones
+            cure = (
+                f"Serve it by a process of its own, which loads {at} with them, or train a bundle"
+                " with the arguments of the first one"
             )
+        weights = attribute == "fingerprint"
+        commit = another_commit(manifest, loaded.model, loaded.revision) if weights else None
+        raise commit or error(
+            f"bundle {manifest.reference} was trained on {difference}",
+            field=field,
+            expected="none" if expected is None else expected,
+            found="none" if actual is None else actual,
+            cure=cure,
+        )

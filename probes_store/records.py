@@ -2,22 +2,26 @@
 answer.
 
 They are frozen dataclasses.  A trainer fills them and changes them with ``dataclasses.replace``.
-Pydantic checks them strictly when a manifest is read or sealed (``manifest.read_record``)."""
+When a manifest is read or sealed (``manifest.read_record``), pydantic checks the fields strictly,
+and then ``check`` those that must go together."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import Annotated, Final, Literal, Self
+from operator import attrgetter
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Strict, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Strict
+
+from probes_store.errors import BadValue
+from probes_store.syntax import NAME, NAMES
 
 Floats = NDArray[np.floating]
 DType = Literal["float32", "bfloat16", "float16"]
@@ -33,21 +37,26 @@ def _with_a_point(value: object) -> object:
     return value
 
 
-def matching(pattern: re.Pattern[str], expected: str) -> AfterValidator:
-    """Return a check that a text matches the whole pattern; ``expected`` describes it in
-    messages."""
+def passing(test: Callable[[Any], object], expected: str) -> AfterValidator:
+    """Return a check that a value passes the test; ``expected`` describes that in messages."""
 
-    def check(text: str) -> str:
-        if not pattern.fullmatch(text):
+    def check(value: Any) -> Any:
+        if not test(value):
             raise ValueError(expected)
-        return text
+        return value
 
     return AfterValidator(check)
 
 
+def distinct(values: Collection[object]) -> bool:
+    """Return whether there are values, and none twice."""
+    return 0 < len(values) == len(set(values))
+
+
 # JSON can spell half a surrogate pair, but UTF-8 cannot.
-Text = Annotated[str, Strict(), matching(re.compile("[^\ud800-\udfff]*"), "characters")]
+Text = Annotated[str, Strict(), passing(re.compile("[^\ud800-\udfff]*").fullmatch, "characters")]
 Filled = Annotated[Text, Field(min_length=1)]
+Name = Annotated[Text, passing(NAME.fullmatch, NAMES)]
 Int = Annotated[int, Strict(), Field(ge=-MAX_INT, le=MAX_INT)]
 Natural = Annotated[Int, Field(ge=0)]
 Positive = Annotated[Int, Field(ge=1)]
@@ -57,8 +66,8 @@ NotNegative = Annotated[Real, Field(ge=0)]
 AboveZero = Annotated[Real, Field(gt=0)]
 Share = Annotated[Real, Field(ge=0, le=1)]
 Between = Annotated[Real, Field(gt=0, lt=1)]  # strictly between 0 and 1
+Names = Annotated[tuple[Filled, ...], passing(distinct, "one or more, each once")]
 TemplateArgument = str | int | float | bool
-Kind = Literal["relation", "wrong_shape", "missing", "unexpected_keyword_argument"]
 
 
 MOST_ARGUMENTS, MOST_CHARACTERS = 16, 256  # of a chat template; characters of a text argument
@@ -93,14 +102,12 @@ def template_arguments(arguments: object) -> dict[str, TemplateArgument]:
 
     Raises ValueError unless they are an object of names with texts, numbers, true or false."""
     if not isinstance(arguments, Mapping) or len(arguments) > MOST_ARGUMENTS:
-        raise ValueError(
-            f"a JSON object of at most {MOST_ARGUMENTS} arguments of the chat template"
-        )
+        most = f"at most {MOST_ARGUMENTS} arguments of the chat template"
+        raise ValueError(f"a JSON object of {most}")
     for name, value in arguments.items():
         if not isinstance(name, str) or not _ARGUMENT.fullmatch(name) or name in _TAKEN:
-            raise ValueError(
-                f"{str(name)[:64]!r} is no name that a chat template's own argument has"
-            )
+            shown = str(name)[:64]
+            raise ValueError(f"{shown!r} is no name that a chat template's own argument has")
         if isinstance(value, str) and len(value) <= MOST_CHARACTERS and value.isprintable():
             continue
         if (
@@ -115,19 +122,18 @@ def template_arguments(arguments: object) -> dict[str, TemplateArgument]:
     return dict(arguments)
 
 
-def require(fine: bool, field: str, expected: str, value: object, kind: Kind = "relation") -> None:
-    """Raise unless ``fine``; ``manifest.read_record`` turns this into an error about the field of
-    the record."""
-    if not fine:
-        raise PydanticCustomError(
-            kind, "{expected}", {"expected": expected, "field": field, "found": value}
-        )
-
-
 class Record:
     """The base of all records: it refuses unknown fields, NaN and infinities."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    def check(self) -> None:
+        """Raise BadValue, MissingField, UnknownField or WrongShape if fields do not go together."""
+
+    def require(self, fine: bool, field: str, expected: str) -> None:
+        """Raise BadValue about a field unless ``fine``."""
+        if not fine:
+            raise BadValue(field=field, expected=expected, found=ascii(attrgetter(field)(self)))
 
 
 @dataclass(frozen=True)
@@ -156,27 +162,48 @@ class Decoding(Record):
 GREEDY: Final = Decoding(0.0, 1.0)
 
 
+CLOSED: Final = 0.0  # a threshold that answers nothing, since no risk is below it
+
+
 @dataclass(frozen=True)
-class Guarantee(Record):
-    """The guarantee that at most a share alpha of the answered question groups has a hallucinated
-    answer.
+class TestedThreshold(Record):
+    """A threshold, and the test on calibration rows that it passed.
 
-    Each group counts by a random answered question.  The confidence is 1 - delta.  The time is the
-    manifest's ``created``."""
+    Each group counts by a random answered question.  The confidence is 1 - delta."""
 
-    alpha: Between
-    delta: Between  # of this guarantee alone, if several were tested on the same rows
-    # The manifest's threshold: risks below it are answered; 0: nothing is. If the guarantee has
-    # strata, this field and the next three are those of the strictest stratum, which also decides
-    # for prompts of an unknown stratum.
-    threshold: Share
+    delta: Between  # of this threshold alone, if several were tested on the same rows
+    threshold: Share  # risks below it are answered; 0: none qualified, and nothing is answered
     groups: Natural  # n: groups with an answered row
     hallucinated: Natural  # X: hallucinated ones of their first answered rows in the seeded order
     p_value: Share  # P(Bin(n, alpha) <= X); 1 if nothing is answered
     answered: Share  # share of the rows
-    risk_control_threshold: Share | None  # a second promise of older bundles; None since
     rows: Natural  # scored rows, without those whose answer got no label
-    all_groups: Natural  # groups of these rows
+
+    between: ClassVar[str]  # the field with the count between ``groups`` and ``rows``
+
+    def check(self) -> None:
+        """Check counts and p-value."""
+        fine = self.hallucinated <= self.groups <= getattr(self, self.between) <= self.rows
+        self.require(fine, "hallucinated", f"hallucinated <= groups <= {self.between} <= rows")
+        if self.threshold == CLOSED:
+            self.require(self.groups == 0, "groups", "0 at threshold 0")
+        else:
+            fine = self.p_value <= self.delta
+            self.require(fine, "p_value", f"at most delta, {self.delta}")
+
+
+@dataclass(frozen=True)
+class Guarantee(TestedThreshold):
+    """The guarantee that at most a share alpha of the answered question groups has a hallucinated
+    answer.
+
+    The threshold is the manifest's.  If the guarantee has strata, threshold, groups, hallucinated
+    and p_value are those of the strictest stratum, which also decides for prompts of an unknown
+    stratum.  The time is the manifest's ``created``."""
+
+    alpha: Between
+    risk_control_threshold: Share | None  # a second promise of older bundles; None since
+    all_groups: Natural  # groups of the rows
     data_digest: Filled  # digest of the calibration file
     labels: Labels
     judge: Text | None  # the judge of generated answers
@@ -184,53 +211,26 @@ class Guarantee(Record):
     seed: Natural  # seed of the order of the rows
     statement: Filled  # for which requests it holds, and what voids it
 
+    between = "all_groups"
+
     @property
     def closed(self) -> bool:
         """Whether no threshold qualified, or with strata, whether in one of them none did."""
         return self.threshold == CLOSED
 
-    @model_validator(mode="after")
-    def _relations(self) -> Self:
-        _check_counts(self, "all_groups")
-        return self
-
-
-CLOSED: Final = 0.0  # a threshold that answers nothing, since no risk is below it
-
 
 @dataclass(frozen=True)
-class GuaranteeStratum(Record):
+class GuaranteeStratum(TestedThreshold):
     """The guarantee for the questions with, or without, a passage beside them, which were tested
     separately.
 
-    It covers only these questions, at confidence 1 - its own ``delta``."""
+    It covers only these questions; ``answered`` and ``rows`` count those of this stratum."""
 
-    passage: Annotated[
-        bool, Strict()
-    ]  # text to answer from stands beside the question, by the form of the message
-    delta: Between
-    threshold: Share  # 0: none qualified, and none of these questions is answered
-    groups: Natural  # as in ``Guarantee``, for the rows of this stratum
-    hallucinated: Natural
-    p_value: Share
-    answered: Share  # share of the stratum's rows
-    rows: Natural  # scored rows, without those whose answer got no label
+    # Text to answer from stands beside the question, by the form of the message.
+    passage: Annotated[bool, Strict()]
     labelled: Natural  # rows with a label: their risk is below the loosest threshold of the test
 
-    @model_validator(mode="after")
-    def _relations(self) -> Self:
-        _check_counts(self, "labelled")
-        return self
-
-
-def _check_counts(record: Guarantee | GuaranteeStratum, name: str) -> None:
-    """Check counts and p-value; ``name`` is the count between ``groups`` and ``rows``."""
-    counts = [record.hallucinated, record.groups, getattr(record, name), record.rows]
-    order = f"hallucinated <= groups <= {name} <= rows"
-    require(counts == sorted(counts), "hallucinated", order, counts)
-    closed, most = record.threshold == CLOSED, f"at most delta, {record.delta}"
-    require(record.p_value <= record.delta or closed, "p_value", most, record.p_value)
-    require(not closed or record.groups == 0, "groups", "0 at threshold 0", record.groups)
+    between = "labelled"
 
 
 @dataclass(frozen=True)
@@ -305,26 +305,22 @@ class Recalibration(Record):
         tail = np.exp(-np.abs(z))
         return np.asarray(np.where(z < 0, tail, 1.0) / (1.0 + tail))
 
-    @model_validator(mode="after")
-    def _relations(self) -> Self:
+    def check(self) -> None:
+        """Check that the map increases strictly."""
         knots, values = self.knots, self.values
-        require(self.a + self.b > 0.0, "a", "above 0 where b is 0", self.a)
-        require(
-            bool(knots) == (self.method == "isotonic"),
-            "knots",
-            "some for isotonic alone",
-            len(knots),
-        )
-        require(len(values) == len(knots), "values", f"{len(knots)} numbers", len(values))
+        self.require(self.a + self.b > 0.0, "a", "above 0 where b is 0")
+        isotonic = self.method == "isotonic"
+        self.require(bool(knots) == isotonic, "knots", "some for isotonic alone")
+        self.require(len(values) == len(knots), "values", f"{len(knots)} numbers")
         if knots:
-            rising = all(left < right for left, right in pairwise(knots)) and (
-                knots[0],
-                knots[-1],
-            ) == (0.0, 1.0)
-            require(rising, "knots", "strictly increasing from 0.0 to 1.0", knots)
-            rising = all(left < right for left, right in pairwise((0.0, *values, 1.0)))
-            require(rising, "values", "strictly increasing between 0 and 1", values)
-        return self
+            whole = knots[0] == 0.0 and knots[-1] == 1.0 and _increase(knots)
+            self.require(whole, "knots", "strictly increasing from 0.0 to 1.0")
+            inside = _increase((0.0, *values, 1.0))
+            self.require(inside, "values", "strictly increasing between 0 and 1")
+
+
+def _increase(numbers: Sequence[float]) -> bool:
+    return all(left < right for left, right in pairwise(numbers))
 
 
 @lru_cache(maxsize=256)  # called for each request, with the thresholds of a few policies
@@ -363,10 +359,9 @@ class ContextProbe(Record):
     positive: Positive  # rows with the property
     auroc: Share  # out of fold
 
-    @model_validator(mode="after")
-    def _relations(self) -> Self:
-        require(self.positive < self.rows, "positive", f"1 to {self.rows - 1}", self.positive)
-        return self
+    def check(self) -> None:
+        """Check that there are rows with the property and without it."""
+        self.require(self.positive < self.rows, "positive", f"1 to {self.rows - 1}")
 
 
 @dataclass(frozen=True)
@@ -397,15 +392,12 @@ class Context(Record):
             (position for position, probe in enumerate(self.probes) if probe.name == name), None
         )
 
-    @model_validator(mode="after")
-    def _relations(self) -> Self:
+    def check(self) -> None:
+        """Check the names, and that the rule is there if its probe is."""
         names = [probe.name for probe in self.probes]
-        require(0 < len(names) == len(set(names)), "probes", "one or more, each name once", names)
+        self.require(distinct(names), "probes", "one or more, each name once")
         both = (self.applicability is None) == ("asks" not in names)
-        require(
-            both, "applicability", "null exactly where there is no probe 'asks'", self.applicability
-        )
-        return self
+        self.require(both, "applicability", "null exactly where there is no probe 'asks'")
 
 
 @dataclass(frozen=True)
@@ -425,12 +417,6 @@ class AnswerProbe(Record):
     c: AboveZero  # inverse strength of the probes' regularisation
     statement: Filled  # the meaning of it
 
-    @model_validator(mode="after")
-    def _relations(self) -> Self:
-        require(
-            self.hallucinated < self.rows,
-            "hallucinated",
-            f"1 to {self.rows - 1}",
-            self.hallucinated,
-        )
-        return self
+    def check(self) -> None:
+        """Check that there are answers of both classes."""
+        self.require(self.hallucinated < self.rows, "hallucinated", f"1 to {self.rows - 1}")

@@ -3,30 +3,23 @@ checks trust.
 
 ``Store.load`` is the only way from a reference to a bundle: ``resolve`` finds its folder on this
 machine; ``_read`` reads it strictly and checks whether it is trusted.  For a store at a URL the
-folder is a copy:
-
-CACHE/NAME/VERSION/   in the layout of a local store"""
+folder is a copy."""
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
-import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from probes_store import errors
 from probes_store.bucket import Bucket
-from probes_store.bundle import SIGNATURE, Bundle, BundleDraft, check_total, load_version, render
-from probes_store.errors import BadValue, BundleConflict, BundleDamaged, BundleError, BundleNotFound
-from probes_store.index import Offer, joined, offer_of, offers
-from probes_store.local import LocalBackend, atomic_write, writing
-from probes_store.manifest import MANIFEST, Manifest, manifest_bytes, read_manifest
+from probes_store.bundle import Bundle, BundleDraft, load_version, render
+from probes_store.errors import BundleConflict, BundleError, BundleNotFound, DigestMismatch
+from probes_store.index import Offer
+from probes_store.local import LocalBackend
+from probes_store.manifest import Manifest
 from probes_store.syntax import (
     HUB,
     PRODUCTION,
@@ -41,96 +34,25 @@ from probes_store.trust import RequiredSignature, Signing, check_bundle_closed, 
 if TYPE_CHECKING:
     from probes_store.hub import HubSource
 
+    Backend = LocalBackend | Bucket | HubSource
+
 log = logging.getLogger("hallutracer")
-SHIPPED = (
-    Path(__file__).parent / "shipped"
-)  # bundles that come with the package, used as a fallback
+SHIPPED = Path(__file__).parent / "shipped"  # bundles of the package, used as a fallback
 
 
-class RemoteBackend:
-    """The bundles of a source, each fetched once into a cache; see ``LocalBackend`` for what the
-    methods do.
+def open_backend(location: Path | str, cache: Path | None) -> Backend:
+    """Return the bundles at a URL, with their copies in ``cache``, or those of a folder.
 
-    What they mean is asked of the source each time: without its answer nothing is read, though a
-    copy is here."""
+    Raises InvalidReference for a wrong URL, and for a folder in a home that does not exist."""
+    if not isinstance(location, str) or not is_url(location):
+        return LocalBackend(expanded(location, "HALLUTRACER_STORE"))
+    default = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "hallutracer", "stores")
+    copies = expanded(cache or default, "HALLUTRACER_STORE_CACHE")
+    if not location.startswith(HUB):
+        return Bucket(location, copies)
+    from probes_store.hub import HubSource  # huggingface_hub takes a while to import
 
-    def __init__(self, source: Bucket | HubSource, cache: Path) -> None:
-        """``cache``: the folder of all sources' copies."""
-        self._source, self.where = source, source.where
-        self._copies = LocalBackend(cache / hashlib.sha256(source.where.encode()).hexdigest()[:16])
-        self.folders = self._copies.folders
-        self.names = source.names
-        self.versions = source.versions
-        self.aliases = source.aliases
-        self.offers = partial(offers, source)
-        self.check_writable = source.check_writable
-        self.publish = source.publish
-        self.add = source.add
-        self.set_alias = source.set_alias
-        self.write_signature = source.write_signature
-
-    def folder(self, name: str, version: int) -> Path:
-        """Return the version's copy, fetched and checked where there is none yet; else compared
-        with the source's."""
-        data = self._source.manifest(name, version)
-        signature = self._source.signature(name, version)
-        shown = f"{name}/{version}/{MANIFEST}"
-        if version in self._copies.versions(name):
-            path = self._copies.folder(name, version)
-            try:
-                copied = load_version(name, path).manifest
-            except BundleDamaged:
-                with writing(path):
-                    shutil.rmtree(path)  # fetched again
-            else:
-                if manifest_bytes(copied) != data:
-                    problem = f"{self.where} has another bundle under this version than before"
-                    cure = f"Ask who changed it, or remove {path} to take it"
-                    raise BundleConflict(
-                        problem,
-                        file=copied.reference,
-                        expected=copied.seal,
-                        found=read_manifest(data, shown).seal,
-                        cure=cure,
-                    )
-                _update_signature(path / SIGNATURE, signature)
-                return path
-        manifest = read_manifest(data, shown)
-        if manifest.reference != f"{name}:{version}":
-            raise BadValue(
-                "the place does not match the manifest",
-                file=shown,
-                field="name and version",
-                expected=f"{name}:{version}",
-                found=manifest.reference,
-            )
-        check_total(manifest)
-        files = {MANIFEST: data, **self._source.files(manifest)} | (
-            {} if signature is None else {SIGNATURE: signature}
-        )
-        with writing(self.folders):
-            self.folders.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self.folders.mkdir(exist_ok=True, mode=0o700)
-        self._copies.add(manifest, files)  # False: another process of ours was faster
-        return self._copies.folder(name, version)
-
-    def stamp(self, name: str, version: int) -> str:
-        """Return the hashes of manifest and signature: any other change of a version is an
-        error."""
-        parts = self._source.manifest(name, version), self._source.signature(name, version) or b""
-        return " ".join(hashlib.sha256(part).hexdigest() for part in parts)
-
-
-def _update_signature(path: Path, signature: bytes | None) -> None:
-    """Make a copy's signature the source's: it may have come after its bundle, or changed."""
-    with writing(path):
-        if signature is None:
-            path.unlink(missing_ok=True)
-        elif not path.is_file() or path.read_bytes() != signature:
-            atomic_write(path, signature)
-
-
-Backend = LocalBackend | RemoteBackend
+    return HubSource(location, copies)
 
 
 @dataclass(frozen=True)
@@ -139,10 +61,10 @@ class BundleSummary:
 
     name: str
     version: int
-    path: Path | None
     aliases: tuple[str, ...]
-    manifest: Manifest | None
-    error: BundleError | None
+    path: Path | None = None
+    manifest: Manifest | None = None
+    error: BundleError | None = None
 
     @property
     def reference(self) -> str:
@@ -152,14 +74,6 @@ class BundleSummary:
 
 Summaries = list[BundleSummary]  # ``Store.list`` hides the builtin
 Offers = list[Offer]
-
-
-def _offers_of_folder(backend: LocalBackend) -> Iterator[Offer]:
-    for name in backend.names():
-        for version in sorted(backend.versions(name)):
-            with suppress(BundleError):  # a damaged one is no offer
-                bundle = load_version(name, backend.folder(name, version))
-                yield offer_of(bundle.manifest, bundle.evaluation())
 
 
 @dataclass(frozen=True)
@@ -187,27 +101,9 @@ class Store:
         trust: Trust = Trust(),
         cache: Path | None = None,
     ) -> None:
-        """``cache`` is the folder for copies if ``location`` is a URL.
-
-        Raises InvalidReference for a wrong URL, and for a folder in a home that does not exist."""
-        self.own: Backend
-        if isinstance(location, str) and is_url(location):
-            source: Bucket | HubSource
-            if location.startswith(HUB):
-                from probes_store.hub import HubSource  # huggingface_hub takes a while to import
-
-                source = HubSource(location)
-            else:
-                source = Bucket(location)
-            caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "hallutracer" / "stores"
-            self.own = RemoteBackend(
-                source, expanded(caches if cache is None else cache, "HALLUTRACER_STORE_CACHE")
-            )
-        else:
-            self.own = LocalBackend(expanded(location, "HALLUTRACER_STORE"))
-        self.behind: tuple[Backend, ...] = tuple(
-            LocalBackend(Path(fallback)) for fallback in fallbacks
-        )
+        """Raises what ``open_backend`` raises."""
+        self.own = open_backend(location, cache)
+        self.behind = tuple(LocalBackend(Path(fallback)) for fallback in fallbacks)
         self.trust = trust
         self._warned: set[str] = set()  # names whose fallback is hidden
         self.where = self.own.where  # the folder or the URL, as ``--store`` takes it
@@ -255,7 +151,7 @@ class Store:
         bundle = self._read(wanted.name, self.resolve(reference), signature)
         digest = bundle.manifest.digest
         if wanted.digest is not None and wanted.digest != digest:
-            raise errors.DigestMismatch(
+            raise DigestMismatch(
                 "this is not the bundle that the reference pins",
                 file=bundle.reference,
                 field="digest",
@@ -279,9 +175,8 @@ class Store:
             raise BundleConflict(
                 "it comes with the package", file=reference, cure="Sign bundles of your own store"
             )
-        self.own.write_signature(
-            bundle.manifest.name, bundle.manifest.version, signing.sign(bundle)
-        )
+        manifest, signature = bundle.manifest, signing.sign(bundle)
+        self.own.write_signature(manifest.name, manifest.version, signature)
         return bundle
 
     def aliases(self, name: str) -> dict[str, int]:
@@ -306,85 +201,79 @@ class Store:
         """Return every version of every name, sorted, without hidden fallbacks; damaged bundles
         have their error."""
         self.check_closed()
-        seen: dict[str, Backend] = {}
-        for backend in (self.own, *self.behind):
-            for name in backend.names():
-                seen.setdefault(name, backend)
-        return [summary for name in sorted(seen) for summary in self._summaries(seen[name], name)]
+        holder: dict[str, Backend] = {}
+        for backend in (*reversed(self.behind), self.own):  # the first one that has a name
+            holder |= dict.fromkeys(backend.names(), backend)
+        return [summary for name in sorted(holder) for summary in self._all_of(name, holder[name])]
 
     def offers(self) -> Offers:
         """Return what the store has itself, for which model; of a URL no bundle is fetched for it,
         and nothing is checked."""
         self.check_closed()
-        if isinstance(self.own, RemoteBackend):
-            return self.own.offers()
-        return joined(_offers_of_folder(self.own))
+        return self.own.offers()
 
-    def _summaries(self, backend: Backend, name: str) -> Iterator[BundleSummary]:
-        shared: BundleError | None = None
+    def _all_of(self, name: str, backend: Backend) -> Iterator[BundleSummary]:
+        aliases: dict[str, int] = {}
+        unreadable: BundleError | None = None
         try:
             aliases = backend.aliases(name)
-        except (
-            BundleError
-        ) as error:  # without its aliases a name cannot be resolved: each version has this error
-            aliases, shared = {}, error
+        except BundleError as error:  # then no reference is resolved: each version has this error
+            unreadable = error
         for version in sorted(backend.versions(name)):
-            path: Path | None = None
-            manifest: Manifest | None = None
-            error_here = shared
+            summary = BundleSummary(
+                name,
+                version,
+                aliases=tuple(sorted(alias for alias in aliases if aliases[alias] == version)),
+                error=unreadable,
+            )
             try:
                 path = backend.folder(name, version)
-                manifest = self._read(name, path, self.trust.signature).manifest
+                summary = replace(summary, path=path)
+                bundle = self._read(name, path, self.trust.signature)
+                summary = replace(summary, manifest=bundle.manifest)
             except BundleError as error:
-                error_here = error
-            names = tuple(sorted(alias for alias, target in aliases.items() if target == version))
-            yield BundleSummary(name, version, path, names, manifest, error_here)
+                summary = replace(summary, error=error)
+            yield summary
 
     def _find(self, reference: str) -> tuple[Backend, str, int]:
         """Return the backend, the name and the number of the version that a reference means."""
         wanted = parse_reference(reference)
-        backend, versions = self._backend(wanted.name)
-        version = wanted.version
+        name, alias, version = wanted.name, wanted.alias, wanted.version
+        backend, versions = self._backend(name)
         if version is None:
-            aliases = backend.aliases(wanted.name)
-            version = aliases.get(wanted.alias or PRODUCTION)
-            if version is None and wanted.alias is not None:
-                near = did_you_mean(wanted.alias, aliases)
-                cure = (
-                    f"{near}Set it, or use one of its aliases:"
-                    f" {', '.join(sorted(aliases)) or 'none'}"
+            aliases = backend.aliases(name)
+            version = aliases.get(alias or PRODUCTION)
+            if alias and version is None:
+                known = ", ".join(sorted(aliases)) or "none"
+                raise BundleNotFound(
+                    f"bundle {name} has no alias {alias}",
+                    cure=f"{did_you_mean(alias, aliases)}Set it, or use one of these: {known}",
                 )
-                raise BundleNotFound(f"bundle {wanted.name} has no alias {wanted.alias}", cure=cure)
             version = version or max(versions)
         if version not in versions:
-            cure = f"Use one of its versions: {', '.join(map(str, sorted(versions)))}"
             raise BundleNotFound(
-                f"{reference} names version {version}, which is not there", cure=cure
+                f"{reference} names version {version}, which is not there",
+                cure=f"Use one of its versions: {', '.join(map(str, sorted(versions)))}",
             )
-        return backend, wanted.name, version
+        return backend, name, version
 
     def _backend(self, name: str) -> tuple[Backend, set[int]]:
         """Return the store's own backend or the first fallback that has versions of this name, and
         the versions."""
         self.check_closed()
         backends = (self.own, *self.behind)
-        versions = [(backend, backend.versions(name)) for backend in backends]
-        having = [(backend, numbers) for backend, numbers in versions if numbers]
+        having = [(each, versions) for each in backends if (versions := each.versions(name))]
         if not having:
-            known = sorted({known for backend in backends for known in backend.names()})
-            near = did_you_mean(name, known)
-            cure = (
-                f"{near}Train and publish it there, name another store, or use one of:"
-                f" {', '.join(known) or 'none'}"
+            names = sorted({known for backend in backends for known in backend.names()})
+            raise BundleNotFound(
+                f"no bundle {name} in {self.where}",
+                cure=f"{did_you_mean(name, names)}Train and publish it there, name another store,"
+                f" or use one of: {', '.join(names) or 'none'}",
             )
-            raise BundleNotFound(f"no bundle {name} in {self.where}", cure=cure)
         if having[0][0] is self.own and len(having) > 1 and name not in self._warned:
             self._warned.add(name)
-            log.warning(
-                "%s is that of %s, which hides the one that comes with the package",
-                name,
-                self.where,
-            )
+            warning = "%s is that of %s, which hides the one that comes with the package"
+            log.warning(warning, name, self.where)
         return having[0]
 
     def _read(self, name: str, path: Path, signature: RequiredSignature | None) -> Bundle:

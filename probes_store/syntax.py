@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from probes_store.errors import (
     BadValue,
@@ -31,12 +31,8 @@ HUB = "hf://"  # the prefix of an address on the Hugging Face hub
 ALIASES = "aliases.json"
 PRODUCTION = "production"  # the alias that a bare name resolves to, if it is set
 PREVIOUS = "previous"  # the alias for the production version before the last promotion
-EXTRAS = {
-    "s3": "s3",
-    "gs": "gs",
-    "az": "az",
-    "memory": "",
-}  # scheme of a store's URL -> the extra that it needs
+# scheme of a store's URL -> the extra that it needs
+EXTRAS = {"s3": "s3", "gs": "gs", "az": "az", "memory": ""}
 _URL = re.compile(r"([a-z0-9]+)://((?!.*(?://|/\.))[A-Za-z0-9][A-Za-z0-9._/-]*)")
 _REFERENCE = re.compile(
     rf"({NAME.pattern})(?:@({NAME.pattern})|:({VERSION.pattern}))?(?:@(sha256:{HEX.pattern}))?",
@@ -72,83 +68,80 @@ def expanded(path: Path | str, variable: str) -> Path:
 
 def canonical_json(value: object) -> bytes:
     """Return JSON for digests: sorted keys, compact separators, UTF-8, no NaN."""
-    return json.dumps(
-        value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
-    ).encode()
+    return _json(value, separators=(",", ":"))
 
 
 def readable_json(value: object) -> bytes:
     """Return JSON for files: sorted keys, two spaces, a final newline, UTF-8, no NaN."""
-    return (
-        json.dumps(value, sort_keys=True, indent=2, ensure_ascii=False, allow_nan=False).encode()
-        + b"\n"
+    return _json(value, indent=2) + b"\n"
+
+
+def _json(value: object, **style: Any) -> bytes:
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False, allow_nan=False, **style)
+    return text.encode()
+
+
+def plain(value: object, where: str = "") -> Any:
+    """Convert Python and numpy values to JSON types, for writing; ``where`` is the field in errors.
+    Raises NotFinite and BadValue."""
+    match value:
+        case None | bool():
+            return value
+        case numbers.Integral():
+            return int(value)
+        case numbers.Real() if math.isfinite(value):
+            return float(value)
+        case numbers.Real():
+            raise NotFinite(field=where, expected="a finite number", found=value)
+        case str() if not re.search("[\ud800-\udfff]", value):
+            return value
+        case list() | tuple():
+            return [plain(item, f"{where}[{i}]") for i, item in enumerate(value)]
+        case dict() if all(isinstance(key, str) for key in value):
+            return {
+                plain(key, where): plain(item, f"{where}.{key}".removeprefix("."))
+                for key, item in value.items()
+            }
+    raise BadValue(
+        field=where,
+        expected="what JSON can hold, with strings as keys, in text that UTF-8 can encode",
+        found=ascii(value),
     )
 
 
-def plain(value: object, file: str, where: str = "") -> Any:
-    """Convert Python and numpy values to JSON types, for writing.  Raises NotFinite and
-    BadValue."""
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, str) and not any(0xD800 <= ord(letter) <= 0xDFFF for letter in value):
-        return value
-    if isinstance(value, numbers.Integral):
-        return int(value)
-    if isinstance(value, numbers.Real):
-        if not math.isfinite(value):
-            raise NotFinite(
-                "not finite", file=file, field=where, expected="a finite number", found=value
-            )
-        return float(value)
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        inner = {key: f"{where}.{key}" if where else key for key in value}
-        return {
-            plain(key, file, where): plain(item, file, inner[key]) for key, item in value.items()
-        }
-    if isinstance(value, list | tuple):
-        return [plain(item, file, f"{where}[{i}]") for i, item in enumerate(value)]
-    expected = "what JSON can hold, with strings as keys, in text that UTF-8 can encode"
-    raise BadValue("bad value", file=file, field=where, expected=expected, found=ascii(value))
-
-
-def parse_json(data: bytes, file: str) -> Any:
+def parse_json(data: bytes) -> Any:
     """Return the plain values of bytes that ``readable_json`` wrote.
 
     Raises Truncated, NotFinite (NaN, Infinity, 1e999), UnknownField (a key twice) and BadValue (not
     JSON, not UTF-8).
     """
 
-    def refuse(text: str) -> NoReturn:
-        raise NotFinite("a number is not finite", file=file, expected="finite numbers", found=text)
-
-    def number(text: str) -> float:
-        return value if math.isfinite(value := float(text)) else refuse(text)
+    def finite(text: str) -> float:
+        value = float(text)
+        if not math.isfinite(value):
+            raise NotFinite(expected="finite numbers", found=text)
+        return value
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: dict[str, Any] = {}
         for key, value in pairs:
             if key in seen:
-                raise UnknownField("the key stands there twice", file=file, field=key)
+                raise UnknownField("the key stands there twice", field=key)
             seen[key] = value
         return seen
 
     try:
         return json.loads(
-            data.decode(), parse_float=number, parse_constant=refuse, object_pairs_hook=unique
+            data.decode(), parse_float=finite, parse_constant=finite, object_pairs_hook=unique
         )
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+    except (ValueError, RecursionError) as error:  # ValueError: also of UTF-8 and of JSON
         last = data.rstrip(b"\n").rpartition(b"\n")[2]
-        if last[-1:] not in (b"}", b"]") or last.startswith(
-            b" "
-        ):  # an indented last line is inside a record
-            end = f"{len(data)} bytes that end in {data[-8:]!r}"
+        # An indented last line is inside a record.
+        if not last.endswith((b"}", b"]")) or last.startswith(b" "):
             raise Truncated(
-                "the end is missing", file=file, expected="a closing bracket", found=end
+                expected="a closing bracket", found=f"{len(data)} bytes that end in {data[-8:]!r}"
             ) from error
-        raise BadValue("not JSON", file=file, expected="UTF-8 JSON", found=error) from error
+        raise BadValue("not JSON", expected="UTF-8 JSON", found=error) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,23 +157,16 @@ class BundleReference:
 def parse_reference(text: str) -> BundleReference:
     """Parse a reference; no part of the result can lead out of a store.  Raises
     InvalidReference."""
-    match = _REFERENCE.fullmatch(text)
-    if match is None:
-        expected = (
-            "NAME, NAME@ALIAS or NAME:VERSION, and @sha256:DIGEST behind it where the content is"
-            " pinned"
-        )
-        cure = f"A name is {NAMES}; a digest has 64 hex digits"
-        if text.startswith(HUB):
-            cure = (
-                "Run 'hallutracer bundle pull' with that address first, and name the bundle as it"
-                " prints it"
-            )
-        raise InvalidReference(
-            "not a bundle reference", expected=expected, found=ascii(text), cure=cure
-        )
-    name, alias, version, digest = match.groups()
-    return BundleReference(name, alias, None if version is None else int(version), digest)
+    if match := _REFERENCE.fullmatch(text):
+        name, alias, version, digest = match.groups()
+        return BundleReference(name, alias, int(version) if version else None, digest)
+    expected = "NAME, NAME@ALIAS or NAME:VERSION, and @sha256:DIGEST behind it to pin the content"
+    cure = f"A name is {NAMES}; a digest has 64 hex digits"
+    if text.startswith(HUB):
+        cure = "Run 'hallutracer bundle pull' with that address, and name the bundle as it prints"
+    raise InvalidReference(
+        "not a bundle reference", expected=expected, found=ascii(text), cure=cure
+    )
 
 
 def check_name(text: str, what: str) -> str:
@@ -204,17 +190,14 @@ def next_number(taken: Collection[int], what: str) -> int:
     return following
 
 
-def parse_aliases(data: bytes, shown: str) -> dict[str, int]:
-    """Return a table, alias -> version; ``shown`` names the file in errors.  Raises a subclass of
-    BundleDamaged."""
-    aliases = parse_json(data, shown)
+def parse_aliases(data: bytes) -> dict[str, int]:
+    """Return a table, alias -> version.  Raises a subclass of BundleDamaged."""
+    aliases = parse_json(data)
     if not isinstance(aliases, dict):
-        raise BadValue("bad value", file=shown, expected="an object", found=type(aliases).__name__)
+        raise BadValue(expected="an object", found=type(aliases).__name__)
     for alias, version in aliases.items():
         if not NAME.fullmatch(alias) or type(version) is not int or version < 1:
             raise BadValue(
-                "bad value",
-                file=shown,
                 field=ascii(alias),
                 expected="an alias and a version of 1 or more",
                 found=repr(version),
@@ -228,7 +211,7 @@ def moved(
 ) -> dict[str, int]:
     """Return the table with ``alias`` at ``version``; the alias ``keep_as`` gets the previous
     version, if any."""
-    previous = {} if keep_as is None or alias not in table else {keep_as: table[alias]}
+    previous = {keep_as: table[alias]} if keep_as and alias in table else {}
     return {**table, **previous, alias: version}
 
 
@@ -239,17 +222,16 @@ def is_url(text: str) -> bool:
 
 def check_url(text: str) -> str:
     """Return a store's URL without a slash at its end.  Raises InvalidReference."""
-    match = _URL.fullmatch(text.rstrip("/"))
+    url = text.rstrip("/")
+    match = _URL.fullmatch(url)
     if match is None or match[1] not in EXTRAS:
-        expected = (
-            "s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX, or hf://OWNER/NAME to"
-            " read"
-        )
-        cure = "Credentials come from the environment, not from the URL"
         raise InvalidReference(
-            "not the URL of a store", expected=expected, found=ascii(text), cure=cure
+            "not the URL of a store",
+            expected="s3://BUCKET/PREFIX, gs:// and az:// likewise, or hf://OWNER/NAME to read",
+            found=ascii(text),
+            cure="Credentials come from the environment, not from the URL",
         )
-    return match[0]
+    return url
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,10 +247,10 @@ class HubAddress:
 
 def parse_address(text: str) -> HubAddress:
     """Parse an address on the hub.  Raises InvalidReference."""
-    match = _ADDRESS.fullmatch(text)
-    if match is None:
-        expected = (
-            "hf://OWNER/NAME, or hf://OWNER/NAME@REVISION: a tag such as v1, a branch or a commit"
-        )
-        raise InvalidReference("not an address on the hub", expected=expected, found=ascii(text))
-    return HubAddress(match[1], match[2])
+    if match := _ADDRESS.fullmatch(text):
+        return HubAddress(match[1], match[2])
+    raise InvalidReference(
+        "not an address on the hub",
+        expected="hf://OWNER/NAME, or hf://OWNER/NAME@REVISION: a tag as v1, a branch or a commit",
+        found=ascii(text),
+    )

@@ -49,9 +49,10 @@ class RequiredSignature:
         folder may change."""
         signature, at = read_signature(bundle.path), bundle.reference
         if signature is None:
-            cure = "Ask its publisher to sign it, or check it and run 'hallutracer bundle sign'"
             raise SignatureMissing(
-                "a signature is required here, and this bundle has none", file=at, cure=cure
+                "a signature is required here, and this bundle has none",
+                file=at,
+                cure="Ask its publisher to sign it, or check it and run 'hallutracer bundle sign'",
             )
         with _folder(bundle) as (folder, names):
             path = folder.with_suffix(".sig")
@@ -59,16 +60,15 @@ class RequiredSignature:
             try:
                 self._verifier().verify(folder, path)
                 # The files that it covers: a signer can tell the tool to leave some out.
-                payload = json.loads(
-                    base64.b64decode(json.loads(signature)["dsseEnvelope"]["payload"])
-                )
-                covered = {resource["name"] for resource in payload["predicate"]["resources"]}
-            except (
-                Exception
-            ) as error:  # cryptography, OpenSSL, sigstore and protobuf raise many classes
-                cure = "Ask its publisher which key it is"
+                envelope = json.loads(signature)["dsseEnvelope"]
+                statement = json.loads(base64.b64decode(envelope["payload"]))
+                covered = {file["name"] for file in statement["predicate"]["resources"]}
+            # cryptography, OpenSSL, sigstore and protobuf raise many classes
+            except Exception as error:
                 raise SignatureMismatch(
-                    f"not signed by {self}: {one_line(error)}", file=at, cure=cure
+                    f"not signed by {self}: {one_line(error)}",
+                    file=at,
+                    cure="Ask its publisher which key it is",
                 ) from error
         if covered != names:
             raise SignatureMismatch(
@@ -80,11 +80,9 @@ class RequiredSignature:
             )
 
     def __str__(self) -> str:
-        return (
-            f"{self.identity} ({self.issuer})"
-            if self.identity
-            else str(self.key or self.certificates)
-        )
+        if self.identity:
+            return f"{self.identity} ({self.issuer})"
+        return str(self.key or self.certificates)
 
     def _verifier(self) -> Any:
         config = _model_signing("verifying").Config()
@@ -111,22 +109,18 @@ def required_signature(text: str) -> RequiredSignature:
         data = path.read_bytes()
     except OSError as error:
         raise InvalidReference(
-            f"cannot be read: {error.strerror}", file=str(path), cure=f"Name {EXPECTED}"
+            f"cannot be read: {error.strerror}", file=text, cure=f"Name {EXPECTED}"
         ) from error
     _check_not_writable(path)
     if b"PRIVATE KEY" in data:
         raise InvalidReference(
-            "a private key",
-            file=str(path),
-            cure="Take the public one: openssl pkey -in KEY -pubout",
+            "a private key", file=text, cure="Take the public one: openssl pkey -in KEY -pubout"
         )
     if b"-----BEGIN CERTIFICATE-----" in data:
         return RequiredSignature(certificates=path)
     if b"-----BEGIN PUBLIC KEY-----" in data:
         return RequiredSignature(key=path)
-    raise InvalidReference(
-        "no key", file=str(path), expected=EXPECTED, found="other bytes", cure="Name another file"
-    )
+    raise InvalidReference("no key", file=text, expected=EXPECTED, found="other bytes")
 
 
 @dataclass(frozen=True)
@@ -145,9 +139,11 @@ class Signing:
             try:
                 self._signer().sign(folder, path)
             except Exception as error:
-                cure = "Make a key: openssl ecparam -name prime256v1 -genkey -noout"
-                problem, at = f"cannot sign: {one_line(error)}", str(self.key or "sigstore")
-                raise SigningError(problem, file=at, cure=cure) from error
+                raise SigningError(
+                    f"cannot sign: {one_line(error)}",
+                    file=str(self.key or "sigstore"),
+                    cure="Make a key: openssl ecparam -name prime256v1 -genkey -noout",
+                ) from error
             return path.read_bytes()
 
     def _signer(self) -> Any:
@@ -171,7 +167,7 @@ def _folder(bundle: Bundle) -> Iterator[tuple[Path, set[str]]]:
 
     Meanwhile the output of model_signing goes to standard error, since standard output has our own
     results."""
-    files = bundle.files()
+    files = bundle.signed_files()
     with tempfile.TemporaryDirectory() as outside, redirect_stdout(sys.stderr):
         folder = Path(outside, bundle.manifest.name)
         write_files(folder, files)
@@ -200,15 +196,14 @@ def check_closed(path: Path) -> None:
                 mode, owner = folder.stat().st_mode, below.lstat().st_uid
             except OSError:  # it does not exist, or this user may not see it
                 continue
-            if mode & stat.S_IWOTH and mode & stat.S_ISVTX and owner not in (0, os.geteuid()):
-                cure = "Name a store in a folder of your own, or --allow-open-store"
+            if not mode & stat.S_ISVTX:
+                _check_not_writable(folder)
+            elif mode & stat.S_IWOTH and owner not in (0, os.geteuid()):
                 raise OpenStore(
                     "another user made this, in a folder where all may write",
                     file=str(below),
-                    cure=cure,
+                    cure="Name a store in a folder of your own, or --allow-open-store",
                 )
-            if not mode & stat.S_ISVTX:
-                _check_not_writable(folder)
     _check_not_writable(path)
 
 
@@ -225,5 +220,8 @@ def _check_not_writable(path: Path) -> None:
     except OSError:
         return  # reading it will raise a proper error
     if mode & stat.S_IWOTH:
-        cure = f"Run: chmod o-w {path}  Where you know better: --allow-open-store"
-        raise OpenStore("anyone on this machine can write here", file=str(path), cure=cure)
+        raise OpenStore(
+            "anyone on this machine can write here",
+            file=str(path),
+            cure=f"Run: chmod o-w {path}  Where you know better: --allow-open-store",
+        )

@@ -4,14 +4,13 @@ All from a seed."""
 from __future__ import annotations
 
 import dataclasses
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from probes_store import manifest as manifests
-from probes_store.bundle import Bundle, BundleDraft, load_bundle, render, timestamp
+from probes_store.bundle import Bundle, BundleDraft, load_bundle, render
 from probes_store.local import write_files
 from probes_store.manifest import (
     Classifier,
@@ -20,6 +19,7 @@ from probes_store.manifest import (
     TrainingRecord,
     manifest_bytes,
     sealed,
+    timestamp,
 )
 from probes_store.records import (
     AnswerProbe,
@@ -280,12 +280,12 @@ def context_arrays(manifest: Manifest) -> tuple[dict[str, Any], np.ndarray]:
 
 
 def write_bundle(
-    draft: BundleDraft, into: Path, *, version: int = 1, created: datetime | None = None
+    draft: BundleDraft, into: Path, *, version: int = 1, created: str | None = None
 ) -> Bundle:
     """A draft as a bundle folder outside a store."""
     manifest, files = render(draft)
     into.mkdir(parents=True)
-    dated = sealed(manifest, version=version, created=timestamp(created))
+    dated = sealed(manifest, version=version, created=created or timestamp())
     write_files(into, files | {"bundle.json": manifest_bytes(dated)})
     return load_bundle(into)
 

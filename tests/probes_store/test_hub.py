@@ -11,11 +11,13 @@ import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub.constants
 import pytest
+from huggingface_hub import HfApi
 
 from probes_store import errors, hub
 from probes_store.bundle import SIGNATURE, Bundle
@@ -31,7 +33,7 @@ from probes_store.index import INDEX, read_index
 from probes_store.manifest import MANIFEST, record_of, with_seal
 from probes_store.store import SHIPPED, Store, Trust
 from probes_store.syntax import HubAddress, parse_address, readable_json
-from probes_store.transfer import Pulled, Pushed, files_of, pull, push
+from probes_store.transfer import Pulled, Pushed, pull, push
 from probes_store.trust import Signing, required_signature
 from tests.kit.bundles import ANSWER, make_draft, write_bundle
 from tests.kit.hub_stand_in import TOKEN, Hub, Repository, Request, hub_stand_in
@@ -47,12 +49,18 @@ Files = dict[str, bytes]
 class Place:
     """A hub that this process may write to, an empty store, and a folder."""
 
-    def __init__(self, server: Hub, folder: Path) -> None:
+    def __init__(self, server: Hub, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self.hub = server
         self.folder = folder
         self.cache = folder / "cache"
         self.store = Store(folder / "store")
-        self.at: dict[str, Any] = {"endpoint": server.url, "cache": self.cache}
+        self.patch = patch
+        self.ask(server.url, self.cache)
+
+    def ask(self, endpoint: str, cache: Path) -> None:
+        """As HF_ENDPOINT and HF_HOME would have it, which huggingface_hub reads when imported."""
+        self.patch.setattr(hub, "HfApi", partial(HfApi, endpoint=endpoint))
+        self.patch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
 
     @property
     def there(self) -> Repository:
@@ -68,15 +76,15 @@ class Place:
         self, files: dict[str, bytes] | None = None, tag: str | None = None
     ) -> dict[str, bytes]:
         """These files, or a bundle's, in the repository."""
-        files = files_of(self.made()) if files is None else files
+        files = self.made().files() if files is None else files
         self.hub.repository("me/tiny", files, tag=tag)
         return files
 
     def pull(self, address: str = URL, into: Store | None = None, **options: Any) -> Pulled:
-        return pull(into or self.store, parse_address(address), **self.at | options)
+        return pull(into or self.store, parse_address(address), **options)
 
     def push(self, bundle: Bundle, **options: Any) -> Pushed:
-        return push(bundle, HubAddress("me/tiny"), **self.at | options)
+        return push(bundle, HubAddress("me/tiny"), **options)
 
     def refuses(
         self, error: type[Exception], word: str = "", address: str = URL, **options: Any
@@ -131,7 +139,7 @@ def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Place]:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
     with hub_stand_in() as running:
-        yield Place(running, tmp_path)
+        yield Place(running, tmp_path, monkeypatch)
 
 
 def test_addresses() -> None:
@@ -173,7 +181,7 @@ def test_a_bundle_goes_there_and_back(place: Place) -> None:
         (3,),
         bundle.manifest.model.fingerprint,
     )
-    assert pushed == files_of(bundle)
+    assert pushed == bundle.files()
     shown: list[int] = []
 
     def shows(total: int) -> Callable[[int], None]:
@@ -223,7 +231,7 @@ def test_the_next_version_follows_and_the_old_stays(place: Place) -> None:
 def test_a_push_never_writes_over_something_else(place: Place) -> None:
     bundle, strange = place.made(), {"config.json": b"{}", "model.bin": b"x"}
     another, other = (
-        files_of(place.made("there", **changes)) for changes in ({"seed": 1}, {"name": "other"})
+        place.made("there", **changes).files() for changes in ({"seed": 1}, {"name": "other"})
     )
     for files, tag, word in (
         (another, "v1", "v1 is another bundle"),
@@ -293,7 +301,7 @@ def test_what_goes_wrong_during_a_push(place: Place) -> None:
 
 
 def test_a_pin_is_held_and_other_files_are_told_and_never_fetched(place: Place) -> None:
-    own = files_of(place.made())
+    own = place.made().files()
     names = ("../evil.txt", "/etc/evil", "model.pkl", "setup.py", "plots/x.svg")
     place.offered(dict.fromkeys(names, b"\x80\x04.") | own)
     place.refuses(errors.DigestMismatch, "--digest", digest="sha256:" + "0" * 64)
@@ -344,14 +352,14 @@ REFUSED: list[tuple[Callable[[Place, Files], Files], type[Exception], str, str]]
     ),
     (
         lambda place, own: (
-            own | {MANIFEST: files_of(place.made("o", name="other", seed=3))[MANIFEST]}
+            own | {MANIFEST: place.made("o", name="other", seed=3).files()[MANIFEST]}
         ),
         BundleDamaged,
         "",
         "storage",
     ),
     (
-        lambda place, own: files_of(place.made(version=10**9)),
+        lambda place, own: place.made(version=10**9).files(),
         errors.BadValue,
         "999999999",
         "storage",
@@ -382,7 +390,7 @@ REFUSED: list[tuple[Callable[[Place, Files], Files], type[Exception], str, str]]
 
 
 def test_what_a_pull_refuses(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = files_of(place.made())
+    own = place.made().files()
     for make, error, word, unasked in REFUSED:
         place.hub.repositories.clear()
         place.offered(make(place, own))
@@ -391,7 +399,7 @@ def test_what_a_pull_refuses(place: Place, monkeypatch: pytest.MonkeyPatch) -> N
         assert place.hub.count(unasked) == 0
     place.hub.repositories.clear()
     place.hub.requests.clear()
-    place.offered(files_of(place.made(version=3)), tag="v2")
+    place.offered(place.made(version=3).files(), tag="v2")
     place.refuses(BundleConflict, "v2 holds version 3", "hf://me/tiny@v2")
     place.refuses(HubError, "no such revision", "hf://me/tiny@v7")
     place.refuses(HubMissing, "no such repository", "hf://me/nothing")
@@ -469,10 +477,11 @@ def test_without_a_connection_the_cache_serves(
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     place.when("", lambda request: request.refuse(502, "down"))
     assert "502" in str(place.pull("hf://me/tiny@v1", into=Store(place.folder / "third")).offline)
-    with pytest.raises(HubUnreachable, match="cache"):  # nobody listens
-        place.pull(endpoint=NOWHERE, cache=place.folder / "c")
+    place.ask(NOWHERE, place.folder / "c")
+    with pytest.raises(HubUnreachable, match="cache"):
+        place.pull()
     with pytest.raises(HubUnreachable, match=f"no answer from {NOWHERE}"):
-        place.push(place.made("again"), endpoint=NOWHERE, cache=place.folder / "c")
+        place.push(place.made("again"))
 
 
 def test_a_version_and_a_name_keep_their_meaning(place: Place) -> None:
@@ -481,7 +490,7 @@ def test_a_version_and_a_name_keep_their_meaning(place: Place) -> None:
     for options in ({}, {"take_over": True}):
         with pytest.raises(BundleConflict, match="has this version"):
             place.pull(**options)
-    place.offered(files_of(place.made(version=2)))
+    place.offered(place.made(version=2).files())
     with pytest.raises(BundleConflict, match=r"alias tiny production 1.*--take-over"):
         place.pull()
     assert [summary.version for summary in place.store.list()] == [1]
@@ -502,11 +511,11 @@ def test_a_name_of_the_package_or_of_another_repository_keeps_its_meaning(place:
     with pytest.raises(BundleConflict, match=r"--take-over"):
         place.pull(into=store)
     assert place.pull(into=store, take_over=True).added
-    place.hub.repository("me/same", files_of(place.made("same", seed=1)))
+    place.hub.repository("me/same", place.made("same", seed=1).files())
     assert not place.pull(
         "hf://me/same", into=Store(place.folder / "new", fallbacks=[package])
     ).added
-    place.hub.repository("mallory/tiny", files_of(place.made(version=2, seed=1)))
+    place.hub.repository("mallory/tiny", place.made(version=2, seed=1).files())
     place.pull()
     with pytest.raises(BundleConflict, match="from another source; this bundle would replace it"):
         place.pull("hf://mallory/tiny")
@@ -552,25 +561,7 @@ def test_a_killed_pull_leaves_the_store_as_it_was(place: Place, moment: str) -> 
 
 
 @pytest.fixture
-def ask(place: Place, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Ask this endpoint, as HF_ENDPOINT and HF_HOME would have it, which huggingface_hub reads when
-    imported."""
-    init = hub.Hub.__init__
-
-    def use(endpoint: str) -> None:
-        cache = place.folder / "hf"
-
-        def changed(self: Any, repository: str, **_: Any) -> None:
-            init(self, repository, endpoint=endpoint, cache=cache)
-
-        monkeypatch.setattr(hub.Hub, "__init__", changed)
-
-    use(place.hub.url)
-    return use
-
-
-@pytest.fixture
-def pushed(place: Place, ask: Callable[[str], None], keys: KeyPair) -> Bundle:
+def pushed(place: Place, keys: KeyPair) -> Bundle:
     """Two versions on the hub, of which the second is signed."""
     place.push(place.store.publish(make_draft(0)))
     second = place.store.sign(place.store.publish(make_draft(1)).reference, Signing(keys.private))
@@ -579,13 +570,13 @@ def pushed(place: Place, ask: Callable[[str], None], keys: KeyPair) -> Bundle:
 
 
 def test_a_repository_is_read_as_a_store(
-    pushed: Bundle, opens: Opens, keys: KeyPair, ask: Callable[[str], None]
+    pushed: Bundle, place: Place, opens: Opens, keys: KeyPair
 ) -> None:
     store = opens(URL)
     with pytest.raises(HubMissing):  # no repository is no empty store
         Store("hf://me/nothing", [SHIPPED], cache=store.root.parent).load("demo")
     assert store.load("tiny").manifest == pushed.manifest
-    assert files_of(store.load("tiny:2")) == files_of(pushed)
+    assert store.load("tiny:2").files() == pushed.files()
     assert [(summary.reference, summary.error) for summary in store.list()] == [
         ("tiny:1", None),
         ("tiny:2", None),
@@ -601,7 +592,7 @@ def test_a_repository_is_read_as_a_store(
         Store(URL, [SHIPPED], cache=store.root.parent).load("demo").path == SHIPPED / "demo" / "1"
     )
     opens(URL, "other").load("tiny:1")
-    ask(NOWHERE)
+    place.ask(NOWHERE, place.cache)
     for cache in ("other", "new"):  # huggingface_hub's cache and ours have tiny:1
         with pytest.raises(errors.StoreUnreachable):
             opens(URL, cache).load("tiny:1")
@@ -622,7 +613,7 @@ def test_a_signature_goes_to_the_hub_and_back(pushed: Bundle, place: Place, keys
     there = Store(place.folder / "there", trust=Trust(required_signature(str(keys.public))))
     done = place.pull(f"{URL}@v2", into=there)
     assert (done.added, list(done.left_out)) == (True, [])
-    assert files_of(there.load("tiny")) == files_of(pushed)
+    assert there.load("tiny").files() == pushed.files()
     with pytest.raises(errors.SignatureMissing):
         place.pull(f"{URL}@v1", into=Store(place.folder / "other", trust=there.trust))
     assert Store(place.folder / "other").list() == []
@@ -630,7 +621,7 @@ def test_a_signature_goes_to_the_hub_and_back(pushed: Bundle, place: Place, keys
         there.root / "tiny" / "2" / SIGNATURE
     ).unlink()  # a pull brings the signature that a bundle lacks
     assert place.pull(into=there).added is False
-    assert files_of(there.load("tiny")) == files_of(pushed)
+    assert there.load("tiny").files() == pushed.files()
     # a version on the hub is not signed later, and the next one has its own
     place.refuses_push(
         BundleConflict, "Sign before", place.store.sign("tiny:1", Signing(keys.private))

@@ -20,7 +20,7 @@ from s3fs import S3FileSystem
 
 from probes_store import bucket, errors
 from probes_store.bucket import Objects
-from probes_store.bundle import SIGNATURE, read_files, read_signature
+from probes_store.bundle import SIGNATURE, read_signature
 from probes_store.errors import (
     BundleDamaged,
     InvalidReference,
@@ -188,8 +188,8 @@ def test_another_bundle_under_a_known_version_is_refused(url: str, opens: Opens)
     store = opens(url)
     first = store.publish(make_draft(0))
     rogue = opens(f"{url}-rogue", "rogue").publish(make_draft(1))
-    for name, data in read_files(rogue.path, rogue.manifest).items():
-        Objects(url).put(blob_of(rogue.manifest, name), data)
+    for name in rogue.manifest.files:
+        Objects(url).put(blob_of(rogue.manifest, name), rogue.read(name))
     Objects(url).put(f"tiny/1/{MANIFEST}", manifest_bytes(rogue.manifest))
     assert (
         opens(url, "new").load("tiny").manifest.digest == rogue.manifest.digest

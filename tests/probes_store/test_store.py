@@ -17,7 +17,6 @@ import pytest
 
 from probes_store import errors, local
 from probes_store.bucket import Objects
-from probes_store.bundle import read_files
 from probes_store.errors import (
     BadValue,
     BundleConflict,
@@ -30,7 +29,7 @@ from probes_store.local import LocalBackend, write_files
 from probes_store.manifest import MANIFEST, Manifest
 from probes_store.store import SHIPPED, Store
 from probes_store.syntax import is_url
-from probes_store.tensors import ProbeTensors, read_probes
+from probes_store.tensors import ProbeTensors
 from probes_store.transfer import copy
 from tests.kit.bundles import ANSWER, make_draft, write_bundle
 from tests.probes_store.conftest import S3_LONG, Opens
@@ -83,7 +82,7 @@ def test_versions_count_up_never_change_and_equal_content_is_not_copied(
         found = there.verify(made.reference)
         assert (found.manifest, len(found.manifest.files)) == (made.manifest, parts)
         assert (found.answer is None) == (made is first)
-        assert read_files(found.path, found.manifest) == read_files(made.path, made.manifest)
+        assert found.files() == made.files()
     listed = there.list()
     assert [(one.reference, one.error) for one in listed] == [
         ("other:1", None),
@@ -188,15 +187,16 @@ def test_a_bundle_of_another_store_keeps_its_number_and_is_parsed_once(
         bundle = source.publish(make_draft(seed))
     there = opens(where)
     parsed: list[str] = []
+    read = ProbeTensors.read
 
-    def counted(data: bytes, manifest: Manifest, file: str) -> ProbeTensors:
-        parsed.append(file)
-        return read_probes(data, manifest, file)
+    def counted(data: bytes, manifest: Manifest) -> ProbeTensors:
+        parsed.append(manifest.reference)
+        return read(data, manifest)
 
     with monkeypatch.context() as patch:
-        patch.setattr("probes_store.bundle.read_probes", counted)
+        patch.setattr(ProbeTensors, "read", counted)
         done, added = copy(bundle, there, source=source.where)
-    assert parsed == ["tiny/2/probes.safetensors"]
+    assert parsed == ["tiny:2"]
     assert (done.reference, added, done.manifest) == ("tiny:2", True, bundle.manifest)
     assert done.path == there.root / "tiny" / "2"
     assert copy(bundle, there, source=source.where)[1] is False

@@ -25,8 +25,7 @@ from probes_store.errors import (
 from probes_store.local import write_files
 from probes_store.manifest import MANIFEST, manifest_bytes, sealed
 from probes_store.store import SHIPPED, Store, Trust
-from probes_store.tensors import pack
-from probes_store.transfer import copy, files_of
+from probes_store.transfer import copy
 from probes_store.trust import Signing, check_closed, required_signature
 from tests.kit.bundles import ANSWER, answer_tensors, make_draft
 from tests.kit.key_pairs import KeyPair, certified, key_pair
@@ -83,9 +82,7 @@ def test_every_file_is_covered(store: Store, strict: Store, keys: KeyPair) -> No
     bundle = signed(store, keys)
     whole, answer = bundle.files(), answer_tensors(bundle.manifest)
     other = dict.fromkeys(("README.md", "evaluation.json", "plots/roc.png"), b"{}\n")
-    other["answer.safetensors"] = pack(
-        dataclasses.replace(answer, bias=-answer.bias), "answer.safetensors"
-    )
+    other["answer.safetensors"] = dataclasses.replace(answer, bias=-answer.bias).pack()
     for name in (MANIFEST, *other):
         if name == MANIFEST:
             tamper(bundle.path)
@@ -261,7 +258,7 @@ def test_a_signature_goes_along(
     assert there.load("tiny").manifest == bundle.manifest
     back = Store(store.root.parent / "back", trust=trust)
     copy(there.load("tiny"), back, source=url)
-    assert files_of(back.load("tiny")) == files_of(bundle)
+    assert back.load("tiny").files() == bundle.files()
 
 
 def test_a_signature_may_come_later(

@@ -1,0 +1,114 @@
+"""Reads bundles of a store at a URL, each fetched once into a cache.  The cache has the layout of a
+local store: CACHE/STORE/NAME/VERSION/.
+
+What a reference means is asked of the server each time: without its answer nothing is read, though
+a copy is here."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from abc import abstractmethod
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from probes_store.bundle import SIGNATURE, Files, check_place, check_total, load_version
+from probes_store.errors import BundleConflict, BundleDamaged, located
+from probes_store.index import Offer, joined, offer_of, read_index
+from probes_store.local import Backend, LocalBackend, atomic_write, writing
+from probes_store.manifest import MANIFEST, Manifest, read_manifest
+
+
+class RemoteBackend(Backend):
+    """The bundles at a URL; ``LocalBackend`` documents the methods that a store calls."""
+
+    def __init__(self, where: str, cache: Path) -> None:
+        """``cache``: the folder of all stores' copies."""
+        self.where = where
+        self._copies = LocalBackend(cache / hashlib.sha256(where.encode()).hexdigest()[:16])
+        self.folders = self._copies.folders
+
+    @abstractmethod
+    def names(self) -> Sequence[str]:
+        """Return names with a version."""
+
+    @abstractmethod
+    def index(self) -> bytes | None:
+        """Return the bytes of ``index.json``; None if there is none."""
+
+    @abstractmethod
+    def signature(self, name: str, version: int) -> bytes | None:
+        """Return the signature's bytes; None if there is none."""
+
+    @abstractmethod
+    def files(self, manifest: Manifest) -> Files:
+        """Read and verify the files that the manifest lists.  Raises a subclass of
+        BundleDamaged."""
+
+    def offers(self) -> list[Offer]:
+        """Return what is here for which model, by the index and else by the manifests, without
+        damaged bundles."""
+        listed = read_index(self.index())
+        offers = list[Offer]()
+        for name in self.names():
+            left = self.versions(name)
+            for offer in listed:
+                if offer.name == name and (there := left & {*offer.versions}):
+                    offers.append(replace(offer, versions=tuple(sorted(there))))
+                    left -= there
+            for version in sorted(left):
+                with suppress(BundleDamaged):
+                    offers.append(offer_of(read_manifest(self.manifest(name, version))))
+        return joined(offers)
+
+    def folder(self, name: str, version: int) -> Path:
+        """Return the version's copy, fetched and checked where there is none yet; else compared
+        with the server's."""
+        data, signature = self.manifest(name, version), self.signature(name, version)
+        with located(f"{name}/{version}"):
+            manifest = read_manifest(data)
+        if version in self._copies.versions(name):
+            path = self._copies.folder(name, version)
+            try:
+                copied = load_version(name, path).manifest
+            except BundleDamaged:
+                with writing(path):
+                    shutil.rmtree(path)  # fetched again
+            else:
+                if copied != manifest:
+                    raise BundleConflict(
+                        f"{self.where} has another bundle under this version than before",
+                        file=copied.reference,
+                        expected=copied.seal,
+                        found=manifest.seal,
+                        cure=f"Ask who changed it, or remove {path} to take it",
+                    )
+                _update_signature(path / SIGNATURE, signature)
+                return path
+        check_place(manifest, f"{name}:{version}")
+        check_total(manifest)
+        files = {MANIFEST: data, **self.files(manifest)}
+        if signature is not None:
+            files[SIGNATURE] = signature
+        with writing(self.folders):
+            self.folders.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self.folders.mkdir(exist_ok=True, mode=0o700)
+        self._copies.add(manifest, files)  # False: another process of ours was faster
+        return self._copies.folder(name, version)
+
+    def stamp(self, name: str, version: int) -> str:
+        """Return the hashes of manifest and signature: any other change of a version is an
+        error."""
+        parts = self.manifest(name, version), self.signature(name, version) or b""
+        return " ".join(hashlib.sha256(part).hexdigest() for part in parts)
+
+
+def _update_signature(path: Path, signature: bytes | None) -> None:
+    """Make a copy's signature the server's: it may have come after its bundle, or changed."""
+    with writing(path):
+        if signature is None:
+            path.unlink(missing_ok=True)
+        elif not path.is_file() or path.read_bytes() != signature:
+            atomic_write(path, signature)
