@@ -7,30 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass
 
 
+@dataclass(eq=False)
 class BundleError(Exception):
     """The base class.  Its message names file, field, expected and found values and the cure, as
-    far as known."""
+    far as known.  A class may have a usual problem and a usual cure."""
 
-    status, code = 500, "bundle_error"
-    problem: str  # in words; a class may have its usual one
+    problem: str = ""
+    _: KW_ONLY
+    file: str | None = None
+    field: str | None = None
+    expected: object = None
+    found: object = None
     cure: str | None = None
 
-    def __init__(
-        self,
-        problem: str | None = None,
-        *,
-        file: str | None = None,
-        field: str | None = None,
-        expected: object = None,
-        found: object = None,
-        cure: str | None = None,
-    ) -> None:
-        self.problem = problem or self.problem
-        self.file, self.field = file, field
-        self.expected, self.found = expected, found
-        self.cure = cure or self.cure
+    status, code = 500, "bundle_error"
+
+    def __post_init__(self) -> None:
+        self.problem = self.problem or type(self).problem
+        self.cure = self.cure or type(self).cure
 
     def __str__(self) -> str:
         source = " ".join(
