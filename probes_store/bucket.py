@@ -24,7 +24,7 @@ import errno
 import logging
 import secrets
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
@@ -51,7 +51,6 @@ from probes_store.remote import RemoteBackend
 from probes_store.syntax import (
     ALIASES,
     EXTRAS,
-    NAME,
     VERSION,
     check_url,
     moved,
@@ -91,15 +90,9 @@ class Bucket(RemoteBackend):
         self.check_writable = self._objects.check_exclusive
         super().__init__(self._objects.url, cache)
 
-    def names(self) -> Sequence[str]:
-        """Return names with a version."""
-        names = [name for name in self._objects.children() if NAME.fullmatch(name)]
-        return [name for name in names if name != INDEX and self.versions(name)]
-
-    def versions(self, name: str) -> set[int]:
-        """Return the published versions; a publisher creates nothing under a number before the
-        manifest."""
-        return {int(child) for child in self._objects.children(name) if VERSION.fullmatch(child)}
+    def children(self, *parts: str) -> list[str]:
+        """Return the names below a path.  Nothing is under a number before its manifest."""
+        return self._objects.children(*parts)
 
     def aliases(self, name: str) -> dict[str, int]:
         """Return the newest table."""
@@ -178,7 +171,9 @@ class Bucket(RemoteBackend):
         if the version has another manifest.
 
         If the answer to a first attempt was lost, the object that a retry finds may be ours."""
-        name, version, data = manifest.name, manifest.version, manifest_bytes(manifest)
+        name = manifest.name
+        version = manifest.version
+        data = manifest_bytes(manifest)
         created = self._objects.create(f"{name}/{version}/{MANIFEST}", data)
         if not created and self.manifest(name, version) != data:
             return False
@@ -319,7 +314,8 @@ class Objects:
         except (BundleError, FileExistsError):
             raise
         except Exception as error:  # the libraries behind the schemes share no base class
-            message, where = one_line(error), f"{self._scheme}://{path}"
+            message = one_line(error)
+            where = f"{self._scheme}://{path}"
             if _no_answer(error):
                 raise StoreUnreachable(
                     f"no answer: {message}", file=where, cure="Check connection and endpoint"

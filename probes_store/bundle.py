@@ -237,18 +237,18 @@ def too_long(file: str, limit: int) -> DigestMismatch:
 def listed(data: bytes, record: FileRecord, file: str) -> bytes:
     """Check that the bytes are those that the manifest lists, and return them.  Raises Truncated
     and DigestMismatch."""
-    found = manifests.record_of(data)
-    if found.bytes < record.bytes:
+    actual = manifests.record_of(data)
+    if actual.bytes < record.bytes:
         raise Truncated(
-            "the file is too short", file=file, expected=f"{record.bytes} bytes", found=found.bytes
+            "the file is too short", file=file, expected=f"{record.bytes} bytes", found=actual.bytes
         )
-    if found.sha256 != record.sha256:
+    if actual.sha256 != record.sha256:
         raise DigestMismatch(
             "the file was changed",
             file=file,
             field="sha256",
             expected=record.sha256,
-            found=found.sha256,
+            found=actual.sha256,
         )
     return data
 
@@ -349,13 +349,15 @@ def _compare(
 ) -> Deviation:
     """Compare logits [G, k m] and risks [G] with those of ``golden``; ``row`` is the word for its
     rows in messages."""
-    manifest, layers = bundle.manifest, bundle.manifest.model.num_layers
+    manifest = bundle.manifest
+    layers = bundle.manifest.model.num_layers
     tolerance = tolerance_for(manifest.dtype, dtype)
     units = {"trajectory": spreads(golden.trajectory, layers), "risk": np.ones(1)}
     worst: dict[str, float] = {}
     for field_name, replay in {"trajectory": trajectories, "risk": risks}.items():
         recorded = np.asarray(getattr(golden, field_name), np.float64)
-        replayed, limit = np.asarray(replay, np.float64), getattr(tolerance, field_name)
+        replayed = np.asarray(replay, np.float64)
+        limit = getattr(tolerance, field_name)
         if replayed.shape != recorded.shape:
             raise GoldenMismatch(
                 f"bundle {bundle.reference}: the replay of its golden {row}s has another shape",

@@ -7,7 +7,7 @@ names are read as bytes."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -73,7 +73,8 @@ class Hub:
     """One repository.  Every method raises HubError, or ``no_answer``."""
 
     def __init__(self, repository: str, *, no_answer: type[BundleError] = HubUnreachable) -> None:
-        self.repository, self._no_answer = repository, no_answer
+        self.repository = repository
+        self._no_answer = no_answer
         self.api = HfApi(library_name="hallutracer")
         self.url = f"{self.api.endpoint}/{repository}"  # the repository's page
 
@@ -233,7 +234,7 @@ class HubSource(RemoteBackend):
         super().__init__(str(address), cache)
         self._hub = Hub(address.repository, no_answer=StoreUnreachable)
 
-    def names(self) -> Sequence[str]:
+    def names(self) -> list[str]:
         """Return the name of the repository's bundle."""
         self._hub.versions()  # raises if there is no answer; a file would come from the cache then
         return [self._hub.read(MANIFEST, MAIN, MAX_MANIFEST, read_manifest)[0].name]
@@ -274,4 +275,4 @@ class HubSource(RemoteBackend):
             cure="Publish and sign in a store of your own, and run 'hallutracer bundle push'",
         )
 
-    check_writable = prepared = set_alias = write_signature = _refuse
+    children = check_writable = prepared = set_alias = write_signature = _refuse

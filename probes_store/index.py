@@ -61,7 +61,8 @@ def _order(offer: Offer) -> tuple[str, int]:
 
 def offer_of(manifest: Manifest, evaluation: Mapping[str, Any] | None = None) -> Offer:
     """Return the offer of one version; probes of a model with an adapter are another model's."""
-    model, version = manifest.model, (manifest.version,)
+    model = manifest.model
+    version = (manifest.version,)
     weights = model.fingerprint + ("" if model.adapter is None else f"+{model.adapter}")
     return Offer(manifest.name, version, model.name, weights, auroc_of(evaluation or {}))
 

@@ -14,7 +14,7 @@ import secrets
 import shutil
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from probes_store.errors import (
     StoreNotWritable,
     located,
 )
-from probes_store.index import Offer, joined, offer_of
+from probes_store.index import INDEX, Offer, joined, offer_of
 from probes_store.manifest import (
     MANIFEST,
     Manifest,
@@ -53,11 +53,20 @@ Prepared = AbstractContextManager[Claim]
 
 
 class Backend(ABC):
-    """The way in which every backend publishes a version."""
+    """How every backend lists its bundles and publishes a version."""
 
     @abstractmethod
+    def children(self, *parts: str) -> list[str]:
+        """Return the names directly below a path; none if it is not there."""
+
+    def names(self) -> list[str]:
+        """Return names with a version."""
+        names = [name for name in self.children() if NAME.fullmatch(name) and name != INDEX]
+        return [name for name in names if self.versions(name)]
+
     def versions(self, name: str) -> set[int]:
-        """Return the published versions."""
+        """Return the published versions: what is still being written has no number."""
+        return {int(child) for child in self.children(name) if VERSION.fullmatch(child)}
 
     @abstractmethod
     def manifest(self, name: str, version: int) -> bytes:
@@ -113,15 +122,12 @@ class LocalBackend(Backend):
         self.folders = folders
         self.where = str(folders)  # the folder or the URL, for messages
 
-    def names(self) -> Sequence[str]:
-        """Return names with a version."""
-        names = _listing(self.folders)
-        return [name for name in names if NAME.fullmatch(name) and self.versions(name)]
-
-    def versions(self, name: str) -> set[int]:
-        """Return the published versions; a folder that is still being written has no number."""
-        entries = _listing(self.folders / name)
-        return {int(entry) for entry in entries if VERSION.fullmatch(entry)}
+    def children(self, *parts: str) -> list[str]:
+        """Return the names in a folder; none if it is missing or closed to this user."""
+        try:
+            return os.listdir(self.folders.joinpath(*parts))
+        except OSError:
+            return []
 
     def aliases(self, name: str) -> dict[str, int]:
         """Return the newest table, alias -> version."""
@@ -232,17 +238,10 @@ class LocalBackend(Backend):
     def _inside(self, path: Path) -> Path:
         """Return ``path``, unless a link in it leads out of the store.  Raises InvalidReference."""
         if not path.resolve().is_relative_to(self.folders.resolve()):
-            problem, file = "a link that leads out of the store", path.relative_to(self.folders)
+            problem = "a link that leads out of the store"
+            file = path.relative_to(self.folders)
             raise InvalidReference(problem, file=str(file), cure="Replace it by a copy")
         return path
-
-
-def _listing(folder: Path) -> list[str]:
-    """Return the names in a folder; none if it is missing or closed to this user."""
-    try:
-        return os.listdir(folder)
-    except OSError:
-        return []
 
 
 @contextmanager

@@ -312,7 +312,8 @@ class Manifest(Record):
 
     def check(self) -> None:
         """Check what signals, guarantee, context probes and files require of each other."""
-        signals, weights = self.signals, len(self.classifier.weight)
+        signals = self.signals
+        weights = len(self.classifier.weight)
         fine = signals[:1] == ("depth_mean",) and distinct(signals)
         self.require(fine, "signals", "depth_mean first and none twice")
         if weights != len(signals):
@@ -425,7 +426,8 @@ def read_manifest(data: bytes) -> Manifest:
         document = parse_json(data)
         _check_format(document)
         manifest = read_record(document)
-        right, whole = with_seal(document), readable_json(document)
+        right = with_seal(document)
+        whole = readable_json(document)
         for field in ("digest", "seal"):
             if (recorded := document[field]) != right[field]:
                 raise DigestMismatch(
@@ -477,7 +479,8 @@ def _first(error: ValidationError) -> errors.BundleDamaged:
     faults = error.errors()
     first = min(faults, key=lambda fault: [*_KINDS, fault["type"]].index(fault["type"]))
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
-    kind, field = _KINDS.get(first["type"], BadValue), path.removeprefix(".")
+    kind = _KINDS.get(first["type"], BadValue)
+    field = path.removeprefix(".")
     if kind in (UnknownField, MissingField):
         return kind(field=field)
     return kind(
@@ -563,7 +566,8 @@ def check_identity(manifest: Manifest, loaded: Any) -> None:
     and also the revision if the weights are the same."""
     at = f"{manifest.model.name} at revision {manifest.model.revision}"
     for field, (attribute, error, difference) in _IDENTITY.items():
-        expected, actual = attrgetter(field)(manifest), attrgetter(attribute)(loaded)
+        expected = attrgetter(field)(manifest)
+        actual = attrgetter(attribute)(loaded)
         if expected == actual:
             continue
         needed = at

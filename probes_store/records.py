@@ -307,7 +307,8 @@ class Recalibration(Record):
 
     def check(self) -> None:
         """Check that the map increases strictly."""
-        knots, values = self.knots, self.values
+        knots = self.knots
+        values = self.values
         self.require(self.a + self.b > 0.0, "a", "above 0 where b is 0")
         isotonic = self.method == "isotonic"
         self.require(bool(knots) == isotonic, "knots", "some for isotonic alone")
@@ -327,7 +328,8 @@ def _increase(numbers: Sequence[float]) -> bool:
 def least_reaching(recalibration: Recalibration, level: float) -> float:
     """Return the least risk that maps to ``level`` or more, to a double's last digit; 1 if none
     does."""
-    low, high = 0.0, 1.0
+    low = 0.0
+    high = 1.0
     while low < (middle := (low + high) / 2) < high:
         low, high = (low, middle) if recalibration(middle) >= level else (middle, high)
     return high

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import shutil
 from abc import abstractmethod
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -29,10 +28,6 @@ class RemoteBackend(Backend):
         self.where = where
         self._copies = LocalBackend(cache / hashlib.sha256(where.encode()).hexdigest()[:16])
         self.folders = self._copies.folders
-
-    @abstractmethod
-    def names(self) -> Sequence[str]:
-        """Return names with a version."""
 
     @abstractmethod
     def index(self) -> bytes | None:
@@ -66,7 +61,8 @@ class RemoteBackend(Backend):
     def folder(self, name: str, version: int) -> Path:
         """Return the version's copy, fetched and checked where there is none yet; else compared
         with the server's."""
-        data, signature = self.manifest(name, version), self.signature(name, version)
+        data = self.manifest(name, version)
+        signature = self.signature(name, version)
         with located(f"{name}/{version}"):
             manifest = read_manifest(data)
         if version in self._copies.versions(name):

@@ -175,7 +175,8 @@ class Store:
             raise BundleConflict(
                 "it comes with the package", file=reference, cure="Sign bundles of your own store"
             )
-        manifest, signature = bundle.manifest, signing.sign(bundle)
+        manifest = bundle.manifest
+        signature = signing.sign(bundle)
         self.own.write_signature(manifest.name, manifest.version, signature)
         return bundle
 
@@ -238,7 +239,9 @@ class Store:
     def _find(self, reference: str) -> tuple[Backend, str, int]:
         """Return the backend, the name and the number of the version that a reference means."""
         wanted = parse_reference(reference)
-        name, alias, version = wanted.name, wanted.alias, wanted.version
+        name = wanted.name
+        alias = wanted.alias
+        version = wanted.version
         backend, versions = self._backend(name)
         if version is None:
             aliases = backend.aliases(name)

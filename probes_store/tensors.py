@@ -89,21 +89,23 @@ class TensorFile:
         for name, value in vars(self).items():
             if value is None:
                 continue
-            given, wanted = np.asarray(value), _NUMPY[self.layout()[name][0]]
-            fine, expected = given.dtype.kind in "fiu", "numbers"
+            array = np.asarray(value)
+            wanted = _NUMPY[self.layout()[name][0]]
+            fine = array.dtype.kind in "fiu"
+            expected = "numbers"
             if wanted.kind == "i":
                 expected = "integers that fit int32"
-                fine = given.dtype.kind in "iu" and np.array_equal(given, given.astype(wanted))
+                fine = array.dtype.kind in "iu" and np.array_equal(array, array.astype(wanted))
             if not fine:
                 raise WrongShape(
                     "element type",
                     file=self.file,
                     field=name,
                     expected=expected,
-                    found=given.dtype,
+                    found=array.dtype,
                 )
             with np.errstate(over="ignore"):  # an overflow becomes infinite, which ``read`` reports
-                arrays[name] = np.ascontiguousarray(given, wanted).reshape(given.shape)
+                arrays[name] = np.ascontiguousarray(array, wanted).reshape(array.shape)
         return save(arrays)
 
 
@@ -171,7 +173,9 @@ class GoldenRows(TensorFile):
 
     def check(self, manifest: Manifest) -> None:
         """Check that rows and results are within their ranges."""
-        ids, offsets, risk = self.input_ids, self.offsets, self.risk
+        ids = self.input_ids
+        offsets = self.offsets
+        risk = self.risk
         increasing = np.all(np.diff(offsets.astype(np.int64)) > 0)
         whole = (offsets[0], offsets[-1]) == (0, len(ids)) and increasing
         _require(whole, "offsets", f"0, increasing strictly, up to {len(ids)}", offsets)
@@ -226,7 +230,8 @@ class AnswerTensors(GoldenRows, LinearProbes):
         """Check probes and rows, and that each answer is shorter than its row."""
         self.check_probes(manifest)
         super().check(manifest)
-        tokens, lengths = self.answer_tokens, np.diff(self.offsets)
+        tokens = self.answer_tokens
+        lengths = np.diff(self.offsets)
         expected = f"1 or more, and fewer than each row's {lengths}"
         fine = np.all((tokens >= 1) & (tokens < lengths))
         _require(fine, "answer_tokens", expected, tokens)
@@ -267,18 +272,19 @@ def _unpack(data: bytes, layout: Layout, manifest: Manifest) -> dict[str, NDArra
     for name, (code, axes) in layout.items():
         if name not in entries:
             raise MissingField(field=name)
-        found, shape = entries[name]["dtype"], list(entries[name]["shape"])
+        actual = entries[name]["dtype"]
+        shape = list(entries[name]["shape"])
         wanted = [lengths.get(axis, axis) for axis in axes.split()]
         fits = len(shape) == len(wanted) and all(
             isinstance(want, str) or want == length
             for want, length in zip(wanted, shape, strict=True)
         )
-        if found != code or not fits:
+        if actual != code or not fits:
             raise WrongShape(
                 "element type or shape",
                 field=name,
                 expected=f"{code} {wanted}",
-                found=f"{found} {shape}",
+                found=f"{actual} {shape}",
             )
         # bytes: hence read-only
         array = np.frombuffer(bytes(entries[name]["data"]), _NUMPY[code]).reshape(shape)

@@ -44,7 +44,6 @@ from probes_store.syntax import (
     VERSION,
     VERSIONS,
     HubAddress,
-    check_name,
     parse_json,
     readable_json,
 )
@@ -71,7 +70,8 @@ def held(store: Store, manifest: Manifest) -> Bundle | None:
 
     Raises BundleConflict if its content differs, and what ``Store.load`` raises if it is
     damaged."""
-    name, version = manifest.name, manifest.version
+    name = manifest.name
+    version = manifest.version
     for backend in (store.own, *store.behind):
         if version in backend.versions(name):
             bundle = load_version(name, backend.folder(name, version))
@@ -133,8 +133,9 @@ def add(
     files: as of ``Bundle.files``; origin: kept beside them in a folder.  Everything is read as
     ``Store.verify`` reads it before the store is touched.  Raises what that and ``held`` raise,
     BundleConflict and StoreNotWritable."""
-    _check_reference(manifest)
-    name, version = manifest.name, manifest.version
+    _check_version(manifest)
+    name = manifest.name
+    version = manifest.version
     with tempfile.TemporaryDirectory() as outside:
         write_files(Path(outside, name, str(version)), files)
         bundle = Store(Path(outside), trust=store.trust).verify(manifest.reference)
@@ -153,9 +154,8 @@ def add(
     return existing, False
 
 
-def _check_reference(manifest: Manifest) -> None:
-    """Raise InvalidReference or BadValue for a name or a number that no store can hold."""
-    check_name(manifest.name, "a bundle")
+def _check_version(manifest: Manifest) -> None:
+    """Raise BadValue for a number that no store can hold."""
     if not VERSION.fullmatch(version := str(manifest.version)):
         raise errors.BadValue(file=MANIFEST, field="version", expected=VERSIONS, found=version)
 
@@ -190,7 +190,8 @@ def pull(
         raise errors.InvalidReference(
             "not a digest", expected="sha256: and 64 hex digits", found=ascii(digest)
         )
-    hub, file = Hub(address.repository), str(address)
+    hub = Hub(address.repository)
+    file = str(address)
     snapshot: Snapshot | None = None
     offline: str | None = None
     try:
@@ -220,7 +221,7 @@ def pull(
             found=manifest.digest,
             cure="Ask its publisher",
         )
-    _check_reference(manifest)
+    _check_version(manifest)
     tag = address.revision or ""
     if TAG.fullmatch(tag) and tag != f"v{manifest.version}":
         raise BundleConflict(
@@ -230,7 +231,8 @@ def pull(
         )
     left_out = [] if snapshot is None else _compare(manifest, snapshot)
     origin = {"repository": str(HubAddress(address.repository)), "endpoint": hub.api.endpoint}
-    existing, signature = held(store, manifest), _signature(hub, commit, snapshot)
+    existing = held(store, manifest)
+    signature = _signature(hub, commit, snapshot)
     if existing is not None and (not signature or read_signature(existing.path)):
         return Pulled(existing, commit, False, offline, left_out)
     _check_addition(store, manifest, origin, take_over)
@@ -301,7 +303,9 @@ def push(
     ``private``: the repository must be private, or is created so.  ``dry_run``: ask the hub, change
     nothing.  Raises HubError, BundleConflict if the repository holds something else, and subclasses
     of BundleDamaged."""
-    manifest, files, hub = bundle.manifest, bundle.files(), Hub(address.repository)
+    manifest = bundle.manifest
+    files = bundle.files()
+    hub = Hub(address.repository)
     tag = f"v{manifest.version}"
     done = Pushed(
         tag,
@@ -356,7 +360,8 @@ def _index(hub: Hub, bundle: Bundle, *, new: bool) -> bytes:
 
 def _changes(hub: Hub, head: Snapshot, manifest: Manifest, files: Files) -> dict[str, Any]:
     """Return the fields of ``Pushed`` for an existing repository."""
-    name, version = manifest.name, manifest.version
+    name = manifest.name
+    version = manifest.version
     if version in hub.versions():
         tag = f"v{version}"
         _check_same(hub, tag, manifest)
@@ -416,7 +421,8 @@ def _check_complete(there: Snapshot, files: Files) -> None:
     """Check by the hub's digests that every byte arrived.  ``bundle.json`` may have another
     time."""
     for name, data in files.items():
-        remote, ours = there.files.get(name), record_of(data)
+        remote = there.files.get(name)
+        ours = record_of(data)
         same = remote is not None and not remote.differs(ours, data)
         if name == SIGNATURE and not same:
             raise BundleConflict(

@@ -47,7 +47,8 @@ class RequiredSignature:
     def check(self, bundle: Bundle) -> None:
         """Raise SignatureMissing or SignatureMismatch.  Checks the bundle in memory, since its
         folder may change."""
-        signature, at = read_signature(bundle.path), bundle.reference
+        signature = read_signature(bundle.path)
+        at = bundle.reference
         if signature is None:
             raise SignatureMissing(
                 "a signature is required here, and this bundle has none",
@@ -193,7 +194,8 @@ def check_closed(path: Path) -> None:
     for part in (path, path.resolve()):  # a link itself, and its target
         for below, folder in zip((part, *part.parents), part.parents, strict=False):
             try:
-                mode, owner = folder.stat().st_mode, below.lstat().st_uid
+                mode = folder.stat().st_mode
+                owner = below.lstat().st_uid
             except OSError:  # it does not exist, or this user may not see it
                 continue
             if not mode & stat.S_ISVTX:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import uuid
 from typing import Any
 
 import pytest
@@ -64,9 +63,10 @@ class Listing(RemoteBackend):
     """A store with two versions, and the index that a test gives it."""
 
     def __init__(self, index: bytes | None) -> None:
-        self.given, self.read = index, list[int]()
+        self.given = index
+        self.read = list[int]()
 
-    signature = files = prepared = None  # nobody asks for them
+    children = signature = files = prepared = None  # nobody asks for them
 
     def index(self) -> bytes | None:
         return self.given
@@ -100,9 +100,11 @@ def test_what_an_index_lacks_is_looked_up_and_what_is_not_there_is_passed_over(
     assert store.read == read
 
 
-def test_whoever_publishes_writes_the_index(monkeypatch: pytest.MonkeyPatch) -> None:
-    url = f"memory://{uuid.uuid4().hex}"
-    store, objects = Store(url), Objects(url)
+def test_whoever_publishes_writes_the_index(
+    memory_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(memory_url)
+    objects = Objects(memory_url)
     for size, expected in ((0.5, (1,)), (0.25, (1, 2))):
         draft = make_draft(threshold=size)
         draft.evaluation = {**draft.evaluation, **EVALUATION}
