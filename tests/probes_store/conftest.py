@@ -43,22 +43,26 @@ def s3_url(s3: str, monkeypatch: pytest.MonkeyPatch) -> str:
     return f"s3://{BUCKET}/{uuid.uuid4().hex}"
 
 
+@pytest.fixture
+def memory_url() -> str:
+    return f"memory://{uuid.uuid4().hex}"
+
+
+@pytest.fixture
+def folder_url(tmp_path: Path) -> str:
+    return str(tmp_path / "store")
+
+
 @pytest.fixture(params=["memory", S3_LONG])
 def url(request: pytest.FixtureRequest) -> str:
     """An empty store by URL, of each kind."""
-    return (
-        f"memory://{uuid.uuid4().hex}"
-        if request.param == "memory"
-        else request.getfixturevalue("s3_url")
-    )
+    return request.getfixturevalue(f"{request.param}_url")
 
 
 @pytest.fixture(params=["folder", "memory", S3_LONG])
-def where(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+def where(request: pytest.FixtureRequest) -> str:
     """An empty store of any kind, as ``--store`` takes it."""
-    if request.param == "s3":
-        return request.getfixturevalue("s3_url")
-    return f"memory://{uuid.uuid4().hex}" if request.param == "memory" else str(tmp_path / "store")
+    return request.getfixturevalue(f"{request.param}_url")
 
 
 @pytest.fixture

@@ -145,7 +145,8 @@ def test_equal_drafts_have_equal_bytes_and_every_part_is_in_the_digest() -> None
 
 @pytest.mark.parametrize("name", FILES)
 def test_changed_truncated_longer_missing_and_replaced_files(bundle: Bundle, name: str) -> None:
-    path, named = bundle.path / name, re.escape(f"tiny/1/{name}")
+    path = bundle.path / name
+    named = re.escape(f"tiny/1/{name}")
     whole = path.read_bytes()
     for place in (0, len(whole) // 2, len(whole) - 2):  # test_fuzz flips the others
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
@@ -255,7 +256,8 @@ def test_hostile_headers_behind_right_hashes(bundle: Bundle, file: str) -> None:
     anything in padding."""
     data = (bundle.path / file).read_bytes()
     size = int.from_bytes(data[:8], "little")
-    header, body = data[8 : 8 + size], data[8 + size :]
+    header = data[8 : 8 + size]
+    body = data[8 + size :]
     bias = re.search(rb'"bias":\{[^}]*\}', header)
     assert bias is not None
     twice = header.rstrip().replace(b"{", b"{" + bias[0] + b",", 1)
@@ -317,8 +319,10 @@ def test_what_cannot_be_loaded_is_not_written(tmp_path: Path) -> None:
 
 
 def test_record_and_file_of_the_answer_go_together(tmp_path: Path) -> None:
-    without, alone = make_draft(**WITH_ANSWER), make_draft()
-    without.answer, alone.answer = None, answer_tensors(alone.manifest)
+    without = make_draft(**WITH_ANSWER)
+    alone = make_draft()
+    without.answer = None
+    alone.answer = answer_tensors(alone.manifest)
     for draft, error in ((without, MissingField), (alone, UnknownField)):
         with pytest.raises(error, match=f"bundle.json field files.{ANSWERS}"):
             render(draft)
@@ -454,10 +458,12 @@ def test_the_looser_dtype_decides(
     risk: float,
 ) -> None:
     bundle = with_golden(dtype=trained, **WITH_ANSWER)
-    golden, exact = golden_of(bundle, row), compare(bundle, row, dtype=served)
+    golden = golden_of(bundle, row)
+    exact = compare(bundle, row, dtype=served)
     assert exact == Deviation(Tolerance(0.0, 0.0), Tolerance(risk, trajectory))
     for number, layer, factor in product((0, 1), range(LAYERS), (-1.01, -0.99, 0.99, 1.01)):
-        logits, risks = golden.trajectory.astype(np.float64), golden.risk.copy()
+        logits = golden.trajectory.astype(np.float64)
+        risks = golden.risk.copy()
         logits[number, layer] += factor * trajectory * spreads(golden.trajectory, LAYERS)[layer]
         risks[number] += factor * risk
         for name, replay in {"logits": logits, "risks": risks}.items():
@@ -478,7 +484,8 @@ def test_a_replay_that_is_not_finite_of_another_shape_or_permuted(dtype: str, ro
         mismatch(f"^trajectory: .*golden {row} 1, layer 0", bundle, row, logits=logits, dtype=dtype)
         risks = put(0, number)(golden.risk)
         mismatch(f"^risk: .*golden {row} 0", bundle, row, risks=risks, dtype=dtype)
-    logits, shape = golden.trajectory, f"golden {row}s has another shape"
+    logits = golden.trajectory
+    shape = f"golden {row}s has another shape"
     for reshaped in (logits[:1], logits[:, :1], logits.T, np.empty((0, LAYERS))):
         mismatch(f"^trajectory: .*{shape}", bundle, row, logits=reshaped, dtype=dtype)
     mismatch(f"^risk: .*{shape}", bundle, row, risks=golden.risk[:1], dtype=dtype)
@@ -520,7 +527,8 @@ def test_the_worst_probe_and_layer_are_named(probe: int, layer: int) -> None:
 def test_a_wide_probe_hides_no_error_of_another(dtype: str) -> None:
     bundle = spread_out()
     recorded = bundle.golden.trajectory.astype(np.float64)
-    own, wide = np.zeros_like(recorded), np.zeros_like(recorded)
+    own = np.zeros_like(recorded)
+    wide = np.zeros_like(recorded)
     own[0, 1] = 1.0  # about one spread of the risk's own logits, nothing beside those of probe 2
     named = "golden prompt 0, layer 1, recorded.*deviation is 1 "
     mismatch(named, bundle, logits=recorded + own, dtype=dtype)

@@ -60,7 +60,8 @@ def flip(draw: random.Random, data: bytes) -> bytes:
 def splice(draw: random.Random, data: bytes) -> bytes:
     """A piece is left out, doubled, moved, zeroed, or replaced by random bytes; or the end is
     missing."""
-    start, at = draw.randrange(len(data)), draw.randrange(len(data))
+    start = draw.randrange(len(data))
+    at = draw.randrange(len(data))
     piece = data[start : start + draw.choice((1, 2, 4, 8, 16, 64, 512))]
     rest = data[start + len(piece) :]
     return draw.choice(
@@ -91,7 +92,8 @@ def resealed(change: Change) -> Mutator:
 
     def mutate(draw: random.Random, files: Files) -> None:
         name = draw.choice(list(files)[1:])
-        data, document = change(draw, files[name]), json.loads(files["bundle.json"])
+        data = change(draw, files[name])
+        document = json.loads(files["bundle.json"])
         document["files"][name] = {"bytes": len(data), "sha256": sha256(data)}
         files[name], files["bundle.json"] = data, reseal(document)
 
@@ -113,7 +115,8 @@ def disturb(draw: random.Random, document: dict[str, Any]) -> None:
         owner, key = draw.choice(spots)
         if (key not in owner) if isinstance(owner, dict) else (key >= len(owner)):
             continue
-        old, odd = owner[key], draw.choice((*ODD, *[copy.deepcopy(draw.choice(spots)[0])] * 3))
+        old = owner[key]
+        odd = draw.choice((*ODD, *[copy.deepcopy(draw.choice(spots)[0])] * 3))
         if isinstance(owner, dict) and draw.random() < 0.1:
             owner[draw.choice(TEXTS)] = old
         elif odd is GONE:
@@ -127,14 +130,17 @@ def disturb(draw: random.Random, document: dict[str, Any]) -> None:
 def header(draw: random.Random, data: bytes) -> bytes:
     """Another header of a tensor file: types, shapes, offsets, names, a name twice, its length."""
     size = int.from_bytes(data[:8], "little")
-    document, body = json.loads(data[8 : 8 + size]), data[8 + size :]
+    document = json.loads(data[8 : 8 + size])
+    body = data[8 + size :]
     spaces = 0
     shift = 0
     twice = b""
-    name, other = draw.choice(sorted(document)), draw.choice(sorted(document))
+    name = draw.choice(sorted(document))
+    other = draw.choice(sorted(document))
     match draw.randrange(5):
         case 0:
-            spaces, shift = draw.choice((0, 8, 1 << 17)), draw.choice((-size, -1, 1, 2**31, 2**63))
+            spaces = draw.choice((0, 8, 1 << 17))
+            shift = draw.choice((-size, -1, 1, 2**31, 2**63))
         case 1:
             twice = b"," + json.dumps({name: document[other]})[1:].encode()
         case 2:  # of the same size
@@ -255,7 +261,8 @@ def fuzz(origin: Bundle, count: int, seed: int, kinds: Counter[str], refused: Co
     there = dict(original)
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)  # a hang ends as by Ctrl-C
     for number in range(count):
-        kind, files = draw.choice(list(MUTATORS)), dict(original)
+        kind = draw.choice(list(MUTATORS))
+        files = dict(original)
         MUTATORS[kind](draw, files)
         kinds[f"={kind}"] += files == original
         for name in files:

@@ -208,7 +208,8 @@ def test_a_bundle_goes_there_and_back(place: Place) -> None:
 
 
 def test_the_next_version_follows_and_the_old_stays(place: Place) -> None:
-    first, second = place.made(), place.made(version=2, seed=1, plots={})
+    first = place.made()
+    second = place.made(version=2, seed=1, plots={})
     assert place.push(first, dry_run=True, private=True).create
     assert (place.hub.repositories, place.written()) == ({}, 0)
     place.push(first)
@@ -229,7 +230,8 @@ def test_the_next_version_follows_and_the_old_stays(place: Place) -> None:
 
 
 def test_a_push_never_writes_over_something_else(place: Place) -> None:
-    bundle, strange = place.made(), {"config.json": b"{}", "model.bin": b"x"}
+    bundle = place.made()
+    strange = {"config.json": b"{}", "model.bin": b"x"}
     another, other = (
         place.made("there", **changes).files() for changes in ({"seed": 1}, {"name": "other"})
     )

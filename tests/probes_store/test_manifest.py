@@ -203,7 +203,8 @@ def documented() -> dict[str, Field]:
         title = section.partition("\n")[0]
         prefix = {"bundle.json": "", "guarantee_strata": f"{title}[]."}.get(title, f"{title}.")
         for names, kinds, meaning in re.findall(r"(?m)^\| (`.*?) \| (.*?) \| (.*) \|$", section):
-            types, parent = re.split(", (?=[a-z])", kinds), ""
+            types = re.split(", (?=[a-z])", kinds)
+            parent = ""
             for number, name in enumerate(re.findall("`(.*?)`", names)):
                 whole = parent + name if name[0] == "." else name
                 parent = whole.rpartition(".")[0]
@@ -292,7 +293,8 @@ def test_each_field_takes_its_documented_type_and_no_other() -> None:
 
 
 def test_files() -> None:
-    files, record = DOCUMENT["files"], {"bytes": 1, "sha256": "0" * 64}
+    files = DOCUMENT["files"]
+    record = {"bytes": 1, "sha256": "0" * 64}
     for name in (
         "weights.pkl",
         "../../escape.png",
@@ -592,7 +594,8 @@ def test_each_difference_of_the_model_has_its_own_error_and_the_first_in_order_i
 
 
 def test_other_weights_of_the_same_repository_are_another_revision() -> None:
-    hub, other = "a" * 40, "b" * 40
+    hub = "a" * 40
+    other = "b" * 40
     own = render(make_draft(model={"name": "acme/tiny", "revision": hub}))[0]
     served = dataclasses.replace(LOADED, model="acme/tiny", revision=other)
     for same in ({}, {"revision": hub}, {"revision": "local"}, {"model": "elsewhere/tiny"}):

@@ -44,12 +44,6 @@ def blob_of(manifest: Manifest, name: str) -> str:
     return f"{manifest.name}/blobs/{manifest.files[name].sha256}"
 
 
-@pytest.fixture
-def memory(tmp_path: Path) -> str:
-    """An empty store in memory."""
-    return f"memory://{tmp_path.name}"
-
-
 def test_each_change_of_an_alias_is_a_revision(url: str, opens: Opens) -> None:
     store = opens(url)
     for seed in range(2):
@@ -65,9 +59,10 @@ def test_each_change_of_an_alias_is_a_revision(url: str, opens: Opens) -> None:
     assert Objects(url).children("tiny") == ["1", "2", "aliases", "aliases.json", "blobs"]
 
 
-def test_names_in_a_listing_lead_nowhere(memory: str, opens: Opens, monkeypatch: Patch) -> None:
+def test_names_in_a_listing_lead_nowhere(memory_url: str, opens: Opens, monkeypatch: Patch) -> None:
     """A server may list what it likes."""
-    store, real = opens(memory), Objects.children
+    store = opens(memory_url)
+    real = Objects.children
     store.publish(make_draft(0))
     evil = [
         "..",
@@ -94,10 +89,12 @@ def test_names_in_a_listing_lead_nowhere(memory: str, opens: Opens, monkeypatch:
 
 
 def test_a_huge_object_is_not_read_to_its_end(
-    memory: str, opens: Opens, monkeypatch: Patch
+    memory_url: str, opens: Opens, monkeypatch: Patch
 ) -> None:
-    bundle, objects = opens(memory).publish(make_draft(0)), Objects(memory)
-    taken, real = [], Objects.read
+    bundle = opens(memory_url).publish(make_draft(0))
+    objects = Objects(memory_url)
+    taken = []
+    real = Objects.read
 
     def counted(self: Objects, path: str, limit: int) -> bytes | None:
         data = real(self, path, limit)
@@ -113,15 +110,15 @@ def test_a_huge_object_is_not_read_to_its_end(
         before = objects.read(path, 1 << 20)
         objects.put(path, b" " * (40 << 20))
         with pytest.raises(BundleDamaged):
-            opens(memory, "new").load("tiny")
+            opens(memory_url, "new").load("tiny")
         objects.put(path, b"{}\n" if before is None else before)
     objects.put("tiny/1/model.sig", b" " * (40 << 20))  # nobody asks for a signature here
     assert max(taken) < 10 << 20
-    assert opens(memory, "new").load("tiny").reference == "tiny:1"
+    assert opens(memory_url, "new").load("tiny").reference == "tiny:1"
 
 
 def test_what_is_no_url_and_what_is_missing(
-    memory: str, s3_url: str, opens: Opens, tmp_path: Path, monkeypatch: Patch
+    memory_url: str, s3_url: str, opens: Opens, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     for text in (
         "s3://",
@@ -140,9 +137,9 @@ def test_what_is_no_url_and_what_is_missing(
     ):
         with pytest.raises(InvalidReference, match="s3://BUCKET/PREFIX"):
             Store(text, cache=tmp_path)
-    opens(f"{memory}/a").publish(make_draft(0))
+    opens(f"{memory_url}/a").publish(make_draft(0))
     assert (
-        opens(f"{memory}/a/").load("tiny").reference == "tiny:1"
+        opens(f"{memory_url}/a/").load("tiny").reference == "tiny:1"
     )  # a slash at the end makes no other store
     with pytest.raises(StoreRefused, match="bucked"):
         Store("s3://bucked/x", [SHIPPED], cache=tmp_path).load("nothing")
@@ -152,7 +149,8 @@ def test_what_is_no_url_and_what_is_missing(
 
 
 def test_what_changed_or_is_gone_at_the_url_is_refused(url: str, opens: Opens) -> None:
-    store, objects = opens(url), Objects(url)
+    store = opens(url)
+    objects = Objects(url)
     bundle = store.publish(make_draft(0))
     assert [stat.S_IMODE(folder.stat().st_mode) for folder in (store.root, store.root.parent)] == [
         0o700,
@@ -293,7 +291,8 @@ def test_two_that_add_the_same_version(s3_url: str, opens: Opens, tmp_path: Path
     rivals = [
         write_bundle(make_draft(seed), tmp_path / str(seed) / "tiny" / "1") for seed in range(2)
     ]
-    barrier, told = threading.Barrier(2), []
+    barrier = threading.Barrier(2)
+    told = []
 
     def add(number: int) -> None:
         store = opens(s3_url, str(number))
@@ -315,11 +314,11 @@ def test_two_that_add_the_same_version(s3_url: str, opens: Opens, tmp_path: Path
 
 
 def test_an_alias_moved_at_the_last_moment_is_not_lost(
-    memory: str, opens: Opens, monkeypatch: Patch
+    memory_url: str, opens: Opens, monkeypatch: Patch
 ) -> None:
     """Two promotions at once: the one that comes second keeps what the first one set as what was
     before."""
-    store = opens(memory)
+    store = opens(memory_url)
     create = Objects.create
     rival = [("production", 2, None), ("canary", 1, None)]
     for seed in range(3):
@@ -328,7 +327,7 @@ def test_an_alias_moved_at_the_last_moment_is_not_lost(
 
     def late(self: Objects, path: str, data: bytes) -> bool:
         if "/aliases/" in path and rival:
-            opens(memory, "rival").own.set_alias("tiny", *rival.pop())
+            opens(memory_url, "rival").own.set_alias("tiny", *rival.pop())
         return create(self, path, data)
 
     monkeypatch.setattr(Objects, "create", late)
@@ -337,22 +336,25 @@ def test_an_alias_moved_at_the_last_moment_is_not_lost(
     assert store.aliases("tiny") == {"production": 3, "previous": 2, "canary": 1}
 
 
-def test_a_version_taken_at_the_last_moment(memory: str, opens: Opens, monkeypatch: Patch) -> None:
+def test_a_version_taken_at_the_last_moment(
+    memory_url: str, opens: Opens, monkeypatch: Patch
+) -> None:
     """Another publisher wins the race twice: once with other content, once with ours."""
-    store = opens(memory)
+    store = opens(memory_url)
     rivals = [make_draft(7), make_draft(0)]
     create = Objects.create
 
     def late(self: Objects, path: str, data: bytes) -> bool:
         if path.endswith(MANIFEST) and rivals and b'"tiny"' in data:
-            opens(memory, "rival").publish(rivals.pop(0))
+            opens(memory_url, "rival").publish(rivals.pop(0))
         return create(self, path, data)
 
     monkeypatch.setattr(Objects, "create", late)
     # The rival's own publish passes here as well, and takes the next rival with it: the last one is
     # published first.
     assert (
-        store.publish(make_draft(0)).manifest.digest == opens(memory).load("tiny:1").manifest.digest
+        store.publish(make_draft(0)).manifest.digest
+        == opens(memory_url).load("tiny:1").manifest.digest
     )
     assert rivals == []
     digests = [summary.manifest.digest for summary in store.list() if summary.manifest]
@@ -360,7 +362,7 @@ def test_a_version_taken_at_the_last_moment(memory: str, opens: Opens, monkeypat
 
 
 def test_an_answer_that_was_lost_makes_no_second_version(
-    memory: str, opens: Opens, monkeypatch: Patch
+    memory_url: str, opens: Opens, monkeypatch: Patch
 ) -> None:
     """The manifest was created, the answer got lost, and the client's second attempt found it
     there."""
@@ -370,16 +372,17 @@ def test_an_answer_that_was_lost_makes_no_second_version(
         "create",
         lambda self, path, data: create(self, path, data) and MANIFEST not in path,
     )
-    here, there = opens(memory), opens(f"{memory}/copied")
+    here = opens(memory_url)
+    there = opens(f"{memory_url}/copied")
     bundle = here.publish(make_draft(0))
     assert [summary.reference for summary in here.list()] == ["tiny:1"]
     (bundle.path / SIGNATURE).write_bytes(b"goes along")
     copy(bundle, there, source="here")
-    assert read_signature(opens(f"{memory}/copied", "new").load("tiny").path) == b"goes along"
+    assert read_signature(opens(f"{memory_url}/copied", "new").load("tiny").path) == b"goes along"
 
 
 def test_a_server_that_ignores_the_condition(
-    memory: str, opens: Opens, monkeypatch: Patch, store: Store
+    memory_url: str, opens: Opens, monkeypatch: Patch, store: Store
 ) -> None:
     from fsspec.implementations.memory import MemoryFileSystem
 
@@ -387,7 +390,8 @@ def test_a_server_that_ignores_the_condition(
     monkeypatch.setattr(
         MemoryFileSystem, "pipe_file", lambda self, path, value, **_: real(self, path, value)
     )
-    there, bundle = opens(memory), store.publish(make_draft(0))
+    there = opens(memory_url)
+    bundle = store.publish(make_draft(0))
     for action in (
         there.check_writable,
         lambda: there.publish(make_draft(0)),
@@ -401,7 +405,8 @@ def test_a_server_that_ignores_the_condition(
 def die_in_publish(url: str, cache: str, key: str, call: int, after: bool) -> None:
     """Publish, and kill the process before or after its ``call``-th request about an object of this
     name."""
-    count, real = 0, S3FileSystem._call_s3
+    count = 0
+    real = S3FileSystem._call_s3
 
     async def lethal(self: Any, method: str, *arguments: Any, **options: Any) -> Any:
         nonlocal count

@@ -93,7 +93,8 @@ def test_versions_count_up_never_change_and_equal_content_is_not_copied(
 
 
 def test_references_and_aliases(where: str, opens: Opens) -> None:
-    here, there = opens(where), opens(where, "two")
+    here = opens(where)
+    there = opens(where, "two")
     for seed in range(11):
         here.publish(make_draft(seed))
     assert [summary.version for summary in here.list()] == list(range(1, 12))  # as numbers
@@ -154,7 +155,8 @@ ALIAS_DAMAGE = [
 
 
 def test_damaged_aliases(where: str, opens: Opens) -> None:
-    here, table = opens(where), "tiny/aliases/1.json" if is_url(where) else "tiny/aliases.json"
+    here = opens(where)
+    table = "tiny/aliases/1.json" if is_url(where) else "tiny/aliases.json"
     here.publish(make_draft())
     for data, error in ALIAS_DAMAGE:
         put(where, table, data)
@@ -252,7 +254,8 @@ def publish_some(where: str, cache: Path, seeds: list[int], barrier: Any, result
 def test_concurrent_publishers(where: str, opens: Opens, tmp_path: Path) -> None:
     """Four processes publish contents of their own and shared ones: versions are dense, each
     content is there once."""
-    barrier, results = FORK.Barrier(4), FORK.Queue()
+    barrier = FORK.Barrier(4)
+    results = FORK.Queue()
     work = [[100, 10 + i] if is_url(where) else [100, 10 + i, 101, 20 + i, 102] for i in range(4)]
     count = len({seed for seeds in work for seed in seeds})
     together(publish_some, [(where, tmp_path, seeds, barrier, results) for seeds in work])
@@ -272,7 +275,8 @@ def set_aliases(where: str, cache: Path, alias: str) -> None:
 
 @pytest.mark.parametrize("where", ["folder", S3_LONG], indirect=True)
 def test_concurrent_aliases_are_not_lost(where: str, opens: Opens, tmp_path: Path) -> None:
-    store, seen = opens(where), []
+    store = opens(where)
+    seen = []
     for seed in range(2):
         store.publish(make_draft(seed))
     processes = [FORK.Process(target=set_aliases, args=(where, tmp_path, alias)) for alias in "abc"]
@@ -408,7 +412,8 @@ def test_what_is_shipped_is_sound() -> None:
 
 def test_a_version_taken_at_the_last_moment(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another publisher wins the race twice: once with other content, once with ours."""
-    rename, rivals = os.rename, [make_draft(7), make_draft(0)]
+    rename = os.rename
+    rivals = [make_draft(7), make_draft(0)]
 
     def late(source: Path, target: Path) -> None:
         if rivals:
@@ -423,7 +428,8 @@ def test_a_version_taken_at_the_last_moment(store: Store, monkeypatch: pytest.Mo
 def test_a_twin_published_right_after_the_search(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    search, calls = LocalBackend._same_content, []
+    search = LocalBackend._same_content
+    calls = []
 
     def late(self: LocalBackend, manifest: Any) -> Any:
         calls.append(search(self, manifest))
@@ -442,7 +448,8 @@ def test_to_publish_no_manifest_of_other_content_is_parsed(
 ) -> None:
     for seed in range(5):
         store.publish(make_draft(seed))
-    read, parsed = local.read_manifest, []
+    read = local.read_manifest
+    parsed = []
 
     def counted(data: bytes) -> Any:
         parsed.append(read(data))
@@ -468,14 +475,16 @@ def die_in_publish(root: str, call: int) -> None:
 
         return wrapped
 
-    os.fsync, os.rename = lethal(os.fsync), lethal(os.rename)
+    os.fsync = lethal(os.fsync)
+    os.rename = lethal(os.rename)
     Store(Path(root)).publish(make_draft(1))
     os._exit(count)
 
 
 def test_a_kill_in_the_middle_of_publish_leaves_nothing_visible(store: Store) -> None:
     store.publish(make_draft(0))
-    before, left = files(store.root), 0
+    before = files(store.root)
+    left = 0
     for call in range(1, 100):
         process = FORK.Process(target=die_in_publish, args=(str(store.root), call))
         process.start()
@@ -530,7 +539,8 @@ def test_a_failed_publish_leaves_nothing(store: Store, monkeypatch: pytest.Monke
 def write_as_nobody(root: str, results: Any) -> None:
     if os.geteuid() == 0:
         os.setuid(65534)  # root may write everywhere
-    found, store = [], Store(Path(root))
+    found = []
+    store = Store(Path(root))
     for action in (
         lambda: store.publish(make_draft(1)),
         lambda: store.publish(make_draft(1, name="new")),

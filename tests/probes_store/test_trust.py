@@ -80,7 +80,8 @@ def test_an_unsigned_bundle_does_not(store: Store, strict: Store, tmp_path: Path
 
 def test_every_file_is_covered(store: Store, strict: Store, keys: KeyPair) -> None:
     bundle = signed(store, keys)
-    whole, answer = bundle.files(), answer_tensors(bundle.manifest)
+    whole = bundle.files()
+    answer = answer_tensors(bundle.manifest)
     other = dict.fromkeys(("README.md", "evaluation.json", "plots/roc.png"), b"{}\n")
     other["answer.safetensors"] = dataclasses.replace(answer, bias=-answer.bias).pack()
     for name in (MANIFEST, *other):
@@ -97,7 +98,8 @@ def test_every_file_is_covered(store: Store, strict: Store, keys: KeyPair) -> No
 def test_a_signature_is_for_one_version_and_one_key(
     store: Store, strict: Store, keys: KeyPair, tmp_path: Path
 ) -> None:
-    first, second = signed(store, keys, 0), store.publish(make_draft(1))
+    first = signed(store, keys, 0)
+    second = store.publish(make_draft(1))
     shutil.copy(first.path / SIGNATURE, second.path / SIGNATURE)
     with pytest.raises(SignatureMismatch):
         strict.load("tiny:2")
@@ -119,7 +121,8 @@ def test_what_is_no_signature_or_leaves_a_file_out_does_not(
 ) -> None:
     from model_signing import hashing, signing
 
-    path, config = store.publish(make_draft()).path, signing.Config()
+    path = store.publish(make_draft()).path
+    config = signing.Config()
     for data in (b"", b"{}", b"\xff", b"[" * 10_000, b"x" * (2 << 20)):
         (path / SIGNATURE).write_bytes(data)
         with pytest.raises((SignatureMismatch, errors.BundleDamaged)):
@@ -182,7 +185,8 @@ def test_the_tool_of_others_agrees(store: Store, strict: Store, keys: KeyPair) -
 def test_what_signs_and_what_is_signed(
     store: Store, strict: Store, keys: KeyPair, tmp_path: Path
 ) -> None:
-    first, second = store.publish(make_draft(0)), store.publish(make_draft(1))
+    first = store.publish(make_draft(0))
+    second = store.publish(make_draft(1))
     locked = key_pair(tmp_path, "locked", b"open sesame")
     for signing in (
         Signing(tmp_path / "nothing.pem"),
@@ -252,7 +256,8 @@ def test_whose_signature(tmp_path: Path, keys: KeyPair, monkeypatch: pytest.Monk
 def test_a_signature_goes_along(
     store: Store, strict: Store, keys: KeyPair, url: str, opens: Opens
 ) -> None:
-    bundle, trust = signed(store, keys), strict.trust
+    bundle = signed(store, keys)
+    trust = strict.trust
     copy(bundle, opens(url), source=store.where)
     there = opens(url, "new", trust)
     assert there.load("tiny").manifest == bundle.manifest
@@ -264,7 +269,8 @@ def test_a_signature_goes_along(
 def test_a_signature_may_come_later(
     store: Store, strict: Store, keys: KeyPair, url: str, opens: Opens
 ) -> None:
-    bundle, there = store.publish(make_draft()), opens(url)
+    bundle = store.publish(make_draft())
+    there = opens(url)
     copy(bundle, there, source=store.where)
     opens(url, "reader").load("tiny")
     with pytest.raises(SignatureMissing):
@@ -283,7 +289,8 @@ def test_a_signature_may_come_later(
 
 
 def test_pins(store: Store) -> None:
-    first, second = store.publish(make_draft(0)), store.publish(make_draft(1))
+    first = store.publish(make_draft(0))
+    second = store.publish(make_draft(1))
     store.set_alias("tiny", "canary", 1)
     for reference in ("tiny:1", "tiny@canary"):
         assert store.load(f"{reference}@{first.manifest.digest}").reference == "tiny:1"
