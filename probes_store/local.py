@@ -238,9 +238,11 @@ class LocalBackend(Backend):
     def _inside(self, path: Path) -> Path:
         """Return ``path``, unless a link in it leads out of the store.  Raises InvalidReference."""
         if not path.resolve().is_relative_to(self.folders.resolve()):
-            problem = "a link that leads out of the store"
-            file = path.relative_to(self.folders)
-            raise InvalidReference(problem, file=str(file), cure="Replace it by a copy")
+            raise InvalidReference(
+                "a link that leads out of the store",
+                file=str(path.relative_to(self.folders)),
+                cure="Replace it by a copy",
+            )
         return path
 
 
