@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import socket
 import threading
@@ -150,28 +151,53 @@ def running(tmp_path: Path, kind: str = KINDS[0], **settings: Any) -> Iterator[R
         yield service
 
 
-def service_of_module(*, takes_tools: bool = False, **options: Any) -> Any:
-    """A fixture: a listening service that all tests of a module share."""
+def service_of_module(**options: Any) -> Any:
+    """A fixture: a listening service that all tests of a module share; as ``app_of_module``."""
+    return _of_module(Running, **options)
 
-    @pytest.fixture(scope="module")
-    def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-        with running(tmp_path_factory.mktemp("service"), **options) as started:
-            started.engine.takes_tools = takes_tools
+
+def app_of_module(**options: Any) -> Any:
+    """A fixture: an app in this process that all tests of a module share.
+
+    ``kinds``: of engines, each of which the tests see.  ``takes_tools`` and ``answer``: of the
+    script.  Further options: the app's."""
+    return _of_module(App, **options)
+
+
+def _of_module(
+    make: type[App],
+    *,
+    kinds: Sequence[str] = (),
+    takes_tools: bool = False,
+    answer: str | None = None,
+    **options: Any,
+) -> Any:
+    @pytest.fixture(scope="module", params=kinds or None)
+    def made(
+        tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+    ) -> Iterator[App]:
+        kind = getattr(request, "param", KINDS[0])
+        app = make(tmp_path_factory.mktemp("app"), kind, **options)
+        app.engine.takes_tools = takes_tools
+        app.engine.answer = app.engine.answer if answer is None else answer
+        with listening(app) if isinstance(app, Running) else app.started() as started:
             yield started
 
-    return service
+    return made
 
 
-def app_of_module(*, takes_tools: bool = False, **options: Any) -> Any:
-    """A fixture: an app in this process that all tests of a module share."""
-
-    @pytest.fixture(scope="module")
-    def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
-        with App(tmp_path_factory.mktemp("app"), **options).started() as started:
-            started.engine.takes_tools = takes_tools
-            yield started
-
-    return app
+@contextmanager
+def in_process(
+    load: Callable[[], Mapping[str, Scorer]],
+    policies: Mapping[str, Policy] = MappingProxyType({}),
+    **settings: Any,
+) -> Iterator[TestClient]:
+    """The app on these scorers, ready, in this process; stopped afterwards."""
+    known = Policies(built_in() | policies)
+    state = Service(load, settings=ServiceSettings(**settings), policies=known)
+    with TestClient(create_app(state)) as client:
+        until(lambda: state.lifecycle.is_ready)
+        yield client
 
 
 Some = TypeVar("Some", bound=Running)
@@ -211,3 +237,11 @@ def until(condition: Any, seconds: float = 20.0) -> None:
     while not condition():
         assert time.monotonic() < end, "the condition never became true"
         time.sleep(0.01)
+
+
+async def until_on_loop(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    """As ``until``, while the event loop goes on."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "the condition never became true"
+        await asyncio.sleep(0.01)

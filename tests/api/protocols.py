@@ -1,4 +1,4 @@
-"""One question in each protocol that answers conversations; the clients' answers."""
+"""What OpenAI's and Anthropic's own clients read of an answer; the events of a stream."""
 
 from __future__ import annotations
 
@@ -8,26 +8,6 @@ from typing import Any
 
 from anthropic import Anthropic
 from openai import OpenAI
-
-from service.access.routes import MESSAGES_ROUTE, RESPONSES_ROUTE
-
-NEW = (RESPONSES_ROUTE, MESSAGES_ROUTE)
-ASKED = [{"role": "user", "content": "What is the capital of France?"}]
-
-
-def body_of(
-    route: str,
-    messages: list[dict[str, Any]] | str = ASKED,
-    xargs: dict[str, Any] | None = None,
-    tokens: int = 40,
-    **more: Any,
-) -> dict[str, Any]:
-    """A request that asks greedily."""
-    turns = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-    given: dict[str, Any] = {"model": "scripted", "temperature": 0, "vllm_xargs": xargs}
-    given |= {"input": turns} if route == RESPONSES_ROUTE else {"messages": turns}
-    given |= {"max_output_tokens" if route == RESPONSES_ROUTE else "max_tokens": tokens}
-    return given | more
 
 
 def sse(text: str) -> Iterator[tuple[str | None, dict[str, Any]]]:

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from probes_store.errors import BundleNotFound
-from service.access.callers import Key, Scope, digest_of
+from service.access.callers import Key
 from service.access.keys import Changes, KeyRing
 from service.access.routes import RELOAD_ROUTE
 from service.audit.auditor import Auditor, Who
@@ -23,6 +23,8 @@ from service.cli.running import Stamps, watch
 from service.engines.base import Engine
 from service.scoring import Scorer
 from service.serving.catalogue import RolloutPlan
+from tests.api.test_auth import bearer, named
+from tests.kit.api import check_error
 from tests.kit.audit import audit_lines, broken_log
 from tests.kit.key_files import add_key, revoke_key
 from tests.running import App, until
@@ -39,9 +41,7 @@ class Served:
     gone: list[str] = field(default_factory=list)  # why the bundles cannot be loaded
 
     def reload(self) -> httpx.Response:
-        return self.app.client.post(
-            RELOAD_ROUTE, headers={"authorization": f"Bearer {self.secret}"}
-        )
+        return self.app.client.post(RELOAD_ROUTE, headers=bearer(self.secret))
 
     def lines(self, event: str) -> list[dict[str, Any]]:
         return audit_lines(self.log, event)
@@ -58,8 +58,8 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     monkeypatch.setattr(
         "service.serving.service.WATCH_S", 600.0
     )  # what is told is told by the reload
-    with serving(tmp_path) as found:
-        yield found
+    with serving(tmp_path) as reloadable:
+        yield reloadable
 
 
 @contextmanager
@@ -119,6 +119,7 @@ def test_each_failure_is_told_by_itself_and_keeps_the_other_from_nothing(
     assert served.default() == "two:1"
     served.gone.append("one:1 is gone")
     both = refused()
+    assert served.app.series("reloads_total", outcome="failed") == 1
     assert (kept in both, "not swapped, those that were loaded stay: one:1 is gone" in both) == (
         True,
         True,
@@ -137,8 +138,8 @@ def test_without_the_audit_log_nothing_is_added_or_swapped(served: Served) -> No
     with broken_log(served.log):
         two = add_key(served.keys, "two", {"scopes": ["score"]})
         refused = served.reload()
-        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "audit_unavailable")
-        assert "no key was added or changed" in refused.json()["error"]["message"]
+        error = check_error(refused, 503, code="audit_unavailable")
+        assert "no key was added or changed" in error["message"]
         assert (served.finds(two), served.default()) == (False, "one:1")
         assert "audit log" in str(served.app.state.lifecycle.reload_error)
     assert served.reload().status_code == 200
@@ -159,8 +160,8 @@ def test_while_it_loads_keys_are_taken_and_told_all_the_same(
     assert served.finds(two)
     served.keys.write_text("[")
     refused = served.reload()
-    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "not_ready")
-    assert "the keys in force stay" in refused.json()["error"]["message"]
+    error = check_error(refused, 503, code="not_ready")
+    assert "the keys in force stay" in error["message"]
     monkeypatch.undo()
 
 
@@ -261,27 +262,15 @@ def test_a_reader_that_fails_otherwise_does_not_end_the_watch(
 
 
 def test_a_canary_takes_no_key_past_its_policies(tmp_path: Path) -> None:
-    key = Key(
-        name="app", digest=digest_of("app"), policies=("gate",), scopes=frozenset({Scope.SCORE})
-    )
-    app = App(tmp_path, names=("one", "two", "three"), api_keys=[key], callers_may=())
+    keys = [named("app", policies=("gate",))]
+    app = App(tmp_path, names=("one", "two", "three"), api_keys=keys, callers_may=())
     app.state.catalogue.plan = RolloutPlan("two:1", 1.0, ("three:1",))
     with app.started():
-
-        def ask(**body: str) -> httpx.Response:
-            return app.client.post(
-                "/score", json={"prompt": "a"} | body, headers={"authorization": "Bearer app"}
-            )
-
-        judged = ask().json()
+        fields = {"headers": bearer("app"), "prompt": "a"}
+        judged = app.ask(**fields)
         assert (judged["bundle"]["name"], judged["policy"]) == ("two", "gate")
-        for policy in app.state.catalogue.policies.named.keys() - {"gate"}:
-            refused = ask(policy=policy)
-            assert (refused.status_code, refused.json()["error"]["param"]) == (403, "policy"), (
-                policy
-            )
-        for bundle in ("two", "three", "three:1"):
-            assert (
-                ask(bundle=bundle).status_code,
-                ask(bundle=bundle).json()["error"]["param"],
-            ) == (403, "bundle")
+        policies = app.state.catalogue.policies.named.keys() - {"gate"}
+        for name, values in (("policy", policies), ("bundle", ("two", "three", "three:1"))):
+            for value in values:
+                refused = app.ask(status=403, **fields | {name: value})
+                assert refused["error"]["param"] == name, value

@@ -3,14 +3,17 @@ risk."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from probes_store.bundle import Bundle
 from service.policies.guard import GATE, Policy
-from tests.api.test_reply import App
+from tests.kit.api import CHAT, MESSAGES, RESPONSES, SCORE, note_of, send_to
 from tests.matching import SMALL_TALKS, contextual_bundle
+from tests.running import App, app_of_module
+from tests.scripted_engine import ScriptedEngine
 
 QUESTION = "Who wrote Emma?"
 REFUSED = "Ask the help desk."
@@ -35,32 +38,26 @@ UNTRAINED: dict[str, list[dict[str, str]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
-    folder = tmp_path_factory.mktemp("asking")
-    app = App(folder, policy="desk", policies=POLICIES, callers_may=("policy", "threshold"))
-    app.bundles.insert(0, contextual_bundle(app.engine, folder, reach=1e3))
-    with app.started():
-        yield app
+def knows_outside(engine: ScriptedEngine, folder: Path) -> Bundle:
+    return contextual_bundle(engine, folder, reach=1e3)
+
+
+service = app_of_module(
+    names=(),
+    add=[knows_outside],
+    policy="desk",
+    policies=POLICIES,
+    callers_may=("policy", "threshold"),
+)
 
 
 def decided(service: App, messages: list[dict[str, str]], policy: str) -> list[dict[str, Any]]:
-    """What each route says of the conversation."""
+    """What each protocol of conversations says of this one, and whether it shows an answer."""
     rows = []
-    arguments = {"hallutracer_policy": policy}
-    for path, body in (
-        ("/score", {"messages": messages, "policy": policy, "generate": {"max_tokens": 3}}),
-        ("/v1/chat/completions", {"messages": messages, "max_tokens": 3, "vllm_xargs": arguments}),
-        ("/v1/responses", {"input": messages, "max_output_tokens": 16, "vllm_xargs": arguments}),
-        ("/v1/messages", {"messages": messages, "max_tokens": 3, "vllm_xargs": arguments}),
-    ):
-        answer = service.client.post(
-            path, json=body | ({} if path == "/score" else {"model": "scripted"})
-        )
-        assert answer.status_code == 200, answer.text
-        document = answer.json()
-        (row,) = (document.get("hallutracer") or document)["data"]
-        rows.append(row | {"said": service.engine.answer[:3] in answer.text})
+    for wire in (SCORE, CHAT, RESPONSES, MESSAGES):
+        answer = send_to(service, wire, messages=messages, chosen={"policy": policy})
+        [row] = note_of(answer.json())["data"]
+        rows.append(row | {"answered": service.engine.answer in answer.text})
     return rows
 
 
@@ -81,16 +78,20 @@ def test_nor_does_one_whose_caller_has_rendered_the_conversation(service: App, h
             assert ("completion" in row) is answered
 
 
+def outcome(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["decision"], row["outside_training"], row["answered"]
+
+
 @pytest.mark.parametrize("how", UNTRAINED)
 def test_no_route_answers_what_training_had_nothing_like(service: App, how: str) -> None:
     for row in decided(service, UNTRAINED[how], "desk"):
-        assert (row["decision"], row["outside_training"], row["said"]) == ("abstain", True, False)
+        assert outcome(row) == ("abstain", True, False)
         assert row["outside_because"].endswith(", on which no bundle is trained")
         assert not row["flagged"]
     for row in decided(service, UNTRAINED[how], "open"):  # the operator opened it: its risk decides
-        assert (row["decision"], row["outside_training"], row["said"]) == ("continue", True, True)
+        assert outcome(row) == ("continue", True, True)
     for row in decided(service, [USER], "desk"):
-        assert (row["decision"], row["outside_training"], row["said"]) == ("continue", False, True)
+        assert outcome(row) == ("continue", False, True)
         assert "outside_because" not in row
 
 

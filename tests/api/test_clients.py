@@ -1,10 +1,9 @@
-"""OpenAI's and Anthropic's own clients: their streams, sync and async, and the errors they raise.
+"""OpenAI's and Anthropic's own clients: answers, streams, and the errors they raise.
 
 What they send beside a question: test_real_clients.py."""
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import openai
 import pytest
 from anthropic.types.shared import ErrorResponse
 
+from tests.api.protocols import in_anthropics_client, in_openais_client
 from tests.api.test_auth import named
 from tests.api.test_protocols import FIRST
 from tests.running import Running, running, service_of_module
@@ -20,7 +20,7 @@ from tests.running import Running, running, service_of_module
 EVERYTHING = {"vllm_xargs": {"hallutracer_threshold": 0.0}, "temperature": 0}
 NOTHING = {"vllm_xargs": {"hallutracer_threshold": 1.0}, "temperature": 0}
 USER: Any = [{"role": "user", "content": "Why?"}]
-TEXT = "It is so."
+TEXT, REFUSAL = "It is so.", "I am not sure."
 
 
 service = service_of_module(policies=FIRST)
@@ -54,75 +54,21 @@ def test_chats_and_completions(service: Running) -> None:
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == TEXT
     assert chunks[0].model_extra["hallutracer"]["data"] == whole.model_extra["hallutracer"]["data"]
     withheld = client.chat.completions.create(**chat(EVERYTHING)).choices[0]
-    assert (withheld.message.refusal, withheld.finish_reason) == (
-        "I am not sure.",
-        "content_filter",
-    )
+    assert (withheld.message.refusal, withheld.finish_reason) == (REFUSAL, "content_filter")
     completion = {"model": "scripted", "prompt": "Why?", "extra_body": NOTHING}
     assert client.completions.create(**completion).choices[0].text == TEXT
     stream = client.completions.create(**completion, stream=True)
     assert "".join(chunk.choices[0].text for chunk in stream) == TEXT
 
 
-def test_responses(service: Running) -> None:
-    client = openai_client(service)
-    kinds = [event.type for event in client.responses.create(**response(stream=True))]
-    assert kinds[-1] == "response.completed"
-    with client.responses.stream(**response()) as stream:
-        deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
-        assert "".join(deltas) == TEXT
-        assert stream.get_final_response().output_text == TEXT
-    with client.responses.stream(**response(EVERYTHING)) as stream:
-        assert [event.type for event in stream][-1] == "response.incomplete"
-
-    async def run() -> tuple[str, list[str]]:
-        async with openai.AsyncOpenAI(
-            base_url=f"{service.url}/v1",
-            api_key="none",
-            max_retries=0,
-        ) as client:
-            whole = await client.responses.create(**response())
-            stream = await client.responses.create(**response(stream=True))
-            return (
-                whole.output_text,
-                [event.type async for event in stream],
-            )
-
-    assert asyncio.run(run()) == (TEXT, kinds)
-
-
-def test_messages(service: Running) -> None:
-    client = anthropic_client(service)
-    kinds = [event.type for event in client.messages.create(**message(stream=True))]
-    assert kinds[-1] == "message_stop"
-    with client.messages.stream(**message()) as stream:
-        assert "".join(stream.text_stream) == TEXT
-        final = stream.get_final_message()
-        assert (final.content[0].text, final.stop_reason, final.usage.output_tokens) == (
-            TEXT,
-            "end_turn",
-            9,
-        )  # type: ignore[union-attr]
-    with client.messages.stream(**message(EVERYTHING)) as stream:
-        assert stream.get_final_message().stop_reason == "refusal"
-
-    async def run() -> tuple[str, list[str], str]:
-        async with anthropic.AsyncAnthropic(
-            base_url=service.url,
-            api_key="none",
-            max_retries=0,
-        ) as client:
-            whole = await client.messages.create(**message())
-            events = await client.messages.create(**message(stream=True))
-            kinds = [event.type async for event in events]
-            async with client.messages.stream(**message()) as stream:
-                return (
-                    whole.content[0].text,
-                    kinds,
-                    await stream.get_final_text(),
-                )
-
-    assert asyncio.run(run()) == (TEXT, kinds, TEXT)
+@pytest.mark.parametrize("stream", [False, True])
+def test_responses_and_messages(service: Running, stream: bool) -> None:
+    asked = service.url, "scripted", "Why?", stream
+    opened, shut = {"hallutracer_threshold": 1.0}, {"hallutracer_threshold": 0.0}
+    assert in_openais_client(*asked, **opened)[:4] == (TEXT, None, None, len(TEXT))
+    assert in_openais_client(*asked, **shut)[:4] == ("", REFUSAL, "content_filter", 0)
+    assert in_anthropics_client(*asked, **opened)[:3] == (TEXT, "end_turn", len(TEXT))
+    assert in_anthropics_client(*asked, **shut)[:3] == (REFUSAL, "refusal", 0)
 
 
 def test_a_stream_that_breaks_off_raises(service: Running, monkeypatch: pytest.MonkeyPatch) -> None:

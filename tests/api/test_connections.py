@@ -9,7 +9,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import suppress
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -24,12 +24,11 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from uvicorn.server import ServerState
 
-from service.access.routes import CHAT_ROUTE, MESSAGES_ROUTE, RESPONSES_ROUTE
 from service.api import connections
 from service.errors import NotReady
 from service.policies.guard import Action, Policy, Upstream
 from service.serving.dispatcher import ENDS
-from tests.api.protocols import body_of
+from tests.kit.api import CHAT, WIRES, Wire, check_error, request_of
 from tests.matching import Held
 from tests.running import Served, listening, running, until
 
@@ -64,6 +63,26 @@ def received(connection: socket.socket) -> bytes:
     return content
 
 
+def answers(connections: Iterable[socket.socket]) -> bool:
+    """Whether all of them are answered with what they ask for."""
+    return all(received(connection).startswith(b"HTTP/1.1 200 ") for connection in connections)
+
+
+def error_of(answer: bytes) -> dict[str, Any]:
+    """The error of a whole response."""
+    error: dict[str, Any] = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+    return error
+
+
+def open_at(service: Served) -> int:
+    return len(service.server.server_state.connections)
+
+
+def until_all_wait_for_answers(service: Served, count: int) -> None:
+    until(lambda: open_at(service) == count)
+    until(lambda: not service.server.config.http.places.waiting)  # type: ignore[union-attr]
+
+
 # --- bounds on heads ---
 
 
@@ -94,17 +113,17 @@ def test_a_head_without_end_is_cut_off(service: Served, begin: bytes, chunk: byt
             sent += len(chunk)
     assert sent < 20_000_000  # what fits into the sockets' buffers
     connection.close()
-    until(lambda: len(service.server.server_state.connections) == 0)
+    until(lambda: open_at(service) == 0)
     assert service.connect(HEALTH).recv(100).startswith(b"HTTP/1.1 200")
 
 
 def test_what_is_refused_says_so(service: Served) -> None:
     answer = received(service.connect(b"GET /health HTTP/1.1\r\n", b"a:b\r\n" * 101, b"\r\n"))
     assert answer.startswith(b"HTTP/1.1 431 ")
-    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "headers_too_large"
+    assert error_of(answer)["code"] == "headers_too_large"
     assert b'"invalid_http"' in received(service.connect(b"\x16\x03\x01nonsense\r\n\r\n"))
     post = b"POST /score HTTP/1.1\r\nhost: localhost\r\ncontent-length: "
-    for sent, said in (
+    for sent, reason in (
         (b"\x16\x03\x01\x02\x00", "begins with no method; for HTTPS there is a proxy in front"),
         (
             b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
@@ -117,10 +136,10 @@ def test_what_is_refused_says_so(service: Served) -> None:
         (post + b"+2\r\n\r\n{}", "Invalid character in Content-Length"),
     ):
         answer = received(service.connect(sent))
-        message = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
-        assert (answer[:13], said in message) == (b"HTTP/1.1 400 ", True), message
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert reason in error_of(answer)["message"]
     hundred = b"GET /health HTTP/1.1\r\n" + b"a:b\r\n" * 99 + b"connection: close\r\n\r\n"
-    assert received(service.connect(hundred)).startswith(b"HTTP/1.1 200")
+    assert answers([service.connect(hundred)])
 
 
 @pytest.mark.parametrize("pieces", [1, 3])
@@ -183,7 +202,7 @@ def test_idle_connections_make_room_and_busy_ones_stay(
     for _ in range(3):
         assert httpx.get(f"{service.url}/health/live", timeout=20).status_code == 200
     held.release.set()
-    assert received(busy).startswith(b"HTTP/1.1 200")
+    assert answers([busy])
     closed = 0
     for connection in idle:
         connection.settimeout(0.05)
@@ -193,20 +212,19 @@ def test_idle_connections_make_room_and_busy_ones_stay(
             closed += not isinstance(error, TimeoutError)
         connection.close()
     assert closed >= 80
-    assert len(service.server.server_state.connections) <= 16
+    assert open_at(service) <= 16
 
 
 def test_no_place_is_taken_from_those_that_wait_for_an_answer(service: Served) -> None:
     service.engine.before = held = Held()
     busy = [service.connect(LAST) for _ in range(16)]
-    until(lambda: len(service.server.server_state.connections) == 16)
-    until(lambda: not service.server.config.http.places.waiting)  # type: ignore[union-attr]
+    until_all_wait_for_answers(service, 16)
     refused = received(service.connect(LAST))
     assert refused.startswith(b"HTTP/1.1 429 ")
     assert b"retry-after: 1\r\n" in refused
-    assert json.loads(refused.partition(b"\r\n\r\n")[2])["error"]["code"] == "overloaded"
+    assert error_of(refused)["code"] == "overloaded"
     held.release.set()
-    assert all(received(connection).startswith(b"HTTP/1.1 200") for connection in busy)
+    assert answers(busy)
 
 
 BUNDLE = b"GET /docs/swagger-ui-bundle.js HTTP/1.1\r\nhost: x\r\n\r\n"  # megabytes
@@ -225,10 +243,6 @@ def not_reading(service: Served, *chunks: bytes) -> socket.socket:
     return connection
 
 
-def open_at(service: Served) -> int:
-    return len(service.server.server_state.connections)
-
-
 @pytest.mark.parametrize(
     "chunks",
     [[BUNDLE], [CHUNKED, b"1\r\na\r\n"], [SCORE + b"\r\n", BODY[:3]], [b"GET /hea"]],
@@ -237,8 +251,7 @@ def open_at(service: Served) -> int:
 def test_who_makes_no_progress_gives_way_to_who_comes(patient: Served, chunks: list[bytes]) -> None:
     stuck = [not_reading(patient, *chunks) for _ in range(48)]
     for _ in range(3):
-        assert received(patient.connect(LIVE)).startswith(b"HTTP/1.1 200")
-        assert received(patient.connect(LAST)).startswith(b"HTTP/1.1 200")
+        assert answers([patient.connect(LIVE), patient.connect(LAST)])
     assert open_at(patient) <= 16
     for connection in stuck:
         connection.close()
@@ -250,8 +263,7 @@ def test_health_is_answered_beside_connections_that_all_wait_for_an_answer(
     monkeypatch.setattr(connections, "HEALTH_PLACES", 2)
     patient.engine.before = held = Held()
     busy = [patient.connect(LAST) for _ in range(16)]
-    until(lambda: open_at(patient) == 16)
-    until(lambda: not patient.server.config.http.places.waiting)  # type: ignore[union-attr]
+    until_all_wait_for_answers(patient, 16)
     silent = [patient.connect() for _ in range(10)]
     for path, status in (
         (b"/health/live", b"200"),
@@ -264,7 +276,7 @@ def test_health_is_answered_beside_connections_that_all_wait_for_an_answer(
     assert received(patient.connect(b"OPTIONS / HTTP/1.0\r\n\r\n")).startswith(b"HTTP/1.1 204")
     assert open_at(patient) <= 18
     held.release.set()
-    assert all(received(connection).startswith(b"HTTP/1.1 200") for connection in busy)
+    assert answers(busy)
     for connection in silent:
         connection.close()
 
@@ -283,19 +295,18 @@ def test_an_address_leaves_places_to_others(
     monkeypatch.setattr(connections, "on_loopback", lambda host: False)
     patient.engine.before = held = Held()
     busy = [connect("127.0.0.1", LAST) for _ in range(14)]
-    until(lambda: open_at(patient) == 14)
-    until(lambda: not patient.server.config.http.places.waiting)  # type: ignore[union-attr]
+    until_all_wait_for_answers(patient, 14)
     other = connect("127.0.0.2")
     assert received(connect("127.0.0.1", LAST)).startswith(b"HTTP/1.1 429 ")
-    assert received(connect("127.0.0.1", LIVE)).startswith(b"HTTP/1.1 200 ")
+    assert answers([connect("127.0.0.1", LIVE)])
     busy.append(connect("127.0.0.2", LAST))
     until(lambda: open_at(patient) == 16)
     held.release.set()
-    assert all(received(connection).startswith(b"HTTP/1.1 200") for connection in busy)
+    assert answers(busy)
     idle = [connect("127.0.0.1") for _ in range(30)]
     until(lambda: open_at(patient) == 15)
     other.sendall(LAST)  # older than all of them, and another's
-    assert received(other).startswith(b"HTTP/1.1 200")
+    assert answers([other])
     for connection in idle:
         connection.close()
 
@@ -376,14 +387,18 @@ def test_an_answer_that_nobody_reads_ends_the_connection(
         connection.close()
 
 
-class Slow(asyncio.Transport):
-    """A transport whose reader takes as much as a test says."""
+class Recorder(asyncio.Transport):
+    """A transport that keeps what is written; a test says how much of it is unsent."""
 
     def __init__(self) -> None:
         super().__init__()
         self.unsent = 0
-        self.aborted = False
-        self.written = b""
+        self.aborted = self.closed = False
+        self.writes = list[bytes]()
+
+    @property
+    def written(self) -> bytes:
+        return b"".join(self.writes)
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
         assert high == 0
@@ -392,37 +407,41 @@ class Slow(asyncio.Transport):
         return self.unsent
 
     def write(self, data: Any) -> None:
-        self.written += bytes(data)
+        assert not self.closed
+        self.writes.append(bytes(data))
 
     def is_closing(self) -> bool:
-        return self.aborted
+        return self.aborted or self.closed
 
     def abort(self) -> None:
         self.aborted = True
 
+    def close(self) -> None:
+        self.closed = True
+
     def pause_reading(self) -> None:
         pass
 
-    resume_reading = close = pause_reading
+    resume_reading = pause_reading
 
 
 async def nothing(scope: Any, receive: Any, send: Any) -> None:
     await asyncio.sleep(600)
 
 
-def slow() -> tuple[Any, Slow]:
-    """A connection, and its transport.  Call on an event loop."""
-    config = uvicorn.Config(nothing, http=connections.connections(16), ws="none", log_config=None)
+def recorded(app: Any = nothing) -> tuple[Any, Recorder]:
+    """A connection to an app, and its transport.  Call on an event loop."""
+    config = uvicorn.Config(app, http=connections.connections(16), ws="none", log_config=None)
     config.load()
     made: Callable[..., Any] = config.http_protocol_class
-    protocol, transport = made(config=config, server_state=ServerState(), app_state={}), Slow()
+    protocol, transport = made(config=config, server_state=ServerState(), app_state={}), Recorder()
     protocol.connection_made(transport)
     return protocol, transport
 
 
 def test_who_reads_slowly_and_goes_on_is_served() -> None:
     async def reading() -> None:
-        protocol, transport = slow()
+        protocol, transport = recorded()
         transport.unsent = 10 * connections.SEND_BYTES
         protocol.pause_writing()
         for _ in range(9):
@@ -438,7 +457,7 @@ def test_who_reads_slowly_and_goes_on_is_served() -> None:
 
 def test_who_sends_slowly_and_goes_on_is_served() -> None:
     async def sending() -> None:
-        protocol, transport = slow()
+        protocol, transport = recorded()
         protocol.data_received(POST + b"content-length: 3000000\r\n\r\n")
         for _ in range(9):
             protocol.data_received(b" " * connections.BODY_BYTES)
@@ -466,7 +485,7 @@ def test_parts_of_a_body_are_bounded_by_its_bytes_and_given_together(
     wakes = list[int]()
 
     async def sending() -> None:
-        protocol, transport = slow()
+        protocol, transport = recorded()
         protocol.data_received(CHUNKED)
         cycle = protocol.cycle
         cycle.message_event.set = lambda: wakes.append(len(cycle.body))
@@ -488,7 +507,7 @@ def test_parts_of_a_body_are_bounded_by_its_bytes_and_given_together(
 def test_who_has_read_more_is_not_the_one_that_gives_way() -> None:
     async def choosing() -> None:
         room = connections.Places(3)
-        first, second, third, fourth = (slow()[0] for _ in range(4))
+        first, second, third, fourth = (recorded()[0] for _ in range(4))
         for protocol in (first, second, third):
             protocol.transport.unsent = 0
             protocol.places = room
@@ -579,7 +598,7 @@ def test_what_is_sent_while_an_answer_is_under_way_does_not_cost_the_answer(
     connection.sendall(HEALTH * 5000)  # more than a head may have
     time.sleep(0.2)
     held.release.set()
-    assert received(connection).startswith(b"HTTP/1.1 200")
+    assert answers([connection])
 
 
 def test_a_websocket_is_answered_like_any_get(service: Served) -> None:
@@ -596,49 +615,21 @@ def test_a_websocket_is_answered_like_any_get(service: Served) -> None:
 # can be asked ---
 
 
-class Recorder(asyncio.Transport):
-    """Keeps what is written to it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.writes: list[bytes] = []
-        self.closed = False
-
-    def write(self, data: Any) -> None:
-        assert not self.closed
-        self.writes.append(bytes(data))
-
-    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        pass
-
-    def is_closing(self) -> bool:
-        return self.closed
-
-    def close(self) -> None:
-        self.closed = True
-
-
 def get(endpoint: Callable[[Request], Any], end: bytes, *headers: bytes) -> Recorder:
     """What was written when it ended so; TimeoutError where it never does."""
-    recorder = Recorder()
 
-    async def answered() -> None:
-        app = Starlette(routes=[Route("/", endpoint)])
-        config = uvicorn.Config(app, http=connections.connections(16), ws="none", log_config=None)
-        config.load()
-        made: Callable[..., Any] = config.http_protocol_class
-        protocol = made(config=config, server_state=ServerState(), app_state={})
-        protocol.connection_made(recorder)
+    async def answered() -> Recorder:
+        protocol, recorder = recorded(Starlette(routes=[Route("/", endpoint)]))
         protocol.data_received(
             b"\r\n".join((b"GET / HTTP/1.1", b"Host: localhost", *headers, b"", b""))
         )
         async with asyncio.timeout(30):
-            while not b"".join(recorder.writes).endswith(end):
+            while not recorder.written.endswith(end):
                 await asyncio.sleep(0.001)
         protocol.connection_lost(None)
+        return recorder
 
-    asyncio.run(answered())
-    return recorder
+    return asyncio.run(answered())
 
 
 @pytest.mark.parametrize("close", [False, True])
@@ -695,7 +686,7 @@ def test_a_request_is_refused_and_not_reset(leaving: tuple[Served, threading.Thr
         assert client.post("/score", json={"prompt": "x"}).headers.get("connection") is None
         told_to_stop(served)
         answer = client.post("/score", json={"prompt": "x"})
-        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_ready")
+        check_error(answer, 503, code="not_ready")
         assert (int(answer.headers["retry-after"]) > 0, answer.headers["connection"]) == (
             True,
             "close",
@@ -728,40 +719,26 @@ def test_a_request_under_way_is_answered(leaving: tuple[Served, threading.Thread
     assert thread.is_alive()  # it goes on refusing
 
 
-def cut_stream(
-    served: Served, route: str, body: Any, began: Callable[[str], bool]
-) -> list[dict[str, Any]]:
-    """Have a stream cut once it has ``began``, with no time to drain; return its events."""
-    lines: list[str] = []
-    with (
-        httpx.Client(timeout=60) as client,
-        client.stream("POST", served.url + route, json=body) as response,
-    ):
+def cut_stream(served: Served, wire: Wire) -> list[dict[str, Any]]:
+    """Have a stream cut once its answer has begun, with no time to drain; return its events."""
+    lines, body = list[str](), request_of(wire, tokens=400, stream=True)
+    with httpx.stream("POST", served.url + wire.route, json=body, timeout=60) as response:
         for line in response.iter_lines():
-            if not served.server.should_exit and began(line):
-                served.server.should_exit = True
+            served.server.should_exit |= "~" in line
             lines.append(line)
     return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
 
 
-@pytest.mark.parametrize(
-    "route", ["/score", CHAT_ROUTE, "/v1/completions", RESPONSES_ROUTE, MESSAGES_ROUTE]
-)
+@pytest.mark.parametrize("name", WIRES)
 def test_a_stream_that_is_cut_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, route: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr(connections, "LEAVING_S", 0.0)
-    bodies: dict[str, dict[str, Any]] = {
-        "/score": {"prompt": "x", "generate": {"max_tokens": 400}, "stream": True},
-        "/v1/completions": {"model": "scripted", "prompt": "x", "max_tokens": 400, "stream": True},
-    }
     served = Served(tmp_path, drain_s=0.0, policy="observe")
     served.engine.answer = "~" * 400
     with listening(served):
         served.engine.sleep_s = 0.05  # 20 s for the whole answer
-        body = bodies.get(route) or body_of(route, tokens=400, stream=True)
-        events = cut_stream(served, route, body, lambda line: "~" in line)
-    *answer, last = events
+        *answer, last = cut_stream(served, WIRES[name])
     assert "~" in json.dumps(answer)
     error = last["error"]
     assert (ENDS in error["message"], error.get("code", NotReady.code)) == (True, NotReady.code)
@@ -783,8 +760,7 @@ def test_a_stream_from_another_server_that_is_cut_says_so(
         )
         served = Served(tmp_path / "own", drain_s=0.0, policy="send", policies={"send": send})
         with listening(served):
-            body = body_of(CHAT_ROUTE, tokens=400, stream=True)
-            *answer, last = cut_stream(served, CHAT_ROUTE, body, lambda line: "~" in line)
+            *answer, last = cut_stream(served, CHAT)
         other.engine.sleep_s = 0.0
     assert "~" in json.dumps(answer)
     assert last["error"]["code"] == NotReady.code

@@ -4,24 +4,19 @@ request named."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 import pytest
 
 from service.serving.admission import Deadline
 from tests.engine_kinds import KINDS
 from tests.kit.api import SCORE, WIRES, Wire, send_to
-from tests.running import App
+from tests.running import App, app_of_module
 
 # How the protocols say that an answer was cut.
 ENDS = {"responses": "max_output_tokens", "messages": "max_tokens"}
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def app(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[App]:
-    with App(tmp_path_factory.mktemp("service"), request.param).started() as app:
-        app.engine.answer = "x" * 400
-        yield app
+app = app_of_module(kinds=KINDS, answer="x" * 400)
 
 
 def answer_of(app: App, wire: Wire, *, stream: bool = False, **chosen: float) -> str:

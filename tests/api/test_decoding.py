@@ -42,37 +42,14 @@ EACH = pytest.mark.parametrize("wire", WIRES.values(), ids=WIRES)
 NOT_RECORDED = "how the answers were decoded that the risk was trained on is not recorded"
 TRAINED = "where the answers that the risk was trained on were"
 CALIBRATED = "where the calibration's answers were"
-HALF = "sampled at temperature 0.5"
+AT_HALF, HALF = Decoding(0.5, 1.0), "sampled at temperature 0.5"
+NOT_GREEDY = "temperature 0.5, not greedy"
 # Bundle, a request's fields, how it is decoded, what its risk and its guarantee say of that.
 CASES: list[tuple[str, dict[str, Any], Decoding, str, str]] = [
-    (
-        "greedy",
-        {"temperature": 0.5},
-        Decoding(0.5, 1.0),
-        f"{TRAINED} {GREEDY}",
-        "temperature 0.5, not greedy",
-    ),
-    (
-        "generated",
-        {"temperature": 0.5},
-        Decoding(0.5, 1.0),
-        f"{TRAINED} {GREEDY}",
-        "temperature 0.5, not greedy",
-    ),
-    (
-        "unknown",
-        {"temperature": 0.5},
-        Decoding(0.5, 1.0),
-        NOT_RECORDED,
-        "temperature 0.5, not greedy",
-    ),
-    (
-        "warm",
-        {"temperature": 0.5},
-        Decoding(0.5, 1.0),
-        f"{TRAINED} {WARM}",
-        f"{HALF}, {CALIBRATED} {WARM}",
-    ),
+    ("greedy", {"temperature": 0.5}, AT_HALF, f"{TRAINED} {GREEDY}", NOT_GREEDY),
+    ("generated", {"temperature": 0.5}, AT_HALF, f"{TRAINED} {GREEDY}", NOT_GREEDY),
+    ("unknown", {"temperature": 0.5}, AT_HALF, NOT_RECORDED, NOT_GREEDY),
+    ("warm", {"temperature": 0.5}, AT_HALF, f"{TRAINED} {WARM}", f"{HALF}, {CALIBRATED} {WARM}"),
     (
         "warm",
         {"temperature": 0},
@@ -81,17 +58,11 @@ CASES: list[tuple[str, dict[str, Any], Decoding, str, str]] = [
         f"greedy, {CALIBRATED} {WARM}",
     ),
     ("warm", {"temperature": 0.7, "top_p": 0.9}, WARM, "", ""),
-    (
-        "greedy",
-        {"temperature": 0, "top_p": 0.3},
-        Decoding(0.0, 0.3),
-        "",
-        "",
-    ),  # where it changes nothing
+    ("greedy", {"temperature": 0, "top_p": 0.3}, Decoding(0.0, 0.3), "", ""),  # it changes nothing
 ]
-CASES += [(name, {}, silent, "", "") for name, (_, _, silent) in BUNDLES.items()]
 NULLS = {"temperature": None, "top_p": None}
-CASES += [(name, NULLS, silent, "", "") for name, (_, _, silent) in BUNDLES.items()]
+for silence in ({}, NULLS):
+    CASES += [(name, silence, silent, "", "") for name, (_, _, silent) in BUNDLES.items()]
 
 
 def add(name: str) -> Any:
@@ -187,7 +158,7 @@ def test_a_stream_says_so_with_the_risk_of_the_prompt_and_of_the_answer(
             body = body_of(wire, bundle, stream=True, **fields)
             text = app.client.post(wire.route, json=body).text
             assert text.count(f'"decoding": "{HALF}') == notes
-            assert app.decoded() == (Decoding(0.5, 1.0) if fields else BUNDLES[bundle][2])
+            assert app.decoded() == (AT_HALF if fields else BUNDLES[bundle][2])
 
 
 def test_our_own_route_decodes_so_too(app: Watched) -> None:

@@ -16,21 +16,12 @@ import pytest
 
 from service.api import encodings
 from service.api.encodings import PIECE, decoders
+from tests.kit.api import CHAT, bodies_by_route, check_error, request_of
 from tests.running import App, app_of_module, running
 
 JSON = {"content-type": "application/json"}
 ASKED = json.dumps({"prompt": "What is the capital of France?"}).encode()
-ROUTES = {
-    "/score": {"prompt": "a"},
-    "/v1/chat/completions": {"model": "scripted", "messages": [{"role": "user", "content": "a"}]},
-    "/v1/responses": {"model": "scripted", "input": "a"},
-    "/v1/messages": {
-        "model": "scripted",
-        "messages": [{"role": "user", "content": "a"}],
-        "max_tokens": 4,
-    },
-    "/classify": {"inputs": "a"},
-}
+ROUTES = bodies_by_route("a")
 
 
 def raw(body: bytes) -> bytes:
@@ -83,12 +74,7 @@ def test_another_encoding_is_refused_by_name_with_those_that_are_taken(
     app: App, encoding: str
 ) -> None:
     refused = send(app, ASKED, encoding)
-    error = refused.json()["error"]
-    assert (refused.status_code, error["code"], encoding[:80] in error["message"]) == (
-        415,
-        "unknown_encoding",
-        True,
-    )
+    assert encoding[:80] in check_error(refused, 415, code="unknown_encoding")["message"]
     assert refused.headers["accept-encoding"].startswith("gzip, deflate")
     assert (
         send(app, ASKED, encoding, "/v1/messages").json()["error"]["type"]
@@ -123,9 +109,7 @@ def test_a_bomb_ends_at_the_limit_and_costs_no_more(
     bomb = pack(b'{"prompt": "' + b"a" * 30_000_000 + b'"}')
     assert len(bomb) < 100_000
     refused = send(app, bomb, encoding)
-    assert (refused.status_code, refused.json()["error"]["code"]) == (413, "body_too_large"), (
-        refused.text
-    )
+    check_error(refused, 413, code="body_too_large")
     assert (sum(given) <= 200_000 + 2 * PIECE, max(given) <= PIECE) == (True, True)
 
 
@@ -149,8 +133,7 @@ def test_a_bomb_ends_at_the_limit_and_costs_no_more(
 def test_what_is_not_as_declared_is_said_to_be_so(app: App, encoding: str, body: bytes) -> None:
     for chunked in (False, True):
         refused = send(app, body, encoding, chunked=chunked)
-        error = refused.json()["error"]
-        assert (refused.status_code, error["code"]) == (400, "invalid_encoding"), refused.text
+        error = check_error(refused, 400, code="invalid_encoding")
         assert f"Content-Encoding: {encoding}" in error["message"]
 
 
@@ -170,10 +153,9 @@ def test_a_compressed_body_takes_the_memory_of_what_it_decodes_to(
 def test_it_streams_and_a_reader_that_leaves_ends_it(tmp_path: Path) -> None:
     """What waits for the client to leave asks again for the same connection."""
     with running(tmp_path, policy="observe") as service:
-        body = ROUTES["/v1/chat/completions"] | {"stream": True}
-        packed = gzip.compress(json.dumps(body).encode())
+        packed = gzip.compress(json.dumps(request_of(CHAT, stream=True)).encode())
         answer = httpx.post(
-            f"{service.url}/v1/chat/completions",
+            service.url + CHAT.route,
             content=packed,
             timeout=30,
             headers=JSON | {"content-encoding": "gzip"},
@@ -186,8 +168,7 @@ def test_a_transfer_coding_that_is_no_chunks_is_refused_by_name(app: App, coding
     refused = app.client.post(
         "/score", content=iter([ASKED]), headers=JSON | {"transfer-encoding": coding}
     )
-    error = refused.json()["error"]
-    assert (refused.status_code, error["code"]) == (415, "unknown_encoding")
+    error = check_error(refused, 415, code="unknown_encoding")
     assert f"Transfer-Encoding {coding[:80]!r} is not taken, only chunked" in error["message"]
     taken = app.client.post(
         "/score", content=iter([ASKED]), headers=JSON | {"transfer-encoding": "Chunked"}

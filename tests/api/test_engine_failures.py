@@ -6,45 +6,22 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from service.annexes.guardrails import (
-    CLASSIFY_ROUTE,
-    CONTENTS_DETECTOR,
-    LITELLM_ROUTE,
-    MESSAGES_DETECTOR,
-)
 from service.errors import EngineBusy
 from service.serving import observers
 from tests.engine_kinds import KINDS
-from tests.kit.api import MESSAGES, RESPONSES, WIRES, request_of, stream_events
-from tests.running import App
+from tests.kit.api import MESSAGES, RESPONSES, WIRES, bodies_by_route, request_of, stream_events
+from tests.running import App, app_of_module
 
 SECRET = "a detail that no caller is told"
 OPEN = {"threshold": 1.0}
-DETECTOR = {"detector-id": "hallutracer"}
-BODIES: dict[str, dict[str, Any]] = {
-    **{wire.route: request_of(wire, chosen=OPEN) for wire in WIRES.values()},
-    CLASSIFY_ROUTE: {"inputs": "a"},
-    LITELLM_ROUTE: {
-        "input_type": "request",
-        "request_data": {},
-        "litellm_version": "1",
-        "texts": ["a"],
-    },
-    CONTENTS_DETECTOR: {"contents": ["a"], "detector_params": {}},
-    MESSAGES_DETECTOR: {"messages": [{"role": "user", "content": "a"}], "detector_params": {}},
-}
+BODIES = bodies_by_route("a")
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def app(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[App]:
-    with App(tmp_path_factory.mktemp("service"), request.param).started() as app:
-        app.engine.answer = "x" * 400
-        yield app
+app = app_of_module(kinds=KINDS, answer="x" * 400)
 
 
 def counted(app: App) -> dict[str, float]:
@@ -72,8 +49,7 @@ def check_logged(caplog: pytest.LogCaptureFixture, request_id: str) -> None:
 def test_a_prefill_that_fails(app: App, route: str, caplog: pytest.LogCaptureFixture) -> None:
     before = counted(app)
     app.engine.fail = RuntimeError(SECRET)
-    headers = DETECTOR | {"x-request-id": "mine-1"}
-    response = app.client.post(route, json=BODIES[route], headers=headers)
+    response = app.client.post(route, json=BODIES[route], headers={"x-request-id": "mine-1"})
     app.engine.fail = None
     assert (response.status_code, SECRET in response.text) == (500, False), response.text
     assert counted(app) == before | {"engine_error": before["engine_error"] + 1}

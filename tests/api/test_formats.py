@@ -1,29 +1,33 @@
-"""Formats of answers, through the real ``openai`` and ``anthropic`` packages: of a real model, and
-of the gate before it."""
+"""Formats of answers: of a real model in each protocol and through the real ``openai`` and
+``anthropic`` packages, and of the gate before it."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal
 
-import anthropic
 import httpx
 import openai
 import pytest
 from pydantic import BaseModel
 
+from service.api.openai_schema import ChatRequest
+from service.engines.base import Sampling
+from service.engines.formats import Format
+from service.judging.guarantee import decoding_violations
 from service.policies.guard import Action, Policy
 from service.serving.admission import MAX_FORMATS_OF_CALLER
 from tests import running as scripted
+from tests.api.test_clients import anthropic_client, openai_client
 from tests.engines import tiny
-from tests.kit.api import CHAT as CHATS
+from tests.kit.api import CHAT, MESSAGES, RESPONSES, Wire, note_of, request_of, stream_events
 from tests.kit.bundles import make_draft
 from tests.running import Running, service_of_module
 
+REFUSAL = "I am not sure."
 POLICIES = {
-    "gate": Policy("gate", Action.ABSTAIN, message="I am not sure."),
+    "gate": Policy("gate", Action.ABSTAIN, message=REFUSAL),
     "warn": Policy("warn", Action.ANNOTATE, message="Careful."),
 }
 SCHEMA: dict[str, Any] = {
@@ -32,12 +36,20 @@ SCHEMA: dict[str, Any] = {
     "required": ["city"],
     "additionalProperties": False,
 }
-CHAT = {"type": "json_schema", "json_schema": {"name": "city", "schema": SCHEMA, "strict": True}}
-RESPONSES = {"type": "json_schema", "name": "city", "schema": SCHEMA, "strict": True}
-MESSAGES = {"type": "json_schema", "schema": SCHEMA}
-USER = [{"role": "user", "content": "Who?"}]
-TOOLS = CHATS.tools
-EVERYTHING, NOTHING = {"hallutracer_threshold": 0.0}, {"hallutracer_threshold": 1.0}
+NAMED = {"name": "city", "schema": SCHEMA, "strict": True}
+OF_CHATS = {"type": "json_schema", "json_schema": NAMED}
+OF_RESPONSES = {"type": "json_schema"} | NAMED
+OF_MESSAGES = {"type": "json_schema", "schema": SCHEMA}
+# How each protocol asks for the format.  LiteLLM sends the last one's older name.
+FORMATS: dict[str, tuple[Wire, dict[str, Any]]] = {
+    "chat": (CHAT, {"response_format": OF_CHATS}),
+    "responses": (RESPONSES, {"text": {"format": OF_RESPONSES}}),
+    "messages": (MESSAGES, {"output_config": {"format": OF_MESSAGES}}),
+    "messages, by the older name": (MESSAGES, {"output_format": OF_MESSAGES}),
+}
+EACH = pytest.mark.parametrize("name", FORMATS)
+USER: Any = [{"role": "user", "content": "Who?"}]
+EVERYTHING, NOTHING = {"threshold": 0.0}, {"threshold": 1.0}
 
 
 class City(BaseModel):
@@ -57,158 +69,97 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 script = service_of_module(policies=POLICIES, takes_tools=True)
 
 
-def client_of(service: Running) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0, timeout=60)
+def ask(service: Running, name: str = "chat", status: int = 200, **options: Any) -> httpx.Response:
+    """Ask by ``request_of``'s options for an answer of the format, unless they name another."""
+    wire, format_fields = FORMATS[name]
+    model = {"model": service.engine.identity.model}
+    body = request_of(wire, USER, **{"tokens": 100, "chosen": NOTHING} | options)
+    response = httpx.post(service.url + wire.route, json=format_fields | body | model, timeout=60)
+    assert response.status_code == status, response.text
+    return response
 
 
-def model_of(service: Running) -> str:
-    return str(service.engine.identity.model)
+def text_of(wire: Wire, response: httpx.Response) -> str:
+    """The answer's text, whole or of a stream."""
+    if response.headers["content-type"] == "application/json":
+        document = response.json()
+        if wire is CHAT:
+            return str(document["choices"][0]["message"]["content"])
+        content = document["output"][0]["content"] if wire is RESPONSES else document["content"]
+        return str(content[0]["text"])
+    pieces = list[str]()
+    for event in stream_events(response.text):
+        if wire is CHAT and event != "[DONE]":
+            pieces.append(event["choices"][0]["delta"].get("content") or "")
+        elif wire is RESPONSES and event["type"] == "response.output_text.delta":
+            pieces.append(event["delta"])
+        elif wire is MESSAGES and event["type"] == "content_block_delta":
+            pieces.append(event["delta"]["text"])
+    return "".join(pieces)
 
 
-def chat(service: Running, xargs: dict[str, Any], **given: Any) -> Any:
-    asked = {"messages": USER, "response_format": CHAT, "seed": 3, "max_tokens": 100} | given
-    return client_of(service).chat.completions.create(
-        model=model_of(service), extra_body={"vllm_xargs": xargs}, **asked
-    )
+@EACH
+def test_answers_and_streams_are_of_the_schema(service: Running, name: str) -> None:
+    wire, _ = FORMATS[name]
+    for chosen, message in ((NOTHING, None), (EVERYTHING | {"policy": "warn"}, "Careful.")):
+        whole = ask(service, name, chosen=chosen)
+        text = text_of(wire, whole)
+        City.model_validate_json(text)
+        assert any(f'"{end}"' in whole.text for end in ("stop", "completed", "end_turn"))
+        assert note_of(whole.json())["data"][0].get("message") == message
+        assert text_of(wire, ask(service, name, chosen=chosen, stream=True)) == text
+        assert wire is not RESPONSES or whole.json()["text"]["format"] == OF_RESPONSES
 
 
-def respond(service: Running, xargs: dict[str, Any], **given: Any) -> Any:
-    asked = {"input": "Who?", "text": {"format": RESPONSES}, "max_output_tokens": 100} | given
-    more = {"seed": 3, "vllm_xargs": xargs}
-    return client_of(service).responses.create(model=model_of(service), extra_body=more, **asked)
-
-
-def anthropics(service: Running) -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=service.url, api_key="none", max_retries=0, timeout=60)
-
-
-def message(service: Running, xargs: dict[str, Any], **given: Any) -> Any:
-    asked = {"messages": USER, "output_config": {"format": MESSAGES}, "max_tokens": 100} | given
-    more = {"seed": 3, "vllm_xargs": xargs} | asked.pop("extra_body", {})
-    return anthropics(service).messages.create(model=model_of(service), extra_body=more, **asked)
-
-
-def test_messages_and_their_streams_are_of_the_schema(service: Running) -> None:
-    whole = message(service, NOTHING)
-    City.model_validate_json(whole.content[0].text)
-    assert whole.stop_reason == "end_turn"
-    events = list(message(service, NOTHING, stream=True))
-    pieces = [event.delta.text for event in events if event.type == "content_block_delta"]
-    assert "".join(pieces) == whole.content[0].text
-    # The field's older name, which LiteLLM sends.
-    older = message(
-        service, NOTHING, output_config=anthropic.omit, extra_body={"output_format": MESSAGES}
-    )
-    assert older.content[0].text == whole.content[0].text
-    parsed = anthropics(service).messages.parse(
-        model=model_of(service),
-        messages=USER,
-        max_tokens=100,
-        output_format=City,
-        extra_body={"seed": 3, "vllm_xargs": NOTHING},
-    )
-    assert isinstance(parsed.parsed_output, City)
-
-
-def test_a_withheld_message_is_not_forced_through_the_grammar(service: Running) -> None:
+@EACH
+def test_a_withheld_answer_is_not_forced_through_the_grammar_and_decodes_nothing(
+    service: Running, name: str
+) -> None:
     before = service.engine.counters.decode_steps
-    withheld = message(service, EVERYTHING)
-    assert (withheld.stop_reason, withheld.content[0].text) == ("refusal", "I am not sure.")
+    for stream in (False, True):
+        assert f'"{REFUSAL}"' in ask(service, name, chosen=EVERYTHING, stream=stream).text
     assert service.engine.counters.decode_steps == before
-    warned = EVERYTHING | {"hallutracer_policy": "warn"}
-    whole = message(service, warned)
-    City.model_validate_json(whole.content[0].text)
-    assert whole.model_extra["hallutracer"]["data"][0]["message"] == "Careful."
-    events = list(message(service, warned, stream=True))
-    pieces = [event.delta.text for event in events if event.type == "content_block_delta"]
-    assert "".join(pieces) == whole.content[0].text
+
+
+def test_other_formats_of_chats(service: Running) -> None:
+    listed = ask(service, response_format={"type": "json_object"}, tokens=3)
+    assert text_of(CHAT, listed)[0] == "{"
+    assert '"length"' in listed.text
+    texts = [
+        text_of(CHAT, ask(service, response_format=form, tokens=6))
+        for form in ({"type": "text"}, None)
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_the_packages_parse_what_comes(service: Running) -> None:
+    client, model = openai_client(service), service.engine.identity.model
+    opened, shut = (
+        {"model": model, "extra_body": {"seed": 3, "vllm_xargs": {"hallutracer_threshold": at}}}
+        for at in (1.0, 0.0)
+    )
+    chat: Any = {"messages": USER, "response_format": City, "max_tokens": 100}
+    parsed = client.chat.completions.parse(**chat, **opened)
+    assert isinstance(parsed.choices[0].message.parsed, City)
+    response = client.responses.parse(input="Who?", text_format=City, **opened)
+    assert isinstance(response.output_parsed, City)
+    with pytest.raises(openai.ContentFilterFinishReasonError) as refused:
+        client.chat.completions.parse(**chat, **shut)
+    assert refused.value.completion.choices[0].message.refusal == REFUSAL
+    message = anthropic_client(service).messages.parse(
+        messages=USER, max_tokens=100, output_format=City, **opened
+    )
+    assert isinstance(message.parsed_output, City)
 
 
 def test_a_format_of_messages_is_given_once_and_without_tools(script: Running) -> None:
-    with pytest.raises(anthropic.BadRequestError, match="'output_format' and 'output_config"):
-        message(script, NOTHING, extra_body={"output_format": MESSAGES})
-    tools: Any = [{"name": "find", "input_schema": {"type": "object"}}]
-    with pytest.raises(anthropic.BadRequestError, match="'tools' exclude each other"):
-        message(script, NOTHING, tools=tools)
-    counted = anthropics(script).messages.count_tokens(
-        model=model_of(script), messages=USER, output_config={"format": MESSAGES}
+    twice = ask(script, "messages", 400, output_format=OF_MESSAGES)
+    assert "'output_format' and 'output_config" in twice.text
+    assert "'tools' exclude each other" in ask(script, "messages", 400, tools=MESSAGES.tools).text
+    counted = anthropic_client(script).messages.count_tokens(
+        model="scripted", messages=USER, output_config={"format": OF_MESSAGES}
     )
     assert counted.input_tokens > 0
-
-
-def test_answers_and_streams_are_of_the_schema(service: Running) -> None:
-    whole = chat(service, NOTHING).choices[0]
-    assert whole.finish_reason == "stop"
-    City.model_validate_json(whole.message.content)
-    chunks = list(chat(service, NOTHING, stream=True))
-    assert (
-        "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.message.content
-    )
-    result = respond(service, NOTHING)
-    City.model_validate_json(result.output_text)
-    assert (result.status, result.text.to_dict()["format"]) == ("completed", RESPONSES)
-    last = list(respond(service, NOTHING, stream=True))[-1]
-    assert (last.type, last.response.output_text) == ("response.completed", result.output_text)
-    listed = chat(service, NOTHING, response_format={"type": "json_object"}, max_tokens=3).choices[
-        0
-    ]
-    assert (listed.finish_reason, listed.message.content[0]) == ("length", "{")
-    free = chat(
-        service, NOTHING, response_format={"type": "text"}, max_tokens=6, temperature=0
-    ).choices[0]
-    assert (
-        free.message.content
-        == chat(service, NOTHING, response_format=openai.omit, max_tokens=6, temperature=0)
-        .choices[0]
-        .message.content
-    )
-
-
-def test_the_package_parses_what_comes(service: Running) -> None:
-    client = client_of(service)
-    same = {"model": model_of(service), "extra_body": {"seed": 3, "vllm_xargs": NOTHING}}
-    parsed = client.chat.completions.parse(
-        messages=USER, response_format=City, max_tokens=100, **same
-    )
-    assert isinstance(parsed.choices[0].message.parsed, City)
-    assert isinstance(
-        client.responses.parse(input="Who?", text_format=City, **same).output_parsed, City
-    )
-    withheld = same | {"extra_body": {"vllm_xargs": EVERYTHING}}
-    with pytest.raises(openai.ContentFilterFinishReasonError) as refused:
-        client.chat.completions.parse(messages=USER, response_format=City, **withheld)
-    assert refused.value.completion.choices[0].message.refusal == "I am not sure."
-
-
-def test_a_withheld_answer_is_not_forced_through_the_grammar_and_decodes_nothing(
-    service: Running,
-) -> None:
-    before = service.engine.counters.decode_steps
-    choice = chat(service, EVERYTHING).choices[0]
-    assert (choice.message.refusal, choice.message.content, choice.finish_reason) == (
-        "I am not sure.",
-        None,
-        "content_filter",
-    )
-    for found in (
-        respond(service, EVERYTHING),
-        list(respond(service, EVERYTHING, stream=True))[-1].response,
-    ):
-        assert (found.status, found.output[0].content[0].refusal) == (
-            "incomplete",
-            "I am not sure.",
-        )
-    assert service.engine.counters.decode_steps == before
-
-
-def test_a_warning_does_not_spoil_the_format(service: Running) -> None:
-    xargs = EVERYTHING | {"hallutracer_policy": "warn"}
-    result = chat(service, xargs)
-    City.model_validate_json(result.choices[0].message.content)
-    assert result.model_extra["hallutracer"]["data"][0]["message"] == "Careful."
-    text = "".join(one.choices[0].delta.content or "" for one in chat(service, xargs, stream=True))
-    City.model_validate_json(text)
-    City.model_validate_json(respond(service, xargs).output_text)
 
 
 def test_while_a_format_is_compiled_others_are_served_and_few_wait(script: Running) -> None:
@@ -220,44 +171,32 @@ def test_while_a_format_is_compiled_others_are_served_and_few_wait(script: Runni
             assert go.wait(60)
 
     script.engine.before = before
-    asked = [
-        threading.Thread(target=chat, args=(script, NOTHING)) for _ in range(MAX_FORMATS_OF_CALLER)
-    ]
+    waiting = [threading.Thread(target=ask, args=(script,)) for _ in range(MAX_FORMATS_OF_CALLER)]
     try:
-        for one in asked:
-            one.start()
+        for thread in waiting:
+            thread.start()
         assert began.wait(60)
         lane = script.state.tokenizing._formats.pending
         scripted.until(lambda: lane.total() == MAX_FORMATS_OF_CALLER)
-        assert chat(script, NOTHING, response_format=openai.omit).choices[0].finish_reason == "stop"
+        ask(script, response_format=None)
         assert httpx.get(f"{script.url}/health/ready").status_code == 200
-        with pytest.raises(openai.RateLimitError, match="for their formats"):
-            chat(script, NOTHING)
+        assert "for their formats" in ask(script, status=429).text
     finally:
         go.set()
         script.engine.before = None
-        for one in asked:
-            one.join()
+        for thread in waiting:
+            thread.join()
     # Tools that the model is not told of and a format exclude nothing; told: refusals.json.
-    answer = chat(script, NOTHING, tools=TOOLS, tool_choice="none")
-    assert answer.choices[0].finish_reason == "stop"
+    ask(script, tools=CHAT.tools, tool_choice="none")
 
 
 def test_a_format_voids_the_guarantee() -> None:
-    from service.engines.base import Sampling
-    from service.engines.formats import Format
-    from service.judging.guarantee import decoding_violations
-
-    [said] = decoding_violations(
-        make_draft().manifest, Sampling(format=Format("{}", "text.format"))
-    )
-    assert "format" in said
+    sampling = Sampling(format=Format("{}", "text.format"))
+    [reason] = decoding_violations(make_draft().manifest, sampling)
+    assert "format" in reason
 
 
-def test_another_server_is_sent_the_format_as_it_came(tmp_path: Path) -> None:
-    from service.api.openai_schema import ChatRequest
-
-    schema = SCHEMA | {"default": None}
-    asked = CHAT | {"json_schema": {"name": "city", "schema": schema}}
+def test_another_server_is_sent_the_format_as_it_came() -> None:
+    asked = OF_CHATS | {"json_schema": {"name": "city", "schema": SCHEMA | {"default": None}}}
     body = ChatRequest.model_validate({"model": "m", "messages": USER, "response_format": asked})
     assert body.model_dump(mode="json", exclude_none=True)["response_format"] == asked

@@ -297,16 +297,16 @@ def one(port: int, number: int, seed: int, wait_s: float, tally: Tally) -> None:
         tally.faults.append(f"{where}: {len(result)} answers to {requests} requests")
 
 
-def answers_to_requests(found: list[tuple[int, bytes]]) -> list[tuple[int, bytes]]:
+def answers_to_requests(answers: list[tuple[int, bytes]]) -> list[tuple[int, bytes]]:
     """All answers but the refusal of what follows the last request, as a byte too many in a later
     packet."""
     if (
-        len(found) > 1
-        and found[-1][0] == NotHttp.status
-        and json.loads(found[-1][1])["error"]["code"] == NotHttp.code
+        len(answers) > 1
+        and answers[-1][0] == NotHttp.status
+        and json.loads(answers[-1][1])["error"]["code"] == NotHttp.code
     ):
-        return found[:-1]
-    return found
+        return answers[:-1]
+    return answers
 
 
 def attack(port: int, count: int, seed: int, wait_s: float = 0.3, clients: int = 12) -> Tally:
@@ -410,16 +410,16 @@ def test_the_fuzzer_would_tell(monkeypatch: pytest.MonkeyPatch, reply: bytes, me
     assert any(message in fault for fault in tally.faults), tally.faults[:3]
 
 
-@pytest.mark.parametrize("rest", [b"}", b"GET", b"\0" * 100])
+@pytest.mark.parametrize("further", [b"}", b"GET", b"\0" * 100])
 def test_what_follows_a_request_in_a_later_packet_is_refused_and_no_answer_to_it(
-    service: Running, rest: bytes
+    service: Running, further: bytes
 ) -> None:
     with socket.create_connection(("127.0.0.1", service.port), timeout=30) as connection:
         connection.sendall(PLAIN)
         answer = b""
         while not list(responses(answer)):
             answer += connection.recv(65_536)
-        connection.sendall(rest + b"\r\n\r\n")
+        connection.sendall(further + b"\r\n\r\n")
         while piece := connection.recv(65_536):
             answer += piece
     result = list(responses(answer))

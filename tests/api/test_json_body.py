@@ -30,11 +30,8 @@ from service.serving.admission import OneAtATime
 from tests.running import App, app_of_module
 
 JSON = {"content-type": "application/json"}
-CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
-COUNT = "/v1/messages/count_tokens"
-TEXT = "/v1/completions"
+CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 LITELLM = "/beta/litellm_basic_guardrail_api"
-CONTENTS, DETECTED = "/api/v1/text/contents", "/api/v1/text/chat"
 
 
 app = app_of_module()
@@ -43,40 +40,18 @@ app = app_of_module()
 NUMBERS = ("[" + "1," * MOST_ELEMENTS + "1]").encode()
 NAMES = ("{" + ",".join(f'"{n}":1' for n in range(MOST_KEYS + 1)) + "}").encode()
 LISTS = b"[" + b"[]," * MOST_CONTAINERS + b"[]]"
-MANY: dict[
-    str, tuple[str, bytes, str]
-] = {  # route, body with a place for what is too much, what there is too much of
-    "a tool of Anthropic's": (
-        MESSAGES,
-        b'{"messages":[],"tools":[{"name":"f","input_schema":{"enum":%b}}]}',
-        "values",
-    ),
-    "the same, counted": (
-        COUNT,
-        b'{"messages":[],"tools":[{"name":"f","input_schema":{"enum":%b}}]}',
-        "values",
-    ),
+# Route, body with a place for what is too much, what there is too much of.  Of further routes:
+# refusals.json.
+MANY: dict[str, tuple[str, bytes, str]] = {
     "a function": (
         RESPONSES,
         b'{"input":"a","tools":[{"parameters":{"enum":%b}}],"tool_choice":"none"}',
         "values",
     ),
-    "a function of a chat": (
-        CHAT,
-        b'{"tools":[{"function":{"parameters":{"enum":%b}}}]}',
-        "values",
-    ),
-    "a format": (CHAT, b'{"response_format":{"json_schema":{"schema":{"enum":%b}}}}', "values"),
-    "a format of a response": (RESPONSES, b'{"text":{"format":{"schema":{"enum":%b}}}}', "values"),
-    "token ids": ("/score", b'{"input_ids":%b}', "values"),
-    "token ids of a text": (TEXT, b'{"prompt":%b}', "values"),
     "a bias": (CHAT, b'{"logit_bias":%b}', "keys"),
     "options": ("/score", b'{"prompt":"a","generate":%b}', "keys"),
     "what is not read": (LITELLM, b'{"texts":["a"],"x":%b}', "keys"),
     "texts": ("/classify", b'{"inputs":%b}', "lists and objects"),
-    "contents": (CONTENTS, b'{"contents":%b}', "lists and objects"),
-    "a chat": (DETECTED, b'{"messages":%b}', "lists and objects"),
-    "a label": ("/v1/feedback", b'{"id":%b}', "lists and objects"),
 }
 
 
@@ -163,37 +138,6 @@ def test_a_value_is_measured_no_further_than_its_limits() -> None:
 
 
 # --- where a long body is read ---
-
-LONG = b" " * INLINE
-
-
-def test_a_long_body_that_is_no_json_is_refused_in_the_same_words(app: App) -> None:
-    for body in (b"{", b"\xff", b'{"prompt": "a", "prompt": "b"}', b"[" * 8000):
-        short, long = (
-            app.client.post("/score", content=one, headers=JSON) for one in (body, LONG + body)
-        )
-        assert (short.status_code, long.status_code) == (400, 400)
-        assert (
-            long.json()["error"]["message"].partition(", at")[0]
-            == short.json()["error"]["message"].partition(", at")[0]
-        )
-
-
-def test_a_number_of_many_digits_is_refused_before_it_is_read(app: App) -> None:
-    for digits in (101, 4300, 4_000_000):
-        answer = app.client.post(
-            "/score", content=b'{"input_ids": [' + b"9" * digits + b"]}", headers=JSON
-        )
-        assert answer.status_code == 400
-        assert (
-            f"a number has {digits} digits; at most 100 are taken"
-            in answer.json()["error"]["message"]
-        )
-    text, number = "3" * 5000, int("9" * 100)
-    assert json_body.parse(json.dumps({"a": text, "b": [number, -1]}).encode()) == {
-        "a": text,
-        "b": [number, -1],
-    }
 
 
 def test_only_a_long_body_is_read_in_a_thread(app: App, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
-import httpx
 import pytest
 from anthropic.types import ErrorResponse, MessageTokensCount
 
@@ -16,7 +15,7 @@ from tests.api.test_auth import named
 from tests.api.test_clients import USER as ASKED
 from tests.api.test_clients import anthropic_client as client_of
 from tests.api.test_protocols import FIRST
-from tests.kit.api import MESSAGES
+from tests.kit.api import MESSAGES, check_error
 from tests.running import App, Running, running, service_of_module
 
 TOOLS = MESSAGES.tools
@@ -53,12 +52,6 @@ def test_it_is_what_messages_reads(service: Running, name: str) -> None:
     assert result.input_tokens == read.input_tokens + (read.cache_read_input_tokens or 0)
 
 
-def test_what_is_told_to_the_model_counts(service: Running) -> None:
-    counts = {name: count(service, **given).input_tokens for name, given in ASKS.items()}
-    assert counts["a question"] < counts["a system message"] < counts["tools"]
-    assert counts["tools"] < counts["calls and results"]
-
-
 def test_more_than_the_context_holds_is_counted(service: Running) -> None:
     long = [{"role": "user", "content": "a" * 5000}]
     assert count(service, messages=long).input_tokens > 5000 > service.engine.identity.max_tokens
@@ -70,19 +63,9 @@ def test_more_than_the_context_holds_is_counted(service: Running) -> None:
         count(service, messages=[{"role": "user", "content": "a" * 70_000}])
 
 
-def test_special_tokens_are_refused_where_they_are_elsewhere(tmp_path: Path) -> None:
-    body = {"model": "scripted", "messages": [{"role": "user", "content": "a<|end|>"}]}
-    for refuses, status in ((True, 400), (False, 200)):
-        with App(tmp_path / str(refuses), refuse_special_tokens=refuses).started() as app:
-            assert app.client.post(COUNT_ROUTE, json=body).status_code == status
-
-
 def test_it_takes_a_key_and_not_what_the_key_may_not_choose(tmp_path: Path) -> None:
     keys = [named("mine"), named("held", policies=("block",))]
     with running(tmp_path, api_keys=keys, callers_may=(), policies=FIRST) as service:
-        with pytest.raises(anthropic.AuthenticationError):
-            count(service, "other")
-        assert httpx.post(service.url + COUNT_ROUTE, json={}).status_code == 401
         assert count(service, "mine").input_tokens == count(service, "held").input_tokens > 0
         with pytest.raises(anthropic.NotFoundError) as refused:
             count(service, "mine", model="other")
@@ -92,4 +75,4 @@ def test_it_takes_a_key_and_not_what_the_key_may_not_choose(tmp_path: Path) -> N
 def test_before_the_model_is_loaded_it_says_so(tmp_path: Path) -> None:
     app = App(tmp_path)  # never started
     answer = app.client.post(COUNT_ROUTE, json={"model": "scripted", "messages": ASKED})
-    assert (answer.status_code, answer.json()["error"]["type"]) == (503, "overloaded_error")
+    check_error(answer, 503, type="overloaded_error")

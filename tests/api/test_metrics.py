@@ -194,6 +194,7 @@ def test_series_are_there_before_the_first_request() -> None:
             **{f'prompts_total{{{OF},decision="{decision}"}}': 0 for decision in Decision},
             f'risk_bucket{{{OF},le="0.5"}}': 0,
             f"flagged_total{{{OF}}}": 0,
+            f"no_fact_total{{{OF}}}": 0,
             f'bundle_info{{{OF},digest="sha256:ab"}}': 1,
             f'build_info{{version="{__version__}"}}': 1,
             "ready": 0,
@@ -335,8 +336,8 @@ def test_processes_that_share_a_folder_add_up_and_a_dead_one_takes_its_gauges(
 ) -> None:
     writers = [process(WRITER.format(times=times), tmp_path) for times in (3, 4, 5)]
     try:
-        for one in writers:
-            assert line(one.stdout) == "written", one.communicate(timeout=60)[1]
+        for writer in writers:
+            assert line(writer.stdout) == "written", writer.communicate(timeout=60)[1]
         check(
             read(tmp_path),
             {
@@ -370,12 +371,14 @@ def test_processes_that_share_a_folder_add_up_and_a_dead_one_takes_its_gauges(
             },
         )
         assert not [
-            file for one in (closed, killed) for file in tmp_path.glob(f"gauge_live*_{one.pid}.db")
+            file
+            for writer in (closed, killed)
+            for file in tmp_path.glob(f"gauge_live*_{writer.pid}.db")
         ]
     finally:
-        for one in writers:
-            one.kill()
-            one.communicate()
+        for writer in writers:
+            writer.kill()
+            writer.communicate()
 
 
 @pytest.mark.parametrize("case", ["missing", "a file", "read-only", "empty"])

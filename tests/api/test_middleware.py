@@ -21,29 +21,9 @@ from service.engines.checks import SEGMENT, check_length
 from service.errors import BodiesFull, PromptTooLong
 from service.json_limits import MOST_CONTAINERS
 from tests.matching import Held
-from tests.running import App, Served, app_of_module, listening, until
+from tests.running import Served, listening, until
 from tests.scripted_engine import ScriptedEngine
 from tests.serve_process import serve
-
-app = app_of_module()
-
-
-@pytest.mark.parametrize(
-    ("body", "status", "message"),
-    [
-        (b'{"input_ids": [' + b"[]," * 1_000_000 + b"[]]}", 413, "lists and objects"),
-        (b'{"prompt": "a", "x": [' + b"{}," * 1_000_000 + b"{}]}", 413, "lists and objects"),
-        (b'{"prompt": "' + b"[{" * 100_000, 400, "not valid JSON"),
-        (b"[" * 100_000, 413, "lists and objects"),
-        (b'{"prompt": "' + b"a" * (4 * 2**20) + b'"}', 413, "larger than"),
-    ],
-    ids=range(5),
-)
-def test_large_bodies_that_nobody_means(app: App, body: bytes, status: int, message: str) -> None:
-    answer = app.client.post("/score", content=body, headers={"content-type": "application/json"})
-    assert (answer.status_code, message in answer.json()["error"]["message"]) == (status, True), (
-        answer.text
-    )
 
 
 def test_brackets_in_texts_are_not_counted() -> None:

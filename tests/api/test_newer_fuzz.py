@@ -19,7 +19,7 @@ from openai.types.shared import ErrorObject
 from service.access.routes import MESSAGES_ROUTE, RESPONSES_ROUTE
 from service.errors import EngineError
 from tests.api import test_no_token as every_route
-from tests.api.protocols import NEW, body_of
+from tests.kit.api import MESSAGES, RESPONSES, request_of, send_to
 from tests.running import App, until
 
 SHORT, LONG = 500, 20_000
@@ -43,6 +43,7 @@ CALLED = (
     "function_call",
 )  # of these three nothing is in an answer that is withheld
 
+NEW = {wire.route: wire for wire in (RESPONSES, MESSAGES)}
 # By route, values of what belongs to tools, beside those of every route.
 TOOLS = {
     RESPONSES_ROUTE: every_route.FIELDS["tools of responses"],
@@ -54,11 +55,11 @@ XARGS = {"vllm_xargs": every_route.FIELDS["openai"]["vllm_xargs"]}
 def request(number: int) -> tuple[str, bytes]:
     """A path and a body: as for every route, or well formed but for two fields at most, often with
     tools."""
-    path, content = every_route.request(number, "scripted", NEW)
+    path, content = every_route.request(number, "scripted", list(NEW))
     draw = Random(-number)
     if draw.random() < 0.5:
         return path, content
-    body = body_of(path, stream=draw.random() < 0.5)
+    body = request_of(NEW[path], stream=draw.random() < 0.5)
     body |= {"tools": TOOLS[path]["tools"][0]} if draw.random() < 0.3 else {}
     for _ in range(draw.choice((0, 1, 2))):
         values = draw.choice((TOOLS[path], every_route.BY_ROUTE[path], XARGS))
@@ -95,16 +96,16 @@ def check_all(app: App, requests: int) -> Counter[tuple[str, int]]:
         )
         text, status = response.text, response.status_code
         seen[path, status] += 1
-        told = f"request {number}: {content[:600]!r}: {status} {text[:600]}"
-        assert status < 500, told
+        context = f"request {number}: {content[:600]!r}: {status} {text[:600]}"
+        assert status < 500, context
         assert not any(mark in text or json.dumps(mark)[1:-1] in text for mark in MARKS), (
-            f"a token: {told}"
+            f"a token: {context}"
         )
         if status == 200:
-            assert not any(mark in text for mark in CALLED), f"a token: {told}"
-            assert not every_route.answered(text), f"answered: {told}"
+            assert not any(mark in text for mark in CALLED), f"a token: {context}"
+            assert not every_route.answered(text), f"answered: {context}"
             assert app.engine.counters.decode_steps == decoded or b'"tools"' in content, (
-                f"decoded: {told}"
+                f"decoded: {context}"
             )
         else:
             checked_error(path, status, response.json(), response.headers["x-request-id"])
@@ -113,7 +114,7 @@ def check_all(app: App, requests: int) -> Counter[tuple[str, int]]:
 
 def risk(app: App, path: str) -> float:
     """That of a sound request, which is withheld."""
-    answer = app.client.post(path, json=body_of(path)).raise_for_status().json()["hallutracer"]
+    answer = send_to(app, NEW[path]).json()["hallutracer"]
     assert answer["data"][0]["decision"] == "abstain"
     return float(answer["data"][0]["risk"])
 

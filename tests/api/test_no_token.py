@@ -17,16 +17,13 @@ from fastapi.testclient import TestClient
 
 from probes_store.store import SHIPPED, Store
 from service.access.routes import ANSWER_ROUTES, MESSAGES_ROUTE, RESPONSES_ROUTE, SCORE_ROUTES
-from service.api.app import create_app
 from service.demo import MODEL_DIR
 from service.engines.base import Counters, EngineOptions
 from service.engines.scheduler import Scheduled
 from service.engines.transformers.engine import TransformersEngine
 from service.scoring import Scorer
-from service.serving.service import Service
-from service.settings import ServiceSettings
 from tests.kit.api import whole
-from tests.running import App, until
+from tests.running import App, in_process
 
 # By route, values of each field, right ones and wrong ones.
 FIELDS: dict[str, dict[str, list[Any]]] = whole(
@@ -57,11 +54,11 @@ def request(number: int, model: str, routes: Sequence[str] = ANSWER_ROUTES) -> t
         text = text[:-1] + ', "policy": "observe"}'  # perhaps a key twice
     content = text.encode(draw.choice(["utf-8"] * 18 + ["utf-16", "utf-8-sig"]))
     if draw.random() < 0.1:
-        place = draw.randrange(len(content))
+        position = draw.randrange(len(content))
         content = (
-            content[:place]
+            content[:position]
             + bytes([draw.randrange(256)])
-            + content[place + draw.choice([0, 1, 50]) :]
+            + content[position + draw.choice([0, 1, 50]) :]
         )
     return path, content
 
@@ -115,17 +112,19 @@ def responses(client: TestClient, requests: int) -> Iterator[tuple[str, bytes, s
         path, content = request(number, model)
         response = client.post(path, content=content, headers={"content-type": "application/json"})
         statuses[response.status_code] += 1
-        told = f"request {number}: {content[:600]!r}: {response.status_code} {response.text[:600]}"
-        assert response.status_code < 500 or response.status_code == 504, told
-        yield told, content, response.text
+        context = (
+            f"request {number}: {content[:600]!r}: {response.status_code} {response.text[:600]}"
+        )
+        assert response.status_code < 500 or response.status_code == 504, context
+        yield context, content, response.text
     assert {200, 400, 403, 404, 422} <= set(statuses), statuses
     assert statuses[200] > requests // 10, statuses
 
 
 def check_all(client: TestClient, counters: Counters, requests: int) -> None:
-    for told, _, text in responses(client, requests):
-        assert not answered(text), told
-        assert counters.decode_steps == 0, told
+    for context, _, text in responses(client, requests):
+        assert not answered(text), context
+        assert counters.decode_steps == 0, context
 
 
 def test_no_request_gets_a_token(tmp_path: Path) -> None:
@@ -137,12 +136,8 @@ def test_no_request_gets_a_token(tmp_path: Path) -> None:
 def test_no_request_gets_a_token_of_the_demo_model() -> None:
     engine = Scheduled(TransformersEngine.load(EngineOptions(model=str(MODEL_DIR))))
     store = Store(Path("/nonexistent"), fallbacks=[SHIPPED])
-    state = Service(
-        lambda: {name: Scorer(engine, store.load(name)) for name in ("demo", "demo-fused")},
-        settings=ServiceSettings(policy="gate", threshold=0.0),
-    )
-    with TestClient(create_app(state)) as client:
-        until(lambda: state.lifecycle.is_ready)
+    scorers = {name: Scorer(engine, store.load(name)) for name in ("demo", "demo-fused")}
+    with in_process(lambda: scorers, policy="gate", threshold=0.0) as client:
         check_all(client, engine.counters, 5000)
 
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-import openai
 import pytest
 
 from service.policies.guard import Action, Policy
-from tests.engine_kinds import KINDS
-from tests.kit.api import CHAT, QUESTION, TEXT, note_of, request_of, send_to
-from tests.running import App, app_of_module, running
+from tests.kit.api import CHAT, TEXT, note_of, request_of, send_to
+from tests.running import App, app_of_module
 
 POLICIES = {
     "gate": Policy("gate", Action.ABSTAIN, message="I am not sure."),
@@ -56,34 +53,3 @@ def test_a_model_answers_to_the_names_that_it_has(tmp_path: Path, names: tuple[s
                 assert "ask for 'scripted'" in card.text
         listed = [model["id"] for model in app.client.get("/v1/models").json()["data"]]
         assert listed == ["scripted", *(name for name in names if name != "*")]
-
-
-@pytest.mark.parametrize(("kind", "stream"), zip(KINDS, (False, True), strict=True))
-def test_an_answer_without_a_length_ends_before_the_deadline(
-    tmp_path: Path,
-    kind: str,
-    stream: bool,
-) -> None:
-    with running(tmp_path, kind, deadline_s=3.0) as service:
-        service.engine.answer, service.engine.sleep_s = "x" * 800, 0.01
-        client = openai.OpenAI(
-            base_url=f"{service.url}/v1",
-            api_key="none",
-            max_retries=0,
-            timeout=20,
-        )
-
-        def ask(**fields: Any) -> Any:
-            body: Any = {"model": "scripted", "messages": QUESTION, "temperature": 0} | fields
-            return client.chat.completions.create(
-                **body,
-                extra_body={"vllm_xargs": {"hallutracer_threshold": 1.0}},
-            )
-
-        answer = ask(stream=stream)
-        ends = [chunk.choices[0] for chunk in answer] if stream else answer.choices
-        pieces = [end.delta.content or "" if stream else end.message.content for end in ends]
-        text = "".join(pieces)
-        assert (ends[-1].finish_reason, 1 < len(text) < 800) == ("length", True)
-        *_, last = ask(stream=True, max_tokens=500)  # it named 500 tokens, and cannot have them
-        assert last.choices[0].finish_reason == "length"

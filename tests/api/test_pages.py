@@ -7,8 +7,8 @@ import json
 import posixpath
 import re
 import tomllib
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from service.access.callers import ApiKey, Key, Scope, digest_of
+from service.access.callers import ApiKey, Scope
 from service.access.routes import SAMPLE_ROUTE
 from service.annexes.feedback.store import Feedback
 from service.api.app import HEADERS, pages
@@ -27,10 +27,12 @@ from service.policies.policy import Policies, Rule, built_in
 from service.serving.catalogue import RolloutPlan
 from service.serving.judgement import Monitor
 from service.serving.metrics import Metrics
+from tests.api.test_auth import KEYS, bearer, named
 from tests.judging.test_evaluation import SAMPLE
+from tests.kit.api import check_error
 from tests.kit.feedback import rows
 from tests.matching import Held, matching_bundle
-from tests.running import App, running, until
+from tests.running import App, Running, app_of_module, running, until
 
 PAGES, REFERENCE = pages(playground=True), pages(playground=False)
 PLAYGROUND = [path for path in PAGES if not path.startswith("/docs")]
@@ -48,12 +50,9 @@ def carrying(engine: Any, folder: Path) -> Any:
     return matching_bundle(engine, folder, "carrying", evaluation={"sample": SAMPLE.document()})
 
 
-@pytest.fixture(scope="module")
-def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
-    aliases = {"aliases_of": lambda _: {"live": 1}}
-    own: dict[str, Any] = {"threshold": 0.25, "policy": "observe"}
-    with App(tmp_path_factory.mktemp("bundles"), add=[carrying], **own, **aliases).started() as app:
-        yield app
+app = app_of_module(
+    add=[carrying], threshold=0.25, policy="observe", aliases_of=lambda _: {"live": 1}
+)
 
 
 # --- files ---
@@ -140,23 +139,8 @@ def test_files_need_no_key_and_calls_do(tmp_path: Path) -> None:
                 "/redoc",
             ):
                 answer = service.client.get(path)
-                assert (answer.status_code, answer.json()["error"]["code"]) == (status, code), path
+                check_error(answer, status, code=code)
             assert all(service.client.get(path).status_code == 200 for path in REFERENCE)
-
-
-def test_the_pages_come_while_the_queue_is_full_and_are_not_counted(tmp_path: Path) -> None:
-    with running(tmp_path, max_queue=1) as service, ThreadPoolExecutor(4) as pool:
-        service.engine.before = held = Held()
-        try:
-            sent = [pool.submit(service.post, prompt="a") for _ in range(4)]
-            assert held.entered.wait(20)
-            until(lambda: any(one.done() and one.result().status_code == 429 for one in sent))
-            assert all(httpx.get(service.url + path).status_code == 200 for path in ("/", "/docs"))
-        finally:
-            held.release.set()
-        until(lambda: all(one.done() for one in sent))
-        assert service.metric("hallutracer_http_requests_total") == 4
-        assert "/playground" not in httpx.get(f"{service.url}/metrics").text
 
 
 # --- one bundle, and the questions that it carries ---
@@ -175,7 +159,7 @@ def test_one_bundle_with_what_a_picture_needs(app: App, name: str) -> None:
     assert {key: answer["trajectories"][key] for key in means} == means
     assert (answer["coverage"]["source"], answer["sample"]) == ("own_threshold", None)
     missing = app.client.get("/v1/bundles/none")
-    assert (missing.status_code, missing.json()["error"]["param"]) == (404, "bundle")
+    check_error(missing, 404, param="bundle")
 
 
 def asked(
@@ -231,6 +215,10 @@ def withholding(tmp_path: Path, **options: Any) -> App:
     )
 
 
+def serving_questions(tmp_path: Path, **options: Any) -> AbstractContextManager[Running]:
+    return running(tmp_path, names=(), add=[carrying], policy="observe", **options)
+
+
 @pytest.mark.parametrize("action", [Action.ABSTAIN, Action.BLOCK, Action.RETRIEVE, Action.FALLBACK])
 def test_a_withheld_answer_is_not_shown_and_not_decoded(tmp_path: Path, action: Action) -> None:
     own: dict[str, Any] = {"policy": "mine", "policies": {"mine": Policy("mine", action)}}
@@ -248,10 +236,8 @@ def test_a_withheld_answer_is_not_shown_and_not_decoded(tmp_path: Path, action: 
 def test_each_caller_is_judged_by_its_own_policy_whatever_was_answered_before(
     tmp_path: Path,
 ) -> None:
-    keys = [
-        Key(name=name, digest=digest_of(name), policies=policies)
-        for name, policies in (("free", ("observe",)), ("held", ("gate",)), ("any", None))
-    ]
+    allowed = {"free": ("observe",), "held": ("gate",), "any": None}
+    keys = [named(name, policies=policies) for name, policies in allowed.items()]
     rules = Policies(
         {**built_in(), "fetch": Policy("fetch", Action.RETRIEVE)},
         (Rule(policy="observe", key="free"),),
@@ -259,43 +245,34 @@ def test_each_caller_is_judged_by_its_own_policy_whatever_was_answered_before(
     with withholding(tmp_path, api_keys=keys, **ALL).started() as app:
         app.state.catalogue.policies = rules
         for _ in range(2):  # the second time from what was answered before
-            told = {
-                name: app.client.get(ROUTES[0], headers={"authorization": f"Bearer {name}"})
-                for name in ("free", "held", "any")
+            answers = {
+                name: app.client.get(ROUTES[0], headers=bearer(name)).json()["answer"]
+                for name in allowed
             }
-            assert {name: answer.status_code for name, answer in told.items()} == dict.fromkeys(
-                told, 200
-            )
-            answers = {name: answer.json()["answer"] for name, answer in told.items()}
             assert answers == {"free": "It is so.", "held": None, "any": None}
         app.state.catalogue.policies = Policies(
             rules.named, ()
         )  # a key that no policy in force fits
-        refused = app.client.get(ROUTES[0], headers={"authorization": "Bearer free"})
-        assert (refused.status_code, refused.json()["error"]["param"]) == (403, "policy")
+        refused = app.client.get(ROUTES[0], headers=bearer("free"))
+        check_error(refused, 403, param="policy")
 
 
 def test_another_bundle_is_the_operators_to_allow(tmp_path: Path) -> None:
     with App(tmp_path, names=["one"], add=[carrying], callers_may=()).started() as app:
         refused = app.client.get(ROUTES[0])
-        assert (refused.status_code, refused.json()["error"]["param"]) == (403, "bundle")
+        check_error(refused, 403, param="bundle")
         assert app.engine.counters.decode_steps == 0
 
 
 def test_it_takes_the_scope_score(tmp_path: Path) -> None:
-    keys = [
-        Key(name=str(one), digest=digest_of(str(one)), scopes=frozenset({one})) for one in Scope
-    ]
-    with withholding(tmp_path, api_keys=keys, policy="observe").started() as app:
+    with withholding(tmp_path, api_keys=KEYS, policy="observe").started() as app:
         for path in (*ROUTES, "/v1/bundles/carrying/sample/1", "/v1/bundles/carrying%2Fsample/0"):
             for scope in Scope:
-                answer = app.client.get(path, headers={"authorization": f"Bearer {scope}"})
+                answer = app.client.get(path, headers=bearer(scope))
                 expected = 200 if scope is Scope.SCORE else 403
                 assert answer.status_code == expected, (path, scope)
             assert app.client.get(path).status_code == 401
-        listed = app.client.get(
-            "/v1/bundles/carrying", headers={"authorization": f"Bearer {Scope.OBSERVE}"}
-        )
+        listed = app.client.get("/v1/bundles/carrying", headers=bearer(Scope.OBSERVE))
         assert listed.status_code == 200
 
 
@@ -304,7 +281,7 @@ def test_it_is_audited_each_time_and_counted_where_the_model_was_asked(tmp_path:
         return Auditor(tmp_path / "audit.jsonl", count=metrics.audit_lines)
 
     with withholding(tmp_path, audit=audit, api_keys=[ApiKey(KEY, "ann")], **ALL).started() as app:
-        app.client.headers["authorization"] = f"Bearer {KEY}"
+        app.client.headers.update(bearer(KEY))
         before = app.engine.counters.prefills
         for number in range(3):
             assert (
@@ -360,42 +337,33 @@ def test_neither_feedback_nor_the_drift_monitor_nor_a_shadow_is_told(
     )
 
 
-def test_it_waits_in_the_queue_by_the_deadline_and_is_refused_where_that_is_full(
-    tmp_path: Path,
-) -> None:
-    options: dict[str, Any] = {
-        "names": (),
-        "add": [carrying],
-        "policy": "observe",
-        "max_queue": 1,
-        "deadline_s": 60.0,
-    }
-    with running(tmp_path, **options) as service, ThreadPoolExecutor(8) as pool:
+def test_it_is_refused_where_the_queue_is_full_and_the_pages_are_not(tmp_path: Path) -> None:
+    def ask() -> int:
+        return httpx.get(service.url + ROUTES[0], timeout=60).status_code
+
+    options: dict[str, Any] = {"max_queue": 1, "deadline_s": 60.0}
+    with serving_questions(tmp_path, **options) as service, ThreadPoolExecutor(4) as pool:
         service.engine.before = held = Held()
         try:
-            sent = [pool.submit(httpx.get, service.url + ROUTES[0], timeout=60) for _ in range(4)]
+            waiting = [pool.submit(ask) for _ in range(4)]
             assert held.entered.wait(20)
-            until(lambda: any(one.done() and one.result().status_code == 429 for one in sent))
+            until(lambda: any(answer.done() and answer.result() == 429 for answer in waiting))
+            assert all(httpx.get(service.url + path).status_code == 200 for path in ("/", "/docs"))
         finally:
             held.release.set()
-        statuses = sorted(one.result().status_code for one in sent)
-        assert set(statuses) == {200, 429}
+        assert {answer.result() for answer in waiting} == {200, 429}
+        assert service.metric("hallutracer_http_requests_total") == 4, "no page is counted"
+        assert "/playground" not in httpx.get(f"{service.url}/metrics").text
 
 
 def test_the_deadline_ends_it_where_the_engine_stands_still(tmp_path: Path) -> None:
-    options: dict[str, Any] = {
-        "names": (),
-        "add": [carrying],
-        "policy": "observe",
-        "deadline_s": 0.2,
-    }
-    with running(tmp_path, **options) as service:
+    with serving_questions(tmp_path, deadline_s=0.2) as service:
         service.engine.before = held = Held()
         try:
             late = httpx.get(service.url + ROUTES[0], timeout=60)
         finally:
             held.release.set()
-        assert (late.status_code, late.json()["error"]["code"]) == (504, "deadline_exceeded")
+        check_error(late, 504, code="deadline_exceeded")
 
 
 OTHERS = [
@@ -407,24 +375,25 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize("headers", OTHERS)
-def test_a_page_of_another_site_cannot_have_a_browser_ask(
-    tmp_path: Path, headers: dict[str, str]
-) -> None:
-    with withholding(
-        tmp_path, policy="observe", cors_origins=("http://ours.test",)
-    ).started() as app:
+OURS: list[dict[str, str]] = [
+    {},
+    {"origin": "http://testserver"},
+    {"sec-fetch-site": "same-origin"},
+    {"sec-fetch-site": "none"},
+    {"origin": "http://ours.test", "sec-fetch-site": "cross-site"},
+]
+
+
+def test_a_page_of_another_site_cannot_have_a_browser_ask(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"policy": "observe", "cors_origins": ("http://ours.test",)}
+    with withholding(tmp_path, **options).started() as app:
         before = app.engine.counters.prefills
-        refused = app.client.get(ROUTES[0], headers=headers)
-        assert (refused.status_code, refused.json()["error"]["param"]) == (403, "origin")
-        assert "--cors-origin" in refused.json()["error"]["message"]
+        for headers in OTHERS:
+            refused = app.client.get(ROUTES[0], headers=headers)
+            assert "--cors-origin" in check_error(refused, 403, param="origin")["message"]
         assert app.engine.counters.prefills == before
-        ours: list[dict[str, str]] = [{}, {"origin": "http://testserver"}]
-        ours += [{"sec-fetch-site": "same-origin"}, {"sec-fetch-site": "none"}]
-        ours.append({"origin": "http://ours.test", "sec-fetch-site": "cross-site"})
-        assert [app.client.get(ROUTES[0], headers=headers).status_code for headers in ours] == [
-            200
-        ] * len(ours)
+        for headers in OURS:
+            assert app.client.get(ROUTES[0], headers=headers).status_code == 200, headers
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 from starlette.routing import Route
 
 from service.access.routes import CHAT_ROUTE
 from service.annexes.guardrails import CONTENTS_DETECTOR, LITELLM_ROUTE, MESSAGES_DETECTOR
 from service.errors import RequestError
-from tests.api.protocols import body_of
+from tests.kit.api import CHAT, request_of
 from tests.running import App, app_of_module
 
 JSON = {"content-type": "application/json"}
@@ -102,7 +101,7 @@ def test_the_bundle_s_names_of_its_model_are_taken(app: App) -> None:
     manifest = app.bundles[0].manifest
     assert manifest.model.name != manifest.name
     for name in ("scripted", manifest.name, manifest.model.name):
-        answer = app.client.post(CHAT_ROUTE, json=body_of(CHAT_ROUTE, model=name)).json()
+        answer = app.ask(CHAT_ROUTE, **request_of(CHAT, model=name))
         assert (answer["model"], answer["hallutracer"]["bundle"]["name"]) == ("scripted", "one")
         assert app.client.get(f"/v1/models/{name}").json()["root"] == "scripted"
     for path in ("/v1/models", "/v1/models/"):
@@ -113,12 +112,11 @@ def test_the_bundle_s_names_of_its_model_are_taken(app: App) -> None:
 
 
 def test_retry_after_only_where_trying_again_can_help(app: App, tmp_path: Path) -> None:
-    never_started = App(tmp_path / "loading")
-    waiting = never_started.client.post("/score", json={"prompt": "a"})
-    assert (waiting.status_code, waiting.headers["retry-after"]) == (503, "1")
-    with App(tmp_path / "broken").started() as broken:
+    """Before the model is loaded: test_protocols.py."""
+    with App(tmp_path).started() as broken:
         broken.state.lifecycle.error = RuntimeError("out of memory")
-        for method, route in (("POST", "/score"), ("GET", "/health/ready")):
+        asked = (("POST", "/score"), ("GET", "/health/ready"), ("GET", "/health/live"))
+        for method, route in asked:
             answer = broken.client.request(method, route, json={"prompt": "a"})
             assert (answer.status_code, "retry-after" in answer.headers) == (503, False)
             why = "restart the service: RuntimeError: out of memory"
@@ -181,13 +179,3 @@ def test_what_cannot_be_read_passes_an_observing_guard_and_no_other(
     assert passed == (200, [] if is_chat else [[]] * len(items))
     status, answer = guard(app, route, "detector_params", "gate", **body)
     assert status in (413, 422) or answer[0]["detection"] == "unreadable"
-
-
-def test_openai_s_client_raises_what_it_knows(app: App) -> None:
-    client = openai.OpenAI(
-        base_url="http://testserver/v1", api_key="none", max_retries=0, http_client=app.client
-    )
-    asked: Any = {"model": "scripted", "messages": [{"role": "user", "content": LONG}]}
-    with pytest.raises(openai.BadRequestError) as refused:
-        client.chat.completions.create(**asked)
-    assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "messages")

@@ -4,9 +4,7 @@ counts it."""
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterator
-from contextlib import nullcontext
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -16,15 +14,15 @@ import pytest
 
 from hallutracer_client.results import BundleList, ScoreResult, parse
 from probes_store.bundle import Bundle
-from service.access.callers import Caller
+from probes_store.manifest import Manifest
 from service.annexes.feedback.store import Feedback
 from service.engines.base import Sampling
-from service.errors import NotAllowed
 from service.feedback.databases import location
 from service.judging.drift import DriftLimits
 from service.judging.guarantee import (
     NO_FACT,
     TOKEN_IDS,
+    GuaranteeStatus,
     Shape,
     Standing,
     decoding_violations,
@@ -33,16 +31,16 @@ from service.judging.guarantee import (
 )
 from service.policies.guard import GATE, OBSERVE, Action, Policy
 from service.scoring import RiskReport, Scorer
-from service.serving.catalogue import check_choice
 from service.serving.judgement import Judgement, Monitor, digest_of
 from service.vllm_plugin.note import Note
+from tests.kit.api import CHAT, note_of, send_to, stream_events
 from tests.kit.bundles import GUARANTEE, STRATA, UNCERTAINTY, write_bundle
 from tests.kit.feedback import rows
-from tests.matching import SMALL_TALKS, contextual_bundle, matching_draft
-from tests.running import App
+from tests.matching import SMALL_TALKS, contextual_bundle, matching_bundle, matching_draft
+from tests.running import App, app_of_module
 from tests.scripted_engine import ScriptedEngine
 
-GUARANTEED = {"guarantee": GUARANTEE, "threshold": GUARANTEE.threshold}
+GUARANTEED: dict[str, Any] = {"guarantee": GUARANTEE, "threshold": GUARANTEE.threshold}
 ALONE = "0 earlier turns, no passage, no system prompt"
 NEAR, FAR = [256, 65, 66], [256, 67]
 CAREFUL = Policy(
@@ -55,11 +53,7 @@ OPEN = Policy("open", Action.ABSTAIN, message="Not sure.", withhold_outside=Fals
 def guaranteed(
     engine: ScriptedEngine, folder: Path, name: str = "sure", shapes: tuple[str, ...] | None = None
 ) -> Bundle:
-    draft = matching_draft(engine, name, 0, threshold=GUARANTEE.threshold)
-    draft.manifest = dataclasses.replace(
-        draft.manifest, guarantee=GUARANTEE, guarantee_shapes=shapes
-    )
-    return write_bundle(draft, folder / name)
+    return matching_bundle(engine, folder, name, guarantee_shapes=shapes, **GUARANTEED)
 
 
 def known(engine: ScriptedEngine, folder: Path) -> Bundle:
@@ -81,14 +75,11 @@ def serving(folder: Path, reach: float = 1e3, **options: Any) -> App:
     return app
 
 
-@pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
-    """With bundles "one", "two", "sure" and "alone", which have guarantees, and "known"."""
-    add = [guaranteed, lambda engine, folder: guaranteed(engine, folder, "alone", (ALONE,)), known]
-    with App(
-        tmp_path_factory.mktemp("bundles"), policies={"careful": CAREFUL}, add=add
-    ).started() as app:
-        yield app
+# With bundles "one", "two", "sure" and "alone", which have guarantees, and "known".
+service = app_of_module(
+    policies={"careful": CAREFUL},
+    add=[guaranteed, lambda engine, folder: guaranteed(engine, folder, "alone", (ALONE,)), known],
+)
 
 
 @pytest.fixture(scope="module")
@@ -101,27 +92,19 @@ def told(app: App, **body: Any) -> Any:
     """The answer, which the client reads as it is."""
     response = app.client.post("/score", json=body)
     assert response.status_code == 200, response.text
-    found, parsed = response.json(), parse(ScoreResult, response.content)
-    guarantee = found.get("guarantee")
-    row = found["data"][0]
-    one = parsed.data[0]
+    document, parsed = response.json(), parse(ScoreResult, response.content)
     holds = None if parsed.guarantee is None else parsed.guarantee.holds
-    interval = None if one.interval is None else list(one.interval)
-    assert (guarantee or {}).get("holds") == holds
-    read = {
-        "interval": interval,
-        "outside_training": one.outside_training,
-        "distance": one.distance,
-        "applies": one.applies,
-        "asks": one.asks,
-    }
-    assert {name: row.get(name) for name in read} == read
-    return found
+    assert document.get("guarantee", {}).get("holds") == holds
+    row, parsed_row = document["data"][0], parsed.data[0]
+    assert row.get("interval") == (parsed_row.interval and list(parsed_row.interval))
+    for name in ("outside_training", "distance", "applies", "asks"):
+        assert row.get(name) == getattr(parsed_row, name)
+    return document
 
 
 def events(app: App, **body: Any) -> list[Any]:
-    lines = app.client.post("/score", json=body | {"stream": True}).text.strip().split("\n\n")
-    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    *documents, _ = stream_events(app.client.post("/score", json=body | {"stream": True}).text)
+    return documents
 
 
 # --- guarantee ---
@@ -234,6 +217,14 @@ def test_streams_bundles_and_metrics_tell_what_the_answer_tells(service: App) ->
     assert "guarantee_info{" not in service.client.get("/metrics").text
 
 
+def status_of(
+    manifest: Manifest, policy: Policy, dtype: str = "float32", *request: Any
+) -> GuaranteeStatus:
+    status = guarantee_status(manifest, policy, dtype, *request)
+    assert status is not None
+    return status
+
+
 VOID = {
     (True, True): None,
     (True, None): None,
@@ -252,19 +243,12 @@ def test_a_guarantee_is_void_where_outside_is_treated_otherwise(
     if not context:
         manifest = dataclasses.replace(manifest, context=None)
     policy, why = Policy("mine", Action.BLOCK, withhold_outside=outside), VOID[context, outside]
-    stands = guarantee_status(manifest, policy, "float32")
-    assert stands is not None
-    assert (stands.violations, stands.holds) == (
-        () if why is None else (f"policy: 'mine' {why}",),
-        why is None,
-    )
+    status = status_of(manifest, policy)
+    assert status.violations == (() if why is None else (f"policy: 'mine' {why}",))
+    assert status.holds is (why is None)
     assert outside_as_calibrated(manifest, policy) is (why is None)
-    other = guarantee_status(manifest, policy, "bfloat16")
-    assert other is not None
-    assert (
-        other.violations[-1]
-        == "dtype: the engine computes in bfloat16, the calibration did in float32"
-    )
+    *_, reason = status_of(manifest, policy, "bfloat16").violations
+    assert reason == "dtype: the engine computes in bfloat16, the calibration did in float32"
     assert (
         guarantee_status(dataclasses.replace(manifest, guarantee=None), OBSERVE, "float32") is None
     )
@@ -287,29 +271,22 @@ def test_a_request_is_held_to_the_guarantee_of_its_stratum(service: App) -> None
         ([beside, None], {0.25, 0.5}, 0.05),
     ]
     for shapes, thresholds, delta in cases:
-        plain = guarantee_status(manifest, Policy("mine", Action.BLOCK), "float32", (), shapes)
-        assert plain is not None
-        assert (plain.delta, plain.holds) == (delta, True)
-        for own in (0.25, 0.5, 0.6):
-            status = guarantee_status(
-                manifest, Policy("mine", Action.BLOCK, threshold=own), "float32", (), shapes
-            )
-            assert status is not None
-            said = [
-                f"threshold: {own:g} applies, {at:g} is guaranteed"
-                for at in sorted(thresholds - {own})
+        policy = Policy("mine", Action.BLOCK)
+        status = status_of(manifest, policy, "float32", (), shapes)
+        assert (status.delta, status.holds) == (delta, True)
+        for chosen in (0.25, 0.5, 0.6):
+            status = status_of(manifest, policy.at(chosen), "float32", (), shapes)
+            assert list(status.violations) == [
+                f"threshold: {chosen:g} applies, {threshold:g} is guaranteed"
+                for threshold in sorted(thresholds - {chosen})
             ]
-            assert list(status.violations) == said
 
 
 @pytest.fixture
 def stratified(service: App, tmp_path: Path) -> Scorer:
     """With a threshold for prompts alone, and another beside a passage."""
-    draft = matching_draft(service.engine, "strata", 0, threshold=GUARANTEE.threshold)
-    draft.manifest = dataclasses.replace(
-        draft.manifest, guarantee=GUARANTEE, guarantee_strata=STRATA
-    )
-    return Scorer(service.engine, write_bundle(draft, tmp_path / "strata"))
+    strata: dict[str, Any] = GUARANTEED | {"guarantee_strata": STRATA}
+    return Scorer(service.engine, matching_bundle(service.engine, tmp_path, "strata", **strata))
 
 
 def test_each_stratum_is_gated_at_its_own_threshold(stratified: Scorer) -> None:
@@ -327,21 +304,6 @@ def test_each_stratum_is_gated_at_its_own_threshold(stratified: Scorer) -> None:
         assert stratified.threshold(policy, standing) == threshold
         [report] = stratified.score([NEAR], policy.at(0.7), [standing])
         assert report.verdict.threshold == 0.7
-
-
-def test_a_caller_may_name_no_policy_that_is_looser_in_any_stratum(stratified: Scorer) -> None:
-    bundles, block = Policy("bundle's", Action.BLOCK), Policy("fixed", Action.BLOCK)
-    for own, asked, allowed in (
-        (bundles, bundles, True),
-        (bundles, block.at(0.25), True),
-        (block.at(0.5), bundles, True),
-        (block.at(0.3), block.at(0.3), True),
-        (bundles, block.at(0.4), False),
-        (block.at(0.4), bundles, False),
-        (block.at(0.3), block.at(0.31), False),
-    ):
-        with nullcontext() if allowed else pytest.raises(NotAllowed, match="threshold"):
-            check_choice(stratified, asked, stratified, own, Caller())
 
 
 def small_talk(scorer: Scorer) -> dict[bool | None, RiskReport]:
@@ -419,20 +381,6 @@ def test_a_policy_may_withhold_what_lies_outside(service: App, generate: Any) ->
         assert only["data"][0]["decision"] == "abstain"
 
 
-def test_a_caller_may_not_choose_a_policy_that_lets_it_through(tmp_path: Path) -> None:
-    app = App(
-        tmp_path,
-        policies={"careful": CAREFUL},
-        policy="careful",
-        callers_may=("bundle", "threshold"),
-    )
-    app.bundles.insert(0, known(app.engine, tmp_path))
-    with app.started():
-        answer = app.ask(status=403, input_ids=FAR, policy="block")
-        assert answer["error"]["param"] == "policy"
-        assert app.ask(input_ids=FAR)["data"][0]["decision"] == "abstain"
-
-
 # --- prompts that ask for no fact ---
 
 Kind = tuple[
@@ -472,39 +420,15 @@ def test_an_answer_tells_whether_its_risk_applies_and_a_policy_may_judge_it_all_
         generate is not None and not flagged,
         flagged,
     )
-    body = {
-        "model": "scripted",
-        "messages": [{"role": "user", "content": prompts[kind][0]}],
-        "max_tokens": 3,
-    }
-    body |= {"vllm_xargs": {"hallutracer_policy": policy}}
-    answer = contextual.ask("/v1/chat/completions", **body)
-    (choice,), (noted,) = answer["choices"], answer["hallutracer"]["data"]
+    turns = [{"role": "user", "content": prompts[kind][0]}]
+    chosen = {"policy": policy}
+    answer = send_to(contextual, CHAT, messages=turns, tokens=3, chosen=chosen).json()
+    [noted], [choice] = note_of(answer)["data"], answer["choices"]
     assert (noted["applies"], noted["decision"]) == (applies, row["decision"])
     assert choice["message"]["content"] == (None if flagged else contextual.engine.answer[:3])
     assert not {"applies", "asks"} & set(
         told(contextual, prompt="a", bundle="one")["data"][0]
     )  # it cannot tell
-
-
-def test_no_caller_lets_prompts_that_ask_for_no_fact_through(
-    tmp_path: Path, prompts: dict[Kind, list[str]]
-) -> None:
-    text, rights = prompts[True, False][0], ("bundle", "threshold")
-    with serving(tmp_path, policy="all", callers_may=rights).started() as app:
-        assert told(app, prompt=text)["data"][0]["decision"] == "abstain"
-        # By default the policy withholds what lies outside, so to open that is no less a choice.
-        for policy, said in (("gate", "that ask for no fact"), ("open", "outside training")):
-            answer = app.ask(status=403, prompt=text, policy=policy)
-            assert answer["error"]["param"] == "policy"
-            assert f"lets prompts {said} through" in answer["error"]["message"]
-    with serving(tmp_path / "may", policy="all", callers_may=("policy",)).started() as app:
-        assert told(app, prompt=text, policy="gate")["data"][0]["decision"] == "continue"
-    with serving(tmp_path / "stricter", callers_may=()).started() as app:
-        assert (
-            app.series("no_fact_total", bundle="context:1") == 0
-        )  # the series is there before anything is counted
-        assert told(app, prompt=text, policy="all")["data"][0]["decision"] == "abstain"
 
 
 def test_by_default_what_lies_outside_is_withheld_where_the_bundle_can_tell(

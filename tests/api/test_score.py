@@ -18,29 +18,18 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi.testclient import TestClient
 
-from service.api.app import create_app
 from service.engines.base import Update
 from service.policies.guard import Action, Policy
-from service.scoring import Scorer
-from service.serving.service import Service
 from tests.engine_kinds import KINDS
 from tests.matching import Held
-from tests.running import App, Running, running, until
+from tests.running import App, Running, app_of_module, running, until
 
 ALIASES = {"two": {"canary": 1}}
 
 
-@pytest.fixture(scope="module")
-def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
-    """For tests that change nothing of it."""
-    options: dict[str, Any] = {"max_body_bytes": 20_000, "max_prompts": 8}
-    answer = App(
-        tmp_path_factory.mktemp("app"), aliases_of=lambda name: ALIASES.get(name, {}), **options
-    )
-    with answer.started():
-        yield answer
+# For tests that change nothing of it.
+app = app_of_module(aliases_of=lambda name: ALIASES.get(name, {}))
 
 
 @pytest.fixture(params=KINDS)
@@ -226,30 +215,6 @@ def test_the_same_answer_with_and_without_a_stream_in_a_crowd(service: Running) 
 CHAT = {"model": "scripted", "messages": [{"role": "user", "content": "a"}]}
 
 
-@pytest.mark.parametrize(
-    ("content", "status", "code"),
-    [
-        (b"", 422, "invalid_request"),
-        (b'{"prompt": "a"', 400, "invalid_json"),
-        (b'{"prompt": "\xff\xfe"}', 400, "invalid_json"),
-        (b'{"prompt": "a", "threshold": NaN}', 422, "invalid_request"),
-        (b'{"prompt": "' + b"a" * 20_000 + b'"}', 413, "body_too_large"),
-    ],
-)
-def test_bodies_that_are_none_whole_or_in_chunks(
-    app: App, content: bytes, status: int, code: str
-) -> None:
-    for sent in (content, iter([content[:10], content[10:]])):
-        headers = {"content-type": "application/json"}
-        answer = app.client.post("/score", content=sent, headers=headers)
-        assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
-
-
-def test_many_wrong_elements_are_one_error(app: App) -> None:
-    for body in ({"input_ids": [""] * 4000}, {"messages": [0] * 4000}, {"prompt": [0] * 3000}):
-        assert len(app.ask(status=422, **body)["error"]["message"]) < 200
-
-
 @pytest.mark.parametrize("declared", [None, "application/x-www-form-urlencoded", "x" * 500])
 def test_another_content_type_is_named(app: App, declared: str | None) -> None:
     """As curl sends one by default."""
@@ -326,17 +291,6 @@ def test_clients_that_leave_take_their_work_with_them(service: Running) -> None:
         'errors_total{code="client_closed_request"} 4.0' in httpx.get(f"{service.url}/metrics").text
     )
 
-    service.engine.before, service.engine.sleep_s = None, 0.02
-    streaming = send(service, answer | {"stream": True})
-    text = b""
-    while b"risk.list" not in text:
-        text += streaming.recv(4096)
-    steps = service.engine.counters.decode_steps
-    streaming.close()
-    until(lambda: idle(service))
-    assert service.engine.counters.decode_steps - steps < 300
-    assert service.post(prompt="a").status_code == 200
-
 
 def test_a_body_that_never_comes_is_408(tmp_path: Path) -> None:
     with running(tmp_path, deadline_s=0.3) as service:
@@ -410,41 +364,12 @@ def test_a_backlog_of_pieces_does_not_hold_the_event_loop(tmp_path: Path) -> Non
     assert (sent_in_turn.total(), max(sent_in_turn.values()) <= 64) == (501, True)
 
 
-def test_a_full_queue_is_429_with_retry_after(tmp_path: Path) -> None:
-    with running(tmp_path, max_queue=3, max_prompts=2) as service:
-        service.engine.before = held = Held()
-        first = send(service, {"prompt": "held"})
-        assert held.entered.wait(20)
-        second = send(service, {"prompt": ["a", "b"]})
-        until(lambda: service.metric("hallutracer_queue_depth") == 3)
-        refused = service.post(prompt="c")
-        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "overloaded")
-        assert int(refused.headers["retry-after"]) >= 1
-        held.release.set()
-        for connection in (first, second):
-            assert connection.recv(4096).startswith(b"HTTP/1.1 200")
-            connection.close()
-
-
 # --- ready, alive, stopping ---
 
 
-def test_not_ready_before_loading_and_after_a_failure(
+def test_an_engine_that_stands_still_is_not_ready_and_alive(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    early = TestClient(create_app(Service(lambda: {}))).post(
-        "/score", json={"prompt": "a"}
-    )  # without the lifespan
-    assert (early.status_code, early.headers["retry-after"]) == (503, "1")
-
-    def broken() -> dict[str, Scorer]:
-        raise RuntimeError("no such model")
-
-    state = Service(broken)
-    with TestClient(create_app(state)) as client:
-        until(lambda: state.lifecycle.failure is not None)
-        live, ready = client.get("/health/live"), client.get("/health/ready")
-    assert (live.status_code, ready.status_code, "no such model" in ready.text) == (503, 503, True)
     with App(tmp_path).started() as app:  # the engine stands still
         monkeypatch.setattr(app.state.lifecycle.dispatcher, "stalled", True)
         assert app.client.get("/health/live").status_code == 200

@@ -1,26 +1,28 @@
-"""Arguments of the chat template: a bundle is served with those of its training, and no request
-changes a prompt."""
+"""The chat template of a real engine: a bundle is served with the arguments of its training, no
+request changes a prompt, and none leaves out a turn."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from fastapi.testclient import TestClient
 
 from probes_store.errors import WrongChatTemplate
-from service.api.app import create_app
+from service.access.routes import COUNT_ROUTE
 from service.engines.base import EngineOptions
 from service.engines.scheduler import Scheduled
 from service.engines.transformers.engine import TransformersEngine
 from service.scoring import Scorer
-from service.serving.service import Service
-from service.settings import ServiceSettings
 from tests.engines import tiny
+from tests.kit.api import CHAT, MESSAGES, RESPONSES, SCORE, Wire, check_error, request_of
 from tests.matching import matching_bundle
-from tests.running import until
+from tests.running import in_process
 
 SWITCH = (
     "{% if reasoning_effort is defined %}{{ reasoning_effort }} {% endif %}"
@@ -28,8 +30,23 @@ SWITCH = (
     "{% if enable_thinking is defined and not enable_thinking %}-{% endif %}"
 )
 FIXED = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}>"
+USERS_ALONE = "{% for m in messages if m.role == 'user' %}user: {{ m.content }}\n{% endfor %}>"
 TRAINED = {"switch": None, "switched off": {"enable_thinking": False}, "no switch": None}
 USER = [{"role": "user", "content": "Hi"}]
+WIRES = (CHAT, RESPONSES, MESSAGES)
+
+
+def serving(
+    folder: Path, template: str | None, trained: Any = None
+) -> AbstractContextManager[TestClient]:
+    """A service whose bundle was trained with this template and these arguments of it."""
+    tokenizer = tiny.tokenizer(template=template or FIXED)
+    if template is None:
+        tokenizer.chat_template = None
+    options = EngineOptions(model="tiny", template_arguments=trained)
+    engine = TransformersEngine(tiny.model("llama"), tokenizer, options=options)
+    scorer = Scorer(Scheduled(engine), matching_bundle(engine, folder))
+    return in_process(lambda: {"one": scorer})
 
 
 @pytest.fixture(scope="module", params=TRAINED)
@@ -39,53 +56,45 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def client(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
-    tokenizer = tiny.tokenizer(template=FIXED if kind == "no switch" else SWITCH)
-    options = EngineOptions(model="tiny", template_arguments=TRAINED[kind])
-    engine = TransformersEngine(tiny.model("llama"), tokenizer, options=options)
-    served, bundle = Scheduled(engine), matching_bundle(engine, tmp_path_factory.mktemp("store"))
-    state = Service(lambda: {"one": Scorer(served, bundle)}, settings=ServiceSettings())
-    with TestClient(create_app(state)) as client:
-        until(lambda: state.lifecycle.is_ready)
+    template = FIXED if kind == "no switch" else SWITCH
+    with serving(tmp_path_factory.mktemp("store"), template, TRAINED[kind]) as client:
         yield client
-    served.close()
 
 
-def bodies(
-    chat: Mapping[str, Any], responses: Mapping[str, Any], messages: Mapping[str, Any]
-) -> dict[str, Any]:
-    return {
-        "/v1/chat/completions": {"model": "tiny", "max_tokens": 2, "messages": USER, **chat},
-        "/v1/responses": {"model": "tiny", "max_output_tokens": 2, "input": USER, **responses},
-        "/v1/messages": {"model": "tiny", "max_tokens": 2, "messages": USER, **messages},
-    }
-
-
-OFF = {"chat_template_kwargs": {"enable_thinking": False}}
-ON = {"chat_template_kwargs": {"enable_thinking": True}}
-NAMES = {
-    "/v1/responses": "reasoning.effort",
-    "/v1/messages": "thinking",
-    "/v1/chat/completions": "reasoning_effort",
-}
+def ask(
+    client: TestClient, wire: Wire, messages: list[dict[str, str]] = USER, **fields: Any
+) -> httpx.Response:
+    body = request_of(wire, messages, tokens=2, **{"model": "tiny"} | fields)
+    return client.post(wire.route, json=body)
 
 
 def test_a_prompt_is_rendered_with_the_arguments_of_training(client: TestClient, kind: str) -> None:
-    tokens = [
-        client.post(route, json=body).json()["usage"] for route, body in bodies({}, {}, {}).items()
-    ]
-    counted = {found.get("prompt_tokens", found.get("input_tokens")) for found in tokens}
+    tokens = [ask(client, wire).json()["usage"] for wire in (SCORE, *WIRES)]
+    counted = {usage.get("prompt_tokens", usage.get("input_tokens")) for usage in tokens}
     assert counted == {len("user: Hi\n>") + (kind == "switched off")}
-    score = client.post("/score", json={"messages": USER}).json()
-    assert score["usage"]["prompt_tokens"] in counted
+
+
+Fields = dict[str, Any]
+KWARGS = "chat_template_kwargs"
+NAMES = {CHAT.route: "reasoning_effort", RESPONSES.route: "reasoning.effort"}
+
+
+def arguments(value: Any) -> tuple[Fields, Fields, Fields]:
+    """The field that each protocol takes arguments by."""
+    return ({KWARGS: value},) * 3
 
 
 @pytest.mark.parametrize(
     ("asked", "field", "taken_by"),
     [
-        (bodies(OFF, OFF, OFF), "chat_template_kwargs", {"switched off", "no switch"}),
-        (bodies(ON, ON, ON), "chat_template_kwargs", {"switch", "no switch"}),
         (
-            bodies(
+            arguments({"enable_thinking": False}),
+            KWARGS,
+            {"switched off", "no switch"},
+        ),
+        (arguments({"enable_thinking": True}), KWARGS, {"switch", "no switch"}),
+        (
+            (
                 {"reasoning_effort": "none"},
                 {"reasoning": {"effort": "none"}},
                 {"thinking": {"type": "disabled"}},
@@ -93,27 +102,11 @@ def test_a_prompt_is_rendered_with_the_arguments_of_training(client: TestClient,
             "",
             {"no switch"},
         ),
-        (
-            bodies({"reasoning_effort": "high"}, {"reasoning": {"effort": "high"}}, {}),
-            "",
-            {"no switch"},
-        ),
-        (
-            bodies(*[{"chat_template_kwargs": {"other": 1}}] * 3),
-            "",
-            {"switch", "switched off", "no switch"},
-        ),
-        (
-            bodies(*[{"chat_template_kwargs": None}] * 3),
-            "",
-            {"switch", "switched off", "no switch"},
-        ),
-        (
-            bodies(*[{"chat_template_kwargs": {"tools": "x"}}] * 3),
-            "chat_template_kwargs",
-            set[str](),
-        ),
-        (bodies(*[{"chat_template_kwargs": {"x": [1]}}] * 3), "chat_template_kwargs", set[str]()),
+        (({"reasoning_effort": "high"}, {"reasoning": {"effort": "high"}}, {}), "", {"no switch"}),
+        (arguments({"other": 1}), "", set(TRAINED)),
+        (arguments(None), "", set(TRAINED)),
+        (arguments({"tools": "x"}), KWARGS, set[str]()),
+        (arguments({"x": [1]}), KWARGS, set[str]()),
     ],
     ids=[
         "off",
@@ -127,49 +120,57 @@ def test_a_prompt_is_rendered_with_the_arguments_of_training(client: TestClient,
     ],
 )
 def test_what_would_render_a_chat_otherwise_is_refused_by_name(
-    client: TestClient, kind: str, asked: dict[str, Any], field: str, taken_by: set[str]
+    client: TestClient, kind: str, asked: tuple[Fields, ...], field: str, taken_by: set[str]
 ) -> None:
-    for route, body in asked.items():
-        answer = client.post(route, json=body)
-        plain = body.keys() <= {"model", "max_tokens", "messages"}
-        disabled = route == "/v1/messages" and "thinking" in body and kind == "switched off"
-        if kind in taken_by or plain or disabled:
-            assert answer.status_code == 200, (route, answer.text)
+    for wire, fields in zip(WIRES, asked, strict=True):
+        answer = ask(client, wire, **fields)
+        disabled = "thinking" in fields and kind == "switched off"
+        if kind in taken_by or not fields or disabled:
+            assert answer.status_code == 200, (wire, answer.text)
             continue
-        assert answer.status_code in (400, 422), (route, answer.text)
-        name = field or NAMES[route]
-        assert name in answer.json()["error"]["message"]
-        if route != "/v1/messages":  # whose errors name no field
-            assert answer.json()["error"]["param"].startswith(name)
-
-
-def test_a_thought_of_a_given_length_is_refused_by_name(client: TestClient) -> None:
-    for route in ("/v1/messages", "/v1/messages/count_tokens"):
-        body = {
-            "model": "tiny",
-            "messages": USER,
-            "thinking": {"type": "enabled", "budget_tokens": 1024},
-        }
-        answer = client.post(
-            route, json=body | ({"max_tokens": 2} if route == "/v1/messages" else {})
-        )
-        assert (answer.status_code, "'thinking'" in answer.text) == (400, True), answer.text
+        error, name = check_error(answer, wire.refuses), field or NAMES.get(wire.route, "thinking")
+        assert name in error["message"]
+        assert wire is MESSAGES or error["param"].startswith(name)  # whose errors name no field
 
 
 def test_tokens_are_counted_as_they_would_be_read(client: TestClient, kind: str) -> None:
     body = {"model": "tiny", "messages": USER}
-    count = client.post("/v1/messages/count_tokens", json=body).json()["input_tokens"]
+    count = client.post(COUNT_ROUTE, json=body).json()["input_tokens"]
     assert count == len("user: Hi\n>") + (kind == "switched off")
-    answer = client.post(
-        "/v1/messages/count_tokens", json=body | {"thinking": {"type": "disabled"}}
-    )
+    answer = client.post(COUNT_ROUTE, json=body | {"thinking": {"type": "disabled"}})
     assert answer.status_code == (400 if kind == "switch" else 200), answer.text
 
 
-def test_a_bundle_of_other_arguments_is_refused(tmp_path: Any) -> None:
+def test_a_bundle_of_other_arguments_is_refused(tmp_path: Path) -> None:
     engine = TransformersEngine(tiny.model("llama"), tiny.tokenizer(template=SWITCH))
     bundle = matching_bundle(engine, tmp_path)
     other = replace(engine.identity, template_arguments={"enable_thinking": False})
     engine.identity = other
     with pytest.raises(WrongChatTemplate, match="other arguments of the chat template"):
         Scorer(Scheduled(engine), bundle)
+
+
+# --- turns that the template leaves out, and no template ---
+
+SYSTEM = "Answer in French."
+
+
+@pytest.mark.parametrize("template", [USERS_ALONE, None], ids=["users alone", "no template"])
+def test_a_request_whose_turns_the_model_would_not_see_is_refused(
+    tmp_path: Path, template: str | None
+) -> None:
+    reason, field = "/v1/completions takes the text", "messages"
+    if template is not None:
+        reason, field = "leaves out messages.0, of the role 'system'", "messages.0"
+    with serving(tmp_path, template) as client:
+        for wire in (SCORE, *WIRES):
+            status = 200 if template else wire.refuses
+            assert ask(client, wire).status_code == status
+            answer = ask(client, wire, [{"role": "system", "content": SYSTEM}, *USER])
+            if wire is MESSAGES:
+                answer = ask(client, wire, system=SYSTEM)
+            error = check_error(answer, wire.refuses)
+            assert reason in error["message"]
+            # Of Anthropic's errors none names a field.
+            named = None if wire is MESSAGES else "input" if wire is RESPONSES else field
+            assert error.get("param") == named

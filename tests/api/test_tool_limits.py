@@ -61,8 +61,6 @@ def test_tools_are_bounded_one_by_one_and_together(app: App, route: str, told: b
     more = {} if told else {"tool_choice": choice}
     for schema, said in (
         ({"enum": [1] * MOST_VALUES}, f"at most {MOST_VALUES} values"),
-        ({f"a{n}": 1 for n in range(MOST_VALUES // 2 + 1)}, f"at most {MOST_VALUES} values"),
-        ({"enum": ["a" * MOST_CHARACTERS]}, f"at most {MOST_CHARACTERS} characters"),
         ({"type": "array"}, "of type object"),
     ):
         message = refusal(app, route, asked(route, tools=[tool(route, "f", schema)], **more))
@@ -144,14 +142,14 @@ def test_what_fits_is_taken_and_what_is_wrong_is_told(route: str) -> None:
             )
 
 
-def block(number: int, given: Any) -> dict[str, Any]:
-    return {"type": "tool_use", "id": f"c{number}", "name": "f", "input": {"a": given}}
+def block(number: int, values: Any) -> dict[str, Any]:
+    return {"type": "tool_use", "id": f"c{number}", "name": "f", "input": {"a": values}}
 
 
 @pytest.mark.parametrize("route", [MESSAGES, COUNT])
 def test_the_input_of_earlier_calls_is_bounded(app: App, route: str) -> None:
-    def said(*given: Any) -> str:
-        blocks = [block(number, one) for number, one in enumerate(given)]
+    def said(*values: Any) -> str:
+        blocks = [block(number, one) for number, one in enumerate(values)]
         return refusal(
             app, route, asked(route, messages=[{"role": "assistant", "content": blocks}])
         )

@@ -29,8 +29,6 @@ from tests.kit.api import (
     WIRES,
     Wire,
     note_of,
-    refusal_of,
-    request_of,
     send_to,
 )
 from tests.matching import matching_bundle
@@ -135,96 +133,17 @@ def call_id_of(turns: list[dict[str, Any]]) -> str:
     return str(names[-1])
 
 
-def test_a_result_may_come_in_parts(app: App) -> None:
-    parts = {
-        "output": [{"type": "input_text", "text": "Ann"}],
-        "id": "fco_1",
-        "status": "completed",
-    }
-    risks = [
-        note_of(
-            send_to(app, RESPONSES, messages=[USER, ITEM, result], tools=RESPONSES.tools).json(),
-        )["data"][0]["risk"]
-        for result in (ITEM_RESULT, ITEM_RESULT | parts)
-    ]
-    assert risks[0] == risks[1]
-
-
-# --- what is refused ---
-
-FUNCTION = {"name": "find", "arguments": "{}"}
-RESULT = {"role": "tool", "tool_call_id": "c1", "content": "Ann"}
-ITEM = {"type": "function_call", "call_id": "c1", "name": "find", "arguments": "{}"}
-ITEM_RESULT = {"type": "function_call_output", "call_id": "c1", "output": "Ann"}
-USE = {"type": "tool_use", "id": "t1", "name": "find", "input": {}}
-
-
-def chat_call(**changes: Any) -> dict[str, Any]:
-    call = {"id": "c1", "type": "function", "function": FUNCTION} | changes
-    return {"messages": [USER, {"role": "assistant", "tool_calls": [call]}, RESULT]}
-
-
-def chat_arguments(arguments: Any) -> dict[str, Any]:
-    return chat_call(function={"name": "find", "arguments": arguments})
-
-
-def items(*turns: dict[str, Any]) -> dict[str, Any]:
-    return {"input": [USER, *turns]}
-
-
-def used() -> dict[str, Any]:
-    return {"messages": [USER, {"role": "assistant", "content": [USE]}]}
-
-
-NESTED = '{"a":' * 5_000 + "1" + "}" * 5_000
-LONG: list[tuple[Wire, dict[str, Any], str]] = [
-    (CHAT, {"tools": CHAT.tools * 65}, "128"),
-    (RESPONSES, {"tools": RESPONSES.tools * 65}, "128"),
-    (CHAT, chat_arguments('{"a":' * 20_000), "characters"),
-    (CHAT, chat_arguments(NESTED), "JSON of an object"),
-    (CHAT, chat_arguments(json.dumps({"q": "x" * 2**20})), "characters"),
-]
-
-
-def test_what_is_long_is_refused_by_name(app: App) -> None:
-    """What else is refused: test_refusals.py."""
-    for wire, fields, piece in LONG:
-        error = refusal_of(app, wire.route, request_of(wire, [USER]) | fields, wire.refuses)
-        assert piece in str(error), (wire, error)
-
-
-@pytest.mark.parametrize("wire", WITH_TOOLS)
-def test_where_the_template_takes_no_tools_they_are_refused(app: App, wire: str) -> None:
-    field = {"chat": "messages.1.tool_calls", "responses": "input", "messages": None}[wire]
-    calls = {
-        "chat": chat_call(),
-        "responses": items(ITEM, ITEM_RESULT),
-        "messages": used(),
-    }[wire]
+@pytest.mark.parametrize("name", WITH_TOOLS)
+def test_tools_that_the_model_is_not_told_of_need_no_place_in_the_template(
+    app: App, name: str
+) -> None:
+    """Others are refused there: refusals.json."""
+    wire = WITH_TOOLS[name]
     app.engine.takes_tools = False
     try:
-        for fields, param in (({"tools": WIRES[wire].tools}, "tools"), (calls, field)):
-            body = request_of(WIRES[wire], [USER]) | fields
-            error = refusal_of(app, WIRES[wire].route, body, WIRES[wire].refuses)
-            assert "no place for" in error["message"]
-            assert wire == "messages" or error["param"] == param
-        send_to(app, WIRES[wire], tools=WIRES[wire].tools, tool_choice=WIRES[wire].no_tools)
+        send_to(app, wire, tools=wire.tools, tool_choice=wire.no_tools)
     finally:
         app.engine.takes_tools = True
-
-
-def test_callers_may_not_choose_a_policy_that_lets_calls_through(tmp_path: Path) -> None:
-    strict = Policy("strict", Action.ABSTAIN, message="I am not sure.", tools="gate")
-    with App(
-        tmp_path,
-        callers_may=(),
-        policies={"strict": strict},
-        policy="strict",
-    ).started() as app:
-        for policy in ("gate", "block"):
-            error = refusal_of(app, "/score", {"prompt": "one", "policy": policy}, 403)
-            assert "lets calls of tools through" in error["message"]
-        app.ask(prompt="one", policy="strict")
 
 
 # --- the embedded engine's own calls ---

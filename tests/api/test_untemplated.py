@@ -5,7 +5,6 @@ unless the operator says otherwise."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +13,19 @@ from fastapi.testclient import TestClient
 
 from hallutracer_research.demo.train import render
 from probes_store.store import SHIPPED, Store
-from service.access.callers import Caller
-from service.api.app import create_app
 from service.demo import MODEL_DIR
 from service.demo.questions import questions
 from service.engines.base import EngineOptions
 from service.engines.scheduler import Scheduled
 from service.engines.transformers.engine import TransformersEngine
-from service.errors import NotAllowed
 from service.policies.guard import Action, Policy
-from service.policies.policy import Policies, built_in
+from service.policies.policy import built_in
 from service.scoring import Scorer
-from service.serving.catalogue import check_choice, untemplated
-from service.serving.service import Service
-from service.settings import ServiceSettings
-from tests.running import until
+from service.serving.catalogue import untemplated
+from tests.running import in_process
 
 UNKNOWN = "What is the capital of the Solomon Islands?"
 OPEN = Policy("open", Action.ABSTAIN, message="No.", withhold_outside=False)
-CAREFUL = Policy("careful", Action.ABSTAIN, message="No.", withhold_outside=True)
 
 
 @pytest.fixture(scope="module")
@@ -43,11 +36,8 @@ def scorer() -> Scorer:
 
 @pytest.fixture(scope="module")
 def client(scorer: Scorer) -> Iterator[TestClient]:
-    settings = ServiceSettings(policy="gate", callers_may=("policy",))
-    policies = Policies(built_in() | {"open": OPEN})
-    state = Service(lambda: {"demo": scorer}, settings=settings, policies=policies)
-    with TestClient(create_app(state)) as client:
-        until(lambda: state.lifecycle.is_ready)
+    settings: dict[str, Any] = {"policy": "gate", "callers_may": ("policy",)}
+    with in_process(lambda: {"demo": scorer}, {"open": OPEN}, **settings) as client:
         yield client
 
 
@@ -64,8 +54,8 @@ def scored(client: TestClient, policy: str, **body: Any) -> list[dict[str, Any]]
             "/score", json={"policy": policy, "generate": {"max_tokens": 4}} | body
         )
     assert answer.status_code == 200, answer.text
-    found = answer.json()
-    return list(found.get("hallutracer", found)["data"])
+    document = answer.json()
+    return list(document.get("hallutracer", document)["data"])
 
 
 def withheld(rows: list[dict[str, Any]]) -> list[bool]:
@@ -76,10 +66,10 @@ def withheld(rows: list[dict[str, Any]]) -> list[bool]:
 def test_no_prompt_that_is_withheld_comes_free_outside_training(
     client: TestClient, scorer: Scorer, form: str
 ) -> None:
-    asked = [row["prompt"] for row in questions("test")[:60]]
+    texts = [row["prompt"] for row in questions("test")[:60]]
     stopped = [
         text
-        for text, row in zip(asked, scored(client, "gate", prompt=asked), strict=True)
+        for text, row in zip(texts, scored(client, "gate", prompt=texts), strict=True)
         if row["flagged"]
     ]
     prompts = [form.format(text, render(text)) for text in stopped]
@@ -97,9 +87,9 @@ def test_no_prompt_that_is_withheld_comes_free_outside_training(
 
 
 def test_a_question_goes_through_the_template_and_is_judged_by_its_risk(client: TestClient) -> None:
-    asked = [row["prompt"] for row in questions("test")[:120]]
+    texts = [row["prompt"] for row in questions("test")[:120]]
     for body in (
-        {"prompt": asked},
+        {"prompt": texts},
         {"messages": [{"role": "user", "content": f"Q: {UNKNOWN}\nA:"}]},
     ):
         rows = scored(client, "gate", **body)
@@ -132,32 +122,3 @@ def test_probes_that_learnt_from_texts_know_texts(
         assert untemplated(scorer, policy) is policy
     monkeypatch.setattr(scorer, "prompt_format", "text")
     assert untemplated(scorer, gate) is gate
-
-
-@pytest.mark.parametrize(
-    ("own", "wanted", "allowed"),
-    [
-        ("gate", "open", False),
-        ("careful", "open", False),
-        ("careful", "gate", False),
-        ("open", "gate", True),
-        ("gate", "careful", True),
-        ("open", "open", True),
-        ("observe", "open", True),
-        ("warn", "open", True),
-    ],
-)
-def test_only_an_operator_lets_them_through(
-    scorer: Scorer, own: str, wanted: str, allowed: bool
-) -> None:
-    known = built_in() | {
-        "open": OPEN,
-        "careful": CAREFUL,
-        "warn": Policy("warn", Action.ANNOTATE, message="Hm."),
-    }
-    with (
-        nullcontext() if allowed else pytest.raises(NotAllowed, match="outside training") as refused
-    ):
-        check_choice(scorer, known[wanted], scorer, known[own], Caller())
-    assert refused is None or refused.value.param == "policy"
-    check_choice(scorer, known[wanted], scorer, known[own], Caller(may=frozenset({"policy"})))

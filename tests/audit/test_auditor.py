@@ -4,9 +4,9 @@ written."""
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from service.audit import auditor as module
 from service.audit.auditor import Auditor, JudgedEvent, Who, decision, recorded
 from service.audit.file import AuditFile, verify
 from service.errors import AuditUnavailable
+from tests.kit.audit import audit_lines, broken_log
 
 WHO = Who("ann", "10.0.0.7")
 pytestmark = pytest.mark.anyio
@@ -36,7 +37,7 @@ def made(number: int) -> Any:
 
 
 class Watched:
-    """A log, and how it may break: by a folder where its file should be."""
+    """A log, and what its auditor counts."""
 
     def __init__(self, tmp_path: Path, **options: Any) -> None:
         self.path, self.counts = tmp_path / "audit.jsonl", Counter[str]()
@@ -49,15 +50,14 @@ class Watched:
             await self.auditor.decided(made(number))
 
     def lines(self) -> list[dict[str, Any]]:
-        return [json.loads(text) for text in self.path.read_text().splitlines()]
+        return audit_lines(self.path)
 
-    def break_it(self) -> None:
-        self.path.rename(self.path.with_suffix(".kept"))
-        self.path.mkdir()
 
-    def mend(self) -> None:
-        self.path.rmdir()
-        self.path.with_suffix(".kept").rename(self.path)
+def check_events(log: Watched, **events: int) -> None:
+    """A closed log holds these events beside its start and its end, and is whole."""
+    result = verify([log.path])
+    assert result.events == {"service.start": 1, "service.stop": 1} | events
+    assert result.problems == []
 
 
 async def test_a_decisions_line_is_there_when_it_is_told(tmp_path: Path) -> None:
@@ -93,9 +93,8 @@ async def test_one_that_cannot_be_written_is_counted_and_the_next_line_says_so(
     tmp_path: Path,
 ) -> None:
     log = Watched(tmp_path)
-    log.break_it()
-    await log.decide(0, 1, 2)
-    log.mend()
+    with broken_log(log.path):
+        await log.decide(0, 1, 2)
     await log.decide(3)
     log.auditor.close()
     assert log.counts["missed"] == verify([log.path]).missed == 3
@@ -131,12 +130,9 @@ async def test_required_ones_are_refused_and_on_disk(
     before = len(synced)
     await log.decide(1)
     assert len(synced) == before + 1
-    log.break_it()
-    with pytest.raises(AuditUnavailable) as refused:
+    with broken_log(log.path), pytest.raises(AuditUnavailable):
         await log.decide(2)
-    assert (refused.value.status, refused.value.code) == (503, "audit_unavailable")
     assert log.counts == {"written": 1}  # a refused one is not missed: nobody was told
-    log.mend()
     task = asyncio.create_task(log.decide(3))
     await asyncio.sleep(0)
     task.cancel()  # whoever leaves is in the log all the same
@@ -171,18 +167,15 @@ async def test_a_decision_does_not_wait_for_a_disk_that_hangs(
         async with recorded(log.auditor, WHO, "test", {}):
             raise AssertionError("begun")
     await asyncio.to_thread(log.auditor.close)
-    result = verify([log.path])
-    assert (result.events, result.missed) == (
-        {"service.start": 1, "decision": 4, "test": 2, "service.stop": 1},
-        4,
-    )
+    check_events(log, decision=4, test=2)
+    assert verify([log.path]).missed == 4
 
 
 async def test_a_change_is_on_disk_before_it_begins_and_told_how_it_ended(tmp_path: Path) -> None:
     log = Watched(tmp_path)
-    async with recorded(log.auditor, WHO, "bundles.reload", {"before": "a:1"}) as found:
+    async with recorded(log.auditor, WHO, "bundles.reload", {"before": "a:1"}) as change:
         assert log.lines()[-1]["outcome"] == "begun"
-        found["after"] = "a:2"
+        change["after"] = "a:2"
     with pytest.raises(ValueError, match="broken"):
         async with recorded(log.auditor, WHO, "bundles.reload", {}):
             raise ValueError("broken bundle")
@@ -190,14 +183,12 @@ async def test_a_change_is_on_disk_before_it_begins_and_told_how_it_ended(tmp_pa
     assert (begun["key"], begun["address"], begun["what"]) == ("ann", "10.0.0.7", {"before": "a:1"})
     assert (done["outcome"], done["what"]) == ("done", {"before": "a:1", "after": "a:2"})
     assert (failed["outcome"], failed["what"]) == ("failed", {"error": "ValueError: broken bundle"})
-    log.break_it()
-    with pytest.raises(AuditUnavailable):
+    with broken_log(log.path), pytest.raises(AuditUnavailable):
         async with recorded(log.auditor, WHO, "bundles.reload", {}):
             pytest.fail("it began")
-    log.mend()
-    async with recorded(log.auditor, WHO, "bundles.reload", {}) as found:
-        log.break_it()
-    log.mend()  # what was done stays done
+    with ExitStack() as stack:  # what was done stays done
+        async with recorded(log.auditor, WHO, "bundles.reload", {}):
+            stack.enter_context(broken_log(log.path))
     log.auditor.close()
     async with recorded(None, WHO, "bundles.reload", {}):
         pass
@@ -208,19 +199,16 @@ async def test_refusals_in_a_row_are_told_of_until_a_line_is_written(
 ) -> None:
     monkeypatch.setattr(module, "RETRY_S", 3600)  # nothing tries by itself
     log = Watched(tmp_path, required=True)
-    log.break_it()
-    for number in range(module.MOST_REFUSED):
-        assert log.auditor.refusing is None
-        with pytest.raises(AuditUnavailable):
-            await log.decide(number)
-    why = log.auditor.refusing
-    assert why is not None
-    assert f"cannot write the audit log {log.path}" in why
-    log.mend()
+    with broken_log(log.path):
+        for number in range(module.MOST_REFUSED):
+            assert log.auditor.refusing is None
+            with pytest.raises(AuditUnavailable):
+                await log.decide(number)
+        assert f"cannot write the audit log {log.path}" in str(log.auditor.refusing)
     await log.decide(9)
     assert log.auditor.refusing is None
     log.auditor.close()
-    assert verify([log.path]).events == {"service.start": 1, "decision": 1, "service.stop": 1}
+    check_events(log, decision=1)
 
 
 async def test_a_disk_that_hangs_refuses_what_is_required_and_says_so(
@@ -253,11 +241,7 @@ async def test_a_disk_that_hangs_refuses_what_is_required_and_says_so(
     await log.decide(2)
     assert log.auditor.refusing is None
     log.auditor.close()
-    result = verify([log.path])
-    assert (result.events, result.problems) == (
-        {"service.start": 1, "decision": 2, "service.stop": 1},
-        [],
-    )
+    check_events(log, decision=2)
 
 
 async def test_a_log_that_was_mended_is_found_without_a_request(
@@ -283,18 +267,13 @@ async def test_a_log_that_was_mended_is_found_without_a_request(
         while log.auditor.refusing is not None:
             await asyncio.sleep(0.01)
     log.auditor.close()
-    result = verify([log.path])
-    assert (result.events, result.problems) == (
-        {"service.start": 1, "audit.resume": 1, "service.stop": 1},
-        [],
-    )
+    check_events(log, **{"audit.resume": 1})
     assert log.lines()[1]["what"] == {"refused": 1}
 
 
 async def test_a_log_that_is_not_required_refuses_nothing_and_tries_nothing(tmp_path: Path) -> None:
     log = Watched(tmp_path)
-    log.break_it()
-    await log.decide(*range(module.MOST_REFUSED + 1))
-    assert (log.auditor.refusing, log.auditor.wake_s()) == (None, None)
-    log.mend()
+    with broken_log(log.path):
+        await log.decide(*range(module.MOST_REFUSED + 1))
+        assert (log.auditor.refusing, log.auditor.wake_s()) == (None, None)
     log.auditor.close()

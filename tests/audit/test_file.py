@@ -177,17 +177,13 @@ def test_files_that_cannot_be_trusted_or_had_are_refused(path: Path, tmp_path: P
         verify([tmp_path / "none"])
 
 
+def renumbered(lines: list[str]) -> list[str]:
+    return [*lines[:2], lines[2].replace('"number":2', '"number":7'), *lines[3:]]
+
+
 CHANGES: dict[str, Callable[[list[str]], list[str]]] = {
-    "changed in place": lambda text: [
-        *text[:2],
-        text[2].replace('"number":2', '"number":7'),
-        *text[3:],
-    ],
-    "changed by an editor": lambda text: [
-        *text[:2],
-        text[2].replace('"number":2', '"number":7'),
-        *text[3:],
-    ],
+    "changed in place": renumbered,
+    "changed by an editor": renumbered,
     "cut off one": lambda text: text[:-1],
     "cut off most": lambda text: text[:1],
     "cut off within a line": lambda text: [*text[:-1], text[-1][:-20]],

@@ -34,17 +34,19 @@ Said = tuple[
 
 def answered(url: str, count: int) -> list[Said]:
     """As many answers, each with the label that will be posted."""
-    draw, said = random.Random(1), list[Said]()
-    while len(said) < count:
-        prompts = [draw.choice([KNOWN, UNKNOWN]) for _ in range(min(AT_ONCE, count - len(said)))]
+    draw, labels = random.Random(1), list[Said]()
+    while len(labels) < count:
+        prompts = [draw.choice([KNOWN, UNKNOWN]) for _ in range(min(AT_ONCE, count - len(labels)))]
         answer = httpx.post(f"{url}/score", json={"prompt": prompts}, timeout=120)
         answer.raise_for_status()
-        said += [(answer.json()["id"], index, draw.choice(LABELS)) for index in range(len(prompts))]
-    return said
+        labels += [
+            (answer.json()["id"], index, draw.choice(LABELS)) for index in range(len(prompts))
+        ]
+    return labels
 
 
 async def post_all(
-    url: str, said: Sequence[Said], clients: int, kill: Callable[[], None] | None = None
+    url: str, labels: Sequence[Said], clients: int, kill: Callable[[], None] | None = None
 ) -> dict[Said, str]:
     """Post by so many clients at once; return the acknowledged, with their standing.
 
@@ -66,10 +68,10 @@ async def post_all(
                 return
             assert answer.status == 200, answer.body
             acknowledged[one] = json.loads(answer.body)["standing"]
-            if kill is not None and len(acknowledged) == len(said) // 2:
+            if kill is not None and len(acknowledged) == len(labels) // 2:
                 kill()
 
-    await asyncio.gather(*(post_share(said[number::clients]) for number in range(clients)))
+    await asyncio.gather(*(post_share(labels[number::clients]) for number in range(clients)))
     pool.close()
     return acknowledged
 
@@ -97,14 +99,14 @@ def test_nothing_that_was_acknowledged_is_lost(with_postgres: bool) -> None:
             "--deadline-s=300",
         )
         with ServeProcess(*arguments, HALLUTRACER_THREADS="1") as service:
-            said = answered(service.url, posts)
+            labels = answered(service.url, posts)
 
             def kill() -> None:
                 service.process.kill()
                 if crash is not None:
                     crash.stop()
 
-            told = asyncio.run(post_all(service.url, said, clients, kill))
+            acknowledged_labels = asyncio.run(post_all(service.url, labels, clients, kill))
             service.process.wait(60)
         if crash is not None:
             crash.start()
@@ -112,13 +114,13 @@ def test_nothing_that_was_acknowledged_is_lost(with_postgres: bool) -> None:
             (f"risk-{name}", index, label) for name, index, label in rows(location(where), STORED)
         ]
         assert len(set(results)) == len(results), "a label is there twice"
-        assert told.keys() <= set(results), "what was acknowledged is lost"
+        assert acknowledged_labels.keys() <= set(results), "what was acknowledged is lost"
         assert (
-            posts // 2 <= len(told) <= len(results)
+            posts // 2 <= len(acknowledged_labels) <= len(results)
         )  # those that were not acknowledged in time may be there
-        rest = [one for one in said if one not in told]
+        unacknowledged = [one for one in labels if one not in acknowledged_labels]
         with ServeProcess(*arguments, HALLUTRACER_THREADS="1") as service:
-            again = asyncio.run(post_all(service.url, rest, clients))
-        assert len(again) == len(rest)  # it goes on where it was
-        assert list(again.values()).count("repeated") == len(results) - len(told)
+            again = asyncio.run(post_all(service.url, unacknowledged, clients))
+        assert len(again) == len(unacknowledged)  # it goes on where it was
+        assert list(again.values()).count("repeated") == len(results) - len(acknowledged_labels)
         assert len(rows(location(where), STORED)) == posts

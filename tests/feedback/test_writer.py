@@ -36,11 +36,11 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @contextmanager
 def writing(where: Location, **options: Any) -> Iterator[tuple[Writer, Counter[str]]]:
     counted: Counter[str] = Counter()
-    made = Writer(where, count=lambda fate, number: counted.update({fate: number}), **options)
+    thread = Writer(where, count=lambda fate, number: counted.update({fate: number}), **options)
     try:
-        yield made, counted
+        yield thread, counted
     finally:
-        made.close()
+        thread.close()
 
 
 @pytest.fixture
@@ -57,32 +57,36 @@ def locked(where: Location) -> Iterator[None]:
     other.close()
 
 
-def refuses(made: Writer, request_id: str = "r1") -> None:
+def labels(thread: Writer, request_id: str = "r1") -> None:
+    assert thread.label(given(request_id)).result(20) is not None
+
+
+def refuses(thread: Writer, request_id: str = "r1") -> None:
     with pytest.raises(FeedbackUnavailable):
-        made.label(given(request_id)).result(20)
+        thread.label(given(request_id)).result(20)
 
 
 def test_a_label_is_on_disk_when_it_is_acknowledged(where: Location) -> None:
-    with writing(where) as (made, counted):
+    with writing(where) as (thread, counted):
         for number in range(30):
-            made.record([answer(f"r{number:02}")])  # still waits when its label comes
-            assert made.label(given(f"r{number:02}")).result(20) is not None
+            thread.record([answer(f"r{number:02}")])  # still waits when its label comes
+            labels(thread, f"r{number:02}")
             assert rows(where, LABELS) == [(number + 1,)]
-        assert made.label(given("none")).result(20) is None
+        assert thread.label(given("none")).result(20) is None
         until(lambda: counted == {"stored": 30})
-        made.record(
+        thread.record(
             [answer(model="half \ud800")]
         )  # no database takes it: dropped, and the thread goes on
         until(lambda: counted == {"stored": 30, "dropped": 1})
-        made.record([answer("fine")])
-        assert made.label(given("fine")).result(20) is not None
+        thread.record([answer("fine")])
+        labels(thread, "fine")
 
 
 def label_until_killed(where: Location, told: Any) -> None:
-    with writing(where) as (made, _):
+    with writing(where) as (thread, _):
         for number in count():
-            made.record([answer(f"r{number}")])
-            assert made.label(given(f"r{number}")).result(20) is not None
+            thread.record([answer(f"r{number}")])
+            labels(thread, f"r{number}")
             told.send(f"r{number}")
 
 
@@ -106,8 +110,8 @@ def test_a_kill_loses_nothing_that_was_acknowledged(file: Location) -> None:
     ]
     assert set(said) <= set(results)
     assert len(set(results)) == len(results) <= len(said) + 1
-    with writing(file) as (made, _):  # it goes on where it was
-        again = made.label(given("r0")).result(20)
+    with writing(file) as (thread, _):  # it goes on where it was
+        again = thread.label(given("r0")).result(20)
         assert again is not None
         assert again.standing == "repeated"
 
@@ -124,42 +128,42 @@ def test_what_could_not_be_committed_is_not_acknowledged(
             if broken[0]:
                 raise FeedbackUnavailable("the disk is full")
 
-    with writing(file) as (made, counted):
+    with writing(file) as (thread, counted):
         monkeypatch.setattr(Database, "transaction", transaction)
         monkeypatch.setattr(databases, "_prepare", lambda *_: None)
-        made.record([answer()])
-        refuses(made)
+        thread.record([answer()])
+        refuses(thread)
         assert counted == {}
         broken[0] = False
         until(lambda: counted == {"stored": 1})  # the answer waited
-        assert made.label(given()).result(20) is not None
+        labels(thread)
     assert rows(file, STORED) == [("r1",)]
 
 
 def test_answers_wait_while_the_database_is_busy_and_labels_fail(file: Location) -> None:
-    with writing(file) as (made, counted):
+    with writing(file) as (thread, counted):
         with locked(file):
-            made.record([answer()])
-            refuses(made)  # from here on the thread waits for its next attempt
-            made.record([answer("r2")])
-            left = [made.label(given(label="hallucinated")) for _ in range(20)]
+            thread.record([answer()])
+            refuses(thread)  # from here on the thread waits for its next attempt
+            thread.record([answer("r2")])
+            left = [thread.label(given(label="hallucinated")) for _ in range(20)]
             for waiting in left:  # whoever leaves before the label is written stops nothing
                 waiting.cancel()
         until(lambda: counted == {"stored": 2})
-        assert made.label(given()).result(20) is not None
+        labels(thread)
 
 
 def test_a_server_that_crashes_and_comes_back(server: Postgres) -> None:
     where = location(server.schema("crashes"))
-    with writing(where) as (made, counted):
-        made.record([answer()])
-        assert made.label(given()).result(20) is not None
+    with writing(where) as (thread, counted):
+        thread.record([answer()])
+        labels(thread)
         server.stop()
-        made.record([answer("r2")])
-        refuses(made, "r2")
+        thread.record([answer("r2")])
+        refuses(thread, "r2")
         server.start()
         until(lambda: counted == {"stored": 2})
-        assert made.label(given("r2")).result(20) is not None
+        labels(thread, "r2")
     assert (counted, rows(where, STORED), rows(where, LABELS)) == (
         {"stored": 2},
         [("r1",), ("r2",)],
@@ -168,20 +172,20 @@ def test_a_server_that_crashes_and_comes_back(server: Postgres) -> None:
 
 
 def test_a_full_queue_drops_answers_and_refuses_labels(file: Location) -> None:
-    with writing(file, most_bytes=100_000) as (made, counted):
+    with writing(file, most_bytes=100_000) as (thread, counted):
         with locked(file):
-            made.record(
+            thread.record(
                 [answer(name, prompt="x" * 90_000) for name in ("long", "longer")]
             )  # it waits for nobody
             assert counted == {"dropped": 1}
-            made.record([answer(f"s{number}") for number in range(10)])
+            thread.record([answer(f"s{number}") for number in range(10)])
             assert counted == {"dropped": 2}
             with pytest.raises(Overloaded):
-                made.label(given())
+                thread.label(given())
         until(lambda: counted == {"dropped": 2, "stored": 10})
-        assert made.label(given("long")).result(20) is not None  # there is room again
+        labels(thread, "long")  # there is room again
         for number in range(20):
-            made.record([answer(f"t{number:02}")])
+            thread.record([answer(f"t{number:02}")])
             until(lambda expected=11 + number: counted["stored"] == expected)  # type: ignore[misc]
 
 
@@ -189,18 +193,18 @@ def test_closing_writes_what_waits_in_batches(
     where: Location, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     began, whole = [], Database.transaction
-    with writing(where) as (made, counted):
+    with writing(where) as (thread, counted):
         monkeypatch.setattr(Database, "transaction", lambda self: (began.append(1), whole(self))[1])
         for number in range(1_200):  # several transactions
-            made.record([answer(f"r{number}")])
-        waiting = made.label(given("r7"))
+            thread.record([answer(f"r{number}")])
+        waiting = thread.label(given("r7"))
     assert counted == {"stored": 1_200}
     assert len(began) < 100
     assert waiting.result(0) is not None
     assert rows(where, LABELS) == [(1,)]
     with pytest.raises(FeedbackUnavailable, match="shutting down"):
-        made.label(given("r7"))
-    made.record([answer("late")])
+        thread.label(given("r7"))
+    thread.record([answer("late")])
     assert counted == {"stored": 1_200, "dropped": 1}
 
 
@@ -208,10 +212,10 @@ def test_closing_with_a_database_that_is_gone_leaves_nobody_waiting(
     file: Location, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer, "CLOSING_S", 0.2)
-    with writing(file) as (made, counted), locked(file):
-        made.record([answer()])
-        waiting = made.label(given())
-        made.close()
+    with writing(file) as (thread, counted), locked(file):
+        thread.record([answer()])
+        waiting = thread.label(given())
+        thread.close()
         with pytest.raises(FeedbackUnavailable):
             waiting.result(20)
         until(lambda: counted == {"dropped": 1})
@@ -222,8 +226,8 @@ def test_old_answers_are_deleted_without_being_asked(
 ) -> None:
     monkeypatch.setattr(writer, "DELETE_EVERY_S", 0.05)
     now = time.time()
-    with writing(file, days=2) as (made, _):
-        made.record(
+    with writing(file, days=2) as (thread, _):
+        thread.record(
             [
                 answer("new"),
                 answer("old", time=now - 2.1 * 86_400),
@@ -231,8 +235,8 @@ def test_old_answers_are_deleted_without_being_asked(
             ]
         )
         until(lambda: rows(file, STORED) == [("kept",), ("new",)])
-    with writing(file) as (made, _):  # without days nothing is
-        made.record([answer("old", time=now - 1e9)])
+    with writing(file) as (thread, _):  # without days nothing is
+        thread.record([answer("old", time=now - 1e9)])
     assert len(rows(file, STORED)) == 3
 
 
@@ -253,12 +257,12 @@ class Clock:
 
     def kept(self, hours: float = 0) -> list[str]:
         """What is left after a service ran for so long, and was asked all the time."""
-        with writing(self.where, days=30) as (made, counted):
+        with writing(self.where, days=30) as (thread, counted):
             for number in range(1 + round(2 * hours)):
                 self.passed += HOUR / 2 * (number > 0)
                 # When the second is stored, what was to be deleted after the first is.
                 for stored in (2 * number + 1, 2 * number + 2):
-                    made.record([answer("asked", time=self.time())])
+                    thread.record([answer("asked", time=self.time())])
                     until(lambda stored=stored: counted == {"stored": stored})  # type: ignore[misc]
         return [name for (name,) in rows(self.where, STORED) if name != "asked"]
 

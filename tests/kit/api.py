@@ -19,6 +19,12 @@ from service.access.routes import (
     SCORE_ROUTES,
     TEXT_ROUTE,
 )
+from service.annexes.guardrails import (
+    CLASSIFY_ROUTE,
+    CONTENTS_DETECTOR,
+    LITELLM_ROUTE,
+    MESSAGES_DETECTOR,
+)
 from tests.kit.bundles import ANSWER, write_bundle
 from tests.matching import answers_read, matching_draft, with_answer
 from tests.running import App
@@ -103,6 +109,18 @@ def request_of(
     return body | ({wire.stop: stop} if wire.stop and stop else {}) | fields
 
 
+def bodies_by_route(text: str) -> dict[str, dict[str, Any]]:
+    """One prompt, on each route that reads prompts."""
+    messages = [{"role": "user", "content": text}]
+    return {
+        **{wire.route: request_of(wire, messages) for wire in WIRES.values()},
+        CLASSIFY_ROUTE: {"inputs": text},
+        LITELLM_ROUTE: {"input_type": "request", "texts": [text]},
+        CONTENTS_DETECTOR: {"contents": [text]},
+        MESSAGES_DETECTOR: {"messages": messages},
+    }
+
+
 def send_to(app: App, wire: Wire, status: int = 200, **options: Any) -> httpx.Response:
     """Ask by ``request_of``'s options."""
     response = app.client.post(wire.route, json=request_of(wire, **options))
@@ -116,16 +134,22 @@ def note_of(document: Mapping[str, Any]) -> dict[str, Any]:
     return note
 
 
-def refusal_of(app: App, route: str, body: Mapping[str, Any], status: int) -> dict[str, Any]:
-    """The error with which a body is refused."""
-    response = app.client.post(route, json=body)
+def check_error(response: httpx.Response, status: int, **fields: str) -> dict[str, Any]:
+    """The error of a response that has this status; it has these fields."""
     assert response.status_code == status, response.text
     error: dict[str, Any] = response.json()["error"]
+    assert error.items() >= fields.items(), error
     return error
 
 
+def refusal_of(app: App, route: str, body: Mapping[str, Any], status: int) -> dict[str, Any]:
+    """The error with which a body is refused."""
+    return check_error(app.client.post(route, json=body), status)
+
+
 def whole(value: Any) -> Any:
-    """A request of a file, with each text and list that it repeats: ``{"times": [it, count]}``."""
+    """A request of a file, with each text and list that it repeats, ``{"times": [it, count]}``, and
+    each text of several parts, ``{"join": [parts]}``."""
     if isinstance(value, list):
         return [whole(item) for item in value]
     if not isinstance(value, dict):
@@ -133,6 +157,8 @@ def whole(value: Any) -> Any:
     if value.keys() == {"times"}:
         item, count = value["times"]
         return whole(item) * count
+    if value.keys() == {"join"}:
+        return "".join(map(whole, value["join"]))
     return {name: whole(item) for name, item in value.items()}
 
 

@@ -27,6 +27,7 @@ from service.serving.admission import (
     Tokenizing,
     check_space,
 )
+from tests.running import until_on_loop
 
 COSTS = st.lists(st.integers(1, 500), min_size=1, max_size=60)
 
@@ -245,16 +246,10 @@ async def test_one_callers_texts_lock_nobody_out_and_callers_take_turns(
     await asyncio.gather(*waiting)
     assert turned_away == dict.fromkeys("abcde", True)
     assert order == ["a", *"abcd", *"ab", "a"]
-    await until_free(lanes)
+    lanes_used = (lanes._fast, lanes._slow)
+    queues = [queue for lane in lanes_used for queue in (lane._pending, lane._waiting)]
+    await until_on_loop(lambda: not any(queues), 60)
     lanes.close()
-
-
-async def until_free(lanes: Tokenizing) -> None:
-    for _ in range(6000):
-        if not any((*lane._pending, *lane._waiting) for lane in (lanes._fast, lanes._slow)):
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("places are still taken")
 
 
 @pytest.mark.anyio
@@ -302,15 +297,11 @@ async def test_a_callers_formats_wait_for_its_own_and_for_no_other_callers(
     release.set()
     assert [await mine[0], await mine[2]] == ["mine 0", "mine 2"]
     assert began == ["mine 0", "mine 2"]
-    await until_empty(lanes)
+    await until_no_format_waits(lanes)
 
 
-async def until_empty(lanes: Tokenizing) -> None:
-    for _ in range(6000):
-        if not lanes._formats.pending and not lanes._formats._turns:
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError(f"{lanes._formats.pending} have not left")
+async def until_no_format_waits(lanes: Tokenizing) -> None:
+    await until_on_loop(lambda: not (lanes._formats.pending or lanes._formats._turns), 60)
 
 
 @pytest.mark.anyio
@@ -328,7 +319,7 @@ async def test_one_whose_time_is_up_leaves_its_turn_only_when_its_work_has_ended
     assert not following.done(), "two of one caller are never compiled at once"
     release.set()
     assert await following == "next"
-    await until_empty(lanes)
+    await until_no_format_waits(lanes)
 
 
 @pytest.mark.anyio
@@ -348,7 +339,7 @@ async def test_formats_that_wait_are_bounded_by_caller_and_in_all(
             await lanes.compile(caller, lambda: True)
     release.set()
     assert await asyncio.gather(*waiting) == [True] * 3
-    await until_empty(lanes)
+    await until_no_format_waits(lanes)
 
 
 @pytest.mark.anyio

@@ -6,18 +6,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
 
 from probes_store.bundle import Bundle
-from service.access.callers import ApiKey, Key, Right, Scope, digest_of
+from service.annexes.guardrails import CLASSIFY_ROUTE, LITELLM_ROUTE
 from service.errors import NonFiniteReadout
 from service.policies.guard import Action, Policy
 from service.scoring import Scorer
 from service.serving.catalogue import Rollout, RolloutPlan
 from tests.engine_kinds import KINDS
+from tests.kit.api import CHAT, bodies_by_route, note_of, request_of
 from tests.kit.bundles import GUARANTEE, write_bundle
 from tests.matching import matching_bundle, matching_draft, with_answer
 from tests.running import App
@@ -27,6 +28,7 @@ PROMPTS = [f"question {number}" for number in range(40)]
 FIXED = b"a secret, so that each run of the tests draws alike"
 BOTH = ("one", "two")
 PLAN = RolloutPlan("two:1", 0.3, ("three:1",), FIXED)
+ALWAYS = RolloutPlan("two:1", 1.0)  # the canary judges whatever names no bundle
 
 
 def app_with(tmp_path: Path, plan: RolloutPlan, kind: str = KINDS[0], **settings: Any) -> App:
@@ -80,6 +82,7 @@ def test_the_canary_has_its_share_and_a_key_stays(app: App) -> None:
         rollout = Rollout(scorer, share, secret=secret)
         return [rollout.chosen(default, number.__str__) is scorer for number in range(count)]
 
+    assert app.state.catalogue.rollout.secret == FIXED, "replicas that share it draw alike"
     first = drawn(canary, 0.3)
     assert np.mean(first) == pytest.approx(
         0.3, abs=0.012
@@ -112,19 +115,11 @@ def by_session(app: App, number: int) -> set[str]:
     headers = {"x-session-id": f"s{number}"}
     names = {judge(app, prompt=prompt, headers=headers) for prompt in PROMPTS[:4]}
     for turn in ("a", "b"):
-        body = {
-            "model": "scripted",
-            "messages": [{"role": "user", "content": turn}],
-            "max_tokens": 1,
-        }
-        guard = {"input_type": "request", "texts": [turn]}
-        for path, sent in (
-            ("/v1/chat/completions", body),
-            ("/beta/litellm_basic_guardrail_api", guard),
-        ):
-            answer = app.ask(path, headers=headers, **sent)
-            names.add(answer["hallutracer"]["bundle"]["name"])
-        classified = app.client.post("/classify", json={"inputs": turn}, headers=headers)
+        bodies = bodies_by_route(turn)
+        for path in (CHAT.route, LITELLM_ROUTE):
+            answer = app.ask(path, headers=headers, **bodies[path])
+            names.add(note_of(answer)["bundle"]["name"])
+        classified = app.client.post(CLASSIFY_ROUTE, json=bodies[CLASSIFY_ROUTE], headers=headers)
         names.add(classified.headers["x-hallutracer-bundle"].partition(":")[0])
     return names
 
@@ -153,7 +148,7 @@ def test_a_session_stays_with_one_bundle(app: App, judges: Callable[[App, int], 
 
 
 def test_a_named_bundle_is_not_rerouted_and_still_the_operators_to_allow(tmp_path: Path) -> None:
-    with app_with(tmp_path, RolloutPlan("two:1", 1.0)).started() as app:
+    with app_with(tmp_path, ALWAYS).started() as app:
         assert judge(app, prompt="a") == "two"
         assert judge(app, prompt="a", bundle="one") == "one"
         refused = app.ask(status=403, prompt="a", bundle="two")
@@ -261,29 +256,6 @@ def test_what_cannot_be_used_is_left_out_and_told(
         assert judge(app, prompt="a") == "one"
 
 
-def test_only_an_administrator_reloads(tmp_path: Path) -> None:
-    with app_with(tmp_path / "open", PLAN).started() as app:
-        for host in ("10.0.0.7", "testclient", "::ffff:10.0.0.7"):
-            refused = type(app.client)(app.app, client=(host, 5)).post("/v1/admin/reload")
-            assert (refused.status_code, refused.json()["error"]["code"]) == (
-                403,
-                "missing_scope",
-            ), host
-    loosens = frozenset(get_args(Right))
-    keys = [
-        ApiKey("plain", "user", loosens),
-        Key(name="user-2", digest=digest_of("named"), may=loosens),
-        Key(name="operator", digest=digest_of("operator"), scopes=frozenset({Scope.ADMIN})),
-    ]
-    with app_with(
-        tmp_path / "keys", PLAN, api_keys=keys, callers_may=get_args(Right)
-    ).started() as app:
-        client = type(app.client)(app.app, client=("127.0.0.1", 5))
-        for secret, status in (("plain", 403), ("named", 403), ("operator", 404), ("", 401)):
-            headers = {"Authorization": f"Bearer {secret}"} if secret else {}
-            assert client.post("/v1/admin/reload", headers=headers).status_code == status
-
-
 # --- a caller who draws again until its session is the canary's ---
 
 
@@ -319,11 +291,6 @@ def test_no_session_gets_past_the_default_bundle(tmp_path: Path, policy: Policy,
         for prompt in asked:
             for session in range(8):
                 headers = {"x-session-id": f"{prompt} {session}"}
-                body = {
-                    "max_tokens": 4,
-                    "messages": [{"role": "user", "content": prompt}],
-                    "model": "scripted",
-                }
                 answer = app.ask(prompt=prompt, generate={"max_tokens": 4}, headers=headers)
                 (row,), judging = answer["data"], answer["bundle"]["name"]
                 seen.add(judging)
@@ -335,12 +302,12 @@ def test_no_session_gets_past_the_default_bundle(tmp_path: Path, policy: Policy,
                 else:
                     assert "decided_by" not in row
                 if session < 2:
-                    chat = app.ask("/v1/chat/completions", headers=headers, **body)
-                    assert chat["choices"][0]["finish_reason"] == "content_filter"
-                    sent = body | {"stream": True}
-                    streamed = app.client.post("/v1/chat/completions", json=sent, headers=headers)
-                    assert "content_filter" in streamed.text
-                    assert "It is" not in streamed.text
+                    turns = [{"role": "user", "content": prompt}]
+                    for stream in (False, True):
+                        body = request_of(CHAT, turns, stream=stream)
+                        text = app.client.post(CHAT.route, json=body, headers=headers).text
+                        assert '"content_filter"' in text
+                        assert "It is" not in text
         assert (seen, told) == ({"one", "two"}, {"one:1"})
         overruled = [app.series("canary_overruled_total", bundle=f"{name}:1") for name in BOTH]
         assert overruled[0] == 0
@@ -350,7 +317,7 @@ def test_no_session_gets_past_the_default_bundle(tmp_path: Path, policy: Policy,
 def test_what_neither_withholds_is_answered_and_what_the_canary_alone_withholds_is_not(
     tmp_path: Path,
 ) -> None:
-    with app_with(tmp_path, RolloutPlan("two:1", 1.0)).started() as app:
+    with app_with(tmp_path, ALWAYS).started() as app:
         by_default, by_canary = (set(withheld_alone(app, name, MANY)) for name in BOTH)
         assert by_canary - by_default
         assert set(MANY) - by_default - by_canary
@@ -360,7 +327,7 @@ def test_what_neither_withholds_is_answered_and_what_the_canary_alone_withholds_
 
 
 def test_under_a_policy_that_observes_the_canary_judges_alone(tmp_path: Path) -> None:
-    with app_with(tmp_path, RolloutPlan("two:1", 1.0), policy="observe").started() as app:
+    with app_with(tmp_path, ALWAYS, policy="observe").started() as app:
         for prompt in MANY[:10]:
             row = app.ask(prompt=prompt, generate={"max_tokens": 2})["data"][0]
             assert row["decision"] == "continue"
@@ -369,9 +336,7 @@ def test_under_a_policy_that_observes_the_canary_judges_alone(tmp_path: Path) ->
 
 def test_a_warning_of_the_default_bundle_is_given_beside_a_canary_too(tmp_path: Path) -> None:
     warns = {"warn": Policy("warn", Action.ANNOTATE, message="Careful ({risk}).")}
-    with app_with(
-        tmp_path, RolloutPlan("two:1", 1.0), policy="warn", policies=warns
-    ).started() as app:
+    with app_with(tmp_path, ALWAYS, policy="warn", policies=warns).started() as app:
         warned = {prompt for name in BOTH for prompt in withheld_alone(app, name, MANY)}
         for prompt in MANY:
             assert ("message" in app.ask(prompt=prompt)["data"][0]) == (prompt in warned)
@@ -380,7 +345,7 @@ def test_a_warning_of_the_default_bundle_is_given_beside_a_canary_too(tmp_path: 
 @pytest.mark.parametrize("canary", [0.9, 0.3])
 def test_a_threshold_is_held_to_both_bundles(tmp_path: Path, canary: float) -> None:
     other = [lambda engine, folder: matching_bundle(engine, folder, "two", 1, threshold=canary)]
-    with app_with(tmp_path, RolloutPlan("two:1", 1.0), names=("one",), add=other).started() as app:
+    with app_with(tmp_path, ALWAYS, names=("one",), add=other).started() as app:
         stricter = min(canary, app.bundles[0].manifest.threshold)
         refused = app.ask(status=403, prompt="a", threshold=stricter + 0.1)
         assert refused["error"]["param"] == "threshold"
@@ -390,7 +355,7 @@ def test_a_threshold_is_held_to_both_bundles(tmp_path: Path, canary: float) -> N
 def test_where_the_default_bundle_gives_no_number_the_canary_s_answer_is_withheld(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with app_with(tmp_path, RolloutPlan("two:1", 1.0)).started() as app:
+    with app_with(tmp_path, ALWAYS).started() as app:
         asked = set(MANY).difference(*(withheld_alone(app, name, MANY) for name in BOTH))
         gives_no_number(app.state.catalogue.scorers[0], monkeypatch)
         row = app.ask(prompt=min(asked), generate={"max_tokens": 2})["data"][0]
@@ -410,9 +375,7 @@ def test_a_policy_that_reads_answers_has_the_default_bundle_alone(tmp_path: Path
         return made
 
     bundles = [reads("one", 0), reads("two", 1)]
-    with app_with(
-        tmp_path, RolloutPlan("two:1", 1.0), names=(), add=bundles, policies=held
-    ).started() as app:
+    with app_with(tmp_path, ALWAYS, names=(), add=bundles, policies=held).started() as app:
         assert judge(app, prompt="a") == "two"
         assert judge(app, prompt="a", policy="again") == "one"
 
@@ -423,22 +386,7 @@ def test_the_guarantee_of_a_canary_is_void_beside_another_verdict(tmp_path: Path
             engine, folder, "two", 1, guarantee=GUARANTEE, threshold=0.25
         )
     ]
-    with app_with(tmp_path, RolloutPlan("two:1", 1.0), names=("one",), add=sure).started() as app:
+    with app_with(tmp_path, ALWAYS, names=("one",), add=sure).started() as app:
         answer = app.ask(prompt="a", generate={"max_tokens": 2})["guarantee"]
         assert not answer["holds"]
         assert any(reason.startswith("canary: ") for reason in answer["void"])
-
-
-def test_a_session_stays_over_a_reload_and_where_replicas_share_the_secret(tmp_path: Path) -> None:
-    def judging(folder: str, plan: RolloutPlan) -> list[str]:
-        with app_with(tmp_path / folder, plan).started() as app:
-            return [judge(app, prompt="a", headers={"x-session-id": str(n)}) for n in range(40)]
-
-    same = [
-        judging(folder, RolloutPlan("two:1", 0.5, secret=b"shared by replicas"))
-        for folder in ("a", "b")
-    ]
-    assert same[0] == same[1]
-    assert judging("c", RolloutPlan("two:1", 0.5)) != judging("d", RolloutPlan("two:1", 0.5)), (
-        "of each process alone"
-    )

@@ -28,6 +28,7 @@ from service.serving.admission import Deadline
 from service.serving.dispatcher import Dispatcher, RequestHandle
 from tests.engine_kinds import KINDS, OnOwnLoop, engine_of
 from tests.matching import Held, matching_bundle
+from tests.running import until_on_loop
 from tests.scripted_engine import ScriptedEngine
 
 pytestmark = pytest.mark.anyio
@@ -86,10 +87,10 @@ class Bench:
             yield self
         finally:
             closing = asyncio.create_task(asyncio.to_thread(self.dispatcher.close))
-            await until(lambda: not self.dispatcher.alive)
+            await until_on_loop(lambda: not self.dispatcher.alive)
             self.holding.release.set()
             await closing
-            await until(lambda: self.script.counters.open_continuations == 0)
+            await until_on_loop(lambda: self.script.counters.open_continuations == 0)
             assert self.last == (0, 0)
             queue = self.dispatcher._queue
             assert not any((queue._prompts, *queue._tokens.values()))
@@ -118,15 +119,6 @@ class Bench:
     def report(self, text: str, scorer: int = 0) -> RiskReport:
         """What the prompt gets by itself."""
         return self.alone[scorer].score([self.script.tokenize(text)])[0]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait for a condition; fail where it does not come."""
-    for _ in range(2000):
-        if condition():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("the condition never became true")
 
 
 async def text_of(handle: RequestHandle) -> list[str]:
@@ -194,7 +186,7 @@ async def test_a_gated_prompt_gives_no_token(
     (report,) = await handle.answers()
     assert await text_of(handle) == []
     assert (report.completion, handle.jobs[0].tokens, handle.jobs[0].decode_s) == (None, 0, None)
-    await until(lambda: bench.script.counters.open_continuations == 0)
+    await until_on_loop(lambda: bench.script.counters.open_continuations == 0)
     assert not (honoured and bench.script.counters.decode_steps)
 
 
@@ -225,7 +217,7 @@ async def test_cancelling_frees_the_engine_at_once(bench: Bench) -> None:
     assert bench.script.counters.prefills == prefills + 2
     decoding.cancel(NotReady("gone"))
     assert bench.last == (0, 0)
-    await until(lambda: bench.script.counters.open_continuations == 0)
+    await until_on_loop(lambda: bench.script.counters.open_continuations == 0)
     assert bench.script.counters.decode_steps < 300
 
 
@@ -328,7 +320,7 @@ async def test_whoever_sends_much_does_not_delay_another(bench: Bench, monkeypat
     texts = [f"prompt {number}" for number in range(200)]
     busy = [bench.request(*texts[n : n + 10], caller="busy") for n in range(0, 200, 10)]
     other = bench.request("mine", caller="other")
-    await until(lambda: len(bench.engine._queue.waiting) == 201)
+    await until_on_loop(lambda: len(bench.engine._queue.waiting) == 201)
     bench.holding.release.set()
     for handle in (held, other, *busy):
         await handle.answers()
@@ -362,12 +354,12 @@ async def test_an_engine_that_stands_still_is_stalled_until_it_goes_on(bench: Be
     bench.now += 20
     assert not await stalled()
     bench.now += 1
-    await until(lambda: bench.dispatcher.stalled)
+    await until_on_loop(lambda: bench.dispatcher.stalled)
     with pytest.raises(DeadlineExceeded):
         await waiting.answers()
     assert await stalled()
     bench.holding.release.set()
-    await until(lambda: not bench.dispatcher.stalled)
+    await until_on_loop(lambda: not bench.dispatcher.stalled)
     bench.script.answer, bench.script.sleep_s = "x" * 20, 0.005
     async for _ in bench.request("b", streams=True, **LONG).pieces():
         bench.now += 19
@@ -390,7 +382,7 @@ async def test_an_engine_that_waits_for_a_cpu_is_slow_and_does_not_stand_still(
         await asyncio.sleep(0.03)
         assert not bench.dispatcher.stalled
     bench.now += 21
-    await until(lambda: bench.dispatcher.stalled)
+    await until_on_loop(lambda: bench.dispatcher.stalled)
 
 
 @ON_ONE
@@ -470,7 +462,7 @@ async def test_neither_answers_nor_an_empty_queue_make_scores_look_slow(
             patch.setattr(bench.dispatcher, "_note_scored", noted)
             bench.holding.release.set()
             await held.answers()
-            await until(kept_busy(handles))
+            await until_on_loop(kept_busy(handles))
         for handle in handles:
             await handle.answers()
         bench.script.before = None
@@ -601,7 +593,7 @@ async def test_a_step_that_succeeds_between_failing_passes_begins_the_count_anew
             await bench.request(f"prompt {n}").answers()
         bench.script.fail = None
         decoded = going_on.jobs[0].tokens
-        await until(lambda decoded=decoded: going_on.jobs[0].tokens > decoded)  # type: ignore[misc]
+        await until_on_loop(lambda decoded=decoded: going_on.jobs[0].tokens > decoded)  # type: ignore[misc]
     assert bench.dispatcher.alive
     going_on.cancel()
 
@@ -611,7 +603,7 @@ async def test_an_engine_whose_thread_fails_is_given_up(bench: Bench, monkeypatc
     for handle in [bench.request("a"), bench.request("b", **ANSWER)]:
         with pytest.raises((EngineError, NotReady)):
             await handle.answers()
-    await until(lambda: not bench.dispatcher.alive)
+    await until_on_loop(lambda: not bench.dispatcher.alive)
     assert len(bench.broke) == 1
 
 
@@ -634,7 +626,7 @@ async def test_an_engine_that_ends_while_idle_is_noticed(bench: Bench) -> None:
     await asyncio.sleep(0.03)
     assert bench.dispatcher.alive
     await asyncio.to_thread(bench.engine.close)
-    await until(lambda: bool(bench.broke))
+    await until_on_loop(lambda: bool(bench.broke))
     assert not bench.dispatcher.alive
 
 
@@ -720,7 +712,7 @@ async def test_each_pass_of_a_long_prompt_is_a_sign_of_life(bench: Bench) -> Non
     bench.script.before = gate = Gate()
     handle = bench.request("x" * 31)
     for passes in range(1, 5):
-        await until(lambda: gate.begun == passes)  # noqa: B023
+        await until_on_loop(lambda: gate.begun == passes)  # noqa: B023
         await asyncio.sleep(0.03)  # what the engine's thread has sent is there
         bench.now += 19
         await asyncio.sleep(0.03)
@@ -736,7 +728,7 @@ async def test_a_deadline_that_passes_between_two_passes_ends_the_prompt(bench: 
     handle = bench.request("x" * 31, seconds=0.1)
     with pytest.raises(DeadlineExceeded):
         await handle.answers()
-    await until(
+    await until_on_loop(
         lambda: bench.engine._queue.reading[0].cancelled
     )  # on its own loop the engine learns of it later
     gate.allowed.release(2)

@@ -29,6 +29,7 @@ from service.policies.policy import Policies
 from service.scoring import Scorer
 from service.serving.judgement import Monitor, digest_of
 from tests.engine_kinds import KINDS
+from tests.kit.api import CHAT, note_of, send_to
 from tests.kit.bundles import GUARANTEE, UNCERTAINTY, write_bundle
 from tests.matching import matching_draft
 from tests.running import App
@@ -44,17 +45,17 @@ Labelled = Callable[[float], AbstractContextManager[App]]
 
 
 @pytest.fixture
-def told(monkeypatch: Patch) -> list[Monitor]:
+def reported(monkeypatch: Patch) -> list[Monitor]:
     """What monitors report; their reference: risks spread evenly, 5 % of the rows outside."""
     reference = Reference(EVEN, np.arange(1, 10) / 10, 0.05)
     monkeypatch.setattr("service.serving.judgement.reference_of", lambda bundle: reference)
     return []
 
 
-def monitor(told: list[Monitor], **limits: float) -> Monitor:
+def monitor(reported: list[Monitor], **limits: float) -> Monitor:
     manifest = SimpleNamespace(guarantee=SimpleNamespace(alpha=0.1))
     scorer: Any = SimpleNamespace(bundle=SimpleNamespace(reference="a:1", manifest=manifest))
-    return Monitor(scorer, replace(LIMITS, **limits), told.append)
+    return Monitor(scorer, replace(LIMITS, **limits), reported.append)
 
 
 def reports(
@@ -82,11 +83,11 @@ def reports(
     return [results[place] for place in order], [str(name).encode() for name in names]
 
 
-def test_a_full_window_is_compared_now_and_then(told: list[Monitor]) -> None:
-    watched = monitor(told, ks=1.0)
+def test_a_full_window_is_compared_now_and_then(reported: list[Monitor]) -> None:
+    watched = monitor(reported, ks=1.0)
     for count, compared in ((999, 0), (1, 1), (49, 1), (1, 2), (50, 3), (10, 3)):
         watched.observe(*reports(count))
-        assert len(told) == compared
+        assert len(reported) == compared
 
 
 @pytest.mark.parametrize(
@@ -115,16 +116,16 @@ def test_a_full_window_is_compared_now_and_then(told: list[Monitor]) -> None:
     ids=["distance", "stability", "back", "alike"],
 )
 def test_a_drift_begins_at_a_limit_and_ends_well_below_it(
-    told: list[Monitor], limits: dict[str, float], windows: list[tuple[dict[str, Any], bool]]
+    reported: list[Monitor], limits: dict[str, float], windows: list[tuple[dict[str, Any], bool]]
 ) -> None:
-    watched = monitor(told, **limits)
+    watched = monitor(reported, **limits)
     for shape, void in windows:
         watched.observe(*reports(WINDOW, **shape))
         assert list(watched.violations) == ["drift"] * void, shape
 
 
-def test_the_share_outside_is_held_against_the_bundles_own(told: list[Monitor]) -> None:
-    watched = monitor(told)
+def test_the_share_outside_is_held_against_the_bundles_own(reported: list[Monitor]) -> None:
+    watched = monitor(reported)
     for share, void in ((0.09, False), (0.12, True), (0.0, False)):
         watched.observe(*reports(WINDOW, outside=share))
         assert list(watched.violations) == ["outside"] * void, share
@@ -138,14 +139,14 @@ def test_the_share_outside_is_held_against_the_bundles_own(told: list[Monitor]) 
     assert (watched.drift.outside, watched.violations) == (0.12, {})
 
 
-def test_a_prompt_that_comes_again_counts_once(told: list[Monitor]) -> None:
-    watched = monitor(told)
+def test_a_prompt_that_comes_again_counts_once(reported: list[Monitor]) -> None:
+    watched = monitor(reported)
     watched.observe(*reports(WINDOW))
     watched.observe(*reports(2000, top=1.0, named=[-1 - number % 20 for number in range(2000)]))
     assert not watched.violations
-    assert told[-1].drift is not None
-    assert told[-1].drift.prompts == WINDOW
-    assert told[-1].drift.shift == pytest.approx(20 / WINDOW / 2, abs=0.005)
+    assert reported[-1].drift is not None
+    assert reported[-1].drift.prompts == WINDOW
+    assert reported[-1].drift.shift == pytest.approx(20 / WINDOW / 2, abs=0.005)
     # Nor do repeats hide a drift: between any two prompts of it a client asks twenty known
     # questions in a loop.
     drifted, names = reports(WINDOW, top=0.5)
@@ -155,14 +156,14 @@ def test_a_prompt_that_comes_again_counts_once(told: list[Monitor]) -> None:
     assert list(watched.violations) == ["drift"]
 
 
-def test_few_different_prompts_are_compared_as_the_few_they_are(told: list[Monitor]) -> None:
-    watched, few = monitor(told), list(range(100))
+def test_few_different_prompts_are_compared_as_the_few_they_are(reported: list[Monitor]) -> None:
+    watched, few = monitor(reported), list(range(100))
     watched.observe(*reports(100, top=0.25, named=few))
     watched.observe(*reports(899, top=0.25, named=[number % 100 for number in range(899)]))
-    assert not told
+    assert not reported
     watched.observe(*reports(100, top=0.25, named=few))
-    assert told[-1].drift is not None
-    assert told[-1].drift.prompts == 100
+    assert reported[-1].drift is not None
+    assert reported[-1].drift.prompts == 100
     assert not watched.violations  # 0.25 of 100 is chance
     watched.observe(*reports(100, top=0.6, named=few))
     assert list(watched.violations) == ["drift"]
@@ -178,8 +179,8 @@ def test_a_digest_tells_prompts_apart_and_nothing_else() -> None:
     assert again.digest_of([1, 2, 3]) != digest_of([1, 2, 3]), "the key is the process's own"
 
 
-def test_labels_void_it_for_good_and_right_answers_never_do(told: list[Monitor]) -> None:
-    watched, wrong = monitor(told), 0
+def test_labels_void_it_for_good_and_right_answers_never_do(reported: list[Monitor]) -> None:
+    watched, wrong = monitor(reported), 0
     watched.count(Tally(500, 500, 0))
     assert not watched.violations
     while not watched.violations:
@@ -288,13 +289,8 @@ def test_a_shift_either_way_is_told_everywhere_and_taken_back(
     assert answer["guarantee"]["holds"] is False
     assert card(app)["void"] == [reason]
     assert voids(app)["drift"] == 1
-    body = {
-        "model": "scripted",
-        "messages": [{"role": "user", "content": "a"}],
-        "max_tokens": 12,
-        "temperature": 0,
-    }
-    assert app.ask("/v1/chat/completions", **body)["hallutracer"]["guarantee"]["void"] == [reason]
+    chat = note_of(send_to(app, CHAT).json())
+    assert chat["guarantee"]["void"] == [reason]
     shifted(app, 0.0)
     ask(app, PROMPTS[600:800])
     ask(app, PROMPTS[800:850])
@@ -330,11 +326,11 @@ def labelled(tmp_path: Path, promised: Bundle) -> Labelled:
     return made
 
 
-def complain(app: App, prompts: Sequence[str], **said: Any) -> list[dict[str, Any]]:
+def complain(app: App, prompts: Sequence[str], **choice: Any) -> list[dict[str, Any]]:
     """Ask each, and call the answer wrong where there was one; what the labels came to."""
     results = []
     for prompt in prompts:
-        answer = app.ask(prompt=prompt, **said)
+        answer = app.ask(prompt=prompt, **choice)
         label = app.ask("/v1/feedback", id=answer["id"], label="hallucinated")
         if answer["data"][0]["decision"] == "continue":
             results.append(label)
@@ -400,8 +396,8 @@ def test_answers_that_the_guarantee_is_not_about_are_not_drawn(labelled: Labelle
             {"generate": {"max_tokens": 1, "temperature": 1.0}},
             {"policy": "outside"},
         ]
-        for said in others:
-            assert [one["drawn"] for one in complain(app, PROMPTS[:20], **said)].count(True) == 0
+        for choice in others:
+            assert [one["drawn"] for one in complain(app, PROMPTS[:20], **choice)].count(True) == 0
         assert any(one["drawn"] for one in complain(app, PROMPTS[20:40], policy="observe"))
 
 
