@@ -6,7 +6,7 @@ import json
 import lzma
 import time
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import pytest
 
@@ -18,6 +18,8 @@ from service.prompts import render
 from service.trainer.options import TrainOptions
 from tests.command_line import hallutracer
 from tests.fitting.planted import PlantedEngine, Quiet
+from tests.kit.rows import Rows, read_lines
+from tests.kit.tables import cells
 
 SOURCES = ("opentriviaqa", "nq-open", "facts")
 
@@ -27,18 +29,15 @@ def test_the_halves_are_whole_rows_that_share_no_group_and_no_question() -> None
     assert (len(train), len(held_out)) == (9593, 1800)
     for rows in (train, held_out):
         assert len({row["id"] for row in rows}) == len(rows)
-        assert all(
-            row["prompt"].strip() and all(map(str.strip, row["answers"])) and row["answers"]
-            for row in rows
-        )
         assert {row["kind"].partition("/")[0] for row in rows} == set(SOURCES)
+        for row in rows:
+            assert row["answers"]
+            assert all(map(str.strip, (row["prompt"], *row["answers"])))
     assert {row["group"] for row in train}.isdisjoint(row["group"] for row in held_out)
-    assert {row["prompt"].lower() for row in train}.isdisjoint(
-        row["prompt"].lower() for row in held_out
-    )
-    assert all(
-        row["answers"][0] in row["statement"] for row in train if row["kind"] == "facts/capital"
-    )
+    prompts = ({row["prompt"].lower() for row in rows} for rows in (train, held_out))
+    assert set.isdisjoint(*prompts)
+    for row in train:
+        assert row["kind"] != "facts/capital" or row["answers"][0] in row["statement"]
 
 
 def test_a_fact_is_accepted_by_its_other_names() -> None:
@@ -82,47 +81,50 @@ def test_packing_the_rows_again_gives_the_same_rows(tmp_path: Path) -> None:
         main([str(overlapping), str(overlapping)])
 
 
-@pytest.mark.parametrize(
-    ("model", "name"),
-    [
-        ("Qwen/Qwen2.5-0.5B-Instruct", "qwen2.5-0.5b-instruct"),
-        ("./models/My Model (v2)/", "my-model-v2"),
-        ("/data/gemma-3-270m-it-Q8_0.GGUF", "gemma-3-270m-it-q8_0"),
-        ("demo", "my-demo"),
-        ("owner/smollm2", "my-smollm2"),
-        ("owner/..x..y", "x.y"),
-        ("owner/\u6a21\u578b", "bundle"),
-        ("owner/" + "a" * 90, "a" * 64),
-    ],
+NAMES = cells(
+    """
+    Qwen/Qwen2.5-0.5B-Instruct | qwen2.5-0.5b-instruct
+    ./models/My Model (v2)/ | my-model-v2
+    /data/gemma-3-270m-it-Q8_0.GGUF | gemma-3-270m-it-q8_0
+    demo | my-demo
+    owner/smollm2 | my-smollm2
+    owner/..x..y | x.y
+    owner/模型 | bundle
+    """
 )
+
+
+@pytest.mark.parametrize(("model", "name"), [*NAMES, ("owner/" + "a" * 90, "a" * 64)])
 def test_a_bundle_is_named_after_its_model(model: str, name: str) -> None:
     assert bundle_name(model) == name
 
 
-def rows_of(path: Path | str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+class Asked(NamedTuple):
+    """What a run asks: its options, the rows of both files, and what was printed."""
+
+    options: TrainOptions
+    train: Rows
+    held_out: Rows
+    printed: list[str]
 
 
-def asked_and_held_out(
-    folder: Path, questions: int, max_tokens: int
-) -> tuple[TrainOptions, list[dict[str, Any]], list[dict[str, Any]], list[str]]:
-    """The options of a run, the rows of both files, and what was printed."""
+def asked(folder: Path, questions: int, max_tokens: int = 6000) -> Asked:
     options, console = TrainOptions(run_dir=folder, questions=questions), Quiet()
     engine = PlantedEngine(max_tokens=max_tokens)
     options = with_questions(completed(options, "owner/tiny"), engine, console, time.monotonic())
     assert options.test is not None
-    return options, rows_of(options.data[0]), rows_of(options.test), console.lines
+    return Asked(options, read_lines(options.file), read_lines(options.test), console.lines)
 
 
 def test_a_model_alone_is_asked_the_bank_and_its_answers_are_judged(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    options, asked, held_out, printed = asked_and_held_out(folder, 400, 6000)
+    run = asked(tmp_path / "run", 400)
+    options = run.options
     assert (options.name, options.answers, options.answer_tokens) == ("tiny", "generate", 24)
-    assert (asked, printed) == (bank_rows("train")[:400], [])
-    assert held_out == bank_rows("held-out")[: 400 * 1800 // 9593]
-    again, *_ = asked_and_held_out(folder, 400, 6000)
+    assert (run.train, run.printed) == (bank_rows("train")[:400], [])
+    assert run.held_out == bank_rows("held-out")[: 400 * 1800 // 9593]
+    again, more = (asked(tmp_path / "run", count).options for count in (400, 500))
     assert (again.data, again.test) == (options.data, options.test)
-    assert asked_and_held_out(folder, 500, 6000)[0].data != options.data
+    assert more.data != options.data
 
 
 def test_questions_of_the_bank_that_are_too_long_for_the_model_are_left_out(tmp_path: Path) -> None:
@@ -132,10 +134,10 @@ def test_questions_of_the_bank_that_are_too_long_for_the_model_are_left_out(tmp_
     longest, limit = max(lengths), max(lengths) + 24 - 1
     expected = [row for row, length in zip(rows, lengths, strict=True) if length < longest]
     assert 0 < len(rows) - len(expected) < 5
-    _, asked, _, printed = asked_and_held_out(tmp_path / "run", 400, limit)
-    assert asked == expected
-    assert printed == [
-        f"left out: {400 - len(asked)} of the package's 400 questions, which with an answer are"
+    run = asked(tmp_path / "run", 400, limit)
+    assert run.train == expected
+    assert run.printed == [
+        f"left out: {400 - len(run.train)} of the package's 400 questions, which with an answer are"
         f" longer than the model's {limit} tokens"
     ]
 

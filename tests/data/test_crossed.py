@@ -26,6 +26,7 @@ from service.data.forms.crossed import (
 )
 from service.data.forms.tasks import task_rows
 from service.demo.questions import build_world, fact_rows
+from tests.kit.tables import cells
 
 ENOUGH = 24  # wordings of each relation, to train on
 
@@ -143,26 +144,20 @@ def test_a_prompt_that_is_taken_is_not_made_again() -> None:
     assert not first & second
 
 
-@pytest.mark.parametrize(
-    ("rule", "asked", "made"),
-    [
-        ("key_words", "What is the name of the longest river in Asia?", "name longest river Asia"),
-        (
-            "key_words",
-            "In 1994, who played Red in The Shawshank Redemption?",
-            "1994 played Red Shawshank Redemption",
-        ),
-        ("lower", "Who Wrote Hamlet?", "who wrote hamlet"),
-        ("imperative", "What is the longest river in Asia?", "Name the longest river in Asia."),
-        ("imperative", "Who wrote Hamlet?", "Name the person who wrote Hamlet."),
-        (
-            "imperative",
-            "Which team won the cup in 1990?",
-            "Name the team that won the cup in 1990.",
-        ),
-        ("imperative", "How many people lived in Rome?", "Say how many people lived in Rome."),
-    ],
+RULED = cells(
+    """
+    key_words | What is the name of the longest river in Asia? | name longest river Asia
+    key_words | In 1994, who played Red in The Fall? | 1994 played Red Fall
+    lower | Who Wrote Hamlet? | who wrote hamlet
+    imperative | What is the longest river in Asia? | Name the longest river in Asia.
+    imperative | Who wrote Hamlet? | Name the person who wrote Hamlet.
+    imperative | Which team won the cup in 1990? | Name the team that won the cup in 1990.
+    imperative | How many people lived in Rome? | Say how many people lived in Rome.
+    """
 )
+
+
+@pytest.mark.parametrize(("rule", "asked", "made"), RULED)
 def test_rules(rule: str, asked: str, made: str) -> None:
     assert RULES[rule](asked, random.Random(0)) == made
 
@@ -197,13 +192,10 @@ def digest(rows: list[dict[str, Any]]) -> str:
 
 
 def test_the_mixture_of_forms_draws_what_it_drew_before_there_were_wordings() -> None:
-    rows = [
-        question(f"What is known about the river of Land{number:02}?", number)
-        for number in range(120)
-    ]
+    texts = [f"What is known about the river of Land{number:02}?" for number in range(120)]
+    rows = [question(text, number) for number, text in enumerate(texts)]
     said = {row["id"]: f"Said {row['id']}" for row in rows}
-    assert (
-        digest(in_forms(rows, chosen(["all"]), per_row=3, model_answers=said)) == "3d83472d7424eacc"
-    )
+    mixture = in_forms(rows, chosen(["all"]), per_row=3, model_answers=said)
+    assert digest(mixture) == "3d83472d7424eacc"
     assert digest(task_rows(300)) == "cb54b274a50c6253"
     assert len(FORMS) == 31

@@ -20,54 +20,30 @@ from service.data.calls import Call, expectation_problem, meets, parse_calls
 from service.data.options import ABSTAIN, JudgeName, JudgeOptions
 from service.errors import TrainingError
 from tests.kit.local_server import answer, listening
+from tests.kit.rows import Document
+from tests.kit.tables import cells, lines
+
+NORMAL = cells(
+    """
+    Ｐａｒｉｓ! | paris
+    STRASSE | strasse
+    Straße | strasse
+    don't | dont
+    An apple a day | apple day
+    Papeetē, Brasília | papeete brasilia
+    Nukuʻalofa; Nuku’alofa | nukualofa nukualofa
+    Tromsø, Łódź, Smić | tromso lodz smic
+    Việt Nam đồng | viet nam dong
+    ガーナ | ガーナ
+    हिन्दी | हिन्दी
+    Й | й
+    """
+)  # a mark of Japanese makes another syllable
 
 
-@pytest.mark.parametrize(
-    ("text", "normal"),
-    [
-        ("  The  Eiffel-Tower. ", "eiffel tower"),
-        ("Ｐａｒｉｓ!", "paris"),
-        ("STRASSE", "strasse"),
-        ("Straße", "strasse"),
-        ("don't", "dont"),
-        ("An apple a day", "apple day"),
-        ("Papeet\u0113, Bras\u00edlia", "papeete brasilia"),
-        ("Nuku\u02bbalofa; Nuku\u2019alofa", "nukualofa nukualofa"),
-        ("Troms\u00f8, \u0141\u00f3d\u017a, Smi\u0107", "tromso lodz smic"),
-        ("Vi\u1ec7t Nam \u0111\u1ed3ng", "viet nam dong"),
-        ("\u30ac\u30fc\u30ca", "\u30ac\u30fc\u30ca"),  # a mark of Japanese makes another syllable
-        ("\u0939\u093f\u0928\u094d\u0926\u0940", "\u0939\u093f\u0928\u094d\u0926\u0940"),
-        ("\u0419", "\u0439"),
-    ],
-)
+@pytest.mark.parametrize(("text", "normal"), [("  The  Eiffel-Tower. ", "eiffel tower"), *NORMAL])
 def test_normalise(text: str, normal: str) -> None:
     assert judge.normalise(text) == normal
-
-
-TEXTS: list[tuple[JudgeName, str, str, bool]] = [
-    ("exact", "The Paris.", "paris", True),
-    ("exact", "It is Paris", "paris", False),
-    ("regex", "around 1 905", r"1\s905", True),
-    ("regex", "1806", r"19\d\d", False),
-    ("contains", "It is Vitamin C.", "Vitamin A", False),
-    ("contains", "It is vitamin A.", "Vitamin A", True),
-    ("contains", "The answer is -5.", "5", False),
-    ("contains", "about 1,000 people", "1000", True),
-    ("contains", "it is 3.14", "314", False),
-    ("contains", "答案是东京。", "东京", True),
-    ("contains", "答案是大阪。", "东京", False),
-    ("contains", "It is the United States", "United States", True),
-    ("contains", "unbelievable", "able", False),
-    ("contains", "It is in New  York, I think", "new york", True),
-    ("contains", "Parisian", "paris", False),
-    ("contains", "The capital is Papeete.", "Papeet\u0113", True),
-    ("contains", "It is Reykjav\u00edk", "Reykjavik", True),
-    ("contains", "Harare\u306f Zimbabwe\u306e\u9996\u90fd\u3067\u3059\u3002", "Zimbabwe", True),
-    ("contains", "\u662fSouth Africa\u7684", "South Africa", True),
-    ("contains", "\u662fZimbabwean\u7684", "Zimbabwe", False),
-    ("contains", "\u304b", "\u304c", False),
-    ("contains", "anything", "the", False),  # none has an empty answer
-]
 
 
 ABSTENTIONS = (
@@ -175,6 +151,41 @@ def test_an_unreachable_endpoint_is_named() -> None:
         server.judge()[0]("q", "a", ["b"])
 
 
+# A judge, what was said, and the only accepted answer.
+RIGHT = cells(
+    r"""
+    exact | The Paris. | paris
+    regex | around 1 905 | 1\s905
+    contains | It is vitamin A. | Vitamin A
+    contains | about 1,000 people | 1000
+    contains | 答案是东京。 | 东京
+    contains | It is the United States | United States
+    contains | It is in New  York, I think | new york
+    contains | The capital is Papeete. | Papeetē
+    contains | It is Reykjavík | Reykjavik
+    contains | Harareは Zimbabweの首都です。 | Zimbabwe
+    contains | 是South Africa的 | South Africa
+    """
+)
+
+
+WRONG = cells(
+    r"""
+    exact | It is Paris | paris
+    regex | 1806 | 19\d\d
+    contains | It is Vitamin C. | Vitamin A
+    contains | The answer is -5. | 5
+    contains | it is 3.14 | 314
+    contains | 答案是大阪。 | 东京
+    contains | unbelievable | able
+    contains | Parisian | paris
+    contains | 是Zimbabwean的 | Zimbabwe
+    contains | か | が
+    contains | anything | the
+    """
+)  # none has an empty answer
+
+
 BOTH = [judge.parts(["Paris"], ["Euro", "EUR"])]
 KITE = ["No, it needs wind", "I have no comment.", judge.incorrect("Yes, it always flies")]
 CALL = {"name": "area", "arguments": {"base": [3]}, "optional": []}
@@ -183,42 +194,34 @@ GUINEA = r"^(?:It is|The answer is)?\s*(.*?)\.?$"
 
 
 @pytest.mark.parametrize(
-    ("name", "pattern", "said", "accepted", "expected"),
+    ("name", "said", "accepted", "expected"),
     [
-        ("exact", GUINEA, "It is Guinea.", ["Guinea"], True),
-        ("exact", GUINEA, "Guinea", ["Guinea"], True),
-        ("exact", GUINEA, "It is Equatorial Guinea.", ["Guinea"], False),
-        ("exact", GUINEA, "The answer is Guinea", ["Guinea"], True),
-        ("calls", r"Answer: (.*)", "First I think. Answer: area(base=3)", AREA, True),
-        ("calls", "", "[area(base=3)]", AREA, True),
-        ("calls", "", "[area(base=4)]", AREA, False),
-        ("calls", "", "It cannot be done.", AREA, False),
-        ("similarity", "", "No, a kite needs some wind.", KITE, True),
-        ("similarity", "", "I have no comment.", KITE, True),
-        ("similarity", "", "Yes, it always flies", KITE, False),
-        ("similarity", "", "Bananas", KITE, False),  # nearer to neither
+        ("calls", "[area(base=3)]", AREA, True),
+        ("calls", "[area(base=4)]", AREA, False),
+        ("calls", "It cannot be done.", AREA, False),
+        ("similarity", "No, a kite needs some wind.", KITE, True),
+        ("similarity", "I have no comment.", KITE, True),
+        ("similarity", "Yes, it always flies", KITE, False),
+        ("similarity", "Bananas", KITE, False),  # nearer to neither
         *(
-            (name, "", said, KITE, expected)
+            (name, said, KITE, expected)
             for name in ("exact", "contains", "regex")  # not shown incorrect answers
             for said, expected in (("No, it needs wind", True), ("Yes, it always flies", False))
         ),
-        *((name, "", said, [accepted], expected) for name, said, accepted, expected in TEXTS),
+        *((name, said, [accepted], True) for name, said, accepted in RIGHT),
+        *((name, said, [accepted], False) for name, said, accepted in WRONG),
         # An answer must hold each part.
-        ("contains", "", "Paris, and the euro.", BOTH, True),
-        ("contains", "", "They pay in EUR; its capital is Paris.", BOTH, True),
-        ("contains", "", "The capital is Paris.", BOTH, False),
-        ("contains", "", "It is the euro.", BOTH, False),
-        ("contains", "", "Parisian euros", BOTH, False),
-        ("regex", "", "paris eur", BOTH, True),
-        ("regex", "", "paris", BOTH, False),
+        ("contains", "Paris, and the euro.", BOTH, True),
+        ("contains", "They pay in EUR; its capital is Paris.", BOTH, True),
+        ("contains", "The capital is Paris.", BOTH, False),
+        ("contains", "It is the euro.", BOTH, False),
+        ("contains", "Parisian euros", BOTH, False),
+        ("regex", "paris eur", BOTH, True),
+        ("regex", "paris", BOTH, False),
     ],
 )
-def test_what_a_judge_sees(
-    name: JudgeName, pattern: str, said: str, accepted: list[str], expected: bool
-) -> None:
-    assert (
-        judge.make_judge(JudgeOptions(name, answer_pattern=pattern))("", said, accepted) is expected
-    )
+def test_what_a_judge_sees(name: JudgeName, said: str, accepted: list[str], expected: bool) -> None:
+    assert judge.make_judge(JudgeOptions(name))("", said, accepted) is expected
 
 
 @pytest.mark.parametrize(
@@ -450,94 +453,135 @@ def test_no_text_breaks_the_parser(text: str) -> None:
     assert all(call.name for call in parse_calls(text))
 
 
-def calls(*wanted: dict[str, Any]) -> dict[str, Any]:
+def calls(*wanted: Document) -> Document:
     return {"expect": "calls", "calls": list(wanted)}
 
 
-def wanted(
-    name: str = "area", optional: tuple[str, ...] = (), **arguments: list[Any]
-) -> dict[str, Any]:
+def wanted(name: str = "area", optional: tuple[str, ...] = (), **arguments: list[Any]) -> Document:
     return {"name": name, "arguments": arguments, "optional": list(optional)}
 
 
 @pytest.mark.parametrize(
-    ("given", "accepted", "right"),
+    ("name", "pattern", "said", "accepted", "expected"),
     [
-        (3, [3], True),
-        (3.0, [3], True),
-        (3, [3.0, 4], True),
-        (4, [3], False),
-        ("3", [3], False),
-        (3, ["3"], False),
-        (True, [True], True),
-        (1, [True], False),
-        (True, [1], False),
-        (None, [None], True),
-        (0, [None], False),
-        ("New York, NY", ["new york ny"], True),
-        ("New  York", ["York"], False),
-        ("it's", ['it"s'], True),
-        ("", ["", "x"], True),
-        ([1, 2], [[1, 2]], True),
-        ([2, 1], [[1, 2]], False),
-        ([1], [[1, 2]], False),
-        (["A.b"], [["a b"]], True),
-        ([], [[]], True),
-        ([[1], [2]], [[[1], [2]]], True),
-        ({"a": 1}, [{"a": [1], "b": ["", 2]}], True),
-        ({"a": 1, "b": 2}, [{"a": [1], "b": ["", 2]}], True),
-        ({"a": 2}, [{"a": [1]}], False),
-        ({"a": 1, "c": 1}, [{"a": [1]}], False),
-        ({}, [{"a": [1]}], False),
-        ({}, [{}], True),
-        ([{"a": 1}], [[{"a": [1]}]], True),
-        ([{"a": 1}], [[{"a": [2]}]], False),
+        ("exact", GUINEA, "It is Guinea.", ["Guinea"], True),
+        ("exact", GUINEA, "Guinea", ["Guinea"], True),
+        ("exact", GUINEA, "It is Equatorial Guinea.", ["Guinea"], False),
+        ("exact", GUINEA, "The answer is Guinea", ["Guinea"], True),
+        ("calls", r"Answer: (.*)", "First I think. Answer: area(base=3)", AREA, True),
     ],
 )
-def test_accepted_values(given: Any, accepted: list[Any], right: bool) -> None:
-    assert (
-        meets(json.dumps({"name": "area", "arguments": {"x": given}}), calls(wanted(x=accepted)))
-        is right
-    )
+def test_a_judge_sees_what_the_pattern_picks(
+    name: JudgeName, pattern: str, said: str, accepted: list[str], expected: bool
+) -> None:
+    picky = judge.make_judge(JudgeOptions(name, answer_pattern=pattern))
+    assert picky("", said, accepted) is expected
 
 
-UNIT = calls(wanted(base=[3], unit=["cm", ""], optional=("unit",)))
-PAIR = calls(wanted(base=[1]), wanted(base=[2]))
-CROSSED = calls(
-    wanted(base=[1, 2]), wanted(base=[1])
-)  # the first call fits both, the second only the first of them
+# The value of an argument and those that are accepted, as JSON.
+ACCEPTED = lines(
+    """
+    3, [3]
+    3.0, [3]
+    3, [3.0, 4]
+    true, [true]
+    null, [null]
+    "New York, NY", ["new york ny"]
+    "it's", ["it\\"s"]
+    "", ["", "x"]
+    [1, 2], [[1, 2]]
+    ["A.b"], [["a b"]]
+    [], [[]]
+    [[1], [2]], [[[1], [2]]]
+    {"a": 1}, [{"a": [1], "b": ["", 2]}]
+    {"a": 1, "b": 2}, [{"a": [1], "b": ["", 2]}]
+    {}, [{}]
+    [{"a": 1}], [[{"a": [1]}]]
+    """
+)
+
+
+NOT_ACCEPTED = lines(
+    """
+    4, [3]
+    "3", [3]
+    3, ["3"]
+    1, [true]
+    true, [1]
+    0, [null]
+    "New  York", ["York"]
+    [2, 1], [[1, 2]]
+    [1], [[1, 2]]
+    {"a": 2}, [{"a": [1]}]
+    {"a": 1, "c": 1}, [{"a": [1]}]
+    {}, [{"a": [1]}]
+    [{"a": 1}], [[{"a": [2]}]]
+    """
+)
+
+
+@pytest.mark.parametrize("case", ACCEPTED + NOT_ACCEPTED)
+def test_accepted_values(case: str) -> None:
+    value, accepted = json.loads(f"[{case}]")
+    call = json.dumps({"name": "area", "arguments": {"x": value}})
+    assert meets(call, calls(wanted(x=accepted))) is (case in ACCEPTED)
+
+
 NO_CALL, SOME_CALL = {"expect": "no_call"}, {"expect": "some_call"}
 
 
-@pytest.mark.parametrize(
-    ("text", "expected", "met"),
-    [
-        ("area(base=3)", UNIT, True),
-        ("area(base=3, unit='cm')", UNIT, True),
-        ("area(unit='cm')", UNIT, False),
-        ("area(base=3, unit='inch')", UNIT, False),
-        ("area(base=3, height=2)", UNIT, False),
-        ("area(3)", UNIT, False),
-        ("volume(base=3)", UNIT, False),
-        ("It is 3.", UNIT, False),
-        ("math_area(base=3)", calls(wanted("math.area", base=[3])), True),
-        ("[area(base=2), area(base=1)]", PAIR, True),
-        ("[area(base=2), area(base=2)]", PAIR, False),
-        ("[area(base=1)]", PAIR, False),
-        ("[area(base=1), area(base=2), area(base=1)]", PAIR, False),
-        ("[area(base=1), area(base=2)]", CROSSED, True),
-        ("[area(base=2), area(base=2)]", CROSSED, False),
-        ("None fits.", NO_CALL, True),
-        ("area(base=3)", NO_CALL, False),
-        ("area(base=3)", SOME_CALL, True),
-        ("None fits.", SOME_CALL, False),
-        ("It was ADA (Lovelace).", {"expect": "text", "texts": ["Bob", "Ada Lovelace"]}, True),
-        ("It cost $5 then.", {"expect": "text", "texts": ["$5"]}, True),
-        ("It was Adams.", {"expect": "text", "texts": ["Ada"]}, False),
-    ],
+EXPECTATIONS = {
+    "unit": calls(wanted(base=[3], unit=["cm", ""], optional=("unit",))),
+    "dotted": calls(wanted("math.area", base=[3])),
+    "pair": calls(wanted(base=[1]), wanted(base=[2])),
+    # The first call fits both, the second only the first of them.
+    "crossed": calls(wanted(base=[1, 2]), wanted(base=[1])),
+    "no call": NO_CALL,
+    "some call": SOME_CALL,
+    "name": {"expect": "text", "texts": ["Bob", "Ada Lovelace"]},
+    "short name": {"expect": "text", "texts": ["Ada"]},
+    "price": {"expect": "text", "texts": ["$5"]},
+}
+
+
+MET = cells(
+    """
+    unit | area(base=3)
+    unit | area(base=3, unit='cm')
+    dotted | math_area(base=3)
+    pair | [area(base=2), area(base=1)]
+    crossed | [area(base=1), area(base=2)]
+    no call | None fits.
+    some call | area(base=3)
+    name | It was ADA (Lovelace).
+    price | It cost $5 then.
+    """
 )
-def test_what_meets_an_expectation(text: str, expected: dict[str, Any], met: bool) -> None:
-    assert meets(text, expected) is met
+
+
+NOT_MET = cells(
+    """
+    unit | area(unit='cm')
+    unit | area(base=3, unit='inch')
+    unit | area(base=3, height=2)
+    unit | area(3)
+    unit | volume(base=3)
+    unit | It is 3.
+    pair | [area(base=2), area(base=2)]
+    pair | [area(base=1)]
+    pair | [area(base=1), area(base=2), area(base=1)]
+    crossed | [area(base=2), area(base=2)]
+    no call | area(base=3)
+    some call | None fits.
+    short name | It was Adams.
+    """
+)
+
+
+@pytest.mark.parametrize("case", MET + NOT_MET)
+def test_what_meets_an_expectation(case: list[str]) -> None:
+    expected, text = case
+    assert meets(text, EXPECTATIONS[expected]) is (case in MET)
 
 
 @pytest.mark.parametrize(
@@ -552,7 +596,7 @@ def test_what_meets_an_expectation(text: str, expected: dict[str, Any], met: boo
         ),  # nothing is left of it, so it would be in every answer
     ],
 )
-def test_a_damaged_expectation_is_named(damaged: dict[str, Any], part: str) -> None:
+def test_a_damaged_expectation_is_named(damaged: Document, part: str) -> None:
     assert part in (expectation_problem(damaged) or "")
     assert expectation_problem(calls(wanted(base=[1]))) is expectation_problem(NO_CALL) is None
 
@@ -560,30 +604,40 @@ def test_a_damaged_expectation_is_named(damaged: dict[str, Any], part: str) -> N
 # --- answers that agree ---
 
 
-@pytest.mark.parametrize(
-    ("question", "answer_text", "other", "same"),
-    [
-        ("What is the capital of France?", "Paris", "It is Paris, in the north of France.", True),
-        ("What is the capital of France?", "The capital of France is Paris.", "Paris!", True),
-        ("What is the capital of France?", "Paris", "Lyon", False),
-        ("Who wrote it?", "John Smith", "It was Peter Smith who wrote it.", False),
-        ("Is it red, Paris or Lyon?", "Paris", "Lyon", False),
-        ("Is it red?", "It is red.", "It is not red.", False),
-        ("Is it red?", "It isn't.", "It is not red.", False),
-        ("Which year?", "1,903", "In 1903.", True),
-        ("Which year?", "-5", "5", False),
-        ("法国的首都是哪里？", "巴黎", "法国的首都是巴黎。", True),
-        ("法国的首都是哪里？", "巴黎", "里昂", False),
-        ("Who?", "", "", False),
-        ("Who?", "Paris", "", False),
-        ("Who?", "the", "the", True),
-    ],
+# A question, and two answers.
+AGREEING = cells(
+    """
+    What is the capital of France? | Paris | It is Paris, in the north of France.
+    What is the capital of France? | The capital of France is Paris. | Paris!
+    Which year? | 1,903 | In 1903.
+    法国的首都是哪里？ | 巴黎 | 法国的首都是巴黎。
+    Who? | the | the
+    """
 )
-def test_answers_agree_by_the_words_that_they_add(
-    question: str, answer_text: str, other: str, same: bool
-) -> None:
-    assert judge.agree(question, answer_text, other) is same
-    assert judge.agree(question, other, answer_text) is same
+
+
+DIFFERING = [
+    *cells(
+        """
+        What is the capital of France? | Paris | Lyon
+        Who wrote it? | John Smith | It was Peter Smith who wrote it.
+        Is it red, Paris or Lyon? | Paris | Lyon
+        Is it red? | It is red. | It is not red.
+        Is it red? | It isn't. | It is not red.
+        Which year? | -5 | 5
+        法国的首都是哪里？ | 巴黎 | 里昂
+        """
+    ),
+    ["Who?", "", ""],
+    ["Who?", "Paris", ""],
+]
+
+
+@pytest.mark.parametrize("case", AGREEING + DIFFERING)
+def test_answers_agree_by_the_words_that_they_add(case: list[str]) -> None:
+    question, answer_text, other = case
+    for pair in ((answer_text, other), (other, answer_text)):
+        assert judge.agree(question, *pair) is (case in AGREEING)
 
 
 @given(st.text(max_size=30), st.text(max_size=30), st.text(max_size=30))

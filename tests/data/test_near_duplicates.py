@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +12,10 @@ from service.data.training_rows import Dataset, check_disjoint, read_dataset
 from service.demo.questions import questions
 from service.errors import DataError
 from tests.fitting.planted import write_rows
+from tests.kit.rows import Rows
+from tests.kit.tables import cells, lines
 
-COUNTRIES = (
+COUNTRIES = [
     "France",
     "Spain",
     "Italy",
@@ -35,26 +36,28 @@ COUNTRIES = (
     "Fiji",
     "Laos",
     "Togo",
-)
+]
 OTHERS = [f"What is the capital of {name}?" for name in COUNTRIES] + [
     f"{name} is the capital of which country?"
-    for name in ("Berlin", "Avarua", "Rome", "Oslo", "Lima")
+    for name in ["Berlin", "Avarua", "Rome", "Oslo", "Lima"]
 ]
-PARAPHRASES = [
-    "what is the capital of france",
-    "WHAT IS THE CAPITAL OF FRANCE?!",
-    "Tell me: what's the capital of France?",
-    "Could you please tell me what the capital of France is?",
-    "The capital of France is what?",
-    "France: what is its capital?",
-    "What is the capital of France? Answer briefly.",
-    "What is the capital of France? Thanks!",
-    "What is the capital of France? (2)",
-    "What is the capital of France? #3",
-    "7. What is the capital of France?",
-    "  What   is the capital of France ...",
-    "Hello! What\u2019s the capital of \uff26rance?",
-]
+PARAPHRASES = lines(
+    """
+    what is the capital of france
+    WHAT IS THE CAPITAL OF FRANCE?!
+    Tell me: what's the capital of France?
+    Could you please tell me what the capital of France is?
+    The capital of France is what?
+    France: what is its capital?
+    What is the capital of France? Answer briefly.
+    What is the capital of France? Thanks!
+    What is the capital of France? (2)
+    What is the capital of France? #3
+    7. What is the capital of France?
+    Hello! What’s the capital of \uff26rance?
+    """
+)
+PARAPHRASES.append("  What   is the capital of France ...")
 
 
 def alike(*prompts: str) -> list[int]:
@@ -69,44 +72,43 @@ def test_a_paraphrase_is_alike(text: str) -> None:
     assert len(set(found)) == len(OTHERS)
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        ("Berlin is the capital of which country?", "Avarua is the capital of which country?"),
-        ("What is the capital of Niger?", "What is the capital of Nigeria?"),
-        ("What is the capital of France in 1940?", "What is the capital of France in 1871?"),
-        (
-            "Who won gold in the men's relay of 4 x 100 metres?",
-            "Who won gold in the men's relay of 4 x 400 metres?",
-        ),
-        ("Who was the first president of Togo?", "Who was the last president of Togo?"),
-        ("What is 12 minus 7?", "What is 7 minus 12?"),
-        ("Name the element with the symbol In.", "Name the element with the symbol Be."),
-        ("...", "?!"),
-    ],
+DIFFERENT = cells(
+    """
+    Berlin is the capital of which country? | Avarua is the capital of which country?
+    What is the capital of Niger? | What is the capital of Nigeria?
+    What is the capital of France in 1940? | What is the capital of France in 1871?
+    Who won the men's relay of 4 x 100 metres? | Who won the men's relay of 4 x 400 metres?
+    Who was the first president of Togo? | Who was the last president of Togo?
+    What is 12 minus 7? | What is 7 minus 12?
+    Name the element with the symbol In. | Name the element with the symbol Be.
+    ... | ?!
+    """
 )
-def test_another_question_is_not(one: str, other: str) -> None:
-    found = alike(one, other)
-    assert found[0] != found[1]
+
+
+@pytest.mark.parametrize(("first", "second"), DIFFERENT)
+def test_another_question_is_not(first: str, second: str) -> None:
+    numbers = alike(first, second)
+    assert numbers[0] != numbers[1]
 
 
 def test_a_question_behind_another_passage_is_the_same_question() -> None:
-    passages = [
-        f"{name} has a long history of {index} kings." for index, name in enumerate(COUNTRIES)
+    def numbers(*conversations: list[str]) -> int:
+        return len(set(near_duplicates(conversations).tolist()))
+
+    passages = [f"{name} has a long history of {n} kings." for n, name in enumerate(COUNTRIES)]
+    asked = [[f"{passage}\n\nWhat is the capital of France?"] for passage in passages[:3]]
+    assert numbers(*asked) == 1
+    # "Here" and "there" are little beside a country.
+    statements = [
+        [f"{word} {passage}\n\nIs the statement true or false?"]
+        for word in ("Here", "There")
+        for passage in passages
     ]
-    asked = near_duplicates(
-        [[f"{passage}\n\nWhat is the capital of France?"] for passage in passages[:3]]
+    assert numbers(*statements) == len(passages)
+    assert numbers(*([text, "Fine.", "What is its highest mountain?"] for text in OTHERS)) == len(
+        OTHERS
     )
-    assert len(set(asked.tolist())) == 1
-    many = [f"{place} {passage}" for place in ("Here", "There") for passage in passages]
-    told = near_duplicates([[f"{text}\n\nIs the statement true or false?"] for text in many])
-    assert (
-        len(set(told.tolist())) == 2 * len(passages) / 2
-    )  # "here" and "there" are little beside a country
-    followed = near_duplicates(
-        [[text, "Fine.", "What is its highest mountain?"] for text in OTHERS]
-    )
-    assert len(set(followed.tolist())) == len(OTHERS)
 
 
 def test_the_demo_questions_of_different_entities_stay_apart() -> None:
@@ -120,19 +122,22 @@ def test_the_demo_questions_of_different_entities_stay_apart() -> None:
         assert joined <= most * len(rows)
 
 
-def read(path: Path, rows: list[dict[str, Any]], folds: int | None = None) -> Dataset:
+def read(path: Path, rows: Rows, folds: int | None = None) -> Dataset:
     labelled = [{"label": number % 2} | row for number, row in enumerate(rows)]
     return read_dataset(write_rows(path, labelled), "given", folds=folds)
 
 
-def prompts(*groups: str | None) -> list[dict[str, Any]]:
+def in_groups(group: str | None, *texts: str) -> Rows:
+    """Rows of a group, or of none."""
+    return [{"prompt": text} | ({"group": group} if group else {}) for text in texts]
+
+
+def prompts(*groups: str | None) -> Rows:
     """Paraphrases of the same question, with these groups; then questions about other countries."""
-    texts = [OTHERS[0], *PARAPHRASES]
-    rows = [
-        {"prompt": text} | ({} if group is None else {"group": group})
-        for text, group in zip(texts, groups, strict=False)
-    ]
-    return rows + [{"prompt": text} for text in OTHERS[1:]]
+    rows = []
+    for text, group in zip([OTHERS[0], *PARAPHRASES], groups, strict=False):
+        rows += in_groups(group, text)
+    return rows + in_groups(None, *OTHERS[1:])
 
 
 @pytest.mark.parametrize(
@@ -165,13 +170,9 @@ def test_named_groups_that_hardly_meet_and_copies_of_one_prompt_are_not_remarked
         for number in range(400)
     ]
     rows[7]["prompt"] = rows[8]["prompt"] + " Thanks!"
-    assert read(tmp_path / "named.jsonl", rows).remarks == []
-    same = [
-        {"prompt": OTHERS[0], "label": 1},
-        {"prompt": OTHERS[0], "label": 1},
-        {"prompt": "Is it?", "label": 0},
-    ]
-    assert read(tmp_path / "same.jsonl", same).remarks == []
+    same = {"prompt": OTHERS[0], "label": 1}
+    for copies in (rows, [same, same, {"prompt": "Is it?", "label": 0}]):
+        assert read(tmp_path / "rows.jsonl", copies).remarks == []
 
 
 def test_chats_are_compared_by_what_is_said(tmp_path: Path) -> None:
@@ -189,22 +190,15 @@ def test_too_few_groups_are_explained_by_the_rows_that_were_joined(tmp_path: Pat
     assert "14 rows ask the same as another one in other words" in caught.value.message
 
 
-@pytest.mark.parametrize(
-    ("here", "there", "refused"),
-    [
-        ({}, {}, True),
-        ({}, {"group": "g"}, True),
-        ({"group": "h"}, {}, True),
-        ({"group": "h"}, {"group": "g"}, False),
-    ],
-)
+@pytest.mark.parametrize("here", [None, "h"])
+@pytest.mark.parametrize("there", [None, "g"])
 def test_a_held_out_paraphrase_is_refused(
-    tmp_path: Path, here: Any, there: Any, refused: bool
+    tmp_path: Path, here: str | None, there: str | None
 ) -> None:
-    train = read(tmp_path / "train.jsonl", [{"prompt": text} | here for text in OTHERS])
-    new = [{"prompt": "Who wrote Dune?"} | there, {"prompt": PARAPHRASES[2]} | there]
-    test = read(tmp_path / "test.jsonl", new)
-    if not refused:
+    """Unless both files name their groups."""
+    train = read(tmp_path / "train.jsonl", in_groups(here, *OTHERS))
+    test = read(tmp_path / "test.jsonl", in_groups(there, "Who wrote Dune?", PARAPHRASES[2]))
+    if here and there:
         check_disjoint(train, test)
         return
     with pytest.raises(

@@ -23,8 +23,12 @@ from service.data.training_rows import read_dataset
 from service.errors import DataError, TrainingError
 from service.trainer.options import TrainOptions
 from tests.command_line import hallutracer
+from tests.fitting.planted import write_rows
+from tests.kit.chats import turns
+from tests.kit.rows import Rows
+from tests.kit.tables import cells
 
-ROWS: list[dict[str, Any]] = [
+ROWS: Rows = [
     {
         "prompt": f'Question {n}, with a comma, "quotes" and\na second line?',
         "label": n % 2,
@@ -50,6 +54,11 @@ def refused(path: Path, labels: Any = "given") -> list[str]:
     return caught.value.problems
 
 
+def written(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8", newline="")
+    return path
+
+
 def written_csv(path: Path, delimiter: str = ",", bom: bool = False) -> Path:
     with path.open("w", encoding="utf-8-sig" if bom else "utf-8", newline="") as file:
         writer = csv.DictWriter(file, ROWS[0], delimiter=delimiter)
@@ -59,37 +68,37 @@ def written_csv(path: Path, delimiter: str = ",", bom: bool = False) -> Path:
 
 
 def test_packed_lines_and_tables_are_the_same_rows(tmp_path: Path) -> None:
-    plain = tmp_path / "rows.jsonl"
-    plain.write_text(LINES)
-    packed = tmp_path / "rows.jsonl.gz"
-    hidden = tmp_path / "packed.jsonl"  # also where the name does not say so
-    for path in (packed, hidden):
-        path.write_bytes(gzip.compress(LINES.encode()))
-    tables = [written_csv(tmp_path / "a.csv"), written_csv(tmp_path / "b.csv", ";", bom=True)]
-    tables += [written_csv(tmp_path / "c.tsv", "\t"), tmp_path / "d.csv.gz"]
-    tables[-1].write_bytes(gzip.compress(tables[0].read_bytes()))
-    for path in (packed, hidden, *tables):
+    plain = written(tmp_path / "rows.jsonl", LINES)
+    table = written_csv(tmp_path / "a.csv")
+    tables = [table, written_csv(tmp_path / "b.csv", ";", bom=True)]
+    tables.append(written_csv(tmp_path / "c.tsv", "\t"))
+    packed = {
+        "rows.jsonl.gz": plain,
+        "packed.jsonl": plain,  # also where the name does not say so
+        "d.csv.gz": table,
+    }
+    for name, source in packed.items():
+        (tmp_path / name).write_bytes(gzip.compress(source.read_bytes()))
+        tables.append(tmp_path / name)
+    for path in tables:
         assert read(path) == read(plain), path
-    assert (
-        read_dataset(packed, "given", folds=0).digest
-        == read_dataset(plain, "given", folds=0).digest
-    )
+    digests = [read_dataset(path, "given", folds=0).digest for path in (tables[3], plain)]
+    assert digests[0] == digests[1]
 
 
 def test_cells_have_the_types_of_their_fields(tmp_path: Path) -> None:
-    path = tmp_path / "rows.csv"
-    path.write_text(
+    path = written(
+        tmp_path / "rows.csv",
         'prompt,answers,applies,kind,answer_tokens\na,"[""x"", ""y""]",,k,64\n'
-        "b,z,,,\n\nHi!,,FALSE,,\n"
+        "b,z,,,\n\nHi!,,FALSE,,\n",
     )
     rows = read_dataset(path, "generate", folds=None).rows
-    assert [row.answers for row in rows] == [("x", "y"), ("z",), ()]
-    assert [row.answer_tokens for row in rows] == [64, 0, 0]
-    assert ([row.applies for row in rows], [row.line for row in rows]) == (
-        [True, True, False],
-        [2, 3, 5],
-    )
-    path.write_text("prompt,label\na,factual\nb,0\nc,1.0\nd,yes\n")
+    assert [(row.line, row.answers, row.answer_tokens, row.applies) for row in rows] == [
+        (2, ("x", "y"), 64, True),
+        (3, ("z",), 0, True),
+        (5, (), 0, False),
+    ]
+    written(path, "prompt,label\na,factual\nb,0\nc,1.0\nd,yes\n")
     assert refused(path) == [
         'line 5: \'label\' must be "factual" or "hallucinated", or the number 1 or 0 for these,'
         ' found "yes"'
@@ -182,27 +191,22 @@ def test_a_folder_without_requests_is_refused(tmp_path: Path) -> None:
 
 def test_the_requests_of_a_folder_are_rows_as_the_service_reads_them(tmp_path: Path) -> None:
     parts = [{"type": "text", "text": "Where is "}, {"type": "text", "text": "Bern?"}]
-    turns = [
+    request = [
         {"role": "developer", "content": "Be brief."},
         {"role": "user", "content": parts, "name": "ann"},
     ]
-    chat = {"model": "m", "temperature": 0.2, "messages": turns}
-    (tmp_path / "a.json").write_text(json.dumps(chat, indent=2))
-    body = {"messages": [{"role": "user", "content": "Where is Oslo?"}], "tools": []}
+    chat = {"model": "m", "temperature": 0.2, "messages": request}
+    written(tmp_path / "a.json", json.dumps(chat, indent=2))
+    oslo = turns("Where is Oslo?")
+    body = {"messages": oslo, "tools": []}
     batch = {"custom_id": "q7", "method": "POST", "url": "/v1/chat/completions", "body": body}
     lines = [batch, {"model": "m", "prompt": "The capital of Chad is"}]
-    (tmp_path / "b.jsonl").write_text("\n\n".join(map(json.dumps, lines)) + "\n")
-    (tmp_path / "README.txt").write_text("not a request")
-    rows = read_dataset(tmp_path, "self", folds=None).rows
-    assert rows[0].messages == [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Where is Bern?"},
-    ]
-    assert (rows[1].id, rows[1].messages) == (
-        "q7",
-        [{"role": "user", "content": "Where is Oslo?"}],
-    )
-    assert (rows[2].id, rows[2].prompt) == ("3", "The capital of Chad is")
+    written(tmp_path / "b.jsonl", "\n\n".join(map(json.dumps, lines)) + "\n")
+    written(tmp_path / "README.txt", "not a request")
+    first, second, third = read_dataset(tmp_path, "self", folds=None).rows
+    assert first.messages == turns("Where is Bern?", system="Be brief.")
+    assert (second.id, second.messages) == ("q7", oslo)
+    assert (third.id, third.prompt) == ("3", "The capital of Chad is")
 
 
 def test_the_requests_of_a_folder_are_parsed_once_and_may_begin_with_a_byte_order_mark(
@@ -236,47 +240,41 @@ def test_a_request_that_is_no_json_is_named_by_file_and_line(tmp_path: Path) -> 
         assert "a.jsonl: 1 problem" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("request_body", "problem"),
-    [
-        ("{", "a.json: 1 problem; nothing was done\n  invalid JSON"),
-        ("[]", "a.json: 1 problem; nothing was done\n  a request is a JSON object"),
-        ('{"messages": [{"role": "user", "content": "a"}], "tools": [{}]}', "has 'tools'"),
-        (
-            '{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}',
-            "'content' must be a string",
-        ),
-        (
-            '{"messages": [{"role": "tool", "content": "a", "tool_call_id": "b"}]}',
-            "exactly 'role' and 'content'",
-        ),
-    ],
+REFUSED_REQUESTS = cells(
+    r"""
+    { | a.json: 1 problem; nothing was done\n  invalid JSON
+    [] | a.json: 1 problem; nothing was done\n  a request is a JSON object
+    {"messages": [{"role": "user", "content": "a"}], "tools": [{}]} | has 'tools'
+    {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]} | must be a string
+    {"messages": [{"role": "tool", "content": "a", "tool_call_id": "b"}]} | exactly 'role'
+    """
 )
+
+
+@pytest.mark.parametrize(("request_body", "problem"), REFUSED_REQUESTS)
 def test_a_request_that_no_row_can_hold_is_refused(
     tmp_path: Path, request_body: str, problem: str
 ) -> None:
-    (tmp_path / "a.json").write_text(request_body)
+    written(tmp_path / "a.json", request_body)
     with pytest.raises(DataError, match=re.escape(problem)):
         read_dataset(tmp_path, "self", folds=None)
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"answers": ["b"], "prompt": "a"},
-        {"passages": [{"text": "x"}], "prompt": "a", "answers": "b"},
-    ],
+LISTS = (
+    '{"answers": ["b"], "prompt": "a"}',
+    '{"passages": [{"text": "x"}], "prompt": "a", "answers": "b"}',
 )
+
+
+@pytest.mark.parametrize("row", LISTS)
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
-def test_one_row_with_a_list_is_a_row(tmp_path: Path, row: dict[str, Any], name: str) -> None:
-    path = tmp_path / name
-    path.write_text(json.dumps(row))
-    assert read(path, "generate") == [("a", None, ("b",))]
+def test_one_row_with_a_list_is_a_row(tmp_path: Path, row: str, name: str) -> None:
+    assert read(written(tmp_path / name, row), "generate") == [("a", None, ("b",))]
 
 
 def test_line_ends_and_separators_of_spreadsheets(tmp_path: Path) -> None:
     table = "prompt{0}label{0}group\na{0}1{0}x\nb{0}0{0}y\n"
-    written = {
+    texts = {
         "old.csv": table.format(",").replace("\n", "\r"),
         "excel.csv": "sep=;\r\n" + table.format(";"),
         "pipe.csv": table.format("|"),
@@ -284,19 +282,19 @@ def test_line_ends_and_separators_of_spreadsheets(tmp_path: Path) -> None:
         "named_lines.jsonl": table.format(","),
         "old.jsonl": '{"prompt": "a", "label": 1}\r{"prompt": "b", "label": 0}\r',
     }
-    for name, text in written.items():
-        path = tmp_path / name
-        path.write_bytes(text.encode())
-        assert read(path) == [("a", 1, ()), ("b", 0, ())], name
-    path.write_bytes(b"sep=;\nprompt;label\na;1\nb;x\n")
+    for name, text in texts.items():
+        assert read(written(tmp_path / name, text)) == [("a", 1, ()), ("b", 0, ())], name
+    path = written(tmp_path / "sep.csv", "sep=;\nprompt;label\na;1\nb;x\n")
     assert refused(path)[0].startswith("line 4: ")  # as an editor counts
-    path.write_bytes(b"sep=;\nprompt;label\na;1;2\n")
+    written(path, "sep=;\nprompt;label\na;1;2\n")
     assert refused(path) == ["line 3: 3 cells, and line 2 names 2 columns"]
 
 
 def test_a_line_of_no_json_says_what_is_expected_and_where(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text('What is the capital of France?\n{"prompt": "b", "label": 0,}\n')
+    path = written(
+        tmp_path / "rows.jsonl",
+        'What is the capital of France?\n{"prompt": "b", "label": 0,}\n',
+    )
     assert refused(path) == [
         (
             "line 1: invalid JSON: Expecting value, at character 1: an object is expected, such as"
@@ -307,22 +305,13 @@ def test_a_line_of_no_json_says_what_is_expected_and_where(tmp_path: Path) -> No
 
 
 def test_a_row_without_any_known_name_tells_which_it_has(tmp_path: Path) -> None:
-    path = tmp_path / "rows.csv"
-    path.write_text("What is the capital of France?,1\nOf Spain?,0\n")
-    assert (
-        refused(path)[0]
-        == "line 2: 'prompt' (or 'messages') is missing; the row has 'What is the capital of"
-        " France?', '1'"
-    )
+    path = written(tmp_path / "rows.csv", "What is the capital of France?,1\nOf Spain?,0\n")
+    missing = "line 2: 'prompt' (or 'messages') is missing; the row has"
+    assert refused(path)[0] == f"{missing} 'What is the capital of France?', '1'"
 
 
 def test_an_answer_under_another_name_is_remarked_on(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    rows = [
-        {"prompt": "a", "completion": "x", "label": 1},
-        {"prompt": "b", "completion": "y", "label": 0},
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = written(tmp_path / "rows.csv", "prompt,completion,label\na,x,1\nb,y,0\n")
     (remark,) = read_dataset(path, "given", folds=0).remarks
     assert "'completion', which is not read" in remark
     assert "--columns answer=completion" in remark
@@ -334,51 +323,53 @@ def test_a_parquet_file_without_its_package_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    path = tmp_path / "rows.parquet"
-    path.write_bytes(b"PAR1...")
+    path = written(tmp_path / "rows.parquet", "PAR1...")
     assert refused(path) == ["is a Parquet file, which needs a package: pip install pyarrow"]
 
 
+def written_parquet(path: Path, rows: Rows, **options: Any) -> Path:
+    parquet.write_table(arrow.Table.from_pylist(rows, **options), path)
+    return path
+
+
 def test_a_parquet_file_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "rows.parquet"
-    plain = tmp_path / "rows.jsonl"
     hi = {"prompt": "Hi!", "applies": False}
-    parquet.write_table(arrow.Table.from_pylist([{"applies": None} | ROWS[0], *ROWS[1:], hi]), path)
-    plain.write_text(LINES + json.dumps(hi) + "\n")
-    assert read(path) == read(plain)
+    rows = [{"applies": None} | ROWS[0], *ROWS[1:], hi]
+    plain = written(tmp_path / "rows.jsonl", LINES + json.dumps(hi) + "\n")
+    assert read(written_parquet(tmp_path / "rows.parquet", rows)) == read(plain)
 
 
 def test_a_parquet_file_s_nested_cells_are_those_that_are_set(tmp_path: Path) -> None:
-    """A column's values have all its fields, null where one lacks it; older writers keep texts as
-    bytes."""
-    path = tmp_path / "rows.parquet"
-    turns = [
-        {"role": "system", "content": "s", "name": None},
-        {"role": "user", "content": "a", "name": None},
+    """A column's values have all its fields, null where one lacks it."""
+    messages = [message | {"name": None} for message in turns("a", system="s")]
+    rows = [
+        {"messages": messages, "answers": ["x", "y"]},
+        {"messages": messages[1:], "answers": ["z"]},
     ]
-    table = [{"messages": turns, "answers": ["x", "y"]}, {"messages": turns[1:], "answers": ["z"]}]
-    parquet.write_table(arrow.Table.from_pylist(table), path)
-    rows = read_dataset(path, "generate", folds=None).rows
-    assert [len(row.messages or ()) for row in rows] == [2, 1]
-    assert [row.answers for row in rows] == [("x", "y"), ("z",)]
+    path = written_parquet(tmp_path / "rows.parquet", rows)
+    read_rows = read_dataset(path, "generate", folds=None).rows
+    assert [len(row.messages or ()) for row in read_rows] == [2, 1]
+    assert [row.answers for row in read_rows] == [("x", "y"), ("z",)]
+
+
+def test_a_parquet_file_may_keep_texts_as_bytes(tmp_path: Path) -> None:
+    """As older writers do."""
     schema = arrow.schema([("prompt", arrow.binary()), ("answers", arrow.list_(arrow.binary()))])
-    for text, answer in (("où?".encode(), b"x"), (b"\xff", b"x"), (b"a", b"\xff")):
-        parquet.write_table(
-            arrow.Table.from_pylist([{"prompt": text, "answers": [answer]}], schema=schema), path
-        )
-        if b"\xff" not in (text, answer):
-            assert read(path, "generate") == [("où?", None, ("x",))]
-            continue
-        field = "prompt" if answer == b"x" else "answers"
-        assert refused(path, "generate") == [
+
+    def of(prompt: bytes, answer: bytes) -> Path:
+        row = {"prompt": prompt, "answers": [answer]}
+        return written_parquet(tmp_path / "rows.parquet", [row], schema=schema)
+
+    assert read(of("où?".encode(), b"x"), "generate") == [("où?", None, ("x",))]
+    for field, path in (("prompt", (b"\xff", b"x")), ("answers", (b"a", b"\xff"))):
+        assert refused(of(*path), "generate") == [
             f"row 1: {field!r} holds bytes that are no UTF-8: write texts"
         ]
 
 
 def test_a_table_s_unnamed_columns_are_no_fields(tmp_path: Path) -> None:
     """Spreadsheets end lines with empty columns, and pandas begins them with a number."""
-    path = tmp_path / "rows.csv"
-    path.write_text(",prompt,label,,\n0,a,1,,\n1,b,0,,note\n")
+    path = written(tmp_path / "rows.csv", ",prompt,label,,\n0,a,1,,\n1,b,0,,note\n")
     assert read(path) == [("a", 1, ()), ("b", 0, ())]
     assert [sorted(row) for _, row in objects(path, [])] == [["label", "prompt"]] * 2
 
@@ -388,80 +379,67 @@ def test_a_list_that_was_written_as_a_text_is_no_accepted_answer(
     tmp_path: Path, answers: str
 ) -> None:
     """No answer of a model holds it, so that each label would be "hallucinated"."""
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"prompt": "a", "answers": answers}))
+    path = write_rows(tmp_path / "rows.jsonl", [{"prompt": "a", "answers": answers}])
     (problem,) = refused(path, "generate")
     assert problem.startswith("line 1: 'answers' is a text that looks like a list")
     assert 'write it as JSON has it, ["a", "b"]' in problem
-    path.write_text(json.dumps({"prompt": "a", "answers": ["[a] bracket", "x]"]}))
+
+
+def test_answers_with_brackets_are_answers(tmp_path: Path) -> None:
+    path = written(tmp_path / "rows.jsonl", '{"prompt": "a", "answers": ["[a] bracket", "x]"]}')
     assert read(path, "generate") == [("a", None, ("[a] bracket", "x]"))]
 
 
 def test_a_long_passage_fits_into_a_cell(tmp_path: Path) -> None:
-    path = tmp_path / "rows.csv"
-    path.write_text(f'prompt,label\n"{"word " * 40_000}",1\nb,0\n')
+    path = written(tmp_path / "rows.csv", f'prompt,label\n"{"word " * 40_000}",1\nb,0\n')
     assert [len(prompt or "") for prompt, _, _ in read(path)] == [200_000, 1]
 
 
-@pytest.mark.parametrize(
-    ("label", "number"),
-    [("factual", 1), ("hallucinated", 0), ("Factual", 1), (1, 1), (0, 0), (1.0, 1), (0.0, 0)],
-)
-def test_a_label_in_words_or_numbers(tmp_path: Path, label: Any, number: int) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text(
-        json.dumps({"prompt": "a", "label": label}) + "\n" + json.dumps({"prompt": "b", "label": 1})
-    )
-    other = '{"prompt": "c", "label": 0}\n'
-    path.write_text(path.read_text() + "\n" + other)
-    assert read(path)[0][1] == number
+def test_a_label_in_words_or_numbers(tmp_path: Path) -> None:
+    labels = ["factual", "Factual", 1, 1.0, "hallucinated", 0, 0.0]
+    rows = [{"prompt": f"q{number}", "label": label} for number, label in enumerate(labels)]
+    numbers = [number for _, number, _ in read(write_rows(tmp_path / "rows.jsonl", rows))]
+    assert numbers == [1] * 4 + [0] * 3
 
 
 @pytest.mark.parametrize(
     "label", [True, "1", "true", "right", 2, -1, None, [1], "not hallucinated"]
 )
 def test_a_label_that_could_mean_either_is_refused(tmp_path: Path, label: Any) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"prompt": "a", "label": label}))
-    [problem] = refused(path)
+    [problem] = refused(write_rows(tmp_path / "rows.jsonl", [{"prompt": "a", "label": label}]))
     assert problem.startswith('line 1: \'label\' must be "factual" or "hallucinated"')
 
 
-@pytest.mark.parametrize(
-    ("row", "labels", "columns"),
-    [
-        ({"question": "a", "answer": "b"}, "generate", "prompt=question,answers=answer"),
-        ({"query": "a", "ground_truth": ["b"]}, "generate", "prompt=query,answers=ground_truth"),
-        ({"prompt": "a", "output": "b"}, "generate", "answers=output"),
-        ({"Question": "a", "answers": ["b"]}, "generate", "prompt=Question"),
-        ({"input": "a", "label": 1}, "given", "prompt=input"),
-        ({"Prompt": "a", "Label": 1}, "given", "prompt=Prompt,label=Label"),
-        ({"User Input": "a", "is_correct": 1}, "given", "prompt=User Input,label=is_correct"),
-        (
-            {"conversations": [{"role": "user", "content": "a"}], "label": 1},
-            "given",
-            "messages=conversations",
-        ),
-        (
-            {"question": "a", "gold_answers": ["b"]},
-            "generate",
-            "prompt=question,answers=gold_answers",
-        ),
-        ({"prompt": "a", "expected-output": "b"}, "generate", "answers=expected-output"),
-    ],
+# A row, where its label comes from, and the option that reads it.
+OTHER_NAMES = cells(
+    """
+    {"question": "a", "answer": "b"} | generate | prompt=question,answers=answer
+    {"query": "a", "ground_truth": ["b"]} | generate | prompt=query,answers=ground_truth
+    {"prompt": "a", "output": "b"} | generate | answers=output
+    {"Question": "a", "answers": ["b"]} | generate | prompt=Question
+    {"input": "a", "label": 1} | given | prompt=input
+    {"Prompt": "a", "Label": 1} | given | prompt=Prompt,label=Label
+    {"User Input": "a", "is_correct": 1} | given | prompt=User Input,label=is_correct
+    {"conversations": [{"role": "user", "content": "a"}]} | self | messages=conversations
+    {"question": "a", "gold_answers": ["b"]} | generate | prompt=question,answers=gold_answers
+    {"prompt": "a", "expected-output": "b"} | generate | answers=expected-output
+    """
 )
+
+
+@pytest.mark.parametrize(("row", "labels", "columns"), OTHER_NAMES)
 def test_other_names_of_the_fields_get_the_option_that_reads_them(
-    tmp_path: Path, row: dict[str, Any], labels: Any, columns: str
+    tmp_path: Path, row: str, labels: Any, columns: str
 ) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps(row) + "\n" + '{"prompt": "b", "label": 0, "answers": ["c"]}\n')
+    other = '{"prompt": "b", "label": 0, "answers": ["c"]}'
+    path = written(tmp_path / "rows.jsonl", f"{row}\n{other}\n")
     assert f"--columns {columns} would read this row" in refused(path, labels)[0]
-    path.write_text(json.dumps(row) + "\n")
+    written(path, f"{row}\n")
     options = TrainOptions(
         name="x", data=(str(path),), columns=columns, labels=labels, forms="none"
     )
-    (found,) = [row for _, row in objects(path, [], options.names)]
-    assert set(found) >= {part.partition("=")[0] for part in columns.split(",")}
+    [(_, renamed)] = objects(path, [], options.names)
+    assert set(renamed) >= {part.partition("=")[0] for part in columns.split(",")}
     if labels == "generate":
         assert read(path, labels, columns=options.names) == [("a", None, ("b",))]
 
@@ -475,8 +453,7 @@ def test_columns_that_name_no_field_are_refused(columns: str) -> None:
 
 
 def test_score_reads_a_table(tmp_path: Path) -> None:
-    path = tmp_path / "q.csv"
-    path.write_text("prompt,source\nWhat is the capital of France?,mine\n")
+    path = written(tmp_path / "q.csv", "prompt,source\nWhat is the capital of France?,mine\n")
     done = hallutracer("score", "--input", str(path))
     row = json.loads(done.stdout)
     assert (row["source"], 0 <= row["risk"] <= 1) == ("mine", True)

@@ -3,7 +3,6 @@ no label."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,10 @@ from service.engines.bridge import wait_for
 from service.engines.thoughts import opens_thought, spoken
 from service.errors import TrainingError
 from service.serving.sampled import ask
-from tests.fitting.planted import PlantedEngine, planted_rows
+from tests.fitting.planted import PlantedEngine, Quiet, planted_rows
 from tests.judging.test_evaluation import SAMPLE
 from tests.kit.hangs import no_hang
+from tests.kit.rows import Options, read_lines
 from tests.matching import matching_bundle
 from tests.running import App
 from tests.scripted_engine import ScriptedEngine
@@ -147,69 +147,40 @@ class Thinking(PlantedEngine):
 def test_the_labels_are_those_of_the_answers_alone_and_cut_thoughts_are_counted(
     tmp_path: Path, how: dict[str, bool]
 ) -> None:
-    plain, _ = run(
-        tmp_path / "plain",
-        PlantedEngine(),
-        labels="generate",
-        judge="exact",
-        evaluate=False,
-        answer_pattern=r"It is (\w+)\.\Z",
-    )
-    thought, _ = run(
-        tmp_path / "thought",
-        Thinking(0, **how),
-        labels="generate",
-        judge="exact",
-        evaluate=False,
-        answer_pattern=r"It is (\w+)\.\Z",
+    def train(engine: PlantedEngine, **options: Any) -> tuple[Bundle, Quiet]:
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        return run(folder, engine, labels="generate", evaluate=False, **options)
+
+    exact = {"judge": "exact", "answer_pattern": r"It is (\w+)\.\Z"}
+    plain, thought = (
+        train(engine, **exact)[0].manifest.training
+        for engine in (PlantedEngine(), Thinking(0, **how))
     )
     for count in ("factual", "hallucinated", "left_out"):
-        assert getattr(thought.manifest.training, count) == getattr(plain.manifest.training, count)
-    bundle, console = run(
-        tmp_path / "cut",
-        Thinking(4, **how),
-        labels="generate",
-        judge="contains",
-        evaluate=False,
-        answer_probes=True,
-    )
+        assert getattr(thought, count) == getattr(plain, count)
+    bundle, console = train(Thinking(4, **how), judge="contains", answer_probes=True)
     why = bundle.evaluation()["data"]["left_out_because"]
     assert why["unfinished thought"] == 60  # every fourth of 240, by batches of 128
     assert sum(why.values()) == bundle.manifest.training.left_out
-    assert f"{why['unfinished thought']} unfinished thought" in bundle.card()
-    assert any("60 unfinished thought" in line for line in console.lines)
+    assert "60 unfinished thought" in bundle.card()
     assert bundle.answer is None
-    assert any("begin with a thought" in line for line in console.lines)
-    lines = [
-        json.loads(line)
-        for line in (tmp_path / "cut/run/train/answers.jsonl").read_text().splitlines()
-    ]
-    assert {line["answer"] for line in lines} == {
-        "",
-        "It is Paris.",
-        "It is Rome.",
-        "I am not sure.",
-    }
+    for words in ("60 unfinished thought", "begin with a thought"):
+        assert any(words in line for line in console.lines)
+    lines = read_lines(tmp_path / "2/run/train/answers.jsonl")
+    answers = {"", "It is Paris.", "It is Rome.", "I am not sure."}
+    assert {line["answer"] for line in lines} == answers
     assert all(line["answer"] == "" for line in lines if not line["thought_ends"])
 
 
 def test_too_many_thoughts_without_an_end_are_refused_with_the_cure(tmp_path: Path) -> None:
-    with pytest.raises(
-        TrainingError, match="240 of 240 answers are thoughts that do not end.*--max-new-tokens"
-    ):
-        run(tmp_path, Thinking(1), labels="generate", judge="contains", evaluate=False)
+    options: Options = {"labels": "generate", "judge": "contains", "evaluate": False}
+    every = "240 of 240 answers are thoughts that do not end.*--max-new-tokens"
+    with pytest.raises(TrainingError, match=every):
+        run(tmp_path, Thinking(1), **options)
     rows = [row | {"answers": ["Berlin"]} for row in planted_rows(240)]
-    with pytest.raises(
-        TrainingError, match="factual.*120 of 240 answers are thoughts that do not end"
-    ):
-        run(
-            tmp_path / "half",
-            Thinking(2),
-            rows=rows,
-            labels="generate",
-            judge="contains",
-            evaluate=False,
-        )
+    half = "factual.*120 of 240 answers are thoughts that do not end"
+    with pytest.raises(TrainingError, match=half):
+        run(tmp_path / "half", Thinking(2), rows, **options)
 
 
 # --- the questions that a bundle carries: `hallutracer try`, the playground's list ---
@@ -224,9 +195,11 @@ WRITTEN = [
 ]
 
 
+LONG = replace(SAMPLE, max_tokens=64)
+
+
 def carrying(engine: ScriptedEngine, folder: Path) -> Bundle:
-    long = replace(SAMPLE, max_tokens=64)
-    return matching_bundle(engine, folder, "carrying", evaluation={"sample": long.document()})
+    return matching_bundle(engine, folder, "carrying", evaluation={"sample": LONG.document()})
 
 
 @pytest.mark.parametrize("opening", ["", "<think>\n", "<reasoning>"])
@@ -238,14 +211,11 @@ def test_a_bundles_own_question_is_judged_without_a_thought_that_the_prompt_open
 
     plain = ScriptedEngine.render_chat
     monkeypatch.setattr(ScriptedEngine, "render_chat", render_chat)
-    found = {}
-    for written, *_ in WRITTEN:
-        with App(
-            tmp_path / f"{len(found)}", names=(), add=[carrying], policy="observe"
-        ).started() as app:
+    for number, (written, alone, opened) in enumerate(WRITTEN):
+        service = App(tmp_path / str(number), names=(), add=[carrying], policy="observe")
+        with service.started() as app:
             app.engine.answer = written
             served = app.client.get("/v1/bundles/carrying/sample/0").json()
-            asked = wait_for(ask(app.state.catalogue.scorers[0], replace(SAMPLE, max_tokens=64), 0))
+            asked = wait_for(ask(app.state.catalogue.scorers[0], LONG, 0))
             assert (served["verdict"], served["answer"]) == (asked.verdict, asked.answer)
-            found[written] = asked.verdict, asked.answer
-    assert found == {written: opened if opening else alone for written, alone, opened in WRITTEN}
+            assert (asked.verdict, asked.answer) == (opened if opening else alone)

@@ -18,9 +18,11 @@ from numpy.typing import NDArray
 
 from probes_store.store import Store
 from service.data import collection
+from service.data.training_rows import Dataset, read_dataset
 from service.engines.base import Completion, Extraction, Sampling, TokenIds
 from service.readout import Geometry, Site
 from service.trainer.options import TrainOptions
+from tests.kit.rows import Options, Rows
 from tests.scripted_engine import ScriptedEngine
 
 GEOMETRY = Geometry(num_layers=4, num_heads=3, head_dim=8, hidden_size=20)
@@ -88,10 +90,13 @@ class Quiet:
     def print(self, *objects: Any) -> None:
         self.lines.append(" ".join(map(str, objects)))
 
+    def line(self, start: str) -> str:
+        """The only line that begins so."""
+        [line] = [line for line in self.lines if line.startswith(start)]
+        return line
 
-def planted_rows(
-    count: int, *, seed: int = 0, shuffled: bool = False, per_group: int = 2
-) -> list[dict[str, Any]]:
+
+def planted_rows(count: int, *, seed: int = 0, shuffled: bool = False, per_group: int = 2) -> Rows:
     """Rows whose label is what the prompt says, or drawn without regard to it."""
     rng = np.random.default_rng(seed)
     rows = []
@@ -109,9 +114,16 @@ def planted_rows(
     return rows
 
 
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
+def write_rows(path: Path, rows: Rows) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
+
+
+def dataset_of(
+    folder: Path, rows: Rows, labels: Any = "generate", folds: int | None = None
+) -> Dataset:
+    """The rows, read from ``folder / "rows.jsonl"``."""
+    return read_dataset(write_rows(folder / "rows.jsonl", rows), labels, folds=folds)
 
 
 def main() -> None:
@@ -124,7 +136,7 @@ def main() -> None:
     collection.ANSWERED_TOGETHER = 64  # several calls, to be killed between
     engine.kill_at = given.pop("kill_at", None)
     store = Store(Path(given.pop("store")))
-    paths: dict[str, Any] = {"data": (given.pop("data"),), "run_dir": Path(given.pop("run_dir"))}
+    paths: Options = {"data": (given.pop("data"),), "run_dir": Path(given.pop("run_dir"))}
     given["seeds"] = tuple(given["seeds"])
     train(TrainOptions(**paths, **given), lambda: engine, store, console=Quiet())
 

@@ -12,6 +12,7 @@ from service.judging.asking import asks_of
 from service.judging.conversation import ConversationReader
 from tests.engines import tiny
 from tests.engines.tool_template import TOOL_TEMPLATE
+from tests.kit.chats import turns
 
 CHATML = (
     "{% if messages[0].role != 'system' %}<s>system\nYou are helpful.</s>\n{% endif %}"
@@ -37,15 +38,6 @@ TEMPLATES = {
     "folded": FOLDED,
 }
 QUESTION = "Do you know the capital of Samoa?"
-
-
-def turns(*texts: str, system: str | None = None) -> list[dict[str, str]]:
-    told = [
-        {"role": ("user", "assistant")[index % 2], "content": text}
-        for index, text in enumerate(texts)
-    ]
-    return told if system is None else [{"role": "system", "content": system}, *told]
-
 
 CHATS = [
     turns("Hi!"),

@@ -15,7 +15,7 @@ from probes_store.bundle import Bundle, load_bundle
 from probes_store.records import Recalibration
 from probes_store.store import SHIPPED
 from service.data.forms import FORMS as EVERY_FORM
-from service.fitting.decisions import at_threshold, coverage_curve
+from service.fitting.decisions import at_threshold
 from service.judging import evaluation
 from service.judging.evaluation import (
     Coverage,
@@ -28,13 +28,14 @@ from service.judging.evaluation import (
 )
 from service.trainer.publish import by_stratum, risks_document
 from tests.kit.bundles import GUARANTEE, make_draft, write_bundle
+from tests.kit.rows import Document, Options
 from tests.serve_process import ROOT
 
 CALIBRATED = {"guarantee": GUARANTEE, "threshold": GUARANTEE.threshold}
 MOVED = Recalibration("intercept", c=-1.0)
 
 
-def bundle_with(folder: Path, evaluation: dict[str, Any], **changes: Any) -> Bundle:
+def bundle_with(folder: Path, evaluation: Document, **changes: Any) -> Bundle:
     """``changes`` are fields of the manifest."""
     draft = make_draft(evaluation=evaluation)
     draft.manifest = dataclasses.replace(draft.manifest, **changes)
@@ -48,40 +49,28 @@ LABEL = (RNG.random(2000) < 0.4).astype(int)  # 1: right
 RISK = (1 / (1 + np.exp(-(RNG.normal(size=2000) - 1.5 * LABEL + 0.7)))).round(6)
 
 
-def kept(rows: int = 2000) -> dict[str, Any]:
+def kept(rows: int = 2000) -> Document:
     return {"out_of_fold": {"risks": risks_document(RISK[:rows], LABEL[:rows], np.arange(rows))}}
 
 
 def as_dict(gate: CoverageGate | None) -> dict[str, float]:
     assert gate is not None
-    return {
-        key: value or 0.0 for key, value in dataclasses.asdict(gate).items() if key != "threshold"
-    }
+    values = dataclasses.asdict(gate)
+    del values["threshold"]
+    return {name: value or 0.0 for name, value in values.items()}
 
 
 def test_kept_risks_are_counted_as_the_trainer_counts(tmp_path: Path) -> None:
-    found = coverage(bundle_with(tmp_path, kept()))
-    assert (found.source, [gate.threshold for gate in found.gates]) == (
-        "out_of_fold_risks",
-        list(evaluation.THRESHOLDS),
-    )
-    for gate in found.gates:
+    kept_by = coverage(bundle_with(tmp_path, kept()))
+    assert kept_by.source == "out_of_fold_risks"
+    assert [gate.threshold for gate in kept_by.gates] == list(evaluation.THRESHOLDS)
+    for gate in kept_by.gates:
         assert as_dict(gate) == pytest.approx(at_threshold(LABEL, RISK, gate.threshold))
-    assert found.gates[0].wrong_among_answered is None  # nothing is answered below 0
-    answered, wrong = coverage_curve(LABEL, RISK)
-    place = int((RISK < 0.5).sum()) - 1
-    assert (found.gates[50].answered, found.gates[50].wrong_among_answered) == (
-        answered[place],
-        wrong[place],
-    )
-    assert len(found.tenths) == 10
-    for place, tenth in enumerate(found.tenths):
-        own = np.argsort(RISK)[place * 200 : (place + 1) * 200]
-        assert (tenth.low, tenth.high) == (
-            pytest.approx(RISK[own].min()),
-            pytest.approx(RISK[own].max()),
-        )
-        assert tenth.right == pytest.approx(LABEL[own].mean())
+    assert kept_by.gates[0].wrong_among_answered is None  # nothing is answered below 0
+    assert len(kept_by.tenths) == 10
+    for tenth, own in zip(kept_by.tenths, np.argsort(RISK).reshape(10, 200), strict=True):
+        ends = (RISK[own].min(), RISK[own].max(), LABEL[own].mean())
+        assert (tenth.low, tenth.high, tenth.right) == pytest.approx(ends)
     few = coverage(bundle_with(tmp_path / "few", kept(99)))
     assert (few.source, few.tenths) == ("out_of_fold_risks", ())
 
@@ -103,7 +92,7 @@ def test_a_recalibrated_bundles_rows_are_read_on_the_new_scale(tmp_path: Path) -
         {"cross_validation": {"at_threshold": {"answered": "x"}}, "recalibrations": []},
     ],
 )
-def test_too_little_is_said_and_never_an_error(tmp_path: Path, evaluation: dict[str, Any]) -> None:
+def test_too_little_is_said_and_never_an_error(tmp_path: Path, evaluation: Document) -> None:
     assert coverage(bundle_with(tmp_path, evaluation)) == Coverage(
         "own_threshold", 11, 5 / 11, (), None, ()
     )
@@ -123,23 +112,13 @@ def test_what_was_measured_at_the_own_threshold(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["smollm2", "smollm2-fused"])
 def test_the_shipped_bundles(name: str) -> None:
     bundle = load_bundle(SHIPPED / name / "1")
-    found = coverage(bundle)
-    assert found.source == "out_of_fold_risks"
-    assert found.own is not None
-    assert 0.08 < found.own.answered < 0.12
-    nearest = found.gates[round(100 * bundle.manifest.threshold)]
-    assert nearest.answered == pytest.approx(found.own.answered, abs=0.03)
-    assert nearest.wrong_among_answered == pytest.approx(found.own.wrong_among_answered, abs=0.02)
-    if name == "smollm2":
-        forms = form_table(bundle)
-        assert forms is not None
-        with gzip.open(
-            ROOT / "docs/smollm2-test-rows.jsonl.gz", "rt", encoding="utf-8"
-        ) as held_out:
-            assert {row.form for row in forms.data} == {
-                json.loads(line)["form"] for line in held_out
-            }
-        assert set(EVERY_FORM) <= bundle.evaluation()["cross_validation"]["by_form"].keys()
+    kept_by = coverage(bundle)
+    own, nearest = kept_by.own, kept_by.gates[round(100 * bundle.manifest.threshold)]
+    assert kept_by.source == "out_of_fold_risks"
+    assert own is not None
+    assert 0.08 < own.answered < 0.12
+    assert nearest.answered == pytest.approx(own.answered, abs=0.03)
+    assert nearest.wrong_among_answered == pytest.approx(own.wrong_among_answered, abs=0.02)
 
 
 # --- forms ---
@@ -151,32 +130,35 @@ MADE = by_stratum(RIGHT, RISKS, FORMS, 0.5)
 KEPT = {"cross_validation": {"by_form": MADE}}
 
 
-def table(folder: Path, evaluation: dict[str, Any], **changes: Any) -> evaluation.FormTable:
+def table(folder: Path, evaluation: Document, **changes: Any) -> evaluation.FormTable:
     found = form_table(bundle_with(folder, evaluation, **changes))
     assert found is not None
     return found
 
 
+def test_the_shipped_bundle_has_a_table_of_the_held_out_rows_forms() -> None:
+    bundle = load_bundle(SHIPPED / "smollm2" / "1")
+    forms = form_table(bundle)
+    assert forms is not None
+    with gzip.open(ROOT / "docs/smollm2-test-rows.jsonl.gz", "rt", encoding="utf-8") as lines:
+        held_out = {json.loads(line)["form"] for line in lines}
+    assert {row.form for row in forms.data} == held_out
+    assert set(EVERY_FORM) <= bundle.evaluation()["cross_validation"]["by_form"].keys()
+
+
 def test_the_table_by_form_is_the_trainers(tmp_path: Path) -> None:
-    found = table(tmp_path, KEPT)
-    lone, turn = found.data
-    assert (found.source, lone.form, lone.rows) == ("out_of_fold", "lone", 6)
-    assert (lone.wrong, lone.answered) == (pytest.approx(4 / 6), pytest.approx(2 / 6))
-    assert lone.wrong_among_answered == pytest.approx(0.5)
-    assert (turn.form, turn.auroc, turn.answered, turn.wrong_among_answered) == (
-        "turn_own",
-        None,
-        0.0,
-        None,
-    )
-    assert turn.mean_risk == pytest.approx(0.85)
-    held = table(
-        tmp_path / "h",
-        KEPT | {"held_out": {"by_form": by_stratum(RIGHT[:6], RISKS[:, :6], FORMS[:6], 0.5)}},
-    )
-    assert (held.source, [one.form for one in held.data]) == ("held_out", ["lone"])
+    out_of_fold = table(tmp_path, KEPT)
+    assert out_of_fold.source == "out_of_fold"
+    assert [row.form for row in out_of_fold.data] == list(MADE) == ["lone", "turn_own"]
+    for row in out_of_fold.data:
+        trained = MADE[row.form] | {"form": row.form}
+        for field, value in dataclasses.asdict(row).items():
+            assert value == trained[field], field
+    held_out = {"by_form": by_stratum(RIGHT[:6], RISKS[:, :6], FORMS[:6], 0.5)}
+    held = table(tmp_path / "h", KEPT | {"held_out": held_out})
+    assert (held.source, [row.form for row in held.data]) == ("held_out", ["lone"])
     calibrated = table(tmp_path / "c", KEPT, **CALIBRATED)  # it has another threshold
-    assert {(one.answered, one.wrong_among_answered) for one in calibrated.data} == {(None, None)}
+    assert {(row.answered, row.wrong_among_answered) for row in calibrated.data} == {(None, None)}
     assert calibrated.data[0].mean_risk == pytest.approx(MADE["lone"]["mean_risk"])
     # other risks are served than those that were measured
     assert form_table(bundle_with(tmp_path / "r", KEPT, recalibration=MOVED)) is None
@@ -201,7 +183,7 @@ def test_the_table_by_form_is_the_trainers(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_no_table_where_none_can_be_read(tmp_path: Path, evaluation: dict[str, Any]) -> None:
+def test_no_table_where_none_can_be_read(tmp_path: Path, evaluation: Document) -> None:
     assert form_table(bundle_with(tmp_path, evaluation)) is None
 
 
@@ -239,5 +221,5 @@ def test_the_sample_that_the_trainer_writes_is_read(tmp_path: Path) -> None:
         {"abstain_pattern": "("},
     ],
 )
-def test_a_sample_that_reads_otherwise_is_none(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_a_sample_that_reads_otherwise_is_none(tmp_path: Path, change: Options) -> None:
     assert sample_of(bundle_with(tmp_path, {"sample": SAMPLE.document() | change})) is None

@@ -13,45 +13,37 @@ from service.data.forms import FORMS, chosen, in_forms
 from service.judging.guarantee import SHAPES, Shape, Turns, shape_of, shape_violations
 from service.judging.passages import BESIDE, LONG, has_passage
 from tests.data.test_forms import SAID, made
+from tests.kit.chats import turns
+from tests.kit.rows import Rows
 
 QUESTION = {"role": "user", "content": "What is the capital of Nauru?"}
 ANSWER = {"role": "assistant", "content": "Yaren."}
 SYSTEM = {"role": "system", "content": "Be brief."}
 ALONE = Shape("0", passage=False, system=False)
-WITHOUT = {
-    "lone",
-    "wording",
-    "formats",
-    "system",
-    "turns",
-}  # families whose question stands alone in its message
+WITHOUT = {"lone", "wording", "formats", "system", "turns"}  # families of lone questions
 WITH = {"passages", "long"}
 
 
-def asked(text: str) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": text}]
-
-
-def rows() -> list[dict[str, Any]]:
+def rows() -> Rows:
     """Questions with and without a question mark, with notes of a few words, and with long
     names."""
-    short = [row | {"prompt": f"Name the {row['kind']} of {row['id']}."} for row in made()]
-    stated = [
-        row | {"statement": f"{row['answers'][0]} is in {row['id']} today."} for row in made()
-    ]
     names = (
         "the Federated and Independent Republic of the Outer Western Islands and their Dependencies"
     )
-    long = [
-        row | {"prompt": f"What is the {row['kind']} of {names}, number {row['id']}?"}
-        for row in made()
-    ]
-    kinds = (made(), short, stated, long)
-    return [
-        row | {"id": f"{row['id']}/{n}", "group": f"{row['group']}/{n}"}
-        for n, kind in enumerate(kinds)
-        for row in kind
-    ]
+    found = []
+    for number, row in enumerate(made() * 4):
+        kind, name = row["kind"], row["id"]
+        variant = number // len(made())
+        change = (
+            {},
+            {"prompt": f"Name the {kind} of {name}."},
+            {"statement": f"{row['answers'][0]} is in {name} today."},
+            {"prompt": f"What is the {kind} of {names}, number {name}?"},
+        )[variant]
+        found.append(
+            row | change | {"id": f"{name}/{variant}", "group": f"{row['group']}/{variant}"}
+        )
+    return found
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -82,44 +74,38 @@ def test_earlier_answers_are_counted_and_not_the_beginning_of_this_one(
     assert shape_of([*before, QUESTION, {"role": "assistant", "content": "The"}]).turns == turns
 
 
-@pytest.mark.parametrize(
-    ("text", "passage"),
-    [
-        *(
-            (text, True)
-            for text in (
-                "# Context\nLand is wide.\n\nWhat is it?",
-                "<document>It is so.</document> Is it?",
-                "Search results: one. What is it?",
-                "What is it?\r\n\r\n**Documents:**\r\nIt is so.",
-                "It is so. " * (BESIDE // 10 + 1) + "\nWhat is it?",
-                "\u5b83\u662f" * BESIDE + "\n\u662f\u4ec0\u4e48\uff1f",
-                "w" * (LONG + 1),
-            )
-        ),
-        *(
-            (text, False)
-            for text in (
-                "",
-                " \n\n ",
-                ":",
-                "?",
-                "Hi!\n\nWhat is it?\n\nThanks a lot, Ada",
-                "w" * LONG,
-                "In this context: what is it?",
-                "Contextual menus: what are they?",
-                f"Hello,\n{'very ' * 60}much?\nAnswer:",
-            )
-        ),
-    ],
+PASSAGES = (
+    "# Context\nLand is wide.\n\nWhat is it?",
+    "<document>It is so.</document> Is it?",
+    "Search results: one. What is it?",
+    "What is it?\r\n\r\n**Documents:**\r\nIt is so.",
+    "It is so. " * (BESIDE // 10 + 1) + "\nWhat is it?",
+    "\u5b83\u662f" * BESIDE + "\n\u662f\u4ec0\u4e48\uff1f",
+    "w" * (LONG + 1),
 )
-def test_what_is_a_passage(text: str, passage: bool) -> None:
-    assert has_passage(text) is passage
-    assert shape_of(asked(text)).passage is passage
-    earlier = shape_of(
-        [*asked(text), ANSWER, QUESTION]
-    )  # that of an earlier question does not count
+
+
+NO_PASSAGES = (
+    "",
+    " \n\n ",
+    ":",
+    "?",
+    "Hi!\n\nWhat is it?\n\nThanks a lot, Ada",
+    "w" * LONG,
+    "In this context: what is it?",
+    "Contextual menus: what are they?",
+    f"Hello,\n{'very ' * 60}much?\nAnswer:",
+)
+
+
+@pytest.mark.parametrize("text", PASSAGES + NO_PASSAGES)
+def test_what_is_a_passage(text: str) -> None:
+    assert has_passage(text) is shape_of(turns(text)).passage is (text in PASSAGES)
+    earlier = shape_of([*turns(text), ANSWER, QUESTION])  # an earlier question's does not count
     assert earlier == Shape("1", passage=False, system=False)
+
+
+LONG_URL = {"url": "w" * LONG * 2}
 
 
 @pytest.mark.parametrize(
@@ -129,16 +115,12 @@ def test_what_is_a_passage(text: str, passage: bool) -> None:
         [None, 3, "user", [], {}],
         [{"role": "user"}],
         *(
-            [{"role": "user", "content": content}]
+            [QUESTION | {"content": content}]
             for content in (
                 None,
                 [],
-                [
-                    None,
-                    {},
-                    {"type": "image_url", "image_url": {"url": "w" * LONG * 2}},
-                    {"text": 3},
-                ],
+                [None, {}, {"type": "image_url", "image_url": LONG_URL}, {"text": 3}],
+                [{"type": "text", "text": "Who?"}],
             )
         ),
         [
@@ -147,15 +129,13 @@ def test_what_is_a_passage(text: str, passage: bool) -> None:
             {"content": "x"},
         ],
         [{"role": "assistant", "content": "The"}],
-        [QUESTION | {"content": [{"type": "text", "text": "Who?"}]}],
     ],
 )
 def test_what_no_message_should_be_is_nothing_said(messages: list[Any]) -> None:
     shape = shape_of(messages)
     assert replace(shape, asks="plain") == ALONE
-    assert (shape.asks == "inside") is (
-        "Who?" not in str(messages)
-    )  # what has no words may hold anything
+    # What has no words may hold anything.
+    assert (shape.asks == "inside") is ("Who?" not in str(messages))
 
 
 def test_parts_are_one_text() -> None:
@@ -168,12 +148,6 @@ def test_a_guarantee_is_void_for_a_script_that_training_never_had() -> None:
     training = SimpleNamespace(shapes=None, scripts=("Latin",))
     manifest: Any = SimpleNamespace(guarantee_shapes=None, training=training)
     around = "0 earlier turns, no passage, no system prompt"
-    for text, violations in (
-        ("What does 東京 mean?", ()),
-        (
-            "法国的首都是哪里?",
-            (f"conversation: {around}, letters mostly Han; the calibration had none like it",),
-        ),
-    ):
-        shape = shape_of([{"role": "user", "content": text}])
-        assert shape_violations(manifest, [shape]) == violations
+    other = f"conversation: {around}, letters mostly Han; the calibration had none like it"
+    for text, violations in (("What does 東京 mean?", ()), ("法国的首都是哪里?", (other,))):
+        assert shape_violations(manifest, [shape_of(turns(text))]) == violations

@@ -5,29 +5,36 @@ from __future__ import annotations
 import pytest
 
 from service.judging.scripts import LONG, recorded_scripts, scripts_of, unlike_scripts, written_in
+from tests.kit.tables import cells
+
+WRITTEN = cells(
+    """
+    What is the capital of France? | Latin
+    Où est né Gödel, à Brünn ou à Łódź? | Latin
+    ＷＨＡＴ　ｉｓ　𝐭𝐡𝐞 capital? | Latin
+    法国的首都是哪里? | Han
+    フランスの首都はどこですか | Kana
+    東京都港区はどこ | Han
+    々〆 | Han
+    ーーｱ | Kana
+    𐌀𐌁 a | Old Italic
+    프랑스의 수도는 어디입니까? | Hangul
+    Какая столица Франции? | Cyrillic
+    Ποια είναι η πρωτεύουσα της Γαλλίας; | Greek
+    ما هي عاصمة فرنسا؟ | Arabic
+    מהי בירת צרפת? | Hebrew
+    फ्रांस की राजधानी क्या है? | Devanagari
+    เมืองหลวงของฝรั่งเศสคืออะไร | Thai
+    What does 東京 mean? | Latin
+    """
+)
 
 
 @pytest.mark.parametrize(
     ("text", "scripts"),
     [
-        ("What is the capital of France?", ("Latin",)),
-        ("Où est né Gödel, à Brünn ou à Łódź?", ("Latin",)),
-        ("ＷＨＡＴ　ｉｓ　𝐭𝐡𝐞 capital?", ("Latin",)),
-        ("法国的首都是哪里?", ("Han",)),
-        ("フランスの首都はどこですか", ("Kana",)),
-        ("東京都港区はどこ", ("Han",)),
-        ("々〆", ("Han",)),
-        ("ーーｱ", ("Kana",)),
-        ("𐌀𐌁 a", ("Old Italic",)),
-        ("프랑스의 수도는 어디입니까?", ("Hangul",)),
-        ("Какая столица Франции?", ("Cyrillic",)),
-        ("Ποια είναι η πρωτεύουσα της Γαλλίας;", ("Greek",)),
-        ("ما هي عاصمة فرنسا؟", ("Arabic",)),
+        *((text, (script,)) for text, script in WRITTEN),
         ("ما هي عاصمة فرنسا؟".replace("ا", "ﺎ"), ("Arabic",)),
-        ("מהי בירת צרפת?", ("Hebrew",)),
-        ("फ्रांस की राजधानी क्या है?", ("Devanagari",)),
-        ("เมืองหลวงของฝรั่งเศสคืออะไร", ("Thai",)),
-        ("What does 東京 mean?", ("Latin",)),
         ("1 + 1 = ? 😀 ½ ʼ", ()),
         ("", ()),
     ],

@@ -7,8 +7,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+Row = dict[str, Any]
+Rows = list[Row]
+Options = dict[str, Any]  # named arguments
+Document = dict[str, Any]  # an object of JSON
 
-def without(rows: Iterable[Mapping[str, Any]], *keys: str) -> list[dict[str, Any]]:
+
+def without(rows: Iterable[Mapping[str, Any]], *keys: str) -> Rows:
     """Copies of the rows that lack these fields."""
     bare = [dict(row) for row in rows]
     for row in bare:
@@ -17,7 +22,7 @@ def without(rows: Iterable[Mapping[str, Any]], *keys: str) -> list[dict[str, Any
     return bare
 
 
-def only(rows: Iterable[Mapping[str, Any]], *keys: str) -> list[dict[str, Any]]:
+def only(rows: Iterable[Mapping[str, Any]], *keys: str) -> Rows:
     """Copies of the rows with these fields alone."""
     picked = []
     for row in rows:
@@ -25,5 +30,10 @@ def only(rows: Iterable[Mapping[str, Any]], *keys: str) -> list[dict[str, Any]]:
     return picked
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
+def read_lines(path: Path) -> Rows:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def lines_named(problems: Iterable[str]) -> list[str]:
+    """Where each problem of a file is: "line 7"."""
+    return [problem.partition(":")[0] for problem in problems]
